@@ -93,7 +93,7 @@ absl::StatusOr<Request> RequestOf(const CommandLine& line) {
     }
     *to = place == "cpu" ? EstimatedOffload::Place::kCpu : EstimatedOffload::Place::kDisk;
   }
-  request.offload.optimizer_in_backward = line.Has("optimizer_in_backward");
+  request.offload.optimizer_in_backward = line.Get("optimizer_in_backward") == "true";
   return request;
 }
 

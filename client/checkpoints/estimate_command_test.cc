@@ -72,6 +72,15 @@ TEST_F(EstimateCommandTest, Text_IsTwoTables) {
   EXPECT_THAT(out_.str(), HasSubstr("no_shard"));
 }
 
+TEST_F(EstimateCommandTest, FlagOfFalse_IsOff) {
+  ASSERT_EQ(Run({file_, "-o", "json"}), kExitOk) << err_.str();
+  const std::string without = out_.str();
+  ASSERT_EQ(Run({file_, "--optimizer_in_backward=false", "-o", "json"}), kExitOk) << err_.str();
+  EXPECT_EQ(out_.str(), without);
+  ASSERT_EQ(Run({file_, "--optimizer_in_backward", "-o", "json"}), kExitOk) << err_.str();
+  EXPECT_NE(out_.str(), without);
+}
+
 TEST_F(EstimateCommandTest, SettingThatMusterDoesNotKnow_CanBeIgnored) {
   const std::string config =
       *ReadFile(testing_support::GoldenPath("hf_train/bert_cls_shared/config.json"));

@@ -336,7 +336,8 @@ absl::StatusOr<LaunchConfig> ReadLaunchConfig(const CommandLine& line,
   MachineFacts facts = {.gpus = machine.usable_gpus, .cores = machine.cores};
   std::vector<Layer> layers = {std::move(flags), LayerFromVariables(variables)};
   const bool machines_given =
-      line.Has("nnodes") || line.Has("node_rank") || line.Has("standalone") ||
+      line.Has("nnodes") || line.Has("node_rank") ||
+      ParseBool(line.Has("standalone") ? line.Get("standalone") : "false").value_or(true) ||
       std::any_of(layers.begin(), layers.end(), [](const Layer& layer) {
         return layer.settings.count("num_machines") + layer.settings.count("machine_rank") > 0;
       });

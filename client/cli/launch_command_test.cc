@@ -127,6 +127,14 @@ TEST_F(LaunchCommandTest, TorchrunFlags_InBothSpellings_ReachTheBackend) {
   }
 }
 
+TEST_F(LaunchCommandTest, StandaloneOfFalse_LeavesTheMachinesToTheCluster) {
+  variables_["SLURM_JOB_ID"] = "7";
+  variables_["SLURM_NNODES"] = "2";
+  EXPECT_EQ(Run({"--standalone", "x"}), kExitOk) << err_.str();
+  EXPECT_THAT(Refused({"--standalone=false", "x"}, kExitUsage),
+              HasSubstr("the SLURM job has 2 nodes"));
+}
+
 TEST_F(LaunchCommandTest, TorchrunFlags_ThatCannotBeHonoured_AreOneLine) {
   EXPECT_THAT(Refused({"--nproc_per_node", "2", "--num-processes", "2", "x"}, kExitUsage),
               HasSubstr("--nproc_per_node and --num_processes mean the same"));

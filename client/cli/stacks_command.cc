@@ -266,8 +266,9 @@ int RunStacksCommand(const std::vector<std::string>& args, const CommandContext&
     }
     return FailCall(spec, context, SuggestJob(connection, line.words[0], status));
   }
-  context.out << (format == "json" ? Dump(Json(stacks))
-                                   : Text(stacks, !line.Has("each"), line.Has("threads")));
+  context.out << (format == "json"
+                      ? Dump(Json(stacks))
+                      : Text(stacks, line.Get("each") != "true", line.Get("threads") == "true"));
   return kExitOk;
 }
 

@@ -69,6 +69,9 @@ TEST_F(AcceleratorBarrierTest, Stacks_ShowWhereEveryRankIsWithoutEndingTheJob) {
                                        HasSubstr("step 2"), HasSubstr("AugmentImagesForever()")));
   EXPECT_THAT(shown->out_text(), Not(HasSubstr("grpc_event_engine")));
   EXPECT_THAT(shown->out_text(), HasSubstr("idle threads of the libraries (--threads shows them)"));
+  const auto with_false = Muster({"stacks", "stuck", "--threads=false", "--each=false"});
+  EXPECT_EQ(with_false->Wait(), 0) << with_false->err_text();
+  EXPECT_THAT(with_false->out_text(), HasSubstr("(--threads shows them)"));
   const auto one = Muster({"stacks", "stuck", "--rank", "1", "-o", "json"});
   EXPECT_EQ(one->Wait(), 0) << one->err_text();
   const auto rows = nlohmann::json::parse(one->out_text());

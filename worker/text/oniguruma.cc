@@ -23,9 +23,11 @@ constexpr int64_t kMaxRepeat = 1000;
 // ICU writes out small repetitions, one inside another.
 constexpr int64_t kMaxRepeatProduct = 1'000'000;
 
-// The inside of ICU's brackets for Oniguruma's \w, which counts Latin-1's small digits in.
+// The insides of ICU's brackets for Oniguruma's \w. By itself it counts Latin-1's small digits in
+// (it looks Latin-1 up in another table), inside of brackets it does not.
 constexpr absl::string_view kWord =
     R"(\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\x{B2}\x{B3}\x{B9}\x{BC}-\x{BE})";
+constexpr absl::string_view kWordInBrackets = R"(\p{Alphabetic}\p{M}\p{Nd}\p{Pc})";
 constexpr absl::string_view kSpace = R"(\p{White_Space})";
 constexpr absl::string_view kHexDigit = "0-9A-Fa-f";
 
@@ -47,7 +49,7 @@ const std::map<absl::string_view, absl::string_view>& NamedSets() {
       {"punct", R"(\p{P}\p{S})"},
       {"space", kSpace},
       {"upper", R"(\p{Uppercase})"},
-      {"word", kWord},
+      {"word", kWordInBrackets},
       {"xdigit", kHexDigit},
   };
   return *sets;
@@ -88,6 +90,7 @@ class Translator {
     bool implicit;  // an isolated option's, which ends with the group around it
     bool dot_all;   // of the text around it
     bool extended;
+    bool any_case;
   };
 
   // What a bracket expression holds at one place.
@@ -127,11 +130,12 @@ class Translator {
     last_ = groups_.back().begin;
     dot_all_ = groups_.back().dot_all;
     extended_ = groups_.back().extended;
+    any_case_ = groups_.back().any_case;
     groups_.pop_back();
   }
   absl::Status Open(absl::string_view text, bool implicit) {
     if (groups_.size() >= kMaxDepth) return Unsupported("deeper nesting");
-    groups_.push_back({out_.size(), implicit, dot_all_, extended_});
+    groups_.push_back({out_.size(), implicit, dot_all_, extended_, any_case_});
     absl::StrAppend(&out_, text);
     last_ = kNone;
     return absl::OkStatus();
@@ -302,6 +306,7 @@ class Translator {
   absl::Status Options() {
     const bool dot_all = dot_all_;
     const bool extended = extended_;
+    const bool any_case = any_case_;
     std::string on;
     std::string off;
     bool negative = false;
@@ -311,6 +316,7 @@ class Translator {
         negative = true;
       } else if (c == 'i') {
         (negative ? off : on) = "i";
+        any_case_ = !negative;
       } else if (c == 'm') {
         dot_all_ = !negative;
       } else if (c == 'x') {
@@ -330,11 +336,12 @@ class Translator {
         Open(absl::StrCat("(?", on, off.empty() ? "" : "-", off, ":"), isolated));
     groups_.back().dot_all = dot_all;
     groups_.back().extended = extended;
+    groups_.back().any_case = any_case;
     return absl::OkStatus();
   }
 
   // What stands behind a backslash, outside and inside of brackets.
-  absl::StatusOr<Item> CommonEscape() {
+  absl::StatusOr<Item> CommonEscape(bool in_brackets) {
     if (at_ >= in_.size()) return Malformed("a backslash stands at the end");
     const char32_t c = NextCharacter(in_, at_);
     switch (c) {
@@ -357,7 +364,7 @@ class Translator {
         return Item{{}, Set(c == 'S', kSpace)};
       case 'w':
       case 'W':
-        return Item{{}, Set(c == 'W', kWord)};
+        return Item{{}, Set(c == 'W', in_brackets ? kWordInBrackets : kWord)};
       case 'd':
       case 'D':
         return Item{{}, Set(c == 'D', R"(\p{Nd})")};
@@ -366,7 +373,7 @@ class Translator {
         return Item{{}, Set(c == 'H', kHexDigit)};
       case 'p':
       case 'P':
-        return Property(c == 'P');
+        return Property(c == 'P', in_brackets);
       case 'x':
       case 'u':
       case '0':
@@ -401,7 +408,7 @@ class Translator {
     return Item{static_cast<char32_t>(value), ""};
   }
 
-  absl::StatusOr<Item> Property(bool negated) {
+  absl::StatusOr<Item> Property(bool negated, bool in_brackets) {
     if (!Take("{")) return Malformed("\\p needs a name in braces");
     if (Take("^")) negated = !negated;
     const size_t close = in_.find('}', at_);
@@ -416,6 +423,7 @@ class Translator {
       }
     }
     at_ = close + 1;
+    if (plain == "word" && !in_brackets) return Item{{}, Set(negated, kWord)};
     // As a property, "punct" is ICU's: the symbols are in [[:punct:]] only.
     const auto set = plain == "punct" ? NamedSets().end() : NamedSets().find(plain);
     if (set != NamedSets().end()) return Item{{}, Set(negated, set->second)};
@@ -461,8 +469,12 @@ class Translator {
       default:
         break;
     }
-    MUSTER_ASSIGN_OR_RETURN(const Item item, CommonEscape());
-    Atom(item.character.has_value() ? Character(*item.character) : item.set);
+    const bool keeps_case = any_case_ && absl::ascii_tolower(in_[at_]) == 'p';
+    MUSTER_ASSIGN_OR_RETURN(const Item item, CommonEscape(/*in_brackets=*/false));
+    // Of properties, "(?i)" changes those in brackets only.
+    Atom(item.character.has_value() ? Character(*item.character)
+         : keeps_case               ? absl::StrCat("(?-i:", item.set, ")")
+                                    : item.set);
     return absl::OkStatus();
   }
 
@@ -530,7 +542,7 @@ class Translator {
     }
     if (!Take("\\")) return Item{NextCharacter(in_, at_), ""};
     if (Take("b")) return Item{U'\b', ""};
-    return CommonEscape();
+    return CommonEscape(/*in_brackets=*/true);
   }
 
   const absl::string_view in_;
@@ -541,6 +553,7 @@ class Translator {
   std::vector<Group> groups_;
   bool dot_all_ = false;
   bool extended_ = false;
+  bool any_case_ = false;
   int64_t product_ = 1;
 };
 

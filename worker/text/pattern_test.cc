@@ -60,6 +60,12 @@ TEST(Pattern, Expressions_CutAsOnigurumaDoes) {
       {R"re(a{1,2}+)re", "aaaaa", {"aaaaa"}},
       {R"re(\h+)re", "xyz1fG", {"xyz", "1f", "G"}},
       {R"re((?i:ss))re", "SS \xC5\xBFs", {"SS", " ", "\xC5\xBFs"}},
+      // Other than in brackets, a property keeps its case.
+      {R"re((?i)\p{Lu}+)re", "abCD", {"ab", "CD"}},
+      {R"re((?i)[\p{Lu}]+)re", "abCD1", {"abCD", "1"}},
+      {R"re((?i)\p{Lu}{2})re", "abCD", {"ab", "CD"}},
+      {R"re((?i:xx|y\P{Lu}))re", "YaXXbYBya", {"Ya", "XX", "bYB", "ya"}},
+      {R"re((?i:x(?-i)X|y)\P{Lu})re", "YaXXbxa", {"Ya", "XXb", "xa"}},
       {R"re(\bx)re", "x xx\xCC\x81x", {"x", " ", "x", "x\xCC\x81x"}},
       {R"re(x*)re", "axb", {"a", "x", "b"}},
       {R"re([[:punct:]]+)re", "a$+a.b", {"a", "$+", "a", ".", "b"}},
@@ -86,6 +92,12 @@ TEST(Pattern, Expressions_CutAsOnigurumaDoes) {
       {R"re(\W+)re",
        "a_1\xC2\xB2\xE2\x80\x8D\xCC\x81-b",
        {"a_1\xC2\xB2", "\xE2\x80\x8D", "\xCC\x81", "-", "b"}},
+      // In brackets, small digits are none of \w.
+      {R"re([\w]+)re", "m\xC2\xB2", {"m", "\xC2\xB2"}},
+      {R"re([[:word:]]+)re", "m\xC2\xB2", {"m", "\xC2\xB2"}},
+      {R"re([\p{Word}]+)re", "m\xC2\xB2", {"m", "\xC2\xB2"}},
+      {R"re(\p{Word}+)re", "m\xC2\xB2", {"m\xC2\xB2"}},
+      {R"re([^\w\s]+)re", "m\xC2\xB2, \xC2\xBD", {"m", "\xC2\xB2,", " ", "\xC2\xBD"}},
       {R"re(\d+)re",
        "1\xD9\xA3\xC2\xB2"
        "a",
