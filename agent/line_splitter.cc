@@ -17,7 +17,9 @@ void LineSplitter::EndLine() {
 void LineSplitter::Append(absl::string_view bytes) {
   while (!bytes.empty()) {
     if (bytes[0] == '\n') {
-      EndLine();
+      if (!cut_) EndLine();
+      cut_ = false;
+      returned_ = false;
       bytes.remove_prefix(1);
       continue;
     }
@@ -34,7 +36,8 @@ void LineSplitter::Append(absl::string_view bytes) {
     n = std::min(n, kMaxLine - line_.size());
     line_.append(bytes.data(), n);
     bytes.remove_prefix(n);
-    if (line_.size() == kMaxLine) EndLine();
+    cut_ = line_.size() == kMaxLine;
+    if (cut_) EndLine();
   }
   if (on_partial_ && !line_.empty()) on_partial_(line_);
 }

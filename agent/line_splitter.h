@@ -14,7 +14,8 @@ namespace muster::agent {
 // bar). Not thread-safe.
 class LineSplitter {
  public:
-  // Lines longer than this are cut into pieces of this size.
+  // Lines longer than this are cut into pieces of this size. A line of whole pieces ends with the
+  // last of them: its end makes no empty line.
   static constexpr size_t kMaxLine = 64 * 1024;
 
   // `on_line` gets each finished line without its end. `on_partial` (may be null) gets what the
@@ -33,6 +34,7 @@ class LineSplitter {
   const Callback on_line_;
   const Callback on_partial_;
   std::string line_;       // since the last "\r" that something followed
+  bool cut_ = false;       // the last byte completed a piece
   bool returned_ = false;  // the last byte was "\r": it clears the line unless "\n" comes next
 };
 

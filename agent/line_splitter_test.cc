@@ -75,6 +75,19 @@ TEST_F(LineSplitterTest, EndlessLine_IsCut) {
   EXPECT_EQ(lines_[2].size(), 5u);
 }
 
+TEST_F(LineSplitterTest, LineOfWholePieces_HasNoEmptyLineAfterIt) {
+  for (const char* const end : {"\n", "\r\n"}) {
+    lines_.clear();
+    splitter_.Append(std::string(LineSplitter::kMaxLine * 2, 'x'));
+    splitter_.Append(end);
+    splitter_.Append("\nend\n");
+    ASSERT_EQ(lines_.size(), 4u);
+    EXPECT_EQ(lines_[1].size(), LineSplitter::kMaxLine);
+    EXPECT_EQ(lines_[2], "");  // the program's own
+    EXPECT_EQ(lines_[3], "end");
+  }
+}
+
 // Whatever a program prints, and however the pipe cuts it.
 TEST(LineSplitter, RandomBytes_GiveTheSameLinesHoweverTheyAreCut) {
   std::mt19937_64 random(20261121);

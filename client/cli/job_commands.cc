@@ -979,12 +979,14 @@ int RunResizeCommand(const std::vector<std::string>& args, const CommandContext&
   CommandLine line;
   std::unique_ptr<JobBackend> client;
   if (const int code = BeginJob(spec, args, context, &line, &client); code >= 0) return code;
-  const absl::StatusOr<std::pair<int, int>> processes = ParseProcesses(line.Get("processes"));
+  const std::string text = line.Get("processes");
+  const absl::StatusOr<std::pair<int, int>> processes = ParseProcesses(text);
   if (!processes.ok()) {
-    return Fail(spec, context,
-                absl::InvalidArgumentError(absl::StrCat("--processes ", line.Get("processes"),
-                                                        ": write ", processes.status().message())),
-                kExitUsage);
+    return Fail(
+        spec, context,
+        absl::InvalidArgumentError(absl::StrCat("--processes", text.empty() ? "" : " ", text,
+                                                ": write ", processes.status().message())),
+        kExitUsage);
   }
   const absl::StatusOr<Job> job =
       client->resize(line.words[0], processes->first, processes->second, line.Get("why"));

@@ -516,7 +516,9 @@ TEST_F(JobCommandsTest, Resize_WithoutANumberOrWithABadOne_SaysWhatToWrite) {
     EXPECT_EQ(RunResizeCommand({"mnist-1", "--processes", bad}, context_), kExitUsage) << bad;
     EXPECT_THAT(err_.str(), HasSubstr("write how many, 4, or a range, 1:4")) << bad;
   }
+  err_.str("");
   EXPECT_EQ(RunResizeCommand({"mnist-1"}, context_), kExitUsage);
+  EXPECT_THAT(err_.str(), HasSubstr("--processes: write how many, 4, or a range, 1:4"));
   EXPECT_EQ(RunResizeCommand({"mnits-1", "--processes", "2"}, context_), kExitNotFound);
   EXPECT_THAT(fake_.actions(), ElementsAre());
 }

@@ -520,7 +520,7 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .variable = "MUSTER_PREFIX",
        .type = Type::kBool,
        .help = "Prefix each line with [rank]: if several processes write. Default: on a terminal; "
-               "the output to a pipe or file stays as the programs wrote it"},
+               "the output to a pipe or file gets no prefix"},
       {.name = "job_name",
        .variable = "MUSTER_JOB_NAME",
        .value_name = "NAME",

@@ -218,7 +218,7 @@ PlacementDecision Place(const v1::JobSpec& spec,
   if (best == 0) {
     decision.why = absl::StrCat("room for ", DescribeDemand(spec), ": ");
     if (nodes.empty()) {
-      absl::StrAppend(&decision.why, "there is no node");
+      absl::StrAppend(&decision.why, "no node takes jobs (muster nodes shows why)");
     } else if (without_labels == static_cast<int>(nodes.size())) {
       absl::StrAppend(&decision.why, "no node has these labels");
     } else {

@@ -137,6 +137,12 @@ TEST_F(PlacementTest, Labels_ThatNoNodeHas_AreNamed) {
   EXPECT_FALSE(Run(spec).placements.empty());
 }
 
+// Cordoned, drained and lost nodes are no candidates, so there may be nodes all the same.
+TEST_F(PlacementTest, NoCandidate_SaysThatNoNodeTakesJobs) {
+  EXPECT_EQ(Run(Spec(1, 1)).why,
+            "room for 1 process with 1 CPU: no node takes jobs (muster nodes shows why)");
+}
+
 TEST_F(PlacementTest, JobWithFiles_RunsOnlyWhereAgentsTakeThem) {
   AddNode("a", 4, 0);
   AddNode("b", 2, 0);

@@ -123,16 +123,28 @@ std::string AskStore(const LostCollectiveSources& sources, const ProgressBoard::
 
 std::string DescribeLostCollective(const ProgressBoard::Facts& mine,
                                    const LostCollectiveSources& sources,
-                                   const std::vector<MemberInfo>& members) {
+                                   const std::vector<MemberInfo>& members, bool timed_out) {
   constexpr int kNamed = 8;
+  const auto member_of = [&](int rank) {
+    return std::find_if(members.begin(), members.end(),
+                        [&](const MemberInfo& m) { return m.rank == rank; });
+  };
+  const auto is_gone = [&](int rank) {
+    const auto member = member_of(rank);
+    return member != members.end() && !member->gone.empty();
+  };
+  std::vector<int> ranks = sources.ranks;
+  // A rank that is gone ends the collective for all others at once. What is known of these is as
+  // old as their last heartbeats: they may well have waited.
+  const bool ended_by_gone = !timed_out && std::any_of(ranks.begin(), ranks.end(), is_gone);
+  if (ended_by_gone) std::stable_partition(ranks.begin(), ranks.end(), is_gone);
   std::vector<int> waiting;
   std::string absent;
   int named = 0;
   // All that are gone: one that was killed is the cause itself.
   int gone = 0, ended_earlier = 0;
-  for (const int rank : sources.ranks) {
-    const auto member = std::find_if(members.begin(), members.end(),
-                                     [&](const MemberInfo& m) { return m.rank == rank; });
+  for (const int rank : ranks) {
+    const auto member = member_of(rank);
     const bool here = rank == sources.rank || (member != members.end() && Waits(*member, mine));
     if (here) {
       waiting.push_back(rank);
@@ -143,13 +155,16 @@ std::string DescribeLostCollective(const ProgressBoard::Facts& mine,
     if (++named > kNamed) continue;
     absl::StrAppend(&absent, absent.empty() ? "" : "; ", "rank ", rank);
     if (member == members.end()) {
-      absl::StrAppend(&absent, ", of which nothing is known, ", kDidNotTakePart);
+      absl::StrAppend(&absent, ", of which nothing is known, ");
     } else {
-      absl::StrAppend(&absent, " (", member->host, ", pid ", member->pid, ") ", kDidNotTakePart);
+      absl::StrAppend(&absent, " (", member->host, ", pid ", member->pid, ") ");
     }
-    absl::StrAppend(&absent, named == 1 ? What(mine) : "it");
+    absl::StrAppend(
+        &absent,
+        ended_by_gone && !is_gone(rank) ? "was not yet known to wait in " : kDidNotTakePart,
+        named == 1 ? What(mine) : "it");
     // No rank has waited that long for one that is gone.
-    if (named == 1 && (member == members.end() || member->gone.empty())) {
+    if (timed_out && named == 1 && !is_gone(rank)) {
       absl::StrAppend(&absent, kWithin, absl::FormatDuration(sources.timeout));
     }
     if (member != members.end()) absl::StrAppend(&absent, ": ", Where(*member));
@@ -186,7 +201,8 @@ std::string ExplainLostCollective(const LostCollectiveSources& sources, absl::st
     if (sources.store != nullptr) return AskStore(sources, mine) + cause;
     return absl::StrCat(What(mine), kDidNotFinish, absl::FormatDuration(sources.timeout), cause);
   }
-  if (!IsCollectiveTimeout(error)) {
+  const bool timed_out = IsCollectiveTimeout(error);
+  if (!timed_out) {
     // A rank that lost a connection gets here before the coordinator learns of the exit of the peer
     // that closed it; a barrier ends as soon as one of its ranks is known to be gone. Nobody is
     // blamed for not coming to one of this name: who has timed out does not come. Of a part of the
@@ -206,7 +222,7 @@ std::string ExplainLostCollective(const LostCollectiveSources& sources, absl::st
                         ", and the coordinator cannot say why: ", members.status().message(),
                         cause);
   }
-  return DescribeLostCollective(mine, sources, *members) + cause;
+  return DescribeLostCollective(mine, sources, *members, timed_out) + cause;
 }
 
 }  // namespace muster

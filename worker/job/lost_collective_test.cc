@@ -63,6 +63,29 @@ TEST(LostCollective, RanksElsewhere_AreNamedWithWhereTheyStand) {
                           HasSubstr("; rank 0 waits"), Not(HasSubstr("rank 1 "))));
 }
 
+TEST(LostCollective, SurvivorLastHeardBeforeIt_IsNotBlamedBesideTheRankThatIsGone) {
+  ProgressBoard::Facts mine;
+  mine.step = 8;
+  mine.last_collective = "AllReduce #27 bucket 1 of 1 (5 Float)";
+  std::vector<MemberInfo> members(3);
+  for (int rank = 0; rank < 3; ++rank) {
+    members[rank].rank = rank;
+    members[rank].host = "host";
+    members[rank].pid = 100 + rank;
+  }
+  members[1].step = 8;
+  members[2].gone = "it was killed by signal 9";
+  EXPECT_EQ(DescribeLostCollective(mine, Sources(0, {0, 1, 2}), members, /*timed_out=*/false),
+            "rank 2 (host, pid 102) did not take part in AllReduce #27 bucket 1 of 1 (5 Float) "
+            "after step 8: it was killed by signal 9; rank 1 (host, pid 101) was not yet known to "
+            "wait in it: it runs after step 8; rank 0 waits");
+  // One that has waited for the whole timeout knows that rank 1 was elsewhere.
+  EXPECT_THAT(DescribeLostCollective(mine, Sources(0, {0, 1, 2}), members),
+              AllOf(HasSubstr("rank 1 (host, pid 101) did not take part in AllReduce #27"),
+                    HasSubstr(" within 10m: it runs after step 8; rank 2 (host, pid 102) did not "
+                              "take part in it: it was killed by signal 9")));
+}
+
 TEST(LostCollective, RankThatEndedEarlier_IsToldFromOneThatFailed) {
   ProgressBoard::Facts mine;
   mine.step = 4;
