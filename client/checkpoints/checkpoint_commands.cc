@@ -773,8 +773,17 @@ int RunExport(const Call& call) {
 
 // Of weights in a checkpoint the manifest knows the digests; no copy of what is damaged is made.
 absl::Status CheckAgainstManifests(const std::string& from) {
-  MUSTER_ASSIGN_OR_RETURN(const WeightFiles weights, WeightFiles::Open(from));
-  for (const std::string& path : weights.Files()) {
+  const absl::StatusOr<WeightFiles> weights = WeightFiles::Open(from);
+  if (!weights.ok()) {
+    if (!PathExists(from)) return weights.status();
+    // The files of a damaged checkpoint may not even open.
+    const std::string folder = IsFolder(from) ? from : ParentPath(from);
+    const absl::Status whole = VerifyCheckpoint(folder, VerifyLevel::kContents).status();
+    if (!absl::IsDataLoss(whole)) return weights.status();
+    return absl::DataLossError(
+        absl::StrCat(whole.message(), "; take the weights of an earlier checkpoint"));
+  }
+  for (const std::string& path : weights->Files()) {
     const std::string dir = ParentPath(path);
     const absl::StatusOr<Manifest> manifest = ReadManifest(dir);
     // There is none, or it is a file of others.

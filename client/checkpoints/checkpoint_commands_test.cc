@@ -752,6 +752,18 @@ TEST_F(CheckpointCommandsTest, MergeWeights_ReadsShardsAndPickles) {
   ExpectRefused({"merge-weights", Path("bin")}, kExitUsage, "write muster merge-weights FROM TO");
 }
 
+TEST_F(CheckpointCommandsTest, MergeWeightsOfACheckpointCutShort_SaysThatItIsDamaged) {
+  Save(Numbered(0), {1, 2}, 1);
+  const std::string model = JoinPath(Numbered(0), "model.safetensors");
+  const std::string bytes = *ReadFile(model);
+  ASSERT_TRUE(WriteFileAtomically(model, bytes.substr(0, bytes.size() - 1)).ok());
+  for (const std::string& from : {Numbered(0), model}) {
+    ExpectRefused({"merge-weights", from, Path("out")}, kExitJobFailed,
+                  "take the weights of an earlier checkpoint");
+  }
+  EXPECT_FALSE(PathExists(Path("out")));
+}
+
 // Two kilobytes, whose tensor repeats four bytes 2^50 times.
 TEST_F(CheckpointCommandsTest, FolderOfARunOrAnotherJson_IsCalledWhatItIs) {
   Save(Numbered(0), {1}, 1);
