@@ -4,13 +4,33 @@
 #include <vector>
 
 #include "ATen/ops/empty.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+
+namespace {
+
+// What divides documents. Lines may end as on Windows.
+struct BlankLine {
+  absl::string_view Find(absl::string_view text, size_t from) const {
+    for (size_t end = text.find('\n', from); end != text.npos; end = text.find('\n', end + 1)) {
+      const absl::string_view next = text.substr(end + 1, 2);
+      const size_t length = absl::StartsWith(next, "\n") ? 1 : next == "\r\n" ? 2 : 0;
+      if (length == 0) continue;
+      const size_t begin = end > from && text[end - 1] == '\r' ? end - 1 : end;
+      return text.substr(begin, end + 1 + length - begin);
+    }
+    return text.substr(text.size());
+  }
+};
+
+}  // namespace
 
 absl::StatusOr<at::Tensor> PackText(absl::string_view text, const muster::Tokenizer& tokenizer,
                                     int64_t row, int64_t end_token) {
   std::vector<muster::TextInput> documents;
-  for (const absl::string_view document : absl::StrSplit(text, "\n\n", absl::SkipWhitespace())) {
+  for (const absl::string_view document :
+       absl::StrSplit(text, BlankLine(), absl::SkipWhitespace())) {
     documents.emplace_back(document);
   }
   muster::EncodeOptions options;

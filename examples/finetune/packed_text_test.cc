@@ -28,6 +28,18 @@ TEST(PackText, Documents_FollowEachOtherWithEndTokensBetween) {
   EXPECT_TRUE(at::equal(packed->flatten(), at::tensor(all, c10::kLong)));
 }
 
+TEST(PackText, LinesOfWindows_AreDividedAlike) {
+  const muster::Tokenizer tokenizer = Recorded();
+  const auto unix_lines = PackText("One\n\nTwo\n\nSix\n\n", tokenizer, 1, 7);
+  ASSERT_TRUE(unix_lines.ok()) << unix_lines.status();
+  for (const char* const text :
+       {"One\r\n\r\nTwo\r\n\r\nSix\r\n\r\n", "One\n\r\nTwo\r\n\nSix\n\n"}) {
+    const auto packed = PackText(text, tokenizer, 1, 7);
+    ASSERT_TRUE(packed.ok()) << packed.status();
+    EXPECT_TRUE(at::equal(*packed, *unix_lines)) << text;
+  }
+}
+
 TEST(PackText, TooShortForARow_SaysHowShort) {
   const auto packed = PackText("a", Recorded(), 1000, -1);
   EXPECT_EQ(packed.status().code(), absl::StatusCode::kInvalidArgument);
