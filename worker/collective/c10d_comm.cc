@@ -73,6 +73,7 @@ struct FrameHeader {
   int16_t ndim;    // -1: no tensor
   int8_t dtype;
   Operation operation;
+  comm_checks::TensorPlace place;
 };
 constexpr int kInlineBytes = kFrameBytes - static_cast<int>(sizeof(FrameHeader));
 static_assert(kInlineBytes > 256);
@@ -99,11 +100,13 @@ std::string DescribeFrame(const FrameHeader& header, bool with_tensor) {
     std::vector<int64_t> dims(header.dims, header.dims + std::min<int>(header.ndim, kFrameDims));
     text << " " << comm_checks::DescribeShape(static_cast<at::ScalarType>(header.dtype), dims);
   }
+  text << comm_checks::Describe(header.place);
   return text.str();
 }
 
 bool SameCall(const FrameHeader& a, const FrameHeader& b, bool with_tensor) {
   if (a.operation != b.operation || a.sequence != b.sequence || a.detail != b.detail) return false;
+  if (a.place.index != b.place.index || a.place.count != b.place.count) return false;
   return !with_tensor || (a.ndim == b.ndim && a.dtype == b.dtype &&
                           std::equal(a.dims, a.dims + kFrameDims, b.dims));
 }
@@ -347,6 +350,7 @@ class C10dComm : public Comm {
     header.sequence = sequence_;
     header.operation = operation;
     header.detail = detail;
+    header.place = comm_checks::CurrentPlace();
     header.ndim = -1;
     if (tensor != nullptr) {
       header.ndim = static_cast<int16_t>(tensor->dim());

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "ATen/ops/_neg_view.h"
 #include "ATen/ops/arange.h"
@@ -22,6 +23,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "worker/collective/collectives.h"
 #include "worker/collective/gloo_ranks.h"
 #include "worker/collective/test_error.h"
 #include "worker/collective/thread_comm.h"
@@ -408,6 +410,16 @@ TEST_P(CheckedCommTest, WrongUse_EveryRankThrowsTheSame_GroupStaysUsable) {
          }
        },
        {"rank 0 called Barrier", "rank 1 called AllGatherBytes"}},
+      {"number of tensors",
+       [](Comm& c) {
+         std::vector<at::Tensor> tensors(c.rank() == 1 ? 1 : 2, at::zeros({2}));
+         GatherTensors(c, tensors);
+       },
+       {"rank 0 called AllGather", "float32[2], tensor 1 of 2; rank 1 called AllGather"}},
+      {"no tensors",
+       [](Comm& c) { GatherTensors(c, std::vector<at::Tensor>(c.rank(), at::zeros({2}))); },
+       {"rank 0 called Barrier", "for a structure without tensors; rank 1 called AllGather",
+        "tensor 1 of 2"}},
       {"scatter part",
        [](Comm& c) {
          std::vector<at::Tensor> parts = {at::zeros({1}), at::zeros({1}), at::zeros({1})};

@@ -25,6 +25,20 @@ std::vector<int64_t> ShapesOf(const std::vector<at::Tensor>& tensors) {
   return numbers;
 }
 
+// Calls `collective` for each tensor. Where there is none, ranks still meet, to find out whether
+// others have some.
+template <class Function>
+void ForEachTensor(Comm& comm, const std::vector<at::Tensor>& tensors, const Function& collective) {
+  if (tensors.empty()) {
+    const comm_checks::PlaceScope none(0, 0);
+    comm.Barrier();
+  }
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const comm_checks::PlaceScope place(i, tensors.size());
+    collective(tensors[i]);
+  }
+}
+
 std::vector<int64_t> Numbers(const std::string& bytes) {
   std::vector<int64_t> numbers(bytes.size() / sizeof(int64_t));
   std::memcpy(numbers.data(), bytes.data(), numbers.size() * sizeof(int64_t));
@@ -44,7 +58,7 @@ std::vector<at::Tensor> GatherTensors(Comm& comm, const std::vector<at::Tensor>&
   at::NoGradGuard no_grad;
   std::vector<at::Tensor> result;
   result.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) {
+  ForEachTensor(comm, tensors, [&](const at::Tensor& tensor) {
     comm_checks::CheckTensor(tensor, "gather", comm.rank());
     std::vector<at::Tensor> all;
     try {
@@ -56,7 +70,7 @@ std::vector<at::Tensor> GatherTensors(Comm& comm, const std::vector<at::Tensor>&
                   ". If only lengths differ, call pad_across_processes first");
     }
     result.push_back(all.size() == 1 ? all[0] : at::cat(all));
-  }
+  });
   return result;
 }
 
@@ -65,7 +79,7 @@ std::vector<at::Tensor> ReduceTensors(Comm& comm, const std::vector<at::Tensor>&
   at::NoGradGuard no_grad;
   std::vector<at::Tensor> result;
   result.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) {
+  ForEachTensor(comm, tensors, [&](const at::Tensor& tensor) {
     comm_checks::CheckReduce(tensor, op, comm.rank());
     const bool fractional = tensor.is_floating_point() || tensor.is_complex();
     TORCH_CHECK(fractional || std::floor(scale) == scale, "reduce on rank ", comm.rank(),
@@ -81,12 +95,12 @@ std::vector<at::Tensor> ReduceTensors(Comm& comm, const std::vector<at::Tensor>&
       }
     }
     result.push_back(copy);
-  }
+  });
   return result;
 }
 
 void BroadcastTensors(Comm& comm, const std::vector<at::Tensor>& tensors, int from) {
-  for (at::Tensor tensor : tensors) comm.Broadcast(tensor, from);
+  ForEachTensor(comm, tensors, [&](at::Tensor tensor) { comm.Broadcast(tensor, from); });
 }
 
 std::vector<at::Tensor> PadTensorsAcrossProcesses(Comm& comm,

@@ -64,6 +64,26 @@ TEST(GatherTensors, UnequalShapes_ErrorOnEveryRankPointsAtPadding) {
   });
 }
 
+// An optional tensor that one rank alone has: what follows on the others would pair with it.
+TEST(EveryCollective, RanksWithDifferentNumbersOfTensors_AllThrowTheSame_AndCanGoOn) {
+  RunRanks(2, [](Comm& comm) {
+    const std::vector<at::Tensor> one = {at::full({2}, 1.F)};
+    const std::vector<at::Tensor> two = {one[0], at::full({2}, 2.F)};
+    const std::vector<at::Tensor>& mine = comm.rank() == 0 ? two : one;
+    const auto differ = AllOf(HasSubstr("ranks disagree"), HasSubstr("float32[2], tensor 1 of 2"));
+    EXPECT_THAT(ErrorOf([&] { GatherTensors(comm, mine); }), differ);
+    EXPECT_THAT(ErrorOf([&] { ReduceTensors(comm, mine, ReduceOp::kSum); }), differ);
+    EXPECT_THAT(ErrorOf([&] { BroadcastTensors(comm, mine, 0); }), differ);
+    EXPECT_THAT(
+        ErrorOf([&] { GatherTensors(comm, comm.rank() == 0 ? one : std::vector<at::Tensor>()); }),
+        AllOf(HasSubstr("rank 0 called AllGather"),
+              HasSubstr("rank 1 called Barrier for a structure without tensors")));
+    EXPECT_THAT(GatherTensors(comm, {}), testing::IsEmpty());
+    const auto all = GatherTensors(comm, two);
+    EXPECT_TRUE(at::equal(all[1], at::full({4}, 2.F)));
+  });
+}
+
 TEST(ReduceTensors, D35_ScaleIsApplied) {
   RunRanks(2, [](Comm& comm) {
     const at::Tensor x = at::full({2}, comm.rank() + 1.0F);

@@ -7,6 +7,9 @@
 #include "worker/collective/shm_reduce.h"
 
 namespace muster::comm_checks {
+namespace {
+thread_local TensorPlace current_place;
+}  // namespace
 
 const char* OpName(ReduceOp op) {
   switch (op) {
@@ -122,6 +125,19 @@ void CheckPart(const at::Tensor& part, const at::Tensor& out, int rank) {
   TORCH_CHECK(part.sizes() == out.sizes() && part.scalar_type() == out.scalar_type(),
               "Scatter on rank ", rank, ": the part for this rank is ", Describe(part),
               " but its output is ", Describe(out));
+}
+
+PlaceScope::PlaceScope(size_t index, size_t count) : before_(current_place) {
+  current_place = {static_cast<int32_t>(index), static_cast<int32_t>(count)};
+}
+PlaceScope::~PlaceScope() { current_place = before_; }
+
+TensorPlace CurrentPlace() { return current_place; }
+
+std::string Describe(const TensorPlace& place) {
+  if (place.count == 0) return " for a structure without tensors";
+  if (place.count == 1) return "";
+  return c10::str(", tensor ", place.index + 1, " of ", place.count);
 }
 
 }  // namespace muster::comm_checks

@@ -1,6 +1,7 @@
 #ifndef MUSTER_WORKER_COLLECTIVE_COMM_CHECKS_H_
 #define MUSTER_WORKER_COLLECTIVE_COMM_CHECKS_H_
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -31,6 +32,28 @@ void CheckRoot(int root, int size, const char* operation, int rank);
 void CheckParts(const std::vector<at::Tensor>& parts, int size, int rank);
 // `part` fits into `out` of rank `rank`.
 void CheckPart(const at::Tensor& part, const at::Tensor& out, int rank);
+
+// Which tensor of a structure a collective is for, and of how many; one alone is 0 of 1. Ranks
+// compare it: one whose structure has fewer tensors than those of others would otherwise pair all
+// that it sends from there on with what is not meant.
+struct TensorPlace {
+  int32_t index = 0;
+  int32_t count = 1;
+};
+// Sets the place for the collectives that this thread calls while it lives.
+class PlaceScope {
+ public:
+  PlaceScope(size_t index, size_t count);
+  ~PlaceScope();
+  PlaceScope(const PlaceScope&) = delete;
+  PlaceScope& operator=(const PlaceScope&) = delete;
+
+ private:
+  const TensorPlace before_;
+};
+TensorPlace CurrentPlace();
+// ", tensor 2 of 3", for one alone "".
+std::string Describe(const TensorPlace& place);
 
 }  // namespace muster::comm_checks
 

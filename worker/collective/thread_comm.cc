@@ -23,6 +23,7 @@ struct Slot {
   const at::Tensor* tensor = nullptr;
   const std::vector<at::Tensor>* parts = nullptr;
   const std::string* bytes = nullptr;
+  comm_checks::TensorPlace place = comm_checks::CurrentPlace();
 };
 
 class ThreadGroup {
@@ -238,6 +239,7 @@ class ThreadComm : public Comm {
       text << "(root " << slot.detail << ")";
     }
     if (with_tensor && slot.tensor != nullptr) text << " " << comm_checks::Describe(*slot.tensor);
+    text << comm_checks::Describe(slot.place);
     return text.str();
   }
 
