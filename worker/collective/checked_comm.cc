@@ -77,7 +77,11 @@ class CheckedComm : public Comm {
  private:
   void Check(const std::string& call) {
     ++sequence_;
-    const std::string mine = c10::str(call, " #", sequence_) + '\n' + CurrentCallSite();
+    const std::string mine =
+        c10::str(call, " #", sequence_, comm_checks::Describe(comm_checks::CurrentPlace())) + '\n' +
+        CurrentCallSite();
+    // The place is in the text: compared before the text it would hide calls and lines.
+    const comm_checks::PlaceScope alone(0, 1);
     const std::vector<std::string> all = inner_->AllGatherBytes(mine);
     bool same_calls = true;
     bool same_sites = true;

@@ -73,6 +73,28 @@ TEST(CheckedComm, UnequalShapeOrDtype_EveryRankThrows) {
   EXPECT_EQ(threw, 2);
 }
 
+// What each rank called is compared before what it is for, which the exchange itself would refuse.
+TEST(CheckedComm, StructuresWithDifferentNumbersOfTensors_AreNamedWithCallsAndLines) {
+  std::atomic<int> threw = 0;
+  RunChecked(2, [&](Comm& comm) {
+    for (size_t tensors = 0; tensors < 2; ++tensors) {
+      const std::string first =
+          tensors == 0 ? "Barrier #1 for a structure without tensors" : "AllGather float32.2. #2";
+      try {
+        Gather(comm,
+               std::vector<at::Tensor>(comm.rank() == 0 ? tensors : tensors + 1, at::ones({2})));
+      } catch (const c10::Error& e) {
+        ++threw;
+        EXPECT_THAT(e.what(), ContainsRegex("rank 0 called " + first +
+                                            " at checked_comm_test.cc:[0-9]+; rank 1 called "
+                                            "AllGather float32.2. #"));
+      }
+    }
+    EXPECT_EQ(Gather(comm, std::vector<at::Tensor>(2, at::ones({2}))).size(), 2u);
+  });
+  EXPECT_EQ(threw, 4);
+}
+
 TEST(CheckedComm, SameCallFromDifferentLines_IsLegal) {
   RunChecked(2, [](Comm& comm) {
     const at::Tensor x = at::full({1}, comm.rank());
