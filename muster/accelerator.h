@@ -301,8 +301,8 @@ class Accelerator {
     if constexpr (nested_internal::HoldsTensor<T>()) {
       const BatchInfo* batch = BatchOfMetrics();
       if (batch == nullptr) return Gather(comm, value);
-      return MapTensors(
-          value, [&](const at::Tensor& t) { return GatherForMetrics(comm, t, *batch, rows); });
+      return nested_internal::WithTensors(
+          value, GatherForMetrics(comm, nested_internal::TensorsOf(value), *batch, rows));
     } else if constexpr (nested_internal::IsVector<T>) {
       return gather_object_for_metrics(value, rows);
     } else {
@@ -321,8 +321,8 @@ class Accelerator {
   T gather_for_metrics_of(const Batch<Data>& batch, const T& value,
                           MetricRows rows = MetricRows::kAuto) {
     Comm& comm = CommFor("gather_for_metrics_of()");
-    return MapTensors(
-        value, [&](const at::Tensor& t) { return GatherForMetrics(comm, t, batch.info(), rows); });
+    return nested_internal::WithTensors(
+        value, GatherForMetrics(comm, nested_internal::TensorsOf(value), batch.info(), rows));
   }
   // (collective) Returns the objects of all processes in process order: lists are joined, anything
   // else becomes an element.

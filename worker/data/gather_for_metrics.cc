@@ -1,6 +1,7 @@
 #include "worker/data/gather_for_metrics.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "ATen/ops/cat.h"
 #include "ATen/ops/zeros.h"
@@ -15,35 +16,52 @@ bool HasRowPerSample(int64_t size, const BatchInfo& info, MetricRows rows) {
   return rows != MetricRows::kPerProcess && size == info.size;
 }
 
-at::Tensor GatherForMetrics(Comm& comm, const at::Tensor& tensor, const BatchInfo& info,
-                            MetricRows rows) {
-  TORCH_CHECK(tensor.defined(), "gather_for_metrics got an undefined tensor");
-  TORCH_CHECK(rows != MetricRows::kPerSample || tensor.dim() > 0,
-              "gather_for_metrics: a tensor without dimensions has no row per sample: say "
-              "MetricRows::kPerProcess, or give one row for each of the batch's ",
-              info.size, " samples");
-  const bool per_sample = tensor.dim() > 0 && HasRowPerSample(tensor.size(0), info, rows);
-  if (!per_sample || info.rank_real_samples.empty()) return GatherTensors(comm, {tensor}).front();
-  TORCH_CHECK(static_cast<int>(info.rank_real_samples.size()) == comm.size(),
-              "gather_for_metrics: the batch was made for ", info.rank_real_samples.size(),
-              " ranks, not ", comm.size());
-
+std::vector<at::Tensor> GatherForMetrics(Comm& comm, const std::vector<at::Tensor>& tensors,
+                                         const BatchInfo& info, MetricRows rows) {
   // Every rank knows how many real samples each of them has, so all send equally long pieces and
   // cut them alike.
-  const int64_t longest =
-      *std::max_element(info.rank_real_samples.begin(), info.rank_real_samples.end());
-  at::Tensor mine = tensor.detach().narrow(0, 0, info.real_samples);
-  if (info.real_samples < longest) {
-    std::vector<int64_t> shape = tensor.sizes().vec();
-    shape[0] = longest - info.real_samples;
-    mine = at::cat({mine, at::zeros(shape, tensor.options())});
+  const std::vector<int64_t>& real = info.rank_real_samples;
+  const int64_t longest = real.empty() ? 0 : *std::max_element(real.begin(), real.end());
+  std::vector<at::Tensor> sent;
+  std::vector<bool> is_cut;
+  for (const at::Tensor& tensor : tensors) {
+    TORCH_CHECK(tensor.defined(), "gather_for_metrics got an undefined tensor");
+    TORCH_CHECK(rows != MetricRows::kPerSample || tensor.dim() > 0,
+                "gather_for_metrics: a tensor without dimensions has no row per sample: say "
+                "MetricRows::kPerProcess, or give one row for each of the batch's ",
+                info.size, " samples");
+    const bool per_sample = tensor.dim() > 0 && HasRowPerSample(tensor.size(0), info, rows);
+    is_cut.push_back(per_sample && !real.empty());
+    if (!is_cut.back()) {
+      sent.push_back(tensor);
+      continue;
+    }
+    TORCH_CHECK(static_cast<int>(real.size()) == comm.size(),
+                "gather_for_metrics: the batch was made for ", real.size(), " ranks, not ",
+                comm.size());
+    at::Tensor mine = tensor.detach().narrow(0, 0, info.real_samples);
+    if (info.real_samples < longest) {
+      std::vector<int64_t> shape = tensor.sizes().vec();
+      shape[0] = longest - info.real_samples;
+      mine = at::cat({mine, at::zeros(shape, tensor.options())});
+    }
+    sent.push_back(mine);
   }
-  const at::Tensor all = GatherTensors(comm, {mine}).front();
-  std::vector<at::Tensor> pieces;
-  for (int rank = 0; rank < comm.size(); ++rank) {
-    pieces.push_back(all.narrow(0, rank * longest, info.rank_real_samples[rank]));
+  std::vector<at::Tensor> result = GatherTensors(comm, sent);
+  for (size_t i = 0; i < result.size(); ++i) {
+    if (!is_cut[i]) continue;
+    std::vector<at::Tensor> pieces;
+    for (int rank = 0; rank < comm.size(); ++rank) {
+      pieces.push_back(result[i].narrow(0, rank * longest, real[rank]));
+    }
+    result[i] = at::cat(pieces);
   }
-  return at::cat(pieces);
+  return result;
+}
+
+at::Tensor GatherForMetrics(Comm& comm, const at::Tensor& tensor, const BatchInfo& info,
+                            MetricRows rows) {
+  return GatherForMetrics(comm, std::vector<at::Tensor>{tensor}, info, rows).front();
 }
 
 }  // namespace muster

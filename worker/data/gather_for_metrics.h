@@ -31,6 +31,10 @@ enum class MetricRows {
 // if the tensor has another number of rows.
 at::Tensor GatherForMetrics(Comm& comm, const at::Tensor& tensor, const BatchInfo& info,
                             MetricRows rows = MetricRows::kAuto);
+// (collective) The same for each tensor of a structure, of which all ranks need as many.
+std::vector<at::Tensor> GatherForMetrics(Comm& comm, const std::vector<at::Tensor>& tensors,
+                                         const BatchInfo& info,
+                                         MetricRows rows = MetricRows::kAuto);
 
 // Whether a value with `size` rows has one per sample. Throws c10::Error for kPerSample if it does
 // not.

@@ -72,6 +72,20 @@ std::string ErrorOf(const std::function<void()>& function) {
   return "no error";
 }
 
+TEST(GatherForMetrics, RanksWithDifferentNumbersOfTensors_AllThrowAndCanGoOn) {
+  RunRanks(2, [](Comm& comm) {
+    const BatchInfo info = LastOfNine(comm.rank());
+    const at::Tensor rows = at::arange(4), loss = at::full({}, 1.0);
+    const std::vector<at::Tensor> one = {rows}, two = {rows, loss};
+    const std::string error =
+        ErrorOf([&] { GatherForMetrics(comm, comm.rank() == 0 ? two : one, info); });
+    EXPECT_NE(error.find("tensor 1 of 2"), std::string::npos) << error;
+    const std::vector<at::Tensor> all = GatherForMetrics(comm, two, info);
+    EXPECT_EQ(all[0].numel(), 1);
+    EXPECT_EQ(all[1].numel(), 2);
+  });
+}
+
 TEST(GatherForMetrics, HistogramOfTheBatchsSize_IsWholeWherePerProcessIsSaid) {
   RunRanks(2, [](Comm& comm) {
     const BatchInfo info = LastOfNine(comm.rank());
