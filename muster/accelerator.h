@@ -363,8 +363,9 @@ class Accelerator {
   T broadcast(const T& value, int from_process = 0,
               std::source_location where = std::source_location::current()) {
     Comm& comm = CommFor("broadcast()");
-    return Broadcast(comm, MapTensors(value, [](const at::Tensor& t) { return t.clone(); }),
-                     from_process, where);
+    return Broadcast(
+        comm, MapTensors(value, [](const at::Tensor& t) { return t.defined() ? t.clone() : t; }),
+        from_process, where);
   }
   // (collective) Overwrites `list` with that of process `from_process`.
   template <class E>

@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ATen/Functions.h"
@@ -57,6 +58,23 @@ TEST(Ranks, D01_MainThrowsInItsBlock_TheOthersAreReleased) {
   });
   EXPECT_THAT(errors, ElementsAre(HasSubstr("in the block"), "", ""));
   EXPECT_THAT(entered, ElementsAre(0, 1, 1));
+}
+
+TEST(Ranks, StructureWithAnUndefinedTensor_KeepsIt) {
+  RunAccelerators(2, {}, [](Accelerator& a) {
+    const std::pair<at::Tensor, at::Tensor> mine = {at::full({1}, a.process_index()), {}};
+    const auto group = a.new_group({0, 1});
+    for (const auto& value : {a.broadcast(mine, 1), group.broadcast(mine, 1)}) {
+      EXPECT_EQ(value.first.item<int64_t>(), 1);
+      EXPECT_FALSE(value.second.defined());
+    }
+    auto loader = a.prepare(batches(TensorDataset(at::arange(4)), 2));
+    for (auto& batch : loader) {
+      const auto all = a.gather_for_metrics(std::pair{batch.value(), at::Tensor()});
+      EXPECT_EQ(all.first.numel(), 4);
+      EXPECT_FALSE(all.second.defined());
+    }
+  });
 }
 
 TEST(Ranks, GatherForMetrics_TakesListsOfObjectsToo) {

@@ -46,8 +46,9 @@ class Subgroup {
   template <class T>
   T broadcast(const T& value, int from_process = 0,
               std::source_location where = std::source_location::current()) const {
-    return Broadcast(comm(), MapTensors(value, [](const at::Tensor& t) { return t.clone(); }),
-                     from_process, where);
+    return Broadcast(
+        comm(), MapTensors(value, [](const at::Tensor& t) { return t.defined() ? t.clone() : t; }),
+        from_process, where);
   }
   void wait_for_everyone() const { comm().Barrier(); }
 
