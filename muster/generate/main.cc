@@ -9,6 +9,7 @@
 #include <cstring>
 #include <iostream>
 #include <iterator>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -33,6 +34,7 @@
 #include "c10/util/Exception.h"
 #include "muster/offload.h"
 #include "worker/bigmodel/max_memory.h"
+#include "worker/checkpoint/weight_files.h"
 #include "worker/models/generation_config.h"
 #include "worker/models/lora.h"
 #include "worker/models/text_generator.h"
@@ -126,7 +128,9 @@ void AddOptions(CLI::App& app, Flags& flags) {
          "Settings of config.json that Muster does not know, or auto_map, if they change nothing")
       ->delimiter(',')
       ->type_name("NAMES");
-  app.add_option("--dtype", flags.dtype, "Type of the weights; auto: as in the files")
+  app.add_option(
+         "--dtype", flags.dtype,
+         "Type of the weights; auto: as config.json says or, if it does not, as in their files")
       ->check(CLI::IsMember({"auto", "float32", "bfloat16", "float16"}));
   app.add_option("--device", flags.device, "cpu, cuda or cuda:N");
   app.add_option("--weights_memory", flags.weights_memory,
@@ -155,6 +159,24 @@ absl::StatusOr<std::vector<std::string>> Prompts(const Flags& flags) {
   return prompts;
 }
 
+// The type of a folder whose config.json names none: as in transformers, that of the first floating
+// tensor by name in its first file. Empty: files that cannot be read, as who loads them says.
+std::string TypeOfWeights(const std::string& folder) {
+  const absl::StatusOr<WeightFiles> files = WeightFiles::Open(folder);
+  if (!files.ok()) return "";
+  static const auto* const names =
+      new std::map<SafetensorsType, std::string>{{SafetensorsType::kBF16, "bfloat16"},
+                                                 {SafetensorsType::kF16, "float16"},
+                                                 {SafetensorsType::kF32, "float32"},
+                                                 {SafetensorsType::kF64, "float64"}};
+  std::map<std::string, std::string> types;
+  for (const WeightEntry& entry : files->entries()) {
+    const auto type = names->find(entry.tensor.type);
+    if (entry.file == 0 && type != names->end()) types.emplace(entry.tensor.name, type->second);
+  }
+  return types.empty() ? "" : types.begin()->second;
+}
+
 absl::StatusOr<models::LoadPretrainedOptions> LoadOptions(const Flags& flags) {
   models::LoadPretrainedOptions options;
   options.config.ignore_settings = flags.ignore_settings;
@@ -169,6 +191,7 @@ absl::StatusOr<models::LoadPretrainedOptions> LoadOptions(const Flags& flags) {
     MUSTER_ASSIGN_OR_RETURN(const models::ModelConfig config,
                             models::ReadModelConfig(flags.model, options.config));
     type = models::Common(config).dtype;
+    if (type.empty()) type = TypeOfWeights(flags.model);
     // A CPU has no arithmetic for it.
     if (type == "float16" && options.device.is_cpu()) type = "float32";
   }

@@ -102,6 +102,25 @@ TEST_F(GenerateTest, MaxNewTokens_AreThoseOfTheModelsFilesUnlessSet) {
   }
 }
 
+// A config.json without a type, as older ones are.
+TEST_F(GenerateTest, TypeThatConfigDoesNotName_IsThatOfTheFiles) {
+  const auto model = load_causal_lm(model_, {.dtype = c10::kBFloat16});
+  ASSERT_TRUE(model.ok()) << model.status();
+  ASSERT_TRUE(save_pretrained(*model, model_).ok());
+  const std::string path = model_ + "/config.json";
+  auto config = nlohmann::json::parse(ReadFile(path).value_or("{}"));
+  ASSERT_EQ(config.erase("torch_dtype"), 1);
+  ASSERT_TRUE(WriteFileAtomically(path, config.dump()).ok());
+  const auto bytes = [&](const char* type) {
+    auto run = Generate({"--prompt", "Hello", "--max_new_tokens", "2", "--weights_memory", "1GB",
+                         "--dtype", type, "-o", "json"});
+    EXPECT_EQ(run->Wait(), 0) << run->err_text();
+    return nlohmann::json::parse(run->out_text())["weights"]["offloaded"].get<int64_t>();
+  };
+  EXPECT_EQ(bytes("auto"), bytes("bfloat16"));
+  EXPECT_LT(bytes("auto"), bytes("float32"));
+}
+
 TEST_F(GenerateTest, OutputThatCannotBeWritten_IsAnError) {
   for (const char* const args :
        {"--prompt a", "--prompt a --prompt b", "--prompt a -o json", "--version", "--help"}) {

@@ -75,7 +75,7 @@ _ALLOWED = {
     "client/checkpoints": {"absl", "json", "base", "client", "worker/checkpoint", "worker/bigmodel", "worker/models"},
     "muster": _FILES | {"base", "torch", "client", "muster"} | {"worker/" + room for room in _WORKER_ROOMS},
     # The program behind `muster generate`.
-    "muster/generate": {"absl", "base", "cli11", "json", "torch", "muster", "worker/bigmodel", "worker/models", "worker/text"},
+    "muster/generate": {"absl", "base", "cli11", "json", "torch", "muster", "worker/bigmodel", "worker/checkpoint", "worker/models", "worker/text"},
     "examples": {"absl", "cli11", "torch", "muster", "examples"},
 }
 

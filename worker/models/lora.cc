@@ -58,6 +58,21 @@ Layers LayersOf(const TextModelImpl& model) {
   return layers;
 }
 
+// What "target_modules" calls these layers: by the last component of their names or, where the
+// model has others of that name, by the whole, or PEFT would adapt those, too.
+std::vector<std::string> TargetsOf(const Layers& all, const std::set<std::string>& adapted) {
+  const auto end = [](const std::string& name) { return name.substr(name.rfind('.') + 1); };
+  std::set<std::string> ends_of_others;
+  for (const auto& [name, layer] : all) {
+    if (!adapted.contains(name)) ends_of_others.insert(end(name));
+  }
+  std::set<std::string> targets;
+  for (const std::string& name : adapted) {
+    targets.insert(ends_of_others.contains(end(name)) ? name : end(name));
+  }
+  return {targets.begin(), targets.end()};
+}
+
 void Freeze(TextModelImpl& model) {
   for (const auto& item : model.named_parameters()) {
     const bool is_adapter = absl::StrContains(item.key(), ".lora_");
@@ -184,7 +199,6 @@ absl::StatusOr<LoraOptions> Load(TextModelImpl& model, const std::string& dir) {
   MUSTER_ASSIGN_OR_RETURN(const std::set<std::string> targets, TargetsIn(file));
   const Layers layers = LayersOf(model);
   Layers adapted;
-  std::set<std::string> ends;
   for (const std::string& target : targets) {
     const auto layer = layers.find(target);
     if (layer == layers.end()) {
@@ -192,10 +206,9 @@ absl::StatusOr<LoraOptions> Load(TextModelImpl& model, const std::string& dir) {
                                                      Printable(target),
                                                      "; is it the adapters' model?"));
     }
-    ends.insert(target.substr(target.rfind('.') + 1));
     adapted.insert(*layer);
   }
-  options.target_modules.assign(ends.begin(), ends.end());
+  options.target_modules = TargetsOf(layers, targets);
   std::vector<std::pair<at::Tensor, bool>> trained;
   for (const at::Tensor& parameter : model.parameters()) {
     trained.emplace_back(parameter, parameter.requires_grad());
@@ -247,11 +260,10 @@ std::vector<at::Tensor> LoraParameters(const TextModelImpl& model) {
 absl::Status SaveLora(const TextModelImpl& model, const std::string& dir,
                       const LoraOptions& options, const std::string& base) {
   NamedTensors adapters;
-  std::set<std::string> targets;
+  std::set<std::string> adapted;
   for (const auto& [name, tensor] : AdaptersOf(model)) {
     adapters.emplace_back(absl::StrCat(kPrefix, name), tensor.detach());
-    const std::string layer = name.substr(0, name.find(".lora_"));
-    targets.insert(layer.substr(layer.rfind('.') + 1));
+    adapted.insert(name.substr(0, name.find(".lora_")));
   }
   if (adapters.empty()) {
     return absl::FailedPreconditionError("the model has no adapters: call AddLora first");
@@ -268,7 +280,7 @@ absl::Status SaveLora(const TextModelImpl& model, const std::string& dir,
       {"lora_dropout", options.dropout},
       {"modules_to_save", nullptr},
       {"r", options.rank},
-      {"target_modules", targets},
+      {"target_modules", TargetsOf(LayersOf(model), adapted)},
       {"task_type",
        std::holds_alternative<BertConfig>(model.config()) ? Json() : Json("CAUSAL_LM")},
       {"use_rslora", options.rank_stabilized}};

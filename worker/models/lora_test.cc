@@ -4,7 +4,9 @@
 
 #include <map>
 #include <nlohmann/json.hpp>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "ATen/Functions.h"
 #include "ATen/TensorOperators.h"
@@ -86,6 +88,21 @@ TEST(SaveLora, LoadedIntoTheBaseModel_SaysTheSame) {
       return Logits(base);
     }()));
   }
+}
+
+// PEFT adapts all layers of a name.
+TEST(SaveLora, AdaptersOfSomeLayersOfAName_NameThemWhole) {
+  const TestFolder folder;
+  const std::string layer = "model.layers.0.self_attn.q_proj";
+  TextModel model = Load("hf_models/llama_shared");
+  AddLora(*model, {.target_modules = {layer, "v_proj"}});
+  ASSERT_TRUE(SaveLora(*model, folder.path(), {}).ok());
+  const auto config = nlohmann::json::parse(*ReadFile(folder.Path("adapter_config.json")));
+  EXPECT_EQ(config.at("target_modules"), nlohmann::json({layer, "v_proj"}));
+  TextModel again = Load("hf_models/llama_shared");
+  const auto loaded = LoadLora(*again, folder.path());
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  EXPECT_EQ(loaded->target_modules, (std::vector<std::string>{layer, "v_proj"}));
 }
 
 TEST(MergeLora, Merged_SaysTheSameWithoutAdapters) {
