@@ -77,9 +77,9 @@ class CheckedComm : public Comm {
  private:
   void Check(const std::string& call) {
     ++sequence_;
-    const std::string mine =
-        c10::str(call, " #", sequence_, comm_checks::Describe(comm_checks::CurrentPlace())) + '\n' +
-        CurrentCallSite();
+    const std::string called =
+        c10::str(call, " #", sequence_, comm_checks::Describe(comm_checks::CurrentPlace()));
+    const std::string mine = called + '\n' + CurrentCallSite();
     // The place is in the text: compared before the text it would hide calls and lines.
     const comm_checks::PlaceScope alone(0, 1);
     const std::vector<std::string> all = inner_->AllGatherBytes(mine);
@@ -89,7 +89,7 @@ class CheckedComm : public Comm {
     for (const std::string& other : all) {
       const size_t newline = other.find('\n');
       const std::string site = other.substr(newline + 1);
-      same_calls = same_calls && other.substr(0, newline) == mine.substr(0, newline);
+      same_calls = same_calls && other.substr(0, newline) == called;
       same_sites = same_sites && other == mine;
       texts.push_back(other.substr(0, newline) + (site.empty() ? "" : " at " + site));
     }
