@@ -771,6 +771,13 @@ int RunExport(const Call& call) {
   return Copy(call, JoinPath(path, whole ? name : IndexFileName(name)), call.line.words[1]);
 }
 
+// Says what to do about weights that are damaged; other errors stay as they are.
+absl::Status WithWayOut(const absl::Status& status) {
+  if (!absl::IsDataLoss(status)) return status;
+  return absl::DataLossError(
+      absl::StrCat(status.message(), "; take the weights of an earlier checkpoint"));
+}
+
 // Of weights in a checkpoint the manifest knows the digests; no copy of what is damaged is made.
 absl::Status CheckAgainstManifests(const std::string& from) {
   const absl::StatusOr<WeightFiles> weights = WeightFiles::Open(from);
@@ -779,9 +786,7 @@ absl::Status CheckAgainstManifests(const std::string& from) {
     // The files of a damaged checkpoint may not even open.
     const std::string folder = IsFolder(from) ? from : ParentPath(from);
     const absl::Status whole = VerifyCheckpoint(folder, VerifyLevel::kContents).status();
-    if (!absl::IsDataLoss(whole)) return weights.status();
-    return absl::DataLossError(
-        absl::StrCat(whole.message(), "; take the weights of an earlier checkpoint"));
+    return absl::IsDataLoss(whole) ? WithWayOut(whole) : weights.status();
   }
   for (const std::string& path : weights->Files()) {
     const std::string dir = ParentPath(path);
@@ -791,12 +796,7 @@ absl::Status CheckAgainstManifests(const std::string& from) {
     MUSTER_RETURN_IF_ERROR(manifest.status());
     const ManifestFile* const file = manifest->Find(BaseName(path));
     if (file == nullptr) continue;
-    const absl::Status status = VerifyCheckpointFile(dir, *file, VerifyLevel::kContents);
-    if (absl::IsDataLoss(status)) {
-      return absl::DataLossError(
-          absl::StrCat(status.message(), "; take the weights of an earlier checkpoint"));
-    }
-    MUSTER_RETURN_IF_ERROR(status);
+    MUSTER_RETURN_IF_ERROR(WithWayOut(VerifyCheckpointFile(dir, *file, VerifyLevel::kContents)));
   }
   return absl::OkStatus();
 }

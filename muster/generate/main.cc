@@ -169,12 +169,12 @@ std::string TypeOfWeights(const std::string& folder) {
                                                  {SafetensorsType::kF16, "float16"},
                                                  {SafetensorsType::kF32, "float32"},
                                                  {SafetensorsType::kF64, "float64"}};
-  std::map<std::string, std::string> types;
+  const StoredTensor* first = nullptr;
   for (const WeightEntry& entry : files->entries()) {
-    const auto type = names->find(entry.tensor.type);
-    if (entry.file == 0 && type != names->end()) types.emplace(entry.tensor.name, type->second);
+    if (entry.file != 0 || !names->contains(entry.tensor.type)) continue;
+    if (first == nullptr || entry.tensor.name < first->name) first = &entry.tensor;
   }
-  return types.empty() ? "" : types.begin()->second;
+  return first == nullptr ? "" : names->at(first->type);
 }
 
 absl::StatusOr<models::LoadPretrainedOptions> LoadOptions(const Flags& flags) {

@@ -105,8 +105,10 @@ std::string DescribeFrame(const FrameHeader& header, bool with_tensor) {
 }
 
 bool SameCall(const FrameHeader& a, const FrameHeader& b, bool with_tensor) {
-  if (a.operation != b.operation || a.sequence != b.sequence || a.detail != b.detail) return false;
-  if (a.place.index != b.place.index || a.place.count != b.place.count) return false;
+  if (a.operation != b.operation || a.sequence != b.sequence || a.detail != b.detail ||
+      a.place != b.place) {
+    return false;
+  }
   return !with_tensor || (a.ndim == b.ndim && a.dtype == b.dtype &&
                           std::equal(a.dims, a.dims + kFrameDims, b.dims));
 }

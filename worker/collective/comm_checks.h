@@ -39,6 +39,7 @@ void CheckPart(const at::Tensor& part, const at::Tensor& out, int rank);
 struct TensorPlace {
   int32_t index = 0;
   int32_t count = 1;
+  bool operator==(const TensorPlace&) const = default;
 };
 // Sets the place for the collectives that this thread calls while it lives.
 class PlaceScope {
