@@ -21,8 +21,8 @@ constexpr size_t kPieceBytes = size_t{8} << 20;
 // connections, and the destructor does not wait.
 constexpr std::chrono::milliseconds kPatience = std::chrono::hours(24 * 7);
 
-// The exchanges of a save; from kPieces on one for each piece.
-enum Tag : int { kAnnouncement, kRoom, kHeader, kPieces };
+// The exchanges of a save; from kPieces on one for each piece. kNothing: nobody sends it.
+enum Tag : int { kNothing, kAnnouncement, kRoom, kHeader, kPieces };
 
 struct Announced {
   uint64_t sequence = 0;
@@ -32,6 +32,17 @@ struct Announced {
 
 absl::string_view BytesOf(const AlignedMemory& memory) {
   return absl::string_view(memory.data(), memory.size());
+}
+
+c10::intrusive_ptr<c10d::Backend> BackendOf(Comm& comm) {
+  TORCH_CHECK(comm.process_group() != nullptr, "a mirror needs a process group");
+  return comm.process_group()->getBackend(c10::DeviceType::CPU);
+}
+
+std::vector<int> All(const MirrorPeers& peers) {
+  std::vector<int> all = peers.from;
+  all.push_back(peers.to);
+  return all;
 }
 
 // An agent that does not answer may answer later.
@@ -77,8 +88,8 @@ MemoryMirror::MemoryMirror(std::unique_ptr<Comm> comm, MirrorPeers peers, std::s
       socket_(std::move(socket)),
       worker_id_(std::move(worker_id)),
       before_piece_(std::move(before_piece)),
-      comm_(std::move(comm)) {
-  TORCH_CHECK(comm_->process_group() != nullptr, "a mirror needs a process group");
+      comm_(std::move(comm)),
+      watch_(BackendOf(*comm_), All(peers_), kNothing) {
   thread_ = std::thread([this] { Run(); });
 }
 
@@ -86,10 +97,9 @@ MemoryMirror::~MemoryMirror() {
   {
     MutexLock lock(&mu_);
     stop_ = true;
-    // Without a copy: Copy() must be the last that has them, so that nothing arrives after it.
-    for (const auto& work : posted_) work->abort();
     changed_.SignalAll();
   }
+  watch_.Abort();
   thread_.join();
 }
 
@@ -155,40 +165,34 @@ absl::Status MemoryMirror::Copy(const Task& task) {
     return absl::OkStatus();
   });
   if (connected.ok()) return done;
-  {
-    MutexLock lock(&mu_);
-    posted_.clear();
-  }
+  posted_.clear();
   // This rank's other peers learn it at once, rather than wait for it.
+  watch_.Release();
   comm_.reset();
   return absl::UnavailableError(connected.message());
 }
 
-void MemoryMirror::Post(c10::intrusive_ptr<c10d::Work> work) {
+// Abort() leaves messages that are fast enough.
+void MemoryMirror::CheckGoesOn() {
   MutexLock lock(&mu_);
   TORCH_CHECK(!stop_, "the mirror ends");
-  posted_.push_back(std::move(work));
 }
 
 void MemoryMirror::Send(const void* bytes, size_t size, int to, int tag) {
+  CheckGoesOn();
   std::vector<at::Tensor> tensors = {
       at::from_blob(const_cast<void*>(bytes), {static_cast<int64_t>(size)}, at::kByte)};
-  Post(comm_->process_group()->getBackend(c10::DeviceType::CPU)->send(tensors, to, tag));
+  posted_.push_back(watch_.Add(to, BackendOf(*comm_)->send(tensors, to, tag)));
 }
 
 void MemoryMirror::Receive(void* bytes, size_t size, int from, int tag) {
+  CheckGoesOn();
   std::vector<at::Tensor> tensors = {at::from_blob(bytes, {static_cast<int64_t>(size)}, at::kByte)};
-  Post(comm_->process_group()->getBackend(c10::DeviceType::CPU)->recv(tensors, from, tag));
+  posted_.push_back(watch_.Add(from, BackendOf(*comm_)->recv(tensors, from, tag)));
 }
 
 void MemoryMirror::Finish() {
-  std::vector<c10::intrusive_ptr<c10d::Work>> posted;
-  {
-    MutexLock lock(&mu_);
-    posted = posted_;
-  }
-  for (const auto& work : posted) TORCH_CHECK(work->wait(kPatience), "the exchange was aborted");
-  MutexLock lock(&mu_);
+  for (PeerWatch::Message& message : posted_) watch_.Wait(&message, kPatience);
   posted_.clear();
 }
 

@@ -18,14 +18,10 @@
 #include "base/held_memory.h"
 #include "base/mutex.h"
 #include "base/owned_fd.h"
-#include "c10/util/intrusive_ptr.h"
 #include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/memory_record.h"
 #include "worker/collective/comm.h"
-
-namespace c10d {
-class Work;
-}
+#include "worker/collective/peer_watch.h"
 
 namespace muster {
 
@@ -126,8 +122,8 @@ class MemoryMirror {
   // To and from the others. The bytes are borrowed until Finish().
   void Send(const void* bytes, size_t size, int to, int tag);
   void Receive(void* bytes, size_t size, int from, int tag);
-  void Post(c10::intrusive_ptr<c10d::Work> work);
   void Finish();
+  void CheckGoesOn();
 
   const MirrorPeers peers_;
   const int size_;
@@ -137,12 +133,13 @@ class MemoryMirror {
   // Of the thread while it is busy.
   std::array<Held, kHeldSlots> held_;  // by slot
   std::unique_ptr<Comm> comm_;         // after held_, into which it receives; null: a peer was lost
+  PeerWatch watch_;
+  std::vector<PeerWatch::Message> posted_;
 
   mutable Mutex mu_;
   mutable CondVar changed_;
   std::optional<Task> task_ ABSL_GUARDED_BY(mu_);
   absl::Status status_ ABSL_GUARDED_BY(mu_);
-  std::vector<c10::intrusive_ptr<c10d::Work>> posted_ ABSL_GUARDED_BY(mu_);
   bool stop_ ABSL_GUARDED_BY(mu_) = false;
   std::thread thread_;  // last: it uses the rest
 };

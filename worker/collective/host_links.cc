@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
+#include <optional>
 #include <utility>
 
 #include "ATen/ops/from_blob.h"
@@ -9,6 +11,7 @@
 #include "c10/util/Exception.h"
 #include "torch/csrc/distributed/c10d/Backend.hpp"
 #include "torch/csrc/distributed/c10d/Work.hpp"
+#include "worker/collective/on_all.h"
 
 namespace muster {
 namespace {
@@ -16,8 +19,11 @@ namespace {
 // After those of collectives.
 constexpr int kReasonTag = HostLinks::kFirstTag + HostLinks::kTags;
 constexpr int kNeverTag = kReasonTag + 1;
+constexpr int kWatchTag = kReasonTag + 2;
 // How long a rank that gives up waits until its reason has left.
 constexpr std::chrono::milliseconds kFarewell{200};
+// For a thread that is about to say that a connection is lost.
+constexpr std::chrono::seconds kPatience{5};
 
 std::vector<at::Tensor> Bytes(const void* data, int64_t bytes) {
   return {at::from_blob(const_cast<void*>(data), {bytes}, at::kByte)};
@@ -29,17 +35,18 @@ std::string ErrorOf(Body body) {
   try {
     body();
     return "";
-  } catch (const c10::Error& e) {
-    return std::string(FirstLine(e.what_without_backtrace()));
-  } catch (const std::exception& e) {
-    return std::string(FirstLine(e.what()));
+  } catch (...) {
+    return std::string(FirstLine(TextOf(std::current_exception())));
   }
 }
 
 }  // namespace
 
 HostLinks::HostLinks(c10::intrusive_ptr<c10d::Backend> gloo, int rank, std::vector<int> peers)
-    : gloo_(std::move(gloo)), rank_(rank), peers_(std::move(peers)) {
+    : gloo_(std::move(gloo)),
+      rank_(rank),
+      peers_(std::move(peers)),
+      watch_(gloo_, peers_, kWatchTag) {
   for (const int peer : peers_) {
     std::vector<char>& reason = reasons_[peer];
     reason.resize(kReasonBytes);
@@ -53,13 +60,12 @@ HostLinks::~HostLinks() = default;
 template <class Start>
 HostLinks::Message HostLinks::Begin(int peer, const void* data, int64_t bytes,
                                     const std::string& what, Start start) {
-  Message message;
-  message.peer = peer;
-  if (bytes == 0) return message;
+  if (bytes == 0) return Message();
   std::vector<at::Tensor> tensors = Bytes(data, bytes);
-  const std::string error = ErrorOf([&] { message.work = start(tensors); });
+  c10::intrusive_ptr<c10d::Work> work;
+  const std::string error = ErrorOf([&] { work = start(tensors); });
   if (!error.empty()) Fail(peer, /*late=*/false, error, what);
-  return message;
+  return watch_.Add(peer, std::move(work));
 }
 
 HostLinks::Message HostLinks::Send(int peer, int tag, const void* data, int64_t bytes,
@@ -78,24 +84,26 @@ HostLinks::Message HostLinks::Receive(int peer, int tag, void* data, int64_t byt
 
 void HostLinks::Wait(Message& message, std::chrono::steady_clock::time_point deadline,
                      const std::string& what) {
-  if (message.work == nullptr) return;
+  if (!message) return;
   // Not 0, which is Gloo's own timeout.
   const auto left = std::max(
       std::chrono::milliseconds(1),
       std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()));
-  const std::string error =
-      ErrorOf([&] { TORCH_CHECK(message.work->wait(left), "the operation was aborted"); });
-  message.work = nullptr;
+  const int peer = message.peer();
+  const std::string error = ErrorOf([&] { watch_.Wait(&message, left); });
   if (error.empty()) return;
-  Fail(message.peer, std::chrono::steady_clock::now() >= deadline, error, what);
+  Fail(peer, std::chrono::steady_clock::now() >= deadline, error, what);
 }
 
 void HostLinks::Fail(int peer, bool late, const std::string& error, const std::string& what) {
   ThrowIfBroken(what);
-  const std::vector<char>& reason = reasons_[peer];
-  const std::string said(reason.data(), strnlen(reason.data(), reason.size()));
-  std::string why = said;
-  if (said.empty()) {
+  std::string why;
+  // What ends a message is that. The reason is there then.
+  if (watch_.LossOf(peer, kPatience).has_value()) {
+    const std::vector<char>& reason = reasons_.at(peer);
+    why = std::string(reason.data(), strnlen(reason.data(), reason.size()));
+  }
+  if (why.empty()) {
     why = c10::str("rank ", peer, " on another host");
     why += late ? ", or one that it waits for, did not arrive in time"
                 : c10::str(" has died or has left the group (", error, ")");

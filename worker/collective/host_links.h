@@ -7,8 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "base/mutex.h"
 #include "c10/util/intrusive_ptr.h"
+#include "worker/collective/peer_watch.h"
 
 namespace c10d {
 class Backend;
@@ -30,10 +32,8 @@ class HostLinks {
   static constexpr int kTags = 0x00ffff00;
 
   // A message on its way; the memory that it is sent from or received into is in use until Wait().
-  struct Message {
-    c10::intrusive_ptr<c10d::Work> work;  // null: nothing to move
-    int peer = -1;
-  };
+  // Empty: nothing to move.
+  using Message = PeerWatch::Message;
 
   // `rank` and `peers`: of the group of the backend. Begins to listen for reasons.
   HostLinks(c10::intrusive_ptr<c10d::Backend> gloo, int rank, std::vector<int> peers);
@@ -66,9 +66,11 @@ class HostLinks {
   const c10::intrusive_ptr<c10d::Backend> gloo_;
   const int rank_;
   const std::vector<int> peers_;
-  // What a peer has sent before it closed its connections, by peer. Gloo writes into them.
+  // What a peer has sent before it closed its connections, by peer. Gloo writes into them until the
+  // connection is lost.
   std::map<int, std::vector<char>> reasons_;
   std::vector<c10::intrusive_ptr<c10d::Work>> reasons_to_come_;
+  PeerWatch watch_;
   mutable Mutex mu_;
   std::string broken_ ABSL_GUARDED_BY(mu_);
 };

@@ -1,0 +1,103 @@
+#ifndef MUSTER_WORKER_COLLECTIVE_PEER_WATCH_H_
+#define MUSTER_WORKER_COLLECTIVE_PEER_WATCH_H_
+
+#include <chrono>
+#include <list>
+#include <map>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
+#include "c10/util/intrusive_ptr.h"
+
+namespace c10d {
+class Backend;
+class Work;
+}  // namespace c10d
+
+namespace muster {
+
+// Ends messages to and from peers whose connection is lost.
+//
+// Gloo itself ends only those of which nothing has moved yet: a message that it is sending or
+// receiving when the peer dies, or that it is about to send, waits until its own timeout
+// (gloo/transport/tcp/pair.cc, signalException and handleRemotePendingRecv). What it always ends is
+// a receive that no message has begun to fill. Here a thread per peer waits for one that nobody
+// sends.
+//
+// Thread-safe. Messages must be gone before it is destroyed.
+class PeerWatch {
+  // Not owned: a message unregisters its work before it releases it.
+  struct Registered {
+    int peer;
+    c10d::Work* work;
+    std::optional<std::chrono::steady_clock::time_point> waited_for_since;
+  };
+
+ public:
+  // A send or receive under way; the memory that it is sent from or received into is in use until
+  // Wait() returns or this is destroyed. Empty by default. Moves like a pointer.
+  class Message {
+   public:
+    Message();
+    Message(Message&& other) noexcept;
+    Message& operator=(Message&& other) noexcept;
+    ~Message();
+
+    int peer() const { return peer_; }
+    explicit operator bool() const { return watch_ != nullptr; }
+
+   private:
+    friend class PeerWatch;
+    PeerWatch* watch_ = nullptr;
+    int peer_ = -1;
+    c10::intrusive_ptr<c10d::Work> work_;
+    std::list<Registered>::iterator place_;
+  };
+
+  // Nothing is sent under `tag`. A peer may be there twice. Throws std::system_error where no
+  // thread can be started.
+  PeerWatch(const c10::intrusive_ptr<c10d::Backend>& gloo, const std::vector<int>& peers, int tag);
+  ~PeerWatch();
+  PeerWatch(const PeerWatch&) = delete;
+  PeerWatch& operator=(const PeerWatch&) = delete;
+
+  // `work`: a send to or a receive from one of the peers, which has just begun.
+  Message Add(int peer, c10::intrusive_ptr<c10d::Work> work);
+  // Blocks until the message, which is not empty, has left or come; it is empty then. Throws
+  // c10::Error or Gloo's exceptions if it does not within `timeout`, or if the peer is lost. The
+  // other connections stay, unless it is late: Gloo closes all of them then.
+  void Wait(Message* message, std::chrono::milliseconds timeout);
+  // Messages that are not complete end, those to come too.
+  void Abort();
+  // Abort(), and it lets go of the connections. No messages may be left. Not beside the destructor.
+  void Release();
+  // Waits for up to `patience` until the connection to the peer is lost. What has come from it
+  // before is in memory then, and no more comes. Gloo's error, one line; nullopt: it is not lost.
+  std::optional<std::string> LossOf(int peer, std::chrono::milliseconds patience) const;
+
+ private:
+  struct Peer {
+    char nothing = 0;
+    c10::intrusive_ptr<c10d::Work> never;
+    std::thread thread;
+    std::optional<std::string> loss;
+  };
+
+  void Watch(int rank, Peer* peer);
+
+  mutable Mutex mu_;
+  mutable CondVar changed_;
+  std::map<int, Peer> peers_;  // by rank; `loss` is guarded by mu_
+  std::list<Registered> under_way_ ABSL_GUARDED_BY(mu_);
+  int ending_ ABSL_GUARDED_BY(mu_) = 0;  // threads that end messages
+  bool aborted_ ABSL_GUARDED_BY(mu_) = false;
+  bool released_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_COLLECTIVE_PEER_WATCH_H_

@@ -1,0 +1,128 @@
+#include "worker/collective/peer_watch.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <exception>
+#include <latch>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ATen/ops/from_blob.h"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "worker/collective/gloo_ranks.h"
+#include "worker/collective/on_all.h"
+#include "worker/collective/test_lost_memory.h"
+
+namespace muster {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::minutes;
+
+enum Tag : int { kWatch = 1, kData };
+
+// A watched rank of two.
+class Watched {
+ public:
+  explicit Watched(Comm& comm)
+      : peer_(1 - comm.rank()),
+        gloo_(comm.process_group()->getBackend(c10::DeviceType::CPU)),
+        watch_(gloo_, {peer_, peer_}, kWatch) {}
+
+  PeerWatch::Message Send(const void* data, int64_t bytes) {
+    std::vector<at::Tensor> tensors = Tensors(const_cast<void*>(data), bytes);
+    return watch_.Add(peer_, gloo_->send(tensors, peer_, kData));
+  }
+  PeerWatch::Message Receive(void* data, int64_t bytes) {
+    std::vector<at::Tensor> tensors = Tensors(data, bytes);
+    return watch_.Add(peer_, gloo_->recv(tensors, peer_, kData));
+  }
+  std::string ErrorOfWait(PeerWatch::Message* message) {
+    try {
+      watch_.Wait(message, minutes(5));
+      return "";
+    } catch (...) {
+      return TextOf(std::current_exception());
+    }
+  }
+  std::optional<std::string> Loss() { return watch_.LossOf(peer_, minutes(5)); }
+  PeerWatch& watch() { return watch_; }
+
+ private:
+  static std::vector<at::Tensor> Tensors(void* data, int64_t bytes) {
+    return {at::from_blob(data, {bytes}, at::kByte)};
+  }
+
+  const int peer_;
+  const c10::intrusive_ptr<c10d::Backend> gloo_;
+  PeerWatch watch_;
+};
+
+TEST(PeerWatch, ConnectionLostInTheMiddleOfMessages_EndsThemOnBothSides) {
+  std::latch under_way(1);
+  RunGlooRanks(2, [&](Comm& comm) {
+    const HalfMemory half;
+    const LongMemory more;
+    Watched rank(comm);
+    std::vector<PeerWatch::Message> messages;
+    messages.push_back(comm.rank() == 0 ? rank.Receive(more.data(), LongMemory::kBytes)
+                                        : rank.Receive(half.data(), HalfMemory::kBytes));
+    comm.Barrier();
+    if (comm.rank() == 1) {
+      messages.push_back(rank.Send(more.data(), LongMemory::kBytes));
+      under_way.count_down();
+    } else {
+      under_way.wait();
+      messages.push_back(rank.Send(more.data(), HalfMemory::kBytes));
+    }
+    for (PeerWatch::Message& message : messages) {
+      EXPECT_NE(rank.ErrorOfWait(&message), "");
+      EXPECT_FALSE(message);
+    }
+  });
+}
+
+// Its peer needs nothing more of this rank.
+TEST(PeerWatch, MessageThatCameBeforeItsPeerLeft_IsComplete) {
+  RunGlooRanks(2, [](Comm& comm) {
+    Watched rank(comm);
+    int64_t value = 7 * comm.rank();
+    PeerWatch::Message sent, to_come, never;
+    if (comm.rank() == 0) to_come = rank.Receive(&value, sizeof(value));
+    if (comm.rank() == 0) never = rank.Receive(&value, sizeof(value));
+    comm.Barrier();
+    if (comm.rank() == 1) {
+      sent = rank.Send(&value, sizeof(value));
+      EXPECT_EQ(rank.ErrorOfWait(&sent), "");
+      return;
+    }
+    EXPECT_TRUE(rank.Loss().has_value());
+    EXPECT_EQ(rank.ErrorOfWait(&to_come), "");
+    EXPECT_EQ(value, 7);
+    EXPECT_NE(rank.ErrorOfWait(&never), "");
+  });
+}
+
+TEST(PeerWatch, Abort_EndsMessagesUnderWayAndLaterOnes) {
+  RunGlooRanks(2, [](Comm& comm) {
+    Watched rank(comm);
+    EXPECT_EQ(rank.watch().LossOf(1 - comm.rank(), milliseconds(1)), std::nullopt);
+    char never;
+    PeerWatch::Message before = rank.Receive(&never, 1);
+    PeerWatch::Message dropped = rank.Receive(&never, 1);
+    dropped = PeerWatch::Message();
+    comm.Barrier();
+    rank.watch().Abort();
+    PeerWatch::Message after = rank.Receive(&never, 1);
+    for (PeerWatch::Message* const message : {&before, &after}) {
+      EXPECT_EQ(rank.ErrorOfWait(message), "the operation was aborted");
+    }
+    // Until here nobody has left, or closed a connection.
+    comm.Barrier();
+  });
+}
+
+}  // namespace
+}  // namespace muster
