@@ -70,7 +70,10 @@ void AdaptableLayer::AddAdapter(int64_t rank, double scale, double dropout) {
   TORCH_CHECK_VALUE(!has_adapter(), name(), " has an adapter already: merge it first");
   TORCH_CHECK_VALUE(rank > 0, "the rank of an adapter is ", rank, "; it must be at least 1");
   const int64_t in = weight.size(is_transposed_ ? 0 : 1), out = weight.size(is_transposed_ ? 1 : 0);
-  const ScopedWeights weights(weight.device(), weight.scalar_type());
+  // PEFT's autocast_adapter_dtype: in 16 bits most updates of a small learning rate would round to
+  // nothing.
+  const ScopedWeights weights(weight.device(),
+                              c10::promoteTypes(weight.scalar_type(), c10::kFloat));
   // Both or, where memory ends, none.
   const auto a = std::make_shared<LinearImpl>(in, rank, false);
   const auto b = std::make_shared<LinearImpl>(rank, out, false);
@@ -107,8 +110,10 @@ void AdaptableLayer::DropAdapter() {
 
 at::Tensor AdaptableLayer::Adapted(const at::Tensor& x, at::Tensor y) const {
   if (!has_adapter()) return y;
-  const at::Tensor low = LinearOf(Dropout(x, dropout_, is_training()), lora_a_->weight, {});
-  return y + LinearOf(low, lora_b_->weight, {}) * scale_;
+  const at::Tensor input = x.to(lora_a_->weight.scalar_type());
+  const at::Tensor low = LinearOf(Dropout(input, dropout_, is_training()), lora_a_->weight, {});
+  // Rounded once.
+  return (y + LinearOf(low, lora_b_->weight, {}) * scale_).to(y.scalar_type());
 }
 
 LinearImpl::LinearImpl(int64_t in, int64_t out, bool has_bias)

@@ -27,7 +27,8 @@ struct LoraOptions {
   std::vector<std::string> target_modules = {};
 };
 
-// Adds adapters that change nothing yet, and freezes all other parameters. Call it before prepare()
+// Adds adapters that change nothing yet, of float32 where the weights are of 16 bits, and freezes
+// all other parameters. Call it before prepare()
 // and before creating the optimizer, which takes the parameters from LoraParameters(). Throws a
 // c10::Error that names a target that no layer has, or a layer that has an adapter already; then
 // nothing has changed.

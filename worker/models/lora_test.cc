@@ -69,6 +69,35 @@ TEST(AddLora, NewAdapters_ChangeNothingAndAreWhatTrains) {
   }
 }
 
+// As PEFT's: a step of 1e-5 changes no bfloat16 of a usual size.
+TEST(AddLora, ModelOf16Bits_TrainsAdaptersOfFloat32) {
+  for (const char* const folder : kFolders) {
+    SCOPED_TRACE(folder);
+    TextModel model = Load(folder);
+    model->to(c10::kBFloat16);
+    const at::Tensor before = Logits(model);
+    AddLora(*model);
+    EXPECT_TRUE(at::equal(Logits(model), before));
+    const std::vector<at::Tensor> adapters = LoraParameters(*model);
+    for (const at::Tensor& adapter : adapters) EXPECT_EQ(adapter.scalar_type(), c10::kFloat);
+    const at::Tensor inputs = at::tensor({1, 2, 3, 4}, c10::kLong).view({2, 2});
+    const at::Tensor logits = model->forward({.input_ids = inputs}).logits;
+    EXPECT_EQ(logits.scalar_type(), c10::kBFloat16);
+    logits.to(c10::kFloat).square().sum().backward();
+    for (const at::Tensor& adapter : adapters) {
+      ASSERT_TRUE(adapter.grad().defined());
+      EXPECT_EQ(adapter.grad().scalar_type(), c10::kFloat);
+    }
+    Disturb(model);
+    const TestFolder to;
+    ASSERT_TRUE(SaveLora(*model, to.path(), {}, "base").ok());
+    TextModel again = Load(folder);
+    again->to(c10::kBFloat16);
+    ASSERT_TRUE(LoadLora(*again, to.path()).ok());
+    EXPECT_TRUE(at::equal(Logits(again), Logits(model)));
+  }
+}
+
 TEST(SaveLora, LoadedIntoTheBaseModel_SaysTheSame) {
   for (const char* const folder : kFolders) {
     SCOPED_TRACE(folder);
