@@ -22,7 +22,8 @@ bool IsCollectiveTimeout(absl::string_view error) {
 }
 
 bool IsExplained(absl::string_view error) {
-  return absl::StrContains(error, kDidNotTakePart) || absl::StrContains(error, kDidNotFinish);
+  return absl::StrContains(error, kDidNotTakePart) || absl::StrContains(error, kDidNotFinish) ||
+         absl::StrContains(error, kConnectionLost);
 }
 
 bool IsLostCollective(absl::string_view error) {

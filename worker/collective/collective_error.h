@@ -12,6 +12,7 @@ namespace muster {
 // writes them), so that none is explained twice.
 inline constexpr absl::string_view kDidNotTakePart = "did not take part in ";
 inline constexpr absl::string_view kDidNotFinish = " did not finish within ";
+inline constexpr absl::string_view kConnectionLost = " did not finish since a connection was lost";
 
 // Whether `error` says that a transport (Gloo, shared memory, NCCL) waited too long for a peer.
 bool IsCollectiveTimeout(absl::string_view error);

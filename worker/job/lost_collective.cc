@@ -74,6 +74,13 @@ std::string What(const ProgressBoard::Facts& mine) {
   return absl::StrCat(mine.last_collective, " after step ", mine.step);
 }
 
+// That the collective did not finish, and what ended it.
+std::string DidNotFinish(const ProgressBoard::Facts& mine, const LostCollectiveSources& sources,
+                         bool timed_out) {
+  if (!timed_out) return absl::StrCat(What(mine), kConnectionLost);
+  return absl::StrCat(What(mine), kDidNotFinish, absl::FormatDuration(sources.timeout));
+}
+
 // Whether a rank waits where this one does. The phase covers collectives that bypass the board (a
 // GPU's, which are complete for the host once they are queued).
 bool Waits(const MemberInfo& member, const ProgressBoard::Facts& mine) {
@@ -86,7 +93,8 @@ bool Waits(const MemberInfo& member, const ProgressBoard::Facts& mine) {
 
 // Ranks that wait leave a note in the store and wait for each other's: those without one are
 // missing.
-std::string AskStore(const LostCollectiveSources& sources, const ProgressBoard::Facts& mine) {
+std::string AskStore(const LostCollectiveSources& sources, const ProgressBoard::Facts& mine,
+                     bool timed_out) {
   const auto key = [&](int rank) {
     return absl::StrCat("muster/lost/", Call(mine.last_collective), "/", rank);
   };
@@ -104,18 +112,17 @@ std::string AskStore(const LostCollectiveSources& sources, const ProgressBoard::
       (sources.store->check({key(rank)}) ? waiting : missing).push_back(rank);
     }
   } catch (const std::exception&) {
-    return absl::StrCat(What(mine), kDidNotFinish, absl::FormatDuration(sources.timeout),
+    return absl::StrCat(DidNotFinish(mine, sources, timed_out),
                         ", and the store that records which ranks are missing is gone");
   }
   if (missing.empty()) {
-    return absl::StrCat(What(mine), kDidNotFinish, absl::FormatDuration(sources.timeout),
-                        " though all of ", Ranks(waiting),
+    return absl::StrCat(DidNotFinish(mine, sources, timed_out), " though all of ", Ranks(waiting),
                         " wait in it: look at the network between them");
   }
   return absl::StrCat(
-      Ranks(missing), " ", kDidNotTakePart, What(mine), " within ",
-      absl::FormatDuration(sources.timeout), "; ", Ranks(waiting),
-      waiting.size() == 1 ? " waits" : " wait",
+      Ranks(missing), " ", kDidNotTakePart, What(mine),
+      timed_out ? absl::StrCat(kWithin, absl::FormatDuration(sources.timeout)) : "", "; ",
+      Ranks(waiting), waiting.size() == 1 ? " waits" : " wait",
       "; only a coordinator knows where the missing ones are: start the job with muster launch");
 }
 
@@ -170,8 +177,7 @@ std::string DescribeLostCollective(const ProgressBoard::Facts& mine,
     if (member != members.end()) absl::StrAppend(&absent, ": ", Where(*member));
   }
   if (absent.empty()) {
-    return absl::StrCat(What(mine), kDidNotFinish, absl::FormatDuration(sources.timeout),
-                        " though all of ", Ranks(waiting),
+    return absl::StrCat(DidNotFinish(mine, sources, timed_out), " though all of ", Ranks(waiting),
                         " wait in it: look at the network between them");
   }
   if (named > kNamed) absl::StrAppend(&absent, "; and so for ", named - kNamed, " more");
@@ -197,11 +203,11 @@ std::string DescribeGone(const std::vector<MemberInfo>& members) {
 std::string ExplainLostCollective(const LostCollectiveSources& sources, absl::string_view error) {
   const ProgressBoard::Facts mine = sources.board->Read();
   const std::string cause = absl::StrCat(" (", FirstLine(error), ")");
-  if (sources.coordinator == nullptr) {
-    if (sources.store != nullptr) return AskStore(sources, mine) + cause;
-    return absl::StrCat(What(mine), kDidNotFinish, absl::FormatDuration(sources.timeout), cause);
-  }
   const bool timed_out = IsCollectiveTimeout(error);
+  if (sources.coordinator == nullptr) {
+    if (sources.store != nullptr) return AskStore(sources, mine, timed_out) + cause;
+    return DidNotFinish(mine, sources, timed_out) + cause;
+  }
   if (!timed_out) {
     // A rank that lost a connection gets here before the coordinator learns of the exit of the peer
     // that closed it; a barrier ends as soon as one of its ranks is known to be gone. Nobody is
@@ -218,7 +224,7 @@ std::string ExplainLostCollective(const LostCollectiveSources& sources, absl::st
   }
   const absl::StatusOr<std::vector<MemberInfo>> members = sources.coordinator->Members();
   if (!members.ok()) {
-    return absl::StrCat(What(mine), kDidNotFinish, absl::FormatDuration(sources.timeout),
+    return absl::StrCat(DidNotFinish(mine, sources, timed_out),
                         ", and the coordinator cannot say why: ", members.status().message(),
                         cause);
   }

@@ -130,6 +130,7 @@ TEST(LostCollective, AllWaitInIt_BlamesTheNetwork) {
   EXPECT_TRUE(IsExplained(DescribeLostCollective(mine, Sources(0, {0, 1}), members)));
   EXPECT_TRUE(IsExplained(DescribeLostCollective(mine, Sources(0, {0, 1}), {})));
   EXPECT_FALSE(IsExplained("Timed out waiting 600000ms"));
+  EXPECT_FALSE(IsExplained("the preprocessing of shard 3 did not finish"));
 }
 
 TEST(LostCollective, NoneOnTheBoard_IsToldByThePhase) {
@@ -195,20 +196,22 @@ TEST(LostCollective, CoordinatorIsAsked) {
     sources[rank].grace = absl::Minutes(5);
   }
   std::thread other([&] { ExplainLostCollective(sources[2], "Connection closed by peer"); });
-  EXPECT_THAT(ExplainLostCollective(sources[0], "Connection closed by peer"),
-              HasSubstr("though all of ranks 0, 2 wait in it"));
+  const std::string lost = ExplainLostCollective(sources[0], "Connection closed by peer");
+  EXPECT_THAT(lost, HasSubstr("did not finish since a connection was lost though all of ranks 0, 2 "
+                              "wait in it"));
+  EXPECT_TRUE(IsExplained(lost));
   other.join();
 }
 
 TEST(LostCollective, WithoutCoordinator_TheStoreTellsWhoWaits) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   const auto explain = [&](int rank, std::vector<int> ranks, const char* collective,
-                           absl::Duration grace) {
+                           absl::Duration grace, const char* error = "Timed out") {
     LostCollectiveSources sources = Sources(rank, std::move(ranks));
     sources.store = store;
     sources.grace = grace;
     sources.board->BeginCollective(collective, 8, "Float");
-    return ExplainLostCollective(sources, "Timed out");
+    return ExplainLostCollective(sources, error);
   };
   explain(2, {0, 1, 2}, "AllReduce", absl::Milliseconds(1));  // leaves its note
   for (const int rank : {0, 2}) {
@@ -216,10 +219,13 @@ TEST(LostCollective, WithoutCoordinator_TheStoreTellsWhoWaits) {
                 AllOf(HasSubstr("rank 1 did not take part in AllReduce #1 (8 Float) after step 0"),
                       HasSubstr("; ranks 0, 2 wait;"), HasSubstr("only a coordinator knows")));
   }
+  EXPECT_THAT(explain(0, {0, 1}, "AllReduce", absl::Milliseconds(1), "Connection closed by peer"),
+              AllOf(HasSubstr("rank 1 did not take part in AllReduce #1 (8 Float) after step 0; "),
+                    Not(HasSubstr(" within "))));
   // Those who come one after the other are waited for, no longer than until they are there.
   std::thread other([&] { explain(2, {0, 2}, "Barrier", absl::Minutes(5)); });
   EXPECT_THAT(explain(0, {0, 2}, "Barrier", absl::Minutes(5)),
-              HasSubstr("though all of ranks 0, 2 wait in it"));
+              HasSubstr(" did not finish within 10m though all of ranks 0, 2 wait in it"));
   other.join();
 }
 
