@@ -19,6 +19,8 @@
 #include "muster/utils.h"
 #include "torch/nn/module.h"
 #include "torch/nn/modules/linear.h"
+#include "torch/nn/utils/clip_grad.h"
+#include "torch/optim/sgd.h"
 #include "worker/collective/borrowed_comm.h"
 #include "worker/collective/gloo_ranks.h"
 #include "worker/collective/test_error.h"
@@ -591,6 +593,55 @@ TEST(BadInput, ModelWithParametersOnSomeRanksOnly_IsToldToEveryRank) {
       auto model = a.prepare(std::make_shared<OneParameterOrNone>(a.is_main_process()));
     });
     EXPECT_THAT(errors, Each(HasSubstr("rank 0 has 1 parameters and rank 1 has 0")));
+  }
+}
+
+// Each process would clip by the norm of its part, and under fp16 by that of scaled gradients.
+TEST(BadInput, GradientsChangedByLibTorch_WhereTheyAreNotThemselves_IsWarnedOf) {
+  const auto warned = [](const std::string& how, const char* strategy, bool fp16) {
+    AcceleratorOptions options;
+    if (*strategy != '\0') options.sharding = ParseSharding(strategy, 2);
+    if (fp16) options.mixed_precision = "fp16";
+    testing::internal::CaptureStderr();
+    RunAccelerators(2, options, [&](Accelerator& a) {
+      torch::nn::Linear net(4, 4);
+      torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.1));
+      auto [model, optimizer] = a.prepare(net, sgd);
+      torch::nn::Linear other_net(4, 4);
+      torch::optim::SGD other_sgd(other_net->parameters(), torch::optim::SGDOptions(0.1));
+      auto [other_model, other_optimizer] = a.prepare(other_net, other_sgd);
+      // More than are compared.
+      for (int step = 0; step < 10; ++step) {
+        a.backward(other_model(at::full({2, 4}, step + 1.0)).sum());
+        other_optimizer.step();
+        other_optimizer.zero_grad();
+        a.backward(model(at::full({2, 4}, step + 1.0)).sum());
+        const std::vector<at::Tensor> parameters = sgd.param_groups()[0].params();
+        if (how == "ours") a.clip_grad_norm_(parameters, 0.01);
+        if (how == "unscaled") a.unscale_gradients();
+        if (how == "theirs" || how == "unscaled") {
+          torch::nn::utils::clip_grad_norm_(parameters, 0.01);
+        }
+        if (how == "zeroed" && parameters[0].grad().defined()) parameters[0].mutable_grad().zero_();
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+    });
+    const std::string text = testing::internal::GetCapturedStderr();
+    const std::string words = "gradients have changed between backward() and optimizer.step()";
+    const size_t first = text.find(words);
+    EXPECT_EQ(text.find(words, first + 1), std::string::npos) << "once: " << text;
+    return first != std::string::npos;
+  };
+  EXPECT_TRUE(warned("theirs", "zero3", false));
+  EXPECT_TRUE(warned("theirs", "zero2", false));
+  EXPECT_TRUE(warned("theirs", "", true));
+  // Whole gradients that are what they say, or none of LibTorch's.
+  EXPECT_FALSE(warned("theirs", "", false));
+  EXPECT_FALSE(warned("unscaled", "", true));
+  for (const char* const how : {"ours", "none", "zeroed"}) {
+    EXPECT_FALSE(warned(how, "zero3", false)) << how;
+    EXPECT_FALSE(warned(how, "", true)) << how;
   }
 }
 

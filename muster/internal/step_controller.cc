@@ -310,6 +310,7 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
         [&model](const at::Tensor& parameter) { return model->watch()->InLastPass(parameter); });
   }
   RecordStrays();
+  RecordGradients();
   if (!sync_gradients()) {
     for (const auto& optimizer : registry_.optimizers()) {
       if (optimizer->witness_.defined()) continue;
@@ -1187,6 +1188,7 @@ void StepController::Step(OptimizerSlot& slot) {
   const std::vector<ShardedModel*> sharded = ShardedModelsOf(slot);
   if (!updated) {
     WarnIfNoGradients(slot);
+    WarnIfGradientsChanged(slot);
     try {
       FinishGradients(&slot);
       ClipInStep(slot);
@@ -1250,6 +1252,85 @@ void StepController::WarnIfNoGradients(OptimizerSlot& slot) const {
   MUSTER_LOG(Warning) << "optimizer.step(): no parameter of this optimizer has a gradient, so "
                          "nothing is updated: call accelerator.backward(loss) before step(), and "
                          "zero_grad() after it or before backward()";
+}
+
+namespace {
+
+// The first element of every parameter's gradient, as bytes; undefined where there is none. Not
+// their versions, which tell nothing of changes through data(), as those of
+// torch::nn::utils::clip_grad_norm_().
+std::vector<at::Tensor> SampleOfGradients(const std::vector<at::Tensor>& parameters,
+                                          const std::vector<std::shared_ptr<ModelSlot>>& models) {
+  const at::NoGradGuard no_grad;
+  // Nobody may use the gradient of a divided model's own parameter: the step says so.
+  const auto is_divided = [&](const at::Tensor& parameter) {
+    return std::any_of(models.begin(), models.end(), [&](const auto& model) {
+      const ShardedModel* const sharded = model->sharded();
+      return sharded != nullptr && sharded->NameOf(parameter) == nullptr &&
+             sharded->ShardOf(parameter).defined();
+    });
+  };
+  std::vector<at::Tensor> sample(parameters.size());
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (is_divided(parameters[i])) continue;
+    const at::Tensor& grad = parameters[i].grad();
+    if (!grad.defined() || grad.layout() != at::kStrided || grad.numel() == 0) continue;
+    sample[i] = grad.as_strided({1}, {1}).clone().view(at::kByte);
+  }
+  return sample;
+}
+
+// What is gone or zero now says nothing of the others, and is right however they are scaled.
+bool HasChanged(const at::Tensor& before, const at::Tensor& now) {
+  return before.defined() && now.defined() && !at::equal(before, now) && now.any().item<bool>();
+}
+
+}  // namespace
+
+// Only where a program that changes gradients itself is likely to do it wrong, and only at first:
+// to compare them waits for a GPU. Not where it would read them from a disk.
+void StepController::RecordGradients() {
+  if (updates_ != nullptr || gradients_to_compare_ == 0 || process_.rank() != 0 || in_closure_ ||
+      process_.options().allow_local_gradients ||
+      process_.sharding().offload_parameters != Offload::kNone) {
+    return;
+  }
+  for (const auto& optimizer : registry_.optimizers()) {
+    if (scaler_ == nullptr && (process_.size() == 1 || ShardedModelsOf(*optimizer).empty())) {
+      continue;
+    }
+    gradients_[optimizer.get()] =
+        SampleOfGradients(optimizer->handle().parameters(), registry_.models());
+  }
+}
+
+void StepController::WarnIfGradientsChanged(const OptimizerSlot& slot) {
+  const auto recorded = gradients_.find(&slot);
+  if (recorded == gradients_.end()) return;
+  const std::vector<at::Tensor> before = std::move(recorded->second);
+  gradients_.erase(recorded);
+  if (--gradients_to_compare_ == 0) gradients_.clear();
+  // clip_grad_norm_() and the like of the accelerator have taken them over, or loss.backward() has
+  // added to them.
+  if (slot.gradients_finished_ || passes_->any_plain()) return;
+  const std::vector<at::Tensor> now =
+      SampleOfGradients(slot.handle_->parameters(), registry_.models());
+  bool changed = false;
+  for (size_t i = 0; i < std::min(before.size(), now.size()) && !changed; ++i) {
+    changed = HasChanged(before[i], now[i]);
+  }
+  if (!changed) return;
+  gradients_to_compare_ = 0;
+  gradients_.clear();
+  MUSTER_LOG(Warning)
+      << "gradients have changed between backward() and optimizer.step(), and not by this "
+         "accelerator: "
+      << (scaler_ != nullptr ? "they still held the loss scale, so call "
+                               "accelerator.unscale_gradients() before you read or change them"
+                             : "this process has only its part of them, so a norm or another value "
+                               "of all of them would be wrong")
+      << "; to clip, call accelerator.clip_grad_norm_() instead of "
+         "torch::nn::utils::clip_grad_norm_()";
 }
 
 void StepController::CheckScheduled(const OptimizerSlot& slot) const {
@@ -1347,11 +1428,12 @@ at::Tensor StepController::StepWithClosure(OptimizerSlot& slot,
   return loss;
 }
 
-void StepController::ZeroNow(OptimizerSlot& slot, bool set_to_none) const {
+void StepController::ZeroNow(OptimizerSlot& slot, bool set_to_none) {
   if (updates_ != nullptr) {
     updates_->CheckStepped(slot, "optimizer.zero_grad()");
     BackwardUpdates::ForgetGradients(slot);
   }
+  gradients_.erase(&slot);
   slot.zero_at_end_.reset();
   slot.witness_.reset();
   slot.consumed_ = slot.gradients_torn_ = slot.gradients_finished_ = false;
@@ -1402,6 +1484,7 @@ void StepController::CheckAllTakePart(const char* call) const {
 }
 
 void StepController::OptimizerForgotten() {
+  gradients_.clear();
   if (scaler_ == nullptr) return;
   if (scaler_->pending()) UpdateScale();
   scaler_->Reset();
@@ -1409,6 +1492,7 @@ void StepController::OptimizerForgotten() {
 
 void StepController::Reset() {
   failed_step_.clear();
+  gradients_.clear();
   if (updates_ != nullptr) {
     updates_->Reset();
     for (const auto& optimizer : registry_.optimizers()) {

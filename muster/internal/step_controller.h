@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -163,6 +164,8 @@ class StepController {
   // Throws if a configuration asks for a schedule, and `slot` has none.
   // At the first step.
   void WarnIfNoGradients(OptimizerSlot& slot) const;
+  void RecordGradients();
+  void WarnIfGradientsChanged(const OptimizerSlot& slot);
   void CheckScheduled(const OptimizerSlot& slot) const;
   // The sharded models that some parameters of `slot` are of: the same on every rank.
   std::vector<ShardedModel*> ShardedModelsOf(const OptimizerSlot& slot) const;
@@ -186,7 +189,7 @@ class StepController {
   void Stepped(OptimizerSlot& slot);
   // In a catch block: of models that are not sharded.
   void NoteFailedStep();
-  void ZeroNow(OptimizerSlot& slot, bool set_to_none) const;
+  void ZeroNow(OptimizerSlot& slot, bool set_to_none);
 
   const Process& process_;
   Registry& registry_;
@@ -217,6 +220,10 @@ class StepController {
   // What FinishGradients multiplies by; nothing before it is known.
   std::optional<double> window_factor_;
   bool said_who_clips_ = false;
+  // A sample of an optimizer's gradients after the last backward pass, and how many times more they
+  // are compared.
+  std::unordered_map<const OptimizerSlot*, std::vector<at::Tensor>> gradients_;
+  int gradients_to_compare_ = 8;
 };
 
 }  // namespace muster::internal
