@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import unittest
 
 _HERE = os.path.dirname(os.path.realpath(__file__))
@@ -11,6 +12,7 @@ _ROOT = os.path.dirname(os.path.dirname(_HERE))
 sys.path.insert(0, _HERE)
 sys.path.insert(0, os.path.join(_ROOT, "tools", "internal"))
 import public_headers  # noqa: E402
+import results  # noqa: E402
 import rules  # noqa: E402
 import wrap_comments  # noqa: E402
 
@@ -264,6 +266,23 @@ class RulesThemselves(unittest.TestCase):
         both = rules.read_build('muster_library(name = "a", deps = ["//b:c"], test_deps = ["//b:d"])')
         self.assertFalse(rules.untested({"a/BUILD.bazel": both}, {}))
         self.assertFalse(rules.gtest_only_in_tests("a/BUILD.bazel", both))
+
+
+class Results(unittest.TestCase):
+    def test_a_program_that_crashed_says_where(self):
+        # As Bazel writes it for a program that has left none.
+        xml = """<testsuites><testsuite name="a_test" tests="1" failures="0" errors="1">
+            <testcase name="a_test" status="run"><error message="exited with error code 141"></error></testcase>
+            <system-out><![CDATA[[ RUN      ] A.Good
+[       OK ] A.Good (1 ms)
+%s]]></system-out></testsuite></testsuites>"""
+        with tempfile.NamedTemporaryFile("w", suffix=".xml") as file:
+            for log, where in (("[ RUN      ] A.Bad\n", ", in A.Bad"), ("", "")):
+                file.seek(0)
+                file.truncate()
+                file.write(xml % log)
+                file.flush()
+                self.assertEqual(results.cases(file.name), (0, ["(exited with error code 141%s)" % where]))
 
 
 class _XmlResult(unittest.TextTestResult):

@@ -4,13 +4,29 @@
 
 EVENTS.json are files of `bazel test --build_event_json_file`. Prints what failed, one line each, and last
 'N passed, N failed' alone on a line; exits 1 if anything failed or nothing ran. A test program counts by its
-cases; one that crashed, timed out or was not built counts as one failed case.
+cases; one that crashed, timed out or was not built counts as one failed case, with what ended it and the
+GoogleTest case that it was in.
 """
 
 import json
+import re
 import sys
 import urllib.parse
 import xml.etree.ElementTree as ElementTree
+
+
+def unfinished(log):
+    """The GoogleTest case that a log begins and does not end, or None."""
+    found = None
+    for verdict, name in re.findall(r"^\[( RUN      |       OK |  FAILED  |  SKIPPED )\] (\S+)", log, re.MULTILINE):
+        found = name if verdict == " RUN      " else None
+    return found
+
+
+def how_it_ended(root, error):
+    """Of a program that left no test.xml, for which Bazel wrote one: what it says, and where that happened."""
+    running = unfinished("\n".join(out.text or "" for out in root.iter("system-out")))
+    return "(%s%s)" % (error.get("message") or "crashed", ", in " + running if running else "")
 
 
 def cases(xml_path):
@@ -23,7 +39,9 @@ def cases(xml_path):
     for case in root.iter("testcase"):
         if case.get("status") == "notrun" or case.get("result") in ("skipped", "suppressed"):
             continue
-        if case.find("failure") is not None or case.find("error") is not None:
+        if case.find("error") is not None and not case.get("classname"):
+            failed.append(how_it_ended(root, case.find("error")))
+        elif case.find("failure") is not None or case.find("error") is not None:
             failed.append("%s.%s" % (case.get("classname", ""), case.get("name", "")))
         else:
             passed += 1
@@ -71,7 +89,8 @@ def main():
                 counted = cases(xml)
                 if counted:
                     passed += counted[0]
-                    failed += ["%s %s" % (label, name) for name in counted[1]]
+                    late = " (TIMEOUT)" if status == "TIMEOUT" else ""
+                    failed += ["%s %s%s" % (label, name, late) for name in counted[1]]
                 if status not in ("PASSED", "FLAKY") and not (counted and counted[1]):
                     failed.append("%s (%s)" % (label, status))
     for name in failed:
