@@ -39,9 +39,10 @@ def cases(xml_path):
     for case in root.iter("testcase"):
         if case.get("status") == "notrun" or case.get("result") in ("skipped", "suppressed"):
             continue
-        if case.find("error") is not None and not case.get("classname"):
-            failed.append(how_it_ended(root, case.find("error")))
-        elif case.find("failure") is not None or case.find("error") is not None:
+        error = case.find("error")
+        if error is not None and not case.get("classname"):
+            failed.append(how_it_ended(root, error))
+        elif error is not None or case.find("failure") is not None:
             failed.append("%s.%s" % (case.get("classname", ""), case.get("name", "")))
         else:
             passed += 1

@@ -41,24 +41,22 @@ class MiddleOfMessages {
       : links_(links) {
     const bool loses = comm.rank() == loser;
     const bool takes_part = loses || comm.rank() == other;
+    const int peer = loses ? other : loser;
     if (takes_part) {
-      received_ = links.Receive(loses ? other : loser, 0, loses ? half_.data() : long_.data(),
-                                loses ? HalfMemory::kBytes : LongMemory::kBytes, "a test");
+      received_ = links.Receive(peer, 0, loses ? short_.data() : long_.data(), LongMemory::kBytes,
+                                "a test");
     }
     comm.Barrier();
-    if (loses) {
-      sent_ = links.Send(other, 0, long_.data(), LongMemory::kBytes, "a test");
-      under_way.count_down();
-    } else if (takes_part) {
-      under_way.wait();
-      sent_ = links.Send(loser, 0, long_.data(), HalfMemory::kBytes, "a test");
-    }
+    if (!takes_part) return;
+    if (!loses) under_way.wait();
+    sent_ = links.Send(peer, 0, long_.data(), LongMemory::kBytes, "a test");
+    if (loses) under_way.count_down();
   }
   void Wait(bool send) { links_.Wait(send ? sent_ : received_, InFiveMinutes(), "a test"); }
 
  private:
   HostLinks& links_;
-  const HalfMemory half_;
+  const ShortMemory short_;
   const LongMemory long_;
   HostLinks::Message received_, sent_;
 };

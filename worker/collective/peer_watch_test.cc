@@ -63,20 +63,16 @@ class Watched {
 TEST(PeerWatch, ConnectionLostInTheMiddleOfMessages_EndsThemOnBothSides) {
   std::latch under_way(1);
   RunGlooRanks(2, [&](Comm& comm) {
-    const HalfMemory half;
-    const LongMemory more;
+    const ShortMemory shorter;
+    const LongMemory longer;
     Watched rank(comm);
     std::vector<PeerWatch::Message> messages;
-    messages.push_back(comm.rank() == 0 ? rank.Receive(more.data(), LongMemory::kBytes)
-                                        : rank.Receive(half.data(), HalfMemory::kBytes));
+    messages.push_back(
+        rank.Receive(comm.rank() == 0 ? longer.data() : shorter.data(), LongMemory::kBytes));
     comm.Barrier();
-    if (comm.rank() == 1) {
-      messages.push_back(rank.Send(more.data(), LongMemory::kBytes));
-      under_way.count_down();
-    } else {
-      under_way.wait();
-      messages.push_back(rank.Send(more.data(), HalfMemory::kBytes));
-    }
+    if (comm.rank() == 0) under_way.wait();
+    messages.push_back(rank.Send(longer.data(), LongMemory::kBytes));
+    if (comm.rank() == 1) under_way.count_down();
     for (PeerWatch::Message& message : messages) {
       EXPECT_NE(rank.ErrorOfWait(&message), "");
       EXPECT_FALSE(message);

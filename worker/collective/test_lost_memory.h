@@ -3,15 +3,13 @@
 
 #include <sys/mman.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <stdexcept>
 
 namespace muster {
 
-// For tests that lose a connection in the middle of messages: a rank that receives into HalfMemory
-// loses it, and other messages of that connection that come from or go to LongMemory are not
-// complete by then.
+// For tests that lose a connection in the middle of messages: a rank that receives into ShortMemory
+// loses it, and other messages of LongMemory::kBytes on that connection are not complete by then.
 
 // Zeros that take no memory before something writes there.
 class LongMemory {
@@ -34,21 +32,14 @@ class LongMemory {
 };
 
 // The kernel writes to the first bytes only.
-class HalfMemory {
+class ShortMemory : public LongMemory {
  public:
-  static constexpr int64_t kBytes = LongMemory::kBytes;
-
-  HalfMemory() {
+  ShortMemory() {
     constexpr int64_t kWritten = int64_t{32} << 20;
     if (mprotect(static_cast<char*>(data()) + kWritten, kBytes - kWritten, PROT_NONE) != 0) {
       throw std::runtime_error("no memory for a test");
     }
   }
-
-  void* data() const { return memory_.data(); }
-
- private:
-  const LongMemory memory_;
 };
 
 }  // namespace muster

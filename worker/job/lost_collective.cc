@@ -81,6 +81,12 @@ std::string DidNotFinish(const ProgressBoard::Facts& mine, const LostCollectiveS
   return absl::StrCat(What(mine), kDidNotFinish, absl::FormatDuration(sources.timeout));
 }
 
+std::string AllWait(const ProgressBoard::Facts& mine, const LostCollectiveSources& sources,
+                    const std::vector<int>& ranks, bool timed_out) {
+  return absl::StrCat(DidNotFinish(mine, sources, timed_out), " though all of ", Ranks(ranks),
+                      " wait in it: look at the network between them");
+}
+
 // Whether a rank waits where this one does. The phase covers collectives that bypass the board (a
 // GPU's, which are complete for the host once they are queued).
 bool Waits(const MemberInfo& member, const ProgressBoard::Facts& mine) {
@@ -116,8 +122,7 @@ std::string AskStore(const LostCollectiveSources& sources, const ProgressBoard::
                         ", and the store that records which ranks are missing is gone");
   }
   if (missing.empty()) {
-    return absl::StrCat(DidNotFinish(mine, sources, timed_out), " though all of ", Ranks(waiting),
-                        " wait in it: look at the network between them");
+    return AllWait(mine, sources, waiting, timed_out);
   }
   return absl::StrCat(
       Ranks(missing), " ", kDidNotTakePart, What(mine),
@@ -177,8 +182,7 @@ std::string DescribeLostCollective(const ProgressBoard::Facts& mine,
     if (member != members.end()) absl::StrAppend(&absent, ": ", Where(*member));
   }
   if (absent.empty()) {
-    return absl::StrCat(DidNotFinish(mine, sources, timed_out), " though all of ", Ranks(waiting),
-                        " wait in it: look at the network between them");
+    return AllWait(mine, sources, waiting, timed_out);
   }
   if (named > kNamed) absl::StrAppend(&absent, "; and so for ", named - kNamed, " more");
   return absl::StrCat(absent, "; ", Ranks(waiting), waiting.size() == 1 ? " waits" : " wait",
