@@ -189,7 +189,11 @@ class Builder final : public YAML::EventHandler {
       }
       return;
     }
-    Add(mark, Resolve(mark, tag, text), anchor, /*nodes=*/1);
+    Json value = Resolve(mark, tag, text);
+    if (tag == "?" && value.is_number_integer() && value.dump() != text) {
+      document_.rewritten[NextPointer()] = text;
+    }
+    Add(mark, std::move(value), anchor, /*nodes=*/1);
   }
 
   void OnSequenceStart(const YAML::Mark& mark, const std::string& tag, YAML::anchor_t anchor,

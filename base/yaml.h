@@ -25,6 +25,10 @@ struct YamlDocument {
   std::map<std::string, int> lines;
   // The same pointers in the order of the text, from 0: `value` sorts the keys of a map.
   std::map<std::string, int> order;
+  // The same pointers of plain integers that are not written as they print, to what is written:
+  // "010" of 8, "0x10" of 16, "1_000". For code that takes a number for text. Not of what comes
+  // from an alias or a merge.
+  std::map<std::string, std::string> rewritten;
 };
 
 // Reads one YAML 1.1 document as JSON. Pure.

@@ -55,6 +55,16 @@ TEST(ParseYaml, Order_IsThatOfTheTextOnOneLineToo) {
   EXPECT_LT(order.at("/b/a/y"), order.at("/b/a/x"));
 }
 
+TEST(ParseYaml, IntegersNotWrittenAsTheyPrint_AreKeptAsWritten) {
+  const auto file =
+      ParseYaml("a: 010\nb: [8, 0x10, 1_000]\nc: '010'\nd: !!int 010\ne: {f: +5, g: -5}\n", "f");
+  ASSERT_TRUE(file.ok()) << file.status();
+  EXPECT_EQ(file->value["a"], 8);
+  const std::map<std::string, std::string> expected = {
+      {"/a", "010"}, {"/b/1", "0x10"}, {"/b/2", "1_000"}, {"/e/f", "+5"}};
+  EXPECT_EQ(file->rewritten, expected);
+}
+
 TEST(ParseYaml, KeyTwice_NamesLineAndKey) {
   EXPECT_THAT(Error("a: 1\nb: 2\na: 3\n"), HasSubstr("f.yaml:3:1: the key \"a\" occurs twice"));
 }

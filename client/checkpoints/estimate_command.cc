@@ -66,6 +66,10 @@ absl::StatusOr<Request> RequestOf(const CommandLine& line) {
   Request request;
   const std::string dtypes = line.Has("dtypes") ? line.Get("dtypes") : "float32,float16,int8,int4";
   request.dtypes = absl::StrSplit(dtypes, ',', absl::SkipWhitespace());
+  if (request.dtypes.empty()) {
+    return absl::InvalidArgumentError(
+        "--dtypes has no type: write float32, for example, or leave it out");
+  }
   MUSTER_ASSIGN_OR_RETURN(request.processes, NumberOf(line, "num_processes", 1, kMostProcesses));
   MUSTER_ASSIGN_OR_RETURN(request.group_size,
                           NumberOf(line, "group_size", request.processes, request.processes));

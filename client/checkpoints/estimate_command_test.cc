@@ -140,6 +140,7 @@ TEST_F(EstimateCommandTest, Mistakes_AreNamed) {
   };
   expect({}, kExitUsage, "PATH");
   expect({file_, "--dtypes", "float32,fp8"}, kExitUsage, "--dtypes fp8");
+  expect({file_, "--dtypes", ""}, kExitUsage, "--dtypes has no type");
   expect({file_, "--num_processes", "0"}, kExitUsage, "--num_processes 0");
   expect({file_, "--num_processes", "4", "--group_size", "3"}, kExitUsage, "--group_size 3");
   expect({file_, "--optimizer", "lion"}, kExitUsage, "--optimizer lion");

@@ -855,8 +855,9 @@ absl::StatusOr<Layer> ParseConfig(absl::string_view text, absl::string_view sour
       }
       for (const auto& [name, entry] : value.items()) {
         const std::string at = place(absl::StrCat("/env/", name));
-        // As in a job file: 1.10 and off would lose the way in which they are written.
-        if (!entry.is_string() && !entry.is_number_integer()) {
+        // As in a job file: 1.10, off and 010 would lose the way in which they are written.
+        if (!entry.is_string() && (!entry.is_number_integer() ||
+                                   document.rewritten.contains(absl::StrCat("/env/", name)))) {
           return absl::InvalidArgumentError(
               absl::StrCat(at, ": env.", name, " must be text, in quotes"));
         }

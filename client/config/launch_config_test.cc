@@ -473,7 +473,7 @@ TEST(ParseConfig, Mistakes_NameFileLineAndTheNearestKey) {
               HasSubstr("c.yaml:1: num_processes must be one value"));
   EXPECT_THAT(FileError("num_processes: many\n"), HasSubstr("many (from c.yaml:1)"));
   EXPECT_THAT(FileError("env: 3\n"), HasSubstr("env must be a map"));
-  for (const char* lost : {"1.10", "off", "True", "~", "[a]"}) {
+  for (const char* lost : {"1.10", "off", "True", "~", "[a]", "010", "0x10"}) {
     EXPECT_THAT(FileError("env: {A: " + std::string(lost) + "}\n"),
                 HasSubstr("env.A must be text, in quotes"));
   }

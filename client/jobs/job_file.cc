@@ -393,6 +393,15 @@ absl::Status ReadFile(absl::string_view text, absl::string_view source, Resolved
           absl::StrCat(where, ": unknown key ", Printable(key), DidYouMean(key, known)));
     }
     if (value.is_null()) continue;
+    if (setting->kind == Kind::kCommand || setting->kind == Kind::kMap) {
+      const std::string entries = absl::StrCat("/", key, "/");
+      const auto rewritten = file.rewritten.lower_bound(entries);
+      if (rewritten != file.rewritten.end() && absl::StartsWith(rewritten->first, entries)) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            where, ": ", key, ": ", rewritten->second,
+            ": YAML reads this as another number: write it in quotes"));
+      }
+    }
     if (const std::string write = setting->read(value, &job->spec); !write.empty()) {
       return absl::InvalidArgumentError(
           absl::StrCat(where, ": ", key, ": ", ValueText(value), ": write ", write));

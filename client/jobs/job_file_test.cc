@@ -99,6 +99,10 @@ TEST(JobFile, ResolveJob_ProgramThatBeginsLikeAnOption_GetsANameThatIsNone) {
 TEST(JobFile, ResolveJob_BadInput_NamesPlaceAndWhatToWrite) {
   EXPECT_EQ(Error("command: [a]\nprocceses: 2\n"),
             "job.yaml:2: unknown key procceses; did you mean processes?");
+  EXPECT_EQ(Error("command: [a, 8, 010]\n"),
+            "job.yaml:1: command: 010: YAML reads this as another number: write it in quotes");
+  EXPECT_EQ(Error("command: [a]\nenv: {A: 8, B: 1_000}\n"),
+            "job.yaml:2: env: 1_000: YAML reads this as another number: write it in quotes");
   EXPECT_EQ(Error("command: [a]\nprocesses: many\n"),
             "job.yaml:2: processes: many: write how many, 4, or a range, 1:4");
   EXPECT_EQ(Error("command: [a]\nprocesses: 4:1\n"),
