@@ -397,7 +397,7 @@ class Choice {
       return;
     }
     const bool is_marked = MovesOperators(tensor);
-    if (!is_marked && !write) others_.push_back(tensor.unsafeGetTensorImpl());
+    if (!is_marked && !write) others_.emplace_back(tensor.getIntrusivePtr());
     const c10::Device device = tensor.device();
     is_mixed_ |= any_.has_value() && *any_ != device;
     any_ = device;
@@ -442,7 +442,9 @@ class Choice {
   bool is_any() const { return any_.has_value(); }
   // A tensor without the key that the operator only reads.
   bool IsOther(const at::Tensor& tensor) const {
-    return std::find(others_.begin(), others_.end(), tensor.unsafeGetTensorImpl()) != others_.end();
+    return std::any_of(others_.begin(), others_.end(), [&](const auto& other) {
+      return other._unsafe_get_target() == tensor.unsafeGetTensorImpl();
+    });
   }
 
  private:
@@ -450,7 +452,8 @@ class Choice {
   std::optional<c10::Device> any_, written_, statistic_, weight_, largest_;
   int64_t weight_bytes_ = -1, largest_bytes_ = -1;
   const void* weight_memory_ = nullptr;
-  c10::SmallVector<const c10::TensorImpl*, 4> others_;
+  // Weak, so that no result gets the address of one that the operator has let go of.
+  c10::SmallVector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>, 4> others_;
 };
 
 void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
