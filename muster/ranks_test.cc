@@ -127,6 +127,32 @@ TEST(Ranks, LocalSgd_TrainsApartAndAveragesParameters) {
   });
 }
 
+TEST(JoinUnevenInputs, WindowThatIsOpenAtItsEnd_IsGivenUpOnAllRanks) {
+  AcceleratorOptions options;
+  options.gradient_accumulation_steps = 2;
+  options.accumulation.sync_with_dataloader = false;
+  RunAccelerators(2, options, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    const auto micro_step = [&] {
+      auto scope = a.accumulate();
+      a.backward(Loss(model(at::ones({1, 1}))));
+      optimizer.step();
+      optimizer.zero_grad();
+    };
+    {
+      auto join = a.join_uneven_inputs();
+      for (int i = 0; i < (a.is_main_process() ? 2 : 3); ++i) micro_step();
+    }
+    EXPECT_EQ(net->weight.item<double>(), 1);
+    micro_step();
+    EXPECT_EQ(net->weight.item<double>(), 1);
+    micro_step();
+    EXPECT_EQ(net->weight.item<double>(), 2);
+  });
+}
+
 TEST(Ranks, ModelForEvaluation_ExchangesNothing) {
   RunAccelerators(2, {}, [](Accelerator& a) {
     auto model = a.prepare_model(OneWeight(), /*evaluation_mode=*/true);
