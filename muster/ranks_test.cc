@@ -127,6 +127,23 @@ TEST(Ranks, LocalSgd_TrainsApartAndAveragesParameters) {
   });
 }
 
+// A rank that has run out of batches would keep the average that it has.
+TEST(JoinUnevenInputs, AverageOfWeights_IsRefused) {
+  const auto errors = ErrorsOf(2, {}, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    Ema ema(a, model, {.decay = 0.5});
+    auto join = a.join_uneven_inputs();
+    auto scope = a.accumulate();
+    a.backward(Loss(model(at::ones({1, 1}))));
+    optimizer.step();
+    ema.update();
+  });
+  EXPECT_THAT(errors,
+              Each(HasSubstr("an average of weights is updated inside join_uneven_inputs()")));
+}
+
 TEST(JoinUnevenInputs, WindowThatIsOpenAtItsEnd_IsGivenUpOnAllRanks) {
   AcceleratorOptions options;
   options.gradient_accumulation_steps = 2;

@@ -80,6 +80,11 @@ bool Ema::update() {
   TORCH_CHECK(core_->steps().communicate(),
               "an average of weights is updated inside LocalSGD, where every process has its own "
               "weights: update it after the scope, or without LocalSGD");
+  TORCH_CHECK(
+      !core_->steps().joining() || core_->process().size() == 1,
+      "an average of weights is updated inside join_uneven_inputs(), where processes that "
+      "have run out of batches do not update theirs: train with even batches (the default), "
+      "or update it after the scope");
   core_->steps().CheckStepped("ema.update()");
   weights_->Update();
   return true;
