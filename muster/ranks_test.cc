@@ -127,6 +127,96 @@ TEST(Ranks, LocalSgd_TrainsApartAndAveragesParameters) {
   });
 }
 
+// Or equal gradients would take the ranks apart once more, in silence.
+TEST(Ranks, LocalSgdEnds_WithOneOptimizerStateAndRateOnAllRanks) {
+  RunAccelerators(2, {}, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0, .momentum = 0.5});
+    auto [model, optimizer, schedule] = a.prepare(net, sgd, StepLR(1, 0.5));
+    const auto step = [&](double x) {
+      a.backward(Loss(model(at::full({1, 1}, x))));
+      optimizer.step();
+      optimizer.zero_grad();
+    };
+    {
+      LocalSGD local(a, model, 8);
+      step(a.process_index());
+      if (a.is_main_process()) schedule.step();
+    }
+    EXPECT_EQ(net->weight.item<double>(), 0.5);
+    step(1);
+    EXPECT_EQ(net->weight.item<double>(), 1);
+  });
+}
+
+// One rank's gradients overflow where it trains apart.
+TEST(Ranks, LocalSgdUnderFp16_EndsWithOneLossScaleOnAllRanks) {
+  AcceleratorOptions options;
+  options.mixed_precision = "fp16";
+  options.grad_scaler.init_scale = 1024;
+  RunAccelerators(2, options, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    const auto step = [&](double x) {
+      a.backward(Loss(model(at::full({1, 1}, x))));
+      optimizer.step();
+      optimizer.zero_grad();
+    };
+    {
+      LocalSGD local(a, model, 8);
+      step(a.is_main_process() ? 0 : std::numeric_limits<double>::infinity());
+      EXPECT_EQ(a.optimizer_step_was_skipped(), !a.is_main_process());
+    }
+    EXPECT_EQ(optimizer.steps(), 1);
+    step(1);
+    EXPECT_EQ(net->weight.item<double>(), 1);
+  });
+}
+
+// A rank that has run out of batches would keep the average that it has.
+TEST(JoinUnevenInputs, AverageOfWeights_IsRefused) {
+  const auto errors = ErrorsOf(2, {}, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    Ema ema(a, model, {.decay = 0.5});
+    auto join = a.join_uneven_inputs();
+    auto scope = a.accumulate();
+    a.backward(Loss(model(at::ones({1, 1}))));
+    optimizer.step();
+    ema.update();
+  });
+  EXPECT_THAT(errors,
+              Each(HasSubstr("an average of weights is updated inside join_uneven_inputs()")));
+}
+
+TEST(JoinUnevenInputs, WindowThatIsOpenAtItsEnd_IsGivenUpOnAllRanks) {
+  AcceleratorOptions options;
+  options.gradient_accumulation_steps = 2;
+  options.accumulation.sync_with_dataloader = false;
+  RunAccelerators(2, options, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    const auto micro_step = [&] {
+      auto scope = a.accumulate();
+      a.backward(Loss(model(at::ones({1, 1}))));
+      optimizer.step();
+      optimizer.zero_grad();
+    };
+    {
+      auto join = a.join_uneven_inputs();
+      for (int i = 0; i < (a.is_main_process() ? 2 : 3); ++i) micro_step();
+    }
+    EXPECT_EQ(net->weight.item<double>(), 1);
+    micro_step();
+    EXPECT_EQ(net->weight.item<double>(), 1);
+    micro_step();
+    EXPECT_EQ(net->weight.item<double>(), 2);
+  });
+}
+
 TEST(Ranks, ModelForEvaluation_ExchangesNothing) {
   RunAccelerators(2, {}, [](Accelerator& a) {
     auto model = a.prepare_model(OneWeight(), /*evaluation_mode=*/true);

@@ -11,9 +11,11 @@
 #include "muster/internal/core.h"
 #include "muster/internal/full_state.h"
 #include "muster/internal/model_slot.h"
+#include "worker/collective/nested_collectives.h"
 #include "worker/job/environment.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/train/guard.h"
+#include "worker/train/sync_state.h"
 
 namespace muster {
 
@@ -80,6 +82,11 @@ bool Ema::update() {
   TORCH_CHECK(core_->steps().communicate(),
               "an average of weights is updated inside LocalSGD, where every process has its own "
               "weights: update it after the scope, or without LocalSGD");
+  TORCH_CHECK(
+      !core_->steps().joining() || core_->process().size() == 1,
+      "an average of weights is updated inside join_uneven_inputs(), where processes that "
+      "have run out of batches do not update theirs: train with even batches (the default), "
+      "or update it after the scope");
   core_->steps().CheckStepped("ema.update()");
   weights_->Update();
   return true;
@@ -230,10 +237,37 @@ LocalSGD::LocalSGD(Accelerator& accelerator, std::vector<at::Tensor> parameters,
   if (local_.enabled()) scope_.emplace(core_);
 }
 
+namespace {
+
+// (collective) What steps of their own have made of optimizers, schedules and the loss scale of
+// the processes becomes that of rank 0: of others, equal gradients would make the weights differ
+// again, and gradients of several loss scales have no right average.
+void TakeStepsOfMain(internal::Core& core) {
+  Comm& comm = core.process().comm();
+  const bool main = comm.rank() == 0;
+  for (const auto& optimizer : core.registry().optimizers()) {
+    optimizer->set_steps(BroadcastObject(comm, optimizer->steps(), 0));
+    // What cannot be saved cannot be sent.
+    if (!optimizer->handle().CannotSave().empty()) continue;
+    BroadcastOptimizerState(comm, optimizer->handle(), 0);
+  }
+  for (const auto& scheduler : core.registry().schedulers()) {
+    scheduler->LoadState(
+        BroadcastPlainState(comm, main ? scheduler->SaveState() : PlainState(), 0));
+  }
+  GradScaler* const scaler = core.steps().scaler();
+  if (scaler == nullptr) return;
+  scaler->LoadState(BroadcastPlainState(comm, main ? scaler->SaveState() : PlainState(), 0));
+  scaler->Reset();
+}
+
+}  // namespace
+
 LocalSGD::~LocalSGD() noexcept(false) {
   if (std::uncaught_exceptions() != exceptions_) return;
   core_->steps().AboutToChange();
   local_.Finish();
+  if (local_.enabled()) TakeStepsOfMain(*core_);
 }
 
 bool LocalSGD::step() {

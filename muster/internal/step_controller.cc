@@ -1109,7 +1109,7 @@ void StepController::EndJoin(bool finish) {
     for (const auto& optimizer : registry_.optimizers()) {
       BroadcastOptimizerState(process_.comm(), optimizer->handle(), root);
       optimizer->set_steps(BroadcastObject(process_.comm(), optimizer->steps(), root));
-      optimizer->handle().ZeroGrad();
+      ZeroNow(*optimizer, /*set_to_none=*/true);
       optimizer->stepped_at_scale_ = false;
     }
     for (const auto& scheduler : registry_.schedulers()) {
@@ -1119,7 +1119,10 @@ void StepController::EndJoin(bool finish) {
       scaler_->LoadState(BroadcastPlainState(process_.comm(), scaler_->SaveState(), root));
       scaler_->Reset();
     }
-    accumulation_.LoadState(BroadcastPlainState(process_.comm(), accumulation_.SaveState(), root));
+    // Of a window that is open the gradients are gone.
+    accumulation_ = Accumulation(accumulation_.options());
+    window_factor_.reset();
+    window_backwards_ = 0;
   });
 }
 

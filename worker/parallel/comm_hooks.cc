@@ -12,6 +12,7 @@
 #include "ATen/ops/constant_pad_nd.h"
 #include "ATen/ops/matmul.h"
 #include "ATen/ops/randn.h"
+#include "ATen/ops/where.h"
 #include "ATen/ops/zeros_like.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/comm.hpp"
@@ -103,6 +104,7 @@ class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
     std::vector<const void*> parameters;  // whose gradients it had, in order
     at::Tensor error;                     // what the last compression left out
     std::vector<at::Tensor> qs;           // right factors
+    std::vector<at::Tensor> drawn;        // what they began as
   };
 
   const PowerSgdOptions options_;
@@ -184,13 +186,21 @@ class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
     }
 
     MeanOfAll(plain);
-    if (state.qs.size() != matrices.size()) state.qs.assign(matrices.size(), at::Tensor());
+    if (state.qs.size() != matrices.size()) {
+      state.qs.assign(matrices.size(), at::Tensor());
+      state.drawn = state.qs;
+    }
     std::vector<at::Tensor> ps;
     for (size_t i = 0; i < matrices.size(); ++i) {
       at::Tensor& q = state.qs[i];
       if (!q.defined() || !options_.warm_start) {
         q = at::randn({matrices[i].size(1), RankOf(matrices[i])}, generator_, at::kFloat)
                 .to(matrices[i].options());
+        if (options_.warm_start) state.drawn[i] = q.clone();
+      } else {
+        // That of gradients that were not finite, the same on all ranks, would spoil all that
+        // follow.
+        q = at::where(q.isfinite().all(), q, state.drawn[i]);
       }
       Orthogonalize(q, options_.orthogonalization_epsilon);
       ps.push_back(at::matmul(matrices[i], q));
@@ -210,6 +220,8 @@ class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
       // Only what compression lost; parts reduced exactly have lost nothing.
       state.error.sub_(buffer);
       if (!batched_) ClearExactParts(bucket, buffer, plain, state.error);
+      // Gradients that are not finite, as those that overflow fp16, are those of this step alone.
+      state.error.nan_to_num_(0, 0, 0);
     }
   }
 

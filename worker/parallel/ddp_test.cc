@@ -325,6 +325,33 @@ TEST(DataParallel, PowerSgdInHalf_TakesZeroAndLargeGradients) {
   }
 }
 
+// Gradients that overflow are those of a step that is left out, and no other.
+TEST(DataParallel, PowerSgd_ForgetsGradientsThatAreNotFinite) {
+  for (const CommHook hook : {CommHook::kPowerSgd, CommHook::kBatchedPowerSgd}) {
+    for (const bool error_feedback : {false, true}) {
+      DataParallelOptions options{.comm_hook = hook};
+      options.power_sgd.start_powerSGD_iter = 2;
+      options.power_sgd.use_error_feedback = error_feedback;
+      RunGlooRanks(kRanks, [&](Comm& comm) {
+        TestNet net(7);
+        DataParallel ddp(comm, net.parameters, net.names, net.buffers, options);
+        for (int step = 0; step < 8; ++step) {
+          const bool overflows = step == 4 && comm.rank() == 1;
+          ddp.BeforeForward(true);
+          const at::Tensor out = ddp.AfterForward(net.Forward(Input(step, comm.rank())));
+          const double scale = overflows ? std::numeric_limits<double>::infinity() : 1;
+          (at::mse_loss(out, Target(step, comm.rank())) * scale).backward();
+          for (size_t i = 0; i < net.parameters.size(); ++i) {
+            EXPECT_EQ(net.parameters[i].grad().isfinite().all().item<bool>(), step != 4)
+                << step << " " << i;
+            net.parameters[i].mutable_grad().reset();
+          }
+        }
+      });
+    }
+  }
+}
+
 TEST(DataParallel, WrappedHooks_AreEqualOnAllRanks) {
   const std::vector<at::Tensor> expected = Reference();
   for (const CommHook hook : {CommHook::kNone, CommHook::kBf16, CommHook::kPowerSgd}) {
