@@ -321,6 +321,12 @@ absl::Status MatchedWeights::Plan::Verdict(const Chosen& chosen,
 
 absl::Status MatchedWeights::Plan::Match(const LoadWeightsOptions& options) {
   dtype = options.dtype;
+  // Weights have no values in any other type; complex ones would be computed with in silence.
+  if (dtype.has_value() && !c10::isFloatingType(*dtype)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(source->where(), ": the weights cannot become ", c10::toString(*dtype),
+                     ": dtype must be a floating-point type, such as BFloat16"));
+  }
   const Chosen chosen = Choose(options);
   MUSTER_RETURN_IF_ERROR(PlanCopies(chosen));
   return Verdict(chosen, options);

@@ -68,6 +68,20 @@ TEST_F(WeightLoaderTest, WhatDoesNotFit_IsListedAndNothingChanges) {
   EXPECT_EQ(b.sum().item<double>(), 0);
 }
 
+TEST_F(WeightLoaderTest, TypeWithoutFractions_IsRefusedAndNothingChanges) {
+  Save({{"a", at::ones({2})}});
+  at::Tensor a = at::zeros({2}), b = at::zeros({2});
+  for (const at::ScalarType type :
+       {at::kInt, at::kBool, at::kComplexFloat, at::kQInt8, at::ScalarType::Undefined}) {
+    EXPECT_THAT(ErrorOf({{"a", a}, {"b", b}},
+                        {.strict = false, .skip_mismatched = true, .dtype = type}),
+                HasSubstr("dtype must be a floating-point type"));
+  }
+  EXPECT_EQ(a.scalar_type(), at::kFloat);
+  EXPECT_EQ(b.scalar_type(), at::kFloat);
+  EXPECT_EQ(a.sum().item<double>(), 0);
+}
+
 TEST_F(WeightLoaderTest, TargetsOnADevice_GetTheirValues) {
   Save({{"a", at::full({3}, 1.5)}, {"b", at::full({2}, 7, at::kFloat)}, {"n", at::ones({1})}});
   const at::Tensor a = OnFakeDevice({0, 0, 0}), b = OnFakeDevice({0, 0});
