@@ -283,6 +283,8 @@ class DataParallel::Impl {
   std::vector<uint32_t> local_;
   std::vector<at::Tensor> trained_;
   std::vector<size_t> trained_index_;  // in all_
+  // What adds up the gradients of trained_, and has the hooks of the exchange.
+  std::vector<const torch::autograd::Node*> accumulators_;
   const std::vector<at::Tensor> buffers_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::string id_;  // unique in the group's store, the same on all ranks
@@ -322,6 +324,7 @@ class DataParallel::Impl {
     reducer_.reset();
     trained_.clear();
     trained_index_.clear();
+    accumulators_.clear();
     armed_ = open_ = closing_ = delay_enqueued_ = false;
     for (size_t i = 0; i < all_.size(); ++i) {
       trains_[i] = all_[i].requires_grad();
@@ -335,6 +338,8 @@ class DataParallel::Impl {
     for (const size_t i : trained_index_) {
       observers_.Add(all_[i],
                      [this, i](const at::Tensor& gradient) { BeforeReducer(i, gradient); });
+      // The observer keeps it.
+      accumulators_.push_back(torch::autograd::impl::grad_accumulator(all_[i]).get());
     }
     if (group_ != nullptr) MakeReducer();
     for (const size_t i : trained_index_) {
@@ -418,6 +423,15 @@ class DataParallel::Impl {
           "parameter '", names_[i], "' is ", parameter.scalar_type(), " on ", parameter.device(),
           " now but was ", kinds_[i].first, " on ", kinds_[i].second,
           " when its gradient exchange was set up: convert and move the model before that");
+    }
+    // set_() gives a tensor another accumulator, without hooks: each rank would train alone.
+    for (size_t t = 0; t < trained_.size(); ++t) {
+      TORCH_CHECK(
+          torch::autograd::impl::try_get_grad_accumulator(trained_[t]).get() == accumulators_[t],
+          "parameter '", names_[trained_index_[t]],
+          "' has been given other memory since its gradient exchange was set up "
+          "(torch::load(module), set_(), resize_()), and its gradients would not be exchanged: "
+          "load weights before prepare() or with accelerator.load_weights(), or copy_() them");
     }
     // As the discriminator while a GAN's generator trains: it will be trained again as before.
     idle_ = !any;

@@ -816,6 +816,20 @@ TEST(DataParallel, ModelConvertedLater_IsRefusedByName) {
   });
 }
 
+// As torch::load(module) does. LibTorch makes another accumulator of gradients then.
+TEST(DataParallel, ParameterOfOtherMemory_IsRefusedByName) {
+  RunGlooRanks(kRanks, [&](Comm& comm) {
+    TestNet net(7);
+    DataParallel ddp(comm, net.parameters, net.names, net.buffers);
+    {
+      const at::NoGradGuard no_grad;
+      net.parameters[1].set_(at::ones_like(net.parameters[1]));
+    }
+    EXPECT_THAT(ErrorOf([&] { ddp.BeforeForward(true); }),
+                HasSubstr("parameter 'fc1.bias' has been given other memory"));
+  });
+}
+
 TEST(DataParallel, SparseGradients_AreAveraged) {
   for (const Runner run : {Runner{Gloo}, Runner{RunRanks}}) {
     std::vector<at::Tensor> sparse(kRanks), dense(kRanks);

@@ -89,7 +89,9 @@ void AddUse(const at::Tensor& tensor, bool write, const char* op, std::vector<Us
               ": a parameter of a sharded or offloaded model, or its gradient, is used after what "
               "holds its values is "
               "gone; keep the Accelerator (or save_model() before it ends), or the model that "
-              "dispatch returned");
+              "dispatch returned. Or it has been given other memory (torch::load(module), set_()): "
+              "load weights before prepare() or with accelerator.load_weights(), or copy_() them "
+              "inside accelerator.summon_full_params()");
   page->Allow(tensor, write, op);
   taken->push_back({page, tensor, write});
   for (Use& use : *uses) {
