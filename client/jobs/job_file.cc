@@ -397,9 +397,9 @@ absl::Status ReadFile(absl::string_view text, absl::string_view source, Resolved
       const std::string entries = absl::StrCat("/", key, "/");
       const auto rewritten = file.rewritten.lower_bound(entries);
       if (rewritten != file.rewritten.end() && absl::StartsWith(rewritten->first, entries)) {
-        return absl::InvalidArgumentError(absl::StrCat(
-            where, ": ", key, ": ", rewritten->second,
-            ": YAML reads this as another number: write it in quotes"));
+        return absl::InvalidArgumentError(
+            absl::StrCat(where, ": ", key, ": ", rewritten->second,
+                         ": YAML reads this as another number: write it in quotes"));
       }
     }
     if (const std::string write = setting->read(value, &job->spec); !write.empty()) {

@@ -73,9 +73,9 @@ TEST_F(WeightLoaderTest, TypeWithoutFractions_IsRefusedAndNothingChanges) {
   at::Tensor a = at::zeros({2}), b = at::zeros({2});
   for (const at::ScalarType type :
        {at::kInt, at::kBool, at::kComplexFloat, at::kQInt8, at::ScalarType::Undefined}) {
-    EXPECT_THAT(ErrorOf({{"a", a}, {"b", b}},
-                        {.strict = false, .skip_mismatched = true, .dtype = type}),
-                HasSubstr("dtype must be a floating-point type"));
+    EXPECT_THAT(
+        ErrorOf({{"a", a}, {"b", b}}, {.strict = false, .skip_mismatched = true, .dtype = type}),
+        HasSubstr("dtype must be a floating-point type"));
   }
   EXPECT_EQ(a.scalar_type(), at::kFloat);
   EXPECT_EQ(b.scalar_type(), at::kFloat);
