@@ -127,17 +127,21 @@ TEST(Ranks, LocalSgd_TrainsApartAndAveragesParameters) {
   });
 }
 
+// A step of OneWeight() on a batch of `x`.
+template <typename Model, typename Optimizer>
+void TrainOn(double x, Accelerator& a, Model& model, Optimizer& optimizer) {
+  a.backward(Loss(model(at::full({1, 1}, x))));
+  optimizer.step();
+  optimizer.zero_grad();
+}
+
 // Or equal gradients would take the ranks apart once more, in silence.
 TEST(Ranks, LocalSgdEnds_WithOneOptimizerStateAndRateOnAllRanks) {
   RunAccelerators(2, {}, [](Accelerator& a) {
     torch::nn::Linear net = OneWeight();
     FusedSGD sgd(net->parameters(), {.lr = 1.0, .momentum = 0.5});
     auto [model, optimizer, schedule] = a.prepare(net, sgd, StepLR(1, 0.5));
-    const auto step = [&](double x) {
-      a.backward(Loss(model(at::full({1, 1}, x))));
-      optimizer.step();
-      optimizer.zero_grad();
-    };
+    const auto step = [&](double x) { TrainOn(x, a, model, optimizer); };
     {
       LocalSGD local(a, model, 8);
       step(a.process_index());
@@ -158,11 +162,7 @@ TEST(Ranks, LocalSgdUnderFp16_EndsWithOneLossScaleOnAllRanks) {
     torch::nn::Linear net = OneWeight();
     FusedSGD sgd(net->parameters(), {.lr = 1.0});
     auto [model, optimizer] = a.prepare(net, sgd);
-    const auto step = [&](double x) {
-      a.backward(Loss(model(at::full({1, 1}, x))));
-      optimizer.step();
-      optimizer.zero_grad();
-    };
+    const auto step = [&](double x) { TrainOn(x, a, model, optimizer); };
     {
       LocalSGD local(a, model, 8);
       step(a.is_main_process() ? 0 : std::numeric_limits<double>::infinity());

@@ -244,7 +244,6 @@ namespace {
 // again, and gradients of several loss scales have no right average.
 void TakeStepsOfMain(internal::Core& core) {
   Comm& comm = core.process().comm();
-  const bool main = comm.rank() == 0;
   for (const auto& optimizer : core.registry().optimizers()) {
     optimizer->set_steps(BroadcastObject(comm, optimizer->steps(), 0));
     // What cannot be saved cannot be sent.
@@ -252,12 +251,11 @@ void TakeStepsOfMain(internal::Core& core) {
     BroadcastOptimizerState(comm, optimizer->handle(), 0);
   }
   for (const auto& scheduler : core.registry().schedulers()) {
-    scheduler->LoadState(
-        BroadcastPlainState(comm, main ? scheduler->SaveState() : PlainState(), 0));
+    scheduler->LoadState(BroadcastPlainState(comm, scheduler->SaveState(), 0));
   }
   GradScaler* const scaler = core.steps().scaler();
   if (scaler == nullptr) return;
-  scaler->LoadState(BroadcastPlainState(comm, main ? scaler->SaveState() : PlainState(), 0));
+  scaler->LoadState(BroadcastPlainState(comm, scaler->SaveState(), 0));
   scaler->Reset();
 }
 

@@ -854,10 +854,11 @@ absl::StatusOr<Layer> ParseConfig(absl::string_view text, absl::string_view sour
             absl::StrCat(where, ": env must be a map of NAME: VALUE"));
       }
       for (const auto& [name, entry] : value.items()) {
-        const std::string at = place(absl::StrCat("/env/", name));
+        const std::string pointer = absl::StrCat("/env/", name);
+        const std::string at = place(pointer);
         // As in a job file: 1.10, off and 010 would lose the way in which they are written.
-        if (!entry.is_string() && (!entry.is_number_integer() ||
-                                   document.rewritten.contains(absl::StrCat("/env/", name)))) {
+        if (!entry.is_string() &&
+            (!entry.is_number_integer() || document.rewritten.contains(pointer))) {
           return absl::InvalidArgumentError(
               absl::StrCat(at, ": env.", name, " must be text, in quotes"));
         }
