@@ -35,6 +35,7 @@
 #include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
+#include "worker/checkpoint/node_part.h"
 #include "worker/checkpoint/registrar.h"
 #include "worker/checkpoint/run_folder.h"
 #include "worker/checkpoint/safetensors_format.h"
@@ -135,10 +136,34 @@ struct Checkpoint {
   absl::Status trust = absl::OkStatus();
   // Of a sealed one that its writer left: the name that it lacks.
   std::string lacks = "";
+  // Of one that nodes keep in parts. What is here is as `manifest` says.
+  KeptElsewhere elsewhere = {};
 };
 
+// As VerifyCheckpoint, but what other nodes keep may be missing.
+absl::StatusOr<Manifest> VerifyHere(const std::string& path, VerifyLevel level,
+                                    KeptElsewhere* elsewhere) {
+  absl::StatusOr<Manifest> whole = VerifyCheckpoint(path, level);
+  if (!absl::IsDataLoss(whole.status())) return whole;
+  absl::StatusOr<Manifest> manifest = ReadManifest(path);
+  if (!manifest.ok()) return whole;
+  *elsewhere = FindKeptElsewhere(path, *manifest);
+  if (elsewhere->files.empty()) return whole;
+  for (const ManifestFile& file : manifest->files) {
+    if (elsewhere->Has(file.name)) continue;
+    MUSTER_RETURN_IF_ERROR(VerifyCheckpointFile(path, file, level));
+  }
+  return manifest;
+}
+
 Checkpoint Look(const std::string& path, VerifyLevel level) {
-  return {.path = path, .manifest = VerifyCheckpoint(path, level), .seal = ReadSeal(path)};
+  Checkpoint checkpoint = {.path = path, .seal = ReadSeal(path)};
+  checkpoint.manifest = VerifyHere(path, level, &checkpoint.elsewhere);
+  return checkpoint;
+}
+
+bool IsPart(const Checkpoint& checkpoint) {
+  return checkpoint.manifest.ok() && !checkpoint.elsewhere.files.empty();
 }
 
 // A checkpoint, or all those of a folder.
@@ -157,7 +182,8 @@ absl::StatusOr<std::vector<Checkpoint>> Find(const std::string& path, VerifyLeve
 }
 
 std::string StateOf(const Checkpoint& checkpoint) {
-  if (checkpoint.manifest.ok()) return checkpoint.trust.ok() ? "complete" : "untrusted";
+  if (checkpoint.manifest.ok() && !checkpoint.trust.ok()) return "untrusted";
+  if (checkpoint.manifest.ok()) return IsPart(checkpoint) ? "part" : "complete";
   const absl::Status& why = checkpoint.manifest.status();
   return absl::IsNotFound(why)        ? "incomplete"
          : absl::IsUnimplemented(why) ? "newer"
@@ -197,10 +223,27 @@ std::string RegistrationText(const Checkpoint& checkpoint) {
                       registration->is_signed ? ", signed" : "");
 }
 
-uint64_t BytesOf(const Manifest& manifest) {
+// Of what is in the folder.
+uint64_t BytesOf(const Checkpoint& checkpoint) {
   uint64_t bytes = 0;
-  for (const ManifestFile& file : manifest.files) bytes += file.digest.bytes;
+  for (const ManifestFile& file : checkpoint.manifest->files) {
+    if (!checkpoint.elsewhere.Has(file.name)) bytes += file.digest.bytes;
+  }
   return bytes;
+}
+
+// "7 files", or "2 of 7 files" of a part.
+std::string FilesText(const Checkpoint& checkpoint) {
+  const size_t all = checkpoint.manifest->files.size();
+  const std::string text = Plural(all, "file");
+  return IsPart(checkpoint) ? absl::StrCat(all - checkpoint.elsewhere.files.size(), " of ", text)
+                            : text;
+}
+
+std::string PartText(const Checkpoint& checkpoint) {
+  return IsPart(checkpoint)
+             ? absl::StrCat("; ", Shown(checkpoint.elsewhere.nodes), " has the others")
+             : "";
 }
 
 ordered_json ToJson(const Checkpoint& checkpoint) {
@@ -215,8 +258,12 @@ ordered_json ToJson(const Checkpoint& checkpoint) {
   json["epoch"] = manifest.info.epoch;
   json["world_size"] = manifest.info.world_size;
   json["created"] = manifest.created;
-  json["files"] = manifest.files.size();
-  json["bytes"] = BytesOf(manifest);
+  json["files"] = manifest.files.size() - checkpoint.elsewhere.files.size();
+  json["bytes"] = BytesOf(checkpoint);
+  if (IsPart(checkpoint)) {
+    json["elsewhere"] = {{"files", checkpoint.elsewhere.files},
+                         {"nodes", checkpoint.elsewhere.nodes}};
+  }
   json["registration"] = nullptr;
   if (const auto registration = RegistrationOf(checkpoint); registration.has_value()) {
     json["registration"] = {{"by", registration->by_coordinator ? "coordinator" : kSealName},
@@ -245,8 +292,8 @@ std::string ToText(const Checkpoint& checkpoint) {
       Shown(checkpoint.path), "  step ", manifest.info.step, "  epoch ", manifest.info.epoch, "  ",
       manifest.info.world_size == 1 ? "1 process"
                                     : absl::StrCat(manifest.info.world_size, " processes"),
-      "  ", Plural(manifest.files.size(), "file"), "  ", HumanBytes(BytesOf(manifest)), "  ",
-      Shown(manifest.created), "  ", RegistrationText(checkpoint), "\n");
+      "  ", FilesText(checkpoint), "  ", HumanBytes(BytesOf(checkpoint)), "  ",
+      Shown(manifest.created), "  ", RegistrationText(checkpoint), PartText(checkpoint), "\n");
 }
 
 // The saves of `path` that are no checkpoints yet: of its name, in it, and in its "checkpoints".
@@ -363,14 +410,20 @@ absl::StatusOr<std::map<std::string, WeightFiles>> OpenAll(const std::string& pa
     files.emplace("", std::move(weights));
     return files;
   }
-  MUSTER_ASSIGN_OR_RETURN(const Manifest manifest, VerifyCheckpoint(path, VerifyLevel::kSizes));
-  // A model in several files is one.
+  KeptElsewhere elsewhere;
+  MUSTER_ASSIGN_OR_RETURN(const Manifest manifest,
+                          VerifyHere(path, VerifyLevel::kSizes, &elsewhere));
+  // A model in several files is one, if all of them are here.
   std::set<std::string> parts;
   for (int model = 0;; ++model) {
     const std::string name = ModelFileName(model);
     MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> of_model, FilesOfModel(manifest, name));
     if (of_model.empty()) break;
     if (manifest.Find(name) != nullptr) continue;
+    if (std::any_of(of_model.begin(), of_model.end(),
+                    [&](const std::string& file) { return elsewhere.Has(file); })) {
+      continue;
+    }
     parts.insert(of_model.begin(), of_model.end());
     MUSTER_ASSIGN_OR_RETURN(WeightFiles weights,
                             WeightFiles::Open(JoinPath(path, IndexFileName(name))));
@@ -378,6 +431,7 @@ absl::StatusOr<std::map<std::string, WeightFiles>> OpenAll(const std::string& pa
   }
   for (const ManifestFile& file : manifest.files) {
     if (!absl::EndsWith(file.name, ".safetensors") || parts.count(file.name) > 0) continue;
+    if (elsewhere.Has(file.name)) continue;
     MUSTER_ASSIGN_OR_RETURN(WeightFiles weights, WeightFiles::Open(JoinPath(path, file.name)));
     files.emplace(file.name, std::move(weights));
   }
@@ -453,7 +507,8 @@ int RunInspect(const Call& call) {
                       {"bytes", file.digest.bytes},
                       {"xxh3", file.digest.xxh3}});
       absl::StrAppend(&text, "  ", Shown(file.name), "  ", HumanBytes(file.digest.bytes),
-                      "  by rank ", file.rank, "\n");
+                      "  by rank ", file.rank,
+                      checkpoint.elsewhere.Has(file.name) ? ", not here" : "", "\n");
     }
     json["files"] = list;
   }
@@ -542,14 +597,13 @@ int RunVerify(const Call& call) {
       if (key.has_value()) json["signed_by_key"] = good;
       list.push_back(std::move(json));
     } else if (good) {
-      call.context.out << Shown(checkpoint.path) << "  ok, "
-                       << Plural(checkpoint.manifest->files.size(), "file") << ", "
-                       << HumanBytes(BytesOf(*checkpoint.manifest))
+      call.context.out << Shown(checkpoint.path) << "  ok, " << FilesText(checkpoint) << ", "
+                       << HumanBytes(BytesOf(checkpoint))
                        << (key.has_value() ? absl::StrCat(", signed by the key of ", key_file) : "")
                        << (checkpoint.lacks.empty()
                                ? ""
                                : absl::StrCat(", lacks only the name ", Shown(checkpoint.lacks)))
-                       << "\n";
+                       << PartText(checkpoint) << "\n";
     } else {
       call.context.out << ToText(checkpoint);
     }
@@ -578,9 +632,12 @@ absl::StatusOr<nlohmann::json> ScalarsOf(const std::string& path) {
 
 // By file, of those that have any.
 absl::StatusOr<std::map<std::string, nlohmann::json>> ScalarsOfAll(const std::string& path) {
-  MUSTER_ASSIGN_OR_RETURN(const Manifest manifest, VerifyCheckpoint(path, VerifyLevel::kSizes));
+  KeptElsewhere elsewhere;
+  MUSTER_ASSIGN_OR_RETURN(const Manifest manifest,
+                          VerifyHere(path, VerifyLevel::kSizes, &elsewhere));
   std::map<std::string, nlohmann::json> scalars;
   for (const ManifestFile& file : manifest.files) {
+    if (elsewhere.Has(file.name)) continue;
     MUSTER_ASSIGN_OR_RETURN(nlohmann::json of_file, ScalarsOf(JoinPath(path, file.name)));
     if (!of_file.is_null()) scalars.emplace(file.name, std::move(of_file));
   }
@@ -743,7 +800,8 @@ int RunExport(const Call& call) {
     return Fail(call, absl::InvalidArgumentError(absl::StrCat("--model ", call.line.Get("model"),
                                                               ": write its number, from 0")));
   }
-  const auto manifest = VerifyCheckpoint(path, VerifyLevel::kSizes);
+  KeptElsewhere elsewhere;
+  const auto manifest = VerifyHere(path, VerifyLevel::kSizes, &elsewhere);
   if (absl::IsNotFound(manifest.status()) && IsFolder(path)) {
     return Fail(call, absl::NotFoundError(absl::StrCat(manifest.status().message(),
                                                        CheckpointsInPlaceOfWeights(path))));
@@ -756,6 +814,11 @@ int RunExport(const Call& call) {
     return Fail(call, absl::NotFoundError(absl::StrCat(path, " holds no ", name)));
   }
   for (const std::string& part : *files) {
+    if (elsewhere.Has(part)) {
+      return Fail(call, absl::FailedPreconditionError(
+                            absl::StrCat(DescribePart(path, elsewhere),
+                                         ": export its model there, or copy those files here")));
+    }
     const std::string from = JoinPath(path, part);
     const auto digest = DigestFile(from);
     if (!digest.ok()) return Fail(call, digest.status());
@@ -778,14 +841,31 @@ absl::Status WithWayOut(const absl::Status& status) {
       absl::StrCat(status.message(), "; take the weights of an earlier checkpoint"));
 }
 
+// Of a part of a checkpoint without the model, another file might be taken for it.
+absl::Status CheckModelIsHere(const std::string& from) {
+  if (!IsFolder(from)) return absl::OkStatus();
+  const absl::StatusOr<Manifest> manifest = ReadManifest(from);
+  if (!manifest.ok()) return absl::OkStatus();
+  const KeptElsewhere elsewhere = FindKeptElsewhere(from, *manifest);
+  const auto files = FilesOfModel(*manifest, ModelFileName(0));
+  if (!files.ok() || std::none_of(files->begin(), files->end(),
+                                  [&](const std::string& file) { return elsewhere.Has(file); })) {
+    return absl::OkStatus();
+  }
+  return absl::FailedPreconditionError(absl::StrCat(
+      DescribePart(from, elsewhere), ": take the weights there, or copy those files here"));
+}
+
 // Of weights in a checkpoint the manifest knows the digests; no copy of what is damaged is made.
 absl::Status CheckAgainstManifests(const std::string& from) {
+  MUSTER_RETURN_IF_ERROR(CheckModelIsHere(from));
   const absl::StatusOr<WeightFiles> weights = WeightFiles::Open(from);
   if (!weights.ok()) {
     if (!PathExists(from)) return weights.status();
     // The files of a damaged checkpoint may not even open.
     const std::string folder = IsFolder(from) ? from : ParentPath(from);
-    const absl::Status whole = VerifyCheckpoint(folder, VerifyLevel::kContents).status();
+    KeptElsewhere elsewhere;
+    const absl::Status whole = VerifyHere(folder, VerifyLevel::kContents, &elsewhere).status();
     return absl::IsDataLoss(whole) ? WithWayOut(whole) : weights.status();
   }
   for (const std::string& path : weights->Files()) {
@@ -910,6 +990,13 @@ int RunPrune(const Call& call) {
   std::vector<std::string> complete, pinned;
   std::string to_resume;  // the newest that is not held back
   for (const Checkpoint& checkpoint : *found) {
+    if (IsPart(checkpoint)) {
+      // Each node would keep the newest that it has, and no two the same.
+      return Fail(call, absl::FailedPreconditionError(absl::StrCat(
+                            DescribePart(checkpoint.path, checkpoint.elsewhere),
+                            "; nothing was removed: options.checkpoint.keep removes old ones on "
+                            "all nodes together, or remove the same folders on every node")));
+    }
     if (checkpoint.manifest.ok()) {
       if (!checkpoint.seal.ok() && !absl::IsNotFound(checkpoint.seal.status())) {
         return Fail(call, absl::FailedPreconditionError(absl::StrCat(

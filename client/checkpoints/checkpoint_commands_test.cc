@@ -185,6 +185,64 @@ TEST_F(CheckpointCommandsTest, List_ShowsEachWithItsState) {
   ExpectRefused({"list", Path("nothing")}, kExitNotFound, "does not exist");
 }
 
+// Of options.project.save_on_each_node: what other nodes have is no damage.
+TEST_F(CheckpointCommandsTest, PartOfANode_IsNotDamaged_AndPruneLeavesIt) {
+  const std::string model = Tensor("w", {1, 2}), random = Tensor("cpu", {3});
+  // `node`: 0 has the model, 1 the random state of rank 1.
+  const auto save_part = [&](const std::string& dir, int node) {
+    auto staging = Staging::Create(dir);
+    ASSERT_TRUE(staging.ok()) << staging.status();
+    const Manifest manifest = {
+        .info = {.world_size = 2, .step = 5},
+        .created = "2026-01-01T00:00:00Z",
+        .files = {{.name = "model.safetensors", .rank = 0, .digest = DigestBytes(model)},
+                  {.name = "random_states_1.safetensors",
+                   .rank = 1,
+                   .digest = DigestBytes(random)}},
+        .nodes = {{.host = "gpu-1", .ranks = {0}}, {.host = "gpu-2", .ranks = {1}}}};
+    const ManifestFile& file = manifest.files[node];
+    ASSERT_TRUE(
+        WriteFileAtomically(JoinPath(staging->path(), file.name), node == 0 ? model : random).ok());
+    const auto here = [&](const ManifestFile& one) { return one.name == file.name; };
+    ASSERT_TRUE(staging->Prepare(manifest, here).ok());
+    ASSERT_TRUE(staging->Commit().ok());
+    ASSERT_TRUE(staging->Finish().ok());
+  };
+  save_part(Numbered(0), 0);
+  EXPECT_EQ(Run({"list", root_}), kExitOk);
+  EXPECT_THAT(out_.str(), HasSubstr("step 5  epoch 0  2 processes  1 of 2 files"));
+  EXPECT_THAT(out_.str(), HasSubstr("; node gpu-2 (rank 1) has the others\n"));
+  EXPECT_EQ(Run({"verify", root_}), kExitOk) << out_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("  ok, 1 of 2 files, "));
+  EXPECT_EQ(Run({"verify", root_, "-o", "json"}), kExitOk);
+  const Json verified = Json::parse(out_.str())["checkpoints"][0];
+  EXPECT_EQ(verified["state"], "part");
+  EXPECT_EQ(verified["files"], 1);
+  EXPECT_EQ(verified["elsewhere"]["files"], Json::array({"random_states_1.safetensors"}));
+  EXPECT_EQ(Run({"inspect", Numbered(0)}), kExitOk);
+  EXPECT_THAT(out_.str(), HasSubstr("by rank 1, not here\nmodel.safetensors: w  F32 [2]\n"));
+  EXPECT_EQ(Run({"diff", Numbered(0), Numbered(0)}), kExitOk) << out_.str();
+  EXPECT_EQ(Run({"prune", root_, "--keep", "1"}), kExitUsage);
+  EXPECT_THAT(err_.str(), HasSubstr("is one node's part of a checkpoint"));
+  EXPECT_THAT(err_.str(), Not(HasSubstr("remove this checkpoint first")));
+  // The model is here.
+  EXPECT_EQ(Run({"export", Numbered(0), Path("out")}), kExitOk) << err_.str();
+  Damage(JoinPath(Numbered(0), "model.safetensors"));
+  EXPECT_EQ(Run({"verify", root_}), kExitJobFailed);
+  EXPECT_THAT(out_.str(), HasSubstr("model.safetensors: is damaged"));
+
+  save_part(Path("other"), 1);
+  EXPECT_EQ(Run({"verify", Path("other")}), kExitOk);
+  for (const std::vector<std::string>& command :
+       {std::vector<std::string>{"export", Path("other"), Path("out2")},
+        {"merge-weights", Path("other"), Path("out2")}}) {
+    EXPECT_EQ(Run(command), kExitUsage);
+    EXPECT_THAT(err_.str(), HasSubstr("it lacks model.safetensors, which node gpu-1 (rank 0) "
+                                      "wrote to a disk of its own"));
+    EXPECT_THAT(err_.str(), Not(HasSubstr("earlier checkpoint")));
+  }
+}
+
 TEST_F(CheckpointCommandsTest, RunningSave_IsListedButIsNoCheckpoint) {
   ASSERT_TRUE(MakeDirectories(root_).ok());
   ExpectRefused({"list", root_}, kExitNotFound, "holds no checkpoint_0");

@@ -29,6 +29,7 @@
 #include "base/status_macros.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/disposal.h"
+#include "worker/checkpoint/node_part.h"
 #include "worker/checkpoint/read_error.h"
 #include "worker/checkpoint/staging_folder.h"
 
@@ -431,6 +432,10 @@ absl::Status VerifyCheckpointFile(const std::string& dir, const ManifestFile& fi
 absl::StatusOr<Manifest> VerifyCheckpoint(const std::string& dir, VerifyLevel level) {
   MUSTER_RETURN_IF_ERROR(PutBackReplaced(dir));
   MUSTER_ASSIGN_OR_RETURN(Manifest manifest, ReadManifest(dir));
+  if (const KeptElsewhere elsewhere = FindKeptElsewhere(dir, manifest); !elsewhere.files.empty()) {
+    return absl::DataLossError(absl::StrCat(
+        DescribePart(dir, elsewhere), "; start the job with that node, or copy those files here"));
+  }
   for (const ManifestFile& file : manifest.files) {
     MUSTER_RETURN_IF_ERROR(VerifyCheckpointFile(dir, file, level));
   }
