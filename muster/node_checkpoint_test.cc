@@ -56,19 +56,24 @@ std::string Checkpoint(const std::string& name, int node, int number) {
   return Disk(name, node) + "/checkpoints/checkpoint_" + std::to_string(number);
 }
 
-// Rank i is alone on node i. `wrap`: what goes around its connections to the others.
+// Rank i is alone on node i. `wrap`: what goes around its connections to the others. `one_host`: as
+// far as their names say, all nodes are one.
 void RunNodes(
     const std::string& name, AcceleratorOptions options,
     const std::function<void(Accelerator&)>& function,
-    const std::function<std::unique_ptr<Comm>(Comm&)>& wrap = [](Comm& comm) {
-      return std::make_unique<BorrowedComm>(comm);
-    }) {
+    const std::function<std::unique_ptr<Comm>(Comm&)>& wrap =
+        [](Comm& comm) { return std::make_unique<BorrowedComm>(comm); },
+    bool one_host = false) {
   options.project.save_on_each_node = true;
   const auto store = c10::make_intrusive<c10d::HashStore>();
   RunGlooRanks(2, [&](Comm& comm) {
     JoinedProcess process;
     process.environment.rank.value = process.environment.node_rank.value = comm.rank();
     process.environment.world_size.value = process.environment.num_nodes.value = comm.size();
+    if (one_host) {
+      process.environment.node_rank.value = 0;
+      process.environment.num_nodes.value = 1;
+    }
     // Only says through which interface the ranks reach one another.
     process.environment.master_addr.value = "127.0.0.1";
     process.environment.master_port.value = 29400;
@@ -138,6 +143,20 @@ TEST(NodeCheckpoint, TenAndTenSteps_AreTwentyBitForBit) {
               *ListDirectory(Checkpoint("parts-" + kind, 1, 1)));
     EXPECT_TRUE(PathExists(Checkpoint("parts-" + kind, 1, 3)));
   }
+}
+
+TEST(NodeCheckpoint, DisksOfNodesWithOneHostName_AreTwo) {
+  RunNodes(
+      "one-name", {},
+      [](Accelerator& a) {
+        auto model = a.prepare(OneWeight());
+        const absl::Status saved = a.save_state();
+        ASSERT_TRUE(saved.ok()) << saved;
+        EXPECT_TRUE(PathExists(a.last_checkpoint() + "/manifest.json")) << a.last_checkpoint();
+      },
+      [](Comm& comm) { return std::make_unique<BorrowedComm>(comm); }, /*one_host=*/true);
+  EXPECT_THAT(*ListDirectory(Checkpoint("one-name", 1, 0)),
+              AllOf(Contains("random_states_1.safetensors"), Not(Contains("model.safetensors"))));
 }
 
 TEST(NodeCheckpoint, NodeWithoutItsDisk_IsNamedOnEveryProcess) {

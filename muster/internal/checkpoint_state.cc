@@ -358,7 +358,8 @@ std::string CheckpointState::Root() const {
 
 std::optional<int> CheckpointState::OwnNode() const {
   const Environment& environment = process_.environment();
-  if (!process_.options().project.save_on_each_node || environment.num_nodes.value < 2)
+  // Not by the number of nodes: those are hosts by name, and machines from one image share one.
+  if (!process_.options().project.save_on_each_node || environment.world_size.value < 2)
     return std::nullopt;
   return environment.node_rank.value;
 }

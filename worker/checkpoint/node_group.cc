@@ -1,5 +1,7 @@
 #include "worker/checkpoint/node_group.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 
 #include "absl/status/status.h"
@@ -9,11 +11,22 @@
 #include "base/identity.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/agreement.h"
+#include "worker/checkpoint/clean_path.h"
 
 namespace muster {
 namespace {
 
 constexpr char kProbe[] = ".muster-node-";
+
+// What only ranks that see the same `parent` have in common, as far as a rank can know by itself.
+// `node` alone is not enough: it goes by the names of hosts, which machines from one image share,
+// and several launches on one host may have a folder each.
+std::string PlaceOf(const std::string& parent, int node) {
+  char mounts[128] = {};
+  if (readlink("/proc/self/ns/mnt", mounts, sizeof(mounts) - 1) < 0) mounts[0] = '\0';
+  const absl::StatusOr<std::string> boot = ReadFile("/proc/sys/kernel/random/boot_id", 128);
+  return absl::StrCat(node, "\n", boot.value_or(""), "\n", mounts, "\n", AbsolutePath(parent));
+}
 
 // The lowest rank with each rank's node.
 std::vector<int> LowestOfNode(const std::vector<std::string>& node_of) {
@@ -50,7 +63,7 @@ std::string NodeGroups::Describe(int leader) const {
 
 absl::StatusOr<NodeGroups> FindNodeGroups(Comm& comm, const std::string& parent, int node) {
   const int rank = comm.rank();
-  const std::vector<int> lowest = LowestOfNode(comm.AllGatherBytes(absl::StrCat(node)));
+  const std::vector<int> lowest = LowestOfNode(comm.AllGatherBytes(PlaceOf(parent, node)));
   const bool lowest_here = lowest[rank] == rank;
 
   const std::string name = absl::StrCat(kProbe, RandomHex());
@@ -59,12 +72,15 @@ absl::StatusOr<NodeGroups> FindNodeGroups(Comm& comm, const std::string& parent,
     MUSTER_RETURN_IF_ERROR(MakeDirectories(parent));
     return WriteFileAtomically(JoinPath(parent, name), "");
   });
-  absl::Status agreed = AgreeOnFiles(comm, probed, {}, nullptr);
+  // Who may not write there leads itself: no two leaders write into one folder, and a load may find
+  // all that it needs. A save says what it may not.
+  const absl::Status agreed =
+      AgreeOnFiles(comm, absl::IsPermissionDenied(probed) ? absl::OkStatus() : probed, {}, nullptr);
   const std::vector<std::string> names =
       comm.AllGatherBytes(lowest_here && probed.ok() ? name : "");
 
   int leader = lowest[rank];
-  if (lowest_here && agreed.ok()) {
+  if (lowest_here && probed.ok() && agreed.ok()) {
     for (int other = 0; other < rank; ++other) {
       if (names[other].empty() || !PathExists(JoinPath(parent, names[other]))) continue;
       leader = other;
@@ -73,11 +89,10 @@ absl::StatusOr<NodeGroups> FindNodeGroups(Comm& comm, const std::string& parent,
   }
   // No rank looks for the files after this.
   const std::vector<std::string> seen = comm.AllGatherBytes(absl::StrCat(leader, " ", HostName()));
-  if (lowest_here && probed.ok()) {
-    const absl::Status removed = RemoveTree(JoinPath(parent, name));
-    if (agreed.ok()) agreed = removed;
-  }
-  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, agreed, {}, nullptr));
+  absl::Status removed;
+  if (lowest_here && probed.ok()) removed = RemoveTree(JoinPath(parent, name));
+  MUSTER_RETURN_IF_ERROR(agreed);
+  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, removed, {}, nullptr));
 
   NodeGroups groups;
   groups.rank = rank;

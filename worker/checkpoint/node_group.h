@@ -37,8 +37,9 @@ struct NodeGroups {
 // Collective. Finds the groups by experiment: the lowest rank of each node puts a file into
 // `parent` (created if it is missing) and looks for those of the others. Nodes that mount the same
 // folder are one group, so that no two leaders write into one folder. `node` is equal on the ranks
-// of one node. Errors, the same on every rank: those of creating the folder or the file, with the
-// rank.
+// of one node; ranks with another `parent` or other mounts count as another node. A node that may
+// not write there is a group of its own. Other errors, the same on every rank: those of creating
+// the folder or the file, with the rank.
 absl::StatusOr<NodeGroups> FindNodeGroups(Comm& comm, const std::string& parent, int node);
 
 // Collective. The groups for a checkpoint at `dir`: all ranks are one if `node` is absent.
