@@ -21,7 +21,9 @@
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/agreement.h"
+#include "worker/checkpoint/node_part.h"
 #include "worker/checkpoint/read_error.h"
+#include "worker/checkpoint/seal.h"
 #include "worker/checkpoint/staged_save.h"
 
 namespace muster {
@@ -166,8 +168,7 @@ absl::Status Gathering::MissingFiles(const std::vector<Json>& summaries) const {
     for (const ManifestNode& entry : manifest_.nodes) {
       if (std::find(entry.ranks.begin(), entry.ranks.end(), file.rank) == entry.ranks.end())
         continue;
-      node = absl::StrCat("node ", entry.host, entry.ranks.size() == 1 ? " (rank " : " (ranks ",
-                          absl::StrJoin(entry.ranks, ", "), ")");
+      node = NodeName(entry);
     }
     missing[node].push_back(file.name);
   }
@@ -339,6 +340,38 @@ absl::StatusOr<std::vector<int64_t>> NumbersOnNodes(Comm& comm, const Checkpoint
   return std::vector<int64_t>(all.begin(), all.end());
 }
 
+// (collective) Why no load without a directory takes `path`, which was held back when it was
+// sealed, by the seal.json of some node: runs that had one disk have left it. Empty: nothing says
+// so.
+// `damage`: whether that cannot be told, which no later look changes.
+absl::StatusOr<std::string> WhyHeldBack(Comm& comm, const std::string& path,
+                                        const NodeGroups& groups, bool* damage) {
+  absl::Status unreadable;
+  std::string mine;
+  bool damaged = false;
+  if (groups.leads()) {
+    const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);
+    damaged = !seal.ok() && StaysUnreadable(seal.status());
+    if (seal.ok() && !seal->promoted) {
+      mine = absl::StrCat(path, " was held back when it was saved");
+    } else if (damaged) {
+      mine = absl::StrCat(seal.status().message(), "; nobody knows whether it was held back");
+    } else if (!seal.ok() && !absl::IsNotFound(seal.status())) {
+      unreadable = seal.status();
+    }
+  }
+  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, unreadable, {}, nullptr));
+  for (const std::string& answer : comm.AllGatherBytes(
+           Json({damaged, mine}).dump(-1, ' ', false, Json::error_handler_t::replace))) {
+    const Json other = Json::parse(answer);
+    std::string why = other[1];
+    if (why.empty()) continue;
+    *damage = other[0];
+    return why;
+  }
+  return "";
+}
+
 // (collective) Whether what some node had at `dir`, a number of `folder`, is gone. What is left of
 // a replaced one and cannot be loaded is not: it was never more, and stays.
 bool IsGone(Comm& comm, const std::string& dir, const CheckpointFolder& folder, int64_t number,
@@ -391,6 +424,18 @@ absl::StatusOr<StateReader> OpenCheckpointOnNodes(
   bool damaged_ones = false;
   for (const int64_t number : numbers) {
     const std::string path = folder.PathOf(number);
+    bool damaged_seal = false;
+    MUSTER_ASSIGN_OR_RETURN(const std::string held_back,
+                            WhyHeldBack(comm, path, groups, &damaged_seal));
+    if (!held_back.empty()) {
+      if (comm.rank() == 0) {
+        MUSTER_LOG(Warning) << "passing over " << path << ": " << held_back << ": load_state(\""
+                            << path << "\") loads it";
+      }
+      if (why.empty()) why = absl::StrCat(": ", held_back);
+      damaged_ones = damaged_ones || damaged_seal;
+      continue;
+    }
     absl::StatusOr<StateReader> reader = open(path);
     const absl::Status& opened = reader.status();
     // A disk that is full, say, is no reason to take an older one.

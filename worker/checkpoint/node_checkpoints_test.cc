@@ -20,6 +20,8 @@
 #include "base/test_hidden_path.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/node_group.h"
+#include "worker/checkpoint/registrar.h"
+#include "worker/checkpoint/seal.h"
 #include "worker/checkpoint/staged_save.h"
 #include "worker/checkpoint/state.h"
 #include "worker/collective/borrowed_comm.h"
@@ -34,6 +36,7 @@ using ::testing::Contains;
 using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::StartsWith;
 
 // Two nodes of two ranks; the disk of node i is the folder root_/node_i.
 class NodeCheckpointsTest : public testing::Test {
@@ -126,12 +129,21 @@ TEST_F(NodeCheckpointsTest, Groups_OfNodesThatMountOneFolder_AreOne) {
   });
 }
 
+// Machines from one image have one host name; launches on one host may have a folder each.
+TEST_F(NodeCheckpointsTest, Groups_OfOneNodeWithTwoFolders_AreTwo) {
+  RunRanks(4, [&](Comm& comm) {
+    const auto groups = FindNodeGroups(comm, Disk(NodeOf(comm)), /*node=*/0);
+    ASSERT_TRUE(groups.ok()) << groups.status();
+    EXPECT_THAT(groups->leader_of, ElementsAre(0, 0, 2, 2));
+  });
+}
+
 TEST_F(NodeCheckpointsTest, FolderThatCannotBeMade_IsAnErrorOnEveryRank) {
   ASSERT_TRUE(WriteFileAtomically(Disk(1), "a file").ok());
   RunRanks(4, [&](Comm& comm) {
     const auto groups = FindNodeGroups(comm, Disk(NodeOf(comm)), NodeOf(comm));
     EXPECT_THAT(std::string(groups.status().message()),
-                AllOf(HasSubstr("rank 2: "), HasSubstr("node_1")));
+                AllOf(StartsWith("rank 2: "), HasSubstr("node_1")));
   });
 }
 
@@ -558,6 +570,54 @@ TEST_F(NodeCheckpointsTest, Rotation_CountsWhatEveryNodeHas) {
   RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(SaveNumbered(comm, 3, 2).ok()); });
   EXPECT_THAT(*CheckpointFolder(Disk(0)).Numbers(), ElementsAre(1, 2, 3));
   EXPECT_THAT(*CheckpointFolder(Disk(1)).Numbers(), ElementsAre(1, 3));
+}
+
+// Saved while all ranks had one disk: by number, with a seal.json.
+void SaveSealed(Comm& comm, const std::string& root, int64_t number, bool promoted, bool pinned,
+                double value) {
+  const std::string path = CheckpointFolder(root).PathOf(number);
+  ASSERT_TRUE(
+      SaveCheckpoint(comm, path, {.iteration = number, .step = number},
+                     [&](StateWriter& writer) -> absl::Status {
+                       if (writer.rank() != 0) return absl::OkStatus();
+                       return writer.WriteModel(ModelFileName(0), {{"w", at::full({3}, value)}});
+                     })
+          .ok());
+  RegisteredCheckpoint record;
+  record.job = "job";
+  record.sha256 = std::string(64, 'b');
+  record.promoted = promoted;
+  record.pinned = pinned;
+  if (comm.rank() != 0) return;
+  ASSERT_TRUE(WriteSeal(path, record).ok());
+}
+
+TEST_F(NodeCheckpointsTest, Rotation_LeavesWhatIsPinnedOnOneNode) {
+  RunRanks(4, [&](Comm& comm) {
+    SaveSealed(comm, Disk(0), 0, /*promoted=*/true, /*pinned=*/true, 7);
+    for (int i = 1; i < 4; ++i) ASSERT_TRUE(SaveNumbered(comm, i, 2).ok());
+  });
+  EXPECT_THAT(*CheckpointFolder(Disk(0)).Numbers(), ElementsAre(0, 2, 3));
+  EXPECT_THAT(*CheckpointFolder(Disk(1)).Numbers(), ElementsAre(2, 3));
+}
+
+TEST_F(NodeCheckpointsTest, NewestThatWasHeldBack_TheOneBeforeIsTaken) {
+  RunRanks(4, [&](Comm& comm) {
+    SaveSealed(comm, Disk(0), 0, /*promoted=*/true, /*pinned=*/false, 7);
+    SaveSealed(comm, Disk(0), 1, /*promoted=*/false, /*pinned=*/false, 8);
+  });
+  RunRanks(4, [&](Comm& comm) {
+    const auto reader = OpenNewest(comm);
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_EQ(ModelOf(*reader), 7);
+  });
+  // By its name.
+  RunRanks(4, [&](Comm& comm) {
+    const CheckpointFolder folder(Disk(NodeOf(comm)));
+    const auto reader = Open(comm, folder.PathOf(1), folder);
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_EQ(ModelOf(*reader), 8);
+  });
 }
 
 }  // namespace

@@ -15,6 +15,7 @@
 #include "base/status_macros.h"
 #include "worker/checkpoint/agreement.h"
 #include "worker/checkpoint/disposal.h"
+#include "worker/checkpoint/seal.h"
 
 namespace muster {
 namespace {
@@ -209,27 +210,38 @@ absl::Status SettleNodes(Comm& comm, const std::string& dir, const NodeGroups& g
 absl::Status RotateOnNodes(Comm& comm, const CheckpointFolder& folder, const NodeGroups& groups,
                            int keep, int64_t keep_every, Mutex* folder_mu, Disposal* disposal) {
   std::vector<int64_t> mine;
-  MUSTER_RETURN_IF_ERROR(
-      AgreeOfLeaders(comm, groups, OnlyLeader(groups, folder_mu, [&]() -> absl::Status {
-                       MUSTER_ASSIGN_OR_RETURN(mine, folder.SeenPublished());
-                       return absl::OkStatus();
-                     })));
-  const std::vector<std::string> all = comm.AllGatherBytes(Json(mine).dump());
+  // Of saves on one disk, by the seal.json of this node: see PinnedIn().
+  std::vector<int64_t> pinned_here;
+  MUSTER_RETURN_IF_ERROR(AgreeOfLeaders(
+      comm, groups, OnlyLeader(groups, folder_mu, [&]() -> absl::Status {
+        MUSTER_ASSIGN_OR_RETURN(mine, folder.SeenPublished());
+        MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> paths, PinnedIn(folder));
+        for (const int64_t number : mine) {
+          const std::string path = folder.PathOf(number);
+          if (std::find(paths.begin(), paths.end(), path) != paths.end()) {
+            pinned_here.push_back(number);
+          }
+        }
+        return absl::OkStatus();
+      })));
+  const std::vector<std::string> all = comm.AllGatherBytes(Json({mine, pinned_here}).dump());
   std::map<int64_t, size_t> count;
+  // On any node: the others have parts of it, or copies.
+  std::set<int64_t> pinned;
   for (const NodeGroups::Node& node : groups.nodes) {
-    for (const int64_t number : Json::parse(all[node.leader]).get<std::vector<int64_t>>()) {
-      ++count[number];
-    }
+    const Json of_node = Json::parse(all[node.leader]);
+    for (const int64_t number : of_node[0].get<std::vector<int64_t>>()) ++count[number];
+    for (const int64_t number : of_node[1].get<std::vector<int64_t>>()) pinned.insert(number);
   }
   std::vector<int64_t> whole;
   for (const auto& [number, nodes] : count) {
-    if (nodes == groups.nodes.size()) whole.push_back(number);
+    if (nodes == groups.nodes.size() && pinned.count(number) == 0) whole.push_back(number);
   }
   if (static_cast<int>(whole.size()) <= keep) return absl::OkStatus();
   const int64_t oldest_kept = whole[whole.size() - keep];
   const absl::Status removed = OnlyLeader(groups, folder_mu, [&]() -> absl::Status {
     for (const int64_t number : mine) {
-      if (number >= oldest_kept) continue;
+      if (number >= oldest_kept || pinned.count(number) > 0) continue;
       if (StaysForItsStep(folder.PathOf(number), keep_every)) continue;
       MUSTER_RETURN_IF_ERROR(RemoveCheckpoint(folder.PathOf(number), disposal));
     }
