@@ -5,8 +5,10 @@
 #include <grpcpp/grpcpp.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <system_error>
 
 #include "absl/base/config.h"
 #include "absl/strings/escaping.h"
@@ -1020,10 +1022,14 @@ std::string RecordText(const v1::CheckpointRecord& record) {
 
 // By id, path, or the last name of the path. The newest of several.
 const v1::CheckpointRecord* FindRecord(const std::vector<v1::CheckpointRecord>& records,
-                                       const std::string& word) {
+                                       std::string word) {
+  // As a shell completes the name of a folder.
+  while (word.size() > 1 && word.back() == '/') word.pop_back();
+  std::error_code error;
+  const std::string folder = std::filesystem::absolute(word, error).lexically_normal().string();
   for (auto record = records.rbegin(); record != records.rend(); ++record) {
     if (absl::StrCat(record->checkpoint_id()) == word || record->path() == word ||
-        BaseName(record->path()) == word) {
+        BaseName(record->path()) == word || record->path() == folder) {
       return &*record;
     }
   }

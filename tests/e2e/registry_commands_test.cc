@@ -2,6 +2,7 @@
 // hold-back, and what list, verify and prune make of that.
 #include <sys/stat.h>
 
+#include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -166,8 +167,10 @@ TEST_F(RegistryCommandsTest, Marks_AreTheCoordinatorsAndThoseOfTheFolder) {
   Save(2);
   Save(3, /*hold_back=*/true);
   EXPECT_EQ(Run({"pin", "night", "checkpoint_1"}), Numbered(1) + " is pinned");
-  EXPECT_EQ(Run({"promote", "night", Numbered(3)}), Numbered(3) + " is promoted");
-  EXPECT_EQ(Run({"hold-back", "night", "checkpoint_2"}), Numbered(2) + " is held back");
+  // As a shell completes it.
+  EXPECT_EQ(Run({"promote", "night", Numbered(3) + "/"}), Numbered(3) + " is promoted");
+  const std::string relative = std::filesystem::relative(Numbered(2)).string();
+  EXPECT_EQ(Run({"hold-back", "night", relative + "/"}), Numbered(2) + " is held back");
 
   const Json records = RunJson({"registered", "night"});
   ASSERT_EQ(records.size(), 3u);
