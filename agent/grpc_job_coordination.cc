@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/backoff.h"
@@ -195,11 +196,24 @@ std::optional<AttemptEnd> EndFromReason(const std::string& reason) {
   return std::nullopt;
 }
 
+// The ranks of the agents' job are machines: "rank 1" would be a process, perhaps one that lives.
+std::string WithMachines(std::string why) {
+  const std::string rank_word = "rank ";
+  const size_t begin = why.find(rank_word), end = why.find(" (node", begin);
+  if (begin == std::string::npos || end == std::string::npos) return why;
+  const size_t digits = begin + rank_word.size();
+  if (digits < end && std::all_of(why.begin() + digits, why.begin() + end, absl::ascii_isdigit)) {
+    why.replace(begin, rank_word.size(), "machine ");
+  }
+  return why;
+}
+
 // The coordinator has ended the attempt. Without a culprit, another agent has asked for it.
-AttemptEnd EndOfGeneration(bool elastic, const std::string& why, bool has_culprit) {
+AttemptEnd EndOfGeneration(bool elastic, std::string why, bool has_culprit) {
   if (!has_culprit) {
     if (std::optional<AttemptEnd> end = EndFromReason(why)) return *std::move(end);
   }
+  if (has_culprit) why = WithMachines(std::move(why));
   return {elastic && has_culprit ? absl::StrCat("a machine is lost: ", why) : why,
           {},
           !elastic      ? AttemptEnd::Cause::kFailed

@@ -26,6 +26,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 // Says of which hosts this job takes no machine, and later of none.
 class FakeAdmin final : public v1::Admin::Service {
@@ -463,6 +464,23 @@ TEST_F(GrpcJobCoordinationTest, GenerationEndsBeforeItsKeyWasRead_CauseIsTheSame
   EXPECT_EQ(end.cause, AttemptEnd::Cause::kFailed);
   EXPECT_EQ(end.end_class, v1::END_CLASS_OUT_OF_MEMORY);
   EXPECT_EQ(end.why, "rank 1 died");
+}
+
+TEST_F(GrpcJobCoordinationTest, MachineIsLost_IsNotCalledARank) {
+  RunBeside(Machine(0, v1::WORKER_STATE_RUNNING, absl::ZeroDuration()));
+  special_ = [](const v1::Op& op, v1::OpResult* result) {
+    if (!op.has_wait() || op.wait().keys(0) != "gen/1/end") return false;
+    SetError(v1::ERROR_REASON_GENERATION_ENDED, result,
+             "generation 1 has ended: rank 1 (node1 on gpu-1, pid 7) gave no sign of life for 4s");
+    result->mutable_error()->mutable_detail()->add_culprits()->set_rank(1);
+    return true;
+  };
+  AnswerAsElastic(1, 2, {});
+  ASSERT_TRUE(coordination_->Meet(1, {.total = 1}).ok());
+  const AttemptEnd end = WaitForEnd();
+  EXPECT_EQ(end.cause, AttemptEnd::Cause::kMachineLost);
+  EXPECT_THAT(end.why, HasSubstr("machine 1 (node1 on gpu-1, pid 7) gave no sign"));
+  EXPECT_THAT(end.why, Not(HasSubstr("rank 1")));
 }
 
 // The workers here are done, and those of another machine fail. The refusal of the barrier is all
