@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -21,6 +20,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "base/broken_pipe.h"
 #include "base/clock.h"
 #include "base/defaults.h"
 #include "base/failpoint.h"
@@ -353,7 +353,7 @@ int Main(int argc, char** argv) {
   std::printf("pid %d\n", getpid());
   std::fflush(stdout);
   SetLogIdentity(absl::StrCat("w", flags.index));
-  std::signal(SIGPIPE, SIG_IGN);
+  SurviveBrokenPipes();
   absl::Status status = ArmFailpointsFromEnvironment();
   if (status.ok()) status = Worker(flags).Run();
   if (status.ok()) return 0;

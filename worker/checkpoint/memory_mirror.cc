@@ -178,17 +178,24 @@ void MemoryMirror::CheckGoesOn() {
   TORCH_CHECK(!stop_, "the mirror ends");
 }
 
-void MemoryMirror::Send(const void* bytes, size_t size, int to, int tag) {
+template <class Start>
+void MemoryMirror::Post(int peer, const void* bytes, size_t size, Start start) {
   CheckGoesOn();
   std::vector<at::Tensor> tensors = {
       at::from_blob(const_cast<void*>(bytes), {static_cast<int64_t>(size)}, at::kByte)};
-  posted_.push_back(watch_.Add(to, BackendOf(*comm_)->send(tensors, to, tag)));
+  posted_.push_back(watch_.Add(peer, start(*BackendOf(*comm_), tensors)));
+}
+
+void MemoryMirror::Send(const void* bytes, size_t size, int to, int tag) {
+  Post(to, bytes, size, [&](c10d::Backend& gloo, std::vector<at::Tensor>& tensors) {
+    return gloo.send(tensors, to, tag);
+  });
 }
 
 void MemoryMirror::Receive(void* bytes, size_t size, int from, int tag) {
-  CheckGoesOn();
-  std::vector<at::Tensor> tensors = {at::from_blob(bytes, {static_cast<int64_t>(size)}, at::kByte)};
-  posted_.push_back(watch_.Add(from, BackendOf(*comm_)->recv(tensors, from, tag)));
+  Post(from, bytes, size, [&](c10d::Backend& gloo, std::vector<at::Tensor>& tensors) {
+    return gloo.recv(tensors, from, tag);
+  });
 }
 
 void MemoryMirror::Finish() {

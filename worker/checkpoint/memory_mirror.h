@@ -122,6 +122,8 @@ class MemoryMirror {
   // To and from the others. The bytes are borrowed until Finish().
   void Send(const void* bytes, size_t size, int to, int tag);
   void Receive(void* bytes, size_t size, int from, int tag);
+  template <class Start>
+  void Post(int peer, const void* bytes, size_t size, Start start);
   void Finish();
   void CheckGoesOn();
 

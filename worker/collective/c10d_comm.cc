@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -15,6 +16,7 @@
 #include "c10/util/Exception.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "worker/collective/comm_checks.h"
+#include "worker/collective/peer_watch.h"
 #include "worker/collective/plain_tensor.h"
 #include "worker/collective/rank_order_reduce.h"
 
@@ -60,6 +62,8 @@ const char* Name(Operation operation) {
   return "an unknown operation";
 }
 
+// After those of messages, each of which has that of its collective.
+constexpr int kWatchTag = 1000000;
 constexpr int kFrameBytes = 512;
 constexpr int kFrameDims = 8;
 
@@ -264,6 +268,8 @@ class C10dComm : public Comm {
       // Only the root can compare its parts with the outputs it has just received, and all ranks
       // need the result.
       Agree(rank_ == root ? PartsError(parts) : "");
+      operation_ = Operation::kScatter;
+      what_ = comm_checks::Describe(out);
     } else if (rank_ == root) {
       comm_checks::CheckParts(parts, size_, rank_);
     }
@@ -271,19 +277,26 @@ class C10dComm : public Comm {
       if (out.numel() == 0) return;
       at::Tensor work = PlainTensor(out);
       std::vector<at::Tensor> tensors = {Bytes(work)};
-      Run([&] { return BackendOf(work)->recv(tensors, root, Tag()); });
+      Guard([&] {
+        c10::intrusive_ptr<c10d::Work> received = BackendOf(work)->recv(tensors, root, Tag());
+        Message message = MessageOf(work, root, std::move(received));
+        Wait(message);
+      });
       if (work.data_ptr() != out.data_ptr()) out.copy_(work);
       return;
     }
     std::vector<std::vector<at::Tensor>> sent;
-    std::vector<c10::intrusive_ptr<c10d::Work>> works;
+    std::vector<Message> messages;
     for (int r = 0; r < size_; ++r) {
       if (r == rank_ || parts[r].numel() == 0) continue;
       sent.push_back({Bytes(PlainTensor(parts[r]))});
-      Guard([&] { works.push_back(BackendOf(parts[r])->send(sent.back(), r, Tag())); });
+      Guard([&] {
+        c10::intrusive_ptr<c10d::Work> work = BackendOf(parts[r])->send(sent.back(), r, Tag());
+        messages.push_back(MessageOf(parts[r], r, std::move(work)));
+      });
     }
     out.copy_(parts[rank_]);
-    for (const auto& work : works) Run([&] { return work; });
+    for (Message& message : messages) Guard([&] { Wait(message); });
   }
 
   std::vector<std::string> AllGatherBytes(const std::string& bytes) override {
@@ -472,6 +485,37 @@ class C10dComm : public Comm {
   }
   uint8_t* FrameData() { return frame_.data_ptr<uint8_t>(); }
 
+  // A send or receive under way.
+  struct Message {
+    PeerWatch::Message watched;                // on the CPU
+    c10::intrusive_ptr<c10d::Work> unwatched;  // on a device, whose backend notices a lost peer
+  };
+
+  Message MessageOf(const at::Tensor& tensor, int peer, c10::intrusive_ptr<c10d::Work> work) {
+    Message message;
+    if (!tensor.is_cpu()) {
+      message.unwatched = std::move(work);
+      return message;
+    }
+    if (watch_ == nullptr) {
+      std::vector<int> others;
+      for (int r = 0; r < size_; ++r) {
+        if (r != rank_) others.push_back(r);
+      }
+      watch_ = std::make_unique<PeerWatch>(BackendOf(tensor), others, kWatchTag);
+    }
+    message.watched = watch_->Add(peer, std::move(work));
+    return message;
+  }
+
+  void Wait(Message& message) {
+    if (message.watched) {
+      watch_->Wait(&message.watched, options_.timeout);
+    } else {
+      TORCH_CHECK(message.unwatched->wait(), "the operation was aborted");
+    }
+  }
+
   void BroadcastFlat(const at::Tensor& flat, int root) {
     std::vector<at::Tensor> tensors = {flat};
     auto opts = WaitedFor<c10d::BroadcastOptions>(flat);
@@ -497,7 +541,7 @@ class C10dComm : public Comm {
     return opts;
   }
 
-  int Tag() const { return static_cast<int>(sequence_ % 1000000); }
+  int Tag() const { return static_cast<int>(sequence_ % kWatchTag); }
 
   std::string Where() const {
     return c10::str(Name(operation_), " #", sequence_, " on rank ", rank_, " of ", size_,
@@ -535,6 +579,7 @@ class C10dComm : public Comm {
   std::string what_;
   // What broke the transport; empty while it works.
   std::string broken_;
+  std::unique_ptr<PeerWatch> watch_;  // from the first message on the CPU on
 };
 
 }  // namespace

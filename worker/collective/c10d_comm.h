@@ -21,8 +21,9 @@ struct C10dCommOptions {
   bool check = true;
 };
 
-// The ranks of a c10d process group. The group needs a backend for CPU tensors (see MakeGlooGroup)
-// and one for each other device whose tensors are passed.
+// The ranks of a c10d process group. The group needs a backend for CPU tensors, which is Gloo or
+// sends and receives by Gloo (see MakeGlooGroup), and one for each other device whose tensors are
+// passed.
 //
 // Every collective starts with an all-gather of one 512-byte frame per rank over the CPU backend:
 // the operation, its sequence number, dtype and shape. If ranks disagree, all throw the same

@@ -12,6 +12,7 @@
 #include "ATen/ops/complex.h"
 #include "ATen/ops/empty.h"
 #include "ATen/ops/equal.h"
+#include "ATen/ops/from_blob.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/ones.h"
 #include "ATen/ops/rand.h"
@@ -26,6 +27,7 @@
 #include "worker/collective/collectives.h"
 #include "worker/collective/gloo_ranks.h"
 #include "worker/collective/test_error.h"
+#include "worker/collective/test_lost_memory.h"
 #include "worker/collective/thread_comm.h"
 
 namespace muster {
@@ -336,6 +338,34 @@ TEST_P(CommTest, Scatter_PartsOfDifferentShapes) {
       EXPECT_TRUE(at::equal(out, at::full({2, n * r}, static_cast<float>(r))));
     }
   });
+}
+
+// With Gloo's collectives and with Muster's own, which leave sending to Gloo. The connection is
+// lost where `short_part` is: at the rank that receives, or at the one that sends.
+TEST(C10dComm, RankLostInTheMiddleOfAScatter_IsNoticedAtOnce) {
+  for (const bool own : {false, true}) {
+    for (const bool at_receiver : {false, true}) {
+      const Body body = [&](Comm& comm) {
+        const LongMemory long_part;
+        const ShortMemory short_part;
+        const auto whole = [](const LongMemory& memory) {
+          return at::from_blob(memory.data(), {LongMemory::kBytes}, at::kByte);
+        };
+        const bool root = comm.rank() == 0;
+        at::Tensor out = whole(!root && at_receiver ? short_part : long_part);
+        std::vector<at::Tensor> parts;
+        if (root) parts = {out, whole(at_receiver ? long_part : short_part)};
+        EXPECT_THAT(ErrorOf([&] { comm.Scatter(parts, out, 0); }),
+                    AllOf(HasSubstr(c10::str("Scatter #1 on rank ", comm.rank(), " of 2")),
+                          HasSubstr(c10::str("connection to rank ", 1 - comm.rank(), " is lost"))));
+      };
+      if (own) {
+        RunHostRanks("ab", body);
+      } else {
+        RunGlooRanks(2, body);
+      }
+    }
+  }
 }
 
 TEST_P(CommTest, Bytes_AnyLengthEvenVeryUneven) {

@@ -1,13 +1,12 @@
 #include "worker/collective/gloo_ranks.h"
 
-#include <signal.h>
-
 #include <cstdlib>
 #include <exception>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "base/broken_pipe.h"
 #include "base/mutex.h"
 #include "c10/util/Exception.h"
 #include "torch/csrc/distributed/c10d/HashStore.hpp"
@@ -22,8 +21,7 @@ namespace {
 void Run(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& options,
          const std::string& hosts) {
   setenv("TORCH_FR_BUFFER_SIZE", "0", /*overwrite=*/1);
-  // As in a process that has joined a job: to write to a rank that has left is an error.
-  signal(SIGPIPE, SIG_IGN);
+  SurviveBrokenPipes();  // as in a process that has joined a job
   auto store = c10::make_intrusive<c10d::HashStore>();
   Mutex mu;
   std::exception_ptr first;

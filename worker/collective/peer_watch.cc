@@ -1,5 +1,6 @@
 #include "worker/collective/peer_watch.h"
 
+#include <algorithm>
 #include <exception>
 #include <utility>
 
@@ -16,9 +17,10 @@ namespace {
 
 constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
 // One that waits for a message that is complete is through with it by then. There is no other way
-// to tell it from one that never will be: Gloo has no poll, and a wait that is late closes all
-// connections.
+// to tell it from one that never will be: Gloo has no poll for messages, and a wait that is late
+// closes all connections.
 constexpr std::chrono::milliseconds kComplete{20};
+constexpr std::chrono::milliseconds kBetweenLooks{50};
 
 }  // namespace
 
@@ -43,7 +45,8 @@ PeerWatch::Message::~Message() {
 
 PeerWatch::PeerWatch(const c10::intrusive_ptr<c10d::Backend>& gloo, const std::vector<int>& peers,
                      int tag) {
-  try {
+  {
+    MutexLock lock(&mu_);
     for (const int rank : peers) {
       const auto [place, is_new] = peers_.try_emplace(rank);
       if (!is_new) continue;
@@ -51,13 +54,8 @@ PeerWatch::PeerWatch(const c10::intrusive_ptr<c10d::Backend>& gloo, const std::v
       std::vector<at::Tensor> tensors = {at::from_blob(&peer.nothing, {1}, at::kByte)};
       peer.never = gloo->recv(tensors, rank, tag);
     }
-    for (auto& [rank, peer] : peers_) {
-      peer.thread = std::thread([this, rank = rank, peer = &peer] { Watch(rank, peer); });
-    }
-  } catch (...) {
-    Release();
-    throw;
   }
+  if (!peers.empty()) thread_ = std::thread([this] { Run(); });
 }
 
 PeerWatch::~PeerWatch() { Release(); }
@@ -65,9 +63,8 @@ PeerWatch::~PeerWatch() { Release(); }
 void PeerWatch::Abort() {
   MutexLock lock(&mu_);
   aborted_ = true;
-  for (auto& [rank, peer] : peers_) {
-    if (peer.never != nullptr) peer.never->abort();
-  }
+  ending_ = true;
+  changed_.SignalAll();
 }
 
 void PeerWatch::Release() {
@@ -77,37 +74,45 @@ void PeerWatch::Release() {
     released_ = true;
     changed_.SignalAll();
   }
-  for (auto& [rank, peer] : peers_) {
-    if (peer.thread.joinable()) peer.thread.join();
-  }
+  if (thread_.joinable()) thread_.join();
   MutexLock lock(&mu_);
   for (auto& [rank, peer] : peers_) peer.never.reset();
 }
 
-void PeerWatch::Watch(int rank, Peer* peer) {
-  std::string error;
+const std::optional<std::string>& PeerWatch::Look(int rank) {
+  Peer& peer = peers_.at(rank);
+  if (peer.loss.has_value() || peer.never == nullptr) return peer.loss;
   try {
-    peer->never->wait(kForever);
+    // A wait that is aborted before it begins returns at once: false, or Gloo's error. It takes no
+    // time from the message, which is not there.
+    peer.never->abort();
+    peer.never->wait(kForever);
   } catch (...) {
-    error = std::string(FirstLine(TextOf(std::current_exception())));
+    peer.loss = std::string(FirstLine(TextOf(std::current_exception())));
+    ending_ = true;
+    changed_.SignalAll();
   }
+  return peer.loss;
+}
+
+void PeerWatch::Run() {
   MutexLock lock(&mu_);
-  if (!aborted_) peer->loss = error;
-  ++ending_;
-  changed_.SignalAll();
   while (!released_) {
     const auto now = std::chrono::steady_clock::now();
-    bool is_waited_for = false;
+    bool look_again = std::exchange(waited_, false);
     for (Registered& message : under_way_) {
-      if (message.peer != rank || !message.waited_for_since.has_value()) continue;
-      is_waited_for = true;
+      if (!message.waited_for_since.has_value()) continue;
+      look_again = true;
       if (now - *message.waited_for_since < kComplete) continue;
+      if (!aborted_ && !Look(message.peer).has_value()) continue;
       // Once for each look: the next one may have begun.
       message.work->abort();
       message.waited_for_since.reset();
     }
-    changed_.WaitWithTimeout(
-        &mu_, is_waited_for ? absl::FromChrono(kComplete) : absl::InfiniteDuration());
+    asleep_ = !look_again;
+    changed_.WaitWithTimeout(&mu_, asleep_ ? absl::InfiniteDuration()
+                                           : absl::FromChrono(ending_ ? kComplete : kBetweenLooks));
+    asleep_ = false;
   }
 }
 
@@ -116,6 +121,7 @@ PeerWatch::Message PeerWatch::Add(int peer, c10::intrusive_ptr<c10d::Work> work)
   message.peer_ = peer;
   message.work_ = std::move(work);
   MutexLock lock(&mu_);
+  TORCH_CHECK(peers_.contains(peer), "rank ", peer, " is not watched");
   message.place_ = under_way_.insert(under_way_.end(), {peer, message.work_.get(), std::nullopt});
   message.watch_ = this;
   return message;
@@ -128,7 +134,8 @@ void PeerWatch::Wait(Message* message, std::chrono::milliseconds timeout) {
     {
       MutexLock lock(&mu_);
       taken.place_->waited_for_since = std::chrono::steady_clock::now();
-      if (ending_ > 0) changed_.SignalAll();
+      waited_ = true;
+      if (std::exchange(asleep_, false)) changed_.SignalAll();
     }
     if (taken.work_->wait(timeout)) return;
   }
@@ -137,16 +144,16 @@ void PeerWatch::Wait(Message* message, std::chrono::milliseconds timeout) {
   TORCH_CHECK(false, "the operation was aborted");
 }
 
-std::optional<std::string> PeerWatch::LossOf(int peer, std::chrono::milliseconds patience) const {
+std::optional<std::string> PeerWatch::LossOf(int peer, std::chrono::milliseconds patience) {
   const auto deadline = std::chrono::steady_clock::now() + patience;
   MutexLock lock(&mu_);
-  const std::optional<std::string>& loss = peers_.at(peer).loss;
-  while (!loss.has_value()) {
-    const auto left = deadline - std::chrono::steady_clock::now();
+  while (!Look(peer).has_value()) {
+    const std::chrono::nanoseconds left = deadline - std::chrono::steady_clock::now();
     if (left.count() <= 0) break;
-    changed_.WaitWithTimeout(&mu_, absl::FromChrono(left));
+    changed_.WaitWithTimeout(&mu_,
+                             absl::FromChrono(std::min<std::chrono::nanoseconds>(left, kComplete)));
   }
-  return loss;
+  return peers_.at(peer).loss;
 }
 
 }  // namespace muster

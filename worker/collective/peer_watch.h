@@ -25,8 +25,8 @@ namespace muster {
 // Gloo itself ends only those of which nothing has moved yet: a message that it is sending or
 // receiving when the peer dies, or that it is about to send, waits until its own timeout
 // (gloo/transport/tcp/pair.cc, signalException and handleRemotePendingRecv). What it always ends is
-// a receive that no message has begun to fill. Here a thread per peer waits for one that nobody
-// sends.
+// a receive that no message has begun to fill. Here there is one for each peer that nobody sends,
+// and a thread that looks at them, 20 times a second while messages are waited for.
 //
 // Thread-safe. Messages must be gone before it is destroyed.
 class PeerWatch {
@@ -58,8 +58,8 @@ class PeerWatch {
     std::list<Registered>::iterator place_;
   };
 
-  // Nothing is sent under `tag`. A peer may be there twice. Throws std::system_error where no
-  // thread can be started.
+  // Nothing is sent under `tag`. A peer may be there twice. `gloo`: send and receive are Gloo's.
+  // Throws std::system_error where no thread can be started.
   PeerWatch(const c10::intrusive_ptr<c10d::Backend>& gloo, const std::vector<int>& peers, int tag);
   ~PeerWatch();
   PeerWatch(const PeerWatch&) = delete;
@@ -77,25 +77,29 @@ class PeerWatch {
   void Release();
   // Waits for up to `patience` until the connection to the peer is lost. What has come from it
   // before is in memory then, and no more comes. Gloo's error, one line; nullopt: it is not lost.
-  std::optional<std::string> LossOf(int peer, std::chrono::milliseconds patience) const;
+  std::optional<std::string> LossOf(int peer, std::chrono::milliseconds patience);
 
  private:
   struct Peer {
     char nothing = 0;
-    c10::intrusive_ptr<c10d::Work> never;
-    std::thread thread;
+    c10::intrusive_ptr<c10d::Work> never;  // null once it is released
     std::optional<std::string> loss;
   };
 
-  void Watch(int rank, Peer* peer);
+  void Run();
+  // The peer's, as it is now.
+  const std::optional<std::string>& Look(int peer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
-  mutable Mutex mu_;
-  mutable CondVar changed_;
-  std::map<int, Peer> peers_;  // by rank; `loss` is guarded by mu_
+  Mutex mu_;
+  CondVar changed_;
+  std::map<int, Peer> peers_ ABSL_GUARDED_BY(mu_);  // by rank
   std::list<Registered> under_way_ ABSL_GUARDED_BY(mu_);
-  int ending_ ABSL_GUARDED_BY(mu_) = 0;  // threads that end messages
+  bool waited_ ABSL_GUARDED_BY(mu_) = false;  // since the last look of the thread
+  bool asleep_ ABSL_GUARDED_BY(mu_) = false;  // it has to be woken to look
+  bool ending_ ABSL_GUARDED_BY(mu_) = false;  // some messages will never be complete
   bool aborted_ ABSL_GUARDED_BY(mu_) = false;
   bool released_ ABSL_GUARDED_BY(mu_) = false;
+  std::thread thread_;  // last: it uses the rest
 };
 
 }  // namespace muster

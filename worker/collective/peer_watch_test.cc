@@ -4,12 +4,15 @@
 
 #include <chrono>
 #include <exception>
+#include <filesystem>
+#include <iterator>
 #include <latch>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "ATen/ops/from_blob.h"
+#include "c10/util/Exception.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "worker/collective/gloo_ranks.h"
 #include "worker/collective/on_all.h"
@@ -98,6 +101,58 @@ TEST(PeerWatch, MessageThatCameBeforeItsPeerLeft_IsComplete) {
     EXPECT_EQ(rank.ErrorOfWait(&to_come), "");
     EXPECT_EQ(value, 7);
     EXPECT_NE(rank.ErrorOfWait(&never), "");
+  });
+}
+
+TEST(PeerWatch, PeerThatTakesItsTime_IsNotLost) {
+  RunGlooRanks(2, [](Comm& comm) {
+    Watched rank(comm);
+    int64_t value = 7 * comm.rank();
+    if (comm.rank() == 0) {
+      PeerWatch::Message message = rank.Receive(&value, sizeof(value));
+      EXPECT_EQ(rank.ErrorOfWait(&message), "");
+      EXPECT_EQ(value, 7);
+    } else {
+      // Some looks of the other's thread.
+      EXPECT_EQ(rank.watch().LossOf(0, milliseconds(200)), std::nullopt);
+      PeerWatch::Message message = rank.Send(&value, sizeof(value));
+      EXPECT_EQ(rank.ErrorOfWait(&message), "");
+    }
+    // Until here nobody has left.
+    comm.Barrier();
+  });
+}
+
+TEST(PeerWatch, SeveralPeers_TakeOneThread) {
+  const auto threads = [] {
+    const std::filesystem::directory_iterator all("/proc/self/task");
+    return std::distance(begin(all), end(all));
+  };
+  RunGlooRanks(4, [&](Comm& comm) {
+    comm.Barrier();
+    const auto before = threads();
+    comm.Barrier();
+    const auto gloo = comm.process_group()->getBackend(c10::DeviceType::CPU);
+    std::vector<int> peers;
+    for (int peer = 0; peer < comm.size(); ++peer) {
+      if (peer != comm.rank()) peers.push_back(peer);
+    }
+    const PeerWatch watch(gloo, peers, kWatch);
+    comm.Barrier();
+    EXPECT_EQ(threads() - before, comm.size());  // the ranks are of one process
+    comm.Barrier();
+  });
+}
+
+TEST(PeerWatch, MessageOfAPeerThatIsNotWatched_IsRefused) {
+  RunGlooRanks(2, [](Comm& comm) {
+    const auto gloo = comm.process_group()->getBackend(c10::DeviceType::CPU);
+    PeerWatch none(gloo, {}, kWatch);
+    char never;
+    std::vector<at::Tensor> tensors = {at::from_blob(&never, {1}, at::kByte)};
+    EXPECT_THROW(none.Add(1 - comm.rank(), gloo->recv(tensors, 1 - comm.rank(), kData)),
+                 c10::Error);
+    comm.Barrier();
   });
 }
 

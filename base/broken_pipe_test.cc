@@ -1,4 +1,4 @@
-#include "worker/job/broken_pipe.h"
+#include "base/broken_pipe.h"
 
 #include <fcntl.h>
 #include <signal.h>

@@ -1,5 +1,5 @@
-#ifndef MUSTER_WORKER_JOB_BROKEN_PIPE_H_
-#define MUSTER_WORKER_JOB_BROKEN_PIPE_H_
+#ifndef MUSTER_BASE_BROKEN_PIPE_H_
+#define MUSTER_BASE_BROKEN_PIPE_H_
 
 namespace muster {
 
@@ -12,4 +12,4 @@ void SurviveBrokenPipes();
 
 }  // namespace muster
 
-#endif  // MUSTER_WORKER_JOB_BROKEN_PIPE_H_
+#endif  // MUSTER_BASE_BROKEN_PIPE_H_
