@@ -356,12 +356,12 @@ TEST(C10dComm, RankLostInTheMiddleOfAScatter_IsNoticedAtOnce) {
         at::Tensor out = whole(!root && at_receiver ? short_part : long_part);
         std::vector<at::Tensor> parts;
         if (root) parts = {out, whole(at_receiver ? long_part : short_part)};
-        EXPECT_THAT(ErrorOf([&] { comm.Scatter(parts, out, 0); }),
-                    // Gloo itself ends what has not begun to move.
-                    AllOf(HasSubstr(c10::str("Scatter #1 on rank ", comm.rank(), " of 2")),
-                          AnyOf(HasSubstr(c10::str("connection to rank ", 1 - comm.rank(),
-                                                   " is lost")),
-                                HasSubstr("gloo/transport/tcp"))));
+        EXPECT_THAT(
+            ErrorOf([&] { comm.Scatter(parts, out, 0); }),
+            // Gloo itself ends what has not begun to move.
+            AllOf(HasSubstr(c10::str("Scatter #1 on rank ", comm.rank(), " of 2")),
+                  AnyOf(HasSubstr(c10::str("connection to rank ", 1 - comm.rank(), " is lost")),
+                        HasSubstr("gloo/transport/tcp"))));
       };
       if (own) {
         RunHostRanks("ab", body);

@@ -2,10 +2,12 @@
 
 #include <cstdlib>
 #include <exception>
+#include <latch>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "base/broken_pipe.h"
 #include "base/mutex.h"
 #include "c10/util/Exception.h"
@@ -25,11 +27,17 @@ void Run(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& opt
   auto store = c10::make_intrusive<c10d::HashStore>();
   Mutex mu;
   std::exception_ptr first;
+  std::latch met(n);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < n; ++rank) {
     threads.emplace_back([&, rank] {
       try {
-        const auto comm = MakeHostComm(store, "world", rank, n, hosts, options);
+        const auto comm = [&] {
+          // None leaves before all have met, as in a job.
+          const auto arrive = absl::MakeCleanup([&] { met.count_down(); });
+          return MakeHostComm(store, "world", rank, n, hosts, options);
+        }();
+        met.wait();
         try {
           fn(*comm);
         } catch (...) {

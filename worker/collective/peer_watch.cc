@@ -52,7 +52,12 @@ PeerWatch::PeerWatch(const c10::intrusive_ptr<c10d::Backend>& gloo, const std::v
       if (!is_new) continue;
       Peer& peer = place->second;
       std::vector<at::Tensor> tensors = {at::from_blob(&peer.nothing, {1}, at::kByte)};
-      peer.never = gloo->recv(tensors, rank, tag);
+      try {
+        peer.never = gloo->recv(tensors, rank, tag);
+      } catch (...) {
+        // It has left already, which may be after all that it had to send and to receive.
+        Lose(&peer);
+      }
     }
   }
   if (!peers.empty()) thread_ = std::thread([this] { Run(); });
@@ -88,11 +93,15 @@ const std::optional<std::string>& PeerWatch::Look(int rank) {
     peer.never->abort();
     peer.never->wait(kForever);
   } catch (...) {
-    peer.loss = std::string(FirstLine(TextOf(std::current_exception())));
-    ending_ = true;
-    changed_.SignalAll();
+    Lose(&peer);
   }
   return peer.loss;
+}
+
+void PeerWatch::Lose(Peer* peer) {
+  peer->loss = std::string(FirstLine(TextOf(std::current_exception())));
+  ending_ = true;
+  changed_.SignalAll();
 }
 
 void PeerWatch::Run() {

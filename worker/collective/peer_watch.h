@@ -58,7 +58,8 @@ class PeerWatch {
     std::list<Registered>::iterator place_;
   };
 
-  // Nothing is sent under `tag`. A peer may be there twice. `gloo`: send and receive are Gloo's.
+  // Nothing is sent under `tag`. A peer may be there twice, and may have left. `gloo`: send and
+  // receive are Gloo's.
   // Throws std::system_error where no thread can be started.
   PeerWatch(const c10::intrusive_ptr<c10d::Backend>& gloo, const std::vector<int>& peers, int tag);
   ~PeerWatch();
@@ -82,13 +83,15 @@ class PeerWatch {
  private:
   struct Peer {
     char nothing = 0;
-    c10::intrusive_ptr<c10d::Work> never;  // null once it is released
+    c10::intrusive_ptr<c10d::Work> never;  // null once it is released, or if it was lost before
     std::optional<std::string> loss;
   };
 
   void Run();
   // The peer's, as it is now.
   const std::optional<std::string>& Look(int peer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // By the exception that is being handled.
+  void Lose(Peer* peer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   Mutex mu_;
   CondVar changed_;

@@ -9,6 +9,7 @@
 #include <latch>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ATen/ops/from_blob.h"
@@ -24,7 +25,7 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::minutes;
 
-enum Tag : int { kWatch = 1, kData };
+enum Tag : int { kWatch = 1, kData, kLateWatch };
 
 // A watched rank of two.
 class Watched {
@@ -101,6 +102,27 @@ TEST(PeerWatch, MessageThatCameBeforeItsPeerLeft_IsComplete) {
     EXPECT_EQ(rank.ErrorOfWait(&to_come), "");
     EXPECT_EQ(value, 7);
     EXPECT_NE(rank.ErrorOfWait(&never), "");
+  });
+}
+
+TEST(PeerWatch, PeerThatLeftBeforeItIsWatched_IsLostButNotItsMessages) {
+  RunGlooRanks(2, [](Comm& comm) {
+    const auto gloo = comm.process_group()->getBackend(c10::DeviceType::CPU);
+    int64_t value = 7 * comm.rank();
+    std::vector<at::Tensor> tensors = {at::from_blob(&value, {sizeof(value)}, at::kByte)};
+    if (comm.rank() == 1) {
+      gloo->send(tensors, 0, kData)->wait();
+      return;
+    }
+    Watched rank(comm);
+    c10::intrusive_ptr<c10d::Work> received = gloo->recv(tensors, 1, kData);
+    ASSERT_NE(rank.Loss(), std::nullopt);
+
+    PeerWatch late(gloo, {1}, kLateWatch);
+    EXPECT_NE(late.LossOf(1, milliseconds(0)), std::nullopt);
+    PeerWatch::Message message = late.Add(1, std::move(received));
+    late.Wait(&message, minutes(5));
+    EXPECT_EQ(value, 7);
   });
 }
 
