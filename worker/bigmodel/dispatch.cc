@@ -25,6 +25,7 @@
 #include "absl/strings/str_join.h"
 #include "base/file.h"
 #include "base/owned_fd.h"
+#include "base/size_pair.h"
 #include "base/status_macros.h"
 #include "base/units.h"
 #include "c10/core/DeviceGuard.h"
@@ -648,10 +649,11 @@ absl::Status Dispatcher::CheckRing() const {
     const uint64_t bytes = BytesOf(item);
     const bool has_values = item.source != nullptr || !item.tensor().is_meta();
     if (!item.offloaded() || !has_values || bytes <= *options_.ring_bytes) continue;
-    return absl::InvalidArgumentError(
-        absl::StrCat("the ring of ", HumanBytes(static_cast<int64_t>(*options_.ring_bytes)),
-                     " is smaller than ", item.names[0], ", which takes ",
-                     HumanBytes(static_cast<int64_t>(bytes)), ": raise ring_bytes"));
+    const SizePair texts =
+        HumanBytesApart(static_cast<int64_t>(*options_.ring_bytes), static_cast<int64_t>(bytes));
+    return absl::InvalidArgumentError(absl::StrCat("the ring of ", texts.first, " is smaller than ",
+                                                   item.names[0], ", which takes ", texts.second,
+                                                   ": raise ring_bytes"));
   }
   return absl::OkStatus();
 }
@@ -912,9 +914,10 @@ absl::Status CheckDiskSpace(const std::string& folder, uint64_t bytes) {
   }
   const uint64_t left = uint64_t{info.f_bavail} * info.f_frsize;
   if (bytes <= left) return absl::OkStatus();
-  return absl::ResourceExhaustedError(absl::StrCat(
-      folder, " has ", HumanBytes(static_cast<int64_t>(left)), " left, and offloading takes ",
-      HumanBytes(static_cast<int64_t>(bytes)), ": ", kOtherWays));
+  const SizePair texts = HumanBytesApart(static_cast<int64_t>(left), static_cast<int64_t>(bytes));
+  return absl::ResourceExhaustedError(absl::StrCat(folder, " has ", texts.first,
+                                                   " left, and offloading takes ", texts.second,
+                                                   ": ", kOtherWays));
 }
 
 }  // namespace muster
