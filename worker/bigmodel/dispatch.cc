@@ -60,6 +60,7 @@ constexpr uint64_t kRingBytes = 256 * kMiB;
 constexpr uint64_t kMostRingBytes = 1024 * kMiB;
 // Of each thread that reads, besides the ring.
 constexpr uint64_t kScratchBytes = 2 * kMiB;
+constexpr size_t kShownNames = 20;
 // A pinned tensor of this size has pages of its own, which are rounded up to 2 MiB.
 constexpr uint64_t kOwnPages = 4 * kMiB;
 // A ring should hold what is in use and what comes next.
@@ -282,7 +283,7 @@ class Dispatcher {
   absl::Status Prepare(const DeviceEntries& map, bool keep_on_host);
   absl::Status Load(const std::string& path, const LoadCheckpointOptions& options);
   // What is in memory goes where the map says.
-  absl::Status Distribute(bool allow_empty);
+  absl::Status Distribute();
   absl::StatusOr<DispatchedModel> Finish();
 
  private:
@@ -298,6 +299,9 @@ class Dispatcher {
   NamedTensors Targets(const WeightFiles& files, const LoadCheckpointOptions& options,
                        std::vector<std::string>* kept) const;
   // Zeros for optional tensors that are not among `targets` and have no values.
+  // That what the files lack has values already: nothing can give them to it later.
+  absl::Status CheckValues(const std::string& path, const NamedTensors& targets,
+                           const MatchedEntries& matched) const;
   absl::Status MakeOptional(const NamedTensors& targets);
   absl::Status Read(const std::shared_ptr<const WeightFiles>& files,
                     const std::vector<Reading>& readings);
@@ -503,6 +507,7 @@ absl::Status Dispatcher::Load(const std::string& path, const LoadCheckpointOptio
   std::vector<std::string> kept;
   const NamedTensors targets = Targets(*files, options, &kept);
   MUSTER_ASSIGN_OR_RETURN(MatchedEntries matched, MatchEntries(*files, targets, options.weights));
+  MUSTER_RETURN_IF_ERROR(CheckValues(path, targets, matched));
   result_.loaded_ = std::move(matched.report);
   result_.loaded_.missing.insert(result_.loaded_.missing.end(), kept.begin(), kept.end());
   MUSTER_RETURN_IF_ERROR(MakeOptional(targets));
@@ -569,6 +574,26 @@ absl::Status Dispatcher::Load(const std::string& path, const LoadCheckpointOptio
   });
 }
 
+absl::Status Dispatcher::CheckValues(const std::string& path, const NamedTensors& targets,
+                                     const MatchedEntries& matched) const {
+  std::set<size_t> filled;
+  for (const MatchedWeight& match : matched.matches) {
+    filled.insert(by_name_.at(targets[match.target].first));
+  }
+  std::vector<std::string> without;
+  for (const auto& [name, tensor] : targets) {
+    if (tensor.is_meta() && !filled.contains(by_name_.at(name))) without.push_back(name);
+  }
+  if (without.empty()) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      path, ": the weights do not fit this model: neither the files nor the model have values for ",
+      absl::StrJoin(without.begin(), without.begin() + std::min(without.size(), kShownNames), ", "),
+      without.size() > kShownNames ? absl::StrCat(" and ", without.size() - kShownNames, " more")
+                                   : "",
+      ": add them to the files, map other names to them by `rename`, or construct the model "
+      "without init_empty_weights(), so that they keep the values of its constructor"));
+}
+
 absl::Status Dispatcher::MakeOptional(const NamedTensors& targets) {
   NamedTensors left_out = TensorsOf(module_);
   std::set<std::string> loaded;
@@ -609,12 +634,11 @@ absl::Status Dispatcher::Read(const std::shared_ptr<const WeightFiles>& files,
   return readers->Fill(pieces);
 }
 
-absl::Status Dispatcher::Distribute(bool allow_empty) {
+absl::Status Dispatcher::Distribute() {
   std::vector<Item*> to_disk;
   for (Item& item : items_) {
     if (item.source != nullptr) continue;
     if (item.tensor().is_meta()) {
-      if (allow_empty) continue;
       return absl::FailedPreconditionError(absl::StrCat(
           item.names[0], " has no values: load a checkpoint by load_checkpoint_and_dispatch()"));
     }
@@ -872,7 +896,7 @@ absl::StatusOr<DispatchedModel> DispatchModel(torch::nn::Module& module,
                                               const DispatchOptions& options) {
   Dispatcher dispatcher(module, options);
   MUSTER_RETURN_IF_ERROR(dispatcher.Prepare(device_map, /*keep_on_host=*/false));
-  MUSTER_RETURN_IF_ERROR(dispatcher.Distribute(/*allow_empty=*/false));
+  MUSTER_RETURN_IF_ERROR(dispatcher.Distribute());
   return dispatcher.Finish();
 }
 
@@ -885,7 +909,7 @@ absl::StatusOr<DispatchedModel> LoadCheckpointAndDispatch(torch::nn::Module& mod
   MUSTER_RETURN_IF_ERROR(
       dispatcher.Prepare(device_map.empty() ? all_on_cpu : device_map, /*keep_on_host=*/false));
   MUSTER_RETURN_IF_ERROR(dispatcher.Load(path, options));
-  MUSTER_RETURN_IF_ERROR(dispatcher.Distribute(/*allow_empty=*/true));
+  MUSTER_RETURN_IF_ERROR(dispatcher.Distribute());
   return dispatcher.Finish();
 }
 
@@ -895,7 +919,7 @@ absl::StatusOr<DispatchedModel> CpuOffload(torch::nn::Module& module, c10::Devic
   on_device.main_device = device;
   Dispatcher dispatcher(module, on_device);
   MUSTER_RETURN_IF_ERROR(dispatcher.Prepare({{"", "cpu"}}, /*keep_on_host=*/true));
-  MUSTER_RETURN_IF_ERROR(dispatcher.Distribute(/*allow_empty=*/false));
+  MUSTER_RETURN_IF_ERROR(dispatcher.Distribute());
   return dispatcher.Finish();
 }
 
