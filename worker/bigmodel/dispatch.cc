@@ -441,6 +441,11 @@ void Dispatcher::KeepLimits() {
 }
 
 absl::Status Dispatcher::Prepare(const DeviceEntries& map, bool keep_on_host) {
+  if (options_.readers < 1) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "readers is ", options_.readers,
+        ": it is the number of threads that read weights; write 1 or more, or leave it out"));
+  }
   MUSTER_ASSIGN_OR_RETURN(const PlannedModel model, DescribeModule(module_));
   MUSTER_RETURN_IF_ERROR(CheckDeviceMap(model, map));
   MUSTER_RETURN_IF_ERROR(CheckDevicesAreThere(map));
@@ -630,7 +635,7 @@ absl::Status Dispatcher::Read(const std::shared_ptr<const WeightFiles>& files,
     MUSTER_RETURN_IF_ERROR(Guard([&] { reading.to.copy_(whole); }));
   }
   std::optional<WeightReaders> readers;
-  MUSTER_RETURN_IF_ERROR(Guard([&] { readers.emplace(std::max(options_.readers, 1)); }));
+  MUSTER_RETURN_IF_ERROR(Guard([&] { readers.emplace(options_.readers); }));
   return readers->Fill(pieces);
 }
 

@@ -337,6 +337,21 @@ TEST_F(Dispatch, WhatNeitherFilesNorModelHave_IsNamedAlsoWithoutStrict) {
               HasSubstr("layers.1.up.bias"));
 }
 
+TEST_F(Dispatch, NoReaders_AreRefused) {
+  for (const int readers : {0, -1}) {
+    SCOPED_TRACE(readers);
+    const std::string expected = absl::StrCat("readers is ", readers, ": ");
+    LoadCheckpointOptions options;
+    options.dispatch.readers = readers;
+    EXPECT_THAT(Error({{"", "disk"}}, options), HasSubstr(expected));
+    EXPECT_THAT(Error({{"", "cpu"}}, options), HasSubstr(expected));
+    TextNet net = Net();
+    const auto offloaded = CpuOffload(*net, at::kCPU, {.readers = readers});
+    EXPECT_EQ(offloaded.status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(Text(offloaded.status()), HasSubstr(expected));
+  }
+}
+
 TEST_F(Dispatch, KeepBuffers_NeedsNoTablesInTheFile) {
   const TestFolder folder;
   NamedTensors tensors = TensorsOf(*whole_);
