@@ -30,7 +30,8 @@ namespace muster {
 //
 // Fills parameters and buffers on any device. For the rules, the report and the errors see
 // LoadWeights in worker/checkpoint/weight_loader.h. Not collective: call it on every process,
-// before prepare(). Blocks on the disk. Not thread-safe for one model.
+// before prepare(): FAILED_PRECONDITION names a tensor that is offloaded or sharded already. Blocks
+// on the disk. Not thread-safe for one model.
 absl::StatusOr<LoadedWeights> load_model(torch::nn::Module& model, const std::string& path,
                                          const LoadWeightsOptions& options = {});
 absl::StatusOr<LoadedWeights> load_model(const torch::jit::Module& model, const std::string& path,
