@@ -54,6 +54,31 @@ TEST(BigModel, EmptyModel_IsPlannedLoadedAndRun) {
   EXPECT_TRUE(at::equal(whole->forward(ids), expected));
 }
 
+// With a type, tensors got memory of their own; without, what was in the ring was overwritten or
+// the operator refused it.
+TEST(BigModel, LoadModelIntoAnOffloadedModel_IsRefusedAndChangesNothing) {
+  const torch::NoGradGuard no_grad;
+  TextNet other(40, 64, 3), net(40, 64, 3);
+  const TestFolder folder;
+  ASSERT_TRUE(SaveModelFiles(folder.path(), ParametersOf(*other)).ok());
+  const at::Tensor ids = at::arange(12).view({1, 12});
+  const at::Tensor expected = net->forward(ids);
+  const auto offloaded = cpu_offload(net, at::kCPU);
+  ASSERT_TRUE(offloaded.ok()) << offloaded.status();
+  // None of it is in the ring, and then all.
+  for (const bool is_used : {false, true}) {
+    if (is_used) net->forward(ids);
+    for (const std::optional<at::ScalarType> type :
+         {std::optional<at::ScalarType>(), std::optional(at::kBFloat16)}) {
+      const auto loaded = load_model(net, folder.path(), {.strict = false, .dtype = type});
+      EXPECT_EQ(loaded.status().code(), absl::StatusCode::kFailedPrecondition);
+      EXPECT_THAT(std::string(loaded.status().message()),
+                  HasSubstr("head is offloaded or sharded"));
+    }
+  }
+  EXPECT_TRUE(at::equal(net->forward(ids), expected));
+}
+
 TEST(BigModel, DispatchAndDiskOffload_TakeModelsWithWeights) {
   const torch::NoGradGuard no_grad;
   const TestFolder folder;

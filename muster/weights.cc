@@ -1,9 +1,12 @@
 #include "muster/weights.h"
 
+#include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "torch/csrc/jit/api/module.h"
 #include "worker/checkpoint/optional_tensors.h"
 #include "worker/checkpoint/weight_files.h"
+#include "worker/parallel/paged_storage.h"
 #include "worker/train/guard.h"
 
 namespace muster {
@@ -15,6 +18,20 @@ absl::StatusOr<LoadedWeights> Load(const std::string& path, const NamedTensors& 
   const absl::Status status = Guard([&] { loaded = LoadWeights(path, targets, options); });
   if (!status.ok()) return status;
   return loaded;
+}
+
+// What pages hold comes from elsewhere: values that are written to its memory go with it, and one
+// that gets memory of its own would stay there, outside of the ring or of the shards.
+absl::Status CheckIsInMemory(const NamedTensors& targets) {
+  for (const auto& [name, tensor] : targets) {
+    if (!IsPaged(tensor)) continue;
+    return absl::FailedPreconditionError(absl::StrCat(
+        Printable(name),
+        " is offloaded or sharded: load the weights before the model is dispatched or prepared; "
+        "load_checkpoint_and_dispatch() loads and offloads, and accelerator.load_weights() and "
+        "load_state() load into a sharded model"));
+  }
+  return absl::OkStatus();
 }
 
 // Those of `tensors` that the file at `path` must have.
@@ -39,6 +56,7 @@ absl::StatusOr<LoadedWeights> load_model(torch::nn::Module& model, const std::st
       if (item.value().defined()) targets.emplace_back(item.key(), item.value());
     }
   }
+  MUSTER_RETURN_IF_ERROR(CheckIsInMemory(targets));
   absl::StatusOr<NamedTensors> wanted = NamedTensors();
   absl::Status status = Guard([&] { wanted = WantedOf(model, targets, path, options); });
   if (status.ok()) status = wanted.status();

@@ -1,7 +1,10 @@
 #ifndef MUSTER_WEIGHTS_H_
 #define MUSTER_WEIGHTS_H_
 
+#include <concepts>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -30,7 +33,8 @@ namespace muster {
 //
 // Fills parameters and buffers on any device. For the rules, the report and the errors see
 // LoadWeights in worker/checkpoint/weight_loader.h. Not collective: call it on every process,
-// before prepare(). Blocks on the disk. Not thread-safe for one model.
+// before prepare(): FAILED_PRECONDITION names a tensor that is offloaded or sharded already. Blocks
+// on the disk. Not thread-safe for one model.
 absl::StatusOr<LoadedWeights> load_model(torch::nn::Module& model, const std::string& path,
                                          const LoadWeightsOptions& options = {});
 absl::StatusOr<LoadedWeights> load_model(const torch::jit::Module& model, const std::string& path,
@@ -48,12 +52,31 @@ absl::StatusOr<LoadedWeights> load_model(M&& model, const std::string& path,
   return load_model(static_cast<torch::nn::Module&>(*model), path, options);
 }
 
+// The options of load_model with Accelerate's default. See there for their meaning.
+struct LoadInModelOptions {
+  bool strict = false;
+  bool skip_mismatched = false;
+  std::string prefix = "";
+  std::function<std::string(const std::string&)> rename = nullptr;
+  std::optional<at::ScalarType> dtype = std::nullopt;
+};
+
 // The same under Accelerate's name and with its default: missing and unexpected names are not
-// errors but are listed in the result.
+// errors but are listed in the result, also with {.dtype = torch::kBFloat16}.
 template <class M>
 absl::StatusOr<LoadedWeights> load_checkpoint_in_model(M&& model, const std::string& checkpoint,
-                                                       LoadWeightsOptions options = {
-                                                           .strict = false}) {
+                                                       const LoadInModelOptions& options = {}) {
+  return load_model(std::forward<M>(model), checkpoint,
+                    LoadWeightsOptions{.strict = options.strict,
+                                       .skip_mismatched = options.skip_mismatched,
+                                       .prefix = options.prefix,
+                                       .rename = options.rename,
+                                       .dtype = options.dtype});
+}
+// With a variable of load_model's options: as strict as these are.
+template <class M, std::same_as<LoadWeightsOptions> O>
+absl::StatusOr<LoadedWeights> load_checkpoint_in_model(M&& model, const std::string& checkpoint,
+                                                       const O& options) {
   return load_model(std::forward<M>(model), checkpoint, options);
 }
 

@@ -60,6 +60,23 @@ TEST(LoadModel, EveryKindOfModel_TakesTheSameFile) {
   EXPECT_TRUE(holder->embed->weight.is_same(holder->head->weight)) << "still one tensor";
 }
 
+// As Accelerate's.
+TEST(LoadCheckpointInModel, WithOptions_IsStillNotStrict) {
+  Tied model;
+  const std::string path = TestdataPath("torch_files/nested.pt");
+  const auto loaded = muster::load_checkpoint_in_model(model, path, {.dtype = torch::kDouble});
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  EXPECT_THAT(loaded->missing, testing::Contains("embed.weight"));
+  EXPECT_THAT(loaded->unexpected, testing::Contains("state_dict.embed.weight"));
+  EXPECT_EQ(model->embed->weight.scalar_type(), torch::kDouble);
+  const auto part = muster::load_checkpoint_in_model(model, path, {.prefix = "state_dict."});
+  ASSERT_TRUE(part.ok()) << part.status();
+  EXPECT_THAT(part->missing, IsEmpty());
+  EXPECT_FALSE(muster::load_checkpoint_in_model(model, path, {.strict = true}).ok());
+  const muster::LoadWeightsOptions of_load_model;
+  EXPECT_FALSE(muster::load_checkpoint_in_model(model, path, of_load_model).ok());
+}
+
 TEST(LoadModel, NestedCheckpoint_IsReadByItsPrefix) {
   Tied model;
   const std::string path = TestdataPath("torch_files/nested.pt");

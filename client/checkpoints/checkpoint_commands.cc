@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -955,12 +956,13 @@ int64_t NumberOf(const std::string& path) {
 }
 
 int RunPrune(const Call& call) {
-  int keep = 0;
+  int64_t keep = 0;
   if (!absl::SimpleAtoi(call.line.Get("keep"), &keep) || keep < 1) {
     return Fail(call, absl::InvalidArgumentError(
-                          call.line.Has("keep")
-                              ? absl::StrCat("--keep ", call.line.Get("keep"), ": write 1 or more")
-                              : "say how many to keep: --keep N"));
+                          call.line.Has("keep") ? absl::StrCat("--keep ", call.line.Get("keep"),
+                                                               ": write a number from 1 to ",
+                                                               std::numeric_limits<int64_t>::max())
+                                                : "say how many to keep: --keep N"));
   }
   const bool dry_run = call.line.Get("dry_run") == "true";
   const auto named = NameSealedOnes(call, dry_run);
@@ -1012,7 +1014,8 @@ int RunPrune(const Call& call) {
       return Fail(call, StopsPrune(checkpoint.manifest.status()));
     }
   }
-  const size_t older = complete.size() - std::min<size_t>(complete.size(), keep);
+  const size_t older =
+      complete.size() - std::min<uint64_t>(complete.size(), static_cast<uint64_t>(keep));
   std::vector<std::string> removed;
   for (size_t i = 0; i < complete.size(); ++i) {
     // What a resume would take stays, however many were held back since.

@@ -746,7 +746,13 @@ TEST_F(CheckpointCommandsTest, Prune_KeepsTheNewestAndWhatIsIncomplete) {
   EXPECT_EQ(Run({"prune", root_, "--keep", "2"}), kExitOk);
   EXPECT_EQ(out_.str(), "nothing to remove\n");
   ExpectRefused({"prune", root_}, kExitUsage, "--keep N");
-  ExpectRefused({"prune", root_, "--keep", "0"}, kExitUsage, "write 1 or more");
+  // More than there are is all of them.
+  EXPECT_EQ(Run({"prune", root_, "--keep", "99999999999"}), kExitOk) << err_.str();
+  EXPECT_EQ(out_.str(), "nothing to remove\n");
+  for (const char* const keep : {"0", "-1", "two", "9223372036854775808"}) {
+    ExpectRefused({"prune", root_, "--keep", keep}, kExitUsage,
+                  absl::StrCat("--keep ", keep, ": write a number from 1 to 9223372036854775807"));
+  }
 }
 
 TEST_F(CheckpointCommandsTest, Prune_ReadsWhatStaysBeforeAnythingGoes) {

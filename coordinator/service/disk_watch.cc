@@ -9,28 +9,32 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
-#include "base/units.h"
+#include "base/size_pair.h"
 
 namespace muster::coordinator {
 
 DiskJudgement JudgeDisk(const std::string& path, const DiskSizes& sizes, const DiskLimits& limits) {
   const std::string directory = OneLine(path);  // for messages, which take UTF-8 alone
   DiskJudgement judgement;
-  const std::string free =
-      absl::StrCat("the file system of ", directory, " has ", HumanBytes(sizes.free), " left");
+  const auto free = [&](const std::string& text) {
+    return absl::StrCat("the file system of ", directory, " has ", text, " left, less than ");
+  };
   if (sizes.free < limits.free_least) {
+    const SizePair texts = HumanBytesApart(sizes.free, limits.free_least);
     judgement.no_room = absl::StrCat(
-        free, ", less than the ", HumanBytes(limits.free_least),
+        free(texts.first), "the ", texts.second,
         " that are kept for jobs that are submitted already: no job can be submitted; free space "
         "there, or lower --disk_free_least_mib");
     judgement.warnings.push_back(judgement.no_room);
   } else if (sizes.free < limits.free_warning) {
-    judgement.warnings.push_back(absl::StrCat(free, ", less than ", HumanBytes(limits.free_warning),
-                                              " (--disk_free_warning_mib)"));
+    const SizePair texts = HumanBytesApart(sizes.free, limits.free_warning);
+    judgement.warnings.push_back(
+        absl::StrCat(free(texts.first), texts.second, " (--disk_free_warning_mib)"));
   }
   if (limits.size_warning > 0 && sizes.used > limits.size_warning) {
+    const SizePair texts = HumanBytesApart(sizes.used, limits.size_warning);
     judgement.warnings.push_back(absl::StrCat(
-        directory, " has ", HumanBytes(sizes.used), ", more than ", HumanBytes(limits.size_warning),
+        directory, " has ", texts.first, ", more than ", texts.second,
         " (--journal_size_warning_mib): remove what is not needed, such as lost-* folders and jobs "
         "that have ended"));
   }

@@ -30,6 +30,12 @@ TEST(JudgeDisk, EachLimit_IsJudgedAtItsEdge) {
   // Warnings are sent, and messages take UTF-8 alone.
   EXPECT_THAT(JudgeDisk("/caf\xe9", {.used = 0, .free = 499}, kLimits).warnings,
               ElementsAre(HasSubstr("/caf\\xe9 has")));
+  // Not "3.91 KiB, less than the 3.91 KiB".
+  const DiskJudgement close =
+      JudgeDisk("/data", {.used = 4000, .free = 3999},
+                {.size_warning = 3999, .free_warning = 4000, .free_least = 4000});
+  EXPECT_THAT(close.no_room, HasSubstr("has 3999 B left, less than the 4000 B that"));
+  EXPECT_THAT(close.warnings[1], HasSubstr("has 4000 B, more than 3999 B ("));
   // 0: no limit.
   EXPECT_THAT(JudgeDisk("/data", {.used = int64_t{1} << 60, .free = 0}, {0, 0, 0}).warnings,
               IsEmpty());

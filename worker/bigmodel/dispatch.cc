@@ -25,6 +25,7 @@
 #include "absl/strings/str_join.h"
 #include "base/file.h"
 #include "base/owned_fd.h"
+#include "base/size_pair.h"
 #include "base/status_macros.h"
 #include "base/units.h"
 #include "c10/core/DeviceGuard.h"
@@ -59,6 +60,7 @@ constexpr uint64_t kRingBytes = 256 * kMiB;
 constexpr uint64_t kMostRingBytes = 1024 * kMiB;
 // Of each thread that reads, besides the ring.
 constexpr uint64_t kScratchBytes = 2 * kMiB;
+constexpr size_t kShownNames = 20;
 // A pinned tensor of this size has pages of its own, which are rounded up to 2 MiB.
 constexpr uint64_t kOwnPages = 4 * kMiB;
 // A ring should hold what is in use and what comes next.
@@ -281,7 +283,7 @@ class Dispatcher {
   absl::Status Prepare(const DeviceEntries& map, bool keep_on_host);
   absl::Status Load(const std::string& path, const LoadCheckpointOptions& options);
   // What is in memory goes where the map says.
-  absl::Status Distribute(bool allow_empty);
+  absl::Status Distribute();
   absl::StatusOr<DispatchedModel> Finish();
 
  private:
@@ -297,6 +299,9 @@ class Dispatcher {
   NamedTensors Targets(const WeightFiles& files, const LoadCheckpointOptions& options,
                        std::vector<std::string>* kept) const;
   // Zeros for optional tensors that are not among `targets` and have no values.
+  // That what the files lack has values already: nothing can give them to it later.
+  absl::Status CheckValues(const std::string& path, const NamedTensors& targets,
+                           const MatchedEntries& matched) const;
   absl::Status MakeOptional(const NamedTensors& targets);
   absl::Status Read(const std::shared_ptr<const WeightFiles>& files,
                     const std::vector<Reading>& readings);
@@ -436,6 +441,11 @@ void Dispatcher::KeepLimits() {
 }
 
 absl::Status Dispatcher::Prepare(const DeviceEntries& map, bool keep_on_host) {
+  if (options_.readers < 1) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "readers is ", options_.readers,
+        ": it is the number of threads that read weights; write 1 or more, or leave it out"));
+  }
   MUSTER_ASSIGN_OR_RETURN(const PlannedModel model, DescribeModule(module_));
   MUSTER_RETURN_IF_ERROR(CheckDeviceMap(model, map));
   MUSTER_RETURN_IF_ERROR(CheckDevicesAreThere(map));
@@ -502,6 +512,7 @@ absl::Status Dispatcher::Load(const std::string& path, const LoadCheckpointOptio
   std::vector<std::string> kept;
   const NamedTensors targets = Targets(*files, options, &kept);
   MUSTER_ASSIGN_OR_RETURN(MatchedEntries matched, MatchEntries(*files, targets, options.weights));
+  MUSTER_RETURN_IF_ERROR(CheckValues(path, targets, matched));
   result_.loaded_ = std::move(matched.report);
   result_.loaded_.missing.insert(result_.loaded_.missing.end(), kept.begin(), kept.end());
   MUSTER_RETURN_IF_ERROR(MakeOptional(targets));
@@ -568,6 +579,26 @@ absl::Status Dispatcher::Load(const std::string& path, const LoadCheckpointOptio
   });
 }
 
+absl::Status Dispatcher::CheckValues(const std::string& path, const NamedTensors& targets,
+                                     const MatchedEntries& matched) const {
+  std::set<size_t> filled;
+  for (const MatchedWeight& match : matched.matches) {
+    filled.insert(by_name_.at(targets[match.target].first));
+  }
+  std::vector<std::string> without;
+  for (const auto& [name, tensor] : targets) {
+    if (tensor.is_meta() && !filled.contains(by_name_.at(name))) without.push_back(name);
+  }
+  if (without.empty()) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      path, ": the weights do not fit this model: neither the files nor the model have values for ",
+      absl::StrJoin(without.begin(), without.begin() + std::min(without.size(), kShownNames), ", "),
+      without.size() > kShownNames ? absl::StrCat(" and ", without.size() - kShownNames, " more")
+                                   : "",
+      ": add them to the files, map other names to them by `rename`, or construct the model "
+      "without init_empty_weights(), so that they keep the values of its constructor"));
+}
+
 absl::Status Dispatcher::MakeOptional(const NamedTensors& targets) {
   NamedTensors left_out = TensorsOf(module_);
   std::set<std::string> loaded;
@@ -604,16 +635,15 @@ absl::Status Dispatcher::Read(const std::shared_ptr<const WeightFiles>& files,
     MUSTER_RETURN_IF_ERROR(Guard([&] { reading.to.copy_(whole); }));
   }
   std::optional<WeightReaders> readers;
-  MUSTER_RETURN_IF_ERROR(Guard([&] { readers.emplace(std::max(options_.readers, 1)); }));
+  MUSTER_RETURN_IF_ERROR(Guard([&] { readers.emplace(options_.readers); }));
   return readers->Fill(pieces);
 }
 
-absl::Status Dispatcher::Distribute(bool allow_empty) {
+absl::Status Dispatcher::Distribute() {
   std::vector<Item*> to_disk;
   for (Item& item : items_) {
     if (item.source != nullptr) continue;
     if (item.tensor().is_meta()) {
-      if (allow_empty) continue;
       return absl::FailedPreconditionError(absl::StrCat(
           item.names[0], " has no values: load a checkpoint by load_checkpoint_and_dispatch()"));
     }
@@ -648,10 +678,11 @@ absl::Status Dispatcher::CheckRing() const {
     const uint64_t bytes = BytesOf(item);
     const bool has_values = item.source != nullptr || !item.tensor().is_meta();
     if (!item.offloaded() || !has_values || bytes <= *options_.ring_bytes) continue;
-    return absl::InvalidArgumentError(
-        absl::StrCat("the ring of ", HumanBytes(static_cast<int64_t>(*options_.ring_bytes)),
-                     " is smaller than ", item.names[0], ", which takes ",
-                     HumanBytes(static_cast<int64_t>(bytes)), ": raise ring_bytes"));
+    const SizePair texts =
+        HumanBytesApart(static_cast<int64_t>(*options_.ring_bytes), static_cast<int64_t>(bytes));
+    return absl::InvalidArgumentError(absl::StrCat("the ring of ", texts.first, " is smaller than ",
+                                                   item.names[0], ", which takes ", texts.second,
+                                                   ": raise ring_bytes"));
   }
   return absl::OkStatus();
 }
@@ -870,7 +901,7 @@ absl::StatusOr<DispatchedModel> DispatchModel(torch::nn::Module& module,
                                               const DispatchOptions& options) {
   Dispatcher dispatcher(module, options);
   MUSTER_RETURN_IF_ERROR(dispatcher.Prepare(device_map, /*keep_on_host=*/false));
-  MUSTER_RETURN_IF_ERROR(dispatcher.Distribute(/*allow_empty=*/false));
+  MUSTER_RETURN_IF_ERROR(dispatcher.Distribute());
   return dispatcher.Finish();
 }
 
@@ -883,7 +914,7 @@ absl::StatusOr<DispatchedModel> LoadCheckpointAndDispatch(torch::nn::Module& mod
   MUSTER_RETURN_IF_ERROR(
       dispatcher.Prepare(device_map.empty() ? all_on_cpu : device_map, /*keep_on_host=*/false));
   MUSTER_RETURN_IF_ERROR(dispatcher.Load(path, options));
-  MUSTER_RETURN_IF_ERROR(dispatcher.Distribute(/*allow_empty=*/true));
+  MUSTER_RETURN_IF_ERROR(dispatcher.Distribute());
   return dispatcher.Finish();
 }
 
@@ -893,7 +924,7 @@ absl::StatusOr<DispatchedModel> CpuOffload(torch::nn::Module& module, c10::Devic
   on_device.main_device = device;
   Dispatcher dispatcher(module, on_device);
   MUSTER_RETURN_IF_ERROR(dispatcher.Prepare({{"", "cpu"}}, /*keep_on_host=*/true));
-  MUSTER_RETURN_IF_ERROR(dispatcher.Distribute(/*allow_empty=*/false));
+  MUSTER_RETURN_IF_ERROR(dispatcher.Distribute());
   return dispatcher.Finish();
 }
 
@@ -912,9 +943,10 @@ absl::Status CheckDiskSpace(const std::string& folder, uint64_t bytes) {
   }
   const uint64_t left = uint64_t{info.f_bavail} * info.f_frsize;
   if (bytes <= left) return absl::OkStatus();
-  return absl::ResourceExhaustedError(absl::StrCat(
-      folder, " has ", HumanBytes(static_cast<int64_t>(left)), " left, and offloading takes ",
-      HumanBytes(static_cast<int64_t>(bytes)), ": ", kOtherWays));
+  const SizePair texts = HumanBytesApart(static_cast<int64_t>(left), static_cast<int64_t>(bytes));
+  return absl::ResourceExhaustedError(absl::StrCat(folder, " has ", texts.first,
+                                                   " left, and offloading takes ", texts.second,
+                                                   ": ", kOtherWays));
 }
 
 }  // namespace muster

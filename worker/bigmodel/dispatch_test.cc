@@ -294,10 +294,61 @@ TEST_F(Dispatch, D16_MissingAndUnexpectedNames_AreListed) {
     for (const at::Tensor& parameter : net->parameters()) EXPECT_TRUE(parameter.is_meta());
     LoadCheckpointOptions options;
     options.weights.strict = false;
+    net = Net();
+    const at::Tensor bias = net->layers->named_parameters()["2.up.bias"].detach().clone();
     const auto loose = LoadCheckpointAndDispatch(*net, folder.path(), {{"", device}}, options);
     ASSERT_TRUE(loose.ok()) << loose.status();
     EXPECT_THAT(loose->loaded().missing, ElementsAre("layers.2.up.bias"));
     EXPECT_THAT(loose->loaded().unexpected, ElementsAre("extra"));
+    EXPECT_TRUE(at::equal(net->layers->named_parameters()["2.up.bias"], bias));
+    EXPECT_TRUE(Compute(net).defined());
+  }
+}
+
+// As with Accelerate, whose dispatch refuses a tensor of the meta device: the forward pass cannot
+// say which one it is.
+TEST_F(Dispatch, WhatNeitherFilesNorModelHave_IsNamedAlsoWithoutStrict) {
+  const TestFolder folder;
+  NamedTensors tensors = TensorsOf(*whole_);
+  std::erase_if(tensors, [](const auto& item) {
+    return item.first == "layers.2.up.bias" || item.first == "norm.weight";
+  });
+  ASSERT_TRUE(SaveModelFiles(folder.path(), tensors).ok());
+  LoadCheckpointOptions options;
+  options.weights.strict = false;
+  for (const char* const device : {"cpu", "disk"}) {
+    TextNet net = EmptyNet();
+    const auto loaded = LoadCheckpointAndDispatch(*net, folder.path(), {{"", device}}, options);
+    EXPECT_EQ(loaded.status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(Text(loaded.status()),
+                AllOf(HasSubstr(folder.path()), HasSubstr("layers.2.up.bias"),
+                      HasSubstr("norm.weight"), HasSubstr("without init_empty_weights()")));
+    for (const at::Tensor& parameter : net->parameters()) EXPECT_TRUE(parameter.is_meta());
+  }
+  // One of another shape, too.
+  for (auto& [name, tensor] : tensors) {
+    if (name == "layers.1.up.bias") tensor = at::ones({1});
+  }
+  const TestFolder other;
+  ASSERT_TRUE(SaveModelFiles(other.path(), tensors).ok());
+  options.weights.skip_mismatched = true;
+  TextNet net = EmptyNet();
+  EXPECT_THAT(Text(LoadCheckpointAndDispatch(*net, other.path(), {{"", "cpu"}}, options).status()),
+              HasSubstr("layers.1.up.bias"));
+}
+
+TEST_F(Dispatch, NoReaders_AreRefused) {
+  for (const int readers : {0, -1}) {
+    SCOPED_TRACE(readers);
+    const std::string expected = absl::StrCat("readers is ", readers, ": ");
+    LoadCheckpointOptions options;
+    options.dispatch.readers = readers;
+    EXPECT_THAT(Error({{"", "disk"}}, options), HasSubstr(expected));
+    EXPECT_THAT(Error({{"", "cpu"}}, options), HasSubstr(expected));
+    TextNet net = Net();
+    const auto offloaded = CpuOffload(*net, at::kCPU, {.readers = readers});
+    EXPECT_EQ(offloaded.status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(Text(offloaded.status()), HasSubstr(expected));
   }
 }
 

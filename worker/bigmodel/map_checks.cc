@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "base/size_pair.h"
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "base/units.h"
@@ -168,9 +169,11 @@ absl::Status CheckUndivided(const PlannedModel& model, const DeviceLimits& limit
   if (!limited) return absl::OkStatus();
   // A limit may be infinite.
   constexpr double kMostShown = int64_t{1} << 62;
-  const std::string most =
-      absl::StrCat("more than any device has (",
-                   HumanBytes(static_cast<int64_t>(std::min(largest_limit, kMostShown))), ")");
+  const auto too_large = [&](int64_t size) {
+    const SizePair texts =
+        HumanBytesApart(size, static_cast<int64_t>(std::min(largest_limit, kMostShown)));
+    return absl::StrCat("takes ", texts.first, ", more than any device has (", texts.second, ")");
+  };
   if (bytes > 0 && static_cast<double>(bytes) > largest_limit) {
     std::set<std::string> others = options.no_split;
     others.erase(its_class);
@@ -179,16 +182,16 @@ absl::Status CheckUndivided(const PlannedModel& model, const DeviceLimits& limit
             ? absl::StrCat("leave ", its_class, " out of no_split, so that it is divided")
             : absl::StrCat("divide it (", no_split_flag, " ",
                            others.empty() ? "none" : absl::StrJoin(others, ","), ")");
-    return absl::InvalidArgumentError(
-        absl::StrCat(Printable(its_class), " ", Printable(largest),
-                     " is not to be divided and takes ", HumanBytes(bytes), ", ", most,
-                     ": raise a limit, ", Printable(way_out), ", or load it in a smaller type"));
+    return absl::InvalidArgumentError(absl::StrCat(Printable(its_class), " ", Printable(largest),
+                                                   " is not to be divided and ", too_large(bytes),
+                                                   ": raise a limit, ", Printable(way_out),
+                                                   ", or load it in a smaller type"));
   }
   for (const std::string& name : tensors) {
     const auto size = sizes.find(name);
     if (size == sizes.end() || static_cast<double>(size->second) <= largest_limit) continue;
     return absl::InvalidArgumentError(
-        absl::StrCat(Printable(name), " takes ", HumanBytes(size->second), ", ", most,
+        absl::StrCat(Printable(name), " ", too_large(size->second),
                      ": raise a limit, or load it in a smaller type"));
   }
   return absl::OkStatus();

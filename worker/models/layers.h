@@ -41,6 +41,10 @@ class AdaptableLayer : public torch::nn::Module {
   // The adapter's result counts `scale` times; while training, `dropout` of its input is zero.
   void AddAdapter(int64_t rank, double scale, double dropout);
   bool has_adapter() const { return lora_b_ != nullptr; }
+  // Of the adapter, if there is one.
+  int64_t adapter_rank() const { return has_adapter() ? lora_a_->weight.size(0) : 0; }
+  double adapter_scale() const { return scale_; }
+  double adapter_dropout() const { return dropout_; }
   // Adds the adapter's product to the weight and drops it. Rounds to the weight's type.
   void MergeAdapter();
   // Drops it; the weight stays as it is.

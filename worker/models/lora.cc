@@ -178,6 +178,24 @@ absl::StatusOr<std::set<std::string>> TargetsIn(const SafetensorsReader& file) {
   return targets;
 }
 
+// That `options` describe these adapters, all of them: a config says one rank and one scale.
+absl::Status CheckDescribes(const LoraOptions& options, const Layers& layers) {
+  for (const auto& [name, layer] : layers) {
+    if (!layer->has_adapter()) continue;
+    const bool is_same = layer->adapter_rank() == options.rank &&
+                         layer->adapter_scale() == ScaleOf(options) &&
+                         layer->adapter_dropout() == options.dropout;
+    if (is_same) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the options say rank ", options.rank, ", scale ", ScaleOf(options), " and dropout ",
+        options.dropout, ", but the adapter of ", name, " has rank ", layer->adapter_rank(),
+        ", scale ", layer->adapter_scale(), " and dropout ", layer->adapter_dropout(),
+        ": save with the options that AddLora was called with or LoadLora returned, the same for "
+        "all adapters; the scale is alpha / rank or, if rank-stabilized, alpha / sqrt(rank)"));
+  }
+  return absl::OkStatus();
+}
+
 // All of them get an adapter or, if it throws, none.
 void AddAdapters(const Layers& layers, const LoraOptions& options) {
   std::vector<AdaptableLayer*> added;
@@ -268,6 +286,8 @@ absl::Status SaveLora(const TextModelImpl& model, const std::string& dir,
   if (adapters.empty()) {
     return absl::FailedPreconditionError("the model has no adapters: call AddLora first");
   }
+  const Layers layers = LayersOf(model);
+  MUSTER_RETURN_IF_ERROR(CheckDescribes(options, layers));
   const Json config = {
       {"peft_type", "LORA"},
       {"auto_mapping", nullptr},
@@ -280,7 +300,7 @@ absl::Status SaveLora(const TextModelImpl& model, const std::string& dir,
       {"lora_dropout", options.dropout},
       {"modules_to_save", nullptr},
       {"r", options.rank},
-      {"target_modules", TargetsOf(LayersOf(model), adapted)},
+      {"target_modules", TargetsOf(layers, adapted)},
       {"task_type",
        std::holds_alternative<BertConfig>(model.config()) ? Json() : Json("CAUSAL_LM")},
       {"use_rslora", options.rank_stabilized}};

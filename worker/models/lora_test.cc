@@ -119,6 +119,33 @@ TEST(SaveLora, LoadedIntoTheBaseModel_SaysTheSame) {
   }
 }
 
+// The config decides what another program computes with the tensors.
+TEST(SaveLora, OptionsOfOtherAdapters_AreRefusedAndNothingIsWritten) {
+  const LoraOptions right = {.rank = 3, .alpha = 6, .dropout = 0.25};
+  TextModel model = Load("hf_models/llama_shared");
+  AddLora(*model, right);
+  const TestFolder folder;
+  const std::string to = folder.Path("adapters");
+  const LoraOptions wrong[] = {{},
+                               {.rank = 6, .alpha = 12, .dropout = 0.25},
+                               {.rank = 3, .alpha = 3, .dropout = 0.25},
+                               {.rank = 3, .alpha = 6, .rank_stabilized = true, .dropout = 0.25},
+                               {.rank = 3, .alpha = 6}};
+  for (const LoraOptions& options : wrong) {
+    const absl::Status status = SaveLora(*model, to, options);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_NE(status.message().find("self_attn.q_proj has rank 3, scale 2 and dropout 0.25"),
+              std::string::npos)
+        << status;
+    EXPECT_FALSE(PathExists(to));
+  }
+  EXPECT_TRUE(SaveLora(*model, to, right).ok());
+  // One config describes no adapters of two ranks.
+  AddLora(*model, {.rank = 4, .alpha = 8, .dropout = 0.25, .target_modules = {"k_proj"}});
+  EXPECT_NE(SaveLora(*model, folder.Path("both"), right).message().find("k_proj has rank 4"),
+            std::string::npos);
+}
+
 // PEFT adapts all layers of a name.
 TEST(SaveLora, AdaptersOfSomeLayersOfAName_NameThemWhole) {
   const TestFolder folder;
