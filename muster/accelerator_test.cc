@@ -707,6 +707,57 @@ TEST(Accelerator, Fp16BackwardAfterUnscaleGradients_IsUnscaledAndCheckedToo) {
   }
 }
 
+TEST(Accelerator, Fp16TwoOptimizersOfOneParameter_AreRefusedWhereItWouldBeUnscaledTwice) {
+  for (const bool clip : {true, false}) {
+    Accelerator accelerator(Fp16());
+    torch::nn::Linear net = OneWeight();
+    FusedSGD first(net->parameters(), {.lr = 1.0}), second(net->parameters(), {.lr = 1.0});
+    auto [model, optimizer_1, optimizer_2] = accelerator.prepare(net, first, second);
+    auto scope = accelerator.accumulate();
+    accelerator.backward(Loss(model(at::ones({1, 1}))));
+    const auto finish_both = [&, &model = model, &optimizer_1 = optimizer_1,
+                              &optimizer_2 = optimizer_2] {
+      if (clip) {
+        accelerator.clip_grad_norm_(model->parameters(), 10.0);
+      } else {
+        optimizer_1.step();
+        optimizer_2.step();
+      }
+    };
+    EXPECT_THAT([&] { finish_both(); },
+                testing::ThrowsMessage<c10::Error>(
+                    HasSubstr("two prepared optimizers have the same")));
+  }
+}
+
+TEST(Accelerator, WeightedLossTwoOptimizersOfOneParameter_AreRefusedWhereItWouldBeDividedTwice) {
+  Accelerator accelerator(OnCpu());
+  torch::nn::Linear net = OneWeight();
+  FusedSGD first(net->parameters(), {.lr = 1.0}), second(net->parameters(), {.lr = 1.0});
+  auto [model, optimizer_1, optimizer_2] = accelerator.prepare(net, first, second);
+  auto scope = accelerator.accumulate();
+  accelerator.backward(Loss(model(at::ones({1, 1}))), 4);
+  optimizer_1.step();
+  EXPECT_THAT(([&, &optimizer_2 = optimizer_2] { optimizer_2.step(); }),
+              testing::ThrowsMessage<c10::Error>(
+                  HasSubstr("corrected for its accumulation window")));
+}
+
+TEST(Accelerator, Fp16TwoOptimizersOfOneParameterWithLossesOfTheirOwn_AreUnscaledOnceEach) {
+  Accelerator accelerator(Fp16());
+  torch::nn::Linear net = OneWeight();
+  FusedSGD first(net->parameters(), {.lr = 1.0}), second(net->parameters(), {.lr = 0.5});
+  auto [model, optimizer_1, optimizer_2] = accelerator.prepare(net, first, second);
+  auto scope = accelerator.accumulate();
+  accelerator.backward(Loss(model(at::ones({1, 1}))));
+  optimizer_1.step();
+  optimizer_1.zero_grad();
+  accelerator.backward(Loss(model(at::ones({1, 1}))));
+  optimizer_2.step();
+  optimizer_2.zero_grad();
+  EXPECT_NEAR(net->weight.item<double>(), 1.5, 1e-3);
+}
+
 // As sharpness-aware minimization (SAM) does.
 TEST(Accelerator, Fp16TwoBackwardPassesWithZeroGradBetween_AreUnscaledOnceEach) {
   for (const bool set_to_none : {true, false}) {

@@ -371,6 +371,34 @@ double StepController::WindowFactor() {
   return *window_factor_;
 }
 
+namespace {
+
+std::unordered_set<const void*> SetOf(const std::vector<at::Tensor>& tensors) {
+  std::unordered_set<const void*> set;
+  for (const at::Tensor& tensor : tensors) set.insert(tensor.unsafeGetTensorImpl());
+  return set;
+}
+
+// Throws if a gradient of `optimizer` is one of `finished`'s, too: it would be divided again.
+void CheckNoneIsFinished(const OptimizerHandle& optimizer, const OptimizerHandle& finished,
+                         bool fp16) {
+  const std::unordered_set<const void*> others = SetOf(finished.parameters());
+  const std::vector<at::Tensor>& parameters = optimizer.parameters();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    TORCH_CHECK(
+        !parameters[i].grad().defined() || others.count(parameters[i].unsafeGetTensorImpl()) == 0,
+        "two prepared optimizers have the same parameter (number ", i,
+        " of the second one, of shape ", parameters[i].sizes(), "), and its gradient has been ",
+        fp16 ? "divided by the loss scale of fp16" : "corrected for its accumulation window",
+        " for the first one: it would be divided again for the second one, in step(), "
+        "clip_grad_norm_() or unscale_gradients(). Give each parameter to one optimizer; or, for "
+        "losses of their own, zero_grad() between the step of one and backward() for the other, "
+        "without clip_grad_norm_() and unscale_gradients()");
+  }
+}
+
+}  // namespace
+
 void StepController::FinishGradients(OptimizerSlot* only) {
   if (!sync_gradients()) return;
   const double factor = WindowFactor();
@@ -381,6 +409,12 @@ void StepController::FinishGradients(OptimizerSlot* only) {
                 "disk that they are offloaded to, or memory): call its zero_grad(), or "
                 "load_state()");
     if (optimizer->gradients_finished_) continue;
+    if (scaler_ != nullptr || factor != 1) {
+      for (const auto& other : registry_.optimizers()) {
+        if (other == optimizer || !other->gradients_finished_) continue;
+        CheckNoneIsFinished(optimizer->handle(), other->handle(), scaler_ != nullptr);
+      }
+    }
     optimizer->gradients_torn_ = true;
     if (scaler_ != nullptr) scaler_->Unscale(optimizer->handle());
     ScaleGradients(optimizer->handle().parameters(), factor);
@@ -496,16 +530,6 @@ void StepController::CheckGradients(OptimizerSlot& slot) const {
     CheckExchanged(slot);
   }
 }
-
-namespace {
-
-std::unordered_set<const void*> SetOf(const std::vector<at::Tensor>& tensors) {
-  std::unordered_set<const void*> set;
-  for (const at::Tensor& tensor : tensors) set.insert(tensor.unsafeGetTensorImpl());
-  return set;
-}
-
-}  // namespace
 
 void StepController::CheckPlainPasses(const OptimizerSlot& slot) const {
   for (const auto& model : registry_.models()) {
