@@ -57,7 +57,9 @@ std::string Shown(const Json& value) {
 
 // The index of torch's number or a name among `names`, in any case; -1 if it is neither.
 int IndexOf(const std::string& text, const std::vector<std::string>& names) {
-  const std::string name = absl::AsciiStrToUpper(text);
+  std::string name = absl::AsciiStrToUpper(text);
+  // The name in torch of the last strategy.
+  if (&names == &Strategies() && name == "_HYBRID_SHARD_ZERO2") name.erase(0, 1);
   const auto at = std::find(names.begin(), names.end(), name);
   if (at != names.end()) return static_cast<int>(at - names.begin());
   // "2" and "02", but not "+2", as Python's isdigit() has it.
@@ -210,13 +212,7 @@ class Resolver {
     }
     settings_.strategy = Strategy::kFullShard;
     if (!given.value.is_null()) {
-      Given named = given;
-      // The name in torch of the last one.
-      if (named.value.is_string() &&
-          absl::EqualsIgnoreCase(named.value.get<std::string>(), "_HYBRID_SHARD_ZERO2")) {
-        named.value = "HYBRID_SHARD_ZERO2";
-      }
-      MUSTER_ASSIGN_OR_RETURN(const int number, Choice(named, Strategies(), "ShardingStrategy"));
+      MUSTER_ASSIGN_OR_RETURN(const int number, Choice(given, Strategies(), "ShardingStrategy"));
       settings_.strategy = static_cast<Strategy>(number);
     }
     if (reshard.value.is_null()) return absl::OkStatus();

@@ -94,6 +94,19 @@ TEST(ResolveFsdp, NumbersOfTorch_MayHaveLeadingZeros) {
   }
 }
 
+TEST(ResolveFsdp, NameOfTorchWithItsUnderscore_IsTheStrategyWhereverItStands) {
+  const char* const name = "_hybrid_shard_zero2";
+  const auto strategy = FsdpSettings::Strategy::kHybridShardZero2;
+  EXPECT_EQ(Resolved({{"sharding_strategy", name}}, {}).strategy, strategy);
+  EXPECT_EQ(Resolved({{"reshard_after_forward", name}}, {}).strategy, strategy);
+  EXPECT_EQ(Resolved(nullptr, {{"FSDP_SHARDING_STRATEGY", name}}).strategy, strategy);
+  EXPECT_EQ(Resolved(nullptr, {{"FSDP_RESHARD_AFTER_FORWARD", name}}).strategy, strategy);
+  const FsdpSettings second = Resolved(
+      {{"fsdp_version", 2}, {"sharding_strategy", name}, {"reshard_after_forward", true}}, {});
+  EXPECT_EQ(second.strategy, strategy);
+  EXPECT_THAT(Error({{"backward_prefetch", "_BACKWARD_PRE"}}, {}), HasSubstr("_BACKWARD_PRE"));
+}
+
 TEST(ResolveFsdp, WrongValues_AreNamedWithTheirSource) {
   EXPECT_THAT(Error({{"sharding_stratgy", "NO_SHARD"}}, {}),
               HasSubstr("did you mean sharding_strategy?"));
