@@ -159,6 +159,15 @@ absl::Status CheckSeal(const std::string& dir, const Manifest& manifest,
                                             ": another coordinator sealed it, or its ", kSealName,
                                             " is forged"));
   }
+  // An older one, with its record, may have been put where a newer one was. Copies under a name
+  // that users choose are theirs.
+  const std::string name = BaseName(dir);
+  if (IsNumberedName(name) && name != BaseName(seal.path)) {
+    return absl::DataLossError(absl::StrCat(
+        dir, " has the name of another checkpoint: what it holds was sealed and signed as ",
+        seal.path, " (step ", seal.step, "); restore the one that belongs there, or move this one ",
+        "to its own name or to one without a number"));
+  }
   return absl::OkStatus();
 }
 

@@ -28,8 +28,9 @@ absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir);
 
 // Whether the record `seal` of the checkpoint in `dir` is as it was sealed and about what is there:
 // its hash fits its facts, and the manifest and its files are those that the ranks reported. With a
-// `key`, also whether that one signed it; `key_name` names it in errors. Reads the manifest, not
-// the files it lists. Errors: DATA_LOSS naming the folder.
+// `key`, also whether that one signed it, and for a numbered folder whether under that name;
+// `key_name` names the key in errors. Reads the manifest, not the files it lists. Errors: DATA_LOSS
+// naming the folder.
 absl::Status CheckSeal(const std::string& dir, const Manifest& manifest,
                        const RegisteredCheckpoint& seal, const VerifyingKey* key = nullptr,
                        const std::string& key_name = "");

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <nlohmann/json.hpp>
 #include <string>
 
@@ -231,6 +232,24 @@ TEST_F(CheckSealTest, UnsignedOrOfAnotherKey_SaysWhich) {
   seal_.signature = "";
   EXPECT_THAT(Problem(), HasSubstr("is not signed: the coordinator that sealed it had no key"));
   EXPECT_TRUE(CheckSeal(dir_, manifest_, seal_).ok());
+}
+
+TEST_F(CheckSealTest, UnderTheNumberOfAnother_IsFound) {
+  const VerifyingKey key = *VerifyingKey::Parse(kTestPublicKey, "key");
+  const auto moved_to = [&](const char* name) {
+    const std::string dir = folder_.Path(name);
+    EXPECT_EQ(rename(dir_.c_str(), dir.c_str()), 0);
+    const absl::Status status = CheckSeal(dir, manifest_, seal_, &key, "public.pem");
+    EXPECT_EQ(rename(dir.c_str(), dir_.c_str()), 0);
+    return status;
+  };
+  const absl::Status replayed = moved_to("checkpoint_8");
+  EXPECT_TRUE(absl::IsDataLoss(replayed)) << replayed;
+  EXPECT_THAT(std::string(replayed.message()),
+              HasSubstr("checkpoint_8 has the name of another checkpoint: what it holds was sealed "
+                        "and signed as /c/checkpoint_7 (step 70)"));
+  const absl::Status renamed = moved_to("best");
+  EXPECT_TRUE(renamed.ok()) << renamed;
 }
 
 }  // namespace
