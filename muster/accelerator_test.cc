@@ -724,9 +724,8 @@ TEST(Accelerator, Fp16TwoOptimizersOfOneParameter_AreRefusedWhereItWouldBeUnscal
         optimizer_2.step();
       }
     };
-    EXPECT_THAT([&] { finish_both(); },
-                testing::ThrowsMessage<c10::Error>(
-                    HasSubstr("two prepared optimizers have the same")));
+    EXPECT_THAT([&] { finish_both(); }, testing::ThrowsMessage<c10::Error>(
+                                            HasSubstr("two prepared optimizers have the same")));
   }
 }
 
@@ -738,9 +737,9 @@ TEST(Accelerator, WeightedLossTwoOptimizersOfOneParameter_AreRefusedWhereItWould
   auto scope = accelerator.accumulate();
   accelerator.backward(Loss(model(at::ones({1, 1}))), 4);
   optimizer_1.step();
-  EXPECT_THAT(([&, &optimizer_2 = optimizer_2] { optimizer_2.step(); }),
-              testing::ThrowsMessage<c10::Error>(
-                  HasSubstr("corrected for its accumulation window")));
+  EXPECT_THAT(
+      ([&, &optimizer_2 = optimizer_2] { optimizer_2.step(); }),
+      testing::ThrowsMessage<c10::Error>(HasSubstr("corrected for its accumulation window")));
 }
 
 TEST(Accelerator, Fp16TwoOptimizersOfOneParameterWithLossesOfTheirOwn_AreUnscaledOnceEach) {

@@ -174,6 +174,33 @@ TEST(Ranks, LocalSgdUnderFp16_EndsWithOneLossScaleOnAllRanks) {
   });
 }
 
+TEST(Ranks, LocalSgdUnderFp16ThatEndsInAWindow_KeepsItsGradientsInTheScaleOfAll) {
+  AcceleratorOptions options;
+  options.mixed_precision = "fp16";
+  options.grad_scaler.init_scale = 1024;
+  options.gradient_accumulation_steps = 2;
+  options.accumulation.sync_with_dataloader = false;
+  RunAccelerators(2, options, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    const auto micro_step = [&](double x) {
+      auto scope = a.accumulate();
+      TrainOn(x, a, model, optimizer);
+    };
+    {
+      LocalSGD local(a, model, 8);
+      // Halves the loss scale of one rank.
+      for (int i = 0; i < 2; ++i) {
+        micro_step(a.is_main_process() ? 0 : std::numeric_limits<double>::infinity());
+      }
+      micro_step(1);
+    }
+    micro_step(1);
+    EXPECT_EQ(net->weight.item<double>(), 1);
+  });
+}
+
 // A rank that has run out of batches would keep the average that it has.
 TEST(JoinUnevenInputs, AverageOfWeights_IsRefused) {
   const auto errors = ErrorsOf(2, {}, [](Accelerator& a) {

@@ -4,6 +4,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -255,8 +256,20 @@ void TakeStepsOfMain(internal::Core& core) {
   }
   GradScaler* const scaler = core.steps().scaler();
   if (scaler == nullptr) return;
+  const double own_scale = scaler->scale();
   scaler->LoadState(BroadcastPlainState(comm, scaler->SaveState(), 0));
   scaler->Reset();
+  // Those of an open window go on with the loss scale that is now that of all.
+  const double factor = scaler->scale() / own_scale;
+  if (core.steps().sync_gradients() || factor == 1) return;
+  const at::NoGradGuard no_grad;
+  std::set<const void*> scaled;
+  for (const auto& optimizer : core.registry().optimizers()) {
+    for (const at::Tensor& parameter : optimizer->handle().parameters()) {
+      if (!parameter.grad().defined()) continue;
+      if (scaled.insert(parameter.unsafeGetTensorImpl()).second) parameter.grad().mul_(factor);
+    }
+  }
 }
 
 }  // namespace

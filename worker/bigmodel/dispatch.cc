@@ -298,10 +298,10 @@ class Dispatcher {
   // What is to be loaded; without buffers that keep their values.
   NamedTensors Targets(const WeightFiles& files, const LoadCheckpointOptions& options,
                        std::vector<std::string>* kept) const;
-  // Zeros for optional tensors that are not among `targets` and have no values.
   // That what the files lack has values already: nothing can give them to it later.
   absl::Status CheckValues(const std::string& path, const NamedTensors& targets,
                            const MatchedEntries& matched) const;
+  // Zeros for optional tensors that are not among `targets` and have no values.
   absl::Status MakeOptional(const NamedTensors& targets);
   absl::Status Read(const std::shared_ptr<const WeightFiles>& files,
                     const std::vector<Reading>& readings);

@@ -1,5 +1,7 @@
 #include "worker/checkpoint/node_checkpoints.h"
 
+#include <errno.h>
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,6 +21,7 @@
 #include "absl/strings/str_join.h"
 #include "base/file.h"
 #include "base/log.h"
+#include "base/owned_fd.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/agreement.h"
 #include "worker/checkpoint/node_part.h"
@@ -202,6 +205,11 @@ absl::Status Gathering::KeepIntact(const Staging& staging) const {
     if (!std::filesystem::copy_file(from, to, error)) {
       return absl::UnavailableError(
           absl::StrCat("cannot copy ", from, " to ", to, ": ", error.message()));
+    }
+    // What a rank writes is on its disk before the folder gets its name; so is this.
+    const OwnedFd copy(open(to.c_str(), O_RDONLY | O_CLOEXEC));
+    if (!copy.open() || fsync(copy.get()) != 0) {
+      return absl::ErrnoToStatus(errno, absl::StrCat("cannot sync ", to));
     }
   }
   return absl::OkStatus();

@@ -391,14 +391,18 @@ absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const std::string& path)
     const int fd;
   } file{open(path.c_str(), O_RDONLY | O_CLOEXEC)};
   if (file.fd < 0) return ReadError(errno, absl::StrCat("cannot open ", path));
+  return ReadSafetensorsHeader(file.fd, path);
+}
+
+absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(int fd, const std::string& path) {
   struct stat info;
-  if (fstat(file.fd, &info) != 0) {
+  if (fstat(fd, &info) != 0) {
     return ReadError(errno, absl::StrCat("cannot examine ", path));
   }
   if (!S_ISREG(info.st_mode)) return Bad(path, "is not a file");
-  const auto read_all = [&](char* to, size_t size, off_t at) -> absl::Status {
+  const auto read_all = [&](uint64_t at, char* to, size_t size) -> absl::Status {
     while (size > 0) {
-      const ssize_t n = pread(file.fd, to, size, at);
+      const ssize_t n = pread(fd, to, size, static_cast<off_t>(at));
       if (n < 0 && errno == EINTR) continue;
       if (n < 0) return ReadError(errno, absl::StrCat("cannot read ", path));
       if (n == 0) return Bad(path, "the file became shorter while it was read");
@@ -408,14 +412,18 @@ absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const std::string& path)
     }
     return absl::OkStatus();
   };
-  const uint64_t file_bytes = info.st_size;
+  return ReadSafetensorsHeader(info.st_size, read_all, path);
+}
+
+absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(uint64_t file_bytes, const ReadBytes& read,
+                                                        const std::string& path) {
   if (file_bytes < 8) {
     return Bad(path, absl::StrCat("has ", file_bytes,
                                   " bytes, fewer than the 8 that give a header's length: it is not "
                                   "a safetensors file, or was cut short"));
   }
   unsigned char length[8];
-  MUSTER_RETURN_IF_ERROR(read_all(reinterpret_cast<char*>(length), 8, 0));
+  MUSTER_RETURN_IF_ERROR(read(0, reinterpret_cast<char*>(length), 8));
   uint64_t header_bytes = 0;
   for (int i = 7; i >= 0; --i) header_bytes = header_bytes << 8 | length[i];
   if (header_bytes > kMaxSafetensorsHeaderBytes) {
@@ -428,7 +436,7 @@ absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const std::string& path)
                                   file_bytes - 8, " follow: it was cut short"));
   }
   std::string json(header_bytes, '\0');
-  MUSTER_RETURN_IF_ERROR(read_all(json.data(), json.size(), 8));
+  MUSTER_RETURN_IF_ERROR(read(8, json.data(), json.size()));
   return ParseSafetensorsHeader(json, file_bytes - 8 - header_bytes, path);
 }
 

@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_CHECKPOINT_SAFETENSORS_FORMAT_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -99,6 +100,13 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(absl::string_view json,
 // Opens `path` and reads only its header. Blocks on the disk. Errors: as ParseSafetensorsHeader,
 // and those of files.
 absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const std::string& path);
+// Of a file that is open. The header and the data have to come from one file, and `path`, which
+// is for errors, may name another one by then.
+absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(int fd, const std::string& path);
+// The same for what `read` reads, exactly so many bytes, of `file_bytes`.
+using ReadBytes = std::function<absl::Status(uint64_t offset, char* to, size_t bytes)>;
+absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(uint64_t file_bytes, const ReadBytes& read,
+                                                        const std::string& path);
 
 // The bytes before the data, and the offset of each tensor's data.
 struct SafetensorsLayout {

@@ -1,5 +1,6 @@
 #include "worker/checkpoint/safetensors_format.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <openssl/sha.h>
@@ -11,6 +12,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "base/file.h"
+#include "base/owned_fd.h"
 #include "base/test_folder.h"
 #include "tests/testdata/golden.h"
 
@@ -234,6 +236,19 @@ TEST(ParseSafetensorsHeader, MutatedHeaders_NeverCrashAndRoundTrip) {
     EXPECT_EQ(again->metadata, header->metadata);
   }
   EXPECT_GT(survivors, 1000);
+}
+
+TEST(ReadSafetensorsHeader, OfAnOpenFile_IsNotOfTheOneThatReplacedIt) {
+  const TestFolder folder;
+  const std::string path = folder.Path("f.safetensors");
+  const std::string first = *ReadFile(GoldenPath("safetensors_files/valid_mixed0.safetensors"));
+  const std::string later = *ReadFile(GoldenPath("safetensors_files/valid_mixed1.safetensors"));
+  ASSERT_TRUE(WriteFileAtomically(path, first).ok());
+  const OwnedFd file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  const uint64_t bytes = ReadSafetensorsHeader(path)->header_bytes;
+  ASSERT_TRUE(WriteFileAtomically(path, later).ok());
+  ASSERT_NE(ReadSafetensorsHeader(path)->header_bytes, bytes);
+  EXPECT_EQ(ReadSafetensorsHeader(file.get(), path)->header_bytes, bytes);
 }
 
 TEST(ReadSafetensorsHeader, MutatedFiles_NeverCrash) {

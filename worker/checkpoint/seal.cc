@@ -14,6 +14,7 @@
 #include "base/file.h"
 #include "base/json.h"
 #include "base/status_macros.h"
+#include "worker/checkpoint/clean_path.h"
 #include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/folder.h"
 
@@ -161,7 +162,7 @@ absl::Status CheckSeal(const std::string& dir, const Manifest& manifest,
   }
   // An older one, with its record, may have been put where a newer one was. Copies under a name
   // that users choose are theirs.
-  const std::string name = BaseName(dir);
+  const std::string name = BaseName(AbsolutePath(dir));  // of "." too
   if (IsNumberedName(name) && name != BaseName(seal.path)) {
     return absl::DataLossError(absl::StrCat(
         dir, " has the name of another checkpoint: what it holds was sealed and signed as ",

@@ -64,7 +64,11 @@ absl::StatusOr<std::vector<StoredTensor>> ReadTensors(const ByteSource& source) 
   std::string beginning(std::min<uint64_t>(source.size(), 16), '\0');
   MUSTER_RETURN_IF_ERROR(source.Read(0, beginning.data(), beginning.size()));
   if (LooksLikeTorchFile(beginning)) return ReadTorchFile(source);
-  MUSTER_ASSIGN_OR_RETURN(const SafetensorsHeader header, ReadSafetensorsHeader(source.name()));
+  const auto read = [&](uint64_t offset, char* to, size_t bytes) {
+    return source.Read(offset, to, bytes);
+  };
+  MUSTER_ASSIGN_OR_RETURN(const SafetensorsHeader header,
+                          ReadSafetensorsHeader(source.size(), read, source.name()));
   std::vector<StoredTensor> tensors;
   tensors.reserve(header.tensors.size());
   for (const SafetensorsEntry& entry : header.tensors) {
