@@ -29,6 +29,8 @@ constexpr size_t kMaxStorageNameBytes = 256;
 // More than any function here takes.
 constexpr size_t kMaxArguments = 16;
 constexpr size_t kMaxDimensions = 64;
+// Of all tensors together, of which two bytes of pickle can name one again.
+constexpr size_t kMaxAllDimensions = 8'000'000;
 
 enum class Kind : uint8_t {
   kNone,
@@ -275,6 +277,13 @@ class Machine {
     return Bad(absl::StrCat("the pickle copies more than the ", kMaxCopiedItems, " items allowed"));
   }
 
+  absl::Status CountDimensions(const PickledTensor& tensor) {
+    dimensions_ += tensor.shape.size();
+    if (dimensions_ <= kMaxAllDimensions) return absl::OkStatus();
+    return Bad(absl::StrCat("the tensors have more than the ", kMaxAllDimensions,
+                            " dimensions allowed in all"));
+  }
+
   absl::Status Step(uint8_t opcode);
   absl::Status PushGlobal(absl::string_view module, absl::string_view name);
   absl::Status Reduce();
@@ -303,6 +312,7 @@ class Machine {
   absl::flat_hash_map<uint64_t, uint32_t> memo_;
   std::vector<PickledTensor> tensors_;
   size_t copied_items_ = 0;
+  size_t dimensions_ = 0;
 };
 
 absl::Status Machine::PushGlobal(absl::string_view module, absl::string_view name) {
@@ -398,6 +408,7 @@ absl::Status Machine::RebuildTensor(Function function, const std::vector<uint32_
   if (tensors_.size() >= kMaxTensors) {
     return Bad(absl::StrCat("the pickle holds more than the ", kMaxTensors, " tensors allowed"));
   }
+  MUSTER_RETURN_IF_ERROR(CountDimensions(tensor));
   const int64_t index = tensors_.size();
   tensors_.push_back(std::move(tensor));
   return Push({.kind = Kind::kTensor, .number = index});
@@ -701,6 +712,7 @@ absl::StatusOr<std::vector<PickledTensor>> Machine::Collect() {
       if (found.size() >= kMaxTensors || names_bytes > kMaxNamesBytes) {
         return Bad("the file names more tensors than allowed");
       }
+      MUSTER_RETURN_IF_ERROR(CountDimensions(tensors_[value.number]));
       found.push_back(tensors_[value.number]);
       found.back().name = name;
       return absl::OkStatus();

@@ -187,6 +187,26 @@ TEST(PickledTensors, ManyTinyInstructions_MeetALimitNotTheMemory) {
   EXPECT_THAT(ErrorOf(std::string(kMaxPickleBytes + 1, 'N')), HasSubstr("more than"));
 }
 
+TEST(PickledTensors, TensorsOfManyDimensions_MeetALimitNotTheMemory) {
+  const std::vector<uint64_t> ones(64, 1);
+  const std::string tensor = Tensor(Storage("FloatStorage", "0", 1), 0, ones, ones);
+  // One that has many names: 300 KB of pickle would be 300 MB of shapes and strides.
+  const auto named = [&](int names) {
+    std::string list = "(" + tensor + "q" + Little(0, 1);
+    for (int i = 1; i < names; ++i) list += "h" + Little(0, 1);
+    return ErrorOf(Pickle(list + "l"));
+  };
+  EXPECT_EQ(named(100'000), "");
+  EXPECT_THAT(named(150'000), HasSubstr("dimensions allowed in all"));
+  // Made again and again, and thrown away.
+  const std::string arguments =
+      tensor.substr(tensor.find('('), tensor.size() - 1 - tensor.find('('));
+  std::string made = "\x80\x02" + Global("torch._utils", "_rebuild_tensor_v2") + "q" +
+                     Little(0, 1) + arguments + "q" + Little(1, 1) + "R";
+  for (int i = 0; i < 150'000; ++i) made += "0h" + Little(0, 1) + "h" + Little(1, 1) + "R";
+  EXPECT_THAT(ErrorOf(made), HasSubstr("dimensions allowed in all"));
+}
+
 TEST(PickledTensors, NamesThatCannotBeUsed_AreRefused) {
   const std::string tensor = Tensor(Storage("ByteStorage", "0", 1), 0, {1}, {1});
   EXPECT_THAT(ErrorOf(Pickle(Dict(Text("a.b") + tensor + Text("a") + Dict(Text("b") + tensor)))),
