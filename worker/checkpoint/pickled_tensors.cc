@@ -130,6 +130,10 @@ constexpr Global kGlobals[] = {
     {"torch.float8_e5m2fnuz", Kind::kType, Of(SafetensorsType::kF8E5M2Fnuz)},
 };
 
+// Of dense tensors all the same.
+constexpr absl::string_view kUnreadTypes[] = {"torch.ComplexDoubleStorage", "torch.complex128",
+                                              "torch.complex32"};
+
 // The machine that a pickle is a program for: a stack of values, marks in it, and a memo.
 class Machine {
  public:
@@ -319,6 +323,12 @@ absl::Status Machine::PushGlobal(absl::string_view module, absl::string_view nam
   const std::string full = absl::StrCat(module, ".", name);
   for (const Global& global : kGlobals) {
     if (global.name == full) return Push({.kind = global.kind, .number = global.number});
+  }
+  for (const absl::string_view type : kUnreadTypes) {
+    if (type != full) continue;
+    return Bad(absl::StrCat("the pickle names ", type,
+                            ", a type that is not read, nor held by safetensors: convert such "
+                            "tensors, or leave them out"));
   }
   return Bad(
       absl::StrCat("the pickle names ", Printable(full),

@@ -111,6 +111,13 @@ TEST(PickledTensors, AnyOtherName_IsRefusedAndNamed) {
   }
 }
 
+TEST(PickledTensors, TypesThatAreNotRead_AreNotCalledExecutable) {
+  for (const std::string name : {"ComplexDoubleStorage", "complex128", "complex32"}) {
+    EXPECT_THAT(ErrorOf(Pickle(Dict(Text("w") + Global("torch", name)))),
+                HasSubstr("names torch." + name + ", a type that is not read, nor held by"));
+  }
+}
+
 TEST(PickledTensors, InstructionsThatMakeObjects_AreRefused) {
   // OBJ, INST, NEWOBJ, NEWOBJ_EX, EXT1, PERSID, and those of protocols 0 and 1.
   for (const std::string opcode : {"o", "i", "\x81", "\x92", "\x82", "P", "I", "S", "V", "g"}) {
