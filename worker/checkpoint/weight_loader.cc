@@ -55,9 +55,8 @@ std::string IdentityOf(const at::Tensor& tensor) {
   if (!in_memory) return absl::StrCat(reinterpret_cast<uintptr_t>(tensor.unsafeGetTensorImpl()));
   return absl::StrCat(reinterpret_cast<uintptr_t>(tensor.data_ptr()), " ", tensor.device().str(),
                       " ", c10::toString(tensor.scalar_type()), " ",
-                      absl::StrJoin(tensor.sizes(), ","), " ",
-                      absl::StrJoin(tensor.strides(), ","), tensor.is_conj() ? " conj" : "",
-                      tensor.is_neg() ? " neg" : "");
+                      absl::StrJoin(tensor.sizes(), ","), " ", absl::StrJoin(tensor.strides(), ","),
+                      tensor.is_conj() ? " conj" : "", tensor.is_neg() ? " neg" : "");
 }
 
 bool SameShape(const StoredTensor& stored, const at::Tensor& tensor) {
