@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <limits>
 #include <optional>
 #include <system_error>
 #include <tuple>
@@ -48,7 +49,9 @@ std::string Numbered(absl::string_view stem, int index, absl::string_view extens
 bool ParseNumber(absl::string_view name, int64_t* number) {
   return absl::ConsumePrefix(&name, kNumbered) && !name.empty() &&
          std::all_of(name.begin(), name.end(), absl::ascii_isdigit) &&
-         (name.size() == 1 || name[0] != '0') && absl::SimpleAtoi(name, number);
+         (name.size() == 1 || name[0] != '0') && absl::SimpleAtoi(name, number) &&
+         // The next one has a number, too.
+         *number < std::numeric_limits<int64_t>::max();
 }
 
 // Whether `name` is of the staging folder of a numbered checkpoint.

@@ -379,6 +379,9 @@ TEST_F(FolderTest, Numbers_IgnoreOtherNames) {
   ASSERT_TRUE(Save(folder.PathOf(10), {"a"}).ok());
   EXPECT_THAT(*folder.Numbers(), ElementsAre(2, 10));
   EXPECT_EQ(*folder.NextNumber(), 11);
+  // The number after it would be negative.
+  ASSERT_TRUE(MakeDirectories(JoinPath(root_, "checkpoint_9223372036854775807")).ok());
+  EXPECT_EQ(*folder.NextNumber(), 11);
 }
 
 TEST_F(FolderTest, Newest_PassesOverDamagedAndIncompleteOnes) {

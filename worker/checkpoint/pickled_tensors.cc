@@ -29,6 +29,8 @@ constexpr size_t kMaxStorageNameBytes = 256;
 // More than any function here takes.
 constexpr size_t kMaxArguments = 16;
 constexpr size_t kMaxDimensions = 64;
+// Of all tensors together, of which two bytes of pickle can name one again.
+constexpr size_t kMaxAllDimensions = 8'000'000;
 
 enum class Kind : uint8_t {
   kNone,
@@ -127,6 +129,10 @@ constexpr Global kGlobals[] = {
     {"torch.float8_e4m3fnuz", Kind::kType, Of(SafetensorsType::kF8E4M3Fnuz)},
     {"torch.float8_e5m2fnuz", Kind::kType, Of(SafetensorsType::kF8E5M2Fnuz)},
 };
+
+// Of dense tensors all the same.
+constexpr absl::string_view kUnreadTypes[] = {"torch.ComplexDoubleStorage", "torch.complex128",
+                                              "torch.complex32"};
 
 // The machine that a pickle is a program for: a stack of values, marks in it, and a memo.
 class Machine {
@@ -275,6 +281,13 @@ class Machine {
     return Bad(absl::StrCat("the pickle copies more than the ", kMaxCopiedItems, " items allowed"));
   }
 
+  absl::Status CountDimensions(const PickledTensor& tensor) {
+    dimensions_ += tensor.shape.size();
+    if (dimensions_ <= kMaxAllDimensions) return absl::OkStatus();
+    return Bad(absl::StrCat("the tensors have more than the ", kMaxAllDimensions,
+                            " dimensions allowed in all"));
+  }
+
   absl::Status Step(uint8_t opcode);
   absl::Status PushGlobal(absl::string_view module, absl::string_view name);
   absl::Status Reduce();
@@ -303,12 +316,19 @@ class Machine {
   absl::flat_hash_map<uint64_t, uint32_t> memo_;
   std::vector<PickledTensor> tensors_;
   size_t copied_items_ = 0;
+  size_t dimensions_ = 0;
 };
 
 absl::Status Machine::PushGlobal(absl::string_view module, absl::string_view name) {
   const std::string full = absl::StrCat(module, ".", name);
   for (const Global& global : kGlobals) {
     if (global.name == full) return Push({.kind = global.kind, .number = global.number});
+  }
+  for (const absl::string_view type : kUnreadTypes) {
+    if (type != full) continue;
+    return Bad(absl::StrCat("the pickle names ", type,
+                            ", a type that is not read, nor held by safetensors: convert such "
+                            "tensors, or leave them out"));
   }
   return Bad(
       absl::StrCat("the pickle names ", Printable(full),
@@ -398,6 +418,7 @@ absl::Status Machine::RebuildTensor(Function function, const std::vector<uint32_
   if (tensors_.size() >= kMaxTensors) {
     return Bad(absl::StrCat("the pickle holds more than the ", kMaxTensors, " tensors allowed"));
   }
+  MUSTER_RETURN_IF_ERROR(CountDimensions(tensor));
   const int64_t index = tensors_.size();
   tensors_.push_back(std::move(tensor));
   return Push({.kind = Kind::kTensor, .number = index});
@@ -701,6 +722,7 @@ absl::StatusOr<std::vector<PickledTensor>> Machine::Collect() {
       if (found.size() >= kMaxTensors || names_bytes > kMaxNamesBytes) {
         return Bad("the file names more tensors than allowed");
       }
+      MUSTER_RETURN_IF_ERROR(CountDimensions(tensors_[value.number]));
       found.push_back(tensors_[value.number]);
       found.back().name = name;
       return absl::OkStatus();

@@ -111,6 +111,13 @@ TEST(PickledTensors, AnyOtherName_IsRefusedAndNamed) {
   }
 }
 
+TEST(PickledTensors, TypesThatAreNotRead_AreNotCalledExecutable) {
+  for (const std::string name : {"ComplexDoubleStorage", "complex128", "complex32"}) {
+    EXPECT_THAT(ErrorOf(Pickle(Dict(Text("w") + Global("torch", name)))),
+                HasSubstr("names torch." + name + ", a type that is not read, nor held by"));
+  }
+}
+
 TEST(PickledTensors, InstructionsThatMakeObjects_AreRefused) {
   // OBJ, INST, NEWOBJ, NEWOBJ_EX, EXT1, PERSID, and those of protocols 0 and 1.
   for (const std::string opcode : {"o", "i", "\x81", "\x92", "\x82", "P", "I", "S", "V", "g"}) {
@@ -185,6 +192,26 @@ TEST(PickledTensors, ManyTinyInstructions_MeetALimitNotTheMemory) {
   deep += std::string(199'999, 'a');
   EXPECT_THAT(ErrorOf(Pickle(deep)), HasSubstr("nested deeper"));
   EXPECT_THAT(ErrorOf(std::string(kMaxPickleBytes + 1, 'N')), HasSubstr("more than"));
+}
+
+TEST(PickledTensors, TensorsOfManyDimensions_MeetALimitNotTheMemory) {
+  const std::vector<uint64_t> ones(64, 1);
+  const std::string tensor = Tensor(Storage("FloatStorage", "0", 1), 0, ones, ones);
+  // One that has many names: 300 KB of pickle would be 300 MB of shapes and strides.
+  const auto named = [&](int names) {
+    std::string list = "(" + tensor + "q" + Little(0, 1);
+    for (int i = 1; i < names; ++i) list += "h" + Little(0, 1);
+    return ErrorOf(Pickle(list + "l"));
+  };
+  EXPECT_EQ(named(100'000), "");
+  EXPECT_THAT(named(150'000), HasSubstr("dimensions allowed in all"));
+  // Made again and again, and thrown away.
+  const std::string arguments =
+      tensor.substr(tensor.find('('), tensor.size() - 1 - tensor.find('('));
+  std::string made = "\x80\x02" + Global("torch._utils", "_rebuild_tensor_v2") + "q" +
+                     Little(0, 1) + arguments + "q" + Little(1, 1) + "R";
+  for (int i = 0; i < 150'000; ++i) made += "0h" + Little(0, 1) + "h" + Little(1, 1) + "R";
+  EXPECT_THAT(ErrorOf(made), HasSubstr("dimensions allowed in all"));
 }
 
 TEST(PickledTensors, NamesThatCannotBeUsed_AreRefused) {

@@ -268,7 +268,9 @@ NamedTensors WithoutSharedTensors(const NamedTensors& tensors) {
   absl::flat_hash_map<const void*, std::vector<const at::Tensor*>> seen;
   const auto same = [](const at::Tensor& a, const at::Tensor& b) {
     return a.device() == b.device() && a.scalar_type() == b.scalar_type() &&
-           a.sizes() == b.sizes() && a.strides() == b.strides();
+           a.sizes() == b.sizes() && a.strides() == b.strides() &&
+           // Views of one memory, which they read differently.
+           a.is_conj() == b.is_conj() && a.is_neg() == b.is_neg();
   };
   NamedTensors kept;
   kept.reserve(tensors.size());

@@ -9,6 +9,7 @@
 #include "ATen/ops/arange.h"
 #include "ATen/ops/complex.h"
 #include "ATen/ops/empty.h"
+#include "ATen/ops/imag.h"
 #include "ATen/ops/ones.h"
 #include "ATen/ops/randn.h"
 #include "ATen/ops/zeros.h"
@@ -96,6 +97,24 @@ TEST_F(SafetensorsTest, SharedTensors_KeepFirstNameOnly) {
   EXPECT_NE(reader->header().Find("e2"), nullptr);
   ASSERT_TRUE(WriteSafetensors(path_, tensors, {.shared = SharedTensors::kWriteAll}).ok());
   EXPECT_TRUE(SafetensorsReader::Open(path_)->Read("a")->equal(shared));
+}
+
+// They have the memory of a tensor, and other values.
+TEST_F(SafetensorsTest, ConjugatedAndNegatedViews_AreTensorsOfTheirOwn) {
+  const at::Tensor complex = at::randn({3}, at::kComplexFloat);
+  const at::Tensor imaginary = at::imag(complex.conj());
+  ASSERT_TRUE(imaginary.is_neg());
+  const NamedTensors tensors = {{"complex", complex},
+                                {"conjugated", complex.conj()},
+                                {"negated", imaginary},
+                                {"imaginary", at::imag(complex)}};
+  ASSERT_TRUE(WriteSafetensors(path_, tensors).ok());
+  auto reader = SafetensorsReader::Open(path_);
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  for (const auto& [name, tensor] : tensors) {
+    ASSERT_NE(reader->header().Find(name), nullptr) << name;
+    EXPECT_TRUE(reader->Read(name)->equal(tensor.resolve_conj().resolve_neg())) << name;
+  }
 }
 
 TEST_F(SafetensorsTest, UnwritableTensors_NameFileAndTensorAndLeaveOldFile) {

@@ -55,8 +55,8 @@ std::string IdentityOf(const at::Tensor& tensor) {
   if (!in_memory) return absl::StrCat(reinterpret_cast<uintptr_t>(tensor.unsafeGetTensorImpl()));
   return absl::StrCat(reinterpret_cast<uintptr_t>(tensor.data_ptr()), " ", tensor.device().str(),
                       " ", c10::toString(tensor.scalar_type()), " ",
-                      absl::StrJoin(tensor.sizes(), ","), " ",
-                      absl::StrJoin(tensor.strides(), ","));
+                      absl::StrJoin(tensor.sizes(), ","), " ", absl::StrJoin(tensor.strides(), ","),
+                      tensor.is_conj() ? " conj" : "", tensor.is_neg() ? " neg" : "");
 }
 
 bool SameShape(const StoredTensor& stored, const at::Tensor& tensor) {
@@ -150,8 +150,11 @@ absl::StatusOr<bool> AreEqual(const Source& source, size_t a, size_t b, at::Scal
   MUSTER_ASSIGN_OR_RETURN(at::Tensor first, source.Read(a));
   MUSTER_ASSIGN_OR_RETURN(at::Tensor second, source.Read(b));
   // Those in memory may be on a device.
-  first = first.to(at::kCPU, type).contiguous();
-  second = second.to(at::kCPU, type).contiguous();
+  const auto resolved = [type](const at::Tensor& tensor) {
+    return tensor.to(at::kCPU, type).resolve_conj().resolve_neg().contiguous();
+  };
+  first = resolved(first);
+  second = resolved(second);
   return first.nbytes() == second.nbytes() &&
          (first.nbytes() == 0 || memcmp(first.data_ptr(), second.data_ptr(), first.nbytes()) == 0);
 }

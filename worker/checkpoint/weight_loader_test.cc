@@ -7,6 +7,7 @@
 #include "ATen/ops/from_blob.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/ones.h"
+#include "ATen/ops/randn.h"
 #include "ATen/ops/zeros.h"
 #include "ATen/ops/zeros_like.h"
 #include "base/file.h"
@@ -124,6 +125,23 @@ TEST_F(WeightLoaderTest, TargetsOnTheHostThatOverlap_AreWrittenInTheirOrder) {
   want.narrow(1, 1, 2).fill_(7);
   want[0].narrow(0, 0, 2).fill_(9);
   EXPECT_TRUE(a.equal(want));
+}
+
+// They have the memory of a tensor, and other values.
+TEST_F(WeightLoaderTest, ConjugatedView_IsNoNameOfItsTensor) {
+  const at::Tensor value = at::randn({3}, at::kComplexFloat);
+  Save({{"a", value}, {"b", value.conj()}});
+  const at::Tensor a = at::zeros({3}, at::kComplexFloat);
+  const auto report = LoadWeights(dir_, {{"a", a}, {"b", a.conj()}});
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_THAT(report->loaded, ElementsAre("a", "b"));
+  EXPECT_TRUE(a.equal(value));
+
+  // Two values for one tensor, in memory.
+  const at::Tensor tied = at::zeros({3}, at::kComplexFloat);
+  const auto matched = MatchedWeights::Match("here", {{"a", value}, {"b", value.conj()}},
+                                             {{"a", tied}, {"b", tied}}, {});
+  EXPECT_THAT(std::string(matched.status().message()), HasSubstr("but another one in the file"));
 }
 
 TEST_F(WeightLoaderTest, PrefixAndRename_ChooseAndNameTensors) {

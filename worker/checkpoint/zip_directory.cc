@@ -176,6 +176,10 @@ absl::StatusOr<std::vector<ZipMember>> ReadZipDirectory(const ByteSource& file) 
     members.push_back(
         {.name = name, .begin = local + before, .bytes = stored, .compressed = compressed});
   }
+  if (absl::StartsWith(rest, kMemberMark)) {
+    return Bad(file, absl::StrCat("the archive's directory has more than the ", directory.members,
+                                  " members that it says it has: it is damaged"));
+  }
   std::vector<const ZipMember*> order;
   for (const ZipMember& member : members) {
     if (member.bytes > 0) order.push_back(&member);

@@ -119,6 +119,13 @@ TEST(ZipDirectory, RangesThatLeaveTheFileOrOverlap_AreRefused) {
   EXPECT_THAT(ErrorOf(away), HasSubstr("begins outside of the file"));
 }
 
+// What a reader leaves out may be the byte order of the others.
+TEST(ZipDirectory, MembersThatAreNotCounted_AreRefused) {
+  std::string fewer = Zip(kMembers);
+  fewer.replace(fewer.size() - 14, 4, Little(2, 2) + Little(2, 2));
+  EXPECT_THAT(ErrorOf(fewer), HasSubstr("has more than the 2 members that it says it has"));
+}
+
 TEST(ZipDirectory, CutAnywhere_IsRefused) {
   for (const bool zip64 : {false, true}) {
     const std::string file = Zip(kMembers, {.zip64 = zip64});
