@@ -34,9 +34,6 @@ constexpr std::array<TypeFacts, 22> kTypes = {{
     {"I64", 64},        {"U64", 64},
 }};
 
-// No library computes with a tenth of them. An error that shows a shape stays one line.
-constexpr size_t kMaxShapeDimensions = 1000;
-
 constexpr absl::string_view kMetadataName = "__metadata__";
 
 std::string Shown(absl::string_view text) { return absl::StrCat("\"", Printable(text), "\""); }
@@ -65,10 +62,6 @@ class HeaderHandler final : public nlohmann::json_sax<nlohmann::json> {
   bool number_integer(int64_t value) override { return Number(absl::StrCat(value), "is negative"); }
   bool number_unsigned(uint64_t value) override {
     if (state_ == State::kShape) {
-      if (entry_.shape.size() == kMaxShapeDimensions) {
-        return Fail(
-            absl::StrCat("shape: has more than the ", kMaxShapeDimensions, " dimensions allowed"));
-      }
       entry_.shape.push_back(value);
       return true;
     }
