@@ -39,6 +39,7 @@ namespace {
 using testing::AllOf;
 using testing::Each;
 using testing::HasSubstr;
+using testing::Not;
 
 constexpr int kSamples = 12;  // of a step, on all ranks
 
@@ -321,6 +322,25 @@ TEST(Sharding, ModelInThePassOfAnother_IsGatheredAgainUnlessItIsFrozenThere) {
       second.zero_grad();
       EXPECT_EQ(look(), frozen ? 0 : 3);
     });
+  }
+}
+
+// Rank 0 has only numbers of the frozen weight, rank 1 the bias.
+TEST(Sharding, StepOfARankWhosePartIsFrozen_IsNotWarnedOf) {
+  for (const char* const strategy : {"zero1", "zero2", "zero3"}) {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    testing::internal::CaptureStderr();
+    RunGlooRanks(2, [&](Comm& comm) {
+      Accelerator a(CoreOn(comm, Sharded(strategy), store));
+      torch::nn::Linear net(5, 5);
+      FusedSGD sgd(net->parameters(), {.lr = 0.1});
+      auto [model, optimizer] = a.prepare(net, sgd);
+      net->weight.set_requires_grad(false);
+      a.backward(model(Random({2, 5}, 8)).square().mean());
+      optimizer.step();
+    });
+    EXPECT_THAT(testing::internal::GetCapturedStderr(), Not(HasSubstr("has a gradient")))
+        << strategy;
   }
 }
 

@@ -1267,12 +1267,23 @@ void StepController::CheckNoStepFailed(const char* what) const {
 void StepController::WarnIfNoGradients(OptimizerSlot& slot) const {
   if (slot.had_gradients_) return;
   slot.had_gradients_ = true;
+  // The program freezes the model's parameters: their shards, which the optimizer has, do not know.
+  std::unordered_set<const c10::TensorImpl*> frozen;
+  for (const auto& model : registry_.models()) {
+    if (model->sharded() == nullptr) continue;
+    for (const auto& named : model->source().parameters()) {
+      if (named.second.requires_grad()) continue;
+      const at::Tensor shard = model->sharded()->ShardOf(named.second);
+      if (shard.defined()) frozen.insert(shard.unsafeGetTensorImpl());
+    }
+  }
   bool trained = false;
   for (const at::Tensor& parameter : slot.handle_->parameters()) {
     // Of a sharded model this rank may have nothing.
     if (parameter.numel() == 0) continue;
     if (parameter.grad().defined()) return;
-    trained = trained || parameter.requires_grad();
+    trained = trained ||
+              (parameter.requires_grad() && !frozen.contains(parameter.unsafeGetTensorImpl()));
   }
   // Frozen ones may be unfrozen later.
   if (!trained || process_.rank() != 0) return;

@@ -104,8 +104,13 @@ class MemorySource final : public Source {
                                                       NamedTensors tensors) {
     auto source = std::make_unique<MemorySource>(where, std::move(tensors));
     for (const auto& [name, tensor] : source->tensors_) {
-      MUSTER_ASSIGN_OR_RETURN(const SafetensorsType type, ToSafetensorsType(tensor.scalar_type()));
-      StoredTensor stored{.name = name, .type = type};
+      const absl::StatusOr<SafetensorsType> type = ToSafetensorsType(tensor.scalar_type());
+      if (!type.ok()) {
+        return absl::Status(
+            type.status().code(),
+            absl::StrCat(where, ": tensor \"", Printable(name), "\": ", type.status().message()));
+      }
+      StoredTensor stored{.name = name, .type = *type};
       stored.shape.assign(tensor.sizes().begin(), tensor.sizes().end());
       source->stored_.push_back(std::move(stored));
     }

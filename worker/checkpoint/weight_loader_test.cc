@@ -144,6 +144,12 @@ TEST_F(WeightLoaderTest, ConjugatedView_IsNoNameOfItsTensor) {
   EXPECT_THAT(std::string(matched.status().message()), HasSubstr("but another one in the file"));
 }
 
+TEST_F(WeightLoaderTest, TypeThatNoFileHolds_NamesTheTensor) {
+  const at::Tensor odd = at::zeros({1}, at::kComplexDouble);
+  const auto matched = MatchedWeights::Match("here", {{"odd", odd}}, {{"odd", odd}}, {});
+  EXPECT_THAT(std::string(matched.status().message()), HasSubstr("here: tensor \"odd\": "));
+}
+
 TEST_F(WeightLoaderTest, PrefixAndRename_ChooseAndNameTensors) {
   Save({{"model.a", at::ones({2})}, {"model.skip", at::ones({2})}, {"head", at::ones({2})}});
   at::Tensor a = at::zeros({2});
