@@ -1282,8 +1282,8 @@ void StepController::WarnIfNoGradients(OptimizerSlot& slot) const {
     // Of a sharded model this rank may have nothing.
     if (parameter.numel() == 0) continue;
     if (parameter.grad().defined()) return;
-    trained = trained ||
-              (parameter.requires_grad() && !frozen.contains(parameter.unsafeGetTensorImpl()));
+    trained =
+        trained || (parameter.requires_grad() && !frozen.contains(parameter.unsafeGetTensorImpl()));
   }
   // Frozen ones may be unfrozen later.
   if (!trained || process_.rank() != 0) return;
