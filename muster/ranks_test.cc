@@ -127,6 +127,14 @@ TEST(Ranks, LocalSgd_TrainsApartAndAveragesParameters) {
   });
 }
 
+// Of accumulation, which only the second micro-step ends.
+AcceleratorOptions InWindowsOfTwo() {
+  AcceleratorOptions options;
+  options.gradient_accumulation_steps = 2;
+  options.accumulation.sync_with_dataloader = false;
+  return options;
+}
+
 // A step of OneWeight() on a batch of `x`.
 template <typename Model, typename Optimizer>
 void TrainOn(double x, Accelerator& a, Model& model, Optimizer& optimizer) {
@@ -175,11 +183,9 @@ TEST(Ranks, LocalSgdUnderFp16_EndsWithOneLossScaleOnAllRanks) {
 }
 
 TEST(Ranks, LocalSgdUnderFp16ThatEndsInAWindow_KeepsItsGradientsInTheScaleOfAll) {
-  AcceleratorOptions options;
+  AcceleratorOptions options = InWindowsOfTwo();
   options.mixed_precision = "fp16";
   options.grad_scaler.init_scale = 1024;
-  options.gradient_accumulation_steps = 2;
-  options.accumulation.sync_with_dataloader = false;
   RunAccelerators(2, options, [](Accelerator& a) {
     torch::nn::Linear net = OneWeight();
     FusedSGD sgd(net->parameters(), {.lr = 1.0});
@@ -219,18 +225,13 @@ TEST(JoinUnevenInputs, AverageOfWeights_IsRefused) {
 }
 
 TEST(JoinUnevenInputs, WindowThatIsOpenAtItsEnd_IsGivenUpOnAllRanks) {
-  AcceleratorOptions options;
-  options.gradient_accumulation_steps = 2;
-  options.accumulation.sync_with_dataloader = false;
-  RunAccelerators(2, options, [](Accelerator& a) {
+  RunAccelerators(2, InWindowsOfTwo(), [](Accelerator& a) {
     torch::nn::Linear net = OneWeight();
     FusedSGD sgd(net->parameters(), {.lr = 1.0});
     auto [model, optimizer] = a.prepare(net, sgd);
     const auto micro_step = [&] {
       auto scope = a.accumulate();
-      a.backward(Loss(model(at::ones({1, 1}))));
-      optimizer.step();
-      optimizer.zero_grad();
+      TrainOn(1, a, model, optimizer);
     };
     {
       auto join = a.join_uneven_inputs();

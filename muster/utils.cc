@@ -4,9 +4,9 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "ATen/core/grad_mode.h"
 #include "muster/internal/core.h"
@@ -15,6 +15,7 @@
 #include "worker/collective/nested_collectives.h"
 #include "worker/job/environment.h"
 #include "worker/parallel/sharded_model.h"
+#include "worker/train/clip.h"
 #include "worker/train/guard.h"
 #include "worker/train/sync_state.h"
 
@@ -260,16 +261,14 @@ void TakeStepsOfMain(internal::Core& core) {
   scaler->LoadState(BroadcastPlainState(comm, scaler->SaveState(), 0));
   scaler->Reset();
   // Those of an open window go on with the loss scale that is now that of all.
-  const double factor = scaler->scale() / own_scale;
-  if (core.steps().sync_gradients() || factor == 1) return;
-  const at::NoGradGuard no_grad;
-  std::set<const void*> scaled;
+  if (core.steps().sync_gradients()) return;
+  // One list: a gradient that several of them have is scaled once.
+  std::vector<at::Tensor> parameters;
   for (const auto& optimizer : core.registry().optimizers()) {
-    for (const at::Tensor& parameter : optimizer->handle().parameters()) {
-      if (!parameter.grad().defined()) continue;
-      if (scaled.insert(parameter.unsafeGetTensorImpl()).second) parameter.grad().mul_(factor);
-    }
+    const std::vector<at::Tensor>& own = optimizer->handle().parameters();
+    parameters.insert(parameters.end(), own.begin(), own.end());
   }
+  ScaleGradients(parameters, scaler->scale() / own_scale);
 }
 
 }  // namespace

@@ -421,10 +421,7 @@ absl::StatusOr<std::map<std::string, WeightFiles>> OpenAll(const std::string& pa
     MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> of_model, FilesOfModel(manifest, name));
     if (of_model.empty()) break;
     if (manifest.Find(name) != nullptr) continue;
-    if (std::any_of(of_model.begin(), of_model.end(),
-                    [&](const std::string& file) { return elsewhere.Has(file); })) {
-      continue;
-    }
+    if (elsewhere.HasAny(of_model)) continue;
     parts.insert(of_model.begin(), of_model.end());
     MUSTER_ASSIGN_OR_RETURN(WeightFiles weights,
                             WeightFiles::Open(JoinPath(path, IndexFileName(name))));
@@ -849,10 +846,7 @@ absl::Status CheckModelIsHere(const std::string& from) {
   if (!manifest.ok()) return absl::OkStatus();
   const KeptElsewhere elsewhere = FindKeptElsewhere(from, *manifest);
   const auto files = FilesOfModel(*manifest, ModelFileName(0));
-  if (!files.ok() || std::none_of(files->begin(), files->end(),
-                                  [&](const std::string& file) { return elsewhere.Has(file); })) {
-    return absl::OkStatus();
-  }
+  if (!files.ok() || !elsewhere.HasAny(*files)) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat(
       DescribePart(from, elsewhere), ": take the weights there, or copy those files here"));
 }

@@ -1268,13 +1268,11 @@ void StepController::WarnIfNoGradients(OptimizerSlot& slot) const {
   if (slot.had_gradients_) return;
   slot.had_gradients_ = true;
   // The program freezes the model's parameters: their shards, which the optimizer has, do not know.
-  std::unordered_set<const c10::TensorImpl*> frozen;
+  std::unordered_set<const void*> frozen;
   for (const auto& model : registry_.models()) {
-    if (model->sharded() == nullptr) continue;
-    for (const auto& named : model->source().parameters()) {
-      if (named.second.requires_grad()) continue;
-      const at::Tensor shard = model->sharded()->ShardOf(named.second);
-      if (shard.defined()) frozen.insert(shard.unsafeGetTensorImpl());
+    for (const auto& [name, parameter] : model->source().parameters()) {
+      if (parameter.requires_grad()) continue;
+      frozen.insert(AtOptimizer(*model, parameter).unsafeGetTensorImpl());
     }
   }
   bool trained = false;

@@ -24,6 +24,10 @@ bool KeptElsewhere::Has(const std::string& file) const {
   return std::binary_search(files.begin(), files.end(), file);
 }
 
+bool KeptElsewhere::HasAny(const std::vector<std::string>& of) const {
+  return std::any_of(of.begin(), of.end(), [this](const std::string& file) { return Has(file); });
+}
+
 std::string NodeName(const ManifestNode& node) {
   return absl::StrCat("node ", node.host, node.ranks.size() == 1 ? " (rank " : " (ranks ",
                       absl::StrJoin(node.ranks, ", "), ")");

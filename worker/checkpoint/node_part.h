@@ -15,6 +15,7 @@ struct KeptElsewhere {
   std::string nodes;               // "node gpu-2 (ranks 2, 3) and node gpu-3 (ranks 4, 5)"
 
   bool Has(const std::string& file) const;
+  bool HasAny(const std::vector<std::string>& of) const;
 };
 
 // How messages call a node: "node gpu-2 (ranks 2, 3)".

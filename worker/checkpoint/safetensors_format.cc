@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/json.h"
+#include "base/owned_fd.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/read_error.h"
 
@@ -384,14 +385,9 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(absl::string_view json,
 }
 
 absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const std::string& path) {
-  struct File {
-    ~File() {
-      if (fd >= 0) close(fd);
-    }
-    const int fd;
-  } file{open(path.c_str(), O_RDONLY | O_CLOEXEC)};
-  if (file.fd < 0) return ReadError(errno, absl::StrCat("cannot open ", path));
-  return ReadSafetensorsHeader(file.fd, path);
+  const OwnedFd file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!file.open()) return ReadError(errno, absl::StrCat("cannot open ", path));
+  return ReadSafetensorsHeader(file.get(), path);
 }
 
 absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(int fd, const std::string& path) {
