@@ -2,6 +2,8 @@
 
 #include <fstream>
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -255,6 +257,54 @@ TEST(ReadEngineSettings, WhatHasNoEffect_IsSaid) {
   EXPECT_THAT(settings->notes, Contains(HasSubstr("reduce_bucket_size has no effect")));
   EXPECT_THAT(settings->notes, Contains(HasSubstr("persistence_threshold has no effect")));
   EXPECT_THAT(settings->notes, Contains(HasSubstr("Batches are as large as")));
+}
+
+// The variables of Accelerate's launcher for FSDP: whatever differs in them differs in what becomes
+// of them, or is noted.
+TEST(ReadEngineSettings, NoVariableOfFsdp_IsIgnoredInSilence) {
+  const auto words = [](const Variables& more) {
+    Variables all = {{"ACCELERATE_USE_FSDP", "true"}, {"FSDP_ACTIVATION_CHECKPOINTING", "true"}};
+    for (const auto& [name, value] : more) all[name] = value;
+    const absl::StatusOr<EngineSettings> settings = Read(all, "bf16");
+    EXPECT_TRUE(settings.ok()) << settings.status();
+    const ShardingOptions& sharding = settings->sharding;
+    return absl::StrCat(static_cast<int>(sharding.strategy), " ", sharding.group_size, " ",
+                        sharding.reshard_after_forward, " ",
+                        static_cast<int>(sharding.offload_parameters), " ",
+                        absl::StrJoin(sharding.unit_types, ","), " ", sharding.min_unit_parameters,
+                        " ", sharding.ignored_modules, " ", settings->activation_checkpointing,
+                        settings->activation_offload, " ", absl::StrJoin(settings->notes, "\n"));
+  };
+  struct Setting {
+    Variables one, other;
+  };
+  for (const Setting& setting : std::vector<Setting>{
+           {{{"FSDP_SHARDING_STRATEGY", "FULL_SHARD"}},
+            {{"FSDP_SHARDING_STRATEGY", "SHARD_GRAD_OP"}}},
+           {{{"FSDP_VERSION", "2"}, {"FSDP_RESHARD_AFTER_FORWARD", "true"}},
+            {{"FSDP_VERSION", "2"}, {"FSDP_RESHARD_AFTER_FORWARD", "false"}}},
+           {{{"FSDP_OFFLOAD_PARAMS", "true"}}, {{"FSDP_OFFLOAD_PARAMS", "false"}}},
+           {{{"FSDP_BACKWARD_PREFETCH", "BACKWARD_PRE"}}, {}},
+           {{{"FSDP_FORWARD_PREFETCH", "true"}}, {{"FSDP_FORWARD_PREFETCH", "false"}}},
+           {{{"FSDP_USE_ORIG_PARAMS", "true"}}, {{"FSDP_USE_ORIG_PARAMS", "false"}}},
+           {{{"FSDP_SYNC_MODULE_STATES", "true"}, {"FSDP_CPU_RAM_EFFICIENT_LOADING", "false"}},
+            {{"FSDP_SYNC_MODULE_STATES", "false"}, {"FSDP_CPU_RAM_EFFICIENT_LOADING", "false"}}},
+           {{{"FSDP_CPU_RAM_EFFICIENT_LOADING", "true"}, {"FSDP_SYNC_MODULE_STATES", "true"}},
+            {{"FSDP_CPU_RAM_EFFICIENT_LOADING", "false"}, {"FSDP_SYNC_MODULE_STATES", "true"}}},
+           {{{"FSDP_AUTO_WRAP_POLICY", "NO_WRAP"}},
+            {{"FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP"}, {"FSDP_MIN_NUM_PARAMS", "5"}}},
+           {{{"FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP"}, {"FSDP_MIN_NUM_PARAMS", "0"}},
+            {{"FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP"}, {"FSDP_MIN_NUM_PARAMS", "5"}}},
+           {{{"FSDP_IGNORED_MODULES", "head"}}, {}},
+           {{{"FSDP_ACTIVATION_CHECKPOINTING", "true"}},
+            {{"FSDP_ACTIVATION_CHECKPOINTING", "false"}}}}) {
+    EXPECT_NE(words(setting.one), words(setting.other)) << setting.one.rbegin()->first;
+  }
+  // Both kinds of checkpoint are the same here, so both are said to be.
+  for (const char* type : {"FULL_STATE_DICT", "SHARDED_STATE_DICT"}) {
+    EXPECT_THAT(words({{"FSDP_STATE_DICT_TYPE", type}}),
+                HasSubstr("state_dict_type has no effect"));
+  }
 }
 
 TEST(ReadEngineSettings, OptimizerAndScheduler_AreForTheProgramToMake) {

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
+#include "base/bool_word.h"
 #include "base/status_macros.h"
 #include "client/config/python_values.h"
 
@@ -108,6 +109,13 @@ absl::StatusOr<DeepSpeedPlan> PlanDeepSpeed(const std::map<std::string, std::str
   planned.autos = TakeAutos(&settings);
   MUSTER_ASSIGN_OR_RETURN(planned.plan, MapDeepSpeed(settings));
   MUSTER_RETURN_IF_ERROR(CheckAgrees(variables, planned.plan, process));
+  const auto init = variables.find("ACCELERATE_DEEPSPEED_ZERO3_INIT");
+  if (init != variables.end() && ParseBoolWord(init->second).value_or(false) &&
+      planned.plan.sharding.strategy == ShardingSettings::Strategy::kFull) {
+    planned.plan.notes.push_back(
+        "zero3_init_flag has no effect: a program that makes its model by muster::deferred_init() "
+        "holds it on no process as a whole");
+  }
   // DeepSpeed's leaf modules: the experts of each are gathered together, whichever are used.
   const auto experts = variables.find("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES");
   if (experts != variables.end()) {

@@ -11,6 +11,7 @@ namespace {
 using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 absl::StatusOr<DeepSpeedPlan> Plan(const std::string& more) {
   return PlanDeepSpeed(
@@ -64,6 +65,20 @@ TEST(DeepSpeedPlan, AutoClipping_Is1InAFileAndNoneWithoutOne) {
                   {"ACCELERATE_DEEPSPEED_CONFIG_FILE",
                    R"({"zero_optimization": {}, "gradient_clipping": "auto"})"}}),
             0.7);
+}
+
+TEST(DeepSpeedPlan, FlagToDivideTheModelWhereItIsMade_IsNoted) {
+  const auto notes = [](const std::string& flag) {
+    return PlanDeepSpeed({{"ACCELERATE_DEEPSPEED_ZERO_STAGE", "3"},
+                          {"ACCELERATE_DEEPSPEED_ZERO3_INIT", flag},
+                          {"ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", flag}},
+                         {})
+        ->plan.notes;
+  };
+  EXPECT_THAT(notes("true"), Contains(HasSubstr("zero3_init_flag has no effect")));
+  EXPECT_THAT(notes("true"), Contains(HasSubstr("weights_on_model_save has no effect")));
+  EXPECT_THAT(notes("false"), Not(Contains(HasSubstr("zero3_init_flag"))));
+  EXPECT_THAT(notes("false"), Not(Contains(HasSubstr("weights_on_model_save"))));
 }
 
 TEST(DeepSpeedPlan, MoeLayers_StayInOnePiece) {

@@ -10,6 +10,8 @@ constexpr char kAhead[] =
     "the next unit is gathered ahead, forward and backward, with --sharding_overlap";
 constexpr char kWithTheirUnit[] =
     "small parameters are divided with their unit; ignored_modules stay whole";
+constexpr char kSavedWhole[] =
+    "save_model always writes whole weights, in the dtype of the master weights";
 
 }  // namespace
 
@@ -24,15 +26,23 @@ const std::vector<SettingUse>& FsdpUses() {
       {"auto_wrap_policy", Use::kMapped, "wrap", nullptr},
       {"cpu_offload", Use::kMapped, "offload_parameters, offload_optimizer", nullptr},
       {"ignored_modules", Use::kMapped, "ignored_modules", nullptr},
-      {"state_dict_type", Use::kMapped, "full_state_dict", nullptr},
+      {"state_dict_type", Use::kNoEffect,
+       "checkpoints hold whole tensors, divided among files of all processes, and save_model "
+       "writes "
+       "whole weights",
+       nullptr},
       {"limit_all_gathers", Use::kNoEffect, "two units are gathered at a time", nullptr},
       {"use_orig_params", Use::kNoEffect,
        "optimizers always see the parameters under their own names", nullptr},
-      {"sync_module_states", Use::kMapped, "sync_module_states", nullptr},
+      {"sync_module_states", Use::kNoEffect, "all processes start with the weights of process 0",
+       nullptr},
       {"forward_prefetch", Use::kNoEffect, kAhead, nullptr},
       {"activation_checkpointing", Use::kMapped, "activation_checkpointing", nullptr},
       {"activation_checkpointing_offload", Use::kMapped, "activation_offload", nullptr},
-      {"cpu_ram_efficient_loading", Use::kMapped, "rank_zero_loads", nullptr},
+      {"cpu_ram_efficient_loading", Use::kNoEffect,
+       "each process holds the model that its program makes until prepare() divides it; "
+       "muster::deferred_init() avoids that",
+       nullptr},
       {"transformer_cls_names_to_wrap", Use::kMapped, "wrap_types", nullptr},
       {"min_num_params", Use::kMapped, "min_parameters", nullptr},
   };
@@ -118,12 +128,12 @@ const std::vector<SettingUse>& DeepSpeedUses() {
       {"zero_optimization.param_persistence_threshold", Use::kNoEffect, kWithTheirUnit, nullptr},
       {"zero_optimization.stage3_param_persistence_threshold", Use::kNoEffect, kWithTheirUnit,
        nullptr},
-      {"zero_optimization.stage3_gather_16bit_weights_on_model_save", Use::kMapped,
-       "full_state_dict", nullptr},
-      {"zero_optimization.gather_16bit_weights_on_model_save", Use::kMapped, "full_state_dict",
+      {"zero_optimization.stage3_gather_16bit_weights_on_model_save", Use::kNoEffect, kSavedWhole,
        nullptr},
-      {"zero_optimization.stage3_gather_fp16_weights_on_model_save", Use::kMapped,
-       "full_state_dict", nullptr},
+      {"zero_optimization.gather_16bit_weights_on_model_save", Use::kNoEffect, kSavedWhole,
+       nullptr},
+      {"zero_optimization.stage3_gather_fp16_weights_on_model_save", Use::kNoEffect, kSavedWhole,
+       nullptr},
       {"zero_optimization.contiguous_gradients", Use::kNoEffect,
        "gradients are always in flat storage", nullptr},
       {"zero_optimization.reduce_scatter", Use::kNoEffect,

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/status_macros.h"
@@ -38,6 +39,10 @@ bool IsOff(const Json& value, const Json& off) {
   if (value.is_null() || value == false || (!off.is_null() && value == off)) return true;
   return value.is_object() && (value.empty() || value.value("enabled", Json(true)) == false);
 }
+
+constexpr char kUnitsOfLists[] =
+    "the units are the entries of the model's lists of modules, which needs less memory than one "
+    "unit and gives the same numbers";
 
 // Maps one DeepSpeed config.
 class DeepSpeedMapper {
@@ -83,6 +88,7 @@ class DeepSpeedMapper {
         case Use::kNoEffect:
           // Accelerate's own, in every config.
           if (key == "steps_per_print" && value == "inf") break;
+          if (absl::EndsWith(key, "_weights_on_model_save") && value == false) break;
           plan_.notes.push_back(absl::StrCat(key, " has no effect: ", use->text));
           break;
         case Use::kRefused:
@@ -150,13 +156,6 @@ class DeepSpeedMapper {
                                      sharding.offload_optimizer, sharding.offload_optimizer_path));
     MUSTER_RETURN_IF_ERROR(OffloadOf("offload_param", Strategy::kFull, sharding.offload_parameters,
                                      sharding.offload_parameters_path));
-    for (const char* name :
-         {"stage3_gather_fp16_weights_on_model_save", "gather_16bit_weights_on_model_save",
-          "stage3_gather_16bit_weights_on_model_save"}) {
-      MUSTER_ASSIGN_OR_RETURN(
-          sharding.full_state_dict,
-          Flag(absl::StrCat("zero_optimization.", name), sharding.full_state_dict));
-    }
     return absl::OkStatus();
   }
 
@@ -349,9 +348,9 @@ absl::StatusOr<ShardingPlan> MapFsdp(const FsdpSettings& settings) {
   if (settings.state_dict == FsdpSettings::StateDict::kLocal) {
     return Refused("state_dict_type", "LOCAL_STATE_DICT", "set SHARDED_STATE_DICT");
   }
-  sharding.full_state_dict = settings.state_dict == FsdpSettings::StateDict::kFull;
   switch (settings.wrap) {
     case FsdpSettings::Wrap::kNone:
+      plan.notes.push_back(absl::StrCat("auto_wrap_policy NO_WRAP has no effect: ", kUnitsOfLists));
       break;
     case FsdpSettings::Wrap::kTransformer:
       sharding.wrap = ShardingSettings::Wrap::kTypes;
@@ -372,7 +371,7 @@ absl::StatusOr<ShardingPlan> MapFsdp(const FsdpSettings& settings) {
         sharding.wrap = ShardingSettings::Wrap::kSize;
       } else {
         plan.notes.push_back(
-            "SIZE_BASED_WRAP with min_num_params 0 makes the whole model one unit");
+            absl::StrCat("SIZE_BASED_WRAP with min_num_params 0 has no effect: ", kUnitsOfLists));
       }
   }
   if (settings.transformer_classes && settings.wrap != FsdpSettings::Wrap::kTransformer) {
@@ -400,9 +399,6 @@ absl::StatusOr<ShardingPlan> MapFsdp(const FsdpSettings& settings) {
   sharding.activation_checkpointing = settings.activation_checkpointing;
   sharding.activation_offload = settings.activation_checkpointing_offload;
   sharding.ignored_modules = settings.ignored_modules;
-  sharding.rank_zero_loads = settings.cpu_ram_efficient_loading;
-  sharding.sync_module_states =
-      settings.sync_module_states.value_or(settings.cpu_ram_efficient_loading);
   const auto note = [&](bool given, const char* key) {
     if (!given) return;
     for (const SettingUse& use : FsdpUses()) {
@@ -413,6 +409,9 @@ absl::StatusOr<ShardingPlan> MapFsdp(const FsdpSettings& settings) {
   note(settings.forward_prefetch.value_or(false), "forward_prefetch");
   note(!settings.limit_all_gathers, "limit_all_gathers");
   note(settings.use_orig_params == false, "use_orig_params");
+  note(true, "state_dict_type");
+  note(settings.sync_module_states == false, "sync_module_states");
+  note(settings.cpu_ram_efficient_loading, "cpu_ram_efficient_loading");
   return plan;
 }
 

@@ -23,7 +23,7 @@ struct ShardingSettings {
     kHybrid,           // kFull inside a node, whole between nodes
     kHybridGradients,  // kGradients inside a node
   };
-  enum class Wrap { kWhole, kTypes, kSize };
+  enum class Wrap { kLists, kTypes, kSize };
   enum class Offload { kNone, kCpu, kDisk };
 
   Strategy strategy = Strategy::kFull;
@@ -31,9 +31,9 @@ struct ShardingSettings {
   bool reshard_after_forward = true;
   // Communication runs beside computation.
   bool overlap = false;
-  // The units: the whole model, modules of these types (none named: those that the model itself
-  // keeps whole), or modules of at least so many parameters.
-  Wrap wrap = Wrap::kWhole;
+  // The units: the entries of the model's lists of modules, modules of these types (none named:
+  // those that the model itself keeps whole), or modules of at least so many parameters.
+  Wrap wrap = Wrap::kLists;
   std::vector<std::string> wrap_types;
   int64_t min_parameters = 0;
   // Modules, by class or name, that stay in one piece.
@@ -51,10 +51,6 @@ struct ShardingSettings {
   std::optional<std::string> reduce_dtype;
   std::optional<std::string> output_dtype;
   std::optional<std::string> buffer_dtype;
-  // Whether `save_model` writes whole tensors (rank 0) or each rank its shards.
-  bool full_state_dict = false;
-  bool sync_module_states = false;  // the weights of rank 0 go to all ranks
-  bool rank_zero_loads = false;     // only rank 0 reads the file of the model
 };
 
 // The scale of losses in fp16. `fixed` 0: dynamic.

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <random>
 #include <set>
 
@@ -36,9 +37,6 @@ std::string Words(const ShardingPlan& plan) {
             s.reduce_dtype.value_or(""),
             s.output_dtype.value_or(""),
             s.buffer_dtype.value_or(""),
-            s.full_state_dict,
-            s.sync_module_states,
-            s.rank_zero_loads,
             plan.mixed_precision,
             plan.gradient_clipping.value_or(-1),
             plan.gradient_accumulation_steps.value_or(-1),
@@ -152,13 +150,24 @@ TEST(MapFsdp, EveryArgument_IsMappedNotedOrRefused) {
       if (use.key == "transformer_cls_names_to_wrap") {
         base["auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP";
       }
-      const auto mapped = [](const Json& arguments) -> std::string {
+      // Of a setting that is mapped what the plan says, of one without effect the notes on it.
+      const auto mapped = [&use](const Json& arguments) -> std::string {
         const auto settings = ResolveFsdp(arguments, {}, "no");
         if (!settings.ok()) return "refused";
         const auto plan = MapFsdp(*settings);
-        return plan.ok() ? Words(*plan) + Json(plan->notes).dump() : "refused";
+        if (!plan.ok()) return "refused";
+        std::vector<std::string> notes = plan->notes;
+        if (use.use == Use::kNoEffect) {
+          const auto is_of_another = [&use](const std::string& note) {
+            return note.find(use.key + " has no effect") == std::string::npos;
+          };
+          notes.erase(std::remove_if(notes.begin(), notes.end(), is_of_another), notes.end());
+          return Json(notes).dump();
+        }
+        // The version only decides which of the others count, which the notes say.
+        return Words(*plan) + (use.key == "fsdp_version" ? Json(notes).dump() : "");
       };
-      const std::string before = mapped(base);
+      const std::string before = use.use == Use::kNoEffect ? "[]" : mapped(base);
       for (const Json& value : values) {
         Json arguments = base;
         arguments[use.key] = value;
@@ -169,6 +178,29 @@ TEST(MapFsdp, EveryArgument_IsMappedNotedOrRefused) {
     EXPECT_GT(effects, 0) << "ignored";
   }
   EXPECT_THAT(keys, testing::UnorderedElementsAreArray(FsdpArgumentNames()));
+}
+
+TEST(MapFsdp, WhatTheEngineDoesInItsOwnWay_IsNoted) {
+  const auto notes = [](const Json& arguments) {
+    const auto plan = MapFsdp(ResolveFsdp(arguments, {}, "no").value());
+    return plan.ok() ? plan->notes : std::vector<std::string>{plan.status().ToString()};
+  };
+  using testing::Contains;
+  using testing::Not;
+  for (const char* type : {"FULL_STATE_DICT", "SHARDED_STATE_DICT"}) {
+    EXPECT_THAT(notes({{"state_dict_type", type}}),
+                Contains(HasSubstr("state_dict_type has no effect: checkpoints hold whole")));
+  }
+  EXPECT_THAT(notes({{"sync_module_states", false}, {"cpu_ram_efficient_loading", false}}),
+              Contains(HasSubstr("sync_module_states has no effect: all processes start")));
+  EXPECT_THAT(notes({{"sync_module_states", true}, {"cpu_ram_efficient_loading", false}}),
+              Not(Contains(HasSubstr("sync_module_states"))));
+  EXPECT_THAT(notes({{"cpu_ram_efficient_loading", true}, {"sync_module_states", true}}),
+              Contains(HasSubstr("cpu_ram_efficient_loading has no effect: each process")));
+  EXPECT_THAT(notes({{"auto_wrap_policy", "NO_WRAP"}}),
+              Contains(HasSubstr("entries of the model's lists")));
+  EXPECT_THAT(notes({{"auto_wrap_policy", "SIZE_BASED_WRAP"}, {"min_num_params", 0}}),
+              Contains(HasSubstr("entries of the model's lists")));
 }
 
 TEST(MapFsdp, Strategies_AreOurs) {

@@ -97,9 +97,13 @@ absl::StatusOr<EngineSettings> ToOptions(const ShardingPlan& plan, int64_t ranks
         "Parameters are not offloaded: this strategy keeps them whole. FULL_SHARD (stage 3) "
         "offloads them.");
   }
+  if (to.offload_optimizer != Offload::kNone && to.offload_parameters == Offload::kNone) {
+    result.notes.push_back(
+        "Of what the optimizer needs its states are offloaded, and gradients stay on the device. "
+        "Offloaded parameters (FULL_SHARD, stage 3) take their gradients with them.");
+  }
   to.no_split = from.no_split;
   to.ignored_modules = from.ignored_modules.value_or("");
-  // Without types the entries of module lists are units: nothing but memory depends on it.
   if (from.wrap == ShardingSettings::Wrap::kTypes) to.unit_types = from.wrap_types;
   if (from.wrap == ShardingSettings::Wrap::kSize) to.min_unit_parameters = from.min_parameters;
   MUSTER_ASSIGN_OR_RETURN(to.parameter_dtype, DtypeOf(from.parameter_dtype, "parameters"));
@@ -118,11 +122,6 @@ absl::StatusOr<EngineSettings> ToOptions(const ShardingPlan& plan, int64_t ranks
     result.notes.push_back(
         "Batches are as large as those of the loaders that the program prepares, whatever "
         "train_micro_batch_size_per_gpu and train_batch_size.");
-  }
-  if (!from.full_state_dict) {
-    result.notes.push_back(
-        "Checkpoints hold whole tensors, divided among files of all processes, "
-        "whatever the state dict type.");
   }
   return result;
 }
