@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/container/btree_set.h"
+#include "absl/container/flat_hash_map.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -175,9 +176,13 @@ CheckpointSet::Error CheckpointSet::Begin(const v1::BeginCheckpointRequest& requ
                                          " are being prepared: finish or abort one first"));
   }
   if (entries_.size() >= kMaxRecords) {
-    return TooLarge("path", absl::StrCat("job ", Quoted(job_id_), " has ", entries_.size(),
-                                         " checkpoints: delete some, or let retention do it "
-                                         "(keep)"));
+    const std::optional<uint64_t> oldest = Forgettable();
+    if (!oldest.has_value()) {
+      return TooLarge("path", absl::StrCat("job ", Quoted(job_id_), " has ", entries_.size(),
+                                           " checkpoints of which no record can be forgotten: "
+                                           "delete the folders that retention lets go"));
+    }
+    Remove(*oldest, changes);
   }
   Entry& entry = entries_[id];
   v1::CheckpointRecord& record = entry.record;
@@ -357,6 +362,31 @@ void CheckpointSet::Adopt(CheckpointSet* former) {
     v1::CheckpointRecord& record = entry.record;
     if (!record.sha256().empty() && record.job_id().empty()) record.set_job_id(former->job_id_);
   }
+}
+
+std::optional<uint64_t> CheckpointSet::Forgettable() const {
+  // By folder: what a resume would take now.
+  absl::flat_hash_map<absl::string_view, uint64_t> newest;
+  for (const auto& [id, entry] : entries_) {
+    if (IsResumable(entry.record)) newest[FolderOf(entry.record.path())] = id;
+  }
+  // A folder without a record counts as what its seal.json says: the same for one that was not
+  // marked since, unless the marks were made where the folder is not seen.
+  const auto rank = [](const v1::CheckpointRecord& record) {
+    return (record.pinned() ? 2 : 0) + (IsResumable(record) ? 0 : 1);
+  };
+  const v1::CheckpointRecord* found = nullptr;
+  for (const auto& [id, entry] : entries_) {
+    const v1::CheckpointRecord& record = entry.record;
+    if (record.state() != v1::CHECKPOINT_STATE_PUBLISHED) continue;
+    if (const auto last = newest.find(FolderOf(record.path()));
+        last != newest.end() && last->second == id) {
+      continue;
+    }
+    if (found == nullptr || rank(record) < rank(*found)) found = &record;
+  }
+  if (found == nullptr) return std::nullopt;
+  return found->checkpoint_id();
 }
 
 std::vector<uint64_t> CheckpointSet::Superfluous(absl::string_view folder, int keep,

@@ -40,7 +40,7 @@ class CheckpointSet {
  public:
   static constexpr size_t kMaxPath = 4096;
   static constexpr size_t kMaxFileName = 255;
-  static constexpr size_t kMaxRecords = 4096;  // of one job, until they are deleted
+  static constexpr size_t kMaxRecords = 4096;  // of one job; then Begin() forgets the oldest
   static constexpr size_t kMaxPreparing = 4;   // at a time
   static constexpr int kMaxRanks = 1 << 20;
   static constexpr int kMaxParts = 1 << 20;
@@ -73,7 +73,9 @@ class CheckpointSet {
   using Changes = std::vector<v1::CheckpointChanged>;
   using Error = std::optional<v1::OpError>;
 
-  // `id` is new; it is used if no checkpoint of this path, step and plan is there. Errors:
+  // `id` is new; it is used if no checkpoint of this path, step and plan is there. A job that keeps
+  // all of its checkpoints, or whose folders others delete, saves for months: of more than
+  // kMaxRecords it forgets the oldest ones, whose folders stay. Errors:
   // BAD_FIELD, LIMIT; CHECKPOINT_CONFLICT if another plan or step is being prepared for the path.
   Error Begin(const v1::BeginCheckpointRequest& request, uint64_t generation, uint64_t id,
               v1::BeginCheckpointReply* reply, Changes* changes);
@@ -183,6 +185,9 @@ class CheckpointSet {
   // The ids of those that `keep` and `keep_every` let go, oldest first.
   // Of those in `folder`: retention of one project leaves the folders of others alone.
   std::vector<uint64_t> Superfluous(absl::string_view folder, int keep, int64_t keep_every) const;
+  // Which record may go to make room for another: its folder stays, as one that the registry does
+  // not know. The oldest that is published and that no resume would take now; pinned ones last.
+  std::optional<uint64_t> Forgettable() const;
   void StartReports(Entry* entry) const;
   Error CheckPart(const v1::ReportShardsRequest& request, const Entry& entry, size_t* bytes) const;
 

@@ -16,6 +16,7 @@ namespace muster::coordinator {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -248,6 +249,51 @@ TEST_F(CheckpointSetTest, BeginThatIsWrong_IsRefused) {
   Begin("/p/more", 1);
   EXPECT_THAT(Message(error_), HasSubstr("finish or abort one"));
   EXPECT_THAT(changes_, SizeIs(CheckpointSet::kMaxPreparing));
+}
+
+TEST_F(CheckpointSetTest, MoreThanItKeepsRecordsOf_ForgetsTheOldestThatNoResumeWouldTake) {
+  const uint64_t held_back = Save("/c/held_back", 1, 0, /*hold_back=*/true);
+  const uint64_t other = Save("/other/1", 1);
+  const uint64_t pinned = Save("/c/pinned", 1);
+  EXPECT_EQ(Mark(pinned, v1::MarkCheckpointRequest::PIN), "");
+  const uint64_t first = Save("/c/first", 1), second = Save("/c/second", 1);
+  v1::CheckpointChanged restored;
+  // As those that were saved, without the time that this takes.
+  v1::CheckpointRecord& record = *restored.mutable_record();
+  record = sealed_.checkpoint();
+  record.set_state(v1::CHECKPOINT_STATE_PUBLISHED);
+  record.set_published(true);
+  while (set_.size() < CheckpointSet::kMaxRecords) {
+    record.set_checkpoint_id(next_id_++);
+    record.set_path(absl::StrCat("/c/", record.checkpoint_id()));
+    record.set_pinned(true);
+    set_.Restore(restored);
+  }
+  changes_.clear();
+  const uint64_t third = Save("/c/third", 3);
+  uint64_t last = third;
+  EXPECT_EQ(set_.size(), CheckpointSet::kMaxRecords);
+  EXPECT_EQ(changes_.front().removed(), first) << "it is journaled";
+  EXPECT_THAT(to_delete_, IsEmpty()) << "its folder stays";
+  EXPECT_EQ(Resolve(), last);
+  const auto forgotten = [&] {
+    changes_.clear();
+    last = Save(absl::StrCat("/c/", next_id_), 4);
+    EXPECT_EQ(Resolve(), last);
+    EXPECT_EQ(set_.size(), CheckpointSet::kMaxRecords);
+    return changes_.front().removed();
+  };
+  EXPECT_EQ(forgotten(), second);
+  EXPECT_EQ(forgotten(), third) << "those that are not pinned";
+  EXPECT_THAT(Ids(), AllOf(Contains(held_back), Contains(other), Contains(pinned)));
+  // A program that names its checkpoints has all of them pinned.
+  EXPECT_EQ(Mark(last, v1::MarkCheckpointRequest::PIN), "");
+  EXPECT_EQ(forgotten(), third + 1);
+  EXPECT_EQ(Mark(last, v1::MarkCheckpointRequest::PIN), "");
+  EXPECT_EQ(forgotten(), held_back);
+  EXPECT_EQ(Mark(last, v1::MarkCheckpointRequest::PIN), "");
+  EXPECT_EQ(forgotten(), pinned);
+  EXPECT_THAT(Ids(), Contains(other)) << "a resume of its folder takes it";
 }
 
 TEST_F(CheckpointSetTest, Retention_LetsTheOldestGoOnlyAfterTheNewIsPublished) {
