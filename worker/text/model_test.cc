@@ -203,6 +203,17 @@ TEST(Unigram, TheLargestSum_Wins) {
   EXPECT_THAT(Cut(Unigram({{"unk_id", nullptr}}), "az"), HasSubstr("no piece covers \"z\""));
 }
 
+// As the library: read exactly, "." and ".." add up to the same either way, and ".", ".." would
+// win.
+TEST(Unigram, ScoresOf17Digits_AreReadAsTheLibraryReadsThem) {
+  const Json json = Unigram(
+      {{"vocab", Json::array({Piece("?", 0.0), Piece("x", -8.850960501750528),
+                              Piece(".", -9.134363953404701), Piece("..", -1.8518751701175704),
+                              Piece("y", -1e-300), Piece("z", -5)})}});
+  EXPECT_EQ(Cut(json, "x..."), "x01 ..13 .34");
+  EXPECT_EQ(Cut(json, "yz"), "y01 z12");
+}
+
 TEST(Unigram, UnknownTextInBytes_IfTheyAreThere) {
   Json json = Unigram({{"byte_fallback", true}});
   json["vocab"].push_back(Piece("<0xC3>", 0.0));

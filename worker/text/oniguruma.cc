@@ -27,6 +27,21 @@ constexpr int64_t kMaxRepeatProduct = 1'000'000;
 // (it looks Latin-1 up in another table), inside of brackets it does not.
 constexpr absl::string_view kWord =
     R"(\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\x{B2}\x{B3}\x{B9}\x{BC}-\x{BE})";
+
+// What a reader takes for one character (UAX #29), as Oniguruma has it. ICU's own \X also joins the
+// consonants of Indic conjuncts.
+constexpr absl::string_view kCluster =
+    R"((?-i:(?>\x{D}\x{A}|[\x{D}\x{A}\p{Grapheme_Cluster_Break=Control}])"
+    R"(|\p{Grapheme_Cluster_Break=Prepend}*(?:)"
+    R"(\p{Grapheme_Cluster_Break=L}*(?:\p{Grapheme_Cluster_Break=V}+)"
+    R"(|\p{Grapheme_Cluster_Break=LV}\p{Grapheme_Cluster_Break=V}*)"
+    R"(|\p{Grapheme_Cluster_Break=LVT})\p{Grapheme_Cluster_Break=T}*)"
+    R"(|\p{Grapheme_Cluster_Break=L}+|\p{Grapheme_Cluster_Break=T}+)"
+    R"(|\p{Regional_Indicator}{2})"
+    R"(|\p{Extended_Pictographic}(?:\p{Grapheme_Cluster_Break=Extend}*\x{200D})"
+    R"(\p{Extended_Pictographic})*)"
+    R"(|[^\x{D}\x{A}\p{Grapheme_Cluster_Break=Control}]))"
+    R"([\p{Grapheme_Cluster_Break=Extend}\x{200D}\p{Grapheme_Cluster_Break=SpacingMark}]*)))";
 constexpr absl::string_view kWordInBrackets = R"(\p{Alphabetic}\p{M}\p{Nd}\p{Pc})";
 constexpr absl::string_view kSpace = R"(\p{White_Space})";
 constexpr absl::string_view kHexDigit = "0-9A-Fa-f";
@@ -464,7 +479,7 @@ class Translator {
         return absl::OkStatus();
       case 'X':
         ++at_;
-        Atom(R"(\X)");
+        Atom(kCluster);
         return absl::OkStatus();
       default:
         break;

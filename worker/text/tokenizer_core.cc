@@ -255,7 +255,11 @@ absl::Status TokenizerCore::Check(const Truncation& truncation, int64_t added) c
                      ", but the template alone adds ", added, " special tokens"));
   }
   const int64_t length = truncation.max_length - added;
-  if (length > 0 && truncation.stride >= length) {
+  // Where only special tokens fit, a text is one window after them, and needs no progress. The
+  // library then refuses a stride that leaves none for a single text.
+  const int64_t single =
+      added > 0 ? truncation.max_length - post_processor_->AddedTokens(/*is_pair=*/false) : length;
+  if (length > 0 ? truncation.stride >= length : truncation.stride > std::max<int64_t>(single, 0)) {
     return absl::InvalidArgumentError(absl::StrCat(
         "truncation: a stride of ", truncation.stride, " leaves no progress in windows of ", length,
         " tokens (max_length ", truncation.max_length, " less ", added, " special ones)"));

@@ -83,6 +83,11 @@ TEST(Tokenizer, PairsAndBatches_AreTruncatedAndPadded) {
   options.truncation->max_length = 0;
   EXPECT_THAT(std::string(tokenizer.Encode("one", options).status().message()),
               HasSubstr("max_length is 0, but the template alone adds 1"));
+  // Of one token, the template's: a text would be one window behind it, whatever the stride.
+  options.truncation->max_length = 1;
+  options.truncation->stride = 1;
+  EXPECT_THAT(std::string(tokenizer.Encode("one", options).status().message()),
+              HasSubstr("a stride of 1 leaves no progress in windows of 0 tokens"));
   const std::vector<TextInput> bad = {"one", "\xFF"};
   EXPECT_THAT(std::string(tokenizer.EncodeBatch(bad).status().message()),
               HasSubstr("text 1 of the batch: the text is not UTF-8"));

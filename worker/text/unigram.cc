@@ -1,9 +1,15 @@
 #include "worker/text/unigram.h"
 
 #include <algorithm>
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <cstdint>
 #include <limits>
+#include <string>
 #include <utility>
 
+#include "absl/strings/charconv.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/status_macros.h"
@@ -25,6 +31,52 @@ struct Best {
   uint32_t begin = kNowhere;  // of its last piece; kNowhere: no way leads here
   uint32_t id = 0;
 };
+
+// The nearest double to 10^power; power from 0 to 308.
+double PowerOfTen(int power) {
+  static const auto* const powers = [] {
+    auto* const all = new std::array<double, 309>;
+    for (int i = 0; i < 309; ++i) {
+      const std::string text = absl::StrCat("1e", i);
+      absl::from_chars(text.data(), text.data() + text.size(), (*all)[i]);
+    }
+    return all;
+  }();
+  return (*powers)[power];
+}
+
+// The score as the library reads it from the digits in the file: all digits as a whole number, that
+// rounded to a double, times or by a power of ten. With 17 digits this is often not the nearest
+// double, and decides between ways whose sums are otherwise equal ("." and ".." for "...").
+// Numbers are written with the fewest digits, so `exact` has those of the file.
+double AsLibraryReads(double exact) {
+  std::array<char, 64> text;
+  const auto end = std::to_chars(text.data(), text.data() + text.size(), std::abs(exact),
+                                 std::chars_format::scientific)
+                       .ptr;
+  uint64_t digits = 0;
+  int power = 0;
+  bool is_fraction = false;
+  for (const char* at = text.data(); at != end; ++at) {
+    if (*at == '.') {
+      is_fraction = true;
+    } else if (*at == 'e') {
+      int exponent = 0;
+      at += at[1] == '+' ? 2 : 1;
+      std::from_chars(at, end, exponent);
+      power += exponent;
+      break;
+    } else {
+      digits = digits * 10 + static_cast<uint64_t>(*at - '0');
+      power -= is_fraction ? 1 : 0;
+    }
+  }
+  auto value = static_cast<double>(digits);
+  for (; power < -308; power += 308) value /= PowerOfTen(308);
+  value = power < 0 ? value / PowerOfTen(-power) : value * PowerOfTen(power);
+  // Beyond the range of doubles the library refuses the number.
+  return std::isfinite(value) ? std::copysign(value, exact) : exact;
+}
 
 class UnigramScratch final : public Model::Scratch {
  public:
@@ -161,7 +213,8 @@ absl::StatusOr<std::unique_ptr<Model>> MakeUnigram(Settings& settings) {
                                 Printable(piece.dump(-1, ' ', true), 80)));
     }
     parts.vocabulary.Add(piece[0].get<std::string>(), static_cast<uint32_t>(parts.scores.size()));
-    parts.scores.push_back(piece[1].get<double>());
+    parts.scores.push_back(piece[1].is_number_float() ? AsLibraryReads(piece[1].get<double>())
+                                                      : piece[1].get<double>());
   }
   if (unk >= 0) {
     if (static_cast<size_t>(unk) >= list.size()) {
