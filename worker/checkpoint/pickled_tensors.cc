@@ -50,6 +50,7 @@ enum class Kind : uint8_t {
 
 enum class Function {
   kOrderedDict,
+  kCounter,
   kRebuildTensor,
   kRebuildTensorV2,
   kRebuildTensorV3,
@@ -79,6 +80,8 @@ constexpr int64_t Of(SafetensorsType type) { return static_cast<int64_t>(type); 
 // Everything a pickle may name.
 constexpr Global kGlobals[] = {
     {"collections.OrderedDict", Kind::kFunction, Of(Function::kOrderedDict)},
+    // The milestones of a MultiStepLR, which training checkpoints hold beside the weights.
+    {"collections.Counter", Kind::kFunction, Of(Function::kCounter)},
     {"torch._utils._rebuild_tensor", Kind::kFunction, Of(Function::kRebuildTensor)},
     {"torch._utils._rebuild_tensor_v2", Kind::kFunction, Of(Function::kRebuildTensorV2)},
     {"torch._utils._rebuild_tensor_v3", Kind::kFunction, Of(Function::kRebuildTensorV3)},
@@ -465,6 +468,13 @@ absl::Status Machine::Reduce() {
         }
       }
       return Push(std::move(dict));
+    }
+    case Function::kCounter: {
+      if (arguments.size() != 1 || values_[arguments[0]].kind != Kind::kDict) {
+        return Bad("collections.Counter is not made of a dictionary");
+      }
+      MUSTER_RETURN_IF_ERROR(CountCopied(values_[arguments[0]].items.size()));
+      return Push({.kind = Kind::kDict, .items = values_[arguments[0]].items});
     }
     case Function::kRebuildParameter: {
       if (arguments.empty() || values_[arguments[0]].kind != Kind::kTensor) {

@@ -94,6 +94,21 @@ TEST(PickledTensors, NestedContainers_GiveDottedNames) {
   EXPECT_THAT(names, ElementsAre("model.w", "list.0", "list.2", "7"));
 }
 
+// As the state of a MultiStepLR holds its milestones, beside the weights of a training checkpoint.
+TEST(PickledTensors, Counters_AreDictionaries) {
+  const std::string counter = Global("collections", "Counter");
+  const std::string tensor = Tensor(Storage("ByteStorage", "0", 1), 0, {1}, {1});
+  const auto tensors = Parse(Pickle(
+      Dict(Text("milestones") + counter + Dict(Int(3) + Int(1) + Int(5) + Int(1)) + "\x85R" +
+           Text("counted") + counter + Dict(Text("t") + tensor) + "\x85R" + Text("w") + tensor)));
+  ASSERT_TRUE(tensors.ok()) << tensors.status();
+  ASSERT_EQ(tensors->size(), 2u);
+  EXPECT_EQ((*tensors)[0].name, "counted.t");
+  EXPECT_EQ((*tensors)[1].name, "w");
+  EXPECT_THAT(ErrorOf(Pickle(counter + "(" + Int(3) + "tR")), HasSubstr("collections.Counter"));
+  EXPECT_THAT(ErrorOf(Pickle(counter + ")R")), HasSubstr("collections.Counter"));
+}
+
 TEST(PickledTensors, AnyOtherName_IsRefusedAndNamed) {
   EXPECT_THAT(ErrorOf(Pickle(Dict(Text("w") + Global("os", "system") + "(" + Text("id") + "tR"))),
               HasSubstr("m.bin: byte 10: the pickle names os.system, which is refused"));
