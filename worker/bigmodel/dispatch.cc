@@ -445,10 +445,10 @@ constexpr int kMaxReaders = 1024;
 
 absl::Status Dispatcher::Prepare(const DeviceEntries& map, bool keep_on_host) {
   if (options_.readers < 1 || options_.readers > kMaxReaders) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "readers is ", options_.readers,
-        ": it is the number of threads that read weights; write 1 to ", kMaxReaders,
-        ", or leave it out"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("readers is ", options_.readers,
+                     ": it is the number of threads that read weights; write 1 to ", kMaxReaders,
+                     ", or leave it out"));
   }
   MUSTER_ASSIGN_OR_RETURN(const PlannedModel model, DescribeModule(module_));
   MUSTER_RETURN_IF_ERROR(CheckDeviceMap(model, map));
