@@ -175,10 +175,43 @@ TEST(Ranks, LocalSgdUnderFp16_EndsWithOneLossScaleOnAllRanks) {
       LocalSGD local(a, model, 8);
       step(a.is_main_process() ? 0 : std::numeric_limits<double>::infinity());
       EXPECT_EQ(a.optimizer_step_was_skipped(), !a.is_main_process());
+      // Where a trigger takes effect.
+      EXPECT_EQ(a.core().trigger_step(), 1);
     }
+    EXPECT_EQ(a.core().trigger_step(), 1);
     EXPECT_EQ(optimizer.steps(), 1);
     step(1);
     EXPECT_EQ(net->weight.item<double>(), 1);
+  });
+}
+
+// The loss scale changes when all optimizers have stepped at it, not when some of them have, and
+// another one did inside LocalSGD.
+TEST(Ranks, LocalSgdUnderFp16_EndsWithNoOptimizerThatHasSteppedAtTheNewScale) {
+  AcceleratorOptions options;
+  options.mixed_precision = "fp16";
+  options.grad_scaler.init_scale = 1024;
+  RunAccelerators(2, options, [](Accelerator& a) {
+    torch::nn::Linear first = OneWeight(), second = OneWeight();
+    FusedSGD first_sgd(first->parameters(), {.lr = 1.0});
+    FusedSGD second_sgd(second->parameters(), {.lr = 1.0});
+    auto [first_model, second_model, first_optimizer, second_optimizer] =
+        a.prepare(first, second, first_sgd, second_sgd);
+    const auto backward = [&](double x, double y) {
+      a.backward(Loss(first_model(at::full({1, 1}, x))) + Loss(second_model(at::full({1, 1}, y))));
+    };
+    {
+      LocalSGD local(a, first_model, 8);
+      backward(0, 0);
+      first_optimizer.step();
+    }
+    first_optimizer.zero_grad();
+    second_optimizer.zero_grad();
+    const double before = first->weight.item<double>();
+    backward(1, std::numeric_limits<double>::infinity());
+    second_optimizer.step();
+    first_optimizer.step();
+    EXPECT_EQ(std::abs(first->weight.item<double>() - before), 1);
   });
 }
 

@@ -344,6 +344,36 @@ TEST(Sharding, StepOfARankWhosePartIsFrozen_IsNotWarnedOf) {
   }
 }
 
+struct HalfUsedImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x) { return x * used; }
+  at::Tensor unused = register_parameter("unused", at::ones({4}));
+  at::Tensor used = register_parameter("used", at::ones({4}));
+};
+TORCH_MODULE(HalfUsed);
+
+// Rank 0 has all numbers of the weight that no loss reaches, rank 1 those of the other one.
+TEST(Sharding, StepOfARankWhosePartIsUnused_IsNotWarnedOf) {
+  for (const char* const strategy : {"zero1", "zero2", "zero3"}) {
+    for (const bool backward : {true, false}) {
+      const auto store = c10::make_intrusive<c10d::HashStore>();
+      testing::internal::CaptureStderr();
+      RunGlooRanks(2, [&](Comm& comm) {
+        Accelerator a(CoreOn(comm, Sharded(strategy), store));
+        HalfUsed net;
+        FusedSGD sgd(net->parameters(), {.lr = 0.1});
+        auto [model, optimizer] = a.prepare(net, sgd);
+        if (backward) a.backward(model(at::ones({4})).mean());
+        optimizer.step();
+      });
+      const std::string text = testing::internal::GetCapturedStderr();
+      EXPECT_EQ(text.find("no parameter of this optimizer has a gradient where this process has a "
+                          "part of it") == std::string::npos,
+                backward)
+          << strategy << ": " << text;
+    }
+  }
+}
+
 // Of one model, the part that is frozen under what is trained. The program may write what an
 // optimizer has.
 TEST(Sharding, FrozenPartOfAModel_IsGatheredOnceUntilSomethingWritesItUnlessAnOptimizerHasIt) {

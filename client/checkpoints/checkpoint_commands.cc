@@ -41,6 +41,7 @@
 #include "worker/checkpoint/run_folder.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/seal.h"
+#include "worker/checkpoint/shape_text.h"
 #include "worker/checkpoint/staging_folder.h"
 #include "worker/checkpoint/unfinished_saves.h"
 #include "worker/checkpoint/weight_files.h"
@@ -520,8 +521,8 @@ int RunInspect(const Call& call) {
                          {"dtype", type},
                          {"shape", entry.tensor.shape},
                          {"bytes", WeightFiles::BytesOf(entry)}});
-      absl::StrAppend(&text, Shown(in), ": ", Shown(entry.tensor.name), "  ", type, " [",
-                      absl::StrJoin(entry.tensor.shape, ", "), "]\n");
+      absl::StrAppend(&text, Shown(in), ": ", Shown(entry.tensor.name), "  ", type, " ",
+                      ShapeText(entry.tensor.shape), "\n");
     }
   }
   json["tensors"] = tensors;
@@ -796,7 +797,8 @@ int RunExport(const Call& call) {
   int model = 0;
   if (call.line.Has("model") && (!absl::SimpleAtoi(call.line.Get("model"), &model) || model < 0)) {
     return Fail(call, absl::InvalidArgumentError(absl::StrCat("--model ", call.line.Get("model"),
-                                                              ": write its number, from 0")));
+                                                              ": write its number, from 0 to ",
+                                                              std::numeric_limits<int>::max())));
   }
   KeptElsewhere elsewhere;
   const auto manifest = VerifyHere(path, VerifyLevel::kSizes, &elsewhere);

@@ -643,7 +643,7 @@ TEST_F(CheckpointCommandsTest, Export_OddInput_IsOneLine) {
   Save(Numbered(0), {1, 2}, 1);
   for (const char* model : {"-1", "x", "99999999999999999999", ""}) {
     ExpectRefused({"export", Numbered(0), Path("out"), "--model", model, "-o", "json"}, kExitUsage,
-                  "write its number, from 0");
+                  "write its number, from 0 to 2147483647");
   }
   ExpectRefused({"export", Path("nothing"), Path("out"), "-o", "json"}, kExitNotFound,
                 "does not exist");

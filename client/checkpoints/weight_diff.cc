@@ -7,16 +7,15 @@
 #include <limits>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/safetensors_format.h"
+#include "worker/checkpoint/shape_text.h"
 
 namespace muster::client {
 namespace {
 
 std::string Description(const StoredTensor& tensor) {
-  return absl::StrCat(SafetensorsTypeName(tensor.type), " [", absl::StrJoin(tensor.shape, ", "),
-                      "]");
+  return absl::StrCat(SafetensorsTypeName(tensor.type), " ", ShapeText(tensor.shape));
 }
 
 template <class T>

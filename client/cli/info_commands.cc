@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <system_error>
@@ -577,8 +578,9 @@ int RunTriggerCommand(const std::vector<std::string>& args, const CommandContext
     int64_t step = 0;
     if (!absl::SimpleAtoi(line.Get("at_step"), &step) || step < 1) {
       return Fail(spec, context,
-                  absl::InvalidArgumentError(
-                      absl::StrCat("--at_step ", line.Get("at_step"), ": write a step, 1 or more")),
+                  absl::InvalidArgumentError(absl::StrCat("--at_step ", line.Get("at_step"),
+                                                          ": write a step from 1 to ",
+                                                          std::numeric_limits<int64_t>::max())),
                   kExitUsage);
     }
     request.set_align(v1::TRIGGER_ALIGN_AT_STEP);

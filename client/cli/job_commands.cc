@@ -6,6 +6,7 @@
 #include "client/cli/job_commands.h"
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -854,16 +855,24 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
   const bool all = line.Get("rank") == "all";
   if (line.Has("rank") && !all &&
       (!absl::SimpleAtoi(line.Get("rank"), &options.rank) || options.rank < 0)) {
-    return refuse(absl::StrCat("--rank ", line.Get("rank"), ": write a number from 0, or all"));
+    return refuse(absl::StrCat("--rank ", line.Get("rank"), ": write a number from 0 to ",
+                               std::numeric_limits<int>::max(), ", or all"));
   }
   if (line.Has("attempt") &&
       (!absl::SimpleAtoi(line.Get("attempt"), &options.attempt) || options.attempt < 1)) {
-    return refuse(absl::StrCat("--attempt ", line.Get("attempt"), ": write a number from 1"));
+    return refuse(absl::StrCat("--attempt ", line.Get("attempt"), ": write a number from 1 to ",
+                               std::numeric_limits<int>::max()));
   }
   if (line.Has("tail")) {
-    if (!absl::SimpleAtoi(line.Get("tail"), &options.tail_lines) || options.tail_lines < 1) {
-      return refuse(absl::StrCat("--tail ", line.Get("tail"), ": write a number of lines"));
+    int64_t lines = 0;
+    if (!absl::SimpleAtoi(line.Get("tail"), &lines) || lines < 1) {
+      return refuse(absl::StrCat("--tail ", line.Get("tail"),
+                                 ": write a number of lines from 1 to ",
+                                 std::numeric_limits<int64_t>::max()));
     }
+    // No log has more.
+    options.tail_lines =
+        static_cast<int>(std::min<int64_t>(lines, std::numeric_limits<int>::max()));
     options.offset = -1;
   }
   std::optional<absl::Time> since;

@@ -177,6 +177,22 @@ TEST_F(JobCommandsTest, Logs_WrongFlags_AreNamedBeforeAnyCall) {
   }
 }
 
+TEST_F(JobCommandsTest, NumbersBeyond32Bits_SayWhatIsAllowed) {
+  for (const std::string flag : {"rank", "attempt"}) {
+    err_.str("");
+    EXPECT_EQ(RunLogsCommand({"mnist-1", absl::StrCat("--", flag), "99999999999"}, context_),
+              kExitUsage);
+    EXPECT_THAT(err_.str(), HasSubstr(absl::StrCat("--", flag, " 99999999999: write a number from ",
+                                                   flag == "rank" ? 0 : 1, " to 2147483647")));
+  }
+  err_.str("");
+  EXPECT_EQ(RunSubmitCommand({"--processes", "99999999999", "--", "train"}, context_), kExitUsage);
+  EXPECT_EQ(
+      err_.str(),
+      "muster submit: --processes 99999999999: write how many, 4, or a range, 1:4, of at most "
+      "2147483647\n");
+}
+
 TEST_F(JobCommandsTest, NoCoordinator_EveryCommandSaysWhereHowOftenWhyAndWhatToDo) {
   const std::string flag = "unix:/nonexistent/flag";
   for (const auto& run : {RunListCommand, RunNodesCommand, RunStatusCommand}) {
@@ -453,8 +469,10 @@ TEST_F(JobCommandsTest, Logs_WhoseBeginIsGone_SaySo) {
   }
   // Who asks for the end does not miss the begin.
   err_.str("");
-  EXPECT_EQ(RunLogsCommand({"mnist-1", "--tail", "5"}, context_), kExitOk) << err_.str();
-  EXPECT_EQ(err_.str(), "");
+  for (const char* lines : {"5", "99999999999"}) {
+    EXPECT_EQ(RunLogsCommand({"mnist-1", "--tail", lines}, context_), kExitOk) << err_.str();
+    EXPECT_EQ(err_.str(), "");
+  }
 }
 
 TEST_F(JobCommandsTest, Logs_OfAJobThatHasNotRun_SayWhyThereAreNone) {

@@ -56,6 +56,9 @@ std::string KeyOf(const v1::RankStack& stack) {
   return absl::StrJoin(places, "\n");
 }
 
+// More than a job has: launch and submit take at most a million processes.
+constexpr int kMaxRanks = 1 << 20;
+
 // "0,3-5" as numbers. Errors: INVALID_ARGUMENT.
 absl::StatusOr<std::vector<int>> ParseRanks(const std::string& text) {
   std::vector<int> ranks;
@@ -63,9 +66,9 @@ absl::StatusOr<std::vector<int>> ParseRanks(const std::string& text) {
     const std::vector<absl::string_view> ends = absl::StrSplit(part, absl::MaxSplits('-', 1));
     int first = 0, last = 0;
     if (!absl::SimpleAtoi(ends.front(), &first) || !absl::SimpleAtoi(ends.back(), &last) ||
-        first < 0 || last < first || last - first >= (1 << 20)) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("--rank ", text, ": write ranks such as 3 or 0,4-7"));
+        first < 0 || last < first || last >= kMaxRanks) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "--rank ", text, ": write ranks such as 3 or 0,4-7, from 0 to ", kMaxRanks - 1));
     }
     for (int rank = first; rank <= last; ++rank) ranks.push_back(rank);
   }

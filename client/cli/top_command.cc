@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <optional>
 #include <utility>
@@ -236,7 +237,8 @@ int RunTopCommand(const std::vector<std::string>& args, const CommandContext& co
   }
   int64_t count = 0;
   if (line.Has("count") && (!absl::SimpleAtoi(line.Get("count"), &count) || count < 1)) {
-    return wrong(absl::StrCat("--count ", line.Get("count"), ": write a number, 1 or more"));
+    return wrong(absl::StrCat("--count ", line.Get("count"), ": write a number from 1 to ",
+                              std::numeric_limits<int64_t>::max()));
   }
   const std::string wanted = line.words.empty() ? "" : line.words[0];
   Connection connection;

@@ -32,7 +32,7 @@ absl::StatusOr<std::optional<int64_t>> Number(const Variables& variables, const 
   int64_t value = 0;
   if (absl::SimpleAtoi(*text, &value) && value >= least && value <= INT32_MAX) return value;
   return absl::InvalidArgumentError(
-      absl::StrCat(name, "=", Printable(*text), " is not a number of at least ", least,
+      absl::StrCat(name, "=", Printable(*text), " is not a number from ", least, " to ", INT32_MAX,
                    ": unset it, or say which machine this is (--num_machines, --machine_rank)"));
 }
 

@@ -123,7 +123,7 @@ TEST(LayerFromCluster, NumbersThatAreNone_AreNamed) {
   EXPECT_THAT(Error(With(Step(), {{"SLURM_STEP_NUM_NODES", "99999999999999999999"}})),
               HasSubstr("SLURM_STEP_NUM_NODES"));
   EXPECT_THAT(Error(With(Step(), {{"SLURM_STEP_NUM_NODES", "0"}})),
-              HasSubstr("SLURM_STEP_NUM_NODES=0 is not a number of at least 1"));
+              HasSubstr("SLURM_STEP_NUM_NODES=0 is not a number from 1 to 2147483647"));
 }
 
 TEST(LayerFromCluster, MutatedVariables_AreReadOrRefusedInOneLine) {

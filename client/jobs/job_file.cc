@@ -436,12 +436,17 @@ std::string NameOf(absl::string_view program) {
 
 absl::StatusOr<std::pair<int, int>> ParseProcesses(absl::string_view text) {
   const std::vector<absl::string_view> parts = absl::StrSplit(text, ':');
-  int least = 0, most = 0;
+  int64_t least = 0, most = 0;
   if (parts.size() > 2 || !absl::SimpleAtoi(parts.front(), &least) ||
       !absl::SimpleAtoi(parts.back(), &most) || least < 1 || most < least) {
     return absl::InvalidArgumentError("how many, 4, or a range, 1:4");
   }
-  return std::make_pair(least, most);
+  constexpr int kMost = std::numeric_limits<int>::max();
+  if (most > kMost) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("how many, 4, or a range, 1:4, of at most ", kMost));
+  }
+  return std::make_pair(static_cast<int>(least), static_cast<int>(most));
 }
 
 std::string ProcessesText(const JobSpec& spec) {

@@ -334,7 +334,8 @@ void Core::Log(TrackerValues values, std::optional<int64_t> step) {
 }
 
 int64_t Core::trigger_step() const {
-  return registry_.optimizers().empty() ? loops_.batches() : registry_.global_step();
+  const auto& optimizers = registry_.optimizers();
+  return optimizers.empty() ? loops_.batches() : optimizers.front()->tried_steps();
 }
 
 int64_t Core::FirstEpoch(int64_t count) {

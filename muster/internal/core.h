@@ -114,7 +114,8 @@ class Core : public std::enable_shared_from_this<Core> {
   void SetTrigger() { trigger_ = true; }
   // (collective) Whether a process has set it.
   bool CheckTrigger();
-  // What triggers count: optimizer steps, or batches in a program without a prepared optimizer.
+  // What triggers count, the same on all processes: optimizer steps (inside LocalSGD those that
+  // fp16 skips, too), or batches in a program without a prepared optimizer.
   int64_t trigger_step() const;
   // The first of `count` epochs to run.
   int64_t FirstEpoch(int64_t count);

@@ -41,7 +41,15 @@ class OptimizerSlot {
   int64_t steps() const { return steps_; }
   // Those of this process's run alone.
   int64_t steps_here() const { return steps_here_; }
-  void set_steps(int64_t steps) { steps_ = steps; }
+  // Those tried: the same on all processes, also inside LocalSGD, where each of them skips the
+  // steps whose gradients overflow on it.
+  int64_t tried_steps() const { return steps_ + skipped_apart_; }
+  // Those of all processes from here on, after another loss scale perhaps.
+  void set_steps(int64_t steps) {
+    steps_ = steps;
+    skipped_apart_ = 0;
+    stepped_at_scale_ = false;
+  }
   OptimizerHandle& handle() { return *handle_; }
   const OptimizerHandle& handle() const { return *handle_; }
   const void* source() const { return source_; }
@@ -83,6 +91,7 @@ class OptimizerSlot {
   int64_t checked_parameters_ = -1;
   uint64_t checked_models_ = 0;
   int64_t steps_ = 0;
+  int64_t skipped_apart_ = 0;  // inside LocalSGD, since set_steps()
   int64_t steps_here_ = 0;
   bool had_gradients_ = false;  // in some step, or a warning said that there were none
 };

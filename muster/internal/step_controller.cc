@@ -1134,7 +1134,6 @@ void StepController::EndJoin(bool finish) {
       BroadcastOptimizerState(process_.comm(), optimizer->handle(), root);
       optimizer->set_steps(BroadcastObject(process_.comm(), optimizer->steps(), root));
       ZeroNow(*optimizer, /*set_to_none=*/true);
-      optimizer->stepped_at_scale_ = false;
     }
     for (const auto& scheduler : registry_.schedulers()) {
       scheduler->LoadState(BroadcastPlainState(process_.comm(), scheduler->SaveState(), root));
@@ -1153,6 +1152,7 @@ void StepController::EndJoin(bool finish) {
 void StepController::Stepped(OptimizerSlot& slot) {
   // After loss.backward() nothing else has recorded that the batch was trained on.
   if (!in_micro_step()) loops_.MarkTrained();
+  if (slot.step_was_skipped_ && local_depth_ > 0) ++slot.skipped_apart_;
   if (!slot.step_was_skipped_) {
     ++slot.steps_;
     ++slot.steps_here_;
@@ -1275,19 +1275,28 @@ void StepController::WarnIfNoGradients(OptimizerSlot& slot) const {
       frozen.insert(AtOptimizer(*model, parameter).unsafeGetTensorImpl());
     }
   }
+  const auto added = AddedTo(registry_.models(), slot.pass_at_step_);
   bool trained = false;
+  bool divided = false;
   for (const at::Tensor& parameter : slot.handle_->parameters()) {
-    // Of a sharded model this rank may have nothing.
-    if (parameter.numel() == 0) continue;
+    // Of a sharded model this rank may have nothing, and others the gradient.
+    if (parameter.numel() == 0) {
+      divided = true;
+      const auto known = added.find(parameter.unsafeGetTensorImpl());
+      if (known != added.end() && known->second) return;
+      continue;
+    }
     if (parameter.grad().defined()) return;
     trained =
         trained || (parameter.requires_grad() && !frozen.contains(parameter.unsafeGetTensorImpl()));
   }
   // Frozen ones may be unfrozen later.
   if (!trained || process_.rank() != 0) return;
-  MUSTER_LOG(Warning) << "optimizer.step(): no parameter of this optimizer has a gradient, so "
-                         "nothing is updated: call accelerator.backward(loss) before step(), and "
-                         "zero_grad() after it or before backward()";
+  MUSTER_LOG(Warning) << "optimizer.step(): no parameter of this optimizer has a gradient"
+                      << (divided ? " where this process has a part of it" : "")
+                      << ", so nothing is updated" << (divided ? " here" : "")
+                      << ": call accelerator.backward(loss) before step(), and zero_grad() after "
+                         "it or before backward()";
 }
 
 namespace {

@@ -440,11 +440,15 @@ void Dispatcher::KeepLimits() {
   }
 }
 
+// More threads than that read no faster, and a process may not get them.
+constexpr int kMaxReaders = 1024;
+
 absl::Status Dispatcher::Prepare(const DeviceEntries& map, bool keep_on_host) {
-  if (options_.readers < 1) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "readers is ", options_.readers,
-        ": it is the number of threads that read weights; write 1 or more, or leave it out"));
+  if (options_.readers < 1 || options_.readers > kMaxReaders) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("readers is ", options_.readers,
+                     ": it is the number of threads that read weights; write 1 to ", kMaxReaders,
+                     ", or leave it out"));
   }
   MUSTER_ASSIGN_OR_RETURN(const PlannedModel model, DescribeModule(module_));
   MUSTER_RETURN_IF_ERROR(CheckDeviceMap(model, map));

@@ -337,8 +337,8 @@ TEST_F(Dispatch, WhatNeitherFilesNorModelHave_IsNamedAlsoWithoutStrict) {
               HasSubstr("layers.1.up.bias"));
 }
 
-TEST_F(Dispatch, NoReaders_AreRefused) {
-  for (const int readers : {0, -1}) {
+TEST_F(Dispatch, NoReadersOrThousands_AreRefused) {
+  for (const int readers : {0, -1, 1025, std::numeric_limits<int>::max()}) {
     SCOPED_TRACE(readers);
     const std::string expected = absl::StrCat("readers is ", readers, ": ");
     LoadCheckpointOptions options;

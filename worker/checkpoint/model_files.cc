@@ -31,7 +31,10 @@ absl::StatusOr<std::string> FindInFolder(const std::string& folder) {
   MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(folder));
   std::vector<std::string> indexes;
   for (const std::string& name : names) {
-    if (absl::EndsWith(name, ".index.json")) indexes.push_back(name);
+    // As where weights are looked for: hidden files are nobody's model.
+    if (!absl::StartsWith(name, ".") && absl::EndsWith(name, ".index.json")) {
+      indexes.push_back(name);
+    }
   }
   if (indexes.size() == 1) return JoinPath(folder, indexes[0]);
   if (indexes.empty()) {

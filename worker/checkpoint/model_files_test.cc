@@ -81,6 +81,14 @@ TEST_F(ModelFilesTest, NoTensors_IsOneEmptyFile) {
   EXPECT_TRUE(ModelFiles::Open(dir_)->Names().empty());
 }
 
+TEST_F(ModelFilesTest, HiddenIndex_IsNoneOfTheModel) {
+  ASSERT_TRUE(SaveModelFiles(dir_, Model(2), 40).ok());
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(dir_, "._model.safetensors.index.json"), "x").ok());
+  const auto files = ModelFiles::Open(dir_);
+  ASSERT_TRUE(files.ok()) << files.status();
+  EXPECT_EQ(files->Names().size(), 2u);
+}
+
 TEST_F(ModelFilesTest, WhatIsMissing_IsNamed) {
   const auto why = [&] { return std::string(ModelFiles::Open(dir_).status().message()); };
   EXPECT_THAT(why(), HasSubstr(dir_));

@@ -36,6 +36,11 @@ using Json = nlohmann::json;
 
 constexpr size_t kPieceBytes = 8 << 20;
 
+// Messages in it may not be UTF-8.
+std::string Dumped(const Json& json) {
+  return json.dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
 // What a leader has of one checkpoint.
 struct Holding {
   std::string text;  // of the manifest; empty: there is none that can be read
@@ -116,10 +121,19 @@ class Gathering {
 };
 
 absl::Status Gathering::Find(VerifyLevel level) {
-  if (groups_.leads()) mine_ = Inspect(dir_, level);
+  std::string mine = "null";
+  const absl::Status inspected = GuardRank([&]() -> absl::Status {
+    if (groups_.leads()) mine_ = Inspect(dir_, level);
+    mine = Dumped(mine_.Summary());
+    return absl::OkStatus();
+  });
+  if (!inspected.ok()) {
+    // As if the node could not read it now: the others learn of that below.
+    mine_ = Holding{};
+    mine_.unreadable = inspected;
+  }
   std::vector<Json> summaries;
-  for (const std::string& text :
-       comm_.AllGatherBytes(mine_.Summary().dump(-1, ' ', false, Json::error_handler_t::replace))) {
+  for (const std::string& text : comm_.AllGatherBytes(mine)) {
     summaries.push_back(Json::parse(text));
   }
   // The latest first: SettleNodes() has chosen where two were published in part.
@@ -227,29 +241,36 @@ absl::Status Gathering::FetchFile(const ManifestFile& file, AtomicFile* out) {
   for (uint64_t sent = 0; sent < file.digest.bytes;) {
     const size_t wanted = std::min<uint64_t>(kPieceBytes, file.digest.bytes - sent);
     std::string piece;
-    if (comm_.rank() == holder) {
+    const absl::Status read = GuardRank([&]() -> absl::Status {
+      if (comm_.rank() != holder) return absl::OkStatus();
       piece.resize(wanted + 1, 'D');
       in.read(piece.data() + 1, static_cast<std::streamsize>(wanted));
-      if (static_cast<size_t>(in.gcount()) != wanted) {
-        piece = absl::StrCat("E", JoinPath(dir_, file.name), ": cannot be read");
-      }
+      if (static_cast<size_t>(in.gcount()) == wanted) return absl::OkStatus();
+      return absl::UnknownError("the file is shorter, or its disk fails");
+    });
+    if (!read.ok()) {
+      piece = absl::StrCat("E", JoinPath(dir_, file.name), ": cannot be read: ", read.message());
     }
     piece = comm_.BroadcastBytes(piece, holder);
     const absl::string_view data = absl::string_view(piece).substr(1);
     // As EIO: it may be readable later. Those who verify all of it say whether it is damaged.
     if (piece[0] == 'E') return absl::UnknownError(absl::StrCat("rank ", holder, ": ", data));
-    if (out != nullptr) {
-      digester.Update(data);
-      if (written.ok()) written = out->Append(data);
+    if (out != nullptr && written.ok()) {
+      written = GuardRank([&] {
+        digester.Update(data);
+        return out->Append(data);
+      });
     }
     sent += wanted;
   }
-  if (out != nullptr && written.ok() && digester.Finish() != file.digest) {
-    // On its way, or on the disk of the holder, whose verification says whether it is damaged.
-    written = absl::UnavailableError(absl::StrCat(JoinPath(dir_, file.name), ": what rank ", holder,
-                                                  " sent does not match the manifest"));
+  if (out != nullptr && written.ok()) {
+    written = GuardRank([&]() -> absl::Status {
+      if (digester.Finish() == file.digest) return out->Commit();
+      // On its way, or on the disk of the holder, whose verification says whether it is damaged.
+      return absl::UnavailableError(absl::StrCat(JoinPath(dir_, file.name), ": what rank ", holder,
+                                                 " sent does not match the manifest"));
+    });
   }
-  if (out != nullptr && written.ok()) written = out->Commit();
   return AgreeOnFiles(comm_, written, {}, nullptr);
 }
 
@@ -354,10 +375,10 @@ absl::StatusOr<std::vector<int64_t>> NumbersOnNodes(Comm& comm, const Checkpoint
 // `damage`: whether that cannot be told, which no later look changes.
 absl::StatusOr<std::string> WhyHeldBack(Comm& comm, const std::string& path,
                                         const NodeGroups& groups, bool* damage) {
-  absl::Status unreadable;
   std::string mine;
   bool damaged = false;
-  if (groups.leads()) {
+  const absl::Status looked = GuardRank([&]() -> absl::Status {
+    if (!groups.leads()) return absl::OkStatus();
     const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);
     damaged = !seal.ok() && StaysUnreadable(seal.status());
     if (seal.ok() && !seal->promoted) {
@@ -365,12 +386,12 @@ absl::StatusOr<std::string> WhyHeldBack(Comm& comm, const std::string& path,
     } else if (damaged) {
       mine = absl::StrCat(seal.status().message(), "; nobody knows whether it was held back");
     } else if (!seal.ok() && !absl::IsNotFound(seal.status())) {
-      unreadable = seal.status();
+      return seal.status();
     }
-  }
-  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, unreadable, {}, nullptr));
-  for (const std::string& answer : comm.AllGatherBytes(
-           Json({damaged, mine}).dump(-1, ' ', false, Json::error_handler_t::replace))) {
+    return absl::OkStatus();
+  });
+  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, looked, {}, nullptr));
+  for (const std::string& answer : comm.AllGatherBytes(Dumped({damaged, mine}))) {
     const Json other = Json::parse(answer);
     std::string why = other[1];
     if (why.empty()) continue;
@@ -388,7 +409,12 @@ bool IsGone(Comm& comm, const std::string& dir, const CheckpointFolder& folder, 
     const absl::StatusOr<std::vector<int64_t>> numbers = folder.Numbers();
     return !numbers.ok() || std::binary_search(numbers->begin(), numbers->end(), number);
   };
-  const bool gone = was_here && !PathExists(dir) && !is_left();
+  bool gone = false;
+  // What cannot be looked at is not known to be gone.
+  (void)GuardRank([&] {
+    gone = was_here && !PathExists(dir) && !is_left();
+    return absl::OkStatus();
+  });
   const std::vector<std::string> all = comm.AllGatherBytes(gone ? "gone" : "");
   return std::count(all.begin(), all.end(), "gone") > 0;
 }

@@ -6,8 +6,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <exception>
 #include <filesystem>
+#include <functional>
+#include <new>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -16,6 +19,7 @@
 #include "ATen/ops/full.h"
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
+#include "base/owned_fd.h"
 #include "base/test_folder.h"
 #include "base/test_hidden_path.h"
 #include "worker/checkpoint/folder.h"
@@ -23,10 +27,29 @@
 #include "worker/checkpoint/registrar.h"
 #include "worker/checkpoint/seal.h"
 #include "worker/checkpoint/staged_save.h"
+#include "worker/checkpoint/staging_folder.h"
 #include "worker/checkpoint/state.h"
 #include "worker/collective/borrowed_comm.h"
 #include "worker/collective/test_eventful_comm.h"
 #include "worker/collective/thread_comm.h"
+
+namespace muster {
+namespace {
+// Of this thread, a rank: the next allocation of so many bytes throws. 0: none does.
+thread_local size_t failing_bytes = 0;
+}  // namespace
+}  // namespace muster
+
+void* operator new(size_t bytes) {
+  if (muster::failing_bytes != 0 && bytes >= muster::failing_bytes) {
+    muster::failing_bytes = 0;
+    throw std::bad_alloc();
+  }
+  if (void* const memory = std::malloc(bytes)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace muster {
 namespace {
@@ -120,6 +143,19 @@ TEST_F(NodeCheckpointsTest, Groups_OfDisksOfTheirOwn_HaveALeaderEach) {
   EXPECT_THAT(*ListDirectory(Disk(0)), testing::IsEmpty());
 }
 
+TEST_F(NodeCheckpointsTest, ProbeOfARankThatDied_IsRemovedByTheNextOne) {
+  const std::string left = JoinPath(root_, ".muster-node-0123456789abcdef");
+  const std::string live = JoinPath(root_, ".muster-node-0123456789abcde0");
+  const std::string other = JoinPath(root_, ".muster-node-of-the-user");
+  for (const std::string& path : {left, live, other}) ASSERT_TRUE(MakeDirectories(path).ok());
+  const OwnedFd lock(LockFolder(live));
+  ASSERT_TRUE(lock.open());
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(FindNodeGroups(comm, root_, NodeOf(comm)).ok()); });
+  EXPECT_FALSE(PathExists(left));
+  EXPECT_TRUE(PathExists(live));
+  EXPECT_TRUE(PathExists(other));
+}
+
 TEST_F(NodeCheckpointsTest, Groups_OfNodesThatMountOneFolder_AreOne) {
   RunRanks(4, [&](Comm& comm) {
     const auto groups = FindNodeGroups(comm, root_, NodeOf(comm));
@@ -169,6 +205,65 @@ TEST_F(NodeCheckpointsTest, Save_KeepsOnEachNodeWhatItsRanksWrote_AndLoadFetches
   EXPECT_EQ(*ListDirectory(Dir(0)), *ListDirectory(Dir(1)));
   EXPECT_THAT(*ListDirectory(Disk(1)), ElementsAre("ckpt"));
   EXPECT_TRUE(VerifyCheckpoint(Dir(1), VerifyLevel::kContents).ok());
+}
+
+// Between the exchanges of a load, where the others would wait for it.
+TEST_F(NodeCheckpointsTest, RankWithoutMemory_TellsTheOthers) {
+  constexpr size_t kLarge = 1 << 20;
+  const auto save = [&](int64_t number) {
+    RunRanks(4, [&](Comm& comm) {
+      const absl::Status saved = SaveNumberedCheckpoint(
+          comm, CheckpointFolder(Disk(NodeOf(comm))), {.iteration = number}, 0,
+          [&](StateWriter& writer) {
+            StateDict large;
+            large.SetTensor("w", at::full({kLarge}, 1.0));
+            return writer.Write(RandomStatesFileName(writer.rank()), large);
+          },
+          NodeOf(comm));
+      ASSERT_TRUE(saved.ok()) << saved;
+    });
+  };
+  const auto pad = [&](const std::string& path) {
+    const absl::StatusOr<std::string> text = ReadFile(path);
+    ASSERT_TRUE(text.ok()) << text.status();
+    ASSERT_TRUE(WriteFileAtomically(path, *text + std::string(kLarge, ' ')).ok());
+  };
+  // `rank` has no memory from its exchange of bytes number `moment` on.
+  const auto open = [&](int rank, int moment, const std::function<void(const absl::Status&)>& see) {
+    RunRanks(4, [&](Comm& whole) {
+      const auto groups = FindNodeGroups(whole, Disk(NodeOf(whole)), NodeOf(whole));
+      ASSERT_TRUE(groups.ok()) << groups.status();
+      EventfulComm comm(whole, whole.rank() == rank ? moment : -1, [] { failing_bytes = kLarge; });
+      const CheckpointFolder folder(Disk(NodeOf(whole)));
+      see(OpenCheckpointOnNodes(comm, "", folder, *groups).status());
+      EXPECT_EQ(failing_bytes, 0u) << "nothing failed";
+      failing_bytes = 0;
+    });
+  };
+  const auto is_told = [](const absl::Status& status) {
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr("rank 2: "), HasSubstr("bad_alloc")));
+  };
+  save(0);
+  {
+    SCOPED_TRACE("sends a file: it is sent again, as what a disk does not give at once");
+    open(0, 0, [](const absl::Status& status) { EXPECT_TRUE(status.ok()) << status; });
+  }
+  save(1);
+  for (const int node : {0, 1}) {
+    pad(JoinPath(CheckpointFolder(Disk(node)).PathOf(1), kManifestName));
+  }
+  {
+    SCOPED_TRACE("reads a manifest");
+    open(2, 6, is_told);
+  }
+  const std::string sealed = CheckpointFolder(Disk(1)).PathOf(1);
+  ASSERT_TRUE(WriteSeal(sealed, RegisteredCheckpoint()).ok());
+  pad(JoinPath(sealed, kSealName));
+  {
+    SCOPED_TRACE("reads a seal");
+    open(2, 0, is_told);
+  }
 }
 
 TEST_F(NodeCheckpointsTest, HoldingBack_IsRefusedBeforeAnythingIsWritten) {

@@ -9,14 +9,28 @@
 #include "absl/strings/str_join.h"
 #include "base/file.h"
 #include "base/identity.h"
+#include "base/owned_fd.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/agreement.h"
 #include "worker/checkpoint/clean_path.h"
+#include "worker/checkpoint/staging_folder.h"
 
 namespace muster {
 namespace {
 
-constexpr char kProbe[] = ".muster-node-";
+constexpr char kProbeMark[] = ".muster-node-";
+
+// Those of ranks that died. A live one keeps its own locked.
+void RemoveAbandonedProbes(const std::string& parent) {
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
+  for (const std::string& name : names.value_or(std::vector<std::string>())) {
+    const std::string path = JoinPath(parent, name);
+    if (!HasMark(name, "", kProbeMark) || MayHaveDistantWriter(path)) continue;
+    const OwnedFd lock(LockFolder(path));
+    // One that cannot be removed only takes room.
+    if (lock.open()) (void)RemoveTree(path);
+  }
+}
 
 // What only ranks that see the same `parent` have in common, as far as a rank can know by itself.
 // `node` alone is not enough: it goes by the names of hosts, which machines from one image share,
@@ -66,11 +80,18 @@ absl::StatusOr<NodeGroups> FindNodeGroups(Comm& comm, const std::string& parent,
   const std::vector<int> lowest = LowestOfNode(comm.AllGatherBytes(PlaceOf(parent, node)));
   const bool lowest_here = lowest[rank] == rank;
 
-  const std::string name = absl::StrCat(kProbe, RandomHex());
+  std::string name;
+  OwnedFd probe_lock(-1);
   const absl::Status probed = GuardRank([&]() -> absl::Status {
     if (!lowest_here) return absl::OkStatus();
     MUSTER_RETURN_IF_ERROR(MakeDirectories(parent));
-    return WriteFileAtomically(JoinPath(parent, name), "");
+    RemoveAbandonedProbes(parent);
+    MUSTER_ASSIGN_OR_RETURN(const WriterFolder made, MakeWriterFolder([&parent] {
+                              return JoinPath(parent, absl::StrCat(kProbeMark, RandomHex()));
+                            }));
+    probe_lock = OwnedFd(made.lock);
+    name = BaseName(made.path);
+    return absl::OkStatus();
   });
   // Who may not write there leads itself: no two leaders write into one folder, and a load may find
   // all that it needs. A save says what it may not.
@@ -90,7 +111,9 @@ absl::StatusOr<NodeGroups> FindNodeGroups(Comm& comm, const std::string& parent,
   // No rank looks for the files after this.
   const std::vector<std::string> seen = comm.AllGatherBytes(absl::StrCat(leader, " ", HostName()));
   absl::Status removed;
-  if (lowest_here && probed.ok()) removed = RemoveTree(JoinPath(parent, name));
+  if (lowest_here && probed.ok()) {
+    removed = GuardRank([&] { return RemoveTree(JoinPath(parent, name)); });
+  }
   MUSTER_RETURN_IF_ERROR(agreed);
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, removed, {}, nullptr));
 

@@ -34,8 +34,9 @@ struct NodeGroups {
   std::string Describe(int leader) const;
 };
 
-// Collective. Finds the groups by experiment: the lowest rank of each node puts a file into
-// `parent` (created if it is missing) and looks for those of the others. Nodes that mount the same
+// Collective. Finds the groups by experiment: the lowest rank of each node puts a folder into
+// `parent` (created if it is missing) and looks for those of the others; it removes what ranks left
+// there that died. Nodes that mount the same
 // folder are one group, so that no two leaders write into one folder. `node` is equal on the ranks
 // of one node; ranks with another `parent` or other mounts count as another node. A node that may
 // not write there is a group of its own. Other errors, the same on every rank: those of creating

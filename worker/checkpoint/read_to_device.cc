@@ -21,12 +21,11 @@
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/shared_files.h"
+#include "worker/checkpoint/tensor_memory.h"
 #include "worker/checkpoint/transfer.h"
 
 namespace muster {
 namespace {
-
-constexpr size_t kMaxDimensions = 64;
 
 // One of the file's tensors, and where it goes.
 struct Placed {
@@ -48,20 +47,21 @@ std::optional<std::vector<Placed>> Place(const SafetensorsHeader& header) {
   bool any = false;
   for (const SafetensorsEntry& entry : header.tensors) {
     const absl::StatusOr<at::ScalarType> type = ToScalarType(entry.type);
-    if (!type.ok() || entry.shape.size() > kMaxDimensions) return std::nullopt;
+    if (!type.ok()) return std::nullopt;
+    absl::StatusOr<std::vector<int64_t>> sizes = TensorSizes(entry.shape, "");
+    if (!sizes.ok()) return std::nullopt;
     const uint64_t data = 8 + header.header_bytes;
     Placed& to = placed.emplace_back();
     to.begin = data + entry.begin;
     to.end = data + entry.end;
     to.type = *type;
-    to.sizes.assign(entry.shape.begin(), entry.shape.end());
+    to.sizes = *std::move(sizes);
     if (GoesToDevice(to.begin, entry, *type)) {
       any = true;
     } else {
-      if (std::any_of(to.sizes.begin(), to.sizes.end(), [](int64_t size) { return size < 0; })) {
-        return std::nullopt;
-      }
-      to.on_host = at::empty(to.sizes, *type);
+      absl::StatusOr<at::Tensor> on_host = NewTensor(to.sizes, *type, "");
+      if (!on_host.ok()) return std::nullopt;
+      to.on_host = *std::move(on_host);
     }
   }
   return any ? std::optional(std::move(placed)) : std::nullopt;

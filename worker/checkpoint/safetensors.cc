@@ -8,24 +8,22 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <set>
 #include <tuple>
 
 #include "ATen/core/grad_mode.h"
-#include "ATen/ops/empty.h"
 #include "ATen/ops/from_blob.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/mutex.h"
 #include "base/status_macros.h"
-#include "base/text.h"
 #include "c10/core/ScalarType.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/read_error.h"
+#include "worker/checkpoint/tensor_memory.h"
 #include "worker/checkpoint/transfer.h"
 
 namespace muster {
@@ -53,11 +51,13 @@ constexpr std::pair<SafetensorsType, at::ScalarType> kTypes[] = {
     {SafetensorsType::kU64, at::kUInt64},
 };
 
-// TensorIterator supports no more.
-constexpr size_t kMaxDimensions = 64;
-
-std::string Place(absl::string_view path, absl::string_view name) {
-  return absl::StrCat(path, ": tensor \"", Printable(name), "\": ");
+// Messages name the tensor.
+absl::StatusOr<at::ScalarType> ToScalarTypeOf(const SafetensorsEntry& entry,
+                                              const std::string& path) {
+  const absl::StatusOr<at::ScalarType> type = ToScalarType(entry.type);
+  if (type.ok()) return type;
+  return absl::Status(type.status().code(), absl::StrCat(PlaceOfTensor(path, entry.name),
+                                                         "dtype: ", type.status().message()));
 }
 
 }  // namespace
@@ -125,22 +125,10 @@ absl::StatusOr<SafetensorsReader> SafetensorsReader::Open(const std::string& pat
 }
 
 absl::StatusOr<at::Tensor> SafetensorsReader::Allocate(const SafetensorsEntry& entry) const {
-  const absl::StatusOr<at::ScalarType> type = ToScalarType(entry.type);
-  if (!type.ok()) {
-    return absl::Status(type.status().code(),
-                        absl::StrCat(Place(path_, entry.name), "dtype: ", type.status().message()));
-  }
-  if (entry.shape.size() > kMaxDimensions ||
-      std::any_of(entry.shape.begin(), entry.shape.end(), [](uint64_t dimension) {
-        return dimension > static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
-      })) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(Place(path_, entry.name),
-                     "shape: has more dimensions or larger ones than a "
-                     "tensor can have"));
-  }
-  const std::vector<int64_t> sizes(entry.shape.begin(), entry.shape.end());
-  return at::empty(sizes, at::TensorOptions().dtype(*type));
+  MUSTER_ASSIGN_OR_RETURN(const at::ScalarType type, ToScalarTypeOf(entry, path_));
+  const std::string place = PlaceOfTensor(path_, entry.name);
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> sizes, TensorSizes(entry.shape, place));
+  return NewTensor(sizes, type, place);
 }
 
 absl::Status SafetensorsReader::ReadInto(const SafetensorsEntry& entry,
@@ -166,7 +154,7 @@ absl::Status SafetensorsReader::ReadInto(const SafetensorsEntry& entry,
 absl::StatusOr<at::Tensor> SafetensorsReader::Read(absl::string_view name) const {
   const SafetensorsEntry* const entry = header_.Find(name);
   if (entry == nullptr) {
-    return absl::NotFoundError(absl::StrCat(Place(path_, name), "is not in the file"));
+    return absl::NotFoundError(absl::StrCat(PlaceOfTensor(path_, name), "is not in the file"));
   }
   MUSTER_ASSIGN_OR_RETURN(at::Tensor tensor, Allocate(*entry));
   MUSTER_RETURN_IF_ERROR(ReadInto(*entry, tensor));
@@ -176,13 +164,12 @@ absl::StatusOr<at::Tensor> SafetensorsReader::Read(absl::string_view name) const
 absl::StatusOr<at::Tensor> SafetensorsReader::Map(absl::string_view name) const {
   const SafetensorsEntry* const entry = header_.Find(name);
   if (entry == nullptr || entry->begin == entry->end) return Read(name);
-  MUSTER_ASSIGN_OR_RETURN(const at::ScalarType type, ToScalarType(entry->type));
+  MUSTER_ASSIGN_OR_RETURN(const at::ScalarType type, ToScalarTypeOf(*entry, path_));
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> sizes,
+                          TensorSizes(entry->shape, PlaceOfTensor(path_, name)));
   const uint64_t offset = 8 + header_.header_bytes + entry->begin;
-  if (offset % c10::elementSize(type) != 0 || entry->shape.size() > kMaxDimensions) {
-    return Read(name);
-  }
+  if (offset % c10::elementSize(type) != 0) return Read(name);
   MUSTER_ASSIGN_OR_RETURN(char* const base, file_->MappedData(path_));
-  const std::vector<int64_t> sizes(entry->shape.begin(), entry->shape.end());
   return at::from_blob(
       base + offset, sizes, [file = file_](void*) {}, at::TensorOptions().dtype(type));
 }
@@ -230,7 +217,9 @@ absl::StatusOr<NamedTensors> SafetensorsReader::ReadAllBlocks(const BlockDigests
   // All of it in one piece of memory, in huge pages, which tensors are parts of: a page for each
   // 4 KiB, and a copy, would take longer than a fast disk does.
   const auto memory = std::make_shared<AlignedMemory>();
-  MUSTER_RETURN_IF_ERROR(memory->Grow(DirectAlignedUp(file_->size)));
+  if (const absl::Status grown = memory->Grow(DirectAlignedUp(file_->size)); !grown.ok()) {
+    return absl::Status(grown.code(), absl::StrCat(path_, ": ", grown.message()));
+  }
   DirectFileOptions options{.in_flight = ReadingThreads()};
   options.place = [&](uint64_t offset) {
     char* const block = memory->data() + offset;
@@ -248,12 +237,13 @@ absl::StatusOr<NamedTensors> SafetensorsReader::ReadAllBlocks(const BlockDigests
   tensors.reserve(header_.tensors.size());
   for (const SafetensorsEntry& entry : header_.tensors) {
     char* const data = memory->data() + 8 + header_.header_bytes + entry.begin;
-    const absl::StatusOr<at::ScalarType> type = ToScalarType(entry.type);
-    if (entry.begin < entry.end && type.ok() && entry.shape.size() <= kMaxDimensions &&
-        reinterpret_cast<uintptr_t>(data) % c10::elementSize(*type) == 0) {
-      const std::vector<int64_t> sizes(entry.shape.begin(), entry.shape.end());
+    MUSTER_ASSIGN_OR_RETURN(const at::ScalarType type, ToScalarTypeOf(entry, path_));
+    if (entry.begin < entry.end &&
+        reinterpret_cast<uintptr_t>(data) % c10::elementSize(type) == 0) {
+      MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> sizes,
+                              TensorSizes(entry.shape, PlaceOfTensor(path_, entry.name)));
       tensors.emplace_back(entry.name, at::from_blob(
-                                           data, sizes, [memory](void*) {}, *type));
+                                           data, sizes, [memory](void*) {}, type));
       continue;
     }
     MUSTER_ASSIGN_OR_RETURN(at::Tensor tensor, Allocate(entry));
@@ -296,14 +286,14 @@ absl::StatusOr<std::vector<SafetensorsEntry>> DescribeTensors(const std::string&
   for (const auto& [name, tensor] : tensors) {
     if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_meta()) {
       return absl::InvalidArgumentError(
-          absl::StrCat(Place(path, name), !tensor.defined()  ? "is undefined"
-                                          : tensor.is_meta() ? "has no data (it is on meta)"
-                                                             : "is sparse"));
+          absl::StrCat(PlaceOfTensor(path, name), !tensor.defined()  ? "is undefined"
+                                                  : tensor.is_meta() ? "has no data (it is on meta)"
+                                                                     : "is sparse"));
     }
     const absl::StatusOr<SafetensorsType> type = ToSafetensorsType(tensor.scalar_type());
     if (!type.ok()) {
       return absl::Status(type.status().code(),
-                          absl::StrCat(Place(path, name), type.status().message()));
+                          absl::StrCat(PlaceOfTensor(path, name), type.status().message()));
     }
     SafetensorsEntry entry{.name = name, .type = *type};
     entry.shape.assign(tensor.sizes().begin(), tensor.sizes().end());

@@ -17,6 +17,7 @@
 #include "base/owned_fd.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/read_error.h"
+#include "worker/checkpoint/shape_text.h"
 
 namespace muster {
 namespace {
@@ -38,10 +39,6 @@ constexpr std::array<TypeFacts, 22> kTypes = {{
 constexpr absl::string_view kMetadataName = "__metadata__";
 
 std::string Shown(absl::string_view text) { return absl::StrCat("\"", Printable(text), "\""); }
-
-std::string ShapeText(const std::vector<uint64_t>& shape) {
-  return absl::StrCat("[", absl::StrJoin(shape, ", "), "]");
-}
 
 // Follows the parser's events through the few states that a header may have. Every method returns
 // whether to continue; after false, why() has the error.

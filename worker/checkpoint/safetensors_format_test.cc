@@ -148,6 +148,16 @@ TEST(ParseSafetensorsHeader, EachMistake_NamesFileTensorAndField) {
               HasSubstr("is too large"));
 }
 
+TEST(ParseSafetensorsHeader, ShapeOfThousandsOfDimensions_IsNotListedInTheError) {
+  std::string ones = "1";
+  for (int i = 1; i < 5000; ++i) ones += ",1";
+  const auto header = ParseSafetensorsHeader(
+      R"({"w":{"dtype":"U8","shape":[)" + ones + R"(],"data_offsets":[0,2]}})", 2, "f");
+  EXPECT_EQ(header.status().message(),
+            "f: tensor \"w\": data_offsets: 2 bytes, but shape [1, 1, 1, 1, 1, 1, 1, 1, ... (5000 "
+            "dimensions)] of U8 needs 1");
+}
+
 TEST(LayOutSafetensors, LargerAlignment_OnlyAddsBlanksToTheHeader) {
   for (size_t length = 1; length < 20; ++length) {
     const std::vector<SafetensorsEntry> tensors = {

@@ -16,6 +16,7 @@
 #include "base/file.h"
 #include "base/test_folder.h"
 #include "tests/testdata/golden.h"
+#include "worker/checkpoint/test_huge_file.h"
 
 namespace muster {
 namespace {
@@ -138,6 +139,38 @@ TEST_F(SafetensorsTest, MissingTensor_NamesFileAndTensor) {
   const auto tensor = SafetensorsReader::Open(path_)->Read("v");
   EXPECT_EQ(tensor.status().code(), absl::StatusCode::kNotFound);
   EXPECT_EQ(std::string(tensor.status().message()), path_ + ": tensor \"v\": is not in the file");
+}
+
+TEST_F(SafetensorsTest, TypeThatTorchLacks_NamesTheTensorHoweverItIsRead) {
+  const std::vector<SafetensorsEntry> entries = {
+      {.name = "quantized", .type = SafetensorsType::kF4, .shape = {16}}};
+  const auto bytes = EncodeSafetensors(entries, {std::string(8, 'x')}, std::nullopt);
+  ASSERT_TRUE(bytes.ok()) << bytes.status();
+  ASSERT_TRUE(WriteFileAtomically(path_, *bytes).ok());
+  const auto reader = SafetensorsReader::Open(path_);
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  for (const absl::Status& status :
+       {reader->Read("quantized").status(), reader->Map("quantized").status(),
+        reader->ReadAll().status()}) {
+    EXPECT_TRUE(absl::IsUnimplemented(status)) << status;
+    EXPECT_EQ(status.message(), path_ +
+                                    ": tensor \"quantized\": dtype: the type F4 can be listed "
+                                    "but not loaded");
+  }
+}
+
+TEST_F(SafetensorsTest, TensorOfTerabytes_IsAStatusThatNamesIt) {
+  WriteHugeFile(path_, "huge");
+  const AtMostOneMoreTebibyte scarce;
+  const auto reader = SafetensorsReader::Open(path_);
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  for (const absl::Status& status :
+       {reader->Read("huge").status(), reader->ReadAll().status(),
+        reader->ReadAllBlocks({.block_bytes = 1 << 20, .xxh3 = {}}).status()}) {
+    EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+    EXPECT_THAT(std::string(status.message()),
+                testing::AllOf(testing::StartsWith(path_ + ": "), HasSubstr(" bytes of memory")));
+  }
 }
 
 TEST_F(SafetensorsTest, GoldenFiles_LoadWithTheirShapes) {

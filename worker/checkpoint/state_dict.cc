@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "ATen/core/grad_mode.h"
-#include "ATen/ops/empty.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/match.h"
@@ -21,6 +20,7 @@
 #include "base/status_macros.h"
 #include "worker/checkpoint/file_plans.h"
 #include "worker/checkpoint/read_error.h"
+#include "worker/checkpoint/tensor_memory.h"
 #include "worker/checkpoint/tensor_uploads.h"
 
 namespace muster {
@@ -359,9 +359,14 @@ absl::StatusOr<StateDict> ParseStateDict(absl::string_view bytes, const std::str
                           ParseSafetensorsHeader(bytes.substr(0, header_bytes), data.size(), path));
   NamedTensors tensors;
   for (const SafetensorsEntry& entry : header.tensors) {
-    MUSTER_ASSIGN_OR_RETURN(const at::ScalarType type, ToScalarType(entry.type));
-    const std::vector<int64_t> shape(entry.shape.begin(), entry.shape.end());
-    at::Tensor tensor = at::empty(shape, type);
+    const std::string place = PlaceOfTensor(path, entry.name);
+    const absl::StatusOr<at::ScalarType> type = ToScalarType(entry.type);
+    if (!type.ok()) {
+      return absl::Status(type.status().code(),
+                          absl::StrCat(place, "dtype: ", type.status().message()));
+    }
+    MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> sizes, TensorSizes(entry.shape, place));
+    MUSTER_ASSIGN_OR_RETURN(at::Tensor tensor, NewTensor(sizes, *type, place));
     if (entry.end > entry.begin) {
       std::memcpy(tensor.data_ptr(), data.data() + entry.begin, entry.end - entry.begin);
     }

@@ -101,6 +101,22 @@ TEST_F(StateDictTest, WrongUse_IsToldByName) {
   EXPECT_FALSE(WriteStateDict(JoinPath(folder_, "a.json"), bytes).ok());
 }
 
+TEST_F(StateDictTest, TensorThatTorchCannotHave_IsNamed) {
+  const std::vector<SafetensorsEntry> entries = {
+      {.name = "a", .type = SafetensorsType::kF4, .shape = {16}},
+      {.name = "b", .type = SafetensorsType::kU8, .shape = std::vector<uint64_t>(5000, 1)}};
+  for (const SafetensorsEntry& entry : entries) {
+    const uint64_t bytes = *SafetensorsBytes(entry.type, entry.shape);
+    const auto file = EncodeSafetensors({entry}, {std::string(bytes, 'x')}, std::nullopt);
+    ASSERT_TRUE(file.ok()) << file.status();
+    const absl::Status status = ParseStateDict(*file, "f.safetensors").status();
+    EXPECT_TRUE(absl::IsUnimplemented(status) || absl::IsInvalidArgument(status)) << status;
+    EXPECT_THAT(std::string(status.message()),
+                testing::StartsWith("f.safetensors: tensor \"" + entry.name + "\": "));
+    EXPECT_LT(status.message().size(), 200u);
+  }
+}
+
 TEST_F(StateDictTest, MergeAndSub_AreInverse) {
   StateDict inner = Scalars();
   inner.SetTensor("w", at::ones({2}));

@@ -16,8 +16,11 @@
 #include "base/regular_file.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/for_each.h"
 #include "worker/checkpoint/run_folder.h"
+#include "worker/checkpoint/safetensors_format.h"
+#include "worker/checkpoint/shape_text.h"
 #include "worker/checkpoint/shard_plan.h"
 #include "worker/checkpoint/streamed_file.h"
 
@@ -44,7 +47,8 @@ absl::StatusOr<std::string> FindInFolder(const std::string& folder) {
   for (const char* const ending : {".index.json", ".safetensors"}) {
     std::vector<std::string> fitting;
     for (const std::string& name : names) {
-      if (absl::EndsWith(name, ending)) fitting.push_back(name);
+      // What file managers and editors leave, as "._model.safetensors", is nobody's model.
+      if (!absl::StartsWith(name, ".") && absl::EndsWith(name, ending)) fitting.push_back(name);
     }
     if (fitting.size() == 1) return JoinPath(folder, fitting[0]);
     if (fitting.size() > 1) {
@@ -160,8 +164,8 @@ absl::Status WeightFiles::Divide(
                       whole.shape[0] * whole.shape[1] % count == 0;
     if (!fits) {
       return absl::InvalidArgumentError(
-          absl::StrCat(FileOf(entry), ": tensor \"", Printable(whole.name), "\" of shape [",
-                       absl::StrJoin(whole.shape, ", "), "] should be ", count,
+          absl::StrCat(FileOf(entry), ": tensor \"", Printable(whole.name), "\" of shape ",
+                       ShapeText(whole.shape), " should be ", count,
                        " matrices of one size, one below the other",
                        whole.strides.empty() ? "" : "; it is stored transposed"));
     }
@@ -284,7 +288,12 @@ absl::Status WeightFiles::Stream(const Entry& entry,
     }
     return absl::OkStatus();
   }
-  std::string extent(tensor.extent_bytes, '\0');
+  AlignedMemory extent;
+  if (const absl::Status grown = extent.Grow(tensor.extent_bytes); !grown.ok()) {
+    return absl::Status(grown.code(),
+                        absl::StrCat(FileOf(entry), ": tensor \"", Printable(tensor.name),
+                                     "\": ", grown.message()));
+  }
   MUSTER_RETURN_IF_ERROR(Read(entry, extent.data()));
   const size_t width = SafetensorsTypeBits(tensor.type) / 8;
   const size_t dimensions = tensor.shape.size();
@@ -293,7 +302,7 @@ absl::Status WeightFiles::Stream(const Entry& entry,
   std::string part;
   const uint64_t elements = BytesOf(entry) / width;
   for (uint64_t i = 0; i < elements; ++i) {
-    part.append(extent, at * width, width);
+    part.append(extent.data() + at * width, width);
     if (part.size() >= kPartBytes) {
       MUSTER_RETURN_IF_ERROR(sink(part));
       part.clear();

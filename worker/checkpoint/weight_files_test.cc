@@ -119,6 +119,16 @@ TEST_F(WeightFilesTest, Folder_PrefersSafetensorsToPickles) {
   EXPECT_NE(WeightFiles::Open(dir_)->Find("b"), nullptr);
 }
 
+TEST_F(WeightFilesTest, HiddenFiles_AreNoWeights) {
+  Put("._adapter.safetensors", "AppleDouble");
+  Put("._x.index.json", "AppleDouble");
+  EXPECT_TRUE(absl::IsNotFound(WeightFiles::Open(dir_).status()));
+  Put("adapter.safetensors", Tensors({"a"}, 'x'));
+  const auto files = WeightFiles::Open(dir_);
+  ASSERT_TRUE(files.ok()) << files.status();
+  EXPECT_EQ(Bytes(*files, "a"), "xx");
+}
+
 TEST_F(WeightFilesTest, FolderWithoutOneAnswer_SaysWhatIsThere) {
   EXPECT_THAT(WeightFiles::Open(dir_).status().message(), HasSubstr("holds no weights"));
   Put("one.safetensors", Tensors({"a"}, 'a'));

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <map>
 #include <optional>
 #include <utility>
@@ -19,6 +18,8 @@
 #include "absl/strings/str_join.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "worker/checkpoint/shape_text.h"
+#include "worker/checkpoint/tensor_memory.h"
 #include "worker/checkpoint/tensor_uploads.h"
 #include "worker/checkpoint/transfer.h"
 #include "worker/checkpoint/weight_files.h"
@@ -27,7 +28,6 @@
 namespace muster {
 namespace {
 
-constexpr size_t kMaxDimensions = 64;
 constexpr size_t kShownNames = 20;
 
 std::string SomeNames(const std::vector<std::string>& names) {
@@ -38,8 +38,7 @@ std::string SomeNames(const std::vector<std::string>& names) {
 }
 
 std::string Description(const StoredTensor& tensor) {
-  return absl::StrCat("[", absl::StrJoin(tensor.shape, ", "), "] ",
-                      SafetensorsTypeName(tensor.type));
+  return absl::StrCat(ShapeText(tensor.shape), " ", SafetensorsTypeName(tensor.type));
 }
 
 std::string Description(const at::Tensor& tensor) {
@@ -179,35 +178,22 @@ void Prepare(const OneCopy& copy, at::Tensor target) {
 
 absl::StatusOr<at::Tensor> ReadWeight(const WeightFiles& weights, const WeightFiles::Entry& entry) {
   const StoredTensor& tensor = entry.tensor;
-  const std::string place =
-      absl::StrCat(weights.FileOf(entry), ": tensor \"", Printable(tensor.name), "\": ");
+  const std::string place = PlaceOfTensor(weights.FileOf(entry), tensor.name);
   const absl::StatusOr<at::ScalarType> type = ToScalarType(tensor.type);
   if (!type.ok()) {
     return absl::Status(type.status().code(), absl::StrCat(place, type.status().message()));
   }
-  const auto fits = [](uint64_t number) {
-    return number <= static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
-  };
-  if (tensor.shape.size() > kMaxDimensions ||
-      !std::all_of(tensor.shape.begin(), tensor.shape.end(), fits) ||
-      !std::all_of(tensor.strides.begin(), tensor.strides.end(), fits)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(place, "has more dimensions or larger ones than a tensor can have"));
-  }
-  const std::vector<int64_t> shape(tensor.shape.begin(), tensor.shape.end());
-  const auto options = at::TensorOptions().dtype(*type);
-  if (tensor.strides.empty()) {
-    at::Tensor read = at::empty(shape, options);
-    MUSTER_RETURN_IF_ERROR(weights.ReadAll(
-        {{.entry = &entry, .to = static_cast<char*>(read.data_ptr())}}, ReadingThreads()));
-    return read;
-  }
-  const int64_t elements = tensor.extent_bytes / c10::elementSize(*type);
-  at::Tensor extent = at::empty({elements}, options);
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> sizes, TensorSizes(tensor.shape, place));
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> strides, TensorSizes(tensor.strides, place));
+  const bool in_order = strides.empty();
+  const auto elements =
+      static_cast<int64_t>(tensor.extent_bytes / static_cast<uint64_t>(c10::elementSize(*type)));
+  MUSTER_ASSIGN_OR_RETURN(
+      const at::Tensor read,
+      NewTensor(in_order ? sizes : std::vector<int64_t>{elements}, *type, place));
   MUSTER_RETURN_IF_ERROR(weights.ReadAll(
-      {{.entry = &entry, .to = static_cast<char*>(extent.data_ptr())}}, ReadingThreads()));
-  return extent.as_strided(shape,
-                           std::vector<int64_t>(tensor.strides.begin(), tensor.strides.end()));
+      {{.entry = &entry, .to = static_cast<char*>(read.data_ptr())}}, ReadingThreads()));
+  return in_order ? read : read.as_strided(sizes, strides);
 }
 
 struct MatchedWeights::Plan {

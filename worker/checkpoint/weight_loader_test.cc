@@ -15,6 +15,8 @@
 #include "tests/testdata/golden.h"
 #include "worker/checkpoint/fake_device.h"
 #include "worker/checkpoint/model_files.h"
+#include "worker/checkpoint/test_huge_file.h"
+#include "worker/checkpoint/weight_files.h"
 
 namespace muster {
 namespace {
@@ -148,6 +150,18 @@ TEST_F(WeightLoaderTest, TypeThatNoFileHolds_NamesTheTensor) {
   const at::Tensor odd = at::zeros({1}, at::kComplexDouble);
   const auto matched = MatchedWeights::Match("here", {{"odd", odd}}, {{"odd", odd}}, {});
   EXPECT_THAT(std::string(matched.status().message()), HasSubstr("here: tensor \"odd\": "));
+}
+
+TEST_F(WeightLoaderTest, TensorOfTerabytes_IsAStatusThatNamesIt) {
+  const std::string path = test_folder_.Path("huge.safetensors");
+  WriteHugeFile(path, "huge");
+  const auto files = WeightFiles::Open(path);
+  ASSERT_TRUE(files.ok()) << files.status();
+  const AtMostOneMoreTebibyte scarce;
+  const absl::Status status = ReadWeight(*files, files->entries()[0]).status();
+  EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr(path + ": tensor \"huge\": needs 4398046511104 bytes"));
 }
 
 TEST_F(WeightLoaderTest, PrefixAndRename_ChooseAndNameTensors) {

@@ -1,6 +1,7 @@
 #include "worker/models/pretrained.h"
 
 #include <algorithm>
+#include <exception>
 #include <map>
 #include <memory>
 #include <set>
@@ -14,9 +15,11 @@
 #include "absl/strings/strip.h"
 #include "base/file.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "c10/core/impl/DeviceGuardImplInterface.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "worker/checkpoint/model_files.h"
+#include "worker/checkpoint/shape_text.h"
 #include "worker/checkpoint/weight_files.h"
 #include "worker/checkpoint/weight_fills.h"
 #include "worker/collective/nccl.h"
@@ -98,7 +101,7 @@ absl::Status Compare(const std::string& path, const WeightFiles& files, const Te
     const std::vector<int64_t> shape(entry.tensor.shape.begin(), entry.tensor.shape.end());
     if (found->second.defined() && found->second.sizes() != at::IntArrayRef(shape)) {
       different.push_back(
-          absl::StrCat(in_file, " ([", absl::StrJoin(shape, ", "), "] in the file, [",
+          absl::StrCat(in_file, " (", ShapeText(entry.tensor.shape), " in the file, [",
                        absl::StrJoin(found->second.sizes(), ", "), "] by the config)"));
     }
     found->second = at::Tensor();
@@ -128,7 +131,14 @@ absl::StatusOr<bool> AreEqual(const WeightFiles& files, const WeightEntry& a,
   if (files.StorageOf(a) == files.StorageOf(b)) return true;
   if (a.tensor.type != b.tensor.type || a.tensor.shape != b.tensor.shape) return false;
   std::string bytes;
-  bytes.reserve(WeightFiles::BytesOf(a));
+  try {
+    bytes.reserve(WeightFiles::BytesOf(a));
+  } catch (const std::exception&) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat(files.FileOf(a), ": tensor \"", Printable(a.tensor.name), "\": needs ",
+                     WeightFiles::BytesOf(a), " bytes of memory to be compared with ",
+                     Printable(b.tensor.name), ", which this process does not get"));
+  }
   MUSTER_RETURN_IF_ERROR(files.Stream(a, [&bytes](absl::string_view part) {
     bytes.append(part.data(), part.size());
     return absl::OkStatus();

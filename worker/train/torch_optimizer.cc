@@ -426,7 +426,7 @@ class TorchOptimizerHandle : public OptimizerHandle {
                 "gradients, runs forward and backward and returns the loss to step(closure)");
     Refresh();
     if (!StepFused()) {
-      if (type_ == typeid(optim::Adagrad)) MakeAdagradState();
+      MakeAdagradState();
       optimizer_.step();
     }
     std::vector<at::Tensor> stepped;
@@ -449,6 +449,7 @@ class TorchOptimizerHandle : public OptimizerHandle {
     TORCH_CHECK(!is_lbfgs_ || num_groups() == 1,
                 "LBFGS steps its first parameter group only and has ", num_groups(),
                 ": pass all parameters to its constructor");
+    MakeAdagradState();
     bool evaluated = false;
     at::Tensor loss = optimizer_.step([&] {
       // What the first evaluation finds nobody has changed.
@@ -771,8 +772,10 @@ class TorchOptimizerHandle : public OptimizerHandle {
     }
   }
 
-  // torch's Adagrad makes its state in its constructor and has none for parameters added later.
+  // torch's Adagrad, also under a class of the user's, makes its state in its constructor and has
+  // none for parameters added later.
   void MakeAdagradState() {
+    if (dynamic_cast<optim::Adagrad*>(&optimizer_) == nullptr) return;
     for (auto& group : optimizer_.param_groups()) {
       const auto& o = static_cast<const optim::AdagradOptions&>(group.options());
       for (const at::Tensor& param : group.params()) {

@@ -90,6 +90,29 @@ TEST(TorchOptimizer, GroupAddedLater_IsZeroedSteppedSavedAndLoaded) {
   }
 }
 
+class UsersAdagrad : public optim::Adagrad {
+ public:
+  using optim::Adagrad::Adagrad;
+};
+
+// LibTorch's step() asserts that each parameter has had its state since the constructor.
+TEST(TorchOptimizer, GroupAddedLaterToAnAdagradOfTheUsers_IsStepped) {
+  for (const bool closure : {false, true}) {
+    SCOPED_TRACE(closure);
+    const at::Tensor a = Parameter(at::ones({2})), b = Parameter(at::ones({3}));
+    UsersAdagrad adagrad({a}, optim::AdagradOptions(0.1));
+    const auto handle = WrapTorchOptimizer(adagrad);
+    adagrad.add_param_group(optim::OptimizerParamGroup({b}));
+    b.mutable_grad() = at::ones({3});
+    if (closure) {
+      handle->StepWithClosure([] { return at::zeros({}); });
+    } else {
+      handle->Step();
+    }
+    EXPECT_LT(b[0].item<double>(), 1);
+  }
+}
+
 TEST(TorchOptimizer, StepsOfItsOwn_LeaveAVersionWhereTheHandleSaysSo) {
   for (const char* kind : {"AdamW", "Adam", "SGD", "SGD with momentum", "Adagrad", "RMSprop"}) {
     SCOPED_TRACE(kind);

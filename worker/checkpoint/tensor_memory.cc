@@ -1,0 +1,60 @@
+#include "worker/checkpoint/tensor_memory.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "ATen/ops/empty.h"
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "base/text.h"
+#include "c10/util/Exception.h"
+
+namespace muster {
+namespace {
+
+// TensorIterator supports no more.
+constexpr size_t kMaxDimensions = 64;
+
+}  // namespace
+
+absl::StatusOr<std::vector<int64_t>> TensorSizes(const std::vector<uint64_t>& shape,
+                                                 const std::string& place) {
+  if (shape.size() > kMaxDimensions ||
+      std::any_of(shape.begin(), shape.end(), [](uint64_t dimension) {
+        return dimension > static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
+      })) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(place, "shape: has more dimensions or larger ones than a tensor can have"));
+  }
+  return std::vector<int64_t>(shape.begin(), shape.end());
+}
+
+absl::StatusOr<at::Tensor> NewTensor(const std::vector<int64_t>& sizes, at::ScalarType type,
+                                     const std::string& place) {
+  // As LibTorch counts: a dimension of zero does not make up for those that are too large.
+  auto bytes = static_cast<int64_t>(c10::elementSize(type));
+  bool overflow = false;
+  bool empty = false;
+  for (const int64_t size : sizes) {
+    empty = empty || size == 0;
+    overflow = overflow || (size != 0 && __builtin_mul_overflow(bytes, size, &bytes));
+  }
+  if (overflow) {
+    return absl::InvalidArgumentError(absl::StrCat(place, "shape: is larger than a tensor can be"));
+  }
+  try {
+    return at::empty(sizes, at::TensorOptions().dtype(type));
+  } catch (const c10::Error&) {
+    // LibTorch has no class of its own for what the host does not give.
+    return absl::ResourceExhaustedError(
+        absl::StrCat(place, "needs ", empty ? 0 : bytes,
+                     " bytes of memory, which this process does not get: is the file what it is "
+                     "taken for? A machine with more memory may load it"));
+  }
+}
+
+std::string PlaceOfTensor(absl::string_view path, absl::string_view name) {
+  return absl::StrCat(path, ": tensor \"", Printable(name), "\": ");
+}
+
+}  // namespace muster

@@ -1,0 +1,33 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_TENSOR_MEMORY_H_
+#define MUSTER_WORKER_CHECKPOINT_TENSOR_MEMORY_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "c10/core/ScalarType.h"
+
+namespace muster {
+
+// Tensors for what files hold. A file may claim any size: a sparse one of some kilobytes on the
+// disk has terabytes.
+
+// LibTorch's sizes (or strides) of a file's. INVALID_ARGUMENT if no tensor has so many or so large
+// ones; `place` begins the message, see PlaceOfTensor().
+absl::StatusOr<std::vector<int64_t>> TensorSizes(const std::vector<uint64_t>& shape,
+                                                 const std::string& place);
+
+// A tensor of this type on the CPU; its values are whatever is in its memory. INVALID_ARGUMENT if
+// the bytes cannot be counted, RESOURCE_EXHAUSTED if this process does not get them.
+absl::StatusOr<at::Tensor> NewTensor(const std::vector<int64_t>& sizes, at::ScalarType type,
+                                     const std::string& place);
+
+// How messages about a tensor of a file begin.
+std::string PlaceOfTensor(absl::string_view path, absl::string_view name);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_TENSOR_MEMORY_H_

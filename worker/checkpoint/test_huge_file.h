@@ -1,0 +1,56 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_TEST_HUGE_FILE_H_
+#define MUSTER_WORKER_CHECKPOINT_TEST_HUGE_FILE_H_
+
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/file.h"
+#include "base/log.h"
+#include "worker/checkpoint/safetensors_format.h"
+
+namespace muster {
+
+inline constexpr uint64_t kTebibyte = uint64_t{1} << 40;
+
+// A safetensors file with this one tensor, all zeros, of which the disk holds only the header.
+inline void WriteHugeFile(const std::string& path, const std::string& name,
+                          SafetensorsType type = SafetensorsType::kF32,
+                          const std::vector<uint64_t>& shape = {kTebibyte}) {
+  const uint64_t bytes = *SafetensorsBytes(type, shape);
+  const auto layout =
+      LayOutSafetensors({{.name = name, .type = type, .shape = shape}}, std::nullopt);
+  MUSTER_CHECK(layout.ok()) << layout.status();
+  const absl::Status written = WriteFileAtomically(path, layout->prefix);
+  MUSTER_CHECK(written.ok()) << written;
+  MUSTER_CHECK(truncate(path.c_str(), static_cast<off_t>(layout->prefix.size() + bytes)) == 0)
+      << path;
+}
+
+// While it lives, this process gets at most one more TiB: what a machine says to more depends on
+// its settings.
+class AtMostOneMoreTebibyte {
+ public:
+  AtMostOneMoreTebibyte() {
+    MUSTER_CHECK(getrlimit(RLIMIT_AS, &before_) == 0);
+    const std::string pages = ReadFile("/proc/self/statm", 256).value_or("0");
+    rlimit scarce = before_;
+    scarce.rlim_cur = std::stoull(pages) * sysconf(_SC_PAGESIZE) + kTebibyte;
+    MUSTER_CHECK(setrlimit(RLIMIT_AS, &scarce) == 0);
+  }
+  ~AtMostOneMoreTebibyte() { MUSTER_CHECK(setrlimit(RLIMIT_AS, &before_) == 0); }
+  AtMostOneMoreTebibyte(const AtMostOneMoreTebibyte&) = delete;
+  AtMostOneMoreTebibyte& operator=(const AtMostOneMoreTebibyte&) = delete;
+
+ private:
+  rlimit before_{};
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_TEST_HUGE_FILE_H_
