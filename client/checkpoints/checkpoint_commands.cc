@@ -168,6 +168,29 @@ bool IsPart(const Checkpoint& checkpoint) {
   return checkpoint.manifest.ok() && !checkpoint.elsewhere.files.empty();
 }
 
+// Those in the folder `path` that the program named, as save_state(path) does: by step and name.
+absl::StatusOr<std::vector<Checkpoint>> FindNamed(const std::string& path, VerifyLevel level) {
+  std::vector<Checkpoint> found;
+  if (!IsFolder(path)) return found;
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(path));
+  for (const std::string& name : names) {
+    const std::string dir = JoinPath(path, name);
+    const bool is_temporary = HasMark(name, StemOf(name, kStagingMark), kStagingMark) ||
+                              HasMark(name, StemOf(name, kReplacedMark), kReplacedMark);
+    if (is_temporary || IsNumberedName(name) || !IsCheckpoint(dir)) continue;
+    found.push_back(Look(dir, level));
+  }
+  const auto place = [](const Checkpoint& checkpoint) {
+    return std::make_pair(checkpoint.manifest.ok() ? checkpoint.manifest->info.step
+                                                   : std::numeric_limits<int64_t>::max(),
+                          checkpoint.path);
+  };
+  std::sort(found.begin(), found.end(), [&](const Checkpoint& one, const Checkpoint& other) {
+    return place(one) < place(other);
+  });
+  return found;
+}
+
 // A checkpoint, or all those of a folder.
 absl::StatusOr<std::vector<Checkpoint>> Find(const std::string& path, VerifyLevel level) {
   std::vector<Checkpoint> found;
@@ -175,11 +198,16 @@ absl::StatusOr<std::vector<Checkpoint>> Find(const std::string& path, VerifyLeve
     found.push_back(Look(path, level));
     return found;
   }
-  MUSTER_ASSIGN_OR_RETURN(const CheckpointFolder folder, FindRoot(path));
-  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, folder.Numbers());
-  for (const int64_t number : numbers) {
-    found.push_back(Look(folder.PathOf(number), level));
+  MUSTER_ASSIGN_OR_RETURN(std::vector<Checkpoint> named, FindNamed(path, level));
+  const absl::StatusOr<CheckpointFolder> folder = FindRoot(path);
+  if (!folder.ok() && (named.empty() || !absl::IsNotFound(folder.status()))) {
+    return folder.status();
   }
+  if (folder.ok()) {
+    MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, folder->Numbers());
+    for (const int64_t number : numbers) found.push_back(Look(folder->PathOf(number), level));
+  }
+  std::move(named.begin(), named.end(), std::back_inserter(found));
   return found;
 }
 

@@ -243,6 +243,31 @@ TEST_F(CheckpointCommandsTest, PartOfANode_IsNotDamaged_AndPruneLeavesIt) {
   }
 }
 
+// As with save_state("epoch_0"), and "step_5" beside those that are numbered.
+TEST_F(CheckpointCommandsTest, NamesOfTheProgram_AreListedAndVerified) {
+  Save(Path("run/step_20"), {1}, 20);
+  Save(Path("run/epoch_0"), {1}, 10);
+  ASSERT_TRUE(MakeDirectories(Path("run/step_30.tmp-0123456789abcdef")).ok());
+  ASSERT_TRUE(MakeDirectories(Path("run/logs")).ok());
+  const auto names = [&](const std::string& command) {
+    const Json json = RunJson({command, Path("run")});
+    std::vector<std::string> names;
+    for (const Json& checkpoint : json["checkpoints"]) {
+      names.push_back(std::string(BaseName(checkpoint["path"].get<std::string>())));
+    }
+    return names;
+  };
+  EXPECT_THAT(names("list"), ElementsAre("epoch_0", "step_20"));
+  EXPECT_THAT(names("verify"), ElementsAre("epoch_0", "step_20"));
+  Save(Path("run/checkpoints/checkpoint_0"), {1}, 15);
+  EXPECT_THAT(names("list"), ElementsAre("checkpoint_0", "epoch_0", "step_20"));
+  // Retention counts numbered ones alone.
+  EXPECT_EQ(Run({"prune", Path("run"), "--keep", "1"}), kExitOk) << err_.str();
+  EXPECT_THAT(names("list"), ElementsAre("checkpoint_0", "epoch_0", "step_20"));
+  Damage(Path("run/epoch_0/model.safetensors"));
+  EXPECT_EQ(Run({"verify", Path("run")}), kExitJobFailed);
+}
+
 TEST_F(CheckpointCommandsTest, RunningSave_IsListedButIsNoCheckpoint) {
   ASSERT_TRUE(MakeDirectories(root_).ok());
   ExpectRefused({"list", root_}, kExitNotFound, "holds no checkpoint_0");
