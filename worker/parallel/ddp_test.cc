@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <fstream>
 #include <latch>
@@ -142,6 +143,64 @@ TEST(DataParallel, AllModes_EqualOneProcess) {
       EXPECT_LT(Distance(ranks[0], expected), 2e-6)
           << "bucket_cap_mb " << mode.bucket_cap_mb << " unused " << mode.find_unused_parameters
           << " static " << mode.static_graph << " view " << mode.gradient_as_bucket_view;
+    }
+  }
+}
+
+TEST(DataParallel, FiftyStepsOnOneToFourRanks_EqualOneProcess_TwoRunsAreEqualToTheBit) {
+  constexpr int kLong = 50;
+  // Every rank's part of a batch of 12 samples.
+  const auto loss = [](TestNet& net, int step, int rank, int ranks) {
+    const at::Tensor x = Randn({12, 6}, 1000 + step), y = Randn({12, 3}, 5000 + step);
+    return at::mse_loss(net.Forward(x.chunk(ranks)[rank]), y.chunk(ranks)[rank]);
+  };
+  TestNet want(7);
+  FusedSGD of_want(want.parameters, {.lr = 0.1, .momentum = 0.9});
+  for (int step = 0; step < kLong; ++step) {
+    loss(want, step, 0, 1).backward();
+    of_want.Step();
+    of_want.ZeroGrad();
+  }
+  const TestNet start(7);
+  // ‖got - want‖ / ‖want - start‖ over all parameters.
+  const auto distance = [&](const std::vector<at::Tensor>& got) {
+    double off = 0, moved = 0;
+    for (size_t i = 0; i < got.size(); ++i) {
+      off += (got[i] - want.parameters[i]).to(at::kDouble).square().sum().item<double>();
+      moved +=
+          (want.parameters[i] - start.parameters[i]).to(at::kDouble).square().sum().item<double>();
+    }
+    return std::sqrt(off / moved);
+  };
+  const auto train = [&](Runner run, int ranks, const DataParallelOptions& options) {
+    std::vector<std::vector<at::Tensor>> results(ranks);
+    run(ranks, [&](Comm& comm) {
+      TestNet net(7);
+      DataParallel ddp(comm, net.parameters, net.names, net.buffers, options);
+      FusedSGD sgd(net.parameters, {.lr = 0.1, .momentum = 0.9});
+      for (int step = 0; step < kLong; ++step) {
+        ddp.BeforeForward(true);
+        ddp.AfterForward(loss(net, step, comm.rank(), ranks)).backward();
+        sgd.Step();
+        sgd.ZeroGrad();
+      }
+      results[comm.rank()] = net.parameters;
+    });
+    return results;
+  };
+  const DataParallelOptions small = {.bucket_cap_mb = 1e-4, .gradient_as_bucket_view = true};
+  for (const auto& [run, options] :
+       {std::pair{Runner(Gloo), DataParallelOptions{}}, std::pair{Runner(Shm), small},
+        std::pair{Runner(RunRanks), DataParallelOptions{}}}) {
+    for (const int ranks : {1, 2, 3, 4}) {
+      SCOPED_TRACE(testing::Message() << ranks << " ranks, shared memory " << (run == Shm));
+      const auto results = train(run, ranks, options);
+      ExpectEqualRanks(results);
+      EXPECT_LE(distance(results[0]), 1e-6);
+      const auto again = train(run, ranks, options);
+      for (size_t i = 0; i < results[0].size(); ++i) {
+        EXPECT_TRUE(results[0][i].equal(again[0][i])) << "parameter " << i;
+      }
     }
   }
 }
