@@ -1090,6 +1090,100 @@ TEST(DataParallel, RankWithoutABatch_CountsTheSameCollectives) {
   });
 }
 
+// Gloo's, with a count of what is reduced over the ranks. (In a ring each rank sends 2 (w-1)/w of
+// it: a reduction of parts, and a gather of them.)
+class CountingBackend : public c10d::Backend {
+ public:
+  explicit CountingBackend(c10::intrusive_ptr<c10d::Backend> inner)
+      : Backend(inner->getRank(), inner->getSize()), inner_(std::move(inner)) {}
+
+  const std::string getBackendName() const override { return "counting"; }
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& options) override {
+    for (const at::Tensor& tensor : tensors) reduced += tensor.nbytes();
+    return inner_->allreduce(tensors, options);
+  }
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
+                                           const c10d::BroadcastOptions& options) override {
+    for (const at::Tensor& tensor : tensors) broadcasted += tensor.nbytes();
+    return inner_->broadcast(tensors, options);
+  }
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& out, at::Tensor& in,
+                                                 const c10d::AllgatherOptions& options) override {
+    messages += in.nbytes();
+    return inner_->_allgather_base(out, in, options);
+  }
+
+  // `messages`: the frames in which ranks compare what they call.
+  size_t reduced = 0, broadcasted = 0, messages = 0;
+
+ private:
+  const c10::intrusive_ptr<c10d::Backend> inner_;
+};
+
+// The table of docs/sharding.md: all gradients once for each exchange, halved by hooks that
+// compress to 16 bits. Nothing else is exchanged in a step; any other collective would throw.
+TEST(DataParallel, BytesOnTheWire_AreTheTableToTheByte) {
+  constexpr size_t kModel = 4 * (16 * 6 + 16 + 3 * 16 + 3);
+  constexpr size_t kFrame = 512;
+  const auto hook = [](CommHook hook) { return DataParallelOptions{.comm_hook = hook}; };
+  struct Case {
+    std::string name;
+    DataParallelOptions options;
+    size_t exchange;  // in each exchange
+  };
+  const Case cases[] = {
+      {"default", {}, kModel},
+      {"small buckets in place", {.bucket_cap_mb = 1e-4, .gradient_as_bucket_view = true}, kModel},
+      {"static graph", {.static_graph = true}, kModel},
+      // And for each parameter whether a rank uses it.
+      {"find_unused_parameters", {.find_unused_parameters = true}, kModel + 4 * 4},
+      {"fp16", hook(CommHook::kFp16), kModel / 2},
+      {"bf16", hook(CommHook::kBf16), kModel / 2},
+      // Matrices of n x m as n + m numbers, biases as they are.
+      {"PowerSGD",
+       {.comm_hook = CommHook::kPowerSgd,
+        .power_sgd = {.matrix_approximation_rank = 1, .start_powerSGD_iter = 2}},
+       4 * ((16 + 6) + 16 + (3 + 16) + 3)},
+  };
+  for (const int ranks : {2, 3}) {
+    for (const Case& each : cases) {
+      for (const bool windows : {false, true}) {
+        SCOPED_TRACE(testing::Message()
+                     << each.name << ", " << ranks << " ranks, windows " << windows);
+        RunGlooRanks(ranks, [&](Comm& comm) {
+          c10d::ProcessGroup& group = *comm.process_group();
+          const auto counting =
+              c10::make_intrusive<CountingBackend>(group.getBackend(c10::DeviceType::CPU));
+          TestNet net(7);
+          // What a construction exchanges is no step's.
+          DataParallel ddp(comm, net.parameters, net.names, net.buffers, each.options);
+          int exchanges = 0;
+          for (int step = 0; step < 8; ++step) {
+            if (step == 5) {  // the first steps learn what there is
+              group.setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM,
+                               counting);
+              group.setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
+            }
+            const bool communicate = !windows || step % 2 == 1;
+            ddp.BeforeForward(communicate);
+            ddp.AfterForward(net.Forward(Input(step, comm.rank()))).sum().backward();
+            if (step >= 5 && communicate) ++exchanges;
+            if (communicate) {
+              for (at::Tensor& parameter : net.parameters) parameter.mutable_grad().zero_();
+            }
+          }
+          EXPECT_EQ(exchanges, windows ? 2 : 3);
+          EXPECT_EQ(counting->reduced, exchanges * each.exchange);
+          // The buffer is small enough to be in the frame of its broadcast.
+          EXPECT_EQ(counting->broadcasted, 0U);
+          EXPECT_EQ(counting->messages, exchanges * kFrame);
+        });
+      }
+    }
+  }
+}
+
 TEST(DataParallel, NestedOutputs_ComeBackInPlace) {
   RunGlooRanks(kRanks, [&](Comm& comm) {
     TestNet net(7);
