@@ -150,6 +150,22 @@ TEST_F(ShardingTest, ModelThatDoesNotFitOneProcess_FitsOffloaded) {
 }
 
 // What Accelerate's launcher has flags for, in a program that says nothing of it.
+// With real processes, of which each has random numbers of its own.
+TEST_F(ShardingTest, ActivationCheckpointingWithDropout_ChangesNoBit) {
+  for (const std::string sharding : {"no_shard", "zero2", "zero3"}) {
+    for (const std::string words : {"", "windows", "static_graph", "static_graph windows"}) {
+      // Of data parallelism, and there it is what matters.
+      if (sharding != "no_shard" && !words.empty()) continue;
+      const CommandResult run = RunCommand(
+          "client/cli/muster launch --cpu --num_processes 2 --num_cpu_threads_per_process 1 "
+          "--sharding " +
+          sharding + " -- tests/e2e/recompute_worker " + words + " 2>&1");
+      EXPECT_EQ(run.exit_code, 0) << sharding << " " << words << "\n" << run.output;
+      EXPECT_THAT(run.output, HasSubstr("equal: 14 tensors")) << sharding << " " << words;
+    }
+  }
+}
+
 TEST_F(ShardingTest, FsdpAndDeepSpeedSettings_AreDone) {
   const auto loss = [&](const std::string& launch, const std::string& program = "") {
     const CommandResult run = RunCommand(
