@@ -64,7 +64,7 @@ def main():
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=strategy == "zero3")
         fully_shard(model, mesh=mesh, reshard_after_forward=strategy == "zero3")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=strategy == "no_shard")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
     ids = torch.randint(0, 256, (steps, batch_size, context + 1), generator=torch.Generator().manual_seed(dist.get_rank()))
     for step in range(steps):
         if step == 2:

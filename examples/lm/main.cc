@@ -1,6 +1,10 @@
-// Trains a decoder on the bytes of a file, with any sharding strategy:
+// Trains a decoder on the bytes of a file, or on a file of tokens, with any sharding strategy:
 //
 //   muster launch --num_processes 2 -- lm --data book.txt --sharding zero3
+//   muster launch --num_processes 2 -- lm --tokens train.bin --vocabulary 50257 --sharding zero3
+//
+// A file of tokens holds their ids one after the other, little-endian, in two or four bytes each,
+// as nanoGPT's prepare.py writes them.
 //
 // Rank 0 prints one JSON line at the end: loss, milliseconds for a step, peak memory of the
 // process.
@@ -24,26 +28,49 @@ namespace {
 constexpr int kMostOverflows = 100;
 
 struct Flags {
-  std::string data, sharding, checkpoint;
+  std::string data, tokens, sharding, checkpoint;
   DecoderOptions model;
-  int64_t batch_size = 8, steps = 100, group_size = 0;
+  int64_t batch_size = 8, steps = 100, group_size = 0, token_bytes = 2;
   double lr = 3e-4, weight_decay = 0.1, clip_norm = 1;
   bool asynchronous = false;
   bool activation_checkpointing = false;
   std::string activation_offload;
 };
 
-// Rows of context + 1 tokens [rows, context + 1].
+std::vector<char> Bytes(const std::string& flag, const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  TORCH_CHECK(file.good(), flag, " ", path, ": cannot be read");
+  std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
+  TORCH_CHECK(!file.bad(), flag, " ", path, ": cannot be read");
+  return bytes;
+}
+
+// Rows of context + 1 tokens [rows, context + 1]. What is left at the end of the file is not used.
 at::Tensor Rows(const Flags& flags) {
-  std::ifstream file(flags.data, std::ios::binary);
-  TORCH_CHECK(file.good(), "--data ", flags.data, ": cannot be read");
-  const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
+  const bool text = flags.tokens.empty();
+  const std::string flag = text ? "--data" : "--tokens";
+  const std::string& path = text ? flags.data : flags.tokens;
+  const std::vector<char> bytes = Bytes(flag, path);
+  const int64_t size = text ? 1 : flags.token_bytes;
+  const auto length = static_cast<int64_t>(bytes.size());
+  TORCH_CHECK(length % size == 0, flag, " ", path, ": ", length,
+              " bytes are not a whole number of tokens of ", size, " bytes (--token_bytes)");
   const int64_t row = flags.model.context + 1;
-  const auto rows = static_cast<int64_t>(bytes.size()) / row;
-  TORCH_CHECK(rows > 0, "--data ", flags.data, ": ", bytes.size(),
-              " bytes are less than one row of ", row);
-  return torch::from_blob(const_cast<char*>(bytes.data()), {rows, row}, torch::kByte)
-      .to(torch::kLong);
+  const int64_t rows = length / size / row;
+  TORCH_CHECK(rows > 0, flag, " ", path, ": ", length / size, text ? " bytes" : " tokens",
+              " are less than one row of ", row);
+  std::vector<int32_t> ids(length / size);
+  for (int64_t i = 0; i < length / size; ++i) {
+    int64_t id = 0;
+    for (int64_t k = size - 1; k >= 0; --k) {
+      id = id << 8 | static_cast<unsigned char>(bytes[i * size + k]);
+    }
+    TORCH_CHECK(id < flags.model.vocabulary, flag, " ", path, ": token ", i, " (at byte ", i * size,
+                ") is ", id, ", but --vocabulary is ", flags.model.vocabulary,
+                text ? "" : "; ids are little-endian, of --token_bytes each");
+    ids[i] = static_cast<int32_t>(id);
+  }
+  return torch::tensor(ids, torch::kInt).narrow(0, 0, rows * row).view({rows, row});
 }
 
 absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
@@ -60,8 +87,9 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
                           muster::batches(muster::TensorDataset<at::Tensor>(rows), flags.batch_size)
                               .shuffle(true)
                               .drop_last(true));
-  TORCH_CHECK(loader.size() > 0, "--data ", flags.data, ": ", rows.size(0),
-              " rows are less than a batch of --batch_size for each process");
+  TORCH_CHECK(loader.size() > 0,
+              flags.tokens.empty() ? "--data " + flags.data : "--tokens " + flags.tokens, ": ",
+              rows.size(0), " rows are less than a batch of --batch_size for each process");
   if (!flags.checkpoint.empty() && std::ifstream(flags.checkpoint + "/manifest.json").good()) {
     if (absl::Status loaded = accelerator.load_state(flags.checkpoint); !loaded.ok()) return loaded;
   }
@@ -74,7 +102,7 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
       // The first steps allocate, and agree on orders.
       if (steps++ == 2) start = std::chrono::steady_clock::now();
       auto scope = accelerator.accumulate();
-      const at::Tensor& ids = batch.value();
+      const at::Tensor ids = batch.value().to(torch::kLong);
       const at::Tensor logits = model(ids.slice(1, 0, -1));
       const at::Tensor loss =
           at::cross_entropy_loss(logits.flatten(0, 1).to(torch::kFloat), ids.slice(1, 1).flatten());
@@ -118,8 +146,18 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
 
 int main(int argc, char** argv) {
   Flags flags;
-  CLI::App app("Trains a decoder on the bytes of a file.");
-  app.add_option("--data", flags.data, "the file; each byte is a token")->required();
+  CLI::App app("Trains a decoder on the bytes of a file, or on a file of tokens.");
+  auto* const what = app.add_option_group("what to train on")->require_option(1);
+  what->add_option("--data", flags.data, "a file of which each byte is a token");
+  CLI::Option* const tokens = what->add_option(
+      "--tokens", flags.tokens,
+      "a file of token ids, little-endian, one after the other, as nanoGPT's train.bin");
+  app.add_option("--token_bytes", flags.token_bytes, "of each id in --tokens: 2 or 4; default 2")
+      ->needs(tokens)
+      ->check(CLI::IsMember({2, 4}));
+  app.add_option("--vocabulary", flags.model.vocabulary,
+                 "ids are below it; default 256, and 50304 with --tokens")
+      ->check(CLI::Range(1, 1'000'000'000));
   app.add_option("--sharding", flags.sharding,
                  "no_shard, zero1, zero2, zero3 or hybrid. Default: MUSTER_SHARDING, which muster "
                  "launch --sharding sets")
@@ -149,6 +187,7 @@ int main(int argc, char** argv) {
                  "--optimizer_in_backward needs it")
       ->check(CLI::NonNegativeNumber);
   CLI11_PARSE(app, argc, argv);
+  if (!flags.tokens.empty() && app.count("--vocabulary") == 0) flags.model.vocabulary = 50304;
   muster::AcceleratorOptions options;
   if (!flags.sharding.empty()) {
     options.sharding = muster::ParseSharding(flags.sharding, flags.group_size);

@@ -1,12 +1,21 @@
 // Mistakes that programs make, one by name: bad_input CASE. Each has to end every process with a
 // line that says what is wrong.
+//
+// bad_input killed_in_forward|killed_in_backward|killed_in_no_memory FOLDER: rank 1 of a sharded
+// model is killed in the middle of a pass, or has no memory for a gather; each rank that throws
+// writes its error to FOLDER/rank_N.
+#include <csignal>
 #include <cstdlib>
+#include <fstream>
 #include <limits>
 #include <stdexcept>
 #include <string>
 
 #include "ATen/Functions.h"
+#include "c10/core/CPUAllocator.h"
+#include "c10/util/Exception.h"
 #include "muster/accelerator.h"
+#include "torch/nn/modules/container/sequential.h"
 #include "torch/nn/modules/linear.h"
 
 namespace {
@@ -76,10 +85,83 @@ absl::Status Train(Accelerator& a, const std::string& name) {
   return absl::OkStatus();
 }
 
+// Gives out no piece of a gathered unit's size once it is full.
+class FullMemory : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    TORCH_CHECK(!full || bytes < 520 * 520 * 4, "DefaultCPUAllocator: can't allocate memory");
+    return inner_->allocate(bytes);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return inner_->raw_deleter(); }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    inner_->copy_data(to, from, bytes);
+  }
+  bool full = false;
+
+ private:
+  c10::Allocator* const inner_ = c10::GetDefaultCPUAllocator();
+};
+
+// Rank 1 is killed in the third step, when it has used half of the units; the others come to the
+// gathers, or the reductions, of the rest without it.
+absl::Status TrainUntilKilled(Accelerator& a, const std::string& name) {
+  FullMemory& memory = *new FullMemory;
+  c10::SetCPUAllocator(&memory, /*priority=*/255);
+  constexpr int kLayers = 4;
+  constexpr int64_t kWidth = 520;  // its parts are large enough to be shared in memory
+  torch::nn::Sequential net;
+  for (int i = 0; i < kLayers; ++i) net->push_back(torch::nn::Linear(kWidth, kWidth));
+  muster::FusedSGD sgd(net->parameters(), {.lr = 0.1});
+  auto [model, optimizer] = a.prepare(net, sgd);
+  for (int step = 0; step < 10; ++step) {
+    const bool here = a.process_index() == 1 && step == 2;
+    auto scope = a.accumulate();
+    const at::Tensor loss = model.call([&](torch::nn::SequentialImpl& layers) {
+      at::Tensor x = at::full({1, kWidth}, 0.01).requires_grad_();
+      for (int i = 0; i < kLayers; ++i) {
+        if (here && i == kLayers / 2) {
+          memory.full = name == "killed_in_no_memory";
+          if (name == "killed_in_forward") std::raise(SIGKILL);
+          if (name == "killed_in_backward") {
+            x.register_hook([](const at::Tensor&) { std::raise(SIGKILL); });
+          }
+        }
+        x = layers[i]->as<torch::nn::Linear>()->forward(x);
+      }
+      return x.mean();
+    });
+    a.backward(loss);
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  return absl::OkStatus();
+}
+
+int MainUntilKilled(int argc, char** argv, const std::string& name, const std::string& folder) {
+  // What a rank has to say it says before its agent ends it.
+  std::signal(SIGTERM, SIG_IGN);
+  return muster::run(argc, argv, {}, [&](Accelerator& a, const muster::Arguments&) {
+    const auto tell = [&](const std::string& error) {
+      std::ofstream(folder + "/rank_" + std::to_string(a.process_index())) << error;
+    };
+    try {
+      absl::Status end = TrainUntilKilled(a, name);
+      tell(end.ok() ? "no error" : std::string(end.message()));
+      return end;
+    } catch (const c10::Error& error) {
+      tell(error.what_without_backtrace());
+      throw;
+    }
+  });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   const std::string name = argc > 1 ? argv[1] : "";
+  if (name.starts_with("killed_in_") && argc > 2) {
+    return MainUntilKilled(argc, argv, name, argv[2]);
+  }
   muster::AcceleratorOptions options;
   options.check_finite_loss = name == "nan";
   if (name == "skips") options.timeout = absl::Seconds(20);

@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <fstream>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -114,6 +116,79 @@ TEST(BadInput, RankThatSkipsABatch_IsNamedWithWhereItStands) {
   EXPECT_THAT(outcome.output,
               AllOf(HasSubstr("rank 1"), HasSubstr("did not take part in AllReduce #"),
                     HasSubstr(" bucket 1 of 1 ("), HasSubstr("wait_for_everyone")));
+}
+
+// A peer that is killed inside of a sharded model's pass.
+struct Killed {
+  std::string name;       // of the case
+  std::string variables;  // "NAME=VALUE "
+  std::string sharding;
+  int processes;
+  std::string where;
+};
+
+// The launch's end, with what each rank has written.
+struct LostPeer {
+  testing_support::CommandResult run;
+  std::vector<std::string> errors;
+};
+
+LostPeer RunLosingPeer(const Killed& killed) {
+  const std::string folder = testing_support::MakeTestDir("killed_" + killed.name);
+  LostPeer lost;
+  lost.run = RunCommand(absl::StrCat(killed.variables,
+                                     "timeout 120 client/cli/muster launch --cpu "
+                                     "--num_cpu_threads_per_process 1 --num_processes ",
+                                     killed.processes, " --sharding ", killed.sharding,
+                                     " -- tests/e2e/bad_input killed_in_", killed.where, " ",
+                                     folder, " 2>&1"));
+  for (int rank = 0; rank < killed.processes; ++rank) {
+    std::ifstream file(absl::StrCat(folder, "/rank_", rank));
+    lost.errors.emplace_back(std::istreambuf_iterator<char>(file),
+                             std::istreambuf_iterator<char>());
+  }
+  return lost;
+}
+
+class KilledPeer : public testing::TestWithParam<Killed> {};
+
+TEST_P(KilledPeer, IsNamedByEveryOtherRankAndByTheLaunch) {
+  const LostPeer lost = RunLosingPeer(GetParam());
+  EXPECT_EQ(lost.run.exit_code, 1) << "124: it hangs\n" << lost.run.output;
+  EXPECT_THAT(lost.run.output,
+              testing::ContainsRegex(
+                  "muster launch: rank 1 \\(pid [0-9]+ on .*was killed by signal 9 \\(SIGKILL\\)"));
+  for (size_t rank = 0; rank < lost.errors.size(); ++rank) {
+    if (rank == 1) {
+      EXPECT_EQ(lost.errors[rank], "");
+    } else {
+      EXPECT_THAT(lost.errors[rank], AllOf(HasSubstr("rank 1 ("), HasSubstr("pid ")))
+          << "rank " << rank << "\n"
+          << lost.run.output;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Sharding, KilledPeer,
+    testing::Values(Killed{"gather", "MUSTER_SHM=no ", "zero3", 3, "forward"},
+                    Killed{"reduction", "MUSTER_SHM=no ", "zero3", 3, "backward"},
+                    Killed{"shared_parts", "", "zero3", 3, "forward"},
+                    Killed{"shared_reduction", "", "zero2", 3, "backward"},
+                    Killed{"group", "", "hybrid --sharding_group_size 2", 4, "backward"}),
+    [](const auto& info) { return info.param.name; });
+
+TEST(BadInput, RankWithoutMemoryForAGather_SaysSoAndIsNamedByTheOthers) {
+  const LostPeer lost = RunLosingPeer({"no_memory", "MUSTER_SHM=no ", "zero3", 3, "no_memory"});
+  EXPECT_EQ(lost.run.exit_code, 1) << "124: it hangs\n" << lost.run.output;
+  const auto cause =
+      AllOf(HasSubstr("can't allocate memory"), HasSubstr("while allocating memory for unit '2'"));
+  EXPECT_THAT(lost.errors[1], cause);
+  EXPECT_THAT(lost.run.output, AllOf(cause, HasSubstr("muster launch: rank 1 (pid ")));
+  for (const int rank : {0, 2}) {
+    EXPECT_THAT(lost.errors[rank], AllOf(HasSubstr("rank 1 ("), HasSubstr("exited with code 1")))
+        << lost.run.output;
+  }
 }
 
 }  // namespace

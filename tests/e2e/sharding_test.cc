@@ -150,6 +150,74 @@ TEST_F(ShardingTest, ModelThatDoesNotFitOneProcess_FitsOffloaded) {
 }
 
 // What Accelerate's launcher has flags for, in a program that says nothing of it.
+// The ids of the bytes of a text: the loss is that of the text.
+TEST_F(ShardingTest, FileOfTokens_TrainsAsTheTextUnderEveryStrategy) {
+  std::ifstream text(data_, std::ios::binary);
+  std::ofstream two(folder_ + "/two.bin"), four(folder_ + "/four.bin");
+  for (char byte = 0; text.get(byte);) {
+    two << byte << '\0';
+    four << byte << '\0' << '\0' << '\0';
+  }
+  two.close();
+  four.close();
+  const std::string model = " --steps 6 --width 64 --layers 2 --context 32 --batch_size 4";
+  const CommandResult of_text = Lm("no_shard", 2, model);
+  ASSERT_EQ(of_text.exit_code, 0) << of_text.output;
+  const double want = Json::parse(of_text.last_line()).at("loss");
+  const std::string launch =
+      "client/cli/muster launch --cpu --no_prefix --num_processes 2 "
+      "--num_cpu_threads_per_process 1 --sharding ";
+  for (const auto& [sharding, file] :
+       std::map<std::string, std::string>{{"no_shard", "two.bin"},
+                                          {"zero1", "two.bin --token_bytes 2"},
+                                          {"zero2", "four.bin --token_bytes 4"},
+                                          {"zero3", "four.bin --token_bytes 4"},
+                                          {"hybrid", "two.bin"}}) {
+    const CommandResult run =
+        RunCommand(launch + sharding + " -- " + program_ + " --vocabulary 256 --tokens " + folder_ +
+                   "/" + file + model + " 2>&1");
+    ASSERT_EQ(run.exit_code, 0) << sharding << "\n" << run.output;
+    EXPECT_NEAR(Json::parse(run.last_line()).at("loss").get<double>(), want, 1e-4) << sharding;
+  }
+}
+
+TEST_F(ShardingTest, FileOfTokensThatCannotBeRead_IsRefusedWithThePlace) {
+  const auto refused = [&](const std::string& flags) {
+    const CommandResult run = RunCommand(program_ + " --context 2 " + flags + " 2>&1");
+    EXPECT_NE(run.exit_code, 0) << run.output;
+    return run.output;
+  };
+  const std::string file = folder_ + "/tokens.bin";
+  std::ofstream(file, std::ios::binary) << std::string("\1\0\2\0\0\1\3\0\4\0\5\0", 12);
+  const std::string tokens = " --tokens " + file;
+  EXPECT_THAT(refused(tokens + " --vocabulary 256"),
+              HasSubstr("token 2 (at byte 4) is 256, but --vocabulary is 256"));
+  // As what they are not.
+  EXPECT_THAT(refused(tokens + " --token_bytes 4"), HasSubstr("token 0 (at byte 0) is 131073"));
+  std::ofstream(file, std::ios::app | std::ios::binary) << 'x';
+  EXPECT_THAT(refused(tokens), HasSubstr("13 bytes are not a whole number of tokens of 2 bytes"));
+  EXPECT_THAT(refused(tokens + " --token_bytes 3"), HasSubstr("--token_bytes"));
+  EXPECT_THAT(refused(" --tokens " + folder_ + "/absent"), HasSubstr("cannot be read"));
+  EXPECT_THAT(refused(tokens + " --data " + data_), HasSubstr("--tokens"));
+  EXPECT_THAT(refused(""), HasSubstr("--tokens"));
+}
+
+// With real processes, of which each has random numbers of its own.
+TEST_F(ShardingTest, ActivationCheckpointingWithDropout_ChangesNoBit) {
+  for (const std::string sharding : {"no_shard", "zero2", "zero3"}) {
+    for (const std::string words : {"", "windows", "static_graph", "static_graph windows"}) {
+      // Of data parallelism, and there it is what matters.
+      if (sharding != "no_shard" && !words.empty()) continue;
+      const CommandResult run = RunCommand(
+          "client/cli/muster launch --cpu --num_processes 2 --num_cpu_threads_per_process 1 "
+          "--sharding " +
+          sharding + " -- tests/e2e/recompute_worker " + words + " 2>&1");
+      EXPECT_EQ(run.exit_code, 0) << sharding << " " << words << "\n" << run.output;
+      EXPECT_THAT(run.output, HasSubstr("equal: 14 tensors")) << sharding << " " << words;
+    }
+  }
+}
+
 TEST_F(ShardingTest, FsdpAndDeepSpeedSettings_AreDone) {
   const auto loss = [&](const std::string& launch, const std::string& program = "") {
     const CommandResult run = RunCommand(

@@ -1,5 +1,6 @@
 // Every recorded `training` case, trained by real processes under `muster launch`, against
-// Accelerate's numbers.
+// Accelerate's numbers: those of the golden folder, and those of four processes, in which hybrid
+// sharding has several copies.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -8,6 +9,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 #include "ATen/Functions.h"
 #include "ATen/TensorOperators.h"
@@ -61,10 +63,12 @@ INSTANTIATE_TEST_SUITE_P(Sharding, TrajectoryTest,
                          ::testing::Values("no_shard", "zero1", "zero2", "zero3", "hybrid"),
                          [](const auto& info) { return std::string(info.param); });
 
-TEST_P(TrajectoryTest, EveryRecordedTrainingCase_FollowsAccelerate) {
-  const std::string scratch = MakeTestDir(std::string("trajectory_") + GetParam()) + "/";
+// `folder`: of the cases and of the files that they name.
+void ExpectAccelerates(const std::string& sharding, const std::vector<Json>& cases,
+                       const std::string& folder) {
+  const std::string scratch = MakeTestDir("trajectory_" + sharding) + "/";
   int compared = 0;
-  for (const Json& test_case : testing_support::GoldenCases("training")) {
+  for (const Json& test_case : cases) {
     const Json& in = test_case["in"];
     const Json& want = test_case["out"];
     const std::string name = in["name"];
@@ -77,8 +81,8 @@ TEST_P(TrajectoryTest, EveryRecordedTrainingCase_FollowsAccelerate) {
     const CommandResult run = RunCommand(
         std::string("client/cli/muster launch ") + (OnGpu() ? "" : "--cpu ") + "--num_processes " +
         in["num_processes"].dump() + " -- tests/parity/trajectory " + (OnGpu() ? "--gpu" : "") +
-        " --case " + scratch + name + ".json --data_root " + testing_support::GoldenFolder() +
-        " --output_dir " + scratch + name + " --sharding " + GetParam() + " 2>&1");
+        " --case " + scratch + name + ".json --data_root " + folder + " --output_dir " + scratch +
+        name + " --sharding " + sharding + " 2>&1");
     ASSERT_EQ(run.exit_code, 0) << run.output;
     const Json got = Json::parse(run.last_line(), nullptr, false);
     ASSERT_TRUE(got.is_object()) << run.output;
@@ -93,8 +97,8 @@ TEST_P(TrajectoryTest, EveryRecordedTrainingCase_FollowsAccelerate) {
     ExpectNear(got["grad_norm"], want["grad_norm"], 0, tolerance["grad_norm"], "grad_norm");
 
     const auto weights = LoadTensors(got["final_weights"]);
-    const auto expected = LoadTensors(testing_support::GoldenPath(want["final_weights"]));
-    const auto initial = LoadTensors(testing_support::GoldenPath(in["initial_weights"]));
+    const auto expected = LoadTensors(folder + "/" + want["final_weights"].get<std::string>());
+    const auto initial = LoadTensors(folder + "/" + in["initial_weights"].get<std::string>());
     ASSERT_EQ(weights.size(), expected.size());
     double off = 0, moved = 0, worst = 0;
     for (const auto& [key, tensor] : expected) {
@@ -109,6 +113,20 @@ TEST_P(TrajectoryTest, EveryRecordedTrainingCase_FollowsAccelerate) {
     EXPECT_LE(std::sqrt(off / moved), tolerance["update"].get<double>());
   }
   EXPECT_GT(compared, 0);
+}
+
+TEST_P(TrajectoryTest, EveryRecordedTrainingCase_FollowsAccelerate) {
+  ExpectAccelerates(GetParam(), testing_support::GoldenCases("training"),
+                    testing_support::GoldenFolder());
+}
+
+TEST_P(TrajectoryTest, FourProcesses_FollowAccelerate) {
+  if (OnGpu()) return;
+  const std::string folder = testing_support::TestdataPath("trajectories");
+  std::vector<Json> cases;
+  std::ifstream file(folder + "/cases.jsonl");
+  for (std::string line; std::getline(file, line);) cases.push_back(Json::parse(line));
+  ExpectAccelerates(GetParam(), cases, folder);
 }
 
 }  // namespace

@@ -67,6 +67,23 @@ bool EndedInPeace(const MemberInfo& member) {
   return member.gone == "it has left the job" || member.gone == "it has exited with code 0";
 }
 
+// Ranks of the job outside of the group that failed: they may be why one of `ranks` has left, or
+// has ended with an error of its own. Empty if there are none.
+std::string FailedElsewhere(const std::vector<MemberInfo>& members, const std::vector<int>& ranks) {
+  constexpr int kNamed = 8;
+  std::string text;
+  int named = 0;
+  for (const MemberInfo& member : members) {
+    if (member.gone.empty() || EndedInPeace(member)) continue;
+    if (std::find(ranks.begin(), ranks.end(), member.rank) != ranks.end()) continue;
+    if (++named > kNamed) continue;
+    absl::StrAppend(&text, text.empty() ? "; outside of this group, " : "; ", "rank ", member.rank,
+                    " (", member.host, ", pid ", member.pid, "): ", member.gone);
+  }
+  if (named > kNamed) absl::StrAppend(&text, "; and ", named - kNamed, " more");
+  return text;
+}
+
 std::string What(const ProgressBoard::Facts& mine) {
   if (!GoesOn(mine.last_collective)) {
     return absl::StrCat("the exchange of phase '", mine.phase, "' after step ", mine.step);
@@ -181,12 +198,13 @@ std::string DescribeLostCollective(const ProgressBoard::Facts& mine,
     }
     if (member != members.end()) absl::StrAppend(&absent, ": ", Where(*member));
   }
+  const std::string elsewhere = FailedElsewhere(members, ranks);
   if (absent.empty()) {
-    return AllWait(mine, sources, waiting, timed_out);
+    return AllWait(mine, sources, waiting, timed_out) + elsewhere;
   }
   if (named > kNamed) absl::StrAppend(&absent, "; and so for ", named - kNamed, " more");
   return absl::StrCat(absent, "; ", Ranks(waiting), waiting.size() == 1 ? " waits" : " wait",
-                      gone > 0 && gone == ended_earlier ? kEndedEarlier : "");
+                      gone > 0 && gone == ended_earlier ? kEndedEarlier : "", elsewhere);
 }
 
 std::string DescribeGone(const std::vector<MemberInfo>& members) {

@@ -32,8 +32,9 @@ struct LostCollectiveSources {
 
 // One line: which ranks did not take part in the collective on `mine`, where each of them is, and
 // which ranks wait. `members`: the coordinator's facts, at most a heartbeat old. Ranks of `ranks`
-// that wait in the same collective have taken part. `timed_out`: this rank has waited for the whole
-// timeout; otherwise a connection was lost.
+// that wait in the same collective have taken part. Ranks of the job outside of the group that
+// failed are named, too: they may be why one of these has left. `timed_out`: this rank has waited
+// for the whole timeout; otherwise a connection was lost.
 std::string DescribeLostCollective(const ProgressBoard::Facts& mine,
                                    const LostCollectiveSources& sources,
                                    const std::vector<MemberInfo>& members, bool timed_out = true);

@@ -86,6 +86,36 @@ TEST(LostCollective, SurvivorLastHeardBeforeIt_IsNotBlamedBesideTheRankThatIsGon
                               "take part in it: it was killed by signal 9")));
 }
 
+// As with hybrid sharding: a rank ends because it lost one of another group.
+TEST(LostCollective, RankOfAnotherGroupThatFailed_IsNamed) {
+  ProgressBoard::Facts mine;
+  mine.step = 2;
+  mine.last_collective = "AllReduce #69 (8 Float)";
+  std::vector<MemberInfo> members(4);
+  for (int rank = 0; rank < 4; ++rank) {
+    members[rank].rank = rank;
+    members[rank].host = "host";
+    members[rank].pid = 100 + rank;
+  }
+  members[1].gone = "it was killed by signal 9";
+  const auto describe = [&] {
+    return DescribeLostCollective(mine, Sources(2, {0, 2}), members, /*timed_out=*/false);
+  };
+  constexpr char kCause[] =
+      "; outside of this group, rank 1 (host, pid 101): it was killed by signal 9";
+  EXPECT_EQ(describe(), std::string("rank 0 (host, pid 100) did not take part in AllReduce #69 (8 "
+                                    "Float) after step 2: it runs after step 0; rank 2 waits") +
+                            kCause);
+  members[0].last_collective = mine.last_collective;
+  EXPECT_THAT(describe(), AllOf(HasSubstr("all of ranks 0, 2 wait in it"), HasSubstr(kCause)));
+  members[0].gone = "it has exited with code 1";
+  EXPECT_THAT(describe(),
+              AllOf(HasSubstr(": it has exited with code 1; rank 2 waits"), HasSubstr(kCause)));
+  // Which is no failure.
+  members[1].gone = "it has exited with code 0";
+  EXPECT_THAT(describe(), Not(HasSubstr("rank 1")));
+}
+
 TEST(LostCollective, RankThatEndedEarlier_IsToldFromOneThatFailed) {
   ProgressBoard::Facts mine;
   mine.step = 4;

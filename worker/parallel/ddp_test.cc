@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <fstream>
 #include <latch>
@@ -142,6 +143,64 @@ TEST(DataParallel, AllModes_EqualOneProcess) {
       EXPECT_LT(Distance(ranks[0], expected), 2e-6)
           << "bucket_cap_mb " << mode.bucket_cap_mb << " unused " << mode.find_unused_parameters
           << " static " << mode.static_graph << " view " << mode.gradient_as_bucket_view;
+    }
+  }
+}
+
+TEST(DataParallel, FiftyStepsOnOneToFourRanks_EqualOneProcess_TwoRunsAreEqualToTheBit) {
+  constexpr int kLong = 50;
+  // Every rank's part of a batch of 12 samples.
+  const auto loss = [](TestNet& net, int step, int rank, int ranks) {
+    const at::Tensor x = Randn({12, 6}, 1000 + step), y = Randn({12, 3}, 5000 + step);
+    return at::mse_loss(net.Forward(x.chunk(ranks)[rank]), y.chunk(ranks)[rank]);
+  };
+  TestNet want(7);
+  FusedSGD of_want(want.parameters, {.lr = 0.1, .momentum = 0.9});
+  for (int step = 0; step < kLong; ++step) {
+    loss(want, step, 0, 1).backward();
+    of_want.Step();
+    of_want.ZeroGrad();
+  }
+  const TestNet start(7);
+  // ‖got - want‖ / ‖want - start‖ over all parameters.
+  const auto distance = [&](const std::vector<at::Tensor>& got) {
+    double off = 0, moved = 0;
+    for (size_t i = 0; i < got.size(); ++i) {
+      off += (got[i] - want.parameters[i]).to(at::kDouble).square().sum().item<double>();
+      moved +=
+          (want.parameters[i] - start.parameters[i]).to(at::kDouble).square().sum().item<double>();
+    }
+    return std::sqrt(off / moved);
+  };
+  const auto train = [&](Runner run, int ranks, const DataParallelOptions& options) {
+    std::vector<std::vector<at::Tensor>> results(ranks);
+    run(ranks, [&](Comm& comm) {
+      TestNet net(7);
+      DataParallel ddp(comm, net.parameters, net.names, net.buffers, options);
+      FusedSGD sgd(net.parameters, {.lr = 0.1, .momentum = 0.9});
+      for (int step = 0; step < kLong; ++step) {
+        ddp.BeforeForward(true);
+        ddp.AfterForward(loss(net, step, comm.rank(), ranks)).backward();
+        sgd.Step();
+        sgd.ZeroGrad();
+      }
+      results[comm.rank()] = net.parameters;
+    });
+    return results;
+  };
+  const DataParallelOptions small = {.bucket_cap_mb = 1e-4, .gradient_as_bucket_view = true};
+  for (const auto& [run, options] :
+       {std::pair{Runner(Gloo), DataParallelOptions{}}, std::pair{Runner(Shm), small},
+        std::pair{Runner(RunRanks), DataParallelOptions{}}}) {
+    for (const int ranks : {1, 2, 3, 4}) {
+      SCOPED_TRACE(testing::Message() << ranks << " ranks, shared memory " << (run == Shm));
+      const auto results = train(run, ranks, options);
+      ExpectEqualRanks(results);
+      EXPECT_LE(distance(results[0]), 1e-6);
+      const auto again = train(run, ranks, options);
+      for (size_t i = 0; i < results[0].size(); ++i) {
+        EXPECT_TRUE(results[0][i].equal(again[0][i])) << "parameter " << i;
+      }
     }
   }
 }
@@ -1029,6 +1088,100 @@ TEST(DataParallel, RankWithoutABatch_CountsTheSameCollectives) {
     const std::string mine = board->Read().last_collective;
     EXPECT_THAT(comm.AllGatherBytes(mine), ElementsAre(mine, mine));
   });
+}
+
+// Gloo's, with a count of what is reduced over the ranks. (In a ring each rank sends 2 (w-1)/w of
+// it: a reduction of parts, and a gather of them.)
+class CountingBackend : public c10d::Backend {
+ public:
+  explicit CountingBackend(c10::intrusive_ptr<c10d::Backend> inner)
+      : Backend(inner->getRank(), inner->getSize()), inner_(std::move(inner)) {}
+
+  const std::string getBackendName() const override { return "counting"; }
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& options) override {
+    for (const at::Tensor& tensor : tensors) reduced += tensor.nbytes();
+    return inner_->allreduce(tensors, options);
+  }
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
+                                           const c10d::BroadcastOptions& options) override {
+    for (const at::Tensor& tensor : tensors) broadcasted += tensor.nbytes();
+    return inner_->broadcast(tensors, options);
+  }
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& out, at::Tensor& in,
+                                                 const c10d::AllgatherOptions& options) override {
+    messages += in.nbytes();
+    return inner_->_allgather_base(out, in, options);
+  }
+
+  // `messages`: the frames in which ranks compare what they call.
+  size_t reduced = 0, broadcasted = 0, messages = 0;
+
+ private:
+  const c10::intrusive_ptr<c10d::Backend> inner_;
+};
+
+// The table of docs/sharding.md: all gradients once for each exchange, halved by hooks that
+// compress to 16 bits. Nothing else is exchanged in a step; any other collective would throw.
+TEST(DataParallel, BytesOnTheWire_AreTheTableToTheByte) {
+  constexpr size_t kModel = 4 * (16 * 6 + 16 + 3 * 16 + 3);
+  constexpr size_t kFrame = 512;
+  const auto hook = [](CommHook hook) { return DataParallelOptions{.comm_hook = hook}; };
+  struct Case {
+    std::string name;
+    DataParallelOptions options;
+    size_t exchange;  // in each exchange
+  };
+  const Case cases[] = {
+      {"default", {}, kModel},
+      {"small buckets in place", {.bucket_cap_mb = 1e-4, .gradient_as_bucket_view = true}, kModel},
+      {"static graph", {.static_graph = true}, kModel},
+      // And for each parameter whether a rank uses it.
+      {"find_unused_parameters", {.find_unused_parameters = true}, kModel + 4 * 4},
+      {"fp16", hook(CommHook::kFp16), kModel / 2},
+      {"bf16", hook(CommHook::kBf16), kModel / 2},
+      // Matrices of n x m as n + m numbers, biases as they are.
+      {"PowerSGD",
+       {.comm_hook = CommHook::kPowerSgd,
+        .power_sgd = {.matrix_approximation_rank = 1, .start_powerSGD_iter = 2}},
+       4 * ((16 + 6) + 16 + (3 + 16) + 3)},
+  };
+  for (const int ranks : {2, 3}) {
+    for (const Case& each : cases) {
+      for (const bool windows : {false, true}) {
+        SCOPED_TRACE(testing::Message()
+                     << each.name << ", " << ranks << " ranks, windows " << windows);
+        RunGlooRanks(ranks, [&](Comm& comm) {
+          c10d::ProcessGroup& group = *comm.process_group();
+          const auto counting =
+              c10::make_intrusive<CountingBackend>(group.getBackend(c10::DeviceType::CPU));
+          TestNet net(7);
+          // What a construction exchanges is no step's.
+          DataParallel ddp(comm, net.parameters, net.names, net.buffers, each.options);
+          int exchanges = 0;
+          for (int step = 0; step < 8; ++step) {
+            if (step == 5) {  // the first steps learn what there is
+              group.setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM,
+                               counting);
+              group.setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
+            }
+            const bool communicate = !windows || step % 2 == 1;
+            ddp.BeforeForward(communicate);
+            ddp.AfterForward(net.Forward(Input(step, comm.rank()))).sum().backward();
+            if (step >= 5 && communicate) ++exchanges;
+            if (communicate) {
+              for (at::Tensor& parameter : net.parameters) parameter.mutable_grad().zero_();
+            }
+          }
+          EXPECT_EQ(exchanges, windows ? 2 : 3);
+          EXPECT_EQ(counting->reduced, exchanges * each.exchange);
+          // The buffer is small enough to be in the frame of its broadcast.
+          EXPECT_EQ(counting->broadcasted, 0U);
+          EXPECT_EQ(counting->messages, exchanges * kFrame);
+        });
+      }
+    }
+  }
 }
 
 TEST(DataParallel, NestedOutputs_ComeBackInPlace) {

@@ -13,6 +13,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -205,50 +206,82 @@ struct Trained {
 const ShardingStrategy kStrategies[] = {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients,
                                         ShardingStrategy::kFull};
 
-TEST(ShardedModel, EveryStrategyAndNumberOfRanks_EqualsOneProcess) {
-  const Values want = OneProcess(50);
-  const Values start = ValuesOf(Net());
+void ExpectEqual(const Values& a, const Values& b) {
+  for (const auto& [name, tensor] : a) EXPECT_TRUE(at::equal(tensor, b.at(name))) << name;
+}
+
+// The result of 50 steps on rank 0; those of all ranks are near that of one process.
+using Runner = void (*)(int, const std::function<void(Comm&)>&);
+Values FiftySteps(Runner run, int ranks, const ShardingOptions& options,
+                  const std::function<std::pair<Comm*, Comm*>(int rank)>& groups = nullptr) {
+  static const Values& want = *new Values(OneProcess(50));
+  static const Values& start = *new Values(ValuesOf(Net()));
+  Values first;
+  run(ranks, [&](Comm& comm) {
+    const auto [part, copies] = groups == nullptr ? std::pair<Comm*, Comm*>() : groups(comm.rank());
+    Trained trained(comm, options, part, copies);
+    for (int step = 0; step < 50; ++step) {
+      trained.Forward(IdsOf(step, comm)).backward();
+      trained.Step();
+    }
+    Values values = trained.Full();
+    EXPECT_LE(Distance(values, want, start), 1e-6) << "rank " << comm.rank();
+    if (comm.rank() == 0) first = std::move(values);
+  });
+  return first;
+}
+
+TEST(ShardedModel, EveryStrategyAndNumberOfRanks_EqualsOneProcess_RunsAreEqualToTheBit) {
   for (const int ranks : {1, 2, 3, 4}) {
     for (const ShardingStrategy strategy : kStrategies) {
       for (const bool reshard : {true, false}) {
         if (!reshard && strategy != ShardingStrategy::kFull) continue;
-        for (const bool overlap : {true, false}) {
-          RunRanks(ranks, [&](Comm& comm) {
-            Trained trained(
-                comm, {.strategy = strategy, .reshard_after_forward = reshard, .overlap = overlap});
-            for (int step = 0; step < 50; ++step) {
-              trained.Forward(IdsOf(step, comm)).backward();
-              trained.Step();
-            }
-            EXPECT_LE(Distance(trained.Full(), want, start), 1e-6)
-                << ranks << " ranks, strategy " << static_cast<int>(strategy);
-          });
+        SCOPED_TRACE(testing::Message() << ranks << " ranks, strategy "
+                                        << static_cast<int>(strategy) << ", reshard " << reshard);
+        std::vector<Values> runs;
+        for (const bool overlap : {true, true, false}) {
+          runs.push_back(FiftySteps(
+              RunRanks, ranks,
+              {.strategy = strategy, .reshard_after_forward = reshard, .overlap = overlap}));
         }
+        ExpectEqual(runs[0], runs[1]);
+        ExpectEqual(runs[0], runs[2]);
       }
     }
   }
 }
 
-TEST(ShardedModel, OverGloo_TwoRunsAreEqualToTheBit) {
-  std::vector<Values> runs;
-  for (int run = 0; run < 2; ++run) {
-    RunGlooRanks(3, [&](Comm& comm) {
-      Trained trained(comm, {.strategy = ShardingStrategy::kFull});
-      for (int step = 0; step < 10; ++step) {
-        trained.Forward(IdsOf(step, comm)).backward();
-        trained.Step();
-      }
-      Values values = trained.Full();
-      if (comm.rank() == 0) runs.push_back(std::move(values));
-    });
+// In groups of one, which is data parallelism; of all, which is no hybrid; and of two.
+TEST(ShardedModel, HybridOfEveryNumberOfRanks_EqualsOneProcess_RunsAreEqualToTheBit) {
+  for (const auto& [ranks, group, strategy] :
+       {std::tuple{2, 1, ShardingStrategy::kFull}, std::tuple{2, 2, ShardingStrategy::kFull},
+        std::tuple{3, 3, ShardingStrategy::kFull}, std::tuple{4, 2, ShardingStrategy::kFull},
+        std::tuple{4, 2, ShardingStrategy::kGradients}}) {
+    SCOPED_TRACE(testing::Message() << ranks << " ranks in groups of " << group << ", strategy "
+                                    << static_cast<int>(strategy));
+    const auto run = [ranks = ranks, group = group, strategy = strategy] {
+      std::vector<std::vector<std::unique_ptr<Comm>>> parts, copies;
+      for (int i = 0; i < ranks / group; ++i) parts.push_back(MakeThreadComms(group));
+      for (int i = 0; i < group; ++i) copies.push_back(MakeThreadComms(ranks / group));
+      return FiftySteps(RunRanks, ranks, {.strategy = strategy, .group_size = group},
+                        [&](int rank) {
+                          return std::pair<Comm*, Comm*>(parts[rank / group][rank % group].get(),
+                                                         copies[rank % group][rank / group].get());
+                        });
+    };
+    ExpectEqual(run(), run());
   }
-  for (const auto& [name, tensor] : runs[0])
-    EXPECT_TRUE(at::equal(tensor, runs[1].at(name))) << name;
-  EXPECT_LE(Distance(runs[0], OneProcess(10), ValuesOf(Net())), 1e-6);
 }
 
-void ExpectEqual(const Values& a, const Values& b) {
-  for (const auto& [name, tensor] : a) EXPECT_TRUE(at::equal(tensor, b.at(name))) << name;
+TEST(ShardedModel, OverGlooAndSharedMemory_TwoRunsAreEqualToTheBit) {
+  const Runner gloo = [](int n, const std::function<void(Comm&)>& fn) { RunGlooRanks(n, fn); };
+  const Runner shm = [](int n, const std::function<void(Comm&)>& fn) { RunShmRanks(n, fn); };
+  for (const auto& [run, ranks] :
+       {std::pair{gloo, 2}, std::pair{gloo, 3}, std::pair{shm, 3}, std::pair{shm, 4}}) {
+    SCOPED_TRACE(testing::Message() << ranks << " ranks over " << (run == shm ? "shm" : "Gloo"));
+    ExpectEqual(FiftySteps(run, ranks, {.strategy = ShardingStrategy::kFull}),
+                FiftySteps(run, ranks, {.strategy = ShardingStrategy::kFull}));
+  }
 }
 
 TEST(ShardedModel, OverTwoHosts_EqualsOneProcess_RunsAreEqualToTheBit) {
@@ -657,21 +690,21 @@ void RunHybrid(const std::function<void(Comm& world, Comm& shard, Comm& replicas
   });
 }
 
-TEST(ShardedModel, Hybrid_EqualsOneProcess) {
+TEST(ShardedModel, HybridWithIgnoredModules_EqualsOneProcess) {
   const Values want = OneProcess(50);
   const Values start = ValuesOf(Net());
-  for (const char* ignored : {"", "words|blocks\\.2"}) {
-    RunHybrid([&](Comm& world, Comm& shard, Comm& replicas) {
-      Trained trained(
-          world, {.strategy = ShardingStrategy::kFull, .group_size = 2, .ignored_modules = ignored},
-          &shard, &replicas);
-      for (int step = 0; step < 50; ++step) {
-        trained.Forward(IdsOf(step, world)).backward();
-        trained.Step();
-      }
-      EXPECT_LE(Distance(trained.Full(), want, start), 1e-6);
-    });
-  }
+  RunHybrid([&](Comm& world, Comm& shard, Comm& replicas) {
+    Trained trained(world,
+                    {.strategy = ShardingStrategy::kFull,
+                     .group_size = 2,
+                     .ignored_modules = "words|blocks\\.2"},
+                    &shard, &replicas);
+    for (int step = 0; step < 50; ++step) {
+      trained.Forward(IdsOf(step, world)).backward();
+      trained.Step();
+    }
+    EXPECT_LE(Distance(trained.Full(), want, start), 1e-6);
+  });
 }
 
 // Of those that share a parameter, one waits for the other where both wait for all.

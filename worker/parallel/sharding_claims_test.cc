@@ -33,7 +33,7 @@ namespace {
 
 using Values = std::map<std::string, at::Tensor>;
 
-// Counts what a rank sends.
+// Counts what a rank sends: tensors; and the messages by which ranks meet and agree, apart.
 class CountingComm : public BorrowedComm {
  public:
   using BorrowedComm::BorrowedComm;
@@ -50,7 +50,31 @@ class CountingComm : public BorrowedComm {
     bytes += flat.nbytes() / size() * (size() - 1);
     return BorrowedComm::ReduceScatter(flat, op);
   }
-  size_t bytes = 0;
+  std::vector<at::Tensor> AllGather(const at::Tensor& tensor) override {
+    bytes += tensor.nbytes() * (size() - 1);
+    return BorrowedComm::AllGather(tensor);
+  }
+  void Broadcast(at::Tensor& tensor, int root) override {
+    bytes += tensor.nbytes();
+    BorrowedComm::Broadcast(tensor, root);
+  }
+  void Scatter(const std::vector<at::Tensor>& parts, at::Tensor& out, int root) override {
+    for (const at::Tensor& part : parts) bytes += part.nbytes();
+    BorrowedComm::Scatter(parts, out, root);
+  }
+  std::vector<std::string> AllGatherBytes(const std::string& text) override {
+    ++messages;
+    message_bytes += text.size() * (size() - 1);
+    return BorrowedComm::AllGatherBytes(text);
+  }
+  std::string BroadcastBytes(const std::string& text, int root) override {
+    ++messages;
+    message_bytes += text.size() * (size() - 1);
+    return BorrowedComm::BroadcastBytes(text, root);
+  }
+  void Reset() { bytes = messages = message_bytes = 0; }
+
+  size_t bytes = 0, messages = 0, message_bytes = 0;
 };
 
 // The ranks of a model, for each of them: `world`, and, with groups of `group` ranks, those that
@@ -120,55 +144,59 @@ constexpr int64_t kWidth = 192;  // parts of a layer for 2, 3 and 4 ranks need n
 constexpr size_t kLayerBytes = 4 * (kWidth * kWidth + kWidth);
 constexpr size_t kModelBytes = kLayers * kLayerBytes;
 
-torch::nn::Sequential Layers() {
+torch::nn::Sequential Layers(int64_t width = kWidth) {
   torch::nn::Sequential net;
-  for (int i = 0; i < kLayers; ++i) net->push_back(torch::nn::Linear(kWidth, kWidth));
+  for (int i = 0; i < kLayers; ++i) net->push_back(torch::nn::Linear(width, width));
   const at::NoGradGuard no_grad;
   uint64_t seed = 3;
   for (at::Tensor& parameter : net->parameters()) {
-    parameter.copy_(Randn(parameter.sizes(), ++seed).div_(kWidth));
+    parameter.copy_(Randn(parameter.sizes(), ++seed).div_(width));
   }
   return net;
 }
 
 struct Traffic {
   size_t shard = 0, replicas = 0, reshard = 0;
+  // Of all of them, and of the ranks as a whole.
+  size_t messages = 0, message_bytes = 0;
 };
 
 // What each rank sends in a step of `micro_steps` after the first ones, in which ranks agree on an
 // order. `evaluations`: forward passes after each micro-step and after the step.
 Traffic Measure(int ranks, ShardingOptions options, int micro_steps = 1, bool sync_each = true,
-                int evaluations = 0) {
+                int evaluations = 0, int64_t width = kWidth) {
   Traffic traffic;
   const int group = options.group_size == 0 ? ranks : static_cast<int>(options.group_size);
   const int node = static_cast<int>(options.reshard_group_size);
   Groups groups(ranks, group), nodes(ranks, node == 0 ? ranks : node);
-  RunRanks(ranks, [&](Comm& world) {
+  RunRanks(ranks, [&](Comm& inner) {
+    CountingComm world(inner);
     CountingComm shard(groups.ShardOf(world.rank(), group));
     CountingComm replicas(groups.ReplicasOf(world.rank(), group));
     CountingComm reshard(nodes.ShardOf(world.rank(), node == 0 ? ranks : node));
-    torch::nn::Sequential net = Layers();
+    torch::nn::Sequential net = Layers(width);
     Sharded trained(*net, options, world, &shard, group == ranks ? nullptr : &replicas,
                     node == 0 ? nullptr : &reshard);
     for (const auto& unit : trained.model.units()) {
+      if (width != kWidth) break;
       EXPECT_EQ(static_cast<size_t>(unit->full_bytes()), kLayerBytes) << "without padding";
     }
     const auto evaluate = [&] {
       const at::NoGradGuard no_grad;
       for (int e = 0; e < evaluations; ++e) {
         trained.model.BeginForward(true, /*step_follows=*/false);
-        net->forward(Randn({1, kWidth}, 8));
+        net->forward(Randn({1, width}, 8));
         trained.model.EndForward();
       }
     };
     for (int step = 0; step < 3; ++step) {
-      shard.bytes = replicas.bytes = reshard.bytes = 0;
+      for (CountingComm* each : {&world, &shard, &replicas, &reshard}) each->Reset();
       evaluate();
       for (int m = 0; m < micro_steps; ++m) {
         const bool last = m + 1 == micro_steps;
         trained.model.BeginForward(sync_each || last, last);
         // The first layer has a gradient to pass on, too.
-        const at::Tensor x = Randn({1, kWidth}, 7).requires_grad_();
+        const at::Tensor x = Randn({1, width}, 7).requires_grad_();
         const at::Tensor loss = net->forward(x).sum();
         trained.model.EndForward();
         loss.backward();
@@ -176,7 +204,13 @@ Traffic Measure(int ranks, ShardingOptions options, int micro_steps = 1, bool sy
       }
       trained.Step();
     }
-    if (world.rank() == 0) traffic = {shard.bytes, replicas.bytes, reshard.bytes};
+    EXPECT_EQ(world.bytes, 0U);
+    if (world.rank() != 0) return;
+    traffic = {shard.bytes, replicas.bytes, reshard.bytes};
+    for (CountingComm* each : {&world, &shard, &replicas, &reshard}) {
+      traffic.messages += each->messages;
+      traffic.message_bytes += each->message_bytes;
+    }
   });
   return traffic;
 }
@@ -229,6 +263,33 @@ TEST(ShardingTraffic, HybridAndSmallerGroups_AreTheTableToTheByte) {
   const Traffic pairs = Measure(4, {.strategy = ShardingStrategy::kFull, .reshard_group_size = 2});
   EXPECT_EQ(pairs.shard, 2 * kModelBytes / 4 * 3);
   EXPECT_EQ(pairs.reshard, (kModelBytes - 2 * kLayerBytes) / 2);
+}
+
+// What ranks tell each other beside tensors depends neither on the size of the model nor on whether
+// its collectives overlap: the table's bytes are all that grow.
+TEST(ShardingTraffic, MessagesOfAStep_AreFewAndDoNotGrowWithTheModel) {
+  for (const int ranks : {2, 3, 4}) {
+    for (const ShardingStrategy strategy :
+         {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients, ShardingStrategy::kFull}) {
+      for (const bool overlap : {false, true}) {
+        for (const int64_t group : {0, 2}) {
+          if (group > 0 && ranks != 4) continue;
+          SCOPED_TRACE(testing::Message()
+                       << ranks << " ranks, strategy " << static_cast<int>(strategy) << ", overlap "
+                       << overlap << ", group " << group);
+          const ShardingOptions options = {
+              .strategy = strategy, .group_size = group, .overlap = overlap};
+          const Traffic small = Measure(ranks, options, 1, true, 0, 96);
+          const Traffic large = Measure(ranks, options, 1, true, 0, 192);
+          EXPECT_GT(large.messages, 0U);
+          EXPECT_LE(large.messages, 6U);
+          EXPECT_LE(large.message_bytes, 300U * (ranks - 1));
+          EXPECT_EQ(small.messages, large.messages);
+          EXPECT_EQ(small.message_bytes, large.message_bytes);
+        }
+      }
+    }
+  }
 }
 
 // Also where an evaluation between the backward pass and the step has gathered what was before it,

@@ -1,9 +1,17 @@
 // The memory of sharded training against the formulas of docs/sharding.md: what LibTorch's
-// allocator has given out, counted to the byte.
+// allocator has given out, counted to the byte, and what ranks have mapped to share.
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <fstream>
+#include <functional>
+#include <map>
 #include <memory>
+#include <optional>
+#include <set>
+#include <sstream>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -16,9 +24,11 @@
 #include "worker/collective/borrowed_comm.h"
 #include "worker/collective/comm.h"
 #include "worker/collective/comm_thread.h"
+#include "worker/collective/gloo_ranks.h"
 #include "worker/collective/ordered_comm.h"
 #include "worker/collective/thread_comm.h"
 #include "worker/parallel/counting_allocator.h"
+#include "worker/parallel/ddp.h"
 #include "worker/parallel/memory_parts.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/parallel/test_net.h"
@@ -179,6 +189,180 @@ TEST(ShardingMemory, BetweenStepsOfMoreRanks_IsTheFormula) {
   // Two copies.
   check(ShardingStrategy::kFull, 4, 2, true, 2 * 4);
   check(ShardingStrategy::kGradients, 4, 2, true, 4 + 2 * 3);
+}
+
+// What this process, of which all ranks are threads, has mapped beside LibTorch's allocator.
+class Mapped {
+ public:
+  Mapped() {
+    std::ifstream maps("/proc/self/maps");
+    for (std::string line; std::getline(maps, line);) {
+      std::istringstream fields(line);
+      Mapping mapping;
+      std::string rights, device, name;
+      char dash = 0;
+      fields >> std::hex >> mapping.begin >> dash >> mapping.end >> rights >> mapping.offset >>
+          device >> std::dec >> mapping.inode >> name;
+      // The buffers of the collectives themselves, of a fixed size, have another name.
+      mapping.shared = name == "/memfd:muster-part" || name == "/memfd:muster-pool";
+      if (mapping.shared || mapping.inode == 0) all_.push_back(mapping);
+    }
+  }
+  // Files in memory, however often a part of one is mapped.
+  int64_t shared() const {
+    std::map<uint64_t, std::set<uint64_t>> pages;
+    for (const Mapping& mapping : all_) {
+      if (!mapping.shared) continue;
+      for (uint64_t at = 0; at < mapping.end - mapping.begin; at += kPage) {
+        pages[mapping.inode].insert(mapping.offset + at);
+      }
+    }
+    uint64_t bytes = 0;
+    for (const auto& [inode, of_file] : pages) bytes += of_file.size() * kPage;
+    return static_cast<int64_t>(bytes);
+  }
+  // What of [data, data + bytes) lies between files in memory and is none.
+  int64_t beside(const void* data, size_t bytes) const {
+    const auto begin = reinterpret_cast<uint64_t>(data);
+    uint64_t shared = 0, others = 0;
+    for (const Mapping& mapping : all_) {
+      const uint64_t from = std::max(begin, mapping.begin);
+      const uint64_t to = std::min(begin + bytes, mapping.end);
+      if (from < to) (mapping.shared ? shared : others) += to - from;
+    }
+    return shared == 0 ? 0 : static_cast<int64_t>(others);
+  }
+
+ private:
+  static constexpr uint64_t kPage = 4096;
+  struct Mapping {
+    uint64_t begin = 0, end = 0, offset = 0, inode = 0;
+    bool shared = false;
+  };
+  std::vector<Mapping> all_;
+};
+
+// Units of this width are shared by the ranks of a host.
+constexpr int64_t kWide = 544;
+constexpr double kWideUnit = 4.0 * (kWide * kWide + kWide);
+constexpr int kWideUnits = 8;
+constexpr double kWideModel = kWideUnits * kWideUnit;
+
+using Runner = void (*)(int, const std::function<void(Comm&)>&);
+void Gloo(int n, const std::function<void(Comm&)>& fn) { RunGlooRanks(n, fn); }
+void Shm(int n, const std::function<void(Comm&)>& fn) { RunShmRanks(n, fn); }
+
+// Of all ranks after a step, with gradients. `options`: absent for data parallelism.
+double MeasureWide(Runner run, int ranks, const std::optional<ShardingOptions>& options,
+                   const DataParallelOptions& plain = {}) {
+  CountingAllocator& allocator = CountingAllocator::Get(kLarge);
+  const int64_t before = allocator.live();
+  int64_t bytes = 0;
+  Mutex mu;
+  run(ranks, [&](Comm& comm) {
+    torch::nn::Sequential net;
+    for (int i = 0; i < kWideUnits; ++i) net->push_back(torch::nn::Linear(kWide, kWide));
+    std::vector<NamedParameter> parameters;
+    std::vector<std::string> names;
+    for (const auto& item : net->named_parameters()) {
+      parameters.push_back({item.key(), item.value()});
+      names.push_back(item.key());
+    }
+    std::unique_ptr<ShardedModel> model;
+    std::unique_ptr<DataParallel> whole;
+    if (options.has_value()) {
+      model = std::make_unique<ShardedModel>(comm, comm, nullptr, net.get(), parameters,
+                                             std::vector<at::Tensor>{}, *options);
+    } else {
+      whole = std::make_unique<DataParallel>(comm, net->parameters(), names,
+                                             std::vector<at::Tensor>{}, plain);
+    }
+    parameters.clear();
+    FusedAdamW adam(model != nullptr ? model->shards() : net->parameters(), {.lr = 1e-3});
+    // The Reducer orders its buckets after the first one.
+    for (int step = 0; step < 2; ++step) {
+      adam.ZeroGrad();
+      const at::Tensor x = Randn({1, kWide}, 7).requires_grad_();
+      const at::ScalarType dtype = options.has_value() && options->parameter_dtype.has_value()
+                                       ? *options->parameter_dtype
+                                       : at::kFloat;
+      if (model != nullptr) {
+        model->BeginForward(true);
+      } else {
+        whole->BeforeForward(true);
+      }
+      at::Tensor out = net->forward(x.to(dtype));
+      if (model != nullptr) {
+        model->EndForward();
+      } else {
+        out = whole->AfterForward(out);
+      }
+      out.sum().backward();
+      out.reset();
+      if (model != nullptr) model->Expire();
+      adam.Step();
+    }
+    comm.Barrier();
+    // Nobody changes anything meanwhile.
+    const Mapped mapped;
+    {
+      const MutexLock lock(&mu);
+      std::set<const void*> seen;
+      for (const at::Tensor& parameter : net->parameters()) {
+        const at::Storage& storage = parameter.storage();
+        if (model != nullptr && seen.insert(storage.data()).second) {
+          bytes += mapped.beside(storage.data(), storage.nbytes());
+        }
+      }
+      if (comm.rank() == 0) bytes += mapped.shared() + allocator.live() - before;
+    }
+    comm.Barrier();
+  });
+  return static_cast<double>(bytes);
+}
+
+void ExpectModels(double bytes, double models, double units = 0) {
+  const double want = models * kWideModel + units * kWideUnit;
+  EXPECT_NEAR(bytes, want, 0.02 * want) << "models: " << bytes / kWideModel;
+}
+
+// 16 bytes for each parameter, and a copy of the gradients where they are not the buckets.
+TEST(ShardingMemory, DataParallelismBetweenSteps_IsTheFormula) {
+  for (const Runner run : {Gloo, Shm}) {
+    SCOPED_TRACE(testing::Message() << "shared memory " << (run == Shm));
+    ExpectModels(MeasureWide(run, 3, {}, {.gradient_as_bucket_view = true}), 3 * 4);
+    ExpectModels(MeasureWide(run, 2, {}, {.gradient_as_bucket_view = false}), 2 * 5);
+  }
+}
+
+// As it is on the CPU unless MUSTER_SHM=no: shards are files in memory, which ranks map. Each rank
+// keeps the buffer of its reductions, as large as a unit, where gradients are not whole anyway.
+TEST(ShardingMemory, SharedMemoryBetweenSteps_IsTheFormula) {
+  for (const int ranks : {2, 3}) {
+    SCOPED_TRACE(testing::Message() << ranks << " ranks");
+    const auto measure = [&](ShardingStrategy strategy) {
+      return MeasureWide(Shm, ranks, ShardingOptions{.strategy = strategy});
+    };
+    ExpectModels(measure(ShardingStrategy::kFull), 4, ranks);
+    ExpectModels(measure(ShardingStrategy::kGradients), ranks + 3, ranks);
+    ExpectModels(measure(ShardingStrategy::kOptimizer), ranks + 3);
+  }
+}
+
+// Whole parameters take 2 bytes, and the values, gradients and states of AdamW that a rank keeps
+// its part of take 4 each.
+TEST(ShardingMemory, ParametersInBfloat16BetweenSteps_AreTheFormula) {
+  for (const auto& [run, ranks] : {std::pair{Runner(Gloo), 2}, std::pair{Runner(Shm), 3}}) {
+    SCOPED_TRACE(testing::Message() << "shared memory " << (run == Shm));
+    const auto measure = [run = run, ranks = ranks](ShardingStrategy strategy) {
+      return MeasureWide(run, ranks,
+                         ShardingOptions{.strategy = strategy, .parameter_dtype = at::kBFloat16});
+    };
+    const double buffers = run == Shm ? ranks : 0;
+    ExpectModels(measure(ShardingStrategy::kFull), 4, buffers);
+    ExpectModels(measure(ShardingStrategy::kGradients), ranks / 2.0 + 4, buffers);
+    ExpectModels(measure(ShardingStrategy::kOptimizer), ranks / 2.0 + 4);
+  }
 }
 
 TEST(ShardingMemory, PeakOfMoreRanks_IsThreeUnitsMore) {
