@@ -310,12 +310,7 @@ absl::Status Finish(Staging& staging, const Publication& publication,
       publication.folder.has_value() || PinNamed(record, *publication.options.registrar);
   {
     const OptionalLock lock(publication.folder_mu);
-    if (const absl::Status renamed = staging.Rename(publication.options.disposal); !renamed.ok()) {
-      // It is whole, and the next load gives it its name, or reads it where it is.
-      staging.LetOthersRead();
-      staging.Leave();
-      return renamed;
-    }
+    MUSTER_RETURN_IF_ERROR(staging.Rename(publication.options.disposal));
   }
   if (may_register) Register(publication, record);
   return absl::OkStatus();
@@ -338,7 +333,19 @@ absl::StatusOr<bool> SealAndFinish(Staging& staging, const Publication& publicat
     return record.status();
   }
   if (!record->has_value()) return false;
-  MUSTER_RETURN_IF_ERROR(Finish(staging, publication, **record));
+  // Also of what it throws.
+  const absl::Status finished = GuardRank([&] { return Finish(staging, publication, **record); });
+  if (!finished.ok()) {
+    if (staging.path().empty()) return finished;  // it has its name
+    // It is the newest that the coordinator knows. The next load gives it its name, or reads it
+    // where it is.
+    staging.LetOthersRead();
+    staging.Leave();
+    return absl::Status(finished.code(),
+                        absl::StrCat(finished.message(), "; the checkpoint is whole and sealed in ",
+                                     publication.staging_path,
+                                     ", and the next load gives it the name ", publication.path));
+  }
   return true;
 }
 

@@ -163,18 +163,47 @@ TEST_F(PublicationTest, SealedWhenItsWriterEnded_GetsItsNameAtAResume) {
   EXPECT_EQ(Resume(nullptr), "checkpoint_2");
 }
 
-// Nothing sealed is thrown away.
-TEST_F(PublicationTest, SealedAndNotRenamed_IsAnErrorOfTheSave_AndNamedByTheNextLoad) {
+// Nothing sealed is thrown away, whichever step after the seal fails: without its record in the
+// folder, without its name.
+TEST_F(PublicationTest, SealedAndNotFinished_IsAnErrorOfTheSave_AndNamedByTheNextLoad) {
   ASSERT_TRUE(Save(0).ok());
-  ASSERT_TRUE(ArmFailpoints("worker.checkpoint_publish=error:UNAVAILABLE", "", "").ok());
-  const absl::Status saved = Save(1);
-  ASSERT_TRUE(ArmFailpoints("", "", "").ok());
-  EXPECT_TRUE(absl::IsUnavailable(saved)) << saved;
-  EXPECT_EQ(registrar_.records.at(2).state, State::kSealed);
-  ASSERT_TRUE(Save(2).ok());
-  EXPECT_TRUE(PathExists(registrar_.records.at(2).staging));
-  EXPECT_EQ(Resume(nullptr), "checkpoint_2");
-  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1", "checkpoint_2"));
+  int64_t number = 0;
+  for (const std::string failpoint :
+       {"worker.checkpoint_sealed", "worker.checkpoint_noted", "worker.checkpoint_publish"}) {
+    SCOPED_TRACE(failpoint);
+    ASSERT_TRUE(ArmFailpoints(failpoint + "=error:RESOURCE_EXHAUSTED", "", "").ok());
+    const absl::Status saved = Save(++number);
+    ASSERT_TRUE(ArmFailpoints("", "", "").ok());
+    EXPECT_TRUE(absl::IsResourceExhausted(saved)) << saved;
+    const RegisteredCheckpoint& record = registrar_.records.rbegin()->second;
+    EXPECT_EQ(record.state, State::kSealed);
+    EXPECT_THAT(std::string(saved.message()),
+                AllOf(HasSubstr(record.staging), HasSubstr(record.path)));
+    EXPECT_EQ(Resume(&registrar_), absl::StrCat("checkpoint_", number));
+    EXPECT_EQ(record.state, State::kPublished);
+    EXPECT_EQ(ReadManifest(folder_.PathOf(number))->info.step, 10 * number);
+  }
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_3"));
+}
+
+// The job trains on and saves before anybody loads.
+TEST_F(PublicationTest, SealedAndNotFinished_StaysBesideTheNextSave) {
+  ASSERT_TRUE(Save(0).ok());
+  for (const std::string failpoint :
+       {"worker.checkpoint_sealed", "worker.checkpoint_noted", "worker.checkpoint_publish"}) {
+    SCOPED_TRACE(failpoint);
+    const int64_t number = *folder_.NextNumber();
+    ASSERT_TRUE(ArmFailpoints(failpoint + "=error:UNAVAILABLE", "", "").ok());
+    EXPECT_TRUE(absl::IsUnavailable(Save(number)));
+    ASSERT_TRUE(ArmFailpoints("", "", "").ok());
+    const std::string staging = registrar_.records.rbegin()->second.staging;
+    ASSERT_TRUE(Save(number + 1).ok());
+    EXPECT_TRUE(PathExists(staging));
+    EXPECT_EQ(Resume(&registrar_), absl::StrCat("checkpoint_", number + 1));
+    // The newer one is damaged: it is the next to take.
+    EXPECT_EQ(Resume(&registrar_, {folder_.PathOf(number + 1)}),
+              absl::StrCat("checkpoint_", number));
+  }
 }
 
 // Whoever has it locked may rename it at any moment; nobody trains on from an older one.
