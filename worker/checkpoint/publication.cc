@@ -115,7 +115,13 @@ absl::Status DeleteFolderOf(const RegisteredCheckpoint& record, Disposal* dispos
                                   : RemoveUnpublished(record.staging, record.path);
   }
   if (!PathExists(record.path)) return absl::OkStatus();
-  if (const absl::Status seal = ReadSeal(record.path).status(); MayPass(seal)) return seal;
+  const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(record.path);
+  if (MayPass(seal.status())) return seal.status();
+  if (seal.ok() && seal->pinned) {
+    // By a person, without the registry, which forgets it.
+    MUSTER_LOG(Info) << record.path << " stays: it is pinned in its folder";
+    return absl::OkStatus();
+  }
   if (!IsFolderOf(record.path, record)) {
     // Its seal goes first when it is removed, so that it may be missing.
     const absl::StatusOr<Manifest> manifest = VerifyCheckpoint(record.path, VerifyLevel::kSizes);

@@ -677,6 +677,25 @@ TEST_F(PublicationTest, KeepByTheFolder_IsBesidePinnedOnes) {
                                    "checkpoint_5"));
 }
 
+// A person has pinned the folder: no record says so.
+TEST_F(PublicationTest, PinInTheFolder_IsSparedByEveryRetention) {
+  for (const bool registered : {false, true}) {
+    SCOPED_TRACE(registered);
+    registered_ = registered;
+    const int64_t first = *folder_.NextNumber();
+    ASSERT_TRUE(Save(first).ok());
+    const std::string pin = JoinPath(folder_.PathOf(first), "pinned");
+    ASSERT_TRUE(WriteFileAtomically(pin, "").ok());
+    ASSERT_TRUE(Save(first + 1, {.keep = 1}).ok());
+    ASSERT_TRUE(Save(first + 2, {.keep = 1}).ok());
+    EXPECT_TRUE(PathExists(folder_.PathOf(first)));
+    EXPECT_FALSE(PathExists(folder_.PathOf(first + 1)));
+    ASSERT_EQ(unlink(pin.c_str()), 0);
+    ASSERT_TRUE(Save(first + 3, {.keep = 1}).ok());
+    EXPECT_FALSE(PathExists(folder_.PathOf(first)));
+  }
+}
+
 TEST_F(PublicationTest, NamedCheckpoint_IsPinned) {
   SaveNamed(JoinPath(root_, "best"), /*keep=*/1);
   EXPECT_TRUE(registrar_.records.at(1).pinned);
