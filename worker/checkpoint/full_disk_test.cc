@@ -19,6 +19,7 @@
 #include "base/test_failing_disk.h"
 #include "base/test_folder.h"
 #include "worker/checkpoint/async_saver.h"
+#include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/fake_registrar.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/publication.h"
@@ -39,10 +40,15 @@ struct Kind {
   bool lasts;
   bool also_removals;
   bool asynchronous;
+  bool divided = false;  // both ranks write a part of the model
 };
 
-absl::Status WriteAll(StateWriter& writer, int64_t value) {
-  if (writer.rank() == 0) {
+absl::Status WriteAll(StateWriter& writer, int64_t value, bool divided) {
+  if (divided) {
+    const absl::Status part = writer.WriteModel(PartFileName(ModelFileName(0), writer.rank(), 2),
+                                                {{"w", at::full({2000}, value)}});
+    if (!part.ok()) return part;
+  } else if (writer.rank() == 0) {
     const absl::Status model =
         writer.WriteModel(ModelFileName(0), {{"w", at::full({2000}, value)}});
     if (!model.ok()) return model;
@@ -61,7 +67,9 @@ class FullDiskTest : public testing::TestWithParam<Kind> {
     const absl::StatusOr<int64_t> number = folder_.NextNumber();
     if (!number.ok()) return number.status();
     const CheckpointInfo info{.iteration = *number, .step = *number};
-    const auto write = [&](StateWriter& writer) { return WriteAll(writer, *number); };
+    const auto write = [&](StateWriter& writer) {
+      return WriteAll(writer, *number, GetParam().divided);
+    };
     std::vector<absl::Status> saved(2);
     std::vector<std::unique_ptr<Comm>> background = MakeThreadComms(2);
     RunRanks(2, [&](Comm& comm) {
@@ -90,9 +98,13 @@ class FullDiskTest : public testing::TestWithParam<Kind> {
     if (!newest.ok()) return -1;
     const absl::StatusOr<StateReader> reader = StateReader::Open(*newest);
     EXPECT_TRUE(reader.ok()) << reader.status();
-    const auto model = reader->Read(ModelFileName(0));
-    EXPECT_TRUE(model.ok()) << model.status();
-    EXPECT_EQ(model->GetTensor("w")->min().item<double>(), reader->info().step);
+    const auto files = FilesOfModel(reader->manifest(), ModelFileName(0));
+    EXPECT_TRUE(files.ok() && files->size() == (GetParam().divided ? 2 : 1));
+    for (const std::string& file : *files) {
+      const auto model = reader->Read(file);
+      EXPECT_TRUE(model.ok()) << model.status();
+      EXPECT_EQ(model->GetTensor("w")->min().item<double>(), reader->info().step);
+    }
     return reader->info().iteration;
   }
 
@@ -231,6 +243,7 @@ INSTANTIATE_TEST_SUITE_P(
                     Kind{"FullForAMoment", ENOSPC, false, false, false},
                     Kind{"ReadOnlyFromThenOn", EROFS, true, true, false},
                     Kind{"FailsOnce", EIO, false, true, false},
+                    Kind{"FullFromThenOnDivided", ENOSPC, true, false, false, true},
                     Kind{"FullFromThenOnBesideTraining", ENOSPC, true, false, true},
                     Kind{"ReadOnlyFromThenOnBesideTraining", EROFS, true, true, true}),
     [](const auto& info) { return std::string(info.param.name); });
