@@ -1213,7 +1213,7 @@ void CheckpointState::CheckProjectWritable(bool always) {
   // A program that names no folder may never save.
   if (project_checked_ || (!always && process_.environment().project_dir.value.empty())) return;
   project_checked_ = true;
-  std::string error;
+  absl::Status writable;
   if (process_.rank() == 0) {
     const std::string folder = process_.ProjectDirectory();
     absl::Status made = MakeDirectories(folder);
@@ -1221,15 +1221,18 @@ void CheckpointState::CheckProjectWritable(bool always) {
       made = absl::PermissionDeniedError(absl::StrCat(folder, " is not writable"));
     }
     if (!made.ok()) {
-      error =
+      writable = absl::Status(
+          made.code(),
           absl::StrCat("the project folder cannot hold checkpoints: ", made.message(),
                        "; name another one (MUSTER_PROJECT_DIR, or options.project.directory). ",
                        "A program that saves nothing names none, and loads a checkpoint by its "
-                       "path");
+                       "path"));
     }
   }
-  if (process_.size() > 1) error = process_.comm().BroadcastBytes(error, 0);
-  if (!error.empty()) ThrowIfError(absl::PermissionDeniedError(error));
+  const auto [code, message] = BroadcastObject(
+      process_.comm(),
+      std::make_tuple(static_cast<int>(writable.code()), std::string(writable.message())), 0);
+  ThrowIfError(absl::Status(static_cast<absl::StatusCode>(code), message));
 }
 
 absl::Status CheckpointState::SaveModel(ModelSlot& model, const std::string& wanted_directory,
