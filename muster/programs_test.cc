@@ -639,6 +639,19 @@ TEST(State, ProjectFolderThatCannotBeMade_IsRefusedAtPrepare) {
   EXPECT_THAT(errors, Each(AllOf(HasSubstr("a_file"), HasSubstr("project folder"))));
 }
 
+TEST(State, ProjectFolderBelowAFile_IsAFailedPreconditionOfALoad) {
+  const std::string file = TestDir("another_file");
+  fclose(fopen(file.c_str(), "w"));
+  AcceleratorOptions options;
+  options.project.directory = file + "/run";
+  const auto errors = ErrorsOf(2, options, [&](Accelerator& a) {
+    const absl::Status loaded = a.load_state_if_present();
+    EXPECT_EQ(loaded.code(), absl::StatusCode::kFailedPrecondition) << loaded;
+    EXPECT_THAT(std::string(loaded.message()), HasSubstr(file + "/run: Not a directory"));
+  });
+  EXPECT_THAT(errors, Each(""));
+}
+
 // Trains over `data` with `body` until it returns false, first from the start, then resumed from
 // the state it saved; gives all samples seen, in order.
 struct Trainer {

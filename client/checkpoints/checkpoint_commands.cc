@@ -28,6 +28,7 @@
 #include "base/suggest.h"
 #include "base/text.h"
 #include "base/units.h"
+#include "client/checkpoints/seal_marks.h"
 #include "client/checkpoints/weight_diff.h"
 #include "client/cli/command.h"
 #include "client/cli/connection.h"
@@ -132,6 +133,7 @@ struct Checkpoint {
   absl::StatusOr<Manifest> manifest = absl::UnknownError("not looked at");
   // NOT_FOUND: it was saved without a coordinator.
   absl::StatusOr<RegisteredCheckpoint> seal = absl::NotFoundError("not looked at");
+  bool has_pin = false;  // in the folder
   // What the coordinator says of it, if one was asked.
   std::optional<RegisteredState> registered = std::nullopt;
   // Of verify: whether the seal is about this checkpoint, and signed.
@@ -159,7 +161,8 @@ absl::StatusOr<Manifest> VerifyHere(const std::string& path, VerifyLevel level,
 }
 
 Checkpoint Look(const std::string& path, VerifyLevel level) {
-  Checkpoint checkpoint = {.path = path, .seal = ReadSeal(path)};
+  Checkpoint checkpoint = {
+      .path = path, .seal = ReadSeal(path), .has_pin = PathExists(JoinPath(path, kPinName))};
   checkpoint.manifest = VerifyHere(path, level, &checkpoint.elsewhere);
   return checkpoint;
 }
@@ -246,10 +249,12 @@ std::optional<Registration> RegistrationOf(const Checkpoint& checkpoint) {
 std::string RegistrationText(const Checkpoint& checkpoint) {
   const std::optional<Registration> registration = RegistrationOf(checkpoint);
   if (!registration.has_value()) {
-    return absl::IsNotFound(checkpoint.seal.status()) ? "not registered" : "unreadable record";
+    return absl::StrCat(
+        absl::IsNotFound(checkpoint.seal.status()) ? "not registered" : "unreadable record",
+        checkpoint.has_pin ? ", pinned" : "");
   }
   return absl::StrCat(registration->state, registration->promoted ? ", promoted" : ", held back",
-                      registration->pinned ? ", pinned" : "",
+                      registration->pinned || checkpoint.has_pin ? ", pinned" : "",
                       registration->is_signed ? ", signed" : "");
 }
 
@@ -294,6 +299,7 @@ ordered_json ToJson(const Checkpoint& checkpoint) {
     json["elsewhere"] = {{"files", checkpoint.elsewhere.files},
                          {"nodes", checkpoint.elsewhere.nodes}};
   }
+  json["pinned"] = checkpoint.has_pin || (checkpoint.seal.ok() && checkpoint.seal->pinned);
   json["registration"] = nullptr;
   if (const auto registration = RegistrationOf(checkpoint); registration.has_value()) {
     json["registration"] = {{"by", registration->by_coordinator ? "coordinator" : kSealName},
@@ -1030,7 +1036,7 @@ int RunPrune(const Call& call) {
                               "; nothing was removed: the checkpoint may be pinned. Use a "
                               "muster that reads this file, or remove the file")));
       }
-      const bool stays = checkpoint.seal.ok() && checkpoint.seal->pinned;
+      const bool stays = checkpoint.has_pin || (checkpoint.seal.ok() && checkpoint.seal->pinned);
       (stays ? pinned : complete).push_back(checkpoint.path);
       if (!checkpoint.seal.ok() || checkpoint.seal->promoted) to_resume = checkpoint.path;
     } else if (!absl::IsNotFound(checkpoint.manifest.status())) {
@@ -1153,8 +1159,10 @@ std::vector<Subcommand> Subcommands() {
         .usage = "FOLDER --keep N [OPTIONS]",
         .details =
             "Incomplete ones and saves that are being written do not count and stay, and so do "
-            "those whose seal.json says\nthat they are pinned. A damaged one stops the "
-            "command. Before, sealed ones whose process ended before it gave them\ntheir name "
+            "those that are pinned: by\ntheir seal.json or by muster checkpoints pin FOLDER. A "
+            "damaged "
+            "one stops the command. Before, sealed ones whose process ended before it gave "
+            "them\ntheir name "
             "(checkpoint_3.tmp-...) get it, unless another one has it. It contacts no "
             "coordinator.",
         .options = {{.name = "keep", .value_name = "N", .help = "How many to keep, 1 or more"},
@@ -1178,7 +1186,8 @@ int RunCheckpointsCommand(const std::vector<std::string>& args, const CommandCon
                              subcommand.spec.summary);
     }
     out << "\nThe coordinator's records of a job's checkpoints: registered, pin, unpin, promote, "
-           "hold-back.\n\nmuster checkpoints COMMAND --help has details.\n";
+           "hold-back.\npin and unpin also take a folder, without a coordinator.\n\nmuster "
+           "checkpoints COMMAND --help has details.\n";
   };
   if (context.describe != nullptr) {
     context.describe({.name = "muster checkpoints",

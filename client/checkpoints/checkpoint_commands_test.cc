@@ -26,6 +26,7 @@
 #include "base/signature.h"
 #include "base/test_folder.h"
 #include "base/test_system_calls.h"
+#include "client/checkpoints/seal_marks.h"
 #include "client/checkpoints/weight_diff.h"
 #include "tests/testdata/golden.h"
 #include "worker/checkpoint/digest.h"
@@ -778,6 +779,37 @@ TEST_F(CheckpointCommandsTest, Prune_KeepsTheNewestAndWhatIsIncomplete) {
     ExpectRefused({"prune", root_, "--keep", keep}, kExitUsage,
                   absl::StrCat("--keep ", keep, ": write a number from 1 to 9223372036854775807"));
   }
+}
+
+// By hand, without a coordinator and without a record.
+TEST_F(CheckpointCommandsTest, PinOfAFolder_IsListed_AndPruneLeavesIt) {
+  for (int i = 0; i < 4; ++i) Save(Numbered(i), {1}, i);
+  Seal(Numbered(1), "");
+  for (const int i : {0, 1}) {
+    ASSERT_TRUE(PinFolder(Numbered(i), true).ok());
+    ASSERT_TRUE(PinFolder(Numbered(i), true).ok()) << "again";
+  }
+  EXPECT_EQ(Run({"list", root_}), kExitOk);
+  EXPECT_THAT(out_.str(), HasSubstr("not registered, pinned"));
+  EXPECT_THAT(out_.str(), HasSubstr("sealed, promoted, pinned"));
+  EXPECT_EQ(RunJson({"list", root_})["checkpoints"][0]["pinned"], true);
+  const Json pruned = RunJson({"prune", root_, "--keep", "1"});
+  EXPECT_EQ(pruned["removed"], Json({Numbered(2)}));
+  EXPECT_EQ(pruned["pinned"], Json({Numbered(0), Numbered(1)}));
+  for (const int i : {0, 1}) {
+    ASSERT_TRUE(PinFolder(Numbered(i), false).ok());
+    ASSERT_TRUE(PinFolder(Numbered(i), false).ok()) << "again";
+  }
+  EXPECT_EQ(RunJson({"prune", root_, "--keep", "1"})["removed"], Json({Numbered(0), Numbered(1)}));
+  EXPECT_TRUE(absl::IsNotFound(PinFolder(Numbered(0), true)));
+}
+
+// As a coordinator that is gone has left it.
+TEST_F(CheckpointCommandsTest, UnpinOfAFolder_EndsThePinOfItsRecord) {
+  Save(Numbered(0), {1}, 0);
+  Seal(Numbered(0), "", /*promoted=*/true, /*pinned=*/true);
+  ASSERT_TRUE(PinFolder(Numbered(0), false).ok());
+  EXPECT_FALSE(ReadSeal(Numbered(0))->pinned);
 }
 
 TEST_F(CheckpointCommandsTest, Prune_ReadsWhatStaysBeforeAnythingGoes) {

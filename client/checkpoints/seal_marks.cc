@@ -1,7 +1,12 @@
 #include "client/checkpoints/seal_marks.h"
 
+#include <errno.h>
+#include <unistd.h>
+
+#include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/status_macros.h"
+#include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/registrar.h"
 #include "worker/checkpoint/seal.h"
 
@@ -19,6 +24,27 @@ absl::StatusOr<bool> NoteMarks(const std::string& dir, const std::string& sha256
   MUSTER_RETURN_IF_ERROR(WriteSeal(dir, *seal));
   MUSTER_RETURN_IF_ERROR(SyncDirectory(dir));
   return true;
+}
+
+absl::Status PinFolder(const std::string& dir, bool pinned) {
+  // A damaged one may be worth keeping, too.
+  if (const absl::Status there = ReadManifest(dir).status(); absl::IsNotFound(there)) return there;
+  const std::string path = JoinPath(dir, kPinName);
+  if (pinned) {
+    if (!PathExists(path)) MUSTER_RETURN_IF_ERROR(WriteFileAtomically(path, ""));
+    return SyncDirectory(dir);
+  }
+  if (unlink(path.c_str()) != 0 && errno != ENOENT) {
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot remove ", path));
+  }
+  MUSTER_RETURN_IF_ERROR(SyncDirectory(dir));
+  absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(dir);
+  if (absl::IsNotFound(seal.status())) return absl::OkStatus();
+  MUSTER_RETURN_IF_ERROR(seal.status());
+  if (!seal->pinned) return absl::OkStatus();
+  seal->pinned = false;
+  MUSTER_RETURN_IF_ERROR(WriteSeal(dir, *seal));
+  return SyncDirectory(dir);
 }
 
 }  // namespace muster::client

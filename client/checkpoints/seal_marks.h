@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
 namespace muster::client {
@@ -13,6 +14,15 @@ namespace muster::client {
 // checkpoint, which is left as it is. Blocks on the disk.
 absl::StatusOr<bool> NoteMarks(const std::string& dir, const std::string& sha256, bool promoted,
                                bool pinned);
+
+// A pin that a person gives to the folder of a checkpoint, without a coordinator: an empty file in
+// it. Every retention leaves the checkpoint alone (see PinnedIn() and ReadSeal() in
+// worker/checkpoint/seal.h).
+inline constexpr char kPinName[] = "pinned";
+
+// Makes or removes the pin of the checkpoint in `dir`; the end also changes a seal.json that says
+// that it is pinned. Durable. Errors: NOT_FOUND if there is no checkpoint; those of the disk.
+absl::Status PinFolder(const std::string& dir, bool pinned);
 
 }  // namespace muster::client
 

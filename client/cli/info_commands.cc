@@ -1087,12 +1087,19 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
                        const CommandContext& context) {
   const RegistryVerb& what = *FindRegistryVerb(verb);
   const bool lists = what.mark == v1::MarkCheckpointRequest::MARK_UNSPECIFIED;
+  const bool pins =
+      what.mark == v1::MarkCheckpointRequest::PIN || what.mark == v1::MarkCheckpointRequest::UNPIN;
   CommandSpec spec = {
       .name = absl::StrCat("muster checkpoints ", verb),
       .summary = what.summary,
-      .usage = lists ? "JOB [OPTIONS]" : "JOB CHECKPOINT [OPTIONS]",
+      .usage = lists  ? "JOB [OPTIONS]"
+               : pins ? "JOB CHECKPOINT | FOLDER [OPTIONS]"
+                      : "JOB CHECKPOINT [OPTIONS]",
       .details = absl::StrCat(
           lists ? "" : "CHECKPOINT is its id, its folder, or the last name of that.\n",
+          pins ? "FOLDER is a checkpoint on this machine, which need not have a coordinator: the "
+                 "mark is a file in it, pinned.\n"
+               : "",
           "Exit codes: 0 done; 2 wrong options; 3 no such job or checkpoint; 7 no coordinator "
           "answers; 8 it requires a token,\nor a different one."),
       .options = ConnectionOptions({OutputOption({"text", "json"})}),
@@ -1100,6 +1107,20 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
   const std::string format = line.Has("output") ? line.Get("output") : "text";
+  if (pins && line.words.size() == 1 &&
+      (PathExists(line.words[0]) || absl::StrContains(line.words[0], '/'))) {
+    const std::string& folder = line.words[0];
+    const bool pinned = what.mark == v1::MarkCheckpointRequest::PIN;
+    if (const absl::Status status = PinFolder(folder, pinned); !status.ok()) {
+      return Fail(spec, context, status, ExitCodeOf(status));
+    }
+    if (format == "json") {
+      context.out << Dump({{"path", folder}, {"pinned", pinned}});
+    } else {
+      context.out << PathText(folder) << " " << what.done << "\n";
+    }
+    return kExitOk;
+  }
   if (static_cast<int>(line.words.size()) != spec.max_words) {
     return Fail(spec, context,
                 absl::InvalidArgumentError(absl::StrCat("write ", spec.name, " ", spec.usage)),
@@ -1155,9 +1176,14 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
   if (!marked.published()) return kExitOk;
   const absl::StatusOr<bool> noted = NoteMarks(
       marked.path(), absl::BytesToHexString(marked.sha256()), marked.promoted(), marked.pinned());
-  if (!noted.ok()) {
+  absl::Status told = noted.status();
+  // Also of the pin that was given to the folder.
+  if (noted.value_or(false) && what.mark == v1::MarkCheckpointRequest::UNPIN) {
+    told = PinFolder(marked.path(), /*pinned=*/false);
+  }
+  if (!told.ok()) {
     context.err << spec.name << ": the coordinator has it, but the folder does not say so: "
-                << PathText(noted.status().message()) << "\n";
+                << PathText(told.message()) << "\n";
   }
   return kExitOk;
 }

@@ -6,6 +6,7 @@
 #include <exception>
 #include <map>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 #include <string>
@@ -43,6 +44,7 @@
 #include "worker/checkpoint/read_error.h"
 #include "worker/checkpoint/read_to_device.h"
 #include "worker/checkpoint/run_folder.h"
+#include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/shard_plan.h"
 #include "worker/checkpoint/shared_files.h"
@@ -60,7 +62,15 @@
 namespace muster::internal {
 namespace {
 
+using Json = nlohmann::json;
+
 constexpr int64_t kMaxKept = 1 << 30;
+
+// Of worker/checkpoint/publication.cc.
+constexpr char kPlanKey[] = "muster.plan";
+// The coordinator takes no more than about this of one rank: of a model of ten thousands of tensors
+// it proves only that no two files have the same one.
+constexpr size_t kMaxPlanBytes = 1 << 20;
 
 // A row of numbers "name" becomes the scalars "name.0", "name.1", ...; without numbers it is
 // "name.empty" alone, by which TakeRows() knows its name.
@@ -329,6 +339,23 @@ struct CheckpointState::Plan {
   std::vector<std::string> indexes;                       // of each model; empty: it is one file
   std::vector<std::vector<OptimizerPart>> optimizers;     // of each optimizer, files of states
   std::map<std::pair<size_t, size_t>, StateSlots> slots;  // of each optimizer's part of a model
+
+  // What the checkpoint has to hold, as far as this process knows, and which parts it writes: see
+  // kPlanKey. Of the save that is made.
+  Json tensors = Json::array();
+  Json parts = Json::object();
+
+  // `group`: the file that holds it, or of which a part does.
+  void Holds(const std::string& group, const std::string& name, at::ScalarType type,
+             at::IntArrayRef shape) {
+    // Another type is refused when it is written.
+    const absl::StatusOr<SafetensorsType> known = ToSafetensorsType(type);
+    if (!known.ok()) return;
+    tensors.push_back({group, name, std::string(SafetensorsTypeName(*known)), shape.vec()});
+  }
+  void Holds(const std::string& group, const std::string& name, const at::Tensor& tensor) {
+    Holds(group, name, tensor.scalar_type(), tensor.sizes());
+  }
 };
 
 CheckpointState::CheckpointState(Process& process, Registry& registry, LoopTracker& loops,
@@ -600,6 +627,32 @@ CheckpointState::Plan CheckpointState::MakePlan() const {
   return plan;
 }
 
+namespace {
+
+// The tensors of a divided model, those in the files of other processes included.
+void AddWholeModel(ModelSlot& model, const std::vector<DividedFile>& files,
+                   const std::function<void(const std::string& name, at::ScalarType type,
+                                            at::IntArrayRef shape)>& add) {
+  std::map<std::string, std::pair<at::ScalarType, std::vector<int64_t>>> known;
+  for (const auto& [name, parameter] : model.source().parameters()) {
+    // A shard has the type of what is saved.
+    const at::Tensor& typed =
+        model.sharded() == nullptr ? parameter : model.sharded()->ShardOf(parameter);
+    known.try_emplace(name, typed.scalar_type(), parameter.sizes().vec());
+  }
+  for (const auto& [name, buffer] : model.source().buffers()) {
+    known.try_emplace(name, buffer.scalar_type(), buffer.sizes().vec());
+  }
+  for (const DividedFile& file : files) {
+    for (const std::string& name : file.tensors) {
+      const auto& [type, shape] = known.at(name);
+      add(name, type, shape);
+    }
+  }
+}
+
+}  // namespace
+
 CheckpointState::PlanCounts CheckpointState::plan_counts() const {
   return {.saves_planned = saves_planned_,
           .saves_reused = saves_reused_,
@@ -613,8 +666,19 @@ absl::Status CheckpointState::WriteModels(StateWriter& writer,
     const std::string name = ModelFileName(static_cast<int>(i));
     const std::vector<DividedFile>& files = plan_->division.models[i].files;
     if (files.empty()) {
-      if (process_.rank() == 0) MUSTER_RETURN_IF_ERROR(writer.WriteModel(name, weights[i]));
+      if (process_.rank() != 0) continue;
+      for (const auto& [tensor, value] : WithoutSharedTensors(weights[i])) {
+        plan_->Holds(name, tensor, value);
+      }
+      MUSTER_RETURN_IF_ERROR(writer.WriteModel(name, weights[i]));
       continue;
+    }
+    // All processes have agreed on it: what another one writes, too.
+    if (process_.rank() == 0) {
+      AddWholeModel(*registry_.models()[i], files,
+                    [&](const std::string& tensor, at::ScalarType type, at::IntArrayRef shape) {
+                      plan_->Holds(name, tensor, type, shape);
+                    });
     }
     std::map<std::string, at::Tensor> mine(weights[i].begin(), weights[i].end());
     for (size_t k = 0; k < files.size(); ++k) {
@@ -623,7 +687,9 @@ absl::Status CheckpointState::WriteModels(StateWriter& writer,
       for (const std::string& tensor : files[k].tensors) {
         tensors.emplace_back(tensor, mine.at(tensor));
       }
-      MUSTER_RETURN_IF_ERROR(writer.WriteModel(PartFileName(name, k, files.size()), tensors));
+      const std::string part = PartFileName(name, k, files.size());
+      plan_->parts[part] = name;
+      MUSTER_RETURN_IF_ERROR(writer.WriteModel(part, tensors));
     }
     if (process_.rank() != 0) continue;
     MUSTER_RETURN_IF_ERROR(writer.WriteText(IndexFileName(name), plan_->indexes[i]));
@@ -642,16 +708,25 @@ absl::Status CheckpointState::WriteOptimizer(StateWriter& writer, size_t index,
     file.SetTensor(key, tensor);
     if (live) writer.CopyLater(tensor);
   };
+  // Of an unsharded model every process has the whole state, that of process 0 counts.
+  if (process_.rank() == 0) {
+    for (const auto& [key, tensor] : state.tensors) plan_->Holds(name, key, tensor);
+  }
   for (size_t k = 0; k < parts.size(); ++k) {
     StateDict file;
     for (const std::string& parameter : parts[k].known_as) {
       // What another rank writes is not to be among the rest.
       const std::map<std::string, at::Tensor> taken = TakeStateOf(parameter, &state);
       if (parts[k].rank != process_.rank()) continue;
-      for (const auto& [key, tensor] : taken) put(key, tensor, file);
+      for (const auto& [key, tensor] : taken) {
+        if (process_.rank() != 0) plan_->Holds(name, key, tensor);
+        put(key, tensor, file);
+      }
     }
     if (parts[k].rank != process_.rank()) continue;
-    MUSTER_RETURN_IF_ERROR(writer.Write(PartFileName(name, k, parts.size()), file));
+    const std::string part = PartFileName(name, k, parts.size());
+    plan_->parts[part] = name;
+    MUSTER_RETURN_IF_ERROR(writer.Write(part, file));
   }
   if (process_.rank() != 0) return absl::OkStatus();
   StateDict file;
@@ -707,10 +782,14 @@ absl::Status CheckpointState::WriteRegistered(StateWriter& writer, const Divisio
         const std::string key = registered_[index].divided->KeyOf(tensor);
         apart.insert(key);
         const absl::StatusOr<at::Tensor> mine = collected.GetTensor(key);
-        if (mine.ok()) part.SetTensor(key, *mine);
+        if (!mine.ok()) continue;
+        part.SetTensor(key, *mine);
+        if (files[k].rank == process_.rank()) plan_->Holds(name, key, *mine);
       }
       if (files[k].rank != process_.rank()) continue;
-      MUSTER_RETURN_IF_ERROR(writer.Write(PartFileName(name, k, files.size()), part));
+      const std::string part_name = PartFileName(name, k, files.size());
+      plan_->parts[part_name] = name;
+      MUSTER_RETURN_IF_ERROR(writer.Write(part_name, part));
     }
   }
   if (process_.rank() != 0) return absl::OkStatus();
@@ -775,6 +854,8 @@ absl::Status CheckpointState::Write(StateWriter& writer) {
     ++saves_planned_;
     agreed_.same_plan = true;  // if this save is written to a second place
   }
+  plan_->tensors = Json::array();
+  plan_->parts = Json::object();
   const Division& division = plan_->division;
   // What this process alone fails at until all exchanges are over.
   std::exception_ptr failure;
@@ -838,6 +919,16 @@ absl::Status CheckpointState::Write(StateWriter& writer) {
   }
   StateDict random;
   for (const auto& [name, tensor] : SaveRngState()) random.SetTensor(name, tensor);
+  // The last file of every rank. What a coordinator proves is there, it knows from here.
+  if (registrar_ != nullptr) {
+    Json plan = {{"tensors", std::move(plan_->tensors)}, {"parts", std::move(plan_->parts)}};
+    std::string text = plan.dump();
+    if (text.size() > kMaxPlanBytes) {
+      plan["tensors"] = Json::array();
+      text = plan.dump();
+    }
+    random.SetMetadata(kPlanKey, text);
+  }
   return writer.Write(RandomStatesFileName(process_.rank()), random);
 }
 
@@ -1122,7 +1213,7 @@ void CheckpointState::CheckProjectWritable(bool always) {
   // A program that names no folder may never save.
   if (project_checked_ || (!always && process_.environment().project_dir.value.empty())) return;
   project_checked_ = true;
-  std::string error;
+  absl::Status writable;
   if (process_.rank() == 0) {
     const std::string folder = process_.ProjectDirectory();
     absl::Status made = MakeDirectories(folder);
@@ -1130,15 +1221,18 @@ void CheckpointState::CheckProjectWritable(bool always) {
       made = absl::PermissionDeniedError(absl::StrCat(folder, " is not writable"));
     }
     if (!made.ok()) {
-      error =
+      writable = absl::Status(
+          made.code(),
           absl::StrCat("the project folder cannot hold checkpoints: ", made.message(),
                        "; name another one (MUSTER_PROJECT_DIR, or options.project.directory). ",
                        "A program that saves nothing names none, and loads a checkpoint by its "
-                       "path");
+                       "path"));
     }
   }
-  if (process_.size() > 1) error = process_.comm().BroadcastBytes(error, 0);
-  if (!error.empty()) ThrowIfError(absl::PermissionDeniedError(error));
+  const auto [code, message] = BroadcastObject(
+      process_.comm(),
+      std::make_tuple(static_cast<int>(writable.code()), std::string(writable.message())), 0);
+  ThrowIfError(absl::Status(static_cast<absl::StatusCode>(code), message));
 }
 
 absl::Status CheckpointState::SaveModel(ModelSlot& model, const std::string& wanted_directory,

@@ -26,6 +26,7 @@ int Main(int argc, char** argv) {
       std::printf("%s: %s\n", plan.plan.name.c_str(), what.c_str());
     }
     if (!wrong.empty()) std::printf("%s\n", logs.c_str());
+    if (!reached) std::printf("%s: this moment never came\n", plan.plan.name.c_str());
     failed += wrong.empty() ? 0 : 1;
     unreached += reached ? 0 : 1;
     if (++done % 20 == 0 || done == runs) {
@@ -33,7 +34,8 @@ int Main(int argc, char** argv) {
     }
     std::fflush(stdout);
   }
-  return failed == 0 ? 0 : 1;
+  // Nothing was tried there.
+  return failed == 0 && unreached == 0 ? 0 : 1;
 }
 
 }  // namespace

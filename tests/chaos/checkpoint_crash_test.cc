@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/chaos/crash_plans.h"
 
@@ -19,6 +20,10 @@ TEST_P(KilledInASave, NewestSealedLoadsAndNothingIsLeftOver) {
   const std::vector<std::string> wrong = RunCrashPlan(GetParam(), &reached, &logs);
   EXPECT_TRUE(wrong.empty()) << absl::StrJoin(wrong, "\n") << "\n" << logs;
   EXPECT_TRUE(reached) << "no process was killed: this moment never comes";
+}
+
+TEST(CrashPlans, KillBeforeEveryCallOfASaveAndOfARemoval) {
+  EXPECT_THAT(CallsWithoutAPlan(), ::testing::IsEmpty());
 }
 
 INSTANTIATE_TEST_SUITE_P(At, KilledInASave, ::testing::ValuesIn(CrashPlans()),

@@ -3,9 +3,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <iterator>
 #include <random>
+#include <utility>
 
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "base/file.h"
@@ -21,6 +24,16 @@ constexpr int kRounds = 3;
 constexpr size_t kKept = 2;
 // 96 samples in batches of 8 on two ranks.
 constexpr int64_t kStepsPerRound = 6;
+
+// Calls of rank 0, from and to: the end of its first save, when there is no other checkpoint, and
+// all of its second one; the end of the third, which removes the first. A test compares them with
+// what an undisturbed run does.
+constexpr std::pair<int, int> kCallsOfRank0[] = {{28, 63}, {93, 102}};
+
+// The last passes of an undisturbed run that are certain.
+constexpr int kLastCall[] = {140, 14};
+constexpr int kLastOfJournal = 12;
+constexpr int kLastOfAgent[] = {20, 12};
 
 Plan Base(const std::string& name) {
   Plan plan;
@@ -118,35 +131,36 @@ std::vector<std::string> CheckFolder(const std::string& root) {
 
 std::vector<CrashPlan> CrashPlans() {
   std::vector<CrashPlan> plans;
+  // Others, such as worker.checkpoint_publish, are right before one of the calls below.
   for (const char* const name :
-       {"worker.checkpoint_staged", "worker.checkpoint_publish", "worker.checkpoint_begun",
-        "worker.checkpoint_report", "worker.checkpoint_seal", "worker.checkpoint_sealed",
-        "worker.checkpoint_noted", "worker.checkpoint_renamed", "worker.checkpoint_registered"}) {
+       {"worker.checkpoint_begun", "worker.checkpoint_report", "worker.checkpoint_seal",
+        "worker.checkpoint_sealed", "worker.checkpoint_registered"}) {
     plans.push_back(AtFailpoint(0, name, 2));
   }
-  plans.push_back(AtFailpoint(0, "worker.checkpoint_doomed", 1));
   plans.push_back(AtFailpoint(0, "worker.checkpoint_deleted", 3));
   plans.push_back(AtFailpoint(0, "worker.checkpoint_block", 5, /*asynchronous=*/true));
   plans.push_back(AtFailpoint(0, "worker.checkpoint_sync", 5, /*asynchronous=*/true));
   plans.push_back(AtFailpoint(1, "worker.checkpoint_report", 2));
   plans.push_back(AtFailpoint(1, "worker.checkpoint_sync", 2, /*asynchronous=*/true));
-  // A save of rank 0 makes about thirty such calls, one of rank 1 about four.
-  for (int call = 28; call < 28 + 20; ++call) plans.push_back(AtCall(0, call, false));
-  for (int call = 30; call < 30 + 5; ++call) plans.push_back(AtCall(0, call, true));
+  for (const auto& [from, to] : kCallsOfRank0) {
+    for (int call = from; call <= to; ++call) plans.push_back(AtCall(0, call, false));
+  }
+  for (const int call : {30, 32, 50}) plans.push_back(AtCall(0, call, true));
+  // A save of rank 1 makes four.
   for (int call = 4; call < 4 + 4; ++call) plans.push_back(AtCall(1, call, false));
   // With parts of the model it makes more of them.
   for (int call = 5; call < 5 + 3; ++call) {
     plans.push_back(AtCall(1, call, call % 2 == 0));
     Divide(plans.back());
   }
-  for (const int pass : {8, 10, 12}) {
+  for (const int pass : {8, kLastOfJournal}) {
     plans.push_back(OfCoordinator("journal.before_append", pass));
     plans.push_back(OfCoordinator("journal.before_fsync", pass));
     plans.push_back(OfCoordinator("journal.after_fsync", pass));
   }
   for (const int agent : {0, 1}) {
     // The agent of rank 1 has less to carry.
-    for (const int pass : {agent == 0 ? 20 : 9, 12}) {
+    for (const int pass : {agent == 0 ? kLastOfAgent[0] : 9, 12}) {
       plans.push_back(OfAgent(agent, "agent.frame", pass));
       plans.push_back(OfAgent(agent, "agent.received", pass));
     }
@@ -166,27 +180,64 @@ std::vector<CrashPlan> DrawnCrashPlans(uint32_t seed, int count) {
         plans.push_back(OfCoordinator(
             std::vector<std::string>{"journal.before_append", "journal.after_append",
                                      "journal.before_fsync", "journal.after_fsync"}[draw(0, 3)],
-            draw(5, 20)));
+            draw(5, kLastOfJournal)));
         break;
-      case 1:
-        plans.push_back(OfAgent(
-            draw(0, 1), std::vector<std::string>{"agent.frame", "agent.received"}[draw(0, 1)],
-            draw(8, 40)));
+      case 1: {
+        const int agent = draw(0, 1);
+        plans.push_back(
+            OfAgent(agent, std::vector<std::string>{"agent.frame", "agent.received"}[draw(0, 1)],
+                    draw(8, kLastOfAgent[agent])));
         break;
+      }
       case 2:
         plans.push_back(AtFailpoint(draw(0, 1), "worker.checkpoint_report", draw(1, 3)));
         break;
       case 3:
       case 4:
-        plans.push_back(AtCall(1, draw(1, 14), draw(0, 1) == 1));
+        plans.push_back(AtCall(1, draw(1, kLastCall[1]), draw(0, 1) == 1));
         break;
       default:
-        plans.push_back(AtCall(0, draw(1, 140), draw(0, 1) == 1));
+        plans.push_back(AtCall(0, draw(1, kLastCall[0]), draw(0, 1) == 1));
     }
     plans.back().plan.name += absl::StrCat("_", i);
     if (draw(0, 1) == 1) Divide(plans.back());
   }
   return plans;
+}
+
+std::vector<std::string> CallsWithoutAPlan() {
+  CrashPlan undisturbed = AtCall(0, /*call=*/0, /*asynchronous=*/false);
+  const std::string log = TestPath(absl::StrCat("calls-", RandomHex()));
+  undisturbed.plan.worker_env["MUSTER_CRASH_LOG"] = log;
+  Cluster cluster(undisturbed.plan);
+  std::vector<std::string> without = cluster.Run();
+  const absl::StatusOr<std::string> text = ReadFile(log);
+  if (!text.ok()) return {std::string(text.status().message())};
+  // From the beginning of the second save to the beginning of the third, and from the removal of
+  // the first checkpoint to the beginning of the fourth.
+  bool counts = false, began = false, removed = false;
+  for (const absl::string_view line : absl::StrSplit(*text, '\n', absl::SkipEmpty())) {
+    const auto makes = [&](absl::string_view name) {
+      return absl::StrContains(line, " mkdir ") &&
+             absl::StrContains(line, absl::StrCat("/", name, ".tmp-"));
+    };
+    if (makes("checkpoint_1")) counts = began = true;
+    if (absl::StrContains(line, " unlink ") &&
+        absl::StrContains(line, absl::StrCat("/checkpoint_0/", kSealName))) {
+      counts = removed = true;
+    }
+    if (makes("checkpoint_2") || makes("checkpoint_3")) counts = false;
+    int number = 0;
+    if (!absl::SimpleAtoi(line.substr(0, line.find(' ')), &number)) {
+      return {absl::StrCat("not a call: ", line)};
+    }
+    const bool planned = std::any_of(
+        std::begin(kCallsOfRank0), std::end(kCallsOfRank0),
+        [&](const auto& calls) { return calls.first <= number && number <= calls.second; });
+    if (counts && !planned) without.emplace_back(line);
+  }
+  if (!began || !removed) without.push_back(absl::StrCat("no second save or removal:\n", *text));
+  return without;
 }
 
 std::vector<std::string> RunCrashPlan(const CrashPlan& plan, bool* reached, std::string* logs) {

@@ -19,7 +19,10 @@ struct CrashPlan {
 
 // The same for every build: the moments before and after each step of a save.
 std::vector<CrashPlan> CrashPlans();
-// So many, at drawn moments.
+// Runs the training undisturbed: the calls of a whole save of rank 0, and of the removal of an old
+// checkpoint, before which none of CrashPlans() kills it. None, if these are what they say.
+std::vector<std::string> CallsWithoutAPlan();
+// So many, at drawn moments, each of which comes.
 std::vector<CrashPlan> DrawnCrashPlans(uint32_t seed, int count);
 
 // Runs it. What was wrong: besides what Cluster says, that a checkpoint which was sealed or

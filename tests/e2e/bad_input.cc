@@ -5,9 +5,13 @@
 // model is killed in the middle of a pass, or has no memory for a gather; each rank that throws
 // writes its error to FOLDER/rank_N.
 #include <csignal>
+#include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
+#include <functional>
 #include <limits>
+#include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
 
@@ -17,6 +21,7 @@
 #include "muster/accelerator.h"
 #include "torch/nn/modules/container/sequential.h"
 #include "torch/nn/modules/linear.h"
+#include "worker/checkpoint/digest.h"
 
 namespace {
 
@@ -34,6 +39,45 @@ struct Broken {
     return at::ones({1});
   }
 };
+
+// What cannot be saved to or loaded, each an error of the call; `step` trains between them. Rank R
+// prints "rank R CASE: ERROR".
+absl::Status TryCheckpoints(Accelerator& a, const std::function<void()>& step) {
+  namespace fs = std::filesystem;
+  const fs::path folder = std::getenv("BAD_INPUT_DIR");
+  const std::string whole = folder / "whole", newer = folder / "newer",
+                    lacking = folder / "lacking";
+  const std::string file = folder / "file";
+  const auto tell = [&](const char* what, const absl::Status& status) {
+    std::printf("rank %d %s: %s\n", a.process_index(), what, status.ToString().c_str());
+    std::fflush(stdout);
+    step();
+  };
+  step();
+  if (absl::Status s = a.save_state(whole); !s.ok()) return s;
+  if (a.is_main_process()) {
+    std::ofstream(file) << "not a folder";
+    fs::copy(whole, newer, fs::copy_options::recursive);
+    fs::copy(whole, lacking, fs::copy_options::recursive);
+    fs::remove(lacking + "/model.safetensors");
+    std::ifstream manifest(newer + "/manifest.json");
+    nlohmann::json json = nlohmann::json::parse(manifest);
+    json["version"] = 7;
+    json.erase("digest");
+    json["digest"] = muster::DigestBytes(json.dump()).xxh3;
+    std::ofstream(newer + "/manifest.json") << json.dump();
+  }
+  a.wait_for_everyone();
+  tell("saves to a file", a.save_state(file));
+  tell("saves below a file", a.save_state(file + "/below"));
+  tell("loads a file", a.load_state(file));
+  tell("loads a newer one", a.load_state(newer));
+  tell("loads a part", a.load_state(lacking));
+  // As if nothing had happened.
+  if (absl::Status s = a.save_state(whole); !s.ok()) return s;
+  tell("loads what is whole", a.load_state(whole));
+  return absl::OkStatus();
+}
 
 absl::Status Train(Accelerator& a, const std::string& name) {
   torch::nn::Linear net(1, name == "models" ? a.process_index() + 1 : 1);
@@ -61,6 +105,7 @@ absl::Status Train(Accelerator& a, const std::string& name) {
     (void)a.prepare(muster::batches(muster::TensorDataset(at::ones({9, 1})), 3));
     return absl::OkStatus();
   }
+  if (name == "checkpoints") return TryCheckpoints(a, [&] { micro_step(at::ones({1, 1})); });
   for (int i = 0; i < 8; ++i) {
     const bool here = a.process_index() == 1 && i == 3;
     if (name == "exception" && here) throw std::runtime_error("the user's own trouble");

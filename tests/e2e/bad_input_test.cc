@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <fstream>
 #include <iterator>
 #include <string>
@@ -17,8 +18,10 @@ namespace muster {
 namespace {
 
 using testing::AllOf;
+using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::Not;
+using testing::StartsWith;
 using testing_support::RunCommand;
 
 struct Outcome {
@@ -88,6 +91,29 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(std::vector<std::string>{"exception", "the user's own trouble"},
                     std::vector<std::string>{"thread", "cannot decode image 13"}),
     [](const auto& info) { return info.param[0]; });
+
+// Every process gets the same error, and trains on.
+TEST(BadInput, WhatCannotBeSavedToOrLoaded_IsAnErrorOnEveryRank_AndTrainingGoesOn) {
+  const std::string folder = testing_support::MakeTestDir("checkpoints");
+  const auto run = RunCommand(absl::StrCat(
+      "BAD_INPUT_DIR=", folder,
+      " client/cli/muster launch --cpu --num_processes 2 -- tests/e2e/bad_input checkpoints 2>&1"));
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  const std::string file = folder + "/file";
+  for (const auto& [what, code, part] : std::vector<std::array<std::string, 3>>{
+           {"saves to a file", "FAILED_PRECONDITION", file + ": it exists and is not a folder"},
+           {"saves below a file", "FAILED_PRECONDITION", file},
+           {"loads a file", "FAILED_PRECONDITION", file},
+           {"loads a newer one", "UNIMPLEMENTED", folder + "/newer/manifest.json"},
+           {"loads a part", "DATA_LOSS", folder + "/lacking/model.safetensors: is missing"},
+           {"loads what is whole", "OK", ""}}) {
+    for (const int rank : {0, 1}) {
+      EXPECT_THAT(run.after(absl::StrCat("rank ", rank, " ", what, ": ")),
+                  ElementsAre(AllOf(StartsWith(code), HasSubstr(part))))
+          << run.output;
+    }
+  }
+}
 
 // Three survivors need not repeat what the launcher says.
 TEST(BadInput, OneRankOfFourFails_IsToldOnce) {

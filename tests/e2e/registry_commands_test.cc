@@ -276,6 +276,17 @@ TEST_F(RegistryCommandsTest, Mistakes_AreOneLineEach) {
   EXPECT_EQ(RunJson({"unpin", "night", "checkpoint_1"})["pinned"], false);
   Run({"pin", "night"}, 2);
   EXPECT_THAT(error_, HasSubstr("write muster checkpoints pin JOB CHECKPOINT"));
+  // A folder is pinned by itself.
+  EXPECT_EQ(Run({"pin", Numbered(1)}, 0, false), Numbered(1) + " is pinned");
+  EXPECT_TRUE(ReadSeal(Numbered(1))->pinned);
+  EXPECT_EQ(Run({"unpin", Numbered(1)}, 0, false), Numbered(1) + " is not pinned");
+  EXPECT_FALSE(ReadSeal(Numbered(1))->pinned);
+  Run({"pin", Numbered(9)}, 3, false);
+  EXPECT_THAT(error_, HasSubstr(Numbered(9) + " does not exist"));
+  // So that no pin is left when the coordinator ends it.
+  Run({"pin", Numbered(1)}, 0, false);
+  Run({"unpin", "night", "checkpoint_1"});
+  EXPECT_FALSE(ReadSeal(Numbered(1))->pinned);
   server_->Shutdown();
   Run({"registered", "night", "--timeout", "100ms"}, 7);
   Run({"list", Temp("run"), "--timeout", "100ms"}, 7);

@@ -16,6 +16,7 @@
 namespace muster {
 namespace {
 
+using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::SizeIs;
@@ -36,6 +37,11 @@ TEST_P(Resume, AfterAllWereKilled_TenAndTenSteps_AreTwentyBitForBit) {
   ASSERT_EQ(whole.exit_code, 0) << whole.output;
   const std::vector<std::string> expected = whole.after("state ");
   ASSERT_THAT(expected, SizeIs(1)) << whole.output;
+  // Four overflows halve the scale; four clean steps between two of them double it. There were two
+  // since the last one.
+  EXPECT_THAT(whole.after("scaler "),
+              ElementsAre(AllOf(HasSubstr("\"scale.0\":512"), HasSubstr("\"growth_tracker.0\":2"))))
+      << whole.output;
   const std::string project = MakeTestDir("parts");
   // Two steps beyond the last save are lost.
   const CommandResult killed = Launch(project, GetParam(), "12 kill");
@@ -51,12 +57,12 @@ TEST_P(Resume, AfterAllWereKilled_TenAndTenSteps_AreTwentyBitForBit) {
 TEST(ResumeOnOtherNumbers, TwoRanksThreeAndTwo_TrainEachRowOnce) {
   const std::string project = MakeTestDir("numbers");
   for (const auto& [ranks, arguments] :
-       std::vector<std::pair<int, std::string>>{{2, "10 kill"}, {3, "20 kill"}}) {
+       std::vector<std::pair<int, std::string>>{{2, "10 kill smooth"}, {3, "20 kill smooth"}}) {
     const CommandResult killed = Launch(project, ranks, arguments);
     EXPECT_NE(killed.exit_code, 0) << killed.output;
     EXPECT_THAT(killed.output, HasSubstr("signal 9"));
   }
-  const CommandResult ended = Launch(project, 2, "25 end");
+  const CommandResult ended = Launch(project, 2, "25 end smooth");
   ASSERT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_THAT(ended.after("begins at "), ElementsAre("20")) << ended.output;
   EXPECT_THAT(ended.after("rows "), ElementsAre("120, inexact 0")) << ended.output;

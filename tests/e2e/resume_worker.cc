@@ -1,12 +1,15 @@
-// A training that is exact only if every part of its state comes back: `resume_worker UNTIL KILL`.
-// fp16 with a scaler, dropout, workers in the loader, a sampler of LibTorch; asynchronous saves
-// every five steps. KILL: each process ends by SIGKILL at optimizer step UNTIL. Else rank 0 prints
-// digests of the weights, what every process would draw next, and how often it had which row.
+// A training that is exact only if every part of its state comes back: `resume_worker UNTIL KILL
+// [smooth]`. fp16 with a scaler, dropout, workers in the loader, a sampler of LibTorch;
+// asynchronous saves every five steps. The loss scale grows after four steps and backs off at steps
+// whose gradients overflow, unless smooth. KILL: each process ends by SIGKILL at optimizer step
+// UNTIL. Else rank 0 prints a digest of the parameters with what the scaler has saved, what every
+// process would draw next, and how often it had which row.
 #include <signal.h>
 
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <string>
 
 #include "ATen/Functions.h"
@@ -21,7 +24,7 @@ namespace {
 
 using muster::Accelerator;
 
-absl::Status Train(Accelerator& a, int64_t until, bool kill_all) {
+absl::Status Train(Accelerator& a, int64_t until, bool kill_all, bool overflow) {
   constexpr int64_t kRows = 120;
   muster::set_seed(a, 7, /*device_specific=*/true);
   torch::nn::Linear net(16, 16);
@@ -46,7 +49,10 @@ absl::Status Train(Accelerator& a, int64_t until, bool kill_all) {
       auto scope = a.accumulate();
       samples.Add(batch.value().select(1, 16));
       const at::Tensor x = torch::nn::functional::dropout(batch.value().slice(1, 0, 16));
-      a.backward(model(x).pow(2).mean());
+      // Finite, and not when it is scaled.
+      const bool overflows =
+          overflow && a.global_step() % 5 == 3 && !a.optimizer_step_was_skipped();
+      a.backward(model(x).pow(2).mean() * (overflows ? 1e38 : 1.0));
       optimizer.step();
       optimizer.zero_grad();
       if (a.global_step() % 5 == 0) {
@@ -62,14 +68,23 @@ absl::Status Train(Accelerator& a, int64_t until, bool kill_all) {
     a.wait_for_everyone();
     raise(SIGKILL);
   }
+  // What the scaler has, scale and steps since it changed, is in the last save, which is of now.
+  if (absl::Status s = a.wait_for_checkpoint(); !s.ok()) return s;
   const at::Tensor next = a.gather(at::rand({1}, at::kDouble));
   if (a.is_main_process()) {
-    const at::Tensor weights = net->weight.detach().contiguous();
     uint64_t digest = 1469598103934665603u;
-    for (size_t i = 0; i < weights.nbytes(); ++i) {
-      digest = (digest ^ static_cast<const unsigned char*>(weights.data_ptr())[i]) * 1099511628211u;
+    for (const at::Tensor& parameter : net->parameters()) {
+      const at::Tensor values = parameter.detach().contiguous();
+      for (size_t i = 0; i < values.nbytes(); ++i) {
+        digest =
+            (digest ^ static_cast<const unsigned char*>(values.data_ptr())[i]) * 1099511628211u;
+      }
     }
-    std::printf("state %016lx", static_cast<unsigned long>(digest));
+    std::ifstream file(a.last_checkpoint() + "/scaler.json");
+    std::string scaler, word;
+    while (file >> word) scaler += word;
+    std::printf("scaler %s\n", scaler.c_str());
+    std::printf("state %016lx %s", static_cast<unsigned long>(digest), scaler.c_str());
     for (int64_t rank = 0; rank < next.numel(); ++rank) {
       std::printf(" %.17g", next[rank].item<double>());
     }
@@ -82,13 +97,15 @@ absl::Status Train(Accelerator& a, int64_t until, bool kill_all) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 3) return 2;
+  if (argc != 3 && argc != 4) return 2;
   muster::AcceleratorOptions options;
   options.cpu = true;
   options.mixed_precision = "fp16";
   options.autocast.enabled = false;  // not on every CPU; the scaler is there
+  options.grad_scaler.init_scale = 1024;
+  options.grad_scaler.growth_interval = 4;
   options.checkpoint.asynchronous = true;
   return muster::run(argc, argv, options, [&](Accelerator& a) {
-    return Train(a, std::atoi(argv[1]), std::string(argv[2]) == "kill");
+    return Train(a, std::atoi(argv[1]), std::string(argv[2]) == "kill", argc == 3);
   });
 }

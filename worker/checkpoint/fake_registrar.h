@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -36,6 +38,7 @@ class FakeRegistrar : public CheckpointRegistrar {
     record.iteration = registration.iteration;
     record.step = registration.step;
     record.ranks = registration.ranks;
+    record.plan = registration.plan;
     record.promoted = registration.promote;
     records[record.id] = record;
     keep_ = registration.keep;
@@ -45,9 +48,17 @@ class FakeRegistrar : public CheckpointRegistrar {
                             const std::vector<ShardFileReport>& files) override {
     const MutexLock lock(&mu_);
     if (rank == failing_rank) return absl::UnavailableError("no answer");
-    reported_[id].insert(rank);
+    if (!reported_[id].insert(rank).second) return absl::OkStatus();
     for (const ShardFileReport& file : files) {
-      for (const ShardSlice& slice : file.slices) slices.insert(slice.tensor);
+      size_t bytes = 0;
+      for (const ShardSlice& slice : file.slices) {
+        bytes += slice.tensor.size() + slice.dtype.size() + 8 * slice.global_shape.size();
+        largest_file_report = std::max(largest_file_report, bytes);
+        slices.insert(slice.tensor);
+        auto& [held, all] = held_[id][slice.tensor];
+        held += Elements(slice.extent);
+        all = Elements(slice.global_shape);
+      }
     }
     return absl::OkStatus();
   }
@@ -57,10 +68,18 @@ class FakeRegistrar : public CheckpointRegistrar {
     if (forgets > 0) {
       --forgets;
       reported_[id].clear();
+      held_[id].clear();
     }
     RegisteredCheckpoint& record = records.at(id);
     if (static_cast<int>(reported_[id].size()) < record.ranks) return std::nullopt;
     if (!refusal.ok()) return refusal;
+    // As the coordinator (coverage.h), but by the sizes of slices alone.
+    for (const auto& [tensor, sizes] : held_[id]) {
+      if (sizes.first == sizes.second) continue;
+      return absl::InvalidArgumentError(absl::StrCat("tensor ", tensor, ": the files have ",
+                                                     sizes.first, " of its ", sizes.second,
+                                                     " elements"));
+    }
     record.state = RegisteredCheckpoint::State::kSealed;
     record.sha256 = std::string(60, 'a') + absl::StrCat(1000 + id);
     return record;
@@ -129,6 +148,7 @@ class FakeRegistrar : public CheckpointRegistrar {
   int forgets = 0, failing_rank = -1, seals = 0;
   std::map<uint64_t, RegisteredCheckpoint> records;
   std::set<std::string> slices;
+  size_t largest_file_report = 0;  // about, in bytes
   std::vector<std::string> aborts;
   SaveTimes published_times;
   std::vector<std::pair<uint64_t, std::string>> verdicts;
@@ -136,10 +156,18 @@ class FakeRegistrar : public CheckpointRegistrar {
   std::set<uint64_t> superfluous;  // by the next publication, whatever they are
 
  private:
+  static int64_t Elements(const std::vector<int64_t>& sizes) {
+    int64_t elements = 1;
+    for (const int64_t size : sizes) elements *= size;
+    return elements;
+  }
+
   Mutex mu_;
   uint64_t last_ = 0;
   int keep_ = 0;
   std::map<uint64_t, std::set<int>> reported_;
+  // Of each checkpoint's tensors: elements in the files, and of the tensor.
+  std::map<uint64_t, std::map<std::string, std::pair<int64_t, int64_t>>> held_;
 };
 
 }  // namespace muster

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -18,15 +19,20 @@
 #include "base/test_failing_disk.h"
 #include "base/test_folder.h"
 #include "worker/checkpoint/async_saver.h"
+#include "worker/checkpoint/divided_files.h"
+#include "worker/checkpoint/fake_registrar.h"
 #include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/publication.h"
 #include "worker/checkpoint/state.h"
 #include "worker/collective/thread_comm.h"
 
 namespace muster {
 namespace {
 
+using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 struct Kind {
   const char* name;
@@ -34,10 +40,15 @@ struct Kind {
   bool lasts;
   bool also_removals;
   bool asynchronous;
+  bool divided = false;  // both ranks write a part of the model
 };
 
-absl::Status WriteAll(StateWriter& writer, int64_t value) {
-  if (writer.rank() == 0) {
+absl::Status WriteAll(StateWriter& writer, int64_t value, bool divided) {
+  if (divided) {
+    const absl::Status part = writer.WriteModel(PartFileName(ModelFileName(0), writer.rank(), 2),
+                                                {{"w", at::full({2000}, value)}});
+    if (!part.ok()) return part;
+  } else if (writer.rank() == 0) {
     const absl::Status model =
         writer.WriteModel(ModelFileName(0), {{"w", at::full({2000}, value)}});
     if (!model.ok()) return model;
@@ -56,19 +67,24 @@ class FullDiskTest : public testing::TestWithParam<Kind> {
     const absl::StatusOr<int64_t> number = folder_.NextNumber();
     if (!number.ok()) return number.status();
     const CheckpointInfo info{.iteration = *number, .step = *number};
-    const auto write = [&](StateWriter& writer) { return WriteAll(writer, *number); };
+    const auto write = [&](StateWriter& writer) {
+      return WriteAll(writer, *number, GetParam().divided);
+    };
     std::vector<absl::Status> saved(2);
     std::vector<std::unique_ptr<Comm>> background = MakeThreadComms(2);
     RunRanks(2, [&](Comm& comm) {
       absl::Status& mine = saved[comm.rank()];
       if (!GetParam().asynchronous) {
-        mine = SaveNumberedCheckpoint(comm, folder_, info, /*total_limit=*/1, write);
+        mine = SaveNumberedCheckpoint(comm, folder_, info,
+                                      PublishOptions{.registrar = registrar_, .keep = 1}, write);
         return;
       }
       AsyncSaver saver(std::move(background[comm.rank()]), {});
       std::vector<AsyncSaver::Outcome> earlier;
-      mine =
-          saver.Begin(comm, {.folder = folder_, .total_limit = 1, .info = info}, write, &earlier);
+      mine = saver.Begin(
+          comm,
+          {.folder = folder_, .total_limit = 1, .publish = {.registrar = registrar_}, .info = info},
+          write, &earlier);
       if (mine.ok()) mine = saver.Wait().at(0).status;
     });
     EXPECT_EQ(saved[0], saved[1]);
@@ -82,15 +98,20 @@ class FullDiskTest : public testing::TestWithParam<Kind> {
     if (!newest.ok()) return -1;
     const absl::StatusOr<StateReader> reader = StateReader::Open(*newest);
     EXPECT_TRUE(reader.ok()) << reader.status();
-    const auto model = reader->Read(ModelFileName(0));
-    EXPECT_TRUE(model.ok()) << model.status();
-    EXPECT_EQ(model->GetTensor("w")->min().item<double>(), reader->info().step);
+    const auto files = FilesOfModel(reader->manifest(), ModelFileName(0));
+    EXPECT_TRUE(files.ok() && files->size() == (GetParam().divided ? 2 : 1));
+    for (const std::string& file : *files) {
+      const auto model = reader->Read(file);
+      EXPECT_TRUE(model.ok()) << model.status();
+      EXPECT_EQ(model->GetTensor("w")->min().item<double>(), reader->info().step);
+    }
     return reader->info().iteration;
   }
 
   const TestFolder test_folder_;
   const std::string root_ = test_folder_.Path("failing_disk");
   const CheckpointFolder folder_{root_};
+  CheckpointRegistrar* registrar_ = nullptr;
 };
 
 TEST_P(FullDiskTest, AnyMoment_IsTheSameErrorOnAllRanks_NothingIsLost_AndTheNextSaveGoesOn) {
@@ -131,6 +152,64 @@ TEST_P(FullDiskTest, AnyMoment_IsTheSameErrorOnAllRanks_NothingIsLost_AndTheNext
   EXPECT_GE(failures, 12);
 }
 
+// With a coordinator, who has sealed it at some of these moments.
+class SealedOnFullDiskTest : public FullDiskTest {
+ protected:
+  // The highest step that a registry knows as sealed.
+  int64_t NewestSealed() const {
+    int64_t newest = -1;
+    for (const auto& [id, record] : records_.records) {
+      if (!record.sha256.empty()) newest = std::max(newest, record.step);
+    }
+    return newest;
+  }
+
+  FakeRegistrar records_;
+};
+
+TEST_P(SealedOnFullDiskTest, AnyMoment_WhatIsSealedIsWhatTheNextLoadTakes) {
+  ASSERT_TRUE(MakeDirectories(root_).ok());
+  registrar_ = &records_;
+  ASSERT_TRUE(Save().ok());
+  int sealed_and_failed = 0;
+  for (long at = 1; !HasFailure(); ++at) {
+    SCOPED_TRACE(at);
+    ASSERT_LT(at, 500);
+    const int64_t before = NewestSealed();
+    disk_fault.error = GetParam().error;
+    disk_fault.lasts = GetParam().lasts;
+    disk_fault.also_removals = GetParam().also_removals;
+    disk_fault.Arm(at);
+    const absl::Status saved = Save();
+    disk_fault.Disarm();
+    const int64_t sealed = NewestSealed();
+    if (saved.ok()) {
+      EXPECT_EQ(sealed, before + 1);
+    } else if (sealed > before) {
+      ++sealed_and_failed;
+    }
+    // As the same job loads it, with a registry.
+    const absl::StatusOr<std::string> found = FindCheckpointToResume(folder_, &records_);
+    ASSERT_TRUE(found.ok()) << found.status();
+    const absl::StatusOr<Manifest> manifest = VerifyCheckpoint(*found, VerifyLevel::kContents);
+    ASSERT_TRUE(manifest.ok()) << manifest.status();
+    EXPECT_EQ(manifest->info.step, sealed) << saved;
+    if (!disk_fault.fired) break;
+    const absl::Status next = Save();
+    ASSERT_TRUE(next.ok()) << next;
+    EXPECT_THAT(*ListDirectory(root_), Each(Not(HasSubstr("."))));
+  }
+  // The record is made, written, synced and renamed, its folder is synced, and that is renamed.
+  EXPECT_GE(sealed_and_failed, 5);
+}
+
+INSTANTIATE_TEST_SUITE_P(Disks, SealedOnFullDiskTest,
+                         testing::Values(Kind{"FullFromThenOn", ENOSPC, true, false, false},
+                                         Kind{"FailsOnce", EIO, false, true, false},
+                                         Kind{"FullFromThenOnBesideTraining", ENOSPC, true, false,
+                                              true}),
+                         [](const auto& info) { return std::string(info.param.name); });
+
 // By a signal, such as the one that announces the end of the job: some file systems say so.
 class InterruptedDiskTest : public FullDiskTest {};
 
@@ -164,6 +243,7 @@ INSTANTIATE_TEST_SUITE_P(
                     Kind{"FullForAMoment", ENOSPC, false, false, false},
                     Kind{"ReadOnlyFromThenOn", EROFS, true, true, false},
                     Kind{"FailsOnce", EIO, false, true, false},
+                    Kind{"FullFromThenOnDivided", ENOSPC, true, false, false, true},
                     Kind{"FullFromThenOnBesideTraining", ENOSPC, true, false, true},
                     Kind{"ReadOnlyFromThenOnBesideTraining", EROFS, true, true, true}),
     [](const auto& info) { return std::string(info.param.name); });

@@ -1,12 +1,15 @@
 #include "worker/checkpoint/publication.h"
 
 #include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
 #include <set>
 #include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "base/failpoint.h"
@@ -27,6 +30,9 @@ namespace {
 constexpr size_t kMaxSliceRank = 8;
 constexpr size_t kMaxSliceName = 1024;
 
+// Of what the report of a file may have (worker/job/checkpoint_client.cc) those of its slices.
+constexpr size_t kMaxSlicesBytes = 700 << 10;
+
 // After so many restarts of the registry in the middle of one save something else is wrong.
 constexpr int kSealTries = 10;
 
@@ -46,11 +52,92 @@ class OptionalLock {
   Mutex* const mu_;
 };
 
-// Of who writes what: names and ranks. FNV-1a, the same in every run.
-uint64_t PlanDigest(const std::vector<ManifestFile>& files) {
+// In the metadata of a rank's file of random states, its last: JSON with what the checkpoint has to
+// hold as far as the rank knows, whatever its files came to hold, and of which file those are parts
+// that it writes (docs/checkpoint_format.md). muster/internal/checkpoint_state.cc writes it.
+constexpr char kPlanKey[] = "muster.plan";
+constexpr absl::string_view kExtension = ".safetensors";
+
+struct RankPlan {
+  // "tensors": [file, name, type, shape].
+  std::vector<ShardSlice> tensors;
+  // "parts": whole file by part. Tensors of parts are those of the whole.
+  std::map<std::string, std::string> parts;
+  std::string text;
+};
+
+// The registry's name for a tensor of a file: one name, in whichever part of the file it is, and
+// others in another model's or optimizer's.
+std::string NameOfSlice(absl::string_view file, absl::string_view tensor) {
+  std::string name = absl::StrCat(absl::StripSuffix(file, kExtension), ":", tensor);
+  if (name.size() <= kMaxSliceName) return name;
+  const std::string digest = DigestBytes(name).xxh3;
+  return absl::StrCat(name.substr(0, kMaxSliceName - 1 - digest.size()), ":", digest);
+}
+
+// A whole tensor; `held`: the file has it, else it is announced as one that some file has. The
+// registry knows boxes of at most kMaxSliceRank dimensions, and needs an element that is there or
+// is not.
+ShardSlice SliceOf(std::string name, absl::string_view type, std::vector<int64_t> shape,
+                   bool held) {
+  int64_t elements = 1;
+  for (const int64_t size : shape) elements *= size;
+  if (shape.empty() || elements == 0) shape = {1};
+  if (shape.size() > kMaxSliceRank) shape = {elements};
+  ShardSlice slice;
+  slice.tensor = std::move(name);
+  slice.dtype = std::string(type);
+  slice.offset.assign(shape.size(), 0);
+  slice.extent = held ? shape : slice.offset;
+  slice.global_shape = std::move(shape);
+  return slice;
+}
+
+// No less than it has in a message.
+size_t SizeOf(const ShardSlice& slice) {
+  return slice.tensor.size() + slice.dtype.size() + 15 * slice.global_shape.size() + 24;
+}
+
+absl::StatusOr<RankPlan> ParsePlan(const std::string& path, const std::string& text) {
+  RankPlan plan;
+  plan.text = text;
+  try {
+    const nlohmann::json json = nlohmann::json::parse(text);
+    for (const nlohmann::json& tensor : json.at("tensors")) {
+      plan.tensors.push_back(
+          SliceOf(NameOfSlice(tensor.at(0).get<std::string>(), tensor.at(1).get<std::string>()),
+                  tensor.at(2).get<std::string>(), tensor.at(3).get<std::vector<int64_t>>(),
+                  /*held=*/false));
+    }
+    plan.parts = json.at("parts").get<std::map<std::string, std::string>>();
+  } catch (const nlohmann::json::exception& error) {
+    return absl::DataLossError(absl::StrCat(path, ": ", kPlanKey, ": ", error.what()));
+  }
+  return plan;
+}
+
+// Empty if the rank has written none.
+absl::StatusOr<RankPlan> ReadPlan(const std::string& dir, int rank,
+                                  const std::vector<ManifestFile>& files) {
+  const std::string name = RandomStatesFileName(rank);
+  if (std::none_of(files.begin(), files.end(),
+                   [&](const ManifestFile& file) { return file.name == name; })) {
+    return RankPlan();
+  }
+  const std::string path = JoinPath(dir, name);
+  MUSTER_ASSIGN_OR_RETURN(const SafetensorsHeader header, ReadSafetensorsHeader(path));
+  if (!header.metadata.has_value()) return RankPlan();
+  const auto found = header.metadata->find(kPlanKey);
+  return found == header.metadata->end() ? RankPlan() : ParsePlan(path, found->second);
+}
+
+// Of what is to be saved and who writes it: names and ranks of files, and rank 0's plan of the
+// tensors. FNV-1a, the same in every run.
+uint64_t PlanDigest(const std::vector<ManifestFile>& files, const RankPlan& plan) {
   std::vector<std::string> lines;
   for (const ManifestFile& file : files) lines.push_back(absl::StrCat(file.name, "\n", file.rank));
   std::sort(lines.begin(), lines.end());
+  lines.push_back(plan.text);
   uint64_t hash = 14695981039346656037u;
   for (const std::string& line : lines) {
     for (const char c : line) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211u;
@@ -59,40 +146,51 @@ uint64_t PlanDigest(const std::vector<ManifestFile>& files) {
   return hash;
 }
 
-// What this rank's files hold, as their headers say; of rank 0 also the manifest, so that the
-// record speaks for all that is in the folder.
-absl::StatusOr<std::vector<ShardFileReport>> ReportOf(const std::string& dir, bool with_manifest,
+// What this rank's files hold, as their headers say, and what its plan says that the checkpoint
+// holds; of rank 0 also the manifest, so that the record speaks for all that is in the folder.
+absl::StatusOr<std::vector<ShardFileReport>> ReportOf(const std::string& dir, int rank,
                                                       const std::vector<ManifestFile>& files) {
+  MUSTER_ASSIGN_OR_RETURN(RankPlan plan, ReadPlan(dir, rank, files));
   std::vector<ShardFileReport> reports;
-  if (with_manifest) {
+  if (rank == 0) {
     MUSTER_ASSIGN_OR_RETURN(const FileDigest manifest, DigestFile(JoinPath(dir, kManifestName)));
     ShardFileReport& report = reports.emplace_back();
     report.name = kManifestName;
     report.bytes = manifest.bytes;
     report.xxh3 = manifest.xxh3;
   }
+  const size_t first = reports.size();
   for (const ManifestFile& file : files) {
     ShardFileReport& report = reports.emplace_back();
     report.name = file.name;
     report.bytes = file.digest.bytes;
     report.xxh3 = file.digest.xxh3;
-    if (!absl::EndsWith(file.name, ".safetensors")) continue;
+  }
+  // What a file's report has no room for goes into another one.
+  std::vector<size_t> sizes(reports.size(), 0);
+  const auto put = [&](size_t at, ShardSlice slice) {
+    const size_t size = SizeOf(slice);
+    size_t to = at;
+    for (size_t k = 0; k < reports.size() && sizes[to] + size > kMaxSlicesBytes; ++k) {
+      to = (at + k) % reports.size();
+    }
+    if (sizes[to] + size > kMaxSlicesBytes) to = at;
+    sizes[to] += size;
+    reports[to].slices.push_back(std::move(slice));
+  };
+  for (size_t i = 0; i < files.size(); ++i) {
+    const std::string& name = files[i].name;
+    if (!absl::EndsWith(name, kExtension)) continue;
     MUSTER_ASSIGN_OR_RETURN(const SafetensorsHeader header,
-                            ReadSafetensorsHeader(JoinPath(dir, file.name)));
+                            ReadSafetensorsHeader(JoinPath(dir, name)));
+    const auto part = plan.parts.find(name);
+    const std::string& whole = part == plan.parts.end() ? name : part->second;
     for (const SafetensorsEntry& entry : header.tensors) {
-      // Beyond what the registry takes: the digest of the file covers them.
-      if (entry.shape.size() > kMaxSliceRank ||
-          file.name.size() + 1 + entry.name.size() > kMaxSliceName) {
-        continue;
-      }
-      ShardSlice& slice = report.slices.emplace_back();
-      slice.tensor = absl::StrCat(file.name, ":", entry.name);
-      slice.dtype = std::string(SafetensorsTypeName(entry.type));
-      slice.global_shape.assign(entry.shape.begin(), entry.shape.end());
-      slice.extent = slice.global_shape;
-      slice.offset.assign(slice.global_shape.size(), 0);
+      put(first + i, SliceOf(NameOfSlice(whole, entry.name), SafetensorsTypeName(entry.type),
+                             {entry.shape.begin(), entry.shape.end()}, /*held=*/true));
     }
   }
+  for (ShardSlice& slice : plan.tensors) put(0, std::move(slice));
   return reports;
 }
 
@@ -115,7 +213,13 @@ absl::Status DeleteFolderOf(const RegisteredCheckpoint& record, Disposal* dispos
                                   : RemoveUnpublished(record.staging, record.path);
   }
   if (!PathExists(record.path)) return absl::OkStatus();
-  if (const absl::Status seal = ReadSeal(record.path).status(); MayPass(seal)) return seal;
+  const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(record.path);
+  if (MayPass(seal.status())) return seal.status();
+  if (seal.ok() && seal->pinned) {
+    // By a person, without the registry, which forgets it.
+    MUSTER_LOG(Info) << record.path << " stays: it is pinned in its folder";
+    return absl::OkStatus();
+  }
   if (!IsFolderOf(record.path, record)) {
     // Its seal goes first when it is removed, so that it may be missing.
     const absl::StatusOr<Manifest> manifest = VerifyCheckpoint(record.path, VerifyLevel::kSizes);
@@ -247,12 +351,13 @@ absl::StatusOr<uint64_t> Begin(const Publication& publication, int ranks,
                                const std::vector<ManifestFile>& files) {
   const PublishOptions& options = publication.options;
   const bool numbered = publication.folder.has_value();
+  MUSTER_ASSIGN_OR_RETURN(const RankPlan plan, ReadPlan(publication.staging_path, 0, files));
   absl::StatusOr<uint64_t> id =
       options.registrar->Begin({.path = AbsolutePath(publication.path),
                                 .staging = AbsolutePath(publication.staging_path),
                                 .iteration = publication.info.iteration,
                                 .step = publication.info.step,
-                                .plan = PlanDigest(files),
+                                .plan = PlanDigest(files, plan),
                                 .ranks = ranks,
                                 .keep = numbered ? options.keep : 0,
                                 .keep_every = numbered ? options.keep_every : 0,
@@ -310,12 +415,7 @@ absl::Status Finish(Staging& staging, const Publication& publication,
       publication.folder.has_value() || PinNamed(record, *publication.options.registrar);
   {
     const OptionalLock lock(publication.folder_mu);
-    if (const absl::Status renamed = staging.Rename(publication.options.disposal); !renamed.ok()) {
-      // It is whole, and the next load gives it its name, or reads it where it is.
-      staging.LetOthersRead();
-      staging.Leave();
-      return renamed;
-    }
+    MUSTER_RETURN_IF_ERROR(staging.Rename(publication.options.disposal));
   }
   if (may_register) Register(publication, record);
   return absl::OkStatus();
@@ -338,7 +438,19 @@ absl::StatusOr<bool> SealAndFinish(Staging& staging, const Publication& publicat
     return record.status();
   }
   if (!record->has_value()) return false;
-  MUSTER_RETURN_IF_ERROR(Finish(staging, publication, **record));
+  // Also of what it throws.
+  const absl::Status finished = GuardRank([&] { return Finish(staging, publication, **record); });
+  if (!finished.ok()) {
+    if (staging.path().empty()) return finished;  // it has its name
+    // It is the newest that the coordinator knows. The next load gives it its name, or reads it
+    // where it is.
+    staging.LetOthersRead();
+    staging.Leave();
+    return absl::Status(finished.code(),
+                        absl::StrCat(finished.message(), "; the checkpoint is whole and sealed in ",
+                                     publication.staging_path,
+                                     ", and the next load gives it the name ", publication.path));
+  }
   return true;
 }
 
@@ -350,7 +462,7 @@ absl::Status SealTogether(Comm& comm, Staging* staging, const Publication& publi
     const absl::Status reported = GuardRank([&]() -> absl::Status {
       MUSTER_FAILPOINT_STATUS("worker.checkpoint_report");
       MUSTER_ASSIGN_OR_RETURN(const std::vector<ShardFileReport> report,
-                              ReportOf(publication.staging_path, staging != nullptr, mine));
+                              ReportOf(publication.staging_path, comm.rank(), mine));
       return registrar.ReportShards(id, comm.rank(), report);
     });
     if (const absl::Status all = AgreeOnFiles(comm, reported, {}, nullptr); !all.ok()) {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,6 +15,7 @@
 #include "base/file.h"
 #include "base/owned_fd.h"
 #include "base/test_folder.h"
+#include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/fake_registrar.h"
 #include "worker/checkpoint/seal.h"
 #include "worker/checkpoint/staging_folder.h"
@@ -24,9 +26,11 @@ namespace muster {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::IsSupersetOf;
 using State = RegisteredCheckpoint::State;
 
 class PublicationTest : public testing::Test {
@@ -97,11 +101,104 @@ TEST_F(PublicationTest, Save_EndsSealedAndPublishedWithTheRecordBesideIt) {
   const auto seal = ReadSeal(folder_.PathOf(0));
   ASSERT_TRUE(seal.ok()) << seal.status();
   EXPECT_EQ(seal->sha256, record.sha256);
-  EXPECT_THAT(registrar_.slices,
-              ElementsAre("random_states_0.safetensors:w", "random_states_1.safetensors:w"));
+  EXPECT_THAT(registrar_.slices, ElementsAre("random_states_0:w", "random_states_1:w"));
   EXPECT_EQ(Resume(&registrar_), "checkpoint_0");
   EXPECT_EQ(Resume(nullptr), "checkpoint_0");
   EXPECT_THAT(Names(), ElementsAre("checkpoint_0"));
+}
+
+// Rank 0 and rank 1 write a part of a model each; the plan of rank 0 says what the model is.
+class PlannedTest : public PublicationTest {
+ protected:
+  using TensorNames = std::vector<std::string>;
+  absl::Status SaveParts(const TensorNames& planned, const TensorNames& of_rank_0,
+                         const TensorNames& of_rank_1) {
+    std::vector<absl::Status> statuses(2);
+    RunRanks(2, [&](Comm& comm) {
+      statuses[comm.rank()] = SaveNumberedCheckpoint(
+          comm, folder_, {.iteration = 0}, PublishOptions{.registrar = &registrar_},
+          [&](StateWriter& writer) {
+            const std::string part = PartFileName(ModelFileName(0), writer.rank(), 2);
+            NamedTensors tensors;
+            for (const std::string& name : writer.rank() == 0 ? of_rank_0 : of_rank_1) {
+              tensors.emplace_back(name, TensorOf(name));
+            }
+            if (const absl::Status status = writer.WriteModel(part, tensors); !status.ok()) {
+              return status;
+            }
+            nlohmann::json plan = {{"tensors", nlohmann::json::array()},
+                                   {"parts", {{part, ModelFileName(0)}}}};
+            for (const std::string& name : planned) {
+              if (writer.rank() != 0) break;
+              plan["tensors"].push_back(
+                  {ModelFileName(0), name, "F32", TensorOf(name).sizes().vec()});
+            }
+            StateDict random;
+            random.SetTensor("cpu", at::full({3}, 1.0));
+            random.SetMetadata("muster.plan", plan.dump());
+            return writer.Write(RandomStatesFileName(writer.rank()), random);
+          });
+    });
+    EXPECT_EQ(statuses[0], statuses[1]);
+    return statuses[0];
+  }
+  static at::Tensor TensorOf(const std::string& name) {
+    const auto options = at::TensorOptions().dtype(at::kFloat);
+    if (name == "scalar") return at::full({}, 1.0, options);
+    if (name == "empty") return at::full({0, 3}, 1.0, options);
+    if (name == "deep") return at::full({1, 2, 1, 2, 1, 2, 1, 2, 1}, 1.0, options);
+    return at::full({2, 3}, 1.0, options);
+  }
+
+  // More than the registry takes as a name.
+  const std::string long_ = std::string(1500, 'l');
+};
+
+TEST_F(PlannedTest, EachTensorInOneFile_IsSealed) {
+  const TensorNames all = {"a", "b", "deep", "empty", "scalar", long_};
+  const absl::Status saved = SaveParts(all, {"a", "deep", long_}, {"b", "empty", "scalar"});
+  ASSERT_TRUE(saved.ok()) << saved;
+  EXPECT_THAT(registrar_.slices, IsSupersetOf({"model:a", "model:b", "model:deep"}));
+  EXPECT_TRUE(PathExists(folder_.PathOf(0)));
+}
+
+TEST_F(PlannedTest, TensorInNoFile_IsNotCovered) {
+  for (const std::string& name : TensorNames{"b", "scalar", "empty", "deep", long_}) {
+    SCOPED_TRACE(name);
+    const absl::Status saved = SaveParts({"a", name}, {"a"}, {});
+    EXPECT_TRUE(absl::IsInvalidArgument(saved)) << saved;
+    EXPECT_THAT(
+        std::string(saved.message()),
+        AllOf(HasSubstr("tensor model:" + name.substr(0, 900)), HasSubstr("have 0 of its ")));
+    EXPECT_FALSE(PathExists(folder_.PathOf(0)));
+  }
+}
+
+TEST_F(PlannedTest, TensorInTwoFiles_IsNotCovered) {
+  for (const std::string& name : TensorNames{"b", "scalar", "deep"}) {
+    SCOPED_TRACE(name);
+    const absl::Status saved = SaveParts({"a", name}, {"a", name}, {name});
+    EXPECT_TRUE(absl::IsInvalidArgument(saved)) << saved;
+    EXPECT_THAT(std::string(saved.message()), HasSubstr("tensor model:" + name));
+    EXPECT_FALSE(PathExists(folder_.PathOf(0)));
+  }
+}
+
+// More than a report of one file has room for.
+TEST_F(PlannedTest, ThousandsOfTensorsInAFile_AreAllReported) {
+  TensorNames many;
+  for (int i = 0; i < 900; ++i) many.push_back(absl::StrCat(std::string(900, 'x'), i));
+  const absl::Status saved = SaveParts(many, many, {});
+  ASSERT_TRUE(saved.ok()) << saved;
+  EXPECT_THAT(registrar_.slices, Contains("model:" + many.back()));
+  EXPECT_LT(registrar_.largest_file_report, size_t{768} << 10);
+}
+
+TEST_F(PlannedTest, OtherPlan_HasAnotherDigest) {
+  ASSERT_TRUE(SaveParts({"a"}, {"a"}, {"b"}).ok());
+  ASSERT_TRUE(RemoveTree(folder_.PathOf(0)).ok());
+  ASSERT_TRUE(SaveParts({"a", "b"}, {"a"}, {"b"}).ok());
+  EXPECT_NE(registrar_.records.at(1).plan, registrar_.records.at(2).plan);
 }
 
 TEST_F(PublicationTest, RegistryThatForgetsReports_GetsThemAgain) {
@@ -163,18 +260,47 @@ TEST_F(PublicationTest, SealedWhenItsWriterEnded_GetsItsNameAtAResume) {
   EXPECT_EQ(Resume(nullptr), "checkpoint_2");
 }
 
-// Nothing sealed is thrown away.
-TEST_F(PublicationTest, SealedAndNotRenamed_IsAnErrorOfTheSave_AndNamedByTheNextLoad) {
+// Nothing sealed is thrown away, whichever step after the seal fails: without its record in the
+// folder, without its name.
+TEST_F(PublicationTest, SealedAndNotFinished_IsAnErrorOfTheSave_AndNamedByTheNextLoad) {
   ASSERT_TRUE(Save(0).ok());
-  ASSERT_TRUE(ArmFailpoints("worker.checkpoint_publish=error:UNAVAILABLE", "", "").ok());
-  const absl::Status saved = Save(1);
-  ASSERT_TRUE(ArmFailpoints("", "", "").ok());
-  EXPECT_TRUE(absl::IsUnavailable(saved)) << saved;
-  EXPECT_EQ(registrar_.records.at(2).state, State::kSealed);
-  ASSERT_TRUE(Save(2).ok());
-  EXPECT_TRUE(PathExists(registrar_.records.at(2).staging));
-  EXPECT_EQ(Resume(nullptr), "checkpoint_2");
-  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1", "checkpoint_2"));
+  int64_t number = 0;
+  for (const std::string failpoint :
+       {"worker.checkpoint_sealed", "worker.checkpoint_noted", "worker.checkpoint_publish"}) {
+    SCOPED_TRACE(failpoint);
+    ASSERT_TRUE(ArmFailpoints(failpoint + "=error:RESOURCE_EXHAUSTED", "", "").ok());
+    const absl::Status saved = Save(++number);
+    ASSERT_TRUE(ArmFailpoints("", "", "").ok());
+    EXPECT_TRUE(absl::IsResourceExhausted(saved)) << saved;
+    const RegisteredCheckpoint& record = registrar_.records.rbegin()->second;
+    EXPECT_EQ(record.state, State::kSealed);
+    EXPECT_THAT(std::string(saved.message()),
+                AllOf(HasSubstr(record.staging), HasSubstr(record.path)));
+    EXPECT_EQ(Resume(&registrar_), absl::StrCat("checkpoint_", number));
+    EXPECT_EQ(record.state, State::kPublished);
+    EXPECT_EQ(ReadManifest(folder_.PathOf(number))->info.step, 10 * number);
+  }
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_3"));
+}
+
+// The job trains on and saves before anybody loads.
+TEST_F(PublicationTest, SealedAndNotFinished_StaysBesideTheNextSave) {
+  ASSERT_TRUE(Save(0).ok());
+  for (const std::string failpoint :
+       {"worker.checkpoint_sealed", "worker.checkpoint_noted", "worker.checkpoint_publish"}) {
+    SCOPED_TRACE(failpoint);
+    const int64_t number = *folder_.NextNumber();
+    ASSERT_TRUE(ArmFailpoints(failpoint + "=error:UNAVAILABLE", "", "").ok());
+    EXPECT_TRUE(absl::IsUnavailable(Save(number)));
+    ASSERT_TRUE(ArmFailpoints("", "", "").ok());
+    const std::string staging = registrar_.records.rbegin()->second.staging;
+    ASSERT_TRUE(Save(number + 1).ok());
+    EXPECT_TRUE(PathExists(staging));
+    EXPECT_EQ(Resume(&registrar_), absl::StrCat("checkpoint_", number + 1));
+    // The newer one is damaged: it is the next to take.
+    EXPECT_EQ(Resume(&registrar_, {folder_.PathOf(number + 1)}),
+              absl::StrCat("checkpoint_", number));
+  }
 }
 
 // Whoever has it locked may rename it at any moment; nobody trains on from an older one.
@@ -646,6 +772,25 @@ TEST_F(PublicationTest, KeepByTheFolder_IsBesidePinnedOnes) {
   ASSERT_TRUE(Save(5, {.keep = 2}).ok());
   EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_2", "checkpoint_3", "checkpoint_4",
                                    "checkpoint_5"));
+}
+
+// A person has pinned the folder: no record says so.
+TEST_F(PublicationTest, PinInTheFolder_IsSparedByEveryRetention) {
+  for (const bool registered : {false, true}) {
+    SCOPED_TRACE(registered);
+    registered_ = registered;
+    const int64_t first = *folder_.NextNumber();
+    ASSERT_TRUE(Save(first).ok());
+    const std::string pin = JoinPath(folder_.PathOf(first), "pinned");
+    ASSERT_TRUE(WriteFileAtomically(pin, "").ok());
+    ASSERT_TRUE(Save(first + 1, {.keep = 1}).ok());
+    ASSERT_TRUE(Save(first + 2, {.keep = 1}).ok());
+    EXPECT_TRUE(PathExists(folder_.PathOf(first)));
+    EXPECT_FALSE(PathExists(folder_.PathOf(first + 1)));
+    ASSERT_EQ(unlink(pin.c_str()), 0);
+    ASSERT_TRUE(Save(first + 3, {.keep = 1}).ok());
+    EXPECT_FALSE(PathExists(folder_.PathOf(first)));
+  }
 }
 
 TEST_F(PublicationTest, NamedCheckpoint_IsPinned) {

@@ -1,5 +1,8 @@
 #include "worker/checkpoint/seal.h"
 
+#include <errno.h>
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <map>
@@ -26,6 +29,14 @@ using Json = nlohmann::json;
 constexpr char kFormat[] = "muster-seal";
 constexpr int64_t kMaxBytes = 1 << 20;
 constexpr size_t kFirstFields = 16;  // of WriteSeal, without `held_back` and `pinned`
+
+// An empty file in a checkpoint's folder by which a person has pinned it, whatever its record says
+// and whether it has one (client/checkpoints/seal_marks.h). True also where nobody can tell.
+bool HasPin(const std::string& dir) {
+  struct stat info;
+  return lstat(JoinPath(dir, "pinned").c_str(), &info) == 0 ||
+         (errno != ENOENT && errno != ENOTDIR);
+}
 
 bool IsHex(absl::string_view text) {
   return std::all_of(text.begin(), text.end(),
@@ -113,6 +124,7 @@ absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir) {
     if (later < 2 && json.size() != kFirstFields + later) return bad("a field has another name");
     record.promoted = !json.contains("held_back") || !json.at("held_back").get<bool>();
     if (json.contains("pinned")) json.at("pinned").get_to(record.pinned);
+    record.pinned = record.pinned || HasPin(dir);
     if (plan.size() != 16 || !IsHex(plan) || !absl::SimpleHexAtoi(plan, &record.plan)) {
       return bad("plan");
     }
@@ -178,8 +190,10 @@ absl::StatusOr<std::vector<std::string>> PinnedIn(const CheckpointFolder& folder
   for (const int64_t number : numbers) {
     const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(folder.PathOf(number));
     // One that cannot be read may be pinned.
-    if (seal.ok() ? seal->pinned : !absl::IsNotFound(seal.status()))
+    if (HasPin(folder.PathOf(number)) ||
+        (seal.ok() ? seal->pinned : !absl::IsNotFound(seal.status()))) {
       pinned.push_back(folder.PathOf(number));
+    }
   }
   return pinned;
 }
