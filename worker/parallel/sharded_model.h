@@ -118,6 +118,10 @@ class ShardedModel {
   // Throws where the parameters are known to be a mixture: some ranks have failed, maybe in the
   // middle of a step, and others may have stepped.
   void CheckNotMixedHere() const;
+  // (collective) Before weights are read, or replaced while optimizers keep their states: throws on
+  // every rank if they are a mixture, since some ranks have failed or changed their parts where
+  // others have not.
+  void CheckNotMixed();
   // All parameters are about to be replaced, on every rank: failures and changes of before do not
   // keep anyone from reading them. Returns what RestoreFailures() needs if nothing is replaced.
   struct Failures {
@@ -278,9 +282,6 @@ class ShardedModel {
   // Before the program does `what`, which `compare` brings the ranks together for: throws where
   // this rank's parameters are not those of a whole step.
   void CheckBefore(const char* what, const std::function<void()>& compare);
-  // (collective) Before weights are read: throws on every rank if they are a mixture, since some
-  // ranks have failed or changed their parts where others have not.
-  void CheckNotMixed();
   // A load of all parameters ends what ranks have failed with or announced alone.
   void BeginLoad(const std::map<std::string, at::Tensor>& values);
   // Another number once this rank's shards of a unit have been written: by operators on them or by
