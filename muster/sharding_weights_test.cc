@@ -1,4 +1,4 @@
-// load_weights() into sharded models.
+// load_weights() into sharded models, also into those that prepare() is given without values.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -13,6 +13,7 @@
 #include "base/file.h"
 #include "base/test_folder.h"
 #include "muster/accelerator.h"
+#include "muster/bigmodel.h"
 #include "muster/checkpoint.h"
 #include "muster/optim.h"
 #include "muster/test_net.h"
@@ -83,6 +84,10 @@ AcceleratorOptions Sharded(const std::string& name) {
   AcceleratorOptions options;
   options.sharding = ParseSharding(name, 2);
   return options;
+}
+
+TiedNet MakeEmpty(int64_t width = 9) {
+  return init_empty_weights([&] { return TiedNet(width); });
 }
 
 // Each once.
@@ -161,11 +166,11 @@ TEST_F(ShardingWeights, FilesAndCheckpoints_LoadIntoShardsAndTrainAsUnsharded) {
     const Weights& want = half ? halves : values;
     const Weights trained = Trained(source);
     for (const Case& one : kCases) {
-      for (const bool empty : {false}) {
+      for (const bool empty : {false, true}) {
         SCOPED_TRACE(source + " " + one.strategy + " " + std::to_string(one.ranks) +
                      (empty ? " empty" : ""));
         RunAccelerators(one.ranks, Sharded(one.strategy), [&](Accelerator& a) {
-          TiedNet net = TiedNet();
+          TiedNet net = empty ? MakeEmpty() : TiedNet();
           FusedSGD sgd(Parameters(net), {.lr = 0.1, .momentum = 0.9});
           auto [model, optimizer] = a.prepare(net, sgd);
           const auto loaded = a.load_weights(source);
@@ -236,7 +241,7 @@ TEST_F(ShardingWeights, TwoNamesOfATiedWeightThatDiffer_AreRefusedOnEveryRank) {
   values["again"].view(-1)[0] += 1;
   const std::string path = File("differ.safetensors", values);
   RunAccelerators(3, Sharded("zero3"), [&](Accelerator& a) {
-    auto model = a.prepare(TiedNet());
+    auto model = a.prepare(MakeEmpty());
     EXPECT_THAT(std::string(a.load_weights(path).status().message()),
                 HasSubstr("the same tensor as again here, but another one in the file"));
     const auto loaded = a.load_weights(path, {.skip_mismatched = true});
@@ -269,10 +274,10 @@ TEST_F(ShardingWeights, RanksTogether_ReadTheModelOnce) {
     ASSERT_TRUE(a.save_state(state).ok());
   });
   for (const std::string& source : {path, state}) {
-    for (const bool empty : {false}) {
+    for (const bool empty : {false, true}) {
       int64_t before = 0;
       RunAccelerators(3, Sharded("zero3"), [&](Accelerator& a) {
-        auto model = a.prepare(TiedNet(kWidth));
+        auto model = a.prepare(empty ? MakeEmpty(kWidth) : TiedNet(kWidth));
         a.wait_for_everyone();
         if (a.is_main_process()) before = BytesRead();
         a.wait_for_everyone();
@@ -285,6 +290,93 @@ TEST_F(ShardingWeights, RanksTogether_ReadTheModelOnce) {
         EXPECT_LT(BytesRead() - before, bytes * 3 / 2) << source;
       });
     }
+  }
+}
+
+TEST_F(ShardingWeights, ModelWithoutValues_IsRefusedByNameUntilItHasThem) {
+  Weights values = Values(), first;
+  first["out.weight"] = values.at("out.weight");
+  const std::string part = File("part.safetensors", first);
+  values.erase("in.weight");
+  const std::string most = File("most.safetensors", values);
+  const std::string all = File("all.safetensors", Values());
+  for (const int ranks : {1, 2, 3}) {
+    RunAccelerators(ranks, Sharded("zero3"), [&](Accelerator& a) {
+      TiedNet net = MakeEmpty();
+      FusedAdamW adam(Parameters(net), {.lr = 0.1});
+      auto [model, optimizer] = a.prepare(net, adam);
+      const auto refusals = [&, &model = model, &optimizer = optimizer] {
+        std::vector<std::string> errors;
+        const auto check = [](const absl::Status& status) {
+          TORCH_CHECK(status.ok(), status.message());
+        };
+        errors.push_back(ErrorOf([&] { model(Random({2, 5}, 1)); }));
+        errors.push_back(ErrorOf([&] { optimizer.step(); }));
+        errors.push_back(ErrorOf([&] { check(a.save_state(folder_.Path("never"))); }));
+        errors.push_back(ErrorOf([&] { check(a.save_model(model, folder_.Path("never"))); }));
+        errors.push_back(ErrorOf([&] { a.get_state_dict(model); }));
+        errors.push_back(ErrorOf([&] { a.summon_full_params(model, [] {}); }));
+        errors.push_back(ErrorOf([&] { Ema ema(a, model); }));
+        return errors;
+      };
+      EXPECT_THAT(refusals(), Each(AllOf(HasSubstr("parameter 'again' of a sharded model has no "
+                                                   "values, nor have 7 more"),
+                                         HasSubstr("accelerator.load_weights()"))));
+      // Nothing of what does not fit is loaded.
+      EXPECT_FALSE(a.load_weights(most).ok());
+      EXPECT_THAT(refusals(), Each(HasSubstr("'again'")));
+      ASSERT_TRUE(a.load_weights(part, {.strict = false}).ok());
+      EXPECT_THAT(refusals(),
+                  Each(HasSubstr("'again' of a sharded model has no values, nor have 6")));
+      const auto loaded = a.load_weights(most, {.strict = false});
+      ASSERT_TRUE(loaded.ok()) << loaded.status();
+      EXPECT_THAT(loaded->models[0].missing, ElementsAre("in.weight"));
+      EXPECT_THAT(refusals(),
+                  Each(HasSubstr("parameter 'in.weight' of a sharded model has no values: ")));
+      const std::string state = folder_.Path("state" + std::to_string(ranks));
+      ASSERT_TRUE(a.load_weights(all).ok());
+      a.backward(model(Random({2, 5}, 1)).sum());
+      optimizer.step();
+      optimizer.zero_grad();
+      ASSERT_TRUE(a.save_state(state).ok());
+    });
+    // A whole state does, too.
+    RunAccelerators(ranks, Sharded("zero3"), [&](Accelerator& a) {
+      TiedNet net = MakeEmpty();
+      FusedAdamW adam(Parameters(net), {.lr = 0.1});
+      auto [model, optimizer] = a.prepare(net, adam);
+      const absl::Status loaded = a.load_state(folder_.Path("state" + std::to_string(ranks)));
+      ASSERT_TRUE(loaded.ok()) << loaded;
+      EXPECT_TRUE(model(Random({2, 5}, 1)).isfinite().all().item<bool>());
+    });
+  }
+}
+
+TEST_F(ShardingWeights, ValuesOfRankZero_AreThoseOfAll) {
+  const std::string path = File("all.safetensors", Values());
+  RunAccelerators(2, Sharded("zero3"), [&](Accelerator& a) {
+    TiedNet net = a.is_main_process() ? TiedNet() : MakeEmpty();
+    if (a.is_main_process()) {
+      ASSERT_TRUE(load_model(net, path).ok());
+    }
+    auto model = a.prepare(net);
+    const Weights got = WeightsOf(a, model);
+    if (a.is_main_process()) ExpectEqual(got, Values());
+  });
+}
+
+TEST_F(ShardingWeights, WhatNothingLoadsAfterwards_IsRefusedByPrepare) {
+  const auto empty = [](Accelerator& a) { auto model = a.prepare(MakeEmpty()); };
+  for (const int ranks : {1, 2}) {
+    EXPECT_THAT(ErrorsOf(ranks, {}, empty),
+                Each(AllOf(HasSubstr("is on the meta device and has no values"),
+                           HasSubstr("options.sharding"))));
+    EXPECT_THAT(ErrorsOf(ranks, Sharded("zero3"),
+                         [](Accelerator& a) {
+                           auto model = a.prepare(init_empty_weights([] { return TiedNet(); },
+                                                                     {.include_buffers = true}));
+                         }),
+                Each(HasSubstr("buffer 'scale' is on the meta device and has no values")));
   }
 }
 

@@ -186,6 +186,11 @@ class ShardedModel {
   // values come and go without that check.)
   void MarkChanged(const std::vector<at::Tensor>& shards);
 
+  // These parameters have memory and no values yet: what uses the model throws, on every rank,
+  // until LoadParts() or LoadParameters() has given all of them theirs. The same on every rank.
+  void SetWithoutValues(const std::vector<std::string>& names);
+  void CheckHasValues() const;
+
   // One for each parameter.
   const std::vector<at::Tensor>& shards() const { return shards_; }
   // That of a parameter; undefined if it is none of this model.
@@ -284,6 +289,8 @@ class ShardedModel {
   void CheckBefore(const char* what, const std::function<void()>& compare);
   // A load of all parameters ends what ranks have failed with or announced alone.
   void BeginLoad(const std::map<std::string, at::Tensor>& values);
+  // These have their values now.
+  void EndLoad(const std::map<std::string, at::Tensor>& values);
   // Another number once this rank's shards of a unit have been written: by operators on them or by
   // Muster's optimizers. LibTorch's SGD writes `.data()`, which does not show.
   uint64_t Writes(const ShardUnit& unit) const;
@@ -380,6 +387,7 @@ class ShardedModel {
   // What some rank has failed with, after the ranks have met: others may have stepped. The same on
   // all ranks, until all parameters are loaded; empty: nothing.
   std::string mixed_;
+  std::vector<std::string> without_values_;  // first names, in the model's order
   bool thrown_on_all_ = false;  // what the end of this backward pass throws
   // What DoAlone() has thrown in this backward pass; null: nothing.
   std::exception_ptr failed_alone_;
