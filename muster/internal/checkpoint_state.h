@@ -196,8 +196,8 @@ class CheckpointState {
   std::vector<NamedTensors> ReadWeights(const StateReader& reader, size_t models,
                                         const std::vector<bool>& without,
                                         DeviceUploads* uploads) const;
-  // (collective) What LoadWeights() takes from a checkpoint, for the first models; puts the names of
-  // its files into `read`.
+  // (collective) What LoadWeights() takes from a checkpoint, for the first models; puts the names
+  // of its files into `read`.
   std::vector<std::unique_ptr<IncomingWeights>> ReadWeightsAlone(
       StateReader& reader, const LoadWeightsOptions& options,
       std::unordered_set<std::string>* read) const;

@@ -67,7 +67,8 @@ class WholeTensors final : public IncomingWeights {
 
 NamedTensors NamesOf(const WeightFiles& files) {
   NamedTensors names;
-  for (const WeightEntry& entry : files.entries()) names.emplace_back(entry.tensor.name, at::Tensor());
+  for (const WeightEntry& entry : files.entries())
+    names.emplace_back(entry.tensor.name, at::Tensor());
   return names;
 }
 
@@ -322,9 +323,8 @@ void CheckpointShards::Take(const NamedTensors& tensors) {
   for (const auto& [name, tensor] : tensors) {
     const absl::StatusOr<SafetensorsType> type = ToSafetensorsType(tensor.scalar_type());
     ThrowIfError(type.status());
-    tensors_.push_back({.name = name,
-                        .type = *type,
-                        .shape = {tensor.sizes().begin(), tensor.sizes().end()}});
+    tensors_.push_back(
+        {.name = name, .type = *type, .shape = {tensor.sizes().begin(), tensor.sizes().end()}});
     const at::Tensor* const parameter = ParameterOf(name);
     if (parameter != nullptr && tensor.sizes() == parameter->sizes()) {
       values_.push_back(model_.sharded()->PartOf(FirstNameOf(name), tensor));

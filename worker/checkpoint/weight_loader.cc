@@ -290,8 +290,7 @@ absl::Status WeightPlan::PlanCopies(const Chosen& chosen) {
   return absl::OkStatus();
 }
 
-absl::Status WeightPlan::Verdict(const Chosen& chosen,
-                                           const LoadWeightsOptions& options) const {
+absl::Status WeightPlan::Verdict(const Chosen& chosen, const LoadWeightsOptions& options) const {
   std::vector<std::string> wrong;
   if (options.strict && !report.missing.empty()) {
     wrong.push_back(absl::StrCat("missing: ", SomeNames(report.missing)));

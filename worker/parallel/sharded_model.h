@@ -388,7 +388,7 @@ class ShardedModel {
   // all ranks, until all parameters are loaded; empty: nothing.
   std::string mixed_;
   std::vector<std::string> without_values_;  // first names, in the model's order
-  bool thrown_on_all_ = false;  // what the end of this backward pass throws
+  bool thrown_on_all_ = false;               // what the end of this backward pass throws
   // What DoAlone() has thrown in this backward pass; null: nothing.
   std::exception_ptr failed_alone_;
   bool begun_ = false;        // BeginBackward() has been called for this pass
