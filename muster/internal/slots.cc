@@ -9,12 +9,13 @@
 
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "base/log.h"
 #include "muster/internal/backward_updates.h"
 #include "muster/internal/backward_watch.h"
 #include "muster/internal/step_controller.h"
 #include "worker/bigmodel/empty_weights.h"
-#include "worker/collective/nested_collectives.h"
 #include "worker/collective/on_all.h"
 #include "worker/data/malloc_tuning.h"
 #include "worker/parallel/ddp.h"
@@ -227,7 +228,11 @@ void ModelSlot::MakeReady() {
         groups_.reshard.get());
     if (controller_->updates() != nullptr) sharded_->UpdateInBackward(controller_->updates());
     // All ranks have the values of rank 0.
-    if (process.size() > 1) without_values = BroadcastObject(process.comm(), without_values);
+    if (process.size() > 1) {
+      const std::vector<std::string> all = process.comm().AllGatherBytes(
+          process.rank() == 0 ? absl::StrJoin(without_values, "\n") : "");
+      without_values = absl::StrSplit(all[0], '\n', absl::SkipEmpty());
+    }
     sharded_->SetWithoutValues(without_values);
     return;
   }
