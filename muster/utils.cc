@@ -155,6 +155,7 @@ Ema::Ema(Accelerator& accelerator, const std::shared_ptr<internal::ModelSlot>& m
     weights_ = std::make_shared<EmaWeights>(model->source().parameters(), options);
     return;
   }
+  sharded->CheckHasValues();  // which are the first average
   // Shards of a unit share a version; the parameters that they are parts of have their own.
   std::map<std::string, at::Tensor> parameters;
   for (const auto& unit : sharded->units()) {
@@ -220,6 +221,10 @@ void Ema::CopyTo(const Named& parameters, const Named& buffers) const {
   for (const auto& [name, buffer] : buffers) {
     if (!buffer.is_same(own.at(name))) at::Tensor(buffer).copy_(own.at(name));
   }
+}
+
+bool shards_models(Accelerator& accelerator) {
+  return accelerator.core().process().sharding().strategy != ShardingStrategy::kNone;
 }
 
 std::vector<at::Tensor> LocalSGD::Averaged(const internal::ModelSource& model) {

@@ -128,6 +128,10 @@ M& extract_model_from_parallel(AcceleratedModel<M>& model) {
   return model.unwrap();
 }
 
+// Whether prepare() shards the models of this Accelerator: it takes one of init_empty_weights()
+// then, and accelerator.load_weights() loads each process's part of the weights.
+bool shards_models(Accelerator& accelerator);
+
 // Returns a logger that prefixes lines with this process's index: "[RANK 1] ...". See RankLogger;
 // the Accelerator must outlive it.
 inline RankLogger get_logger(Accelerator& accelerator) { return RankLogger(accelerator.comm()); }

@@ -3,8 +3,9 @@
 //   muster launch --num_processes 2 -- finetune --model gpt2 --data notes.txt --output_dir tuned
 //   finetune --model gpt2 --data notes.txt --output_dir adapters --lora 8
 //
-// --sharding and --mixed_precision of muster launch are for models that fit no single process. The
-// folder that it writes loads in transformers (or, of adapters, in PEFT), `muster generate` and
+// --sharding and --mixed_precision are for models that fit no single process: of a sharded model
+// each process reads its part of the weights (of mixtures of experts all, before they are divided).
+// The folder that it writes loads in transformers (or, of adapters, in PEFT), `muster generate` and
 // here again. Rank 0 prints a JSON line every --log_every steps and at the end. With
 // --checkpoint_dir, a run that was stopped goes on where it was, also on other processes.
 #include <unistd.h>
@@ -18,10 +19,12 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <memory>
 #include <sstream>
 #include <string>
 #include <system_error>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -139,13 +142,45 @@ absl::Status MakeOutput(const std::string& folder) {
   return absl::OkStatus();
 }
 
+// What has no weights yet gets them after prepare(), by LoadParts().
+absl::StatusOr<CausalLm> LoadOrMakeEmpty(muster::Accelerator& accelerator, const Flags& flags,
+                                         bool* is_empty) {
+  const muster::models::ReadConfigOptions reading = {.ignore_settings = flags.ignore_settings};
+  auto config = muster::models::ReadModelConfig(flags.model, reading);
+  if (!config.ok()) return config.status();
+  const auto* const decoder = std::get_if<muster::models::DecoderConfig>(&*config);
+  // Files may hold all experts of a layer as one tensor.
+  const bool has_experts = decoder != nullptr && decoder->num_experts > 0;
+  *is_empty = muster::shards_models(accelerator) && !has_experts &&
+              !std::holds_alternative<muster::models::BertConfig>(*config);
+  if (!*is_empty) return muster::load_causal_lm(flags.model, {.config = reading});
+  const auto model = muster::models::MakeEmptyModel(*config);
+  return CausalLm(std::dynamic_pointer_cast<muster::models::CausalLmImpl>(model.ptr()));
+}
+
+// Each process its part of a sharded model.
+absl::Status LoadParts(muster::Accelerator& accelerator, const Flags& flags, CausalLm& net) {
+  auto names = muster::models::NamesInFiles(flags.model, *net);
+  if (!names.ok()) return names.status();
+  // Adapters have their first values, and the files have none for them.
+  const bool strict = flags.lora == 0;
+  auto loaded = accelerator.load_weights(flags.model, {.strict = strict, .rename = *names});
+  if (!loaded.ok() || strict) return loaded.status();
+  for (const std::string& name : loaded->models[0].missing) {
+    if (name.find(".lora_") != std::string::npos) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("--model ", flags.model, ": its files lack ", name));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
   muster::set_seed(flags.seed);
   if (absl::Status made = MakeOutput(flags.output); !made.ok()) return made;
-  auto loaded =
-      muster::load_causal_lm(flags.model, {.config = {.ignore_settings = flags.ignore_settings}});
-  if (!loaded.ok()) return loaded.status();
-  CausalLm net = *loaded;
+  bool is_empty = false;
+  auto base = LoadOrMakeEmpty(accelerator, flags, &is_empty);
+  if (!base.ok()) return base.status();
+  CausalLm net = *base;
   net->train();
   net->set_activation_checkpointing(flags.activation_checkpointing);
   const LoraOptions lora = {.rank = flags.lora, .alpha = 2.0 * static_cast<double>(flags.lora)};
@@ -166,6 +201,9 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
       muster::batches(muster::TensorDataset<at::Tensor>(*rows), flags.batch_size).shuffle(true));
   if (!flags.checkpoints.empty()) {
     if (absl::Status loaded = accelerator.load_state_if_present(); !loaded.ok()) return loaded;
+  }
+  if (is_empty && accelerator.last_checkpoint().empty()) {
+    if (absl::Status loaded = LoadParts(accelerator, flags, net); !loaded.ok()) return loaded;
   }
   const auto start = std::chrono::steady_clock::now();
   int overflows = 0;

@@ -1,5 +1,6 @@
 #include "muster/internal/checkpoint_state.h"
 
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -28,6 +29,7 @@
 #include "base/units.h"
 #include "muster/internal/backward_updates.h"
 #include "muster/internal/full_state.h"
+#include "muster/internal/incoming_weights.h"
 #include "muster/internal/model_source.h"
 #include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/async_saver.h"
@@ -50,6 +52,7 @@
 #include "worker/checkpoint/shared_files.h"
 #include "worker/checkpoint/staging_folder.h"
 #include "worker/checkpoint/state.h"
+#include "worker/checkpoint/weight_files.h"
 #include "worker/checkpoint/weight_loader.h"
 #include "worker/collective/nested_collectives.h"
 #include "worker/collective/shm_segment.h"
@@ -236,15 +239,21 @@ bool OnAnyProcess(Comm& comm, bool here) {
 }
 
 // Of `file`. `hooks`: they may have left tensors out, or all. Returns the names of those that are
-// left out of a model that is loaded; "": none. (collective, for a sharded model)
+// left out of a model that is loaded; "": none.
 std::string LoadModel(ModelSlot& model, const NamedTensors& weights, const std::string& file,
                       bool hooks) {
   std::string missing;
   if (weights.empty() && hooks) return missing;
-  const FullWeights targets(model, /*keep=*/true);
-  ThrowIfError(LoadTensors(weights, WantedOf(model, weights, targets.tensors()), file,
+  if (model.sharded() != nullptr) {
+    // Nothing is gathered: it may have no values so far. CheckModel() has looked at the names.
+    CheckpointShards shards(model, file, {.strict = !hooks});
+    shards.Take(weights);
+    shards.Compare();
+    shards.Store();
+    return absl::StrJoin(shards.report().missing, ", ");
+  }
+  ThrowIfError(LoadTensors(weights, WantedOf(model, weights, TensorsOf(model.source())), file,
                            {.allow_missing = hooks, .missing = &missing}));
-  targets.Store();
   return missing;
 }
 
@@ -253,9 +262,8 @@ void CheckModel(ModelSlot& model, const NamedTensors& weights, const std::string
                 bool hooks) {
   if (weights.empty() && hooks) return;
   if (model.sharded() != nullptr) return CheckWholeWeights(model, weights, file, hooks);
-  ThrowIfError(LoadTensors(weights,
-                           WantedOf(model, weights, FullWeights(model, /*keep=*/true).tensors()),
-                           file, {.allow_missing = hooks, .check_only = true}));
+  ThrowIfError(LoadTensors(weights, WantedOf(model, weights, TensorsOf(model.source())), file,
+                           {.allow_missing = hooks, .check_only = true}));
 }
 
 LoaderState PlaceOf(const StateDict& file) {
@@ -1834,6 +1842,99 @@ absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
   return reader;
 }
 
+namespace {
+
+// Whether load_weights() is given the weights of a model, of any library, and not a checkpoint of
+// save_state(): that is one of several files, and is checked by its manifest.
+bool HoldsWeightsAlone(const std::string& path) {
+  if (path.empty()) return false;
+  struct stat info;
+  if (stat(path.c_str(), &info) != 0) return false;
+  if (S_ISREG(info.st_mode)) return true;
+  const std::string name = BaseName(path);
+  // What a save has left before it was whole.
+  if (HasMark(name, StemOf(name, kStagingMark), kStagingMark)) return false;
+  for (const std::string& file : {std::string(kManifestName), OptimizerFileName(0),
+                                  SamplerFileName(0), RandomStatesFileName(0)}) {
+    if (PathExists(JoinPath(path, file))) return false;
+  }
+  return !absl::IsNotFound(WeightFiles::Open(path).status());
+}
+
+void CheckHoldOneModel(const std::string& path, size_t models) {
+  if (models == 1) return;
+  ThrowIfError(absl::InvalidArgumentError(absl::StrCat(
+      path, " holds the weights of one model, and ", models,
+      " are prepared: load_weights() takes a checkpoint of save_state() for several; load each "
+      "model with muster::load_model() before prepare()")));
+}
+
+}  // namespace
+
+std::vector<std::unique_ptr<IncomingWeights>> CheckpointState::ReadWeightsAlone(
+    StateReader& reader, const LoadWeightsOptions& options,
+    std::unordered_set<std::string>* read) const {
+  const Models& models = registry_.models();
+  ThrowIfAnyFailed(Guard([&] {
+    if (!options.strict) return;
+    CheckCount(reader.dir(), CountModels(reader), "model", models.size(),
+               "prepare the same models, in the same order, or set strict to false");
+  }));
+  const bool any_sharded = std::any_of(
+      models.begin(), models.end(), [](const auto& model) { return model->sharded() != nullptr; });
+  const bool hooks = !load_hooks_.empty();  // one may remove itself
+  // Hooks want whole models.
+  const bool by_file = any_sharded && !OnAnyProcess(process_.comm(), hooks);
+  size_t files = 0;
+  std::vector<bool> by_itself;
+  std::vector<std::string> together;
+  ThrowIfAnyFailed(Guard([&] {
+    files = std::min<size_t>(CountModels(reader), models.size());
+    by_itself.resize(files);
+    for (size_t i = 0; i < files; ++i) {
+      by_itself[i] = by_file && models[i]->sharded() != nullptr;
+      read->insert(IndexFileName(ModelFileName(static_cast<int>(i))));
+      for (const std::string& name : ModelFilesIn(reader, i)) {
+        read->insert(name);
+        if (!by_itself[i]) together.push_back(name);
+      }
+    }
+  }));
+  ThrowIfError(reader.ReadTogether(process_.comm(), together));
+  std::vector<NamedTensors> weights;
+  ThrowIfAnyFailed(Guard([&] {
+    const std::unique_ptr<DeviceUploads> uploads = UploadsFor(reader, together);
+    weights = ReadWeights(reader, files, by_itself, uploads.get());
+    CheckIndexes(reader, files);
+  }));
+  LoadWeightsOptions rules = options;
+  // As in load_state: hooks decide what is loaded.
+  if (hooks) rules.strict = false;
+  PartsReader parts(process_.comm(), reader, models);
+  // An error of this rank must not leave the others in their next collective.
+  absl::Status mine;
+  std::vector<std::unique_ptr<IncomingWeights>> incoming;
+  for (size_t i = 0; i < std::min(files, weights.size()); ++i) {
+    const std::string where = absl::StrCat(reader.dir(), "/", ModelFileName(static_cast<int>(i)));
+    if (models[i]->sharded() == nullptr) {
+      incoming.push_back(IncomingTensors(*models[i], where, std::move(weights[i]), rules));
+      continue;
+    }
+    auto shards = std::make_unique<CheckpointShards>(*models[i], where, rules);
+    if (by_itself[i]) {
+      parts.Read(
+          ModelFilesIn(reader, i),
+          [&](const SafetensorsHeader& header) { return shards->Ranges(header); },
+          [&](const std::string& name) { shards->Take(ReadFile(reader, name).tensors()); }, &mine);
+    } else if (mine.ok()) {
+      mine = Guard([&] { shards->Take(weights[i]); });
+    }
+    incoming.push_back(std::move(shards));
+  }
+  ThrowIfAnyFailed(mine);
+  return incoming;
+}
+
 absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& wanted_directory,
                                                          const LoadWeightsOptions& options) {
   const std::string directory = CleanPath(wanted_directory);
@@ -1866,74 +1967,68 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
   process_.progress().SetPhase("load_weights");
   LoadedState report;
   const absl::Status status = Guard([&] {
-    const size_t models = registry_.models().size();
-    std::vector<std::string> names;
-    std::vector<NamedTensors> weights;
-    bool hooks = false;
-    absl::StatusOr<StateReader> reader = OpenAndRead(directory, [&](StateReader& opened) {
+    const Models& models = registry_.models();
+    std::vector<std::unique_ptr<IncomingWeights>> incoming;  // of the first models
+    std::unordered_set<std::string> read;
+    std::optional<StateReader> checkpoint;
+    // All ranks read the same kind, also where each has a folder of its own.
+    const bool of_files = BroadcastObject(process_.comm(), HoldsWeightsAlone(directory));
+    if (of_files) {
+      report.directory = directory;
       ThrowIfAnyFailed(Guard([&] {
-        if (!options.strict) return;
-        CheckCount(opened.dir(), CountModels(opened), "model", models,
-                   "prepare the same models, in the same order, or set strict to false");
+        CheckHoldOneModel(directory, models.size());
+        incoming.push_back(IncomingFiles(*models[0], directory, options));
       }));
-      size_t files = 0;
-      names.clear();
+    } else {
+      absl::StatusOr<StateReader> reader = OpenAndRead(directory, [&](StateReader& opened) {
+        read.clear();
+        incoming = ReadWeightsAlone(opened, options, &read);
+      });
+      ThrowIfError(reader.status());
+      report.directory = reader->dir();
+      checkpoint = *std::move(reader);
+    }
+    // Optimizers keep their states, which may be of another step on another rank.
+    for (const auto& model : models) {
+      if (model->sharded() != nullptr) model->sharded()->CheckNotMixed();
+    }
+    ThrowIfAnyFailed(Guard([&] { GiveModelsOwnMemory(models); }));
+    std::vector<std::string> equal;
+    ThrowIfAnyFailed(Guard([&] {
+      for (const auto& one : incoming) equal.push_back(one->Compare());
+    }));
+    for (size_t i = 0; i < incoming.size(); ++i) {
+      const std::vector<std::string> all = process_.comm().AllGatherBytes(equal[i]);
+      ThrowIfAnyFailed(Guard([&] { incoming[i]->Decide(all); }));
+    }
+    ThrowIfAnyFailed(Guard([&] { steps_.AboutToChange(); }));
+    const absl::Status stored = Guard([&] {
       ThrowIfAnyFailed(Guard([&] {
-        files = std::min<size_t>(CountModels(opened), models);
-        for (size_t i = 0; i < files; ++i) {
-          const std::vector<std::string> of_model = ModelFilesIn(opened, i);
-          names.insert(names.end(), of_model.begin(), of_model.end());
-        }
-      }));
-      ThrowIfError(opened.ReadTogether(process_.comm(), names));
-      ThrowIfAnyFailed(Guard([&] {
-        hooks = !load_hooks_.empty();  // one may remove itself
-        const std::unique_ptr<DeviceUploads> uploads = UploadsFor(opened, names);
-        weights = ReadWeights(opened, files, std::vector<bool>(files), uploads.get());
-        CheckIndexes(opened, files);
+        for (const auto& one : incoming) one->Store();
       }));
     });
-    ThrowIfError(reader.status());
-    report.directory = reader->dir();
-    ThrowIfAnyFailed(Guard([&] { GiveModelsOwnMemory(registry_.models()); }));
-    std::vector<MatchedWeights> matched;
-    std::vector<FullWeights> targets;
-    for (size_t i = 0; i < weights.size(); ++i) {
-      targets.emplace_back(*registry_.models()[i], /*keep=*/true);
-    }
-    ThrowIfAnyFailed(Guard([&] {
-      LoadWeightsOptions rules = options;
-      // As in load_state: hooks decide what is loaded.
-      if (hooks) rules.strict = false;
-      for (size_t i = 0; i < weights.size(); ++i) {
-        NamedTensors wanted =
-            WantedOf(*registry_.models()[i], weights[i], targets[i].tensors(), rules);
-        absl::StatusOr<MatchedWeights> one =
-            MatchedWeights::Match(absl::StrCat(reader->dir(), "/", ModelFileName(i)),
-                                  std::move(weights[i]), std::move(wanted), rules);
-        ThrowIfError(one.status());
-        matched.push_back(*std::move(one));
+    if (!stored.ok()) {
+      for (const auto& model : models) {
+        if (model->sharded() == nullptr) continue;
+        model->sharded()->NoteFailedLoad(
+            "load_weights() has failed on its way: parameters are a mixture of old and new values: "
+            "call load_state(), or end the program");
       }
-    }));
-    ThrowIfAnyFailed(Guard([&] {
-      steps_.AboutToChange();
-      for (MatchedWeights& one : matched) ThrowIfError(one.Copy());
-      for (const FullWeights& one : targets) one.Store();
-    }));
+      ThrowIfError(stored);
+    }
     ForgetCastWeights();
-    std::unordered_set<std::string> read(names.begin(), names.end());
-    for (size_t i = 0; i < models; ++i) {
-      if (i < matched.size()) {
-        read.insert(IndexFileName(ModelFileName(static_cast<int>(i))));
-        report.models.push_back(matched[i].report());
+    for (size_t i = 0; i < models.size(); ++i) {
+      if (i < incoming.size()) {
+        report.models.push_back(incoming[i]->report());
         continue;
       }
       LoadedWeights& none = report.models.emplace_back();
-      for (const auto& [name, unused] : TensorsOf(registry_.models()[i]->source())) {
+      for (const auto& [name, unused] : TensorsOf(models[i]->source())) {
         none.missing.push_back(name);
       }
     }
-    for (const ManifestFile& file : reader->manifest().files) {
+    if (!checkpoint.has_value()) return;
+    for (const ManifestFile& file : checkpoint->manifest().files) {
       if (read.count(file.name) == 0) report.left_out.push_back(file.name);
     }
   });

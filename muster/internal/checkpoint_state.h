@@ -7,12 +7,14 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "muster/internal/divided_object.h"
+#include "muster/internal/incoming_weights.h"
 #include "muster/internal/loop_tracker.h"
 #include "muster/internal/model_source.h"
 #include "muster/internal/process.h"
@@ -194,6 +196,11 @@ class CheckpointState {
   std::vector<NamedTensors> ReadWeights(const StateReader& reader, size_t models,
                                         const std::vector<bool>& without,
                                         DeviceUploads* uploads) const;
+  // (collective) What LoadWeights() takes from a checkpoint, for the first models; puts the names
+  // of its files into `read`.
+  std::vector<std::unique_ptr<IncomingWeights>> ReadWeightsAlone(
+      StateReader& reader, const LoadWeightsOptions& options,
+      std::unordered_set<std::string>* read) const;
   // For these files, if they go to this process's device while they are read; null: they do not.
   std::unique_ptr<DeviceUploads> UploadsFor(const StateReader& reader,
                                             const std::vector<std::string>& files) const;

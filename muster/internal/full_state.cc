@@ -35,7 +35,8 @@ std::string SlotOf(const std::string& key, const std::string& parameter) {
 
 constexpr char kStep[] = "step";  // a single number, whatever the shape of the parameter
 
-// The name that a sharded model knows a parameter by: of tied weights the first.
+}  // namespace
+
 const std::string& FirstName(const ShardedModel& model, const std::string& name,
                              const at::Tensor& parameter) {
   const at::Tensor shard = model.ShardOf(parameter);
@@ -45,12 +46,9 @@ const std::string& FirstName(const ShardedModel& model, const std::string& name,
   return *first;
 }
 
-// A tensor of this shape and type that takes no memory.
 at::Tensor ShapeOf(const at::Tensor& tensor, at::ScalarType dtype) {
   return at::empty({}, at::TensorOptions().dtype(dtype)).expand(tensor.sizes());
 }
-
-}  // namespace
 
 FullWeights::FullWeights(ModelSlot& model, bool keep, std::exception_ptr* failure) : model_(model) {
   if (model_.sharded() == nullptr) {
@@ -149,12 +147,6 @@ absl::Status SaveWholeModel(ModelSlot& model, bool writes, const std::string& di
   }
   if (writes && status.ok()) status = writer->Finish();
   return status;
-}
-
-void FullWeights::Store() const {
-  if (model_.sharded() == nullptr) return;
-  std::map<std::string, at::Tensor> values(tensors_.begin(), tensors_.end());
-  model_.sharded()->LoadParameters(values);
 }
 
 DividedModel DivideModel(ModelSlot& model, int ranks) {
@@ -356,7 +348,8 @@ uint64_t CountOf(const SafetensorsEntry& entry) {
   return count;
 }
 
-// What is read of a tensor in a file: these elements of it (first, past the last).
+}  // namespace
+
 FileRange RangeOf(const SafetensorsHeader& header, const SafetensorsEntry& entry,
                   std::pair<int64_t, int64_t> elements) {
   const uint64_t data = 8 + header.header_bytes + entry.begin;
@@ -370,8 +363,6 @@ FileRange RangeOf(const SafetensorsHeader& header, const SafetensorsEntry& entry
 FileRange AllOf(const SafetensorsHeader& header, const SafetensorsEntry& entry) {
   return RangeOf(header, entry, {0, static_cast<int64_t>(CountOf(entry))});
 }
-
-}  // namespace
 
 std::function<std::vector<FileRange>(const SafetensorsHeader&)> LocalRanges(
     const OptimizerHandle& optimizer, const Models& models) {

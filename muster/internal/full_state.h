@@ -26,7 +26,7 @@
 // hold: they load under any strategy and number of processes.
 namespace muster::internal {
 
-// The parameters and buffers of a model by name, to be read or filled. Those of an unsharded model
+// The parameters and buffers of a model by name, to be read. Those of an unsharded model
 // are the live ones; those of a sharded one are copies on the CPU.
 class FullWeights {
  public:
@@ -39,8 +39,6 @@ class FullWeights {
               std::exception_ptr* failure = nullptr);
 
   const std::vector<std::pair<std::string, at::Tensor>>& tensors() const { return tensors_; }
-  // The tensors have been filled: the model takes their values over.
-  void Store() const;
 
  private:
   ModelSlot& model_;
@@ -119,6 +117,16 @@ NamedTensors WantedOf(ModelSlot& model, const NamedTensors& weights, NamedTensor
 void CheckWholeWeights(ModelSlot& model,
                        const std::vector<std::pair<std::string, at::Tensor>>& weights,
                        const std::string& what, bool allow_missing);
+
+// The name that a sharded model knows a parameter by: of tied weights the first.
+const std::string& FirstName(const ShardedModel& model, const std::string& name,
+                             const at::Tensor& parameter);
+// A tensor of this shape and type that takes no memory.
+at::Tensor ShapeOf(const at::Tensor& tensor, at::ScalarType dtype);
+// What is read of a tensor in a file: these elements of it (first, past the last), or all.
+FileRange RangeOf(const SafetensorsHeader& header, const SafetensorsEntry& entry,
+                  std::pair<int64_t, int64_t> elements);
+FileRange AllOf(const SafetensorsHeader& header, const SafetensorsEntry& entry);
 
 // A sharded model's values out of a checkpoint, read file by file: a rank keeps its parts of the
 // parameters.

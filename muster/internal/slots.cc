@@ -9,6 +9,8 @@
 
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "base/log.h"
 #include "muster/internal/backward_updates.h"
 #include "muster/internal/backward_watch.h"
@@ -89,6 +91,20 @@ std::unique_ptr<ActivationPolicy> ActivationPolicyFor(const Process& process,
   return std::make_unique<ActivationPolicy>(std::move(blocks), store);
 }
 
+bool HasNoValues(const at::Tensor& parameter) {
+  return parameter.is_meta() && !HasDeferredValues(parameter);
+}
+
+// Gives it memory on `device`, and its values if wanted and known.
+void GiveMemory(const NamedParameter& parameter, const at::Device& device, bool with_values) {
+  if (!HasNoValues(parameter.tensor)) {
+    return Materialize(parameter.tensor, device, parameter.name, with_values);
+  }
+  const at::NoGradGuard no_grad;
+  PlaceTensor(parameter.tensor,
+              at::empty_like(parameter.tensor, parameter.tensor.options().device(device)));
+}
+
 // (collective) Ranks with parameters are about to exchange them, and one without takes no part.
 void CheckAllTrain(Comm& comm, size_t parameters) {
   const std::vector<std::string> all = comm.AllGatherBytes(std::to_string(parameters));
@@ -120,8 +136,15 @@ void ModelSlot::MakeReady() {
   ShardingOptions sharding = process.sharding();
   const at::Device there = process.options().device_placement ? device : DeviceOf(*source_, device);
   const bool offloads = OffloadsParts(sharding, there);
-  const bool shards = !evaluation && sharding.strategy != ShardingStrategy::kNone &&
-                      (process.size() > 1 || offloads || sharding.optimizer_in_backward);
+  // Those of a model without weights come later, by load_weights() or load_state(). One process
+  // alone has units then, too, which know that they are not there.
+  std::vector<std::string> without_values;
+  for (const auto& [name, parameter] : source_->parameters()) {
+    if (HasNoValues(parameter)) without_values.push_back(name);
+  }
+  const bool shards =
+      !evaluation && sharding.strategy != ShardingStrategy::kNone &&
+      (process.size() > 1 || offloads || sharding.optimizer_in_backward || !without_values.empty());
   // Nothing has to be gathered there.
   if (process.size() == 1 && !offloads) sharding.strategy = ShardingStrategy::kGradients;
   std::vector<NamedParameter> parameters;
@@ -135,11 +158,17 @@ void ModelSlot::MakeReady() {
                   "prepare one module that holds both models, or build the model again");
     }
     for (const auto& [name, parameter] : source_->parameters()) {
-      TORCH_CHECK(!parameter.is_meta() || HasDeferredValues(parameter), "parameter '", name,
+      TORCH_CHECK(shards || !HasNoValues(parameter), "parameter '", name,
                   "' is on the meta device and has no values: construct the module with "
-                  "muster::deferred_init(), or load its weights before prepare()");
+                  "muster::deferred_init(), or load its weights before prepare(); with "
+                  "options.sharding, accelerator.load_weights() loads them afterwards");
       // Units of a sharded model get their memory one after the other.
       if (!shards) Materialize(parameter, device, name);
+    }
+    for (const auto& [name, buffer] : source_->buffers()) {
+      TORCH_CHECK(!shards || !buffer.is_meta(), "buffer '", name,
+                  "' is on the meta device and has no values: construct the module without "
+                  "{.include_buffers = true}, which computes them");
     }
     if (process.options().device_placement) source_->MoveTo(process.device());
     if (!evaluation) activation_policy_ = ActivationPolicyFor(process, source_->module());
@@ -193,11 +222,18 @@ void ModelSlot::MakeReady() {
         groups_.replicas.get(), source_->module(), std::move(parameters), std::move(buffers),
         sharding, process.options().data_parallel.broadcast_buffers, process.comm_queue(),
         [device](const NamedParameter& parameter, bool with_values) {
-          Materialize(parameter.tensor, device, parameter.name, with_values);
+          GiveMemory(parameter, device, with_values);
         },
         StoreOfParts(sharding, there, process.environment().local_world_size.value),
         groups_.reshard.get());
     if (controller_->updates() != nullptr) sharded_->UpdateInBackward(controller_->updates());
+    // All ranks have the values of rank 0.
+    if (process.size() > 1) {
+      const std::vector<std::string> all = process.comm().AllGatherBytes(
+          process.rank() == 0 ? absl::StrJoin(without_values, "\n") : "");
+      without_values = absl::StrSplit(all[0], '\n', absl::SkipEmpty());
+    }
+    sharded_->SetWithoutValues(without_values);
     return;
   }
   std::vector<at::Tensor> tensors;

@@ -1213,6 +1213,7 @@ void StepController::Step(OptimizerSlot& slot) {
   if (updated) updates_->CheckRates(slot);
   CheckGradients(slot);
   const std::vector<ShardedModel*> sharded = ShardedModelsOf(slot);
+  for (const ShardedModel* const model : sharded) model->CheckHasValues();
   if (!updated) {
     WarnIfNoGradients(slot);
     WarnIfGradientsChanged(slot);
@@ -1411,6 +1412,7 @@ at::Tensor StepController::StepWithClosure(OptimizerSlot& slot,
   CheckNoStepFailed("optimizer.step()");
   TORCH_CHECK(!in_closure_, "step(closure) inside of a closure of step()");
   const std::vector<ShardedModel*> sharded = ShardedModelsOf(slot);
+  for (const ShardedModel* const model : sharded) model->CheckHasValues();
   const std::function<void(bool)> set_inside = [&](bool inside) {
     in_closure_ = inside;
     for (ShardedModel* const model : sharded) model->SetInClosure(inside);

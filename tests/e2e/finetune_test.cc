@@ -81,6 +81,28 @@ TEST_F(FinetuneTest, AllWeightsSharded_LearnAndLoadAgain) {
   EXPECT_TRUE(PathExists(Temp("tuned/tokenizer.model")));
 }
 
+// Each process has read its parts of the weights alone.
+TEST_F(FinetuneTest, ShardedRun_EndsAtTheWeightsOfAnUndividedOne) {
+  Finetune({"--steps", "4"});
+  auto whole = load_causal_lm(Temp("tuned"));
+  ASSERT_TRUE(whole.ok()) << whole.status();
+  ASSERT_TRUE(RemoveTree(Temp("tuned")).ok());
+  Finetune({"--steps", "4", "--sharding", "zero3"});
+  auto sharded = load_causal_lm(Temp("tuned"));
+  ASSERT_TRUE(sharded.ok()) << sharded.status();
+  EXPECT_TRUE(at::allclose(Logits(*sharded), Logits(*whole), 1e-3, 1e-4));
+}
+
+TEST_F(FinetuneTest, AdaptersOfAShardedModel_LearnAndLoadIntoTheBaseModel) {
+  const std::vector<double> losses =
+      Finetune({"--steps", "20", "--lora", "4", "--sharding", "zero3"});
+  ASSERT_GE(losses.size(), 2);
+  EXPECT_LT(losses.back(), losses.front());
+  auto base = load_causal_lm(Temp("model"));
+  ASSERT_TRUE(base.ok()) << base.status();
+  EXPECT_TRUE(models::LoadLora(**base, Temp("tuned")).ok());
+}
+
 TEST_F(FinetuneTest, Adapters_LearnAndLoadIntoTheBaseModel) {
   const std::vector<double> losses = Finetune({"--steps", "20", "--lora", "4"});
   ASSERT_GE(losses.size(), 2);

@@ -24,6 +24,7 @@
 #include "worker/checkpoint/transfer.h"
 #include "worker/checkpoint/weight_files.h"
 #include "worker/checkpoint/weight_fills.h"
+#include "worker/checkpoint/weight_match.h"
 
 namespace muster {
 namespace {
@@ -74,6 +75,8 @@ class Source {
   virtual absl::StatusOr<at::Tensor> Read(size_t i) const = 0;
   // Whether two are names of one tensor there.
   virtual bool AreOne(size_t i, size_t j) const = 0;
+  // Whether their bytes are the same, were they of type `type`.
+  virtual absl::StatusOr<bool> AreEqual(size_t i, size_t j, at::ScalarType type) const;
   // Null: they are in memory.
   virtual const WeightFiles* files() const { return nullptr; }
 };
@@ -131,6 +134,26 @@ class MemorySource final : public Source {
   std::vector<StoredTensor> stored_;
 };
 
+// What is known of weights that the caller reads.
+class ShapeSource final : public Source {
+ public:
+  // Borrows them.
+  explicit ShapeSource(const WeightShapes& weights) : weights_(weights) {}
+  const std::string& where() const override { return weights_.where; }
+  size_t size() const override { return weights_.tensors.size(); }
+  const StoredTensor& tensor(size_t i) const override { return weights_.tensors[i]; }
+  absl::StatusOr<at::Tensor> Read(size_t /*i*/) const override {
+    return absl::InternalError("only shapes are known");
+  }
+  bool AreOne(size_t /*i*/, size_t /*j*/) const override { return false; }
+  absl::StatusOr<bool> AreEqual(size_t i, size_t j, at::ScalarType type) const override {
+    return weights_.are_equal(i, j, type);
+  }
+
+ private:
+  const WeightShapes& weights_;
+};
+
 using OneCopy = MatchedWeight;
 
 // Why a tensor of the file cannot go into this one; empty if it can.
@@ -148,11 +171,10 @@ std::string WhyNot(const StoredTensor& stored, const at::Tensor& target, at::Sca
   return SameShape(stored, target) && convertible ? "" : both;
 }
 
-// The bytes of both, were they of type `type`.
-absl::StatusOr<bool> AreEqual(const Source& source, size_t a, size_t b, at::ScalarType type) {
-  if (source.AreOne(a, b)) return true;
-  MUSTER_ASSIGN_OR_RETURN(at::Tensor first, source.Read(a));
-  MUSTER_ASSIGN_OR_RETURN(at::Tensor second, source.Read(b));
+absl::StatusOr<bool> Source::AreEqual(size_t i, size_t j, at::ScalarType type) const {
+  if (AreOne(i, j)) return true;
+  MUSTER_ASSIGN_OR_RETURN(at::Tensor first, Read(i));
+  MUSTER_ASSIGN_OR_RETURN(at::Tensor second, Read(j));
   // Those in memory may be on a device.
   const auto resolved = [type](const at::Tensor& tensor) {
     return tensor.to(at::kCPU, type).resolve_conj().resolve_neg().contiguous();
@@ -174,29 +196,7 @@ void Prepare(const OneCopy& copy, at::Tensor target) {
   }
 }
 
-}  // namespace
-
-absl::StatusOr<at::Tensor> ReadWeight(const WeightFiles& weights, const WeightFiles::Entry& entry) {
-  const StoredTensor& tensor = entry.tensor;
-  const std::string place = PlaceOfTensor(weights.FileOf(entry), tensor.name);
-  const absl::StatusOr<at::ScalarType> type = ToScalarType(tensor.type);
-  if (!type.ok()) {
-    return absl::Status(type.status().code(), absl::StrCat(place, type.status().message()));
-  }
-  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> sizes, TensorSizes(tensor.shape, place));
-  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> strides, TensorSizes(tensor.strides, place));
-  const bool in_order = strides.empty();
-  const auto elements =
-      static_cast<int64_t>(tensor.extent_bytes / static_cast<uint64_t>(c10::elementSize(*type)));
-  MUSTER_ASSIGN_OR_RETURN(
-      const at::Tensor read,
-      NewTensor(in_order ? sizes : std::vector<int64_t>{elements}, *type, place));
-  MUSTER_RETURN_IF_ERROR(weights.ReadAll(
-      {{.entry = &entry, .to = static_cast<char*>(read.data_ptr())}}, ReadingThreads()));
-  return in_order ? read : read.as_strided(sizes, strides);
-}
-
-struct MatchedWeights::Plan {
+struct WeightPlan {
   // What goes where; copies nothing.
   absl::Status Match(const LoadWeightsOptions& options);
   absl::Status Copy() const;
@@ -222,7 +222,7 @@ struct MatchedWeights::Plan {
   LoadedWeights report;
 };
 
-MatchedWeights::Plan::Chosen MatchedWeights::Plan::Choose(const LoadWeightsOptions& options) {
+WeightPlan::Chosen WeightPlan::Choose(const LoadWeightsOptions& options) {
   Chosen result;
   for (size_t i = 0; i < targets.size(); ++i) result.places.emplace(targets[i].first, i);
 
@@ -249,7 +249,7 @@ MatchedWeights::Plan::Chosen MatchedWeights::Plan::Choose(const LoadWeightsOptio
   return result;
 }
 
-absl::Status MatchedWeights::Plan::PlanCopies(const Chosen& chosen) {
+absl::Status WeightPlan::PlanCopies(const Chosen& chosen) {
   // The first of several names of one tensor, by identity.
   absl::flat_hash_map<std::string, const OneCopy*> by_identity;
   absl::flat_hash_set<std::string> present;
@@ -267,7 +267,7 @@ absl::Status MatchedWeights::Plan::PlanCopies(const Chosen& chosen) {
     }
     const auto tied = by_identity.find(identity);
     if (tied != by_identity.end()) {
-      MUSTER_ASSIGN_OR_RETURN(const bool equal, AreEqual(*source, tied->second->from, from, type));
+      MUSTER_ASSIGN_OR_RETURN(const bool equal, source->AreEqual(tied->second->from, from, type));
       if (!equal) {
         report.mismatched.push_back(absl::StrCat(name, " (the same tensor as ",
                                                  targets[tied->second->target].first,
@@ -289,8 +289,7 @@ absl::Status MatchedWeights::Plan::PlanCopies(const Chosen& chosen) {
   return absl::OkStatus();
 }
 
-absl::Status MatchedWeights::Plan::Verdict(const Chosen& chosen,
-                                           const LoadWeightsOptions& options) const {
+absl::Status WeightPlan::Verdict(const Chosen& chosen, const LoadWeightsOptions& options) const {
   std::vector<std::string> wrong;
   if (options.strict && !report.missing.empty()) {
     wrong.push_back(absl::StrCat("missing: ", SomeNames(report.missing)));
@@ -313,7 +312,7 @@ absl::Status MatchedWeights::Plan::Verdict(const Chosen& chosen,
   return absl::OkStatus();
 }
 
-absl::Status MatchedWeights::Plan::Match(const LoadWeightsOptions& options) {
+absl::Status WeightPlan::Match(const LoadWeightsOptions& options) {
   dtype = options.dtype;
   // Weights have no values in any other type; complex ones would be computed with in silence.
   if (dtype.has_value() && !c10::isFloatingType(*dtype)) {
@@ -326,7 +325,7 @@ absl::Status MatchedWeights::Plan::Match(const LoadWeightsOptions& options) {
   return Verdict(chosen, options);
 }
 
-absl::Status MatchedWeights::Plan::Copy() const {
+absl::Status WeightPlan::Copy() const {
   const at::NoGradGuard no_grad;
   // Names of one tensor stay names of one tensor, also where a type is changed: by set_data() two
   // tensors share memory that know nothing of each other.
@@ -377,6 +376,30 @@ absl::Status MatchedWeights::Plan::Copy() const {
   return absl::OkStatus();
 }
 
+}  // namespace
+
+absl::StatusOr<at::Tensor> ReadWeight(const WeightFiles& weights, const WeightFiles::Entry& entry) {
+  const StoredTensor& tensor = entry.tensor;
+  const std::string place = PlaceOfTensor(weights.FileOf(entry), tensor.name);
+  const absl::StatusOr<at::ScalarType> type = ToScalarType(tensor.type);
+  if (!type.ok()) {
+    return absl::Status(type.status().code(), absl::StrCat(place, type.status().message()));
+  }
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> sizes, TensorSizes(tensor.shape, place));
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> strides, TensorSizes(tensor.strides, place));
+  const bool in_order = strides.empty();
+  const auto elements =
+      static_cast<int64_t>(tensor.extent_bytes / static_cast<uint64_t>(c10::elementSize(*type)));
+  MUSTER_ASSIGN_OR_RETURN(
+      const at::Tensor read,
+      NewTensor(in_order ? sizes : std::vector<int64_t>{elements}, *type, place));
+  MUSTER_RETURN_IF_ERROR(weights.ReadAll(
+      {{.entry = &entry, .to = static_cast<char*>(read.data_ptr())}}, ReadingThreads()));
+  return in_order ? read : read.as_strided(sizes, strides);
+}
+
+struct MatchedWeights::Plan : WeightPlan {};
+
 MatchedWeights::MatchedWeights(std::unique_ptr<Plan> plan) : plan_(std::move(plan)) {}
 MatchedWeights::MatchedWeights(MatchedWeights&&) noexcept = default;
 MatchedWeights& MatchedWeights::operator=(MatchedWeights&&) noexcept = default;
@@ -404,6 +427,16 @@ absl::StatusOr<LoadedWeights> LoadWeights(const std::string& path, const NamedTe
   MUSTER_RETURN_IF_ERROR(plan.Match(options));
   MUSTER_RETURN_IF_ERROR(plan.Copy());
   return std::move(plan.report);
+}
+
+absl::StatusOr<MatchedEntries> MatchShapes(const WeightShapes& weights, const NamedTensors& targets,
+                                           const LoadWeightsOptions& options) {
+  WeightPlan plan;
+  plan.source = std::make_unique<ShapeSource>(weights);
+  plan.targets = targets;
+  plan.may_be_empty = true;
+  MUSTER_RETURN_IF_ERROR(plan.Match(options));
+  return MatchedEntries{.matches = std::move(plan.copies), .report = std::move(plan.report)};
 }
 
 absl::StatusOr<MatchedEntries> MatchEntries(const WeightFiles& files, const NamedTensors& targets,

@@ -72,7 +72,8 @@ void AdaptableLayer::AddAdapter(int64_t rank, double scale, double dropout) {
   const int64_t in = weight.size(is_transposed_ ? 0 : 1), out = weight.size(is_transposed_ ? 1 : 0);
   // PEFT's autocast_adapter_dtype: in 16 bits most updates of a small learning rate would round to
   // nothing.
-  const ScopedWeights weights(weight.device(),
+  // A layer without values gets them later, from files that have none for the adapter.
+  const ScopedWeights weights(weight.is_meta() ? c10::Device(c10::kCPU) : weight.device(),
                               c10::promoteTypes(weight.scalar_type(), c10::kFloat));
   // Both or, where memory ends, none.
   const auto a = std::make_shared<LinearImpl>(in, rank, false);

@@ -545,6 +545,7 @@ void ShardedModel::CheckStepped(const char* what) const {
 }
 
 void ShardedModel::CheckBefore(const char* what, const std::function<void()>& compare) {
+  CheckHasValues();
   // All ranks know of it.
   TORCH_CHECK(mixed_.empty(), mixed_);
   // Of ranks that compare, some may have failed, which others do not know of.
@@ -561,7 +562,25 @@ std::string ShardedModel::Before() const {
 
 bool ShardedModel::Interrupted() const { return failure_.empty() && open_ && !InBackward(); }
 
+void ShardedModel::SetWithoutValues(const std::vector<std::string>& names) {
+  without_values_.clear();
+  // Of tied weights the first name.
+  for (const std::string& name : names) {
+    if (places_.find(name) != places_.end()) without_values_.push_back(name);
+  }
+}
+
+void ShardedModel::CheckHasValues() const {
+  if (without_values_.empty()) return;
+  const size_t others = without_values_.size() - 1;
+  TORCH_CHECK(false, "parameter '", without_values_.front(), "' of a sharded model has no values",
+              others == 0 ? std::string() : c10::str(", nor have ", others, " more"),
+              ": the model was made without weights (init_empty_weights()), and nothing has loaded "
+              "them since prepare(); call accelerator.load_weights() or load_state() first");
+}
+
 void ShardedModel::CheckNotMixedHere() const {
+  CheckHasValues();
   TORCH_CHECK(mixed_.empty(), mixed_);
   // Where all have failed in a step, each may be in another state.
   TORCH_CHECK(!failed_in_step_, failure_);
@@ -604,6 +623,7 @@ void ShardedModel::NoteFailedStep(const std::exception_ptr& thrown) {
 }
 
 void ShardedModel::Use(ShardUnit& unit, bool write, const char* op) {
+  CheckHasValues();
   if (unit.whole()) return;  // every rank has it, as in data parallelism
   ThrowUnsaid();
   TORCH_CHECK(!write || summons_ > 0, op, " writes a parameter of unit '", unit.name(),
@@ -1616,6 +1636,7 @@ void ShardedModel::CompareBeforeSave(const std::vector<std::string>& all) {
 
 void ShardedModel::VisitFullParameters(
     const std::function<void(const std::string& name, const at::Tensor& value)>& visit) {
+  CheckHasValues();
   CheckNotMixed();
   CheckStepped("reading the weights");
   for (const auto& unit : units_) {
@@ -1655,6 +1676,11 @@ void ShardedModel::BeginLoad(const std::map<std::string, at::Tensor>& values) {
   }
 }
 
+void ShardedModel::EndLoad(const std::map<std::string, at::Tensor>& values) {
+  std::erase_if(without_values_,
+                [&](const std::string& name) { return values.find(name) != values.end(); });
+}
+
 void ShardedModel::LoadParameters(const std::map<std::string, at::Tensor>& values) {
   agreed_ = false;
   BeginLoad(values);
@@ -1667,6 +1693,7 @@ void ShardedModel::LoadParameters(const std::map<std::string, at::Tensor>& value
     }
     unit->SetValues(full);
   }
+  EndLoad(values);
   MarkChanged(shards_);
 }
 
@@ -1685,6 +1712,7 @@ void ShardedModel::LoadParts(const std::map<std::string, at::Tensor>& parts, con
     }
   }
   if (copy != nullptr) copy(copies);
+  EndLoad(parts);
   Expire();
   MarkChanged(changed);
 }

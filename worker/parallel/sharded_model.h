@@ -118,6 +118,10 @@ class ShardedModel {
   // Throws where the parameters are known to be a mixture: some ranks have failed, maybe in the
   // middle of a step, and others may have stepped.
   void CheckNotMixedHere() const;
+  // (collective) Before weights are read, or replaced while optimizers keep their states: throws on
+  // every rank if they are a mixture, since some ranks have failed or changed their parts where
+  // others have not.
+  void CheckNotMixed();
   // All parameters are about to be replaced, on every rank: failures and changes of before do not
   // keep anyone from reading them. Returns what RestoreFailures() needs if nothing is replaced.
   struct Failures {
@@ -181,6 +185,11 @@ class ShardedModel {
   // before throws, as LibTorch's own check does for parameters that are changed in place. (Gathered
   // values come and go without that check.)
   void MarkChanged(const std::vector<at::Tensor>& shards);
+
+  // These parameters have memory and no values yet: what uses the model throws, on every rank,
+  // until LoadParts() or LoadParameters() has given all of them theirs. The same on every rank.
+  void SetWithoutValues(const std::vector<std::string>& names);
+  void CheckHasValues() const;
 
   // One for each parameter.
   const std::vector<at::Tensor>& shards() const { return shards_; }
@@ -278,11 +287,10 @@ class ShardedModel {
   // Before the program does `what`, which `compare` brings the ranks together for: throws where
   // this rank's parameters are not those of a whole step.
   void CheckBefore(const char* what, const std::function<void()>& compare);
-  // (collective) Before weights are read: throws on every rank if they are a mixture, since some
-  // ranks have failed or changed their parts where others have not.
-  void CheckNotMixed();
   // A load of all parameters ends what ranks have failed with or announced alone.
   void BeginLoad(const std::map<std::string, at::Tensor>& values);
+  // These have their values now.
+  void EndLoad(const std::map<std::string, at::Tensor>& values);
   // Another number once this rank's shards of a unit have been written: by operators on them or by
   // Muster's optimizers. LibTorch's SGD writes `.data()`, which does not show.
   uint64_t Writes(const ShardUnit& unit) const;
@@ -379,7 +387,8 @@ class ShardedModel {
   // What some rank has failed with, after the ranks have met: others may have stepped. The same on
   // all ranks, until all parameters are loaded; empty: nothing.
   std::string mixed_;
-  bool thrown_on_all_ = false;  // what the end of this backward pass throws
+  std::vector<std::string> without_values_;  // first names, in the model's order
+  bool thrown_on_all_ = false;               // what the end of this backward pass throws
   // What DoAlone() has thrown in this backward pass; null: nothing.
   std::exception_ptr failed_alone_;
   bool begun_ = false;        // BeginBackward() has been called for this pass

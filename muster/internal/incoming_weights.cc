@@ -1,0 +1,349 @@
+#include "muster/internal/incoming_weights.h"
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <set>
+
+#include "ATen/core/grad_mode.h"
+#include "ATen/ops/empty.h"
+#include "absl/strings/match.h"
+#include "muster/internal/full_state.h"
+#include "muster/internal/model_source.h"
+#include "worker/checkpoint/tensor_uploads.h"
+#include "worker/checkpoint/transfer.h"
+#include "worker/checkpoint/weight_files.h"
+#include "worker/checkpoint/weight_fills.h"
+#include "worker/checkpoint/weight_match.h"
+#include "worker/parallel/paged_storage.h"
+#include "worker/parallel/sharded_model.h"
+#include "worker/train/guard.h"
+
+namespace muster::internal {
+namespace {
+
+// Elements that are compared at a time.
+constexpr int64_t kComparedAtATime = int64_t{1} << 20;
+
+bool SameShape(const std::vector<uint64_t>& shape, at::IntArrayRef sizes) {
+  return std::equal(shape.begin(), shape.end(), sizes.begin(), sizes.end(),
+                    [](uint64_t a, int64_t b) { return a == static_cast<uint64_t>(b); });
+}
+
+// The bytes of both, were they of type `type`.
+bool SameBytes(const at::Tensor& first, const at::Tensor& second, at::ScalarType type) {
+  const at::Tensor a = first.to(at::kCPU, type).contiguous();
+  const at::Tensor b = second.to(at::kCPU, type).contiguous();
+  return a.nbytes() == b.nbytes() &&
+         (a.nbytes() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);
+}
+
+class WholeTensors final : public IncomingWeights {
+ public:
+  WholeTensors(ModelSlot& model, std::string where, NamedTensors weights, LoadWeightsOptions rules)
+      : model_(model),
+        where_(std::move(where)),
+        weights_(std::move(weights)),
+        rules_(std::move(rules)) {}
+  std::string Compare() override {
+    NamedTensors wanted = WantedOf(model_, weights_, TensorsOf(model_.source()), rules_);
+    absl::StatusOr<MatchedWeights> matched =
+        MatchedWeights::Match(where_, std::move(weights_), std::move(wanted), rules_);
+    ThrowIfError(matched.status());
+    matched_ = *std::move(matched);
+    return "";
+  }
+  void Decide(const std::vector<std::string>& /*equal*/) override {}
+  void Store() override { ThrowIfError(matched_->Copy()); }
+  const LoadedWeights& report() const override { return matched_->report(); }
+
+ private:
+  ModelSlot& model_;
+  const std::string where_;
+  NamedTensors weights_;
+  const LoadWeightsOptions rules_;
+  std::optional<MatchedWeights> matched_;
+};
+
+NamedTensors NamesOf(const WeightFiles& files) {
+  NamedTensors names;
+  for (const WeightEntry& entry : files.entries())
+    names.emplace_back(entry.tensor.name, at::Tensor());
+  return names;
+}
+
+class WholeFiles final : public IncomingWeights {
+ public:
+  WholeFiles(ModelSlot& model, WeightFiles files, LoadWeightsOptions rules)
+      : model_(model), files_(std::move(files)), rules_(std::move(rules)) {}
+  std::string Compare() override {
+    wanted_ = WantedOf(model_, NamesOf(files_), TensorsOf(model_.source()), rules_);
+    absl::StatusOr<MatchedEntries> match = MatchEntries(files_, wanted_, rules_);
+    ThrowIfError(match.status());
+    report_ = std::move(match->report);
+    return "";
+  }
+  void Decide(const std::vector<std::string>& /*equal*/) override {}
+  void Store() override { ThrowIfError(LoadWeights(files_.path(), wanted_, rules_).status()); }
+  const LoadedWeights& report() const override { return report_; }
+
+ private:
+  ModelSlot& model_;
+  const WeightFiles files_;
+  const LoadWeightsOptions rules_;
+  NamedTensors wanted_;
+  LoadedWeights report_;
+};
+
+// Out of files of any library.
+class FileShards final : public IncomingShards {
+ public:
+  FileShards(ModelSlot& model, WeightFiles files, LoadWeightsOptions rules)
+      : IncomingShards(model, files.path(), std::move(rules)), files_(std::move(files)) {
+    for (const WeightEntry& entry : files_.entries()) tensors_.push_back(entry.tensor);
+  }
+
+ private:
+  const WeightEntry& EntryOf(size_t i) const { return files_.entries()[i]; }
+
+  // `count` elements of a contiguous tensor, from `first` on, as if the file had them as one.
+  WeightEntry PartOf(size_t i, int64_t first, int64_t count) const {
+    const WeightEntry& entry = EntryOf(i);
+    const uint64_t width = SafetensorsTypeBits(entry.tensor.type) / 8;
+    return {.tensor = {.name = entry.tensor.name,
+                       .type = entry.tensor.type,
+                       .shape = {static_cast<uint64_t>(count)},
+                       .begin = entry.tensor.begin + static_cast<uint64_t>(first) * width,
+                       .extent_bytes = static_cast<uint64_t>(count) * width},
+            .file = entry.file};
+  }
+
+  at::Tensor Read(const WeightEntry& entry) const {
+    absl::StatusOr<at::Tensor> read = ReadWeight(files_, entry);
+    ThrowIfError(read.status());
+    return *std::move(read);
+  }
+
+  // Whether what this rank needs of the tensor is a range of the file.
+  bool IsRange(size_t i) const {
+    return EntryOf(i).tensor.strides.empty() &&
+           ParameterOf(EntryOf(i).tensor.name)->is_contiguous();
+  }
+
+  bool AreEqual(size_t first, size_t second, at::ScalarType type) override {
+    if (files_.StorageOf(EntryOf(first)) == files_.StorageOf(EntryOf(second))) return true;
+    const ShardedModel& sharded = *model_.sharded();
+    const std::string& name = FirstNameOf(EntryOf(first).tensor.name);
+    if (!IsRange(first) || !IsRange(second)) {
+      const at::Tensor mine = sharded.PartOf(name, Read(EntryOf(first)));
+      return SameBytes(mine, sharded.PartOf(name, Read(EntryOf(second))), type);
+    }
+    const auto [begin, end] = sharded.PartRange(name);
+    for (int64_t at = begin; at < end; at += kComparedAtATime) {
+      const int64_t some = std::min(kComparedAtATime, end - at);
+      if (!SameBytes(Read(PartOf(first, at, some)), Read(PartOf(second, at, some)), type)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  void Fill(const std::vector<Copy>& shards, const std::vector<Copy>& buffers) override {
+    const at::NoGradGuard no_grad;
+    const ShardedModel& sharded = *model_.sharded();
+    std::vector<WeightEntry> parts;
+    parts.reserve(shards.size());
+    std::vector<WeightFill> fills;
+    for (const Copy& copy : shards) {
+      if (copy.to.numel() == 0) continue;
+      if (!IsRange(copy.from)) {
+        at::Tensor(copy.to).copy_(sharded.PartOf(copy.name, Read(EntryOf(copy.from))));
+        continue;
+      }
+      const auto [begin, end] = sharded.PartRange(copy.name);
+      parts.push_back(PartOf(copy.from, begin, end - begin));
+      // What is offloaded has memory only while an operator uses it.
+      if (!IsPaged(copy.to) && IsFillable(parts.back(), copy.to.detach())) {
+        fills.push_back({.from = &parts.back(), .to = copy.to.detach()});
+      } else {
+        at::Tensor(copy.to).copy_(Read(parts.back()));
+      }
+    }
+    ThrowIfError(FillWeights(files_, fills));
+    for (const Copy& copy : buffers) at::Tensor(copy.to).copy_(Read(EntryOf(copy.from)));
+  }
+
+  const WeightFiles files_;
+};
+
+}  // namespace
+
+std::unique_ptr<IncomingWeights> IncomingTensors(ModelSlot& model, const std::string& where,
+                                                 NamedTensors weights,
+                                                 const LoadWeightsOptions& rules) {
+  return std::make_unique<WholeTensors>(model, where, std::move(weights), rules);
+}
+
+std::unique_ptr<IncomingWeights> IncomingFiles(ModelSlot& model, const std::string& path,
+                                               const LoadWeightsOptions& rules) {
+  absl::StatusOr<WeightFiles> files = WeightFiles::Open(path);
+  ThrowIfError(files.status());
+  if (model.sharded() != nullptr) {
+    return std::make_unique<FileShards>(model, *std::move(files), rules);
+  }
+  return std::make_unique<WholeFiles>(model, *std::move(files), rules);
+}
+
+IncomingShards::IncomingShards(ModelSlot& model, std::string where, LoadWeightsOptions rules)
+    : model_(model),
+      where_(std::move(where)),
+      rules_(std::move(rules)),
+      buffers_(model.source().buffers()) {
+  for (const auto& [name, parameter] : model.source().parameters()) parameters_[name] = parameter;
+}
+
+std::string IncomingShards::InModel(const std::string& in_file) const {
+  if (!absl::StartsWith(in_file, rules_.prefix)) return "";
+  const std::string name = in_file.substr(rules_.prefix.size());
+  return rules_.rename == nullptr ? name : rules_.rename(name);
+}
+
+const at::Tensor* IncomingShards::ParameterOf(const std::string& in_file) const {
+  const auto it = parameters_.find(InModel(in_file));
+  return it == parameters_.end() ? nullptr : &it->second;
+}
+
+bool IncomingShards::IsBuffer(const std::string& in_file) const {
+  const std::string name = InModel(in_file);
+  return std::any_of(buffers_.begin(), buffers_.end(),
+                     [&](const auto& buffer) { return buffer.first == name; });
+}
+
+const std::string& IncomingShards::FirstNameOf(const std::string& in_file) const {
+  const std::string name = InModel(in_file);
+  return FirstName(*model_.sharded(), name, parameters_.at(name));
+}
+
+MatchedEntries IncomingShards::Match(std::vector<bool>* equal) {
+  // Without answers so far: asks for them, and goes on as if all were equal.
+  std::string answers;
+  size_t asked = 0;
+  absl::StatusOr<MatchedEntries> match = MatchShapes(
+      {.where = where_,
+       .tensors = tensors_,
+       .are_equal = [&](size_t first, size_t second, at::ScalarType type) -> absl::StatusOr<bool> {
+         if (equal != nullptr) return equal->at(asked++);
+         bool same = false;
+         const absl::Status status = Guard([&] {
+           const auto is_parameter = [&](size_t i) {
+             return ParameterOf(tensors_[i].name) != nullptr;
+           };
+           same = !is_parameter(first) || AreEqual(first, second, type);
+         });
+         if (!status.ok()) return status;
+         answers += same ? '1' : '0';
+         return true;
+       }},
+      wanted_, rules_);
+  ThrowIfError(match.status());
+  if (equal == nullptr) equal_here_ = std::move(answers);
+  return *std::move(match);
+}
+
+std::string IncomingShards::Compare() {
+  std::map<std::string, at::Tensor> shapes;  // tied weights are one tensor
+  NamedTensors wanted, names;
+  for (const auto& [name, parameter] : model_.source().parameters()) {
+    const std::string& first = FirstName(*model_.sharded(), name, parameter);
+    const at::Tensor shard = model_.sharded()->ShardOf(parameter);
+    wanted.emplace_back(
+        name, shapes.emplace(first, ShapeOf(parameter, shard.scalar_type())).first->second);
+  }
+  for (const auto& [name, buffer] : buffers_) wanted.emplace_back(name, buffer.detach());
+  for (const StoredTensor& tensor : tensors_) names.emplace_back(tensor.name, at::Tensor());
+  wanted_ = WantedOf(model_, names, std::move(wanted), rules_);
+  match_ = Match(nullptr);
+  return equal_here_;
+}
+
+void IncomingShards::Decide(const std::vector<std::string>& equal) {
+  std::vector<bool> all(equal_here_.size(), true);
+  bool any = false;
+  for (const std::string& one : equal) {
+    for (size_t i = 0; i < std::min(one.size(), all.size()); ++i) {
+      if (one[i] == '1') continue;
+      all[i] = false;
+      any = true;
+    }
+  }
+  if (any) match_ = Match(&all);
+}
+
+void IncomingShards::Store() {
+  std::map<std::string, size_t> from;
+  std::vector<Copy> buffers;
+  for (const MatchedWeight& match : match_.matches) {
+    const auto& [name, target] = wanted_[match.target];
+    const auto parameter = parameters_.find(name);
+    if (parameter == parameters_.end()) {
+      buffers.push_back({match.from, name, target});
+    } else {
+      from.emplace(FirstName(*model_.sharded(), name, parameter->second), match.from);
+    }
+  }
+  // LoadParts() says which shards these are, in its order; what they get is Fill()'s.
+  std::map<std::string, at::Tensor> parts;
+  for (const auto& [name, unused] : from) parts.emplace(name, at::Tensor());
+  model_.sharded()->LoadParts(parts, [&](const auto& pairs) {
+    std::vector<Copy> shards;
+    auto it = from.begin();
+    for (const auto& [shard, unused] : pairs) {
+      shards.push_back({it->second, it->first, shard});
+      ++it;
+    }
+    Fill(shards, buffers);
+  });
+}
+
+std::vector<FileRange> CheckpointShards::Ranges(const SafetensorsHeader& header) const {
+  std::vector<FileRange> ranges = {{.begin = 0, .end = 8 + header.header_bytes}};
+  for (const SafetensorsEntry& entry : header.tensors) {
+    const at::Tensor* const parameter = ParameterOf(entry.name);
+    if (parameter != nullptr && SameShape(entry.shape, parameter->sizes())) {
+      ranges.push_back(
+          RangeOf(header, entry, model_.sharded()->PartRange(FirstNameOf(entry.name))));
+    } else if (IsBuffer(entry.name)) {
+      ranges.push_back(AllOf(header, entry));
+    }
+  }
+  return ranges;
+}
+
+void CheckpointShards::Take(const NamedTensors& tensors) {
+  for (const auto& [name, tensor] : tensors) {
+    const absl::StatusOr<SafetensorsType> type = ToSafetensorsType(tensor.scalar_type());
+    ThrowIfError(type.status());
+    tensors_.push_back(
+        {.name = name, .type = *type, .shape = {tensor.sizes().begin(), tensor.sizes().end()}});
+    const at::Tensor* const parameter = ParameterOf(name);
+    if (parameter != nullptr && tensor.sizes() == parameter->sizes()) {
+      values_.push_back(model_.sharded()->PartOf(FirstNameOf(name), tensor));
+    } else {
+      values_.push_back(IsBuffer(name) ? tensor.clone() : at::Tensor());
+    }
+  }
+}
+
+bool CheckpointShards::AreEqual(size_t first, size_t second, at::ScalarType type) {
+  return SameBytes(values_[first], values_[second], type);
+}
+
+void CheckpointShards::Fill(const std::vector<Copy>& shards, const std::vector<Copy>& buffers) {
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
+  for (const Copy& copy : shards) copies.emplace_back(copy.to, values_[copy.from]);
+  const at::NoGradGuard no_grad;
+  ThrowIfError(CopyTensors(copies));
+  for (const Copy& copy : buffers) at::Tensor(copy.to).copy_(values_[copy.from]);
+}
+
+}  // namespace muster::internal

@@ -1,0 +1,108 @@
+#ifndef MUSTER_INTERNAL_INCOMING_WEIGHTS_H_
+#define MUSTER_INTERNAL_INCOMING_WEIGHTS_H_
+
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "c10/core/ScalarType.h"
+#include "muster/internal/model_slot.h"
+#include "worker/checkpoint/direct_file.h"
+#include "worker/checkpoint/safetensors.h"
+#include "worker/checkpoint/safetensors_format.h"
+#include "worker/checkpoint/torch_file.h"
+#include "worker/checkpoint/weight_loader.h"
+
+namespace muster::internal {
+
+// Weights on their way into one prepared model. All models are compared with theirs before one of
+// them changes: Compare(), Decide() and Store(), each on every rank.
+class IncomingWeights {
+ public:
+  virtual ~IncomingWeights() = default;
+
+  // Throws c10::Error or a status unless the weights fit. Returns '1' or '0' for each two names of
+  // one tensor of the model that come with values of their own: whether these are equal, as far as
+  // this rank reads them.
+  virtual std::string Compare() = 0;
+  // `equal`: what all ranks have returned. Throws the same on every rank.
+  virtual void Decide(const std::vector<std::string>& equal) = 0;
+  virtual void Store() = 0;
+  virtual const LoadedWeights& report() const = 0;
+};
+
+// Of a model that is not sharded: whole, in memory. `where` is for messages.
+std::unique_ptr<IncomingWeights> IncomingTensors(ModelSlot& model, const std::string& where,
+                                                 NamedTensors weights,
+                                                 const LoadWeightsOptions& rules);
+
+// Files of any library (WeightFiles). Of a sharded model each rank reads its parts of the
+// parameters, into its shards: what is in memory besides is as of FillWeights(), and one tensor
+// where its strides are others in the file or here. Throws what WeightFiles::Open returns.
+std::unique_ptr<IncomingWeights> IncomingFiles(ModelSlot& model, const std::string& path,
+                                               const LoadWeightsOptions& rules);
+
+// Into a sharded model. Of tensors under several names the first name in the model's order counts.
+class IncomingShards : public IncomingWeights {
+ public:
+  IncomingShards(ModelSlot& model, std::string where, LoadWeightsOptions rules);
+
+  std::string Compare() override;
+  void Decide(const std::vector<std::string>& equal) override;
+  void Store() override;
+  const LoadedWeights& report() const override { return match_.report; }
+
+ protected:
+  // The model's parameter that a tensor of the files is, or null.
+  const at::Tensor* ParameterOf(const std::string& in_file) const;
+  bool IsBuffer(const std::string& in_file) const;
+  // The name that the sharded model knows a parameter by.
+  const std::string& FirstNameOf(const std::string& in_file) const;
+
+  // Whether this rank's parts of both, of the same parameter, are the same as `type`.
+  virtual bool AreEqual(size_t first, size_t second, at::ScalarType type) = 0;
+  struct Copy {
+    size_t from;
+    std::string name;  // the first one of a parameter; of a buffer its own
+    at::Tensor to;     // the shard, or the buffer
+  };
+  // Fills shards and buffers.
+  virtual void Fill(const std::vector<Copy>& shards, const std::vector<Copy>& buffers) = 0;
+
+  ModelSlot& model_;
+  std::vector<StoredTensor> tensors_;  // what there is
+
+ private:
+  std::string InModel(const std::string& in_file) const;
+  MatchedEntries Match(std::vector<bool>* equal);
+
+  const std::string where_;
+  LoadWeightsOptions rules_;
+  std::map<std::string, at::Tensor> parameters_;  // of the module, by each name
+  NamedTensors buffers_, wanted_;
+  std::string equal_here_;
+  MatchedEntries match_;
+};
+
+// Out of a checkpoint, read file by file: a rank keeps its parts until Store().
+class CheckpointShards final : public IncomingShards {
+ public:
+  using IncomingShards::IncomingShards;
+  // Which bytes of a file Take() reads, its header included.
+  std::vector<FileRange> Ranges(const SafetensorsHeader& header) const;
+  // The tensors of one file. Keeps nothing of their memory.
+  void Take(const NamedTensors& tensors);
+
+ private:
+  bool AreEqual(size_t first, size_t second, at::ScalarType type) override;
+  void Fill(const std::vector<Copy>& shards, const std::vector<Copy>& buffers) override;
+
+  std::vector<at::Tensor> values_;  // of tensors_: parts, or whole buffers; undefined: not needed
+};
+
+}  // namespace muster::internal
+
+#endif  // MUSTER_INTERNAL_INCOMING_WEIGHTS_H_

@@ -1,0 +1,402 @@
+// load_weights() into sharded models, also into those that prepare() is given without values.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ATen/Functions.h"
+#include "absl/strings/match.h"
+#include "base/file.h"
+#include "base/test_folder.h"
+#include "muster/accelerator.h"
+#include "muster/bigmodel.h"
+#include "muster/checkpoint.h"
+#include "muster/optim.h"
+#include "muster/test_net.h"
+#include "muster/test_ranks.h"
+#include "muster/utils.h"
+#include "muster/weights.h"
+#include "worker/checkpoint/safetensors.h"
+#include "worker/collective/test_error.h"
+
+namespace muster {
+namespace {
+
+using testing::AllOf;
+using testing::Each;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+
+constexpr int kSamples = 12, kSteps = 4;
+using Weights = std::map<std::string, at::Tensor>;
+
+// With a tied weight, a frozen one, one in another order of memory, and a buffer.
+struct TiedNetImpl : torch::nn::Module {
+  explicit TiedNetImpl(int64_t width = 9)
+      : in(torch::nn::Linear(5, width)),
+        mid(torch::nn::Linear(width, width)),
+        out(torch::nn::Linear(width, 3)) {
+    register_module("in", in);
+    register_module("mid", mid);
+    register_module("out", out);
+    again = register_parameter("again", mid->weight);
+    frozen = register_parameter("frozen", at::ones({width}), /*requires_grad=*/false);
+    turned = register_parameter("turned", at::zeros({width, 4}).t());
+    scale = register_buffer("scale", at::full({width}, 0.5));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor h = at::tanh(mid->forward(at::tanh(in->forward(x)))) * scale + frozen;
+    const at::Tensor more = at::linear(h, again) * 0.1;
+    return out->forward(h + more) + at::linear(h, turned).mean(-1, /*keepdim=*/true);
+  }
+  torch::nn::Linear in, mid, out;
+  at::Tensor again, frozen, turned, scale;
+};
+TORCH_MODULE(TiedNet);
+
+// The file's values.
+Weights Values(int64_t width = 9) {
+  const at::NoGradGuard no_grad;
+  Weights values;
+  const TiedNet net(width);
+  uint64_t seed = 1;
+  for (const auto& item : net->named_parameters()) {
+    values[item.key()] = Random(item.value().sizes(), ++seed).div_(3);
+  }
+  values["scale"] = Random({width}, 77);
+  values.erase("again");
+  return values;
+}
+
+struct Case {
+  const char* strategy;
+  int ranks;
+};
+const Case kCases[] = {{"zero3", 1},  {"zero3", 2}, {"zero3", 3},
+                       {"hybrid", 4}, {"zero1", 2}, {"zero2", 3}};
+
+AcceleratorOptions Sharded(const std::string& name) {
+  AcceleratorOptions options;
+  options.sharding = ParseSharding(name, 2);
+  return options;
+}
+
+TiedNet MakeEmpty(int64_t width = 9) {
+  return init_empty_weights([&] { return TiedNet(width); });
+}
+
+// Each once.
+std::vector<at::Tensor> Parameters(const TiedNet& net) {
+  std::vector<at::Tensor> parameters;
+  for (const auto& item : net->named_parameters()) {
+    if (item.key() != "again") parameters.push_back(item.value());
+  }
+  return parameters;
+}
+
+template <class Model, class Optimizer>
+void Train(Accelerator& a, Model& model, Optimizer& optimizer) {
+  for (int step = 0; step < kSteps; ++step) {
+    const at::Tensor x = Random({kSamples, 5}, 100 + step), y = Random({kSamples, 3}, 200 + step);
+    const auto mine = [&](const at::Tensor& t) {
+      return t.chunk(a.num_processes())[a.process_index()];
+    };
+    a.backward(at::mse_loss(model(mine(x)), mine(y)));
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+}
+
+void ExpectEqual(const Weights& got, const Weights& want) {
+  for (const auto& [name, tensor] : want) {
+    ASSERT_TRUE(got.count(name) > 0) << name;
+    EXPECT_TRUE(at::equal(got.at(name), tensor.to(at::kFloat))) << name;
+  }
+}
+
+class ShardingWeights : public testing::Test {
+ protected:
+  // A file with `values`.
+  std::string File(const std::string& name, const Weights& values) {
+    const std::string path = folder_.Path(name);
+    EXPECT_TRUE(SaveTensors(path, values).ok());
+    return path;
+  }
+
+  // The weights of an unsharded model in one process, after training.
+  Weights Trained(const std::string& path) {
+    Weights weights;
+    RunAccelerators(1, {}, [&](Accelerator& a) {
+      TiedNet net;
+      const auto loaded = load_model(net, path);
+      ASSERT_TRUE(loaded.ok()) << loaded.status();
+      FusedSGD sgd(Parameters(net), {.lr = 0.1, .momentum = 0.9});
+      auto [model, optimizer] = a.prepare(net, sgd);
+      Train(a, model, optimizer);
+      weights = WeightsOf(a, model);
+    });
+    return weights;
+  }
+
+  TestFolder folder_;
+};
+
+TEST_F(ShardingWeights, FilesAndCheckpoints_LoadIntoShardsAndTrainAsUnsharded) {
+  const Weights values = Values();
+  Weights halves;
+  for (const auto& [name, tensor] : values) halves[name] = tensor.to(at::kBFloat16);
+  const std::string whole = File("whole.safetensors", values);
+  const std::vector<std::string> sources = {whole, File("halves.safetensors", halves),
+                                            folder_.Path("index"), folder_.Path("state")};
+  RunAccelerators(1, {}, [&](Accelerator& a) {
+    TiedNet net;
+    ASSERT_TRUE(load_model(net, whole).ok());
+    auto model = a.prepare(net);
+    ASSERT_TRUE(a.save_model(model, sources[2], "0.5KB").ok());
+    ASSERT_TRUE(a.save_state(sources[3]).ok());
+  });
+  ASSERT_TRUE(PathExists(sources[2] + "/model.safetensors.index.json"));
+  for (const std::string& source : sources) {
+    const bool half = absl::StrContains(source, "halves");
+    const Weights& want = half ? halves : values;
+    const Weights trained = Trained(source);
+    for (const Case& one : kCases) {
+      for (const bool empty : {false, true}) {
+        SCOPED_TRACE(source + " " + one.strategy + " " + std::to_string(one.ranks) +
+                     (empty ? " empty" : ""));
+        RunAccelerators(one.ranks, Sharded(one.strategy), [&](Accelerator& a) {
+          TiedNet net = empty ? MakeEmpty() : TiedNet();
+          FusedSGD sgd(Parameters(net), {.lr = 0.1, .momentum = 0.9});
+          auto [model, optimizer] = a.prepare(net, sgd);
+          const auto loaded = a.load_weights(source);
+          ASSERT_TRUE(loaded.ok()) << loaded.status();
+          EXPECT_THAT(loaded->models[0].missing, IsEmpty());
+          const Weights before = WeightsOf(a, model);
+          if (a.is_main_process()) ExpectEqual(before, want);
+          EXPECT_TRUE(at::equal(net->scale, want.at("scale").to(at::kFloat)));
+          Train(a, model, optimizer);
+          const Weights after = WeightsOf(a, model);
+          if (!a.is_main_process()) return;
+          for (const auto& [name, tensor] : after) {
+            if (trained.count(name) == 0) continue;  // another name of one that is there
+            EXPECT_TRUE(at::allclose(tensor, trained.at(name), 1e-5, 1e-6)) << name;
+          }
+          if (one.ranks == 1) ExpectEqual(after, trained);
+        });
+      }
+    }
+  }
+}
+
+TEST_F(ShardingWeights, Rules_GiveTheListsOfAnUnshardedModel) {
+  Weights values = Values(), renamed;
+  values["again"] = values.at("mid.weight").clone();
+  for (const auto& [name, tensor] : values) renamed["body." + name] = tensor;
+  renamed["other"] = at::ones({2});
+  renamed["body.more"] = at::ones({3});
+  renamed["body.out.bias"] = at::ones({4});
+  renamed["body.IN"] = renamed.at("body.in.weight");
+  renamed.erase("body.in.weight");
+  renamed.erase("body.in.bias");
+  const std::string path = File("renamed.safetensors", renamed);
+  const LoadWeightsOptions rules = {
+      .strict = false,
+      .skip_mismatched = true,
+      .prefix = "body.",
+      .rename = [](const std::string& name) { return name == "IN" ? "in.weight" : name; }};
+  LoadedWeights want;
+  RunAccelerators(1, {}, [&](Accelerator& a) {
+    auto model = a.prepare(TiedNet());
+    const auto loaded = a.load_weights(path, rules);
+    ASSERT_TRUE(loaded.ok()) << loaded.status();
+    want = loaded->models.at(0);
+  });
+  EXPECT_THAT(want.missing, ElementsAre("in.bias"));
+  EXPECT_THAT(want.mismatched, ElementsAre(HasSubstr("out.bias")));
+  RunAccelerators(2, Sharded("zero3"), [&](Accelerator& a) {
+    auto model = a.prepare(TiedNet());
+    const auto loaded = a.load_weights(path, rules);
+    ASSERT_TRUE(loaded.ok()) << loaded.status();
+    const LoadedWeights& got = loaded->models.at(0);
+    EXPECT_EQ(got.loaded, want.loaded);
+    EXPECT_EQ(got.missing, want.missing);
+    EXPECT_EQ(got.unexpected, want.unexpected);
+    EXPECT_EQ(got.mismatched, want.mismatched);
+    EXPECT_EQ(got.ignored, want.ignored);
+    const absl::Status strict = a.load_weights(path).status();
+    EXPECT_EQ(strict.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(strict.message()), HasSubstr("missing: again, frozen"));
+  });
+}
+
+TEST_F(ShardingWeights, TwoNamesOfATiedWeightThatDiffer_AreRefusedOnEveryRank) {
+  Weights values = Values();
+  values["again"] = values.at("mid.weight").clone();
+  // In the part of one rank alone.
+  values["again"].view(-1)[0] += 1;
+  const std::string path = File("differ.safetensors", values);
+  RunAccelerators(3, Sharded("zero3"), [&](Accelerator& a) {
+    auto model = a.prepare(MakeEmpty());
+    EXPECT_THAT(std::string(a.load_weights(path).status().message()),
+                HasSubstr("the same tensor as again here, but another one in the file"));
+    const auto loaded = a.load_weights(path, {.skip_mismatched = true});
+    ASSERT_TRUE(loaded.ok()) << loaded.status();
+    EXPECT_THAT(loaded->models[0].mismatched, ElementsAre(HasSubstr("mid.weight")));
+  });
+}
+
+// What this process has read so far.
+int64_t BytesRead() {
+  std::ifstream file("/proc/self/io");
+  std::string name;
+  int64_t bytes = 0;
+  file >> name >> bytes;
+  EXPECT_EQ(name, "rchar:");
+  return bytes;
+}
+
+TEST_F(ShardingWeights, RanksTogether_ReadTheModelOnce) {
+  // A checkpoint's file of one block (16 MiB) is read whole.
+  constexpr int64_t kWidth = 3000;
+  const Weights values = Values(kWidth);
+  int64_t bytes = 0;
+  for (const auto& [name, tensor] : values) bytes += static_cast<int64_t>(tensor.nbytes());
+  const std::string path = File("large.safetensors", values), state = folder_.Path("state");
+  RunAccelerators(1, {}, [&](Accelerator& a) {
+    TiedNet net(kWidth);
+    ASSERT_TRUE(load_model(net, path).ok());
+    auto model = a.prepare(net);
+    ASSERT_TRUE(a.save_state(state).ok());
+  });
+  for (const std::string& source : {path, state}) {
+    for (const bool empty : {false, true}) {
+      int64_t before = 0;
+      RunAccelerators(3, Sharded("zero3"), [&](Accelerator& a) {
+        auto model = a.prepare(empty ? MakeEmpty(kWidth) : TiedNet(kWidth));
+        a.wait_for_everyone();
+        if (a.is_main_process()) before = BytesRead();
+        a.wait_for_everyone();
+        const auto loaded = a.load_weights(source);
+        ASSERT_TRUE(loaded.ok()) << loaded.status();
+        a.wait_for_everyone();
+        if (!a.is_main_process()) return;
+        // Each of them a third, besides headers and the ends of blocks: three times that if each
+        // read all.
+        EXPECT_LT(BytesRead() - before, bytes * 3 / 2) << source;
+      });
+    }
+  }
+}
+
+TEST_F(ShardingWeights, ModelWithoutValues_IsRefusedByNameUntilItHasThem) {
+  Weights values = Values(), first;
+  first["out.weight"] = values.at("out.weight");
+  const std::string part = File("part.safetensors", first);
+  values.erase("in.weight");
+  const std::string most = File("most.safetensors", values);
+  const std::string all = File("all.safetensors", Values());
+  for (const int ranks : {1, 2, 3}) {
+    RunAccelerators(ranks, Sharded("zero3"), [&](Accelerator& a) {
+      TiedNet net = MakeEmpty();
+      FusedAdamW adam(Parameters(net), {.lr = 0.1});
+      auto [model, optimizer] = a.prepare(net, adam);
+      const auto refusals = [&, &model = model, &optimizer = optimizer] {
+        std::vector<std::string> errors;
+        const auto check = [](const absl::Status& status) {
+          TORCH_CHECK(status.ok(), status.message());
+        };
+        errors.push_back(ErrorOf([&] { model(Random({2, 5}, 1)); }));
+        errors.push_back(ErrorOf([&] { optimizer.step(); }));
+        errors.push_back(ErrorOf([&] { check(a.save_state(folder_.Path("never"))); }));
+        errors.push_back(ErrorOf([&] { check(a.save_model(model, folder_.Path("never"))); }));
+        errors.push_back(ErrorOf([&] { a.get_state_dict(model); }));
+        errors.push_back(ErrorOf([&] { a.summon_full_params(model, [] {}); }));
+        errors.push_back(ErrorOf([&] { Ema ema(a, model); }));
+        return errors;
+      };
+      EXPECT_THAT(refusals(), Each(AllOf(HasSubstr("parameter 'again' of a sharded model has no "
+                                                   "values, nor have 7 more"),
+                                         HasSubstr("accelerator.load_weights()"))));
+      // Nothing of what does not fit is loaded.
+      EXPECT_FALSE(a.load_weights(most).ok());
+      EXPECT_THAT(refusals(), Each(HasSubstr("'again'")));
+      ASSERT_TRUE(a.load_weights(part, {.strict = false}).ok());
+      EXPECT_THAT(refusals(),
+                  Each(HasSubstr("'again' of a sharded model has no values, nor have 6")));
+      const auto loaded = a.load_weights(most, {.strict = false});
+      ASSERT_TRUE(loaded.ok()) << loaded.status();
+      EXPECT_THAT(loaded->models[0].missing, ElementsAre("in.weight"));
+      EXPECT_THAT(refusals(),
+                  Each(HasSubstr("parameter 'in.weight' of a sharded model has no values: ")));
+      const std::string state = folder_.Path("state" + std::to_string(ranks));
+      ASSERT_TRUE(a.load_weights(all).ok());
+      a.backward(model(Random({2, 5}, 1)).sum());
+      optimizer.step();
+      optimizer.zero_grad();
+      ASSERT_TRUE(a.save_state(state).ok());
+    });
+    // A whole state does, too.
+    RunAccelerators(ranks, Sharded("zero3"), [&](Accelerator& a) {
+      TiedNet net = MakeEmpty();
+      FusedAdamW adam(Parameters(net), {.lr = 0.1});
+      auto [model, optimizer] = a.prepare(net, adam);
+      const absl::Status loaded = a.load_state(folder_.Path("state" + std::to_string(ranks)));
+      ASSERT_TRUE(loaded.ok()) << loaded;
+      EXPECT_TRUE(model(Random({2, 5}, 1)).isfinite().all().item<bool>());
+    });
+  }
+}
+
+TEST_F(ShardingWeights, ValuesOfRankZero_AreThoseOfAll) {
+  const std::string path = File("all.safetensors", Values());
+  RunAccelerators(2, Sharded("zero3"), [&](Accelerator& a) {
+    TiedNet net = a.is_main_process() ? TiedNet() : MakeEmpty();
+    if (a.is_main_process()) {
+      ASSERT_TRUE(load_model(net, path).ok());
+    }
+    auto model = a.prepare(net);
+    const Weights got = WeightsOf(a, model);
+    if (a.is_main_process()) ExpectEqual(got, Values());
+  });
+}
+
+TEST_F(ShardingWeights, WhatNothingLoadsAfterwards_IsRefusedByPrepare) {
+  const auto empty = [](Accelerator& a) { auto model = a.prepare(MakeEmpty()); };
+  for (const int ranks : {1, 2}) {
+    EXPECT_THAT(ErrorsOf(ranks, {}, empty),
+                Each(AllOf(HasSubstr("is on the meta device and has no values"),
+                           HasSubstr("options.sharding"))));
+    EXPECT_THAT(ErrorsOf(ranks, Sharded("zero3"),
+                         [](Accelerator& a) {
+                           auto model = a.prepare(init_empty_weights([] { return TiedNet(); },
+                                                                     {.include_buffers = true}));
+                         }),
+                Each(HasSubstr("buffer 'scale' is on the meta device and has no values")));
+  }
+}
+
+TEST_F(ShardingWeights, FilesBesideTheModel_AreNoWeightsAlone) {
+  const std::string path = File("all.safetensors", Values()), state = folder_.Path("state");
+  RunAccelerators(2, Sharded("zero3"), [&](Accelerator& a) {
+    TiedNet net;
+    auto model = a.prepare(net);
+    ASSERT_TRUE(a.save_state(state).ok());
+    a.wait_for_everyone();
+    if (a.is_main_process()) {
+      ASSERT_TRUE(RemoveTree(state + "/manifest.json").ok());
+    }
+    a.wait_for_everyone();
+    EXPECT_FALSE(a.load_weights(state).ok());
+    auto second = a.prepare(torch::nn::Linear(2, 2));
+    EXPECT_THAT(std::string(a.load_weights(path).status().message()),
+                HasSubstr("holds the weights of one model, and 2 are prepared"));
+  });
+}
+
+}  // namespace
+}  // namespace muster
