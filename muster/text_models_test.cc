@@ -4,6 +4,7 @@
 #include <cmath>
 #include <map>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "ATen/Functions.h"
@@ -29,22 +30,47 @@ namespace {
 using Weights = std::map<std::string, at::Tensor>;
 using testing_support::GoldenPath;
 
-constexpr const char* kFolders[] = {"hf_train/bert_mlm_shared", "hf_train/gpt2_shared",
-                                    "hf_train/llama_tied_shared", "hf_train/mixtral_shared",
+// With the router's loss.
+constexpr char kMixtral[] = "hf_train/mixtral_shared";
+constexpr const char* kFolders[] = {"hf_train/bert_cls_shared",
+                                    "hf_train/bert_mlm_shared",
+                                    "hf_train/gpt2_shared",
+                                    "hf_train/llama_tied_shared",
+                                    kMixtral,
                                     "hf_train/qwen2_shared"};
 
 models::TextModel Load(const std::string& folder) {
   auto model = load_text_model(GoldenPath(folder));
   EXPECT_TRUE(model.ok()) << model.status();
-  return *model;
+  if (folder != kMixtral) return *model;
+  models::ModelConfig config = (*model)->config();
+  std::get<models::DecoderConfig>(config).output_router_logits = true;
+  models::TextModel routed = models::MakeModel(config);
+  const at::NoGradGuard no_grad;
+  for (auto& item : routed->named_parameters()) {
+    item.value().copy_((*model)->named_parameters()[item.key()]);
+  }
+  return routed;
 }
 
-// Four rows of one length: the mean of the processes' losses is that of all rows.
-models::TextBatch RowsOf(const Accelerator& accelerator, int step) {
+// [B, T] ids: the rows' own, or a class for each row.
+at::Tensor LabelsOf(const models::TextModelImpl& net, const at::Tensor& ids) {
+  return models::Common(net.config()).architecture ==
+                 models::Architecture::kBertForSequenceClassification
+             ? ids.select(1, 0).remainder(3)
+             : ids;
+}
+
+// Four rows of one length: the mean of the processes' losses is that of all rows. The router's loss
+// is not a mean of rows: there, each process has the same ones.
+models::TextBatch RowsOf(const Accelerator& accelerator, const models::TextModelImpl& net,
+                         int step) {
   const at::Tensor all =
       (at::arange(4 * 8, c10::kLong) * 37 + step * 11).remainder(100).view({4, 8});
+  const auto* const decoder = std::get_if<models::DecoderConfig>(&net.config());
+  if (decoder != nullptr && decoder->output_router_logits) return {.input_ids = all, .labels = all};
   const at::Tensor mine = all.chunk(accelerator.num_processes())[accelerator.process_index()];
-  return {.input_ids = mine, .labels = mine};
+  return {.input_ids = mine, .labels = LabelsOf(net, mine)};
 }
 
 Weights Train(Accelerator& accelerator, const std::string& folder) {
@@ -55,7 +81,7 @@ Weights Train(Accelerator& accelerator, const std::string& folder) {
   auto [model, optimizer] = accelerator.prepare(net, adamw);
   model->eval();  // without dropout
   for (int step = 0; step < 4; ++step) {
-    const models::ModelOutput output = model(RowsOf(accelerator, step));
+    const models::ModelOutput output = model(RowsOf(accelerator, *net, step));
     accelerator.backward(output.loss);
     accelerator.clip_grad_norm_(model.parameters(), 1.0);
     optimizer.step();
@@ -83,7 +109,7 @@ TEST(TextModels, EveryFamilyUnderEveryStrategy_TrainsAsOnOneProcess) {
   for (const char* const folder : kFolders) {
     Weights want;
     RunAccelerators(1, {}, [&](Accelerator& accelerator) { want = Train(accelerator, folder); });
-    for (const char* const strategy : {"no_shard", "zero2", "zero3"}) {
+    for (const char* const strategy : {"no_shard", "zero1", "zero2", "zero3", "hybrid"}) {
       SCOPED_TRACE(std::string(folder) + " " + strategy);
       AcceleratorOptions options;
       options.sharding = ParseSharding(strategy, 2);
@@ -112,7 +138,7 @@ TEST(TextModels, MaskedBertWithAHeadOfItsOwn_TrainsUnderEveryStrategy) {
       FusedAdamW adamw(net->parameters(), {.lr = 1e-2, .weight_decay = 0.5});
       auto [model, optimizer] = accelerator.prepare(net, adamw);
       for (int step = 0; step < 3; ++step) {
-        accelerator.backward(model(RowsOf(accelerator, step)).loss);
+        accelerator.backward(model(RowsOf(accelerator, *net, step)).loss);
         accelerator.clip_grad_norm_(model.parameters(), 1.0);
         optimizer.step();
         optimizer.zero_grad();
@@ -166,7 +192,7 @@ TEST(TextModels, CheckpointWithoutWhatNothingComputesWith_Loads) {
       FusedAdamW adamw(net->parameters(), {.lr = 1e-2});
       auto [model, optimizer] = accelerator.prepare(net, adamw);
       const auto step = [&, &model = model, &optimizer = optimizer] {
-        accelerator.backward(model(RowsOf(accelerator, 0)).loss);
+        accelerator.backward(model(RowsOf(accelerator, *net, 0)).loss);
         optimizer.step();
         optimizer.zero_grad();
       };
@@ -254,7 +280,7 @@ TEST(TextModels, ActivationCheckpointing_ChangesNoGradient) {
       net->train();
       net->set_activation_checkpointing(on);
       const at::Tensor ids = at::arange(12, c10::kLong).view({2, 6});
-      net->forward({.input_ids = ids, .labels = ids}).loss.backward();
+      net->forward({.input_ids = ids, .labels = LabelsOf(*net, ids)}).loss.backward();
       for (const auto& item : net->named_parameters()) {
         gradients[on][item.key()] = item.value().grad();
       }

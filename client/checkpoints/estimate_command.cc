@@ -197,7 +197,7 @@ int RunEstimateMemoryCommand(const std::vector<std::string>& args, const Command
   const std::vector<StrategyEstimate> strategies = EstimateStrategies(
       size, request->processes, request->group_size, request->state_bytes, request->offload);
   if (format == "text") {
-    if (model->from_config) context.out << kFromConfig;
+    context.out << model->note;
     PrintText(line.words[0], size, dtypes, strategies, *request, context.out);
     return kExitOk;
   }

@@ -104,6 +104,46 @@ TEST_F(EstimateCommandTest, SettingThatMusterDoesNotKnow_CanBeIgnored) {
   EXPECT_EQ(Json::parse(out_.str()), want);
 }
 
+TEST_F(EstimateCommandTest, ShardThatIsMissing_LeavesSizesToTheConfig) {
+  const std::string config = testing_support::GoldenPath("hf_train/bert_cls_shared/config.json");
+  const TestFolder folder;
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("config.json"), *ReadFile(config)).ok());
+  ASSERT_EQ(Run({folder.path(), "-o", "json"}), kExitOk) << err_.str();
+  const std::string want = out_.str();
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("model-1.safetensors"), *ReadFile(file_)).ok());
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("model.safetensors.index.json"),
+                                  R"({"weight_map": {"head.weight": "model-1.safetensors",
+                                      "layers.0.w": "model-2.safetensors"}})")
+                  .ok());
+  ASSERT_EQ(Run({folder.path(), "-o", "json"}), kExitOk) << err_.str();
+  EXPECT_EQ(out_.str(), want);
+  ASSERT_EQ(Run({folder.path()}), kExitOk) << err_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("Sizes are those that config.json asks for: "));
+  EXPECT_THAT(out_.str(), HasSubstr("model-2.safetensors, which is not there"));
+  // Of a model that Muster does not have, the headers of all files are needed.
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("config.json"),
+                                  R"({"architectures": ["T5ForConditionalGeneration"]})")
+                  .ok());
+  EXPECT_NE(Run({folder.path()}), kExitOk);
+  EXPECT_THAT(err_.str(), HasSubstr("model-2.safetensors, which is not there"));
+}
+
+TEST_F(EstimateCommandTest, ShapeThatIsNotThatOfTheConfig_IsNamed) {
+  Json config =
+      Json::parse(*ReadFile(testing_support::GoldenPath("hf_train/bert_cls_shared/config.json")));
+  const TestFolder folder;
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("config.json"), config.dump()).ok());
+  const std::string file =
+      *ReadFile(testing_support::GoldenPath("hf_train/bert_cls_shared/model.safetensors"));
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("model.safetensors"), file).ok());
+  ASSERT_EQ(Run({folder.path()}), kExitOk) << err_.str();
+  config["vocab_size"] = config["vocab_size"].get<int64_t>() + 1;
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("config.json"), config.dump()).ok());
+  EXPECT_EQ(Run({folder.path()}), kExitUsage);
+  EXPECT_THAT(err_.str(), HasSubstr("bert.embeddings.word_embeddings.weight is ["));
+  EXPECT_THAT(err_.str(), HasSubstr("by config.json"));
+}
+
 TEST_F(EstimateCommandTest, Offload_HasAColumnOfItsOwn) {
   ASSERT_EQ(
       Run({file_, "--offload_optimizer", "disk", "--offload_parameters", "disk", "-o", "json"}),

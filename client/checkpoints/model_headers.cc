@@ -13,6 +13,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "base/file.h"
@@ -90,6 +91,31 @@ absl::StatusOr<models::ModelConfig> ConfigOf(const std::string& path,
                                           {{" in ignore_settings", " with --ignore_settings"}}));
 }
 
+// Whether the config says how large the model is: of one that leaves that to the class's defaults,
+// sizes are those of the files.
+bool HasSizes(const models::ModelConfig& config) {
+  const std::string& text = models::Common(config).source_json;
+  return absl::StrContains(text, "\"hidden_size\"") || absl::StrContains(text, "\"n_embd\"");
+}
+
+// What a load would say: files of another model, or a config.json that was changed.
+absl::Status CheckShapes(const std::string& path, const ModelTensors& model,
+                         const models::ModelConfig& config) {
+  const absl::StatusOr<std::vector<models::WeightShape>> asked = models::WeightShapes(config);
+  if (!asked.ok()) return absl::OkStatus();  // a config without sense is not what sizes are from
+  std::map<std::string, const std::vector<int64_t>*> by_name;
+  for (const models::WeightShape& each : *asked) by_name[each.name] = &each.shape;
+  for (const TreeTensor& tensor : model.tensors) {
+    const auto found = by_name.find(tensor.name);
+    if (found == by_name.end() || *found->second == tensor.shape) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        path, ": ", Printable(tensor.name), " is [", absl::StrJoin(tensor.shape, ", "),
+        "] in the file, [", absl::StrJoin(*found->second, ", "),
+        "] by config.json: the files are of another model, or the config was changed"));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<ModelTensors> TensorsOfFiles(const std::string& path,
                                             const std::vector<std::string>& ignore_settings) {
   MUSTER_ASSIGN_OR_RETURN(WeightFiles files, WeightFiles::Open(path));
@@ -128,6 +154,9 @@ absl::StatusOr<ModelTensors> TensorsOfFiles(const std::string& path,
   if (model.tensors.empty()) {
     return absl::NotFoundError(absl::StrCat(path, " holds no weights of the model"));
   }
+  if (config.ok() && HasSizes(*config)) {
+    MUSTER_RETURN_IF_ERROR(CheckShapes(path, model, *config));
+  }
   return model;
 }
 
@@ -139,7 +168,7 @@ absl::StatusOr<ModelTensors> TensorsOfConfig(const std::string& path,
   const std::string& type = models::Common(config).dtype;
   const bool is_half = type == "bfloat16" || type == "float16";
   const std::string dtype = type == "bfloat16" ? "BF16" : type == "float16" ? "F16" : "F32";
-  ModelTensors model{.from_config = true};
+  ModelTensors model;
   for (const models::WeightShape& each : shapes) {
     model.tensors.push_back({.name = each.name, .dtype = dtype, .shape = each.shape});
     model.bytes.push_back(is_half ? 2 : 4);
@@ -154,20 +183,33 @@ absl::StatusOr<ModelTensors> ReadModelTensors(const std::string& path,
                                               const std::vector<std::string>& ignore_settings) {
   absl::StatusOr<ModelTensors> found = TensorsOfFiles(path, ignore_settings);
   if (!absl::IsNotFound(found.status()) || !PathExists(path) ||
-      !PathExists(JoinPath(FolderOf(path), "config.json")) || HasWeightFiles(FolderOf(path))) {
+      !PathExists(JoinPath(FolderOf(path), "config.json"))) {
     return found;
   }
+  const bool has_files = HasWeightFiles(FolderOf(path));
+  if (has_files) {
+    // One of several files is missing, and the config knows the model.
+    const absl::StatusOr<models::ModelConfig> config = ConfigOf(path, ignore_settings);
+    if (!absl::IsNotFound(WeightFiles::Open(path).status()) || !config.ok() || !HasSizes(*config)) {
+      return found;
+    }
+  }
   absl::StatusOr<ModelTensors> model = TensorsOfConfig(path, ignore_settings);
-  if (model.ok()) return model;
-  return absl::Status(model.status().code(),
-                      absl::StrCat(found.status().message(), "; and sizes cannot be taken from ",
-                                   model.status().message()));
+  if (!model.ok()) {
+    return absl::Status(model.status().code(),
+                        absl::StrCat(found.status().message(), "; and sizes cannot be taken from ",
+                                     model.status().message()));
+  }
+  model->note = has_files ? absl::StrCat("Sizes are those that config.json asks for: ",
+                                         found.status().message(), ".\n")
+                          : "No weights are there: sizes are those that config.json asks for.\n";
+  return model;
 }
 
 absl::StatusOr<ModelTree> ReadModelTree(const std::string& path,
                                         const std::vector<std::string>& ignore_settings) {
   MUSTER_ASSIGN_OR_RETURN(const ModelTensors tensors, ReadModelTensors(path, ignore_settings));
-  ModelTree tree{.from_config = tensors.from_config};
+  ModelTree tree{.note = tensors.note};
   MUSTER_ASSIGN_OR_RETURN(tree.model, TreeOf(tensors.tensors));
   MUSTER_ASSIGN_OR_RETURN(const bool tied, HasTiedHead(path));
   if (tied) TieHead(&tree.model);

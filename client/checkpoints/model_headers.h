@@ -17,16 +17,18 @@ namespace muster::client {
 struct ModelTensors {
   std::vector<TreeTensor> tensors = {};
   std::vector<int64_t> bytes = {};  // of each tensor, as it is stored
-  // config.json alone is there: these are the weights that it asks for.
-  bool from_config = false;
+  // If these are the weights that config.json asks for, because not all are there: a line that says
+  // so. Else empty.
+  std::string note = "";
 };
 
-// The tensors of a model's folder, index or file, from the headers of its files; if there is none
-// of these (an index may be there), from config.json if it is of a model that Muster has.
+// The tensors of a model's folder, index or file, from the headers of its files; if one of them
+// is missing, or all (an index may be there), from config.json if it is of a model that Muster has.
 // `ignore_settings`: as of models::ReadConfigOptions; names of them make config.json count even
 // where weights are there. Blocks on the disk. Errors: those of WeightFiles::Open, also that one of
 // several files is missing, and of models::ReadModelConfig and WeightShapes; INVALID_ARGUMENT if
-// two tensors are one weight of the model; NOT_FOUND if there is no tensor that the model needs.
+// two tensors are one weight of the model, or one has another shape than config.json asks for;
+// NOT_FOUND if there is no tensor that the model needs.
 absl::StatusOr<ModelTensors> ReadModelTensors(const std::string& path,
                                               const std::vector<std::string>& ignore_settings = {});
 
@@ -34,7 +36,7 @@ absl::StatusOr<ModelTensors> ReadModelTensors(const std::string& path,
 // says so. Errors: those of ReadModelTensors and TreeOf, and a config.json that is no JSON object.
 struct ModelTree {
   PlannedModel model = {};
-  bool from_config = false;
+  std::string note = "";  // as of ModelTensors
 };
 absl::StatusOr<ModelTree> ReadModelTree(const std::string& path,
                                         const std::vector<std::string>& ignore_settings = {});
@@ -42,10 +44,6 @@ absl::StatusOr<ModelTree> ReadModelTree(const std::string& path,
 // --ignore_settings of commands that read a model, and its names.
 OptionSpec IgnoreSettingsOption();
 std::vector<std::string> IgnoredSettings(const CommandLine& line);
-
-// What is said of a model of which config.json alone is there.
-inline constexpr char kFromConfig[] =
-    "No weights are there: sizes are those that config.json asks for.\n";
 
 // Rows of text under a line of headings: the first column to the left, the others to the right.
 std::string Table(const std::vector<std::vector<std::string>>& rows);

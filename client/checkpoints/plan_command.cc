@@ -349,7 +349,7 @@ int RunPlanCommand(const std::vector<std::string>& args, const CommandContext& c
   if (format == "json") {
     context.out << JsonOf(path, *plan, machine);
   } else {
-    if (tree->from_config) context.out << kFromConfig;
+    context.out << tree->note;
     PrintText(path, *plan, machine, context.out);
   }
   return kExitOk;

@@ -2,6 +2,7 @@
 // terminal as it comes.
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstdint>
@@ -36,6 +37,7 @@
 #include "worker/bigmodel/max_memory.h"
 #include "worker/checkpoint/weight_files.h"
 #include "worker/models/generation_config.h"
+#include "worker/models/generation_memory.h"
 #include "worker/models/lora.h"
 #include "worker/models/text_generator.h"
 
@@ -79,7 +81,7 @@ struct Flags {
       num_return_sequences;
   std::optional<double> temperature, top_h, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff,
       repetition_penalty, length_penalty;
-  uint64_t seed = 0;
+  std::optional<uint64_t> seed;
   bool sample = false, greedy = false, ignore_end = false, no_special_tokens = false, quiet = false,
        version = false;
 };
@@ -217,7 +219,7 @@ TextOptions OptionsOf(const Flags& flags, const models::GenerateOptions& default
   };
   set(&tokens.max_new_tokens, flags.max_new_tokens);
   options.shorten_to_context = !flags.max_new_tokens.has_value();
-  tokens.seed = flags.seed;
+  set(&tokens.seed, flags.seed);
   set(&rules.min_new_tokens, flags.min_new_tokens);
   if (flags.min_new_tokens.has_value()) rules.min_length = 0;
   set(&rules.temperature, flags.temperature);
@@ -235,6 +237,43 @@ TextOptions OptionsOf(const Flags& flags, const models::GenerateOptions& default
   set(&tokens.length_penalty, flags.length_penalty);
   if (flags.ignore_end) tokens.eos_token_ids.emplace();
   return options;
+}
+
+// Refuses what would change nothing, by name. What the model's files say counts, too.
+absl::Status CheckEffects(const Flags& flags, const models::GenerateOptions& tokens) {
+  if (flags.seed.has_value() && !tokens.do_sample) {
+    return absl::InvalidArgumentError("--seed is for sampling: add --sample or leave it out");
+  }
+  if (flags.length_penalty.has_value() && tokens.num_beams == 1) {
+    return absl::InvalidArgumentError(
+        "--length_penalty is for beam search: add --num_beams N or leave it out");
+  }
+  if (!flags.min_new_tokens.has_value()) return absl::OkStatus();
+  if (flags.ignore_end && *flags.min_new_tokens > 0) {
+    return absl::InvalidArgumentError(
+        "with --ignore_end no end comes before --min_new_tokens: leave out one of them");
+  }
+  if (*flags.min_new_tokens > tokens.max_new_tokens) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--min_new_tokens ", *flags.min_new_tokens, " is more than the ", tokens.max_new_tokens,
+        " new tokens that there may be: lower it or raise --max_new_tokens"));
+  }
+  return absl::OkStatus();
+}
+
+// An option that is given without a value, as by a variable of the shell that is not set. A prompt
+// may be empty.
+absl::Status CheckValues(const CLI::App& app) {
+  for (const CLI::Option* const option : app.get_options()) {
+    if (option->count() == 0 || option->get_name() == "--prompt") continue;
+    for (const std::string& value : option->results()) {
+      if (value.empty()) {
+        return absl::InvalidArgumentError(
+            absl::StrCat(option->get_name(), " is empty: give it a value or leave it out"));
+      }
+    }
+  }
+  return absl::OkStatus();
 }
 
 const char* ReasonName(GeneratedText::Reason reason) {
@@ -326,46 +365,85 @@ int64_t PeakMemory() {
 }
 
 struct Times {
-  double load = 0, first_token = 0, generate = 0;
+  double load = 0, generate = 0;
+  // Absent: beams, whose tokens can still change.
+  std::optional<double> first_token = std::nullopt;
 };
 
-// Of a model whose weights are not all in memory.
-struct OffloadFigures {
-  // Bytes: what stays in memory, what comes when it is used, what all weights have at most.
+// Of a model whose weights are not all in memory, in bytes.
+struct MemoryPlan {
+  // What stays in memory, what comes when it is used, what all weights have at most.
   uint64_t resident = 0, offloaded = 0, most = 0;
-  // With the program as it was before the model came; without activations and the cache.
-  uint64_t planned = 0;
-  uint64_t read = 0;
+  // What the prompts and the new tokens take: keys and values, and the rest.
+  uint64_t cache = 0, activations = 0;
+  // All of it with the program. Absent where a GPU computes: its memory is not the process's.
+  std::optional<uint64_t> process = std::nullopt;
 };
 
-OffloadFigures FiguresOf(const DispatchedModel& weights, int64_t program) {
+// What LibTorch's libraries take once they compute, beside tensors: threads, and blocks of the
+// matrices that they multiply.
+constexpr uint64_t kLibraries = uint64_t{32} << 20;
+
+models::GenerationShape ShapeOf(TextGenerator& generator, const std::vector<std::string>& prompts,
+                                const TextOptions& options) {
+  const models::GenerateOptions& tokens = options.tokens;
+  models::GenerationShape shape = {
+      .rows = static_cast<int64_t>(prompts.size()),
+      .prompt_tokens = 0,
+      .times = std::max<int64_t>(1, std::max(tokens.num_beams, tokens.num_return_sequences)),
+      .do_sample = tokens.do_sample,
+      .element_bytes = generator.model()->parameters().at(0).element_size()};
+  for (size_t i = 0; i < prompts.size(); ++i) {
+    const absl::StatusOr<std::vector<int64_t>> ids =
+        generator.tokenizer().EncodeIds(prompts[i], options.add_special_tokens);
+    // Generate() says what is wrong with it.
+    const auto length = ids.ok() ? static_cast<int64_t>(ids->size()) : 0;
+    shape.is_padded = shape.is_padded || (i > 0 && length != shape.prompt_tokens);
+    shape.prompt_tokens = std::max(shape.prompt_tokens, length);
+  }
+  const int64_t room = models::ContextLength(generator.model()->config()) - shape.prompt_tokens;
+  shape.new_tokens = std::max<int64_t>(1, tokens.max_new_tokens);
+  if (options.shorten_to_context) shape.new_tokens = std::clamp<int64_t>(room, 1, shape.new_tokens);
+  return shape;
+}
+
+// Before anything is computed. `program`: what the process had before the model came.
+MemoryPlan PlanOf(const DispatchedModel& weights, const models::ModelConfig& config,
+                  const models::GenerationShape& shape, int64_t program) {
   const OffloadStats stats = weights.stats();
   double resident = 0;
   for (const auto& [device, bytes] : weights.resident()) resident += bytes;
-  OffloadFigures figures = {.resident = static_cast<uint64_t>(resident),
-                            .offloaded = stats.offloaded_bytes,
-                            .read = stats.read_bytes};
-  figures.most = figures.resident + stats.ring_bytes + stats.overflow_bytes;
-  figures.planned = figures.most + static_cast<uint64_t>(program);
-  return figures;
+  const models::GenerationMemory memory = models::PlanGenerationMemory(config, shape);
+  MemoryPlan plan = {.resident = static_cast<uint64_t>(resident),
+                     .offloaded = stats.offloaded_bytes,
+                     .cache = static_cast<uint64_t>(memory.cache),
+                     .activations = static_cast<uint64_t>(memory.activations)};
+  plan.most = plan.resident + stats.ring_bytes;
+  if (weights.main_device().is_cpu()) {
+    plan.process =
+        plan.most + plan.cache + plan.activations + kLibraries + static_cast<uint64_t>(program);
+  }
+  return plan;
 }
 
 // On standard output, with its zeros; Main() sees whether it was written.
 void Print(absl::string_view text) { std::fwrite(text.data(), 1, text.size(), stdout); }
 
 void PrintJson(const std::vector<GeneratedText>& texts, const Times& times,
-               const std::optional<OffloadFigures>& offload) {
+               const std::optional<MemoryPlan>& plan, const OffloadStats& stats) {
   nlohmann::json out = {{"texts", nlohmann::json::array()},
                         {"load_seconds", times.load},
-                        {"first_token_seconds", times.first_token},
                         {"generate_seconds", times.generate},
                         {"peak_memory", PeakMemory()}};
-  if (offload.has_value()) {
-    out["weights"] = {{"resident", offload->resident},
-                      {"offloaded", offload->offloaded},
-                      {"most_in_memory", offload->most},
-                      {"read", offload->read}};
-    out["planned_memory"] = offload->planned;
+  if (times.first_token.has_value()) out["first_token_seconds"] = *times.first_token;
+  if (plan.has_value()) {
+    out["weights"] = {{"resident", plan->resident},
+                      {"offloaded", plan->offloaded},
+                      {"most_in_memory", plan->most + stats.overflow_bytes},
+                      {"read", stats.read_bytes}};
+    out["cache"] = plan->cache;
+    out["activations"] = plan->activations;
+    if (plan->process.has_value()) out["planned_memory"] = *plan->process;
   }
   for (const GeneratedText& text : texts) {
     out["texts"].push_back({{"text", text.text},
@@ -382,21 +460,63 @@ void PrintFigures(const std::vector<GeneratedText>& texts, const Times& times) {
     prompt += text.num_prompt_tokens;
     fresh += text.num_new_tokens;
   }
-  std::fprintf(stderr,
-               "%ld prompt tokens, %ld new tokens: %.1f tokens/s; model loaded in %.2f s, first "
-               "token after %.2f s; peak memory %ld MiB\n",
+  std::fprintf(stderr, "%ld prompt tokens, %ld new tokens: %.1f tokens/s; model loaded in %.2f s",
                static_cast<long>(prompt), static_cast<long>(fresh),
-               static_cast<double>(fresh) / std::max(times.generate, 1e-9), times.load,
-               times.first_token, static_cast<long>(PeakMemory() >> 20));
+               static_cast<double>(fresh) / std::max(times.generate, 1e-9), times.load);
+  if (times.first_token.has_value()) {
+    std::fprintf(stderr, ", first token after %.2f s", *times.first_token);
+  }
+  std::fprintf(stderr, "; peak memory %ld MiB\n", static_cast<long>(PeakMemory() >> 20));
 }
 
-void PrintOffload(const OffloadFigures& figures) {
-  const auto mib = [](uint64_t bytes) { return static_cast<long>(bytes >> 20); };
+long Mib(uint64_t bytes) { return static_cast<long>(bytes >> 20); }
+
+void PrintPlan(const MemoryPlan& plan, const models::GenerationShape& shape) {
   std::fprintf(stderr,
                "weights: %ld MiB stay in memory, %ld MiB come when they are used; at most %ld MiB "
-               "in memory, with the program %ld MiB; %ld MiB read\n",
-               mib(figures.resident), mib(figures.offloaded), mib(figures.most),
-               mib(figures.planned), mib(figures.read));
+               "in memory\nplan: keys and values of %ld tokens %ld MiB, activations at most %ld "
+               "MiB",
+               Mib(plan.resident), Mib(plan.offloaded), Mib(plan.most),
+               static_cast<long>(shape.prompt_tokens + shape.new_tokens), Mib(plan.cache),
+               Mib(plan.activations));
+  if (plan.process.has_value()) {
+    std::fprintf(stderr, "; with weights and the program %ld MiB", Mib(*plan.process));
+  }
+  std::fprintf(stderr, "\n");
+}
+
+void PrintRead(const OffloadStats& stats) {
+  std::fprintf(stderr, "weights: %ld MiB read", Mib(stats.read_bytes));
+  if (stats.overflow_bytes > 0) {
+    std::fprintf(stderr, "; an operator took %ld MiB beside the plan", Mib(stats.overflow_bytes));
+  }
+  std::fprintf(stderr, "\n");
+}
+
+// For LibTorch, which has no error of its own for memory of the CPU, and the rest of the program.
+bool IsOutOfMemory(const absl::Status& status) {
+  return absl::StrContains(status.message(), "can't allocate memory") ||
+         absl::StrContains(status.message(), "bad_alloc");
+}
+
+absl::Status NoMemory(const Flags& flags, const std::optional<MemoryPlan>& plan) {
+  if (flags.max_memory.empty() && flags.weights_memory.empty()) {
+    return absl::InternalError(
+        "the model does not fit into memory: --max_memory cpu=SIZE leaves the rest of its weights "
+        "in their files, --dtype bfloat16 halves them");
+  }
+  const char* const flag =
+      flags.max_memory.empty() ? "a smaller --weights_memory" : "a smaller --max_memory cpu=SIZE";
+  if (!plan.has_value() || !plan->process.has_value()) {
+    return absl::InternalError(
+        absl::StrCat("the weights do not fit into memory as they are divided: ", flag,
+                     " leaves more of them in their files, --dtype bfloat16 halves them"));
+  }
+  return absl::InternalError(absl::StrCat(
+      "memory ended: the plan is ", Mib(*plan->process), " MiB, of which weights ", Mib(plan->most),
+      " MiB, keys and values ", Mib(plan->cache), " MiB, activations ", Mib(plan->activations),
+      " MiB: ", flag, " leaves more room, and so do a shorter prompt, a smaller --max_new_tokens ",
+      "and --dtype bfloat16"));
 }
 
 absl::Status Run(const Flags& flags) {
@@ -417,14 +537,18 @@ absl::Status Run(const Flags& flags) {
   MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> prompts, Prompts(flags));
   const int64_t program = PeakMemory();
   OffloadedCausalLm offloaded;
-  MUSTER_ASSIGN_OR_RETURN(TextGenerator generator, LoadGenerator(flags, &offloaded));
+  absl::StatusOr<TextGenerator> loaded = LoadGenerator(flags, &offloaded);
+  if (IsOutOfMemory(loaded.status())) return NoMemory(flags, std::nullopt);
+  MUSTER_RETURN_IF_ERROR(loaded.status());
+  TextGenerator generator = *std::move(loaded);
   TextOptions options = OptionsOf(flags, generator.defaults());
+  MUSTER_RETURN_IF_ERROR(CheckEffects(flags, options.tokens));
   Times times = {.load = elapsed()};
   const bool streams = flags.output == "text" && prompts.size() == 1 &&
                        options.tokens.num_beams == 1 && options.tokens.num_return_sequences == 1;
   if (options.tokens.num_beams == 1) {
     options.tokens.on_tokens = [&](const auto&, auto&) {
-      if (times.first_token == 0) times.first_token = elapsed();
+      if (!times.first_token.has_value()) times.first_token = elapsed();
     };
   }
   if (streams) {
@@ -433,13 +557,21 @@ absl::Status Run(const Flags& flags) {
       std::fflush(stdout);
     };
   }
-  MUSTER_ASSIGN_OR_RETURN(const std::vector<GeneratedText> texts,
-                          generator.Generate(prompts, options));
+  std::optional<MemoryPlan> plan;
+  if (offloaded.weights != nullptr) {
+    const models::GenerationShape shape = ShapeOf(generator, prompts, options);
+    plan = PlanOf(*offloaded.weights, generator.model()->config(), shape, program);
+    if (!flags.quiet && flags.output == "text") PrintPlan(*plan, shape);
+  }
+  const absl::StatusOr<std::vector<GeneratedText>> generated = generator.Generate(prompts, options);
+  if (IsOutOfMemory(generated.status())) return NoMemory(flags, plan);
+  MUSTER_RETURN_IF_ERROR(generated.status());
+  const std::vector<GeneratedText>& texts = *generated;
   times.generate = elapsed() - times.load;
-  std::optional<OffloadFigures> offload;
-  if (offloaded.weights != nullptr) offload = FiguresOf(*offloaded.weights, program);
+  const OffloadStats stats =
+      offloaded.weights == nullptr ? OffloadStats() : offloaded.weights->stats();
   if (flags.output == "json") {
-    PrintJson(texts, times, offload);
+    PrintJson(texts, times, plan, stats);
     return absl::OkStatus();
   }
   for (size_t i = 0; i < texts.size(); ++i) {
@@ -456,7 +588,7 @@ absl::Status Run(const Flags& flags) {
                  "the model has a chat template, which is not applied: its markers can stand in "
                  "the prompt\n");
   }
-  if (!flags.quiet && offload.has_value()) PrintOffload(*offload);
+  if (!flags.quiet && plan.has_value()) PrintRead(stats);
   return absl::OkStatus();
 }
 
@@ -474,20 +606,15 @@ int RunMain(int argc, char** argv) {
     std::printf("muster-generate %s\n", kVersion);
     return kExitOk;
   }
-  const absl::Status status = Run(flags);
+  absl::Status status = CheckValues(app);
+  if (status.ok()) status = Run(flags);
   if (status.ok()) return kExitOk;
-  // LibTorch has no error of its own for memory of the CPU.
-  const bool no_memory = absl::StrContains(status.message(), "can't allocate memory");
-  std::fprintf(
-      stderr, "muster generate: %s\n",
-      no_memory
-          ? "the model does not fit into memory: --max_memory cpu=SIZE leaves the rest of its "
-            "weights in their files, --dtype bfloat16 halves them"
-          : absl::StrReplaceAll(OneLine(status.message()),
-                                {{"raise ring_bytes", "raise --weights_memory"},
-                                 {" in ignore_settings", " with --ignore_settings"},
-                                 {"set do_sample too", "add --sample"}})
-                .c_str());
+  std::fprintf(stderr, "muster generate: %s\n",
+               absl::StrReplaceAll(OneLine(status.message()),
+                                   {{"raise ring_bytes", "raise --weights_memory"},
+                                    {" in ignore_settings", " with --ignore_settings"},
+                                    {"set do_sample too", "add --sample"}})
+                   .c_str());
   return absl::IsUnimplemented(status) ? kExitUsage : ExitCodeOf(status);
 }
 

@@ -62,6 +62,27 @@ TEST_F(BigModelTest, ModelFourTimesTheMemory_ComputesTheSameBits_InThePlannedMem
   }
 }
 
+// Also where the type changes on the way: never a second copy of the model.
+TEST_F(BigModelTest, ModelThatIsLoadedWhole_TakesItsOwnSizeAndOneTensor) {
+  const std::string size = " --width 1024 --blocks 8";
+  ASSERT_EQ(Worker("--make " + file_ + size).exit_code, 0);
+  // The largest tensor, and pieces of a few MiB for each of the threads that read.
+  constexpr int64_t kTensor = 4 * 1024 * 4096, kPieces = 48 * kMiB;
+  int64_t whole = 0;
+  for (const char* const type : {"", " --bfloat16"}) {
+    SCOPED_TRACE(type);
+    const CommandResult loaded = Worker("--run " + file_ + size + " --map cpu" + type);
+    ASSERT_EQ(loaded.exit_code, 0) << loaded.output;
+    const Json result = Json::parse(loaded.last_line());
+    std::cout << loaded.last_line() << "\n";
+    const auto weights = result.at("weights").get<int64_t>();
+    EXPECT_GE(result.at("loaded").get<int64_t>(), weights);
+    EXPECT_LE(result.at("loaded").get<int64_t>(), weights + kTensor + kPieces);
+    if (whole == 0) whole = weights;
+    EXPECT_EQ(weights, *type == '\0' ? whole : whole / 2);
+  }
+}
+
 TEST_F(BigModelTest, BadInput_EndsWithOneLine) {
   const std::string small = " --width 64 --blocks 2";
   ASSERT_EQ(Worker("--make " + file_ + small).exit_code, 0);

@@ -73,7 +73,7 @@ std::string DigestOf(const at::Tensor& tensor) {
 }
 
 int Run(const std::string& path, const std::string& max_memory, const std::string& map,
-        int64_t width, int64_t blocks) {
+        bool is_half, int64_t width, int64_t blocks) {
   const at::NoGradGuard no_grad;
   const at::Tensor ids = at::arange(8).view({1, 8});
   // What libraries take for themselves the first time.
@@ -84,6 +84,7 @@ int Run(const std::string& path, const std::string& max_memory, const std::strin
     TextNet net = EmptyNet(width, blocks);
     muster::BigModelOptions options;
     options.no_split = {"Block"};
+    if (is_half) options.dtype = at::kBFloat16;
     if (!max_memory.empty()) {
       const auto limits = muster::get_max_memory(max_memory);
       if (!limits.ok()) return std::cerr << limits.status().message() << "\n", 1;
@@ -94,6 +95,7 @@ int Run(const std::string& path, const std::string& max_memory, const std::strin
                       : muster::DeviceMapChoice(muster::DeviceEntries{{"", map}});
     const auto model = muster::load_checkpoint_and_dispatch(net, path, choice, options);
     if (!model.ok()) return std::cerr << model.status().message() << "\n", 1;
+    line["loaded"] = MemoryOf("VmHWM") - before;
     at::Tensor out;
     for (int pass = 0; pass < 3; ++pass) out = net->forward(ids);
     double resident = 0;
@@ -115,13 +117,16 @@ int Run(const std::string& path, const std::string& max_memory, const std::strin
 int main(int argc, char** argv) {
   CLI::App app("A model that is larger than the memory of its process");
   std::string make, run, max_memory, map = "auto";
+  bool is_half = false;
   int64_t width = 2048, blocks = 11;
   app.add_option("--make", make, "write its weights into this file");
   app.add_option("--run", run, "compute with them");
   app.add_option("--max_memory", max_memory, "bytes of each device");
   app.add_option("--map", map, "auto, cpu or disk");
+  app.add_flag("--bfloat16", is_half, "convert its weights while they are loaded");
   app.add_option("--width", width, "of the model");
   app.add_option("--blocks", blocks, "of the model");
   CLI11_PARSE(app, argc, argv);
-  return make.empty() ? Run(run, max_memory, map, width, blocks) : Make(make, width, blocks);
+  return make.empty() ? Run(run, max_memory, map, is_half, width, blocks)
+                      : Make(make, width, blocks);
 }

@@ -11,6 +11,8 @@
 #include "muster/tokenizer.h"
 #include "tests/e2e/hub_folder.h"
 #include "tests/e2e/launch_fixture.h"
+#include "tests/support/command.h"
+#include "tests/support/python.h"
 
 namespace muster {
 namespace {
@@ -114,6 +116,75 @@ TEST_F(FinetuneTest, Adapters_LearnAndLoadIntoTheBaseModel) {
   ASSERT_TRUE(adapters.ok()) << adapters.status();
   EXPECT_EQ(adapters->rank, 4);
   EXPECT_FALSE(at::allclose(Logits(*base), before));
+}
+
+// What transformers, or PEFT on top of it, computes with a folder that Muster wrote. Empty: there
+// is no Python that has them.
+class PythonReader {
+ public:
+  explicit PythonReader(const std::string& modules)
+      : python_(testing_support::PythonWith(modules)) {}
+  bool is_there() const { return !python_.empty(); }
+
+  // Logits of `ids` by the model that `load` makes as `model`, after `import torch`.
+  at::Tensor Logits(const std::string& load, const std::string& work) const {
+    const std::string script =
+        absl::StrCat("import json, torch\n", load,
+                     "\nmodel.eval()\nwith torch.no_grad():\n"
+                     "    logits = model(input_ids=torch.arange(8)[None]).logits\n",
+                     "with open('", work,
+                     "/logits.json', 'w') as file:\n"
+                     "    json.dump(logits.flatten().tolist(), file)\n");
+    EXPECT_TRUE(WriteFileAtomically(work + "/read.py", script).ok());
+    const testing_support::CommandResult run = testing_support::RunCommand(absl::StrCat(
+        "HF_HUB_OFFLINE=1 HF_HOME=", work, " ", python_, " -B ", work, "/read.py 2>&1"));
+    EXPECT_EQ(run.exit_code, 0) << run.output;
+    const auto read = nlohmann::json::parse(ReadFile(work + "/logits.json").value_or("[]"));
+    return at::tensor(read.get<std::vector<float>>()).view({1, 8, -1});
+  }
+
+ private:
+  const std::string python_;
+};
+
+TEST_F(FinetuneTest, FolderThatWasWritten_IsTheSameModelInTransformers) {
+  const PythonReader python("torch, transformers");
+  if (!python.is_there()) return;
+  Finetune({"--steps", "5", "--sharding", "zero3"});
+  auto tuned = load_causal_lm(Temp("tuned"));
+  ASSERT_TRUE(tuned.ok()) << tuned.status();
+  const at::Tensor theirs = python.Logits(
+      absl::StrCat("from transformers import AutoModelForCausalLM\n"
+                   "model, info = AutoModelForCausalLM.from_pretrained('",
+                   Temp("tuned"),
+                   "', output_loading_info=True)\n"
+                   "for name in ('missing_keys', 'unexpected_keys', 'mismatched_keys'):\n"
+                   "    assert not info[name], (name, info[name])"),
+      Temp(""));
+  ASSERT_EQ(theirs.size(2), 1203);
+  EXPECT_TRUE(at::allclose(Logits(*tuned), theirs, 1e-4, 1e-4));
+}
+
+TEST_F(FinetuneTest, AdaptersThatWereWritten_AreTheSameInPeft) {
+  const PythonReader python("torch, transformers, peft");
+  if (!python.is_there()) return;
+  Finetune({"--steps", "20", "--lora", "4"});
+  auto tuned = load_causal_lm(Temp("model"));
+  ASSERT_TRUE(tuned.ok()) << tuned.status();
+  const at::Tensor base = Logits(*tuned);
+  ASSERT_TRUE(models::LoadLora(**tuned, Temp("tuned")).ok());
+  const at::Tensor ours = Logits(*tuned);
+  // A name that PEFT does not find is a warning there, and the adapter stays as it was made.
+  const at::Tensor theirs = python.Logits(
+      absl::StrCat("import warnings\nwarnings.filterwarnings('error', message='Found missing')\n"
+                   "from transformers import AutoModelForCausalLM\nfrom peft import PeftModel\n"
+                   "model = PeftModel.from_pretrained(\n    "
+                   "AutoModelForCausalLM.from_pretrained('",
+                   Temp("model"), "'), '", Temp("tuned"), "')"),
+      Temp(""));
+  ASSERT_EQ(theirs.size(2), 1203);
+  EXPECT_FALSE(at::allclose(ours, base, 1e-3, 1e-3));
+  EXPECT_TRUE(at::allclose(ours, theirs, 1e-4, 1e-4));
 }
 
 // Of 20 steps, those after the tenth are done again.

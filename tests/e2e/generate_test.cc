@@ -41,6 +41,19 @@ class GenerateTest : public LaunchFixture {
     return Muster(std::move(args));
   }
 
+  // With so many KiB of writable memory for the process.
+  std::unique_ptr<Command> GenerateWithin(const std::string& limit, const std::string& model,
+                                          const std::string& args) {
+    env_["PATH"] = "/bin:/usr/bin";
+    return std::make_unique<Command>(
+        *host_,
+        std::vector<std::string>{
+            "/bin/bash", "-c",
+            absl::StrCat("ulimit -d ", limit, "; exec \"$0\" --model \"$1\" ", args),
+            Runfile("muster/muster-generate"), model},
+        env_);
+  }
+
   std::string model_;
 };
 
@@ -74,6 +87,11 @@ TEST_F(GenerateTest, Json_HasTextsAndFigures) {
   EXPECT_EQ(json["texts"][1]["new_tokens"], 5);
   EXPECT_EQ(json["texts"][1]["stopped_by"], "max_new_tokens");
   EXPECT_GT(json["load_seconds"], 0);
+  // Tokens of beams can still change: none is the first.
+  EXPECT_FALSE(json.contains("first_token_seconds"));
+  auto text = Generate({"--prompt", "Hello", "--max_new_tokens", "5", "--num_beams", "2"});
+  ASSERT_EQ(text->Wait(), 0);
+  EXPECT_THAT(text->err_text(), testing::Not(HasSubstr("first token")));
 }
 
 TEST_F(GenerateTest, MaxNewTokens_AreThoseOfTheModelsFilesUnlessSet) {
@@ -215,46 +233,62 @@ TEST_F(GenerateTest, SeveralDraws_AreShownOneAfterTheOther) {
 TEST_F(GenerateTest, ModelLargerThanMemory_RunsFromItsFiles) {
   const std::string large = Temp("large");
   ASSERT_TRUE(WriteHubFolder(large, /*width=*/512, /*layers=*/16).ok());
-  const auto generate = [&](const std::string& limit, const std::string& more) {
-    env_["PATH"] = "/bin:/usr/bin";
-    return std::make_unique<Command>(
-        *host_,
-        std::vector<std::string>{
-            "/bin/bash", "-c",
-            absl::StrCat("ulimit -d ", limit, "; exec \"$0\" --model \"$1\" --prompt Hello ",
-                         "--max_new_tokens 5 ", more),
-            Runfile("muster/muster-generate"), large},
-        env_);
-  };
-  auto whole = generate("unlimited", "--quiet");
+  const std::string hello = "--prompt Hello --max_new_tokens 5 ";
+  auto whole = GenerateWithin("unlimited", large, hello + "--quiet");
   ASSERT_EQ(whole->Wait(), 0) << whole->err_text();
-  auto offloaded = generate("170000", "--weights_memory 40MB");
+  auto offloaded = GenerateWithin("170000", large, hello + "--weights_memory 40MB");
   ASSERT_EQ(offloaded->Wait(), 0) << offloaded->err_text();
   EXPECT_EQ(offloaded->out_text(), whole->out_text());
   EXPECT_THAT(offloaded->err_text(),
-              testing::ContainsRegex("peak memory [1-9][0-9]+ MiB\nweights: 0 MiB stay in memory, "
-                                     "16[0-9] MiB come when they are used; at most 3[0-9] MiB"));
+              testing::ContainsRegex(
+                  "weights: 0 MiB stay in memory, 16[0-9] MiB come when they are used; at most "
+                  "3[0-9] MiB in memory\nplan: keys and values of [0-9]+ tokens 0 MiB, .*\n.*peak "
+                  "memory [1-9][0-9]+ MiB\nweights: [1-9][0-9]+ MiB read"));
   // A part of them in memory all the time.
-  auto divided = generate("260000", "--max_memory cpu=100MB");
+  auto divided = GenerateWithin("260000", large, hello + "--max_memory cpu=100MB");
   ASSERT_EQ(divided->Wait(), 0) << divided->err_text();
   EXPECT_EQ(divided->out_text(), whole->out_text());
   EXPECT_THAT(
       divided->err_text(),
       testing::ContainsRegex("weights: [1-9][0-9]* MiB stay in memory, [1-9][0-9]* MiB come "
                              "when they are used; at most [1-9][0-9] MiB in memory"));
-  auto json = generate("260000", "--max_memory cpu=100MB -o json");
+  auto json = GenerateWithin("260000", large, hello + "--max_memory cpu=100MB -o json");
   ASSERT_EQ(json->Wait(), 0) << json->err_text();
   const auto figures = nlohmann::json::parse(json->out_text());
   EXPECT_GT(figures["weights"]["offloaded"], 60'000'000);
   EXPECT_LE(figures["weights"]["most_in_memory"], 100'000'000);
-  // Beside the plan there are activations, the cache of keys and values, and what the program has
-  // loaded meanwhile: some tens of MB, however large the model is.
   EXPECT_GT(figures["peak_memory"], figures["weights"]["most_in_memory"]);
-  EXPECT_LT(figures["peak_memory"].get<int64_t>(),
-            figures["planned_memory"].get<int64_t>() + (int64_t{80} << 20));
-  auto too_large = generate("170000", "--quiet");
+  auto too_large = GenerateWithin("170000", large, hello + "--quiet");
   EXPECT_NE(too_large->Wait(), 0);
-  EXPECT_THAT(too_large->err(), ElementsAre(HasSubstr("--max_memory cpu=SIZE")));
+  EXPECT_THAT(too_large->err(), ElementsAre(HasSubstr("--max_memory cpu=SIZE leaves the rest")));
+  // Of one that is there, something else is said.
+  auto too_much = GenerateWithin("170000", large, hello + "--quiet --max_memory cpu=160MB");
+  EXPECT_NE(too_much->Wait(), 0);
+  EXPECT_THAT(too_much->err(), ElementsAre(HasSubstr("a smaller --max_memory cpu=SIZE")));
+}
+
+// The plan has the keys and values and the activations of a prompt, and is what the process takes.
+TEST_F(GenerateTest, PromptOfAModelLargerThanMemory_TakesWhatWasPlanned) {
+  const std::string large = Temp("large");
+  ASSERT_TRUE(WriteHubFolder(large, /*width=*/1024, /*layers=*/12, /*max_positions=*/600).ok());
+  for (const int tokens : {128, 500}) {
+    SCOPED_TRACE(tokens);
+    std::string prompt;
+    for (int i = 0; i < tokens; ++i) absl::StrAppend(&prompt, "7 ");
+    // 500 MB of weights, of which 250 MB are in memory; 100 KB for a token of the prompt.
+    const auto run = GenerateWithin(
+        "500000", large,
+        absl::StrCat("--prompt '", prompt, "' --max_new_tokens 1 --max_memory cpu=250MB -o json"));
+    ASSERT_EQ(run->Wait(), 0) << run->err_text();
+    const auto figures = nlohmann::json::parse(run->out_text());
+    EXPECT_GT(figures["texts"][0]["prompt_tokens"], tokens * 9 / 10);
+    const auto planned = figures["planned_memory"].get<double>();
+    const auto peak = figures["peak_memory"].get<double>();
+    RecordProperty(absl::StrCat("planned_", tokens), static_cast<int>(planned / 1e6));
+    RecordProperty(absl::StrCat("peak_", tokens), static_cast<int>(peak / 1e6));
+    EXPECT_LT(peak, 1.1 * planned);
+    EXPECT_GT(peak, 0.9 * planned);
+  }
 }
 
 TEST_F(GenerateTest, WhatIsWrong_IsOneLineThatNamesIt) {
@@ -263,6 +297,17 @@ TEST_F(GenerateTest, WhatIsWrong_IsOneLineThatNamesIt) {
       {{"--prompt", "", "--no_special_tokens"}, "prompt 0 has no token"},
       {{"--prompt", "a", "--max_new_tokens", "200"}, "are more than the 64 positions of the model"},
       {{"--prompt", std::string(400, 'a')}, "are more than the 64 positions of the model: shorten"},
+      {{"--prompt", "a", "--prompt", std::string(400, 'a'), "--max_new_tokens", "2"},
+       "prompt 1, of 40"},
+      {{"--prompt", "a", "--seed", "5"}, "--seed is for sampling: add --sample"},
+      {{"--prompt", "a", "--num_beams", "2", "--seed", "0"}, "--seed is for sampling"},
+      {{"--prompt", "a", "--length_penalty", "2"}, "--length_penalty is for beam search"},
+      {{"--prompt", "a", "--min_new_tokens", "9", "--max_new_tokens", "4"},
+       "--min_new_tokens 9 is more than the 4 new tokens"},
+      {{"--prompt", "a", "--min_new_tokens", "9", "--ignore_end"}, "leave out one of them"},
+      {{"--prompt", "a", "--stop", ""}, "--stop is empty: give it a value or leave it out"},
+      {{"--prompt", "a", "--max_memory", ""}, "--max_memory is empty"},
+      {{"--prompt", "a", "--lora", ""}, "--lora is empty"},
       {{"--prompt", "a", "--weights_memory", "1KB"}, "raise --weights_memory"},
       {{"--prompt", "a", "--temperature", "0.5"}, "add --sample"},
       {{"--prompt", "a", "--sample", "--greedy"}, "--sample and --greedy exclude each other"},
@@ -311,6 +356,9 @@ TEST_F(GenerateTest, DamagedFolder_IsOneLineThatNamesWhatIsWrong) {
   for (const auto& args : generating) {
     expect(args, "mlp.down_proj.weight ([32, 64] in the file, [32, 65] by the config)");
   }
+  for (const char* const command : {"plan", "estimate-memory"}) {
+    expect({command, model_}, "mlp.down_proj.weight is [32, 64] in the file, [32, 65] by config");
+  }
   write("rms_norm_eps", nullptr);
   for (const auto& args : generating) expect(args, "config.json: \"rms_norm_eps\" is null");
   write("vocab_size", config["vocab_size"]);
@@ -326,8 +374,13 @@ TEST_F(GenerateTest, DamagedFolder_IsOneLineThatNamesWhatIsWrong) {
       0);
   const std::string lost = "/model-2.safetensors, which is not there: copy or download it, too";
   for (const auto& args : generating) expect(args, lost);
-  expect({"plan", model_, "--max_memory", "cpu=1GB"}, lost);
-  expect({"estimate-memory", model_}, lost);
+  // Sizes are known without it.
+  for (const char* const command : {"plan", "estimate-memory"}) {
+    env_["PATH"] = std::string(ParentPath(Runfile("muster/muster-generate")));
+    auto run = Muster({command, model_});
+    EXPECT_EQ(run->Wait(), 0) << run->err_text();
+    EXPECT_THAT(run->out_text(), HasSubstr(lost));
+  }
 }
 
 }  // namespace

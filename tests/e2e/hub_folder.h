@@ -15,10 +15,10 @@ namespace muster {
 
 // A folder as the Hub has it: a Llama with random weights, and a recorded tokenizer.
 inline absl::Status WriteHubFolder(const std::string& folder, int64_t width = 32,
-                                   int64_t layers = 2) {
+                                   int64_t layers = 2, int64_t max_positions = 64) {
   models::DecoderConfig config;
   config.vocab_size = 1203;
-  config.max_positions = 64;
+  config.max_positions = max_positions;
   config.initializer_range = 0.3;
   config.hidden_size = width;
   config.intermediate_size = 2 * width;

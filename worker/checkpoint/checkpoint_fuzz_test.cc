@@ -13,6 +13,7 @@
 #include "absl/strings/numbers.h"
 #include "base/json.h"
 #include "base/mutate.h"
+#include "base/peak_growth.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/shard_plan.h"
@@ -22,6 +23,8 @@ namespace {
 
 using Json = nlohmann::json;
 using Random = std::mt19937_64;
+
+constexpr int64_t kMostMemory = int64_t{256} << 20;
 
 int64_t Cases() {
   int64_t cases = 5'000;
@@ -103,12 +106,14 @@ TEST(CheckpointFuzz, Headers_ReachNothingBeyondTheirFile) {
       R"("data_offsets":[0,32]}})",
   };
   Random random(1);
+  const PeakGrowth growth;
   int64_t taken = 0;
   const int64_t cases = Cases();
   for (int64_t i = 0; i < cases; ++i) {
     const std::string text = Changed(seeds[random() % std::size(seeds)], random);
     const uint64_t bytes = random() % 8 == 0 ? random() >> (random() % 64) : 32;
     const auto header = ParseSafetensorsHeader(text, bytes, "fuzz");
+    ASSERT_TRUE(growth.IsAtMost(kMostMemory)) << text;
     if (!header.ok()) continue;
     ++taken;
     for (const SafetensorsEntry& entry : header->tensors) {
@@ -132,11 +137,13 @@ TEST(CheckpointFuzz, Indexes_NameNoFileOutsideOfTheirFolder) {
       R"({"a":"pytorch_model.bin","b":"pytorch_model.bin"})",
   };
   Random random(2);
+  const PeakGrowth growth;
   int64_t taken = 0;
   const int64_t cases = Cases();
   for (int64_t i = 0; i < cases; ++i) {
     const std::string text = Changed(seeds[random() % std::size(seeds)], random);
     const auto index = ParseShardIndex(text, "fuzz");
+    ASSERT_TRUE(growth.IsAtMost(kMostMemory)) << text;
     if (!index.ok()) continue;
     ++taken;
     for (const auto& [name, file] : *index) {

@@ -307,7 +307,10 @@ absl::Status WeightPlan::Verdict(const Chosen& chosen, const LoadWeightsOptions&
   }
   if (!wrong.empty()) {
     return absl::InvalidArgumentError(absl::StrCat(
-        source->where(), ": the weights do not fit this model: ", absl::StrJoin(wrong, "; ")));
+        source->where(), ": the weights do not fit this model: ", absl::StrJoin(wrong, "; "),
+        report.mismatched.empty() || options.skip_mismatched
+            ? ""
+            : ": make the model with the shapes of its file, or load the file of this model"));
   }
   return absl::OkStatus();
 }

@@ -13,6 +13,7 @@
 
 #include "base/file.h"
 #include "base/mutate.h"
+#include "base/peak_growth.h"
 #include "base/test_folder.h"
 #include "tests/testdata/golden.h"
 
@@ -618,6 +619,9 @@ void ExpectErrorOrValid(const std::string& text) {
 TEST(ParseModelConfig, DamagedTexts_AreErrorsOrValid) {
   int64_t cases = 20'000;
   if (const char* const wanted = std::getenv("MUSTER_FUZZ_CASES")) cases = std::atoll(wanted);
+  // A list of layers is the longest thing that a config makes: 16 million of them.
+  constexpr int64_t kMostMemory = int64_t{512} << 20;
+  const PeakGrowth growth;
   std::mt19937_64 random(1);
   std::vector<std::string> texts;
   for (const std::string& dir : RecordedFolders()) {
@@ -643,6 +647,7 @@ TEST(ParseModelConfig, DamagedTexts_AreErrorsOrValid) {
                                      Json{{"rope_type", "llama3"}, {"factor", 0}}};
   for (int64_t i = 0; i < cases; ++i) {
     const std::string& text = texts[random() % texts.size()];
+    ASSERT_TRUE(growth.IsAtMost(kMostMemory)) << "case " << i;
     if (i % 2 == 0) {
       ExpectErrorOrValid(Mutate(text, random));
       continue;

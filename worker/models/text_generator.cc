@@ -140,6 +140,17 @@ absl::StatusOr<std::vector<GeneratedText>> TextGenerator::Generate(
     const int64_t room = ContextLength(model_->config()) - encoded.ids.size(1);
     tokens.max_new_tokens = std::clamp<int64_t>(room, 1, tokens.max_new_tokens);
   }
+  const int64_t context = ContextLength(model_->config());
+  if (prompts.size() > 1 && !tokens.beyond_context &&
+      encoded.ids.size(1) + tokens.max_new_tokens > context) {
+    // Of one prompt, Generate() says it.
+    const size_t longest =
+        std::max_element(encoded.lengths.begin(), encoded.lengths.end()) - encoded.lengths.begin();
+    return absl::InvalidArgumentError(
+        absl::StrCat("prompt ", longest, ", of ", encoded.ids.size(1), " tokens, and ",
+                     tokens.max_new_tokens, " new ones are more than the ", context,
+                     " positions of the model: shorten the prompt or lower max_new_tokens"));
+  }
   std::vector<std::string> stop = options.stop;
   stop.insert(stop.end(), tokens.stop_strings.begin(), tokens.stop_strings.end());
   tokens.stop_strings.clear();

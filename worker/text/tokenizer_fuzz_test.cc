@@ -14,6 +14,7 @@
 #include "absl/strings/numbers.h"
 #include "base/log.h"
 #include "base/mutate.h"
+#include "base/peak_growth.h"
 #include "base/text.h"
 #include "worker/text/tokenizer.h"
 #include "worker/text/unicode.h"
@@ -23,6 +24,8 @@ namespace {
 
 using Json = nlohmann::json;
 using Random = std::mt19937_64;
+
+constexpr int64_t kMostMemory = int64_t{256} << 20;
 
 int64_t Variable(const char* name, int64_t otherwise) {
   const char* const wanted = std::getenv(name);
@@ -265,6 +268,7 @@ TEST(TokenizerFuzz, MutatedTokenizers_AreRefusedOrWork) {
   Random random = Seeded(1);
   int64_t taken = 0;
   const int64_t cases = Cases();
+  const PeakGrowth growth;
   for (int64_t i = 0; i < cases; ++i) {
     Json json = Seeds()[random() % Seeds().size()];
     for (uint64_t n = random() % 3 + 1; n > 0; --n) MutateTree(json, random);
@@ -278,6 +282,7 @@ TEST(TokenizerFuzz, MutatedTokenizers_AreRefusedOrWork) {
     ++taken;
     Exercise(*tokenizer, random);
     if (HasFatalFailure()) FAIL() << text;
+    ASSERT_TRUE(growth.IsAtMost(kMostMemory)) << "case " << i << ": " << text;
   }
   EXPECT_GT(taken, cases / 10);
 }

@@ -1,0 +1,131 @@
+#include "worker/models/generation_memory.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "ATen/Functions.h"
+#include "ATen/Parallel.h"
+#include "c10/core/Allocator.h"
+#include "c10/util/ThreadLocalDebugInfo.h"
+#include "worker/models/generate.h"
+#include "worker/models/pretrained.h"
+
+namespace muster::models {
+namespace {
+
+// The most bytes of tensors that this thread has allocated at once since it was made.
+class MostAllocated : public c10::MemoryReportingInfoBase {
+ public:
+  void reportMemoryUsage(void* /*ptr*/, int64_t bytes, size_t /*allocated*/, size_t /*reserved*/,
+                         c10::Device /*device*/) override {
+    now_ += bytes;
+    most_ = std::max(most_, now_);
+  }
+  bool memoryProfilingEnabled() const override { return true; }
+  int64_t most() const { return most_; }
+
+ private:
+  int64_t now_ = 0, most_ = 0;
+};
+
+int64_t MostOf(CausalLm& model, const GenerationShape& shape) {
+  const at::Tensor ids = at::ones({shape.rows, shape.prompt_tokens}, c10::kLong);
+  at::Tensor mask = at::ones_like(ids);
+  if (shape.is_padded) mask[0][0] = 0;
+  GenerateOptions options = {.max_new_tokens = shape.new_tokens, .do_sample = shape.do_sample};
+  options.eos_token_ids.emplace();
+  (shape.do_sample ? options.num_return_sequences : options.num_beams) = shape.times;
+  const auto most = std::make_shared<MostAllocated>();
+  {
+    const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, most);
+    Generate(*model, ids, mask, options);
+  }
+  return most->most();
+}
+
+DecoderConfig Decoder() {
+  DecoderConfig config;
+  config.vocab_size = 1000;
+  config.max_positions = 2048;
+  config.hidden_size = 128;
+  config.intermediate_size = 352;
+  config.num_layers = 3;
+  config.num_heads = config.num_key_value_heads = 4;
+  config.head_dim = 32;
+  config.sliding_windows.assign(3, 0);
+  return config;
+}
+
+// The models of all families, with what makes one layer or another the widest.
+std::vector<ModelConfig> Configs() {
+  DecoderConfig grouped = Decoder();
+  grouped.num_key_value_heads = 1;
+  DecoderConfig wide = Decoder();
+  wide.intermediate_size = 1024;
+  DecoderConfig heads = Decoder();
+  heads.head_dim = 128;
+  DecoderConfig window = Decoder();
+  window.sliding_windows = {0, 64, 64};
+  DecoderConfig experts = Decoder();
+  experts.architecture = Architecture::kMixtralForCausalLM;
+  experts.num_experts = 4;
+  experts.num_experts_per_token = 2;
+  Gpt2Config gpt2;
+  gpt2.architecture = Architecture::kGpt2LMHeadModel;
+  gpt2.vocab_size = 1000;
+  gpt2.max_positions = 2048;
+  gpt2.hidden_size = 128;
+  gpt2.inner_size = 512;
+  gpt2.num_layers = 3;
+  gpt2.num_heads = 4;
+  return {Decoder(), grouped, wide, heads, window, experts, gpt2};
+}
+
+TEST(PlanGenerationMemory, RunsOfAllFamilies_TakeAtMostWhatIsPlanned_AndMostOfIt) {
+  const std::vector<GenerationShape> shapes = {
+      {.prompt_tokens = 128, .new_tokens = 1},
+      {.prompt_tokens = 600, .new_tokens = 4},
+      {.rows = 3, .prompt_tokens = 300, .new_tokens = 4, .is_padded = true},
+      {.rows = 2, .prompt_tokens = 200, .new_tokens = 6, .times = 4},
+      {.rows = 2, .prompt_tokens = 64, .new_tokens = 6, .times = 3, .do_sample = true},
+      {.prompt_tokens = 4, .new_tokens = 40}};
+  at::set_num_threads(1);
+  int number = 0;
+  for (const ModelConfig& config : Configs()) {
+    for (const bool is_wide : {true, false}) {
+      const TextModel made = MakeModel(config, is_wide ? c10::kFloat : c10::kBFloat16);
+      CausalLm model(std::dynamic_pointer_cast<CausalLmImpl>(made.ptr()));
+      for (size_t i = 0; i < shapes.size(); ++i) {
+        // A machine may have to emulate 16 bits.
+        if (!is_wide && (i % 5 != 0 || number > 0)) continue;
+        SCOPED_TRACE(testing::Message()
+                     << "config " << number << ", shape " << i << (is_wide ? "" : ", bfloat16"));
+        GenerationShape shape = shapes[i];
+        shape.element_bytes = is_wide ? 4 : 2;
+        const GenerationMemory plan = PlanGenerationMemory(config, shape);
+        const int64_t planned = plan.cache + plan.activations;
+        const int64_t most = MostOf(model, shape);
+        EXPECT_LE(most, planned);
+        if (is_wide) {
+          EXPECT_GE(most, planned / 2);
+        }
+      }
+    }
+    ++number;
+  }
+}
+
+TEST(PlanGenerationMemory, MoreThanThereIs_IsTheMostThereIs) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  const GenerationMemory plan =
+      PlanGenerationMemory(Decoder(), {.rows = kMost, .prompt_tokens = kMost, .new_tokens = kMost});
+  EXPECT_EQ(plan.cache, kMost);
+  EXPECT_EQ(plan.activations, kMost);
+}
+
+}  // namespace
+}  // namespace muster::models
