@@ -486,12 +486,14 @@ class Accelerator {
   absl::Status load_state(const std::string& directory = "");
   // Like load_state, but returns OK if there is no checkpoint yet.
   absl::Status load_state_if_present(const std::string& directory = "");
-  // (collective) Loads only the weights of the prepared models from such a state: by prefix, under
-  // other names, or only those present (`strict` false), as muster::load_model does. `options`
-  // apply to each model, except `dtype`, which is refused. Optimizers, schedules, loaders, random
-  // states and counters stay as they are. Either all models change, on all processes, or none.
-  // Returns what was loaded and what was not. Errors: as load_state; INVALID_ARGUMENT for weights
-  // that do not fit.
+  // (collective) Loads only the weights of the prepared models from such a state, or those of one
+  // model from files that muster::load_model reads: by prefix, under other names, or only those
+  // present (`strict` false), as there. Of a sharded model each process reads the ranges of its
+  // parts. `options` apply to each model, except `dtype`, which is refused. Optimizers, schedules,
+  // loaders, random states and counters stay as they are. Either all models change, on all
+  // processes, or none; after an error of the disk in the middle of a model's files its use is
+  // refused until load_state(). Returns what was loaded and what was not. Errors: as load_state;
+  // INVALID_ARGUMENT for weights that do not fit.
   absl::StatusOr<LoadedState> load_weights(const std::string& directory = "",
                                            const LoadWeightsOptions& options = {});
   // The directory of this process's last save_state or load_state; an asynchronous save may still
