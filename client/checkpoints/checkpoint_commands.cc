@@ -161,8 +161,7 @@ absl::StatusOr<Manifest> VerifyHere(const std::string& path, VerifyLevel level,
 }
 
 Checkpoint Look(const std::string& path, VerifyLevel level) {
-  Checkpoint checkpoint = {
-      .path = path, .seal = ReadSeal(path), .has_pin = PathExists(JoinPath(path, kPinName))};
+  Checkpoint checkpoint = {.path = path, .seal = ReadSeal(path), .has_pin = HasPin(path)};
   checkpoint.manifest = VerifyHere(path, level, &checkpoint.elsewhere);
   return checkpoint;
 }
@@ -1003,7 +1002,12 @@ int RunPrune(const Call& call) {
     // They would be the only ones.
     folder = CheckpointFolder(ParentPath(named->front().checkpoint));
   } else if (folder.ok()) {
-    found = Find(folder->root(), VerifyLevel::kSizes);
+    // Those of the program's own names are the program's: they have no place in the order.
+    const absl::StatusOr<std::vector<int64_t>> numbers = folder->Numbers();
+    if (!numbers.ok()) return Fail(call, numbers.status());
+    for (const int64_t number : *numbers) {
+      found->push_back(Look(folder->PathOf(number), VerifyLevel::kSizes));
+    }
   }
   if (!folder.ok()) return Fail(call, folder.status());
   if (!found.ok()) return Fail(call, found.status());

@@ -262,9 +262,15 @@ TEST_F(CheckpointCommandsTest, NamesOfTheProgram_AreListedAndVerified) {
   EXPECT_THAT(names("verify"), ElementsAre("epoch_0", "step_20"));
   Save(Path("run/checkpoints/checkpoint_0"), {1}, 15);
   EXPECT_THAT(names("list"), ElementsAre("checkpoint_0", "epoch_0", "step_20"));
-  // Retention counts numbered ones alone.
-  EXPECT_EQ(Run({"prune", Path("run"), "--keep", "1"}), kExitOk) << err_.str();
-  EXPECT_THAT(names("list"), ElementsAre("checkpoint_0", "epoch_0", "step_20"));
+  // Retention counts numbered ones alone, and removes no other one beside them.
+  Save(Path("run/checkpoints/best"), {1}, 5);
+  Save(Path("run/checkpoints/epoch_999"), {1}, 15);
+  Save(Path("run/checkpoints/checkpoint_1"), {1}, 25);
+  EXPECT_EQ(RunJson({"prune", Path("run"), "--keep", "1"})["removed"],
+            Json({Path("run/checkpoints/checkpoint_0")}));
+  EXPECT_THAT(names("list"), ElementsAre("checkpoint_1", "epoch_0", "step_20"));
+  EXPECT_TRUE(PathExists(Path("run/checkpoints/best/manifest.json")));
+  EXPECT_TRUE(PathExists(Path("run/checkpoints/epoch_999/manifest.json")));
   Damage(Path("run/epoch_0/model.safetensors"));
   EXPECT_EQ(Run({"verify", Path("run")}), kExitJobFailed);
 }

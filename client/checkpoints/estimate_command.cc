@@ -144,7 +144,7 @@ int RunEstimateMemoryCommand(const std::vector<std::string>& args, const Command
       .usage = "PATH [OPTIONS]",
       .details =
           "PATH is a folder, an index or a file of safetensors or torch.save, or a checkpoint; "
-          "only headers are read,\nof Muster's models config.json alone if nothing else is there. "
+          "only headers are read,\nof Muster's models config.json alone if files are missing. "
           "Units of sharding are taken to be the entries of module lists "
           "(layers.0, layers.1, ...), as without options\nof the program's own.",
       .options = {{.name = "dtypes",
@@ -197,7 +197,7 @@ int RunEstimateMemoryCommand(const std::vector<std::string>& args, const Command
   const std::vector<StrategyEstimate> strategies = EstimateStrategies(
       size, request->processes, request->group_size, request->state_bytes, request->offload);
   if (format == "text") {
-    context.out << model->note;
+    if (!model->note.empty()) context.out << model->note << "\n";
     PrintText(line.words[0], size, dtypes, strategies, *request, context.out);
     return kExitOk;
   }
@@ -208,6 +208,7 @@ int RunEstimateMemoryCommand(const std::vector<std::string>& args, const Command
                        {"dtypes", ordered_json::array()},
                        {"num_processes", request->processes},
                        {"sharding", ordered_json::array()}};
+  if (!model->note.empty()) json["note"] = model->note;
   for (const DtypeEstimate& row : dtypes) {
     json["dtypes"].push_back(
         {{"dtype", row.dtype},

@@ -109,17 +109,40 @@ TEST_F(EstimateCommandTest, ShardThatIsMissing_LeavesSizesToTheConfig) {
   const TestFolder folder;
   ASSERT_TRUE(WriteFileAtomically(folder.Path("config.json"), *ReadFile(config)).ok());
   ASSERT_EQ(Run({folder.path(), "-o", "json"}), kExitOk) << err_.str();
-  const std::string want = out_.str();
+  Json want = Json::parse(out_.str());
+  EXPECT_THAT(want["note"].get<std::string>(), HasSubstr("No weights are there"));
   ASSERT_TRUE(WriteFileAtomically(folder.Path("model-1.safetensors"), *ReadFile(file_)).ok());
   ASSERT_TRUE(WriteFileAtomically(folder.Path("model.safetensors.index.json"),
                                   R"({"weight_map": {"head.weight": "model-1.safetensors",
                                       "layers.0.w": "model-2.safetensors"}})")
                   .ok());
   ASSERT_EQ(Run({folder.path(), "-o", "json"}), kExitOk) << err_.str();
-  EXPECT_EQ(out_.str(), want);
+  Json got = Json::parse(out_.str());
+  EXPECT_THAT(got["note"].get<std::string>(), HasSubstr("model-2.safetensors, which is not there"));
+  got.erase("note");
+  want.erase("note");
+  EXPECT_EQ(got, want);
   ASSERT_EQ(Run({folder.path()}), kExitOk) << err_.str();
   EXPECT_THAT(out_.str(), HasSubstr("Sizes are those that config.json asks for: "));
   EXPECT_THAT(out_.str(), HasSubstr("model-2.safetensors, which is not there"));
+  // A file that is there must be of the model, and hold what the index says.
+  const std::string other =
+      *ReadFile(testing_support::GoldenPath("hf_train/bert_cls_shared/model.safetensors"));
+  Json larger = Json::parse(*ReadFile(config));
+  larger["vocab_size"] = larger["vocab_size"].get<int64_t>() + 1;
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("config.json"), larger.dump()).ok());
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("model-1.safetensors"), other).ok());
+  EXPECT_EQ(Run({folder.path()}), kExitUsage);
+  EXPECT_THAT(err_.str(), HasSubstr("which does not hold it"));
+  const std::string words = "bert.embeddings.word_embeddings.weight";
+  ASSERT_TRUE(WriteFileAtomically(
+                  folder.Path("model.safetensors.index.json"),
+                  Json({{"weight_map",
+                         {{words, "model-1.safetensors"}, {"layers.0.w", "model-2.safetensors"}}}})
+                      .dump())
+                  .ok());
+  EXPECT_EQ(Run({folder.path()}), kExitUsage);
+  EXPECT_THAT(err_.str(), HasSubstr(words + " is ["));
   // Of a model that Muster does not have, the headers of all files are needed.
   ASSERT_TRUE(WriteFileAtomically(folder.Path("config.json"),
                                   R"({"architectures": ["T5ForConditionalGeneration"]})")
@@ -249,6 +272,8 @@ TEST_F(EstimateCommandTest, ConfigAlone_SaysWhatTheWeightsWouldTake) {
       ASSERT_EQ(Run({folder.path(), "-o", "json"}), kExitOk) << err_.str();
       Json alone = Json::parse(out_.str());
       ASSERT_EQ(Run({whole, "-o", "json"}), kExitOk) << err_.str();
+      EXPECT_THAT(alone["note"].get<std::string>(), HasSubstr("No weights are there"));
+      alone.erase("note");
       alone["path"] = whole;
       EXPECT_EQ(alone, Json::parse(out_.str()));
     }

@@ -59,15 +59,18 @@ absl::StatusOr<bool> HasTiedHead(const std::string& path) {
          absl::EndsWith(architecture, "LMHeadModel") || architecture == "BertForMaskedLM";
 }
 
-// Whether the folder has files that may hold weights: then what is wrong with them counts, and not
+// The files of the folder that may hold weights. With any, what is wrong with them counts, and not
 // only what config.json asks for.
-bool HasWeightFiles(const std::string& folder) {
-  const absl::StatusOr<std::vector<std::string>> files = ListDirectory(folder);
-  return files.ok() && std::any_of(files->begin(), files->end(), [](const std::string& name) {
-           // Not training_args.bin or optimizer.bin.
-           return (absl::StartsWith(name, "model") && absl::EndsWith(name, ".safetensors")) ||
-                  (absl::StartsWith(name, "pytorch_model") && absl::EndsWith(name, ".bin"));
-         });
+std::vector<std::string> FindWeightFiles(const std::string& folder) {
+  absl::StatusOr<std::vector<std::string>> files = ListDirectory(folder);
+  if (!files.ok()) return {};
+  const auto is_other = [](const std::string& name) {
+    // Not training_args.bin or optimizer.bin.
+    return !((absl::StartsWith(name, "model") && absl::EndsWith(name, ".safetensors")) ||
+             (absl::StartsWith(name, "pytorch_model") && absl::EndsWith(name, ".bin")));
+  };
+  files->erase(std::remove_if(files->begin(), files->end(), is_other), files->end());
+  return *std::move(files);
 }
 
 // The model's names of the tensors in its files; empty for one that it does not need. Muster knows
@@ -186,12 +189,17 @@ absl::StatusOr<ModelTensors> ReadModelTensors(const std::string& path,
       !PathExists(JoinPath(FolderOf(path), "config.json"))) {
     return found;
   }
-  const bool has_files = HasWeightFiles(FolderOf(path));
-  if (has_files) {
+  const std::vector<std::string> files = FindWeightFiles(FolderOf(path));
+  if (!files.empty()) {
     // One of several files is missing, and the config knows the model.
     const absl::StatusOr<models::ModelConfig> config = ConfigOf(path, ignore_settings);
     if (!absl::IsNotFound(WeightFiles::Open(path).status()) || !config.ok() || !HasSizes(*config)) {
       return found;
+    }
+    // Those that are there must be of the model that the config describes.
+    for (const std::string& name : files) {
+      MUSTER_RETURN_IF_ERROR(
+          TensorsOfFiles(JoinPath(FolderOf(path), name), ignore_settings).status());
     }
   }
   absl::StatusOr<ModelTensors> model = TensorsOfConfig(path, ignore_settings);
@@ -200,9 +208,9 @@ absl::StatusOr<ModelTensors> ReadModelTensors(const std::string& path,
                         absl::StrCat(found.status().message(), "; and sizes cannot be taken from ",
                                      model.status().message()));
   }
-  model->note = has_files ? absl::StrCat("Sizes are those that config.json asks for: ",
-                                         found.status().message(), ".\n")
-                          : "No weights are there: sizes are those that config.json asks for.\n";
+  model->note = files.empty() ? "No weights are there: sizes are those that config.json asks for."
+                              : absl::StrCat("Sizes are those that config.json asks for: ",
+                                             found.status().message(), ".");
   return model;
 }
 

@@ -265,7 +265,8 @@ void PrintText(const std::string& path, const Plan& plan, const Machine& machine
       << ": the plan is for another one.\n";
 }
 
-std::string JsonOf(const std::string& path, const Plan& plan, const Machine& machine) {
+std::string JsonOf(const std::string& path, const std::string& note, const Plan& plan,
+                   const Machine& machine) {
   ordered_json json = {{"path", path},
                        {"bytes", plan.sizes.at("")},
                        {"dtype", plan.request.dtype.has_value() ? ordered_json(*plan.request.dtype)
@@ -281,6 +282,7 @@ std::string JsonOf(const std::string& path, const Plan& plan, const Machine& mac
                        {"device_map", ordered_json::object()},
                        {"buffers_do_not_fit", plan.map.buffers_do_not_fit},
                        {"absent_gpus", Absent(plan, machine)}};
+  if (!note.empty()) json["note"] = note;
   for (const Share& share : SharesOf(plan)) {
     json["devices"].push_back(
         {{"device", share.device},
@@ -298,7 +300,7 @@ CommandSpec Spec() {
       .usage = "PATH [OPTIONS]",
       .details =
           "PATH is a folder, an index or a file of safetensors or torch.save; only headers and "
-          "config.json are read,\nof Muster's models config.json alone if nothing else is there. "
+          "config.json are read,\nof Muster's models config.json alone if files are missing. "
           "Modules are known by the names of tensors: those of "
           "--no_split are names of lists (layers, experts),\nor classes of models that Muster has "
           "(LlamaDecoderLayer). A program plans by its own modules:\n"
@@ -347,9 +349,9 @@ int RunPlanCommand(const std::vector<std::string>& args, const CommandContext& c
   const absl::StatusOr<Plan> plan = PlanOf(std::move(tree->model), *request);
   if (!plan.ok()) return fail(plan.status(), ExitCodeOf(plan.status()));
   if (format == "json") {
-    context.out << JsonOf(path, *plan, machine);
+    context.out << JsonOf(path, tree->note, *plan, machine);
   } else {
-    context.out << tree->note;
+    if (!tree->note.empty()) context.out << tree->note << "\n";
     PrintText(path, *plan, machine, context.out);
   }
   return kExitOk;

@@ -3,10 +3,13 @@
 #include <errno.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/registrar.h"
 #include "worker/checkpoint/seal.h"
 
@@ -28,8 +31,16 @@ absl::StatusOr<bool> NoteMarks(const std::string& dir, const std::string& sha256
 
 absl::Status PinFolder(const std::string& dir, bool pinned) {
   // A damaged one may be worth keeping, too.
-  if (const absl::Status there = ReadManifest(dir).status(); absl::IsNotFound(there)) return there;
+  const absl::StatusOr<Manifest> manifest = ReadManifest(dir);
+  if (absl::IsNotFound(manifest.status())) return manifest.status();
   const std::string path = JoinPath(dir, kPinName);
+  const auto is_pin = [](const ManifestFile& file) { return file.name == kPinName; };
+  if (manifest.ok() && std::any_of(manifest->files.begin(), manifest->files.end(), is_pin)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(path,
+                     " is a file of the program's own, so the checkpoint cannot be pinned by "
+                     "its folder: copy the folder to keep it"));
+  }
   if (pinned) {
     if (!PathExists(path)) MUSTER_RETURN_IF_ERROR(WriteFileAtomically(path, ""));
     return SyncDirectory(dir);

@@ -15,13 +15,11 @@ namespace muster::client {
 absl::StatusOr<bool> NoteMarks(const std::string& dir, const std::string& sha256, bool promoted,
                                bool pinned);
 
-// A pin that a person gives to the folder of a checkpoint, without a coordinator: an empty file in
-// it. Every retention leaves the checkpoint alone (see PinnedIn() and ReadSeal() in
-// worker/checkpoint/seal.h).
-inline constexpr char kPinName[] = "pinned";
-
-// Makes or removes the pin of the checkpoint in `dir`; the end also changes a seal.json that says
-// that it is pinned. Durable. Errors: NOT_FOUND if there is no checkpoint; those of the disk.
+// Makes or removes the pin that a person gives to the checkpoint in `dir`, without a coordinator:
+// the file kPinName (worker/checkpoint/seal.h), with which every retention leaves it alone.
+// Removing it also changes a seal.json that says that the checkpoint is pinned. Durable. Errors:
+// NOT_FOUND if there is no checkpoint; FAILED_PRECONDITION if it has a file of the program's own by
+// that name; those of the disk.
 absl::Status PinFolder(const std::string& dir, bool pinned);
 
 }  // namespace muster::client

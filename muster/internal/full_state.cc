@@ -166,11 +166,17 @@ DividedModel DivideModel(ModelSlot& model, int ranks) {
   }
   for (const SizedTensor& tensor : sizes) divided.bytes += static_cast<uint64_t>(tensor.bytes);
   divided.files = DivideTensors(sizes, ranks);
-  const auto buffers = model.source().buffers();
-  // The first file is that of rank 0, if there is one.
-  if (divided.files.empty() && !buffers.empty()) divided.files.emplace_back();
-  // One under several names is written under the first.
-  for (const auto& [name, buffer] : WithoutSharedTensors(buffers)) {
+  // One under several names is written under the first, which may be a parameter's.
+  std::set<std::string> firsts;
+  if (model.sharded() == nullptr) {
+    for (const auto& [name, tensor] : WithoutSharedTensors(TensorsOf(model.source()))) {
+      firsts.insert(name);
+    }
+  }
+  for (const auto& [name, buffer] : WithoutSharedTensors(model.source().buffers())) {
+    if (model.sharded() == nullptr && firsts.count(name) == 0) continue;
+    // The first file is that of rank 0, if there is one.
+    if (divided.files.empty()) divided.files.emplace_back();
     divided.files[0].tensors.push_back(name);
     divided.bytes += static_cast<uint64_t>(buffer.nbytes());
   }

@@ -1,7 +1,9 @@
 #include "worker/checkpoint/node_checkpoints.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -147,13 +149,22 @@ TEST_F(NodeCheckpointsTest, ProbeOfARankThatDied_IsRemovedByTheNextOne) {
   const std::string left = JoinPath(root_, ".muster-node-0123456789abcdef");
   const std::string live = JoinPath(root_, ".muster-node-0123456789abcde0");
   const std::string other = JoinPath(root_, ".muster-node-of-the-user");
-  for (const std::string& path : {left, live, other}) ASSERT_TRUE(MakeDirectories(path).ok());
+  // Of a rank on a machine whose locks this one does not see.
+  const std::string young = JoinPath(root_, ".muster-node-0123456789abcde1");
+  for (const std::string& path : {left, live, other, young}) {
+    ASSERT_TRUE(MakeDirectories(path).ok());
+    const timespec long_ago[2] = {{.tv_sec = 1, .tv_nsec = 0}, {.tv_sec = 1, .tv_nsec = 0}};
+    if (path != young) {
+      ASSERT_EQ(utimensat(AT_FDCWD, path.c_str(), long_ago, 0), 0);
+    }
+  }
   const OwnedFd lock(LockFolder(live));
   ASSERT_TRUE(lock.open());
   RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(FindNodeGroups(comm, root_, NodeOf(comm)).ok()); });
   EXPECT_FALSE(PathExists(left));
   EXPECT_TRUE(PathExists(live));
   EXPECT_TRUE(PathExists(other));
+  EXPECT_TRUE(PathExists(young));
 }
 
 TEST_F(NodeCheckpointsTest, Groups_OfNodesThatMountOneFolder_AreOne) {

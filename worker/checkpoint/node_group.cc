@@ -1,5 +1,6 @@
 #include "worker/checkpoint/node_group.h"
 
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -7,6 +8,8 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "base/file.h"
 #include "base/identity.h"
 #include "base/owned_fd.h"
@@ -20,12 +23,18 @@ namespace {
 
 constexpr char kProbeMark[] = ".muster-node-";
 
-// Those of ranks that died. A live one keeps its own locked.
+// Those of ranks that died. A live one keeps its own locked, which machines of a network file
+// system need not see, the one that serves it included: only an old one is surely nobody's.
 void RemoveAbandonedProbes(const std::string& parent) {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
   for (const std::string& name : names.value_or(std::vector<std::string>())) {
     const std::string path = JoinPath(parent, name);
-    if (!HasMark(name, "", kProbeMark) || MayHaveDistantWriter(path)) continue;
+    if (!HasMark(name, "", kProbeMark)) continue;
+    struct stat info;
+    if (lstat(path.c_str(), &info) != 0 ||
+        absl::Now() - absl::TimeFromTimespec(info.st_mtim) < kQuietTime) {
+      continue;
+    }
     const OwnedFd lock(LockFolder(path));
     // One that cannot be removed only takes room.
     if (lock.open()) (void)RemoveTree(path);

@@ -16,6 +16,7 @@
 #include "base/file.h"
 #include "base/log.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "c10/util/Exception.h"
 #include "worker/checkpoint/agreement.h"
 #include "worker/checkpoint/clean_path.h"
@@ -72,7 +73,7 @@ std::string NameOfSlice(absl::string_view file, absl::string_view tensor) {
   std::string name = absl::StrCat(absl::StripSuffix(file, kExtension), ":", tensor);
   if (name.size() <= kMaxSliceName) return name;
   const std::string digest = DigestBytes(name).xxh3;
-  return absl::StrCat(name.substr(0, kMaxSliceName - 1 - digest.size()), ":", digest);
+  return absl::StrCat(Utf8Prefix(name, kMaxSliceName - 1 - digest.size()), ":", digest);
 }
 
 // A whole tensor; `held`: the file has it, else it is announced as one that some file has. The
@@ -159,38 +160,56 @@ absl::StatusOr<std::vector<ShardFileReport>> ReportOf(const std::string& dir, in
     report.bytes = manifest.bytes;
     report.xxh3 = manifest.xxh3;
   }
-  const size_t first = reports.size();
+  std::vector<std::pair<size_t, ShardSlice>> slices;  // of these reports
   for (const ManifestFile& file : files) {
     ShardFileReport& report = reports.emplace_back();
     report.name = file.name;
     report.bytes = file.digest.bytes;
     report.xxh3 = file.digest.xxh3;
-  }
-  // What a file's report has no room for goes into another one.
-  std::vector<size_t> sizes(reports.size(), 0);
-  const auto put = [&](size_t at, ShardSlice slice) {
-    const size_t size = SizeOf(slice);
-    size_t to = at;
-    for (size_t k = 0; k < reports.size() && sizes[to] + size > kMaxSlicesBytes; ++k) {
-      to = (at + k) % reports.size();
-    }
-    if (sizes[to] + size > kMaxSlicesBytes) to = at;
-    sizes[to] += size;
-    reports[to].slices.push_back(std::move(slice));
-  };
-  for (size_t i = 0; i < files.size(); ++i) {
-    const std::string& name = files[i].name;
-    if (!absl::EndsWith(name, kExtension)) continue;
+    if (!absl::EndsWith(file.name, kExtension)) continue;
     MUSTER_ASSIGN_OR_RETURN(const SafetensorsHeader header,
-                            ReadSafetensorsHeader(JoinPath(dir, name)));
-    const auto part = plan.parts.find(name);
-    const std::string& whole = part == plan.parts.end() ? name : part->second;
+                            ReadSafetensorsHeader(JoinPath(dir, file.name)));
+    const auto part = plan.parts.find(file.name);
+    const std::string& whole = part == plan.parts.end() ? file.name : part->second;
     for (const SafetensorsEntry& entry : header.tensors) {
-      put(first + i, SliceOf(NameOfSlice(whole, entry.name), SafetensorsTypeName(entry.type),
-                             {entry.shape.begin(), entry.shape.end()}, /*held=*/true));
+      slices.emplace_back(reports.size() - 1,
+                          SliceOf(NameOfSlice(whole, entry.name), SafetensorsTypeName(entry.type),
+                                  {entry.shape.begin(), entry.shape.end()}, /*held=*/true));
     }
   }
-  for (ShardSlice& slice : plan.tensors) put(0, std::move(slice));
+  // What a file's report has no room for goes into another one, and what none has room for is left
+  // out: the digests of the files stand for it.
+  std::vector<size_t> sizes(reports.size(), 0);
+  const auto put = [&](size_t at, const ShardSlice& slice) {
+    const size_t size = SizeOf(slice);
+    for (size_t k = 0; k < reports.size(); ++k) {
+      const size_t to = (at + k) % reports.size();
+      if (sizes[to] + size > kMaxSlicesBytes) continue;
+      sizes[to] += size;
+      reports[to].slices.push_back(slice);
+      return true;
+    }
+    return false;
+  };
+  // A tensor that is announced must not be left out on the rank that has it. Rank 0 announces no
+  // more than what has room on any rank, and there goes first what that rank's own plan does not
+  // have.
+  std::set<absl::string_view> own;
+  size_t announced = 0;
+  for (const ShardSlice& slice : plan.tensors) {
+    own.insert(slice.tensor);
+    announced += SizeOf(slice);
+  }
+  bool has_room = announced <= kMaxSlicesBytes;
+  for (const auto& [at, slice] : slices) {
+    if (own.count(slice.tensor) == 0) (void)put(at, slice);
+  }
+  for (const auto& [at, slice] : slices) {
+    if (own.count(slice.tensor) > 0) has_room = put(at, slice) && has_room;
+  }
+  for (const ShardSlice& slice : plan.tensors) {
+    if (has_room) has_room = put(0, slice);
+  }
   return reports;
 }
 
@@ -213,9 +232,8 @@ absl::Status DeleteFolderOf(const RegisteredCheckpoint& record, Disposal* dispos
                                   : RemoveUnpublished(record.staging, record.path);
   }
   if (!PathExists(record.path)) return absl::OkStatus();
-  const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(record.path);
-  if (MayPass(seal.status())) return seal.status();
-  if (seal.ok() && seal->pinned) {
+  if (const absl::Status seal = ReadSeal(record.path).status(); MayPass(seal)) return seal;
+  if (HasPin(record.path)) {
     // By a person, without the registry, which forgets it.
     MUSTER_LOG(Info) << record.path << " stays: it is pinned in its folder";
     return absl::OkStatus();

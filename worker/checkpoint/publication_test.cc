@@ -15,6 +15,7 @@
 #include "base/file.h"
 #include "base/owned_fd.h"
 #include "base/test_folder.h"
+#include "base/text.h"
 #include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/fake_registrar.h"
 #include "worker/checkpoint/seal.h"
@@ -112,7 +113,7 @@ class PlannedTest : public PublicationTest {
  protected:
   using TensorNames = std::vector<std::string>;
   absl::Status SaveParts(const TensorNames& planned, const TensorNames& of_rank_0,
-                         const TensorNames& of_rank_1) {
+                         const TensorNames& of_rank_1, int states_of_rank_1 = 0) {
     std::vector<absl::Status> statuses(2);
     RunRanks(2, [&](Comm& comm) {
       statuses[comm.rank()] = SaveNumberedCheckpoint(
@@ -132,6 +133,17 @@ class PlannedTest : public PublicationTest {
               if (writer.rank() != 0) break;
               plan["tensors"].push_back(
                   {ModelFileName(0), name, "F32", TensorOf(name).sizes().vec()});
+            }
+            // As those of a sharded model, which its own plan has.
+            if (writer.rank() == 1 && states_of_rank_1 > 0) {
+              StateDict states;
+              for (int i = 0; i < states_of_rank_1; ++i) {
+                const std::string name = absl::StrCat(std::string(100, 's'), i);
+                states.SetTensor(name, at::full({1}, 1.0));
+                plan["tensors"].push_back({OptimizerFileName(0), name, "F64", {1}});
+              }
+              const absl::Status status = writer.Write(OptimizerFileName(0), states);
+              if (!status.ok()) return status;
             }
             StateDict random;
             random.SetTensor("cpu", at::full({3}, 1.0));
@@ -192,6 +204,27 @@ TEST_F(PlannedTest, ThousandsOfTensorsInAFile_AreAllReported) {
   ASSERT_TRUE(saved.ok()) << saved;
   EXPECT_THAT(registrar_.slices, Contains("model:" + many.back()));
   EXPECT_LT(registrar_.largest_file_report, size_t{768} << 10);
+}
+
+// What rank 0 announces is reported by the rank that has it, and first.
+TEST_F(PlannedTest, ReportWithoutRoomForAll_LeavesOutNothingThatIsAnnounced) {
+  TensorNames many;
+  for (int i = 0; i < 3000; ++i) many.push_back(absl::StrCat(std::string(100, 'x'), i));
+  const absl::Status saved = SaveParts(many, {}, many, /*states_of_rank_1=*/15'000);
+  ASSERT_TRUE(saved.ok()) << saved;
+  EXPECT_THAT(registrar_.slices, IsSupersetOf({"model:" + many.front(), "model:" + many.back()}));
+  EXPECT_LT(registrar_.largest_file_report, size_t{768} << 10);
+}
+
+// The registry's names are text.
+TEST_F(PlannedTest, LongNameOfOtherLetters_IsCutBetweenTwo) {
+  std::string name = "x";
+  while (name.size() < 1500) name += "\xC3\xA9";
+  ASSERT_TRUE(SaveParts({name}, {name}, {}).ok());
+  for (const std::string& slice : registrar_.slices) {
+    EXPECT_EQ(Utf8Prefix(slice, slice.size()), slice);
+    EXPECT_NE(static_cast<unsigned char>(slice[slice.rfind(':') - 1]), 0xC3) << slice;
+  }
 }
 
 TEST_F(PlannedTest, OtherPlan_HasAnotherDigest) {
@@ -787,8 +820,12 @@ TEST_F(PublicationTest, PinInTheFolder_IsSparedByEveryRetention) {
     ASSERT_TRUE(Save(first + 2, {.keep = 1}).ok());
     EXPECT_TRUE(PathExists(folder_.PathOf(first)));
     EXPECT_FALSE(PathExists(folder_.PathOf(first + 1)));
-    ASSERT_EQ(unlink(pin.c_str()), 0);
+    // Also one whose record was lost.
+    (void)unlink(JoinPath(folder_.PathOf(first), kSealName).c_str());
     ASSERT_TRUE(Save(first + 3, {.keep = 1}).ok());
+    EXPECT_TRUE(PathExists(folder_.PathOf(first)));
+    ASSERT_EQ(unlink(pin.c_str()), 0);
+    ASSERT_TRUE(Save(first + 4, {.keep = 1}).ok());
     EXPECT_FALSE(PathExists(folder_.PathOf(first)));
   }
 }

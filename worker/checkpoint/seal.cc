@@ -30,14 +30,6 @@ constexpr char kFormat[] = "muster-seal";
 constexpr int64_t kMaxBytes = 1 << 20;
 constexpr size_t kFirstFields = 16;  // of WriteSeal, without `held_back` and `pinned`
 
-// An empty file in a checkpoint's folder by which a person has pinned it, whatever its record says
-// and whether it has one (client/checkpoints/seal_marks.h). True also where nobody can tell.
-bool HasPin(const std::string& dir) {
-  struct stat info;
-  return lstat(JoinPath(dir, "pinned").c_str(), &info) == 0 ||
-         (errno != ENOENT && errno != ENOTDIR);
-}
-
 bool IsHex(absl::string_view text) {
   return std::all_of(text.begin(), text.end(),
                      [](char c) { return absl::ascii_isdigit(c) || (c >= 'a' && c <= 'f'); });
@@ -53,6 +45,15 @@ std::string FilesSha256(const std::map<std::string, FileDigest>& files) {
 }
 
 }  // namespace
+
+bool HasPin(const std::string& dir) {
+  struct stat info;
+  if (lstat(JoinPath(dir, kPinName).c_str(), &info) != 0) {
+    return errno != ENOENT && errno != ENOTDIR;
+  }
+  // Checkpoints of earlier versions may have a file of the program's own by this name.
+  return info.st_size == 0;
+}
 
 // Names are escaped, as in SealText: JSON can hold no other bytes than text.
 absl::Status WriteSeal(const std::string& dir, const RegisteredCheckpoint& record) {

@@ -35,6 +35,11 @@ absl::Status CheckSeal(const std::string& dir, const Manifest& manifest,
                        const RegisteredCheckpoint& seal, const VerifyingKey* key = nullptr,
                        const std::string& key_name = "");
 
+// An empty file in a checkpoint's folder by which a person has pinned it, whatever its record says
+// and whether it has one (client/checkpoints/seal_marks.h). True also where nobody can tell.
+inline constexpr char kPinName[] = "pinned";
+bool HasPin(const std::string& dir);
+
 // The paths of the numbered checkpoints whose records say that they are pinned, and of those whose
 // record cannot be read.
 absl::StatusOr<std::vector<std::string>> PinnedIn(const CheckpointFolder& folder);

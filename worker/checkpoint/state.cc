@@ -23,6 +23,7 @@
 #include "worker/checkpoint/file_plans.h"
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/publication.h"
+#include "worker/checkpoint/seal.h"
 #include "worker/checkpoint/shared_files.h"
 #include "worker/checkpoint/snapshot.h"
 #include "worker/checkpoint/staged_save.h"
@@ -146,7 +147,8 @@ absl::Status StateWriter::CheckName(const std::string& name) const {
        std::any_of(snapshot_->files().begin(), snapshot_->files().end(), has_name))) {
     return absl::InvalidArgumentError(absl::StrCat("file ", name, " was written already"));
   }
-  if (name.find('/') != std::string::npos || name == kManifestName || name == kSealName) {
+  if (name.find('/') != std::string::npos || name == kManifestName || name == kSealName ||
+      name == kPinName) {
     return absl::InvalidArgumentError(
         absl::StrCat("\"", name, "\" is not a valid name for a checkpoint's file"));
   }

@@ -103,8 +103,9 @@ absl::Status WeightFiles::Add(const std::string& file, const std::vector<std::st
   if (wanted != nullptr) {
     for (const std::string& name : *wanted) {
       if (found.contains(name)) continue;
-      return absl::NotFoundError(absl::StrCat(index, ": places tensor \"", Printable(name),
-                                              "\" in ", file, ", which does not hold it"));
+      // Not NOT_FOUND: nothing is missing that a download could add.
+      return absl::InvalidArgumentError(absl::StrCat(index, ": places tensor \"", Printable(name),
+                                                     "\" in ", file, ", which does not hold it"));
     }
   }
   sources_.push_back(std::move(source));
