@@ -295,7 +295,7 @@ TEST_F(GenerateTest, PromptOfAModelLargerThanMemory_TakesWhatWasPlanned) {
   expect_planned(500, "");
   // Adapters stay beside weights in files: 53 MB of them, in all layers.
   {
-    const auto model = load_causal_lm(large);
+    auto model = load_causal_lm(large);
     ASSERT_TRUE(model.ok()) << model.status();
     const models::LoraOptions options = {.rank = 64,
                                          .target_modules = {"q_proj", "k_proj", "v_proj", "o_proj",
