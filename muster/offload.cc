@@ -5,7 +5,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
-#include "worker/data/malloc_tuning.h"
 #include "worker/models/pretrained.h"
 #include "worker/train/guard.h"
 
@@ -20,8 +19,6 @@ absl::StatusOr<OffloadedCausalLm> load_offloaded_causal_lm(
         absl::StrCat(path, ": a ", models::ArchitectureName(models::Common(read).architecture),
                      " does not predict the next token"));
   }
-  // What a pass over a prompt has freed would stay the process's, beside the plan.
-  GiveBackFreedMemory();
   OffloadedCausalLm out;
   MUSTER_RETURN_IF_ERROR(Guard([&] {
     out.model = models::CausalLm(std::dynamic_pointer_cast<models::CausalLmImpl>(

@@ -22,8 +22,7 @@ struct OffloadedCausalLm {
 // loading: load_checkpoint_and_dispatch for models::LoadCausalLm. The model is in evaluation mode,
 // with weights in options.dtype (float32 by default). With {{"", "disk"}} the weights stay in their
 // files, and at most options.ring_bytes of them are in memory. The model's own values replace
-// options.prefix, options.rename and options.parts. From then on, freed memory of 1 MiB and more
-// goes back to the system, unless a MALLOC_ variable of glibc is set.
+// options.prefix, options.rename and options.parts.
 absl::StatusOr<OffloadedCausalLm> load_offloaded_causal_lm(
     const std::string& path, const DeviceMapChoice& device_map = DeviceEntries{{"", "disk"}},
     const BigModelOptions& options = {}, const models::ReadConfigOptions& config = {});

@@ -2,8 +2,11 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <malloc.h>
 
+#include <cstdlib>
 #include <map>
+#include <memory>
 #include <string>
 #include <variant>
 #include <vector>
@@ -14,6 +17,7 @@
 #include "base/test_folder.h"
 #include "tests/testdata/golden.h"
 #include "worker/checkpoint/model_files.h"
+#include "worker/data/malloc_tuning.h"
 #include "worker/models/generate.h"
 #include "worker/models/pretrained.h"
 
@@ -164,6 +168,17 @@ TEST(Offload, GradientsOfAdapters_AreThoseOfTheWholeModel) {
       Offload(path, DeviceEntries{{"", "disk"}, {"model.norm", "cpu"}}, {.ring_bytes = 64 << 10});
   ASSERT_TRUE(offloaded.ok()) << offloaded.status();
   EXPECT_TRUE(at::equal(gradient(offloaded->model), gradient(whole)));
+}
+
+// How a process keeps freed memory is its own decision: loaders tune it after a load, too.
+TEST(Offload, Load_LeavesTheTuningOfMemoryToTheProcess) {
+  ASSERT_TRUE(load_offloaded_causal_lm(GoldenPath("hf_models/llama_shared")).ok());
+  KeepFreedBatchMemory();
+  const size_t mapped = mallinfo2().hblks;
+  const std::unique_ptr<void, decltype(&std::free)> block(std::malloc(8 << 20), &std::free);
+  ASSERT_NE(block, nullptr);
+  // Kept memory comes from the heap, not from a mapping of its own.
+  EXPECT_EQ(mallinfo2().hblks, mapped);
 }
 
 TEST(Offload, RingThatIsTooSmall_IsNamed) {

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <iostream>
 #include <iterator>
+#include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -36,6 +37,8 @@
 #include "muster/offload.h"
 #include "worker/bigmodel/max_memory.h"
 #include "worker/checkpoint/weight_files.h"
+#include "worker/data/malloc_tuning.h"
+#include "worker/models/check_options.h"
 #include "worker/models/generation_config.h"
 #include "worker/models/generation_memory.h"
 #include "worker/models/lora.h"
@@ -72,6 +75,9 @@ constexpr char kFooter[] =
 
 constexpr int64_t kNewTokens = 256;
 
+// More than any model has positions, and than any memory has beams: sums of them do not overflow.
+constexpr int64_t kMostNewTokens = int64_t{1} << 40, kMostBeams = int64_t{1} << 20;
+
 struct Flags {
   std::string model, lora, prompt_file, dtype = "auto", device = "cpu", output = "text",
                                         weights_memory, max_memory;
@@ -95,7 +101,8 @@ void AddOptions(CLI::App& app, Flags& flags) {
       ->type_name("TEXT");
   app.add_option("--prompt_file", flags.prompt_file, "A file with the prompt; -: standard input")
       ->type_name("FILE");
-  app.add_option("--max_new_tokens", flags.max_new_tokens, "The most tokens to generate");
+  app.add_option("--max_new_tokens", flags.max_new_tokens, "The most tokens to generate")
+      ->check(CLI::Range(int64_t{1}, kMostNewTokens));
   app.add_option("--min_new_tokens", flags.min_new_tokens, "No end before so many tokens");
   app.add_flag("--sample", flags.sample, "Draw tokens instead of taking the best one");
   app.add_flag("--greedy", flags.greedy, "Take the best token, whatever the model's files say");
@@ -115,7 +122,8 @@ void AddOptions(CLI::App& app, Flags& flags) {
                  "Above 1: what is there already becomes less likely");
   app.add_option("--no_repeat_ngram_size", flags.no_repeat_ngram_size,
                  "No n-gram of this size twice");
-  app.add_option("--num_beams", flags.num_beams, "Beam search with so many beams");
+  app.add_option("--num_beams", flags.num_beams, "Beam search with so many beams")
+      ->check(CLI::Range(int64_t{1}, kMostBeams));
   app.add_option("--num_return_sequences", flags.num_return_sequences,
                  "So many texts for each prompt: draws, or the best of the beams");
   app.add_option("--length_penalty", flags.length_penalty,
@@ -332,30 +340,54 @@ absl::Status SetPlaces(const Flags& flags, const c10::Device& device, DeviceMapC
   return absl::OkStatus();
 }
 
+bool OnlyCpuComputes(const DeviceLimits& limits) {
+  return std::all_of(limits.begin(), limits.end(), [](const auto& limit) {
+    return limit.first == "cpu" || limit.first == "disk" || limit.second == 0;
+  });
+}
+
 // The model in memory, or with its weights in their files; without adapters.
-absl::StatusOr<TextGenerator> LoadBase(const Flags& flags, OffloadedCausalLm* offloaded) {
-  MUSTER_ASSIGN_OR_RETURN(const models::LoadPretrainedOptions load, LoadOptions(flags));
+absl::StatusOr<TextGenerator> LoadBase(const Flags& flags,
+                                       const models::LoadPretrainedOptions& load,
+                                       models::GenerateOptions defaults,
+                                       OffloadedCausalLm* offloaded) {
   if (flags.weights_memory.empty() && flags.max_memory.empty()) {
     return TextGenerator::FromFolder(flags.model, load, DoSample(flags), kNewTokens);
   }
   DeviceMapChoice map;
   BigModelOptions options = {.dtype = load.dtype};
   MUSTER_RETURN_IF_ERROR(SetPlaces(flags, load.device, &map, &options));
-  MUSTER_ASSIGN_OR_RETURN(models::GenerateOptions defaults,
-                          models::ReadGenerationConfig(flags.model, DoSample(flags), kNewTokens));
   MUSTER_ASSIGN_OR_RETURN(Tokenizer tokenizer, Tokenizer::FromFolder(flags.model));
+  // What a pass over a prompt has freed would stay the process's, beside the plan. Before the
+  // weights come, which would stand between it and the end of the heap.
+  if (OnlyCpuComputes(options.max_memory)) GiveBackFreedMemory();
   MUSTER_ASSIGN_OR_RETURN(*offloaded,
                           load_offloaded_causal_lm(flags.model, map, options, load.config));
   return TextGenerator(offloaded->model, std::move(tokenizer), std::move(defaults));
 }
 
-absl::StatusOr<TextGenerator> LoadGenerator(const Flags& flags, OffloadedCausalLm* offloaded) {
-  MUSTER_ASSIGN_OR_RETURN(TextGenerator generator, LoadBase(flags, offloaded));
-  if (flags.lora.empty()) return generator;
-  MUSTER_RETURN_IF_ERROR(models::LoadLora(*generator.model(), flags.lora).status());
+struct Loaded {
+  TextGenerator generator;
+  // Of adapters that are not merged; 0: none.
+  int64_t adapter_rank = 0;
+};
+
+absl::StatusOr<Loaded> LoadGenerator(const Flags& flags, const models::LoadPretrainedOptions& load,
+                                     models::GenerateOptions defaults,
+                                     OffloadedCausalLm* offloaded) {
+  MUSTER_ASSIGN_OR_RETURN(TextGenerator generator,
+                          LoadBase(flags, load, std::move(defaults), offloaded));
+  Loaded loaded = {.generator = std::move(generator)};
+  if (flags.lora.empty()) return loaded;
+  MUSTER_ASSIGN_OR_RETURN(const models::LoraOptions adapters,
+                          models::LoadLora(*loaded.generator.model(), flags.lora));
   // Merged they cost nothing; weights in files stay as they are.
-  if (offloaded->weights == nullptr) models::MergeLora(*generator.model());
-  return generator;
+  if (offloaded->weights == nullptr) {
+    models::MergeLora(*loaded.generator.model());
+  } else {
+    loaded.adapter_rank = adapters.rank;
+  }
+  return loaded;
 }
 
 int64_t PeakMemory() {
@@ -385,14 +417,15 @@ struct MemoryPlan {
 constexpr uint64_t kLibraries = uint64_t{32} << 20;
 
 models::GenerationShape ShapeOf(TextGenerator& generator, const std::vector<std::string>& prompts,
-                                const TextOptions& options) {
+                                const TextOptions& options, int64_t adapter_rank) {
   const models::GenerateOptions& tokens = options.tokens;
   models::GenerationShape shape = {
       .rows = static_cast<int64_t>(prompts.size()),
       .prompt_tokens = 0,
       .times = std::max<int64_t>(1, std::max(tokens.num_beams, tokens.num_return_sequences)),
       .do_sample = tokens.do_sample,
-      .element_bytes = generator.model()->parameters().at(0).element_size()};
+      .element_bytes = generator.model()->parameters().at(0).element_size(),
+      .adapter_rank = adapter_rank};
   for (size_t i = 0; i < prompts.size(); ++i) {
     const absl::StatusOr<std::vector<int64_t>> ids =
         generator.tokenizer().EncodeIds(prompts[i], options.add_special_tokens);
@@ -407,21 +440,42 @@ models::GenerationShape ShapeOf(TextGenerator& generator, const std::vector<std:
   return shape;
 }
 
+// At most what there is: a plan that does not fit into int64 is that.
+template <typename... Numbers>
+uint64_t SumOf(Numbers... numbers) {
+  uint64_t sum = 0;
+  const auto add = [&sum](uint64_t number) {
+    if (__builtin_add_overflow(sum, number, &sum)) sum = std::numeric_limits<uint64_t>::max();
+  };
+  (add(static_cast<uint64_t>(numbers)), ...);
+  return sum;
+}
+
+// Adapters beside the weights, which came after these had been placed.
+uint64_t AdapterBytes(const models::TextModelImpl& model) {
+  uint64_t bytes = 0;
+  for (const auto& item : model.named_parameters()) {
+    if (absl::StrContains(item.key(), ".lora_")) bytes += item.value().nbytes();
+  }
+  return bytes;
+}
+
 // Before anything is computed. `program`: what the process had before the model came.
-MemoryPlan PlanOf(const DispatchedModel& weights, const models::ModelConfig& config,
-                  const models::GenerationShape& shape, int64_t program) {
+MemoryPlan PlanOf(const OffloadedCausalLm& offloaded, const models::GenerationShape& shape,
+                  int64_t program) {
+  const DispatchedModel& weights = *offloaded.weights;
   const OffloadStats stats = weights.stats();
-  double resident = 0;
+  auto resident = static_cast<double>(AdapterBytes(*offloaded.model));
   for (const auto& [device, bytes] : weights.resident()) resident += bytes;
-  const models::GenerationMemory memory = models::PlanGenerationMemory(config, shape);
+  const models::GenerationMemory memory =
+      models::PlanGenerationMemory(offloaded.model->config(), shape);
   MemoryPlan plan = {.resident = static_cast<uint64_t>(resident),
                      .offloaded = stats.offloaded_bytes,
                      .cache = static_cast<uint64_t>(memory.cache),
                      .activations = static_cast<uint64_t>(memory.activations)};
   plan.most = plan.resident + stats.ring_bytes;
   if (weights.main_device().is_cpu()) {
-    plan.process =
-        plan.most + plan.cache + plan.activations + kLibraries + static_cast<uint64_t>(program);
+    plan.process = SumOf(plan.most, plan.cache, plan.activations, kLibraries, program);
   }
   return plan;
 }
@@ -474,11 +528,11 @@ long Mib(uint64_t bytes) { return static_cast<long>(bytes >> 20); }
 void PrintPlan(const MemoryPlan& plan, const models::GenerationShape& shape) {
   std::fprintf(stderr,
                "weights: %ld MiB stay in memory, %ld MiB come when they are used; at most %ld MiB "
-               "in memory\nplan: keys and values of %ld tokens %ld MiB, activations at most %ld "
+               "in memory\nplan: keys and values of %lu tokens %ld MiB, activations at most %ld "
                "MiB",
                Mib(plan.resident), Mib(plan.offloaded), Mib(plan.most),
-               static_cast<long>(shape.prompt_tokens + shape.new_tokens), Mib(plan.cache),
-               Mib(plan.activations));
+               static_cast<unsigned long>(SumOf(shape.prompt_tokens, shape.new_tokens)),
+               Mib(plan.cache), Mib(plan.activations));
   if (plan.process.has_value()) {
     std::fprintf(stderr, "; with weights and the program %ld MiB", Mib(*plan.process));
   }
@@ -535,14 +589,19 @@ absl::Status Run(const Flags& flags) {
     return absl::InvalidArgumentError("--sample and --greedy exclude each other");
   }
   MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> prompts, Prompts(flags));
+  // The small files first: a large model takes minutes to load.
+  MUSTER_ASSIGN_OR_RETURN(const models::LoadPretrainedOptions load, LoadOptions(flags));
+  MUSTER_ASSIGN_OR_RETURN(const models::GenerateOptions defaults,
+                          models::ReadGenerationConfig(flags.model, DoSample(flags), kNewTokens));
+  TextOptions options = OptionsOf(flags, defaults);
+  MUSTER_RETURN_IF_ERROR(CheckEffects(flags, options.tokens));
+  MUSTER_RETURN_IF_ERROR(models::CheckOptions(options.tokens));
   const int64_t program = PeakMemory();
   OffloadedCausalLm offloaded;
-  absl::StatusOr<TextGenerator> loaded = LoadGenerator(flags, &offloaded);
+  absl::StatusOr<Loaded> loaded = LoadGenerator(flags, load, defaults, &offloaded);
   if (IsOutOfMemory(loaded.status())) return NoMemory(flags, std::nullopt);
   MUSTER_RETURN_IF_ERROR(loaded.status());
-  TextGenerator generator = *std::move(loaded);
-  TextOptions options = OptionsOf(flags, generator.defaults());
-  MUSTER_RETURN_IF_ERROR(CheckEffects(flags, options.tokens));
+  TextGenerator& generator = loaded->generator;
   Times times = {.load = elapsed()};
   const bool streams = flags.output == "text" && prompts.size() == 1 &&
                        options.tokens.num_beams == 1 && options.tokens.num_return_sequences == 1;
@@ -559,8 +618,9 @@ absl::Status Run(const Flags& flags) {
   }
   std::optional<MemoryPlan> plan;
   if (offloaded.weights != nullptr) {
-    const models::GenerationShape shape = ShapeOf(generator, prompts, options);
-    plan = PlanOf(*offloaded.weights, generator.model()->config(), shape, program);
+    const models::GenerationShape shape =
+        ShapeOf(generator, prompts, options, loaded->adapter_rank);
+    plan = PlanOf(offloaded, shape, program);
     if (!flags.quiet && flags.output == "text") PrintPlan(*plan, shape);
   }
   const absl::StatusOr<std::vector<GeneratedText>> generated = generator.Generate(prompts, options);

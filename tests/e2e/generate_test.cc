@@ -271,23 +271,74 @@ TEST_F(GenerateTest, ModelLargerThanMemory_RunsFromItsFiles) {
 TEST_F(GenerateTest, PromptOfAModelLargerThanMemory_TakesWhatWasPlanned) {
   const std::string large = Temp("large");
   ASSERT_TRUE(WriteHubFolder(large, /*width=*/1024, /*layers=*/12, /*max_positions=*/600).ok());
-  for (const int tokens : {128, 500}) {
-    SCOPED_TRACE(tokens);
+  const auto expect_planned = [&](int tokens, const std::string& args) {
+    SCOPED_TRACE(absl::StrCat(tokens, args));
     std::string prompt;
     for (int i = 0; i < tokens; ++i) absl::StrAppend(&prompt, "7 ");
     // 500 MB of weights, of which 250 MB are in memory; 100 KB for a token of the prompt.
-    const auto run = GenerateWithin(
-        "500000", large,
-        absl::StrCat("--prompt '", prompt, "' --max_new_tokens 1 --max_memory cpu=250MB -o json"));
+    const auto run =
+        GenerateWithin("500000", large,
+                       absl::StrCat("--prompt '", prompt,
+                                    "' --max_new_tokens 1 --max_memory cpu=250MB -o json", args));
     ASSERT_EQ(run->Wait(), 0) << run->err_text();
     const auto figures = nlohmann::json::parse(run->out_text());
     EXPECT_GT(figures["texts"][0]["prompt_tokens"], tokens * 9 / 10);
     const auto planned = figures["planned_memory"].get<double>();
     const auto peak = figures["peak_memory"].get<double>();
-    RecordProperty(absl::StrCat("planned_", tokens), static_cast<int>(planned / 1e6));
-    RecordProperty(absl::StrCat("peak_", tokens), static_cast<int>(peak / 1e6));
+    const std::string name = absl::StrCat(tokens, args.empty() ? "" : "_lora");
+    RecordProperty("planned_" + name, static_cast<int>(planned / 1e6));
+    RecordProperty("peak_" + name, static_cast<int>(peak / 1e6));
     EXPECT_LT(peak, 1.1 * planned);
     EXPECT_GT(peak, 0.9 * planned);
+  };
+  expect_planned(128, "");
+  expect_planned(500, "");
+  // Adapters stay beside weights in files: 53 MB of them, in all layers.
+  {
+    auto model = load_causal_lm(large);
+    ASSERT_TRUE(model.ok()) << model.status();
+    const models::LoraOptions options = {.rank = 64,
+                                         .target_modules = {"q_proj", "k_proj", "v_proj", "o_proj",
+                                                            "gate_proj", "up_proj", "down_proj"}};
+    models::AddLora(**model, options);
+    ASSERT_TRUE(models::SaveLora(**model, Temp("adapters"), options).ok());
+  }
+  expect_planned(128, absl::StrCat(" --lora ", Temp("adapters")));
+}
+
+// What options alone tell is said before the weights are read, which takes minutes.
+TEST_F(GenerateTest, OptionsThatDoNotGoTogether_AreRefusedBeforeTheWeightsAreRead) {
+  ASSERT_EQ(std::remove((model_ + "/model.safetensors").c_str()), 0);
+  const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
+      {{"--dtype", "float32", "--seed", "7"}, "--seed is for sampling"},
+      {{"--length_penalty", "2"}, "--length_penalty is for beam search"},
+      {{"--min_new_tokens", "9", "--max_new_tokens", "4"}, "--min_new_tokens 9 is more"},
+      {{"--temperature", "0.5"}, "add --sample"},
+      {{"--sample", "--top_p", "7"}, "top_p is 7"},
+      {{"--num_return_sequences", "2"}, "num_return_sequences is 2"},
+      {{}, "safetensors"}};
+  for (const auto& [options, message] : cases) {
+    for (const char* const memory : {"", "1GB"}) {
+      std::vector<std::string> args = {"--prompt", "a"};
+      args.insert(args.end(), options.begin(), options.end());
+      if (*memory != '\0') args.insert(args.end(), {"--weights_memory", memory});
+      auto run = Generate(args);
+      EXPECT_NE(run->Wait(), 0);
+      EXPECT_THAT(run->err(), ElementsAre(HasSubstr(message)));
+    }
+  }
+}
+
+TEST_F(GenerateTest, NumbersThatNoModelHas_AreRefused) {
+  for (const char* const option : {"--max_new_tokens", "--num_beams"}) {
+    for (const char* const number : {"9223372036854775807", "0", "-1"}) {
+      SCOPED_TRACE(absl::StrCat(option, " ", number));
+      auto run = Generate({"--prompt", "a", option, number});
+      EXPECT_EQ(run->Wait(), 2);
+      EXPECT_THAT(run->out(), IsEmpty());
+      EXPECT_THAT(run->err_text(), testing::AllOf(StartsWith(absl::StrCat(option, ": Value ")),
+                                                  HasSubstr("not in range 1 to 1")));
+    }
   }
 }
 

@@ -21,8 +21,10 @@
 #include "ATen/ops/where.h"
 #include "c10/core/InferenceMode.h"
 #include "worker/models/beam_search.h"
+#include "worker/models/check_options.h"
 #include "worker/models/prompt.h"
 #include "worker/models/score_rules.h"
+#include "worker/train/guard.h"
 
 namespace muster::models {
 namespace {
@@ -63,8 +65,7 @@ Resolved Resolve(const CommonConfig& config, const GenerateOptions& options) {
   return out;
 }
 
-void CheckOptions(const GenerateOptions& options, const ModelConfig& config,
-                  const at::Tensor& input_ids) {
+void CheckAlone(const GenerateOptions& options) {
   CheckRules(options.rules);
   TORCH_CHECK_VALUE(options.max_new_tokens >= 1, "max_new_tokens is ", options.max_new_tokens,
                     "; it must be at least 1");
@@ -75,8 +76,6 @@ void CheckOptions(const GenerateOptions& options, const ModelConfig& config,
                         (draws_several || options.num_return_sequences <= options.num_beams),
                     "num_return_sequences is ", options.num_return_sequences,
                     "; it must be from 1 to num_beams, which is ", options.num_beams);
-  TORCH_CHECK_VALUE(options.stop_strings.empty(),
-                    "stop_strings need the model's tokenizer: generate with a TextGenerator");
   TORCH_CHECK_VALUE(std::isfinite(options.length_penalty), "length_penalty is not a finite number");
   if (options.num_beams > 1) {
     TORCH_CHECK_VALUE(options.on_tokens == nullptr,
@@ -93,9 +92,16 @@ void CheckOptions(const GenerateOptions& options, const ModelConfig& config,
         "temperature, top_h, top_k, top_p, min_p, typical_p, epsilon_cutoff and eta_cutoff "
         "are for sampling: set do_sample too");
   }
+}
+
+void CheckWith(const ModelConfig& config, const at::Tensor& input_ids,
+               const GenerateOptions& options) {
+  CheckAlone(options);
+  TORCH_CHECK_VALUE(options.stop_strings.empty(),
+                    "stop_strings need the model's tokenizer: generate with a TextGenerator");
   const int64_t length = input_ids.defined() && input_ids.dim() == 2 ? input_ids.size(1) : 0;
   const int64_t context = ContextLength(config);
-  TORCH_CHECK_VALUE(options.beyond_context || length + options.max_new_tokens <= context,
+  TORCH_CHECK_VALUE(options.beyond_context || options.max_new_tokens <= context - length,
                     "a prompt of ", length, " tokens and ", options.max_new_tokens,
                     " new ones are more than the ", context,
                     " positions of the model: shorten the prompt or lower max_new_tokens");
@@ -380,10 +386,14 @@ Generated Search(PromptReader& reader, const GenerateOptions& options, const Res
 
 }  // namespace
 
+absl::Status CheckOptions(const GenerateOptions& options) {
+  return Guard([&] { CheckAlone(options); });
+}
+
 Generated Generate(CausalLmImpl& model, const at::Tensor& input_ids,
                    const at::Tensor& attention_mask, const GenerateOptions& options) {
   const CommonConfig& config = Common(model.config());
-  CheckOptions(options, model.config(), input_ids);
+  CheckWith(model.config(), input_ids, options);
   const ScopedEvaluation evaluation(model);
   const c10::InferenceMode inference;
   const Resolved resolved = Resolve(config, options);

@@ -238,6 +238,8 @@ TEST(Generate, WhatHasNoMeaning_IsNamed) {
       {error(Ids({1, -1}), {}, {}), "token -1 is beyond the vocabulary of 120"},
       {error(prompt, {}, {.max_new_tokens = 63}),
        "a prompt of 2 tokens and 63 new ones are more than the 64 positions of the model"},
+      {error(prompt, {}, {.max_new_tokens = std::numeric_limits<int64_t>::max()}),
+       "9223372036854775807 new ones are more than the 64 positions of the model"},
       {error(prompt, {}, {.max_new_tokens = 0}), "max_new_tokens is 0"},
       {error(prompt, {}, {.num_return_sequences = 2}), "num_return_sequences is 2"},
       {error(prompt, {}, {.rules = {.temperature = 0.5}}), "set do_sample too"},

@@ -3,31 +3,44 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <set>
 #include <variant>
+
+#include "worker/models/few_rows_linear.h"
 
 namespace muster::models {
 namespace {
 
-// What decides how much a layer takes, of any decoder.
+// What decides how much a layer takes, of any model.
 struct Widths {
   double hidden = 0, inner = 0, queries = 0, keys = 0, layers = 0, experts = 0, head_dim = 0;
-  bool has_window = false;
+  // Outputs of the widest layer of attention.
+  double projected = 0;
+  Activation activation = Activation::kSilu;
+  // The feed-forward layers have a gate.
+  bool is_gated = false;
+  // Its linear layers are those of GPT-2, which have no kernel of their own for few rows.
+  bool has_conv1d = false;
+  // Of the layers, each once.
+  std::set<int64_t> windows = {0};
 };
 
 Widths WidthsOf(const ModelConfig& config) {
   if (const auto* const decoder = std::get_if<DecoderConfig>(&config)) {
     const auto head_dim = static_cast<double>(decoder->head_dim);
-    return {
-        .hidden = static_cast<double>(decoder->hidden_size),
-        .inner = static_cast<double>(decoder->intermediate_size),
-        .queries = static_cast<double>(decoder->num_heads) * head_dim,
-        .keys = static_cast<double>(decoder->num_key_value_heads) * head_dim,
-        .layers = static_cast<double>(decoder->num_layers),
-        .experts =
-            decoder->num_experts > 0 ? static_cast<double>(decoder->num_experts_per_token) : 0,
-        .head_dim = head_dim,
-        .has_window = std::any_of(decoder->sliding_windows.begin(), decoder->sliding_windows.end(),
-                                  [](int64_t window) { return window > 0; })};
+    const double queries = static_cast<double>(decoder->num_heads) * head_dim;
+    return {.hidden = static_cast<double>(decoder->hidden_size),
+            .inner = static_cast<double>(decoder->intermediate_size),
+            .queries = queries,
+            .keys = static_cast<double>(decoder->num_key_value_heads) * head_dim,
+            .layers = static_cast<double>(decoder->num_layers),
+            .experts =
+                decoder->num_experts > 0 ? static_cast<double>(decoder->num_experts_per_token) : 0,
+            .head_dim = head_dim,
+            .projected = queries,
+            .activation = decoder->activation,
+            .is_gated = true,
+            .windows = {decoder->sliding_windows.begin(), decoder->sliding_windows.end()}};
   }
   if (const auto* const gpt2 = std::get_if<Gpt2Config>(&config)) {
     const auto hidden = static_cast<double>(gpt2->hidden_size);
@@ -35,22 +48,66 @@ Widths WidthsOf(const ModelConfig& config) {
             .inner = static_cast<double>(gpt2->inner_size),
             .queries = hidden,
             .keys = hidden,
-            .layers = static_cast<double>(gpt2->num_layers)};
+            .layers = static_cast<double>(gpt2->num_layers),
+            .projected = 3 * hidden,
+            .activation = gpt2->activation,
+            .has_conv1d = true};
   }
   return {};
 }
 
+// How many tensors of its input's size Activate() has alive at once, with its input and its result.
+// Each result of an operation lives until the end of its statement.
+int ActivationTensors(Activation activation, bool rounds) {
+  switch (activation) {
+    case Activation::kGeluNew:
+      return rounds ? 8 : 2;
+    case Activation::kGeluFast:
+      return rounds ? 9 : 2;
+    case Activation::kGeluErf:
+      return rounds ? 6 : 2;
+    case Activation::kLaplace:
+      return 6;
+    case Activation::kQuickGelu:
+      return 4;
+    case Activation::kGeluClipped:
+    case Activation::kRelu2:
+    case Activation::kSqrtSoftplus:
+      return 3;
+    default:
+      return 2;
+  }
+}
+
+// What the adapter of a layer takes for a token, beside the layer's input and its result: the
+// narrow product, the wide one, the scaled one and the sum; where they are wider than the layer,
+// its input and its result as wide, too.
+double AdapterBytes(double in, double out, double rank, double e) {
+  if (rank == 0) return 0;
+  return rank * 4 + 3 * out * 4 + (e < 4 ? (in + out) * 4 : 0);
+}
+
 // Of one token in a layer: the most of what its parts hold at once. `e`: bytes of an element. The
 // counts are those of the tensors that the layers' forward() have alive together.
-double TokenBytes(const Widths& widths, double e) {
+double TokenBytes(const Widths& widths, double e, double rank) {
   // The stream, and what the layer has added to it so far.
   const double stream = 2 * widths.hidden * e;
   // In float32: the input, its square, the scaled one; and the result.
   const double norm = 3 * widths.hidden * 4 + widths.hidden * e;
   // Queries, keys, values; one of the first two with both of its turned halves; and the result.
-  const double attention = widths.hidden * e + (5 * widths.queries + 2 * widths.keys) * e;
-  // Gate, its activation, the other input, their product, the result.
-  const double feed_forward = (4 * widths.inner + 2 * widths.hidden) * e;
+  const double attention = widths.hidden * e + (5 * widths.queries + 2 * widths.keys) * e +
+                           AdapterBytes(std::max(widths.hidden, widths.queries),
+                                        std::max(widths.hidden, widths.projected), rank, e);
+  // Gate, its activation, the other input, their product, the result; in any order.
+  const int gates = widths.is_gated ? 1 : 0;
+  const int activated =
+      std::max(2 + 2 * gates, gates + ActivationTensors(widths.activation, e < 4));
+  const double feed_forward =
+      2 * widths.hidden * e + std::max({activated * widths.inner * e,
+                                        (1 + 2 * gates) * widths.inner * e +
+                                            AdapterBytes(widths.hidden, widths.inner, rank, e),
+                                        (2 + 2 * gates) * widths.inner * e +
+                                            AdapterBytes(widths.inner, widths.hidden, rank, e)});
   double mixed = 0;
   if (widths.experts > 0) {
     // Each token once for each of its experts: gathered, computed, joined, weighted in float32.
@@ -76,22 +133,43 @@ GenerationMemory PlanGenerationMemory(const ModelConfig& config, const Generatio
   // Of the prompts before any has its `times`.
   const double cache = rows * positions * widths.layers * 2 * widths.keys * e;
 
-  double reading = rows * prompt * TokenBytes(widths, e);
-  // In 16 bits kernels make themselves a weight in another order or type.
-  if (e < 4) reading += widths.hidden * std::max(widths.inner, widths.queries) * 4;
+  const auto rank = static_cast<double>(shape.adapter_rank);
+  const auto vocabulary = static_cast<double>(Common(config).vocab_size);
+  // In 16 bits kernels make themselves a weight in another order or type, of the head only if there
+  // are more rows than the kernel for few takes.
+  const auto copied = [&](double largest) { return e < 4 ? largest * widths.hidden * 4 : 0; };
+  const double layer_copy = copied(std::max(widths.inner, widths.projected));
+  const auto head_copy = [&](double count) {
+    return count > static_cast<double>(kFewRows) ? copied(vocabulary) : 0;
+  };
+  const double head_bytes = vocabulary * (e + 4) + AdapterBytes(widths.hidden, vocabulary, rank, e);
+
+  double reading = rows * prompt * TokenBytes(widths, e, rank) + layer_copy;
+  // Tokens, positions, and what is compared with them.
+  reading += rows * prompt * 4 * sizeof(int64_t);
   // Cosines and sines of all positions, and the tables that they are made from.
   reading += prompt * widths.head_dim * (4 + 2 * e) * (shape.is_padded ? rows : 1);
-  if (shape.is_padded || widths.has_window) {
-    // Which position sees which: as numbers while it is made, then as the kernel wants it.
+  // Which position sees which, for each kind of window. One that the prompt does not fill is none.
+  const auto is_window = [&](int64_t window) { return window > 0 && window < shape.prompt_tokens; };
+  const auto num_windows = std::count_if(widths.windows.begin(), widths.windows.end(), is_window);
+  const auto masks = static_cast<double>(
+      shape.is_padded ? static_cast<int64_t>(widths.windows.size()) : int64_t{num_windows});
+  if (masks > 0) {
+    // As numbers while it is made, then as the kernel wants it.
     const double pairs = prompt * prompt * (shape.is_padded ? rows : 1);
-    reading = std::max(prompt * prompt * (widths.has_window ? 10 : 0) + 3 * pairs,
-                       reading + pairs * (2 + e));
+    reading = std::max(prompt * prompt * (num_windows > 0 ? 10 : 1) + (masks + 2) * pairs,
+                       reading + pairs * (masks + 1 + e));
   }
+  // The last position's scores, while the stream is there.
+  reading =
+      std::max(reading, rows * (prompt * 2 * widths.hidden * e + head_bytes) + head_copy(rows));
   // A few rows are computed in float32. Scores: as they are, changed by rules, as probabilities in
   // double.
   const double scores =
-      static_cast<double>(Common(config).vocab_size) * (shape.do_sample ? 44 : 16);
-  double next = rows * times * (TokenBytes(widths, std::max(e, 4.0)) + scores);
+      vocabulary * (shape.do_sample ? 44 : 16) + AdapterBytes(widths.hidden, vocabulary, rank, e);
+  double next = rows * times * (TokenBytes(widths, std::max(e, 4.0), rank) + scores);
+  const bool is_few = rows * times <= static_cast<double>(kFewRows);
+  next += std::max(is_few && !widths.has_conv1d ? 0 : layer_copy, head_copy(rows * times));
   // Beams that change places take the keys of a layer along.
   if (times > 1) next += rows * times * static_cast<double>(shape.new_tokens) * widths.keys * e;
   // The prompt's cache is there until each row has its own, tensor by tensor.

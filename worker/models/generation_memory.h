@@ -19,6 +19,8 @@ struct GenerationShape {
   bool do_sample = false;
   // Of an element of weights and activations.
   int64_t element_bytes = 4;
+  // Of adapters beside the weights; 0: there are none. Any layer may have one.
+  int64_t adapter_rank = 0;
 };
 
 // Bytes.

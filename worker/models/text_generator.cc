@@ -142,7 +142,7 @@ absl::StatusOr<std::vector<GeneratedText>> TextGenerator::Generate(
   }
   const int64_t context = ContextLength(model_->config());
   if (prompts.size() > 1 && !tokens.beyond_context &&
-      encoded.ids.size(1) + tokens.max_new_tokens > context) {
+      tokens.max_new_tokens > context - encoded.ids.size(1)) {
     // Of one prompt, Generate() says it.
     const size_t longest =
         std::max_element(encoded.lengths.begin(), encoded.lengths.end()) - encoded.lengths.begin();

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -288,6 +289,13 @@ TEST_F(TextGeneratorTest, WhatIsWrong_IsNamed) {
                 .message()
                 .find("more than the 128 positions"),
             std::string::npos);
+  EXPECT_NE(
+      generator
+          .Generate({"a", "b"}, {.tokens = {.max_new_tokens = std::numeric_limits<int64_t>::max()}})
+          .status()
+          .message()
+          .find("prompt 0, of"),
+      std::string::npos);
   EXPECT_NE(
       generator
           .Generate({"a"}, {.tokens = {.do_sample = true, .num_return_sequences = 2'000'000'000}})
