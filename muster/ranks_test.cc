@@ -707,11 +707,14 @@ TEST(BadInput, ModelsThatDiffer_AreNamedOnEveryRank) {
 }
 
 struct OneParameter : torch::nn::Module {
-  explicit OneParameter(at::Device device) : weight(at::ones({1, 1}, device)) {
+  explicit OneParameter(at::Device device)
+      : weight(at::ones({1, 1}, device)), offset(at::zeros({1}, device)) {
     register_parameter("weight", weight);
+    // Of a sharded model only buffers must have values.
+    register_buffer("offset", offset);
   }
-  at::Tensor forward(const at::Tensor& x) { return at::mm(x, weight); }
-  at::Tensor weight;
+  at::Tensor forward(const at::Tensor& x) { return at::mm(x, weight) + offset; }
+  at::Tensor weight, offset;
 };
 
 TEST(BadInput, ModelThatOneRankCannotPrepare_IsToldToEveryRank) {

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <fstream>
 #include <map>
 #include <memory>
@@ -247,6 +248,185 @@ TEST_F(ShardingWeights, TwoNamesOfATiedWeightThatDiffer_AreRefusedOnEveryRank) {
     const auto loaded = a.load_weights(path, {.skip_mismatched = true});
     ASSERT_TRUE(loaded.ok()) << loaded.status();
     EXPECT_THAT(loaded->models[0].mismatched, ElementsAre(HasSubstr("mid.weight")));
+  });
+}
+
+// With a dimension of one element of an unusual stride, and a buffer under two names.
+struct OddNetImpl : torch::nn::Module {
+  OddNetImpl() {
+    row = register_parameter("row", at::zeros({1001, 1}).t());
+    scale = register_buffer("scale", at::ones({3}));
+    again = register_buffer("scale_again", scale);
+  }
+  at::Tensor forward(const at::Tensor& x) { return x * row.sum() * scale.sum() + again.sum(); }
+  at::Tensor row, scale, again;
+};
+TORCH_MODULE(OddNet);
+
+TEST_F(ShardingWeights, ParameterWithAnUnusualStride_GetsItsValues) {
+  const Weights values = {{"row", Random({1, 1001}, 3)}, {"scale", at::full({3}, 0.5)}};
+  const std::string path = File("odd.safetensors", values);
+  for (const int ranks : {1, 2, 3}) {
+    RunAccelerators(ranks, Sharded("zero3"), [&](Accelerator& a) {
+      OddNet net;
+      ASSERT_EQ(net->row.strides(), at::IntArrayRef({1, 1}));
+      auto model = a.prepare(net);
+      const auto loaded = a.load_weights(path);
+      ASSERT_TRUE(loaded.ok()) << loaded.status();
+      const Weights got = WeightsOf(a, model);
+      if (a.is_main_process()) ExpectEqual(got, values);
+    });
+  }
+}
+
+TEST_F(ShardingWeights, TwoNamesOfABufferThatDiffer_AreRefusedAsInAnUnshardedModel) {
+  const std::string path = File("differ.safetensors", {{"row", at::ones({1, 1001})},
+                                                       {"scale", at::ones({3})},
+                                                       {"scale_again", at::full({3}, 2.0)}});
+  for (const AcceleratorOptions& options : {AcceleratorOptions(), Sharded("zero3")}) {
+    RunAccelerators(2, options, [&](Accelerator& a) {
+      auto model = a.prepare(OddNet());
+      EXPECT_THAT(std::string(a.load_weights(path).status().message()),
+                  HasSubstr("scale_again (the same tensor as scale here, but another one in the "
+                            "file)"));
+    });
+  }
+}
+
+TEST_F(ShardingWeights, RanksThatSeeOtherFiles_AreRefusedOnEveryRank) {
+  const Weights values = Values();
+  Weights revision = values, lacks = values;
+  revision["out.weight"] = values.at("out.weight") + 1;
+  lacks.erase("in.weight");
+  struct Other {
+    std::string path, error;
+    LoadWeightsOptions options;
+  };
+  const std::string path = File("all.safetensors", values);
+  const Other others[] = {
+      {File("revision.safetensors", revision), "rank 1 would load other values than rank 0", {}},
+      {File("lacks.safetensors", lacks),
+       "rank 1 would load other tensors than rank 0",
+       {.strict = false}}};
+  for (const AcceleratorOptions& options : {AcceleratorOptions(), Sharded("zero3")}) {
+    for (const Other& other : others) {
+      RunAccelerators(3, options, [&](Accelerator& a) {
+        auto model = a.prepare(TiedNet());
+        const Weights before = WeightsOf(a, model);
+        const auto loaded =
+            a.load_weights(a.process_index() == 1 ? other.path : path, other.options);
+        EXPECT_EQ(loaded.status().code(), absl::StatusCode::kInvalidArgument);
+        EXPECT_THAT(std::string(loaded.status().message()),
+                    AllOf(HasSubstr(other.error), HasSubstr(path)));
+        ExpectEqual(WeightsOf(a, model), before);
+      });
+    }
+  }
+}
+
+TEST_F(ShardingWeights, HookOfOneRankThatLeavesATensorOut_IsRefusedOnEveryRank) {
+  const std::string state = folder_.Path("state");
+  for (const AcceleratorOptions& options : {AcceleratorOptions(), Sharded("zero3")}) {
+    RunAccelerators(2, options, [&](Accelerator& a) {
+      auto model = a.prepare(TiedNet());
+      ASSERT_TRUE(a.save_state(state).ok());
+      auto hook = a.register_load_state_pre_hook(
+          [&](std::vector<NamedTensors>& weights, const StateReader&) {
+            if (!a.is_main_process()) weights[0].pop_back();
+          });
+      EXPECT_THAT(std::string(a.load_weights(state).status().message()),
+                  HasSubstr("rank 1 would load other tensors than rank 0"));
+      a.wait_for_everyone();
+      if (a.is_main_process()) {
+        ASSERT_TRUE(RemoveTree(state).ok());
+      }
+      a.wait_for_everyone();
+    });
+  }
+}
+
+TEST_F(ShardingWeights, HookOfLoadStateThatAddsANameAgain_ReplacesTheTensor) {
+  const std::string state = folder_.Path("state");
+  RunAccelerators(2, Sharded("zero3"), [&](Accelerator& a) {
+    TiedNet net;
+    FusedSGD sgd(Parameters(net), {.lr = 0.1, .momentum = 0.9});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    ASSERT_TRUE(a.save_state(state).ok());
+    {
+      auto hook = a.register_load_state_pre_hook(
+          [](std::vector<NamedTensors>& weights, const StateReader&) {
+            weights[0].emplace_back("out.bias", at::full({3}, 7.0));
+          });
+      const absl::Status loaded = a.load_state(state);
+      EXPECT_TRUE(loaded.ok()) << loaded;
+    }
+    const Weights got = WeightsOf(a, model);
+    if (a.is_main_process()) {
+      EXPECT_TRUE(at::equal(got.at("out.bias"), at::full({3}, 7.0)));
+    }
+  });
+}
+
+TEST_F(ShardingWeights, HookOfLoadStateThatUntiesAWeight_IsRefusedBeforeAnythingChanges) {
+  const std::string state = folder_.Path("state");
+  RunAccelerators(3, Sharded("zero3"), [&](Accelerator& a) {
+    TiedNet net;
+    FusedSGD sgd(Parameters(net), {.lr = 0.1, .momentum = 0.9});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    ASSERT_TRUE(a.save_state(state).ok());
+    Train(a, model, optimizer);
+    const Weights before = WeightsOf(a, model);
+    auto hook =
+        a.register_load_state_pre_hook([](std::vector<NamedTensors>& weights, const StateReader&) {
+          // In the part of one rank alone.
+          std::map<std::string, at::Tensor> known(weights[0].begin(), weights[0].end());
+          const std::string name = known.count("again") > 0 ? "again" : "mid.weight";
+          at::Tensor other = known.at(name).clone();
+          other.view(-1)[0] += 1;
+          weights[0].emplace_back(name == "again" ? "mid.weight" : "again", other);
+        });
+    EXPECT_THAT(std::string(a.load_state(state).message()), HasSubstr("the same tensor as"));
+    const Weights after = WeightsOf(a, model);
+    if (a.is_main_process()) ExpectEqual(after, before);
+    Train(a, model, optimizer);
+  });
+}
+
+// Each replica has read what its own disk has given.
+TEST_F(ShardingWeights, UnshardedLoadThatFailsOnItsWay_IsNamedUntilLoadState) {
+  const std::string state = folder_.Path("state");
+  const Weights values = Values();
+  const std::vector<std::string> paths = {File("0.safetensors", values),
+                                          File("1.safetensors", values)};
+  RunAccelerators(2, {}, [&](Accelerator& a) {
+    TiedNet net;
+    FusedSGD sgd(Parameters(net), {.lr = 0.1, .momentum = 0.9});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    ASSERT_TRUE(a.save_state(state).ok());
+    const std::string& path = paths[a.process_index()];
+    // The third time that names are asked for together is the one before they are read.
+    size_t asked = 0;
+    const auto shorten = [&](const std::string& name) {
+      if (a.process_index() == 1 && ++asked > 2 * values.size()) {
+        std::filesystem::resize_file(path, std::filesystem::file_size(path) / 2);
+        asked = 0;
+      }
+      return name;
+    };
+    const absl::Status loaded = a.load_weights(path, {.rename = shorten}).status();
+    EXPECT_THAT(std::string(loaded.message()), HasSubstr("rank 1: "));
+    const auto throws = [](const absl::Status& status) {
+      TORCH_CHECK(status.ok(), status.message());
+    };
+    const at::Tensor x = Random({2, 5}, 1);
+    for (const std::string& error : {ErrorOf([&, &model = model] { model(x); }),
+                                     ErrorOf([&, &optimizer = optimizer] { optimizer.step(); }),
+                                     ErrorOf([&] { throws(a.save_state(folder_.Path("never"))); }),
+                                     ErrorOf([&] { throws(a.load_weights(paths[0]).status()); })}) {
+      EXPECT_THAT(error, HasSubstr("after a load_weights() that has failed on its way"));
+    }
+    ASSERT_TRUE(a.load_state(state).ok());
+    Train(a, model, optimizer);
   });
 }
 

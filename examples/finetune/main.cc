@@ -171,6 +171,12 @@ absl::Status LoadParts(muster::Accelerator& accelerator, const Flags& flags, Cau
     return absl::InvalidArgumentError(
         absl::StrCat("--model ", flags.model, ": its files lack ", name));
   }
+  const std::vector<std::string>& unexpected = loaded->models[0].unexpected;
+  if (!unexpected.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat("--model ", flags.model, ": its files hold ",
+                                                   unexpected[0],
+                                                   ", which its config.json has no place for"));
+  }
   return absl::OkStatus();
 }
 

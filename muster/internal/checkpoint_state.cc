@@ -238,6 +238,13 @@ bool OnAnyProcess(Comm& comm, bool here) {
   return anywhere;
 }
 
+// What hooks have added under a name that is there replaces it.
+NamedTensors LastOfEach(const NamedTensors& weights) {
+  std::map<std::string, at::Tensor> last;
+  for (const auto& [name, tensor] : weights) last.insert_or_assign(name, tensor);
+  return {last.begin(), last.end()};
+}
+
 // Of `file`. `hooks`: they may have left tensors out, or all. Returns the names of those that are
 // left out of a model that is loaded; "": none.
 std::string LoadModel(ModelSlot& model, const NamedTensors& weights, const std::string& file,
@@ -245,9 +252,10 @@ std::string LoadModel(ModelSlot& model, const NamedTensors& weights, const std::
   std::string missing;
   if (weights.empty() && hooks) return missing;
   if (model.sharded() != nullptr) {
-    // Nothing is gathered: it may have no values so far. CheckModel() has looked at the names.
+    // Nothing is gathered: it may have no values so far. CheckModel() has looked at all ranks'
+    // parts.
     CheckpointShards shards(model, file, {.strict = !hooks});
-    shards.Take(weights);
+    shards.Take(LastOfEach(weights));
     shards.Compare();
     shards.Store();
     return absl::StrJoin(shards.report().missing, ", ");
@@ -261,7 +269,14 @@ std::string LoadModel(ModelSlot& model, const NamedTensors& weights, const std::
 void CheckModel(ModelSlot& model, const NamedTensors& weights, const std::string& file,
                 bool hooks) {
   if (weights.empty() && hooks) return;
-  if (model.sharded() != nullptr) return CheckWholeWeights(model, weights, file, hooks);
+  if (model.sharded() != nullptr) {
+    CheckWholeWeights(model, weights, file, hooks);
+    // By the rules of LoadModel(), also for what tied names have in this rank's parts.
+    CheckpointShards shards(model, file, {.strict = !hooks});
+    shards.Take(LastOfEach(weights));
+    shards.Decide({shards.Compare()});
+    return;
+  }
   ThrowIfError(LoadTensors(weights, WantedOf(model, weights, TensorsOf(model.source())), file,
                            {.allow_missing = hooks, .check_only = true}));
 }
@@ -1807,6 +1822,7 @@ void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
       if (model->sharded() == nullptr) continue;
       model->sharded()->NoteFailedLoad(absl::StrCat("load_state() has failed: ", kMixture));
     }
+    steps_.NoteFailedLoad("load_state()");
     throw;
   }
 }
@@ -1867,6 +1883,30 @@ void CheckHoldOneModel(const std::string& path, size_t models) {
       path, " holds the weights of one model, and ", models,
       " are prepared: load_weights() takes a checkpoint of save_state() for several; load each "
       "model with muster::load_model() before prepare()")));
+}
+
+// (collective) Each rank opens the files that it sees, and its hooks and options are its own. The
+// same error on every rank, if they are about to load different weights: fingerprints of all
+// models.
+void CheckSameWeights(Comm& comm, const std::string& path, const std::string& tensors,
+                      const std::string& values) {
+  if (comm.size() == 1) return;
+  const auto all = GatherObject(comm, std::make_tuple(path, tensors, values));
+  std::vector<size_t> others;
+  bool same_tensors = true;
+  for (size_t r = 1; r < all.size(); ++r) {
+    const auto& [unused, of_tensors, of_values] = all[r];
+    const bool same = of_tensors == std::get<1>(all[0]);
+    if (same && of_values == std::get<2>(all[0])) continue;
+    others.push_back(r);
+    same_tensors = same_tensors && same;
+  }
+  if (others.empty()) return;
+  ThrowIfError(absl::InvalidArgumentError(absl::StrCat(
+      "load_weights(): rank", others.size() == 1 ? " " : "s ", absl::StrJoin(others, ", "),
+      " would load ", same_tensors ? "other values" : "other tensors", " than rank 0, which reads ",
+      std::get<0>(all[0]),
+      ": nothing is loaded; give all ranks the same files, hooks and options")));
 }
 
 }  // namespace
@@ -1942,8 +1982,12 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
     return here;
   }
   // Updates may have failed on one process alone, which the others would wait for.
-  if (absl::Status all =
-          Guard([&] { ThrowIfAnyFailed(Guard([&] { steps_.CheckStepped("load_weights()"); })); });
+  if (absl::Status all = Guard([&] {
+        ThrowIfAnyFailed(Guard([&] {
+          steps_.CheckStepped("load_weights()");
+          steps_.CheckNoLoadFailed("load_weights()");
+        }));
+      });
       !all.ok()) {
     return all;
   }
@@ -1994,9 +2038,17 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
     }
     ThrowIfAnyFailed(Guard([&] { GiveModelsOwnMemory(models); }));
     std::vector<std::string> equal;
+    std::string tensors, values;
     ThrowIfAnyFailed(Guard([&] {
-      for (const auto& one : incoming) equal.push_back(one->Compare());
+      for (const auto& one : incoming) {
+        equal.push_back(one->Compare());
+        if (process_.size() == 1) continue;
+        const IncomingWeights::Fingerprint fingerprint = one->FingerprintHere();
+        absl::StrAppend(&tensors, fingerprint.tensors, " ");
+        absl::StrAppend(&values, fingerprint.values, " ");
+      }
     }));
+    CheckSameWeights(process_.comm(), report.directory, tensors, values);
     for (size_t i = 0; i < incoming.size(); ++i) {
       const std::vector<std::string> all = process_.comm().AllGatherBytes(equal[i]);
       ThrowIfAnyFailed(Guard([&] { incoming[i]->Decide(all); }));
@@ -2014,6 +2066,7 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
             "load_weights() has failed on its way: parameters are a mixture of old and new values: "
             "call load_state(), or end the program");
       }
+      steps_.NoteFailedLoad("load_weights()");
       ThrowIfError(stored);
     }
     ForgetCastWeights();

@@ -8,8 +8,11 @@
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/empty.h"
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "muster/internal/full_state.h"
 #include "muster/internal/model_source.h"
+#include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/tensor_uploads.h"
 #include "worker/checkpoint/transfer.h"
 #include "worker/checkpoint/weight_files.h"
@@ -24,6 +27,9 @@ namespace {
 
 // Elements that are compared at a time.
 constexpr int64_t kComparedAtATime = int64_t{1} << 20;
+// For a fingerprint: bytes at either end of a tensor, and of how many tensors.
+constexpr uint64_t kSampledBytes = 64;
+constexpr size_t kSampledTensors = 2048;
 
 bool SameShape(const std::vector<uint64_t>& shape, at::IntArrayRef sizes) {
   return std::equal(shape.begin(), shape.end(), sizes.begin(), sizes.end(),
@@ -36,6 +42,51 @@ bool SameBytes(const at::Tensor& first, const at::Tensor& second, at::ScalarType
   const at::Tensor b = second.to(at::kCPU, type).contiguous();
   return a.nbytes() == b.nbytes() &&
          (a.nbytes() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);
+}
+
+// As of IncomingWeights: of what is read of files of any library.
+IncomingWeights::Fingerprint FingerprintOf(const WeightFiles& files, const MatchedEntries& match) {
+  // By length and text, so that two lists are one text only if they are the same.
+  std::string tensors, values;
+  const auto add = [&](const std::string& text) {
+    absl::StrAppend(&tensors, text.size(), ":", text);
+  };
+  std::vector<std::string> unexpected = match.report.unexpected;  // in the order of the files
+  std::sort(unexpected.begin(), unexpected.end());
+  const std::vector<std::string>* const lists[] = {&match.report.loaded, &unexpected,
+                                                   &match.report.mismatched};
+  for (const std::vector<std::string>* const list : lists) {
+    absl::StrAppend(&tensors, list->size(), " ");
+    for (const std::string& name : *list) add(name);
+  }
+  for (const MatchedWeight& one : match.matches) {
+    const StoredTensor& tensor = files.entries()[one.from].tensor;
+    add(tensor.name);
+    add(absl::StrCat(SafetensorsTypeName(tensor.type), " ", absl::StrJoin(tensor.shape, ","), " ",
+                     absl::StrJoin(tensor.strides, ","), " ", tensor.extent_bytes));
+  }
+  const auto sample = [&](const WeightEntry& entry, uint64_t begin, uint64_t bytes) {
+    const WeightEntry part = {.tensor = {.name = entry.tensor.name,
+                                         .type = entry.tensor.type,
+                                         .begin = entry.tensor.begin + begin,
+                                         .extent_bytes = bytes},
+                              .file = entry.file};
+    const size_t at = values.size();
+    values.resize(at + bytes);
+    ThrowIfError(files.Read(part, values.data() + at));
+  };
+  const size_t count = match.matches.size();
+  const size_t sampled = std::min(count, kSampledTensors);
+  for (size_t i = 0; i < sampled; ++i) {
+    const WeightEntry& entry = files.entries()[match.matches[i * count / sampled].from];
+    const uint64_t bytes = entry.tensor.extent_bytes;
+    if (bytes == 0) continue;
+    sample(entry, 0, std::min(bytes, kSampledBytes));
+    if (bytes <= kSampledBytes) continue;
+    const uint64_t last = std::min(bytes - kSampledBytes, kSampledBytes);
+    sample(entry, bytes - last, last);
+  }
+  return {.tensors = DigestBytes(tensors).xxh3, .values = DigestBytes(values).xxh3};
 }
 
 class WholeTensors final : public IncomingWeights {
@@ -80,19 +131,20 @@ class WholeFiles final : public IncomingWeights {
     wanted_ = WantedOf(model_, NamesOf(files_), TensorsOf(model_.source()), rules_);
     absl::StatusOr<MatchedEntries> match = MatchEntries(files_, wanted_, rules_);
     ThrowIfError(match.status());
-    report_ = std::move(match->report);
+    match_ = *std::move(match);
     return "";
   }
   void Decide(const std::vector<std::string>& /*equal*/) override {}
   void Store() override { ThrowIfError(LoadWeights(files_.path(), wanted_, rules_).status()); }
-  const LoadedWeights& report() const override { return report_; }
+  const LoadedWeights& report() const override { return match_.report; }
+  Fingerprint FingerprintHere() const override { return FingerprintOf(files_, match_); }
 
  private:
   ModelSlot& model_;
   const WeightFiles files_;
   const LoadWeightsOptions rules_;
   NamedTensors wanted_;
-  LoadedWeights report_;
+  MatchedEntries match_;
 };
 
 // Out of files of any library.
@@ -102,6 +154,7 @@ class FileShards final : public IncomingShards {
       : IncomingShards(model, files.path(), std::move(rules)), files_(std::move(files)) {
     for (const WeightEntry& entry : files_.entries()) tensors_.push_back(entry.tensor);
   }
+  Fingerprint FingerprintHere() const override { return FingerprintOf(files_, match_); }
 
  private:
   const WeightEntry& EntryOf(size_t i) const { return files_.entries()[i]; }
@@ -126,12 +179,19 @@ class FileShards final : public IncomingShards {
 
   // Whether what this rank needs of the tensor is a range of the file.
   bool IsRange(size_t i) const {
-    return EntryOf(i).tensor.strides.empty() &&
-           ParameterOf(EntryOf(i).tensor.name)->is_contiguous();
+    const StoredTensor& tensor = EntryOf(i).tensor;
+    if (!tensor.strides.empty() || !ParameterOf(tensor.name)->is_contiguous()) return false;
+    // A dimension of one element may have any stride, with which the part is none of its own.
+    const std::string& name = FirstNameOf(tensor.name);
+    const auto [begin, end] = model_.sharded()->PartRange(name);
+    return end - begin == model_.sharded()->PartSize(name);
   }
 
   bool AreEqual(size_t first, size_t second, at::ScalarType type) override {
     if (files_.StorageOf(EntryOf(first)) == files_.StorageOf(EntryOf(second))) return true;
+    if (ParameterOf(EntryOf(first).tensor.name) == nullptr) {
+      return SameBytes(Read(EntryOf(first)), Read(EntryOf(second)), type);
+    }
     const ShardedModel& sharded = *model_.sharded();
     const std::string& name = FirstNameOf(EntryOf(first).tensor.name);
     if (!IsRange(first) || !IsRange(second)) {
@@ -177,6 +237,10 @@ class FileShards final : public IncomingShards {
 };
 
 }  // namespace
+
+IncomingWeights::Fingerprint IncomingWeights::FingerprintHere() const {
+  return {.tensors = DigestBytes(absl::StrJoin(report().loaded, "\n")).xxh3, .values = ""};
+}
 
 std::unique_ptr<IncomingWeights> IncomingTensors(ModelSlot& model, const std::string& where,
                                                  NamedTensors weights,
@@ -234,12 +298,7 @@ MatchedEntries IncomingShards::Match(std::vector<bool>* equal) {
        .are_equal = [&](size_t first, size_t second, at::ScalarType type) -> absl::StatusOr<bool> {
          if (equal != nullptr) return equal->at(asked++);
          bool same = false;
-         const absl::Status status = Guard([&] {
-           const auto is_parameter = [&](size_t i) {
-             return ParameterOf(tensors_[i].name) != nullptr;
-           };
-           same = !is_parameter(first) || AreEqual(first, second, type);
-         });
+         const absl::Status status = Guard([&] { same = AreEqual(first, second, type); });
          if (!status.ok()) return status;
          answers += same ? '1' : '0';
          return true;
@@ -270,7 +329,9 @@ void IncomingShards::Decide(const std::vector<std::string>& equal) {
   std::vector<bool> all(equal_here_.size(), true);
   bool any = false;
   for (const std::string& one : equal) {
-    for (size_t i = 0; i < std::min(one.size(), all.size()); ++i) {
+    TORCH_CHECK(one.size() == all.size(), where_, ": ", one.size(),
+                " tensors come under a second name on another process, and ", all.size(), " here");
+    for (size_t i = 0; i < all.size(); ++i) {
       if (one[i] == '1') continue;
       all[i] = false;
       any = true;

@@ -32,6 +32,14 @@ class IncomingWeights {
   virtual void Decide(const std::vector<std::string>& equal) = 0;
   virtual void Store() = 0;
   virtual const LoadedWeights& report() const = 0;
+
+  // What this rank is about to load, for a comparison with that of other ranks; after Compare().
+  // Of files that have no digests, `values` is one of samples: they tell revisions of a model apart
+  // without all of it being read.
+  struct Fingerprint {
+    std::string tensors, values;
+  };
+  virtual Fingerprint FingerprintHere() const;
 };
 
 // Of a model that is not sharded: whole, in memory. `where` is for messages.
@@ -62,7 +70,8 @@ class IncomingShards : public IncomingWeights {
   // The name that the sharded model knows a parameter by.
   const std::string& FirstNameOf(const std::string& in_file) const;
 
-  // Whether this rank's parts of both, of the same parameter, are the same as `type`.
+  // Whether this rank's parts of both, of the same parameter, or both buffers are the same as
+  // `type`.
   virtual bool AreEqual(size_t first, size_t second, at::ScalarType type) = 0;
   struct Copy {
     size_t from;
@@ -74,6 +83,7 @@ class IncomingShards : public IncomingWeights {
 
   ModelSlot& model_;
   std::vector<StoredTensor> tensors_;  // what there is
+  MatchedEntries match_;               // since Compare()
 
  private:
   std::string InModel(const std::string& in_file) const;
@@ -84,7 +94,6 @@ class IncomingShards : public IncomingWeights {
   std::map<std::string, at::Tensor> parameters_;  // of the module, by each name
   NamedTensors buffers_, wanted_;
   std::string equal_here_;
-  MatchedEntries match_;
 };
 
 // Out of a checkpoint, read file by file: a rank keeps its parts until Store().

@@ -1258,7 +1258,19 @@ void StepController::NoteFailedStep() {
   failed_step_ = TextOf(std::current_exception());
 }
 
+void StepController::NoteFailedLoad(const char* call) {
+  if (process_.size() == 1) return;
+  failed_load_ = call;
+}
+
+void StepController::CheckNoLoadFailed(const char* what) const {
+  TORCH_CHECK(failed_load_.empty(), what, " after a ", failed_load_,
+              " that has failed on its way: each process has a mixture of old and new weights of "
+              "its own; call load_state(), or end the program");
+}
+
 void StepController::CheckNoStepFailed(const char* what) const {
+  CheckNoLoadFailed(what);
   TORCH_CHECK(failed_step_.empty(), what, " after an optimizer.step() that has failed on rank ",
               process_.rank(), " (", failed_step_,
               "): its weights may differ from those of the other processes now; call "
@@ -1539,6 +1551,7 @@ void StepController::OptimizerForgotten() {
 
 void StepController::Reset() {
   failed_step_.clear();
+  failed_load_.clear();
   gradients_.clear();
   if (updates_ != nullptr) {
     updates_->Reset();

@@ -52,6 +52,10 @@ class StepController {
   // Throws after a step of an unsharded model that has failed on this process: the others do not
   // know of it, and may have stepped. Until Reset().
   void CheckNoStepFailed(const char* what) const;
+  // `call`, on every process, has failed after the first weight had changed: the processes have
+  // read different parts. CheckNoStepFailed() throws that too, until Reset().
+  void NoteFailedLoad(const char* call);
+  void CheckNoLoadFailed(const char* what) const;
 
   // Begins a micro-step, by the loop under way or by the facts of a batch.
   AccumulateScope Accumulate();
@@ -203,6 +207,7 @@ class StepController {
 
   std::function<void()> before_change_;
   std::string failed_step_;  // why a step has failed; empty: none has
+  std::string failed_load_;  // which call; empty: none
   int no_sync_depth_ = 0;
   int local_depth_ = 0;
   int averaged_depth_ = 0;

@@ -105,6 +105,24 @@ TEST_F(FinetuneTest, AdaptersOfAShardedModel_LearnAndLoadIntoTheBaseModel) {
   EXPECT_TRUE(models::LoadLora(**base, Temp("tuned")).ok());
 }
 
+TEST_F(FinetuneTest, AdaptersOfAShardedModel_RefuseFilesOfAnotherModel) {
+  auto text = ReadFile(Temp("model/config.json"));
+  ASSERT_TRUE(text.ok()) << text.status();
+  auto config = nlohmann::json::parse(*text);
+  // The files have one block more.
+  config["num_hidden_layers"] = config["num_hidden_layers"].get<int>() - 1;
+  ASSERT_TRUE(WriteFileAtomically(Temp("model/config.json"), config.dump()).ok());
+  auto run = Muster({"launch",     "--cpu",        "--num_processes",
+                     "2",          "--",           Runfile("examples/finetune/finetune"),
+                     "--model",    Temp("model"),  "--data",
+                     Temp("text"), "--output_dir", Temp("tuned"),
+                     "--context",  "16",           "--steps",
+                     "2",          "--lora",       "4",
+                     "--sharding", "zero3"});
+  EXPECT_NE(run->Wait(), 0);
+  EXPECT_THAT(run->err_text(), HasSubstr("/model: its files hold model.layers."));
+}
+
 TEST_F(FinetuneTest, Adapters_LearnAndLoadIntoTheBaseModel) {
   const std::vector<double> losses = Finetune({"--steps", "20", "--lora", "4"});
   ASSERT_GE(losses.size(), 2);
