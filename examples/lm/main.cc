@@ -13,11 +13,11 @@
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <optional>
 #include <string>
-#include <vector>
+#include <system_error>
 
 #include "examples/lm/decoder.h"
 #include "muster/muster.h"
@@ -37,40 +37,44 @@ struct Flags {
   std::string activation_offload;
 };
 
-std::vector<char> Bytes(const std::string& flag, const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  TORCH_CHECK(file.good(), flag, " ", path, ": cannot be read");
-  std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
-  TORCH_CHECK(!file.bad(), flag, " ", path, ": cannot be read");
-  return bytes;
+// Unsigned numbers, which LibTorch has as signed ones.
+at::Tensor IdsOf(const at::Tensor& tokens) {
+  const int64_t bits = 8 * static_cast<int64_t>(tokens.element_size());
+  return tokens.to(torch::kLong).bitwise_and_((int64_t{1} << bits) - 1);
 }
 
-// Rows of context + 1 tokens [rows, context + 1]. What is left at the end of the file is not used.
+// Rows of context + 1 tokens [rows, context + 1], mapped from the file: processes of a machine
+// share what they have read of it. What is left at the end of the file is not used.
 at::Tensor Rows(const Flags& flags) {
   const bool text = flags.tokens.empty();
   const std::string flag = text ? "--data" : "--tokens";
   const std::string& path = text ? flags.data : flags.tokens;
-  const std::vector<char> bytes = Bytes(flag, path);
   const int64_t size = text ? 1 : flags.token_bytes;
-  const auto length = static_cast<int64_t>(bytes.size());
+  std::error_code error;
+  TORCH_CHECK(std::filesystem::is_regular_file(path, error) && std::ifstream(path).good(), flag,
+              " ", path, ": cannot be read");
+  const auto length = static_cast<int64_t>(std::filesystem::file_size(path));
   TORCH_CHECK(length % size == 0, flag, " ", path, ": ", length,
               " bytes are not a whole number of tokens of ", size, " bytes (--token_bytes)");
   const int64_t row = flags.model.context + 1;
   const int64_t rows = length / size / row;
   TORCH_CHECK(rows > 0, flag, " ", path, ": ", length / size, text ? " bytes" : " tokens",
               " are less than one row of ", row);
-  std::vector<int32_t> ids(length / size);
-  for (int64_t i = 0; i < length / size; ++i) {
-    int64_t id = 0;
-    for (int64_t k = size - 1; k >= 0; --k) {
-      id = id << 8 | static_cast<unsigned char>(bytes[i * size + k]);
-    }
-    TORCH_CHECK(id < flags.model.vocabulary, flag, " ", path, ": token ", i, " (at byte ", i * size,
-                ") is ", id, ", but --vocabulary is ", flags.model.vocabulary,
+  const at::Tensor tokens = at::from_file(path, /*shared=*/false, length / size,
+                                          size == 1   ? torch::kByte
+                                          : size == 2 ? torch::kShort
+                                                      : torch::kInt);
+  constexpr int64_t kAtOnce = 1 << 20;
+  for (int64_t i = 0; i < tokens.numel(); i += kAtOnce) {
+    const at::Tensor ids = IdsOf(tokens.slice(0, i, i + kAtOnce));
+    const at::Tensor wrong = ids.ge(flags.model.vocabulary);
+    if (!wrong.any().item<bool>()) continue;
+    const int64_t at = i + wrong.to(torch::kByte).argmax().item<int64_t>();
+    TORCH_CHECK(false, flag, " ", path, ": token ", at, " (at byte ", at * size, ") is ",
+                ids[at - i].item<int64_t>(), ", but --vocabulary is ", flags.model.vocabulary,
                 text ? "" : "; ids are little-endian, of --token_bytes each");
-    ids[i] = static_cast<int32_t>(id);
   }
-  return torch::tensor(ids, torch::kInt).narrow(0, 0, rows * row).view({rows, row});
+  return tokens.narrow(0, 0, rows * row).view({rows, row});
 }
 
 absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
@@ -102,7 +106,7 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
       // The first steps allocate, and agree on orders.
       if (steps++ == 2) start = std::chrono::steady_clock::now();
       auto scope = accelerator.accumulate();
-      const at::Tensor ids = batch.value().to(torch::kLong);
+      const at::Tensor ids = IdsOf(batch.value());
       const at::Tensor logits = model(ids.slice(1, 0, -1));
       const at::Tensor loss =
           at::cross_entropy_loss(logits.flatten(0, 1).to(torch::kFloat), ids.slice(1, 1).flatten());
