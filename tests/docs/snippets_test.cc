@@ -143,8 +143,8 @@ void Groups(muster::Accelerator& accelerator, Net net){
 muster::AcceleratorOptions Options() {
   muster::AcceleratorOptions options;
 #include "tests/docs/sharding_3.inc"
-#include "tests/docs/sharding_7.inc"
 #include "tests/docs/sharding_8.inc"
+#include "tests/docs/sharding_9.inc"
   return options;
 }
 
@@ -153,11 +153,17 @@ void Deferred(muster::Accelerator& accelerator) {
 #include "tests/docs/sharding_4.inc"
 }
 
+absl::Status Empty(muster::Accelerator& accelerator) {
+  const Config config;
+#include "tests/docs/sharding_5.inc"
+  return loaded.status();
+}
+
 absl::Status Average(muster::Accelerator& accelerator, Net net, torch::optim::AdamW& adamw) {
   auto evaluate = [](auto&) {};
   auto [model, optimizer, loader] =
       accelerator.prepare(net, adamw, muster::batches(TrainData(), 8));
-#include "tests/docs/sharding_5.inc"
+#include "tests/docs/sharding_6.inc"
   return absl::OkStatus();
 }
 
@@ -167,7 +173,7 @@ struct BlockImpl : torch::nn::Module {
 TORCH_MODULE(Block);
 
 torch::Tensor Call(std::vector<Block>& blocks_, torch::Tensor x, torch::Tensor mask) {
-#include "tests/docs/sharding_6.inc"
+#include "tests/docs/sharding_7.inc"
   return x;
 }
 }  // namespace sharding
