@@ -170,6 +170,19 @@ bool IsPart(const Checkpoint& checkpoint) {
   return checkpoint.manifest.ok() && !checkpoint.elsewhere.files.empty();
 }
 
+// By the folder, whatever the coordinator says.
+bool IsPinned(const Checkpoint& checkpoint) {
+  return checkpoint.has_pin || (checkpoint.seal.ok() && checkpoint.seal->pinned);
+}
+
+absl::StatusOr<std::vector<Checkpoint>> FindNumbered(const CheckpointFolder& folder,
+                                                     VerifyLevel level) {
+  std::vector<Checkpoint> found;
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, folder.Numbers());
+  for (const int64_t number : numbers) found.push_back(Look(folder.PathOf(number), level));
+  return found;
+}
+
 // Those in the folder `path` that the program named, as save_state(path) does: by step and name.
 absl::StatusOr<std::vector<Checkpoint>> FindNamed(const std::string& path, VerifyLevel level) {
   std::vector<Checkpoint> found;
@@ -206,8 +219,7 @@ absl::StatusOr<std::vector<Checkpoint>> Find(const std::string& path, VerifyLeve
     return folder.status();
   }
   if (folder.ok()) {
-    MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, folder->Numbers());
-    for (const int64_t number : numbers) found.push_back(Look(folder->PathOf(number), level));
+    MUSTER_ASSIGN_OR_RETURN(found, FindNumbered(*folder, level));
   }
   std::move(named.begin(), named.end(), std::back_inserter(found));
   return found;
@@ -298,7 +310,7 @@ ordered_json ToJson(const Checkpoint& checkpoint) {
     json["elsewhere"] = {{"files", checkpoint.elsewhere.files},
                          {"nodes", checkpoint.elsewhere.nodes}};
   }
-  json["pinned"] = checkpoint.has_pin || (checkpoint.seal.ok() && checkpoint.seal->pinned);
+  json["pinned"] = IsPinned(checkpoint);
   json["registration"] = nullptr;
   if (const auto registration = RegistrationOf(checkpoint); registration.has_value()) {
     json["registration"] = {{"by", registration->by_coordinator ? "coordinator" : kSealName},
@@ -1003,11 +1015,7 @@ int RunPrune(const Call& call) {
     folder = CheckpointFolder(ParentPath(named->front().checkpoint));
   } else if (folder.ok()) {
     // Those of the program's own names are the program's: they have no place in the order.
-    const absl::StatusOr<std::vector<int64_t>> numbers = folder->Numbers();
-    if (!numbers.ok()) return Fail(call, numbers.status());
-    for (const int64_t number : *numbers) {
-      found->push_back(Look(folder->PathOf(number), VerifyLevel::kSizes));
-    }
+    found = FindNumbered(*folder, VerifyLevel::kSizes);
   }
   if (!folder.ok()) return Fail(call, folder.status());
   if (!found.ok()) return Fail(call, found.status());
@@ -1040,8 +1048,7 @@ int RunPrune(const Call& call) {
                               "; nothing was removed: the checkpoint may be pinned. Use a "
                               "muster that reads this file, or remove the file")));
       }
-      const bool stays = checkpoint.has_pin || (checkpoint.seal.ok() && checkpoint.seal->pinned);
-      (stays ? pinned : complete).push_back(checkpoint.path);
+      (IsPinned(checkpoint) ? pinned : complete).push_back(checkpoint.path);
       if (!checkpoint.seal.ok() || checkpoint.seal->promoted) to_resume = checkpoint.path;
     } else if (!absl::IsNotFound(checkpoint.manifest.status())) {
       // It would count as one to keep, and a good one would go.

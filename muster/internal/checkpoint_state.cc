@@ -69,8 +69,6 @@ using Json = nlohmann::json;
 
 constexpr int64_t kMaxKept = 1 << 30;
 
-// Of worker/checkpoint/publication.cc.
-constexpr char kPlanKey[] = "muster.plan";
 // The coordinator takes no more than about this of one rank: of a model of ten thousands of tensors
 // it proves only that no two files have the same one.
 constexpr size_t kMaxPlanBytes = 1 << 20;

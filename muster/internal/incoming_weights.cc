@@ -1,7 +1,6 @@
 #include "muster/internal/incoming_weights.h"
 
 #include <algorithm>
-#include <cstring>
 #include <optional>
 #include <set>
 
@@ -30,19 +29,6 @@ constexpr int64_t kComparedAtATime = int64_t{1} << 20;
 // For a fingerprint: bytes at either end of a tensor, and of how many tensors.
 constexpr uint64_t kSampledBytes = 64;
 constexpr size_t kSampledTensors = 2048;
-
-bool SameShape(const std::vector<uint64_t>& shape, at::IntArrayRef sizes) {
-  return std::equal(shape.begin(), shape.end(), sizes.begin(), sizes.end(),
-                    [](uint64_t a, int64_t b) { return a == static_cast<uint64_t>(b); });
-}
-
-// The bytes of both, were they of type `type`.
-bool SameBytes(const at::Tensor& first, const at::Tensor& second, at::ScalarType type) {
-  const at::Tensor a = first.to(at::kCPU, type).contiguous();
-  const at::Tensor b = second.to(at::kCPU, type).contiguous();
-  return a.nbytes() == b.nbytes() &&
-         (a.nbytes() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);
-}
 
 // As of IncomingWeights: of what is read of files of any library.
 IncomingWeights::Fingerprint FingerprintOf(const WeightFiles& files, const MatchedEntries& match) {

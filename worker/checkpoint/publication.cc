@@ -53,10 +53,6 @@ class OptionalLock {
   Mutex* const mu_;
 };
 
-// In the metadata of a rank's file of random states, its last: JSON with what the checkpoint has to
-// hold as far as the rank knows, whatever its files came to hold, and of which file those are parts
-// that it writes (docs/checkpoint_format.md). muster/internal/checkpoint_state.cc writes it.
-constexpr char kPlanKey[] = "muster.plan";
 constexpr absl::string_view kExtension = ".safetensors";
 
 struct RankPlan {
@@ -151,7 +147,7 @@ uint64_t PlanDigest(const std::vector<ManifestFile>& files, const RankPlan& plan
 // holds; of rank 0 also the manifest, so that the record speaks for all that is in the folder.
 absl::StatusOr<std::vector<ShardFileReport>> ReportOf(const std::string& dir, int rank,
                                                       const std::vector<ManifestFile>& files) {
-  MUSTER_ASSIGN_OR_RETURN(RankPlan plan, ReadPlan(dir, rank, files));
+  MUSTER_ASSIGN_OR_RETURN(const RankPlan plan, ReadPlan(dir, rank, files));
   std::vector<ShardFileReport> reports;
   if (rank == 0) {
     MUSTER_ASSIGN_OR_RETURN(const FileDigest manifest, DigestFile(JoinPath(dir, kManifestName)));

@@ -23,6 +23,11 @@ class Disposal;
 // How what the ranks have written becomes a checkpoint, and which one a resume takes: with the
 // registry of the job, or by the folder alone.
 
+// In the metadata of a rank's file of random states, its last: JSON with what the checkpoint has to
+// hold as far as the rank knows, whatever its files came to hold, and of which file those are parts
+// that it writes (docs/checkpoint_format.md).
+inline constexpr char kPlanKey[] = "muster.plan";
+
 struct PublishOptions {
   // Borrowed. Null on every rank or on none: without one the folder alone counts.
   CheckpointRegistrar* registrar = nullptr;

@@ -59,12 +59,6 @@ std::string IdentityOf(const at::Tensor& tensor) {
                       tensor.is_conj() ? " conj" : "", tensor.is_neg() ? " neg" : "");
 }
 
-bool SameShape(const StoredTensor& stored, const at::Tensor& tensor) {
-  return stored.shape.size() == static_cast<size_t>(tensor.dim()) &&
-         std::equal(stored.shape.begin(), stored.shape.end(), tensor.sizes().begin(),
-                    [](uint64_t a, int64_t b) { return a == static_cast<uint64_t>(b); });
-}
-
 // Where weights come from: files, or tensors in memory.
 class Source {
  public:
@@ -168,21 +162,14 @@ std::string WhyNot(const StoredTensor& stored, const at::Tensor& target, at::Sca
     return absl::StrCat(both, ", on the meta device: give it memory first");
   const bool convertible =
       *from == type || (c10::isFloatingType(*from) && c10::isFloatingType(type));
-  return SameShape(stored, target) && convertible ? "" : both;
+  return SameShape(stored.shape, target.sizes()) && convertible ? "" : both;
 }
 
 absl::StatusOr<bool> Source::AreEqual(size_t i, size_t j, at::ScalarType type) const {
   if (AreOne(i, j)) return true;
-  MUSTER_ASSIGN_OR_RETURN(at::Tensor first, Read(i));
-  MUSTER_ASSIGN_OR_RETURN(at::Tensor second, Read(j));
-  // Those in memory may be on a device.
-  const auto resolved = [type](const at::Tensor& tensor) {
-    return tensor.to(at::kCPU, type).resolve_conj().resolve_neg().contiguous();
-  };
-  first = resolved(first);
-  second = resolved(second);
-  return first.nbytes() == second.nbytes() &&
-         (first.nbytes() == 0 || memcmp(first.data_ptr(), second.data_ptr(), first.nbytes()) == 0);
+  MUSTER_ASSIGN_OR_RETURN(const at::Tensor first, Read(i));
+  MUSTER_ASSIGN_OR_RETURN(const at::Tensor second, Read(j));
+  return SameBytes(first, second, type);
 }
 
 // Gives the target memory for its value.
@@ -380,6 +367,21 @@ absl::Status WeightPlan::Copy() const {
 }
 
 }  // namespace
+
+bool SameShape(const std::vector<uint64_t>& stored, at::IntArrayRef sizes) {
+  return std::equal(stored.begin(), stored.end(), sizes.begin(), sizes.end(),
+                    [](uint64_t a, int64_t b) { return a == static_cast<uint64_t>(b); });
+}
+
+bool SameBytes(const at::Tensor& first, const at::Tensor& second, at::ScalarType type) {
+  const auto resolved = [type](const at::Tensor& tensor) {
+    return tensor.to(at::kCPU, type).resolve_conj().resolve_neg().contiguous();
+  };
+  const at::Tensor a = resolved(first);
+  const at::Tensor b = resolved(second);
+  return a.nbytes() == b.nbytes() &&
+         (a.nbytes() == 0 || memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);
+}
 
 absl::StatusOr<at::Tensor> ReadWeight(const WeightFiles& weights, const WeightFiles::Entry& entry) {
   const StoredTensor& tensor = entry.tensor;

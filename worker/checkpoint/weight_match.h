@@ -2,10 +2,12 @@
 #define MUSTER_WORKER_CHECKPOINT_WEIGHT_MATCH_H_
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <vector>
 
+#include "ATen/core/Tensor.h"
 #include "absl/status/statusor.h"
 #include "c10/core/ScalarType.h"
 #include "worker/checkpoint/safetensors.h"
@@ -27,6 +29,11 @@ struct WeightShapes {
 // device. Errors: as LoadWeights, and those of are_equal.
 absl::StatusOr<MatchedEntries> MatchShapes(const WeightShapes& weights, const NamedTensors& targets,
                                            const LoadWeightsOptions& options = {});
+
+bool SameShape(const std::vector<uint64_t>& stored, at::IntArrayRef sizes);
+
+// Whether the bytes of both are the same, were they of type `type`. They may be on a device.
+bool SameBytes(const at::Tensor& first, const at::Tensor& second, at::ScalarType type);
 
 }  // namespace muster
 
