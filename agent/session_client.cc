@@ -436,10 +436,7 @@ void SessionClient::OnWritten(const Attempt* attempt) {
     MutexLock lock(&mu_);
     if (attempt != attempt_.get()) return;
     writing_ = false;
-    if (bye_ == Bye::kWriting) {
-      bye_ = Bye::kSent;
-      changed_.SignalAll();
-    }
+    if (bye_ == Bye::kWriting) bye_ = Bye::kSent;
     Pump(&todo);
   }
   Run(std::move(todo));
@@ -1055,7 +1052,9 @@ void SessionClient::Finish(absl::Time deadline) {
   }
   Run(std::move(todo));
   MutexLock lock(&mu_);
-  while (state_ == State::kOpen && bye_ != Bye::kSent) {
+  // The coordinator closes a stream that has said Bye. One that is only written may still be in this
+  // process, which may end now.
+  while (state_ == State::kOpen) {
     const absl::Duration left = deadline - Clock::Real().Now();
     if (left <= absl::ZeroDuration()) break;
     changed_.WaitWithTimeout(&mu_, left);

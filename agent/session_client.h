@@ -132,8 +132,8 @@ class SessionClient final : public OpSender {
   absl::Time Tick();
 
   // Ends the session in order: after all held operations have been answered, or at `deadline` (real
-  // time), it says Bye to the coordinator. Blocks until then, shortly if there is no stream. Submit
-  // nothing afterwards.
+  // time), it says Bye to the coordinator. Blocks until this has closed the stream or until
+  // `deadline`, shortly if there is no stream. Submit nothing afterwards.
   void Finish(absl::Time deadline);
 
   // Whether a stream is open now, and leads to the coordinator; and whether one ever was open.

@@ -275,9 +275,10 @@ TEST_F(GenerateTest, PromptOfAModelLargerThanMemory_TakesWhatWasPlanned) {
     SCOPED_TRACE(absl::StrCat(tokens, args));
     std::string prompt;
     for (int i = 0; i < tokens; ++i) absl::StrAppend(&prompt, "7 ");
-    // 500 MB of weights, of which 250 MB are in memory; 100 KB for a token of the prompt.
+    // 500 MB of weights, of which 250 MB are in memory; 100 KB for a token of the prompt. The limit
+    // counts the whole stacks of threads, 8 MB each.
     const auto run =
-        GenerateWithin("500000", large,
+        GenerateWithin("560000", large,
                        absl::StrCat("--prompt '", prompt,
                                     "' --max_new_tokens 1 --max_memory cpu=250MB -o json", args));
     ASSERT_EQ(run->Wait(), 0) << run->err_text();
@@ -288,7 +289,7 @@ TEST_F(GenerateTest, PromptOfAModelLargerThanMemory_TakesWhatWasPlanned) {
     const std::string name = absl::StrCat(tokens, args.empty() ? "" : "_lora");
     RecordProperty("planned_" + name, static_cast<int>(planned / 1e6));
     RecordProperty("peak_" + name, static_cast<int>(peak / 1e6));
-    EXPECT_LT(peak, 1.1 * planned);
+    EXPECT_LT(peak, 1.15 * planned);
     EXPECT_GT(peak, 0.9 * planned);
   };
   expect_planned(128, "");
