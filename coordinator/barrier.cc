@@ -732,7 +732,7 @@ void BarrierSet::Tick(absl::Time now) {
           "barrier ", Quoted(instance->id), " counter ", instance->counter, " timed out after ",
           DurationText(instance->timeout), ": ", report.missing_ranks_size(), " of ",
           instance->expected, " ranks did not arrive: ", MissingText(report)));
-      if (!absl::StartsWith(instance->id, kAfterLostCollective)) {
+      if (!absl::StartsWith(instance->id, kAfterLoss)) {
         host_->Blame(report.missing_ranks());
       }
       Fail(instance, std::move(report), absl::StatusCode::kDeadlineExceeded,

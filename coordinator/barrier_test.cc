@@ -223,12 +223,13 @@ TEST_F(BarrierTest, FirstArrival_FixesTheDeadline) {
   EXPECT_EQ(Reason(Arrive(2, "b", 0)), v1::ERROR_REASON_BARRIER_TIMEOUT);
 }
 
-// Who does not come may have lost the same collective, and timed out.
-TEST_F(BarrierTest, DeadlineAfterALostCollective_BlamesNobody) {
+// Who does not come may have lost the same one, and timed out.
+TEST_F(BarrierTest, DeadlineAfterALoss_BlamesNobody) {
   Make(3);
   const std::string name(kAfterLostCollective);
   std::vector<CallId> calls;
-  for (const std::string& id : {name, name + " of ranks 0, 2"}) {
+  for (const std::string& id :
+       {name, name + " of ranks 0, 2", std::string(kAfterLostConnection)}) {
     calls.push_back(Arrive(0, id, 0, {.timeout = absl::Seconds(10), .participants = {0, 2}}));
   }
   set_->Tick(kStart + absl::Seconds(10));
@@ -237,6 +238,13 @@ TEST_F(BarrierTest, DeadlineAfterALostCollective_BlamesNobody) {
     EXPECT_THAT(Result(call).error().detail().missing_ranks(), ElementsAre(2));
   }
   EXPECT_THAT(host_.blamed, IsEmpty());
+}
+
+TEST_F(BarrierTest, DeadlineOfABarrierOfTheProgram_BlamesWhoeverItsNameIs) {
+  Make(2);
+  Arrive(0, "after a lost collective", 0, {.timeout = absl::Seconds(10)});
+  set_->Tick(kStart + absl::Seconds(10));
+  EXPECT_THAT(host_.blamed, ElementsAre(1));
 }
 
 TEST_F(BarrierTest, NegativeTimeout_NeverExpires) {
