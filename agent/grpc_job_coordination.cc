@@ -14,6 +14,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "base/backoff.h"
 #include "base/clock.h"
 #include "base/defaults.h"
@@ -211,6 +212,14 @@ std::string WithMachines(std::string why) {
     why.replace(begin, rank_word.size(), "machine ");
   }
   return why;
+}
+
+// The workers of the agents' job are machines, and min_workers is no setting of a launch.
+std::string OfMachines(absl::string_view refusal) {
+  return absl::StrReplaceAll(refusal, {{"missing: rank ", "missing: machine "},
+                                       {", rank ", ", machine "},
+                                       {"missing workers or lower min_workers", "missing machines"},
+                                       {" workers", " machines"}});
 }
 
 // The coordinator has ended the attempt. Without a culprit, another agent has asked for it.
@@ -1028,15 +1037,15 @@ class GrpcJobCoordination final : public JobCoordination {
           "the machines of job ", options_.job, " were launched differently: ", status.message()));
     }
     if (absl::IsDeadlineExceeded(status) && elastic()) {
-      return absl::DeadlineExceededError(
-          absl::StrCat("no place among the machines of job ", options_.job, " within ",
-                       absl::FormatDuration(options_.join_timeout), ", which needs ",
-                       options_.min_nodes, " to ", options_.num_nodes, ": ", status.message()));
+      return absl::DeadlineExceededError(absl::StrCat(
+          "no place among the machines of job ", options_.job, " within ",
+          absl::FormatDuration(options_.join_timeout), ", which needs ", options_.min_nodes, " to ",
+          options_.num_nodes, ": ", OfMachines(status.message())));
     }
     if (absl::IsDeadlineExceeded(status)) {
-      return absl::DeadlineExceededError(
-          absl::StrCat("not all ", options_.num_nodes, " machines arrived within ",
-                       absl::FormatDuration(options_.join_timeout), ": ", status.message()));
+      return absl::DeadlineExceededError(absl::StrCat(
+          "not all ", options_.num_nodes, " machines arrived within ",
+          absl::FormatDuration(options_.join_timeout), ": ", OfMachines(status.message())));
     }
     return status;
   }

@@ -389,6 +389,25 @@ TEST_F(GrpcJobCoordinationTest, NewcomerGetsNumberZero_ItTakesOverTheCountsOfThe
   EXPECT_EQ(meeting->counted.by_class[0].count(), 1);
 }
 
+TEST_F(GrpcJobCoordinationTest, MachinesAreMissing_TheyAreNotCalledRanksOrWorkers) {
+  StartCoordinator();
+  sessions_.SetAnswer([](const v1::Op& op, v1::OpResult* result) {
+    if (op.has_join()) {
+      SetError(
+          v1::ERROR_REASON_RENDEZVOUS_TIMEOUT, result,
+          "job \"job.agents\": 1 of 3 workers joined within 2s; missing: rank 1, rank 2: start "
+          "the missing workers or lower min_workers",
+          absl::StatusCode::kDeadlineExceeded);
+    }
+    return true;
+  });
+  MakeCoordination(3, absl::Seconds(2), 0);
+  EXPECT_EQ(
+      coordination_->Meet(0, {}).status().message(),
+      "not all 3 machines arrived within 2s: job \"job.agents\": 1 of 3 machines joined within "
+      "2s; missing: machine 1, machine 2: start the missing machines");
+}
+
 // Each says why it has ended, at length: the coordinator does not put all of it into one answer.
 TEST_F(GrpcJobCoordinationTest, NineHundredMachinesSayWhyTheyEnded_AllCountsAreTaken) {
   constexpr int kMachines = 900;
