@@ -34,6 +34,7 @@ class FakeHost : public BarrierHost {
     culprit.set_worker_id(absl::StrCat("w", rank));
     culprit.set_host(absl::StrCat("h", rank));
     culprit.set_pid(100 + rank);
+    culprit.set_native_stack(stack);
     return culprit;
   }
   void AskStack(int rank) override { asked.push_back(rank); }
@@ -50,6 +51,7 @@ class FakeHost : public BarrierHost {
     blamed.assign(ranks.begin(), ranks.end());
   }
 
+  std::string stack;  // of every rank
   std::vector<int> asked;
   std::map<CallId, std::shared_ptr<const Answer>> answers;
   std::vector<std::string> journal;
@@ -228,8 +230,7 @@ TEST_F(BarrierTest, DeadlineAfterALoss_BlamesNobody) {
   Make(3);
   const std::string name(kAfterLostCollective);
   std::vector<CallId> calls;
-  for (const std::string& id :
-       {name, name + " of ranks 0, 2", std::string(kAfterLostConnection)}) {
+  for (const std::string& id : {name, name + " of ranks 0, 2", std::string(kAfterLostConnection)}) {
     calls.push_back(Arrive(0, id, 0, {.timeout = absl::Seconds(10), .participants = {0, 2}}));
   }
   set_->Tick(kStart + absl::Seconds(10));
@@ -245,6 +246,23 @@ TEST_F(BarrierTest, DeadlineOfABarrierOfTheProgram_BlamesWhoeverItsNameIs) {
   Arrive(0, "after a lost collective", 0, {.timeout = absl::Seconds(10)});
   set_->Tick(kStart + absl::Seconds(10));
   EXPECT_THAT(host_.blamed, ElementsAre(1));
+}
+
+// A message has at most 4 MiB.
+TEST_F(BarrierTest, ThousandsAreMissingWithStacks_TheReportFitsIntoOneAnswer) {
+  for (const int world : {8000, 100'000}) {
+    Make(world);
+    host_.stack = std::string(16 << 10, 's');
+    Arrive(0, "b", 0, {.timeout = absl::Seconds(10)});
+    v1::BarrierReport report;
+    ASSERT_FALSE(set_->Describe("b", 0, kStart, &report).has_value());
+    EXPECT_LT(report.ByteSizeLong(), size_t{15} << 18);
+    EXPECT_EQ(report.missing_ranks_size(), world - 1);
+    EXPECT_GE(report.culprits_size(), 7999);
+    EXPECT_EQ(report.culprits(0).native_stack(), host_.stack);
+    EXPECT_EQ(report.culprits(7998).native_stack(), "");
+    EXPECT_THAT(report.message(), HasSubstr(absl::StrCat(" and ", world - 5, " more")));
+  }
 }
 
 TEST_F(BarrierTest, NegativeTimeout_NeverExpires) {
