@@ -152,9 +152,9 @@ struct Client::Impl {
   absl::StatusOr<Job> WatchByGet(Job now, absl::Time deadline,
                                  const std::function<bool(const Job&)>& changed) {
     while (Clock::Real().Now() < deadline) {
-      MUSTER_ASSIGN_OR_RETURN(Job next,
-                              Get(now.id, now.revision,
-                                  std::clamp(deadline - Clock::Real().Now(), absl::ZeroDuration(), kHold)));
+      MUSTER_ASSIGN_OR_RETURN(
+          Job next, Get(now.id, now.revision,
+                        std::clamp(deadline - Clock::Real().Now(), absl::ZeroDuration(), kHold)));
       if (next.revision == now.revision) continue;
       now = std::move(next);
       if (!changed(now) || HasEnded(now.state)) return now;

@@ -288,7 +288,8 @@ class Slurm final : public JobBackend {
     while (true) {
       const absl::StatusOr<std::vector<Job>> jobs = list(options);
       if (!jobs.ok()) {
-        if (!absl::IsUnavailable(jobs.status()) || options_.clock->Now() >= give_up) return jobs.status();
+        if (!absl::IsUnavailable(jobs.status()) || options_.clock->Now() >= give_up)
+          return jobs.status();
         Pause();
         continue;
       }
@@ -644,9 +645,10 @@ class Slurm final : public JobBackend {
 
   absl::StatusOr<Submission> Record(int64_t id, const JobSpec& spec, int processes_per_node,
                                     const std::string& key) const {
-    absl::Status written = AppendLine(Path(absl::StrCat(id, ".events")),
-                                      absl::StrCat("submit\t", absl::ToUnixSeconds(options_.clock->WallNow()),
-                                                   "\t0\t", key, " ", processes_per_node, "\n"));
+    absl::Status written =
+        AppendLine(Path(absl::StrCat(id, ".events")),
+                   absl::StrCat("submit\t", absl::ToUnixSeconds(options_.clock->WallNow()), "\t0\t",
+                                key, " ", processes_per_node, "\n"));
     if (written.ok()) {
       written = WriteSecretFile(Path(absl::StrCat(id, ".job")), JobFileText(spec) + "\n");
     }

@@ -1064,7 +1064,8 @@ bool GrpcFrontend::Next(void** tag, bool* ok) {
 
 bool GrpcFrontend::Wait(void** tag, bool* ok) {
   while (!silent_.empty()) {
-    const absl::Duration left = silent_.front()->begun_ + limits_.first_message - Clock::Real().Now();
+    const absl::Duration left =
+        silent_.front()->begun_ + limits_.first_message - Clock::Real().Now();
     const gpr_timespec until =
         gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC),
                      gpr_time_from_nanos(absl::ToInt64Nanoseconds(left), GPR_TIMESPAN));

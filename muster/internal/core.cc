@@ -190,8 +190,9 @@ void Core::SynchronizeRngTypes() {
 
 void Core::WaitForEveryone(absl::Duration timeout, const std::string& name,
                            std::source_location where) {
-  TORCH_CHECK(!absl::StartsWith(name, kOwnBarriers), "wait_for_everyone(): names that begin with \"",
-              kOwnBarriers, "\" are Muster's own; give \"", name, "\" another one");
+  TORCH_CHECK(!absl::StartsWith(name, kOwnBarriers),
+              "wait_for_everyone(): names that begin with \"", kOwnBarriers,
+              "\" are Muster's own; give \"", name, "\" another one");
   if (process_.size() == 1) return;
   steps_.CheckAllTakePart("wait_for_everyone()");
   if (process_.coordinator() == nullptr) {
@@ -247,10 +248,9 @@ absl::Status Core::NameCulprit(const absl::Status& error) {
   };
   std::string who = why_ended();
   if (who.empty()) {
-    const absl::Status reached =
-        process_.coordinator()
-            ->Barrier(std::string(kAfterLostConnection), absl::Seconds(10))
-            .status();
+    const absl::Status reached = process_.coordinator()
+                                     ->Barrier(std::string(kAfterLostConnection), absl::Seconds(10))
+                                     .status();
     who = why_ended();
     if (who.empty() && !reached.ok()) {
       const absl::StatusOr<std::vector<MemberInfo>> members = process_.coordinator()->Members();
