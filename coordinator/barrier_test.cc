@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -250,9 +251,9 @@ TEST_F(BarrierTest, DeadlineOfABarrierOfTheProgram_BlamesWhoeverItsNameIs) {
 
 // A message has at most 4 MiB.
 TEST_F(BarrierTest, ThousandsAreMissingWithStacks_TheReportFitsIntoOneAnswer) {
-  for (const int world : {8000, 100'000}) {
+  for (const auto& [world, stack_bytes] : {std::pair(8000, 16 << 10), std::pair(100'000, 0)}) {
     Make(world);
-    host_.stack = std::string(16 << 10, 's');
+    host_.stack = std::string(stack_bytes, 's');
     Arrive(0, "b", 0, {.timeout = absl::Seconds(10)});
     v1::BarrierReport report;
     ASSERT_FALSE(set_->Describe("b", 0, kStart, &report).has_value());
