@@ -14,6 +14,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "base/backoff.h"
 #include "base/clock.h"
 #include "base/defaults.h"
@@ -52,6 +53,10 @@ constexpr absl::Duration kLookAgain = absl::Milliseconds(200);  // whether machi
 constexpr absl::Duration kComeAgain = absl::Seconds(10);
 constexpr absl::Duration kComeAgainAtMost = absl::Minutes(10);
 constexpr int kMaxCount = 1'000'000'000;
+// Machines whose counts come in one answer: with what they say of their last ends, which JSON makes
+// up to six times as long, it stays below the largest answer.
+constexpr int kCountsAtATime = 64;
+constexpr size_t kMostOfWhy = 4096;
 constexpr size_t kMostOfLine = 1024;  // of a program's output; the coordinator keeps no more
 
 json JsonOf(const AttemptEnd& end) {
@@ -103,7 +108,7 @@ AttemptEnd EndFromJson(const std::string& text) {
   return value.is_object() ? EndOf(value) : AttemptEnd{text, {}};
 }
 
-// The newest of `lines`, cut, that take at most 4 KiB: the counts of all machines come in one
+// The newest of `lines`, cut, that take at most 4 KiB: the counts of many machines come in one
 // answer.
 std::vector<std::string> NewestLines(const std::vector<std::string>& lines) {
   size_t left = 4096;
@@ -125,6 +130,7 @@ void AddCounts(const RestartCounts& counts, json* value) {
   if (!classes.empty()) (*value)["classes"] = std::move(classes);
   if (counts.last.why.empty()) return;
   AttemptEnd last = counts.last;
+  last.why.resize(std::min(last.why.size(), kMostOfWhy));
   last.last_lines = NewestLines(last.last_lines);
   (*value)["last"] = JsonOf(last);
 }
@@ -206,6 +212,14 @@ std::string WithMachines(std::string why) {
     why.replace(begin, rank_word.size(), "machine ");
   }
   return why;
+}
+
+// The workers of the agents' job are machines, and min_workers is no setting of a launch.
+std::string OfMachines(absl::string_view refusal) {
+  return absl::StrReplaceAll(refusal, {{"missing: rank ", "missing: machine "},
+                                       {", rank ", ", machine "},
+                                       {"missing workers or lower min_workers", "missing machines"},
+                                       {" workers", " machines"}});
 }
 
 // The coordinator has ended the attempt. Without a culprit, another agent has asked for it.
@@ -1023,15 +1037,15 @@ class GrpcJobCoordination final : public JobCoordination {
           "the machines of job ", options_.job, " were launched differently: ", status.message()));
     }
     if (absl::IsDeadlineExceeded(status) && elastic()) {
-      return absl::DeadlineExceededError(
-          absl::StrCat("no place among the machines of job ", options_.job, " within ",
-                       absl::FormatDuration(options_.join_timeout), ", which needs ",
-                       options_.min_nodes, " to ", options_.num_nodes, ": ", status.message()));
+      return absl::DeadlineExceededError(absl::StrCat(
+          "no place among the machines of job ", options_.job, " within ",
+          absl::FormatDuration(options_.join_timeout), ", which needs ", options_.min_nodes, " to ",
+          options_.num_nodes, ": ", OfMachines(status.message())));
     }
     if (absl::IsDeadlineExceeded(status)) {
-      return absl::DeadlineExceededError(
-          absl::StrCat("not all ", options_.num_nodes, " machines arrived within ",
-                       absl::FormatDuration(options_.join_timeout), ": ", status.message()));
+      return absl::DeadlineExceededError(absl::StrCat(
+          "not all ", options_.num_nodes, " machines arrived within ",
+          absl::FormatDuration(options_.join_timeout), ": ", OfMachines(status.message())));
     }
     return status;
   }
@@ -1050,12 +1064,23 @@ class GrpcJobCoordination final : public JobCoordination {
 
   // Takes over the largest counts of all machines.
   absl::Status TakeCounts(Meeting* meeting) {
-    if (num_nodes_ == 1) return absl::OkStatus();
-    v1::Op op;
-    *op.mutable_wait()->mutable_fence() = AgentFence();
-    for (int rank = 1; rank < num_nodes_; ++rank) op.mutable_wait()->add_keys(CountKey(rank));
     const absl::Duration patience =
         elastic() ? std::min(options_.outage_tolerance + kAgree, kLongest) : kAgree;
+    const absl::Time deadline = Clock::Real().Now() + patience;
+    for (int first = 1; first < num_nodes_; first += kCountsAtATime) {
+      const int end = std::min(num_nodes_, first + kCountsAtATime);
+      // All have written at about the same time: what is there comes at once.
+      const absl::Duration left = std::max(deadline - Clock::Real().Now(), kShortCall);
+      MUSTER_ASSIGN_OR_RETURN(const bool all_count, TakeCounts(first, end, left, meeting));
+      if (!all_count) break;
+    }
+    return absl::OkStatus();
+  }
+  // Those of the machines from `first` to before `end`. False: not all of them count.
+  absl::StatusOr<bool> TakeCounts(int first, int end, absl::Duration patience, Meeting* meeting) {
+    v1::Op op;
+    *op.mutable_wait()->mutable_fence() = AgentFence();
+    for (int rank = first; rank < end; ++rank) op.mutable_wait()->add_keys(CountKey(rank));
     *op.mutable_wait()->mutable_timeout() = rpc::ToProto(patience);
     const absl::StatusOr<v1::OpResult> result =
         Call(std::move(op), std::min(patience + kShortCall + options_.outage_tolerance, kLongest),
@@ -1066,7 +1091,7 @@ class GrpcJobCoordination final : public JobCoordination {
                           << "there, which counts its own";
       // Machines that do not hear of it start, and would wait for this one.
       meeting->counted.last = {};
-      return absl::OkStatus();
+      return false;
     }
     MUSTER_RETURN_IF_ERROR(result.status());
     for (const v1::KeyValue& kv : result->wait().kvs()) {
@@ -1075,7 +1100,7 @@ class GrpcJobCoordination final : public JobCoordination {
       meeting->attempt = std::max(meeting->attempt, CountOf(value, "attempt"));
       meeting->counted.TakeLarger(CountsOf(value));
     }
-    return absl::OkStatus();
+    return true;
   }
 
   // Machine 0 writes what must be the same everywhere, the others compare.

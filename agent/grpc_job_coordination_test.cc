@@ -389,6 +389,65 @@ TEST_F(GrpcJobCoordinationTest, NewcomerGetsNumberZero_ItTakesOverTheCountsOfThe
   EXPECT_EQ(meeting->counted.by_class[0].count(), 1);
 }
 
+TEST_F(GrpcJobCoordinationTest, MachinesAreMissing_TheyAreNotCalledRanksOrWorkers) {
+  StartCoordinator();
+  sessions_.SetAnswer([](const v1::Op& op, v1::OpResult* result) {
+    if (op.has_join()) {
+      SetError(
+          v1::ERROR_REASON_RENDEZVOUS_TIMEOUT, result,
+          "job \"job.agents\": 1 of 3 workers joined within 2s; missing: rank 1, rank 2: start "
+          "the missing workers or lower min_workers",
+          absl::StatusCode::kDeadlineExceeded);
+    }
+    return true;
+  });
+  MakeCoordination(3, absl::Seconds(2), 0);
+  EXPECT_EQ(
+      coordination_->Meet(0, {}).status().message(),
+      "not all 3 machines arrived within 2s: job \"job.agents\": 1 of 3 machines joined within "
+      "2s; missing: machine 1, machine 2: start the missing machines");
+}
+
+// Each says why it has ended, at length: the coordinator does not put all of it into one answer.
+TEST_F(GrpcJobCoordinationTest, NineHundredMachinesSayWhyTheyEnded_AllCountsAreTaken) {
+  constexpr int kMachines = 900;
+  constexpr size_t kMostOfAnswer = 15 << 18;  // KvStore::kMaxAnswerBytes
+  StartCoordinator();
+  special_ = [](const v1::Op& op, v1::OpResult* result) {
+    if (op.has_join()) {
+      result->mutable_join()->set_rank(0);
+      result->mutable_join()->set_world_size(kMachines);
+      result->mutable_join()->set_generation(1);
+      result->mutable_join()->set_generation_prefix("gen/1/");
+      return true;
+    }
+    if (!op.has_wait() || !op.wait().keys(0).starts_with("gen/1/count/")) return false;
+    size_t bytes = 0;
+    for (const std::string& key : op.wait().keys()) {
+      v1::KeyValue* const kv = result->mutable_wait()->add_kvs();
+      kv->set_key(key);
+      const std::string attempt = key.substr(std::string("gen/1/count/").size());
+      kv->set_value(absl::StrCat(R"({"attempt": )", attempt, R"(, "counted": )", attempt,
+                                 R"(, "last": {"why": "rank )", attempt,
+                                 R"( exited with code 2", "last_lines": [")",
+                                 std::string(8000, 'x'), R"("], "class": "USER_ERROR"}})"));
+      bytes += 64 + key.size() + kv->value().size();
+    }
+    if (bytes > kMostOfAnswer) {
+      SetError(v1::ERROR_REASON_LIMIT, result, "wait for fewer at a time",
+               absl::StatusCode::kInvalidArgument);
+    }
+    return true;
+  };
+  AnswerAsElastic(0, kMachines, {});
+  MakeCoordination(kMachines, absl::Minutes(2));
+  const absl::StatusOr<Meeting> meeting = coordination_->Meet(0, {});
+  ASSERT_TRUE(meeting.ok()) << meeting.status();
+  EXPECT_EQ(meeting->attempt, kMachines - 1);
+  EXPECT_EQ(meeting->counted.total, kMachines - 1);
+  EXPECT_EQ(meeting->counted.last.why, "rank 1 exited with code 2");
+}
+
 // The number of machines is fixed.
 TEST_F(GrpcJobCoordinationTest, RestartsAreCounted_MachinesAgreeOnThem) {
   StartCoordinator();

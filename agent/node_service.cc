@@ -138,6 +138,24 @@ bool IsUnlocked(int fd) {
   return true;
 }
 
+// Why a file of an attempt could not be read, unless it is not there or no file. Such a reason, as
+// no descriptor, no memory or a disk that is away, may pass, and says nothing about the attempt.
+absl::Status MayPass(const absl::Status& read) {
+  const bool says_something = read.ok() || absl::IsNotFound(read) ||
+                              absl::IsFailedPrecondition(read) || absl::IsDataLoss(read);
+  return says_something ? absl::OkStatus() : read;
+}
+
+// Of an attempt; not open where there is none.
+absl::StatusOr<OwnedFd> OpenLock(const std::string& path) {
+  int fd;
+  do {
+    fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  } while (fd < 0 && errno == EINTR);
+  if (fd >= 0 || errno == ENOENT) return OwnedFd(fd);
+  return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", path));
+}
+
 v1::AttemptEnd NodeFailure(const std::string& why) {
   v1::AttemptEnd end;
   end.set_end_class(v1::END_CLASS_NODE_FAILED);
@@ -309,7 +327,14 @@ class NodeService {
     std::set<std::string> running_groups;
     for (const std::string& name : names) {
       const AttemptFolder folder{JoinPath(Attempts(), name)};
+      // Its processes may run: an agent that goes on without it would tell the coordinator that it
+      // has ended, and nothing would end them. The next start of the agent looks again.
+      const auto unknown = [&name](const absl::Status& why) {
+        return absl::Status(why.code(), absl::StrCat("cannot tell whether attempt ", name,
+                                                     " runs: ", why.message()));
+      };
       const absl::StatusOr<std::string> text = ReadFile(folder.Of("record.json"), 1 << 20);
+      if (const absl::Status status = MayPass(text.status()); !status.ok()) return unknown(status);
       const json record =
           text.ok() ? json::parse(*text, nullptr, /*allow_exceptions=*/false) : json();
       const auto is = [&](const char* name_of, bool (json::*type)() const noexcept) {
@@ -323,14 +348,23 @@ class NodeService {
         continue;
       }
       const AttemptKey key(record["job"].get<std::string>(), record["attempt"].get<int>());
+      absl::StatusOr<OwnedFd> lock = OpenLock(folder.Of("lock"));
+      if (!lock.ok()) return unknown(lock.status());
       Runner runner{.folder = folder,
                     .pid = -1,
                     .pidfd = {},
-                    .lock = OwnedFd(open(folder.Of("lock").c_str(), O_RDWR | O_CLOEXEC)),
+                    .lock = *std::move(lock),
                     .first_rank = record["first_rank"].get<int>()};
       const bool running = runner.lock.open() && !IsUnlocked(runner.lock.get());
       attempts_.SetCluster(record["cluster"].get<std::string>());
       const int64_t started = record["started"].get<int64_t>();
+      if (!running) {
+        const absl::Status status = MayPass(ReadEnd(folder.Of("end.json")).status());
+        if (!status.ok()) {
+          return absl::Status(status.code(), absl::StrCat("cannot tell how attempt ", name,
+                                                          " has ended: ", status.message()));
+        }
+      }
       const v1::AttemptEnd end = running ? v1::AttemptEnd() : EndOf(folder);
       attempts_.Adopt(key, running, end, absl::FromUnixMillis(started),
                       WrittenAt(folder.Of("end.json")), Clock::Real().Now(),

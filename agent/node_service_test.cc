@@ -166,6 +166,42 @@ TEST(NodeServiceTest, OldFolderWithoutARecord_IsRemoved) {
   EXPECT_TRUE(PathExists(fresh));
 }
 
+// No descriptor, no memory or a disk that is away say nothing about an attempt. A loop of links
+// stands for them.
+TEST(NodeServiceTest, FileOfAnAttemptCannotBeOpened_TheAgentEndsRatherThanTellOfItsEnd) {
+  RefusingNodes nodes;
+  const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
+  ASSERT_TRUE(server.ok()) << server.status();
+  for (const char* name : {"record.json", "lock", "end.json"}) {
+    const TestFolder folder;
+    NodeServiceOptions options;
+    options.coordinator = (*server)->address();
+    options.state_dir = folder.Path("state");
+    options.node = "n";
+    options.info.set_cpus(1);
+    options.control_groups = "off";
+    const std::string attempt = JoinPath(options.state_dir, "attempts/mnist-1.1");
+    ASSERT_TRUE(MakeDirectories(attempt).ok());
+    const std::string record =
+        R"({"job": "mnist-1", "attempt": 1, "cluster": "c", "started": 1, "first_rank": 0})";
+    ASSERT_TRUE(WriteFileAtomically(JoinPath(attempt, "record.json"), record).ok());
+    ASSERT_TRUE(WriteFileAtomically(JoinPath(attempt, "lock"), "").ok());
+    const std::string path = JoinPath(attempt, name);
+    unlink(path.c_str());
+    ASSERT_EQ(symlink(name, path.c_str()), 0);
+    const absl::Status ended = RunNodeService(options);
+    EXPECT_THAT(ended.message(), testing::HasSubstr("attempt mnist-1.1")) << name;
+    EXPECT_THAT(ended.message(), testing::HasSubstr(path)) << name;
+    EXPECT_THAT(ended.message(), testing::HasSubstr("symbolic links")) << name;
+    // The next start finds it as it was.
+    unlink(path.c_str());
+    if (path.ends_with("lock")) {
+      ASSERT_TRUE(WriteFileAtomically(path, "").ok());
+    }
+    EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options))) << name;
+  }
+}
+
 TEST(NodeServiceTest, FactsThatAreNotUtf8_AreRefusedBeforeTheFirstCall) {
   const TestFolder folder;
   NodeServiceOptions options;

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -34,6 +35,7 @@ class FakeHost : public BarrierHost {
     culprit.set_worker_id(absl::StrCat("w", rank));
     culprit.set_host(absl::StrCat("h", rank));
     culprit.set_pid(100 + rank);
+    culprit.set_native_stack(stack);
     return culprit;
   }
   void AskStack(int rank) override { asked.push_back(rank); }
@@ -50,6 +52,7 @@ class FakeHost : public BarrierHost {
     blamed.assign(ranks.begin(), ranks.end());
   }
 
+  std::string stack;  // of every rank
   std::vector<int> asked;
   std::map<CallId, std::shared_ptr<const Answer>> answers;
   std::vector<std::string> journal;
@@ -223,12 +226,12 @@ TEST_F(BarrierTest, FirstArrival_FixesTheDeadline) {
   EXPECT_EQ(Reason(Arrive(2, "b", 0)), v1::ERROR_REASON_BARRIER_TIMEOUT);
 }
 
-// Who does not come may have lost the same collective, and timed out.
-TEST_F(BarrierTest, DeadlineAfterALostCollective_BlamesNobody) {
+// Who does not come may have lost the same one, and timed out.
+TEST_F(BarrierTest, DeadlineAfterALoss_BlamesNobody) {
   Make(3);
   const std::string name(kAfterLostCollective);
   std::vector<CallId> calls;
-  for (const std::string& id : {name, name + " of ranks 0, 2"}) {
+  for (const std::string& id : {name, name + " of ranks 0, 2", std::string(kAfterLostConnection)}) {
     calls.push_back(Arrive(0, id, 0, {.timeout = absl::Seconds(10), .participants = {0, 2}}));
   }
   set_->Tick(kStart + absl::Seconds(10));
@@ -237,6 +240,30 @@ TEST_F(BarrierTest, DeadlineAfterALostCollective_BlamesNobody) {
     EXPECT_THAT(Result(call).error().detail().missing_ranks(), ElementsAre(2));
   }
   EXPECT_THAT(host_.blamed, IsEmpty());
+}
+
+TEST_F(BarrierTest, DeadlineOfABarrierOfTheProgram_BlamesWhoeverItsNameIs) {
+  Make(2);
+  Arrive(0, "after a lost collective", 0, {.timeout = absl::Seconds(10)});
+  set_->Tick(kStart + absl::Seconds(10));
+  EXPECT_THAT(host_.blamed, ElementsAre(1));
+}
+
+// A message has at most 4 MiB.
+TEST_F(BarrierTest, ThousandsAreMissingWithStacks_TheReportFitsIntoOneAnswer) {
+  for (const auto& [world, stack_bytes] : {std::pair(8000, 16 << 10), std::pair(100'000, 0)}) {
+    Make(world);
+    host_.stack = std::string(stack_bytes, 's');
+    Arrive(0, "b", 0, {.timeout = absl::Seconds(10)});
+    v1::BarrierReport report;
+    ASSERT_FALSE(set_->Describe("b", 0, kStart, &report).has_value());
+    EXPECT_LT(report.ByteSizeLong(), size_t{15} << 18);
+    EXPECT_EQ(report.missing_ranks_size(), world - 1);
+    EXPECT_GE(report.culprits_size(), 7999);
+    EXPECT_EQ(report.culprits(0).native_stack(), host_.stack);
+    EXPECT_EQ(report.culprits(7998).native_stack(), "");
+    EXPECT_THAT(report.message(), HasSubstr(absl::StrCat(" and ", world - 5, " more")));
+  }
 }
 
 TEST_F(BarrierTest, NegativeTimeout_NeverExpires) {

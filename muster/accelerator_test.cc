@@ -44,6 +44,19 @@ TEST(Accelerator, Alone_IsAJobOfOneProcess) {
   accelerator.wait_for_everyone();
 }
 
+// The coordinator blames nobody at its own barriers.
+TEST(Accelerator, BarrierWithANameOfMusters_IsRefused) {
+  Accelerator accelerator(OnCpu());
+  try {
+    accelerator.wait_for_everyone(absl::ZeroDuration(), "muster/after a lost collective");
+    FAIL() << "accepted";
+  } catch (const c10::Error& error) {
+    EXPECT_NE(std::string(error.what()).find("names that begin with \"muster/\""),
+              std::string::npos);
+  }
+  accelerator.wait_for_everyone(absl::ZeroDuration(), "after a lost collective");
+}
+
 TEST(Accelerator, TwoInOneProcess_DoNotMeet) {
   AcceleratorOptions four = OnCpu();
   four.gradient_accumulation_steps = 4;

@@ -86,6 +86,7 @@ struct DialError {
 std::optional<DialError> Connect(const CommandLine& line, const CommandContext& context,
                                  const RunningLaunch& launch, Connection* connection) {
   const std::string& address = connection->address;
+  connection->launch = launch.job;
   if (line.Has("timeout") && (!absl::ParseDuration(line.Get("timeout"), &connection->timeout) ||
                               connection->timeout <= absl::ZeroDuration())) {
     return DialError{absl::InvalidArgumentError(

@@ -20,6 +20,7 @@ struct Connection {
   std::string address;
   absl::Duration timeout = absl::Seconds(5);  // of each call
   std::shared_ptr<grpc::Channel> channel;
+  std::string launch = {};  // job of this user's launch on this machine that holds it; empty: none
 };
 
 // The options that name a coordinator and the ways to reach it, and `more`.

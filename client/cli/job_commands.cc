@@ -438,7 +438,8 @@ int RunSubmitCommand(const std::vector<std::string>& args, const CommandContext&
   const std::string format = line.Has("output") ? line.Get("output") : "name";
   line.words.clear();  // the file is no job's name
   int code = 0;
-  const std::unique_ptr<JobBackend> client = OpenBackend(spec, line, context, &code);
+  const std::unique_ptr<JobBackend> client =
+      OpenBackend(spec, line, context, &code, /*keeps_jobs=*/true);
   if (client == nullptr) return code;
   const bool dry_run = line.Get("dry_run") == "true";
   const std::string user = Variable(context.variables, "USER");

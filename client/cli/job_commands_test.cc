@@ -13,6 +13,7 @@
 #include "base/test_folder.h"
 #include "client/cli/info_commands.h"
 #include "client/cli/node_commands.h"
+#include "client/cli/running_launch.h"
 #include "client/jobs/fake_job_service.h"
 #include "client/jobs/job_file.h"
 #include "gmock/gmock.h"
@@ -47,6 +48,26 @@ TEST_F(JobCommandsTest, Submit_Program_PrintsTheJob) {
   EXPECT_EQ(calls[0].owner(), "ann");
   EXPECT_EQ(calls[0].spec().max_processes(), 4);
   EXPECT_THAT(calls[0].spec().argv(), ElementsAre("/opt/train", "--lr", "1"));
+}
+
+// Nothing would ever run it, and it would be gone with the launch.
+TEST_F(JobCommandsTest, Submit_ToTheCoordinatorOfALaunch_IsRefused) {
+  const TestFolder folder = TestFolder::ForSockets();
+  const std::map<std::string, std::string> none = {{"MUSTER_RUNTIME_DIR", folder.path()}};
+  auto named = none;
+  named["MUSTER_COORDINATOR"] = fake_.address();
+  const auto launch = LaunchRecord::Create(none);
+  ASSERT_TRUE(launch.ok()) << launch.status();
+  ASSERT_TRUE((*launch)->Publish({.job = "mine", .pid = 7, .address = fake_.address()}).ok());
+  for (const auto& variables : {none, named}) {
+    err_.str("");
+    const CommandContext context = {.variables = variables, .out = out_, .err = err_};
+    EXPECT_EQ(RunSubmitCommand({"--", "train"}, context), kExitUsage);
+    EXPECT_THAT(err_.str(),
+                HasSubstr("is that of your launch mine: no agent waits for jobs there"));
+    EXPECT_EQ(RunListCommand({}, context), kExitOk) << err_.str();
+  }
+  EXPECT_TRUE(fake_.submitted().empty());
 }
 
 TEST_F(JobCommandsTest, Submit_RelativeProgramWithoutItsFolder_IsRefusedWithTheRemedy) {

@@ -61,7 +61,7 @@ bool IsOnSlurm(const CommandLine& line, const CommandContext& context) {
 }
 
 std::unique_ptr<JobBackend> OpenBackend(const CommandSpec& spec, const CommandLine& line,
-                                        const CommandContext& context, int* code) {
+                                        const CommandContext& context, int* code, bool keeps_jobs) {
   const std::string on = Place(line, context);
   const auto refuse = [&](const std::string& what) {
     *code = Fail(spec, context, absl::InvalidArgumentError(what), kExitUsage);
@@ -87,6 +87,18 @@ std::unique_ptr<JobBackend> OpenBackend(const CommandSpec& spec, const CommandLi
   Connection connection;
   *code = Dial(spec, line, context, &connection);
   if (*code >= 0) return nullptr;
+  // It has no nodes, and its queue ends with the launch.
+  if (keeps_jobs && !connection.launch.empty()) {
+    *code = Fail(spec, context,
+                 absl::FailedPreconditionError(absl::StrCat(
+                     "the coordinator at ", connection.address, " is that of your launch ",
+                     connection.launch,
+                     ": no agent waits for jobs there, and a job would be lost "
+                     "when the launch ends; name another one with --coordinator or "
+                     "MUSTER_COORDINATOR, or start one: muster coordinator --listen IP:PORT")),
+                 kExitUsage);
+    return nullptr;
+  }
   return CoordinatorBackend(
       StoppableOn(connection.channel, connection.timeout, connection.timeout));
 }

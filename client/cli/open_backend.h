@@ -17,9 +17,11 @@ std::vector<OptionSpec> JobOptions(std::vector<OptionSpec> more);
 bool IsOnSlurm(const CommandLine& line, const CommandContext& context);
 
 // Where --on, MUSTER_ON and the options of the connection say that jobs run. Blocks as Dial does.
-// Null: an error, which it has printed, with its exit code.
+// Null: an error, which it has printed, with its exit code. `keeps_jobs`: as a coordinator of a
+// launch does not.
 std::unique_ptr<JobBackend> OpenBackend(const CommandSpec& spec, const CommandLine& line,
-                                        const CommandContext& context, int* code);
+                                        const CommandContext& context, int* code,
+                                        bool keeps_jobs = false);
 
 }  // namespace muster::client
 

@@ -3,8 +3,8 @@
 #include <optional>
 #include <utility>
 
-#include "absl/time/clock.h"
 #include "base/backoff.h"
+#include "base/clock.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "rpc/status.h"
@@ -80,7 +80,7 @@ class LogFollower {
         !(must_be_there && absl::IsNotFound(status))) {
       return false;
     }
-    const absl::Time now = absl::Now();
+    const absl::Time now = Clock::Real().Now();
     if (!give_up_.has_value()) give_up_ = now + source_.patience;
     const absl::Duration pause = backoff_->Next(RandomShare(), rpc::RetryAfter(status));
     return now + pause < *give_up_ && source_.pause(pause);

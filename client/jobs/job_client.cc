@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "base/backoff.h"
+#include "base/clock.h"
 #include "base/identity.h"
 #include "base/log.h"
 #include "base/mutex.h"
@@ -84,7 +85,7 @@ struct Client::Impl {
   // Makes the call until it is answered, or `retry_for` has passed. `method(context)` makes one.
   template <typename Method>
   absl::Status Call(Method method, absl::Duration held = absl::ZeroDuration()) {
-    const absl::Time give_up = absl::Now() + retry_for;
+    const absl::Time give_up = Clock::Real().Now() + retry_for;
     Backoff backoff(absl::Milliseconds(50), absl::Seconds(2));
     while (true) {
       grpc::ClientContext context;
@@ -94,7 +95,7 @@ struct Client::Impl {
       if (in_flight->stopped.HasBeenNotified()) return Stopped();
       if (!rpc::IsLost(status)) return status;
       const absl::Duration pause = backoff.Next(RandomShare(), rpc::RetryAfter(status));
-      if (absl::Now() + pause >= give_up) return status;
+      if (Clock::Real().Now() + pause >= give_up) return status;
       if (!Pause(pause)) return Stopped();
     }
   }
@@ -119,7 +120,9 @@ struct Client::Impl {
     bool begun = request.seen_revision() != 0;
     while (true) {
       grpc::ClientContext context;
-      if (deadline != absl::InfiniteFuture()) context.set_deadline(absl::ToChronoTime(deadline));
+      if (deadline != absl::InfiniteFuture()) {
+        rpc::SetTimeout(context, deadline - Clock::Real().Now());
+      }
       const OneInFlight one(in_flight.get(), &context);
       const auto reader = jobs->Watch(&context, request);
       v1::WatchJobsBatch message;
@@ -137,10 +140,10 @@ struct Client::Impl {
       if (!rpc::IsLost(status)) return status;
       if (!backoff.has_value()) {
         backoff.emplace(absl::Milliseconds(50), absl::Seconds(2));
-        give_up = absl::Now() + (begun ? std::max(retry_for, kResume) : retry_for);
+        give_up = Clock::Real().Now() + (begun ? std::max(retry_for, kResume) : retry_for);
       }
       const absl::Duration pause = backoff->Next(RandomShare(), rpc::RetryAfter(status));
-      if (absl::Now() + pause >= give_up) return status;
+      if (Clock::Real().Now() + pause >= give_up) return status;
       if (!Pause(pause)) return Stopped();
     }
   }
@@ -148,10 +151,10 @@ struct Client::Impl {
   // As Watch of one job, where the coordinator has none: from `now` on.
   absl::StatusOr<Job> WatchByGet(Job now, absl::Time deadline,
                                  const std::function<bool(const Job&)>& changed) {
-    while (absl::Now() < deadline) {
-      MUSTER_ASSIGN_OR_RETURN(Job next,
-                              Get(now.id, now.revision,
-                                  std::clamp(deadline - absl::Now(), absl::ZeroDuration(), kHold)));
+    while (Clock::Real().Now() < deadline) {
+      MUSTER_ASSIGN_OR_RETURN(
+          Job next, Get(now.id, now.revision,
+                        std::clamp(deadline - Clock::Real().Now(), absl::ZeroDuration(), kHold)));
       if (next.revision == now.revision) continue;
       now = std::move(next);
       if (!changed(now) || HasEnded(now.state)) return now;
@@ -265,7 +268,7 @@ absl::StatusOr<std::vector<Job>> Client::list(const ListOptions& options) {
 absl::StatusOr<Job> Client::watch(const std::string& job,
                                   const std::function<bool(const Job&)>& changed,
                                   absl::Duration timeout) {
-  const absl::Time deadline = absl::Now() + timeout;
+  const absl::Time deadline = Clock::Real().Now() + timeout;
   MUSTER_ASSIGN_OR_RETURN(Job now, get(job));
   if (!changed(now) || HasEnded(now.state)) return now;
   v1::WatchJobsRequest request;
@@ -273,7 +276,7 @@ absl::StatusOr<Job> Client::watch(const std::string& job,
   request.set_seen_revision(now.revision);
   bool done = false;
   absl::Status status = absl::DeadlineExceededError("");
-  if (absl::Now() < deadline) {
+  if (Clock::Real().Now() < deadline) {
     status = impl_->Watch(request, deadline, [&](const v1::WatchJobsBatch& batch) {
       for (const v1::JobRecord& record : batch.jobs()) {
         now = client::FromProto(record);

@@ -22,7 +22,6 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
-#include "absl/time/clock.h"
 #include "base/exit_code.h"
 #include "base/file.h"
 #include "base/mutex.h"
@@ -285,15 +284,16 @@ class Slurm final : public JobBackend {
   absl::Status watch_all(const ListOptions& options,
                          const std::function<bool(const JobUpdate&)>& changed) override {
     std::map<std::string, std::string> shown;
-    absl::Time give_up = absl::Now() + options_.patience;
+    absl::Time give_up = options_.clock->Now() + options_.patience;
     while (true) {
       const absl::StatusOr<std::vector<Job>> jobs = list(options);
       if (!jobs.ok()) {
-        if (!absl::IsUnavailable(jobs.status()) || absl::Now() >= give_up) return jobs.status();
+        if (!absl::IsUnavailable(jobs.status()) || options_.clock->Now() >= give_up)
+          return jobs.status();
         Pause();
         continue;
       }
-      give_up = absl::Now() + options_.patience;
+      give_up = options_.clock->Now() + options_.patience;
       std::map<std::string, std::string> now;
       for (const Job& job : *jobs) {
         std::string& text = now[job.id];
@@ -463,16 +463,16 @@ class Slurm final : public JobBackend {
   absl::StatusOr<QueueAnswer> RecentQueue(int64_t id, Ask ask) {
     // While one asks, the others wait for the answer. One that was asked for since they came is as
     // new as their own.
-    const absl::Time came = absl::Now();
+    const absl::Time came = options_.clock->Now();
     MutexLock lock(&mu_);
     if (asked_ > came) return recent_;
-    if (recent_.ok() && absl::Now() < asked_ + options_.poll) {
+    if (recent_.ok() && options_.clock->Now() < asked_ + options_.poll) {
       const std::map<int64_t, Queued>& known = **recent_;
       const auto job = known.find(id);
       const bool runs = job != known.end() && job->second.state == "RUNNING";
       if (runs || ask == Ask::kSeldom) return recent_;
     }
-    asked_ = absl::Now();
+    asked_ = options_.clock->Now();
     absl::StatusOr<std::map<int64_t, Queued>> queue = Queue();
     // An error is shared, too: thousands of ranks, one after the other, would wait for hours until
     // a controller that is away has not answered each of them.
@@ -486,7 +486,7 @@ class Slurm final : public JobBackend {
 
   absl::StatusOr<Job> Watch(const std::string& job, const std::function<bool(const Job&)>& changed,
                             absl::Duration timeout, Ask ask) {
-    const absl::Time deadline = absl::Now() + timeout;
+    const absl::Time deadline = options_.clock->Now() + timeout;
     std::string shown;
     while (true) {
       MUSTER_ASSIGN_OR_RETURN(Job now, GetPatiently(job, ask));
@@ -495,7 +495,7 @@ class Slurm final : public JobBackend {
       shown = text;
       if (HasEnded(now.state)) return now;
       if (now.state == JobState::kUnknown) return absl::UnavailableError(now.why);
-      if (absl::Now() >= deadline) {
+      if (options_.clock->Now() >= deadline) {
         return absl::DeadlineExceededError(absl::StrCat("job ", job, " is ",
                                                         JobStateName(now.state), " after ",
                                                         absl::FormatDuration(timeout)));
@@ -506,10 +506,10 @@ class Slurm final : public JobBackend {
 
   // A controller that is restarted ends nobody's watch.
   absl::StatusOr<Job> GetPatiently(const std::string& name, Ask ask) {
-    const absl::Time give_up = absl::Now() + options_.patience;
+    const absl::Time give_up = options_.clock->Now() + options_.patience;
     while (true) {
       absl::StatusOr<Job> job = Get(name, ask);
-      if (!absl::IsUnavailable(job.status()) || absl::Now() >= give_up) return job;
+      if (!absl::IsUnavailable(job.status()) || options_.clock->Now() >= give_up) return job;
       Pause();
     }
   }
@@ -645,9 +645,10 @@ class Slurm final : public JobBackend {
 
   absl::StatusOr<Submission> Record(int64_t id, const JobSpec& spec, int processes_per_node,
                                     const std::string& key) const {
-    absl::Status written = AppendLine(Path(absl::StrCat(id, ".events")),
-                                      absl::StrCat("submit\t", absl::ToUnixSeconds(absl::Now()),
-                                                   "\t0\t", key, " ", processes_per_node, "\n"));
+    absl::Status written =
+        AppendLine(Path(absl::StrCat(id, ".events")),
+                   absl::StrCat("submit\t", absl::ToUnixSeconds(options_.clock->WallNow()), "\t0\t",
+                                key, " ", processes_per_node, "\n"));
     if (written.ok()) {
       written = WriteSecretFile(Path(absl::StrCat(id, ".job")), JobFileText(spec) + "\n");
     }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
+#include "base/clock.h"
 #include "client/jobs/job_backend.h"
 #include "client/jobs/job_types.h"
 #include "client/jobs/program_runner.h"
@@ -31,6 +32,7 @@ struct SlurmOptions {
   absl::Duration poll = absl::Seconds(2);  // how often watch and follow_log look again
   // And how long a controller that does not answer is waited for then.
   absl::Duration patience = absl::Minutes(5);
+  const Clock* clock = &Clock::Real();
 };
 
 // Jobs in the queue of a SLURM cluster, by its commands: sbatch, squeue, scontrol, scancel, sinfo,

@@ -16,6 +16,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "base/fake_clock.h"
 #include "base/file.h"
 #include "base/mutate.h"
 #include "base/test_folder.h"
@@ -522,6 +523,37 @@ TEST_F(SlurmBackendTest, Watch_OutlivesARestartOfTheController) {
       "train-12", [](const Job&) { return true; }, absl::InfiniteDuration());
   ASSERT_TRUE(end.ok()) << end.status();
   EXPECT_EQ(end->state, JobState::kSucceeded);
+}
+
+// A step of the calendar's clock, as NTP makes one, ends no wait and lengthens none.
+TEST_F(SlurmBackendTest, Waits_TakeTheirTimeFromTheMonotonicClock) {
+  Submit();
+  FakeClock clock;
+  int calls = 0;
+  absl::Duration of_a_call = absl::Minutes(2);
+  backend_ = SlurmBackend({.folder = Folder(),
+                           .run =
+                               [&](const auto& argv) {
+                                 if (argv[0] == "squeue") {
+                                   ++calls;
+                                   clock.Advance(of_a_call);
+                                 }
+                                 return Run(argv);
+                               },
+                           .poll = absl::Milliseconds(1),
+                           .patience = absl::Minutes(5),
+                           .clock = &clock});
+  squeue_ = {1, "", "slurm_load_jobs error: Unable to contact slurm controller\n"};
+  const auto all = [](const JobUpdate&) { return true; };
+  const auto one = [](const Job&) { return true; };
+  EXPECT_TRUE(absl::IsUnavailable(backend_->watch_all({}, all)));
+  EXPECT_EQ(std::exchange(calls, 0), 3);
+  EXPECT_TRUE(
+      absl::IsUnavailable(backend_->watch("train-12", one, absl::InfiniteDuration()).status()));
+  EXPECT_EQ(std::exchange(calls, 0), 3);
+  squeue_ = {0, "12|RUNNING|n0|None\n", ""};
+  EXPECT_TRUE(absl::IsDeadlineExceeded(backend_->watch("train-12", one, absl::Hours(1)).status()));
+  EXPECT_EQ(calls, 30);
 }
 
 }  // namespace

@@ -16,7 +16,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "base/clock.h"
 #include "base/log.h"
 #include "base/units.h"
 #include "base/version.h"
@@ -246,7 +246,7 @@ class GrpcFrontend::Handler : public RpcHandler {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     if (done_) return;
     done_ = true;
-    metrics_->Handled(static_cast<int>(status.code()), absl::Now() - start_);
+    metrics_->Handled(static_cast<int>(status.code()), Clock::Real().Now() - start_);
     ++rpc_->in_flight_;
     if (reply != nullptr) {
       rpc_->StartWriteAndFinish(*reply);
@@ -262,7 +262,7 @@ class GrpcFrontend::Handler : public RpcHandler {
 
  private:
   MethodMetrics* const metrics_;
-  const absl::Time start_ = absl::Now();
+  const absl::Time start_ = Clock::Real().Now();
   RpcCall* const rpc_;  // valid until done_ and everything in flight has come back
   bool done_ ABSL_GUARDED_BY(mu_) = false;
   grpc::ByteBuffer in_;  // gRPC's while a read is in flight
@@ -790,7 +790,7 @@ constexpr GrpcFrontend::Method GrpcFrontend::kMethods[] = {
             core->FillStatus(&reply);
             reply.set_version(kVersion);
             reply.mutable_uptime()->set_seconds(
-                absl::ToInt64Seconds(absl::Now() - frontend.started_));
+                absl::ToInt64Seconds(Clock::Real().Now() - frontend.started_));
             reply.set_journal(OneLine(frontend.runner_.journal().description()));
             call->Done(reply);
           });
@@ -1045,7 +1045,7 @@ bool GrpcFrontend::LookFurther(const OnEvent& handle) {
 }
 
 bool GrpcFrontend::Next(void** tag, bool* ok) {
-  const absl::Time begun = absl::Now();
+  const absl::Time begun = Clock::Real().Now();
   while (soon_) {
     switch (queue_->AsyncNext(tag, ok, std::chrono::system_clock::time_point())) {
       case grpc::CompletionQueue::GOT_EVENT:
@@ -1053,18 +1053,19 @@ bool GrpcFrontend::Next(void** tag, bool* ok) {
       case grpc::CompletionQueue::SHUTDOWN:
         return false;
       case grpc::CompletionQueue::TIMEOUT:
-        soon_ = absl::Now() - begun < kAwhile;
+        soon_ = Clock::Real().Now() - begun < kAwhile;
         break;
     }
   }
   if (!Wait(tag, ok)) return false;
-  soon_ = absl::Now() - begun < kSoon;
+  soon_ = Clock::Real().Now() - begun < kSoon;
   return true;
 }
 
 bool GrpcFrontend::Wait(void** tag, bool* ok) {
   while (!silent_.empty()) {
-    const absl::Duration left = silent_.front()->begun_ + limits_.first_message - absl::Now();
+    const absl::Duration left =
+        silent_.front()->begun_ + limits_.first_message - Clock::Real().Now();
     const gpr_timespec until =
         gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC),
                      gpr_time_from_nanos(absl::ToInt64Nanoseconds(left), GPR_TIMESPAN));
@@ -1074,7 +1075,7 @@ bool GrpcFrontend::Wait(void** tag, bool* ok) {
       case grpc::CompletionQueue::SHUTDOWN:
         return false;
       case grpc::CompletionQueue::TIMEOUT:
-        EndSilent(absl::Now());
+        EndSilent(Clock::Real().Now());
         break;
     }
   }
@@ -1117,7 +1118,7 @@ void GrpcFrontend::Run() {
     }
     if (++events_since_silent_ >= kSilentEvents) {  // where no time is left to wait
       events_since_silent_ = 0;
-      EndSilent(absl::Now());
+      EndSilent(Clock::Real().Now());
     }
     const uintptr_t bits = reinterpret_cast<uintptr_t>(tag);
     Handle(reinterpret_cast<GrpcCall*>(bits & ~kEventMask),
@@ -1190,7 +1191,7 @@ void GrpcFrontend::Begin(RpcCall* rpc) {
   }
   const std::shared_ptr<Handler> handler = method->handle(*this, rpc, *method, metrics);
   rpc->handler_ = handler;
-  rpc->begun_ = absl::Now();
+  rpc->begun_ = Clock::Real().Now();
   rpc->silent_ = silent_.insert(silent_.end(), rpc);
   rpc->is_silent_ = true;
   rpc->is_health_ = health;

@@ -10,7 +10,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "base/clock.h"
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "base/log.h"
@@ -278,7 +278,7 @@ absl::StatusOr<rpc::Address> AddressOf(absl::string_view setting, const std::str
 
 absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Options options) {
   std::unique_ptr<CoordinatorServer> self(new CoordinatorServer());
-  self->started_ = absl::Now();
+  self->started_ = Clock::Real().Now();
   MUSTER_ASSIGN_OR_RETURN(const rpc::Address address, AddressOf("listen", options.rpc.listen));
   std::string token;
   if (!options.token_file.empty()) {

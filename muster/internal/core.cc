@@ -10,6 +10,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
+#include "base/barrier_names.h"
 #include "base/identity.h"
 #include "base/log.h"
 #include "base/status_macros.h"
@@ -189,6 +190,9 @@ void Core::SynchronizeRngTypes() {
 
 void Core::WaitForEveryone(absl::Duration timeout, const std::string& name,
                            std::source_location where) {
+  TORCH_CHECK(!absl::StartsWith(name, kOwnBarriers),
+              "wait_for_everyone(): names that begin with \"", kOwnBarriers,
+              "\" are Muster's own; give \"", name, "\" another one");
   if (process_.size() == 1) return;
   steps_.CheckAllTakePart("wait_for_everyone()");
   if (process_.coordinator() == nullptr) {
@@ -244,8 +248,9 @@ absl::Status Core::NameCulprit(const absl::Status& error) {
   };
   std::string who = why_ended();
   if (who.empty()) {
-    const absl::Status reached =
-        process_.coordinator()->Barrier("after a lost connection", absl::Seconds(10)).status();
+    const absl::Status reached = process_.coordinator()
+                                     ->Barrier(std::string(kAfterLostConnection), absl::Seconds(10))
+                                     .status();
     who = why_ended();
     if (who.empty() && !reached.ok()) {
       const absl::StatusOr<std::vector<MemberInfo>> members = process_.coordinator()->Members();
