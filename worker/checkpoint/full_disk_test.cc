@@ -22,6 +22,8 @@
 #include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/fake_registrar.h"
 #include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/node_checkpoints.h"
+#include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/publication.h"
 #include "worker/checkpoint/state.h"
 #include "worker/collective/thread_comm.h"
@@ -247,6 +249,93 @@ INSTANTIATE_TEST_SUITE_P(
                     Kind{"FullFromThenOnBesideTraining", ENOSPC, true, false, true},
                     Kind{"ReadOnlyFromThenOnBesideTraining", EROFS, true, true, true}),
     [](const auto& info) { return std::string(info.param.name); });
+
+// Without a shared file system: two nodes of two ranks, of which node 1, with the failing disk,
+// fetches what only node 0 has.
+class FetchOnFullDiskTest : public testing::TestWithParam<Kind> {
+ protected:
+  ~FetchOnFullDiskTest() override { disk_fault.Disarm(); }
+
+  static int NodeOf(const Comm& comm) { return comm.rank() / 2; }
+  std::string Disk(int node) const {
+    return test_folder_.Path(node == 0 ? "disk_of_node_0" : "failing_disk");
+  }
+  std::string Dir(int node) const { return JoinPath(Disk(node), "ckpt"); }
+
+  // By rank.
+  std::vector<absl::Status> Load() const {
+    std::vector<absl::Status> loaded(4);
+    RunRanks(4, [&](Comm& comm) {
+      absl::Status& mine = loaded[comm.rank()];
+      const auto groups = FindNodeGroups(comm, Disk(NodeOf(comm)), NodeOf(comm));
+      mine = groups.status();
+      if (!mine.ok()) return;
+      const auto reader =
+          OpenCheckpointOnNodes(comm, Dir(NodeOf(comm)), CheckpointFolder(""), *groups, nullptr);
+      mine = reader.status();
+      if (!mine.ok()) return;
+      const auto model = reader->Read(ModelFileName(0));
+      ASSERT_TRUE(model.ok()) << model.status();
+      EXPECT_EQ(model->GetTensor("w")->min().item<double>(), 7);
+    });
+    return loaded;
+  }
+
+  const TestFolder test_folder_;
+};
+
+TEST_P(FetchOnFullDiskTest, AnyMoment_IsAnErrorOnAllRanks_NothingIsLost_AndTheNextLoadGoesOn) {
+  const Kind& kind = GetParam();
+  RunRanks(4, [&](Comm& comm) {
+    const absl::Status saved = SaveCheckpoint(
+        comm, Dir(NodeOf(comm)), {.step = 1},
+        [](StateWriter& writer) { return WriteAll(writer, 7, /*divided=*/false); }, NodeOf(comm));
+    ASSERT_TRUE(saved.ok()) << saved;
+  });
+  const std::vector<std::vector<std::string>> own = {*ListDirectory(Dir(0)),
+                                                     *ListDirectory(Dir(1))};
+  int failures = 0;
+  for (long at = 1; !HasFailure(); ++at) {
+    SCOPED_TRACE(absl::StrCat(kind.name, " ", at));
+    ASSERT_LT(at, 500);
+    disk_fault.error = kind.error;
+    disk_fault.lasts = kind.lasts;
+    disk_fault.also_removals = kind.also_removals;
+    disk_fault.Arm(at);
+    const std::vector<absl::Status> loaded = Load();
+    disk_fault.Disarm();
+    if (!loaded[0].ok()) {
+      ++failures;
+      EXPECT_THAT(std::string(loaded[0].message()), HasSubstr(std::strerror(kind.error)));
+    }
+    EXPECT_THAT(loaded, Each(loaded[0]));
+    for (const int node : {0, 1}) {
+      EXPECT_THAT(*ListDirectory(Dir(node)), testing::IsSupersetOf(own[node]));
+    }
+    if (!disk_fault.fired) {
+      // It has fetched, and has removed what the loads before could not.
+      EXPECT_THAT(*ListDirectory(Disk(1)), ElementsAre("ckpt"));
+      break;
+    }
+    EXPECT_THAT(Load(), Each(absl::OkStatus()));
+    for (const int node : {0, 1}) {
+      EXPECT_TRUE(VerifyCheckpoint(Dir(node), VerifyLevel::kContents).ok());
+      const std::vector<std::string> now = *ListDirectory(Dir(node));
+      for (const std::string& name : now) {
+        if (std::find(own[node].begin(), own[node].end(), name) != own[node].end()) continue;
+        ASSERT_EQ(std::remove(JoinPath(Dir(node), name).c_str()), 0);
+      }
+    }
+  }
+  std::printf("%s: %d moments failed the load\n", kind.name, failures);
+  EXPECT_GE(failures, 5);
+}
+
+INSTANTIATE_TEST_SUITE_P(, FetchOnFullDiskTest,
+                         testing::Values(Kind{"NoSpaceOnce", ENOSPC, false, false, false},
+                                         Kind{"NoSpaceFromThenOn", ENOSPC, true, false, false},
+                                         Kind{"DiskFails", EIO, true, true, false}),
+                         [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace
 }  // namespace muster
