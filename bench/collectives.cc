@@ -1,7 +1,8 @@
 // Collectives between processes: Muster's own, in shared memory between ranks of one host and by a
 // ring between hosts, of tensors anywhere and of those that lie in shared memory, against Gloo in
-// the same run. The ranks are forked here and may take themselves for ranks of several hosts; rank
-// 0 prints.
+// the same run; and the reduce-scatter that Muster uses over Gloo without shared memory
+// (MUSTER_SHM=no). The ranks are forked here and may take themselves for ranks of several hosts;
+// rank 0 prints.
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -13,6 +14,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -22,6 +24,7 @@
 
 #include "ATen/Functions.h"
 #include "ATen/Parallel.h"
+#include "worker/collective/c10d_comm.h"
 #include "worker/collective/process_group.h"
 #include "worker/collective/shm_backend.h"
 
@@ -53,6 +56,8 @@ struct Collective {
   std::function<c10::intrusive_ptr<c10d::Work>(c10d::ProcessGroup&, at::Tensor& whole,
                                                at::Tensor& part)>
       begin;
+  // What a Comm without shared memory calls in its place; null: the same.
+  std::function<void(muster::Comm&, at::Tensor& whole)> of_comm = nullptr;
 };
 
 const Collective kCollectives[] = {
@@ -63,8 +68,13 @@ const Collective kCollectives[] = {
      }},
     {"all_gather", [](c10d::ProcessGroup& group, at::Tensor& whole,
                       at::Tensor& part) { return group._allgather_base(whole, part); }},
-    {"reduce_scatter", [](c10d::ProcessGroup& group, at::Tensor& whole,
-                          at::Tensor& part) { return group._reduce_scatter_base(part, whole); }},
+    {"reduce_scatter",
+     [](c10d::ProcessGroup& group, at::Tensor& whole, at::Tensor& part) {
+       return group._reduce_scatter_base(part, whole);
+     },
+     [](muster::Comm& comm, at::Tensor& whole) {
+       comm.ReduceScatter(whole, muster::ReduceOp::kSum);
+     }},
     {"broadcast",
      [](c10d::ProcessGroup& group, at::Tensor& whole, at::Tensor&) {
        std::vector<at::Tensor> tensors = {whole};
@@ -73,11 +83,10 @@ const Collective kCollectives[] = {
 };
 
 // Microseconds of one call, the slowest rank's: all begin together, after a call that warms up.
-double Measure(c10d::ProcessGroup& group, const Collective& collective, at::Tensor& whole,
-               at::Tensor& part, int calls) {
-  collective.begin(group, whole, part)->wait();
+double Measure(c10d::ProcessGroup& group, const std::function<void()>& call, int calls) {
+  call();
   const auto start = Clock::now();
-  for (int i = 0; i < calls; ++i) collective.begin(group, whole, part)->wait();
+  for (int i = 0; i < calls; ++i) call();
   at::Tensor micros =
       at::full({1}, std::chrono::duration<double, std::micro>(Clock::now() - start).count() / calls,
                at::kDouble);
@@ -106,6 +115,7 @@ void Run(int rank, const std::string& path, const Flags& flags) {
   TORCH_CHECK(muster::AddShmBackend(shared, shm_store, std::chrono::minutes(1), &why,
                                     flags.hosts.empty() ? "" : flags.hosts.substr(rank, 1)),
               "the ranks cannot share memory: ", why);
+  const std::unique_ptr<muster::Comm> comm = muster::MakeC10dComm(gloo);
   for (const Collective& collective : kCollectives) {
     for (const int64_t bytes : flags.bytes) {
       const int64_t elements = bytes / 4 / flags.ranks * flags.ranks;
@@ -115,21 +125,33 @@ void Run(int rank, const std::string& path, const Flags& flags) {
       at::Tensor pool_whole = backend.allocateTensor(elements, at::kFloat);
       at::Tensor pool_part = backend.allocateTensor(elements / flags.ranks, at::kFloat);
       const int calls = bytes <= 1 << 16 ? 200 : bytes <= 4 << 20 ? 20 : 5;
-      std::vector<double> ours, in_place, peers;
+      const auto measure = [&](const Group& group, at::Tensor& all, at::Tensor& mine) {
+        return Measure(
+            *group, [&] { collective.begin(*group, all, mine)->wait(); }, calls);
+      };
+      std::vector<double> ours, in_place, peers, without;
       for (int round = 0; round < flags.rounds; ++round) {
-        ours.push_back(Measure(*shared, collective, whole, part, calls));
-        in_place.push_back(Measure(*shared, collective, pool_whole, pool_part, calls));
-        peers.push_back(Measure(*gloo, collective, whole, part, calls));
+        ours.push_back(measure(shared, whole, part));
+        in_place.push_back(measure(shared, pool_whole, pool_part));
+        peers.push_back(measure(gloo, whole, part));
+        if (collective.of_comm == nullptr) continue;
+        without.push_back(Measure(
+            *gloo, [&] { collective.of_comm(*comm, whole); }, calls));
       }
       if (rank != 0) continue;
       std::printf(
           "{\"bench\": \"collectives\", \"op\": \"%s\", \"bytes\": %lld, \"ranks\": %d, "
           "\"hosts\": \"%s\", \"shared_memory_us\": %.1f, \"in_place_us\": %.1f, \"gloo_us\": "
           "%.1f, "
-          "\"times_as_fast\": %.1f, \"in_place_times_as_fast\": %.1f, \"load\": %.2f}\n",
+          "\"times_as_fast\": %.1f, \"in_place_times_as_fast\": %.1f, ",
           collective.name, static_cast<long long>(bytes), flags.ranks, flags.hosts.c_str(),
           Median(ours), Median(in_place), Median(peers), Median(peers) / Median(ours),
-          Median(peers) / Median(in_place), Load());
+          Median(peers) / Median(in_place));
+      if (!without.empty()) {
+        std::printf("\"without_shared_memory_us\": %.1f, \"without_times_as_fast\": %.1f, ",
+                    Median(without), Median(peers) / Median(without));
+      }
+      std::printf("\"load\": %.2f}\n", Load());
       std::fflush(stdout);
     }
   }

@@ -63,6 +63,29 @@ TEST(ReadEngineSettings, FsdpUnderBf16_GathersInBfloat16) {
   EXPECT_FALSE(Options({{"ACCELERATE_USE_FSDP", "true"}}).parameter_dtype.has_value());
 }
 
+// Version 1 has a dtype of buffers, version 2 one of outputs.
+TEST(ReadEngineSettings, FsdpUnderMixedPrecision_ConvertsBuffersOrOutputs) {
+  for (const auto& [precision, dtype] :
+       {std::pair{"bf16", c10::ScalarType::BFloat16}, std::pair{"fp16", c10::ScalarType::Half}}) {
+    const absl::StatusOr<EngineSettings> one = Read({{"ACCELERATE_USE_FSDP", "true"}}, precision);
+    ASSERT_TRUE(one.ok()) << one.status();
+    EXPECT_EQ(one->sharding.buffer_dtype, dtype);
+    EXPECT_FALSE(one->sharding.output_dtype.has_value());
+    const absl::StatusOr<EngineSettings> two =
+        Read({{"ACCELERATE_USE_FSDP", "true"}, {"FSDP_VERSION", "2"}}, precision);
+    ASSERT_TRUE(two.ok()) << two.status();
+    EXPECT_EQ(two->sharding.output_dtype, dtype);
+    EXPECT_FALSE(two->sharding.buffer_dtype.has_value());
+    for (const auto& settings : {*one, *two}) {
+      EXPECT_THAT(settings.notes, testing::Each(testing::Not(testing::HasSubstr("dtype"))));
+      EXPECT_THAT(settings.notes, testing::Each(testing::Not(testing::HasSubstr("float32"))));
+    }
+  }
+  const ShardingOptions plain = Options({{"ACCELERATE_USE_FSDP", "true"}});
+  EXPECT_FALSE(plain.buffer_dtype.has_value());
+  EXPECT_FALSE(plain.output_dtype.has_value());
+}
+
 TEST(ReadEngineSettings, DeepSpeedStages_BecomeStrategies) {
   const auto stage = [](const char* number) {
     return Options(
@@ -241,17 +264,11 @@ TEST(ReadEngineSettings, LoopThatTheConfigSaysOtherwise_IsRefused) {
 }
 
 TEST(ReadEngineSettings, WhatHasNoEffect_IsSaid) {
-  absl::StatusOr<EngineSettings> settings = Read({{"ACCELERATE_USE_FSDP", "true"}}, "bf16");
-  ASSERT_TRUE(settings.ok()) << settings.status();
-  EXPECT_THAT(settings->notes, Contains(HasSubstr("Buffers stay in their own dtype")));
-  settings = Read({{"ACCELERATE_USE_FSDP", "true"}, {"FSDP_VERSION", "2"}}, "bf16");
-  ASSERT_TRUE(settings.ok()) << settings.status();
-  EXPECT_THAT(settings->notes, Contains(HasSubstr("What a model returns is float32")));
   const std::string file = TestPath("deepspeed.json");
   std::ofstream(file) << R"({"train_micro_batch_size_per_gpu": 3, "zero_optimization": )"
                       << R"({"stage": 3, "stage3_param_persistence_threshold": 100, )"
                       << R"("reduce_bucket_size": 1000}})";
-  settings =
+  const absl::StatusOr<EngineSettings> settings =
       Read({{"ACCELERATE_USE_DEEPSPEED", "true"}, {"ACCELERATE_DEEPSPEED_CONFIG_FILE", file}});
   ASSERT_TRUE(settings.ok()) << settings.status();
   EXPECT_THAT(settings->notes, Contains(HasSubstr("reduce_bucket_size has no effect")));

@@ -133,10 +133,11 @@ struct ModelTraits<M> {
 }  // namespace internal
 
 // A prepared model; call it like the model itself. Each call runs under the configured autocast,
-// returns float32, and takes part in the gradient exchange. `M` is the prepared type: a module
-// holder (TORCH_MODULE), a std::shared_ptr to a class derived from torch::nn::Module, a
-// torch::nn::AnyModule or a torch::jit::Module. A value type: copies refer to the same model. A
-// default-constructed one is empty: any use except assignment throws c10::Error. Not thread-safe.
+// returns float32 (or options.sharding->output_dtype), and takes part in the gradient exchange. `M`
+// is the prepared type: a module holder (TORCH_MODULE), a std::shared_ptr to a class derived from
+// torch::nn::Module, a torch::nn::AnyModule or a torch::jit::Module. A value type: copies refer to
+// the same model. A default-constructed one is empty: any use except assignment throws c10::Error.
+// Not thread-safe.
 template <class M>
 class AcceleratedModel {
   using Traits = internal::ModelTraits<M>;

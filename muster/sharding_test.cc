@@ -939,6 +939,8 @@ TEST(Sharding, EverySettingOfTheEnvironment_IsAnOption) {
     environment.sharding_reshard_group_size = {2, "MUSTER_SHARDING_RESHARD_GROUP_SIZE"};
     environment.sharding_parameter_dtype = {"bf16", "MUSTER_SHARDING_PARAMETER_DTYPE"};
     environment.sharding_reduce_dtype = {fsdp ? "fp32" : "fp16", "MUSTER_SHARDING_REDUCE_DTYPE"};
+    environment.sharding_output_dtype = {"fp32", "MUSTER_SHARDING_OUTPUT_DTYPE"};
+    if (!fsdp) environment.sharding_buffer_dtype = {"fp16", "MUSTER_SHARDING_BUFFER_DTYPE"};
     process.comm = std::make_unique<LocalComm>();
     Accelerator a(std::make_shared<internal::Core>(AcceleratorOptions(), std::move(process)));
     const ShardingOptions& sharding = a.core().process().sharding();
@@ -951,6 +953,8 @@ TEST(Sharding, EverySettingOfTheEnvironment_IsAnOption) {
     EXPECT_EQ(sharding.parameter_dtype, at::kBFloat16);
     EXPECT_EQ(sharding.reduce_dtype,
               fsdp ? std::nullopt : std::optional<at::ScalarType>(at::kHalf));
+    EXPECT_EQ(sharding.output_dtype, at::kFloat);
+    EXPECT_EQ(sharding.buffer_dtype, fsdp ? at::kBFloat16 : at::kHalf);
   }
   JoinedProcess process;
   process.environment.sharding = {"zero3", "MUSTER_SHARDING"};

@@ -627,6 +627,8 @@ TEST(LaunchSettings, Sharding_ReachesTheWorkersAsVariables) {
       {"sharding_reshard_group_size", {"MUSTER_SHARDING_RESHARD_GROUP_SIZE", "2"}},
       {"sharding_parameter_dtype", {"MUSTER_SHARDING_PARAMETER_DTYPE", "bf16"}},
       {"sharding_reduce_dtype", {"MUSTER_SHARDING_REDUCE_DTYPE", "bf16"}},
+      {"sharding_output_dtype", {"MUSTER_SHARDING_OUTPUT_DTYPE", "fp32"}},
+      {"sharding_buffer_dtype", {"MUSTER_SHARDING_BUFFER_DTYPE", "bf16"}},
       {"sharding_no_split", {"MUSTER_SHARDING_NO_SPLIT", "Experts"}},
       {"sharding_ignored_modules", {"MUSTER_SHARDING_IGNORED_MODULES", "head"}},
       {"sharding_ignored_parameters", {"MUSTER_SHARDING_IGNORED_PARAMETERS", ".*\\.bias"}},

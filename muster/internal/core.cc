@@ -30,11 +30,15 @@ namespace {
 // What the ranks must have alike, since their collectives follow from it. Folders are each rank's
 // own. `group_size`: absent where it may differ.
 std::string Describe(const ShardingOptions& sharding, bool group_size = true) {
-  if (sharding.strategy == ShardingStrategy::kNone) return "no_shard";
-  std::string text = absl::StrCat("zero", static_cast<int>(sharding.strategy));
+  const bool divides = sharding.strategy != ShardingStrategy::kNone;
+  std::string text =
+      divides ? absl::StrCat("zero", static_cast<int>(sharding.strategy)) : "no_shard";
   const auto add = [&text](absl::string_view name, const auto& value) {
     absl::StrAppend(&text, " ", name, "=", value);
   };
+  if (sharding.output_dtype) add("output_dtype", c10::toString(*sharding.output_dtype));
+  if (sharding.buffer_dtype) add("buffer_dtype", c10::toString(*sharding.buffer_dtype));
+  if (!divides) return text;
   if (group_size && sharding.group_size != 0) add("group_size", sharding.group_size);
   if (!sharding.reshard_after_forward) add("reshard_after_forward", "false");
   if (sharding.reshard_group_size != 0) add("reshard_group_size", sharding.reshard_group_size);

@@ -37,7 +37,8 @@ GradScalerOptions ScalerOf(const client::PlannedLossScale& scale) {
 
 absl::StatusOr<std::optional<c10::ScalarType>> DtypeOf(const std::optional<std::string>& name,
                                                        absl::string_view what) {
-  if (!name.has_value() || *name == "float32") return std::nullopt;
+  if (!name.has_value()) return std::nullopt;
+  if (*name == "float32") return c10::ScalarType::Float;
   if (*name == "bfloat16") return c10::ScalarType::BFloat16;
   if (*name == "float16") return c10::ScalarType::Half;
   return Refused(absl::StrCat(what, " in ", *name), "use float32, bfloat16 or float16");
@@ -108,16 +109,12 @@ absl::StatusOr<EngineSettings> ToOptions(const ShardingPlan& plan, int64_t ranks
   if (from.wrap == ShardingSettings::Wrap::kSize) to.min_unit_parameters = from.min_parameters;
   MUSTER_ASSIGN_OR_RETURN(to.parameter_dtype, DtypeOf(from.parameter_dtype, "parameters"));
   MUSTER_ASSIGN_OR_RETURN(to.reduce_dtype, DtypeOf(from.reduce_dtype, "reductions"));
-  const auto low = [](const std::optional<std::string>& dtype) {
-    return dtype.value_or("float32") != "float32";
-  };
-  if (low(from.buffer_dtype)) {
-    result.notes.push_back("Buffers stay in their own dtype, whatever that of the policy.");
+  // Both are fp32 without.
+  for (std::optional<c10::ScalarType>* dtype : {&to.parameter_dtype, &to.reduce_dtype}) {
+    if (*dtype == c10::ScalarType::Float) dtype->reset();
   }
-  if (low(from.output_dtype)) {
-    result.notes.push_back(
-        "What a model returns is float32, as under every mixed precision, whatever the policy.");
-  }
+  MUSTER_ASSIGN_OR_RETURN(to.output_dtype, DtypeOf(from.output_dtype, "outputs"));
+  MUSTER_ASSIGN_OR_RETURN(to.buffer_dtype, DtypeOf(from.buffer_dtype, "buffers"));
   if (plan.micro_batch_size.has_value() || plan.train_batch_size.has_value()) {
     result.notes.push_back(
         "Batches are as large as those of the loaders that the program prepares, whatever "

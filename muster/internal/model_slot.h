@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "muster/internal/model_source.h"
 #include "worker/nested/nested.h"
 #include "worker/train/autocast.h"
+#include "worker/train/output_dtypes.h"
 
 namespace muster {
 class ActivationPolicy;
@@ -79,6 +81,11 @@ class ModelSlot {
   auto RunUnderAutocast(F&& forward);
 
   void MakeReady();
+  void MakeParallel();
+  // (collective) As ShardingOptions say.
+  void ConvertBuffers();
+  // From now on.
+  void ConvertOutputs();
   void BeforeForward();
   void AfterForward();
   std::vector<at::Tensor> PassOutputs(std::vector<at::Tensor> outputs);
@@ -94,6 +101,9 @@ class ModelSlot {
   std::unique_ptr<DataParallel> ddp_;
   std::unique_ptr<ShardedModel> sharded_;
   std::unique_ptr<ActivationPolicy> activation_policy_;
+  // Absent: as autocast has it.
+  std::optional<c10::ScalarType> output_dtype_;
+  std::unique_ptr<OutputDtypes> unit_outputs_;
   std::unique_ptr<BackwardWatch> watch_;
   // Passes with gradients so far.
   int64_t forwards_ = 0;
@@ -104,16 +114,18 @@ class ModelSlot {
 
 template <class F>
 auto ModelSlot::RunUnderAutocast(F&& forward) {
-  if (!autocast_on()) return std::forward<F>(forward)();
+  if (!autocast_on() && !output_dtype_.has_value()) return std::forward<F>(forward)();
   if constexpr (std::is_void_v<std::invoke_result_t<F>>) {
+    if (!autocast_on()) return std::forward<F>(forward)();
     AutocastGuard guard = Autocast();
     std::forward<F>(forward)();
   } else {
     auto out = [&] {
+      if (!autocast_on()) return std::forward<F>(forward)();
       AutocastGuard guard = Autocast();
       return std::forward<F>(forward)();
     }();
-    return ConvertToFp32(out);
+    return output_dtype_.has_value() ? ConvertFloats(out, *output_dtype_) : ConvertToFp32(out);
   }
 }
 

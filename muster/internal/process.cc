@@ -35,11 +35,17 @@ EngineSettings EngineOf(const AcceleratorOptions& options, const Environment& en
   return *std::move(settings);
 }
 
-// Of "fp32", "bf16" and "fp16"; absent: fp32.
-std::optional<c10::ScalarType> DtypeOf(const std::string& name) {
+// Of "fp32", "bf16" and "fp16".
+c10::ScalarType DtypeOf(const std::string& name) {
   if (name == "bf16") return c10::ScalarType::BFloat16;
   if (name == "fp16") return c10::ScalarType::Half;
-  return std::nullopt;
+  return c10::ScalarType::Float;
+}
+
+// Absent: fp32.
+std::optional<c10::ScalarType> LowDtypeOf(const std::string& name) {
+  const c10::ScalarType dtype = DtypeOf(name);
+  return dtype == c10::ScalarType::Float ? std::nullopt : std::optional(dtype);
 }
 
 // Where nothing asks for sharding, what says how would be ignored in silence. `muster launch`
@@ -51,6 +57,7 @@ void CheckNothingSaysHow(const Environment& environment) {
         environment.sharding_reshard_group_size.source,
         environment.sharding_reshard_after_forward.source,
         environment.sharding_parameter_dtype.source, environment.sharding_reduce_dtype.source,
+        environment.sharding_output_dtype.source, environment.sharding_buffer_dtype.source,
         environment.sharding_no_split.source, environment.sharding_ignored_modules.source,
         environment.sharding_ignored_parameters.source, environment.sharding_overlap.source}) {
     TORCH_CHECK(!absl::StartsWith(source, "MUSTER_"), source,
@@ -86,10 +93,16 @@ ShardingOptions ShardingFrom(const Environment& environment, const EngineSetting
     sharding.reshard_after_forward = environment.sharding_reshard_after_forward.value;
   }
   if (!environment.sharding_parameter_dtype.is_default()) {
-    sharding.parameter_dtype = DtypeOf(environment.sharding_parameter_dtype.value);
+    sharding.parameter_dtype = LowDtypeOf(environment.sharding_parameter_dtype.value);
   }
   if (!environment.sharding_reduce_dtype.is_default()) {
-    sharding.reduce_dtype = DtypeOf(environment.sharding_reduce_dtype.value);
+    sharding.reduce_dtype = LowDtypeOf(environment.sharding_reduce_dtype.value);
+  }
+  if (!environment.sharding_output_dtype.is_default()) {
+    sharding.output_dtype = DtypeOf(environment.sharding_output_dtype.value);
+  }
+  if (!environment.sharding_buffer_dtype.is_default()) {
+    sharding.buffer_dtype = DtypeOf(environment.sharding_buffer_dtype.value);
   }
   if (!environment.sharding_no_split.is_default()) {
     sharding.no_split = environment.sharding_no_split.value;
@@ -124,10 +137,22 @@ void CheckOffload(const char* name, Offload place, const std::string& path) {
               "_path is empty: name a folder on a disk of each machine");
 }
 
+void CheckDtype(const char* name, const std::optional<c10::ScalarType>& dtype) {
+  using c10::ScalarType;
+  TORCH_CHECK(!dtype.has_value() || *dtype == ScalarType::Float || *dtype == ScalarType::Double ||
+                  *dtype == ScalarType::Half || *dtype == ScalarType::BFloat16,
+              "options.sharding.", name, " is ", c10::toString(*dtype),
+              ": it must be at::kFloat, at::kBFloat16, at::kHalf or at::kDouble");
+}
+
 ShardingOptions ShardingOf(const AcceleratorOptions& options, const Environment& environment,
                            const EngineSettings& engine) {
   ShardingOptions sharding =
       options.sharding.has_value() ? *options.sharding : ShardingFrom(environment, engine);
+  CheckDtype("parameter_dtype", sharding.parameter_dtype);
+  CheckDtype("reduce_dtype", sharding.reduce_dtype);
+  CheckDtype("output_dtype", sharding.output_dtype);
+  CheckDtype("buffer_dtype", sharding.buffer_dtype);
   CheckOffload("offload_optimizer", sharding.offload_optimizer, sharding.offload_optimizer_path);
   CheckOffload("offload_parameters", sharding.offload_parameters, sharding.offload_parameters_path);
   TORCH_CHECK(sharding.reshard_group_size == 0 ||

@@ -105,6 +105,12 @@ void GiveMemory(const NamedParameter& parameter, const at::Device& device, bool 
               at::empty_like(parameter.tensor, parameter.tensor.options().device(device)));
 }
 
+// Operators of normalization take running statistics in the dtype of their weights.
+bool IsRunningStatistic(const std::string& name) {
+  const std::string last = name.substr(name.rfind('.') + 1);
+  return last == "running_mean" || last == "running_var";
+}
+
 // (collective) Ranks with parameters are about to exchange them, and one without takes no part.
 void CheckAllTrain(Comm& comm, size_t parameters) {
   const std::vector<std::string> all = comm.AllGatherBytes(std::to_string(parameters));
@@ -128,6 +134,13 @@ ModelSlot::ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source,
 }
 
 void ModelSlot::MakeReady() {
+  MakeParallel();
+  if (evaluation_) return;
+  ConvertBuffers();
+  ConvertOutputs();
+}
+
+void ModelSlot::MakeParallel() {
   const bool evaluation = evaluation_;
   const Process& process = controller_->process();
   const at::Device device = process.options().device_placement ? process.device() : at::kCPU;
@@ -245,6 +258,48 @@ void ModelSlot::MakeReady() {
   ddp_ = std::make_unique<DataParallel>(
       controller_->process().comm(), std::move(tensors), std::move(names), std::move(buffers),
       controller_->process().options().data_parallel, std::move(sparse));
+}
+
+void ModelSlot::ConvertBuffers() {
+  const Process& process = controller_->process();
+  const std::optional<at::ScalarType> dtype = process.sharding().buffer_dtype;
+  if (!dtype.has_value()) return;
+  const auto convert = [&] {
+    const at::NoGradGuard no_grad;
+    const ModelSource::Named buffers = source_->buffers();
+    std::vector<std::string> names;
+    for (const auto& [name, buffer] : buffers) names.push_back(name);
+    std::set<std::string> ignored;
+    if (source_->module() != nullptr) {
+      ignored = InIgnoredModules(*source_->module(), names, process.sharding());
+    }
+    for (const auto& [name, buffer] : buffers) {
+      if (!buffer.is_floating_point() || buffer.scalar_type() == *dtype ||
+          ignored.count(name) > 0 || IsRunningStatistic(name)) {
+        continue;
+      }
+      at::Tensor(buffer).set_data(buffer.detach().to(*dtype));
+    }
+  };
+  if (process.size() == 1) return convert();
+  OnAll(process.comm(), "convert the buffers of the model", convert);
+}
+
+void ModelSlot::ConvertOutputs() {
+  const Process& process = controller_->process();
+  const ShardingOptions& sharding = process.sharding();
+  output_dtype_ = sharding.output_dtype;
+  if (!output_dtype_.has_value() || !process.autocast_on() || source_->module() == nullptr ||
+      sharding.strategy == ShardingStrategy::kNone) {
+    return;
+  }
+  // One process alone has no units, and computes what several do.
+  const std::set<std::string> names = UnitModules(*source_->module(), sharding);
+  std::vector<std::shared_ptr<torch::nn::Module>> units;
+  for (const auto& item : source_->module()->named_modules("", /*include_self=*/false)) {
+    if (names.count(item.key()) > 0) units.push_back(item.value());
+  }
+  unit_outputs_ = std::make_unique<OutputDtypes>(std::move(units), *output_dtype_);
 }
 
 ModelSlot::~ModelSlot() = default;

@@ -66,6 +66,8 @@ const char* Name(Operation operation) {
 constexpr int kWatchTag = 1000000;
 constexpr int kFrameBytes = 512;
 constexpr int kFrameDims = 8;
+// Of a reduce-scatter over Gloo: as much of a rank's input is on the way at a time.
+constexpr int64_t kExchangedBytes = 16 << 20;
 
 struct FrameHeader {
   uint64_t sequence;
@@ -236,11 +238,27 @@ class C10dComm : public Comm {
     }
     // Gloo's own is made of all-reduces and sends twice as much. Every rank sends each other one
     // its part, and adds up what it gets.
-    at::Tensor parts = at::empty_like(input);
     std::vector<int64_t> equal;  // sizes: all the same
     auto opts = WaitedFor<c10d::AllToAllOptions>(input);
-    Run([&] { return BackendOf(input)->alltoall_base(parts, input, equal, equal, opts); });
-    return ReduceInRankOrder(parts.chunk(size_), op);
+    const auto exchange = [&](at::Tensor from, at::Tensor to) {
+      Run([&] { return BackendOf(input)->alltoall_base(to, from, equal, equal, opts); });
+      return ReduceInRankOrder(to.chunk(size_), op);
+    };
+    const int64_t piece = std::max<int64_t>(
+        1, kExchangedBytes / (size_ * static_cast<int64_t>(input.element_size())));
+    if (part <= piece) return exchange(input, at::empty_like(input));
+    // In pieces, through the same memory: as much again as the input would be new to the process
+    // in each call, which takes longer than the exchange.
+    const at::Tensor from = at::empty({size_ * piece}, input.options()), to = at::empty_like(from);
+    const at::Tensor parts = input.view({size_, part});
+    at::Tensor output = at::empty({part}, input.options());
+    for (int64_t first = 0; first < part; first += piece) {
+      const int64_t count = std::min(piece, part - first);
+      const at::Tensor sent = from.narrow(0, 0, size_ * count);
+      sent.view({size_, count}).copy_(parts.narrow(1, first, count));
+      output.narrow(0, first, count).copy_(exchange(sent, to.narrow(0, 0, size_ * count)));
+    }
+    return output;
   }
 
   void Broadcast(at::Tensor& tensor, int root) override {

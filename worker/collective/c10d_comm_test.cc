@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "ATen/CPUGeneratorImpl.h"
 #include "ATen/ops/_neg_view.h"
 #include "ATen/ops/arange.h"
 #include "ATen/ops/complex.h"
@@ -16,6 +17,7 @@
 #include "ATen/ops/full.h"
 #include "ATen/ops/ones.h"
 #include "ATen/ops/rand.h"
+#include "ATen/ops/randn.h"
 #include "ATen/ops/real.h"
 #include "ATen/ops/repeat_interleave.h"
 #include "ATen/ops/zeros.h"
@@ -26,6 +28,7 @@
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "worker/collective/collectives.h"
 #include "worker/collective/gloo_ranks.h"
+#include "worker/collective/rank_order_reduce.h"
 #include "worker/collective/test_error.h"
 #include "worker/collective/test_lost_memory.h"
 #include "worker/collective/thread_comm.h"
@@ -312,6 +315,57 @@ TEST_P(CommTest, ReduceScatter_GivesEachRankItsPartOfTheSum) {
       }
     }
   });
+}
+
+// Those in one memory and those over Gloo (MUSTER_SHM=no), which does not use Gloo's own
+// reduce-scatter: that adds up in another order for each part, and rounds after each term.
+class RankOrderTest : public CommTest {};
+INSTANTIATE_TEST_SUITE_P(Every, RankOrderTest,
+                         ::testing::Values(Kind::kThread, Kind::kGloo, Kind::kGlooUnchecked,
+                                           Kind::kShm, Kind::kShmUnchecked),
+                         KindName);
+
+TEST_P(RankOrderTest, ReduceScatter_HasTheBitsOfTheSumInRankOrder) {
+  for (const int ranks : {2, 3, 4}) {
+    Run(ranks, [ranks](Comm& comm) {
+      uint64_t seed = 0;
+      for (const int64_t part : {1, 7, 4099, 70'001}) {
+        for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
+          std::vector<at::Tensor> all, parts;
+          for (int r = 0; r < ranks; ++r) {
+            const auto generator = at::make_generator<at::CPUGeneratorImpl>(++seed);
+            all.push_back(at::randn({ranks * part}, generator, at::kFloat).to(dtype));
+            parts.push_back(all.back().narrow(0, comm.rank() * part, part));
+          }
+          for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMean}) {
+            const at::Tensor got = comm.ReduceScatter(all[comm.rank()], op);
+            EXPECT_EQ(got.scalar_type(), dtype);
+            EXPECT_TRUE(at::equal(got, ReduceInRankOrder(parts, op)))
+                << ranks << " ranks, parts of " << part << " " << dtype;
+          }
+        }
+      }
+    });
+  }
+}
+
+// Over Gloo it goes in pieces, of which the last one is shorter.
+TEST_P(RankOrderTest, ReduceScatterOfManyMegabytes_HasTheSameBits) {
+  for (const int ranks : {2, 3}) {
+    Run(ranks, [ranks](Comm& comm) {
+      constexpr int64_t kPart = 4'300'001;
+      std::vector<at::Tensor> all, parts;
+      for (int r = 0; r < ranks; ++r) {
+        all.push_back(at::arange(ranks * kPart, at::kFloat).mul_(0.37).add_(r).frac_());
+        parts.push_back(all.back().narrow(0, comm.rank() * kPart, kPart));
+      }
+      for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMean}) {
+        EXPECT_TRUE(
+            at::equal(comm.ReduceScatter(all[comm.rank()], op), ReduceInRankOrder(parts, op)))
+            << ranks;
+      }
+    });
+  }
 }
 
 TEST_P(CommTest, FlatTensorOfUnequalParts_IsRefused) {

@@ -81,7 +81,10 @@ class EngineBackend : public c10d::Backend {
     return fallback_->getBackendOptions();
   }
   void setTimeout(std::chrono::milliseconds timeout) override {
-    timeout_ = timeout;
+    {
+      MutexLock lock(&mu_);
+      timeout_ = timeout;
+    }
     fallback_->setTimeout(timeout);
   }
 
@@ -369,10 +372,10 @@ class EngineBackend : public c10d::Backend {
   const c10::intrusive_ptr<c10d::Backend> fallback_;
   const std::unique_ptr<CollectiveEngine> engine_;
   const int64_t first_own_tag_;
-  std::chrono::milliseconds timeout_;
 
   Mutex mu_;
   CondVar cv_;
+  std::chrono::milliseconds timeout_ ABSL_GUARDED_BY(mu_);
   std::deque<Task> tasks_ ABSL_GUARDED_BY(mu_);
   bool busy_ ABSL_GUARDED_BY(mu_) = false;  // a thread is in the engine
   bool stop_ ABSL_GUARDED_BY(mu_) = false;

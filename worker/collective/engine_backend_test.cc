@@ -31,6 +31,7 @@ class NotingEngine : public CollectiveEngine {
     bool open ABSL_GUARDED_BY(mu) = true;
     std::vector<std::thread::id> threads ABSL_GUARDED_BY(mu);
     std::vector<int64_t> bytes ABSL_GUARDED_BY(mu);
+    std::vector<Deadline> deadlines ABSL_GUARDED_BY(mu);  // of all-reduces
   };
 
   explicit NotingEngine(Notes& notes) : notes_(notes) {}
@@ -38,7 +39,13 @@ class NotingEngine : public CollectiveEngine {
   int size() const override { return 1; }
   std::string name() const override { return "noting"; }
   int64_t at_once_bytes() const override { return 16; }
-  void AllReduce(char*, const ShmCall& call, Deadline) override { Note(call); }
+  void AllReduce(char*, const ShmCall& call, Deadline deadline) override {
+    {
+      MutexLock lock(&notes_.mu);
+      notes_.deadlines.push_back(deadline);
+    }
+    Note(call);
+  }
   void Broadcast(char*, const ShmCall& call, Deadline) override { Note(call); }
   void AllGather(char*, const std::vector<char*>&, const ShmCall& call, Deadline) override {
     Note(call);
@@ -65,6 +72,7 @@ class NotingEngine : public CollectiveEngine {
 class NoBackend : public c10d::Backend {
  public:
   NoBackend() : Backend(0, 1) {}
+  void setTimeout(std::chrono::milliseconds) override {}
 };
 
 struct Group {
@@ -131,6 +139,22 @@ TEST(EngineBackend, OperationBehindOneThatRunsHere_IsNotForgotten) {
   caller.join();
   MutexLock lock(&group.notes.mu);
   EXPECT_THAT(group.notes.bytes, ElementsAre(400, 800));
+}
+
+TEST(EngineBackend, SetTimeout_BesideOperations_CountsFromTheNextOne) {
+  Group group;
+  // One thread sets while another one starts: a race for a sanitizer, were it not locked.
+  std::thread caller([&] {
+    for (int i = 0; i < 200; ++i) group.AllReduce(2)->wait();
+  });
+  for (int i = 1; i <= 200; ++i) group.backend->setTimeout(std::chrono::seconds(60 + i));
+  caller.join();
+  group.backend->setTimeout(std::chrono::hours(48));
+  const auto before = std::chrono::steady_clock::now();
+  group.AllReduce(2)->wait();
+  MutexLock lock(&group.notes.mu);
+  EXPECT_GE(group.notes.deadlines.back(), before + std::chrono::hours(48));
+  EXPECT_LT(group.notes.deadlines.front(), before + std::chrono::hours(1));
 }
 
 }  // namespace

@@ -400,6 +400,8 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
                                   &env->sharding_reshard_after_forward));
   ReadText(variables, "MUSTER_SHARDING_PARAMETER_DTYPE", &env->sharding_parameter_dtype);
   ReadText(variables, "MUSTER_SHARDING_REDUCE_DTYPE", &env->sharding_reduce_dtype);
+  ReadText(variables, "MUSTER_SHARDING_OUTPUT_DTYPE", &env->sharding_output_dtype);
+  ReadText(variables, "MUSTER_SHARDING_BUFFER_DTYPE", &env->sharding_buffer_dtype);
   ReadList(variables, "MUSTER_SHARDING_NO_SPLIT", &env->sharding_no_split);
   ReadText(variables, "MUSTER_SHARDING_IGNORED_MODULES", &env->sharding_ignored_modules);
   ReadText(variables, "MUSTER_SHARDING_IGNORED_PARAMETERS", &env->sharding_ignored_parameters);
@@ -475,7 +477,10 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
   }
   for (const auto& [name, dtype] :
        {std::pair{"sharding_parameter_dtype", &env->sharding_parameter_dtype},
-        {"sharding_reduce_dtype", &env->sharding_reduce_dtype}}) {
+        {"sharding_reduce_dtype", &env->sharding_reduce_dtype},
+        {"sharding_output_dtype", &env->sharding_output_dtype},
+        {"sharding_buffer_dtype", &env->sharding_buffer_dtype}}) {
+    if (dtype->is_default()) continue;
     if (dtype->value != "fp32" && dtype->value != "bf16" && dtype->value != "fp16") {
       return absl::InvalidArgumentError(absl::StrCat(name, " '", Printable(dtype->value),
                                                      "' (from ", dtype->source,

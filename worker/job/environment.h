@@ -97,6 +97,9 @@ struct Environment {
   // The types in which parameters are gathered and gradients reduced: "fp32", "bf16" or "fp16".
   Setting<std::string> sharding_parameter_dtype{"fp32"};
   Setting<std::string> sharding_reduce_dtype{"fp32"};
+  // Empty: as without the setting.
+  Setting<std::string> sharding_output_dtype;
+  Setting<std::string> sharding_buffer_dtype;
   // Classes or names of modules that are not divided into units, and patterns for the names of
   // modules and parameters that are not sharded at all.
   Setting<std::vector<std::string>> sharding_no_split;

@@ -430,7 +430,9 @@ TEST(Environment, Sharding_IsReadWithItsUnits) {
                                    {"MUSTER_SHARDING_RESHARD_GROUP_SIZE", "2"},
                                    {"MUSTER_SHARDING_RESHARD_AFTER_FORWARD", "no"},
                                    {"MUSTER_SHARDING_PARAMETER_DTYPE", "bf16"},
-                                   {"MUSTER_SHARDING_REDUCE_DTYPE", "fp16"}});
+                                   {"MUSTER_SHARDING_REDUCE_DTYPE", "fp16"},
+                                   {"MUSTER_SHARDING_OUTPUT_DTYPE", "fp32"},
+                                   {"MUSTER_SHARDING_BUFFER_DTYPE", "bf16"}});
   EXPECT_THAT(shaped.sharding_unit_names.value, ::testing::ElementsAre("blocks.0", "head"));
   EXPECT_EQ(shaped.sharding_min_unit_parameters.value, 3000000000);
   EXPECT_EQ(shaped.sharding_group_size.value, 4);
@@ -440,10 +442,15 @@ TEST(Environment, Sharding_IsReadWithItsUnits) {
   EXPECT_EQ(shaped.sharding_parameter_dtype.value, "bf16");
   EXPECT_EQ(shaped.sharding_reduce_dtype.value, "fp16");
   EXPECT_EQ(env.sharding_reduce_dtype.value, "fp32");
+  EXPECT_EQ(shaped.sharding_output_dtype.value, "fp32");
+  EXPECT_EQ(shaped.sharding_buffer_dtype.value, "bf16");
+  EXPECT_TRUE(env.sharding_output_dtype.is_default());
+  EXPECT_TRUE(env.sharding_buffer_dtype.is_default());
   for (const char* name :
        {"MUSTER_SHARDING_MIN_UNIT_PARAMETERS", "MUSTER_SHARDING_GROUP_SIZE",
         "MUSTER_SHARDING_RESHARD_GROUP_SIZE", "MUSTER_SHARDING_RESHARD_AFTER_FORWARD",
-        "MUSTER_SHARDING_PARAMETER_DTYPE", "MUSTER_SHARDING_REDUCE_DTYPE"}) {
+        "MUSTER_SHARDING_PARAMETER_DTYPE", "MUSTER_SHARDING_REDUCE_DTYPE",
+        "MUSTER_SHARDING_OUTPUT_DTYPE", "MUSTER_SHARDING_BUFFER_DTYPE"}) {
     EXPECT_THAT(Error({{name, "-1"}}), HasSubstr(name));
   }
   EXPECT_FALSE(env.sharding_overlap.value);

@@ -222,17 +222,22 @@ std::set<std::string> Matching(const std::string& pattern, const std::set<std::s
   return matching;
 }
 
+std::set<std::string> IgnoredModules(const torch::nn::Module& module,
+                                     const ShardingOptions& options) {
+  std::set<std::string> modules;
+  if (options.ignored_modules.empty()) return modules;
+  for (const auto& item : module.named_modules("", /*include_self=*/false)) {
+    modules.insert(item.key());
+  }
+  return Matching(options.ignored_modules, modules, "ignored_modules", "module");
+}
+
 // The parameters that are not divided.
 std::unordered_set<const void*> Ignored(const torch::nn::Module* module,
                                         const std::vector<NamedParameter>& parameters,
                                         const ShardingOptions& options) {
   std::set<std::string> modules, names;
-  if (module != nullptr && !options.ignored_modules.empty()) {
-    for (const auto& item : module->named_modules("", /*include_self=*/false)) {
-      modules.insert(item.key());
-    }
-    modules = Matching(options.ignored_modules, modules, "ignored_modules", "module");
-  }
+  if (module != nullptr) modules = IgnoredModules(*module, options);
   for (const NamedParameter& parameter : parameters) names.insert(parameter.name);
   names = Matching(options.ignored_parameters, names, "ignored_parameters", "parameter");
   std::unordered_set<const void*> ignored;
@@ -254,6 +259,17 @@ std::string KindOf(const at::Tensor& tensor) {
 }
 
 }  // namespace
+
+std::set<std::string> InIgnoredModules(const torch::nn::Module& module,
+                                       const std::vector<std::string>& names,
+                                       const ShardingOptions& options) {
+  const std::set<std::string> modules = IgnoredModules(module, options);
+  std::set<std::string> inside;
+  for (const std::string& name : names) {
+    if (!OuterOf(name, modules).empty()) inside.insert(name);
+  }
+  return inside;
+}
 
 std::vector<PlannedUnit> PlanUnits(torch::nn::Module* module,
                                    const std::vector<NamedParameter>& parameters,

@@ -29,6 +29,12 @@ std::set<std::string> ModulesOfTypes(const torch::nn::Module& module,
                                      const std::vector<std::string>& types,
                                      const std::string& option);
 
+// Those of `names`, of buffers or parameters, that are inside of a module which
+// `options.ignored_modules` matches. Throws c10::Error for a pattern that matches no module.
+std::set<std::string> InIgnoredModules(const torch::nn::Module& module,
+                                       const std::vector<std::string>& names,
+                                       const ShardingOptions& options);
+
 // Divides `parameters` (full names, those of `module`) into units as `options` say: in the order of
 // the modules, the rest at the end, parameters of different dtype or device apart. A tensor that
 // occurs twice (tied weights) counts where it occurs first. Parameters that `ignored_parameters`

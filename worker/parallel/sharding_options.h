@@ -48,6 +48,18 @@ struct ShardingOptions {
   std::optional<c10::ScalarType> parameter_dtype = std::nullopt;
   // The dtype in which gradients are reduced. Absent: fp32.
   std::optional<c10::ScalarType> reduce_dtype = std::nullopt;
+  // The dtype of what the prepared model returns: all floating-point tensors of it are converted,
+  // in a way that gradients pass. With a strategy other than kNone and under mixed_precision so is
+  // what each unit returns that the model calls by muster::call(). Absent: fp32 for the fp16 and
+  // bf16 tensors that a model returns under mixed_precision, and nothing is converted otherwise.
+  // Whatever the number of processes; not of models that are prepared for evaluation.
+  std::optional<c10::ScalarType> output_dtype = std::nullopt;
+  // The dtype of floating-point buffers: prepare() converts them, and they stay so; checkpoints and
+  // saved models hold them in it, and a load converts what it finds. Running statistics of
+  // normalization (`running_mean`, `running_var`), which its operators need in their own, and
+  // buffers inside of `ignored_modules` stay as they are. Absent: all do. As output_dtype, whatever
+  // the number of processes, and not of models that are prepared for evaluation.
+  std::optional<c10::ScalarType> buffer_dtype = std::nullopt;
   // The next unit is gathered, and gradients are reduced, while the one before computes: on the CPU
   // on a thread of its own, on a GPU on a stream of its own. Results are the same to the last bit,
   // and so are the bytes on the wire. For links that are slower than the computation; not measured

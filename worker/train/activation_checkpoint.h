@@ -11,6 +11,7 @@
 
 #include "ATen/core/Tensor.h"
 #include "worker/nested/nested.h"
+#include "worker/train/output_dtypes.h"
 
 namespace torch::nn {
 class Module;
@@ -222,6 +223,7 @@ auto activation_checkpoint(Function&& function, Inputs&&... inputs) {
 // Calls a block of a model: the forward() of a module (a ModuleHolder, an AnyModule, a shared_ptr,
 // a pointer). A plain call, unless options.activation_checkpointing or the configuration that the
 // job was launched with selects the module: then it is activation_checkpoint(block, inputs...).
+// What a unit of options.sharding returns is converted to its output_dtype under mixed precision.
 // LibTorch has no central place that all module calls pass through, so use it where the model calls
 // its repeated blocks:
 //
@@ -236,10 +238,21 @@ auto call(Block&& block, Inputs&&... inputs) {
           std::is_convertible_v<Block, const torch::nn::Module*>,
       "muster::call(block, inputs...): `block` is not a module by its holder, a shared_ptr or a "
       "pointer");
-  if (!internal::IsSelected(internal::ModuleOf(block))) {
-    return internal::Call(block, std::forward<Inputs>(inputs)...);
+  const torch::nn::Module* const module = internal::ModuleOf(block);
+  const auto run = [&] {
+    if (!internal::IsSelected(module)) {
+      return internal::Call(block, std::forward<Inputs>(inputs)...);
+    }
+    return activation_checkpoint(std::forward<Block>(block), std::forward<Inputs>(inputs)...);
+  };
+  if constexpr (!std::is_void_v<decltype(run())>) {
+    if constexpr (internal::HoldsSeenTensors<decltype(run())>()) {
+      if (const auto dtype = OutputDtypeOf(module)) return ConvertFloats(run(), *dtype);
+    }
+    return run();
+  } else {
+    run();
   }
-  return activation_checkpoint(std::forward<Block>(block), std::forward<Inputs>(inputs)...);
 }
 
 }  // namespace muster
