@@ -1052,8 +1052,8 @@ void SessionClient::Finish(absl::Time deadline) {
   }
   Run(std::move(todo));
   MutexLock lock(&mu_);
-  // The coordinator closes a stream that has said Bye. One that is only written may still be in this
-  // process, which may end now.
+  // The coordinator closes a stream that has said Bye. One that is only written may still be in
+  // this process, which may end now.
   while (state_ == State::kOpen) {
     const absl::Duration left = deadline - Clock::Real().Now();
     if (left <= absl::ZeroDuration()) break;
