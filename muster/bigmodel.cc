@@ -20,9 +20,11 @@ auto Guarded(const F& call) -> decltype(call()) {
 }  // namespace
 
 absl::StatusOr<std::map<std::string, int64_t>> compute_module_sizes(
-    const torch::nn::Module& model, std::optional<at::ScalarType> dtype) {
+    const torch::nn::Module& model, std::optional<at::ScalarType> dtype,
+    const std::map<std::string, at::ScalarType>& special_dtypes) {
   MUSTER_ASSIGN_OR_RETURN(const PlannedModel described, DescribeModule(model));
   SizeOptions options;
+  MUSTER_ASSIGN_OR_RETURN(options.special_dtypes, PlannedTypes(model, special_dtypes));
   if (dtype.has_value()) {
     MUSTER_ASSIGN_OR_RETURN(options.dtype, PlannedType(*dtype));
   }
@@ -46,6 +48,7 @@ absl::StatusOr<DeviceLimits> get_balanced_memory(const torch::nn::Module& model,
   }
   BalanceOptions balance;
   balance.no_split = ShortClassNames(options.no_split);
+  MUSTER_ASSIGN_OR_RETURN(balance.special_dtypes, PlannedTypes(model, options.special_dtypes));
   balance.counted_whole = ExpertLists(described);
   balance.low_zero = low_zero;
   balance.user_set = !options.max_memory.empty();

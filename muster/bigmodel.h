@@ -49,9 +49,12 @@ auto init_empty_weights(Make&& make, const EmptyWeightsOptions& options = {}) {
 using DeviceMapChoice = std::variant<std::string, DeviceEntries>;
 
 // Returns the bytes of each tensor and module by full name, where "" is the whole model. Tied
-// tensors count once.
+// tensors count once, under their first name. A tensor in `special_dtypes` counts with the type
+// there; any other floating-point tensor with the smaller of `dtype` and its own. Errors:
+// INVALID_ARGUMENT for a special type of no tensor.
 absl::StatusOr<std::map<std::string, int64_t>> compute_module_sizes(
-    const torch::nn::Module& model, std::optional<at::ScalarType> dtype = std::nullopt);
+    const torch::nn::Module& model, std::optional<at::ScalarType> dtype = std::nullopt,
+    const std::map<std::string, at::ScalarType>& special_dtypes = {});
 
 // Parses "0=20GB,cpu=30GB" into bytes by device. For an empty text returns what this process can
 // have: the free memory of each GPU, and as much host memory as the machine, its cgroup and the

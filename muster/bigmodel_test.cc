@@ -1,5 +1,7 @@
 #include "muster/bigmodel.h"
 
+#include <map>
+#include <optional>
 #include <string>
 
 #include "ATen/Functions.h"
@@ -109,6 +111,69 @@ TEST(BigModel, BalancedMemory_IsThatOfTheTypeToLoad) {
   ASSERT_TRUE(own.ok()) << own.status();
   ASSERT_TRUE(wide.ok()) << wide.status();
   EXPECT_GT(wide->at(0).second, 1.9 * own->at(0).second);
+}
+
+// As Accelerate counts: the special type wins over `dtype`, also where it is the wider one, and
+// over the tensor's own, also where that is an integer; without `dtype` the others keep their own.
+TEST(BigModel, SpecialDtypes_CountInsteadOfDtypeAndOfTheTensorsOwn) {
+  TextNet net = init_empty_weights([] { return TextNet(40, 64, 1); });
+  net->register_buffer("steps", at::zeros({8}, at::kLong));
+  const std::map<std::string, at::ScalarType> special = {
+      {"head", at::kFloat}, {"layers.0.up.bias", at::kDouble}, {"steps", at::kChar}};
+  const auto bytes = [&](const std::optional<at::ScalarType>& dtype, const std::string& name) {
+    const auto sizes = compute_module_sizes(*net, dtype, special);
+    EXPECT_TRUE(sizes.ok()) << sizes.status();
+    return sizes.ok() ? sizes->at(name) : -1;
+  };
+  EXPECT_EQ(bytes(at::kHalf, "head"), 40 * 64 * 4);
+  EXPECT_EQ(bytes(at::kHalf, "embed"), 40 * 64 * 2);
+  EXPECT_EQ(bytes(at::kHalf, "steps"), 8);
+  EXPECT_EQ(bytes(at::kHalf, "layers.0.up"), 256 * 64 * 2 + 256 * 8);
+  EXPECT_EQ(bytes(std::nullopt, "embed"), 40 * 64 * 4);
+  EXPECT_EQ(bytes(std::nullopt, "layers.0.up"), 256 * 64 * 4 + 256 * 8);
+  // No smaller than what is asked for: the smaller of both counts.
+  EXPECT_EQ(bytes(at::kDouble, "embed"), 40 * 64 * 4);
+}
+
+// A head that stays in float beside half of the rest.
+TEST(BigModel, SpecialDtypes_DecidePlansAndShares) {
+  TextNet net = init_empty_weights([] { return TextNet(40, 64, 2); });
+  const int64_t half = compute_module_sizes(*net, at::kHalf)->at("");
+  DevicePlanOptions options = {.max_memory = {{"cpu", static_cast<double>(half)}},
+                               .dtype = at::kHalf};
+  const auto whole = infer_auto_device_map(*net, options);
+  ASSERT_TRUE(whole.ok()) << whole.status();
+  EXPECT_EQ(whole->devices, (DeviceEntries{{"", "cpu"}}));
+  options.special_dtypes = {{"head", at::kFloat}};
+  const auto divided = infer_auto_device_map(*net, options);
+  ASSERT_TRUE(divided.ok()) << divided.status();
+  EXPECT_EQ(divided->devices.back().second, "disk");
+  // The share of a GPU is half of what there is: of the head's new bytes, and of the margin.
+  options.max_memory = {{"0", 1e9}, {"1", 1e9}};
+  const auto wide = get_balanced_memory(*net, options);
+  options.special_dtypes.clear();
+  const auto narrow = get_balanced_memory(*net, options);
+  ASSERT_TRUE(wide.ok() && narrow.ok());
+  EXPECT_GE(wide->at(0).second, narrow->at(0).second + 40 * 64 * 2 / 2);
+}
+
+TEST(BigModel, SpecialDtypeOfNoTensor_IsRefusedByName) {
+  TextNet net = init_empty_weights([] { return TextNet(40, 64, 1, /*tied=*/true); });
+  const auto named = HasSubstr("special_dtypes names \"haed\", which is no parameter or buffer");
+  const std::map<std::string, at::ScalarType> wrong = {{"haed", at::kFloat}};
+  EXPECT_THAT(std::string(compute_module_sizes(*net, at::kHalf, wrong).status().message()), named);
+  EXPECT_THAT(
+      std::string(infer_auto_device_map(*net, {.special_dtypes = wrong}).status().message()),
+      named);
+  EXPECT_THAT(std::string(get_balanced_memory(*net, {.special_dtypes = wrong}).status().message()),
+              named);
+  // Both names of a tied tensor are names; its first one counts.
+  const auto sizes = compute_module_sizes(*net, std::nullopt, {{"embed.weight", at::kHalf}});
+  ASSERT_TRUE(sizes.ok()) << sizes.status();
+  EXPECT_EQ(sizes->at("head"), 40 * 64 * 4);
+  const auto first = compute_module_sizes(*net, std::nullopt, {{"head", at::kHalf}});
+  ASSERT_TRUE(first.ok()) << first.status();
+  EXPECT_EQ(first->at("head"), 40 * 64 * 2);
 }
 
 TEST(BigModel, MaxMemoryThatIsNotThere_IsNamed) {

@@ -571,6 +571,7 @@ int RunInspect(const Call& call) {
     }
   }
   json["tensors"] = tensors;
+  if (text.empty()) text = absl::StrCat(Shown(path), ": no tensors\n");
   call.context.out << (call.json ? Dump(json) : text);
   return kExitOk;
 }
@@ -692,6 +693,18 @@ std::string ScalarText(const nlohmann::json& scalar) {
   return scalar.is_null() ? "nothing" : Printable(scalar.dump(), 200);
 }
 
+// A name of the same tensor as `entry` of `here` that `there` has, too; null: there is none.
+const std::string* OtherNameOf(const WeightFiles& here, const WeightFiles::Entry& entry,
+                               const WeightFiles& there) {
+  const std::string storage = here.StorageOf(entry);
+  if (storage.empty()) return nullptr;
+  for (const WeightFiles::Entry& other : here.entries()) {
+    if (other.tensor.name == entry.tensor.name || here.StorageOf(other) != storage) continue;
+    if (there.Find(other.tensor.name) != nullptr) return &other.tensor.name;
+  }
+  return nullptr;
+}
+
 int RunDiff(const Call& call) {
   const auto first = OpenAll(call.line.words[0]);
   if (!first.ok()) return Fail(call, first.status());
@@ -715,7 +728,7 @@ int RunDiff(const Call& call) {
       if (first->count(name) == 0) names.push_back(name);
     }
   }
-  ordered_json list = ordered_json::array();
+  ordered_json list = ordered_json::array(), tied = ordered_json::array();
   std::string text;
   uint64_t same = 0;
   const auto note = [&](const std::string& what, const std::string& file, const std::string& name,
@@ -725,6 +738,19 @@ int RunDiff(const Call& call) {
     list.push_back(item);
     absl::StrAppend(&text, Shown(file), file.empty() || name.empty() ? "" : ": ", Shown(name), "  ",
                     words, "\n");
+  };
+  // A name that one side leaves out, where its tensor has another name that both have: that one is
+  // compared.
+  const auto note_tied = [&](const std::string& file, const WeightFiles& here,
+                             const WeightFiles::Entry& entry, const WeightFiles& there,
+                             const char* which) {
+    const std::string* const other = OtherNameOf(here, entry, there);
+    if (other == nullptr) return false;
+    tied.push_back({{"file", file}, {"name", entry.tensor.name}, {"same_as", *other}});
+    absl::StrAppend(&text, Shown(file), file.empty() ? "" : ": ", Shown(entry.tensor.name),
+                    "  the same tensor as ", Shown(*other), ", a name that only the ", which,
+                    " has\n");
+    return true;
   };
   for (const std::string& file : names) {
     const WeightFiles* const a = pick(*first, file, first_is_weights);
@@ -738,6 +764,7 @@ int RunDiff(const Call& call) {
       const std::string& name = entry.tensor.name;
       const WeightFiles::Entry* const other = b->Find(name);
       if (other == nullptr) {
+        if (note_tied(file, *a, entry, *b, "first")) continue;
         note("only_first", file, name, "only in the first", ordered_json::object());
         continue;
       }
@@ -764,6 +791,7 @@ int RunDiff(const Call& call) {
     }
     for (const WeightFiles::Entry& entry : b->entries()) {
       if (a->Find(entry.tensor.name) != nullptr) continue;
+      if (note_tied(file, *b, entry, *a, "second")) continue;
       note("only_second", file, entry.tensor.name, "only in the second", ordered_json::object());
     }
   }
@@ -800,7 +828,8 @@ int RunDiff(const Call& call) {
     }
   }
   if (call.json) {
-    call.context.out << Dump({{"equal", list.empty()}, {"same", same}, {"differences", list}});
+    call.context.out << Dump(
+        {{"equal", list.empty()}, {"same", same}, {"differences", list}, {"tied", tied}});
   } else {
     call.context.out << text << Plural(same, "tensor") << " equal, "
                      << Plural(list.size(), "difference") << "\n";

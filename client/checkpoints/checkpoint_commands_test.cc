@@ -879,6 +879,49 @@ TEST_F(CheckpointCommandsTest, MergeWeights_ReadsShardsAndPickles) {
   ExpectRefused({"merge-weights", Path("bin")}, kExitUsage, "write muster merge-weights FROM TO");
 }
 
+// Files of torch.save have any names.
+TEST_F(CheckpointCommandsTest, MergeWeightsOfAReservedName_NamesTheFileAndTheTensor) {
+  std::string bytes = *ReadFile(TestdataPath("torch_files/pytorch_model.bin"));
+  const std::string name = "embed.weight", reserved = "__metadata__";
+  ASSERT_NE(bytes.find(name), std::string::npos);
+  bytes.replace(bytes.find(name), name.size(), reserved);
+  ASSERT_TRUE(WriteFileAtomically(Path("model.bin"), bytes).ok());
+  for (const std::string& to : {Path("out"), Path("out.safetensors")}) {
+    ExpectRefused({"merge-weights", Path("model.bin"), to}, kExitUsage,
+                  Path("model.bin") +
+                      ": tensor \"__metadata__\": the name is reserved: safetensors "
+                      "files cannot hold it; save it there under another name");
+    EXPECT_FALSE(PathExists(to));
+  }
+}
+
+// What merge-weights has left out is no difference: its tensor has another name.
+TEST_F(CheckpointCommandsTest, DiffOfTiedNames_ComparesTheNameThatBothHave) {
+  const std::string tied = TestdataPath("torch_files/pytorch_model.bin");
+  ASSERT_EQ(Run({"merge-weights", tied, Path("merged")}), kExitOk) << err_.str();
+  for (const bool tied_first : {true, false}) {
+    const std::vector<std::string> both = {tied_first ? tied : Path("merged"),
+                                           tied_first ? Path("merged") : tied};
+    EXPECT_EQ(Run({"diff", both[0], both[1]}), kExitOk);
+    EXPECT_EQ(out_.str(),
+              absl::StrCat("head.weight  the same tensor as embed.weight, a name that only the ",
+                           tied_first ? "first" : "second", " has\n",
+                           "6 tensors equal, 0 differences\n"));
+    const Json json = RunJson({"diff", both[0], both[1]});
+    EXPECT_EQ(json["equal"], true);
+    EXPECT_EQ(json["tied"], Json::parse(R"([{"file": "", "name": "head.weight",
+                                             "same_as": "embed.weight"}])"));
+  }
+}
+
+TEST_F(CheckpointCommandsTest, InspectOfAFileWithoutTensors_SaysSo) {
+  ASSERT_TRUE(
+      WriteFileAtomically(Path("empty.safetensors"), LayOutSafetensors({}, std::nullopt)->prefix)
+          .ok());
+  EXPECT_EQ(Run({"inspect", Path("empty.safetensors")}), kExitOk) << err_.str();
+  EXPECT_EQ(out_.str(), Path("empty.safetensors") + ": no tensors\n");
+}
+
 TEST_F(CheckpointCommandsTest, MergeWeightsOfACheckpointCutShort_SaysThatItIsDamaged) {
   Save(Numbered(0), {1, 2}, 1);
   const std::string model = JoinPath(Numbered(0), "model.safetensors");

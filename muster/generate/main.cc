@@ -187,7 +187,8 @@ std::string TypeOfWeights(const std::string& folder) {
   return first == nullptr ? "" : names->at(first->type);
 }
 
-absl::StatusOr<models::LoadPretrainedOptions> LoadOptions(const Flags& flags) {
+absl::StatusOr<models::LoadPretrainedOptions> LoadOptions(const Flags& flags,
+                                                          models::ModelConfig* config) {
   models::LoadPretrainedOptions options;
   options.config.ignore_settings = flags.ignore_settings;
   try {
@@ -196,11 +197,10 @@ absl::StatusOr<models::LoadPretrainedOptions> LoadOptions(const Flags& flags) {
     return absl::InvalidArgumentError(
         absl::StrCat("--device ", Printable(flags.device), " is not cpu, cuda or cuda:N"));
   }
+  MUSTER_ASSIGN_OR_RETURN(*config, models::ReadModelConfig(flags.model, options.config));
   std::string type = flags.dtype;
   if (type == "auto") {
-    MUSTER_ASSIGN_OR_RETURN(const models::ModelConfig config,
-                            models::ReadModelConfig(flags.model, options.config));
-    type = models::Common(config).dtype;
+    type = models::Common(*config).dtype;
     if (type.empty()) type = TypeOfWeights(flags.model);
     // A CPU has no arithmetic for it.
     if (type == "float16" && options.device.is_cpu()) type = "float32";
@@ -349,15 +349,15 @@ bool OnlyCpuComputes(const DeviceLimits& limits) {
 // The model in memory, or with its weights in their files; without adapters.
 absl::StatusOr<TextGenerator> LoadBase(const Flags& flags,
                                        const models::LoadPretrainedOptions& load,
-                                       models::GenerateOptions defaults,
+                                       Tokenizer tokenizer, models::GenerateOptions defaults,
                                        OffloadedCausalLm* offloaded) {
   if (flags.weights_memory.empty() && flags.max_memory.empty()) {
-    return TextGenerator::FromFolder(flags.model, load, DoSample(flags), kNewTokens);
+    MUSTER_ASSIGN_OR_RETURN(models::CausalLm model, models::LoadCausalLm(flags.model, load));
+    return TextGenerator(std::move(model), std::move(tokenizer), std::move(defaults));
   }
   DeviceMapChoice map;
   BigModelOptions options = {.dtype = load.dtype};
   MUSTER_RETURN_IF_ERROR(SetPlaces(flags, load.device, &map, &options));
-  MUSTER_ASSIGN_OR_RETURN(Tokenizer tokenizer, Tokenizer::FromFolder(flags.model));
   // What a pass over a prompt has freed would stay the process's, beside the plan. Before the
   // weights come, which would stand between it and the end of the heap.
   if (OnlyCpuComputes(options.max_memory)) GiveBackFreedMemory();
@@ -373,10 +373,10 @@ struct Loaded {
 };
 
 absl::StatusOr<Loaded> LoadGenerator(const Flags& flags, const models::LoadPretrainedOptions& load,
-                                     models::GenerateOptions defaults,
+                                     Tokenizer tokenizer, models::GenerateOptions defaults,
                                      OffloadedCausalLm* offloaded) {
-  MUSTER_ASSIGN_OR_RETURN(TextGenerator generator,
-                          LoadBase(flags, load, std::move(defaults), offloaded));
+  MUSTER_ASSIGN_OR_RETURN(TextGenerator generator, LoadBase(flags, load, std::move(tokenizer),
+                                                            std::move(defaults), offloaded));
   Loaded loaded = {.generator = std::move(generator)};
   if (flags.lora.empty()) return loaded;
   MUSTER_ASSIGN_OR_RETURN(const models::LoraOptions adapters,
@@ -416,23 +416,18 @@ struct MemoryPlan {
 // matrices that they multiply.
 constexpr uint64_t kLibraries = uint64_t{32} << 20;
 
-models::GenerationShape ShapeOf(TextGenerator& generator, const std::vector<std::string>& prompts,
+models::GenerationShape ShapeOf(TextGenerator& generator, const models::EncodedPrompts& prompts,
                                 const TextOptions& options, int64_t adapter_rank) {
   const models::GenerateOptions& tokens = options.tokens;
   models::GenerationShape shape = {
-      .rows = static_cast<int64_t>(prompts.size()),
-      .prompt_tokens = 0,
+      .rows = prompts.ids.size(0),
+      .prompt_tokens = prompts.ids.size(1),
       .times = std::max<int64_t>(1, std::max(tokens.num_beams, tokens.num_return_sequences)),
       .do_sample = tokens.do_sample,
       .element_bytes = generator.model()->parameters().at(0).element_size(),
       .adapter_rank = adapter_rank};
-  for (size_t i = 0; i < prompts.size(); ++i) {
-    const absl::StatusOr<std::vector<int64_t>> ids =
-        generator.tokenizer().EncodeIds(prompts[i], options.add_special_tokens);
-    // Generate() says what is wrong with it.
-    const auto length = ids.ok() ? static_cast<int64_t>(ids->size()) : 0;
-    shape.is_padded = shape.is_padded || (i > 0 && length != shape.prompt_tokens);
-    shape.prompt_tokens = std::max(shape.prompt_tokens, length);
+  for (const int64_t length : prompts.lengths) {
+    shape.is_padded = shape.is_padded || length != shape.prompt_tokens;
   }
   const int64_t room = models::ContextLength(generator.model()->config()) - shape.prompt_tokens;
   shape.new_tokens = std::max<int64_t>(1, tokens.max_new_tokens);
@@ -550,6 +545,7 @@ void PrintRead(const OffloadStats& stats) {
 // For LibTorch, which has no error of its own for memory of the CPU, and the rest of the program.
 bool IsOutOfMemory(const absl::Status& status) {
   return absl::StrContains(status.message(), "can't allocate memory") ||
+         absl::StrContains(status.message(), "of memory, which this process does not get") ||
          absl::StrContains(status.message(), "bad_alloc");
 }
 
@@ -590,15 +586,21 @@ absl::Status Run(const Flags& flags) {
   }
   MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> prompts, Prompts(flags));
   // The small files first: a large model takes minutes to load.
-  MUSTER_ASSIGN_OR_RETURN(const models::LoadPretrainedOptions load, LoadOptions(flags));
+  models::ModelConfig config;
+  MUSTER_ASSIGN_OR_RETURN(const models::LoadPretrainedOptions load, LoadOptions(flags, &config));
   MUSTER_ASSIGN_OR_RETURN(const models::GenerateOptions defaults,
                           models::ReadGenerationConfig(flags.model, DoSample(flags), kNewTokens));
   TextOptions options = OptionsOf(flags, defaults);
   MUSTER_RETURN_IF_ERROR(CheckEffects(flags, options.tokens));
   MUSTER_RETURN_IF_ERROR(models::CheckOptions(options.tokens));
+  MUSTER_ASSIGN_OR_RETURN(Tokenizer tokenizer, Tokenizer::FromFolder(flags.model));
+  MUSTER_ASSIGN_OR_RETURN(const models::EncodedPrompts encoded,
+                          models::EncodePrompts(tokenizer, prompts, options.add_special_tokens));
+  MUSTER_RETURN_IF_ERROR(models::CheckPrompts(config, encoded, options));
   const int64_t program = PeakMemory();
   OffloadedCausalLm offloaded;
-  absl::StatusOr<Loaded> loaded = LoadGenerator(flags, load, defaults, &offloaded);
+  absl::StatusOr<Loaded> loaded =
+      LoadGenerator(flags, load, std::move(tokenizer), defaults, &offloaded);
   if (IsOutOfMemory(loaded.status())) return NoMemory(flags, std::nullopt);
   MUSTER_RETURN_IF_ERROR(loaded.status());
   TextGenerator& generator = loaded->generator;
@@ -619,11 +621,12 @@ absl::Status Run(const Flags& flags) {
   std::optional<MemoryPlan> plan;
   if (offloaded.weights != nullptr) {
     const models::GenerationShape shape =
-        ShapeOf(generator, prompts, options, loaded->adapter_rank);
+        ShapeOf(generator, encoded, options, loaded->adapter_rank);
     plan = PlanOf(offloaded, shape, program);
     if (!flags.quiet && flags.output == "text") PrintPlan(*plan, shape);
   }
-  const absl::StatusOr<std::vector<GeneratedText>> generated = generator.Generate(prompts, options);
+  const absl::StatusOr<std::vector<GeneratedText>> generated =
+      generator.GenerateEncoded(encoded, options);
   if (IsOutOfMemory(generated.status())) return NoMemory(flags, plan);
   MUSTER_RETURN_IF_ERROR(generated.status());
   const std::vector<GeneratedText>& texts = *generated;

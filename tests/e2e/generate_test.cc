@@ -317,6 +317,9 @@ TEST_F(GenerateTest, OptionsThatDoNotGoTogether_AreRefusedBeforeTheWeightsAreRea
       {{"--temperature", "0.5"}, "add --sample"},
       {{"--sample", "--top_p", "7"}, "top_p is 7"},
       {{"--num_return_sequences", "2"}, "num_return_sequences is 2"},
+      {{"--max_new_tokens", "200"}, "are more than the 64 positions of the model: shorten"},
+      {{"--prompt", std::string(400, 'a')}, "prompt 1, of 40"},
+      {{"--sample", "--num_return_sequences", "2000000"}, "1 prompts have room for 1048576 each"},
       {{}, "safetensors"}};
   for (const auto& [options, message] : cases) {
     for (const char* const memory : {"", "1GB"}) {

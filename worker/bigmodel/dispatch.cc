@@ -888,10 +888,12 @@ absl::StatusOr<DeviceMap> PlanDevices(const torch::nn::Module& module, const std
   map.no_split = ShortClassNames(options.no_split);
   map.offload_buffers = options.offload_buffers;
   map.fallback_allocation = options.fallback_allocation;
+  MUSTER_ASSIGN_OR_RETURN(map.special_dtypes, PlannedTypes(module, options.special_dtypes));
   MUSTER_RETURN_IF_ERROR(CheckUndivided(model, limits, map));
   if (mode != "sequential") {
     BalanceOptions balance;
     balance.no_split = map.no_split;
+    balance.special_dtypes = map.special_dtypes;
     balance.counted_whole = ExpertLists(model);
     balance.low_zero = mode == "balanced_low_0";
     balance.user_set = !found;

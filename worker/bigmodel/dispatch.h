@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
@@ -35,14 +36,18 @@ struct DevicePlanOptions {
   std::set<std::string> no_split = {};
   // The type in which floating-point tensors will be loaded.
   std::optional<at::ScalarType> dtype = std::nullopt;
+  // The type of single tensors, by full name, whatever `dtype` and their own type are. A tied
+  // tensor counts under its first name.
+  std::map<std::string, at::ScalarType> special_dtypes = {};
   bool offload_buffers = false;
   bool fallback_allocation = false;
 };
 
 // `mode`: "auto" and "balanced" (GPUs evenly), "balanced_low_0" (GPU 0 as empty as possible),
 // "sequential" (one device after the other). Without GPU all are the same. Errors:
-// INVALID_ARGUMENT for another mode, a class that no module has, a module that may not be divided
-// and fits nowhere; FAILED_PRECONDITION for a device that is not there.
+// INVALID_ARGUMENT for another mode, a class that no module has, a special type of no tensor, a
+// module that may not be divided and fits nowhere; FAILED_PRECONDITION for a device that is not
+// there.
 absl::StatusOr<DeviceMap> PlanDevices(const torch::nn::Module& module, const std::string& mode,
                                       const DevicePlanOptions& options = {});
 

@@ -5,6 +5,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "torch/nn/module.h"
 #include "worker/checkpoint/safetensors.h"
 
@@ -67,6 +68,29 @@ class Describer {
 absl::StatusOr<std::string> PlannedType(at::ScalarType type) {
   MUSTER_ASSIGN_OR_RETURN(const SafetensorsType stored, ToSafetensorsType(type));
   return std::string(SafetensorsTypeName(stored));
+}
+
+absl::StatusOr<std::map<std::string, std::string>> PlannedTypes(
+    const torch::nn::Module& module, const std::map<std::string, at::ScalarType>& types) {
+  std::set<std::string> names;
+  for (const auto& [name, tensor] : TensorsOf(module)) names.insert(name);
+  std::map<std::string, std::string> planned;
+  for (const auto& [name, type] : types) {
+    if (!names.contains(name)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("special_dtypes names \"", Printable(name),
+                       "\", which is no parameter or buffer of the model: write the full name of "
+                       "one, as in \"",
+                       names.empty() ? "layer.weight" : *names.begin(), "\""));
+    }
+    absl::StatusOr<std::string> text = PlannedType(type);
+    if (!text.ok()) {
+      return absl::Status(text.status().code(),
+                          absl::StrCat("special_dtypes, ", name, ": ", text.status().message()));
+    }
+    planned[name] = *std::move(text);
+  }
+  return planned;
 }
 
 std::string ShortClassName(absl::string_view name) {

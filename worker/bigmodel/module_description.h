@@ -1,6 +1,7 @@
 #ifndef MUSTER_WORKER_BIGMODEL_MODULE_DESCRIPTION_H_
 #define MUSTER_WORKER_BIGMODEL_MODULE_DESCRIPTION_H_
 
+#include <map>
 #include <set>
 #include <string>
 #include <utility>
@@ -29,6 +30,10 @@ std::set<std::string> ShortClassNames(const std::set<std::string>& names);
 
 // "F32", "BF16", ... as PlannedTensor has it.
 absl::StatusOr<std::string> PlannedType(at::ScalarType type);
+
+// The same for tensors by name. Errors: also INVALID_ARGUMENT for a name that no tensor has.
+absl::StatusOr<std::map<std::string, std::string>> PlannedTypes(
+    const torch::nn::Module& module, const std::map<std::string, at::ScalarType>& types);
 
 // Parameters, then buffers, by name; a tensor with several names under each of them.
 std::vector<std::pair<std::string, at::Tensor>> TensorsOf(const torch::nn::Module& module);

@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <limits>
+#include <new>
 
 #include "ATen/ops/empty.h"
-#include "absl/status/status.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "base/text.h"
 #include "c10/util/Exception.h"
 
@@ -42,15 +44,34 @@ absl::StatusOr<at::Tensor> NewTensor(const std::vector<int64_t>& sizes, at::Scal
   if (overflow) {
     return absl::InvalidArgumentError(absl::StrCat(place, "shape: is larger than a tensor can be"));
   }
+  at::Tensor tensor;
+  MUSTER_RETURN_IF_ERROR(
+      WithMemory(place, empty ? 0 : static_cast<uint64_t>(bytes),
+                 "is the file what it is taken for? A machine with more memory may load it",
+                 [&] { tensor = at::empty(sizes, at::TensorOptions().dtype(type)); }));
+  return tensor;
+}
+
+absl::Status WithMemory(const std::string& place, uint64_t bytes, absl::string_view way_out,
+                        absl::FunctionRef<void()> code) {
+  const auto refused = [&] {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        place, "needs ", bytes, " bytes of memory, which this process does not get: ", way_out));
+  };
   try {
-    return at::empty(sizes, at::TensorOptions().dtype(type));
-  } catch (const c10::Error&) {
+    code();
+  } catch (const c10::Error& error) {
     // LibTorch has no class of its own for what the host does not give.
-    return absl::ResourceExhaustedError(
-        absl::StrCat(place, "needs ", empty ? 0 : bytes,
-                     " bytes of memory, which this process does not get: is the file what it is "
-                     "taken for? A machine with more memory may load it"));
+    const std::string text = error.what_without_backtrace();
+    if (!absl::StrContains(text, "can't allocate memory") &&
+        !absl::StrContains(text, "not enough memory")) {
+      throw;
+    }
+    return refused();
+  } catch (const std::bad_alloc&) {
+    return refused();
   }
+  return absl::OkStatus();
 }
 
 std::string PlaceOfTensor(absl::string_view path, absl::string_view name) {

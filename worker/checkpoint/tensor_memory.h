@@ -6,6 +6,8 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "c10/core/ScalarType.h"
@@ -24,6 +26,11 @@ absl::StatusOr<std::vector<int64_t>> TensorSizes(const std::vector<uint64_t>& sh
 // the bytes cannot be counted, RESOURCE_EXHAUSTED if this process does not get them.
 absl::StatusOr<at::Tensor> NewTensor(const std::vector<int64_t>& sizes, at::ScalarType type,
                                      const std::string& place);
+
+// Runs `code`, which takes `bytes` bytes of memory on the host. RESOURCE_EXHAUSTED if this process
+// does not get them, "`place`needs ... `way_out`"; what else it throws passes through.
+absl::Status WithMemory(const std::string& place, uint64_t bytes, absl::string_view way_out,
+                        absl::FunctionRef<void()> code);
 
 // How messages about a tensor of a file begin.
 std::string PlaceOfTensor(absl::string_view path, absl::string_view name);

@@ -3,6 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <tuple>
+
+#include "c10/util/Exception.h"
 #include "worker/checkpoint/test_huge_file.h"
 
 namespace muster {
@@ -40,6 +43,12 @@ TEST(NewTensor, MoreThanThereIs_IsAStatus) {
   EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
   EXPECT_THAT(std::string(status.message()),
               AllOf(StartsWith("f: "), HasSubstr("4398046511104 bytes")));
+}
+
+TEST(WithMemory, OtherErrors_PassThrough) {
+  EXPECT_TRUE(WithMemory("t ", 1, "way out", [] {}).ok());
+  EXPECT_THROW(std::ignore = WithMemory("t ", 1, "way out", [] { TORCH_CHECK(false, "no"); }),
+               c10::Error);
 }
 
 // The zero does not help: LibTorch counts the others.

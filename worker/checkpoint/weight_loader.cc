@@ -13,6 +13,7 @@
 #include "ATen/ops/empty_like.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
+#include "absl/functional/function_ref.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -45,6 +46,10 @@ std::string Description(const StoredTensor& tensor) {
 std::string Description(const at::Tensor& tensor) {
   return absl::StrCat("[", absl::StrJoin(tensor.sizes(), ", "), "] ",
                       c10::toString(tensor.scalar_type()));
+}
+
+uint64_t BytesAs(const at::Tensor& tensor, at::ScalarType type) {
+  return static_cast<uint64_t>(tensor.numel()) * c10::elementSize(type);
 }
 
 // Equal for names of one tensor, and different for all others.
@@ -169,18 +174,36 @@ absl::StatusOr<bool> Source::AreEqual(size_t i, size_t j, at::ScalarType type) c
   if (AreOne(i, j)) return true;
   MUSTER_ASSIGN_OR_RETURN(const at::Tensor first, Read(i));
   MUSTER_ASSIGN_OR_RETURN(const at::Tensor second, Read(j));
-  return SameBytes(first, second, type);
+  bool equal = false;
+  MUSTER_RETURN_IF_ERROR(WithMemory(
+      PlaceOfTensor(where(), tensor(i).name), 2 * BytesAs(first, type),
+      absl::StrCat("to be compared, in ", c10::toString(type), ", with ", Printable(tensor(j).name),
+                   ", which is the same tensor here: a machine with more memory may load it"),
+      [&] { equal = SameBytes(first, second, type); }));
+  return equal;
+}
+
+// Gives a tensor of the model memory of another type or layout, which `make` returns.
+absl::Status GiveMemory(const std::string& name, at::Tensor target, at::ScalarType type,
+                        absl::FunctionRef<at::Tensor()> make) {
+  return WithMemory(
+      absl::StrCat("tensor \"", Printable(name), "\" of the model, ", Description(target), ": "),
+      BytesAs(target, type),
+      absl::StrCat("as ", c10::toString(type),
+                   ": load into a smaller dtype, leave weights in their files "
+                   "(load_checkpoint_and_dispatch), or take a machine with more memory"),
+      [&] { target.set_data(make()); });
 }
 
 // Gives the target memory for its value.
-void Prepare(const OneCopy& copy, at::Tensor target) {
+absl::Status Prepare(const OneCopy& copy, const std::string& name, const at::Tensor& target) {
   const bool overlaps = at::has_internal_overlap(target) == at::MemOverlap::Yes;
   // The old memory is freed before the new values arrive.
-  if (overlaps) {
-    target.set_data(at::empty(target.sizes(), target.options().dtype(copy.type)));
-  } else if (target.scalar_type() != copy.type) {
-    target.set_data(at::empty_like(target, target.options().dtype(copy.type)));
-  }
+  if (!overlaps && target.scalar_type() == copy.type) return absl::OkStatus();
+  return GiveMemory(name, target, copy.type, [&] {
+    const at::TensorOptions options = target.options().dtype(copy.type);
+    return overlaps ? at::empty(target.sizes(), options) : at::empty_like(target, options);
+  });
 }
 
 struct WeightPlan {
@@ -338,7 +361,7 @@ absl::Status WeightPlan::Copy() const {
   std::vector<std::pair<at::Tensor, at::Tensor>> in_memory;
   for (const OneCopy& copy : copies) {
     const at::Tensor& target = targets[copy.target].second;
-    Prepare(copy, target);
+    MUSTER_RETURN_IF_ERROR(Prepare(copy, targets[copy.target].first, target));
     follow(copy.target);
     if (files != nullptr && IsFillable(files->entries()[copy.from], target)) {
       fills->Add({.from = &files->entries()[copy.from], .to = target});
@@ -359,7 +382,8 @@ absl::Status WeightPlan::Copy() const {
     for (size_t i = 0; i < targets.size(); ++i) {
       const at::Tensor& target = targets[i].second;
       if (!target.is_floating_point() || target.scalar_type() == *dtype) continue;
-      at::Tensor(target).set_data(target.to(*dtype));
+      MUSTER_RETURN_IF_ERROR(GiveMemory(targets[i].first, target, *dtype,
+                                        [&target, this] { return target.to(*dtype); }));
       follow(i);
     }
   }

@@ -248,6 +248,38 @@ TEST_F(WeightLoaderTest, TargetsWithoutMemoryOrWithOverlap_AreNotWrittenBlindly)
   EXPECT_EQ(expanded.sum().item<double>(), 6);
 }
 
+TEST_F(WeightLoaderTest, MemoryThatIsRefused_NamesTheTensorAndTheWayOut) {
+  const AtMostOneMoreTebibyte scarce;
+  // One element that stands for all takes no memory.
+  const auto huge = [](at::ScalarType type) { return at::zeros({1}, type).expand({kTebibyte}); };
+  for (const at::ScalarType type : {at::kFloat, at::kHalf}) {
+    // Another layout, and another type of a tensor that no file has.
+    const bool is_missing = type == at::kHalf;
+    auto matched = MatchedWeights::Match(
+        "here", {{is_missing ? "b" : "a", is_missing ? at::ones({2}) : huge(type)}},
+        {{"a", huge(at::kFloat)}, {"b", at::ones({2})}}, {.strict = false, .dtype = type});
+    ASSERT_TRUE(matched.ok()) << matched.status();
+    const absl::Status status = matched->Copy();
+    EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+    EXPECT_THAT(
+        std::string(status.message()),
+        testing::AllOf(testing::StartsWith("tensor \"a\" of the model, [1099511627776] "
+                                           "Float: needs "),
+                       HasSubstr(is_missing ? "2199023255552 bytes" : "4398046511104 bytes"),
+                       HasSubstr("load_checkpoint_and_dispatch")));
+  }
+  // Values are compared where names are one tensor.
+  const at::Tensor tied = huge(at::kFloat);
+  const absl::Status status =
+      MatchedWeights::Match("here", {{"a", huge(at::kHalf)}, {"b", huge(at::kHalf)}},
+                            {{"a", tied}, {"b", tied}})
+          .status();
+  EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+  EXPECT_THAT(std::string(status.message()),
+              testing::AllOf(testing::StartsWith("here: tensor \"a\": needs 8796093022208 bytes"),
+                             HasSubstr("to be compared, in Float, with b")));
+}
+
 TEST_F(WeightLoaderTest, MatchedWeights_ChangeNothingBeforeTheyAreCopied) {
   at::Tensor a = at::zeros({2}), b = at::zeros({2});
   const at::Tensor tied = at::ones({2}, at::kDouble);

@@ -105,6 +105,13 @@ absl::StatusOr<CopiedWeights> CopyInto(const WeightFiles& weights, const std::st
     }
     entries.push_back(
         {.name = entry.tensor.name, .type = entry.tensor.type, .shape = entry.tensor.shape});
+    if (const absl::Status fits = LayOutSafetensors({entries.back()}, std::nullopt).status();
+        !fits.ok()) {
+      return absl::Status(fits.code(),
+                          absl::StrCat(weights.FileOf(entry), ": ", fits.message(),
+                                       ": safetensors files cannot hold it; save it there under "
+                                       "another name"));
+    }
     ++copied.tensors;
     if (__builtin_add_overflow(copied.bytes, WeightFiles::BytesOf(entry), &copied.bytes)) {
       return absl::ResourceExhaustedError("the tensors take more than 2^64 bytes");

@@ -100,11 +100,8 @@ void CheckWith(const ModelConfig& config, const at::Tensor& input_ids,
   TORCH_CHECK_VALUE(options.stop_strings.empty(),
                     "stop_strings need the model's tokenizer: generate with a TextGenerator");
   const int64_t length = input_ids.defined() && input_ids.dim() == 2 ? input_ids.size(1) : 0;
-  const int64_t context = ContextLength(config);
-  TORCH_CHECK_VALUE(options.beyond_context || options.max_new_tokens <= context - length,
-                    "a prompt of ", length, " tokens and ", options.max_new_tokens,
-                    " new ones are more than the ", context,
-                    " positions of the model: shorten the prompt or lower max_new_tokens");
+  const absl::Status fits = CheckContext(config, "a prompt of", length, options);
+  TORCH_CHECK_VALUE(fits.ok(), fits.message());
 }
 
 // One uniform number in [0, 1) after another, for each row its own.
@@ -385,6 +382,17 @@ Generated Search(PromptReader& reader, const GenerateOptions& options, const Res
 }
 
 }  // namespace
+
+absl::Status CheckContext(const ModelConfig& config, absl::string_view prompt, int64_t length,
+                          const GenerateOptions& options) {
+  const int64_t context = ContextLength(config);
+  if (options.beyond_context || options.max_new_tokens <= context - length) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      prompt, " ", length, " tokens and ", options.max_new_tokens, " new ones are more than the ",
+      context, " positions of the model: shorten the prompt or lower max_new_tokens"));
+}
 
 absl::Status CheckOptions(const GenerateOptions& options) {
   return Guard([&] { CheckAlone(options); });

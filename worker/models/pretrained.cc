@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ATen/core/grad_mode.h"
+#include "absl/functional/function_ref.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -20,6 +21,7 @@
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "worker/checkpoint/model_files.h"
 #include "worker/checkpoint/shape_text.h"
+#include "worker/checkpoint/tensor_memory.h"
 #include "worker/checkpoint/weight_files.h"
 #include "worker/checkpoint/weight_fills.h"
 #include "worker/collective/nccl.h"
@@ -183,6 +185,24 @@ absl::Status CheckDeviceIsThere(const c10::Device& device) {
                    count == 0 ? "none" : absl::StrCat(count), " of its kind; use the CPU"));
 }
 
+// Runs `code`, which takes memory for all tensors of `model`.
+absl::Status OnHost(const std::string& path, const TextModelImpl& model, c10::ScalarType dtype,
+                    absl::FunctionRef<void()> code) {
+  uint64_t bytes = 0, most = 0;
+  std::string largest;
+  for (const auto& item : model.named_parameters()) {
+    const uint64_t its = item.value().nbytes();
+    bytes += its;
+    if (its > most) largest = item.key();
+    most = std::max(most, its);
+  }
+  return WithMemory(absl::StrCat(path, ": the model as ", c10::toString(dtype), " "), bytes,
+                    absl::StrCat("the largest tensor is ", largest, " of ", most,
+                                 " bytes. A smaller dtype, weights that stay in their files "
+                                 "(load_offloaded_causal_lm), or a machine with more memory"),
+                    code);
+}
+
 absl::StatusOr<TextModel> Load(const std::string& path, const LoadPretrainedOptions& options,
                                LoadedWeights* report) {
   MUSTER_RETURN_IF_ERROR(CheckDeviceIsThere(options.device));
@@ -196,7 +216,11 @@ absl::StatusOr<TextModel> Load(const std::string& path, const LoadPretrainedOpti
   MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, OpenFor(path, *empty));
   MUSTER_RETURN_IF_ERROR(Compare(path, files, *empty, options.strict, &is_missing));
   MUSTER_RETURN_IF_ERROR(CheckTiedHead(path, files, *empty));
-  TextModel model(Construct(config, options.dtype, options.device));
+  std::shared_ptr<TextModelImpl> constructed;
+  MUSTER_RETURN_IF_ERROR(OnHost(path, *empty, options.dtype, [&] {
+    constructed = Construct(config, options.dtype, options.device);
+  }));
+  TextModel model(std::move(constructed));
   if (is_missing) model->InitWeights();
   const NamedTensors tensors = TensorsOf(*model);
   MUSTER_ASSIGN_OR_RETURN(

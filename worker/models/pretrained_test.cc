@@ -16,6 +16,7 @@
 #include "base/test_folder.h"
 #include "tests/testdata/golden.h"
 #include "worker/checkpoint/model_files.h"
+#include "worker/checkpoint/test_huge_file.h"
 #include "worker/train/autocast.h"
 
 namespace muster::models {
@@ -302,6 +303,26 @@ TEST(LoadPretrained, HugeConfig_IsRefusedByItsFiles) {
   const TestFolder folder;
   WriteFolder(folder, TensorsOf(*LoadPretrained(path)), config);
   EXPECT_EQ(LoadPretrained(folder.path()).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST(LoadPretrained, MemoryThatIsRefused_NamesTheLargestTensorAndTheWayOut) {
+  const auto model = LoadPretrained(GoldenPath("hf_models/llama_shared"));
+  ASSERT_TRUE(model.ok()) << model.status();
+  ModelConfig config = (*model)->config();
+  // Two TiB.
+  constexpr int64_t kWidth = 1 << 15;
+  std::get<DecoderConfig>(config).vocab_size = 1 << 24;
+  std::get<DecoderConfig>(config).hidden_size = kWidth;
+  const TestFolder folder;
+  WriteFolder(folder, {{"model.norm.weight", at::ones({kWidth})}}, config);
+  const AtMostOneMoreTebibyte scarce;
+  const absl::Status status = LoadPretrained(folder.path(), {.strict = false}).status();
+  EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+  EXPECT_NE(status.message().find(
+                "the largest tensor is model.embed_tokens.weight of 2199023255552 bytes"),
+            std::string::npos)
+      << status;
+  EXPECT_NE(status.message().find("load_offloaded_causal_lm"), std::string::npos) << status;
 }
 
 TEST(LoadPretrained, MissingShard_IsNamed) {

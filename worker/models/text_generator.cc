@@ -7,6 +7,7 @@
 #include "ATen/ops/zeros.h"
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "worker/models/check_options.h"
 #include "worker/models/generation_config.h"
 #include "worker/models/score_rules.h"
 #include "worker/models/stop_strings.h"
@@ -99,12 +100,13 @@ absl::StatusOr<TextGenerator> TextGenerator::FromFolder(const std::string& folde
 TextGenerator::TextGenerator(CausalLm model, Tokenizer tokenizer, GenerateOptions defaults)
     : model_(std::move(model)), tokenizer_(std::move(tokenizer)), defaults_(std::move(defaults)) {}
 
-absl::StatusOr<TextGenerator::Prompts> TextGenerator::Encode(
-    const std::vector<std::string>& prompts, bool add_special_tokens) const {
+absl::StatusOr<EncodedPrompts> EncodePrompts(const Tokenizer& tokenizer,
+                                             const std::vector<std::string>& prompts,
+                                             bool add_special_tokens) {
   std::vector<std::vector<int64_t>> rows;
   size_t longest = 0;
   for (size_t i = 0; i < prompts.size(); ++i) {
-    absl::StatusOr<std::vector<int64_t>> ids = tokenizer_.EncodeIds(prompts[i], add_special_tokens);
+    absl::StatusOr<std::vector<int64_t>> ids = tokenizer.EncodeIds(prompts[i], add_special_tokens);
     if (!ids.ok()) {
       return absl::Status(ids.status().code(),
                           absl::StrCat("prompt ", i, ": ", ids.status().message()));
@@ -118,9 +120,9 @@ absl::StatusOr<TextGenerator::Prompts> TextGenerator::Encode(
   }
   if (rows.empty()) return absl::InvalidArgumentError("there is no prompt");
   const auto count = static_cast<int64_t>(rows.size());
-  Prompts out = {.ids = at::zeros({count, static_cast<int64_t>(longest)}, c10::kLong),
-                 .mask = at::zeros({count, static_cast<int64_t>(longest)}, c10::kLong),
-                 .lengths = {}};
+  EncodedPrompts out = {.ids = at::zeros({count, static_cast<int64_t>(longest)}, c10::kLong),
+                        .mask = at::zeros({count, static_cast<int64_t>(longest)}, c10::kLong),
+                        .lengths = {}};
   for (int64_t row = 0; row < count; ++row) {
     const size_t padding = longest - rows[row].size();
     auto* const ids = out.ids[row].mutable_data_ptr<int64_t>();
@@ -132,37 +134,60 @@ absl::StatusOr<TextGenerator::Prompts> TextGenerator::Encode(
   return out;
 }
 
+namespace {
+
+constexpr size_t kMostTexts = 1 << 20;
+
+size_t TextsPerPrompt(const GenerateOptions& options) {
+  return static_cast<size_t>(std::max<int64_t>(1, options.num_return_sequences));
+}
+
+int64_t NewTokens(const ModelConfig& config, const EncodedPrompts& prompts,
+                  const TextOptions& options) {
+  if (!options.shorten_to_context) return options.tokens.max_new_tokens;
+  const int64_t room = ContextLength(config) - prompts.ids.size(1);
+  return std::clamp<int64_t>(room, 1, options.tokens.max_new_tokens);
+}
+
+}  // namespace
+
+absl::Status CheckPrompts(const ModelConfig& config, const EncodedPrompts& prompts,
+                          const TextOptions& options) {
+  const std::vector<int64_t>& lengths = prompts.lengths;
+  const auto longest = std::max_element(lengths.begin(), lengths.end());
+  GenerateOptions tokens = options.tokens;
+  tokens.max_new_tokens = NewTokens(config, prompts, options);
+  MUSTER_RETURN_IF_ERROR(
+      CheckContext(config,
+                   lengths.size() == 1 ? "a prompt of"
+                                       : absl::StrCat("prompt ", longest - lengths.begin(), ", of"),
+                   *longest, tokens));
+  const size_t per_prompt = TextsPerPrompt(tokens);
+  if (per_prompt <= kMostTexts / lengths.size()) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("num_return_sequences is ", per_prompt, "; ",
+                                                 lengths.size(), " prompts have room for ",
+                                                 kMostTexts / lengths.size(), " each"));
+}
+
 absl::StatusOr<std::vector<GeneratedText>> TextGenerator::Generate(
     const std::vector<std::string>& prompts, const TextOptions& options) {
-  MUSTER_ASSIGN_OR_RETURN(const Prompts encoded, Encode(prompts, options.add_special_tokens));
+  MUSTER_ASSIGN_OR_RETURN(const EncodedPrompts encoded,
+                          EncodePrompts(tokenizer_, prompts, options.add_special_tokens));
+  return GenerateEncoded(encoded, options);
+}
+
+absl::StatusOr<std::vector<GeneratedText>> TextGenerator::GenerateEncoded(
+    const EncodedPrompts& encoded, const TextOptions& options) {
+  MUSTER_RETURN_IF_ERROR(CheckPrompts(model_->config(), encoded, options));
+  const size_t num_prompts = encoded.lengths.size();
   GenerateOptions tokens = options.tokens;
-  if (options.shorten_to_context) {
-    const int64_t room = ContextLength(model_->config()) - encoded.ids.size(1);
-    tokens.max_new_tokens = std::clamp<int64_t>(room, 1, tokens.max_new_tokens);
-  }
-  const int64_t context = ContextLength(model_->config());
-  if (prompts.size() > 1 && !tokens.beyond_context &&
-      tokens.max_new_tokens > context - encoded.ids.size(1)) {
-    // Of one prompt, Generate() says it.
-    const size_t longest =
-        std::max_element(encoded.lengths.begin(), encoded.lengths.end()) - encoded.lengths.begin();
-    return absl::InvalidArgumentError(
-        absl::StrCat("prompt ", longest, ", of ", encoded.ids.size(1), " tokens, and ",
-                     tokens.max_new_tokens, " new ones are more than the ", context,
-                     " positions of the model: shorten the prompt or lower max_new_tokens"));
-  }
+  tokens.max_new_tokens = NewTokens(model_->config(), encoded, options);
   std::vector<std::string> stop = options.stop;
   stop.insert(stop.end(), tokens.stop_strings.begin(), tokens.stop_strings.end());
   tokens.stop_strings.clear();
-  const auto per_prompt = static_cast<size_t>(std::max<int64_t>(1, tokens.num_return_sequences));
-  constexpr size_t kMostTexts = 1 << 20;
-  if (per_prompt > kMostTexts / prompts.size()) {
-    return absl::InvalidArgumentError(absl::StrCat("num_return_sequences is ", per_prompt, "; ",
-                                                   prompts.size(), " prompts have room for ",
-                                                   kMostTexts / prompts.size(), " each"));
-  }
+  const size_t per_prompt = TextsPerPrompt(tokens);
   std::vector<TextRow> rows;
-  for (size_t i = 0; i < prompts.size() * per_prompt; ++i) {
+  for (size_t i = 0; i < num_prompts * per_prompt; ++i) {
     rows.emplace_back(tokenizer_.Stream(), stop);
   }
   const std::vector<int64_t> end_tokens =

@@ -7,9 +7,12 @@
 #include <string>
 #include <vector>
 
+#include "ATen/core/Tensor.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "worker/models/generate.h"
+#include "worker/models/model_config.h"
 #include "worker/models/pretrained.h"
 #include "worker/models/text_model.h"
 #include "worker/text/tokenizer.h"
@@ -40,6 +43,22 @@ struct GeneratedText {
   int64_t num_new_tokens = 0;
 };
 
+// Rows of tokens, padded on the left.
+struct EncodedPrompts {
+  at::Tensor ids, mask;
+  std::vector<int64_t> lengths;  // without padding
+};
+
+// Errors: INVALID_ARGUMENT names a prompt that is not text or has no token.
+absl::StatusOr<EncodedPrompts> EncodePrompts(const Tokenizer& tokenizer,
+                                             const std::vector<std::string>& prompts,
+                                             bool add_special_tokens);
+
+// INVALID_ARGUMENT for prompts, or numbers of texts, that Generate() refuses whatever the weights
+// are: for programs that say it before they load a large model.
+absl::Status CheckPrompts(const ModelConfig& config, const EncodedPrompts& prompts,
+                          const TextOptions& options);
+
 // Returns a function for GenerateOptions::ends_row: whether the text of the generated tokens
 // contains one of the strings, or the last token is one. Decodes all tokens in each call.
 std::function<bool(const std::vector<int64_t>& generated)> EndsAtStopString(
@@ -68,15 +87,11 @@ class TextGenerator {
   // names a prompt without tokens or an option; as Generate().
   absl::StatusOr<std::vector<GeneratedText>> Generate(const std::vector<std::string>& prompts,
                                                       const TextOptions& options);
+  // The same for what EncodePrompts returned.
+  absl::StatusOr<std::vector<GeneratedText>> GenerateEncoded(const EncodedPrompts& prompts,
+                                                             const TextOptions& options);
 
  private:
-  struct Prompts {
-    at::Tensor ids, mask;
-    std::vector<int64_t> lengths;
-  };
-  absl::StatusOr<Prompts> Encode(const std::vector<std::string>& prompts,
-                                 bool add_special_tokens) const;
-
   CausalLm model_;
   Tokenizer tokenizer_;
   GenerateOptions defaults_;

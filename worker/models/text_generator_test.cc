@@ -175,6 +175,38 @@ TEST_F(TextGeneratorTest, ShortenedToTheContext_StopsAtTheLastPosition) {
   EXPECT_EQ(texts[0].num_prompt_tokens + texts[0].num_new_tokens, 128);
 }
 
+// A program says what is wrong with its prompts before it loads the model, and encodes them once.
+TEST_F(TextGeneratorTest, EncodedPrompts_AreCheckedWithoutAModelAndContinuedAsTheirTexts) {
+  TextGenerator generator = Load();
+  const auto config = ReadModelConfig(folder_.path());
+  ASSERT_TRUE(config.ok()) << config.status();
+  const TextOptions options = {.tokens = {.max_new_tokens = 6}};
+  const std::vector<std::string> texts = {"Hello", "Bye, and hello again"};
+  const auto encoded = EncodePrompts(generator.tokenizer(), texts, true);
+  ASSERT_TRUE(encoded.ok()) << encoded.status();
+  EXPECT_TRUE(CheckPrompts(*config, *encoded, options).ok());
+  const auto continued = generator.GenerateEncoded(*encoded, options);
+  ASSERT_TRUE(continued.ok()) << continued.status();
+  const auto expected = Texts(generator, texts, options);
+  ASSERT_EQ(continued->size(), expected.size());
+  for (size_t i = 0; i < expected.size(); ++i) EXPECT_EQ((*continued)[i].text, expected[i].text);
+
+  TextOptions long_run = {.tokens = {.max_new_tokens = 127}};
+  EXPECT_NE(CheckPrompts(*config, *encoded, long_run)
+                .message()
+                .find("prompt 1, of " + std::to_string(encoded->ids.size(1)) +
+                      " tokens and 127 new ones are more than the 128 positions"),
+            std::string::npos);
+  long_run.shorten_to_context = true;
+  EXPECT_TRUE(CheckPrompts(*config, *encoded, long_run).ok());
+  std::string far;
+  for (int i = 0; i < 200; ++i) far += " far";
+  const auto too_long = EncodePrompts(generator.tokenizer(), {far}, true);
+  ASSERT_TRUE(too_long.ok()) << too_long.status();
+  EXPECT_NE(CheckPrompts(*config, *too_long, long_run).message().find("a prompt of "),
+            std::string::npos);
+}
+
 TEST_F(TextGeneratorTest, Beams_GiveSeveralTexts) {
   TextGenerator generator = Load();
   const auto texts =

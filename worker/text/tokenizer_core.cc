@@ -243,26 +243,31 @@ absl::StatusOr<Encoding> TokenizerCore::EncodeOne(absl::string_view text, int64_
   return encoding;
 }
 
-absl::Status TokenizerCore::Check(const Truncation& truncation, int64_t added) const {
+absl::Status TokenizerCore::Check(const Truncation& truncation, const AddedTokenCounts& added,
+                                  bool of_file) const {
   if (truncation.max_length < 0 || truncation.stride < 0) {
     return absl::InvalidArgumentError(absl::StrCat("truncation: max_length ", truncation.max_length,
                                                    " and stride ", truncation.stride,
                                                    " must not be negative"));
   }
-  if (truncation.max_length < added) {
+  if (truncation.max_length < added.here) {
     return absl::InvalidArgumentError(
         absl::StrCat("truncation: max_length is ", truncation.max_length,
-                     ", but the template alone adds ", added, " special tokens"));
+                     ", but the template alone adds ", added.here, " special tokens"));
   }
-  const int64_t length = truncation.max_length - added;
-  // Where only special tokens fit, a text is one window after them, and needs no progress. The
-  // library then refuses a stride that leaves none for a single text.
-  const int64_t single =
-      added > 0 ? truncation.max_length - post_processor_->AddedTokens(/*is_pair=*/false) : length;
-  if (length > 0 ? truncation.stride >= length : truncation.stride > std::max<int64_t>(single, 0)) {
+  const auto stuck = [&truncation](int64_t special, absl::string_view where) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "truncation: a stride of ", truncation.stride, " leaves no progress in windows of ", length,
-        " tokens (max_length ", truncation.max_length, " less ", added, " special ones)"));
+        "truncation: a stride of ", truncation.stride, " leaves no progress in windows of ",
+        truncation.max_length - special, " tokens (max_length ", truncation.max_length, " less ",
+        special, " special ones", where, ")"));
+  };
+  // Where only special tokens fit, a text is one window after them, and needs no progress.
+  const int64_t length = truncation.max_length - added.here;
+  if (length > 0 && truncation.stride >= length) return stuck(added.here, "");
+  // The library cannot be set to a stride that is larger than the room for a single text, also if
+  // it is to encode pairs; what its file says is not compared.
+  if (!of_file && truncation.stride > std::max<int64_t>(0, truncation.max_length - added.single)) {
+    return stuck(added.single, added.here == added.single ? "" : " of a single text");
   }
   return absl::OkStatus();
 }
@@ -270,12 +275,15 @@ absl::Status TokenizerCore::Check(const Truncation& truncation, int64_t added) c
 absl::StatusOr<Encoding> TokenizerCore::Encode(const TextInput& input,
                                                const EncodeOptions& options) const {
   std::optional<Truncation> truncation = options.truncation;
-  if (!truncation.has_value() && options.limits_of_file) truncation = truncation_;
+  const bool of_file = !truncation.has_value();
+  if (of_file && options.limits_of_file) truncation = truncation_;
   const bool is_pair = input.pair.has_value();
-  const int64_t added = post_processor_ != nullptr && options.add_special_tokens
-                            ? post_processor_->AddedTokens(is_pair)
-                            : 0;
-  if (truncation.has_value()) MUSTER_RETURN_IF_ERROR(Check(*truncation, added));
+  AddedTokenCounts added;
+  if (post_processor_ != nullptr && options.add_special_tokens) {
+    added = {.here = post_processor_->AddedTokens(is_pair),
+             .single = post_processor_->AddedTokens(/*is_pair=*/false)};
+  }
+  if (truncation.has_value()) MUSTER_RETURN_IF_ERROR(Check(*truncation, added, of_file));
 
   std::vector<Encoding> parts;
   MUSTER_ASSIGN_OR_RETURN(Encoding first, EncodeOne(input.text, 0));
@@ -286,7 +294,7 @@ absl::StatusOr<Encoding> TokenizerCore::Encode(const TextInput& input,
   }
   if (truncation.has_value()) {
     MUSTER_RETURN_IF_ERROR(Truncate(parts[0], is_pair ? &parts[1] : nullptr,
-                                    truncation->max_length - added, *truncation));
+                                    truncation->max_length - added.here, *truncation));
   }
   if (post_processor_ != nullptr) post_processor_->Process(parts, options.add_special_tokens);
   double windows = 1;

@@ -64,7 +64,12 @@ class TokenizerCore {
   absl::StatusOr<SplitText> SplitWords(absl::string_view text) const;
   absl::Status TokenizeSpan(const SplitText& split, const Span& span, Work& work) const;
   absl::StatusOr<Encoding> EncodeOne(absl::string_view text, int64_t type_id) const;
-  absl::Status Check(const Truncation& truncation, int64_t added) const;
+  // How many special tokens the template adds to this input, and how many to a single text.
+  struct AddedTokenCounts {
+    int64_t here = 0, single = 0;
+  };
+  absl::Status Check(const Truncation& truncation, const AddedTokenCounts& added,
+                     bool of_file) const;
 
   std::unique_ptr<Normalizer> normalizer_;
   std::unique_ptr<PreTokenizer> pre_tokenizer_;

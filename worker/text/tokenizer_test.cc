@@ -110,6 +110,42 @@ TEST(Tokenizer, LimitsOfTheFile_CountUnlessOthersAreGiven) {
   EXPECT_EQ(Ok(tokenizer.Encode("one two", {.limits_of_file = false})).ids, (Ids{1, 2, 3}));
 }
 
+// The library refuses to be set to a stride that is larger than the room for a single text, also if
+// it then encodes pairs; in its file it takes it. The tokens are the library's.
+TEST(Tokenizer, StrideThatIsTooLargeForASingleText_IsRefusedUnlessTheFileSetsIt) {
+  Json json = Words();
+  const Json mark = {{"SpecialToken", {{"id", "[CLS]"}, {"type_id", 0}}}};
+  const Json text = {{"Sequence", {{"id", "A"}, {"type_id", 0}}}};
+  json["post_processor"]["single"] = {mark, mark, mark, text};
+  const auto with_stride = [&json](int64_t max_length, int64_t stride) {
+    Json limited = json;
+    limited["truncation"] = {{"max_length", max_length},
+                             {"stride", stride},
+                             {"strategy", "OnlyFirst"},
+                             {"direction", "Right"}};
+    return Make(limited);
+  };
+  const Encoding pair = Ok(with_stride(6, 3).EncodePair("one two two one two one", "two"));
+  EXPECT_EQ(pair.ids, (Ids{1, 2, 3, 3, 2, 3}));
+  ASSERT_EQ(pair.overflowing.size(), 2u);
+  EXPECT_EQ(pair.overflowing[0].ids, (Ids{1, 3, 3, 2, 3, 3}));
+  EXPECT_EQ(pair.overflowing[1].ids, (Ids{1, 3, 2, 3, 2, 3}));
+  // Only the special tokens fit: a window needs no progress.
+  EXPECT_EQ(Ok(with_stride(3, 3).Encode("one two")).ids, (Ids{1, 1, 1}));
+
+  const Tokenizer tokenizer = Make(json);
+  EncodeOptions options;
+  options.truncation = Truncation{.max_length = 6, .stride = 4};
+  EXPECT_THAT(
+      std::string(tokenizer.EncodePair("one", "two", options).status().message()),
+      HasSubstr("a stride of 4 leaves no progress in windows of 3 tokens (max_length 6 less "
+                "3 special ones of a single text)"));
+  options.truncation->stride = 3;
+  EXPECT_TRUE(tokenizer.EncodePair("one", "two", options).ok());
+  EXPECT_THAT(std::string(tokenizer.Encode("one", options).status().message()),
+              HasSubstr("a stride of 3 leaves no progress in windows of 3 tokens"));
+}
+
 TEST(Tokenizer, IdsAlone_AreThoseOfEncode) {
   const Tokenizer tokenizer = Make(Words());
   for (const char* const text : {"", "one", "one TWO x [CLS]"}) {
