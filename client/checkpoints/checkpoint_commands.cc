@@ -421,6 +421,7 @@ ordered_json ToJson(const UnfinishedSave& save) {
           {"checkpoint", save.checkpoint},
           {"state", StateOf(save)},
           {"sealed", save.sealed},
+          {"asked", save.asked},
           {"bytes", save.bytes},
           {"changed", absl::FormatTime(absl::RFC3339_sec, save.changed, absl::UTCTimeZone())},
           {"age_s", absl::ToDoubleSeconds(AgeOf(save))}};
@@ -436,7 +437,9 @@ std::string ToText(const UnfinishedSave& save) {
       absl::StrAppend(&text, "abandoned: its process has ended; ",
                       save.sealed ? "it is sealed: the next load or save, or muster checkpoints "
                                     "prune, may give it its name"
-                                  : "the next save removes it");
+                      : save.asked ? "only the coordinator of its job knows whether it is sealed: "
+                                     "the next load or save of that job asks"
+                                   : "the next save removes it");
       break;
     case FolderWriter::kUnknown:
       absl::StrAppend(&text, "being saved or abandoned: this machine cannot tell");

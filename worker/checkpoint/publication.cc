@@ -15,6 +15,7 @@
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "base/log.h"
+#include "base/owned_fd.h"
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "c10/util/Exception.h"
@@ -23,6 +24,8 @@
 #include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/seal.h"
+#include "worker/checkpoint/sealing.h"
+#include "worker/checkpoint/staging_folder.h"
 
 namespace muster {
 namespace {
@@ -298,6 +301,34 @@ bool MayBeTaken(const RegisteredCheckpoint& seal,
   return record == nullptr ? seal.promoted : record->promoted && !record->damage_in_contents;
 }
 
+// What writers left that had asked for a seal: the registry says now which of these are sealed. A
+// folder gets its record, by which the next save or load gives it its name, or goes with the next
+// save. One that another registry was asked about stays.
+void SettleAsked(const CheckpointFolder& folder, const CheckpointRegistrar& registrar,
+                 const std::vector<std::string>& asked,
+                 const std::vector<RegisteredCheckpoint>& records) {
+  for (const std::string& path : asked) {
+    const OwnedFd lock(LockFolder(path, absl::ZeroDuration()));
+    if (!lock.open()) continue;
+    const absl::StatusOr<Sealing> sealing = ReadSealing(path);
+    if (!sealing.ok() || sealing->state != Sealing::State::kAsked) continue;
+    const auto record = std::find_if(records.begin(), records.end(), [&](const auto& one) {
+      return BaseName(one.staging) == BaseName(path) &&
+             ParentPath(one.staging) == AbsolutePath(folder.root());
+    });
+    absl::Status settled;
+    if (record == records.end()) {
+      if (sealing->job.empty() || sealing->job != registrar.job()) continue;
+      settled = ForgetSealing(path);
+    } else if (record->state == RegisteredCheckpoint::State::kSealed ||
+               record->state == RegisteredCheckpoint::State::kPublished) {
+      settled = WriteSeal(path, *record);
+    }
+    if (settled.ok()) settled = SyncDirectory(path);
+    if (!settled.ok()) MUSTER_LOG(Warning) << settled.message();
+  }
+}
+
 // What was saved without this registry counts too.
 absl::Status DeleteUnregistered(const Publication& publication,
                                 const std::vector<RegisteredCheckpoint>& records) {
@@ -326,8 +357,10 @@ absl::Status DeleteUnregistered(const Publication& publication,
     if (MayPass(newest.status())) return newest.status();
     if (newest.ok()) spared.push_back(*newest);
   }
-  return folder.Rotate(publication.options.keep, publication.options.keep_every, spared,
-                       publication.options.disposal);
+  MUSTER_RETURN_IF_ERROR(folder.Rotate(publication.options.keep, publication.options.keep_every,
+                                       spared, publication.options.disposal));
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> left, folder.SeenPublished());
+  return folder.RemoveAsked(left, publication.options.keep);
 }
 
 // After the rename. The checkpoint is whole and sealed in any case: a resume or the next
@@ -344,8 +377,15 @@ void Register(const Publication& publication, const RegisteredCheckpoint& record
   }
   MUSTER_FAILPOINT("worker.checkpoint_registered");
   DeleteSuperfluous(registrar, publication.folder_mu, publication.options.disposal, *superfluous);
-  if (!numbered || publication.options.keep <= 0) return;
+  if (!numbered) return;
+  const std::vector<std::string> asked = publication.folder->AskedToSeal();
+  if (publication.options.keep <= 0 && asked.empty()) return;
   const absl::StatusOr<std::vector<RegisteredCheckpoint>> records = registrar.List();
+  if (records.ok()) {
+    const OptionalLock lock(publication.folder_mu);
+    SettleAsked(*publication.folder, registrar, asked, *records);
+  }
+  if (publication.options.keep <= 0) return;
   const absl::Status rotated =
       records.ok() ? DeleteUnregistered(publication, *records) : records.status();
   if (!rotated.ok()) MUSTER_LOG(Warning) << rotated.message();
@@ -401,8 +441,9 @@ absl::Status FinishByFolder(Staging& staging, const Publication& publication) {
     MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers,
                             publication.folder->SeenPublished());
     const int keep = KeepBesides(*publication.folder, numbers, options.keep, pinned);
-    return publication.folder->RotateAmong(numbers, keep, options.keep_every, pinned,
-                                           options.disposal);
+    MUSTER_RETURN_IF_ERROR(publication.folder->RotateAmong(numbers, keep, options.keep_every,
+                                                           pinned, options.disposal));
+    return publication.folder->RemoveAsked(numbers, keep);
   }();
   if (!rotated.ok()) MUSTER_LOG(Warning) << rotated.message();
   return absl::OkStatus();
@@ -440,6 +481,15 @@ absl::Status Finish(Staging& staging, const Publication& publication,
 // give up a sealed checkpoint.
 absl::StatusOr<bool> SealAndFinish(Staging& staging, const Publication& publication, uint64_t id) {
   CheckpointRegistrar& registrar = *publication.options.registrar;
+  // Once it is sealed, neither a full disk nor the end of this process may make it look as if it
+  // were not.
+  if (const absl::Status begun =
+          BeginSealing(publication.staging_path, registrar.job(), id,
+                       RoomForSeal(registrar.job(), AbsolutePath(publication.path)));
+      !begun.ok()) {
+    registrar.Abort(id, std::string(begun.message()));
+    return begun;
+  }
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_seal");
   const absl::StatusOr<std::optional<RegisteredCheckpoint>> record = registrar.Seal(id);
   if (!record.ok()) {
@@ -706,6 +756,7 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
     MUSTER_ASSIGN_OR_RETURN(unnamed, folder.PublishSealed());
     return by_folder({}, {});
   }
+  SettleAsked(folder, *registrar, folder.AskedToSeal(), *records);
   MUSTER_ASSIGN_OR_RETURN(unnamed, folder.PublishSealed());
   const std::string root = AbsolutePath(folder.root());
   std::vector<std::string> left_out;  // no run resumes from them

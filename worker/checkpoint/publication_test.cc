@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
@@ -19,6 +20,7 @@
 #include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/fake_registrar.h"
 #include "worker/checkpoint/seal.h"
+#include "worker/checkpoint/sealing.h"
 #include "worker/checkpoint/staging_folder.h"
 #include "worker/checkpoint/state.h"
 #include "worker/collective/thread_comm.h"
@@ -334,6 +336,99 @@ TEST_F(PublicationTest, SealedAndNotFinished_StaysBesideTheNextSave) {
     EXPECT_EQ(Resume(&registrar_, {folder_.PathOf(number + 1)}),
               absl::StrCat("checkpoint_", number));
   }
+}
+
+// What a process leaves that is killed when rank 0 asks for the seal: a copy of the folder of that
+// moment, which nobody has locked.
+class KilledAtTheSealTest : public PublicationTest {
+ protected:
+  // `sealed`: the registry has done it all the same.
+  void SaveAndKill(int64_t number, bool sealed) {
+    left_ = absl::StrCat(folder_.PathOf(number), ".tmp-00000000000000", 10 + number);
+    const std::string copy = JoinPath(root_, "copy");
+    registrar_.on_seal = [&](const RegisteredCheckpoint& record) {
+      std::filesystem::copy(record.staging, copy);
+    };
+    ASSERT_TRUE(Save(number).ok());
+    registrar_.on_seal = nullptr;
+    ASSERT_EQ(rename(copy.c_str(), left_.c_str()), 0);
+    RegisteredCheckpoint& record = registrar_.records.rbegin()->second;
+    ASSERT_TRUE(RemoveTree(record.path).ok());
+    record.state = State::kSealed;
+    record.published = false;
+    record.staging = left_;
+    if (!sealed) registrar_.records.erase(record.id);
+    EXPECT_TRUE(PathExists(JoinPath(left_, kManifestName)));
+    EXPECT_FALSE(PathExists(JoinPath(left_, kSealName)));
+  }
+
+  std::string left_;
+};
+
+TEST_F(KilledAtTheSealTest, Sealed_IsNeverRemovedByAJobThatLoadsNothing_AndGetsItsName) {
+  ASSERT_TRUE(Save(0).ok());
+  SaveAndKill(1, /*sealed=*/true);
+  EXPECT_EQ(*folder_.NextNumber(), 2);
+  ASSERT_TRUE(Save(2).ok());
+  EXPECT_TRUE(PathExists(left_) || PathExists(folder_.PathOf(1)));
+  ASSERT_TRUE(Save(3).ok());
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_3"));
+  EXPECT_EQ(ReadSeal(folder_.PathOf(1))->sha256, registrar_.records.at(2).sha256);
+  EXPECT_FALSE(PathExists(JoinPath(folder_.PathOf(1), kSealingName)));
+}
+
+TEST_F(KilledAtTheSealTest, Sealed_IsTakenByALoad) {
+  ASSERT_TRUE(Save(0).ok());
+  SaveAndKill(1, /*sealed=*/true);
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_1");
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1"));
+}
+
+TEST_F(KilledAtTheSealTest, NotSealed_GoesOnceTheRegistryHasSaidSo) {
+  for (const bool loads : {true, false}) {
+    ASSERT_TRUE(Save(10 + 10 * loads).ok());
+    SaveAndKill(11 + 10 * loads, /*sealed=*/false);
+    if (loads) {
+      EXPECT_EQ(Resume(&registrar_), "checkpoint_20");
+    } else {
+      ASSERT_TRUE(Save(12).ok());
+    }
+    ASSERT_TRUE(Save(13 + 10 * loads).ok());
+    EXPECT_FALSE(PathExists(left_)) << loads;
+  }
+}
+
+// Whoever sealed it may not be there: it counts as one of those that are kept.
+TEST_F(KilledAtTheSealTest, WithoutTheRegistry_StaysUntilEnoughAreNewer) {
+  SaveAndKill(0, /*sealed=*/true);
+  registrar_.records.clear();
+  registered_ = false;
+  for (int number = 1; number <= 3; ++number) {
+    EXPECT_TRUE(PathExists(left_)) << number;
+    EXPECT_EQ(*folder_.NextNumber(), number);
+    ASSERT_TRUE(Save(number, {.keep = 3}).ok());
+  }
+  EXPECT_FALSE(PathExists(left_));
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_1", "checkpoint_2", "checkpoint_3"));
+}
+
+TEST_F(KilledAtTheSealTest, AnotherJobsRegistry_DoesNotDecideIt) {
+  SaveAndKill(0, /*sealed=*/false);
+  ASSERT_TRUE(BeginSealing(left_, "another job", 1, 100).ok());
+  for (int number = 1; number <= 3; ++number) ASSERT_TRUE(Save(number).ok());
+  EXPECT_TRUE(PathExists(left_));
+}
+
+// The record was there before the disk was full or the process ended; only its name was not.
+TEST_F(KilledAtTheSealTest, RecordInItsRoom_GetsItsNameWithoutTheRegistry) {
+  SaveAndKill(0, /*sealed=*/true);
+  const RegisteredCheckpoint record = registrar_.records.rbegin()->second;
+  ASSERT_TRUE(WriteSeal(left_, record).ok());
+  ASSERT_EQ(rename(JoinPath(left_, kSealName).c_str(), JoinPath(left_, kSealingName).c_str()), 0);
+  registered_ = false;
+  ASSERT_TRUE(Save(1).ok());
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1"));
+  EXPECT_EQ(ReadSeal(folder_.PathOf(0))->sha256, record.sha256);
 }
 
 // Whoever has it locked may rename it at any moment; nobody trains on from an older one.

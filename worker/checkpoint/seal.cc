@@ -20,6 +20,7 @@
 #include "worker/checkpoint/clean_path.h"
 #include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/sealing.h"
 
 namespace muster {
 namespace {
@@ -75,7 +76,16 @@ absl::Status WriteSeal(const std::string& dir, const RegisteredCheckpoint& recor
                      {"signature", record.signature},
                      {"held_back", !record.promoted},
                      {"pinned", record.pinned}};
-  return WriteFileAtomically(JoinPath(dir, kSealName), json.dump(1) + "\n");
+  const std::string text = json.dump(1) + "\n";
+  const absl::Status in_place = FinishSealing(dir, text);
+  if (in_place.ok()) return in_place;
+  MUSTER_RETURN_IF_ERROR(WriteFileAtomically(JoinPath(dir, kSealName), text));
+  return ForgetSealing(dir);
+}
+
+size_t RoomForSeal(const std::string& job, const std::string& path) {
+  constexpr size_t kOtherFields = 2048;  // numbers, digests, a signature, and their names
+  return 2 * (absl::CHexEscape(job).size() + absl::CHexEscape(path).size()) + kOtherFields;
 }
 
 absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir) {
