@@ -489,7 +489,8 @@ absl::StatusOr<std::map<std::string, WeightFiles>> OpenAll(const std::string& pa
 absl::Status AskCoordinators(const Call& call, std::vector<Checkpoint>* checkpoints) {
   std::map<std::string, std::vector<RegisteredState>> of_job;
   for (Checkpoint& checkpoint : *checkpoints) {
-    if (!checkpoint.seal.ok()) continue;
+    // Without a job: no coordinator has sealed it.
+    if (!checkpoint.seal.ok() || checkpoint.seal->job.empty()) continue;
     const std::string& job = checkpoint.seal->job;
     auto known = of_job.find(job);
     if (known == of_job.end()) {
@@ -584,8 +585,7 @@ absl::Status TrustIn(const Checkpoint& checkpoint, const std::optional<Verifying
   if (absl::IsNotFound(checkpoint.seal.status())) {
     if (!key.has_value()) return absl::OkStatus();
     return absl::DataLossError(absl::StrCat(checkpoint.path, " is not signed: it has no ",
-                                            kSealName,
-                                            ", since it was saved without a coordinator"));
+                                            kSealName));
   }
   MUSTER_RETURN_IF_ERROR(checkpoint.seal.status());
   return CheckSeal(checkpoint.path, *checkpoint.manifest, *checkpoint.seal,
@@ -598,6 +598,10 @@ absl::Status ReportVerdict(const Call& call, const Checkpoint& checkpoint, Verif
     return absl::NotFoundError(
         absl::StrCat(checkpoint.path, ": ", checkpoint.seal.status().message(),
                      "; only a coordinator that sealed a checkpoint keeps what is found of it"));
+  }
+  if (checkpoint.seal->job.empty() && !call.line.Has("job")) {
+    return absl::NotFoundError(absl::StrCat(
+        checkpoint.path, " was sealed without a coordinator, so none keeps what is found of it"));
   }
   const absl::Status& read = checkpoint.manifest.status();
   // What cannot be read may be whole.
@@ -1134,7 +1138,7 @@ std::vector<Subcommand> Subcommands() {
       {{.name = "muster checkpoints verify",
         .summary = "Reads a checkpoint, or all of a folder, and compares every file's digest.",
         .usage = "PATH [OPTIONS]",
-        .details = "A checkpoint that a coordinator sealed must fit its record, seal.json. Sealed "
+        .details = "A checkpoint that was sealed must fit its record, seal.json. Sealed "
                    "ones that lack only their name are read, too.\n"
                    "With --report its coordinator remembers the verdict: no resume takes a damaged "
                    "one until it is found whole.",

@@ -6,6 +6,7 @@
 
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,10 +16,14 @@
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "base/owned_fd.h"
+#include "base/secret_file.h"
+#include "base/signature.h"
 #include "base/test_folder.h"
+#include "base/test_keys.h"
 #include "base/text.h"
 #include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/fake_registrar.h"
+#include "worker/checkpoint/planned_files.h"
 #include "worker/checkpoint/seal.h"
 #include "worker/checkpoint/sealing.h"
 #include "worker/checkpoint/staging_folder.h"
@@ -119,7 +124,8 @@ class PlannedTest : public PublicationTest {
     std::vector<absl::Status> statuses(2);
     RunRanks(2, [&](Comm& comm) {
       statuses[comm.rank()] = SaveNumberedCheckpoint(
-          comm, folder_, {.iteration = 0}, PublishOptions{.registrar = &registrar_},
+          comm, folder_, {.iteration = 0},
+          PublishOptions{.registrar = registered_ ? &registrar_ : nullptr},
           [&](StateWriter& writer) {
             const std::string part = PartFileName(ModelFileName(0), writer.rank(), 2);
             NamedTensors tensors;
@@ -135,6 +141,13 @@ class PlannedTest : public PublicationTest {
               if (writer.rank() != 0) break;
               plan["tensors"].push_back(
                   {ModelFileName(0), name, "F32", TensorOf(name).sizes().vec()});
+            }
+            for (int rank = 0; rank < 2 && writer.rank() == 0 && !by_files_.empty(); ++rank) {
+              TensorList list;
+              for (const std::string& name : by_files_.at(rank)) {
+                list.Add(name, "F32", TensorOf(name).sizes());
+              }
+              plan["files"][PartFileName(ModelFileName(0), rank, 2)] = list.Summary();
             }
             // As those of a sharded model, which its own plan has.
             if (writer.rank() == 1 && states_of_rank_1 > 0) {
@@ -164,6 +177,8 @@ class PlannedTest : public PublicationTest {
     return at::full({2, 3}, 1.0, options);
   }
 
+  // Of each rank, if rank 0 plans by files.
+  std::vector<TensorNames> by_files_;
   // More than the registry takes as a name.
   const std::string long_ = std::string(1500, 'l');
 };
@@ -216,6 +231,35 @@ TEST_F(PlannedTest, ReportWithoutRoomForAll_LeavesOutNothingThatIsAnnounced) {
   ASSERT_TRUE(saved.ok()) << saved;
   EXPECT_THAT(registrar_.slices, IsSupersetOf({"model:" + many.front(), "model:" + many.back()}));
   EXPECT_LT(registrar_.largest_file_report, size_t{768} << 10);
+}
+
+// However many tensors there are: one slice for each file proves that all of them are there.
+TEST_F(PlannedTest, LargePlan_IsOneOfFiles_AndProvesTheSame) {
+  TensorNames many = {"a"};
+  for (int i = 0; i < 12'000; ++i) many.push_back(absl::StrCat(std::string(100, 'x'), i));
+  const TensorNames others = {"b", "scalar"};
+  TensorNames lacks = many, surplus = others;
+  lacks.pop_back();
+  surplus.push_back("a");
+  by_files_ = {many, others};
+  for (const bool registered : {true, false}) {
+    registered_ = registered;
+    SCOPED_TRACE(registered);
+    const std::string first = PartFileName(ModelFileName(0), 0, 2);
+    const std::string second = PartFileName(ModelFileName(0), 1, 2);
+    const absl::Status missing = SaveParts({}, lacks, others);
+    EXPECT_TRUE(absl::IsInvalidArgument(missing)) << missing;
+    EXPECT_THAT(std::string(missing.message()), AllOf(HasSubstr(first), HasSubstr("12001 tensor")));
+    const absl::Status twice = SaveParts({}, many, surplus);
+    EXPECT_TRUE(absl::IsInvalidArgument(twice)) << twice;
+    EXPECT_THAT(std::string(twice.message()), HasSubstr(second));
+    EXPECT_THAT(Names(), IsEmpty());
+    const absl::Status saved = SaveParts({}, many, others);
+    EXPECT_TRUE(saved.ok()) << saved;
+    EXPECT_THAT(Names(), ElementsAre("checkpoint_0"));
+    ASSERT_TRUE(RemoveTree(folder_.PathOf(0)).ok());
+  }
+  EXPECT_LT(registrar_.largest_file_report, size_t{4} << 10);
 }
 
 // The registry's names are text.
@@ -272,6 +316,73 @@ TEST_F(PublicationTest, SealWithoutAnAnswer_LeavesTheFolderForTheResume) {
   ASSERT_TRUE(Save(1).ok());
   EXPECT_EQ(Names().size(), 2u);
   EXPECT_THAT(registrar_.aborts, IsEmpty());
+}
+
+// Rank 0 makes the records, as a coordinator does.
+class WithoutRegistryTest : public PublicationTest {
+ protected:
+  WithoutRegistryTest() { registered_ = false; }
+  absl::Status Check(int64_t number, const char* key = nullptr) const {
+    const std::string dir = folder_.PathOf(number);
+    std::optional<VerifyingKey> checks;
+    if (key != nullptr) checks = *VerifyingKey::Parse(key, "key");
+    const auto seal = ReadSeal(dir);
+    if (!seal.ok()) return seal.status();
+    return CheckSeal(dir, *ReadManifest(dir), *seal, key == nullptr ? nullptr : &*checks, "key");
+  }
+};
+
+TEST_F(WithoutRegistryTest, Saves_AreSealedInAChain) {
+  std::string previous;
+  for (int number = 0; number < 3; ++number) {
+    ASSERT_TRUE(Save(number).ok());
+    EXPECT_TRUE(Check(number).ok()) << Check(number);
+    const RegisteredCheckpoint seal = *ReadSeal(folder_.PathOf(number));
+    EXPECT_EQ(seal.previous_sha256, previous);
+    EXPECT_EQ(seal.id, static_cast<uint64_t>(number + 1));
+    EXPECT_EQ(seal.step, 10 * number);
+    EXPECT_EQ(seal.ranks, 2);
+    EXPECT_EQ(seal.files, 3);
+    EXPECT_EQ(seal.path, folder_.PathOf(number));
+    EXPECT_EQ(seal.signature, "");
+    previous = seal.sha256;
+  }
+  EXPECT_EQ(Resume(nullptr), "checkpoint_2");
+  // A coordinator continues the folder, and knows none of them.
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_2");
+  registered_ = true;
+  ASSERT_TRUE(Save(3, {.keep = 2}).ok());
+  EXPECT_THAT(Names(), Contains("checkpoint_3"));
+}
+
+TEST_F(WithoutRegistryTest, WithAKey_AreSigned) {
+  const std::string file = JoinPath(root_, "key.pem");
+  ASSERT_TRUE(WriteSecretFile(file, kTestPrivateKey).ok());
+  ASSERT_TRUE(Save(0, {.key_file = file}).ok());
+  EXPECT_TRUE(Check(0, kTestPublicKey).ok()) << Check(0, kTestPublicKey);
+  EXPECT_TRUE(absl::IsDataLoss(Check(0, kOtherTestPublicKey)));
+  // None without the signature that was asked for.
+  ASSERT_TRUE(WriteSecretFile(file, "no key").ok());
+  const absl::Status saved = Save(1, {.key_file = file});
+  EXPECT_THAT(std::string(saved.message()), HasSubstr("MUSTER_CHECKPOINT_KEY"));
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "key.pem"));
+}
+
+// Killed when it was sealed.
+TEST_F(WithoutRegistryTest, WithoutItsName_GetsItFromTheNextSaveOrLoad) {
+  for (const bool loads : {true, false}) {
+    const int64_t number = *folder_.NextNumber();
+    ASSERT_TRUE(Save(number).ok());
+    const std::string left = folder_.PathOf(number) + ".tmp-0000000000000001";
+    ASSERT_EQ(rename(folder_.PathOf(number).c_str(), left.c_str()), 0);
+    if (loads) {
+      EXPECT_EQ(Resume(nullptr), BaseName(folder_.PathOf(number)));
+    } else {
+      ASSERT_TRUE(Save(number + 1).ok());
+    }
+    EXPECT_FALSE(PathExists(left));
+    EXPECT_TRUE(Check(number).ok());
+  }
 }
 
 TEST_F(PublicationTest, CoordinatorWithoutTheService_TheFolderAloneCounts) {

@@ -22,6 +22,14 @@ namespace muster {
 // Into the room of BeginSealing(), where there is one. Not durable until the folder is synced.
 absl::Status WriteSeal(const std::string& dir, const RegisteredCheckpoint& record);
 
+// The same in two parts: the text of seal.json, and writing it.
+std::string EncodeSeal(const RegisteredCheckpoint& record);
+absl::Status WriteSealText(const std::string& dir, absl::string_view text);
+
+// Fills in what a record says of its files, `files` and the manifest in `dir`, and then its hash.
+absl::Status SealFiles(const std::string& dir, const std::vector<ManifestFile>& files,
+                       RegisteredCheckpoint* record);
+
 // For BeginSealing(): what the record of such a checkpoint takes at most.
 size_t RoomForSeal(const std::string& job, const std::string& path);
 

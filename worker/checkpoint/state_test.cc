@@ -23,6 +23,7 @@
 #include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/fake_device.h"
 #include "worker/checkpoint/publication.h"
+#include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/staging_folder.h"
 #include "worker/collective/borrowed_comm.h"
 #include "worker/collective/thread_comm.h"
@@ -82,7 +83,8 @@ TEST_F(StateTest, ThreeRanks_SaveTogetherAndReadBack) {
   EXPECT_THAT(
       *ListDirectory(dir),
       ElementsAre("manifest.json", "model.safetensors", "random_states_0.safetensors",
-                  "random_states_1.safetensors", "random_states_2.safetensors", "scheduler.json"));
+                  "random_states_1.safetensors", "random_states_2.safetensors", "scheduler.json",
+                  kSealName));
 }
 
 TEST_F(StateTest, FilesOfManyBlocks_HaveTheirDigestsAndAlignedData) {
