@@ -435,8 +435,8 @@ std::string ToText(const UnfinishedSave& save) {
       break;
     case FolderWriter::kGone:
       absl::StrAppend(&text, "abandoned: its process has ended; ",
-                      save.sealed ? "it is sealed: the next load or save, or muster checkpoints "
-                                    "prune, may give it its name"
+                      save.sealed  ? "it is sealed: the next load or save, or muster checkpoints "
+                                     "prune, may give it its name"
                       : save.asked ? "only the coordinator of its job knows whether it is sealed: "
                                      "the next load or save of that job asks"
                                    : "the next save removes it");
@@ -584,8 +584,8 @@ absl::Status TrustIn(const Checkpoint& checkpoint, const std::optional<Verifying
                      const std::string& key_file) {
   if (absl::IsNotFound(checkpoint.seal.status())) {
     if (!key.has_value()) return absl::OkStatus();
-    return absl::DataLossError(absl::StrCat(checkpoint.path, " is not signed: it has no ",
-                                            kSealName));
+    return absl::DataLossError(
+        absl::StrCat(checkpoint.path, " is not signed: it has no ", kSealName));
   }
   MUSTER_RETURN_IF_ERROR(checkpoint.seal.status());
   return CheckSeal(checkpoint.path, *checkpoint.manifest, *checkpoint.seal,

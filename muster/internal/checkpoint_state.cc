@@ -43,13 +43,13 @@
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/memory_tier.h"
 #include "worker/checkpoint/node_group.h"
+#include "worker/checkpoint/planned_files.h"
 #include "worker/checkpoint/publication.h"
 #include "worker/checkpoint/read_error.h"
 #include "worker/checkpoint/read_to_device.h"
 #include "worker/checkpoint/run_folder.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/safetensors_format.h"
-#include "worker/checkpoint/planned_files.h"
 #include "worker/checkpoint/shard_plan.h"
 #include "worker/checkpoint/shared_files.h"
 #include "worker/checkpoint/staging_folder.h"
@@ -71,9 +71,9 @@ using Json = nlohmann::json;
 
 constexpr int64_t kMaxKept = 1 << 30;
 
-// What the list of the tensors of a plan may have, of one rank and of all ranks but rank 0: a report
-// to the coordinator has room for it, and the coordinator for those of all. The plan of a larger
-// model is one of files.
+// What the list of the tensors of a plan may have, of one rank and of all ranks but rank 0: a
+// report to the coordinator has room for it, and the coordinator for those of all. The plan of a
+// larger model is one of files.
 constexpr size_t kMaxListedBytes = 512 << 10;
 constexpr size_t kMaxListedOfOthers = 4 << 20;
 
@@ -724,12 +724,11 @@ absl::Status CheckpointState::WriteModels(StateWriter& writer,
     }
     // All processes have agreed on it: what another one writes, too.
     if (process_.rank() == 0) {
-      AddWholeModel(*registry_.models()[i], files,
-                    [&](size_t file, const std::string& tensor, at::ScalarType type,
-                        at::IntArrayRef shape) {
-                      plan_->Holds(name, PartFileName(name, file, files.size()), tensor, type,
-                                   shape);
-                    });
+      AddWholeModel(
+          *registry_.models()[i], files,
+          [&](size_t file, const std::string& tensor, at::ScalarType type, at::IntArrayRef shape) {
+            plan_->Holds(name, PartFileName(name, file, files.size()), tensor, type, shape);
+          });
     }
     std::map<std::string, at::Tensor> mine(weights[i].begin(), weights[i].end());
     for (size_t k = 0; k < files.size(); ++k) {
@@ -971,13 +970,13 @@ absl::Status CheckpointState::Write(StateWriter& writer) {
   for (const auto& [name, tensor] : SaveRngState()) random.SetTensor(name, tensor);
   // The last file of every rank. What is proven to be there is known from here.
   {
-    // Without a coordinator, and with a disk in every node, rank 0 proves it from what ranks tell it
-    // of their files.
+    // Without a coordinator, and with a disk in every node, rank 0 proves it from what ranks tell
+    // it of their files.
     const size_t most =
         registrar_ == nullptr || OwnNode().has_value() ? 0
-        : rank == 0 ? kMaxListedBytes
-                    : std::min(kMaxListedBytes,
-                               kMaxListedOfOthers / static_cast<size_t>(process_.size()));
+        : rank == 0
+            ? kMaxListedBytes
+            : std::min(kMaxListedBytes, kMaxListedOfOthers / static_cast<size_t>(process_.size()));
     Json plan = {{"tensors", Json::array()}, {"parts", std::move(plan_->parts)}};
     if (plan_->listed_bytes <= most) {
       plan["tensors"] = std::move(plan_->tensors);

@@ -49,23 +49,23 @@ absl::Status CheckPlannedFiles(const std::vector<FileReport>& ranks) {
     for (const auto& [file, summary] : ranks[rank].planned) {
       const auto [at, added] = planned.try_emplace(file, rank, summary);
       if (added || at->second.second == summary) continue;
-      return absl::InvalidArgumentError(absl::StrCat(
-          "the ranks plan ", file, " differently: rank ", at->second.first, " with ",
-          at->second.second, ", rank ", rank, " with ", summary,
-          ": prepare the same models and optimizers in the same order on every rank"));
+      return absl::InvalidArgumentError(
+          absl::StrCat("the ranks plan ", file, " differently: rank ", at->second.first, " with ",
+                       at->second.second, ", rank ", rank, " with ", summary,
+                       ": prepare the same models and optimizers in the same order on every rank"));
     }
     for (const auto& [file, summary] : ranks[rank].held) {
       const auto [at, added] = held.try_emplace(file, rank, summary);
       if (added) continue;
-      return absl::InvalidArgumentError(absl::StrCat("ranks ", at->second.first, " and ", rank,
-                                                     " have both written ", file));
+      return absl::InvalidArgumentError(
+          absl::StrCat("ranks ", at->second.first, " and ", rank, " have both written ", file));
     }
   }
   for (const auto& [file, plan] : planned) {
     const auto found = held.find(file);
     if (found == held.end()) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "no rank has written ", file, ", which rank ", plan.first, " plans with ", plan.second));
+      return absl::InvalidArgumentError(absl::StrCat("no rank has written ", file, ", which rank ",
+                                                     plan.first, " plans with ", plan.second));
     }
     if (found->second.second != plan.second) {
       return absl::InvalidArgumentError(

@@ -487,9 +487,9 @@ absl::StatusOr<uint64_t> Begin(const Publication& publication, int ranks,
 // Of rank 0 without a registry: the record that it makes itself, before the folder has its name.
 absl::Status SealByFolder(Staging& staging, const Publication& publication, int ranks,
                           const std::vector<ManifestFile>& files) {
-  MUSTER_ASSIGN_OR_RETURN(const RegisteredCheckpoint record,
-                          MakeRecord(publication, staging.path(), ranks, files,
-                                     PreviousRecord(publication.path)));
+  MUSTER_ASSIGN_OR_RETURN(
+      const RegisteredCheckpoint record,
+      MakeRecord(publication, staging.path(), ranks, files, PreviousRecord(publication.path)));
   MUSTER_RETURN_IF_ERROR(WriteSeal(staging.path(), record));
   return SyncDirectory(staging.path());
 }
@@ -633,8 +633,8 @@ absl::Status PublishRegistered(Comm& comm, Staging* staging, const Publication& 
   MUSTER_RETURN_IF_ERROR(StatusOfMain(comm, begun));
   const std::string told = comm.BroadcastBytes(absl::StrCat(id, by_files ? kByFiles : ""), 0);
   by_files = absl::EndsWith(told, kByFiles);
-  TORCH_CHECK(absl::SimpleAtoi(absl::StripSuffix(told, kByFiles), &id),
-              "save_state: rank 0 sent ", told);
+  TORCH_CHECK(absl::SimpleAtoi(absl::StripSuffix(told, kByFiles), &id), "save_state: rank 0 sent ",
+              told);
   if (id == 0) {
     absl::Status finished;
     if (staging != nullptr) {
@@ -852,8 +852,7 @@ absl::StatusOr<RegisteredCheckpoint> MakeRecord(
   MUSTER_ASSIGN_OR_RETURN(
       const SigningKey key,
       SigningKey::Parse(pem, absl::StrCat("MUSTER_CHECKPOINT_KEY: '", file, "'")));
-  record.signature =
-      absl::BytesToHexString(key.Sign(absl::HexStringToBytes(record.sha256)));
+  record.signature = absl::BytesToHexString(key.Sign(absl::HexStringToBytes(record.sha256)));
   return record;
 }
 

@@ -37,8 +37,8 @@ struct PublishOptions {
   int64_t keep_every = 0;
   // false: no resume takes it until it is promoted. Needs a registrar.
   bool promote = true;
-  // A file with a private Ed25519 key (PEM), which signs the records that rank 0 makes where there is
-  // no registrar. Empty: they are not signed.
+  // A file with a private Ed25519 key (PEM), which signs the records that rank 0 makes where there
+  // is no registrar. Empty: they are not signed.
   std::string key_file = "";
   // Where the save says how far it is. Borrowed. Null: nowhere.
   SaveProgress* progress = nullptr;

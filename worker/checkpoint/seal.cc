@@ -196,8 +196,9 @@ absl::Status CheckSeal(const std::string& dir, const Manifest& manifest,
   if (key == nullptr) return absl::OkStatus();
   if (seal.signature.empty()) {
     return absl::DataLossError(absl::StrCat(
-        dir, " is not signed: the coordinator that sealed it had no key (--checkpoint_key), or, "
-             "without one, rank 0 (MUSTER_CHECKPOINT_KEY)"));
+        dir,
+        " is not signed: the coordinator that sealed it had no key (--checkpoint_key), or, "
+        "without one, rank 0 (MUSTER_CHECKPOINT_KEY)"));
   }
   if (!key->Verifies(digest, absl::HexStringToBytes(seal.signature))) {
     return absl::DataLossError(absl::StrCat(dir, " is not signed by the key of ", key_name,

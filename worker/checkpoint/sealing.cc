@@ -86,8 +86,8 @@ absl::Status FinishSealing(const std::string& dir, absl::string_view record) {
     std::string text(record);
     text.append(static_cast<size_t>(info.st_size) - text.size(), ' ');
     for (size_t done = 0; done < text.size();) {
-      const ssize_t wrote = pwrite(file.get(), text.data() + done, text.size() - done,
-                                   static_cast<off_t>(done));
+      const ssize_t wrote =
+          pwrite(file.get(), text.data() + done, text.size() - done, static_cast<off_t>(done));
       if (wrote < 0 && errno == EINTR) continue;
       if (wrote <= 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot write ", path));
       done += static_cast<size_t>(wrote);

@@ -141,8 +141,8 @@ void StagedSave::SealOnNodes(Comm& comm, const Publication& publication,
   }
   text = comm.BroadcastBytes(text, 0);
   if (text.empty()) return;
-  const absl::Status written = OnlyLeader(
-      groups_, mu_, [&] { return WriteSealText(publication.path, text); });
+  const absl::Status written =
+      OnlyLeader(groups_, mu_, [&] { return WriteSealText(publication.path, text); });
   if (!written.ok()) {
     MUSTER_LOG(Warning) << publication.path << " is saved on this node without a " << kSealName
                         << ": " << written.message();
