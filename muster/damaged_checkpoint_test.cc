@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <functional>
 #include <string>
 #include <utility>
@@ -187,6 +188,8 @@ class DamagedFileTest : public testing::Test {
       }
     });
     names_ = *ListDirectory(newest_);
+    // The files and the manifest are whole whatever it says: see worker/checkpoint/seal_test.cc.
+    names_.erase(std::remove(names_.begin(), names_.end(), kSealName), names_.end());
     for (const char* name :
          {"custom_checkpoint_0.safetensors", "manifest.json", "model-00001-of-00002.safetensors",
           "model.safetensors.index.json", "optimizer.safetensors",

@@ -421,6 +421,7 @@ ordered_json ToJson(const UnfinishedSave& save) {
           {"checkpoint", save.checkpoint},
           {"state", StateOf(save)},
           {"sealed", save.sealed},
+          {"asked", save.asked},
           {"bytes", save.bytes},
           {"changed", absl::FormatTime(absl::RFC3339_sec, save.changed, absl::UTCTimeZone())},
           {"age_s", absl::ToDoubleSeconds(AgeOf(save))}};
@@ -434,9 +435,11 @@ std::string ToText(const UnfinishedSave& save) {
       break;
     case FolderWriter::kGone:
       absl::StrAppend(&text, "abandoned: its process has ended; ",
-                      save.sealed ? "it is sealed: the next load or save, or muster checkpoints "
-                                    "prune, may give it its name"
-                                  : "the next save removes it");
+                      save.sealed  ? "it is sealed: the next load or save, or muster checkpoints "
+                                     "prune, may give it its name"
+                      : save.asked ? "only the coordinator of its job knows whether it is sealed: "
+                                     "the next load or save of that job asks"
+                                   : "the next save removes it");
       break;
     case FolderWriter::kUnknown:
       absl::StrAppend(&text, "being saved or abandoned: this machine cannot tell");
@@ -486,7 +489,8 @@ absl::StatusOr<std::map<std::string, WeightFiles>> OpenAll(const std::string& pa
 absl::Status AskCoordinators(const Call& call, std::vector<Checkpoint>* checkpoints) {
   std::map<std::string, std::vector<RegisteredState>> of_job;
   for (Checkpoint& checkpoint : *checkpoints) {
-    if (!checkpoint.seal.ok()) continue;
+    // Without a job: no coordinator has sealed it.
+    if (!checkpoint.seal.ok() || checkpoint.seal->job.empty()) continue;
     const std::string& job = checkpoint.seal->job;
     auto known = of_job.find(job);
     if (known == of_job.end()) {
@@ -581,9 +585,8 @@ absl::Status TrustIn(const Checkpoint& checkpoint, const std::optional<Verifying
                      const std::string& key_file) {
   if (absl::IsNotFound(checkpoint.seal.status())) {
     if (!key.has_value()) return absl::OkStatus();
-    return absl::DataLossError(absl::StrCat(checkpoint.path, " is not signed: it has no ",
-                                            kSealName,
-                                            ", since it was saved without a coordinator"));
+    return absl::DataLossError(
+        absl::StrCat(checkpoint.path, " is not signed: it has no ", kSealName));
   }
   MUSTER_RETURN_IF_ERROR(checkpoint.seal.status());
   return CheckSeal(checkpoint.path, *checkpoint.manifest, *checkpoint.seal,
@@ -596,6 +599,10 @@ absl::Status ReportVerdict(const Call& call, const Checkpoint& checkpoint, Verif
     return absl::NotFoundError(
         absl::StrCat(checkpoint.path, ": ", checkpoint.seal.status().message(),
                      "; only a coordinator that sealed a checkpoint keeps what is found of it"));
+  }
+  if (checkpoint.seal->job.empty() && !call.line.Has("job")) {
+    return absl::NotFoundError(absl::StrCat(
+        checkpoint.path, " was sealed without a coordinator, so none keeps what is found of it"));
   }
   const absl::Status& read = checkpoint.manifest.status();
   // What cannot be read may be whole.
@@ -1160,7 +1167,7 @@ std::vector<Subcommand> Subcommands() {
       {{.name = "muster checkpoints verify",
         .summary = "Reads a checkpoint, or all of a folder, and compares every file's digest.",
         .usage = "PATH [OPTIONS]",
-        .details = "A checkpoint that a coordinator sealed must fit its record, seal.json. Sealed "
+        .details = "A checkpoint that was sealed must fit its record, seal.json. Sealed "
                    "ones that lack only their name are read, too.\n"
                    "With --report its coordinator remembers the verdict: no resume takes a damaged "
                    "one until it is found whole.",

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <exception>
 #include <map>
 #include <memory>
@@ -42,6 +43,7 @@
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/memory_tier.h"
 #include "worker/checkpoint/node_group.h"
+#include "worker/checkpoint/planned_files.h"
 #include "worker/checkpoint/publication.h"
 #include "worker/checkpoint/read_error.h"
 #include "worker/checkpoint/read_to_device.h"
@@ -69,9 +71,11 @@ using Json = nlohmann::json;
 
 constexpr int64_t kMaxKept = 1 << 30;
 
-// The coordinator takes no more than about this of one rank: of a model of ten thousands of tensors
-// it proves only that no two files have the same one.
-constexpr size_t kMaxPlanBytes = 1 << 20;
+// What the list of the tensors of a plan may have, of one rank and of all ranks but rank 0: a
+// report to the coordinator has room for it, and the coordinator for those of all. The plan of a
+// larger model is one of files.
+constexpr size_t kMaxListedBytes = 512 << 10;
+constexpr size_t kMaxListedOfOthers = 4 << 20;
 
 // A row of numbers "name" becomes the scalars "name.0", "name.1", ...; without numbers it is
 // "name.empty" alone, by which TakeRows() knows its name.
@@ -365,17 +369,30 @@ struct CheckpointState::Plan {
   // kPlanKey. Of the save that is made.
   Json tensors = Json::array();
   Json parts = Json::object();
+  size_t listed_bytes = 0;                       // of `tensors`, at least as many as in a report
+  std::map<std::string, TensorList> files = {};  // the same tensors, by file
 
-  // `group`: the file that holds it, or of which a part does.
-  void Holds(const std::string& group, const std::string& name, at::ScalarType type,
-             at::IntArrayRef shape) {
+  void BeginSave() {
+    tensors = Json::array();
+    parts = Json::object();
+    files.clear();
+    listed_bytes = 0;
+  }
+  // `group`: the file that holds it, or of which a part does, `file`.
+  void Holds(const std::string& group, const std::string& file, const std::string& name,
+             at::ScalarType type, at::IntArrayRef shape) {
     // Another type is refused when it is written.
     const absl::StatusOr<SafetensorsType> known = ToSafetensorsType(type);
     if (!known.ok()) return;
+    files[file].Add(name, SafetensorsTypeName(*known), shape);
+    listed_bytes += group.size() + name.size() + 16 * shape.size() + 40;
+    // It is not needed then.
+    if (listed_bytes > kMaxListedBytes) return;
     tensors.push_back({group, name, std::string(SafetensorsTypeName(*known)), shape.vec()});
   }
-  void Holds(const std::string& group, const std::string& name, const at::Tensor& tensor) {
-    Holds(group, name, tensor.scalar_type(), tensor.sizes());
+  void Holds(const std::string& group, const std::string& file, const std::string& name,
+             const at::Tensor& tensor) {
+    Holds(group, file, name, tensor.scalar_type(), tensor.sizes());
   }
 };
 
@@ -412,6 +429,16 @@ std::optional<int> CheckpointState::OwnNode() const {
   return environment.node_rank.value;
 }
 
+namespace {
+
+// As the coordinator's option --checkpoint_key, for jobs that have none.
+std::string KeyFile() {
+  const char* const file = std::getenv("MUSTER_CHECKPOINT_KEY");
+  return file == nullptr ? "" : file;
+}
+
+}  // namespace
+
 PublishOptions CheckpointState::Publishing() const {
   const CheckpointOptions& options = process_.options().checkpoint;
   int64_t keep = options.keep.value_or(0);  // 0: all
@@ -424,6 +451,7 @@ PublishOptions CheckpointState::Publishing() const {
           .keep = static_cast<int>(std::clamp<int64_t>(keep, -1, kMaxKept)),
           .keep_every = options.keep_every,
           .promote = options.promote,
+          .key_file = KeyFile(),
           .progress = process_.joined().saves.get(),
           .disposal = &Disposal::OfProcess()};
 }
@@ -652,8 +680,8 @@ namespace {
 
 // The tensors of a divided model, those in the files of other processes included.
 void AddWholeModel(ModelSlot& model, const std::vector<DividedFile>& files,
-                   const std::function<void(const std::string& name, at::ScalarType type,
-                                            at::IntArrayRef shape)>& add) {
+                   const std::function<void(size_t file, const std::string& name,
+                                            at::ScalarType type, at::IntArrayRef shape)>& add) {
   std::map<std::string, std::pair<at::ScalarType, std::vector<int64_t>>> known;
   for (const auto& [name, parameter] : model.source().parameters()) {
     // A shard has the type of what is saved.
@@ -664,10 +692,10 @@ void AddWholeModel(ModelSlot& model, const std::vector<DividedFile>& files,
   for (const auto& [name, buffer] : model.source().buffers()) {
     known.try_emplace(name, buffer.scalar_type(), buffer.sizes().vec());
   }
-  for (const DividedFile& file : files) {
-    for (const std::string& name : file.tensors) {
+  for (size_t k = 0; k < files.size(); ++k) {
+    for (const std::string& name : files[k].tensors) {
       const auto& [type, shape] = known.at(name);
-      add(name, type, shape);
+      add(k, name, type, shape);
     }
   }
 }
@@ -689,17 +717,18 @@ absl::Status CheckpointState::WriteModels(StateWriter& writer,
     if (files.empty()) {
       if (process_.rank() != 0) continue;
       for (const auto& [tensor, value] : WithoutSharedTensors(weights[i])) {
-        plan_->Holds(name, tensor, value);
+        plan_->Holds(name, name, tensor, value);
       }
       MUSTER_RETURN_IF_ERROR(writer.WriteModel(name, weights[i]));
       continue;
     }
     // All processes have agreed on it: what another one writes, too.
     if (process_.rank() == 0) {
-      AddWholeModel(*registry_.models()[i], files,
-                    [&](const std::string& tensor, at::ScalarType type, at::IntArrayRef shape) {
-                      plan_->Holds(name, tensor, type, shape);
-                    });
+      AddWholeModel(
+          *registry_.models()[i], files,
+          [&](size_t file, const std::string& tensor, at::ScalarType type, at::IntArrayRef shape) {
+            plan_->Holds(name, PartFileName(name, file, files.size()), tensor, type, shape);
+          });
     }
     std::map<std::string, at::Tensor> mine(weights[i].begin(), weights[i].end());
     for (size_t k = 0; k < files.size(); ++k) {
@@ -730,28 +759,28 @@ absl::Status CheckpointState::WriteOptimizer(StateWriter& writer, size_t index,
     if (live) writer.CopyLater(tensor);
   };
   // Of an unsharded model every process has the whole state, that of process 0 counts.
-  if (process_.rank() == 0) {
-    for (const auto& [key, tensor] : state.tensors) plan_->Holds(name, key, tensor);
-  }
   for (size_t k = 0; k < parts.size(); ++k) {
+    const std::string part = PartFileName(name, k, parts.size());
     StateDict file;
     for (const std::string& parameter : parts[k].known_as) {
       // What another rank writes is not to be among the rest.
       const std::map<std::string, at::Tensor> taken = TakeStateOf(parameter, &state);
-      if (parts[k].rank != process_.rank()) continue;
+      const bool mine = parts[k].rank == process_.rank();
       for (const auto& [key, tensor] : taken) {
-        if (process_.rank() != 0) plan_->Holds(name, key, tensor);
-        put(key, tensor, file);
+        if (mine || (process_.rank() == 0 && live)) plan_->Holds(name, part, key, tensor);
+        if (mine) put(key, tensor, file);
       }
     }
     if (parts[k].rank != process_.rank()) continue;
-    const std::string part = PartFileName(name, k, parts.size());
     plan_->parts[part] = name;
     MUSTER_RETURN_IF_ERROR(writer.Write(part, file));
   }
   if (process_.rank() != 0) return absl::OkStatus();
   StateDict file;
-  for (const auto& [key, tensor] : state.tensors) put(key, tensor, file);
+  for (const auto& [key, tensor] : state.tensors) {
+    plan_->Holds(name, name, key, tensor);
+    put(key, tensor, file);
+  }
   PutRows(state.groups, &file);
   file.SetInt("steps", slot->steps());
   return writer.Write(name, file);
@@ -799,16 +828,16 @@ absl::Status CheckpointState::WriteRegistered(StateWriter& writer, const Divisio
     const std::vector<DividedFile>& files = division.models[model].files;
     for (size_t k = 0; k < files.size(); ++k) {
       StateDict part;
+      const std::string part_name = PartFileName(name, k, files.size());
       for (const std::string& tensor : files[k].tensors) {
         const std::string key = registered_[index].divided->KeyOf(tensor);
         apart.insert(key);
         const absl::StatusOr<at::Tensor> mine = collected.GetTensor(key);
         if (!mine.ok()) continue;
         part.SetTensor(key, *mine);
-        if (files[k].rank == process_.rank()) plan_->Holds(name, key, *mine);
+        if (files[k].rank == process_.rank()) plan_->Holds(name, part_name, key, *mine);
       }
       if (files[k].rank != process_.rank()) continue;
-      const std::string part_name = PartFileName(name, k, files.size());
       plan_->parts[part_name] = name;
       MUSTER_RETURN_IF_ERROR(writer.Write(part_name, part));
     }
@@ -875,8 +904,7 @@ absl::Status CheckpointState::Write(StateWriter& writer) {
     ++saves_planned_;
     agreed_.same_plan = true;  // if this save is written to a second place
   }
-  plan_->tensors = Json::array();
-  plan_->parts = Json::object();
+  plan_->BeginSave();
   const Division& division = plan_->division;
   // What this process alone fails at until all exchanges are over.
   std::exception_ptr failure;
@@ -940,15 +968,23 @@ absl::Status CheckpointState::Write(StateWriter& writer) {
   }
   StateDict random;
   for (const auto& [name, tensor] : SaveRngState()) random.SetTensor(name, tensor);
-  // The last file of every rank. What a coordinator proves is there, it knows from here.
-  if (registrar_ != nullptr) {
-    Json plan = {{"tensors", std::move(plan_->tensors)}, {"parts", std::move(plan_->parts)}};
-    std::string text = plan.dump();
-    if (text.size() > kMaxPlanBytes) {
-      plan["tensors"] = Json::array();
-      text = plan.dump();
+  // The last file of every rank. What is proven to be there is known from here.
+  {
+    // Without a coordinator, and with a disk in every node, rank 0 proves it from what ranks tell
+    // it of their files.
+    const size_t most =
+        registrar_ == nullptr || OwnNode().has_value() ? 0
+        : rank == 0
+            ? kMaxListedBytes
+            : std::min(kMaxListedBytes, kMaxListedOfOthers / static_cast<size_t>(process_.size()));
+    Json plan = {{"tensors", Json::array()}, {"parts", std::move(plan_->parts)}};
+    if (plan_->listed_bytes <= most) {
+      plan["tensors"] = std::move(plan_->tensors);
+    } else {
+      Json& files = plan["files"] = Json::object();
+      for (const auto& [file, list] : plan_->files) files[file] = list.Summary();
     }
-    random.SetMetadata(kPlanKey, text);
+    random.SetMetadata(kPlanKey, plan.dump());
   }
   return writer.Write(RandomStatesFileName(process_.rank()), random);
 }

@@ -27,6 +27,7 @@ namespace muster {
 // A registry in memory. For tests; thread-safe where ranks call it.
 class FakeRegistrar : public CheckpointRegistrar {
  public:
+  std::string job() const override { return "j"; }
   absl::StatusOr<uint64_t> Begin(const CheckpointRegistration& registration) override {
     const MutexLock lock(&mu_);
     if (!away.ok()) return away;
@@ -65,6 +66,7 @@ class FakeRegistrar : public CheckpointRegistrar {
   absl::StatusOr<std::optional<RegisteredCheckpoint>> Seal(uint64_t id) override {
     const MutexLock lock(&mu_);
     ++seals;
+    if (on_seal) on_seal(records.at(id));
     if (forgets > 0) {
       --forgets;
       reported_[id].clear();
@@ -153,6 +155,7 @@ class FakeRegistrar : public CheckpointRegistrar {
   SaveTimes published_times;
   std::vector<std::pair<uint64_t, std::string>> verdicts;
   std::function<void()> on_verified;
+  std::function<void(const RegisteredCheckpoint&)> on_seal;  // before it is
   std::set<uint64_t> superfluous;  // by the next publication, whatever they are
 
  private:

@@ -32,6 +32,7 @@
 #include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/node_part.h"
 #include "worker/checkpoint/read_error.h"
+#include "worker/checkpoint/sealing.h"
 #include "worker/checkpoint/staging_folder.h"
 
 namespace muster {
@@ -138,7 +139,7 @@ absl::Status PutBackReplaced(const std::string& dir) {
 void KeepForeignFiles(const std::string& old_dir, const std::string& new_dir) {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(old_dir);
   if (!names.ok()) return;
-  absl::flat_hash_set<std::string> own = {kManifestName, kSealName};
+  absl::flat_hash_set<std::string> own = {kManifestName, kSealName, kSealingName};
   if (const absl::StatusOr<Manifest> manifest = ReadManifest(old_dir); manifest.ok()) {
     for (const ManifestFile& file : manifest->files) own.insert(file.name);
   }
@@ -152,10 +153,18 @@ void KeepForeignFiles(const std::string& old_dir, const std::string& new_dir) {
 }
 
 // Whether the folder `path`, which has no writer, is the last copy of a checkpoint that was sealed
-// and is to be called `named`: not one that the checkpoint there has replaced.
-absl::StatusOr<bool> AwaitsItsName(const std::string& path, const std::string& named) {
+// (`or_asked`: or of which only the registry knows that) and is to be called `named`: not one that
+// the checkpoint there has replaced.
+absl::StatusOr<bool> AwaitsItsName(const std::string& path, const std::string& named,
+                                   bool or_asked = false) {
   MUSTER_ASSIGN_OR_RETURN(const bool sealed, Exists(JoinPath(path, kSealName)));
-  if (!sealed) return false;
+  if (!sealed) {
+    MUSTER_ASSIGN_OR_RETURN(const Sealing sealing, ReadSealing(path));
+    if (sealing.state == Sealing::State::kNone ||
+        (sealing.state == Sealing::State::kAsked && !or_asked)) {
+      return false;
+    }
+  }
   MUSTER_ASSIGN_OR_RETURN(const bool taken, Exists(JoinPath(named, kManifestName)));
   if (!taken) return true;
   return IsNewerCheckpoint(path, named);
@@ -184,6 +193,7 @@ void GiveItsName(const std::string& path, const std::string& named) {
     MUSTER_ASSIGN_OR_RETURN(const bool awaits, AwaitsItsName(path, named));
     if (taken || !awaits) return absl::OkStatus();
     MUSTER_RETURN_IF_ERROR(VerifyCheckpoint(path, VerifyLevel::kSizes).status());
+    MUSTER_RETURN_IF_ERROR(NameSealing(path));
     RemoveUnnamedFiles(path);
     // Over nothing, or over an empty folder.
     MUSTER_RETURN_IF_ERROR(RenamePath(path, named));
@@ -226,11 +236,12 @@ void RemoveAbandoned(const std::string& dir) {
     }
     const int lock = LockFolder(path, kReadersAreWaitedFor);
     if (lock < 0) continue;
-    const absl::StatusOr<bool> awaits = replaced ? false : AwaitsItsName(path, named);
+    const absl::StatusOr<bool> awaits =
+        replaced ? false : AwaitsItsName(path, named, /*or_asked=*/true);
     if (!awaits.ok() || *awaits) {
       MUSTER_LOG(Info) << path << " stays: "
-                       << (awaits.ok() ? "it was sealed when its writer ended, and a load without "
-                                         "a directory gives it its name"
+                       << (awaits.ok() ? "its writer ended when it asked the coordinator to seal "
+                                         "it, which alone knows whether it is sealed"
                                        : awaits.status().message());
       close(lock);
       continue;
@@ -533,6 +544,10 @@ absl::StatusOr<std::optional<Staging>> Staging::TakeOver(const std::string& want
   int64_t number = 0;
   staging.replaces_ = !ParseNumber(BaseName(dir), &number);
   MUSTER_RETURN_IF_ERROR(VerifyCheckpoint(path, VerifyLevel::kSizes).status());
+  if (const absl::Status sealed = NameSealing(path);
+      !sealed.ok() && !absl::IsPermissionDenied(sealed)) {
+    return sealed;
+  }
   RemoveUnnamedFiles(path);
   return staging;
 }
@@ -731,7 +746,8 @@ absl::StatusOr<int64_t> CheckpointFolder::NextNumber() const {
     const std::string path = JoinPath(root_, name);
     int64_t number = 0;
     if (ParseStagingNumber(name, &number) && !IsDoomed(path) &&
-        (PathExists(JoinPath(path, kSealName)) || PathExists(PathOf(number)))) {
+        (PathExists(JoinPath(path, kSealName)) || PathExists(JoinPath(path, kSealingName)) ||
+         PathExists(PathOf(number)))) {
       next = std::max(next, number + 1);
     }
   }
@@ -835,6 +851,37 @@ absl::Status CheckpointFolder::RotateAmong(const std::vector<int64_t>& numbers, 
     MUSTER_RETURN_IF_ERROR(RemoveCheckpoint(dir, disposal));
   }
   return SyncDirectory(root_);
+}
+
+std::vector<std::string> CheckpointFolder::AskedToSeal() const {
+  std::vector<std::string> asked;
+  for (const std::string& name : ListDirectory(root_).value_or(std::vector<std::string>())) {
+    int64_t number = 0;
+    const std::string path = JoinPath(root_, name);
+    if (!ParseStagingNumber(name, &number) || IsDoomed(name) ||
+        !PathExists(JoinPath(path, kSealingName)) || PathExists(JoinPath(path, kSealName))) {
+      continue;
+    }
+    asked.push_back(path);
+  }
+  return asked;
+}
+
+absl::Status CheckpointFolder::RemoveAsked(const std::vector<int64_t>& numbers, int keep) const {
+  if (keep < 1 || static_cast<int>(numbers.size()) < keep) return absl::OkStatus();
+  const int64_t oldest_kept = numbers[numbers.size() - keep];
+  for (const std::string& path : AskedToSeal()) {
+    int64_t number = 0;
+    if (!ParseStagingNumber(BaseName(path), &number) || number >= oldest_kept ||
+        MayHaveDistantWriter(path)) {
+      continue;
+    }
+    const OwnedFd lock(LockFolder(path, kReadersAreWaitedFor));
+    if (!lock.open()) continue;
+    MUSTER_RETURN_IF_ERROR(RemoveTree(path));
+    MUSTER_LOG(Info) << "removed " << path << ", which has " << keep << " newer checkpoints";
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::vector<std::string>> CheckpointFolder::PublishSealed() const {

@@ -95,7 +95,8 @@ absl::StatusOr<std::string> ReadRecordFile(const std::string& path,
                                            int64_t max_bytes = int64_t{1} << 30);
 
 // Creates the staging folder of `wanted` and locks it. Removes what dead writers of this folder
-// left, except sealed checkpoints that lack only their name: a numbered one is renamed if its name
+// left, except sealed checkpoints that lack only their name, and those of which only the registry
+// knows whether they are sealed (sealing.h): a sealed numbered one is renamed if its name
 // is free and is not `wanted`. On a file system that other machines may write to, whose locks are
 // not visible here, removes what has not changed for kQuietTime. A symbolic link to a folder stands
 // for that folder. Errors: FAILED_PRECONDITION if `wanted` exists and is neither empty nor a
@@ -220,6 +221,15 @@ class CheckpointFolder {
   absl::Status RotateAmong(const std::vector<int64_t>& numbers, int keep, int64_t keep_every,
                            const std::vector<std::string>& spared,
                            Disposal* disposal = nullptr) const;
+
+  // The staging folders of numbered checkpoints of which only the registry knows whether they are
+  // sealed (sealing.h), those with a live writer included. None of what cannot be examined now.
+  std::vector<std::string> AskedToSeal() const;
+
+  // Of a folder whose registry may be gone for ever: removes those of AskedToSeal() without a
+  // writer that would not be kept if they were checkpoints, older than the newest `keep` of
+  // `numbers`, which are ascending.
+  absl::Status RemoveAsked(const std::vector<int64_t>& numbers, int keep) const;
 
   // Renames the sealed and complete checkpoints that dead writers left in staging folders. Returns
   // the folders of those that must stay there (see NameStaging(); also if an earlier checkpoint has

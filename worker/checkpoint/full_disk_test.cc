@@ -146,8 +146,10 @@ TEST_P(FullDiskTest, AnyMoment_IsTheSameErrorOnAllRanks_NothingIsLost_AndTheNext
     ++moments;
     const absl::Status next = Save();
     ASSERT_TRUE(next.ok()) << next;
-    EXPECT_EQ(Newest(), after + 1);
-    EXPECT_THAT(*ListDirectory(root_), ElementsAre(absl::StrCat("checkpoint_", after + 1)));
+    // One that was sealed and could not be removed keeps its number: the next save names it.
+    const int64_t newest = Newest();
+    EXPECT_TRUE(newest == after + 1 || (!saved.ok() && newest == after + 2)) << newest;
+    EXPECT_THAT(*ListDirectory(root_), ElementsAre(absl::StrCat("checkpoint_", newest)));
   }
   std::printf("%s: %d moments, %d of them failed the save\n", kind.name, moments, failures);
   // Three files and the manifest are made, written and synced; three folders are synced.
@@ -201,8 +203,8 @@ TEST_P(SealedOnFullDiskTest, AnyMoment_WhatIsSealedIsWhatTheNextLoadTakes) {
     ASSERT_TRUE(next.ok()) << next;
     EXPECT_THAT(*ListDirectory(root_), Each(Not(HasSubstr("."))));
   }
-  // The record is made, written, synced and renamed, its folder is synced, and that is renamed.
-  EXPECT_GE(sealed_and_failed, 5);
+  // The record is synced and renamed in its room, and the folder is renamed.
+  EXPECT_GE(sealed_and_failed, 3);
 }
 
 INSTANTIATE_TEST_SUITE_P(Disks, SealedOnFullDiskTest,

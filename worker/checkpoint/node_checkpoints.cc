@@ -109,6 +109,8 @@ class Gathering {
   absl::Status FetchInto(Staging* staging);
   absl::Status FetchFile(const ManifestFile& file, AtomicFile* out);
   absl::Status KeepIntact(const Staging& staging) const;
+  // seal.json of a node that has the one of this manifest; empty: none has.
+  std::string FetchSeal();
 
   Comm& comm_;
   const std::string dir_;
@@ -307,6 +309,21 @@ absl::Status Gathering::FetchInto(Staging* staging) {
   return absl::OkStatus();
 }
 
+std::string Gathering::FetchSeal() {
+  std::string mine;
+  (void)GuardRank([&]() -> absl::Status {
+    if (!groups_.leads()) return absl::OkStatus();
+    MUSTER_ASSIGN_OR_RETURN(const RegisteredCheckpoint seal, ReadSeal(dir_));
+    MUSTER_RETURN_IF_ERROR(CheckSeal(dir_, manifest_, seal));
+    mine = EncodeSeal(seal);
+    return absl::OkStatus();
+  });
+  for (std::string& text : comm_.AllGatherBytes(mine)) {
+    if (!text.empty()) return std::move(text);
+  }
+  return "";
+}
+
 absl::Status Gathering::Complete() {
   if (lacking_.empty()) return absl::OkStatus();
   std::optional<Staging> staging;
@@ -320,8 +337,13 @@ absl::Status Gathering::Complete() {
   });
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm_, begun, {}, nullptr));
   MUSTER_RETURN_IF_ERROR(FetchInto(staging.has_value() ? &*staging : nullptr));
-  const absl::Status published = GuardRank(
-      [&]() -> absl::Status { return lacks ? staging->Publish(manifest_) : absl::OkStatus(); });
+  const std::string seal = FetchSeal();
+  const absl::Status published = GuardRank([&]() -> absl::Status {
+    if (!lacks) return absl::OkStatus();
+    MUSTER_RETURN_IF_ERROR(staging->Complete(manifest_));
+    if (!seal.empty()) MUSTER_RETURN_IF_ERROR(WriteSealText(staging->path(), seal));
+    return staging->Rename();
+  });
   return AgreeOnFiles(comm_, published, {}, nullptr);
 }
 

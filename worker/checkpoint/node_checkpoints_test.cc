@@ -201,9 +201,9 @@ TEST_F(NodeCheckpointsTest, Save_KeepsOnEachNodeWhatItsRanksWrote_AndLoadFetches
   });
   EXPECT_THAT(*ListDirectory(Dir(0)),
               ElementsAre("manifest.json", "model.safetensors", "random_states_0.safetensors",
-                          "random_states_1.safetensors"));
+                          "random_states_1.safetensors", kSealName));
   EXPECT_THAT(*ListDirectory(Dir(1)), ElementsAre("manifest.json", "random_states_2.safetensors",
-                                                  "random_states_3.safetensors"));
+                                                  "random_states_3.safetensors", kSealName));
   RunRanks(4, [&](Comm& comm) {
     const auto reader = OpenDir(comm);
     ASSERT_TRUE(reader.ok()) << reader.status();
@@ -216,6 +216,28 @@ TEST_F(NodeCheckpointsTest, Save_KeepsOnEachNodeWhatItsRanksWrote_AndLoadFetches
   EXPECT_EQ(*ListDirectory(Dir(0)), *ListDirectory(Dir(1)));
   EXPECT_THAT(*ListDirectory(Disk(1)), ElementsAre("ckpt"));
   EXPECT_TRUE(VerifyCheckpoint(Dir(1), VerifyLevel::kContents).ok());
+}
+
+// Every node has the same record of what all of them hold.
+TEST_F(NodeCheckpointsTest, Saves_AreSealedOnEveryNode_InAChain) {
+  RunRanks(4, [&](Comm& comm) {
+    for (int number = 0; number < 2; ++number) ASSERT_TRUE(SaveNumbered(comm, number).ok());
+  });
+  std::string previous;
+  for (int number = 0; number < 2; ++number) {
+    const std::string first = CheckpointFolder(Disk(0)).PathOf(number);
+    for (int node = 0; node < 2; ++node) {
+      const std::string dir = CheckpointFolder(Disk(node)).PathOf(number);
+      const auto seal = ReadSeal(dir);
+      ASSERT_TRUE(seal.ok()) << seal.status();
+      const absl::Status checked = CheckSeal(dir, *ReadManifest(dir), *seal);
+      EXPECT_TRUE(checked.ok()) << checked;
+      EXPECT_EQ(seal->sha256, ReadSeal(first)->sha256);
+      EXPECT_EQ(seal->previous_sha256, previous);
+      EXPECT_EQ(seal->ranks, 4);
+    }
+    previous = ReadSeal(first)->sha256;
+  }
 }
 
 // Between the exchanges of a load, where the others would wait for it.

@@ -6,6 +6,7 @@
 #include <set>
 #include <utility>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -15,14 +16,20 @@
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "base/log.h"
+#include "base/owned_fd.h"
+#include "base/secret_file.h"
+#include "base/signature.h"
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "c10/util/Exception.h"
 #include "worker/checkpoint/agreement.h"
 #include "worker/checkpoint/clean_path.h"
 #include "worker/checkpoint/digest.h"
+#include "worker/checkpoint/planned_files.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/seal.h"
+#include "worker/checkpoint/sealing.h"
+#include "worker/checkpoint/staging_folder.h"
 
 namespace muster {
 namespace {
@@ -36,6 +43,8 @@ constexpr size_t kMaxSlicesBytes = 700 << 10;
 
 // After so many restarts of the registry in the middle of one save something else is wrong.
 constexpr int kSealTries = 10;
+
+constexpr size_t kLargestKeyFile = 16 << 10;
 
 // A lock of what may be null.
 class OptionalLock {
@@ -55,7 +64,13 @@ class OptionalLock {
 
 constexpr absl::string_view kExtension = ".safetensors";
 
+// After the id of a checkpoint whose plan is one of files.
+constexpr absl::string_view kByFiles = " by files";
+
 struct RankPlan {
+  // "files": the summary (TensorList) of each file that it knows the tensors of; then "tensors" is
+  // empty.
+  std::map<std::string, std::string> files;
   // "tensors": [file, name, type, shape].
   std::vector<ShardSlice> tensors;
   // "parts": whole file by part. Tensors of parts are those of the whole.
@@ -90,6 +105,25 @@ ShardSlice SliceOf(std::string name, absl::string_view type, std::vector<int64_t
   return slice;
 }
 
+// All tensors of a file, as one of which as many elements are there as the file has tensors. Its
+// name has the digest: what a file holds covers what is planned only if both are the same.
+ShardSlice SliceOfFile(absl::string_view file, const std::string& summary, bool held) {
+  int64_t tensors = 0;
+  (void)absl::SimpleAtoi(absl::string_view(summary).substr(0, summary.find(' ')), &tensors);
+  std::string name = absl::StrCat("file ", file, " of ", summary);
+  if (name.size() > kMaxSliceName) name = absl::StrCat("file ", DigestBytes(name).xxh3);
+  return SliceOf(std::move(name), "U8", {tensors}, held);
+}
+
+std::string SummaryOf(const SafetensorsHeader& header) {
+  TensorList list;
+  for (const SafetensorsEntry& entry : header.tensors) {
+    const std::vector<int64_t> shape(entry.shape.begin(), entry.shape.end());
+    list.Add(entry.name, SafetensorsTypeName(entry.type), shape);
+  }
+  return list.Summary();
+}
+
 // No less than it has in a message.
 size_t SizeOf(const ShardSlice& slice) {
   return slice.tensor.size() + slice.dtype.size() + 15 * slice.global_shape.size() + 24;
@@ -107,6 +141,9 @@ absl::StatusOr<RankPlan> ParsePlan(const std::string& path, const std::string& t
                   /*held=*/false));
     }
     plan.parts = json.at("parts").get<std::map<std::string, std::string>>();
+    if (json.contains("files")) {
+      plan.files = json.at("files").get<std::map<std::string, std::string>>();
+    }
   } catch (const nlohmann::json::exception& error) {
     return absl::DataLossError(absl::StrCat(path, ": ", kPlanKey, ": ", error.what()));
   }
@@ -145,8 +182,10 @@ uint64_t PlanDigest(const std::vector<ManifestFile>& files, const RankPlan& plan
 
 // What this rank's files hold, as their headers say, and what its plan says that the checkpoint
 // holds; of rank 0 also the manifest, so that the record speaks for all that is in the folder.
+// `by_files`: so rank 0 plans; what is in a file is then one slice, not one of each tensor.
 absl::StatusOr<std::vector<ShardFileReport>> ReportOf(const std::string& dir, int rank,
-                                                      const std::vector<ManifestFile>& files) {
+                                                      const std::vector<ManifestFile>& files,
+                                                      bool by_files) {
   MUSTER_ASSIGN_OR_RETURN(const RankPlan plan, ReadPlan(dir, rank, files));
   std::vector<ShardFileReport> reports;
   if (rank == 0) {
@@ -157,6 +196,9 @@ absl::StatusOr<std::vector<ShardFileReport>> ReportOf(const std::string& dir, in
     report.xxh3 = manifest.xxh3;
   }
   std::vector<std::pair<size_t, ShardSlice>> slices;  // of these reports
+  std::vector<std::pair<size_t, ShardSlice>> of_files;
+  std::set<absl::string_view> own;
+  for (const ShardSlice& slice : plan.tensors) own.insert(slice.tensor);
   for (const ManifestFile& file : files) {
     ShardFileReport& report = reports.emplace_back();
     report.name = file.name;
@@ -167,9 +209,16 @@ absl::StatusOr<std::vector<ShardFileReport>> ReportOf(const std::string& dir, in
                             ReadSafetensorsHeader(JoinPath(dir, file.name)));
     const auto part = plan.parts.find(file.name);
     const std::string& whole = part == plan.parts.end() ? file.name : part->second;
+    if (by_files || plan.files.count(file.name) > 0) {
+      of_files.emplace_back(reports.size() - 1,
+                            SliceOfFile(file.name, SummaryOf(header), /*held=*/true));
+    }
+    if (plan.files.count(file.name) > 0) continue;
     for (const SafetensorsEntry& entry : header.tensors) {
+      std::string name = NameOfSlice(whole, entry.name);
+      if (by_files && own.count(name) == 0) continue;
       slices.emplace_back(reports.size() - 1,
-                          SliceOf(NameOfSlice(whole, entry.name), SafetensorsTypeName(entry.type),
+                          SliceOf(std::move(name), SafetensorsTypeName(entry.type),
                                   {entry.shape.begin(), entry.shape.end()}, /*held=*/true));
     }
   }
@@ -190,13 +239,20 @@ absl::StatusOr<std::vector<ShardFileReport>> ReportOf(const std::string& dir, in
   // A tensor that is announced must not be left out on the rank that has it. Rank 0 announces no
   // more than what has room on any rank, and there goes first what that rank's own plan does not
   // have.
-  std::set<absl::string_view> own;
-  size_t announced = 0;
-  for (const ShardSlice& slice : plan.tensors) {
-    own.insert(slice.tensor);
-    announced += SizeOf(slice);
+  bool has_room = true;
+  for (const auto& [at, slice] : of_files) has_room = put(at, slice) && has_room;
+  for (const auto& [file, summary] : plan.files) {
+    has_room = put(0, SliceOfFile(file, summary, /*held=*/false)) && has_room;
   }
-  bool has_room = announced <= kMaxSlicesBytes;
+  if (!has_room) {
+    // Of more than 10,000 files.
+    MUSTER_LOG(Warning) << dir << ": the report of rank " << rank << " has no room for all of its "
+                        << of_files.size() + plan.files.size()
+                        << " files: the coordinator cannot prove that none is missing";
+  }
+  size_t announced = 0;
+  for (const ShardSlice& slice : plan.tensors) announced += SizeOf(slice);
+  has_room = announced <= kMaxSlicesBytes;
   for (const auto& [at, slice] : slices) {
     if (own.count(slice.tensor) == 0) (void)put(at, slice);
   }
@@ -298,6 +354,34 @@ bool MayBeTaken(const RegisteredCheckpoint& seal,
   return record == nullptr ? seal.promoted : record->promoted && !record->damage_in_contents;
 }
 
+// What writers left that had asked for a seal: the registry says now which of these are sealed. A
+// folder gets its record, by which the next save or load gives it its name, or goes with the next
+// save. One that another registry was asked about stays.
+void SettleAsked(const CheckpointFolder& folder, const CheckpointRegistrar& registrar,
+                 const std::vector<std::string>& asked,
+                 const std::vector<RegisteredCheckpoint>& records) {
+  for (const std::string& path : asked) {
+    const OwnedFd lock(LockFolder(path, absl::ZeroDuration()));
+    if (!lock.open()) continue;
+    const absl::StatusOr<Sealing> sealing = ReadSealing(path);
+    if (!sealing.ok() || sealing->state != Sealing::State::kAsked) continue;
+    const auto record = std::find_if(records.begin(), records.end(), [&](const auto& one) {
+      return BaseName(one.staging) == BaseName(path) &&
+             ParentPath(one.staging) == AbsolutePath(folder.root());
+    });
+    absl::Status settled;
+    if (record == records.end()) {
+      if (sealing->job.empty() || sealing->job != registrar.job()) continue;
+      settled = ForgetSealing(path);
+    } else if (record->state == RegisteredCheckpoint::State::kSealed ||
+               record->state == RegisteredCheckpoint::State::kPublished) {
+      settled = WriteSeal(path, *record);
+    }
+    if (settled.ok()) settled = SyncDirectory(path);
+    if (!settled.ok()) MUSTER_LOG(Warning) << settled.message();
+  }
+}
+
 // What was saved without this registry counts too.
 absl::Status DeleteUnregistered(const Publication& publication,
                                 const std::vector<RegisteredCheckpoint>& records) {
@@ -326,8 +410,10 @@ absl::Status DeleteUnregistered(const Publication& publication,
     if (MayPass(newest.status())) return newest.status();
     if (newest.ok()) spared.push_back(*newest);
   }
-  return folder.Rotate(publication.options.keep, publication.options.keep_every, spared,
-                       publication.options.disposal);
+  MUSTER_RETURN_IF_ERROR(folder.Rotate(publication.options.keep, publication.options.keep_every,
+                                       spared, publication.options.disposal));
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> left, folder.SeenPublished());
+  return folder.RemoveAsked(left, publication.options.keep);
 }
 
 // After the rename. The checkpoint is whole and sealed in any case: a resume or the next
@@ -344,8 +430,15 @@ void Register(const Publication& publication, const RegisteredCheckpoint& record
   }
   MUSTER_FAILPOINT("worker.checkpoint_registered");
   DeleteSuperfluous(registrar, publication.folder_mu, publication.options.disposal, *superfluous);
-  if (!numbered || publication.options.keep <= 0) return;
+  if (!numbered) return;
+  const std::vector<std::string> asked = publication.folder->AskedToSeal();
+  if (publication.options.keep <= 0 && asked.empty()) return;
   const absl::StatusOr<std::vector<RegisteredCheckpoint>> records = registrar.List();
+  if (records.ok()) {
+    const OptionalLock lock(publication.folder_mu);
+    SettleAsked(*publication.folder, registrar, asked, *records);
+  }
+  if (publication.options.keep <= 0) return;
   const absl::Status rotated =
       records.ok() ? DeleteUnregistered(publication, *records) : records.status();
   if (!rotated.ok()) MUSTER_LOG(Warning) << rotated.message();
@@ -361,11 +454,13 @@ absl::Status CompleteStaging(Staging& staging, const Publication& publication, i
   return staging.Complete(manifest);
 }
 
+// `by_files`: gets whether rank 0's plan is one of files.
 absl::StatusOr<uint64_t> Begin(const Publication& publication, int ranks,
-                               const std::vector<ManifestFile>& files) {
+                               const std::vector<ManifestFile>& files, bool* by_files) {
   const PublishOptions& options = publication.options;
   const bool numbered = publication.folder.has_value();
   MUSTER_ASSIGN_OR_RETURN(const RankPlan plan, ReadPlan(publication.staging_path, 0, files));
+  *by_files = !plan.files.empty();
   absl::StatusOr<uint64_t> id =
       options.registrar->Begin({.path = AbsolutePath(publication.path),
                                 .staging = AbsolutePath(publication.staging_path),
@@ -389,6 +484,16 @@ absl::StatusOr<uint64_t> Begin(const Publication& publication, int ranks,
   return id;
 }
 
+// Of rank 0 without a registry: the record that it makes itself, before the folder has its name.
+absl::Status SealByFolder(Staging& staging, const Publication& publication, int ranks,
+                          const std::vector<ManifestFile>& files) {
+  MUSTER_ASSIGN_OR_RETURN(
+      const RegisteredCheckpoint record,
+      MakeRecord(publication, staging.path(), ranks, files, PreviousRecord(publication.path)));
+  MUSTER_RETURN_IF_ERROR(WriteSeal(staging.path(), record));
+  return SyncDirectory(staging.path());
+}
+
 // Of rank 0: the checkpoint gets its name, and older ones go.
 absl::Status FinishByFolder(Staging& staging, const Publication& publication) {
   const OptionalLock lock(publication.folder_mu);
@@ -401,8 +506,9 @@ absl::Status FinishByFolder(Staging& staging, const Publication& publication) {
     MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers,
                             publication.folder->SeenPublished());
     const int keep = KeepBesides(*publication.folder, numbers, options.keep, pinned);
-    return publication.folder->RotateAmong(numbers, keep, options.keep_every, pinned,
-                                           options.disposal);
+    MUSTER_RETURN_IF_ERROR(publication.folder->RotateAmong(numbers, keep, options.keep_every,
+                                                           pinned, options.disposal));
+    return publication.folder->RemoveAsked(numbers, keep);
   }();
   if (!rotated.ok()) MUSTER_LOG(Warning) << rotated.message();
   return absl::OkStatus();
@@ -440,6 +546,15 @@ absl::Status Finish(Staging& staging, const Publication& publication,
 // give up a sealed checkpoint.
 absl::StatusOr<bool> SealAndFinish(Staging& staging, const Publication& publication, uint64_t id) {
   CheckpointRegistrar& registrar = *publication.options.registrar;
+  // Once it is sealed, neither a full disk nor the end of this process may make it look as if it
+  // were not.
+  if (const absl::Status begun =
+          BeginSealing(publication.staging_path, registrar.job(), id,
+                       RoomForSeal(registrar.job(), AbsolutePath(publication.path)));
+      !begun.ok()) {
+    registrar.Abort(id, std::string(begun.message()));
+    return begun;
+  }
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_seal");
   const absl::StatusOr<std::optional<RegisteredCheckpoint>> record = registrar.Seal(id);
   if (!record.ok()) {
@@ -470,13 +585,13 @@ absl::StatusOr<bool> SealAndFinish(Staging& staging, const Publication& publicat
 
 // Collective: all ranks report what they wrote, and rank 0 makes it a checkpoint.
 absl::Status SealTogether(Comm& comm, Staging* staging, const Publication& publication, uint64_t id,
-                          const std::vector<ManifestFile>& mine) {
+                          const std::vector<ManifestFile>& mine, bool by_files) {
   CheckpointRegistrar& registrar = *publication.options.registrar;
   for (int tries = 1;; ++tries) {
     const absl::Status reported = GuardRank([&]() -> absl::Status {
       MUSTER_FAILPOINT_STATUS("worker.checkpoint_report");
       MUSTER_ASSIGN_OR_RETURN(const std::vector<ShardFileReport> report,
-                              ReportOf(publication.staging_path, comm.rank(), mine));
+                              ReportOf(publication.staging_path, comm.rank(), mine, by_files));
       return registrar.ReportShards(id, comm.rank(), report);
     });
     if (const absl::Status all = AgreeOnFiles(comm, reported, {}, nullptr); !all.ok()) {
@@ -506,17 +621,20 @@ absl::Status PublishRegistered(Comm& comm, Staging* staging, const Publication& 
                                const std::vector<ManifestFile>& mine,
                                const std::vector<ManifestFile>& all) {
   uint64_t id = 0;
+  bool by_files = false;
   absl::Status begun;
   if (staging != nullptr) {
     begun = GuardRank([&]() -> absl::Status {
-      MUSTER_ASSIGN_OR_RETURN(id, Begin(publication, comm.size(), all));
+      MUSTER_ASSIGN_OR_RETURN(id, Begin(publication, comm.size(), all, &by_files));
       MUSTER_FAILPOINT_STATUS("worker.checkpoint_begun");
       return absl::OkStatus();
     });
   }
   MUSTER_RETURN_IF_ERROR(StatusOfMain(comm, begun));
-  const std::string told = comm.BroadcastBytes(absl::StrCat(id), 0);
-  TORCH_CHECK(absl::SimpleAtoi(told, &id), "save_state: rank 0 sent ", told);
+  const std::string told = comm.BroadcastBytes(absl::StrCat(id, by_files ? kByFiles : ""), 0);
+  by_files = absl::EndsWith(told, kByFiles);
+  TORCH_CHECK(absl::SimpleAtoi(absl::StripSuffix(told, kByFiles), &id), "save_state: rank 0 sent ",
+              told);
   if (id == 0) {
     absl::Status finished;
     if (staging != nullptr) {
@@ -524,7 +642,7 @@ absl::Status PublishRegistered(Comm& comm, Staging* staging, const Publication& 
     }
     return StatusOfMain(comm, finished);
   }
-  return SealTogether(comm, staging, publication, id, mine);
+  return SealTogether(comm, staging, publication, id, mine, by_files);
 }
 
 absl::Status Moved(const std::string& path) {
@@ -656,18 +774,103 @@ void WarnOfNewer(const CheckpointFolder& folder, const RegisteredCheckpoint& tak
   }
 }
 
+// What this rank plans and has written, from its files.
+absl::StatusOr<FileReport> ReportOfFiles(const std::string& dir, int rank,
+                                         const std::vector<ManifestFile>& files) {
+  MUSTER_ASSIGN_OR_RETURN(const RankPlan plan, ReadPlan(dir, rank, files));
+  FileReport report;
+  report.planned = plan.files;
+  for (const ManifestFile& file : files) {
+    // Others are in no plan.
+    if (plan.parts.count(file.name) == 0 && plan.files.count(file.name) == 0) continue;
+    MUSTER_ASSIGN_OR_RETURN(const SafetensorsHeader header,
+                            ReadSafetensorsHeader(JoinPath(dir, file.name)));
+    report.held[file.name] = SummaryOf(header);
+  }
+  return report;
+}
+
 }  // namespace
+
+absl::Status ProveTogether(Comm& comm, const std::string& staging_path,
+                           const std::vector<ManifestFile>& mine) {
+  FileReport report;
+  const absl::Status read = GuardRank([&]() -> absl::Status {
+    MUSTER_ASSIGN_OR_RETURN(report, ReportOfFiles(staging_path, comm.rank(), mine));
+    return absl::OkStatus();
+  });
+  const std::vector<std::string> all = comm.AllGatherBytes(
+      read.ok() ? absl::StrCat("+", report.Encode()) : absl::StrCat("-", read.message()));
+  std::vector<FileReport> reports;
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (!absl::StartsWith(all[rank], "+")) {
+      return absl::InternalError(absl::StrCat("rank ", rank, ": ", all[rank].substr(1)));
+    }
+    MUSTER_ASSIGN_OR_RETURN(FileReport parsed, FileReport::Parse(all[rank].substr(1)));
+    reports.push_back(std::move(parsed));
+  }
+  return CheckPlannedFiles(reports);
+}
+
+std::optional<RegisteredCheckpoint> PreviousRecord(const std::string& path) {
+  std::optional<RegisteredCheckpoint> newest;
+  const auto take = [&newest](const std::string& dir) {
+    const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(dir);
+    if (!seal.ok()) return false;
+    if (!newest.has_value() || newest->created_us < seal->created_us) newest = *seal;
+    return true;
+  };
+  take(path);
+  const CheckpointFolder folder(ParentPath(path));
+  const std::vector<int64_t> numbers = folder.Numbers().value_or(std::vector<int64_t>());
+  for (auto number = numbers.rbegin(); number != numbers.rend(); ++number) {
+    if (take(folder.PathOf(*number))) break;
+  }
+  return newest;
+}
+
+absl::StatusOr<RegisteredCheckpoint> MakeRecord(
+    const Publication& publication, const std::string& dir, int ranks,
+    const std::vector<ManifestFile>& files, const std::optional<RegisteredCheckpoint>& previous) {
+  RegisteredCheckpoint record;
+  record.state = RegisteredCheckpoint::State::kSealed;
+  record.id = previous.has_value() ? previous->id + 1 : 1;
+  record.path = AbsolutePath(publication.path);
+  record.iteration = publication.info.iteration;
+  record.step = publication.info.step;
+  MUSTER_ASSIGN_OR_RETURN(const RankPlan plan, ReadPlan(dir, 0, files));
+  record.plan = PlanDigest(files, plan);
+  record.ranks = ranks;
+  record.promoted = true;
+  record.created_us = static_cast<uint64_t>(absl::ToUnixMicros(absl::Now()));
+  if (previous.has_value()) record.previous_sha256 = previous->sha256;
+  MUSTER_RETURN_IF_ERROR(SealFiles(dir, files, &record));
+  if (publication.options.key_file.empty()) return record;
+  const std::string& file = publication.options.key_file;
+  MUSTER_ASSIGN_OR_RETURN(const std::string pem, ReadSecretFile(file, "MUSTER_CHECKPOINT_KEY",
+                                                                "private key", kLargestKeyFile));
+  MUSTER_ASSIGN_OR_RETURN(
+      const SigningKey key,
+      SigningKey::Parse(pem, absl::StrCat("MUSTER_CHECKPOINT_KEY: '", file, "'")));
+  record.signature = absl::BytesToHexString(key.Sign(absl::HexStringToBytes(record.sha256)));
+  return record;
+}
 
 absl::Status PublishTogether(Comm& comm, Staging* staging, const Publication& publication,
                              const absl::Status& written, const std::vector<ManifestFile>& mine) {
   std::vector<ManifestFile> all;
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, written, mine, &all));
   const bool registered = publication.options.registrar != nullptr;
+  if (!registered) {
+    MUSTER_RETURN_IF_ERROR(ProveTogether(comm, publication.staging_path, mine));
+  }
   absl::Status completed;
   if (staging != nullptr) {
     completed = GuardRank([&]() -> absl::Status {
       MUSTER_RETURN_IF_ERROR(CompleteStaging(*staging, publication, comm.size(), all));
-      return registered ? absl::OkStatus() : FinishByFolder(*staging, publication);
+      if (registered) return absl::OkStatus();
+      MUSTER_RETURN_IF_ERROR(SealByFolder(*staging, publication, comm.size(), all));
+      return FinishByFolder(*staging, publication);
     });
   }
   MUSTER_RETURN_IF_ERROR(StatusOfMain(comm, completed));
@@ -706,6 +909,7 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
     MUSTER_ASSIGN_OR_RETURN(unnamed, folder.PublishSealed());
     return by_folder({}, {});
   }
+  SettleAsked(folder, *registrar, folder.AskedToSeal(), *records);
   MUSTER_ASSIGN_OR_RETURN(unnamed, folder.PublishSealed());
   const std::string root = AbsolutePath(folder.root());
   std::vector<std::string> left_out;  // no run resumes from them

@@ -37,6 +37,9 @@ struct PublishOptions {
   int64_t keep_every = 0;
   // false: no resume takes it until it is promoted. Needs a registrar.
   bool promote = true;
+  // A file with a private Ed25519 key (PEM), which signs the records that rank 0 makes where there
+  // is no registrar. Empty: they are not signed.
+  std::string key_file = "";
   // Where the save says how far it is. Borrowed. Null: nowhere.
   SaveProgress* progress = nullptr;
   // What the checkpoint takes the place of is left to it, and the save before is waited for.
@@ -56,6 +59,21 @@ struct Publication {
   // If not null, locked while folders beside it change, but not while this rank waits for others.
   Mutex* folder_mu = nullptr;
 };
+
+// Collective. Proves that every tensor that a rank plans is in exactly one file, from the plans and
+// the headers of the files `mine` of each rank in the staging folder of its disk. Returns the same
+// on every rank. Errors: INVALID_ARGUMENT naming the file; those of reading.
+absl::Status ProveTogether(Comm& comm, const std::string& staging_path,
+                           const std::vector<ManifestFile>& mine);
+
+// Of rank 0, where no registry makes one: the record of a checkpoint that is to be called `path`,
+// whose manifest, in the folder `dir`, lists `files` of `ranks` ranks. It follows `previous` in the
+// chain; its job has no name. Errors: of the key; of reading.
+absl::StatusOr<RegisteredCheckpoint> MakeRecord(
+    const Publication& publication, const std::string& dir, int ranks,
+    const std::vector<ManifestFile>& files, const std::optional<RegisteredCheckpoint>& previous);
+// The newest record beside `path`, of the numbered checkpoints there and of what has that name.
+std::optional<RegisteredCheckpoint> PreviousRecord(const std::string& path);
 
 // Collective; the last part of a save. `staging`: of rank 0, null elsewhere. `written`: whether
 // this rank has written its files, which are `mine`. Returns the same on every rank; the first

@@ -4,7 +4,9 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <filesystem>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,11 +16,16 @@
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "base/owned_fd.h"
+#include "base/secret_file.h"
+#include "base/signature.h"
 #include "base/test_folder.h"
+#include "base/test_keys.h"
 #include "base/text.h"
 #include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/fake_registrar.h"
+#include "worker/checkpoint/planned_files.h"
 #include "worker/checkpoint/seal.h"
+#include "worker/checkpoint/sealing.h"
 #include "worker/checkpoint/staging_folder.h"
 #include "worker/checkpoint/state.h"
 #include "worker/collective/thread_comm.h"
@@ -117,7 +124,8 @@ class PlannedTest : public PublicationTest {
     std::vector<absl::Status> statuses(2);
     RunRanks(2, [&](Comm& comm) {
       statuses[comm.rank()] = SaveNumberedCheckpoint(
-          comm, folder_, {.iteration = 0}, PublishOptions{.registrar = &registrar_},
+          comm, folder_, {.iteration = 0},
+          PublishOptions{.registrar = registered_ ? &registrar_ : nullptr},
           [&](StateWriter& writer) {
             const std::string part = PartFileName(ModelFileName(0), writer.rank(), 2);
             NamedTensors tensors;
@@ -133,6 +141,13 @@ class PlannedTest : public PublicationTest {
               if (writer.rank() != 0) break;
               plan["tensors"].push_back(
                   {ModelFileName(0), name, "F32", TensorOf(name).sizes().vec()});
+            }
+            for (int rank = 0; rank < 2 && writer.rank() == 0 && !by_files_.empty(); ++rank) {
+              TensorList list;
+              for (const std::string& name : by_files_.at(rank)) {
+                list.Add(name, "F32", TensorOf(name).sizes());
+              }
+              plan["files"][PartFileName(ModelFileName(0), rank, 2)] = list.Summary();
             }
             // As those of a sharded model, which its own plan has.
             if (writer.rank() == 1 && states_of_rank_1 > 0) {
@@ -162,6 +177,8 @@ class PlannedTest : public PublicationTest {
     return at::full({2, 3}, 1.0, options);
   }
 
+  // Of each rank, if rank 0 plans by files.
+  std::vector<TensorNames> by_files_;
   // More than the registry takes as a name.
   const std::string long_ = std::string(1500, 'l');
 };
@@ -214,6 +231,35 @@ TEST_F(PlannedTest, ReportWithoutRoomForAll_LeavesOutNothingThatIsAnnounced) {
   ASSERT_TRUE(saved.ok()) << saved;
   EXPECT_THAT(registrar_.slices, IsSupersetOf({"model:" + many.front(), "model:" + many.back()}));
   EXPECT_LT(registrar_.largest_file_report, size_t{768} << 10);
+}
+
+// However many tensors there are: one slice for each file proves that all of them are there.
+TEST_F(PlannedTest, LargePlan_IsOneOfFiles_AndProvesTheSame) {
+  TensorNames many = {"a"};
+  for (int i = 0; i < 12'000; ++i) many.push_back(absl::StrCat(std::string(100, 'x'), i));
+  const TensorNames others = {"b", "scalar"};
+  TensorNames lacks = many, surplus = others;
+  lacks.pop_back();
+  surplus.push_back("a");
+  by_files_ = {many, others};
+  for (const bool registered : {true, false}) {
+    registered_ = registered;
+    SCOPED_TRACE(registered);
+    const std::string first = PartFileName(ModelFileName(0), 0, 2);
+    const std::string second = PartFileName(ModelFileName(0), 1, 2);
+    const absl::Status missing = SaveParts({}, lacks, others);
+    EXPECT_TRUE(absl::IsInvalidArgument(missing)) << missing;
+    EXPECT_THAT(std::string(missing.message()), AllOf(HasSubstr(first), HasSubstr("12001 tensor")));
+    const absl::Status twice = SaveParts({}, many, surplus);
+    EXPECT_TRUE(absl::IsInvalidArgument(twice)) << twice;
+    EXPECT_THAT(std::string(twice.message()), HasSubstr(second));
+    EXPECT_THAT(Names(), IsEmpty());
+    const absl::Status saved = SaveParts({}, many, others);
+    EXPECT_TRUE(saved.ok()) << saved;
+    EXPECT_THAT(Names(), ElementsAre("checkpoint_0"));
+    ASSERT_TRUE(RemoveTree(folder_.PathOf(0)).ok());
+  }
+  EXPECT_LT(registrar_.largest_file_report, size_t{4} << 10);
 }
 
 // The registry's names are text.
@@ -270,6 +316,73 @@ TEST_F(PublicationTest, SealWithoutAnAnswer_LeavesTheFolderForTheResume) {
   ASSERT_TRUE(Save(1).ok());
   EXPECT_EQ(Names().size(), 2u);
   EXPECT_THAT(registrar_.aborts, IsEmpty());
+}
+
+// Rank 0 makes the records, as a coordinator does.
+class WithoutRegistryTest : public PublicationTest {
+ protected:
+  WithoutRegistryTest() { registered_ = false; }
+  absl::Status Check(int64_t number, const char* key = nullptr) const {
+    const std::string dir = folder_.PathOf(number);
+    std::optional<VerifyingKey> checks;
+    if (key != nullptr) checks = *VerifyingKey::Parse(key, "key");
+    const auto seal = ReadSeal(dir);
+    if (!seal.ok()) return seal.status();
+    return CheckSeal(dir, *ReadManifest(dir), *seal, key == nullptr ? nullptr : &*checks, "key");
+  }
+};
+
+TEST_F(WithoutRegistryTest, Saves_AreSealedInAChain) {
+  std::string previous;
+  for (int number = 0; number < 3; ++number) {
+    ASSERT_TRUE(Save(number).ok());
+    EXPECT_TRUE(Check(number).ok()) << Check(number);
+    const RegisteredCheckpoint seal = *ReadSeal(folder_.PathOf(number));
+    EXPECT_EQ(seal.previous_sha256, previous);
+    EXPECT_EQ(seal.id, static_cast<uint64_t>(number + 1));
+    EXPECT_EQ(seal.step, 10 * number);
+    EXPECT_EQ(seal.ranks, 2);
+    EXPECT_EQ(seal.files, 3);
+    EXPECT_EQ(seal.path, folder_.PathOf(number));
+    EXPECT_EQ(seal.signature, "");
+    previous = seal.sha256;
+  }
+  EXPECT_EQ(Resume(nullptr), "checkpoint_2");
+  // A coordinator continues the folder, and knows none of them.
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_2");
+  registered_ = true;
+  ASSERT_TRUE(Save(3, {.keep = 2}).ok());
+  EXPECT_THAT(Names(), Contains("checkpoint_3"));
+}
+
+TEST_F(WithoutRegistryTest, WithAKey_AreSigned) {
+  const std::string file = JoinPath(root_, "key.pem");
+  ASSERT_TRUE(WriteSecretFile(file, kTestPrivateKey).ok());
+  ASSERT_TRUE(Save(0, {.key_file = file}).ok());
+  EXPECT_TRUE(Check(0, kTestPublicKey).ok()) << Check(0, kTestPublicKey);
+  EXPECT_TRUE(absl::IsDataLoss(Check(0, kOtherTestPublicKey)));
+  // None without the signature that was asked for.
+  ASSERT_TRUE(WriteSecretFile(file, "no key").ok());
+  const absl::Status saved = Save(1, {.key_file = file});
+  EXPECT_THAT(std::string(saved.message()), HasSubstr("MUSTER_CHECKPOINT_KEY"));
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "key.pem"));
+}
+
+// Killed when it was sealed.
+TEST_F(WithoutRegistryTest, WithoutItsName_GetsItFromTheNextSaveOrLoad) {
+  for (const bool loads : {true, false}) {
+    const int64_t number = *folder_.NextNumber();
+    ASSERT_TRUE(Save(number).ok());
+    const std::string left = folder_.PathOf(number) + ".tmp-0000000000000001";
+    ASSERT_EQ(rename(folder_.PathOf(number).c_str(), left.c_str()), 0);
+    if (loads) {
+      EXPECT_EQ(Resume(nullptr), BaseName(folder_.PathOf(number)));
+    } else {
+      ASSERT_TRUE(Save(number + 1).ok());
+    }
+    EXPECT_FALSE(PathExists(left));
+    EXPECT_TRUE(Check(number).ok());
+  }
 }
 
 TEST_F(PublicationTest, CoordinatorWithoutTheService_TheFolderAloneCounts) {
@@ -334,6 +447,99 @@ TEST_F(PublicationTest, SealedAndNotFinished_StaysBesideTheNextSave) {
     EXPECT_EQ(Resume(&registrar_, {folder_.PathOf(number + 1)}),
               absl::StrCat("checkpoint_", number));
   }
+}
+
+// What a process leaves that is killed when rank 0 asks for the seal: a copy of the folder of that
+// moment, which nobody has locked.
+class KilledAtTheSealTest : public PublicationTest {
+ protected:
+  // `sealed`: the registry has done it all the same.
+  void SaveAndKill(int64_t number, bool sealed) {
+    left_ = absl::StrCat(folder_.PathOf(number), ".tmp-00000000000000", 10 + number);
+    const std::string copy = JoinPath(root_, "copy");
+    registrar_.on_seal = [&](const RegisteredCheckpoint& record) {
+      std::filesystem::copy(record.staging, copy);
+    };
+    ASSERT_TRUE(Save(number).ok());
+    registrar_.on_seal = nullptr;
+    ASSERT_EQ(rename(copy.c_str(), left_.c_str()), 0);
+    RegisteredCheckpoint& record = registrar_.records.rbegin()->second;
+    ASSERT_TRUE(RemoveTree(record.path).ok());
+    record.state = State::kSealed;
+    record.published = false;
+    record.staging = left_;
+    if (!sealed) registrar_.records.erase(record.id);
+    EXPECT_TRUE(PathExists(JoinPath(left_, kManifestName)));
+    EXPECT_FALSE(PathExists(JoinPath(left_, kSealName)));
+  }
+
+  std::string left_;
+};
+
+TEST_F(KilledAtTheSealTest, Sealed_IsNeverRemovedByAJobThatLoadsNothing_AndGetsItsName) {
+  ASSERT_TRUE(Save(0).ok());
+  SaveAndKill(1, /*sealed=*/true);
+  EXPECT_EQ(*folder_.NextNumber(), 2);
+  ASSERT_TRUE(Save(2).ok());
+  EXPECT_TRUE(PathExists(left_) || PathExists(folder_.PathOf(1)));
+  ASSERT_TRUE(Save(3).ok());
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_3"));
+  EXPECT_EQ(ReadSeal(folder_.PathOf(1))->sha256, registrar_.records.at(2).sha256);
+  EXPECT_FALSE(PathExists(JoinPath(folder_.PathOf(1), kSealingName)));
+}
+
+TEST_F(KilledAtTheSealTest, Sealed_IsTakenByALoad) {
+  ASSERT_TRUE(Save(0).ok());
+  SaveAndKill(1, /*sealed=*/true);
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_1");
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1"));
+}
+
+TEST_F(KilledAtTheSealTest, NotSealed_GoesOnceTheRegistryHasSaidSo) {
+  for (const bool loads : {true, false}) {
+    ASSERT_TRUE(Save(10 + 10 * loads).ok());
+    SaveAndKill(11 + 10 * loads, /*sealed=*/false);
+    if (loads) {
+      EXPECT_EQ(Resume(&registrar_), "checkpoint_20");
+    } else {
+      ASSERT_TRUE(Save(12).ok());
+    }
+    ASSERT_TRUE(Save(13 + 10 * loads).ok());
+    EXPECT_FALSE(PathExists(left_)) << loads;
+  }
+}
+
+// Whoever sealed it may not be there: it counts as one of those that are kept.
+TEST_F(KilledAtTheSealTest, WithoutTheRegistry_StaysUntilEnoughAreNewer) {
+  SaveAndKill(0, /*sealed=*/true);
+  registrar_.records.clear();
+  registered_ = false;
+  for (int number = 1; number <= 3; ++number) {
+    EXPECT_TRUE(PathExists(left_)) << number;
+    EXPECT_EQ(*folder_.NextNumber(), number);
+    ASSERT_TRUE(Save(number, {.keep = 3}).ok());
+  }
+  EXPECT_FALSE(PathExists(left_));
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_1", "checkpoint_2", "checkpoint_3"));
+}
+
+TEST_F(KilledAtTheSealTest, AnotherJobsRegistry_DoesNotDecideIt) {
+  SaveAndKill(0, /*sealed=*/false);
+  ASSERT_TRUE(BeginSealing(left_, "another job", 1, 100).ok());
+  for (int number = 1; number <= 3; ++number) ASSERT_TRUE(Save(number).ok());
+  EXPECT_TRUE(PathExists(left_));
+}
+
+// The record was there before the disk was full or the process ended; only its name was not.
+TEST_F(KilledAtTheSealTest, RecordInItsRoom_GetsItsNameWithoutTheRegistry) {
+  SaveAndKill(0, /*sealed=*/true);
+  const RegisteredCheckpoint record = registrar_.records.rbegin()->second;
+  ASSERT_TRUE(WriteSeal(left_, record).ok());
+  ASSERT_EQ(rename(JoinPath(left_, kSealName).c_str(), JoinPath(left_, kSealingName).c_str()), 0);
+  registered_ = false;
+  ASSERT_TRUE(Save(1).ok());
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1"));
+  EXPECT_EQ(ReadSeal(folder_.PathOf(0))->sha256, record.sha256);
 }
 
 // Whoever has it locked may rename it at any moment; nobody trains on from an older one.

@@ -86,6 +86,8 @@ class CheckpointRegistrar {
  public:
   virtual ~CheckpointRegistrar() = default;
 
+  // The job whose checkpoints these are; empty: it is not known.
+  virtual std::string job() const { return ""; }
   // Of rank 0. A registration of the same path that was left unfinished is given up. Errors:
   // UNIMPLEMENTED if there is no registry; UNAVAILABLE; FAILED_PRECONDITION and ABORTED if this
   // generation has ended.

@@ -20,6 +20,7 @@
 #include "worker/checkpoint/clean_path.h"
 #include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/sealing.h"
 
 namespace muster {
 namespace {
@@ -56,7 +57,7 @@ bool HasPin(const std::string& dir) {
 }
 
 // Names are escaped, as in SealText: JSON can hold no other bytes than text.
-absl::Status WriteSeal(const std::string& dir, const RegisteredCheckpoint& record) {
+std::string EncodeSeal(const RegisteredCheckpoint& record) {
   const Json json = {{"format", kFormat},
                      {"version", 1},
                      {"job", absl::CHexEscape(record.job)},
@@ -75,7 +76,36 @@ absl::Status WriteSeal(const std::string& dir, const RegisteredCheckpoint& recor
                      {"signature", record.signature},
                      {"held_back", !record.promoted},
                      {"pinned", record.pinned}};
-  return WriteFileAtomically(JoinPath(dir, kSealName), json.dump(1) + "\n");
+  return json.dump(1) + "\n";
+}
+
+absl::Status WriteSeal(const std::string& dir, const RegisteredCheckpoint& record) {
+  return WriteSealText(dir, EncodeSeal(record));
+}
+
+absl::Status WriteSealText(const std::string& dir, absl::string_view text) {
+  const absl::Status in_place = FinishSealing(dir, text);
+  if (in_place.ok()) return in_place;
+  MUSTER_RETURN_IF_ERROR(WriteFileAtomically(JoinPath(dir, kSealName), text));
+  return ForgetSealing(dir);
+}
+
+absl::Status SealFiles(const std::string& dir, const std::vector<ManifestFile>& files,
+                       RegisteredCheckpoint* record) {
+  std::map<std::string, FileDigest> digests;
+  for (const ManifestFile& file : files) digests[file.name] = file.digest;
+  MUSTER_ASSIGN_OR_RETURN(digests[kManifestName], DigestFile(JoinPath(dir, kManifestName)));
+  record->files = static_cast<int64_t>(digests.size());
+  record->bytes = 0;
+  for (const auto& [name, digest] : digests) record->bytes += digest.bytes;
+  record->files_sha256 = FilesSha256(digests);
+  record->sha256 = absl::BytesToHexString(Sha256(SealText(*record)));
+  return absl::OkStatus();
+}
+
+size_t RoomForSeal(const std::string& job, const std::string& path) {
+  constexpr size_t kOtherFields = 2048;  // numbers, digests, a signature, and their names
+  return 2 * (absl::CHexEscape(job).size() + absl::CHexEscape(path).size()) + kOtherFields;
 }
 
 absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir) {
@@ -166,7 +196,9 @@ absl::Status CheckSeal(const std::string& dir, const Manifest& manifest,
   if (key == nullptr) return absl::OkStatus();
   if (seal.signature.empty()) {
     return absl::DataLossError(absl::StrCat(
-        dir, " is not signed: the coordinator that sealed it had no key (--checkpoint_key)"));
+        dir,
+        " is not signed: the coordinator that sealed it had no key (--checkpoint_key), or, "
+        "without one, rank 0 (MUSTER_CHECKPOINT_KEY)"));
   }
   if (!key->Verifies(digest, absl::HexStringToBytes(seal.signature))) {
     return absl::DataLossError(absl::StrCat(dir, " is not signed by the key of ", key_name,

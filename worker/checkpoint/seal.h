@@ -1,6 +1,7 @@
 #ifndef MUSTER_WORKER_CHECKPOINT_SEAL_H_
 #define MUSTER_WORKER_CHECKPOINT_SEAL_H_
 
+#include <cstddef>
 #include <string>
 #include <vector>
 
@@ -18,8 +19,19 @@ namespace muster {
 // (docs/checkpoint_format.md). It ties the folder to the record, and is what is checked where no
 // coordinator is.
 
-// Not durable until the folder is synced.
+// Into the room of BeginSealing(), where there is one. Not durable until the folder is synced.
 absl::Status WriteSeal(const std::string& dir, const RegisteredCheckpoint& record);
+
+// The same in two parts: the text of seal.json, and writing it.
+std::string EncodeSeal(const RegisteredCheckpoint& record);
+absl::Status WriteSealText(const std::string& dir, absl::string_view text);
+
+// Fills in what a record says of its files, `files` and the manifest in `dir`, and then its hash.
+absl::Status SealFiles(const std::string& dir, const std::vector<ManifestFile>& files,
+                       RegisteredCheckpoint* record);
+
+// For BeginSealing(): what the record of such a checkpoint takes at most.
+size_t RoomForSeal(const std::string& job, const std::string& path);
 
 // Errors: NOT_FOUND if the folder has none; DATA_LOSS if it is damaged, UNIMPLEMENTED if it is of a
 // newer version: a load passes over the checkpoint, which may be held back. Others may pass, see

@@ -108,7 +108,11 @@ absl::Status StagedSave::Publish(Comm& comm, Publication publication, const absl
   }
   std::vector<ManifestFile> all;
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, written, mine, &all));
-  MUSTER_RETURN_IF_ERROR(PublishOnNodes(comm, publication, std::move(all)));
+  MUSTER_RETURN_IF_ERROR(ProveTogether(comm, path_, mine));
+  std::optional<RegisteredCheckpoint> previous;
+  if (comm.rank() == 0) previous = PreviousRecord(publication.path);
+  MUSTER_RETURN_IF_ERROR(PublishOnNodes(comm, publication, all));
+  SealOnNodes(comm, publication, all, previous);
   if (!publication.folder.has_value() || publication.options.keep <= 0) return absl::OkStatus();
   // The checkpoint is there: an old one that cannot be deleted does not change that.
   const absl::Status rotated =
@@ -116,6 +120,33 @@ absl::Status StagedSave::Publish(Comm& comm, Publication publication, const absl
                     publication.options.keep_every, mu_, publication.options.disposal);
   if (!rotated.ok() && comm.rank() == 0) MUSTER_LOG(Warning) << rotated.message();
   return absl::OkStatus();
+}
+
+void StagedSave::SealOnNodes(Comm& comm, const Publication& publication,
+                             const std::vector<ManifestFile>& files,
+                             const std::optional<RegisteredCheckpoint>& previous) {
+  std::string text;
+  if (comm.rank() == 0) {
+    const absl::Status made = OnlyLeader(groups_, mu_, [&]() -> absl::Status {
+      MUSTER_ASSIGN_OR_RETURN(
+          const RegisteredCheckpoint record,
+          MakeRecord(publication, publication.path, comm.size(), files, previous));
+      text = EncodeSeal(record);
+      return absl::OkStatus();
+    });
+    if (!made.ok()) {
+      MUSTER_LOG(Warning) << publication.path << " is saved without a " << kSealName << ": "
+                          << made.message();
+    }
+  }
+  text = comm.BroadcastBytes(text, 0);
+  if (text.empty()) return;
+  const absl::Status written =
+      OnlyLeader(groups_, mu_, [&] { return WriteSealText(publication.path, text); });
+  if (!written.ok()) {
+    MUSTER_LOG(Warning) << publication.path << " is saved on this node without a " << kSealName
+                        << ": " << written.message();
+  }
 }
 
 absl::Status StagedSave::PublishOnNodes(Comm& comm, const Publication& publication,

@@ -13,6 +13,7 @@
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/publication.h"
+#include "worker/checkpoint/registrar.h"
 #include "worker/collective/comm.h"
 
 namespace muster {
@@ -64,6 +65,11 @@ class StagedSave {
   // On several disks.
   absl::Status PublishOnNodes(Comm& comm, const Publication& publication,
                               std::vector<ManifestFile> files);
+  // After that: the same record on every disk. A node of which only a part is there under a
+  // temporary name must not look sealed, so not before. The checkpoint is there without it, too.
+  void SealOnNodes(Comm& comm, const Publication& publication,
+                   const std::vector<ManifestFile>& files,
+                   const std::optional<RegisteredCheckpoint>& previous);
 
   NodeGroups groups_;
   Mutex* mu_;

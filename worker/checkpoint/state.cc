@@ -24,6 +24,7 @@
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/publication.h"
 #include "worker/checkpoint/seal.h"
+#include "worker/checkpoint/sealing.h"
 #include "worker/checkpoint/shared_files.h"
 #include "worker/checkpoint/snapshot.h"
 #include "worker/checkpoint/staged_save.h"
@@ -148,7 +149,7 @@ absl::Status StateWriter::CheckName(const std::string& name) const {
     return absl::InvalidArgumentError(absl::StrCat("file ", name, " was written already"));
   }
   if (name.find('/') != std::string::npos || name == kManifestName || name == kSealName ||
-      name == kPinName) {
+      name == kSealingName || name == kPinName) {
     return absl::InvalidArgumentError(
         absl::StrCat("\"", name, "\" is not a valid name for a checkpoint's file"));
   }

@@ -22,6 +22,7 @@
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/fake_device.h"
+#include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/publication.h"
 #include "worker/checkpoint/staging_folder.h"
 #include "worker/collective/borrowed_comm.h"
@@ -79,10 +80,10 @@ TEST_F(StateTest, ThreeRanks_SaveTogetherAndReadBack) {
     EXPECT_THAT(std::string(reader->Read("optimizer.safetensors").status().message()),
                 HasSubstr("has no optimizer.safetensors (it has model.safetensors, random"));
   });
-  EXPECT_THAT(
-      *ListDirectory(dir),
-      ElementsAre("manifest.json", "model.safetensors", "random_states_0.safetensors",
-                  "random_states_1.safetensors", "random_states_2.safetensors", "scheduler.json"));
+  EXPECT_THAT(*ListDirectory(dir),
+              ElementsAre("manifest.json", "model.safetensors", "random_states_0.safetensors",
+                          "random_states_1.safetensors", "random_states_2.safetensors",
+                          "scheduler.json", kSealName));
 }
 
 TEST_F(StateTest, FilesOfManyBlocks_HaveTheirDigestsAndAlignedData) {

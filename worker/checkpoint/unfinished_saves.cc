@@ -14,6 +14,7 @@
 #include "base/status_macros.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
+#include "worker/checkpoint/sealing.h"
 
 namespace muster {
 namespace {
@@ -37,6 +38,10 @@ std::optional<UnfinishedSave> LookAt(const std::string& path, const std::string&
   save.checkpoint = checkpoint;
   save.writer = WriterOf(path);
   save.sealed = PathExists(JoinPath(path, kSealName));
+  if (const absl::StatusOr<Sealing> sealing = ReadSealing(path); sealing.ok() && !save.sealed) {
+    save.sealed = sealing->state == Sealing::State::kSealed;
+    save.asked = sealing->state == Sealing::State::kAsked;
+  }
   save.changed = absl::TimeFromTimespec(info.st_mtim);
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(path);
   if (absl::IsNotFound(names.status())) return std::nullopt;

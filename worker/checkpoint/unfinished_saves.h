@@ -21,6 +21,8 @@ struct UnfinishedSave {
   // checkpoint and no newer one has it, or the job's coordinator knows it; and from the next save
   // in the folder, and from `muster checkpoints prune`, where no other one has it.
   bool sealed = false;
+  // All of it is written, and only the registry knows whether it has sealed it: no save removes it.
+  bool asked = false;
   uint64_t bytes = 0;  // that it takes on the disk; room is reserved before it is written
   absl::Time changed;  // when something in it was last written, by the clock of the file system
 };

@@ -42,6 +42,8 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
   explicit CoordinatorRegistrar(std::shared_ptr<CoordinatorClient> client)
       : client_(std::move(client)) {}
 
+  std::string job() const override { return client_->job(); }
+
   absl::StatusOr<uint64_t> Begin(const CheckpointRegistration& registration) override {
     absl::StatusOr<uint64_t> id = TryBegin(registration);
     if (rpc::GetReason(id.status()) != v1::ERROR_REASON_CHECKPOINT_CONFLICT) return id;
