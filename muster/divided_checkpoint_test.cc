@@ -9,6 +9,7 @@
 
 #include "ATen/CPUGeneratorImpl.h"
 #include "ATen/Functions.h"
+#include "base/file.h"
 #include "muster/accelerator.h"
 #include "muster/checkpoint.h"
 #include "muster/optim.h"
@@ -169,6 +170,28 @@ TEST(DividedCheckpoint, EachTensorAndState_IsInOneFile) {
     EXPECT_EQ(seen.size(), count - (file == "model.safetensors" ? 1 : 3)) << file;
     for (const auto& [name, times] : seen) EXPECT_EQ(times, 1) << name;
   }
+}
+
+// Rank 0 has all states and plans all of them. The part of another rank in its own plan, too, would
+// be listed by tensor there and by file here, and a coordinator would find no file with the
+// tensors.
+TEST(DividedCheckpoint, StatesThatAllRanksHave_AreInThePlanOfRank0Alone) {
+  const std::string dir = TestDir("planned_once");
+  RunAccelerators(2, Dividing(), [&](Accelerator& a) {
+    TiedNet net;
+    torch::optim::Adam adam(net->distinct(), torch::optim::AdamOptions(1e-2));
+    auto [model, optimizer] = a.prepare(net, adam);
+    Train(a, model, optimizer, 0, 1);
+    ASSERT_TRUE(a.save_state(dir).ok());
+  });
+  EXPECT_EQ(WriterOf(dir, "optimizer-00002-of-00002.safetensors"), 1);
+  const auto header_of = [&](int rank) {
+    const std::string text = *ReadFile(dir + "/" + RandomStatesFileName(rank));
+    return text.substr(8, text.find('\0', 8) - 8);
+  };
+  EXPECT_THAT(header_of(0), HasSubstr(R"(\"optimizer-00002-of-00002.safetensors\":\"9 tensors, )"));
+  EXPECT_THAT(header_of(1), HasSubstr(R"(\"optimizer-00002-of-00002.safetensors\":\"optimizer)"));
+  EXPECT_THAT(header_of(1), testing::Not(HasSubstr(R"(\"files\")")));
 }
 
 TEST(DividedCheckpoint, SmallModelHooksAndRanksThatTrainApart_AreWrittenByRank0) {

@@ -767,7 +767,8 @@ absl::Status CheckpointState::WriteOptimizer(StateWriter& writer, size_t index,
       const std::map<std::string, at::Tensor> taken = TakeStateOf(parameter, &state);
       const bool mine = parts[k].rank == process_.rank();
       for (const auto& [key, tensor] : taken) {
-        if (mine || (process_.rank() == 0 && live)) plan_->Holds(name, part, key, tensor);
+        // One rank alone: the other might plan by files where that one lists tensors.
+        if (live ? process_.rank() == 0 : mine) plan_->Holds(name, part, key, tensor);
         if (mine) put(key, tensor, file);
       }
     }
