@@ -511,6 +511,14 @@ void Staging::LetOthersRead() {
 Staging::~Staging() {
   // After a commit that failed other nodes may have published: it stays for SettleNodes().
   if (!path_.empty() && !prepared_ && !taken_over_) {
+    // First: what is left of it if this process ends now must not look like a sealed one that lacks
+    // its name, nor like one that the registry was asked about.
+    for (const char* const name : {kSealName, kSealingName}) {
+      const std::string record = JoinPath(path_, name);
+      if (unlink(record.c_str()) != 0 && errno != ENOENT) {
+        MUSTER_LOG(Warning) << "cannot remove " << record;
+      }
+    }
     if (const absl::Status removed = RemoveTree(path_); !removed.ok()) {
       MUSTER_LOG(Warning) << removed.message();
     }

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/file.h>
+#include <sys/inotify.h>
 #include <unistd.h>
 
 #include <csignal>
@@ -19,6 +20,7 @@
 #include "base/test_folder.h"
 #include "base/test_hidden_path.h"
 #include "worker/checkpoint/disposal.h"
+#include "worker/checkpoint/sealing.h"
 #include "worker/checkpoint/staging_folder.h"
 
 namespace muster {
@@ -55,6 +57,35 @@ TEST_F(FolderTest, Publish_AppearsWholeAndLeavesNoStaging) {
   EXPECT_THAT(*ListDirectory(Path("deep/er")), ElementsAre("ckpt"));
   EXPECT_THAT(*ListDirectory(Path("deep/er/ckpt")), ElementsAre("a", "b", "manifest.json"));
   EXPECT_TRUE(VerifyCheckpoint(Path("deep/er/ckpt"), VerifyLevel::kContents).ok());
+}
+
+// A process that ends while it removes a save that failed leaves a part of it: nobody is to wait
+// for that to get a name, nor for a registry to say whether it is sealed.
+TEST_F(FolderTest, SaveThatFails_LosesItsRecordsFirst) {
+  const OwnedFd events(inotify_init1(IN_NONBLOCK | IN_CLOEXEC));
+  ASSERT_TRUE(events.open());
+  {
+    auto staging = Staging::Create(Path("checkpoint_0"));
+    ASSERT_TRUE(staging.ok()) << staging.status();
+    std::vector<std::string> names = {kSealName, kSealingName};
+    for (int i = 0; i < 20; ++i) names.insert(names.begin() + i % 2, absl::StrCat("file_", i));
+    for (const std::string& name : names) {
+      ASSERT_TRUE(WriteFileAtomically(JoinPath(staging->path(), name), "x").ok());
+    }
+    ASSERT_GE(inotify_add_watch(events.get(), staging->path().c_str(), IN_DELETE), 0);
+  }
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre());
+  alignas(inotify_event) char buffer[8192];
+  const ssize_t size = read(events.get(), buffer, sizeof(buffer));
+  std::vector<std::string> removed;
+  for (ssize_t at = 0; at < size;) {
+    const auto* const event = reinterpret_cast<const inotify_event*>(buffer + at);
+    if (event->len > 0) removed.push_back(event->name);
+    at += static_cast<ssize_t>(sizeof(inotify_event) + event->len);
+  }
+  ASSERT_EQ(removed.size(), 22u);
+  removed.resize(2);
+  EXPECT_THAT(removed, ElementsAre(kSealName, kSealingName));
 }
 
 // Killed between the parts of WriteFileAtomically.
