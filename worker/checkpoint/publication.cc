@@ -357,17 +357,17 @@ bool MayBeTaken(const RegisteredCheckpoint& seal,
 // What writers left that had asked for a seal: the registry says now which of these are sealed. A
 // folder gets its record, by which the next save or load gives it its name, or goes with the next
 // save. One that another registry was asked about stays.
-void SettleAsked(const CheckpointFolder& folder, const CheckpointRegistrar& registrar,
-                 const std::vector<std::string>& asked,
+void SettleAsked(const CheckpointRegistrar& registrar, const std::vector<std::string>& asked,
                  const std::vector<RegisteredCheckpoint>& records) {
   for (const std::string& path : asked) {
     const OwnedFd lock(LockFolder(path, absl::ZeroDuration()));
     if (!lock.open()) continue;
     const absl::StatusOr<Sealing> sealing = ReadSealing(path);
     if (!sealing.ok() || sealing->state != Sealing::State::kAsked) continue;
+    // By its name alone, which is random: this node may have the project folder under another path
+    // than the one that saved.
     const auto record = std::find_if(records.begin(), records.end(), [&](const auto& one) {
-      return BaseName(one.staging) == BaseName(path) &&
-             ParentPath(one.staging) == AbsolutePath(folder.root());
+      return BaseName(one.staging) == BaseName(path);
     });
     absl::Status settled;
     if (record == records.end()) {
@@ -436,7 +436,7 @@ void Register(const Publication& publication, const RegisteredCheckpoint& record
   const absl::StatusOr<std::vector<RegisteredCheckpoint>> records = registrar.List();
   if (records.ok()) {
     const OptionalLock lock(publication.folder_mu);
-    SettleAsked(*publication.folder, registrar, asked, *records);
+    SettleAsked(registrar, asked, *records);
   }
   if (publication.options.keep <= 0) return;
   const absl::Status rotated =
@@ -909,7 +909,7 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
     MUSTER_ASSIGN_OR_RETURN(unnamed, folder.PublishSealed());
     return by_folder({}, {});
   }
-  SettleAsked(folder, *registrar, folder.AskedToSeal(), *records);
+  SettleAsked(*registrar, folder.AskedToSeal(), *records);
   MUSTER_ASSIGN_OR_RETURN(unnamed, folder.PublishSealed());
   const std::string root = AbsolutePath(folder.root());
   std::vector<std::string> left_out;  // no run resumes from them

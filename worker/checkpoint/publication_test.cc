@@ -495,6 +495,19 @@ TEST_F(KilledAtTheSealTest, Sealed_IsTakenByALoad) {
   EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1"));
 }
 
+// Where the node that saved had the project folder under another path.
+TEST_F(KilledAtTheSealTest, SealedUnderAnotherPath_IsNotTakenForOneThatIsNotSealed) {
+  ASSERT_TRUE(Save(0).ok());
+  SaveAndKill(1, /*sealed=*/true);
+  RegisteredCheckpoint& record = registrar_.records.rbegin()->second;
+  record.path = JoinPath("/elsewhere", BaseName(record.path));
+  record.staging = JoinPath("/elsewhere", BaseName(record.staging));
+  EXPECT_EQ(Resume(nullptr), "checkpoint_0");
+  ASSERT_TRUE(Save(2).ok());
+  ASSERT_TRUE(Save(3).ok());
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_3"));
+}
+
 TEST_F(KilledAtTheSealTest, NotSealed_GoesOnceTheRegistryHasSaidSo) {
   for (const bool loads : {true, false}) {
     ASSERT_TRUE(Save(10 + 10 * loads).ok());
