@@ -799,17 +799,29 @@ absl::Status ProveTogether(Comm& comm, const std::string& staging_path,
     MUSTER_ASSIGN_OR_RETURN(report, ReportOfFiles(staging_path, comm.rank(), mine));
     return absl::OkStatus();
   });
+  // Rank 0 keeps its plan, which has the files of all ranks: one message that is much longer than
+  // the others makes gathering take as many rounds as there are ranks.
+  FileReport told = report;
+  if (comm.rank() == 0) told.planned.clear();
   const std::vector<std::string> all = comm.AllGatherBytes(
-      read.ok() ? absl::StrCat("+", report.Encode()) : absl::StrCat("-", read.message()));
-  std::vector<FileReport> reports;
+      read.ok() ? absl::StrCat("+", told.Encode()) : absl::StrCat("-", read.message()));
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (!absl::StartsWith(all[rank], "+")) {
       return absl::InternalError(absl::StrCat("rank ", rank, ": ", all[rank].substr(1)));
     }
-    MUSTER_ASSIGN_OR_RETURN(FileReport parsed, FileReport::Parse(all[rank].substr(1)));
-    reports.push_back(std::move(parsed));
   }
-  return CheckPlannedFiles(reports);
+  absl::Status proven;
+  if (comm.rank() == 0) {
+    proven = GuardRank([&]() -> absl::Status {
+      std::vector<FileReport> reports = {report};
+      for (size_t rank = 1; rank < all.size(); ++rank) {
+        MUSTER_ASSIGN_OR_RETURN(FileReport parsed, FileReport::Parse(all[rank].substr(1)));
+        reports.push_back(std::move(parsed));
+      }
+      return CheckPlannedFiles(reports);
+    });
+  }
+  return StatusOfMain(comm, proven);
 }
 
 std::optional<RegisteredCheckpoint> PreviousRecord(const std::string& path) {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -28,6 +29,7 @@
 #include "worker/checkpoint/sealing.h"
 #include "worker/checkpoint/staging_folder.h"
 #include "worker/checkpoint/state.h"
+#include "worker/collective/borrowed_comm.h"
 #include "worker/collective/thread_comm.h"
 
 namespace muster {
@@ -383,6 +385,38 @@ TEST_F(WithoutRegistryTest, WithoutItsName_GetsItFromTheNextSaveOrLoad) {
     EXPECT_FALSE(PathExists(left));
     EXPECT_TRUE(Check(number).ok());
   }
+}
+
+// Keeps how long the longest message is that this rank gives to all.
+class MeasuringComm : public BorrowedComm {
+ public:
+  using BorrowedComm::BorrowedComm;
+  std::vector<std::string> AllGatherBytes(const std::string& bytes) override {
+    longest = std::max(longest, bytes.size());
+    return BorrowedComm::AllGatherBytes(bytes);
+  }
+  size_t longest = 0;
+};
+
+// One rank with much more to say than the others makes gathering take a round for each rank.
+TEST_F(WithoutRegistryTest, PlanOfAllRanks_StaysOnRank0) {
+  nlohmann::json plan = {{"tensors", nlohmann::json::array()}, {"parts", nlohmann::json::object()}};
+  for (int rank = 0; rank < 1000; ++rank) {
+    plan["files"][PartFileName(ModelFileName(0), rank, 1000)] = "3 tensors, 00";
+  }
+  RunRanks(2, [&](Comm& comm) {
+    MeasuringComm measuring(comm);
+    const absl::Status saved =
+        SaveNumberedCheckpoint(measuring, folder_, {.iteration = 0}, {}, [&](StateWriter& writer) {
+          StateDict random;
+          random.SetTensor("cpu", at::full({3}, 1.0));
+          if (writer.rank() == 0) random.SetMetadata("muster.plan", plan.dump());
+          return writer.Write(RandomStatesFileName(writer.rank()), random);
+        });
+    EXPECT_THAT(std::string(saved.message()),
+                HasSubstr("no rank has written model-00001-of-01000"));
+    EXPECT_LT(measuring.longest, size_t{2} << 10);
+  });
 }
 
 TEST_F(PublicationTest, CoordinatorWithoutTheService_TheFolderAloneCounts) {
