@@ -192,6 +192,33 @@ TEST(ShardingDtypes, OutputDtypeUnderMixedPrecision_ConvertsWhatUnitsReturn) {
   EXPECT_EQ(Net()->forward(Random({4, 5}, 1)).scalar_type(), at::kFloat);
 }
 
+// As for generate() or an export, while parameters are whole.
+TEST(ShardingDtypes, OutputDtypeOfUnits_LeavesPassesOfTheBareModuleAlone) {
+  for (const bool again : {false, true}) {
+    for (const int ranks : {1, 2}) {
+      AcceleratorOptions options = Sharded("zero1");
+      options.mixed_precision = "bf16";
+      options.sharding->output_dtype = at::kBFloat16;
+      if (again) options.activation_checkpointing.emplace().enabled = true;
+      Net plain;
+      plain->eval();
+      const at::Tensor want = plain->forward(Random({4, 5}, 1)).detach();
+      RunAccelerators(ranks, options, [&](Accelerator& a) {
+        Net net;
+        auto model = a.prepare(net);
+        a.summon_full_params(model, [&] {
+          const at::NoGradGuard no_grad;
+          net->eval();
+          EXPECT_TRUE(at::equal(a.unwrap_model(model)->forward(Random({4, 5}, 1)), want));
+          EXPECT_THAT(net->seen, ElementsAre(at::kFloat, at::kFloat));
+        });
+        model(Random({4, 5}, 1));
+        EXPECT_THAT(net->seen, ElementsAre(at::kBFloat16, at::kBFloat16));
+      });
+    }
+  }
+}
+
 TEST(ShardingDtypes, BufferDtype_IsTheCastByHandUnderEveryStrategy) {
   for (const char* strategy : {"no_shard", "zero1", "zero2", "zero3", "hybrid"}) {
     for (const int ranks : {1, 2, 4}) {

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <unordered_map>
 
+#include "ATen/autocast_mode.h"
 #include "absl/base/thread_annotations.h"
 #include "base/mutex.h"
 #include "torch/nn/module.h"
@@ -22,6 +23,13 @@ struct Registry {
 Registry& TheRegistry() {
   static Registry& registry = *new Registry;
   return registry;
+}
+
+// As a pass of a prepared model does. In another one, of the bare module, the next module would
+// refuse a dtype that its weights do not have.
+bool RunsUnderAutocast() {
+  return at::autocast::is_autocast_enabled(c10::kCPU) ||
+         at::autocast::is_autocast_enabled(c10::kCUDA);
 }
 
 }  // namespace
@@ -49,7 +57,10 @@ OutputDtypes::~OutputDtypes() {
 
 std::optional<c10::ScalarType> OutputDtypeOf(const torch::nn::Module* module) {
   Registry& registry = TheRegistry();
-  if (module == nullptr || registry.lists.load(std::memory_order_acquire) == 0) return std::nullopt;
+  if (module == nullptr || registry.lists.load(std::memory_order_acquire) == 0 ||
+      !RunsUnderAutocast()) {
+    return std::nullopt;
+  }
   MutexLock lock(&registry.mu);
   const auto found = registry.dtypes.find(module);
   if (found == registry.dtypes.end()) return std::nullopt;
