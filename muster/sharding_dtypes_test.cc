@@ -264,6 +264,44 @@ TEST(ShardingDtypes, BuffersOfIgnoredModulesAndOfModelsForEvaluation_StayAsTheyA
   }
 }
 
+// A tensor is both a parameter and a buffer, and a buffer is both inside of an ignored module and
+// outside.
+struct SharesImpl : torch::nn::Module {
+  SharesImpl() : net(register_module("net", Net())), outer(register_module("outer", Net())) {
+    weight = register_parameter("weight", Random({5}, 40));
+    outer->register_buffer("weight", weight);
+    register_buffer("scale", net->scale);
+  }
+  at::Tensor forward(const at::Tensor& x) { return outer(net(x)) * weight; }
+  Net net, outer;
+  at::Tensor weight;
+};
+TORCH_MODULE(Shares);
+
+TEST(ShardingDtypes, TensorThatIsAlsoAParameterOrIgnored_IsNotConverted) {
+  for (const int ranks : {1, 2}) {
+    const std::string what = c10::str(ranks, " ranks");
+    AcceleratorOptions options = Sharded("no_shard");  // others refuse such a parameter
+    std::map<std::string, at::Tensor> want;
+    RunAccelerators(ranks, options, [&](Accelerator& a) {
+      Shares shares;
+      shares->outer->scale.set_data(shares->outer->scale.to(at::kBFloat16));
+      auto got = Train(a, shares, [](const at::Tensor& out) { return out; });
+      if (a.is_main_process()) want = std::move(got);
+    });
+    options.sharding->buffer_dtype = at::kBFloat16;
+    options.sharding->ignored_modules = "net";
+    RunAccelerators(ranks, options, [&](Accelerator& a) {
+      Shares shares;
+      const auto got = Train(a, shares, [](const at::Tensor& out) { return out; });
+      EXPECT_EQ(shares->weight.scalar_type(), at::kFloat) << what;
+      EXPECT_EQ(shares->net->scale.scalar_type(), at::kFloat) << what;
+      EXPECT_EQ(shares->outer->scale.scalar_type(), at::kBFloat16) << what;
+      if (a.is_main_process()) ExpectEqual(got, want, what);
+    });
+  }
+}
+
 // Into a model with another policy, or none, and back.
 TEST(ShardingDtypes, Checkpoints_HoldBuffersAsTheyAreAndConvertOnTheWayIn) {
   for (const char* strategy : {"no_shard", "zero3"}) {

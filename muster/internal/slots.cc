@@ -273,9 +273,19 @@ void ModelSlot::ConvertBuffers() {
     if (source_->module() != nullptr) {
       ignored = InIgnoredModules(*source_->module(), names, process.sharding());
     }
+    // Under any of its names: a tensor may have several, in other modules.
+    std::unordered_set<const void*> stay;
+    for (const auto& [name, parameter] : source_->parameters()) {
+      stay.insert(parameter.unsafeGetTensorImpl());
+    }
+    for (const auto& [name, buffer] : buffers) {
+      if (ignored.count(name) > 0 || IsRunningStatistic(name)) {
+        stay.insert(buffer.unsafeGetTensorImpl());
+      }
+    }
     for (const auto& [name, buffer] : buffers) {
       if (!buffer.is_floating_point() || buffer.scalar_type() == *dtype ||
-          ignored.count(name) > 0 || IsRunningStatistic(name)) {
+          stay.count(buffer.unsafeGetTensorImpl()) > 0) {
         continue;
       }
       at::Tensor(buffer).set_data(buffer.detach().to(*dtype));
