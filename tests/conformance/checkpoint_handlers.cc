@@ -24,6 +24,7 @@
 #include "torch/nn/modules/batchnorm.h"
 #include "torch/nn/modules/container/sequential.h"
 #include "torch/nn/modules/linear.h"
+#include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/state.h"
 
@@ -138,7 +139,7 @@ void TrainAndSave(Accelerator& accelerator, const Plan& plan) {
 // What Accelerate calls the file that Muster calls `name`; nothing for one that Accelerate has no
 // file for (docs/accelerate.md). A name that is neither stays: the case fails then.
 std::optional<std::string> AccelerateName(absl::string_view name, bool safe) {
-  if (name == kManifestName || absl::StartsWith(name, "sampler") ||
+  if (name == kManifestName || name == kSealName || absl::StartsWith(name, "sampler") ||
       absl::StartsWith(name, "dl_state_dict")) {
     return std::nullopt;
   }
