@@ -109,12 +109,20 @@ size_t RoomForSeal(const std::string& job, const std::string& path) {
 }
 
 absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir) {
-  const std::string path = JoinPath(dir, kSealName);
+  std::string path = JoinPath(dir, kSealName);
   const auto bad = [&path](absl::string_view why) {
     return absl::DataLossError(absl::StrCat(path, " is not a record of a checkpoint: ", why));
   };
-  const absl::StatusOr<std::string> text = ReadRecordFile(path, kMaxBytes);
-  if (absl::IsNotFound(text.status())) MUSTER_RETURN_IF_ERROR(CheckLink(dir));
+  absl::StatusOr<std::string> text = ReadRecordFile(path, kMaxBytes);
+  if (absl::IsNotFound(text.status())) {
+    MUSTER_RETURN_IF_ERROR(CheckLink(dir));
+    // A disk that is read-only cannot give a record the name that it lacks.
+    MUSTER_ASSIGN_OR_RETURN(const Sealing sealing, ReadSealing(dir));
+    if (sealing.state == Sealing::State::kSealed) {
+      path = JoinPath(dir, kSealingName);
+      text = ReadRecordFile(path, kMaxBytes);
+    }
+  }
   MUSTER_RETURN_IF_ERROR(text.status());
   const absl::StatusOr<Json> parsed = ParseJson(*text, path);
   if (!parsed.ok()) return absl::DataLossError(parsed.status().message());

@@ -19,6 +19,7 @@
 #include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
+#include "worker/checkpoint/sealing.h"
 
 namespace muster {
 namespace {
@@ -54,6 +55,20 @@ TEST(Seal, WrittenAndRead_IsTheSame) {
   EXPECT_EQ(read->sha256, Record().sha256);
   EXPECT_EQ(read->signature, Record().signature);
   EXPECT_EQ(read->job, Record().job);
+}
+
+// Its writer was killed before the rename, and this disk is read-only now.
+TEST(Seal, RecordThatLacksOnlyItsName_IsRead) {
+  const TestFolder folder;
+  const std::string& dir = folder.path();
+  ASSERT_TRUE(WriteSeal(dir, Record()).ok());
+  ASSERT_EQ(std::rename(folder.Path(kSealName).c_str(), folder.Path(kSealingName).c_str()), 0);
+  const auto read = ReadSeal(dir);
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(read->sha256, Record().sha256);
+  // Of one that was only asked for, there is none.
+  ASSERT_TRUE(BeginSealing(dir, "j", 1, 10).ok());
+  EXPECT_TRUE(absl::IsNotFound(ReadSeal(dir).status()));
 }
 
 TEST(Seal, Text_IsThatOfTheChain) {
