@@ -14,7 +14,8 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
-#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "base/clock.h"
 #include "base/mutex.h"
 #include "coordinator/journal/journal.h"
 #include "coordinator/journal/memory_journal.h"
@@ -135,7 +136,7 @@ class GrpcFrontendTest : public ::testing::Test {
   explicit GrpcFrontendTest(const GrpcFrontend::Limits& limits,
                             std::unique_ptr<Journal> journal = std::make_unique<MemoryJournal>())
       : runner_(CoreRunner::Options(), std::move(journal)),
-        frontend_(&runner_, &metrics_, absl::Now(), limits) {
+        frontend_(&runner_, &metrics_, Clock::Real().Now(), limits) {
     EXPECT_TRUE(runner_.Start().ok());
   }
   // Worker w0 is all of job "j".
@@ -375,9 +376,9 @@ class SilentTest : public GrpcFrontendTest {
 
 TEST_F(SilentTest, CallOrStreamWithoutAMessage_IsEndedInTime) {
   for (const char* method : {kWait, kAttach}) {
-    const absl::Time before = absl::Now();
+    const absl::Time before = Clock::Real().Now();
     const Opened opened = Open(method);
-    const absl::Time after = absl::Now();
+    const absl::Time after = Clock::Real().Now();
     frontend_.EndSilent(before + absl::Seconds(29));
     EXPECT_FALSE(opened.life->status.has_value()) << method;
     frontend_.EndSilent(after + absl::Seconds(30));
@@ -389,7 +390,7 @@ TEST_F(SilentTest, CallOrStreamWithoutAMessage_IsEndedInTime) {
 TEST_F(SilentTest, CallThatHasSentItsMessage_IsNotEnded) {
   const Opened opened = Open(kWait);
   Happen(opened, RpcEvent::kRead, true, WaitForAKey());
-  frontend_.EndSilent(absl::Now() + absl::Hours(1));
+  frontend_.EndSilent(Clock::Real().Now() + absl::Hours(1));
   EXPECT_FALSE(opened.life->status.has_value());
   Happen(opened, RpcEvent::kGone, false);
   Happen(opened, RpcEvent::kFinished, true);
@@ -407,7 +408,7 @@ TEST_F(SilentTest, TooManySilentCalls_AreRefusedUntilOneSpeaks) {
   Happen(first, RpcEvent::kRead, true, WaitForAKey());
   const Opened fourth = Open(kWait);
   EXPECT_FALSE(fourth.life->status.has_value());
-  frontend_.EndSilent(absl::Now() + absl::Hours(1));
+  frontend_.EndSilent(Clock::Real().Now() + absl::Hours(1));
   End(second);
   End(fourth);
   Happen(first, RpcEvent::kGone, false);
@@ -536,7 +537,7 @@ TEST_F(HealthTest, SilentCallsToIt_TakeNoRoomFromOthers) {
   EXPECT_EQ(second.life->status, grpc::StatusCode::UNAVAILABLE);
   const Opened other = Open("/muster.v1.KeyValueStore/Wait");
   EXPECT_FALSE(other.life->status.has_value());
-  frontend_.EndSilent(absl::Now() + absl::Hours(1));
+  frontend_.EndSilent(Clock::Real().Now() + absl::Hours(1));
   Happen(second, RpcEvent::kFinished, true);
   Happen(second, RpcEvent::kGone, false);
   for (const Opened& call : {first, other}) {
