@@ -16,8 +16,10 @@ class Module;
 
 namespace muster {
 
-// While it lives, muster::call() of `modules` converts what they return to `dtype`. A module that
-// another one has too is converted to the dtype of the newest. Thread-safe.
+// While it lives, muster::call() of `modules` converts what they return to `dtype` where autocast
+// is on, as in a pass of the prepared model: in another one, of the bare module, the next module
+// would refuse a dtype that its weights do not have. A module that another one has too is converted
+// to the dtype of the newest. Thread-safe.
 class OutputDtypes {
  public:
   OutputDtypes(std::vector<std::shared_ptr<torch::nn::Module>> modules, c10::ScalarType dtype);
@@ -30,7 +32,7 @@ class OutputDtypes {
   const std::vector<std::shared_ptr<torch::nn::Module>> modules_;
 };
 
-// That of a call of `module`, which may be null.
+// That of a call of `module`, which may be null, by this thread now.
 std::optional<c10::ScalarType> OutputDtypeOf(const torch::nn::Module* module);
 
 // Returns `output` with its floating-point tensors converted to `dtype` (differentiable).
