@@ -329,12 +329,15 @@ class NodeService {
       const AttemptFolder folder{JoinPath(Attempts(), name)};
       // Its processes may run: an agent that goes on without it would tell the coordinator that it
       // has ended, and nothing would end them. The next start of the agent looks again.
-      const auto unknown = [&name](const absl::Status& why) {
-        return absl::Status(why.code(), absl::StrCat("cannot tell whether attempt ", name,
-                                                     " runs: ", why.message()));
+      const auto unknown = [&name](absl::string_view before, absl::string_view after,
+                                   const absl::Status& why) {
+        return absl::Status(why.code(), absl::StrCat("cannot tell ", before, " attempt ", name, " ",
+                                                     after, ": ", why.message()));
       };
       const absl::StatusOr<std::string> text = ReadFile(folder.Of("record.json"), 1 << 20);
-      if (const absl::Status status = MayPass(text.status()); !status.ok()) return unknown(status);
+      if (const absl::Status status = MayPass(text.status()); !status.ok()) {
+        return unknown("whether", "runs", status);
+      }
       const json record =
           text.ok() ? json::parse(*text, nullptr, /*allow_exceptions=*/false) : json();
       const auto is = [&](const char* name_of, bool (json::*type)() const noexcept) {
@@ -349,7 +352,7 @@ class NodeService {
       }
       const AttemptKey key(record["job"].get<std::string>(), record["attempt"].get<int>());
       absl::StatusOr<OwnedFd> lock = OpenLock(folder.Of("lock"));
-      if (!lock.ok()) return unknown(lock.status());
+      if (!lock.ok()) return unknown("whether", "runs", lock.status());
       Runner runner{.folder = folder,
                     .pid = -1,
                     .pidfd = {},
@@ -358,14 +361,14 @@ class NodeService {
       const bool running = runner.lock.open() && !IsUnlocked(runner.lock.get());
       attempts_.SetCluster(record["cluster"].get<std::string>());
       const int64_t started = record["started"].get<int64_t>();
+      v1::AttemptEnd end;
       if (!running) {
-        const absl::Status status = MayPass(ReadEnd(folder.Of("end.json")).status());
-        if (!status.ok()) {
-          return absl::Status(status.code(), absl::StrCat("cannot tell how attempt ", name,
-                                                          " has ended: ", status.message()));
+        absl::StatusOr<v1::AttemptEnd> report = ReadEnd(folder.Of("end.json"));
+        if (const absl::Status status = MayPass(report.status()); !status.ok()) {
+          return unknown("how", "has ended", status);
         }
+        end = EndOf(folder, std::move(report));
       }
-      const v1::AttemptEnd end = running ? v1::AttemptEnd() : EndOf(folder);
       attempts_.Adopt(key, running, end, absl::FromUnixMillis(started),
                       WrittenAt(folder.Of("end.json")), Clock::Real().Now(),
                       running ? 0 : AskedFor(folder.path, end));
@@ -455,10 +458,11 @@ class NodeService {
     runner->watched = static_cast<pid_t>(pid);
   }
 
-  // `status`: of waitpid; -1: not known. A full disk may have kept the runner from leaving a
-  // report: its exit code says whether its job has succeeded, and must not be lost with it.
-  static v1::AttemptEnd EndOf(const AttemptFolder& folder, int status = -1) {
-    absl::StatusOr<v1::AttemptEnd> end = ReadEnd(folder.Of("end.json"));
+  // `end`: what ReadEnd() gave. `status`: of waitpid; -1: not known. A full disk may have kept the
+  // runner from leaving a report: its exit code says whether its job has succeeded, and must not be
+  // lost with it.
+  static v1::AttemptEnd EndOf(const AttemptFolder& folder, absl::StatusOr<v1::AttemptEnd> end,
+                              int status = -1) {
     if (end.ok()) return *std::move(end);
     const bool exited = status >= 0 && WIFEXITED(status);
     const std::string missing =
@@ -618,7 +622,8 @@ class NodeService {
       }
       runner.pid = -1;
       if (!RemoveGroup(&runner)) continue;
-      const v1::AttemptEnd end = EndOf(runner.folder, runner.status);
+      const v1::AttemptEnd end =
+          EndOf(runner.folder, ReadEnd(runner.folder.Of("end.json")), runner.status);
       MUSTER_LOG(Info) << "attempt " << BaseName(runner.folder.path) << " has ended: "
                        << (end.end_class() == v1::END_CLASS_SUCCEEDED ? "succeeded" : end.why());
       attempts_.Ended(key, end, UnixMs(), Clock::Real().Now(), AskedFor(runner.folder.path, end));

@@ -357,11 +357,8 @@ std::string HintAtUnnamed(const std::string& dir) {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
   for (const std::string& name : names.value_or(std::vector<std::string>())) {
     const std::string path = JoinPath(parent, name);
-    if (!HasMark(name, BaseName(dir), kStagingMark)) continue;
-    const absl::StatusOr<Sealing> sealing = ReadSealing(path);
-    const bool sealed = PathExists(JoinPath(path, kSealName)) ||
-                        (sealing.ok() && sealing->state == Sealing::State::kSealed);
-    if (!sealed || IsDoomed(path) || WriterOf(path) == FolderWriter::kAlive ||
+    if (!HasMark(name, BaseName(dir), kStagingMark) || IsDoomed(path) ||
+        WriterOf(path) == FolderWriter::kAlive || !AwaitsItsName(path, dir).value_or(false) ||
         !VerifyCheckpoint(path, VerifyLevel::kSizes).ok()) {
       continue;
     }
