@@ -429,9 +429,7 @@ models::GenerationShape ShapeOf(TextGenerator& generator, const models::EncodedP
   for (const int64_t length : prompts.lengths) {
     shape.is_padded = shape.is_padded || length != shape.prompt_tokens;
   }
-  const int64_t room = models::ContextLength(generator.model()->config()) - shape.prompt_tokens;
-  shape.new_tokens = std::max<int64_t>(1, tokens.max_new_tokens);
-  if (options.shorten_to_context) shape.new_tokens = std::clamp<int64_t>(room, 1, shape.new_tokens);
+  shape.new_tokens = models::NewTokens(generator.model()->config(), prompts, options);
   return shape;
 }
 

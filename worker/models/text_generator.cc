@@ -142,14 +142,14 @@ size_t TextsPerPrompt(const GenerateOptions& options) {
   return static_cast<size_t>(std::max<int64_t>(1, options.num_return_sequences));
 }
 
+}  // namespace
+
 int64_t NewTokens(const ModelConfig& config, const EncodedPrompts& prompts,
                   const TextOptions& options) {
   if (!options.shorten_to_context) return options.tokens.max_new_tokens;
   const int64_t room = ContextLength(config) - prompts.ids.size(1);
   return std::clamp<int64_t>(room, 1, options.tokens.max_new_tokens);
 }
-
-}  // namespace
 
 absl::Status CheckPrompts(const ModelConfig& config, const EncodedPrompts& prompts,
                           const TextOptions& options) {

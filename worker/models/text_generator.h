@@ -54,6 +54,10 @@ absl::StatusOr<EncodedPrompts> EncodePrompts(const Tokenizer& tokenizer,
                                              const std::vector<std::string>& prompts,
                                              bool add_special_tokens);
 
+// How many tokens are generated at most: max_new_tokens, or as many as fit into the context.
+int64_t NewTokens(const ModelConfig& config, const EncodedPrompts& prompts,
+                  const TextOptions& options);
+
 // INVALID_ARGUMENT for prompts, or numbers of texts, that Generate() refuses whatever the weights
 // are: for programs that say it before they load a large model.
 absl::Status CheckPrompts(const ModelConfig& config, const EncodedPrompts& prompts,
