@@ -203,6 +203,17 @@ TEST(Unigram, TheLargestSum_Wins) {
   EXPECT_THAT(Cut(Unigram({{"unk_id", nullptr}}), "az"), HasSubstr("no piece covers \"z\""));
 }
 
+// "d" is no piece of its own, but "bd" makes a better way to its end than an unknown "d".
+TEST(Unigram, WithoutUnknown_CharacterThatPiecesCover_IsNoError) {
+  const Json json =
+      Unigram({{"unk_id", nullptr},
+               {"vocab", Json::array({Piece("<unk>", 0.0), Piece("b", -1.0), Piece("bd", -2.0),
+                                      Piece("de", -3.0), Piece("e", -4.0)})}});
+  EXPECT_EQ(Cut(json, "bd"), "bd02");
+  EXPECT_EQ(Cut(json, "bde"), "b01 de13");
+  EXPECT_THAT(Cut(json, "db"), HasSubstr("no piece covers \"d\""));
+}
+
 // As the library: read exactly, "." and ".." add up to the same either way, and ".", ".." would
 // win.
 TEST(Unigram, ScoresOf17Digits_AreReadAsTheLibraryReadsThem) {

@@ -140,10 +140,8 @@ class Unigram final : public Model {
       const auto begin = static_cast<uint32_t>(at);
       NextCharacter(word, at);
       const double here = best[begin].score;
-      const auto offer = [&](size_t end, double score, uint32_t id) {
-        Best& target = best[end];
-        if (target.begin != kNowhere && !(score > target.score)) return;
-        target = {score, begin, id};
+      const auto is_better = [&](size_t end, double score) {
+        return best[end].begin == kNowhere || score > best[end].score;
       };
       bool has_single = false;
       uint32_t node = Trie::kRoot;
@@ -153,16 +151,18 @@ class Unigram final : public Model {
         ++end;
         const uint32_t id = trie_.Value(node);
         if (id == Trie::kNoValue) continue;
-        offer(end, parts_.scores[id] + here, id);
+        const double score = parts_.scores[id] + here;
+        if (is_better(end, score)) best[end] = {score, begin, id};
         has_single = has_single || end == at;
       }
-      if (has_single) continue;
+      const double unknown = unknown_score_ + here;
+      if (has_single || !is_better(at, unknown)) continue;
       if (!parts_.unk_id.has_value()) {
         return absl::FailedPreconditionError(
             absl::StrCat("the model has no unknown token (unk_id), and no piece covers \"",
                          Printable(word.substr(begin, at - begin)), "\""));
       }
-      offer(at, unknown_score_ + here, *parts_.unk_id);
+      best[at] = {unknown, begin, *parts_.unk_id};
     }
     return absl::OkStatus();
   }
