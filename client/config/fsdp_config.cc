@@ -374,8 +374,10 @@ class Resolver {
     }
     bool refused = given.source == "forward_prefetch" && !given.value.is_null();
     if (!refused && !given.value.is_null()) {
-      // The launcher always sets the variable: false is no wish.
-      MUSTER_ASSIGN_OR_RETURN(refused, Truth(given));
+      // The launcher always sets the variable: false is no wish, nor is "none", which it writes for
+      // a null in the config file.
+      const absl::StatusOr<bool> wished = Truth(given);
+      refused = wished.ok() && *wished;
     }
     if (!refused) return absl::OkStatus();
     return Wrong(given,

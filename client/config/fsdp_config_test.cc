@@ -133,8 +133,10 @@ TEST(ResolveFsdp, ForwardPrefetchInVersion2_IsRefusedFromEverySource) {
               HasSubstr("FSDP_FORWARD_PREFETCH"));
   EXPECT_THAT(Error({{"fsdp_version", 2}, {"forward_prefetch", false}}, {}),
               HasSubstr("forward_prefetch"));
-  EXPECT_EQ(Error(nullptr, {{"FSDP_VERSION", "2"}, {"FSDP_FORWARD_PREFETCH", "false"}}),
-            "accepted");
+  for (const char* no_wish : {"false", "none"}) {
+    EXPECT_EQ(Error(nullptr, {{"FSDP_VERSION", "2"}, {"FSDP_FORWARD_PREFETCH", no_wish}}),
+              "accepted");
+  }
 }
 
 TEST(ResolveFsdp, NamesOfClasses_AreTrimmed) {
