@@ -14,6 +14,7 @@
 #include "absl/strings/str_split.h"
 #include "base/exit_code.h"
 #include "base/machine.h"
+#include "base/memory_left.h"
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "base/units.h"
@@ -22,7 +23,6 @@
 #include "client/cli/command_line.h"
 #include "worker/bigmodel/device_map.h"
 #include "worker/bigmodel/map_checks.h"
-#include "worker/checkpoint/aligned_memory.h"
 
 namespace muster::client {
 namespace {

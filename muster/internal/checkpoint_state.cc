@@ -26,13 +26,13 @@
 #include "base/clock.h"
 #include "base/file.h"
 #include "base/log.h"
+#include "base/memory_left.h"
 #include "base/status_macros.h"
 #include "base/units.h"
 #include "muster/internal/backward_updates.h"
 #include "muster/internal/full_state.h"
 #include "muster/internal/incoming_weights.h"
 #include "muster/internal/model_source.h"
-#include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/async_saver.h"
 #include "worker/checkpoint/checkpoint_search.h"
 #include "worker/checkpoint/clean_path.h"
@@ -1625,6 +1625,31 @@ class PartsReader {
 
 }  // namespace
 
+bool CheckpointState::HasNoRoomFor(const StateReader& reader,
+                                   const std::vector<std::string>& files) const {
+  const ShardingOptions& sharding = process_.sharding();
+  if (reader.in_memory()) return false;
+  if (sharding.offload_parameters == Offload::kDisk ||
+      sharding.offload_optimizer == Offload::kDisk) {
+    return true;
+  }
+  // To a GPU files go through a few blocks.
+  if (!process_.device().is_cpu()) return false;
+  uint64_t bytes = 0;
+  for (const std::string& name : files) {
+    if (const ManifestFile* const file = reader.manifest().Find(name)) bytes += file->digest.bytes;
+  }
+  // A copy for the host, and what each of its processes makes of it.
+  const uint64_t left = MemoryLeft(), copies = 1 + process_.environment().local_world_size.value;
+  if (!OnAnyProcess(process_.comm(), bytes > left / copies)) return false;
+  if (process_.rank() == 0) {
+    MUSTER_LOG(Info) << "loading " << HumanBytes(bytes) << " from " << reader.dir()
+                     << " takes two passes: a host has no memory for a copy beside the state ("
+                     << HumanBytes(left) << " are left on that of rank 0)";
+  }
+  return true;
+}
+
 CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
   const Models& models = registry_.models();
   Loaded loaded;
@@ -1667,6 +1692,7 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
     }
     add(to_device, &together);
   }));
+  if (HasNoRoomFor(reader, together)) reader.UseInPlace();
   ThrowIfError(reader.ReadTogether(process_.comm(), together));
   // An error of this rank must not leave the others in their next collective.
   absl::Status mine = Guard([&] {

@@ -338,7 +338,7 @@ OptimizerState LocalState(OptimizerState full, const OptimizerHandle& optimizer,
         // In memory of its own: that of a file that is mapped goes.
         const bool empty = sharded->PartSize(name) == 0;
         if (!empty)
-          it->second = slot == kStep ? it->second.clone() : sharded->PartOf(name, it->second);
+          it->second = slot == kStep ? it->second.clone() : sharded->KeptPartOf(name, it->second);
         it = empty ? full.tensors.erase(it) : std::next(it);
       }
     }
@@ -451,7 +451,7 @@ void TakeParts(ModelSlot& model, const std::map<std::string, std::string>& keys,
     TORCH_CHECK(tensor.sizes() == at::IntArrayRef(sizes.at(it->second)), "'", key, "' has shape ",
                 tensor.sizes(), ", and parameter '", it->second, "' has shape ",
                 at::IntArrayRef(sizes.at(it->second)));
-    parts->SetTensor(key, model.sharded()->PartOf(it->second, tensor));
+    parts->SetTensor(key, model.sharded()->KeptPartOf(it->second, tensor));
   }
 }
 
@@ -514,7 +514,7 @@ void LoadedShards::Take(const std::vector<std::pair<std::string, at::Tensor>>& t
       }
     } else if (tensor.sizes() == parameter->second.sizes()) {
       const std::string& first = FirstName(*model_.sharded(), name, parameter->second);
-      parts_[first] = model_.sharded()->PartOf(first, tensor);
+      parts_[first] = model_.sharded()->KeptPartOf(first, tensor);
     }
   }
 }

@@ -374,7 +374,7 @@ void CheckpointShards::Take(const NamedTensors& tensors) {
         {.name = name, .type = *type, .shape = {tensor.sizes().begin(), tensor.sizes().end()}});
     const at::Tensor* const parameter = ParameterOf(name);
     if (parameter != nullptr && tensor.sizes() == parameter->sizes()) {
-      values_.push_back(model_.sharded()->PartOf(FirstNameOf(name), tensor));
+      values_.push_back(model_.sharded()->KeptPartOf(FirstNameOf(name), tensor));
     } else {
       values_.push_back(IsBuffer(name) ? tensor.clone() : at::Tensor());
     }

@@ -8,11 +8,11 @@
 
 #include "ATen/Context.h"
 #include "base/log.h"
+#include "base/memory_left.h"
 #include "c10/core/CachingDeviceAllocator.h"
 #include "muster/internal/backward_updates.h"
 #include "muster/internal/configured_training.h"
 #include "muster/internal/core.h"
-#include "worker/checkpoint/aligned_memory.h"
 #include "worker/collective/on_all.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/train/disk_parts.h"

@@ -60,6 +60,12 @@ std::unique_ptr<PartStore> StoreOfParts(const ShardingOptions& sharding, const a
   return std::make_unique<DiskParts>(sharding.offload_parameters_path);
 }
 
+// Where the disk holds what memory has no room for. Empty: nowhere.
+std::string FolderOfOffload(const ShardingOptions& sharding) {
+  if (sharding.offload_parameters == Offload::kDisk) return sharding.offload_parameters_path;
+  return sharding.offload_optimizer == Offload::kDisk ? sharding.offload_optimizer_path : "";
+}
+
 std::unique_ptr<ActivationPolicy> ActivationPolicyFor(const Process& process,
                                                       torch::nn::Module* module) {
   const ActivationCheckpointingOptions& options = process.activation_checkpointing();
@@ -148,6 +154,10 @@ void ModelSlot::MakeParallel() {
   // updates one after the other.
   ShardingOptions sharding = process.sharding();
   const at::Device there = process.options().device_placement ? device : DeviceOf(*source_, device);
+  // Neither memory that the program has freed, nor copies for saves and loads, may take the memory
+  // that an offload to the disk saves.
+  const std::string disk = FolderOfOffload(sharding);
+  if (!disk.empty() && there.is_cpu()) GiveBackFreedMemory();
   const bool offloads = OffloadsParts(sharding, there);
   // Those of a model without weights come later, by load_weights() or load_state(). One process
   // alone has units then, too, which know that they are not there.
@@ -230,6 +240,8 @@ void ModelSlot::MakeParallel() {
   }
   if (parameters.empty()) return;
   if (shards) {
+    std::optional<FreedMemoryGoesBack> divides;
+    if (there.is_cpu()) divides.emplace();
     sharded_ = std::make_unique<ShardedModel>(
         process.comm(), groups_.shard != nullptr ? *groups_.shard : process.comm(),
         groups_.replicas.get(), source_->module(), std::move(parameters), std::move(buffers),
@@ -239,6 +251,9 @@ void ModelSlot::MakeParallel() {
         },
         StoreOfParts(sharding, there, process.environment().local_world_size.value),
         groups_.reshard.get());
+    if (!disk.empty()) {
+      sharded_->KeepCopiesBy([disk](const at::Tensor& tensor) { return CopyToDisk(tensor, disk); });
+    }
     if (controller_->updates() != nullptr) sharded_->UpdateInBackward(controller_->updates());
     // All ranks have the values of rank 0.
     if (process.size() > 1) {

@@ -49,5 +49,25 @@ TEST(Offload, ModelThatDoesNotFit_RunsFromTheDiskAndSaysTheSame) {
   EXPECT_LT(got.at("peak_rss_mib").get<int64_t>(), want.at("peak_rss_mib").get<int64_t>() - 800);
 }
 
+// What the state takes in memory shows: 160 MiB of parameters, 320 MiB of moments.
+TEST(Offload, StateOnTheDisk_IsSavedAndLoadedInTheMemoryOfTraining) {
+  for (const std::string strategy : {"zero3", "none"}) {
+    SCOPED_TRACE(strategy);
+    const TestFolder folder;
+    const CommandResult run = RunCommand(absl::StrCat(
+        "OMP_NUM_THREADS=2 tests/e2e/disk_state_worker ", strategy, " ", folder.path(), " 2>&1"));
+    ASSERT_EQ(run.exit_code, 0) << run.output;
+    const Json got = Json::parse(run.last_line());
+    std::cout << strategy << ": " << got << "\n";
+    EXPECT_EQ(got.at("weights_off"), 0);
+    EXPECT_EQ(got.at("states_off"), 0);
+    // With whole parameters these and their gradients stay in memory.
+    const int64_t base = strategy == "zero3" ? 200 : 550;
+    EXPECT_LT(got.at("training_mib").get<int64_t>(), base);
+    EXPECT_LT(got.at("save_mib").get<int64_t>(), base);
+    EXPECT_LT(got.at("load_mib").get<int64_t>(), base);
+  }
+}
+
 }  // namespace
 }  // namespace muster

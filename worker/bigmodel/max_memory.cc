@@ -12,10 +12,10 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "base/memory_left.h"
 #include "base/status_macros.h"
 #include "c10/core/CachingDeviceAllocator.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
-#include "worker/checkpoint/aligned_memory.h"
 #include "worker/collective/nccl.h"
 
 namespace muster {

@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -18,6 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
 #include "base/memory_file.h"
+#include "base/memory_left.h"
 #include "base/units.h"
 
 namespace muster {
@@ -50,37 +50,7 @@ void WarnOfUnpinned(size_t bytes) {
       << " now). Other memory that cannot be pinned is not mentioned again";
 }
 
-// A number of a file in /proc or /sys, after `name`; -1: there is none.
-int64_t NumberIn(const char* path, const char* name) {
-  FILE* const file = fopen(path, "re");
-  if (file == nullptr) return -1;
-  char line[256];
-  long long number = -1;  // NOLINT: what sscanf takes
-  while (number < 0 && fgets(line, sizeof(line), file) != nullptr) {
-    if (strncmp(line, name, strlen(name)) != 0) continue;
-    if (sscanf(line + strlen(name), "%lld", &number) != 1) number = -1;
-  }
-  fclose(file);
-  return number;
-}
-
 }  // namespace
-
-size_t MemoryLeft() {
-  size_t left = SIZE_MAX;
-  const int64_t kilobytes = NumberIn("/proc/meminfo", "MemAvailable:");
-  if (kilobytes >= 0) left = static_cast<size_t>(kilobytes) * 1024;
-  const int64_t limit = NumberIn("/sys/fs/cgroup/memory.max", "");
-  const int64_t used = NumberIn("/sys/fs/cgroup/memory.current", "");
-  if (limit >= 0 && used >= 0) {
-    // The page cache counts as used, and goes when memory is wanted.
-    const int64_t cache = std::max<int64_t>(0, NumberIn("/sys/fs/cgroup/memory.stat", "file ")) -
-                          std::max<int64_t>(0, NumberIn("/sys/fs/cgroup/memory.stat", "shmem "));
-    left = std::min(left, static_cast<size_t>(
-                              std::max<int64_t>(0, limit - used + std::max<int64_t>(0, cache))));
-  }
-  return left;
-}
 
 const HostPinning* HostPinning::Cuda() {
   // Looked up, since programs are built without CUDA's headers and run with and without its

@@ -10,10 +10,6 @@
 
 namespace muster {
 
-// What can be had before the kernel kills a process for memory, as far as it says so: of the
-// machine and of the process's cgroup.
-size_t MemoryLeft();
-
 // How pages are locked in memory, so that a GPU copies to and from them at full speed.
 struct HostPinning {
   std::function<bool(void* data, size_t bytes)> pin;

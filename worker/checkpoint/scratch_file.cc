@@ -6,13 +6,16 @@
 #include <sys/mman.h>
 #include <sys/vfs.h>
 
+#include <set>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/memory/memory.h"
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/log.h"
 #include "base/memory_file.h"
+#include "base/mutex.h"
 #include "base/status_macros.h"
 
 namespace muster {
@@ -23,6 +26,14 @@ bool IsInMemory(int fd) {
   struct statfs info;
   if (fstatfs(fd, &info) != 0) return false;
   return info.f_type == TMPFS_MAGIC || info.f_type == RAMFS_MAGIC;
+}
+
+// Whether this process asks for the first time.
+bool IsNew(const std::string& folder) {
+  static Mutex mu;
+  static std::set<std::string> known ABSL_GUARDED_BY(mu);
+  const MutexLock lock(&mu);
+  return known.insert(folder).second;
 }
 
 }  // namespace
@@ -42,7 +53,7 @@ absl::StatusOr<std::shared_ptr<ScratchFile>> ScratchFile::Create(const std::stri
   if (unlink(path.c_str()) != 0) {
     return absl::ErrnoToStatus(errno, absl::StrCat("cannot remove the name of ", path));
   }
-  if (IsInMemory(file.fd())) {
+  if (IsInMemory(file.fd()) && IsNew(folder)) {
     MUSTER_LOG(Warning) << folder << ", to which state is offloaded, is in memory, not on a disk";
   }
   // Errors name what a person can find.

@@ -55,15 +55,15 @@ class Mapping {
 
 // One rank's part of Read().
 struct SharedFiles::Reading {
-  // Opens the files, if all of them are in memory where they are.
+  // Opens the files, if all of them are to be used where they are.
   bool OpenInPlace() {
     in_place = !files.empty() && std::all_of(files.begin(), files.end(), [&](const auto& file) {
       OwnedFd& fd = shared.files_[file.name];
       fd = OwnedFd(open(JoinPath(dir, file.name).c_str(), O_RDONLY | O_CLOEXEC));
       struct stat info;
       // Of another size: ReadDirectFile says so.
-      return fd.open() && IsInMemory(fd.get(), options.read) && fstat(fd.get(), &info) == 0 &&
-             static_cast<uint64_t>(info.st_size) == file.digest.bytes;
+      return fd.open() && (options.in_place || IsInMemory(fd.get(), options.read)) &&
+             fstat(fd.get(), &info) == 0 && static_cast<uint64_t>(info.st_size) == file.digest.bytes;
     });
     if (!in_place) shared.files_.clear();
     return in_place;
@@ -175,17 +175,22 @@ struct SharedFiles::Reading {
 
   absl::Status ReadRange(const ManifestFile& file, const FileRange& range) {
     const int fd = shared.files_.at(file.name).get();
-    if (in_place) {
+    const std::string path = JoinPath(dir, file.name);
+    if (in_place && IsInMemory(fd, options.read)) {
       MUSTER_ASSIGN_OR_RETURN(const Mapping mapping, Mapping::Of(fd, file.digest.bytes));
-      return CheckBlocks(JoinPath(dir, file.name),
+      return CheckBlocks(path,
                          absl::string_view(mapping.data(), file.digest.bytes), file.blocks, range,
                          options.read.in_flight);
+    }
+    if (in_place) {
+      const auto checked = [](uint64_t, absl::string_view) { return absl::OkStatus(); };
+      return ReadDirectFile(path, file.digest.bytes, file.blocks, range, checked, options.read);
     }
     // Not into that memory directly: its pages are of 4 KiB, in which a transfer is of so many
     // pieces that a fast disk gives half of its rate. Written and not mapped: no memory is an error
     // here, and a signal where it is touched.
     return ReadDirectFile(
-        JoinPath(dir, file.name), file.digest.bytes, file.blocks, range,
+        path, file.digest.bytes, file.blocks, range,
         [&](uint64_t offset, absl::string_view block) {
           return WriteAt(fd, offset, block,
                          absl::StrCat("no memory for ", block.size(), " bytes of ", file.name,

@@ -22,7 +22,8 @@ std::string NameOfShared(const std::string& path);
 // Files of a checkpoint that every rank needs, read once on each host: the ranks of a host each
 // read and digest a share of the blocks, past the page cache, into memory that they share. The
 // memory holds the files once on a host and goes when no rank uses it any more. Where the folder is
-// in memory itself (tmpfs), the files are digested and used where they are. Thread-safe.
+// in memory itself (tmpfs), or by choice, the files are digested and used where they are.
+// Thread-safe.
 class SharedFiles {
  public:
   struct Options {
@@ -31,6 +32,9 @@ class SharedFiles {
     std::string host = "";
     // Of files of which this rank needs a part: the ranges, in any order. Absent: all of it.
     std::map<std::string, std::vector<FileRange>> ranges = {};
+    // Uses the files where they are, and so without memory that the kernel could not take back: they
+    // are read twice, and a disk that fails under the second time ends the process (SIGBUS).
+    bool in_place = false;
     // A new file in memory: its descriptor, or -1 with errno. Null: the system's.
     std::function<int(const char* name)> create = nullptr;
   };
@@ -38,9 +42,9 @@ class SharedFiles {
   // Collective. Reads `files` of the folder `dir`; all of them must have digests of blocks. Ranks
   // of one host read together if they name the same files with the same digests: the blocks that
   // one of them needs (Options::ranges), each once. The rest takes no memory and reads as zeros; of
-  // a folder in memory, whose files are used where they are, it is there and was not checked. Where
-  // the ranks of a host cannot share memory, and on a host whose only rank needs all, nothing is
-  // read, unless the folder is in memory. Errors, the same on every rank: those of ReadDirectFile,
+  // files that are used where they are it is there and was not checked. Where the ranks of a host
+  // cannot share memory, and on a host whose only rank needs all, nothing is read, unless the files
+  // are used where they are. Errors, the same on every rank: those of ReadDirectFile,
   // with the rank; RESOURCE_EXHAUSTED if there is no memory.
   static absl::StatusOr<std::unique_ptr<SharedFiles>> Read(Comm& comm, const std::string& dir,
                                                            const std::vector<ManifestFile>& files,

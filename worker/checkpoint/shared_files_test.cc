@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <filesystem>
 #include <random>
 #include <string>
 #include <utility>
@@ -228,6 +229,42 @@ TEST_F(SharedFilesInMemoryTest, Damage_IsFoundInWhatIsNeededOnly) {
       EXPECT_THAT(std::string(status.message()), HasSubstr("is damaged: block 1 of 3"));
     });
   }
+}
+
+TEST_F(SharedFilesTest, FilesInPlaceByChoice_AreCheckedOnceAHostAndTakeNoMemory) {
+  const std::vector<ManifestFile> files = Files();
+  const uint64_t all = files[0].digest.bytes + files[1].digest.bytes;
+  for (const int ranks : {1, 3}) {
+    std::vector<CountingSystem> systems(ranks);
+    RunRanks(ranks, [&](Comm& comm) {
+      SharedFiles::Options options;
+      options.read.system = systems[comm.rank()].system();
+      options.in_place = true;
+      options.create = [](const char*) {
+        ADD_FAILURE() << "memory";
+        return -1;
+      };
+      const auto shared = SharedFiles::Read(comm, dir_, files, options);
+      ASSERT_TRUE(shared.ok()) << shared.status();
+      for (const ManifestFile& file : files) {
+        const auto identity = std::filesystem::canonical((*shared)->PathOf(file.name));
+        EXPECT_EQ(identity, std::filesystem::canonical(JoinPath(dir_, file.name)));
+      }
+    });
+    uint64_t read = 0;
+    for (const CountingSystem& system : systems) read += system.bytes();
+    // The last block of a file is read up to what direct I/O asks for.
+    EXPECT_GE(read, all);
+    EXPECT_LE(read, all + 2 * kDirectAlignment);
+  }
+  Damage(kOptimizer, 9 << 20);
+  RunRanks(2, [&](Comm& comm) {
+    SharedFiles::Options options;
+    options.in_place = true;
+    const absl::Status status = SharedFiles::Read(comm, dir_, files, options).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
+    EXPECT_THAT(status.message(), HasSubstr(kOptimizer));
+  });
 }
 
 TEST_F(SharedFilesTest, RanksThatWantOtherFiles_DoNotShare) {

@@ -294,7 +294,9 @@ absl::Status StateReader::ReadTogether(
   shared_.reset();
   MUSTER_ASSIGN_OR_RETURN(
       shared_, SharedFiles::Read(comm, dir_, files,
-                                 {.read = {.in_flight = ReadingThreads()}, .ranges = ranges}));
+                                 {.read = {.in_flight = ReadingThreads()},
+                                  .ranges = ranges,
+                                  .in_place = in_place_}));
   return absl::OkStatus();
 }
 

@@ -124,6 +124,9 @@ class StateReader {
   absl::Status ReadTogether(Comm& comm, const std::vector<std::string>& names);
   absl::Status ReadTogether(Comm& comm, const std::vector<std::string>& names,
                             const std::map<std::string, std::vector<FileRange>>& ranges);
+  // ReadTogether() then checks the files and leaves them where they are: Read() maps them, so that
+  // they take no memory that the kernel could not take back (SharedFiles::Options::in_place).
+  void UseInPlace() { in_place_ = true; }
   // Where such a file is in shared memory (SharedFiles::PathOf); empty: it was not read together.
   std::string PathOfShared(absl::string_view name) const;
   // Bytes of the last call's files that this rank's host read.
@@ -142,6 +145,7 @@ class StateReader {
   std::map<std::string, absl::string_view> files_;  // in memory
   std::shared_ptr<const void> keep_;
   std::shared_ptr<const SharedFiles> shared_;
+  bool in_place_ = false;
 };
 
 // Writes a checkpoint on all ranks together: every rank calls it with the same `dir` and `info`

@@ -26,8 +26,13 @@ void SetThresholds(int mmap, int trim) {
   mallopt(M_TRIM_THRESHOLD, trim);
 }
 
+void KeepFreed() { SetThresholds(32 << 20, 256 << 20); }
+void GiveBackFreed() { SetThresholds(1 << 20, 16 << 20); }
+
 Mutex tuning;
 bool tuned ABSL_GUARDED_BY(tuning) = false;
+bool gives_back ABSL_GUARDED_BY(tuning) = false;
+int scopes ABSL_GUARDED_BY(tuning) = 0;
 
 }  // namespace
 
@@ -35,14 +40,27 @@ void KeepFreedBatchMemory() {
   const MutexLock lock(&tuning);
   if (tuned || UserHasTuned()) return;
   tuned = true;
-  SetThresholds(32 << 20, 256 << 20);
+  if (scopes == 0) KeepFreed();
 }
 
 void GiveBackFreedMemory() {
   const MutexLock lock(&tuning);
   if (UserHasTuned()) return;
-  tuned = true;
-  SetThresholds(1 << 20, 16 << 20);
+  tuned = gives_back = true;
+  GiveBackFreed();
+}
+
+FreedMemoryGoesBack::FreedMemoryGoesBack() {
+  const MutexLock lock(&tuning);
+  ++scopes;
+  if (!UserHasTuned()) GiveBackFreed();
+}
+
+FreedMemoryGoesBack::~FreedMemoryGoesBack() {
+  const MutexLock lock(&tuning);
+  if (--scopes > 0 || UserHasTuned()) return;
+  malloc_trim(0);
+  if (!gives_back) KeepFreed();
 }
 
 }  // namespace muster

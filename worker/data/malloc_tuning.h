@@ -15,6 +15,19 @@ void KeepFreedBatchMemory();
 // time (bench/README.md). Thread-safe, as the other.
 void GiveBackFreedMemory();
 
+// While one lives, freed memory goes back to the kernel as after GiveBackFreedMemory(), and at its
+// end all that is free does; then what was chosen before counts again, by default to keep it. For
+// what takes and frees far more memory than the program needs later, as a model that is made
+// parameter by parameter to be divided: small pieces between keep glibc from using it again.
+// Thread-safe.
+class FreedMemoryGoesBack {
+ public:
+  FreedMemoryGoesBack();
+  ~FreedMemoryGoesBack();
+  FreedMemoryGoesBack(const FreedMemoryGoesBack&) = delete;
+  FreedMemoryGoesBack& operator=(const FreedMemoryGoesBack&) = delete;
+};
+
 }  // namespace muster
 
 #endif  // MUSTER_WORKER_DATA_MALLOC_TUNING_H_

@@ -614,8 +614,7 @@ at::Tensor ShardUnit::PartOf(size_t index, const at::Tensor& full) const {
     ordered.copy_(full);
   }
   return ordered.as_strided({full.numel()}, {1}, ordered.storage_offset())
-      .narrow(0, slice.begin, slice.shard.numel())
-      .clone();
+      .narrow(0, slice.begin, slice.shard.numel());
 }
 
 std::pair<int64_t, int64_t> ShardUnit::PartRange(size_t index) const {

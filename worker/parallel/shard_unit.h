@@ -193,7 +193,8 @@ class ShardUnit : public Page {
   // (collective) Puts `.grad`-like 1-D tensors, one for each slice and as long as its shard,
   // together to the tensors that they are parts of. An undefined one counts as zeros.
   std::vector<at::Tensor> Assemble(const std::vector<at::Tensor>& parts, at::ScalarType dtype);
-  // This rank's part of a full tensor of slice `index`, a copy, in the order of memory.
+  // This rank's part of a full tensor of slice `index`, in the order of memory: a view, if `full`
+  // has that order.
   at::Tensor PartOf(size_t index, const at::Tensor& full) const;
   // Which elements of a contiguous full tensor that reads: first and past the last.
   std::pair<int64_t, int64_t> PartRange(size_t index) const;

@@ -138,7 +138,8 @@ void Report(const std::exception_ptr& mine, std::exception_ptr* failure) {
 bool InBackward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 at::Tensor OnCpu(const at::Tensor& tensor) {
-  return tensor.detach().to(at::kCPU).contiguous().clone();
+  const at::NoGradGuard no_grad;
+  return at::empty(tensor.sizes(), tensor.options().device(at::kCPU)).copy_(tensor);
 }
 
 // Of a place at which ranks meet that have announced a change.
@@ -259,6 +260,7 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
       ++rank;
     }
   }
+  keep_copy_ = OnCpu;
   watch_ = std::make_unique<WeightWatch>(shards_);
   int64_t gradients = 0;  // bytes
   for (const auto& unit : units_) {
@@ -1652,7 +1654,7 @@ std::vector<std::pair<std::string, at::Tensor>> ShardedModel::FullParameters(
   VisitFullParameters([&](const std::string& name, const at::Tensor& value) {
     if (mine != nullptr) return;  // the others are in the same exchange
     try {
-      if (keep(name)) all.emplace_back(name, OnCpu(value));
+      if (keep(name)) all.emplace_back(name, keep_copy_(value));
     } catch (...) {
       mine = std::current_exception();
       all.clear();
@@ -1749,7 +1751,7 @@ std::map<std::string, at::Tensor> ShardedModel::Assemble(
     if (thrown != nullptr) continue;  // the others are in the same exchange
     try {
       for (size_t i = 0; i < slices.size(); ++i) {
-        if (here[i] != '\0' && keep(slices[i].name)) all.emplace(slices[i].name, OnCpu(full[i]));
+        if (here[i] != '\0' && keep(slices[i].name)) all.emplace(slices[i].name, keep_copy_(full[i]));
       }
     } catch (...) {
       thrown = std::current_exception();
@@ -1778,7 +1780,12 @@ std::pair<int64_t, int64_t> ShardedModel::PartRange(const std::string& name) con
 
 at::Tensor ShardedModel::PartOf(const std::string& name, const at::Tensor& full) const {
   const auto& [unit, slice] = PlaceOf(name);
-  return units_[unit]->PartOf(slice, full);
+  return units_[unit]->PartOf(slice, full).clone();
+}
+
+at::Tensor ShardedModel::KeptPartOf(const std::string& name, const at::Tensor& full) const {
+  const auto& [unit, slice] = PlaceOf(name);
+  return keep_copy_(units_[unit]->PartOf(slice, full));
 }
 
 }  // namespace muster

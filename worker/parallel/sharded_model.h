@@ -233,11 +233,19 @@ class ShardedModel {
   std::map<std::string, at::Tensor> Assemble(
       const std::function<at::Tensor(const std::string& name)>& state, const KeepName& keep,
       std::exception_ptr* failure = nullptr);
+  // How FullParameters(), Assemble() and KeptPartOf() copy what they return; from then on. Of a
+  // tensor on the CPU or on the device of the parameters it makes one on the CPU, with memory of
+  // its own. By default in memory.
+  using CopyTensor = std::function<at::Tensor(const at::Tensor& tensor)>;
+  void KeepCopiesBy(CopyTensor copy) { keep_copy_ = std::move(copy); }
   // Elements of parameter `name` in this rank's shard.
   int64_t PartSize(const std::string& name) const;
   // This rank's part of the full tensor for parameter `name`: 1-D, in memory of its own on the
   // device of `full`.
   at::Tensor PartOf(const std::string& name, const at::Tensor& full) const;
+  // The same of a full tensor on the CPU, to be kept beside the shards for a while: a copy as of
+  // KeepCopiesBy().
+  at::Tensor KeptPartOf(const std::string& name, const at::Tensor& full) const;
   // Which elements of a contiguous full tensor PartOf() reads: first and past the last.
   std::pair<int64_t, int64_t> PartRange(const std::string& name) const;
 
@@ -439,6 +447,7 @@ class ShardedModel {
   std::shared_ptr<CommQueue> queue_;  // null: nothing overlaps
   ShardUnit* reducing_ = nullptr;     // its gradients are on their way
 
+  CopyTensor keep_copy_;
   std::shared_ptr<ShardUpdates> updates_;  // null: optimizers step between passes
   bool updating_ = false;                  // this backward pass updates
   bool touched_ = false;                   // and some rank may have done so already

@@ -9,6 +9,7 @@
 #include "ATen/ops/from_blob.h"
 #include "absl/status/status.h"
 #include "base/log.h"
+#include "base/memory_left.h"
 #include "c10/core/DeviceGuard.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "c10/util/Exception.h"

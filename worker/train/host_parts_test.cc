@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "ATen/Functions.h"
+#include "base/memory_left.h"
 #include "c10/core/StreamGuard.h"
 #include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/fake_device.h"
