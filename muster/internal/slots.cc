@@ -31,13 +31,6 @@
 namespace muster::internal {
 namespace {
 
-// Whether the parts of parameters on `device` are elsewhere while nothing uses them. Those on the
-// CPU are in its memory already.
-bool OffloadsParts(const ShardingOptions& sharding, const at::Device& device) {
-  return sharding.offload_parameters == Offload::kDisk ||
-         (sharding.offload_parameters == Offload::kCpu && !device.is_cpu());
-}
-
 // Of a model that stays where it is: that of its first parameter that is not on the CPU, if there
 // is one. `meta`: where one without memory gets some.
 at::Device DeviceOf(const ModelSource& source, const at::Device& meta) {
@@ -50,14 +43,23 @@ at::Device DeviceOf(const ModelSource& source, const at::Device& meta) {
   return first.value_or(meta);
 }
 
-// `ranks`: of this machine.
-std::unique_ptr<PartStore> StoreOfParts(const ShardingOptions& sharding, const at::Device& device,
-                                        int ranks) {
-  if (!OffloadsParts(sharding, device)) return nullptr;
-  if (sharding.offload_parameters == Offload::kCpu) {
-    return std::make_unique<HostParts>(device, ranks);
+// For what is on `device`; null: it stays there. `ranks`: of this machine.
+std::unique_ptr<PartStore> StoreAt(Offload place, const std::string& path, const at::Device& device,
+                                   int ranks, HostParts::Of of) {
+  if (!GoesElsewhere(place, device)) return nullptr;
+  if (place == Offload::kCpu) return std::make_unique<HostParts>(device, ranks, of);
+  return std::make_unique<DiskParts>(path);
+}
+
+// Null where they go with the parameters: one store counts what both need.
+std::unique_ptr<PartStore> StoreOfGradients(const ShardingOptions& sharding,
+                                            const at::Device& device, int ranks) {
+  const Offload place = sharding.offload_gradients;
+  const bool same_folder = sharding.offload_gradients_path == sharding.offload_parameters_path;
+  if (place == sharding.offload_parameters && (place != Offload::kDisk || same_folder)) {
+    return nullptr;
   }
-  return std::make_unique<DiskParts>(sharding.offload_parameters_path);
+  return StoreAt(place, sharding.offload_gradients_path, device, ranks, HostParts::Of::kGradients);
 }
 
 std::unique_ptr<ActivationPolicy> ActivationPolicyFor(const Process& process,
@@ -144,20 +146,21 @@ void ModelSlot::MakeParallel() {
   const bool evaluation = evaluation_;
   const Process& process = controller_->process();
   const at::Device device = process.options().device_placement ? process.device() : at::kCPU;
-  // One process alone has its parameters in units where they come from elsewhere, or an optimizer
-  // updates one after the other.
+  // One process alone has its parameters in units where they come from elsewhere or their gradients
+  // go elsewhere, or an optimizer updates one after the other.
   ShardingOptions sharding = process.sharding();
   const at::Device there = process.options().device_placement ? device : DeviceOf(*source_, device);
-  const bool offloads = OffloadsParts(sharding, there);
+  const bool offloads = GoesElsewhere(sharding.offload_parameters, there);
+  const bool offloads_gradients = GoesElsewhere(sharding.offload_gradients, there);
   // Those of a model without weights come later, by load_weights() or load_state(). One process
   // alone has units then, too, which know that they are not there.
   std::vector<std::string> without_values;
   for (const auto& [name, parameter] : source_->parameters()) {
     if (HasNoValues(parameter)) without_values.push_back(name);
   }
-  const bool shards =
-      !evaluation && sharding.strategy != ShardingStrategy::kNone &&
-      (process.size() > 1 || offloads || sharding.optimizer_in_backward || !without_values.empty());
+  const bool shards = !evaluation && sharding.strategy != ShardingStrategy::kNone &&
+                      (process.size() > 1 || offloads || offloads_gradients ||
+                       sharding.optimizer_in_backward || !without_values.empty());
   // Nothing has to be gathered there.
   if (process.size() == 1 && !offloads) sharding.strategy = ShardingStrategy::kGradients;
   std::vector<NamedParameter> parameters;
@@ -230,6 +233,7 @@ void ModelSlot::MakeParallel() {
   }
   if (parameters.empty()) return;
   if (shards) {
+    const int here = process.environment().local_world_size.value;
     sharded_ = std::make_unique<ShardedModel>(
         process.comm(), groups_.shard != nullptr ? *groups_.shard : process.comm(),
         groups_.replicas.get(), source_->module(), std::move(parameters), std::move(buffers),
@@ -237,8 +241,9 @@ void ModelSlot::MakeParallel() {
         [device](const NamedParameter& parameter, bool with_values) {
           GiveMemory(parameter, device, with_values);
         },
-        StoreOfParts(sharding, there, process.environment().local_world_size.value),
-        groups_.reshard.get());
+        StoreAt(sharding.offload_parameters, sharding.offload_parameters_path, there, here,
+                HostParts::Of::kParameters),
+        groups_.reshard.get(), StoreOfGradients(sharding, there, here));
     if (controller_->updates() != nullptr) sharded_->UpdateInBackward(controller_->updates());
     // All ranks have the values of rank 0.
     if (process.size() > 1) {
