@@ -1,5 +1,6 @@
-// Offload of a device's parameters through the Accelerator, on a device that computes without a
-// GPU: the bits of those on the device, and memory that is free between steps.
+// Offload of a device's parameters, or of its gradients alone, through the Accelerator, on a device
+// that computes without a GPU: the bits of those on the device, and memory that is free between
+// steps.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -37,11 +38,13 @@ struct Kind {
   std::string strategy = "zero3";
   Offload parameters = Offload::kNone, optimizer = Offload::kNone;
   bool in_backward = false;
+  Offload gradients = Offload::kNone;
 };
 
 struct Outcome {
   Weights weights;
-  int64_t bytes = 0;  // on the device between two steps
+  int64_t bytes = 0;           // on the device between two steps
+  int64_t after_backward = 0;  // and between the last backward pass and its step
 };
 
 class DeviceOffloadTest : public testing::Test {
@@ -72,6 +75,8 @@ class DeviceOffloadTest : public testing::Test {
     options.sharding->offload_parameters_path = folder.Path("parameters");
     options.sharding->offload_optimizer = kind.optimizer;
     options.sharding->offload_optimizer_path = folder.Path("optimizer");
+    options.sharding->offload_gradients = kind.gradients;
+    options.sharding->offload_gradients_path = folder.Path("gradients");
     options.sharding->optimizer_in_backward = kind.in_backward;
     Outcome outcome;
     for (const bool continued : {false, true}) {
@@ -90,6 +95,7 @@ class DeviceOffloadTest : public testing::Test {
         const at::Tensor x = Random({12, 5}, 100 + step).to(a.device());
         const at::Tensor y = Random({12, 3}, 200 + step).to(a.device());
         a.backward((model(x) - y).square().sum());
+        outcome.after_backward = BytesOnFakeGpu(0) - before;
         if (!kind.in_backward) a.clip_grad_norm_(model.parameters(), 0.5);
         optimizer.step();
         optimizer.zero_grad();
@@ -147,6 +153,40 @@ TEST_F(DeviceOffloadTest, Parameters_TrainAndContinueAsThoseOnTheDevice) {
         EXPECT_LT(got.bytes, want.bytes);
       }
     }
+  }
+}
+
+TEST_F(DeviceOffloadTest, Gradients_TrainAndContinueAsThoseOnTheDevice) {
+  const Outcome want = Train({.strategy = "zero2"});
+  for (const std::string strategy : {"zero1", "zero2", "zero3"}) {
+    for (const Offload optimizer : {Offload::kNone, Offload::kCpu, Offload::kDisk}) {
+      const Outcome there = Train({.strategy = strategy, .optimizer = optimizer});
+      for (const Offload gradients : {Offload::kCpu, Offload::kDisk}) {
+        SCOPED_TRACE(
+            c10::str(strategy, " ", static_cast<int>(gradients), " ", static_cast<int>(optimizer)));
+        const Outcome got =
+            Train({.strategy = strategy, .optimizer = optimizer, .gradients = gradients});
+        ExpectEqual(got.weights, want.weights);
+        EXPECT_LT(got.after_backward, there.after_backward);
+      }
+    }
+  }
+}
+
+TEST_F(DeviceOffloadTest, GradientsForWhichTheHostHasNoRoom_AreRefused) {
+  for (const std::string strategy : {"zero2", "zero3"}) {
+    AcceleratorOptions options;
+    options.sharding = ParseSharding(strategy, 1);
+    options.sharding->offload_gradients = Offload::kCpu;
+    Accelerator a = On(FakeGpu(0), options, std::numeric_limits<int>::max());
+    EXPECT_THAT(ErrorOf([&] {
+                  torch::nn::Sequential net = MakeNet();
+                  net->to(FakeGpu(0));
+                  auto model = a.prepare(net);
+                }),
+                AllOf(HasSubstr("offload_gradients to the memory of the host"),
+                      HasSubstr("this process's parts of the gradients"),
+                      HasSubstr("left for 2147483647 processes")));
   }
 }
 

@@ -14,6 +14,7 @@ namespace {
 using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 using Variables = std::map<std::string, std::string>;
 
@@ -118,11 +119,19 @@ TEST(ReadEngineSettings, OffloadDevices_ArePlaces) {
       Options({{"ACCELERATE_USE_FSDP", "true"}, {"FSDP_OFFLOAD_PARAMS", "true"}});
   EXPECT_EQ(options.offload_parameters, Offload::kCpu);
   EXPECT_EQ(options.offload_optimizer, Offload::kCpu);
+  EXPECT_EQ(options.offload_gradients, Offload::kNone) << "they go with the parameters";
   options = Options({{"ACCELERATE_USE_DEEPSPEED", "true"},
                      {"ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"},
                      {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu"}});
   EXPECT_EQ(options.offload_parameters, Offload::kNone);
   EXPECT_EQ(options.offload_optimizer, Offload::kCpu);
+  EXPECT_EQ(options.offload_gradients, Offload::kCpu);
+  options = Options({{"ACCELERATE_USE_DEEPSPEED", "true"},
+                     {"ACCELERATE_DEEPSPEED_ZERO_STAGE", "1"},
+                     {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "nvme"},
+                     {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH", "/disk"}});
+  EXPECT_EQ(options.offload_gradients, Offload::kDisk);
+  EXPECT_EQ(options.offload_gradients_path, "/disk");
   options = Options({{"ACCELERATE_USE_DEEPSPEED", "true"},
                      {"ACCELERATE_DEEPSPEED_ZERO_STAGE", "3"},
                      {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "nvme"},
@@ -142,7 +151,18 @@ TEST(ReadEngineSettings, OffloadOfParametersThatStayWhole_IsSaidToHaveNoEffect) 
   ASSERT_TRUE(settings.ok()) << settings.status();
   EXPECT_EQ(settings->sharding.offload_parameters, Offload::kNone);
   EXPECT_EQ(settings->sharding.offload_optimizer, Offload::kCpu);
+  EXPECT_EQ(settings->sharding.offload_gradients, Offload::kCpu);
   EXPECT_THAT(settings->notes, Contains(HasSubstr("Parameters are not offloaded")));
+  EXPECT_THAT(settings->notes, Not(Contains(HasSubstr("gradients stay on the device"))));
+}
+
+TEST(ReadEngineSettings, OffloadOfGradientsThatStayWhole_IsSaidToHaveNoEffect) {
+  const absl::StatusOr<EngineSettings> settings = Read({{"ACCELERATE_USE_FSDP", "true"},
+                                                        {"FSDP_SHARDING_STRATEGY", "NO_SHARD"},
+                                                        {"FSDP_OFFLOAD_PARAMS", "true"}});
+  ASSERT_TRUE(settings.ok()) << settings.status();
+  EXPECT_EQ(settings->sharding.offload_gradients, Offload::kNone);
+  EXPECT_THAT(settings->notes, Contains(HasSubstr("gradients stay on the device")));
 }
 
 TEST(ReadEngineSettings, IgnoredModules_AreAPattern) {

@@ -43,10 +43,14 @@ std::vector<Kind> Kinds(const std::string& scratch) {
   offloaded.offload_optimizer = offloaded.offload_parameters = Offload::kDisk;
   offloaded.offload_optimizer_path = offloaded.offload_parameters_path = scratch;
   overlapped.overlap = true;
+  const ShardingOptions gradients = {.strategy = ShardingStrategy::kGradients,
+                                     .offload_gradients = Offload::kDisk,
+                                     .offload_gradients_path = scratch};
   ShardingOptions hybrid_offloaded = offloaded;
   hybrid_offloaded.group_size = 2;
   return {{"zero1", 2, {.strategy = ShardingStrategy::kOptimizer}},
           {"zero2", 2, {.strategy = ShardingStrategy::kGradients}},
+          {"zero2 with offloaded gradients", 2, gradients},
           {"zero3", 3, full},
           {"zero3 overlapped", 2, overlapped},
           {"zero3 in shared memory", 2, full, true},

@@ -1,8 +1,9 @@
-// Offload of optimizer states and parameters through the Accelerator, on one rank and on several:
-// threads of this process over Gloo.
+// Offload of optimizer states, gradients and parameters through the Accelerator, on one rank and on
+// several: threads of this process over Gloo.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <map>
 #include <memory>
 #include <string>
@@ -56,11 +57,16 @@ class ShardingOffloadTest : public testing::Test {
   void TearDown() override { OffloadedState::SetDefaultWindowBytes(OffloadedState::kWindowBytes); }
 
   AcceleratorOptions Options(const std::string& strategy, Offload optimizer,
-                             Offload parameters = Offload::kNone) {
+                             Offload parameters = Offload::kNone,
+                             Offload gradients = Offload::kNone) {
     AcceleratorOptions options;
     options.sharding = ParseSharding(strategy, 2);
     options.sharding->offload_optimizer = optimizer;
     options.sharding->offload_parameters = parameters;
+    options.sharding->offload_gradients = gradients;
+    if (gradients == Offload::kDisk) {
+      options.sharding->offload_gradients_path = folder_.Path("gradients");
+    }
     if (optimizer == Offload::kDisk) {
       options.sharding->offload_optimizer_path = folder_.Path("optimizer");
     }
@@ -116,15 +122,31 @@ TEST_F(ShardingOffloadTest, EveryStrategy_TrainsAsWithoutOffload) {
       if (strategy == "zero3") {
         offloads.push_back(Options(strategy, Offload::kDisk, Offload::kDisk));
         offloads.push_back(Options(strategy, Offload::kNone, Offload::kDisk));
+        offloads.push_back(Options(strategy, Offload::kDisk, Offload::kDisk, Offload::kDisk));
+      }
+      if (strategy != "no_shard") {
+        offloads.push_back(Options(strategy, Offload::kNone, Offload::kNone, Offload::kDisk));
+        offloads.push_back(Options(strategy, Offload::kDisk, Offload::kNone, Offload::kDisk));
       }
       for (const AcceleratorOptions& offload : offloads) {
         SCOPED_TRACE(strategy + " on " + std::to_string(ranks) + " ranks");
         ExpectEqual(Trained(ranks, offload, offload), want);
       }
       // A checkpoint says nothing of offload.
-      ExpectEqual(Trained(ranks, offloads.front(), none), want);
-      ExpectEqual(Trained(ranks, none, offloads.front()), want);
+      for (const AcceleratorOptions& offload : {offloads.front(), offloads.back()}) {
+        ExpectEqual(Trained(ranks, offload, none), want);
+        ExpectEqual(Trained(ranks, none, offload), want);
+      }
     }
+  }
+}
+
+TEST_F(ShardingOffloadTest, GradientsOfHybridSharding_TrainAsWithoutOffload) {
+  for (const ShardingStrategy strategy : {ShardingStrategy::kGradients, ShardingStrategy::kFull}) {
+    AcceleratorOptions none = Options("hybrid", Offload::kNone);
+    AcceleratorOptions disk = Options("hybrid", Offload::kDisk, Offload::kNone, Offload::kDisk);
+    none.sharding->strategy = disk.sharding->strategy = strategy;
+    ExpectEqual(Trained(4, disk, disk), Trained(4, none, none));
   }
 }
 
@@ -229,13 +251,21 @@ TEST_F(ShardingOffloadTest, OneProcess_HasParametersOnTheDisk) {
 
 TEST_F(ShardingOffloadTest, AccumulationInBf16_TrainsAsWithoutOffload) {
   for (const int ranks : {1, 2}) {
-    AcceleratorOptions none = Options("zero3", Offload::kNone);
-    AcceleratorOptions disk = Options("zero3", Offload::kDisk, Offload::kDisk);
-    for (AcceleratorOptions* options : {&none, &disk}) {
-      options->gradient_accumulation_steps = 3;
-      options->mixed_precision = "bf16";
+    for (const std::string strategy : {"zero2", "zero3"}) {
+      for (const bool each : {false, true}) {
+        const bool full = strategy == "zero3";
+        AcceleratorOptions none = Options(strategy, Offload::kNone);
+        AcceleratorOptions disk =
+            Options(strategy, Offload::kDisk, full ? Offload::kDisk : Offload::kNone,
+                    full ? Offload::kNone : Offload::kDisk);
+        for (AcceleratorOptions* options : {&none, &disk}) {
+          options->gradient_accumulation_steps = 3;
+          options->accumulation.sync_each_batch = each;
+          options->mixed_precision = "bf16";
+        }
+        ExpectEqual(Trained(ranks, disk, disk), Trained(ranks, none, none));
+      }
     }
-    ExpectEqual(Trained(ranks, disk, disk), Trained(ranks, none, none));
   }
 }
 
@@ -245,6 +275,9 @@ TEST_F(ShardingOffloadTest, GradientsOnTheDisk_AreThoseInMemory) {
   struct Way {
     const char* precision;
     bool torchs_own, norm, value, by_hand, set_to_none, in_step;
+    // Gradients alone of this strategy; null: with the parameters.
+    const char* strategy = nullptr;
+    double norm_type = 2;
   };
   const Way ways[] = {
       {"no", false, false, true, true, true, false},
@@ -253,6 +286,12 @@ TEST_F(ShardingOffloadTest, GradientsOnTheDisk_AreThoseInMemory) {
       {"no", true, false, true, false, false, false},
       {"fp16", true, false, false, false, true, false},
       {"no", false, false, false, true, false, true},
+      {"no", false, false, true, true, true, false, "zero1"},
+      {"fp16", false, true, false, true, false, false, "zero2"},
+      {"bf16", true, true, false, true, true, false, "zero2", 1},
+      {"no", true, true, false, false, false, false, "zero1", INFINITY},
+      {"fp16", true, false, false, false, true, false, "zero3"},
+      {"no", false, false, false, true, false, true, "zero2"},
   };
   for (const Way& way : ways) {
     for (const int ranks : {1, 2, 3}) {
@@ -261,7 +300,9 @@ TEST_F(ShardingOffloadTest, GradientsOnTheDisk_AreThoseInMemory) {
       std::vector<std::vector<double>> numbers;  // losses and what was read of gradients
       for (const Offload place : {Offload::kNone, Offload::kDisk}) {
         const Offload states = way.torchs_own ? Offload::kNone : place;
-        AcceleratorOptions options = Options("zero3", states, place);
+        AcceleratorOptions options = way.strategy == nullptr
+                                         ? Options("zero3", states, place)
+                                         : Options(way.strategy, states, Offload::kNone, place);
         options.mixed_precision = way.precision;
         options.gradient_accumulation_steps = 2;
         if (way.in_step) options.gradient_clipping = 0.3;
@@ -284,7 +325,9 @@ TEST_F(ShardingOffloadTest, GradientsOnTheDisk_AreThoseInMemory) {
                   at::mse_loss(model(mine(Random({kSamples, 5}, 100 + step))).to(at::kFloat),
                                mine(Random({kSamples, 3}, 200 + step)));
               a.backward(loss);
-              if (a.sync_gradients() && way.norm) a.clip_grad_norm_(model.parameters(), 0.5);
+              if (a.sync_gradients() && way.norm) {
+                a.clip_grad_norm_(model.parameters(), 0.5, way.norm_type);
+              }
               if (a.sync_gradients() && way.value) a.clip_grad_value_(model.parameters(), 0.05);
               if (way.by_hand && a.sync_gradients()) {
                 const at::NoGradGuard no_grad;
@@ -319,30 +362,42 @@ TEST_F(ShardingOffloadTest, GradientsOnTheDisk_AreThoseInMemory) {
 }
 
 TEST_F(ShardingOffloadTest, GradientsOnTheDisk_AreThoseOfTwoUnits) {
-  RunAccelerators(2, Options("zero3", Offload::kDisk, Offload::kDisk), [&](Accelerator& a) {
-    torch::nn::Sequential net = MakeNet();
-    FusedAdamW adam(net->parameters());
-    auto [model, optimizer] = a.prepare(net, adam);
-    const ShardedModel& sharded = *model.slot()->sharded();
-    ASSERT_EQ(sharded.units().size(), 3u);
-    const auto present = [&] {
-      int count = 0;
-      for (const auto& unit : sharded.units()) count += unit->gradients_are_present() ? 1 : 0;
-      return count;
-    };
-    for (int step = 0; step < 3; ++step) {
-      a.backward(model(Random({2, 5}, 1)).square().sum());
-      EXPECT_EQ(present(), 2);
-      a.clip_grad_norm_(model.parameters(), 0.1);
-      EXPECT_EQ(present(), 2);
-      optimizer.step();
-      EXPECT_EQ(present(), 2);
-      optimizer.zero_grad();
-    }
-    const at::NoGradGuard no_grad;
-    model(Random({2, 5}, 1));
-    EXPECT_EQ(present(), 0);
-  });
+  struct Run {
+    int ranks;
+    AcceleratorOptions options;
+  };
+  for (const Run& run :
+       {Run{2, Options("zero3", Offload::kDisk, Offload::kDisk)},
+        Run{2, Options("zero2", Offload::kDisk, Offload::kNone, Offload::kDisk)},
+        Run{2, Options("zero1", Offload::kNone, Offload::kNone, Offload::kDisk)},
+        // In units, which one process alone has for this.
+        Run{1, Options("zero2", Offload::kDisk, Offload::kNone, Offload::kDisk)},
+        Run{1, Options("zero3", Offload::kNone, Offload::kNone, Offload::kDisk)}}) {
+    RunAccelerators(run.ranks, run.options, [&](Accelerator& a) {
+      torch::nn::Sequential net = MakeNet();
+      FusedAdamW adam(net->parameters());
+      auto [model, optimizer] = a.prepare(net, adam);
+      const ShardedModel& sharded = *model.slot()->sharded();
+      ASSERT_EQ(sharded.units().size(), 3u);
+      const auto present = [&] {
+        int count = 0;
+        for (const auto& unit : sharded.units()) count += unit->gradients_are_present() ? 1 : 0;
+        return count;
+      };
+      for (int step = 0; step < 3; ++step) {
+        a.backward(model(Random({2, 5}, 1)).square().sum());
+        EXPECT_EQ(present(), 2);
+        a.clip_grad_norm_(model.parameters(), 0.1);
+        EXPECT_EQ(present(), 2);
+        optimizer.step();
+        EXPECT_EQ(present(), 2);
+        optimizer.zero_grad();
+      }
+      const at::NoGradGuard no_grad;
+      model(Random({2, 5}, 1));
+      EXPECT_EQ(present(), 0);
+    });
+  }
 }
 
 TEST_F(ShardingOffloadTest, WhatCannotBeOffloaded_IsRefusedOnEveryRank) {
@@ -427,6 +482,11 @@ TEST_F(ShardingOffloadTest, OptionsThatMakeNoSense_AreRefused) {
   options = Options("zero2", Offload::kNone);
   options.sharding->reshard_group_size = 2;
   EXPECT_THAT(error(options), HasSubstr("reshard_group_size needs the strategy kFull"));
+  EXPECT_THAT(error(Options("no_shard", Offload::kDisk, Offload::kNone, Offload::kDisk)),
+              AllOf(HasSubstr("offload_gradients needs a strategy"), HasSubstr("zero2")));
+  options = Options("zero2", Offload::kNone, Offload::kNone, Offload::kDisk);
+  options.sharding->offload_gradients_path.clear();
+  EXPECT_THAT(error(options), HasSubstr("offload_gradients_path is empty"));
   EXPECT_THAT(error(Options("zero2", Offload::kNone, Offload::kDisk)),
               AllOf(HasSubstr("offload_parameters needs the strategy kFull"), HasSubstr("zero3")));
 }
@@ -438,12 +498,16 @@ TEST_F(ShardingOffloadTest, Environment_CountsWhereTheProgramSaysNothing) {
     process.environment.offload_optimizer = {"disk:" + folder_.Path("a"),
                                              "MUSTER_OFFLOAD_OPTIMIZER"};
     process.environment.offload_parameters = {"cpu", "MUSTER_OFFLOAD_PARAMETERS"};
+    process.environment.offload_gradients = {"disk:" + folder_.Path("b"),
+                                             "MUSTER_OFFLOAD_GRADIENTS"};
     process.comm = std::make_unique<BorrowedComm>(comm);
     const internal::Core core({}, std::move(process));
     const ShardingOptions& sharding = core.process().sharding();
     EXPECT_EQ(sharding.offload_optimizer, Offload::kDisk);
     EXPECT_EQ(sharding.offload_optimizer_path, folder_.Path("a"));
     EXPECT_EQ(sharding.offload_parameters, Offload::kCpu);
+    EXPECT_EQ(sharding.offload_gradients, Offload::kDisk);
+    EXPECT_EQ(sharding.offload_gradients_path, folder_.Path("b"));
   });
 }
 

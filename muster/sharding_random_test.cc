@@ -292,12 +292,18 @@ Plan MakePlan(uint64_t seed, const std::string& folder) {
     window.saves = choose.OneIn(4);
     saved = saved || window.saves;
   }
+  // At last: plans of before stay what they were.
+  if (choose.OneIn(3)) {
+    options.sharding->offload_gradients = Offload::kDisk;
+    options.sharding->offload_gradients_path = folder + "/gradients";
+  }
   plan.text = absl::StrCat(
       "seed ", seed, ": ", strategy, " on ", plan.ranks, ", shared memory ", plan.shared_memory,
       ", overlap ", options.sharding->overlap, ", in backward ", in_backward, ", reshard ",
       options.sharding->reshard_after_forward, " ", options.sharding->reshard_group_size,
       ", states on disk ", options.sharding->offload_optimizer == Offload::kDisk,
       ", parameters on disk ", options.sharding->offload_parameters == Offload::kDisk,
+      ", gradients on disk ", options.sharding->offload_gradients == Offload::kDisk,
       ", micro-steps ", micro_steps, " each exchanged ", options.accumulation.sync_each_batch,
       ", width ", plan.shape.width, ", units from ", options.sharding->min_unit_parameters,
       ", ignored ", options.sharding->ignored_parameters, ", blocks ", plan.shape.blocks, ", tied ",

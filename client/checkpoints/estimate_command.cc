@@ -88,6 +88,7 @@ absl::StatusOr<Request> RequestOf(const CommandLine& line) {
   }
   request.state_bytes = found->second;
   for (const auto& [name, to] : {std::pair("offload_optimizer", &request.offload.optimizer),
+                                 std::pair("offload_gradients", &request.offload.gradients),
                                  std::pair("offload_parameters", &request.offload.parameters)}) {
     if (!line.Has(name)) continue;
     const std::string place = line.Get(name);
@@ -119,7 +120,8 @@ void PrintText(const std::string& path, const ModelSize& size,
   rows = {{"sharding", "parameters", "gradients", "states", "at the peak", "in all"}};
   using Place = EstimatedOffload::Place;
   const auto goes_to = [&](Place place) {
-    return request.offload.optimizer == place || request.offload.parameters == place;
+    return request.offload.optimizer == place || request.offload.gradients == place ||
+           request.offload.parameters == place;
   };
   const bool offloads = goes_to(Place::kCpu) || goes_to(Place::kDisk);
   if (offloads) {
@@ -164,6 +166,11 @@ int RunEstimateMemoryCommand(const std::vector<std::string>& args, const Command
                   {.name = "offload_optimizer",
                    .value_name = "cpu|disk",
                    .help = "States are there between the steps; cpu: those of a GPU",
+                   .values = {"cpu", "disk"}},
+                  {.name = "offload_gradients",
+                   .value_name = "cpu|disk",
+                   .help = "Reduced gradients are there until the step (not of no_shard); cpu: "
+                           "those of a GPU",
                    .values = {"cpu", "disk"}},
                   {.name = "offload_parameters",
                    .value_name = "cpu|disk",

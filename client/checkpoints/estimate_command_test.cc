@@ -187,6 +187,11 @@ TEST_F(EstimateCommandTest, Offload_HasAColumnOfItsOwn) {
       kExitOk)
       << err_.str();
   EXPECT_EQ(Json::parse(out_.str()), json);
+  ASSERT_EQ(Run({file_, "--offload_gradients", "disk", "-o", "json"}), kExitOk) << err_.str();
+  EXPECT_EQ(Json::parse(out_.str())["sharding"][1]["strategy"], "zero2");
+  EXPECT_EQ(Json::parse(out_.str())["sharding"][1]["offloaded"], 4 * 160);
+  ASSERT_EQ(Run({file_, "--offload_gradients", "cpu"}), kExitOk) << err_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("in the CPU's memory"));
   ASSERT_EQ(Run({file_, "--offload_parameters", "cpu"}), kExitOk) << err_.str();
   EXPECT_THAT(out_.str(), HasSubstr("in the CPU's memory"));
   ASSERT_EQ(Run({file_, "--offload_optimizer", "disk", "--offload_parameters", "cpu"}), kExitOk)
@@ -208,6 +213,7 @@ TEST_F(EstimateCommandTest, Mistakes_AreNamed) {
   expect({file_, "--num_processes", "4", "--group_size", "3"}, kExitUsage, "--group_size 3");
   expect({file_, "--optimizer", "lion"}, kExitUsage, "--optimizer lion");
   expect({file_, "--offload_optimizer", "nvme"}, kExitUsage, "nvme");
+  expect({file_, "--offload_gradients", "nvme"}, kExitUsage, "nvme");
   expect({file_, "--offload_parameters", "nvme"}, kExitUsage, "nvme");
   expect({file_, "-o", "yaml"}, kExitUsage, "yaml");
   expect({folder_.Path("none")}, kExitNotFound, "none");

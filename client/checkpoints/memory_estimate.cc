@@ -92,6 +92,7 @@ std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t 
                                                  const EstimatedOffload& offload) {
   const int64_t whole = 4 * size.elements, states = state_bytes * size.elements;
   const int64_t unit = 4 * size.largest_elements;
+  const bool moves_gradients = offload.gradients != EstimatedOffload::Place::kNone;
   const bool moves_parameters = offload.parameters != EstimatedOffload::Place::kNone;
   // The gradients of a process that has a part of each.
   const auto gradients_of = [&](int64_t ranks) {
@@ -106,9 +107,10 @@ std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t 
                             .states = CeilOf(states, ranks),
                             .gathered = ranks == 1 && !moves_parameters ? 0 : 3 * unit};
   };
-  // Takes from a row what is elsewhere. `ranks` divide the states, and, if `parameters` are
-  // divided, these.
-  const auto take_away = [&](StrategyEstimate* row, int64_t ranks, bool parameters) {
+  // Takes from a row what is elsewhere. `ranks` divide the states and `parts`: of
+  // gradients, or of parameters too.
+  enum class Parts { kNone, kGradients, kAll };
+  const auto take_away = [&](StrategyEstimate* row, int64_t ranks, Parts parts) {
     if (offload.optimizer != EstimatedOffload::Place::kNone) {
       constexpr int64_t kWindow = int64_t{64} << 20;
       const int64_t windows = offload.optimizer == EstimatedOffload::Place::kDisk ? 3 : 1;
@@ -118,10 +120,14 @@ std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t 
       row->offloaded += row->states;
       row->states = std::min(row->states, windows * std::max(kWindow, state_bytes * largest));
     }
-    if (moves_parameters && parameters) {
-      const int64_t part = row->parameters - size.other_bytes;
-      row->offloaded += 2 * part;  // gradients have a place, too
+    const bool parameters = moves_parameters && parts == Parts::kAll;
+    const int64_t part = CeilOf(whole, ranks);
+    if (parameters) {
+      row->offloaded += part;
       row->parameters = std::min(part, 2 * CeilOf(unit, ranks)) + size.other_bytes;
+    }
+    if (parameters || (moves_gradients && parts != Parts::kNone)) {
+      row->offloaded += part;
       // Those of an optimizer in the backward pass are used at once.
       if (offload.optimizer_in_backward) return;
       row->gradients = std::min(row->gradients, 3 * CeilOf(unit, ranks));
@@ -133,19 +139,19 @@ std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t 
                  .gradients = whole,
                  .states = states,
                  .gathered = 0});
-  take_away(&all.back(), 1, false);
+  take_away(&all.back(), 1, Parts::kNone);
   if (processes == 1) {
-    if (offload.optimizer_in_backward) {
+    if (offload.optimizer_in_backward || moves_gradients) {
       all.push_back({.strategy = "zero2",
                      .parameters = whole + size.other_bytes,
                      .gradients = gradients_of(1),
                      .states = states,
-                     .gathered = std::min(unit, whole)});
-      take_away(&all.back(), 1, false);
+                     .gathered = std::min(offload.optimizer_in_backward ? unit : 3 * unit, whole)});
+      take_away(&all.back(), 1, Parts::kGradients);
     }
     if (!moves_parameters) return all;
     all.push_back(divided("zero3", 1));
-    take_away(&all.back(), 1, true);
+    take_away(&all.back(), 1, Parts::kAll);
     return all;
   }
   const int64_t part = gradients_of(processes);
@@ -155,18 +161,20 @@ std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t 
        .gradients = part,
        .states = CeilOf(states, processes),
        .gathered = offload.optimizer_in_backward ? std::min(3 * unit, whole) : whole - part});
-  take_away(&all.back(), processes, false);
+  take_away(&all.back(), processes, Parts::kGradients);
+  // Before they are reduced, at the end of the backward pass, all are there.
+  if (!offload.optimizer_in_backward) all.back().gathered = whole - all.back().gradients;
   all.push_back({.strategy = "zero2",
                  .parameters = whole + size.other_bytes,
                  .gradients = part,
                  .states = CeilOf(states, processes),
                  .gathered = std::min(3 * unit, whole)});
-  take_away(&all.back(), processes, false);
+  take_away(&all.back(), processes, Parts::kGradients);
   all.push_back(divided("zero3", processes));
-  take_away(&all.back(), processes, true);
+  take_away(&all.back(), processes, Parts::kAll);
   if (group_size != processes) {
     all.push_back(divided("hybrid", group_size));
-    take_away(&all.back(), group_size, true);
+    take_away(&all.back(), group_size, Parts::kAll);
   }
   return all;
 }

@@ -54,13 +54,16 @@ struct StrategyEstimate {
   int64_t offloaded = 0;
   int64_t total() const { return parameters + gradients + states + gathered; }
 };
-// What is elsewhere between its uses, as options.sharding.offload_optimizer and
+// What is elsewhere between its uses, as options.sharding.offload_optimizer, offload_gradients and
 // offload_parameters say.
 struct EstimatedOffload {
   enum class Place { kNone, kCpu, kDisk };
   // Windows of 64 MiB, or of the largest state, are in memory in a step: three of a disk, one of
   // the CPU's.
   Place optimizer = Place::kNone;
+  // Reduced gradients of three units are in memory, or on the GPU. Not of "no_shard"; one process
+  // then has "zero2" as well.
+  Place gradients = Place::kNone;
   // With the gradients; parts of two units, and gradients of three, are in memory, or on the GPU.
   // Of strategies that divide parameters.
   Place parameters = Place::kNone;

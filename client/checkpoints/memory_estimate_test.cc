@@ -132,6 +132,11 @@ TEST(EstimateStrategies, Offload_TakesStatesAndPartsAway) {
   all = EstimateStrategies(size, 1, 1, 8,
                            {.parameters = Place::kDisk, .optimizer_in_backward = true});
   EXPECT_EQ(all[2].offloaded, 2 * kWhole);
+  all = EstimateStrategies(size, 1, 1, 8, {.gradients = Place::kDisk});
+  ASSERT_EQ(all.size(), 2u);
+  EXPECT_EQ(all[0].offloaded, 0) << "whole gradients are not divided";
+  EXPECT_EQ(all[1].strategy, "zero2");
+  EXPECT_EQ(all[1].offloaded, kWhole);
   // Eight blocks as large as one of these.
   ModelSize deep;
   deep.elements = 8 * kUnit / 4;
@@ -141,6 +146,22 @@ TEST(EstimateStrategies, Offload_TakesStatesAndPartsAway) {
   EXPECT_EQ(all[3].gradients, 3 * kUnit / 4);
   EXPECT_EQ(all[3].offloaded, 2 * 8 * kUnit / 4);
   EXPECT_EQ(all[2].gradients, 8 * kUnit / 4);
+  all = EstimateStrategies(deep, 4, 2, 8, {.gradients = Place::kCpu});
+  ASSERT_EQ(all.size(), 5u);
+  EXPECT_EQ(all[0].gradients, 4 * 8 * kUnit / 4);
+  for (const size_t row : {1, 2, 3}) {
+    EXPECT_EQ(all[row].gradients, 3 * kUnit / 4) << row;
+    EXPECT_EQ(all[row].offloaded, 8 * kUnit / 4) << row;
+  }
+  EXPECT_EQ(all[4].gradients, 3 * kUnit / 2);
+  EXPECT_EQ(all[4].offloaded, 8 * kUnit / 2);
+  // Those of zero1 are whole until the end of the backward pass.
+  EXPECT_EQ(all[1].gradients + all[1].gathered, 4 * 8 * kUnit / 4);
+  EXPECT_EQ(all[3].parameters, 8 * kUnit / 4);
+  // With the parameters they have one place.
+  all = EstimateStrategies(deep, 4, 4, 8, {.gradients = Place::kDisk, .parameters = Place::kDisk});
+  EXPECT_EQ(all[3].offloaded, 2 * 8 * kUnit / 4);
+  EXPECT_EQ(all[2].offloaded, 8 * kUnit / 4);
 }
 
 }  // namespace

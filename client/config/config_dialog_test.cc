@@ -339,6 +339,7 @@ TEST(ConfigDialog, MoreSettingsOfSharding_AreAskedWhereSomethingIsDivided) {
       {"sharding_overlap?", "yes"},
       {"optimizer_in_backward?", "yes"},
       {"offload_optimizer?", "disk:/scratch"},
+      {"offload_gradients?", "disk:/more"},
       {"offload_parameters?", "disk:/scratch"}};
   for (const auto& [question, answer] : kAnswers) {
     EXPECT_EQ(dialog.question().text, question);
@@ -364,6 +365,7 @@ TEST(ConfigDialog, MoreSettingsOfSharding_AreAskedWhereSomethingIsDivided) {
                                                 {"MUSTER_SHARDING_OVERLAP", "true"},
                                                 {"MUSTER_OPTIMIZER_IN_BACKWARD", "true"},
                                                 {"MUSTER_OFFLOAD_OPTIMIZER", "disk:/scratch"},
+                                                {"MUSTER_OFFLOAD_GRADIENTS", "disk:/more"},
                                                 {"MUSTER_OFFLOAD_PARAMETERS", "disk:/scratch"}}));
   // A file that says so is changed to one that divides nothing: what is left would be refused.
   DialogFacts facts = Machine();

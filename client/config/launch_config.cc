@@ -102,6 +102,7 @@ constexpr TextRule kTextRules[] = {
      }},
     {"offload_activations", kPlaceRule, &IsPlace},
     {"offload_optimizer", kPlaceRule, &IsPlace},
+    {"offload_gradients", kPlaceRule, &IsPlace},
     {"offload_parameters", kPlaceRule, &IsPlace},
     {"sharding_ignored_modules", kPatternRule, &IsPattern},
     {"sharding_ignored_parameters", kPatternRule, &IsPattern},
@@ -405,6 +406,13 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .help = "Where the states of optimizers are between steps, whatever the sharding: none, cpu "
                "or disk:FOLDER. Default: none",
        .for_workers = true},
+      {.name = "offload_gradients",
+       .variable = "MUSTER_OFFLOAD_GRADIENTS",
+       .value_name = "PLACE",
+       .help = "Where reduced gradients are until the step, with any sharding: none, cpu or "
+               "disk:FOLDER. Default: none, or where offload_parameters says",
+       .for_workers = true,
+       .of_sharding = true},
       {.name = "offload_parameters",
        .variable = "MUSTER_OFFLOAD_PARAMETERS",
        .value_name = "PLACE",

@@ -601,6 +601,7 @@ TEST(LaunchSettings, TextsWithARule_AreReadByIt) {
          {"-1", ",", "0,,", ",0", "0,,1", "x", "1.5"}}},
        {"offload_activations", {{"none", "cpu", "disk:/tmp"}, {"disk:", "gpu", "/tmp"}}},
        {"offload_optimizer", {{"none", "cpu", "disk:/tmp"}, {"disk:", "gpu", "/tmp"}}},
+       {"offload_gradients", {{"none", "cpu", "disk:/tmp"}, {"disk:", "gpu", "/tmp"}}},
        {"offload_parameters", {{"none", "cpu", "disk:/tmp"}, {"disk:", "gpu", "/tmp"}}},
        {"sharding_ignored_modules", {{"head|blocks\\.0", ".*"}, {"head(", "[", "*"}}},
        {"sharding_ignored_parameters", {{".*\\.bias"}, {"(", "+a"}}},
@@ -635,6 +636,7 @@ TEST(LaunchSettings, Sharding_ReachesTheWorkersAsVariables) {
       {"sharding_overlap", {"MUSTER_SHARDING_OVERLAP", "true"}},
       {"optimizer_in_backward", {"MUSTER_OPTIMIZER_IN_BACKWARD", "true"}},
       {"offload_optimizer", {"MUSTER_OFFLOAD_OPTIMIZER", "disk:/scratch"}},
+      {"offload_gradients", {"MUSTER_OFFLOAD_GRADIENTS", "disk:/more"}},
       {"offload_parameters", {"MUSTER_OFFLOAD_PARAMETERS", "disk:/scratch"}}};
   Layer flags, file;
   std::map<std::string, std::string> variables, want;
@@ -660,8 +662,9 @@ TEST(LaunchSettings, ShardingOfNothing_IsRefusedByName) {
   for (const SettingSpec& spec : LaunchSettings()) {
     if (!spec.of_sharding) continue;
     const bool is_bool = spec.type == SettingSpec::Type::kBool;
+    const bool is_place = spec.name == "offload_gradients" || spec.name == "offload_parameters";
     const std::string value = is_bool                                ? "yes"
-                              : spec.name == "offload_parameters"    ? "cpu"
+                              : is_place                             ? "cpu"
                               : spec.type == SettingSpec::Type::kInt ? "8"
                               : !spec.choices.empty()                ? "bf16"
                                                                      : "head";

@@ -1630,7 +1630,8 @@ bool CheckpointState::HasNoRoomFor(const StateReader& reader,
   const ShardingOptions& sharding = process_.sharding();
   if (reader.in_memory()) return false;
   if (sharding.offload_parameters == Offload::kDisk ||
-      sharding.offload_optimizer == Offload::kDisk) {
+      sharding.offload_optimizer == Offload::kDisk ||
+      sharding.offload_gradients == Offload::kDisk) {
     return true;
   }
   // To a GPU files go through a few blocks.

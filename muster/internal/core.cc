@@ -46,6 +46,9 @@ std::string Describe(const ShardingOptions& sharding, bool group_size = true) {
   if (sharding.reduce_dtype) add("reduce_dtype", c10::toString(*sharding.reduce_dtype));
   if (sharding.overlap) add("overlap", "true");
   if (sharding.optimizer_in_backward) add("optimizer_in_backward", "true");
+  if (sharding.offload_gradients != Offload::kNone) {
+    add("offload_gradients", sharding.offload_gradients == Offload::kDisk ? "disk" : "cpu");
+  }
   if (sharding.offload_parameters != Offload::kNone) {
     add("offload_parameters", sharding.offload_parameters == Offload::kDisk ? "disk" : "cpu");
   }

@@ -98,10 +98,17 @@ absl::StatusOr<EngineSettings> ToOptions(const ShardingPlan& plan, int64_t ranks
         "Parameters are not offloaded: this strategy keeps them whole. FULL_SHARD (stage 3) "
         "offloads them.");
   }
+  // Offloaded parameters take their gradients with them.
   if (to.offload_optimizer != Offload::kNone && to.offload_parameters == Offload::kNone) {
-    result.notes.push_back(
-        "Of what the optimizer needs its states are offloaded, and gradients stay on the device. "
-        "Offloaded parameters (FULL_SHARD, stage 3) take their gradients with them.");
+    if (to.strategy != ShardingStrategy::kNone) {
+      to.offload_gradients = to.offload_optimizer;
+      to.offload_gradients_path = to.offload_optimizer_path;
+    } else {
+      result.notes.push_back(
+          "Of what the optimizer needs its states are offloaded, and gradients stay on the device: "
+          "this strategy keeps them whole. SHARD_GRAD_OP and FULL_SHARD (stages 2 and 3) offload "
+          "them.");
+    }
   }
   to.no_split = from.no_split;
   to.ignored_modules = from.ignored_modules.value_or("");

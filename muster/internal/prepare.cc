@@ -16,6 +16,7 @@
 #include "worker/collective/on_all.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/train/disk_parts.h"
+#include "worker/train/optimizer.h"
 #include "worker/train/torch_optimizer.h"
 #include "worker/train/torch_scheduler.h"
 
@@ -108,9 +109,12 @@ void Core::GiveShards(OptimizerSlot& optimizer) {
 
 void Core::OffloadStateOf(OptimizerHandle& optimizer) {
   const ShardingOptions& sharding = process_.sharding();
-  if (sharding.offload_optimizer == Offload::kNone) return;
+  if (!GoesElsewhere(sharding.offload_optimizer, process_.device())) return;
   const bool to_disk = sharding.offload_optimizer == Offload::kDisk;
-  if (!to_disk && process_.device().is_cpu()) return;  // it is in the memory of the CPU
+  if (GoesElsewhere(sharding.offload_gradients, process_.device())) {
+    // A window takes the gradients of one unit from where they are. Others are refused below.
+    if (auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer)) fused->OffloadByMemory();
+  }
   OnAll(process_.comm(), "offload the state of an optimizer", [&] {
     optimizer.OffloadState(to_disk ? MakeScratchFile(sharding.offload_optimizer_path) : nullptr);
   });

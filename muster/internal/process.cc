@@ -123,6 +123,10 @@ ShardingOptions ShardingFrom(const Environment& environment, const EngineSetting
     std::tie(sharding.offload_optimizer, sharding.offload_optimizer_path) =
         ParseOffload(environment.offload_optimizer.value);
   }
+  if (!environment.offload_gradients.is_default()) {
+    std::tie(sharding.offload_gradients, sharding.offload_gradients_path) =
+        ParseOffload(environment.offload_gradients.value);
+  }
   if (!environment.offload_parameters.is_default()) {
     std::tie(sharding.offload_parameters, sharding.offload_parameters_path) =
         ParseOffload(environment.offload_parameters.value);
@@ -154,6 +158,7 @@ ShardingOptions ShardingOf(const AcceleratorOptions& options, const Environment&
   CheckDtype("output_dtype", sharding.output_dtype);
   CheckDtype("buffer_dtype", sharding.buffer_dtype);
   CheckOffload("offload_optimizer", sharding.offload_optimizer, sharding.offload_optimizer_path);
+  CheckOffload("offload_gradients", sharding.offload_gradients, sharding.offload_gradients_path);
   CheckOffload("offload_parameters", sharding.offload_parameters, sharding.offload_parameters_path);
   TORCH_CHECK(sharding.reshard_group_size == 0 ||
                   (sharding.strategy == ShardingStrategy::kFull && sharding.reshard_after_forward),
@@ -163,6 +168,11 @@ ShardingOptions ShardingOf(const AcceleratorOptions& options, const Environment&
               "options.sharding.optimizer_in_backward (MUSTER_OPTIMIZER_IN_BACKWARD) needs a "
               "strategy that divides the work of the optimizer by units: set kGradients or kFull "
               "(zero2, zero3), with one process as well");
+  TORCH_CHECK(
+      sharding.offload_gradients == Offload::kNone || sharding.strategy != ShardingStrategy::kNone,
+      "offload_gradients needs a strategy that divides the work of the optimizer by units: set "
+      "kGradients or kFull (zero2, zero3), with one process as well, or leave offload_gradients "
+      "out");
   TORCH_CHECK(
       sharding.offload_parameters == Offload::kNone || sharding.strategy == ShardingStrategy::kFull,
       "offload_parameters needs the strategy kFull (zero3, hybrid), with which parameters "
@@ -256,8 +266,7 @@ Process::Process(const AcceleratorOptions& options, JoinedProcess joined)
       precision_(ParseMixedPrecision(joined_.environment.mixed_precision.value)),
       settings_(SettingsOf(options_, joined_.environment)) {
   // One process alone gathers what is elsewhere.
-  const bool elsewhere = sharding().offload_parameters == Offload::kDisk ||
-                         (sharding().offload_parameters == Offload::kCpu && !device_.is_cpu());
+  const bool elsewhere = GoesElsewhere(sharding().offload_parameters, device_);
   if ((size() > 1 || elsewhere) && sharding().strategy != ShardingStrategy::kNone &&
       sharding().overlap) {
     if (device_.is_cpu()) comm_queue_ = std::make_shared<CommThread>();

@@ -31,13 +31,6 @@
 namespace muster::internal {
 namespace {
 
-// Whether the parts of parameters on `device` are elsewhere while nothing uses them. Those on the
-// CPU are in its memory already.
-bool OffloadsParts(const ShardingOptions& sharding, const at::Device& device) {
-  return sharding.offload_parameters == Offload::kDisk ||
-         (sharding.offload_parameters == Offload::kCpu && !device.is_cpu());
-}
-
 // Of a model that stays where it is: that of its first parameter that is not on the CPU, if there
 // is one. `meta`: where one without memory gets some.
 at::Device DeviceOf(const ModelSource& source, const at::Device& meta) {
@@ -50,20 +43,30 @@ at::Device DeviceOf(const ModelSource& source, const at::Device& meta) {
   return first.value_or(meta);
 }
 
-// `ranks`: of this machine.
-std::unique_ptr<PartStore> StoreOfParts(const ShardingOptions& sharding, const at::Device& device,
-                                        int ranks) {
-  if (!OffloadsParts(sharding, device)) return nullptr;
-  if (sharding.offload_parameters == Offload::kCpu) {
-    return std::make_unique<HostParts>(device, ranks);
+// For what is on `device`; null: it stays there. `ranks`: of this machine.
+std::unique_ptr<PartStore> StoreAt(Offload place, const std::string& path, const at::Device& device,
+                                   int ranks, HostParts::Of of) {
+  if (!GoesElsewhere(place, device)) return nullptr;
+  if (place == Offload::kCpu) return std::make_unique<HostParts>(device, ranks, of);
+  return std::make_unique<DiskParts>(path);
+}
+
+// Null where they go with the parameters: one store counts what both need.
+std::unique_ptr<PartStore> StoreOfGradients(const ShardingOptions& sharding,
+                                            const at::Device& device, int ranks) {
+  const Offload place = sharding.offload_gradients;
+  const bool same_folder = sharding.offload_gradients_path == sharding.offload_parameters_path;
+  if (place == sharding.offload_parameters && (place != Offload::kDisk || same_folder)) {
+    return nullptr;
   }
-  return std::make_unique<DiskParts>(sharding.offload_parameters_path);
+  return StoreAt(place, sharding.offload_gradients_path, device, ranks, HostParts::Of::kGradients);
 }
 
 // Where the disk holds what memory has no room for. Empty: nowhere.
 std::string FolderOfOffload(const ShardingOptions& sharding) {
   if (sharding.offload_parameters == Offload::kDisk) return sharding.offload_parameters_path;
-  return sharding.offload_optimizer == Offload::kDisk ? sharding.offload_optimizer_path : "";
+  if (sharding.offload_optimizer == Offload::kDisk) return sharding.offload_optimizer_path;
+  return sharding.offload_gradients == Offload::kDisk ? sharding.offload_gradients_path : "";
 }
 
 std::unique_ptr<ActivationPolicy> ActivationPolicyFor(const Process& process,
@@ -150,24 +153,25 @@ void ModelSlot::MakeParallel() {
   const bool evaluation = evaluation_;
   const Process& process = controller_->process();
   const at::Device device = process.options().device_placement ? process.device() : at::kCPU;
-  // One process alone has its parameters in units where they come from elsewhere, or an optimizer
-  // updates one after the other.
+  // One process alone has its parameters in units where they come from elsewhere or their gradients
+  // go elsewhere, or an optimizer updates one after the other.
   ShardingOptions sharding = process.sharding();
   const at::Device there = process.options().device_placement ? device : DeviceOf(*source_, device);
   // Neither memory that the program has freed, nor copies for saves and loads, may take the memory
   // that an offload to the disk saves.
   const std::string disk = FolderOfOffload(sharding);
   if (!disk.empty() && there.is_cpu()) GiveBackFreedMemory();
-  const bool offloads = OffloadsParts(sharding, there);
+  const bool offloads = GoesElsewhere(sharding.offload_parameters, there);
+  const bool offloads_gradients = GoesElsewhere(sharding.offload_gradients, there);
   // Those of a model without weights come later, by load_weights() or load_state(). One process
   // alone has units then, too, which know that they are not there.
   std::vector<std::string> without_values;
   for (const auto& [name, parameter] : source_->parameters()) {
     if (HasNoValues(parameter)) without_values.push_back(name);
   }
-  const bool shards =
-      !evaluation && sharding.strategy != ShardingStrategy::kNone &&
-      (process.size() > 1 || offloads || sharding.optimizer_in_backward || !without_values.empty());
+  const bool shards = !evaluation && sharding.strategy != ShardingStrategy::kNone &&
+                      (process.size() > 1 || offloads || offloads_gradients ||
+                       sharding.optimizer_in_backward || !without_values.empty());
   // Nothing has to be gathered there.
   if (process.size() == 1 && !offloads) sharding.strategy = ShardingStrategy::kGradients;
   std::vector<NamedParameter> parameters;
@@ -240,6 +244,7 @@ void ModelSlot::MakeParallel() {
   }
   if (parameters.empty()) return;
   if (shards) {
+    const int here = process.environment().local_world_size.value;
     std::optional<FreedMemoryGoesBack> divides;
     if (there.is_cpu()) divides.emplace();
     sharded_ = std::make_unique<ShardedModel>(
@@ -249,8 +254,9 @@ void ModelSlot::MakeParallel() {
         [device](const NamedParameter& parameter, bool with_values) {
           GiveMemory(parameter, device, with_values);
         },
-        StoreOfParts(sharding, there, process.environment().local_world_size.value),
-        groups_.reshard.get());
+        StoreAt(sharding.offload_parameters, sharding.offload_parameters_path, there, here,
+                HostParts::Of::kParameters),
+        groups_.reshard.get(), StoreOfGradients(sharding, there, here));
     if (!disk.empty()) {
       sharded_->KeepCopiesBy([disk](const at::Tensor& tensor) { return CopyToDisk(tensor, disk); });
     }

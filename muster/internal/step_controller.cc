@@ -1350,6 +1350,7 @@ bool HasChanged(const at::Tensor& before, const at::Tensor& now) {
 void StepController::RecordGradients() {
   if (updates_ != nullptr || gradients_to_compare_ == 0 || process_.rank() != 0 || in_closure_ ||
       process_.options().allow_local_gradients ||
+      process_.sharding().offload_gradients != Offload::kNone ||
       process_.sharding().offload_parameters != Offload::kNone) {
     return;
   }

@@ -297,6 +297,7 @@ TEST_F(ShardingTest, SettingsOfTheLaunch_AreDone) {
                      " --offload_parameters disk:" + folder_,
                  "--clip_norm 0"),
             plain);
+  EXPECT_EQ(loss("--sharding zero3 --offload_gradients disk:" + folder_, "--clip_norm 0"), plain);
   const auto error = [&](const std::string& launch) {
     const CommandResult result = run(launch);
     EXPECT_NE(result.exit_code, 0) << launch;

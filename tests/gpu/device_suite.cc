@@ -548,6 +548,7 @@ struct Offloaded {
   std::string precision = "no";
   bool overlap = false;
   double max_norm = 0;  // 0: gradients are not clipped
+  Offload gradients = Offload::kNone;
 };
 
 // Six steps, of which nothing waits for the device, with a save beside them; then the same from
@@ -571,6 +572,12 @@ std::pair<Values, Values> TrainOffloaded(AcceleratorOptions options, const Offlo
   }
   options.sharding->offload_parameters = offloaded.parameters;
   options.sharding->offload_parameters_path = scratch.path();
+  if (offloaded.gradients != Offload::kNone) {
+    options.sharding->strategy = ShardingStrategy::kGradients;
+    options.sharding->unit_types = {"Linear"};
+  }
+  options.sharding->offload_gradients = offloaded.gradients;
+  options.sharding->offload_gradients_path = scratch.path();
   if (offloaded.activations.has_value()) {
     options.activation_checkpointing = {.block_types = {"Linear"},
                                         .offload = *offloaded.activations,
@@ -601,7 +608,9 @@ std::pair<Values, Values> TrainOffloaded(AcceleratorOptions options, const Offlo
     for (const auto& [name, tensor] : a.get_state_dict(model)) values[name] = tensor.cpu().clone();
     // Under other names where units have them.
     for (const auto& [name, tensor] : adamw.SaveState().tensors) {
-      if (offloaded.in_backward || offloaded.parameters != Offload::kNone) continue;
+      const bool divided =
+          offloaded.parameters != Offload::kNone || offloaded.gradients != Offload::kNone;
+      if (offloaded.in_backward || divided) continue;
       values["optimizer." + name] = tensor.cpu().clone();
     }
     a.end_training();
@@ -645,12 +654,35 @@ TEST_F(OffloadedOnDevice, States_TrainAndContinueAsThoseOnTheDevice) {
   }
 }
 
+Values WithoutStates(Values values) {
+  std::erase_if(values, [](const auto& item) { return item.first.starts_with("optimizer."); });
+  return values;
+}
+
 // Those on the CPU leave its memory for a disk alone.
+TEST_F(OffloadedOnDevice, Gradients_TrainAndContinueAsThoseOnTheDevice) {
+  for (const std::string precision : {"no", "fp16"}) {
+    const auto [want, unused] =
+        TrainOffloaded(Options(), {.precision = precision, .max_norm = 0.5}, width_, rows_);
+    for (const Offload gradients : {Offload::kCpu, Offload::kDisk}) {
+      for (const Offload optimizer : {Offload::kNone, gradients}) {
+        SCOPED_TRACE(precision + (gradients == Offload::kCpu ? ", CPU" : ", disk") +
+                     (optimizer == Offload::kNone ? "" : ", with states"));
+        const auto [whole, continued] = TrainOffloaded(Options(),
+                                                       {.optimizer = optimizer,
+                                                        .precision = precision,
+                                                        .max_norm = 0.5,
+                                                        .gradients = gradients},
+                                                       width_, rows_);
+        ExpectSame(WithoutStates(whole), WithoutStates(want));
+        ExpectSame(WithoutStates(continued), WithoutStates(want));
+      }
+    }
+  }
+}
+
+// The same.
 TEST_F(OffloadedOnDevice, Parameters_TrainAndContinueAsThoseOnTheDevice) {
-  const auto without_states = [](Values values) {
-    std::erase_if(values, [](const auto& item) { return item.first.starts_with("optimizer."); });
-    return values;
-  };
   for (const std::string precision : {"no", "bf16", "fp16"}) {
     for (const bool in_backward : {false, true}) {
       if (in_backward && precision == "fp16") continue;
@@ -673,8 +705,8 @@ TEST_F(OffloadedOnDevice, Parameters_TrainAndContinueAsThoseOnTheDevice) {
                                                             .overlap = overlap,
                                                             .max_norm = max_norm},
                                                            width_, rows_);
-            ExpectSame(without_states(whole), without_states(want));
-            ExpectSame(without_states(continued), without_states(want));
+            ExpectSame(WithoutStates(whole), WithoutStates(want));
+            ExpectSame(WithoutStates(continued), WithoutStates(want));
           }
         }
       }

@@ -409,6 +409,7 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
   MUSTER_RETURN_IF_ERROR(
       ReadBool(variables, "MUSTER_OPTIMIZER_IN_BACKWARD", &env->optimizer_in_backward));
   ReadText(variables, "MUSTER_OFFLOAD_OPTIMIZER", &env->offload_optimizer);
+  ReadText(variables, "MUSTER_OFFLOAD_GRADIENTS", &env->offload_gradients);
   ReadText(variables, "MUSTER_OFFLOAD_PARAMETERS", &env->offload_parameters);
   MUSTER_RETURN_IF_ERROR(
       ReadBool(variables, "MUSTER_ACTIVATION_CHECKPOINTING", &env->activation_checkpointing));
@@ -488,6 +489,7 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
     }
   }
   for (const auto& [name, offload] : {std::pair{"offload_optimizer", &env->offload_optimizer},
+                                      {"offload_gradients", &env->offload_gradients},
                                       {"offload_parameters", &env->offload_parameters},
                                       {"offload_activations", &env->offload_activations}}) {
     const std::string& place = offload->value;
@@ -614,6 +616,7 @@ std::string Describe(const Environment& env) {
   add("mixed_precision", env.mixed_precision.value, env.mixed_precision.source);
   if (!env.sharding.is_default()) add("sharding", env.sharding.value, env.sharding.source);
   for (const auto& [name, offload] : {std::pair{"offload_optimizer", &env.offload_optimizer},
+                                      {"offload_gradients", &env.offload_gradients},
                                       {"offload_parameters", &env.offload_parameters},
                                       {"offload_activations", &env.offload_activations}}) {
     if (!offload->is_default()) add(name, offload->value, offload->source);

@@ -108,9 +108,10 @@ struct Environment {
   // Communication of sharded training overlaps with its computation.
   Setting<bool> sharding_overlap{false};
   Setting<bool> optimizer_in_backward{false};
-  // "none", "cpu" or "disk:FOLDER": where the optimizer's states and the parameters are kept while
-  // they are not in use.
+  // "none", "cpu" or "disk:FOLDER": where the optimizer's states, the gradients and the parameters
+  // are kept while they are not in use.
   Setting<std::string> offload_optimizer{"none"};
+  Setting<std::string> offload_gradients{"none"};
   Setting<std::string> offload_parameters{"none"};
   // Whether blocks keep only their inputs for the backward pass; the module classes that are
   // blocks; and where those inputs are kept meanwhile: "none", "cpu" or "disk:FOLDER".

@@ -465,14 +465,19 @@ TEST(Environment, Sharding_IsReadWithItsUnits) {
 
 TEST(Environment, Offload_IsAPlace) {
   EXPECT_EQ(Read({}).offload_optimizer.value, "none");
-  const Environment env =
-      Read({{"MUSTER_OFFLOAD_OPTIMIZER", "disk:/scratch"}, {"MUSTER_OFFLOAD_PARAMETERS", "cpu"}});
+  EXPECT_EQ(Read({}).offload_gradients.value, "none");
+  const Environment env = Read({{"MUSTER_OFFLOAD_OPTIMIZER", "disk:/scratch"},
+                                {"MUSTER_OFFLOAD_GRADIENTS", "disk:/more"},
+                                {"MUSTER_OFFLOAD_PARAMETERS", "cpu"}});
   EXPECT_EQ(env.offload_optimizer.value, "disk:/scratch");
+  EXPECT_EQ(env.offload_gradients.value, "disk:/more");
   EXPECT_EQ(env.offload_parameters.value, "cpu");
   for (const char* text : {"disk", "disk:", "nvme"}) {
     EXPECT_THAT(Error({{"MUSTER_OFFLOAD_PARAMETERS", text}}),
                 AllOf(HasSubstr("(from MUSTER_OFFLOAD_PARAMETERS)"), HasSubstr("disk:FOLDER")))
         << text;
+    EXPECT_THAT(Error({{"MUSTER_OFFLOAD_GRADIENTS", text}}),
+                HasSubstr("(from MUSTER_OFFLOAD_GRADIENTS)"));
   }
 }
 

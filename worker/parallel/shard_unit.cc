@@ -104,14 +104,14 @@ void ShardUnit::Named(const char* doing, Fn collective) const {
 ShardUnit::ShardUnit(std::string name, std::vector<NamedParameter> parameters, Comm& comm,
                      bool frees, std::optional<at::ScalarType> gathered_as,
                      std::optional<at::ScalarType> reduced_as,
-                     std::function<void(ShardUnit&, bool, const char*)> use, StoredPart stored,
+                     std::function<void(ShardUnit&, bool, const char*)> use, StoredUnit stored,
                      Comm* reshard)
     : name_(std::move(name)),
       comm_(comm),
       frees_(frees),
       use_(std::move(use)),
       reshard_(frees ? reshard : nullptr),
-      stored_(frees ? std::move(stored) : StoredPart()) {
+      stored_({.shards = frees ? stored.shards : StoredPart(), .gradients = stored.gradients}) {
   at::NoGradGuard no_grad;
   TORCH_CHECK(!parameters.empty(), "unit '", name_, "' has no parameters");
   at::TensorOptions options = parameters[0].tensor.options().requires_grad(false);
@@ -147,9 +147,9 @@ ShardUnit::ShardUnit(std::string name, std::vector<NamedParameter> parameters, C
     for (Slice& slice : slices_) View(flat_, slice).copy_(slice.tensor);
   }
   registration_.emplace(flat_, this);
-  if (stored_.store != nullptr) {
+  if (stored_.shards.store != nullptr) {
     part_page_ = std::make_shared<StoredPage>(
-        master_, *stored_.store, stored_.place, *stored_.among,
+        master_, *stored_.shards.store, stored_.shards.place, *stored_.shards.among,
         c10::str("this process's part of unit '", name_, "' of the sharded model"));
   }
   for (Slice& slice : slices_) {
@@ -162,8 +162,9 @@ ShardUnit::ShardUnit(std::string name, std::vector<NamedParameter> parameters, C
     slice.begin = begin;
     const int64_t at = begin == end ? 0 : slice.offset + begin - mine;
     // With a version of its own, which tells when an optimizer has written it.
-    slice.shard = stored_.store == nullptr ? master_.narrow(0, at, end - begin).variable_data()
-                                           : PagedView(master_, {end - begin}, {1}, at);
+    slice.shard = stored_.shards.store == nullptr
+                      ? master_.narrow(0, at, end - begin).variable_data()
+                      : PagedView(master_, {end - begin}, {1}, at);
     slice.shard.requires_grad_(slice.tensor.requires_grad());
     if (slice.tensor.requires_grad()) ++expected;
   }
@@ -175,7 +176,9 @@ void ShardUnit::Share(const at::TensorOptions& options) {
   const at::TensorOptions of_shards = options.dtype(dtype_);
   const int64_t bytes = part_ * static_cast<int64_t>(of_shards.dtype().itemsize());
   // What is small takes no page of its own.
-  if (bytes < kPagedPartBytes || !options.device().is_cpu() || stored_.store != nullptr) return;
+  if (bytes < kPagedPartBytes || !options.device().is_cpu() || stored_.shards.store != nullptr) {
+    return;
+  }
   shared_ = ShareParts(comm_, part_, of_shards, /*whole=*/!frees_ && gathered == dtype_);
   in_place_ = shared_.has_value() && frees_ && gathered == dtype_;
 }
@@ -245,7 +248,7 @@ void ShardUnit::GatherInto(at::Tensor& full) {
     ReshardSlot(full).copy_(kept_);
     return Named("gathering", [&] { reshard_->AllGatherParts(full); });
   }
-  if (stored_.store != nullptr) {
+  if (stored_.shards.store != nullptr) {
     part_page_->CopyTo(OwnSlot(full));
   } else if (separate()) {
     OwnSlot(full).copy_(master_);
@@ -366,7 +369,7 @@ std::vector<at::Tensor> ShardUnit::Values() {
 void ShardUnit::KeepOwnPart() {
   at::NoGradGuard no_grad;
   if (!separate() || !gathered_) return;
-  if (stored_.store != nullptr) {
+  if (stored_.shards.store != nullptr) {
     if (!written_) return;  // it would be read and written for nothing
     part_page_->Require(/*write=*/true, "summon_full_params");
   }
@@ -552,7 +555,8 @@ void ShardUnit::AddGradients(at::Tensor mine, bool in_memory) {
   const at::NoGradGuard no_grad;
   const int64_t first = part_ * comm_.rank();
   ForgetUnusedGradients();
-  const bool stored = stored_.gradients_place.has_value() && !in_memory;
+  const StoredPart& place = stored_.gradients;
+  const bool stored = place.store != nullptr && !in_memory;
   // The place is taken while a tensor has the gradients there: those of other parameters of this
   // unit, or what the program has kept of a step before. What is new then stays in memory.
   const bool has_place = stored && gradients_page_ == nullptr;
@@ -580,9 +584,9 @@ void ShardUnit::AddGradients(at::Tensor mine, bool in_memory) {
   }
   if (!has_place || !any) return;
   gradients_page_ = std::make_shared<StoredPage>(
-      std::move(mine), *stored_.store, *stored_.gradients_place, *stored_.gradients_among,
+      std::move(mine), *place.store, place.place, *place.among,
       c10::str("the gradients of this process's part of unit '", name_, "' of the sharded model"));
-  stored_.gradients_among->Came(gradients_page_);
+  place.among->Came(gradients_page_);
 }
 
 std::vector<at::Tensor> ShardUnit::Assemble(const std::vector<at::Tensor>& parts,

@@ -26,15 +26,15 @@ struct NamedParameter {
   at::Tensor tensor;
 };
 
-// Where the shards of a unit and their gradients are while nothing uses them. What is behind the
-// pointers is borrowed, and outlives the unit.
+// Where the shards of a unit, or their gradients, are while nothing uses them: `place` is of
+// PartBytes(). What is behind the pointers is borrowed, and outlives the unit.
 struct StoredPart {
   PartStore* store = nullptr;  // null: in memory
   uint64_t place = 0;
   StoredPages* among = nullptr;
-  // Of the gradients, as large. Absent: they are in memory.
-  std::optional<uint64_t> gradients_place = std::nullopt;
-  StoredPages* gradients_among = nullptr;
+};
+struct StoredUnit {
+  StoredPart shards, gradients;
 };
 
 // The parameters that are gathered and freed together, all of one dtype and device. They lie one
@@ -50,10 +50,10 @@ struct StoredPart {
 // needs no memory at all: it is a view of the shards of all ranks (in_place()). See
 // docs/decisions/0056.
 //
-// With a PartStore the shards are in a file, or a device's in memory of the host, while nothing
-// uses them: an operator that takes one gets all of the unit into memory (a StoredPage), where they
-// stay until FreePart(). So are their gradients: a page of its own, from the end of a reduction
-// until no tensor has them any more.
+// With a PartStore for them the shards are in a file, or a device's in memory of the host, while
+// nothing uses them: an operator that takes one gets all of the unit into memory (a StoredPage),
+// where they stay until FreePart(). So are their gradients, with a PartStore for these: a page of
+// its own, from the end of a reduction until no tensor has them any more.
 //
 // Not thread-safe.
 class ShardUnit : public Page {
@@ -63,11 +63,11 @@ class ShardUnit : public Page {
   // of all ranks must be equal. `frees`: the full buffer is freed where Free() says so; otherwise
   // it stays, and the shards are a part of it, if they have its dtype. `gathered_as`, `reduced_as`:
   // the dtypes of the full buffer and of the reduction of gradients, for fp32 parameters. `stored`:
-  // of a unit that frees. `reshard`: some of the ranks of `comm`, for FreeUntilBackward();
+  // its shards only if it frees. `reshard`: some of the ranks of `comm`, for FreeUntilBackward();
   // borrowed.
   ShardUnit(std::string name, std::vector<NamedParameter> parameters, Comm& comm, bool frees,
             std::optional<at::ScalarType> gathered_as, std::optional<at::ScalarType> reduced_as,
-            std::function<void(ShardUnit&, bool write, const char* op)> use, StoredPart stored = {},
+            std::function<void(ShardUnit&, bool write, const char* op)> use, StoredUnit stored = {},
             Comm* reshard = nullptr);
   // Bytes of the part of each of `ranks` ranks.
   static uint64_t PartBytes(const std::vector<NamedParameter>& parameters, int ranks);
@@ -275,7 +275,7 @@ class ShardUnit : public Page {
   Comm* const reshard_;
   at::Tensor kept_;  // [size * part / reshard_->size()], of the dtype of the flat buffer
 
-  const StoredPart stored_;
+  const StoredUnit stored_;
   // Null: in memory.
   std::shared_ptr<StoredPage> part_page_, gradients_page_;
   bool any_updated_ = false;

@@ -190,7 +190,8 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
                            std::vector<NamedParameter> parameters, std::vector<at::Tensor> buffers,
                            const ShardingOptions& options, bool broadcast_buffers,
                            std::shared_ptr<CommQueue> queue, const Materializer& materialize,
-                           std::unique_ptr<PartStore> store, Comm* reshard)
+                           std::unique_ptr<PartStore> store, Comm* reshard,
+                           std::unique_ptr<PartStore> gradients)
     : world_(world),
       shard_comm_(shard),
       replicas_(replicas),
@@ -199,16 +200,13 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
       broadcast_buffers_(broadcast_buffers),
       buffers_(std::move(buffers)),
       store_(std::move(store)),
+      gradient_store_(std::move(gradients)),
       queue_(std::move(queue)) {
   std::vector<at::Tensor> tensors;
   std::vector<std::string> names;
   OnAll(world_, kShard, [&] {
     for (const NamedParameter& parameter : parameters) {
-      TORCH_CHECK(store_ == nullptr || parameter.tensor.is_meta() ||
-                      store_->Takes(parameter.tensor.device()),
-                  "parameter '", parameter.name, "' is on ", parameter.tensor.device(),
-                  ", and offload_parameters is for those on the device of the process: put the "
-                  "whole model there before prepare(), or offload them to a disk");
+      CheckStores(parameter);
       TORCH_CHECK(parameter.tensor.is_floating_point() && parameter.tensor.layout() == at::kStrided,
                   "parameter '", parameter.name, "' is ", parameter.tensor.scalar_type(), " ",
                   parameter.tensor.layout(),
@@ -228,25 +226,7 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
   parameters.clear();
   BroadcastCoalesced(world_, buffers_, 0);
   // Before a parameter has become one of a unit: a disk that is full changes nothing.
-  std::vector<StoredPart> stored(plan.size());
-  if (store_ != nullptr) {
-    OnAll(world_, kShard, [&] {
-      for (size_t i = 0; i < plan.size(); ++i) {
-        if (plan[i].whole) continue;
-        const uint64_t bytes = ShardUnit::PartBytes(plan[i].parameters, shard_comm_.size());
-        stored[i] = {.store = store_.get(),
-                     .place = store_->Reserve(bytes),
-                     .among = &stored_parts_,
-                     .gradients_among = &stored_gradients_};
-        const bool trained = std::any_of(
-            plan[i].parameters.begin(), plan[i].parameters.end(),
-            [](const NamedParameter& parameter) { return parameter.tensor.requires_grad(); });
-        if (trained) stored[i].gradients_place = store_->Reserve(bytes);
-      }
-    });
-    // The ranks of a machine have all seen how much it has left.
-    OnAll(world_, kShard, [&] { store_->Take(); });
-  }
+  const std::vector<StoredUnit> stored = Reserve(plan);
   for (size_t i = 0; i < plan.size(); ++i) AddUnit(std::move(plan[i]), materialize, stored[i]);
   if (queue_ != nullptr && !AllSuit(units_, *queue_)) queue_ = nullptr;
   if (options_.overlap) {
@@ -262,18 +242,18 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
   }
   keep_copy_ = OnCpu;
   watch_ = std::make_unique<WeightWatch>(shards_);
-  int64_t gradients = 0;  // bytes
+  int64_t largest = 0;  // bytes of gradients
   for (const auto& unit : units_) {
     unit->set_queue(queue_.get());
     in_place_ = in_place_ || unit->in_place();
-    if (!unit->whole()) gradients = std::max(gradients, unit->gradient_bytes());
+    if (!unit->whole()) largest = std::max(largest, unit->gradient_bytes());
   }
   // Collectives of the backend work on it in place. Taken once: memory that others have mapped is
   // used again for as long as it is there. Under kOptimizer gradients are whole until the end of a
   // backward pass, where it would be one unit more.
-  if (options_.strategy != ShardingStrategy::kOptimizer && gradients >= kReachableBytes &&
+  if (options_.strategy != ShardingStrategy::kOptimizer && largest >= kReachableBytes &&
       AllOnCpu(units_) && RanksShareMemory(shard_comm_)) {
-    gradient_buffer_ = AllocateReachable(shard_comm_, gradients, at::kByte);
+    gradient_buffer_ = AllocateReachable(shard_comm_, largest, at::kByte);
   }
   for (std::vector<bool>* flags : {&complete_, &done_, &late_, &turned_to_})
     flags->resize(units_.size());
@@ -291,6 +271,45 @@ ShardedModel::~ShardedModel() {
       if (grad.is_same(ShardUnit::GradientMark())) grad.reset();
     }
   }
+}
+
+void ShardedModel::CheckStores(const NamedParameter& parameter) const {
+  const auto check = [&](const PartStore* store, const char* option) {
+    TORCH_CHECK(
+        store == nullptr || parameter.tensor.is_meta() || store->Takes(parameter.tensor.device()),
+        "parameter '", parameter.name, "' is on ", parameter.tensor.device(), ", and ", option,
+        " is for those on the device of the process: put the whole model there before "
+        "prepare(), or offload them to a disk");
+  };
+  check(store_.get(), "offload_parameters");
+  check(gradient_store_.get(), "offload_gradients");
+}
+
+std::vector<StoredUnit> ShardedModel::Reserve(const std::vector<PlannedUnit>& plan) {
+  std::vector<StoredUnit> stored(plan.size());
+  PartStore* const shards = options_.strategy == ShardingStrategy::kFull ? store_.get() : nullptr;
+  PartStore* const gradients = gradient_store_ != nullptr ? gradient_store_.get() : shards;
+  if (shards == nullptr && gradients == nullptr) return stored;
+  OnAll(world_, kShard, [&] {
+    for (size_t i = 0; i < plan.size(); ++i) {
+      if (plan[i].whole) continue;
+      const uint64_t bytes = ShardUnit::PartBytes(plan[i].parameters, shard_comm_.size());
+      const auto reserve = [bytes](PartStore* store, StoredPages& among) {
+        return StoredPart{.store = store, .place = store->Reserve(bytes), .among = &among};
+      };
+      if (shards != nullptr) stored[i].shards = reserve(shards, stored_parts_);
+      const bool trained = std::any_of(
+          plan[i].parameters.begin(), plan[i].parameters.end(),
+          [](const NamedParameter& parameter) { return parameter.tensor.requires_grad(); });
+      if (trained) stored[i].gradients = reserve(gradients, stored_gradients_);
+    }
+  });
+  // The ranks of a machine have all seen how much it has left.
+  OnAll(world_, kShard, [&] {
+    if (shards != nullptr) shards->Take();
+    if (gradients != nullptr && gradients != shards) gradients->Take();
+  });
+  return stored;
 }
 
 void ShardedModel::CheckStorage(const std::vector<NamedParameter>& parameters) const {
@@ -339,6 +358,10 @@ void ShardedModel::CheckSamePlan(const std::vector<PlannedUnit>& plan) const {
                    store_ != nullptr ? " and the parts of its parameters elsewhere"
                                      : " and the parts of its parameters on their device",
                    "\n");
+  mine += c10::str("offload_gradients ", static_cast<int>(options_.offload_gradients),
+                   gradient_store_ != nullptr ? " and the parts of its gradients elsewhere"
+                                              : " and the parts of its gradients beside those",
+                   "\n");
   const auto name = [](const std::optional<at::ScalarType>& dtype) {
     return dtype.has_value() ? c10::toString(*dtype) : "none";
   };
@@ -374,7 +397,7 @@ void ShardedModel::CheckSamePlan(const std::vector<PlannedUnit>& plan) const {
 }
 
 void ShardedModel::AddUnit(PlannedUnit planned, const Materializer& materialize,
-                           StoredPart stored) {
+                           StoredUnit stored) {
   const size_t index = units_.size();
   std::vector<at::Tensor> values;
   for (const NamedParameter& parameter : planned.parameters) {

@@ -81,15 +81,17 @@ class ShardedModel {
   // `queue`: for gathers and reductions beside the computation; the three are Comms in order with
   // it (MakeOrderedComm). Null, or one that does not suit the parameters' device: in order with the
   // program. `materialize`: for parameters on the meta device. `store`: for the shards of kFull
-  // while nothing uses them, and for their gradients; of parameters on the CPU. `reshard`: the
-  // ranks of options.reshard_group_size that this one is of, among those of `shard`, each in its
-  // own order; null: 0. Borrowed, and in order with `queue`.
+  // while nothing uses them, and for their gradients. `reshard`: the ranks of
+  // options.reshard_group_size that this one is of, among those of `shard`, each in its own order;
+  // null: 0. Borrowed, and in order with `queue`. `gradients`: for the gradients of the shards
+  // alone, under every strategy; null: they are where `store` is, or else in memory.
   ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::Module* module,
                std::vector<NamedParameter> parameters, std::vector<at::Tensor> buffers,
                const ShardingOptions& options, bool broadcast_buffers = true,
                std::shared_ptr<CommQueue> queue = nullptr,
                const Materializer& materialize = nullptr,
-               std::unique_ptr<PartStore> store = nullptr, Comm* reshard = nullptr);
+               std::unique_ptr<PartStore> store = nullptr, Comm* reshard = nullptr,
+               std::unique_ptr<PartStore> gradients = nullptr);
   ~ShardedModel();
   ShardedModel(const ShardedModel&) = delete;
   ShardedModel& operator=(const ShardedModel&) = delete;
@@ -255,9 +257,13 @@ class ShardedModel {
  private:
   // Unit and slice.
   const std::pair<size_t, size_t>& PlaceOf(const std::string& name) const;
+  // Throws if a store does not take `parameter`.
+  void CheckStores(const NamedParameter& parameter) const;
+  // (collective) Room in the stores for the units of `plan`.
+  std::vector<StoredUnit> Reserve(const std::vector<PlannedUnit>& plan);
   void CheckSamePlan(const std::vector<PlannedUnit>& plan) const;
   // `stored`: of a unit that is divided.
-  void AddUnit(PlannedUnit planned, const Materializer& materialize, StoredPart stored);
+  void AddUnit(PlannedUnit planned, const Materializer& materialize, StoredUnit stored);
   void Use(ShardUnit& unit, bool write, const char* op);
   void TurnTo(ShardUnit& unit, bool backward);
   void ForgetTurns();
@@ -363,7 +369,7 @@ class ShardedModel {
   const bool broadcast_buffers_;
   const std::vector<at::Tensor> buffers_;
   LocalComm alone_;  // divides the units that are not divided
-  const std::unique_ptr<PartStore> store_;
+  const std::unique_ptr<PartStore> store_, gradient_store_;  // null: none
   StoredPages stored_parts_, stored_gradients_;
   std::vector<std::unique_ptr<ShardUnit>> units_;
   std::vector<at::Tensor> shards_;

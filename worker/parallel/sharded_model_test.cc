@@ -171,14 +171,16 @@ Values FullOf(ShardedModel& model) {
 // A model on one rank, with what trains it.
 struct Trained {
   Trained(Comm& all, const ShardingOptions& options, Comm* part = nullptr, Comm* copies = nullptr,
-          std::unique_ptr<PartStore> store = nullptr, Comm* node = nullptr)
+          std::unique_ptr<PartStore> store = nullptr, Comm* node = nullptr,
+          std::unique_ptr<PartStore> gradients = nullptr)
       : thread(options.overlap ? std::make_shared<CommThread>() : nullptr),
         world(InOrder(&all, thread)),
         shard(InOrder(part, thread)),
         replicas(InOrder(copies, thread)),
         reshard(InOrder(node, thread)),
         model(*world, shard == nullptr ? *world : *shard, replicas.get(), &net, ParametersOf(net),
-              {}, options, true, thread, nullptr, std::move(store), reshard.get()),
+              {}, options, true, thread, nullptr, std::move(store), reshard.get(),
+              std::move(gradients)),
         sgd(model.shards(), {.lr = 0.1, .momentum = 0.9}) {}
 
   at::Tensor Forward(const at::Tensor& ids, bool communicate = true) {
@@ -375,48 +377,80 @@ void ExpectEqualGradients(const ShardedModel& a, const ShardedModel& b) {
   }
 }
 
+// With the parameters, or alone.
+struct StoredKind {
+  ShardingStrategy strategy;
+  bool parameters;
+};
+const StoredKind kStoredKinds[] = {{ShardingStrategy::kFull, true},
+                                   {ShardingStrategy::kFull, false},
+                                   {ShardingStrategy::kGradients, false},
+                                   {ShardingStrategy::kOptimizer, false}};
+
+// A model whose gradients are in `store`.
+std::unique_ptr<Trained> InStore(Comm& comm, const StoredKind& kind, ShardingOptions options = {},
+                                 std::unique_ptr<PartStore> store = nullptr) {
+  options.strategy = kind.strategy;
+  if (store == nullptr) store = std::make_unique<MemoryParts>();
+  if (kind.parameters) {
+    return std::make_unique<Trained>(comm, options, nullptr, nullptr, std::move(store));
+  }
+  return std::make_unique<Trained>(comm, options, nullptr, nullptr, nullptr, nullptr,
+                                   std::move(store));
+}
+
 // Micro-steps that all reduce, so that gradients in the store are added to; both ways to zero.
-TEST(ShardedModel, GradientsInAStore_EqualThoseInMemory_TwoUnitsAreThere) {
-  for (const int ranks : {1, 2, 3}) {
-    for (const GradZeroing how : {GradZeroing::kSetToNone, GradZeroing::kInPlace}) {
-      for (const bool overlap : {true, false}) {
-        RunRanks(ranks, [&](Comm& comm) {
-          const ShardingOptions options = {.strategy = ShardingStrategy::kFull, .overlap = overlap};
-          Trained in_memory(comm, options);
-          Trained in_store(comm, options, nullptr, nullptr, std::make_unique<MemoryParts>());
-          for (int step = 0; step < 4; ++step) {
-            for (Trained* trained : {&in_memory, &in_store}) {
-              for (int micro = 0; micro < 2; ++micro) {
-                trained->Forward(IdsOf(2 * step + micro, comm)).backward();
-              }
+void CheckGradientsInAStore(int ranks, const StoredKind& kind) {
+  for (const GradZeroing how : {GradZeroing::kSetToNone, GradZeroing::kInPlace}) {
+    for (const bool overlap : {true, false}) {
+      // Alone they take the same way.
+      if (!kind.parameters && overlap != (how == GradZeroing::kInPlace)) continue;
+      RunRanks(ranks, [&](Comm& comm) {
+        Trained in_memory(comm, {.strategy = kind.strategy, .overlap = overlap});
+        const auto stored = InStore(comm, kind, {.overlap = overlap});
+        Trained& in_store = *stored;
+        for (int step = 0; step < 4; ++step) {
+          for (Trained* trained : {&in_memory, &in_store}) {
+            for (int micro = 0; micro < 2; ++micro) {
+              trained->Forward(IdsOf(2 * step + micro, comm)).backward();
             }
-            EXPECT_LE(GradientsPresent(in_store.model), 2);
-            ExpectEqualGradients(in_store.model, in_memory.model);
-            EXPECT_LE(GradientsPresent(in_store.model), 2);
-            for (Trained* trained : {&in_memory, &in_store}) {
-              const at::Tensor norm = ClipGradNorm(trained->model.shards(), 0.1);
-              EXPECT_LE(GradientsPresent(in_store.model), 2);
-              trained->model.Expire();
-              trained->sgd.Step();
-              EXPECT_LE(GradientsPresent(in_store.model), 2);
-              trained->sgd.ZeroGrad(how);
-              trained->model.MarkChanged(trained->model.shards());
-            }
-            EXPECT_LE(GradientsPresent(in_store.model), 2);
           }
-          EXPECT_EQ(GradientsPresent(in_memory.model), 0);
-          ExpectEqual(in_store.Full(), in_memory.Full());
-        });
-      }
+          EXPECT_LE(GradientsPresent(in_store.model), 2);
+          ExpectEqualGradients(in_store.model, in_memory.model);
+          EXPECT_LE(GradientsPresent(in_store.model), 2);
+          for (Trained* trained : {&in_memory, &in_store}) {
+            const at::Tensor norm = ClipGradNorm(trained->model.shards(), 0.1);
+            EXPECT_LE(GradientsPresent(in_store.model), 2);
+            trained->model.Expire();
+            trained->sgd.Step();
+            EXPECT_LE(GradientsPresent(in_store.model), 2);
+            trained->sgd.ZeroGrad(how);
+            trained->model.MarkChanged(trained->model.shards());
+          }
+          EXPECT_LE(GradientsPresent(in_store.model), 2);
+        }
+        EXPECT_EQ(GradientsPresent(in_memory.model), 0);
+        ExpectEqual(in_store.Full(), in_memory.Full());
+      });
     }
   }
 }
 
-TEST(ShardedModel, GradientsInAStore_ThatAProgramKeeps_StayWhatTheyWere) {
-  RunRanks(2, [](Comm& comm) {
-    Trained in_memory(comm, {.strategy = ShardingStrategy::kFull});
-    Trained in_store(comm, {.strategy = ShardingStrategy::kFull}, nullptr, nullptr,
-                     std::make_unique<MemoryParts>());
+TEST(ShardedModel, GradientsInAStore_EqualThoseInMemory_TwoUnitsAreThere) {
+  for (const int ranks : {1, 2, 3}) {
+    for (const StoredKind& kind : kStoredKinds) {
+      SCOPED_TRACE(testing::Message() << "strategy " << static_cast<int>(kind.strategy)
+                                      << ", with the parameters " << kind.parameters);
+      CheckGradientsInAStore(ranks, kind);
+    }
+  }
+}
+
+void CheckGradientsThatAProgramKeeps(const StoredKind& kind) {
+  RunRanks(2, [&](Comm& comm) {
+    Trained in_memory(comm, {.strategy = kind.strategy});
+    const auto stored = InStore(comm, kind);
+    Trained& in_store = *stored;
     std::vector<at::Tensor> kept, want;
     for (int step = 0; step < 4; ++step) {
       for (Trained* trained : {&in_memory, &in_store}) {
@@ -448,12 +482,16 @@ TEST(ShardedModel, GradientsInAStore_ThatAProgramKeeps_StayWhatTheyWere) {
   });
 }
 
+TEST(ShardedModel, GradientsInAStore_ThatAProgramKeeps_StayWhatTheyWere) {
+  for (const StoredKind& kind : kStoredKinds) CheckGradientsThatAProgramKeeps(kind);
+}
+
 // As two optimizers do that have parameters of one unit each.
-TEST(ShardedModel, GradientsInAStore_SomeZeroed_EqualThoseInMemory) {
-  RunRanks(2, [](Comm& comm) {
-    Trained in_memory(comm, {.strategy = ShardingStrategy::kFull});
-    Trained in_store(comm, {.strategy = ShardingStrategy::kFull}, nullptr, nullptr,
-                     std::make_unique<MemoryParts>());
+void CheckGradientsOfWhichSomeAreZeroed(const StoredKind& kind) {
+  RunRanks(2, [&](Comm& comm) {
+    Trained in_memory(comm, {.strategy = kind.strategy});
+    const auto stored = InStore(comm, kind);
+    Trained& in_store = *stored;
     for (int step = 0; step < 4; ++step) {
       for (Trained* trained : {&in_memory, &in_store}) {
         trained->Forward(IdsOf(step, comm)).backward();
@@ -470,13 +508,17 @@ TEST(ShardedModel, GradientsInAStore_SomeZeroed_EqualThoseInMemory) {
   });
 }
 
-TEST(ShardedModel, GradientsInAStoreThatIsFull_ThrowNamingTheUnit) {
-  RunRanks(1, [](Comm& comm) {
-    Trained in_memory(comm, {.strategy = ShardingStrategy::kFull});
+TEST(ShardedModel, GradientsInAStore_SomeZeroed_EqualThoseInMemory) {
+  for (const StoredKind& kind : kStoredKinds) CheckGradientsOfWhichSomeAreZeroed(kind);
+}
+
+void CheckGradientsInAStoreThatIsFull(const StoredKind& kind) {
+  RunRanks(1, [&](Comm& comm) {
+    Trained in_memory(comm, {.strategy = kind.strategy});
     auto store = std::make_unique<MemoryParts>();
     MemoryParts& parts = *store;
-    Trained trained(comm, {.strategy = ShardingStrategy::kFull}, nullptr, nullptr,
-                    std::move(store));
+    const auto stored = InStore(comm, kind, {}, std::move(store));
+    Trained& trained = *stored;
     at::Tensor loss = trained.Forward(IdsOf(0, comm));
     parts.full = true;
     EXPECT_THAT(ErrorOf([&] { loss.backward(); }),
@@ -489,6 +531,72 @@ TEST(ShardedModel, GradientsInAStoreThatIsFull_ThrowNamingTheUnit) {
       again->Step();
     }
     ExpectEqual(trained.Full(), in_memory.Full());
+  });
+}
+
+TEST(ShardedModel, GradientsInAStoreThatIsFull_ThrowNamingTheUnit) {
+  for (const StoredKind& kind : kStoredKinds) CheckGradientsInAStoreThatIsFull(kind);
+}
+
+// In another place than the parameters.
+TEST(ShardedModel, GradientsInAStoreOfTheirOwn_EqualThoseInMemory) {
+  RunRanks(2, [](Comm& comm) {
+    const ShardingOptions options = {.strategy = ShardingStrategy::kFull};
+    Trained in_memory(comm, options);
+    auto gradients = std::make_unique<MemoryParts>();
+    MemoryParts& parts = *gradients;
+    Trained in_stores(comm, options, nullptr, nullptr, std::make_unique<MemoryParts>(), nullptr,
+                      std::move(gradients));
+    for (int step = 0; step < 3; ++step) {
+      for (Trained* trained : {&in_memory, &in_stores}) {
+        trained->Forward(IdsOf(step, comm)).backward();
+        trained->Step();
+        trained->model.MarkChanged(trained->model.shards());
+      }
+    }
+    ExpectEqual(in_stores.Full(), in_memory.Full());
+    // Parts of parameters do not come to it.
+    parts.full = true;
+    in_stores.model.LoadParameters(in_memory.Full());
+    ExpectEqual(in_stores.Full(), in_memory.Full());
+  });
+}
+
+// Though groups of the optimizer have parameters of all units.
+TEST(ShardedModel, GradientsInAStore_AreReadOnceByAStepOfOffloadedStates) {
+  class CountedParts : public MemoryParts {
+   public:
+    void Read(uint64_t place, void* to, uint64_t bytes) override {
+      ++reads;
+      MemoryParts::Read(place, to, bytes);
+    }
+    size_t reads = 0;
+  };
+  RunRanks(2, [](Comm& comm) {
+    Net net;
+    auto store = std::make_unique<CountedParts>();
+    CountedParts& parts = *store;
+    ShardedModel model(comm, comm, nullptr, &net, ParametersOf(net), {},
+                       {.strategy = ShardingStrategy::kGradients}, true, nullptr, nullptr, nullptr,
+                       nullptr, std::move(store));
+    std::vector<ParamGroup<SGDOptions>> groups(2);
+    for (size_t i = 0; i < model.shards().size(); ++i) {
+      groups[i % 2].params.push_back(model.shards()[i]);
+      groups[i % 2].options = {.lr = 0.1, .momentum = 0.9};
+    }
+    FusedSGD sgd(groups);
+    sgd.OffloadByMemory();
+    sgd.OffloadState(nullptr);
+    for (int step = 0; step < 3; ++step) {
+      model.BeginForward(true);
+      const at::Tensor loss = net.Loss(IdsOf(step, comm));
+      model.EndForward();
+      loss.backward();
+      parts.reads = 0;
+      StepOn(model, sgd);
+      EXPECT_GT(parts.reads, 0u);
+      EXPECT_LE(parts.reads, model.units().size());
+    }
   });
 }
 
@@ -535,6 +643,18 @@ TEST(ShardedModel, StoreOnOneRankAlone_IsNamedOnEveryRank) {
   EXPECT_THAT(errors, Each(AllOf(HasSubstr("shard the model differently"),
                                  HasSubstr("the parts of its parameters elsewhere"),
                                  HasSubstr("the parts of its parameters on their device"))));
+}
+
+TEST(ShardedModel, StoreOfGradientsOnOneRankAlone_IsNamedOnEveryRank) {
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    errors[comm.rank()] = ErrorOf([&] {
+      Trained trained(comm, {.strategy = ShardingStrategy::kGradients}, nullptr, nullptr, nullptr,
+                      nullptr, comm.rank() == 0 ? std::make_unique<MemoryParts>() : nullptr);
+    });
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("shard the model differently"),
+                                 HasSubstr("the parts of its gradients elsewhere"))));
 }
 
 TEST(ShardedModel, PartsInAStore_AreWrittenBySummonAndLoad) {
@@ -2309,13 +2429,14 @@ TEST(ShardedModelOverlap, OverGlooAndSharedMemory_RunsAreEqualToTheBit) {
 }
 
 struct Wide {
-  explicit Wide(Comm& comm, const ShardingOptions& options)
+  explicit Wide(Comm& comm, const ShardingOptions& options,
+                std::unique_ptr<PartStore> gradients = nullptr)
       : dtype(options.parameter_dtype.value_or(at::kFloat)),
         thread(options.overlap ? std::make_shared<CommThread>() : nullptr),
         ordered(InOrder(&comm, thread)),
         net(MakeNet()),
-        model(*ordered, *ordered, nullptr, net.get(), ParametersOf(*net), {}, options, true,
-              thread),
+        model(*ordered, *ordered, nullptr, net.get(), ParametersOf(*net), {}, options, true, thread,
+              nullptr, nullptr, nullptr, std::move(gradients)),
         sgd(model.shards(), {.lr = 0.1, .momentum = 0.9}) {}
 
   static torch::nn::Sequential MakeNet() {
@@ -2423,9 +2544,9 @@ TEST(ShardedModel, RanksThatShareMemory_EqualOthersToTheBit) {
       for (const bool overlap : {true, false}) {
         ShardingOptions options = {.strategy = strategy, .overlap = overlap};
         options.parameter_dtype = options.reduce_dtype = dtype;
-        Values want, got;
+        Values want, got, stored;
         const auto train = [&](Comm& comm, Values* result) {
-          Wide wide(comm, options);
+          Wide wide(comm, options, result == &stored ? std::make_unique<MemoryParts>() : nullptr);
           for (int step = 0; step < 4; ++step) {
             // With a micro-step that is not reduced, and a pass after the gradients are there.
             if (step == 2) wide.Forward(90, /*communicate=*/false).backward();
@@ -2448,6 +2569,8 @@ TEST(ShardedModel, RanksThatShareMemory_EqualOthersToTheBit) {
           }
         });
         ExpectEqual(got, want);
+        RunShmRanks(2, [&](Comm& comm) { train(comm, &stored); });
+        ExpectEqual(stored, want);
       }
     }
   }

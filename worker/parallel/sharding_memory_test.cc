@@ -83,9 +83,12 @@ struct Link {
   bool overlap = true, slow = false;
 };
 
+// What is in a PartStore: nothing, the parts with their gradients, or gradients alone.
+enum class Stored { kNothing, kParts, kGradients };
+
 // `group`: ranks that divide one copy.
 Memory Measure(ShardingStrategy strategy, Link link = {}, int ranks = kRanks, int group = 0,
-               bool reshard = true, bool stored = false) {
+               bool reshard = true, Stored stored = Stored::kNothing) {
   CountingAllocator& allocator = CountingAllocator::Get(kLarge);
   std::vector<std::vector<std::unique_ptr<Comm>>> copies, replicas;
   for (int i = 0; group > 0 && i < ranks / group; ++i) copies.push_back(MakeThreadComms(group));
@@ -113,7 +116,8 @@ Memory Measure(ShardingStrategy strategy, Link link = {}, int ranks = kRanks, in
         group == 0 ? nullptr : replicas[r % group][r / group].get(), net.get(),
         std::move(parameters), {},
         {.strategy = strategy, .reshard_after_forward = reshard, .overlap = link.overlap}, true,
-        thread, nullptr, stored ? std::make_unique<MemoryParts>() : nullptr);
+        thread, nullptr, stored == Stored::kParts ? std::make_unique<MemoryParts>() : nullptr,
+        nullptr, stored == Stored::kGradients ? std::make_unique<MemoryParts>() : nullptr);
     FusedAdamW adam(model.shards(), {.lr = 1e-3});
     for (int step = 0; step < 3; ++step) {
       comm.Barrier();
@@ -408,10 +412,35 @@ TEST(ShardingMemory, FirstStep_HoldsThreeUnitsMoreThanTheParts) {
 TEST(ShardingMemory, PartsAndGradientsInAStore_AreThoseOfAFewUnits) {
   for (const bool overlap : {true, false}) {
     const Memory memory =
-        Measure(ShardingStrategy::kFull, {.overlap = overlap}, kRanks, 0, true, /*stored=*/true);
+        Measure(ShardingStrategy::kFull, {.overlap = overlap}, kRanks, 0, true, Stored::kParts);
     const double want = 2.0 * kModelBytes + 4 * kUnitBytes;
     EXPECT_NEAR(static_cast<double>(memory.between), want, 0.02 * want);
     EXPECT_LE(memory.peak, memory.between + kRanks * 3 * kUnitBytes * 102 / 100);
+  }
+}
+
+// Of gradients those of two units are there after a step, and of three in it; parameters and states
+// are in memory. Under kOptimizer gradients are whole until they are reduced.
+TEST(ShardingMemory, GradientsInAStore_AreThoseOfAFewUnits) {
+  for (const ShardingStrategy strategy :
+       {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients, ShardingStrategy::kFull}) {
+    for (const bool overlap : {true, false}) {
+      SCOPED_TRACE(testing::Message()
+                   << "strategy " << static_cast<int>(strategy) << ", overlap " << overlap);
+      const auto measure = [&](Stored stored) {
+        return Measure(strategy, {.overlap = overlap}, kRanks, 0, true, stored);
+      };
+      const Memory memory = measure(Stored::kGradients), plain = measure(Stored::kNothing);
+      const double parameters = strategy == ShardingStrategy::kFull ? 1 : kRanks;
+      const double want = (parameters + 2) * kModelBytes + 2 * kUnitBytes;
+      EXPECT_NEAR(static_cast<double>(memory.between), want, 0.02 * want);
+      // By the parts of gradients of the others.
+      EXPECT_NEAR(static_cast<double>(plain.between - memory.between),
+                  kModelBytes - 2.0 * kUnitBytes, 0.02 * kModelBytes);
+      if (strategy == ShardingStrategy::kOptimizer) continue;
+      EXPECT_LE(memory.peak, memory.between + (kRanks * 3 + 1) * kUnitBytes * 102 / 100);
+      EXPECT_LE(memory.peak, plain.peak - (kUnits - 6) * kUnitBytes);
+    }
   }
 }
 

@@ -16,6 +16,10 @@ ShardingOptions ParseSharding(const std::string& name, int64_t ranks_per_node) {
   return {.strategy = ShardingStrategy::kFull, .group_size = ranks_per_node};
 }
 
+bool GoesElsewhere(Offload place, const c10::Device& device) {
+  return place == Offload::kDisk || (place == Offload::kCpu && !device.is_cpu());
+}
+
 std::pair<Offload, std::string> ParseOffload(const std::string& text) {
   constexpr std::string_view kDisk = "disk:";
   if (text == "none") return {Offload::kNone, ""};

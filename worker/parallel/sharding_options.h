@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "c10/core/Device.h"
 #include "c10/core/ScalarType.h"
 
 namespace muster {
@@ -25,6 +26,9 @@ enum class Offload {
   kCpu,   // in the memory of the machine
   kDisk,  // in a file that goes with the process
 };
+
+// Whether what is on `device` goes elsewhere: what is on the CPU is in the memory of the machine.
+bool GoesElsewhere(Offload place, const c10::Device& device);
 
 // How a model is sharded. The unit is what is gathered and freed together: give the blocks of the
 // model as units. A parameter belongs to the innermost unit around it; what no unit has is a unit
@@ -81,11 +85,22 @@ struct ShardingOptions {
   // updated.
   Offload offload_optimizer = Offload::kNone;
   std::string offload_optimizer_path = {};
+  // Where this process's parts of the gradients are from the end of their reduction until the step
+  // has used them, one unit at a time; with a strategy other than kNone, with one process as well,
+  // and with any optimizer. What uses one reads those of its unit; two units' stay in memory.
+  // Results are the same to the last bit. kOptimizer: gradients are whole until the end of the
+  // backward pass, so this takes nothing from its peak. kCpu: those of a GPU, in pinned memory of
+  // the host; no effect where parameters are on the CPU. kDisk: in a file of each process in
+  // `offload_gradients_path`, like that of `offload_optimizer_path`. kNone: where
+  // offload_parameters says.
+  Offload offload_gradients = Offload::kNone;
+  std::string offload_gradients_path = {};
   // kFull: where the parts of the parameters are while their unit is not gathered and no optimizer
-  // steps. From the backward pass to the step the parts of the gradients are there too. kCpu: those
-  // of a GPU, in pinned memory of the host; no effect where parameters are on the CPU. kDisk: in a
-  // file of each process in `offload_parameters_path`, like that of `offload_optimizer_path`. Parts
-  // are read and written one unit at a time.
+  // steps. From the backward pass to the step the parts of the gradients are there too, unless
+  // offload_gradients names another place. kCpu: those of a GPU, in pinned memory of the host; no
+  // effect where parameters are on the CPU. kDisk: in a file of each process in
+  // `offload_parameters_path`, like that of `offload_optimizer_path`. Parts are read and written
+  // one unit at a time.
   Offload offload_parameters = Offload::kNone;
   std::string offload_parameters_path = {};
   // A regular expression (ECMAScript's) for the whole name of a module: modules that match, and all

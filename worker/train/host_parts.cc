@@ -24,11 +24,11 @@ uint64_t RoundedUp(uint64_t bytes) { return (bytes + kPageBytes - 1) / kPageByte
 
 }  // namespace
 
-HostParts::HostParts(c10::Device device, int ranks)
-    : HostParts(device, ranks, device.is_cuda() ? HostPinning::Cuda() : nullptr) {}
+HostParts::HostParts(c10::Device device, int ranks, Of of)
+    : HostParts(device, ranks, device.is_cuda() ? HostPinning::Cuda() : nullptr, of) {}
 
-HostParts::HostParts(c10::Device device, int ranks, const HostPinning* pinning)
-    : device_(device), ranks_(ranks), pins_(pinning != nullptr) {
+HostParts::HostParts(c10::Device device, int ranks, const HostPinning* pinning, Of of)
+    : device_(device), ranks_(ranks), of_(of), pins_(pinning != nullptr) {
   if (!pins_) return;
   pinning_ = {.pin = [this, pinning](void* data,
                                      size_t bytes) { return pinned_ = pinning->pin(data, bytes); },
@@ -53,11 +53,12 @@ uint64_t HostParts::Reserve(uint64_t bytes) {
   // Pages are there when they are pinned, and the kernel ends a process that takes too many. The
   // other ranks of the machine need about as much, and have not taken theirs yet.
   const uint64_t left = MemoryLeft();
-  TORCH_CHECK(reserved_ - taken_ + room <= left / ranks_,
-              "offload_parameters to the memory of the host (cpu) needs ",
-              reserved_ - taken_ + room, " bytes or more for this process's parts of the ",
-              "parameters and their gradients, and this machine or its cgroup has ", left,
-              " left for ", ranks_, ranks_ == 1 ? " process" : " processes",
+  TORCH_CHECK(reserved_ - taken_ + room <= left / ranks_, option(),
+              " to the memory of the host (cpu) needs ", reserved_ - taken_ + room,
+              " bytes or more for this process's parts of the ",
+              of_ == Of::kParameters ? "parameters and their gradients" : "gradients",
+              ", and this machine or its cgroup has ", left, " left for ", ranks_,
+              ranks_ == 1 ? " process" : " processes",
               ": offload them to a disk, or use more machines");
   const uint64_t place = reserved_;
   reserved_ += room;
@@ -84,13 +85,13 @@ void HostParts::TakeMemory() {
   block.last = reserved_;
   const absl::Status grown = block.memory.Grow(reserved_ - taken_);
   TORCH_CHECK(
-      grown.ok(), "offload_parameters to the memory of the host (cpu): ", grown.message(),
+      grown.ok(), option(), " to the memory of the host (cpu): ", grown.message(),
       "; raise the limits of the process (ulimit -v, ulimit -d), offload them to a disk, or "
       "use more machines");
   block.pinned = Pin(&block.memory);
   if (!block.pinned) {
     static const bool said = [&] {
-      MUSTER_LOG(Warning) << "offload_parameters: " << reserved_ - taken_
+      MUSTER_LOG(Warning) << option() << ": " << reserved_ - taken_
                           << " bytes of memory of the host cannot be pinned, so each copy to and "
                              "from "
                           << device_.str()

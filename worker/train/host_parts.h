@@ -18,19 +18,21 @@
 
 namespace muster {
 
-// Parts of the parameters of a device in memory of the host, which is pinned: a copy is queued on
-// the stream that is current, and the host goes on. Copies of one place are in order on whatever
-// streams they are: those from it come after the last one to it, and one to it comes after all
-// before.
+// Parts of the parameters of a device, or of their gradients, in memory of the host, which is
+// pinned: a copy is queued on the stream that is current, and the host goes on. Copies of one place
+// are in order on whatever streams they are: those from it come after the last one to it, and one
+// to it comes after all before.
 //
 // Memory that cannot be pinned does as well: the host waits for its copies then, and a line of the
 // log says so once. Streams that have copied must outlive it. Thread-safe, for different places.
 class HostParts : public PartStore {
  public:
+  // For its errors: of offload_parameters, with the gradients, or of offload_gradients.
+  enum class Of { kParameters, kGradients };
   // Pins memory for a GPU. `ranks`: those of this machine, which reserve at the same time.
-  HostParts(c10::Device device, int ranks);
+  HostParts(c10::Device device, int ranks, Of of = Of::kParameters);
   // `pinning`: borrowed; null if memory is not pinned.
-  HostParts(c10::Device device, int ranks, const HostPinning* pinning);
+  HostParts(c10::Device device, int ranks, const HostPinning* pinning, Of of = Of::kParameters);
   HostParts(const HostParts&) = delete;
   HostParts& operator=(const HostParts&) = delete;
   // Waits for the copies.
@@ -74,10 +76,15 @@ class HostParts : public PartStore {
   bool Pin(AlignedMemory* memory) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   c10::Stream Current() const;
   void Wait(const Place& place) const;
+  // The option that asks for it.
+  const char* option() const {
+    return of_ == Of::kParameters ? "offload_parameters" : "offload_gradients";
+  }
   static at::Tensor HostTensor(const Place& place, const at::Tensor& like);
 
   const c10::Device device_;
   const int ranks_;
+  const Of of_;
   const bool pins_;
   // What is pinned borrows it. The last try is noted.
   HostPinning pinning_;

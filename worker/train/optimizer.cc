@@ -351,7 +351,7 @@ void FusedOptimizer::StepRange(int64_t group, size_t first, size_t last, const S
     const at::Device device = chunk.params[0].device();
     const std::optional<at::Tensor> inf_here = OnDevice(found_inf, device);
     const std::optional<at::Tensor> scale_here = OnDevice(grad_scale, device);
-    ForTensorRanges(chunk.params, [&](int64_t begin, int64_t end) {
+    ForTensorRanges(chunk.params, chunk.grads, [&](int64_t begin, int64_t end) {
       Update(group, ListsOf(chunk, begin, end), scale_here, inf_here);
     });
     if (inf_here.has_value()) {

@@ -80,8 +80,8 @@ class FusedOptimizer : public OptimizerHandle {
   // the last bit. Does not touch other parameters, whose gradients may change meanwhile.
   void StepOnly(const std::vector<size_t>& which);
   // Gives offloaded states of parameters in different memory (units of sharded models) separate
-  // windows, so that StepOnly() of one unit loads no state of others. Call it before the first
-  // step.
+  // windows, so that StepOnly() of one unit loads no state of others, and a step takes offloaded
+  // gradients of one unit at a time. Call it before the first step.
   void OffloadByMemory();
   int64_t num_groups() const override { return static_cast<int64_t>(groups_.size()); }
   void ReplaceParameters(const std::function<at::Tensor(const at::Tensor&)>& replacement) override;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "ATen/Parallel.h"
@@ -74,15 +75,20 @@ void ForRangesOf(const std::vector<at::Tensor>& tensors, int64_t first, int64_t 
 // Calls fn(begin, end) for ranges that together cover `tensors`. A list of small ones (all of them,
 // see IsSmall) is one range on this thread if it is short, else one for each of LibTorch's threads,
 // so that these meet once for the whole list and not for each tensor. Others are one range, left to
-// LibTorch. Tensors of different pages (paged_storage.h) are in different ranges, one page after
-// the other. `fn` runs without grad mode and may run on several threads at a time.
+// LibTorch. Tensors of different pages (paged_storage.h), and those whose `gradients` are of
+// different ones, are in different ranges, one page after the other. `gradients`: empty, or as many
+// as `tensors`. `fn` runs without grad mode and may run on several threads at a time.
 template <typename Fn>
-void ForTensorRanges(const std::vector<at::Tensor>& tensors, const Fn& fn) {
+void ForTensorRanges(const std::vector<at::Tensor>& tensors,
+                     const std::vector<at::Tensor>& gradients, const Fn& fn) {
   const auto size = static_cast<int64_t>(tensors.size());
   at::NoGradGuard no_grad;
   if (size == 0) return fn(int64_t{0}, size);
-  const auto page = [&](int64_t i) -> const void* {
-    return IsPaged(tensors[i]) ? tensors[i].storage().unsafeGetStorageImpl() : nullptr;
+  const auto page_of = [](const at::Tensor& tensor) -> const void* {
+    return IsPaged(tensor) ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+  };
+  const auto page = [&](int64_t i) {
+    return std::pair(page_of(tensors[i]), gradients.empty() ? nullptr : page_of(gradients[i]));
   };
   for (int64_t first = 0, last = 1; first < size; first = last++) {
     while (last < size && page(last) == page(first)) ++last;

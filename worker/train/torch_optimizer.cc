@@ -883,7 +883,7 @@ class TorchOptimizerHandle : public OptimizerHandle {
           at::full({}, static_cast<double>(chunk.step + 1),
                    at::TensorOptions().dtype(at::kFloat).device(chunk.params[0].device()));
       const std::vector<at::Tensor> steps(chunk.params.size(), step);
-      ForTensorRanges(chunk.params, [&](int64_t first, int64_t last) {
+      ForTensorRanges(chunk.params, chunk.grads, [&](int64_t first, int64_t last) {
         kernel(Range(chunk.params, first, last), Range(chunk.grads, first, last),
                Range(chunk.first, first, last), Range(chunk.second, first, last),
                Range(chunk.third, first, last), Range(steps, first, last), o.lr(),
@@ -917,7 +917,7 @@ class TorchOptimizerHandle : public OptimizerHandle {
     }
     for (Chunk& chunk : chunks) {
       const bool is_first_step = chunk.step == 0 && o.momentum() != 0;
-      ForTensorRanges(chunk.params, [&](int64_t first, int64_t last) {
+      ForTensorRanges(chunk.params, chunk.grads, [&](int64_t first, int64_t last) {
         at::_fused_sgd_(Range(chunk.params, first, last), Range(chunk.grads, first, last),
                         Range(chunk.first, first, last), o.weight_decay(), o.momentum(), o.lr(),
                         o.dampening(), o.nesterov(), /*maximize=*/false, is_first_step,
