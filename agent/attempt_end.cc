@@ -1,6 +1,7 @@
 #include "agent/attempt_end.h"
 
 #include <google/protobuf/util/json_util.h>
+#include <sys/stat.h>
 
 #include <optional>
 
@@ -84,6 +85,17 @@ v1::AttemptEnd DescribeEnd(const JobResult& result, const std::vector<int>& user
   return end;
 }
 
+absl::StatusOr<std::string> ReadAttemptFile(const std::string& path, int64_t max_bytes) {
+  absl::StatusOr<std::string> text = ReadFile(path, max_bytes);
+  // It has the code of a lack of memory or of descriptors, which passes.
+  struct stat info;
+  if (absl::IsResourceExhausted(text.status()) && stat(path.c_str(), &info) == 0 &&
+      info.st_size > max_bytes) {
+    return absl::DataLossError(text.status().message());
+  }
+  return text;
+}
+
 absl::Status WriteEnd(const std::string& path, const v1::AttemptEnd& end) {
   std::string text;
   if (!google::protobuf::util::MessageToJsonString(end, &text).ok()) {
@@ -93,7 +105,7 @@ absl::Status WriteEnd(const std::string& path, const v1::AttemptEnd& end) {
 }
 
 absl::StatusOr<v1::AttemptEnd> ReadEnd(const std::string& path) {
-  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(path, kMaxReportBytes));
+  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadAttemptFile(path, kMaxReportBytes));
   v1::AttemptEnd end;
   if (!google::protobuf::util::JsonStringToMessage(text, &end).ok() ||
       end.end_class() == v1::END_CLASS_UNSPECIFIED) {

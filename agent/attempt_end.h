@@ -1,6 +1,7 @@
 #ifndef MUSTER_AGENT_ATTEMPT_END_H_
 #define MUSTER_AGENT_ATTEMPT_END_H_
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,10 @@ namespace muster::agent {
 // `hang`: the last one that this node has ended an attempt for; null: none.
 v1::AttemptEnd DescribeEnd(const JobResult& result, const std::vector<int>& user_error_codes,
                            bool out_of_memory, int num_nodes, const HangReport* hang = nullptr);
+
+// A file in the folder of an attempt. Errors: those of the disk; DATA_LOSS for one that is larger,
+// which no later look reads.
+absl::StatusOr<std::string> ReadAttemptFile(const std::string& path, int64_t max_bytes);
 
 // The file in which a runner leaves it for the agent. Errors: those of the disk; DATA_LOSS for a
 // file that is none.

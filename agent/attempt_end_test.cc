@@ -147,6 +147,9 @@ TEST(EndFileTest, End_IsReadAsItWasWritten_AndGarbageIsRefused) {
   ASSERT_TRUE(WriteFileAtomically(path, "{}").ok());
   EXPECT_EQ(ReadEnd(path).status().code(), absl::StatusCode::kDataLoss);
   EXPECT_EQ(ReadEnd(path + "x").status().code(), absl::StatusCode::kNotFound);
+  // No later look finds it smaller.
+  ASSERT_TRUE(WriteFileAtomically(path, std::string((1 << 20) + 1, ' ')).ok());
+  EXPECT_EQ(ReadEnd(path).status().code(), absl::StatusCode::kDataLoss);
 }
 
 }  // namespace

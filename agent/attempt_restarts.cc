@@ -144,7 +144,7 @@ absl::StatusOr<RestartRequest> ReadRestartRequest(const std::string& folder) {
   return request;
 }
 
-int AskedFor(const std::string& folder, const v1::AttemptEnd& end) {
+absl::StatusOr<int> AskedFor(const std::string& folder, const v1::AttemptEnd& end) {
   if (end.end_class() == v1::END_CLASS_SUCCEEDED || end.end_class() == v1::END_CLASS_CANCELLED) {
     return 0;
   }
@@ -153,12 +153,11 @@ int AskedFor(const std::string& folder, const v1::AttemptEnd& end) {
       end.end_class() == v1::END_CLASS_NODE_FAILED) {
     return 0;
   }
-  const absl::StatusOr<RestartRequest> asked = ReadRestartRequest(folder);
-  if (!asked.ok()) return 0;
+  MUSTER_ASSIGN_OR_RETURN(const RestartRequest asked, ReadRestartRequest(folder));
   const auto key = [](const v1::AttemptEnd& one) {
     return std::make_tuple(one.rank(), one.exit_code(), one.signal(), one.failed_unix_ms());
   };
-  return key(asked->end) == key(end) ? asked->restart : 0;
+  return key(asked.end) == key(end) ? asked.restart : 0;
 }
 
 absl::Status AllowRestart(const std::string& folder, int restart, absl::Duration delay) {

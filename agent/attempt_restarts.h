@@ -63,8 +63,8 @@ struct RestartRequest {
 // The newest that a runner has left in its folder. Errors: those of the disk.
 absl::StatusOr<RestartRequest> ReadRestartRequest(const std::string& folder);
 // For which restart this end of the runner was asked for: it was stopped before it had read an
-// answer. 0: for none, or it cannot be read.
-int AskedFor(const std::string& folder, const v1::AttemptEnd& end);
+// answer. 0: for none. Errors: those of ReadRestartRequest.
+absl::StatusOr<int> AskedFor(const std::string& folder, const v1::AttemptEnd& end);
 // Errors: those of the disk.
 absl::Status AllowRestart(const std::string& folder, int restart, absl::Duration delay);
 

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/test_folder.h"
+#include "base/test_hidden_path.h"
 #include "base/test_wait.h"
 
 namespace muster::agent {
@@ -99,17 +100,33 @@ TEST_F(AttemptRestartsTest, EndWithTheFailureThatWasAskedFor_NamesTheRestart) {
   AttemptRestarts restarts(Options(2));
   WorkerEnd lost = Ended(3, 0);
   lost.exit.at = absl::FromUnixMillis(1'000);
-  EXPECT_EQ(AskedFor(folder_.path(), restarts.Describe(Failed(lost), nullptr)), 0);
+  EXPECT_EQ(*AskedFor(folder_.path(), restarts.Describe(Failed(lost), nullptr)), 0);
   restarts.Cancel();
   JobResult result = Failed(lost);
   EXPECT_TRUE(absl::IsCancelled(restarts.Await(1, result)));
   result.outcome = JobResult::Outcome::kStopped;
-  EXPECT_EQ(AskedFor(folder_.path(), restarts.Describe(result, nullptr)), 1);
+  EXPECT_EQ(*AskedFor(folder_.path(), restarts.Describe(result, nullptr)), 1);
   // What comes after it is another one, and so is a request to stop.
   lost.exit.at = absl::FromUnixMillis(2'000);
-  EXPECT_EQ(AskedFor(folder_.path(), restarts.Describe(Failed(lost), nullptr)), 0);
+  EXPECT_EQ(*AskedFor(folder_.path(), restarts.Describe(Failed(lost), nullptr)), 0);
   result.failed_here.reset();
-  EXPECT_EQ(AskedFor(folder_.path(), restarts.Describe(result, nullptr)), 0);
+  EXPECT_EQ(*AskedFor(folder_.path(), restarts.Describe(result, nullptr)), 0);
+}
+
+// It would be counted twice: as a restart, and as an end.
+TEST_F(AttemptRestartsTest, RequestThatCannotBeReadNow_IsNotTakenForNone) {
+  AttemptRestarts restarts(Options(2));
+  WorkerEnd lost = Ended(3, 0);
+  lost.exit.at = absl::FromUnixMillis(1'000);
+  restarts.Cancel();
+  EXPECT_TRUE(absl::IsCancelled(restarts.Await(1, Failed(lost))));
+  const v1::AttemptEnd end = restarts.Describe(Failed(lost), nullptr);
+  {
+    const HiddenPath hidden(folder_.Path("restart_1.json"));
+    const absl::Status status = AskedFor(folder_.path(), end).status();
+    EXPECT_THAT(status.message(), HasSubstr("restart_1.json"));
+  }
+  EXPECT_EQ(*AskedFor(folder_.path(), end), 1);
 }
 
 TEST_F(AttemptRestartsTest, EndWithoutAFailureOfItsOwn_IsNotTakenForTheOneBefore) {
@@ -118,7 +135,7 @@ TEST_F(AttemptRestartsTest, EndWithoutAFailureOfItsOwn_IsNotTakenForTheOneBefore
   JobResult echo = Failed(Ended(3, 0));
   echo.failed_here.reset();
   EXPECT_TRUE(absl::IsCancelled(restarts.Await(1, echo)));
-  EXPECT_EQ(AskedFor(folder_.path(), restarts.Describe(echo, nullptr)), 0);
+  EXPECT_EQ(*AskedFor(folder_.path(), restarts.Describe(echo, nullptr)), 0);
 }
 
 TEST_F(AttemptRestartsTest, NoAnswerAtAll_IsNotAwaitedForEver) {

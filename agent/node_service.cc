@@ -91,6 +91,8 @@ constexpr absl::Duration kLockPoll = absl::Milliseconds(50);
 constexpr absl::Duration kLookAgain = absl::Seconds(1);
 // For processes that the kernel does not end, after an attempt.
 constexpr absl::Duration kGroupPatience = absl::Seconds(10);
+// For a report that cannot be read at the moment, when its runner has ended.
+constexpr absl::Duration kReportPatience = absl::Minutes(1);
 constexpr absl::Duration kSweepEvery = absl::Hours(1);
 constexpr size_t kMaxWhy = 300;
 constexpr absl::Duration kOutageTolerance = absl::Hours(24);  // of attempts
@@ -119,9 +121,17 @@ struct Runner {
   int first_rank = 0;
   int folder_watch = -1;                         // of folder_events_
   std::string unread = {};                       // why its requests could not be read
+  std::string unread_end = {};                   // and what says how it has ended
   std::string group = {};                        // folder of its control group; empty: none
   int status = -1;                               // of waitpid; -1: not known
   absl::Time empty_by = absl::InfiniteFuture();  // its control group, once it has ended
+  absl::Time read_by = absl::InfiniteFuture();   // its report, once that could not be read
+};
+
+// How an attempt has ended, and the restart that this end was asked for before; 0: none.
+struct AttemptResult {
+  v1::AttemptEnd end;
+  int asked = 0;
 };
 
 // When a file was written; now if that is not known.
@@ -334,7 +344,7 @@ class NodeService {
         return absl::Status(why.code(), absl::StrCat("cannot tell ", before, " attempt ", name, " ",
                                                      after, ": ", why.message()));
       };
-      const absl::StatusOr<std::string> text = ReadFile(folder.Of("record.json"), 1 << 20);
+      const absl::StatusOr<std::string> text = ReadAttemptFile(folder.Of("record.json"), 1 << 20);
       if (const absl::Status status = MayPass(text.status()); !status.ok()) {
         return unknown("whether", "runs", status);
       }
@@ -361,17 +371,14 @@ class NodeService {
       const bool running = runner.lock.open() && !IsUnlocked(runner.lock.get());
       attempts_.SetCluster(record["cluster"].get<std::string>());
       const int64_t started = record["started"].get<int64_t>();
-      v1::AttemptEnd end;
+      AttemptResult result;
       if (!running) {
-        absl::StatusOr<v1::AttemptEnd> report = ReadEnd(folder.Of("end.json"));
-        if (const absl::Status status = MayPass(report.status()); !status.ok()) {
-          return unknown("how", "has ended", status);
-        }
-        end = EndOf(folder, std::move(report));
+        absl::StatusOr<AttemptResult> read = ResultOf(folder);
+        if (!read.ok()) return unknown("how", "has ended", read.status());
+        result = *std::move(read);
       }
-      attempts_.Adopt(key, running, end, absl::FromUnixMillis(started),
-                      WrittenAt(folder.Of("end.json")), Clock::Real().Now(),
-                      running ? 0 : AskedFor(folder.path, end));
+      attempts_.Adopt(key, running, result.end, absl::FromUnixMillis(started),
+                      WrittenAt(folder.Of("end.json")), Clock::Real().Now(), result.asked);
       MUSTER_LOG(Info) << "attempt " << name << (running ? " runs: adopted" : " has ended");
       if (is("group", &json::is_string)) runner.group = record["group"].get<std::string>();
       if (running) {
@@ -456,6 +463,18 @@ class NodeService {
     }
     runner->pidfd = std::move(pidfd);
     runner->watched = static_cast<pid_t>(pid);
+  }
+
+  // By what the runner has left in its folder. `status`: as for EndOf(). Errors: those that may
+  // pass.
+  static absl::StatusOr<AttemptResult> ResultOf(const AttemptFolder& folder, int status = -1) {
+    absl::StatusOr<v1::AttemptEnd> report = ReadEnd(folder.Of("end.json"));
+    MUSTER_RETURN_IF_ERROR(MayPass(report.status()));
+    AttemptResult result{.end = EndOf(folder, std::move(report), status)};
+    const absl::StatusOr<int> asked = AskedFor(folder.path, result.end);
+    MUSTER_RETURN_IF_ERROR(MayPass(asked.status()));
+    result.asked = asked.value_or(0);
+    return result;
   }
 
   // `end`: what ReadEnd() gave. `status`: of waitpid; -1: not known. A full disk may have kept the
@@ -622,16 +641,37 @@ class NodeService {
       }
       runner.pid = -1;
       if (!RemoveGroup(&runner)) continue;
-      const v1::AttemptEnd end =
-          EndOf(runner.folder, ReadEnd(runner.folder.Of("end.json")), runner.status);
+      const std::optional<AttemptResult> result = TakeResult(&runner);
+      if (!result.has_value()) continue;
+      const v1::AttemptEnd& end = result->end;
       MUSTER_LOG(Info) << "attempt " << BaseName(runner.folder.path) << " has ended: "
                        << (end.end_class() == v1::END_CLASS_SUCCEEDED ? "succeeded" : end.why());
-      attempts_.Ended(key, end, UnixMs(), Clock::Real().Now(), AskedFor(runner.folder.path, end));
+      attempts_.Ended(key, end, UnixMs(), Clock::Real().Now(), result->asked);
       if (end.end_class() == v1::END_CLASS_SUCCEEDED && memory_ != nullptr) {
         memory_->Drop(MemoryOf(key.first));
       }
       Resync();
     }
+  }
+
+  // Nothing: what it has left cannot be read at the moment, which says nothing about the attempt.
+  // After kReportPatience the attempt ends without it.
+  static std::optional<AttemptResult> TakeResult(Runner* runner) {
+    absl::StatusOr<AttemptResult> result = ResultOf(runner->folder, runner->status);
+    if (result.ok()) return *std::move(result);
+    const absl::Time now = Clock::Real().Now();
+    runner->read_by = std::min(runner->read_by, now + kReportPatience);
+    if (now >= runner->read_by) {
+      return AttemptResult{
+          .end = EndOf(runner->folder, ReadEnd(runner->folder.Of("end.json")), runner->status)};
+    }
+    const std::string why(result.status().message());
+    if (std::exchange(runner->unread_end, why) != why) {
+      MUSTER_LOG(Warning) << "attempt " << BaseName(runner->folder.path)
+                          << " has ended, but not how: " << why << "; it is tried again for "
+                          << absl::FormatDuration(kReportPatience);
+    }
+    return std::nullopt;
   }
 
   void KillGroup(const Runner& runner) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {

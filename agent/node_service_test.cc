@@ -1,6 +1,8 @@
 #include "agent/node_service.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
+#include <sys/inotify.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -19,8 +21,10 @@
 #include "absl/time/time.h"
 #include "base/file.h"
 #include "base/mutex.h"
+#include "base/owned_fd.h"
 #include "base/test_failing_disk.h"
 #include "base/test_folder.h"
+#include "base/test_hidden_path.h"
 #include "base/test_wait.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -166,6 +170,22 @@ TEST(NodeServiceTest, OldFolderWithoutARecord_IsRemoved) {
   EXPECT_TRUE(PathExists(fresh));
 }
 
+// Of a node whose folder has an attempt of the job mnist-1.
+NodeServiceOptions OptionsWithAttempt(const std::string& state_dir) {
+  NodeServiceOptions options;
+  options.state_dir = state_dir;
+  options.node = "n";
+  options.info.set_cpus(1);
+  options.control_groups = "off";
+  const std::string attempt = JoinPath(state_dir, "attempts/mnist-1.1");
+  EXPECT_TRUE(MakeDirectories(attempt).ok());
+  const std::string record =
+      R"({"job": "mnist-1", "attempt": 1, "cluster": "c", "started": 1, "first_rank": 0})";
+  EXPECT_TRUE(WriteFileAtomically(JoinPath(attempt, "record.json"), record).ok());
+  EXPECT_TRUE(WriteFileAtomically(JoinPath(attempt, "lock"), "").ok());
+  return options;
+}
+
 // No descriptor, no memory or a disk that is away say nothing about an attempt. A loop of links
 // stands for them.
 TEST(NodeServiceTest, FileOfAnAttemptCannotBeOpened_TheAgentEndsRatherThanTellOfItsEnd) {
@@ -174,19 +194,9 @@ TEST(NodeServiceTest, FileOfAnAttemptCannotBeOpened_TheAgentEndsRatherThanTellOf
   ASSERT_TRUE(server.ok()) << server.status();
   for (const char* name : {"record.json", "lock", "end.json"}) {
     const TestFolder folder;
-    NodeServiceOptions options;
+    NodeServiceOptions options = OptionsWithAttempt(folder.Path("state"));
     options.coordinator = (*server)->address();
-    options.state_dir = folder.Path("state");
-    options.node = "n";
-    options.info.set_cpus(1);
-    options.control_groups = "off";
-    const std::string attempt = JoinPath(options.state_dir, "attempts/mnist-1.1");
-    ASSERT_TRUE(MakeDirectories(attempt).ok());
-    const std::string record =
-        R"({"job": "mnist-1", "attempt": 1, "cluster": "c", "started": 1, "first_rank": 0})";
-    ASSERT_TRUE(WriteFileAtomically(JoinPath(attempt, "record.json"), record).ok());
-    ASSERT_TRUE(WriteFileAtomically(JoinPath(attempt, "lock"), "").ok());
-    const std::string path = JoinPath(attempt, name);
+    const std::string path = JoinPath(options.state_dir, absl::StrCat("attempts/mnist-1.1/", name));
     unlink(path.c_str());
     ASSERT_EQ(symlink(name, path.c_str()), 0);
     const absl::Status ended = RunNodeService(options);
@@ -200,6 +210,86 @@ TEST(NodeServiceTest, FileOfAnAttemptCannotBeOpened_TheAgentEndsRatherThanTellOf
     }
     EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options))) << name;
   }
+}
+
+// Larger than what a runner writes: no later start reads it either.
+TEST(NodeServiceTest, FileOfAnAttemptIsTooLarge_TheAgentStarts) {
+  RefusingNodes nodes;
+  const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
+  ASSERT_TRUE(server.ok()) << server.status();
+  for (const char* name : {"record.json", "end.json"}) {
+    const TestFolder folder;
+    NodeServiceOptions options = OptionsWithAttempt(folder.Path("state"));
+    options.coordinator = (*server)->address();
+    const std::string path = JoinPath(options.state_dir, absl::StrCat("attempts/mnist-1.1/", name));
+    ASSERT_TRUE(WriteFileAtomically(path, std::string((1 << 20) + 1, ' ')).ok());
+    EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options))) << name;
+  }
+}
+
+// Has one attempt run, and hears how it ends.
+class AdoptingNodes final : public v1::Nodes::Service {
+ public:
+  explicit AdoptingNodes(std::function<void(grpc::ServerContext*)> first)
+      : first_(std::move(first)) {}
+
+  grpc::Status Sync(grpc::ServerContext* context, const v1::SyncNodeRequest* request,
+                    v1::SyncNodeReply* reply) override {
+    for (const v1::AttemptReport& report : request->attempts()) {
+      if (report.state() != v1::PLACEMENT_STATE_ENDED) continue;
+      MutexLock lock(&mu_);
+      end_ = report.end();
+      return grpc::Status(grpc::StatusCode::PERMISSION_DENIED, "it has ended");
+    }
+    if (first_) std::exchange(first_, nullptr)(context);
+    reply->mutable_header()->set_cluster_id("c");
+    reply->set_version(1);
+    reply->add_assignments()->set_job_id("mnist-1");
+    reply->mutable_assignments(0)->set_attempt(1);
+    return grpc::Status::OK;
+  }
+  v1::AttemptEnd end() {
+    MutexLock lock(&mu_);
+    return end_;
+  }
+
+ private:
+  std::function<void(grpc::ServerContext*)> first_;
+  Mutex mu_;
+  v1::AttemptEnd end_ ABSL_GUARDED_BY(mu_);
+};
+
+TEST(NodeServiceTest, ReportCannotBeReadWhenTheRunnerEnds_ItIsTriedAgain) {
+  const TestFolder folder;
+  NodeServiceOptions options = OptionsWithAttempt(folder.Path("state"));
+  const std::string attempt = JoinPath(options.state_dir, "attempts/mnist-1.1");
+  const std::string end = JoinPath(attempt, "end.json");
+  ASSERT_TRUE(WriteFileAtomically(end, R"({"endClass": "END_CLASS_USER_ERROR", "rank": 3})").ok());
+  // The agent reads it once in each turn that finds a runner that it cannot watch.
+  const std::string pid = JoinPath(attempt, "runner.pid");
+  ASSERT_TRUE(WriteFileAtomically(pid, "none").ok());
+  const OwnedFd turns(inotify_init1(IN_CLOEXEC | IN_NONBLOCK));
+  ASSERT_GE(inotify_add_watch(turns.get(), pid.c_str(), IN_OPEN), 0);
+  OwnedFd runs(open(JoinPath(attempt, "lock").c_str(), O_RDWR | O_CLOEXEC));
+  ASSERT_EQ(flock(runs.get(), LOCK_EX), 0);
+  AdoptingNodes nodes([&](grpc::ServerContext* context) {
+    const HiddenPath hidden(end);
+    runs.Close();
+    // Between the second and the third it has looked for the report. A call that it cancels says
+    // that it has judged.
+    char events[4096];
+    int seen = 0;
+    WaitUntil([&] {
+      if (read(turns.get(), events, sizeof(events)) > 0) ++seen;
+      return seen >= 3 || context->IsCancelled();
+    });
+  });
+  const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
+  ASSERT_TRUE(server.ok()) << server.status();
+  options.coordinator = (*server)->address();
+  EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
+  EXPECT_EQ(nodes.end().end_class(), v1::END_CLASS_USER_ERROR) << nodes.end().why();
+  EXPECT_EQ(nodes.end().rank(), 3);
 }
 
 TEST(NodeServiceTest, FactsThatAreNotUtf8_AreRefusedBeforeTheFirstCall) {

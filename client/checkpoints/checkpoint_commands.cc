@@ -55,6 +55,9 @@ using nlohmann::ordered_json;
 
 constexpr int64_t kLargestKeyFile = 16 << 10;
 
+// At a folder that another process replaces meanwhile.
+constexpr int kLooks = 3;
+
 constexpr char kExitCodes[] =
     "Exit codes: 0 done; 1 damaged or not signed (verify) or different (diff); 2 wrong options, or "
     "an "
@@ -128,6 +131,14 @@ absl::StatusOr<CheckpointFolder> FindRoot(const std::string& path) {
   return absl::NotFoundError(absl::StrCat(path, " holds no checkpoint_0, checkpoint_1, ..."));
 }
 
+// Another one if another folder has taken its place.
+using FolderIdentity = std::pair<dev_t, ino_t>;
+std::optional<FolderIdentity> FolderAt(const std::string& path) {
+  struct stat info;
+  if (stat(path.c_str(), &info) != 0) return std::nullopt;
+  return FolderIdentity(info.st_dev, info.st_ino);
+}
+
 struct Checkpoint {
   std::string path;
   absl::StatusOr<Manifest> manifest = absl::UnknownError("not looked at");
@@ -142,6 +153,8 @@ struct Checkpoint {
   std::string lacks = "";
   // Of one that nodes keep in parts. What is here is as `manifest` says.
   KeptElsewhere elsewhere = {};
+  // What was looked at; none: it was not there.
+  std::optional<FolderIdentity> folder = std::nullopt;
 };
 
 // As VerifyCheckpoint, but what other nodes keep may be missing.
@@ -160,10 +173,22 @@ absl::StatusOr<Manifest> VerifyHere(const std::string& path, VerifyLevel level,
   return manifest;
 }
 
+// A job that trains on replaces checkpoints and removes them: what is seen of two is no damage.
 Checkpoint Look(const std::string& path, VerifyLevel level) {
-  Checkpoint checkpoint = {.path = path, .seal = ReadSeal(path), .has_pin = HasPin(path)};
-  checkpoint.manifest = VerifyHere(path, level, &checkpoint.elsewhere);
-  return checkpoint;
+  for (int looks = 1;; ++looks) {
+    Checkpoint checkpoint = {.path = path};
+    checkpoint.folder = FolderAt(path);
+    checkpoint.seal = ReadSeal(path);
+    checkpoint.has_pin = HasPin(path);
+    checkpoint.manifest = VerifyHere(path, level, &checkpoint.elsewhere);
+    if (looks == kLooks || FolderAt(path) == checkpoint.folder) return checkpoint;
+  }
+}
+
+// Adds it, unless it has been removed since it was listed.
+void LookAndAdd(const std::string& path, VerifyLevel level, std::vector<Checkpoint>* found) {
+  Checkpoint checkpoint = Look(path, level);
+  if (checkpoint.manifest.ok() || PathExists(path)) found->push_back(std::move(checkpoint));
 }
 
 bool IsPart(const Checkpoint& checkpoint) {
@@ -179,7 +204,7 @@ absl::StatusOr<std::vector<Checkpoint>> FindNumbered(const CheckpointFolder& fol
                                                      VerifyLevel level) {
   std::vector<Checkpoint> found;
   MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, folder.Numbers());
-  for (const int64_t number : numbers) found.push_back(Look(folder.PathOf(number), level));
+  for (const int64_t number : numbers) LookAndAdd(folder.PathOf(number), level, &found);
   return found;
 }
 
@@ -193,7 +218,7 @@ absl::StatusOr<std::vector<Checkpoint>> FindNamed(const std::string& path, Verif
     const bool is_temporary = HasMark(name, StemOf(name, kStagingMark), kStagingMark) ||
                               HasMark(name, StemOf(name, kReplacedMark), kReplacedMark);
     if (is_temporary || IsNumberedName(name) || !IsCheckpoint(dir)) continue;
-    found.push_back(Look(dir, level));
+    LookAndAdd(dir, level, &found);
   }
   const auto place = [](const Checkpoint& checkpoint) {
     return std::make_pair(checkpoint.manifest.ok() ? checkpoint.manifest->info.step
@@ -634,7 +659,16 @@ int RunVerify(const Call& call) {
   int code = kExitOk;
   ordered_json list = ordered_json::array();
   for (Checkpoint& checkpoint : *found) {
-    if (checkpoint.manifest.ok()) checkpoint.trust = TrustIn(checkpoint, key, key_file);
+    for (int looks = 1; checkpoint.manifest.ok(); ++looks) {
+      checkpoint.trust = TrustIn(checkpoint, key, key_file);
+      // It may have been replaced while others were read.
+      if (checkpoint.trust.ok() || looks == kLooks ||
+          FolderAt(checkpoint.path) == checkpoint.folder)
+        break;
+      const std::string lacks = std::move(checkpoint.lacks);
+      checkpoint = Look(checkpoint.path, level);
+      checkpoint.lacks = lacks;
+    }
     const bool good = checkpoint.manifest.ok() && checkpoint.trust.ok();
     if (!good) code = kExitJobFailed;
     if (call.line.Get("report") == "true") {
@@ -1032,6 +1066,26 @@ int64_t NumberOf(const std::string& path) {
   return number;
 }
 
+// What only a coordinator knows to be sealed or not, whose writers are gone, as far as it is older
+// than the newest `keep` of `numbers`, which are ascending: as retention, for which it counts as a
+// checkpoint.
+absl::StatusOr<std::vector<std::string>> AskedBefore(const CheckpointFolder& folder,
+                                                     const std::vector<int64_t>& numbers,
+                                                     int64_t keep) {
+  std::vector<std::string> asked;
+  if (static_cast<int64_t>(numbers.size()) < keep) return asked;
+  const int64_t oldest_kept = numbers[numbers.size() - static_cast<size_t>(keep)];
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<UnfinishedSave> saves,
+                          UnfinishedSavesIn(folder.root()));
+  for (const UnfinishedSave& save : saves) {
+    if (save.asked && save.writer == FolderWriter::kGone &&
+        NumberOf(save.checkpoint) < oldest_kept) {
+      asked.push_back(save.path);
+    }
+  }
+  return asked;
+}
+
 int RunPrune(const Call& call) {
   int64_t keep = 0;
   if (!absl::SimpleAtoi(call.line.Get("keep"), &keep) || keep < 1) {
@@ -1106,13 +1160,24 @@ int RunPrune(const Call& call) {
         VerifyCheckpoint(at == where.end() ? complete[i] : at->second, VerifyLevel::kContents);
     if (!whole.ok()) return Fail(call, StopsPrune(whole.status()));
   }
+  std::vector<int64_t> numbers;
+  for (const std::string& path : complete) numbers.push_back(NumberOf(path));
+  const absl::StatusOr<std::vector<std::string>> asked = AskedBefore(*folder, numbers, keep);
+  if (!asked.ok()) return Fail(call, asked.status());
   if (!dry_run) {
     for (const std::string& path : removed) {
       const absl::Status status = RemoveCheckpoint(path);
       if (!status.ok()) return Fail(call, status);
     }
+    if (!asked->empty()) {
+      const absl::Status status = folder->RemoveAsked(numbers, static_cast<int>(keep));
+      if (!status.ok()) return Fail(call, status);
+    }
     const absl::Status synced = SyncDirectory(folder->root());
     if (!synced.ok()) return Fail(call, synced);
+  }
+  for (const std::string& path : *asked) {
+    if (dry_run || !PathExists(path)) removed.push_back(path);
   }
   if (call.json) {
     std::vector<std::string> names;

@@ -34,6 +34,7 @@
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/seal.h"
+#include "worker/checkpoint/sealing.h"
 #include "worker/checkpoint/staging_folder.h"
 
 namespace {
@@ -485,6 +486,42 @@ TEST_F(CheckpointCommandsTest, PruneDryRun_SaysWhatIsNamed) {
   EXPECT_EQ(RunJson({"prune", root_, "--keep", "1", "--dry_run"})["named"], Json({Numbered(1)}));
   EXPECT_THAT(err_.str(), HasSubstr("another checkpoint has that name"));
   EXPECT_EQ(RunJson({"prune", root_, "--keep", "1"})["named"], Json({Numbered(1)}));
+}
+
+// By a job that trains on.
+TEST_F(CheckpointCommandsTest, RemovedOrReplacedWhileItIsRead_IsNoDamage) {
+  for (int number = 0; number < 3; ++number) Save(Numbered(number), {1.0f * number}, number);
+  OnRead("checkpoint_0/model", 1, [&] { EXPECT_TRUE(RemoveCheckpoint(Numbered(0)).ok()); });
+  EXPECT_EQ(Run({"verify", root_}), kExitOk) << out_.str();
+  EXPECT_THAT(out_.str(), Not(HasSubstr("checkpoint_0")));
+  EXPECT_THAT(out_.str(), HasSubstr("checkpoint_2  ok"));
+  // Numbered ones are read after those.
+  const std::string best = Path("best"), next = Path("elsewhere/next");
+  for (const std::string part : {"best/manifest", "best/model", "checkpoint_2/model"}) {
+    SCOPED_TRACE(part);
+    Save(best, {4}, 4);
+    Seal(best, "");
+    Save(next, {5, 6}, 5);
+    Seal(next, "");
+    OnRead(part, 1, [&] { EXPECT_TRUE(PutInPlace(next, best).ok()); });
+    EXPECT_EQ(Run({"verify", root_}), kExitOk) << out_.str();
+    EXPECT_THAT(out_.str(), HasSubstr("best  ok"));
+  }
+}
+
+// No coordinator may ever say whether it is sealed.
+TEST_F(CheckpointCommandsTest, OneThatOnlyACoordinatorKnows_GoesWithTheCheckpointsOfItsAge) {
+  for (int number = 0; number < 4; ++number) Save(Numbered(number), {1.0f * number}, number);
+  const std::string left = Numbered(1) + ".tmp-0123456789abcdef";
+  ASSERT_EQ(rename(Numbered(1).c_str(), left.c_str()), 0);
+  ASSERT_TRUE(BeginSealing(left, {.job = "launch", .id = 7}, 10).ok());
+  EXPECT_EQ(RunJson({"prune", root_, "--keep", "3"})["removed"], Json::array());
+  EXPECT_TRUE(PathExists(left));
+  const Json removed = {Numbered(0), left};
+  EXPECT_EQ(RunJson({"prune", root_, "--keep", "2", "--dry_run"})["removed"], removed);
+  EXPECT_TRUE(PathExists(left));
+  EXPECT_EQ(RunJson({"prune", root_, "--keep", "2"})["removed"], removed);
+  EXPECT_FALSE(PathExists(left));
 }
 
 // A crash while it was to replace that one.

@@ -14,9 +14,9 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "base/backoff.h"
+#include "base/clock.h"
 #include "base/exit_code.h"
 #include "base/file.h"
 #include "base/status_macros.h"
@@ -29,6 +29,9 @@
 
 namespace muster::client {
 namespace {
+
+// Not of the wall clock, which may be set while the coordinator writes its snapshot.
+absl::Time Now() { return Clock::Real().Now(); }
 
 absl::Status Exists(const std::string& path) {
   return absl::AlreadyExistsError(
@@ -55,6 +58,7 @@ struct Written {
 // Copies the state of a coordinator into a file.
 class Backup {
  public:
+  // `deadline`: of Now().
   Backup(const Connection& connection, absl::Time deadline)
       : timeout_(connection.timeout),
         deadline_(deadline),
@@ -68,7 +72,7 @@ class Backup {
       MUSTER_ASSIGN_OR_RETURN(const uint64_t revision, TakeSnapshot());
       bool replaced = false;
       const absl::StatusOr<Written> written = Copy(revision, path, &replaced);
-      if (!replaced || absl::Now() >= deadline_) return written;
+      if (!replaced || Now() >= deadline_) return written;
     }
   }
 
@@ -78,13 +82,13 @@ class Backup {
     Backoff backoff(absl::Milliseconds(100), absl::Seconds(2));
     for (;;) {
       grpc::ClientContext call;
-      rpc::SetTimeout(call, std::max(deadline_ - absl::Now(), absl::Milliseconds(1)));
+      rpc::SetTimeout(call, std::max(deadline_ - Now(), absl::Milliseconds(1)));
       v1::SnapshotReply reply;
       const absl::Status status =
           rpc::FromGrpc(admin_->Snapshot(&call, v1::SnapshotRequest(), &reply));
       if (status.ok()) return reply.revision();
       const absl::Duration wait = backoff.Next(RandomShare());
-      if (rpc::GetReason(status) != v1::ERROR_REASON_OVERLOADED || absl::Now() + wait > deadline_)
+      if (rpc::GetReason(status) != v1::ERROR_REASON_OVERLOADED || Now() + wait > deadline_)
         return status;
       (void)poll(nullptr, 0, static_cast<int>(absl::ToInt64Milliseconds(wait)));
     }
@@ -162,7 +166,7 @@ int RunBackupCommand(const std::vector<std::string>& args, const CommandContext&
   Connection connection;
   if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
   const std::string part = absl::StrCat(path, ".", RandomHex(), ".part");
-  const absl::StatusOr<Written> written = Backup(connection, absl::Now() + within).WriteTo(part);
+  const absl::StatusOr<Written> written = Backup(connection, Now() + within).WriteTo(part);
   absl::Status status = written.status();
   if (status.ok()) {
     status = Publish(part, path);

@@ -16,7 +16,8 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
-#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "base/clock.h"
 #include "base/defaults.h"
 #include "base/exit_code.h"
 #include "base/status_macros.h"
@@ -138,7 +139,8 @@ absl::Status Read(const Connection& connection, const std::string& wanted, TopSa
   rpc::SetTimeout(call, connection.timeout);
   MUSTER_RETURN_IF_ERROR(
       rpc::FromGrpc(v1::Admin::NewStub(connection.channel)->Status(&call, {}, &sample->status)));
-  sample->at = absl::Now();
+  sample->at = Clock::Real().Now();
+  sample->wall = Clock::Real().WallNow();
   RemoveAgentGroups(&sample->status);
   sample->group = OnlyJob(sample->status);
   if (!wanted.empty()) {
@@ -189,7 +191,7 @@ std::vector<std::string> TopLines(const TopSample& now, const TopSample* before,
   const v1::StatusReply& status = now.status;
   const auto ended = std::count_if(status.jobs().begin(), status.jobs().end(), HasEnded);
   std::vector<std::string> lines = {
-      absl::StrCat(absl::FormatTime("%H:%M:%S", now.at, absl::LocalTimeZone()), "  coordinator ",
+      absl::StrCat(absl::FormatTime("%H:%M:%S", now.wall, absl::LocalTimeZone()), "  coordinator ",
                    Printable(status.version()), ", up ",
                    HumanDuration(rpc::FromProto(status.uptime())), ", ", status.agents(),
                    status.agents() == 1 ? " agent, " : " agents, ", status.jobs_size(),

@@ -17,7 +17,8 @@ int RunTopCommand(const std::vector<std::string>& args, const CommandContext& co
 
 // What a coordinator said at one moment.
 struct TopSample {
-  absl::Time at;
+  absl::Time at;    // by a clock that nobody sets: rates are measured by it
+  absl::Time wall;  // the time of day
   v1::StatusReply status;
   // Of the job whose ranks are shown; empty: there is none.
   std::string group;

@@ -23,7 +23,7 @@ const absl::Time kStart = absl::FromUnixSeconds(1000);
 // Two ranks of "mnist" at these steps.
 TopSample Sample(absl::Time at, int64_t step0, int64_t step1, uint64_t generation = 1) {
   TopSample sample;
-  sample.at = at;
+  sample.at = sample.wall = at;
   sample.status.set_agents(1);
   sample.status.set_version("0.1.0");
   v1::JobStatus* const job = sample.status.add_jobs();
@@ -81,6 +81,17 @@ TEST(TopLines, Rates_AreStepsSinceTheSampleBefore) {
   EXPECT_THAT(lines[3], ContainsRegex("mnist +1 +SEALED +2 +17-30 +3.50"));
   // The slowest first.
   EXPECT_THAT(lines[7], ContainsRegex("^1 +h +RUNNING +17 +2.50 .*training"));
+  EXPECT_THAT(lines[8], ContainsRegex("^0 +h +RUNNING +30 +10.00 "));
+}
+
+// As by a time server, between two samples.
+TEST(TopLines, WallClockThatIsSet_ChangesNoRate) {
+  const TopSample before = Sample(kStart, 10, 12);
+  TopSample now = Sample(kStart + absl::Seconds(2), 30, 17);
+  now.wall = kStart - absl::Hours(1);
+  const std::vector<std::string> lines = TopLines(now, &before, 0, 0);
+  EXPECT_THAT(lines[0], HasSubstr(absl::FormatTime("%H:%M:%S", now.wall, absl::LocalTimeZone())));
+  EXPECT_THAT(lines[3], ContainsRegex("mnist +1 +SEALED +2 +17-30 +3.50"));
   EXPECT_THAT(lines[8], ContainsRegex("^0 +h +RUNNING +30 +10.00 "));
 }
 

@@ -14,10 +14,13 @@ namespace {
 
 using Json = nlohmann::json;
 
+constexpr size_t kMaxMessage = 16 << 10;  // of one that is not text
+
 std::string Encode(const absl::Status& status, const std::vector<ManifestFile>& files = {}) {
   Json json = {{"code", static_cast<int>(status.code())}, {"files", Json::array()}};
   const std::string message(status.message());
-  json["message"] = IsValidUtf8(message) ? message : "(a message that is not text)";
+  // Paths may have any bytes.
+  json["message"] = IsValidUtf8(message) ? message : Printable(message, kMaxMessage);
   for (const ManifestFile& file : files) {
     json["files"].push_back({file.name, file.rank, file.digest.bytes, file.digest.xxh3,
                              file.blocks.block_bytes, file.blocks.xxh3});

@@ -7,6 +7,8 @@
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/log.h"
+#include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/node_checkpoints.h"
 #include "worker/checkpoint/publication.h"
 #include "worker/checkpoint/read_error.h"
@@ -15,11 +17,18 @@
 namespace muster {
 namespace {
 
-// (collective) Whether what was opened is no longer where it was, on some node.
-bool IsGone(Comm& comm, const NodeGroups& groups, const std::string& dir) {
-  const bool gone = groups.leads() && !PathExists(dir);
-  const std::vector<std::string> all = comm.AllGatherBytes(gone ? "gone" : "");
-  return std::count(all.begin(), all.end(), "gone") > 0;
+// (collective) Whether what was opened is no longer where it was, on some node: another process has
+// moved, removed or replaced it.
+bool HasChanged(Comm& comm, const NodeGroups& groups, const StateReader& opened) {
+  bool changed = false;
+  if (groups.leads()) {
+    const absl::StatusOr<Manifest> now = ReadManifest(opened.dir());
+    changed = !PathExists(opened.dir()) ||
+              (now.ok() &&
+               EncodeManifest(*now).value_or("") != EncodeManifest(opened.manifest()).value_or(""));
+  }
+  const std::vector<std::string> all = comm.AllGatherBytes(changed ? "changed" : "");
+  return std::count(all.begin(), all.end(), "changed") > 0;
 }
 
 }  // namespace
@@ -39,14 +48,20 @@ absl::StatusOr<StateReader> OpenAndReadCheckpoint(
     absl::StatusOr<StateReader> reader = OpenCheckpointOnNodes(
         comm, wanted.dir, wanted.folder, wanted.groups, wanted.registrar, damaged, &path);
     absl::Status status = reader.status();
-    bool has_moved = newest && absl::IsAborted(status);
+    // Of one that was named: it was replaced while the ranks opened it.
+    bool has_moved = absl::IsAborted(status);
     if (reader.ok()) {
       status = read(*reader);
       if (status.ok()) return reader;
       // The next search may give it its name.
       ReleaseInPlace();
-      has_moved = newest && (absl::IsNotFound(status) || absl::IsDataLoss(status)) &&
-                  IsGone(comm, wanted.groups, path);
+      has_moved = (absl::IsNotFound(status) || absl::IsDataLoss(status)) &&
+                  HasChanged(comm, wanted.groups, *reader);
+      if (has_moved) {
+        status = absl::AbortedError(
+            absl::StrCat(path, ": another process has replaced, renamed or removed it while it ",
+                         "was read (", status.message(), ")"));
+      }
     } else if (absl::IsNotFound(status)) {
       if (!first.ok()) return first;
       // Not the same as none yet, where training begins from scratch.

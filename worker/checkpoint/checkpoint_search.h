@@ -32,8 +32,8 @@ struct WantedCheckpoint {
 // read without its name stays so while `read` runs (HoldInPlace).
 //
 // Errors, the same on every rank: those of opening, such as NOT_FOUND if there is none; of `read`;
-// UNAVAILABLE if what is found moves in each of kCheckpointSearches searches, or there is nothing
-// any more where something was.
+// UNAVAILABLE if what is found or was named moves or is replaced in each of kCheckpointSearches
+// searches, or there is nothing any more where something was.
 absl::StatusOr<StateReader> OpenAndReadCheckpoint(
     Comm& comm, const WantedCheckpoint& wanted,
     absl::FunctionRef<absl::Status(StateReader& reader)> read);

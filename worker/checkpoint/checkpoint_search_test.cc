@@ -345,6 +345,71 @@ TEST_F(CheckpointSearchTest, NewestGoesForANewerOne_AtAnyMoment_ThatOneIsLoaded)
   EXPECT_EQ(Loaded(), "checkpoint_2");
 }
 
+// As the "best" of a training that goes on, which another program loads. What is read of both is
+// no damage.
+TEST_F(CheckpointSearchTest, NamedOneIsReplaced_AtAnyMoment_OneOfTheTwoIsLoaded) {
+  const std::string best = JoinPath(root_, "best"), next = JoinPath(root_, "next");
+  const auto prepare = [&] {
+    for (const std::string& name : {best, next}) (void)RemoveTree(name);
+    for (const int64_t number : {1, 2}) Save(number);
+    ASSERT_EQ(rename(folder_.PathOf(1).c_str(), best.c_str()), 0);
+    ASSERT_EQ(rename(folder_.PathOf(2).c_str(), next.c_str()), 0);
+  };
+  const auto replace = [&] { ASSERT_TRUE(PutInPlace(next, best).ok()); };
+  const auto load = [&](Comm& comm) {
+    const auto reader = OpenAndReadCheckpoint(
+        comm,
+        {.dir = best, .folder = folder_, .groups = NodeGroups::Shared(comm.rank(), comm.size())},
+        [&](StateReader& opened) { return ReadAll(comm, opened); });
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    const auto state = reader->Read(RandomStatesFileName(comm.rank()));
+    ASSERT_TRUE(state.ok()) << state.status();
+    EXPECT_EQ(10 * state->GetTensor("w")->mean().item<double>(),
+              static_cast<double>(reader->info().step));
+  };
+  registered_ = false;
+  bool happened = true;
+  int moments = 0;
+  for (; happened; ++moments) {
+    SCOPED_TRACE(moments);
+    ASSERT_LT(moments, 100);
+    prepare();
+    RunRanks(kRanks, [&](Comm& comm) {
+      EventfulComm eventful(comm, comm.rank() == 0 ? moments : -1, replace);
+      load(eventful);
+      if (comm.rank() == 0) happened = eventful.happened();
+    });
+  }
+  EXPECT_GT(moments, 3);
+  for (const std::string file : {"manifest.json", "random_states_0", "random_states_1"}) {
+    SCOPED_TRACE(file);
+    prepare();
+    OnRead("best/" + file, replace);
+    RunRanks(kRanks, load);
+  }
+}
+
+TEST_F(CheckpointSearchTest, NamedOneIsReplacedAgainAndAgain_IsAnErrorThatSaysSo) {
+  registered_ = false;
+  const std::string best = JoinPath(root_, "best"), next = JoinPath(root_, "next");
+  for (const int64_t number : {1, 2}) Save(number);
+  ASSERT_EQ(rename(folder_.PathOf(1).c_str(), best.c_str()), 0);
+  ASSERT_EQ(rename(folder_.PathOf(2).c_str(), next.c_str()), 0);
+  RunRanks(1, [&](Comm& comm) {
+    int reads = 0;
+    const auto reader = OpenAndReadCheckpoint(
+        comm, {.dir = best, .folder = folder_, .groups = NodeGroups::Shared(0, 1)},
+        [&](StateReader& opened) {
+          ++reads;
+          EXPECT_TRUE(PutInPlace(next, best).ok());
+          return ReadAll(comm, opened);
+        });
+    EXPECT_TRUE(absl::IsUnavailable(reader.status())) << reader.status();
+    EXPECT_THAT(std::string(reader.status().message()), HasSubstr("another process has replaced"));
+    EXPECT_EQ(reads, kCheckpointSearches);
+  });
+}
+
 TEST_F(CheckpointSearchTest, DamagedOne_IsReportedAndTheOneBeforeIsTaken) {
   Save(0);
   Save(1);

@@ -27,12 +27,13 @@ namespace muster {
 // A registry in memory. For tests; thread-safe where ranks call it.
 class FakeRegistrar : public CheckpointRegistrar {
  public:
-  std::string job() const override { return "j"; }
+  std::string job() const override { return job_name; }
+  std::string identity() const override { return name; }
   absl::StatusOr<uint64_t> Begin(const CheckpointRegistration& registration) override {
     const MutexLock lock(&mu_);
     if (!away.ok()) return away;
     RegisteredCheckpoint record;
-    record.job = "j";
+    record.job = job_name;
     record.id = ++last_;
     record.path = registration.path;
     record.staging = registration.staging;
@@ -146,6 +147,7 @@ class FakeRegistrar : public CheckpointRegistrar {
     keep_ = keep;
   }
 
+  std::string job_name = "j", name = "registry";
   absl::Status away, refusal, pin_error;
   int forgets = 0, failing_rank = -1, seals = 0;
   std::map<uint64_t, RegisteredCheckpoint> records;

@@ -43,6 +43,8 @@ constexpr absl::Duration kReadersAreWaitedFor = absl::Milliseconds(100);
 
 constexpr absl::string_view kNumbered = "checkpoint_";
 
+static_assert(absl::string_view(kSealName) == kSealedName);
+
 std::string Numbered(absl::string_view stem, int index, absl::string_view extension) {
   return index == 0 ? absl::StrCat(stem, extension) : absl::StrCat(stem, "_", index, extension);
 }

@@ -10,6 +10,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
@@ -122,6 +123,12 @@ std::string SummaryOf(const SafetensorsHeader& header) {
     list.Add(entry.name, SafetensorsTypeName(entry.type), shape);
   }
   return list.Summary();
+}
+
+// How a FileReport has it, beside files.
+std::string TensorKey(absl::string_view name) { return absl::StrCat("tensor ", name); }
+std::string TypeAndShape(const ShardSlice& slice) {
+  return absl::StrCat(slice.dtype, " [", absl::StrJoin(slice.global_shape, ", "), "]");
 }
 
 // No less than it has in a message.
@@ -354,9 +361,37 @@ bool MayBeTaken(const RegisteredCheckpoint& seal,
   return record == nullptr ? seal.promoted : record->promoted && !record->damage_in_contents;
 }
 
+// The staging folders in `dir`, of numbered checkpoints and of others, of which only the registry
+// knows whether they are sealed, those with a live writer included.
+std::vector<std::string> AskedIn(const std::string& dir) {
+  std::vector<std::string> asked;
+  for (const std::string& name : ListDirectory(dir).value_or(std::vector<std::string>())) {
+    const std::string path = JoinPath(dir, name);
+    if (HasMark(name, StemOf(name, kStagingMark), kStagingMark) && !IsDoomed(name) &&
+        PathExists(JoinPath(path, kSealingName)) && !PathExists(JoinPath(path, kSealName))) {
+      asked.push_back(path);
+    }
+  }
+  return asked;
+}
+
+// Whether the registry, whose records these are, would have one of what it was asked about if it
+// had sealed that: it is the registry that was asked, and not another one of its name that knows
+// nothing yet. It forgets older records first, and those of a job with the job.
+bool WouldKnow(const CheckpointRegistrar& registrar, const Sealing& asked,
+               const std::vector<RegisteredCheckpoint>& records) {
+  if (asked.registry.empty() || asked.registry != registrar.identity()) return false;
+  // Those of earlier attempts are taken over, with their names.
+  const auto is_of_the_job = [&](const auto& record) { return record.job == asked.job; };
+  const auto is_older = [&](const auto& record) { return record.id < asked.id; };
+  return (asked.job == registrar.job() ||
+          std::any_of(records.begin(), records.end(), is_of_the_job)) &&
+         std::any_of(records.begin(), records.end(), is_older);
+}
+
 // What writers left that had asked for a seal: the registry says now which of these are sealed. A
 // folder gets its record, by which the next save or load gives it its name, or goes with the next
-// save. One that another registry was asked about stays.
+// save. One of which the registry does not know stays.
 void SettleAsked(const CheckpointRegistrar& registrar, const std::vector<std::string>& asked,
                  const std::vector<RegisteredCheckpoint>& records) {
   for (const std::string& path : asked) {
@@ -371,7 +406,7 @@ void SettleAsked(const CheckpointRegistrar& registrar, const std::vector<std::st
     });
     absl::Status settled;
     if (record == records.end()) {
-      if (sealing->job.empty() || sealing->job != registrar.job()) continue;
+      if (!WouldKnow(registrar, *sealing, records)) continue;
       settled = ForgetSealing(path);
     } else if (record->state == RegisteredCheckpoint::State::kSealed ||
                record->state == RegisteredCheckpoint::State::kPublished) {
@@ -430,15 +465,15 @@ void Register(const Publication& publication, const RegisteredCheckpoint& record
   }
   MUSTER_FAILPOINT("worker.checkpoint_registered");
   DeleteSuperfluous(registrar, publication.folder_mu, publication.options.disposal, *superfluous);
-  if (!numbered) return;
-  const std::vector<std::string> asked = publication.folder->AskedToSeal();
-  if (publication.options.keep <= 0 && asked.empty()) return;
+  const bool rotates = numbered && publication.options.keep > 0;
+  const std::vector<std::string> asked = AskedIn(ParentPath(publication.staging_path));
+  if (!rotates && asked.empty()) return;
   const absl::StatusOr<std::vector<RegisteredCheckpoint>> records = registrar.List();
   if (records.ok()) {
     const OptionalLock lock(publication.folder_mu);
     SettleAsked(registrar, asked, *records);
   }
-  if (publication.options.keep <= 0) return;
+  if (!rotates) return;
   const absl::Status rotated =
       records.ok() ? DeleteUnregistered(publication, *records) : records.status();
   if (!rotated.ok()) MUSTER_LOG(Warning) << rotated.message();
@@ -454,15 +489,22 @@ absl::Status CompleteStaging(Staging& staging, const Publication& publication, i
   return staging.Complete(manifest);
 }
 
-// `by_files`: gets whether rank 0's plan is one of files.
+// Of a registry that keeps no record of the checkpoint: 0, for rank 0 makes it. `by_files`: gets
+// whether rank 0's plan is one of files.
 absl::StatusOr<uint64_t> Begin(const Publication& publication, int ranks,
                                const std::vector<ManifestFile>& files, bool* by_files) {
   const PublishOptions& options = publication.options;
   const bool numbered = publication.folder.has_value();
   MUSTER_ASSIGN_OR_RETURN(const RankPlan plan, ReadPlan(publication.staging_path, 0, files));
   *by_files = !plan.files.empty();
+  const std::string path = AbsolutePath(publication.path);
+  if (!IsValidUtf8(path) && options.promote) {
+    MUSTER_LOG(Warning) << Printable(path, path.size()) << " is saved without a record at the "
+                        << "coordinator, which takes only names in UTF-8";
+    return 0;
+  }
   absl::StatusOr<uint64_t> id =
-      options.registrar->Begin({.path = AbsolutePath(publication.path),
+      options.registrar->Begin({.path = path,
                                 .staging = AbsolutePath(publication.staging_path),
                                 .iteration = publication.info.iteration,
                                 .step = publication.info.step,
@@ -472,6 +514,11 @@ absl::StatusOr<uint64_t> Begin(const Publication& publication, int ranks,
                                 .keep_every = numbered ? options.keep_every : 0,
                                 .promote = options.promote});
   if (absl::IsUnimplemented(id.status())) {
+    if (!options.promote) {
+      return absl::FailedPreconditionError(
+          "options.checkpoint.promote is false, but the coordinator, which is older than this "
+          "program, keeps no record of checkpoints: leave the option out, or start a newer one");
+    }
     MUSTER_LOG(Warning) << "the coordinator keeps no record of checkpoints, since it is older than "
                         << "this program: the folder alone counts";
     return 0;
@@ -484,7 +531,7 @@ absl::StatusOr<uint64_t> Begin(const Publication& publication, int ranks,
   return id;
 }
 
-// Of rank 0 without a registry: the record that it makes itself, before the folder has its name.
+// Of rank 0 where no registry does it: the record that it makes, before the folder has its name.
 absl::Status SealByFolder(Staging& staging, const Publication& publication, int ranks,
                           const std::vector<ManifestFile>& files) {
   MUSTER_ASSIGN_OR_RETURN(
@@ -549,7 +596,8 @@ absl::StatusOr<bool> SealAndFinish(Staging& staging, const Publication& publicat
   // Once it is sealed, neither a full disk nor the end of this process may make it look as if it
   // were not.
   if (const absl::Status begun =
-          BeginSealing(publication.staging_path, registrar.job(), id,
+          BeginSealing(publication.staging_path,
+                       {.job = registrar.job(), .registry = registrar.identity(), .id = id},
                        RoomForSeal(registrar.job(), AbsolutePath(publication.path)));
       !begun.ok()) {
     registrar.Abort(id, std::string(begun.message()));
@@ -617,6 +665,93 @@ absl::Status SealTogether(Comm& comm, Staging* staging, const Publication& publi
   }
 }
 
+// What this rank plans and has written, from its files. `lists_tensors`: so rank 0 plans; what is
+// in files is then told by tensors, too.
+absl::StatusOr<FileReport> ReportOfFiles(const std::string& dir, int rank,
+                                         const std::vector<ManifestFile>& files,
+                                         bool lists_tensors) {
+  MUSTER_ASSIGN_OR_RETURN(const RankPlan plan, ReadPlan(dir, rank, files));
+  FileReport report;
+  report.planned = plan.files;
+  std::set<absl::string_view> own;
+  for (const ShardSlice& slice : plan.tensors) {
+    own.insert(slice.tensor);
+    report.planned[TensorKey(slice.tensor)] = TypeAndShape(slice);
+  }
+  for (const ManifestFile& file : files) {
+    const auto part = plan.parts.find(file.name);
+    const bool is_planned = part != plan.parts.end() || plan.files.count(file.name) > 0;
+    const bool by_tensors =
+        (lists_tensors || !own.empty()) && absl::EndsWith(file.name, kExtension);
+    // Others are in no plan.
+    if (!is_planned && !by_tensors) continue;
+    MUSTER_ASSIGN_OR_RETURN(const SafetensorsHeader header,
+                            ReadSafetensorsHeader(JoinPath(dir, file.name)));
+    if (is_planned) report.held[file.name] = SummaryOf(header);
+    if (!by_tensors || plan.files.count(file.name) > 0) continue;
+    const std::string& whole = part == plan.parts.end() ? file.name : part->second;
+    for (const SafetensorsEntry& entry : header.tensors) {
+      const ShardSlice slice =
+          SliceOf(NameOfSlice(whole, entry.name), SafetensorsTypeName(entry.type),
+                  {entry.shape.begin(), entry.shape.end()}, /*held=*/true);
+      if (!lists_tensors && own.count(slice.tensor) == 0) continue;
+      if (report.held.try_emplace(TensorKey(slice.tensor), TypeAndShape(slice)).second) continue;
+      return absl::InvalidArgumentError(
+          absl::StrCat(TensorKey(slice.tensor), " is in two files of rank ", rank));
+    }
+  }
+  return report;
+}
+
+// ProveTogether(), also of a plan for a registry, which may list tensors.
+absl::Status Prove(Comm& comm, const std::string& staging_path,
+                   const std::vector<ManifestFile>& mine, bool lists_tensors) {
+  FileReport report;
+  const absl::Status read = GuardRank([&]() -> absl::Status {
+    MUSTER_ASSIGN_OR_RETURN(report, ReportOfFiles(staging_path, comm.rank(), mine, lists_tensors));
+    return absl::OkStatus();
+  });
+  // Rank 0 keeps its plan, which has the files of all ranks: one message that is much longer than
+  // the others makes gathering take as many rounds as there are ranks.
+  FileReport told = report;
+  if (comm.rank() == 0) told.planned.clear();
+  const std::vector<std::string> all = comm.AllGatherBytes(
+      read.ok() ? absl::StrCat("+", told.Encode()) : absl::StrCat("-", read.message()));
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (!absl::StartsWith(all[rank], "+")) {
+      return absl::InternalError(absl::StrCat("rank ", rank, ": ", all[rank].substr(1)));
+    }
+  }
+  absl::Status proven;
+  if (comm.rank() == 0) {
+    proven = GuardRank([&]() -> absl::Status {
+      std::vector<FileReport> reports = {report};
+      for (size_t rank = 1; rank < all.size(); ++rank) {
+        MUSTER_ASSIGN_OR_RETURN(FileReport parsed, FileReport::Parse(all[rank].substr(1)));
+        reports.push_back(std::move(parsed));
+      }
+      return CheckPlannedFiles(reports);
+    });
+  }
+  return StatusOfMain(comm, proven);
+}
+
+// Collective, where no registry does it: rank 0 makes the record of what the ranks have proven, and
+// the checkpoint gets its name.
+absl::Status PublishByFolder(Comm& comm, Staging* staging, const Publication& publication,
+                             const std::vector<ManifestFile>& mine,
+                             const std::vector<ManifestFile>& all, bool lists_tensors) {
+  MUSTER_RETURN_IF_ERROR(Prove(comm, publication.staging_path, mine, lists_tensors));
+  absl::Status done;
+  if (staging != nullptr) {
+    done = GuardRank([&]() -> absl::Status {
+      MUSTER_RETURN_IF_ERROR(SealByFolder(*staging, publication, comm.size(), all));
+      return FinishByFolder(*staging, publication);
+    });
+  }
+  return StatusOfMain(comm, done);
+}
+
 absl::Status PublishRegistered(Comm& comm, Staging* staging, const Publication& publication,
                                const std::vector<ManifestFile>& mine,
                                const std::vector<ManifestFile>& all) {
@@ -636,11 +771,7 @@ absl::Status PublishRegistered(Comm& comm, Staging* staging, const Publication& 
   TORCH_CHECK(absl::SimpleAtoi(absl::StripSuffix(told, kByFiles), &id), "save_state: rank 0 sent ",
               told);
   if (id == 0) {
-    absl::Status finished;
-    if (staging != nullptr) {
-      finished = GuardRank([&] { return FinishByFolder(*staging, publication); });
-    }
-    return StatusOfMain(comm, finished);
+    return PublishByFolder(comm, staging, publication, mine, all, /*lists_tensors=*/!by_files);
   }
   return SealTogether(comm, staging, publication, id, mine, by_files);
 }
@@ -774,71 +905,37 @@ void WarnOfNewer(const CheckpointFolder& folder, const RegisteredCheckpoint& tak
   }
 }
 
-// What this rank plans and has written, from its files.
-absl::StatusOr<FileReport> ReportOfFiles(const std::string& dir, int rank,
-                                         const std::vector<ManifestFile>& files) {
-  MUSTER_ASSIGN_OR_RETURN(const RankPlan plan, ReadPlan(dir, rank, files));
-  FileReport report;
-  report.planned = plan.files;
-  for (const ManifestFile& file : files) {
-    // Others are in no plan.
-    if (plan.parts.count(file.name) == 0 && plan.files.count(file.name) == 0) continue;
-    MUSTER_ASSIGN_OR_RETURN(const SafetensorsHeader header,
-                            ReadSafetensorsHeader(JoinPath(dir, file.name)));
-    report.held[file.name] = SummaryOf(header);
-  }
-  return report;
-}
-
 }  // namespace
 
 absl::Status ProveTogether(Comm& comm, const std::string& staging_path,
                            const std::vector<ManifestFile>& mine) {
-  FileReport report;
-  const absl::Status read = GuardRank([&]() -> absl::Status {
-    MUSTER_ASSIGN_OR_RETURN(report, ReportOfFiles(staging_path, comm.rank(), mine));
-    return absl::OkStatus();
-  });
-  // Rank 0 keeps its plan, which has the files of all ranks: one message that is much longer than
-  // the others makes gathering take as many rounds as there are ranks.
-  FileReport told = report;
-  if (comm.rank() == 0) told.planned.clear();
-  const std::vector<std::string> all = comm.AllGatherBytes(
-      read.ok() ? absl::StrCat("+", told.Encode()) : absl::StrCat("-", read.message()));
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    if (!absl::StartsWith(all[rank], "+")) {
-      return absl::InternalError(absl::StrCat("rank ", rank, ": ", all[rank].substr(1)));
-    }
-  }
-  absl::Status proven;
-  if (comm.rank() == 0) {
-    proven = GuardRank([&]() -> absl::Status {
-      std::vector<FileReport> reports = {report};
-      for (size_t rank = 1; rank < all.size(); ++rank) {
-        MUSTER_ASSIGN_OR_RETURN(FileReport parsed, FileReport::Parse(all[rank].substr(1)));
-        reports.push_back(std::move(parsed));
-      }
-      return CheckPlannedFiles(reports);
-    });
-  }
-  return StatusOfMain(comm, proven);
+  return Prove(comm, staging_path, mine, /*lists_tensors=*/false);
 }
 
 std::optional<RegisteredCheckpoint> PreviousRecord(const std::string& path) {
-  std::optional<RegisteredCheckpoint> newest;
-  const auto take = [&newest](const std::string& dir) {
-    const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(dir);
-    if (!seal.ok()) return false;
-    if (!newest.has_value() || newest->created_us < seal->created_us) newest = *seal;
-    return true;
-  };
-  take(path);
-  const CheckpointFolder folder(ParentPath(path));
-  const std::vector<int64_t> numbers = folder.Numbers().value_or(std::vector<int64_t>());
-  for (auto number = numbers.rbegin(); number != numbers.rend(); ++number) {
-    if (take(folder.PathOf(*number))) break;
+  // Also those that a program has named, and those that lack their names.
+  std::vector<RegisteredCheckpoint> records;
+  const std::string parent = ParentPath(path);
+  for (const std::string& name : ListDirectory(parent).value_or(std::vector<std::string>())) {
+    const std::string dir = JoinPath(parent, name);
+    if (!PathExists(JoinPath(dir, kSealName)) && !PathExists(JoinPath(dir, kSealingName))) continue;
+    absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(dir);
+    if (seal.ok()) records.push_back(*std::move(seal));
   }
-  return newest;
+  const auto newest =
+      std::max_element(records.begin(), records.end(),
+                       [](const auto& a, const auto& b) { return a.created_us < b.created_us; });
+  if (newest == records.end()) return std::nullopt;
+  // Clocks are set: what follows it in the chain is newer.
+  auto last = newest;
+  for (size_t i = 0; i < records.size(); ++i) {
+    const auto next = std::find_if(records.begin(), records.end(), [&](const auto& record) {
+      return record.previous_sha256 == last->sha256;
+    });
+    if (next == records.end()) break;
+    last = next;
+  }
+  return *last;
 }
 
 absl::StatusOr<RegisteredCheckpoint> MakeRecord(
@@ -872,21 +969,14 @@ absl::Status PublishTogether(Comm& comm, Staging* staging, const Publication& pu
                              const absl::Status& written, const std::vector<ManifestFile>& mine) {
   std::vector<ManifestFile> all;
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, written, mine, &all));
-  const bool registered = publication.options.registrar != nullptr;
-  if (!registered) {
-    MUSTER_RETURN_IF_ERROR(ProveTogether(comm, publication.staging_path, mine));
-  }
   absl::Status completed;
   if (staging != nullptr) {
-    completed = GuardRank([&]() -> absl::Status {
-      MUSTER_RETURN_IF_ERROR(CompleteStaging(*staging, publication, comm.size(), all));
-      if (registered) return absl::OkStatus();
-      MUSTER_RETURN_IF_ERROR(SealByFolder(*staging, publication, comm.size(), all));
-      return FinishByFolder(*staging, publication);
-    });
+    completed = GuardRank([&] { return CompleteStaging(*staging, publication, comm.size(), all); });
   }
   MUSTER_RETURN_IF_ERROR(StatusOfMain(comm, completed));
-  if (!registered) return absl::OkStatus();
+  if (publication.options.registrar == nullptr) {
+    return PublishByFolder(comm, staging, publication, mine, all, /*lists_tensors=*/false);
+  }
   return PublishRegistered(comm, staging, publication, mine, all);
 }
 
@@ -921,7 +1011,7 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
     MUSTER_ASSIGN_OR_RETURN(unnamed, folder.PublishSealed());
     return by_folder({}, {});
   }
-  SettleAsked(*registrar, folder.AskedToSeal(), *records);
+  SettleAsked(*registrar, AskedIn(folder.root()), *records);
   MUSTER_ASSIGN_OR_RETURN(unnamed, folder.PublishSealed());
   const std::string root = AbsolutePath(folder.root());
   std::vector<std::string> left_out;  // no run resumes from them

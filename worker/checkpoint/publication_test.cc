@@ -24,9 +24,11 @@
 #include "base/text.h"
 #include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/fake_registrar.h"
+#include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/planned_files.h"
 #include "worker/checkpoint/seal.h"
 #include "worker/checkpoint/sealing.h"
+#include "worker/checkpoint/staged_save.h"
 #include "worker/checkpoint/staging_folder.h"
 #include "worker/checkpoint/state.h"
 #include "worker/collective/borrowed_comm.h"
@@ -62,10 +64,11 @@ class PublicationTest : public testing::Test {
     return statuses[0];
   }
   // One rank saves what a user has named.
-  void SaveNamed(const std::string& path, int keep = 0) {
+  void SaveNamed(const std::string& path, int keep = 0, bool registered = true) {
     RunRanks(1, [&](Comm& comm) {
       const absl::Status saved = SaveCheckpoint(
-          comm, path, {.step = 3}, PublishOptions{.registrar = &registrar_, .keep = keep},
+          comm, path, {.step = 3},
+          PublishOptions{.registrar = registered ? &registrar_ : nullptr, .keep = keep},
           [](StateWriter& writer) {
             StateDict state;
             state.SetInt("x", 1);
@@ -157,7 +160,7 @@ class PlannedTest : public PublicationTest {
               for (int i = 0; i < states_of_rank_1; ++i) {
                 const std::string name = absl::StrCat(std::string(100, 's'), i);
                 states.SetTensor(name, at::full({1}, 1.0));
-                plan["tensors"].push_back({OptimizerFileName(0), name, "F64", {1}});
+                plan["tensors"].push_back({OptimizerFileName(0), name, "F32", {1}});
               }
               const absl::Status status = writer.Write(OptimizerFileName(0), states);
               if (!status.ok()) return status;
@@ -357,6 +360,46 @@ TEST_F(WithoutRegistryTest, Saves_AreSealedInAChain) {
   EXPECT_THAT(Names(), Contains("checkpoint_3"));
 }
 
+// No two records of a folder have one id, whatever the program calls its checkpoints.
+TEST_F(WithoutRegistryTest, NamedOnes_AreInTheChainOfTheNumberedOnes) {
+  std::string previous;
+  uint64_t id = 0;
+  const auto expect_next = [&](const std::string& dir) {
+    const RegisteredCheckpoint seal = *ReadSeal(dir);
+    EXPECT_EQ(seal.id, ++id) << dir;
+    EXPECT_EQ(seal.previous_sha256, previous) << dir;
+    previous = seal.sha256;
+  };
+  const std::string best = JoinPath(root_, "best");
+  for (int64_t number = 0; number < 3; ++number) {
+    ASSERT_TRUE(Save(number).ok());
+    expect_next(folder_.PathOf(number));
+    SaveNamed(best, /*keep=*/0, /*registered=*/false);
+    expect_next(best);
+  }
+  // One of an older number is the newest, and one lacks its name.
+  SaveNamed(folder_.PathOf(0), /*keep=*/0, /*registered=*/false);
+  expect_next(folder_.PathOf(0));
+  ASSERT_TRUE(Save(3).ok());
+  expect_next(folder_.PathOf(3));
+  ASSERT_EQ(rename(folder_.PathOf(3).c_str(), JoinPath(root_, "last.tmp-0000000000000001").c_str()),
+            0);
+  ASSERT_TRUE(Save(4).ok());
+  expect_next(folder_.PathOf(4));
+}
+
+// What follows in the chain is newer.
+TEST_F(WithoutRegistryTest, ClockThatWasSetBack_DoesNotRepeatAnId) {
+  ASSERT_TRUE(Save(0).ok());
+  RegisteredCheckpoint first = *ReadSeal(folder_.PathOf(0));
+  first.created_us += uint64_t{3'600'000'000};
+  ASSERT_TRUE(WriteSeal(folder_.PathOf(0), first).ok());
+  for (int64_t number = 1; number < 4; ++number) {
+    ASSERT_TRUE(Save(number).ok());
+    EXPECT_EQ(ReadSeal(folder_.PathOf(number))->id, static_cast<uint64_t>(number + 1));
+  }
+}
+
 TEST_F(WithoutRegistryTest, WithAKey_AreSigned) {
   const std::string file = JoinPath(root_, "key.pem");
   ASSERT_TRUE(WriteSecretFile(file, kTestPrivateKey).ok());
@@ -419,12 +462,84 @@ TEST_F(WithoutRegistryTest, PlanOfAllRanks_StaysOnRank0) {
   });
 }
 
-TEST_F(PublicationTest, CoordinatorWithoutTheService_TheFolderAloneCounts) {
+// It is older than this program, or has no room for another record: rank 0 makes the records.
+TEST_F(WithoutRegistryTest, CoordinatorThatKeepsNoRecord_TheFolderIsSealedAllTheSame) {
+  registered_ = true;
+  int64_t number = 0;
+  for (const absl::Status& why : {absl::UnimplementedError("unknown service"),
+                                  absl::ResourceExhaustedError("4,096 records")}) {
+    registrar_.away = why;
+    ASSERT_TRUE(Save(number, {.keep = 2}).ok()) << why;
+    EXPECT_TRUE(Check(number).ok()) << Check(number);
+    const RegisteredCheckpoint seal = *ReadSeal(folder_.PathOf(number));
+    EXPECT_EQ(seal.id, static_cast<uint64_t>(++number));
+    EXPECT_EQ(seal.job, "");
+    // Nobody could promote it, and a resume would take it.
+    EXPECT_FALSE(Save(number, {.promote = false}).ok()) << why;
+  }
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1"));
+  EXPECT_EQ(ReadSeal(folder_.PathOf(1))->previous_sha256, ReadSeal(folder_.PathOf(0))->sha256);
+}
+
+// A file system takes any bytes as a name, a coordinator only text.
+TEST_F(WithoutRegistryTest, NameThatIsNotText_IsSealedByRank0_AndReadableInErrors) {
+  const CheckpointFolder folder(JoinPath(root_, "caf\xe9"));
+  RunRanks(2, [&](Comm& comm) {
+    const auto save = [&](PublishOptions options) {
+      return SaveNumberedCheckpoint(
+          comm, folder, {.iteration = 0}, options, [](StateWriter& writer) {
+            StateDict state;
+            state.SetInt("x", 1);
+            return writer.Write(RandomStatesFileName(writer.rank()), state);
+          });
+    };
+    const absl::Status saved = save({.registrar = &registrar_});
+    EXPECT_TRUE(saved.ok()) << saved;
+    const absl::Status again = save({.registrar = &registrar_});
+    EXPECT_THAT(std::string(again.message()), HasSubstr("caf\\xe9/checkpoint_0 exists"));
+  });
+  EXPECT_THAT(registrar_.records, IsEmpty());
+  EXPECT_EQ(ReadSeal(folder.PathOf(0))->job, "");
+  EXPECT_EQ(FindCheckpointToResume(folder, &registrar_).value(), folder.PathOf(0));
+}
+
+// Not by another machine that sees another folder.
+TEST_F(PublicationTest, FolderOfASaveIsRemoved_TheErrorSaysSo) {
+  RunRanks(2, [&](Comm& comm) {
+    const auto save =
+        StagedSave::Begin(comm, folder_.PathOf(0), NodeGroups::Shared(comm.rank(), comm.size()),
+                          /*replaces=*/false, nullptr, nullptr);
+    ASSERT_TRUE(save.ok()) << save.status();
+    EXPECT_TRUE(save->CheckVisible().ok());
+    comm.Barrier();
+    if (comm.rank() == 0) {
+      EXPECT_TRUE(RemoveTree(save->path()).ok());
+    }
+    comm.Barrier();
+    EXPECT_THAT(std::string(save->CheckVisible().message()),
+                HasSubstr(comm.rank() == 0 ? "was removed" : "that all ranks share"));
+    comm.Barrier();
+  });
+}
+
+TEST_F(PlannedTest, CoordinatorThatKeepsNoRecord_EachTensorIsInOneFileAllTheSame) {
   registrar_.away = absl::UnimplementedError("unknown service");
-  ASSERT_TRUE(Save(0, {.keep = 1}).ok());
-  ASSERT_TRUE(Save(1, {.keep = 1}).ok());
-  EXPECT_THAT(Names(), ElementsAre("checkpoint_1"));
-  EXPECT_FALSE(PathExists(JoinPath(folder_.PathOf(1), kSealName)));
+  const TensorNames all = {"a", "b", "deep", "empty", "scalar", long_};
+  for (const std::string& name : all) {
+    SCOPED_TRACE(name);
+    const absl::Status missing = SaveParts({"x", name}, {"x"}, {}, /*states_of_rank_1=*/1);
+    EXPECT_TRUE(absl::IsInvalidArgument(missing)) << missing;
+    EXPECT_THAT(std::string(missing.message()),
+                HasSubstr("no rank has written tensor model:" + name.substr(0, 900)));
+    const absl::Status twice = SaveParts({"x", name}, {"x", name}, {name});
+    EXPECT_TRUE(absl::IsInvalidArgument(twice)) << twice;
+    EXPECT_THAT(std::string(twice.message()), HasSubstr("have both written tensor model:"));
+  }
+  EXPECT_THAT(Names(), IsEmpty());
+  const absl::Status saved = SaveParts(all, {"a", "deep", long_}, {"b", "empty", "scalar"},
+                                       /*states_of_rank_1=*/3);
+  ASSERT_TRUE(saved.ok()) << saved;
+  EXPECT_TRUE(PathExists(JoinPath(folder_.PathOf(0), kSealName)));
 }
 
 TEST_F(PublicationTest, SealedWhenItsWriterEnded_GetsItsNameAtAResume) {
@@ -572,9 +687,61 @@ TEST_F(KilledAtTheSealTest, WithoutTheRegistry_StaysUntilEnoughAreNewer) {
 
 TEST_F(KilledAtTheSealTest, AnotherJobsRegistry_DoesNotDecideIt) {
   SaveAndKill(0, /*sealed=*/false);
-  ASSERT_TRUE(BeginSealing(left_, "another job", 1, 100).ok());
+  ASSERT_TRUE(ForgetSealing(left_).ok());
+  ASSERT_TRUE(
+      BeginSealing(left_, {.job = "another job", .registry = registrar_.name, .id = 1}, 100).ok());
   for (int number = 1; number <= 3; ++number) ASSERT_TRUE(Save(number).ok());
   EXPECT_TRUE(PathExists(left_));
+}
+
+// As of the next `muster launch`, whose jobs have the same name, and of a coordinator that was put
+// back to a copy of its data. Its ids begin anew.
+TEST_F(KilledAtTheSealTest, AnotherRegistryOfTheSameName_DoesNotDecideIt) {
+  ASSERT_TRUE(Save(0).ok());
+  SaveAndKill(1, /*sealed=*/true);
+  FakeRegistrar another;
+  another.name = "another registry";
+  EXPECT_EQ(Resume(&another), "checkpoint_0");
+  for (int number = 2; number <= 5; ++number) {
+    ASSERT_TRUE(Save(number, {.registrar = &another}).ok());
+  }
+  EXPECT_TRUE(PathExists(left_));
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_1") << "its own registry still knows";
+}
+
+// As after `muster remove`, which takes the records of the job.
+TEST_F(KilledAtTheSealTest, RecordsOfTheJobWereRemoved_WhatIsMissingMayHaveBeenSealed) {
+  ASSERT_TRUE(Save(0).ok());
+  SaveAndKill(1, /*sealed=*/true);
+  registrar_.records.clear();
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_0");
+  for (int number = 2; number <= 4; ++number) ASSERT_TRUE(Save(number).ok());
+  EXPECT_TRUE(PathExists(left_));
+  // It counts as what it may be.
+  ASSERT_TRUE(Save(5, {.keep = 2}).ok());
+  EXPECT_FALSE(PathExists(left_));
+}
+
+// A program that names its checkpoints has no retention, and no load without a directory.
+TEST_F(KilledAtTheSealTest, NamedAndNotSealed_GoesTooOnceTheRegistryHasSaidSo) {
+  ASSERT_TRUE(Save(0).ok());
+  SaveAndKill(1, /*sealed=*/false);
+  const std::string best = JoinPath(root_, "best");
+  const std::string left = best + ".tmp-0000000000000001";
+  ASSERT_EQ(rename(left_.c_str(), left.c_str()), 0);
+  SaveNamed(best);
+  SaveNamed(best);
+  EXPECT_FALSE(PathExists(left));
+}
+
+// An attempt takes over the records of the one before, which has another name.
+TEST_F(KilledAtTheSealTest, NotSealed_GoesInTheNextAttemptToo) {
+  ASSERT_TRUE(Save(0).ok());
+  SaveAndKill(1, /*sealed=*/false);
+  registrar_.job_name = "the next attempt";
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_0");
+  ASSERT_TRUE(Save(2).ok());
+  EXPECT_FALSE(PathExists(left_));
 }
 
 // The record was there before the disk was full or the process ended; only its name was not.

@@ -27,7 +27,6 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr char kFormat[] = "muster-seal";
 constexpr int64_t kMaxBytes = 1 << 20;
 constexpr size_t kFirstFields = 16;  // of WriteSeal, without `held_back` and `pinned`
 
@@ -58,7 +57,7 @@ bool HasPin(const std::string& dir) {
 
 // Names are escaped, as in SealText: JSON can hold no other bytes than text.
 std::string EncodeSeal(const RegisteredCheckpoint& record) {
-  const Json json = {{"format", kFormat},
+  const Json json = {{"format", kSealFormat},
                      {"version", 1},
                      {"job", absl::CHexEscape(record.job)},
                      {"id", record.id},
@@ -130,7 +129,7 @@ absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir) {
   RegisteredCheckpoint record;
   record.state = RegisteredCheckpoint::State::kSealed;
   try {
-    if (json.at("format") != kFormat) return bad("its format is another");
+    if (json.at("format") != kSealFormat) return bad("its format is another");
     if (json.at("version") != 1) {
       return absl::UnimplementedError(
           absl::StrCat(path, ": version ", json.at("version").dump(),

@@ -67,7 +67,7 @@ TEST(Seal, RecordThatLacksOnlyItsName_IsRead) {
   ASSERT_TRUE(read.ok()) << read.status();
   EXPECT_EQ(read->sha256, Record().sha256);
   // Of one that was only asked for, there is none.
-  ASSERT_TRUE(BeginSealing(dir, "j", 1, 10).ok());
+  ASSERT_TRUE(BeginSealing(dir, {.job = "j", .id = 1}, 10).ok());
   EXPECT_TRUE(absl::IsNotFound(ReadSeal(dir).status()));
 }
 

@@ -24,14 +24,12 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr char kFormat[] = "muster-sealing";
-constexpr char kSealFormat[] = "muster-seal";  // of seal.h
-constexpr char kSealFile[] = "seal.json";
 constexpr int64_t kMaxBytes = 1 << 20;
 
 std::string PathIn(const std::string& dir) { return JoinPath(dir, kSealingName); }
 
 absl::Status GiveName(const std::string& dir) {
-  const std::string from = PathIn(dir), to = JoinPath(dir, kSealFile);
+  const std::string from = PathIn(dir), to = JoinPath(dir, kSealedName);
   // Another process may have done so.
   if (rename(from.c_str(), to.c_str()) != 0 && !(errno == ENOENT && PathExists(to))) {
     return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", from, " to ", to));
@@ -41,10 +39,13 @@ absl::Status GiveName(const std::string& dir) {
 
 }  // namespace
 
-absl::Status BeginSealing(const std::string& dir, absl::string_view job, uint64_t id, size_t room) {
-  std::string text =
-      Json({{"format", kFormat}, {"version", 1}, {"job", absl::CHexEscape(job)}, {"id", id}})
-          .dump(1);
+absl::Status BeginSealing(const std::string& dir, const Sealing& asked, size_t room) {
+  std::string text = Json({{"format", kFormat},
+                           {"version", 1},
+                           {"job", absl::CHexEscape(asked.job)},
+                           {"registry", absl::CHexEscape(asked.registry)},
+                           {"id", asked.id}})
+                         .dump(1);
   if (text.size() < room) text.append(room - text.size(), ' ');
   return WriteFileAtomically(PathIn(dir), text + "\n");
 }
@@ -61,12 +62,17 @@ absl::StatusOr<Sealing> ReadSealing(const std::string& dir) {
   if (!json.ok() || !json->is_object()) return sealing;
   try {
     if (json->at("format") == kSealFormat) sealing.state = Sealing::State::kSealed;
-    std::string job;
-    if (absl::CUnescape(json->at("job").get<std::string>(), &job)) sealing.job = job;
+    const auto unescape = [](const std::string& text, std::string* name) {
+      if (!absl::CUnescape(text, name)) name->clear();
+    };
+    unescape(json->at("job").get<std::string>(), &sealing.job);
+    // The first writers of this version did not write it.
+    unescape(json->value("registry", ""), &sealing.registry);
     json->at("id").get_to(sealing.id);
   } catch (const Json::exception&) {
     // Nobody knows then.
-    sealing = {.state = Sealing::State::kAsked, .job = "", .id = 0};
+    sealing = Sealing();
+    sealing.state = Sealing::State::kAsked;
   }
   return sealing;
 }

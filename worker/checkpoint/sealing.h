@@ -15,6 +15,9 @@ namespace muster {
 // nobody takes a folder with this file for one that was never sealed. It also has the room that
 // seal.json needs, which it becomes. Functions block on the disk.
 inline constexpr char kSealingName[] = "sealing.json";
+// What it becomes, and the "format" of that: as kSealName of folder.h.
+inline constexpr char kSealedName[] = "seal.json";
+inline constexpr char kSealFormat[] = "muster-seal";
 
 struct Sealing {
   enum class State {
@@ -23,12 +26,15 @@ struct Sealing {
     kSealed,  // the record is in the file, which lacks only its name
   };
   State state = State::kNone;
-  std::string job;  // whose registry was asked; empty: it is not known
+  // Of kAsked: which job's checkpoint it is, and which registry was asked: see
+  // CheckpointRegistrar. Empty: it is not known.
+  std::string job = {};
+  std::string registry = {};
   uint64_t id = 0;  // of the checkpoint there
 };
 
-// Durable. `room`: for how many bytes of a record.
-absl::Status BeginSealing(const std::string& dir, absl::string_view job, uint64_t id, size_t room);
+// Durable. `asked`: without its state. `room`: for how many bytes of a record.
+absl::Status BeginSealing(const std::string& dir, const Sealing& asked, size_t room);
 
 // Errors: those that may pass. A damaged file counts as kAsked.
 absl::StatusOr<Sealing> ReadSealing(const std::string& dir);

@@ -23,22 +23,23 @@ TEST(SealingFile, RecordTakesTheRoomThatIsThere) {
   const TestFolder folder;
   const std::string dir = folder.path();
   EXPECT_EQ(ReadSealing(dir)->state, State::kNone);
-  ASSERT_TRUE(BeginSealing(dir, "a job", 7, 1000).ok());
+  ASSERT_TRUE(BeginSealing(dir, {.job = "a job", .registry = "r", .id = 7}, 1000).ok());
   const Sealing asked = *ReadSealing(dir);
   EXPECT_EQ(asked.state, State::kAsked);
   EXPECT_EQ(asked.job, "a job");
+  EXPECT_EQ(asked.registry, "r");
   EXPECT_EQ(asked.id, 7u);
   // A full disk has no block for another file.
   const uint64_t inode = InodeOf(folder.Path(kSealingName));
   ASSERT_TRUE(FinishSealing(dir, "{\"format\": \"muster-seal\"}").ok());
-  EXPECT_EQ(InodeOf(folder.Path("seal.json")), inode);
+  EXPECT_EQ(InodeOf(folder.Path(kSealedName)), inode);
   EXPECT_EQ(ReadSealing(dir)->state, State::kNone);
 }
 
 TEST(SealingFile, WithoutRoom_IsNotFinished) {
   const TestFolder folder;
   EXPECT_TRUE(absl::IsNotFound(FinishSealing(folder.path(), "{}")));
-  ASSERT_TRUE(BeginSealing(folder.path(), "j", 7, 10).ok());
+  ASSERT_TRUE(BeginSealing(folder.path(), {.job = "j", .id = 7}, 10).ok());
   EXPECT_TRUE(absl::IsNotFound(FinishSealing(folder.path(), std::string(2000, ' '))));
   EXPECT_EQ(ReadSealing(folder.path())->state, State::kAsked);
 }
@@ -49,18 +50,31 @@ TEST(SealingFile, KilledBeforeTheRename_GetsItsName) {
   ASSERT_TRUE(WriteFileAtomically(folder.Path(kSealingName), text).ok());
   EXPECT_EQ(ReadSealing(folder.path())->state, State::kSealed);
   ASSERT_TRUE(NameSealing(folder.path()).ok());
-  EXPECT_EQ(*ReadFile(folder.Path("seal.json")), text);
+  EXPECT_EQ(*ReadFile(folder.Path(kSealedName)), text);
+}
+
+TEST(SealingFile, OfAWriterThatDidNotNameTheRegistry_IsRead) {
+  const TestFolder folder;
+  const std::string text =
+      "{\"format\": \"muster-sealing\", \"version\": 1, \"job\": \"j\", \"id\": 3}";
+  ASSERT_TRUE(WriteFileAtomically(folder.Path(kSealingName), text).ok());
+  const Sealing asked = *ReadSealing(folder.path());
+  EXPECT_EQ(asked.state, State::kAsked);
+  EXPECT_EQ(asked.job, "j");
+  EXPECT_EQ(asked.registry, "");
+  EXPECT_EQ(asked.id, 3u);
 }
 
 // A machine that lost its power in the middle.
 TEST(SealingFile, Damaged_CountsAsAsked) {
-  for (const std::string text : {"", "{", "[]", "{\"format\": \"muster-seal\"", "{\"id\": -1}",
-                                 "{\"format\": 3, \"job\": 4}"}) {
+  for (const std::string text :
+       {"", "{", "[]", "{\"format\": \"muster-seal\"", "{\"id\": -1}",
+        "{\"format\": 3, \"job\": 4}", "{\"format\": \"\", \"job\": \"\", \"registry\": 4}"}) {
     const TestFolder folder;
     ASSERT_TRUE(WriteFileAtomically(folder.Path(kSealingName), text).ok());
     EXPECT_EQ(ReadSealing(folder.path())->state, State::kAsked) << text;
     ASSERT_TRUE(NameSealing(folder.path()).ok());
-    EXPECT_FALSE(PathExists(folder.Path("seal.json")));
+    EXPECT_FALSE(PathExists(folder.Path(kSealedName)));
     ASSERT_TRUE(ForgetSealing(folder.path()).ok());
     ASSERT_TRUE(ForgetSealing(folder.path()).ok());
     EXPECT_EQ(ReadSealing(folder.path())->state, State::kNone);

@@ -92,6 +92,10 @@ absl::StatusOr<StagedSave> StagedSave::Begin(Comm& comm, const std::string& dir,
 
 absl::Status StagedSave::CheckVisible() const {
   if (PathExists(path_)) return absl::OkStatus();
+  if (groups_.leads()) {
+    return absl::NotFoundError(absl::StrCat(
+        path_, " was removed while this save wrote there: its folder belongs to the save"));
+  }
   return absl::NotFoundError(
       absl::StrCat(path_, " of rank ", groups_.leader(),
                    " is not visible here; checkpoints need a file system that all ranks share, or "

@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <optional>
 #include <string_view>
+#include <utility>
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/match.h"
@@ -31,10 +33,20 @@ constexpr uint64_t kPartBytes = uint64_t{8} << 20;
 // What a thread of ReadAll() reads at a time: what it copies from is still in the processor's
 // cache.
 constexpr uint64_t kPieceBytes = uint64_t{1} << 20;
+// Of a folder that is replaced meanwhile.
+constexpr int kOpenTries = 3;
 
 bool IsFolder(const std::string& path) {
   struct stat info;
   return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
+}
+
+// Another one if another file has taken its place. Nothing: there is none.
+using Identity = std::pair<dev_t, ino_t>;
+std::optional<Identity> IdentityOf(const std::string& path) {
+  struct stat info;
+  if (stat(path.c_str(), &info) != 0) return std::nullopt;
+  return Identity(info.st_dev, info.st_ino);
 }
 
 absl::StatusOr<std::string> FindInFolder(const std::string& folder) {
@@ -113,30 +125,48 @@ absl::Status WeightFiles::Add(const std::string& file, const std::vector<std::st
 }
 
 absl::StatusOr<WeightFiles> WeightFiles::Open(const std::string& path) {
-  std::string start = path;
-  if (IsFolder(path)) {
-    MUSTER_ASSIGN_OR_RETURN(start, FindInFolder(path));
-  }
-  WeightFiles files;
-  files.path_ = path;
-  if (!absl::EndsWith(start, ".json")) {
-    MUSTER_RETURN_IF_ERROR(files.Add(start, nullptr, ""));
-    return files;
-  }
-  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadRegularFile(start));
-  MUSTER_ASSIGN_OR_RETURN(const auto map, ParseShardIndex(text, start));
-  std::map<std::string, std::vector<std::string>> by_file;
-  for (const auto& [name, file] : map) by_file[file].push_back(name);
-  for (const auto& [file, names] : by_file) {
-    const std::string shard = JoinPath(ParentPath(start), file);
-    const absl::Status added = files.Add(shard, &names, start);
-    if (absl::IsNotFound(added) && !PathExists(shard)) {
-      return absl::NotFoundError(absl::StrCat(start, ": places tensors in ", shard,
-                                              ", which is not there: copy or download it, too"));
+  std::vector<std::pair<std::string, std::optional<Identity>>> opened;  // with the index
+  const auto open_all = [&]() -> absl::StatusOr<WeightFiles> {
+    std::string start = path;
+    if (IsFolder(path)) {
+      MUSTER_ASSIGN_OR_RETURN(start, FindInFolder(path));
     }
-    MUSTER_RETURN_IF_ERROR(added);
+    WeightFiles files;
+    files.path_ = path;
+    if (!absl::EndsWith(start, ".json")) {
+      MUSTER_RETURN_IF_ERROR(files.Add(start, nullptr, ""));
+      return files;
+    }
+    opened.emplace_back(start, IdentityOf(start));
+    MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadRegularFile(start));
+    MUSTER_ASSIGN_OR_RETURN(const auto map, ParseShardIndex(text, start));
+    std::map<std::string, std::vector<std::string>> by_file;
+    for (const auto& [name, file] : map) by_file[file].push_back(name);
+    for (const auto& [file, names] : by_file) {
+      const std::string shard = JoinPath(ParentPath(start), file);
+      opened.emplace_back(shard, IdentityOf(shard));
+      const absl::Status added = files.Add(shard, &names, start);
+      if (absl::IsNotFound(added) && !PathExists(shard)) {
+        return absl::NotFoundError(absl::StrCat(start, ": places tensors in ", shard,
+                                                ", which is not there: copy or download it, too"));
+      }
+      MUSTER_RETURN_IF_ERROR(added);
+    }
+    return files;
+  };
+  // Shards of two saves may have the same names and tensors: nothing else would show a mixture.
+  for (int tries = 1; tries <= kOpenTries; ++tries) {
+    opened.clear();
+    absl::StatusOr<WeightFiles> files = open_all();
+    const bool same = std::all_of(opened.begin(), opened.end(), [](const auto& file) {
+      return IdentityOf(file.first) == file.second;
+    });
+    if (same) return files;
   }
-  return files;
+  return absl::UnavailableError(
+      absl::StrCat(path,
+                   ": another process replaces its files again and again while they are "
+                   "opened: open them when it has ended, or name a copy"));
 }
 
 const WeightFiles::Entry* WeightFiles::Find(absl::string_view name) const {

@@ -7,14 +7,33 @@
 
 #include <algorithm>
 #include <csignal>
+#include <cstdio>
+#include <functional>
+#include <string>
 
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/test_folder.h"
+#include "base/test_system_calls.h"
 #include "tests/testdata/golden.h"
 #include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/weight_writer.h"
+
+namespace {
+
+// Before each read of a file whose path has the first part, the second runs.
+std::string before_reading;
+std::function<void()> run_before;
+
+bool IsRead(int fd) {
+  if (run_before != nullptr && muster::PathHas(fd, before_reading.c_str())) run_before();
+  return false;
+}
+
+}  // namespace
+
+MUSTER_REPLACE_READS(IsRead)
 
 namespace muster {
 namespace {
@@ -78,6 +97,42 @@ void ExpectSame(const WeightFiles& a, const WeightFiles& b) {
     EXPECT_EQ(entry.tensor.shape, other->tensor.shape) << name;
     EXPECT_EQ(Bytes(a, name), Bytes(b, name)) << name;
   }
+}
+
+// As by save_state("best") of a training that goes on: both have the same files and tensors.
+TEST_F(WeightFilesTest, ReplacedWhileItIsOpened_IsNoMixture) {
+  const auto put = [&](const std::string& folder, char value) {
+    (void)RemoveTree(Path(folder));
+    Put(folder + "/model-00001-of-00002.safetensors", Tensors({"a"}, value));
+    Put(folder + "/model-00002-of-00002.safetensors", Tensors({"b"}, value));
+    Put(folder + "/model.safetensors.index.json",
+        R"({"weight_map": {"a": "model-00001-of-00002.safetensors",)"
+        R"( "b": "model-00002-of-00002.safetensors"}})");
+  };
+  int times = 0;  // that it is replaced
+  char last = 0;
+  run_before = [&] {
+    if (times == 0) return;
+    --times;
+    ASSERT_EQ(std::rename(Path("best").c_str(), Path(absl::StrCat("old", times)).c_str()), 0);
+    put("best", ++last);
+  };
+  for (const std::string file : {"index.json", "00001-of", "00002-of"}) {
+    SCOPED_TRACE(file);
+    put("best", last = 'x');
+    before_reading = file;
+    times = 1;
+    const auto files = WeightFiles::Open(Path("best"));
+    ASSERT_TRUE(files.ok()) << files.status();
+    EXPECT_EQ(times, 0);
+    EXPECT_EQ(Bytes(*files, "a"), std::string(2, last));
+    EXPECT_EQ(Bytes(*files, "b"), std::string(2, last));
+    ASSERT_TRUE(RemoveTree(Path("old0")).ok());
+  }
+  times = 100;
+  const auto files = WeightFiles::Open(Path("best"));
+  EXPECT_TRUE(absl::IsUnavailable(files.status())) << files.status();
+  run_before = nullptr;
 }
 
 TEST_F(WeightFilesTest, TorchFiles_HoldWhatTorchWroteAsSafetensors) {

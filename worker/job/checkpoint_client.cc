@@ -6,9 +6,11 @@
 #include <vector>
 
 #include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "base/log.h"
+#include "base/mutex.h"
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "proto/checkpoint_verdict.h"
@@ -23,6 +25,10 @@ constexpr size_t kMaxPartBytes = 768 << 10;
 
 // After so many restarts of the coordinator in the middle of one report something else is wrong.
 constexpr int kReportTries = 10;
+
+// A coordinator that begins with a copy of its data, which may lack records, is this many terms
+// ahead of what was (ReplyHeader).
+constexpr uint64_t kTermsOfARestore = 65536;
 
 RegisteredCheckpoint::State StateOf(v1::CheckpointState state) {
   switch (state) {
@@ -43,6 +49,10 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
       : client_(std::move(client)) {}
 
   std::string job() const override { return client_->job(); }
+  std::string identity() const override {
+    const MutexLock lock(&mu_);
+    return identity_;
+  }
 
   absl::StatusOr<uint64_t> Begin(const CheckpointRegistration& registration) override {
     absl::StatusOr<uint64_t> id = TryBegin(registration);
@@ -78,7 +88,7 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
     request.set_checkpoint_id(id);
     request.set_created_unix_us(static_cast<uint64_t>(absl::ToUnixMicros(absl::Now())));
     v1::SealCheckpointReply reply;
-    const absl::Status status = client_->CallCheckpoints(&request, &reply);
+    const absl::Status status = Call(&request, &reply);
     if (rpc::GetReason(status) == v1::ERROR_REASON_SHARDS_MISSING) return std::nullopt;
     if (rpc::GetReason(status) == v1::ERROR_REASON_NOT_COVERED) {
       return absl::InvalidArgumentError(status.message());
@@ -94,7 +104,7 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
     request.set_stall_us(absl::ToInt64Microseconds(times.stall));
     request.set_save_us(absl::ToInt64Microseconds(times.save));
     v1::PublishCheckpointReply reply;
-    MUSTER_RETURN_IF_ERROR(client_->CallCheckpoints(&request, &reply));
+    MUSTER_RETURN_IF_ERROR(Call(&request, &reply));
     std::vector<RegisteredCheckpoint> to_delete;
     for (const v1::CheckpointRecord& record : reply.to_delete()) {
       to_delete.push_back(FromProto(record));
@@ -106,7 +116,7 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
     v1::CheckpointDeletedRequest request;
     for (const uint64_t id : ids) request.add_checkpoint_ids(id);
     v1::CheckpointDeletedReply reply;
-    return client_->CallCheckpoints(&request, &reply);
+    return Call(&request, &reply);
   }
 
   void Abort(uint64_t id, const std::string& reason) override {
@@ -114,7 +124,7 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
     request.set_checkpoint_id(id);
     request.set_reason(OneLine(Utf8Prefix(reason, 1024)));
     v1::AbortCheckpointReply reply;
-    const absl::Status aborted = client_->CallCheckpoints(&request, &reply);
+    const absl::Status aborted = Call(&request, &reply);
     if (!aborted.ok()) MUSTER_LOG(Info) << aborted.message();
   }
 
@@ -123,7 +133,7 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
     v1::VerifyCheckpointRequest request =
         MakeVerdict(checkpoint.id, checkpoint.sha256, contents, damage);
     v1::VerifyCheckpointReply reply;
-    const absl::Status told = client_->CallCheckpoints(&request, &reply);
+    const absl::Status told = Call(&request, &reply);
     // A coordinator that is older than this program keeps no verdicts.
     if (!told.ok() && !absl::IsUnimplemented(told)) MUSTER_LOG(Info) << told.message();
   }
@@ -138,7 +148,7 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
       v1::ListCheckpointsRequest request;
       request.set_after(records.empty() ? 0 : records.back().id);
       reply.Clear();
-      MUSTER_RETURN_IF_ERROR(client_->CallCheckpoints(&request, &reply));
+      MUSTER_RETURN_IF_ERROR(Call(&request, &reply));
       for (const v1::CheckpointRecord& record : reply.checkpoints()) {
         records.push_back(FromProto(record));
       }
@@ -159,7 +169,7 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
     request.set_keep_every(registration.keep_every);
     request.set_hold_back(!registration.promote);
     v1::BeginCheckpointReply reply;
-    MUSTER_RETURN_IF_ERROR(client_->CallCheckpoints(&request, &reply));
+    MUSTER_RETURN_IF_ERROR(Call(&request, &reply));
     return reply.checkpoint_id();
   }
 
@@ -178,7 +188,7 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
     const auto send = [&](bool last) -> absl::Status {
       request.set_last(last);
       v1::ReportShardsReply reply;
-      MUSTER_RETURN_IF_ERROR(client_->CallCheckpoints(&request, &reply));
+      MUSTER_RETURN_IF_ERROR(Call(&request, &reply));
       request.set_part(request.part() + 1);
       request.clear_files();
       bytes = 0;
@@ -213,7 +223,17 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
     request.set_checkpoint_id(id);
     request.set_mark(mark);
     v1::MarkCheckpointReply reply;
-    return client_->CallCheckpoints(&request, &reply);
+    return Call(&request, &reply);
+  }
+
+  template <typename Request, typename Reply>
+  absl::Status Call(Request* request, Reply* reply) {
+    MUSTER_RETURN_IF_ERROR(client_->CallCheckpoints(request, reply));
+    const v1::ReplyHeader& header = reply->header();
+    if (header.cluster_id().empty()) return absl::OkStatus();
+    const MutexLock lock(&mu_);
+    identity_ = absl::StrCat(header.cluster_id(), "/", header.term() / kTermsOfARestore);
+    return absl::OkStatus();
   }
 
   RegisteredCheckpoint FromProto(const v1::CheckpointRecord& record) const {
@@ -242,6 +262,8 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
   }
 
   const std::shared_ptr<CoordinatorClient> client_;
+  mutable Mutex mu_;
+  std::string identity_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace

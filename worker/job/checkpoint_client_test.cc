@@ -105,6 +105,13 @@ TEST_F(CheckpointClientTest, AnswersThatAreLost_ChangeNothing) {
   EXPECT_EQ(records->back().state, RegisteredCheckpoint::State::kSealed);
 }
 
+// That the coordinator is the one that was asked, and not one that has begun anew.
+TEST_F(CheckpointClientTest, Identity_IsTheClustersAndThatOfItsCopy) {
+  EXPECT_EQ(registrar_->identity(), "");
+  Begin("/c/1", 1);
+  EXPECT_EQ(registrar_->identity(), "0000000000000051/0");
+}
+
 // What ranks report is not in the journal.
 TEST_F(CheckpointClientTest, CoordinatorRestartedBetweenParts_GetsAllOfThemAgain) {
   const uint64_t id = Begin("/c/1", 1);

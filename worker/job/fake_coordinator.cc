@@ -65,6 +65,8 @@ class FakeCheckpoints : public v1::Checkpoints::Service {
 
   grpc::Status Begin(grpc::ServerContext*, const v1::BeginCheckpointRequest* request,
                      v1::BeginCheckpointReply* reply) override {
+    reply->mutable_header()->set_term(1);
+    reply->mutable_header()->set_cluster_id("0000000000000051");
     return Answer(request->fence(), [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) -> grpc::Status {
       for (auto& [id, entry] : entries_) {
         const v1::CheckpointState state = entry.record.state();
