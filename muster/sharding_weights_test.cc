@@ -22,6 +22,7 @@
 #include "muster/utils.h"
 #include "muster/weights.h"
 #include "worker/checkpoint/safetensors.h"
+#include "worker/checkpoint/test_huge_file.h"
 #include "worker/collective/test_error.h"
 
 namespace muster {
@@ -253,9 +254,9 @@ TEST_F(ShardingWeights, TwoNamesOfATiedWeightThatDiffer_AreRefusedOnEveryRank) {
 
 // With a dimension of one element of an unusual stride, and a buffer under two names.
 struct OddNetImpl : torch::nn::Module {
-  OddNetImpl() {
+  explicit OddNetImpl(int64_t width = 3) {
     row = register_parameter("row", at::zeros({1001, 1}).t());
-    scale = register_buffer("scale", at::ones({3}));
+    scale = register_buffer("scale", at::ones({width}));
     again = register_buffer("scale_again", scale);
   }
   at::Tensor forward(const at::Tensor& x) { return x * row.sum() * scale.sum() + again.sum(); }
@@ -291,6 +292,27 @@ TEST_F(ShardingWeights, TwoNamesOfABufferThatDiffer_AreRefusedAsInAnUnshardedMod
                             "file)"));
     });
   }
+}
+
+TEST_F(ShardingWeights, TwoNamesWithoutMemoryToCompareThem_AreNamed) {
+  constexpr int64_t kWide = int64_t{1} << 24;
+  const auto half = at::TensorOptions().dtype(at::kBFloat16);
+  const std::string path = File("wide.safetensors", {{"row", at::ones({1, 1001})},
+                                                     {"scale", at::ones({kWide}, half)},
+                                                     {"scale_again", at::ones({kWide}, half)}});
+  RunAccelerators(1, Sharded("zero3"), [&](Accelerator& a) {
+    auto model = a.prepare(OddNet(kWide));
+    absl::Status status;
+    {
+      // Both as they are in the file, and less than one of them as the model has it.
+      const AtMostMoreMemory scarce(2 * kWide * sizeof(at::BFloat16) + 3 * kWide);
+      status = a.load_weights(path).status();
+    }
+    EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr("tensor \"scale"), HasSubstr("needs 134217728 bytes"),
+                      HasSubstr("to be compared, in Float, with scale")));
+  });
 }
 
 TEST_F(ShardingWeights, RanksThatSeeOtherFiles_AreRefusedOnEveryRank) {

@@ -83,17 +83,6 @@ std::function<std::string(const std::string&)> NamesIn(
   return models::NamesOfFiles(*config, names);
 }
 
-// Messages name the flag.
-absl::StatusOr<models::ModelConfig> ConfigOf(const std::string& path,
-                                             const std::vector<std::string>& ignore_settings) {
-  absl::StatusOr<models::ModelConfig> config =
-      models::ReadModelConfig(FolderOf(path), {.ignore_settings = ignore_settings});
-  if (config.ok()) return config;
-  return absl::Status(config.status().code(),
-                      absl::StrReplaceAll(config.status().message(),
-                                          {{" in ignore_settings", " with --ignore_settings"}}));
-}
-
 // Whether the config says how large the model is: of one that leaves that to the class's defaults,
 // sizes are those of the files.
 bool HasSizes(const models::ModelConfig& config) {
@@ -181,6 +170,16 @@ absl::StatusOr<ModelTensors> TensorsOfConfig(const std::string& path,
 }
 
 }  // namespace
+
+absl::StatusOr<models::ModelConfig> ConfigOf(const std::string& path,
+                                             const std::vector<std::string>& ignore_settings) {
+  absl::StatusOr<models::ModelConfig> config =
+      models::ReadModelConfig(FolderOf(path), {.ignore_settings = ignore_settings});
+  if (config.ok()) return config;
+  return absl::Status(config.status().code(),
+                      absl::StrReplaceAll(config.status().message(),
+                                          {{" in ignore_settings", " with --ignore_settings"}}));
+}
 
 absl::StatusOr<ModelTensors> ReadModelTensors(const std::string& path,
                                               const std::vector<std::string>& ignore_settings) {

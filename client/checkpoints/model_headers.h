@@ -9,6 +9,7 @@
 #include "client/checkpoints/model_tree.h"
 #include "client/cli/command_line.h"
 #include "worker/bigmodel/device_map.h"
+#include "worker/models/model_config.h"
 
 namespace muster::client {
 
@@ -40,6 +41,11 @@ struct ModelTree {
 };
 absl::StatusOr<ModelTree> ReadModelTree(const std::string& path,
                                         const std::vector<std::string>& ignore_settings = {});
+
+// config.json in the folder, or beside the file, that `path` is. Errors: those of
+// models::ReadModelConfig, which name the flag of a command.
+absl::StatusOr<models::ModelConfig> ConfigOf(const std::string& path,
+                                             const std::vector<std::string>& ignore_settings);
 
 // --ignore_settings of commands that read a model, and its names.
 OptionSpec IgnoreSettingsOption();

@@ -6,6 +6,7 @@
 #include <optional>
 #include <set>
 #include <utility>
+#include <variant>
 
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
@@ -23,11 +24,16 @@
 #include "client/cli/command_line.h"
 #include "worker/bigmodel/device_map.h"
 #include "worker/bigmodel/map_checks.h"
+#include "worker/models/generation_memory.h"
+#include "worker/models/model_config.h"
 
 namespace muster::client {
 namespace {
 
 using nlohmann::ordered_json;
+
+// As of `muster generate`.
+constexpr int64_t kNewTokens = 256;
 
 struct Request {
   DeviceLimits limits;
@@ -36,6 +42,9 @@ struct Request {
   std::optional<std::set<std::string>> no_split;
   std::optional<std::string> dtype;
   bool offload_buffers = false;
+  // What is to be generated, if any option of it is there.
+  std::optional<models::GenerationShape> generation;
+  bool has_new_tokens = false;  // else as many as there is room for, up to the default
 };
 
 struct Plan {
@@ -52,6 +61,10 @@ struct Plan {
   int64_t offloaded = 0;
   std::string largest_offloaded = {};
   int64_t largest_offloaded_bytes = 0;
+  // Of the first weight.
+  std::string dtype = {};
+  // What the request's generation takes.
+  models::GenerationMemory generation = {};
 };
 
 // A row of the table.
@@ -91,6 +104,35 @@ absl::StatusOr<std::string> ParseDtype(const std::string& text) {
       "--dtype ", text, ": write float32, bfloat16, float16, float64, float8_e4m3 or float8_e5m2"));
 }
 
+// Sets a number of what is to be generated, if the option is there.
+absl::Status SetNumber(const CommandLine& line, const std::string& option, int64_t least,
+                       Request* request, int64_t models::GenerationShape::*number) {
+  // More than any model or memory has.
+  constexpr int64_t kMost = int64_t{1} << 40;
+  if (!line.Has(option)) return absl::OkStatus();
+  if (!request->generation.has_value()) {
+    request->generation = models::GenerationShape{.new_tokens = kNewTokens};
+  }
+  int64_t& to = (*request->generation).*number;
+  if (absl::SimpleAtoi(line.Get(option), &to) && to >= least && to <= kMost) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat("--", option, " ", Printable(line.Get(option)),
+                                                 ": write a number from ", least, " on"));
+}
+
+absl::Status SetGeneration(const CommandLine& line, Request* request) {
+  using Shape = models::GenerationShape;
+  MUSTER_RETURN_IF_ERROR(SetNumber(line, "prompt_tokens", 1, request, &Shape::prompt_tokens));
+  MUSTER_RETURN_IF_ERROR(SetNumber(line, "max_new_tokens", 1, request, &Shape::new_tokens));
+  MUSTER_RETURN_IF_ERROR(SetNumber(line, "batch_size", 1, request, &Shape::rows));
+  MUSTER_RETURN_IF_ERROR(SetNumber(line, "num_beams", 1, request, &Shape::times));
+  MUSTER_RETURN_IF_ERROR(
+      SetNumber(line, "prefill_chunk_size", 0, request, &Shape::prefill_chunk_size));
+  request->has_new_tokens = line.Has("max_new_tokens");
+  return absl::OkStatus();
+}
+
 absl::StatusOr<Request> RequestOf(const CommandLine& line, const Machine& machine) {
   Request request;
   if (line.Has("max_memory")) {
@@ -121,6 +163,7 @@ absl::StatusOr<Request> RequestOf(const CommandLine& line, const Machine& machin
     }
   }
   request.offload_buffers = line.Get("offload_buffers") == "true";
+  MUSTER_RETURN_IF_ERROR(SetGeneration(line, &request));
   return request;
 }
 
@@ -144,6 +187,39 @@ void FindOffloaded(const PlannedModel& model, Plan& plan) {
       }
     }
   });
+}
+
+// The type of the model's first weight.
+std::string TypeOf(const PlannedModel& model) {
+  std::string type;
+  VisitModules(model, [&](const std::string&, const PlannedModule& module) {
+    for (const PlannedTensor& tensor : module.parameters) {
+      if (type.empty()) type = tensor.dtype;
+    }
+  });
+  return type;
+}
+
+// Adds to the plan what its request's generation takes by the model's config.
+absl::Status PlanGeneration(const std::string& path, const models::ModelConfig& config,
+                            Plan& plan) {
+  models::GenerationShape& shape = *plan.request.generation;
+  if (std::holds_alternative<models::BertConfig>(config)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        path, ": BERT generates no text: leave out --prompt_tokens and what else is for that"));
+  }
+  const int64_t room = models::ContextLength(config) - shape.prompt_tokens;
+  if (!plan.request.has_new_tokens) shape.new_tokens = std::clamp<int64_t>(room, 1, kNewTokens);
+  if (shape.new_tokens > room) {
+    return absl::InvalidArgumentError(absl::StrCat("--prompt_tokens ", shape.prompt_tokens, " and ",
+                                                   shape.new_tokens, " new ones are more than the ",
+                                                   models::ContextLength(config),
+                                                   " positions of the model: lower one of them"));
+  }
+  if (plan.dtype == "F16" || plan.dtype == "BF16") shape.element_bytes = 2;
+  if (plan.dtype == "F64") shape.element_bytes = 8;
+  plan.generation = models::PlanGenerationMemory(config, shape);
+  return absl::OkStatus();
 }
 
 absl::StatusOr<Plan> PlanOf(PlannedModel model, const Request& request) {
@@ -172,6 +248,7 @@ absl::StatusOr<Plan> PlanOf(PlannedModel model, const Request& request) {
   }
   MUSTER_ASSIGN_OR_RETURN(plan.map, InferDeviceMap(model, plan.limits, options));
   FindOffloaded(model, plan);
+  plan.dtype = TypeOf(model);
   return plan;
 }
 
@@ -255,6 +332,16 @@ void PrintText(const std::string& path, const Plan& plan, const Machine& machine
         << Printable(plan.largest_offloaded) << " with " << HumanBytes(plan.largest_offloaded_bytes)
         << ".\n";
   }
+  if (plan.request.generation.has_value()) {
+    const models::GenerationShape& shape = *plan.request.generation;
+    out << "\nGenerating " << shape.new_tokens << " tokens after "
+        << (shape.rows == 1 ? "a prompt" : absl::StrCat(shape.rows, " prompts")) << " of "
+        << shape.prompt_tokens
+        << (shape.times == 1 ? "" : absl::StrCat(", with ", shape.times, " beams"))
+        << ", takes beside the weights: keys and values " << HumanBytes(plan.generation.cache)
+        << ", activations at most " << HumanBytes(plan.generation.activations)
+        << " (as on a CPU).\n";
+  }
   if (plan.map.buffers_do_not_fit) {
     out << "\nThe buffers of modules that are not on a GPU fit on none: --offload_buffers leaves "
            "them where their modules are.\n";
@@ -282,6 +369,16 @@ std::string JsonOf(const std::string& path, const std::string& note, const Plan&
                        {"device_map", ordered_json::object()},
                        {"buffers_do_not_fit", plan.map.buffers_do_not_fit},
                        {"absent_gpus", Absent(plan, machine)}};
+  if (plan.request.generation.has_value()) {
+    const models::GenerationShape& shape = *plan.request.generation;
+    json["generation"] = {{"batch_size", shape.rows},
+                          {"prompt_tokens", shape.prompt_tokens},
+                          {"max_new_tokens", shape.new_tokens},
+                          {"num_beams", shape.times},
+                          {"prefill_chunk_size", shape.prefill_chunk_size},
+                          {"cache", plan.generation.cache},
+                          {"activations", plan.generation.activations}};
+  }
   if (!note.empty()) json["note"] = note;
   for (const Share& share : SharesOf(plan)) {
     json["devices"].push_back(
@@ -304,7 +401,11 @@ CommandSpec Spec() {
           "Modules are known by the names of tensors: those of "
           "--no_split are names of lists (layers, experts),\nor classes of models that Muster has "
           "(LlamaDecoderLayer). A program plans by its own modules:\n"
-          "muster::infer_auto_device_map.",
+          "muster::infer_auto_device_map.\n"
+          "With --prompt_tokens, --max_new_tokens, --batch_size or --num_beams it also says what "
+          "text that `muster generate`\ngenerates takes beside the weights. --max_memory is for "
+          "the "
+          "weights alone.",
       .options = {{.name = "max_memory",
                    .value_name = "LIST",
                    .help = "What each device may hold: 0=20GB,cpu=30GB. The rest goes to the disk "
@@ -321,6 +422,20 @@ CommandSpec Spec() {
                    .values = {"auto", "balanced", "balanced_low_0", "sequential"}},
                   {.name = "offload_buffers",
                    .help = "Buffers of modules that are not on a GPU stay there"},
+                  {.name = "prompt_tokens",
+                   .value_name = "N",
+                   .help = "Plan a generation: tokens of the longest prompt (default: 1)"},
+                  {.name = "max_new_tokens",
+                   .value_name = "N",
+                   .help = "Tokens to generate (default: 256, or what the model has room for)"},
+                  {.name = "batch_size",
+                   .value_name = "N",
+                   .help = "Prompts of the same length at a time (default: 1)"},
+                  {.name = "num_beams", .value_name = "N", .help = "Of beam search (default: 1)"},
+                  {.name = "prefill_chunk_size",
+                   .value_name = "N",
+                   .help = "The most tokens of a prompt that are read in one pass; 0: all "
+                           "(default: 2048)"},
                   IgnoreSettingsOption(),
                   OutputOption({"text", "json"})},
       .max_words = 1};
@@ -346,8 +461,14 @@ int RunPlanCommand(const std::vector<std::string>& args, const CommandContext& c
   const std::string& path = line.words[0];
   absl::StatusOr<ModelTree> tree = ReadModelTree(path, IgnoredSettings(line));
   if (!tree.ok()) return fail(tree.status(), ExitCodeOf(tree.status()));
-  const absl::StatusOr<Plan> plan = PlanOf(std::move(tree->model), *request);
+  absl::StatusOr<Plan> plan = PlanOf(std::move(tree->model), *request);
   if (!plan.ok()) return fail(plan.status(), ExitCodeOf(plan.status()));
+  if (request->generation.has_value()) {
+    const auto config = ConfigOf(path, IgnoredSettings(line));
+    const absl::Status planned =
+        config.ok() ? PlanGeneration(path, *config, *plan) : config.status();
+    if (!planned.ok()) return fail(planned, ExitCodeOf(planned));
+  }
   if (format == "json") {
     context.out << JsonOf(path, tree->note, *plan, machine);
   } else {

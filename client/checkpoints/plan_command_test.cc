@@ -1,5 +1,7 @@
 #include "client/checkpoints/plan_command.h"
 
+#include <unistd.h>
+
 #include <cstdio>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -119,6 +121,39 @@ TEST_F(PlanCommandTest, BlockLargerThanEveryDevice_IsNamed) {
             kExitOk);
 }
 
+TEST_F(PlanCommandTest, Generation_CountsBesideTheWeights) {
+  ASSERT_EQ(unlink(folder_.Path("model.safetensors").c_str()), 0);
+  WriteConfig(R"({"architectures": ["LlamaForCausalLM"], "hidden_size": 512, "vocab_size": 100,
+                  "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 4,
+                  "num_key_value_heads": 2, "max_position_embeddings": 4096})");
+  EXPECT_FALSE(JsonOf({"--max_memory", "cpu=1GB"}).contains("generation"));
+  const auto planned = [&](std::vector<std::string> args) {
+    args.insert(args.end(), {"--max_memory", "cpu=1GB"});
+    return JsonOf(args)["generation"];
+  };
+  const Json one = planned({"--prompt_tokens", "3000", "--max_new_tokens", "96"});
+  // Keys and values of 2 layers of 2 heads of 128 numbers.
+  EXPECT_EQ(one["cache"], 3096 * 2 * 2 * 2 * 128 * 4);
+  EXPECT_GT(one["activations"], 1500 * 2048 * 4);
+  EXPECT_EQ(one["batch_size"], 1);
+  const Json two =
+      planned({"--prompt_tokens", "3000", "--max_new_tokens", "96", "--batch_size", "2"});
+  EXPECT_EQ(two["cache"], 2 * one["cache"].get<int64_t>());
+  const Json whole =
+      planned({"--prompt_tokens", "3000", "--max_new_tokens", "96", "--prefill_chunk_size", "0"});
+  EXPECT_GT(whole["activations"], one["activations"]);
+  const Json half =
+      planned({"--prompt_tokens", "3000", "--max_new_tokens", "96", "--dtype", "bfloat16"});
+  EXPECT_EQ(half["cache"], one["cache"].get<int64_t>() / 2);
+  // As `muster generate` does where it is not told.
+  EXPECT_EQ(planned({"--prompt_tokens", "10"})["max_new_tokens"], 256);
+  EXPECT_EQ(planned({"--prompt_tokens", "4000"})["max_new_tokens"], 96);
+  EXPECT_EQ(planned({"--num_beams", "3"})["prompt_tokens"], 1);
+  ASSERT_EQ(Run({folder_.path(), "--max_memory", "cpu=1GB", "--batch_size", "2"}), kExitOk);
+  EXPECT_THAT(out_.str(), HasSubstr("Generating 256 tokens after 2 prompts of 1, takes beside the "
+                                    "weights: keys and values "));
+}
+
 TEST_F(PlanCommandTest, Mistakes_AreNamed) {
   const auto expect = [&](std::vector<std::string> args, int code, const std::string& words) {
     EXPECT_EQ(Run(std::move(args)), code);
@@ -134,6 +169,12 @@ TEST_F(PlanCommandTest, Mistakes_AreNamed) {
   expect({path, "--device_map", "best"}, kExitUsage, "best");
   expect({path, "-o", "yaml"}, kExitUsage, "yaml");
   expect({path, "--max_memory", "cpu=1GB", "--no_split", "Blok"}, kExitUsage, "Blok");
+  for (const char* const option :
+       {"--prompt_tokens", "--max_new_tokens", "--batch_size", "--num_beams"}) {
+    expect({path, "--max_memory", "cpu=1GB", option, "0"}, kExitUsage, option);
+  }
+  expect({path, "--max_memory", "cpu=1GB", "--prompt_tokens", "4000"}, kExitUsage,
+         "positions of the model");
   expect({folder_.Path("none")}, kExitNotFound, "none");
   WriteConfig("[]");
   EXPECT_NE(Run({path, "--max_memory", "cpu=1GB"}), kExitOk);

@@ -4,10 +4,11 @@
 //   finetune --model gpt2 --data notes.txt --output_dir adapters --lora 8
 //
 // --sharding and --mixed_precision are for models that fit no single process: of a sharded model
-// each process reads its part of the weights (of mixtures of experts all, before they are divided).
-// The folder that it writes loads in transformers (or, of adapters, in PEFT), `muster generate` and
-// here again. Rank 0 prints a JSON line every --log_every steps and at the end. With
-// --checkpoint_dir, a run that was stopped goes on where it was, also on other processes.
+// each process reads its part of the weights (all of them, before they are divided, where a tensor
+// of the files holds all experts of a layer). The folder that it writes loads in transformers (or,
+// of adapters, in PEFT), `muster generate` and here again. Rank 0 prints a JSON line every
+// --log_every steps and at the end. With --checkpoint_dir, a run that was stopped goes on where it
+// was, also on other processes.
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -148,14 +149,17 @@ absl::StatusOr<CausalLm> LoadOrMakeEmpty(muster::Accelerator& accelerator, const
   const muster::models::ReadConfigOptions reading = {.ignore_settings = flags.ignore_settings};
   auto config = muster::models::ReadModelConfig(flags.model, reading);
   if (!config.ok()) return config.status();
-  const auto* const decoder = std::get_if<muster::models::DecoderConfig>(&*config);
-  // Files may hold all experts of a layer as one tensor.
-  const bool has_experts = decoder != nullptr && decoder->num_experts > 0;
-  *is_empty = muster::shards_models(accelerator) && !has_experts &&
-              !std::holds_alternative<muster::models::BertConfig>(*config);
-  if (!*is_empty) return muster::load_causal_lm(flags.model, {.config = reading});
-  const auto model = muster::models::MakeEmptyModel(*config);
-  return CausalLm(std::dynamic_pointer_cast<muster::models::CausalLmImpl>(model.ptr()));
+  if (muster::shards_models(accelerator) &&
+      !std::holds_alternative<muster::models::BertConfig>(*config)) {
+    const auto model = muster::models::MakeEmptyModel(*config);
+    auto undivided = muster::models::HasUndividedTensors(flags.model, *model);
+    if (!undivided.ok()) return undivided.status();
+    *is_empty = *undivided;
+    if (*is_empty) {
+      return CausalLm(std::dynamic_pointer_cast<muster::models::CausalLmImpl>(model.ptr()));
+    }
+  }
+  return muster::load_causal_lm(flags.model, {.config = reading});
 }
 
 // Each process its part of a sharded model.

@@ -84,7 +84,7 @@ struct Flags {
   std::vector<std::string> prompts, stop, ignore_settings;
   std::optional<int64_t> max_new_tokens;
   std::optional<int64_t> min_new_tokens, top_k, no_repeat_ngram_size, num_beams,
-      num_return_sequences;
+      num_return_sequences, prefill_chunk_size;
   std::optional<double> temperature, top_h, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff,
       repetition_penalty, length_penalty;
   std::optional<uint64_t> seed;
@@ -128,6 +128,9 @@ void AddOptions(CLI::App& app, Flags& flags) {
                  "So many texts for each prompt: draws, or the best of the beams");
   app.add_option("--length_penalty", flags.length_penalty,
                  "Of beam search: above 0 favours length");
+  app.add_option("--prefill_chunk_size", flags.prefill_chunk_size,
+                 "The most tokens of a prompt that are read in one pass; 0: all (default 2048)")
+      ->check(CLI::Range(int64_t{0}, kMostNewTokens));
   app.add_option("--stop", flags.stop, "Stop before this text; may be given several times")
       ->type_name("TEXT");
   app.add_flag("--ignore_end", flags.ignore_end, "Go on after an end token");
@@ -243,6 +246,7 @@ TextOptions OptionsOf(const Flags& flags, const models::GenerateOptions& default
   set(&tokens.num_beams, flags.num_beams);
   set(&tokens.num_return_sequences, flags.num_return_sequences);
   set(&tokens.length_penalty, flags.length_penalty);
+  set(&tokens.prefill_chunk_size, flags.prefill_chunk_size);
   if (flags.ignore_end) tokens.eos_token_ids.emplace();
   return options;
 }
@@ -368,8 +372,8 @@ absl::StatusOr<TextGenerator> LoadBase(const Flags& flags,
 
 struct Loaded {
   TextGenerator generator;
-  // Of adapters that are not merged; 0: none.
-  int64_t adapter_rank = 0;
+  // Of adapters that are not merged.
+  models::AdapterRanks adapters = {};
 };
 
 absl::StatusOr<Loaded> LoadGenerator(const Flags& flags, const models::LoadPretrainedOptions& load,
@@ -379,13 +383,12 @@ absl::StatusOr<Loaded> LoadGenerator(const Flags& flags, const models::LoadPretr
                                                             std::move(defaults), offloaded));
   Loaded loaded = {.generator = std::move(generator)};
   if (flags.lora.empty()) return loaded;
-  MUSTER_ASSIGN_OR_RETURN(const models::LoraOptions adapters,
-                          models::LoadLora(*loaded.generator.model(), flags.lora));
+  MUSTER_RETURN_IF_ERROR(models::LoadLora(*loaded.generator.model(), flags.lora).status());
   // Merged they cost nothing; weights in files stay as they are.
   if (offloaded->weights == nullptr) {
     models::MergeLora(*loaded.generator.model());
   } else {
-    loaded.adapter_rank = adapters.rank;
+    loaded.adapters = models::AdapterRanksOf(*loaded.generator.model());
   }
   return loaded;
 }
@@ -417,7 +420,7 @@ struct MemoryPlan {
 constexpr uint64_t kLibraries = uint64_t{32} << 20;
 
 models::GenerationShape ShapeOf(TextGenerator& generator, const models::EncodedPrompts& prompts,
-                                const TextOptions& options, int64_t adapter_rank) {
+                                const TextOptions& options, const models::AdapterRanks& adapters) {
   const models::GenerateOptions& tokens = options.tokens;
   models::GenerationShape shape = {
       .rows = prompts.ids.size(0),
@@ -425,7 +428,8 @@ models::GenerationShape ShapeOf(TextGenerator& generator, const models::EncodedP
       .times = std::max<int64_t>(1, std::max(tokens.num_beams, tokens.num_return_sequences)),
       .do_sample = tokens.do_sample,
       .element_bytes = generator.model()->parameters().at(0).element_size(),
-      .adapter_rank = adapter_rank};
+      .prefill_chunk_size = tokens.prefill_chunk_size,
+      .adapters = adapters};
   for (const int64_t length : prompts.lengths) {
     shape.is_padded = shape.is_padded || length != shape.prompt_tokens;
   }
@@ -540,31 +544,50 @@ void PrintRead(const OffloadStats& stats) {
   std::fprintf(stderr, "\n");
 }
 
+// How the error begins of the memory through which weights come.
+constexpr absl::string_view kNoRing = "no memory for the weights that are in use";
+
 // For LibTorch, which has no error of its own for memory of the CPU, and the rest of the program.
 bool IsOutOfMemory(const absl::Status& status) {
   return absl::StrContains(status.message(), "can't allocate memory") ||
          absl::StrContains(status.message(), "of memory, which this process does not get") ||
+         absl::StartsWith(status.message(), kNoRing) ||
          absl::StrContains(status.message(), "bad_alloc");
 }
 
-absl::Status NoMemory(const Flags& flags, const std::optional<MemoryPlan>& plan) {
+// What of the model did not get its memory, with a separator; empty if the error does not say.
+std::string Refused(const absl::Status& status) {
+  constexpr absl::string_view kEnd = ", which this process does not get";
+  const absl::string_view text = status.message();
+  if (absl::StartsWith(text, kNoRing)) return absl::StrCat(text, ": ");
+  const size_t end = text.find(kEnd);
+  if (end == absl::string_view::npos) return "";
+  return absl::StrCat(text.substr(0, end + kEnd.size()), ": ");
+}
+
+// `cause`: the error of which IsOutOfMemory() is true.
+absl::Status NoMemory(const Flags& flags, const std::optional<MemoryPlan>& plan,
+                      const absl::Status& cause) {
+  const std::string refused = Refused(cause);
   if (flags.max_memory.empty() && flags.weights_memory.empty()) {
-    return absl::InternalError(
+    return absl::ResourceExhaustedError(absl::StrCat(
+        refused,
         "the model does not fit into memory: --max_memory cpu=SIZE leaves the rest of its weights "
-        "in their files, --dtype bfloat16 halves them");
+        "in their files, --dtype bfloat16 halves them"));
   }
   const char* const flag =
       flags.max_memory.empty() ? "a smaller --weights_memory" : "a smaller --max_memory cpu=SIZE";
   if (!plan.has_value() || !plan->process.has_value()) {
-    return absl::InternalError(
-        absl::StrCat("the weights do not fit into memory as they are divided: ", flag,
+    return absl::ResourceExhaustedError(
+        absl::StrCat(refused, "the weights do not fit into memory as they are divided: ", flag,
                      " leaves more of them in their files, --dtype bfloat16 halves them"));
   }
-  return absl::InternalError(absl::StrCat(
-      "memory ended: the plan is ", Mib(*plan->process), " MiB, of which weights ", Mib(plan->most),
-      " MiB, keys and values ", Mib(plan->cache), " MiB, activations ", Mib(plan->activations),
-      " MiB: ", flag, " leaves more room, and so do a shorter prompt, a smaller --max_new_tokens ",
-      "and --dtype bfloat16"));
+  return absl::ResourceExhaustedError(
+      absl::StrCat(refused, "memory ended: the plan is ", Mib(*plan->process),
+                   " MiB, of which weights ", Mib(plan->most), " MiB, keys and values ",
+                   Mib(plan->cache), " MiB, activations ", Mib(plan->activations), " MiB: ", flag,
+                   " leaves more room, and so do a shorter prompt, a smaller --max_new_tokens ",
+                   "and --dtype bfloat16"));
 }
 
 absl::Status Run(const Flags& flags) {
@@ -599,7 +622,7 @@ absl::Status Run(const Flags& flags) {
   OffloadedCausalLm offloaded;
   absl::StatusOr<Loaded> loaded =
       LoadGenerator(flags, load, std::move(tokenizer), defaults, &offloaded);
-  if (IsOutOfMemory(loaded.status())) return NoMemory(flags, std::nullopt);
+  if (IsOutOfMemory(loaded.status())) return NoMemory(flags, std::nullopt, loaded.status());
   MUSTER_RETURN_IF_ERROR(loaded.status());
   TextGenerator& generator = loaded->generator;
   Times times = {.load = elapsed()};
@@ -618,14 +641,13 @@ absl::Status Run(const Flags& flags) {
   }
   std::optional<MemoryPlan> plan;
   if (offloaded.weights != nullptr) {
-    const models::GenerationShape shape =
-        ShapeOf(generator, encoded, options, loaded->adapter_rank);
+    const models::GenerationShape shape = ShapeOf(generator, encoded, options, loaded->adapters);
     plan = PlanOf(offloaded, shape, program);
     if (!flags.quiet && flags.output == "text") PrintPlan(*plan, shape);
   }
   const absl::StatusOr<std::vector<GeneratedText>> generated =
       generator.GenerateEncoded(encoded, options);
-  if (IsOutOfMemory(generated.status())) return NoMemory(flags, plan);
+  if (IsOutOfMemory(generated.status())) return NoMemory(flags, plan, generated.status());
   MUSTER_RETURN_IF_ERROR(generated.status());
   const std::vector<GeneratedText>& texts = *generated;
   times.generate = elapsed() - times.load;

@@ -9,9 +9,11 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "base/text.h"
 #include "muster/internal/full_state.h"
 #include "muster/internal/model_source.h"
 #include "worker/checkpoint/digest.h"
+#include "worker/checkpoint/tensor_memory.h"
 #include "worker/checkpoint/tensor_uploads.h"
 #include "worker/checkpoint/transfer.h"
 #include "worker/checkpoint/weight_files.h"
@@ -73,6 +75,19 @@ IncomingWeights::Fingerprint FingerprintOf(const WeightFiles& files, const Match
     sample(entry, bytes - last, last);
   }
   return {.tensors = DigestBytes(tensors).xxh3, .values = DigestBytes(values).xxh3};
+}
+
+// Whether `a`, a tensor whose errors begin with `place`, and `b`, which is called `other`, are the
+// same as `type`.
+bool AreSame(const std::string& place, const std::string& other, const at::Tensor& a,
+             const at::Tensor& b, at::ScalarType type) {
+  bool same = false;
+  ThrowIfError(WithMemory(
+      place, 2 * static_cast<uint64_t>(a.numel()) * c10::elementSize(type),
+      absl::StrCat("to be compared, in ", c10::toString(type), ", with ", Printable(other),
+                   ", which is the same tensor here: a machine with more memory may load it"),
+      [&] { same = SameBytes(a, b, type); }));
+  return same;
 }
 
 class WholeTensors final : public IncomingWeights {
@@ -173,23 +188,30 @@ class FileShards final : public IncomingShards {
     return end - begin == model_.sharded()->PartSize(name);
   }
 
+  bool AreSame(size_t first, size_t second, const at::Tensor& a, const at::Tensor& b,
+               at::ScalarType type) const {
+    const WeightEntry& entry = EntryOf(first);
+    return internal::AreSame(PlaceOfTensor(files_.FileOf(entry), entry.tensor.name),
+                             EntryOf(second).tensor.name, a, b, type);
+  }
+
   bool AreEqual(size_t first, size_t second, at::ScalarType type) override {
     if (files_.StorageOf(EntryOf(first)) == files_.StorageOf(EntryOf(second))) return true;
     if (ParameterOf(EntryOf(first).tensor.name) == nullptr) {
-      return SameBytes(Read(EntryOf(first)), Read(EntryOf(second)), type);
+      return AreSame(first, second, Read(EntryOf(first)), Read(EntryOf(second)), type);
     }
     const ShardedModel& sharded = *model_.sharded();
     const std::string& name = FirstNameOf(EntryOf(first).tensor.name);
     if (!IsRange(first) || !IsRange(second)) {
       const at::Tensor mine = sharded.PartOf(name, Read(EntryOf(first)));
-      return SameBytes(mine, sharded.PartOf(name, Read(EntryOf(second))), type);
+      const at::Tensor other = sharded.PartOf(name, Read(EntryOf(second)));
+      return AreSame(first, second, mine, other, type);
     }
     const auto [begin, end] = sharded.PartRange(name);
     for (int64_t at = begin; at < end; at += kComparedAtATime) {
       const int64_t some = std::min(kComparedAtATime, end - at);
-      if (!SameBytes(Read(PartOf(first, at, some)), Read(PartOf(second, at, some)), type)) {
-        return false;
-      }
+      const at::Tensor mine = Read(PartOf(first, at, some));
+      if (!AreSame(first, second, mine, Read(PartOf(second, at, some)), type)) return false;
     }
     return true;
   }
@@ -382,7 +404,9 @@ void CheckpointShards::Take(const NamedTensors& tensors) {
 }
 
 bool CheckpointShards::AreEqual(size_t first, size_t second, at::ScalarType type) {
-  return SameBytes(values_[first], values_[second], type);
+  return AreSame(
+      absl::StrCat("tensor \"", Printable(tensors_[first].name), "\" of the checkpoint: "),
+      tensors_[second].name, values_[first], values_[second], type);
 }
 
 void CheckpointShards::Fill(const std::vector<Copy>& shards, const std::vector<Copy>& buffers) {

@@ -95,6 +95,19 @@ TEST_F(FinetuneTest, ShardedRun_EndsAtTheWeightsOfAnUndividedOne) {
   EXPECT_TRUE(at::allclose(Logits(*sharded), Logits(*whole), 1e-3, 1e-4));
 }
 
+TEST_F(FinetuneTest, ShardedMixtureOfExperts_EndsAtTheWeightsOfAnUndividedOne) {
+  ASSERT_TRUE(RemoveTree(Temp("model")).ok());
+  ASSERT_TRUE(WriteHubFolder(Temp("model"), 32, 2, 64, /*experts=*/4).ok());
+  Finetune({"--steps", "3"});
+  auto whole = load_causal_lm(Temp("tuned"));
+  ASSERT_TRUE(whole.ok()) << whole.status();
+  ASSERT_TRUE(RemoveTree(Temp("tuned")).ok());
+  Finetune({"--steps", "3", "--sharding", "zero3"});
+  auto sharded = load_causal_lm(Temp("tuned"));
+  ASSERT_TRUE(sharded.ok()) << sharded.status();
+  EXPECT_TRUE(at::allclose(Logits(*sharded), Logits(*whole), 1e-3, 1e-4));
+}
+
 TEST_F(FinetuneTest, AdaptersOfAShardedModel_LearnAndLoadIntoTheBaseModel) {
   const std::vector<double> losses =
       Finetune({"--steps", "20", "--lora", "4", "--sharding", "zero3"});

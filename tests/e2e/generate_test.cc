@@ -15,6 +15,7 @@
 namespace muster {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -260,7 +261,9 @@ TEST_F(GenerateTest, ModelLargerThanMemory_RunsFromItsFiles) {
   EXPECT_GT(figures["peak_memory"], figures["weights"]["most_in_memory"]);
   auto too_large = GenerateWithin("170000", large, hello + "--quiet");
   EXPECT_NE(too_large->Wait(), 0);
-  EXPECT_THAT(too_large->err(), ElementsAre(HasSubstr("--max_memory cpu=SIZE leaves the rest")));
+  EXPECT_THAT(too_large->err(),
+              ElementsAre(AllOf(HasSubstr(" needs "), HasSubstr(" bytes of memory"),
+                                HasSubstr("--max_memory cpu=SIZE leaves the rest"))));
   // Of one that is there, something else is said.
   auto too_much = GenerateWithin("170000", large, hello + "--quiet --max_memory cpu=160MB");
   EXPECT_NE(too_much->Wait(), 0);
@@ -294,6 +297,7 @@ TEST_F(GenerateTest, PromptOfAModelLargerThanMemory_TakesWhatWasPlanned) {
   };
   expect_planned(128, "");
   expect_planned(500, "");
+  expect_planned(500, " --prefill_chunk_size 64");
   // Adapters stay beside weights in files: 53 MB of them, in all layers.
   {
     auto model = load_causal_lm(large);

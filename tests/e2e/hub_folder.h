@@ -13,10 +13,15 @@
 
 namespace muster {
 
-// A folder as the Hub has it: a Llama with random weights, and a recorded tokenizer.
+// A folder as the Hub has it: a Llama with random weights, or with `experts` a Mixtral, and a
+// recorded tokenizer.
 inline absl::Status WriteHubFolder(const std::string& folder, int64_t width = 32,
-                                   int64_t layers = 2, int64_t max_positions = 64) {
+                                   int64_t layers = 2, int64_t max_positions = 64,
+                                   int64_t experts = 0) {
   models::DecoderConfig config;
+  if (experts > 0) config.architecture = models::Architecture::kMixtralForCausalLM;
+  config.num_experts = experts;
+  config.num_experts_per_token = 2;
   config.vocab_size = 1203;
   config.max_positions = max_positions;
   config.initializer_range = 0.3;

@@ -27,6 +27,7 @@
 #include "base/owned_fd.h"
 #include "base/size_pair.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "base/units.h"
 #include "c10/core/DeviceGuard.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
@@ -44,6 +45,7 @@
 #include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/optional_tensors.h"
 #include "worker/checkpoint/safetensors.h"
+#include "worker/checkpoint/tensor_memory.h"
 #include "worker/checkpoint/weight_files.h"
 #include "worker/collective/nccl.h"
 #include "worker/parallel/paged_storage.h"
@@ -161,6 +163,21 @@ at::Tensor EmptyOnHost(const Item& item, at::ScalarType type, const c10::Device&
     if (tensor.defined()) return tensor;
   }
   return at::empty(sizes, at::TensorOptions().dtype(type).pinned_memory(!device.is_cpu()));
+}
+
+// Runs `code`, which gives the item memory of this type, as Guard() does. What fails is named.
+absl::Status GiveMemory(const Item& item, at::ScalarType type, absl::FunctionRef<void()> code) {
+  const absl::Status given = Guard([&] {
+    ThrowIfError(WithMemory(
+        "", static_cast<uint64_t>(item.tensor().numel()) * c10::elementSize(type),
+        absl::StrCat("as ", c10::toString(type),
+                     ": leave more of the weights in their files by a smaller max_memory, load "
+                     "into a smaller dtype, or take a machine with more memory"),
+        code));
+  });
+  if (given.ok()) return given;
+  return absl::Status(given.code(), absl::StrCat("tensor \"", Printable(item.names[0]),
+                                                 "\" of the model: ", given.message()));
 }
 
 // The file of weights that were in memory, in a folder that may not be there yet. What has been
@@ -551,7 +568,7 @@ absl::Status Dispatcher::Load(const std::string& path, const LoadCheckpointOptio
     const at::Tensor& old = item.tensor();
     const bool fits = item.place == Place::kResident && old.device() == item.device &&
                       old.scalar_type() == item.type && old.is_contiguous();
-    MUSTER_RETURN_IF_ERROR(Guard([&] {
+    MUSTER_RETURN_IF_ERROR(GiveMemory(item, item.type, [&] {
       if (fits) {
         to = old.detach();
         return;
@@ -573,14 +590,15 @@ absl::Status Dispatcher::Load(const std::string& path, const LoadCheckpointOptio
     }
   }
   if (!options.weights.dtype.has_value()) return absl::OkStatus();
-  return Guard([&] {
-    for (Item& item : items_) {
-      const at::Tensor& tensor = item.tensor();
-      if (item.source != nullptr || !tensor.is_floating_point()) continue;
-      item.type = *options.weights.dtype;
-      if (tensor.scalar_type() != item.type) PlaceAll(item, tensor.detach().to(item.type));
-    }
-  });
+  for (Item& item : items_) {
+    const at::Tensor& tensor = item.tensor();
+    if (item.source != nullptr || !tensor.is_floating_point()) continue;
+    item.type = *options.weights.dtype;
+    if (tensor.scalar_type() == item.type) continue;
+    MUSTER_RETURN_IF_ERROR(
+        GiveMemory(item, item.type, [&] { PlaceAll(item, tensor.detach().to(item.type)); }));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Dispatcher::CheckValues(const std::string& path, const NamedTensors& targets,
@@ -612,8 +630,8 @@ absl::Status Dispatcher::MakeOptional(const NamedTensors& targets) {
   for (const auto& [name, tensor] : left_out) {
     const Item& item = items_[by_name_.at(name)];
     if (!optional.contains(name) || !item.tensor().is_meta()) continue;
-    MUSTER_RETURN_IF_ERROR(
-        Guard([&] { PlaceAll(item, EmptyFor(item, item.type, item.device).zero_()); }));
+    MUSTER_RETURN_IF_ERROR(GiveMemory(
+        item, item.type, [&] { PlaceAll(item, EmptyFor(item, item.type, item.device).zero_()); }));
   }
   return absl::OkStatus();
 }
@@ -661,7 +679,7 @@ absl::Status Dispatcher::Distribute() {
   for (Item& item : items_) {
     const at::Tensor& tensor = item.tensor();
     if (item.source != nullptr || tensor.is_meta()) continue;
-    MUSTER_RETURN_IF_ERROR(Guard([&] {
+    MUSTER_RETURN_IF_ERROR(GiveMemory(item, tensor.scalar_type(), [&] {
       if (item.place == Place::kResident) {
         if (tensor.device() != item.device) PlaceAll(item, tensor.detach().to(item.device));
         return;

@@ -26,6 +26,7 @@
 #include "worker/bigmodel/test_nets.h"
 #include "worker/checkpoint/model_files.h"
 #include "worker/checkpoint/safetensors.h"
+#include "worker/checkpoint/test_huge_file.h"
 #include "worker/collective/test_error.h"
 #include "worker/train/guard.h"
 
@@ -451,6 +452,33 @@ TEST_F(Dispatch, BadInput_IsNamed) {
               HasSubstr("name an offload_folder"));
   EXPECT_THAT(Text(CheckDiskSpace(folder_.path(), uint64_t{1} << 60)),
               HasSubstr("left, and offloading"));
+}
+
+// A weight of 4 TiB, of which the file's disk has the header.
+struct HugeNetImpl : torch::nn::Module {
+  HugeNetImpl() {
+    weight = register_parameter("weight", at::empty({kTebibyte}), /*requires_grad=*/false);
+  }
+  at::Tensor weight;
+};
+TORCH_MODULE(HugeNet);
+
+TEST_F(Dispatch, MemoryThatTheHostRefuses_IsNamed) {
+  const TestFolder folder;
+  const std::string path = folder.Path("model.safetensors");
+  WriteHugeFile(path, "weight");
+  HugeNet empty = InitEmptyWeights([] { return HugeNet(); });
+  // One element that looks like as many: where it is offloaded from, it is written out.
+  HugeNet wide = InitEmptyWeights([] { return HugeNet(); });
+  PlaceTensor(wide->weight, at::zeros({1}).expand({kTebibyte}));
+  const AtMostOneMoreTebibyte scarce;
+  for (const absl::Status& status : {LoadCheckpointAndDispatch(*empty, path, {}).status(),
+                                     CpuOffload(*wide, c10::Device(c10::kCPU)).status()}) {
+    EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+    EXPECT_THAT(Text(status), AllOf(HasSubstr("tensor \"weight\" of the model: needs "
+                                              "4398046511104 bytes"),
+                                    HasSubstr("a smaller max_memory")));
+  }
 }
 
 TEST_F(Dispatch, Plan_RefusesWhatCannotBe) {

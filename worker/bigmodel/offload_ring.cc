@@ -8,12 +8,14 @@
 #include "ATen/ops/empty.h"
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "base/units.h"
 #include "c10/core/CPUAllocator.h"
 #include "c10/core/StreamGuard.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "worker/bigmodel/empty_weights.h"
 #include "worker/checkpoint/direct_file.h"
+#include "worker/checkpoint/tensor_memory.h"
 #include "worker/train/guard.h"
 
 namespace muster {
@@ -182,22 +184,22 @@ absl::StatusOr<std::vector<std::unique_ptr<OffloadRing>>> OffloadRing::MakeAll(
 absl::Status OffloadRing::Prepare(size_t units) {
   MutexLock lock(&mu_);
   stats_.ring_bytes = arena_.bytes();
+  absl::Status grown;
   if (options_.device.is_cpu()) {
-    const absl::Status grown = memory_.Grow(arena_.bytes());
-    if (!grown.ok()) {
-      return absl::ResourceExhaustedError(
-          absl::StrCat("no memory for the weights that are in use, ", HumanBytes(arena_.bytes()),
-                       " of ", units, " offloaded parts: ", grown.message()));
-    }
-    base_ = memory_.data();
+    grown = memory_.Grow(arena_.bytes());
+    if (!grown.ok()) grown = absl::ResourceExhaustedError(grown.message());
   } else {
-    const auto bytes = static_cast<int64_t>(stats_.ring_bytes);
-    MUSTER_RETURN_IF_ERROR(Guard([&] {
-      device_memory_ =
-          at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(options_.device));
-    }));
-    base_ = static_cast<char*>(device_memory_.data_ptr());
+    grown = Guard([&] {
+      device_memory_ = at::empty({static_cast<int64_t>(arena_.bytes())},
+                                 at::TensorOptions().dtype(at::kByte).device(options_.device));
+    });
   }
+  if (!grown.ok()) {
+    return absl::Status(grown.code(), absl::StrCat("no memory for the weights that are in use, ",
+                                                   HumanBytes(arena_.bytes()), " of ", units,
+                                                   " offloaded parts: ", grown.message()));
+  }
+  base_ = options_.device.is_cpu() ? memory_.data() : static_cast<char*>(device_memory_.data_ptr());
   if (fences_ != nullptr) MUSTER_RETURN_IF_ERROR(Guard([this] { FollowQueuedOperators(); }));
   return Guard([&] { readers_.emplace(std::max(options_.readers, 1)); });
 }
@@ -282,8 +284,21 @@ void OffloadRing::FindMemory(Unit& unit) {
     changed_.Wait(&mu_);
   }
   // The units of one operator do not fit together, or there are gaps between them.
-  unit.overflow = at::empty({static_cast<int64_t>(unit.bytes)},
-                            at::TensorOptions().dtype(at::kByte).device(options_.device));
+  const absl::Status given = Guard([&] {
+    ThrowIfError(WithMemory(
+        "", unit.bytes,
+        absl::StrCat("beside the ring of ", HumanBytes(static_cast<int64_t>(arena_.bytes())),
+                     ", in which the weights that are used together with it leave no room: raise "
+                     "ring_bytes, or take a machine with more memory"),
+        [&] {
+          unit.overflow = at::empty({static_cast<int64_t>(unit.bytes)},
+                                    at::TensorOptions().dtype(at::kByte).device(options_.device));
+        }));
+  });
+  if (!given.ok()) {
+    ThrowIfError(absl::Status(given.code(), absl::StrCat("offloaded part \"", Printable(unit.name),
+                                                         "\": ", given.message())));
+  }
   overflow_ += unit.bytes;
   if (fences_ != nullptr) FollowQueuedOperators();
   stats_.overflow_bytes = std::max(stats_.overflow_bytes, overflow_);

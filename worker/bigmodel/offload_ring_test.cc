@@ -12,6 +12,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "worker/bigmodel/fake_gpus.h"
+#include "worker/checkpoint/test_huge_file.h"
 #include "worker/collective/test_error.h"
 #include "worker/train/guard.h"
 
@@ -153,6 +154,31 @@ TEST(OffloadRing, OperatorThatUsesMoreThanFits_GetsMemoryBesides) {
   const at::Tensor all = at::stack(rows.rows);
   for (int64_t i = 0; i < 4; ++i) EXPECT_EQ(all[i].sum().item<double>(), kRow * (i + 1.0));
   EXPECT_EQ(rows.ring->stats().overflow_bytes, 3 * kRow * sizeof(float));
+}
+
+TEST(OffloadRing, MemoryBesidesThatTheHostRefuses_IsNamed_AndThePartComesOnceThereIsSome) {
+  constexpr int64_t kWide = int64_t{1} << 24;
+  std::vector<at::Tensor> rows;
+  std::vector<OffloadedUnit> units;
+  for (const float value : {1.0f, 2.0f}) {
+    const std::string name = "rows." + std::to_string(rows.size());
+    rows.push_back(at::empty({kWide}, at::TensorOptions().device(at::kMeta)));
+    units.push_back({name,
+                     {{name + ".weight", rows.back(),
+                       HostWeightSource({name}, {at::full({kWide}, value)}), 0, at::kFloat}}});
+  }
+  const auto ring = OffloadRing::Make(units, {.bytes = kWide * sizeof(float), .prefetch = false});
+  ASSERT_TRUE(ring.ok()) << ring.status();
+  const at::NoGradGuard no_grad;
+  {
+    const AtMostMoreMemory scarce(kWide * sizeof(float) / 2);
+    const absl::Status status = Guard([&] { at::dot(rows[0], rows[1]); });
+    EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr("offloaded part \"rows.1\": needs 67108864 bytes"),
+                      HasSubstr("raise ring_bytes")));
+  }
+  EXPECT_EQ(at::dot(rows[0], rows[1]).item<double>(), 2.0 * kWide);
 }
 
 TEST(OffloadRing, Training_IsRefused) {

@@ -32,23 +32,28 @@ inline void WriteHugeFile(const std::string& path, const std::string& name,
       << path;
 }
 
-// While it lives, this process gets at most one more TiB: what a machine says to more depends on
-// its settings.
-class AtMostOneMoreTebibyte {
+// While it lives, this process gets at most so many more bytes.
+class AtMostMoreMemory {
  public:
-  AtMostOneMoreTebibyte() {
+  explicit AtMostMoreMemory(uint64_t bytes) {
     MUSTER_CHECK(getrlimit(RLIMIT_AS, &before_) == 0);
     const std::string pages = ReadFile("/proc/self/statm", 256).value_or("0");
     rlimit scarce = before_;
-    scarce.rlim_cur = std::stoull(pages) * sysconf(_SC_PAGESIZE) + kTebibyte;
+    scarce.rlim_cur = std::stoull(pages) * sysconf(_SC_PAGESIZE) + bytes;
     MUSTER_CHECK(setrlimit(RLIMIT_AS, &scarce) == 0);
   }
-  ~AtMostOneMoreTebibyte() { MUSTER_CHECK(setrlimit(RLIMIT_AS, &before_) == 0); }
-  AtMostOneMoreTebibyte(const AtMostOneMoreTebibyte&) = delete;
-  AtMostOneMoreTebibyte& operator=(const AtMostOneMoreTebibyte&) = delete;
+  ~AtMostMoreMemory() { MUSTER_CHECK(setrlimit(RLIMIT_AS, &before_) == 0); }
+  AtMostMoreMemory(const AtMostMoreMemory&) = delete;
+  AtMostMoreMemory& operator=(const AtMostMoreMemory&) = delete;
 
  private:
   rlimit before_{};
+};
+
+// At most one more TiB: what a machine says to more depends on its settings.
+class AtMostOneMoreTebibyte : public AtMostMoreMemory {
+ public:
+  AtMostOneMoreTebibyte() : AtMostMoreMemory(kTebibyte) {}
 };
 
 }  // namespace muster

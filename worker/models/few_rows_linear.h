@@ -1,18 +1,14 @@
 #ifndef MUSTER_WORKER_MODELS_FEW_ROWS_LINEAR_H_
 #define MUSTER_WORKER_MODELS_FEW_ROWS_LINEAR_H_
 
-#include <cstdint>
-
 #include "ATen/core/Tensor.h"
+#include "worker/models/few_rows.h"
 
 namespace muster::models {
 
 // A linear layer on the few rows that a step of generation has. Its time is that of reading the
 // weights once; MKL's matrix-vector product, which at::linear uses on a CPU, takes one thread for
 // it and reads short rows at half of the memory's rate (bench/README.md, "Generation").
-
-// Most rows for which it is worth it.
-inline constexpr int64_t kFewRows = 8;
 
 // at::linear(x, weight, bias) for x [..., in], weight [out, in]. With at most kFewRows rows on a
 // CPU, in float32 or bfloat16 and without gradients or autocast, by a kernel that sums in float32,

@@ -76,6 +76,8 @@ void CheckAlone(const GenerateOptions& options) {
                         (draws_several || options.num_return_sequences <= options.num_beams),
                     "num_return_sequences is ", options.num_return_sequences,
                     "; it must be from 1 to num_beams, which is ", options.num_beams);
+  TORCH_CHECK_VALUE(options.prefill_chunk_size >= 0, "prefill_chunk_size is ",
+                    options.prefill_chunk_size, "; it must be at least 1, or 0 for no limit");
   TORCH_CHECK_VALUE(std::isfinite(options.length_penalty), "length_penalty is not a finite number");
   if (options.num_beams > 1) {
     TORCH_CHECK_VALUE(options.on_tokens == nullptr,
@@ -411,7 +413,7 @@ Generated Generate(CausalLmImpl& model, const at::Tensor& input_ids,
   // As in transformers the one replaces the other.
   if (complete.rules.min_new_tokens > 0) complete.rules.min_length = 0;
   PromptReader reader(model, input_ids, attention_mask, options.max_new_tokens,
-                      options.run_idle_experts);
+                      options.prefill_chunk_size, options.run_idle_experts);
   return options.num_beams > 1 ? Search(reader, complete, resolved)
                                : Walk(reader, complete, resolved);
 }

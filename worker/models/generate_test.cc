@@ -6,6 +6,7 @@
 #include <functional>
 #include <limits>
 #include <map>
+#include <memory>
 #include <set>
 #include <string>
 #include <vector>
@@ -14,6 +15,7 @@
 #include "ATen/TensorOperators.h"
 #include "tests/testdata/golden.h"
 #include "worker/models/beam_search.h"
+#include "worker/models/prefill.h"
 #include "worker/models/pretrained.h"
 
 namespace muster::models {
@@ -53,6 +55,60 @@ TEST(Generate, WithACache_SaysWhatAForwardPassOverTheWholeSays) {
     EXPECT_TRUE(at::allclose(got.logits, logits, 1e-4, 1e-4));
     EXPECT_TRUE(at::equal(got.tokens, logits.argmax(-1)));
   }
+}
+
+// Chunks that divide windows and padding, and of which the last is shorter.
+TEST(Generate, PromptInChunks_SaysWhatItSaysInOnePass) {
+  const at::Tensor ids =
+      at::tensor({0, 0, 0, 0, 0, 7, 8, 1, 2, 3, 4, 5, 9, 6, 11, 13}, c10::kLong).view({2, 8});
+  const at::Tensor mask =
+      at::tensor({0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, c10::kLong).view({2, 8});
+  for (const char* const family : kFamilies) {
+    CausalLm model = Recorded(family);
+    for (const at::Tensor& padding : {mask, at::Tensor()}) {
+      GenerateOptions options = {.max_new_tokens = 6, .output_logits = true};
+      EXPECT_EQ(options.prefill_chunk_size, kPrefillChunkSize);
+      options.prefill_chunk_size = 0;
+      const Generated whole = Generate(*model, ids, padding, options);
+      options.prefill_chunk_size = 8;
+      EXPECT_TRUE(at::equal(Generate(*model, ids, padding, options).logits, whole.logits));
+      for (const int64_t most : {1, 3, 5, 7}) {
+        SCOPED_TRACE(testing::Message()
+                     << family << (padding.defined() ? ", padded" : "") << ", chunks of " << most);
+        options.prefill_chunk_size = most;
+        const Generated got = Generate(*model, ids, padding, options);
+        EXPECT_TRUE(at::equal(got.tokens, whole.tokens));
+        EXPECT_TRUE(at::allclose(got.logits, whole.logits, 1e-5, 1e-5));
+        GenerateOptions beams = {.max_new_tokens = 6, .num_beams = 3};
+        beams.prefill_chunk_size = 0;
+        const at::Tensor best = Generate(*model, ids, padding, beams).tokens;
+        beams.prefill_chunk_size = most;
+        EXPECT_TRUE(at::equal(Generate(*model, ids, padding, beams).tokens, best));
+      }
+    }
+  }
+}
+
+// Their positions depend on the length of the prompt: chunks would have others.
+TEST(Generate, StretchedPositionsInChunks_AreThoseOfOnePass) {
+  DecoderConfig config;
+  config.vocab_size = 40;
+  config.max_positions = 256;
+  config.hidden_size = config.intermediate_size = 32;
+  config.num_layers = 2;
+  config.num_heads = config.num_key_value_heads = 2;
+  config.head_dim = 16;
+  config.sliding_windows.assign(2, 0);
+  config.rope.kind = RopeConfig::Kind::kDynamic;
+  config.rope.factor = 4;
+  config.rope.original_max_positions = 8;
+  CausalLm model(std::dynamic_pointer_cast<CausalLmImpl>(MakeModel(config).ptr()));
+  const at::Tensor prompt = at::arange(0, 20).unsqueeze(0);
+  GenerateOptions options = {.max_new_tokens = 1, .output_logits = true};
+  options.prefill_chunk_size = 0;
+  const at::Tensor whole = Generate(*model, prompt, {}, options).logits;
+  options.prefill_chunk_size = 3;
+  EXPECT_TRUE(at::equal(Generate(*model, prompt, {}, options).logits, whole));
 }
 
 TEST(Generate, PaddedRow_SaysWhatItSaysAlone) {

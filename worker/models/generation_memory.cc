@@ -6,7 +6,7 @@
 #include <set>
 #include <variant>
 
-#include "worker/models/few_rows_linear.h"
+#include "worker/models/few_rows.h"
 
 namespace muster::models {
 namespace {
@@ -82,39 +82,47 @@ int ActivationTensors(Activation activation, bool rounds) {
 // What the adapter of a layer takes for a token, beside the layer's input and its result: the
 // narrow product, the wide one, the scaled one and the sum; where they are wider than the layer,
 // its input and its result as wide, too.
-double AdapterBytes(double in, double out, double rank, double e) {
+double AdapterBytes(double in, double out, int64_t rank, double e) {
   if (rank == 0) return 0;
-  return rank * 4 + 3 * out * 4 + (e < 4 ? (in + out) * 4 : 0);
+  return static_cast<double>(rank) * 4 + 3 * out * 4 + (e < 4 ? (in + out) * 4 : 0);
 }
 
-// Of one token in a layer: the most of what its parts hold at once. `e`: bytes of an element. The
-// counts are those of the tensors that the layers' forward() have alive together.
-double TokenBytes(const Widths& widths, double e, double rank) {
+// Of one token in a layer: what attention holds at once, and the most that any part does.
+struct LayerBytes {
+  double attention = 0, most = 0;
+};
+
+// `e`: bytes of an element. The counts are those of the tensors that the layers' forward() have
+// alive together.
+LayerBytes TokenBytes(const Widths& widths, double e, const AdapterRanks& ranks) {
   // The stream, and what the layer has added to it so far.
   const double stream = 2 * widths.hidden * e;
   // In float32: the input, its square, the scaled one; and the result.
   const double norm = 3 * widths.hidden * 4 + widths.hidden * e;
   // Queries, keys, values; one of the first two with both of its turned halves; and the result.
-  const double attention = widths.hidden * e + (5 * widths.queries + 2 * widths.keys) * e +
-                           AdapterBytes(std::max(widths.hidden, widths.queries),
-                                        std::max(widths.hidden, widths.projected), rank, e);
+  const double attention =
+      widths.hidden * e + (5 * widths.queries + 2 * widths.keys) * e +
+      AdapterBytes(std::max(widths.hidden, widths.queries),
+                   std::max(widths.hidden, widths.projected), ranks.attention, e);
   // Gate, its activation, the other input, their product, the result; in any order.
   const int gates = widths.is_gated ? 1 : 0;
   const int activated =
       std::max(2 + 2 * gates, gates + ActivationTensors(widths.activation, e < 4));
   const double feed_forward =
-      2 * widths.hidden * e + std::max({activated * widths.inner * e,
-                                        (1 + 2 * gates) * widths.inner * e +
-                                            AdapterBytes(widths.hidden, widths.inner, rank, e),
-                                        (2 + 2 * gates) * widths.inner * e +
-                                            AdapterBytes(widths.inner, widths.hidden, rank, e)});
+      2 * widths.hidden * e +
+      std::max({activated * widths.inner * e,
+                (1 + 2 * gates) * widths.inner * e +
+                    AdapterBytes(widths.hidden, widths.inner, ranks.widening, e),
+                (2 + 2 * gates) * widths.inner * e +
+                    AdapterBytes(widths.inner, widths.hidden, ranks.narrowing, e)});
   double mixed = 0;
   if (widths.experts > 0) {
     // Each token once for each of its experts: gathered, computed, joined, weighted in float32.
     const double copies = widths.experts * widths.hidden;
     mixed = std::max(copies * (2 * e) + feed_forward, copies * (3 * e + 8));
   }
-  return stream + std::max({norm, attention, widths.experts > 0 ? mixed : feed_forward});
+  return {.attention = stream + attention,
+          .most = stream + std::max({norm, attention, widths.experts > 0 ? mixed : feed_forward})};
 }
 
 int64_t ToBytes(double bytes) {
@@ -133,7 +141,7 @@ GenerationMemory PlanGenerationMemory(const ModelConfig& config, const Generatio
   // Of the prompts before any has its `times`.
   const double cache = rows * positions * widths.layers * 2 * widths.keys * e;
 
-  const auto rank = static_cast<double>(shape.adapter_rank);
+  const AdapterRanks& ranks = shape.adapters;
   const auto vocabulary = static_cast<double>(Common(config).vocab_size);
   // In 16 bits kernels make themselves a weight in another order or type, of the head only if there
   // are more rows than the kernel for few takes.
@@ -142,32 +150,41 @@ GenerationMemory PlanGenerationMemory(const ModelConfig& config, const Generatio
   const auto head_copy = [&](double count) {
     return count > static_cast<double>(kFewRows) ? copied(vocabulary) : 0;
   };
-  const double head_bytes = vocabulary * (e + 4) + AdapterBytes(widths.hidden, vocabulary, rank, e);
+  const double head_bytes =
+      vocabulary * (e + 4) + AdapterBytes(widths.hidden, vocabulary, ranks.head, e);
 
-  double reading = rows * prompt * TokenBytes(widths, e, rank) + layer_copy;
+  // Of the prompt, positions that are read in one pass.
+  const int64_t chunk_tokens = PrefillChunk(config, shape.prompt_tokens, shape.prefill_chunk_size);
+  const auto chunk = static_cast<double>(chunk_tokens);
+  const bool has_chunks = chunk_tokens < shape.prompt_tokens;
+  const LayerBytes token = TokenBytes(widths, e, ranks);
   // Tokens, positions, and what is compared with them.
-  reading += rows * prompt * 4 * sizeof(int64_t);
-  // Cosines and sines of all positions, and the tables that they are made from.
-  reading += prompt * widths.head_dim * (4 + 2 * e) * (shape.is_padded ? rows : 1);
-  // Which position sees which, for each kind of window. One that the prompt does not fill is none.
+  double shared = layer_copy + rows * prompt * 4 * sizeof(int64_t);
+  // Cosines and sines of its positions, and the tables that they are made from.
+  shared += chunk * widths.head_dim * (4 + 2 * e) * (shape.is_padded ? rows : 1);
+  // Which position sees which, for each kind of window. One that the prompt does not fill is none,
+  // and there is no mask for none unless there is padding, or something before the chunk.
   const auto is_window = [&](int64_t window) { return window > 0 && window < shape.prompt_tokens; };
   const auto num_windows = std::count_if(widths.windows.begin(), widths.windows.end(), is_window);
-  const auto masks = static_cast<double>(
-      shape.is_padded ? static_cast<int64_t>(widths.windows.size()) : int64_t{num_windows});
+  const auto masks = static_cast<double>(shape.is_padded || has_chunks
+                                             ? static_cast<int64_t>(widths.windows.size())
+                                             : int64_t{num_windows});
+  double reading = rows * chunk * token.most + shared;
   if (masks > 0) {
     // As numbers while it is made, then as the kernel wants it.
-    const double pairs = prompt * prompt * (shape.is_padded ? rows : 1);
-    reading = std::max(prompt * prompt * (num_windows > 0 ? 10 : 1) + (masks + 2) * pairs,
-                       reading + pairs * (masks + 1 + e));
+    const double pairs = chunk * prompt * (shape.is_padded ? rows : 1);
+    reading = std::max({chunk * prompt * (num_windows > 0 ? 10 : 1) + (masks + 2) * pairs,
+                        reading + pairs * masks,
+                        rows * chunk * token.attention + shared + pairs * (masks + 1 + e)});
   }
   // The last position's scores, while the stream is there.
   reading =
-      std::max(reading, rows * (prompt * 2 * widths.hidden * e + head_bytes) + head_copy(rows));
+      std::max(reading, rows * (chunk * 2 * widths.hidden * e + head_bytes) + head_copy(rows));
   // A few rows are computed in float32. Scores: as they are, changed by rules, as probabilities in
   // double.
-  const double scores =
-      vocabulary * (shape.do_sample ? 44 : 16) + AdapterBytes(widths.hidden, vocabulary, rank, e);
-  double next = rows * times * (TokenBytes(widths, std::max(e, 4.0), rank) + scores);
+  const double scores = vocabulary * (shape.do_sample ? 44 : 16) +
+                        AdapterBytes(widths.hidden, vocabulary, ranks.head, e);
+  double next = rows * times * (TokenBytes(widths, std::max(e, 4.0), ranks).most + scores);
   const bool is_few = rows * times <= static_cast<double>(kFewRows);
   next += std::max(is_few && !widths.has_conv1d ? 0 : layer_copy, head_copy(rows * times));
   // Beams that change places take the keys of a layer along.

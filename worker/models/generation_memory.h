@@ -4,8 +4,17 @@
 #include <cstdint>
 
 #include "worker/models/model_config.h"
+#include "worker/models/prefill.h"
 
 namespace muster::models {
+
+// The ranks of the adapters beside the weights, of any layer the largest; 0: there are none.
+struct AdapterRanks {
+  int64_t attention = 0;
+  // What makes the input of a feed-forward layer wide, and what makes it narrow again.
+  int64_t widening = 0, narrowing = 0;
+  int64_t head = 0;
+};
 
 // What is to be generated.
 struct GenerationShape {
@@ -19,8 +28,9 @@ struct GenerationShape {
   bool do_sample = false;
   // Of an element of weights and activations.
   int64_t element_bytes = 4;
-  // Of adapters beside the weights; 0: there are none. Any layer may have one.
-  int64_t adapter_rank = 0;
+  // As in GenerateOptions.
+  int64_t prefill_chunk_size = kPrefillChunkSize;
+  AdapterRanks adapters = {};
 };
 
 // Bytes.
@@ -28,7 +38,7 @@ struct GenerationMemory {
   // Keys and values of all positions.
   int64_t cache = 0;
   // An upper bound of what is computed in between, and not much more than what a run takes: the
-  // prompt is read in one pass, whose widest layer decides.
+  // widest layer decides, in the pass that reads the last chunk of the prompt.
   int64_t activations = 0;
 };
 

@@ -41,6 +41,7 @@ int64_t MostOf(CausalLm& model, const GenerationShape& shape) {
   if (shape.is_padded) mask[0][0] = 0;
   GenerateOptions options = {.max_new_tokens = shape.new_tokens, .do_sample = shape.do_sample};
   options.eos_token_ids.emplace();
+  options.prefill_chunk_size = shape.prefill_chunk_size;
   (shape.do_sample ? options.num_return_sequences : options.num_beams) = shape.times;
   const auto most = std::make_shared<MostAllocated>();
   {
@@ -151,6 +152,39 @@ TEST(PlanGenerationMemory, RunsOfAllFamilies_TakeAtMostWhatIsPlanned_AndMostOfIt
   }
 }
 
+TEST(PlanGenerationMemory, PromptsInChunks_TakeAtMostWhatIsPlanned_AndMostOfIt) {
+  const std::vector<GenerationShape> shapes = {
+      {.prompt_tokens = 1500, .new_tokens = 1, .prefill_chunk_size = 128},
+      {.prompt_tokens = 900, .new_tokens = 4, .prefill_chunk_size = 200},
+      {.rows = 3,
+       .prompt_tokens = 400,
+       .new_tokens = 4,
+       .is_padded = true,
+       .prefill_chunk_size = 96}};
+  at::set_num_threads(1);
+  int number = 0;
+  for (const ModelConfig& config : Configs()) {
+    for (const bool is_wide : {true, false}) {
+      CausalLm model = Made(config, is_wide ? c10::kFloat : c10::kBFloat16);
+      for (size_t i = 0; i < shapes.size(); ++i) {
+        SCOPED_TRACE(testing::Message()
+                     << "config " << number << ", shape " << i << (is_wide ? "" : ", bfloat16"));
+        GenerationShape shape = shapes[i];
+        shape.element_bytes = is_wide ? 4 : 2;
+        const GenerationMemory planned = PlanGenerationMemory(config, shape);
+        const int64_t most = MostOf(model, shape);
+        EXPECT_LE(most, Sum(planned));
+        if (is_wide) {
+          EXPECT_GE(most, Sum(planned) / 2);
+        }
+        shape.prefill_chunk_size = 0;
+        EXPECT_LT(planned.activations, PlanGenerationMemory(config, shape).activations / 2);
+      }
+    }
+    ++number;
+  }
+}
+
 TEST(PlanGenerationMemory, ActivationsOfSeveralOperations_TakeAtMostWhatIsPlanned) {
   at::set_num_threads(1);
   for (const ModelConfig& config : StepwiseConfigs()) {
@@ -193,12 +227,32 @@ TEST(PlanGenerationMemory, Adapters_TakeAtMostWhatIsPlanned) {
       GenerationShape shape = {.prompt_tokens = 400,
                                .new_tokens = 2,
                                .element_bytes = static_cast<int64_t>(c10::elementSize(type)),
-                               .adapter_rank = 8};
+                               .adapters = AdapterRanksOf(*model)};
       const int64_t planned = Sum(PlanGenerationMemory(config, shape));
       const int64_t most = MostOf(model, shape);
       EXPECT_LE(most, planned);
       EXPECT_GE(most, planned / 2);
     }
+  }
+}
+
+// PEFT's default: narrow layers, whose adapters take little.
+TEST(PlanGenerationMemory, AdaptersOfAttentionAlone_TakeWhatIsPlanned) {
+  at::set_num_threads(1);
+  DecoderConfig config = Decoder();
+  config.intermediate_size = 1024;
+  for (const c10::ScalarType type : {c10::kFloat, c10::kBFloat16}) {
+    SCOPED_TRACE(c10::toString(type));
+    CausalLm model = Made(config, type);
+    AddLora(*model, {.rank = 8});
+    GenerationShape shape = {.prompt_tokens = 1000,
+                             .new_tokens = 1,
+                             .element_bytes = static_cast<int64_t>(c10::elementSize(type)),
+                             .adapters = AdapterRanksOf(*model)};
+    const int64_t planned = Sum(PlanGenerationMemory(config, shape));
+    const int64_t most = MostOf(model, shape);
+    EXPECT_LE(most, planned);
+    EXPECT_GE(most, planned * 8 / 10);
   }
 }
 

@@ -1,6 +1,9 @@
 #include "worker/models/kv_cache.h"
 
 #include "ATen/ops/empty.h"
+#include "absl/strings/str_cat.h"
+#include "worker/checkpoint/tensor_memory.h"
+#include "worker/train/guard.h"
 
 namespace muster::models {
 
@@ -12,10 +15,24 @@ KvCache::KvCache(int64_t num_layers, int64_t batch, int64_t num_heads, int64_t c
 KvCache::KvCache(const std::vector<at::TensorOptions>& layers, int64_t batch, int64_t num_heads,
                  int64_t capacity, int64_t head_dim)
     : batch_(batch), capacity_(capacity) {
+  uint64_t bytes = 0;
   for (const at::TensorOptions& options : layers) {
-    keys_.push_back(at::empty({batch, num_heads, capacity, head_dim}, options));
-    values_.push_back(at::empty({batch, num_heads, capacity, head_dim}, options));
+    bytes += 2 * static_cast<uint64_t>(batch * num_heads * capacity * head_dim) *
+             options.dtype().itemsize();
   }
+  ThrowIfError(
+      WithMemory(absl::StrCat("the cache of keys and values of ", batch,
+                              batch == 1 ? " row" : " rows", " of up to ", capacity, " tokens: "),
+                 bytes,
+                 "shorten the prompt, lower max_new_tokens, num_beams or the number of rows, or "
+                 "take a machine "
+                 "with more memory",
+                 [&] {
+                   for (const at::TensorOptions& options : layers) {
+                     keys_.push_back(at::empty({batch, num_heads, capacity, head_dim}, options));
+                     values_.push_back(at::empty({batch, num_heads, capacity, head_dim}, options));
+                   }
+                 }));
 }
 
 std::pair<at::Tensor, at::Tensor> KvCache::Append(int64_t layer, const at::Tensor& keys,

@@ -14,7 +14,8 @@ namespace muster::models {
 // position. Not thread-safe.
 class KvCache {
  public:
-  // Allocates room for `capacity` positions of `batch` rows.
+  // Allocates room for `capacity` positions of `batch` rows. Throws a RESOURCE_EXHAUSTED status
+  // that says how much that is if the host refuses it.
   KvCache(int64_t num_layers, int64_t batch, int64_t num_heads, int64_t capacity, int64_t head_dim,
           const at::TensorOptions& options);
   // The same for layers on devices of their own.

@@ -4,6 +4,8 @@
 
 #include "ATen/Functions.h"
 #include "ATen/TensorOperators.h"
+#include "worker/checkpoint/test_huge_file.h"
+#include "worker/train/guard.h"
 
 namespace muster::models {
 namespace {
@@ -21,6 +23,16 @@ TEST(KvCache, Append_GivesAllPositionsSoFar) {
   const auto [keys, values] = cache.Append(1, Filled(1, 1, 5), Filled(1, 1, -5));
   EXPECT_TRUE(at::equal(keys.select(3, 0).flatten(), at::tensor({1., 1., 5.}, c10::kFloat)));
   EXPECT_TRUE(at::equal(values.select(3, 1).flatten(), at::tensor({-1., -1., -5.}, c10::kFloat)));
+}
+
+TEST(KvCache, MemoryThatTheHostRefuses_IsNamed) {
+  const AtMostOneMoreTebibyte scarce;
+  const absl::Status status = Guard([] { KvCache(2, 1, 1, int64_t{1} << 40, 1, c10::kFloat); });
+  EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+  EXPECT_NE(status.message().find("keys and values of 1 row of up to 1099511627776 tokens: needs "
+                                  "17592186044416 bytes"),
+            std::string::npos)
+      << status;
 }
 
 TEST(KvCache, BeyondTheCapacity_SaysHowMuchIsNeeded) {

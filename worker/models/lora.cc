@@ -18,6 +18,7 @@
 #include "base/status_macros.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/weight_loader.h"
+#include "worker/models/generation_memory.h"
 #include "worker/models/layers.h"
 #include "worker/train/guard.h"
 
@@ -267,6 +268,22 @@ void AddLora(TextModelImpl& model, const LoraOptions& options) {
   }
   AddAdapters(adapted, options);
   Freeze(model);
+}
+
+AdapterRanks AdapterRanksOf(const TextModelImpl& model) {
+  AdapterRanks ranks;
+  for (const auto& item : model.named_parameters()) {
+    absl::string_view name = item.key();
+    if (!absl::ConsumeSuffix(&name, ".lora_A.weight")) continue;
+    const bool narrows = absl::EndsWith(name, ".down_proj") || absl::EndsWith(name, ".w2") ||
+                         absl::EndsWith(name, ".mlp.c_proj");
+    int64_t& rank = name == "lm_head"                  ? ranks.head
+                    : absl::StrContains(name, "attn.") ? ranks.attention
+                    : narrows                          ? ranks.narrowing
+                                                       : ranks.widening;
+    rank = std::max(rank, item.value().size(0));
+  }
+  return ranks;
 }
 
 std::vector<at::Tensor> LoraParameters(const TextModelImpl& model) {

@@ -16,6 +16,8 @@ namespace muster::models {
 // Fine-tuning of low-rank adapters instead of all weights (LoRA, Hu et al., 2021), with PEFT's file
 // format.
 
+struct AdapterRanks;  // worker/models/generation_memory.h
+
 struct LoraOptions {
   int64_t rank = 8;
   // The adapter's result is scaled by alpha / rank or, if rank-stabilized, by alpha / sqrt(rank).
@@ -33,6 +35,9 @@ struct LoraOptions {
 // c10::Error that names a target that no layer has, or a layer that has an adapter already; then
 // nothing has changed.
 void AddLora(TextModelImpl& model, const LoraOptions& options = {});
+
+// The ranks of the model's adapters, for PlanGenerationMemory().
+AdapterRanks AdapterRanksOf(const TextModelImpl& model);
 
 // Returns the parameters to train.
 std::vector<at::Tensor> LoraParameters(const TextModelImpl& model);

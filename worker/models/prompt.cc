@@ -1,5 +1,7 @@
 #include "worker/models/prompt.h"
 
+#include <algorithm>
+
 #include "ATen/TensorOperators.h"
 #include "ATen/ops/cat.h"
 #include "ATen/ops/ones.h"
@@ -26,8 +28,12 @@ std::vector<Tokens> RowsOf(const at::Tensor& ids, const at::Tensor& mask) {
 }  // namespace
 
 PromptReader::PromptReader(CausalLmImpl& model, const at::Tensor& input_ids,
-                           const at::Tensor& attention_mask, int64_t room, bool run_idle_experts)
-    : model_(model), room_(room), run_idle_experts_(run_idle_experts) {
+                           const at::Tensor& attention_mask, int64_t room,
+                           int64_t prefill_chunk_size, bool run_idle_experts)
+    : model_(model),
+      room_(room),
+      prefill_chunk_size_(prefill_chunk_size),
+      run_idle_experts_(run_idle_experts) {
   TORCH_CHECK_VALUE(input_ids.defined() && input_ids.dim() == 2 && input_ids.numel() > 0,
                     "the prompt is empty: it needs at least one token in each row");
   const at::Device device = model.parameters().at(0).device();
@@ -53,14 +59,25 @@ at::Tensor PromptReader::Read(TextBatch batch) {
 }
 
 at::Tensor PromptReader::ReadPrompt() {
-  cache_.emplace(model_.NewCache(input_ids_.size(0), input_ids_.size(1) + room_));
-  TextBatch batch = {.input_ids = input_ids_, .attention_mask = mask_};
+  const int64_t length = input_ids_.size(1);
+  cache_.emplace(model_.NewCache(input_ids_.size(0), length + room_));
+  at::Tensor positions;
   if (mask_.defined()) {
-    const at::Tensor positions = mask_.to(c10::kLong).cumsum(1);
-    batch.position_ids = (positions - 1).clamp_min(0);
-    lengths_ = positions.narrow(1, positions.size(1) - 1, 1);
+    const at::Tensor counts = mask_.to(c10::kLong).cumsum(1);
+    positions = (counts - 1).clamp_min(0);
+    lengths_ = counts.narrow(1, length - 1, 1);
   }
-  return Read(batch);
+  const int64_t chunk = PrefillChunk(model_.config(), length, prefill_chunk_size_);
+  for (int64_t begin = 0;; begin += chunk) {
+    const int64_t end = std::min(begin + chunk, length);
+    TextBatch batch = {.input_ids = input_ids_.narrow(1, begin, end - begin)};
+    if (mask_.defined()) {
+      batch.attention_mask = mask_.narrow(1, 0, end);
+      batch.position_ids = positions.narrow(1, begin, end - begin);
+    }
+    if (end == length) return Read(batch);
+    model_.NextLogits(batch, &*cache_, /*num_logits=*/0, run_idle_experts_);
+  }
 }
 
 void PromptReader::Repeat(int64_t times) {

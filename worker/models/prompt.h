@@ -8,6 +8,7 @@
 #include "ATen/core/Tensor.h"
 #include "worker/models/generate.h"
 #include "worker/models/kv_cache.h"
+#include "worker/models/prefill.h"
 #include "worker/models/score_rules.h"
 #include "worker/models/text_model.h"
 
@@ -17,8 +18,10 @@ namespace muster::models {
 class PromptReader {
  public:
   // Throws as Generate() for a prompt that is not valid. `room`: tokens that come after the prompt.
+  // The rest is as in GenerateOptions.
   PromptReader(CausalLmImpl& model, const at::Tensor& input_ids, const at::Tensor& attention_mask,
-               int64_t room, bool run_idle_experts = false);
+               int64_t room, int64_t prefill_chunk_size = kPrefillChunkSize,
+               bool run_idle_experts = false);
 
   // The tokens of each row, without padding.
   const std::vector<Tokens>& prompts() const { return prompts_; }
@@ -37,6 +40,7 @@ class PromptReader {
 
   CausalLmImpl& model_;
   const int64_t room_;
+  const int64_t prefill_chunk_size_;
   const bool run_idle_experts_;
   at::Tensor input_ids_;
   // Undefined if there is no padding.

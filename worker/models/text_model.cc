@@ -76,6 +76,7 @@ at::Tensor CausalLmImpl::NextLogits(const TextBatch& batch, KvCache* cache, int6
                                     bool run_idle_experts) {
   CheckBatch(batch, Common(config()), cache == nullptr ? 0 : cache->length());
   const at::Tensor hidden = Run(batch, cache, run_idle_experts).hidden;
+  if (num_logits == 0) return {};
   return Head(hidden.narrow(1, hidden.size(1) - num_logits, num_logits));
 }
 

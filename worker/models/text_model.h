@@ -77,7 +77,8 @@ class CausalLmImpl : public TextModelImpl {
   // before it, the first token of a left-padded row, does not count: its prediction has no meaning.
   ModelOutput forward(const TextBatch& batch) override;
 
-  // Returns logits [B, `num_logits`, vocabulary] of the last positions. With a cache, the ids are
+  // Returns logits [B, `num_logits`, vocabulary] of the last positions; 0: undefined, for a pass
+  // that only fills the cache. With a cache, the ids are
   // at the positions after those in it, and `attention_mask` [B, cache length + T] covers both.
   // Experts without tokens run only if `run_idle_experts`.
   at::Tensor NextLogits(const TextBatch& batch, KvCache* cache, int64_t num_logits = 1,
