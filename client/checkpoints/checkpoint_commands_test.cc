@@ -507,6 +507,15 @@ TEST_F(CheckpointCommandsTest, RemovedOrReplacedWhileItIsRead_IsNoDamage) {
     EXPECT_EQ(Run({"verify", root_}), kExitOk) << out_.str();
     EXPECT_THAT(out_.str(), HasSubstr("best  ok"));
   }
+  // The record is compared with the folder when all have been read.
+  for (int number = 0; number < 3; ++number) {
+    Save(Numbered(number), {1.0f * number}, number);
+    Seal(Numbered(number), "");
+  }
+  OnRead("checkpoint_2/model", 1, [&] { EXPECT_TRUE(RemoveCheckpoint(Numbered(1)).ok()); });
+  EXPECT_EQ(Run({"verify", root_}), kExitOk) << out_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("checkpoint_0  ok"));
+  EXPECT_THAT(out_.str(), Not(HasSubstr("checkpoint_1")));
 }
 
 // No coordinator may ever say whether it is sealed.
