@@ -200,6 +200,18 @@ std::string TypeOf(const PlannedModel& model) {
   return type;
 }
 
+// Bytes of an element of what is computed: of --dtype or, without it, of the type in which
+// `muster generate` computes on a CPU, which has no arithmetic for float16. `of_config`: the type
+// that config.json names.
+int64_t ElementBytes(const Plan& plan, const std::string& of_config) {
+  if (plan.request.dtype.has_value()) {
+    const std::string& type = *plan.request.dtype;
+    return type == "F64" ? 8 : type == "F16" || type == "BF16" ? 2 : 4;
+  }
+  const bool is_narrow = of_config.empty() ? plan.dtype == "BF16" : of_config == "bfloat16";
+  return is_narrow ? 2 : 4;
+}
+
 // Adds to the plan what its request's generation takes by the model's config.
 absl::Status PlanGeneration(const std::string& path, const models::ModelConfig& config,
                             Plan& plan) {
@@ -216,8 +228,7 @@ absl::Status PlanGeneration(const std::string& path, const models::ModelConfig& 
                                                    models::ContextLength(config),
                                                    " positions of the model: lower one of them"));
   }
-  if (plan.dtype == "F16" || plan.dtype == "BF16") shape.element_bytes = 2;
-  if (plan.dtype == "F64") shape.element_bytes = 8;
+  shape.element_bytes = ElementBytes(plan, models::Common(config).dtype);
   plan.generation = models::PlanGenerationMemory(config, shape);
   return absl::OkStatus();
 }

@@ -154,6 +154,25 @@ TEST_F(PlanCommandTest, Generation_CountsBesideTheWeights) {
                                     "weights: keys and values "));
 }
 
+// As `muster generate` does: a CPU has no arithmetic for float16.
+TEST_F(PlanCommandTest, GenerationOfAFloat16Model_IsInFloat32UnlessItsTypeIsGiven) {
+  ASSERT_EQ(unlink(folder_.Path("model.safetensors").c_str()), 0);
+  const auto cache = [&](const std::string& of_config, std::vector<std::string> args) {
+    WriteConfig(absl::StrCat(
+        R"({"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "vocab_size": 100,
+            "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "max_position_embeddings": 512, "torch_dtype": ")",
+        of_config, "\"}"));
+    args.insert(args.end(), {"--max_memory", "cpu=1GB", "--prompt_tokens", "100"});
+    return JsonOf(args)["generation"]["cache"].get<int64_t>();
+  };
+  const int64_t wide = cache("float32", {});
+  EXPECT_EQ(cache("float16", {}), wide);
+  EXPECT_EQ(cache("float16", {"--dtype", "float16"}), wide / 2);
+  EXPECT_EQ(cache("bfloat16", {}), wide / 2);
+  EXPECT_EQ(cache("bfloat16", {"--dtype", "float32"}), wide);
+}
+
 TEST_F(PlanCommandTest, Mistakes_AreNamed) {
   const auto expect = [&](std::vector<std::string> args, int code, const std::string& words) {
     EXPECT_EQ(Run(std::move(args)), code);
