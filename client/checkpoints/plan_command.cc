@@ -118,7 +118,7 @@ absl::Status SetNumber(const CommandLine& line, const std::string& option, int64
     return absl::OkStatus();
   }
   return absl::InvalidArgumentError(absl::StrCat("--", option, " ", Printable(line.Get(option)),
-                                                 ": write a number from ", least, " on"));
+                                                 ": write a number from ", least, " to ", kMost));
 }
 
 absl::Status SetGeneration(const CommandLine& line, Request* request) {
