@@ -549,6 +549,8 @@ constexpr absl::string_view kNoRing = "no memory for the weights that are in use
 
 // For LibTorch, which has no error of its own for memory of the CPU, and the rest of the program.
 bool IsOutOfMemory(const absl::Status& status) {
+  // A GPU's is the ring of --max_memory 0=SIZE, of which its own error says enough.
+  if (absl::StrContains(status.message(), "CUDA out of memory")) return false;
   return absl::StrContains(status.message(), "can't allocate memory") ||
          absl::StrContains(status.message(), "of memory, which this process does not get") ||
          absl::StartsWith(status.message(), kNoRing) ||
