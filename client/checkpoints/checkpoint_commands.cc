@@ -185,10 +185,14 @@ Checkpoint Look(const std::string& path, VerifyLevel level) {
   }
 }
 
-// Adds it, unless it has been removed since it was listed.
+// Since it was listed. What is aside and cannot be put back is there, under another name.
+bool WasRemoved(const Checkpoint& checkpoint) {
+  return absl::IsNotFound(checkpoint.manifest.status()) && !PathExists(checkpoint.path);
+}
+
 void LookAndAdd(const std::string& path, VerifyLevel level, std::vector<Checkpoint>* found) {
   Checkpoint checkpoint = Look(path, level);
-  if (checkpoint.manifest.ok() || PathExists(path)) found->push_back(std::move(checkpoint));
+  if (!WasRemoved(checkpoint)) found->push_back(std::move(checkpoint));
 }
 
 bool IsPart(const Checkpoint& checkpoint) {
@@ -670,7 +674,7 @@ int RunVerify(const Call& call) {
       checkpoint.lacks = lacks;
     }
     // Or removed, as those that LookAndAdd() leaves out.
-    if (!checkpoint.manifest.ok() && found->size() > 1 && !PathExists(checkpoint.path)) continue;
+    if (found->size() > 1 && WasRemoved(checkpoint)) continue;
     const bool good = checkpoint.manifest.ok() && checkpoint.trust.ok();
     if (!good) code = kExitJobFailed;
     if (call.line.Get("report") == "true") {

@@ -518,6 +518,24 @@ TEST_F(CheckpointCommandsTest, RemovedOrReplacedWhileItIsRead_IsNoDamage) {
   EXPECT_THAT(out_.str(), Not(HasSubstr("checkpoint_1")));
 }
 
+// As on a disk that is read-only: it is the only copy.
+TEST_F(CheckpointCommandsTest, OneThatIsAsideAndCannotBePutBack_IsNotLeftOut) {
+  Save(Numbered(0), {1}, 1);
+  std::string aside;
+  for (const char* const digits : {"0123456789abcdef", "fedcba9876543210"}) {
+    Save(Path("former"), {7}, 7);
+    aside = absl::StrCat(Numbered(1), ".old-", digits);
+    ASSERT_EQ(rename(Path("former").c_str(), aside.c_str()), 0);
+  }
+  // Which of the two is newer cannot be read.
+  const std::string manifest = JoinPath(aside, kManifestName);
+  ASSERT_EQ(unlink(manifest.c_str()), 0);
+  ASSERT_EQ(symlink(kManifestName, manifest.c_str()), 0);
+  EXPECT_EQ(Run({"verify", root_}), kExitJobFailed);
+  EXPECT_THAT(out_.str(), HasSubstr("checkpoint_1  "));
+  EXPECT_NE(Run({"prune", root_, "--keep", "1"}), kExitOk);
+}
+
 // No coordinator may ever say whether it is sealed.
 TEST_F(CheckpointCommandsTest, OneThatOnlyACoordinatorKnows_GoesWithTheCheckpointsOfItsAge) {
   for (int number = 0; number < 4; ++number) Save(Numbered(number), {1.0f * number}, number);
