@@ -90,8 +90,8 @@ struct SafetensorsReader::File {
     MutexLock lock(&mu);
     if (base == nullptr) {
       // Without room for changes to all of it, which a machine may not have: few are made.
-      void* const address = mmap(nullptr, size, PROT_READ | PROT_WRITE,
-                                 MAP_PRIVATE | MAP_NORESERVE, fd, 0);
+      void* const address =
+          mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0);
       if (address == MAP_FAILED) {
         return ReadError(errno, absl::StrCat("cannot map ", path));
       }
