@@ -122,7 +122,7 @@ ShardingOptions ShardingFrom(const Environment& environment, const EngineSetting
   if (!environment.offload_optimizer.is_default()) {
     std::tie(sharding.offload_optimizer, sharding.offload_optimizer_path) =
         ParseOffload(environment.offload_optimizer.value);
-    // What FSDP and DeepSpeed say of both has been said of the gradients because of the states.
+    // Settings of FSDP and DeepSpeed move the gradients along with the states.
     if (sharding.offload_gradients != Offload::kNone) {
       sharding.offload_gradients = sharding.offload_optimizer;
       sharding.offload_gradients_path = sharding.offload_optimizer_path;
