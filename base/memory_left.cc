@@ -42,10 +42,13 @@ size_t LeftOfGroup(const std::string& folder, const Interface& names) {
   };
   const int64_t limit = number(names.limit, ""), used = number(names.used, "");
   if (limit < 0 || used < 0) return SIZE_MAX;
-  // The page cache counts as used, and goes when memory is wanted.
+  // The page cache counts as used, and goes when memory is wanted. The kernel counts it elsewhere,
+  // and later: it may say more than is used, which without a limit would be more than there are
+  // numbers.
   const int64_t cache = std::max<int64_t>(0, number("memory.stat", names.cache)) -
                         std::max<int64_t>(0, number("memory.stat", names.shared));
-  return static_cast<size_t>(std::max<int64_t>(0, limit - used + std::max<int64_t>(0, cache)));
+  const int64_t held = used - std::clamp<int64_t>(cache, 0, used);
+  return static_cast<size_t>(std::max<int64_t>(0, limit - held));
 }
 
 // Of the group `path` below `mount`, and of those above it. What a container does not see of the

@@ -62,6 +62,18 @@ TEST_F(MemoryLeftTest, GroupsAboveTheProcess_AllCount) {
   EXPECT_EQ(Left(), 0u);
 }
 
+TEST_F(MemoryLeftTest, MoreCacheThanIsUsed_IsNoMoreThanTheLimit) {
+  Put("/proc/meminfo", "MemAvailable:  1000 kB\n");
+  // No limit, as the first version says it.
+  Put(kV1 + std::string("memory.limit_in_bytes"), "9223372036854771712\n");
+  Put(kV1 + std::string("memory.usage_in_bytes"), "4096\n");
+  Put(kV1 + std::string("memory.stat"), "total_cache 1048576\ntotal_shmem 0\n");
+  EXPECT_EQ(Left(), 1000u * 1024);
+  PutV2("", "5000", "4000");
+  Put("/sys/fs/cgroup/memory.stat", "file 9000\nshmem 0\n");
+  EXPECT_EQ(Left(), 5000u);
+}
+
 TEST_F(MemoryLeftTest, FirstVersion_IsReadWhereItControlsMemory) {
   Put("/proc/self/cgroup", "5:cpu,memory:/a:b/c\n4:pids:/other\n0::/\n");
   Put("/proc/meminfo", "MemAvailable:  1000 kB\n");

@@ -310,6 +310,10 @@ TEST(ShardingBadInput, SettingsThatDifferBetweenRanks_AreNamedOnEveryRank) {
               [](ShardingOptions& o) { o.ignored_parameters = "1.bias"; }},
              {"no_split=Linear", [](ShardingOptions& o) { o.no_split = {"Linear"}; }},
              {"overlap", [](ShardingOptions& o) { o.overlap = !o.overlap; }},
+             {"offload_optimizer=cpu",
+              [](ShardingOptions& o) { o.offload_optimizer = Offload::kCpu; }},
+             {"offload_gradients=cpu",
+              [](ShardingOptions& o) { o.offload_gradients = Offload::kCpu; }},
              {"group_size",
               [](ShardingOptions& o) { o.group_size = o.group_size == 0 ? 2 : 0; }}}) {
       SCOPED_TRACE(kind.name + " " + what);

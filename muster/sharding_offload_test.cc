@@ -539,6 +539,35 @@ TEST_F(ShardingOffloadTest, SettingsOfEngines_CountOnEachDevice) {
   });
 }
 
+TEST_F(ShardingOffloadTest, OwnPlaceOfStates_TakesTheGradientsOfAnEngineAlong) {
+  const auto sharding = [&](const std::string& states, const std::string& gradients) {
+    ShardingOptions options;
+    RunGlooRanks(1, [&](Comm& comm) {
+      JoinedProcess process;
+      process.environment.engine_variables = {
+          {"ACCELERATE_USE_DEEPSPEED", "true"},
+          {"ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"},
+          {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu"}};
+      if (!states.empty()) {
+        process.environment.offload_optimizer = {states, "MUSTER_OFFLOAD_OPTIMIZER"};
+      }
+      if (!gradients.empty()) {
+        process.environment.offload_gradients = {gradients, "MUSTER_OFFLOAD_GRADIENTS"};
+      }
+      process.comm = std::make_unique<BorrowedComm>(comm);
+      options = internal::Core({}, std::move(process)).process().sharding();
+    });
+    return options;
+  };
+  EXPECT_EQ(sharding("", "").offload_gradients, Offload::kCpu);
+  EXPECT_EQ(sharding("none", "").offload_gradients, Offload::kNone);
+  EXPECT_EQ(sharding("none", "cpu").offload_gradients, Offload::kCpu);
+  EXPECT_EQ(sharding("", "none").offload_gradients, Offload::kNone);
+  const ShardingOptions disk = sharding("disk:" + folder_.Path("a"), "");
+  EXPECT_EQ(disk.offload_gradients, Offload::kDisk);
+  EXPECT_EQ(disk.offload_gradients_path, folder_.Path("a"));
+}
+
 TEST_F(ShardingOffloadTest, ReshardedInSmallerGroups_TrainsAsWithout) {
   AcceleratorOptions grouped = Options("zero3", Offload::kNone);
   const Weights want = Trained(4, grouped, grouped);

@@ -2002,6 +2002,7 @@ std::vector<std::unique_ptr<IncomingWeights>> CheckpointState::ReadWeightsAlone(
       }
     }
   }));
+  if (HasNoRoomFor(reader, together)) reader.UseInPlace();
   ThrowIfError(reader.ReadTogether(process_.comm(), together));
   std::vector<NamedTensors> weights;
   ThrowIfAnyFailed(Guard([&] {

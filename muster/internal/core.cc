@@ -38,6 +38,9 @@ std::string Describe(const ShardingOptions& sharding, bool group_size = true) {
   };
   if (sharding.output_dtype) add("output_dtype", c10::toString(*sharding.output_dtype));
   if (sharding.buffer_dtype) add("buffer_dtype", c10::toString(*sharding.buffer_dtype));
+  if (sharding.offload_optimizer != Offload::kNone) {
+    add("offload_optimizer", sharding.offload_optimizer == Offload::kDisk ? "disk" : "cpu");
+  }
   if (!divides) return text;
   if (group_size && sharding.group_size != 0) add("group_size", sharding.group_size);
   if (!sharding.reshard_after_forward) add("reshard_after_forward", "false");

@@ -122,6 +122,11 @@ ShardingOptions ShardingFrom(const Environment& environment, const EngineSetting
   if (!environment.offload_optimizer.is_default()) {
     std::tie(sharding.offload_optimizer, sharding.offload_optimizer_path) =
         ParseOffload(environment.offload_optimizer.value);
+    // Settings of FSDP and DeepSpeed move the gradients along with the states.
+    if (sharding.offload_gradients != Offload::kNone) {
+      sharding.offload_gradients = sharding.offload_optimizer;
+      sharding.offload_gradients_path = sharding.offload_optimizer_path;
+    }
   }
   if (!environment.offload_gradients.is_default()) {
     std::tie(sharding.offload_gradients, sharding.offload_gradients_path) =

@@ -89,7 +89,9 @@ struct SafetensorsReader::File {
   absl::StatusOr<char*> MappedData(const std::string& path) const {
     MutexLock lock(&mu);
     if (base == nullptr) {
-      void* const address = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, 0);
+      // Without room for changes to all of it, which a machine may not have: few are made.
+      void* const address =
+          mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0);
       if (address == MAP_FAILED) {
         return ReadError(errno, absl::StrCat("cannot map ", path));
       }

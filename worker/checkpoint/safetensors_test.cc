@@ -173,6 +173,15 @@ TEST_F(SafetensorsTest, TensorOfTerabytes_IsAStatusThatNamesIt) {
   }
 }
 
+TEST_F(SafetensorsTest, FileLargerThanTheMachinesMemory_CanBeMapped) {
+  WriteHugeFile(path_, "huge");
+  const auto reader = SafetensorsReader::Open(path_);
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  const absl::StatusOr<at::Tensor> mapped = reader->Map("huge");
+  ASSERT_TRUE(mapped.ok()) << mapped.status();
+  EXPECT_EQ((*mapped)[kTebibyte - 1].item<float>(), 0);
+}
+
 TEST_F(SafetensorsTest, GoldenFiles_LoadWithTheirShapes) {
   int loaded = 0;
   for (const nlohmann::json& item : testing_support::GoldenCases("safetensors_files")) {

@@ -63,7 +63,8 @@ struct SharedFiles::Reading {
       struct stat info;
       // Of another size: ReadDirectFile says so.
       return fd.open() && (options.in_place || IsInMemory(fd.get(), options.read)) &&
-             fstat(fd.get(), &info) == 0 && static_cast<uint64_t>(info.st_size) == file.digest.bytes;
+             fstat(fd.get(), &info) == 0 &&
+             static_cast<uint64_t>(info.st_size) == file.digest.bytes;
     });
     if (!in_place) shared.files_.clear();
     return in_place;
@@ -178,9 +179,8 @@ struct SharedFiles::Reading {
     const std::string path = JoinPath(dir, file.name);
     if (in_place && IsInMemory(fd, options.read)) {
       MUSTER_ASSIGN_OR_RETURN(const Mapping mapping, Mapping::Of(fd, file.digest.bytes));
-      return CheckBlocks(path,
-                         absl::string_view(mapping.data(), file.digest.bytes), file.blocks, range,
-                         options.read.in_flight);
+      return CheckBlocks(path, absl::string_view(mapping.data(), file.digest.bytes), file.blocks,
+                         range, options.read.in_flight);
     }
     if (in_place) {
       const auto checked = [](uint64_t, absl::string_view) { return absl::OkStatus(); };

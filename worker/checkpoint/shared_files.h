@@ -32,8 +32,8 @@ class SharedFiles {
     std::string host = "";
     // Of files of which this rank needs a part: the ranges, in any order. Absent: all of it.
     std::map<std::string, std::vector<FileRange>> ranges = {};
-    // Uses the files where they are, and so without memory that the kernel could not take back: they
-    // are read twice, and a disk that fails under the second time ends the process (SIGBUS).
+    // Uses the files where they are, and so without memory that the kernel could not take back:
+    // they are read twice, and a disk that fails under the second time ends the process (SIGBUS).
     bool in_place = false;
     // A new file in memory: its descriptor, or -1 with errno. Null: the system's.
     std::function<int(const char* name)> create = nullptr;

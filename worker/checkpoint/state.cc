@@ -292,11 +292,10 @@ absl::Status StateReader::ReadTogether(
   }
   // The memory of those before goes first.
   shared_.reset();
-  MUSTER_ASSIGN_OR_RETURN(
-      shared_, SharedFiles::Read(comm, dir_, files,
-                                 {.read = {.in_flight = ReadingThreads()},
-                                  .ranges = ranges,
-                                  .in_place = in_place_}));
+  MUSTER_ASSIGN_OR_RETURN(shared_, SharedFiles::Read(comm, dir_, files,
+                                                     {.read = {.in_flight = ReadingThreads()},
+                                                      .ranges = ranges,
+                                                      .in_place = in_place_}));
   return absl::OkStatus();
 }
 

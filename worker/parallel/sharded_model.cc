@@ -1774,7 +1774,8 @@ std::map<std::string, at::Tensor> ShardedModel::Assemble(
     if (thrown != nullptr) continue;  // the others are in the same exchange
     try {
       for (size_t i = 0; i < slices.size(); ++i) {
-        if (here[i] != '\0' && keep(slices[i].name)) all.emplace(slices[i].name, keep_copy_(full[i]));
+        if (here[i] != '\0' && keep(slices[i].name))
+          all.emplace(slices[i].name, keep_copy_(full[i]));
       }
     } catch (...) {
       thrown = std::current_exception();

@@ -45,7 +45,8 @@ at::Tensor CopyToDisk(const at::Tensor& tensor, const std::string& folder) {
   parts.WriteFrom(parts.Reserve(contiguous.nbytes()), contiguous);
   const absl::StatusOr<std::shared_ptr<char>> memory = file->Map(0, contiguous.nbytes());
   ThrowIfError(memory.status());
-  return at::from_blob(memory->get(), tensor.sizes(), [keep = *memory](void*) {}, options);
+  return at::from_blob(
+      memory->get(), tensor.sizes(), [keep = *memory](void*) {}, options);
 }
 
 DiskParts::DiskParts(std::string folder) : folder_(std::move(folder)) {}
