@@ -14,10 +14,10 @@
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
 #include "base/file.h"
+#include "base/malloc_tuning.h"
 #include "base/test_folder.h"
 #include "tests/testdata/golden.h"
 #include "worker/checkpoint/model_files.h"
-#include "worker/data/malloc_tuning.h"
 #include "worker/models/generate.h"
 #include "worker/models/pretrained.h"
 

@@ -84,8 +84,6 @@ _EXCEPTIONS = {
     # `muster launch` embeds a coordinator and an agent: these two files hand them to the commands as interfaces.
     "client/cli/main.cc": {"coordinator", "agent"},
     "client/cli/local_job.cc": {"agent"},
-    # A program may decide how its process keeps freed memory; a library's call may not.
-    "muster/generate/main.cc": {"worker/data/malloc_tuning.h"},
 }
 
 # Headers that users compile against: none of these may leak into them.

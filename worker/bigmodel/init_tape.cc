@@ -11,6 +11,7 @@
 #include "ATen/ops/empty.h"
 #include "ATen/ops/empty_strided.h"
 #include "ATen/ops/set.h"
+#include "base/malloc_tuning.h"
 #include "c10/core/impl/LocalDispatchKeySet.h"
 #include "c10/util/Exception.h"
 #include "worker/bigmodel/ivalue_tensors.h"
@@ -138,6 +139,8 @@ void InitTape::Add(Step step) {
 void InitTape::AddAndDraw(Step step) {
   if (step.op.hasTag(at::Tag::nondeterministic_seeded)) {
     const at::NoGradGuard no_grad;
+    // Or the heap grows to the size of the model, a tensor at a time.
+    const FreedMemoryGoesBack memory_goes;
     step.generator_state = StateOf(GeneratorOf(step));
     torch::jit::Stack stack;
     for (size_t i = 0; i < step.arguments.size(); ++i) {

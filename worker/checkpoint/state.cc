@@ -273,7 +273,11 @@ absl::StatusOr<StateDict> StateReader::Read(absl::string_view name) const {
   if (in_memory()) return ParseStateDict(files_.at(file->name), JoinPath(dir_, name));
   const std::string path = JoinPath(dir_, name);
   const std::string shared = shared_ == nullptr ? "" : shared_->PathOf(name);
-  if (!shared.empty()) return MapStateDict(shared, NameOfShared(path));
+  if (!shared.empty()) {
+    absl::StatusOr<StateDict> mapped = MapStateDict(shared, in_place_ ? path : NameOfShared(path));
+    // Not every file system maps files: then it takes memory all the same.
+    if (mapped.ok() || !in_place_) return mapped;
+  }
   return ReadStateDict(path, file->digest, file->blocks);
 }
 

@@ -16,11 +16,11 @@
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "base/log.h"
+#include "base/malloc_tuning.h"
 #include "nlohmann/json.hpp"
 #include "worker/collective/on_all.h"
 #include "worker/data/data_error.h"
 #include "worker/data/data_random.h"
-#include "worker/data/malloc_tuning.h"
 
 namespace muster {
 namespace {

@@ -1,4 +1,4 @@
-#include "worker/data/malloc_tuning.h"
+#include "base/malloc_tuning.h"
 
 #include <malloc.h>
 

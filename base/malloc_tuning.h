@@ -1,5 +1,5 @@
-#ifndef MUSTER_WORKER_DATA_MALLOC_TUNING_H_
-#define MUSTER_WORKER_DATA_MALLOC_TUNING_H_
+#ifndef MUSTER_BASE_MALLOC_TUNING_H_
+#define MUSTER_BASE_MALLOC_TUNING_H_
 
 namespace muster {
 
@@ -30,4 +30,4 @@ class FreedMemoryGoesBack {
 
 }  // namespace muster
 
-#endif  // MUSTER_WORKER_DATA_MALLOC_TUNING_H_
+#endif  // MUSTER_BASE_MALLOC_TUNING_H_
