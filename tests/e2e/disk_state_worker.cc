@@ -14,6 +14,7 @@
 
 #include "ATen/Functions.h"
 #include "muster/accelerator.h"
+#include "muster/nn.h"
 #include "muster/optim.h"
 #include "muster/utils.h"
 #include "torch/nn/modules/container/sequential.h"
