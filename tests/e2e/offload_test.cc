@@ -61,11 +61,10 @@ TEST(Offload, StateOnTheDisk_IsSavedAndLoadedInTheMemoryOfTraining) {
     std::cout << strategy << ": " << got << "\n";
     EXPECT_EQ(got.at("weights_off"), 0);
     EXPECT_EQ(got.at("states_off"), 0);
-    // With whole parameters these and their gradients stay in memory.
-    const int64_t base = strategy == "zero3" ? 200 : 550;
-    EXPECT_LT(got.at("training_mib").get<int64_t>(), base);
-    EXPECT_LT(got.at("save_mib").get<int64_t>(), base);
-    EXPECT_LT(got.at("load_mib").get<int64_t>(), base);
+    const auto held = [&](const char* when) { return got.at(when).get<int64_t>(); };
+    if (strategy == "zero3") EXPECT_LT(held("training_mib"), 200);
+    EXPECT_LT(held("save_mib"), held("training_mib") + 60);
+    EXPECT_LT(held("load_mib"), held("training_mib") + 60);
   }
 }
 
