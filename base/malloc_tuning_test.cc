@@ -42,7 +42,9 @@ TEST(MallocTuning, FreedMemory_GoesBackWhileAScopeLivesAndForGood) {
     EXPECT_LT(GrowthOfHeap(), kPiece) << "the outer one lives";
   }
   // The malloc of a sanitizer has no such heap.
-  if (mallinfo2().arena > 0) EXPECT_GE(GrowthOfHeap(), kPiece) << "kept, as was chosen";
+  if (mallinfo2().arena > 0) {
+    EXPECT_GE(GrowthOfHeap(), kPiece) << "kept, as was chosen";
+  }
   GiveBackFreedMemory();
   // What the heap has already it uses first.
   malloc_trim(0);
