@@ -1,6 +1,7 @@
 #include "worker/bigmodel/init_tape.h"
 
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -18,6 +19,9 @@
 
 namespace muster {
 namespace {
+
+// Drawing so much takes longer than giving its memory back.
+constexpr size_t kLargeBytes = size_t{1} << 20;
 
 const void* StorageOf(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
@@ -140,16 +144,17 @@ void InitTape::AddAndDraw(Step step) {
   if (step.op.hasTag(at::Tag::nondeterministic_seeded)) {
     const at::NoGradGuard no_grad;
     // Or the heap grows to the size of the model, a tensor at a time.
-    const FreedMemoryGoesBack memory_goes;
+    std::optional<FreedMemoryGoesBack> memory_goes;
     step.generator_state = StateOf(GeneratorOf(step));
     torch::jit::Stack stack;
     for (size_t i = 0; i < step.arguments.size(); ++i) {
       const bool written = IsWritten(step.op.schema(), i);
       // Of what is written the shape counts; what is read may decide how much is drawn.
       stack.push_back(WithTensors(step.arguments[i], [&](const at::Tensor& tensor) {
-        return written && tensor.is_meta() ? at::empty_strided(tensor.sizes(), tensor.strides(),
-                                                               tensor.options().device(at::kCPU))
-                                           : ValueOf(tensor);
+        if (!written || !tensor.is_meta()) return ValueOf(tensor);
+        if (tensor.nbytes() >= kLargeBytes) memory_goes.emplace();
+        return at::empty_strided(tensor.sizes(), tensor.strides(),
+                                 tensor.options().device(at::kCPU));
       }));
     }
     step.op.callBoxed(&stack);
