@@ -357,12 +357,16 @@ TEST_F(CheckpointSearchTest, NamedOneIsReplaced_AtAnyMoment_OneOfTheTwoIsLoaded)
   };
   const auto replace = [&] { ASSERT_TRUE(PutInPlace(next, best).ok()); };
   const auto load = [&](Comm& comm) {
+    absl::StatusOr<StateDict> state;
     const auto reader = OpenAndReadCheckpoint(
         comm,
         {.dir = best, .folder = folder_, .groups = NodeGroups::Shared(comm.rank(), comm.size())},
-        [&](StateReader& opened) { return ReadAll(comm, opened); });
+        [&](StateReader& opened) {
+          // Not later: it may be replaced where the ranks agree that they have read it.
+          state = opened.Read(RandomStatesFileName(comm.rank()));
+          return ReadAll(comm, opened);
+        });
     ASSERT_TRUE(reader.ok()) << reader.status();
-    const auto state = reader->Read(RandomStatesFileName(comm.rank()));
     ASSERT_TRUE(state.ok()) << state.status();
     EXPECT_EQ(10 * state->GetTensor("w")->mean().item<double>(),
               static_cast<double>(reader->info().step));
