@@ -33,6 +33,7 @@
 #include "muster/internal/full_state.h"
 #include "muster/internal/incoming_weights.h"
 #include "muster/internal/model_source.h"
+#include "muster/internal/slots.h"
 #include "worker/checkpoint/async_saver.h"
 #include "worker/checkpoint/checkpoint_search.h"
 #include "worker/checkpoint/clean_path.h"
@@ -1627,13 +1628,8 @@ class PartsReader {
 
 bool CheckpointState::HasNoRoomFor(const StateReader& reader,
                                    const std::vector<std::string>& files) const {
-  const ShardingOptions& sharding = process_.sharding();
   if (reader.in_memory()) return false;
-  if (sharding.offload_parameters == Offload::kDisk ||
-      sharding.offload_optimizer == Offload::kDisk ||
-      sharding.offload_gradients == Offload::kDisk) {
-    return true;
-  }
+  if (!FolderOfOffload(process_.sharding()).empty()) return true;
   // To a GPU files go through a few blocks.
   if (!process_.device().is_cpu()) return false;
   uint64_t bytes = 0;
@@ -1649,6 +1645,12 @@ bool CheckpointState::HasNoRoomFor(const StateReader& reader,
                      << HumanBytes(left) << " are left on that of rank 0)";
   }
   return true;
+}
+
+void CheckpointState::ReadTogether(StateReader& reader,
+                                   const std::vector<std::string>& files) const {
+  if (HasNoRoomFor(reader, files)) reader.UseInPlace();
+  ThrowIfError(reader.ReadTogether(process_.comm(), files));
 }
 
 CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
@@ -1693,8 +1695,7 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
     }
     add(to_device, &together);
   }));
-  if (HasNoRoomFor(reader, together)) reader.UseInPlace();
-  ThrowIfError(reader.ReadTogether(process_.comm(), together));
+  ReadTogether(reader, together);
   // An error of this rank must not leave the others in their next collective.
   absl::Status mine = Guard([&] {
     const std::unique_ptr<DeviceUploads> uploads = UploadsFor(reader, to_device);
@@ -2002,8 +2003,7 @@ std::vector<std::unique_ptr<IncomingWeights>> CheckpointState::ReadWeightsAlone(
       }
     }
   }));
-  if (HasNoRoomFor(reader, together)) reader.UseInPlace();
-  ThrowIfError(reader.ReadTogether(process_.comm(), together));
+  ReadTogether(reader, together);
   std::vector<NamedTensors> weights;
   ThrowIfAnyFailed(Guard([&] {
     const std::unique_ptr<DeviceUploads> uploads = UploadsFor(reader, together);

@@ -213,6 +213,8 @@ class CheckpointState {
   void CheckPrepared(const StateReader& reader) const;
   // (collective) Whether such files of a checkpoint must not be copied into memory to load them.
   bool HasNoRoomFor(const StateReader& reader, const std::vector<std::string>& files) const;
+  // (collective) As StateReader::ReadTogether, in place where there is no room. Throws its errors.
+  void ReadTogether(StateReader& reader, const std::vector<std::string>& files) const;
   // (collective)
   Loaded ReadAll(StateReader& reader) const;
   // Parts of Load(): what sharded models have failed with keeps nobody from their weights while it

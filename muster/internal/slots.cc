@@ -62,13 +62,6 @@ std::unique_ptr<PartStore> StoreOfGradients(const ShardingOptions& sharding,
   return StoreAt(place, sharding.offload_gradients_path, device, ranks, HostParts::Of::kGradients);
 }
 
-// Where the disk holds what memory has no room for. Empty: nowhere.
-std::string FolderOfOffload(const ShardingOptions& sharding) {
-  if (sharding.offload_parameters == Offload::kDisk) return sharding.offload_parameters_path;
-  if (sharding.offload_optimizer == Offload::kDisk) return sharding.offload_optimizer_path;
-  return sharding.offload_gradients == Offload::kDisk ? sharding.offload_gradients_path : "";
-}
-
 std::unique_ptr<ActivationPolicy> ActivationPolicyFor(const Process& process,
                                                       torch::nn::Module* module) {
   const ActivationCheckpointingOptions& options = process.activation_checkpointing();
@@ -131,6 +124,12 @@ void CheckAllTrain(Comm& comm, size_t parameters) {
 }
 
 }  // namespace
+
+std::string FolderOfOffload(const ShardingOptions& sharding) {
+  if (sharding.offload_parameters == Offload::kDisk) return sharding.offload_parameters_path;
+  if (sharding.offload_optimizer == Offload::kDisk) return sharding.offload_optimizer_path;
+  return sharding.offload_gradients == Offload::kDisk ? sharding.offload_gradients_path : "";
+}
 
 ModelSlot::ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source, bool evaluation,
                      const ShardingGroups& groups)

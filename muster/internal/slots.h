@@ -5,11 +5,13 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
 #include "muster/internal/model_slot.h"
+#include "worker/parallel/sharding_options.h"
 #include "worker/train/lr_scheduler.h"
 #include "worker/train/optimizer_handle.h"
 #include "worker/train/plain_state.h"
@@ -20,6 +22,9 @@ namespace muster::internal {
 
 class Registry;
 class StepController;
+
+// Where the disk holds what memory has no room for. Empty: nowhere.
+std::string FolderOfOffload(const ShardingOptions& sharding);
 
 // A prepared optimizer.
 class OptimizerSlot {
