@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -58,9 +60,9 @@ const std::map<absl::string_view, absl::string_view>& NamedSets() {
       {"blank", R"(\p{Zs}\x{9})"},
       {"cntrl", R"(\p{Cc})"},
       {"digit", R"(\p{Nd})"},
-      {"graph", R"([^\p{White_Space}\p{Cc}\p{Cn}\p{Cs}])"},
+      {"graph", R"(\p{L}\p{M}\p{N}\p{P}\p{S}\p{Cf}\p{Co})"},
       {"lower", R"(\p{Lowercase})"},
-      {"print", R"([^\p{White_Space}\p{Cc}\p{Cn}\p{Cs}]\p{Zs})"},
+      {"print", R"(\p{L}\p{M}\p{N}\p{P}\p{S}\p{Cf}\p{Co}\p{Zs})"},
       {"punct", R"(\p{P}\p{S})"},
       {"space", kSpace},
       {"upper", R"(\p{Uppercase})"},
@@ -81,11 +83,37 @@ std::string Character(char32_t c) {
   return absl::StrFormat("\\x{%X}", static_cast<uint32_t>(c));
 }
 
+// "l", "lu", ...: Unicode's general categories, lower-case.
+bool IsGeneralCategory(absl::string_view name) {
+  static const auto* const names = new std::set<absl::string_view>{
+      "c",  "cc", "cf", "cn", "co", "cs", "l",  "ll", "lm", "lo", "lt", "lu", "m",
+      "mc", "me", "mn", "n",  "nd", "nl", "no", "p",  "pc", "pd", "pe", "pf", "pi",
+      "po", "ps", "s",  "sc", "sk", "sm", "so", "z",  "zl", "zp", "zs"};
+  return names->count(name) > 0;
+}
+
+// "\p{NAME}" or "\P{NAME}" alone.
+bool IsOneProperty(absl::string_view inside) {
+  return (absl::StartsWith(inside, "\\p{") || absl::StartsWith(inside, "\\P{")) &&
+         inside.find('}') == inside.size() - 1;
+}
+
+// There is a character whose folding has these two beside each other.
+bool IsFolding(char first, char32_t second) {
+  if (second >= 0x80) return true;
+  const char pair[] = {absl::ascii_tolower(static_cast<unsigned char>(first)),
+                       absl::ascii_tolower(static_cast<unsigned char>(second)), '\0'};
+  for (const absl::string_view folding : {"ss", "st", "ff", "fi", "fl"}) {
+    if (folding == pair) return true;
+  }
+  return false;
+}
+
 class Translator {
  public:
   explicit Translator(absl::string_view expression) : in_(expression) {}
 
-  absl::StatusOr<std::string> Run() {
+  absl::StatusOr<IcuExpression> Run() {
     if (in_.size() > kMaxExpressionBytes) {
       return absl::InvalidArgumentError(absl::StrCat("an expression of ", in_.size(),
                                                      " bytes is longer than the ",
@@ -94,7 +122,7 @@ class Translator {
     while (at_ < in_.size()) MUSTER_RETURN_IF_ERROR(Next());
     CloseImplicit();
     if (!groups_.empty()) return Malformed("a parenthesis is not closed");
-    return std::move(out_);
+    return IcuExpression{std::move(out_), for_pcre2_};
   }
 
  private:
@@ -108,11 +136,17 @@ class Translator {
     bool any_case;
   };
 
-  // What a bracket expression holds at one place.
+  // What a bracket expression holds at one place: a character, or a set by the inside of its
+  // brackets.
   struct Item {
     std::optional<char32_t> character;
-    std::string set;  // unless it is a character
+    std::string inside;
+    bool negated = false;
   };
+
+  static Item SetOf(bool negated, absl::string_view inside) {
+    return {{}, std::string(inside), negated};
+  }
 
   bool At(absl::string_view text) const { return absl::StartsWith(in_.substr(at_), text); }
   bool Take(absl::string_view text) {
@@ -133,6 +167,14 @@ class Translator {
   void Atom(absl::string_view text) {
     last_ = out_.size();
     absl::StrAppend(&out_, text);
+  }
+  void Literal(char32_t c) {
+    // Whatever the case, ICU takes a sharp s for "ss" and a ligature for its letters.
+    const bool behind_letter = last_ != kNone && last_ + 1 == out_.size();
+    if (any_case_ && (c >= 0x80 || (behind_letter && IsFolding(out_[last_], c)))) {
+      for_pcre2_ = false;
+    }
+    Atom(Character(c));
   }
   // What matches nothing but a place takes no repetition apart.
   void Place(absl::string_view text) { Atom(absl::StrCat("(?:", text, ")")); }
@@ -164,8 +206,8 @@ class Translator {
         return Escape();
       case '[': {
         ++at_;
-        MUSTER_ASSIGN_OR_RETURN(const std::string set, Bracket(0));
-        Atom(set);
+        MUSTER_ASSIGN_OR_RETURN(const Item set, Bracket(0));
+        Atom(Set(set.negated, set.inside));
         return absl::OkStatus();
       }
       case '(':
@@ -205,7 +247,7 @@ class Translator {
         break;
     }
     if (extended_ && SkipExtended()) return absl::OkStatus();
-    Atom(Character(NextCharacter(in_, at_)));
+    Literal(NextCharacter(in_, at_));
     return absl::OkStatus();
   }
 
@@ -306,7 +348,10 @@ class Translator {
       return absl::OkStatus();
     }
     for (const absl::string_view kind : {":", "=", "!", ">", "<=", "<!"}) {
-      if (Take(kind)) return Open(absl::StrCat("(?", kind), false);
+      if (!Take(kind)) continue;
+      // PCRE2 10.42, compiled, goes back into some that are repeated.
+      if (kind == ">") for_pcre2_ = false;
+      return Open(absl::StrCat("(?", kind), false);
     }
     if (Take("<") || Take("'")) {
       const char end = in_[at_ - 1] == '<' ? '>' : '\'';
@@ -376,16 +421,16 @@ class Translator {
         return Item{U'\x1B', ""};
       case 's':
       case 'S':
-        return Item{{}, Set(c == 'S', kSpace)};
+        return SetOf(c == 'S', kSpace);
       case 'w':
       case 'W':
-        return Item{{}, Set(c == 'W', in_brackets ? kWordInBrackets : kWord)};
+        return SetOf(c == 'W', in_brackets ? kWordInBrackets : kWord);
       case 'd':
       case 'D':
-        return Item{{}, Set(c == 'D', R"(\p{Nd})")};
+        return SetOf(c == 'D', R"(\p{Nd})");
       case 'h':
       case 'H':
-        return Item{{}, Set(c == 'H', kHexDigit)};
+        return SetOf(c == 'H', kHexDigit);
       case 'p':
       case 'P':
         return Property(c == 'P', in_brackets);
@@ -438,12 +483,14 @@ class Translator {
       }
     }
     at_ = close + 1;
-    if (plain == "word" && !in_brackets) return Item{{}, Set(negated, kWord)};
+    if (plain == "word" && !in_brackets) return SetOf(negated, kWord);
     // As a property, "punct" is ICU's: the symbols are in [[:punct:]] only.
     const auto set = plain == "punct" ? NamedSets().end() : NamedSets().find(plain);
-    if (set != NamedSets().end()) return Item{{}, Set(negated, set->second)};
+    if (set != NamedSets().end()) return SetOf(negated, set->second);
     if (plain.empty()) return Malformed("\\p needs a name in braces");
-    return Item{{}, absl::StrCat(negated ? "[\\P{" : "[\\p{", name, "}]")};
+    // PCRE2's scripts are those of Script_Extensions.
+    if (!IsGeneralCategory(plain)) for_pcre2_ = false;
+    return SetOf(negated, absl::StrCat("\\p{", name, "}"));
   }
 
   absl::Status Escape() {
@@ -480,21 +527,25 @@ class Translator {
       case 'X':
         ++at_;
         Atom(kCluster);
+        for_pcre2_ = false;
         return absl::OkStatus();
       default:
         break;
     }
     const bool keeps_case = any_case_ && absl::ascii_tolower(in_[at_]) == 'p';
     MUSTER_ASSIGN_OR_RETURN(const Item item, CommonEscape(/*in_brackets=*/false));
+    if (item.character.has_value()) {
+      Literal(*item.character);
+      return absl::OkStatus();
+    }
+    const std::string set = Set(item.negated, item.inside);
     // Of properties, "(?i)" changes those in brackets only.
-    Atom(item.character.has_value() ? Character(*item.character)
-         : keeps_case               ? absl::StrCat("(?-i:", item.set, ")")
-                                    : item.set);
+    Atom(keeps_case ? absl::StrCat("(?-i:", set, ")") : set);
     return absl::OkStatus();
   }
 
   // A bracket expression behind its '['.
-  absl::StatusOr<std::string> Bracket(int depth) {
+  absl::StatusOr<Item> Bracket(int depth) {
     if (depth > kMaxDepth) return Unsupported("deeper nesting of brackets");
     const bool negated = Take("^");
     std::vector<std::string> parts = {""};  // of an intersection
@@ -508,9 +559,10 @@ class Translator {
       }
       MUSTER_ASSIGN_OR_RETURN(const Item item, BracketItem(depth));
       if (!item.character.has_value()) {
-        parts.back() += item.set;
+        parts.back() += Inside(item);
         continue;
       }
+      if (any_case_ && *item.character >= 0x80) for_pcre2_ = false;
       if (!At("-") || At("-]") || At("-&&") || at_ + 1 >= in_.size()) {
         parts.back() += Character(*item.character);
         continue;
@@ -518,9 +570,10 @@ class Translator {
       ++at_;
       MUSTER_ASSIGN_OR_RETURN(const Item last, BracketItem(depth));
       if (!last.character.has_value()) {
-        absl::StrAppend(&parts.back(), Character(*item.character), "\\x{2D}", last.set);
+        absl::StrAppend(&parts.back(), Character(*item.character), "\\x{2D}", Inside(last));
         continue;
       }
+      if (any_case_ && *last.character >= 0x80) for_pcre2_ = false;
       if (*last.character < *item.character) return Malformed("a range is reversed");
       absl::StrAppend(&parts.back(), Character(*item.character), "-", Character(*last.character));
     }
@@ -534,8 +587,23 @@ class Translator {
         absl::StrAppend(&inside, inside.empty() ? "" : "&&", "[", part, "]");
       }
     }
-    if (parts.size() > 1) inside = absl::StrCat("[", inside, "]");
-    return Set(negated, inside);
+    if (parts.size() > 1) {
+      inside = absl::StrCat("[", inside, "]");
+      for_pcre2_ = false;
+    }
+    return SetOf(negated, inside);
+  }
+
+  // A set as part of another one's inside.
+  std::string Inside(const Item& item) {
+    // Which other cases a property has under "(?i)", if it is in brackets, PCRE2 does not ask.
+    if (any_case_) for_pcre2_ = false;
+    if (!item.negated) return item.inside;
+    if (IsOneProperty(item.inside)) {
+      return absl::StrCat(item.inside[1] == 'p' ? "\\P" : "\\p", item.inside.substr(2));
+    }
+    for_pcre2_ = false;
+    return Set(true, item.inside);
   }
 
   absl::StatusOr<Item> BracketItem(int depth) {
@@ -549,12 +617,9 @@ class Translator {
         return Unsupported(absl::StrCat("[:", Printable(in_.substr(at_, end - at_)), ":]"));
       }
       at_ = end + 2;
-      return Item{{}, Set(negated, set->second)};
+      return SetOf(negated, set->second);
     }
-    if (Take("[")) {
-      MUSTER_ASSIGN_OR_RETURN(std::string set, Bracket(depth + 1));
-      return Item{{}, std::move(set)};
-    }
+    if (Take("[")) return Bracket(depth + 1);
     if (!Take("\\")) return Item{NextCharacter(in_, at_), ""};
     if (Take("b")) return Item{U'\b', ""};
     return CommonEscape(/*in_brackets=*/true);
@@ -570,11 +635,12 @@ class Translator {
   bool extended_ = false;
   bool any_case_ = false;
   int64_t product_ = 1;
+  bool for_pcre2_ = true;
 };
 
 }  // namespace
 
-absl::StatusOr<std::string> IcuFromOniguruma(absl::string_view expression) {
+absl::StatusOr<IcuExpression> IcuFromOniguruma(absl::string_view expression) {
   return Translator(expression).Run();
 }
 

@@ -10,7 +10,7 @@ using testing::HasSubstr;
 
 std::string Icu(absl::string_view expression) {
   const auto translated = IcuFromOniguruma(expression);
-  return translated.ok() ? *translated : translated.status().ToString();
+  return translated.ok() ? translated->text : translated.status().ToString();
 }
 
 // What the translations find is in pattern_test.
@@ -30,6 +30,26 @@ TEST(IcuFromOniguruma, Constructs_KeepTheirMeaning) {
   EXPECT_EQ(Icu("[a-]"), R"([a\x{2D}])");
   EXPECT_EQ(Icu(R"(\x{4E2D}\u0041\x41)"), R"(\x{4E2D}AA)");
   EXPECT_EQ(Icu("a{x"), R"(a\x{7B}x)");
+}
+
+// Whether PCRE2 says the same is in pattern_test.
+TEST(IcuFromOniguruma, WhatPcre2ReadsOtherwise_IsForIcu) {
+  for (const char* const expression :
+       {R"(\p{Han})", R"(\p{Letter})", R"(\p{Greek}|a)", R"(\X)", "(?>a)", "[a-c&&b]",
+        R"([[^\w]a])", R"([\W])", "(?i)ss", "(?i:FI)", "(?i:\u00df)", R"((?i)[\p{Lu}])",
+        "(?i)[a-\u00ff]", "(?i)[\u00ff]"}) {
+    const auto translated = IcuFromOniguruma(expression);
+    ASSERT_TRUE(translated.ok()) << translated.status();
+    EXPECT_FALSE(translated->for_pcre2) << expression;
+  }
+  for (const char* const expression :
+       {R"(\p{lu}\P{M}\w\W\b\R.^$)", R"([^\S\D\P{L}\p{^N}[:^space:]])", "[[a-c]b]",
+        "ss|(?i:s's|sa)", "(?i)s|s", "(?i:a-z)\u00df", R"((?i)\p{Lu}+[a-z]*)",
+        "[[:graph:][:print:]]", "(?i)s+s"}) {
+    const auto translated = IcuFromOniguruma(expression);
+    ASSERT_TRUE(translated.ok()) << translated.status();
+    EXPECT_TRUE(translated->for_pcre2) << expression << " as " << translated->text;
+  }
 }
 
 TEST(IcuFromOniguruma, WhatCannotBeTranslated_IsNamedWithItsPlace) {

@@ -11,8 +11,8 @@
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "worker/text/oniguruma.h"
+#include "worker/text/pcre2_pattern.h"
 #include "worker/text/unicode.h"
-#include "worker/text/word_patterns.h"
 
 namespace muster::text {
 namespace {
@@ -184,19 +184,18 @@ absl::Status Refused(absl::string_view expression, const absl::Status& why) {
                                                "\" cannot be used: ", why.message()));
 }
 
-}  // namespace
-
-std::unique_ptr<Pattern> Pattern::Literal(std::string text) {
-  return std::make_unique<LiteralPattern>(std::move(text));
-}
-
-absl::StatusOr<std::unique_ptr<Pattern>> Pattern::IcuRegex(absl::string_view expression) {
+absl::StatusOr<IcuExpression> Translated(absl::string_view expression) {
   if (!IsValidUtf8(expression)) {
     return Refused(expression, absl::InvalidArgumentError("it is not UTF-8"));
   }
-  const absl::StatusOr<std::string> translated = IcuFromOniguruma(expression);
+  absl::StatusOr<IcuExpression> translated = IcuFromOniguruma(expression);
   if (!translated.ok()) return Refused(expression, translated.status());
-  const std::u16string units = Utf16(*translated);
+  return translated;
+}
+
+absl::StatusOr<std::unique_ptr<Pattern>> MakeIcuPattern(absl::string_view expression,
+                                                        absl::string_view translated) {
+  const std::u16string units = Utf16(translated);
   UErrorCode error = U_ZERO_ERROR;
   UParseError where;
   URegularExpression* const compiled =
@@ -209,11 +208,23 @@ absl::StatusOr<std::unique_ptr<Pattern>> Pattern::IcuRegex(absl::string_view exp
   return std::make_unique<IcuPattern>(std::make_unique<Matcher>(compiled));
 }
 
+}  // namespace
+
+std::unique_ptr<Pattern> Pattern::Literal(std::string text) {
+  return std::make_unique<LiteralPattern>(std::move(text));
+}
+
 absl::StatusOr<std::unique_ptr<Pattern>> Pattern::Regex(absl::string_view expression) {
-  if (std::unique_ptr<Pattern> known = KnownWordPattern(expression); known != nullptr) {
-    return known;
+  MUSTER_ASSIGN_OR_RETURN(const IcuExpression translated, Translated(expression));
+  if (translated.for_pcre2) {
+    if (auto pattern = MakePcre2Pattern(translated.text); pattern != nullptr) return pattern;
   }
-  return IcuRegex(expression);
+  return MakeIcuPattern(expression, translated.text);
+}
+
+absl::StatusOr<std::unique_ptr<Pattern>> Pattern::IcuRegex(absl::string_view expression) {
+  MUSTER_ASSIGN_OR_RETURN(const IcuExpression translated, Translated(expression));
+  return MakeIcuPattern(expression, translated.text);
 }
 
 absl::StatusOr<std::unique_ptr<Pattern>> MakePattern(Settings& settings) {

@@ -36,12 +36,11 @@ class Pattern {
   // The text itself.
   static std::unique_ptr<Pattern> Literal(std::string text);
 
-  // Errors: INVALID_ARGUMENT the expression is malformed; UNIMPLEMENTED it uses a construct that we
-  // do not translate. Both name it.
+  // By PCRE2 where it can say the same, otherwise by ICU. Errors: INVALID_ARGUMENT the expression
+  // is malformed; UNIMPLEMENTED it uses a construct that we do not translate. Both name it.
   static absl::StatusOr<std::unique_ptr<Pattern>> Regex(absl::string_view expression);
 
-  // The expression as ICU reads it, without the matchers that are written by hand: what those are
-  // tested against.
+  // By ICU: what PCRE2 is tested against.
   static absl::StatusOr<std::unique_ptr<Pattern>> IcuRegex(absl::string_view expression);
 
  protected:

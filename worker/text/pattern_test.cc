@@ -2,12 +2,22 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unicode/uchar.h>
+#include <unicode/uset.h>
 
+#include <cstdlib>
+#include <iterator>
 #include <random>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "worker/text/oniguruma.h"
+#include "worker/text/pcre2_pattern.h"
 #include "worker/text/unicode.h"
 
 namespace muster::text {
@@ -199,7 +209,17 @@ TEST(Pattern, Literal_IsFoundFromTheLeftWithoutOverlap) {
   EXPECT_EQ(Cut(*Pattern::Literal("x"), ""), std::vector<std::string>());
 }
 
-// Characters that the word patterns tell apart, and any others.
+// PCRE2's tables are of Unicode 14, ICU's of 15.
+bool IsTheSameInBoth(char32_t c) {
+  // Alphabetic or Lowercase from Unicode 15 on.
+  static const std::set<char32_t> kChanged = {0xC04,  0xF82,  0xF83,  0x11080, 0x11081,
+                                              0x10FC, 0xA7F2, 0xA7F3, 0xA7F4,  0xAB69};
+  UVersionInfo age;
+  u_charAge(static_cast<UChar32>(c), age);
+  return age[0] <= 14 && kChanged.count(c) == 0;
+}
+
+// Characters that expressions tell apart, and any others.
 std::string RandomText(std::mt19937_64& random) {
   static const char32_t kInteresting[] = {
       ' ',   '\'', 's',     't',    'l',    'L',  'e',     'v',     'r',     'R',   'd',
@@ -212,30 +232,166 @@ std::string RandomText(std::mt19937_64& random) {
     if (random() % 8 == 0) {
       do {
         c = static_cast<char32_t>(random() % (random() % 2 == 0 ? 0x3000 : 0x110000));
-      } while (c >= 0xD800 && c < 0xE000);
+      } while ((c >= 0xD800 && c < 0xE000) || !IsTheSameInBoth(c));
     }
     AppendUtf8(text, c);
   }
   return text;
 }
 
-TEST(WordPatterns, WrittenByHand_FindWhatTheExpressionsFind) {
-  const std::string known[] = {
-      std::string(kGpt2Words),
-      R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|)"
-      R"( ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)",
-      R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|)"
-      R"( ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)",
-  };
-  std::mt19937_64 random(20260701);
-  for (const std::string& expression : known) {
-    const auto by_hand = Pattern::Regex(expression);
-    const auto by_icu = Pattern::IcuRegex(expression);
-    ASSERT_TRUE(by_hand.ok() && by_icu.ok()) << by_icu.status();
-    for (int i = 0; i < 20'000; ++i) {
-      const std::string text = RandomText(random);
-      ASSERT_EQ(Cut(**by_hand, text), Cut(**by_icu, text)) << expression << " of " << text;
+// An expression of what may be said in both ways, of at most `depth` levels of groups. Only
+// characters are repeated without end: otherwise most matches take too many steps.
+std::string RandomExpression(std::mt19937_64& random, int depth) {
+  static const char* const kAtoms[] = {"a",
+                                       "S",
+                                       "'",
+                                       " ",
+                                       "\\s",
+                                       "\\S",
+                                       "\\w",
+                                       "\\W",
+                                       "\\d",
+                                       "\\D",
+                                       "\\p{L}",
+                                       "\\P{N}",
+                                       "\\p{Lu}",
+                                       "\\h",
+                                       "\\R",
+                                       ".",
+                                       "[^\\s\\p{L}\\p{N}]",
+                                       "[\\r\\n]",
+                                       "[\\w']",
+                                       "[^a-s]",
+                                       "[\\S1]",
+                                       "[[:punct:]]",
+                                       "[[:^alpha:] ]",
+                                       "[\\P{M}]",
+                                       "\\N",
+                                       "\xC3\xA9",
+                                       "[[:graph:]]",
+                                       "[[:print:]]",
+                                       "[[:cntrl:]]",
+                                       "[[:lower:]]",
+                                       "[[:upper:]1]",
+                                       "[[:blank:]]",
+                                       "\\p{Alnum}",
+                                       "\\p{word}",
+                                       "[\\p{Word}]",
+                                       "\\p{Any}",
+                                       "\\p{Assigned}",
+                                       "\\O"};
+  static const char* const kPlaces[] = {"\\b", "\\B", "^", "$", "\\A", "\\z", "\\Z"};
+  static const char* const kGroups[] = {
+      "(", "(?:", "(?=", "(?!", "(?i:", "(?m:", "(?<=", "(?<!", "(?i-m:"};
+  static const char* const kTimes[] = {"",   "",    "",      "?",    "*",    "+",  "+?", "*?",
+                                       "??", "{2}", "{1,3}", "{,2}", "{2,}", "++", "*+", "{1,2}?"};
+  static const char* const kGroupTimes[] = {"", "?", "??", "{2}", "{1,3}", "{1,2}?", "?+"};
+  std::string expression;
+  for (uint64_t parts = 1 + random() % 4; parts > 0; --parts) {
+    if (depth > 0 && random() % 4 == 0) {
+      absl::StrAppend(&expression, kGroups[random() % std::size(kGroups)],
+                      RandomExpression(random, depth - 1), ")",
+                      kGroupTimes[random() % std::size(kGroupTimes)]);
+    } else if (random() % 8 == 0) {
+      absl::StrAppend(&expression, kPlaces[random() % std::size(kPlaces)],
+                      random() % 8 == 0 ? "?" : "");
+    } else {
+      absl::StrAppend(&expression, kAtoms[random() % std::size(kAtoms)],
+                      kTimes[random() % std::size(kTimes)]);
     }
+    if (random() % 6 == 0) expression += '|';
+  }
+  return expression;
+}
+
+// Those of GPT-2, Llama 3, Qwen 2, o200k and DeepSeek.
+const char* const kKnownExpressions[] = {
+    kGpt2Words.data(),
+    R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|)"
+    R"( ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)",
+    R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|)"
+    R"( ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)",
+    R"([^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+)"
+    R"((?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+)"
+    R"([\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}|)"
+    R"( ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+)",
+    R"([!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|)"
+    R"( ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)",
+};
+
+TEST(Pattern, ExpressionsOfKnownModels_AreForPcre2AndCutAsIcuDoes) {
+  std::mt19937_64 random(20260701);
+  for (const char* const expression : kKnownExpressions) {
+    const auto translated = IcuFromOniguruma(expression);
+    ASSERT_TRUE(translated.ok() && translated->for_pcre2) << translated.status();
+    ASSERT_NE(MakePcre2Pattern(translated->text), nullptr);
+    const auto pattern = Pattern::Regex(expression);
+    const auto by_icu = Pattern::IcuRegex(expression);
+    ASSERT_TRUE(pattern.ok() && by_icu.ok()) << by_icu.status();
+    for (int i = 0; i < 10'000; ++i) {
+      const std::string text = RandomText(random);
+      ASSERT_EQ(Cut(**pattern, text), Cut(**by_icu, text)) << expression << " of " << text;
+    }
+  }
+}
+
+TEST(Pattern, RandomExpressions_CutByPcre2AsByIcu) {
+  const char* const cases = std::getenv("MUSTER_FUZZ_CASES");
+  const int64_t count = cases == nullptr ? 400 : std::atoll(cases);
+  std::mt19937_64 random(20261129);
+  int64_t compared = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const std::string expression = RandomExpression(random, 2);
+    const auto translated = IcuFromOniguruma(expression);
+    if (!translated.ok() || !translated->for_pcre2) continue;
+    const auto by_icu = Pattern::IcuRegex(expression);
+    const auto by_pcre2 = MakePcre2Pattern(translated->text);
+    if (!by_icu.ok() || by_pcre2 == nullptr) continue;
+    ++compared;
+    for (int j = 0; j < 20; ++j) {
+      const std::string text = RandomText(random);
+      std::vector<Piece> unused;
+      if (!(*by_icu)->Find(text, unused).ok()) continue;
+      ASSERT_EQ(Cut(*by_pcre2, text), Cut(**by_icu, text))
+          << expression << " as " << translated->text << " of \"" << absl::CHexEscape(text) << "\"";
+    }
+  }
+  EXPECT_GT(compared, count / 3);
+}
+
+// All properties that are left to PCRE2, of all characters.
+TEST(Pattern, Properties_AreThoseOfIcu) {
+  std::string text;
+  for (char32_t c = 0; c < 0x110000; ++c) {
+    if ((c < 0xD800 || c >= 0xE000) && IsTheSameInBoth(c)) AppendUtf8(text, c);
+  }
+  for (const char* const set :
+       {"\\p{Lu}", "\\p{Ll}",     "\\p{Lt}",     "\\p{Lm}",     "\\p{Lo}", "\\p{Mn}", "\\p{Mc}",
+        "\\p{Me}", "\\p{Nd}",     "\\p{Nl}",     "\\p{No}",     "\\p{Pc}", "\\p{Pd}", "\\p{Ps}",
+        "\\p{Pe}", "\\p{Pi}",     "\\p{Pf}",     "\\p{Po}",     "\\p{Sm}", "\\p{Sc}", "\\p{Sk}",
+        "\\p{So}", "\\p{Zs}",     "\\p{Zl}",     "\\p{Zp}",     "\\p{Cc}", "\\p{Cf}", "\\p{Co}",
+        "\\p{Cn}", "\\p{L}",      "\\p{M}",      "\\p{N}",      "\\p{P}",  "\\p{S}",  "\\p{Z}",
+        "\\p{C}",  "[[:alpha:]]", "[[:lower:]]", "[[:upper:]]", "\\s",     "\\w",     "[\\w]",
+        "\\h",     "[[:print:]]"}) {
+    const auto translated = IcuFromOniguruma(set);
+    ASSERT_TRUE(translated.ok() && translated->for_pcre2) << set;
+    const auto by_pcre2 = MakePcre2Pattern(translated->text);
+    ASSERT_NE(by_pcre2, nullptr) << set;
+    std::vector<Piece> pieces;
+    ASSERT_TRUE(by_pcre2->Find(text, pieces).ok()) << set;
+    const std::u16string units(translated->text.begin(), translated->text.end());
+    UErrorCode error = U_ZERO_ERROR;
+    USet* const wanted = uset_openPattern(units.data(), static_cast<int32_t>(units.size()), &error);
+    ASSERT_TRUE(U_SUCCESS(error)) << set;
+    for (const Piece& piece : pieces) {
+      for (size_t at = piece.begin; at < piece.end;) {
+        const char32_t c = NextCharacter(text, at);
+        if (piece.match != uset_contains(wanted, static_cast<UChar32>(c))) {
+          ADD_FAILURE() << set << absl::StrFormat(" U+%04X", static_cast<uint32_t>(c));
+        }
+      }
+    }
+    uset_close(wanted);
   }
 }
 
