@@ -201,6 +201,13 @@ class DeepSpeedMapper {
       // The whole model computes in this type there, without autocast, so it returns it.
       sharding.output_dtype = sharding.parameter_dtype;
     }
+    // It is on there unless the config says otherwise.
+    if (bf16 && At("bf16.check_grad_overflow") != false) {
+      plan_.notes.push_back(
+          "bf16.check_grad_overflow has no effect: a step in bf16 is taken also with gradients "
+          "that "
+          "are not finite");
+    }
     MUSTER_RETURN_IF_ERROR(DataTypes());
     if (fp16) {
       PlannedLossScale scale;

@@ -310,6 +310,20 @@ TEST(MapDeepSpeed, MixedPrecision_IsThatOfOutputsAndNotOfBuffers) {
   EXPECT_THAT(error({{"keep_in_fp32_modules", Json({"rotary"})}}), HasSubstr("remove it"));
 }
 
+// DeepSpeed skips steps in bf16 whose gradients are not finite, unless the config says otherwise.
+TEST(MapDeepSpeed, StepsInBf16ThatAreNotSkipped_AreNoted) {
+  const auto notes = [](const Json& section) {
+    const auto plan = MapDeepSpeed({{"bf16", section}});
+    EXPECT_TRUE(plan.ok()) << plan.status();
+    return plan.ok() ? plan->notes : std::vector<std::string>();
+  };
+  const auto is_said = testing::Contains(HasSubstr("bf16.check_grad_overflow has no effect"));
+  EXPECT_THAT(notes({{"enabled", true}}), is_said);
+  EXPECT_THAT(notes({{"enabled", true}, {"check_grad_overflow", false}}), testing::Not(is_said));
+  EXPECT_THAT(notes({{"enabled", false}}), testing::Not(is_said));
+  EXPECT_FALSE(MapDeepSpeed({{"bf16", {{"enabled", true}, {"check_grad_overflow", true}}}}).ok());
+}
+
 // Accelerate adds a section bf16, so that DeepSpeed does not read the one with the former name.
 TEST(MapDeepSpeed, FormerNameOfBf16_IsRefusedByName) {
   EXPECT_THAT(MapDeepSpeed({{"bfloat16", {{"enabled", true}}}}).status().message(),
