@@ -7,6 +7,7 @@
 #include <random>
 #include <set>
 
+#include "absl/strings/str_cat.h"
 #include "base/mutate.h"
 
 namespace muster::client {
@@ -226,8 +227,8 @@ TEST(MapFsdp, Strategies_AreOurs) {
 TEST(MapFsdp, ArgumentsThatNothingReads_AreRefusedByName) {
   const auto error = [](const Json& arguments) {
     const auto settings = ResolveFsdp(arguments, {}, "no");
-    EXPECT_TRUE(settings.ok()) << settings.status();
-    return std::string(MapFsdp(*settings).status().message());
+    return settings.ok() ? std::string(MapFsdp(*settings).status().message())
+                         : absl::StrCat("not resolved: ", settings.status().message());
   };
   EXPECT_THAT(error({{"transformer_cls_names_to_wrap", "A"}}),
               HasSubstr("set auto_wrap_policy to TRANSFORMER_BASED_WRAP"));
