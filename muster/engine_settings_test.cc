@@ -252,6 +252,17 @@ TEST(ReadEngineSettings, LossScale_IsThatOfDeepSpeed) {
   EXPECT_FALSE(settings->grad_scaler.has_value());
 }
 
+TEST(ReadEngineSettings, PrecisionOfDeepSpeed_IsThatOfOutputs) {
+  absl::StatusOr<EngineSettings> settings =
+      ReadFile(R"(, "bf16": {"enabled": true}, "data_types": {"buffer_dtype": "bf16"})", "bf16");
+  ASSERT_TRUE(settings.ok()) << settings.status();
+  EXPECT_EQ(settings->sharding.output_dtype, c10::ScalarType::BFloat16);
+  EXPECT_EQ(settings->sharding.buffer_dtype, c10::ScalarType::BFloat16);
+  settings = ReadFile("", "no");
+  ASSERT_TRUE(settings.ok()) << settings.status();
+  EXPECT_FALSE(settings->sharding.output_dtype.has_value());
+}
+
 TEST(ReadEngineSettings, WhatTheEngineDoesNotHave_IsRefusedWithTheWayOut) {
   EXPECT_THAT(Error({{"ACCELERATE_USE_FSDP", "true"}, {"FSDP_SHARDING_STRATEGY", "9"}}),
               HasSubstr("9"));

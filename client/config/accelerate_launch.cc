@@ -360,7 +360,7 @@ class Planner {
       AddDefaults();
     }
     MUSTER_RETURN_IF_ERROR(CheckCounts());
-    SetThreads();
+    MUSTER_RETURN_IF_ERROR(SetThreads());
     const bool cpu = IsPythonTrue(values_["cpu"]);
     if (IsPythonTrue(values_["module"]) && IsPythonTrue(values_["no_python"])) {
       return absl::InvalidArgumentError("--module and --no_python cannot be used together");
@@ -423,7 +423,23 @@ class Planner {
     return word.size() > 1 && word[0] == '-' && !absl::SimpleAtod(word, &number);
   }
 
-  absl::Status ReadFlags(const std::vector<std::string>& args) {
+  // "-qm" is "-q -m", and "-t3" is "-t 3".
+  static std::vector<std::string> Separated(const std::vector<std::string>& args) {
+    std::vector<std::string> separate;
+    for (std::string word : args) {
+      while (word.size() > 2 && word[0] == '-' &&
+             (word[1] == 'q' || word[1] == 'm' || word[1] == 't')) {
+        const bool takes_value = word[1] == 't';
+        separate.push_back(word.substr(0, 2));
+        word = takes_value ? word.substr(2) : absl::StrCat("-", word.substr(2));
+      }
+      separate.push_back(std::move(word));
+    }
+    return separate;
+  }
+
+  absl::Status ReadFlags(const std::vector<std::string>& given) {
+    const std::vector<std::string> args = Separated(given);
     static const auto* const kShort =
         new std::map<std::string, std::string>{{"-m", "module"}, {"-q", "quiet"}, {"-t", "tee"}};
     for (size_t i = 0; i < args.size(); ++i) {
@@ -627,28 +643,37 @@ class Planner {
     return absl::OkStatus();
   }
 
-  std::optional<int> Variable(const char* name) const {
+  // A count; none if the variable is not set or negative.
+  absl::StatusOr<std::optional<int>> Variable(const char* name) const {
     const auto it = variables_.find(name);
-    int value = 0;
-    if (it == variables_.end() || !absl::SimpleAtoi(it->second, &value) || value < 0) {
-      return std::nullopt;
+    if (it == variables_.end()) return std::optional<int>();
+    const std::optional<int64_t> value = ParsePythonInt(it->second);
+    if (!value.has_value() || *value >= kTooMany) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(name, ": ", it->second, " is not allowed: it must be a whole number"));
     }
-    return value;
+    return *value < 0 ? std::nullopt : std::optional<int>(static_cast<int>(*value));
   }
 
-  void SetThreads() {
+  absl::Status SetThreads() {
     Json& threads = values_["num_cpu_threads_per_process"];
-    if (!threads.is_null()) return;
-    const std::optional<int> given = Variable("OMP_NUM_THREADS");
+    if (!threads.is_null()) return absl::OkStatus();
+    MUSTER_ASSIGN_OR_RETURN(const std::optional<int> given, Variable("OMP_NUM_THREADS"));
     threads = given.value_or(1);
-    if (!IsPythonTrue(values_["use_cpu"]) || Int("num_processes") < 1 || given.value_or(0) != 0)
-      return;
+    if (!IsPythonTrue(values_["use_cpu"]) || Int("num_processes") < 1 || given.value_or(0) != 0) {
+      return absl::OkStatus();
+    }
     int local = std::max(Int("num_processes") / Int("num_machines"), 1);
+    // The first one that is set counts.
     for (const char* name :
-         {"MV2_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"}) {
-      local = std::max(Variable(name).value_or(local), 1);
+         {"MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"}) {
+      MUSTER_ASSIGN_OR_RETURN(const std::optional<int> ranks, Variable(name));
+      if (!ranks.has_value()) continue;
+      local = std::max(*ranks, 1);
+      break;
     }
     if (machine_.physical_cores / local > 1) threads = machine_.physical_cores / local;
+    return absl::OkStatus();
   }
 
   absl::Status Common() {
@@ -789,8 +814,7 @@ class Planner {
     if (IsPythonTrue(values_["use_fsdp"])) MUSTER_RETURN_IF_ERROR(Fsdp());
     if (IsPythonTrue(values_["use_megatron_lm"])) Megatron();
     Export("OMP_NUM_THREADS", Text("num_cpu_threads_per_process"));
-    Parallelism();
-    return absl::OkStatus();
+    return Parallelism();
   }
 
   absl::Status Fsdp() {
@@ -838,8 +862,16 @@ class Planner {
     }
   }
 
-  void Parallelism() {
-    if (!IsPythonTrue(values_["use_parallelism_config"])) return;
+  absl::Status Parallelism() {
+    if (!IsPythonTrue(values_["use_parallelism_config"])) return absl::OkStatus();
+    // Accelerate compares some with 1, and its processes read the others as numbers.
+    for (const char* name : {"dp_replicate", "dp_shard", "tp", "cp", "sp"}) {
+      const std::string flag = absl::StrCat("parallelism_config_", name, "_size");
+      if (!ParsePythonInt(Text(flag)).has_value()) {
+        return absl::InvalidArgumentError(
+            absl::StrCat(flag, ": ", Text(flag), " is not allowed: it must be a whole number"));
+      }
+    }
     Export("ACCELERATE_USE_PARALLELISM_CONFIG", "true");
     std::vector<absl::string_view> names = {"dp_replicate_size", "dp_shard_size", "tp_size",
                                             "cp_size",           "cp_backend",    "sp_size",
@@ -853,6 +885,7 @@ class Planner {
       const std::string flag = absl::StrCat("parallelism_config_", name);
       Export(absl::AsciiStrToUpper(flag), Text(flag));
     }
+    return absl::OkStatus();
   }
 
   absl::Status Deepspeed() {
@@ -901,8 +934,7 @@ class Planner {
       launch_.left_out[absl::StrCat("ACCELERATE_DEEPSPEED_", absl::AsciiStrToUpper(setting))] =
           Text(setting);
     }
-    Parallelism();
-    return absl::OkStatus();
+    return Parallelism();
   }
 
   absl::Status DeepspeedCommand(const std::string& runner) {

@@ -291,6 +291,46 @@ TEST(AccelerateLaunch, BadFile_NamesFileKeyAndWayOut) {
               HasSubstr("FP8 is not available on this machine"));
 }
 
+TEST(AccelerateLaunch, SizesOfParallelismThatAreNoNumbers_AreNamed) {
+  const std::string file =
+      "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n"
+      "parallelism_config:\n  parallelism_config_";
+  for (const char* key : {"dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"}) {
+    for (const char* value : {"None", "null", "two", "1.5", "[2]"}) {
+      EXPECT_THAT(Error(file + key + ": " + value + "\n"),
+                  HasSubstr(std::string("parallelism_config_") + key + ": "))
+          << value;
+    }
+    EXPECT_EQ(Error(file + key + ": '2'\n"), "no error");
+  }
+}
+
+TEST(AccelerateLaunch, CountsInVariables_AreReadAsInPythonAndNamed) {
+  const std::string file = "distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n";
+  const auto threads = [&](const std::map<std::string, std::string>& variables) {
+    const auto plan = Plan(file, {}, variables, {.physical_cores = 8});
+    return plan.ok() ? plan->env.at("OMP_NUM_THREADS") : std::string(plan.status().message());
+  };
+  EXPECT_EQ(threads({}), "4");
+  EXPECT_EQ(threads({{"OMP_NUM_THREADS", " 3 "}}), "3");
+  EXPECT_EQ(threads({{"OMP_NUM_THREADS", "-1"}}), "4");
+  EXPECT_EQ(threads({{"MPI_LOCALNRANKS", "4"}, {"OMPI_COMM_WORLD_LOCAL_SIZE", "8"}}), "2");
+  EXPECT_EQ(threads({{"MPI_LOCALNRANKS", "-1"}, {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}}), "4");
+  for (const char* word : {"x", "", "2.0"}) {
+    EXPECT_THAT(threads({{"OMP_NUM_THREADS", word}}),
+                HasSubstr(std::string("OMP_NUM_THREADS: ") + word + " is not allowed"));
+    EXPECT_THAT(threads({{"MPI_LOCALNRANKS", word}}), HasSubstr("MPI_LOCALNRANKS"));
+  }
+}
+
+TEST(AccelerateLaunch, ShortFlagsInOneWord_AreSeveral) {
+  EXPECT_EQ(Error("", {"-qm", "--num_processes", "2"}), "no error");
+  EXPECT_EQ(Error("", {"-t3", "--num_processes", "2"}), "no error");
+  EXPECT_THAT(Error("", {"-mq", "--no_python", "--num_processes", "2"}),
+              HasSubstr("--module and --no_python cannot be used together"));
+  EXPECT_THAT(Error("", {"-qx"}), HasSubstr("-x: expected a flag"));
+}
+
 TEST(AccelerateLaunch, BadFlags_AreNamed) {
   EXPECT_THAT(Error("", {"--nmu_processes", "2"}), HasSubstr("did you mean --num_processes?"));
   EXPECT_THAT(Error("", {"--fsdp", "2"}), HasSubstr("it may be --fsdp_activation_checkpointing"));

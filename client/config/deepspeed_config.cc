@@ -104,6 +104,8 @@ absl::StatusOr<Json> FloatOrAuto(const std::string& name, const Json& value) {
   if (value.is_string()) {
     const std::optional<double> number = ParsePythonFloat(value.get<std::string>());
     if (number.has_value() && std::isfinite(*number)) return Json(*number);
+    // JSON has no such numbers, so they are the texts that stand for them everywhere.
+    if (number.has_value()) return Json(std::isnan(*number) ? "nan" : *number > 0 ? "inf" : "-inf");
   }
   return Wrong(name, value, "a number or auto");
 }
@@ -119,9 +121,13 @@ absl::StatusOr<Json> Text(const std::string& name, const Json& value) {
   return Wrong(name, value, "text");
 }
 
+// A variable is true if it says so. An argument must be a boolean: Accelerate keeps a word as it
+// is, so there "no" is true.
 absl::StatusOr<Json> Truth(const std::string& name, const Json& value) {
   if (value.is_boolean()) return value;
-  if (value.is_string()) return Json(absl::AsciiStrToLower(value.get<std::string>()) == "true");
+  if (value.is_string() && absl::StartsWith(name, "ACCELERATE_")) {
+    return Json(absl::AsciiStrToLower(value.get<std::string>()) == "true");
+  }
   return Wrong(name, value, "true or false");
 }
 
@@ -172,10 +178,8 @@ absl::Status CheckSections(const Json& config) {
   for (const char* key : {kZero, "zero_optimization.offload_optimizer",
                           "zero_optimization.offload_param", "fp16", "bf16"}) {
     const Json* section = At(config, key);
-    // DeepSpeed takes null for no offloading.
-    const bool absent =
-        section == nullptr || (section->is_null() && absl::StrContains(key, "offload"));
-    if (!absent && !section->is_object()) {
+    // Null is as good as absent.
+    if (section != nullptr && !section->is_null() && !section->is_object()) {
       return Wrong(absl::StrCat("the section ", key, " of a DeepSpeed config"), *section,
                    "an object");
     }
@@ -219,6 +223,13 @@ absl::StatusOr<int64_t> Times(int64_t a, int64_t b, absl::string_view what) {
 absl::StatusOr<std::optional<int64_t>> BatchNumber(const Json& config, const char* key) {
   const Json* value = At(config, key);
   if (value == nullptr || value->is_null()) return std::optional<int64_t>();
+  // 8.0 is a whole number, too.
+  if (value->is_number_float()) {
+    const double number = value->get<double>();
+    if (number == std::floor(number) && number > 0 && number < 9e18) {
+      return std::optional<int64_t>(static_cast<int64_t>(number));
+    }
+  }
   if (!value->is_number_integer() ||
       (value->is_number_unsigned() && value->get<uint64_t>() > static_cast<uint64_t>(INT64_MAX))) {
     return Wrong(key, *value, "a whole number");
@@ -274,6 +285,10 @@ absl::Status DeepSpeedConfig::Init(const Json& config, const Json& arguments,
   if (Given(arguments, "is_train_batch_min")) {
     MUSTER_ASSIGN_OR_RETURN(fields_["is_train_batch_min"],
                             Truth("is_train_batch_min", arguments["is_train_batch_min"]));
+  }
+  if (Given(arguments, "transformer_moe_cls_names")) {
+    MUSTER_RETURN_IF_ERROR(
+        Text("transformer_moe_cls_names", arguments["transformer_moe_cls_names"]).status());
   }
   // The Accelerator reads the same variable, and there too it wins over the argument.
   if (const auto steps = Variable(variables, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")) {

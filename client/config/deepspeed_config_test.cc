@@ -61,6 +61,54 @@ TEST(DeepSpeedConfig, WrongValues_AreNamedWithTheirSource) {
 }
 
 // In Python true is 1, and 0 is false.
+// float() reads them, and JSON has no such numbers.
+TEST(DeepSpeedConfig, ClippingThatIsNotFinite_IsTheTextOfIt) {
+  for (const auto& [word, text] : {std::pair{"inf", "inf"},
+                                   {"Infinity", "inf"},
+                                   {"1e999", "inf"},
+                                   {"-inf", "-inf"},
+                                   {"nan", "nan"},
+                                   {"+NaN", "nan"}}) {
+    SCOPED_TRACE(word);
+    const Variables variables = {{"ACCELERATE_GRADIENT_CLIPPING", word}};
+    auto config = DeepSpeedConfig::Resolve(nullptr, nullptr, variables, {});
+    ASSERT_TRUE(config.ok()) << config.status();
+    EXPECT_EQ(config->config()["gradient_clipping"], text);
+    config = DeepSpeedConfig::Resolve(
+        {{"zero_optimization", {{"stage", 2}}}, {"gradient_clipping", "auto"}}, nullptr, variables,
+        {});
+    ASSERT_TRUE(config.ok()) << config.status();
+    EXPECT_EQ(config->config()["gradient_clipping"], text);
+    EXPECT_EQ(config->fields()["gradient_clipping"], text);
+  }
+}
+
+TEST(DeepSpeedConfig, NullSections_StayNull) {
+  for (const char* mode : {"no", "fp16", "bf16"}) {
+    const auto config = DeepSpeedConfig::Resolve(
+        {{"zero_optimization", nullptr}, {"fp16", nullptr}, {"bf16", nullptr}}, nullptr, {},
+        {.mixed_precision = mode});
+    ASSERT_TRUE(config.ok()) << config.status();
+    for (const char* section : {"zero_optimization", "fp16", "bf16"}) {
+      EXPECT_TRUE(config->config()[section].is_null()) << section;
+    }
+    EXPECT_EQ(config->fields()["zero_stage"], 2);
+  }
+}
+
+// Accelerate keeps the word, and every word is true.
+TEST(DeepSpeedConfig, WordForABooleanArgument_IsRefused) {
+  for (const char* name :
+       {"zero3_init_flag", "zero3_save_16bit_model", "is_train_batch_min", "enable_msamp"}) {
+    EXPECT_THAT(Error(DeepSpeedConfig::Resolve(nullptr, {{name, "no"}}, {}, {})),
+                HasSubstr(std::string(name) + " must be true or false, not no"));
+  }
+  EXPECT_EQ(DeepSpeedConfig::Resolve(nullptr, nullptr,
+                                     {{"ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", "True"}}, {})
+                ->fields()["zero3_save_16bit_model"],
+            true);
+}
+
 TEST(DeepSpeedConfig, BooleansAndNumbers_CompareAsInPython) {
   auto config = DeepSpeedConfig::Resolve(
       {{"zero_optimization", {{"overlap_comm", true}}}, {"gradient_accumulation_steps", 1}},
@@ -140,8 +188,6 @@ TEST(DeepSpeedConfig, NullForAnOffloadSection_IsNoOffloading) {
   ASSERT_TRUE(config.ok()) << config.status();
   ASSERT_TRUE(config->Prepare(objects).ok());
   EXPECT_FALSE(config->cpu_optimizer());
-  EXPECT_THAT(Error(DeepSpeedConfig::Resolve({{"zero_optimization", nullptr}}, nullptr, {}, {})),
-              HasSubstr("zero_optimization"));
 }
 
 TEST(DeepSpeedConfig, SplitBatchesOfALoaderWithoutABatchSize_AreRefused) {
@@ -155,6 +201,15 @@ TEST(DeepSpeedConfig, SplitBatchesOfALoaderWithoutABatchSize_AreRefused) {
   context.split_batches = true;
   EXPECT_THAT(DeepSpeedConfig::Resolve(config, nullptr, {}, context)->Prepare(objects).message(),
               HasSubstr("batch_size"));
+}
+
+TEST(DeepSpeedBatch, WholeNumbersWithAPoint_AreWholeNumbers) {
+  const auto sizes = DeepSpeedBatch({{"train_micro_batch_size_per_gpu", 4.0}}, 2);
+  ASSERT_TRUE(sizes.ok()) << sizes.status();
+  EXPECT_EQ(sizes->train, 8);
+  for (const double number : {4.5, 0.0, -4.0, 1e300}) {
+    EXPECT_FALSE(DeepSpeedBatch({{"train_micro_batch_size_per_gpu", number}}, 2).ok()) << number;
+  }
 }
 
 TEST(DeepSpeedBatch, NumbersThatDoNotFit_AreRefused) {

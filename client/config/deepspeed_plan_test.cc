@@ -103,6 +103,23 @@ TEST(DeepSpeedPlan, FileThatDisagreesWithTheProcess_IsRefused) {
 }
 
 // With Accelerate the file alone counts, in silence.
+// Accelerate trains such a job in fp32 without a word.
+TEST(DeepSpeedPlan, NullSectionOfTheProcesssPrecision_IsRefused) {
+  EXPECT_THAT(Error(R"(, "bf16": null)"),
+              HasSubstr("asks for mixed precision no (fp16.enabled, bf16.enabled), and the process "
+                        "has bf16"));
+  EXPECT_TRUE(Plan(R"(, "gradient_accumulation_steps": 2, "fp16": null)").ok());
+}
+
+TEST(DeepSpeedPlan, ClippingThatIsNotFinite_IsNoneOrRefused) {
+  const auto plan = [](const std::string& clipping) {
+    return PlanDeepSpeed({{"ACCELERATE_GRADIENT_CLIPPING", clipping}}, {});
+  };
+  ASSERT_TRUE(plan("inf").ok()) << plan("inf").status();
+  EXPECT_FALSE(plan("inf")->plan.gradient_clipping.has_value());
+  EXPECT_THAT(plan("nan").status().message(), HasSubstr("gradient_clipping must be a number"));
+}
+
 TEST(DeepSpeedPlan, FlagThatTheFileContradicts_IsRefused) {
   const auto error = [](const std::string& variable, const std::string& value,
                         const std::string& more) {

@@ -135,9 +135,14 @@ class Resolver {
     return Wrong(given, absl::StrCat("must be true or false, not ", Shown(given.value)));
   }
 
-  absl::StatusOr<bool> Flag(const char* argument, const char* variable) const {
+  // An argument must be a boolean: Accelerate keeps a word as it is, so there "no" is true.
+  absl::StatusOr<bool> Flag(const char* argument, const char* variable,
+                            bool otherwise = false) const {
     const Given given = Find(argument, variable);
-    if (given.value.is_null()) return false;
+    if (given.value.is_null()) return otherwise;
+    if (given.source == argument && !given.value.is_boolean()) {
+      return Wrong(given, absl::StrCat("must be true or false, not ", Shown(given.value)));
+    }
     return Truth(given);
   }
 
@@ -214,6 +219,7 @@ class Resolver {
     if (!given.value.is_null()) {
       MUSTER_ASSIGN_OR_RETURN(const int number, Choice(given, Strategies(), "ShardingStrategy"));
       settings_.strategy = static_cast<Strategy>(number);
+      if (given.value.is_number()) settings_.kept_strategy = given.value;
     }
     if (reshard.value.is_null()) return absl::OkStatus();
     MUSTER_ASSIGN_OR_RETURN(const int number, Choice(reshard, Strategies(), "ShardingStrategy"));
@@ -240,8 +246,10 @@ class Resolver {
                      "does not exist in FSDP2: set reshard_after_forward to a `bool` (true for "
                      "FULL_SHARD, false for SHARD_GRAD_OP)");
       }
-      MUSTER_ASSIGN_OR_RETURN(const int number, Choice(strategy, Strategies(), "ShardingStrategy"));
-      settings_.strategy = static_cast<Strategy>(number);
+      // Nothing reads it. MapFsdp() refuses a word that is none.
+      const absl::StatusOr<int> number = Choice(strategy, Strategies(), "ShardingStrategy");
+      if (number.ok()) settings_.strategy = static_cast<Strategy>(*number);
+      settings_.kept_strategy = strategy.value;
       settings_.notes.push_back("sharding_strategy has no effect in FSDP2");
     }
     const Given given = Find("reshard_after_forward", "RESHARD_AFTER_FORWARD");
@@ -335,6 +343,11 @@ class Resolver {
         Find("transformer_cls_names_to_wrap", by_class ? "TRANSFORMER_CLS_TO_WRAP" : nullptr);
     if (given.value.is_null()) return absl::OkStatus();
     std::vector<std::string>& classes = settings_.transformer_classes.emplace();
+    if (given.value.is_string() && !by_class) {
+      classes.push_back(given.value.get<std::string>());
+      settings_.classes_are_one_text = true;
+      return absl::OkStatus();
+    }
     if (given.value.is_string()) {
       for (absl::string_view name : absl::StrSplit(given.value.get<std::string>(), ',')) {
         classes.emplace_back(absl::StripAsciiWhitespace(name));
@@ -411,10 +424,8 @@ class Resolver {
       return Wrong(ignored,
                    absl::StrCat("must be a pattern of module names, not ", Shown(ignored.value)));
     }
-    const Given gathers = Find("limit_all_gathers", nullptr);
-    if (!gathers.value.is_null()) {
-      MUSTER_ASSIGN_OR_RETURN(settings_.limit_all_gathers, Truth(gathers));
-    }
+    MUSTER_ASSIGN_OR_RETURN(settings_.limit_all_gathers,
+                            Flag("limit_all_gathers", nullptr, /*otherwise=*/true));
     MUSTER_ASSIGN_OR_RETURN(settings_.cpu_ram_efficient_loading,
                             Flag("cpu_ram_efficient_loading", "CPU_RAM_EFFICIENT_LOADING"));
     if (settings_.version == 1 && settings_.cpu_ram_efficient_loading &&
@@ -509,7 +520,9 @@ Json FsdpFields(const FsdpSettings& settings) {
   Json fields;
   fields["fsdp_version"] = settings.version;
   fields["sharding_strategy"] =
-      settings.strategy ? Json(Strategies()[static_cast<size_t>(*settings.strategy) - 1]) : Json();
+      !settings.kept_strategy.is_null() ? settings.kept_strategy
+      : settings.strategy ? Json(Strategies()[static_cast<size_t>(*settings.strategy) - 1])
+                          : Json();
   fields["reshard_after_forward"] = OrNull(settings.reshard_after_forward);
   fields["backward_prefetch"] =
       settings.backward_prefetch
@@ -519,7 +532,9 @@ Json FsdpFields(const FsdpSettings& settings) {
       settings.wrap == FsdpSettings::Wrap::kTransformer ? Json("TRANSFORMER_BASED_WRAP")
       : settings.wrap == FsdpSettings::Wrap::kSize      ? Json("SIZE_BASED_WRAP")
                                                         : Json();
-  fields["transformer_cls_names_to_wrap"] = OrNull(settings.transformer_classes);
+  fields["transformer_cls_names_to_wrap"] = settings.classes_are_one_text
+                                                ? Json(settings.transformer_classes->front())
+                                                : OrNull(settings.transformer_classes);
   fields["min_num_params"] = OrNull(settings.min_num_params);
   fields["cpu_offload"] = settings.cpu_offload;
   fields["mixed_precision_policy"] = nullptr;

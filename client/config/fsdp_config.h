@@ -42,11 +42,18 @@ struct FsdpSettings {
   };
 
   int version = 1;
-  std::optional<Strategy> strategy;           // version 1
+  // Of version 1. In version 2 an argument is kept here, too, and has no effect.
+  std::optional<Strategy> strategy;
+  // The argument `sharding_strategy` where Accelerate keeps it as it is: a number in version 1,
+  // anything in version 2, also what is no strategy. Null: there is none.
+  nlohmann::json kept_strategy = nullptr;
   std::optional<bool> reshard_after_forward;  // version 2
   std::optional<Prefetch> backward_prefetch;  // version 1
   Wrap wrap = Wrap::kNone;
   std::optional<std::vector<std::string>> transformer_classes;
+  // One text as an argument without the policy that it is for, which Accelerate does not divide: it
+  // is the only entry of `transformer_classes`.
+  bool classes_are_one_text = false;
   std::optional<int64_t> min_num_params;
   bool cpu_offload = false;
   std::optional<Precision> precision;

@@ -113,7 +113,8 @@ TEST(ResolveFsdp, WrongValues_AreNamedWithTheirSource) {
   EXPECT_THAT(Error(nullptr, {{"FSDP_SHARDING_STRATEGY", "FULL_SHRD"}}),
               HasSubstr("did you mean FULL_SHARD?"));
   EXPECT_THAT(Error({{"use_orig_params", 7}}, {}), HasSubstr("use_orig_params: must be true"));
-  EXPECT_THAT(Error({{"cpu_offload", "cpu"}}, {}), HasSubstr("invalid truth value cpu"));
+  EXPECT_THAT(Error(nullptr, {{"FSDP_OFFLOAD_PARAMS", "cpu"}}),
+              HasSubstr("invalid truth value cpu"));
   EXPECT_THAT(Error(nullptr, {}, "fp4"), HasSubstr("fp4"));
   EXPECT_THAT(Error(Json::array(), {}), HasSubstr("must be an object"));
   EXPECT_THAT(Error({{"fsdp_version", UINT64_MAX}}, {}), HasSubstr("must be an integer"));
@@ -136,6 +137,42 @@ TEST(ResolveFsdp, ForwardPrefetchInVersion2_IsRefusedFromEverySource) {
   for (const char* no_wish : {"false", "none"}) {
     EXPECT_EQ(Error(nullptr, {{"FSDP_VERSION", "2"}, {"FSDP_FORWARD_PREFETCH", no_wish}}),
               "accepted");
+  }
+}
+
+// What Accelerate does not look at, it keeps: the fields are the same, and MapFsdp() decides.
+TEST(ResolveFsdp, ArgumentsThatNothingReads_StayAsTheyAre) {
+  const auto field = [](const Json& arguments, const char* name) {
+    return FsdpFields(Resolved(arguments, {}))[name];
+  };
+  EXPECT_EQ(field({{"transformer_cls_names_to_wrap", "A,B"}}, "transformer_cls_names_to_wrap"),
+            "A,B");
+  EXPECT_EQ(field({{"transformer_cls_names_to_wrap", "A,B"},
+                   {"auto_wrap_policy", "transformer_based_wrap"}},
+                  "transformer_cls_names_to_wrap"),
+            Json({"A", "B"}));
+  EXPECT_EQ(field({{"sharding_strategy", 2}}, "sharding_strategy"), 2);
+  EXPECT_EQ(Resolved({{"sharding_strategy", 2}}, {}).strategy,
+            FsdpSettings::Strategy::kShardGradOp);
+  EXPECT_EQ(field({{"sharding_strategy", "2"}}, "sharding_strategy"), "SHARD_GRAD_OP");
+  for (const Json& strategy : {Json("full_shard"), Json("2"), Json(4), Json("FULL_SHRD")}) {
+    EXPECT_EQ(
+        field(
+            {{"fsdp_version", 2}, {"reshard_after_forward", true}, {"sharding_strategy", strategy}},
+            "sharding_strategy"),
+        strategy);
+  }
+}
+
+// Accelerate keeps the word, and every word is true.
+TEST(ResolveFsdp, WordForABooleanArgument_IsRefused) {
+  for (const char* name : {"cpu_offload", "use_orig_params", "sync_module_states",
+                           "forward_prefetch", "limit_all_gathers", "activation_checkpointing",
+                           "activation_checkpointing_offload", "cpu_ram_efficient_loading"}) {
+    for (const char* word : {"no", "true"}) {
+      EXPECT_THAT(Error({{name, word}}, {}),
+                  HasSubstr(std::string(name) + ": must be true or false, not " + word));
+    }
   }
 }
 

@@ -37,6 +37,7 @@ bool IsOff(const Json& value, const Json& off) {
   // Of one that is on by default false asks for something.
   if (off == true) return value.is_null() || value == true;
   if (value.is_null() || value == false || (!off.is_null() && value == off)) return true;
+  if (value.is_array()) return value.empty();
   return value.is_object() && (value.empty() || value.value("enabled", Json(true)) == false);
 }
 
@@ -136,6 +137,10 @@ class DeepSpeedMapper {
   }
 
   absl::Status Zero() {
+    if (const auto zero = config_.find("zero_optimization");
+        zero != config_.end() && zero->is_null()) {
+      return Wrong("zero_optimization", *zero, "an object with its stage");
+    }
     const Json stage = At("zero_optimization.stage");
     auto& sharding = plan_.sharding;
     if (stage.is_null() || stage == 0) {
@@ -193,7 +198,17 @@ class DeepSpeedMapper {
       plan_.mixed_precision = fp16 ? "fp16" : "bf16";
       sharding.parameter_dtype = fp16 ? "float16" : "bfloat16";
       sharding.reduce_dtype = sharding.parameter_dtype;
+      // The whole model computes in this type there, without autocast, so it returns it.
+      sharding.output_dtype = sharding.parameter_dtype;
     }
+    // It is on there unless the config says otherwise.
+    if (bf16 && At("bf16.check_grad_overflow") != false) {
+      plan_.notes.push_back(
+          "bf16.check_grad_overflow has no effect: a step in bf16 is taken also with gradients "
+          "that "
+          "are not finite");
+    }
+    MUSTER_RETURN_IF_ERROR(DataTypes());
     if (fp16) {
       PlannedLossScale scale;
       const auto read = [&](const char* key, double least, auto& target) -> absl::Status {
@@ -223,6 +238,33 @@ class DeepSpeedMapper {
     return absl::OkStatus();
   }
 
+  // The names of DeepSpeed's types: its own, torch's, and those of torch's Python.
+  absl::StatusOr<std::optional<std::string>> Dtype(const std::string& key) const {
+    const Json value = At(key);
+    if (value.is_null()) return std::nullopt;
+    for (const auto& [dtype, names] :
+         {std::pair<const char*, std::vector<const char*>>{
+              "float32", {"fp32", "float32", "float", "torch.float32"}},
+          {"float16", {"fp16", "float16", "half", "torch.float16"}},
+          {"bfloat16", {"bf16", "bfloat16", "torch.bfloat16"}}}) {
+      for (const char* name : names) {
+        if (value == name) return std::optional<std::string>(dtype);
+      }
+    }
+    return Wrong(key, value, "fp32, fp16 or bf16");
+  }
+
+  absl::Status DataTypes() {
+    auto& sharding = plan_.sharding;
+    MUSTER_ASSIGN_OR_RETURN(sharding.buffer_dtype, Dtype("data_types.buffer_dtype"));
+    MUSTER_ASSIGN_OR_RETURN(const auto parameters, Dtype("data_types.param_dtype"));
+    if (parameters.has_value() && *parameters != sharding.parameter_dtype.value_or("float32")) {
+      return Wrong("data_types.param_dtype", At("data_types.param_dtype"),
+                   "that of fp16.enabled or bf16.enabled (fp32 with neither)");
+    }
+    return absl::OkStatus();
+  }
+
   absl::Status Steps() {
     struct Whole {
       const char* key;
@@ -235,6 +277,8 @@ class DeepSpeedMapper {
       if (At(field.key) == "auto") continue;
       MUSTER_RETURN_IF_ERROR(Number(field.key, 1, *field.number));
     }
+    // As text, since JSON has no infinity. No norm is above it.
+    if (At("gradient_clipping") == "inf") return absl::OkStatus();
     MUSTER_RETURN_IF_ERROR(Number("gradient_clipping", 0, plan_.gradient_clipping));
     if (plan_.gradient_clipping == 0.0) plan_.gradient_clipping.reset();
     return absl::OkStatus();
@@ -343,6 +387,11 @@ absl::StatusOr<ShardingPlan> MapFsdp(const FsdpSettings& settings) {
     sharding.reshard_after_forward =
         sharding.strategy == Strategy::kFull || sharding.strategy == Strategy::kHybrid;
   } else {
+    // A misspelt word was meant, although nothing reads it.
+    if (!settings.kept_strategy.is_null() && !settings.strategy.has_value()) {
+      return Refused("sharding_strategy", settings.kept_strategy,
+                     "remove it: in version 2 reshard_after_forward decides");
+    }
     sharding.reshard_after_forward = settings.reshard_after_forward.value_or(true);
   }
   if (settings.state_dict == FsdpSettings::StateDict::kLocal) {

@@ -7,6 +7,7 @@
 #include <random>
 #include <set>
 
+#include "absl/strings/str_cat.h"
 #include "base/mutate.h"
 
 namespace muster::client {
@@ -113,6 +114,10 @@ TEST(MapDeepSpeed, EveryKnownKey_IsMappedNotedOrRefused) {
       const auto plan = MapDeepSpeed(With(use.key, 12345));
       ASSERT_TRUE(plan.ok()) << plan.status();
       EXPECT_THAT(plan->notes, testing::Contains(HasSubstr(use.key)));
+    } else if (use.key == "data_types.param_dtype") {
+      // It changes nothing, but must say the same as fp16 and bf16.
+      EXPECT_TRUE(MapDeepSpeed(With(use.key, "fp16")).ok());
+      EXPECT_FALSE(MapDeepSpeed(With(use.key, "bf16")).ok());
     } else {
       const auto without = MapDeepSpeed(With(use.key, nullptr));
       int effects = without.ok() ? 0 : 1;
@@ -218,6 +223,25 @@ TEST(MapFsdp, Strategies_AreOurs) {
   EXPECT_FALSE(MapFsdp(settings)->sharding.reshard_after_forward);
 }
 
+// Each is kept by Accelerate, which does not look at it.
+TEST(MapFsdp, ArgumentsThatNothingReads_AreRefusedByName) {
+  const auto error = [](const Json& arguments) {
+    const auto settings = ResolveFsdp(arguments, {}, "no");
+    return settings.ok() ? std::string(MapFsdp(*settings).status().message())
+                         : absl::StrCat("not resolved: ", settings.status().message());
+  };
+  EXPECT_THAT(error({{"transformer_cls_names_to_wrap", "A"}}),
+              HasSubstr("set auto_wrap_policy to TRANSFORMER_BASED_WRAP"));
+  const auto version2 = [&](const Json& strategy) {
+    return error(
+        {{"fsdp_version", 2}, {"reshard_after_forward", true}, {"sharding_strategy", strategy}});
+  };
+  EXPECT_THAT(version2("FULL_SHRD"), HasSubstr("sharding_strategy: \"FULL_SHRD\""));
+  EXPECT_THAT(version2(9), HasSubstr("sharding_strategy: 9"));
+  EXPECT_EQ(version2("full_shard"), "");
+  EXPECT_EQ(version2(2), "");
+}
+
 TEST(MapFsdp, LocalStateDict_IsRefusedByName) {
   FsdpSettings settings;
   settings.state_dict = FsdpSettings::StateDict::kLocal;
@@ -256,6 +280,74 @@ TEST(MapDeepSpeed, Values_AreChecked) {
   EXPECT_THAT(error({{"optimizer", {{"type", "AdamW"}, {"params", {{"lr", "auto"}}}}}}),
               HasSubstr("optimizer.params.lr"));
   EXPECT_THAT(error(7), HasSubstr("an object"));
+}
+
+// There the parameters are in this type and nothing casts what comes out; buffers stay.
+TEST(MapDeepSpeed, MixedPrecision_IsThatOfOutputsAndNotOfBuffers) {
+  const auto sharding = [](const Json& config) {
+    const auto plan = MapDeepSpeed(config);
+    EXPECT_TRUE(plan.ok()) << plan.status();
+    return plan.ok() ? plan->sharding : ShardingSettings();
+  };
+  for (const int stage : {0, 1, 2, 3}) {
+    const ShardingSettings bf16 =
+        sharding({{"zero_optimization", {{"stage", stage}}}, {"bf16", {{"enabled", true}}}});
+    EXPECT_EQ(bf16.output_dtype, "bfloat16");
+    EXPECT_FALSE(bf16.buffer_dtype.has_value());
+  }
+  EXPECT_EQ(sharding({{"fp16", {{"enabled", true}}}}).output_dtype, "float16");
+  EXPECT_FALSE(sharding({{"bf16", {{"enabled", false}}}}).output_dtype.has_value());
+  for (const char* name : {"bf16", "bfloat16", "torch.bfloat16"}) {
+    EXPECT_EQ(sharding({{"data_types", {{"buffer_dtype", name}}}}).buffer_dtype, "bfloat16");
+  }
+  const auto error = [](const Json& types) {
+    return std::string(
+        MapDeepSpeed({{"bf16", {{"enabled", true}}}, {"data_types", types}}).status().message());
+  };
+  EXPECT_THAT(error({{"buffer_dtype", "int8"}}), HasSubstr("must be fp32, fp16 or bf16"));
+  EXPECT_THAT(error({{"param_dtype", "fp32"}}), HasSubstr("that of fp16.enabled or bf16.enabled"));
+  EXPECT_EQ(error({{"param_dtype", "bf16"}, {"keep_in_fp32_modules", "auto"}}), "");
+  EXPECT_EQ(error({{"keep_in_fp32_modules", Json::array()}}), "");
+  EXPECT_THAT(error({{"keep_in_fp32_modules", Json({"rotary"})}}), HasSubstr("remove it"));
+}
+
+// DeepSpeed skips steps in bf16 whose gradients are not finite, unless the config says otherwise.
+TEST(MapDeepSpeed, StepsInBf16ThatAreNotSkipped_AreNoted) {
+  const auto notes = [](const Json& section) {
+    const auto plan = MapDeepSpeed({{"bf16", section}});
+    EXPECT_TRUE(plan.ok()) << plan.status();
+    return plan.ok() ? plan->notes : std::vector<std::string>();
+  };
+  const auto is_said = testing::Contains(HasSubstr("bf16.check_grad_overflow has no effect"));
+  EXPECT_THAT(notes({{"enabled", true}}), is_said);
+  EXPECT_THAT(notes({{"enabled", true}, {"check_grad_overflow", false}}), testing::Not(is_said));
+  EXPECT_THAT(notes({{"enabled", false}}), testing::Not(is_said));
+  EXPECT_FALSE(MapDeepSpeed({{"bf16", {{"enabled", true}, {"check_grad_overflow", true}}}}).ok());
+}
+
+// Accelerate adds a section bf16, so that DeepSpeed does not read the one with the former name.
+TEST(MapDeepSpeed, FormerNameOfBf16_IsRefusedByName) {
+  EXPECT_THAT(MapDeepSpeed({{"bfloat16", {{"enabled", true}}}}).status().message(),
+              HasSubstr("bfloat16: {\"enabled\":true} cannot be honoured; its name is bf16"));
+  EXPECT_TRUE(MapDeepSpeed({{"bfloat16", {{"enabled", false}}}}).ok());
+}
+
+TEST(MapDeepSpeed, ClippingWithoutEnd_ClipsNothingAndNoNumberIsRefused) {
+  const auto plan = MapDeepSpeed({{"gradient_clipping", "inf"}});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_FALSE(plan->gradient_clipping.has_value());
+  for (const char* number : {"nan", "-inf"}) {
+    EXPECT_THAT(MapDeepSpeed({{"gradient_clipping", number}}).status().message(),
+                HasSubstr("gradient_clipping must be a number of at least 0"));
+  }
+}
+
+TEST(MapDeepSpeed, NullSections_AreAbsentExceptThatOfZero) {
+  for (const char* section : {"fp16", "bf16", "data_types", "optimizer", "scheduler"}) {
+    EXPECT_TRUE(MapDeepSpeed({{section, nullptr}}).ok()) << section;
+  }
+  EXPECT_THAT(MapDeepSpeed({{"zero_optimization", nullptr}}).status().message(),
+              HasSubstr("zero_optimization must be an object with its stage"));
 }
 
 TEST(MapDeepSpeed, AutoBatchSizes_AreLeftOpen) {
