@@ -208,6 +208,48 @@ TEST_F(ShardingOffloadTest, OneProcess_LosesNoGradient) {
   });
 }
 
+// The bytes of every file but those that differ from save to save.
+std::map<std::string, std::string> FilesIn(const std::string& dir) {
+  std::map<std::string, std::string> files;
+  for (const std::string& name : *ListDirectory(dir)) {
+    if (name.ends_with(".safetensors")) files[name] = *ReadFile(JoinPath(dir, name));
+  }
+  return files;
+}
+
+TEST_F(ShardingOffloadTest, SavesBesideTraining_AreTheBytesOfThoseThatWait) {
+  for (const std::string strategy : {"no_shard", "zero2", "zero3"}) {
+    for (const int ranks : {1, 2}) {
+      std::vector<std::map<std::string, std::string>> saved;
+      for (const bool asynchronous : {false, true}) {
+        AcceleratorOptions options =
+            Options(strategy, Offload::kDisk,
+                    strategy == "zero3" ? Offload::kDisk : Offload::kNone);
+        options.checkpoint.asynchronous = asynchronous;
+        const std::string dir = folder_.Path("beside" + std::to_string(++runs_));
+        RunAccelerators(ranks, options, [&](Accelerator& a) {
+          torch::nn::Sequential net = MakeNet();
+          FusedAdamW adam(net->parameters(), {.lr = 0.01});
+          auto [model, optimizer] = a.prepare(net, adam);
+          // What a hook keeps is its own.
+          std::vector<NamedTensors> kept;
+          a.register_save_state_pre_hook(
+              [&](std::vector<NamedTensors>& weights, StateWriter&) { kept = weights; });
+          Train(a, model, optimizer, 0, 3);
+          const absl::Status begun = a.save_state(dir);
+          ASSERT_TRUE(begun.ok()) << begun;
+          Train(a, model, optimizer, 3, 6);
+          const absl::Status waited = a.wait_for_checkpoint();
+          ASSERT_TRUE(waited.ok()) << waited;
+        });
+        saved.push_back(FilesIn(dir));
+      }
+      EXPECT_FALSE(saved[0].empty());
+      EXPECT_TRUE(saved[0] == saved[1]) << strategy << " on " << ranks;
+    }
+  }
+}
+
 TEST_F(ShardingOffloadTest, SummonedParameters_AreReadAndWritten) {
   RunAccelerators(2, Options("zero3", Offload::kDisk, Offload::kDisk), [&](Accelerator& a) {
     torch::nn::Sequential net = MakeNet();

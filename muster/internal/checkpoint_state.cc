@@ -62,6 +62,7 @@
 #include "worker/job/checkpoint_client.h"
 #include "worker/parallel/meeting.h"
 #include "worker/parallel/sharded_model.h"
+#include "worker/train/disk_copies.h"
 #include "worker/train/guard.h"
 #include "worker/train/seed.h"
 
@@ -1217,6 +1218,14 @@ absl::Status CheckpointState::SaveBesideTraining(
   // Training does not wait for the thread that writes, and the next save may have begun already: it
   // has its place on the disk when that thread has removed what goes for it.
   request.publish.disposal = nullptr;
+  // What there is no memory for to train in there is none for a copy of, either. What this save
+  // gathers is on the disk already.
+  if (const std::string disk = FolderOfOffload(process_.sharding()); !disk.empty()) {
+    request.keep = [copies = std::make_shared<DiskCopies>(disk),
+                    since = DiskCopies::Made()](const at::Tensor& tensor) {
+      return copies->Keep(tensor, since);
+    };
+  }
   if (directory.empty()) {
     request.folder.emplace(Root());
     request.total_limit = Publishing().keep;
