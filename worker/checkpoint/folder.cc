@@ -43,13 +43,6 @@ constexpr absl::Duration kReadersAreWaitedFor = absl::Milliseconds(100);
 
 constexpr absl::string_view kNumbered = "checkpoint_";
 
-// Without string_view, which sanitizers do not let compare constants.
-constexpr bool AreSame(const char* a, const char* b) {
-  for (; *a != 0 && *a == *b; ++a) ++b;
-  return *a == *b;
-}
-static_assert(AreSame(kSealName, kSealedName));
-
 std::string Numbered(absl::string_view stem, int index, absl::string_view extension) {
   return index == 0 ? absl::StrCat(stem, extension) : absl::StrCat(stem, "_", index, extension);
 }
