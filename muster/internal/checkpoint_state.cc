@@ -1813,7 +1813,8 @@ void CheckpointState::ApplyModels(const StateReader& reader, const Loaded& loade
   }
   steps_.Reset();
   for (const auto& optimizer : registry_.optimizers()) {
-    optimizer->handle().ZeroGrad(GradZeroing::kInPlace);
+    // Not zeros, for which those that are offloaded would be read: their disk may have failed.
+    optimizer->handle().ZeroGrad(GradZeroing::kSetToNone);
   }
   ForgetCastWeights();
 }
