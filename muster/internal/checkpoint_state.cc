@@ -1223,7 +1223,9 @@ absl::Status CheckpointState::SaveBesideTraining(
   if (const std::string disk = FolderOfOffload(process_.sharding()); !disk.empty()) {
     request.keep = [copies = std::make_shared<DiskCopies>(disk),
                     since = DiskCopies::Made()](const at::Tensor& tensor) {
-      return copies->Keep(tensor, since);
+      at::Tensor kept;
+      const absl::Status done = Guard([&] { kept = copies->Keep(tensor, since); });
+      return done.ok() ? absl::StatusOr<at::Tensor>(std::move(kept)) : done;
     };
   }
   if (directory.empty()) {

@@ -285,9 +285,9 @@ absl::Status AsyncSaver::WriteFiles(const Save& save, std::vector<ManifestFile>*
     RestIfCoresAreWanted(part * copied, part * writers_.Threads() * kRestsTakeAtMost);
   };
   for (const Snapshot::File& file : save.snapshot->files()) {
-    MUSTER_ASSIGN_OR_RETURN(DirectFileWritten written,
-                            save.snapshot->Write(
-                                file, JoinPath(save.staged->path(), file.name), options));
+    MUSTER_ASSIGN_OR_RETURN(
+        DirectFileWritten written,
+        save.snapshot->Write(file, JoinPath(save.staged->path(), file.name), options));
     files->push_back(FileOf(file.name, rank_, std::move(written)));
   }
   return absl::OkStatus();

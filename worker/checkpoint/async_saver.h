@@ -31,10 +31,10 @@
 namespace muster {
 
 // Saves checkpoints beside training. A save copies this rank's state into memory, or to where
-// Request::keep has it, which is all that training waits for. What only the optimizer changes is copied by a thread while training
-// continues. Another thread writes it to the disk, waits for the other ranks, and publishes the
-// checkpoint as SaveCheckpoint does. The memory for two saves is kept: one may be written while the
-// next is copied; a third waits for the first.
+// Request::keep has it, which is all that training waits for. What only the optimizer changes is
+// copied by a thread while training continues. Another thread writes it to the disk, waits for the
+// other ranks, and publishes the checkpoint as SaveCheckpoint does. The memory for two saves is
+// kept: one may be written while the next is copied; a third waits for the first.
 //
 // One object on every rank, whose calls are made in the same order everywhere by one thread.
 class AsyncSaver {

@@ -10,7 +10,6 @@
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "c10/core/DeviceGuard.h"
-#include "c10/core/TensorImpl.h"
 #include "c10/util/Exception.h"
 #include "worker/checkpoint/file_plans.h"
 #include "worker/checkpoint/plan_pieces.h"
@@ -49,11 +48,24 @@ absl::StatusOr<char*> Snapshot::Append(const std::string& name, size_t bytes) {
 absl::Status Snapshot::AddKept(const std::string& name, const SafetensorsPlan& plan) {
   auto file = std::make_shared<Kept>(Kept{.plan = plan});
   // Of a tensor under several names there is one copy.
-  std::unordered_map<const c10::TensorImpl*, at::Tensor> kept;
+  std::unordered_map<const void*, size_t> known;
   for (size_t i = 0; i < plan.sources.size(); ++i) {
-    at::Tensor& copy = kept[plan.sources[i].unsafeGetTensorImpl()];
-    if (!copy.defined()) copy = keep_(plan.sources[i]);
-    file->plan.sources[i] = copy;
+    const at::Tensor& source = plan.sources[i];
+    const auto [same, added] = known.try_emplace(source.const_data_ptr(), i);
+    if (const at::Tensor& other = plan.sources[same->second];
+        !added && source.dtype() == other.dtype() && source.sizes() == other.sizes() &&
+        source.strides() == other.strides() && source.is_conj() == other.is_conj() &&
+        source.is_neg() == other.is_neg()) {
+      file->plan.sources[i] = file->plan.sources[same->second];
+      continue;
+    }
+    absl::StatusOr<at::Tensor> kept = keep_(source);
+    if (!kept.ok()) {
+      return absl::Status(kept.status().code(),
+                          absl::StrCat("cannot copy ", name,
+                                       " for an asynchronous save: ", kept.status().message()));
+    }
+    file->plan.sources[i] = *std::move(kept);
   }
   file->pieces = PlanPieces::Of(file->plan);
   TORCH_INTERNAL_ASSERT(file->pieces.has_value(), "a tensor of ", name, " is not kept contiguous");

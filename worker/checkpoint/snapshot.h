@@ -40,8 +40,8 @@ class Snapshot {
     std::shared_ptr<const Kept> kept = nullptr;
   };
   // Returns what `tensor` holds now, on the CPU, contiguous, in memory that nobody changes: a copy,
-  // or `tensor` itself.
-  using KeepTensor = std::function<at::Tensor(const at::Tensor& tensor)>;
+  // or `tensor` itself. Does not throw.
+  using KeepTensor = std::function<absl::StatusOr<at::Tensor>(const at::Tensor& tensor)>;
 
   Snapshot() = default;
   // For a save that stays in this memory, whose first `reserved` bytes (a multiple of
@@ -50,7 +50,7 @@ class Snapshot {
       : memory_(std::move(memory)), reserved_(reserved), stays_in_memory_(true) {}
 
   // Tensors of files that are added after this are kept by `keep` until Clear(), and none is copied
-  // later: for a state that memory has no room for. What it throws, Add() throws.
+  // later: for a state that memory has no room for. Its errors are those of Add().
   void KeepBy(KeepTensor keep) { keep_ = std::move(keep); }
 
   // Of files that are added after this: the tensor does not change before the result of

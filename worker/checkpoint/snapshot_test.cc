@@ -82,8 +82,7 @@ TEST_F(SnapshotTest, KeptTensors_TakeNoMemoryAndAreWrittenAsTheyWere) {
   const at::Tensor tensor = at::ones({1000, 1000});
   snapshot.CopyLater(tensor);
   const NamedTensors tensors = {{"a", tensor}, {"again", tensor}, {"t", at::arange(6).t()}};
-  ASSERT_TRUE(
-      snapshot.Add("m.safetensors", tensors, {.shared = SharedTensors::kWriteAll}).ok());
+  ASSERT_TRUE(snapshot.Add("m.safetensors", tensors, {.shared = SharedTensors::kWriteAll}).ok());
   ASSERT_TRUE(snapshot.AddText("m.json", "{}").ok());
   EXPECT_EQ(kept.size(), 2u) << "one tensor under two names is kept once";
   EXPECT_LT(snapshot.memory().size(), tensor.nbytes()) << "only text is in memory";
@@ -101,12 +100,18 @@ TEST_F(SnapshotTest, KeptTensors_TakeNoMemoryAndAreWrittenAsTheyWere) {
   EXPECT_TRUE(model->GetTensor("t")->equal(at::arange(6)));
   EXPECT_EQ(*ReadFile(JoinPath(dir_, "m.json")), "{}");
 
-  kept[0].fill_(3);
+  kept[1].fill_(3);
   EXPECT_THAT(
       std::string(snapshot.Write(snapshot.files()[0], JoinPath(dir_, "m.safetensors"), {})
                       .status()
                       .message()),
       HasSubstr("tensor \"a\" of m.safetensors changed while it was saved: what save_state() "));
+  snapshot.KeepBy([](const at::Tensor&) -> absl::StatusOr<at::Tensor> {
+    return absl::ResourceExhaustedError("the disk is full");
+  });
+  const absl::Status full = snapshot.Add("n.safetensors", NamedTensors{{"a", tensor}}, {});
+  EXPECT_TRUE(absl::IsResourceExhausted(full));
+  EXPECT_EQ(full.message(), "cannot copy n.safetensors for an asynchronous save: the disk is full");
   // The next save is in memory again.
   snapshot.Clear();
   ASSERT_TRUE(snapshot.Add("m.safetensors", NamedTensors{{"a", tensor}}, {}).ok());

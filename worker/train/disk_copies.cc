@@ -88,7 +88,7 @@ at::Tensor DiskCopies::Copy(const at::Tensor& tensor) {
   const at::NoGradGuard no_grad;
   const auto options = tensor.options().device(at::kCPU);
   if (tensor.nbytes() < kLeastToDisk) return at::empty(tensor.sizes(), options).copy_(tensor);
-  const at::Tensor contiguous = tensor.detach().contiguous();
+  const at::Tensor contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous();
   const uint64_t bytes = WholePages(contiguous.nbytes());
   const std::shared_ptr<File> file = FileFor(bytes);
   DiskParts parts(file->file);
@@ -96,8 +96,8 @@ at::Tensor DiskCopies::Copy(const at::Tensor& tensor) {
   parts.WriteFrom(at, contiguous);
   if (bytes >= file_bytes_) file->file = nullptr;
   char* const data = file->memory.get() + at;
-  auto kept = std::make_unique<Kept>(
-      Kept{.file = file, .data = data, .bytes = bytes, .number = made++});
+  auto kept =
+      std::make_unique<Kept>(Kept{.file = file, .data = data, .bytes = bytes, .number = made++});
   return at::for_blob(data, tensor.sizes())
       .context(kept.release(), &Drop)
       .options(options)

@@ -47,8 +47,9 @@ TEST(DiskCopies, Tensors_AreTheSameInFilesWithoutNames) {
   const TestFolder folder;
   DiskCopies copies(folder.path());
   const at::Tensor rows = at::arange(2'000'000, at::kFloat).view({1000, 2000});
-  for (const at::Tensor& tensor :
-       {rows, rows.t(), rows.narrow(0, 1, 333), at::arange(5), at::empty({0, 3})}) {
+  const at::Tensor complex = at::complex(rows, rows.neg());
+  for (const at::Tensor& tensor : {rows, rows.t(), rows.narrow(0, 1, 333), complex.conj(),
+                                   at::imag(complex.conj()), at::arange(5), at::empty({0, 3})}) {
     const at::Tensor copy = copies.Copy(tensor);
     EXPECT_TRUE(copy.equal(tensor)) << tensor.sizes();
     EXPECT_EQ(copy.dtype(), tensor.dtype());
@@ -116,7 +117,8 @@ TEST(DiskCopies, Keep_TakesItsOwnCopiesAsTheyAreUnlessTheyAreOlder) {
   const uint64_t since = DiskCopies::Made();
   const at::Tensor after = copies.Copy(Filled(2));
   EXPECT_EQ(others.Keep(after, since).data_ptr(), after.data_ptr());
-  EXPECT_EQ(others.Keep(after.view({2, -1})[1], since).data_ptr(), after.view({2, -1})[1].data_ptr());
+  EXPECT_EQ(others.Keep(after.view({2, -1})[1], since).data_ptr(),
+            after.view({2, -1})[1].data_ptr());
   const at::Tensor live = Filled(3);
   for (const at::Tensor& tensor : {before, live, after.view({2, -1}).t(), at::arange(3)}) {
     const at::Tensor kept = others.Keep(tensor, since);
