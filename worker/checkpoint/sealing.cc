@@ -40,6 +40,10 @@ absl::Status GiveName(const std::string& dir) {
 
 }  // namespace
 
+bool HasAskedForSeal(const std::string& dir) {
+  return PathExists(PathIn(dir)) && !PathExists(JoinPath(dir, kSealName));
+}
+
 absl::Status BeginSealing(const std::string& dir, const Sealing& asked, size_t room) {
   std::string text = Json({{"format", kFormat},
                            {"version", 1},

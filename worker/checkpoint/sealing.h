@@ -32,6 +32,9 @@ struct Sealing {
   uint64_t id = 0;  // of the checkpoint there
 };
 
+// Whether the folder has that file and no seal.json. False where it cannot be examined.
+bool HasAskedForSeal(const std::string& dir);
+
 // Durable. `asked`: without its state. `room`: for how many bytes of a record.
 absl::Status BeginSealing(const std::string& dir, const Sealing& asked, size_t room);
 
