@@ -7,6 +7,7 @@
 #include <cerrno>
 
 #include "absl/strings/str_cat.h"
+#include "base/file_identity.h"
 #include "base/status_macros.h"
 
 namespace muster {
@@ -32,7 +33,7 @@ absl::Status ResizeMemoryFile(int fd, uint64_t bytes) {
 absl::StatusOr<std::string> FileIdentity(int fd) {
   struct stat info;
   if (fstat(fd, &info) != 0) return absl::ErrnoToStatus(errno, "cannot examine shared memory");
-  return absl::StrCat(info.st_dev, ":", info.st_ino, ":", info.st_size);
+  return absl::StrCat(FileIdentityOf(info), ":", info.st_size);
 }
 
 }  // namespace muster

@@ -17,8 +17,8 @@ absl::Status CheckMemoryFileSize(uint64_t bytes);
 // Errors: as CheckMemoryFileSize, or what the kernel says. Thread-safe.
 absl::Status ResizeMemoryFile(int fd, uint64_t bytes);
 
-// What tells an open file from all others of this host, in memory or not. Errors: what the kernel
-// says. Thread-safe.
+// FileIdentityOf() an open file, in memory or not, with its size. Errors: what the kernel says.
+// Thread-safe.
 absl::StatusOr<std::string> FileIdentity(int fd);
 
 }  // namespace muster

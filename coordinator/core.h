@@ -154,6 +154,7 @@ struct Mutants {
 
 struct CoreOptions {
   std::string cluster_id;
+  uint64_t restore_id = 0;  // as in ReplyHeader
   absl::Duration default_lease = kDefaultLease;
   absl::Duration default_outage_tolerance = kDefaultOutageTolerance;
   absl::Duration default_join_timeout = absl::Seconds(600);

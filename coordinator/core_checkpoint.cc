@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -49,6 +50,11 @@ std::optional<v1::OpError> Core::Impl::Job::CheckpointOp(const v1::Op& op, const
       break;
     case v1::Op::kPublishCheckpoint:
       header = result->mutable_publish_checkpoint()->mutable_header();
+      if (op.publish_checkpoint().checkpoint_id() == 0) {
+        CountPublished(op.publish_checkpoint().bytes(), op.publish_checkpoint().stall_us(),
+                       op.publish_checkpoint().save_us());
+        break;
+      }
       error = checkpoints_.Publish(op.publish_checkpoint(), result->mutable_publish_checkpoint(),
                                    &changes);
       break;
@@ -98,16 +104,21 @@ void Core::Impl::Job::CountCheckpoint(const v1::Op& op, const CheckpointSet::Cha
   const v1::CheckpointRecord& record = changes.front().record();
   if (op.has_publish_checkpoint() &&
       record.checkpoint_id() == op.publish_checkpoint().checkpoint_id()) {
-    ++stats.checkpoints_published;
-    stats.checkpoint_bytes += record.bytes();
-    if (record.save_us() == 0) return;
-    stats.checkpoint_stall.Observe(static_cast<double>(record.stall_us()) / 1e6);
-    stats.checkpoint_save.Observe(static_cast<double>(record.save_us()) / 1e6);
+    CountPublished(record.bytes(), record.stall_us(), record.save_us());
   } else if (op.has_abort_checkpoint()) {
     ++stats.checkpoints_given_up;
   } else if (op.has_verify_checkpoint() && !record.damage().empty()) {
     ++stats.checkpoints_damaged;
   }
+}
+
+void Core::Impl::Job::CountPublished(uint64_t bytes, int64_t stall_us, int64_t save_us) {
+  CoreStats& stats = impl_->stats_;
+  ++stats.checkpoints_published;
+  stats.checkpoint_bytes += bytes;
+  if (save_us <= 0) return;
+  stats.checkpoint_stall.Observe(static_cast<double>(std::max<int64_t>(stall_us, 0)) / 1e6);
+  stats.checkpoint_save.Observe(static_cast<double>(save_us) / 1e6);
 }
 
 void Core::Impl::LeaveCheckpoints(Job* former) {

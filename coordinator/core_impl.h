@@ -109,6 +109,7 @@ class Core::Impl {
     header.set_cluster_id(options_.cluster_id);
     header.set_term(term_);
     header.set_revision(revision_);
+    header.set_restore_id(options_.restore_id);
     return header;
   }
   // After a write to the keys of `job_id`: warns once when four fifths of what all may have is
@@ -602,6 +603,7 @@ class Core::Impl::Job : public BarrierHost {
   void CheckpointsChanged(std::vector<v1::CheckpointChanged> changes);
   // For the metrics page.
   void CountCheckpoint(const v1::Op& op, const CheckpointSet::Changes& changes);
+  void CountPublished(uint64_t bytes, int64_t stall_us, int64_t save_us);
   void SnapshotGenerationTo(SnapshotParts* parts) const;
   void SnapshotAnswersTo(SnapshotParts* parts) const;
 

@@ -3725,6 +3725,24 @@ TEST_F(CheckpointTest, SealedOne_IsDurableBeforeItIsAnswered) {
   EXPECT_EQ(bench_.Result(Resolve()).resolve_checkpoint().checkpoint().step(), 10);
 }
 
+TEST_F(CheckpointTest, OneWithoutARecord_IsCountedOnceAndNothingElse) {
+  std::vector<Worker> workers = Form(2);
+  v1::Op op = PublishOp(workers[0], 0);
+  op.mutable_publish_checkpoint()->mutable_fence()->set_request_id(7);
+  op.mutable_publish_checkpoint()->set_bytes(100);
+  op.mutable_publish_checkpoint()->set_stall_us(250'000);
+  op.mutable_publish_checkpoint()->set_save_us(2'000'000);
+  for (int repeat = 0; repeat < 2; ++repeat) {
+    EXPECT_TRUE(bench_.Result(bench_.Do(op)).has_publish_checkpoint());
+    const CoreStats& stats = bench_.core_->stats();
+    EXPECT_EQ(stats.checkpoints_published, 1u);
+    EXPECT_EQ(stats.checkpoint_bytes, 100u);
+    EXPECT_EQ(stats.checkpoint_stall.sum_seconds, 0.25);
+    EXPECT_EQ(stats.checkpoint_save.sum_seconds, 2);
+  }
+  EXPECT_EQ(bench_.Reason(Resolve()), v1::ERROR_REASON_NO_CHECKPOINT);
+}
+
 TEST_F(CheckpointTest, Restart_KeepsWhatIsSealedAndAsksForReportsAgain) {
   for (const bool snapshot : {false, true}) {
     SCOPED_TRACE(snapshot);

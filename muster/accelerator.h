@@ -479,10 +479,10 @@ class Accelerator {
   // (collective) Restores the state that save_state() wrote, also on another number of processes.
   // Loaders continue at the exact next sample, epochs() at the saved epoch. An empty `directory`
   // means the newest complete checkpoint of the project directory. First checks that every prepared
-  // object can take its part; then loads registered objects, then the rest. An error says what has
-  // changed, if anything has. Errors: NOT_FOUND, DATA_LOSS, FAILED_PRECONDITION, and those of the
-  // disk: if a newer checkpoint cannot be read at the moment, it does not fall back to an older
-  // one.
+  // object can take its part; then loads registered objects, then the rest, and drops gradients. An
+  // error says what has changed, if anything has. Errors: NOT_FOUND, DATA_LOSS,
+  // FAILED_PRECONDITION, and those of the disk: if a newer checkpoint cannot be read at the moment,
+  // it does not fall back to an older one.
   absl::Status load_state(const std::string& directory = "");
   // Like load_state, but returns OK if there is no checkpoint yet.
   absl::Status load_state_if_present(const std::string& directory = "");

@@ -48,7 +48,8 @@ struct ProjectOptions {
 // How save_state() writes.
 struct CheckpointOptions {
   // save_state() copies the state into memory (see `lazy`) and returns; a thread writes it during
-  // training. Each process keeps memory for two copies of its part (see divide_above). The next
+  // training. Each process keeps memory for two copies of its part (see divide_above); one that
+  // offloads to a disk copies to files there, before save_state() returns. The next
   // save_state(), wait_for_checkpoint() or end_training() reports a failed save. A killed process
   // loses its unwritten saves; earlier ones remain.
   bool asynchronous = false;

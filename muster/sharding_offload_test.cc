@@ -1,8 +1,10 @@
 // Offload of optimizer states, gradients and parameters through the Accelerator, on one rank and on
 // several: threads of this process over Gloo.
+#include <errno.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cmath>
 #include <map>
 #include <memory>
@@ -12,6 +14,7 @@
 #include "ATen/Functions.h"
 #include "base/file.h"
 #include "base/test_folder.h"
+#include "base/test_system_calls.h"
 #include "muster/accelerator.h"
 #include "muster/checkpoint.h"
 #include "muster/optim.h"
@@ -23,6 +26,21 @@
 #include "worker/collective/test_error.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/train/offloaded_state.h"
+
+namespace {
+
+// Whether the disk to which gradients are offloaded cannot be read.
+std::atomic<bool> gradients_are_lost{false};
+
+bool FailsToRead(int fd) {
+  if (!gradients_are_lost || !muster::PathHas(fd, "/gradients/")) return false;
+  errno = EIO;
+  return true;
+}
+
+}  // namespace
+
+MUSTER_REPLACE_READS(FailsToRead)
 
 namespace muster {
 namespace {
@@ -206,6 +224,47 @@ TEST_F(ShardingOffloadTest, OneProcess_LosesNoGradient) {
       EXPECT_TRUE(got.at(item.key()).equal(item.value())) << item.key();
     }
   });
+}
+
+// The bytes of every file but those that differ from save to save.
+std::map<std::string, std::string> FilesIn(const std::string& dir) {
+  std::map<std::string, std::string> files;
+  for (const std::string& name : *ListDirectory(dir)) {
+    if (name.ends_with(".safetensors")) files[name] = *ReadFile(JoinPath(dir, name));
+  }
+  return files;
+}
+
+TEST_F(ShardingOffloadTest, SavesBesideTraining_AreTheBytesOfThoseThatWait) {
+  for (const std::string strategy : {"no_shard", "zero2", "zero3"}) {
+    for (const int ranks : {1, 2}) {
+      std::vector<std::map<std::string, std::string>> saved;
+      for (const bool asynchronous : {false, true}) {
+        AcceleratorOptions options = Options(strategy, Offload::kDisk,
+                                             strategy == "zero3" ? Offload::kDisk : Offload::kNone);
+        options.checkpoint.asynchronous = asynchronous;
+        const std::string dir = folder_.Path("beside" + std::to_string(++runs_));
+        RunAccelerators(ranks, options, [&](Accelerator& a) {
+          torch::nn::Sequential net = MakeNet();
+          FusedAdamW adam(net->parameters(), {.lr = 0.01});
+          auto [model, optimizer] = a.prepare(net, adam);
+          // What a hook keeps is its own.
+          std::vector<NamedTensors> kept;
+          a.register_save_state_pre_hook(
+              [&](std::vector<NamedTensors>& weights, StateWriter&) { kept = weights; });
+          Train(a, model, optimizer, 0, 3);
+          const absl::Status begun = a.save_state(dir);
+          ASSERT_TRUE(begun.ok()) << begun;
+          Train(a, model, optimizer, 3, 6);
+          const absl::Status waited = a.wait_for_checkpoint();
+          ASSERT_TRUE(waited.ok()) << waited;
+        });
+        saved.push_back(FilesIn(dir));
+      }
+      EXPECT_FALSE(saved[0].empty());
+      EXPECT_TRUE(saved[0] == saved[1]) << strategy << " on " << ranks;
+    }
+  }
 }
 
 TEST_F(ShardingOffloadTest, SummonedParameters_AreReadAndWritten) {
@@ -397,6 +456,45 @@ TEST_F(ShardingOffloadTest, GradientsOnTheDisk_AreThoseOfTwoUnits) {
       model(Random({2, 5}, 1));
       EXPECT_EQ(present(), 0);
     });
+  }
+}
+
+TEST_F(ShardingOffloadTest, GradientsThatAreLost_DoNotFailTheLoadThatGivesThemUp) {
+  const AcceleratorOptions options =
+      Options("zero2", Offload::kNone, Offload::kNone, Offload::kDisk);
+  const std::string dir = folder_.Path("state");
+  for (const int ranks : {1, 2}) {
+    Weights want;
+    for (const bool lost : {false, true}) {
+      RunAccelerators(ranks, options, [&](Accelerator& a) {
+        torch::nn::Sequential net = MakeNet();
+        FusedAdamW adam(net->parameters(), {.lr = 0.01});
+        auto [model, optimizer] = a.prepare(net, adam);
+        Train(a, model, optimizer, 0, 2);
+        const absl::Status saved = a.save_state(dir);
+        ASSERT_TRUE(saved.ok()) << saved;
+        if (lost) {
+          a.backward(model(Random({2, 5}, 1)).square().sum());
+          a.wait_for_everyone();
+          gradients_are_lost = true;
+          a.wait_for_everyone();
+          const absl::Status loaded = a.load_state(dir);
+          EXPECT_TRUE(loaded.ok()) << loaded;
+          a.wait_for_everyone();
+          gradients_are_lost = false;
+          a.wait_for_everyone();
+          for (const at::Tensor& p : net->parameters()) EXPECT_FALSE(p.grad().defined());
+        }
+        Train(a, model, optimizer, 2, 4);
+        const Weights got = WeightsOf(a, model);
+        if (!a.is_main_process()) return;
+        if (lost) {
+          ExpectEqual(got, want);
+        } else {
+          want = got;
+        }
+      });
+    }
   }
 }
 

@@ -22,6 +22,7 @@
 #include "absl/time/time.h"
 #include "base/exit_code.h"
 #include "base/file.h"
+#include "base/file_identity.h"
 #include "base/json.h"
 #include "base/signature.h"
 #include "base/status_macros.h"
@@ -54,9 +55,6 @@ namespace {
 using nlohmann::ordered_json;
 
 constexpr int64_t kLargestKeyFile = 16 << 10;
-
-// At a folder that another process replaces meanwhile.
-constexpr int kLooks = 3;
 
 constexpr char kExitCodes[] =
     "Exit codes: 0 done; 1 damaged or not signed (verify) or different (diff); 2 wrong options, or "
@@ -131,14 +129,6 @@ absl::StatusOr<CheckpointFolder> FindRoot(const std::string& path) {
   return absl::NotFoundError(absl::StrCat(path, " holds no checkpoint_0, checkpoint_1, ..."));
 }
 
-// Another one if another folder has taken its place.
-using FolderIdentity = std::pair<dev_t, ino_t>;
-std::optional<FolderIdentity> FolderAt(const std::string& path) {
-  struct stat info;
-  if (stat(path.c_str(), &info) != 0) return std::nullopt;
-  return FolderIdentity(info.st_dev, info.st_ino);
-}
-
 struct Checkpoint {
   std::string path;
   absl::StatusOr<Manifest> manifest = absl::UnknownError("not looked at");
@@ -154,7 +144,7 @@ struct Checkpoint {
   // Of one that nodes keep in parts. What is here is as `manifest` says.
   KeptElsewhere elsewhere = {};
   // What was looked at; none: it was not there.
-  std::optional<FolderIdentity> folder = std::nullopt;
+  std::optional<std::string> folder = std::nullopt;
 };
 
 // As VerifyCheckpoint, but what other nodes keep may be missing.
@@ -175,14 +165,16 @@ absl::StatusOr<Manifest> VerifyHere(const std::string& path, VerifyLevel level,
 
 // A job that trains on replaces checkpoints and removes them: what is seen of two is no damage.
 Checkpoint Look(const std::string& path, VerifyLevel level) {
-  for (int looks = 1;; ++looks) {
-    Checkpoint checkpoint = {.path = path};
-    checkpoint.folder = FolderAt(path);
+  Checkpoint checkpoint;
+  (void)LookUntilItStays([&] {
+    checkpoint = {.path = path};
+    checkpoint.folder = FileIdentityAt(path);
     checkpoint.seal = ReadSeal(path);
     checkpoint.has_pin = HasPin(path);
     checkpoint.manifest = VerifyHere(path, level, &checkpoint.elsewhere);
-    if (looks == kLooks || FolderAt(path) == checkpoint.folder) return checkpoint;
-  }
+    return FileIdentityAt(path) == checkpoint.folder;
+  });
+  return checkpoint;
 }
 
 // Since it was listed. What is aside and cannot be put back is there, under another name.
@@ -663,16 +655,18 @@ int RunVerify(const Call& call) {
   int code = kExitOk;
   ordered_json list = ordered_json::array();
   for (Checkpoint& checkpoint : *found) {
-    for (int looks = 1; checkpoint.manifest.ok(); ++looks) {
+    bool known = true;
+    (void)LookUntilItStays([&] {
+      if (!std::exchange(known, false)) {
+        const std::string lacks = std::move(checkpoint.lacks);
+        checkpoint = Look(checkpoint.path, level);
+        checkpoint.lacks = lacks;
+      }
+      if (!checkpoint.manifest.ok()) return true;
       checkpoint.trust = TrustIn(checkpoint, key, key_file);
       // It may have been replaced while others were read.
-      if (checkpoint.trust.ok() || looks == kLooks ||
-          FolderAt(checkpoint.path) == checkpoint.folder)
-        break;
-      const std::string lacks = std::move(checkpoint.lacks);
-      checkpoint = Look(checkpoint.path, level);
-      checkpoint.lacks = lacks;
-    }
+      return checkpoint.trust.ok() || FileIdentityAt(checkpoint.path) == checkpoint.folder;
+    });
     // Or removed, as those that LookAndAdd() leaves out.
     if (found->size() > 1 && WasRemoved(checkpoint)) continue;
     const bool good = checkpoint.manifest.ok() && checkpoint.trust.ok();

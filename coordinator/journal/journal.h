@@ -59,6 +59,8 @@ class Journal {
   // The term below which an operator said that this is a copy of an earlier state, whose later part
   // is lost; 0: never. A start whose state has not taken note of it must do so.
   virtual uint64_t restored() const { return 0; }
+  // Drawn when the operator said so; 0: never, or an older version did not draw one.
+  virtual uint64_t restore_id() const { return 0; }
   // "memory", or the file.
   virtual const std::string& description() const = 0;
 

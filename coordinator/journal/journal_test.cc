@@ -799,11 +799,26 @@ TEST_F(SqliteJournalTest, MarkRestored_RaisesTheTermOnce) {
     auto journal = OpenAt(copy);
     EXPECT_EQ(journal->term(), term);
     EXPECT_EQ(journal->restored(), 65537u);
+    EXPECT_NE(journal->restore_id(), 0u);
     ExpectRecords(*Read(*journal), 1, 4);
     EXPECT_EQ(SqliteJournal::MarkRestored(copy).status().code(), absl::StatusCode::kAlreadyExists)
         << "it is in use";
   }
   EXPECT_EQ(Open()->restored(), 0u);
+  EXPECT_EQ(Open()->restore_id(), 0u);
+}
+
+TEST_F(SqliteJournalTest, MarkRestored_DrawsAnIdThatNoOtherCopyHas) {
+  const std::string copy = CrashedWith(2, 2), again = folder_.Path("again");
+  fs::copy(copy, again, fs::copy_options::recursive);
+  ASSERT_TRUE(SqliteJournal::MarkRestored(copy).ok());
+  ASSERT_TRUE(SqliteJournal::MarkRestored(again).ok());
+  const uint64_t first = OpenAt(copy)->restore_id(), second = OpenAt(again)->restore_id();
+  EXPECT_NE(first, 0u);
+  EXPECT_NE(first, second);
+  EXPECT_EQ(OpenAt(copy)->restore_id(), first) << "it is kept";
+  ASSERT_TRUE(SqliteJournal::MarkRestored(copy).ok());
+  EXPECT_NE(OpenAt(copy)->restore_id(), first);
 }
 
 // A backup of revision 4, of a journal that goes on to revision 6.
@@ -862,6 +877,13 @@ TEST_F(RestoreTest, IntoANewDirectory_BeginsALaterTerm) {
   ASSERT_TRUE(done.ok()) << done.status();
   EXPECT_EQ(ExpectRestored(other), 65538u);
   EXPECT_TRUE(Verify(other).ok());
+  const uint64_t first = OpenAt(other)->restore_id();
+  EXPECT_NE(first, 0u);
+  // At once, from the same backup: also what has the same terms is told apart.
+  fs::remove_all(other);
+  ASSERT_TRUE(Restore(other).ok());
+  EXPECT_NE(OpenAt(other)->restore_id(), 0u);
+  EXPECT_NE(OpenAt(other)->restore_id(), first);
   // Months later, from the same backup: terms that the first may have used do not come again.
   fs::remove_all(other);
   ASSERT_TRUE(Restore(other, absl::Now() + absl::Hours(24 * 60)).ok());

@@ -37,6 +37,13 @@ bool IsDamage(const absl::Status& status) {
   return absl::IsDataLoss(status) || absl::IsNotFound(status);
 }
 
+// Never 0.
+uint64_t NewRestoreId() {
+  uint64_t id = 0;
+  while (id == 0) MUSTER_CHECK(absl::SimpleHexAtoi(RandomHex(), &id));
+  return id;
+}
+
 // One row is at most about this long, so that replay needs little memory; a commit may have many
 // rows.
 constexpr size_t kRowBytes = 4 << 20;
@@ -239,6 +246,7 @@ absl::Status SqliteJournal::ReadMeta() {
     };
     if (name == "term") MUSTER_RETURN_IF_ERROR(number(&term_));
     if (name == "restored") MUSTER_RETURN_IF_ERROR(number(&restored_));
+    if (name == "restore_id") MUSTER_RETURN_IF_ERROR(number(&restore_id_));
   }
   return rc == SQLITE_DONE ? absl::OkStatus() : Error(rc, "read meta");
 }
@@ -835,7 +843,7 @@ absl::StatusOr<std::string> SqliteJournal::MarkRestored(const std::string& direc
   MUSTER_RETURN_IF_ERROR(journal.Exec(
       absl::StrCat("BEGIN IMMEDIATE; UPDATE meta SET value = '", journal.restored_,
                    "' WHERE name = 'term'; INSERT OR REPLACE INTO meta VALUES('restored', '",
-                   journal.restored_, "'); COMMIT")
+                   journal.restored_, "'), ('restore_id', '", NewRestoreId(), "'); COMMIT")
           .c_str()));
   return absl::StrCat(journal.path_, ": marked as restored from a copy made in term ", copied,
                       "; the next start begins term ", journal.restored_ + 1,
@@ -945,8 +953,9 @@ absl::Status SqliteJournal::MakeRestored(const std::string& directory,
   MUSTER_RETURN_IF_ERROR(journal.Exec(
       absl::StrCat("BEGIN IMMEDIATE; INSERT INTO meta VALUES('schema', '2'), ('cluster_id', '",
                    cluster_id, "'), ('term', '", term, "'), ('restored', '", term,
-                   "'); INSERT INTO snapshot_files VALUES(", snapshot.seq, ", ", snapshot.revision,
-                   ", ", snapshot.parts, ", ", snapshot.bytes, "); COMMIT")
+                   "'), ('restore_id', '", NewRestoreId(), "'); INSERT INTO snapshot_files VALUES(",
+                   snapshot.seq, ", ", snapshot.revision, ", ", snapshot.parts, ", ",
+                   snapshot.bytes, "); COMMIT")
           .c_str()));
   // One file is all of it.
   return journal.Exec("PRAGMA journal_mode=DELETE");

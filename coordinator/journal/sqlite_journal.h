@@ -63,8 +63,9 @@ class SqliteJournal final : public Journal {
   // The most terms that may have begun between a backup and the loss of later data.
   static constexpr uint64_t kLostTerms = 65536;
   // Notes that `directory` is a copy of an earlier state: the next start begins kLostTerms later,
-  // and its restored() says so. Returns a description of the change, for people. Errors: as Open;
-  // NOT_FOUND there is no journal.
+  // its restored() says so, and its restore_id() is another one than that of any other copy.
+  // Returns a description of the change, for people. Errors: as Open; NOT_FOUND there is no
+  // journal.
   static absl::StatusOr<std::string> MarkRestored(const std::string& directory);
 
   // Puts the state of a backup (backup_file.h) into `directory`, which is made if it is missing, as
@@ -93,6 +94,7 @@ class SqliteJournal final : public Journal {
   const std::string& cluster_id() const override { return cluster_id_; }
   uint64_t term() const override { return term_; }
   uint64_t restored() const override { return restored_; }
+  uint64_t restore_id() const override { return restore_id_; }
   const std::string& description() const override { return path_; }
   absl::Status Replay(
       const std::function<absl::Status(uint64_t, absl::string_view)>& snapshot,
@@ -203,6 +205,7 @@ class SqliteJournal final : public Journal {
   std::string cluster_id_;
   uint64_t term_ = 0;
   uint64_t restored_ = 0;
+  uint64_t restore_id_ = 0;
 
   // Used by Open and Replay, then only by the writer thread.
   sqlite3* db_ = nullptr;

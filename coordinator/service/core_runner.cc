@@ -102,6 +102,7 @@ CoreRunner::CoreRunner(const Options& options, std::unique_ptr<Journal> journal)
       core_([this] {
         CoreOptions core = options_.core;
         core.cluster_id = journal_->cluster_id();
+        core.restore_id = journal_->restore_id();
         core.catches_up = true;
         return core;
       }()),

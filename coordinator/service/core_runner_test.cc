@@ -980,9 +980,12 @@ class HandedJournal final : public Journal {
   explicit HandedJournal(Records records = {}, uint64_t term = 1, uint64_t restored = 0)
       : term_(term), restored_(restored), records_(std::move(records)) {}
 
+  static uint64_t RestoreIdOf(uint64_t restored) { return restored * 3; }
+
   const std::string& cluster_id() const override { return id_; }
   uint64_t term() const override { return term_; }
   uint64_t restored() const override { return restored_; }
+  uint64_t restore_id() const override { return RestoreIdOf(restored_); }
   const std::string& description() const override { return id_; }
   absl::Status Replay(
       const std::function<absl::Status(uint64_t, absl::string_view)>&,
@@ -1040,6 +1043,7 @@ TEST_F(CoreRunnerTest, CopyMarkedAsRestored_EndsItsGenerationsOnce) {
       core->FillStatus(&status);
       generation = status.jobs(0).generation();
       EXPECT_EQ(status.header().term(), term);
+      EXPECT_EQ(status.header().restore_id(), HandedJournal::RestoreIdOf(restored));
     });
     runner_->Stop();
     records = journal->records();

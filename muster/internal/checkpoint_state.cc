@@ -62,6 +62,7 @@
 #include "worker/job/checkpoint_client.h"
 #include "worker/parallel/meeting.h"
 #include "worker/parallel/sharded_model.h"
+#include "worker/train/disk_copies.h"
 #include "worker/train/guard.h"
 #include "worker/train/seed.h"
 
@@ -1217,6 +1218,16 @@ absl::Status CheckpointState::SaveBesideTraining(
   // Training does not wait for the thread that writes, and the next save may have begun already: it
   // has its place on the disk when that thread has removed what goes for it.
   request.publish.disposal = nullptr;
+  // What there is no memory for to train in there is none for a copy of, either. What this save
+  // gathers is on the disk already.
+  if (const std::string disk = FolderOfOffload(process_.sharding()); !disk.empty()) {
+    request.keep = [copies = std::make_shared<DiskCopies>(disk),
+                    since = DiskCopies::Made()](const at::Tensor& tensor) {
+      at::Tensor kept;
+      const absl::Status done = Guard([&] { kept = copies->Keep(tensor, since); });
+      return done.ok() ? absl::StatusOr<at::Tensor>(std::move(kept)) : done;
+    };
+  }
   if (directory.empty()) {
     request.folder.emplace(Root());
     request.total_limit = Publishing().keep;
@@ -1804,7 +1815,8 @@ void CheckpointState::ApplyModels(const StateReader& reader, const Loaded& loade
   }
   steps_.Reset();
   for (const auto& optimizer : registry_.optimizers()) {
-    optimizer->handle().ZeroGrad(GradZeroing::kInPlace);
+    // Not zeros, for which those that are offloaded would be read: their disk may have failed.
+    optimizer->handle().ZeroGrad(GradZeroing::kSetToNone);
   }
   ForgetCastWeights();
 }

@@ -25,6 +25,7 @@
 #include "worker/parallel/sync_batch_norm.h"
 #include "worker/train/activation_policy.h"
 #include "worker/train/activation_store.h"
+#include "worker/train/disk_copies.h"
 #include "worker/train/disk_parts.h"
 #include "worker/train/host_parts.h"
 
@@ -257,7 +258,8 @@ void ModelSlot::MakeParallel() {
                 HostParts::Of::kParameters),
         groups_.reshard.get(), StoreOfGradients(sharding, there, here));
     if (!disk.empty()) {
-      sharded_->KeepCopiesBy([disk](const at::Tensor& tensor) { return CopyToDisk(tensor, disk); });
+      sharded_->KeepCopiesBy([copies = std::make_shared<DiskCopies>(disk)](
+                                 const at::Tensor& tensor) { return copies->Copy(tensor); });
     }
     if (controller_->updates() != nullptr) sharded_->UpdateInBackward(controller_->updates());
     // All ranks have the values of rank 0.

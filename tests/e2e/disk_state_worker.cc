@@ -1,6 +1,7 @@
 // Trains a model whose state is 480 MiB and offloaded to the disk, saves it, and loads it again:
-//   disk_state_worker STRATEGY FOLDER
-// STRATEGY: zero3 offloads parameters, too; none the states of the optimizer alone. Prints a line
+//   disk_state_worker STRATEGY FOLDER [beside]
+// STRATEGY: zero3 offloads parameters, too; none the states of the optimizer alone. beside: saves
+// beside training, twice in a row. Prints a line
 // of JSON: the most memory, in MiB, that was held in training, by the save and by the load, and how
 // far the loaded weights are from those that were saved.
 #include <algorithm>
@@ -67,9 +68,10 @@ torch::nn::Sequential Net() {
   return net;
 }
 
-void Run(const std::string& strategy, const std::string& folder) {
+void Run(const std::string& strategy, const std::string& folder, bool beside) {
   AcceleratorOptions options;
   options.cpu = true;
+  options.checkpoint.asynchronous = beside;
   options.sharding = ParseSharding(strategy == "none" ? "no_shard" : strategy, 1);
   options.sharding->offload_optimizer = Offload::kDisk;
   options.sharding->offload_optimizer_path = folder + "/states";
@@ -96,7 +98,11 @@ void Run(const std::string& strategy, const std::string& folder) {
     step();
   });
   const std::string dir = folder + "/checkpoint";
-  const int64_t save = MostHeld([&] { Check(accelerator.save_state(dir)); });
+  const int64_t save = MostHeld([&] {
+    if (beside) Check(accelerator.save_state(dir));
+    Check(accelerator.save_state(dir));
+    Check(accelerator.wait_for_checkpoint());
+  });
   const at::Tensor saved = output();
   step();
   const at::Tensor next = output();
@@ -115,9 +121,9 @@ void Run(const std::string& strategy, const std::string& folder) {
 }  // namespace muster
 
 int main(int argc, char** argv) {
-  if (argc != 3) return 2;
+  if (argc < 3 || argc > 4) return 2;
   try {
-    muster::Run(argv[1], argv[2]);
+    muster::Run(argv[1], argv[2], /*beside=*/argc == 4);
     return 0;
   } catch (const c10::Error& error) {
     std::fprintf(stderr, "%s\n", error.what_without_backtrace());

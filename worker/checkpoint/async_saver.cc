@@ -189,6 +189,7 @@ absl::Status AsyncSaver::Copy(Comm& comm, Save& save,
   MUSTER_RETURN_IF_ERROR(staged.status());
   save.staged.emplace(*std::move(staged));
   const absl::Status copied = GuardRank([&]() -> absl::Status {
+    save.snapshot->KeepBy(request.keep);
     StateWriter writer(save.snapshot.get(), rank_, lazy_);
     MUSTER_RETURN_IF_ERROR(write(writer));
     // On a GPU it may fail, which all ranks have to know.
@@ -284,9 +285,9 @@ absl::Status AsyncSaver::WriteFiles(const Save& save, std::vector<ManifestFile>*
     RestIfCoresAreWanted(part * copied, part * writers_.Threads() * kRestsTakeAtMost);
   };
   for (const Snapshot::File& file : save.snapshot->files()) {
-    MUSTER_ASSIGN_OR_RETURN(DirectFileWritten written,
-                            WriteDirectFile(JoinPath(save.staged->path(), file.name),
-                                            save.snapshot->Contents(file), options));
+    MUSTER_ASSIGN_OR_RETURN(
+        DirectFileWritten written,
+        save.snapshot->Write(file, JoinPath(save.staged->path(), file.name), options));
     files->push_back(FileOf(file.name, rank_, std::move(written)));
   }
   return absl::OkStatus();

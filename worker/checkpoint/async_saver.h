@@ -30,11 +30,11 @@
 
 namespace muster {
 
-// Saves checkpoints beside training. A save copies this rank's state into memory, which is all that
-// training waits for. What only the optimizer changes is copied by a thread while training
-// continues. Another thread writes it to the disk, waits for the other ranks, and publishes the
-// checkpoint as SaveCheckpoint does. The memory for two saves is kept: one may be written while the
-// next is copied; a third waits for the first.
+// Saves checkpoints beside training. A save copies this rank's state into memory, or to where
+// Request::keep has it, which is all that training waits for. What only the optimizer changes is
+// copied by a thread while training continues. Another thread writes it to the disk, waits for the
+// other ranks, and publishes the checkpoint as SaveCheckpoint does. The memory for two saves is
+// kept: one may be written while the next is copied; a third waits for the first.
 //
 // One object on every rank, whose calls are made in the same order everywhere by one thread.
 class AsyncSaver {
@@ -63,6 +63,8 @@ class AsyncSaver {
     CheckpointInfo info = {};
     // As in SaveCheckpoint.
     std::optional<int> node = std::nullopt;
+    // As Snapshot::KeepBy(), of this rank; null: in memory.
+    Snapshot::KeepTensor keep = nullptr;
 
     std::string path() const { return dir.empty() ? folder->PathOf(info.iteration) : dir; }
   };

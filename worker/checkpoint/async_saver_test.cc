@@ -98,6 +98,37 @@ TEST_F(AsyncSaverTest, ThreeRanks_SaveWhatWasThereWhenTheCallReturned) {
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("ckpt"));
 }
 
+TEST_F(AsyncSaverTest, KeptState_IsWhatWasThereWhenTheCallReturned) {
+  lazy_ = true;
+  RunSavers(2, [&](Comm& comm, AsyncSaver& saver) {
+    const at::Tensor value = at::full({5000}, 1.5);
+    std::vector<at::Tensor> kept;
+    std::vector<AsyncSaver::Outcome> earlier;
+    const absl::Status begun = saver.Begin(
+        comm,
+        {.dir = dir_,
+         .keep =
+             [&](const at::Tensor& tensor) {
+               kept.push_back(tensor.clone());
+               return kept.back();
+             }},
+        [&](StateWriter& writer) {
+          writer.CopyLater(value);
+          return WriteAll(writer, value);
+        },
+        &earlier);
+    ASSERT_TRUE(begun.ok()) << begun;
+    EXPECT_FALSE(kept.empty());
+    value.fill_(7);
+    const std::vector<AsyncSaver::Outcome> outcomes = saver.Wait();
+    ASSERT_EQ(outcomes.size(), 1u);
+    EXPECT_TRUE(outcomes[0].status.ok()) << outcomes[0].status;
+    EXPECT_EQ(WeightIn(dir_), 1.5);
+    EXPECT_TRUE(VerifyCheckpoint(dir_, VerifyLevel::kContents).ok());
+    for (const at::Tensor& tensor : kept) EXPECT_EQ(tensor.use_count(), 1) << "it is let go";
+  });
+}
+
 TEST_F(AsyncSaverTest, NoThread_IsAnErrorOfTheConstructor) {
   for (const int threads : {0, 1}) {
     const ThreadsLeft left(threads);

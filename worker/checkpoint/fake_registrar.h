@@ -109,6 +109,10 @@ class FakeRegistrar : public CheckpointRegistrar {
     }
     return go;
   }
+  void CountUnrecorded(uint64_t bytes, const SaveTimes&) override {
+    const MutexLock lock(&mu_);
+    unrecorded.push_back(bytes);
+  }
   absl::Status Deleted(const std::vector<uint64_t>& ids) override {
     const MutexLock lock(&mu_);
     for (const uint64_t id : ids) records.erase(id);
@@ -155,6 +159,7 @@ class FakeRegistrar : public CheckpointRegistrar {
   size_t largest_file_report = 0;  // about, in bytes
   std::vector<std::string> aborts;
   SaveTimes published_times;
+  std::vector<uint64_t> unrecorded;  // bytes of each
   std::vector<std::pair<uint64_t, std::string>> verdicts;
   std::function<void()> on_verified;
   std::function<void(const RegisteredCheckpoint&)> on_seal;  // before it is

@@ -43,13 +43,6 @@ constexpr absl::Duration kReadersAreWaitedFor = absl::Milliseconds(100);
 
 constexpr absl::string_view kNumbered = "checkpoint_";
 
-// Without string_view, which sanitizers do not let compare constants.
-constexpr bool AreSame(const char* a, const char* b) {
-  for (; *a != 0 && *a == *b; ++a) ++b;
-  return *a == *b;
-}
-static_assert(AreSame(kSealName, kSealedName));
-
 std::string Numbered(absl::string_view stem, int index, absl::string_view extension) {
   return index == 0 ? absl::StrCat(stem, extension) : absl::StrCat(stem, "_", index, extension);
 }
@@ -707,11 +700,15 @@ absl::StatusOr<std::string> NameStaging(const std::string& wanted, const std::st
 absl::Status RemoveUnpublished(const std::string& path, const std::string& named) {
   MUSTER_ASSIGN_OR_RETURN(const bool exists, Exists(path));
   if (!exists) return absl::OkStatus();
-  MUSTER_ASSIGN_OR_RETURN(const bool awaits, AwaitsItsName(path, named));
-  if (awaits) {
-    MUSTER_LOG(Info) << path << " stays: it is sealed and lacks only the name " << named;
-    return absl::OkStatus();
-  }
+  const auto stays = [&]() -> absl::StatusOr<bool> {
+    MUSTER_ASSIGN_OR_RETURN(const bool awaits, AwaitsItsName(path, named));
+    if (awaits) {
+      MUSTER_LOG(Info) << path << " stays: it is sealed and lacks only the name " << named;
+    }
+    return awaits;
+  };
+  MUSTER_ASSIGN_OR_RETURN(const bool sealed, stays());
+  if (sealed) return absl::OkStatus();
   // Of this process, which has asked what has become of it.
   if (const int left = LeftLocks::Get().Take(CanonicalPath(path)); left >= 0) close(left);
   const OwnedFd lock(LockFolder(path, kReadersAreWaitedFor));
@@ -719,7 +716,9 @@ absl::Status RemoveUnpublished(const std::string& path, const std::string& named
     return absl::UnavailableError(
         absl::StrCat("cannot remove ", path, ": ", LockHolderOf(path), " has it locked"));
   }
-  return RemoveTree(path);
+  // Who had the lock may have got the record.
+  MUSTER_ASSIGN_OR_RETURN(const bool sealed_since, stays());
+  return sealed_since ? absl::OkStatus() : RemoveTree(path);
 }
 
 std::string CheckpointFolder::PathOf(int64_t iteration) const {
@@ -873,11 +872,9 @@ std::vector<std::string> CheckpointFolder::AskedToSeal() const {
   for (const std::string& name : ListDirectory(root_).value_or(std::vector<std::string>())) {
     int64_t number = 0;
     const std::string path = JoinPath(root_, name);
-    if (!ParseStagingNumber(name, &number) || IsDoomed(name) ||
-        !PathExists(JoinPath(path, kSealingName)) || PathExists(JoinPath(path, kSealName))) {
-      continue;
+    if (ParseStagingNumber(name, &number) && !IsDoomed(name) && HasAskedForSeal(path)) {
+      asked.push_back(path);
     }
-    asked.push_back(path);
   }
   return asked;
 }
@@ -893,6 +890,10 @@ absl::Status CheckpointFolder::RemoveAsked(const std::vector<int64_t>& numbers, 
     }
     const OwnedFd lock(LockFolder(path, kReadersAreWaitedFor));
     if (!lock.open()) continue;
+    // Who had the lock may have got the record: it is retention's once it has its name.
+    const absl::StatusOr<Sealing> sealing = ReadSealing(path);
+    if (!sealing.ok() || sealing->state != Sealing::State::kAsked || !HasAskedForSeal(path))
+      continue;
     MUSTER_RETURN_IF_ERROR(RemoveTree(path));
     MUSTER_LOG(Info) << "removed " << path << ", which has " << keep << " newer checkpoints";
   }

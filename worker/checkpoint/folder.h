@@ -25,8 +25,8 @@ class Disposal;
 // that folder locked (flock), which distinguishes the files of a live writer from those left by a
 // killed one.
 
-// The names of a checkpoint's files. For model, optimizer, scheduler, sampler and scaler files, the
-// first has no number.
+// The names of a checkpoint's files, besides those of manifest.h. For model, optimizer, scheduler,
+// sampler and scaler files, the first has no number.
 std::string ModelFileName(int index);        // model.safetensors, model_1.safetensors
 std::string OptimizerFileName(int index);    // optimizer.safetensors, optimizer_1.safetensors
 std::string SchedulerFileName(int index);    // scheduler.json, scheduler_1.json
@@ -34,9 +34,6 @@ std::string SamplerFileName(int index);      // sampler.safetensors, sampler_1.s
 std::string ScalerFileName(int index);       // scaler.json, scaler_1.json
 std::string RandomStatesFileName(int rank);  // random_states_0.safetensors
 std::string CustomFileName(int index);       // custom_checkpoint_0.safetensors
-
-// The registry's record of a checkpoint, beside its manifest: see seal.h.
-inline constexpr char kSealName[] = "seal.json";
 
 // Whether `name` is the name of a numbered checkpoint: checkpoint_0, checkpoint_1, ...
 bool IsNumberedName(absl::string_view name);

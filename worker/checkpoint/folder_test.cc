@@ -547,6 +547,27 @@ TEST_F(FolderTest, WhatAThreadRemoves_IsNotSweptByAnotherSave) {
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_1"));
 }
 
+// A writer may be killed when the record has taken the room of its question, before it has its
+// name.
+TEST_F(FolderTest, AskedForASealLongAgo_GoesUnlessItsRecordIsThere) {
+  const CheckpointFolder folder(root_);
+  const std::string asked = Path("checkpoint_0.tmp-0123456789abcdef"),
+                    sealed = Path("checkpoint_1.tmp-0123456789abcdef");
+  for (const std::string& path : {asked, sealed}) {
+    ASSERT_TRUE(MakeDirectories(path).ok());
+    ASSERT_TRUE(BeginSealing(path, {.job = "j", .id = 7}, 1000).ok());
+  }
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(sealed, kSealingName),
+                                  R"({"format": "muster-seal", "job": "j", "id": 7})")
+                  .ok());
+  EXPECT_THAT(folder.AskedToSeal(), ElementsAre(asked, sealed)) << "by what files there are";
+  ASSERT_TRUE(folder.RemoveAsked({2, 3}, 3).ok());
+  EXPECT_TRUE(PathExists(asked)) << "there are not so many newer ones";
+  ASSERT_TRUE(folder.RemoveAsked({2, 3}, 2).ok());
+  EXPECT_FALSE(PathExists(asked));
+  EXPECT_TRUE(PathExists(sealed)) << "it is sealed, and gets its name";
+}
+
 TEST(FileNames, FirstOfSeveral_HasNoNumber) {
   EXPECT_EQ(ModelFileName(0), "model.safetensors");
   EXPECT_EQ(ModelFileName(2), "model_2.safetensors");

@@ -16,6 +16,8 @@ namespace muster {
 // docs/checkpoint_format.md specifies the bytes. Everything here is pure and thread-safe.
 
 inline constexpr char kManifestName[] = "manifest.json";
+// The registry's record of a checkpoint, beside its manifest: see seal.h.
+inline constexpr char kSealName[] = "seal.json";
 inline constexpr int kManifestVersion = 1;
 
 // How far training had progressed. All counts are of the whole job, not of a rank.

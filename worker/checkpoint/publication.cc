@@ -29,6 +29,7 @@
 #include "worker/checkpoint/planned_files.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/seal.h"
+#include "worker/checkpoint/seal_chain.h"
 #include "worker/checkpoint/sealing.h"
 #include "worker/checkpoint/staging_folder.h"
 
@@ -368,7 +369,7 @@ std::vector<std::string> AskedIn(const std::string& dir) {
   for (const std::string& name : ListDirectory(dir).value_or(std::vector<std::string>())) {
     const std::string path = JoinPath(dir, name);
     if (HasMark(name, StemOf(name, kStagingMark), kStagingMark) && !IsDoomed(name) &&
-        PathExists(JoinPath(path, kSealingName)) && !PathExists(JoinPath(path, kSealName))) {
+        HasAskedForSeal(path)) {
       asked.push_back(path);
     }
   }
@@ -451,13 +452,17 @@ absl::Status DeleteUnregistered(const Publication& publication,
   return folder.RemoveAsked(left, publication.options.keep);
 }
 
+SaveTimes TimesOf(const Publication& publication) {
+  return publication.times == nullptr ? SaveTimes() : publication.times();
+}
+
 // After the rename. The checkpoint is whole and sealed in any case: a resume or the next
 // publication repeats what fails here.
 void Register(const Publication& publication, const RegisteredCheckpoint& record) {
   CheckpointRegistrar& registrar = *publication.options.registrar;
   const bool numbered = publication.folder.has_value();
-  const absl::StatusOr<std::vector<RegisteredCheckpoint>> superfluous = registrar.Publish(
-      record.id, publication.times == nullptr ? SaveTimes() : publication.times());
+  const absl::StatusOr<std::vector<RegisteredCheckpoint>> superfluous =
+      registrar.Publish(record.id, TimesOf(publication));
   if (!superfluous.ok()) {
     MUSTER_LOG(Warning) << publication.path << " is saved and sealed, but its publication is not "
                         << "registered yet: " << superfluous.status().message();
@@ -536,7 +541,7 @@ absl::Status SealByFolder(Staging& staging, const Publication& publication, int 
                           const std::vector<ManifestFile>& files) {
   MUSTER_ASSIGN_OR_RETURN(
       const RegisteredCheckpoint record,
-      MakeRecord(publication, staging.path(), ranks, files, PreviousRecord(publication.path)));
+      MakeRecord(publication, staging.path(), ranks, files, PreviousRecords(publication.path)));
   MUSTER_RETURN_IF_ERROR(WriteSeal(staging.path(), record));
   return SyncDirectory(staging.path());
 }
@@ -746,7 +751,9 @@ absl::Status PublishByFolder(Comm& comm, Staging* staging, const Publication& pu
   if (staging != nullptr) {
     done = GuardRank([&]() -> absl::Status {
       MUSTER_RETURN_IF_ERROR(SealByFolder(*staging, publication, comm.size(), all));
-      return FinishByFolder(*staging, publication);
+      MUSTER_RETURN_IF_ERROR(FinishByFolder(*staging, publication));
+      CountUnrecorded(publication, all);
+      return absl::OkStatus();
     });
   }
   return StatusOfMain(comm, done);
@@ -912,38 +919,17 @@ absl::Status ProveTogether(Comm& comm, const std::string& staging_path,
   return Prove(comm, staging_path, mine, /*lists_tensors=*/false);
 }
 
-std::optional<RegisteredCheckpoint> PreviousRecord(const std::string& path) {
-  // Also those that a program has named, and those that lack their names.
-  std::vector<RegisteredCheckpoint> records;
-  const std::string parent = ParentPath(path);
-  for (const std::string& name : ListDirectory(parent).value_or(std::vector<std::string>())) {
-    const std::string dir = JoinPath(parent, name);
-    if (!PathExists(JoinPath(dir, kSealName)) && !PathExists(JoinPath(dir, kSealingName))) continue;
-    absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(dir);
-    if (seal.ok()) records.push_back(*std::move(seal));
-  }
-  const auto newest =
-      std::max_element(records.begin(), records.end(),
-                       [](const auto& a, const auto& b) { return a.created_us < b.created_us; });
-  if (newest == records.end()) return std::nullopt;
-  // Clocks are set: what follows it in the chain is newer.
-  auto last = newest;
-  for (size_t i = 0; i < records.size(); ++i) {
-    const auto next = std::find_if(records.begin(), records.end(), [&](const auto& record) {
-      return record.previous_sha256 == last->sha256;
-    });
-    if (next == records.end()) break;
-    last = next;
-  }
-  return *last;
+ChainEnd PreviousRecords(const std::string& path) {
+  return ReadChainEnd(ParentPath(path), absl::Now());
 }
 
-absl::StatusOr<RegisteredCheckpoint> MakeRecord(
-    const Publication& publication, const std::string& dir, int ranks,
-    const std::vector<ManifestFile>& files, const std::optional<RegisteredCheckpoint>& previous) {
+absl::StatusOr<RegisteredCheckpoint> MakeRecord(const Publication& publication,
+                                                const std::string& dir, int ranks,
+                                                const std::vector<ManifestFile>& files,
+                                                const ChainEnd& previous) {
   RegisteredCheckpoint record;
   record.state = RegisteredCheckpoint::State::kSealed;
-  record.id = previous.has_value() ? previous->id + 1 : 1;
+  record.id = previous.highest_id + 1;
   record.path = AbsolutePath(publication.path);
   record.iteration = publication.info.iteration;
   record.step = publication.info.step;
@@ -952,7 +938,7 @@ absl::StatusOr<RegisteredCheckpoint> MakeRecord(
   record.ranks = ranks;
   record.promoted = true;
   record.created_us = static_cast<uint64_t>(absl::ToUnixMicros(absl::Now()));
-  if (previous.has_value()) record.previous_sha256 = previous->sha256;
+  if (previous.last.has_value()) record.previous_sha256 = previous.last->sha256;
   MUSTER_RETURN_IF_ERROR(SealFiles(dir, files, &record));
   if (publication.options.key_file.empty()) return record;
   const std::string& file = publication.options.key_file;
@@ -963,6 +949,13 @@ absl::StatusOr<RegisteredCheckpoint> MakeRecord(
       SigningKey::Parse(pem, absl::StrCat("MUSTER_CHECKPOINT_KEY: '", file, "'")));
   record.signature = absl::BytesToHexString(key.Sign(absl::HexStringToBytes(record.sha256)));
   return record;
+}
+
+void CountUnrecorded(const Publication& publication, const std::vector<ManifestFile>& files) {
+  if (publication.options.registrar == nullptr) return;
+  uint64_t bytes = 0;
+  for (const ManifestFile& file : files) bytes += file.digest.bytes;
+  publication.options.registrar->CountUnrecorded(bytes, TimesOf(publication));
 }
 
 absl::Status PublishTogether(Comm& comm, Staging* staging, const Publication& publication,

@@ -14,6 +14,7 @@
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/registrar.h"
 #include "worker/checkpoint/save_progress.h"
+#include "worker/checkpoint/seal_chain.h"
 #include "worker/collective/comm.h"
 
 namespace muster {
@@ -67,13 +68,18 @@ absl::Status ProveTogether(Comm& comm, const std::string& staging_path,
                            const std::vector<ManifestFile>& mine);
 
 // Of rank 0, where no registry makes one: the record of a checkpoint that is to be called `path`,
-// whose manifest, in the folder `dir`, lists `files` of `ranks` ranks. It follows `previous` in the
-// chain; its job has no name. Errors: of the key; of reading.
-absl::StatusOr<RegisteredCheckpoint> MakeRecord(
-    const Publication& publication, const std::string& dir, int ranks,
-    const std::vector<ManifestFile>& files, const std::optional<RegisteredCheckpoint>& previous);
-// The newest record beside `path`, of the numbered checkpoints there and of what has that name.
-std::optional<RegisteredCheckpoint> PreviousRecord(const std::string& path);
+// whose manifest, in the folder `dir`, lists `files` of `ranks` ranks. It continues the chain that
+// ends with `previous`; its job has no name. Errors: of the key; of reading.
+absl::StatusOr<RegisteredCheckpoint> MakeRecord(const Publication& publication,
+                                                const std::string& dir, int ranks,
+                                                const std::vector<ManifestFile>& files,
+                                                const ChainEnd& previous);
+// Of the records beside `path`, and of what has that name: see ReadChainEnd().
+ChainEnd PreviousRecords(const std::string& path);
+
+// Of rank 0: the checkpoint, of these files, has its name, and the registry, if there is one, has
+// no record of it. Tells it to count it.
+void CountUnrecorded(const Publication& publication, const std::vector<ManifestFile>& files);
 
 // Collective; the last part of a save. `staging`: of rank 0, null elsewhere. `written`: whether
 // this rank has written its files, which are `mine`. Returns the same on every rank; the first

@@ -43,6 +43,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::IsSupersetOf;
+using ::testing::SizeIs;
 using State = RegisteredCheckpoint::State;
 
 class PublicationTest : public testing::Test {
@@ -476,9 +477,32 @@ TEST_F(WithoutRegistryTest, CoordinatorThatKeepsNoRecord_TheFolderIsSealedAllThe
     EXPECT_EQ(seal.job, "");
     // Nobody could promote it, and a resume would take it.
     EXPECT_FALSE(Save(number, {.promote = false}).ok()) << why;
+    EXPECT_THAT(registrar_.unrecorded, SizeIs(number)) << "it is counted";
+    EXPECT_EQ(registrar_.unrecorded.back(), seal.bytes);
   }
   EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1"));
   EXPECT_EQ(ReadSeal(folder_.PathOf(1))->previous_sha256, ReadSeal(folder_.PathOf(0))->sha256);
+}
+
+TEST_F(WithoutRegistryTest, DiskInEveryNode_SavesAreCountedByTheCoordinator) {
+  RunRanks(2, [&](Comm& comm) {
+    const CheckpointFolder folder(JoinPath(root_, absl::StrCat("node", comm.rank())));
+    const absl::Status saved = SaveNumberedCheckpoint(
+        comm, folder, {.iteration = 0}, PublishOptions{.registrar = &registrar_},
+        [](StateWriter& writer) {
+          StateDict state;
+          state.SetTensor("w", at::full({3}, 1.0));
+          return writer.Write(RandomStatesFileName(writer.rank()), state);
+        },
+        /*node=*/comm.rank());
+    EXPECT_TRUE(saved.ok()) << saved;
+    const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(folder.PathOf(0));
+    ASSERT_TRUE(seal.ok()) << seal.status();
+    EXPECT_THAT(registrar_.unrecorded, ElementsAre(seal->bytes)) << "once, by rank 0";
+    EXPECT_GT(seal->bytes, 0u);
+    comm.Barrier();
+  });
+  EXPECT_THAT(registrar_.records, IsEmpty());
 }
 
 // A file system takes any bytes as a name, a coordinator only text.

@@ -17,6 +17,7 @@
 #include "base/owned_fd.h"
 #include "base/regular_file.h"
 #include "base/status_macros.h"
+#include "worker/checkpoint/manifest.h"
 
 namespace muster {
 namespace {
@@ -29,7 +30,7 @@ constexpr int64_t kMaxBytes = 1 << 20;
 std::string PathIn(const std::string& dir) { return JoinPath(dir, kSealingName); }
 
 absl::Status GiveName(const std::string& dir) {
-  const std::string from = PathIn(dir), to = JoinPath(dir, kSealedName);
+  const std::string from = PathIn(dir), to = JoinPath(dir, kSealName);
   // Another process may have done so.
   if (rename(from.c_str(), to.c_str()) != 0 && !(errno == ENOENT && PathExists(to))) {
     return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", from, " to ", to));
@@ -38,6 +39,10 @@ absl::Status GiveName(const std::string& dir) {
 }
 
 }  // namespace
+
+bool HasAskedForSeal(const std::string& dir) {
+  return PathExists(PathIn(dir)) && !PathExists(JoinPath(dir, kSealName));
+}
 
 absl::Status BeginSealing(const std::string& dir, const Sealing& asked, size_t room) {
   std::string text = Json({{"format", kFormat},

@@ -15,8 +15,7 @@ namespace muster {
 // nobody takes a folder with this file for one that was never sealed. It also has the room that
 // seal.json needs, which it becomes. Functions block on the disk.
 inline constexpr char kSealingName[] = "sealing.json";
-// What it becomes, and the "format" of that: as kSealName of folder.h.
-inline constexpr char kSealedName[] = "seal.json";
+// The "format" of kSealName (manifest.h), which it becomes.
 inline constexpr char kSealFormat[] = "muster-seal";
 
 struct Sealing {
@@ -32,6 +31,9 @@ struct Sealing {
   std::string registry = {};
   uint64_t id = 0;  // of the checkpoint there
 };
+
+// Whether the folder has that file and no seal.json. False where it cannot be examined.
+bool HasAskedForSeal(const std::string& dir);
 
 // Durable. `asked`: without its state. `room`: for how many bytes of a record.
 absl::Status BeginSealing(const std::string& dir, const Sealing& asked, size_t room);

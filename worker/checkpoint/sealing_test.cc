@@ -7,6 +7,7 @@
 
 #include "base/file.h"
 #include "base/test_folder.h"
+#include "worker/checkpoint/manifest.h"
 
 namespace muster {
 namespace {
@@ -32,7 +33,7 @@ TEST(SealingFile, RecordTakesTheRoomThatIsThere) {
   // A full disk has no block for another file.
   const uint64_t inode = InodeOf(folder.Path(kSealingName));
   ASSERT_TRUE(FinishSealing(dir, "{\"format\": \"muster-seal\"}").ok());
-  EXPECT_EQ(InodeOf(folder.Path(kSealedName)), inode);
+  EXPECT_EQ(InodeOf(folder.Path(kSealName)), inode);
   EXPECT_EQ(ReadSealing(dir)->state, State::kNone);
 }
 
@@ -50,7 +51,7 @@ TEST(SealingFile, KilledBeforeTheRename_GetsItsName) {
   ASSERT_TRUE(WriteFileAtomically(folder.Path(kSealingName), text).ok());
   EXPECT_EQ(ReadSealing(folder.path())->state, State::kSealed);
   ASSERT_TRUE(NameSealing(folder.path()).ok());
-  EXPECT_EQ(*ReadFile(folder.Path(kSealedName)), text);
+  EXPECT_EQ(*ReadFile(folder.Path(kSealName)), text);
 }
 
 TEST(SealingFile, OfAWriterThatDidNotNameTheRegistry_IsRead) {
@@ -74,7 +75,7 @@ TEST(SealingFile, Damaged_CountsAsAsked) {
     ASSERT_TRUE(WriteFileAtomically(folder.Path(kSealingName), text).ok());
     EXPECT_EQ(ReadSealing(folder.path())->state, State::kAsked) << text;
     ASSERT_TRUE(NameSealing(folder.path()).ok());
-    EXPECT_FALSE(PathExists(folder.Path(kSealedName)));
+    EXPECT_FALSE(PathExists(folder.Path(kSealName)));
     ASSERT_TRUE(ForgetSealing(folder.path()).ok());
     ASSERT_TRUE(ForgetSealing(folder.path()).ok());
     EXPECT_EQ(ReadSealing(folder.path())->state, State::kNone);

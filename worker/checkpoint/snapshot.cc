@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <unordered_map>
 #include <utility>
 #include <variant>
 
@@ -10,8 +11,8 @@
 #include "base/text.h"
 #include "c10/core/DeviceGuard.h"
 #include "c10/util/Exception.h"
-#include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/file_plans.h"
+#include "worker/checkpoint/plan_pieces.h"
 
 namespace muster {
 namespace {
@@ -21,9 +22,17 @@ constexpr size_t kMostCloned = size_t{64} << 20;
 
 }  // namespace
 
+// A file whose tensors are elsewhere.
+struct Snapshot::Kept {
+  SafetensorsPlan plan;
+  std::optional<PlanPieces> pieces = std::nullopt;  // of `plan`
+};
+
 absl::StatusOr<char*> Snapshot::Append(const std::string& name, size_t bytes) {
-  const size_t end = files_.empty() ? reserved_ : files_.back().offset + files_.back().bytes;
-  const size_t offset = DirectAlignedUp(end);
+  const auto last = std::find_if(files_.rbegin(), files_.rend(),
+                                 [](const File& file) { return file.kept == nullptr; });
+  const size_t offset =
+      DirectAlignedUp(last == files_.rend() ? reserved_ : last->offset + last->bytes);
   if (const absl::Status grown = memory_.Grow(offset + bytes); !grown.ok()) {
     const std::string why(grown.message());
     return absl::Status(grown.code(),
@@ -36,7 +45,44 @@ absl::StatusOr<char*> Snapshot::Append(const std::string& name, size_t bytes) {
   return memory_.data() + offset;
 }
 
+absl::Status Snapshot::AddKept(const std::string& name, const SafetensorsPlan& plan) {
+  auto file = std::make_shared<Kept>(Kept{.plan = plan});
+  // Of a tensor under several names there is one copy.
+  std::unordered_map<const void*, size_t> known;
+  for (size_t i = 0; i < plan.sources.size(); ++i) {
+    const at::Tensor& source = plan.sources[i];
+    const auto [same, added] = known.try_emplace(source.const_data_ptr(), i);
+    if (const at::Tensor& other = plan.sources[same->second];
+        !added && source.dtype() == other.dtype() && source.sizes() == other.sizes() &&
+        source.strides() == other.strides() && source.is_conj() == other.is_conj() &&
+        source.is_neg() == other.is_neg()) {
+      file->plan.sources[i] = file->plan.sources[same->second];
+      continue;
+    }
+    absl::StatusOr<at::Tensor> kept = keep_(source);
+    if (!kept.ok()) {
+      return absl::Status(kept.status().code(),
+                          absl::StrCat("cannot copy ", name,
+                                       " for an asynchronous save: ", kept.status().message()));
+    }
+    file->plan.sources[i] = *std::move(kept);
+  }
+  file->pieces = PlanPieces::Of(file->plan);
+  TORCH_INTERNAL_ASSERT(file->pieces.has_value(), "a tensor of ", name, " is not kept contiguous");
+  const size_t bytes = file->plan.file_bytes();
+  files_.push_back({.name = name, .bytes = bytes, .kept = std::move(file)});
+  return absl::OkStatus();
+}
+
+absl::StatusOr<DirectFileWritten> Snapshot::Write(const File& file, const std::string& path,
+                                                  const DirectFileOptions& options) const {
+  if (file.kept == nullptr) return WriteDirectFile(path, Contents(file), options);
+  return file.kept->pieces->Write(
+      path, "what save_state() passes to a hook may not change until the save has ended", options);
+}
+
 absl::Status Snapshot::AddTensors(const std::string& name, const SafetensorsPlan& plan) {
+  if (keep_ != nullptr) return AddKept(name, plan);
   const auto on_gpu = std::find_if(plan.sources.begin(), plan.sources.end(),
                                    [](const at::Tensor& source) { return source.is_cuda(); });
   if (on_gpu != plan.sources.end()) gpu_ = on_gpu->device();
@@ -104,6 +150,7 @@ void Snapshot::Clear() {
   left_ = std::make_unique<DeferredCopy>();
   later_.clear();
   cloned_ = 0;
+  keep_ = nullptr;
 }
 
 absl::Status Snapshot::Add(const std::string& name, const NamedTensors& tensors,

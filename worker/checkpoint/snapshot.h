@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_CHECKPOINT_SNAPSHOT_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -11,10 +12,12 @@
 #include "ATen/core/Tensor.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "c10/core/Device.h"
 #include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/deferred_copy.h"
+#include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/state_dict.h"
 
@@ -24,20 +27,31 @@ class FilePlans;
 
 // One rank's files of a checkpoint in memory, byte for byte as they go to the disk: each begins at
 // a multiple of kDirectAlignment, and so do the data of each safetensors file. The memory is used
-// again by the next save, and never shrinks. Not thread-safe.
+// again by the next save, and never shrinks. After KeepBy() tensors are where that has put them
+// instead. Not thread-safe.
 class Snapshot {
  public:
+  struct Kept;
   struct File {
     std::string name;
     size_t offset = 0;
     size_t bytes = 0;
+    // What is not in this object's memory; null: all of it is.
+    std::shared_ptr<const Kept> kept = nullptr;
   };
+  // Returns what `tensor` holds now, on the CPU, contiguous, in memory that nobody changes: a copy,
+  // or `tensor` itself. Does not throw.
+  using KeepTensor = std::function<absl::StatusOr<at::Tensor>(const at::Tensor& tensor)>;
 
   Snapshot() = default;
   // For a save that stays in this memory, whose first `reserved` bytes (a multiple of
   // kDirectAlignment) are the caller's.
   Snapshot(AlignedMemory memory, size_t reserved)
       : memory_(std::move(memory)), reserved_(reserved), stays_in_memory_(true) {}
+
+  // Tensors of files that are added after this are kept by `keep` until Clear(), and none is copied
+  // later: for a state that memory has no room for. Its errors are those of Add().
+  void KeepBy(KeepTensor keep) { keep_ = std::move(keep); }
 
   // Of files that are added after this: the tensor does not change before the result of
   // TakeDeferred() runs, which copies it.
@@ -59,9 +73,15 @@ class Snapshot {
   std::unique_ptr<DeferredCopy> TakeDeferred();
 
   const std::vector<File>& files() const { return files_; }
+  // Of a file that is not kept elsewhere.
   absl::string_view Contents(const File& file) const {
     return absl::string_view(memory_.data() + file.offset, file.bytes);
   }
+  // Writes one of files() to `path`; all copies must be made. Thread-safe if nothing is added.
+  // Errors: as WriteDirectFile; FAILED_PRECONDITION, naming a tensor that KeepBy() has kept as it
+  // is and that has changed nevertheless.
+  absl::StatusOr<DirectFileWritten> Write(const File& file, const std::string& path,
+                                          const DirectFileOptions& options) const;
   uint64_t bytes() const;
 
   // Where it is. Grows when files are added.
@@ -82,6 +102,7 @@ class Snapshot {
   // is copied at once.
   at::Tensor Clone(const at::Tensor& source);
   absl::Status AddTensors(const std::string& name, const SafetensorsPlan& plan);
+  absl::Status AddKept(const std::string& name, const SafetensorsPlan& plan);
 
   AlignedMemory memory_;
   const size_t reserved_ = 0;
@@ -90,6 +111,7 @@ class Snapshot {
   size_t cloned_ = 0;                              // bytes, of this use
   std::vector<File> files_;
   absl::flat_hash_set<const void*> later_;  // where the data of such tensors begin
+  KeepTensor keep_;                         // null: copies are in memory_
   std::unique_ptr<DeferredCopy> left_ = std::make_unique<DeferredCopy>();
 };
 

@@ -6,6 +6,7 @@
 #include <sys/resource.h>
 
 #include <string>
+#include <vector>
 
 #include "ATen/ops/arange.h"
 #include "ATen/ops/full.h"
@@ -69,6 +70,53 @@ TEST_F(SnapshotTest, Files_AreThoseOfASynchronousSaveWithAlignedData) {
   EXPECT_EQ(snapshot.bytes(), (ReadFile(JoinPath(dir_, "model.safetensors"))->size() +
                                ReadFile(JoinPath(dir_, "optimizer.safetensors"))->size() +
                                ReadFile(JoinPath(dir_, "scheduler.json"))->size()));
+}
+
+TEST_F(SnapshotTest, KeptTensors_TakeNoMemoryAndAreWrittenAsTheyWere) {
+  Snapshot snapshot;
+  std::vector<at::Tensor> kept;
+  snapshot.KeepBy([&](const at::Tensor& tensor) {
+    kept.push_back(tensor.contiguous().clone());
+    return kept.back();
+  });
+  const at::Tensor tensor = at::ones({1000, 1000});
+  snapshot.CopyLater(tensor);
+  const NamedTensors tensors = {{"a", tensor}, {"again", tensor}, {"t", at::arange(6).t()}};
+  ASSERT_TRUE(snapshot.Add("m.safetensors", tensors, {.shared = SharedTensors::kWriteAll}).ok());
+  ASSERT_TRUE(snapshot.AddText("m.json", "{}").ok());
+  EXPECT_EQ(kept.size(), 2u) << "one tensor under two names is kept once";
+  EXPECT_LT(snapshot.memory().size(), tensor.nbytes()) << "only text is in memory";
+  EXPECT_TRUE(snapshot.TakeDeferred()->empty());
+  tensor.fill_(2);
+  for (const Snapshot::File& file : snapshot.files()) {
+    const auto written = snapshot.Write(file, JoinPath(dir_, file.name), {});
+    ASSERT_TRUE(written.ok()) << written.status();
+    EXPECT_EQ(written->digest.bytes, file.bytes);
+  }
+  const auto model = ReadStateDict(JoinPath(dir_, "m.safetensors"));
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_TRUE(model->GetTensor("a")->equal(at::ones({1000, 1000})));
+  EXPECT_TRUE(model->GetTensor("again")->equal(at::ones({1000, 1000})));
+  EXPECT_TRUE(model->GetTensor("t")->equal(at::arange(6)));
+  EXPECT_EQ(*ReadFile(JoinPath(dir_, "m.json")), "{}");
+
+  kept[1].fill_(3);
+  EXPECT_THAT(
+      std::string(snapshot.Write(snapshot.files()[0], JoinPath(dir_, "m.safetensors"), {})
+                      .status()
+                      .message()),
+      HasSubstr("tensor \"a\" of m.safetensors changed while it was saved: what save_state() "));
+  snapshot.KeepBy([](const at::Tensor&) -> absl::StatusOr<at::Tensor> {
+    return absl::ResourceExhaustedError("the disk is full");
+  });
+  const absl::Status full = snapshot.Add("n.safetensors", NamedTensors{{"a", tensor}}, {});
+  EXPECT_TRUE(absl::IsResourceExhausted(full));
+  EXPECT_EQ(full.message(), "cannot copy n.safetensors for an asynchronous save: the disk is full");
+  // The next save is in memory again.
+  snapshot.Clear();
+  ASSERT_TRUE(snapshot.Add("m.safetensors", NamedTensors{{"a", tensor}}, {}).ok());
+  EXPECT_EQ(kept.size(), 2u);
+  EXPECT_GE(snapshot.memory().size(), tensor.nbytes());
 }
 
 TEST_F(SnapshotTest, TensorsThatChangeLater_AreNotInTheFile) {

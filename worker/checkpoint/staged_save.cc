@@ -15,6 +15,7 @@
 #include "base/status_macros.h"
 #include "worker/checkpoint/agreement.h"
 #include "worker/checkpoint/disposal.h"
+#include "worker/checkpoint/registrar.h"
 #include "worker/checkpoint/seal.h"
 
 namespace muster {
@@ -113,10 +114,11 @@ absl::Status StagedSave::Publish(Comm& comm, Publication publication, const absl
   std::vector<ManifestFile> all;
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, written, mine, &all));
   MUSTER_RETURN_IF_ERROR(ProveTogether(comm, path_, mine));
-  std::optional<RegisteredCheckpoint> previous;
-  if (comm.rank() == 0) previous = PreviousRecord(publication.path);
+  ChainEnd previous;
+  if (comm.rank() == 0) previous = PreviousRecords(publication.path);
   MUSTER_RETURN_IF_ERROR(PublishOnNodes(comm, publication, all));
   SealOnNodes(comm, publication, all, previous);
+  if (comm.rank() == 0) CountUnrecorded(publication, all);
   if (!publication.folder.has_value() || publication.options.keep <= 0) return absl::OkStatus();
   // The checkpoint is there: an old one that cannot be deleted does not change that.
   const absl::Status rotated =
@@ -127,8 +129,7 @@ absl::Status StagedSave::Publish(Comm& comm, Publication publication, const absl
 }
 
 void StagedSave::SealOnNodes(Comm& comm, const Publication& publication,
-                             const std::vector<ManifestFile>& files,
-                             const std::optional<RegisteredCheckpoint>& previous) {
+                             const std::vector<ManifestFile>& files, const ChainEnd& previous) {
   std::string text;
   if (comm.rank() == 0) {
     const absl::Status made = OnlyLeader(groups_, mu_, [&]() -> absl::Status {

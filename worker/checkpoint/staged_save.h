@@ -13,7 +13,7 @@
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/publication.h"
-#include "worker/checkpoint/registrar.h"
+#include "worker/checkpoint/seal_chain.h"
 #include "worker/collective/comm.h"
 
 namespace muster {
@@ -68,8 +68,7 @@ class StagedSave {
   // After that: the same record on every disk. A node of which only a part is there under a
   // temporary name must not look sealed, so not before. The checkpoint is there without it, too.
   void SealOnNodes(Comm& comm, const Publication& publication,
-                   const std::vector<ManifestFile>& files,
-                   const std::optional<RegisteredCheckpoint>& previous);
+                   const std::vector<ManifestFile>& files, const ChainEnd& previous);
 
   NodeGroups groups_;
   Mutex* mu_;

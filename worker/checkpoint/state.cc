@@ -19,9 +19,9 @@
 #include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/device_copies.h"
 #include "worker/checkpoint/direct_file.h"
-#include "worker/checkpoint/direct_pieces.h"
 #include "worker/checkpoint/file_plans.h"
 #include "worker/checkpoint/node_group.h"
+#include "worker/checkpoint/plan_pieces.h"
 #include "worker/checkpoint/publication.h"
 #include "worker/checkpoint/seal.h"
 #include "worker/checkpoint/sealing.h"
@@ -66,22 +66,6 @@ absl::Status SaveStaged(Comm& comm, Publication publication, NodeGroups groups,
   return staged.Publish(comm, std::move(publication), written, writer.files());
 }
 
-// The whole file, header and data, where it lies in memory; absent: a tensor is on another device,
-// or its elements are not in a row.
-std::optional<std::vector<absl::string_view>> PiecesOf(const SafetensorsPlan& plan) {
-  std::vector<absl::string_view> pieces{plan.layout.prefix};
-  for (size_t i = 0; i < plan.sources.size(); ++i) {
-    const SafetensorsEntry& entry = plan.layout.tensors[i];
-    if (entry.begin == entry.end) continue;
-    const at::Tensor& source = plan.sources[i];
-    if (!source.is_cpu() || !source.is_contiguous() || source.is_conj() || source.is_neg()) {
-      return std::nullopt;
-    }
-    pieces.emplace_back(static_cast<const char*>(source.const_data_ptr()), entry.end - entry.begin);
-  }
-  return pieces;
-}
-
 // Copies what is on a device block by block to where it is written from, while the blocks before
 // are written. Throws c10::Error if the device fails.
 absl::Status StreamTo(const SafetensorsPlan& plan, DirectFileStream& stream) {
@@ -114,15 +98,6 @@ absl::Status StreamTo(const SafetensorsPlan& plan, DirectFileStream& stream) {
 // Of a folder that HoldInPlace() has not got.
 absl::Status IsLocked(const std::string& path) {
   return absl::AbortedError(absl::StrCat(path, ": ", LockHolderOf(path), " has it locked"));
-}
-
-std::vector<int64_t> VersionsOf(const std::vector<at::Tensor>& tensors) {
-  std::vector<int64_t> versions;
-  versions.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) {
-    versions.push_back(tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version()));
-  }
-  return versions;
 }
 
 absl::Status NumberIsFree(const CheckpointFolder& folder, int64_t iteration, int total_limit) {
@@ -173,19 +148,9 @@ absl::Status StateWriter::Put(const std::string& name, const PlannedStateFile& f
     return written.status();
   };
   if (plan == nullptr) return put(WriteDirectFile(path, std::get<std::string>(file), options));
-  if (const auto pieces = PiecesOf(*plan); pieces.has_value()) {
-    // What another thread changes meanwhile would be written with the digest of something else.
-    const std::vector<int64_t> versions = VersionsOf(plan->sources);
-    absl::StatusOr<DirectFileWritten> written = WriteDirectPieces(path, *pieces, options);
-    const std::vector<int64_t> after = VersionsOf(plan->sources);
-    const auto changed = std::mismatch(versions.begin(), versions.end(), after.begin()).first;
-    if (written.ok() && changed != versions.end()) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          "tensor \"", plan->layout.tensors[changed - versions.begin()].name, "\" of ", name,
-          " changed while it was saved: no other thread of the program may change it until "
-          "save_state() returns"));
-    }
-    return put(std::move(written));
+  if (const auto pieces = PlanPieces::Of(*plan); pieces.has_value()) {
+    return put(pieces->Write(
+        path, "no other thread of the program may change it until save_state() returns", options));
   }
   // For CUDA a call of a thread, such as one that pins memory, is one to its current device.
   c10::OptionalDeviceGuard on_device;

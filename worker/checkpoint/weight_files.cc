@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/file.h"
+#include "base/file_identity.h"
 #include "base/mutex.h"
 #include "base/regular_file.h"
 #include "base/status_macros.h"
@@ -33,20 +34,10 @@ constexpr uint64_t kPartBytes = uint64_t{8} << 20;
 // What a thread of ReadAll() reads at a time: what it copies from is still in the processor's
 // cache.
 constexpr uint64_t kPieceBytes = uint64_t{1} << 20;
-// Of a folder that is replaced meanwhile.
-constexpr int kOpenTries = 3;
 
 bool IsFolder(const std::string& path) {
   struct stat info;
   return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
-}
-
-// Another one if another file has taken its place. Nothing: there is none.
-using Identity = std::pair<dev_t, ino_t>;
-std::optional<Identity> IdentityOf(const std::string& path) {
-  struct stat info;
-  if (stat(path.c_str(), &info) != 0) return std::nullopt;
-  return Identity(info.st_dev, info.st_ino);
 }
 
 absl::StatusOr<std::string> FindInFolder(const std::string& folder) {
@@ -125,7 +116,7 @@ absl::Status WeightFiles::Add(const std::string& file, const std::vector<std::st
 }
 
 absl::StatusOr<WeightFiles> WeightFiles::Open(const std::string& path) {
-  std::vector<std::pair<std::string, std::optional<Identity>>> opened;  // with the index
+  std::vector<std::pair<std::string, std::optional<std::string>>> opened;  // with the index
   const auto open_all = [&]() -> absl::StatusOr<WeightFiles> {
     std::string start = path;
     if (IsFolder(path)) {
@@ -137,14 +128,14 @@ absl::StatusOr<WeightFiles> WeightFiles::Open(const std::string& path) {
       MUSTER_RETURN_IF_ERROR(files.Add(start, nullptr, ""));
       return files;
     }
-    opened.emplace_back(start, IdentityOf(start));
+    opened.emplace_back(start, FileIdentityAt(start));
     MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadRegularFile(start));
     MUSTER_ASSIGN_OR_RETURN(const auto map, ParseShardIndex(text, start));
     std::map<std::string, std::vector<std::string>> by_file;
     for (const auto& [name, file] : map) by_file[file].push_back(name);
     for (const auto& [file, names] : by_file) {
       const std::string shard = JoinPath(ParentPath(start), file);
-      opened.emplace_back(shard, IdentityOf(shard));
+      opened.emplace_back(shard, FileIdentityAt(shard));
       const absl::Status added = files.Add(shard, &names, start);
       if (absl::IsNotFound(added) && !PathExists(shard)) {
         return absl::NotFoundError(absl::StrCat(start, ": places tensors in ", shard,
@@ -155,14 +146,14 @@ absl::StatusOr<WeightFiles> WeightFiles::Open(const std::string& path) {
     return files;
   };
   // Shards of two saves may have the same names and tensors: nothing else would show a mixture.
-  for (int tries = 1; tries <= kOpenTries; ++tries) {
+  absl::StatusOr<WeightFiles> files = absl::UnknownError("not opened");
+  const bool together = LookUntilItStays([&] {
     opened.clear();
-    absl::StatusOr<WeightFiles> files = open_all();
-    const bool same = std::all_of(opened.begin(), opened.end(), [](const auto& file) {
-      return IdentityOf(file.first) == file.second;
-    });
-    if (same) return files;
-  }
+    files = open_all();
+    return std::all_of(opened.begin(), opened.end(),
+                       [](const auto& file) { return FileIdentityAt(file.first) == file.second; });
+  });
+  if (together) return files;
   return absl::UnavailableError(
       absl::StrCat(path,
                    ": another process replaces its files again and again while they are "

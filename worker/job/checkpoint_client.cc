@@ -27,7 +27,7 @@ constexpr size_t kMaxPartBytes = 768 << 10;
 constexpr int kReportTries = 10;
 
 // A coordinator that begins with a copy of its data, which may lack records, is this many terms
-// ahead of what was (ReplyHeader).
+// ahead of what was (ReplyHeader). For copies of older versions, which have drawn no restore_id.
 constexpr uint64_t kTermsOfARestore = 65536;
 
 RegisteredCheckpoint::State StateOf(v1::CheckpointState state) {
@@ -110,6 +110,19 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
       to_delete.push_back(FromProto(record));
     }
     return to_delete;
+  }
+
+  void CountUnrecorded(uint64_t bytes, const SaveTimes& times) override {
+    v1::PublishCheckpointRequest request;
+    request.set_stall_us(absl::ToInt64Microseconds(times.stall));
+    request.set_save_us(absl::ToInt64Microseconds(times.save));
+    request.set_bytes(bytes);
+    v1::PublishCheckpointReply reply;
+    const absl::Status told = Call(&request, &reply);
+    // A coordinator that is older than this program knows no such checkpoints, or none at all.
+    if (!told.ok() && !absl::IsUnimplemented(told) && !absl::IsNotFound(told)) {
+      MUSTER_LOG(Info) << told.message();
+    }
   }
 
   absl::Status Deleted(const std::vector<uint64_t>& ids) override {
@@ -232,7 +245,9 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
     const v1::ReplyHeader& header = reply->header();
     if (header.cluster_id().empty()) return absl::OkStatus();
     const MutexLock lock(&mu_);
-    identity_ = absl::StrCat(header.cluster_id(), "/", header.term() / kTermsOfARestore);
+    identity_ = header.restore_id() != 0
+                    ? absl::StrCat(header.cluster_id(), "/", absl::Hex(header.restore_id()))
+                    : absl::StrCat(header.cluster_id(), "/", header.term() / kTermsOfARestore);
     return absl::OkStatus();
   }
 

@@ -105,11 +105,24 @@ TEST_F(CheckpointClientTest, AnswersThatAreLost_ChangeNothing) {
   EXPECT_EQ(records->back().state, RegisteredCheckpoint::State::kSealed);
 }
 
+TEST_F(CheckpointClientTest, CheckpointWithoutARecord_IsCounted) {
+  registrar_->CountUnrecorded(100,
+                              {.stall = absl::Microseconds(7), .save = absl::Microseconds(20)});
+  EXPECT_THAT(fake_->reports(), ElementsAre("unrecorded: 100 bytes, 7 of 20 us"));
+}
+
 // That the coordinator is the one that was asked, and not one that has begun anew.
 TEST_F(CheckpointClientTest, Identity_IsTheClustersAndThatOfItsCopy) {
   EXPECT_EQ(registrar_->identity(), "");
   Begin("/c/1", 1);
   EXPECT_EQ(registrar_->identity(), "0000000000000051/0");
+  // Two restores of one backup may have the same terms.
+  fake_->BecomeRestored(0xabc);
+  Begin("/c/2", 2);
+  EXPECT_EQ(registrar_->identity(), "0000000000000051/abc");
+  fake_->BecomeRestored(0xabd);
+  Begin("/c/3", 3);
+  EXPECT_EQ(registrar_->identity(), "0000000000000051/abd");
 }
 
 // What ranks report is not in the journal.

@@ -500,12 +500,15 @@ class CoordinatorClient::Impl {
     FillFence(request->mutable_fence());
     // What was begun is forgotten when its generation is over, and a verdict can be found again: no
     // exit waits for these.
-    if constexpr (std::is_same_v<Request, v1::AbortCheckpointRequest> ||
-                  std::is_same_v<Request, v1::VerifyCheckpointRequest>) {
-      return CallWithin(what, kGrace, *checkpoints_, method, request, reply, AtExit::kCutShort);
-    } else {
-      return Call(what, options_.call_timeout, *checkpoints_, method, request, reply);
+    bool may_be_lost = std::is_same_v<Request, v1::AbortCheckpointRequest> ||
+                       std::is_same_v<Request, v1::VerifyCheckpointRequest>;
+    // So are those that are only counted.
+    if constexpr (std::is_same_v<Request, v1::PublishCheckpointRequest>) {
+      may_be_lost = request->checkpoint_id() == 0;
     }
+    return may_be_lost
+               ? CallWithin(what, kGrace, *checkpoints_, method, request, reply, AtExit::kCutShort)
+               : Call(what, options_.call_timeout, *checkpoints_, method, request, reply);
   }
 
   void ReportProgress(int64_t step, const std::string& phase, const std::string& last_collective) {

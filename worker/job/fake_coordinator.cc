@@ -58,6 +58,10 @@ class FakeCheckpoints : public v1::Checkpoints::Service {
     MutexLock lock(&mu_);
     forget_in_ = n;
   }
+  void BecomeRestored(uint64_t restore_id) {
+    MutexLock lock(&mu_);
+    restore_id_ = restore_id;
+  }
   std::vector<std::string> reports() const {
     MutexLock lock(&mu_);
     return taken_;
@@ -68,6 +72,7 @@ class FakeCheckpoints : public v1::Checkpoints::Service {
     reply->mutable_header()->set_term(1);
     reply->mutable_header()->set_cluster_id("0000000000000051");
     return Answer(request->fence(), [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) -> grpc::Status {
+      reply->mutable_header()->set_restore_id(restore_id_);
       for (auto& [id, entry] : entries_) {
         const v1::CheckpointState state = entry.record.state();
         if (entry.record.path() != request->path() ||
@@ -135,6 +140,11 @@ class FakeCheckpoints : public v1::Checkpoints::Service {
   grpc::Status Publish(grpc::ServerContext*, const v1::PublishCheckpointRequest* request,
                        v1::PublishCheckpointReply* reply) override {
     return Answer(request->fence(), [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) -> grpc::Status {
+      if (request->checkpoint_id() == 0) {
+        taken_.push_back(absl::StrCat("unrecorded: ", request->bytes(), " bytes, ",
+                                      request->stall_us(), " of ", request->save_us(), " us"));
+        return grpc::Status::OK;
+      }
       const auto found = entries_.find(request->checkpoint_id());
       if (found == entries_.end()) return NoCheckpoint();
       for (auto& [id, entry] : entries_) {
@@ -228,6 +238,7 @@ class FakeCheckpoints : public v1::Checkpoints::Service {
   bool loses_ ABSL_GUARDED_BY(mu_) = false;
   bool lost_ ABSL_GUARDED_BY(mu_) = false;  // the last answer
   int forget_in_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t restore_id_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t last_id_ ABSL_GUARDED_BY(mu_) = 0;
   int seals_ ABSL_GUARDED_BY(mu_) = 0;
   std::map<uint64_t, Entry> entries_ ABSL_GUARDED_BY(mu_);
@@ -662,6 +673,9 @@ uint64_t FakeCoordinator::revision_seen() const { return impl_->revision_seen();
 void FakeCoordinator::EndGeneration(const std::string& why) { impl_->EndGeneration(why); }
 void FakeCoordinator::LoseCheckpointAnswers() { impl_->checkpoints().LoseAnswers(); }
 void FakeCoordinator::ForgetReports(int n) { impl_->checkpoints().ForgetReports(n); }
+void FakeCoordinator::BecomeRestored(uint64_t restore_id) {
+  impl_->checkpoints().BecomeRestored(restore_id);
+}
 std::vector<std::string> FakeCoordinator::reports() const { return impl_->checkpoints().reports(); }
 int64_t FakeCoordinator::writes() const { return impl_->writes(); }
 int64_t FakeCoordinator::rows_sent() const { return impl_->rows_sent(); }

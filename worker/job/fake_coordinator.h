@@ -42,7 +42,10 @@ class FakeCoordinator {
   // What ranks have reported of checkpoints is forgotten before the `n`th report from now is looked
   // at (1: the next), as by a restart.
   void ForgetReports(int n);
-  // The parts of reports that were taken, in order: "rank 0 part 1 last".
+  // Answers about checkpoints name this restore (ReplyHeader.restore_id) from now on.
+  void BecomeRestored(uint64_t restore_id);
+  // The parts of reports that were taken, in order: "rank 0 part 1 last"; and checkpoints without
+  // records that were counted.
   std::vector<std::string> reports() const;
   // How many changes were carried out, repeats not counted.
   int64_t writes() const;

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "ATen/core/grad_mode.h"
-#include "ATen/ops/empty.h"
 #include "ATen/ops/from_blob.h"
 #include "absl/strings/string_view.h"
 #include "worker/checkpoint/direct_io.h"
@@ -16,8 +15,6 @@ namespace muster {
 namespace {
 
 constexpr uint64_t kBlockBytes = uint64_t{8} << 20;
-// A file for less costs more than it saves.
-constexpr size_t kLeastToDisk = size_t{1} << 20;
 
 // A tensor of memory that it does not own.
 at::Tensor BytesAt(char* data, uint64_t bytes, const c10::Device& device) {
@@ -33,20 +30,6 @@ std::shared_ptr<ScratchFile> MakeScratchFile(const std::string& folder) {
   absl::StatusOr<std::shared_ptr<ScratchFile>> file = ScratchFile::Create(folder);
   ThrowIfError(file.status());
   return *std::move(file);
-}
-
-at::Tensor CopyToDisk(const at::Tensor& tensor, const std::string& folder) {
-  const at::NoGradGuard no_grad;
-  const auto options = tensor.options().device(at::kCPU);
-  if (tensor.nbytes() < kLeastToDisk) return at::empty(tensor.sizes(), options).copy_(tensor);
-  const at::Tensor contiguous = tensor.detach().contiguous();
-  const std::shared_ptr<ScratchFile> file = MakeScratchFile(folder);
-  DiskParts parts(file);
-  parts.WriteFrom(parts.Reserve(contiguous.nbytes()), contiguous);
-  const absl::StatusOr<std::shared_ptr<char>> memory = file->Map(0, contiguous.nbytes());
-  ThrowIfError(memory.status());
-  return at::from_blob(
-      memory->get(), tensor.sizes(), [keep = *memory](void*) {}, options);
 }
 
 DiskParts::DiskParts(std::string folder) : folder_(std::move(folder)) {}

@@ -19,12 +19,6 @@ namespace muster {
 // ScratchFile::Create, whose errors it throws.
 std::shared_ptr<ScratchFile> MakeScratchFile(const std::string& folder);
 
-// A copy of `tensor` on the CPU, contiguous, in an unlinked file of its own in `folder`, from which
-// it is read when it is used: it takes no memory that the kernel could not take back. Small ones
-// are copied in memory. Blocks on the disk. Throws c10::Error if the disk is full or fails; a disk
-// that fails when the copy is used ends the process (SIGBUS).
-at::Tensor CopyToDisk(const at::Tensor& tensor, const std::string& folder);
-
 // Parts of parameters in a file, past the page cache, through blocks of memory that direct I/O can
 // use, one for each thread that is at it. A GPU copies from and to the blocks, which are pinned,
 // and the host waits for that. Thread-safe but for Reserve().

@@ -2,12 +2,10 @@
 
 #include <errno.h>
 
-#include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "ATen/Functions.h"
 #include "base/file.h"
 #include "base/test_folder.h"
 #include "gmock/gmock.h"
@@ -97,19 +95,6 @@ TEST(DiskParts, DiskThatFails_IsNamed) {
   const float number = 1;
   EXPECT_THAT(ErrorOf([&] { parts.Write(place, &number, sizeof(number)); }),
               HasSubstr("cannot write the file for offloaded state in " + folder.path()));
-}
-
-TEST(CopyToDisk, Tensors_AreTheSameInAFileWithoutAName) {
-  const TestFolder folder;
-  const at::Tensor rows = at::arange(2'000'000, at::kFloat).view({1000, 2000});
-  for (const at::Tensor& tensor : {rows, rows.t(), at::arange(5), at::empty({0, 3})}) {
-    const at::Tensor copy = CopyToDisk(tensor, folder.path());
-    EXPECT_TRUE(copy.equal(tensor)) << tensor.sizes();
-    EXPECT_EQ(copy.dtype(), tensor.dtype());
-    EXPECT_TRUE(copy.is_contiguous());
-    EXPECT_TRUE(tensor.numel() == 0 || copy.data_ptr() != tensor.data_ptr());
-  }
-  EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
 }
 
 }  // namespace
