@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <vector>
 
@@ -22,6 +23,11 @@ extern "C" int cudaGetDeviceCount(int* count) {
   if (cuda_error != 0) return cuda_error;
   const auto real = reinterpret_cast<int (*)(int*)>(dlsym(RTLD_NEXT, "cudaGetDeviceCount"));
   return real == nullptr ? 0 : real(count);
+}
+
+extern "C" int cudaDeviceGetPCIBusId(char* id, int length, int device) {
+  std::snprintf(id, static_cast<size_t>(length), "0000:%02x:00.0", device);
+  return 0;
 }
 
 namespace muster {
@@ -108,6 +114,16 @@ TEST(AgreeOnDevices, RankWithoutThePlugin_IsNamedOnEveryOther) {
   EXPECT_THAT(said[0].message(), HasSubstr("rank 1 ("));
   EXPECT_THAT(said[0].message(),
               HasSubstr("cannot connect its GPU to the others: NOT_FOUND: no plug-in\nin two"));
+}
+
+TEST(AgreeOnDevices, TwoRanksOnOneGpu_AreNamed) {
+  for (const absl::Status& said :
+       Agreement({GpuNumber(0), GpuNumber(1), GpuNumber(0)}, std::vector<absl::Status>(3))) {
+    EXPECT_EQ(said.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(said.message(), HasSubstr("rank 0 ("));
+    EXPECT_THAT(said.message(), HasSubstr(") and rank 2 ("));
+    EXPECT_THAT(said.message(), HasSubstr(") are on one GPU: NCCL cannot share one"));
+  }
 }
 
 using FakeGpus = c10::impl::FakeGuardImpl<c10::DeviceType::CUDA>;
