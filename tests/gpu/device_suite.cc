@@ -825,15 +825,21 @@ TEST_F(Device, Generation_HasTheTokensOfTheCpu) {
     const at::Tensor ids = at::tensor({5, 6, 7, 8, 0, 0, 9, 10}, at::kLong).view({2, 4});
     const at::Tensor mask = at::tensor({1, 1, 1, 1, 0, 0, 1, 1}, at::kLong).view({2, 4});
     models::GenerateOptions greedy = {.max_new_tokens = 8, .eos_token_ids = std::vector<int64_t>()};
-    models::GenerateOptions sampled = greedy, beams = greedy;
+    models::GenerateOptions sampled = greedy, beams = greedy, in_chunks = greedy;
     sampled.do_sample = true;
     sampled.seed = 3;
     beams.num_beams = 3;
-    for (const models::GenerateOptions& options : {greedy, sampled, beams}) {
+    // Those behind the first see keys of the cache, and of their own part.
+    in_chunks.prefill_chunk_size = 3;
+    for (const models::GenerateOptions& options : {greedy, sampled, beams, in_chunks}) {
       const at::Tensor want = generate(*on_cpu, ids, mask, options).tokens;
       const at::Tensor got = generate(*here, ids.to(device()), mask.to(device()), options).tokens;
       EXPECT_TRUE(at::equal(got, want)) << got << want;
     }
+    // Without padding: 7 tokens in chunks of 3, 3 and 1.
+    const at::Tensor row = at::tensor({5, 6, 7, 8, 9, 10, 11}, at::kLong).view({1, 7});
+    const at::Tensor want = generate(*on_cpu, row, {}, greedy).tokens;
+    EXPECT_TRUE(at::equal(generate(*here, row.to(device()), {}, in_chunks).tokens, want));
   }
 }
 

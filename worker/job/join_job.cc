@@ -237,6 +237,13 @@ absl::StatusOr<std::unique_ptr<Comm>> BuildComm(const JoinedProcess& joined,
   try {
     auto group = MakeGlooGroup(joined.store, gloo);
     if (gloo.size > 1) AddOwnCollectives(joined, group, gloo, ranks);
+    // Later groups are of the same processes.
+    if (gloo.size > 1 && joined.comm == nullptr) {
+      const std::unique_ptr<Comm> on_cpu = MakeC10dComm(group, {.timeout = gloo.timeout});
+      const absl::Status usable =
+          joined.device.is_cuda() ? NcclVersion().status() : absl::OkStatus();
+      MUSTER_RETURN_IF_ERROR(AgreeOnDevices(*on_cpu, joined.device, usable));
+    }
     if (joined.device.is_cuda()) {
       MUSTER_RETURN_IF_ERROR(
           AddNcclBackend(group, joined.store, joined.device, gloo.timeout, gloo.name));
