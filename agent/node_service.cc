@@ -81,6 +81,10 @@ constexpr absl::Duration kAwayMost = absl::Seconds(5);
 // makes each a fifth longer or shorter.
 constexpr absl::Duration kConnectAgain = absl::Seconds(2);
 constexpr absl::Duration kConnectedPoll = absl::Milliseconds(200);  // for the end of the service
+// A connection that has gone without a word, as in a firewall that has lost its state, is found
+// dead within this time, the wait for the answer to it and that for a held call, and the next one
+// is there before a lease (30 s by default) ends: the node would be lost, and its jobs with it.
+constexpr absl::Duration kKeepalive = absl::Seconds(5);
 constexpr absl::Duration kAnswerTimeout = absl::Seconds(10);
 // How often a log with a waiting reader is polled.
 constexpr absl::Duration kLogPoll = absl::Milliseconds(100);
@@ -228,6 +232,7 @@ class NodeService {
     host_ = options_.host.empty() ? OwnAddress(*address) : options_.host;
     rpc::ChannelOptions channel = options_.channel;
     channel.max_backoff = kConnectAgain;
+    channel.keepalive = kKeepalive;
     MUSTER_ASSIGN_OR_RETURN(channel_, rpc::Connect(options_.coordinator, channel));
     MUSTER_LOG(Info) << "node " << options_.node << " waits for jobs of " << options_.coordinator
                      << ": " << options_.info.cpus() << " CPUs, " << options_.info.gpus_size()
