@@ -250,8 +250,16 @@ class NodeService {
     }
     std::thread sync([this] { SyncLoop(); });
     std::thread logs([this] { LogLoop(); });
+    std::thread sweep([this] { SweepLoop(); });
     Loop();
     notifier_.Stopping("attempts continue, the next agent adopts them");
+    {
+      MutexLock lock(&mu_);
+      sweep_ends_ = true;
+      changed_.SignalAll();
+    }
+    // It may be in the middle of a large folder: until it ends, the node remains in touch.
+    sweep.join();
     {
       MutexLock lock(&mu_);
       ended_ = true;
@@ -523,7 +531,6 @@ class NodeService {
   }
 
   void Loop() {
-    absl::Time sweep = Clock::Real().Now();
     while (true) {
       std::vector<pollfd> fds = {{wake_.get(), POLLIN, 0}, {folder_events_.get(), POLLIN, 0}};
       absl::Duration wait = std::min<absl::Duration>(absl::Seconds(60), notifier_.period());
@@ -553,10 +560,6 @@ class NodeService {
             wait = std::min(wait, kLockPoll);
           }
         }
-      }
-      if (Clock::Real().Now() >= sweep) {
-        Sweep();
-        sweep = Clock::Real().Now() + kSweepEvery;
       }
       poll(fds.data(), fds.size(),
            static_cast<int>(std::max<int64_t>(1, absl::ToInt64Milliseconds(wait))));
@@ -954,6 +957,21 @@ class NodeService {
   // In runners.
   static constexpr int kLockDescriptor = 200;
 
+  // ---- what attempts have left
+
+  // On a thread of its own: an attempt may have left millions of files, and meanwhile others end,
+  // or have to be ended.
+  void SweepLoop() {
+    while (true) {
+      Sweep();
+      const absl::Time next = Clock::Real().Now() + kSweepEvery;
+      MutexLock lock(&mu_);
+      while (!sweep_ends_ && Clock::Real().Now() < next) {
+        changed_.WaitWithTimeout(&mu_, next - Clock::Real().Now());
+      }
+      if (sweep_ends_) return;
+    }
+  }
   // Removes folders whose logs are no longer needed.
   void Sweep() {
     const absl::StatusOr<std::vector<std::string>> names = ListDirectory(Attempts());
@@ -962,6 +980,7 @@ class NodeService {
       const AttemptFolder folder{JoinPath(Attempts(), name)};
       {
         MutexLock lock(&mu_);
+        if (sweep_ends_) return;
         const bool known = std::any_of(runners_.begin(), runners_.end(), [&](const auto& entry) {
           return entry.second.folder.path == folder.path;
         });
@@ -974,9 +993,8 @@ class NodeService {
         continue;
       }
       if (absl::Now() - absl::FromTimeT(info.st_mtime) < options_.keep_logs) continue;
-      if (const absl::Status status = RemoveTree(folder.path); !status.ok()) {
-        MUSTER_LOG(Warning) << status.message();
-      }
+      const absl::Status status = options_.remove_tree(folder.path);
+      if (!status.ok()) MUSTER_LOG(Warning) << status.message();
     }
   }
 
@@ -1246,6 +1264,7 @@ class NodeService {
   uint64_t sequence_ ABSL_GUARDED_BY(mu_) = 0;
   grpc::ClientContext* call_ ABSL_GUARDED_BY(mu_) = nullptr;
   int stopped_ ABSL_GUARDED_BY(mu_) = 0;
+  bool sweep_ends_ ABSL_GUARDED_BY(mu_) = false;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
   bool answers_ ABSL_GUARDED_BY(mu_) = false;                         // the coordinator
   absl::Time sync_turn_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();  // of the last call

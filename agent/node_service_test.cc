@@ -347,6 +347,34 @@ TEST(NodeServiceTest, ReportCannotBeReadWhenTheRunnerEnds_ItIsTriedAgain) {
   EXPECT_EQ(nodes.end().rank(), 3);
 }
 
+// As of an attempt that has left millions of files.
+TEST(NodeServiceTest, OldFilesTakeLongToRemove_AnEndIsToldMeanwhile) {
+  const TestFolder folder;
+  NodeServiceOptions options = OptionsWithAttempt(folder.Path("state"));
+  OwnedFd runs(
+      open(JoinPath(options.state_dir, "attempts/mnist-1.1/lock").c_str(), O_RDWR | O_CLOEXEC));
+  ASSERT_EQ(flock(runs.get(), LOCK_EX), 0);
+  const std::string old = JoinPath(options.state_dir, "attempts/old-1.1");
+  ASSERT_TRUE(MakeDirectories(old).ok());
+  const timespec long_ago[2] = {{.tv_sec = 1000, .tv_nsec = 0}, {.tv_sec = 1000, .tv_nsec = 0}};
+  ASSERT_EQ(utimensat(AT_FDCWD, old.c_str(), long_ago, 0), 0);
+  Notification removes;
+  AdoptingNodes nodes([&](grpc::ServerContext*) {
+    removes.WaitForNotification();
+    runs.Close();
+  });
+  options.remove_tree = [&](const std::string& path) {
+    removes.Notify();
+    WaitUntil([&] { return nodes.end().end_class() != v1::END_CLASS_UNSPECIFIED; });
+    return RemoveTree(path);
+  };
+  const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
+  ASSERT_TRUE(server.ok()) << server.status();
+  options.coordinator = (*server)->address();
+  EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
+  EXPECT_FALSE(PathExists(old));
+}
+
 TEST(NodeServiceTest, FactsThatAreNotUtf8_AreRefusedBeforeTheFirstCall) {
   const TestFolder folder;
   NodeServiceOptions options;
