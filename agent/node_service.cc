@@ -849,8 +849,9 @@ class NodeService {
     add("earlier_attempts", std::max(0, assignment.attempt() - 1));
     // Of those that have gone before, not all have counted.
     const int left = assignment.restarts_left();
-    add("restarts_of_job",
-        left > 0 ? std::max(0, assignment.attempt() - 1) + left : std::max(0, spec.max_restarts()));
+    const int64_t of_job =
+        left > 0 ? std::max<int64_t>(0, assignment.attempt() - 1) + left : spec.max_restarts();
+    add("restarts_of_job", std::max<int64_t>(0, of_job));
     if (left > 0) add("restarts_in_place", left);
     if (!runner.group.empty()) {
       add("control_group", runner.group);
