@@ -1496,8 +1496,8 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
     const int count = std::min(request.held_jobs_size(), kMaxHeldJobs);
     node.held_jobs.assign(request.held_jobs().begin(), request.held_jobs().begin() + count);
   }
-  if (const bool leftovers = HasLeftovers(name, request); leftovers != node.leftovers) {
-    node.leftovers = leftovers;
+  if (std::string leftover = LeftoverOf(name, request); leftover != node.leftover) {
+    node.leftover = std::move(leftover);
     dirty_ = true;
   }
   if (node.held.has_value()) {
@@ -1633,12 +1633,14 @@ void JobsCore::RestartInPlace(Job* job, const v1::AttemptReport& report) {
   for (const v1::Placement& placement : next->placements()) TouchNode(placement.node());
 }
 
-bool JobsCore::HasLeftovers(const std::string& name, const v1::SyncNodeRequest& request) const {
+std::string JobsCore::LeftoverOf(const std::string& name,
+                                 const v1::SyncNodeRequest& request) const {
   const bool ours = request.cluster_id().empty() || request.cluster_id() == cluster_id_;
   for (const v1::AttemptReport& report : request.attempts()) {
     if (report.state() == v1::PLACEMENT_STATE_ENDED) continue;
     const v1::JobRecord* const job = ours ? Find(report.job_id()) : nullptr;
-    if (job == nullptr || !IsActive(job->state())) return true;
+    const std::string group = GroupOf(report.job_id(), report.attempt());
+    if (job == nullptr || !IsActive(job->state())) return group;
     const v1::JobAttempt& attempt = Last(*job);
     const bool assigned = attempt.number() == report.attempt() &&
                           std::any_of(attempt.placements().begin(), attempt.placements().end(),
@@ -1646,9 +1648,9 @@ bool JobsCore::HasLeftovers(const std::string& name, const v1::SyncNodeRequest& 
                                         return placement.node() == name &&
                                                placement.state() != v1::PLACEMENT_STATE_ENDED;
                                       });
-    if (!assigned) return true;
+    if (!assigned) return group;
   }
-  return false;
+  return "";
 }
 
 void JobsCore::OnMissing(const std::string& name, Node* node, const v1::SyncNodeRequest& request) {
@@ -1912,6 +1914,11 @@ JobsCore::Error JobsCore::ListNodes(CallId call, const v1::ListNodesRequest& req
     record->set_cordoned(node.cordoned);
     record->set_draining(node.draining);
     record->set_why(node.why);
+    if (node.known && !node.lost && !node.leftover.empty()) {
+      record->set_why(absl::StrCat(node.why, node.why.empty() ? "" : "; ",
+                                   "it still has processes of ", Quoted(node.leftover),
+                                   ", which are to end: nothing starts there before"));
+    }
     record->set_lost(node.lost);
     if (node.known) *record->mutable_heard_ago() = ToProto(now_ - node.heard);
     for (const uint64_t sequence : node.jobs) {
@@ -1935,7 +1942,7 @@ JobsCore::Error JobsCore::ListNodes(CallId call, const v1::ListNodesRequest& req
 CandidateNodes JobsCore::Candidates(bool free, std::optional<int> priority) const {
   CandidateNodes candidates;
   for (const auto& [name, node] : nodes_) {
-    if (!node.known || node.lost || node.cordoned || (free && node.leftovers)) continue;
+    if (!node.known || node.lost || node.cordoned || (free && !node.leftover.empty())) continue;
     CandidateNode candidate{.info = &node.info, .uid = node.uid, .space = {}};
     candidate.space.cpus = node.info.cpus();
     candidate.space.memory = node.info.memory_bytes();

@@ -199,8 +199,9 @@ class JobsCore {
     std::optional<v1::LogLevelOrder> log_level;
     absl::Time log_level_until = absl::InfiniteFuture();
     absl::btree_set<uint64_t> jobs;  // by sequence: with a placement that has not ended
-    // It has processes of attempts that are not assigned: nothing new starts before they are gone.
-    bool leftovers = false;
+    // The first attempt that is not assigned of which it has processes, as GroupOf; empty: of none.
+    // Nothing new starts before they are gone.
+    std::string leftover;
     uint64_t sequence = 0;  // of its last call
     bool hung_up = false;   // its last call was abandoned
   };
@@ -297,7 +298,8 @@ class JobsCore {
 
   Error CheckSync(const v1::SyncNodeRequest& request) const;
   void OnReport(const std::string& name, Node* node, const v1::AttemptReport& report);
-  bool HasLeftovers(const std::string& name, const v1::SyncNodeRequest& request) const;
+  // As Node::leftover.
+  std::string LeftoverOf(const std::string& name, const v1::SyncNodeRequest& request) const;
   // What it does not report any more.
   void OnMissing(const std::string& name, Node* node, const v1::SyncNodeRequest& request);
   void LoseNode(const std::string& name, Node* node, const std::string& why);

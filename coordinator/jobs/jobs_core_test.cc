@@ -977,6 +977,27 @@ TEST_F(JobsCoreTest, NodeThatCannotStartIt_IsAvoided_WhileTheOthersAreAwaited) {
   EXPECT_EQ(record.history(2).placements(0).node(), "a");
 }
 
+// Else a job would wait for a node that is idle and ready, as far as anybody could see.
+TEST_F(JobsCoreTest, NodeWithProcessesThatAreToEnd_SaysWhyNothingStartsThere) {
+  const auto why = [&] {
+    v1::Op list;
+    list.mutable_list_nodes();
+    return Call(list).list_nodes().nodes(0).why();
+  };
+  AddNode("a");
+  Submit(Spec(1));
+  nodes_["a"].talks = false;
+  Advance(options_.node_lease + options_.outage_tolerance + absl::Seconds(1));
+  // It is back, and has not ended them yet.
+  SendSync("a");
+  EXPECT_EQ(
+      why(),
+      "it still has processes of \"mnist-1.1\", which are to end: nothing starts there before");
+  nodes_["a"].attempts.clear();
+  SendSync("a");
+  EXPECT_EQ(why(), "");
+}
+
 TEST_F(JobsCoreTest, SilentNode_IsLost_AndItsJobStartsElsewhere) {
   AddNode("a");
   const std::string job = Submit(Spec(1));
