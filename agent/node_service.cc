@@ -81,6 +81,10 @@ constexpr absl::Duration kAwayMost = absl::Seconds(5);
 // makes each a fifth longer or shorter.
 constexpr absl::Duration kConnectAgain = absl::Seconds(2);
 constexpr absl::Duration kConnectedPoll = absl::Milliseconds(200);  // for the end of the service
+// A connection that has gone without a word, as in a firewall that has lost its state, is found
+// dead within this time, the wait for the answer to it and that for a held call, and the next one
+// is there before a lease (30 s by default) ends: the node would be lost, and its jobs with it.
+constexpr absl::Duration kKeepalive = absl::Seconds(5);
 constexpr absl::Duration kAnswerTimeout = absl::Seconds(10);
 // How often a log with a waiting reader is polled.
 constexpr absl::Duration kLogPoll = absl::Milliseconds(100);
@@ -228,6 +232,7 @@ class NodeService {
     host_ = options_.host.empty() ? OwnAddress(*address) : options_.host;
     rpc::ChannelOptions channel = options_.channel;
     channel.max_backoff = kConnectAgain;
+    channel.keepalive = kKeepalive;
     MUSTER_ASSIGN_OR_RETURN(channel_, rpc::Connect(options_.coordinator, channel));
     MUSTER_LOG(Info) << "node " << options_.node << " waits for jobs of " << options_.coordinator
                      << ": " << options_.info.cpus() << " CPUs, " << options_.info.gpus_size()
@@ -245,8 +250,16 @@ class NodeService {
     }
     std::thread sync([this] { SyncLoop(); });
     std::thread logs([this] { LogLoop(); });
+    std::thread sweep([this] { SweepLoop(); });
     Loop();
     notifier_.Stopping("attempts continue, the next agent adopts them");
+    {
+      MutexLock lock(&mu_);
+      sweep_ends_ = true;
+      changed_.SignalAll();
+    }
+    // It may be in the middle of a large folder: until it ends, the node remains in touch.
+    sweep.join();
     {
       MutexLock lock(&mu_);
       ended_ = true;
@@ -518,7 +531,6 @@ class NodeService {
   }
 
   void Loop() {
-    absl::Time sweep = Clock::Real().Now();
     while (true) {
       std::vector<pollfd> fds = {{wake_.get(), POLLIN, 0}, {folder_events_.get(), POLLIN, 0}};
       absl::Duration wait = std::min<absl::Duration>(absl::Seconds(60), notifier_.period());
@@ -548,10 +560,6 @@ class NodeService {
             wait = std::min(wait, kLockPoll);
           }
         }
-      }
-      if (Clock::Real().Now() >= sweep) {
-        Sweep();
-        sweep = Clock::Real().Now() + kSweepEvery;
       }
       poll(fds.data(), fds.size(),
            static_cast<int>(std::max<int64_t>(1, absl::ToInt64Milliseconds(wait))));
@@ -841,8 +849,9 @@ class NodeService {
     add("earlier_attempts", std::max(0, assignment.attempt() - 1));
     // Of those that have gone before, not all have counted.
     const int left = assignment.restarts_left();
-    add("restarts_of_job",
-        left > 0 ? std::max(0, assignment.attempt() - 1) + left : std::max(0, spec.max_restarts()));
+    const int64_t of_job =
+        left > 0 ? std::max<int64_t>(0, assignment.attempt() - 1) + left : spec.max_restarts();
+    add("restarts_of_job", std::max<int64_t>(0, of_job));
     if (left > 0) add("restarts_in_place", left);
     if (!runner.group.empty()) {
       add("control_group", runner.group);
@@ -949,6 +958,21 @@ class NodeService {
   // In runners.
   static constexpr int kLockDescriptor = 200;
 
+  // ---- what attempts have left
+
+  // On a thread of its own: an attempt may have left millions of files, and meanwhile others end,
+  // or have to be ended.
+  void SweepLoop() {
+    while (true) {
+      Sweep();
+      const absl::Time next = Clock::Real().Now() + kSweepEvery;
+      MutexLock lock(&mu_);
+      while (!sweep_ends_ && Clock::Real().Now() < next) {
+        changed_.WaitWithTimeout(&mu_, next - Clock::Real().Now());
+      }
+      if (sweep_ends_) return;
+    }
+  }
   // Removes folders whose logs are no longer needed.
   void Sweep() {
     const absl::StatusOr<std::vector<std::string>> names = ListDirectory(Attempts());
@@ -957,6 +981,7 @@ class NodeService {
       const AttemptFolder folder{JoinPath(Attempts(), name)};
       {
         MutexLock lock(&mu_);
+        if (sweep_ends_) return;
         const bool known = std::any_of(runners_.begin(), runners_.end(), [&](const auto& entry) {
           return entry.second.folder.path == folder.path;
         });
@@ -969,9 +994,8 @@ class NodeService {
         continue;
       }
       if (absl::Now() - absl::FromTimeT(info.st_mtime) < options_.keep_logs) continue;
-      if (const absl::Status status = RemoveTree(folder.path); !status.ok()) {
-        MUSTER_LOG(Warning) << status.message();
-      }
+      const absl::Status status = options_.remove_tree(folder.path);
+      if (!status.ok()) MUSTER_LOG(Warning) << status.message();
     }
   }
 
@@ -1241,6 +1265,7 @@ class NodeService {
   uint64_t sequence_ ABSL_GUARDED_BY(mu_) = 0;
   grpc::ClientContext* call_ ABSL_GUARDED_BY(mu_) = nullptr;
   int stopped_ ABSL_GUARDED_BY(mu_) = 0;
+  bool sweep_ends_ ABSL_GUARDED_BY(mu_) = false;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
   bool answers_ ABSL_GUARDED_BY(mu_) = false;                         // the coordinator
   absl::Time sync_turn_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();  // of the last call

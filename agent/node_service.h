@@ -1,12 +1,14 @@
 #ifndef MUSTER_AGENT_NODE_SERVICE_H_
 #define MUSTER_AGENT_NODE_SERVICE_H_
 
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "base/file.h"
 #include "base/service_notifier.h"
 #include "proto/muster/v1/node.pb.h"
 #include "rpc/channel.h"
@@ -33,6 +35,8 @@ struct NodeServiceOptions {
   ServiceNotifier::Options notify = {};  // the service manager that started it
   // Folders of attempts that the coordinator has forgotten are kept so long, for their logs.
   absl::Duration keep_logs = absl::Hours(24 * 7);
+  // Removes them; for tests.
+  std::function<absl::Status(const std::string& path)> remove_tree = RemoveTree;
 };
 
 // Waits for jobs and runs them until a signal of the job (job_signals.h, which must be blocked)

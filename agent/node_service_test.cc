@@ -1,6 +1,7 @@
 #include "agent/node_service.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/file.h>
 #include <sys/inotify.h>
 #include <sys/socket.h>
@@ -19,6 +20,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "base/clock.h"
 #include "base/file.h"
 #include "base/mutex.h"
 #include "base/owned_fd.h"
@@ -85,6 +87,59 @@ TEST(NodeServiceTest, CoordinatorWasAway_TheRequestIsMadeWhenItIsThere) {
   EXPECT_EQ(nodes.request().node(), "n");
   // The number of a request is the time when it is made, in microseconds.
   EXPECT_GE(nodes.request().sequence(), static_cast<uint64_t>(back));
+}
+
+// Whether an HTTP/2 PING comes before `deadline`, after whatever else the peer sends.
+bool PingComes(int fd, absl::Time deadline) {
+  constexpr size_t kPreface = 24, kFrameHeader = 9;
+  constexpr char kPing = 6;
+  std::string bytes;
+  size_t at = kPreface;  // of the next frame
+  while (true) {
+    while (bytes.size() >= at + kFrameHeader) {
+      if (bytes[at + 3] == kPing) return true;
+      const auto byte = [&](size_t i) { return static_cast<unsigned char>(bytes[at + i]); };
+      at += kFrameHeader + (byte(0) << 16 | byte(1) << 8 | byte(2));
+    }
+    pollfd event = {fd, POLLIN, 0};
+    const absl::Duration left = deadline - Clock::Real().Now();
+    if (left <= absl::ZeroDuration() ||
+        poll(&event, 1, static_cast<int>(absl::ToInt64Milliseconds(left)) + 1) <= 0) {
+      return false;
+    }
+    char buffer[4096];
+    const ssize_t got = read(fd, buffer, sizeof(buffer));
+    if (got <= 0) return false;
+    bytes.append(buffer, static_cast<size_t>(got));
+  }
+}
+
+// A connection may have gone without a word: who waits for an answer on it for longer than a lease
+// is lost, and its jobs with it. What is held for a third of the lease, the ping, and 10 s for its
+// answer have to fit.
+TEST(NodeServiceTest, ConnectionIsSilent_ItIsPingedWellBeforeALeaseEnds) {
+  const TestFolder folder;
+  auto silent = std::make_unique<rpc::TestListener>();
+  NodeServiceOptions options;
+  options.coordinator = absl::StrCat("127.0.0.1:", silent->port());
+  options.state_dir = folder.Path("state");
+  options.node = "n";
+  options.info.set_cpus(1);
+  options.control_groups = "off";
+  absl::Status ended;
+  std::thread service([&] { ended = RunNodeService(options); });
+  OwnedFd connection(accept(silent->fd(), nullptr, nullptr));
+  const std::string settings("\0\0\0\4\0\0\0\0\0", 9);
+  EXPECT_EQ(write(connection.get(), settings.data(), settings.size()), ssize_t{9});
+  EXPECT_TRUE(PingComes(connection.get(), Clock::Real().Now() + absl::Seconds(9)));
+  connection.Close();
+  silent.reset();
+  RefusingNodes nodes;
+  const auto server =
+      rpc::Server::Start({.listen = options.coordinator, .insecure = true}, {&nodes});
+  EXPECT_TRUE(server.ok()) << server.status();
+  service.join();
+  EXPECT_EQ(ended.code(), absl::StatusCode::kPermissionDenied) << ended;
 }
 
 // Gives the node one attempt after the other, on a disk that fails at the next call of each.
@@ -290,6 +345,34 @@ TEST(NodeServiceTest, ReportCannotBeReadWhenTheRunnerEnds_ItIsTriedAgain) {
   EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
   EXPECT_EQ(nodes.end().end_class(), v1::END_CLASS_USER_ERROR) << nodes.end().why();
   EXPECT_EQ(nodes.end().rank(), 3);
+}
+
+// As of an attempt that has left millions of files.
+TEST(NodeServiceTest, OldFilesTakeLongToRemove_AnEndIsToldMeanwhile) {
+  const TestFolder folder;
+  NodeServiceOptions options = OptionsWithAttempt(folder.Path("state"));
+  OwnedFd runs(
+      open(JoinPath(options.state_dir, "attempts/mnist-1.1/lock").c_str(), O_RDWR | O_CLOEXEC));
+  ASSERT_EQ(flock(runs.get(), LOCK_EX), 0);
+  const std::string old = JoinPath(options.state_dir, "attempts/old-1.1");
+  ASSERT_TRUE(MakeDirectories(old).ok());
+  const timespec long_ago[2] = {{.tv_sec = 1000, .tv_nsec = 0}, {.tv_sec = 1000, .tv_nsec = 0}};
+  ASSERT_EQ(utimensat(AT_FDCWD, old.c_str(), long_ago, 0), 0);
+  Notification removes;
+  AdoptingNodes nodes([&](grpc::ServerContext*) {
+    removes.WaitForNotification();
+    runs.Close();
+  });
+  options.remove_tree = [&](const std::string& path) {
+    removes.Notify();
+    WaitUntil([&] { return nodes.end().end_class() != v1::END_CLASS_UNSPECIFIED; });
+    return RemoveTree(path);
+  };
+  const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
+  ASSERT_TRUE(server.ok()) << server.status();
+  options.coordinator = (*server)->address();
+  EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
+  EXPECT_FALSE(PathExists(old));
 }
 
 TEST(NodeServiceTest, FactsThatAreNotUtf8_AreRefusedBeforeTheFirstCall) {

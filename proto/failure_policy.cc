@@ -10,8 +10,6 @@
 namespace muster {
 namespace {
 
-constexpr int64_t kMaxRestarts = 1'000'000;
-
 int CountOf(const ClassCounts& counts, v1::EndClass end_class) {
   for (const v1::ClassCount& count : counts) {
     if (count.end_class() == end_class) return count.count();

@@ -26,6 +26,9 @@ inline constexpr std::pair<absl::string_view, v1::EndClass> kLimitedClasses[] = 
     {"preempted", v1::END_CLASS_PREEMPTED},
 };
 
+// The most restarts that can be asked for, of all that counts or of one class.
+inline constexpr int kMaxRestarts = 1'000'000;
+
 // The one of them that ends of this class count to; UNSPECIFIED: none.
 v1::EndClass LimitedClass(v1::EndClass end_class);
 // Whether another start after it counts against max_restarts.

@@ -127,6 +127,12 @@ const TextRule* RuleOfText(absl::string_view setting) {
 
 absl::Status CheckValue(const SettingSpec& spec, const Given& given) {
   if (FitsRule(spec, given.text)) return absl::OkStatus();
+  // The rule does not say what is far beyond what anybody needs, unless somebody writes it.
+  int64_t number = 0;
+  if (spec.type == Type::kInt && absl::SimpleAtoi(given.text, &number) && number > spec.max) {
+    return BadValue(spec.name, given,
+                    absl::StrCat("a whole number from ", spec.min, " to ", spec.max));
+  }
   return BadValue(spec.name, given, ValueRule(spec));
 }
 
@@ -655,7 +661,7 @@ std::string ValueRule(const SettingSpec& spec) {
     case Type::kDuration:
       return "a duration with a unit, such as 30s or 10m";
     case Type::kMachines:
-      return "a number of machines of at least 1, or a range such as 1:4";
+      return absl::StrCat("a number of machines from 1 to ", kMaxCount, ", or a range such as 1:4");
     case Type::kPolicy:
       return "restarts by class of failed, oom, hang and node_lost, such as max_restarts=3,oom=1";
     case Type::kExitCodes:

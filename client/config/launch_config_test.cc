@@ -119,6 +119,10 @@ TEST(ResolveLaunch, BadValues_NameTheSettingItsSourceAndTheWayOut) {
   EXPECT_EQ(ErrorOf({{"num_processes", "0"}}),
             "num_processes: 0 (from --num_processes) is not allowed: it must be a whole number of "
             "at least 1");
+  EXPECT_THAT(ErrorOf({{"max_restarts", "2147483647"}}),
+              HasSubstr("it must be a whole number from 0 to 1000000"));
+  EXPECT_THAT(ErrorOf({{"num_machines", "2000000"}}),
+              HasSubstr("a number of machines from 1 to 1000000, or a range"));
   EXPECT_THAT(ErrorOf({{"num_processes", "two"}}), HasSubstr("whole number"));
   EXPECT_THAT(ErrorOf({{"num_processes", "2.5"}}), HasSubstr("whole number"));
   EXPECT_THAT(ErrorOf({{"mixed_precision", "fp8"}}), HasSubstr("one of no, bf16, fp16"));

@@ -38,11 +38,15 @@ struct Setting {
   Reader read;
 };
 
-template <int JobSpec::*kField, int kLeast = 0>
+constexpr int kAny = std::numeric_limits<int32_t>::max();
+
+template <int JobSpec::*kField, int kLeast = 0, int kMost = kAny>
 std::string ReadInteger(const json& value, JobSpec* spec) {
-  constexpr int kMost = std::numeric_limits<int32_t>::max();
-  if (!value.is_number_integer() || value > kMost || value < kLeast)
-    return kLeast < 0 ? "a whole number" : absl::StrCat("a whole number from ", kLeast);
+  if (!value.is_number_integer() || value > kMost || value < kLeast) {
+    return kLeast < 0 ? "a whole number"
+                      : absl::StrCat("a whole number from ", kLeast,
+                                     kMost == kAny ? "" : absl::StrCat(" to ", kMost));
+  }
   spec->*kField = value.get<int>();
   return "";
 }
@@ -260,7 +264,7 @@ const std::vector<Setting>& Table() {
        ReadBool<&JobSpec::preemptible>},
       {{"max_restarts", "N", "Restarts after failures of the program (default 0)"},
        Kind::kInteger,
-       ReadInteger<&JobSpec::max_restarts>},
+       ReadInteger<&JobSpec::max_restarts, 0, kMaxRestarts>},
       {{"failure_policy", "CLASS=N",
         "Restarts after a class of end: failed, oom, hang, node_lost, preempted",
         /*repeated=*/true},

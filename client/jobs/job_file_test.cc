@@ -110,7 +110,10 @@ TEST(JobFile, ResolveJob_BadInput_NamesPlaceAndWhatToWrite) {
   EXPECT_EQ(Error("command: [a]\ntime_limit: 5\n"),
             "job.yaml:2: time_limit: 5: write a time such as 30s, 5m or 12h");
   EXPECT_EQ(Error("command: [a]", {{"max_restarts", {"x"}}}),
-            "--max_restarts x: write a whole number from 0");
+            "--max_restarts x: write a whole number from 0 to 1000000");
+  // Some write it for "any number"; no node could start it.
+  EXPECT_EQ(Error("command: [a]\nmax_restarts: 2147483647\n"),
+            "job.yaml:2: max_restarts: 2147483647: write a whole number from 0 to 1000000");
   EXPECT_EQ(Error("command: [a]", {{"env", {"A"}}}), "--env A: write NAME=VALUE");
   EXPECT_NE(Error("command: a | b").find("no shell reads it"), std::string::npos);
   EXPECT_NE(Error("command: [a]\nworkdir: here\n").find("job.yaml:2: workdir: here"),

@@ -1,6 +1,7 @@
 #include "coordinator/jobs/job_spec.h"
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <utility>
 
@@ -24,6 +25,8 @@ constexpr int kMaxAccumulation = 1'000'000;
 constexpr int64_t kMaxMemory = int64_t{1} << 50;
 constexpr absl::Duration kMaxGrace = absl::Hours(1);
 constexpr int kMaxSpares = 1024;
+// Those after each class, together. More would be no flag of a runner.
+constexpr int kMaxRestartsOfJob = static_cast<int>(std::size(kLimitedClasses)) * kMaxRestarts;
 
 using Error = std::optional<v1::OpError>;
 
@@ -218,9 +221,9 @@ Error CompleteJobSpec(v1::JobSpec* spec) {
                     "or leave it out");
   }
   if (process->cpus() == 0) process->set_cpus(1);
-  if (spec->max_restarts() < 0) {
-    return BadField("spec.max_restarts",
-                    absl::StrCat("max_restarts is ", spec->max_restarts(), ": give 0 or more"));
+  if (spec->max_restarts() < 0 || spec->max_restarts() > kMaxRestartsOfJob) {
+    return BadField("spec.max_restarts", absl::StrCat("max_restarts is ", spec->max_restarts(),
+                                                      ": give 0 to ", kMaxRestartsOfJob));
   }
   if (spec->gradient_accumulation_steps() < 0 ||
       spec->gradient_accumulation_steps() > kMaxAccumulation) {
@@ -233,10 +236,13 @@ Error CompleteJobSpec(v1::JobSpec* spec) {
     return BadField("spec.spare_nodes", absl::StrCat("spare_nodes is ", spec->spare_nodes(),
                                                      ": give 0 to ", kMaxSpares));
   }
-  if (process->memory_bytes() > kMaxMemory) {
-    return BadField(
-        "spec.per_process.memory_bytes",
-        absl::StrCat("memory_bytes is ", process->memory_bytes(), ": give at most ", kMaxMemory));
+  const std::pair<const char*, int64_t> memories[] = {
+      {"memory_bytes", process->memory_bytes()}, {"gpu_memory_bytes", process->gpu_memory_bytes()}};
+  for (const auto& [field, bytes] : memories) {
+    if (bytes > kMaxMemory) {
+      return BadField(absl::StrCat("spec.per_process.", field),
+                      absl::StrCat(field, " is ", bytes, ": give at most ", kMaxMemory));
+    }
   }
   if (FromProto(spec->stop_grace()) > kMaxGrace) {
     return BadField(

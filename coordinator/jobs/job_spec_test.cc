@@ -82,6 +82,8 @@ TEST(JobSpecTest, BadField_IsNamed) {
   EXPECT_EQ(FieldOf(spec), "spec.per_process.gpu_memory_bytes");
   spec.mutable_per_process()->set_gpus(1);
   EXPECT_EQ(FieldOf(spec), "");
+  spec.mutable_per_process()->set_gpu_memory_bytes(INT64_MAX);
+  EXPECT_EQ(FieldOf(spec), "spec.per_process.gpu_memory_bytes");
   spec.mutable_per_process()->set_gpu_memory_bytes(-1);
   EXPECT_EQ(FieldOf(spec), "spec.per_process.gpu_memory_bytes");
   spec = Good();
@@ -91,6 +93,8 @@ TEST(JobSpecTest, BadField_IsNamed) {
   EXPECT_EQ(FieldOf(spec), "");
   spec = Good();
   spec.set_max_restarts(-1);
+  EXPECT_EQ(FieldOf(spec), "spec.max_restarts");
+  spec.set_max_restarts(INT32_MAX);  // for which no node could start a runner
   EXPECT_EQ(FieldOf(spec), "spec.max_restarts");
   spec = Good();
   spec.mutable_time_limit()->set_seconds(0);

@@ -1186,9 +1186,23 @@ void JobsCore::Stop(Job* job, v1::EndClass end_class, const std::string& why) {
   SetState(job, v1::JOB_STATE_STOPPING, attempt->end().why());
 }
 
+void JobsCore::Avoid(Job* job, const std::string& node) {
+  const auto& avoided = job->record.avoided_nodes();
+  if (node.empty() || std::find(avoided.begin(), avoided.end(), node) != avoided.end()) return;
+  job->record.add_avoided_nodes(node);
+  Touch(*job);
+}
+
 void JobsCore::EndPlacement(Job* job, v1::Placement* placement, const v1::AttemptEnd& end,
                             absl::Time failed) {
   v1::JobAttempt* const attempt = Current(job);
+  // Of many nodes that cannot start it, such as with full disks, the next attempts avoid all, not
+  // one more each. What a node has started may have been killed only because another one failed.
+  if (placement->state() == v1::PLACEMENT_STATE_ASSIGNED &&
+      end.end_class() == v1::END_CLASS_NODE_FAILED &&
+      attempt->end().end_class() == v1::END_CLASS_NODE_FAILED) {
+    Avoid(job, placement->node());
+  }
   placement->set_state(v1::PLACEMENT_STATE_ENDED);
   placement->set_end_class(end.end_class());
   if (const auto node = nodes_.find(placement->node()); node != nodes_.end()) {
@@ -1275,17 +1289,16 @@ void JobsCore::Finish(Job* job) {
                    delay);
   }
   const std::string again = absl::StrCat("another start after: ", why);
-  if (end_class != v1::END_CLASS_NODE_FAILED) return Requeue(job, again, absl::ZeroDuration());
+  if (end_class != v1::END_CLASS_NODE_FAILED) {
+    const bool pause = end_class == v1::END_CLASS_NODE_LOST && job->given_up_early;
+    return Requeue(job, again, pause ? kNodeFailureDelay : absl::ZeroDuration());
+  }
   if (++job->node_failures >= kMaxNodeFailures) {
     return SetState(
         job, v1::JOB_STATE_FAILED,
         absl::StrCat(why, "; ", kMaxNodeFailures, " attempts in a row could not start"));
   }
-  const auto& avoided = record.avoided_nodes();
-  const std::string& node = attempt.end().node();
-  if (!node.empty() && std::find(avoided.begin(), avoided.end(), node) == avoided.end()) {
-    record.add_avoided_nodes(node);
-  }
+  Avoid(job, attempt.end().node());
   Requeue(job, again, kNodeFailureDelay);
 }
 
@@ -1496,8 +1509,8 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
     const int count = std::min(request.held_jobs_size(), kMaxHeldJobs);
     node.held_jobs.assign(request.held_jobs().begin(), request.held_jobs().begin() + count);
   }
-  if (const bool leftovers = HasLeftovers(name, request); leftovers != node.leftovers) {
-    node.leftovers = leftovers;
+  if (std::string leftover = LeftoverOf(name, request); leftover != node.leftover) {
+    node.leftover = std::move(leftover);
     dirty_ = true;
   }
   if (node.held.has_value()) {
@@ -1577,6 +1590,9 @@ void JobsCore::OnReport(const std::string& name, Node* node, const v1::AttemptRe
       if ((end.end_class() == v1::END_CLASS_CANCELLED && !attempt->stop()) ||
           (end.end_class() == v1::END_CLASS_NODE_FAILED && ran)) {
         end.set_end_class(v1::END_CLASS_NODE_LOST);
+        // Nothing counts these restarts: without a pause, a program that ends its own runner would
+        // start again and again, many times a second.
+        job->given_up_early = !ran;
       }
       EndPlacement(job, &placement, end, failed);
     }
@@ -1633,12 +1649,14 @@ void JobsCore::RestartInPlace(Job* job, const v1::AttemptReport& report) {
   for (const v1::Placement& placement : next->placements()) TouchNode(placement.node());
 }
 
-bool JobsCore::HasLeftovers(const std::string& name, const v1::SyncNodeRequest& request) const {
+std::string JobsCore::LeftoverOf(const std::string& name,
+                                 const v1::SyncNodeRequest& request) const {
   const bool ours = request.cluster_id().empty() || request.cluster_id() == cluster_id_;
   for (const v1::AttemptReport& report : request.attempts()) {
     if (report.state() == v1::PLACEMENT_STATE_ENDED) continue;
     const v1::JobRecord* const job = ours ? Find(report.job_id()) : nullptr;
-    if (job == nullptr || !IsActive(job->state())) return true;
+    const std::string group = GroupOf(report.job_id(), report.attempt());
+    if (job == nullptr || !IsActive(job->state())) return group;
     const v1::JobAttempt& attempt = Last(*job);
     const bool assigned = attempt.number() == report.attempt() &&
                           std::any_of(attempt.placements().begin(), attempt.placements().end(),
@@ -1646,9 +1664,9 @@ bool JobsCore::HasLeftovers(const std::string& name, const v1::SyncNodeRequest& 
                                         return placement.node() == name &&
                                                placement.state() != v1::PLACEMENT_STATE_ENDED;
                                       });
-    if (!assigned) return true;
+    if (!assigned) return group;
   }
-  return false;
+  return "";
 }
 
 void JobsCore::OnMissing(const std::string& name, Node* node, const v1::SyncNodeRequest& request) {
@@ -1912,6 +1930,11 @@ JobsCore::Error JobsCore::ListNodes(CallId call, const v1::ListNodesRequest& req
     record->set_cordoned(node.cordoned);
     record->set_draining(node.draining);
     record->set_why(node.why);
+    if (node.known && !node.lost && !node.leftover.empty()) {
+      record->set_why(absl::StrCat(node.why, node.why.empty() ? "" : "; ",
+                                   "it still has processes of ", Quoted(node.leftover),
+                                   ", which are to end: nothing starts there before"));
+    }
     record->set_lost(node.lost);
     if (node.known) *record->mutable_heard_ago() = ToProto(now_ - node.heard);
     for (const uint64_t sequence : node.jobs) {
@@ -1935,7 +1958,7 @@ JobsCore::Error JobsCore::ListNodes(CallId call, const v1::ListNodesRequest& req
 CandidateNodes JobsCore::Candidates(bool free, std::optional<int> priority) const {
   CandidateNodes candidates;
   for (const auto& [name, node] : nodes_) {
-    if (!node.known || node.lost || node.cordoned || (free && node.leftovers)) continue;
+    if (!node.known || node.lost || node.cordoned || (free && !node.leftover.empty())) continue;
     CandidateNode candidate{.info = &node.info, .uid = node.uid, .space = {}};
     candidate.space.cpus = node.info.cpus();
     candidate.space.memory = node.info.memory_bytes();
@@ -2053,6 +2076,7 @@ void JobsCore::Start(Job* job, PlacementDecision placement) {
     *attempt->add_placements() = std::move(one);
   }
   attempt->set_may_restart(all_can);
+  job->given_up_early = false;
   job->asked.clear();
   record.clear_spares();
   for (v1::Placement& spare : placement.spares) *record.add_spares() = std::move(spare);

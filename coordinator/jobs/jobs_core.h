@@ -172,8 +172,9 @@ class JobsCore {
     absl::Time ends_by = absl::InfiniteFuture();    // of the current attempt
     absl::Time forget_at = absl::InfiniteFuture();  // of one that has ended
     int node_failures = 0;                          // in a row
-    absl::Time runs_since = absl::InfinitePast();   // the current attempt, or the term
-    size_t bytes = 0;                               // of the record, as bytes_ counts it
+    bool given_up_early = false;  // a living node has ended the current attempt soon, by itself
+    absl::Time runs_since = absl::InfinitePast();  // the current attempt, or the term
+    size_t bytes = 0;                              // of the record, as bytes_ counts it
     // By node rank, of the current attempt: why it asks for its next restart in place. Nodes repeat
     // it.
     absl::btree_map<int, v1::AttemptEnd> asked;
@@ -199,8 +200,9 @@ class JobsCore {
     std::optional<v1::LogLevelOrder> log_level;
     absl::Time log_level_until = absl::InfiniteFuture();
     absl::btree_set<uint64_t> jobs;  // by sequence: with a placement that has not ended
-    // It has processes of attempts that are not assigned: nothing new starts before they are gone.
-    bool leftovers = false;
+    // The first attempt that is not assigned of which it has processes, as GroupOf; empty: of none.
+    // Nothing new starts before they are gone.
+    std::string leftover;
     uint64_t sequence = 0;  // of its last call
     bool hung_up = false;   // its last call was abandoned
   };
@@ -272,6 +274,8 @@ class JobsCore {
   void TouchNode(const std::string& node) { touched_nodes_.insert(node); }
   // All nodes of the attempt are to end it. The first reason stays.
   void Stop(Job* job, v1::EndClass end_class, const std::string& why);
+  // The next attempts do not start on the node, as long as they can do without it.
+  void Avoid(Job* job, const std::string& node);
   // `failed`: when what ended it happened; InfinitePast: not known.
   void EndPlacement(Job* job, v1::Placement* placement, const v1::AttemptEnd& end,
                     absl::Time failed = absl::InfinitePast());
@@ -297,7 +301,8 @@ class JobsCore {
 
   Error CheckSync(const v1::SyncNodeRequest& request) const;
   void OnReport(const std::string& name, Node* node, const v1::AttemptReport& report);
-  bool HasLeftovers(const std::string& name, const v1::SyncNodeRequest& request) const;
+  // As Node::leftover.
+  std::string LeftoverOf(const std::string& name, const v1::SyncNodeRequest& request) const;
   // What it does not report any more.
   void OnMissing(const std::string& name, Node* node, const v1::SyncNodeRequest& request);
   void LoseNode(const std::string& name, Node* node, const std::string& why);

@@ -1,6 +1,7 @@
 #include "coordinator/jobs/schedule.h"
 
 #include <algorithm>
+#include <deque>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -124,6 +125,7 @@ class Scheduler {
         delayed_ = true;
         decision_.next = std::min(decision_.next, job.not_before);
         Wait(*job.record, "the end of the delay before its restart");
+        if (!reservation_.has_value()) HoldRoom(*job.record);
       } else if (held_) {
         Wait(*job.record, kAwaited);
       } else if (!decision_.waits.empty() &&
@@ -149,6 +151,37 @@ class Scheduler {
     Wait(job, absl::StrCat(first_waiting_,
                            ", which came first or has a higher priority, to start: it needs the "
                            "room that is free now"));
+  }
+
+  // A job whose restart is delayed holds what it would start on, as if it ran there: jobs behind it
+  // would run for longer than the delay, and a large job would have lost its nodes to small ones.
+  // One that does not fit now blocks nobody.
+  void HoldRoom(const v1::JobRecord& job) {
+    const int most = question_.max_processes_of_owner;
+    int64_t& processes = processes_of_[job.owner()];
+    const int own_spares = OwnSpares(job);
+    if (room_held_.size() >= kMaxExamined ||
+        (most > 0 && !job.owner().empty() &&
+         processes - own_spares + job.spec().max_processes() > most)) {
+      return;
+    }
+    const PlacementDecision placement = PlaceJob(job, &question_.nodes);
+    if (placement.placements.empty()) return;
+    v1::JobAttempt& attempt = room_held_.emplace_back();
+    for (const v1::Placement& one : placement.placements) *attempt.add_placements() = one;
+    question_.active.push_back({.record = &job, .attempt = &attempt});
+    ChangeAll(&NodeSpace::Take, question_.active.back(), &question_.nodes);
+    processes += std::max(0, placement.processes - own_spares);
+    if (first_held_.empty()) first_held_ = job.job_id();
+  }
+  // Whether the job would start if no room were held.
+  bool LacksHeldRoom(const v1::JobRecord& job) const {
+    if (room_held_.empty()) return false;
+    CandidateNodes all = question_.nodes;
+    for (size_t i = question_.active.size() - room_held_.size(); i < question_.active.size(); ++i) {
+      ChangeAll(&NodeSpace::Give, question_.active[i], &all);
+    }
+    return !PlaceJob(job, &all).placements.empty();
   }
 
   // ---- spares
@@ -325,7 +358,10 @@ class Scheduler {
     }
     if (now.placements.empty()) {
       refused_.insert(shape);
-      Wait(job, now.why);
+      Wait(job, LacksHeldRoom(job) ? absl::StrCat(first_held_,
+                                                  ", which is about to start again, and keeps the "
+                                                  "room for that")
+                                   : now.why);
       if (!reservation_.has_value()) Reserve(job);
       return;
     }
@@ -541,6 +577,8 @@ class Scheduler {
   ScheduleDecision decision_;
   std::optional<Reservation> reservation_;
   std::string first_waiting_;
+  std::deque<v1::JobAttempt> room_held_;  // the last ones of question_.active have them
+  std::string first_held_;
   int examined_ = 0;      // jobs behind the first, for which nodes were looked for
   bool delayed_ = false;  // a job waits for its delayed restart
   bool held_ = false;     // all behind wait for the nodes that are awaited

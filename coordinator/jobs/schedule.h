@@ -77,6 +77,9 @@ struct ScheduleDecision {
 // start. A job that would not fit if nothing else ran reserves nothing, nor does one whose owner
 // has to wait for jobs of its own to end.
 //
+// A job whose restart is delayed keeps the room on which it would start, if there is any, from
+// those behind it: it is back in seconds or minutes, and they might run for days.
+//
 // While nodes are awaited, what fits on the first ones to come says little: a job starts only with
 // as many processes as it may have, and the jobs behind the first one that does not start wait.
 //

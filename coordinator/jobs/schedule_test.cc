@@ -219,13 +219,49 @@ TEST_F(ScheduleTest, WhileNodesAreAwaited_AnElasticJobStartsWithAllItsProcesses)
   EXPECT_EQ(Starts(), Ids{"elastic"});
 }
 
-TEST_F(ScheduleTest, DelayedRestart_Waits_AndBlocksNobody) {
+// Else a job of a thousand processes that restarts after a failure loses its nodes to small ones.
+TEST_F(ScheduleTest, DelayedRestart_KeepsTheRoomFromJobsBehindIt) {
+  AddNode("a", 2);
+  AddNode("b", 1);
+  Queue("delayed", 2);
+  question_.queued[0].not_before = kNow + absl::Seconds(7);
+  Queue("two", 2);
+  Queue("one", 1);
+  EXPECT_EQ(Starts(), Ids{"one"});
+  EXPECT_EQ(decision_.next, kNow + absl::Seconds(7));
+  EXPECT_EQ(WhyWaits("two"), "delayed, which is about to start again, and keeps the room for that");
+  // A job before it takes what it needs.
+  Queue("urgent", 2, /*priority=*/1);
+  EXPECT_EQ(Starts(), (Ids{"urgent", "one"}));
+}
+
+TEST_F(ScheduleTest, DelayedRestart_ThatDoesNotFitNow_BlocksNobody) {
   AddNode("a", 1);
-  Queue("delayed", 1);
+  Queue("delayed", 2);
   question_.queued[0].not_before = kNow + absl::Seconds(7);
   Queue("next", 1);
   EXPECT_EQ(Starts(), Ids{"next"});
   EXPECT_EQ(decision_.next, kNow + absl::Seconds(7));
+}
+
+// What comes after it is reserved for the first that waits, not given to later ones.
+TEST_F(ScheduleTest, DelayedRestart_LeavesAReservationToTheFirstThatWaits) {
+  AddNode("a", 2);
+  Queue("delayed", 1);
+  question_.queued[0].not_before = kNow + absl::Seconds(7);
+  Queue("large", 2);
+  Queue("small", 1);
+  EXPECT_EQ(Starts(), Ids{});
+}
+
+TEST_F(ScheduleTest, DelayedRestart_KeepsRoomWithinTheOwnersLimit) {
+  question_.max_processes_of_owner = 3;
+  AddNode("a", 8);
+  Queue("delayed", 2).set_owner("ann");
+  question_.queued[0].not_before = kNow + absl::Seconds(7);
+  Queue("two", 2).set_owner("ann");
+  Queue("one", 1).set_owner("ann");
+  EXPECT_EQ(Starts(), Ids{"one"});
 }
 
 TEST_F(ScheduleTest, JobThatMayGrow_GrowsOnlyIfMoreFits_OneAtATime) {
