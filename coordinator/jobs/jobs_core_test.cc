@@ -971,8 +971,10 @@ TEST_F(JobsCoreTest, NodesThatCannotStartIt_AreAllAvoided) {
   report("healthy", v1::END_CLASS_CANCELLED);
   EXPECT_THAT(Get(job).avoided_nodes(), testing::UnorderedElementsAre("a", "b"));
   Advance(absl::Seconds(5));
+  const v1::JobRecord record = Get(job);
+  ASSERT_EQ(record.history_size(), 2);
   std::vector<std::string> second;
-  for (const v1::Placement& placement : Get(job).history(1).placements()) {
+  for (const v1::Placement& placement : record.history(1).placements()) {
     second.push_back(placement.node());
   }
   EXPECT_THAT(second, testing::UnorderedElementsAre("c", "d", "healthy"));
