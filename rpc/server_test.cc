@@ -114,7 +114,8 @@ TEST(Server, UnixSocketThatTellsNothing_IsLeftAlone) {
 
 // Else callers without a token could keep a coordinator from its journal.
 TEST(Server, CrowdOfConnections_LeavesDescriptorsForTheProcess) {
-  const auto server = Server::Start({.insecure = true}, {});
+  EchoTriggers service;
+  const auto server = Server::Start({.insecure = true}, {&service});
   ASSERT_TRUE(server.ok()) << server.status();
   constexpr int kCrowd = 64, kFree = 32;
   std::vector<OwnedFd> crowd;

@@ -1573,9 +1573,10 @@ void JobsCore::OnReport(const std::string& name, Node* node, const v1::AttemptRe
       v1::AttemptEnd end = Cleaned(report.end(), name);
       absl::Time failed =
           report.has_failed_ago() ? now_ - FromProto(report.failed_ago()) : absl::InfinitePast();
-      if (report.restart() > 0 && report.restart() <= attempt->restarts() &&
-          !options_.mutants.counts_failures_twice) {
-        // This failure is counted: the attempt was to go on after it.
+      const bool counted = report.restart() > 0 && report.restart() <= attempt->restarts() &&
+                           !options_.mutants.counts_failures_twice;
+      if (counted) {
+        // The attempt was to go on after it.
         end = v1::AttemptEnd();
         end.set_end_class(v1::END_CLASS_CANCELLED);
         end.set_why(absl::StrCat("its runner was stopped when restart ", report.restart(),
@@ -1590,9 +1591,9 @@ void JobsCore::OnReport(const std::string& name, Node* node, const v1::AttemptRe
       if ((end.end_class() == v1::END_CLASS_CANCELLED && !attempt->stop()) ||
           (end.end_class() == v1::END_CLASS_NODE_FAILED && ran)) {
         end.set_end_class(v1::END_CLASS_NODE_LOST);
-        // Nothing counts these restarts: without a pause, a program that ends its own runner would
-        // start again and again, many times a second.
-        job->given_up_early = !ran;
+        // Without a pause, a program that ends its own runner would start again and again, many
+        // times a second, and nothing counts that.
+        job->given_up_early = !ran && !counted;
       }
       EndPlacement(job, &placement, end, failed);
     }

@@ -956,7 +956,9 @@ TEST_F(JobsCoreTest, NodesThatCannotStartIt_AreAllAvoided) {
   AddNode("healthy", 1);
   for (const char* node : {"a", "b", "healthy"}) nodes_[node].talks = false;
   const std::string job = Submit(Spec(3));
-  // None of them has said yet that it has begun.
+  AddNode("c", 1);
+  AddNode("d", 1);
+  // None of the first has said yet that it has begun.
   const auto report = [&](const std::string& node, v1::EndClass end_class) {
     v1::AttemptReport& attempt = nodes_[node].attempts[{job, 1}];
     attempt.set_job_id(job);
@@ -967,9 +969,15 @@ TEST_F(JobsCoreTest, NodesThatCannotStartIt_AreAllAvoided) {
   report("a", v1::END_CLASS_NODE_FAILED);
   report("b", v1::END_CLASS_NODE_FAILED);
   report("healthy", v1::END_CLASS_CANCELLED);
+  EXPECT_THAT(Get(job).avoided_nodes(), testing::UnorderedElementsAre("a", "b"));
+  Advance(absl::Seconds(5));
   const v1::JobRecord record = Get(job);
-  EXPECT_EQ(record.state(), v1::JOB_STATE_QUEUED);
-  EXPECT_THAT(record.avoided_nodes(), testing::UnorderedElementsAre("a", "b"));
+  ASSERT_EQ(record.history_size(), 2);
+  std::vector<std::string> second;
+  for (const v1::Placement& placement : record.history(1).placements()) {
+    second.push_back(placement.node());
+  }
+  EXPECT_THAT(second, testing::UnorderedElementsAre("c", "d", "healthy"));
 }
 
 // A coordinator that was started again hears of that node first.
