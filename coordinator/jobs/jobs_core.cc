@@ -1186,9 +1186,23 @@ void JobsCore::Stop(Job* job, v1::EndClass end_class, const std::string& why) {
   SetState(job, v1::JOB_STATE_STOPPING, attempt->end().why());
 }
 
+void JobsCore::Avoid(Job* job, const std::string& node) {
+  const auto& avoided = job->record.avoided_nodes();
+  if (node.empty() || std::find(avoided.begin(), avoided.end(), node) != avoided.end()) return;
+  job->record.add_avoided_nodes(node);
+  Touch(*job);
+}
+
 void JobsCore::EndPlacement(Job* job, v1::Placement* placement, const v1::AttemptEnd& end,
                             absl::Time failed) {
   v1::JobAttempt* const attempt = Current(job);
+  // Of many nodes that cannot start it, such as with full disks, the next attempts avoid all, not
+  // one more each. What a node has started may have been killed only because another one failed.
+  if (placement->state() == v1::PLACEMENT_STATE_ASSIGNED &&
+      end.end_class() == v1::END_CLASS_NODE_FAILED &&
+      attempt->end().end_class() == v1::END_CLASS_NODE_FAILED) {
+    Avoid(job, placement->node());
+  }
   placement->set_state(v1::PLACEMENT_STATE_ENDED);
   placement->set_end_class(end.end_class());
   if (const auto node = nodes_.find(placement->node()); node != nodes_.end()) {
@@ -1275,17 +1289,16 @@ void JobsCore::Finish(Job* job) {
                    delay);
   }
   const std::string again = absl::StrCat("another start after: ", why);
-  if (end_class != v1::END_CLASS_NODE_FAILED) return Requeue(job, again, absl::ZeroDuration());
+  if (end_class != v1::END_CLASS_NODE_FAILED) {
+    const bool pause = end_class == v1::END_CLASS_NODE_LOST && job->given_up_early;
+    return Requeue(job, again, pause ? kNodeFailureDelay : absl::ZeroDuration());
+  }
   if (++job->node_failures >= kMaxNodeFailures) {
     return SetState(
         job, v1::JOB_STATE_FAILED,
         absl::StrCat(why, "; ", kMaxNodeFailures, " attempts in a row could not start"));
   }
-  const auto& avoided = record.avoided_nodes();
-  const std::string& node = attempt.end().node();
-  if (!node.empty() && std::find(avoided.begin(), avoided.end(), node) == avoided.end()) {
-    record.add_avoided_nodes(node);
-  }
+  Avoid(job, attempt.end().node());
   Requeue(job, again, kNodeFailureDelay);
 }
 
@@ -1560,9 +1573,10 @@ void JobsCore::OnReport(const std::string& name, Node* node, const v1::AttemptRe
       v1::AttemptEnd end = Cleaned(report.end(), name);
       absl::Time failed =
           report.has_failed_ago() ? now_ - FromProto(report.failed_ago()) : absl::InfinitePast();
-      if (report.restart() > 0 && report.restart() <= attempt->restarts() &&
-          !options_.mutants.counts_failures_twice) {
-        // This failure is counted: the attempt was to go on after it.
+      const bool counted = report.restart() > 0 && report.restart() <= attempt->restarts() &&
+                           !options_.mutants.counts_failures_twice;
+      if (counted) {
+        // The attempt was to go on after it.
         end = v1::AttemptEnd();
         end.set_end_class(v1::END_CLASS_CANCELLED);
         end.set_why(absl::StrCat("its runner was stopped when restart ", report.restart(),
@@ -1577,6 +1591,9 @@ void JobsCore::OnReport(const std::string& name, Node* node, const v1::AttemptRe
       if ((end.end_class() == v1::END_CLASS_CANCELLED && !attempt->stop()) ||
           (end.end_class() == v1::END_CLASS_NODE_FAILED && ran)) {
         end.set_end_class(v1::END_CLASS_NODE_LOST);
+        // Without a pause, a program that ends its own runner would start again and again, many
+        // times a second, and nothing counts that.
+        job->given_up_early = !ran && !counted;
       }
       EndPlacement(job, &placement, end, failed);
     }
@@ -2060,6 +2077,7 @@ void JobsCore::Start(Job* job, PlacementDecision placement) {
     *attempt->add_placements() = std::move(one);
   }
   attempt->set_may_restart(all_can);
+  job->given_up_early = false;
   job->asked.clear();
   record.clear_spares();
   for (v1::Placement& spare : placement.spares) *record.add_spares() = std::move(spare);

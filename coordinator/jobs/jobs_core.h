@@ -172,8 +172,9 @@ class JobsCore {
     absl::Time ends_by = absl::InfiniteFuture();    // of the current attempt
     absl::Time forget_at = absl::InfiniteFuture();  // of one that has ended
     int node_failures = 0;                          // in a row
-    absl::Time runs_since = absl::InfinitePast();   // the current attempt, or the term
-    size_t bytes = 0;                               // of the record, as bytes_ counts it
+    bool given_up_early = false;  // a living node has ended the current attempt soon, by itself
+    absl::Time runs_since = absl::InfinitePast();  // the current attempt, or the term
+    size_t bytes = 0;                              // of the record, as bytes_ counts it
     // By node rank, of the current attempt: why it asks for its next restart in place. Nodes repeat
     // it.
     absl::btree_map<int, v1::AttemptEnd> asked;
@@ -273,6 +274,8 @@ class JobsCore {
   void TouchNode(const std::string& node) { touched_nodes_.insert(node); }
   // All nodes of the attempt are to end it. The first reason stays.
   void Stop(Job* job, v1::EndClass end_class, const std::string& why);
+  // The next attempts do not start on the node, as long as they can do without it.
+  void Avoid(Job* job, const std::string& node);
   // `failed`: when what ended it happened; InfinitePast: not known.
   void EndPlacement(Job* job, v1::Placement* placement, const v1::AttemptEnd& end,
                     absl::Time failed = absl::InfinitePast());

@@ -949,6 +949,37 @@ TEST_F(JobsCoreTest, NodeThatCannotStartIt_IsAvoided) {
   EXPECT_EQ(record.restarts(), 0);
 }
 
+// As with full disks everywhere in a rack: one node more for each attempt would fail the job.
+TEST_F(JobsCoreTest, NodesThatCannotStartIt_AreAllAvoided) {
+  AddNode("a", 1);
+  AddNode("b", 1);
+  AddNode("healthy", 1);
+  for (const char* node : {"a", "b", "healthy"}) nodes_[node].talks = false;
+  const std::string job = Submit(Spec(3));
+  AddNode("c", 1);
+  AddNode("d", 1);
+  // None of the first has said yet that it has begun.
+  const auto report = [&](const std::string& node, v1::EndClass end_class) {
+    v1::AttemptReport& attempt = nodes_[node].attempts[{job, 1}];
+    attempt.set_job_id(job);
+    attempt.set_attempt(1);
+    SetEnd(&attempt, end_class, "the disk is full");
+    SendSync(node);
+  };
+  report("a", v1::END_CLASS_NODE_FAILED);
+  report("b", v1::END_CLASS_NODE_FAILED);
+  report("healthy", v1::END_CLASS_CANCELLED);
+  EXPECT_THAT(Get(job).avoided_nodes(), testing::UnorderedElementsAre("a", "b"));
+  Advance(absl::Seconds(5));
+  const v1::JobRecord record = Get(job);
+  ASSERT_EQ(record.history_size(), 2);
+  std::vector<std::string> second;
+  for (const v1::Placement& placement : record.history(1).placements()) {
+    second.push_back(placement.node());
+  }
+  EXPECT_THAT(second, testing::UnorderedElementsAre("c", "d", "healthy"));
+}
+
 // A coordinator that was started again hears of that node first.
 TEST_F(JobsCoreTest, NodeThatCannotStartIt_IsAvoided_WhileTheOthersAreAwaited) {
   AddNode("a");
@@ -1153,8 +1184,14 @@ TEST_F(JobsCoreTest, AgentThatStartsAgainWithAClockThatWasSetBack_IsHeardBeforeI
 TEST_F(JobsCoreTest, RunnerThatSomebodyElseStops_IsTheNodes) {
   AddNode("a");
   const std::string job = Submit(Spec(1));
+  nodes_["a"].attempts.at({job, 1}).mutable_ran_for()->set_seconds(60);
   EndOn("a", job, v1::END_CLASS_CANCELLED, "its runner was asked to stop");
   EXPECT_EQ(Get(job).history(0).end().end_class(), v1::END_CLASS_NODE_LOST);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  // A program that does it would start again and again, and nothing counts these restarts.
+  EndOn("a", job, v1::END_CLASS_CANCELLED, "its runner was asked to stop");
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+  Advance(absl::Seconds(5));
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
 }
 
@@ -1401,7 +1438,9 @@ TEST_F(JobsCoreTest, OneCopyRestoredTwice_GivesNoNumberTwice) {
     std::set<int> numbers;
     for (int i = 0; i < 20; ++i) {
       numbers.insert(Get(job).attempts());
-      EndOn("a", job, v1::END_CLASS_CANCELLED);  // not by this coordinator: it starts again
+      // Not by this coordinator: it starts again.
+      nodes_["a"].attempts.begin()->second.mutable_ran_for()->set_seconds(60);
+      EndOn("a", job, v1::END_CLASS_CANCELLED);
     }
     std::set<std::string> ids;
     for (int i = 0; i < 20; ++i) ids.insert(Submit(Spec(1)));
