@@ -19,6 +19,8 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
@@ -79,15 +81,19 @@ std::string DurationText(const google::protobuf::Duration& duration, int digits 
   return absl::StrFormat("%.*fs", digits, absl::ToDoubleSeconds(rpc::FromProto(duration)));
 }
 
+// What programs say: names, paths, phases, how they have ended. It must not control the terminal of
+// whoever looks at their job.
+std::string Shown(absl::string_view text) { return Printable(text, /*max_bytes=*/64 << 10); }
+
 std::string OpenBarrierText(const v1::BarrierReport& report) {
-  return absl::StrCat(report.barrier_id(), " counter ", report.counter(), ": ", report.arrived(),
-                      " of ", report.expected(), " ranks have arrived, open for ",
+  return absl::StrCat(Shown(report.barrier_id()), " counter ", report.counter(), ": ",
+                      report.arrived(), " of ", report.expected(), " ranks have arrived, open for ",
                       DurationText(report.open_for()));
 }
 
 std::string EndedBarrierText(const v1::BarrierReport& report) {
-  if (!report.message().empty()) return report.message();
-  return absl::StrCat("barrier ", report.barrier_id(), " counter ", report.counter(),
+  if (!report.message().empty()) return Shown(report.message());
+  return absl::StrCat("barrier ", Shown(report.barrier_id()), " counter ", report.counter(),
                       " passed: ", report.arrived(), " ranks, first rank ", report.first_rank(),
                       ", last rank ", report.last_rank(), " after ",
                       DurationText(report.open_for(), 3));
@@ -267,9 +273,9 @@ ordered_json AddMembers(const v1::GetMembersReply& members, std::string* table) 
     const std::string doing =
         member.exit().message().empty() ? member.phase() : member.exit().message();
     absl::StrAppendFormat(table, "  %5d %-12s %-9s %-20s %8d %8d %9s  %s\n", member.rank(),
-                          member.worker_id(), StateName(member.state()), member.host(),
-                          member.pid(), member.last_step(), DurationText(member.heartbeat_age()),
-                          doing);
+                          Shown(member.worker_id()), StateName(member.state()),
+                          Shown(member.host()), member.pid(), member.last_step(),
+                          DurationText(member.heartbeat_age()), Shown(doing));
   }
   return rows;
 }
@@ -288,7 +294,8 @@ std::string RanksText(const v1::GetMembersReply& members) {
     if (first.why_rank().empty()) continue;  // an older coordinator
     if (++shown > kShownReasons) return absl::StrCat(text, "  ... (--json has all)\n");
     const v1::Member& last = members.members(end - 1);
-    std::string who = first.rank() >= 0 ? absl::StrCat("rank ", first.rank()) : first.worker_id();
+    std::string who =
+        first.rank() >= 0 ? absl::StrCat("rank ", first.rank()) : Shown(first.worker_id());
     if (end - i > 1) {
       who = first.rank() >= 0 ? absl::StrCat("ranks ", first.rank(), " to ", last.rank())
                               : absl::StrCat(end - i, " workers");
@@ -326,9 +333,9 @@ ordered_json AddQuarantined(const v1::JobStatus& job, std::string* table) {
                            {"automatic", host.automatic()},
                            {"reason", host.reason()}});
     absl::StrAppend(table, "  quarantined ",
-                    host.automatic() ? "by itself: " : "by an operator: ", host.host(),
+                    host.automatic() ? "by itself: " : "by an operator: ", Shown(host.host()),
                     " for another ", DurationText(host.left(), 0),
-                    host.reason().empty() ? "" : ": ", host.reason(), "\n");
+                    host.reason().empty() ? "" : ": ", Shown(host.reason()), "\n");
   }
   return quarantined;
 }
@@ -353,10 +360,10 @@ std::string WaitingText(const v1::JobStatus& job) {
   if (job.silent() > 0) {
     absl::StrAppend(&text, "  ", job.silent(), job.silent() == 1 ? " worker" : " workers",
                     " silent for ", DurationText(job.silent_for(), 0),
-                    ", not given up yet: ", job.silent_why(), "\n");
+                    ", not given up yet: ", Shown(job.silent_why()), "\n");
   }
   if (!job.waits_for().empty()) {
-    absl::StrAppend(&text, "  waits for ", job.waits_for());
+    absl::StrAppend(&text, "  waits for ", Shown(job.waits_for()));
     if (job.has_waits_at_most()) {
       const absl::Time until = absl::Now() + rpc::FromProto(job.waits_at_most());
       absl::StrAppend(&text, ", until ",
@@ -372,7 +379,7 @@ std::string SaveText(const v1::JobStatus& job) {
   if (!job.has_save()) return "";
   const v1::SaveProgress& save = job.save();
   std::string text = "  saving";
-  if (!save.path().empty()) absl::StrAppend(&text, " ", Printable(save.path(), 8192));
+  if (!save.path().empty()) absl::StrAppend(&text, " ", Shown(save.path()));
   absl::StrAppend(&text, " of step ", save.step(), save.asynchronous() ? " beside training" : "",
                   ": ", HumanBytes(static_cast<int64_t>(save.written_bytes())), " of ",
                   HumanBytes(static_cast<int64_t>(save.bytes())), " by ", job.saving(),
@@ -405,8 +412,8 @@ absl::StatusOr<ordered_json> AddJob(const Connection& connection, const v1::JobS
   const bool too_many = rpc::GetReason(listed) == v1::ERROR_REASON_LIMIT;
   if (!too_many) MUSTER_RETURN_IF_ERROR(listed);
   absl::StrAppendFormat(table, "\n%s: generation %d, %s, %d workers, steps %d to %d\n",
-                        job.job_id(), job.generation(), job.rendezvous_state(), job.world_size(),
-                        job.min_step(), job.max_step());
+                        Shown(job.job_id()), job.generation(), job.rendezvous_state(),
+                        job.world_size(), job.min_step(), job.max_step());
   if (too_many) {
     absl::StrAppend(table, "  (more workers than one message can list)\n");
   } else {
@@ -650,10 +657,13 @@ int ShowBarrier(const CommandSpec& spec, const CommandContext& context,
     return kExitOk;
   }
   context.out << BarrierText(report) << "\n";
-  if (report.state() == v1::BARRIER_STATE_OPEN) context.out << report.message() << "\n";
+  if (report.state() == v1::BARRIER_STATE_OPEN) context.out << Shown(report.message()) << "\n";
   for (const v1::Culprit& culprit : report.culprits()) {
     if (culprit.native_stack().empty()) continue;
-    context.out << "rank " << culprit.rank() << " is at\n" << culprit.native_stack() << "\n";
+    context.out << "rank " << culprit.rank() << " is at\n";
+    for (const absl::string_view line : absl::StrSplit(culprit.native_stack(), '\n')) {
+      context.out << Shown(line) << "\n";
+    }
   }
   return kExitOk;
 }
@@ -1008,9 +1018,6 @@ ordered_json RunningJson(const v1::JobStatus& job) {
   return json;
 }
 
-// Records come from workers: their names must not control the terminal.
-std::string PathText(absl::string_view path) { return Printable(path, /*max_bytes=*/8192); }
-
 std::string RecordText(const v1::CheckpointRecord& record) {
   return absl::StrCat(
       record.checkpoint_id(), "  ", StateWord(record.state()),
@@ -1019,7 +1026,7 @@ std::string RecordText(const v1::CheckpointRecord& record) {
       !record.damage().empty() ? absl::StrCat(", DAMAGED (", Printable(record.damage()), ")")
       : record.verified() == v1::VERIFY_CONTENTS ? ", verified"
                                                  : "",
-      ", step ", record.step(), ", ", record.bytes(), " bytes, ", PathText(record.path()), "\n");
+      ", step ", record.step(), ", ", record.bytes(), " bytes, ", Shown(record.path()), "\n");
 }
 
 // By id, path, or the last name of the path. The newest of several.
@@ -1117,7 +1124,7 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
     if (format == "json") {
       context.out << Dump({{"path", folder}, {"pinned", pinned}});
     } else {
-      context.out << PathText(folder) << " " << what.done << "\n";
+      context.out << Shown(folder) << " " << what.done << "\n";
     }
     return kExitOk;
   }
@@ -1169,7 +1176,7 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
   if (format == "json") {
     context.out << Dump(RecordJson(reply.checkpoint()));
   } else {
-    context.out << PathText(record->path()) << " " << what.done << "\n";
+    context.out << Shown(record->path()) << " " << what.done << "\n";
   }
   // For those who read the folder without the coordinator.
   const v1::CheckpointRecord& marked = reply.checkpoint();
@@ -1183,7 +1190,7 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
   }
   if (!told.ok()) {
     context.err << spec.name << ": the coordinator has it, but the folder does not say so: "
-                << PathText(told.message()) << "\n";
+                << Shown(told.message()) << "\n";
   }
   return kExitOk;
 }

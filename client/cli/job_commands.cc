@@ -283,7 +283,7 @@ class LogPrinter {
   void Warn(const absl::Status& status) {
     MutexLock lock(&mu_);
     out_.flush();
-    err_ << "muster logs: " << status.message() << std::endl;
+    err_ << "muster logs: " << Printable(status.message(), 1000) << std::endl;
   }
 
  private:
@@ -941,8 +941,8 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
   }
   if (printer.has_printed()) return kExitOk;
   if (const absl::StatusOr<Job> job = client->get(name); job.ok() && job->attempts == 0) {
-    context.err << "muster logs: " << name << " has not run, so there is no output: " << job->why
-                << "\n";
+    context.err << "muster logs: " << name
+                << " has not run, so there is no output: " << Printable(job->why, 1000) << "\n";
   }
   return kExitOk;
 }

@@ -498,13 +498,14 @@ TEST_F(JobCommandsTest, Logs_WhoseBeginIsGone_SaySo) {
 
 TEST_F(JobCommandsTest, Logs_OfAJobThatHasNotRun_SayWhyThereAreNone) {
   v1::JobRecord job = FakeJob("mnist-1", v1::JOB_STATE_CANCELLED, 1);
-  job.set_why("it was cancelled");
+  job.set_why("it was cancelled: \x1b[2J");
   fake_.Add(job);
   fake_.SetLog(0, 0, "");
   EXPECT_EQ(RunLogsCommand({"mnist-1"}, context_), kExitOk) << err_.str();
   EXPECT_EQ(out_.str(), "");
   EXPECT_EQ(err_.str(),
-            "muster logs: mnist-1 has not run, so there is no output: it was cancelled\n");
+            "muster logs: mnist-1 has not run, so there is no output: it was cancelled: "
+            "\\x1b[2J\n");
 }
 
 TEST_F(JobCommandsTest, Logs_OfARankThatIsNotThere_SuggestNoOtherJob) {

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/exit_code.h"
+#include "base/text.h"
 #include "base/units.h"
 #include "client/cli/connection.h"
 #include "client/cli/output.h"
@@ -118,7 +119,7 @@ int RunNodesCommand(const std::vector<std::string>& args, const CommandContext& 
     rows.push_back(std::move(row));
   }
   if (format == "name") {
-    for (const Node& node : *nodes) context.out << node.name << "\n";
+    for (const Node& node : *nodes) context.out << Printable(node.name) << "\n";
   } else {
     context.out << TableText(rows, context.columns);
   }
