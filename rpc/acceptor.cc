@@ -1,6 +1,7 @@
 #include "rpc/acceptor.h"
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -10,7 +11,9 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdint>
 #include <cstring>
 #include <utility>
 
@@ -23,6 +26,10 @@ namespace {
 // As many as the kernel allows (net.core.somaxconn): a whole cluster may come at once.
 constexpr int kBacklog = 4096;
 constexpr int kRetryMilliseconds = 50;
+// Of its descriptors a process keeps a share, of so many at most, for what it does itself: a crowd
+// of connections must not keep a coordinator from writing its journal, or a launch from starting
+// its processes.
+constexpr uint64_t kKeptShare = 16, kMostKept = 64;
 
 absl::Status CannotListen(const Address& address, int error) {
   const std::string what = absl::StrCat("cannot listen on ", address.ToString(), ": ");
@@ -115,6 +122,17 @@ bool Acceptor::MayEnter(int fd) const {
   return false;
 }
 
+bool Acceptor::HasRoom() const {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return true;
+  // The lowest number that is free: all below it are in use.
+  const int next = fcntl(listener_, F_DUPFD_CLOEXEC, 0);
+  if (next < 0) return false;
+  close(next);
+  const uint64_t most = limit.rlim_cur;
+  return static_cast<uint64_t>(next) < most - std::min(most / kKeptShare, kMostKept);
+}
+
 void Acceptor::Start(std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> sink) {
   sink_ = std::move(sink);
   thread_ = std::thread([this] { Run(); });
@@ -126,7 +144,9 @@ void Acceptor::Run() {
     pollfd events[2] = {{stop_, POLLIN, 0}, {listener_, POLLIN, 0}};
     if (poll(events, 2, -1) < 0) continue;
     if (events[0].revents != 0) return;
-    const int fd = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    errno = EMFILE;
+    const int fd =
+        HasRoom() ? accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK) : -1;
     if (fd >= 0 && !MayEnter(fd)) {
       close(fd);
       continue;

@@ -44,6 +44,8 @@ class Acceptor {
         only_user_(only_user) {}
   void Run();
   bool MayEnter(int fd) const;
+  // Whether this process has a descriptor for another connection.
+  bool HasRoom() const;
 
   const int listener_;
   const int stop_;          // an eventfd, readable when it is time to end

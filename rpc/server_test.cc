@@ -1,9 +1,13 @@
 #include "rpc/server.h"
 
+#include <arpa/inet.h>
+#include <fcntl.h>
 #include <grpc/support/log.h>
 #include <grpcpp/completion_queue.h>
 #include <grpcpp/generic/generic_stub.h>
+#include <netinet/in.h>
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -17,9 +21,12 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/file.h"
+#include "base/owned_fd.h"
 #include "base/test_folder.h"
+#include "base/test_wait.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "proto/muster/v1/trigger.grpc.pb.h"
@@ -103,6 +110,46 @@ TEST(Server, UnixSocketThatTellsNothing_IsLeftAlone) {
       << status;
   EXPECT_EQ(unlink(path.c_str()), 0) << "it is still there";
   close(fd);
+}
+
+// Else callers without a token could keep a coordinator from its journal.
+TEST(Server, CrowdOfConnections_LeavesDescriptorsForTheProcess) {
+  EchoTriggers service;
+  const auto server = Server::Start({.insecure = true}, {&service});
+  ASSERT_TRUE(server.ok()) << server.status();
+  constexpr int kCrowd = 64, kFree = 32;
+  std::vector<OwnedFd> crowd;
+  for (int i = 0; i < kCrowd; ++i)
+    crowd.emplace_back(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const auto lowest_free = [] {
+    const OwnedFd next(open("/dev/null", O_RDONLY | O_CLOEXEC));
+    return next.get();
+  };
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  rlimit low = before;
+  low.rlim_cur = static_cast<rlim_t>(lowest_free() + kFree);
+  const int kept = static_cast<int>(low.rlim_cur / 16);
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &low), 0);
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>((*server)->port()));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  for (const OwnedFd& one : crowd) {
+    EXPECT_EQ(connect(one.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  }
+  const int most = static_cast<int>(low.rlim_cur) - kept;
+  WaitUntil([&] {
+    const int next = lowest_free();
+    return next < 0 || next >= most;
+  });
+  // Without the one with which the server looks.
+  for (int i = 0; i < 1000; ++i) {
+    std::vector<OwnedFd> own;
+    for (int j = 1; j < kept; ++j) own.emplace_back(open("/dev/null", O_RDONLY | O_CLOEXEC));
+    ASSERT_TRUE(own.back().open()) << i;
+  }
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
 }
 
 TEST(Server, SecondOnThePort_FailsWithTheAddress) {
