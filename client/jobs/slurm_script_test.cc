@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <cstdio>
 #include <fstream>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/file.h"
 #include "base/mutate.h"
 #include "base/test_folder.h"
 
@@ -159,6 +161,53 @@ TEST(SlurmScriptTest, Script_IsOneThatBashReads) {
                 "train.sbatch$/Q\" ",
                 script, "); job_env; printf \"<%s>\" \"$@\"; echo \"<$A>${muster_flags[1]}\"'")),
             "<./it's><a b><$(touch /tmp/never)><><x\ny><`id`>4\n");
+}
+
+// Runs the script of a job whose program ends with `code`, and a SLURM of which only so much is
+// there as `scontrol` is.
+std::string RunScript(const TestFolder& folder, int code, const std::string& scontrol,
+                      int starts = 0) {
+  const auto program = [&](const std::string& name, const std::string& text) {
+    const std::string path = folder.Path(name);
+    std::ofstream(path) << "#!/bin/sh\n" << text << "\n";
+    EXPECT_EQ(chmod(path.c_str(), 0700), 0);
+  };
+  program("srun", absl::StrCat("exit ", code));
+  program("openssl", "echo x");
+  program("squeue", "exit 1");
+  program("sleep", "echo >> \"$0.calls\"");
+  program("scontrol", absl::StrCat("echo \"$1\" >> \"$0.calls\"\n", scontrol));
+  std::ofstream(folder.Path("job.sh")) << Script(Spec(4), folder.Path("records"));
+  return Shell(absl::StrCat("SLURM_JOB_ID=7 SLURM_NNODES=2 SLURM_RESTART_COUNT=", starts,
+                            " MUSTER_MAIN_PROCESS_IP=127.0.0.1 PATH=", folder.Path(""),
+                            ":$PATH bash ", folder.Path("job.sh"), "; echo ended with $?"));
+}
+
+TEST(SlurmScriptTest, ControllerIsAway_TheJobGoesBackIntoTheQueueWhenItAnswers) {
+  const TestFolder folder;
+  ASSERT_TRUE(MakeDirectories(folder.Path("records")).ok());
+  EXPECT_THAT(RunScript(folder, 137, "test $(grep -c requeue \"$0.calls\") -ge 4"),
+              HasSubstr("ended with 0"));
+  const std::string events = Shell(absl::StrCat("cut -f 4 ", folder.Path("records/7.events")));
+  EXPECT_THAT(events, HasSubstr("137 failed with exit code 137\n"));
+  EXPECT_THAT(events, Not(HasSubstr("not put it back")));
+}
+
+TEST(SlurmScriptTest, ControllerRefuses_TheJobEndsAndItsRecordSaysSo) {
+  const TestFolder folder;
+  ASSERT_TRUE(MakeDirectories(folder.Path("records")).ok());
+  EXPECT_THAT(RunScript(folder, 137, "test \"$1\" != requeue"), HasSubstr("ended with 137"));
+  EXPECT_THAT(Shell(absl::StrCat("tail -n 1 ", folder.Path("records/7.events"))),
+              HasSubstr("137 SLURM has not put it back into the queue: failed with exit code 137"));
+  EXPECT_EQ(Shell(absl::StrCat("grep -c requeue ", folder.Path("scontrol.calls"))), "2\n");
+}
+
+// Else a job on a full disk, which is why it fails, would come back for ever.
+TEST(SlurmScriptTest, RecordCannotBeWritten_StartsCountAsFailures) {
+  const TestFolder folder;
+  ASSERT_TRUE(MakeDirectories(folder.Path("records/7.events")).ok());
+  EXPECT_THAT(RunScript(folder, 137, "true", /*starts=*/15), HasSubstr("ended with 0"));
+  EXPECT_THAT(RunScript(folder, 137, "true", /*starts=*/16), HasSubstr("ended with 137"));
 }
 
 TEST(SlurmScriptTest, WhatNoScriptCanHave_IsRefused) {
