@@ -112,7 +112,11 @@ AutocastGuard Accelerator::autocast(const AutocastOptions& autocast_options) {
   return core_->process().Autocast(autocast_options);
 }
 Subgroup Accelerator::new_group(const std::vector<int>& process_indices) {
-  return Subgroup(core_->NewGroup(process_indices));
+  // The group may outlive the Accelerator, which the program is asked to keep.
+  const auto check = [core = std::weak_ptr<internal::Core>(core_)](const char* call) {
+    if (const auto alive = core.lock()) alive->steps().CheckAllTakePart(call);
+  };
+  return Subgroup(core_->NewGroup(process_indices), check);
 }
 void Accelerator::wait_for_everyone(absl::Duration timeout, const std::string& name,
                                     std::source_location where) {

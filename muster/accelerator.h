@@ -282,7 +282,8 @@ class Accelerator {
   // Collectives, over tensors and nested structures of them.
 
   // (collective) Concatenates along the first dimension in process order; a 0-d tensor gives one
-  // value per process.
+  // value per process. Plain values beside tensors (numbers, texts, lists of them) stay this
+  // process's own; a value without a tensor does not compile: see gather_object().
   template <class T>
   T gather(const T& value, std::source_location where = std::source_location::current()) {
     Comm& comm = CommFor("gather()");
@@ -290,39 +291,40 @@ class Accelerator {
   }
   // (collective) Like gather, but drops the samples that only pad the last batch: a tensor whose
   // first dimension is the batch size is cut to the real samples of each process; other tensors are
-  // gathered whole. Values without tensors are gathered as by gather_object, and a list with one
-  // object per sample is cut in the same way. `rows` overrides the inference from the first
-  // dimension: MetricRows::kPerSample (any other length is an error) or MetricRows::kPerProcess
-  // (never cut). Applies inside a loop over a prepared loader of this Accelerator; outside it
-  // equals gather. Refused inside join_uneven_inputs().
+  // gathered whole. Lists without tensors, also in a structure beside tensors, are gathered as by
+  // gather_object, and a list with one object per sample is cut in the same way; so is any other
+  // value without tensors gathered. A number or text beside tensors does not compile. `rows`
+  // overrides the inference from the first dimension: MetricRows::kPerSample (any other length is
+  // an error) or MetricRows::kPerProcess (never cut). Applies inside a loop over a prepared loader
+  // of this Accelerator; outside of one nothing is cut. Refused inside join_uneven_inputs(). Throws
+  // c10::Error on all processes if batches differ in length (even_batches = false) and a value has
+  // a row for each sample on some processes only.
   template <class T>
   auto gather_for_metrics(const T& value, MetricRows rows = MetricRows::kAuto) {
-    [[maybe_unused]] Comm& comm = CommFor("gather_for_metrics()");
-    if constexpr (nested_internal::HoldsTensor<T>()) {
-      const BatchInfo* batch = BatchOfMetrics();
-      if (batch == nullptr) return Gather(comm, value);
-      return nested_internal::WithTensors(
-          value, GatherForMetrics(comm, nested_internal::TensorsOf(value), *batch, rows));
-    } else if constexpr (nested_internal::IsVector<T>) {
-      return gather_object_for_metrics(value, rows);
-    } else {
-      return gather_object(value);
+    Comm& comm = CommFor("gather_for_metrics()");
+    const BatchInfo* batch = nullptr;
+    // Of loaders side by side the batch may be in doubt, where there are rows to cut.
+    if constexpr (nested_internal::HoldsTensor<T>() || nested_internal::IsVector<T>) {
+      batch = BatchOfMetrics();
     }
+    return GatherValueForMetrics(comm, value, batch, rows);
   }
   template <class T, class U, class... Rest>
   requires(!std::is_same_v<U, MetricRows>) auto gather_for_metrics(const T& first, const U& second,
                                                                    const Rest&... rest) {
+    static_assert(!(std::is_same_v<Rest, MetricRows> || ... || false),
+                  "gather_for_metrics() of several values takes no MetricRows: gather each in a "
+                  "call of its own");
     // Braces, because they are evaluated in order; collectives must be.
     return std::tuple{gather_for_metrics(first), gather_for_metrics(second),
                       gather_for_metrics(rest)...};
   }
   // (collective) The same as gather_for_metrics() for a given batch.
   template <class Data, class T>
-  T gather_for_metrics_of(const Batch<Data>& batch, const T& value,
-                          MetricRows rows = MetricRows::kAuto) {
+  auto gather_for_metrics_of(const Batch<Data>& batch, const T& value,
+                             MetricRows rows = MetricRows::kAuto) {
     Comm& comm = CommFor("gather_for_metrics_of()");
-    return nested_internal::WithTensors(
-        value, GatherForMetrics(comm, nested_internal::TensorsOf(value), batch.info(), rows));
+    return GatherValueForMetrics(comm, value, &batch.info(), rows);
   }
   // (collective) Returns the objects of all processes in process order: lists are joined, anything
   // else becomes an element.
@@ -338,12 +340,11 @@ class Accelerator {
   std::vector<E> gather_object_for_metrics(const std::vector<E>& objects,
                                            MetricRows rows = MetricRows::kAuto) {
     Comm& comm = CommFor("gather_object_for_metrics()");
-    const BatchInfo* batch = BatchOfMetrics();
-    if (batch == nullptr) return GatherObject(comm, objects);
-    return GatherObjectForMetrics(comm, objects, *batch, rows);
+    return GatherValueForMetrics(comm, objects, BatchOfMetrics(), rows);
   }
-  // (collective) Returns the "sum", "mean", "max" or "min" over all processes, times `scale`. Does
-  // not change the input.
+  // (collective) Returns the "sum", "mean", "max" or "min" over all processes, times `scale`, of a
+  // tensor, a structure of tensors or a number. Does not change the input. A number beside tensors
+  // does not compile.
   template <class T>
   T reduce(const T& value, const std::string& reduction = "sum", double scale = 1.0,
            std::source_location where = std::source_location::current()) {
@@ -358,7 +359,8 @@ class Accelerator {
     Comm& comm = CommFor("pad_across_processes()");
     return PadAcrossProcesses(comm, value, dim, pad_index, pad_first, where);
   }
-  // (collective) Returns process `from_process`'s value. Does not change the input.
+  // (collective) Returns process `from_process`'s value: tensors on this process's device, and what
+  // gather_object() takes beside them or alone. Does not change the input.
   template <class T>
   T broadcast(const T& value, int from_process = 0,
               std::source_location where = std::source_location::current()) {
@@ -563,8 +565,9 @@ class Accelerator {
     Summon(*model.slot(), body);
   }
 
-  // Releases the models and optimizers that this object keeps for save_state, and forgets
-  // accumulation.
+  // Releases the models, optimizers, schedules and loaders that this object keeps for save_state,
+  // and forgets accumulation. To train on with one of them, give it, not its handle, to prepare()
+  // again: step() of an optimizer that is forgotten throws.
   void free_memory();
   void clear() { free_memory(); }
   // Returns the model as it was before prepare().

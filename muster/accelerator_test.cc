@@ -12,6 +12,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "ATen/Functions.h"
@@ -1024,6 +1025,37 @@ TEST(Accelerator, FreeMemory_StartsAfresh) {
     EXPECT_TRUE(accelerator.save_state(TestDir("freed")).ok());
     EXPECT_FALSE(std::ifstream(TestDir("freed") + "/model.safetensors").good());
   }
+}
+
+TEST(Accelerator, StepAfterFreeMemory_IsRefusedUntilThePartsArePreparedAgain) {
+  AcceleratorOptions options = OnCpu();
+  options.gradient_accumulation_steps = 4;
+  Accelerator accelerator(options);
+  torch::nn::Linear net = OneWeight();
+  FusedSGD sgd(net->parameters(), {.lr = 1.0});
+  AcceleratedModel<torch::nn::Linear> model;
+  AcceleratedOptimizer optimizer;
+  std::tie(model, optimizer) = accelerator.prepare(net, sgd);
+  const auto train = [&] {
+    // Of a stream the end is not known: the step corrects the divisor of its short window.
+    auto loader = accelerator.prepare(batches(std::set<int64_t>{1}, 1));
+    for (auto& batch : loader) {
+      (void)batch;
+      auto scope = accelerator.accumulate();
+      accelerator.backward(Loss(model(at::ones({1, 1}))));
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+  };
+  train();
+  const double step = net->weight.item<double>();
+  accelerator.free_memory();
+  EXPECT_THAT(ErrorOf(train), HasSubstr("has forgotten the optimizer"));
+  EXPECT_EQ(net->weight.item<double>(), step);
+  std::tie(model, optimizer) = accelerator.prepare(net, sgd);
+  optimizer.zero_grad();
+  train();
+  EXPECT_NE(net->weight.item<double>(), step);
 }
 
 TEST(Accelerator, PlainRegisteredObject_ComesBack) {

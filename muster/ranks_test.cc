@@ -79,6 +79,16 @@ TEST(Ranks, StructureWithAnUndefinedTensor_KeepsIt) {
   });
 }
 
+TEST(Ranks, Numbers_AreReducedAndBroadcast) {
+  RunAccelerators(2, {}, [](Accelerator& a) {
+    const auto group = a.new_group({0, 1});
+    EXPECT_EQ(a.reduce(a.process_index() + 0.5, "mean"), 1);
+    EXPECT_EQ(group.reduce(a.process_index() + 1), 3);
+    EXPECT_EQ(a.broadcast(a.process_index() + 5, 1), 6);
+    EXPECT_EQ(group.broadcast(std::pair{a.process_index(), at::ones({1})}, 1).first, 1);
+  });
+}
+
 TEST(Ranks, GatherForMetrics_TakesListsOfObjectsToo) {
   RunAccelerators(2, {}, [](Accelerator& a) {
     auto loader = a.prepare(batches(TensorDataset(at::arange(7)), 2));
@@ -90,6 +100,9 @@ TEST(Ranks, GatherForMetrics_TakesListsOfObjectsToo) {
         mine.push_back("s" + std::to_string(batch.value()[i].template item<int64_t>()));
       }
       for (const std::string& name : a.gather_for_metrics(mine)) names.push_back(name);
+      const auto [rows, same_names] = a.gather_for_metrics(std::pair{batch.value(), mine});
+      EXPECT_EQ(static_cast<size_t>(rows.numel()), same_names.size());
+      EXPECT_EQ(a.gather_for_metrics_of(batch, mine), same_names);
       const auto [all, counts] = a.gather_for_metrics(batch.value(), a.process_index());
       ids.insert(ids.end(), all.template data_ptr<int64_t>(),
                  all.template data_ptr<int64_t>() + all.numel());

@@ -1,6 +1,7 @@
 #ifndef MUSTER_SUBGROUP_H_
 #define MUSTER_SUBGROUP_H_
 
+#include <functional>
 #include <memory>
 #include <source_location>
 #include <string>
@@ -16,13 +17,15 @@ namespace muster {
 // A subset of the job's processes, for collectives among them; returned by
 // Accelerator::new_group(). Process indices count within the group, in the job's order. Every
 // member must call the methods marked (collective), in the same order; they block. In other
-// processes they throw c10::Error. A value type: copies refer to the same group. Keep the
-// Accelerator alive. Not thread-safe.
+// processes they throw c10::Error, and in all inside join_uneven_inputs(). A value type: copies
+// refer to the same group. Keep the Accelerator alive. Not thread-safe.
 class Subgroup {
  public:
   Subgroup() = default;
-  // Null: this process is not a member.
-  explicit Subgroup(std::shared_ptr<Comm> comm) : comm_(std::move(comm)) {}
+  // `comm` null: this process is not a member. `check` throws where members may not take part in
+  // the collective that it is given the name of.
+  Subgroup(std::shared_ptr<Comm> comm, std::function<void(const char* call)> check)
+      : comm_(std::move(comm)), check_(std::move(check)) {}
 
   bool is_member() const { return comm_ != nullptr; }
   int num_processes() const { return comm().size(); }
@@ -31,26 +34,27 @@ class Subgroup {
   // (collective) See the methods of the same names in Accelerator.
   template <class T>
   T gather(const T& value, std::source_location where = std::source_location::current()) const {
-    return Gather(comm(), value, where);
+    return Gather(CommFor("gather() of a group"), value, where);
   }
   template <class T>
   auto gather_object(const T& object,
                      std::source_location where = std::source_location::current()) const {
-    return GatherObject(comm(), object, where);
+    return GatherObject(CommFor("gather_object() of a group"), object, where);
   }
   template <class T>
   T reduce(const T& value, const std::string& reduction = "sum", double scale = 1.0,
            std::source_location where = std::source_location::current()) const {
-    return Reduce(comm(), value, reduction, scale, where);
+    return Reduce(CommFor("reduce() of a group"), value, reduction, scale, where);
   }
   template <class T>
   T broadcast(const T& value, int from_process = 0,
               std::source_location where = std::source_location::current()) const {
+    Comm& comm = CommFor("broadcast() of a group");
     return Broadcast(
-        comm(), MapTensors(value, [](const at::Tensor& t) { return t.defined() ? t.clone() : t; }),
+        comm, MapTensors(value, [](const at::Tensor& t) { return t.defined() ? t.clone() : t; }),
         from_process, where);
   }
-  void wait_for_everyone() const { comm().Barrier(); }
+  void wait_for_everyone() const { CommFor("wait_for_everyone() of a group").Barrier(); }
 
   Comm& comm() const {
     TORCH_CHECK(
@@ -60,7 +64,14 @@ class Subgroup {
   }
 
  private:
+  Comm& CommFor(const char* call) const {
+    Comm& mine = comm();
+    check_(call);
+    return mine;
+  }
+
   std::shared_ptr<Comm> comm_;
+  std::function<void(const char*)> check_;
 };
 
 }  // namespace muster

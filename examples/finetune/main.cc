@@ -222,13 +222,8 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
   // Of the steps since it was called last.
   const auto report = [&]() -> absl::Status {
     if (logged == optimizer.steps()) return absl::OkStatus();
-    const double loss =
-        accelerator
-            .reduce(
-                torch::full({1}, loss_sum / static_cast<double>(std::max<int64_t>(1, micro_steps)),
-                            torch::kDouble),
-                "mean")
-            .item<double>();
+    const double loss = accelerator.reduce(
+        loss_sum / static_cast<double>(std::max<int64_t>(1, micro_steps)), "mean");
     if (!std::isfinite(loss)) {
       return absl::InternalError(absl::StrCat("after ", optimizer.steps(),
                                               " steps the loss is no number: take a smaller --lr"));

@@ -129,8 +129,7 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
   }
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  const double loss =
-      accelerator.reduce(torch::full({1}, loss_sum, torch::kDouble), "mean").item<double>();
+  const double loss = accelerator.reduce(loss_sum, "mean");
   if (!flags.checkpoint.empty()) {
     if (absl::Status saved = accelerator.save_state(flags.checkpoint); !saved.ok()) return saved;
   }

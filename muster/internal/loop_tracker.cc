@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
 #include "c10/util/Exception.h"
@@ -93,6 +94,7 @@ void LoopTracker::OnBatch(uint64_t iteration, const std::shared_ptr<const BatchI
     ++live_[i].batches;
     // A nested loop ends before the outer one advances.
     const bool has_inner = i + 1 < live_.size();
+    if (has_inner && !live_[i].beside_another) WarnIfInOneOrder(live_[i]);
     for (size_t k = i; has_inner && k < live_.size(); ++k) live_[k].beside_another = true;
     return;
   }
@@ -105,6 +107,43 @@ void LoopTracker::OnBatch(uint64_t iteration, const std::shared_ptr<const BatchI
   }
   TakeBackPasses(loop);
   live_.push_back(std::move(loop));
+}
+
+namespace {
+
+uint64_t SeedOfOrder(const LoaderState& state) {
+  return static_cast<uint64_t>(state.seed) + static_cast<uint64_t>(state.epoch);
+}
+
+}  // namespace
+
+// Mixing samples with those of a second loader, or training on two sets that do not belong
+// together, is something else with the same random order in both.
+void LoopTracker::WarnIfInOneOrder(const LiveLoop& loop) {
+  const auto shuffled = [this](const LiveLoop& live) -> std::optional<LoaderState> {
+    if (!live.loader.has_value() || *live.loader >= registry_.loaders().size()) return std::nullopt;
+    const LoaderStateHandle& loader = *registry_.loaders()[*live.loader];
+    // A seed of the recipe's is the program's choice.
+    if (absl::StrContains(loader.signature(), " seed=")) return std::nullopt;
+    const LoaderState state = loader.State();
+    return state.order == "shuffle" ? std::optional(state) : std::nullopt;
+  };
+  if (one_order_told_) return;
+  const std::optional<LoaderState> mine = shuffled(loop);
+  for (auto inner = live_.begin() + (&loop - live_.data()) + 1; inner != live_.end(); ++inner) {
+    const std::optional<LoaderState> other = shuffled(*inner);
+    if (!mine.has_value() || !other.has_value() || loop.loader == inner->loader ||
+        mine->num_samples != other->num_samples || SeedOfOrder(*mine) != SeedOfOrder(*other)) {
+      continue;
+    }
+    one_order_told_ = true;
+    MUSTER_LOG(Warning) << "two shuffled loaders that are read side by side have "
+                        << mine->num_samples
+                        << " samples each and the same seed, so both read theirs in the same "
+                           "order; if that is not what you want, give one of them a seed of its "
+                           "own: batches(...).shuffle(true).seed(1)";
+    return;
+  }
 }
 
 void LoopTracker::TakeBackPasses(const LiveLoop& loop) {

@@ -102,6 +102,8 @@ class LoopTracker {
   static bool Has(const std::vector<bool>& what, const LiveLoop& loop) {
     return loop.loader.has_value() && *loop.loader < what.size() && what[*loop.loader];
   }
+  // `loop` is read beside those inside of it.
+  void WarnIfInOneOrder(const LiveLoop& loop);
   // `loop` begins: provisional passes of its loader do not count any longer.
   void TakeBackPasses(const LiveLoop& loop);
   // Whether a loop inside of `loop` trains, or has trained, for the batch of `loop`, which a run
@@ -154,6 +156,7 @@ class LoopTracker {
   // The one that was saved between loops, for as long as nothing has trained since.
   std::string saved_undone_;
   bool undone_told_ = false;
+  bool one_order_told_ = false;
 };
 
 }  // namespace muster::internal

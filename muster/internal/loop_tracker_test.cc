@@ -1,6 +1,7 @@
 #include "muster/internal/loop_tracker.h"
 
 #include <memory>
+#include <string>
 
 #include "c10/util/Exception.h"
 #include "gtest/gtest.h"
@@ -57,6 +58,41 @@ TEST_F(LoopTrackerTest, LoopsSideBySideThatDisagree_AreRefused) {
   EXPECT_THROW(loops_.BatchOfMicroStep(), c10::Error);
   Give(Batch(1, false, 4), 2);
   EXPECT_EQ(loops_.BatchOfMicroStep()->batches_left, 4);
+}
+
+TEST_F(LoopTrackerTest, ShuffledLoadersSideBySideInOneOrder_AreWarnedOf) {
+  struct Case {
+    int64_t seed, epoch, num_samples;
+    std::string order, signature;
+    bool warned;
+  };
+  for (const Case& other :
+       {Case{7, 2, 40, "shuffle", "b", true}, Case{6, 3, 40, "shuffle", "b", true},
+        Case{8, 2, 40, "shuffle", "b", false}, Case{7, 2, 41, "shuffle", "b", false},
+        Case{7, 2, 40, "sequential", "b", false}, Case{7, 2, 40, "shuffle", "b seed=7", false}}) {
+    Parts parts;
+    const auto first = std::make_shared<PlaceOnlyLoader>("a");
+    const auto second = std::make_shared<PlaceOnlyLoader>(other.signature);
+    first->state = {.epoch = 2, .seed = 7, .num_samples = 40, .order = "shuffle"};
+    second->state = {.epoch = other.epoch,
+                     .seed = other.seed,
+                     .num_samples = other.num_samples,
+                     .order = other.order};
+    first->pass = 1;
+    second->pass = 2;
+    for (const auto& loader : {first, second}) parts.registry.AddLoader(loader);
+    parts.loops.LoadersAdded();
+    testing::internal::CaptureStderr();
+    for (int index = 0; index < 3; ++index) {
+      for (const uint64_t pass : {1, 2}) {
+        parts.loops.observer()->OnBatch(
+            pass, std::make_shared<const BatchInfo>(Batch(index, index == 2)));
+      }
+    }
+    const std::string log = testing::internal::GetCapturedStderr();
+    EXPECT_EQ(log.find("in the same order") != std::string::npos, other.warned) << log;
+    EXPECT_EQ(log.find("in the same order"), log.rfind("in the same order"));
+  }
 }
 
 TEST_F(LoopTrackerTest, EpochTrainedToTheEnd_IsDone) {

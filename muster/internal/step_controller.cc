@@ -1196,6 +1196,7 @@ void StepController::LeaveOutStep() {
 
 void StepController::Step(OptimizerSlot& slot) {
   if (!sync_gradients()) return LeaveOutStep();
+  CheckRemembered(slot);
   TORCH_CHECK(
       averaged_depth_ == 0,
       "optimizer.step() inside ema.apply(), where the model's weights are the average: step "
@@ -1251,6 +1252,15 @@ void StepController::Step(OptimizerSlot& slot) {
     if (sharded.empty()) NoteFailedStep();
     throw;
   }
+}
+
+void StepController::CheckRemembered(const OptimizerSlot& slot) const {
+  const auto& optimizers = registry_.optimizers();
+  TORCH_CHECK(std::any_of(optimizers.begin(), optimizers.end(),
+                          [&slot](const auto& known) { return known.get() == &slot; }),
+              "optimizer.step(): this Accelerator has forgotten the optimizer, in free_memory() or "
+              "after a failed attempt of find_executable_batch_size(): give model and optimizer, "
+              "not the handles of them, to prepare() again");
 }
 
 void StepController::NoteFailedStep() {
@@ -1421,6 +1431,7 @@ at::Tensor StepController::StepWithClosure(OptimizerSlot& slot,
   TORCH_CHECK(!joining(),
               "step(closure) inside join_uneven_inputs(): processes without batches cannot follow "
               "its evaluations");
+  CheckRemembered(slot);
   CheckScheduled(slot);
   CheckNoStepFailed("optimizer.step()");
   TORCH_CHECK(!in_closure_, "step(closure) inside of a closure of step()");

@@ -191,6 +191,9 @@ class StepController {
   // Once all optimizers have stepped, or when the next window begins.
   void UpdateScale();
   void Stepped(OptimizerSlot& slot);
+  // Throws for an optimizer that the registry has forgotten: its gradients were not corrected for
+  // their window, unscaled or zeroed with those of the others.
+  void CheckRemembered(const OptimizerSlot& slot) const;
   // In a catch block: of models that are not sharded.
   void NoteFailedStep();
   void ZeroNow(OptimizerSlot& slot, bool set_to_none);

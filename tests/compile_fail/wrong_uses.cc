@@ -211,6 +211,47 @@ void Use(muster::Accelerator& accelerator) {
   auto all = accelerator.gather(Opaque(torch::zeros({2})));
 }
 
+// Use: reduce() of a structure with a number
+// Error: of a structure it would leave a number as it is, so make that a tensor
+struct Sums {
+  torch::Tensor loss;
+  int64_t count;
+};
+void Use(muster::Accelerator& accelerator) {
+  auto all = accelerator.reduce(Sums{torch::zeros({}), 3});
+}
+
+// Use: pad_across_processes() of a list
+// Error: no tensor to pad: pad_across_processes() leaves lists as they are
+void Use(muster::Accelerator& accelerator) {
+  auto padded = accelerator.pad_across_processes(std::vector<int>{1, 2});
+}
+
+// Use: gather_for_metrics() of a structure with a number
+// Error: gather_for_metrics() would leave the number or text beside the tensors as it is
+void Use(muster::Accelerator& accelerator) {
+  auto all = accelerator.gather_for_metrics(std::pair{torch::zeros({2}), 3});
+}
+
+// Use: gather_for_metrics() of several values with MetricRows
+// Error: gather_for_metrics() of several values takes no MetricRows
+void Use(muster::Accelerator& accelerator) {
+  auto all = accelerator.gather_for_metrics(torch::zeros({2}), torch::zeros({2}),
+                                            muster::MetricRows::kPerProcess);
+}
+
+// Use: split_between_processes() of a list that cannot be split
+// Error: split_between_processes() would give all of this list to every process
+void Use(muster::Accelerator& accelerator) {
+  auto part = accelerator.split_between_processes(std::set<int>{1, 2});
+}
+
+// Use: split_between_processes() of an array
+// Error: split_between_processes() would give all of this std::array to every process
+void Use(muster::Accelerator& accelerator) {
+  auto part = accelerator.split_between_processes(std::array<int, 2>{1, 2});
+}
+
 // Use: run() of a function with other parameters
 // Error: muster::run() calls train(accelerator) or train(accelerator, arguments)
 absl::Status Train(muster::Accelerator accelerator);

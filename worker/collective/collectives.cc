@@ -99,6 +99,14 @@ std::vector<at::Tensor> ReduceTensors(Comm& comm, const std::vector<at::Tensor>&
   return result;
 }
 
+double ReduceNumber(Comm& comm, double number, ReduceOp op, double scale) {
+  return ReduceTensors(comm, {at::full({}, number, at::kDouble)}, op, scale)[0].item<double>();
+}
+
+int64_t ReduceNumber(Comm& comm, int64_t number, ReduceOp op, double scale) {
+  return ReduceTensors(comm, {at::full({}, number, at::kLong)}, op, scale)[0].item<int64_t>();
+}
+
 void BroadcastTensors(Comm& comm, const std::vector<at::Tensor>& tensors, int from) {
   ForEachTensor(comm, tensors, [&](at::Tensor tensor) { comm.Broadcast(tensor, from); });
 }

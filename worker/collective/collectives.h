@@ -28,6 +28,10 @@ std::vector<at::Tensor> GatherTensors(Comm& comm, const std::vector<at::Tensor>&
 std::vector<at::Tensor> ReduceTensors(Comm& comm, const std::vector<at::Tensor>& tensors,
                                       ReduceOp op, double scale = 1);
 
+// The same for a number.
+double ReduceNumber(Comm& comm, double number, ReduceOp op, double scale = 1);
+int64_t ReduceNumber(Comm& comm, int64_t number, ReduceOp op, double scale = 1);
+
 // Overwrites each tensor with that of rank `from`.
 void BroadcastTensors(Comm& comm, const std::vector<at::Tensor>& tensors, int from);
 

@@ -1,9 +1,13 @@
 #ifndef MUSTER_WORKER_COLLECTIVE_NESTED_COLLECTIVES_H_
 #define MUSTER_WORKER_COLLECTIVE_NESTED_COLLECTIVES_H_
 
+#include <array>
+#include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <source_location>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -13,10 +17,13 @@
 #include "worker/collective/comm.h"
 #include "worker/collective/object_codec.h"
 #include "worker/nested/nested.h"
+#include "worker/nested/plain_parts.h"
 
 // The collectives over structures of tensors (nested.h defines structures). The structure must be
-// the same on all ranks; arguments are never changed unless the function says so. Plain values in a
-// structure stay this rank's own. `where` is the caller's line, for debug mode (checked_comm.h).
+// the same on all ranks; arguments are never changed unless the function says so. Plain values
+// beside tensors stay this rank's own in Gather and PadAcrossProcesses; a value without a tensor,
+// which they would return as it is, does not compile. `where` is the caller's line, for debug mode
+// (checked_comm.h).
 namespace muster {
 
 namespace nested_internal {
@@ -73,23 +80,26 @@ auto GatherObject(Comm& comm, const T& value,
   }
 }
 
-// Returns every tensor reduced over the ranks and multiplied by `scale`: see ReduceTensors.
-// `reduction` is one of sum, mean, max, min; anything else is an error.
+// Returns every tensor, or a number, reduced over the ranks and multiplied by `scale`: see
+// ReduceTensors. `reduction` is one of sum, mean, max, min; anything else is an error. Numbers
+// beside tensors do not compile: they would not be reduced.
 template <class T>
 T Reduce(Comm& comm, const T& value, const std::string& reduction = "sum", double scale = 1,
          std::source_location where = std::source_location::current()) {
   const CallSite site(where);
-  return nested_internal::WithTensors(value, ReduceTensors(comm, nested_internal::TensorsOf(value),
-                                                           ParseReduceOp(reduction), scale));
-}
-
-// Overwrites every tensor in place with that of rank `from`. Returns the structure, for chaining.
-template <class T>
-T Broadcast(Comm& comm, const T& value, int from = 0,
-            std::source_location where = std::source_location::current()) {
-  const CallSite site(where);
-  BroadcastTensors(comm, nested_internal::TensorsOf(value), from);
-  return value;
+  if constexpr (std::is_arithmetic_v<T> && !std::is_same_v<T, bool>) {
+    using Wide = std::conditional_t<std::is_floating_point_v<T>, double, int64_t>;
+    return static_cast<T>(
+        ReduceNumber(comm, static_cast<Wide>(value), ParseReduceOp(reduction), scale));
+  } else {
+    static_assert(!IsTransparent<T>() || (nested_internal::HoldsTensor<T>() &&
+                                          !nested_internal::PlainPartsOf<T>().numbers),
+                  "reduce() takes tensors, structures of tensors, or one number: of a structure it "
+                  "would leave a number as it is, so make that a tensor, torch::tensor(x)");
+    return nested_internal::WithTensors(
+        value,
+        ReduceTensors(comm, nested_internal::TensorsOf(value), ParseReduceOp(reduction), scale));
+  }
 }
 
 // Returns the object of rank `from` on every rank.
@@ -99,6 +109,32 @@ T BroadcastObject(Comm& comm, const T& value, int from = 0,
   const CallSite site(where);
   return DecodeObject<T>(
       comm.BroadcastBytes(comm.rank() == from ? EncodeObject(value) : std::string(), from));
+}
+
+// Overwrites every tensor in place with that of rank `from`. Returns the structure with these
+// tensors and with the plain values of rank `from`.
+template <class T>
+T Broadcast(Comm& comm, const T& value, int from = 0,
+            std::source_location where = std::source_location::current()) {
+  using namespace nested_internal;  // NOLINT: names of nested.h and of this header
+  RequireTransparent<T>();
+  if constexpr (!HoldsTensor<T>()) {
+    return BroadcastObject(comm, value, from, where);
+  } else {
+    const CallSite site(where);
+    const std::vector<at::Tensor> tensors = TensorsOf(value);
+    BroadcastTensors(comm, tensors, from);
+    if constexpr (PlainPartsOf<T>().any) {
+      // Tensors travel on their own, so that they stay on their device: here only their places do.
+      const at::TensorOptions empty(at::kCPU);
+      const T places = MapTensors(value, [&](const at::Tensor& tensor) {
+        return tensor.defined() ? tensor.new_empty({0}, empty) : tensor;
+      });
+      return WithTensors(BroadcastObject(comm, places, from, where), tensors);
+    } else {
+      return value;
+    }
+  }
 }
 
 // Overwrites `list` in place with that of rank `from`, which may have another length.
@@ -114,6 +150,10 @@ template <class T>
 T PadAcrossProcesses(Comm& comm, const T& value, int64_t dim = 0, const at::Scalar& pad_value = 0,
                      bool pad_first = false,
                      std::source_location where = std::source_location::current()) {
+  nested_internal::RequireTransparent<T>();
+  static_assert(!IsTransparent<T>() || nested_internal::HoldsTensor<T>(),
+                "no tensor to pad: pad_across_processes() leaves lists as they are, so make it a "
+                "tensor, or use gather_object(), for which lists may differ in length");
   const CallSite site(where);
   return nested_internal::WithTensors(
       value, PadTensorsAcrossProcesses(comm, nested_internal::TensorsOf(value), dim, pad_value,
@@ -152,6 +192,13 @@ void SplitLength(const T& value, std::optional<int64_t>* length) {
   }
 }
 
+// A std::array, whose length is part of its type, of what is not split itself.
+template <class T>
+inline constexpr bool kIsArrayOfPlain = false;
+template <class E, size_t N>
+inline constexpr bool kIsArrayOfPlain<std::array<E, N>> =
+    !IsTensor<E> && !IsVector<E> && !IsMap<E> && !IsProduct<E>;
+
 template <class T>
 T SplitValue(const T& value, const SplitRange& range) {
   if constexpr (IsTensor<T>) {
@@ -165,10 +212,16 @@ T SplitValue(const T& value, const SplitRange& range) {
     for (const auto& entry : value) part.emplace(entry.first, SplitValue(entry.second, range));
     return part;
   } else if constexpr (IsProduct<T>) {
+    static_assert(!kIsArrayOfPlain<T>,
+                  "split_between_processes() would give all of this std::array to every process: "
+                  "make it a std::vector or a tensor");
     return std::apply(
         [&](const auto&... fields) { return MakeProduct<T>(SplitValue(fields, range)...); },
         Fields(value));
   } else {
+    static_assert(!IsOtherRange<T> || std::is_convertible_v<const T&, std::string_view>,
+                  "split_between_processes() would give all of this list to every process: make it "
+                  "a std::vector or a tensor");
     return value;
   }
 }
@@ -179,7 +232,8 @@ T SplitValue(const T& value, const SplitRange& range) {
 // type), a tensor by rows, and a map, a tuple or a struct by splitting every value in the same way.
 // If the length does not divide evenly, the first ranks get one more; with apply_padding the others
 // repeat the last element of the whole, so that all parts are equally long. Anything else (texts,
-// numbers) and the input of a single process are returned whole. Needs no communication and never
+// numbers) and the input of a single process are returned whole; lists of other types, such as
+// std::deque, do not compile. Needs no communication and never
 // changes `inputs` (tensors of the result are views unless padded). Errors: values of different
 // length.
 template <class T>

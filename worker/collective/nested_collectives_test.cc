@@ -164,6 +164,36 @@ TEST(ReduceAndBroadcast, NestedStructures) {
   });
 }
 
+TEST(Reduce, Number_IsReduced) {
+  RunRanks(2, [](Comm& comm) {
+    EXPECT_EQ(Reduce(comm, 1.5 + comm.rank(), "mean"), 2);
+    EXPECT_EQ(Reduce(comm, 0.5F, "sum", 3), 3);
+    EXPECT_EQ(Reduce(comm, comm.rank() + 7, "max"), 8);
+    EXPECT_EQ(Reduce(comm, size_t{3}), size_t{6});
+    EXPECT_EQ(Reduce(comm, int64_t{1} << 60), int64_t{1} << 61);
+    EXPECT_THROW(Reduce(comm, 3, "mean"), c10::Error);
+  });
+}
+
+TEST(Broadcast, PlainValues_AreThoseOfTheRoot) {
+  RunRanks(2, [](Comm& comm) {
+    const int r = comm.rank();
+    EXPECT_EQ(Broadcast(comm, r + 5, 1), 6);
+    EXPECT_EQ(Broadcast(comm, std::string(1, static_cast<char>('a' + r))), "a");
+    const Result mine{std::to_string(r), std::vector<float>(r + 1, 0.5F), at::full({2}, r),
+                      r == 1 ? std::optional<int>(7) : std::nullopt};
+    const Result root = Broadcast(comm, mine, 1);
+    EXPECT_EQ(root.file, "1");
+    EXPECT_THAT(root.scores, ElementsAre(0.5F, 0.5F));
+    EXPECT_EQ(root.label, 7);
+    EXPECT_TRUE(root.box.equal(at::full({2}, 1)));
+    EXPECT_TRUE(root.box.is_same(mine.box)) << "in place";
+    const Result none = Broadcast(comm, Result{std::to_string(r), {}, at::Tensor(), {}});
+    EXPECT_EQ(none.file, "0");
+    EXPECT_FALSE(none.box.defined());
+  });
+}
+
 TEST(PadInputTensors, D08_NestedStructure_DividesEvenly) {
   const auto padded = PadInputTensors(
       std::make_pair(at::ones({7, 2}), std::vector<at::Tensor>{at::ones({7})}), 7, 3);

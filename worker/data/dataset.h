@@ -41,7 +41,8 @@ namespace muster {
 //    vector) at the end; and `reset()`.
 //  - begin()/end(): any range; begin() starts a new pass.
 // and optionally skip(n), which skips up to n examples without making them and returns how many it
-// skipped.
+// skipped. A stream is not asked for anything after its end. One pass at a time reads it, the one
+// that began last; only ranges may be read by several at once.
 //
 // and optionally shard(rank, world_size) (integers), for streams that can be divided at their
 // source (by files, by a query, ...). It is called once, when the loader is prepared, and either
@@ -310,7 +311,34 @@ class StreamCursor {
     if constexpr (IsRange<D>) range_.emplace(dataset);
   }
 
+  // Empty at the end; the stream is not asked again after that.
   std::optional<Example> Next() {
+    if (ended_) return std::nullopt;
+    std::optional<Example> example = Ask();
+    ended_ = !example.has_value();
+    return example;
+  }
+
+  // Skips up to `count` examples; returns how many there were.
+  int64_t Skip(int64_t count) {
+    int64_t skipped = 0;
+    if constexpr (requires {
+                    { dataset_.skip(count) } -> std::convertible_to<int64_t>;
+                  }) {
+      if (ended_) return 0;
+      // Examples that were read ahead come first.
+      skipped = std::min(count, static_cast<int64_t>(buffer_.size()) - static_cast<int64_t>(used_));
+      used_ += static_cast<size_t>(skipped);
+      if (skipped < count) skipped += static_cast<int64_t>(dataset_.skip(count - skipped));
+      next_ += skipped;
+    }
+    // A skip() that stops early, as at the end of a file, has not said that the stream ends.
+    while (skipped < count && Next().has_value()) ++skipped;
+    return skipped;
+  }
+
+ private:
+  std::optional<Example> Ask() {
     SetDataSample(next_++);
     if constexpr (HasNext<D>) {
       return dataset_.next();
@@ -328,26 +356,6 @@ class StreamCursor {
     }
   }
 
-  // Skips up to `count` examples; returns how many there were.
-  int64_t Skip(int64_t count) {
-    if constexpr (requires {
-                    { dataset_.skip(count) } -> std::convertible_to<int64_t>;
-                  }) {
-      // Examples that were read ahead come first.
-      const int64_t buffered =
-          std::min(count, static_cast<int64_t>(buffer_.size()) - static_cast<int64_t>(used_));
-      used_ += static_cast<size_t>(buffered);
-      int64_t skipped = buffered;
-      if (skipped < count) skipped += static_cast<int64_t>(dataset_.skip(count - skipped));
-      next_ += skipped;
-      return skipped;
-    }
-    int64_t skipped = 0;
-    while (skipped < count && Next().has_value()) ++skipped;
-    return skipped;
-  }
-
- private:
   struct Range {
     explicit Range(D& dataset) : at(dataset.begin()), end(dataset.end()) {}
     decltype(std::declval<D&>().begin()) at;
@@ -381,6 +389,7 @@ class StreamCursor {
 
   D& dataset_;
   int64_t next_ = 0;
+  bool ended_ = false;
   std::vector<Example> buffer_;
   size_t used_ = 0;
   std::optional<typename RangeOf<D, IsRange<D>>::type> range_;

@@ -189,13 +189,17 @@ T ScatterBatch(const T* whole, const std::string& schema, int64_t per_rank, at::
   return CutLists(Read<T>(&in, make), rows, begin, begin + per_rank);
 }
 
-// Throws unless every tensor of `whole` has `rows` rows.
+// Throws unless every tensor of `whole` has `rows` rows that can be sent.
 template <class T>
 void CheckScatterable(const T& whole, int64_t rows) {
   ForEachTensor(whole, [&](const at::Tensor& tensor) {
     TORCH_CHECK(tensor.defined(),
                 "dispatch: a batch holds an undefined tensor, which has no rows to send: leave it "
                 "out, or use dispatch_batches=false");
+    TORCH_CHECK(tensor.layout() == at::kStrided, "dispatch: a batch holds a tensor of layout ",
+                tensor.layout(),
+                ", whose rows cannot be sent: make it dense, or use "
+                "dispatch_batches=false");
     TORCH_CHECK(tensor.dim() > 0 && tensor.size(0) == rows, "dispatch: a tensor of shape ",
                 tensor.sizes(), " in a batch of ", rows,
                 " samples; its first dimension must be the samples', or use "

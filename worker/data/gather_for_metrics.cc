@@ -1,6 +1,8 @@
 #include "worker/data/gather_for_metrics.h"
 
 #include <algorithm>
+#include <functional>
+#include <string>
 #include <vector>
 
 #include "ATen/ops/cat.h"
@@ -16,14 +18,31 @@ bool HasRowPerSample(int64_t size, const BatchInfo& info, MetricRows rows) {
   return rows != MetricRows::kPerProcess && size == info.size;
 }
 
+void AgreeOnRows(Comm& comm, const std::string& per_sample, const BatchInfo& info,
+                 const char* what) {
+  const std::vector<int64_t>& sizes = info.rank_sizes;
+  if (std::adjacent_find(sizes.begin(), sizes.end(), std::not_equal_to<>()) == sizes.end()) return;
+  const std::vector<std::string> all = comm.AllGatherBytes(per_sample);
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    // How many there are is compared when they are gathered.
+    for (size_t i = 0; i < std::min(all[0].size(), all[rank].size()); ++i) {
+      const bool first = all[0][i] == '1';
+      TORCH_CHECK(first == (all[rank][i] == '1'), "gather_for_metrics: ", what, " ", i + 1, " of ",
+                  all[0].size(), " has as many rows as its batch has samples on rank ",
+                  first ? 0 : rank, ", but not on rank ", first ? rank : 0,
+                  ", and these batches differ in length: say whether its rows are samples, by "
+                  "MetricRows::kPerSample or MetricRows::kPerProcess");
+    }
+  }
+}
+
 std::vector<at::Tensor> GatherForMetrics(Comm& comm, const std::vector<at::Tensor>& tensors,
                                          const BatchInfo& info, MetricRows rows) {
   // Every rank knows how many real samples each of them has, so all send equally long pieces and
   // cut them alike.
   const std::vector<int64_t>& real = info.rank_real_samples;
   const int64_t longest = real.empty() ? 0 : *std::max_element(real.begin(), real.end());
-  std::vector<at::Tensor> sent;
-  std::vector<bool> is_cut;
+  std::string is_per_sample;
   for (const at::Tensor& tensor : tensors) {
     TORCH_CHECK(tensor.defined(), "gather_for_metrics got an undefined tensor");
     TORCH_CHECK(rows != MetricRows::kPerSample || tensor.dim() > 0,
@@ -31,7 +50,13 @@ std::vector<at::Tensor> GatherForMetrics(Comm& comm, const std::vector<at::Tenso
                 "MetricRows::kPerProcess, or give one row for each of the batch's ",
                 info.size, " samples");
     const bool per_sample = tensor.dim() > 0 && HasRowPerSample(tensor.size(0), info, rows);
-    is_cut.push_back(per_sample && !real.empty());
+    is_per_sample += per_sample ? '1' : '0';
+  }
+  if (rows == MetricRows::kAuto) AgreeOnRows(comm, is_per_sample, info, "tensor");
+  std::vector<at::Tensor> sent;
+  std::vector<bool> is_cut;
+  for (const at::Tensor& tensor : tensors) {
+    is_cut.push_back(is_per_sample[is_cut.size()] == '1' && !real.empty());
     if (!is_cut.back()) {
       sent.push_back(tensor);
       continue;

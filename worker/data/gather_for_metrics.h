@@ -3,13 +3,17 @@
 
 #include <cstdint>
 #include <source_location>
+#include <string>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
+#include "worker/collective/call_site.h"
+#include "worker/collective/collectives.h"
 #include "worker/collective/comm.h"
 #include "worker/collective/nested_collectives.h"
 #include "worker/data/batch.h"
 #include "worker/nested/nested.h"
+#include "worker/nested/plain_parts.h"
 
 namespace muster {
 
@@ -27,14 +31,21 @@ enum class MetricRows {
 // of samples that only pad the batch. A tensor with one row per sample (see `rows`; its first
 // dimension is `info.size`) is cut to each rank's real samples, whose number may differ between
 // ranks. Any other tensor, such as a loss or a count per rank, is gathered whole: nothing is ever
-// cut by its position in the result. Throws c10::Error like Gather, and for kPerSample on this rank
-// if the tensor has another number of rows.
+// cut by its position in the result. Throws c10::Error like Gather; for kPerSample on this rank if
+// the tensor has another number of rows; and on all ranks if, in a round whose batches differ in
+// length, kAuto takes the rows for samples on some of them only.
 at::Tensor GatherForMetrics(Comm& comm, const at::Tensor& tensor, const BatchInfo& info,
                             MetricRows rows = MetricRows::kAuto);
 // (collective) The same for each tensor of a structure, of which all ranks need as many.
 std::vector<at::Tensor> GatherForMetrics(Comm& comm, const std::vector<at::Tensor>& tensors,
                                          const BatchInfo& info,
                                          MetricRows rows = MetricRows::kAuto);
+
+// (collective) Where batches of the ranks differ in length (kAuto), throws on all of them, unless
+// they agree about which of their values have a row per sample: '1' in `per_sample`, one character
+// for each value. `what`: a tensor, a list.
+void AgreeOnRows(Comm& comm, const std::string& per_sample, const BatchInfo& info,
+                 const char* what);
 
 // Whether a value with `size` rows has one per sample. Throws c10::Error for kPerSample if it does
 // not.
@@ -46,11 +57,46 @@ template <class E>
 std::vector<E> GatherObjectForMetrics(
     Comm& comm, std::vector<E> objects, const BatchInfo& info, MetricRows rows = MetricRows::kAuto,
     std::source_location where = std::source_location::current()) {
+  const bool per_sample = HasRowPerSample(static_cast<int64_t>(objects.size()), info, rows);
+  if (rows == MetricRows::kAuto) AgreeOnRows(comm, per_sample ? "1" : "0", info, "list");
   // Not resize(): objects need no default constructor.
-  if (HasRowPerSample(static_cast<int64_t>(objects.size()), info, rows)) {
-    objects.erase(objects.begin() + info.real_samples, objects.end());
-  }
+  if (per_sample) objects.erase(objects.begin() + info.real_samples, objects.end());
   return GatherObject(comm, objects, where);
+}
+
+// (collective) The same for a value of any type. In a structure with tensors, lists of objects are
+// gathered and cut, too; a number or text beside them does not compile, since it would stay this
+// rank's own. A list without tensors gives that of all ranks, and any other value without tensors a
+// std::vector with one per rank. `info` null: nothing is cut.
+template <class T>
+auto GatherValueForMetrics(Comm& comm, const T& value, const BatchInfo* info,
+                           MetricRows rows = MetricRows::kAuto,
+                           std::source_location where = std::source_location::current()) {
+  using namespace nested_internal;  // NOLINT: names of nested.h only
+  const auto on_list = [&]<class L>(const L& list) {
+    return info == nullptr ? GatherObject(comm, list, where)
+                           : GatherObjectForMetrics(comm, list, *info, rows, where);
+  };
+  if constexpr (HoldsTensor<T>()) {
+    RequireTransparent<T>();
+    static_assert(!PlainPartsOf<T>().alone,
+                  "gather_for_metrics() would leave the number or text beside the tensors as it "
+                  "is: make it a tensor, or give each value as an argument of its own");
+    const std::vector<at::Tensor> tensors = TensorsOf(value);
+    const CallSite site(where);
+    const std::vector<at::Tensor> all = info == nullptr
+                                            ? GatherTensors(comm, tensors)
+                                            : GatherForMetrics(comm, tensors, *info, rows);
+    size_t next = 0;
+    const auto on_tensor = [&](const at::Tensor& tensor) {
+      return tensor.defined() ? all[next++] : tensor;
+    };
+    return MapBoth(value, on_tensor, on_list);
+  } else if constexpr (IsVector<T>) {
+    return on_list(value);
+  } else {
+    return GatherObject(comm, value, where);
+  }
 }
 
 }  // namespace muster

@@ -1,8 +1,10 @@
 #include "worker/data/gather_for_metrics.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -125,6 +127,61 @@ TEST(GatherForMetrics, PlainStructs_AreGatheredPerSample) {
     const auto all = GatherObjectForMetrics(comm, mine, LastOfNine(comm.rank()));
     ASSERT_EQ(all.size(), 1u);
     EXPECT_EQ(all[0].name, "rank 0");
+  });
+}
+
+// A last round without padding (even_batches = false): 4 samples on rank 0, 2 on rank 1.
+BatchInfo UnevenRound(int rank) {
+  BatchInfo info;
+  info.rank_sizes = info.rank_real_samples = {4, 2};
+  info.size = info.real_samples = info.rank_sizes[static_cast<size_t>(rank)];
+  return info;
+}
+
+TEST(GatherForMetrics, RowsOfUnevenBatches_AreSamplesOnAllRanksOrNone) {
+  RunRanks(2, [](Comm& comm) {
+    const BatchInfo info = UnevenRound(comm.rank());
+    EXPECT_EQ(GatherForMetrics(comm, at::ones({info.size}), info).numel(), 6);
+    EXPECT_EQ(GatherForMetrics(comm, at::ones({3}), info).numel(), 6);
+    EXPECT_EQ(GatherObjectForMetrics(comm, std::vector<int>(info.size), info).size(), 6u);
+    const char* const same =
+        "of 1 has as many rows as its batch has samples on rank 0, but not "
+        "on rank 1";
+    const at::Tensor bins = at::ones({4});
+    const std::string error = ErrorOf([&] { GatherForMetrics(comm, bins, info); });
+    EXPECT_NE(error.find(same), std::string::npos) << error;
+    const std::string list =
+        ErrorOf([&] { GatherObjectForMetrics(comm, std::vector<int>(4), info); });
+    EXPECT_NE(list.find(same), std::string::npos) << list;
+    EXPECT_EQ(GatherForMetrics(comm, bins, info, MetricRows::kPerProcess).numel(), 8);
+  });
+}
+
+struct Named {
+  at::Tensor logits;
+  std::vector<std::string> names;
+  std::map<std::string, std::vector<int64_t>> more;
+};
+
+TEST(GatherValueForMetrics, ListsBesideTensors_AreGatheredAndCutToo) {
+  RunRanks(2, [](Comm& comm) {
+    const int64_t r = comm.rank();
+    BatchInfo info;
+    info.size = 2;
+    info.rank_sizes = {2, 2};
+    info.rank_real_samples = {2, 1};
+    info.real_samples = 2 - r;
+    const std::string name = "r" + std::to_string(r);
+    const Named mine{at::full({2}, r), {name + "a", name + "b"}, {{"counts", {r, 5, 6}}}};
+    const Named all = GatherValueForMetrics(comm, mine, &info);
+    EXPECT_EQ(all.logits.numel(), 3);
+    EXPECT_THAT(all.names, testing::ElementsAre("r0a", "r0b", "r1a"));
+    EXPECT_THAT(all.more.at("counts"), testing::ElementsAre(0, 5, 6, 1, 5, 6));
+    const Named whole = GatherValueForMetrics(comm, mine, nullptr);
+    EXPECT_EQ(whole.logits.numel(), 4);
+    EXPECT_EQ(whole.names.size(), 4u);
+    EXPECT_THAT(GatherValueForMetrics(comm, mine.names, &info), testing::SizeIs(3));
+    EXPECT_THAT(GatherValueForMetrics(comm, r, &info), testing::ElementsAre(0, 1));
   });
 }
 

@@ -26,6 +26,7 @@
 #include "worker/data/dispatch.h"
 #include "worker/data/loader_core.h"
 #include "worker/data/prefetcher.h"
+#include "worker/data/stream_turns.h"
 #include "worker/nested/nested.h"
 
 namespace torch::data::samplers {
@@ -34,6 +35,8 @@ class DistributedSampler;
 }  // namespace torch::data::samplers
 
 namespace muster {
+
+std::string TextOf(const std::exception_ptr& thrown);  // worker/collective/on_all.h
 
 namespace loader_internal {
 
@@ -126,7 +129,32 @@ class StreamSourceBase : public DatasetSource<D, C> {
 
  protected:
   const std::shared_ptr<C> shared_collate_;
+  const std::shared_ptr<StreamTurns> turns_ = std::make_shared<StreamTurns>();
   bool first_ = true;  // the stream has not been read
+};
+
+// A pass's right to read a stream of type D.
+template <class D>
+class StreamReader {
+ public:
+  explicit StreamReader(std::shared_ptr<StreamTurns> turns)
+      : turns_(std::move(turns)), number_(turns_->Begin()) {}
+
+  // Calls `read`, which reads the stream.
+  template <class F>
+  auto InTurn(const F& read) const {
+    // Each iterator of a range has a position of its own.
+    if constexpr (dataset_internal::IsRange<D>) {
+      return read();
+    } else {
+      const StreamTurns::Turn turn(*turns_, number_);
+      return read();
+    }
+  }
+
+ private:
+  const std::shared_ptr<StreamTurns> turns_;
+  const int64_t number_;
 };
 
 // --- Map style ---
@@ -278,9 +306,10 @@ class RoundReader {
   using T = CollatedBatch<D, C>;
 
   RoundReader(std::shared_ptr<D> dataset, std::shared_ptr<C> collate,
-              std::shared_ptr<const LoaderPass> pass, bool first, const RecipeSettings& settings,
-              const LoaderOptions& options)
+              std::shared_ptr<StreamTurns> turns, std::shared_ptr<const LoaderPass> pass,
+              bool first, const RecipeSettings& settings, const LoaderOptions& options)
       : pass_(std::move(pass)),
+        reader_(std::move(turns)),
         dataset_(std::move(dataset)),
         collate_(std::move(collate)),
         first_pass_(first),
@@ -292,12 +321,14 @@ class RoundReader {
     // Ranks that all read the whole stream must draw the same numbers, and the training, whose
     // generator is saved, is a round behind.
     const DataRandomScope scope(&generator_, /*for_torch=*/true);
-    return NamingBatch(*pass_, number, [&]() -> std::optional<Fetched<T>> {
-      if (!cursor_.has_value()) {
-        generator_.Reseed(pass_->BatchSeed(0));
-        Start();
-      }
-      return ReadRound(number);
+    return NamingBatch(*pass_, number, [&] {
+      return reader_.InTurn([&] {
+        if (!cursor_.has_value()) {
+          generator_.Reseed(pass_->BatchSeed(0));
+          Start();
+        }
+        return ReadRound(number);
+      });
     });
   }
 
@@ -365,6 +396,7 @@ class RoundReader {
   }
 
   const std::shared_ptr<const LoaderPass> pass_;
+  const StreamReader<D> reader_;
   const std::shared_ptr<D> dataset_;
   const std::shared_ptr<C> collate_;
   const bool first_pass_;
@@ -444,9 +476,9 @@ class StreamSource : public StreamSourceBase<D, C> {
   std::unique_ptr<Feed<T>> Open(std::shared_ptr<const LoaderPass> pass,
                                 const RecipeSettings& settings,
                                 const LoaderOptions& options) override {
-    auto reader =
-        std::make_shared<RoundReader<D, C>>(this->dataset_, this->shared_collate_, pass,
-                                            std::exchange(this->first_, false), settings, options);
+    auto reader = std::make_shared<RoundReader<D, C>>(
+        this->dataset_, this->shared_collate_, this->turns_, pass,
+        std::exchange(this->first_, false), settings, options);
     return std::make_unique<StreamFeed<D, C>>(std::move(pass), std::move(reader), settings);
   }
 };
@@ -469,9 +501,10 @@ class ShardReader {
   using T = CollatedBatch<D, C>;
 
   ShardReader(std::shared_ptr<D> part, std::shared_ptr<C> collate,
-              std::shared_ptr<const LoaderPass> pass, bool first, const RecipeSettings& settings,
-              const LoaderOptions& options)
+              std::shared_ptr<StreamTurns> turns, std::shared_ptr<const LoaderPass> pass,
+              bool first, const RecipeSettings& settings, const LoaderOptions& options)
       : pass_(std::move(pass)),
+        reader_(std::move(turns)),
         part_(std::move(part)),
         collate_(std::move(collate)),
         first_pass_(first),
@@ -481,12 +514,14 @@ class ShardReader {
   // nullopt: there is no full batch, or nothing to fill one up with.
   std::optional<ShardPart<T>> Read(int64_t number) {
     const DataRandomScope scope(&generator_, /*for_torch=*/true);
-    return NamingBatch(*pass_, number, [&]() -> std::optional<ShardPart<T>> {
-      if (!cursor_.has_value()) {
-        generator_.Reseed(pass_->BatchSeed(0));
-        Start();
-      }
-      return ReadPart(number);
+    return NamingBatch(*pass_, number, [&] {
+      return reader_.InTurn([&] {
+        if (!cursor_.has_value()) {
+          generator_.Reseed(pass_->BatchSeed(0));
+          Start();
+        }
+        return ReadPart(number);
+      });
     });
   }
 
@@ -507,11 +542,9 @@ class ShardReader {
   }
 
   std::optional<E> Next() {
-    if (ended_) return std::nullopt;
     try {
       std::optional<E> example = cursor_->Next();
-      ended_ = !example.has_value();
-      if (!ended_) ++position_;
+      if (example.has_value()) ++position_;
       return example;
     } catch (const std::exception& error) {
       throw DataError("sample " + std::to_string(position_) +
@@ -539,6 +572,7 @@ class ShardReader {
   }
 
   const std::shared_ptr<const LoaderPass> pass_;
+  const StreamReader<D> reader_;
   const std::shared_ptr<D> part_;
   const std::shared_ptr<C> collate_;
   const bool first_pass_;
@@ -546,7 +580,6 @@ class ShardReader {
   const LoaderOptions options_;
   DataGenerator generator_, collate_generator_;
   std::optional<dataset_internal::StreamCursor<D>> cursor_;
-  bool ended_ = false;
   int64_t position_ = 0;  // in this rank's part
   std::vector<E> first_round_;
 };
@@ -668,9 +701,9 @@ class ShardedSource : public StreamSourceBase<D, C> {
   std::unique_ptr<Feed<T>> Open(std::shared_ptr<const LoaderPass> pass,
                                 const RecipeSettings& settings,
                                 const LoaderOptions& options) override {
-    auto reader =
-        std::make_shared<ShardReader<D, C>>(this->dataset_, this->shared_collate_, pass,
-                                            std::exchange(this->first_, false), settings, options);
+    auto reader = std::make_shared<ShardReader<D, C>>(
+        this->dataset_, this->shared_collate_, this->turns_, pass,
+        std::exchange(this->first_, false), settings, options);
     return std::make_unique<ShardFeed<T>>(
         std::move(pass),
         [reader = std::move(reader)](int64_t number) { return reader->Read(number); }, comm_,
@@ -711,9 +744,9 @@ class DispatchFeed : public Feed<T> {
       try {
         whole = ReadWhole(head, &text);
         head[0] = !whole.has_value() ? kEnd : text == schema_ ? kSameSchema : kNewSchema;
-      } catch (const std::exception& exception) {
+      } catch (...) {
         error = std::current_exception();
-        text = ErrorText(exception);
+        text = TextOf(error);
         head[0] = kError;
       }
     }
@@ -786,8 +819,14 @@ class LoaderIterator {
     pass_->Advance();
   }
 
-  Batch<T>& operator*() const { return *pass_->current; }
-  Batch<T>* operator->() const { return &*pass_->current; }
+  // Throw c10::Error at the end, which is also the begin of a pass without batches.
+  Batch<T>& operator*() const {
+    TORCH_CHECK(pass_->current.has_value(),
+                "loader: there is no batch here: this pass has ended, or it has none; compare the "
+                "iterator with end() first");
+    return *pass_->current;
+  }
+  Batch<T>* operator->() const { return &**this; }
   // Advances to the next batch; blocks until it is ready. Throws DataError if it could not be read,
   // which ends the pass.
   LoaderIterator& operator++() {
@@ -982,7 +1021,8 @@ class BatchRecipe {
   }
 
   // The order of samples: a function of the epoch that returns ids, or a LibTorch sampler (reset(),
-  // next(n)). Called on rank 0 only; its result applies to every rank.
+  // next(n)). Called on rank 0 only; its result applies to every rank. What a sampler draws from
+  // LibTorch's default generator, as RandomSampler does, only rank 0's generator has drawn.
   template <class S>
   BatchRecipe& sampler(S order) {
     static_assert(

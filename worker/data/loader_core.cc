@@ -409,9 +409,9 @@ at::Tensor LoaderCore::OrderFromMain(const std::function<std::vector<int64_t>()>
   if (rank_ == 0) {
     try {
       order = read();
-    } catch (const std::exception& exception) {
+    } catch (...) {
       thrown = std::current_exception();
-      error = ErrorText(exception);
+      error = TextOf(thrown);
     }
   }
   if (world_size_ > 1) {

@@ -36,6 +36,7 @@
 namespace muster {
 namespace {
 
+using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -444,6 +445,109 @@ TEST(PreparedLoader, RangeAndChunkStreams_AreRead) {
   EXPECT_EQ(All(Alone(batches(std::set<int64_t>{3, 1, 2}, 2))),
             (std::vector<std::vector<int64_t>>{{1, 2}, {3}}));
   EXPECT_THAT(ErrorOf([&] { chunks.size(); }), HasSubstr("size()"));
+}
+
+// A generator, say, that begins anew or waits for ever when it is asked again.
+struct StreamThatEndsOnce {
+  int64_t at = 0;
+  bool ended = false;
+  void reset() { *this = {}; }
+  std::optional<int64_t> next() {
+    if (ended) throw std::runtime_error("asked again after its end");
+    ended = at == 10;
+    return ended ? std::nullopt : std::optional<int64_t>(at++);
+  }
+};
+
+TEST(PreparedLoader, StreamThatHasEnded_IsNotAskedAgain) {
+  for (const int workers : {0, 1}) {
+    auto loader = Alone(batches(StreamThatEndsOnce{}, 4).workers(workers));
+    EXPECT_EQ(All(loader), (std::vector<std::vector<int64_t>>{{0, 1, 2, 3}, {4, 5, 6, 7}, {8, 9}}));
+    EXPECT_TRUE(All(SkipFirstBatches(loader, 9)).empty());
+  }
+  for (const bool dispatch : {true, false}) {
+    RunRanks(3, [&](Comm& comm) {
+      LoaderOptions options;
+      options.dispatch_batches = dispatch;
+      auto loader = PrepareLoader(batches(StreamThatEndsOnce{}, 8), options, &comm);
+      EXPECT_EQ(All(loader).size(), 1U);
+      EXPECT_TRUE(All(SkipFirstBatches(loader, 1)).empty());
+    });
+  }
+}
+
+TEST(PreparedLoader, StreamWhoseSkipStopsEarly_IsReadUpToThePlace) {
+  // Skips to the end of a file of 5 at most.
+  struct InFiles : IdStream {
+    int64_t skip(int64_t count) {
+      const int64_t skipped = std::min({count, 5 - at % 5, length - at});
+      at += skipped;
+      return skipped;
+    }
+  };
+  auto loader = Alone(batches(InFiles{{20}}, 4));
+  EXPECT_EQ(All(SkipFirstBatches(loader, 3)),
+            (std::vector<std::vector<int64_t>>{{12, 13, 14, 15}, {16, 17, 18, 19}}));
+}
+
+TEST(PreparedLoader, PassInsideOfAnotherOneOverAStream_EndsThatWithAnError) {
+  for (const int workers : {0, 1}) {
+    auto loader = Alone(batches(IdStream{40}, 4).workers(workers));
+    std::vector<std::vector<int64_t>> inner;
+    const std::string error = ErrorOf([&] {
+      for (auto& batch : loader) {
+        if (batch.info().index == 0) inner = All(loader);
+      }
+    });
+    EXPECT_EQ(inner.size(), 10U);
+    EXPECT_EQ(inner.back().back(), 39);
+    EXPECT_THAT(error, HasSubstr("another pass over this stream has begun"));
+  }
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    auto loader = PrepareLoader(batches(IdStream{40}, 4), {}, &comm);
+    errors[static_cast<size_t>(comm.rank())] = ErrorOf([&] {
+      for (auto& batch : loader) {
+        if (batch.info().index == 0) {
+          EXPECT_EQ(All(loader).size(), 5U);
+        }
+      }
+    });
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("another pass over this stream has begun")));
+}
+
+TEST(PreparedLoader, StreamThatBeginsAgainInTheMiddle_IsReadFromItsStart) {
+  for (const int workers : {0, 2}) {
+    auto loader = Alone(batches(IdStream{400}, 4).workers(workers));
+    auto it = loader.begin();
+    for (int i = 0; i < 7; ++i) ++it;
+    it = loader.begin();
+    int64_t expected = 0;
+    for (; it != loader.end(); ++it) {
+      for (const int64_t id : Values(**it)) EXPECT_EQ(id, expected++);
+    }
+    EXPECT_EQ(expected, 400);
+  }
+}
+
+TEST(PreparedLoader, PassesOverARange_MayNest) {
+  auto loader = Alone(batches(std::set<int64_t>{3, 1, 2}, 2));
+  int64_t inner = 0, outer = 0;
+  for (auto& batch : loader) {
+    outer += batch.info().size;
+    inner += static_cast<int64_t>(All(loader).size());
+  }
+  EXPECT_EQ(outer, 3);
+  EXPECT_EQ(inner, 4);
+}
+
+TEST(PreparedLoader, BatchOfALoaderWithoutOne_IsAnError) {
+  auto loader = Alone(batches(Ids{0}, 2));
+  EXPECT_THAT(ErrorOf([&] { loader.begin()->info(); }), HasSubstr("there is no batch here"));
+  auto it = Alone(batches(Ids{1}, 2)).begin();
+  ++it;
+  EXPECT_THAT(ErrorOf([&] { (*it).info(); }), HasSubstr("there is no batch here"));
 }
 
 TEST(PreparedLoader, PinnedMemory_IsAskedForOnTheWayToAGpuOnly) {
@@ -908,6 +1012,55 @@ TEST(Dispatch, ErrorOnRankZero_ReachesEveryRank) {
     EXPECT_THAT(errors[rank], HasSubstr("sample 13: cannot decode"));
   }
   EXPECT_THAT(errors[2], HasSubstr("on rank 0"));
+}
+
+// Does what throws something that is no std::exception, which ends up as one here.
+template <class F>
+std::string ErrorOfNumber(const F& f) {
+  return ErrorOf([&] {
+    try {
+      f();
+    } catch (int number) {
+      throw std::runtime_error("number " + std::to_string(number));
+    }
+  });
+}
+
+TEST(Dispatch, WhatIsNoExceptionOnRankZero_ReachesEveryRank) {
+  struct Throwing {
+    size_t size() const { return 8; }
+    int64_t get(size_t) const { throw 42; }
+  };
+  std::vector<std::string> errors(2), orders(2);
+  RunRanks(2, [&](Comm& comm) {
+    const size_t rank = static_cast<size_t>(comm.rank());
+    LoaderOptions options;
+    options.dispatch_batches = true;
+    auto loader = PrepareLoader(batches(Throwing{}, 2), options, &comm);
+    errors[rank] = ErrorOfNumber([&] { All(loader); });
+    orders[rank] = ErrorOfNumber([&] {
+      PrepareLoader(batches(Ids{8}, 2).sampler([](int64_t) -> std::vector<int64_t> { throw 43; }),
+                    {}, &comm);
+    });
+  });
+  EXPECT_EQ(errors[0], "number 42");
+  EXPECT_THAT(errors[1], HasSubstr("on rank 0, which reads for all ranks"));
+  EXPECT_EQ(orders[0], "number 43");
+  EXPECT_THAT(orders[1], HasSubstr("the sampler failed on rank 0"));
+}
+
+TEST(Dispatch, SparseTensor_IsAnErrorOnEveryRank) {
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    LoaderOptions options;
+    options.dispatch_batches = true;
+    auto recipe = batches(Ids{8}, 2).collate([](const std::vector<int64_t>&) {
+      return at::ones({4, 2}).to_sparse();
+    });
+    errors[static_cast<size_t>(comm.rank())] =
+        ErrorOf([&] { All(PrepareLoader(recipe, options, &comm)); });
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("a tensor of layout Sparse, whose rows cannot be sent")));
 }
 
 TEST(Dispatch, DataOfRankZeroThatHaveGrown_AreAnErrorOnEveryRank) {

@@ -84,21 +84,23 @@ std::optional<Trigger> JobTriggers::CheckTogether(const std::string& name) {
                                  [&](const Trigger& trigger) { return trigger.name == name; });
     if (it != raised_.end()) mine = *it;
   }
-  int from = mine.has_value() ? comm_->rank() : comm_->size();
+  std::optional<Trigger> next = mine;
   if (comm_->size() > 1) {
-    at::Tensor first = at::full({1}, -from, at::kInt);
+    at::Tensor first = at::full({1}, -(mine.has_value() ? comm_->rank() : comm_->size()), at::kInt);
     comm_->AllReduce(first, ReduceOp::kMax);
-    from = -first.item<int>();
+    const int from = -first.item<int>();
     if (from == comm_->size()) return std::nullopt;
     const std::string payload =
         comm_->BroadcastBytes(from == comm_->rank() ? mine->payload : "", from);
-    if (from != comm_->rank()) return Trigger{name, payload, from};
+    next = Trigger{name, payload, from};
   }
-  if (!mine.has_value()) return std::nullopt;
+  if (!next.has_value()) return std::nullopt;
+  // As with a coordinator: what has been raised in the same words is the same trigger.
   MutexLock lock(&mu_);
-  raised_.erase(std::find_if(raised_.begin(), raised_.end(),
-                             [&](const Trigger& trigger) { return trigger.name == name; }));
-  return mine;
+  std::erase_if(raised_, [&](const Trigger& trigger) {
+    return trigger.name == name && trigger.payload == next->payload;
+  });
+  return next;
 }
 
 bool JobTriggers::ShouldStop(int64_t finished) {

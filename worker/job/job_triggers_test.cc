@@ -69,6 +69,22 @@ TEST(JobTriggers, WithoutCoordinator_AllRanksHearOfItAtTheSameCheck) {
   });
 }
 
+TEST(JobTriggers, WithoutCoordinator_RaisedInTheSameWordsByAll_IsToldOnce) {
+  RunRanks(3, [](Comm& comm) {
+    JobTriggers triggers(nullptr, &comm, {.stop_on_sigterm = false});
+    for (const char* payload : {"now", "again", "now"}) {
+      ASSERT_TRUE(triggers.Raise("checkpoint", payload).ok());
+    }
+    for (const char* payload : {"now", "again"}) {
+      const std::optional<Trigger> told = triggers.Check("checkpoint", 0);
+      ASSERT_TRUE(told.has_value());
+      EXPECT_EQ(told->payload, payload);
+      EXPECT_EQ(told->raised_by, 0);
+    }
+    EXPECT_FALSE(triggers.Check("checkpoint", 0).has_value());
+  });
+}
+
 TEST(JobTriggers, WithCoordinator_AllRanksActAtTheSameStep) {
   FakeCoordinator fake;
   std::vector<int64_t> acted(3);

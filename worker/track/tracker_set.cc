@@ -32,6 +32,8 @@ absl::Status Guarded(const GeneralTracker& tracker, Call call) {
     return Named(tracker, call());
   } catch (const std::exception& error) {
     return Named(tracker, absl::InternalError(error.what()));
+  } catch (...) {
+    return Named(tracker, absl::InternalError("what it threw is no exception"));
   }
 }
 

@@ -50,6 +50,7 @@ class FakeTracker final : public GeneralTracker {
     }
     if (name_ == "failing") return absl::UnavailableError("gone");
     if (name_ == "throwing") throw std::runtime_error("oops");
+    if (name_ == "throwing a number") throw 1;
     record_->Add(entry.values[0].first + "=" + entry.values[0].second.text() + "@" +
                  std::to_string(entry.step.value_or(-1)) + "/" +
                  std::to_string(absl::ToUnixSeconds(entry.time)));
@@ -112,9 +113,10 @@ TEST(TrackerSet, TrackerThatDoesNotStart_IsNamed) {
 }
 
 TEST(TrackerSet, FailingTrackers_DoNotStopOthersAndAreToldAtTheEnd) {
-  Record failing, throwing, good;
+  Record failing, throwing, number, good;
   auto set = TrackerSet::Start(List(std::make_unique<FakeTracker>("failing", &failing),
                                     std::make_unique<FakeTracker>("throwing", &throwing),
+                                    std::make_unique<FakeTracker>("throwing a number", &number),
                                     std::make_unique<FakeTracker>("good", &good)),
                                0, {}, {});
   for (int i = 0; i < 3; ++i) (*set)->Log({{"loss", i}}, i);

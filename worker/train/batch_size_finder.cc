@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <exception>
 #include <new>
 #include <string>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "base/log.h"
 #include "c10/core/CachingDeviceAllocator.h"
 #include "c10/util/Exception.h"
+#include "worker/collective/on_all.h"
 
 namespace muster {
 
@@ -43,10 +45,12 @@ int64_t FindExecutableBatchSize(Comm& comm, const BatchSizeOptions& options,
       if (IsOutOfMemory(error)) {
         mine = "m";
       } else {
-        mine = std::string("e") + error.what();
         failure = std::current_exception();
       }
+    } catch (...) {
+      failure = std::current_exception();
     }
+    if (failure != nullptr) mine = "e" + TextOf(failure);
     const std::vector<std::string> all = comm.AllGatherBytes(mine);
     if (failure != nullptr) std::rethrow_exception(failure);
     bool fits = true;

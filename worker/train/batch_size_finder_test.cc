@@ -82,6 +82,23 @@ TEST(FindExecutableBatchSize, OtherFailure_ReachesEveryRank) {
   EXPECT_EQ(errors[1], "no such file");
 }
 
+TEST(FindExecutableBatchSize, WhatIsNoException_ReachesEveryRank) {
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    try {
+      FindExecutableBatchSize(comm, {.starting_batch_size = 8, .reduce = nullptr}, [&](int64_t) {
+        if (comm.rank() == 1) throw 1;
+      });
+    } catch (const std::exception& error) {
+      errors[comm.rank()] = error.what();
+    } catch (int) {
+      errors[comm.rank()] = "a number";
+    }
+  });
+  EXPECT_THAT(errors[0], ::testing::HasSubstr("failed on rank 1: what is thrown is no exception"));
+  EXPECT_EQ(errors[1], "a number");
+}
+
 TEST(FindExecutableBatchSize, ReduceThatDoesNotReduce_IsAnError) {
   LocalComm comm;
   EXPECT_THROW(FindExecutableBatchSize(comm, {.reduce = [](int64_t size) { return size; }},
