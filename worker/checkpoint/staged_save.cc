@@ -113,8 +113,7 @@ absl::Status StagedSave::Publish(Comm& comm, Publication publication, const absl
   std::vector<ManifestFile> all;
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, written, mine, &all));
   MUSTER_RETURN_IF_ERROR(ProveTogether(comm, path_, mine));
-  std::optional<RegisteredCheckpoint> previous;
-  if (comm.rank() == 0) previous = PreviousRecord(publication.path);
+  const std::optional<RegisteredCheckpoint> previous = PreviousOnNodes(comm, publication.path);
   MUSTER_RETURN_IF_ERROR(PublishOnNodes(comm, publication, all));
   SealOnNodes(comm, publication, all, previous);
   if (!publication.folder.has_value() || publication.options.keep <= 0) return absl::OkStatus();
@@ -124,6 +123,30 @@ absl::Status StagedSave::Publish(Comm& comm, Publication publication, const absl
                     publication.options.keep_every, mu_, publication.options.disposal);
   if (!rotated.ok() && comm.rank() == 0) MUSTER_LOG(Warning) << rotated.message();
   return absl::OkStatus();
+}
+
+// The newest record that some node has, as far as the next one needs it: rank 0's node may be one
+// that has come since.
+std::optional<RegisteredCheckpoint> StagedSave::PreviousOnNodes(Comm& comm,
+                                                                const std::string& path) const {
+  std::string mine;
+  // Without it the chain begins again.
+  (void)OnlyLeader(groups_, mu_, [&]() -> absl::Status {
+    const std::optional<RegisteredCheckpoint> record = PreviousRecord(path);
+    if (record.has_value()) mine = Json({record->id, record->sha256}).dump();
+    return absl::OkStatus();
+  });
+  std::optional<RegisteredCheckpoint> newest;
+  for (const std::string& text : comm.AllGatherBytes(mine)) {
+    if (text.empty()) continue;
+    const Json record = Json::parse(text);
+    const uint64_t id = record[0];
+    if (newest.has_value() && id <= newest->id) continue;
+    newest.emplace();
+    newest->id = id;
+    newest->sha256 = record[1];
+  }
+  return newest;
 }
 
 void StagedSave::SealOnNodes(Comm& comm, const Publication& publication,
