@@ -1477,7 +1477,7 @@ void CheckpointState::CheckIndexes(const StateReader& reader, size_t models) con
   for (size_t i = 0; i < models; ++i) {
     const std::string name = IndexFileName(ModelFileName(static_cast<int>(i)));
     const ManifestFile* const file = reader.manifest().Find(name);
-    if (file == nullptr) continue;
+    if (file == nullptr || !reader.IsHere(name)) continue;
     const absl::Status status = VerifyCheckpointFile(reader.dir(), *file, VerifyLevel::kContents);
     if (status.ok()) continue;
     // The tensors are in files with digests of their own.
@@ -1500,6 +1500,22 @@ void CheckpointState::TakeOptimizerFile(const StateReader& reader, size_t index,
   const absl::StatusOr<int64_t> steps = file.GetInt("steps");
   ThrowIfError(steps.status());
   to.steps = *steps;
+}
+
+std::vector<std::string> CheckpointState::OthersIn(const StateReader& reader,
+                                                   const Loaded& loaded) const {
+  std::vector<std::string> names = {ScalerFileName(0), RandomStatesFileName(process_.rank())};
+  const auto add = [&](std::string (*name)(int), size_t count) {
+    for (size_t i = 0; i < count; ++i) names.push_back(name(static_cast<int>(i)));
+  };
+  add(SchedulerFileName, registry_.schedulers().size());
+  add(SamplerFileName, reader.Count(SamplerFileName));
+  for (size_t i = 0; i < registered_.size(); ++i) {
+    // Those in several files are read together.
+    const std::vector<std::string> files = RegisteredFilesIn(reader, i);
+    if (files.size() == 1 && !loaded.registered_in_parts[i]) names.push_back(files[0]);
+  }
+  return names;
 }
 
 void CheckpointState::ReadOthers(const StateReader& reader, Loaded* loaded) const {
@@ -1549,9 +1565,11 @@ class PartsReader {
     hosts_of_copy_ = std::max<uint64_t>(hosts / static_cast<size_t>(copies), 1);
   }
 
-  // Of the files so far, all of them and what this rank's host has read of them.
+  // Of the files so far, all of them, and what this rank's host has read of them and got from
+  // other nodes.
   uint64_t bytes() const { return bytes_; }
   uint64_t bytes_read() const { return bytes_read_; }
+  uint64_t bytes_received() const { return bytes_received_; }
 
   // Collective. `ranges(header)`: what this rank needs of a file; `take(name)` reads it. An error
   // of this rank goes to `mine`, after which it takes nothing more; throws those of all ranks.
@@ -1564,24 +1582,27 @@ class PartsReader {
       for (uint64_t bytes = 0; last < names.size(); ++last) {
         const ManifestFile* const file = reader_.manifest().Find(names[last]);
         if (file == nullptr) continue;
-        bytes += file->digest.bytes / hosts_of_copy_;
+        bytes += file->digest.bytes / (file->blocks.empty() ? 1 : hosts_of_copy_);
         if (last > first && bytes > kBytesAtATime) break;
-        if (!file->blocks.empty()) bytes_ += file->digest.bytes;
+        if (!file->blocks.empty() || reader_.in_parts()) bytes_ += file->digest.bytes;
       }
       const std::vector<std::string> some(names.begin() + first, names.begin() + last);
       first = last;
       Ranges wanted;  // after an error nothing
       for (const std::string& name : some) wanted[name];
+      ThrowIfError(reader_.FetchHeaders(comm_, some));
       if (mine->ok() && !reader_.in_memory()) {
         *mine = Guard([&] {
           for (const std::string& name : some) {
-            if (IsReadWhole(name)) continue;
-            wanted[name] = ranges(HeaderOf(name));
+            wanted[name] = IsReadWhole(name)
+                               ? std::vector<FileRange>{{.begin = 0, .end = UINT64_MAX}}
+                               : ranges(HeaderOf(name));
           }
         });
       }
       ThrowIfError(reader_.ReadTogether(comm_, some, wanted));
       bytes_read_ += reader_.bytes_read_together();
+      bytes_received_ += reader_.bytes_received_together();
       for (const std::string& name : some) {
         if (mine->ok()) *mine = Guard([&] { CheckHeader(name, wanted[name], ranges); });
         if (mine->ok()) *mine = Guard([&] { take(name); });
@@ -1601,8 +1622,10 @@ class PartsReader {
   // Of a file on the disk, from the page cache. What cannot be parsed is damaged if its digests say
   // so.
   SafetensorsHeader HeaderOf(const std::string& name) const {
-    absl::StatusOr<SafetensorsHeader> header = ReadSafetensorsHeader(JoinPath(reader_.dir(), name));
-    if (absl::IsInvalidArgument(header.status())) {
+    absl::StatusOr<SafetensorsHeader> header =
+        reader_.in_parts() ? reader_.Header(name)
+                           : ReadSafetensorsHeader(JoinPath(reader_.dir(), name));
+    if (!reader_.in_parts() && absl::IsInvalidArgument(header.status())) {
       ThrowIfError(VerifyCheckpointFile(reader_.dir(), *reader_.manifest().Find(name),
                                         VerifyLevel::kContents));
     }
@@ -1615,7 +1638,7 @@ class PartsReader {
       const std::string& name, const std::vector<FileRange>& wanted,
       const std::function<std::vector<FileRange>(const SafetensorsHeader&)>& ranges) const {
     const std::string path = reader_.PathOfShared(name);
-    if (path.empty()) return;
+    if (path.empty() || IsReadWhole(name)) return;
     const auto header = ReadSafetensorsHeader(path);
     ThrowIfError(Renamed(header.status(), path, NameOfShared(JoinPath(reader_.dir(), name))));
     const std::vector<FileRange> now = ranges(*header);
@@ -1632,10 +1655,17 @@ class PartsReader {
   Comm& comm_;
   StateReader& reader_;
   uint64_t hosts_of_copy_ = 1;  // that divide a file
-  uint64_t bytes_ = 0, bytes_read_ = 0;
+  uint64_t bytes_ = 0, bytes_read_ = 0, bytes_received_ = 0;
 };
 
 }  // namespace
+
+bool CheckpointState::ReadsByFile() const {
+  const Models& models = registry_.models();
+  return std::any_of(models.begin(), models.end(),
+                     [](const auto& model) { return model->sharded() != nullptr; }) &&
+         !OnAnyProcess(process_.comm(), !load_hooks_.empty());
+}
 
 bool CheckpointState::HasNoRoomFor(const StateReader& reader,
                                    const std::vector<std::string>& files) const {
@@ -1660,7 +1690,7 @@ bool CheckpointState::HasNoRoomFor(const StateReader& reader,
 
 void CheckpointState::ReadTogether(StateReader& reader,
                                    const std::vector<std::string>& files) const {
-  if (HasNoRoomFor(reader, files)) reader.UseInPlace();
+  if (HasNoRoomFor(reader, files)) reader.UseInPlace(FolderOfOffload(process_.sharding()));
   ThrowIfError(reader.ReadTogether(process_.comm(), files));
 }
 
@@ -1707,6 +1737,11 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
     add(to_device, &together);
   }));
   ReadTogether(reader, together);
+  if (reader.in_parts()) {
+    std::vector<std::string> others;
+    ThrowIfAnyFailed(Guard([&] { others = OthersIn(reader, loaded); }));
+    ThrowIfError(reader.Fetch(process_.comm(), others));
+  }
   // An error of this rank must not leave the others in their next collective.
   absl::Status mine = Guard([&] {
     const std::unique_ptr<DeviceUploads> uploads = UploadsFor(reader, to_device);
@@ -1757,9 +1792,12 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
         },
         &mine);
   }
-  if (process_.rank() == 0 && parts.bytes_read() > 0) {
-    MUSTER_LOG(Info) << "this host has read " << HumanBytes(parts.bytes_read()) << " of the "
-                     << HumanBytes(parts.bytes()) << " of models and optimizers in "
+  if (process_.rank() == 0 && parts.bytes_read() + parts.bytes_received() > 0) {
+    MUSTER_LOG(Info) << "this host has read " << HumanBytes(parts.bytes_read())
+                     << (reader.in_parts()
+                             ? absl::StrCat(" and received ", HumanBytes(parts.bytes_received()))
+                             : "")
+                     << " of the " << HumanBytes(parts.bytes()) << " of models and optimizers in "
                      << reader.dir();
   }
   ThrowIfAnyFailed(mine);
@@ -1913,12 +1951,14 @@ absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
   absl::StatusOr<NodeGroups> groups =
       GroupsOf(process_.comm(), directory.empty() ? folder.PathOf(0) : directory, OwnNode());
   ThrowIfError(groups.status());
+  const bool in_parts = groups->nodes.size() > 1 && ReadsByFile();
   absl::Status of_read;
   absl::StatusOr<StateReader> reader = OpenAndReadCheckpoint(process_.comm(),
                                                              {.dir = directory,
                                                               .folder = folder,
                                                               .groups = *std::move(groups),
-                                                              .registrar = registrar_.get()},
+                                                              .registrar = registrar_.get(),
+                                                              .in_parts = in_parts},
                                                              [&](StateReader& opened) {
                                                                of_read =
                                                                    Guard([&] { read(opened); });
@@ -1995,11 +2035,9 @@ std::vector<std::unique_ptr<IncomingWeights>> CheckpointState::ReadWeightsAlone(
     CheckCount(reader.dir(), CountModels(reader), "model", models.size(),
                "prepare the same models, in the same order, or set strict to false");
   }));
-  const bool any_sharded = std::any_of(
-      models.begin(), models.end(), [](const auto& model) { return model->sharded() != nullptr; });
   const bool hooks = !load_hooks_.empty();  // one may remove itself
   // Hooks want whole models.
-  const bool by_file = any_sharded && !OnAnyProcess(process_.comm(), hooks);
+  const bool by_file = ReadsByFile();
   size_t files = 0;
   std::vector<bool> by_itself;
   std::vector<std::string> together;

@@ -210,9 +210,14 @@ class CheckpointState {
   void TakeOptimizerFile(const StateReader& reader, size_t index, const std::string& name,
                          DeviceUploads* uploads, Loaded* loaded) const;
   void ReadOthers(const StateReader& reader, Loaded* loaded) const;
+  // What that reads here.
+  std::vector<std::string> OthersIn(const StateReader& reader, const Loaded& loaded) const;
   void CheckPrepared(const StateReader& reader) const;
   // (collective) Whether such files of a checkpoint must not be copied into memory to load them.
   bool HasNoRoomFor(const StateReader& reader, const std::vector<std::string>& files) const;
+  // (collective) Whether ranks read parts of files: of sharded models, unless hooks want whole
+  // ones.
+  bool ReadsByFile() const;
   // (collective) As StateReader::ReadTogether, in place where there is no room. Throws its errors.
   void ReadTogether(StateReader& reader, const std::vector<std::string>& files) const;
   // (collective)

@@ -21,7 +21,8 @@ namespace {
 // moved, removed or replaced it.
 bool HasChanged(Comm& comm, const NodeGroups& groups, const StateReader& opened) {
   bool changed = false;
-  if (groups.leads()) {
+  // A node that has none of its files may have anything there.
+  if (groups.leads() && opened.HasAnyHere()) {
     const absl::StatusOr<Manifest> now = ReadManifest(opened.dir());
     changed = !PathExists(opened.dir()) ||
               (now.ok() &&
@@ -45,8 +46,9 @@ absl::StatusOr<StateReader> OpenAndReadCheckpoint(
   int moved = 0;
   while (true) {
     std::string path;
-    absl::StatusOr<StateReader> reader = OpenCheckpointOnNodes(
-        comm, wanted.dir, wanted.folder, wanted.groups, wanted.registrar, damaged, &path);
+    absl::StatusOr<StateReader> reader =
+        OpenCheckpointOnNodes(comm, wanted.dir, wanted.folder, wanted.groups, wanted.registrar,
+                              damaged, &path, wanted.in_parts);
     absl::Status status = reader.status();
     // Of one that was named: it was replaced while the ranks opened it.
     bool has_moved = absl::IsAborted(status);

@@ -23,6 +23,8 @@ struct WantedCheckpoint {
   CheckpointFolder folder;
   NodeGroups groups;                         // see GroupsOf()
   CheckpointRegistrar* registrar = nullptr;  // borrowed; may be null
+  // `read` can read one in parts (OpenCheckpointOnNodes).
+  bool in_parts = false;
 };
 
 // Collective. Opens the checkpoint on every rank (OpenCheckpointOnNodes) and calls `read`,

@@ -24,6 +24,8 @@
 #include "base/owned_fd.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/agreement.h"
+#include "worker/checkpoint/block_transfers.h"
+#include "worker/checkpoint/node_exchange.h"
 #include "worker/checkpoint/node_part.h"
 #include "worker/checkpoint/read_error.h"
 #include "worker/checkpoint/seal.h"
@@ -33,8 +35,6 @@ namespace muster {
 namespace {
 
 using Json = nlohmann::json;
-
-constexpr size_t kPieceBytes = 8 << 20;
 
 // Messages in it may not be UTF-8.
 std::string Dumped(const Json& json) {
@@ -101,6 +101,11 @@ class Gathering {
   absl::Status Find(VerifyLevel level);
   // (collective) Fetches what this node lacks, if any node lacks anything.
   absl::Status Complete();
+  // Whether some node does not have all of it.
+  bool IsInParts() const { return !lacking_.empty(); }
+  // (collective) Leaves the files where they are. Errors: what this rank's node has and this rank
+  // does not see.
+  absl::StatusOr<StateReader> OpenInParts() const;
 
  private:
   // The status of the checkpoint whose manifest has this digest.
@@ -118,7 +123,7 @@ class Gathering {
   Holding mine_;
   Manifest manifest_;
   // By file name: the leaders that have it.
-  std::map<std::string, std::vector<int>> holders_;
+  std::map<std::string, std::vector<int>, std::less<>> holders_;
   std::set<int> lacking_;  // leaders
 };
 
@@ -231,46 +236,35 @@ absl::Status Gathering::KeepIntact(const Staging& staging) const {
   return absl::OkStatus();
 }
 
-// The holder sends pieces, each with a first byte that says what it is; a holder that fails sends
-// an error in place of a piece, and a receiver that fails keeps receiving, so that the ranks stay
-// in step.
+// A receiver that fails keeps receiving, so that the ranks stay in step.
 absl::Status Gathering::FetchFile(const ManifestFile& file, AtomicFile* out) {
   const int holder = holders_.at(file.name).front();
+  const std::string path = JoinPath(dir_, file.name);
   std::ifstream in;
-  if (comm_.rank() == holder) in.open(JoinPath(dir_, file.name), std::ios::binary);
+  if (comm_.rank() == holder) in.open(path, std::ios::binary);
   Digester digester;
   absl::Status written;
-  for (uint64_t sent = 0; sent < file.digest.bytes;) {
-    const size_t wanted = std::min<uint64_t>(kPieceBytes, file.digest.bytes - sent);
-    std::string piece;
-    const absl::Status read = GuardRank([&]() -> absl::Status {
-      if (comm_.rank() != holder) return absl::OkStatus();
-      piece.resize(wanted + 1, 'D');
-      in.read(piece.data() + 1, static_cast<std::streamsize>(wanted));
-      if (static_cast<size_t>(in.gcount()) == wanted) return absl::OkStatus();
-      return absl::UnknownError("the file is shorter, or its disk fails");
-    });
-    if (!read.ok()) {
-      piece = absl::StrCat("E", JoinPath(dir_, file.name), ": cannot be read: ", read.message());
-    }
-    piece = comm_.BroadcastBytes(piece, holder);
-    const absl::string_view data = absl::string_view(piece).substr(1);
-    // As EIO: it may be readable later. Those who verify all of it say whether it is damaged.
-    if (piece[0] == 'E') return absl::UnknownError(absl::StrCat("rank ", holder, ": ", data));
-    if (out != nullptr && written.ok()) {
-      written = GuardRank([&] {
-        digester.Update(data);
-        return out->Append(data);
-      });
-    }
-    sent += wanted;
-  }
+  MUSTER_RETURN_IF_ERROR(BroadcastPieces(
+      comm_, holder, file.digest.bytes,
+      [&](char* to, size_t size) -> absl::Status {
+        in.read(to, static_cast<std::streamsize>(size));
+        if (static_cast<size_t>(in.gcount()) == size) return absl::OkStatus();
+        return absl::UnknownError(
+            absl::StrCat(path, ": cannot be read: the file is shorter, or its disk fails"));
+      },
+      [&](absl::string_view piece) {
+        if (out == nullptr || !written.ok()) return;
+        written = GuardRank([&] {
+          digester.Update(piece);
+          return out->Append(piece);
+        });
+      }));
   if (out != nullptr && written.ok()) {
     written = GuardRank([&]() -> absl::Status {
       if (digester.Finish() == file.digest) return out->Commit();
       // On its way, or on the disk of the holder, whose verification says whether it is damaged.
-      return absl::UnavailableError(absl::StrCat(JoinPath(dir_, file.name), ": what rank ", holder,
-                                                 " sent does not match the manifest"));
+      return absl::UnavailableError(
+          absl::StrCat(path, ": what rank ", holder, " sent does not match the manifest"));
     });
   }
   return AgreeOnFiles(comm_, written, {}, nullptr);
@@ -347,14 +341,31 @@ absl::Status Gathering::Complete() {
   return AgreeOnFiles(comm_, published, {}, nullptr);
 }
 
-// `damaged`: those of which a file that is there was found damaged.
+absl::StatusOr<StateReader> Gathering::OpenInParts() const {
+  FilesOnNodes nodes{.leader_of = groups_.leader_of, .holders = holders_};
+  const absl::Status seen = GuardRank([&]() -> absl::Status {
+    for (const ManifestFile& file : manifest_.files) {
+      if (!nodes.Has(comm_.rank(), file.name)) continue;
+      MUSTER_RETURN_IF_ERROR(VerifyCheckpointFile(dir_, file, VerifyLevel::kSizes));
+    }
+    return absl::OkStatus();
+  });
+  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm_, seen, {}, nullptr));
+  return StateReader::InParts(comm_.rank(), dir_, manifest_, std::move(nodes));
+}
+
+// `damaged`: those of which a file that is there was found damaged. `parts`: null, or gets the
+// gathering of a checkpoint of which some node does not have all.
 absl::Status CompleteOnNodes(Comm& comm, const std::string& dir, const NodeGroups& groups,
-                             const std::vector<std::string>& damaged) {
+                             const std::vector<std::string>& damaged,
+                             std::optional<Gathering>* parts) {
   MUSTER_RETURN_IF_ERROR(SettleNodes(comm, dir, groups));
   const auto complete = [&](VerifyLevel level) -> absl::Status {
     Gathering gathering(comm, dir, groups);
     MUSTER_RETURN_IF_ERROR(gathering.Find(level));
-    return gathering.Complete();
+    if (parts == nullptr || !gathering.IsInParts()) return gathering.Complete();
+    parts->emplace(std::move(gathering));
+    return absl::OkStatus();
   };
   if (std::find(damaged.begin(), damaged.end(), dir) == damaged.end()) {
     // Files are checked when they are read, and those of other nodes when they come: reading all of
@@ -445,25 +456,31 @@ bool IsGone(Comm& comm, const std::string& dir, const CheckpointFolder& folder, 
 // knows a file server's state of a moment ago. That is no reason to take an older one.
 absl::Status NotSeenByAll(const absl::Status& opened, const std::string& dir) {
   return absl::FailedPreconditionError(absl::StrCat(
-      opened.message(), "; every node had all of ", dir,
+      opened.message(), "; the nodes had all of ", dir,
       " a moment before: all ranks of a node must see one folder; where they do, start again"));
 }
 
 }  // namespace
 
-absl::StatusOr<StateReader> OpenCheckpointOnNodes(
-    Comm& comm, const std::string& dir, const CheckpointFolder& folder, const NodeGroups& groups,
-    CheckpointRegistrar* registrar, const std::vector<std::string>& damaged, std::string* tried) {
+absl::StatusOr<StateReader> OpenCheckpointOnNodes(Comm& comm, const std::string& dir,
+                                                  const CheckpointFolder& folder,
+                                                  const NodeGroups& groups,
+                                                  CheckpointRegistrar* registrar,
+                                                  const std::vector<std::string>& damaged,
+                                                  std::string* tried, bool in_parts) {
   if (groups.nodes.size() == 1) {
     return OpenCheckpoint(comm, dir, folder, registrar, damaged, tried);
   }
-  bool completed = false;  // on every node
+  bool completed = false;  // every node has all of it, or all together have
+  std::optional<Gathering> parts;
   const auto open = [&](const std::string& path) -> absl::StatusOr<StateReader> {
     if (tried != nullptr) *tried = path;
     completed = false;
-    MUSTER_RETURN_IF_ERROR(CompleteOnNodes(comm, path, groups, damaged));
+    parts.reset();
+    MUSTER_RETURN_IF_ERROR(
+        CompleteOnNodes(comm, path, groups, damaged, in_parts ? &parts : nullptr));
     completed = true;
-    return OpenOnEveryRank(comm, path);
+    return parts.has_value() ? parts->OpenInParts() : OpenOnEveryRank(comm, path);
   };
   const auto is_lack = [](const absl::Status& opened) {
     return absl::IsDataLoss(opened) || absl::IsNotFound(opened);
@@ -496,7 +513,8 @@ absl::StatusOr<StateReader> OpenCheckpointOnNodes(
     const absl::Status& opened = reader.status();
     // A disk that is full, say, is no reason to take an older one.
     if (!is_lack(opened)) return reader;
-    const bool was_here = groups.leads() && (completed || mine.count(number) > 0);
+    const bool was_here =
+        groups.leads() && ((completed && !parts.has_value()) || mine.count(number) > 0);
     if (IsGone(comm, path, folder, number, was_here)) return absl::AbortedError(opened.message());
     if (completed) return NotSeenByAll(opened, path);
     if (comm.rank() == 0) {

@@ -460,6 +460,65 @@ TEST_F(NodeCheckpointsTest, DamagedCopy_IsReplacedByThatOfAnotherNode) {
   EXPECT_TRUE(VerifyCheckpoint(Dir(0), VerifyLevel::kContents).ok());
 }
 
+TEST_F(NodeCheckpointsTest, OpenedInParts_NothingIsFetchedBeforeItIsAskedFor) {
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)), 1.5, 7).ok()); });
+  const std::vector<std::string> first = *ListDirectory(Dir(0)), second = *ListDirectory(Dir(1));
+  const auto open = [&](Comm& comm, const std::vector<std::string>& damaged) {
+    const auto groups = FindNodeGroups(comm, Disk(NodeOf(comm)), NodeOf(comm));
+    EXPECT_TRUE(groups.ok()) << groups.status();
+    return OpenCheckpointOnNodes(comm, Dir(NodeOf(comm)), CheckpointFolder(""), *groups, nullptr,
+                                 damaged, nullptr, /*in_parts=*/true);
+  };
+  RunRanks(4, [&](Comm& comm) {
+    auto reader = open(comm, {});
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_TRUE(reader->in_parts() && reader->HasAnyHere());
+    EXPECT_EQ(reader->IsHere(ModelFileName(0)), NodeOf(comm) == 0);
+    EXPECT_EQ(reader->info().step, 7);
+    const absl::Status not_fetched = reader->Read(RandomStatesFileName(3 - comm.rank())).status();
+    EXPECT_THAT(std::string(not_fetched.message()), HasSubstr("another node"));
+    // The model together, and what each rank alone needs.
+    ASSERT_TRUE(reader->ReadTogether(comm, {ModelFileName(0)}).ok());
+    ASSERT_TRUE(reader->Fetch(comm, {RandomStatesFileName(3 - comm.rank()), "no such file"}).ok());
+    EXPECT_EQ(ModelOf(*reader), 1.5);
+    EXPECT_EQ(RandomOf(*reader, 3 - comm.rank()), 15 + 3 - comm.rank());
+    EXPECT_EQ(RandomOf(*reader, comm.rank()), 15 + comm.rank());
+  });
+  EXPECT_EQ(*ListDirectory(Dir(0)), first);
+  EXPECT_EQ(*ListDirectory(Dir(1)), second);
+  EXPECT_THAT(*ListDirectory(Disk(1)), ElementsAre("ckpt"));
+
+  // Where every node has all files, one reads from its folder.
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(OpenDir(comm).ok()); });
+  RunRanks(4, [&](Comm& comm) {
+    const auto reader = open(comm, {});
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_FALSE(reader->in_parts());
+  });
+  // A damaged copy counts as none once all files are verified.
+  FlipBit(JoinPath(Dir(0), "model.safetensors"));
+  RunRanks(4, [&](Comm& comm) {
+    auto reader = open(comm, {Dir(NodeOf(comm))});
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_EQ(reader->IsHere(ModelFileName(0)), NodeOf(comm) == 1);
+    ASSERT_TRUE(reader->ReadTogether(comm, {ModelFileName(0)}).ok());
+    EXPECT_EQ(ModelOf(*reader), 1.5);
+  });
+}
+
+// Its node has nothing of the checkpoint before.
+TEST_F(NodeCheckpointsTest, ChainOfRecords_FollowsThatOfAnyNode) {
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(SaveNumbered(comm, 0).ok()); });
+  const auto before = ReadSeal(CheckpointFolder(Disk(1)).PathOf(0));
+  ASSERT_TRUE(before.ok()) << before.status();
+  ASSERT_TRUE(RemoveTree(Disk(0)).ok());
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(SaveNumbered(comm, 1).ok()); });
+  const auto seal = ReadSeal(CheckpointFolder(Disk(0)).PathOf(1));
+  ASSERT_TRUE(seal.ok()) << seal.status();
+  EXPECT_EQ(seal->previous_sha256, before->sha256);
+  EXPECT_EQ(seal->id, before->id + 1);
+}
+
 TEST_F(NodeCheckpointsTest, DamageThatIsFetched_IsNotTaken) {
   RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)), 3, 1).ok()); });
   RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(OpenDir(comm).ok()); });

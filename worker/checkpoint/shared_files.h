@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "base/owned_fd.h"
+#include "worker/checkpoint/block_transfers.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/collective/comm.h"
@@ -35,6 +36,15 @@ class SharedFiles {
     // Uses the files where they are, and so without memory that the kernel could not take back:
     // they are read twice, and a disk that fails under the second time ends the process (SIGBUS).
     bool in_place = false;
+    // Where nodes have files of their own: which has which. What a host needs of files that its
+    // node lacks, it gets from nodes that have them. Then all ranks name the same files, and these
+    // may have no digests of blocks. The same on every rank; borrowed. Null: each rank sees all.
+    const FilesOnNodes* nodes = nullptr;
+    // By name what is at the beginning of files, checked: it is put there without being read.
+    // Borrowed; may be null.
+    const std::map<std::string, std::string>* headers = nullptr;
+    // A folder on a disk, where in_place puts what comes from other nodes, in files without names.
+    std::string scratch = "";
     // A new file in memory: its descriptor, or -1 with errno. Null: the system's.
     std::function<int(const char* name)> create = nullptr;
   };
@@ -44,8 +54,9 @@ class SharedFiles {
   // one of them needs (Options::ranges), each once. The rest takes no memory and reads as zeros; of
   // files that are used where they are it is there and was not checked. Where the ranks of a host
   // cannot share memory, and on a host whose only rank needs all, nothing is read, unless the files
-  // are used where they are. Errors, the same on every rank: those of ReadDirectFile,
-  // with the rank; RESOURCE_EXHAUSTED if there is no memory.
+  // are used where they are or come from other nodes. Errors, the same on every rank: those of
+  // ReadDirectFile, with the rank; RESOURCE_EXHAUSTED if there is no memory; those of MoveBlocks;
+  // FAILED_PRECONDITION if ranks name other files, where they must not.
   static absl::StatusOr<std::unique_ptr<SharedFiles>> Read(Comm& comm, const std::string& dir,
                                                            const std::vector<ManifestFile>& files,
                                                            const Options& options);
@@ -57,8 +68,9 @@ class SharedFiles {
   // published. Empty: it was not read.
   std::string PathOf(absl::string_view name) const;
 
-  // Of the files, by this rank's host.
+  // Of the files, by this rank's host: from its disk, and from other nodes.
   uint64_t bytes_read() const { return bytes_read_; }
+  uint64_t bytes_received() const { return bytes_received_; }
 
  private:
   struct Reading;
@@ -66,6 +78,7 @@ class SharedFiles {
 
   std::map<std::string, OwnedFd, std::less<>> files_;  // by name
   uint64_t bytes_read_ = 0;
+  uint64_t bytes_received_ = 0;
 };
 
 }  // namespace muster

@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <filesystem>
+#include <map>
 #include <random>
 #include <string>
 #include <utility>
@@ -319,6 +320,166 @@ TEST_F(SharedFilesTest, DamagedBlock_IsTheSameErrorOnAllRanks) {
   EXPECT_THAT(errors, Each(AllOf(HasSubstr("rank 1: "), HasSubstr(kOptimizer),
                                  HasSubstr("is damaged: block 1 of 2"))));
   EXPECT_EQ(errors[0], errors[1]);
+}
+
+// Two nodes of two ranks, on one host as far as they know: the first has the model, the other one
+// the optimizer and a small file.
+class SharedFilesOnNodesTest : public SharedFilesTest {
+ protected:
+  static constexpr char kSmall[] = "own_1.json";
+
+  void SetUp() override {
+    SharedFilesTest::SetUp();
+    for (const char* name : {kModel, kOptimizer, kSmall}) {
+      whole_[name] = *ReadFile(JoinPath(dir_, name));
+      const std::string disk = Disk(name == std::string(kModel) ? 0 : 2);
+      ASSERT_TRUE(MakeDirectories(disk).ok());
+      ASSERT_TRUE(WriteFileAtomically(JoinPath(disk, name), whole_[name]).ok());
+    }
+    ASSERT_TRUE(MakeDirectories(scratch_).ok());
+    files_ = Files();
+    files_.push_back(*StateReader::Open(dir_)->manifest().Find(kSmall));
+  }
+
+  std::string Disk(int rank) const { return folder_.Path(absl::StrCat("node_", rank / 2)); }
+
+  // Each rank needs the second block of the model, and a byte of the optimizer's second one; rank 1
+  // the small file.
+  SharedFiles::Options Needs(int rank) {
+    SharedFiles::Options options;
+    options.nodes = &nodes_;
+    options.headers = &headers_;
+    options.scratch = scratch_;
+    const uint64_t block = files_[0].blocks.block_bytes;
+    options.ranges[kModel] = {{.begin = block + 5, .end = block + 6}};
+    options.ranges[kOptimizer] = {{.begin = block, .end = block + 1}};
+    if (rank != 1) options.ranges[kSmall] = {};
+    return options;
+  }
+
+  void ExpectWhatIsNeeded(Comm& comm, const SharedFiles& shared, bool in_place) {
+    const uint64_t block = files_[0].blocks.block_bytes;
+    const std::string& model = whole_[kModel];
+    const std::string& optimizer = whole_[kOptimizer];
+    const std::string found = *ReadFile(shared.PathOf(kModel));
+    ASSERT_EQ(found.size(), model.size());
+    EXPECT_EQ(found.substr(block, block), model.substr(block, block));
+    EXPECT_EQ(found.substr(0, 8), model.substr(0, 8)) << "the header";
+    if (!in_place || comm.rank() >= 2) {
+      EXPECT_EQ(found.substr(8, block - 8), std::string(block - 8, '\0'));
+    }
+    EXPECT_EQ(ReadFile(shared.PathOf(kOptimizer))->substr(block), optimizer.substr(block));
+    const uint64_t second = optimizer.size() - block, small = whole_[kSmall].size();
+    if (comm.rank() < 2) {
+      EXPECT_EQ(*ReadFile(shared.PathOf(kSmall)), whole_[kSmall]);
+      EXPECT_EQ(shared.bytes_read(), block);
+      EXPECT_EQ(shared.bytes_received(), second + small);
+    } else {
+      EXPECT_EQ(shared.bytes_read(), second);
+      EXPECT_EQ(shared.bytes_received(), block);
+    }
+  }
+
+  std::map<std::string, std::string> whole_;
+  std::vector<ManifestFile> files_;
+  FilesOnNodes nodes_ = {.leader_of = {0, 0, 2, 2},
+                         .holders = {{kModel, {0}}, {kOptimizer, {2}}, {kSmall, {2}}}};
+  std::map<std::string, std::string> headers_;
+  const std::string scratch_ = folder_.Path("scratch");
+};
+
+TEST_F(SharedFilesOnNodesTest, Nodes_GetTheBlocksThatTheyNeedAndLack) {
+  headers_[kModel] = whole_[kModel].substr(0, 8);
+  for (const bool in_place : {false, true}) {
+    RunRanks(4, [&](Comm& comm) {
+      SharedFiles::Options options = Needs(comm.rank());
+      options.in_place = in_place;
+      if (in_place) {
+        options.create = [](const char*) {
+          ADD_FAILURE() << "memory";
+          return -1;
+        };
+      }
+      const auto shared = SharedFiles::Read(comm, Disk(comm.rank()), files_, options);
+      ASSERT_TRUE(shared.ok()) << shared.status();
+      ExpectWhatIsNeeded(comm, **shared, in_place);
+    });
+    EXPECT_TRUE(ListDirectory(scratch_)->empty()) << "its files have no names";
+  }
+  EXPECT_EQ(ListDirectory(Disk(0))->size(), 1u);
+}
+
+TEST_F(SharedFilesOnNodesTest, RanksThatCannotShareMemory_GetEachWhatTheyNeed) {
+  headers_[kModel] = whole_[kModel].substr(0, 8);
+  std::atomic<int> failures = 0;
+  RunRanks(4, [&](Comm& comm) {
+    SharedFiles::Options options = Needs(comm.rank());
+    options.create = [&, rank = comm.rank()](const char* name) {
+      // The first file of the first rank of each node.
+      if (rank % 2 == 0 && failures < 2 && name == std::string(kModel)) {
+        ++failures;
+        errno = EMFILE;
+        return -1;
+      }
+      return memfd_create(name, MFD_CLOEXEC);
+    };
+    const auto shared = SharedFiles::Read(comm, Disk(comm.rank()), files_, options);
+    ASSERT_TRUE(shared.ok()) << shared.status();
+    const uint64_t block = files_[0].blocks.block_bytes;
+    EXPECT_EQ(ReadFile((*shared)->PathOf(kModel))->substr(block, block),
+              whole_[kModel].substr(block, block));
+    EXPECT_EQ(ReadFile((*shared)->PathOf(kOptimizer))->substr(block),
+              whole_[kOptimizer].substr(block));
+    if (comm.rank() == 1) {
+      EXPECT_EQ(*ReadFile((*shared)->PathOf(kSmall)), whole_[kSmall]);
+    }
+  });
+  EXPECT_EQ(failures, 2);
+}
+
+TEST_F(SharedFilesOnNodesTest, NoMemoryForWhatComes_IsTheSameErrorOnAllRanks) {
+  std::vector<std::string> errors(4);
+  RunRanks(4, [&](Comm& comm) {
+    SharedFiles::Options options = Needs(comm.rank());
+    if (comm.rank() == 2) {
+      options.create = [](const char* name) {
+        const int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+        if (name == std::string(kModel)) {
+          EXPECT_EQ(fcntl(fd, F_ADD_SEALS, F_SEAL_WRITE), 0);
+        }
+        return fd;
+      };
+    }
+    const auto shared = SharedFiles::Read(comm, Disk(comm.rank()), files_, options);
+    errors[comm.rank()] = std::string(shared.status().message());
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("no memory for "), HasSubstr(kModel))));
+  EXPECT_EQ(errors[0], errors[3]);
+}
+
+TEST_F(SharedFilesOnNodesTest, DamagedBlockOfAnotherNode_IsTheSameErrorOnAllRanks) {
+  std::string damaged = whole_[kModel];
+  damaged[9'000'000] ^= 1;
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(Disk(0), kModel), damaged).ok());
+  std::vector<std::string> errors(4);
+  RunRanks(4, [&](Comm& comm) {
+    const auto shared = SharedFiles::Read(comm, Disk(comm.rank()), files_, Needs(comm.rank()));
+    EXPECT_TRUE(absl::IsDataLoss(shared.status())) << shared.status();
+    errors[comm.rank()] = std::string(shared.status().message());
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("rank "), HasSubstr(JoinPath(Disk(0), kModel)),
+                                 HasSubstr("block 1 of 3"))));
+}
+
+TEST_F(SharedFilesOnNodesTest, RanksThatNameOtherFiles_AreRefusedOnAllRanks) {
+  RunRanks(4, [&](Comm& comm) {
+    std::vector<ManifestFile> files = files_;
+    if (comm.rank() == 3) files.pop_back();
+    const absl::Status status =
+        SharedFiles::Read(comm, Disk(comm.rank()), files, Needs(comm.rank())).status();
+    EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("rank 3 reads other files"));
+  });
 }
 
 TEST_F(SharedFilesTest, StateReader_TakesSharedFilesAndKeepsWritesOfOneRankToItself) {

@@ -114,8 +114,7 @@ absl::Status StagedSave::Publish(Comm& comm, Publication publication, const absl
   std::vector<ManifestFile> all;
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, written, mine, &all));
   MUSTER_RETURN_IF_ERROR(ProveTogether(comm, path_, mine));
-  ChainEnd previous;
-  if (comm.rank() == 0) previous = PreviousRecords(publication.path);
+  const ChainEnd previous = PreviousOnNodes(comm, publication.path);
   MUSTER_RETURN_IF_ERROR(PublishOnNodes(comm, publication, all));
   SealOnNodes(comm, publication, all, previous);
   if (comm.rank() == 0) CountUnrecorded(publication, all);
@@ -126,6 +125,32 @@ absl::Status StagedSave::Publish(Comm& comm, Publication publication, const absl
                     publication.options.keep_every, mu_, publication.options.disposal);
   if (!rotated.ok() && comm.rank() == 0) MUSTER_LOG(Warning) << rotated.message();
   return absl::OkStatus();
+}
+
+// Where the chain of the node ends that has the newest record, as far as the next one needs it: rank
+// 0's node may be one that has come since.
+ChainEnd StagedSave::PreviousOnNodes(Comm& comm, const std::string& path) const {
+  std::string mine;
+  // Without it the chain begins again.
+  (void)OnlyLeader(groups_, mu_, [&]() -> absl::Status {
+    const ChainEnd end = PreviousRecords(path);
+    if (end.last.has_value()) {
+      mine = Json({end.highest_id, end.last->id, end.last->sha256}).dump();
+    }
+    return absl::OkStatus();
+  });
+  ChainEnd newest;
+  for (const std::string& text : comm.AllGatherBytes(mine)) {
+    if (text.empty()) continue;
+    const Json end = Json::parse(text);
+    newest.highest_id = std::max(newest.highest_id, end[0].get<uint64_t>());
+    const uint64_t id = end[1];
+    if (newest.last.has_value() && id <= newest.last->id) continue;
+    newest.last.emplace();
+    newest.last->id = id;
+    newest.last->sha256 = end[2];
+  }
+  return newest;
 }
 
 void StagedSave::SealOnNodes(Comm& comm, const Publication& publication,

@@ -65,6 +65,7 @@ class StagedSave {
   // On several disks.
   absl::Status PublishOnNodes(Comm& comm, const Publication& publication,
                               std::vector<ManifestFile> files);
+  ChainEnd PreviousOnNodes(Comm& comm, const std::string& path) const;
   // After that: the same record on every disk. A node of which only a part is there under a
   // temporary name must not look sealed, so not before. The checkpoint is there without it, too.
   void SealOnNodes(Comm& comm, const Publication& publication,

@@ -17,12 +17,16 @@
 #include "c10/core/DeviceGuard.h"
 #include "worker/checkpoint/agreement.h"
 #include "worker/checkpoint/aligned_memory.h"
+#include "worker/checkpoint/block_transfers.h"
 #include "worker/checkpoint/device_copies.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/file_plans.h"
+#include "worker/checkpoint/node_exchange.h"
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/plan_pieces.h"
 #include "worker/checkpoint/publication.h"
+#include "worker/checkpoint/read_error.h"
+#include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/seal.h"
 #include "worker/checkpoint/sealing.h"
 #include "worker/checkpoint/shared_files.h"
@@ -238,12 +242,63 @@ absl::StatusOr<StateDict> StateReader::Read(absl::string_view name) const {
   if (in_memory()) return ParseStateDict(files_.at(file->name), JoinPath(dir_, name));
   const std::string path = JoinPath(dir_, name);
   const std::string shared = shared_ == nullptr ? "" : shared_->PathOf(name);
+  if (!shared.empty() && file->blocks.empty()) {
+    // A small file, of any kind.
+    absl::StatusOr<std::string> contents = ReadFile(shared);
+    if (!contents.ok()) return Renamed(contents.status(), shared, NameOfShared(path));
+    return ParseStateDict(*contents, path);
+  }
   if (!shared.empty()) {
-    absl::StatusOr<StateDict> mapped = MapStateDict(shared, in_place_ ? path : NameOfShared(path));
+    const bool in_place = in_place_ && IsHere(name);
+    absl::StatusOr<StateDict> mapped = MapStateDict(shared, in_place ? path : NameOfShared(path));
     // Not every file system maps files: then it takes memory all the same.
-    if (mapped.ok() || !in_place_) return mapped;
+    if (mapped.ok() || !in_place) return mapped;
+  }
+  if (!IsHere(name)) {
+    const auto fetched = fetched_.find(file->name);
+    if (fetched != fetched_.end()) return ParseStateDict(fetched->second, path);
+    return absl::InternalError(
+        absl::StrCat(path, ": is on the disk of another node, and was not fetched"));
   }
   return ReadStateDict(path, file->digest, file->blocks);
+}
+
+StateReader StateReader::InParts(int rank, std::string dir, Manifest manifest, FilesOnNodes nodes) {
+  StateReader reader(std::move(dir), std::move(manifest));
+  reader.rank_ = rank;
+  reader.nodes_ = std::make_shared<const FilesOnNodes>(std::move(nodes));
+  return reader;
+}
+
+bool StateReader::IsHere(absl::string_view name) const {
+  return !in_parts() || nodes_->Has(rank_, name);
+}
+
+bool StateReader::HasAnyHere() const { return !in_parts() || nodes_->HasAny(rank_); }
+
+absl::Status StateReader::FetchHeaders(Comm& comm, const std::vector<std::string>& names) {
+  headers_.clear();
+  if (!in_parts()) return absl::OkStatus();
+  std::vector<ManifestFile> files;
+  for (const std::string& name : names) {
+    const ManifestFile* const file = manifest_.Find(name);
+    if (file != nullptr && !file->blocks.empty()) files.push_back(*file);
+  }
+  MUSTER_ASSIGN_OR_RETURN(headers_, GatherHeaders(comm, dir_, files, *nodes_));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<SafetensorsHeader> StateReader::Header(absl::string_view name) const {
+  const std::string& header = headers_.at(std::string(name));
+  return ParseSafetensorsHeader(absl::string_view(header).substr(8),
+                                manifest_.Find(name)->digest.bytes - header.size(),
+                                JoinPath(dir_, name));
+}
+
+absl::Status StateReader::Fetch(Comm& comm, const std::vector<std::string>& names) {
+  if (!in_parts()) return absl::OkStatus();
+  MUSTER_ASSIGN_OR_RETURN(fetched_, GatherFiles(comm, dir_, manifest_, *nodes_, names));
+  return absl::OkStatus();
 }
 
 absl::Status StateReader::ReadTogether(Comm& comm, const std::vector<std::string>& names) {
@@ -257,14 +312,27 @@ absl::Status StateReader::ReadTogether(
   std::vector<ManifestFile> files;
   for (const std::string& name : names) {
     const ManifestFile* const file = manifest_.Find(name);
-    if (file != nullptr && !file->blocks.empty()) files.push_back(*file);
+    if (file != nullptr && (in_parts() || !file->blocks.empty())) files.push_back(*file);
+  }
+  // What is before the tensors is there already.
+  std::map<std::string, std::vector<FileRange>> wanted = ranges;
+  for (auto& [name, of_file] : wanted) {
+    const auto header = headers_.find(name);
+    if (header == headers_.end()) continue;
+    for (FileRange& range : of_file) {
+      range.begin = std::max<uint64_t>(range.begin, header->second.size());
+    }
+  }
+  SharedFiles::Options options{
+      .read = {.in_flight = ReadingThreads()}, .ranges = wanted, .in_place = in_place_};
+  if (in_parts()) {
+    options.nodes = nodes_.get();
+    options.headers = &headers_;
+    options.scratch = scratch_.empty() ? ParentPath(dir_) : scratch_;
   }
   // The memory of those before goes first.
   shared_.reset();
-  MUSTER_ASSIGN_OR_RETURN(shared_, SharedFiles::Read(comm, dir_, files,
-                                                     {.read = {.in_flight = ReadingThreads()},
-                                                      .ranges = ranges,
-                                                      .in_place = in_place_}));
+  MUSTER_ASSIGN_OR_RETURN(shared_, SharedFiles::Read(comm, dir_, files, options));
   return absl::OkStatus();
 }
 
@@ -274,6 +342,10 @@ std::string StateReader::PathOfShared(absl::string_view name) const {
 
 uint64_t StateReader::bytes_read_together() const {
   return shared_ == nullptr ? 0 : shared_->bytes_read();
+}
+
+uint64_t StateReader::bytes_received_together() const {
+  return shared_ == nullptr ? 0 : shared_->bytes_received();
 }
 
 absl::Status SaveCheckpoint(Comm& comm, const std::string& dir, const CheckpointInfo& info,

@@ -23,6 +23,8 @@ class CheckpointRegistrar;
 class FilePlans;
 class SharedFiles;
 struct FileRange;
+struct FilesOnNodes;
+struct SafetensorsHeader;
 class Snapshot;
 struct DirectFileWritten;
 struct NodeGroups;
@@ -103,6 +105,26 @@ class StateReader {
   static StateReader OfMemory(std::string name, Manifest manifest,
                               std::map<std::string, absl::string_view> files,
                               std::shared_ptr<const void> keep);
+  // Returns the reader of rank `rank` of a checkpoint of which its node has, in the folder `dir`,
+  // the files that `nodes` says. What its node lacks a rank can Read() once it has come from other
+  // nodes: by Fetch(), or by ReadTogether(). Nothing is added to folders.
+  static StateReader InParts(int rank, std::string dir, Manifest manifest, FilesOnNodes nodes);
+  bool in_parts() const { return nodes_ != nullptr; }
+  // Whether this rank's node has the file; any file.
+  bool IsHere(absl::string_view name) const;
+  bool HasAnyHere() const;
+
+  // Of a checkpoint in parts, collective; no more is done of others. Errors, the same on every
+  // rank: as GatherHeaders and GatherFiles.
+  // Gets the headers of those of these safetensors files that have digests of blocks, for Header()
+  // and ReadTogether(), in place of those before. The same files on every rank.
+  absl::Status FetchHeaders(Comm& comm, const std::vector<std::string>& names);
+  // Gets these files for this rank alone, each of which may name others, and may name what does not
+  // exist. For small files: several ranks of a host do not share the memory.
+  absl::Status Fetch(Comm& comm, const std::vector<std::string>& names);
+  // Of a file of the last FetchHeaders(). Errors: as ParseSafetensorsHeader.
+  absl::StatusOr<SafetensorsHeader> Header(absl::string_view name) const;
+
   bool in_memory() const { return keep_ != nullptr; }
   // The contents of a file of manifest() there.
   absl::string_view InMemory(absl::string_view name) const { return files_.at(std::string(name)); }
@@ -119,18 +141,24 @@ class StateReader {
   // Reads the large files among `names` together with the other ranks that need them, each rank a
   // share (see SharedFiles); Read() then takes them from there. Collective; call it before several
   // threads use the reader. `ranges`: for files of which this rank needs only a part, as in
-  // SharedFiles; the rest of what Read() returns is meaningless. Errors: the same on every rank, as
+  // SharedFiles; the rest of what Read() returns is meaningless. Of a checkpoint in parts, small
+  // files too, and all ranks name the same files. Errors: the same on every rank, as
   // SharedFiles::Read.
   absl::Status ReadTogether(Comm& comm, const std::vector<std::string>& names);
   absl::Status ReadTogether(Comm& comm, const std::vector<std::string>& names,
                             const std::map<std::string, std::vector<FileRange>>& ranges);
   // ReadTogether() then checks the files and leaves them where they are: Read() maps them, so that
-  // they take no memory that the kernel could not take back (SharedFiles::Options::in_place).
-  void UseInPlace() { in_place_ = true; }
+  // they take no memory that the kernel could not take back (SharedFiles::Options::in_place). What
+  // comes from other nodes goes into the folder `scratch`, without a name; "": beside dir().
+  void UseInPlace(const std::string& scratch = "") {
+    in_place_ = true;
+    scratch_ = scratch;
+  }
   // Where such a file is in shared memory (SharedFiles::PathOf); empty: it was not read together.
   std::string PathOfShared(absl::string_view name) const;
-  // Bytes of the last call's files that this rank's host read.
+  // Bytes of the last call's files that this rank's host read, and got from other nodes.
   uint64_t bytes_read_together() const;
+  uint64_t bytes_received_together() const;
 
   // Reads a file and checks its digest in the same pass. NOT_FOUND names the file and lists the
   // existing ones; DATA_LOSS if it is damaged.
@@ -144,8 +172,13 @@ class StateReader {
   Manifest manifest_;
   std::map<std::string, absl::string_view> files_;  // in memory
   std::shared_ptr<const void> keep_;
+  // Of one in parts.
+  std::shared_ptr<const FilesOnNodes> nodes_;
+  int rank_ = 0;
+  std::map<std::string, std::string> headers_, fetched_;  // by name
   std::shared_ptr<const SharedFiles> shared_;
   bool in_place_ = false;
+  std::string scratch_;
 };
 
 // Writes a checkpoint on all ranks together: every rank calls it with the same `dir` and `info`

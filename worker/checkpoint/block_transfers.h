@@ -1,0 +1,84 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_BLOCK_TRANSFERS_H_
+#define MUSTER_WORKER_CHECKPOINT_BLOCK_TRANSFERS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "worker/checkpoint/direct_file.h"
+#include "worker/checkpoint/manifest.h"
+
+namespace muster {
+
+// Which rank sends which blocks of a checkpoint's files to which other rank, where every node has
+// some of the files. Everything here is pure and thread-safe, and its results are the same on every
+// rank.
+
+// Which nodes have which files. A node goes by its leader (NodeGroups).
+struct FilesOnNodes {
+  // By rank: the leader of its node.
+  std::vector<int> leader_of;
+  // By file: the leaders of the nodes that have it, ascending; at least one.
+  std::map<std::string, std::vector<int>, std::less<>> holders;
+
+  // Whether the node of `rank` has the file.
+  bool Has(int rank, absl::string_view file) const;
+  // Whether it has any.
+  bool HasAny(int rank) const;
+};
+
+// The blocks of a file: those of its digests, or the whole file, if it has none.
+uint64_t CountBlocks(const ManifestFile& file);
+FileRange RangeOfBlock(const ManifestFile& file, uint64_t block);
+// DATA_LOSS, with `path`, if `bytes` are not those of the block.
+absl::Status CheckBlockOf(const ManifestFile& file, uint64_t block, absl::string_view bytes,
+                          absl::string_view path);
+
+// Blocks of several files, in the order of the files.
+class BlockSet {
+ public:
+  explicit BlockSet(const std::vector<ManifestFile>& files);
+  // From text(). Another length counts as empty.
+  BlockSet(const std::vector<ManifestFile>& files, const std::string& text);
+
+  bool Has(size_t file, uint64_t block) const;
+  void Add(size_t file, uint64_t block);
+  // The blocks that `range` touches, as far as there are such.
+  void AddRange(const std::vector<ManifestFile>& files, size_t file, const FileRange& range);
+  void AddAll(const BlockSet& other);
+  // A bit for each block.
+  const std::string& text() const { return bits_; }
+
+ private:
+  std::vector<uint64_t> first_;  // by file: its first block among those of all files
+  std::string bits_;
+};
+
+struct BlockTransfer {
+  size_t file = 0;  // its number
+  uint64_t block = 0;
+  int from = 0, to = 0;  // ranks
+  int round = 0;         // from 0
+};
+
+// What a rank sends, and receives, in a round, unless a single block is larger.
+inline constexpr uint64_t kRoundBytes = uint64_t{16} << 20;
+
+// What brings the blocks that ranks need to the nodes that lack the files. Of the ranks with the
+// same host_of[rank], the lowest of those that share memory, each gets a share of the blocks that
+// one of them needs, each block once. `needed`: BlockSet::text() of each rank. All ranks of a node
+// that has a file send, each others of its blocks; where several nodes have it, they take turns.
+// Ascending by round; in each, no rank sends or receives more than `round_bytes`.
+std::vector<BlockTransfer> PlanTransfers(const std::vector<ManifestFile>& files,
+                                         const FilesOnNodes& nodes, const std::vector<int>& host_of,
+                                         const std::vector<std::string>& needed,
+                                         uint64_t round_bytes = kRoundBytes);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_BLOCK_TRANSFERS_H_

@@ -1,0 +1,64 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_NODE_EXCHANGE_H_
+#define MUSTER_WORKER_CHECKPOINT_NODE_EXCHANGE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "worker/checkpoint/block_transfers.h"
+#include "worker/checkpoint/direct_file.h"
+#include "worker/checkpoint/manifest.h"
+#include "worker/collective/comm.h"
+
+namespace muster {
+
+// How ranks get what their nodes lack of a checkpoint's files from ranks whose nodes have them.
+// Every function is collective and throws where the ranks cannot reach one another. `dir` is where
+// this rank's node has its files. What comes is checked against the manifest. Errors, unless
+// something else is said, are the same on every rank and name the rank: those of reading, and of
+// what a node that should have a file does not find; UNAVAILABLE for what arrives as something else
+// than the manifest says, which those who read all of it can explain.
+
+// `root` sends so many bytes, in pieces of 8 MiB, which `read` puts there, in order; `take` gets
+// them on every rank. An error of `read`, which is UNKNOWN then, ends it.
+absl::Status BroadcastPieces(Comm& comm, int root, uint64_t bytes,
+                             absl::FunctionRef<absl::Status(char* to, size_t size)> read,
+                             absl::FunctionRef<void(absl::string_view piece)> take);
+
+// By name, the contents of those of `wanted` that this rank's node lacks. Each rank has to have
+// memory for what it wants, and for the largest file.
+absl::StatusOr<std::map<std::string, std::string>> GatherFiles(
+    Comm& comm, const std::string& dir, const Manifest& manifest, const FilesOnNodes& nodes,
+    const std::vector<std::string>& wanted);
+
+// By name, what is before the tensors of safetensors files with block digests, read with whole
+// blocks where the file is. `files`: the same on every rank.
+absl::StatusOr<std::map<std::string, std::string>> GatherHeaders(
+    Comm& comm, const std::string& dir, const std::vector<ManifestFile>& files,
+    const FilesOnNodes& nodes);
+
+// The ranks as PlanTransfers() knows them.
+struct BlockNeeds {
+  std::vector<int> host_of;
+  std::vector<std::string> needed;
+};
+
+// Blocks go where PlanTransfers() says, all ranks sending and receiving at the same time, in rounds
+// of kRoundBytes. `take` gets the blocks that come to this rank. An error of this rank goes to
+// `mine`, after which it takes nothing and the ranks that wait for its blocks get none: the caller
+// tells the others. Returns the bytes that come to this rank's host. Errors: no memory.
+absl::StatusOr<uint64_t> MoveBlocks(
+    Comm& comm, const std::string& dir, const std::vector<ManifestFile>& files,
+    const FilesOnNodes& nodes, const BlockNeeds& needs, const DirectFileOptions& options,
+    absl::FunctionRef<absl::Status(size_t file, uint64_t offset, absl::string_view block)> take,
+    absl::Status* mine);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_NODE_EXCHANGE_H_
