@@ -227,9 +227,11 @@ TEST(NodeParts, OffloadedStates_GoThroughFilesWithoutNames) {
   const Nodes nodes{.name = "offload"};
   AcceleratorOptions options = Sharded();
   Train(nodes, options, 0, 2);
+  const std::vector<std::string> before = Listed(nodes.Checkpoint(0, 0));
   options.sharding->offload_optimizer = Offload::kDisk;
   options.sharding->offload_optimizer_path = TestDir("offload-states");
   ExpectEqual(Train(nodes, options, 2, 4), whole);
+  EXPECT_EQ(Listed(nodes.Checkpoint(0, 0)), before);
   for (const std::string& name : Listed(nodes.Disk(0) + "/checkpoints")) {
     EXPECT_EQ(name.rfind("checkpoint_", 0), 0u) << name;
   }

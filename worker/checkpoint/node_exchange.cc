@@ -204,7 +204,8 @@ class Mover {
     return ForEach(blocks.size(), {.threads = options_.in_flight}, [&](uint64_t i) {
       const auto& [block, to] = blocks[i];
       const ManifestFile& file = files_[block.first];
-      const absl::Status read = ReadBlock(dir_, file, block.second, to[0], options_);
+      const absl::Status read =
+          GuardRank([&] { return ReadBlock(dir_, file, block.second, to[0], options_); });
       const FileRange range = RangeOfBlock(file, block.second);
       for (size_t k = 1; read.ok() && k < to.size(); ++k) {
         std::memcpy(to[k], to[0], range.end - range.begin);

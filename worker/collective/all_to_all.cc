@@ -23,11 +23,13 @@ void CheckBytes(const at::Tensor& tensor, int64_t bytes, const char* what) {
 // One backend call for all of it.
 void ThroughGroup(Comm& comm, c10d::ProcessGroup& group, at::Tensor sent, std::vector<int64_t> to,
                   at::Tensor received, std::vector<int64_t> from) {
-  // What bypasses the Comm is shown by its caller.
-  std::optional<CollectiveOnBoard> on_board;
-  if (comm.board() != nullptr) on_board.emplace(*comm.board(), "AllToAll", sent.numel(), "Byte");
   std::string why = "the operation was aborted";
   try {
+    // What follows bypasses the Comm: after all that was submitted to it, and once all ranks are
+    // known to have called this.
+    comm.Barrier();
+    std::optional<CollectiveOnBoard> on_board;
+    if (comm.board() != nullptr) on_board.emplace(*comm.board(), "AllToAll", sent.numel(), "Byte");
     c10d::AllToAllOptions options;
     options.asyncOp = false;
     if (group.getBackend(c10::DeviceType::CPU)
