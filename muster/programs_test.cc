@@ -1600,6 +1600,59 @@ TEST(Closure, Lbfgs_FindsTheMinimumOnAllRanksAlike) {
   }
 }
 
+// Each rank evaluates as often as its own gradients ask for, and waits for nobody.
+TEST(Closure, LbfgsInLocalSgd_EvaluatesApart) {
+  RunAccelerators(2, {}, [](Accelerator& a) {
+    torch::nn::Linear net(torch::nn::LinearOptions(2, 1).bias(false));
+    torch::optim::LBFGS lbfgs(net->parameters(), torch::optim::LBFGSOptions(1).max_iter(20));
+    auto [model, optimizer] = a.prepare(net, lbfgs);
+    // Rank 0 is where it wants to be, and rank 1 is far from it.
+    const at::Tensor x = at::eye(2);
+    const at::Tensor y = a.is_main_process() ? net->weight.detach().t().clone()
+                                             : at::tensor({30.0f, -20.0f}).unsqueeze(1);
+    int evaluations = 0;
+    {
+      LocalSGD local(a, model, 2);
+      const at::Tensor loss = optimizer.step([&, m = model, o = optimizer]() mutable {
+        ++evaluations;
+        o.zero_grad();
+        at::Tensor its = (m(x) - y).square().mean();
+        a.backward(its);
+        return its;
+      });
+      // Its own, and not the mean.
+      EXPECT_EQ(loss.item<double>() == 0, a.is_main_process());
+    }
+    if (a.is_main_process()) {
+      EXPECT_EQ(evaluations, 1);
+    } else {
+      EXPECT_GT(evaluations, 1);
+    }
+    const at::Tensor all = a.gather(net->weight.detach());
+    EXPECT_TRUE(at::equal(all[0], all[1]));
+  });
+}
+
+TEST(Closure, InTheScopeOfAnAverage_IsRefused) {
+  RunAccelerators(1, {}, [](Accelerator& a) {
+    torch::nn::Linear net(torch::nn::LinearOptions(2, 1));
+    FusedSGD sgd(net->parameters(), {.lr = 0.5});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    Ema ema(a, model);
+    const at::Tensor before = net->weight.detach().clone();
+    {
+      auto averaged = ema.apply();
+      EXPECT_THROW(optimizer.step([&, m = model]() mutable {
+        at::Tensor loss = m(at::ones({1, 2})).sum();
+        a.backward(loss);
+        return loss;
+      }),
+                   c10::Error);
+    }
+    EXPECT_TRUE(at::equal(net->weight, before));
+  });
+}
+
 // --- main() ---
 
 // Codes are for programs; an exception has none, and INTERNAL would blame Muster.

@@ -253,6 +253,23 @@ TEST(Ranks, LocalSgdUnderFp16ThatEndsInAWindow_KeepsItsGradientsInTheScaleOfAll)
   });
 }
 
+// A loss scale of 0 multiplies every gradient away: no step would ever follow, in silence.
+TEST(Ranks, GradientsThatAreNeverFiniteUnderFp16_AreAnErrorWhenTheLossScaleIsZero) {
+  AcceleratorOptions options;
+  options.mixed_precision = "fp16";
+  options.grad_scaler.init_scale = 4e-45;
+  const auto errors = ErrorsOf(2, options, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    for (int i = 0; i < 4; ++i) {
+      TrainOn(std::numeric_limits<double>::infinity(), a, model, optimizer);
+      EXPECT_TRUE(a.optimizer_step_was_skipped());
+    }
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("infinite or NaN at every loss scale of fp16")));
+}
+
 // A rank that has run out of batches would keep the average that it has.
 TEST(JoinUnevenInputs, AverageOfWeights_IsRefused) {
   const auto errors = ErrorsOf(2, {}, [](Accelerator& a) {

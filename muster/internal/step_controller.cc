@@ -932,6 +932,12 @@ void StepController::CheckForwards(const OptimizerSlot& slot) const {
 void StepController::UpdateScale() {
   scaler_->Update();
   for (const auto& optimizer : registry_.optimizers()) optimizer->stepped_at_scale_ = false;
+  // To read the scale waits for a GPU, and so has the answer that a step was skipped.
+  TORCH_CHECK(!optimizer_step_was_skipped() || scaler_->scale() > 0,
+              "the gradients were infinite or NaN at every loss scale of fp16, which has come down "
+              "to 0, so that no further optimizer.step() would take effect: look for NaN or "
+              "infinity in the loss or in the batches, go back to a checkpoint from before by "
+              "load_state(), or train in bf16");
 }
 
 namespace {
@@ -1194,13 +1200,20 @@ void StepController::LeaveOutStep() {
   left_out_at_ = at;
 }
 
+namespace {
+
+void CheckNotAveraged(const StepController& steps) {
+  TORCH_CHECK(!steps.averaged(),
+              "optimizer.step() inside ema.apply(), where the model's weights are the average: "
+              "step before or after that scope");
+}
+
+}  // namespace
+
 void StepController::Step(OptimizerSlot& slot) {
   if (!sync_gradients()) return LeaveOutStep();
   CheckRemembered(slot);
-  TORCH_CHECK(
-      averaged_depth_ == 0,
-      "optimizer.step() inside ema.apply(), where the model's weights are the average: step "
-      "before or after that scope");
+  CheckNotAveraged(*this);
   TORCH_CHECK(
       !slot.handle_->needs_closure(),
       "this optimizer evaluates the loss several times in a step (LBFGS): call "
@@ -1416,6 +1429,7 @@ void StepController::CheckScheduled(const OptimizerSlot& slot) const {
 at::Tensor StepController::StepWithClosure(OptimizerSlot& slot,
                                            const std::function<at::Tensor()>& closure) {
   TORCH_CHECK(closure != nullptr, "step(closure) got an empty function");
+  CheckNotAveraged(*this);
   TORCH_CHECK(updates_ == nullptr,
               "step(closure) with options.sharding.optimizer_in_backward: the closure's backward "
               "pass would update the parameters itself. Call backward() and step(), or leave the "
@@ -1474,6 +1488,8 @@ at::Tensor StepController::StepWithClosure(OptimizerSlot& slot,
     FinishGradients(&slot);
     ClipInStep(slot);
     evaluated = true;
+    // Apart, gradients differ too, and with them how often an optimizer evaluates.
+    if (local_depth_ > 0) return loss.detach();
     // What the optimizer decides by it, all processes must decide alike.
     return process_.MeanOfAll(loss.detach());
   };

@@ -77,6 +77,8 @@ class OneCycle : public LrSchedule {
   std::vector<Phase> phases_;
 
   std::pair<Phase, double> At(int64_t step) const {
+    // Beyond its end a line would go on, to rates below 0.
+    step = std::min(step, o_.total_steps - 1);
     double start = 0;
     for (size_t i = 0; i < phases_.size(); ++i) {
       if (D(step) <= phases_[i].end_step || i + 1 == phases_.size()) {
@@ -129,6 +131,13 @@ class Chain : public LrSchedule {
     double lr = base_lr;
     for (const LrSchedulePtr& part : parts_) lr = part->Lr(step, lr);
     return lr;
+  }
+  std::optional<double> Momentum(int64_t step) const override {
+    std::optional<double> momentum;
+    for (const LrSchedulePtr& part : parts_) {
+      if (const auto own = part->Momentum(step)) momentum = own;
+    }
+    return momentum;
   }
   std::optional<int64_t> last_step() const override {
     std::optional<int64_t> last;
@@ -327,16 +336,25 @@ LrScheduler::LrScheduler(LrTarget& target, std::vector<LrSchedulePtr> schedules)
   for (int64_t g = 0; g < target_.num_groups(); ++g) {
     TORCH_CHECK(schedules_[g] != nullptr, "the schedule of parameter group ", g, " is null");
     base_lrs_.push_back(target_.lr(g));
+    TORCH_CHECK(!schedules_[g]->Momentum(0).has_value() || target_.momentum(g).has_value(),
+                "the schedule of parameter group ", g,
+                " cycles the momentum (OneCycleLR does by default), and the optimizer has neither "
+                "momentum nor betas: set cycle_momentum to false");
   }
   Apply();
+}
+
+int64_t LrScheduler::StepOf(int64_t group) const {
+  return std::min(step_, schedules_[group]->last_step().value_or(step_));
 }
 
 void LrScheduler::Apply() {
   set_lrs_.resize(base_lrs_.size());
   for (int64_t g = 0; g < static_cast<int64_t>(base_lrs_.size()); ++g) {
-    target_.set_lr(g, schedules_[g]->Lr(step_, base_lrs_[g]));
+    const int64_t step = StepOf(g);
+    target_.set_lr(g, schedules_[g]->Lr(step, base_lrs_[g]));
     set_lrs_[g] = target_.lr(g);
-    if (const auto momentum = schedules_[g]->Momentum(step_)) target_.set_momentum(g, *momentum);
+    if (const auto momentum = schedules_[g]->Momentum(step)) target_.set_momentum(g, *momentum);
   }
 }
 
@@ -368,7 +386,7 @@ void LrScheduler::Rebase() {
   for (int64_t g = 0; g < static_cast<int64_t>(base_lrs_.size()); ++g) {
     const double lr = target_.lr(g);
     if (lr == set_lrs_[g]) continue;
-    if (const auto base = BaseFor(*schedules_[g], step_, lr, base_lrs_[g])) {
+    if (const auto base = BaseFor(*schedules_[g], StepOf(g), lr, base_lrs_[g])) {
       base_lrs_[g] = *base;
     } else if (!warned_) {
       warned_ = true;
@@ -382,10 +400,12 @@ void LrScheduler::Rebase() {
 }
 
 bool LrScheduler::Step() {
-  for (const LrSchedulePtr& schedule : schedules_) {
-    const auto last = schedule->last_step();
-    if (last.has_value() && step_ >= *last) return false;
-  }
+  const bool ended = !schedules_.empty() && std::all_of(schedules_.begin(), schedules_.end(),
+                                                        [this](const LrSchedulePtr& schedule) {
+                                                          const auto last = schedule->last_step();
+                                                          return last.has_value() && step_ >= *last;
+                                                        });
+  if (ended) return false;
   Rebase();
   ++step_;
   Apply();
@@ -400,12 +420,16 @@ std::vector<double> LrScheduler::last_lr() const {
 
 PlainState LrScheduler::SaveState() const {
   // Groups that were added since the last step have no base rate yet: that of a step from here.
-  std::vector<double> base_lrs = base_lrs_;
+  std::vector<double> base_lrs = base_lrs_, scheduled = set_lrs_;
   for (int64_t g = static_cast<int64_t>(base_lrs.size()); g < target_.num_groups(); ++g) {
     const double lr = target_.lr(g);
     base_lrs.push_back(BaseFor(*schedules_.front(), step_, lr, lr).value_or(lr));
+    scheduled.push_back(schedules_.front()->Lr(step_, base_lrs.back()));
   }
-  return {{"step", {D(step_)}}, {"base_lrs", std::move(base_lrs)}, {"last_lr", last_lr()}};
+  return {{"step", {D(step_)}},
+          {"base_lrs", std::move(base_lrs)},
+          {"last_lr", last_lr()},
+          {"scheduled_lr", std::move(scheduled)}};
 }
 
 void LrScheduler::CheckState(const PlainState& state) const {
@@ -414,6 +438,7 @@ void LrScheduler::CheckState(const PlainState& state) const {
   const double step = Row(state, "step", 1)[0];
   Row(state, "base_lrs", groups);
   Row(state, "last_lr", groups);
+  if (state.count("scheduled_lr") > 0) Row(state, "scheduled_lr", groups);
   TORCH_CHECK(step >= 0, "scheduler state 'step' is negative: ", step);
 }
 
@@ -424,9 +449,14 @@ void LrScheduler::LoadState(const PlainState& state) {
   step_ = static_cast<int64_t>(state.at("step")[0]);
   base_lrs_ = state.at("base_lrs");
   Apply();
-  // The saved rates win over the schedule's: rates changed by hand are restored, and the next step
-  // continues from them, as in an uninterrupted run.
-  for (size_t g = 0; g < last_lr.size(); ++g) target_.set_lr(static_cast<int64_t>(g), last_lr[g]);
+  // Rates changed by hand win over the schedule's, and the next step continues from them, as in an
+  // uninterrupted run. Those that the schedule of the saved run had set are this one's: it may be
+  // longer, say. Older states do not tell them apart.
+  const auto scheduled = state.find("scheduled_lr");
+  for (size_t g = 0; g < last_lr.size(); ++g) {
+    if (scheduled != state.end() && scheduled->second[g] == last_lr[g]) continue;
+    target_.set_lr(static_cast<int64_t>(g), last_lr[g]);
+  }
 }
 
 namespace {

@@ -19,7 +19,8 @@ class LrTarget {
   virtual int64_t num_groups() const = 0;
   virtual double lr(int64_t group) const = 0;
   virtual void set_lr(int64_t group, double lr) = 0;
-  // SGD's momentum or Adam's first beta; nothing if the optimizer has neither. For OneCycleLR.
+  // SGD's momentum or Adam's first beta; nothing if the optimizer has neither. For OneCycleLR,
+  // whose scheduler refuses such an optimizer unless cycle_momentum is off.
   virtual std::optional<double> momentum(int64_t /*group*/) const { return std::nullopt; }
   virtual void set_momentum(int64_t /*group*/, double /*momentum*/) {}
 };
@@ -73,7 +74,7 @@ LrSchedulePtr CosineAnnealingLR(int64_t t_max, double eta_min = 0);
 LrSchedulePtr CosineAnnealingWarmRestarts(int64_t t_0, int64_t t_mult = 1, double eta_min = 0);
 
 // One cycle up to max_lr and down again. It ignores the base rate. Its last step is total_steps
-// - 1.
+// - 1, whose rate and momentum later ones keep.
 struct OneCycleOptions {
   double max_lr = 0;
   int64_t total_steps = 0;
@@ -122,6 +123,11 @@ class Scheduler {
 // rates, the first step of a warm-up has rate 0 for any base rate, and near that step a
 // proportional base rate would make later rates explode.
 //
+// A state that is loaded sets the step and the base rates; the rates are those that this schedule
+// has there, which need not be the one of the saved run, but for rates that were set by hand.
+//
+// Of several schedules, one that has ended stays at its last rate while others go on.
+//
 // A parameter group that is added to the target later follows the schedule of the others, starting
 // from its own rate; if each group has its own schedule, the next Step() refuses it.
 class LrScheduler : public Scheduler {
@@ -147,6 +153,8 @@ class LrScheduler : public Scheduler {
   int64_t step_ = 0;
   bool warned_ = false;
 
+  // The step of a group's schedule: one that has ended stays at its last.
+  int64_t StepOf(int64_t group) const;
   void Apply();
   // Base rates for rates set by hand and for groups added since the last step.
   void Rebase();

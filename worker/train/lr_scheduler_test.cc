@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -22,10 +23,11 @@ class FakeTarget : public LrTarget {
   std::optional<double> momentum(int64_t) const override { return momentum_; }
   void set_momentum(int64_t, double momentum) override { momentum_ = momentum; }
   void AddGroup(double lr) { lrs_.push_back(lr); }
+  void HaveNoMomentum() { momentum_.reset(); }
 
  private:
   std::vector<double> lrs_;
-  double momentum_ = 0.5;
+  std::optional<double> momentum_ = 0.5;
 };
 
 // The rates torch's recursive form gives: lr(s) = next(s, lr(s-1)).
@@ -113,6 +115,24 @@ TEST(LrSchedule, OneCycle_GivesTorchsNumbers) {
   EXPECT_NEAR(linear->Lr(10, 1), 0.008 / 1e4, 1e-12);
 }
 
+TEST(LrSchedule, OneCycleBeyondItsEnd_StaysAtItsLastRate) {
+  for (const bool cosine : {true, false}) {
+    const LrSchedulePtr cycle = OneCycleLR({.max_lr = 0.2, .total_steps = 10, .cosine = cosine});
+    const LrSchedulePtr sequence = SequentialLR({cycle, StepLR(1)}, {20});
+    for (const int64_t s : {10, 13, 19}) {
+      EXPECT_EQ(sequence->Lr(s, 1), cycle->Lr(9, 1)) << s;
+      EXPECT_EQ(*sequence->Momentum(s), *cycle->Momentum(9)) << s;
+    }
+  }
+}
+
+TEST(LrSchedule, ChainWithOneCycle_MovesTheMomentum) {
+  const LrSchedulePtr cycle = OneCycleLR({.max_lr = 0.2, .total_steps = 10});
+  const LrSchedulePtr chain = ChainedLR({ConstantLR(0.5, 3), cycle, StepLR(100)});
+  for (int64_t s = 0; s < 10; ++s) EXPECT_EQ(chain->Momentum(s), cycle->Momentum(s)) << s;
+  EXPECT_EQ(ChainedLR({StepLR(1), StepLR(2)})->Momentum(3), std::nullopt);
+}
+
 TEST(LrSchedule, SequentialAndChained_Compose) {
   const LrSchedulePtr sequence = SequentialLR({ConstantLR(0.1, 100), ExponentialLR(0.5)}, {3});
   EXPECT_NEAR(sequence->Lr(2, 1.0), 0.1, 1e-12);
@@ -144,6 +164,75 @@ TEST(LrScheduler, OneCycle_StopsAtItsLastStepAndMovesMomentum) {
   EXPECT_FALSE(scheduler.Step());
   EXPECT_EQ(target.lr(0), end);
   EXPECT_EQ(scheduler.step_count(), 3);
+}
+
+TEST(LrScheduler, OneOfSeveralThatHasEnded_StopsNoOther) {
+  const LrSchedulePtr cycle = OneCycleLR({.max_lr = 0.2, .total_steps = 3});
+  FakeTarget target({1.0, 1.0});
+  LrScheduler scheduler(target, std::vector<LrSchedulePtr>{cycle, ExponentialLR(0.5)});
+  for (int i = 0; i < 6; ++i) EXPECT_TRUE(scheduler.Step());
+  EXPECT_EQ(scheduler.last_lr(), (std::vector<double>{cycle->Lr(2, 1.0), 1.0 / 64}));
+
+  FakeTarget both({1.0, 1.0});
+  LrScheduler ends(
+      both, std::vector<LrSchedulePtr>{cycle, OneCycleLR({.max_lr = 0.2, .total_steps = 4})});
+  for (int i = 0; i < 3; ++i) EXPECT_TRUE(ends.Step());
+  EXPECT_FALSE(ends.Step());
+  EXPECT_EQ(ends.step_count(), 3);
+}
+
+// As in torch: the momentum would stay what it is in silence.
+TEST(LrScheduler, OneCycleOfAnOptimizerWithoutMomentum_IsRefusedUnlessItLeavesMomentumAlone) {
+  FakeTarget target({0.1});
+  target.HaveNoMomentum();
+  OneCycleOptions options{.max_lr = 0.2, .total_steps = 4};
+  try {
+    LrScheduler scheduler(target, OneCycleLR(options));
+    ADD_FAILURE() << "not refused";
+  } catch (const c10::Error& error) {
+    EXPECT_NE(std::string(error.what()).find("set cycle_momentum to false"), std::string::npos);
+  }
+  EXPECT_EQ(target.lr(0), 0.1);
+  options.cycle_momentum = false;
+  LrScheduler scheduler(target, OneCycleLR(options));
+  EXPECT_TRUE(scheduler.Step());
+}
+
+// A run is made longer: what the shorter schedule had set was not set by hand.
+TEST(LrScheduler, StateOfAnotherSchedule_ContinuesWithTheRatesOfThisOne) {
+  FakeTarget a({0.3}), b({7});
+  LrScheduler shorter(a, LinearWithWarmup(0, 10)), longer(b, LinearWithWarmup(0, 20));
+  for (int i = 0; i < 5; ++i) shorter.Step();
+  longer.LoadState(shorter.SaveState());
+  for (int s = 5; s < 12; ++s) {
+    EXPECT_NEAR(b.lr(0), 0.3 * (1 - s / 20.0), 1e-15) << s;
+    longer.Step();
+  }
+
+  // By hand it was.
+  a.set_lr(0, 0.06);
+  longer.LoadState(shorter.SaveState());
+  EXPECT_EQ(b.lr(0), 0.06);
+  longer.Step();
+  EXPECT_NEAR(b.lr(0), 0.06 * 14 / 15, 1e-15);
+
+  // Older states do not tell, and are taken as set by hand.
+  PlainState old = shorter.SaveState();
+  old.erase("scheduled_lr");
+  longer.LoadState(old);
+  EXPECT_EQ(b.lr(0), 0.06);
+}
+
+TEST(LrScheduler, StateFromBeyondTheEndOfThisSchedule_IsAtItsLastStep) {
+  FakeTarget a({1.0}), b({1.0});
+  LrScheduler longer(a, OneCycleLR({.max_lr = 0.2, .total_steps = 100, .cosine = false}));
+  const LrSchedulePtr cycle = OneCycleLR({.max_lr = 0.2, .total_steps = 10, .cosine = false});
+  LrScheduler shorter(b, cycle);
+  for (int i = 0; i < 50; ++i) longer.Step();
+  shorter.LoadState(longer.SaveState());
+  EXPECT_EQ(b.lr(0), cycle->Lr(9, 1.0));
+  EXPECT_EQ(b.momentum(0), cycle->Momentum(9));
+  EXPECT_FALSE(shorter.Step());
 }
 
 TEST(LrScheduler, SaveAndLoad_ContinuesExactly) {

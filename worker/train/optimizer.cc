@@ -69,6 +69,9 @@ void Check(const SGDOptions& o) {
 }
 void Check(const AdagradOptions& o) {
   TORCH_CHECK(o.lr_decay >= 0, "lr_decay must not be negative, got ", o.lr_decay);
+  TORCH_CHECK(o.initial_accumulator_value >= 0,
+              "initial_accumulator_value must not be negative, got ", o.initial_accumulator_value);
+  TORCH_CHECK(o.eps >= 0, "eps must not be negative, got ", o.eps);
 }
 
 template <typename Options>
@@ -319,8 +322,10 @@ void FusedOptimizer::StepRange(int64_t group, size_t first, size_t last, const S
     if (!SameLayout(grad, target)) grad = at::empty_like(target).copy_(grad);
 
     ParamState& state = state_[i];
-    Chunk& chunk = FindChunk(&chunks, param, !state.exists, IsSmall(param), last - i, slot_count,
-                             counts_steps());
+    // Or the first with a momentum, which may come later.
+    const bool fresh = !state.exists || (slot_count > 0 && !HasSlots(i));
+    Chunk& chunk =
+        FindChunk(&chunks, param, fresh, IsSmall(param), last - i, slot_count, counts_steps());
     if (counts_steps()) {
       if (!state.step.defined()) {
         state.step =
@@ -451,6 +456,17 @@ void FusedOptimizer::ReplaceParameters(
   ExchangeParameters(std::move(replaced));
 }
 
+bool FusedOptimizer::HasSlots(size_t i) const {
+  if (offloaded_ != nullptr && offloaded_->Has(i)) return offloaded_->IsFilled(i);
+  return state_[i].slots[0].defined();
+}
+
+std::vector<size_t> FusedOptimizer::GroupSizes() const {
+  std::vector<size_t> sizes;
+  for (const auto& [begin, end] : groups_) sizes.push_back(end - begin);
+  return sizes;
+}
+
 std::string FusedOptimizer::CannotSave() const {
   if (offloaded_ == nullptr || offloaded_->failed().ok()) return "";
   return std::string(offloaded_->failed().message());
@@ -459,6 +475,7 @@ std::string FusedOptimizer::CannotSave() const {
 OptimizerState FusedOptimizer::SaveState() const {
   if (offloaded_ != nullptr) ThrowIfError(offloaded_->failed());
   OptimizerState saved;
+  PutGroupSizes(GroupSizes(), &saved.groups);
   OffloadedState::Maps maps;
   for (int64_t g = 0; g < num_groups(); ++g) {
     const auto [begin, end] = groups_[g];
@@ -485,7 +502,7 @@ OptimizerState FusedOptimizer::SaveState() const {
 
 std::vector<std::map<std::string, at::Tensor>> FusedOptimizer::CheckedSlots(
     const OptimizerState& state) const {
-  CheckGroupCount(state.groups, num_groups());
+  CheckGroupSizes(state.groups, GroupSizes());
   for (int64_t g = 0; g < num_groups(); ++g) CheckGroup(state.groups, g);
   std::vector<std::string> known;
   if (counts_steps()) known.push_back("step");

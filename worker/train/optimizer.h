@@ -101,7 +101,7 @@ class FusedOptimizer : public OptimizerHandle {
   };
   // The input of one kernel call: similar parameters of one group.
   struct Lists {
-    bool fresh = false;  // this is the first step of all of them
+    bool fresh = false;  // this is the first step of all of them, or the first with state
     at::TensorList params, grads, steps;
     std::array<at::TensorList, kMaxSlots> slots;
   };
@@ -109,7 +109,7 @@ class FusedOptimizer : public OptimizerHandle {
  protected:
   // Parameters of one group, device, dtype, age and size class, with their gradients and state.
   struct Chunk {
-    bool fresh = false;  // this is the first step of all of them
+    bool fresh = false;  // as in Lists
     bool small = false;
     std::vector<size_t> indices;  // in parameters()
     std::vector<at::Tensor> params, grads, steps;
@@ -143,6 +143,9 @@ class FusedOptimizer : public OptimizerHandle {
   // Holds the slots of all states if they are offloaded; null otherwise. Copies share it.
   std::shared_ptr<OffloadedState> offloaded_;
   bool offloads_by_memory_ = false;
+  std::vector<size_t> GroupSizes() const;
+  // Whether a parameter has had a step with state tensors.
+  bool HasSlots(size_t i) const;
   // The parameters that StepOnly() updates, by number; empty: all.
   std::vector<bool> only_;
   bool Steps(size_t i) const { return only_.empty() || only_[i]; }

@@ -184,7 +184,14 @@ std::vector<std::map<std::string, at::Tensor>> OptimizerHandle::Slots(
 
 void ForgetCastWeights() { NoteWeightChange(); }
 
-void CheckGroupCount(const PlainState& groups, int64_t size) {
+void PutGroupSizes(const std::vector<size_t>& sizes, PlainState* groups) {
+  for (size_t g = 0; g < sizes.size(); ++g) {
+    (*groups)[std::to_string(g) + ".params"] = {static_cast<double>(sizes[g])};
+  }
+}
+
+void CheckGroupSizes(const PlainState& groups, const std::vector<size_t>& sizes) {
+  const auto size = static_cast<int64_t>(sizes.size());
   int64_t saved = 0;
   for (const auto& [name, row] : groups) {
     saved = std::max<int64_t>(saved, std::strtoll(name.c_str(), nullptr, 10) + 1);
@@ -192,6 +199,16 @@ void CheckGroupCount(const PlainState& groups, int64_t size) {
   TORCH_CHECK(saved == size, "the optimizer state has ", saved,
               " parameter groups and this optimizer ", size,
               ": add the groups that were added in training before the state is loaded");
+  // Where parameters have moved between groups, numbers name others.
+  for (size_t g = 0; g < sizes.size(); ++g) {
+    const auto row = groups.find(std::to_string(g) + ".params");
+    if (row == groups.end()) continue;
+    TORCH_CHECK(row->second == std::vector<double>{static_cast<double>(sizes[g])},
+                "parameter group ", g, " of the optimizer was saved with ",
+                row->second.empty() ? 0 : row->second[0], " parameters and has ", sizes[g],
+                " here, so that their states would go to other parameters: give the optimizer the "
+                "parameters that it had, in the same groups and order");
+  }
 }
 
 const std::vector<double>& GroupRow(const PlainState& groups, int64_t group,

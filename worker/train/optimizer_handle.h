@@ -29,7 +29,8 @@ struct OptimizerState {
   // step. An optimizer that is saved with its own save() has one tensor, "archive": the bytes (1-d
   // U8) of its torch::serialize archive.
   std::map<std::string, at::Tensor> tensors;
-  // Keys are "<group>.<hyper-parameter>", e.g. "0.lr" or "0.betas".
+  // Keys are "<group>.<hyper-parameter>", e.g. "0.lr" or "0.betas", and "<group>.params": how many
+  // parameters the group has.
   PlainState groups;
 };
 
@@ -165,8 +166,12 @@ class OptimizerHandle : public LrTarget {
 // copies of the old weights inside an autocast scope that began earlier.
 void ForgetCastWeights();
 
-// Throws unless `groups` describes `size` parameter groups.
-void CheckGroupCount(const PlainState& groups, int64_t size);
+// Adds the row "<group>.params" for each group: how many parameters it has.
+void PutGroupSizes(const std::vector<size_t>& sizes, PlainState* groups);
+
+// Throws unless `groups` describes parameter groups of these sizes. Rows of older states have no
+// sizes: then only how many groups there are counts.
+void CheckGroupSizes(const PlainState& groups, const std::vector<size_t>& sizes);
 
 // Returns the row "<group>.<name>" of `groups`, of `size` numbers. Throws if there is none.
 const std::vector<double>& GroupRow(const PlainState& groups, int64_t group,

@@ -284,6 +284,80 @@ TEST(FusedAdamW, StateThatDoesNotFit_IsRefusedAndChangesNothing) {
   optimizer.LoadState(good);
 }
 
+// States are known by number: where one group has become longer and the next one shorter, those of
+// equal shapes would go to other parameters.
+TEST(Optimizers, StateOfGroupsOfOtherSizes_IsRefused) {
+  const auto parameters = [] {
+    std::vector<at::Tensor> list;
+    for (int i = 0; i < 3; ++i) {
+      list.push_back(at::ones({4}).requires_grad_(true));
+      list.back().mutable_grad() = at::full({4}, 1.0 + i);
+    }
+    return list;
+  };
+  const std::vector<at::Tensor> a = parameters(), b = parameters();
+  FusedAdamW saved({{{a[0]}, {}}, {{a[1], a[2]}, {.weight_decay = 0}}});
+  FusedAdamW other({{{b[0], b[1]}, {}}, {{b[2]}, {.weight_decay = 0}}});
+  const auto torchs = [](std::vector<at::Tensor> first, std::vector<at::Tensor> second) {
+    return optim::AdamW(
+        std::vector<optim::OptimizerParamGroup>{optim::OptimizerParamGroup(std::move(first)),
+                                                optim::OptimizerParamGroup(std::move(second))});
+  };
+  optim::AdamW saved_torch = torchs({a[0]}, {a[1], a[2]});
+  optim::AdamW other_torch = torchs({b[0], b[1]}, {b[2]});
+  const auto saved_handle = WrapTorchOptimizer(saved_torch);
+  const auto other_handle = WrapTorchOptimizer(other_torch);
+  saved.Step();
+  saved_handle->Step();
+  for (const OptimizerState& state : {saved.SaveState(), saved_handle->SaveState()}) {
+    for (OptimizerHandle* into : {static_cast<OptimizerHandle*>(&other), other_handle.get()}) {
+      EXPECT_THAT(ErrorOf([&] { into->LoadState(state); }),
+                  HasSubstr("parameter group 0 of the optimizer was saved with 1 parameters and "
+                            "has 2 here"));
+      EXPECT_TRUE(into->SaveState().tensors.empty());
+      // Older ones do not say.
+      OptimizerState old = state;
+      for (const char* row : {"0.params", "1.params"}) EXPECT_EQ(old.groups.erase(row), 1u);
+      EXPECT_NO_THROW(into->CheckState(old));
+    }
+  }
+}
+
+// It would minimize from then on.
+TEST(TorchOptimizer, StateOfOneThatMaximizes_IsRefused) {
+  const auto refused = [](OptimizerHandle& into, const OptimizerState& state) {
+    EXPECT_THAT(ErrorOf([&] { into.LoadState(state); }), HasSubstr("saved with maximize"));
+  };
+  const at::Tensor p = at::ones({2}).requires_grad_(true);
+  optim::AdamW adamw({p});
+  optim::Adam adam({p});
+  optim::SGD sgd({p}, 0.1);
+  optim::Adagrad adagrad({p});
+  refused(*WrapTorchOptimizer(adamw), FusedAdamW({p}, {.maximize = true}).SaveState());
+  refused(*WrapTorchOptimizer(adam), FusedAdam({p}, {.maximize = true}).SaveState());
+  refused(*WrapTorchOptimizer(sgd), FusedSGD({p}, {.maximize = true}).SaveState());
+  refused(*WrapTorchOptimizer(adagrad), FusedAdagrad({p}, {.maximize = true}).SaveState());
+}
+
+TEST(FusedSGD, MomentumThatComesLater_StepsAsInTorch) {
+  std::vector<at::Tensor> a = MakeParams(), b = MakeParams();
+  FusedSGD ours(a, {.lr = 0.1, .dampening = 0.5});
+  optim::SGD theirs(b, optim::SGDOptions(0.1).dampening(0.5));
+  const auto handle = WrapTorchOptimizer(theirs, {.fused = false});
+  for (int step = 4; step < 9; ++step) {
+    if (step == 6) {
+      for (OptimizerHandle* h : {static_cast<OptimizerHandle*>(&ours), handle.get()}) {
+        h->set_momentum(0, 0.9);
+      }
+    }
+    SetGrads(a, step);
+    SetGrads(b, step);
+    ours.Step();
+    handle->Step();
+  }
+  ExpectNear(a, b);
+}
+
 TEST(FusedAdamW, Groups_HaveTheirOwnOptions) {
   std::vector<at::Tensor> params = MakeParams();
   FusedAdamW optimizer({{{params[0]}, {.lr = 0.1, .weight_decay = 0}}, {{params[1]}, {.lr = 0}}});
@@ -326,6 +400,10 @@ TEST(FusedAdamW, BadArguments_AreNamed) {
   EXPECT_THAT(ErrorOf([&] { FusedAdamW o({p * 2}); }), HasSubstr("not a leaf"));
   EXPECT_THAT(ErrorOf([&] { FusedAdamW o(std::vector<at::Tensor>{}); }), HasSubstr("empty list"));
   EXPECT_THAT(ErrorOf([&] { FusedSGD o({p}, {.nesterov = true}); }), HasSubstr("nesterov"));
+  EXPECT_THAT(ErrorOf([&] { FusedAdagrad o({p}, {.initial_accumulator_value = -1}); }),
+              HasSubstr("initial_accumulator_value must not be negative"));
+  EXPECT_THAT(ErrorOf([&] { FusedAdagrad o({p}, {.eps = -1}); }),
+              HasSubstr("eps must not be negative"));
 }
 
 TEST(FusedAdamW, StepScaled_DividesByScaleAndSkipsOnInf) {

@@ -47,6 +47,13 @@ double One(const PlainState& groups, int64_t group, const char* name) {
   return GroupRow(groups, group, name, 1)[0];
 }
 
+// LibTorch's optimizers cannot, and would minimize what was maximized.
+void CheckMinimizes(const PlainState& groups, int64_t group) {
+  TORCH_CHECK(One(groups, group, "maximize") == 0, "parameter group ", group,
+              " was saved with maximize, which LibTorch's optimizers do not have: load it into "
+              "muster::FusedAdamW, FusedAdam, FusedSGD or FusedAdagrad");
+}
+
 // What differs between the kinds: names and access. A slot is undefined if the optimizer has not
 // made it.
 struct Kind {
@@ -87,6 +94,7 @@ Kind AdamKind(const char* name) {
       },
       .load_group =
           [options](optim::OptimizerOptions& any, const PlainState& state, int64_t g) {
+            CheckMinimizes(state, g);
             Options o = options(any);
             const Row& betas = GroupRow(state, g, "betas", 2);
             o.lr(One(state, g, "lr")).betas({betas[0], betas[1]}).eps(One(state, g, "eps"));
@@ -139,6 +147,7 @@ Kind SgdKind() {
       },
       .load_group =
           [options](optim::OptimizerOptions& any, const PlainState& state, int64_t g) {
+            CheckMinimizes(state, g);
             optim::SGDOptions o = options(any);
             o.lr(One(state, g, "lr")).momentum(One(state, g, "momentum"));
             o.dampening(One(state, g, "dampening")).weight_decay(One(state, g, "weight_decay"));
@@ -184,6 +193,7 @@ Kind AdagradKind() {
       },
       .load_group =
           [options](optim::OptimizerOptions& any, const PlainState& state, int64_t g) {
+            CheckMinimizes(state, g);
             optim::AdagradOptions o = options(any);
             o.lr(One(state, g, "lr")).lr_decay(One(state, g, "lr_decay"));
             o.weight_decay(One(state, g, "weight_decay")).eps(One(state, g, "eps"));
@@ -526,6 +536,7 @@ class TorchOptimizerHandle : public OptimizerHandle {
     const std::string problem = CannotSave();
     TORCH_CHECK(problem.empty(), problem);
     OptimizerState saved;
+    PutGroupSizes(GroupSizes(), &saved.groups);
     if (is_plain_lbfgs()) {
       SaveLbfgs(static_cast<const optim::LBFGS&>(optimizer_), parameter_names().at(0), &saved);
       return saved;
@@ -563,7 +574,7 @@ class TorchOptimizerHandle : public OptimizerHandle {
 
   void CheckState(const OptimizerState& state) const override {
     Refresh();
-    CheckGroupCount(state.groups, num_groups());
+    CheckGroupSizes(state.groups, GroupSizes());
     at::NoGradGuard no_grad;
     if (is_plain_lbfgs()) {
       ReadLbfgs(state, parameter_names().at(0), static_cast<const optim::LBFGS&>(optimizer_));
@@ -577,7 +588,7 @@ class TorchOptimizerHandle : public OptimizerHandle {
 
   void LoadState(const OptimizerState& state) override {
     Refresh();
-    CheckGroupCount(state.groups, num_groups());
+    CheckGroupSizes(state.groups, GroupSizes());
     at::NoGradGuard no_grad;
     if (is_plain_lbfgs()) {
       LoadLbfgs(state, parameter_names().at(0), &static_cast<optim::LBFGS&>(optimizer_));
@@ -707,6 +718,14 @@ class TorchOptimizerHandle : public OptimizerHandle {
       }
     }
     if (!same || i != seen.size()) SetParameters(CurrentParameters(optimizer_));
+  }
+
+  std::vector<size_t> GroupSizes() const {
+    std::vector<size_t> sizes;
+    for (const auto& group : std::as_const(optimizer_).param_groups()) {
+      sizes.push_back(group.params().size());
+    }
+    return sizes;
   }
 
   const optim::OptimizerOptions& group_options(int64_t g) const {
