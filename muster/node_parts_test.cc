@@ -302,7 +302,7 @@ TEST(NodeParts, PeerThatEndsAtAnyMoment_IsAnErrorOfTheOthers_AndNothingIsLost) {
   for (int node = 0; node < 2; ++node) before.push_back(Listed(nodes.Checkpoint(node, 0)));
   bool ended = true;
   int moment = 0;
-  for (; ended && moment < 400; moment += 5) {
+  for (; ended && moment < 400; moment += 9) {
     SCOPED_TRACE(moment);
     EndingComm* ending = nullptr;  // of the second node
     absl::Status other;
