@@ -300,14 +300,15 @@ class Accelerator {
   // c10::Error on all processes if batches differ in length (even_batches = false) and a value has
   // a row for each sample on some processes only.
   template <class T>
-  auto gather_for_metrics(const T& value, MetricRows rows = MetricRows::kAuto) {
+  auto gather_for_metrics(const T& value, MetricRows rows = MetricRows::kAuto,
+                          std::source_location where = std::source_location::current()) {
     Comm& comm = CommFor("gather_for_metrics()");
     const BatchInfo* batch = nullptr;
     // Of loaders side by side the batch may be in doubt, where there are rows to cut.
     if constexpr (nested_internal::HoldsTensor<T>() || nested_internal::IsVector<T>) {
       batch = BatchOfMetrics();
     }
-    return GatherValueForMetrics(comm, value, batch, rows);
+    return GatherValueForMetrics(comm, value, batch, rows, where);
   }
   template <class T, class U, class... Rest>
   requires(!std::is_same_v<U, MetricRows>) auto gather_for_metrics(const T& first, const U& second,
@@ -322,9 +323,10 @@ class Accelerator {
   // (collective) The same as gather_for_metrics() for a given batch.
   template <class Data, class T>
   auto gather_for_metrics_of(const Batch<Data>& batch, const T& value,
-                             MetricRows rows = MetricRows::kAuto) {
+                             MetricRows rows = MetricRows::kAuto,
+                             std::source_location where = std::source_location::current()) {
     Comm& comm = CommFor("gather_for_metrics_of()");
-    return GatherValueForMetrics(comm, value, &batch.info(), rows);
+    return GatherValueForMetrics(comm, value, &batch.info(), rows, where);
   }
   // (collective) Returns the objects of all processes in process order: lists are joined, anything
   // else becomes an element.
@@ -337,10 +339,11 @@ class Accelerator {
   // (collective) Gathers lists with one object per sample, without the samples that only pad the
   // last batch.
   template <class E>
-  std::vector<E> gather_object_for_metrics(const std::vector<E>& objects,
-                                           MetricRows rows = MetricRows::kAuto) {
+  std::vector<E> gather_object_for_metrics(
+      const std::vector<E>& objects, MetricRows rows = MetricRows::kAuto,
+      std::source_location where = std::source_location::current()) {
     Comm& comm = CommFor("gather_object_for_metrics()");
-    return GatherValueForMetrics(comm, objects, BatchOfMetrics(), rows);
+    return GatherValueForMetrics(comm, objects, BatchOfMetrics(), rows, where);
   }
   // (collective) Returns the "sum", "mean", "max" or "min" over all processes, times `scale`, of a
   // tensor, a structure of tensors or a number. Does not change the input. A number beside tensors

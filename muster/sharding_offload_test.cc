@@ -229,7 +229,8 @@ TEST_F(ShardingOffloadTest, OneProcess_LosesNoGradient) {
 // The bytes of every file but those that differ from save to save.
 std::map<std::string, std::string> FilesIn(const std::string& dir) {
   std::map<std::string, std::string> files;
-  for (const std::string& name : *ListDirectory(dir)) {
+  const std::vector<std::string> names = ListDirectory(dir).value_or(std::vector<std::string>());
+  for (const std::string& name : names) {
     if (name.ends_with(".safetensors")) files[name] = *ReadFile(JoinPath(dir, name));
   }
   return files;

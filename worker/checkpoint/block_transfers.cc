@@ -20,9 +20,16 @@ class Rounds {
     if (bytes_.size() <= round) bytes_.resize(round + 1);
     bytes_[round] += bytes;
   }
+  // The first that takes so much, without those that did not take what was asked for before: nearly
+  // all blocks have one size.
+  size_t FirstOpen(uint64_t bytes, uint64_t most) {
+    while (!TakesIn(open_, bytes, most)) ++open_;
+    return open_;
+  }
 
  private:
   std::vector<uint64_t> bytes_;
+  size_t open_ = 0;
 };
 
 struct Block {
@@ -160,13 +167,16 @@ std::vector<BlockTransfer> PlanTransfers(const std::vector<ManifestFile>& files,
         const int from = senders[(one.file + one.block) % senders.size()];
         const FileRange range = RangeOfBlock(file, one.block);
         const uint64_t bytes = range.end - range.begin;
-        size_t round = 0;
+        Rounds& of_sender = sent[from];
+        // Not from 0: there may be as many rounds as blocks.
+        size_t round = std::max(received.FirstOpen(bytes, round_bytes),
+                                of_sender.FirstOpen(bytes, round_bytes));
         while (!received.TakesIn(round, bytes, round_bytes) ||
-               !sent[from].TakesIn(round, bytes, round_bytes)) {
+               !of_sender.TakesIn(round, bytes, round_bytes)) {
           ++round;
         }
         received.Add(round, bytes);
-        sent[from].Add(round, bytes);
+        of_sender.Add(round, bytes);
         plan.push_back({.file = one.file,
                         .block = one.block,
                         .from = from,

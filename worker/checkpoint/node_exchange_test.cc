@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -153,15 +154,18 @@ TEST_F(NodeExchangeTest, Blocks_ComeToTheNodesThatLackThem) {
 
 TEST_F(NodeExchangeTest, DamagedBlock_IsNamedByItsSender_AndTheOthersGoOn) {
   Damage(2, "b", 3 * kBlock + 1);
+  std::atomic<int> named = 0;
   RunRanks(4, [&](Comm& comm) {
     absl::Status mine;
     MoveAll(comm, &mine);
     // Blocks 0, 2 and 4 are those of one rank, 1, 3 and 5 those of the other.
     if (mine.ok()) return;
+    ++named;
     EXPECT_GE(comm.rank(), 2);
     EXPECT_TRUE(absl::IsDataLoss(mine)) << mine;
     EXPECT_THAT(std::string(mine.message()), HasSubstr(JoinPath(Disk(2), "b")));
   });
+  EXPECT_EQ(named, 1);
 }
 
 TEST_F(NodeExchangeTest, FileThatIsGone_IsAnErrorOfItsSender) {

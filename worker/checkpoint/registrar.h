@@ -105,8 +105,8 @@ class CheckpointRegistrar {
   virtual absl::StatusOr<std::vector<RegisteredCheckpoint>> Publish(uint64_t id,
                                                                     const SaveTimes& times) = 0;
   // Of rank 0, once a checkpoint has its name that was sealed without a record of this registry: it
-  // is to be counted with the others. `bytes`: of its files. Does not wait for a registry that is
-  // away.
+  // is to be counted with the others. `bytes`: of its files. Waits for a registry that is away for
+  // a few seconds at most.
   virtual void CountUnrecorded(uint64_t bytes, const SaveTimes& times) = 0;
   // Of rank 0: those are deleted.
   virtual absl::Status Deleted(const std::vector<uint64_t>& ids) = 0;

@@ -34,8 +34,9 @@ class ScratchFile {
   absl::Status Write(uint64_t at, absl::string_view bytes);
 
   // The bytes as memory of their own that comes from the file when it is read. It outlives this
-  // object. What is written to the file later may show in it or not; what is written to the memory
-  // stays there. A disk that fails under it ends the process (SIGBUS).
+  // object. It may reach beyond the end, to be read once that has been written. What is written to
+  // the file later shows in pages that have not been read yet, in others or not; what is written to
+  // the memory stays there. A disk that fails under it ends the process (SIGBUS).
   absl::StatusOr<std::shared_ptr<char>> Map(uint64_t at, uint64_t bytes) const;
 
   uint64_t size() const { return size_; }

@@ -127,29 +127,41 @@ absl::Status StagedSave::Publish(Comm& comm, Publication publication, const absl
   return absl::OkStatus();
 }
 
-// Where the chain of the node ends that has the newest record, as far as the next one needs it: rank
-// 0's node may be one that has come since.
+// Where the chain ends over all nodes, as far as the next record needs it: rank 0's node may be one
+// that has come since.
 ChainEnd StagedSave::PreviousOnNodes(Comm& comm, const std::string& path) const {
   std::string mine;
   // Without it the chain begins again.
   (void)OnlyLeader(groups_, mu_, [&]() -> absl::Status {
     const ChainEnd end = PreviousRecords(path);
     if (end.last.has_value()) {
-      mine = Json({end.highest_id, end.last->id, end.last->sha256}).dump();
+      mine = Json({{"highest", end.highest_id},
+                   {"id", end.last->id},
+                   {"created", end.last->created_us},
+                   {"sha256", end.last->sha256},
+                   {"previous", end.last->previous_sha256},
+                   {"of_job", !end.last->job.empty()}})
+                 .dump();
     }
     return absl::OkStatus();
   });
-  ChainEnd newest;
+  std::vector<RegisteredCheckpoint> ends;  // of the nodes
+  uint64_t highest_id = 0;
   for (const std::string& text : comm.AllGatherBytes(mine)) {
     if (text.empty()) continue;
     const Json end = Json::parse(text);
-    newest.highest_id = std::max(newest.highest_id, end[0].get<uint64_t>());
-    const uint64_t id = end[1];
-    if (newest.last.has_value() && id <= newest.last->id) continue;
-    newest.last.emplace();
-    newest.last->id = id;
-    newest.last->sha256 = end[2];
+    highest_id = std::max(highest_id, end["highest"].get<uint64_t>());
+    RegisteredCheckpoint& record = ends.emplace_back();
+    record.id = end["id"];
+    record.created_us = end["created"];
+    record.sha256 = end["sha256"];
+    record.previous_sha256 = end["previous"];
+    // EndOfChain() asks only whether it has one.
+    if (end["of_job"].get<bool>()) record.job = "a coordinator's";
   }
+  // By the same rule as on one disk: a coordinator's ids are no order.
+  ChainEnd newest = EndOfChain(ends, absl::Now());
+  newest.highest_id = highest_id;
   return newest;
 }
 
@@ -298,7 +310,8 @@ absl::Status RotateOnNodes(Comm& comm, const CheckpointFolder& folder, const Nod
   for (const auto& [number, nodes] : count) {
     if (nodes == groups.nodes.size() && pinned.count(number) == 0) whole.push_back(number);
   }
-  if (static_cast<int>(whole.size()) <= keep) return absl::OkStatus();
+  // As many as are kept: what is older and not on all nodes goes.
+  if (whole.empty() || static_cast<int>(whole.size()) < keep) return absl::OkStatus();
   const int64_t oldest_kept = whole[whole.size() - keep];
   const absl::Status removed = OnlyLeader(groups, folder_mu, [&]() -> absl::Status {
     for (const int64_t number : mine) {

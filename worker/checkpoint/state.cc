@@ -318,7 +318,8 @@ absl::Status StateReader::ReadTogether(
   std::map<std::string, std::vector<FileRange>> wanted = ranges;
   for (auto& [name, of_file] : wanted) {
     const auto header = headers_.find(name);
-    if (header == headers_.end()) continue;
+    // That of a file which is here may be used where it is: it was another node's that was checked.
+    if (header == headers_.end() || IsHere(name)) continue;
     for (FileRange& range : of_file) {
       range.begin = std::max<uint64_t>(range.begin, header->second.size());
     }

@@ -81,7 +81,8 @@ auto GatherObject(Comm& comm, const T& value,
 }
 
 // Returns every tensor, or a number, reduced over the ranks and multiplied by `scale`: see
-// ReduceTensors. `reduction` is one of sum, mean, max, min; anything else is an error. Numbers
+// ReduceTensors. Whole numbers are below 2^63; a result that the number's type cannot hold is an
+// error on all ranks. `reduction` is one of sum, mean, max, min; anything else is an error. Numbers
 // beside tensors do not compile: they would not be reduced.
 template <class T>
 T Reduce(Comm& comm, const T& value, const std::string& reduction = "sum", double scale = 1,
@@ -89,8 +90,14 @@ T Reduce(Comm& comm, const T& value, const std::string& reduction = "sum", doubl
   const CallSite site(where);
   if constexpr (std::is_arithmetic_v<T> && !std::is_same_v<T, bool>) {
     using Wide = std::conditional_t<std::is_floating_point_v<T>, double, int64_t>;
-    return static_cast<T>(
-        ReduceNumber(comm, static_cast<Wide>(value), ParseReduceOp(reduction), scale));
+    const Wide all = ReduceNumber(comm, static_cast<Wide>(value), ParseReduceOp(reduction), scale);
+    const auto result = static_cast<T>(all);
+    if constexpr (std::is_integral_v<T>) {
+      TORCH_CHECK(static_cast<Wide>(result) == all && (all >= 0 || std::is_signed_v<T>),
+                  "reduce(): ", all, " does not fit the type of the number: pass it as int64_t or ",
+                  "double");
+    }
+    return result;
   } else {
     static_assert(!IsTransparent<T>() || (nested_internal::HoldsTensor<T>() &&
                                           !nested_internal::PlainPartsOf<T>().numbers),

@@ -41,8 +41,9 @@ namespace muster {
 //    vector) at the end; and `reset()`.
 //  - begin()/end(): any range; begin() starts a new pass.
 // and optionally skip(n), which skips up to n examples without making them and returns how many it
-// skipped. A stream is not asked for anything after its end. One pass at a time reads it, the one
-// that began last; only ranges may be read by several at once.
+// skipped; one that skips fewer is asked for the next example, which is empty at the end also where
+// skip() has come there. Otherwise a stream is not asked for anything after its end. One pass at a
+// time reads it, the one that began last; only ranges may be read by several at once.
 //
 // and optionally shard(rank, world_size) (integers), for streams that can be divided at their
 // source (by files, by a query, ...). It is called once, when the loader is prepared, and either

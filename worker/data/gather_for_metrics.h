@@ -10,6 +10,7 @@
 #include "worker/collective/call_site.h"
 #include "worker/collective/collectives.h"
 #include "worker/collective/comm.h"
+#include "worker/collective/comm_checks.h"
 #include "worker/collective/nested_collectives.h"
 #include "worker/data/batch.h"
 #include "worker/nested/nested.h"
@@ -91,7 +92,28 @@ auto GatherValueForMetrics(Comm& comm, const T& value, const BatchInfo* info,
     const auto on_tensor = [&](const at::Tensor& tensor) {
       return tensor.defined() ? all[next++] : tensor;
     };
-    return MapBoth(value, on_tensor, on_list);
+    if constexpr (!PlainPartsOf<T>().any) {
+      return MapBoth(value, on_tensor, on_list);
+    } else {
+      // Ranks compare which list it is, and of how many, as they do with tensors: also one that has
+      // none, as in an empty map.
+      size_t lists = 0;
+      size_t at = 0;
+      MapBoth(
+          value, [](const at::Tensor& tensor) { return tensor; },
+          [&]<class L>(const L& list) {
+            ++lists;
+            return list;
+          });
+      if (lists == 0) {
+        const comm_checks::PlaceScope none(0, 0);
+        comm.AllGatherBytes("");
+      }
+      return MapBoth(value, on_tensor, [&]<class L>(const L& list) {
+        const comm_checks::PlaceScope place(at++, lists);
+        return on_list(list);
+      });
+    }
   } else if constexpr (IsVector<T>) {
     return on_list(value);
   } else {

@@ -1,6 +1,7 @@
 #include "worker/data/stream_turns.h"
 
 #include <atomic>
+#include <cstdint>
 #include <optional>
 #include <thread>
 
@@ -25,10 +26,15 @@ TEST(StreamTurns, PassThatBeginsWhileAnotherReads_WaitsForIt) {
   std::optional<StreamTurns::Turn> reading;
   reading.emplace(turns, turns.Begin());
   std::atomic<bool> read{false};
+  std::atomic<bool> asked{false};
   std::thread other([&] {
+    asked = true;
     turns.Begin();
     EXPECT_TRUE(read);
   });
+  // Time for one that does not wait.
+  while (!asked) std::this_thread::yield();
+  for (int i = 0; i < 1000; ++i) std::this_thread::yield();
   read = true;
   reading.reset();
   other.join();

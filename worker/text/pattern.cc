@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "absl/base/call_once.h"
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "base/mutex.h"
@@ -208,6 +209,29 @@ absl::StatusOr<std::unique_ptr<Pattern>> MakeIcuPattern(absl::string_view expres
   return std::make_unique<IcuPattern>(std::make_unique<Matcher>(compiled));
 }
 
+// PCRE2's pattern, and ICU's, made when first wanted, for texts with characters that PCRE2 does not
+// know.
+class Pcre2OrIcu final : public Pattern {
+ public:
+  Pcre2OrIcu(std::unique_ptr<Pattern> by_pcre2, absl::string_view expression,
+             absl::string_view translated)
+      : by_pcre2_(std::move(by_pcre2)), expression_(expression), translated_(translated) {}
+
+  absl::Status Find(absl::string_view text, std::vector<Piece>& pieces) const override {
+    if (!HasNewerThanPcre2(text)) return by_pcre2_->Find(text, pieces);
+    absl::call_once(once_, [this] { by_icu_ = MakeIcuPattern(expression_, translated_); });
+    MUSTER_RETURN_IF_ERROR(by_icu_.status());
+    return (*by_icu_)->Find(text, pieces);
+  }
+
+ private:
+  const std::unique_ptr<Pattern> by_pcre2_;
+  const std::string expression_;
+  const std::string translated_;
+  mutable absl::once_flag once_;
+  mutable absl::StatusOr<std::unique_ptr<Pattern>> by_icu_;
+};
+
 }  // namespace
 
 std::unique_ptr<Pattern> Pattern::Literal(std::string text) {
@@ -217,7 +241,9 @@ std::unique_ptr<Pattern> Pattern::Literal(std::string text) {
 absl::StatusOr<std::unique_ptr<Pattern>> Pattern::Regex(absl::string_view expression) {
   MUSTER_ASSIGN_OR_RETURN(const IcuExpression translated, Translated(expression));
   if (translated.for_pcre2) {
-    if (auto pattern = MakePcre2Pattern(translated.text); pattern != nullptr) return pattern;
+    if (auto pattern = MakePcre2Pattern(translated.text); pattern != nullptr) {
+      return std::make_unique<Pcre2OrIcu>(std::move(pattern), expression, translated.text);
+    }
   }
   return MakeIcuPattern(expression, translated.text);
 }

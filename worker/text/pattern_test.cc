@@ -214,9 +214,9 @@ bool IsTheSameInBoth(char32_t c) {
   // Alphabetic or Lowercase from Unicode 15 on.
   static const std::set<char32_t> kChanged = {0xC04,  0xF82,  0xF83,  0x11080, 0x11081,
                                               0x10FC, 0xA7F2, 0xA7F3, 0xA7F4,  0xAB69};
-  UVersionInfo age;
-  u_charAge(static_cast<UChar32>(c), age);
-  return age[0] <= 14 && kChanged.count(c) == 0;
+  std::string text;
+  AppendUtf8(text, c);
+  return !HasNewerThanPcre2(text) && kChanged.count(c) == 0;
 }
 
 // Characters that expressions tell apart, and any others.
@@ -357,6 +357,30 @@ TEST(Pattern, RandomExpressions_CutByPcre2AsByIcu) {
     }
   }
   EXPECT_GT(compared, count / 3);
+}
+
+TEST(Pattern, CharactersThatPcre2DoesNotKnow_AreCutByIcu) {
+  // Letters of Unicode 15: CJK extension H, Kannada, Lao; and one of 14.
+  for (const char32_t c : {0x31350, 0xCF3, 0xECE}) {
+    std::string text = "a";
+    AppendUtf8(text, c);
+    EXPECT_TRUE(HasNewerThanPcre2(text));
+    const auto pattern = Pattern::Regex("\\P{Cn}+");
+    ASSERT_TRUE(pattern.ok());
+    EXPECT_EQ(Cut(**pattern, text), std::vector<std::string>{text});
+  }
+  EXPECT_FALSE(HasNewerThanPcre2("a\u00e9\u4e2d\U0001f600\U0001fa74x"));
+  int newer = 0;
+  for (char32_t c = 0; c < 0x110000; ++c) {
+    if (c >= 0xD800 && c < 0xE000) continue;
+    std::string text;
+    AppendUtf8(text, c);
+    UVersionInfo age;
+    u_charAge(static_cast<UChar32>(c), age);
+    ASSERT_EQ(HasNewerThanPcre2(text), age[0] > 14) << static_cast<uint32_t>(c);
+    newer += age[0] > 14;
+  }
+  EXPECT_GT(newer, 4'000);
 }
 
 // All properties that are left to PCRE2, of all characters.

@@ -2,6 +2,8 @@
 
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include <pcre2.h>
+#include <unicode/uchar.h>
+#include <unicode/uversion.h>
 
 #include <cstdint>
 #include <utility>
@@ -14,6 +16,7 @@
 namespace muster::text {
 namespace {
 
+constexpr int kPcre2Unicode = 14;  // of 10.42
 // Steps back of one match, about 0.1 s, and the memory for them.
 constexpr uint32_t kMatchSteps = 10'000'000;
 constexpr uint32_t kMatchKib = 64 << 10;
@@ -82,6 +85,25 @@ class Pcre2Pattern final : public Pattern {
 };
 
 }  // namespace
+
+bool HasNewerThanPcre2(absl::string_view text) {
+  for (size_t at = 0; at < text.size();) {
+    // Most texts have none of four bytes, and of three there are but two, U+0CF3 and U+0ECE.
+    const auto first = static_cast<unsigned char>(text[at]);
+    if (first < 0xE0) {
+      at += first < 0x80 ? 1 : 2;
+      continue;
+    }
+    if (first > 0xE0 && first < 0xF0) {
+      at += 3;
+      continue;
+    }
+    UVersionInfo age;
+    u_charAge(static_cast<UChar32>(NextCharacter(text, at)), age);
+    if (age[0] > kPcre2Unicode) return true;
+  }
+  return false;
+}
 
 std::unique_ptr<Pattern> MakePcre2Pattern(absl::string_view expression) {
   int error = 0;

@@ -13,6 +13,10 @@ namespace muster::text {
 // units that have to be made first, and takes a fifth of ICU's time.
 std::unique_ptr<Pattern> MakePcre2Pattern(absl::string_view expression);
 
+// Whether `text`, valid UTF-8, has a character that ICU knows and PCRE2 does not: one of Unicode
+// 15, where its tables are of 14. Pure.
+bool HasNewerThanPcre2(absl::string_view text);
+
 }  // namespace muster::text
 
 #endif  // MUSTER_WORKER_TEXT_PCRE2_PATTERN_H_
