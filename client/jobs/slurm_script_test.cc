@@ -202,6 +202,19 @@ TEST(SlurmScriptTest, ControllerRefuses_TheJobEndsAndItsRecordSaysSo) {
   EXPECT_EQ(Shell(absl::StrCat("grep -c requeue ", folder.Path("scontrol.calls"))), "2\n");
 }
 
+// Or the queue has it, and only the answer was lost: it has ended either way, and failed once.
+TEST(SlurmScriptTest, CancelledWhileTheControllerIsAway_TheJobHasEnded) {
+  const TestFolder folder;
+  ASSERT_TRUE(MakeDirectories(folder.Path("records")).ok());
+  EXPECT_THAT(RunScript(folder, 137,
+                        "case $1 in requeue) exit 1;; show) grep -q requeue \"$0.calls\" && "
+                        "echo JobState=COMPLETING;; esac"),
+              HasSubstr("ended with 137"));
+  const std::string events = folder.Path("records/7.events");
+  EXPECT_THAT(Shell(absl::StrCat("tail -n 1 ", events)), HasSubstr("137 ended"));
+  EXPECT_EQ(Shell(absl::StrCat("grep -c 'failed with' ", events)), "1\n");
+}
+
 // Else a job on a full disk, which is why it fails, would come back for ever.
 TEST(SlurmScriptTest, RecordCannotBeWritten_StartsCountAsFailures) {
   const TestFolder folder;

@@ -1201,7 +1201,7 @@ void JobsCore::EndPlacement(Job* job, v1::Placement* placement, const v1::Attemp
   if (placement->state() == v1::PLACEMENT_STATE_ASSIGNED &&
       end.end_class() == v1::END_CLASS_NODE_FAILED &&
       attempt->end().end_class() == v1::END_CLASS_NODE_FAILED) {
-    Avoid(job, placement->node());
+    job->could_not_start.push_back(placement->node());
   }
   placement->set_state(v1::PLACEMENT_STATE_ENDED);
   placement->set_end_class(end.end_class());
@@ -1299,6 +1299,7 @@ void JobsCore::Finish(Job* job) {
         absl::StrCat(why, "; ", kMaxNodeFailures, " attempts in a row could not start"));
   }
   Avoid(job, attempt.end().node());
+  for (const std::string& node : job->could_not_start) Avoid(job, node);
   Requeue(job, again, kNodeFailureDelay);
 }
 
@@ -2078,6 +2079,7 @@ void JobsCore::Start(Job* job, PlacementDecision placement) {
   }
   attempt->set_may_restart(all_can);
   job->given_up_early = false;
+  job->could_not_start.clear();
   job->asked.clear();
   record.clear_spares();
   for (v1::Placement& spare : placement.spares) *record.add_spares() = std::move(spare);

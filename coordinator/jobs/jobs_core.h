@@ -172,6 +172,8 @@ class JobsCore {
     absl::Time ends_by = absl::InfiniteFuture();    // of the current attempt
     absl::Time forget_at = absl::InfiniteFuture();  // of one that has ended
     int node_failures = 0;                          // in a row
+    // Nodes that could not start the current attempt, beside that of its end.
+    std::vector<std::string> could_not_start;
     bool given_up_early = false;  // a living node has ended the current attempt soon, by itself
     absl::Time runs_since = absl::InfinitePast();  // the current attempt, or the term
     size_t bytes = 0;                              // of the record, as bytes_ counts it

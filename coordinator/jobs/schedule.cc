@@ -50,6 +50,8 @@ bool IsReturning(const ActiveJob& job) {
          job.record->wanted() == v1::JOB_ACTION_UNSPECIFIED;
 }
 
+// Longer delays are those of jobs that fail again and again soon after their start.
+constexpr absl::Duration kHeldAtMost = absl::Minutes(1);
 constexpr char kAwaited[] = "nodes that may come back after the start of the coordinator";
 
 // Jobs of one shape fit or do not fit alike.
@@ -125,7 +127,7 @@ class Scheduler {
         delayed_ = true;
         decision_.next = std::min(decision_.next, job.not_before);
         Wait(*job.record, "the end of the delay before its restart");
-        if (!reservation_.has_value()) HoldRoom(*job.record);
+        if (!reservation_.has_value()) HoldRoom(job);
       } else if (held_) {
         Wait(*job.record, kAwaited);
       } else if (!decision_.waits.empty() &&
@@ -156,7 +158,10 @@ class Scheduler {
   // A job whose restart is delayed holds what it would start on, as if it ran there: jobs behind it
   // would run for longer than the delay, and a large job would have lost its nodes to small ones.
   // One that does not fit now blocks nobody.
-  void HoldRoom(const v1::JobRecord& job) {
+  void HoldRoom(const QueuedJob& delayed) {
+    const v1::JobRecord& job = *delayed.record;
+    // One that fails again and again must not keep nodes that it hardly uses.
+    if (delayed.not_before - question_.now > kHeldAtMost) return;
     const int most = question_.max_processes_of_owner;
     int64_t& processes = processes_of_[job.owner()];
     const int own_spares = OwnSpares(job);
@@ -165,13 +170,28 @@ class Scheduler {
          processes - own_spares + job.spec().max_processes() > most)) {
       return;
     }
+    if (refused_held_.contains(Shape(job))) return;
     const PlacementDecision placement = PlaceJob(job, &question_.nodes);
-    if (placement.placements.empty()) return;
+    if (placement.placements.empty()) {
+      refused_held_.insert(Shape(job));
+      return;
+    }
     v1::JobAttempt& attempt = room_held_.emplace_back();
-    for (const v1::Placement& one : placement.placements) *attempt.add_placements() = one;
+    for (const v1::Placement& one : placement.placements) {
+      // Its spares are kept already.
+      const bool spare =
+          std::any_of(job.spares().begin(), job.spares().end(),
+                      [&](const v1::Placement& other) { return other.node() == one.node(); });
+      if (!spare || !spared_.contains(&job)) *attempt.add_placements() = one;
+    }
     question_.active.push_back({.record = &job, .attempt = &attempt});
+    // As for one that runs: a reservation may count on its end.
+    if (job.spec().has_time_limit()) {
+      question_.active.back().ends_by = delayed.not_before + FromProto(job.spec().time_limit());
+    }
     ChangeAll(&NodeSpace::Take, question_.active.back(), &question_.nodes);
-    processes += std::max(0, placement.processes - own_spares);
+    // Its owner's other jobs do not take what it comes back for.
+    processes += std::max(0, job.spec().max_processes() - own_spares);
     if (first_held_.empty()) first_held_ = job.job_id();
   }
   // Whether the job would start if no room were held.
@@ -358,10 +378,11 @@ class Scheduler {
     }
     if (now.placements.empty()) {
       refused_.insert(shape);
-      Wait(job, LacksHeldRoom(job) ? absl::StrCat(first_held_,
-                                                  ", which is about to start again, and keeps the "
-                                                  "room for that")
-                                   : now.why);
+      Wait(job, !reservation_.has_value() && LacksHeldRoom(job)
+                    ? absl::StrCat(first_held_,
+                                   ", which is about to start again, and keeps the "
+                                   "room for that")
+                    : now.why);
       if (!reservation_.has_value()) Reserve(job);
       return;
     }
@@ -579,6 +600,7 @@ class Scheduler {
   std::string first_waiting_;
   std::deque<v1::JobAttempt> room_held_;  // the last ones of question_.active have them
   std::string first_held_;
+  absl::flat_hash_set<std::string> refused_held_;  // shapes for which there is no room to hold
   int examined_ = 0;      // jobs behind the first, for which nodes were looked for
   bool delayed_ = false;  // a job waits for its delayed restart
   bool held_ = false;     // all behind wait for the nodes that are awaited

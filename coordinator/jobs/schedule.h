@@ -77,7 +77,8 @@ struct ScheduleDecision {
 // start. A job that would not fit if nothing else ran reserves nothing, nor does one whose owner
 // has to wait for jobs of its own to end.
 //
-// A job whose restart is delayed keeps the room on which it would start, if there is any, from
+// A job whose restart is delayed by a minute at most, before which no job waits for room, keeps the
+// room on which it would start, if there is any, from
 // those behind it: it is back in seconds or minutes, and they might run for days.
 //
 // While nodes are awaited, what fits on the first ones to come says little: a job starts only with

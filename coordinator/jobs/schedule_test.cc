@@ -219,6 +219,26 @@ TEST_F(ScheduleTest, WhileNodesAreAwaited_AnElasticJobStartsWithAllItsProcesses)
   EXPECT_EQ(Starts(), Ids{"elastic"});
 }
 
+// Else a job behind it would start on what the first one waits for, for days.
+TEST_F(ScheduleTest, DelayedRestart_AReservationCountsOnTheEndOfItsTimeLimit) {
+  AddNode("a", 2);
+  Queue("delayed", 1).mutable_spec()->mutable_time_limit()->set_seconds(60);
+  question_.queued[0].not_before = kNow + absl::Seconds(7);
+  Queue("large", 2);
+  Queue("long", 1).mutable_spec()->mutable_time_limit()->set_seconds(864'000);
+  Queue("short", 1).mutable_spec()->mutable_time_limit()->set_seconds(30);
+  EXPECT_EQ(Starts(), Ids{"short"});
+}
+
+// One that fails again and again hardly uses what it would keep.
+TEST_F(ScheduleTest, DelayOfMoreThanAMinute_KeepsNoRoom) {
+  AddNode("a", 2);
+  Queue("delayed", 2);
+  question_.queued[0].not_before = kNow + absl::Seconds(61);
+  Queue("small", 1);
+  EXPECT_EQ(Starts(), Ids{"small"});
+}
+
 // Else a job of a thousand processes that restarts after a failure loses its nodes to small ones.
 TEST_F(ScheduleTest, DelayedRestart_KeepsTheRoomFromJobsBehindIt) {
   AddNode("a", 2);

@@ -313,7 +313,9 @@ absl::StatusOr<JoinedProcess> JoinJob(const Environment& environment,
     std::iota(all.begin(), all.end(), 0);
     if (size > 1) joined.explain = ExplainerFor(joined, all);
     absl::StatusOr<std::unique_ptr<Comm>> comm = BuildComm(joined, "world", all);
-    if (!comm.ok()) return OrEnded(comm.status(), options, joined);
+    // Of a device or plug-in that is wrong all ranks know: no peer is lost.
+    if (absl::IsUnavailable(comm.status())) return OrEnded(comm.status(), options, joined);
+    if (!comm.ok()) return comm.status();
     joined.comm = *std::move(comm);
   }
   MUSTER_FAILPOINT_STATUS("worker.group_built");
