@@ -172,6 +172,9 @@ TEST(Reduce, Number_IsReduced) {
     EXPECT_EQ(Reduce(comm, size_t{3}), size_t{6});
     EXPECT_EQ(Reduce(comm, int64_t{1} << 60), int64_t{1} << 61);
     EXPECT_THROW(Reduce(comm, 3, "mean"), c10::Error);
+    EXPECT_THROW(Reduce(comm, 1'500'000'000), c10::Error) << "no int holds it";
+    EXPECT_THROW(Reduce(comm, uint64_t{1} << 63, "max"), c10::Error);
+    EXPECT_EQ(Reduce(comm, int64_t{1'500'000'000}), 3'000'000'000);
   });
 }
 

@@ -185,5 +185,20 @@ TEST(GatherValueForMetrics, ListsBesideTensors_AreGatheredAndCutToo) {
   });
 }
 
+// As scores by class, of which one rank has seen one more. Without a comparison the list that is
+// left over would meet the next collective of the other rank.
+TEST(GatherValueForMetrics, ListsThatOneRankLacks_AreAnErrorOnAll) {
+  RunRanks(2, [](Comm& comm) {
+    for (const bool lacks_all : {false, true}) {
+      std::map<std::string, std::vector<int64_t>> more;
+      if (!lacks_all) more["a"] = {1};
+      if (comm.rank() == 1) more["b"] = {2};
+      const std::pair<at::Tensor, std::map<std::string, std::vector<int64_t>>> mine(at::ones({2}),
+                                                                                    more);
+      EXPECT_THROW(GatherValueForMetrics(comm, mine, nullptr), c10::Error) << lacks_all;
+    }
+  });
+}
+
 }  // namespace
 }  // namespace muster
