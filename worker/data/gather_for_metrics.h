@@ -99,20 +99,21 @@ auto GatherValueForMetrics(Comm& comm, const T& value, const BatchInfo* info,
       // none, as in an empty map.
       size_t lists = 0;
       size_t at = 0;
-      MapBoth(
-          value, [](const at::Tensor& tensor) { return tensor; },
-          [&]<class L>(const L& list) {
-            ++lists;
-            return list;
-          });
+      const auto as_it_is = [](const at::Tensor& tensor) { return tensor; };
+      const auto count = [&]<class L>(const L& list) {
+        ++lists;
+        return list;
+      };
+      MapBoth(value, as_it_is, count);
       if (lists == 0) {
         const comm_checks::PlaceScope none(0, 0);
         comm.AllGatherBytes("");
       }
-      return MapBoth(value, on_tensor, [&]<class L>(const L& list) {
+      const auto in_place = [&]<class L>(const L& list) {
         const comm_checks::PlaceScope place(at++, lists);
         return on_list(list);
-      });
+      };
+      return MapBoth(value, on_tensor, in_place);
     }
   } else if constexpr (IsVector<T>) {
     return on_list(value);
