@@ -65,8 +65,9 @@ TEST_F(StepControllerTest, FirstStepWithoutAnyGradient_IsWarnedOf) {
     Parts parts{{}};
     const at::Tensor frozen = at::ones({1});
     FusedSGD sgd({frozen}, {.lr = 1});
-    OptimizerSlot slot(&parts.steps, &sgd, nullptr, &sgd, sgd.id());
-    EXPECT_FALSE(warned([&] { slot.Step(); }));
+    const auto slot = parts.registry.AddOptimizer(
+        std::make_shared<OptimizerSlot>(&parts.steps, &sgd, nullptr, &sgd, sgd.id()));
+    EXPECT_FALSE(warned([&] { slot->Step(); }));
   }
   EXPECT_FALSE(warned([&] {
     MicroStep(0.25);
@@ -75,9 +76,10 @@ TEST_F(StepControllerTest, FirstStepWithoutAnyGradient_IsWarnedOf) {
   Parts parts{{}};
   const at::Tensor weight = at::ones({1}).requires_grad_(true);
   FusedSGD sgd({weight}, {.lr = 1});
-  OptimizerSlot slot(&parts.steps, &sgd, nullptr, &sgd, sgd.id());
-  EXPECT_TRUE(warned([&] { slot.Step(); }));
-  EXPECT_FALSE(warned([&] { slot.Step(); })) << "once";
+  const auto slot = parts.registry.AddOptimizer(
+      std::make_shared<OptimizerSlot>(&parts.steps, &sgd, nullptr, &sgd, sgd.id()));
+  EXPECT_TRUE(warned([&] { slot->Step(); }));
+  EXPECT_FALSE(warned([&] { slot->Step(); })) << "once";
 }
 
 TEST_F(StepControllerTest, Clipping_IsRefusedWithinAWindow) {
