@@ -60,17 +60,23 @@ class RefusingNodes final : public v1::Nodes::Service {
   v1::SyncNodeRequest request_ ABSL_GUARDED_BY(mu_);
 };
 
+// Of a node with one CPU.
+NodeServiceOptions OptionsOf(const std::string& state_dir) {
+  NodeServiceOptions options;
+  options.state_dir = state_dir;
+  options.node = "n";
+  options.info.set_cpus(1);
+  options.control_groups = "off";
+  return options;
+}
+
 // A request says how long attempts have run: one that was made while the coordinator was away would
 // give them that time again.
 TEST(NodeServiceTest, CoordinatorWasAway_TheRequestIsMadeWhenItIsThere) {
   const TestFolder folder;
   auto before = std::make_unique<rpc::TestListener>();
-  NodeServiceOptions options;
+  NodeServiceOptions options = OptionsOf(folder.Path("state"));
   options.coordinator = absl::StrCat("127.0.0.1:", before->port());
-  options.state_dir = folder.Path("state");
-  options.node = "n";
-  options.info.set_cpus(1);
-  options.control_groups = "off";
   absl::Status ended;
   std::thread service([&] { ended = RunNodeService(options); });
   // The first call fails with the first connection, and after these the next call has begun.
@@ -120,12 +126,8 @@ bool PingComes(int fd, absl::Time deadline) {
 TEST(NodeServiceTest, ConnectionIsSilent_ItIsPingedWellBeforeALeaseEnds) {
   const TestFolder folder;
   auto silent = std::make_unique<rpc::TestListener>();
-  NodeServiceOptions options;
+  NodeServiceOptions options = OptionsOf(folder.Path("state"));
   options.coordinator = absl::StrCat("127.0.0.1:", silent->port());
-  options.state_dir = folder.Path("state");
-  options.node = "n";
-  options.info.set_cpus(1);
-  options.control_groups = "off";
   absl::Status ended;
   std::thread service([&] { ended = RunNodeService(options); });
   OwnedFd connection(accept(silent->fd(), nullptr, nullptr));
@@ -188,12 +190,8 @@ class FailingStarts final : public v1::Nodes::Service {
 TEST(NodeServiceTest, StartFailsOnAFullDisk_NoFolderOfTheAttemptIsLeft) {
   const TestFolder folder;
   ASSERT_TRUE(MakeDirectories(folder.Path("failing_disk")).ok());
-  NodeServiceOptions options;
   // A name that is not UTF-8 must not keep the node from telling of it.
-  options.state_dir = folder.Path("failing_disk/caf\xe9");
-  options.node = "n";
-  options.info.set_cpus(1);
-  options.control_groups = "off";
+  NodeServiceOptions options = OptionsOf(folder.Path("failing_disk/caf\xe9"));
   FailingStarts nodes(JoinPath(options.state_dir, "attempts"), /*starts=*/4);
   const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
   ASSERT_TRUE(server.ok()) << server.status();
@@ -206,11 +204,7 @@ TEST(NodeServiceTest, StartFailsOnAFullDisk_NoFolderOfTheAttemptIsLeft) {
 // As of an agent that was killed while it made it.
 TEST(NodeServiceTest, OldFolderWithoutARecord_IsRemoved) {
   const TestFolder folder;
-  NodeServiceOptions options;
-  options.state_dir = folder.Path("state");
-  options.node = "n";
-  options.info.set_cpus(1);
-  options.control_groups = "off";
+  NodeServiceOptions options = OptionsOf(folder.Path("state"));
   const std::string old = JoinPath(options.state_dir, "attempts/mnist-1.1");
   const std::string fresh = JoinPath(options.state_dir, "attempts/mnist-1.2");
   ASSERT_TRUE(MakeDirectories(old).ok());
@@ -227,11 +221,7 @@ TEST(NodeServiceTest, OldFolderWithoutARecord_IsRemoved) {
 
 // Of a node whose folder has an attempt of the job mnist-1.
 NodeServiceOptions OptionsWithAttempt(const std::string& state_dir) {
-  NodeServiceOptions options;
-  options.state_dir = state_dir;
-  options.node = "n";
-  options.info.set_cpus(1);
-  options.control_groups = "off";
+  NodeServiceOptions options = OptionsOf(state_dir);
   const std::string attempt = JoinPath(state_dir, "attempts/mnist-1.1");
   EXPECT_TRUE(MakeDirectories(attempt).ok());
   const std::string record =
