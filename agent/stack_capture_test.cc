@@ -216,10 +216,13 @@ time.sleep(3600)
 )");
     StackCapture capture;
     std::string frames;
-    do {
+    // Each of the three may still be in the line before.
+    WaitUntil([&] {
       frames = child.Frames(capture);
-    } while (!absl::StrContains(frames, "in_c_extension 7") ||
-             !absl::StrContains(frames, "generator 11"));
+      return absl::StrContains(frames, "<module> 19") &&
+             absl::StrContains(frames, "in_c_extension 7") &&
+             absl::StrContains(frames, "generator 11");
+    });
     EXPECT_EQ(frames, "<module> 19 | in_c_extension 7 | generator 11 of_generator 13 ");
   }
 }
