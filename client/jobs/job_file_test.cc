@@ -180,6 +180,58 @@ TEST(JobFile, FailurePolicy_HasItsOwnTotalOrTheSum) {
             std::string::npos);
 }
 
+TEST(JobFile, FailurePolicy_BesideMaxRestarts_TakesItAsItsTotal) {
+  struct Case {
+    const char* text;
+    std::map<std::string, std::vector<std::string>> flags;
+    int total;
+    const char* source;  // of max_restarts; empty: the policy has it
+    std::map<std::string, int> limits;
+  };
+  const Case cases[] = {
+      {"max_restarts: 3\nfailure_policy: {oom: 1}\n", {}, 3, "job.yaml:1", {{"oom", 1}}},
+      {"",
+       {{"max_restarts", {"3"}}, {"failure_policy", {"oom=1"}}},
+       3,
+       "--max_restarts",
+       {{"oom", 1}}},
+      {"max_restarts: 5\n", {{"failure_policy", {"oom=1"}}}, 5, "job.yaml:1", {{"oom", 1}}},
+      {"failure_policy: {oom: 1}\n", {{"max_restarts", {"5"}}}, 5, "--max_restarts", {{"oom", 1}}},
+      {"failure_policy: {max_restarts: 4, oom: 1}\n",
+       {{"max_restarts", {"0"}}},
+       0,
+       "--max_restarts",
+       {{"oom", 1}}},
+      {"max_restarts: 5\n", {{"failure_policy", {"max_restarts=2,oom=1"}}}, 2, "", {{"oom", 1}}},
+      {"max_restarts: 5\nfailure_policy: {oom: 1}\n",
+       {{"failure_policy", {"hang=2"}}},
+       5,
+       "job.yaml:1",
+       {{"hang", 2}}},
+      {"max_restarts: 0\nfailure_policy: {oom: 1}\n",
+       {},
+       1,
+       "",
+       {{"failed", 0}, {"hang", 0}, {"oom", 1}}},
+  };
+  for (const Case& one : cases) {
+    SCOPED_TRACE(one.text);
+    const auto job = ResolveJob(one.text, "job.yaml", one.flags, {"./train"});
+    ASSERT_TRUE(job.ok()) << job.status();
+    EXPECT_EQ(job->spec.max_restarts, one.total);
+    EXPECT_EQ(job->spec.class_limits, one.limits);
+    const auto given = job->provenance.find("max_restarts");
+    EXPECT_EQ(given == job->provenance.end() ? "" : given->second.source, one.source);
+    // The record of a job on SLURM.
+    const auto read = ResolveJob(JobFileText(job->spec), "job.json", {}, {});
+    ASSERT_TRUE(read.ok()) << read.status();
+    EXPECT_EQ(JobFileText(read->spec), JobFileText(job->spec));
+  }
+  EXPECT_EQ(Error("command: [a]\n",
+                  {{"max_restarts", {"3"}}, {"failure_policy", {"max_restarts=3,oom=1"}}}),
+            "--max_restarts: --failure_policy has it, too: give it once");
+}
+
 TEST(JobFile, Files_OfAListAreRelativeToTheJobFile) {
   const auto job = ResolveJob("command: [a]\nfiles: [c.yaml, /abs/d]\n", "jobs/x.yaml", {}, {});
   ASSERT_TRUE(job.ok()) << job.status();
