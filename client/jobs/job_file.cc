@@ -19,6 +19,7 @@
 #include "base/suggest.h"
 #include "base/text.h"
 #include "base/units.h"
+#include "base/worker_variables.h"
 #include "base/yaml.h"
 #include "proto/failure_policy.h"
 #include "proto/job_limits.h"
@@ -238,7 +239,9 @@ const std::vector<Setting>& Table() {
         .has_flag = false},
        Kind::kCommand,
        ReadCommand},
-      {{"env", "NAME=VALUE", "A variable for all processes", /*repeated=*/true},
+      {{"env", "NAME=VALUE",
+        "A variable for all processes, none of a setting such as mixed_precision",
+        /*repeated=*/true},
        Kind::kMap,
        ReadMap<&JobSpec::env>},
       {{"workdir", "FOLDER", "Working directory on every node (default: a private one)"},
@@ -330,6 +333,21 @@ const Setting* Find(absl::string_view name) {
     if (setting.spec.name == name) return &setting;
   }
   return nullptr;
+}
+
+// What is set for each process whatever `env` says would be lost. `where` names the setting.
+absl::Status CheckVariables(const json& env, absl::string_view where) {
+  for (const auto& [name, value] : env.items()) {
+    const WorkerVariable* const set = FindWorkerVariable(name);
+    if (set == nullptr) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        where, ": ", name, " cannot be set: ",
+        set->setting.empty() ? "each process gets its own, by its place in the job"
+        : Find(set->setting) != nullptr
+            ? absl::StrCat("write the setting ", set->setting, ", which says it to all processes")
+            : "what starts the processes on a node sets it, and a job has no setting for it"));
+  }
+  return absl::OkStatus();
 }
 
 // NAME=VALUE words as a map of texts, or of numbers, of which a word may have several, with commas.
@@ -448,6 +466,9 @@ absl::Status ReadFile(absl::string_view text, absl::string_view source, Resolved
     if (const std::string write = setting->read(value, &job->spec); !write.empty()) {
       return absl::InvalidArgumentError(
           absl::StrCat(where, ": ", key, ": ", ValueText(value), ": write ", write));
+    }
+    if (key == "env") {
+      MUSTER_RETURN_IF_ERROR(CheckVariables(value, absl::StrCat(where, ": env")));
     }
     job->provenance[key] = {ValueText(value), where};
     // The keys come in the order of the alphabet.
@@ -577,6 +598,7 @@ absl::StatusOr<ResolvedJob> ResolveJob(absl::string_view text, absl::string_view
           absl::StrCat("--", name, " ", Printable(words.back()), ": write ",
                        setting->kind == Kind::kMap ? "NAME=VALUE" : write));
     }
+    if (name == "env") MUSTER_RETURN_IF_ERROR(CheckVariables(value, "--env"));
     job.provenance[name] = {Printable(absl::StrJoin(words, " ")), absl::StrCat("--", name)};
     if (name == "files") TakePaths("", &job);
     if (!of_flags.Add(name, value)) {

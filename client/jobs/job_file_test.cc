@@ -82,6 +82,19 @@ TEST(JobFile, ResolveJob_FlagAndFile_FlagWinsAndEnvIsJoined) {
   EXPECT_EQ(job->provenance.at("workdir").source, "job.yaml:4");
 }
 
+// A value that the agent would replace without a word.
+TEST(JobFile, EnvThatTheAgentSets_IsRefusedByName) {
+  EXPECT_EQ(Error("command: [a]\nenv: {A: b, MUSTER_MIXED_PRECISION: bf16}\n"),
+            "job.yaml:2: env: MUSTER_MIXED_PRECISION cannot be set: write the setting "
+            "mixed_precision, which says it to all processes");
+  EXPECT_EQ(Error("command: [a]\n", {{"env", {"A=b", "RANK=7"}}}),
+            "--env: RANK cannot be set: each process gets its own, by its place in the job");
+  EXPECT_EQ(Error("command: [a]\n", {{"env", {"MUSTER_LEASE=10s"}}}),
+            "--env: MUSTER_LEASE cannot be set: what starts the processes on a node sets it, and a "
+            "job has no setting for it");
+  EXPECT_EQ(Error("command: [a]\n", {{"env", {"MUSTER_SHARDING=zero2"}}}), "");
+}
+
 TEST(JobFile, ResolveJob_NoFile_NamesTheJobAfterTheProgram) {
   const auto job = ResolveJob("", "", {}, {"/opt/my train.sh"});
   ASSERT_TRUE(job.ok()) << job.status();
