@@ -130,18 +130,17 @@ std::string ReadProcesses(const json& value, JobSpec* spec) {
 
 template <int64_t JobSpec::*kField>
 std::string ReadMemory(const json& value, JobSpec* spec) {
+  // No process or GPU has less: who writes 16 does not mean bytes.
+  constexpr int64_t kLeast = 1 << 20;
+  int64_t bytes = -1;  // is refused, too
   if (value.is_number_integer() && value >= 0 && value <= std::numeric_limits<int64_t>::max()) {
-    spec->*kField = value.get<int64_t>();
-    return "";
+    bytes = value.get<int64_t>();
+  } else if (value.is_string()) {
+    bytes = ParseMemorySize(value.get<std::string>()).value_or(-1);
   }
-  if (value.is_string()) {
-    const absl::StatusOr<int64_t> bytes = ParseMemorySize(value.get<std::string>());
-    if (bytes.ok()) {
-      spec->*kField = *bytes;
-      return "";
-    }
-  }
-  return "a size such as 16GiB";
+  if (bytes != 0 && bytes < kLeast) return "a size with its unit, such as 16GiB";
+  spec->*kField = bytes;
+  return "";
 }
 
 std::string ReadExitCodes(const json& value, JobSpec* spec) {

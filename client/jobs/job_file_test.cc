@@ -135,6 +135,21 @@ TEST(JobFile, ResolveJob_BadInput_NamesPlaceAndWhatToWrite) {
   EXPECT_NE(Error("name: a").find("no program"), std::string::npos);
 }
 
+TEST(JobFile, MemoryWithoutAUnit_IsRefusedAsByTheFlag) {
+  for (const char* const key : {"memory_per_process", "gpu_memory"}) {
+    const std::string name(key);
+    EXPECT_EQ(Error("command: [a]\n" + name + ": 16\n"),
+              "job.yaml:2: " + name + ": 16: write a size with its unit, such as 16GiB");
+    EXPECT_EQ(Error("command: [a]\n", {{name, {"16"}}}),
+              "--" + name + " 16: write a size with its unit, such as 16GiB");
+    EXPECT_NE(Error("command: [a]\n" + name + ": 65536\n"), "");
+    EXPECT_NE(Error("command: [a]\n" + name + ": 16KB\n"), "");
+    // As `muster describe -o json` has it, and the record of a job on SLURM.
+    EXPECT_EQ(Error("command: [a]\n" + name + ": 17179869184\n"), "");
+    EXPECT_EQ(Error("command: [a]\n" + name + ": 0\n"), "");
+  }
+}
+
 TEST(JobFile, ResolveJob_EverySettingWithAMapOfLists_IsRefused) {
   for (const JobSettingSpec& setting : JobSettings()) {
     const std::string error = Error(setting.name + ": {a: [1]}\n");
