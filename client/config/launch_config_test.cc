@@ -567,6 +567,20 @@ TEST(FindConfig, FlagThenVariableThenDefaultPlace) {
 }
 
 // Every key and flag with every type: read, or one line with the place and the rule.
+// As the script of a job on SLURM says it.
+TEST(FindConfig, DevNull_SaysNothing) {
+  const TestFolder folder;
+  ASSERT_TRUE(MakeDirectories(folder.Path("muster")).ok());
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("muster/config.yaml"), "cpu: true\n").ok());
+  const std::map<std::string, std::string> home = {{"XDG_CONFIG_HOME", folder.Path("")},
+                                                   {"MUSTER_CONFIG", "/dev/null"}};
+  for (const ConfigPath& path : {FindConfig("", home), FindConfig("/dev/null", {})}) {
+    const auto layer = LoadConfig(path);
+    ASSERT_TRUE(layer.ok()) << layer.status();
+    EXPECT_TRUE(layer->settings.empty());
+  }
+}
+
 TEST(FindConfig, HomeOfANamedFile_IsReplaced) {
   EXPECT_EQ(FindConfig("~/a", {{"HOME", "/h"}}).path, "/h/a");
   EXPECT_EQ(FindConfig("", {{"MUSTER_CONFIG", "~/b"}, {"HOME", "/h"}}).path, "/h/b");

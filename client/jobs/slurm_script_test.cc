@@ -163,6 +163,22 @@ TEST(SlurmScriptTest, Script_IsOneThatBashReads) {
             "<./it's><a b><$(touch /tmp/never)><><x\ny><`id`>4\n");
 }
 
+TEST(SlurmScriptTest, Launch_ReadsNoConfigFileOfTheUser) {
+  const TestFolder folder;
+  const auto config = [&](const JobSpec& spec) {
+    const std::string script = folder.Path("job.sh");
+    std::ofstream(script) << Script(spec);
+    return Shell(
+        absl::StrCat("SLURM_JOB_ID=1 SLURM_NNODES=2 MUSTER_CONFIG=mine bash -c 'source <(sed \"/^# "
+                     "train.sbatch$/Q\" ",
+                     script, "); job_env; exec env' | grep ^MUSTER_CONFIG"));
+  };
+  EXPECT_EQ(config(Spec(4)), "MUSTER_CONFIG=/dev/null\n");
+  JobSpec spec = Spec(4);
+  spec.env = {{"MUSTER_CONFIG", "/shared/launch.yaml"}};
+  EXPECT_EQ(config(spec), "MUSTER_CONFIG=/shared/launch.yaml\n");
+}
+
 // Runs the script of a job whose program ends with `code`, and a SLURM of which only so much is
 // there as `scontrol` is.
 std::string RunScript(const TestFolder& folder, int code, const std::string& scontrol,
