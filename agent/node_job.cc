@@ -55,12 +55,22 @@ std::string Policy(const AgentOptions& options) {
   return text;
 }
 
+// Of the setting, or of the variable that the processes inherit.
+std::string Precision(const AgentOptions& options) {
+  if (options.worker.mixed_precision.has_value()) return *options.worker.mixed_precision;
+  for (const char* const name : {"MUSTER_MIXED_PRECISION", "ACCELERATE_MIXED_PRECISION"}) {
+    const auto found = options.inherited.find(name);
+    if (found != options.inherited.end() && !found->second.empty()) return found->second;
+  }
+  return "no";
+}
+
 // What must be equal on all nodes.
 std::string Settings(const NodeJobOptions& options) {
   const WorkerEnvironment& worker = options.agent.worker;
   const std::string least = IsElastic(options) ? absl::StrCat(options.min_nodes, ":") : "";
   return absl::StrCat("num_processes ", options.num_nodes * options.agent.slots, ", num_machines ",
-                      least, options.num_nodes, ", mixed_precision ", worker.mixed_precision,
+                      least, options.num_nodes, ", mixed_precision ", Precision(options.agent),
                       ", gradient_accumulation_steps ",
                       worker.gradient_accumulation_steps > 0
                           ? absl::StrCat(worker.gradient_accumulation_steps)

@@ -9,6 +9,9 @@ namespace muster::agent {
 namespace {
 
 const char* YesNo(bool value) { return value ? "true" : "false"; }
+std::optional<std::string> Text(std::optional<bool> value) {
+  return value.has_value() ? std::optional<std::string>(YesNo(*value)) : std::nullopt;
+}
 
 // Of a launcher further out: true for the process it started, wrong for each of ours.
 bool IsPlaceOfOtherLauncher(const std::string& name) {
@@ -19,23 +22,6 @@ bool IsPlaceOfOtherLauncher(const std::string& name) {
 }
 
 }  // namespace
-
-bool IsPlaceVariable(const std::string& name) {
-  static const char* const kNames[] = {
-      "MUSTER_RANK",          "MUSTER_WORLD_SIZE",
-      "MUSTER_LOCAL_RANK",    "MUSTER_LOCAL_WORLD_SIZE",
-      "MUSTER_NODE_RANK",     "MUSTER_NUM_NODES",
-      "MUSTER_COORDINATOR",   "MUSTER_JOB",
-      "MUSTER_WORKER_ID",     "MUSTER_INCARNATION",
-      "MUSTER_GENERATION",    "MUSTER_PROCESS_TREE",
-      "MUSTER_MEMORY_SOCKET", "RANK",
-      "WORLD_SIZE",           "LOCAL_RANK",
-      "LOCAL_WORLD_SIZE",     "GROUP_RANK",
-      "GROUP_WORLD_SIZE",     "ROLE_RANK",
-      "ROLE_WORLD_SIZE",
-  };
-  return std::find(std::begin(kNames), std::end(kNames), name) != std::end(kNames);
-}
 
 std::map<std::string, std::string> MakeWorkerVariables(
     const WorkerEnvironment& worker, const std::map<std::string, std::string>& inherited) {
@@ -51,6 +37,12 @@ std::map<std::string, std::string> MakeWorkerVariables(
     } else {
       out[name] = value;
     }
+  };
+  // What is given for one of the two counts for both, so neither gets the default then.
+  const auto set_both = [&](const char* name, const char* of_accelerate,
+                            const std::optional<std::string>& value, const char* fallback) {
+    if (!value.has_value() && (out.contains(name) || out.contains(of_accelerate))) return;
+    out[name] = out[of_accelerate] = value.value_or(fallback);
   };
 
   const Place& place = worker.place;
@@ -75,7 +67,7 @@ std::map<std::string, std::string> MakeWorkerVariables(
   set("MUSTER_OUTAGE_TOLERANCE", absl::FormatDuration(worker.outage_tolerance));
   set("MUSTER_LEASE", absl::FormatDuration(worker.lease));
 
-  set("MUSTER_MIXED_PRECISION", worker.mixed_precision);
+  set_both("MUSTER_MIXED_PRECISION", "ACCELERATE_MIXED_PRECISION", worker.mixed_precision, "no");
   if (!worker.sharding.empty()) set("MUSTER_SHARDING", worker.sharding);
   if (worker.activation_checkpointing.has_value()) {
     set("MUSTER_ACTIVATION_CHECKPOINTING", YesNo(*worker.activation_checkpointing));
@@ -84,18 +76,15 @@ std::map<std::string, std::string> MakeWorkerVariables(
   if (!worker.offload_activations.empty()) {
     set("MUSTER_OFFLOAD_ACTIVATIONS", worker.offload_activations);
   }
-  set("MUSTER_CPU", YesNo(worker.cpu));
+  set_both("MUSTER_CPU", "ACCELERATE_USE_CPU", Text(worker.cpu), "false");
   // Accelerate's lets the variable win over what a program says.
   if (worker.gradient_accumulation_steps > 0) {
     set("MUSTER_GRADIENT_ACCUMULATION_STEPS", worker.gradient_accumulation_steps);
     set("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", worker.gradient_accumulation_steps);
   }
-  set("MUSTER_DEBUG", YesNo(worker.debug));
+  set_both("MUSTER_DEBUG", "ACCELERATE_DEBUG_MODE", Text(worker.debug), "false");
   set("MUSTER_AGENT_TELLS", YesNo(worker.agent_tells));
   set_if("MUSTER_MEMORY_SOCKET", worker.memory_socket);
-  set("ACCELERATE_MIXED_PRECISION", worker.mixed_precision);
-  set("ACCELERATE_USE_CPU", YesNo(worker.cpu));
-  set("ACCELERATE_DEBUG_MODE", YesNo(worker.debug));
 
   set("RANK", place.rank);
   set("WORLD_SIZE", place.world_size);

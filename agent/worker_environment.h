@@ -37,13 +37,13 @@ struct WorkerEnvironment {
   absl::Duration outage_tolerance = kDefaultOutageTolerance;
   absl::Duration lease = kDefaultLease;
 
-  std::string mixed_precision = "no";
-  std::string sharding;  // empty: the variable stays as it is
+  std::optional<std::string> mixed_precision;  // nullopt: its variables stay, else "no"
+  std::string sharding;                        // empty: the variable stays as it is
   std::optional<bool> activation_checkpointing;
   std::string activation_blocks, offload_activations;  // empty: the variables stay as they are
-  bool cpu = false;
-  int gradient_accumulation_steps = 0;  // 0: the variables stay as they are
-  bool debug = false;
+  std::optional<bool> cpu;                             // nullopt: its variables stay, else false
+  int gradient_accumulation_steps = 0;                 // 0: the variables stay as they are
+  std::optional<bool> debug;                           // nullopt: its variables stay, else false
   // The reader of the workers' output also reads the agent's.
   bool agent_tells = false;
   // The socket of the agent's MemoryHolder; empty: it has none.
@@ -51,8 +51,8 @@ struct WorkerEnvironment {
   // OMP_NUM_THREADS. 0: the inherited value, or `cores` shared out evenly.
   int threads = 0;
   int cores = 1;
-  // Names that the user gave for all workers; they win over inherited ones, not over the place in
-  // the job.
+  // Names that the user gave for all workers; they win over inherited ones, not over those of
+  // base/worker_variables.h.
   std::map<std::string, std::string> extra;
 };
 
@@ -64,11 +64,6 @@ std::map<std::string, std::string> MakeWorkerVariables(
 
 // "NAME=value" each.
 std::vector<std::string> ToEnvironmentBlock(const std::map<std::string, std::string>& variables);
-
-// Whether the user may not set this variable for workers, because it defines a worker's place in
-// the job.
-bool IsPlaceVariable(const std::string& name);
-
 }  // namespace muster::agent
 
 #endif  // MUSTER_AGENT_WORKER_ENVIRONMENT_H_

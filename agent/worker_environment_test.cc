@@ -1,5 +1,6 @@
 #include "agent/worker_environment.h"
 
+#include "base/worker_variables.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -139,8 +140,50 @@ TEST(MakeWorkerVariables, Extra_WinsOverInheritedButNotOverThePlace) {
   const auto variables = MakeWorkerVariables(worker, {{"A", "old"}});
   EXPECT_THAT(variables, Contains(Pair("A", "new")));
   EXPECT_THAT(variables, Contains(Pair("RANK", "3")));
-  EXPECT_TRUE(IsPlaceVariable("RANK"));
-  EXPECT_FALSE(IsPlaceVariable("A"));
+}
+
+// What a user gives for one of them is refused before; nothing else that is given is lost.
+TEST(MakeWorkerVariables, WhatItSetsWhateverIsGiven_AreTheWorkerVariables) {
+  WorkerEnvironment worker;
+  worker.place = Third().place;
+  worker.job = "digits";
+  worker.mixed_precision = "bf16";
+  worker.cpu = worker.debug = true;
+  auto given = MakeWorkerVariables(worker, {});
+  for (const char* const name :
+       {"MUSTER_COORDINATOR", "MUSTER_TLS_CA", "MUSTER_TLS_CERT", "MUSTER_TLS_KEY",
+        "MUSTER_TOKEN_FILE", "MUSTER_GENERATION", "MUSTER_MEMORY_SOCKET", "MUSTER_SHARDING",
+        "MUSTER_GRADIENT_ACCUMULATION_STEPS", "MUSTER_RACK", "A"}) {
+    given[name] = "";
+  }
+  for (auto& [name, value] : given) value = "given";
+  worker.extra = given;
+  const auto variables = MakeWorkerVariables(worker, {});
+  for (const auto& [name, value] : given) {
+    const auto set = variables.find(name);
+    EXPECT_EQ(set != variables.end() && set->second == "given", FindWorkerVariable(name) == nullptr)
+        << name;
+  }
+}
+
+// As with muster-agent, whose own environment says it.
+TEST(MakeWorkerVariables, PrecisionThatNobodySet_LeavesTheUsersVariable) {
+  const auto given = MakeWorkerVariables(
+      {},
+      {{"MUSTER_MIXED_PRECISION", "bf16"}, {"ACCELERATE_USE_CPU", "yes"}, {"MUSTER_DEBUG", "1"}});
+  EXPECT_THAT(given, Contains(Pair("MUSTER_MIXED_PRECISION", "bf16")));
+  EXPECT_THAT(given, Contains(Pair("ACCELERATE_USE_CPU", "yes")));
+  EXPECT_THAT(given, Contains(Pair("MUSTER_DEBUG", "1")));
+  // Muster's would override it.
+  EXPECT_THAT(given, Not(Contains(Key("MUSTER_CPU"))));
+  const auto none = MakeWorkerVariables({}, {});
+  EXPECT_THAT(none, Contains(Pair("MUSTER_MIXED_PRECISION", "no")));
+  EXPECT_THAT(none, Contains(Pair("ACCELERATE_MIXED_PRECISION", "no")));
+  EXPECT_THAT(none, Contains(Pair("MUSTER_CPU", "false")));
+  WorkerEnvironment worker;
+  worker.cpu = false;
+  EXPECT_THAT(MakeWorkerVariables(worker, {{"MUSTER_CPU", "true"}}),
+              Contains(Pair("MUSTER_CPU", "false")));
 }
 
 TEST(ToEnvironmentBlock, KeepsValuesAsTheyAre) {

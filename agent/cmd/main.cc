@@ -196,14 +196,18 @@ void AddAttemptFlags(CLI::App* app, Flags* flags) {
 void AddTrainingFlags(CLI::App* app, Flags* flags) {
   NodeJobOptions* const options = &flags->options;
   WorkerEnvironment* const worker = &options->agent.worker;
-  app->add_option("--mixed_precision", worker->mixed_precision, "precision of the forward pass")
-      ->check(CLI::IsMember({"no", "bf16", "fp16"}))
-      ->capture_default_str();
+  app->add_option_function<std::string>(
+         "--mixed_precision", [worker](const std::string& text) { worker->mixed_precision = text; },
+         "precision of the forward pass; default: $MUSTER_MIXED_PRECISION, else no")
+      ->check(CLI::IsMember({"no", "bf16", "fp16"}));
   app->add_option("--gradient_accumulation_steps", worker->gradient_accumulation_steps,
                   "backward passes for each optimizer step; default: as the program says, else 1")
       ->check(CLI::Range(1, 1'000'000));
-  app->add_flag("--cpu", worker->cpu, "train on the CPU");
-  app->add_flag("--debug", worker->debug, "check every collective across processes");
+  app->add_flag_callback(
+      "--cpu", [worker] { worker->cpu = true; }, "train on the CPU; default: as $MUSTER_CPU says");
+  app->add_flag_callback(
+      "--debug", [worker] { worker->debug = true; },
+      "check every collective across processes; default: as $MUSTER_DEBUG says");
   app->add_option("--max_restarts", options->agent.max_restarts,
                   "how often to restart all processes after a failure")
       ->check(CLI::Range(0, 1'000'000))

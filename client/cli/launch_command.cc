@@ -83,10 +83,12 @@ std::vector<OptionSpec> LaunchOptions() {
        .value_name = "FILE",
        .help =
            "YAML or JSON. Default: $MUSTER_CONFIG, else ~/.config/muster/config.yaml if there"});
-  options.push_back({.name = "env",
-                     .value_name = "NAME=VALUE",
-                     .help = "A variable for all processes; may be repeated",
-                     .repeated = true});
+  options.push_back(
+      {.name = "env",
+       .value_name = "NAME=VALUE",
+       .help = "A variable for all processes, none of a setting such as mixed_precision; may be "
+               "repeated",
+       .repeated = true});
   options.push_back({.name = "dry_run",
                      .help = "Print what would be run, with the source of each setting, and exit"});
   options.push_back(OutputOption({"text", "json", "yaml"}));

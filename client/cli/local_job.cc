@@ -198,12 +198,6 @@ absl::StatusOr<Held> HoldCoordinator(const LaunchConfig& config, const std::stri
 
 LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordinator) {
   const LaunchConfig& config = plan.config;
-  for (const auto& [name, value] : config.env) {
-    if (agent::IsPlaceVariable(name)) {
-      return Refused(absl::InvalidArgumentError(absl::StrCat(
-          "env: ", name, " cannot be set: it gives each process its place in the job")));
-    }
-  }
   absl::Status enough = agent::EnsureDescriptors(config.processes_here);
   enough.Update(agent::EnsureThreads(config.processes_here));
   if (!enough.ok()) return Refused(std::move(enough));

@@ -25,6 +25,7 @@
 #include "base/status_macros.h"
 #include "base/suggest.h"
 #include "base/text.h"
+#include "base/worker_variables.h"
 #include "base/yaml.h"
 #include "client/config/accelerate_launch.h"
 #include "proto/failure_policy.h"
@@ -1244,16 +1245,55 @@ void AddVariablesOfSettings(const Resolver& values, LaunchConfig* config) {
   }
 }
 
+// The settings that, given, replace their variable for the processes.
+bool ReplacesVariable(const SettingSpec& spec) {
+  static constexpr const char* kNames[] = {"sharding", "activation_checkpointing",
+                                           "activation_blocks", "offload_activations",
+                                           "gradient_accumulation_steps"};
+  return spec.for_workers ||
+         std::find(std::begin(kNames), std::end(kNames), spec.name) != std::end(kNames);
+}
+
+// A variable that counts as much as the setting that replaces it, or more, would be lost.
+absl::Status CheckVariablesOfSettings(const std::vector<Layer>& layers) {
+  for (const SettingSpec& spec : LaunchSettings()) {
+    if (!ReplacesVariable(spec)) continue;
+    const Given* variable = nullptr;
+    for (const Layer& layer : layers) {
+      if (const auto found = layer.env.find(spec.variable);
+          variable == nullptr && found != layer.env.end()) {
+        variable = &found->second;
+      }
+      const auto setting = layer.settings.find(spec.name);
+      if (setting == layer.settings.end()) continue;
+      if (variable == nullptr || variable->text == setting->second.text) break;
+      return absl::InvalidArgumentError(absl::StrCat(
+          "env: ", spec.variable, ": ", Printable(variable->text), " (from ", variable->source,
+          ") differs from ", spec.name, ": ", Printable(setting->second.text), " (from ",
+          setting->second.source, "): leave the variable out, and write --", spec.name, " VALUE"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 // The variables of all layers; the first layer that has one wins.
 absl::Status AddVariables(const std::vector<Layer>& layers, LaunchConfig* config) {
   std::map<std::string, Given> env;
   for (auto layer = layers.rbegin(); layer != layers.rend(); ++layer) {
     for (const auto& [name, given] : layer->env) env[name] = given;
   }
+  MUSTER_RETURN_IF_ERROR(CheckVariablesOfSettings(layers));
   for (const auto& [name, given] : env) {
     if (name.empty() || absl::StrContains(name, '=')) {
       return absl::InvalidArgumentError(
           absl::StrCat("env: ", name, " (from ", given.source, ") is not a valid variable name"));
+    }
+    if (const WorkerVariable* const set = FindWorkerVariable(name)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "env: ", name, " (from ", given.source, ") cannot be set: ",
+          set->setting.empty() ? "the launch gives each process its own, by its place in the job"
+                               : absl::StrCat("write --", set->setting, ", or ", set->setting,
+                                              ": in the file, which says it to all processes")));
     }
     config->env[name] = given.text;
     config->provenance.emplace_back("env." + name, given);

@@ -7,6 +7,7 @@
 #include "base/defaults.h"
 #include "base/file.h"
 #include "base/test_folder.h"
+#include "base/worker_variables.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -281,6 +282,46 @@ TEST(ResolveLaunch, D26_ProcessesOnTheCpu_AreAllCounted) {
   EXPECT_EQ(config->processes_here, 3);
 }
 
+// A variable that the launch would replace without a word.
+TEST(ResolveLaunch, EnvThatIsASetting_IsRefusedOrCounts) {
+  const auto error = [](const std::vector<Layer>& layers) {
+    const auto config = ResolveLaunch(layers, {});
+    return config.ok() ? "accepted" : std::string(config.status().message());
+  };
+  const auto with_env = [](const char* name, const char* value, const char* source) {
+    Layer layer;
+    layer.env[name] = {value, source};
+    return layer;
+  };
+  EXPECT_EQ(error({with_env("MUSTER_MIXED_PRECISION", "bf16", "--env")}),
+            "env: MUSTER_MIXED_PRECISION (from --env) cannot be set: write --mixed_precision, or "
+            "mixed_precision: in the file, which says it to all processes");
+  EXPECT_THAT(error({with_env("ACCELERATE_DEBUG_MODE", "1", "c.yaml:2")}),
+              HasSubstr("(from c.yaml:2) cannot be set: write --debug, or debug: in the file"));
+  EXPECT_EQ(error({with_env("RANK", "3", "--env")}),
+            "env: RANK (from --env) cannot be set: the launch gives each process its own, by its "
+            "place in the job");
+  // Each that names a setting names one that there is.
+  for (const SettingSpec& spec : LaunchSettings()) {
+    const WorkerVariable* const set = FindWorkerVariable(spec.variable);
+    if (set != nullptr) {
+      EXPECT_EQ(set->setting, spec.name);
+    }
+  }
+
+  // Others count, unless a setting that counts as much says something else.
+  const Layer zero3 = with_env("MUSTER_SHARDING", "zero3", "--env");
+  EXPECT_EQ(error({zero3}), "accepted");
+  Layer file;
+  file.settings["sharding"] = {"zero2", "c.yaml:4"};
+  EXPECT_EQ(
+      error({zero3, file}),
+      "env: MUSTER_SHARDING: zero3 (from --env) differs from sharding: zero2 (from c.yaml:4): "
+      "leave the variable out, and write --sharding VALUE");
+  EXPECT_EQ(error({Flags({{"sharding", "zero3"}}), zero3}), "accepted");
+  EXPECT_EQ(error({Flags({{"sharding", "zero2"}}), zero3}), "accepted");
+}
+
 TEST(ResolveLaunch, D31_BooleanWords_MeanWhatTheySay) {
   EXPECT_FALSE(ResolveLaunch({Flags({{"debug", "False"}})}, {})->debug);
   EXPECT_TRUE(ResolveLaunch({Flags({{"debug", "on"}})}, {})->debug);
@@ -526,6 +567,20 @@ TEST(FindConfig, FlagThenVariableThenDefaultPlace) {
 }
 
 // Every key and flag with every type: read, or one line with the place and the rule.
+// As the script of a job on SLURM says it.
+TEST(FindConfig, DevNull_SaysNothing) {
+  const TestFolder folder;
+  ASSERT_TRUE(MakeDirectories(folder.Path("muster")).ok());
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("muster/config.yaml"), "cpu: true\n").ok());
+  const std::map<std::string, std::string> home = {{"XDG_CONFIG_HOME", folder.Path("")},
+                                                   {"MUSTER_CONFIG", "/dev/null"}};
+  for (const ConfigPath& path : {FindConfig("", home), FindConfig("/dev/null", {})}) {
+    const auto layer = LoadConfig(path);
+    ASSERT_TRUE(layer.ok()) << layer.status();
+    EXPECT_TRUE(layer->settings.empty());
+  }
+}
+
 TEST(FindConfig, HomeOfANamedFile_IsReplaced) {
   EXPECT_EQ(FindConfig("~/a", {{"HOME", "/h"}}).path, "/h/a");
   EXPECT_EQ(FindConfig("", {{"MUSTER_CONFIG", "~/b"}, {"HOME", "/h"}}).path, "/h/b");

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <tuple>
 #include <utility>
 
@@ -18,6 +19,7 @@
 #include "base/suggest.h"
 #include "base/text.h"
 #include "base/units.h"
+#include "base/worker_variables.h"
 #include "base/yaml.h"
 #include "proto/failure_policy.h"
 #include "proto/job_limits.h"
@@ -128,18 +130,17 @@ std::string ReadProcesses(const json& value, JobSpec* spec) {
 
 template <int64_t JobSpec::*kField>
 std::string ReadMemory(const json& value, JobSpec* spec) {
+  // No process or GPU has less: who writes 16 does not mean bytes.
+  constexpr int64_t kLeast = 1 << 20;
+  int64_t bytes = -1;  // is refused, too
   if (value.is_number_integer() && value >= 0 && value <= std::numeric_limits<int64_t>::max()) {
-    spec->*kField = value.get<int64_t>();
-    return "";
+    bytes = value.get<int64_t>();
+  } else if (value.is_string()) {
+    bytes = ParseMemorySize(value.get<std::string>()).value_or(-1);
   }
-  if (value.is_string()) {
-    const absl::StatusOr<int64_t> bytes = ParseMemorySize(value.get<std::string>());
-    if (bytes.ok()) {
-      spec->*kField = *bytes;
-      return "";
-    }
-  }
-  return "a size such as 16GiB";
+  if (bytes != 0 && bytes < kLeast) return "a size with its unit, such as 16GiB";
+  spec->*kField = bytes;
+  return "";
 }
 
 std::string ReadExitCodes(const json& value, JobSpec* spec) {
@@ -153,20 +154,26 @@ std::string ReadExitCodes(const json& value, JobSpec* spec) {
   return "";
 }
 
-std::string ReadFailurePolicy(const json& value, JobSpec* spec) {
-  static constexpr char kHelp[] =
-      "a map of max_restarts, failed, oom, hang, node_lost and preempted to whole numbers from 0: "
-      "{max_restarts: 3, oom: 1}";
-  if (!value.is_object() || value.empty()) return kHelp;
+// The policy as it is written; nullopt: that is none.
+std::optional<FailurePolicy> PolicyOf(const json& value) {
+  if (!value.is_object() || value.empty()) return std::nullopt;
   FailurePolicy policy;
   for (auto item = value.begin(); item != value.end(); ++item) {
     if (!item->is_number_integer() || !AddToPolicy(item.key(), item->get<int64_t>(), &policy)) {
-      return kHelp;
+      return std::nullopt;
     }
   }
-  CompletePolicy(&policy);
-  if (policy.max_restarts.has_value()) spec->max_restarts = *policy.max_restarts;
-  spec->class_limits = std::move(policy.class_limits);
+  return policy;
+}
+
+// Its total counts only once all that is given is known: see SetRestarts.
+std::string ReadFailurePolicy(const json& value, JobSpec* spec) {
+  std::optional<FailurePolicy> policy = PolicyOf(value);
+  if (!policy.has_value()) {
+    return "a map of max_restarts, failed, oom, hang, node_lost and preempted to whole numbers "
+           "from 0: {max_restarts: 3, oom: 1}";
+  }
+  spec->class_limits = std::move(policy->class_limits);
   return "";
 }
 
@@ -231,7 +238,9 @@ const std::vector<Setting>& Table() {
         .has_flag = false},
        Kind::kCommand,
        ReadCommand},
-      {{"env", "NAME=VALUE", "A variable for all processes", /*repeated=*/true},
+      {{"env", "NAME=VALUE",
+        "A variable for all processes, none of a setting such as mixed_precision",
+        /*repeated=*/true},
        Kind::kMap,
        ReadMap<&JobSpec::env>},
       {{"workdir", "FOLDER", "Working directory on every node (default: a private one)"},
@@ -325,6 +334,21 @@ const Setting* Find(absl::string_view name) {
   return nullptr;
 }
 
+// What is set for each process whatever `env` says would be lost. `where` names the setting.
+absl::Status CheckVariables(const json& env, absl::string_view where) {
+  for (const auto& [name, value] : env.items()) {
+    const WorkerVariable* const set = FindWorkerVariable(name);
+    if (set == nullptr) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        where, ": ", name, " cannot be set: ",
+        set->setting.empty() ? "each process gets its own, by its place in the job"
+        : Find(set->setting) != nullptr
+            ? absl::StrCat("write the setting ", set->setting, ", which says it to all processes")
+            : "what starts the processes on a node sets it, and a job has no setting for it"));
+  }
+  return absl::OkStatus();
+}
+
 // NAME=VALUE words as a map of texts, or of numbers, of which a word may have several, with commas.
 json MapOf(const std::vector<std::string>& words, bool numbers) {
   json map = json::object();
@@ -378,7 +402,39 @@ std::string ValueText(const json& value) {
                                      : value.dump(-1, ' ', false, json::error_handler_t::replace));
 }
 
-absl::Status ReadFile(absl::string_view text, absl::string_view source, ResolvedJob* job) {
+// What the file says about restarts, or the flags.
+struct Restarts {
+  bool max_restarts = false;  // has it
+  std::optional<FailurePolicy> policy = std::nullopt;
+
+  // False: both settings have the total.
+  bool Add(absl::string_view name, const json& value) {
+    if (name == "max_restarts") max_restarts = true;
+    if (name == "failure_policy") policy = PolicyOf(value);
+    return !max_restarts || !policy.has_value() || !policy->max_restarts.has_value();
+  }
+};
+
+// The total of a failure policy and what it leaves to classes that it does not name, as launches
+// have them: a max_restarts that is given beside it, or above it, is the total.
+void SetRestarts(const Restarts& file, const Restarts& flags, ResolvedJob* job) {
+  const std::optional<FailurePolicy>& given = flags.policy.has_value() ? flags.policy : file.policy;
+  if (!given.has_value()) return;
+  FailurePolicy policy = *given;
+  const int max_restarts = job->spec.max_restarts;
+  const bool above = flags.max_restarts && !flags.policy.has_value();
+  if (above || (max_restarts > 0 && !policy.max_restarts.has_value())) {
+    policy.max_restarts = max_restarts;
+  }
+  CompletePolicy(&policy);
+  job->spec.max_restarts = policy.max_restarts.value_or(0);
+  job->spec.class_limits = std::move(policy.class_limits);
+  // The policy says it.
+  if (job->spec.max_restarts != max_restarts) job->provenance.erase("max_restarts");
+}
+
+absl::Status ReadFile(absl::string_view text, absl::string_view source, ResolvedJob* job,
+                      Restarts* restarts) {
   MUSTER_ASSIGN_OR_RETURN(const YamlDocument file, ParseYaml(text, source));
   if (file.value.is_null()) return absl::OkStatus();
   if (!file.value.is_object()) {
@@ -410,11 +466,12 @@ absl::Status ReadFile(absl::string_view text, absl::string_view source, Resolved
       return absl::InvalidArgumentError(
           absl::StrCat(where, ": ", key, ": ", ValueText(value), ": write ", write));
     }
+    if (key == "env") {
+      MUSTER_RETURN_IF_ERROR(CheckVariables(value, absl::StrCat(where, ": env")));
+    }
     job->provenance[key] = {ValueText(value), where};
     // The keys come in the order of the alphabet.
-    if (key == "max_restarts" && file.value.contains("failure_policy") &&
-        file.value["failure_policy"].is_object() &&
-        file.value["failure_policy"].contains("max_restarts")) {
+    if (!restarts->Add(key, value)) {
       return absl::InvalidArgumentError(
           absl::StrCat(where, ": max_restarts: failure_policy has it, too: give it once"));
     }
@@ -529,19 +586,26 @@ absl::StatusOr<ResolvedJob> ResolveJob(absl::string_view text, absl::string_view
                                        const std::map<std::string, std::vector<std::string>>& flags,
                                        const std::vector<std::string>& program) {
   ResolvedJob job;
-  if (!text.empty()) MUSTER_RETURN_IF_ERROR(ReadFile(text, source, &job));
+  Restarts of_file, of_flags;
+  if (!text.empty()) MUSTER_RETURN_IF_ERROR(ReadFile(text, source, &job, &of_file));
   for (const auto& [name, words] : flags) {
     const Setting* const setting = Find(name);
     if (setting == nullptr || words.empty()) continue;
-    if (const std::string write = setting->read(FlagValue(setting->kind, words), &job.spec);
-        !write.empty()) {
+    const json value = FlagValue(setting->kind, words);
+    if (const std::string write = setting->read(value, &job.spec); !write.empty()) {
       return absl::InvalidArgumentError(
           absl::StrCat("--", name, " ", Printable(words.back()), ": write ",
                        setting->kind == Kind::kMap ? "NAME=VALUE" : write));
     }
+    if (name == "env") MUSTER_RETURN_IF_ERROR(CheckVariables(value, "--env"));
     job.provenance[name] = {Printable(absl::StrJoin(words, " ")), absl::StrCat("--", name)};
     if (name == "files") TakePaths("", &job);
+    if (!of_flags.Add(name, value)) {
+      return absl::InvalidArgumentError(
+          "--max_restarts: --failure_policy has it, too: give it once");
+    }
   }
+  SetRestarts(of_file, of_flags, &job);
   if (!program.empty()) {
     job.spec.command = program;
     job.provenance["command"] = {Printable(absl::StrJoin(program, " ")), "the command line"};

@@ -82,6 +82,19 @@ TEST(JobFile, ResolveJob_FlagAndFile_FlagWinsAndEnvIsJoined) {
   EXPECT_EQ(job->provenance.at("workdir").source, "job.yaml:4");
 }
 
+// A value that the agent would replace without a word.
+TEST(JobFile, EnvThatTheAgentSets_IsRefusedByName) {
+  EXPECT_EQ(Error("command: [a]\nenv: {A: b, MUSTER_MIXED_PRECISION: bf16}\n"),
+            "job.yaml:2: env: MUSTER_MIXED_PRECISION cannot be set: write the setting "
+            "mixed_precision, which says it to all processes");
+  EXPECT_EQ(Error("command: [a]\n", {{"env", {"A=b", "RANK=7"}}}),
+            "--env: RANK cannot be set: each process gets its own, by its place in the job");
+  EXPECT_EQ(Error("command: [a]\n", {{"env", {"MUSTER_LEASE=10s"}}}),
+            "--env: MUSTER_LEASE cannot be set: what starts the processes on a node sets it, and a "
+            "job has no setting for it");
+  EXPECT_EQ(Error("command: [a]\n", {{"env", {"MUSTER_SHARDING=zero2"}}}), "");
+}
+
 TEST(JobFile, ResolveJob_NoFile_NamesTheJobAfterTheProgram) {
   const auto job = ResolveJob("", "", {}, {"/opt/my train.sh"});
   ASSERT_TRUE(job.ok()) << job.status();
@@ -120,6 +133,21 @@ TEST(JobFile, ResolveJob_BadInput_NamesPlaceAndWhatToWrite) {
             std::string::npos);
   EXPECT_NE(Error("[a]").find("a job file is a map"), std::string::npos);
   EXPECT_NE(Error("name: a").find("no program"), std::string::npos);
+}
+
+TEST(JobFile, MemoryWithoutAUnit_IsRefusedAsByTheFlag) {
+  for (const char* const key : {"memory_per_process", "gpu_memory"}) {
+    const std::string name(key);
+    EXPECT_EQ(Error("command: [a]\n" + name + ": 16\n"),
+              "job.yaml:2: " + name + ": 16: write a size with its unit, such as 16GiB");
+    EXPECT_EQ(Error("command: [a]\n", {{name, {"16"}}}),
+              "--" + name + " 16: write a size with its unit, such as 16GiB");
+    EXPECT_NE(Error("command: [a]\n" + name + ": 65536\n"), "");
+    EXPECT_NE(Error("command: [a]\n" + name + ": 16KB\n"), "");
+    // As `muster describe -o json` has it, and the record of a job on SLURM.
+    EXPECT_EQ(Error("command: [a]\n" + name + ": 17179869184\n"), "");
+    EXPECT_EQ(Error("command: [a]\n" + name + ": 0\n"), "");
+  }
 }
 
 TEST(JobFile, ResolveJob_EverySettingWithAMapOfLists_IsRefused) {
@@ -178,6 +206,58 @@ TEST(JobFile, FailurePolicy_HasItsOwnTotalOrTheSum) {
             "job.yaml:3: max_restarts: failure_policy has it, too: give it once");
   EXPECT_NE(Error("command: [a]\nfailure_policy: {user_error: 3}\n").find("write a map of"),
             std::string::npos);
+}
+
+TEST(JobFile, FailurePolicy_BesideMaxRestarts_TakesItAsItsTotal) {
+  struct Case {
+    const char* text;
+    std::map<std::string, std::vector<std::string>> flags;
+    int total;
+    const char* source;  // of max_restarts; empty: the policy has it
+    std::map<std::string, int> limits;
+  };
+  const Case cases[] = {
+      {"max_restarts: 3\nfailure_policy: {oom: 1}\n", {}, 3, "job.yaml:1", {{"oom", 1}}},
+      {"",
+       {{"max_restarts", {"3"}}, {"failure_policy", {"oom=1"}}},
+       3,
+       "--max_restarts",
+       {{"oom", 1}}},
+      {"max_restarts: 5\n", {{"failure_policy", {"oom=1"}}}, 5, "job.yaml:1", {{"oom", 1}}},
+      {"failure_policy: {oom: 1}\n", {{"max_restarts", {"5"}}}, 5, "--max_restarts", {{"oom", 1}}},
+      {"failure_policy: {max_restarts: 4, oom: 1}\n",
+       {{"max_restarts", {"0"}}},
+       0,
+       "--max_restarts",
+       {{"oom", 1}}},
+      {"max_restarts: 5\n", {{"failure_policy", {"max_restarts=2,oom=1"}}}, 2, "", {{"oom", 1}}},
+      {"max_restarts: 5\nfailure_policy: {oom: 1}\n",
+       {{"failure_policy", {"hang=2"}}},
+       5,
+       "job.yaml:1",
+       {{"hang", 2}}},
+      {"max_restarts: 0\nfailure_policy: {oom: 1}\n",
+       {},
+       1,
+       "",
+       {{"failed", 0}, {"hang", 0}, {"oom", 1}}},
+  };
+  for (const Case& one : cases) {
+    SCOPED_TRACE(one.text);
+    const auto job = ResolveJob(one.text, "job.yaml", one.flags, {"./train"});
+    ASSERT_TRUE(job.ok()) << job.status();
+    EXPECT_EQ(job->spec.max_restarts, one.total);
+    EXPECT_EQ(job->spec.class_limits, one.limits);
+    const auto given = job->provenance.find("max_restarts");
+    EXPECT_EQ(given == job->provenance.end() ? "" : given->second.source, one.source);
+    // The record of a job on SLURM.
+    const auto read = ResolveJob(JobFileText(job->spec), "job.json", {}, {});
+    ASSERT_TRUE(read.ok()) << read.status();
+    EXPECT_EQ(JobFileText(read->spec), JobFileText(job->spec));
+  }
+  EXPECT_EQ(Error("command: [a]\n",
+                  {{"max_restarts", {"3"}}, {"failure_policy", {"max_restarts=3,oom=1"}}}),
+            "--max_restarts: --failure_policy has it, too: give it once");
 }
 
 TEST(JobFile, Files_OfAListAreRelativeToTheJobFile) {

@@ -285,7 +285,10 @@ absl::StatusOr<std::string> RenderSlurmScript(const JobSpec& spec, const SlurmLa
                   "# Written by muster submit --on slurm; from the line with the name of "
                   "train.sbatch on it is deploy/slurm/train.sbatch.\n"
                   // Of the terminal that has submitted it.
-                  "unset MUSTER_COORDINATOR MUSTER_TOKEN_FILE MUSTER_ON MUSTER_CONFIG\n");
+                  "unset MUSTER_COORDINATOR MUSTER_TOKEN_FILE MUSTER_ON\n"
+                  // Its launches read no file of the user, as agents read none, unless the job's
+                  // env names one: theirs may say that the processes compute on CPUs.
+                  "export MUSTER_CONFIG=/dev/null\n");
   // Not of this script: the processes' PATH may not have what it needs.
   script += "job_env() {\n  :\n";
   for (const auto& [name, value] : spec.env) {

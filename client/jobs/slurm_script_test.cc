@@ -163,10 +163,26 @@ TEST(SlurmScriptTest, Script_IsOneThatBashReads) {
             "<./it's><a b><$(touch /tmp/never)><><x\ny><`id`>4\n");
 }
 
-// Runs the script of a job whose program ends with `code`, and a SLURM of which only so much is
-// there as `scontrol` is.
-std::string RunScript(const TestFolder& folder, int code, const std::string& scontrol,
-                      int starts = 0) {
+TEST(SlurmScriptTest, Launch_ReadsNoConfigFileOfTheUser) {
+  const TestFolder folder;
+  const auto config = [&](const JobSpec& spec) {
+    const std::string script = folder.Path("job.sh");
+    std::ofstream(script) << Script(spec);
+    return Shell(
+        absl::StrCat("SLURM_JOB_ID=1 SLURM_NNODES=2 MUSTER_CONFIG=mine bash -c 'source <(sed \"/^# "
+                     "train.sbatch$/Q\" ",
+                     script, "); job_env; exec env' | grep ^MUSTER_CONFIG"));
+  };
+  EXPECT_EQ(config(Spec(4)), "MUSTER_CONFIG=/dev/null\n");
+  JobSpec spec = Spec(4);
+  spec.env = {{"MUSTER_CONFIG", "/shared/launch.yaml"}};
+  EXPECT_EQ(config(spec), "MUSTER_CONFIG=/shared/launch.yaml\n");
+}
+
+// Runs `script`, with `arguments`, of a job whose program ends with `code`, and a SLURM of which
+// only so much is there as `scontrol` is.
+std::string RunIn(const TestFolder& folder, const std::string& script, int code,
+                  const std::string& scontrol, int starts, const std::string& arguments = "") {
   const auto program = [&](const std::string& name, const std::string& text) {
     const std::string path = folder.Path(name);
     std::ofstream(path) << "#!/bin/sh\n" << text << "\n";
@@ -177,10 +193,25 @@ std::string RunScript(const TestFolder& folder, int code, const std::string& sco
   program("squeue", "exit 1");
   program("sleep", "echo >> \"$0.calls\"");
   program("scontrol", absl::StrCat("echo \"$1\" >> \"$0.calls\"\n", scontrol));
-  std::ofstream(folder.Path("job.sh")) << Script(Spec(4), folder.Path("records"));
+  std::ofstream(folder.Path("job.sh")) << script;
   return Shell(absl::StrCat("SLURM_JOB_ID=7 SLURM_NNODES=2 SLURM_RESTART_COUNT=", starts,
                             " MUSTER_MAIN_PROCESS_IP=127.0.0.1 PATH=", folder.Path(""),
-                            ":$PATH bash ", folder.Path("job.sh"), "; echo ended with $?"));
+                            ":$PATH bash ", folder.Path("job.sh"), " ", arguments,
+                            "; echo ended with $?"));
+}
+
+std::string RunScript(const TestFolder& folder, int code, const std::string& scontrol,
+                      int starts = 0) {
+  return RunIn(folder, Script(Spec(4), folder.Path("records")), code, scontrol, starts);
+}
+
+// train.sbatch alone. SLURM itself ends a program that ends with 143.
+std::string RunBody(const TestFolder& folder, int code, int starts, const std::string& run_folder) {
+  const std::string script = Script(Spec(4));
+  return RunIn(folder,
+               absl::StrCat("unset MUSTER_EVENTS\nMUSTER_RUN_FOLDER=", run_folder,
+                            script.substr(script.find("\n# train.sbatch\n"))),
+               code, code == 143 ? "echo JobState=COMPLETING" : "true", starts, "./train");
 }
 
 TEST(SlurmScriptTest, ControllerIsAway_TheJobGoesBackIntoTheQueueWhenItAnswers) {
@@ -221,6 +252,39 @@ TEST(SlurmScriptTest, RecordCannotBeWritten_StartsCountAsFailures) {
   ASSERT_TRUE(MakeDirectories(folder.Path("records/7.events")).ok());
   EXPECT_THAT(RunScript(folder, 137, "true", /*starts=*/15), HasSubstr("ended with 0"));
   EXPECT_THAT(RunScript(folder, 137, "true", /*starts=*/16), HasSubstr("ended with 137"));
+}
+
+// train.sbatch as people start it, without muster submit.
+TEST(SlurmScriptTest, TimeLimitsBefore_LeaveTheRequeuesForFailures) {
+  const TestFolder folder;
+  const std::string record = folder.Path("run/7.events");
+  const auto run = [&](int code, int starts, const std::string& folder_of_record = "run") {
+    return RunBody(folder, code, starts, folder.Path(folder_of_record));
+  };
+  // A number that another job had.
+  ASSERT_TRUE(MakeDirectories(folder.Path("run")).ok());
+  std::ofstream(record) << "end\t1\t0\t1 failed with exit code 1\n";
+  // SLURM has ended it, as by a preemption, or put it back after its time limit.
+  for (int starts = 0; starts < 5; ++starts) {
+    EXPECT_THAT(run(143, starts), HasSubstr("ended with 143")) << starts;
+  }
+  // Three failures are put back into the queue, the fourth is the end.
+  for (int starts = 5; starts < 8; ++starts) {
+    EXPECT_THAT(run(1, starts), HasSubstr("ended with 0")) << starts;
+  }
+  EXPECT_THAT(run(1, 8), HasSubstr("ended with 1"));
+  EXPECT_FALSE(PathExists(record));
+
+  // Without what other nodes have seen, every start counts.
+  EXPECT_THAT(run(1, 2, "local"), HasSubstr("ended with 0"));
+  EXPECT_THAT(run(1, 3, "other"), HasSubstr("ended with 1"));
+  ASSERT_TRUE(MakeDirectories(folder.Path("full/7.events")).ok());
+  EXPECT_THAT(run(1, 2, "full"), HasSubstr("ended with 0"));
+  EXPECT_THAT(run(1, 3, "full"), HasSubstr("ended with 1"));
+
+  // What is over leaves no record.
+  EXPECT_THAT(run(0, 0, "good"), HasSubstr("ended with 0"));
+  EXPECT_FALSE(PathExists(folder.Path("good/7.events")));
 }
 
 TEST(SlurmScriptTest, WhatNoScriptCanHave_IsRefused) {

@@ -1,0 +1,22 @@
+#ifndef MUSTER_BASE_WORKER_VARIABLES_H_
+#define MUSTER_BASE_WORKER_VARIABLES_H_
+
+#include "absl/strings/string_view.h"
+
+namespace muster {
+
+// A variable that launches and agents set for each process, whatever a user gives for it. A user's
+// value is to be refused, because it would be lost without a word.
+struct WorkerVariable {
+  absl::string_view name;
+  // The setting of a launch that says the same, "mixed_precision"; empty: there is none, as for the
+  // place in the job.
+  absl::string_view setting;
+};
+
+// Null: a user may give this variable to the processes. Pure, thread-safe.
+const WorkerVariable* FindWorkerVariable(absl::string_view name);
+
+}  // namespace muster
+
+#endif  // MUSTER_BASE_WORKER_VARIABLES_H_
