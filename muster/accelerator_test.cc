@@ -476,17 +476,40 @@ TEST(Accelerator, LoadState_WithOtherObjectsPrepared_SaysWhich) {
   EXPECT_TRUE(accelerator.load_state_if_present(TestDir("nothing here")).ok());
 }
 
-TEST(Accelerator, LoadWeights_ByPrefixAndNotStrict_LeavesTheRestOfTheStateAlone) {
-  struct Net : torch::nn::Module {
-    Net()
-        : body(register_module("body", OneWeight())), head(register_module("head", OneWeight())) {}
-    at::Tensor forward(at::Tensor x) { return head(body(x)); }
-    torch::nn::Linear body, head;
+struct TwoWeights : torch::nn::Module {
+  TwoWeights()
+      : body(register_module("body", OneWeight())), head(register_module("head", OneWeight())) {}
+  at::Tensor forward(at::Tensor x) { return head(body(x)); }
+  torch::nn::Linear body, head;
+};
+
+TEST(Accelerator, LoadState_WithTheOptimizersParametersInAnotherOrder_SaysWhich) {
+  const std::string dir = TestDir("order");
+  const auto train = [&dir](bool reversed, bool resume) {
+    Accelerator accelerator(OnCpu());
+    const auto net = std::make_shared<TwoWeights>();
+    std::vector<at::Tensor> parameters = net->parameters();
+    if (reversed) std::reverse(parameters.begin(), parameters.end());
+    FusedAdamW adamw(parameters, {.lr = 0.1});
+    auto [model, optimizer] = accelerator.prepare(net, adamw);
+    if (resume) return accelerator.load_state(dir);
+    accelerator.backward(Loss(model(at::ones({1, 1}))));
+    optimizer.step();
+    return accelerator.save_state(dir);
   };
+  ASSERT_TRUE(train(/*reversed=*/false, /*resume=*/false).ok());
+  EXPECT_TRUE(train(/*reversed=*/false, /*resume=*/true).ok());
+  const absl::Status status = train(/*reversed=*/true, /*resume=*/true);
+  EXPECT_FALSE(status.ok());
+  EXPECT_THAT(status.message(), HasSubstr("parameter 0 of the optimizer, which was 'body.weight' "
+                                          "of model 0 and is 'head.weight' here"));
+}
+
+TEST(Accelerator, LoadWeights_ByPrefixAndNotStrict_LeavesTheRestOfTheStateAlone) {
   const std::string dir = TestDir("pretrained");
   {
     Accelerator accelerator(OnCpu());
-    const auto net = std::make_shared<Net>();
+    const auto net = std::make_shared<TwoWeights>();
     {
       at::NoGradGuard no_grad;
       net->body->weight.fill_(3);

@@ -79,6 +79,9 @@ constexpr int64_t kMaxKept = 1 << 30;
 constexpr size_t kMaxListedBytes = 512 << 10;
 constexpr size_t kMaxListedOfOthers = 4 << 20;
 
+// In an optimizer's file: which parameters its states are of.
+constexpr char kParameters[] = "parameters";
+
 // A row of numbers "name" becomes the scalars "name.0", "name.1", ...; without numbers it is
 // "name.empty" alone, by which TakeRows() knows its name.
 void PutRows(const PlainState& rows, StateDict* state) {
@@ -786,6 +789,7 @@ absl::Status CheckpointState::WriteOptimizer(StateWriter& writer, size_t index,
   }
   PutRows(state.groups, &file);
   file.SetInt("steps", slot->steps());
+  file.SetText(kParameters, DescribeParameters(slot->handle(), registry_.models()));
   return writer.Write(name, file);
 }
 
@@ -1497,6 +1501,10 @@ void CheckpointState::TakeOptimizerFile(const StateReader& reader, size_t index,
   to.state.tensors.merge(LocalState(std::move(part), handle, registry_.models()).tensors);
   if (name != OptimizerFileName(static_cast<int>(index))) return;
   to.state.groups = Rows(file);
+  // Older checkpoints have none.
+  if (const absl::StatusOr<std::string> parameters = file.GetText(kParameters); parameters.ok()) {
+    CheckParameters(*parameters, name, handle, registry_.models());
+  }
   const absl::StatusOr<int64_t> steps = file.GetInt("steps");
   ThrowIfError(steps.status());
   to.steps = *steps;

@@ -8,7 +8,9 @@
 #include <utility>
 #include <variant>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/model_files.h"
 #include "worker/checkpoint/model_folder_writer.h"
@@ -209,6 +211,49 @@ std::map<std::string, std::string> NamesIn(const OptimizerHandle& optimizer, Mod
     if (name != nullptr) names[*name] = optimizer.parameter_names()[i];
   }
   return names;
+}
+
+std::string DescribeParameters(const OptimizerHandle& optimizer, const Models& models) {
+  std::string lines;
+  for (size_t m = 0; m < models.size(); ++m) {
+    for (const auto& [name, known_as] : NamesIn(optimizer, *models[m])) {
+      absl::StrAppend(&lines, known_as, "\t", m, "\t", name, "\n");
+    }
+  }
+  return lines;
+}
+
+void CheckParameters(const std::string& description, const std::string& file,
+                     const OptimizerHandle& optimizer, const Models& models) {
+  // By all of its names: a tied parameter's first one may have been another.
+  std::vector<std::unordered_map<std::string, const void*>> by_name;
+  std::map<std::string, std::pair<const void*, std::string>> here;  // by names in the state
+  for (const auto& model : models) {
+    auto& tensors = by_name.emplace_back();
+    for (const auto& [name, parameter] : model->source().parameters()) {
+      tensors.emplace(name, parameter.unsafeGetTensorImpl());
+    }
+    for (const auto& [name, known_as] : NamesIn(optimizer, *model)) {
+      if (const auto it = tensors.find(name); it != tensors.end()) {
+        here[known_as] = {it->second, name};
+      }
+    }
+  }
+  for (const absl::string_view line : absl::StrSplit(description, '\n', absl::SkipEmpty())) {
+    const std::vector<std::string> fields = absl::StrSplit(line, '\t');
+    size_t model = 0;
+    if (fields.size() != 3 || !absl::SimpleAtoi(fields[1], &model) || model >= by_name.size()) {
+      continue;
+    }
+    const auto saved = by_name[model].find(fields[2]);
+    const auto now = here.find(fields[0]);
+    if (saved == by_name[model].end() || now == here.end()) continue;
+    TORCH_CHECK(saved->second == now->second.first, file, " has the state of parameter ", fields[0],
+                " of the optimizer, which was '", fields[2], "' of model ", model, " and is '",
+                now->second.second,
+                "' here: give the optimizer its parameters in the order of the run that saved it, "
+                "e.g. that of model->parameters(), not that of a hash table");
+  }
 }
 
 std::map<std::string, at::Tensor> TakeStateOf(const std::string& parameter, OptimizerState* state) {

@@ -67,6 +67,16 @@ bool IsSharded(const OptimizerHandle& optimizer, const Models& models);
 // model.
 std::map<std::string, std::string> NamesIn(const OptimizerHandle& optimizer, ModelSlot& model);
 
+// The parameters of `optimizer` that models have, as a text for a checkpoint: a line for each, with
+// its name in the optimizer's state (a number, mostly), the model's number and its first name
+// there, separated by tabs.
+std::string DescribeParameters(const OptimizerHandle& optimizer, const Models& models);
+// Throws c10::Error, naming `file` and a parameter, if a state with this description would go to
+// other parameters of `models` than those that it is of. What has no such name here is not
+// compared: a hook may have renamed it.
+void CheckParameters(const std::string& description, const std::string& file,
+                     const OptimizerHandle& optimizer, const Models& models);
+
 // The slots of an optimizer's state of a sharded model, on all ranks together: as far as they know
 // since they have last asked one another.
 struct StateSlots {
