@@ -83,6 +83,64 @@ TEST(ZeroGrad, AtTheHeadOfAMicroStep_IsAsGoodAsAtItsEnd) {
   }
 }
 
+// Windows of four micro-steps by hand, as in a program for DDP: each that ends adds 10 to the
+// weight. `windows`: how many micro-steps each has; one that has fewer is given up.
+double WeightAfterNoSync(
+    const std::string& strategy, int ranks, const std::vector<int>& windows,
+    const std::function<void(AcceleratedOptimizer&, int i, const std::function<void()>& backward)>&
+        micro_step) {
+  AcceleratorOptions options;
+  options.sharding = ParseSharding(strategy, ranks);
+  double weight = 0;
+  RunAccelerators(ranks, options, [&](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    torch::optim::SGD sgd(net->parameters(), 1.0);
+    auto [model, optimizer] = a.prepare(net, sgd);
+    for (const int micro_steps : windows) {
+      for (int i = 0; i < micro_steps; ++i) {
+        const auto run = [&] {
+          micro_step(optimizer, i, [&] { a.backward(Loss(model(at::full({1, 1}, 1.0 + i)))); });
+        };
+        if (i == 3) {
+          run();
+          continue;
+        }
+        auto scope = a.no_sync();
+        run();
+      }
+    }
+    const auto weights = WeightsOf(a, model);
+    if (a.is_main_process()) weight = weights.at("weight").item<double>();
+  });
+  return weight;
+}
+
+TEST(ZeroGrad, AtTheHeadOfAWindowOfNoSync_ForgetsTheGradientsOfTheOneBefore) {
+  for (const int ranks : {1, 2}) {
+    for (const char* strategy : {"no_shard", "zero1", "zero2", "zero3"}) {
+      const double weight = WeightAfterNoSync(strategy, ranks, {4, 4, 2, 4},
+                                              [](auto& optimizer, int i, const auto& backward) {
+                                                if (i == 0) optimizer.zero_grad();
+                                                backward();
+                                                if (i == 3) optimizer.step();
+                                              });
+      EXPECT_EQ(weight, 30) << strategy << " " << ranks;
+    }
+  }
+}
+
+TEST(ZeroGrad, WithAStepInNoSync_IsLeftOutAsTheStepIs) {
+  for (const int ranks : {1, 2}) {
+    const double weight = WeightAfterNoSync("no_shard", ranks, {4, 4, 4},
+                                            [](auto& optimizer, int, const auto& backward) {
+                                              backward();
+                                              optimizer.step();
+                                              optimizer.zero_grad();
+                                            });
+    EXPECT_EQ(weight, 30) << ranks;
+  }
+}
+
 TEST(ZeroGrad, WindowThatIsGivenUp_LeavesNothingForTheNext) {
   RunAccelerators(1, Accumulating(2), [](Accelerator& a) {
     torch::nn::Linear net = OneWeight();

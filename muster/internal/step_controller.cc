@@ -1156,8 +1156,11 @@ void StepController::EndJoin(bool finish) {
 }
 
 void StepController::Stepped(OptimizerSlot& slot) {
-  // After loss.backward() nothing else has recorded that the batch was trained on.
-  if (!in_micro_step()) loops_.MarkTrained();
+  if (!in_micro_step()) {
+    // After loss.backward() nothing else has recorded that the batch was trained on.
+    loops_.MarkTrained();
+    left_out_at_.reset();
+  }
   if (slot.step_was_skipped_ && local_depth_ > 0) ++slot.skipped_apart_;
   if (!slot.step_was_skipped_) {
     ++slot.steps_;
@@ -1190,6 +1193,8 @@ void StepController::Stepped(OptimizerSlot& slot) {
 }
 
 void StepController::LeaveOutStep() {
+  // For ZeroGrad(); of no batch.
+  if (!in_micro_step_) left_out_at_.emplace();
   const BatchInfo* const batch = loops_.current_batch();
   if (!in_micro_step_ || !outside_loops_ || batch == nullptr) return;
   const auto at = std::make_pair(batch->iteration, batch->index);
@@ -1550,7 +1555,10 @@ void StepController::ZeroNow(OptimizerSlot& slot, bool set_to_none) {
 void StepController::ZeroGrad(OptimizerSlot& slot, bool set_to_none) {
   if (in_closure_) return ZeroNow(slot, set_to_none);
   if (!in_micro_step()) {
-    if (sync_gradients()) ZeroNow(slot, set_to_none);
+    // no_sync() by hand has no window to lose: a call in it is that at the head of one. But for a
+    // program that leaves steps to it, whose calls stay out with them, until one takes effect.
+    const bool head = accumulation_.sync_gradients() && !left_out_at_.has_value();
+    if (slot.consumed_ || sync_gradients() || head) ZeroNow(slot, set_to_none);
     return;
   }
   const bool sync = sync_gradients();
