@@ -577,6 +577,43 @@ TEST(TwoOptimizers, OfGeneratorAndDiscriminator_AreNoStrays) {
             "");
 }
 
+// One steps in every iteration, and the first of them overflows; the other one has added to its
+// gradients meanwhile, here or in no_sync().
+TEST(TwoOptimizers, Fp16ScaleThatChangesForOne_IsThatOfTheGradientsOfTheOther) {
+  AcceleratorOptions options;
+  options.mixed_precision = "fp16";
+  options.grad_scaler.init_scale = 1024;  // a gradient of 1 fits into fp16, and one of 100 does not
+  for (const int ranks : {1, 2}) {
+    for (const char* strategy : {"no_shard", "zero2"}) {
+      for (const bool local : {false, true}) {
+        options.sharding = ParseSharding(strategy, ranks);
+        RunAccelerators(ranks, options, [&](Accelerator& a) {
+          torch::nn::Linear one = OneWeight(), other = OneWeight();
+          FusedSGD sgd_one(one->parameters(), {.lr = 1}), sgd_other(other->parameters(), {.lr = 1});
+          auto [often, seldom, step_often, step_seldom] = a.prepare(one, other, sgd_one, sgd_other);
+          if (local) {
+            auto scope = a.no_sync();
+            a.backward(Loss(seldom(at::ones({1, 1}))));
+          } else {
+            a.backward(Loss(seldom(at::ones({1, 1}))));
+          }
+          a.backward(Loss(often(at::full({1, 1}, 100.0))));
+          step_often.step();
+          EXPECT_TRUE(step_often.step_was_skipped());
+          step_often.zero_grad();
+          a.backward(Loss(seldom(at::ones({1, 1}))));
+          step_seldom.step();
+          EXPECT_FALSE(step_seldom.step_was_skipped());
+          EXPECT_EQ(a.core().steps().scaler()->scale(), 512);
+          const auto weights = WeightsOf(a, seldom);
+          if (!a.is_main_process()) return;
+          EXPECT_EQ(weights.at("weight").item<double>(), 2) << strategy << " " << ranks << local;
+        });
+      }
+    }
+  }
+}
+
 TEST(PlainBackward, ZeroedInPlace_IsForgotten) {
   RunAccelerators(1, Accumulating(2), [](Accelerator& a) {
     torch::nn::Linear net = OneWeight();

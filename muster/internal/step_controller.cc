@@ -19,6 +19,7 @@
 #include "worker/collective/nested_collectives.h"
 #include "worker/collective/on_all.h"
 #include "worker/parallel/meeting.h"
+#include "worker/parallel/shard_unit.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/parallel/sync_batch_norm.h"
 #include "worker/train/activation_policy.h"
@@ -929,8 +930,50 @@ void StepController::CheckForwards(const OptimizerSlot& slot) const {
   }
 }
 
+namespace {
+
+// Multiplies what optimizers have for `parameters`, and what sharded models have not reduced yet.
+void ScaleWaiting(const Registry& registry, const std::vector<at::Tensor>& parameters,
+                  double factor) {
+  if (factor == 1) return;
+  ScaleGradients(parameters, factor);
+  const std::unordered_set<const void*> scaled = SetOf(parameters);
+  for (const auto& model : registry.models()) {
+    if (model->sharded() == nullptr) continue;
+    for (const auto& unit : model->sharded()->units()) {
+      for (const ShardUnit::Slice& slice : unit->slices()) {
+        if (!slice.pending.defined() || !scaled.contains(slice.shard.unsafeGetTensorImpl())) {
+          continue;
+        }
+        const at::NoGradGuard no_grad;
+        slice.pending.mul_(factor);
+      }
+    }
+  }
+}
+
+}  // namespace
+
 void StepController::UpdateScale() {
+  // What an optimizer has that steps more seldom than others goes on with the scale of them all,
+  // and so does what the next passes add to it. Each gradient is scaled once, and none that another
+  // optimizer has unscaled.
+  std::vector<at::Tensor> waiting;
+  std::unordered_set<const void*> seen;
+  for (const bool finished : {true, false}) {
+    for (const auto& optimizer : registry_.optimizers()) {
+      const bool holds_scale = optimizer->pending_losses_ != OptimizerSlot::Losses::kNone;
+      if (optimizer->gradients_finished_ != finished || !(finished || holds_scale)) continue;
+      for (const at::Tensor& parameter : optimizer->handle().parameters()) {
+        if (seen.insert(parameter.unsafeGetTensorImpl()).second && !finished) {
+          waiting.push_back(parameter);
+        }
+      }
+    }
+  }
+  const double before = waiting.empty() ? 1 : scaler_->scale();
   scaler_->Update();
+  if (!waiting.empty()) ScaleWaiting(registry_, waiting, scaler_->scale() / before);
   for (const auto& optimizer : registry_.optimizers()) optimizer->stepped_at_scale_ = false;
   // To read the scale waits for a GPU, and so has the answer that a step was skipped.
   TORCH_CHECK(!optimizer_step_was_skipped() || scaler_->scale() > 0,
