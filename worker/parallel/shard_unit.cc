@@ -115,11 +115,10 @@ ShardUnit::ShardUnit(std::string name, std::vector<NamedParameter> parameters, C
   at::NoGradGuard no_grad;
   TORCH_CHECK(!parameters.empty(), "unit '", name_, "' has no parameters");
   at::TensorOptions options = parameters[0].tensor.options().requires_grad(false);
-  dtype_ = reduced_as_ = parameters[0].tensor.scalar_type();
-  if (dtype_ == at::kFloat) {
-    options = options.dtype(gathered_as.value_or(dtype_));
-    reduced_as_ = reduced_as.value_or(dtype_);
-  }
+  dtype_ = parameters[0].tensor.scalar_type();
+  // Half types round what they sum up, so their parameters need another one most of all.
+  reduced_as_ = reduced_as.value_or(dtype_);
+  if (dtype_ == at::kFloat) options = options.dtype(gathered_as.value_or(dtype_));
   const int64_t align = AlignmentOf(parameters);
   part_ = PartOfEach(parameters, comm_.size());
   int64_t total = 0;
@@ -519,6 +518,10 @@ void ShardUnit::StartReduction(double factor, Comm* replicas, const at::Tensor& 
     if (replicas != nullptr) {
       Named("reducing the gradients of", [&] { replicas->AllReduce(state->mine, ReduceOp::kSum); });
     }
+    // In the wider type of both, so that the mean is rounded once.
+    const bool narrows = c10::elementSize(reduced_as_) > c10::elementSize(dtype_);
+    if (!narrows) state->mine = state->mine.to(dtype_);
+    if (factor != before) state->mine.mul_(factor / before);
     state->mine = state->mine.to(dtype_);
     if (factor != before) state->mine.mul_(factor / before);
   };

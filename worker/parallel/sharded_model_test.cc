@@ -2041,6 +2041,29 @@ TEST(ShardedModel, ReductionInHalf_HoldsTheMeanOfLargeGradients) {
   }
 }
 
+TEST(ShardedModel, ReductionInFloatOfAModelInBfloat16_SumsMicroStepsInIt) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    RunRanks(2, [&](Comm& comm) {
+      Net net;
+      net.to(at::kBFloat16);
+      ShardedModel model(comm, comm, nullptr, &net, ParametersOf(net), {},
+                         {.strategy = strategy, .reduce_dtype = at::kFloat});
+      // To 256 bfloat16 adds nothing that is less than 2.
+      for (int i = 0; i <= 64; ++i) {
+        model.BeginForward(/*communicate=*/i == 64);
+        const at::Tensor loss = (net.extra->weight * (i == 0 ? 256 : 1)).sum();
+        model.EndForward();
+        loss.backward();
+      }
+      for (const at::Tensor& shard : model.shards()) {
+        if (*model.NameOf(shard) != "extra.weight" || shard.numel() == 0) continue;
+        EXPECT_EQ(shard.grad().scalar_type(), at::kBFloat16);
+        EXPECT_TRUE(shard.grad().eq(320).all().item<bool>());
+      }
+    });
+  }
+}
+
 TEST(ShardedModel, StridesThatDiffer_AreNamedOnEveryRank) {
   std::vector<std::string> errors(2);
   RunRanks(2, [&](Comm& comm) {
