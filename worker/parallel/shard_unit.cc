@@ -427,8 +427,8 @@ void ShardUnit::GradientArrives(size_t index) {
 void ShardUnit::KeepPending(size_t index) {
   Slice& slice = slices_[index];
   at::Tensor& grad = slice.tensor.mutable_grad();
-  slice.used = true;
   if (!grad.defined() || grad.is_same(GradientMark())) return;
+  slice.used = true;
   const at::NoGradGuard no_grad;
   if (slice.pending.defined()) {
     slice.pending.add_(grad);

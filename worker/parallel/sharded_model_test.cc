@@ -22,6 +22,7 @@
 #include "base/mutex.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "torch/csrc/autograd/custom_function.h"
 #include "torch/csrc/distributed/c10d/HashStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/nn/modules/container/modulelist.h"
@@ -945,6 +946,37 @@ TEST(ShardedModel, UnusedParameter_HasNoGradientAndItsValuesStay) {
       EXPECT_EQ(shard.grad().defined(), !extra && shard.numel() > 0);
     }
   });
+}
+
+// Its backward pass returns no gradient for the weight, as of an expert without tokens.
+struct NoGradient : torch::autograd::Function<NoGradient> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x,
+                            const at::Tensor&) {
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 torch::autograd::variable_list grads) {
+    return {grads[0], at::Tensor()};
+  }
+};
+
+TEST(ShardedModel, ParameterWhoseFunctionReturnsNoGradient_HasNone) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    RunRanks(2, [&](Comm& comm) {
+      Trained trained(comm, {.strategy = strategy});
+      for (const bool communicate : {false, true}) {
+        trained.model.BeginForward(communicate);
+        const at::Tensor out =
+            NoGradient::apply(trained.net.Forward(IdsOf(0, comm)), trained.net.extra->weight);
+        trained.model.EndForward();
+        out.sum().backward();
+      }
+      for (const at::Tensor& shard : trained.model.shards()) {
+        const bool extra = trained.model.NameOf(shard)->rfind("extra", 0) == 0;
+        EXPECT_EQ(shard.grad().defined(), !extra && shard.numel() > 0);
+      }
+    });
+  }
 }
 
 TEST(ShardedModel, ParameterUsedOnOneRankOnly_IsReduced) {
