@@ -387,6 +387,27 @@ TEST(ShardingPrograms, FrozenAndUnfrozenAfterPrepare_TrainsOrIsRefused) {
   }
 }
 
+TEST(ShardingPrograms, ParameterFrozenWithinAWindow_IsNamedByTheStep) {
+  for (const char* strategy : {"zero1", "zero2", "zero3"}) {
+    AcceleratorOptions options;
+    options.gradient_accumulation_steps = 2;
+    options.sharding = ParseSharding(strategy, 2);
+    const auto errors = ErrorsOf(2, options, [](Accelerator& a) {
+      torch::nn::Sequential net = Layers();
+      FusedSGD sgd(net->parameters(), {.lr = 0.1});
+      auto [model, optimizer] = a.prepare(net, sgd);
+      for (int step = 0; step < 2; ++step) {
+        auto scope = a.accumulate();
+        if (step == 1) net->parameters()[0].set_requires_grad(false);
+        a.backward(model(X(a, step)).pow(2).mean());
+        optimizer.step();
+      }
+    });
+    EXPECT_THAT(errors, Each(HasSubstr("the gradient of parameter '0.weight' holds something")))
+        << strategy;
+  }
+}
+
 TEST(ShardingPrograms, ErrorInTheLoop_TrainingGoesOn) {
   ExpectAsUnderDataParallelism([](Accelerator& a) {
     torch::nn::Sequential net = Layers();

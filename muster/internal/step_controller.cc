@@ -892,8 +892,9 @@ void StepController::CheckExchanged(const OptimizerSlot& slot) const {
       missed.size() > 1 ? absl::StrCat(" (and of ", missed.size() - 1, " more)") : "",
       " holds something that was not averaged over the processes: a backward pass through "
       "model->forward(...) or another method of the module, through a second graph of one "
-      "forward pass, or in a micro-step of this window after which the model was not called "
-      "again; call model(...), or model.call(&Net::method, ...) for other methods, in the last "
+      "forward pass, or in a micro-step of this window after which the parameter was frozen or the "
+      "model was not called again; call model(...), or model.call(&Net::method, ...) for other "
+      "methods, in the last "
       "micro-step of each window");
 }
 

@@ -473,8 +473,14 @@ at::Tensor ShardUnit::TakeGradients(const at::Tensor& buffer) {
     if (slice.offset > written) full.narrow(0, written, slice.offset - written).zero_();
     written = slice.offset + slice.tensor.numel();
     at::Tensor part = View(full, slice);
+    // Frozen: AddGradients() would drop what earlier micro-steps have left. As in a unit of which
+    // all is frozen, it waits for a pass that trains it, and a step before that throws.
+    if (!slice.tensor.requires_grad()) {
+      part.zero_();
+      continue;
+    }
     const bool arrived = grad.defined() && !grad.is_same(GradientMark());
-    slice.used = slice.used || arrived;
+    slice.used = slice.used || arrived || slice.pending.defined();
     const bool copied = slice.pending.defined() || (arrived && grad.layout() == at::kStrided);
     if (copied) {
       to.push_back(part);
