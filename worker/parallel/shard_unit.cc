@@ -8,7 +8,9 @@
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/_foreach_copy.h"
 #include "ATen/ops/empty.h"
+#include "ATen/ops/empty_like.h"
 #include "ATen/ops/empty_strided.h"
+#include "ATen/ops/equal.h"
 #include "ATen/ops/where.h"
 #include "ATen/ops/zeros.h"
 #include "c10/core/CPUAllocator.h"
@@ -368,12 +370,18 @@ std::vector<at::Tensor> ShardUnit::Values() {
 void ShardUnit::KeepOwnPart() {
   at::NoGradGuard no_grad;
   if (!separate() || !gathered_) return;
+  const at::Tensor written = OwnSlot(flat_);
   if (stored_.shards.store != nullptr) {
-    if (!written_) return;  // it would be read and written for nothing
+    if (!written_) {
+      // Through a pointer perhaps, of which no operator tells. To read is less than to write what
+      // has not changed.
+      const at::Tensor before = at::empty_like(written);
+      part_page_->CopyTo(before);
+      if (at::equal(before, written)) return;
+    }
     part_page_->Require(/*write=*/true, "summon_full_params");
   }
   written_ = false;
-  const at::Tensor written = OwnSlot(flat_);
   if (flat_.scalar_type() == dtype_) {
     master_.copy_(written);
     return;
@@ -529,7 +537,6 @@ void ShardUnit::StartReduction(double factor, Comm* replicas, const at::Tensor& 
     if (!narrows) state->mine = state->mine.to(dtype_);
     if (factor != before) state->mine.mul_(factor / before);
     state->mine = state->mine.to(dtype_);
-    if (factor != before) state->mine.mul_(factor / before);
   };
   if (queue_ == nullptr) {
     reduce();

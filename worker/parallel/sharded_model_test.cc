@@ -690,6 +690,28 @@ TEST(ShardedModel, PartsInAStore_AreWrittenBySummonAndLoad) {
   });
 }
 
+TEST(ShardedModel, PartsInAStore_AreWrittenThroughPointersInASummon) {
+  RunRanks(2, [](Comm& comm) {
+    for (const bool low : {false, true}) {
+      ShardingOptions options = {.strategy = ShardingStrategy::kFull};
+      if (low) options.parameter_dtype = at::kBFloat16;
+      Trained trained(comm, options, nullptr, nullptr, std::make_unique<MemoryParts>());
+      Values wanted = trained.Full();
+      for (auto& [name, tensor] : wanted) tensor.view({-1})[0] = 0.5;
+      trained.model.Summon([&] {
+        for (const at::Tensor& parameter : trained.net.parameters()) {
+          if (low) {
+            *parameter.data_ptr<c10::BFloat16>() = 0.5;
+          } else {
+            *parameter.data_ptr<float>() = 0.5;
+          }
+        }
+      });
+      ExpectEqual(trained.Full(), wanted);
+    }
+  });
+}
+
 TEST(ShardedModel, StoreThatFails_ThrowsNamingTheUse) {
   RunRanks(1, [](Comm& comm) {
     auto store = std::make_unique<MemoryParts>();
