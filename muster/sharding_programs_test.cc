@@ -871,6 +871,24 @@ TEST(ShardingPrograms, SummonAndTrain) {
   });
 }
 
+TEST(ShardingPrograms, SummonInsideOfASummon_SeesAndWritesTheSameValues) {
+  ExpectAsUnderDataParallelism([](Accelerator& a) {
+    torch::nn::Sequential net = Layers();
+    FusedSGD sgd(net->parameters(), {.lr = 0.1});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    a.summon_full_params(model, [&, &model = model] {
+      const at::NoGradGuard no_grad;
+      at::Tensor weight = net->parameters()[0];
+      weight.mul_(2);
+      a.summon_full_params(model, [&] { weight.add_(1); });
+      weight.mul_(0.5);
+    });
+    Steps(a, model, optimizer, 2,
+          [&](auto& net_of, int step) { return net_of(X(a, step)).pow(2).mean(); });
+    return a.get_state_dict(model);
+  });
+}
+
 TEST(ShardingPrograms, WhatRanksDoDifferently_IsRefused) {
   for (const char* strategy : {"zero1", "zero2", "zero3"}) {
     AcceleratorOptions options;
