@@ -188,7 +188,8 @@ int64_t Accelerator::Register(std::function<StateDict()> save,
 void Accelerator::Summon(internal::ModelSlot& model, const std::function<void()>& body) {
   core_->steps().CheckAllTakePart("summon_full_params()");
   if (model.sharded() == nullptr) return body();
-  core_->steps().AboutToChange(&model);
+  // Inside of another one, which has announced what it changes.
+  if (!model.sharded()->summoned()) core_->steps().AboutToChange(&model);
   model.sharded()->Summon(body);
 }
 absl::Status Accelerator::SaveModel(internal::ModelSlot& model, const std::string& directory,

@@ -83,6 +83,64 @@ TEST(ZeroGrad, AtTheHeadOfAMicroStep_IsAsGoodAsAtItsEnd) {
   }
 }
 
+// Windows of four micro-steps by hand, as in a program for DDP: each that ends adds 10 to the
+// weight. `windows`: how many micro-steps each has; one that has fewer is given up.
+double WeightAfterNoSync(
+    const std::string& strategy, int ranks, const std::vector<int>& windows,
+    const std::function<void(AcceleratedOptimizer&, int i, const std::function<void()>& backward)>&
+        micro_step) {
+  AcceleratorOptions options;
+  options.sharding = ParseSharding(strategy, ranks);
+  double weight = 0;
+  RunAccelerators(ranks, options, [&](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    torch::optim::SGD sgd(net->parameters(), 1.0);
+    auto [model, optimizer] = a.prepare(net, sgd);
+    for (const int micro_steps : windows) {
+      for (int i = 0; i < micro_steps; ++i) {
+        const auto run = [&] {
+          micro_step(optimizer, i, [&] { a.backward(Loss(model(at::full({1, 1}, 1.0 + i)))); });
+        };
+        if (i == 3) {
+          run();
+          continue;
+        }
+        auto scope = a.no_sync();
+        run();
+      }
+    }
+    const auto weights = WeightsOf(a, model);
+    if (a.is_main_process()) weight = weights.at("weight").item<double>();
+  });
+  return weight;
+}
+
+TEST(ZeroGrad, AtTheHeadOfAWindowOfNoSync_ForgetsTheGradientsOfTheOneBefore) {
+  for (const int ranks : {1, 2}) {
+    for (const char* strategy : {"no_shard", "zero1", "zero2", "zero3"}) {
+      const double weight = WeightAfterNoSync(strategy, ranks, {4, 4, 2, 4},
+                                              [](auto& optimizer, int i, const auto& backward) {
+                                                if (i == 0) optimizer.zero_grad();
+                                                backward();
+                                                if (i == 3) optimizer.step();
+                                              });
+      EXPECT_EQ(weight, 30) << strategy << " " << ranks;
+    }
+  }
+}
+
+TEST(ZeroGrad, WithAStepInNoSync_IsLeftOutAsTheStepIs) {
+  for (const int ranks : {1, 2}) {
+    const double weight = WeightAfterNoSync("no_shard", ranks, {4, 4, 4},
+                                            [](auto& optimizer, int, const auto& backward) {
+                                              backward();
+                                              optimizer.step();
+                                              optimizer.zero_grad();
+                                            });
+    EXPECT_EQ(weight, 30) << ranks;
+  }
+}
+
 TEST(ZeroGrad, WindowThatIsGivenUp_LeavesNothingForTheNext) {
   RunAccelerators(1, Accumulating(2), [](Accelerator& a) {
     torch::nn::Linear net = OneWeight();
@@ -517,6 +575,43 @@ TEST(TwoOptimizers, OfGeneratorAndDiscriminator_AreNoStrays) {
                        }
                      })[0],
             "");
+}
+
+// One steps in every iteration, and the first of them overflows; the other one has added to its
+// gradients meanwhile, here or in no_sync().
+TEST(TwoOptimizers, Fp16ScaleThatChangesForOne_IsThatOfTheGradientsOfTheOther) {
+  AcceleratorOptions options;
+  options.mixed_precision = "fp16";
+  options.grad_scaler.init_scale = 1024;  // a gradient of 1 fits into fp16, and one of 100 does not
+  for (const int ranks : {1, 2}) {
+    for (const char* strategy : {"no_shard", "zero2"}) {
+      for (const bool local : {false, true}) {
+        options.sharding = ParseSharding(strategy, ranks);
+        RunAccelerators(ranks, options, [&](Accelerator& a) {
+          torch::nn::Linear one = OneWeight(), other = OneWeight();
+          FusedSGD sgd_one(one->parameters(), {.lr = 1}), sgd_other(other->parameters(), {.lr = 1});
+          auto [often, seldom, step_often, step_seldom] = a.prepare(one, other, sgd_one, sgd_other);
+          if (local) {
+            auto scope = a.no_sync();
+            a.backward(Loss(seldom(at::ones({1, 1}))));
+          } else {
+            a.backward(Loss(seldom(at::ones({1, 1}))));
+          }
+          a.backward(Loss(often(at::full({1, 1}, 100.0))));
+          step_often.step();
+          EXPECT_TRUE(step_often.step_was_skipped());
+          step_often.zero_grad();
+          a.backward(Loss(seldom(at::ones({1, 1}))));
+          step_seldom.step();
+          EXPECT_FALSE(step_seldom.step_was_skipped());
+          EXPECT_EQ(a.core().steps().scaler()->scale(), 512);
+          const auto weights = WeightsOf(a, seldom);
+          if (!a.is_main_process()) return;
+          EXPECT_EQ(weights.at("weight").item<double>(), 2) << strategy << " " << ranks << local;
+        });
+      }
+    }
+  }
 }
 
 TEST(PlainBackward, ZeroedInPlace_IsForgotten) {

@@ -387,6 +387,27 @@ TEST(ShardingPrograms, FrozenAndUnfrozenAfterPrepare_TrainsOrIsRefused) {
   }
 }
 
+TEST(ShardingPrograms, ParameterFrozenWithinAWindow_IsNamedByTheStep) {
+  for (const char* strategy : {"zero1", "zero2", "zero3"}) {
+    AcceleratorOptions options;
+    options.gradient_accumulation_steps = 2;
+    options.sharding = ParseSharding(strategy, 2);
+    const auto errors = ErrorsOf(2, options, [](Accelerator& a) {
+      torch::nn::Sequential net = Layers();
+      FusedSGD sgd(net->parameters(), {.lr = 0.1});
+      auto [model, optimizer] = a.prepare(net, sgd);
+      for (int step = 0; step < 2; ++step) {
+        auto scope = a.accumulate();
+        if (step == 1) net->parameters()[0].set_requires_grad(false);
+        a.backward(model(X(a, step)).pow(2).mean());
+        optimizer.step();
+      }
+    });
+    EXPECT_THAT(errors, Each(HasSubstr("the gradient of parameter '0.weight' holds something")))
+        << strategy;
+  }
+}
+
 TEST(ShardingPrograms, ErrorInTheLoop_TrainingGoesOn) {
   ExpectAsUnderDataParallelism([](Accelerator& a) {
     torch::nn::Sequential net = Layers();
@@ -846,6 +867,24 @@ TEST(ShardingPrograms, SummonAndTrain) {
                                       }),
                  c10::Error);
     Steps(a, model, optimizer, 2, loss);
+    return a.get_state_dict(model);
+  });
+}
+
+TEST(ShardingPrograms, SummonInsideOfASummon_SeesAndWritesTheSameValues) {
+  ExpectAsUnderDataParallelism([](Accelerator& a) {
+    torch::nn::Sequential net = Layers();
+    FusedSGD sgd(net->parameters(), {.lr = 0.1});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    a.summon_full_params(model, [&, &model = model] {
+      const at::NoGradGuard no_grad;
+      at::Tensor weight = net->parameters()[0];
+      weight.mul_(2);
+      a.summon_full_params(model, [&] { weight.add_(1); });
+      weight.mul_(0.5);
+    });
+    Steps(a, model, optimizer, 2,
+          [&](auto& net_of, int step) { return net_of(X(a, step)).pow(2).mean(); });
     return a.get_state_dict(model);
   });
 }

@@ -951,8 +951,7 @@ TEST(Sharding, EverySettingOfTheEnvironment_IsAnOption) {
     EXPECT_EQ(sharding.group_size, 4);
     EXPECT_EQ(sharding.reshard_group_size, 2);
     EXPECT_EQ(sharding.parameter_dtype, at::kBFloat16);
-    EXPECT_EQ(sharding.reduce_dtype,
-              fsdp ? std::nullopt : std::optional<at::ScalarType>(at::kHalf));
+    EXPECT_EQ(sharding.reduce_dtype, fsdp ? at::kFloat : at::kHalf);
     EXPECT_EQ(sharding.output_dtype, at::kFloat);
     EXPECT_EQ(sharding.buffer_dtype, fsdp ? at::kBFloat16 : at::kHalf);
   }

@@ -353,7 +353,8 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .type = Type::kChoice,
        .choices = {"fp32", "bf16", "fp16"},
        .value_name = "TYPE",
-       .help = "In which type gradients are reduced: fp32, bf16 or fp16. Default: fp32",
+       .help = "In which type gradients are reduced: fp32, bf16 or fp16. Default: that of the "
+               "parameters",
        .for_workers = true,
        .of_sharding = true},
       {.name = "sharding_output_dtype",

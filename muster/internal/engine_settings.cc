@@ -116,10 +116,8 @@ absl::StatusOr<EngineSettings> ToOptions(const ShardingPlan& plan, int64_t ranks
   if (from.wrap == ShardingSettings::Wrap::kSize) to.min_unit_parameters = from.min_parameters;
   MUSTER_ASSIGN_OR_RETURN(to.parameter_dtype, DtypeOf(from.parameter_dtype, "parameters"));
   MUSTER_ASSIGN_OR_RETURN(to.reduce_dtype, DtypeOf(from.reduce_dtype, "reductions"));
-  // Both are fp32 without.
-  for (std::optional<c10::ScalarType>* dtype : {&to.parameter_dtype, &to.reduce_dtype}) {
-    if (*dtype == c10::ScalarType::Float) dtype->reset();
-  }
+  // As without. Of reductions it says something for models in bf16 or fp16.
+  if (to.parameter_dtype == c10::ScalarType::Float) to.parameter_dtype.reset();
   MUSTER_ASSIGN_OR_RETURN(to.output_dtype, DtypeOf(from.output_dtype, "outputs"));
   MUSTER_ASSIGN_OR_RETURN(to.buffer_dtype, DtypeOf(from.buffer_dtype, "buffers"));
   if (plan.micro_batch_size.has_value() || plan.train_batch_size.has_value()) {

@@ -42,12 +42,6 @@ c10::ScalarType DtypeOf(const std::string& name) {
   return c10::ScalarType::Float;
 }
 
-// Absent: fp32.
-std::optional<c10::ScalarType> LowDtypeOf(const std::string& name) {
-  const c10::ScalarType dtype = DtypeOf(name);
-  return dtype == c10::ScalarType::Float ? std::nullopt : std::optional(dtype);
-}
-
 // Where nothing asks for sharding, what says how would be ignored in silence. `muster launch`
 // refuses the same.
 void CheckNothingSaysHow(const Environment& environment) {
@@ -93,10 +87,13 @@ ShardingOptions ShardingFrom(const Environment& environment, const EngineSetting
     sharding.reshard_after_forward = environment.sharding_reshard_after_forward.value;
   }
   if (!environment.sharding_parameter_dtype.is_default()) {
-    sharding.parameter_dtype = LowDtypeOf(environment.sharding_parameter_dtype.value);
+    // Absent: fp32.
+    const c10::ScalarType dtype = DtypeOf(environment.sharding_parameter_dtype.value);
+    sharding.parameter_dtype =
+        dtype == c10::ScalarType::Float ? std::nullopt : std::optional(dtype);
   }
   if (!environment.sharding_reduce_dtype.is_default()) {
-    sharding.reduce_dtype = LowDtypeOf(environment.sharding_reduce_dtype.value);
+    sharding.reduce_dtype = DtypeOf(environment.sharding_reduce_dtype.value);
   }
   if (!environment.sharding_output_dtype.is_default()) {
     sharding.output_dtype = DtypeOf(environment.sharding_output_dtype.value);

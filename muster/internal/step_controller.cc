@@ -19,6 +19,7 @@
 #include "worker/collective/nested_collectives.h"
 #include "worker/collective/on_all.h"
 #include "worker/parallel/meeting.h"
+#include "worker/parallel/shard_unit.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/parallel/sync_batch_norm.h"
 #include "worker/train/activation_policy.h"
@@ -891,8 +892,9 @@ void StepController::CheckExchanged(const OptimizerSlot& slot) const {
       missed.size() > 1 ? absl::StrCat(" (and of ", missed.size() - 1, " more)") : "",
       " holds something that was not averaged over the processes: a backward pass through "
       "model->forward(...) or another method of the module, through a second graph of one "
-      "forward pass, or in a micro-step of this window after which the model was not called "
-      "again; call model(...), or model.call(&Net::method, ...) for other methods, in the last "
+      "forward pass, or in a micro-step of this window after which the parameter was frozen or the "
+      "model was not called again; call model(...), or model.call(&Net::method, ...) for other "
+      "methods, in the last "
       "micro-step of each window");
 }
 
@@ -929,8 +931,50 @@ void StepController::CheckForwards(const OptimizerSlot& slot) const {
   }
 }
 
+namespace {
+
+// Multiplies what optimizers have for `parameters`, and what sharded models have not reduced yet.
+void ScaleWaiting(const Registry& registry, const std::vector<at::Tensor>& parameters,
+                  double factor) {
+  if (factor == 1) return;
+  ScaleGradients(parameters, factor);
+  const std::unordered_set<const void*> scaled = SetOf(parameters);
+  for (const auto& model : registry.models()) {
+    if (model->sharded() == nullptr) continue;
+    for (const auto& unit : model->sharded()->units()) {
+      for (const ShardUnit::Slice& slice : unit->slices()) {
+        if (!slice.pending.defined() || !scaled.contains(slice.shard.unsafeGetTensorImpl())) {
+          continue;
+        }
+        const at::NoGradGuard no_grad;
+        slice.pending.mul_(factor);
+      }
+    }
+  }
+}
+
+}  // namespace
+
 void StepController::UpdateScale() {
+  // What an optimizer has that steps more seldom than others goes on with the scale of them all,
+  // and so does what the next passes add to it. Each gradient is scaled once, and none that another
+  // optimizer has unscaled.
+  std::vector<at::Tensor> waiting;
+  std::unordered_set<const void*> seen;
+  for (const bool finished : {true, false}) {
+    for (const auto& optimizer : registry_.optimizers()) {
+      const bool holds_scale = optimizer->pending_losses_ != OptimizerSlot::Losses::kNone;
+      if (optimizer->gradients_finished_ != finished || !(finished || holds_scale)) continue;
+      for (const at::Tensor& parameter : optimizer->handle().parameters()) {
+        if (seen.insert(parameter.unsafeGetTensorImpl()).second && !finished) {
+          waiting.push_back(parameter);
+        }
+      }
+    }
+  }
+  const double before = waiting.empty() ? 1 : scaler_->scale();
   scaler_->Update();
+  if (!waiting.empty()) ScaleWaiting(registry_, waiting, scaler_->scale() / before);
   for (const auto& optimizer : registry_.optimizers()) optimizer->stepped_at_scale_ = false;
   // To read the scale waits for a GPU, and so has the answer that a step was skipped.
   TORCH_CHECK(!optimizer_step_was_skipped() || scaler_->scale() > 0,
@@ -1156,8 +1200,11 @@ void StepController::EndJoin(bool finish) {
 }
 
 void StepController::Stepped(OptimizerSlot& slot) {
-  // After loss.backward() nothing else has recorded that the batch was trained on.
-  if (!in_micro_step()) loops_.MarkTrained();
+  if (!in_micro_step()) {
+    // After loss.backward() nothing else has recorded that the batch was trained on.
+    loops_.MarkTrained();
+    left_out_at_.reset();
+  }
   if (slot.step_was_skipped_ && local_depth_ > 0) ++slot.skipped_apart_;
   if (!slot.step_was_skipped_) {
     ++slot.steps_;
@@ -1190,6 +1237,8 @@ void StepController::Stepped(OptimizerSlot& slot) {
 }
 
 void StepController::LeaveOutStep() {
+  // For ZeroGrad(); of no batch.
+  if (!in_micro_step_) left_out_at_.emplace();
   const BatchInfo* const batch = loops_.current_batch();
   if (!in_micro_step_ || !outside_loops_ || batch == nullptr) return;
   const auto at = std::make_pair(batch->iteration, batch->index);
@@ -1550,7 +1599,10 @@ void StepController::ZeroNow(OptimizerSlot& slot, bool set_to_none) {
 void StepController::ZeroGrad(OptimizerSlot& slot, bool set_to_none) {
   if (in_closure_) return ZeroNow(slot, set_to_none);
   if (!in_micro_step()) {
-    if (sync_gradients()) ZeroNow(slot, set_to_none);
+    // no_sync() by hand has no window to lose: a call in it is that at the head of one. But for a
+    // program that leaves steps to it, whose calls stay out with them, until one takes effect.
+    const bool head = accumulation_.sync_gradients() && !left_out_at_.has_value();
+    if (slot.consumed_ || sync_gradients() || head) ZeroNow(slot, set_to_none);
     return;
   }
   const bool sync = sync_gradients();

@@ -8,7 +8,9 @@
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/_foreach_copy.h"
 #include "ATen/ops/empty.h"
+#include "ATen/ops/empty_like.h"
 #include "ATen/ops/empty_strided.h"
+#include "ATen/ops/equal.h"
 #include "ATen/ops/where.h"
 #include "ATen/ops/zeros.h"
 #include "c10/core/CPUAllocator.h"
@@ -115,11 +117,10 @@ ShardUnit::ShardUnit(std::string name, std::vector<NamedParameter> parameters, C
   at::NoGradGuard no_grad;
   TORCH_CHECK(!parameters.empty(), "unit '", name_, "' has no parameters");
   at::TensorOptions options = parameters[0].tensor.options().requires_grad(false);
-  dtype_ = reduced_as_ = parameters[0].tensor.scalar_type();
-  if (dtype_ == at::kFloat) {
-    options = options.dtype(gathered_as.value_or(dtype_));
-    reduced_as_ = reduced_as.value_or(dtype_);
-  }
+  dtype_ = parameters[0].tensor.scalar_type();
+  // Half types round what they sum up, so their parameters need another one most of all.
+  reduced_as_ = reduced_as.value_or(dtype_);
+  if (dtype_ == at::kFloat) options = options.dtype(gathered_as.value_or(dtype_));
   const int64_t align = AlignmentOf(parameters);
   part_ = PartOfEach(parameters, comm_.size());
   int64_t total = 0;
@@ -369,12 +370,18 @@ std::vector<at::Tensor> ShardUnit::Values() {
 void ShardUnit::KeepOwnPart() {
   at::NoGradGuard no_grad;
   if (!separate() || !gathered_) return;
+  const at::Tensor written = OwnSlot(flat_);
   if (stored_.shards.store != nullptr) {
-    if (!written_) return;  // it would be read and written for nothing
+    if (!written_) {
+      // Through a pointer perhaps, of which no operator tells. To read is less than to write what
+      // has not changed.
+      const at::Tensor before = at::empty_like(written);
+      part_page_->CopyTo(before);
+      if (at::equal(before, written)) return;
+    }
     part_page_->Require(/*write=*/true, "summon_full_params");
   }
   written_ = false;
-  const at::Tensor written = OwnSlot(flat_);
   if (flat_.scalar_type() == dtype_) {
     master_.copy_(written);
     return;
@@ -428,8 +435,8 @@ void ShardUnit::GradientArrives(size_t index) {
 void ShardUnit::KeepPending(size_t index) {
   Slice& slice = slices_[index];
   at::Tensor& grad = slice.tensor.mutable_grad();
-  slice.used = true;
   if (!grad.defined() || grad.is_same(GradientMark())) return;
+  slice.used = true;
   const at::NoGradGuard no_grad;
   if (slice.pending.defined()) {
     slice.pending.add_(grad);
@@ -474,8 +481,14 @@ at::Tensor ShardUnit::TakeGradients(const at::Tensor& buffer) {
     if (slice.offset > written) full.narrow(0, written, slice.offset - written).zero_();
     written = slice.offset + slice.tensor.numel();
     at::Tensor part = View(full, slice);
+    // Frozen: AddGradients() would drop what earlier micro-steps have left. As in a unit of which
+    // all is frozen, it waits for a pass that trains it, and a step before that throws.
+    if (!slice.tensor.requires_grad()) {
+      part.zero_();
+      continue;
+    }
     const bool arrived = grad.defined() && !grad.is_same(GradientMark());
-    slice.used = slice.used || arrived;
+    slice.used = slice.used || arrived || slice.pending.defined();
     const bool copied = slice.pending.defined() || (arrived && grad.layout() == at::kStrided);
     if (copied) {
       to.push_back(part);
@@ -519,8 +532,11 @@ void ShardUnit::StartReduction(double factor, Comm* replicas, const at::Tensor& 
     if (replicas != nullptr) {
       Named("reducing the gradients of", [&] { replicas->AllReduce(state->mine, ReduceOp::kSum); });
     }
-    state->mine = state->mine.to(dtype_);
+    // In the wider type of both, so that the mean is rounded once.
+    const bool narrows = c10::elementSize(reduced_as_) > c10::elementSize(dtype_);
+    if (!narrows) state->mine = state->mine.to(dtype_);
     if (factor != before) state->mine.mul_(factor / before);
+    state->mine = state->mine.to(dtype_);
   };
   if (queue_ == nullptr) {
     reduce();

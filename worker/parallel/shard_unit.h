@@ -61,10 +61,10 @@ class ShardUnit : public Page {
   // `use(write, op)` decides whether an operator may use the parameters, and gathers them.
   // `comm`: the ranks that divide the unit; borrowed. Takes the values of `parameters` over; those
   // of all ranks must be equal. `frees`: the full buffer is freed where Free() says so; otherwise
-  // it stays, and the shards are a part of it, if they have its dtype. `gathered_as`, `reduced_as`:
-  // the dtypes of the full buffer and of the reduction of gradients, for fp32 parameters. `stored`:
-  // its shards only if it frees. `reshard`: some of the ranks of `comm`, for FreeUntilBackward();
-  // borrowed.
+  // it stays, and the shards are a part of it, if they have its dtype. `gathered_as`: the dtype of
+  // the full buffer, for fp32 parameters; `reduced_as`: that of the reduction of gradients. Absent:
+  // that of the parameters. `stored`: its shards only if it frees. `reshard`: some of the ranks of
+  // `comm`, for FreeUntilBackward(); borrowed.
   ShardUnit(std::string name, std::vector<NamedParameter> parameters, Comm& comm, bool frees,
             std::optional<at::ScalarType> gathered_as, std::optional<at::ScalarType> reduced_as,
             std::function<void(ShardUnit&, bool write, const char* op)> use, StoredUnit stored = {},

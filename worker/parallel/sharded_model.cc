@@ -428,9 +428,10 @@ void ShardedModel::AddUnit(PlannedUnit planned, const Materializer& materialize,
     name_of_[slice.shard.unsafeGetTensorImpl()] = slice.name;
     places_[slice.name] = {index, i};
     if (slice.tensor.requires_grad()) {
-      hooks_.emplace_back(slice.tensor, slice.tensor.register_hook([this, index, i](at::Tensor) {
-        units_[index]->GradientArrives(i);
-      }));
+      hooks_.emplace_back(slice.tensor,
+                          slice.tensor.register_hook([this, index, i](at::Tensor gradient) {
+                            if (gradient.defined()) units_[index]->GradientArrives(i);
+                          }));
       observers_.Add(slice.tensor, [this, index, i](const at::Tensor&) { OnGradient(index, i); });
     }
   }
@@ -1008,8 +1009,13 @@ void ShardedModel::OnGradient(size_t index, size_t slice) {
   if (communicate_ || gathers) BeginBackward();
   if (!communicate_) return unit.KeepPending(slice);
   OpenPass();
-  unit.slices()[slice].used = unit.slices()[slice].came = true;
-  if (done_[index]) late_[index] = unit.slices()[slice].late = true;
+  // A function may return no gradient, which completes its unit, but is none to step on.
+  ShardUnit::Slice& to = unit.slices()[slice];
+  const at::Tensor& grad = to.tensor.grad();
+  if (grad.defined() && !grad.is_same(ShardUnit::GradientMark())) {
+    to.used = to.came = true;
+    if (done_[index]) late_[index] = to.late = true;
+  }
   if (++unit.arrived != unit.expected) return;
   complete_[index] = true;
   completed_.push_back(index);

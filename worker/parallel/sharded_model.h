@@ -143,6 +143,8 @@ class ShardedModel {
   std::string Before() const;
   // Throws inside of Summon(), which holds the values that are about to change.
   void CheckNotSummoned() const;
+  // Inside of Summon().
+  bool summoned() const { return summons_ > 0; }
 
   // Makes the next backward pass reduce.
   void Communicate() {

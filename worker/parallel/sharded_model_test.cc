@@ -22,6 +22,7 @@
 #include "base/mutex.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "torch/csrc/autograd/custom_function.h"
 #include "torch/csrc/distributed/c10d/HashStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/nn/modules/container/modulelist.h"
@@ -689,6 +690,28 @@ TEST(ShardedModel, PartsInAStore_AreWrittenBySummonAndLoad) {
   });
 }
 
+TEST(ShardedModel, PartsInAStore_AreWrittenThroughPointersInASummon) {
+  RunRanks(2, [](Comm& comm) {
+    for (const bool low : {false, true}) {
+      ShardingOptions options = {.strategy = ShardingStrategy::kFull};
+      if (low) options.parameter_dtype = at::kBFloat16;
+      Trained trained(comm, options, nullptr, nullptr, std::make_unique<MemoryParts>());
+      Values wanted = trained.Full();
+      for (auto& [name, tensor] : wanted) tensor.view({-1})[0] = 0.5;
+      trained.model.Summon([&] {
+        for (const at::Tensor& parameter : trained.net.parameters()) {
+          if (low) {
+            *parameter.data_ptr<c10::BFloat16>() = 0.5;
+          } else {
+            *parameter.data_ptr<float>() = 0.5;
+          }
+        }
+      });
+      ExpectEqual(trained.Full(), wanted);
+    }
+  });
+}
+
 TEST(ShardedModel, StoreThatFails_ThrowsNamingTheUse) {
   RunRanks(1, [](Comm& comm) {
     auto store = std::make_unique<MemoryParts>();
@@ -945,6 +968,37 @@ TEST(ShardedModel, UnusedParameter_HasNoGradientAndItsValuesStay) {
       EXPECT_EQ(shard.grad().defined(), !extra && shard.numel() > 0);
     }
   });
+}
+
+// Its backward pass returns no gradient for the weight, as of an expert without tokens.
+struct NoGradient : torch::autograd::Function<NoGradient> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x,
+                            const at::Tensor&) {
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 torch::autograd::variable_list grads) {
+    return {grads[0], at::Tensor()};
+  }
+};
+
+TEST(ShardedModel, ParameterWhoseFunctionReturnsNoGradient_HasNone) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    RunRanks(2, [&](Comm& comm) {
+      Trained trained(comm, {.strategy = strategy});
+      for (const bool communicate : {false, true}) {
+        trained.model.BeginForward(communicate);
+        const at::Tensor out =
+            NoGradient::apply(trained.net.Forward(IdsOf(0, comm)), trained.net.extra->weight);
+        trained.model.EndForward();
+        out.sum().backward();
+      }
+      for (const at::Tensor& shard : trained.model.shards()) {
+        const bool extra = trained.model.NameOf(shard)->rfind("extra", 0) == 0;
+        EXPECT_EQ(shard.grad().defined(), !extra && shard.numel() > 0);
+      }
+    });
+  }
 }
 
 TEST(ShardedModel, ParameterUsedOnOneRankOnly_IsReduced) {
@@ -2036,6 +2090,29 @@ TEST(ShardedModel, ReductionInHalf_HoldsTheMeanOfLargeGradients) {
         } else if (name == "extra.bias") {
           EXPECT_TRUE(shard.grad().allclose(at::full({}, 1e-3), 1e-3));
         }
+      }
+    });
+  }
+}
+
+TEST(ShardedModel, ReductionInFloatOfAModelInBfloat16_SumsMicroStepsInIt) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    RunRanks(2, [&](Comm& comm) {
+      Net net;
+      net.to(at::kBFloat16);
+      ShardedModel model(comm, comm, nullptr, &net, ParametersOf(net), {},
+                         {.strategy = strategy, .reduce_dtype = at::kFloat});
+      // To 256 bfloat16 adds nothing that is less than 2.
+      for (int i = 0; i <= 64; ++i) {
+        model.BeginForward(/*communicate=*/i == 64);
+        const at::Tensor loss = (net.extra->weight * (i == 0 ? 256 : 1)).sum();
+        model.EndForward();
+        loss.backward();
+      }
+      for (const at::Tensor& shard : model.shards()) {
+        if (*model.NameOf(shard) != "extra.weight" || shard.numel() == 0) continue;
+        EXPECT_EQ(shard.grad().scalar_type(), at::kBFloat16);
+        EXPECT_TRUE(shard.grad().eq(320).all().item<bool>());
       }
     });
   }
