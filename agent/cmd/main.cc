@@ -219,8 +219,10 @@ void AddTrainingFlags(CLI::App* app, Flags* flags) {
 
 void AddOutputFlags(CLI::App* app, Flags* flags) {
   NodeJobOptions* const options = &flags->options;
-  app->add_option("--log_dir", options->agent.log_dir,
-                  "write output to FOLDER/attempt_A/rank_R.log");
+  app->add_option(
+      "--log_dir", options->agent.log_dir,
+      "write output to FOLDER/attempt_A/rank_R.log; what an earlier job has left there is "
+      "moved to FOLDER/before_N");
   app->add_option("--log_max_mib", flags->log_max_mib,
                   "size in MiB at which such a file is rotated to rank_R.log.1; 0: no limit")
       ->check(CLI::Range(0, 1'000'000))
