@@ -40,6 +40,7 @@
 #include "base/file.h"
 #include "base/flags/service_settings.h"
 #include "base/log.h"
+#include "base/log_variables.h"
 #include "base/machine.h"
 #include "base/mutex.h"
 #include "base/service_notifier.h"
@@ -691,6 +692,9 @@ int Serve(std::vector<std::string> words) {
 int Run(int argc, char** argv) {
   if (const absl::Status armed = ArmFailpointsFromEnvironment(); !armed.ok()) {
     return Fail(kExitUsage, armed.message());
+  }
+  if (const absl::Status log = CheckLogVariables(ProcessVariables()); !log.ok()) {
+    return Fail(kExitUsage, log.message());
   }
   const std::vector<std::string> args(argv + 1, argv + argc);
   const auto dashes = std::find(args.begin(), args.end(), "--");

@@ -285,7 +285,8 @@ absl::StatusOr<std::string> RenderSlurmScript(const JobSpec& spec, const SlurmLa
                   "# Written by muster submit --on slurm; from the line with the name of "
                   "train.sbatch on it is deploy/slurm/train.sbatch.\n"
                   // Of the terminal that has submitted it.
-                  "unset MUSTER_COORDINATOR MUSTER_TOKEN_FILE MUSTER_ON MUSTER_CONFIG\n");
+                  "unset MUSTER_COORDINATOR MUSTER_TOKEN_FILE MUSTER_TLS_CA MUSTER_TLS_CERT "
+                  "MUSTER_TLS_KEY MUSTER_ON MUSTER_CONFIG\n");
   // Not of this script: the processes' PATH may not have what it needs.
   script += "job_env() {\n  :\n";
   for (const auto& [name, value] : spec.env) {
