@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "agent/end_class.h"
+#include "agent/log_folder.h"
 #include "agent/process_state.h"
 #include "base/clock.h"
 #include "base/file.h"
@@ -135,6 +136,22 @@ absl::Status Agent::StartWorker(const Meeting& meeting, int attempt, int local_r
   return absl::OkStatus();
 }
 
+absl::Status Agent::BeginLogs(const Meeting& meeting) {
+  if (options_.log_dir.empty() || logs_begun_) return absl::OkStatus();
+  const absl::StatusOr<std::string> before = BeginLogFolder(options_.log_dir, meeting.launch);
+  if (absl::IsUnimplemented(before.status())) {
+    output_.Note(absl::StrCat("muster: log_dir: ", before.status().message(),
+                              ", which machines that share the folder need to move the logs of an "
+                              "earlier launch: this one overwrites them"));
+  } else if (!before.ok()) {
+    return absl::InvalidArgumentError(absl::StrCat("log_dir: ", before.status().message()));
+  } else if (!before->empty()) {
+    output_.Note(absl::StrCat("muster: the logs of an earlier launch are in ", *before, " now"));
+  }
+  logs_begun_ = true;
+  return absl::OkStatus();
+}
+
 absl::Status Agent::LogWorker(int rank, int attempt) {
   if (options_.log_dir.empty()) return absl::OkStatus();
   // The log of a rank goes on where its process has ended.
@@ -155,6 +172,7 @@ absl::Status Agent::StartWorkers(const Meeting& meeting, int attempt) {
   }
   node_rank_ = meeting.node_rank;
   num_nodes_ = meeting.num_nodes;
+  MUSTER_RETURN_IF_ERROR(BeginLogs(meeting));
   workers_.resize(options_.slots);
   for (int local_rank = 0; local_rank < options_.slots; ++local_rank) {
     Worker& worker = workers_[local_rank];

@@ -61,7 +61,8 @@ struct AgentOptions {
   // After a worker failed with an exit code, wait this long for another one that a signal killed:
   // the first error to be seen is often the echo of the second.
   absl::Duration settle = absl::Milliseconds(50);
-  // Each worker's lines go to FOLDER/attempt_N/rank_R.log. Empty: no.
+  // Each worker's lines go to FOLDER/attempt_N/rank_R.log; those of earlier launches are moved away
+  // (see BeginLogFolder). Empty: no.
   std::string log_dir;
   // The first worker's standard input; borrowed. -1: none.
   int stdin_fd = -1;
@@ -181,6 +182,7 @@ class Agent {
   // Those that are not kept.
   absl::Status StartWorkers(const Meeting& meeting, int attempt);
   absl::Status StartWorker(const Meeting& meeting, int attempt, int local_rank);
+  absl::Status BeginLogs(const Meeting& meeting);
   absl::Status LogWorker(int rank, int attempt);
   WorkerEnd OnEnded(const Ended& event);
   void StopWorkers(absl::Duration grace);
@@ -230,6 +232,7 @@ class Agent {
   // The thread of Run only.
   std::vector<Worker> workers_;
   int running_ = 0;
+  bool logs_begun_ = false;
   int node_rank_ = -1;  // of the last meeting
   int num_nodes_ = 0;
   int attempt_ = 0;           // 0 is the first

@@ -880,6 +880,30 @@ TEST_F(AgentTest, LogFolder_HasAFilePerWorkerAndAttempt) {
   close(fd);
 }
 
+// Machines of one launch share the folder; a machine of a launch that began later moves their logs.
+TEST_F(AgentTest, LogFolder_HasThoseOfOneLaunch) {
+  options_.log_dir = TestPath("agent_launches");
+  options_.slots = 1;
+  const auto run = [&](const Meeting& meeting) {
+    FakeJobCoordination coordination(meeting);
+    options_.argv = {"/bin/sh", "-c", "echo $RANK of $WORLD_SIZE"};
+    Agent agent(options_, *host_, *output_, coordination);
+    EXPECT_EQ(agent.Run().outcome, JobResult::Outcome::kSucceeded);
+  };
+  const auto log_of = [&](const std::string& name) {
+    return ReadFile(JoinPath(options_.log_dir, name)).value_or("none");
+  };
+  run({.node_rank = 0, .num_nodes = 2, .launch = "a"});
+  run({.node_rank = 1, .num_nodes = 2, .launch = "a"});
+  EXPECT_EQ(log_of("attempt_0/rank_0.log"), "0 of 2\n");
+  EXPECT_EQ(log_of("attempt_0/rank_1.log"), "1 of 2\n");
+  run({.launch = "b"});
+  EXPECT_EQ(log_of("attempt_0/rank_0.log"), "0 of 1\n");
+  EXPECT_EQ(log_of("attempt_0/rank_1.log"), "none");
+  EXPECT_EQ(log_of("before_1/attempt_0/rank_0.log"), "0 of 2\n");
+  EXPECT_EQ(log_of("before_1/attempt_0/rank_1.log"), "1 of 2\n");
+}
+
 TEST_F(AgentTest, SecondNode_RanksGoOn) {
   FakeJobCoordination coordination(
       {.node_rank = 1, .num_nodes = 3, .master_addr = "10.0.0.1", .master_port = 7});

@@ -26,6 +26,9 @@ constexpr int64_t kLogTimeSpan = 1000;  // milliseconds
 // While it rotates.
 constexpr int kTries = 10;
 
+// Of which the last lines are looked for at once.
+constexpr int64_t kTailBlock = 256 << 10;
+
 // What LogGonePath has.
 struct Gone {
   int64_t bytes = 0;
@@ -136,25 +139,30 @@ absl::Status Read(const Parts& log, int64_t offset, size_t bytes, std::string* d
   return absl::OkStatus();
 }
 
-// Where the last `lines` lines begin, as far as they are within `max_bytes`.
-absl::StatusOr<int64_t> TailOffset(const Parts& log, int lines, size_t max_bytes) {
-  const int64_t from =
-      std::max(log.begin, log.end - static_cast<int64_t>(std::max<size_t>(max_bytes, 1)));
-  std::string data;
-  if (absl::Status status = Read(log, from, max_bytes, &data); !status.ok()) return status;
-  size_t at = data.size();
-  for (int found = 0; at > 0; --at) {
-    // The newline that ends the last line does not begin another one.
-    if (data[at - 1] == '\n' && at < data.size() && ++found == lines) break;
+// Where the last `lines` lines begin. Reads backwards: they may be longer than an answer.
+absl::StatusOr<int64_t> TailOffset(const Parts& log, int lines) {
+  if (lines == 0) return log.end;
+  int found = 0;
+  std::string block;
+  for (int64_t end = log.end; end > log.begin;) {
+    const int64_t from = std::max(log.begin, end - kTailBlock);
+    block.clear();
+    if (absl::Status status = Read(log, from, end - from, &block); !status.ok()) return status;
+    for (size_t at = block.size(); at > 0; --at) {
+      const int64_t offset = from + static_cast<int64_t>(at);
+      // The newline that ends the last line does not begin another one.
+      if (block[at - 1] == '\n' && offset < log.end && ++found == lines) return offset;
+    }
+    end = from;
   }
-  return lines == 0 ? log.end : from + static_cast<int64_t>(at);
+  return log.begin;
 }
 
 absl::StatusOr<LogPiece> ReadOnce(const Parts& log, int64_t offset, int tail_lines,
                                   size_t max_bytes) {
   LogPiece piece;
   if (offset < 0) {
-    const absl::StatusOr<int64_t> tail = TailOffset(log, tail_lines, max_bytes);
+    const absl::StatusOr<int64_t> tail = TailOffset(log, tail_lines);
     if (!tail.ok()) return tail.status();
     offset = *tail;
   }

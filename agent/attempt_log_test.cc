@@ -13,6 +13,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "agent/log_file.h"
 #include "base/fake_clock.h"
 #include "base/file.h"
@@ -151,6 +152,26 @@ TEST_F(AttemptLogTest, Tail_IsWholeLines) {
   EXPECT_EQ(ReadLogPiece(path_, -1, 100, 1000)->data.size(), 35u);
   EXPECT_EQ(ReadLogPiece(path_, -1, 0, 1000)->data, "");
   EXPECT_EQ(ReadLogPiece(path_, -1, 0, 1000)->next_offset, 35);
+}
+
+TEST_F(AttemptLogTest, Tail_LongerThanAnAnswer_BeginsAtTheRightLine) {
+  // More than one block of what the search reads at once, in several parts, of which some are gone.
+  Open(/*max_bytes=*/300 << 10, /*files=*/4);
+  constexpr int kLines = 20000;
+  const std::string filling(80, 'x');
+  for (int i = 0; i < kLines; ++i) log_->Append(absl::StrFormat("%06d %s", i, filling));
+  const int64_t begin = ReadLogPiece(path_, 0, 0, 100)->offset;
+  const int kept = kLines - static_cast<int>(begin / 88);
+  ASSERT_GT(begin, 0);
+  ASSERT_GT(kept, 10000);
+  for (const int lines : {1, 2979, 10000, kept - 1, kept}) {
+    const absl::StatusOr<LogPiece> read = ReadLogPiece(path_, -1, lines, 1000);
+    ASSERT_TRUE(read.ok()) << read.status();
+    EXPECT_EQ(read->offset, (kLines - lines) * int64_t{88}) << lines;
+    EXPECT_EQ(read->data.substr(0, 6), absl::StrFormat("%06d", kLines - lines));
+    EXPECT_EQ(read->data.size(), std::min(lines, 11) * 88u);
+  }
+  EXPECT_EQ(ReadLogPiece(path_, -1, kept + 1, 1000)->offset, begin);
 }
 
 TEST_F(AttemptLogTest, LogThatIsNotThere_IsNamed) {

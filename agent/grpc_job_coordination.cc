@@ -57,6 +57,7 @@ constexpr int kMaxCount = 1'000'000'000;
 // up to six times as long, it stays below the largest answer.
 constexpr int kCountsAtATime = 64;
 constexpr size_t kMostOfWhy = 4096;
+constexpr size_t kMostOfLaunch = 64;
 constexpr size_t kMostOfLine = 1024;  // of a program's output; the coordinator keeps no more
 
 json JsonOf(const AttemptEnd& end) {
@@ -289,6 +290,7 @@ class GrpcJobCoordination final : public JobCoordination {
     meeting.counted = counted;
     if (options_.num_nodes == 1) {
       MUSTER_ASSIGN_OR_RETURN(meeting.master_port, FindFreePort());
+      meeting.launch = Launch();
       return meeting;
     }
     if (attempt > 0) {
@@ -1057,9 +1059,20 @@ class GrpcJobCoordination final : public JobCoordination {
     v1::PutOp* const put = op.mutable_txn()->add_then()->mutable_put();
     put->set_key(CountKey(node_rank_));
     json value = {{"attempt", meeting.attempt}};
+    // Machine 0 may be new in the job.
+    if (!launch_.empty()) value["launch"] = launch_;
     AddCounts(meeting.counted, &value);
     put->set_value(Dump(value));
     return Call(std::move(op), options_.outage_tolerance + kAgree, Until::kCancelled).status();
+  }
+
+  // The name of the launch, which the first machine 0 chooses.
+  const std::string& Launch() {
+    if (launch_.empty()) launch_ = absl::StrCat(RandomId());
+    return launch_;
+  }
+  static std::string LaunchOf(const json& value) {
+    return TextOf(value, "launch").substr(0, kMostOfLaunch);
   }
 
   // Takes over the largest counts of all machines.
@@ -1099,6 +1112,7 @@ class GrpcJobCoordination final : public JobCoordination {
       if (!value.is_object()) return absl::InternalError("the counts of a machine are malformed");
       meeting->attempt = std::max(meeting->attempt, CountOf(value, "attempt"));
       meeting->counted.TakeLarger(CountsOf(value));
+      if (launch_.empty()) launch_ = LaunchOf(value);
     }
     return true;
   }
@@ -1114,12 +1128,14 @@ class GrpcJobCoordination final : public JobCoordination {
     if (node_rank_ == 0) {
       MUSTER_ASSIGN_OR_RETURN(meeting->master_port, FindFreePort());
       meeting->master_addr = options_.host;
+      meeting->launch = Launch();
       *op.mutable_txn()->mutable_fence() = AgentFence();
       v1::PutOp* const put = op.mutable_txn()->add_then()->mutable_put();
       put->set_key(SettingsKey());
       json value = {{"settings", options_.settings},
                     {"master_addr", meeting->master_addr},
-                    {"master_port", meeting->master_port}};
+                    {"master_port", meeting->master_port},
+                    {"launch", meeting->launch}};
       if (agrees_on_counts()) {
         value["attempt"] = meeting->attempt;
         AddCounts(meeting->counted, &value);
@@ -1152,6 +1168,7 @@ class GrpcJobCoordination final : public JobCoordination {
       // this one.
       meeting->counted.last = theirs.last;
     }
+    meeting->launch = launch_ = LaunchOf(value);
     meeting->master_addr = TextOf(value, "master_addr");
     const auto port = value.find("master_port");
     meeting->master_port = port != value.end() && port->is_number_integer() ? port->get<int>() : 0;
@@ -1291,6 +1308,7 @@ class GrpcJobCoordination final : public JobCoordination {
   uint64_t generation_ = 0;
   std::string prefix_;
   std::optional<std::string> finished_before_;  // what Finished() said at first
+  std::string launch_;                          // its name, once it has one
   std::optional<AttemptEnd> told_end_;  // what Fail has returned for the attempt that is watched
 
   // Of the machine that hosts the coordinator, while it has no place. That it asks for one beside

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "agent/fake_sessions.h"
 #include "agent/node_uplink.h"
@@ -152,7 +153,7 @@ class GrpcJobCoordinationTest : public ::testing::Test {
       if (op.has_wait()) {
         result->mutable_wait()->add_kvs()->set_value(
             R"({"settings": "num_processes 2", "master_addr": "10.0.0.1", "master_port": 1234,)"
-            R"( "attempt": 5, "counted": 2, "classes": {"OUT_OF_MEMORY": 1, "NONE": 3}})");
+            R"( "attempt": 5, "counted": 2, "classes": {"OUT_OF_MEMORY": 1, "NONE": 3}, "launch": "l7"})");
       }
       return true;
     });
@@ -446,6 +447,29 @@ TEST_F(GrpcJobCoordinationTest, NineHundredMachinesSayWhyTheyEnded_AllCountsAreT
   EXPECT_EQ(meeting->attempt, kMachines - 1);
   EXPECT_EQ(meeting->counted.total, kMachines - 1);
   EXPECT_EQ(meeting->counted.last.why, "rank 1 exited with code 2");
+}
+
+TEST_F(GrpcJobCoordinationTest, Launch_HasOneNameForAllMachinesAndAttempts) {
+  StartCoordinator();
+  MakeCoordination(1, absl::Minutes(2));
+  const absl::StatusOr<Meeting> alone = coordination_->Meet(0, {});
+  ASSERT_TRUE(alone.ok()) << alone.status();
+  EXPECT_NE(alone->launch, "");
+  EXPECT_EQ(coordination_->Meet(1, {})->launch, alone->launch);
+  // The others know it, also those of machine 0, where that one is new.
+  for (const int rank : {1, 0}) {
+    coordination_.reset();
+    AnswerAsElastic(rank, 2, {});
+    MakeCoordination(3, absl::Minutes(2));
+    const absl::StatusOr<Meeting> meeting = coordination_->Meet(0, {});
+    ASSERT_TRUE(meeting.ok()) << meeting.status();
+    EXPECT_EQ(meeting->launch, "l7") << rank;
+  }
+  sessions_.WaitFor([](const v1::AgentFrame& one) {
+    return one.has_ops() && one.ops().ops(0).has_txn() && one.ops().ops(0).txn().then_size() > 0 &&
+           one.ops().ops(0).txn().then(0).put().key() == "gen/1/settings" &&
+           absl::StrContains(one.ops().ops(0).txn().then(0).put().value(), "\"launch\":\"l7\"");
+  });
 }
 
 // The number of machines is fixed.

@@ -81,6 +81,9 @@ struct Meeting {
   // unless it has come later than others, or they know more. With `counted.last`, nothing starts.
   int attempt = 0;
   RestartCounts counted = {};
+  // Names the launch: the same for all its machines and attempts, and for no other launch. Empty:
+  // not known, where machine 0 has an older version.
+  std::string launch = {};
   // All nodes have finished the job already, and only this agent did not learn it before it died:
   // there is nothing left to run.
   bool finished = false;

@@ -116,10 +116,11 @@ std::string HumanDuration(absl::Duration duration) {
   if (duration == absl::InfiniteDuration()) return "inf";
   if (duration == -absl::InfiniteDuration()) return "-inf";
   if (duration < absl::ZeroDuration()) return absl::StrCat("-", HumanDuration(-duration));
-  if (duration < absl::Milliseconds(1)) {
+  // Below what rounds to the next unit.
+  if (duration < absl::Nanoseconds(999'950)) {
     return absl::StrFormat("%.4g us", absl::ToDoubleMicroseconds(duration));
   }
-  if (duration < absl::Seconds(1)) {
+  if (duration < absl::Microseconds(999'500)) {
     return absl::StrFormat("%.3g ms", absl::ToDoubleMilliseconds(duration));
   }
   if (duration < absl::Minutes(1)) {

@@ -75,6 +75,16 @@ TEST(HumanDuration, Scales_KeepTheTwoLargestParts) {
   EXPECT_EQ(HumanDuration(absl::InfiniteDuration()), "inf");
 }
 
+TEST(HumanDuration, JustBelowAUnit_IsThatUnit) {
+  EXPECT_EQ(HumanDuration(absl::Milliseconds(999)), "999 ms");
+  EXPECT_EQ(HumanDuration(absl::Microseconds(999'499)), "999 ms");
+  EXPECT_EQ(HumanDuration(absl::Microseconds(999'500)), "1 s");
+  EXPECT_EQ(HumanDuration(absl::Microseconds(999'999)), "1 s");
+  EXPECT_EQ(HumanDuration(absl::Nanoseconds(999'949)), "999.9 us");
+  EXPECT_EQ(HumanDuration(absl::Nanoseconds(999'950)), "1 ms");
+  EXPECT_EQ(HumanDuration(absl::Milliseconds(59'999)), "60 s");
+}
+
 TEST(ClockDuration, HoursAppearWhenNeeded) {
   EXPECT_EQ(ClockDuration(absl::Seconds(7)), "00:07");
   EXPECT_EQ(ClockDuration(absl::Seconds(3723)), "1:02:03");

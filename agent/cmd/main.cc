@@ -40,6 +40,7 @@
 #include "base/file.h"
 #include "base/flags/service_settings.h"
 #include "base/log.h"
+#include "base/log_variables.h"
 #include "base/machine.h"
 #include "base/mutex.h"
 #include "base/service_notifier.h"
@@ -223,8 +224,10 @@ void AddTrainingFlags(CLI::App* app, Flags* flags) {
 
 void AddOutputFlags(CLI::App* app, Flags* flags) {
   NodeJobOptions* const options = &flags->options;
-  app->add_option("--log_dir", options->agent.log_dir,
-                  "write output to FOLDER/attempt_A/rank_R.log");
+  app->add_option(
+      "--log_dir", options->agent.log_dir,
+      "write output to FOLDER/attempt_A/rank_R.log; what an earlier job has left there is "
+      "moved to FOLDER/before_N");
   app->add_option("--log_max_mib", flags->log_max_mib,
                   "size in MiB at which such a file is rotated to rank_R.log.1; 0: no limit")
       ->check(CLI::Range(0, 1'000'000))
@@ -693,6 +696,9 @@ int Serve(std::vector<std::string> words) {
 int Run(int argc, char** argv) {
   if (const absl::Status armed = ArmFailpointsFromEnvironment(); !armed.ok()) {
     return Fail(kExitUsage, armed.message());
+  }
+  if (const absl::Status log = CheckLogVariables(ProcessVariables()); !log.ok()) {
+    return Fail(kExitUsage, log.message());
   }
   const std::vector<std::string> args(argv + 1, argv + argc);
   const auto dashes = std::find(args.begin(), args.end(), "--");

@@ -878,8 +878,23 @@ int RunDiff(const Call& call) {
   return list.empty() ? kExitOk : kExitJobFailed;
 }
 
+// Whether `to` is meant as a file of torch.save: a folder of that name would pass for one until
+// something reads it.
+bool IsPickleName(const std::string& to) {
+  std::error_code error;
+  return (absl::EndsWith(to, ".bin") || absl::EndsWith(to, ".pt") || absl::EndsWith(to, ".pth") ||
+          absl::EndsWith(to, ".ckpt")) &&
+         !std::filesystem::is_directory(to, error);
+}
+
 // The end of export and merge-weights.
 int Copy(const Call& call, const std::string& from, const std::string& to) {
+  if (IsPickleName(to)) {
+    return Fail(call, absl::InvalidArgumentError(
+                          absl::StrCat(to,
+                                       ": only safetensors are written: TO is a folder, or a "
+                                       "file *.safetensors")));
+  }
   int64_t limit = 10'000'000'000;
   if (call.line.Has("max_shard_size")) {
     const auto size = ParseShardSize(call.line.Get("max_shard_size"));

@@ -943,6 +943,20 @@ TEST_F(CheckpointCommandsTest, MergeWeights_ReadsShardsAndPickles) {
   ExpectRefused({"merge-weights", Path("bin")}, kExitUsage, "write muster merge-weights FROM TO");
 }
 
+TEST_F(CheckpointCommandsTest, MergeToAFileOfAnotherFormat_IsRefused) {
+  const std::string from = TestdataPath("torch_files/pytorch_model.bin");
+  for (const char* const name : {"x.bin", "x.pt", "x.pth", "x.ckpt"}) {
+    ExpectRefused({"merge-weights", from, Path(name)}, kExitUsage,
+                  Path(name) +
+                      ": only safetensors are written: TO is a folder, or a file "
+                      "*.safetensors");
+    EXPECT_FALSE(PathExists(Path(name)));
+  }
+  // A folder may have any name.
+  ASSERT_TRUE(MakeDirectories(Path("x.bin")).ok());
+  EXPECT_EQ(Run({"merge-weights", from, Path("x.bin")}), kExitOk) << err_.str();
+}
+
 // Files of torch.save have any names.
 TEST_F(CheckpointCommandsTest, MergeWeightsOfAReservedName_NamesTheFileAndTheTensor) {
   std::string bytes = *ReadFile(TestdataPath("torch_files/pytorch_model.bin"));

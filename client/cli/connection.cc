@@ -94,13 +94,17 @@ std::optional<DialError> Connect(const CommandLine& line, const CommandContext& 
                      kExitUsage};
   }
   rpc::ChannelOptions options = {.tls = launch.tls, .token_file = launch.token_file};
-  if (line.Has("tls_ca") || line.Has("tls_cert") || line.Has("tls_key")) {
-    options.tls = {line.Get("tls_ca"), line.Get("tls_cert"), line.Get("tls_key")};
+  // The flag, else, for a coordinator that is not of an own launch, the variable.
+  const bool is_own = !launch.address.empty();
+  const auto file = [&](const char* flag, const char* variable) {
+    return line.Has(flag) || is_own ? line.Get(flag) : Variable(context.variables, variable);
+  };
+  if (!is_own || line.Has("tls_ca") || line.Has("tls_cert") || line.Has("tls_key")) {
+    options.tls = {file("tls_ca", "MUSTER_TLS_CA"), file("tls_cert", "MUSTER_TLS_CERT"),
+                   file("tls_key", "MUSTER_TLS_KEY")};
   }
-  if (line.Has("token_file")) {
-    options.token_file = line.Get("token_file");
-  } else if (launch.address.empty()) {
-    options.token_file = Variable(context.variables, "MUSTER_TOKEN_FILE");
+  if (!is_own || line.Has("token_file")) {
+    options.token_file = file("token_file", "MUSTER_TOKEN_FILE");
   }
   auto channel = rpc::Connect(address, options);
   if (!channel.ok()) {
@@ -135,9 +139,14 @@ std::vector<OptionSpec> ConnectionOptions(std::vector<OptionSpec> more) {
                "this machine"},
       {.name = "tls_ca",
        .value_name = "FILE",
-       .help = "CA certificates that must have signed the coordinator's"},
-      {.name = "tls_cert", .value_name = "FILE", .help = "Client certificate"},
-      {.name = "tls_key", .value_name = "FILE", .help = "Private key of --tls_cert"},
+       .help = "CA certificates that must have signed the coordinator's. Default: that of your "
+               "launch with this address, else $MUSTER_TLS_CA"},
+      {.name = "tls_cert",
+       .value_name = "FILE",
+       .help = "Client certificate. Default: as --tls_ca, $MUSTER_TLS_CERT"},
+      {.name = "tls_key",
+       .value_name = "FILE",
+       .help = "Private key of --tls_cert. Default: as --tls_ca, $MUSTER_TLS_KEY"},
       {.name = "token_file",
        .value_name = "FILE",
        .help = "File with the token to send. Default: that of your launch with this address, else "

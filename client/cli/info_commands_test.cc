@@ -4,6 +4,7 @@
 
 #include <sstream>
 #include <string>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/exit_code.h"
@@ -134,6 +135,19 @@ TEST_F(InfoCommandsTest, Barriers_OfARudeProgram_DoNotControlTheTerminal) {
     EXPECT_THAT(out_.str(), IsForATerminal());
   }
   EXPECT_THAT(out_.str(), HasSubstr("is at\n#0 main\n#1 x"));
+}
+
+TEST_F(InfoCommandsTest, TlsFilesOfTheEnvironment_CountAsTheTokenDoes) {
+  for (const auto& [name, words] : {std::pair{"MUSTER_TLS_CA", "/nowhere"},
+                                    {"MUSTER_TLS_CERT", "without tls_ca"},
+                                    {"MUSTER_TLS_KEY", "without tls_ca"},
+                                    {"MUSTER_TOKEN_FILE", "/nowhere"}}) {
+    err_.str("");
+    CommandContext context = Context();
+    context.variables[name] = "/nowhere";
+    EXPECT_EQ(RunStatusCommand({}, context), kExitUsage) << name << out_.str();
+    EXPECT_THAT(err_.str(), HasSubstr(words)) << name;
+  }
 }
 
 TEST(NodeNames, OfARudeAgent_DoNotControlTheTerminal) {

@@ -16,6 +16,7 @@
 #include "base/exit_code.h"
 #include "base/failpoint.h"
 #include "base/log.h"
+#include "base/log_variables.h"
 #include "base/status_macros.h"
 #include "client/cli/local_job.h"
 #include "client/cli/muster_command.h"
@@ -69,9 +70,14 @@ int main(int argc, char** argv) {
       variables.emplace(text.substr(0, equals), text.substr(equals + 1));
     }
   }
+  if (const absl::Status log = muster::CheckLogVariables(variables); !log.ok()) {
+    std::cerr << "muster: " << log.message() << std::endl;
+    return muster::kExitUsage;
+  }
   // The embedded coordinator's logs are for operators, not for the user's terminal, where the
   // launcher reports each failure once.
-  const bool for_operators = variables.count("MUSTER_LOG_LEVEL") != 0;
+  const auto level = variables.find("MUSTER_LOG_LEVEL");
+  const bool for_operators = level != variables.end() && !level->second.empty();
   if (!for_operators) muster::SetLogLevel(muster::LogLevel::kWarning);
   char self[PATH_MAX] = "";
   if (readlink("/proc/self/exe", self, sizeof(self) - 1) < 0) self[0] = '\0';

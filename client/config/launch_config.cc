@@ -528,7 +528,8 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .variable = "MUSTER_LOG_DIR",
        .value_name = "FOLDER",
        .help =
-           "Write each process's output to FOLDER/attempt_A/rank_R.log instead of the terminal"},
+           "Write each process's output to FOLDER/attempt_A/rank_R.log instead of the terminal; "
+           "what an earlier launch has left there is moved to FOLDER/before_N"},
       {.name = "log_max_mib",
        .variable = "MUSTER_LOG_MAX_MIB",
        .type = Type::kInt,

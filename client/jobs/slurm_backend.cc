@@ -42,7 +42,7 @@ namespace {
 
 constexpr int64_t kMaxRecord = 1 << 20;
 constexpr int64_t kMaxChunk = 256 << 10;
-constexpr int64_t kMaxTail = 1 << 20;          // in which the last lines are looked for
+constexpr int64_t kTailBlock = 256 << 10;      // of which the last lines are looked for at once
 constexpr int64_t kEndOfScriptLog = 64 << 10;  // read for each job that has failed
 
 // What SLURM says of a job that it still knows.
@@ -193,17 +193,21 @@ class Log {
     return text;
   }
 
-  // Where the last `lines` lines begin.
+  // Where the last `lines` lines begin. Reads backwards: they may be longer than an answer.
   int64_t Tail(int lines) const {
-    const int64_t from = std::max<int64_t>(0, size_ - kMaxTail);
-    const std::string text = Read(from, kMaxTail);
-    size_t end = absl::StripSuffix(text, "\n").size();
-    for (; lines > 0 && end > 0; --lines) {
-      const size_t newline = text.rfind('\n', end - 1);
-      if (newline == std::string::npos) return from;
-      end = newline;
+    if (lines == 0) return size_;
+    int found = 0;
+    for (int64_t end = size_; end > 0;) {
+      const int64_t from = std::max<int64_t>(0, end - kTailBlock);
+      const std::string block = Read(from, end - from);
+      for (size_t at = block.size(); at > 0; --at) {
+        const int64_t offset = from + static_cast<int64_t>(at);
+        // The newline that ends the last line does not begin another one.
+        if (block[at - 1] == '\n' && offset < size_ && ++found == lines) return offset;
+      }
+      end = from;
     }
-    return end == 0 ? from : from + static_cast<int64_t>(end) + 1;
+    return 0;
   }
 
  private:

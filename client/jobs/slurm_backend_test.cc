@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <fstream>
 #include <map>
@@ -15,6 +16,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "base/fake_clock.h"
 #include "base/file.h"
@@ -341,6 +343,28 @@ TEST_F(SlurmBackendTest, Logs_OfARank_AreThoseOfAllRestartsInPlace) {
   EXPECT_EQ(backend_->read_log("train-12", {.rank = 3, .offset = 1000})->data, "");
   EXPECT_FALSE(backend_->read_log("train-12", {.rank = 4}).ok());
   EXPECT_FALSE(backend_->read_log("train-12", {.attempt = 2}).ok());
+}
+
+TEST_F(SlurmBackendTest, Tail_LongerThanAnAnswer_BeginsAtTheRightLine) {
+  Submit();
+  squeue_.out = "12|RUNNING|n[0-1]|None\n";
+  Event("start\t1000\t0\tn0,n1");
+  constexpr int kLines = 40000;
+  const std::string filling(80, 'x');
+  for (const int restart : {0, 1}) {
+    std::string text;
+    for (int i = 0; i < kLines / 2; ++i) {
+      absl::StrAppendFormat(&text, "%06d %s\n", restart * kLines / 2 + i, filling);
+    }
+    Log(0, restart, 3, text);
+  }
+  for (const int lines : {1, 15000, 30000, kLines, kLines + 1}) {
+    const auto read =
+        backend_->read_log("train-12", {.rank = 3, .offset = -1, .tail_lines = lines});
+    ASSERT_TRUE(read.ok()) << read.status();
+    EXPECT_EQ(read->offset, std::max(0, kLines - lines) * int64_t{88}) << lines;
+    EXPECT_EQ(read->data.substr(0, 6), absl::StrFormat("%06d", std::max(0, kLines - lines)));
+  }
 }
 
 TEST_F(SlurmBackendTest, FollowLog_GoesOnThroughRequeuesToTheEnd) {

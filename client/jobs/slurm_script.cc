@@ -285,7 +285,8 @@ absl::StatusOr<std::string> RenderSlurmScript(const JobSpec& spec, const SlurmLa
                   "# Written by muster submit --on slurm; from the line with the name of "
                   "train.sbatch on it is deploy/slurm/train.sbatch.\n"
                   // Of the terminal that has submitted it.
-                  "unset MUSTER_COORDINATOR MUSTER_TOKEN_FILE MUSTER_ON\n"
+                  "unset MUSTER_COORDINATOR MUSTER_TOKEN_FILE MUSTER_TLS_CA MUSTER_TLS_CERT "
+                  "MUSTER_TLS_KEY MUSTER_ON\n"
                   // Its launches read no file of the user, as agents read none, unless the job's
                   // env names one: theirs may say that the processes compute on CPUs.
                   "export MUSTER_CONFIG=/dev/null\n");

@@ -25,6 +25,7 @@
 #include "base/failpoint.h"
 #include "base/flags/service_settings.h"
 #include "base/log.h"
+#include "base/log_variables.h"
 #include "base/service_notifier.h"
 #include "base/version.h"
 #include "coordinator/core.h"
@@ -86,7 +87,7 @@ constexpr int64_t kMostMib = int64_t{1} << 40;
 
 struct Flags {
   CoordinatorServer::Options options;
-  std::string verify, restored, restore, log_level = "info", log_format;
+  std::string verify, restored, restore, log_level, log_format;
   bool version = false, list_failpoints = false;
   double lease = 6, resume = 60, node_lease = 30;
   int max_message_mib = 4;
@@ -206,8 +207,8 @@ void AddDiskFlags(CLI::App* app, Flags* flags) {
 
 // The log, and what it does in place of serving.
 void AddOtherFlags(CLI::App* app, Flags* flags) {
-  app->add_option("--log_level", flags->log_level, "debug, info, warning or error")
-      ->capture_default_str();
+  app->add_option("--log_level", flags->log_level,
+                  "debug, info, warning or error (default: $MUSTER_LOG_LEVEL, else info)");
   app->add_option(
          "--log_format", flags->log_format,
          "text, or json: one object a line with time, level, source, file, line and message "
@@ -255,8 +256,8 @@ std::optional<int> ReadFlags(int argc, char** argv, Flags* flags) {
 }
 
 absl::Status SetUpLog(const Flags& flags) {
-  LogLevel level;
-  if (!ParseLogLevel(flags.log_level, &level)) {
+  LogLevel level = GetLogLevel();
+  if (!flags.log_level.empty() && !ParseLogLevel(flags.log_level, &level)) {
     return absl::InvalidArgumentError(absl::StrCat(
         "--log_level '", flags.log_level, "': debug, info, warning or error (see --help)"));
   }
@@ -443,6 +444,7 @@ int Run(int argc, char** argv) {
     return kExitOk;
   }
   absl::Status status = SetUpLog(flags);
+  if (status.ok()) status = CheckLogVariables(ProcessVariables());
   if (status.ok()) status = ArmFailpointsFromEnvironment();
   if (!status.ok()) return Fail(kExitUsage, status);
   if (!flags.verify.empty()) return VerifyJournal(flags.verify);

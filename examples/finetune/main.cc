@@ -325,7 +325,15 @@ int main(int argc, char** argv) {
   app.add_option("--warmup", flags.warmup, "share of the steps")->check(CLI::Range(0.0, 1.0));
   app.add_option("--seed", flags.seed);
   app.add_option("--log_every", flags.log_every)->check(CLI::Range(1, 1'000'000'000));
-  CLI11_PARSE(app, argc, argv);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::CallForHelp& help) {
+    return app.exit(help);
+  } catch (const CLI::ParseError& error) {
+    // The code of a wrong call, after which no launcher starts the program again.
+    std::fprintf(stderr, "finetune: %s (see --help)\n", error.what());
+    return 2;
+  }
   muster::AcceleratorOptions options;
   options.project.directory = flags.checkpoints;
   options.gradient_accumulation_steps = static_cast<int>(flags.accumulate);

@@ -189,7 +189,15 @@ int main(int argc, char** argv) {
                  "the most that the norm of all gradients may be; 0: any, as muster launch "
                  "--optimizer_in_backward needs it")
       ->check(CLI::NonNegativeNumber);
-  CLI11_PARSE(app, argc, argv);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::CallForHelp& help) {
+    return app.exit(help);
+  } catch (const CLI::ParseError& error) {
+    // The code of a wrong call, after which no launcher starts the program again.
+    std::fprintf(stderr, "lm: %s (see --help)\n", error.what());
+    return 2;
+  }
   if (!flags.tokens.empty() && app.count("--vocabulary") == 0) flags.model.vocabulary = 50304;
   muster::AcceleratorOptions options;
   if (!flags.sharding.empty()) {

@@ -426,6 +426,11 @@ TEST_F(AccessTest, CoordinatorWithClientCertificates_LetsInWhoShowsOne) {
   const auto stranger = Muster(
       {"status", "--coordinator", address_, "--tls_ca", Temp("cert.pem"), "--timeout", "300ms"});
   EXPECT_EQ(stranger->Wait(), 7) << stranger->out_text();
+  env_["MUSTER_COORDINATOR"] = address_;
+  env_["MUSTER_TLS_CA"] = env_["MUSTER_TLS_CERT"] = Temp("cert.pem");
+  env_["MUSTER_TLS_KEY"] = Temp("key.pem");
+  const auto by_variables = Muster({"status"});
+  EXPECT_EQ(by_variables->Wait(), 0) << by_variables->err_text();
 }
 
 TEST_F(AccessTest, AgentsWithoutAJobName_AreJobsOfTheirOwn) {

@@ -62,6 +62,26 @@ TEST_F(CommandsTest, Help_IsEverywhere) {
   }
 }
 
+TEST_F(CommandsTest, UnknownLogLevelOrFormat_IsRefusedByEachProgram) {
+  const std::pair<const char*, const char*> kWrong[] = {{"MUSTER_LOG_LEVEL", "verbose"},
+                                                        {"MUSTER_LOG_FORMAT", "xml"}};
+  for (const auto& [name, value] : kWrong) {
+    env_[name] = value;
+    // Calls that end, whatever they do.
+    const std::pair<const char*, std::vector<std::string>> kCalls[] = {
+        {"client/cli/muster", {"list"}},
+        {"coordinator/cmd/muster-coordinator", {"--verify", Temp("none")}},
+        {"agent/cmd/muster-agent", {}}};
+    for (const auto& [path, args] : kCalls) {
+      auto program = Program(path, args);
+      EXPECT_EQ(program->Wait(), 2) << path;
+      EXPECT_THAT(program->err(), ElementsAre(HasSubstr(absl::StrCat(name, "='", value, "'"))))
+          << path;
+    }
+    env_.erase(name);
+  }
+}
+
 TEST_F(CommandsTest, Help_OfLaunch_ShowsTheDefaults) {
   auto help = Muster({"launch", "--help"});
   EXPECT_EQ(help->Wait(), 0);

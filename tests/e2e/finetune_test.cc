@@ -300,6 +300,7 @@ TEST_F(FinetuneTest, WrongNumber_NamesTheRange) {
                      Temp("text"), "--output_dir", Temp("tuned"), "--steps", "-1"});
   EXPECT_NE(run->Wait(), 0);
   EXPECT_THAT(run->err_text(), HasSubstr("--steps: Value -1 not in range 1 to 1000000000"));
+  EXPECT_THAT(run->err_text(), HasSubstr("exited with code 2"));
 }
 
 TEST_F(FinetuneTest, ContextBeyondTheModel_IsOneLine) {

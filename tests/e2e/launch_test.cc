@@ -429,6 +429,21 @@ TEST_F(LaunchTest, LogDir_HasAFileForEachRank) {
   EXPECT_EQ(ReadFile(Temp("logs/attempt_0/rank_0.log")).value(), "again\n");
 }
 
+TEST_F(LaunchTest, SecondRunWithTheSameLogDir_LosesNoLogOfTheFirst) {
+  auto first = Launch({"--num_processes", "2", "--max_restarts", "1", "--log_dir", Temp("logs")},
+                      "echo first $RANK; exit 1");
+  EXPECT_EQ(first->Wait(), 1);
+  auto second = Launch({"--log_dir", Temp("logs")}, "echo second");
+  EXPECT_EQ(second->Wait(), 0);
+  EXPECT_THAT(second->err_text(),
+              HasSubstr("the logs of an earlier launch are in " + Temp("logs/before_1") + " now"));
+  EXPECT_THAT(ListDirectory(Temp("logs")).value(), ElementsAre(".launch", "attempt_0", "before_1"));
+  EXPECT_THAT(ListDirectory(Temp("logs/before_1")).value(), ElementsAre("attempt_0", "attempt_1"));
+  EXPECT_EQ(ReadFile(Temp("logs/attempt_0/rank_0.log")).value(), "second\n");
+  EXPECT_FALSE(PathExists(Temp("logs/attempt_0/rank_1.log")));
+  EXPECT_EQ(ReadFile(Temp("logs/before_1/attempt_1/rank_1.log")).value(), "first 1\n");
+}
+
 TEST_F(LaunchTest, ConfigFile_IsUsedAndFlagsWin) {
   ASSERT_TRUE(
       WriteFileAtomically(Temp("c.yaml"), "num_processes: 2\nenv:\n  FROM_FILE: yes it is\n").ok());

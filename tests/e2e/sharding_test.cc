@@ -54,6 +54,14 @@ TEST_F(ShardingTest, EveryStrategy_GivesTheSameLoss) {
   }
 }
 
+TEST_F(ShardingTest, WrongFlagsOfTheExample_AreAUserErrorWithoutARestart) {
+  const CommandResult run = RunCommand(program_ + " --nosuch 2>&1");
+  EXPECT_EQ(run.exit_code, 2) << run.output;
+  EXPECT_EQ(run.last_line(), run.output.substr(0, run.output.find('\n'))) << "one line";
+  EXPECT_EQ(RunCommand(program_ + " --data " + data_ + " --steps 0 2>&1").exit_code, 2);
+  EXPECT_EQ(RunCommand(program_ + " --help").exit_code, 0);
+}
+
 TEST_F(ShardingTest, Checkpoint_ContinuesUnderAnotherStrategyAndNumberOfProcesses) {
   const std::string model = "--width 64 --layers 2 --context 32 --batch_size 4 ";
   const std::string checkpoint = model + "--checkpoint " + folder_ + "/state --steps ";

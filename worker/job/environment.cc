@@ -17,7 +17,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "base/bool_word.h"
-#include "base/log.h"
+#include "base/log_variables.h"
 #include "base/slurm_hosts.h"
 #include "base/status_macros.h"
 #include "base/text.h"
@@ -425,15 +425,7 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_DEBUG", &env->debug));
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_SHM", &env->shared_memory));
   ReadText(variables, "MUSTER_PROJECT_DIR", &env->project_dir);
-  // The log has read it by itself, and writes at its default where this is no level.
-  if (const std::string* text = Find(variables, "MUSTER_LOG_LEVEL")) {
-    LogLevel level;
-    if (!ParseLogLevel(*text, &level)) {
-      return absl::InvalidArgumentError(absl::StrCat("MUSTER_LOG_LEVEL='", Printable(*text),
-                                                     "' is not one of debug, info, warning, "
-                                                     "error"));
-    }
-  }
+  MUSTER_RETURN_IF_ERROR(CheckLogVariables(variables));
   MUSTER_RETURN_IF_ERROR(ReadDuration(variables, "MUSTER_TIMEOUT", absl::Nanoseconds(1),
                                       "such as 90s or 10m", &env->timeout));
   MUSTER_RETURN_IF_ERROR(ReadDuration(variables, "MUSTER_OUTAGE_TOLERANCE", absl::ZeroDuration(),

@@ -154,7 +154,7 @@ TEST(ReadEnvironment, ValueOfAnyLengthOrWithControlCharacters_IsRefusedInOneShor
        {"MUSTER_CPU", "MUSTER_GRADIENT_ACCUMULATION_STEPS", "MUSTER_MIXED_PRECISION",
         "MUSTER_SHARDING", "MUSTER_SHARDING_REDUCE_DTYPE", "MUSTER_OFFLOAD_OPTIMIZER",
         "MUSTER_TIMEOUT", "MUSTER_LEASE", "MUSTER_OUTAGE_TOLERANCE", "MUSTER_COORDINATOR",
-        "MUSTER_LOG_LEVEL"}) {
+        "MUSTER_LOG_LEVEL", "MUSTER_LOG_FORMAT"}) {
     const std::string error = Error({{name, "a\nb" + std::string(100'000, 'x')}});
     EXPECT_THAT(error, HasSubstr(name));
     EXPECT_THAT(error, HasSubstr("a\\x0ab"));
@@ -167,6 +167,11 @@ TEST(ReadEnvironment, LogLevel_IsOneOfFour) {
               HasSubstr("MUSTER_LOG_LEVEL='verbose' is not one of debug, info, warning, error"));
   EXPECT_TRUE(ReadEnvironment({{"MUSTER_LOG_LEVEL", "Debug"}}).ok());
   EXPECT_TRUE(ReadEnvironment({{"MUSTER_LOG_LEVEL", ""}}).ok());
+}
+
+TEST(ReadEnvironment, UnknownLogFormat_IsRefused) {
+  EXPECT_THAT(Error({{"MUSTER_LOG_FORMAT", "xml"}}),
+              HasSubstr("MUSTER_LOG_FORMAT='xml' is not one of text, json"));
 }
 
 TEST(Environment, HalfAFamily_IsRefused) {

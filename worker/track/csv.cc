@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_replace.h"
@@ -60,6 +61,29 @@ std::vector<std::string> FirstRow(absl::string_view text, size_t* bytes) {
   return cells;
 }
 
+// What follows the step of the last row that is whole; 0 if there is none. `columns`: of the table.
+int64_t NextStep(absl::string_view rows, size_t columns) {
+  // Of the last row, and of the one before it.
+  size_t last = 0, before = 0;
+  bool quoted = false;
+  for (size_t i = 0; i + 1 < rows.size(); ++i) {
+    if (rows[i] == '"') quoted = !quoted;
+    if (rows[i] == '\n' && !quoted) {
+      before = last;
+      last = i + 1;
+    }
+  }
+  for (const size_t begin : {last, before}) {
+    size_t bytes = 0;
+    const std::vector<std::string> cells = FirstRow(rows.substr(begin), &bytes);
+    int64_t step = 0;
+    // A crash may have cut the number.
+    if (cells.size() < std::min<size_t>(columns, 3)) continue;
+    if (cells.size() > 1 && absl::SimpleAtoi(cells[1], &step)) return step + 1;
+  }
+  return 0;
+}
+
 }  // namespace
 
 CsvTracker::CsvTracker(const TrackerContext& context)
@@ -72,6 +96,7 @@ absl::Status CsvTracker::start() {
   if (contents.empty()) return file_.Append(Row(columns_));
   size_t header_bytes = 0;
   columns_ = FirstRow(contents, &header_bytes);
+  next_step_ = NextStep(absl::string_view(contents).substr(header_bytes), columns_.size());
   if (columns_.size() < 2 || columns_[0] != "time" || columns_[1] != "step") {
     // It is not ours to log to.
     finish().IgnoreError();

@@ -12,7 +12,7 @@ namespace muster {
 // A table in LOGGING_DIR/PROJECT/metrics.csv (RFC 4180): columns time, step, and one for each name
 // in the order of appearance. A new name adds a column: the header is then rewritten, earlier rows
 // stay shorter, which readers of CSV take for empty cells. The table continues that of an earlier
-// run.
+// run, and entries without a step are numbered on from its last row.
 class CsvTracker final : public GeneralTracker {
  public:
   explicit CsvTracker(const TrackerContext& context);

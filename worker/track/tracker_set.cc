@@ -84,7 +84,10 @@ void TrackerSet::Log(TrackerValues values, std::optional<int64_t> step) {
 
 absl::StatusOr<GeneralTracker*> TrackerSet::Get(const std::string& name) {
   for (const auto& tracker : trackers_) {
-    if (tracker->name() == name) return tracker.get();
+    if (tracker->name() != name) continue;
+    // A tracker that asks for another one, within its own call, would wait for itself.
+    if (std::this_thread::get_id() != thread_.get_id()) Flush();
+    return tracker.get();
   }
   if (std::find(names_.begin(), names_.end(), name) != names_.end()) return blank_.get();
   return absl::NotFoundError(absl::StrCat("this run has no tracker \"", name, "\"; it has ",

@@ -124,6 +124,40 @@ TEST(TrackerSet, FailingTrackers_DoNotStopOthersAndAreToldAtTheEnd) {
   EXPECT_EQ(good.Calls().size(), 5u);
 }
 
+TEST(TrackerSet, TrackerThatIsTaken_HasNoCallInProgress) {
+  Record record;
+  FakeClock clock(absl::FromUnixSeconds(100));
+  auto set = TrackerSet::Start(List(std::make_unique<FakeTracker>("slow", &record)), 0, {},
+                               {.clock = &clock});
+  ASSERT_TRUE(set.ok());
+  (*set)->Log({{"loss", 1}}, 1);
+  (*set)->Log({{"loss", 2}}, 2);
+  record.entered.WaitForNotification();
+  record.proceed.Notify();
+  const auto tracker = (*set)->Get("slow");
+  ASSERT_TRUE(tracker.ok());
+  EXPECT_THAT(record.Calls(), ElementsAre("start", "loss=1@1/100", "loss=2@2/100"));
+  EXPECT_TRUE((*tracker)->log({{{"own", 3}}, 3, clock.WallNow()}).ok());
+  EXPECT_TRUE((*set)->Finish().ok());
+}
+
+TEST(TrackerSet, TrackerThatAsksForItself_DoesNotWaitForItself) {
+  class Asking final : public GeneralTracker {
+   public:
+    std::string name() const override { return "asking"; }
+    absl::Status start() override { return absl::OkStatus(); }
+    absl::Status log(const TrackerEntry&) override { return set->Get("asking").status(); }
+    TrackerSet* set = nullptr;
+  };
+  auto tracker = std::make_unique<Asking>();
+  Asking* const asking = tracker.get();
+  auto set = TrackerSet::Start(List(std::move(tracker)), 0, {}, {});
+  ASSERT_TRUE(set.ok());
+  asking->set = set->get();
+  (*set)->Log({{"loss", 1}});
+  EXPECT_TRUE((*set)->Finish().ok());
+}
+
 TEST(TrackerSet, FullQueue_DropsTheOldestAndCounts) {
   Record record;
   auto set = TrackerSet::Start(List(std::make_unique<FakeTracker>("slow", &record)), 0, {},

@@ -197,6 +197,65 @@ TEST_F(TrackersTest, Jsonl_OneObjectALineAndGoesOnAfterACrash) {
   EXPECT_EQ(ParseJson(lines[3], "line")->at("values").at("loss"), 0.25);
 }
 
+// As after a restart: the program logs without steps.
+TEST_F(TrackersTest, Jsonl_ContinuedFile_CountsOnFromItsLastStep) {
+  const std::string path = JsonlTracker(context_).path();
+  const auto log = [&](int rank, std::optional<int64_t> step) {
+    TrackerContext context = context_;
+    context.rank = rank;
+    JsonlTracker tracker(context);
+    ASSERT_TRUE(tracker.start().ok());
+    ASSERT_TRUE(tracker.store_init_configuration({{"rank", rank}, {"step", 70}, {"loss", 1}}).ok());
+    ASSERT_TRUE(tracker.log({{{"loss", 0.5}, {"step", 90}}, step, At(0)}).ok());
+  };
+  const auto steps = [&] {
+    std::vector<int64_t> all;
+    const std::string text = *ReadFile(path);
+    for (const absl::string_view line : absl::StrSplit(text, '\n', absl::SkipEmpty())) {
+      const auto object = ParseJson(std::string(line), "line");
+      if (object.ok() && object->contains("step")) all.push_back((*object)["step"]);
+    }
+    return all;
+  };
+  log(0, std::nullopt);
+  log(0, std::nullopt);
+  log(1, std::nullopt);
+  log(0, std::nullopt);
+  log(0, 499);
+  log(0, std::nullopt);
+  EXPECT_EQ(steps(), (std::vector<int64_t>{0, 1, 0, 2, 499, 500}));
+  // The step that a crash has cut does not count, nor does what is longer than one look back.
+  ASSERT_TRUE(WriteFileAtomically(path, *ReadFile(path) +
+                                            "{\"time\": 1.000, \"run\": \"mnist\", \"rank\": 0, "
+                                            "\"step\": 5" +
+                                            std::string(200'000, '0'))
+                  .ok());
+  log(0, std::nullopt);
+  EXPECT_EQ(steps().back(), 501);
+}
+
+TEST_F(TrackersTest, Csv_ContinuedTable_CountsOnFromItsLastStep) {
+  const std::string path = CsvTracker(context_).path();
+  const auto log = [&](std::optional<int64_t> step, const std::string& note) {
+    CsvTracker tracker(context_);
+    ASSERT_TRUE(tracker.start().ok());
+    ASSERT_TRUE(tracker.log({{{"loss", 0.5}, {"note", note}}, step, At(0)}).ok());
+  };
+  const auto end = [&] {
+    const std::string text = *ReadFile(path);
+    return text.substr(text.rfind("1700000000.125"));
+  };
+  log(std::nullopt, "a\n1,2,3");
+  log(std::nullopt, "b");
+  EXPECT_EQ(end(), "1700000000.125,1,0.5,b\n");
+  log(499, "c\n\"7,8,9\"\n");
+  log(std::nullopt, "d");
+  EXPECT_EQ(end(), "1700000000.125,500,0.5,d\n");
+  ASSERT_TRUE(WriteFileAtomically(path, *ReadFile(path) + "1700000000.125,5").ok());
+  log(std::nullopt, "e");
+  EXPECT_EQ(end(), "1700000000.125,501,0.5,e\n");
+}
+
 TEST_F(TrackersTest, Csv_NewNamesAddColumns) {
   CsvTracker tracker(context_);
   ASSERT_TRUE(tracker.start().ok());

@@ -1,0 +1,22 @@
+#ifndef MUSTER_AGENT_LOG_FOLDER_H_
+#define MUSTER_AGENT_LOG_FOLDER_H_
+
+#include <string>
+
+#include "absl/status/statusor.h"
+
+namespace muster::agent {
+
+// Makes the folder in which the agents of one launch write attempt_N/rank_R.log, and moves what an
+// earlier launch has left there into a new folder before_N in it, so that nothing is overwritten
+// and every attempt_N is of this launch. Several agents may share the folder: the file .launch in
+// it says whose the logs are, and is locked meanwhile, so the first of them moves and the others
+// find that it is done. `launch`: names the launch, the same for all its machines; empty: not
+// known, and nothing is moved. Blocks on the disk. Returns the folder with the earlier logs, "" if
+// there are none. Errors: those of the disk, with the path; UNIMPLEMENTED the file system has no
+// locks: nothing is moved.
+absl::StatusOr<std::string> BeginLogFolder(const std::string& folder, const std::string& launch);
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_LOG_FOLDER_H_
