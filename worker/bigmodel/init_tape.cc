@@ -102,6 +102,10 @@ class InitTape::Replay {
       const ScopedState again(GeneratorOf(step), step.generator_state);
       step.op.callBoxed(&stack);
     } else {
+      // What else depends on this step has the same numbers.
+      if (step.op.hasTag(at::Tag::nondeterministic_seeded)) {
+        step.generator_state = StateOf(GeneratorOf(step));
+      }
       step.op.callBoxed(&stack);
     }
     for (size_t i = 0; i < step.results.size(); ++i) {

@@ -16,8 +16,9 @@ class InitTape {
   struct Step {
     c10::OperatorHandle op;
     std::vector<c10::IValue> arguments = {}, results = {};
-    // Of its generator before the step, if its random numbers have been drawn.
-    at::Tensor generator_state = {};
+    // Of its generator before the step, once its random numbers have been drawn: by AddAndDraw(),
+    // or by the first replay.
+    mutable at::Tensor generator_state = {};
   };
 
   // Keeps aliases of the tensors on the meta device, not the objects that others have, and copies of
