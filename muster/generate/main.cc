@@ -210,6 +210,7 @@ absl::StatusOr<models::LoadPretrainedOptions> LoadOptions(const Flags& flags,
   }
   options.dtype = type == "bfloat16"  ? c10::kBFloat16
                   : type == "float16" ? c10::kHalf
+                  : type == "float64" ? c10::kDouble
                                       : c10::kFloat;
   return options;
 }

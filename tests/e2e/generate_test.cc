@@ -121,23 +121,28 @@ TEST_F(GenerateTest, MaxNewTokens_AreThoseOfTheModelsFilesUnlessSet) {
   }
 }
 
-// A config.json without a type, as older ones are.
-TEST_F(GenerateTest, TypeThatConfigDoesNotName_IsThatOfTheFiles) {
-  const auto model = load_causal_lm(model_, {.dtype = c10::kBFloat16});
-  ASSERT_TRUE(model.ok()) << model.status();
-  ASSERT_TRUE(save_pretrained(*model, model_).ok());
-  const std::string path = model_ + "/config.json";
-  auto config = nlohmann::json::parse(ReadFile(path).value_or("{}"));
-  ASSERT_EQ(config.erase("torch_dtype"), 1);
-  ASSERT_TRUE(WriteFileAtomically(path, config.dump()).ok());
+// A config.json without a type, as older ones are, is of the type of its files.
+TEST_F(GenerateTest, TypeOfTheConfigOrOfTheFiles_Counts) {
   const auto bytes = [&](const char* type) {
     auto run = Generate({"--prompt", "Hello", "--max_new_tokens", "2", "--weights_memory", "1GB",
                          "--dtype", type, "-o", "json"});
     EXPECT_EQ(run->Wait(), 0) << run->err_text();
     return nlohmann::json::parse(run->out_text())["weights"]["offloaded"].get<int64_t>();
   };
-  EXPECT_EQ(bytes("auto"), bytes("bfloat16"));
-  EXPECT_LT(bytes("auto"), bytes("float32"));
+  const int64_t float32 = bytes("float32");
+  for (const auto& [type, wanted] :
+       {std::pair{c10::kBFloat16, bytes("bfloat16")}, {c10::kDouble, 2 * float32}}) {
+    const auto model = load_causal_lm(model_, {.dtype = type});
+    ASSERT_TRUE(model.ok()) << model.status();
+    ASSERT_TRUE(save_pretrained(*model, model_).ok());
+    EXPECT_EQ(bytes("auto"), wanted);
+    EXPECT_EQ(bytes("float32"), float32);
+    const std::string path = model_ + "/config.json";
+    auto config = nlohmann::json::parse(ReadFile(path).value_or("{}"));
+    ASSERT_EQ(config.erase("torch_dtype"), 1);
+    ASSERT_TRUE(WriteFileAtomically(path, config.dump()).ok());
+    EXPECT_EQ(bytes("auto"), wanted);
+  }
 }
 
 TEST_F(GenerateTest, OutputThatCannotBeWritten_IsAnError) {

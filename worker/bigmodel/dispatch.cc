@@ -590,9 +590,13 @@ absl::Status Dispatcher::Load(const std::string& path, const LoadCheckpointOptio
     }
   }
   if (!options.weights.dtype.has_value()) return absl::OkStatus();
+  // A table of the constructor is rounded no more than an ordinary construction rounds it.
+  std::set<const Item*> keep_type;
+  for (const std::string& name : kept) keep_type.insert(&items_[by_name_.at(name)]);
   for (Item& item : items_) {
     const at::Tensor& tensor = item.tensor();
     if (item.source != nullptr || !tensor.is_floating_point()) continue;
+    if (keep_type.contains(&item)) continue;
     item.type = *options.weights.dtype;
     if (tensor.scalar_type() == item.type) continue;
     MUSTER_RETURN_IF_ERROR(

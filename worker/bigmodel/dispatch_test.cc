@@ -370,6 +370,29 @@ TEST_F(Dispatch, KeepBuffers_NeedsNoTablesInTheFile) {
   EXPECT_TRUE(at::equal(Compute(net), expected_));
 }
 
+// In bfloat16 the tables of a rotary embedding mean nothing after a few hundred positions.
+TEST_F(Dispatch, KeptBuffers_KeepTheirTypeToo) {
+  const TestFolder folder;
+  NamedTensors tensors = TensorsOf(*whole_);
+  std::erase_if(tensors, [](const auto& item) { return item.first.ends_with("table"); });
+  ASSERT_TRUE(SaveModelFiles(folder.path(), tensors).ok());
+  for (const DeviceEntries& map : {DeviceEntries{{"", "cpu"}}, DeviceEntries{{"", "disk"}}}) {
+    for (const bool offload_buffers : {false, true}) {
+      const TextNet net = EmptyNet();
+      LoadCheckpointOptions options = Ring(70'000);
+      options.weights.dtype = at::kBFloat16;
+      options.keep_buffers = true;
+      options.dispatch.offload_buffers = offload_buffers;
+      const auto dispatched = LoadCheckpointAndDispatch(*net, folder.path(), map, options);
+      ASSERT_TRUE(dispatched.ok()) << dispatched.status();
+      for (const auto& buffer : whole_->named_buffers()) {
+        EXPECT_TRUE(at::equal(net->named_buffers()[buffer.key()], buffer.value())) << buffer.key();
+      }
+      EXPECT_EQ(net->embed->weight.scalar_type(), at::kBFloat16);
+    }
+  }
+}
+
 // Offloaded buffers, too: what no file has can only stay.
 TEST_F(Dispatch, OffloadedTablesThatNoFileHas_StayInMemory) {
   const TestFolder folder;

@@ -92,6 +92,63 @@ TEST(EmptyWeights, ConstructorThatNeedsValues_GetsThem) {
   EXPECT_EQ(net->counts[0].item<float>(), 0);
 }
 
+// Fills its buffers from memory that ends with the constructor, and from a row that is used again.
+class BorrowingImpl : public torch::nn::Module {
+ public:
+  BorrowingImpl() {
+    const at::NoGradGuard no_grad;
+    std::vector<float> values = {1, 2, 3, 4};
+    table = register_buffer("table", at::empty({4}));
+    table.copy_(at::from_blob(values.data(), {4}));
+    rows = register_buffer("rows", at::empty({3, 4}));
+    weight = register_parameter("weight", at::empty({3, 4}));
+    const at::Tensor row = at::empty({4}, at::kCPU);
+    for (int64_t i = 0; i < 3; ++i) {
+      row.fill_(i);
+      rows[i].copy_(row);
+      weight.index_put_({at::tensor(i, at::TensorOptions(at::kLong).device(at::kCPU))}, row);
+    }
+    spread = register_buffer("spread", at::empty({2, 4}));
+    spread.copy_(row.expand({2, 4}));
+    // The memory's next owner.
+    std::fill(values.begin(), values.end(), -1.0F);
+    row.fill_(-1);
+  }
+  at::Tensor table, rows, weight, spread;
+};
+TORCH_MODULE(Borrowing);
+
+TEST(EmptyWeights, BufferFromMemoryOfTheConstructor_HasItsValues) {
+  const Borrowing whole, net = InitEmptyWeights([] { return Borrowing(); });
+  EXPECT_TRUE(net->weight.is_meta());
+  for (const auto& buffer : whole->named_buffers()) {
+    EXPECT_TRUE(at::equal(net->named_buffers()[buffer.key()], buffer.value())) << buffer.key();
+  }
+}
+
+// A number without dimensions decides no type: what is computed from it keeps that of the other.
+TEST(EmptyWeights, NumberThatBecomesATensor_StaysOne) {
+  EmptyWeightsScope scope;
+  const at::Tensor number =
+      at::scalar_tensor(2.5, at::TensorOptions(at::kDouble).device(at::kCPU));
+  number.unsafeGetTensorImpl()->set_wrapped_number(true);
+  const at::Tensor half = at::ones({2}, at::kHalf).mul(number);
+  EXPECT_EQ(half.scalar_type(), at::kHalf);
+  number.fill_(1);
+  const at::Tensor value = scope.ValueOf(half);
+  EXPECT_EQ(value.scalar_type(), at::kHalf);
+  EXPECT_EQ(value[0].item<float>(), 2.5);
+}
+
+TEST(EmptyWeights, BroadcastSource_IsKeptOnce) {
+  EmptyWeightsScope scope;
+  const at::Tensor wide = at::empty({int64_t{1} << 20, 1000});
+  const at::Tensor row = at::ones({1000}, at::kCPU);
+  const size_t before = mallinfo2().uordblks + mallinfo2().hblkhd;
+  wide.copy_(row.expand_as(wide));
+  EXPECT_LT(mallinfo2().uordblks + mallinfo2().hblkhd - before, size_t{1} << 20);
+}
+
 TEST(EmptyWeights, AfterTheScope_TensorsHaveMemory) {
   {
     const EmptyWeightsScope scope;
@@ -190,6 +247,36 @@ struct WithHolesImpl : torch::nn::Module {
 TORCH_MODULE(WithHoles);
 
 // Ranks without the values must lay them out as the one that has them.
+TEST(EmptyWeights, BuffersOfOneDraw_BelongTogether) {
+  struct Permutation : torch::nn::Module {
+    Permutation() {
+      const at::Tensor noise = at::rand({50});
+      order = register_buffer("order", noise.argsort());
+      inverse = register_buffer("inverse", order.argsort());
+      first = noise.argmin().item<int64_t>();
+      other = register_buffer("other", at::rand({50}));
+    }
+    at::Tensor order, inverse, other;
+    int64_t first = -1;
+  };
+  at::manual_seed(5);
+  const auto net = InitEmptyWeights([] { return std::make_shared<Permutation>(); });
+  EXPECT_TRUE(at::equal(net->order.index_select(0, net->inverse), at::arange(50)));
+  EXPECT_EQ(net->order[0].item<int64_t>(), net->first);
+  EXPECT_FALSE(at::equal(net->other.argsort(), net->order)) << "each draw has its own numbers";
+  const at::Tensor state = RandomState();
+  const auto next = InitEmptyWeights([] { return std::make_shared<Permutation>(); });
+  EXPECT_FALSE(at::equal(next->order, net->order));
+  EXPECT_FALSE(at::equal(state, RandomState())) << "the generator goes on";
+}
+
+TEST(DeferredInit, SourceThatChangesLater_CountsAsItWasThen) {
+  const Borrowing whole, net = DeferredInit([] { return Borrowing(); });
+  ASSERT_TRUE(net->weight.is_meta());
+  Materialize(net->weight, at::kCPU, "weight");
+  EXPECT_TRUE(at::equal(net->weight, whole->weight));
+}
+
 TEST(DeferredInit, StridesOfAParameterWithHoles_AreTheSameWithAndWithoutValues) {
   const WithHoles with = DeferredInit([] { return WithHoles(); });
   const WithHoles without = DeferredInit([] { return WithHoles(); });

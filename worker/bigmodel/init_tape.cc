@@ -32,6 +32,25 @@ bool IsWritten(const c10::FunctionSchema& schema, size_t argument) {
   return alias != nullptr && alias->isWrite();
 }
 
+// An argument as it is now: its owner may write to it later, or give its memory back.
+at::Tensor CopyOf(const at::Tensor& tensor) {
+  if (tensor.is_meta()) return tensor.detach();
+  at::Tensor once = tensor;
+  if (tensor.layout() == at::kStrided) {
+    // What is expanded has its numbers in memory once.
+    for (int64_t i = 0; i < tensor.dim(); ++i) {
+      if (tensor.stride(i) == 0 && tensor.size(i) > 1) once = once.narrow(i, 0, 1);
+    }
+  }
+  at::Tensor copy = once.clone();
+  if (!copy.sizes().equals(tensor.sizes())) copy = copy.expand(tensor.sizes());
+  // Decides the type of what is computed from it.
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+    copy.unsafeGetTensorImpl()->set_wrapped_number(true);
+  }
+  return copy;
+}
+
 // The one that the step draws from.
 at::Generator GeneratorOf(const InitTape::Step& step) {
   const std::vector<c10::Argument>& arguments = step.op.schema().arguments();
@@ -83,6 +102,10 @@ class InitTape::Replay {
       const ScopedState again(GeneratorOf(step), step.generator_state);
       step.op.callBoxed(&stack);
     } else {
+      // What else depends on this step has the same numbers.
+      if (step.op.hasTag(at::Tag::nondeterministic_seeded)) {
+        step.generator_state = StateOf(GeneratorOf(step));
+      }
       step.op.callBoxed(&stack);
     }
     for (size_t i = 0; i < step.results.size(); ++i) {
@@ -135,7 +158,7 @@ void InitTape::Add(Step step) {
   const auto alias = [](const at::Tensor& tensor) {
     return tensor.is_meta() ? tensor.detach() : tensor;
   };
-  for (c10::IValue& argument : step.arguments) argument = WithTensors(argument, alias);
+  for (c10::IValue& argument : step.arguments) argument = WithTensors(argument, CopyOf);
   for (c10::IValue& result : step.results) result = WithTensors(result, alias);
   steps_.push_back(std::move(step));
 }

@@ -16,11 +16,13 @@ class InitTape {
   struct Step {
     c10::OperatorHandle op;
     std::vector<c10::IValue> arguments = {}, results = {};
-    // Of its generator before the step, if its random numbers have been drawn.
-    at::Tensor generator_state = {};
+    // Of its generator before the step, once its random numbers have been drawn: by AddAndDraw(),
+    // or by the first replay.
+    mutable at::Tensor generator_state = {};
   };
 
-  // Keeps aliases of the tensors, not the objects that others have.
+  // Keeps aliases of the tensors on the meta device, not the objects that others have, and copies of
+  // the arguments that have memory, as they are now.
   void Add(Step step);
   // Draws the step's random numbers, if it has any, as its operator would: so the generator goes on
   // as if there were memory, and ValueOf() repeats these numbers. The memory of the largest tensor

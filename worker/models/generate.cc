@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <random>
 #include <set>
 #include <utility>
@@ -29,15 +30,29 @@
 namespace muster::models {
 namespace {
 
-// Evaluation mode for as long as it lives.
+// Evaluation mode of all modules for as long as it lives; then each has the mode that it had.
 class ScopedEvaluation {
  public:
   explicit ScopedEvaluation(torch::nn::Module& model)
       : model_(model), was_training_(model.is_training()) {
-    if (was_training_) model_.eval();
+    bool any = was_training_;
+    for (const auto& part : model_.modules(/*include_self=*/false)) {
+      any = any || part->is_training();
+      parts_.emplace_back(part, part->is_training());
+    }
+    if (any) {
+      model_.eval();
+    } else {
+      parts_.clear();
+    }
   }
   ~ScopedEvaluation() {
-    if (was_training_) model_.train();
+    if (parts_.empty()) return;
+    // train() is for all children, too: they come after their parents.
+    model_.train(was_training_);
+    for (const auto& [part, was_training] : parts_) {
+      if (part->is_training() != was_training) part->train(was_training);
+    }
   }
   ScopedEvaluation(const ScopedEvaluation&) = delete;
   ScopedEvaluation& operator=(const ScopedEvaluation&) = delete;
@@ -45,6 +60,7 @@ class ScopedEvaluation {
  private:
   torch::nn::Module& model_;
   const bool was_training_;
+  std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> parts_;
 };
 
 // Options with what the config says in place of what they leave open.

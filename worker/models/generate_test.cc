@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -276,6 +277,34 @@ TEST(Generate, ModelInTraining_IsInTrainingAfterwards) {
   model->train();
   Generate(*model, Ids({1}), {}, {.max_new_tokens = 1});
   EXPECT_TRUE(model->is_training());
+}
+
+TEST(Generate, PartInAnotherMode_KeepsIt) {
+  CausalLm model = Recorded("gpt2_shared");
+  const auto modes = [&] {
+    std::vector<bool> modes;
+    for (const auto& part : model->modules()) modes.push_back(part->is_training());
+    return modes;
+  };
+  model->eval();
+  const at::Tensor expected = NextTokenLogprobs(*model, Ids({1, 2, 3}), {}, {});
+  for (const bool root : {true, false}) {
+    SCOPED_TRACE(root);
+    model->train(root);
+    // A part with parts of its own, of which one has the root's mode again.
+    const auto parts = model->modules(/*include_self=*/false);
+    const auto part = std::find_if(parts.begin(), parts.end(), [](const auto& candidate) {
+      return !candidate->children().empty();
+    });
+    ASSERT_NE(part, parts.end());
+    (*part)->train(!root);
+    (*part)->children().back()->train(root);
+    const std::vector<bool> before = modes();
+    EXPECT_TRUE(at::equal(NextTokenLogprobs(*model, Ids({1, 2, 3}), {}, {}), expected));
+    EXPECT_EQ(modes(), before);
+    Generate(*model, Ids({1}), {}, {.max_new_tokens = 1});
+    EXPECT_EQ(modes(), before);
+  }
 }
 
 TEST(Generate, WhatHasNoMeaning_IsNamed) {

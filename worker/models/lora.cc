@@ -90,6 +90,11 @@ NamedTensors AdaptersOf(const TextModelImpl& model) {
   return adapters;
 }
 
+// The layer of an adapter's parameter.
+std::string LayerOf(const std::string& parameter) {
+  return parameter.substr(0, parameter.find(".lora_"));
+}
+
 // Settings that Muster reads, and those that say how adapters were made and not what they compute.
 bool IsHarmless(const std::string& name) {
   static const auto* const names = new std::set<std::string>{"auto_mapping",
@@ -236,7 +241,10 @@ absl::StatusOr<LoraOptions> Load(TextModelImpl& model, const std::string& dir) {
   absl::Status loaded;
   const absl::Status thrown = Guard([&] {
     Freeze(model);
-    loaded = LoadWeights(path, AdaptersOf(model), {.prefix = kPrefix}).status();
+    // Layers that had adapters before keep them.
+    NamedTensors added = AdaptersOf(model);
+    std::erase_if(added, [&](const auto& item) { return !targets.contains(LayerOf(item.first)); });
+    loaded = LoadWeights(path, added, {.prefix = kPrefix}).status();
   });
   loaded.Update(thrown);
   if (!loaded.ok()) {
@@ -298,7 +306,7 @@ absl::Status SaveLora(const TextModelImpl& model, const std::string& dir,
   std::set<std::string> adapted;
   for (const auto& [name, tensor] : AdaptersOf(model)) {
     adapters.emplace_back(absl::StrCat(kPrefix, name), tensor.detach());
-    adapted.insert(name.substr(0, name.find(".lora_")));
+    adapted.insert(LayerOf(name));
   }
   if (adapters.empty()) {
     return absl::FailedPreconditionError("the model has no adapters: call AddLora first");

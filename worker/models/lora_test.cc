@@ -236,6 +236,29 @@ TEST(LoadLora, LayerThatHasAnAdapterAlready_ChangesNothing) {
   EXPECT_EQ(LoraParameters(*model).size(), before);
 }
 
+TEST(LoadLora, AdaptersOfOtherLayers_StayBesideThoseThatAreThere) {
+  const TestFolder queries, values;
+  for (const auto& [target, folder] : {std::pair{"q_proj", &queries}, {"v_proj", &values}}) {
+    TextModel model = Load(kFolders[1]);
+    AddLora(*model, {.target_modules = {target}});
+    Disturb(model);
+    ASSERT_TRUE(SaveLora(*model, folder->path(), {}).ok());
+  }
+  TextModel model = Load(kFolders[1]);
+  ASSERT_TRUE(LoadLora(*model, queries.path()).ok());
+  const auto loaded = LoadLora(*model, values.path());
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  std::map<std::string, at::Tensor> saved = ReadAll(queries.Path("adapter_model.safetensors"));
+  saved.merge(ReadAll(values.Path("adapter_model.safetensors")));
+  const auto parameters = model->named_parameters();
+  EXPECT_EQ(LoraParameters(*model).size(), saved.size());
+  for (const auto& [name, tensor] : saved) {
+    const at::Tensor& parameter = parameters[name.substr(std::string("base_model.model.").size())];
+    EXPECT_TRUE(at::equal(parameter, tensor)) << name;
+    EXPECT_TRUE(parameter.requires_grad()) << name;
+  }
+}
+
 // transformers would load it without them.
 TEST(SavePretrained, AdaptersThatAreNotMerged_AreRefused) {
   const TestFolder folder;

@@ -25,6 +25,8 @@ using Json = nlohmann::json;
 // Beyond these a config is damaged, or the arithmetic of sizes could overflow.
 constexpr int64_t kMaxSize = int64_t{1} << 24;
 constexpr int64_t kMaxLayers = 10'000;
+// Layers times experts. Each is an object with parameters, also of a model without memory.
+constexpr int64_t kMostModules = 1'000'000;
 constexpr int64_t kMaxExperts = 65'536;
 
 // The one setting that is refused and may be ignored.
@@ -1091,6 +1093,15 @@ void Write(const BertConfig& config, Json* json) {
   }
 }
 
+// Of layers that have experts, the experts. Numbers of a config made in code can be of any size.
+int64_t NumModules(const ModelConfig& config) {
+  const auto* const decoder = std::get_if<DecoderConfig>(&config);
+  const int64_t layers =
+      std::visit([](const auto& each) -> int64_t { return each.num_layers; }, config);
+  if (decoder == nullptr) return layers;
+  return layers * std::clamp<int64_t>(decoder->num_experts, 1, kMostModules);
+}
+
 }  // namespace
 
 double LongRopeAttentionFactor(const RopeConfig& rope) {
@@ -1142,6 +1153,10 @@ absl::Status ValidateConfig(const ModelConfig& config) {
                              decoder->intermediate_size < 1)) {
     return absl::InvalidArgumentError(
         "num_key_value_heads, head_dim and intermediate_size must be at least 1");
+  }
+  if (const int64_t modules = NumModules(config); modules > kMostModules) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the config has ", modules, " layers and experts; at most ", kMostModules, " are known"));
   }
   return std::visit([](const auto& each) { return Validate(each); }, config);
 }

@@ -552,6 +552,23 @@ TEST(ParseModelConfig, WhatMusterCannotCompute_IsRefusedByName) {
       "");
 }
 
+// Whoever makes the model makes an object of each.
+TEST(ModelConfig, LayersTimesExperts_AreBounded) {
+  const std::string path = testing_support::GoldenPath("hf_models/mixtral_shared/config.json");
+  Json json = Json::parse(*ReadFile(path));
+  const auto read = [&](int64_t layers, int64_t experts) {
+    json["num_hidden_layers"] = layers;
+    json["num_local_experts"] = experts;
+    return ParseModelConfig(json.dump(), "config.json").status();
+  };
+  EXPECT_TRUE(read(100, 10'000).ok());
+  const absl::Status status = read(10'000, 60'000);
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_NE(status.message().find("config.json: the config has 600000000 layers and experts"),
+            std::string::npos)
+      << status;
+}
+
 TEST(ParseModelConfig, ActivationsOfTransformers_KeepTheirNames) {
   for (const char* const name : {"gelu",
                                  "gelu_10",
