@@ -217,7 +217,7 @@ class StepController {
   bool apart_ = false;  // a LocalScope has been there, or a JoinScope that was left early
   bool in_micro_step_ = false;
   // The micro-step has begun outside of any loop, so it can span several batches: the last one in
-  // which a step was left out.
+  // which a step was left out. Without a micro-step: set while steps are left to no_sync().
   bool outside_loops_ = false;
   std::optional<std::pair<uint64_t, int64_t>> left_out_at_;
   bool in_backward_ = false;            // of accelerator.backward()

@@ -129,8 +129,7 @@ TEST(EmptyWeights, BufferFromMemoryOfTheConstructor_HasItsValues) {
 // A number without dimensions decides no type: what is computed from it keeps that of the other.
 TEST(EmptyWeights, NumberThatBecomesATensor_StaysOne) {
   EmptyWeightsScope scope;
-  const at::Tensor number =
-      at::scalar_tensor(2.5, at::TensorOptions(at::kDouble).device(at::kCPU));
+  const at::Tensor number = at::scalar_tensor(2.5, at::TensorOptions(at::kDouble).device(at::kCPU));
   number.unsafeGetTensorImpl()->set_wrapped_number(true);
   const at::Tensor half = at::ones({2}, at::kHalf).mul(number);
   EXPECT_EQ(half.scalar_type(), at::kHalf);

@@ -21,8 +21,8 @@ class InitTape {
     mutable at::Tensor generator_state = {};
   };
 
-  // Keeps aliases of the tensors on the meta device, not the objects that others have, and copies of
-  // the arguments that have memory, as they are now.
+  // Keeps aliases of the tensors on the meta device, not the objects that others have, and copies
+  // of the arguments that have memory, as they are now.
   void Add(Step step);
   // Draws the step's random numbers, if it has any, as its operator would: so the generator goes on
   // as if there were memory, and ValueOf() repeats these numbers. The memory of the largest tensor

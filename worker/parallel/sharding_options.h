@@ -50,7 +50,8 @@ struct ShardingOptions {
   // the communication and memory of what is gathered, for a forward and backward pass in low
   // precision: it must be the type of mixed_precision. Absent: fp32, which autocast converts.
   std::optional<c10::ScalarType> parameter_dtype = std::nullopt;
-  // The dtype in which gradients are reduced. Absent: fp32.
+  // The dtype in which gradients are summed over micro-steps and ranks. Absent: that of the
+  // parameters.
   std::optional<c10::ScalarType> reduce_dtype = std::nullopt;
   // The dtype of what the prepared model returns: all floating-point tensors of it are converted,
   // in a way that gradients pass. With a strategy other than kNone and under mixed_precision so is
