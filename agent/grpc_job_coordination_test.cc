@@ -153,7 +153,8 @@ class GrpcJobCoordinationTest : public ::testing::Test {
       if (op.has_wait()) {
         result->mutable_wait()->add_kvs()->set_value(
             R"({"settings": "num_processes 2", "master_addr": "10.0.0.1", "master_port": 1234,)"
-            R"( "attempt": 5, "counted": 2, "classes": {"OUT_OF_MEMORY": 1, "NONE": 3}, "launch": "l7"})");
+            R"( "attempt": 5, "counted": 2, "classes": {"OUT_OF_MEMORY": 1, "NONE": 3},)"
+            R"( "launch": "l7"})");
       }
       return true;
     });
