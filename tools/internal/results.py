@@ -1,11 +1,12 @@
 """Counts the test cases of Bazel runs and of tools/test's own steps.
 
-    results.py [--step NAME=passed|failed]... EVENTS.json...
+    results.py [--step NAME=passed|failed]... [--cut] EVENTS.json...
 
 EVENTS.json are files of `bazel test --build_event_json_file`. Prints what failed, one line each, and last
 'N passed, N failed' alone on a line; exits 1 if anything failed or nothing ran. A test program counts by its
 cases; one that crashed, timed out or was not built counts as one failed case, with what ended it and the
-GoogleTest case that it was in.
+GoogleTest case that it was in. After --cut comes a file of a run that was ended early: what was not done by then
+counts as neither.
 """
 
 import json
@@ -49,8 +50,8 @@ def cases(xml_path):
     return passed, failed
 
 
-def read_events(path):
-    """{(configuration, label): [(status, xml path)]} for every test that was asked for."""
+def read_events(path, cut):
+    """{label: [(status, xml path)]} for every test that was asked for; if `cut`, without those of an interrupted run."""
     tests = {}
     try:
         lines = open(path, encoding="utf-8").readlines()
@@ -59,6 +60,8 @@ def read_events(path):
     for line in lines:
         event = json.loads(line)
         identity = event.get("id", {})
+        if cut and event.get("aborted", {}).get("reason") == "USER_INTERRUPTED":
+            continue
         if "testResult" in identity:
             key = identity["testResult"]["label"]
             result = event.get("testResult", {})
@@ -82,8 +85,13 @@ def main():
             passed += 1
         else:
             failed.append(name)
+    cut = False
     for path in arguments:
-        for label, results in sorted(read_events(path).items()):
+        if path == "--cut":
+            cut = True
+            continue
+        tests, cut = read_events(path, cut), False
+        for label, results in sorted(tests.items()):
             if not results:
                 failed.append(label + " (not run)")
             for status, xml in results:

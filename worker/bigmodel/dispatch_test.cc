@@ -378,7 +378,7 @@ TEST_F(Dispatch, KeptBuffers_KeepTheirTypeToo) {
   ASSERT_TRUE(SaveModelFiles(folder.path(), tensors).ok());
   for (const DeviceEntries& map : {DeviceEntries{{"", "cpu"}}, DeviceEntries{{"", "disk"}}}) {
     for (const bool offload_buffers : {false, true}) {
-      const TextNet net = EmptyNet();
+      TextNet net = EmptyNet();
       LoadCheckpointOptions options = Ring(70'000);
       options.weights.dtype = at::kBFloat16;
       options.keep_buffers = true;
