@@ -897,6 +897,12 @@ class NodeService {
     }
     std::map<std::string, std::string> environment = options_.environment;
     environment.erase("MUSTER_TOKEN_FILE");  // the node's
+    // The job says it, or its default counts.
+    for (const char* const name :
+         {"MUSTER_MIXED_PRECISION", "ACCELERATE_MIXED_PRECISION", "MUSTER_CPU",
+          "ACCELERATE_USE_CPU", "MUSTER_DEBUG", "ACCELERATE_DEBUG_MODE"}) {
+      environment.erase(name);
+    }
     for (const auto& [name, value] : ToMap(spec.env())) environment[name] = value;
     if (spec.files_size() > 0) environment["MUSTER_FILES"] = runner->folder.Of("work");
     if (options_.info.gpus_size() > 0) {

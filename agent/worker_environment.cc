@@ -41,7 +41,10 @@ std::map<std::string, std::string> MakeWorkerVariables(
   // What is given for one of the two counts for both, so neither gets the default then.
   const auto set_both = [&](const char* name, const char* of_accelerate,
                             const std::optional<std::string>& value, const char* fallback) {
-    if (!value.has_value() && (out.contains(name) || out.contains(of_accelerate))) return;
+    if (!value.has_value() && out.contains(name))
+      return void(out.emplace(of_accelerate, out[name]));
+    if (!value.has_value() && out.contains(of_accelerate))
+      return void(out[name] = out[of_accelerate]);
     out[name] = out[of_accelerate] = value.value_or(fallback);
   };
 

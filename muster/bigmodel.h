@@ -79,12 +79,14 @@ struct BigModelOptions {
   // For the plan.
   DeviceLimits max_memory = {};
   std::set<std::string> no_split = {};
-  // Converts floating-point tensors to this type; by default the model keeps its own.
+  // Converts floating-point tensors to this type, but not the buffers of `keep_buffers`; by default
+  // the model keeps its own.
   std::optional<at::ScalarType> dtype = std::nullopt;
   bool offload_buffers = false;
   // For loading: missing or unexpected names are an error.
   bool strict = true;
-  // Buffers that the files lack keep their values, even with `strict`; they are listed as missing.
+  // Buffers that the files lack keep their values and types, even with `strict`; they are listed as
+  // missing.
   bool keep_buffers = true;
   std::string prefix = "";
   std::function<std::string(const std::string&)> rename = nullptr;

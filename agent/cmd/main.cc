@@ -697,11 +697,16 @@ int Run(int argc, char** argv) {
   if (const absl::Status armed = ArmFailpointsFromEnvironment(); !armed.ok()) {
     return Fail(kExitUsage, armed.message());
   }
-  if (const absl::Status log = CheckLogVariables(ProcessVariables()); !log.ok()) {
-    return Fail(kExitUsage, log.message());
-  }
   const std::vector<std::string> args(argv + 1, argv + argc);
   const auto dashes = std::find(args.begin(), args.end(), "--");
+  // Those of a submitted job are for its processes: an attempt that did not start for them would
+  // count as a failure of the node.
+  const bool is_runner = std::any_of(args.begin(), dashes, [](const std::string& arg) {
+    return absl::StartsWith(arg, "--attempt_dir");
+  });
+  if (const absl::Status log = CheckLogVariables(ProcessVariables()); !is_runner && !log.ok()) {
+    return Fail(kExitUsage, log.message());
+  }
   if (std::find(args.begin(), dashes, "--serve") != dashes) return Serve({args.begin(), dashes});
   Flags flags;
   if (const std::optional<int> code = ReadFlags({args.begin(), dashes}, &flags)) return *code;

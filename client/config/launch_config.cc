@@ -1256,19 +1256,31 @@ bool ReplacesVariable(const SettingSpec& spec) {
          std::find(std::begin(kNames), std::end(kNames), spec.name) != std::end(kNames);
 }
 
+// Accelerate's variable that it replaces, too; "": there is none.
+const char* TwinOf(const SettingSpec& spec) {
+  return std::string_view(spec.name) == "gradient_accumulation_steps"
+             ? "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+             : "";
+}
+
 // A variable that counts as much as the setting that replaces it, or more, would be lost.
 absl::Status CheckVariablesOfSettings(const std::vector<Layer>& layers) {
   for (const SettingSpec& spec : LaunchSettings()) {
     if (!ReplacesVariable(spec)) continue;
+    const bool is_bool = spec.type == Type::kBool;
+    const auto same = [is_bool](const std::string& a, const std::string& b) {
+      return a == b ||
+             (is_bool && ParseBoolWord(a).has_value() && ParseBoolWord(a) == ParseBoolWord(b));
+    };
     const Given* variable = nullptr;
     for (const Layer& layer : layers) {
-      if (const auto found = layer.env.find(spec.variable);
-          variable == nullptr && found != layer.env.end()) {
-        variable = &found->second;
+      for (const char* const name : {spec.variable.c_str(), TwinOf(spec)}) {
+        const auto found = layer.env.find(name);
+        if (variable == nullptr && found != layer.env.end()) variable = &found->second;
       }
       const auto setting = layer.settings.find(spec.name);
       if (setting == layer.settings.end()) continue;
-      if (variable == nullptr || variable->text == setting->second.text) break;
+      if (variable == nullptr || same(variable->text, setting->second.text)) break;
       return absl::InvalidArgumentError(absl::StrCat(
           "env: ", spec.variable, ": ", Printable(variable->text), " (from ", variable->source,
           ") differs from ", spec.name, ": ", Printable(setting->second.text), " (from ",

@@ -130,17 +130,25 @@ std::string ReadProcesses(const json& value, JobSpec* spec) {
 
 template <int64_t JobSpec::*kField>
 std::string ReadMemory(const json& value, JobSpec* spec) {
-  // No process or GPU has less: who writes 16 does not mean bytes.
-  constexpr int64_t kLeast = 1 << 20;
-  int64_t bytes = -1;  // is refused, too
+  int64_t bytes = -1;  // is refused
   if (value.is_number_integer() && value >= 0 && value <= std::numeric_limits<int64_t>::max()) {
     bytes = value.get<int64_t>();
   } else if (value.is_string()) {
     bytes = ParseMemorySize(value.get<std::string>()).value_or(-1);
   }
-  if (bytes != 0 && bytes < kLeast) return "a size with its unit, such as 16GiB";
+  if (bytes < 0) return "a size with its unit, such as 16GiB";
   spec->*kField = bytes;
   return "";
+}
+
+// What to write in place of a size of memory that no process or GPU has; "": it may be right. Who
+// writes 16 does not mean bytes.
+std::string TooSmall(absl::string_view name, const JobSpec& spec) {
+  constexpr int64_t kLeast = 1 << 20;
+  const int64_t bytes = name == "memory_per_process" ? spec.memory_per_process
+                        : name == "gpu_memory"       ? spec.gpu_memory
+                                                     : 0;
+  return bytes == 0 || bytes >= kLeast ? "" : "a size of 1MiB or more with its unit, such as 16GiB";
 }
 
 std::string ReadExitCodes(const json& value, JobSpec* spec) {
@@ -433,8 +441,9 @@ void SetRestarts(const Restarts& file, const Restarts& flags, ResolvedJob* job) 
   if (job->spec.max_restarts != max_restarts) job->provenance.erase("max_restarts");
 }
 
-absl::Status ReadFile(absl::string_view text, absl::string_view source, ResolvedJob* job,
-                      Restarts* restarts) {
+// `by_people`: it is held to what only these are refused.
+absl::Status ReadFile(absl::string_view text, absl::string_view source, bool by_people,
+                      ResolvedJob* job, Restarts* restarts) {
   MUSTER_ASSIGN_OR_RETURN(const YamlDocument file, ParseYaml(text, source));
   if (file.value.is_null()) return absl::OkStatus();
   if (!file.value.is_object()) {
@@ -462,11 +471,13 @@ absl::Status ReadFile(absl::string_view text, absl::string_view source, Resolved
                          ": YAML reads this as another number: write it in quotes"));
       }
     }
-    if (const std::string write = setting->read(value, &job->spec); !write.empty()) {
+    std::string write = setting->read(value, &job->spec);
+    if (write.empty() && by_people) write = TooSmall(key, job->spec);
+    if (!write.empty()) {
       return absl::InvalidArgumentError(
           absl::StrCat(where, ": ", key, ": ", ValueText(value), ": write ", write));
     }
-    if (key == "env") {
+    if (key == "env" && by_people) {
       MUSTER_RETURN_IF_ERROR(CheckVariables(value, absl::StrCat(where, ": env")));
     }
     job->provenance[key] = {ValueText(value), where};
@@ -582,17 +593,22 @@ std::string JobFileText(const JobSpec& spec) {
   return file.dump(2, ' ', false, json::error_handler_t::replace);
 }
 
-absl::StatusOr<ResolvedJob> ResolveJob(absl::string_view text, absl::string_view source,
-                                       const std::map<std::string, std::vector<std::string>>& flags,
-                                       const std::vector<std::string>& program) {
+namespace {
+
+absl::StatusOr<ResolvedJob> Resolve(absl::string_view text, absl::string_view source,
+                                    bool by_people,
+                                    const std::map<std::string, std::vector<std::string>>& flags,
+                                    const std::vector<std::string>& program) {
   ResolvedJob job;
   Restarts of_file, of_flags;
-  if (!text.empty()) MUSTER_RETURN_IF_ERROR(ReadFile(text, source, &job, &of_file));
+  if (!text.empty()) MUSTER_RETURN_IF_ERROR(ReadFile(text, source, by_people, &job, &of_file));
   for (const auto& [name, words] : flags) {
     const Setting* const setting = Find(name);
     if (setting == nullptr || words.empty()) continue;
     const json value = FlagValue(setting->kind, words);
-    if (const std::string write = setting->read(value, &job.spec); !write.empty()) {
+    std::string write = setting->read(value, &job.spec);
+    if (write.empty()) write = TooSmall(name, job.spec);
+    if (!write.empty()) {
       return absl::InvalidArgumentError(
           absl::StrCat("--", name, " ", Printable(words.back()), ": write ",
                        setting->kind == Kind::kMap ? "NAME=VALUE" : write));
@@ -619,8 +635,31 @@ absl::StatusOr<ResolvedJob> ResolveJob(absl::string_view text, absl::string_view
         absl::StrCat(job.provenance["workdir"].source, ": workdir: ", Printable(job.spec.workdir),
                      ": write an absolute path, which is the same on every node"));
   }
+  // Both of its names would be set.
+  for (const char* const name :
+       {"MUSTER_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"}) {
+    const auto found = job.spec.env.find(name);
+    const int steps = job.spec.gradient_accumulation_steps;
+    if (!by_people || steps == 0 || found == job.spec.env.end()) continue;
+    if (found->second == absl::StrCat(steps)) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("env: ", name, ": ", Printable(found->second),
+                     " differs from gradient_accumulation_steps: ", steps, ": leave one out"));
+  }
   if (job.spec.name.empty()) job.spec.name = NameOf(job.spec.command[0]);
   return job;
+}
+
+}  // namespace
+
+absl::StatusOr<ResolvedJob> ResolveJob(absl::string_view text, absl::string_view source,
+                                       const std::map<std::string, std::vector<std::string>>& flags,
+                                       const std::vector<std::string>& program) {
+  return Resolve(text, source, /*by_people=*/true, flags, program);
+}
+
+absl::StatusOr<ResolvedJob> ResolveRecord(absl::string_view text, absl::string_view source) {
+  return Resolve(text, source, /*by_people=*/false, {}, {});
 }
 
 }  // namespace muster::client

@@ -46,6 +46,10 @@ absl::StatusOr<ResolvedJob> ResolveJob(absl::string_view text, absl::string_view
                                        const std::map<std::string, std::vector<std::string>>& flags,
                                        const std::vector<std::string>& program);
 
+// The same for a file that Muster has written, perhaps an older version: env and sizes of memory
+// are taken as they are.
+absl::StatusOr<ResolvedJob> ResolveRecord(absl::string_view text, absl::string_view source);
+
 // All settings of a specification, by their keys.
 nlohmann::ordered_json SettingsJson(const JobSpec& spec);
 // The job file of a specification: JSON, which is YAML too, of what is not the default. ResolveJob

@@ -138,8 +138,9 @@ TEST(JobFile, ResolveJob_BadInput_NamesPlaceAndWhatToWrite) {
 TEST(JobFile, MemoryWithoutAUnit_IsRefusedAsByTheFlag) {
   for (const char* const key : {"memory_per_process", "gpu_memory"}) {
     const std::string name(key);
-    EXPECT_EQ(Error("command: [a]\n" + name + ": 16\n"),
-              "job.yaml:2: " + name + ": 16: write a size with its unit, such as 16GiB");
+    EXPECT_EQ(
+        Error("command: [a]\n" + name + ": 16\n"),
+        "job.yaml:2: " + name + ": 16: write a size of 1MiB or more with its unit, such as 16GiB");
     EXPECT_EQ(Error("command: [a]\n", {{name, {"16"}}}),
               "--" + name + " 16: write a size with its unit, such as 16GiB");
     EXPECT_NE(Error("command: [a]\n" + name + ": 65536\n"), "");
@@ -326,4 +327,23 @@ TEST(JobFileTextTest, AnySpecification_IsReadBack) {
 }
 
 }  // namespace
+TEST(ResolveRecord, OfAnOlderVersion_IsTakenAsItIs) {
+  const auto job = ResolveRecord(
+      R"({"command": ["train"], "env": {"MUSTER_MIXED_PRECISION": "bf16"}, "gpu_memory": 16})",
+      "1.job");
+  ASSERT_TRUE(job.ok()) << job.status();
+  EXPECT_EQ(job->spec.env.at("MUSTER_MIXED_PRECISION"), "bf16");
+  EXPECT_EQ(job->spec.gpu_memory, 16);
+}
+
+TEST(ResolveJob, VariableThatDiffersFromItsSetting_IsRefused) {
+  const auto resolve = [](const char* variable) {
+    return ResolveJob("command: [train]\ngradient_accumulation_steps: 4", "job.yaml",
+                      {{"env", {variable}}}, {});
+  };
+  EXPECT_TRUE(resolve("MUSTER_GRADIENT_ACCUMULATION_STEPS=4").ok());
+  EXPECT_FALSE(resolve("MUSTER_GRADIENT_ACCUMULATION_STEPS=8").ok());
+  EXPECT_FALSE(resolve("ACCELERATE_GRADIENT_ACCUMULATION_STEPS=8").ok());
+}
+
 }  // namespace muster::client

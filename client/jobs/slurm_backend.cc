@@ -756,7 +756,7 @@ class Slurm final : public JobBackend {
   absl::StatusOr<Records> Load(int64_t id) const {
     const std::string path = Path(absl::StrCat(id, ".job"));
     MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(path, kMaxRecord));
-    MUSTER_ASSIGN_OR_RETURN(const ResolvedJob job, ResolveJob(text, path, {}, {}));
+    MUSTER_ASSIGN_OR_RETURN(const ResolvedJob job, ResolveRecord(text, path));
     Records records{.id = id, .spec = job.spec};
     const std::string events = ReadFile(Path(absl::StrCat(id, ".events")), kMaxRecord).value_or("");
     for (absl::string_view line : absl::StrSplit(events, '\n', absl::SkipWhitespace())) {

@@ -759,6 +759,8 @@ absl::Status CheckpointState::WriteOptimizer(StateWriter& writer, size_t index,
   const std::vector<Plan::OptimizerPart>& parts = plan_->optimizers[index];
   // What is gathered from several processes is a copy already.
   const bool live = !IsSharded(slot->handle(), registry_.models());
+  // Without states their order means nothing.
+  const bool has_states = live ? !state.tensors.empty() : slot->steps() > 0;
   const auto put = [&](const std::string& key, const at::Tensor& tensor, StateDict& file) {
     file.SetTensor(key, tensor);
     if (live) writer.CopyLater(tensor);
@@ -789,7 +791,9 @@ absl::Status CheckpointState::WriteOptimizer(StateWriter& writer, size_t index,
   }
   PutRows(state.groups, &file);
   file.SetInt("steps", slot->steps());
-  file.SetText(kParameters, DescribeParameters(slot->handle(), registry_.models()));
+  if (has_states) {
+    file.SetText(kParameters, DescribeParameters(slot->handle(), registry_.models()));
+  }
   return writer.Write(name, file);
 }
 
@@ -1501,8 +1505,9 @@ void CheckpointState::TakeOptimizerFile(const StateReader& reader, size_t index,
   to.state.tensors.merge(LocalState(std::move(part), handle, registry_.models()).tensors);
   if (name != OptimizerFileName(static_cast<int>(index))) return;
   to.state.groups = Rows(file);
-  // Older checkpoints have none.
-  if (const absl::StatusOr<std::string> parameters = file.GetText(kParameters); parameters.ok()) {
+  // Older checkpoints have none. A hook may rename weights to names that others had.
+  if (const absl::StatusOr<std::string> parameters = file.GetText(kParameters);
+      parameters.ok() && load_hooks_.empty()) {
     CheckParameters(*parameters, name, handle, registry_.models());
   }
   const absl::StatusOr<int64_t> steps = file.GetInt("steps");

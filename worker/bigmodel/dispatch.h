@@ -80,8 +80,8 @@ struct LoadCheckpointOptions {
   // For a tensor of the files that holds several of the model's, their names, as
   // WeightFiles::Divide has it.
   std::function<std::vector<std::string>(const std::string&)> parts = nullptr;
-  // Buffers that the files lack keep the values that the constructor gave them, also with `strict`:
-  // tables that are computed. They are listed as missing.
+  // Buffers that the files lack keep the values and types that the constructor gave them, also with
+  // `strict`: tables that are computed. They are listed as missing.
   bool keep_buffers = false;
   DispatchOptions dispatch = {};
 };

@@ -23,7 +23,10 @@ class BlockImpl : public torch::nn::Module {
         table(
             register_buffer("table", 1.0 / at::pow(100.0, at::arange(0, width) / (2.0 * width)))) {}
 
-  at::Tensor forward(const at::Tensor& x) { return x + down(at::gelu(up(norm(x) * table))); }
+  at::Tensor forward(const at::Tensor& x) {
+    // A load with a dtype leaves the table in its own.
+    return x + down(at::gelu(up(norm(x) * table.to(x.scalar_type()))));
+  }
 
   torch::nn::LayerNorm norm;
   torch::nn::Linear up, down;

@@ -118,8 +118,9 @@ ShardUnit::ShardUnit(std::string name, std::vector<NamedParameter> parameters, C
   TORCH_CHECK(!parameters.empty(), "unit '", name_, "' has no parameters");
   at::TensorOptions options = parameters[0].tensor.options().requires_grad(false);
   dtype_ = parameters[0].tensor.scalar_type();
-  // Half types round what they sum up, so their parameters need another one most of all.
-  reduced_as_ = reduced_as.value_or(dtype_);
+  // Half types round what they sum up, so their parameters need another one most of all. Those in
+  // fp64 are not for a lower one.
+  reduced_as_ = dtype_ == at::kDouble ? dtype_ : reduced_as.value_or(dtype_);
   if (dtype_ == at::kFloat) options = options.dtype(gathered_as.value_or(dtype_));
   const int64_t align = AlignmentOf(parameters);
   part_ = PartOfEach(parameters, comm_.size());
