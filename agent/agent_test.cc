@@ -21,6 +21,7 @@
 #include "base/mutex.h"
 #include "base/owned_fd.h"
 #include "base/test_folder.h"
+#include "base/test_wait.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -893,12 +894,16 @@ TEST_F(AgentTest, LogFolder_HasThoseOfOneLaunch) {
   const auto log_of = [&](const std::string& name) {
     return ReadFile(JoinPath(options_.log_dir, name)).value_or("none");
   };
+  // A thread of its own writes what processes have printed.
+  const auto has = [&](const std::string& name, const std::string& text) {
+    WaitUntil([&] { return log_of(name) == text; });
+  };
   run({.node_rank = 0, .num_nodes = 2, .launch = "a"});
   run({.node_rank = 1, .num_nodes = 2, .launch = "a"});
-  EXPECT_EQ(log_of("attempt_0/rank_0.log"), "0 of 2\n");
-  EXPECT_EQ(log_of("attempt_0/rank_1.log"), "1 of 2\n");
+  has("attempt_0/rank_0.log", "0 of 2\n");
+  has("attempt_0/rank_1.log", "1 of 2\n");
   run({.launch = "b"});
-  EXPECT_EQ(log_of("attempt_0/rank_0.log"), "0 of 1\n");
+  has("attempt_0/rank_0.log", "0 of 1\n");
   EXPECT_EQ(log_of("attempt_0/rank_1.log"), "none");
   EXPECT_EQ(log_of("before_1/attempt_0/rank_0.log"), "0 of 2\n");
   EXPECT_EQ(log_of("before_1/attempt_0/rank_1.log"), "1 of 2\n");
