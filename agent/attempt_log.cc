@@ -16,6 +16,7 @@
 #include "absl/strings/str_split.h"
 #include "agent/log_file.h"
 #include "base/file.h"
+#include "base/last_lines.h"
 #include "base/owned_fd.h"
 
 namespace muster::agent {
@@ -25,9 +26,6 @@ namespace {
 constexpr int64_t kLogTimeSpan = 1000;  // milliseconds
 // While it rotates.
 constexpr int kTries = 10;
-
-// Of which the last lines are looked for at once.
-constexpr int64_t kTailBlock = 256 << 10;
 
 // What LogGonePath has.
 struct Gone {
@@ -139,30 +137,18 @@ absl::Status Read(const Parts& log, int64_t offset, size_t bytes, std::string* d
   return absl::OkStatus();
 }
 
-// Where the last `lines` lines begin. Reads backwards: they may be longer than an answer.
-absl::StatusOr<int64_t> TailOffset(const Parts& log, int lines) {
-  if (lines == 0) return log.end;
-  int found = 0;
-  std::string block;
-  for (int64_t end = log.end; end > log.begin;) {
-    const int64_t from = std::max(log.begin, end - kTailBlock);
-    block.clear();
-    if (absl::Status status = Read(log, from, end - from, &block); !status.ok()) return status;
-    for (size_t at = block.size(); at > 0; --at) {
-      const int64_t offset = from + static_cast<int64_t>(at);
-      // The newline that ends the last line does not begin another one.
-      if (block[at - 1] == '\n' && offset < log.end && ++found == lines) return offset;
-    }
-    end = from;
-  }
-  return log.begin;
-}
-
 absl::StatusOr<LogPiece> ReadOnce(const Parts& log, int64_t offset, int tail_lines,
                                   size_t max_bytes) {
   LogPiece piece;
   if (offset < 0) {
-    const absl::StatusOr<int64_t> tail = TailOffset(log, tail_lines);
+    const absl::StatusOr<int64_t> tail =
+        FindLastLines(log.begin, log.end, tail_lines,
+                      [&](int64_t from, int64_t bytes) -> absl::StatusOr<std::string> {
+                        std::string block;
+                        absl::Status status = Read(log, from, static_cast<size_t>(bytes), &block);
+                        if (!status.ok()) return status;
+                        return block;
+                      });
     if (!tail.ok()) return tail.status();
     offset = *tail;
   }

@@ -1256,13 +1256,6 @@ bool ReplacesVariable(const SettingSpec& spec) {
          std::find(std::begin(kNames), std::end(kNames), spec.name) != std::end(kNames);
 }
 
-// Accelerate's variable that it replaces, too; "": there is none.
-const char* TwinOf(const SettingSpec& spec) {
-  return std::string_view(spec.name) == "gradient_accumulation_steps"
-             ? "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-             : "";
-}
-
 // A variable that counts as much as the setting that replaces it, or more, would be lost.
 absl::Status CheckVariablesOfSettings(const std::vector<Layer>& layers) {
   for (const SettingSpec& spec : LaunchSettings()) {
@@ -1272,17 +1265,24 @@ absl::Status CheckVariablesOfSettings(const std::vector<Layer>& layers) {
       return a == b ||
              (is_bool && ParseBoolWord(a).has_value() && ParseBoolWord(a) == ParseBoolWord(b));
     };
+    std::vector<std::string> names = {spec.variable};
+    if (spec.name == "gradient_accumulation_steps") {
+      names.push_back("ACCELERATE_GRADIENT_ACCUMULATION_STEPS");
+    }
     const Given* variable = nullptr;
+    std::string of;
     for (const Layer& layer : layers) {
-      for (const char* const name : {spec.variable.c_str(), TwinOf(spec)}) {
+      for (const std::string& name : names) {
         const auto found = layer.env.find(name);
-        if (variable == nullptr && found != layer.env.end()) variable = &found->second;
+        if (variable != nullptr || found == layer.env.end()) continue;
+        variable = &found->second;
+        of = name;
       }
       const auto setting = layer.settings.find(spec.name);
       if (setting == layer.settings.end()) continue;
       if (variable == nullptr || same(variable->text, setting->second.text)) break;
       return absl::InvalidArgumentError(absl::StrCat(
-          "env: ", spec.variable, ": ", Printable(variable->text), " (from ", variable->source,
+          "env: ", of, ": ", Printable(variable->text), " (from ", variable->source,
           ") differs from ", spec.name, ": ", Printable(setting->second.text), " (from ",
           setting->second.source, "): leave the variable out, and write --", spec.name, " VALUE"));
     }

@@ -24,6 +24,7 @@
 #include "absl/strings/strip.h"
 #include "base/exit_code.h"
 #include "base/file.h"
+#include "base/last_lines.h"
 #include "base/mutex.h"
 #include "base/owned_fd.h"
 #include "base/secret_file.h"
@@ -42,7 +43,6 @@ namespace {
 
 constexpr int64_t kMaxRecord = 1 << 20;
 constexpr int64_t kMaxChunk = 256 << 10;
-constexpr int64_t kTailBlock = 256 << 10;      // of which the last lines are looked for at once
 constexpr int64_t kEndOfScriptLog = 64 << 10;  // read for each job that has failed
 
 // What SLURM says of a job that it still knows.
@@ -193,21 +193,12 @@ class Log {
     return text;
   }
 
-  // Where the last `lines` lines begin. Reads backwards: they may be longer than an answer.
+  // Where the last `lines` lines begin.
   int64_t Tail(int lines) const {
-    if (lines == 0) return size_;
-    int found = 0;
-    for (int64_t end = size_; end > 0;) {
-      const int64_t from = std::max<int64_t>(0, end - kTailBlock);
-      const std::string block = Read(from, end - from);
-      for (size_t at = block.size(); at > 0; --at) {
-        const int64_t offset = from + static_cast<int64_t>(at);
-        // The newline that ends the last line does not begin another one.
-        if (block[at - 1] == '\n' && offset < size_ && ++found == lines) return offset;
-      }
-      end = from;
-    }
-    return 0;
+    return *FindLastLines(0, size_, lines,
+                          [this](int64_t from, int64_t bytes) -> absl::StatusOr<std::string> {
+                            return Read(from, bytes);
+                          });
   }
 
  private:

@@ -894,8 +894,7 @@ void StepController::CheckExchanged(const OptimizerSlot& slot) const {
       "model->forward(...) or another method of the module, through a second graph of one "
       "forward pass, or in a micro-step of this window after which the parameter was frozen or the "
       "model was not called again; call model(...), or model.call(&Net::method, ...) for other "
-      "methods, in the last "
-      "micro-step of each window");
+      "methods, in the last micro-step of each window");
 }
 
 void StepController::CheckForwards(const OptimizerSlot& slot) const {
@@ -959,16 +958,21 @@ void StepController::UpdateScale() {
   // What an optimizer has that steps more seldom than others goes on with the scale of them all,
   // and so does what the next passes add to it. Each gradient is scaled once, and none that another
   // optimizer has unscaled.
+  const auto waits = [](const auto& optimizer) {
+    return !optimizer->gradients_finished_ &&
+           optimizer->pending_losses_ != OptimizerSlot::Losses::kNone;
+  };
+  const auto& optimizers = registry_.optimizers();
   std::vector<at::Tensor> waiting;
-  std::unordered_set<const void*> seen;
-  for (const bool finished : {true, false}) {
-    for (const auto& optimizer : registry_.optimizers()) {
-      const bool holds_scale = optimizer->pending_losses_ != OptimizerSlot::Losses::kNone;
-      if (optimizer->gradients_finished_ != finished || !(finished || holds_scale)) continue;
+  if (std::any_of(optimizers.begin(), optimizers.end(), waits)) {
+    std::unordered_set<const void*> seen;
+    for (const auto& optimizer : optimizers) {
+      if (optimizer->gradients_finished_) seen.merge(SetOf(optimizer->handle().parameters()));
+    }
+    for (const auto& optimizer : optimizers) {
+      if (!waits(optimizer)) continue;
       for (const at::Tensor& parameter : optimizer->handle().parameters()) {
-        if (seen.insert(parameter.unsafeGetTensorImpl()).second && !finished) {
-          waiting.push_back(parameter);
-        }
+        if (seen.insert(parameter.unsafeGetTensorImpl()).second) waiting.push_back(parameter);
       }
     }
   }

@@ -34,20 +34,15 @@ namespace {
 class ScopedEvaluation {
  public:
   explicit ScopedEvaluation(torch::nn::Module& model)
-      : model_(model), was_training_(model.is_training()) {
-    bool any = was_training_;
+      : model_(model), was_training_(model.is_training()), any_was_training_(was_training_) {
     for (const auto& part : model_.modules(/*include_self=*/false)) {
-      any = any || part->is_training();
+      any_was_training_ = any_was_training_ || part->is_training();
       parts_.emplace_back(part, part->is_training());
     }
-    if (any) {
-      model_.eval();
-    } else {
-      parts_.clear();
-    }
+    if (any_was_training_) model_.eval();
   }
   ~ScopedEvaluation() {
-    if (parts_.empty()) return;
+    if (!any_was_training_) return;
     // train() is for all children, too: they come after their parents.
     model_.train(was_training_);
     for (const auto& [part, was_training] : parts_) {
@@ -60,6 +55,7 @@ class ScopedEvaluation {
  private:
   torch::nn::Module& model_;
   const bool was_training_;
+  bool any_was_training_;
   std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> parts_;
 };
 
