@@ -1,5 +1,6 @@
 #include "coordinator/web/http_server.h"
 
+#include <fcntl.h>
 #include <httplib.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -9,6 +10,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <functional>
 #include <set>
 #include <thread>
 
@@ -98,8 +100,8 @@ thread_local bool refusing = false;
 
 class Pool final : public httplib::TaskQueue {
  public:
-  Pool(std::atomic<int>* open, std::atomic<socket_t>* listening)
-      : open_(*open), listening_(*listening) {}
+  Pool(std::atomic<int>* open, std::function<void()> on_shutdown)
+      : open_(*open), on_shutdown_(std::move(on_shutdown)) {}
   void enqueue(std::function<void()> task) override {
     if (open_.fetch_add(1) >= kMaxConnections) {
       refusing = true;
@@ -113,30 +115,38 @@ class Pool final : public httplib::TaskQueue {
       --open_;
     });
   }
-  // The listening thread accepts no more: its socket was stopped, or accept() has failed and the
-  // library has closed it and kept its number, which another file may get.
+  // The listening thread accepts no more: its socket was stopped, or accept() has failed.
   void shutdown() override {
-    listening_ = INVALID_SOCKET;
+    on_shutdown_();
     threads_.shutdown();
   }
 
  private:
   std::atomic<int>& open_;
-  std::atomic<socket_t>& listening_;
+  const std::function<void()> on_shutdown_;
   httplib::ThreadPool threads_{kThreads};
 };
 
 class BoundedServer final : public httplib::Server {
  public:
-  // How many connections are served or wait for that.
-  std::atomic<int>* open() { return &open_; }
-  std::atomic<socket_t>* listening() { return &svr_sock_; }
-  // The library's stop() forgets what comes before its loop runs, and may close its socket twice.
+  BoundedServer() {
+    new_task_queue = [this] { return new Pool(&open_, [this] { ReleaseListening(); }); };
+  }
+  ~BoundedServer() override { ReleaseListening(); }
+  // Call after each bind, before the loop. The library closes its socket when accept() fails and
+  // keeps the number, which another file may get at once: StopListening() needs one of its own.
+  // False: there is no descriptor for it, and nothing is bound.
+  bool KeepListening() {
+    MutexLock lock(&mu_);
+    listening_ = fcntl(svr_sock_, F_DUPFD_CLOEXEC, 0);
+    if (listening_ < 0) close(svr_sock_.exchange(INVALID_SOCKET));
+    return listening_ >= 0;
+  }
+  // accept() fails from now on, also in a loop that has not begun: the library's stop() forgets
+  // what comes before that.
   void StopListening() {
-    const socket_t fd = svr_sock_.exchange(INVALID_SOCKET);
-    if (fd == INVALID_SOCKET) return;
-    shutdown(fd, SHUT_RDWR);
-    close(fd);
+    MutexLock lock(&mu_);
+    if (listening_ >= 0) shutdown(listening_, SHUT_RDWR);
   }
   // Ends what is being served, so that stopping waits for no client.
   void HangUp() {
@@ -165,8 +175,16 @@ class BoundedServer final : public httplib::Server {
     return serve;
   }
 
+  void ReleaseListening() {
+    MutexLock lock(&mu_);
+    if (listening_ >= 0) close(listening_);
+    listening_ = -1;
+  }
+
+  // How many connections are served or wait for that.
   std::atomic<int> open_{0};
   Mutex mu_;
+  int listening_ ABSL_GUARDED_BY(mu_) = -1;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
   std::set<int> serving_ ABSL_GUARDED_BY(mu_);
 };
@@ -181,6 +199,10 @@ absl::Status CannotListen(const std::string& host, int port, int why) {
   if (why == EACCES || why == EPERM) {
     return absl::PermissionDeniedError(
         absl::StrCat(what, "this user may not use the port; one from 1024 on is for everybody"));
+  }
+  if (why == EMFILE || why == ENFILE) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat(what, "too many files are open; raise the limit of open files"));
   }
   return absl::InvalidArgumentError(
       absl::StrCat(what, "is ", host, " an address of this machine? ", strerror(why)));
@@ -210,7 +232,7 @@ class HttpServer::Impl {
       MutexLock lock(&mu_);
       if (!stopping_) stop_.WaitWithTimeout(&mu_, kRetryListen);
       if (stopping_) break;
-      bound = server.bind_to_port(host, port);
+      bound = server.bind_to_port(host, port) && server.KeepListening();
     }
   }
   BoundedServer server;
@@ -227,7 +249,6 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(
     const std::vector<std::pair<std::string, Handler>>& handlers) {
   auto impl = std::make_unique<Impl>();
   httplib::Server& server = impl->server;
-  server.new_task_queue = [raw = &impl->server] { return new Pool(raw->open(), raw->listening()); };
   server.set_payload_max_length(kMaxRequestBytes);
   // The library's default sets SO_REUSEPORT, with which a second server would silently share the
   // port.
@@ -249,7 +270,7 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(
   } else if (!server.bind_to_port(host, port)) {
     bound = -1;
   }
-  if (bound <= 0) return CannotListen(host, port, errno);
+  if (bound <= 0 || !impl->server.KeepListening()) return CannotListen(host, port, errno);
   impl->thread = std::thread([raw = impl.get(), host, bound] { raw->Serve(host, bound); });
   return std::unique_ptr<HttpServer>(new HttpServer(std::move(impl), bound));
 }
