@@ -11,6 +11,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "base/signature.h"
+#include "base/worker_variables.h"
 #include "coordinator/errors.h"
 #include "coordinator/jobs/placement.h"
 #include "proto/failure_policy.h"
@@ -55,6 +56,15 @@ Error CheckProgram(const v1::JobSpec& spec) {
       return BadField("spec.env", absl::StrCat("env ", Quoted(key),
                                                " is not a variable: a name is not empty and has no "
                                                "'=', and neither part has a NUL byte"));
+    }
+    // It would be lost in silence.
+    if (const WorkerVariable* const set = FindWorkerVariable(key)) {
+      const bool is_field = v1::JobSpec::descriptor()->FindFieldByName(std::string(set->setting));
+      return BadField(
+          "spec.env",
+          absl::StrCat("env ", key, " cannot be set: ",
+                       is_field ? absl::StrCat("set the field ", set->setting, " instead")
+                                : "the agent of each node sets it for each process"));
     }
   }
   const std::string& folder = spec.working_directory();

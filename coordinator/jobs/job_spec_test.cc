@@ -38,6 +38,22 @@ TEST(JobSpecTest, GoodSpec_IsCompleted) {
   EXPECT_EQ(spec.SerializeAsString(), before);
 }
 
+TEST(JobSpecTest, VariableThatAgentsSet_IsRefusedWithTheFieldThatSaysTheSame) {
+  const auto error_of = [](const char* name) -> std::string {
+    v1::JobSpec spec = Good();
+    AddNameValue(name, "1", spec.mutable_env());
+    const auto error = CompleteJobSpec(&spec);
+    return error.has_value() ? error->message() : "none";
+  };
+  EXPECT_EQ(error_of("MUSTER_MIXED_PRECISION"),
+            "env MUSTER_MIXED_PRECISION cannot be set: set the field mixed_precision instead");
+  EXPECT_EQ(error_of("RANK"),
+            "env RANK cannot be set: the agent of each node sets it for each process");
+  EXPECT_EQ(error_of("MUSTER_LEASE"),
+            "env MUSTER_LEASE cannot be set: the agent of each node sets it for each process");
+  EXPECT_EQ(error_of("MUSTER_SHARDING"), "none");
+}
+
 TEST(JobSpecTest, BadField_IsNamed) {
   v1::JobSpec spec = Good();
   spec.set_name("a b");
