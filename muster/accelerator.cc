@@ -139,13 +139,13 @@ const std::string& Accelerator::last_checkpoint() const {
 int64_t Accelerator::save_iteration() const { return core_->checkpoints().save_iteration(); }
 HookHandle Accelerator::register_for_checkpointing(std::function<PlainState()> save,
                                                    std::function<void(const PlainState&)> load) {
-  return HandleOf({core_->checkpoints().Register(std::move(save), std::move(load))});
+  return HandleOf({core_->checkpoints().objects().Register(std::move(save), std::move(load))});
 }
 HookHandle Accelerator::register_save_state_pre_hook(SaveStateHook hook) {
-  return HandleOf({core_->checkpoints().AddSaveHook(std::move(hook))});
+  return HandleOf({core_->checkpoints().objects().AddSaveHook(std::move(hook))});
 }
 HookHandle Accelerator::register_load_state_pre_hook(LoadStateHook hook) {
-  return HandleOf({core_->checkpoints().AddLoadHook(std::move(hook))});
+  return HandleOf({core_->checkpoints().objects().AddLoadHook(std::move(hook))});
 }
 int64_t Accelerator::global_step() const { return core_->registry().global_step(); }
 void Accelerator::free_memory() { core_->FreeMemory(); }
@@ -182,8 +182,8 @@ int64_t Accelerator::Register(std::function<StateDict()> save,
                               std::function<void(const StateDict&)> load,
                               std::shared_ptr<internal::DividedObject> divided,
                               std::optional<std::weak_ptr<const void>> lifetime) {
-  return core_->checkpoints().Register(std::move(save), std::move(load), std::move(divided),
-                                       std::move(lifetime));
+  return core_->checkpoints().objects().Register(std::move(save), std::move(load),
+                                                 std::move(divided), std::move(lifetime));
 }
 void Accelerator::Summon(internal::ModelSlot& model, const std::function<void()>& body) {
   core_->steps().CheckAllTakePart("summon_full_params()");
@@ -278,7 +278,7 @@ HookHandle Accelerator::HandleOf(std::vector<int64_t> numbers) {
   return HookHandle([core = std::weak_ptr<internal::Core>(core_), numbers = std::move(numbers)] {
     const auto alive = core.lock();
     if (alive == nullptr) return;
-    for (const int64_t number : numbers) alive->checkpoints().RemoveHook(number);
+    for (const int64_t number : numbers) alive->checkpoints().objects().Remove(number);
   });
 }
 

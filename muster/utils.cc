@@ -61,7 +61,7 @@ int64_t find_executable_batch_size(Accelerator& accelerator, int64_t starting_ba
                                    const std::function<void(int64_t)>& attempt,
                                    const std::function<int64_t(int64_t)>& reduce_batch_size) {
   accelerator.core().steps().CheckAllTakePart("find_executable_batch_size()");
-  internal::CheckpointState& state = accelerator.core().checkpoints();
+  internal::StateObjects& state = accelerator.core().checkpoints().objects();
   const int64_t first = state.next_number();
   const auto forget = [&] {
     accelerator.free_memory();

@@ -22,7 +22,7 @@ class CheckpointStateTest : public testing::Test {
  protected:
   std::string Dir(const std::string& name) const { return TestPath(name); }
   void RegisterNumber() {
-    checkpoints_.Register(
+    checkpoints_.objects().Register(
         [this] {
           return PlainState{{"number", {number_}}};
         },
@@ -55,10 +55,10 @@ TEST_F(CheckpointStateTest, OtherObjectsThanSaved_AreRefused) {
 
 TEST_F(CheckpointStateTest, Hook_RunsUntilItIsRemoved) {
   int calls = 0;
-  const int64_t hook =
-      checkpoints_.AddSaveHook([&](std::vector<NamedTensors>&, StateWriter&) { ++calls; });
+  const int64_t hook = checkpoints_.objects().AddSaveHook(
+      [&](std::vector<NamedTensors>&, StateWriter&) { ++calls; });
   ASSERT_TRUE(checkpoints_.Save(Dir("hook1")).ok());
-  checkpoints_.RemoveHook(hook);
+  checkpoints_.objects().Remove(hook);
   ASSERT_TRUE(checkpoints_.Save(Dir("hook2")).ok());
   EXPECT_EQ(calls, 1);
 }
@@ -68,21 +68,23 @@ TEST_F(CheckpointStateTest, HookThatRemovesItselfAndAnother_RunsOnceAndTheOtherD
   int64_t own = 0, other = 0;
   // Captured, so that what is removed while it runs is used afterwards.
   const std::string name = "a name that is too long to be kept in the function itself";
-  own = checkpoints_.AddSaveHook([&, name](std::vector<NamedTensors>&, StateWriter&) {
-    checkpoints_.RemoveHook(own);
-    checkpoints_.RemoveHook(other);
+  own = checkpoints_.objects().AddSaveHook([&, name](std::vector<NamedTensors>&, StateWriter&) {
+    checkpoints_.objects().Remove(own);
+    checkpoints_.objects().Remove(other);
     calls += name.empty() ? 0 : 1;
   });
-  other = checkpoints_.AddSaveHook([&](std::vector<NamedTensors>&, StateWriter&) { ++others; });
+  other = checkpoints_.objects().AddSaveHook(
+      [&](std::vector<NamedTensors>&, StateWriter&) { ++others; });
   for (const char* const dir : {"once1", "once2"}) ASSERT_TRUE(checkpoints_.Save(Dir(dir)).ok());
   EXPECT_EQ(calls, 1);
-  own = checkpoints_.AddLoadHook([&, name](std::vector<NamedTensors>&, const StateReader&) {
-    checkpoints_.RemoveHook(own);
-    checkpoints_.RemoveHook(other);
-    calls += name.empty() ? 0 : 1;
-  });
-  other =
-      checkpoints_.AddLoadHook([&](std::vector<NamedTensors>&, const StateReader&) { ++others; });
+  own =
+      checkpoints_.objects().AddLoadHook([&, name](std::vector<NamedTensors>&, const StateReader&) {
+        checkpoints_.objects().Remove(own);
+        checkpoints_.objects().Remove(other);
+        calls += name.empty() ? 0 : 1;
+      });
+  other = checkpoints_.objects().AddLoadHook(
+      [&](std::vector<NamedTensors>&, const StateReader&) { ++others; });
   for (int i = 0; i < 2; ++i) ASSERT_TRUE(checkpoints_.Load(Dir("once1"), false).ok());
   EXPECT_EQ(calls, 2);
   EXPECT_EQ(others, 0);
@@ -98,18 +100,18 @@ TEST_F(CheckpointStateTest, ObjectThatRemovesItselfInItsSaveOrLoad_LeavesTheOthe
                                   [] { return false; });
       double own = save ? 1 : 0, second = save ? 2 : 0, third = save ? 3 : 0;
       int64_t number = 0;
-      number = checkpoints.Register(
+      number = checkpoints.objects().Register(
           [&, name] {
-            if (in_save) checkpoints.RemoveHook(number);
+            if (in_save) checkpoints.objects().Remove(number);
             return PlainState{{"own", {name.empty() ? 0 : own}}};
           },
           [&, name](const PlainState& state) {
-            if (!in_save) checkpoints.RemoveHook(number);
+            if (!in_save) checkpoints.objects().Remove(number);
             own = name.empty() ? 0 : state.at("own").at(0);
           });
       for (double* const value : {&second, &third}) {
         const std::string key = value == &second ? "second" : "third";
-        checkpoints.Register(
+        checkpoints.objects().Register(
             [value, key] {
               return PlainState{{key, {*value}}};
             },
@@ -127,21 +129,21 @@ TEST_F(CheckpointStateTest, ObjectThatRemovesItselfInItsSaveOrLoad_LeavesTheOthe
 
 TEST_F(CheckpointStateTest, ObjectThatAnotherOneRemovesInASaveOrLoad_RunsNoMore) {
   RegisterNumber();
-  const int64_t first = checkpoints_.next_number();
+  const int64_t first = checkpoints_.objects().next_number();
   int calls = 0;
   bool remove = false;
   int64_t other = 0;
   const auto maybe_remove = [&] {
-    if (remove) checkpoints_.RemoveHook(other);
+    if (remove) checkpoints_.objects().Remove(other);
   };
-  checkpoints_.Register(
+  checkpoints_.objects().Register(
       [&] {
         maybe_remove();
         return PlainState{{"nothing", {0}}};
       },
       [&](const PlainState&) { maybe_remove(); });
   const auto add_other = [&] {
-    other = checkpoints_.Register(
+    other = checkpoints_.objects().Register(
         [&] {
           ++calls;
           return PlainState{{"nothing", {0}}};
@@ -156,14 +158,14 @@ TEST_F(CheckpointStateTest, ObjectThatAnotherOneRemovesInASaveOrLoad_RunsNoMore)
   add_other();
   EXPECT_TRUE(checkpoints_.Load(Dir("three"), false).ok());
   EXPECT_EQ(calls, 1);
-  checkpoints_.RemoveSince(first);
+  checkpoints_.objects().RemoveSince(first);
 }
 
 // By a handle of its own, for example.
 TEST_F(CheckpointStateTest, ObjectWhoseFunctionsOwnWhatRemovesIt_IsRemovedOnce) {
   struct Owner {
     ~Owner() {
-      checkpoints.RemoveHook(number);
+      checkpoints.objects().Remove(number);
       ++removed;
     }
     CheckpointState& checkpoints;
@@ -172,14 +174,14 @@ TEST_F(CheckpointStateTest, ObjectWhoseFunctionsOwnWhatRemovesIt_IsRemovedOnce) 
   };
   int removed = 0;
   auto owner = std::shared_ptr<Owner>(new Owner{checkpoints_, removed});
-  const int64_t number = owner->number = checkpoints_.Register(
+  const int64_t number = owner->number = checkpoints_.objects().Register(
       [owner] {
         return PlainState{{"number", {1}}};
       },
       [owner](const PlainState&) {});
   owner.reset();
   EXPECT_EQ(removed, 0);
-  checkpoints_.RemoveHook(number);
+  checkpoints_.objects().Remove(number);
   EXPECT_EQ(removed, 1);
   RegisterNumber();
   EXPECT_TRUE(checkpoints_.Save(Dir("owner")).ok());
@@ -188,14 +190,15 @@ TEST_F(CheckpointStateTest, ObjectWhoseFunctionsOwnWhatRemovesIt_IsRemovedOnce) 
 TEST_F(CheckpointStateTest, HookThatRegistersOrRemovesAnObject_IsAnError) {
   RegisterNumber();
   ASSERT_TRUE(checkpoints_.Save(Dir("registered")).ok());
-  int64_t hook =
-      checkpoints_.AddSaveHook([&](std::vector<NamedTensors>&, StateWriter&) { RegisterNumber(); });
-  const int64_t first = checkpoints_.next_number();
+  int64_t hook = checkpoints_.objects().AddSaveHook(
+      [&](std::vector<NamedTensors>&, StateWriter&) { RegisterNumber(); });
+  const int64_t first = checkpoints_.objects().next_number();
   EXPECT_THAT(checkpoints_.Save(Dir("refused")).message(), HasSubstr("registered or removed"));
-  checkpoints_.RemoveSince(first);
-  checkpoints_.RemoveHook(hook);
-  checkpoints_.AddLoadHook(
-      [&](std::vector<NamedTensors>&, const StateReader&) { checkpoints_.RemoveSince(0); });
+  checkpoints_.objects().RemoveSince(first);
+  checkpoints_.objects().Remove(hook);
+  checkpoints_.objects().AddLoadHook([&](std::vector<NamedTensors>&, const StateReader&) {
+    checkpoints_.objects().RemoveSince(0);
+  });
   number_ = 8;
   EXPECT_THAT(checkpoints_.Load(Dir("registered"), false).message(),
               HasSubstr("registered or removed"));
@@ -205,7 +208,7 @@ TEST_F(CheckpointStateTest, HookThatRegistersOrRemovesAnObject_IsAnError) {
 // Also the first one.
 TEST_F(CheckpointStateTest, LoadHookThatRegistersTheFirstObject_IsAnError) {
   ASSERT_TRUE(checkpoints_.Save(Dir("none registered")).ok());
-  checkpoints_.AddLoadHook([&](std::vector<NamedTensors>&, const StateReader&) {
+  checkpoints_.objects().AddLoadHook([&](std::vector<NamedTensors>&, const StateReader&) {
     for (int i = 0; i < 1000; ++i) RegisterNumber();
   });
   EXPECT_THAT(checkpoints_.Load(Dir("none registered"), false).message(),
@@ -247,7 +250,7 @@ TEST_F(CheckpointStateTest, AgentThatDoesNotAnswer_FailsLoadsAlsoFromTheDiskButN
   StepController steps(process, registry, loops);
   CheckpointState checkpoints(process, registry, loops, steps, [] { return false; });
   double number = 7;
-  checkpoints.Register(
+  checkpoints.objects().Register(
       [&] {
         return PlainState{{"number", {number}}};
       },

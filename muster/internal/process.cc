@@ -295,6 +295,14 @@ void Process::LoseComm() {
   joined_.comm = std::make_unique<LostComm>(rank(), size());
 }
 
+std::optional<int> Process::own_node() const {
+  // Not by the number of nodes: those are hosts by name, and machines from one image share one.
+  if (!options_.project.save_on_each_node || joined_.environment.world_size.value < 2) {
+    return std::nullopt;
+  }
+  return joined_.environment.node_rank.value;
+}
+
 std::string Process::ProjectDirectory() const {
   return environment().project_dir.value.empty() ? "muster-run" : environment().project_dir.value;
 }

@@ -72,6 +72,9 @@ class Process {
     return precision_ != MixedPrecision::kNo && options_.autocast.enabled;
   }
 
+  // The number that the processes of this node have in common, if nodes keep files of their own.
+  std::optional<int> own_node() const;
+
   std::string ProjectDirectory() const;
   std::string LoggingDirectory() const;
 

@@ -1,0 +1,38 @@
+#ifndef MUSTER_INTERNAL_FAILURES_H_
+#define MUSTER_INTERNAL_FAILURES_H_
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "worker/collective/comm.h"
+
+namespace muster::internal {
+
+// Guard(), with "`what`: " before the message of an error.
+absl::Status GuardNamed(absl::string_view what, absl::FunctionRef<void()> tensor_code);
+
+// Code and message of a status, as processes exchange them.
+using StatusOnWire = std::tuple<int, std::string>;
+StatusOnWire OnWire(const absl::Status& status);
+
+// `statuses`: of all ranks. Throws the first error, which names its rank unless all ranks have
+// failed alike: the same on every process.
+void ThrowFirst(const std::vector<StatusOnWire>& statuses);
+
+// (collective) Throws the same on every process if one of them has failed, naming it.
+void ThrowIfAnyFailed(Comm& comm, const absl::Status& mine);
+
+// (collective) Runs `tensor_code`, which is no collective, under that rule. `outcome`: added to the
+// message of an error: what has happened to the state until then.
+void RunOnAll(Comm& comm, absl::FunctionRef<void()> tensor_code, absl::string_view outcome = "");
+
+// (collective) Whether `here` is true on any process.
+bool OnAnyProcess(Comm& comm, bool here);
+
+}  // namespace muster::internal
+
+#endif  // MUSTER_INTERNAL_FAILURES_H_

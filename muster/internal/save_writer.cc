@@ -1,0 +1,422 @@
+#include "muster/internal/save_writer.h"
+
+#include <algorithm>
+#include <exception>
+#include <map>
+#include <set>
+#include <tuple>
+#include <unordered_set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/status_macros.h"
+#include "muster/internal/failures.h"
+#include "muster/internal/full_state.h"
+#include "muster/internal/plain_rows.h"
+#include "muster/internal/slots.h"
+#include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/publication.h"
+#include "worker/checkpoint/shared_files.h"
+#include "worker/checkpoint/weight_files.h"
+#include "worker/collective/nested_collectives.h"
+#include "worker/parallel/sharded_model.h"
+#include "worker/train/guard.h"
+#include "worker/train/seed.h"
+
+namespace muster::internal {
+namespace {
+
+// What the list of the tensors of a plan may have, of all ranks but rank 0: the coordinator has
+// room for so much of one save.
+constexpr size_t kMaxListedOfOthers = 4 << 20;
+
+}  // namespace
+
+SaveWriter::SaveWriter(const Process& process, Registry& registry, LoopTracker& loops,
+                       StepController& steps, const StateObjects& objects)
+    : process_(process), registry_(registry), loops_(loops), steps_(steps), objects_(objects) {}
+
+SaveWriter::~SaveWriter() = default;
+
+absl::Status SaveWriter::Check() {
+  if (absl::Status looked = Guard([&] { layout_ = LookAtLayout(process_, registry_); });
+      !looked.ok()) {
+    return looked;
+  }
+  if (absl::Status complete = CheckComplete(); !complete.ok()) return complete;
+  return Guard([&] {
+    for (size_t i = 0; i < objects_.objects().size(); ++i) {
+      objects_.DividedModelOf(i, registry_.models());
+    }
+  });
+}
+
+absl::Status SaveWriter::CheckComplete() {
+  for (const auto& optimizer : registry_.optimizers()) {
+    const std::string why = optimizer->handle().CannotSave();
+    if (!why.empty()) return absl::FailedPreconditionError(why);
+  }
+  if (registry_.models().empty() && registry_.stepped() && objects_.objects().empty() &&
+      !objects_.has_save_hooks()) {
+    return absl::FailedPreconditionError(
+        "save_state would write no model, although optimizers have stepped: prepare() the model "
+        "that is trained, and save before free_memory()");
+  }
+  if (!objects_.objects().empty() || objects_.has_save_hooks() || complete_ == layout_)
+    return absl::OkStatus();
+  std::unordered_set<const void*> written;
+  for (const auto& model : registry_.models()) {
+    for (const auto& [name, tensor] : model->source().parameters()) {
+      written.insert(tensor.unsafeGetTensorImpl());
+    }
+    if (model->sharded() == nullptr) continue;
+    for (const at::Tensor& shard : model->sharded()->shards()) {
+      written.insert(shard.unsafeGetTensorImpl());
+    }
+  }
+  for (const auto& optimizer : registry_.optimizers()) {
+    const std::vector<at::Tensor>& parameters = optimizer->handle().parameters();
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (written.count(parameters[i].unsafeGetTensorImpl()) > 0) continue;
+      return absl::FailedPreconditionError(absl::StrCat(
+          "save_state would leave out parameter ", optimizer->handle().parameter_names()[i],
+          " of the optimizer (shape ", absl::StrJoin(parameters[i].sizes(), "x"),
+          "), which belongs to no prepared model: prepare() its model, or save it by "
+          "register_for_checkpointing()"));
+    }
+  }
+  complete_ = layout_;
+  return absl::OkStatus();
+}
+
+void SaveWriter::CompareShardedModels(const std::vector<std::string>& changes) {
+  size_t at = 0;
+  for (const auto& model : registry_.models()) {
+    if (model->sharded() == nullptr) continue;
+    std::vector<std::string> of_model;
+    for (const std::string& of_rank : changes) {
+      of_model.push_back(of_rank.substr(at, ShardedModel::kChangesBytes));
+    }
+    model->sharded()->CompareBeforeSave(of_model);
+    at += ShardedModel::kChangesBytes;
+  }
+}
+
+absl::Status SaveWriter::Agree(const absl::Status& mine) {
+  const bool fits = mine.ok() && plan_ != nullptr && plan_->layout == layout_;
+  agreed_ = {
+      .hooks = objects_.has_save_hooks(), .apart = steps_.trained_apart(), .same_plan = fits};
+  std::string changes;  // of sharded models, one after the other
+  for (const auto& model : registry_.models()) {
+    if (model->sharded() != nullptr) changes += model->sharded()->ChangesHere();
+  }
+  const absl::Status all = Guard([&] {
+    const auto said =
+        GatherObject(process_.comm(),
+                     std::make_tuple(OnWire(mine), agreed_.hooks, agreed_.apart, agreed_.same_plan,
+                                     static_cast<int64_t>(layout_.shared), changes));
+    std::vector<StatusOnWire> statuses;
+    std::vector<std::string> changed;
+    int other = 0;      // a rank that shares other models
+    int different = 0;  // one with another number of sharded models
+    for (size_t r = 0; r < said.size(); ++r) {
+      const auto& [status, hooks, apart, same_plan, shared, of_models] = said[r];
+      statuses.push_back(status);
+      changed.push_back(of_models);
+      agreed_.hooks |= hooks;
+      agreed_.apart |= apart;
+      agreed_.same_plan &= same_plan;
+      if (shared != std::get<4>(said[0])) other = static_cast<int>(r);
+      if (of_models.size() != changed[0].size()) different = static_cast<int>(r);
+    }
+    ThrowFirst(statuses);
+    // Rank 0 writes everything then.
+    if (other != 0 && !agreed_.hooks && !agreed_.apart) {
+      ThrowIfError(absl::FailedPreconditionError(absl::StrCat(
+          "save_state: the models that all processes write together have parameters of other "
+          "names, shapes or types on rank ",
+          other, " than on rank 0, or options.checkpoint.divide_above differs")));
+    }
+    if (different != 0) {
+      ThrowIfError(absl::FailedPreconditionError(
+          absl::StrCat("save_state: rank ", different,
+                       " has prepared another number of sharded models than rank 0")));
+    }
+    CompareShardedModels(changed);
+  });
+  if (!mine.ok()) return mine;
+  if (!all.ok()) return all;
+  agreed_.same_plan =
+      agreed_.same_plan && plan_->hooks == agreed_.hooks && plan_->apart == agreed_.apart;
+  if (agreed_.same_plan) ++saves_reused_;
+  if (mine.ok()) file_plans_.BeginSave();
+  return mine;
+}
+
+SaveWriter::PlanCounts SaveWriter::plan_counts() const {
+  return {.saves_planned = saves_planned_,
+          .saves_reused = saves_reused_,
+          .files_planned = file_plans_.made(),
+          .files_reused = file_plans_.reused()};
+}
+
+void SaveWriter::CopyParametersLater(StateWriter& writer) const {
+  for (const auto& optimizer : registry_.optimizers()) {
+    for (const at::Tensor& parameter : optimizer->handle().parameters()) {
+      writer.CopyLater(parameter);
+    }
+  }
+}
+
+void SaveWriter::ExpectBytes(StateWriter& writer, const std::vector<NamedTensors>& weights,
+                             const std::vector<std::optional<OptimizerState>>& optimizers) const {
+  uint64_t mine = 0, models = 0, states = 0;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    uint64_t bytes = 0;
+    for (const auto& [name, tensor] : weights[i]) bytes += tensor.nbytes();
+    const bool divided = plan_->division.Divides(i);
+    if (divided || process_.rank() == 0) mine += bytes;
+    models += divided ? plan_->division.models[i].bytes : bytes;
+  }
+  bool whole = false;  // of unsharded models every process has all of the states
+  for (size_t i = 0; i < optimizers.size(); ++i) {
+    if (!optimizers[i].has_value()) continue;
+    whole |= !IsSharded(registry_.optimizers()[i]->handle(), registry_.models());
+    for (const auto& [name, tensor] : optimizers[i]->tensors) states += tensor.nbytes();
+  }
+  if (whole && models > 0) {
+    states = static_cast<uint64_t>(static_cast<double>(states) * static_cast<double>(mine) /
+                                   static_cast<double>(models));
+  }
+  writer.Expect(mine + states);
+}
+
+absl::Status SaveWriter::WriteModels(StateWriter& writer,
+                                     const std::vector<NamedTensors>& weights) const {
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const std::string name = ModelFileName(static_cast<int>(i));
+    const std::vector<DividedFile>& files = plan_->division.models[i].files;
+    if (files.empty()) {
+      if (process_.rank() != 0) continue;
+      for (const auto& [tensor, value] : WithoutSharedTensors(weights[i])) {
+        plan_->Holds(name, name, tensor, value);
+      }
+      MUSTER_RETURN_IF_ERROR(writer.WriteModel(name, weights[i]));
+      continue;
+    }
+    // All processes have agreed on it: what another one writes, too.
+    if (process_.rank() == 0) {
+      VisitDividedModel(
+          *registry_.models()[i], files,
+          [&](size_t file, const std::string& tensor, at::ScalarType type, at::IntArrayRef shape) {
+            plan_->Holds(name, PartFileName(name, file, files.size()), tensor, type, shape);
+          });
+    }
+    std::map<std::string, at::Tensor> mine(weights[i].begin(), weights[i].end());
+    for (size_t k = 0; k < files.size(); ++k) {
+      if (files[k].rank != process_.rank()) continue;
+      NamedTensors tensors;
+      for (const std::string& tensor : files[k].tensors) {
+        tensors.emplace_back(tensor, mine.at(tensor));
+      }
+      const std::string part = PartFileName(name, k, files.size());
+      plan_->parts[part] = name;
+      MUSTER_RETURN_IF_ERROR(writer.WriteModel(part, tensors));
+    }
+    if (process_.rank() != 0) continue;
+    MUSTER_RETURN_IF_ERROR(writer.WriteText(IndexFileName(name), plan_->indexes[i]));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SaveWriter::WriteOptimizer(StateWriter& writer, size_t index,
+                                        OptimizerState state) const {
+  const auto& slot = registry_.optimizers()[index];
+  const std::string name = OptimizerFileName(static_cast<int>(index));
+  const std::vector<SavePlan::OptimizerPart>& parts = plan_->optimizers[index];
+  // What is gathered from several processes is a copy already.
+  const bool live = !IsSharded(slot->handle(), registry_.models());
+  // Without states their order means nothing.
+  const bool has_states = live ? !state.tensors.empty() : slot->steps() > 0;
+  const auto put = [&](const std::string& key, const at::Tensor& tensor, StateDict& file) {
+    file.SetTensor(key, tensor);
+    if (live) writer.CopyLater(tensor);
+  };
+  // Of an unsharded model every process has the whole state, that of process 0 counts.
+  for (size_t k = 0; k < parts.size(); ++k) {
+    const std::string part = PartFileName(name, k, parts.size());
+    StateDict file;
+    for (const std::string& parameter : parts[k].known_as) {
+      // What another rank writes is not to be among the rest.
+      const std::map<std::string, at::Tensor> taken = TakeStateOf(parameter, &state);
+      const bool mine = parts[k].rank == process_.rank();
+      for (const auto& [key, tensor] : taken) {
+        // One rank alone: the other might plan by files where that one lists tensors.
+        if (live ? process_.rank() == 0 : mine) plan_->Holds(name, part, key, tensor);
+        if (mine) put(key, tensor, file);
+      }
+    }
+    if (parts[k].rank != process_.rank()) continue;
+    plan_->parts[part] = name;
+    MUSTER_RETURN_IF_ERROR(writer.Write(part, file));
+  }
+  if (process_.rank() != 0) return absl::OkStatus();
+  StateDict file;
+  for (const auto& [key, tensor] : state.tensors) {
+    plan_->Holds(name, name, key, tensor);
+    put(key, tensor, file);
+  }
+  PutRows(state.groups, &file);
+  file.SetInt("steps", slot->steps());
+  if (has_states) {
+    file.SetText(kParametersKey, DescribeParameters(slot->handle(), registry_.models()));
+  }
+  return writer.Write(name, file);
+}
+
+absl::Status SaveWriter::WriteShared(StateWriter& writer) const {
+  for (size_t i = 0; i < registry_.schedulers().size(); ++i) {
+    StateDict file;
+    PutRows(registry_.schedulers()[i]->SaveState(), &file);
+    MUSTER_RETURN_IF_ERROR(writer.Write(SchedulerFileName(i), file));
+  }
+  for (size_t i = 0; i < registry_.loaders().size(); ++i) {
+    StateDict file;
+    file.SetText("place", loops_.PlaceToSave(*registry_.loaders()[i]).ToString());
+    for (const auto& [name, tensor] : registry_.loaders()[i]->StateTensors())
+      file.SetTensor(name, tensor);
+    MUSTER_RETURN_IF_ERROR(writer.Write(SamplerFileName(i), file));
+  }
+  if (steps_.scaler() != nullptr) {
+    StateDict file;
+    PutRows(steps_.scaler()->SaveState(), &file);
+    MUSTER_RETURN_IF_ERROR(writer.Write(ScalerFileName(0), file));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SaveWriter::WriteRegistered(StateWriter& writer, const SaveDivision& division,
+                                         size_t index, const StateDict& collected) const {
+  const std::string name = CustomFileName(static_cast<int>(index));
+  // The tensors for the parameters in each file of the model are a file, too.
+  const size_t model = *objects_.DividedModelOf(index, registry_.models());
+  std::set<std::string> apart;
+  if (division.Divides(model)) {
+    const std::vector<DividedFile>& files = division.models[model].files;
+    for (size_t k = 0; k < files.size(); ++k) {
+      StateDict part;
+      const std::string part_name = PartFileName(name, k, files.size());
+      for (const std::string& tensor : files[k].tensors) {
+        const std::string key = objects_.objects()[index].divided->KeyOf(tensor);
+        apart.insert(key);
+        const absl::StatusOr<at::Tensor> mine = collected.GetTensor(key);
+        if (!mine.ok()) continue;
+        part.SetTensor(key, *mine);
+        if (files[k].rank == process_.rank()) plan_->Holds(name, part_name, key, *mine);
+      }
+      if (files[k].rank != process_.rank()) continue;
+      plan_->parts[part_name] = name;
+      MUSTER_RETURN_IF_ERROR(writer.Write(part_name, part));
+    }
+  }
+  if (process_.rank() != 0) return absl::OkStatus();
+  StateDict rest;
+  CopyScalars(collected, &rest);
+  for (const auto& [key, tensor] : collected.tensors()) {
+    if (apart.count(key) == 0) rest.SetTensor(key, tensor);
+  }
+  return writer.Write(name, rest);
+}
+
+absl::Status SaveWriter::Write(StateWriter& writer) {
+  writer.PlanWith(&file_plans_);
+  CopyParametersLater(writer);
+  const Models& models = registry_.models();
+  const int rank = process_.rank();
+  if (!agreed_.same_plan) {
+    plan_.reset();
+    plan_ = std::make_unique<SavePlan>(
+        MakeSavePlan(process_, registry_, layout_, agreed_.hooks, agreed_.apart));
+    ++saves_planned_;
+    agreed_.same_plan = true;  // if this save is written to a second place
+  }
+  plan_->BeginSave();
+  const SaveDivision& division = plan_->division;
+  // What this process alone fails at until all exchanges are over.
+  std::exception_ptr failure;
+  std::vector<NamedTensors> weights;
+  for (size_t i = 0; i < models.size(); ++i) {
+    if (division.Divides(i)) {
+      const auto writes = [&](const std::string& name) { return division.Writes(rank, i, name); };
+      weights.push_back(FullWeights(*models[i], writes, &failure).tensors());
+    } else {
+      weights.push_back(FullWeights(*models[i], rank == 0, &failure).tensors());
+    }
+  }
+  const auto writes = [&](ModelSlot& model, const std::string& name) {
+    const auto at = std::find_if(models.begin(), models.end(),
+                                 [&](const auto& other) { return other.get() == &model; });
+    return division.Writes(rank, static_cast<size_t>(at - models.begin()), name);
+  };
+  std::vector<std::optional<OptimizerState>> optimizers;
+  for (size_t i = 0; i < registry_.optimizers().size(); ++i) {
+    const OptimizerHandle& handle = registry_.optimizers()[i]->handle();
+    optimizers.emplace_back();
+    if (rank == 0 || division.DividesAny() || IsSharded(handle, models)) {
+      optimizers.back() = FullState(
+          handle, models, writes,
+          [&](size_t model) {
+            return &plan_->slots[{i, model}];
+          },
+          &failure);
+    }
+  }
+  std::vector<std::optional<StateDict>> collected(objects_.objects().size());
+  for (size_t i = 0; i < objects_.objects().size(); ++i) {
+    const std::optional<size_t> model = objects_.DividedModelOf(i, registry_.models());
+    if (!model.has_value()) continue;
+    collected[i] = objects_.objects()[i].divided->Collect(
+        [&](const std::string& name) { return division.Writes(rank, *model, name); }, &failure);
+  }
+  // No collectives from here on: a rank whose disk is full leaves no other waiting.
+  if (failure != nullptr) std::rethrow_exception(failure);
+  const std::vector<int64_t> registered = objects_.Numbers();
+  objects_.RunSaveHooks(weights, writer);
+  objects_.CheckUnchanged(registered, "save_state()");
+  ExpectBytes(writer, weights, optimizers);
+  MUSTER_RETURN_IF_ERROR(WriteModels(writer, weights));
+  for (size_t i = 0; i < optimizers.size(); ++i) {
+    if (!optimizers[i].has_value()) continue;
+    MUSTER_RETURN_IF_ERROR(WriteOptimizer(writer, i, *std::move(optimizers[i])));
+  }
+  if (rank == 0) MUSTER_RETURN_IF_ERROR(WriteShared(writer));
+  for (size_t i = 0; i < objects_.objects().size(); ++i) {
+    if (!collected[i].has_value()) continue;
+    MUSTER_RETURN_IF_ERROR(WriteRegistered(writer, division, i, *collected[i]));
+  }
+  // Last, since they are the program's: they may register and remove objects, also themselves.
+  const std::vector<StateObjects::Object> objects = objects_.objects();
+  for (size_t i = 0; i < objects.size() && rank == 0; ++i) {
+    if (collected[i].has_value()) continue;
+    TORCH_CHECK(objects_.Has(objects[i]), "save_state(): the save function of a registered ",
+                "object has removed object ", i, " before it was saved: do so before or after it");
+    MUSTER_RETURN_IF_ERROR(writer.Write(CustomFileName(static_cast<int>(i)), objects[i].save()));
+  }
+  StateDict random;
+  for (const auto& [name, tensor] : SaveRngState()) random.SetTensor(name, tensor);
+  // The last file of every rank. What is proven to be there is known from here.
+  {
+    // Without a coordinator, and with a disk in every node, rank 0 proves it from what ranks tell
+    // it of their files.
+    const size_t most =
+        process_.coordinator() == nullptr || process_.own_node().has_value() ? 0
+        : rank == 0
+            ? kMaxListedBytes
+            : std::min(kMaxListedBytes, kMaxListedOfOthers / static_cast<size_t>(process_.size()));
+    random.SetMetadata(kPlanKey, plan_->TakeReport(most));
+  }
+  return writer.Write(RandomStatesFileName(process_.rank()), random);
+}
+
+}  // namespace muster::internal

@@ -1,0 +1,77 @@
+#ifndef MUSTER_INTERNAL_STATE_OBJECTS_H_
+#define MUSTER_INTERNAL_STATE_OBJECTS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "muster/internal/divided_object.h"
+#include "muster/internal/full_state.h"
+#include "muster/state.h"
+#include "worker/checkpoint/safetensors.h"
+#include "worker/checkpoint/state.h"
+#include "worker/checkpoint/state_dict.h"
+#include "worker/train/plain_state.h"
+
+namespace muster::internal {
+
+// What the program has registered for its checkpoints: objects of the state, and hooks of saves and
+// loads. Objects and hooks may be removed while they run, also by themselves. Not thread-safe.
+class StateObjects {
+ public:
+  struct Object {
+    int64_t number = 0;
+    std::function<StateDict()> save;
+    std::function<void(const StateDict&)> load;
+    std::shared_ptr<DividedObject> divided;  // may be null
+    std::optional<std::weak_ptr<const void>> lifetime;
+  };
+
+  // `divided`: as what it is saved and loaded; null: by `save` and `load`. `lifetime`: expires with
+  // the object, which is then left out; nothing: it lives until it is removed. Returns its number.
+  int64_t Register(std::function<StateDict()> save, std::function<void(const StateDict&)> load,
+                   std::shared_ptr<DividedObject> divided = nullptr,
+                   std::optional<std::weak_ptr<const void>> lifetime = std::nullopt);
+  int64_t Register(std::function<PlainState()> save, std::function<void(const PlainState&)> load);
+  // Return the hook's number.
+  int64_t AddSaveHook(SaveStateHook hook);
+  int64_t AddLoadHook(LoadStateHook hook);
+  // The object or hook of this number, if it is still there.
+  void Remove(int64_t id);
+  // Numbers grow: removes what has come since next_number() was this.
+  int64_t next_number() const { return next_; }
+  void RemoveSince(int64_t number);
+  // Leaves out objects whose lifetime has ended.
+  void ForgetExpired();
+
+  const std::vector<Object>& objects() const { return objects_; }
+  // Whether it has not been removed.
+  bool Has(const Object& object) const;
+  std::vector<int64_t> Numbers() const;
+  // Throws if a hook of `call` has changed them.
+  void CheckUnchanged(const std::vector<int64_t>& numbers, const char* call) const;
+  // Where among `models` that of object `index` is; nothing unless it is divided. Throws if its
+  // model is not there.
+  std::optional<size_t> DividedModelOf(size_t index, const Models& models) const;
+
+  bool has_save_hooks() const { return !save_hooks_.empty(); }
+  bool has_load_hooks() const { return !load_hooks_.empty(); }
+  // `weights`: a list for each model. Throws if a hook has removed a list.
+  void RunSaveHooks(std::vector<NamedTensors>& weights, StateWriter& writer) const;
+  void RunLoadHooks(std::vector<NamedTensors>& weights, const StateReader& reader) const;
+
+ private:
+  std::vector<Object> objects_;
+  // By number, which is their order.
+  std::map<int64_t, std::shared_ptr<const SaveStateHook>> save_hooks_;
+  std::map<int64_t, std::shared_ptr<const LoadStateHook>> load_hooks_;
+  int64_t next_ = 0;  // the number of what is registered next
+};
+
+}  // namespace muster::internal
+
+#endif  // MUSTER_INTERNAL_STATE_OBJECTS_H_
