@@ -150,7 +150,7 @@ TEST_F(ConfigCommandTest, OptionsThatTheFileCannotHave_AreRefused) {
     for (const auto& [options, text] :
          {std::pair<std::vector<std::string>, const char*>{{"--use_fsdp", "--fsdp_version", "2"},
                                                            "is a flag of muster launch"},
-          {{"--env", "A=b"}, "--env A=b is not taken over"}}) {
+          {{"--env", "A=b"}, "--env A=b is not copied into the file"}}) {
       std::vector<std::string> args = verb;
       args.insert(args.end(), options.begin(), options.end());
       EXPECT_EQ(Run(args, "one\n"), kExitUsage);
