@@ -594,8 +594,10 @@ class Accelerator {
   // Queues values for the trackers: `accelerator.log({{"loss", 0.5}}, step)`. Never waits for a
   // disk.
   void log(TrackerValues values, std::optional<int64_t> step = std::nullopt);
-  // Returns the tracker of that name, for its own methods; on a process without it, a tracker that
-  // does nothing.
+  // Returns the tracker of that name, so that you can call its own methods; on a process without
+  // it, a tracker that does nothing. Blocks until everything logged so far has been written. After
+  // the next log() a thread of Muster uses the tracker too, so call get_tracker() again before each
+  // use. Errors: NOT_FOUND; FAILED_PRECONDITION before init_trackers().
   absl::StatusOr<GeneralTracker*> get_tracker(const std::string& name);
   // Returns a progress bar on the local main process, silent if standard error is not a terminal.
   Progress progress(int64_t total, const std::string& description = "");
