@@ -603,7 +603,7 @@ class GrpcJobCoordination final : public JobCoordination {
         if (!std::exchange(told_it_serves_, true)) {
           MUSTER_LOG(Warning) << no_place.message()
                               << "; this machine hosts the coordinator, so it "
-                              << "stays for the " << running << " that have a place";
+                              << "keeps serving the " << running << " machines that have a place";
         }
       }
       MutexLock lock(&shared_->mu);

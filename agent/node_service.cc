@@ -293,7 +293,7 @@ class NodeService {
     if (!lock_.open()) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", lock));
     if (flock(lock_.get(), LOCK_EX | LOCK_NB) != 0) {
       return absl::AlreadyExistsError(absl::StrCat("another agent uses ", options_.state_dir,
-                                                   ": end it, or give another --state_dir"));
+                                                   ": stop it, or use another --state_dir"));
     }
     MUSTER_RETURN_IF_ERROR(ReadIdentity());
     MUSTER_RETURN_IF_ERROR(OpenGroups());
@@ -1086,7 +1086,7 @@ class NodeService {
       if (!away.has_value()) {
         MUSTER_LOG(Warning) << "the coordinator at " << options_.coordinator
                             << " does not answer: " << status.message()
-                            << "; attempts continue, and it is tried again";
+                            << "; attempts continue, and this agent keeps trying";
         seen_version_ = 0;
         away.emplace(kAwayLeast, kAwayMost);
       }

@@ -358,11 +358,11 @@ std::optional<v1::OpError> BarrierSet::CheckSame(const Instance& instance, const
   }
   for (const int rank : arrival.ranks) {
     if (Position(instance, rank) >= 0) continue;
-    return MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_DESYNC,
-                     absl::StrCat("rank ", rank, " arrived at barrier ", Quoted(instance.id),
-                                  " counter ", instance.counter,
-                                  ", in which it does not take part: give each set of ranks a ",
-                                  "barrier name of its own"));
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_DESYNC,
+        absl::StrCat("rank ", rank, " arrived at barrier ", Quoted(instance.id), " counter ",
+                     instance.counter, ", in which it does not take part: use a separate ",
+                     "barrier name for each set of ranks"));
   }
   if (instance.call_site != arrival.call_site) {
     return MakeError(

@@ -99,7 +99,7 @@ namespace {
 std::shared_ptr<internal::ModelSlot> ModelOf(const internal::DividedObject& average) {
   std::shared_ptr<internal::ModelSlot> model = average.model();
   TORCH_CHECK(model != nullptr,
-              "the sharded model of which there is an average (muster::Ema) is gone: keep the "
+              "the sharded model that a muster::Ema averages no longer exists: keep the "
               "prepared model for as long as the average is used");
   return model;
 }

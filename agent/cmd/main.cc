@@ -493,7 +493,7 @@ absl::StatusOr<GpuFacts> AskDriver() {
   if (!answer->done.WaitForNotificationWithTimeout(kPatience)) {
     return absl::UnavailableError(
         absl::StrCat("the driver has not answered for ", absl::FormatDuration(kPatience),
-                     ": see whether nvidia-smi does; --gpu_memory_mib says it without asking"));
+                     ": check whether nvidia-smi works, or set --gpu_memory_mib"));
   }
   return answer->facts;
 }

@@ -619,11 +619,12 @@ absl::Status ReportVerdict(const Call& call, const Checkpoint& checkpoint, Verif
   if (!checkpoint.seal.ok()) {
     return absl::NotFoundError(
         absl::StrCat(checkpoint.path, ": ", checkpoint.seal.status().message(),
-                     "; only a coordinator that sealed a checkpoint keeps what is found of it"));
+                     "; only the coordinator that sealed a checkpoint records the result"));
   }
   if (checkpoint.seal->job.empty() && !call.line.Has("job")) {
     return absl::NotFoundError(absl::StrCat(
-        checkpoint.path, " was sealed without a coordinator, so none keeps what is found of it"));
+        checkpoint.path,
+        " was sealed without a coordinator, so there is none to report the result to"));
   }
   const absl::Status& read = checkpoint.manifest.status();
   // What cannot be read may be whole.
@@ -968,7 +969,7 @@ int RunExport(const Call& call) {
 absl::Status WithWayOut(const absl::Status& status) {
   if (!absl::IsDataLoss(status)) return status;
   return absl::DataLossError(
-      absl::StrCat(status.message(), "; take the weights of an earlier checkpoint"));
+      absl::StrCat(status.message(), "; use the weights of an earlier checkpoint"));
 }
 
 // Of a part of a checkpoint without the model, another file might be taken for it.
@@ -1150,8 +1151,8 @@ int RunPrune(const Call& call) {
       if (!checkpoint.seal.ok() && !absl::IsNotFound(checkpoint.seal.status())) {
         return Fail(call, absl::FailedPreconditionError(absl::StrCat(
                               checkpoint.seal.status().message(),
-                              "; nothing was removed: the checkpoint may be pinned. Use a "
-                              "muster that reads this file, or remove the file")));
+                              "; nothing was removed: the checkpoint may be pinned. Use a version "
+                              "of muster that can read this file, or remove the file")));
       }
       (IsPinned(checkpoint) ? pinned : complete).push_back(checkpoint.path);
       if (!checkpoint.seal.ok() || checkpoint.seal->promoted) to_resume = checkpoint.path;

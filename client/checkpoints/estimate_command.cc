@@ -76,7 +76,7 @@ absl::StatusOr<Request> RequestOf(const CommandLine& line) {
   if (request.processes % request.group_size != 0) {
     return absl::InvalidArgumentError(absl::StrCat(
         "--group_size ", request.group_size, " does not divide --num_processes ", request.processes,
-        ": the copies of the model must have equally many processes"));
+        ": each copy of the model needs the same number of processes"));
   }
   static const auto& states =
       *new std::map<std::string, int64_t>{{"adam", 8}, {"momentum", 4}, {"sgd", 0}};

@@ -80,7 +80,7 @@ absl::StatusOr<DeviceLimits> FoundLimits(const Machine& machine) {
   if (machine.usable_gpus > 0) {
     return absl::FailedPreconditionError(absl::StrCat(
         "this machine has ", machine.usable_gpus, machine.usable_gpus == 1 ? " GPU" : " GPUs",
-        ", whose memory only a program with CUDA can ask for: write --max_memory 0=SIZE,cpu=SIZE"));
+        ", and only a program with CUDA can query its memory: write --max_memory 0=SIZE,cpu=SIZE"));
   }
   return DeviceLimits{{"cpu", static_cast<double>(MemoryLeft())}};
 }
@@ -217,8 +217,10 @@ absl::Status PlanGeneration(const std::string& path, const models::ModelConfig& 
                             Plan& plan) {
   models::GenerationShape& shape = *plan.request.generation;
   if (std::holds_alternative<models::BertConfig>(config)) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        path, ": BERT generates no text: leave out --prompt_tokens and what else is for that"));
+    return absl::InvalidArgumentError(
+        absl::StrCat(path,
+                     ": BERT does not generate text: leave out --prompt_tokens and the other "
+                     "options of a generation"));
   }
   const int64_t room = models::ContextLength(config) - shape.prompt_tokens;
   if (!plan.request.has_new_tokens) shape.new_tokens = std::clamp<int64_t>(room, 1, kNewTokens);

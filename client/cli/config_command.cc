@@ -93,8 +93,7 @@ CommandSpec ConfigSpec() {
 absl::Status CheckPlace(const std::string& path) {
   struct stat info;
   if (stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(path, " is a folder: give the name of a file in it"));
+    return absl::InvalidArgumentError(absl::StrCat(path, " is a folder: name a file in it"));
   }
   std::string folder = ParentPath(path);
   while (!PathExists(folder) && folder != ParentPath(folder)) folder = ParentPath(folder);
@@ -292,11 +291,11 @@ int AskByLines(const CommandSpec& spec, const CommandContext& context, ConfigDia
     if (!context.in_is_terminal) context.out << answer << "\n";
     absl::Status status;
     if (kind == LineKind::kEnd) {
-      status = absl::InvalidArgumentError("there is no answer any more");
+      status = absl::InvalidArgumentError("the input ended before this answer");
     } else if (kind == LineKind::kTooLong) {
       status = absl::InvalidArgumentError("the answer does not end");
     } else if (absl::StripAsciiWhitespace(answer) == "<") {
-      if (!dialog->Back()) status = absl::InvalidArgumentError("there is no question before");
+      if (!dialog->Back()) status = absl::InvalidArgumentError("this is the first question");
     } else {
       status = dialog->Answer(answer);
     }
@@ -391,7 +390,8 @@ int RunDialog(const CommandSpec& spec, const CommandLine& line, const CommandCon
   if (!facts.ok()) return FailCall(spec, context, facts.status());
   if (context.in == nullptr) {
     return Fail(spec, context,
-                absl::InvalidArgumentError("nobody answers: muster config default asks nothing"),
+                absl::InvalidArgumentError(
+                    "the input is not available: use muster config default, which asks nothing"),
                 kExitUsage);
   }
   const std::string path = facts->path;

@@ -83,7 +83,7 @@ TEST_F(ConfigCommandTest, WrongAnswerOfAScript_EndsItWithoutAFile) {
             "number of at least 1; nothing is written\n");
   EXPECT_EQ(Run({}, "one\ncpu\n"), kExitUsage);
   EXPECT_THAT(err_.str(),
-              HasSubstr("question 3 (How many processes?): there is no answer any more"));
+              HasSubstr("question 3 (How many processes?): the input ended before this answer"));
   EXPECT_EQ(Run({}, "<\n"), kExitUsage);
   EXPECT_EQ(Run({}, std::string(70'000, 'x')), kExitUsage);
   EXPECT_EQ(Run({}, ""), kExitUsage);

@@ -79,9 +79,10 @@ absl::StatusOr<std::string> GroupOf(const Connection& connection, const std::str
         return one.state() == v1::WORKER_STATE_JOINING || one.state() == v1::WORKER_STATE_RUNNING;
       });
   if (runs) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        job, " is a submitted job and a launch: write ", kLaunchPrefix, job, " for the launch, or ",
-        job, ".", std::max(1, LastBegun(*submitted)), " for that attempt of the submitted job"));
+    return absl::InvalidArgumentError(
+        absl::StrCat(job, " is both a submitted job and a launch: write ", kLaunchPrefix, job,
+                     " for the launch, or ", job, ".", std::max(1, LastBegun(*submitted)),
+                     " for that attempt of the submitted job"));
   }
   if (submitted->attempts == 0) {
     return rpc::ErrorWithReason(absl::StatusCode::kFailedPrecondition,

@@ -266,7 +266,7 @@ int Launch(const CommandLine& line, const std::vector<std::string>& argv,
   if (line.Has("output")) {
     return Fail(spec, context,
                 absl::InvalidArgumentError(
-                    "--output is the format of --dry_run: add it, or leave --output out"),
+                    "--output works only with --dry_run: add --dry_run, or leave --output out"),
                 kExitUsage);
   }
   const LaunchOutcome outcome = backend.run(plan);

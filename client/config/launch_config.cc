@@ -1212,8 +1212,7 @@ absl::Status CheckSharding(const std::vector<Layer>& layers, const Resolver& val
     if (!spec.of_sharding || given.source == "default" || given.text.empty()) continue;
     return absl::InvalidArgumentError(absl::StrCat(
         spec.name, ": ", Printable(given.text), " (from ", given.source,
-        ") says how a model is divided, which nothing asks for: give --sharding NAME as well, or "
-        "leave it out"));
+        ") refines sharding, but nothing enables it: add --sharding NAME, or leave this out"));
   }
   return absl::OkStatus();
 }
@@ -1304,9 +1303,10 @@ absl::Status AddVariables(const std::vector<Layer>& layers, LaunchConfig* config
     if (const WorkerVariable* const set = FindWorkerVariable(name)) {
       return absl::InvalidArgumentError(absl::StrCat(
           "env: ", name, " (from ", given.source, ") cannot be set: ",
-          set->setting.empty() ? "the launch gives each process its own, by its place in the job"
-                               : absl::StrCat("write --", set->setting, ", or ", set->setting,
-                                              ": in the file, which says it to all processes")));
+          set->setting.empty()
+              ? "muster launch sets it for each process according to its place in the job"
+              : absl::StrCat("write --", set->setting, ", or ", set->setting,
+                             ": in the file, which sets it for all processes")));
     }
     config->env[name] = given.text;
     config->provenance.emplace_back("env." + name, given);

@@ -106,7 +106,7 @@ class LogFollower {
                                       : absl::IsUnavailable(status) && waits;
     }
     if (!over || one_attempt_) return status;
-    MUSTER_LOG(Warning) << "rank " << options_.rank << " has no further output of attempt "
+    MUSTER_LOG(Warning) << "rank " << options_.rank << " has no more output of attempt "
                         << options_.attempt << " here: " << status.message()
                         << "; that of the next attempt follows";
     return true;

@@ -352,10 +352,10 @@ absl::Status CheckVariables(const json& env, absl::string_view where) {
     if (set == nullptr) continue;
     return absl::InvalidArgumentError(absl::StrCat(
         where, ": ", name, " cannot be set: ",
-        set->setting.empty() ? "each process gets its own, by its place in the job"
+        set->setting.empty() ? "Muster sets it for each process according to its place in the job"
         : Find(set->setting) != nullptr
-            ? absl::StrCat("write the setting ", set->setting, ", which says it to all processes")
-            : "what starts the processes on a node sets it, and a job has no setting for it"));
+            ? absl::StrCat("write the setting ", set->setting, ", which sets it for all processes")
+            : "the agent of each node sets it, and a job has no setting for it"));
   }
   return absl::OkStatus();
 }
@@ -471,7 +471,7 @@ absl::Status ReadFile(absl::string_view text, absl::string_view source, bool by_
       if (rewritten != file.rewritten.end() && absl::StartsWith(rewritten->first, entries)) {
         return absl::InvalidArgumentError(
             absl::StrCat(where, ": ", key, ": ", rewritten->second,
-                         ": YAML reads this as another number: write it in quotes"));
+                         ": YAML reads this as a different number: write it in quotes"));
       }
     }
     std::string write = setting->read(value, &job->spec);
@@ -487,7 +487,7 @@ absl::Status ReadFile(absl::string_view text, absl::string_view source, bool by_
     // The keys come in the order of the alphabet.
     if (!restarts->Add(key, value)) {
       return absl::InvalidArgumentError(
-          absl::StrCat(where, ": max_restarts: failure_policy has it, too: give it once"));
+          absl::StrCat(where, ": max_restarts: failure_policy also has it: set it once"));
     }
   }
   TakePaths(absl::StrContains(source, '/') ? std::string(source.substr(0, source.rfind('/'))) : "",
@@ -621,7 +621,7 @@ absl::StatusOr<ResolvedJob> Resolve(absl::string_view text, absl::string_view so
     if (name == "files") TakePaths("", &job);
     if (!of_flags.Add(name, value)) {
       return absl::InvalidArgumentError(
-          "--max_restarts: --failure_policy has it, too: give it once");
+          "--max_restarts: --failure_policy also has it: set it once");
     }
   }
   SetRestarts(of_file, of_flags, &job);

@@ -525,7 +525,7 @@ class Slurm final : public JobBackend {
       return absl::OkStatus();
     }
     return absl::InvalidArgumentError(
-        "the job has text that no job file can hold: use UTF-8 without control characters");
+        "the job has text that a job file cannot hold: use UTF-8 without control characters");
   }
   // Of a submission: its key, and a digest of what was submitted.
   static std::string Comment(const JobSpec& spec, const std::string& key) {

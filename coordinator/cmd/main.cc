@@ -279,8 +279,8 @@ int VerifyJournal(const std::string& path) {
 
 int RestoreBackup(const std::string& backup, const std::string& directory) {
   if (directory.empty()) {
-    return Fail(kExitUsage,
-                absl::InvalidArgumentError("--restore needs --data_dir, where the backup goes"));
+    return Fail(kExitUsage, absl::InvalidArgumentError(
+                                "--restore needs --data_dir, the directory to restore into"));
   }
   Core core({});
   return EndWith(SqliteJournal::Restore(

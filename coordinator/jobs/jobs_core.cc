@@ -594,10 +594,11 @@ JobsCore::Error JobsCore::Submit(CallId call, const v1::SubmitJobRequest& reques
     return std::nullopt;
   }
   if (!MakeRoomForOne()) {
-    return MakeError(absl::StatusCode::kResourceExhausted, v1::ERROR_REASON_LIMIT,
-                     absl::StrCat("the coordinator has ", jobs_.size(), " jobs of ", bytes_ >> 20,
-                                  " MiB that have not ended, which is the most: try again when "
-                                  "some have"));
+    return MakeError(
+        absl::StatusCode::kResourceExhausted, v1::ERROR_REASON_LIMIT,
+        absl::StrCat(
+            "the coordinator has ", jobs_.size(), " jobs of ", bytes_ >> 20,
+            " MiB that have not ended, which is its limit: try again when some have ended"));
   }
   const uint64_t sequence = ++last_sequence_;
   Job& job = jobs_[sequence];
@@ -1828,7 +1829,7 @@ JobsCore::Error JobsCore::ControlNode(CallId call, const v1::ControlNodeRequest&
   if (it == nodes_.end()) {
     return MakeError(absl::StatusCode::kNotFound, v1::ERROR_REASON_UNSPECIFIED,
                      absl::StrCat("no node ", Quoted(request.node()),
-                                  " is known here; muster nodes shows them"));
+                                  " is known here; muster nodes lists the nodes"));
   }
   Node& node = it->second;
   if (request.action() == v1::NODE_ACTION_LOG_LEVEL) return OrderLogLevel(call, request, &node);

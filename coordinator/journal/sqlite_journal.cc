@@ -136,7 +136,7 @@ absl::Status SqliteJournal::Error(int rc, absl::string_view what) const {
     case SQLITE_CORRUPT:
     case SQLITE_NOTADB:
       return absl::DataLossError(
-          absl::StrCat(text, "; put a copy of the directory back and say so with --restored"));
+          absl::StrCat(text, "; restore a copy of the directory and mark it with --restored"));
     case SQLITE_CANTOPEN:
     case SQLITE_PERM:
     case SQLITE_READONLY:

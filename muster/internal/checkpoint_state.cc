@@ -474,8 +474,8 @@ absl::Status CheckpointState::CheckOptions() const {
   }
   if (!options.promote && registrar_ == nullptr) {
     return absl::FailedPreconditionError(
-        "options.checkpoint.promote is false, which needs a coordinator that remembers it: start "
-        "the program by muster launch, or leave the option out");
+        "options.checkpoint.promote is false, which needs a coordinator to record it: start the "
+        "program with muster launch, or leave the option out");
   }
   if (options.disk_every < 1 || (options.disk_every > 1 && !options.memory)) {
     return absl::InvalidArgumentError(
@@ -1188,7 +1188,7 @@ absl::Status CheckpointState::AgreeToSave(const absl::Status& mine) {
     if (different != 0) {
       ThrowIfError(absl::FailedPreconditionError(
           absl::StrCat("save_state: rank ", different,
-                       " has prepared another number of sharded models than rank 0")));
+                       " has prepared a different number of sharded models than rank 0")));
     }
     CompareShardedModels(changed);
   });
@@ -1695,7 +1695,7 @@ bool CheckpointState::HasNoRoomFor(const StateReader& reader,
   if (!OnAnyProcess(process_.comm(), bytes > left / copies)) return false;
   if (process_.rank() == 0) {
     MUSTER_LOG(Info) << "loading " << HumanBytes(bytes) << " from " << reader.dir()
-                     << " takes two passes: a host has no memory for a copy beside the state ("
+                     << " takes two passes: a host has no memory for a second copy of the state ("
                      << HumanBytes(left) << " are left on that of rank 0)";
   }
   return true;

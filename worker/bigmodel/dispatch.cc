@@ -382,7 +382,7 @@ absl::Status Dispatcher::SetMain(const DeviceEntries& map, const PlannedModel& m
   return absl::InvalidArgumentError(
       absl::StrCat("the device map places weights on GPU ", *first,
                    ", and the main device is the CPU, from where nothing moves to a GPU: leave the "
-                   "main device out, or name \"cpu\" and \"disk\" alone in the map"));
+                   "main device out, or use only \"cpu\" and \"disk\" in the map"));
 }
 
 std::map<std::string, c10::Device> Dispatcher::DevicesOf(const DeviceEntries& map,
@@ -741,7 +741,7 @@ absl::Status Dispatcher::WriteToDisk(const std::vector<Item*>& items) {
       if (is_replaced || entry == nullptr) {
         return absl::AbortedError(absl::StrCat("another process has replaced ",
                                                offload_file_->path(),
-                                               ": give each a folder of its own"));
+                                               ": give each process its own folder"));
       }
       entries.push_back(static_cast<size_t>(entry - files->entries().data()));
     }

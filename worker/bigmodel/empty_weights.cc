@@ -179,8 +179,8 @@ void Materialize(const at::Tensor& tensor, at::Device device, const std::string&
       "' is on the meta device and has no values: construct the module with "
       "muster::deferred_init(), and change its type inside of it, or load its weights first");
   TORCH_CHECK(deferred->version == tensor._version(), "'", name,
-              "' was written after deferred_init(), when it had no memory: initialize it inside of "
-              "the function that deferred_init() is given");
+              "' was written after deferred_init(), when it had no memory: initialize it inside "
+              "the function passed to deferred_init()");
   at::Tensor value;
   if (with_values) {
     value = deferred->tape->ValueOf(deferred->on_tape).to(tensor.options().device(device));

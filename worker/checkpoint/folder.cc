@@ -346,10 +346,10 @@ absl::Status CheckLink(const std::string& dir) {
   if (stat(dir.c_str(), &info) == 0 || (errno != ENOENT && errno != ENOTDIR)) {
     return absl::OkStatus();
   }
-  return absl::UnavailableError(absl::StrCat(
-      dir,
-      " is a symbolic link to nothing: the disk that it leads to may be away; attach it, or "
-      "remove the link"));
+  return absl::UnavailableError(
+      absl::StrCat(dir,
+                   " is a symbolic link to nothing: the disk that it points to may be missing; "
+                   "attach it, or remove the link"));
 }
 
 std::string HintAtUnnamed(const std::string& dir) {
@@ -615,8 +615,7 @@ absl::Status Staging::Commit() {
   if (!replaces_) {
     return absl::AlreadyExistsError(
         absl::StrCat("another program has saved a checkpoint as ", dir_,
-                     " since this save began, which stays: give each run a project folder of its "
-                     "own"));
+                     " since this save began, which stays: give each run its own project folder"));
   }
   // It is not abandoned: other nodes may need it if they cannot commit.
   MUSTER_ASSIGN_OR_RETURN(replaced_, Exchange(path_, dir_, &replaced_lock_));

@@ -172,7 +172,7 @@ absl::StatusOr<std::unique_ptr<MemoryTier>> MemoryTier::Open(Comm& comm, const s
   const absl::Status mine = GuardRank([&]() -> absl::Status {
     if (socket.empty()) {
       return absl::FailedPreconditionError(
-          "no agent holds memory for this process: muster launch and muster-agent do");
+          "no agent holds memory for this process: start it with muster launch or muster-agent");
     }
     MUSTER_RETURN_IF_ERROR(TakeHeldMemory(socket).status());
     if (!Workers::Get().Add(socket + worker_id)) {

@@ -417,7 +417,7 @@ absl::StatusOr<std::string> WhyHeldBack(Comm& comm, const std::string& path,
     if (seal.ok() && !seal->promoted) {
       mine = absl::StrCat(path, " was held back when it was saved");
     } else if (damaged) {
-      mine = absl::StrCat(seal.status().message(), "; nobody knows whether it was held back");
+      mine = absl::StrCat(seal.status().message(), "; it is unknown whether it was held back");
     } else if (!seal.ok() && !absl::IsNotFound(seal.status())) {
       return seal.status();
     }

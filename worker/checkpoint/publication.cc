@@ -661,7 +661,7 @@ absl::Status SealTogether(Comm& comm, Staging* staging, const Publication& publi
       if (status.ok() && !done && tries == kSealTries) {
         status = absl::UnavailableError(
             absl::StrCat("the coordinator has forgotten ", tries, " times what the ranks reported ",
-                         "of ", publication.path, ": see why it is started again and again"));
+                         "of ", publication.path, ": find out why it keeps restarting"));
         registrar.Abort(id, std::string(status.message()));
       }
     }
@@ -785,8 +785,7 @@ absl::Status PublishRegistered(Comm& comm, Staging* staging, const Publication& 
 
 absl::Status Moved(const std::string& path) {
   return absl::AbortedError(absl::StrCat(
-      path,
-      " has changed while it was looked at: another process gives it its name, or removes it"));
+      path, " has changed while it was checked: another process is renaming or removing it"));
 }
 
 // Where the sealed checkpoint is, which does not have its name and gets it if it can. Its contents
@@ -876,7 +875,7 @@ absl::StatusOr<HeldBack> HeldBackIn(const CheckpointFolder& folder,
     if (seal.ok() && MayBeTaken(*seal, records)) continue;
     if (!seal.ok()) {
       MUSTER_LOG(Warning) << "passing over " << path << ": " << seal.status().message()
-                          << "; nobody knows whether it was held back: load_state(\"" << path
+                          << "; it is unknown whether it was held back: load_state(\"" << path
                           << "\") loads it";
       held_back.unreadable.Update(seal.status());
       held_back.paths.push_back(path);
@@ -998,7 +997,7 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
   }
   const absl::StatusOr<std::vector<RegisteredCheckpoint>> records = registrar->List();
   if (!records.ok()) {
-    MUSTER_LOG(Warning) << "the coordinator does not say which checkpoint to resume from ("
+    MUSTER_LOG(Warning) << "cannot ask the coordinator which checkpoint to resume from ("
                         << records.status().message() << "): the newest that is complete in "
                         << folder.root() << " is taken";
     MUSTER_ASSIGN_OR_RETURN(unnamed, folder.PublishSealed());
@@ -1028,9 +1027,10 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
       left_out.push_back(path);
       if (!record->promoted) continue;
       any_damaged = true;
-      MUSTER_LOG(Warning) << "passing over " << path << " of step " << record->step
-                          << ", which the coordinator knows as damaged: " << record->damage
-                          << "; if it is whole again, muster checkpoints verify --report says so";
+      MUSTER_LOG(Warning)
+          << "passing over " << path << " of step " << record->step
+          << ", which the coordinator knows as damaged: " << record->damage
+          << "; if it has been repaired, report that with muster checkpoints verify --report";
       continue;
     }
     any = true;
