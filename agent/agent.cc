@@ -285,7 +285,7 @@ AttemptEnd Agent::EndBy(const WorkerEnd& culprit) const {
 }
 
 std::optional<std::string> Agent::WhyLast(v1::EndClass end_class) const {
-  // Where nothing is restarted, nobody asks why.
+  // If nothing restarts, the reason is not needed.
   if (!MayRetry(end_class)) {
     return options_.max_restarts > 0 ? "a restart does not help after a user error" : "";
   }

@@ -17,7 +17,7 @@ namespace {
 // Workers and agents beat every 2 s: one that was silent for so long says nothing of its progress.
 constexpr absl::Duration kNotHeard = absl::Seconds(15);
 // The longest delay of a restart (5 min), the default join_timeout, and as much for loading. Then
-// the survivors of a loss that nobody makes good, such as of a process that is stopped, hang.
+// the survivors of a loss that is never repaired, such as that of a stopped process, hang.
 constexpr absl::Duration kLongestLoss = absl::Minutes(30);
 constexpr int kNamed = 4;
 constexpr size_t kMaxStack = 16 << 10;

@@ -41,7 +41,7 @@ absl::StatusOr<std::unique_ptr<LogFile>> LogFile::Open(const std::string& path,
 LogFile::LogFile(std::string path, const LogLimits& limits, WriteCall write, const Clock* clock,
                  int fd)
     : path_(std::move(path)), limits_(limits), write_(write), fd_(fd), clock_(*clock) {
-  // Without it the log is whole, and a reader who asks for a time gets all of it.
+  // Without it the log is complete, but a reader that asks for a time gets all of it.
   times_fd_ = Begin(LogTimesPath(path_));
 }
 

@@ -724,7 +724,7 @@ class NodeService {
     for (const AttemptKey& key : orders.forget) {
       const auto it = runners_.find(key);
       if (it == runners_.end()) continue;
-      // Its logs stay for a while.
+      // Its logs stay until they expire.
       if (it->second.folder_watch >= 0) {
         UnwatchFolder(folder_events_.get(), it->second.folder_watch);
       }

@@ -786,7 +786,7 @@ void Core::Impl::Leave(Incoming* in) {
     return std::optional<v1::OpError>();
   });
   // A worker that waits for a seat gives up its place, and one that had a seat its claim to
-  // another: nobody waits for it.
+  // another, so no caller waits for it.
   Job* same = nullptr;
   if (job == nullptr || out_->deposed || CheckJob(fence, &same).has_value()) return;
   const bool waits = job->rendezvous().Waits(fence.worker_id(), fence.incarnation());

@@ -54,7 +54,7 @@ int ChooseLaunch(const CommandSpec& spec, const CommandContext& context, const s
   return kExitUsage;
 }
 
-// What a coordinator at `address` wants to see, if a launch of this user holds it.
+// The credentials for a coordinator at `address`, if a launch of this user runs it.
 RunningLaunch LaunchAt(const CommandContext& context, const std::string& address) {
   const absl::StatusOr<rpc::Address> wanted = rpc::ParseAddress(address);
   if (!wanted.ok()) return {};

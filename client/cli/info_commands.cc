@@ -82,7 +82,7 @@ std::string DurationText(const google::protobuf::Duration& duration, int digits 
 }
 
 // What programs say: names, paths, phases, how they have ended. It must not control the terminal of
-// whoever looks at their job.
+// anyone who looks at their job.
 std::string Shown(absl::string_view text) { return Printable(text, /*max_bytes=*/64 << 10); }
 
 std::string OpenBarrierText(const v1::BarrierReport& report) {

@@ -73,7 +73,7 @@ absl::StatusOr<std::string> GroupOf(const Connection& connection, const std::str
   rpc::SetTimeout(call, connection.timeout);
   const bool known =
       v1::Membership::NewStub(connection.channel)->GetMembers(&call, request, &members).ok();
-  // One that is over is kept for a while.
+  // A group that has ended is kept for some time.
   const bool runs =
       known && std::any_of(members.members().begin(), members.members().end(), [](const auto& one) {
         return one.state() == v1::WORKER_STATE_JOINING || one.state() == v1::WORKER_STATE_RUNNING;

@@ -157,7 +157,7 @@ std::string StackText(absl::string_view stack, bool all_threads) {
 std::string WorkerText(const v1::Culprit& worker) {
   return absl::StrCat("rank ", worker.rank(), " (", Printable(worker.host()), ", pid ",
                       worker.pid(), ", ", Printable(worker.process_state()),
-                      // Only who has joined tells its steps.
+                      // Only processes that have joined report steps.
                       worker.generation() == 0 ? "" : absl::StrCat(", step ", worker.last_step()),
                       worker.last_collective().empty() ? "" : ", last collective ",
                       Printable(worker.last_collective()), ")");

@@ -127,7 +127,8 @@ class LogFollower {
       int following = Following(*next, last);
       if (following == 0) return false;
       if (following > last + 1) {
-        // Changes are told with the last attempt alone, and not each of them: there may be others.
+        // Changes carry only the last attempt, and some may be skipped, so there may be other
+        // attempts.
         const absl::StatusOr<Job> whole = source_.watch([](const Job&) { return false; });
         if (!whole.ok()) {
           if (Again(whole.status())) continue;

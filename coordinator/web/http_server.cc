@@ -78,7 +78,8 @@ class Connection final : public httplib::Stream {
       const absl::Duration passed = Clock::Real().Now() - begun_;
       pollfd one{.fd = fd_, .events = events, .revents = 0};
       const int count = poll(&one, 1, static_cast<int>(absl::ToInt64Milliseconds(kLookAround)));
-      // Who has sent a request may take its answer, which may have taken a while to make.
+      // A client that is ready to receive its answer is not hurried, because preparing the answer
+      // may have taken long.
       const bool hurry = *open_ > static_cast<int>(kThreads) && (events == POLLIN || count == 0);
       if (passed >= (hurry ? kPatienceInACrowd : kPatience)) return false;
       if (count > 0) return true;

@@ -1922,7 +1922,7 @@ void CheckpointState::RestoreFailures(const std::vector<Forgotten>& forgotten) {
 }
 
 void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
-  // The code of the program first: nobody knows what it refuses before it runs.
+  // The program's code first, because only running it shows what it refuses.
   ThrowIfAnyFailed(WithOutcome(Guard([&] {
                                  GiveModelsOwnMemory(registry_.models());
                                  ApplyRegistered(loaded);

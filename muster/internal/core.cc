@@ -87,7 +87,8 @@ void CheckSettings(const std::vector<std::string>& all) {
   const std::vector<std::string>& first = said[0];
   for (size_t r = 1; r < said.size(); ++r) {
     const std::vector<std::string>& other = said[r];
-    // Tensors of each kind travel by connections of their own: ranks would wait there in vain.
+    // Tensors of each kind use separate connections, so the ranks would wait for each other
+    // forever.
     TORCH_CHECK(first[0] == other[0], "rank ", r, " computes on ", other[0], other[1],
                 ", and rank 0 on ", first[0], first[1],
                 ": all processes of a job need the same kind of device. Repair or exclude the "
@@ -146,7 +147,7 @@ Core::Core(const AcceleratorOptions& options, JoinedProcess process)
           process_.coordinator(), &process_.comm(),
           JobTriggers::Options{.stop_on_sigterm = options.stop_on_sigterm})) {
   if (process_.size() == 1) return;
-  // Ranks that step at different times would wait for each other in vain, or mix their gradients.
+  // Ranks that step at different times would wait for each other forever, or mix their gradients.
   const std::string settings =
       absl::StrCat("mixed_precision=", process_.mixed_precision(),
                    " gradient_accumulation_steps=", steps_.gradient_accumulation_steps());

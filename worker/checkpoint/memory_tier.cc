@@ -24,7 +24,7 @@ namespace {
 // Of what is sent to ranks of other nodes at a time.
 constexpr size_t kPieceBytes = size_t{8} << 20;
 
-// Numbers and texts that ranks tell each other.
+// Numbers and texts that ranks exchange.
 void Put(uint64_t value, std::string* to) {
   to->append(reinterpret_cast<const char*>(&value), sizeof(value));
 }

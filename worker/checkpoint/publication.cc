@@ -279,7 +279,7 @@ bool IsFolderOf(const std::string& dir, const RegisteredCheckpoint& record) {
   return seal.ok() && seal->sha256 == record.sha256 && seal->job == record.job;
 }
 
-// Whether nobody knows at the moment what is there: see StaysUnreadable().
+// Whether the contents cannot be determined at the moment: see StaysUnreadable().
 bool MayPass(const absl::Status& error) {
   return !error.ok() && !absl::IsNotFound(error) && !StaysUnreadable(error);
 }
@@ -796,7 +796,7 @@ absl::StatusOr<std::string> NameUnnamed(const RegisteredCheckpoint& record) {
     return absl::NotFoundError(absl::StrCat(record.path, " was saved after ", record.staging,
                                             ", which was to have its name"));
   }
-  // Before it is locked: another load would wait for a writer in vain.
+  // Before it is locked, because another load would wait for a writer that does not exist.
   const bool was_there = PathExists(record.staging);
   const absl::Status whole = VerifyCheckpoint(record.staging, VerifyLevel::kContents).status();
   if (!whole.ok()) return was_there && !PathExists(record.staging) ? Moved(record.staging) : whole;
