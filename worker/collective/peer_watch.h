@@ -25,8 +25,8 @@ namespace muster {
 // Gloo itself ends only messages of which nothing has been transferred yet: a message that it is
 // sending or receiving when the peer dies, or that it is about to send, waits until its own timeout
 // (gloo/transport/tcp/pair.cc, signalException and handleRemotePendingRecv). It always ends a
-// receive that no message has begun to fill. So this class posts, for each peer, a receive that is
-// never sent to, and a thread checks these 20 times a second while messages are waited for.
+// receive that no message has begun to fill. So this class posts, for each peer, a receive that the
+// peer never fills, and a thread checks these 20 times a second while messages are waited for.
 //
 // Thread-safe. Messages must be gone before it is destroyed.
 class PeerWatch {
