@@ -55,9 +55,9 @@ bool LacksARank(const v1::GetMembersReply& members) {
   return false;
 }
 
-// Whatever changes with their progress. Of a program that does not count its signs of progress,
-// what it shows: a step that is counted from a lower number again, or a phase that has come back
-// between two looks, looks the same.
+// Whatever changes with their progress. For a program that does not count its signs of progress,
+// only what it shows: a step count that restarts lower, or a phase that ended and began again
+// between two checks, looks unchanged.
 std::string Shows(const std::vector<const v1::Member*>& alive) {
   std::string shows;
   for (const v1::Member* const member : alive) {

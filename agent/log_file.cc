@@ -109,7 +109,8 @@ std::string LogGonePath(const std::string& path) { return absl::StrCat(path, ".g
 
 void LogFile::NoteGone(uint64_t first_inode) {
   const OwnedFd fd(open(LogGonePath(path_).c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666));
-  // Of one width, over what was there: a reader never sees a part of it, and a full disk has room.
+  // Has a fixed width and overwrites the previous value, so that a reader never sees a part of it
+  // and a full disk has room for it.
   const std::string text = absl::StrFormat("%020d %020d", gone_, first_inode);
   // A reader that does not see it counts from the oldest part: later than it could.
   const ssize_t ignored = fd.open() ? pwrite(fd.get(), text.data(), text.size(), 0) : -1;

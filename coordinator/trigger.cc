@@ -248,7 +248,7 @@ void TriggerSet::RankReplaced(int rank) {
   const bool was_gone = gone_[rank];
   gone_[rank] = false;
   for (auto& [id, trigger] : triggers_) {
-    // What the former incarnation acknowledged or promised, the new one is asked for as well.
+    // The new incarnation must acknowledge or promise everything that the former one did.
     if (was_gone || trigger.acked[rank]) ++trigger.unacked;
     if (was_gone || trigger.promised[rank]) ++trigger.unpromised;
     trigger.acked[rank] = false;

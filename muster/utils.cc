@@ -265,7 +265,7 @@ void TakeStepsOfMain(internal::Core& core) {
   const double own_scale = scaler->scale();
   scaler->LoadState(BroadcastPlainState(comm, scaler->SaveState(), 0));
   scaler->Reset();
-  // Those of an open window go on with the loss scale that is now that of all.
+  // Gradients of an open window continue with the loss scale that all ranks now have.
   if (core.steps().sync_gradients()) return;
   // One list: a gradient that several of them have is scaled once.
   std::vector<at::Tensor> parameters;

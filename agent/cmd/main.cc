@@ -699,8 +699,8 @@ int Run(int argc, char** argv) {
   }
   const std::vector<std::string> args(argv + 1, argv + argc);
   const auto dashes = std::find(args.begin(), args.end(), "--");
-  // Those of a submitted job are for its processes: an attempt that did not start for them would
-  // count as a failure of the node.
+  // The user error codes of a submitted job apply to its processes: an attempt that did not start
+  // because of them would count as a failure of the node.
   const bool is_runner = std::any_of(args.begin(), dashes, [](const std::string& arg) {
     return absl::StartsWith(arg, "--attempt_dir");
   });

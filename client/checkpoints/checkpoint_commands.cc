@@ -984,7 +984,7 @@ absl::Status CheckModelIsHere(const std::string& from) {
       DescribePart(from, elsewhere), ": take the weights there, or copy those files here"));
 }
 
-// Of weights in a checkpoint the manifest knows the digests; no copy of what is damaged is made.
+// For weights in a checkpoint the manifest has the digests, so damaged files are never copied.
 absl::Status CheckAgainstManifests(const std::string& from) {
   MUSTER_RETURN_IF_ERROR(CheckModelIsHere(from));
   const absl::StatusOr<WeightFiles> weights = WeightFiles::Open(from);
@@ -1024,7 +1024,7 @@ absl::Status StopsPrune(const absl::Status& why) {
                    damaged ? ": remove this checkpoint first" : ", since it may be one to keep"));
 }
 
-// What an unfinished save has moved aside and would have replaced; empty: nothing.
+// The checkpoint that an unfinished save has moved aside and would have replaced; empty: none.
 std::string AsideOf(const std::string& checkpoint) {
   const std::string parent = ParentPath(checkpoint);
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
@@ -1058,7 +1058,7 @@ absl::StatusOr<std::vector<UnfinishedSave>> NameSealedOnes(const Call& call, boo
       // The next save would remove that one once the name is taken.
       stays = absl::AlreadyExistsError(absl::StrCat(aside, " had that name before it"));
     } else if (stays = whole(); stays.ok() && !dry_run) {
-      // What takes long comes before the lock, so that loads beside it do not wait for that.
+      // The slow part runs before the lock is taken, so that concurrent loads do not wait for it.
       const absl::StatusOr<std::string> path =
           NameStaging(save.checkpoint, save.path, [] { return absl::OkStatus(); });
       stays = path.ok() && *path == save.path
@@ -1120,7 +1120,8 @@ int RunPrune(const Call& call) {
     // They would be the only ones.
     folder = CheckpointFolder(ParentPath(named->front().checkpoint));
   } else if (folder.ok()) {
-    // Those of the program's own names are the program's: they have no place in the order.
+    // Checkpoints with names that the program chose belong to the program and have no place in the
+    // order.
     found = FindNumbered(*folder, VerifyLevel::kSizes);
   }
   if (!folder.ok()) return Fail(call, folder.status());

@@ -118,7 +118,8 @@ TEST_F(EstimateCommandTest, ShardThatIsMissing_LeavesSizesToTheConfig) {
                   .ok());
   ASSERT_EQ(Run({folder.path(), "-o", "json"}), kExitOk) << err_.str();
   Json got = Json::parse(out_.str());
-  EXPECT_THAT(got["note"].get<std::string>(), HasSubstr("model-2.safetensors, which does not exist"));
+  EXPECT_THAT(got["note"].get<std::string>(),
+              HasSubstr("model-2.safetensors, which does not exist"));
   got.erase("note");
   want.erase("note");
   EXPECT_EQ(got, want);

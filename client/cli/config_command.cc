@@ -128,7 +128,7 @@ absl::StatusOr<std::string> ConfigPathToWrite(const CommandLine& line,
 absl::StatusOr<std::map<std::string, std::string>> GivenSettings(const CommandLine& line,
                                                                  const std::string& path) {
   std::map<std::string, std::string> given;
-  // What the file cannot have would be missing in the launches that read it.
+  // Settings that the file cannot hold would be missing in launches that read it.
   for (const AccelerateEngineFlag& flag : AccelerateEngineFlags()) {
     if (!line.Has(flag.name)) continue;
     return absl::InvalidArgumentError(

@@ -901,7 +901,7 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
   if (all) {
     const absl::StatusOr<Job> job = client->get(name);
     if (!job.ok()) return FailJob(spec, context, *client, name, job.status());
-    // Those of the attempt that is meant; of one that is not kept, the most that there can be.
+    // The ranks of the selected attempt; if it is no longer kept, the most that it can have had.
     const int attempt = options.attempt == 0 ? LastBegun(*job) : options.attempt;
     ranks = ProcessesOfAttempt(*job, attempt).value_or(job->spec.max_processes);
   }

@@ -33,8 +33,8 @@ constexpr size_t kRanksOfCall = 64;
 constexpr absl::Duration kCaptureTimeout = absl::Seconds(10);
 
 // Two stacks with equal keys are of processes at the same place: the frames of the first thread,
-// then those of the others in any order, each place once. Of a thread with Python frames these
-// alone count: below one line of Python the interpreter is at another native place at any moment.
+// then those of the others in any order, each place once. For a thread with Python frames, only
+// these count: at one line of Python, the interpreter may be anywhere in its native code.
 std::string KeyOf(const v1::RankStack& stack) {
   if (!stack.missing().empty()) return absl::StrCat("missing ", stack.missing());
   std::vector<std::string> places;

@@ -40,7 +40,7 @@ class Answers {
  public:
   explicit Answers(const DialogFacts& facts) : facts(facts) {}
 
-  // Of a question before this one; empty: not asked, or answered with nothing.
+  // The answer to an earlier question; empty: not asked, or left empty.
   std::string Get(const std::string& name) const {
     const auto it = taken.find(name);
     return it == taken.end() ? "" : it->second;
@@ -97,7 +97,7 @@ struct Step {
   std::function<bool(const Answers&)> asked = nullptr;
   // Its suggestion is the one that needs no other source.
   std::function<DialogQuestion(const Answers&)> question = nullptr;
-  // What a file or a flag suggests instead; null: what they say of the setting of this name.
+  // Returns the suggestion from a file or flag; null: the value of the setting of this name.
   std::function<std::string(const Answers&)> former = nullptr;
   // The answer in the form that is kept. Null: the choices or the setting's rule decide.
   std::function<absl::StatusOr<std::string>(const Answers&, const std::string&)> read = nullptr;

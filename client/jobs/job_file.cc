@@ -141,8 +141,8 @@ std::string ReadMemory(const json& value, JobSpec* spec) {
   return "";
 }
 
-// What to write in place of a size of memory that no process or GPU has; "": it may be right. Who
-// writes 16 does not mean bytes.
+// What to write instead of a memory size that is too small for any process or GPU; "": the size is
+// plausible. Who writes 16 does not mean bytes.
 std::string TooSmall(absl::string_view name, const JobSpec& spec) {
   constexpr int64_t kLeast = 1 << 20;
   const int64_t bytes = name == "memory_per_process" ? spec.memory_per_process

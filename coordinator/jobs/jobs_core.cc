@@ -568,7 +568,7 @@ JobsCore::Error JobsCore::Submit(CallId call, const v1::SubmitJobRequest& reques
     return TooLarge(
         "owner", absl::StrCat("owner has ", request.owner().size(), " bytes: at most ", kMaxKey));
   }
-  // What the transport has established counts for more than what the client says.
+  // The identity from the transport takes precedence over the client's claim.
   const std::string owner =
       caller_ != nullptr && !caller_->name.empty() ? caller_->name : request.owner();
   v1::JobSpec spec = request.spec();
@@ -1197,8 +1197,9 @@ void JobsCore::Avoid(Job* job, const std::string& node) {
 void JobsCore::EndPlacement(Job* job, v1::Placement* placement, const v1::AttemptEnd& end,
                             absl::Time failed) {
   v1::JobAttempt* const attempt = Current(job);
-  // Of many nodes that cannot start it, such as with full disks, the next attempts avoid all, not
-  // one more each. What a node has started may have been killed only because another one failed.
+  // If many nodes cannot start it, for example because their disks are full, the next attempts
+  // avoid all of them at once. Processes of one node may have been killed only because another node
+  // failed.
   if (placement->state() == v1::PLACEMENT_STATE_ASSIGNED &&
       end.end_class() == v1::END_CLASS_NODE_FAILED &&
       attempt->end().end_class() == v1::END_CLASS_NODE_FAILED) {

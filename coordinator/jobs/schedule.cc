@@ -434,7 +434,8 @@ class Scheduler {
     // Room that is kept behind it delays it no longer, whether it is what it waits for or only what
     // others would take while it waits.
     for (const v1::JobRecord* const other : SparedBehind(job)) Yield(*other);
-    // What is being stopped comes back first, and in the order of their limits the others.
+    // Room of stopping jobs comes back first, then that of the others in the order of their time
+    // limits.
     CandidateNodes later = Freed();
     if (KeepIfItFits(job, &later, question_.now)) return;
     if (question_.settled && Preempt(job, later)) return;

@@ -368,8 +368,8 @@ absl::StatusOr<TextGenerator> LoadBase(const Flags& flags,
   DeviceMapChoice map;
   BigModelOptions options = {.dtype = load.dtype};
   MUSTER_RETURN_IF_ERROR(SetPlaces(flags, load.device, &map, &options));
-  // What a pass over a prompt has freed would stay the process's, beside the plan. Before the
-  // weights come, which would stand between it and the end of the heap.
+  // Memory that a pass over a prompt has freed would stay with the process, in addition to the
+  // plan. Before the weights come, which would stand between it and the end of the heap.
   if (OnlyCpuComputes(options.max_memory)) GiveBackFreedMemory();
   MUSTER_ASSIGN_OR_RETURN(*offloaded,
                           load_offloaded_causal_lm(flags.model, map, options, load.config));
@@ -413,16 +413,17 @@ struct Times {
 
 // Of a model whose weights are not all in memory, in bytes.
 struct MemoryPlan {
-  // What stays in memory, what comes when it is used, what all weights have at most.
+  // Bytes of weights that stay in memory, that are loaded when used, and that are in memory at
+  // most.
   uint64_t resident = 0, offloaded = 0, most = 0;
-  // What the prompts and the new tokens take: keys and values, and the rest.
+  // Bytes that the prompts and new tokens need: keys and values, and the rest.
   uint64_t cache = 0, activations = 0;
   // All of it with the program. Absent where a GPU computes: its memory is not the process's.
   std::optional<uint64_t> process = std::nullopt;
 };
 
-// What LibTorch's libraries take once they compute, beside tensors: threads, and blocks of the
-// matrices that they multiply.
+// Memory that LibTorch's libraries use once they compute, in addition to tensors: threads, and
+// blocks of the matrices that they multiply.
 constexpr uint64_t kLibraries = uint64_t{32} << 20;
 
 models::GenerationShape ShapeOf(TextGenerator& generator, const models::EncodedPrompts& prompts,
@@ -563,7 +564,8 @@ bool IsOutOfMemory(const absl::Status& status) {
          absl::StrContains(status.message(), "bad_alloc");
 }
 
-// What of the model did not get its memory, with a separator; empty if the error does not say.
+// The part of the model that did not get its memory, with a separator; empty if the error does not
+// name it.
 std::string Refused(const absl::Status& status) {
   constexpr absl::string_view kEnd = ", which this process does not get";
   const absl::string_view text = status.message();

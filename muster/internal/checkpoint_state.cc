@@ -152,7 +152,7 @@ bool IsLost(const absl::Status& status, int rank) {
   return true;
 }
 
-// What is said of the save in memory before this call, which has ended so.
+// The message about the previous save in memory, which ended with this status.
 absl::Status LastInMemory(const absl::Status& ended, int rank) {
   if (ended.ok() || IsLost(ended, rank)) return absl::OkStatus();
   return absl::Status(ended.code(),
@@ -321,8 +321,8 @@ absl::Status FirstFailure(const std::vector<AsyncSaver::Outcome>& outcomes) {
 
 }  // namespace
 
-// What the ranks write together: the files of each divided model; none for the others, which rank 0
-// writes.
+// The files that the ranks write together, for each divided model; none for the others, which rank
+// 0 writes.
 struct CheckpointState::Division {
   std::vector<DividedModel> models;
   std::vector<std::map<std::string, int>> writers;  // rank by tensor, of each model
@@ -370,8 +370,8 @@ struct CheckpointState::Plan {
   std::vector<std::vector<OptimizerPart>> optimizers;     // of each optimizer, files of states
   std::map<std::pair<size_t, size_t>, StateSlots> slots;  // of each optimizer's part of a model
 
-  // What the checkpoint has to hold, as far as this process knows, and which parts it writes: see
-  // kPlanKey. Of the save that is made.
+  // The tensors that the checkpoint must hold, as far as this process knows, and the parts that it
+  // writes: see kPlanKey. Of the save that is made.
   Json tensors = Json::array();
   Json parts = Json::object();
   size_t listed_bytes = 0;                       // of `tensors`, at least as many as in a report
@@ -765,7 +765,7 @@ absl::Status CheckpointState::WriteOptimizer(StateWriter& writer, size_t index,
     file.SetTensor(key, tensor);
     if (live) writer.CopyLater(tensor);
   };
-  // Of an unsharded model every process has the whole state, that of process 0 counts.
+  // Every process has the whole state of an unsharded model; that of process 0 counts.
   for (size_t k = 0; k < parts.size(); ++k) {
     const std::string part = PartFileName(name, k, parts.size());
     StateDict file;
@@ -1226,7 +1226,7 @@ absl::Status CheckpointState::SaveBesideTraining(
   // Training does not wait for the thread that writes, and the next save may have begun already: it
   // has its place on the disk when that thread has removed what goes for it.
   request.publish.disposal = nullptr;
-  // What there is no memory for to train in there is none for a copy of, either. What this save
+  // If there is no memory to keep it for training, there is none for a copy either. What this save
   // gathers is on the disk already.
   if (const std::string disk = FolderOfOffload(process_.sharding()); !disk.empty()) {
     request.keep = [copies = std::make_shared<DiskCopies>(disk),
@@ -1418,7 +1418,7 @@ struct CheckpointState::Loaded {
   std::vector<NamedTensors> weights;  // of sharded models empty, unless hooks want them
   std::vector<std::optional<LoadedShards>> shards;
   std::vector<Optimizer> optimizers;
-  // Of divided objects this process's parts, unless hooks want whole models.
+  // For divided objects only this process's parts, unless hooks need whole models.
   std::vector<StateDict> schedulers, loaders, registered;
   std::vector<bool> registered_in_parts;
   std::optional<StateDict> scaler, random;

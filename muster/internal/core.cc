@@ -27,8 +27,8 @@
 namespace muster::internal {
 namespace {
 
-// What the ranks must have alike, since their collectives follow from it. Folders are each rank's
-// own. `group_size`: absent where it may differ.
+// The settings that must be equal on all ranks, because their collectives depend on them. Folders
+// are each rank's own. `group_size`: absent where it may differ.
 std::string Describe(const ShardingOptions& sharding, bool group_size = true) {
   const bool divides = sharding.strategy != ShardingStrategy::kNone;
   std::string text =

@@ -163,8 +163,8 @@ void ModelSlot::MakeParallel() {
   if (!disk.empty() && there.is_cpu()) GiveBackFreedMemory();
   const bool offloads = GoesElsewhere(sharding.offload_parameters, there);
   const bool offloads_gradients = GoesElsewhere(sharding.offload_gradients, there);
-  // Those of a model without weights come later, by load_weights() or load_state(). One process
-  // alone has units then, too, which know that they are not there.
+  // load_weights() or load_state() supplies the values of a model without weights later. One
+  // process alone has units then, too, which know that they are not there.
   std::vector<std::string> without_values;
   for (const auto& [name, parameter] : source_->parameters()) {
     if (HasNoValues(parameter)) without_values.push_back(name);

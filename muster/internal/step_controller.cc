@@ -821,7 +821,7 @@ void CheckHoldsOthers(const Registry& registry, size_t tensors) {
     // A model of which a part is trained is a choice, and not a mistake.
     if (std::any_of(parameters.begin(), parameters.end(), is_held)) continue;
     for (const auto& [name, parameter] : parameters) {
-      // Of each parameter that was trained, whether this rank has a part of it or not.
+      // For each trained parameter, even if this rank has no part of it.
       if (!parameter.grad().defined() || !model->sharded()->ShardOf(parameter).defined()) continue;
       TORCH_CHECK(
           false, "optimizer.step(): none of the ", tensors,
@@ -918,7 +918,7 @@ void StepController::CheckForwards(const OptimizerSlot& slot) const {
       }
       const BackwardWatch::Seen* const seen =
           model->watch() == nullptr ? nullptr : model->watch()->Find(parameter);
-      // What was zeroed in place, or is left of an earlier step, no pass has added to.
+      // No pass has added to gradients that were zeroed in place or are left from an earlier step.
       if (seen != nullptr && seen->pass <= slot.pass_at_step_ && !seen->plain) continue;
       TORCH_CHECK(false, "optimizer.step(): the gradient of parameter '", name,
                   "' comes from a forward pass around the prepared model, which runs without mixed "
@@ -1367,7 +1367,7 @@ void StepController::WarnIfNoGradients(OptimizerSlot& slot) const {
   bool trained = false;
   bool divided = false;
   for (const at::Tensor& parameter : slot.handle_->parameters()) {
-    // Of a sharded model this rank may have nothing, and others the gradient.
+    // This rank may have no part of a sharded model's gradient while others do.
     if (parameter.numel() == 0) {
       divided = true;
       const auto known = added.find(parameter.unsafeGetTensorImpl());

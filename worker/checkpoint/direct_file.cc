@@ -30,7 +30,7 @@
 namespace muster {
 namespace {
 
-// What is digested and then copied while it is still in the core's cache.
+// The amount that is digested and then copied while it is still in the core's cache.
 constexpr size_t kCachedBytes = size_t{64} << 10;
 
 const DirectFileSystem& SystemOf(const DirectFileOptions& options) {
