@@ -110,7 +110,7 @@ TEST_F(ConfigCommandTest, FileThatExists_IsOnlyReplacedIfSaid) {
   EXPECT_THAT(out_.str(), HasSubstr(absl::StrCat("--config_file ", path, " -- PROGRAM")));
   ASSERT_TRUE(WriteFileAtomically(path, "distributed_type: MULTI_CPU\nnum_processes: 2\n").ok());
   EXPECT_EQ(Run({"--config_file", path}, "leave\n"), kExitOk);
-  EXPECT_THAT(out_.str(), HasSubstr("a file of Accelerate's"));
+  EXPECT_THAT(out_.str(), HasSubstr("an Accelerate config file"));
   EXPECT_EQ(Run({"--config_file", path, "--force"}, "\n\n\n\n\n\n\n\n\n\n\n\n"), kExitOk)
       << err_.str();
   EXPECT_EQ(Written(path).settings.at("num_processes").text, "1");
@@ -173,7 +173,7 @@ TEST_F(ConfigCommandTest, PlacesThatCannotBeWritten_AreRefusedBeforeTheFirstQues
   refused({"default", "--config_file", folder_.Path("c.json")}, kExitUsage, "is YAML");
   refused({"--num_processes", "many"}, kExitUsage, "num_processes: many");
   ASSERT_TRUE(WriteFileAtomically(folder_.Path("plain"), "").ok());
-  refused({"--config_file", folder_.Path("plain/c.yaml")}, kExitUsage, "is no folder");
+  refused({"--config_file", folder_.Path("plain/c.yaml")}, kExitUsage, "is not a folder");
 }
 
 TEST_F(ConfigCommandTest, FilesThatAnswersName_AreLookedAt) {
