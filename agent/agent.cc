@@ -285,7 +285,7 @@ AttemptEnd Agent::EndBy(const WorkerEnd& culprit) const {
 }
 
 std::optional<std::string> Agent::WhyLast(v1::EndClass end_class) const {
-  // Where nothing is restarted, nobody asks why.
+  // If nothing restarts, the reason is not needed.
   if (!MayRetry(end_class)) {
     return options_.max_restarts > 0 ? "a restart does not help after a user error" : "";
   }
@@ -298,7 +298,7 @@ std::optional<std::string> Agent::WhyLast(v1::EndClass end_class) const {
 bool Agent::MayRestart(const WorkerEnd& cause) const {
   if (stopped_) return false;
   if (options_.gate == nullptr) return !WhyLast(ClassOfWorker(cause)).has_value();
-  // What was killed for a reason, as after a hang, may not be the only one to blame.
+  // A worker that was killed for a reason, such as a hang, may not be the only one to blame.
   return cause.killed_because.empty() && options_.gate->MayAsk(attempt_ + 1, cause);
 }
 
@@ -369,7 +369,7 @@ void Agent::MarkEnded() {
 }
 
 void Agent::NoteLast(const AttemptEnd& local, const AttemptEnd& agreed) {
-  // What follows from the loss or the leave of another machine is no error of the user's.
+  // An end that follows from the loss or departure of another machine is not a user error.
   if (options_.gate != nullptr || agreed.cause != AttemptEnd::Cause::kFailed) return;
   if (!MayRetry(ClassOf(local)) && MayRetry(ClassOf(agreed))) counted_.last = local;
 }

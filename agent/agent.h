@@ -40,7 +40,8 @@ struct AgentOptions {
   std::map<std::string, std::string> inherited;
   // How often all workers are started again after a failure.
   int max_restarts = 0;
-  // Of those, and of restarts that do not count, after ends of a class. The same on all machines.
+  // Limits by class of end, on these restarts and on those that do not count against max_restarts.
+  // The same on all machines.
   ClassCounts class_limits = {};
   // Exit codes after which no restart can help, besides 2, 126 and 127.
   std::vector<int> user_error_codes = {};
@@ -131,7 +132,7 @@ class Agent {
   void Kill(const std::string& worker_id, uint64_t incarnation, const std::string& why,
             v1::EndClass as = v1::END_CLASS_UNSPECIFIED);
 
-  // What the running process of this worker says of its re-entry. Does not block.
+  // The running process of this worker reports whether it can re-enter. Does not block.
   void Reenters(const std::string& worker_id, Reentry reentry);
 
  private:

@@ -16,8 +16,8 @@ namespace muster::agent {
 // under `path`, without a wait for the disk. `mode` is reduced by the umask.
 absl::Status PutFile(const std::string& path, absl::string_view contents, mode_t mode = 0666);
 
-// What an attempt's folder has of files by PutFile, and the folder itself, are on the disk when
-// this returns. Blocks on the disk. Errors: INTERNAL, naming what could not be synced.
+// When this returns, the files that PutFile wrote to an attempt's folder, and the folder itself,
+// are durable. Blocks on the disk. Errors: INTERNAL, naming what could not be synced.
 absl::Status SyncAttempt(const std::string& folder);
 
 // SyncAttempt on a thread of its own. Thread-safe.

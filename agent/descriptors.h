@@ -11,8 +11,8 @@ int SystemCloseRange(unsigned first, unsigned last, unsigned flags);
 // without them. Otherwise the next files it opens would get these numbers, and processes would read
 // and write those.
 void OpenStandardDescriptors();
-// Whether a standard descriptor is what its number says. Where it was missing, a library may have
-// taken the number while it was loaded (gRPC does); such are closed by exec.
+// Whether a standard descriptor is what its number says. If it was missing, a library that was
+// loaded may have taken the number (gRPC does); exec closes such descriptors.
 bool IsStandardDescriptor(int fd);
 
 // From now on CloseFrom leaves this one open, in this process and in those that it forks: a lock

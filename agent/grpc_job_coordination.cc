@@ -603,7 +603,7 @@ class GrpcJobCoordination final : public JobCoordination {
         if (!std::exchange(told_it_serves_, true)) {
           MUSTER_LOG(Warning) << no_place.message()
                               << "; this machine hosts the coordinator, so it "
-                              << "stays for the " << running << " that have a place";
+                              << "keeps serving the " << running << " machines that have a place";
         }
       }
       MutexLock lock(&shared_->mu);
@@ -1331,7 +1331,7 @@ class GrpcJobCoordination final : public JobCoordination {
 
   std::atomic<uint64_t> last_request_{0};
   const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
-  // Asks for the end of the attempt. Answers that come late wake it, in vain.
+  // Asks for the end of the attempt. Late answers wake it without effect.
   const std::shared_ptr<TimerThread> wait_timer_ = std::make_shared<TimerThread>(
       [this] { return WaitForEnd(shared_, &session_->sender(), wait_timer_, elastic()); });
   // Of machine 0, while an attempt is watched that has fewer machines than it may have.

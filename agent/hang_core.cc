@@ -17,7 +17,7 @@ namespace {
 // Workers and agents beat every 2 s: one that was silent for so long says nothing of its progress.
 constexpr absl::Duration kNotHeard = absl::Seconds(15);
 // The longest delay of a restart (5 min), the default join_timeout, and as much for loading. Then
-// the survivors of a loss that nobody makes good, such as of a process that is stopped, hang.
+// the survivors of a loss that is never repaired, such as that of a stopped process, hang.
 constexpr absl::Duration kLongestLoss = absl::Minutes(30);
 constexpr int kNamed = 4;
 constexpr size_t kMaxStack = 16 << 10;
@@ -55,9 +55,9 @@ bool LacksARank(const v1::GetMembersReply& members) {
   return false;
 }
 
-// Whatever changes with their progress. Of a program that does not count its signs of progress,
-// what it shows: a step that is counted from a lower number again, or a phase that has come back
-// between two looks, looks the same.
+// Whatever changes with their progress. For a program that does not count its signs of progress,
+// only what it shows: a step count that restarts lower, or a phase that ended and began again
+// between two checks, looks unchanged.
 std::string Shows(const std::vector<const v1::Member*>& alive) {
   std::string shows;
   for (const v1::Member* const member : alive) {

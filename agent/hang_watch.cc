@@ -136,7 +136,7 @@ void HangWatch::Loop() {
     const std::optional<Hang> hang = core_.Look(*members, Clock::Real().Now());
     if (!hang.has_value()) continue;
     HangReport report{*hang, GroupHungRanks(Stacks(), *members, kMaxReportBytes)};
-    // To take them has taken a while.
+    // Taking the stacks has taken some time.
     const absl::StatusOr<v1::GetMembersReply> now = Members();
     if (now.ok() && core_.StillHangs(*now)) options_.on_hang(std::move(report));
     if (!now.ok()) core_.LookInVain();

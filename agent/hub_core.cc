@@ -220,7 +220,7 @@ absl::Time HubCore::Tick() {
     for (const auto& [link, stream] : streams_) {
       if (stream->closed) continue;
       if (stream->close_by <= now) {
-        CloseStream(stream, absl::UnavailableError("the agent does not take the hub's goodbye"),
+        CloseStream(stream, absl::UnavailableError("the agent does not read the hub's goodbye"),
                     &todo);
       } else {
         next = std::min(next, stream->close_by);
@@ -424,7 +424,7 @@ void HubCore::DoFrame(const std::shared_ptr<Stream>& stream, const v1::AgentFram
     if (agent == nullptr) {
       DoHello(stream, frame.hello(), todo);
     } else {
-      CloseStream(stream, absl::InvalidArgumentError("a stream has only one hello"), todo);
+      CloseStream(stream, absl::InvalidArgumentError("hello was sent twice on one stream"), todo);
     }
     return;
   }
@@ -599,7 +599,7 @@ void HubCore::DoOp(const std::shared_ptr<Agent>& agent, const v1::Op& op, Todo* 
 absl::Status HubCore::DoBeat(Agent* agent, const v1::Beat& beat) {
   if (beat.hub().agents_size() > 0) {
     return absl::FailedPreconditionError(
-        absl::StrCat("agent ", agent->node, " is a hub: a hub is never behind another"));
+        absl::StrCat("agent ", agent->node, " is a hub: a hub cannot be behind another hub"));
   }
   const absl::Time now = options_.clock->Now();
   for (const v1::WorkerBeat& worker : beat.workers()) {

@@ -36,7 +36,7 @@ absl::StatusOr<HubServer::Options> HubListenOptions(const std::string& hub_liste
   if (IsWildcard(*address)) {
     return Refused(hub_listen,
                    "other agents connect to this address as given; name an address of this machine "
-                   "that they can reach; port 0 takes a free one");
+                   "that they can reach; port 0 selects a free port");
   }
   if (address->is_loopback() && !upstream.is_loopback()) {
     return Refused(hub_listen,

@@ -30,7 +30,7 @@ struct WorkerEnd {
   // process of this worker: why (see DescribeMemoryKill).
   bool counts_memory_kills = false;
   std::string memory_kill = "";
-  // Of one that was killed for a reason that has a class of its own, as a hang.
+  // The class of a worker that was killed for a reason with its own class, such as a hang.
   v1::EndClass killed_as = v1::END_CLASS_UNSPECIFIED;
 
   // "rank 1 (pid 1234 on node7) was killed by signal 9 (SIGKILL)", and for memory, if that is why

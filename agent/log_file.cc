@@ -41,7 +41,7 @@ absl::StatusOr<std::unique_ptr<LogFile>> LogFile::Open(const std::string& path,
 LogFile::LogFile(std::string path, const LogLimits& limits, WriteCall write, const Clock* clock,
                  int fd)
     : path_(std::move(path)), limits_(limits), write_(write), fd_(fd), clock_(*clock) {
-  // Without it the log is whole, and a reader who asks for a time gets all of it.
+  // Without it the log is complete, but a reader that asks for a time gets all of it.
   times_fd_ = Begin(LogTimesPath(path_));
 }
 
@@ -109,7 +109,8 @@ std::string LogGonePath(const std::string& path) { return absl::StrCat(path, ".g
 
 void LogFile::NoteGone(uint64_t first_inode) {
   const OwnedFd fd(open(LogGonePath(path_).c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666));
-  // Of one width, over what was there: a reader never sees a part of it, and a full disk has room.
+  // Has a fixed width and overwrites the previous value, so that a reader never sees a part of it
+  // and a full disk has room for it.
   const std::string text = absl::StrFormat("%020d %020d", gone_, first_inode);
   // A reader that does not see it counts from the oldest part: later than it could.
   const ssize_t ignored = fd.open() ? pwrite(fd.get(), text.data(), text.size(), 0) : -1;

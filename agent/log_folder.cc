@@ -56,7 +56,8 @@ absl::StatusOr<std::string> BeginLogFolder(const std::string& folder, const std:
   MUSTER_RETURN_IF_ERROR(MakeDirectories(folder));
   if (launch.empty()) return "";
   const std::string path = JoinPath(folder, ".launch");
-  // Never replaced by another file: over NFS, who gets its lock reads what is in it now.
+  // Never replaced by another file, so that over NFS the holder of its lock reads its current
+  // contents.
   const OwnedFd file(open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
   if (!file.open()) return absl::ErrnoToStatus(errno, path);
   while (flock(file.get(), LOCK_EX) != 0) {

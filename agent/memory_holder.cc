@@ -150,7 +150,7 @@ void MemoryHolder::Serve(int connection) {
         options_.on_reentry(client->worker, static_cast<Reentry>(request->slot));
         return Answer(connection, absl::OkStatus());
       }
-      return Answer(connection, absl::InvalidArgumentError("nobody here asks about re-entry"));
+      return Answer(connection, absl::InvalidArgumentError("this agent does not use re-entry"));
     default:
       return Answer(connection,
                     absl::InvalidArgumentError("the agent does not accept messages of this kind"));
@@ -164,7 +164,7 @@ void MemoryHolder::Hold(int connection, const Client& client, const HeldMemoryMe
                       .fd = std::move(fd)};
   absl::Status fits = CheckHoldableMemory(piece.fd.get());
   if (piece.worker_id.empty()) {
-    fits = absl::InvalidArgumentError("it does not say whose memory this is");
+    fits = absl::InvalidArgumentError("the message does not name the owner of the memory");
   }
   OwnedFd copy;
   if (fits.ok()) {

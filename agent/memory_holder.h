@@ -37,7 +37,7 @@ class MemoryHolder {
   struct Options {
     // The client that a process is; nullopt: none. Called on this object's thread.
     std::function<std::optional<Client>(pid_t)> client_of;
-    // The name of the socket; empty: one that nobody has.
+    // The name of the socket; empty: chooses an unused name.
     std::string address = "";
     // Told of memory that a client has just given, after the answer. Called on this object's
     // thread.

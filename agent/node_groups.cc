@@ -134,7 +134,7 @@ absl::Status NodeGroups::FindRoot() {
   }
   if (!IsWritable(root_)) {
     return absl::FailedPreconditionError(
-        absl::StrCat("this user may not make groups in ", root_.folder(),
+        absl::StrCat("this user may not create groups in ", root_.folder(),
                      named ? "" : ", which is not delegated to it (Delegate=yes)"));
   }
   if (!own.ok()) return absl::OkStatus();
@@ -146,7 +146,7 @@ absl::Status NodeGroups::FindRoot() {
   }
   if (!named && options_.root && PathExists(options_.systemd) && !IsDelegated(root_.folder())) {
     return absl::FailedPreconditionError(absl::StrCat(
-        root_.folder(), " is systemd's: it is not delegated to this agent (Delegate=yes)"));
+        root_.folder(), " belongs to systemd and is not delegated to this agent (Delegate=yes)"));
   }
   may_limit_ = named || !IsInService(own->path);
   // The root of the whole tree alone has no type, and may have processes.
@@ -166,7 +166,7 @@ absl::Status NodeGroups::EnableLimits() {
     return absl::FailedPreconditionError(
         absl::StrCat(root_.folder(),
                      " is the group of a service: with limits below it, systemd could not start "
-                     "the next agent while jobs run; give --control_groups a group of its own"));
+                     "the next agent while jobs run; pass a separate group to --control_groups"));
   }
   if (moves_) {
     const ControlGroup agent = root_.Below("agent");

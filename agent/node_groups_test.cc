@@ -176,7 +176,8 @@ TEST_F(NodeGroupsTest, WithoutTheController_GroupsAreForTheEndOnly) {
 TEST_F(NodeGroupsTest, GroupsOfOthers_AreLeftAlone) {
   options_.root = true;
   options_.systemd = folder_.path();
-  EXPECT_THAT(Open()->ToString(), AllOf(HasSubstr("no control groups: "), HasSubstr("systemd's")));
+  EXPECT_THAT(Open()->ToString(),
+              AllOf(HasSubstr("no control groups: "), HasSubstr("belongs to systemd")));
   EXPECT_FALSE(PathExists(own_ + "/muster-7f"));
 }
 

@@ -127,7 +127,7 @@ void TakeOver(const std::string& depot, MemoryHolder& memory) {
   if (depot.empty()) return;
   absl::StatusOr<std::vector<HeldMemory>> held = TakeHeldMemory(depot);
   if (!held.ok()) {
-    MUSTER_LOG(Warning) << "what earlier attempts have left in memory is not found: "
+    MUSTER_LOG(Warning) << "cannot find the memory of earlier attempts: "
                         << held.status().message();
     return;
   }
@@ -324,7 +324,7 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
     worker.memory_socket = (*memory)->address();
   } else {
     worker.memory_socket.clear();
-    MUSTER_LOG(Warning) << "workers can keep checkpoints on the disk only: "
+    MUSTER_LOG(Warning) << "workers can keep checkpoints only on the disk: "
                         << memory.status().message();
   }
   const bool show = options.show_output;

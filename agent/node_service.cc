@@ -293,7 +293,7 @@ class NodeService {
     if (!lock_.open()) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", lock));
     if (flock(lock_.get(), LOCK_EX | LOCK_NB) != 0) {
       return absl::AlreadyExistsError(absl::StrCat("another agent uses ", options_.state_dir,
-                                                   ": end it, or give another --state_dir"));
+                                                   ": stop it, or use another --state_dir"));
     }
     MUSTER_RETURN_IF_ERROR(ReadIdentity());
     MUSTER_RETURN_IF_ERROR(OpenGroups());
@@ -724,7 +724,7 @@ class NodeService {
     for (const AttemptKey& key : orders.forget) {
       const auto it = runners_.find(key);
       if (it == runners_.end()) continue;
-      // Its logs stay for a while.
+      // Its logs stay until they expire.
       if (it->second.folder_watch >= 0) {
         UnwatchFolder(folder_events_.get(), it->second.folder_watch);
       }
@@ -1086,7 +1086,7 @@ class NodeService {
       if (!away.has_value()) {
         MUSTER_LOG(Warning) << "the coordinator at " << options_.coordinator
                             << " does not answer: " << status.message()
-                            << "; attempts continue, and it is tried again";
+                            << "; attempts continue, and this agent keeps trying";
         seen_version_ = 0;
         away.emplace(kAwayLeast, kAwayMost);
       }

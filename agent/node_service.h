@@ -41,7 +41,7 @@ struct NodeServiceOptions {
 
 // Waits for jobs and runs them until a signal of the job (job_signals.h, which must be blocked)
 // ends it; running attempts continue, and the next service on this state_dir adopts them. Blocks.
-// One line on standard error for each thing an operator wants to know.
+// Logs one line on standard error for each event that concerns an operator.
 //
 // Errors: ALREADY_EXISTS another agent uses the state_dir; FAILED_PRECONDITION, NOT_FOUND a named
 // control group cannot be used; those of the disk; as rpc::Connect;

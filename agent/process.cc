@@ -52,7 +52,7 @@ namespace {
 constexpr char kMarkVariable[] = "MUSTER_PROCESS_TREE=";
 // Between looks for orphans that have ended, while processes run.
 constexpr absl::Duration kCollectPeriod = absl::Seconds(10);
-// What the end of the host takes at most for orphans that the kernel does not end.
+// How long the destruction of the host waits at most for orphans that the kernel does not end.
 constexpr absl::Duration kOrphansTimeout = absl::Seconds(5);
 constexpr absl::Duration kGuardPeriod = absl::Seconds(1);  // a new guard at most that often
 constexpr absl::Duration kWatchAgain = absl::Milliseconds(100);

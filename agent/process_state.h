@@ -41,7 +41,7 @@ ProcessState ReadProcessStat(int64_t pid);
 // The first thread of `pid` that keeps a killed process from ending: an uninterruptible one, else
 // one that a debugger holds; else the process.
 ProcessState ReadStuckState(int64_t pid);
-// Of a process that has ended, while its tracer keeps the end from the parent.
+// A process that has ended while its tracer hides that from the parent.
 struct HeldEnd {
   std::optional<int> wait_status;  // as waitpid's; none: this process may not know
   std::string tracer;              // "process 71 (gdb)"; empty: none that can be seen

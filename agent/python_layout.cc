@@ -288,9 +288,9 @@ absl::StatusOr<PythonLayout> ReadPythonLayout(const MemoryReader& memory,
     case 10:
       return Layout310();
     case -1:
-      return absl::UnimplementedError(
-          absl::StrCat("the version of the Python in ", symbols.file,
-                       " cannot be told: 3.9 and 3.10 are known by the name of their file"));
+      return absl::UnimplementedError(absl::StrCat(
+          "the version of the Python in ", symbols.file,
+          " cannot be determined: 3.9 and 3.10 are recognized by the name of their file"));
     default:
       return Unknown(absl::StrCat("3.", minor));
   }

@@ -10,8 +10,8 @@
 
 namespace muster::agent {
 
-// Where a process that runs CPython keeps what its Python frames are read from: offsets in bytes,
-// as the headers of that version of CPython define them.
+// Where a process that runs CPython keeps the data from which Python frames are read: offsets in
+// bytes, as the headers of that version of CPython define them.
 struct PythonLayout {
   // How co_linetable (before 3.10: co_lnotab) says which line an instruction belongs to.
   enum class Lines { kDeltas, kRanges, kLocations };

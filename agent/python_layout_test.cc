@@ -44,7 +44,7 @@ TEST(PythonLayout, UnknownVersion_IsNamed) {
   EXPECT_EQ(of_file("python3.10")->version, "3.10");
   EXPECT_THAT(std::string(of_file("python3.8").status().message()), HasSubstr("Python 3.8:"));
   EXPECT_THAT(std::string(of_file("blender").status().message()),
-              HasSubstr("the version of the Python in blender cannot be told"));
+              HasSubstr("the version of the Python in blender cannot be determined"));
 }
 
 TEST(PythonLayout, NamesOfFiles_TellTheVersion) {

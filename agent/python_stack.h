@@ -62,8 +62,8 @@ class PythonStackReader {
   // them.
   std::vector<PythonThread> Threads() const;
 
-  // Of a thread of Threads(), which must not run, or the stack may be torn. At most `max_frames`,
-  // others are counted.
+  // Reads the stack of a thread of Threads(). The thread must not run, or the stack may be
+  // inconsistent. Returns at most `max_frames` frames and counts the others.
   PythonStack Stack(const PythonThread& thread, int max_frames) const;
 
  private:

@@ -336,7 +336,7 @@ absl::Time SessionClient::Tick() {
                   "the coordinator at ", options_.address, " has been away for ",
                   absl::FormatDuration(absl::Trunc(now - away_since_, absl::Milliseconds(100))),
                   ", longer than the ", absl::FormatDuration(options_.outage_tolerance),
-                  " that are tolerated: is it down, or the network to it?",
+                  " that are tolerated: check whether it is running, and the network to it",
                   last_error_.empty() ? "" : absl::StrCat(" (", last_error_, ")"))),
               &todo);
     }
@@ -581,8 +581,8 @@ void SessionClient::UseHub(const v1::UseHub& use, bool wait_for_seats, Todo* tod
       use.node() == options_.node || use.address() == hub_address_) {
     MUSTER_LOG(Warning) << "the coordinator at " << options_.address << " names hub '" << use.node()
                         << "' at '" << use.address()
-                        << "', which this agent cannot use: is its --hub_listen an address that "
-                           "other machines reach?";
+                        << "', which this agent cannot use: check that its --hub_listen is an "
+                           "address that other machines can reach";
     failed_hub_ = use.node();
     moving_to_.reset();
     NoteError("it named a hub that cannot be used");
@@ -900,8 +900,8 @@ void SessionClient::Received(const v1::CoordinatorFrame& frame, Todo* todo) {
                       : ErrorResult(result.op_id(),
                                     absl::InternalError(absl::StrCat(
                                         "the coordinator at ", options_.address,
-                                        " answered a request with another kind of result: do both "
-                                        "sides run the same version of Muster?"))));
+                                        " answered a request with a result of the wrong kind: "
+                                        "check that both sides run the same version of Muster"))));
         }
         waited_for_.erase(it->first);
         held_bytes_ -= it->second.bytes;

@@ -576,10 +576,8 @@ TEST_F(SessionClientTest, AnswerOfAnotherKind_IsAnErrorAndNoBarrierPassed) {
   Submit("a", Arrive("b", 0));
   stream().Drain();
   stream().events->OnFrame(Results(1, {1}));  // of a transaction
-  EXPECT_THAT(
-      results_,
-      ElementsAre(HasSubstr(
-          "a: the coordinator at 10.0.0.1:29400 answered a request with another kind of result")));
+  EXPECT_THAT(results_, ElementsAre(HasSubstr("a: the coordinator at 10.0.0.1:29400 answered a "
+                                              "request with a result of the wrong kind")));
   // And it is not recalled as one that passed.
   Reconnect();
   Welcome("s2", 2);
@@ -756,7 +754,7 @@ TEST_F(SessionClientTest, Outage_FailsNothingUntilToleratedThenNamesAddressAndTi
   client_->Tick();
   const std::string text =
       "the coordinator at 10.0.0.1:29400 has been away for 1m30s, longer than the 1m30s that are "
-      "tolerated: is it down, or the network to it? (connection refused)";
+      "tolerated: check whether it is running, and the network to it (connection refused)";
   EXPECT_THAT(results_, ElementsAre("a: " + text, "b: " + text));
   ASSERT_EQ(lost_.size(), 1u);
   EXPECT_EQ(lost_[0].code(), absl::StatusCode::kUnavailable);

@@ -356,7 +356,8 @@ class Capturer {
       stack.state = ReadThreadState(pid_, tid);
       if (!stack.state.exists()) continue;
       stack.why = OutOfTime() ? "timed out" : why.empty() ? WalkThread(&stack) : why;
-      // Of one that cannot be stopped too: blocked in the kernel, its Python frames stand still.
+      // Also for a thread that cannot be stopped: while it is blocked in the kernel, its Python
+      // frames do not change.
       if (!stack.why.empty() && !OutOfTime()) {
         const uint64_t number = OwnNumber(pid_, tid);
         ReadPython(&stack, [number](const PythonThread& thread) {
@@ -493,7 +494,7 @@ struct StackCapture::Job {
 StackCapture::StackCapture(StackCaptureOptions options)
     : options_(std::make_shared<const StackCaptureOptions>(std::move(options))) {}
 
-// Of all captures of the process, because a thread may outlive the one that began it.
+// Shared by all captures of the process, because a thread may outlive the capture that started it.
 struct StackCapture::Late {
   struct One {
     std::shared_ptr<Job> job;

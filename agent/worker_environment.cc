@@ -13,7 +13,8 @@ std::optional<std::string> Text(std::optional<bool> value) {
   return value.has_value() ? std::optional<std::string>(YesNo(*value)) : std::nullopt;
 }
 
-// Of a launcher further out: true for the process it started, wrong for each of ours.
+// Variables of an outer launcher: true for the process that it started, wrong for each of our
+// workers.
 bool IsPlaceOfOtherLauncher(const std::string& name) {
   for (const char* prefix : {"OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL"}) {
     if (absl::StartsWith(name, prefix)) return true;

@@ -8,8 +8,9 @@ namespace muster {
 // Names that begin like this are the library's own: a program's barriers cannot have them.
 inline constexpr absl::string_view kOwnBarriers = "muster/";
 
-// The names of barriers in which ranks wait for a while to learn who is gone, begin like this. The
-// coordinator blames nobody for not coming: who is missing may have timed out before, or wait on.
+// Prefix of the names of barriers in which ranks wait to learn which ranks are gone. The
+// coordinator blames no rank for not arriving: a missing rank may have timed out earlier, or may
+// still wait.
 inline constexpr absl::string_view kAfterLoss = "muster/after a lost ";
 inline constexpr absl::string_view kAfterLostCollective = "muster/after a lost collective";
 inline constexpr absl::string_view kAfterLostConnection = "muster/after a lost connection";

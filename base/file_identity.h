@@ -10,8 +10,8 @@
 
 namespace muster {
 
-// What tells a file or folder from all others of this host that are there at the time, from what
-// stat() says of it: its device and inode.
+// Identifies a file or folder among all that exist on this host at the time: its device and inode,
+// from stat().
 std::string FileIdentityOf(const struct stat& info);
 
 // The same of what is at `path` now, at the end of links: another one if another file has taken its

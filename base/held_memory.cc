@@ -67,7 +67,7 @@ absl::StatusOr<OwnedFd> CreateHoldableMemory(const std::string& name) {
   OwnedFd fd(memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd.open() || fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0) {
     return absl::ResourceExhaustedError(
-        absl::StrCat("the kernel gives no file in memory: ", std::strerror(errno)));
+        absl::StrCat("the kernel does not create a file in memory: ", std::strerror(errno)));
   }
   return fd;
 }

@@ -41,8 +41,8 @@ struct HeldMemory {
   OwnedFd fd;
 };
 
-// What the agent holds, of all workers of this node and of earlier attempts of the job. Errors: as
-// HoldMemory.
+// Returns the memory that the agent holds for all workers of this node and for earlier attempts of
+// the job. Errors: as HoldMemory.
 absl::StatusOr<std::vector<HeldMemory>> TakeHeldMemory(const std::string& socket);
 
 // What a worker has left that does not run on this node now. Errors: as HoldMemory.

@@ -9,10 +9,10 @@
 
 namespace muster {
 
-// Where the last `lines` lines of a text begin whose bytes are at [begin, end): the offset of the
-// first of them; `end` for 0 lines. Reads blocks from the end on, until it has found them, so they
-// may be longer than what the caller has memory for. `read(offset, bytes)` returns so many bytes,
-// fewer where the text has become shorter; its errors are returned.
+// Returns the offset at which the last `lines` lines of the text in bytes [begin, end) begin; `end`
+// for 0 lines. Reads blocks backwards from the end, so the lines may be larger than the caller's
+// memory. `read(offset, bytes)` returns that many bytes, or fewer if the text has become shorter;
+// its errors are returned.
 absl::StatusOr<int64_t> FindLastLines(
     int64_t begin, int64_t end, int lines,
     absl::FunctionRef<absl::StatusOr<std::string>(int64_t offset, int64_t bytes)> read);

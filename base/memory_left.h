@@ -6,9 +6,9 @@
 
 namespace muster {
 
-// What can be had before the kernel kills a process for memory, as far as it says so, in bytes: of
-// the machine, and of the process's control group and those above it, of both versions of the
-// interface. SIZE_MAX: unknown. `root`: before /proc and /sys, for tests. Thread-safe.
+// The bytes that can be allocated before the kernel kills a process for memory, as far as it
+// reports limits: of the machine, the process's control group and those above it, in both versions
+// of the interface. SIZE_MAX: unknown. `root`: before /proc and /sys, for tests. Thread-safe.
 size_t MemoryLeft(const std::string& root = "");
 
 }  // namespace muster

@@ -31,7 +31,7 @@ absl::StatusOr<OwnedFd> OpenPeerFile(const std::string& place, int flags) {
   // A process that has ended may have left its number to another one.
   MUSTER_ASSIGN_OR_RETURN(const std::string identity, FileIdentity(file.get()));
   if (identity != place.substr(space + 1)) {
-    return absl::UnavailableError(absl::StrCat(path, " is another file than its process shared"));
+    return absl::UnavailableError(absl::StrCat(path, " is not the file that its process shared"));
   }
   return file;
 }

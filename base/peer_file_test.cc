@@ -45,7 +45,7 @@ TEST(PeerFile, DescriptorThatIsAnotherFileByNow_IsUnavailable) {
   ASSERT_EQ(dup2(Memory().get(), file.get()), file.get());
   const absl::StatusOr<OwnedFd> opened = OpenPeerFile(*place, O_RDONLY);
   EXPECT_EQ(opened.status().code(), absl::StatusCode::kUnavailable) << opened.status();
-  EXPECT_THAT(opened.status().message(), HasSubstr("another file than its process shared"));
+  EXPECT_THAT(opened.status().message(), HasSubstr("is not the file that its process shared"));
 }
 
 TEST(PeerFile, ClosedDescriptor_IsNotFound) {

@@ -20,7 +20,7 @@ class HiddenPath {
     EXPECT_EQ(symlink(BaseName(path_).c_str(), path_.c_str()), 0);
   }
   ~HiddenPath() {
-    // A file is back in one step: who reads it meanwhile does not find that there is none.
+    // The file comes back in one step, so that a concurrent reader never finds it missing.
     if (rename(aside().c_str(), path_.c_str()) == 0) return;
     EXPECT_EQ(unlink(path_.c_str()), 0);
     EXPECT_EQ(rename(aside().c_str(), path_.c_str()), 0);

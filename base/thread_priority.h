@@ -3,7 +3,8 @@
 
 namespace muster {
 
-// Of a thread that gets a core only where no other thread wants it, but for a hundredth of it.
+// The nice value of a thread that gets a core only if no other thread needs it, apart from about a
+// hundredth of it.
 inline constexpr int kIdleNice = 19;
 
 // Gives the calling thread this nice value, 0 to 19, which the threads that it starts inherit. It

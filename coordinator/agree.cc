@@ -80,7 +80,7 @@ std::optional<v1::OpError> AgreeSet::Enter(CallId call, const v1::AgreeAliveRequ
   } else if (it->second.set != set) {
     return MakeError(
         absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_DESYNC,
-        absl::StrCat("rank ", rank, " passes another set of ranks to agreement ", counter,
+        absl::StrCat("rank ", rank, " passes a different set of ranks to agreement ", counter,
                      " than rank ", *it->second.inside.begin(), ": all must name the same"));
   }
   if (it->second.inside.insert(rank).second) --it->second.outside;

@@ -15,8 +15,9 @@ namespace {
 constexpr int kNamedInMessage = 4;
 constexpr int kLatestInReport = 3;
 constexpr int kCompared = 1024;
-// Of the culprits of a report, which is one answer: of thousands of ranks, with a stack of 16 KiB
-// each once an operator has asked for all, not all would fit. The rest are named by number.
+// Limits the culprits of a report, which is a single answer: with thousands of ranks, and a stack
+// of 16 KiB for each once an operator has requested them, not all would fit. The rest are named by
+// number.
 constexpr size_t kMaxCulpritBytes = 3 << 20;
 
 // No caller waits longer; it keeps sums of microseconds from overflowing.
@@ -358,11 +359,11 @@ std::optional<v1::OpError> BarrierSet::CheckSame(const Instance& instance, const
   }
   for (const int rank : arrival.ranks) {
     if (Position(instance, rank) >= 0) continue;
-    return MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_DESYNC,
-                     absl::StrCat("rank ", rank, " arrived at barrier ", Quoted(instance.id),
-                                  " counter ", instance.counter,
-                                  ", in which it does not take part: give each set of ranks a ",
-                                  "barrier name of its own"));
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_DESYNC,
+        absl::StrCat("rank ", rank, " arrived at barrier ", Quoted(instance.id), " counter ",
+                     instance.counter, ", in which it does not take part: use a separate ",
+                     "barrier name for each set of ranks"));
   }
   if (instance.call_site != arrival.call_site) {
     return MakeError(

@@ -342,7 +342,8 @@ std::optional<v1::OpError> Core::ReadJobs(const v1::WatchJobsRequest& request, c
                                           JobsCore::WatchPlace* place,
                                           v1::WatchJobsBatch* batch) const {
   *batch->mutable_header() = impl_->Header();
-  // Of a state that was lost, or of another cluster: all that the watcher has is looked at again.
+  // The watcher's revision belongs to a state that was lost or to another cluster, so everything
+  // that the watcher has must be compared again.
   if (place->seen > impl_->revision_) *place = {.seen = 1};
   std::optional<v1::OpError> error =
       impl_->submitted_->ReadChanges(request, who, durable_revision, max_bytes, place, batch);

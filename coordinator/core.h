@@ -57,7 +57,7 @@ struct NodeDirective {
   uint64_t durable_revision = 0;
 };
 
-// Something an operator wants to see: one line for the log.
+// One line for the log, for operators.
 struct Notice {
   bool warning = false;
   std::string job_id;
@@ -179,13 +179,14 @@ struct CoreOptions {
   // A job without seated or waiting workers and without writes for this long is removed, with its
   // keys and history. The time restarts with the coordinator.
   absl::Duration job_retention = absl::Hours(24);
-  // The same for a job that has checkpoints: who goes on with it may come late. Its keys go after
-  // job_retention all the same.
+  // The same for a job that has checkpoints, because the process that continues it may come late.
+  // Its keys go after job_retention all the same.
   absl::Duration checkpoint_retention = absl::Hours(24 * 30);
   // Signs the hash of a sealed checkpoint's record: the same signature for the same hash. Null:
   // records are not signed.
   std::function<std::string(absl::string_view sha256)> sign_checkpoint = nullptr;
-  // What the keys of one job and of all may have, about as memory and a snapshot count them.
+  // The most bytes of the keys of one job and of all jobs, approximately as they count in memory
+  // and in a snapshot.
   size_t job_kv_bytes = 256 << 20;
   size_t kv_bytes = 768 << 20;
   HubOptions hubs;
@@ -265,9 +266,9 @@ class Core {
                              absl::FunctionRef<absl::Status(std::string part)> part) const;
   // All parts together, which are one part again. For small states: no message has more than 2 GiB.
   std::string Snapshot() const;
-  // Of strikes and quarantines no record says that they have run out. What is left of them now, for
-  // RestoreHosts of a core that was restored from the records up to last_record_revision(): it then
-  // has the same state as this one. Only before StartTerm. Errors: DATA_LOSS.
+  // No record says when strikes and quarantines expire. Returns those still in effect, for
+  // RestoreHosts of a core that was restored from the records up to last_record_revision(), which
+  // then has the same state as this one. Only before StartTerm. Errors: DATA_LOSS.
   std::string SnapshotHosts() const;
   absl::Status RestoreHosts(absl::string_view hosts);
   // Begins to serve as `term`, which must be higher than last_term() and at most kMaxTerm. Seated

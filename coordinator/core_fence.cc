@@ -15,7 +15,7 @@ std::optional<v1::OpError> Core::Impl::CheckJob(const v1::Fence& fence, Job** jo
   if (fence.cluster() != 0 && cluster_ != 0 && fence.cluster() != cluster_) {
     v1::OpError error = MakeError(
         absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_OTHER_CLUSTER,
-        absl::StrCat("the caller belongs to another cluster than this coordinator (cluster ",
+        absl::StrCat("the caller belongs to a different cluster than this coordinator (cluster ",
                      options_.cluster_id,
                      "): the coordinator got another data directory, or another coordinator took "
                      "over its address; start the job again"));

@@ -247,14 +247,14 @@ class Core::Impl {
   std::optional<std::string> WhyGroupEnded(absl::string_view group) const;
   // The group of an earlier attempt of the same job, which has checkpoints; null: there is none.
   Job* FormerAttempt(absl::string_view group);
-  // Of the job's attempts up to `number`, the last one whose group has checkpoints.
+  // The last of the job's attempts up to `number` whose group has checkpoints.
   Job* LastWithCheckpoints(const std::string& job_id, int number);
   // From where the job of a dry run would continue.
   void PlanCheckpoint(v1::SubmitJobReply* reply);
 
   // The job that a worker joins, which may begin with it; null: its join was refused.
   Job* JobToJoin(Incoming* in);
-  // What a job leaves to the one of its name that begins in the same record, and how that takes it.
+  // Pass a job's checkpoints to the job of the same name that begins in the same record.
   void LeaveCheckpoints(Job* former);
   void AdoptCheckpoints(Job* job);
   // Whether the agents of the job, whose number varies, have met again and run its workers: they
@@ -285,7 +285,7 @@ class Core::Impl {
   uint64_t cluster_ = 0;  // as Fence has it; 0: unknown, not checked
   CoreStats stats_;
   ReportBudget report_budget_;
-  // Of the job left_by_, until the one that takes its place begins.
+  // The checkpoints of the job left_by_, until the job that replaces it begins.
   std::unique_ptr<CheckpointSet> left_checkpoints_;
   std::string left_by_;
   KvBudget kv_budget_{.of_job = options_.job_kv_bytes, .of_all = options_.kv_bytes};

@@ -403,7 +403,8 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
       break;
   }
   return absl::DataLossError(
-      "the journal holds a change of a kind this version does not know: use a newer coordinator");
+      "the journal holds a kind of change that this version does not know: use a newer "
+      "coordinator");
 }
 
 absl::Status Core::Restore(absl::string_view bytes) {

@@ -645,7 +645,7 @@ void Core::Impl::GetMembers(Incoming* in) {
     v1::Member member =
         i < seats ? job->MakeMember(job->seats()[i]) : job->MakeMember(*waiting[i - seats]);
     if (bytes > kMaxMembersBytes / 3 && member.has_exit()) {
-      // Of ten thousand that failed, all fit into one message, if not what each of them said.
+      // Ten thousand failed ranks fit into one message, though not the text of each.
       member.mutable_exit()->clear_last_log_lines();
       member.mutable_exit()->set_message(Cut(member.exit().message(), 64));
     }
@@ -786,7 +786,7 @@ void Core::Impl::Leave(Incoming* in) {
     return std::optional<v1::OpError>();
   });
   // A worker that waits for a seat gives up its place, and one that had a seat its claim to
-  // another: nobody waits for it.
+  // another, so no caller waits for it.
   Job* same = nullptr;
   if (job == nullptr || out_->deposed || CheckJob(fence, &same).has_value()) return;
   const bool waits = job->rendezvous().Waits(fence.worker_id(), fence.incarnation());

@@ -97,7 +97,7 @@ class Leases {
   int silent() const { return silent_; }
   // Why the first silent worker was kept.
   const std::string& silent_why() const { return silent_why_; }
-  // Of the silent workers, how long the one that was heard last is silent.
+  // How long the most recently heard of the silent workers has been silent.
   absl::Duration SilentFor(absl::Time now) const;
 
   absl::Time NextDeadline() const {

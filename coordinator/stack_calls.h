@@ -32,7 +32,7 @@ class StackCalls {
 
   struct Asked {
     int32_t rank = 0;
-    uint64_t query = 0;  // 0: there is nobody to ask
+    uint64_t query = 0;  // 0: there is no agent to ask
     bool answered = false;
   };
   // A call that is to be answered now.
@@ -44,7 +44,7 @@ class StackCalls {
 
   bool full() const { return open_.size() >= kMaxOpen; }
   bool empty() const { return open_.empty(); }
-  // At once if nobody could be asked.
+  // At once if no agent could be asked.
   std::vector<Done> Add(CallId call, absl::Time deadline, int32_t next, std::vector<Asked> asked);
   // The answer to one question has come.
   std::vector<Done> Answered(uint64_t query);

@@ -80,7 +80,8 @@ std::optional<v1::OpError> TriggerSet::Raise(const v1::RaiseTriggerRequest& requ
   const int align = request.align() == v1::TRIGGER_ALIGN_UNSPECIFIED ? v1::TRIGGER_ALIGN_NEXT_STEP
                                                                      : request.align();
   if (rank >= 0 && align == v1::TRIGGER_ALIGN_NEXT_STEP) {
-    // No rank has acted on one that is not decided: all act on it once, whoever else raises it.
+    // No rank has acted on a trigger that is not decided yet: all act on it once, no matter how
+    // many callers raise it.
     for (const auto& [id, trigger] : triggers_) {
       const v1::TriggerRecord& record = trigger.record;
       if (trigger.decided() || record.raised_by_rank() < 0 || record.align() != align ||
@@ -247,7 +248,7 @@ void TriggerSet::RankReplaced(int rank) {
   const bool was_gone = gone_[rank];
   gone_[rank] = false;
   for (auto& [id, trigger] : triggers_) {
-    // What the former incarnation acknowledged or promised, the new one is asked for as well.
+    // The new incarnation must acknowledge or promise everything that the former one did.
     if (was_gone || trigger.acked[rank]) ++trigger.unacked;
     if (was_gone || trigger.promised[rank]) ++trigger.unpromised;
     trigger.acked[rank] = false;

@@ -54,10 +54,10 @@ class TriggerSet {
   // apply to another run of the job.
   void DropAll(std::vector<v1::TriggerChanged>* changes);
 
-  // `rank` is -1 for an operator. What a rank raises for the next step, and another rank has raised
-  // in the same words and is not decided, is one trigger: of a job that is stopped, every rank
-  // raises "stop". Errors: BAD_FIELD, LIMIT; FAILED_PRECONDITION if a rank may have
-  // passed `step`.
+  // `rank` is -1 for an operator. If a rank raises a trigger for the next step that another rank
+  // has raised with the same text and that is not decided yet, both are one trigger: when a job is
+  // stopped, every rank raises "stop". Errors: BAD_FIELD, LIMIT; FAILED_PRECONDITION if a rank may
+  // have passed `step`.
   std::optional<v1::OpError> Raise(const v1::RaiseTriggerRequest& request, int rank,
                                    uint64_t trigger_id, v1::RaiseTriggerReply* reply,
                                    std::vector<v1::TriggerChanged>* changes);

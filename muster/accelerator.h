@@ -130,7 +130,7 @@ class Accelerator {
   bool is_local_main_process() const { return local_process_index() == 0; }
   bool is_last_process() const { return process_index() == num_processes() - 1; }
   bool use_distributed() const { return num_processes() > 1; }
-  // Several processes with a GPU each.
+  // Several processes, each with a GPU.
   bool multi_device() const { return use_distributed() && device().is_cuda(); }
   // "NO", "MULTI_CPU" or "MULTI_GPU".
   const char* distributed_type() const {
@@ -243,8 +243,8 @@ class Accelerator {
   void backward(const at::Tensor& loss, const BackwardOptions& how);
   // For a loss that is a mean over `weight` items, such as tokens: the update is then the mean over
   // all items of the window and of all processes. Use it once in all micro-steps of a window, or in
-  // none; it throws beside a loss without a weight, which would be divided by the items as well:
-  // add that to `loss`.
+  // none; it throws if another loss of the window has no weight, because that would also be divided
+  // by the items: add such a loss to `loss`.
   void backward(const at::Tensor& loss, double weight);
 
   // Clips the gradients of `parameters` to the total norm; returns the norm before clipping (0-d).
@@ -282,8 +282,8 @@ class Accelerator {
   // Collectives, over tensors and nested structures of them.
 
   // (collective) Concatenates along the first dimension in process order; a 0-d tensor gives one
-  // value per process. Plain values beside tensors (numbers, texts, lists of them) stay this
-  // process's own; a value without a tensor does not compile: see gather_object().
+  // value per process. Plain values in a structure with tensors (numbers, strings, lists of them)
+  // keep this process's values; a value without a tensor does not compile: see gather_object().
   template <class T>
   T gather(const T& value, std::source_location where = std::source_location::current()) {
     Comm& comm = CommFor("gather()");
@@ -291,14 +291,14 @@ class Accelerator {
   }
   // (collective) Like gather, but drops the samples that only pad the last batch: a tensor whose
   // first dimension is the batch size is cut to the real samples of each process; other tensors are
-  // gathered whole. Lists without tensors, also in a structure beside tensors, are gathered as by
-  // gather_object, and a list with one object per sample is cut in the same way; so is any other
-  // value without tensors gathered. A number or text beside tensors does not compile. `rows`
-  // overrides the inference from the first dimension: MetricRows::kPerSample (any other length is
-  // an error) or MetricRows::kPerProcess (never cut). Applies inside a loop over a prepared loader
-  // of this Accelerator; outside of one nothing is cut. Refused inside join_uneven_inputs(). Throws
-  // c10::Error on all processes if batches differ in length (even_batches = false) and a value has
-  // a row for each sample on some processes only.
+  // gathered whole. Lists without tensors, even in a structure with tensors, are gathered as by
+  // gather_object, and a list with one object per sample is cut in the same way. Any other value
+  // without tensors is also gathered as by gather_object. A number or string in a structure with
+  // tensors does not compile. `rows` overrides the inference from the first dimension:
+  // MetricRows::kPerSample (any other length is an error) or MetricRows::kPerProcess (never cut).
+  // Applies inside a loop over a prepared loader of this Accelerator; outside of one nothing is
+  // cut. Refused inside join_uneven_inputs(). Throws c10::Error on all processes if batches differ
+  // in length (even_batches = false) and a value has a row for each sample on some processes only.
   template <class T>
   auto gather_for_metrics(const T& value, MetricRows rows = MetricRows::kAuto,
                           std::source_location where = std::source_location::current()) {
@@ -346,8 +346,8 @@ class Accelerator {
     return GatherValueForMetrics(comm, objects, BatchOfMetrics(), rows, where);
   }
   // (collective) Returns the "sum", "mean", "max" or "min" over all processes, times `scale`, of a
-  // tensor, a structure of tensors or a number. Does not change the input. A number beside tensors
-  // does not compile.
+  // tensor, a structure of tensors or a number. Does not change the input. A number in a structure
+  // with tensors does not compile.
   template <class T>
   T reduce(const T& value, const std::string& reduction = "sum", double scale = 1.0,
            std::source_location where = std::source_location::current()) {
@@ -493,12 +493,12 @@ class Accelerator {
   absl::Status load_state_if_present(const std::string& directory = "");
   // (collective) Loads only the weights of the prepared models from such a state, or those of one
   // model from files that muster::load_model reads: by prefix, under other names, or only those
-  // present (`strict` false), as there. Of a sharded model each process reads the ranges of its
-  // parts. `options` apply to each model, except `dtype`, which is refused. Optimizers, schedules,
-  // loaders, random states and counters stay as they are. Either all models change, on all
-  // processes, or none; after an error of the disk in the middle of a model's files its use is
-  // refused until load_state(). Returns what was loaded and what was not. Errors: as load_state;
-  // INVALID_ARGUMENT for weights that do not fit.
+  // present (`strict` false), as there. For a sharded model each process reads only the ranges of
+  // its parts. `options` apply to each model, except `dtype`, which is refused. Optimizers,
+  // schedules, loaders, random states and counters stay as they are. Either all models change, on
+  // all processes, or none; if the disk fails in the middle of a model's files, any use of the
+  // model is refused until load_state(). Returns what was loaded and what was not. Errors: as
+  // load_state; INVALID_ARGUMENT for weights that do not fit.
   absl::StatusOr<LoadedState> load_weights(const std::string& directory = "",
                                            const LoadWeightsOptions& options = {});
   // The directory of this process's last save_state or load_state; an asynchronous save may still
@@ -569,8 +569,8 @@ class Accelerator {
   }
 
   // Releases the models, optimizers, schedules and loaders that this object keeps for save_state,
-  // and forgets accumulation. To train on with one of them, give it, not its handle, to prepare()
-  // again: step() of an optimizer that is forgotten throws.
+  // and forgets accumulation. To continue training with one of them, pass the object itself, not
+  // its handle, to prepare() again: step() of a forgotten optimizer throws.
   void free_memory();
   void clear() { free_memory(); }
   // Returns the model as it was before prepare().
@@ -585,17 +585,19 @@ class Accelerator {
   // Logs and trackers.
   // Opens trackers ("tensorboard", "jsonl", "csv", a class registered with RegisterTrackerClass, or
   // your own objects) under the logging directory and passes them `config`. Processes other than
-  // the main one open only trackers that request it. Called again, as for the next fold, it first
-  // finishes the trackers that are open, whose pointers end. Errors: NOT_FOUND for an unknown kind,
-  // FAILED_PRECONDITION after end_training(), and those of opening files.
+  // the main one open only trackers that request it. If called again, for example for the next
+  // fold, it first finishes the open trackers, whose pointers become invalid. Errors: NOT_FOUND for
+  // an unknown kind, FAILED_PRECONDITION after end_training(), and those of opening files.
   absl::Status init_trackers(const std::string& project_name, const TrackerValues& config = {},
                              const std::vector<std::string>& kinds = {"tensorboard"},
                              std::vector<std::unique_ptr<GeneralTracker>> own = {});
   // Queues values for the trackers: `accelerator.log({{"loss", 0.5}}, step)`. Never waits for a
   // disk.
   void log(TrackerValues values, std::optional<int64_t> step = std::nullopt);
-  // Returns the tracker of that name, for its own methods; on a process without it, a tracker that
-  // does nothing.
+  // Returns the tracker of that name, so that you can call its own methods; on a process without
+  // it, a tracker that does nothing. Blocks until everything logged so far has been written. After
+  // the next log() a thread of Muster uses the tracker too, so call get_tracker() again before each
+  // use. Errors: NOT_FOUND; FAILED_PRECONDITION before init_trackers().
   absl::StatusOr<GeneralTracker*> get_tracker(const std::string& name);
   // Returns a progress bar on the local main process, silent if standard error is not a terminal.
   Progress progress(int64_t total, const std::string& description = "");
@@ -701,7 +703,7 @@ int run(int argc, char** argv, F train) {
 //
 // It needs `muster launch` or `muster-agent` with max_restarts; each loss counts as a restart. Any
 // other error of `train` ends the process as in run(). So does the loss of a process without such
-// an agent, in an attempt of a submitted job, and on GPUs: then all processes restart.
+// an agent or on GPUs: then all processes restart.
 template <class F>
 int run_elastic(int argc, char** argv, const AcceleratorOptions& options, F train);
 template <class F>

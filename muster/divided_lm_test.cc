@@ -261,7 +261,7 @@ TEST_F(DividedLm, GpuThatIsNotThere_IsRefused) {
   const auto refused = load_offloaded_causal_lm(GoldenPath("hf_models/gpt2_shared"),
                                                 DeviceEntries{{"", "0"}, {"transformer.h.1", "9"}});
   EXPECT_THAT(std::string(refused.status().message()),
-              HasSubstr("device 9 is not there: this process sees 4 GPUs"));
+              HasSubstr("device 9 does not exist: this process sees 4 GPUs"));
 }
 
 }  // namespace

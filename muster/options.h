@@ -48,8 +48,8 @@ struct ProjectOptions {
 // How save_state() writes.
 struct CheckpointOptions {
   // save_state() copies the state into memory (see `lazy`) and returns; a thread writes it during
-  // training. Each process keeps memory for two copies of its part (see divide_above); one that
-  // offloads to a disk copies to files there, before save_state() returns. The next
+  // training. Each process keeps memory for two copies of its part (see divide_above); a process
+  // that offloads to a disk copies to files there, before save_state() returns. The next
   // save_state(), wait_for_checkpoint() or end_training() reports a failed save. A killed process
   // loses its unwritten saves; earlier ones remain.
   bool asynchronous = false;
@@ -119,8 +119,8 @@ struct ActivationCheckpointingOptions {
   // KiB that depend on parameters and have no gaps; tensors inside classes that are not structures
   // of tensors (worker/nested/nested.h) stay where they are. kCpu: those of a GPU in pinned memory;
   // no effect on the CPU. kDisk: in one file per process in `offload_path`, which disappears with
-  // the process; a thread writes behind the forward pass and reads ahead of the backward pass, with
-  // at most 64 MiB, or one tensor, left to write. backward() throws errors of the disk.
+  // the process; a thread writes during the forward pass and reads ahead during the backward pass,
+  // with at most 64 MiB, or one tensor, waiting to be written. backward() throws if the disk fails.
   Offload offload = Offload::kNone;
   std::string offload_path = {};
 };
@@ -161,11 +161,13 @@ struct BackwardOptions {
   std::vector<at::Tensor> inputs = {};
 };
 
-// An absent setting comes from the environment, then from the default. An explicit one always wins.
+// An absent setting comes from the environment, then from the default. An explicit setting always
+// wins.
 struct AcceleratorOptions {
   std::optional<std::string> mixed_precision;  // "no", "bf16", "fp16". MUSTER_MIXED_PRECISION, "no"
   std::optional<int64_t> gradient_accumulation_steps;  // MUSTER_GRADIENT_ACCUMULATION_STEPS, 1
-  // num_steps in here is another name of gradient_accumulation_steps: set either, or both alike.
+  // num_steps in here is another name for gradient_accumulation_steps: set one of them, or both to
+  // the same value.
   AccumulationOptions accumulation;
   std::optional<bool> cpu;  // MUSTER_CPU; else a GPU is used if there is one
   DataLoaderOptions data_loader;

@@ -1085,7 +1085,7 @@ TEST(Epochs, LoaderLikeOneThatIsStillHeld_IsWarnedOf) {
       for (auto& batch : loaders.back()) (void)batch;
     }
     EXPECT_THAT(testing::internal::GetCapturedStderr(),
-                HasSubstr("that the program still holds: it does not continue that one"));
+                HasSubstr("that the program still holds: it does not continue that loader"));
   });
 }
 

@@ -282,7 +282,7 @@ TEST(ShardingBadInput, OptimizerOfOtherTensors_IsRefusedOnEveryRank) {
     };
     EXPECT_THAT(Errors(kind, [&](Accelerator& a) { train(a, Wide(), Wide()); }),
                 Each(AllOf(HasSubstr("'0.weight' of a sharded model"),
-                           HasSubstr("the optimizer was made of other tensors"))));
+                           HasSubstr("the optimizer was created with other tensors"))));
     // The same, which is right.
     EXPECT_THAT(Errors(kind,
                        [&](Accelerator& a) {
@@ -333,7 +333,7 @@ TEST(ShardingBadInput, GroupsOfDifferentSizes_AreNamedOnEveryRank) {
       Errors(hybrid, PrepareOnly,
              [](int rank, AcceleratorOptions& o) { o.sharding->group_size = rank < 2 ? 2 : 1; }),
       Each(AllOf(HasSubstr("rank 2 has groups of 1 processes"), HasSubstr("rank 0 has groups of 2"),
-                 HasSubstr("Run equally many on each machine"))));
+                 HasSubstr("Run the same number on each machine"))));
 }
 
 // The units follow from the model, too.

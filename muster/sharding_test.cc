@@ -976,10 +976,10 @@ TEST(Sharding, EnvironmentSaysHowAndNothingAsks_IsRefusedByName) {
     process.comm = std::make_unique<LocalComm>();
     Accelerator(std::make_shared<internal::Core>(options, std::move(process)));
   };
-  EXPECT_THAT([&] { make(false, false); },
-              testing::ThrowsMessage<c10::Error>(
-                  HasSubstr("MUSTER_SHARDING_UNITS says how a model is divided, which nothing asks "
-                            "for: set MUSTER_SHARDING")));
+  EXPECT_THAT(
+      [&] { make(false, false); },
+      testing::ThrowsMessage<c10::Error>(HasSubstr(
+          "MUSTER_SHARDING_UNITS refines sharding, but nothing enables it: set MUSTER_SHARDING")));
   // They say that nothing is to be divided.
   EXPECT_NO_THROW(make(true, false));
   EXPECT_NO_THROW(make(false, true));

@@ -445,7 +445,7 @@ TEST_F(ShardingWeights, UnshardedLoadThatFailsOnItsWay_IsNamedUntilLoadState) {
                                      ErrorOf([&, &optimizer = optimizer] { optimizer.step(); }),
                                      ErrorOf([&] { throws(a.save_state(folder_.Path("never"))); }),
                                      ErrorOf([&] { throws(a.load_weights(paths[0]).status()); })}) {
-      EXPECT_THAT(error, HasSubstr("after a load_weights() that has failed on its way"));
+      EXPECT_THAT(error, HasSubstr("after a load_weights() that failed halfway"));
     }
     ASSERT_TRUE(a.load_state(state).ok());
     Train(a, model, optimizer);

@@ -99,7 +99,7 @@ namespace {
 std::shared_ptr<internal::ModelSlot> ModelOf(const internal::DividedObject& average) {
   std::shared_ptr<internal::ModelSlot> model = average.model();
   TORCH_CHECK(model != nullptr,
-              "the sharded model of which there is an average (muster::Ema) is gone: keep the "
+              "the sharded model that a muster::Ema averages no longer exists: keep the "
               "prepared model for as long as the average is used");
   return model;
 }
@@ -265,7 +265,7 @@ void TakeStepsOfMain(internal::Core& core) {
   const double own_scale = scaler->scale();
   scaler->LoadState(BroadcastPlainState(comm, scaler->SaveState(), 0));
   scaler->Reset();
-  // Those of an open window go on with the loss scale that is now that of all.
+  // Gradients of an open window continue with the loss scale that all ranks now have.
   if (core.steps().sync_gradients()) return;
   // One list: a gradient that several of them have is scaled once.
   std::vector<at::Tensor> parameters;

@@ -128,8 +128,8 @@ M& extract_model_from_parallel(AcceleratedModel<M>& model) {
   return model.unwrap();
 }
 
-// Whether prepare() shards the models of this Accelerator: it takes one of init_empty_weights()
-// then, and accelerator.load_weights() loads each process's part of the weights.
+// Whether prepare() shards the models of this Accelerator. Then it accepts models of
+// init_empty_weights(), and accelerator.load_weights() loads each process's part of the weights.
 bool shards_models(Accelerator& accelerator);
 
 // Returns a logger that prefixes lines with this process's index: "[RANK 1] ...". See RankLogger;
@@ -196,9 +196,9 @@ class Ema {
   Ema(const Ema&) = delete;
   Ema& operator=(const Ema&) = delete;
 
-  // Updates the average at the end of an accumulation window, also if fp16 has skipped the
-  // optimizer's step; does nothing inside one. Call it after optimizer.step(). Returns whether it
-  // updated. Throws inside LocalSGD, where processes have different weights.
+  // Updates the average at the end of an accumulation window, even if fp16 has skipped the
+  // optimizer's step; does nothing inside a window. Call it after optimizer.step(). Returns whether
+  // it updated. Throws inside LocalSGD, where processes have different weights.
   bool update();
 
   // Replaces the model's weights with the average for the lifetime of the result, whose destructor
@@ -225,7 +225,7 @@ class Ema {
   StateDict state_dict() const;
   void load_state_dict(const StateDict& state);
   std::shared_ptr<internal::DividedObject> divided_object() const { return divided_; }
-  // Expires with this object, which then is registered no more.
+  // Expires with this object, which is then no longer registered.
   std::weak_ptr<const void> lifetime() const { return alive_; }
 
  private:

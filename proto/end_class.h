@@ -8,7 +8,7 @@
 
 namespace muster {
 
-// "PROCESS_FAILED": the class as people read it and machines tell each other; "UNKNOWN" of one that
+// "PROCESS_FAILED": the class in the form that people and machines read; "UNKNOWN" for a class that
 // a newer version has. Pure.
 std::string EndClassName(v1::EndClass end_class);
 // UNSPECIFIED: it names none that is known here. Pure.

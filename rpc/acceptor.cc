@@ -26,9 +26,9 @@ namespace {
 // As many as the kernel allows (net.core.somaxconn): a whole cluster may come at once.
 constexpr int kBacklog = 4096;
 constexpr int kRetryMilliseconds = 50;
-// Of its descriptors a process keeps a share, of so many at most, for what it does itself: a crowd
-// of connections must not keep a coordinator from writing its journal, or a launch from starting
-// its processes.
+// A process reserves a share of its descriptors, up to this many, for its own work, so that a crowd
+// of connections cannot keep a coordinator from writing its journal, or a launch from starting its
+// processes.
 constexpr uint64_t kKeptShare = 16, kMostKept = 64;
 
 absl::Status CannotListen(const Address& address, int error) {

@@ -17,9 +17,9 @@ namespace {
 
 constexpr int kLinesAMinute = 10;
 
-// What gRPC has to say goes into our log: why a certificate was refused, that a port is taken. But
-// it logs a line for every connection that breaks off, so the rate is limited; the next line gives
-// the number of suppressed ones.
+// Sends gRPC's messages to our log, for example why a certificate was refused or that a port is
+// taken. But it logs a line for every connection that breaks off, so the rate is limited; the next
+// line gives the number of suppressed ones.
 void LogOfGrpc(gpr_log_func_args* args) {
   static Mutex mu;
   static absl::Time minute = absl::InfinitePast();

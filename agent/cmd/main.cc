@@ -68,10 +68,9 @@ constexpr char kFooter[] =
     "5 the other machines did not join in time; 7 no coordinator; 8 it refuses this agent's token; "
     "126, 127 the\n"
     "program; 130, 143 stopped.\n"
-    "--config and --print_config are those of --serve (muster-agent --serve --help): what belongs "
-    "to "
-    "one job is no setting\n"
-    "of a machine. A job has a file with muster launch --config_file, or job.yaml with muster "
+    "--config and --print_config work only with --serve (muster-agent --serve --help), whose file "
+    "has a machine's settings.\n"
+    "For the settings of one job use muster launch --config_file, or job.yaml with muster "
     "submit.";
 
 int Fail(int code, absl::string_view message) {
@@ -150,8 +149,9 @@ void AddLayoutFlags(CLI::App* app, Flags* flags) {
   app->add_option("--machine_rank", options->node_rank,
                   "index of this machine; -1: the coordinator assigns it")
       ->capture_default_str();
-  app->add_option("--rack", worker->rack,
-                  "rack of this machine: without --machine_rank, neighbours get neighbouring ranks")
+  app->add_option(
+         "--rack", worker->rack,
+         "rack of this machine; without --machine_rank, machines in one rack get adjacent ranks")
       ->envname("MUSTER_RACK");
   app->add_option("--nvlink_domain", worker->nvlink_domain,
                   "NVLink domain of this machine, within its rack")
@@ -181,8 +181,8 @@ void AddAttemptFlags(CLI::App* app, Flags* flags) {
                   "restarts that the job may have, for the variables of the processes")
       ->check(CLI::Range(0, 1'000'000'000));
   app->add_option("--restarts_in_place", flags->restarts_in_place,
-                  "with --attempt_dir: how often the agent may be asked to let processes that an "
-                  "attempt has lost start again, while the others go on in theirs")
+                  "with --attempt_dir: how often lost processes of an attempt may restart while "
+                  "the others continue")
       ->check(CLI::Range(0, 1'000'000'000));
   app->add_option("--workdir", flags->workdir, "folder in which the program runs");
   app->add_option("--control_group", flags->groups.folder,
@@ -202,7 +202,7 @@ void AddTrainingFlags(CLI::App* app, Flags* flags) {
          "precision of the forward pass; default: $MUSTER_MIXED_PRECISION, else no")
       ->check(CLI::IsMember({"no", "bf16", "fp16"}));
   app->add_option("--gradient_accumulation_steps", worker->gradient_accumulation_steps,
-                  "backward passes for each optimizer step; default: as the program says, else 1")
+                  "backward passes per optimizer step; default: the program's own setting, else 1")
       ->check(CLI::Range(1, 1'000'000));
   app->add_flag_callback(
       "--cpu", [worker] { worker->cpu = true; }, "train on the CPU; default: as $MUSTER_CPU says");
@@ -224,10 +224,9 @@ void AddTrainingFlags(CLI::App* app, Flags* flags) {
 
 void AddOutputFlags(CLI::App* app, Flags* flags) {
   NodeJobOptions* const options = &flags->options;
-  app->add_option(
-      "--log_dir", options->agent.log_dir,
-      "write output to FOLDER/attempt_A/rank_R.log; what an earlier job has left there is "
-      "moved to FOLDER/before_N");
+  app->add_option("--log_dir", options->agent.log_dir,
+                  "write output to FOLDER/attempt_A/rank_R.log; logs of an earlier job are moved "
+                  "to FOLDER/before_N");
   app->add_option("--log_max_mib", flags->log_max_mib,
                   "size in MiB at which such a file is rotated to rank_R.log.1; 0: no limit")
       ->check(CLI::Range(0, 1'000'000))
@@ -249,15 +248,15 @@ void AddConnectionFlags(CLI::App* app, Flags* flags) {
   app->add_option("--join_timeout", flags->join_timeout, "how long to wait for the other machines")
       ->capture_default_str();
   app->add_option("--outage_tolerance", flags->outage_tolerance,
-                  "how long the coordinator may be away before the job fails")
+                  "how long the coordinator may be unreachable before the job fails")
       ->capture_default_str();
   app->add_option("--hang_timeout", flags->hang_timeout,
-                  "once a step was finished: fails the job if no rank shows progress for so long; "
-                  "at least 10s, or 0: never")
+                  "after the first finished step: fails the job if no rank shows progress for this "
+                  "long; at least 10s, or 0: never")
       ->capture_default_str();
   app->add_option("--hub_listen", options->hub_listen,
                   "IP:PORT or unix:PATH at which this agent offers to be a hub for other agents; "
-                  "port 0 takes a free one");
+                  "port 0 selects a free port");
   app->add_option("--lease", flags->lease,
                   "how long a machine or worker may be silent, while others are not, before it "
                   "counts as lost")
@@ -293,11 +292,11 @@ std::optional<int> ReadFlags(std::vector<std::string> words, Flags* flags) {
   for (const std::string& word : words) {
     const absl::string_view flag = absl::string_view(word).substr(0, word.find('='));
     if (flag == "--config" || flag == "--print_config") {
-      return Fail(kExitUsage,
-                  absl::StrCat(flag,
-                               " goes with --serve: a config file has a machine's settings; those "
-                               "of one job are flags here, and keys of the file of muster launch "
-                               "--config_file"));
+      return Fail(
+          kExitUsage,
+          absl::StrCat(flag,
+                       " works only with --serve, whose config file has a machine's settings; pass "
+                       "the settings of one job as flags, or use muster launch --config_file"));
     }
   }
   std::reverse(words.begin(), words.end());  // as CLI11 takes them
@@ -494,7 +493,7 @@ absl::StatusOr<GpuFacts> AskDriver() {
   if (!answer->done.WaitForNotificationWithTimeout(kPatience)) {
     return absl::UnavailableError(
         absl::StrCat("the driver has not answered for ", absl::FormatDuration(kPatience),
-                     ": see whether nvidia-smi does; --gpu_memory_mib says it without asking"));
+                     ": check whether nvidia-smi works, or set --gpu_memory_mib"));
   }
   return answer->facts;
 }
@@ -623,8 +622,9 @@ int Serve(std::vector<std::string> words) {
   app.add_flag("--serve", flags.serve, "wait for submitted jobs");
   app.add_option("--coordinator", options.coordinator, "IP:PORT or unix:PATH of the coordinator")
       ->required();
-  app.add_option("--state_dir", options.state_dir,
-                 "folder for records, logs and private folders of attempts; of this agent alone")
+  app.add_option(
+         "--state_dir", options.state_dir,
+         "folder for records, logs and private folders of attempts; no other agent may use it")
       ->required();
   app.add_option("--node", options.node, "name of this node (default: the host's)");
   app.add_option("--host", options.host,
@@ -635,7 +635,7 @@ int Serve(std::vector<std::string> words) {
   app.add_option("--gpus", flags.gpus, "GPUs for jobs, the first ones (default: all)")
       ->check(CLI::Range(0, 1024));
   app.add_option("--gpu_memory_mib", flags.gpu_memory_mib,
-                 "memory of each GPU, in MiB (default: what the driver says)")
+                 "memory of each GPU, in MiB (default: what the driver reports)")
       ->check(CLI::Range(1, 2'000'000'000));
   app.add_option("--memory_mib", flags.memory_mib, "memory for jobs, in MiB (default: all)")
       ->check(CLI::Range(1, 2'000'000'000));
@@ -652,9 +652,9 @@ int Serve(std::vector<std::string> words) {
                  "is a systemd service; off; or the folder of a group for jobs, with memory limits")
       ->capture_default_str();
   app.add_flag("--limit_cpus", options.limit_cpus,
-               "let a process use no more CPUs than its job asks for, even if others are idle");
+               "limit each process to the CPUs that its job requests, even if others are idle");
   app.add_option("--keep_logs_hours", flags.keep_logs_hours,
-                 "how long logs of attempts that are over are kept")
+                 "how long to keep the logs of attempts that have ended")
       ->check(CLI::Range(0, 1'000'000))
       ->capture_default_str();
   app.add_option("--tls_ca", options.channel.tls.ca,
@@ -699,8 +699,8 @@ int Run(int argc, char** argv) {
   }
   const std::vector<std::string> args(argv + 1, argv + argc);
   const auto dashes = std::find(args.begin(), args.end(), "--");
-  // Those of a submitted job are for its processes: an attempt that did not start for them would
-  // count as a failure of the node.
+  // The user error codes of a submitted job apply to its processes: an attempt that did not start
+  // because of them would count as a failure of the node.
   const bool is_runner = std::any_of(args.begin(), dashes, [](const std::string& arg) {
     return absl::StartsWith(arg, "--attempt_dir");
   });

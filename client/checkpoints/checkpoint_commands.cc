@@ -619,11 +619,12 @@ absl::Status ReportVerdict(const Call& call, const Checkpoint& checkpoint, Verif
   if (!checkpoint.seal.ok()) {
     return absl::NotFoundError(
         absl::StrCat(checkpoint.path, ": ", checkpoint.seal.status().message(),
-                     "; only a coordinator that sealed a checkpoint keeps what is found of it"));
+                     "; only the coordinator that sealed a checkpoint records the result"));
   }
   if (checkpoint.seal->job.empty() && !call.line.Has("job")) {
     return absl::NotFoundError(absl::StrCat(
-        checkpoint.path, " was sealed without a coordinator, so none keeps what is found of it"));
+        checkpoint.path,
+        " was sealed without a coordinator, so there is none to report the result to"));
   }
   const absl::Status& read = checkpoint.manifest.status();
   // What cannot be read may be whole.
@@ -968,7 +969,7 @@ int RunExport(const Call& call) {
 absl::Status WithWayOut(const absl::Status& status) {
   if (!absl::IsDataLoss(status)) return status;
   return absl::DataLossError(
-      absl::StrCat(status.message(), "; take the weights of an earlier checkpoint"));
+      absl::StrCat(status.message(), "; use the weights of an earlier checkpoint"));
 }
 
 // Of a part of a checkpoint without the model, another file might be taken for it.
@@ -983,7 +984,7 @@ absl::Status CheckModelIsHere(const std::string& from) {
       DescribePart(from, elsewhere), ": take the weights there, or copy those files here"));
 }
 
-// Of weights in a checkpoint the manifest knows the digests; no copy of what is damaged is made.
+// For weights in a checkpoint the manifest has the digests, so damaged files are never copied.
 absl::Status CheckAgainstManifests(const std::string& from) {
   MUSTER_RETURN_IF_ERROR(CheckModelIsHere(from));
   const absl::StatusOr<WeightFiles> weights = WeightFiles::Open(from);
@@ -1023,7 +1024,7 @@ absl::Status StopsPrune(const absl::Status& why) {
                    damaged ? ": remove this checkpoint first" : ", since it may be one to keep"));
 }
 
-// What an unfinished save has moved aside and would have replaced; empty: nothing.
+// The checkpoint that an unfinished save has moved aside and would have replaced; empty: none.
 std::string AsideOf(const std::string& checkpoint) {
   const std::string parent = ParentPath(checkpoint);
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
@@ -1057,7 +1058,7 @@ absl::StatusOr<std::vector<UnfinishedSave>> NameSealedOnes(const Call& call, boo
       // The next save would remove that one once the name is taken.
       stays = absl::AlreadyExistsError(absl::StrCat(aside, " had that name before it"));
     } else if (stays = whole(); stays.ok() && !dry_run) {
-      // What takes long comes before the lock, so that loads beside it do not wait for that.
+      // The slow part runs before the lock is taken, so that concurrent loads do not wait for it.
       const absl::StatusOr<std::string> path =
           NameStaging(save.checkpoint, save.path, [] { return absl::OkStatus(); });
       stays = path.ok() && *path == save.path
@@ -1119,7 +1120,8 @@ int RunPrune(const Call& call) {
     // They would be the only ones.
     folder = CheckpointFolder(ParentPath(named->front().checkpoint));
   } else if (folder.ok()) {
-    // Those of the program's own names are the program's: they have no place in the order.
+    // Checkpoints with names that the program chose belong to the program and have no place in the
+    // order.
     found = FindNumbered(*folder, VerifyLevel::kSizes);
   }
   if (!folder.ok()) return Fail(call, folder.status());
@@ -1150,8 +1152,8 @@ int RunPrune(const Call& call) {
       if (!checkpoint.seal.ok() && !absl::IsNotFound(checkpoint.seal.status())) {
         return Fail(call, absl::FailedPreconditionError(absl::StrCat(
                               checkpoint.seal.status().message(),
-                              "; nothing was removed: the checkpoint may be pinned. Use a "
-                              "muster that reads this file, or remove the file")));
+                              "; nothing was removed: the checkpoint may be pinned. Use a version "
+                              "of muster that can read this file, or remove the file")));
       }
       (IsPinned(checkpoint) ? pinned : complete).push_back(checkpoint.path);
       if (!checkpoint.seal.ok() || checkpoint.seal->promoted) to_resume = checkpoint.path;

@@ -1007,7 +1007,7 @@ TEST_F(CheckpointCommandsTest, MergeWeightsOfACheckpointCutShort_SaysThatItIsDam
   ASSERT_TRUE(WriteFileAtomically(model, bytes.substr(0, bytes.size() - 1)).ok());
   for (const std::string& from : {Numbered(0), model}) {
     ExpectRefused({"merge-weights", from, Path("out")}, kExitJobFailed,
-                  "take the weights of an earlier checkpoint");
+                  "use the weights of an earlier checkpoint");
   }
   EXPECT_FALSE(PathExists(Path("out")));
 }

@@ -76,7 +76,7 @@ absl::StatusOr<Request> RequestOf(const CommandLine& line) {
   if (request.processes % request.group_size != 0) {
     return absl::InvalidArgumentError(absl::StrCat(
         "--group_size ", request.group_size, " does not divide --num_processes ", request.processes,
-        ": the copies of the model must have equally many processes"));
+        ": each copy of the model needs the same number of processes"));
   }
   static const auto& states =
       *new std::map<std::string, int64_t>{{"adam", 8}, {"momentum", 4}, {"sgd", 0}};
@@ -147,41 +147,43 @@ int RunEstimateMemoryCommand(const std::vector<std::string>& args, const Command
       .details =
           "PATH is a folder, an index or a file of safetensors or torch.save, or a checkpoint; "
           "only headers are read,\nof Muster's models config.json alone if files are missing. "
-          "Units of sharding are taken to be the entries of module lists "
-          "(layers.0, layers.1, ...), as without options\nof the program's own.",
-      .options = {{.name = "dtypes",
-                   .value_name = "LIST",
-                   .help = "Types to load in (default float32,float16,int8,int4; bfloat16)"},
-                  {.name = "num_processes",
-                   .value_name = "N",
-                   .help = "Processes that divide the model in training (default 1)"},
-                  {.name = "group_size",
-                   .value_name = "N",
-                   .help = "Processes that share one copy with --sharding hybrid: those of a "
-                           "machine"},
-                  {.name = "optimizer",
-                   .value_name = "adam|momentum|sgd",
-                   .help = "Adam has two states for each parameter, momentum one (default adam)",
-                   .values = {"adam", "momentum", "sgd"}},
-                  {.name = "offload_optimizer",
-                   .value_name = "cpu|disk",
-                   .help = "States are there between the steps; cpu: those of a GPU",
-                   .values = {"cpu", "disk"}},
-                  {.name = "offload_gradients",
-                   .value_name = "cpu|disk",
-                   .help = "Reduced gradients are there until the step (not of no_shard); cpu: "
-                           "those of a GPU",
-                   .values = {"cpu", "disk"}},
-                  {.name = "offload_parameters",
-                   .value_name = "cpu|disk",
-                   .help = "Parts of parameters and their gradients are there between their uses "
-                           "(zero3, hybrid); cpu: those of a GPU",
-                   .values = {"cpu", "disk"}},
-                  {.name = "optimizer_in_backward",
-                   .help = "Gradients of a few units at a time: the optimizer uses them inside of "
-                           "the backward pass"},
-                  IgnoreSettingsOption(),
-                  OutputOption({"text", "json"})},
+          "It assumes the default units of sharding: the entries of module lists (layers.0, "
+          "layers.1, ...).",
+      .options =
+          {{.name = "dtypes",
+            .value_name = "LIST",
+            .help = "Types to load in (default float32,float16,int8,int4; bfloat16)"},
+           {.name = "num_processes",
+            .value_name = "N",
+            .help = "Processes that divide the model in training (default 1)"},
+           {.name = "group_size",
+            .value_name = "N",
+            .help = "With --sharding hybrid: number of processes that share one copy, those of a "
+                    "machine"},
+           {.name = "optimizer",
+            .value_name = "adam|momentum|sgd",
+            .help = "Adam has two states for each parameter, momentum one (default adam)",
+            .values = {"adam", "momentum", "sgd"}},
+           {.name = "offload_optimizer",
+            .value_name = "cpu|disk",
+            .help =
+                "Where optimizer states are kept between steps; cpu applies to training on GPUs",
+            .values = {"cpu", "disk"}},
+           {.name = "offload_gradients",
+            .value_name = "cpu|disk",
+            .help = "Where reduced gradients are kept until the step (not with no_shard); cpu "
+                    "applies to training on GPUs",
+            .values = {"cpu", "disk"}},
+           {.name = "offload_parameters",
+            .value_name = "cpu|disk",
+            .help = "Where parts of parameters and their gradients are kept between uses (zero3, "
+                    "hybrid); cpu applies to training on GPUs",
+            .values = {"cpu", "disk"}},
+           {.name = "optimizer_in_backward",
+            .help = "The optimizer updates inside the backward pass, so that the gradients of only "
+                    "a few units exist at a time"},
+           IgnoreSettingsOption(),
+           OutputOption({"text", "json"})},
       .max_words = 1};
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;

@@ -118,13 +118,14 @@ TEST_F(EstimateCommandTest, ShardThatIsMissing_LeavesSizesToTheConfig) {
                   .ok());
   ASSERT_EQ(Run({folder.path(), "-o", "json"}), kExitOk) << err_.str();
   Json got = Json::parse(out_.str());
-  EXPECT_THAT(got["note"].get<std::string>(), HasSubstr("model-2.safetensors, which is not there"));
+  EXPECT_THAT(got["note"].get<std::string>(),
+              HasSubstr("model-2.safetensors, which does not exist"));
   got.erase("note");
   want.erase("note");
   EXPECT_EQ(got, want);
   ASSERT_EQ(Run({folder.path()}), kExitOk) << err_.str();
   EXPECT_THAT(out_.str(), HasSubstr("Sizes are those that config.json asks for: "));
-  EXPECT_THAT(out_.str(), HasSubstr("model-2.safetensors, which is not there"));
+  EXPECT_THAT(out_.str(), HasSubstr("model-2.safetensors, which does not exist"));
   // A file that is there must be of the model, and hold what the index says.
   const std::string other =
       *ReadFile(testing_support::GoldenPath("hf_train/bert_cls_shared/model.safetensors"));
@@ -148,7 +149,7 @@ TEST_F(EstimateCommandTest, ShardThatIsMissing_LeavesSizesToTheConfig) {
                                   R"({"architectures": ["T5ForConditionalGeneration"]})")
                   .ok());
   EXPECT_NE(Run({folder.path()}), kExitOk);
-  EXPECT_THAT(err_.str(), HasSubstr("model-2.safetensors, which is not there"));
+  EXPECT_THAT(err_.str(), HasSubstr("model-2.safetensors, which does not exist"));
 }
 
 TEST_F(EstimateCommandTest, ShapeThatIsNotThatOfTheConfig_IsNamed) {

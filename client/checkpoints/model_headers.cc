@@ -90,7 +90,7 @@ bool HasSizes(const models::ModelConfig& config) {
   return absl::StrContains(text, "\"hidden_size\"") || absl::StrContains(text, "\"n_embd\"");
 }
 
-// What a load would say: files of another model, or a config.json that was changed.
+// The error that a load would return: the files are of another model, or config.json was changed.
 absl::Status CheckShapes(const std::string& path, const ModelTensors& model,
                          const models::ModelConfig& config) {
   const absl::StatusOr<std::vector<models::WeightShape>> asked = models::WeightShapes(config);

@@ -225,9 +225,9 @@ absl::StatusOr<PlannedModel> TreeOf(const std::vector<TreeTensor>& tensors) {
       if (node == nullptr) break;
     }
     if (node == nullptr) continue;
-    return absl::InvalidArgumentError(absl::StrCat("\"", Printable(tensor.name),
-                                                   "\" is a tensor, and a module of others: no "
-                                                   "model has both"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "\"", Printable(tensor.name),
+        "\" is both a tensor and a module that holds other tensors: no model has both"));
   }
   PlannedModel model;
   model.root = ModuleOf("", "Model", root);

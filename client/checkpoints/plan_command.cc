@@ -80,7 +80,7 @@ absl::StatusOr<DeviceLimits> FoundLimits(const Machine& machine) {
   if (machine.usable_gpus > 0) {
     return absl::FailedPreconditionError(absl::StrCat(
         "this machine has ", machine.usable_gpus, machine.usable_gpus == 1 ? " GPU" : " GPUs",
-        ", whose memory only a program with CUDA can ask for: write --max_memory 0=SIZE,cpu=SIZE"));
+        ", and only a program with CUDA can query its memory: write --max_memory 0=SIZE,cpu=SIZE"));
   }
   return DeviceLimits{{"cpu", static_cast<double>(MemoryLeft())}};
 }
@@ -217,8 +217,10 @@ absl::Status PlanGeneration(const std::string& path, const models::ModelConfig& 
                             Plan& plan) {
   models::GenerationShape& shape = *plan.request.generation;
   if (std::holds_alternative<models::BertConfig>(config)) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        path, ": BERT generates no text: leave out --prompt_tokens and what else is for that"));
+    return absl::InvalidArgumentError(
+        absl::StrCat(path,
+                     ": BERT does not generate text: leave out --prompt_tokens and the other "
+                     "options of a generation"));
   }
   const int64_t room = models::ContextLength(config) - shape.prompt_tokens;
   if (!plan.request.has_new_tokens) shape.new_tokens = std::clamp<int64_t>(room, 1, kNewTokens);
@@ -409,14 +411,12 @@ CommandSpec Spec() {
       .details =
           "PATH is a folder, an index or a file of safetensors or torch.save; only headers and "
           "config.json are read,\nof Muster's models config.json alone if files are missing. "
-          "Modules are known by the names of tensors: those of "
-          "--no_split are names of lists (layers, experts),\nor classes of models that Muster has "
-          "(LlamaDecoderLayer). A program plans by its own modules:\n"
-          "muster::infer_auto_device_map.\n"
-          "With --prompt_tokens, --max_new_tokens, --batch_size or --num_beams it also says what "
-          "text that `muster generate`\ngenerates takes beside the weights. --max_memory is for "
-          "the "
-          "weights alone.",
+          "It finds modules by the names of tensors: --no_split takes names of lists (layers, "
+          "experts), or module\nclasses of Muster's models (LlamaDecoderLayer). In a program, "
+          "muster::infer_auto_device_map plans its own modules.\nWith --prompt_tokens, "
+          "--max_new_tokens, --batch_size or --num_beams it also prints the "
+          "memory\nthat `muster generate` needs in addition to the weights. --max_memory limits "
+          "only the weights.",
       .options = {{.name = "max_memory",
                    .value_name = "LIST",
                    .help = "What each device may hold: 0=20GB,cpu=30GB. The rest goes to the disk "
@@ -429,7 +429,8 @@ CommandSpec Spec() {
                    .help = "Modules that stay together on one device (default: the layers; none)"},
                   {.name = "device_map",
                    .value_name = "KIND",
-                   .help = "How GPUs share: auto, which is balanced, balanced_low_0, sequential",
+                   .help = "How to divide among GPUs: auto (the same as balanced), balanced_low_0 "
+                           "or sequential",
                    .values = {"auto", "balanced", "balanced_low_0", "sequential"}},
                   {.name = "offload_buffers",
                    .help = "Buffers of modules that are not on a GPU stay there"},
@@ -442,7 +443,9 @@ CommandSpec Spec() {
                   {.name = "batch_size",
                    .value_name = "N",
                    .help = "Prompts of the same length at a time (default: 1)"},
-                  {.name = "num_beams", .value_name = "N", .help = "Of beam search (default: 1)"},
+                  {.name = "num_beams",
+                   .value_name = "N",
+                   .help = "Beams of a beam search (default: 1)"},
                   {.name = "prefill_chunk_size",
                    .value_name = "N",
                    .help = "The most tokens of a prompt that are read in one pass; 0: all "

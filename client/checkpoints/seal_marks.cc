@@ -38,8 +38,8 @@ absl::Status PinFolder(const std::string& dir, bool pinned) {
   if (manifest.ok() && std::any_of(manifest->files.begin(), manifest->files.end(), is_pin)) {
     return absl::FailedPreconditionError(
         absl::StrCat(path,
-                     " is a file of the program's own, so the checkpoint cannot be pinned by "
-                     "its folder: copy the folder to keep it"));
+                     " was written by the program, so this folder cannot be pinned without a "
+                     "coordinator: copy the folder to keep it"));
   }
   if (pinned) {
     if (!PathExists(path)) MUSTER_RETURN_IF_ERROR(WriteFileAtomically(path, ""));

@@ -35,7 +35,7 @@ absl::Time Now() { return Clock::Real().Now(); }
 
 absl::Status Exists(const std::string& path) {
   return absl::AlreadyExistsError(
-      absl::StrCat(path, " exists: give a new name, a backup replaces no file"));
+      absl::StrCat(path, " exists, and a backup does not replace files: choose a new name"));
 }
 
 // Gives a file its name, unless something has it.

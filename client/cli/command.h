@@ -24,7 +24,7 @@ struct CommandContext {
   std::function<void(const CommandSpec&)> describe = nullptr;
   // For commands that use those of another system. Null: there are none.
   ProgramRunner run_program = nullptr;
-  // Where a command that asks questions reads the answers. Null: nobody answers.
+  // Where a command that asks questions reads the answers. Null: no answers are available.
   std::istream* in = nullptr;
   bool in_is_terminal = false;
   // Of the terminal that `out` is; 0: it is none.

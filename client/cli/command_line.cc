@@ -151,7 +151,8 @@ std::string HelpText(const CommandSpec& spec) {
   app.set_help_flag("-h,--help", "Print this help and exit");
   for (const OptionSpec& option : spec.options) {
     const std::string help =
-        option.negative ? absl::StrCat(option.help, "; --no_", option.name, ": not") : option.help;
+        option.negative ? absl::StrCat(option.help, "; --no_", option.name, " turns it off")
+                        : option.help;
     const std::string names = absl::StrCat(
         option.letter.empty() ? "" : absl::StrCat("-", option.letter, ","), "--", option.name);
     CLI::Option* const added =

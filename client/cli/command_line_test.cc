@@ -108,7 +108,7 @@ TEST(HelpText, HasUsageOptionsAndDetails) {
   EXPECT_THAT(help, HasSubstr("On the CPU"));
   EXPECT_THAT(help, HasSubstr("Exit codes: 0"));
   EXPECT_THAT(help, HasSubstr("-h,--help"));
-  EXPECT_THAT(help, HasSubstr("Prefix; --no_prefix: not"));
+  EXPECT_THAT(help, HasSubstr("Prefix; --no_prefix turns it off"));
 }
 
 }  // namespace

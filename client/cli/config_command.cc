@@ -61,13 +61,13 @@ CommandSpec ConfigSpec() {
       "Asks for the settings of muster launch and writes its config file; shows or checks it.";
   spec.usage = "[default|show|validate [FILE]] [OPTIONS]";
   spec.details =
-      "(nothing) asks for the settings, one question after the other, and writes the file; the "
-      "options given here are\n"
-      "          suggested. Without a terminal it reads an answer from each line; < goes back\n"
-      "default   writes a file with every setting and its meaning; the options given here go into "
+      "(nothing) asks for the settings one by one and writes the file; it suggests the options "
+      "given here.\n          Without a terminal it reads one answer per line; < goes "
+      "back\ndefault   writes a file with every setting and its meaning; the options given here go "
+      "into "
       "it\n"
       "show      prints every setting that a launch with these options would use, with its source\n"
-      "validate  reads a file and says whether a launch would accept it, and what of it programs "
+      "validate  reads a file and reports whether a launch would accept it, and what programs "
       "written with Muster do not\n"
       "Exit codes: 0 done; 2 wrong options or answers, or a file that would be refused; 4 the file "
       "exists already\n"
@@ -82,8 +82,7 @@ CommandSpec ConfigSpec() {
   for (const TorchrunFlag& flag : TorchrunFlags()) {
     std::erase_if(spec.options, [&](const OptionSpec& option) { return option.name == flag.name; });
   }
-  spec.options.push_back(
-      {.name = "force", .help = "Replace the file if it exists, without a question"});
+  spec.options.push_back({.name = "force", .help = "Replace an existing file without asking"});
   spec.options.push_back(OutputOption({"text", "json", "yaml"}));
   spec.options.back().help = "show: " + spec.options.back().help;
   spec.options.push_back({.name = "json", .help = "show: as -o json"});
@@ -94,15 +93,14 @@ CommandSpec ConfigSpec() {
 absl::Status CheckPlace(const std::string& path) {
   struct stat info;
   if (stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(path, " is a folder: give the name of a file in it"));
+    return absl::InvalidArgumentError(absl::StrCat(path, " is a folder: name a file in it"));
   }
   std::string folder = ParentPath(path);
   while (!PathExists(folder) && folder != ParentPath(folder)) folder = ParentPath(folder);
   if (stat(folder.c_str(), &info) == 0 && !S_ISDIR(info.st_mode)) {
     return absl::InvalidArgumentError(
         absl::StrCat(path, " cannot be written: ", folder,
-                     " is no folder; give another name with --config_file"));
+                     " is not a folder; give another name with --config_file"));
   }
   if (access(folder.c_str(), W_OK | X_OK) == 0) return absl::OkStatus();
   const absl::Status failed = absl::ErrnoToStatus(errno, folder);
@@ -130,19 +128,18 @@ absl::StatusOr<std::string> ConfigPathToWrite(const CommandLine& line,
 absl::StatusOr<std::map<std::string, std::string>> GivenSettings(const CommandLine& line,
                                                                  const std::string& path) {
   std::map<std::string, std::string> given;
-  // What the file cannot have would be missing in the launches that read it.
+  // Settings that the file cannot hold would be missing in launches that read it.
   for (const AccelerateEngineFlag& flag : AccelerateEngineFlags()) {
     if (!line.Has(flag.name)) continue;
     return absl::InvalidArgumentError(
         absl::StrCat("--", flag.name,
-                     " is a flag of muster launch, and no key of its file: give it "
-                     "there, or the same in the file's own words: --sharding"));
+                     " is a flag of muster launch and not a key of the config file: pass it to "
+                     "muster launch, or set sharding in the file (--sharding)"));
   }
   if (line.Has("env")) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--env ", line.options.at("env").front(),
-                     " is not taken over into the file: write it there, under env, or give it to "
-                     "muster launch"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--env ", line.options.at("env").front(),
+        " is not copied into the file: write it there, under env, or pass it to muster launch"));
   }
   for (const SettingSpec& setting : LaunchSettings()) {
     if (line.Has(setting.name)) given[setting.name] = line.Get(setting.name);
@@ -223,7 +220,7 @@ absl::StatusOr<Layer> ReadFormer(const std::string& path) {
   MUSTER_ASSIGN_OR_RETURN(const YamlDocument document, ParseYaml(text, path));
   if (IsAccelerateConfig(document.value)) {
     return absl::InvalidArgumentError(
-        "it is a file of Accelerate's, which muster launch reads as it is");
+        "it is an Accelerate config file, which muster launch reads unchanged");
   }
   return ParseConfig(text, path);
 }
@@ -294,11 +291,11 @@ int AskByLines(const CommandSpec& spec, const CommandContext& context, ConfigDia
     if (!context.in_is_terminal) context.out << answer << "\n";
     absl::Status status;
     if (kind == LineKind::kEnd) {
-      status = absl::InvalidArgumentError("there is no answer any more");
+      status = absl::InvalidArgumentError("the input ended before this answer");
     } else if (kind == LineKind::kTooLong) {
       status = absl::InvalidArgumentError("the answer does not end");
     } else if (absl::StripAsciiWhitespace(answer) == "<") {
-      if (!dialog->Back()) status = absl::InvalidArgumentError("there is no question before");
+      if (!dialog->Back()) status = absl::InvalidArgumentError("this is the first question");
     } else {
       status = dialog->Answer(answer);
     }
@@ -393,7 +390,8 @@ int RunDialog(const CommandSpec& spec, const CommandLine& line, const CommandCon
   if (!facts.ok()) return FailCall(spec, context, facts.status());
   if (context.in == nullptr) {
     return Fail(spec, context,
-                absl::InvalidArgumentError("nobody answers: muster config default asks nothing"),
+                absl::InvalidArgumentError(
+                    "the input is not available: use muster config default, which asks nothing"),
                 kExitUsage);
   }
   const std::string path = facts->path;
@@ -457,7 +455,7 @@ int RunConfigCommand(const std::vector<std::string>& args, const CommandContext&
     if (path.path.empty()) {
       return Fail(spec, context,
                   absl::InvalidArgumentError(
-                      "no config file: give its name, or write one with muster config"),
+                      "no config file found: name one, or write one with muster config"),
                   kExitUsage);
     }
     if (!config.ok()) return Fail(spec, context, config.status(), kExitUsage);

@@ -83,7 +83,7 @@ TEST_F(ConfigCommandTest, WrongAnswerOfAScript_EndsItWithoutAFile) {
             "number of at least 1; nothing is written\n");
   EXPECT_EQ(Run({}, "one\ncpu\n"), kExitUsage);
   EXPECT_THAT(err_.str(),
-              HasSubstr("question 3 (How many processes?): there is no answer any more"));
+              HasSubstr("question 3 (How many processes?): the input ended before this answer"));
   EXPECT_EQ(Run({}, "<\n"), kExitUsage);
   EXPECT_EQ(Run({}, std::string(70'000, 'x')), kExitUsage);
   EXPECT_EQ(Run({}, ""), kExitUsage);
@@ -110,7 +110,7 @@ TEST_F(ConfigCommandTest, FileThatExists_IsOnlyReplacedIfSaid) {
   EXPECT_THAT(out_.str(), HasSubstr(absl::StrCat("--config_file ", path, " -- PROGRAM")));
   ASSERT_TRUE(WriteFileAtomically(path, "distributed_type: MULTI_CPU\nnum_processes: 2\n").ok());
   EXPECT_EQ(Run({"--config_file", path}, "leave\n"), kExitOk);
-  EXPECT_THAT(out_.str(), HasSubstr("a file of Accelerate's"));
+  EXPECT_THAT(out_.str(), HasSubstr("an Accelerate config file"));
   EXPECT_EQ(Run({"--config_file", path, "--force"}, "\n\n\n\n\n\n\n\n\n\n\n\n"), kExitOk)
       << err_.str();
   EXPECT_EQ(Written(path).settings.at("num_processes").text, "1");
@@ -150,7 +150,7 @@ TEST_F(ConfigCommandTest, OptionsThatTheFileCannotHave_AreRefused) {
     for (const auto& [options, text] :
          {std::pair<std::vector<std::string>, const char*>{{"--use_fsdp", "--fsdp_version", "2"},
                                                            "is a flag of muster launch"},
-          {{"--env", "A=b"}, "--env A=b is not taken over"}}) {
+          {{"--env", "A=b"}, "--env A=b is not copied into the file"}}) {
       std::vector<std::string> args = verb;
       args.insert(args.end(), options.begin(), options.end());
       EXPECT_EQ(Run(args, "one\n"), kExitUsage);
@@ -173,7 +173,7 @@ TEST_F(ConfigCommandTest, PlacesThatCannotBeWritten_AreRefusedBeforeTheFirstQues
   refused({"default", "--config_file", folder_.Path("c.json")}, kExitUsage, "is YAML");
   refused({"--num_processes", "many"}, kExitUsage, "num_processes: many");
   ASSERT_TRUE(WriteFileAtomically(folder_.Path("plain"), "").ok());
-  refused({"--config_file", folder_.Path("plain/c.yaml")}, kExitUsage, "is no folder");
+  refused({"--config_file", folder_.Path("plain/c.yaml")}, kExitUsage, "is not a folder");
 }
 
 TEST_F(ConfigCommandTest, FilesThatAnswersName_AreLookedAt) {

@@ -54,7 +54,7 @@ int ChooseLaunch(const CommandSpec& spec, const CommandContext& context, const s
   return kExitUsage;
 }
 
-// What a coordinator at `address` wants to see, if a launch of this user holds it.
+// The credentials for a coordinator at `address`, if a launch of this user runs it.
 RunningLaunch LaunchAt(const CommandContext& context, const std::string& address) {
   const absl::StatusOr<rpc::Address> wanted = rpc::ParseAddress(address);
   if (!wanted.ok()) return {};
@@ -139,8 +139,8 @@ std::vector<OptionSpec> ConnectionOptions(std::vector<OptionSpec> more) {
                "this machine"},
       {.name = "tls_ca",
        .value_name = "FILE",
-       .help = "CA certificates that must have signed the coordinator's. Default: that of your "
-               "launch with this address, else $MUSTER_TLS_CA"},
+       .help = "CA certificates that sign the coordinator's certificate. Default: those of your "
+               "launch at this address, else $MUSTER_TLS_CA"},
       {.name = "tls_cert",
        .value_name = "FILE",
        .help = "Client certificate. Default: as --tls_ca, $MUSTER_TLS_CERT"},
@@ -149,8 +149,9 @@ std::vector<OptionSpec> ConnectionOptions(std::vector<OptionSpec> more) {
        .help = "Private key of --tls_cert. Default: as --tls_ca, $MUSTER_TLS_KEY"},
       {.name = "token_file",
        .value_name = "FILE",
-       .help = "File with the token to send. Default: that of your launch with this address, else "
-               "$MUSTER_TOKEN_FILE"},
+       .help =
+           "File with the token to send. Default: the token of your launch at this address, else "
+           "$MUSTER_TOKEN_FILE"},
       {.name = "timeout",
        .value_name = "TIME",
        .help = "How long to wait for an answer (default 5s)"}};

@@ -82,7 +82,7 @@ std::string DurationText(const google::protobuf::Duration& duration, int digits 
 }
 
 // What programs say: names, paths, phases, how they have ended. It must not control the terminal of
-// whoever looks at their job.
+// anyone who looks at their job.
 std::string Shown(absl::string_view text) { return Printable(text, /*max_bytes=*/64 << 10); }
 
 std::string OpenBarrierText(const v1::BarrierReport& report) {
@@ -360,7 +360,7 @@ std::string WaitingText(const v1::JobStatus& job) {
   if (job.silent() > 0) {
     absl::StrAppend(&text, "  ", job.silent(), job.silent() == 1 ? " worker" : " workers",
                     " silent for ", DurationText(job.silent_for(), 0),
-                    ", not given up yet: ", Shown(job.silent_why()), "\n");
+                    ", not yet considered lost: ", Shown(job.silent_why()), "\n");
   }
   if (!job.waits_for().empty()) {
     absl::StrAppend(&text, "  waits for ", Shown(job.waits_for()));
@@ -506,14 +506,13 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
   }
   if (!wanted.empty() && jobs.empty()) {
     if (is_submitted) {
-      return Fail(
-          spec, context,
-          absl::NotFoundError(absl::StrCat(
-              "no process of job ", line.words[0],
-              " has joined by Muster's library yet, as those of other programs never do, or it is "
-              "over; muster describe ",
-              line.words[0], " shows where they run")),
-          kExitNotFound);
+      return Fail(spec, context,
+                  absl::NotFoundError(
+                      absl::StrCat("no process of job ", line.words[0],
+                                   " has joined through Muster's library yet (processes of other "
+                                   "programs never do), or the job has ended; see muster describe ",
+                                   line.words[0], " shows where they run")),
+                  kExitNotFound);
     }
     return Fail(spec, context,
                 SuggestJob(connection, line.words[0],
@@ -562,8 +561,8 @@ int RunTriggerCommand(const std::vector<std::string>& args, const CommandContext
       .summary = "Makes all processes of a job act at the same step.",
       .usage = "JOB NAME [OPTIONS]",
       .details =
-          "NAME is stop, checkpoint, profile, or what the program checks for. Returns at "
-          "once; the job acts when all\nits processes have seen the trigger.\n"
+          "NAME is stop, checkpoint, profile, or a name that the program checks for. Returns at "
+          "once; the job acts when\nall its processes have seen the trigger.\n"
           "Exit codes: 0 raised; 2 wrong options; 3 no such job; 7 no coordinator answers;\n8 it "
           "requires a token, or a different one.",
       .options = ConnectionOptions(
@@ -676,18 +675,20 @@ int RunBarrierCommand(const std::vector<std::string>& args, const CommandContext
       .summary = "Shows a job's barriers and their late ranks, or cancels a barrier.",
       .usage = "JOB [NAME] [OPTIONS]",
       .details =
-          "Without NAME: the open ones. With it: the report of its latest instance, as every "
-          "waiting process got it, with\nthe native stacks of the missing processes.\n"
+          "Without NAME: the open barriers. With NAME: the report of its latest instance, as each "
+          "waiting process\nreceived it, with the native stacks of the missing processes.\n"
           "Exit codes: 0 done; 2 wrong options; 3 no such job or barrier; 7 no coordinator "
           "answers;\n8 it requires a token, or a different one.",
-      .options = ConnectionOptions(
-          {{.name = "all", .help = "Also recent barriers that have ended"},
-           {.name = "counter", .value_name = "N", .help = "This instance of NAME, not the latest"},
-           {.name = "cancel",
-            .value_name = "REASON",
-            .help = "End it: all waiting processes get CANCELLED and the reason"},
-           OutputOption({"text", "json"}),
-           {.name = "json", .help = "As -o json"}}),
+      .options =
+          ConnectionOptions({{.name = "all", .help = "Also recent barriers that have ended"},
+                             {.name = "counter",
+                              .value_name = "N",
+                              .help = "The instance of NAME to show (default: the latest)"},
+                             {.name = "cancel",
+                              .value_name = "REASON",
+                              .help = "End it: all waiting processes get CANCELLED and the reason"},
+                             OutputOption({"text", "json"}),
+                             {.name = "json", .help = "As -o json"}}),
       .max_words = 2};
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
@@ -786,13 +787,13 @@ int RunQuarantineCommand(const std::vector<std::string>& args, const CommandCont
   const absl::StatusOr<std::string> group = GroupOf(connection, line.words[0]);
   if (!group.ok()) return FailCall(spec, context, group.status());
   if (*group != line.words[0]) {
-    return Fail(spec, context,
-                absl::InvalidArgumentError(absl::StrCat(
-                    line.words[0],
-                    " is a submitted job, whose nodes the coordinator chooses for each "
-                    "attempt: muster cordon ",
-                    line.words[1], " keeps its jobs away")),
-                kExitUsage);
+    return Fail(
+        spec, context,
+        absl::InvalidArgumentError(absl::StrCat(line.words[0],
+                                                " is a submitted job, and the coordinator chooses "
+                                                "its nodes for each attempt: use muster cordon ",
+                                                line.words[1], " keeps its jobs away")),
+        kExitUsage);
   }
   request.mutable_fence()->set_job_id(*group);
   v1::QuarantineReply reply;
@@ -816,7 +817,7 @@ int RunRemoveCommand(const std::vector<std::string>& args, const CommandContext&
           "Removes a submitted or launched job that has ended, with its keys and its history.",
       .usage = "JOB [OPTIONS]",
       .details =
-          "Exit codes: 0 done; 2 wrong options; 3 no such job; 4 it has not ended: stop it "
+          "Exit codes: 0 done; 2 wrong options; 3 no such job; 4 the job has not ended: stop it "
           "first; 7 no coordinator\nanswers; 8 it requires a token, or a different one.",
       .options = JobOptions({}),
       .max_words = 1};
@@ -1072,7 +1073,7 @@ absl::Status ReportFoundState(const CommandLine& line, const CommandContext& con
                           FindCoordinator(line, context, job));
   if (!connection.has_value()) {
     return absl::NotFoundError(absl::StrCat("no coordinator of job ", Printable(job),
-                                            " is known: name it with --coordinator"));
+                                            " is known: name one with --coordinator"));
   }
   v1::VerifyCheckpointRequest request =
       MakeVerdict(found.id, found.sha256, found.contents, found.damage);
@@ -1105,7 +1106,7 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
       .details = absl::StrCat(
           lists ? "" : "CHECKPOINT is its id, its folder, or the last name of that.\n",
           pins ? "FOLDER is a checkpoint on this machine, which need not have a coordinator: the "
-                 "mark is a file in it, pinned.\n"
+                 "mark is the file pinned in that folder.\n"
                : "",
           "Exit codes: 0 done; 2 wrong options; 3 no such job or checkpoint; 7 no coordinator "
           "answers; 8 it requires a token,\nor a different one."),

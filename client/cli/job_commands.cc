@@ -47,8 +47,8 @@ namespace {
 using nlohmann::ordered_json;
 
 constexpr char kExitCodes[] =
-    "Exit codes: 0 done; 2 wrong options; 3 no such job; 4 the job is in a state in which this "
-    "means nothing; 6 a limit\nrefuses it; 7 no coordinator answers; 8 it requires a token, or a "
+    "Exit codes: 0 done; 2 wrong options; 3 no such job; 4 the job's state does not allow it; 6 a "
+    "limit\nrefuses it; 7 no coordinator answers; 8 it requires a token, or a "
     "different one.";
 
 // Prints an error of a call about `job`, with similar names if there is no such job.
@@ -359,13 +359,15 @@ CommandSpec SubmitSpec() {
                        .repeated = setting.repeated,
                        .negative = setting.value_name.empty()});
   }
-  options.push_back({.name = "sbatch",
-                     .value_name = "OPTION",
-                     .help = "With --on slurm: an option of sbatch, as in --sbatch --partition=gpu",
-                     .repeated = true});
-  options.push_back({.name = "dry_run", .help = "Prints the plan, and submits nothing"});
-  options.push_back({.name = "wait", .help = "Waits until the job has ended; its exit code"});
-  options.push_back({.name = "follow", .help = "As --wait, and prints the output of rank 0"});
+  options.push_back(
+      {.name = "sbatch",
+       .value_name = "OPTION",
+       .help = "With --on slurm: an option for sbatch, such as --sbatch --partition=gpu",
+       .repeated = true});
+  options.push_back({.name = "dry_run", .help = "Print the plan and submit nothing"});
+  options.push_back(
+      {.name = "wait", .help = "Wait until the job has ended; exit 1 if it did not succeed"});
+  options.push_back({.name = "follow", .help = "As --wait, and print the output of rank 0"});
   options.push_back({.name = "idempotency_key",
                      .value_name = "KEY",
                      .help = "The same key and job submit once (default: a random one)"});
@@ -374,10 +376,10 @@ CommandSpec SubmitSpec() {
       .name = "muster submit",
       .summary = "Submits a job: the coordinator queues it and chooses its nodes.",
       .usage = "[job.yaml] [OPTIONS] [-- PROGRAM ARGS...]",
-      .details = absl::StrCat("The file has the job's options as keys, and \"command\". A flag "
-                              "wins over the file.\nWith --wait and --follow 1: the job did not "
-                              "succeed.\n",
-                              kExitCodes),
+      .details = absl::StrCat(
+          "The file has the job's options as keys, and \"command\". A flag "
+          "overrides the file.\nWith --wait and --follow, exit code 1: the job did not succeed.\n",
+          kExitCodes),
       .options = JobOptions(std::move(options)),
       .max_words = 1};
 }
@@ -430,8 +432,8 @@ int RunSubmitCommand(const std::vector<std::string>& args, const CommandContext&
     return Fail(spec, context,
                 absl::InvalidArgumentError(absl::StrCat(
                     "program ", Printable(path),
-                    " is relative, and without a workdir the job runs in an empty folder of its "
-                    "own: write --workdir \"$PWD\" if every node has this folder, or the "
+                    " is relative, and without a workdir the job runs in an empty private folder: "
+                    "write --workdir \"$PWD\" if every node has this folder, or the "
                     "program's absolute path")),
                 kExitUsage);
   }
@@ -750,15 +752,15 @@ int RunIncidentsCommand(const std::vector<std::string>& args, const CommandConte
           "Shows each attempt of a submitted job that did not succeed: what ended it, and "
           "where.",
       .details = absl::StrCat(
-          "RAN is how long it ran; DOWN is the time from its end to the start of the next attempt, "
-          "by the clocks of\ntheir nodes. The second table is by the coordinator's clock, each "
-          "stage "
-          "from the one before: DETECT until the\ncoordinator knew of the failure (a lost node has "
-          "failed when it was heard last), DECIDE until it told all nodes,\nFENCE until nothing of "
-          "the attempt was left, PLACE until the next one had its nodes, RENDEZVOUS until its "
-          "workers\nhad met, RESTORE until rank 0 had loaded its state, FIRST_STEP until it had "
-          "done a step. What is not known is -:\na program without Muster's library has no restore "
-          "and no step.\nThe coordinator keeps a job's last attempts only. ",
+          "RAN is how long the attempt ran; DOWN is the time from its end to the start of the next "
+          "attempt, by the clocks\nof their nodes. The second table uses the coordinator's clock; "
+          "each stage begins where the previous one ended:\nDETECT until the coordinator knew of "
+          "the failure (a lost node counts as failed when it was last heard), DECIDE\nuntil it had "
+          "told all nodes to stop, FENCE until nothing of the attempt was left, PLACE until the "
+          "next attempt had\nits nodes, RENDEZVOUS until its workers had met, RESTORE until rank 0 "
+          "had loaded its state, FIRST_STEP until rank 0\nhad finished a step. Unknown times are "
+          "shown as -: a program without Muster's library reports no restore and no\nstep. The "
+          "coordinator keeps only a job's last attempts. ",
           kExitCodes),
       .options = JobOptions({OutputOption({"table", "json", "yaml"})})};
   CommandLine line;
@@ -780,14 +782,14 @@ int RunWatchCommand(const std::vector<std::string>& args, const CommandContext& 
   const CommandSpec spec = {
       .name = "muster watch",
       .summary =
-          "Prints each change of a submitted job until it ends; without JOB, those of all jobs.",
+          "Prints each change of a submitted job until it ends; without JOB, the changes of all "
+          "jobs.",
       .usage = "[JOB] [OPTIONS]",
-      .details = absl::StrCat(
-          "It goes on after a restart of the coordinator, and prints nothing twice. If changes "
-          "come "
-          "faster than they can be\nprinted, the latest counts. muster list --watch has filters.\n"
-          "1: the job did not succeed. ",
-          kExitCodes),
+      .details =
+          absl::StrCat("It continues after a restart of the coordinator, and prints nothing twice. "
+                       "If changes come faster than they can\nbe printed, it skips to the latest. "
+                       "muster list --watch has filters.\nExit code 1: the job did not succeed. ",
+                       kExitCodes),
       .options = JobOptions({OutputOption({"text", "json"})}),
       .max_words = 1};
   CommandLine line;
@@ -843,9 +845,8 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
            {.name = "tail", .value_name = "N", .help = "Only the last N lines"},
            {.name = "since",
             .value_name = "TIME",
-            .help =
-                "Only lines of the last 10m, or since 2026-01-31T12:00:00 (of this machine), to "
-                "the second"},
+            .help = "Only lines of the last 10m, or since 2026-01-31T12:00:00 (local time), to "
+                    "the second"},
            {.name = "grep", .value_name = "REGEX", .help = "Only lines that match"}})};
   CommandLine line;
   if (const int code = BeginJob(spec, args, context, &line); code >= 0) return code;
@@ -900,7 +901,7 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
   if (all) {
     const absl::StatusOr<Job> job = client->get(name);
     if (!job.ok()) return FailJob(spec, context, *client, name, job.status());
-    // Those of the attempt that is meant; of one that is not kept, the most that there can be.
+    // The ranks of the selected attempt; if it is no longer kept, the most that it can have had.
     const int attempt = options.attempt == 0 ? LastBegun(*job) : options.attempt;
     ranks = ProcessesOfAttempt(*job, attempt).value_or(job->spec.max_processes);
   }
@@ -977,11 +978,11 @@ int RunResizeCommand(const std::vector<std::string>& args, const CommandContext&
   CommandSpec spec = {
       .name = "muster resize",
       .summary = "Changes how many processes a submitted job has.",
-      .details = absl::StrCat(
-          "An attempt with more processes is stopped at once, with time to save, and starts again. "
-          "One with fewer goes on\nuntil there is room for more that no other job waits for, and "
-          "is stopped then.\n",
-          kExitCodes),
+      .details =
+          absl::StrCat("If the attempt has too many processes, it is stopped at once, with time to "
+                       "save, and starts again. If it has too\nfew, it continues until there is "
+                       "room that no other job waits for, and is stopped then.\n",
+                       kExitCodes),
       .options = JobOptions({{.name = "processes",
                               .value_name = "N|MIN:MAX",
                               .help = "Processes of the job, from its next attempt on"},

@@ -73,15 +73,16 @@ absl::StatusOr<std::string> GroupOf(const Connection& connection, const std::str
   rpc::SetTimeout(call, connection.timeout);
   const bool known =
       v1::Membership::NewStub(connection.channel)->GetMembers(&call, request, &members).ok();
-  // One that is over is kept for a while.
+  // A group that has ended is kept for some time.
   const bool runs =
       known && std::any_of(members.members().begin(), members.members().end(), [](const auto& one) {
         return one.state() == v1::WORKER_STATE_JOINING || one.state() == v1::WORKER_STATE_RUNNING;
       });
   if (runs) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        job, " is a submitted job and a launch: write ", kLaunchPrefix, job, " for the launch, or ",
-        job, ".", std::max(1, LastBegun(*submitted)), " for that attempt of the submitted job"));
+    return absl::InvalidArgumentError(
+        absl::StrCat(job, " is both a submitted job and a launch: write ", kLaunchPrefix, job,
+                     " for the launch, or ", job, ".", std::max(1, LastBegun(*submitted)),
+                     " for that attempt of the submitted job"));
   }
   if (submitted->attempts == 0) {
     return rpc::ErrorWithReason(absl::StatusCode::kFailedPrecondition,

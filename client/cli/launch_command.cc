@@ -27,8 +27,8 @@ namespace muster::client {
 namespace {
 
 constexpr char kExitCodes[] =
-    "Exit codes: 0 the job succeeded; 1 a process failed (the message says which, how, and its "
-    "last lines); 2 wrong\n"
+    "Exit codes: 0 the job succeeded; 1 a process failed (the message names it and has its last "
+    "lines); 2 wrong\n"
     "options, config or layout; 4 the port is taken; 5 the other machines did not join in time; 7 "
     "the coordinator cannot\n"
     "be reached; 8 denied: a token, or a folder that is not yours; 126 the program cannot be run; "
@@ -74,23 +74,20 @@ std::vector<OptionSpec> LaunchOptions() {
                        .negative = spec.type == SettingSpec::Type::kBool,
                        .values = spec.choices});
   }
+  options.push_back({.name = "coordinator",
+                     .value_name = "IP:PORT",
+                     .help = "Address of machine 0: main_process_ip and main_process_port in one"});
+  options.push_back({.name = "config_file",
+                     .value_name = "FILE",
+                     .help = "YAML or JSON. Default: $MUSTER_CONFIG, else "
+                             "~/.config/muster/config.yaml if it exists"});
+  options.push_back({.name = "env",
+                     .value_name = "NAME=VALUE",
+                     .help = "An environment variable for all processes; may be repeated. "
+                             "Variables of settings, such as MUSTER_MIXED_PRECISION, are refused",
+                     .repeated = true});
   options.push_back(
-      {.name = "coordinator",
-       .value_name = "IP:PORT",
-       .help = "main_process_ip and main_process_port in one: an address of machine 0"});
-  options.push_back(
-      {.name = "config_file",
-       .value_name = "FILE",
-       .help =
-           "YAML or JSON. Default: $MUSTER_CONFIG, else ~/.config/muster/config.yaml if there"});
-  options.push_back(
-      {.name = "env",
-       .value_name = "NAME=VALUE",
-       .help = "A variable for all processes, none of a setting such as mixed_precision; may be "
-               "repeated",
-       .repeated = true});
-  options.push_back({.name = "dry_run",
-                     .help = "Print what would be run, with the source of each setting, and exit"});
+      {.name = "dry_run", .help = "Print what would run and the source of each setting, and exit"});
   options.push_back(OutputOption({"text", "json", "yaml"}));
   options.back().help = "With --dry_run: " + options.back().help;
   for (const AccelerateEngineFlag& flag : AccelerateEngineFlags()) {
@@ -269,7 +266,7 @@ int Launch(const CommandLine& line, const std::vector<std::string>& argv,
   if (line.Has("output")) {
     return Fail(spec, context,
                 absl::InvalidArgumentError(
-                    "--output is the format of --dry_run: add it, or leave --output out"),
+                    "--output works only with --dry_run: add --dry_run, or leave --output out"),
                 kExitUsage);
   }
   const LaunchOutcome outcome = backend.run(plan);

@@ -253,7 +253,8 @@ TEST_F(LaunchCommandTest, DryRunAsJson_IsTheWholePlanAndTheSameEachTime) {
   EXPECT_EQ(Run({"--dry-run", "--coordinator=127.0.0.1:29400", "x"}), kExitOk);
   EXPECT_THAT(out_.str(), HasSubstr("port     coordinator 127.0.0.1:29400: machine 0 listens\n"));
   EXPECT_THAT(out_.str(), HasSubstr("resumes  none in " + folder.Path("checkpoints") + ": "));
-  EXPECT_THAT(Refused({"-o", "json", "x"}, kExitUsage), HasSubstr("--output is the format of"));
+  EXPECT_THAT(Refused({"-o", "json", "x"}, kExitUsage),
+              HasSubstr("--output works only with --dry_run"));
 
   // Nobody knows what is in a folder that cannot be listed.
   ASSERT_TRUE(WriteFileAtomically(folder.Path("checkpoints"), "").ok());

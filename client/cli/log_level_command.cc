@@ -93,8 +93,8 @@ int RunLogLevelCommand(const std::vector<std::string>& args, const CommandContex
           "restart.",
       .usage = "[debug|info|warning|error] [--for TIME] [OPTIONS]",
       .details =
-          "With --for the level before returns by itself. A restart begins with --log_level again. "
-          "For admins; in the\ncoordinator's audit log.\n"
+          "With --for the previous level returns afterwards. A restart uses --log_level again. "
+          "Only admins may set it; the\naudit log of the coordinator records it.\n"
           "Exit codes: 0 shown or set; 2 wrong options; 3 no such node; 7 no coordinator answers, "
           "or "
           "the node is not connected;\n8 it requires a token, or an admin's.",
@@ -102,7 +102,9 @@ int RunLogLevelCommand(const std::vector<std::string>& args, const CommandContex
           {{.name = "for",
             .value_name = "TIME",
             .help = "Then the level before returns: 1s to 24h"},
-           {.name = "node", .value_name = "NODE", .help = "Of this node's muster-agent --serve"}}),
+           {.name = "node",
+            .value_name = "NODE",
+            .help = "The node whose muster-agent --serve to ask (default: the coordinator)"}}),
       .max_words = 1};
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;

@@ -69,7 +69,7 @@ constexpr Program kAgent = {
     "Runs the agent of one machine, for a job or for submitted jobs: the program muster-agent."};
 constexpr Program kGenerate = {
     "muster generate", "muster-generate",
-    "Says what a language model says after a prompt, as it comes: the program muster-generate."};
+    "Continues a prompt with a language model and streams the text: the program muster-generate."};
 
 // Returns only if the program could not be started.
 int RunProgram(const Program& what, const std::vector<std::string>& args,

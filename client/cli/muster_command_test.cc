@@ -156,7 +156,7 @@ TEST_F(MusterCommandTest, ManIntoAFolder_WritesEveryPage) {
 TEST_F(MusterCommandTest, Man_Mistakes_AreOneLineWithTheWayOut) {
   EXPECT_EQ(Run({"man", "lunch"}), kExitNotFound);
   EXPECT_EQ(err_.str(),
-            "muster man: there is no command muster lunch; did you mean muster launch?; see muster "
+            "muster man: unknown command muster lunch; did you mean muster launch?; see muster "
             "--help\n");
   EXPECT_EQ(Run({"man", "launch", "--folder", "x"}), kExitUsage);
   EXPECT_EQ(err_.str(),

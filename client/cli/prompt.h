@@ -64,7 +64,7 @@ class Prompt {
     kNone,
     kAnswer,
     kBack,    // to the question before
-    kCancel,  // the user wants to end the dialog
+    kCancel,  // the user ends the dialog
   };
   Event Press(const Key& key);
 

@@ -96,7 +96,7 @@ int RunManCommand(const std::vector<std::string>& args, const CommandContext& co
     return kExitOk;
   }
   return Fail(spec, context,
-              absl::NotFoundError(absl::StrCat("there is no command ", wanted,
+              absl::NotFoundError(absl::StrCat("unknown command ", wanted,
                                                DidYouMean(wanted, names), "; see muster --help")),
               kExitNotFound);
 }

@@ -21,7 +21,7 @@ struct RunningLaunch {
   int64_t pid = 0;
   absl::Time started = absl::InfinitePast();
   std::string address;  // of its coordinator
-  // What its coordinator wants to see; empty: nothing.
+  // The credentials that its coordinator requires; empty: none.
   std::string token_file = {};
   rpc::TlsFiles tls = {};
 };

@@ -33,8 +33,8 @@ constexpr size_t kRanksOfCall = 64;
 constexpr absl::Duration kCaptureTimeout = absl::Seconds(10);
 
 // Two stacks with equal keys are of processes at the same place: the frames of the first thread,
-// then those of the others in any order, each place once. Of a thread with Python frames these
-// alone count: below one line of Python the interpreter is at another native place at any moment.
+// then those of the others in any order, each place once. For a thread with Python frames, only
+// these count: at one line of Python, the interpreter may be anywhere in its native code.
 std::string KeyOf(const v1::RankStack& stack) {
   if (!stack.missing().empty()) return absl::StrCat("missing ", stack.missing());
   std::vector<std::string> places;
@@ -157,7 +157,7 @@ std::string StackText(absl::string_view stack, bool all_threads) {
 std::string WorkerText(const v1::Culprit& worker) {
   return absl::StrCat("rank ", worker.rank(), " (", Printable(worker.host()), ", pid ",
                       worker.pid(), ", ", Printable(worker.process_state()),
-                      // Only who has joined tells its steps.
+                      // Only processes that have joined report steps.
                       worker.generation() == 0 ? "" : absl::StrCat(", step ", worker.last_step()),
                       worker.last_collective().empty() ? "" : ", last collective ",
                       Printable(worker.last_collective()), ")");

@@ -28,7 +28,7 @@ void NoteSignal(int signal) { g_signal = signal; }
 absl::StatusOr<std::unique_ptr<Terminal>> Terminal::Open(int in, int out) {
   termios mode;
   if (tcgetattr(in, &mode) != 0 || isatty(out) == 0) {
-    return absl::FailedPreconditionError("input and output are no terminal");
+    return absl::FailedPreconditionError("input and output are not a terminal");
   }
   return std::unique_ptr<Terminal>(new Terminal(in, out, mode));
 }

@@ -73,7 +73,7 @@ int RunTokenCommand(const std::vector<std::string>& args, const CommandContext& 
   absl::Status status;
   if (lstat(path.c_str(), &info) == 0) {
     status = absl::AlreadyExistsError(
-        absl::StrCat(path, " is there already: remove it, or give another --out"));
+        absl::StrCat(path, " already exists: remove it, or choose another --out"));
   }
   const std::string token = rpc::NewToken();
   if (status.ok()) status = WriteSecretFile(path, absl::StrCat(token, "\n"));

@@ -41,7 +41,7 @@ TEST_F(TokenCommandTest, Token_IsInAClosedFile_AndItsHashInTheLine) {
   EXPECT_EQ(out_.str().find(*token), std::string::npos);
   // A token that is in use is not lost by a repetition.
   EXPECT_EQ(Run({"ann", "submit", "--out", file_}), kExitConflict);
-  EXPECT_THAT(err_.str(), HasSubstr("is there already"));
+  EXPECT_THAT(err_.str(), HasSubstr("already exists"));
   EXPECT_EQ(*rpc::ReadToken(file_, "token_file"), *token);
 }
 

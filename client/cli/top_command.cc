@@ -149,7 +149,7 @@ absl::Status Read(const Connection& connection, const std::string& wanted, TopSa
   if (sample->group.empty()) return absl::OkStatus();
   absl::Status listed = ListMembers(connection, sample->group, &sample->members);
   if (!wanted.empty() && absl::IsNotFound(listed)) {
-    // Of a submitted program without Muster's library only the agents are known.
+    // For a submitted program without Muster's library, only the agents are known.
     const std::string agents = sample->group + kAgentsSuffix;
     if (ListMembers(connection, agents, &sample->members).ok()) {
       sample->group = agents;

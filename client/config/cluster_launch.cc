@@ -173,7 +173,7 @@ absl::StatusOr<Layer> LayerFromCluster(const Variables& variables) {
       return absl::InvalidArgumentError(absl::StrCat(
           "the SLURM job has ", *nodes,
           " nodes (SLURM_NNODES), and this launch would run on one of them: write srun "
-          "--ntasks-per-node=1 muster launch ..., or --num_machines 1 for this node alone"));
+          "--ntasks-per-node=1 muster launch ..., or --num_machines 1 to use only this node"));
     }
   }
   return Layer();

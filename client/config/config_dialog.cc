@@ -40,7 +40,7 @@ class Answers {
  public:
   explicit Answers(const DialogFacts& facts) : facts(facts) {}
 
-  // Of a question before this one; empty: not asked, or answered with nothing.
+  // The answer to an earlier question; empty: not asked, or left empty.
   std::string Get(const std::string& name) const {
     const auto it = taken.find(name);
     return it == taken.end() ? "" : it->second;
@@ -97,7 +97,7 @@ struct Step {
   std::function<bool(const Answers&)> asked = nullptr;
   // Its suggestion is the one that needs no other source.
   std::function<DialogQuestion(const Answers&)> question = nullptr;
-  // What a file or a flag suggests instead; null: what they say of the setting of this name.
+  // Returns the suggestion from a file or flag; null: the value of the setting of this name.
   std::function<std::string(const Answers&)> former = nullptr;
   // The answer in the form that is kept. Null: the choices or the setting's rule decide.
   std::function<absl::StatusOr<std::string>(const Answers&, const std::string&)> read = nullptr;
@@ -150,7 +150,8 @@ absl::StatusOr<std::string> ReadMachineRank(const Answers& answers, const std::s
 
 // "10.0.0.5", "10.0.0.5:29400", "::1", "[::1]:29400".
 absl::StatusOr<std::string> ReadCoordinator(const std::string& answer) {
-  constexpr char kWrite[] = "write the numeric address of machine 0 and a port, as 10.0.0.5:29400";
+  constexpr char kWrite[] =
+      "write the numeric address of machine 0 and a port, such as 10.0.0.5:29400";
   std::string text = answer;
   if (!absl::StrContains(text, ':')) {
     absl::StrAppend(&text, ":", kDefaultPort);
@@ -168,9 +169,9 @@ absl::StatusOr<std::string> ReadCoordinator(const std::string& answer) {
 absl::StatusOr<std::string> ReadGpuIds(const Answers& answers, const std::string& answer) {
   if (answer == "all") return std::string();
   const int gpus = answers.facts.gpus;
-  const std::string write =
-      gpus == 1 ? "write 0 or all"
-                : absl::StrCat("write all, or numbers from 0 to ", gpus - 1, ", as 0,", gpus - 1);
+  const std::string write = gpus == 1 ? "write 0 or all"
+                                      : absl::StrCat("write all, or numbers from 0 to ", gpus - 1,
+                                                     ", such as 0,", gpus - 1);
   std::vector<std::string> ids;
   for (absl::string_view id : absl::StrSplit(answer, ',')) {
     id = absl::StripAsciiWhitespace(id);
@@ -181,7 +182,7 @@ absl::StatusOr<std::string> ReadGpuIds(const Answers& answers, const std::string
     }
     const std::string word = named ? std::string(id) : absl::StrCat(number);
     if (std::count(ids.begin(), ids.end(), word) != 0) {
-      return Refused(answer, absl::StrCat(id, " is there twice; ", write));
+      return Refused(answer, absl::StrCat(id, " is listed twice; ", write));
     }
     ids.push_back(word);
   }
@@ -197,9 +198,10 @@ absl::StatusOr<std::string> ReadProcesses(const Answers& answers, const std::str
   const int machines = answers.machines();
   if (processes % machines != 0) {
     const int below = processes / machines * machines;
-    return Refused(answer,
-                   absl::StrCat(machines, " machines have the same number each; write ",
-                                below > 0 ? absl::StrCat(below, " or ") : "", below + machines));
+    return Refused(
+        answer,
+        absl::StrCat(machines, " machines must have the same number of processes each; write ",
+                     below > 0 ? absl::StrCat(below, " or ") : "", below + machines));
   }
   const int gpus = answers.gpus_here();
   if (gpus > 0 && processes / machines > gpus) {
@@ -214,7 +216,7 @@ absl::StatusOr<std::string> ReadUnits(const std::string& answer) {
   for (const absl::string_view name : absl::StrSplit(answer, ',')) {
     const absl::string_view word = absl::StripAsciiWhitespace(name);
     if (word.empty() || word.find_first_of(" \t\"'") != absl::string_view::npos) {
-      return Refused(answer, "write names of classes with commas, as Block or Encoder,Decoder");
+      return Refused(answer, "write comma-separated class names, such as Block or Encoder,Decoder");
     }
   }
   return absl::StrJoin(absl::StrSplit(answer, absl::ByAnyChar(", \t"), absl::SkipEmpty()), ",");
@@ -241,7 +243,7 @@ absl::StatusOr<std::string> ReadHangTimeout(const std::string& answer) {
 absl::StatusOr<std::string> ReadHub(const std::string& answer) {
   const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(answer);
   if (address.ok() && !address->is_unix()) return answer;
-  return Refused(answer, "write an address of this machine and a port, as 10.0.0.5:0");
+  return Refused(answer, "write an address of this machine and a port, such as 10.0.0.5:0");
 }
 
 // Settings that only those who want more are asked about: those of the table that no other step
@@ -393,14 +395,15 @@ void AddMachineSteps(std::vector<Step>* steps) {
            [](const Answers& a) {
              DialogQuestion question = {
                  .text = "How does the coordinator know its callers?",
-                 .note = "Other users reach its port, so calls are encrypted and authenticated.",
-                 .choices = {{"certificates", "each machine has a certificate of its own"},
+                 .note =
+                     "Other users can reach its port, so calls are encrypted and authenticated.",
+                 .choices = {{"certificates", "each machine has its own certificate"},
                              {"token",
-                              "a token that all share; machine 0 alone has a certificate"}},
+                              "all machines share a token; only machine 0 has a certificate"}},
                  .suggestion = "certificates"};
              if (a.cluster()) {
                question.choices.push_back(
-                   {"flags", "flags of the launch say it, as deploy/slurm/train.sbatch does"});
+                   {"flags", "set by flags of the launch, as in deploy/slurm/train.sbatch"});
                question.suggestion = "flags";
              }
              return question;
@@ -424,11 +427,11 @@ void AddMachineSteps(std::vector<Step>* steps) {
       "The same on all machines, of mode 0600. openssl rand -hex 32 makes one.",
       [](const Answers& a) { return a.Is("access", "token") || (a.several() && a.loopback()); }));
   steps->push_back(FileStep("tls_ca", "Which file has the CA certificate (PEM)?",
-                            "It has signed the certificates of the machines.", encrypted));
+                            "It signs the certificates of the machines.", encrypted));
   steps->push_back(
       FileStep("tls_cert", "Which file has this machine's certificate (PEM)?", "", certified));
   steps->push_back(FileStep("tls_key", "Which file has the private key of that certificate (PEM)?",
-                            "Readable by its owner only.", certified));
+                            "Readable only by its owner.", certified));
 }
 
 // Devices and processes.
@@ -441,9 +444,10 @@ void AddProcessSteps(std::vector<Step>* steps) {
              return DialogQuestion{
                  .text = "What do the processes train on?",
                  .note = MachineText(a.facts),
-                 .choices = {{"gpu", a.facts.gpus > 0
-                                         ? "GPUs"
-                                         : "GPUs; where there is none, as here, the CPU"},
+                 .choices = {{"gpu",
+                              a.facts.gpus > 0
+                                  ? "GPUs"
+                                  : "GPUs, or the CPU on a machine without one, such as this one"},
                              {"cpu", "the CPU, even if there are GPUs"}},
                  .suggestion = a.facts.usable_gpus > 0 ? "gpu" : "cpu"};
            },
@@ -457,11 +461,11 @@ void AddProcessSteps(std::vector<Step>* steps) {
        .asked = [](const Answers& a) { return a.on_gpus() && a.facts.gpus > 0 && !a.cluster(); },
        .question =
            [](const Answers& a) {
-             return DialogQuestion{.text = "Which GPUs of this machine?",
-                                   .note = absl::StrCat("It has ", a.facts.gpus,
-                                                        ", numbered from 0. Write all, or "
-                                                        "numbers with commas."),
-                                   .suggestion = "all"};
+             return DialogQuestion{
+                 .text = "Which GPUs of this machine?",
+                 .note = absl::StrCat("It has ", a.facts.gpus,
+                                      ", numbered from 0. Write all, or comma-separated numbers."),
+                 .suggestion = "all"};
            },
        .read = ReadGpuIds});
   steps->push_back(
@@ -476,7 +480,7 @@ void AddProcessSteps(std::vector<Step>* steps) {
                                           : "How many processes?"};
              if (a.cluster()) {
                question.text = "How many processes on all machines together?";
-               question.note = "Nothing: one for each machine.";
+               question.note = "Empty: one per machine.";
                question.optional = true;
                return question;
              }
@@ -490,19 +494,19 @@ void AddProcessSteps(std::vector<Step>* steps) {
              return question;
            },
        .read = ReadProcesses});
-  steps->push_back({.name = "num_cpu_threads_per_process",
-                    .asked = [](const Answers& a) { return !a.on_gpus(); },
-                    .question =
-                        [](const Answers& a) {
-                          const int here =
-                              std::max(1, a.Int("num_processes", a.machines()) / a.machines());
-                          return DialogQuestion{
-                              .text = "How many threads has each process (OMP_NUM_THREADS)?",
-                              .note = absl::StrCat(
-                                  "Nothing: as inherited, else the cores shared out evenly, here ",
-                                  std::max(1, a.facts.cores / here), "."),
-                              .optional = true};
-                        }});
+  steps->push_back(
+      {.name = "num_cpu_threads_per_process",
+       .asked = [](const Answers& a) { return !a.on_gpus(); },
+       .question =
+           [](const Answers& a) {
+             const int here = std::max(1, a.Int("num_processes", a.machines()) / a.machines());
+             return DialogQuestion{
+                 .text = "How many threads does each process use (OMP_NUM_THREADS)?",
+                 .note = absl::StrCat(
+                     "Empty: the inherited value, else an equal share of the cores, here ",
+                     std::max(1, a.facts.cores / here), "."),
+                 .optional = true};
+           }});
 }
 
 // What the program does.
@@ -510,36 +514,36 @@ void AddTrainingSteps(std::vector<Step>* steps) {
   steps->push_back({.name = "mixed_precision", .asked = Always, .question = [](const Answers&) {
                       return DialogQuestion{
                           .text = "In which precision is the forward pass?",
-                          .choices = {{"no", "as the model is, fp32 as a rule"},
+                          .choices = {{"no", "the model's own type, usually fp32"},
                                       {"bf16", "bfloat16 where it is safe"},
                                       {"fp16", "float16 where it is safe, with a scaler"}},
                           .suggestion = "no"};
                     }});
   steps->push_back(
       {.name = "gradient_accumulation_steps", .asked = Always, .question = [](const Answers&) {
-         return DialogQuestion{.text = "How many backward passes for each step of the optimizer?",
-                               .note = "Nothing: as the program says, which always wins, else 1.",
-                               .optional = true};
+         return DialogQuestion{
+             .text = "How many backward passes for each step of the optimizer?",
+             .note = "Empty: the program's own setting, else 1. The program's setting always wins.",
+             .optional = true};
        }});
-  steps->push_back(
-      {.name = "sharding",
-       .asked = [](const Answers& a) { return !a.Is("num_processes", "1"); },
-       .question =
-           [](const Answers& a) {
-             DialogQuestion question = {
-                 .text = "What do the processes divide among them?",
-                 .note = "What the program says in options.sharding wins.",
-                 .choices = {{"program", "what the program says, else nothing"},
-                             {"no_shard", "nothing: each has the whole model"},
-                             {"zero1", "optimizer states"},
-                             {"zero2", "optimizer states and gradients"},
-                             {"zero3", "optimizer states, gradients and parameters"}},
-                 .suggestion = "program"};
-             if (a.several() || a.cluster()) {
-               question.choices.push_back({"hybrid", "like zero3, but in each machine"});
-             }
-             return question;
-           }});
+  steps->push_back({.name = "sharding",
+                    .asked = [](const Answers& a) { return !a.Is("num_processes", "1"); },
+                    .question =
+                        [](const Answers& a) {
+                          DialogQuestion question = {
+                              .text = "What do the processes shard?",
+                              .note = "If the program sets options.sharding, that wins.",
+                              .choices = {{"program", "the program's own setting, else nothing"},
+                                          {"no_shard", "nothing: each has the whole model"},
+                                          {"zero1", "optimizer states"},
+                                          {"zero2", "optimizer states and gradients"},
+                                          {"zero3", "optimizer states, gradients and parameters"}},
+                              .suggestion = "program"};
+                          if (a.several() || a.cluster()) {
+                            question.choices.push_back({"hybrid", "as zero3, within each machine"});
+                          }
+                          return question;
+                        }});
   steps->push_back(
       {.name = "sharding_units",
        .asked = [](const Answers& a) { return a.shards(); },
@@ -548,8 +552,8 @@ void AddTrainingSteps(std::vector<Step>* steps) {
              return DialogQuestion{
                  .text = "Which classes of modules are units, gathered and freed together?",
                  .note =
-                     "Names with commas, as Block. Nothing: the entries of every ModuleList and "
-                     "Sequential.",
+                     "Comma-separated names, such as Block. Empty: the entries of every ModuleList "
+                     "and Sequential.",
                  .optional = true};
            },
        .former =
@@ -574,7 +578,7 @@ void AddRunSteps(std::vector<Step>* steps) {
                     }});
   steps->push_back({.name = "log_dir", .asked = Always, .question = [](const Answers&) {
                       return DialogQuestion{.text = "In which folder are the logs of processes?",
-                                            .note = "Nothing: none, all write to the terminal.",
+                                            .note = "Empty: all write to the terminal.",
                                             .optional = true};
                     }});
   const auto yes_no = [](const std::string& name, const std::string& text) {

@@ -339,7 +339,7 @@ absl::Status DeepSpeedConfig::FromConfig(const Variables& variables, bool given_
   }
   if (!twice.empty()) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "beside a DeepSpeed config file these fields of the Accelerate config would be ignored: ",
+        "with a DeepSpeed config file, these fields of the Accelerate config would be ignored: ",
         absl::StrJoin(twice, ", "), "; set them in the DeepSpeed config only"));
   }
   for (const auto& [field, key] : FieldsInConfig()) FillAuto(config_, key, fields_[field]);

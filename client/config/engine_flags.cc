@@ -90,7 +90,7 @@ absl::Status ApplyEngineFlags(const std::map<std::string, std::string>& given,
   const std::string source = absl::StrCat("--", engine);
   if (layers->front().settings.count("sharding") > 0) {
     return absl::InvalidArgumentError(
-        absl::StrCat(source, " and --sharding both say what is divided: write one of them"));
+        absl::StrCat(source, " and --sharding both set what is sharded: use only one of them"));
   }
   for (const Layer& layer : *layers) {
     // A program takes it before the engine's settings.
@@ -98,7 +98,7 @@ absl::Status ApplyEngineFlags(const std::map<std::string, std::string>& given,
     if (sharding != layer.settings.end()) {
       return absl::InvalidArgumentError(absl::StrCat(
           source, ": sharding: ", sharding->second.text, " (from ", sharding->second.source,
-          ") says what is divided, too, and would count in its place: leave one of them out"));
+          ") also sets what is sharded, and would replace it: leave one of them out"));
     }
     for (const char* variable : {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"}) {
       const auto found = layer.env.find(variable);

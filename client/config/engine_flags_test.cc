@@ -97,10 +97,9 @@ TEST(EngineFlags, WhatWouldBeIgnored_IsRefused) {
   EXPECT_THAT(error({{"use_fsdp", "true"}}, {sharding, {}, {}}), HasSubstr("--sharding"));
   Layer below;
   below.settings["sharding"] = {"zero2", "c.yaml:3"};
-  EXPECT_EQ(
-      error({{"use_fsdp", "true"}}, {{}, {}, below}),
-      "--use_fsdp: sharding: zero2 (from c.yaml:3) says what is divided, too, and would count "
-      "in its place: leave one of them out");
+  EXPECT_EQ(error({{"use_fsdp", "true"}}, {{}, {}, below}),
+            "--use_fsdp: sharding: zero2 (from c.yaml:3) also sets what is sharded, and would "
+            "replace it: leave one of them out");
   file.env["ACCELERATE_USE_FSDP"] = {"true", "c.yaml"};
   EXPECT_THAT(error({{"use_deepspeed", "true"}}, {{}, {}, file}), HasSubstr("c.yaml"));
 }

@@ -284,21 +284,20 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .type = Type::kChoice,
        .choices = {"no_shard", "zero1", "zero2", "zero3", "hybrid"},
        .value_name = "NAME",
-       .help =
-           "What processes divide among them: no_shard (nothing), zero1 (optimizer states), zero2 "
-           "(and gradients), zero3 (and parameters), hybrid (like zero3, in each machine). "
-           "Default: as the program says, which always wins"},
+       .help = "What the processes shard: no_shard (nothing), zero1 (optimizer states), zero2 "
+               "(also gradients), zero3 (also parameters), hybrid (as zero3, within each machine). "
+               "Default: nothing. A program that sets options.sharding overrides this"},
       {.name = "sharding_units",
        .variable = "MUSTER_SHARDING_UNITS",
        .value_name = "CLASSES",
-       .help = "Classes of modules, separated by commas, that are units: what is gathered and "
-               "freed together. Default: the entries of every ModuleList and Sequential",
+       .help = "Comma-separated module classes that are units, which are gathered and freed "
+               "together. Default: the entries of every ModuleList and Sequential",
        .for_workers = true,
        .of_sharding = true},
       {.name = "sharding_unit_names",
        .variable = "MUSTER_SHARDING_UNIT_NAMES",
        .value_name = "NAMES",
-       .help = "In place of classes: names of modules, separated by commas, that are units. "
+       .help = "Comma-separated names of modules that are units, instead of classes. "
                "Default: none",
        .for_workers = true,
        .of_sharding = true},
@@ -308,8 +307,8 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .min = 0,
        .max = 2'000'000'000,
        .value_name = "N",
-       .help = "In place of classes: modules of at least so many parameters are units. Default: 0, "
-               "none",
+       .help = "Make every module with at least this many parameters a unit, instead of naming "
+               "classes. Default: 0, off",
        .for_workers = true,
        .of_sharding = true},
       {.name = "sharding_group_size",
@@ -318,15 +317,15 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .min = 0,
        .max = kMaxCount,
        .value_name = "N",
-       .help = "Groups of so many processes divide a copy of the model each; 0: all are one group. "
-               "Default: 0; with hybrid those of a machine",
+       .help = "Number of processes in each group that shards one copy of the model; 0: all "
+               "processes. Default: 0; with hybrid the processes of one machine",
        .for_workers = true,
        .of_sharding = true},
       {.name = "sharding_reshard_after_forward",
        .variable = "MUSTER_SHARDING_RESHARD_AFTER_FORWARD",
        .type = Type::kBool,
-       .help = "With zero3 and hybrid: parameters are freed after the forward pass as well, not "
-               "only after the backward pass. Default: yes",
+       .help = "With zero3 and hybrid: free parameters after the forward pass too, not only after "
+               "the backward pass. Default: yes",
        .for_workers = true,
        .of_sharding = true},
       {.name = "sharding_reshard_group_size",
@@ -335,8 +334,8 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .min = 0,
        .max = kMaxCount,
        .value_name = "N",
-       .help = "Groups of so many processes keep a copy of the parameters divided among them from "
-               "the forward pass to the backward pass. Default: 0, none do",
+       .help = "Number of processes in each group that keeps one copy of the parameters, divided "
+               "among them, from the forward pass to the backward pass. Default: 0, off",
        .for_workers = true,
        .of_sharding = true},
       {.name = "sharding_parameter_dtype",
@@ -344,7 +343,8 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .type = Type::kChoice,
        .choices = {"fp32", "bf16", "fp16"},
        .value_name = "TYPE",
-       .help = "In which type parameters are gathered: fp32, or bf16 or fp16 as mixed_precision. "
+       .help = "Type in which parameters are gathered: fp32, or the type of mixed_precision (bf16 "
+               "or fp16). "
                "Default: fp32",
        .for_workers = true,
        .of_sharding = true},
@@ -353,7 +353,7 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .type = Type::kChoice,
        .choices = {"fp32", "bf16", "fp16"},
        .value_name = "TYPE",
-       .help = "In which type gradients are reduced: fp32, bf16 or fp16. Default: that of the "
+       .help = "Type in which gradients are reduced: fp32, bf16 or fp16. Default: the type of the "
                "parameters",
        .for_workers = true,
        .of_sharding = true},
@@ -362,8 +362,8 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .type = Type::kChoice,
        .choices = {"fp32", "bf16", "fp16"},
        .value_name = "TYPE",
-       .help = "To which type floating-point outputs of the model are converted: fp32, bf16 or "
-               "fp16. Default: fp32 under mixed precision, and none without",
+       .help = "Type to which the model's floating-point outputs are converted: fp32, bf16 or "
+               "fp16. Default: fp32 under mixed precision, otherwise not converted",
        .for_workers = true,
        .of_sharding = true},
       {.name = "sharding_buffer_dtype",
@@ -371,124 +371,127 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .type = Type::kChoice,
        .choices = {"fp32", "bf16", "fp16"},
        .value_name = "TYPE",
-       .help = "To which type floating-point buffers of the model are converted: fp32, bf16 or "
-               "fp16. Default: none, they stay as they are",
+       .help = "Type to which the model's floating-point buffers are converted: fp32, bf16 or "
+               "fp16. Default: not converted",
        .for_workers = true,
        .of_sharding = true},
       {.name = "sharding_no_split",
        .variable = "MUSTER_SHARDING_NO_SPLIT",
        .value_name = "NAMES",
-       .help = "Classes or names of modules, separated by commas, that are not divided into units. "
+       .help = "Comma-separated classes or names of modules that are not divided into units. "
                "Default: none",
        .for_workers = true,
        .of_sharding = true},
       {.name = "sharding_ignored_modules",
        .variable = "MUSTER_SHARDING_IGNORED_MODULES",
        .value_name = "PATTERN",
-       .help = "Regular expression for whole names of modules that every process keeps whole. "
+       .help = "Regular expression that matches the full names of modules that every process keeps "
+               "whole. "
                "Default: none",
        .for_workers = true,
        .of_sharding = true},
       {.name = "sharding_ignored_parameters",
        .variable = "MUSTER_SHARDING_IGNORED_PARAMETERS",
        .value_name = "PATTERN",
-       .help = "The same for whole names of parameters. Default: none",
+       .help = "The same for the full names of parameters. Default: none",
        .for_workers = true,
        .of_sharding = true},
       {.name = "sharding_overlap",
        .variable = "MUSTER_SHARDING_OVERLAP",
        .type = Type::kBool,
-       .help = "On the CPU, communicate while the program computes, for slow links. Default: no",
+       .help = "Communicate while the program computes; useful on slow links. Default: no",
        .for_workers = true,
        .of_sharding = true},
       {.name = "optimizer_in_backward",
        .variable = "MUSTER_OPTIMIZER_IN_BACKWARD",
        .type = Type::kBool,
-       .help = "The optimizer updates each unit inside of the backward pass, so that few gradients "
-               "exist; one process has units then, too. Default: no",
+       .help = "Update each unit inside the backward pass, so that only a few gradients exist at a "
+               "time; works on one process too. Default: no",
        .for_workers = true,
        .of_sharding = true},
       {.name = "offload_optimizer",
        .variable = "MUSTER_OFFLOAD_OPTIMIZER",
        .value_name = "PLACE",
-       .help = "Where the states of optimizers are between steps, whatever the sharding: none, cpu "
+       .help = "Where optimizer states are kept between steps, with or without sharding: none, cpu "
                "or disk:FOLDER. Default: none",
        .for_workers = true},
       {.name = "offload_gradients",
        .variable = "MUSTER_OFFLOAD_GRADIENTS",
        .value_name = "PLACE",
-       .help = "Where reduced gradients are until the step, with any sharding: none, cpu or "
-               "disk:FOLDER. Default: none, or where offload_parameters says",
+       .help = "Where reduced gradients are kept until the step, with any sharding: none, cpu or "
+               "disk:FOLDER. Default: none; with offload_parameters the same place",
        .for_workers = true,
        .of_sharding = true},
       {.name = "offload_parameters",
        .variable = "MUSTER_OFFLOAD_PARAMETERS",
        .value_name = "PLACE",
-       .help = "Where the parameters of zero3 and hybrid are while nothing uses them: none, cpu or "
+       .help = "Where the parameters of zero3 and hybrid are kept while nothing uses them: none, "
+               "cpu or "
                "disk:FOLDER. Default: none",
        .for_workers = true,
        .of_sharding = true},
       {.name = "activation_checkpointing",
        .variable = "MUSTER_ACTIVATION_CHECKPOINTING",
        .type = Type::kBool,
-       .help = "Blocks keep their inputs alone for the backward pass, and run again there. "
-               "Default: as the program says, which always wins"},
+       .help = "Blocks keep only their inputs for the backward pass, and run again there. Default: "
+               "no. A program that sets options.activation_checkpointing overrides this"},
       {.name = "activation_blocks",
        .variable = "MUSTER_ACTIVATION_BLOCKS",
        .value_name = "CLASSES",
-       .help = "Classes of modules, separated by commas, that are these blocks; with "
-               "activation_checkpointing. Default: the units of sharding"},
+       .help = "With activation_checkpointing: comma-separated module classes to checkpoint. "
+               "Default: the units of sharding"},
       {.name = "offload_activations",
        .variable = "MUSTER_OFFLOAD_ACTIVATIONS",
        .value_name = "PLACE",
-       .help = "Where the inputs of these blocks are between the passes: none, cpu or disk:FOLDER; "
-               "with activation_checkpointing. Default: none"},
+       .help = "With activation_checkpointing: where the inputs of these blocks are kept between "
+               "the passes: none, cpu or disk:FOLDER. Default: none"},
       {.name = "gradient_accumulation_steps",
        .variable = "MUSTER_GRADIENT_ACCUMULATION_STEPS",
        .type = Type::kInt,
        .min = 1,
        .max = kMaxCount,
        .value_name = "N",
-       .help = "Backward passes for each optimizer step. Default: as the program says, which "
-               "always wins, else 1"},
+       .help =
+           "Backward passes per optimizer step. Default: 1. A program that sets it overrides this"},
       {.name = "num_cpu_threads_per_process",
        .variable = "MUSTER_NUM_CPU_THREADS_PER_PROCESS",
        .type = Type::kInt,
        .min = 1,
        .max = kMaxCount,
        .value_name = "N",
-       .help = "OMP_NUM_THREADS of each process. Default: as inherited, else the cores shared out "
-               "evenly"},
+       .help = "OMP_NUM_THREADS of each process. Default: the inherited value, else an equal share "
+               "of the cores"},
       {.name = "num_machines",
        .variable = "MUSTER_NUM_MACHINES",
        .type = Type::kMachines,
        .max = kMaxCount,
        .fallback = "1",
        .value_name = "M|MIN:MAX",
-       .help = "Machines of the job; start the same command on each. MIN:MAX: the job starts with "
-               "those that are there, and again when one is lost or comes"},
+       .help = "Number of machines; start the same command on each. MIN:MAX: the job starts with "
+               "the machines that have joined, and restarts when one joins or is lost"},
       {.name = "machine_rank",
        .variable = "MUSTER_MACHINE_RANK",
        .type = Type::kInt,
        .min = -1,
        .max = kMaxCount,
        .value_name = "R",
-       .help = "Index of this machine: 0 to M-1. Machine 0 hosts the coordinator. -1: that is the "
-               "one with the coordinator's address, and the others are numbered as they come. "
-               "Default: 0; with MIN:MAX machines -1"},
+       .help =
+           "Index of this machine: 0 to M-1. Machine 0 hosts the coordinator. -1: machine 0 is the "
+           "one that has the coordinator's address, and the others are numbered as they join. "
+           "Default: 0; with MIN:MAX machines -1"},
       {.name = "last_call",
        .variable = "MUSTER_LAST_CALL",
        .type = Type::kDuration,
        .fallback = "30s",
        .value_name = "TIME",
-       .help = "With MIN:MAX machines: how long to wait for more once MIN are there"},
+       .help = "With MIN:MAX machines: how long to wait for more machines once MIN have joined"},
       {.name = "grow_after",
        .variable = "MUSTER_GROW_AFTER",
        .type = Type::kDuration,
        .fallback = "0",
        .value_name = "TIME",
-       .help = "With MIN:MAX machines: all processes start again for a machine that comes, once "
-               "they have run for so long; inf: it waits for the next restart"},
+       .help = "With MIN:MAX machines: how long the processes must have run before they restart to "
+               "include a new machine; inf: a new machine waits for the next restart"},
       {.name = "main_process_ip",
        .variable = "MUSTER_MAIN_PROCESS_IP",
        .value_name = "IP",
@@ -516,20 +519,18 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .value_name = "CLASS=N,...",
        .help =
            "Restarts after each class of end: failed, oom, hang, and node_lost, which counts "
-           "against nothing else; max_restarts=N is the setting of that name. Default: no limits "
-           "by class"},
+           "against no other limit; max_restarts=N sets the total. Default: no limits by class"},
       {.name = "user_error_codes",
        .variable = "MUSTER_USER_ERROR_CODES",
        .type = Type::kExitCodes,
        .value_name = "CODE,...",
-       .help =
-           "Exit codes after which nothing is restarted, besides 2, 126 and 127. Default: none"},
+       .help = "Exit codes that never lead to a restart, besides 2, 126 and 127. Default: none"},
       {.name = "log_dir",
        .variable = "MUSTER_LOG_DIR",
        .value_name = "FOLDER",
        .help =
            "Write each process's output to FOLDER/attempt_A/rank_R.log instead of the terminal; "
-           "what an earlier launch has left there is moved to FOLDER/before_N"},
+           "logs of an earlier launch are moved to FOLDER/before_N"},
       {.name = "log_max_mib",
        .variable = "MUSTER_LOG_MAX_MIB",
        .type = Type::kInt,
@@ -545,7 +546,7 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .max = kMaxCount,
        .fallback = "8",
        .value_name = "N",
-       .help = "How many such files to keep for each process; the oldest is removed"},
+       .help = "How many log files to keep per process and attempt; the oldest is removed"},
       {.name = "tee",
        .variable = "MUSTER_TEE",
        .type = Type::kBool,
@@ -554,8 +555,8 @@ const std::vector<SettingSpec>& LaunchSettings() {
       {.name = "prefix",
        .variable = "MUSTER_PREFIX",
        .type = Type::kBool,
-       .help = "Prefix each line with [rank]: if several processes write. Default: on a terminal; "
-               "the output to a pipe or file gets no prefix"},
+       .help =
+           "Prefix each line with [rank]: if several processes write. Default: only on a terminal"},
       {.name = "job_name",
        .variable = "MUSTER_JOB_NAME",
        .value_name = "NAME",
@@ -577,19 +578,18 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .type = Type::kDuration,
        .fallback = absl::StrCat(absl::ToInt64Seconds(kDefaultOutageTolerance), "s"),
        .value_name = "TIME",
-       .help = "How long the coordinator may be away before the job fails"},
+       .help = "How long the coordinator may be unreachable before the job fails"},
       {.name = "hang_timeout",
        .variable = "MUSTER_HANG_TIMEOUT",
        .type = Type::kDuration,
        .fallback = "0",
        .value_name = "TIME",
-       .help =
-           "Once a step is done: the job fails, or restarts, if no process shows progress for so "
-           "long. At least 10s; 0: never"},
+       .help = "After the first finished step: how long no process may show progress before the "
+               "job fails or restarts. At least 10s; 0: never"},
       {.name = "hub_listen",
        .value_name = "IP:PORT",
        .help = "Address at which this machine's agent offers to be a hub for other agents, useful "
-               "beyond 64 machines; port 0 takes a free one. Default: no offer"},
+               "beyond 64 machines; port 0 selects a free port. Default: none"},
       {.name = "lease",
        .variable = "MUSTER_LEASE",
        .type = Type::kDuration,
@@ -605,7 +605,7 @@ const std::vector<SettingSpec>& LaunchSettings() {
       {.name = "tls_ca",
        .variable = "MUSTER_TLS_CA",
        .value_name = "FILE",
-       .help = "CA certificates that must have signed the coordinator's (and its clients')"},
+       .help = "CA certificates that sign the coordinator's certificate (and its clients')"},
       {.name = "tls_cert",
        .variable = "MUSTER_TLS_CERT",
        .value_name = "FILE",
@@ -617,14 +617,13 @@ const std::vector<SettingSpec>& LaunchSettings() {
       {.name = "token_file",
        .variable = "MUSTER_TOKEN_FILE",
        .value_name = "FILE",
-       .help =
-           "File with the token that all callers of the coordinator must send; the same on all "
-           "machines, and readable by its owner only. Replaces the certificates of the machines"},
+       .help = "File with the token that all callers of the coordinator send; the same on all "
+               "machines, readable only by its owner. Replaces client certificates"},
       {.name = "checkpoint_key",
        .variable = "MUSTER_CHECKPOINT_KEY",
        .value_name = "FILE",
-       .help = "Private Ed25519 key (PEM) of machine 0, readable by its owner only: the "
-               "coordinator signs the records of checkpoints with it"},
+       .help = "Private Ed25519 key (PEM), readable only by its owner, with which the coordinator "
+               "on machine 0 signs its records of checkpoints"},
   };
   return *settings;
 }
@@ -1213,8 +1212,7 @@ absl::Status CheckSharding(const std::vector<Layer>& layers, const Resolver& val
     if (!spec.of_sharding || given.source == "default" || given.text.empty()) continue;
     return absl::InvalidArgumentError(absl::StrCat(
         spec.name, ": ", Printable(given.text), " (from ", given.source,
-        ") says how a model is divided, which nothing asks for: give --sharding NAME as well, or "
-        "leave it out"));
+        ") refines sharding, but nothing enables it: add --sharding NAME, or leave this out"));
   }
   return absl::OkStatus();
 }
@@ -1305,9 +1303,10 @@ absl::Status AddVariables(const std::vector<Layer>& layers, LaunchConfig* config
     if (const WorkerVariable* const set = FindWorkerVariable(name)) {
       return absl::InvalidArgumentError(absl::StrCat(
           "env: ", name, " (from ", given.source, ") cannot be set: ",
-          set->setting.empty() ? "the launch gives each process its own, by its place in the job"
-                               : absl::StrCat("write --", set->setting, ", or ", set->setting,
-                                              ": in the file, which says it to all processes")));
+          set->setting.empty()
+              ? "muster launch sets it for each process according to its place in the job"
+              : absl::StrCat("write --", set->setting, ", or ", set->setting,
+                             ": in the file, which sets it for all processes")));
     }
     config->env[name] = given.text;
     config->provenance.emplace_back("env." + name, given);

@@ -295,12 +295,12 @@ TEST(ResolveLaunch, EnvThatIsASetting_IsRefusedOrCounts) {
   };
   EXPECT_EQ(error({with_env("MUSTER_MIXED_PRECISION", "bf16", "--env")}),
             "env: MUSTER_MIXED_PRECISION (from --env) cannot be set: write --mixed_precision, or "
-            "mixed_precision: in the file, which says it to all processes");
+            "mixed_precision: in the file, which sets it for all processes");
   EXPECT_THAT(error({with_env("ACCELERATE_DEBUG_MODE", "1", "c.yaml:2")}),
               HasSubstr("(from c.yaml:2) cannot be set: write --debug, or debug: in the file"));
   EXPECT_EQ(error({with_env("RANK", "3", "--env")}),
-            "env: RANK (from --env) cannot be set: the launch gives each process its own, by its "
-            "place in the job");
+            "env: RANK (from --env) cannot be set: muster launch sets it for each process "
+            "according to its place in the job");
   // Each that names a setting names one that there is.
   for (const SettingSpec& spec : LaunchSettings()) {
     const WorkerVariable* const set = FindWorkerVariable(spec.variable);

@@ -106,7 +106,7 @@ class LogFollower {
                                       : absl::IsUnavailable(status) && waits;
     }
     if (!over || one_attempt_) return status;
-    MUSTER_LOG(Warning) << "rank " << options_.rank << " has no further output of attempt "
+    MUSTER_LOG(Warning) << "rank " << options_.rank << " has no more output of attempt "
                         << options_.attempt << " here: " << status.message()
                         << "; that of the next attempt follows";
     return true;
@@ -127,7 +127,8 @@ class LogFollower {
       int following = Following(*next, last);
       if (following == 0) return false;
       if (following > last + 1) {
-        // Changes are told with the last attempt alone, and not each of them: there may be others.
+        // Changes carry only the last attempt, and some may be skipped, so there may be other
+        // attempts.
         const absl::StatusOr<Job> whole = source_.watch([](const Job&) { return false; });
         if (!whole.ok()) {
           if (Again(whole.status())) continue;

@@ -300,7 +300,7 @@ absl::Status Client::watch_all(const ListOptions& options,
   for (const JobState state : options.states) request.add_states(client::ToProto(state));
   request.set_owner(options.owner);
   request.set_name_prefix(options.id_prefix);
-  // What the caller knows, for what is gone: job_id, and the revision that it has.
+  // What the caller already knows, if the job is gone: job_id, and the revision that it has.
   std::map<std::string, uint64_t> known;
   const auto gone = [&](const std::string& id) {
     return known.erase(id) == 0 || changed({.id = id});

@@ -105,10 +105,10 @@ class Client {
   // that has the log is not connected.
   absl::StatusOr<LogChunk> read_log(const std::string& job, const LogOptions& options = {});
   // Calls `chunk` with the rank's past and new output until the job has ended or `chunk` returns
-  // false. Continues with the next attempt, unless options.attempt names one; also if the node that
-  // has the rest of the log is lost, or an attempt has no such rank: a warning in the log says so.
-  // The coordinator, or a node on which the attempt runs, may be away for a minute, or for
-  // options.retry_for of the client if that is longer.
+  // false. Continues with the next attempt, unless options.attempt names one; also, with a warning
+  // in the log, if the node that has the rest of the log is lost, or if an attempt has no such
+  // rank. The coordinator, or a node on which the attempt runs, may be unreachable for a minute, or
+  // for the client's options.retry_for if that is longer.
   absl::Status follow_log(const std::string& job, LogOptions options,
                           const std::function<bool(const LogChunk&)>& chunk);
 

@@ -243,7 +243,7 @@ TEST_F(FollowLogTest, NodeOfAnAttemptIsLost_TheNextOneIsFollowed) {
     EXPECT_TRUE(status.ok()) << status;
     EXPECT_EQ(text, "one\ntthree\n");
     EXPECT_THAT(::testing::internal::GetCapturedStderr(),
-                ::testing::HasSubstr("rank 0 has no further output of attempt 1 here: the node "
+                ::testing::HasSubstr("rank 0 has no more output of attempt 1 here: the node "
                                      "does not answer; that of the next attempt follows"));
   }
 }
@@ -275,7 +275,7 @@ TEST_F(FollowLogTest, CoordinatorThatWasRestoredFromACopy_TheAttemptThatThereIsI
   EXPECT_EQ(Follow(), "one\ntwo\n");
   EXPECT_TRUE(status_.ok()) << status_;
   EXPECT_THAT(::testing::internal::GetCapturedStderr(),
-              ::testing::Not(::testing::HasSubstr("has no further output")));
+              ::testing::Not(::testing::HasSubstr("has no more output")));
 }
 
 // As while the caller was not connected.

@@ -141,8 +141,8 @@ std::string ReadMemory(const json& value, JobSpec* spec) {
   return "";
 }
 
-// What to write in place of a size of memory that no process or GPU has; "": it may be right. Who
-// writes 16 does not mean bytes.
+// What to write instead of a memory size that is too small for any process or GPU; "": the size is
+// plausible. Who writes 16 does not mean bytes.
 std::string TooSmall(absl::string_view name, const JobSpec& spec) {
   constexpr int64_t kLeast = 1 << 20;
   const int64_t bytes = name == "memory_per_process" ? spec.memory_per_process
@@ -247,7 +247,7 @@ const std::vector<Setting>& Table() {
        Kind::kCommand,
        ReadCommand},
       {{"env", "NAME=VALUE",
-        "A variable for all processes, none of a setting such as mixed_precision",
+        "An environment variable for all processes. Variables of settings are refused",
         /*repeated=*/true},
        Kind::kMap,
        ReadMap<&JobSpec::env>},
@@ -261,7 +261,7 @@ const std::vector<Setting>& Table() {
       {{"gpus_per_process", "N", "Default 0"},
        Kind::kInteger,
        ReadInteger<&JobSpec::gpus_per_process>},
-      {{"gpu_memory", "SIZE", "That each of its GPUs has at least: 80GiB, for example"},
+      {{"gpu_memory", "SIZE", "Least memory of each GPU, for example 80GiB"},
        Kind::kText,
        ReadMemory<&JobSpec::gpu_memory>},
       {{"cpus_per_process", "N", "Default 1"},
@@ -288,39 +288,42 @@ const std::vector<Setting>& Table() {
        Kind::kNumbers,
        ReadFailurePolicy},
       {{"restart_delay", "TIME",
-        "Before a restart; doubled with each failure in a row, up to 5 minutes"},
+        "Delay before a restart; doubles with each consecutive failure, up to 5 minutes"},
        Kind::kText,
        ReadTime<&JobSpec::restart_delay>},
-      {{"time_limit", "TIME", "Of each attempt (default: none)"},
+      {{"time_limit", "TIME", "Limit for each attempt (default: none)"},
        Kind::kText,
        ReadTime<&JobSpec::time_limit>},
       {{"hang_timeout", "TIME",
-        "Once a step is done: fails an attempt of which no rank shows progress for so long"},
+        "After the first finished step: fails an attempt in which no rank shows progress for this "
+        "long"},
        Kind::kText,
        ReadTime<&JobSpec::hang_timeout>},
-      {{"stop_grace", "TIME", "Between SIGTERM and SIGKILL (default 30s)"},
+      {{"stop_grace", "TIME", "Time between SIGTERM and SIGKILL (default 30s)"},
        Kind::kText,
        ReadTime<&JobSpec::stop_grace>},
       {{"grow_after", "TIME",
-        "Starts a job of MIN:MAX processes again with more, when they fit and it has run so long"},
+        "With MIN:MAX processes: restarts the job with more processes when they fit and it has run "
+        "this long"},
        Kind::kText,
        ReadTime<&JobSpec::grow_after>},
       {{"spare_nodes", "N",
-        "Keeps room on N more nodes, if there is some: a lost node delays no restart (default 0)"},
+        "Keeps room on N more nodes, if available, so that a lost node delays no restart (default "
+        "0)"},
        Kind::kInteger,
        ReadInteger<&JobSpec::spare_nodes>},
       {{"user_error_codes", "CODE,...", "Exit codes that are never retried, besides 2, 126, 127"},
        Kind::kIntegers,
        ReadExitCodes},
       {{"files", "PATH",
-        "A small file or folder for the private folder of each attempt; in all 96 KiB",
+        "A small file or folder to copy into the private folder of each attempt; 96 KiB in total",
         /*repeated=*/true},
        Kind::kWords,
        ReadFiles},
-      {{"retention", "TIME", "How long the record of the job is kept once it has ended"},
+      {{"retention", "TIME", "How long the job's record is kept after its end"},
        Kind::kText,
        ReadTime<&JobSpec::retention>},
-      {{"wait_for_nodes", "", "Queues the job also if it is larger than all nodes together"},
+      {{"wait_for_nodes", "", "Queues the job even if it is larger than all nodes together"},
        Kind::kBool,
        ReadBool<&JobSpec::wait_for_nodes>},
       {{"mixed_precision", "KIND", "no, bf16 or fp16"}, Kind::kText, ReadPrecision},
@@ -349,10 +352,10 @@ absl::Status CheckVariables(const json& env, absl::string_view where) {
     if (set == nullptr) continue;
     return absl::InvalidArgumentError(absl::StrCat(
         where, ": ", name, " cannot be set: ",
-        set->setting.empty() ? "each process gets its own, by its place in the job"
+        set->setting.empty() ? "Muster sets it for each process according to its place in the job"
         : Find(set->setting) != nullptr
-            ? absl::StrCat("write the setting ", set->setting, ", which says it to all processes")
-            : "what starts the processes on a node sets it, and a job has no setting for it"));
+            ? absl::StrCat("write the setting ", set->setting, ", which sets it for all processes")
+            : "the agent of each node sets it, and a job has no setting for it"));
   }
   return absl::OkStatus();
 }
@@ -468,7 +471,7 @@ absl::Status ReadFile(absl::string_view text, absl::string_view source, bool by_
       if (rewritten != file.rewritten.end() && absl::StartsWith(rewritten->first, entries)) {
         return absl::InvalidArgumentError(
             absl::StrCat(where, ": ", key, ": ", rewritten->second,
-                         ": YAML reads this as another number: write it in quotes"));
+                         ": YAML reads this as a different number: write it in quotes"));
       }
     }
     std::string write = setting->read(value, &job->spec);
@@ -484,7 +487,7 @@ absl::Status ReadFile(absl::string_view text, absl::string_view source, bool by_
     // The keys come in the order of the alphabet.
     if (!restarts->Add(key, value)) {
       return absl::InvalidArgumentError(
-          absl::StrCat(where, ": max_restarts: failure_policy has it, too: give it once"));
+          absl::StrCat(where, ": max_restarts: failure_policy also has it: set it once"));
     }
   }
   TakePaths(absl::StrContains(source, '/') ? std::string(source.substr(0, source.rfind('/'))) : "",
@@ -618,7 +621,7 @@ absl::StatusOr<ResolvedJob> Resolve(absl::string_view text, absl::string_view so
     if (name == "files") TakePaths("", &job);
     if (!of_flags.Add(name, value)) {
       return absl::InvalidArgumentError(
-          "--max_restarts: --failure_policy has it, too: give it once");
+          "--max_restarts: --failure_policy also has it: set it once");
     }
   }
   SetRestarts(of_file, of_flags, &job);

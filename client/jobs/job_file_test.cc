@@ -86,11 +86,12 @@ TEST(JobFile, ResolveJob_FlagAndFile_FlagWinsAndEnvIsJoined) {
 TEST(JobFile, EnvThatTheAgentSets_IsRefusedByName) {
   EXPECT_EQ(Error("command: [a]\nenv: {A: b, MUSTER_MIXED_PRECISION: bf16}\n"),
             "job.yaml:2: env: MUSTER_MIXED_PRECISION cannot be set: write the setting "
-            "mixed_precision, which says it to all processes");
+            "mixed_precision, which sets it for all processes");
   EXPECT_EQ(Error("command: [a]\n", {{"env", {"A=b", "RANK=7"}}}),
-            "--env: RANK cannot be set: each process gets its own, by its place in the job");
+            "--env: RANK cannot be set: Muster sets it for each process according to its place in "
+            "the job");
   EXPECT_EQ(Error("command: [a]\n", {{"env", {"MUSTER_LEASE=10s"}}}),
-            "--env: MUSTER_LEASE cannot be set: what starts the processes on a node sets it, and a "
+            "--env: MUSTER_LEASE cannot be set: the agent of each node sets it, and a "
             "job has no setting for it");
   EXPECT_EQ(Error("command: [a]\n", {{"env", {"MUSTER_SHARDING=zero2"}}}), "");
 }
@@ -113,9 +114,9 @@ TEST(JobFile, ResolveJob_BadInput_NamesPlaceAndWhatToWrite) {
   EXPECT_EQ(Error("command: [a]\nprocceses: 2\n"),
             "job.yaml:2: unknown key procceses; did you mean processes?");
   EXPECT_EQ(Error("command: [a, 8, 010]\n"),
-            "job.yaml:1: command: 010: YAML reads this as another number: write it in quotes");
+            "job.yaml:1: command: 010: YAML reads this as a different number: write it in quotes");
   EXPECT_EQ(Error("command: [a]\nenv: {A: 8, B: 1_000}\n"),
-            "job.yaml:2: env: 1_000: YAML reads this as another number: write it in quotes");
+            "job.yaml:2: env: 1_000: YAML reads this as a different number: write it in quotes");
   EXPECT_EQ(Error("command: [a]\nprocesses: many\n"),
             "job.yaml:2: processes: many: write how many, 4, or a range, 1:4");
   EXPECT_EQ(Error("command: [a]\nprocesses: 4:1\n"),
@@ -204,7 +205,7 @@ TEST(JobFile, FailurePolicy_HasItsOwnTotalOrTheSum) {
   EXPECT_EQ(sum->spec.class_limits,
             (std::map<std::string, int>{{"failed", 0}, {"hang", 2}, {"oom", 1}, {"preempted", 5}}));
   EXPECT_EQ(Error("command: [a]\nfailure_policy: {max_restarts: 3}\nmax_restarts: 3\n"),
-            "job.yaml:3: max_restarts: failure_policy has it, too: give it once");
+            "job.yaml:3: max_restarts: failure_policy also has it: set it once");
   EXPECT_NE(Error("command: [a]\nfailure_policy: {user_error: 3}\n").find("write a map of"),
             std::string::npos);
 }
@@ -258,7 +259,7 @@ TEST(JobFile, FailurePolicy_BesideMaxRestarts_TakesItAsItsTotal) {
   }
   EXPECT_EQ(Error("command: [a]\n",
                   {{"max_restarts", {"3"}}, {"failure_policy", {"max_restarts=3,oom=1"}}}),
-            "--max_restarts: --failure_policy has it, too: give it once");
+            "--max_restarts: --failure_policy also has it: set it once");
 }
 
 TEST(JobFile, Files_OfAListAreRelativeToTheJobFile) {

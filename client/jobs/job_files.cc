@@ -32,14 +32,15 @@ class Reader {
   // `name`: below the folder of an attempt.
   absl::Status Add(const std::string& path, const std::string& name) {
     if (!IsJobFilePath(name)) {
-      return Refused(path, absl::StrCat("has no name that can be kept below the folder of an "
-                                        "attempt, of at most ",
-                                        kMaxFilePath, " bytes"));
+      return Refused(
+          path,
+          absl::StrCat("has no name that can be used below the folder of an attempt, of at most ",
+                       kMaxFilePath, " bytes"));
     }
     // What the path names is opened once, so that it is what was looked at.
     const OwnedFd fd(open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
     if (!fd.open() && errno == ELOOP) {
-      return Refused(path, "is a symbolic link: give what it leads to");
+      return Refused(path, "is a symbolic link: name its target instead");
     }
     struct stat info;
     if (!fd.open() || fstat(fd.get(), &info) != 0) {
@@ -65,7 +66,7 @@ class Reader {
   absl::Status AddFile(int fd, const std::string& path, const std::string& name, bool executable) {
     for (const JobFile& file : files_) {
       if (file.path == name)
-        return Refused(path, "has the name of another one: rename one of them");
+        return Refused(path, "has the same name as another file: rename one of them");
     }
     if (files_.size() >= static_cast<size_t>(kMaxFiles)) {
       return absl::ResourceExhaustedError(
@@ -101,7 +102,7 @@ absl::Status ReadJobFiles(const std::vector<std::string>& paths, std::vector<Job
     while (path.size() > 1 && absl::EndsWith(path, "/")) path.pop_back();
     std::string name = BaseName(path);
     if (name == "." || name == "..") {
-      return Refused(path, "has no name of its own: give its name, or those of its files");
+      return Refused(path, "has no name of its own: pass its full name, or the names of its files");
     }
     MUSTER_RETURN_IF_ERROR(reader.Add(path, name));
   }

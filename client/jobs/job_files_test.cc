@@ -57,7 +57,7 @@ TEST_F(JobFilesTest, WhatIsNoFile_IsRefusedByItsPath) {
   EXPECT_TRUE(absl::IsNotFound(Read({JoinPath(folder_.path(), "none")})));
   EXPECT_THAT(std::string(Read({"."}).message()), HasSubstr("no name of its own"));
   files_.clear();
-  EXPECT_THAT(std::string(Read({file, file}).message()), HasSubstr("name of another one"));
+  EXPECT_THAT(std::string(Read({file, file}).message()), HasSubstr("same name as another file"));
 }
 
 TEST_F(JobFilesTest, Limits_AreRefusedAndSaid) {

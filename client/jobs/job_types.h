@@ -98,7 +98,7 @@ struct AttemptTimes {
   absl::Time stepped = absl::InfinitePast();   // rank 0 had finished a step
   absl::Time failed = absl::InfinitePast();    // a process had ended; for a lost node: last contact
   absl::Time detected = absl::InfinitePast();  // the coordinator noticed
-  absl::Time decided = absl::InfinitePast();   // its nodes were told to end it
+  absl::Time decided = absl::InfinitePast();   // its nodes were asked to end it
   absl::Time fenced = absl::InfinitePast();    // nothing of it was left
 };
 

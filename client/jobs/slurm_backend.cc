@@ -105,7 +105,7 @@ std::string LastLine(absl::string_view text) {
   return Printable(text.substr(text.rfind('\n') + 1), 1000);
 }
 
-// What muster launch says of the end, or else the last line, which is often srun's.
+// The line of muster launch about the end or, without one, the last line, which is often srun's.
 std::string LineAboutTheEnd(const std::string& log) {
   constexpr absl::string_view kLaunch = "muster launch: ";
   const size_t at = log.rfind(absl::StrCat("\n", kLaunch));
@@ -525,7 +525,7 @@ class Slurm final : public JobBackend {
       return absl::OkStatus();
     }
     return absl::InvalidArgumentError(
-        "the job has text that no job file can hold: use UTF-8 without control characters");
+        "the job has text that a job file cannot hold: use UTF-8 without control characters");
   }
   // Of a submission: its key, and a digest of what was submitted.
   static std::string Comment(const JobSpec& spec, const std::string& key) {

@@ -402,7 +402,8 @@ std::vector<uint64_t> CheckpointSet::Superfluous(absl::string_view folder, int k
       if (record.state() == v1::CHECKPOINT_STATE_PREPARING && faults_.deletes_before_seal) ++newer;
       continue;
     }
-    // What a resume would take now is never let go, however many were held back since.
+    // The checkpoint that a resume would use now is always kept, no matter how many were held back
+    // since.
     const bool newest_to_resume =
         IsResumable(record) && !resumable && !faults_.deletes_last_resumable;
     resumable = resumable || IsResumable(record);

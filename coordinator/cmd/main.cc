@@ -50,7 +50,7 @@ constexpr char kFooter[] =
     "serve (port taken, a\n"
     "file that cannot be read, data directory in use or not writable); 4 the journal is corrupt; "
     "5 a newer coordinator\n"
-    "took over, or this one started from an older copy of its directory (the log says so, see "
+    "took over, or this one started from an older copy of its directory (the log says which, see "
     "--restored); 6 the journal\n"
     "could not be written (for a reason other than a full disk): start it again.\n\n"
     "Examples:\n"
@@ -108,7 +108,7 @@ CLI::Validator NotEmpty() {
 // What it serves, and to whom.
 void AddServiceFlags(CLI::App* app, Flags* flags) {
   app->add_option("--listen", flags->options.rpc.listen,
-                  "HOST:PORT (numeric) or unix:PATH; port 0 takes a free one")
+                  "HOST:PORT (numeric) or unix:PATH; port 0 selects a free port")
       ->capture_default_str();
   app->add_option("--data_dir", flags->options.data_dir,
                   "directory of the journal; without it everything is in memory only")
@@ -117,7 +117,7 @@ void AddServiceFlags(CLI::App* app, Flags* flags) {
                 "let every user of this machine call it, in plain text; refused off the loopback "
                 "interface");
   app->add_option("--token_file", flags->options.token_file,
-                  "file with a token that every call must bring; only its owner may read it")
+                  "file with the token that every call must carry; only its owner may read it")
       ->envname("MUSTER_TOKEN_FILE")
       ->check(NotEmpty());
   app->add_option("--users_file", flags->options.users_file,
@@ -163,12 +163,12 @@ void AddLimitFlags(CLI::App* app, Flags* flags) {
       ->capture_default_str()
       ->check(CLI::Range(5.0, 90.0));
   app->add_option("--direct_agents", flags->options.runner.core.hubs.direct_agents,
-                  "number of agents with streams of their own; others connect through a hub, an "
-                  "agent with --hub_listen that speaks for them")
+                  "number of agents that connect directly; the others connect through a hub, an "
+                  "agent with --hub_listen")
       ->capture_default_str()
       ->check(CLI::Range(0, 1'000'000));
   app->add_option("--agents_per_hub", flags->options.runner.core.hubs.agents_per_hub,
-                  "the most agents that a hub speaks for; 0: every agent has a stream of its own")
+                  "the most agents behind one hub; 0: every agent connects directly")
       ->capture_default_str()
       ->check(CLI::Range(0, static_cast<int>(Hubs::kMaxRoster)));
   JobsOptions& jobs = flags->options.runner.core.jobs;
@@ -191,16 +191,16 @@ void AddLimitFlags(CLI::App* app, Flags* flags) {
 
 void AddDiskFlags(CLI::App* app, Flags* flags) {
   app->add_option("--journal_size_warning_mib", flags->size_warning_mib,
-                  "warns when the data directory has more, in MiB; 0: never")
+                  "warn when the data directory is larger than this, in MiB; 0: never")
       ->capture_default_str()
       ->check(CLI::Range(int64_t{0}, kMostMib));
   app->add_option("--disk_free_warning_mib", flags->free_warning_mib,
-                  "warns when its file system has less left, in MiB; 0: never")
+                  "warn when its file system has less free space than this, in MiB; 0: never")
       ->capture_default_str()
       ->check(CLI::Range(int64_t{0}, kMostMib));
   app->add_option("--disk_free_least_mib", flags->free_least_mib,
-                  "refuses new jobs when its file system has less left, in MiB: the rest is for "
-                  "the records of those that are submitted; 0: never")
+                  "refuse new jobs when its file system has less free space than this, in MiB, "
+                  "which is kept for the records of submitted jobs; 0: never")
       ->capture_default_str()
       ->check(CLI::Range(int64_t{0}, kMostMib));
 }
@@ -219,10 +219,9 @@ void AddOtherFlags(CLI::App* app, Flags* flags) {
          "check the journal in this directory as a start would read it, or a backup, print "
          "the result, and exit; cuts the incomplete tail that a crash left")
       ->check(NotEmpty());
-  app->add_option(
-         "--restore", flags->restore,
-         "put this backup (muster backup) into --data_dir, in place of what is there, which "
-         "is kept beside it, and exit: the next start begins as after --restored")
+  app->add_option("--restore", flags->restore,
+                  "restore this backup (muster backup) into --data_dir and exit; the previous "
+                  "contents are kept next to it, and the next start behaves as after --restored")
       ->check(NotEmpty());
   app->add_option("--restored", flags->restored,
                   "mark this directory as restored from a copy of it, and exit: the next start "
@@ -280,8 +279,8 @@ int VerifyJournal(const std::string& path) {
 
 int RestoreBackup(const std::string& backup, const std::string& directory) {
   if (directory.empty()) {
-    return Fail(kExitUsage,
-                absl::InvalidArgumentError("--restore needs --data_dir, where the backup goes"));
+    return Fail(kExitUsage, absl::InvalidArgumentError(
+                                "--restore needs --data_dir, the directory to restore into"));
   }
   Core core({});
   return EndWith(SqliteJournal::Restore(

@@ -568,7 +568,7 @@ JobsCore::Error JobsCore::Submit(CallId call, const v1::SubmitJobRequest& reques
     return TooLarge(
         "owner", absl::StrCat("owner has ", request.owner().size(), " bytes: at most ", kMaxKey));
   }
-  // What the transport has established counts for more than what the client says.
+  // The identity from the transport takes precedence over the client's claim.
   const std::string owner =
       caller_ != nullptr && !caller_->name.empty() ? caller_->name : request.owner();
   v1::JobSpec spec = request.spec();
@@ -594,10 +594,11 @@ JobsCore::Error JobsCore::Submit(CallId call, const v1::SubmitJobRequest& reques
     return std::nullopt;
   }
   if (!MakeRoomForOne()) {
-    return MakeError(absl::StatusCode::kResourceExhausted, v1::ERROR_REASON_LIMIT,
-                     absl::StrCat("the coordinator has ", jobs_.size(), " jobs of ", bytes_ >> 20,
-                                  " MiB that have not ended, which is the most: try again when "
-                                  "some have"));
+    return MakeError(
+        absl::StatusCode::kResourceExhausted, v1::ERROR_REASON_LIMIT,
+        absl::StrCat(
+            "the coordinator has ", jobs_.size(), " jobs of ", bytes_ >> 20,
+            " MiB that have not ended, which is its limit: try again when some have ended"));
   }
   const uint64_t sequence = ++last_sequence_;
   Job& job = jobs_[sequence];
@@ -1196,8 +1197,9 @@ void JobsCore::Avoid(Job* job, const std::string& node) {
 void JobsCore::EndPlacement(Job* job, v1::Placement* placement, const v1::AttemptEnd& end,
                             absl::Time failed) {
   v1::JobAttempt* const attempt = Current(job);
-  // Of many nodes that cannot start it, such as with full disks, the next attempts avoid all, not
-  // one more each. What a node has started may have been killed only because another one failed.
+  // If many nodes cannot start it, for example because their disks are full, the next attempts
+  // avoid all of them at once. Processes of one node may have been killed only because another node
+  // failed.
   if (placement->state() == v1::PLACEMENT_STATE_ASSIGNED &&
       end.end_class() == v1::END_CLASS_NODE_FAILED &&
       attempt->end().end_class() == v1::END_CLASS_NODE_FAILED) {
@@ -1828,7 +1830,7 @@ JobsCore::Error JobsCore::ControlNode(CallId call, const v1::ControlNodeRequest&
   if (it == nodes_.end()) {
     return MakeError(absl::StatusCode::kNotFound, v1::ERROR_REASON_UNSPECIFIED,
                      absl::StrCat("no node ", Quoted(request.node()),
-                                  " is known here; muster nodes shows them"));
+                                  " is known here; muster nodes lists the nodes"));
   }
   Node& node = it->second;
   if (request.action() == v1::NODE_ACTION_LOG_LEVEL) return OrderLogLevel(call, request, &node);

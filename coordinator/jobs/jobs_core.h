@@ -106,7 +106,7 @@ class JobsCore {
     absl::Time now;
     uint64_t revision = 0;
     absl::string_view cluster_id = {};
-    // Whose operation it is; null: of nobody who has a name.
+    // The user whose operation it is; null: a caller without a name.
     const Identity* caller = nullptr;
   };
 
@@ -367,7 +367,7 @@ class JobsCore {
   uint64_t next_query_ = 1;
   absl::Time started_ = absl::InfinitePast();  // of the term
   absl::Time heard_any_ = absl::InfinitePast();
-  // When the first node was heard after none was for a while: the others come back later than it.
+  // When the first node was heard again after a time in which none was: the others come back later.
   absl::Time returned_at_ = absl::InfinitePast();
   absl::Time schedule_at_ = absl::InfiniteFuture();
   bool resumes_ = false;   // the term began with jobs that have not ended

@@ -20,7 +20,7 @@ struct NodeSpace {
   absl::btree_set<int> gpus;           // indices
   const v1::NodeInfo* info = nullptr;  // what its GPUs have; borrowed; null: not known
 
-  // Of `gpus`, in order, those that have the memory that `process` asks for.
+  // The GPUs in `gpus`, in order, that have the memory that `process` requests.
   std::vector<int> GpusFor(const v1::ProcessResources& process) const;
   // How many processes of this size fit.
   int Fits(const v1::ProcessResources& process) const;
@@ -28,7 +28,7 @@ struct NodeSpace {
   // with less memory than it had.
   void Take(const v1::Placement& placement, const v1::ProcessResources& process);
   void Give(const v1::Placement& placement, const v1::ProcessResources& process);
-  // What is free now and still is when `later` is all that is free.
+  // Keeps only room that is free now and also in `later`.
   void AtMost(const NodeSpace& later);
 };
 

@@ -157,7 +157,7 @@ class Scheduler {
 
   // A job whose restart is delayed holds what it would start on, as if it ran there: jobs behind it
   // would run for longer than the delay, and a large job would have lost its nodes to small ones.
-  // One that does not fit now blocks nobody.
+  // A job that does not fit now blocks no other job.
   void HoldRoom(const QueuedJob& delayed) {
     const v1::JobRecord& job = *delayed.record;
     // One that fails again and again must not keep nodes that it hardly uses.
@@ -214,7 +214,7 @@ class Scheduler {
   void ChangeSpares(Change change, const v1::JobRecord& job, CandidateNodes* nodes) const {
     if (spared_.contains(&job)) ChangeEach(change, job.spares(), job.spec(), nodes);
   }
-  // They are nobody's any more.
+  // They no longer belong to any job.
   void ReleaseSpares(const v1::JobRecord& job) {
     if (spared_.erase(&job) > 0) processes_of_[job.owner()] -= Count(job.spares());
   }
@@ -430,11 +430,12 @@ class Scheduler {
     for (const v1::JobRecord* const other : spared_) {
       if (other != &job) ChangeSpares(&NodeSpace::Give, *other, &all);
     }
-    if (PlaceJob(job, &all).placements.empty()) return;  // it blocks nobody
+    if (PlaceJob(job, &all).placements.empty()) return;  // it blocks no other job
     // Room that is kept behind it delays it no longer, whether it is what it waits for or only what
     // others would take while it waits.
     for (const v1::JobRecord* const other : SparedBehind(job)) Yield(*other);
-    // What is being stopped comes back first, and in the order of their limits the others.
+    // Room of stopping jobs comes back first, then that of the others in the order of their time
+    // limits.
     CandidateNodes later = Freed();
     if (KeepIfItFits(job, &later, question_.now)) return;
     if (question_.settled && Preempt(job, later)) return;

@@ -45,8 +45,9 @@ absl::StatusOr<BackupFile> OpenBackup(const std::string& path) {
   if (got < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot read '", path, "'"));
   bytes.resize(static_cast<size_t>(got));
   if (!absl::StartsWith(bytes, kMagic)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("'", path, "' is no backup that muster backup wrote, or of a newer version"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "'", path,
+        "' is not a backup written by muster backup, or was written by a newer version"));
   }
   const auto damaged = [&](absl::string_view what) {
     return absl::DataLossError(absl::StrCat("backup '", path, "' is damaged: ", what));

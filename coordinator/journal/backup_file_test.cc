@@ -74,7 +74,7 @@ TEST_F(BackupFileTest, EveryShorterOrLongerFile_IsNoticed) {
 }
 
 TEST_F(BackupFileTest, AnotherFile_IsNoBackup) {
-  EXPECT_THAT(Read("hello\n"), HasSubstr("is no backup"));
+  EXPECT_THAT(Read("hello\n"), HasSubstr("is not a backup"));
   EXPECT_THAT(Read("muster-backup 2\n{}\n"), HasSubstr("newer version"));
   EXPECT_TRUE(absl::IsNotFound(OpenBackup(folder_.Path("none")).status()));
 }

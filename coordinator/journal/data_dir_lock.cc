@@ -32,7 +32,7 @@ absl::StatusOr<std::unique_ptr<DataDirLock>> DataDirLock::Take(const std::string
     }
   }
   if (mkdir(directory.c_str(), 0700) == 0) {
-    // What is synced in it is lost if it is not there itself after a power cut.
+    // Files synced in the directory are lost if the directory itself does not survive a power cut.
     MUSTER_RETURN_IF_ERROR(SyncDirectory(ParentPath(directory)));
   } else if (errno != EEXIST) {
     return absl::ErrnoToStatus(errno,

@@ -48,7 +48,8 @@ uint64_t NewRestoreId() {
 // rows.
 constexpr size_t kRowBytes = 4 << 20;
 
-// What the thread that commits reads or deletes for a snapshot before it looks for a commit again.
+// How much the committing thread reads or deletes for a snapshot before it checks for a commit
+// again.
 constexpr size_t kStepBytes = 1 << 20;
 constexpr int kStepRows = 256;
 // A snapshot is synced after so much, so that no sync of the log waits for much of it.
@@ -136,7 +137,7 @@ absl::Status SqliteJournal::Error(int rc, absl::string_view what) const {
     case SQLITE_CORRUPT:
     case SQLITE_NOTADB:
       return absl::DataLossError(
-          absl::StrCat(text, "; put a copy of the directory back and say so with --restored"));
+          absl::StrCat(text, "; restore a copy of the directory and mark it with --restored"));
     case SQLITE_CANTOPEN:
     case SQLITE_PERM:
     case SQLITE_READONLY:
@@ -280,7 +281,7 @@ absl::StatusOr<std::vector<SqliteJournal::Snapshot>> SqliteJournal::ListSnapshot
   return snapshots;
 }
 
-// What a crash left of snapshots that never became current, or that were replaced.
+// Removes what a crash left of snapshots that never became current, or that were replaced.
 void SqliteJournal::RemoveLeftFiles(const std::vector<Snapshot>& snapshots) const {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(options_.directory);
   if (!names.ok()) return;
@@ -1006,7 +1007,7 @@ absl::StatusOr<std::string> SqliteJournal::Restore(const std::string& backup,
   std::string kept;
   if (former.there) {
     MUSTER_ASSIGN_OR_RETURN(kept, KeepFormer(directory, former, now));
-    // What could not be read of the old log would be taken for the new file's.
+    // The unreadable part of the old log would be mistaken for that of the new file.
     const std::string log = directory + "/journal.db-wal";
     if (unlink(log.c_str()) != 0 && errno != ENOENT)
       return absl::ErrnoToStatus(errno, absl::StrCat("cannot remove '", log, "'"));

@@ -19,8 +19,8 @@
 namespace muster::coordinator {
 
 // The table of agents with a session: by node, by stream, by when a session without a stream
-// expires, and which of them are to be written to or read from at the end of the turn. What the end
-// of a session means for its calls is the runner's to know. Not thread-safe, except for size();
+// expires, and which of them are to be written to or read from at the end of the turn. CoreRunner
+// decides what the end of a session means for its calls. Not thread-safe, except for size();
 // CoreRunner uses it in its turn.
 class AgentSessions {
  public:

@@ -27,7 +27,7 @@ struct AttachedAgent final : public FrameSource {
   // In the runner's turn.
   void ReadNext(const std::shared_ptr<AgentStream>& from);
 
-  // Of an attempt's agent, the only rendezvous job that it speaks about; else empty.
+  // For the agent of an attempt, the only rendezvous job that it may refer to; otherwise empty.
   absl::string_view group() const {
     return identity == nullptr ? absl::string_view() : identity->group;
   }

@@ -124,8 +124,8 @@ absl::StatusOr<AttemptTokens> AttemptTokens::Open(const std::string& path) {
   if (!key.has_value()) {
     return absl::DataLossError(
         absl::StrCat("'", path,
-                     "' holds no key of 64 hexadecimal digits: remove it, and a new one "
-                     "is made; attempts that run lose their access and start again"));
+                     "' holds no key of 64 hexadecimal digits: remove it, and a new one is "
+                     "created; running attempts lose their access and restart"));
   }
   return AttemptTokens(*key);
 }
@@ -188,7 +188,7 @@ void Callers::LookForChanges() {
   if (const absl::Status status = ReadUsers(); status.ok()) {
     MUSTER_LOG(Info) << "users_file: read again, it has " << users_.size() << " users";
   } else {
-    MUSTER_LOG(Error) << status.message() << ": the users of before stay as they are";
+    MUSTER_LOG(Error) << status.message() << ": the previous users stay in effect";
   }
 }
 

@@ -348,7 +348,8 @@ void CoreRunner::Run() {
   mu_.Unlock();
   const HoldTurn turn(&turn_);
   StopAll();
-  // What was posted meanwhile is answered too, and what is posted later is answered by the poster.
+  // Events posted meanwhile are answered here too; later ones are answered by the thread that posts
+  // them.
   while (true) {
     std::vector<Task> tasks;
     {

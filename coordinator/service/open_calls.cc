@@ -111,7 +111,7 @@ std::shared_ptr<const Answer> OpenCalls::Fit(const OpenCall& call,
         absl::StatusCode::kOutOfRange, v1::ERROR_REASON_RESULT_TOO_LARGE,
         absl::StrCat("the operation was done (by revision ", revision, "), but its answer has ",
                      bytes, " bytes, more than the ", limits_.answer_bytes,
-                     " that one message may have: do not repeat it; read what it wrote in parts"));
+                     " that one message may have: do not repeat it; read its results in parts"));
     result.mutable_error()->mutable_detail()->set_revision(revision);
   } else {
     *result.mutable_error() = TooLarge(

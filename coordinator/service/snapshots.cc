@@ -64,8 +64,8 @@ class WholeState final : public Replica {
 bool Snapshots::Due() const {
   if (running_) return false;
   if (done_ != nullptr || of_core_) return true;
-  // Of a large state one is written later, by half of its bytes, so that it does not cost more and
-  // more for each record.
+  // For a large state the next snapshot waits for half of its bytes, so that the cost per record
+  // does not keep growing.
   const uint64_t times = 1 + journal_.snapshot_bytes() / std::max<uint64_t>(1, 2 * options_.bytes);
   const uint64_t records = journal_.records_since_snapshot();
   return records >= not_before_ && (records >= times * options_.records ||

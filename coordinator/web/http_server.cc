@@ -78,7 +78,8 @@ class Connection final : public httplib::Stream {
       const absl::Duration passed = Clock::Real().Now() - begun_;
       pollfd one{.fd = fd_, .events = events, .revents = 0};
       const int count = poll(&one, 1, static_cast<int>(absl::ToInt64Milliseconds(kLookAround)));
-      // Who has sent a request may take its answer, which may have taken a while to make.
+      // A client that is ready to receive its answer is not hurried, because preparing the answer
+      // may have taken long.
       const bool hurry = *open_ > static_cast<int>(kThreads) && (events == POLLIN || count == 0);
       if (passed >= (hurry ? kPatienceInACrowd : kPatience)) return false;
       if (count > 0) return true;
@@ -193,12 +194,12 @@ class BoundedServer final : public httplib::Server {
 absl::Status CannotListen(const std::string& host, int port, int why) {
   const std::string what = absl::StrCat("cannot listen for HTTP on ", host, ":", port, ": ");
   if (why == EADDRINUSE || why == 0) {
-    return absl::AlreadyExistsError(
-        absl::StrCat(what, "does another process use it? Use port 0 for a free one"));
+    return absl::AlreadyExistsError(absl::StrCat(
+        what, "another process may be using it: stop that process, or use port 0 for a free port"));
   }
   if (why == EACCES || why == EPERM) {
     return absl::PermissionDeniedError(
-        absl::StrCat(what, "this user may not use the port; one from 1024 on is for everybody"));
+        absl::StrCat(what, "this user may not use the port: use a port from 1024 on"));
   }
   if (why == EMFILE || why == ENFILE) {
     return absl::ResourceExhaustedError(
@@ -227,8 +228,9 @@ class HttpServer::Impl {
   // full table of files.
   void Serve(const std::string& host, int port) {
     for (bool bound = true; !bound || !server.listen_after_bind();) {
-      MUSTER_LOG(Warning) << "no connection for HTTP on " << host << ":" << port
-                          << " can be accepted now (are there too many open files?): trying again";
+      MUSTER_LOG(Warning)
+          << "no connection for HTTP on " << host << ":" << port
+          << " can be accepted now, possibly because too many files are open: trying again";
       MutexLock lock(&mu_);
       if (!stopping_) stop_.WaitWithTimeout(&mu_, kRetryListen);
       if (stopping_) break;

@@ -53,18 +53,15 @@ using models::TextGenerator;
 using models::TextOptions;
 
 constexpr char kAbout[] =
-    "Says what a language model says after a prompt, as it comes. The model is a folder as the "
-    "Hugging Face\nHub has it: config.json, weights, tokenizer.json; GPT-2, Llama, Mistral, "
-    "Mixtral, Qwen2.";
+    "Continues a prompt with a language model and streams the text. The model is a folder in the "
+    "format of the\nHugging Face Hub: config.json, weights, tokenizer.json; GPT-2, Llama, Mistral, "
+    "Mixtral or Qwen2.";
 constexpr char kFooter[] =
-    "\nThe prompt is taken as it is: a model's chat template is not applied. What it would put "
-    "around "
-    "the prompt\n(\"<|im_start|>user\" and the like) can stand in the prompt; such markers become "
-    "their "
-    "tokens.\n"
-    "\nText goes to standard output, figures to standard error. What is not set is as the model's "
-    "generation_config.json\nsays; --max_new_tokens is 256 if neither sets it, and at most what is "
-    "left of the model's positions\nif you do not.\n\n"
+    "\nThe prompt is used as it is: the model's chat template is not applied. You may write its "
+    "markers\n(\"<|im_start|>user\" and so on) into the prompt; they become their tokens.\n"
+    "\nText goes to standard output, figures to standard error. Defaults come from the model's "
+    "generation_config.json;\n--max_new_tokens defaults to 256, or to the positions that the model "
+    "has left if those are fewer.\n\n"
     "Exit codes: 0 done; 2 wrong options or a file that is not valid; 3 a file is missing; 70 "
     "anything else.\n\n"
     "Examples:\n"
@@ -103,39 +100,44 @@ void AddOptions(CLI::App& app, Flags& flags) {
       ->type_name("FILE");
   app.add_option("--max_new_tokens", flags.max_new_tokens, "The most tokens to generate")
       ->check(CLI::Range(int64_t{1}, kMostNewTokens));
-  app.add_option("--min_new_tokens", flags.min_new_tokens, "No end before so many tokens");
-  app.add_flag("--sample", flags.sample, "Draw tokens instead of taking the best one");
-  app.add_flag("--greedy", flags.greedy, "Take the best token, whatever the model's files say");
-  app.add_option("--seed", flags.seed, "Of the draws: the same seed gives the same text");
+  app.add_option("--min_new_tokens", flags.min_new_tokens,
+                 "The least number of tokens before the text may end");
+  app.add_flag("--sample", flags.sample, "Sample tokens instead of taking the most likely one");
+  app.add_flag("--greedy", flags.greedy,
+               "Take the most likely token, whatever the model's files say");
+  app.add_option("--seed", flags.seed, "Seed for sampling: the same seed gives the same text");
   app.add_option("--temperature", flags.temperature, "Below 1: likely tokens become more likely");
   app.add_option("--top_h", flags.top_h,
-                 "Draw from the likeliest tokens whose part of the entropy is at most this");
-  app.add_option("--top_k", flags.top_k, "Draw from the k best tokens; 0: from all");
-  app.add_option("--top_p", flags.top_p, "Draw from the likeliest tokens that add up to this");
-  app.add_option("--min_p", flags.min_p, "Draw from tokens at least this share of the best one's");
+                 "Sample from the most likely tokens whose share of the entropy is at most this");
+  app.add_option("--top_k", flags.top_k, "Sample from the k most likely tokens; 0: from all");
+  app.add_option("--top_p", flags.top_p,
+                 "Sample from the most likely tokens whose probabilities add up to this");
+  app.add_option("--min_p", flags.min_p,
+                 "Sample from tokens at least this fraction as likely as the most likely one");
   app.add_option("--typical_p", flags.typical_p,
-                 "Draw from the most typical tokens that add up to this");
-  app.add_option("--epsilon_cutoff", flags.epsilon_cutoff, "Draw from tokens at least so likely");
+                 "Sample from the most typical tokens whose probabilities add up to this");
+  app.add_option("--epsilon_cutoff", flags.epsilon_cutoff,
+                 "Sample from tokens with at least this probability");
   app.add_option("--eta_cutoff", flags.eta_cutoff,
-                 "The same, and from less likely ones where many are about equally likely");
+                 "The same, with a lower limit where many tokens are about equally likely");
   app.add_option("--repetition_penalty", flags.repetition_penalty,
-                 "Above 1: what is there already becomes less likely");
+                 "Above 1: tokens that already occur become less likely");
   app.add_option("--no_repeat_ngram_size", flags.no_repeat_ngram_size,
-                 "No n-gram of this size twice");
-  app.add_option("--num_beams", flags.num_beams, "Beam search with so many beams")
+                 "Never repeat an n-gram of this size");
+  app.add_option("--num_beams", flags.num_beams, "Number of beams for beam search")
       ->check(CLI::Range(int64_t{1}, kMostBeams));
   app.add_option("--num_return_sequences", flags.num_return_sequences,
-                 "So many texts for each prompt: draws, or the best of the beams");
+                 "Number of texts per prompt: samples, or the best of the beams");
   app.add_option("--length_penalty", flags.length_penalty,
-                 "Of beam search: above 0 favours length");
+                 "With beam search: above 0 favours longer texts");
   app.add_option("--prefill_chunk_size", flags.prefill_chunk_size,
                  "The most tokens of a prompt that are read in one pass; 0: all (default 2048)")
       ->check(CLI::Range(int64_t{0}, kMostNewTokens));
   app.add_option("--stop", flags.stop, "Stop before this text; may be given several times")
       ->type_name("TEXT");
-  app.add_flag("--ignore_end", flags.ignore_end, "Go on after an end token");
+  app.add_flag("--ignore_end", flags.ignore_end, "Continue after an end token");
   app.add_flag("--no_special_tokens", flags.no_special_tokens,
-               "Leave out what the tokenizer puts around a text");
+               "Omit the special tokens that the tokenizer adds around a text");
   app.add_option(
          "--ignore_settings", flags.ignore_settings,
          "Settings of config.json that Muster does not know, or auto_map, if they change nothing")
@@ -143,19 +145,20 @@ void AddOptions(CLI::App& app, Flags& flags) {
       ->type_name("NAMES");
   app.add_option(
          "--dtype", flags.dtype,
-         "Type of the weights; auto: as config.json says or, if it does not, as in their files")
+         "Type of the weights; auto: the type in config.json or, without one, that of the files")
       ->check(CLI::IsMember({"auto", "float32", "bfloat16", "float16"}));
   app.add_option("--device", flags.device, "cpu, cuda or cuda:N");
-  app.add_option("--weights_memory", flags.weights_memory,
-                 "Keep the weights in their files and at most so much of them in memory: 4GB")
+  app.add_option(
+         "--weights_memory", flags.weights_memory,
+         "Keep the weights in their files and at most this much of them in memory, for example 4GB")
       ->type_name("SIZE");
   app.add_option("--max_memory", flags.max_memory,
-                 "What each device may hold of the weights, the rest stays in its files: "
-                 "0=20GB,cpu=30GB. See muster plan")
+                 "How much of the weights each device may hold, for example 0=20GB,cpu=30GB; the "
+                 "rest stays in the files. See muster plan")
       ->type_name("LIST");
   app.add_option("-o,--output", flags.output, "text or json")
       ->check(CLI::IsMember({"text", "json"}));
-  app.add_flag("--quiet", flags.quiet, "No figures");
+  app.add_flag("--quiet", flags.quiet, "Print no figures");
   app.add_flag("--version", flags.version, "Print the version");
 }
 
@@ -264,12 +267,12 @@ absl::Status CheckEffects(const Flags& flags, const models::GenerateOptions& tok
   if (!flags.min_new_tokens.has_value()) return absl::OkStatus();
   if (flags.ignore_end && *flags.min_new_tokens > 0) {
     return absl::InvalidArgumentError(
-        "with --ignore_end no end comes before --min_new_tokens: leave out one of them");
+        "--ignore_end and --min_new_tokens exclude each other: leave out one of them");
   }
   if (*flags.min_new_tokens > tokens.max_new_tokens) {
     return absl::InvalidArgumentError(absl::StrCat(
         "--min_new_tokens ", *flags.min_new_tokens, " is more than the ", tokens.max_new_tokens,
-        " new tokens that there may be: lower it or raise --max_new_tokens"));
+        " new tokens that are allowed: lower it or raise --max_new_tokens"));
   }
   return absl::OkStatus();
 }
@@ -321,7 +324,8 @@ absl::Status SetPlaces(const Flags& flags, const c10::Device& device, DeviceMapC
   if (!flags.max_memory.empty()) {
     if (!flags.weights_memory.empty() || flags.device != "cpu") {
       return absl::InvalidArgumentError(
-          "--max_memory says where the weights are: leave out --weights_memory and --device");
+          "--max_memory already says where the weights go: leave out --weights_memory and "
+          "--device");
     }
     const absl::StatusOr<DeviceLimits> limits = get_max_memory(flags.max_memory);
     if (!limits.ok()) {
@@ -334,7 +338,8 @@ absl::Status SetPlaces(const Flags& flags, const c10::Device& device, DeviceMapC
   }
   if (!device.is_cpu()) {
     return absl::InvalidArgumentError(
-        "--weights_memory is for --device cpu; --max_memory 0=SIZE has the weights come to a GPU");
+        "--weights_memory works only with --device cpu; use --max_memory 0=SIZE to stream weights "
+        "to a GPU");
   }
   const absl::StatusOr<int64_t> bytes = ParseMemorySize(flags.weights_memory);
   if (!bytes.ok()) {
@@ -363,8 +368,8 @@ absl::StatusOr<TextGenerator> LoadBase(const Flags& flags,
   DeviceMapChoice map;
   BigModelOptions options = {.dtype = load.dtype};
   MUSTER_RETURN_IF_ERROR(SetPlaces(flags, load.device, &map, &options));
-  // What a pass over a prompt has freed would stay the process's, beside the plan. Before the
-  // weights come, which would stand between it and the end of the heap.
+  // Memory that a pass over a prompt has freed would stay with the process, in addition to the
+  // plan. Before the weights come, which would stand between it and the end of the heap.
   if (OnlyCpuComputes(options.max_memory)) GiveBackFreedMemory();
   MUSTER_ASSIGN_OR_RETURN(*offloaded,
                           load_offloaded_causal_lm(flags.model, map, options, load.config));
@@ -408,16 +413,17 @@ struct Times {
 
 // Of a model whose weights are not all in memory, in bytes.
 struct MemoryPlan {
-  // What stays in memory, what comes when it is used, what all weights have at most.
+  // Bytes of weights that stay in memory, that are loaded when used, and that are in memory at
+  // most.
   uint64_t resident = 0, offloaded = 0, most = 0;
-  // What the prompts and the new tokens take: keys and values, and the rest.
+  // Bytes that the prompts and new tokens need: keys and values, and the rest.
   uint64_t cache = 0, activations = 0;
   // All of it with the program. Absent where a GPU computes: its memory is not the process's.
   std::optional<uint64_t> process = std::nullopt;
 };
 
-// What LibTorch's libraries take once they compute, beside tensors: threads, and blocks of the
-// matrices that they multiply.
+// Memory that LibTorch's libraries use once they compute, in addition to tensors: threads, and
+// blocks of the matrices that they multiply.
 constexpr uint64_t kLibraries = uint64_t{32} << 20;
 
 models::GenerationShape ShapeOf(TextGenerator& generator, const models::EncodedPrompts& prompts,
@@ -558,7 +564,8 @@ bool IsOutOfMemory(const absl::Status& status) {
          absl::StrContains(status.message(), "bad_alloc");
 }
 
-// What of the model did not get its memory, with a separator; empty if the error does not say.
+// The part of the model that did not get its memory, with a separator; empty if the error does not
+// name it.
 std::string Refused(const absl::Status& status) {
   constexpr absl::string_view kEnd = ", which this process does not get";
   const absl::string_view text = status.message();

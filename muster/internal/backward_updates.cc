@@ -23,7 +23,7 @@ constexpr char kInBackward[] = "options.sharding.optimizer_in_backward";
 FusedOptimizer& FusedOf(OptimizerSlot& optimizer) {
   auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer.handle());
   TORCH_CHECK(fused != nullptr, kInBackward,
-              " is for Muster's fused optimizers, and this one is another: use "
+              " works only with Muster's fused optimizers: use "
               "muster::FusedAdamW, FusedAdam, FusedSGD or FusedAdagrad, or leave the option out");
   return *fused;
 }
@@ -141,8 +141,7 @@ void BackwardUpdates::CheckWhole() const {
               "a backward pass has thrown after the optimizer had updated some of the parameters "
               "in it (",
               kInBackward,
-              "): the model has changed in part. Call load_state(), or run "
-              "the program again");
+              "): the model has changed in part. Call load_state(), or run the program again");
 }
 
 void BackwardUpdates::CheckStepped(const ShardedModel& model, const char* what) const {
@@ -156,10 +155,10 @@ void BackwardUpdates::CheckNotPending(const ShardedModel& model, const char* wha
     TORCH_CHECK(
         std::find(pending.models.begin(), pending.models.end(), &model) == pending.models.end(),
         what, " between backward() and optimizer.step(): ", kInBackward,
-        " has updated the parameters inside of the backward pass already. Call "
-        "optimizer.step() after each backward() of the last micro-step of a window (add "
-        "the losses up, if there are several); a program that leaves steps out, or needs "
-        "the parameters before the step, needs the option off");
+        " has already updated the parameters inside the backward pass. Call "
+        "optimizer.step() after each backward() of the last micro-step of a window (if there are "
+        "several losses, add them up); a program that skips steps, or needs the parameters before "
+        "the step, must leave the option off");
   }
 }
 
@@ -170,8 +169,8 @@ bool BackwardUpdates::Updated(const OptimizerSlot& optimizer) const {
 void BackwardUpdates::CheckStepped(const OptimizerSlot& optimizer, const char* what) const {
   CheckWhole();
   TORCH_CHECK(!Updated(optimizer), what, " between backward() and optimizer.step(): ", kInBackward,
-              " has updated the parameters inside of the backward pass already, so a step cannot "
-              "be left out. Call optimizer.step() first, or leave the option out");
+              " has already updated the parameters inside the backward pass, so a step cannot be "
+              "skipped. Call optimizer.step() first, or leave the option out");
 }
 
 void BackwardUpdates::CheckGradientsThere(const std::vector<at::Tensor>& parameters,
@@ -179,8 +178,8 @@ void BackwardUpdates::CheckGradientsThere(const std::vector<at::Tensor>& paramet
   for (const at::Tensor& parameter : parameters) {
     TORCH_CHECK(!IsGone(parameter.grad()), what,
                 " needs the gradients of all parameters, and with ", kInBackward,
-                " those of a unit are gone once the optimizer has updated it inside of the "
-                "backward pass: leave the option out, or do without ",
+                " those of a unit are gone once the optimizer has updated it inside the backward "
+                "pass: leave the option out, or avoid ",
                 what);
   }
 }
@@ -188,12 +187,13 @@ void BackwardUpdates::CheckGradientsThere(const std::vector<at::Tensor>& paramet
 void BackwardUpdates::CheckRates(OptimizerSlot& optimizer) const {
   const auto pending = pending_.find(&optimizer);
   if (pending == pending_.end()) return;
-  TORCH_CHECK(pending->second.rates == RatesOf(optimizer),
-              "the learning rate or momentum was changed between backward() and "
-              "optimizer.step(), and ",
-              kInBackward,
-              " has updated the parameters with the old one inside of the backward pass: change "
-              "it before backward(), or after optimizer.step()");
+  TORCH_CHECK(
+      pending->second.rates == RatesOf(optimizer),
+      "the learning rate or momentum was changed between backward() and "
+      "optimizer.step(), and ",
+      kInBackward,
+      " has already updated the parameters with the old value inside the backward pass: change "
+      "it before backward(), or after optimizer.step()");
 }
 
 void BackwardUpdates::FinishStep(OptimizerSlot& optimizer, double factor) {

@@ -76,7 +76,7 @@ class BackwardWatch {
     std::atomic<bool> plain = false;  // loss.backward() has, see BackwardPasses
     // Its version after the last backward pass that no prepared optimizer would follow; -1: none.
     int64_t version = -1;
-    // Where its gradient was largest then (some places), and its values there: LibTorch's SGD
+    // The positions at which its gradient was largest then, and its values there: LibTorch's SGD
     // changes parameters without counting. Undefined for sparse gradients.
     at::Tensor place, value;
     bool partial = false;  // that pass was not the last one of its window

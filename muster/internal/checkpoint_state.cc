@@ -63,7 +63,7 @@ bool IsLost(const absl::Status& status, int rank) {
   return true;
 }
 
-// What is said of the save in memory before this call, which has ended so.
+// The message about the previous save in memory, which ended with this status.
 absl::Status LastInMemory(const absl::Status& ended, int rank) {
   if (ended.ok() || IsLost(ended, rank)) return absl::OkStatus();
   return absl::Status(ended.code(),
@@ -150,8 +150,8 @@ absl::Status CheckpointState::CheckOptions() const {
   }
   if (!options.promote && registrar_ == nullptr) {
     return absl::FailedPreconditionError(
-        "options.checkpoint.promote is false, which needs a coordinator that remembers it: start "
-        "the program by muster launch, or leave the option out");
+        "options.checkpoint.promote is false, which needs a coordinator to record it: start the "
+        "program with muster launch, or leave the option out");
   }
   if (options.disk_every < 1 || (options.disk_every > 1 && !options.memory)) {
     return absl::InvalidArgumentError(
@@ -381,7 +381,7 @@ absl::Status CheckpointState::SaveBesideTraining(
   // Training does not wait for the thread that writes, and the next save may have begun already: it
   // has its place on the disk when that thread has removed what goes for it.
   request.publish.disposal = nullptr;
-  // What there is no memory for to train in there is none for a copy of, either. What this save
+  // If there is no memory to keep it for training, there is none for a copy either. What this save
   // gathers is on the disk already.
   if (const std::string disk = FolderOfOffload(process_.sharding()); !disk.empty()) {
     request.keep = [copies = std::make_shared<DiskCopies>(disk),

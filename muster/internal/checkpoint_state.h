@@ -68,8 +68,8 @@ class CheckpointState {
   // What the program registers.
   StateObjects& objects() { return objects_; }
 
-  // Of this process's last Save() or Load(). What was loaded before it had its name is where it lay
-  // then, and once that folder is gone, where it has its name.
+  // The directory of this process's last Save() or Load(). If a checkpoint was loaded before it was
+  // renamed, this is its old path as long as that exists, then its final name.
   const std::string& last_checkpoint();
   // The number that the next Save() without a directory is going to have, as far as this process
   // has seen.

@@ -27,8 +27,8 @@
 namespace muster::internal {
 namespace {
 
-// What the ranks must have alike, since their collectives follow from it. Folders are each rank's
-// own. `group_size`: absent where it may differ.
+// The settings that must be equal on all ranks, because their collectives depend on them. Folders
+// are each rank's own. `group_size`: absent where it may differ.
 std::string Describe(const ShardingOptions& sharding, bool group_size = true) {
   const bool divides = sharding.strategy != ShardingStrategy::kNone;
   std::string text =
@@ -87,17 +87,18 @@ void CheckSettings(const std::vector<std::string>& all) {
   const std::vector<std::string>& first = said[0];
   for (size_t r = 1; r < said.size(); ++r) {
     const std::vector<std::string>& other = said[r];
-    // Tensors of each kind travel by connections of their own: ranks would wait there in vain.
+    // Tensors of each kind use separate connections, so the ranks would wait for each other
+    // forever.
     TORCH_CHECK(first[0] == other[0], "rank ", r, " computes on ", other[0], other[1],
                 ", and rank 0 on ", first[0], first[1],
-                ": all processes of a job need one kind of device. Repair or leave out the machine "
-                "that lacks it, or set MUSTER_CPU=yes for all");
+                ": all processes of a job need the same kind of device. Repair or exclude the "
+                "machine that lacks it, or set MUSTER_CPU=yes for all");
     // Where "hybrid" is all that the program says, the machines decide.
     TORCH_CHECK(first[2] == other[2] || first[3] != other[3] || first[4] == "0" || other[4] == "0",
                 "rank ", r, " has groups of ", other[4], " processes for each copy of the model ",
                 "(options.sharding.group_size=", other[4], ") and rank 0 has groups of ", first[4],
-                ": hybrid sharding takes the number of processes of a machine. Run equally many on "
-                "each machine, or set one group_size on all (MUSTER_SHARDING_GROUP_SIZE)");
+                ": hybrid sharding uses the number of processes on a machine. Run the same number "
+                "on each machine, or set the same group_size on all (MUSTER_SHARDING_GROUP_SIZE)");
     TORCH_CHECK(first[2] == other[2], "rank ", r, " has ", other[2], " and rank 0 has ", first[2],
                 ": give all processes of a job the same settings");
   }
@@ -146,7 +147,7 @@ Core::Core(const AcceleratorOptions& options, JoinedProcess process)
           process_.coordinator(), &process_.comm(),
           JobTriggers::Options{.stop_on_sigterm = options.stop_on_sigterm})) {
   if (process_.size() == 1) return;
-  // Ranks that step at different times would wait for each other in vain, or mix their gradients.
+  // Ranks that step at different times would wait for each other forever, or mix their gradients.
   const std::string settings =
       absl::StrCat("mixed_precision=", process_.mixed_precision(),
                    " gradient_accumulation_steps=", steps_.gradient_accumulation_steps());
@@ -313,7 +314,7 @@ Handed Core::Abandon() {
   sharding_groups_ = {};
   process_.LoseComm();
   if (const absl::Status saved = checkpoints_.Abandon(); !saved.ok()) {
-    MUSTER_LOG(Warning) << "a save that was under way is lost: " << saved.message();
+    MUSTER_LOG(Warning) << "a save in progress is lost: " << saved.message();
   }
   return handed;
 }

@@ -38,7 +38,8 @@ class ReduceLROnPlateauScheduler;
 // The implementation behind Accelerator and its handles. Not part of what users include.
 namespace muster::internal {
 
-// What a Core has given to the program or made of its objects, without keeping it alive.
+// Objects that a Core has returned to the program or created for its objects, without keeping them
+// alive.
 struct Handed {
   using Parameter = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   std::vector<std::weak_ptr<void>> objects;  // prepared loaders, groups of processes

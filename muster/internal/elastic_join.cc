@@ -121,7 +121,7 @@ bool ElasticJoin::Leaves(Core& core, const absl::Status& error) {
   if (!Lost(error, core.process().coordinator(), core.process().environment())) return false;
   // From here to the next look at should_stop(), a process that is to stop just ends.
   if (!StopSignal::Release()) return false;
-  // With the error: if it was this process's own, nobody else says it.
+  // With the error: if it was this process's own, it is reported nowhere else.
   MUSTER_LOG(Warning) << "joins the next generation: " << error.message();
   returns_ = true;
   handed_ = core.Abandon();

@@ -116,8 +116,8 @@ void TakeParts(ModelSlot& model, const std::map<std::string, std::string>& keys,
                const StateDict& file, StateDict* parts);
 void CopyScalars(const StateDict& from, StateDict* to);
 
-// Of tensors of the model by name those that `weights` must have: without the optional ones that it
-// lacks (HasOptionalTensors). `options`: by which names match.
+// Returns the tensors of the model that `weights` must have: all but the optional ones that it
+// lacks (HasOptionalTensors). `options` determine how names match.
 NamedTensors WantedOf(ModelSlot& model, const NamedTensors& weights, NamedTensors tensors,
                       const LoadWeightsOptions& options = {});
 

@@ -47,9 +47,9 @@ std::unique_ptr<IncomingWeights> IncomingTensors(ModelSlot& model, const std::st
                                                  NamedTensors weights,
                                                  const LoadWeightsOptions& rules);
 
-// Files of any library (WeightFiles). Of a sharded model each rank reads its parts of the
-// parameters, into its shards: what is in memory besides is as of FillWeights(), and one tensor
-// where its strides are others in the file or here. Throws what WeightFiles::Open returns.
+// Files of any library (WeightFiles). For a sharded model each rank reads its parts of the
+// parameters into its shards. Additional memory: that of FillWeights(), and one tensor if its
+// strides differ between the file and the model. Throws what WeightFiles::Open returns.
 std::unique_ptr<IncomingWeights> IncomingFiles(ModelSlot& model, const std::string& path,
                                                const LoadWeightsOptions& rules);
 

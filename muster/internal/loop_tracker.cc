@@ -140,8 +140,8 @@ void LoopTracker::WarnIfInOneOrder(const LiveLoop& loop) {
     MUSTER_LOG(Warning) << "two shuffled loaders that are read side by side have "
                         << mine->num_samples
                         << " samples each and the same seed, so both read theirs in the same "
-                           "order; if that is not what you want, give one of them a seed of its "
-                           "own: batches(...).shuffle(true).seed(1)";
+                           "order; if that is not what you want, give one of them another seed: "
+                           "batches(...).shuffle(true).seed(1)";
     return;
   }
 }
@@ -369,10 +369,10 @@ void LoopTracker::SetEpoch(int64_t epoch, bool open) {
   if (ends && !saved_left_early_.empty() && !std::exchange(left_early_told_, true)) {
     MUSTER_LOG(Warning)
         << saved_left_early_ << " was saved in epoch " << epoch_
-        << " after a training loop had been left before its last batch, and the program goes on "
+        << " after a training loop had been left before its last batch, and the program continues "
            "with the next epoch. A run resumed from there continues that loop first, as after an "
-           "interruption, so it takes more steps than this one. Give such an epoch a data set or a "
-           "sampler of its length in place of a break";
+           "interruption, so it takes more steps than this one. Instead of a break, give such an "
+           "epoch a data set or a sampler of its length";
   }
   if (ends && !saved_undone_.empty() && !std::exchange(undone_told_, true)) {
     MUSTER_LOG(Warning)
@@ -382,7 +382,7 @@ void LoopTracker::SetEpoch(int64_t epoch, bool open) {
         << epoch_
         << " again, without the passes that had finished: what the body does once an epoch, such "
            "as step() of a schedule or an evaluation, it does twice. Prepare the loader that an "
-           "epoch trains on in its body, or save at the head of the next epoch";
+           "epoch trains on in its body, or save at the beginning of the next epoch";
   }
   if (epoch != first_epoch_) passes_to_skip_.clear();
   epoch_ = epoch;

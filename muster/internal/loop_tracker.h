@@ -29,7 +29,7 @@ class LoopTracker {
   // For loaders, which may outlive this object.
   std::shared_ptr<LoaderObserver> observer() const;
 
-  // What a micro-step trains on is, of each loop under way, its current batch.
+  // Marks the current batch of each active loop as trained on by a micro-step.
   void MarkTrained();
   // The facts of the innermost live loop; null outside of any.
   const BatchInfo* current_batch() const {
@@ -132,10 +132,10 @@ class LoopTracker {
   bool epoch_open_ = false;   // inside the body of a loop over epochs()
   bool interrupted_ = false;  // a training loop of this epoch was left before its last batch
   // By the loader's place: training passes that this epoch has finished, how many an epoch has as
-  // far as seen, and how many are left out of the epoch that a loaded state is in. Of passes inside
-  // of another loop only those in its current batch count, and of passes beside one that goes on
-  // only those after which the loader has not begun again: a run that resumes there makes the
-  // others. `provisional_`: how many of the finished ones are of these two kinds.
+  // far as seen, and how many are left out of the epoch that a loaded state is in. Passes inside
+  // another loop count only if they belong to its current batch, and passes next to an active one
+  // only if the loader has not begun again since: a resumed run makes the others. `provisional_`:
+  // how many of the finished passes are of these two kinds.
   std::vector<int64_t> finished_passes_, passes_per_epoch_, passes_to_skip_, provisional_;
   // By the loader's place: it has begun again beside a loop that went on, or trained inside of
   // another one, in this epoch, also before a state that was loaded in it; its last pass was left
@@ -146,7 +146,8 @@ class LoopTracker {
   bool trained_outside_ = false;   // a micro-step was made in this epoch outside of such loops
   bool resumed_ = false;           // a state was loaded
   bool resume_told_ = false;
-  // Loops over epochs(): the last epoch that any has begun, and whether a later one began anew.
+  // Loops over epochs(): the last epoch that any loop has begun, and whether a later loop started
+  // over.
   int64_t furthest_epoch_ = -1;
   bool epochs_began_anew_ = false;
   bool anew_told_ = false;

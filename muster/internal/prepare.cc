@@ -50,16 +50,15 @@ const ShardingGroups& Core::MakeShardingGroups() {
   TORCH_CHECK(
       group != 1,
       "options.sharding.group_size is 1: each process would hold a whole copy of the model, "
-      "and nothing would be divided. Without a group_size hybrid sharding divides a copy among the "
-      "processes of a machine: run more than one on each machine, set group_size "
+      "and nothing would be divided. Without a group_size, hybrid sharding divides a copy among "
+      "the processes of a machine: run more than one process on each machine, set group_size "
       "(MUSTER_SHARDING_GROUP_SIZE) to a larger number, or use zero3, which divides one copy among "
       "all");
-  TORCH_CHECK(
-      group > 1 && size % group == 0, "options.sharding.group_size is ", group, ", and ", size,
-      " processes cannot be divided into groups of ", group,
-      ", each of which holds a copy of the model: set a number that divides ", size,
-      " (MUSTER_SHARDING_GROUP_SIZE; hybrid takes the number of processes of a machine), or "
-      "0 for one copy among all");
+  TORCH_CHECK(group > 1 && size % group == 0, "options.sharding.group_size is ", group, ", and ",
+              size, " processes cannot be divided into groups of ", group,
+              ", each of which holds a copy of the model: set a number that divides ", size,
+              " (MUSTER_SHARDING_GROUP_SIZE; hybrid takes the number of processes of a machine), "
+              "or 0 to divide one copy among all");
   const int64_t reshard = sharding.reshard_group_size;
   TORCH_CHECK(reshard == 0 || (reshard > 0 && reshard < group && group % reshard == 0),
               "options.sharding.reshard_group_size is ", reshard, "; it must be smaller than ",
@@ -159,7 +158,7 @@ std::shared_ptr<OptimizerSlot> Core::AddOptimizer(std::shared_ptr<OptimizerSlot>
   if (steps_.updates() != nullptr) BackwardUpdates::Prepare(*slot);
   OffloadStateOf(slot->handle());
   if (const std::string why = slot->handle().CannotSave(); !why.empty()) {
-    MUSTER_LOG(Warning) << "save_state() is going to fail: " << why;
+    MUSTER_LOG(Warning) << "save_state() will fail: " << why;
   }
   GiveShards(*slot);
   CheckRoomForStates(&slot->handle());
@@ -184,11 +183,11 @@ LrSchedulePtr Core::MakeScheduler(const OptimizerHandle& /*optimizer*/,
 
 void Core::CheckMade(const OptimizerHandle* optimizer) const {
   if (!process_.configured().optimizer.has_value()) return;
-  TORCH_CHECK(optimizer != nullptr && std::find(made_optimizers_.begin(), made_optimizers_.end(),
-                                                optimizer->id()) != made_optimizers_.end(),
-              "the DeepSpeed config has the section \"optimizer\", and the program prepares an "
-              "optimizer of its own: make it by accelerator.make_optimizer(parameters), or remove "
-              "the section");
+  TORCH_CHECK(
+      optimizer != nullptr && std::find(made_optimizers_.begin(), made_optimizers_.end(),
+                                        optimizer->id()) != made_optimizers_.end(),
+      "the DeepSpeed config has the section \"optimizer\", and the program prepares an optimizer "
+      "of its own: create it with accelerator.make_optimizer(parameters), or remove the section");
 }
 
 void Core::CheckMade(const std::vector<LrSchedulePtr>& schedules) const {
@@ -197,10 +196,10 @@ void Core::CheckMade(const std::vector<LrSchedulePtr>& schedules) const {
     return std::any_of(made_schedules_.begin(), made_schedules_.end(),
                        [&](const auto& weak) { return weak.lock() == schedule; });
   };
-  TORCH_CHECK(!schedules.empty() && std::all_of(schedules.begin(), schedules.end(), made),
-              "the DeepSpeed config has the section \"scheduler\", and the program prepares a "
-              "schedule of its own: make it by accelerator.make_scheduler(optimizer), or remove "
-              "the section");
+  TORCH_CHECK(
+      !schedules.empty() && std::all_of(schedules.begin(), schedules.end(), made),
+      "the DeepSpeed config has the section \"scheduler\", and the program prepares a schedule of "
+      "its own: create it with accelerator.make_scheduler(optimizer), or remove the section");
 }
 
 std::shared_ptr<OptimizerSlot> Core::PrepareOptimizer(torch::optim::Optimizer& optimizer,

@@ -55,8 +55,8 @@ void CheckNothingSaysHow(const Environment& environment) {
         environment.sharding_no_split.source, environment.sharding_ignored_modules.source,
         environment.sharding_ignored_parameters.source, environment.sharding_overlap.source}) {
     TORCH_CHECK(!absl::StartsWith(source, "MUSTER_"), source,
-                " says how a model is divided, which nothing asks for: set MUSTER_SHARDING (zero3, "
-                "for example) or options.sharding, or unset it");
+                " refines sharding, but nothing enables it: set MUSTER_SHARDING (zero3, for "
+                "example) or options.sharding, or unset it");
   }
 }
 
@@ -177,8 +177,8 @@ ShardingOptions ShardingOf(const AcceleratorOptions& options, const Environment&
       "out");
   TORCH_CHECK(
       sharding.offload_parameters == Offload::kNone || sharding.strategy == ShardingStrategy::kFull,
-      "offload_parameters needs the strategy kFull (zero3, hybrid), with which parameters "
-      "are not kept whole: set it, or leave offload_parameters out");
+      "offload_parameters needs the strategy kFull (zero3, hybrid), because other strategies keep "
+      "parameters whole: set it, or leave offload_parameters out");
   return sharding;
 }
 
@@ -252,7 +252,7 @@ std::optional<int64_t> AccumulationStepsOfProgram(const AcceleratorOptions& opti
   TORCH_CHECK_VALUE(!steps || !num_steps || *steps == *num_steps,
                     "options.gradient_accumulation_steps=", *steps,
                     " and options.accumulation.num_steps=", *num_steps,
-                    " are two names of one setting: set one of them");
+                    " are two names for the same setting: set only one of them");
   return steps ? steps : num_steps;
 }
 

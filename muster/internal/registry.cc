@@ -96,7 +96,7 @@ std::shared_ptr<SchedulerSlot> Registry::AddSchedule(
   }
   TORCH_CHECK(false,
               "prepare_scheduler() got an optimizer that this Accelerator did not prepare, or has "
-              "forgotten since in free_memory()");
+              "since forgotten in free_memory()");
 }
 
 namespace {
@@ -198,8 +198,8 @@ void Registry::WarnIfHeldBefore(size_t place) {
     MUSTER_LOG(Warning)
         << "a loader that was prepared in epoch " << origins_[place].epoch
         << " is described as one that was prepared in epoch " << origins_[i].epoch
-        << " and that the program still holds: it does not continue that one, but begins with the "
-           "order of the first epoch, and has a place of its own in checkpoints; assign it to the "
+        << " and that the program still holds: it does not continue that loader, but begins with "
+           "the order of the first epoch, and has its own place in checkpoints; assign it to the "
            "variable of the older one, or prepare one loader before the loop";
     return;
   }

@@ -37,8 +37,8 @@ struct SaveLayout {
 };
 SaveLayout LookAtLayout(const Process& process, const Registry& registry);
 
-// What the ranks write together: the files of each divided model; none for the others, which rank 0
-// writes.
+// The files that the ranks write together, for each divided model; none for the others, which rank
+// 0 writes.
 struct SaveDivision {
   std::vector<DividedModel> models;
   std::vector<std::map<std::string, int>> writers;  // rank by tensor, of each model
@@ -66,8 +66,8 @@ struct SavePlan {
   std::vector<std::vector<OptimizerPart>> optimizers;     // of each optimizer, files of states
   std::map<std::pair<size_t, size_t>, StateSlots> slots;  // of each optimizer's part of a model
 
-  // What the checkpoint has to hold, as far as this process knows, and which parts it writes: see
-  // kPlanKey. Of the save that is made.
+  // The tensors that the checkpoint must hold, as far as this process knows, and the parts that it
+  // writes: see kPlanKey. Of the save that is made.
   nlohmann::json tensors = nlohmann::json::array();
   nlohmann::json parts = nlohmann::json::object();
   size_t listed_bytes = 0;                       // of `tensors`, at least as many as in a report

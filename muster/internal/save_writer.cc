@@ -141,7 +141,7 @@ absl::Status SaveWriter::Agree(const absl::Status& mine) {
     if (different != 0) {
       ThrowIfError(absl::FailedPreconditionError(
           absl::StrCat("save_state: rank ", different,
-                       " has prepared another number of sharded models than rank 0")));
+                       " has prepared a different number of sharded models than rank 0")));
     }
     CompareShardedModels(changed);
   });
@@ -243,7 +243,7 @@ absl::Status SaveWriter::WriteOptimizer(StateWriter& writer, size_t index,
     file.SetTensor(key, tensor);
     if (live) writer.CopyLater(tensor);
   };
-  // Of an unsharded model every process has the whole state, that of process 0 counts.
+  // Every process has the whole state of an unsharded model; that of process 0 counts.
   for (size_t k = 0; k < parts.size(); ++k) {
     const std::string part = PartFileName(name, k, parts.size());
     StateDict file;

@@ -163,8 +163,8 @@ void ModelSlot::MakeParallel() {
   if (!disk.empty() && there.is_cpu()) GiveBackFreedMemory();
   const bool offloads = GoesElsewhere(sharding.offload_parameters, there);
   const bool offloads_gradients = GoesElsewhere(sharding.offload_gradients, there);
-  // Those of a model without weights come later, by load_weights() or load_state(). One process
-  // alone has units then, too, which know that they are not there.
+  // load_weights() or load_state() supplies the values of a model without weights later. One
+  // process alone has units then, too, which know that they are not there.
   std::vector<std::string> without_values;
   for (const auto& [name, parameter] : source_->parameters()) {
     if (HasNoValues(parameter)) without_values.push_back(name);
@@ -216,19 +216,20 @@ void ModelSlot::MakeParallel() {
     for (const auto& [name, buffer] : source_->buffers()) buffers.push_back(buffer);
     if (shards && !parameters.empty()) {
       const DataParallelOptions& exchange = process.options().data_parallel;
-      TORCH_CHECK(
-          exchange.comm_hook == CommHook::kNone && exchange.comm_wrapper == CommWrapper::kNone &&
-              exchange.gradient_hook == nullptr,
-          "options.data_parallel: comm_hook, comm_wrapper and gradient_hook belong to data "
-          "parallelism, and options.sharding reduces gradients by itself: leave them out, or "
-          "set options.sharding->reduce_dtype to compress");
+      TORCH_CHECK(exchange.comm_hook == CommHook::kNone &&
+                      exchange.comm_wrapper == CommWrapper::kNone &&
+                      exchange.gradient_hook == nullptr,
+                  "options.data_parallel: comm_hook, comm_wrapper and gradient_hook belong to data "
+                  "parallelism, and options.sharding reduces gradients by itself: remove them, or "
+                  "set options.sharding->reduce_dtype to compress");
       const std::optional<at::ScalarType> low = process.sharding().parameter_dtype;
       const at::ScalarType autocast =
           process.precision() == MixedPrecision::kBf16 ? at::kBFloat16 : at::kHalf;
       TORCH_CHECK(!low.has_value() || (process.autocast_on() && *low == autocast),
                   "options.sharding.parameter_dtype is ", low.value_or(at::kFloat),
                   ", and mixed_precision is \"", process.mixed_precision(),
-                  "\": the forward pass must run in the dtype of its parameters; set both alike");
+                  "\": the forward pass must run in the dtype of its parameters; set both to the "
+                  "same type");
       for (size_t i = 0; i < parameters.size(); ++i) {
         TORCH_CHECK(!sparse[i], "parameter '", parameters[i].name,
                     "' has a sparse gradient, which cannot be sharded: make the embedding dense "

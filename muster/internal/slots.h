@@ -49,7 +49,7 @@ class OptimizerSlot {
   // Those tried: the same on all processes, also inside LocalSGD, where each of them skips the
   // steps whose gradients overflow on it.
   int64_t tried_steps() const { return steps_ + skipped_apart_; }
-  // Those of all processes from here on, after another loss scale perhaps.
+  // Sets the steps of all processes from here on, possibly after another loss scale.
   void set_steps(int64_t steps) {
     steps_ = steps;
     skipped_apart_ = 0;
@@ -83,7 +83,8 @@ class OptimizerSlot {
   bool consumed_ = false;
   // ZeroGrad() came before the step of this micro-step: done when the micro-step ends.
   std::optional<bool> zero_at_end_;
-  // What the losses were of the windows whose gradients neither a step nor ZeroGrad() has ended.
+  // The kind of losses in the windows whose gradients neither a step nor ZeroGrad() has used or
+  // cleared.
   enum class Losses { kNone, kPlain, kWeighted };
   Losses pending_losses_ = Losses::kNone;
   // A parameter that got its first gradient of the window in a micro-step before this one.

@@ -329,7 +329,7 @@ bool StateLoader::HasNoRoomFor(const StateReader& reader,
   if (!OnAnyProcess(process_.comm(), bytes > left / copies)) return false;
   if (process_.rank() == 0) {
     MUSTER_LOG(Info) << "loading " << HumanBytes(bytes) << " from " << reader.dir()
-                     << " takes two passes: a host has no memory for a copy beside the state ("
+                     << " takes two passes: a host has no memory for a second copy of the state ("
                      << HumanBytes(left) << " are left on that of rank 0)";
   }
   return true;
@@ -586,7 +586,7 @@ void StateLoader::ApplyRandom(const StateReader& reader, const LoadedFiles& load
 }
 
 void StateLoader::Apply(const StateReader& reader, const LoadedFiles& loaded) {
-  // The code of the program first: nobody knows what it refuses before it runs.
+  // The program's code first, because only running it shows what it refuses.
   RunOnAll(
       process_.comm(),
       [&] {

@@ -40,7 +40,7 @@ struct LoadedFiles {
   std::vector<NamedTensors> weights;  // of sharded models empty, unless hooks want them
   std::vector<std::optional<LoadedShards>> shards;
   std::vector<Optimizer> optimizers;
-  // Of divided objects this process's parts, unless hooks want whole models.
+  // For divided objects only this process's parts, unless hooks need whole models.
   std::vector<StateDict> schedulers, loaders, registered;
   std::vector<bool> registered_in_parts;
   std::optional<StateDict> scaler, random;

@@ -52,15 +52,14 @@ StepController::StepController(const Process& process, Registry& registry, LoopT
         std::make_unique<GradScaler>(process.grad_scaler(), sharded ? &process.comm() : nullptr);
   }
   if (!process.sharding().optimizer_in_backward) return;
-  TORCH_CHECK(
-      scaler_ == nullptr,
-      "options.sharding.optimizer_in_backward with fp16: whether a step is skipped is known "
-      "once all gradients are there, and by then the optimizer has used them. Use "
-      "mixed_precision \"bf16\", or leave the option out");
+  TORCH_CHECK(scaler_ == nullptr,
+              "options.sharding.optimizer_in_backward with fp16: whether a step is skipped is "
+              "known only once all gradients exist, and by then the optimizer has used them. Use "
+              "mixed_precision \"bf16\", or leave the option out");
   TORCH_CHECK(process.gradient_clipping() == 0,
               "options.sharding.optimizer_in_backward with options.gradient_clipping (or "
-              "gradient_clipping of a DeepSpeed config): the norm is known once all gradients are "
-              "there, and by then the optimizer has used them. Leave one of them out");
+              "gradient_clipping of a DeepSpeed config): the norm is known only once all gradients "
+              "exist, and by then the optimizer has used them. Leave one of them out");
   updates_ = std::make_shared<BackwardUpdates>(registry, [this] { return BeginUpdates(); });
 }
 
@@ -101,7 +100,7 @@ AccumulateScope StepController::Accumulate(const BatchInfo& info) {
 
 AccumulateScope StepController::Accumulate(const std::optional<BatchFacts>& facts) {
   TORCH_CHECK(!in_micro_step_,
-              "accumulate() inside of accumulate(): the scope of the micro-step before is still "
+              "accumulate() inside of accumulate(): the scope of the previous micro-step is still "
               "alive; end it before the next one begins");
   if (accumulation_.at_boundary()) BeginWindow();
   if (join_ == nullptr) {
@@ -208,19 +207,19 @@ void StepController::CheckLoss(const at::Tensor& loss, const std::optional<doubl
     TORCH_CHECK(process_.gradient_clipping() == 0,
                 "backward() with options.gradient_clipping (or gradient_clipping of a DeepSpeed "
                 "config) and without a prepared optimizer: no step would clip; pass the optimizer "
-                "to prepare(), or take the setting out and call clip_grad_norm_()");
+                "to prepare(), or remove the setting and call clip_grad_norm_()");
     for (const auto& model : registry_.models()) {
       TORCH_CHECK(model->sharded() == nullptr,
-                  "backward() through a sharded model without a prepared optimizer: one that is "
-                  "not prepared never sees the gradients, which each process has for its own part "
-                  "of the parameters; pass the optimizer to prepare()");
+                  "backward() through a sharded model without a prepared optimizer: an optimizer "
+                  "that is not prepared never gets the gradients, because each process has only "
+                  "those of its own part of the parameters; pass the optimizer to prepare()");
     }
   }
   TORCH_CHECK(
       !in_micro_step_ || gradient_accumulation_steps() == 1 || registry_.models().empty() ||
           !registry_.optimizers().empty(),
       "backward() in accumulate() with gradient_accumulation_steps=", gradient_accumulation_steps(),
-      " and no prepared optimizer: one that is not prepared does not wait for the end of "
+      " and no prepared optimizer: an optimizer that is not prepared does not wait for the end of "
       "the window; pass it to prepare()");
   TORCH_CHECK(
       join_ == nullptr || !weight.has_value(),
@@ -262,11 +261,10 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
   }
   if (updates_ != nullptr) {
     CheckStepped("another backward()");
-    TORCH_CHECK(
-        !weight.has_value(),
-        "backward(loss, weight) with options.sharding.optimizer_in_backward: what gradients "
-        "are divided by is known at the end of the window, and by then the optimizer has "
-        "used them. Leave one of them out");
+    TORCH_CHECK(!weight.has_value(),
+                "backward(loss, weight) with options.sharding.optimizer_in_backward: the divisor "
+                "of the gradients is known only at the end of the window, and by then the "
+                "optimizer has used them. Leave one of them out");
   }
   CheckWitnesses();
   CheckStrays();
@@ -406,7 +404,7 @@ void StepController::FinishGradients(OptimizerSlot* only) {
   for (const auto& optimizer : registry_.optimizers()) {
     if (only != nullptr && optimizer.get() != only) continue;
     TORCH_CHECK(!optimizer->gradients_torn_,
-                "the gradients of an optimizer were scaled or clipped in part when that failed (a "
+                "the gradients of an optimizer were partly scaled or clipped when that failed (a "
                 "disk that they are offloaded to, or memory): call its zero_grad(), or "
                 "load_state()");
     if (optimizer->gradients_finished_) continue;
@@ -823,16 +821,16 @@ void CheckHoldsOthers(const Registry& registry, size_t tensors) {
     // A model of which a part is trained is a choice, and not a mistake.
     if (std::any_of(parameters.begin(), parameters.end(), is_held)) continue;
     for (const auto& [name, parameter] : parameters) {
-      // Of each parameter that was trained, whether this rank has a part of it or not.
+      // For each trained parameter, even if this rank has no part of it.
       if (!parameter.grad().defined() || !model->sharded()->ShardOf(parameter).defined()) continue;
       TORCH_CHECK(
           false, "optimizer.step(): none of the ", tensors,
           " tensors of this optimizer belongs to a prepared model or has a gradient, and no "
           "prepared optimizer has parameter '",
           name,
-          "' of a sharded model, which has one: the optimizer was made of other tensors, "
-          "such as those of a copy of the model; make it of net->parameters() of the "
-          "module that prepare() gets");
+          "' of a sharded model, which has one: the optimizer was created with other tensors, such "
+          "as those of a copy of the model; create it with net->parameters() of the module that "
+          "you pass to prepare()");
     }
   }
 }
@@ -920,7 +918,7 @@ void StepController::CheckForwards(const OptimizerSlot& slot) const {
       }
       const BackwardWatch::Seen* const seen =
           model->watch() == nullptr ? nullptr : model->watch()->Find(parameter);
-      // What was zeroed in place, or is left of an earlier step, no pass has added to.
+      // No pass has added to gradients that were zeroed in place or are left from an earlier step.
       if (seen != nullptr && seen->pass <= slot.pass_at_step_ && !seen->plain) continue;
       TORCH_CHECK(false, "optimizer.step(): the gradient of parameter '", name,
                   "' comes from a forward pass around the prepared model, which runs without mixed "
@@ -982,8 +980,8 @@ void StepController::UpdateScale() {
   for (const auto& optimizer : registry_.optimizers()) optimizer->stepped_at_scale_ = false;
   // To read the scale waits for a GPU, and so has the answer that a step was skipped.
   TORCH_CHECK(!optimizer_step_was_skipped() || scaler_->scale() > 0,
-              "the gradients were infinite or NaN at every loss scale of fp16, which has come down "
-              "to 0, so that no further optimizer.step() would take effect: look for NaN or "
+              "the gradients were infinite or NaN at every loss scale of fp16, which has dropped "
+              "to 0, so no further optimizer.step() would take effect: look for NaN or "
               "infinity in the loss or in the batches, go back to a checkpoint from before by "
               "load_state(), or train in bf16");
 }
@@ -1151,13 +1149,14 @@ void StepController::BeginJoin(bool even_batches) {
   TORCH_CHECK(join_ == nullptr, "join_uneven_inputs() is active already: scopes do not nest");
   TORCH_CHECK(no_sync_depth_ == 0 && local_depth_ == 0, "join_uneven_inputs() inside ",
               local_depth_ > 0 ? "LocalSGD" : "no_sync()",
-              ": processes that have run out of batches would wait for exchanges of gradients that "
-              "the others leave out; end that scope first");
+              ": processes that have run out of batches would wait for gradient exchanges that the "
+              "others skip; end that scope first");
   std::vector<DataParallel*> models;
   for (const auto& model : registry_.models()) {
-    TORCH_CHECK(model->sharded() == nullptr,
-                "join_uneven_inputs() with a sharded model: a process without batches could not "
-                "bring its part of the parameters; use even_batches, or train without sharding");
+    TORCH_CHECK(
+        model->sharded() == nullptr,
+        "join_uneven_inputs() with a sharded model: a process without batches could not contribute "
+        "its part of the parameters; use even_batches, or train without sharding");
     if (model->ddp() == nullptr) continue;
     models.push_back(model->ddp());
     if (model->source().module() == nullptr) continue;
@@ -1325,8 +1324,8 @@ void StepController::CheckRemembered(const OptimizerSlot& slot) const {
   TORCH_CHECK(std::any_of(optimizers.begin(), optimizers.end(),
                           [&slot](const auto& known) { return known.get() == &slot; }),
               "optimizer.step(): this Accelerator has forgotten the optimizer, in free_memory() or "
-              "after a failed attempt of find_executable_batch_size(): give model and optimizer, "
-              "not the handles of them, to prepare() again");
+              "after a failed attempt of find_executable_batch_size(): pass the model and the "
+              "optimizer, not their handles, to prepare() again");
 }
 
 void StepController::NoteFailedStep() {
@@ -1341,13 +1340,13 @@ void StepController::NoteFailedLoad(const char* call) {
 
 void StepController::CheckNoLoadFailed(const char* what) const {
   TORCH_CHECK(failed_load_.empty(), what, " after a ", failed_load_,
-              " that has failed on its way: each process has a mixture of old and new weights of "
-              "its own; call load_state(), or end the program");
+              " that failed halfway: each process has a different mixture of old and new weights; "
+              "call load_state(), or end the program");
 }
 
 void StepController::CheckNoStepFailed(const char* what) const {
   CheckNoLoadFailed(what);
-  TORCH_CHECK(failed_step_.empty(), what, " after an optimizer.step() that has failed on rank ",
+  TORCH_CHECK(failed_step_.empty(), what, " after an optimizer.step() that failed on rank ",
               process_.rank(), " (", failed_step_,
               "): its weights may differ from those of the other processes now; call "
               "load_state(), or end the program");
@@ -1368,7 +1367,7 @@ void StepController::WarnIfNoGradients(OptimizerSlot& slot) const {
   bool trained = false;
   bool divided = false;
   for (const at::Tensor& parameter : slot.handle_->parameters()) {
-    // Of a sharded model this rank may have nothing, and others the gradient.
+    // This rank may have no part of a sharded model's gradient while others do.
     if (parameter.numel() == 0) {
       divided = true;
       const auto known = added.find(parameter.unsafeGetTensorImpl());

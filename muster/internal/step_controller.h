@@ -43,7 +43,7 @@ class StepController {
 
   const Process& process() const { return process_; }
   const std::shared_ptr<BackwardPasses>& passes() const { return passes_; }
-  // What prepared models bind their SyncBatchNorms to, which may live longer.
+  // The ranks that prepared models bind their SyncBatchNorms to; these modules may live longer.
   const StatisticsRanks& statistics_ranks() const { return *statistics_ranks_; }
   // Null where optimizers step between backward passes alone.
   const std::shared_ptr<BackwardUpdates>& updates() const { return updates_; }
@@ -126,8 +126,8 @@ class StepController {
   Resolved Resolve(const std::vector<at::Tensor>& parameters) const;
   void CheckGradientsThere(const Resolved& resolved, const char* what) const;
 
-  // What gradients of a backward pass that reduces are multiplied by before optimizers use them in
-  // it; nothing: they do not.
+  // The factor by which gradients of a reducing backward pass are multiplied before optimizers use
+  // them inside the pass; nothing: optimizers do not use them there.
   std::optional<double> BeginUpdates();
   void BeginWindow();
   double WindowFactor();
@@ -142,8 +142,9 @@ class StepController {
   // A step is left out, for the window has not ended. Throws where the micro-step spans batches,
   // none of which would ever be stepped on.
   void LeaveOutStep();
-  // Parameters with gradients of prepared models that no prepared optimizer has. What those of
-  // other optimizers do not know of is not done for them: the loss scale, clipping, windows.
+  // Concerns parameters with gradients in prepared models that no prepared optimizer has. Other
+  // optimizers do not know of the loss scale, clipping and windows, so these are not applied for
+  // them.
   bool StepsKnowMore() const;
   void VisitStrays(const std::function<void(BackwardWatch::Seen&)>& visit) const;
   // Throws, naming one, if another optimizer has stepped on them.
@@ -186,7 +187,7 @@ class StepController {
   // As options.gradient_clipping says.
   void ClipInStep(OptimizerSlot& slot);
   // A backward pass is about to add to finished gradients, if `slot` has any: makes them what they
-  // would be had nobody finished them.
+  // would be if they had not been finished.
   void ReopenGradients(OptimizerSlot& slot) const;
   // Once all optimizers have stepped, or when the next window begins.
   void UpdateScale();

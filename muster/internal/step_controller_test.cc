@@ -150,7 +150,7 @@ class TornGradients : public testing::Test {
     EXPECT_THAT(run.ErrorOf(scale), HasSubstr("the disk has failed"));
     run.place->fails = false;
     for (int again = 0; again < 2; ++again) {
-      EXPECT_THAT(run.ErrorOf([&] { run.slot->Step(); }), HasSubstr("scaled or clipped in part"));
+      EXPECT_THAT(run.ErrorOf([&] { run.slot->Step(); }), HasSubstr("partly scaled or clipped"));
     }
     EXPECT_EQ(run.first.item<double>(), 1);
     EXPECT_EQ(run.second.item<double>(), 1);

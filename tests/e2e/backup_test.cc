@@ -143,7 +143,7 @@ TEST_F(BackupTest, TakenUnderLoadAndRestoredInPlace_NothingSeenComesAgain) {
   EXPECT_EQ(info.st_mode & 0777, 0600u);
   auto again = Backup(file);
   EXPECT_EQ(again->Wait(), kExitConflict);
-  EXPECT_THAT(again->err_text(), HasSubstr("a backup replaces no file"));
+  EXPECT_THAT(again->err_text(), HasSubstr("a backup does not replace files"));
 
   // It goes on, and dies.
   Add();
@@ -217,11 +217,12 @@ TEST_F(BackupTest, Mistakes_AreOneLineEach) {
       {Offline({"--restore", file, "--data_dir", Temp("journal")}), kExitCannotServe,
        "is in use by process"},
       {Offline({"--restore", Temp("none"), "--data_dir", Temp("d")}), kExitCannotServe, "none"},
-      {Offline({"--restore", Temp("text"), "--data_dir", Temp("d")}), kExitUsage, "is no backup"},
+      {Offline({"--restore", Temp("text"), "--data_dir", Temp("d")}), kExitUsage,
+       "is not a backup"},
       {Offline({"--restore", Temp("short"), "--data_dir", Temp("d")}), kExitJournalCorrupt,
        "bytes behind its header"},
       {Offline({"--verify", Temp("flipped")}), kExitJournalCorrupt, "damaged in part"},
-      {Offline({"--verify", Temp("text")}), kExitUsage, "is no backup"},
+      {Offline({"--verify", Temp("text")}), kExitUsage, "is not a backup"},
   };
   for (const auto& c : kCases) {
     EXPECT_EQ(c.command->Wait(), c.code) << c.text << ": " << c.command->err_text();

@@ -96,7 +96,7 @@ TEST_F(BigModelTest, BadInput_EndsWithOneLine) {
   fails_with("--run " + file_ + " --width 64 --blocks 3", "missing: layers.2.norm.weight");
   fails_with("--run " + file_ + " --width 32 --blocks 2", "mismatched: ");
   fails_with("--run " + folder_ + "/none" + small, "none");
-  fails_with("--run " + file_ + small + " --map 7", "device 7 is not there");
+  fails_with("--run " + file_ + small + " --map 7", "device 7 does not exist");
   fails_with("--run " + file_ + small + " --max_memory cpu=10KB", "is not to be divided");
 }
 

@@ -124,7 +124,7 @@ TEST_F(ConfigOnATerminal, ArrowsNumbersAndText_WriteAFileThatALaunchTakes) {
   Answer("4. How many threads", "");
   Answer("5. In which precision", "2");
   Answer("6. How many backward passes", "4");
-  Answer("7. What do the processes divide", "5");
+  Answer("7. What do the processes shard", "5");
   Answer("8. Which classes of modules", "Block");
   Answer("9. How often do all processes", "");
   Answer("10. In which folder", "");

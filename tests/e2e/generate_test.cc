@@ -436,7 +436,7 @@ TEST_F(GenerateTest, DamagedFolder_IsOneLineThatNamesWhatIsWrong) {
   ASSERT_EQ(
       rename((model_ + "/model.safetensors").c_str(), (model_ + "/model-1.safetensors").c_str()),
       0);
-  const std::string lost = "/model-2.safetensors, which is not there: copy or download it, too";
+  const std::string lost = "/model-2.safetensors, which does not exist: copy or download it, too";
   for (const auto& args : generating) expect(args, lost);
   // Sizes are known without it.
   for (const char* const command : {"plan", "estimate-memory"}) {

@@ -481,7 +481,7 @@ TEST_F(JobsTest, LaunchOfASubmittedJobsName_IsSaidToBeOne) {
     return Muster({"status", "launch:" + job, "--coordinator", address_})->Wait() == 0;
   });
   for (const char* const verb : {"status", "stacks"}) {
-    EXPECT_THAT(OneLine({verb, job}, 2), AllOf(HasSubstr("is a submitted job and a launch"),
+    EXPECT_THAT(OneLine({verb, job}, 2), AllOf(HasSubstr("is both a submitted job and a launch"),
                                                HasSubstr("launch:" + job), HasSubstr(job + ".1")));
   }
   WaitUntil([&] {

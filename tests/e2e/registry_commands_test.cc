@@ -244,7 +244,7 @@ TEST_F(RegistryCommandsTest, VerifyReport_TheCoordinatorRemembersTheVerdict) {
   EXPECT_THAT(error_, HasSubstr("not reported: job \"day\""));
   ASSERT_TRUE(RemoveTree(JoinPath(Numbered(2), "seal.json")).ok());
   Run({"verify", Numbered(2), "--report"}, 3);
-  EXPECT_THAT(error_, HasSubstr("only a coordinator that sealed a checkpoint"));
+  EXPECT_THAT(error_, HasSubstr("only the coordinator that sealed a checkpoint"));
 }
 
 TEST_F(RegistryCommandsTest, MarkOfAFolderThatIsAnother_LeavesIt) {

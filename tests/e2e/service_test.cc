@@ -202,8 +202,8 @@ TEST_F(ServiceTest, ConfigFileOfOneJob_IsRefusedWithTheWayOut) {
   for (const char* const flag : {"--config=a.yaml", "--print-config"}) {
     Command agent(*host_, {Runfile("agent/cmd/muster-agent"), flag, "--", "/bin/true"}, plain_);
     EXPECT_EQ(agent.Wait(), kExitUsage);
-    EXPECT_THAT(agent.err_text(),
-                AllOf(HasSubstr(" goes with --serve"), HasSubstr("muster launch --config_file")));
+    EXPECT_THAT(agent.err_text(), AllOf(HasSubstr(" works only with --serve"),
+                                        HasSubstr("muster launch --config_file")));
   }
 }
 

@@ -318,10 +318,9 @@ TEST_F(ShardingTest, SettingsOfTheLaunch_AreDone) {
               HasSubstr("options.sharding.group_size is 3"));
   EXPECT_THAT(error("--sharding zero3 --sharding_parameter_dtype bf16"),
               HasSubstr("options.sharding.parameter_dtype is BFloat16"));
-  EXPECT_THAT(
-      error("--sharding_units Block"),
-      HasSubstr("sharding_units: Block (from --sharding_units) says how a model is divided, "
-                "which nothing asks for"));
+  EXPECT_THAT(error("--sharding_units Block"),
+              HasSubstr("sharding_units: Block (from --sharding_units) refines sharding, "
+                        "but nothing enables it"));
 }
 
 TEST_F(ShardingTest, UnknownPlaceToOffloadTo_IsRefusedByName) {

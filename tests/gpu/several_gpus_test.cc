@@ -181,7 +181,7 @@ TEST_F(SeveralGpus, AnyModule_ComputesTheSameOnSeveralThreads) {
 TEST_F(SeveralGpus, GpuBeyondTheLast_IsRefused) {
   TextNet net(50, 64, 4);
   const auto refused = DispatchModel(*net, {{"", std::to_string(CountGpus())}});
-  EXPECT_THAT(std::string(refused.status().message()), testing::HasSubstr("is not there"));
+  EXPECT_THAT(std::string(refused.status().message()), testing::HasSubstr("does not exist"));
 }
 
 }  // namespace

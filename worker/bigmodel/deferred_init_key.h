@@ -21,7 +21,7 @@ using BoxedFallback = void (*)(const c10::OperatorHandle&, c10::DispatchKeySet, 
 
 // Of operators in threads that include the key. For good, as the next one; thread-safe.
 void SetFallbackOfThreads(BoxedFallback fallback);
-// Of operators in other threads that take a tensor with the key.
+// The fallback for operators in other threads that take a tensor with the key.
 void SetFallbackOfTensors(BoxedFallback fallback);
 
 }  // namespace muster

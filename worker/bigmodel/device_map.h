@@ -36,8 +36,8 @@ struct PlannedModule {
 
 struct PlannedModel {
   PlannedModule root;
-  // Groups of full names ("decoder.weight") of parameters that are one tensor. The first name owns
-  // it: its size counts there.
+  // Groups of full names ("decoder.weight") of parameters that are one tensor. Its size counts
+  // under the first name, its owner.
   std::vector<std::vector<std::string>> tied;
 };
 
@@ -46,7 +46,7 @@ struct PlannedModel {
 using DeviceLimits = std::vector<std::pair<std::string, double>>;
 
 // In the order in which devices are filled: GPUs by number, mps, cpu, disk. Errors:
-// INVALID_ARGUMENT for a device that is none of these, one that is there twice, a negative limit.
+// INVALID_ARGUMENT for an unknown device, a duplicate device, or a negative limit.
 absl::StatusOr<DeviceLimits> OrderDevices(const DeviceLimits& limits);
 
 struct SizeOptions {
@@ -80,7 +80,7 @@ using DeviceEntries = std::vector<std::pair<std::string, std::string>>;
 struct DeviceMap {
   // In the order of placement. Together they cover every tensor.
   DeviceEntries devices;
-  // The buffers of modules that are not on a GPU fit on no GPU: offload_buffers avoids that.
+  // The buffers of modules that are not on a GPU fit on no GPU; offload_buffers avoids that.
   bool buffers_do_not_fit = false;
 };
 
@@ -91,9 +91,9 @@ absl::StatusOr<DeviceMap> InferDeviceMap(const PlannedModel& model, const Device
 
 struct BalanceOptions : SizeOptions {
   std::set<std::string> no_split;
-  // Leaves the first GPU as empty as possible, for what runs there besides.
+  // Leaves the first GPU as empty as possible, for other work there.
   bool low_zero = false;
-  // Full names of modules that count as one where the mean size of modules matters.
+  // Full names of modules that count as one module in the mean size of modules.
   std::set<std::string> counted_whole = {};
   // The caller set the limits; else they were found on the machine, and the only GPU of a
   // machine keeps a tenth free.

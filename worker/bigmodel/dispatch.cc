@@ -180,9 +180,9 @@ absl::Status GiveMemory(const Item& item, at::ScalarType type, absl::FunctionRef
                                                  "\" of the model: ", given.message()));
 }
 
-// The file of weights that were in memory, in a folder that may not be there yet. What has been
-// made of both is removed again unless Keep() is called, and the file of an earlier model, which
-// may be in use, is back then.
+// The file of weights that were in memory, in a folder that may not be there yet. Unless Keep() is
+// called, removes what was created of both, and restores the file of an earlier model, which may be
+// in use.
 class OffloadFile {
  public:
   explicit OffloadFile(const std::string& folder)
@@ -382,13 +382,13 @@ absl::Status Dispatcher::SetMain(const DeviceEntries& map, const PlannedModel& m
   return absl::InvalidArgumentError(
       absl::StrCat("the device map places weights on GPU ", *first,
                    ", and the main device is the CPU, from where nothing moves to a GPU: leave the "
-                   "main device out, or name \"cpu\" and \"disk\" alone in the map"));
+                   "main device out, or use only \"cpu\" and \"disk\" in the map"));
 }
 
 std::map<std::string, c10::Device> Dispatcher::DevicesOf(const DeviceEntries& map,
                                                          const PlannedModel& model) const {
   std::map<std::string, c10::Device> devices;
-  // What is offloaded runs where the part before it does, so that hidden states stay there, if
+  // Offloaded parts run where the part before them does, so that hidden states stay there, if
   // KeepLimits() finds room.
   c10::Device before = result_.main_device_;
   VisitTensorNames(model, [&](const std::string& name) {
@@ -676,8 +676,8 @@ absl::Status Dispatcher::Distribute() {
     if (item.place == Place::kDisk) to_disk.push_back(&item);
   }
   KeepLimits();
-  // What fails first must have changed nothing: neither the module nor the folder, whose file may
-  // be that of another model.
+  // An early failure must not change anything: neither the module nor the folder, whose file may
+  // belong to another model.
   MUSTER_RETURN_IF_ERROR(CheckRing());
   if (!to_disk.empty()) MUSTER_RETURN_IF_ERROR(WriteToDisk(to_disk));
   for (Item& item : items_) {
@@ -741,7 +741,7 @@ absl::Status Dispatcher::WriteToDisk(const std::vector<Item*>& items) {
       if (is_replaced || entry == nullptr) {
         return absl::AbortedError(absl::StrCat("another process has replaced ",
                                                offload_file_->path(),
-                                               ": give each a folder of its own"));
+                                               ": give each process its own folder"));
       }
       entries.push_back(static_cast<size_t>(entry - files->entries().data()));
     }

@@ -44,10 +44,10 @@ struct DevicePlanOptions {
 };
 
 // `mode`: "auto" and "balanced" (GPUs evenly), "balanced_low_0" (GPU 0 as empty as possible),
-// "sequential" (one device after the other). Without GPU all are the same. Errors:
+// "sequential" (one device after the other). Without a GPU all modes are the same. Errors:
 // INVALID_ARGUMENT for another mode, a class that no module has, a special type of no tensor, a
-// module that may not be divided and fits nowhere; FAILED_PRECONDITION for a device that is not
-// there.
+// module that may not be divided and fits nowhere; FAILED_PRECONDITION for a device that does not
+// exist.
 absl::StatusOr<DeviceMap> PlanDevices(const torch::nn::Module& module, const std::string& mode,
                                       const DevicePlanOptions& options = {});
 
@@ -56,7 +56,7 @@ struct DispatchOptions {
   // of the map's first part on a GPU) if `max_memory` leaves room for their ring there, else a GPU
   // that has it, the first one of the map before others; the CPU if the map names no GPU.
   std::optional<c10::Device> main_device = std::nullopt;
-  // Buffers of offloaded modules are offloaded too. By default they stay where these run.
+  // Buffers of offloaded modules are offloaded too. By default they stay where these modules run.
   bool offload_buffers = false;
   // Where weights that are in memory go if the map says "disk": into offload.safetensors. Weights
   // that come from a checkpoint are used from its own files.
@@ -68,14 +68,14 @@ struct DispatchOptions {
   std::optional<uint64_t> ring_bytes = std::nullopt;
   // Bytes of each device, as for the plan.
   DeviceLimits max_memory = {};
-  // Threads that read, in all, but one at least for each device with offloaded weights: they wait
-  // for the disk, which is at its best with several requests.
+  // Total number of threads that read, at least one for each device with offloaded weights. They
+  // mostly wait for the disk, which is fastest with several requests.
   int readers = 8;
   bool prefetch = true;
 };
 
 struct LoadCheckpointOptions {
-  // As of load_model: strict by default.
+  // As for load_model: strict by default.
   LoadWeightsOptions weights = {};
   // For a tensor of the files that holds several of the model's, their names, as
   // WeightFiles::Divide has it.
@@ -86,9 +86,9 @@ struct LoadCheckpointOptions {
   DispatchOptions dispatch = {};
 };
 
-// A model on its devices. The module is used as before; it must not be used after this object,
-// except for what is on a device as a whole. With several GPUs operators move from one to the next
-// (divided_model.h), and results are where the last weight was.
+// A model on its devices. The module is used as before. Once this object is destroyed, only the
+// parts that are entirely on a device may be used. With several GPUs operators move from one to the
+// next (divided_model.h), and results are where the last weight was.
 class DispatchedModel {
  public:
   DispatchedModel();
@@ -99,9 +99,9 @@ class DispatchedModel {
   const DeviceEntries& device_map() const { return device_map_; }
   // Inputs go there.
   c10::Device main_device() const { return main_device_; }
-  // Of the checkpoint, if one was loaded.
+  // The report for the checkpoint, if one was loaded.
   const LoadedWeights& loaded() const { return loaded_; }
-  // Bytes of tensors that are on their device all the time, by device.
+  // Bytes of tensors that are permanently on a device, by device.
   const DeviceLimits& resident() const { return resident_; }
   // Empty if nothing is offloaded; of all devices.
   OffloadStats stats() const;
@@ -130,10 +130,10 @@ absl::StatusOr<DispatchedModel> LoadCheckpointAndDispatch(
     torch::nn::Module& module, const std::string& path, const DeviceEntries& device_map,
     const LoadCheckpointOptions& options = {});
 
-// All weights stay in host memory, and come to `device` when they are used.
+// All weights stay in host memory, and are copied to `device` when they are used.
 absl::StatusOr<DispatchedModel> CpuOffload(torch::nn::Module& module, c10::Device device,
                                            const DispatchOptions& options = {});
-// All weights go into `folder`, and come to `device` when they are used.
+// All weights are written to `folder`, and read to `device` when they are used.
 absl::StatusOr<DispatchedModel> DiskOffload(torch::nn::Module& module, const std::string& folder,
                                             c10::Device device,
                                             const DispatchOptions& options = {});

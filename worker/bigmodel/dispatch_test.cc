@@ -453,7 +453,7 @@ TEST_F(Dispatch, BadInput_IsNamed) {
   EXPECT_THAT(Error({{"layerz", "disk"}, {"", "cpu"}}),
               HasSubstr("\"layerz\", which is no module"));
   EXPECT_THAT(Error({{"layers", "cpu"}}), HasSubstr("no device for"));
-  EXPECT_THAT(Error({{"", "99"}}), HasSubstr("device 99 is not there"));
+  EXPECT_THAT(Error({{"", "99"}}), HasSubstr("device 99 does not exist"));
   EXPECT_THAT(Error({{"", "tape"}}), HasSubstr("\"tape\" is not recognized"));
   TextNet wider = InitEmptyWeights([] { return TextNet(kVocabulary, 2 * kWidth, kBlocks); });
   EXPECT_THAT(
@@ -513,7 +513,7 @@ TEST_F(Dispatch, Plan_RefusesWhatCannotBe) {
   EXPECT_THAT(error("auto", {.no_split = {"Blok"}}), HasSubstr("class Blok"));
   EXPECT_THAT(error("auto", {.max_memory = {{"cpu", 1000}}, .no_split = {"muster::BlockImpl"}}),
               HasSubstr("Block layers.0 is not to be divided"));
-  EXPECT_THAT(error("auto", {.max_memory = {{"55", 1000}}}), HasSubstr("device 55 is not there"));
+  EXPECT_THAT(error("auto", {.max_memory = {{"55", 1000}}}), HasSubstr("device 55 does not exist"));
 }
 
 TEST_F(Dispatch, FileThatIsCutWhileItIsUsed_IsNamedAndNothingCrashes) {

@@ -13,10 +13,10 @@ namespace muster {
 // does every result of an operator that took a tensor with the key, so that its boxed fallback sees
 // all operators of a pass, also a residual sum without weights. If the tensors of an operator are
 // on several GPUs, it runs
-//   - where the tensor is that it writes, which no copy can stand for;
+//   - where the tensor is that it writes, which cannot be replaced by a copy;
 //   - else where its largest weight is;
 //   - else where the weight was that the thread used last, if one of the tensors is there: hidden
-//     states move on with the weights, and a residual sum does not take them back;
+//     states move along with the weights, and a residual sum does not move them back;
 //   - else where the largest tensor is.
 // The other tensors are copied there first, above autograd: gradients flow back through the copy.
 // Tensors on the host and tensors that only give a view stay where they are, and so do the lists of
@@ -24,10 +24,10 @@ namespace muster {
 // ordered by LibTorch's own copy; the host waits for nothing.
 //
 // A tensor that several operators take on another GPU, a mask or a hidden state, is copied once for
-// all of them until the thread goes on to the weights of another GPU, or uses a weight again: a
-// pass copies it again. Meanwhile operators that write it are noticed, by its version; writes that
-// have no version are not (data_ptr(), .data(), .variable_data(), a replayed graph). Where
-// c10::InferenceMode has made it, or where gradients flow through it, each operator copies it. At
+// all of them until the thread moves to the weights of another GPU, or uses a weight again, so each
+// pass copies it again. Operators that write it in between are noticed by its version; writes that
+// have no version are not (data_ptr(), .data(), .variable_data(), a replayed graph). If it was
+// created under c10::InferenceMode, or if gradients flow through it, each operator copies it. At
 // most kSharedCopies and kSharedCopyBytes are kept.
 //
 // An operator with such a tensor costs a microsecond or two more. Others, and models on one device,

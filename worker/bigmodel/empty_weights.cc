@@ -42,7 +42,7 @@ bool WritesMeta(const c10::FunctionSchema& schema, const std::vector<c10::IValue
   return any;
 }
 
-// What a parameter of a deferred module has with it: how its values come about.
+// Attached to a parameter of a deferred module: how its values are computed.
 struct DeferredValues : c10::BackendMeta {
   std::shared_ptr<const InitTape> tape;
   at::Tensor on_tape;
@@ -179,8 +179,8 @@ void Materialize(const at::Tensor& tensor, at::Device device, const std::string&
       "' is on the meta device and has no values: construct the module with "
       "muster::deferred_init(), and change its type inside of it, or load its weights first");
   TORCH_CHECK(deferred->version == tensor._version(), "'", name,
-              "' was written after deferred_init(), when it had no memory: initialize it inside of "
-              "the function that deferred_init() is given");
+              "' was written after deferred_init(), when it had no memory: initialize it inside "
+              "the function passed to deferred_init()");
   at::Tensor value;
   if (with_values) {
     value = deferred->tape->ValueOf(deferred->on_tape).to(tensor.options().device(device));
@@ -200,7 +200,8 @@ void PlaceTensor(const at::Tensor& tensor, const at::Tensor& value) {
   TORCH_CHECK(same_kind || !tensor.grad().defined(), "a tensor of a module becomes ",
               value.scalar_type(), " on ", value.device(), " while it has a gradient that is ",
               tensor.scalar_type(), " on ", tensor.device(), ": zero_grad() first");
-  // What set_data() does, without its operators: they would ask for contents that are away.
+  // Does what set_data() does, but without its operators, which would request contents that are not
+  // in memory.
   auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
   if (meta != nullptr && !same_kind) meta->grad_accumulator_.reset();
   tensor.unsafeGetTensorImpl()->shallow_copy_from(value.getIntrusivePtr());

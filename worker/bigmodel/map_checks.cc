@@ -45,7 +45,7 @@ absl::StatusOr<DeviceLimits> ParseMaxMemory(absl::string_view text) {
     const std::vector<std::string> sides = absl::StrSplit(part, '=');
     if (sides.size() != 2) {
       return absl::InvalidArgumentError(absl::StrCat(
-          "\"", part, "\" is no limit of a device: write DEVICE=SIZE, as in 0=20GB,cpu=30GB"));
+          "\"", part, "\" is not a limit of a device: write DEVICE=SIZE, as in 0=20GB,cpu=30GB"));
     }
     const std::string device(absl::StripAsciiWhitespace(sides[0]));
     const absl::StatusOr<int64_t> bytes = ParseMemorySize(absl::StripAsciiWhitespace(sides[1]));

@@ -74,7 +74,7 @@ absl::Status CheckDevice(const std::string& device) {
   int number = -1;
   if (absl::SimpleAtoi(device, &number) && number < gpus) return absl::OkStatus();
   return absl::FailedPreconditionError(
-      absl::StrCat("device ", device, " is not there: this process sees ",
+      absl::StrCat("device ", device, " does not exist: this process sees ",
                    gpus == 0 ? "no GPU" : absl::StrCat(gpus, gpus == 1 ? " GPU" : " GPUs"),
                    "; name \"cpu\" or \"disk\"", gpus == 0 ? "" : ", or a lower number"));
 }

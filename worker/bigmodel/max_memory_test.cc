@@ -47,7 +47,7 @@ TEST(CheckDevicesAreThere, DeviceThatIsNot_IsNamed) {
   EXPECT_TRUE(CheckDevicesAreThere(DeviceLimits{{"cpu", 1}, {"disk", 1}}).ok());
   const absl::Status status = CheckDevicesAreThere(DeviceEntries{{"", "117"}});
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(std::string(status.message()), HasSubstr("device 117 is not there"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("device 117 does not exist"));
 }
 
 }  // namespace

@@ -394,7 +394,7 @@ void OffloadRing::Start(Unit& unit, bool urgent) {
       readers_->Submit(std::move(tasks), urgent);
     }
   });
-  // Nothing of it has begun then, and nobody would say that it has ended.
+  // Then nothing has begun, so nothing would report its end.
   if (!begun.ok()) GiveUp(unit, begun);
 }
 

@@ -94,15 +94,15 @@ class OffloadRing {
   void BringNow(Unit& unit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // In the ring, or besides it. Throws if there is none.
   void FindMemory(Unit& unit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // The unit stays away; who waits for it gets the error.
+  // The unit stays absent, and operators that wait for it get the error.
   void GiveUp(Unit& unit, const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Prefetch() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // The unit that is needed last of those that may go: further than `distance`.
   Unit* FindVictim(size_t distance) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Evict(Unit& unit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Free(Unit& unit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // What is copied from now on follows the operators that the calling thread has queued: memory
-  // that a device's allocator gives out may still be in use by them.
+  // Orders later copies after the operators that the calling thread has queued, because they may
+  // still use memory that the device's allocator hands out.
   void FollowQueuedOperators() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Has a unit read that has memory.
   void Start(Unit& unit, bool urgent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

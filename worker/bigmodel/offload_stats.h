@@ -12,8 +12,8 @@ struct OffloadStats {
   uint64_t read_bytes = 0;       // from the sources so far
   int64_t uses = 0;              // of a unit after another one
   int64_t waits = 0;             // for a unit that nothing had asked for before
-  // Most memory that was taken besides the ring, because an operator uses more units at once than
-  // it holds.
+  // The most memory that was allocated in addition to the ring, because an operator used more units
+  // at once than the ring holds.
   uint64_t overflow_bytes = 0;
 
   OffloadStats& operator+=(const OffloadStats& other) {

@@ -24,7 +24,7 @@ struct HostPinning {
 class AlignedMemory {
  public:
   AlignedMemory() = default;
-  // Of a file in memory (memfd) that may grow, with what it holds already; other processes see the
+  // Maps a memory file (memfd) that may grow, with its present contents; other processes see the
   // same bytes. Borrows `fd`. Growing reserves the memory.
   static absl::StatusOr<AlignedMemory> OfFile(int fd);
   AlignedMemory(AlignedMemory&& other) noexcept;

@@ -122,7 +122,7 @@ class AsyncSaver {
     std::shared_ptr<DeferredCopy> deferred;
     absl::Duration stall;
     absl::Time begun;
-    std::unique_ptr<SaveProgress::Save> progress;  // null: nobody wants to know
+    std::unique_ptr<SaveProgress::Save> progress;  // null: no progress is reported
   };
 
   // While it lives, training waits for what is written.

@@ -66,14 +66,15 @@ struct BlockTransfer {
   int round = 0;         // from 0
 };
 
-// What a rank sends, and receives, in a round, unless a single block is larger.
+// The most bytes that a rank sends, and receives, in a round, unless a single block is larger.
 inline constexpr uint64_t kRoundBytes = uint64_t{16} << 20;
 
-// What brings the blocks that ranks need to the nodes that lack the files. Of the ranks with the
-// same host_of[rank], the lowest of those that share memory, each gets a share of the blocks that
-// one of them needs, each block once. `needed`: BlockSet::text() of each rank. All ranks of a node
-// that has a file send, each others of its blocks; where several nodes have it, they take turns.
-// Ascending by round; in each, no rank sends or receives more than `round_bytes`.
+// Plans the transfers that bring the blocks that ranks need to nodes that lack the files. Ranks
+// with the same host_of[rank] (the lowest rank of those that share memory) divide the blocks that
+// any of them needs; each block is received once. `needed`: BlockSet::text() of each rank. All
+// ranks of a node that has a file send, each of them different blocks; if several nodes have it,
+// they take turns. Ascending by round; in each round, no rank sends or receives more than
+// `round_bytes`.
 std::vector<BlockTransfer> PlanTransfers(const std::vector<ManifestFile>& files,
                                          const FilesOnNodes& nodes, const std::vector<int>& host_of,
                                          const std::vector<std::string>& needed,

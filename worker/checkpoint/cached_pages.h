@@ -11,15 +11,15 @@ namespace muster {
 // ahead all that was asked for (since Linux 5.9). Thread-safe.
 class CachedPages {
  public:
-  // The file may be closed afterwards. 0 bytes: nothing is cached. Of a file that this process
-  // neither owns nor may write, the kernel says that all of it is there: that tells nothing.
+  // The file may be closed afterwards. 0 bytes: nothing is cached. For a file that this process
+  // neither owns nor may write, the kernel reports every page as cached, which means nothing.
   CachedPages(int fd, uint64_t bytes);
   ~CachedPages();
   CachedPages(const CachedPages&) = delete;
   CachedPages& operator=(const CachedPages&) = delete;
 
   // Whether all of the range is there; of one that ends after the file, what the file has of it.
-  // False where that cannot be told.
+  // False if that cannot be determined.
   bool Has(uint64_t begin, uint64_t bytes) const;
 
  private:

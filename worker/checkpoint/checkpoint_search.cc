@@ -74,8 +74,8 @@ absl::StatusOr<StateReader> OpenAndReadCheckpoint(
       if (logs) MUSTER_LOG(Info) << status.message() << "; the search begins again";
       continue;
     }
-    // What a disk cannot read (EIO, ESTALE, EACCES) may be readable elsewhere, or later. It is no
-    // reason to take an older one.
+    // Files that a disk cannot read (EIO, ESTALE, EACCES) may be readable elsewhere, or later. It
+    // is no reason to take an older one.
     const bool damage = absl::IsDataLoss(status);
     const bool again = reader.ok()
                            ? (newest && damage) || (on_nodes && (damage || IsReadError(status)))

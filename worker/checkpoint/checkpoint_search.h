@@ -14,8 +14,9 @@
 
 namespace muster {
 
-// A load looks for a checkpoint, opens it and reads it while other processes give checkpoints their
-// names, or remove them. What has moved meanwhile is looked for again, so often in all.
+// A load finds, opens and reads a checkpoint while other processes may rename or remove
+// checkpoints. If the checkpoint has moved meanwhile, the load searches again, this many times in
+// all.
 inline constexpr int kCheckpointSearches = 3;
 
 struct WantedCheckpoint {

@@ -19,10 +19,10 @@ namespace {
 constexpr size_t kMinBytes = 4096;
 // Threads share a tensor of more, where nothing is digested.
 constexpr size_t kPartBytes = size_t{8} << 20;
-// What is digested and then copied while it is still in the core's cache.
+// The amount that is digested and then copied while it is still in the core's cache.
 constexpr size_t kCachedBytes = size_t{64} << 10;
 
-// Past the caches: nobody reads the copy soon, and training needs them.
+// Bypasses the caches: the copy is not read soon, and training needs the caches.
 void CopyPastCaches(char* to, const char* from, size_t bytes) {
 #ifdef __SSE2__
   const size_t head = std::min(bytes, (-reinterpret_cast<uintptr_t>(to)) % 64);

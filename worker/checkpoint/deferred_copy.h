@@ -70,8 +70,8 @@ class DeferredCopy {
   // After Run() or Wait(): those of the files of Start(), in their order.
   const std::vector<BlockDigests>& digests() const { return digests_; }
 
-  // What is queued on devices from now on waits for their copies; makes those of the CPU. Counts
-  // the time: training waits. Not where there is only something to digest.
+  // Makes later work on devices wait for their copies, and makes the copies on the CPU. Counts the
+  // time that training waits, unless only digests are left to compute.
   void RunWhileTrainingWaits(const Clock& clock);
   // For how long training has waited.
   absl::Duration waited() const;

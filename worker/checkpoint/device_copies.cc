@@ -63,7 +63,7 @@ DeviceCopies::DeviceCopies(QueueCopy queue) : queue_(std::move(queue)) {}
 DeviceCopies::~DeviceCopies() {
   {
     MutexLock lock(&mu_);
-    // What nobody has begun to queue is not needed.
+    // Copies that were not queued yet are not needed.
     if (next_ == 0 || done_) return;
   }
   Wait();

@@ -51,8 +51,8 @@ class DeviceCopies {
   void Add(std::string name, at::Tensor source, size_t offset);
   bool empty() const { return streams_.empty(); }
 
-  // Once, before what follows. What the calling thread's streams have now comes before the copies.
-  // Throws c10::Error if the device has failed.
+  // Once, before what follows. The copies wait for everything that the calling thread's streams
+  // have queued so far. Throws c10::Error if the device has failed.
   void Start(char* base);
 
   // These are thread-safe.
@@ -64,8 +64,8 @@ class DeviceCopies {
 
   // Queues what no other thread has queued; when it returns, all is queued.
   void Queue();
-  // What the calling thread's streams get from now on waits for the copies. Throws c10::Error if
-  // the device has failed.
+  // Everything queued on the calling thread's streams from now on waits for the copies. Throws
+  // c10::Error if the device has failed.
   void LetChange();
   // Returns when the copies are made.
   void Wait();

@@ -83,7 +83,7 @@ bool DeviceUploads::IsCopied(const Block& block) {
   try {
     return block.copied->query();
   } catch (const c10::Error&) {
-    return false;  // who waits for it learns why
+    return false;  // the waiting caller gets the error
   }
 }
 

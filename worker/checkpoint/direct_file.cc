@@ -30,7 +30,7 @@
 namespace muster {
 namespace {
 
-// What is digested and then copied while it is still in the core's cache.
+// The amount that is digested and then copied while it is still in the core's cache.
 constexpr size_t kCachedBytes = size_t{64} << 10;
 
 const DirectFileSystem& SystemOf(const DirectFileOptions& options) {
@@ -104,7 +104,8 @@ void WaitForTurn(const DirectFileSystem& system, RateLimiter* limiter, size_t by
 // Before a block is written.
 absl::Status CheckWanted(const DirectFileOptions& options, const std::string& path) {
   if (options.abandoned == nullptr || !options.abandoned->load()) return absl::OkStatus();
-  return absl::CancelledError(absl::StrCat(path, ": nobody waits for it any more"));
+  return absl::CancelledError(
+      absl::StrCat(path, ": cancelled, because nothing waits for it any more"));
 }
 
 // After a block.

@@ -29,9 +29,9 @@ class Disposal {
   // main() or calls exit() waits for it, too.
   static Disposal& OfProcess();
 
-  // Removes the file or folder at `path`, which nobody looks for under this name any more. Does not
-  // block on the disk, unless the system has no thread for it. An error is a warning in the log.
-  // `lock`: closed afterwards.
+  // Removes the file or folder at `path`, a name that nothing uses any more. Does not block on the
+  // disk, unless the system has no thread for it. An error is a warning in the log. `lock`: closed
+  // afterwards.
   void Remove(std::string path, OwnedFd lock = OwnedFd());
 
   // Lets go of `memory`, as its last owner perhaps.

@@ -170,7 +170,7 @@ absl::StatusOr<bool> AwaitsItsName(const std::string& path, const std::string& n
   return IsNewerCheckpoint(path, named);
 }
 
-// What its writer left when it ended between the parts of WriteFileAtomically.
+// Files that its writer left when it ended in the middle of WriteFileAtomically.
 void RemoveUnnamedFiles(const std::string& dir) {
   for (const std::string& name : ListDirectory(dir).value_or(std::vector<std::string>())) {
     const std::string left = JoinPath(dir, name);
@@ -182,9 +182,9 @@ void RemoveUnnamedFiles(const std::string& dir) {
   }
 }
 
-// Of a sealed checkpoint whose writer is gone: a run that never loads would leave it without its
-// name for ever. Nothing is waited for, nothing is replaced: where it is locked, also by others who
-// load from it, where there are no locks, and where the name is taken, it stays as it is.
+// For a sealed checkpoint whose writer is gone: a run that never loads would never rename it.
+// Nothing is waited for, nothing is replaced: where it is locked, also by others who load from it,
+// where there are no locks, and where the name is taken, it stays as it is.
 void GiveItsName(const std::string& path, const std::string& named) {
   const OwnedFd lock(LockFolder(path, absl::ZeroDuration()));
   if (!lock.open()) return;
@@ -206,8 +206,8 @@ void GiveItsName(const std::string& path, const std::string& named) {
   }
 }
 
-// What killed writers left beside `dir`: their staging folders, and checkpoints that were
-// half-removed or replaced.
+// What killed writers left next to `dir`: their staging folders, and checkpoints that were partly
+// removed or replaced.
 void RemoveAbandoned(const std::string& dir) {
   const std::string parent = ParentPath(dir);
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
@@ -346,10 +346,10 @@ absl::Status CheckLink(const std::string& dir) {
   if (stat(dir.c_str(), &info) == 0 || (errno != ENOENT && errno != ENOTDIR)) {
     return absl::OkStatus();
   }
-  return absl::UnavailableError(absl::StrCat(
-      dir,
-      " is a symbolic link to nothing: the disk that it leads to may be away; attach it, or "
-      "remove the link"));
+  return absl::UnavailableError(
+      absl::StrCat(dir,
+                   " is a symbolic link to nothing: the disk that it points to may be missing; "
+                   "attach it, or remove the link"));
 }
 
 std::string HintAtUnnamed(const std::string& dir) {
@@ -615,8 +615,7 @@ absl::Status Staging::Commit() {
   if (!replaces_) {
     return absl::AlreadyExistsError(
         absl::StrCat("another program has saved a checkpoint as ", dir_,
-                     " since this save began, which stays: give each run a project folder of its "
-                     "own"));
+                     " since this save began, which stays: give each run its own project folder"));
   }
   // It is not abandoned: other nodes may need it if they cannot commit.
   MUSTER_ASSIGN_OR_RETURN(replaced_, Exchange(path_, dir_, &replaced_lock_));
@@ -754,8 +753,8 @@ absl::StatusOr<int64_t> CheckpointFolder::NextNumber() const {
   MUSTER_RETURN_IF_ERROR(names.status());
   const std::vector<int64_t> numbers = NumbersAmong(*names);
   int64_t next = numbers.empty() ? 0 : numbers.back() + 1;
-  // What is sealed may get its name at any moment, from a load of another program. One that has got
-  // it since the folder was listed is not where it was, and keeps its number all the same.
+  // A load of another program may rename a sealed checkpoint at any moment. One that has got it
+  // since the folder was listed is not where it was, and keeps its number all the same.
   for (const std::string& name : *names) {
     const std::string path = JoinPath(root_, name);
     int64_t number = 0;
@@ -911,7 +910,8 @@ absl::StatusOr<std::vector<std::string>> CheckpointFolder::PublishSealed() const
     if (!ParseStagingNumber(name, &number)) continue;
     MUSTER_ASSIGN_OR_RETURN(const bool awaits, AwaitsItsName(path, PathOf(number)));
     if (!awaits) continue;
-    // What has the name may be pinned, or of another job: nothing is replaced without a record.
+    // The checkpoint that has the name may be pinned, or belong to another job, so nothing is
+    // replaced without a record.
     MUSTER_ASSIGN_OR_RETURN(const bool taken, Exists(JoinPath(PathOf(number), kManifestName)));
     if (taken) {
       MUSTER_LOG(Warning) << path << " is sealed, was saved after " << PathOf(number)

@@ -220,12 +220,13 @@ class CheckpointFolder {
                            Disposal* disposal = nullptr) const;
 
   // The staging folders of numbered checkpoints of which only the registry knows whether they are
-  // sealed (sealing.h), those with a live writer included. None of what cannot be examined now.
+  // sealed (sealing.h), those with a live writer included. Omits folders that cannot be examined at
+  // the moment.
   std::vector<std::string> AskedToSeal() const;
 
-  // Of a folder whose registry may be gone for ever: removes those of AskedToSeal() without a
-  // writer that would not be kept if they were checkpoints, older than the newest `keep` of
-  // `numbers`, which are ascending.
+  // For a folder whose registry may have disappeared permanently: removes the folders of
+  // AskedToSeal() that have no writer and that retention would remove if they were checkpoints,
+  // because they are older than the newest `keep` of `numbers`, which are ascending.
   absl::Status RemoveAsked(const std::vector<int64_t>& numbers, int keep) const;
 
   // Renames the sealed and complete checkpoints that dead writers left in staging folders. Returns

@@ -35,7 +35,7 @@ struct MemoryRecord {
   int rank = 0;
   // Saves since the last one that went to the disk.
   int64_t since_disk = 0;
-  // Of this rank's files alone, with digests of their blocks and none of whole files.
+  // Covers only this rank's files, with digests of their blocks but not of whole files.
   Manifest manifest;
   // Of manifest.files, in their order, from the beginning of the memory.
   std::vector<uint64_t> offsets;

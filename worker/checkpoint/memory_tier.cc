@@ -24,7 +24,7 @@ namespace {
 // Of what is sent to ranks of other nodes at a time.
 constexpr size_t kPieceBytes = size_t{8} << 20;
 
-// Numbers and texts that ranks tell each other.
+// Numbers and texts that ranks exchange.
 void Put(uint64_t value, std::string* to) {
   to->append(reinterpret_cast<const char*>(&value), sizeof(value));
 }
@@ -172,7 +172,7 @@ absl::StatusOr<std::unique_ptr<MemoryTier>> MemoryTier::Open(Comm& comm, const s
   const absl::Status mine = GuardRank([&]() -> absl::Status {
     if (socket.empty()) {
       return absl::FailedPreconditionError(
-          "no agent holds memory for this process: muster launch and muster-agent do");
+          "no agent holds memory for this process: start it with muster launch or muster-agent");
     }
     MUSTER_RETURN_IF_ERROR(TakeHeldMemory(socket).status());
     if (!Workers::Get().Add(socket + worker_id)) {

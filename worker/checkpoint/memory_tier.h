@@ -125,7 +125,7 @@ class MemoryTier {
     MemoryRecord record;
   };
   class Search;
-  // What the ranks tell each other at the beginning of a save, before they agree on its copy.
+  // What the ranks exchange at the beginning of a save, before they agree on its copy.
   struct Word;
   struct Slot {
     OwnedFd fd;
@@ -176,7 +176,7 @@ class MemoryTier {
   const int size_;
   const Clock& clock_ = Clock::Real();
 
-  // Of the caller's thread, and of the other one while a save is pending.
+  // Used by the caller's thread and, while a save is pending, by the other thread.
   std::array<Slot, kOwnSlots> slots_;
   bool adopted_ = false;
   int good_ = -1;       // the slot of the last save that all ranks have; -1: none

@@ -44,7 +44,7 @@ absl::StatusOr<std::string> FindInFolder(const std::string& folder) {
   }
   return absl::InvalidArgumentError(absl::StrCat(folder, " holds ", indexes.size(), " indexes (",
                                                  indexes[0], ", ", indexes[1],
-                                                 ", ...); name the one that is meant"));
+                                                 ", ...); name one of them"));
 }
 
 }  // namespace

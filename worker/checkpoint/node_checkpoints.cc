@@ -96,7 +96,7 @@ class Gathering {
   Gathering(Comm& comm, std::string dir, const NodeGroups& groups)
       : comm_(comm), dir_(std::move(dir)), groups_(groups) {}
 
-  // (collective) Looks for the files on all nodes. What is intact by its size may still turn out to
+  // (collective) Looks for the files on all nodes. A file of the right size may still turn out to
   // be damaged when it is read.
   absl::Status Find(VerifyLevel level);
   // (collective) Fetches what this node lacks, if any node lacks anything.
@@ -151,7 +151,7 @@ absl::Status Gathering::Find(VerifyLevel level) {
     candidates.try_emplace({summary["step"], summary["created"], summary["digest"]},
                            static_cast<int>(rank));
   }
-  // What a node cannot read at the moment is no loss where others have all of it.
+  // Files that a node cannot read at the moment are not lost if other nodes have all of them.
   const absl::Status unreadable = AgreeOnFiles(comm_, mine_.unreadable, {}, nullptr);
   absl::Status first = unreadable;
   for (const auto& [age, holder] : candidates) {
@@ -227,7 +227,7 @@ absl::Status Gathering::KeepIntact(const Staging& staging) const {
       return absl::UnavailableError(
           absl::StrCat("cannot copy ", from, " to ", to, ": ", error.message()));
     }
-    // What a rank writes is on its disk before the folder gets its name; so is this.
+    // Files that a rank writes are durable before the folder gets its name; so is this one.
     const OwnedFd copy(open(to.c_str(), O_RDONLY | O_CLOEXEC));
     if (!copy.open() || fsync(copy.get()) != 0) {
       return absl::ErrnoToStatus(errno, absl::StrCat("cannot sync ", to));
@@ -417,7 +417,7 @@ absl::StatusOr<std::string> WhyHeldBack(Comm& comm, const std::string& path,
     if (seal.ok() && !seal->promoted) {
       mine = absl::StrCat(path, " was held back when it was saved");
     } else if (damaged) {
-      mine = absl::StrCat(seal.status().message(), "; nobody knows whether it was held back");
+      mine = absl::StrCat(seal.status().message(), "; it is unknown whether it was held back");
     } else if (!seal.ok() && !absl::IsNotFound(seal.status())) {
       return seal.status();
     }

@@ -11,18 +11,19 @@
 
 namespace muster {
 
-// Collective. As OpenCheckpoint, where every node has a disk of its own. Takes `dir`, or, if it is
-// empty, the newest numbered checkpoint of `folder` of which every file is there on some node.
-// Nodes that lack files fetch them from those that have them, so that on return every node has the
-// whole checkpoint. The fetched files go through the communicator in pieces of 8 MiB and are
-// checked against the manifest; a crash in between leaves what was there.
+// Collective. Like OpenCheckpoint, for nodes with separate disks. Opens `dir` or, if that is empty,
+// the newest numbered checkpoint of `folder` of which some node has each file. Nodes that lack
+// files fetch them from those that have them, so that on return every node has the whole
+// checkpoint. The fetched files go through the communicator in pieces of 8 MiB and are checked
+// against the manifest; a crash in between leaves the previous files.
 //
 // `in_parts`: for ranks that read parts of the files. Nothing is fetched then, and no folder
 // changes: the reader is one in parts (StateReader::InParts), unless every node has all files.
 //
-// Files that are there are not read: the reader checks what it reads. Of the folders `damaged`, in
-// which it found damage, all nodes read all files, and replace damaged ones by copies of other
-// nodes; in parts, they take what they need of these from other nodes.
+// Existing files are not read here, because the reader checks everything that it reads. For the
+// folders in `damaged`, where it found damage, all nodes read all files and replace damaged ones
+// with copies from other nodes; with `in_parts`, they get the parts that they need from other
+// nodes.
 //
 // `registrar`, `damaged` and `tried` as in OpenCheckpoint, where all nodes turn out to share one
 // file system.

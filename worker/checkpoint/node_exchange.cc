@@ -116,8 +116,8 @@ absl::StatusOr<std::string> ReadHeader(const std::string& dir, const ManifestFil
   return bytes;
 }
 
-// What a rank sends to and receives from others in one round: numbers of transfers, in the order of
-// the ranks.
+// The transfers, by number, that a rank sends to and receives from others in one round, in the
+// order of the ranks.
 struct RoundOf {
   std::vector<size_t> out, in;
 };

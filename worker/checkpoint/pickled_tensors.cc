@@ -215,7 +215,7 @@ class Machine {
   }
 
   absl::Status PopToMark(std::vector<uint32_t>* ids) {
-    if (marks_.empty()) return Bad("the instruction takes values from a mark that is not there");
+    if (marks_.empty()) return Bad("the instruction takes values from a mark that does not exist");
     ids->assign(stack_.begin() + marks_.back(), stack_.end());
     stack_.resize(marks_.back());
     marks_.pop_back();

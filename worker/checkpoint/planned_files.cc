@@ -71,7 +71,7 @@ absl::Status CheckPlannedFiles(const std::vector<FileReport>& ranks) {
       return absl::InvalidArgumentError(
           absl::StrCat(file, " of rank ", found->second.first, " has ", found->second.second,
                        ", but rank ", plan.first, " plans ", plan.second,
-                       ": some tensor is missing, is there twice, or has another shape"));
+                       ": a tensor is missing, occurs twice, or has a different shape"));
     }
   }
   return absl::OkStatus();

@@ -279,7 +279,7 @@ bool IsFolderOf(const std::string& dir, const RegisteredCheckpoint& record) {
   return seal.ok() && seal->sha256 == record.sha256 && seal->job == record.job;
 }
 
-// Whether nobody knows at the moment what is there: see StaysUnreadable().
+// Whether the contents cannot be determined at the moment: see StaysUnreadable().
 bool MayPass(const absl::Status& error) {
   return !error.ok() && !absl::IsNotFound(error) && !StaysUnreadable(error);
 }
@@ -661,7 +661,7 @@ absl::Status SealTogether(Comm& comm, Staging* staging, const Publication& publi
       if (status.ok() && !done && tries == kSealTries) {
         status = absl::UnavailableError(
             absl::StrCat("the coordinator has forgotten ", tries, " times what the ranks reported ",
-                         "of ", publication.path, ": see why it is started again and again"));
+                         "of ", publication.path, ": find out why it keeps restarting"));
         registrar.Abort(id, std::string(status.message()));
       }
     }
@@ -785,8 +785,7 @@ absl::Status PublishRegistered(Comm& comm, Staging* staging, const Publication& 
 
 absl::Status Moved(const std::string& path) {
   return absl::AbortedError(absl::StrCat(
-      path,
-      " has changed while it was looked at: another process gives it its name, or removes it"));
+      path, " has changed while it was checked: another process is renaming or removing it"));
 }
 
 // Where the sealed checkpoint is, which does not have its name and gets it if it can. Its contents
@@ -797,7 +796,7 @@ absl::StatusOr<std::string> NameUnnamed(const RegisteredCheckpoint& record) {
     return absl::NotFoundError(absl::StrCat(record.path, " was saved after ", record.staging,
                                             ", which was to have its name"));
   }
-  // Before it is locked: another load would wait for a writer in vain.
+  // Before it is locked, because another load would wait for a writer that does not exist.
   const bool was_there = PathExists(record.staging);
   const absl::Status whole = VerifyCheckpoint(record.staging, VerifyLevel::kContents).status();
   if (!whole.ok()) return was_there && !PathExists(record.staging) ? Moved(record.staging) : whole;
@@ -876,7 +875,7 @@ absl::StatusOr<HeldBack> HeldBackIn(const CheckpointFolder& folder,
     if (seal.ok() && MayBeTaken(*seal, records)) continue;
     if (!seal.ok()) {
       MUSTER_LOG(Warning) << "passing over " << path << ": " << seal.status().message()
-                          << "; nobody knows whether it was held back: load_state(\"" << path
+                          << "; it is unknown whether it was held back: load_state(\"" << path
                           << "\") loads it";
       held_back.unreadable.Update(seal.status());
       held_back.paths.push_back(path);
@@ -998,7 +997,7 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
   }
   const absl::StatusOr<std::vector<RegisteredCheckpoint>> records = registrar->List();
   if (!records.ok()) {
-    MUSTER_LOG(Warning) << "the coordinator does not say which checkpoint to resume from ("
+    MUSTER_LOG(Warning) << "cannot ask the coordinator which checkpoint to resume from ("
                         << records.status().message() << "): the newest that is complete in "
                         << folder.root() << " is taken";
     MUSTER_ASSIGN_OR_RETURN(unnamed, folder.PublishSealed());
@@ -1028,9 +1027,10 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
       left_out.push_back(path);
       if (!record->promoted) continue;
       any_damaged = true;
-      MUSTER_LOG(Warning) << "passing over " << path << " of step " << record->step
-                          << ", which the coordinator knows as damaged: " << record->damage
-                          << "; if it is whole again, muster checkpoints verify --report says so";
+      MUSTER_LOG(Warning)
+          << "passing over " << path << " of step " << record->step
+          << ", which the coordinator knows as damaged: " << record->damage
+          << "; if it has been repaired, report that with muster checkpoints verify --report";
       continue;
     }
     any = true;

@@ -43,8 +43,8 @@ struct PublishOptions {
   std::string key_file = "";
   // Where the save says how far it is. Borrowed. Null: nowhere.
   SaveProgress* progress = nullptr;
-  // What the checkpoint takes the place of is left to it, and the save before is waited for.
-  // Borrowed. Null: a save ends when that is removed.
+  // Deletes the checkpoint that the new one replaces; the previous save is waited for. Borrowed.
+  // Null: a save ends when that is removed.
   Disposal* disposal = nullptr;
 };
 

@@ -88,8 +88,8 @@ class CheckpointRegistrar {
 
   // The job whose checkpoints these are; empty: it is not known.
   virtual std::string job() const { return ""; }
-  // Tells this registry from any other, also one that has begun anew or from an older copy of its
-  // records. Known once a call was answered; empty: it is not known.
+  // Distinguishes this registry from any other, including one that was reset or started from an
+  // older copy of its records. Known once a call was answered; empty: it is not known.
   virtual std::string identity() const { return ""; }
   // Of rank 0. A registration of the same path that was left unfinished is given up. Errors:
   // UNIMPLEMENTED if there is no registry; UNAVAILABLE; FAILED_PRECONDITION and ABORTED if this

@@ -217,7 +217,7 @@ absl::Status CheckSeal(const std::string& dir, const Manifest& manifest,
   const std::string name = BaseName(AbsolutePath(dir));  // of "." too
   if (IsNumberedName(name) && name != BaseName(seal.path)) {
     return absl::DataLossError(absl::StrCat(
-        dir, " has the name of another checkpoint: what it holds was sealed and signed as ",
+        dir, " has the name of another checkpoint: its contents were sealed and signed as ",
         seal.path, " (step ", seal.step, "); restore the one that belongs there, or move this one ",
         "to its own name or to one without a number"));
   }

@@ -261,7 +261,7 @@ TEST_F(CheckSealTest, UnderTheNumberOfAnother_IsFound) {
   const absl::Status replayed = moved_to("checkpoint_8");
   EXPECT_TRUE(absl::IsDataLoss(replayed)) << replayed;
   EXPECT_THAT(std::string(replayed.message()),
-              HasSubstr("checkpoint_8 has the name of another checkpoint: what it holds was sealed "
+              HasSubstr("checkpoint_8 has the name of another checkpoint: its contents were sealed "
                         "and signed as /c/checkpoint_7 (step 70)"));
   const absl::Status renamed = moved_to("best");
   EXPECT_TRUE(renamed.ok()) << renamed;

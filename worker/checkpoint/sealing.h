@@ -12,8 +12,8 @@ namespace muster {
 
 // sealing.json: rank 0 asks the registry to seal the checkpoint in this staging folder. Between the
 // registry's record and seal.json beside the files a disk may be full and a process may be killed:
-// nobody takes a folder with this file for one that was never sealed. It also has the room that
-// seal.json needs, which it becomes. Functions block on the disk.
+// a folder with this file is never mistaken for one that was never sealed. It also has the room
+// that seal.json needs, which it becomes. Functions block on the disk.
 inline constexpr char kSealingName[] = "sealing.json";
 // The "format" of kSealName (manifest.h), which it becomes.
 inline constexpr char kSealFormat[] = "muster-seal";

@@ -51,10 +51,10 @@ class SharedFiles {
 
   // Collective. Reads `files` of the folder `dir`; all of them must have digests of blocks. Ranks
   // of one host read together if they name the same files with the same digests: the blocks that
-  // one of them needs (Options::ranges), each once. The rest takes no memory and reads as zeros; of
-  // files that are used where they are it is there and was not checked. Where the ranks of a host
-  // cannot share memory, and on a host whose only rank needs all, nothing is read, unless the files
-  // are used where they are or come from other nodes. Errors, the same on every rank: those of
+  // one of them needs (Options::ranges), each once. The other blocks take no memory and read as
+  // zeros; in files that are used in place they are present but unchecked. If the ranks of a host
+  // cannot share memory, or if a host's only rank needs all blocks, nothing is read, unless the
+  // files are used in place or come from other nodes. Errors, the same on every rank: those of
   // ReadDirectFile, with the rank; RESOURCE_EXHAUSTED if there is no memory; those of MoveBlocks;
   // FAILED_PRECONDITION if ranks name other files, where they must not.
   static absl::StatusOr<std::unique_ptr<SharedFiles>> Read(Comm& comm, const std::string& dir,

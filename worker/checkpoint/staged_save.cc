@@ -95,7 +95,8 @@ absl::Status StagedSave::CheckVisible() const {
   if (PathExists(path_)) return absl::OkStatus();
   if (groups_.leads()) {
     return absl::NotFoundError(absl::StrCat(
-        path_, " was removed while this save wrote there: its folder belongs to the save"));
+        path_,
+        " was removed while this save wrote there: nothing else may remove the folder of a save"));
   }
   return absl::NotFoundError(
       absl::StrCat(path_, " of rank ", groups_.leader(),

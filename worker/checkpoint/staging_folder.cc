@@ -40,7 +40,7 @@ constexpr absl::string_view kDoomedDigits = "dead";
 
 constexpr int kMillisecondsBetweenAttempts = 1;
 
-// To make a folder that nobody else has locked.
+// Attempts to create a folder that no other process has locked.
 constexpr int kAttempts = 100;
 
 std::atomic<int64_t> patience_ms = 10'000;
@@ -85,7 +85,7 @@ bool LockWithin(int folder, absl::Duration shared, absl::Duration exclusive) {
   const absl::Time start = clock.Now();
   while (flock(folder, LOCK_EX | LOCK_NB) != 0) {
     if (errno != EWOULDBLOCK) return false;
-    // A writer's lock does not go with a shared one; that of somebody who asks does.
+    // A writer's lock excludes a shared one; the lock of a process that only checks does not.
     const bool is_shared = flock(folder, LOCK_SH | LOCK_NB) == 0;
     if (is_shared) flock(folder, LOCK_UN);  // others may be waiting here, too
     if (clock.Now() - start >= (is_shared ? shared : exclusive)) {
@@ -248,7 +248,7 @@ bool HoldInPlace(const std::string& path) {
   OwnedFd folder(OpenFolder(path));
   // Opening what is in it says why.
   if (!folder.open()) return true;
-  // Where there are no locks nobody else has one.
+  // On a file system without locks, no other process has one.
   if (flock(folder.get(), LOCK_SH | LOCK_NB) != 0) return errno != EWOULDBLOCK;
   HeldInPlace& held = Held();
   const MutexLock lock(&held.mu);

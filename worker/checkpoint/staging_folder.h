@@ -34,9 +34,9 @@ bool IsDoomed(absl::string_view path);
 // interrupted then.
 int LockFolder(const std::string& path, absl::Duration shared = absl::Seconds(30));
 
-// The same, but waits for a while (10 s) for others that have it locked. -1: others load from
-// there, or the file system has no locks. Errors: ABORTED, naming the process, if one still has the
-// lock of a writer, and so may rename or remove the folder at any moment; those of opening it.
+// The same, but waits up to 10 s for others that have it locked. -1: others load from there, or the
+// file system has no locks. Errors: ABORTED, naming the process, if one still has the lock of a
+// writer, and so may rename or remove the folder at any moment; those of opening it.
 absl::StatusOr<int> LockFolderPatiently(const std::string& path);
 // How long that is; returns how long it was. For tests.
 absl::Duration SetLockPatience(absl::Duration patience);
@@ -57,8 +57,8 @@ void ReleaseInPlace();
 
 enum class FolderWriter {
   kAlive,    // a process has locked it
-  kGone,     // nobody has, and nobody else could: no other machine writes to this file system
-  kUnknown,  // it cannot be told here
+  kGone,     // no process has it locked, and no other machine can write to this file system
+  kUnknown,  // cannot be determined on this machine
 };
 
 // Who writes into the folder. Asks without getting in the way of a writer that is about to lock it.
@@ -68,7 +68,8 @@ FolderWriter WriterOf(const std::string& path);
 // removed.
 inline constexpr absl::Duration kQuietTime = absl::Hours(2);
 
-// Whether a writer on another machine may be at work in the folder, which nobody here has locked.
+// Whether a writer on another machine may be writing to the folder, which no process on this
+// machine has locked.
 bool MayHaveDistantWriter(const std::string& path);
 
 // A folder of which this process is the writer.

@@ -68,8 +68,8 @@ class StateWriter {
   // Writes a text file, such as the index of a model in several files.
   absl::Status WriteText(const std::string& name, const std::string& text);
 
-  // This rank cannot write: if `status` is an error, writing returns it. For a function that has
-  // exchanges with other ranks before it writes: it is called all the same.
+  // This rank cannot write: if `status` is an error, writing returns it. For functions that
+  // exchange data with other ranks before they write, and so must be called even then.
   void Refuse(const absl::Status& status) { refused_ = status; }
   const absl::Status& refused() const { return refused_; }
 
@@ -105,24 +105,24 @@ class StateReader {
   static StateReader OfMemory(std::string name, Manifest manifest,
                               std::map<std::string, absl::string_view> files,
                               std::shared_ptr<const void> keep);
-  // Returns the reader of rank `rank` of a checkpoint of which its node has, in the folder `dir`,
-  // the files that `nodes` says. What its node lacks a rank can Read() once it has come from other
-  // nodes: by Fetch(), or by ReadTogether(). Nothing is added to folders.
+  // Returns the reader of rank `rank` for a checkpoint of which its node has, in the folder `dir`,
+  // the files that `nodes` lists. The rank can Read() the other files once Fetch() or
+  // ReadTogether() has got them from other nodes. Adds no files to folders.
   static StateReader InParts(int rank, std::string dir, Manifest manifest, FilesOnNodes nodes);
   bool in_parts() const { return nodes_ != nullptr; }
-  // Whether this rank's node has the file; any file.
+  // Whether this rank's node has the file; whether it has any file.
   bool IsHere(absl::string_view name) const;
   bool HasAnyHere() const;
 
-  // Of a checkpoint in parts, collective; no more is done of others. Errors, the same on every
-  // rank: as GatherHeaders and GatherFiles.
-  // Gets the headers of those of these safetensors files that have digests of blocks, for Header()
-  // and ReadTogether(), in place of those before. The same files on every rank.
+  // For a checkpoint in parts (others need nothing more). Collective. Errors, the same on every
+  // rank: those of GatherHeaders and GatherFiles. Gets the headers of those of these safetensors
+  // files that have digests of blocks, for Header() and ReadTogether(), in place of those before.
+  // The same files on every rank.
   absl::Status FetchHeaders(Comm& comm, const std::vector<std::string>& names);
-  // Gets these files for this rank alone, each of which may name others, and may name what does not
-  // exist. For small files: several ranks of a host do not share the memory.
+  // Gets these files for this rank only. Each rank may name different files, including ones that do
+  // not exist. For small files: several ranks of a host do not share the memory.
   absl::Status Fetch(Comm& comm, const std::vector<std::string>& names);
-  // Of a file of the last FetchHeaders(). Errors: as ParseSafetensorsHeader.
+  // The header of a file of the last FetchHeaders(). Errors: those of ParseSafetensorsHeader.
   absl::StatusOr<SafetensorsHeader> Header(absl::string_view name) const;
 
   bool in_memory() const { return keep_ != nullptr; }
@@ -154,7 +154,8 @@ class StateReader {
     in_place_ = true;
     scratch_ = scratch;
   }
-  // Where such a file is in shared memory (SharedFiles::PathOf); empty: it was not read together.
+  // The path of such a file in shared memory (SharedFiles::PathOf); empty: it was not read
+  // together.
   std::string PathOfShared(absl::string_view name) const;
   // Bytes of the last call's files that this rank's host read, and got from other nodes.
   uint64_t bytes_read_together() const;

@@ -26,7 +26,7 @@ struct TensorUpload {
   // Puts bytes of the values somewhere into a block of DeviceUploads, and returns where. It may
   // take as much of the block before and after them as fills their first and last kDirectAlignment.
   std::function<absl::StatusOr<size_t>(uint64_t begin, size_t size, char* block)> fetch;
-  // Of the first byte where the values lie, for kDirectAlignment.
+  // The offset of the first byte of the values, modulo kDirectAlignment.
   size_t remainder = 0;
 };
 

@@ -57,7 +57,7 @@ absl::StatusOr<std::string> FindInFolder(const std::string& folder) {
     if (fitting.size() > 1) {
       return absl::InvalidArgumentError(absl::StrCat(folder, " holds ", fitting.size(), " files *",
                                                      ending, " (", fitting[0], ", ", fitting[1],
-                                                     ", ...): name the one that is meant"));
+                                                     ", ...): name one of them"));
     }
   }
   return absl::NotFoundError(absl::StrCat(
@@ -138,8 +138,9 @@ absl::StatusOr<WeightFiles> WeightFiles::Open(const std::string& path) {
       opened.emplace_back(shard, FileIdentityAt(shard));
       const absl::Status added = files.Add(shard, &names, start);
       if (absl::IsNotFound(added) && !PathExists(shard)) {
-        return absl::NotFoundError(absl::StrCat(start, ": places tensors in ", shard,
-                                                ", which is not there: copy or download it, too"));
+        return absl::NotFoundError(
+            absl::StrCat(start, ": places tensors in ", shard,
+                         ", which does not exist: copy or download it, too"));
       }
       MUSTER_RETURN_IF_ERROR(added);
     }
@@ -156,8 +157,8 @@ absl::StatusOr<WeightFiles> WeightFiles::Open(const std::string& path) {
   if (together) return files;
   return absl::UnavailableError(
       absl::StrCat(path,
-                   ": another process replaces its files again and again while they are "
-                   "opened: open them when it has ended, or name a copy"));
+                   ": another process keeps replacing its files while they are opened: open them "
+                   "when it has ended, or name a copy"));
 }
 
 const WeightFiles::Entry* WeightFiles::Find(absl::string_view name) const {

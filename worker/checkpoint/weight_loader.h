@@ -22,11 +22,11 @@ struct LoadWeightsOptions {
   // Refuse weights that leave a tensor of the model without a value, or hold one that the model
   // does not have.
   bool strict = true;
-  // Leave tensors of the model whose shape or type is another one in the file as they are, and list
-  // them. By default they are an error, also without `strict`.
+  // Leave tensors of the model unchanged if the file has another shape or type for them, and list
+  // them. By default they are an error, even without `strict`.
   bool skip_mismatched = false;
-  // Only tensors whose name begins with this are read, and the model has them without it:
-  // "transformer." reads transformer.wte.weight into wte.weight.
+  // Reads only tensors whose name begins with this prefix, and removes the prefix: "transformer."
+  // reads transformer.wte.weight into wte.weight.
   std::string prefix = "";
   // The model's name of a tensor, from its name in the file without the prefix. An empty result
   // leaves the tensor out.
@@ -36,27 +36,28 @@ struct LoadWeightsOptions {
   std::optional<at::ScalarType> dtype = std::nullopt;
 };
 
-// What became of each tensor. Lists are in the order of the model or of the file.
+// What was done with each tensor. Lists are in the order of the model or of the file.
 struct LoadedWeights {
   // Names in the model. Tensors that are the same under another name are loaded with it.
   std::vector<std::string> loaded = {};
-  // In the model but not in the file; unexpected: the reverse, by its name in the file.
+  // Missing: in the model but not in the file. Unexpected: in the file but not in the model, by the
+  // name in the file.
   std::vector<std::string> missing = {};
   std::vector<std::string> unexpected = {};
   // With `skip_mismatched`: "NAME (what is in the file, what is here)".
   std::vector<std::string> mismatched = {};
-  // What prefix and rename left out, by its name in the file.
+  // Tensors that `prefix` and `rename` left out, by their names in the file.
   std::vector<std::string> ignored = {};
 };
 
-// A tensor of a model and what it gets.
+// A tensor of a model and its source.
 struct MatchedWeight {
   size_t target;        // in the model's list
   size_t from;          // in the files' entries
   at::ScalarType type;  // of the target afterwards
 };
 struct MatchedEntries {
-  // A tensor with several names once. In the order of the targets.
+  // In the order of the targets; a tensor with several names occurs once.
   std::vector<MatchedWeight> matches;
   LoadedWeights report;
 };
@@ -90,25 +91,25 @@ class MatchedWeights {
   std::unique_ptr<Plan> plan_;
 };
 
-// One tensor in its own memory, contiguous or with the strides that it has in the file. Blocks on
-// the disk, from which several threads read a large one.
+// Returns one tensor in its own memory, contiguous or with the strides that it has in the file.
+// Blocks on the disk; several threads read a large tensor.
 absl::StatusOr<at::Tensor> ReadWeight(const WeightFiles& weights, const WeightEntry& entry);
 
 // Copies weights into `targets`, the parameters and buffers of a model, on any device and of any
 // strides. Floating types convert into each other; other types must be equal. Everything is
-// compared before the first tensor changes. Several threads read, past the page cache what is not
-// in it. Of targets that share memory, the later one wins. What is in memory in addition to the
-// model: a block of 2 MiB for each reading thread, of which there are up to 16, and two pinned ones
-// for a GPU; of tensors whose strides are others in the file one at a time; on a device also those
-// that it converts, as many as TensorUploadOptions::converted_bytes. With `dtype` a tensor whose
-// type changes has memory for its new values, and none for the old ones, before the first one is
-// read.
+// compared before the first tensor changes. Several threads read, and bypass the page cache for
+// data that it does not hold. If targets share memory, the later one wins. Memory in addition to
+// the model: a block of 2 MiB for each of up to 16 reading threads, and two pinned blocks for a
+// GPU; one tensor at a time whose strides differ in the file; on a device also tensors that it
+// converts, up to TensorUploadOptions::converted_bytes. With `dtype`, memory for the new values of
+// a tensor whose type changes replaces that of the old values before the first tensor is read.
 //
 // Errors: those of WeightFiles::Open; INVALID_ARGUMENT "PATH: ..." that lists the names that are
 // missing, unexpected (with `strict`) or different in shape or type, targets without memory (meta
-// device), and names of one tensor for which the file has different values. Nothing changes then.
-// DATA_LOSS if the file becomes shorter meanwhile, and the system's error if the disk fails: part
-// of the model may have changed then, and tensors whose type changes may have no values.
+// device), and names of one tensor for which the file has different values; then nothing has
+// changed. DATA_LOSS if the file becomes shorter meanwhile, and the system's error if the disk
+// fails; then part of the model may have changed, and tensors whose type changes may have no
+// values.
 absl::StatusOr<LoadedWeights> LoadWeights(const std::string& path, const NamedTensors& targets,
                                           const LoadWeightsOptions& options = {});
 

@@ -34,8 +34,8 @@ void CheckParts(const std::vector<at::Tensor>& parts, int size, int rank);
 void CheckPart(const at::Tensor& part, const at::Tensor& out, int rank);
 
 // Which tensor of a structure a collective is for, and of how many; one alone is 0 of 1. Ranks
-// compare it: one whose structure has fewer tensors than those of others would otherwise pair all
-// that it sends from there on with what is not meant.
+// compare it, because a rank whose structure has fewer tensors would otherwise pair everything that
+// it sends afterwards with the wrong tensors of the others.
 struct TensorPlace {
   int32_t index = 0;
   int32_t count = 1;

@@ -23,8 +23,8 @@ namespace muster {
 // that others use too: those with tags from kFirstTag on are of these links alone.
 //
 // A rank for which a collective has failed tells its peers why and closes the connections, so that
-// nobody waits for it; an error says that, or which peer died or did not come. Gloo's connections
-// are of no use to anybody afterwards. One thread at a time, but for Break().
+// no caller waits for it; an error says that, or which peer died or did not come. Gloo's
+// connections are of no use to anybody afterwards. One thread at a time, but for Break().
 class HostLinks {
  public:
   static constexpr int kFirstTag = 0x7f000000;
@@ -66,8 +66,8 @@ class HostLinks {
   const c10::intrusive_ptr<c10d::Backend> gloo_;
   const int rank_;
   const std::vector<int> peers_;
-  // What a peer has sent before it closed its connections, by peer. Gloo writes into them until the
-  // connection is lost.
+  // The reasons that peers sent before they closed their connections, by peer. Gloo writes into
+  // them until the connection is lost.
   std::map<int, std::vector<char>> reasons_;
   std::vector<c10::intrusive_ptr<c10d::Work>> reasons_to_come_;
   PeerWatch watch_;

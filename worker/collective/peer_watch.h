@@ -22,11 +22,11 @@ namespace muster {
 
 // Ends messages to and from peers whose connection is lost.
 //
-// Gloo itself ends only those of which nothing has moved yet: a message that it is sending or
-// receiving when the peer dies, or that it is about to send, waits until its own timeout
-// (gloo/transport/tcp/pair.cc, signalException and handleRemotePendingRecv). What it always ends is
-// a receive that no message has begun to fill. Here there is one for each peer that nobody sends,
-// and a thread that looks at them, 20 times a second while messages are waited for.
+// Gloo itself ends only messages of which nothing has been transferred yet: a message that it is
+// sending or receiving when the peer dies, or that it is about to send, waits until its own timeout
+// (gloo/transport/tcp/pair.cc, signalException and handleRemotePendingRecv). It always ends a
+// receive that no message has begun to fill. So this class posts, for each peer, a receive that the
+// peer never fills, and a thread checks these 20 times a second while messages are waited for.
 //
 // Thread-safe. Messages must be gone before it is destroyed.
 class PeerWatch {
@@ -76,8 +76,9 @@ class PeerWatch {
   void Abort();
   // Abort(), and it lets go of the connections. No messages may be left. Not beside the destructor.
   void Release();
-  // Waits for up to `patience` until the connection to the peer is lost. What has come from it
-  // before is in memory then, and no more comes. Gloo's error, one line; nullopt: it is not lost.
+  // Waits for up to `patience` until the connection to the peer is lost. Everything that the peer
+  // sent before is then in memory, and nothing more arrives. Gloo's error, one line; nullopt: it is
+  // not lost.
   std::optional<std::string> LossOf(int peer, std::chrono::milliseconds patience);
 
  private:

@@ -5,9 +5,10 @@
 
 namespace muster {
 
-// `tensor` with its elements in memory one after the other and as they are, for code that sends
-// their bytes: conj() and imag(conj()) are views of memory that reading has to conjugate or negate,
-// and contiguous() keeps them so. Detached; the same memory where that is so already.
+// Returns `tensor` with its elements contiguous in memory and with their plain values, for code
+// that sends their bytes. conj() and imag(conj()) return views whose memory has to be conjugated or
+// negated when it is read, and contiguous() does not change that. Detached; shares memory if
+// nothing has to be converted.
 inline at::Tensor PlainTensor(const at::Tensor& tensor) {
   return tensor.detach().resolve_conj().resolve_neg().contiguous();
 }

@@ -9,9 +9,9 @@
 
 namespace muster {
 
-// What each rank of a host has a part of, which it writes, and which all of them read where it is.
-// The memory ends with the last tensor of the last rank that has it, so a rank that has gone leaves
-// its values to the others. Who writes when others read is up to the caller.
+// Memory of which each rank of a host writes its own part, and which all of them read in place. The
+// memory ends with the last tensor of the last rank that has it, so a rank that has gone leaves its
+// values to the others. The caller must order writes and reads.
 struct SharedParts {
   // Of comm.size() parts, writable: that of this rank is what the others see; the rest is this
   // rank's own, all zero. Only of ShareParts(whole).

@@ -41,9 +41,9 @@ namespace muster {
 //    vector) at the end; and `reset()`.
 //  - begin()/end(): any range; begin() starts a new pass.
 // and optionally skip(n), which skips up to n examples without making them and returns how many it
-// skipped; one that skips fewer is asked for the next example, which is empty at the end also where
-// skip() has come there. Otherwise a stream is not asked for anything after its end. One pass at a
-// time reads it, the one that began last; only ranges may be read by several at once.
+// skipped; after a shorter skip, the stream is asked for the next example, which must be empty if
+// skip() has reached the end. Otherwise nothing is requested from a stream after its end. One pass
+// at a time reads it, the one that began last; only ranges may be read by several at once.
 //
 // and optionally shard(rank, world_size) (integers), for streams that can be divided at their
 // source (by files, by a query, ...). It is called once, when the loader is prepared, and either
@@ -333,7 +333,8 @@ class StreamCursor {
       if (skipped < count) skipped += static_cast<int64_t>(dataset_.skip(count - skipped));
       next_ += skipped;
     }
-    // A skip() that stops early, as at the end of a file, has not said that the stream ends.
+    // A skip() that stops early, for example at the end of a file, does not mean that the stream
+    // ends.
     while (skipped < count && Next().has_value()) ++skipped;
     return skipped;
   }

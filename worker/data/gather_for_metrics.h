@@ -37,7 +37,7 @@ enum class MetricRows {
 // length, kAuto takes the rows for samples on some of them only.
 at::Tensor GatherForMetrics(Comm& comm, const at::Tensor& tensor, const BatchInfo& info,
                             MetricRows rows = MetricRows::kAuto);
-// (collective) The same for each tensor of a structure, of which all ranks need as many.
+// (collective) The same for each tensor of a structure; all ranks need the same number of tensors.
 std::vector<at::Tensor> GatherForMetrics(Comm& comm, const std::vector<at::Tensor>& tensors,
                                          const BatchInfo& info,
                                          MetricRows rows = MetricRows::kAuto);
@@ -95,8 +95,8 @@ auto GatherValueForMetrics(Comm& comm, const T& value, const BatchInfo* info,
     if constexpr (!PlainPartsOf<T>().any) {
       return MapBoth(value, on_tensor, on_list);
     } else {
-      // Ranks compare which list it is, and of how many, as they do with tensors: also one that has
-      // none, as in an empty map.
+      // Ranks compare which list it is, and how many there are, as they do with tensors, even if a
+      // rank has none, as in an empty map.
       size_t lists = 0;
       size_t at = 0;
       const auto as_it_is = [](const at::Tensor& tensor) { return tensor; };

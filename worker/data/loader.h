@@ -288,8 +288,8 @@ class IndexedSource : public DatasetSource<D, C> {
 
 // --- Streams ---
 
-// Collates a batch of a stream with random numbers of its own: as many as it takes of them, the
-// numbers that next() draws stay the same, on all ranks and after a restart.
+// Collates a batch of a stream with separate random numbers: however many it draws, the numbers
+// that next() draws stay the same, on all ranks and after a restart.
 template <class C, class E>
 auto CollateRound(C& collate, std::vector<E> samples, const LoaderPass& pass, int64_t number,
                   DataGenerator* generator) {
@@ -668,7 +668,7 @@ class ShardFeed : public Feed<T> {
     at::Tensor number = at::zeros({1}, at::kLong);
     *number.template data_ptr<int64_t>() = mine;
     std::vector<int64_t> counts;
-    // On the host: a number from a GPU would come behind all that it has still to do.
+    // On the host: a number from a GPU would wait for all of its queued work.
     const at::Tensor all = at::cat(comm_.AllGather(number));
     for (int64_t rank = 0; rank < all.numel(); ++rank) {
       counts.push_back(all.template data_ptr<int64_t>()[rank]);
@@ -750,7 +750,7 @@ class DispatchFeed : public Feed<T> {
         head[0] = kError;
       }
     }
-    // On the host: from a GPU it would come behind all that this has still to do.
+    // On the host: from a GPU it would wait for all of its queued work.
     comm_.Broadcast(header, 0);
     if (head[0] == kEnd) return std::nullopt;
     if (head[0] != kSameSchema) text = comm_.BroadcastBytes(text, 0);
@@ -819,7 +819,7 @@ class LoaderIterator {
     pass_->Advance();
   }
 
-  // Throw c10::Error at the end, which is also the begin of a pass without batches.
+  // Throw c10::Error at the end, which is also the beginning of a pass without batches.
   Batch<T>& operator*() const {
     TORCH_CHECK(pass_->current.has_value(),
                 "loader: there is no batch here: this pass has ended, or it has none; compare the "
@@ -843,7 +843,7 @@ class LoaderIterator {
         : core(std::move(c)), source(std::move(s)), facts(Start(skip)) {
       if (facts == nullptr) return;
       const auto open = [this] {
-        // Its error is that of all, who wait for rank 0.
+        // All ranks get this error, because they wait for rank 0.
         if (core->dispatch()) core->CheckSize(source->Size());
         return source->Open(facts, core->settings(), core->options());
       };
@@ -1021,8 +1021,8 @@ class BatchRecipe {
   }
 
   // The order of samples: a function of the epoch that returns ids, or a LibTorch sampler (reset(),
-  // next(n)). Called on rank 0 only; its result applies to every rank. What a sampler draws from
-  // LibTorch's default generator, as RandomSampler does, only rank 0's generator has drawn.
+  // next(n)). Called on rank 0 only; its result applies to every rank. If a sampler draws from
+  // LibTorch's default generator, as RandomSampler does, only rank 0's generator advances.
   template <class S>
   BatchRecipe& sampler(S order) {
     static_assert(

@@ -500,7 +500,7 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
     }
     return absl::InvalidArgumentError(
         absl::StrCat(source,
-                     " says something of activation checkpointing, which nothing asks for: set "
+                     " refines activation checkpointing, but nothing enables it: set "
                      "MUSTER_ACTIVATION_CHECKPOINTING=yes as well, or unset it"));
   }
   if (env->gradient_accumulation_steps.value < 1) {

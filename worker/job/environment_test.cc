@@ -502,7 +502,7 @@ TEST(Environment, ActivationCheckpointing_IsReadWithItsBlocksAndPlace) {
   // Alone they would have no effect.
   for (const char* name : {"MUSTER_ACTIVATION_BLOCKS", "MUSTER_OFFLOAD_ACTIVATIONS"}) {
     EXPECT_THAT(Error({{name, "cpu"}}),
-                AllOf(HasSubstr(name), HasSubstr("which nothing asks for")));
+                AllOf(HasSubstr(name), HasSubstr("but nothing enables it")));
   }
 }
 

@@ -23,8 +23,8 @@ namespace muster {
 struct JoinedProcess;
 
 struct JoinJobOptions {
-  // Of a process whose variables give it no rank (Environment::seated is false); 0: such a process
-  // is refused.
+  // For a process whose variables give it no rank (Environment::seated is false): how many workers
+  // the job needs; 0: such a process is refused.
   int min_workers = 0;
   int max_workers = 0;
   // A process group even for a job of one process, for code that needs a c10d::ProcessGroup.

@@ -29,8 +29,8 @@ at::Tensor PaddingMask(const at::Tensor& attention_mask) {
 at::Tensor PackedTexts(const at::Tensor& positions) {
   if (positions.size(1) < 2) return {};
   const at::Tensor begins = at::constant_pad_nd(positions.diff(/*n=*/1, /*dim=*/1) != 1, {1, 0}, 0);
-  // Waits for a GPU, once in a forward pass, as transformers does: a mask in vain would cost more,
-  // the kernels of attention that take none.
+  // Waits for a GPU, once in a forward pass, as transformers does: an unnecessary mask would cost
+  // more, the kernels of attention that take none.
   if (!begins.any().item<bool>()) return {};
   return begins.cumsum(1);
 }

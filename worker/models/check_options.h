@@ -10,8 +10,8 @@
 
 namespace muster::models {
 
-// INVALID_ARGUMENT for what Generate() refuses whatever the model and the prompt are: for programs
-// that say it before they load a large model. stop_strings are for who has a tokenizer.
+// INVALID_ARGUMENT for options that Generate() refuses for any model and prompt, so that programs
+// can report them before they load a large model. stop_strings need a tokenizer.
 absl::Status CheckOptions(const GenerateOptions& options);
 
 // INVALID_ARGUMENT if `prompt` ("a prompt of"), which has `length` tokens, and the new ones are

@@ -15,10 +15,10 @@ namespace muster::models {
 class KvCache {
  public:
   // Allocates room for `capacity` positions of `batch` rows. Throws a RESOURCE_EXHAUSTED status
-  // that says how much that is if the host refuses it.
+  // that names the size if the host refuses the memory.
   KvCache(int64_t num_layers, int64_t batch, int64_t num_heads, int64_t capacity, int64_t head_dim,
           const at::TensorOptions& options);
-  // The same for layers on devices of their own.
+  // The same with one device per layer.
   KvCache(const std::vector<at::TensorOptions>& layers, int64_t batch, int64_t num_heads,
           int64_t capacity, int64_t head_dim);
 
@@ -37,7 +37,7 @@ class KvCache {
   // Forgets the positions from `length` on.
   void Truncate(int64_t length) { length_ = length; }
 
-  // Returns a copy with each row repeated `times` times, one below the other.
+  // Returns a copy with each row repeated `times` times, consecutively.
   KvCache Repeated(int64_t times) const;
   // Makes row i continue the previous row `rows[i]` (int64 [batch], on any device) from position
   // `from` on; before that position, all exchanged rows are equal.

@@ -45,7 +45,8 @@ std::vector<at::Tensor> LoraParameters(const TextModelImpl& model);
 // Writes adapter_config.json and adapter_model.safetensors, which PEFT loads. `options` are those
 // of AddLora or LoadLora, `base` is the name of the base model in the config. Errors:
 // FAILED_PRECONDITION without adapters; INVALID_ARGUMENT names an adapter that the options do not
-// describe, with which another program would compute something else. Nothing is written then.
+// describe, because another program would compute something else with them. Nothing is written
+// then.
 absl::Status SaveLora(const TextModelImpl& model, const std::string& dir,
                       const LoraOptions& options, const std::string& base = "");
 

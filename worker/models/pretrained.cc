@@ -181,7 +181,7 @@ absl::Status CheckDeviceIsThere(const c10::Device& device) {
                         : 0;
   if (std::max<int>(device.index(), 0) < count) return absl::OkStatus();
   return absl::FailedPreconditionError(
-      absl::StrCat("device ", device.str(), " is not there: this process sees ",
+      absl::StrCat("device ", device.str(), " does not exist: this process sees ",
                    count == 0 ? "none" : absl::StrCat(count), " of its kind; use the CPU"));
 }
 

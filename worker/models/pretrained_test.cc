@@ -342,7 +342,7 @@ TEST(LoadPretrained, MissingShard_IsNamed) {
   ASSERT_TRUE(RemoveTree(folder.Path(shard)).ok());
   const auto again = LoadPretrained(folder.path());
   EXPECT_TRUE(absl::IsNotFound(again.status()));
-  EXPECT_NE(again.status().message().find(shard + ", which is not there"), std::string::npos)
+  EXPECT_NE(again.status().message().find(shard + ", which does not exist"), std::string::npos)
       << again.status();
 }
 
@@ -356,7 +356,7 @@ TEST(LoadPretrained, DeviceThatIsNotThere_IsNamed) {
   const auto model =
       LoadPretrained(GoldenPath("hf_models/llama_shared"), {.device = c10::Device("cuda:99")});
   EXPECT_EQ(model.status().code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_NE(model.status().message().find("device cuda:99 is not there"), std::string::npos)
+  EXPECT_NE(model.status().message().find("device cuda:99 does not exist"), std::string::npos)
       << model.status();
 }
 

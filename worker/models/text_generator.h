@@ -58,8 +58,8 @@ absl::StatusOr<EncodedPrompts> EncodePrompts(const Tokenizer& tokenizer,
 int64_t NewTokens(const ModelConfig& config, const EncodedPrompts& prompts,
                   const TextOptions& options);
 
-// INVALID_ARGUMENT for prompts, or numbers of texts, that Generate() refuses whatever the weights
-// are: for programs that say it before they load a large model.
+// Returns INVALID_ARGUMENT for prompts, or numbers of texts, that Generate() would refuse for any
+// weights, so that programs can report it before they load a large model.
 absl::Status CheckPrompts(const ModelConfig& config, const EncodedPrompts& prompts,
                           const TextOptions& options);
 

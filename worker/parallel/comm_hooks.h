@@ -35,9 +35,9 @@ CommHook ParseCommHook(absl::string_view text);
 // PowerSGD (Vogels, Karimireddy, Jaggi 2019), names and defaults as torch's PowerSGDState.
 struct PowerSgdOptions {
   int64_t matrix_approximation_rank = 1;
-  // The first reductions are exact: of the model, whatever is frozen and unfrozen meanwhile, and
-  // again after a resume, since checkpoints do not have what PowerSGD remembers. At least 2: the
-  // Reducer rebuilds its buckets after the first.
+  // How many of the model's first reductions are exact, no matter what is frozen and unfrozen
+  // meanwhile. They are exact again after a resume, because checkpoints do not contain PowerSGD's
+  // memory. At least 2, because the Reducer rebuilds its buckets after the first.
   int64_t start_powerSGD_iter = 1000;
   // A matrix is compressed only if that makes it smaller by this factor.
   double min_compression_rate = 2;
@@ -52,11 +52,11 @@ enum class CommWrapper { kNone, kFp16, kBf16 };
 // "no", "fp16", "bf16". Throws c10::Error for anything else.
 CommWrapper ParseCommWrapper(absl::string_view text);
 
-// A hook of the user's, as torch's register_comm_hook has them: starts the exchange of one bucket
-// of gradients over `group` and returns at once with a future of the tensor that takes the bucket's
-// place (same numel and dtype). Nothing divides by the number of ranks but the hook. It must start
-// the same collectives in the same order on every rank; with buckets of zeros it also speaks for a
-// rank that ran out of batches. Include torch/csrc/distributed/c10d/comm.hpp to write one:
+// A user's hook, like those of torch's register_comm_hook: starts the exchange of one bucket of
+// gradients over `group` and returns at once, with a future of the tensor that replaces the bucket
+// (same numel and dtype). Only the hook divides by the number of ranks. It must start the same
+// collectives in the same order on every rank; with buckets of zeros it also speaks for a rank that
+// ran out of batches. Include torch/csrc/distributed/c10d/comm.hpp to write one:
 //
 //   [](c10d::ProcessGroup& group, c10d::GradBucket& bucket) {
 //     std::vector<at::Tensor> tensors = {bucket.getBufferRef().div_(group.getSize())};
@@ -78,9 +78,9 @@ std::unique_ptr<c10d::CommHookInterface> MakeCommHook(CommHook hook, CommWrapper
                                                       c10::intrusive_ptr<c10d::ProcessGroup> group,
                                                       std::shared_ptr<int64_t> reductions);
 
-// The hook for c10d::Reducer where nothing else is asked for and the backend of `group` averages by
-// itself, as Muster's do for floating CPU tensors: the Reducer copies gradients into their buckets,
-// which takes less than the products that it makes without a hook.
+// The hook for c10d::Reducer if no other is requested and the backend of `group` averages by
+// itself, as Muster's backends do for floating CPU tensors: with a hook the Reducer copies
+// gradients into their buckets, which is cheaper than the products that it computes without one.
 std::unique_ptr<c10d::CommHookInterface> MakeAverageHook(
     c10::intrusive_ptr<c10d::ProcessGroup> group);
 

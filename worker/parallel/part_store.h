@@ -9,9 +9,9 @@
 
 namespace muster {
 
-// Where a rank's parts of the parameters, or of the gradients, are while nothing uses them: a file,
-// or memory of the host for those of a device. Errors are c10::Error. What reads and writes may be
-// called from two threads at a time, for different places.
+// Where a rank's parts of the parameters or gradients are kept while nothing uses them: a file, or
+// memory of the host for those of a device. Errors are c10::Error. The functions that read and
+// write may be called from two threads at a time, for different places.
 class PartStore {
  public:
   virtual ~PartStore() = default;

@@ -29,7 +29,7 @@ std::set<std::string> ModulesOfTypes(const torch::nn::Module& module,
                                      const std::vector<std::string>& types,
                                      const std::string& option);
 
-// Those of `names`, of buffers or parameters, that are inside of a module which
+// Returns the `names` of buffers or parameters that are inside a module that
 // `options.ignored_modules` matches. Throws c10::Error for a pattern that matches no module.
 std::set<std::string> InIgnoredModules(const torch::nn::Module& module,
                                        const std::vector<std::string>& names,

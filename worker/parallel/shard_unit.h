@@ -160,11 +160,11 @@ class ShardUnit : public Page {
   // Takes this rank's part of the gathered values, which were written, for the shards.
   void KeepOwnPart();
 
-  // What parameters have for `.grad` while their gradients are elsewhere: it throws when it is
-  // used, and a program that zeroes it is noticed.
+  // The `.grad` of parameters while their gradients are elsewhere: using it throws, and zeroing it
+  // is noticed.
   static const at::Tensor& GradientMark();
-  // What a shard has for `.grad` once an optimizer has used its gradient in the backward pass: it
-  // throws when it is used, until the program zeroes it.
+  // The `.grad` of a shard once an optimizer has used its gradient in the backward pass: using it
+  // throws until the program zeroes it.
   static const at::Tensor& UsedGradientMark();
   // A backward pass is about to add to `.grad` of slice `index`. Throws if the program has zeroed
   // the module, and with it gradients of micro-steps before.
@@ -183,7 +183,7 @@ class ShardUnit : public Page {
   // Adds them to `.grad` of the shards. `in_memory`: what is new there stays out of the store,
   // since it is used at once.
   void AddGradients(at::Tensor mine, bool in_memory = false);
-  // The same after a pass that has thrown: whoever uses the queue next learns of an error.
+  // The same after a pass that has thrown: the next user of the queue gets the error.
   void SettleReduction();
   // Waits for it and drops the result.
   void AbandonReduction();

@@ -1439,7 +1439,7 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
     unused = std::move(both);
   }
   for (UnitTurns* turns : {&forward_turns_, &backward_turns_}) {
-    // Ranks that were told different things would gather different units ahead.
+    // Ranks with different information would gather different units ahead.
     if (same && same_turns) {
       turns->Keep();
     } else {

@@ -29,9 +29,9 @@
 namespace muster {
 
 // One model whose parameters, gradients and optimizer states are divided among the ranks, as
-// ShardingOptions say. The module stays as it is and is called as before: its parameters are
-// gathered when an operator uses them (paged_storage.h), in the forward pass and in the backward
-// pass, and freed when others take their place. Gradients are reduced when all of a unit are there.
+// ShardingOptions say. The module is unchanged and is called as before: its parameters are gathered
+// when an operator uses them (paged_storage.h), in the forward and the backward pass, and freed
+// when others replace them. The gradients of a unit are reduced once all of them exist.
 //
 // The optimizer updates shards(), in place of the parameters: 1-D tensors, one for each parameter,
 // with this rank's part of it (maybe empty).
@@ -43,17 +43,18 @@ namespace muster {
 //   model.Expire();                    // before the shards change
 //   optimizer.step();
 //
-// All ranks must use the same units in the same order in each step: units that one rank alone
-// leaves out would leave it waiting. Different orders of units of one size are found out at the end
-// of the backward pass, before an optimizer steps on wrong numbers, and throw on every rank.
+// All ranks must use the same units in the same order in each step: if only one rank leaves out a
+// unit, the ranks wait for each other. Different orders of units of the same size are detected at
+// the end of the backward pass, before an optimizer steps on wrong numbers, and throw on every
+// rank.
 //
 // With a CommQueue, communication overlaps with computation (docs/decisions/0042, on a GPU 0066):
-// on a thread or a stream. When a step turns to a unit, the gather of the one that the step before
-// turned to next begins there; its use waits for it. Gradients are reduced there while earlier
-// layers go backward. What is gathered ahead depends on nothing but the program and an order that
-// all ranks have agreed on, never on time, so that collectives of all ranks are in one order.
-// Results are the same to the last bit. Between passes nothing is under way; errors of the queue
-// are thrown by the use that waits.
+// on a thread or a stream. When a step reaches a unit, the queue begins to gather the unit that the
+// previous step used next; its use waits for the gather. The queue reduces gradients while the
+// backward pass runs through earlier layers. The choice of the unit to gather ahead depends only on
+// the program and on an order that all ranks have agreed on, never on time, so that the collectives
+// of all ranks have one order. Results are the same to the last bit. Between passes the queue is
+// empty; the use that waits throws its errors.
 //
 // Outside of forward and backward passes a use of the parameters throws, as does an operator that
 // writes them: Summon() is for both.
@@ -138,8 +139,8 @@ class ShardedModel {
   // Whether an exception has ended a backward pass of this rank on its way: others may still wait
   // for it there.
   bool Interrupted() const;
-  // What this rank has failed with alone, or that an exception has ended its backward pass; empty:
-  // neither.
+  // The error that only this rank has had, or a note that an exception has ended its backward pass;
+  // empty: neither.
   std::string Before() const;
   // Throws inside of Summon(), which holds the values that are about to change.
   void CheckNotSummoned() const;
@@ -181,8 +182,8 @@ class ShardedModel {
   static constexpr size_t kChangesBytes = 8;
   std::string ChangesHere() const;
   void CompareBeforeSave(const std::vector<std::string>& all);
-  // What steps on the shards may do so without a trace (see Writes): from now on gathered
-  // parameters count no more after any backward pass that reduces. On every rank.
+  // Steps on the shards may be invisible (see Writes): from now on gathered parameters are invalid
+  // after any backward pass that reduces. On every rank.
   void ExpectUnseenSteps() { unseen_steps_ = true; }
 
   // These shards were changed, on every rank: a backward pass through a graph that has the values
@@ -220,8 +221,8 @@ class ShardedModel {
   void VisitFullParameters(
       const std::function<void(const std::string& name, const at::Tensor& value)>& visit);
   // (collective) The full parameters for which keep(name), by name, copied to the CPU. One unit is
-  // gathered at a time. What this rank alone fails at (memory for what it keeps) comes after all of
-  // the exchange. It is put into `failure`, where other exchanges follow; null: it is thrown.
+  // gathered at a time. An error on only this rank (no memory for the copies) is reported after the
+  // whole exchange: in `failure`, if other exchanges follow; null: it is thrown.
   std::vector<std::pair<std::string, at::Tensor>> FullParameters(
       const KeepName& keep, std::exception_ptr* failure = nullptr);
   // The values of full parameters, by name; names that are not in `values` stay as they are.
@@ -237,9 +238,9 @@ class ShardedModel {
   std::map<std::string, at::Tensor> Assemble(
       const std::function<at::Tensor(const std::string& name)>& state, const KeepName& keep,
       std::exception_ptr* failure = nullptr);
-  // How FullParameters(), Assemble() and KeptPartOf() copy what they return; from then on. Of a
-  // tensor on the CPU or on the device of the parameters it makes one on the CPU, with memory of
-  // its own. By default in memory.
+  // How FullParameters(), Assemble() and KeptPartOf() copy what they return; from then on. It
+  // copies a tensor on the CPU or on the device of the parameters to a new tensor on the CPU. The
+  // default copies to memory.
   using CopyTensor = std::function<at::Tensor(const at::Tensor& tensor)>;
   void KeepCopiesBy(CopyTensor copy) { keep_copy_ = std::move(copy); }
   // Elements of parameter `name` in this rank's shard.
@@ -247,8 +248,8 @@ class ShardedModel {
   // This rank's part of the full tensor for parameter `name`: 1-D, in memory of its own on the
   // device of `full`.
   at::Tensor PartOf(const std::string& name, const at::Tensor& full) const;
-  // The same of a full tensor on the CPU, to be kept beside the shards for a while: a copy as of
-  // KeepCopiesBy().
+  // The same for a full tensor on the CPU that is temporarily kept in addition to the shards: a
+  // copy as of KeepCopiesBy().
   at::Tensor KeptPartOf(const std::string& name, const at::Tensor& full) const;
   // Which elements of a contiguous full tensor PartOf() reads: first and past the last.
   std::pair<int64_t, int64_t> PartRange(const std::string& name) const;
@@ -284,7 +285,7 @@ class ShardedModel {
   // Waits for what an interrupted pass has left under way.
   void Settle();
   void ExpireAll();
-  // Of the units that an optimizer, or the program through one, may have changed.
+  // Expires the units that an optimizer, or the program through one, may have changed.
   void ExpireSteppable();
   void Expire(ShardUnit& unit);
   // (collective) At `place`, after a backward pass that reduces until the shards are announced to
@@ -390,14 +391,14 @@ class ShardedModel {
   std::exception_ptr unsaid_;
   at::Tensor gradient_buffer_;  // of units that are reduced, one after the other; may be undefined
   bool open_ = false;           // a backward pass that reduces is under way
-  // Such a pass has ended since the last gathers: an optimizer may have stepped, whoever holds it.
+  // Such a pass has ended since the last gathers, so some optimizer may have stepped.
   bool stale_ = false;
   // Such a pass has ended, and ranks have not agreed yet that Expire() has followed: the shards may
   // have been changed by others. All ranks alike.
   bool comparing_ = false;
   uint32_t announced_ = 0;  // times that Expire() was called since ranks have compared it
-  // What the end of a backward pass, a step or the begin of a forward pass has thrown on this rank
-  // alone, until the ranks meet again.
+  // The error that only this rank has had at the end of a backward pass, in a step or at the
+  // beginning of a forward pass, until the ranks meet again.
   std::string failure_;
   bool failed_in_step_ = false;  // failure_ is of a step, or came after one
   // What some rank has failed with, after the ranks have met: others may have stepped. The same on
@@ -436,8 +437,8 @@ class ShardedModel {
   std::vector<bool> complete_, done_;  // done_: reduced
   std::vector<bool> late_;             // with gradients that came after
   std::vector<std::pair<at::Tensor, unsigned>> hooks_;
-  // What was gathered and reduced since the last check, in order: for the message the first ones
-  // alone, since a program that only evaluates makes no check.
+  // The units gathered and reduced since the last check, in order. Only the first ones are kept for
+  // the message, because a program that only evaluates never checks.
   struct History {
     static constexpr size_t kListed = 1 << 14;
     std::vector<uint32_t> first;

@@ -131,7 +131,7 @@ bool StoredPage::Free() {
     changed = changed_;
   }
   const auto write = [&] {
-    // What no tensor has nobody reads.
+    // No tensor refers to the rest, so nothing reads it.
     if (changed && used()) store_.WriteFrom(place_, flat_);
   };
   Named("writing", what_, [&] {

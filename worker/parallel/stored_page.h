@@ -63,7 +63,7 @@ class StoredPage : public Page, public std::enable_shared_from_this<StoredPage> 
   uint64_t place() const { return place_; }
 
  private:
-  // While it lives, nobody else has to do with the memory or the place in the store.
+  // While it lives, no other code uses the memory or the place in the store.
   class Access {
    public:
     explicit Access(StoredPage& page);

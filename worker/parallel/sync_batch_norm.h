@@ -11,7 +11,7 @@
 
 namespace muster {
 
-// The ranks that SyncBatchNorms share statistics with, while this object lives. Not thread-safe.
+// The ranks among which SyncBatchNorms share statistics while this object lives. Not thread-safe.
 class StatisticsRanks {
  public:
   // Borrowed.
@@ -27,10 +27,10 @@ class StatisticsRanks {
   const std::shared_ptr<Comm*> comm_;
 };
 
-// Batch normalization whose statistics are those of the batches of all ranks together, as torch's
-// nn.SyncBatchNorm: for batches that are small on every rank. Options, parameters and buffers have
-// the names and defaults of torch::nn::BatchNorm1d/2d/3d, whose checkpoints fit; it takes their
-// place in a model, for inputs of any rank from 2 (N, C, ...) on.
+// Batch normalization with the statistics of the batches of all ranks together, like torch's
+// nn.SyncBatchNorm; useful if each rank's batch is small. Options, parameters and buffers have the
+// names and defaults of torch::nn::BatchNorm1d/2d/3d, whose checkpoints fit. It replaces them in a
+// model, for inputs of two or more dimensions (N, C, ...).
 //
 // In training, bound to several ranks, forward and backward are collectives: one
 // all-reduce of 2C + 1 and one of 2C doubles. All ranks must take part in the same order, with the
@@ -39,8 +39,8 @@ class StatisticsRanks {
 // Accelerator), with one rank, or in evaluation it is torch's batch normalization.
 //
 // Statistics are computed in at least float, also of half inputs. There is no second derivative
-// (create_graph throws), and no place in join_uneven_inputs, since a rank without a batch does not
-// take part. Not thread-safe. Errors are c10::Error.
+// (create_graph throws), and it cannot be used with join_uneven_inputs, since a rank without a
+// batch does not take part. Not thread-safe. Errors are c10::Error.
 class SyncBatchNormImpl
     : public torch::nn::NormImplBase<0, SyncBatchNormImpl, torch::nn::BatchNormOptions> {
  public:

@@ -19,7 +19,7 @@ class Charsmap {
   // texts. Errors: INVALID_ARGUMENT it holds something else.
   static absl::StatusOr<Charsmap> Parse(absl::string_view base64);
 
-  // What the shortest entry that `text` begins with is replaced by; nullopt: there is none.
+  // The replacement of the shortest entry that `text` begins with; nullopt: there is none.
   absl::optional<absl::string_view> Find(absl::string_view text) const;
 
  private:

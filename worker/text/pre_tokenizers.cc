@@ -115,7 +115,7 @@ absl::Status SplitAtCharacters(SplitText& split, Behavior behavior, Is is) {
   });
 }
 
-// Writes every span that is no added token anew: `write` (span, out) appends what it becomes.
+// Rewrites every span that is not an added token: `write` (span, out) appends its replacement.
 template <typename Write>
 void RewriteSpans(SplitText& split, Write write) {
   AlignedText out;

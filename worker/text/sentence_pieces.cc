@@ -13,7 +13,7 @@
 namespace muster::text {
 namespace {
 
-// Trainers make pieces of up to 16 characters, and keep longer ones if they are told to.
+// Trainers make pieces of up to 16 characters, and keep longer ones if configured to.
 constexpr size_t kMaxPieceBytes = 1024;
 constexpr size_t kMaxMergeBytes = size_t{256} << 20;
 

@@ -14,7 +14,8 @@ namespace muster::text {
 
 struct SentencePiece {
   std::string text;
-  // It is cut out of a text before the model sees it: all that the trainer was told to keep whole.
+  // It is cut out of a text before the model sees it: every piece that the trainer was configured
+  // to keep whole.
   bool is_added = false;
   bool is_control = false;  // of these, one that stands for no text
 };

@@ -18,9 +18,8 @@ std::optional<int64_t> WholeNumber(const nlohmann::json& json, int64_t most);
 
 // One object of a tokenizer.json, read field by field. The first thing that is wrong is kept and
 // given by status(), with the path of the field ("pre_tokenizer.pretokenizers[1].behavior"); the
-// getters then return what stands for nothing. A field that nobody asked for is an error of
-// Finish(): a setting that we do not know may change every token. Borrows the JSON. Not
-// thread-safe.
+// getters then return an empty value. A field that was not requested is an error of Finish(): a
+// setting that we do not know may change every token. Borrows the JSON. Not thread-safe.
 class Settings {
  public:
   // `path` is that of the object. An error is kept if `json` is no object.

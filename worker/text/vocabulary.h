@@ -21,7 +21,8 @@ class Vocabulary {
   // below 2^31.
   static absl::StatusOr<Vocabulary> FromJson(const nlohmann::json& json, const std::string& path);
 
-  // Of two tokens with one text the later counts, of two with one id the earlier.
+  // If two tokens have the same text, the later one counts; if two have the same id, the earlier
+  // one.
   void Add(std::string text, uint32_t id);
 
   std::optional<uint32_t> Id(absl::string_view text) const {

@@ -40,9 +40,10 @@ class TrackerSet {
   // Queues an entry for all trackers. After Finish it is dropped.
   void Log(TrackerValues values, std::optional<int64_t> step = std::nullopt);
 
-  // The tracker of that name; on a rank that does not have it, one that does nothing. Use it
-  // between entries only (call Flush first): the set's thread uses it too. NOT_FOUND, naming those
-  // there are, for a name that no rank has.
+  // Returns the tracker of that name, once everything queued so far has been written; on a rank
+  // that does not have it, a tracker that does nothing. The caller may use it until the next Log:
+  // then the set's thread uses it too, so call Get again. Does not wait when called on the set's
+  // thread. Errors: NOT_FOUND, with the names that exist, for a name that no rank has.
   absl::StatusOr<GeneralTracker*> Get(const std::string& name);
 
   // Returns when everything queued so far is written.

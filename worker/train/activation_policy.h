@@ -39,10 +39,10 @@ class ActivationPolicy {
   void BeginBackward();
   // After it, with the parameters to whose gradients it has added. Throws c10::Error, naming one,
   // if they are of blocks that have never been called by muster::call() with gradients on: these
-  // have kept their activations. Of a block that has been called so before, but not for this pass,
-  // a warning says so once: a penalty on the weights of a block that a step leaves out looks the
-  // same. Costs the number of blocks where nothing is wrong. Blocks inside of other blocks count as
-  // those.
+  // have kept their activations. If such a block was called that way before, but not in this pass,
+  // it logs one warning, because a penalty on the weights of a block that the step leaves out looks
+  // the same. Costs the number of blocks where nothing is wrong. Blocks inside of other blocks
+  // count as those.
   using HasGradient = std::function<bool(const at::Tensor& parameter)>;
   void EndBackward(const HasGradient& has_gradient);
   // The same without BeginBackward(): throws, and warns of nothing.

@@ -40,7 +40,7 @@ class ActivationStore {
  public:
   static constexpr uint64_t kPendingBytes = uint64_t{64} << 20;
 
-  // A tensor that is there. It is forgotten when nobody has it any more.
+  // A tensor that is present. It is forgotten when no one refers to it any more.
   class Parked;
 
   // `file`: null: in the memory of the CPU, pinned; tensors on the CPU stay where they are.

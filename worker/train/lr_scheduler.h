@@ -123,13 +123,14 @@ class Scheduler {
 // rates, the first step of a warm-up has rate 0 for any base rate, and near that step a
 // proportional base rate would make later rates explode.
 //
-// A state that is loaded sets the step and the base rates; the rates are those that this schedule
-// has there, which need not be the one of the saved run, but for rates that were set by hand.
+// Loading a state sets the step and the base rates. The rates are then those of this schedule at
+// that step, which may differ from those of the saved run, except rates that were set by hand.
 //
-// Of several schedules, one that has ended stays at its last rate while others go on.
+// If there are several schedules, one that has ended stays at its last rate while the others
+// continue.
 //
 // A parameter group that is added to the target later follows the schedule of the others, starting
-// from its own rate; if each group has its own schedule, the next Step() refuses it.
+// from its own rate; if each group has its own schedule, the next Step() throws.
 class LrScheduler : public Scheduler {
  public:
   LrScheduler(LrTarget& target, LrSchedulePtr schedule);

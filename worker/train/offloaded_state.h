@@ -53,9 +53,9 @@ class OffloadedState {
 
   // Makes room for `slots` tensors like each of the parameters [first, first + likes.size()), all
   // of one group. `likes` are dense. `devices`: where they are updated, one for each of them;
-  // empty: on the CPU. Of parameters in pages (paged_storage.h) a window has those of one page.
-  // `by_memory`: of all parameters a window has those in one memory. Throws, with nothing changed,
-  // if the disk is full or the memory is not to be had.
+  // empty: on the CPU. For parameters in pages (paged_storage.h), a window holds those of one page.
+  // `by_memory`: a window holds only parameters in the same memory. Throws, with nothing changed,
+  // if the disk is full or the memory cannot be allocated.
   void Add(size_t first, const std::vector<at::Tensor>& likes, size_t slots,
            const std::vector<c10::Device>& devices = {}, bool by_memory = false);
 

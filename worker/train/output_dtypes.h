@@ -18,8 +18,8 @@ namespace muster {
 
 // While it lives, muster::call() of `modules` converts what they return to `dtype` where autocast
 // is on, as in a pass of the prepared model: in another one, of the bare module, the next module
-// would refuse a dtype that its weights do not have. A module that another one has too is converted
-// to the dtype of the newest. Thread-safe.
+// would refuse a dtype that its weights do not have. For a module that several OutputDtypes name,
+// the newest one counts. Thread-safe.
 class OutputDtypes {
  public:
   OutputDtypes(std::vector<std::shared_ptr<torch::nn::Module>> modules, c10::ScalarType dtype);
@@ -28,11 +28,12 @@ class OutputDtypes {
   OutputDtypes& operator=(const OutputDtypes&) = delete;
 
  private:
-  // They are kept: another module at the address of one would be taken for it.
+  // They are kept alive, because another module at the same address would be mistaken for one of
+  // them.
   const std::vector<std::shared_ptr<torch::nn::Module>> modules_;
 };
 
-// That of a call of `module`, which may be null, by this thread now.
+// The output dtype for a call of `module`, which may be null, by this thread now.
 std::optional<c10::ScalarType> OutputDtypeOf(const torch::nn::Module* module);
 
 // Returns `output` with its floating-point tensors converted to `dtype` (differentiable).

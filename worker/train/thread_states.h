@@ -6,8 +6,8 @@
 
 namespace muster {
 
-// What code above worker/train keeps for each thread, and what decides how operators run: the
-// second run of a checkpointed function, in a thread of autograd, needs it as the first one had it.
+// State that code above worker/train keeps per thread and that affects how operators run: the
+// second run of a checkpointed function, in an autograd thread, needs the same state as the first.
 struct ThreadState {
   int64_t (*get)();
   void (*set)(int64_t value);

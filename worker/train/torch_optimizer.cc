@@ -462,7 +462,7 @@ class TorchOptimizerHandle : public OptimizerHandle {
     MakeAdagradState();
     bool evaluated = false;
     at::Tensor loss = optimizer_.step([&] {
-      // What the first evaluation finds nobody has changed.
+      // Nothing has changed the values that the first evaluation finds.
       if (std::exchange(evaluated, true)) NoteStep(seen_parameters());
       return closure();
     });
