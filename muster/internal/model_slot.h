@@ -70,6 +70,7 @@ class ModelSlot {
 
  private:
   friend class StepController;
+  friend class GradientOrigins;
 
   // Whether forward() returns or throws.
   struct ForwardEnd {

@@ -64,6 +64,7 @@ class OptimizerSlot {
 
  private:
   friend class StepController;
+  friend class GradientOrigins;
 
   StepController* const controller_;
   const std::unique_ptr<OptimizerHandle> owned_;

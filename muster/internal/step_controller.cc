@@ -5,16 +5,15 @@
 #include <exception>
 #include <limits>
 #include <string>
-#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
-#include "absl/strings/str_cat.h"
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "muster/internal/backward_updates.h"
+#include "muster/internal/parameter_sets.h"
 #include "worker/collective/collective_error.h"
 #include "worker/collective/nested_collectives.h"
 #include "worker/collective/on_all.h"
@@ -43,7 +42,10 @@ StepController::StepController(const Process& process, Registry& registry, LoopT
       loops_(loops),
       accumulation_(WithSteps(process.options().accumulation,
                               AccumulationSteps(process.options(), process.environment()))),
-      statistics_ranks_(std::make_unique<StatisticsRanks>(process.comm())) {
+      statistics_ranks_(std::make_unique<StatisticsRanks>(process.comm())),
+      strays_(process, registry, *passes_),
+      origins_(process, registry, *passes_),
+      samples_(process, registry) {
   if (NeedsGradScaler(process.precision()) && process.grad_scaler().enabled) {
     // Each process sees the gradients of its own shards only.
     const bool sharded =
@@ -130,7 +132,7 @@ void StepController::ChangeLocal(int by) {
 }
 
 void StepController::AboutToChange(const ModelSlot* only) {
-  ForgetStrays();
+  strays_.Forget();
   for (const auto& model : registry_.models()) {
     if (model->sharded() == nullptr || (only != nullptr && model.get() != only)) continue;
     model->sharded()->Expire();
@@ -140,7 +142,7 @@ void StepController::AboutToChange(const ModelSlot* only) {
 
 void StepController::ChangeAveraged(int by) {
   averaged_depth_ += by;
-  ForgetStrays();
+  strays_.Forget();
 }
 
 std::vector<ShardedModel*> StepController::ShardedModelsOf(const OptimizerSlot& slot) const {
@@ -267,8 +269,8 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
                 "optimizer has used them. Leave one of them out");
   }
   CheckWitnesses();
-  CheckStrays();
-  if (passes_->any_plain()) ForgetPlainPassesWithoutGradients();
+  if (StepsKnowMore()) strays_.Check(scaler_ != nullptr);
+  origins_.ForgetPlainPassesWithoutGradients();
   for (const auto& model : registry_.models()) {
     if (model->activation_policy() != nullptr) model->activation_policy()->BeginBackward();
   }
@@ -308,8 +310,8 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
     model->activation_policy()->EndBackward(
         [&model](const at::Tensor& parameter) { return model->watch()->InLastPass(parameter); });
   }
-  RecordStrays();
-  RecordGradients();
+  if (StepsKnowMore()) strays_.Record(sync_gradients());
+  if (updates_ == nullptr && !in_closure_) samples_.Record(scaler_ != nullptr);
   if (!sync_gradients()) {
     for (const auto& optimizer : registry_.optimizers()) {
       if (optimizer->witness_.defined()) continue;
@@ -372,12 +374,6 @@ double StepController::WindowFactor() {
 
 namespace {
 
-std::unordered_set<const void*> SetOf(const std::vector<at::Tensor>& tensors) {
-  std::unordered_set<const void*> set;
-  for (const at::Tensor& tensor : tensors) set.insert(tensor.unsafeGetTensorImpl());
-  return set;
-}
-
 // Throws if a gradient of `optimizer` is one of `finished`'s, too: it would be divided again.
 void CheckNoneIsFinished(const OptimizerHandle& optimizer, const OptimizerHandle& finished,
                          bool fp16) {
@@ -432,51 +428,6 @@ void StepController::ReopenGradients(OptimizerSlot& slot) const {
   slot.gradients_finished_ = false;
 }
 
-namespace {
-
-// For messages: the parameter's name in a prepared model, or where it is in its optimizer.
-std::string NameOf(const at::Tensor& parameter, size_t index,
-                   const std::vector<std::shared_ptr<ModelSlot>>& models) {
-  for (const auto& model : models) {
-    const std::string* const sharded =
-        model->sharded() == nullptr ? nullptr : model->sharded()->NameOf(parameter);
-    if (sharded != nullptr) return absl::StrCat("'", *sharded, "'");
-    for (const auto& [name, tensor] : model->source().parameters()) {
-      if (tensor.is_same(parameter)) return absl::StrCat("'", name, "'");
-    }
-  }
-  return c10::str("number ", index, " of the optimizer, of shape ", parameter.sizes(), ",");
-}
-
-bool HoldsNothing(const at::Tensor& grad) {
-  // Zeroed in place is gone as well.
-  return !grad.defined() || (grad.layout() == at::kStrided && !grad.any().item<bool>());
-}
-
-// The tensor that an optimizer has for a parameter of `model`.
-at::Tensor AtOptimizer(ModelSlot& model, const at::Tensor& parameter) {
-  const at::Tensor shard =
-      model.sharded() == nullptr ? at::Tensor() : model.sharded()->ShardOf(parameter);
-  return shard.defined() ? shard : parameter;
-}
-
-// For what optimizers have for the parameters of `models`: whether a backward pass after pass
-// `since` has added to its gradient.
-std::unordered_map<const void*, bool> AddedTo(const std::vector<std::shared_ptr<ModelSlot>>& models,
-                                              int64_t since) {
-  std::unordered_map<const void*, bool> added;
-  for (const auto& model : models) {
-    if (model->watch() == nullptr) continue;
-    for (const auto& seen : model->watch()->all()) {
-      bool& one = added[AtOptimizer(*model, seen->parameter).unsafeGetTensorImpl()];
-      one = one || seen->pass > since || seen->plain;
-    }
-  }
-  return added;
-}
-
-}  // namespace
-
 void StepController::CheckPendingLosses(bool weighted) const {
   using Losses = OptimizerSlot::Losses;
   // Where gradients are gone in the pass, no loss has a weight.
@@ -507,7 +458,8 @@ void StepController::CheckPendingLosses(bool weighted) const {
 
 void StepController::CheckGradients(OptimizerSlot& slot) const {
   CheckWitnesses();
-  if (passes_->any_plain()) CheckPlainPasses(slot);
+  origins_.CheckPlainPasses(slot, scaler_ == nullptr && accumulation_.current().divisor == 1 &&
+                                      !accumulation_.weighted());
   // Of tensors that no model has.
   if (window_backwards_ == 0 && !in_closure_ &&
       (scaler_ != nullptr || accumulation_.current().divisor != 1)) {
@@ -522,410 +474,16 @@ void StepController::CheckGradients(OptimizerSlot& slot) const {
   const bool unchecked = alone ? !process_.autocast_on()
                                : local_depth_ > 0 || process_.options().allow_local_gradients;
   if (unchecked) return;
-  FindOwners(slot);
   if (alone) {
-    CheckForwards(slot);
+    origins_.CheckForwards(slot);
   } else {
-    CheckExchanged(slot);
+    origins_.CheckExchanged(slot);
   }
 }
-
-void StepController::CheckPlainPasses(const OptimizerSlot& slot) const {
-  for (const auto& model : registry_.models()) {
-    if (model->activation_policy() == nullptr || model->watch() == nullptr) continue;
-    model->activation_policy()->CheckCalled(
-        [&model](const at::Tensor& parameter) { return model->watch()->Plain(parameter); });
-  }
-  if (scaler_ == nullptr && accumulation_.current().divisor == 1 && !accumulation_.weighted()) {
-    return;
-  }
-  const std::unordered_set<const void*> own = SetOf(slot.handle_->parameters());
-  for (const auto& model : registry_.models()) {
-    if (model->watch() == nullptr) continue;
-    for (const auto& seen : model->watch()->all()) {
-      TORCH_CHECK(
-          !seen->plain ||
-              own.count(AtOptimizer(*model, seen->parameter).unsafeGetTensorImpl()) == 0,
-          "optimizer.step(): the gradients of this window come from loss.backward(), at least in "
-          "part (that of parameter '",
-          seen->name,
-          "'), which neither divides them for the accumulation window nor scales them for fp16: "
-          "call accelerator.backward(loss), for each loss");
-    }
-  }
-}
-
-void StepController::ForgetPlainPasses(
-    const std::function<bool(ModelSlot&, BackwardWatch::Seen&)>& forgotten) const {
-  bool any = false;
-  for (const auto& model : registry_.models()) {
-    if (model->watch() == nullptr) continue;
-    for (const auto& seen : model->watch()->all()) {
-      if (seen->plain && forgotten(*model, *seen)) seen->plain = false;
-      any = any || seen->plain;
-    }
-  }
-  if (!any) passes_->ForgetPlain();
-}
-
-void StepController::ForgetPlainPasses(const OptimizerSlot& slot) const {
-  if (!passes_->any_plain()) return;
-  const std::unordered_set<const void*> own = SetOf(slot.handle_->parameters());
-  ForgetPlainPasses([&own](ModelSlot& model, BackwardWatch::Seen& seen) {
-    return own.count(AtOptimizer(model, seen.parameter).unsafeGetTensorImpl()) > 0;
-  });
-}
-
-void StepController::ForgetPlainPassesWithoutGradients() const {
-  ForgetPlainPasses([](ModelSlot& model, BackwardWatch::Seen& seen) {
-    return HoldsNothing(AtOptimizer(model, seen.parameter).grad());
-  });
-}
-
-namespace {
-
-// The step from 1 to the next number of its type.
-double Rounding(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kDouble:
-      return std::numeric_limits<double>::epsilon();
-    case at::kHalf:
-      return std::numeric_limits<at::Half>::epsilon();
-    case at::kBFloat16:
-      return std::numeric_limits<at::BFloat16>::epsilon();
-    default:
-      return std::numeric_limits<float>::epsilon();
-  }
-}
-
-}  // namespace
 
 bool StepController::StepsKnowMore() const {
   return scaler_ != nullptr || process_.gradient_clipping() > 0 ||
          gradient_accumulation_steps() > 1;
-}
-
-void StepController::VisitStrays(const std::function<void(BackwardWatch::Seen&)>& visit) const {
-  std::unordered_set<const void*> prepared;
-  for (const auto& optimizer : registry_.optimizers()) {
-    for (const at::Tensor& parameter : optimizer->handle().parameters()) {
-      prepared.insert(parameter.unsafeGetTensorImpl());
-    }
-  }
-  for (const auto& model : registry_.models()) {
-    // Gradients of sharded ones are at prepared optimizers alone.
-    if (model->watch() == nullptr || model->sharded() != nullptr) continue;
-    for (const auto& seen : model->watch()->all()) {
-      if (prepared.count(seen->parameter.unsafeGetTensorImpl()) == 0) visit(*seen);
-    }
-  }
-}
-
-void StepController::CheckStrays() const {
-  if (!StepsKnowMore()) return;
-  const bool clips = process_.gradient_clipping() > 0;
-  const auto wrong = [&](const BackwardWatch::Seen& seen) -> const char* {
-    if (scaler_ != nullptr) return "which hold the loss scale of fp16";
-    if (seen.partial) return "which were those of a part of the accumulation window";
-    if (!clips || seen.clipped) return nullptr;
-    return "which options.gradient_clipping (gradient_clipping of a DeepSpeed config) does not "
-           "clip";
-  };
-  std::vector<const BackwardWatch::Seen*> strays;
-  std::vector<at::Tensor> changed;
-  VisitStrays([&](BackwardWatch::Seen& seen) {
-    // With gradients of another backward pass the step may have been on those alone.
-    if (seen.plain || wrong(seen) == nullptr) return;
-    at::Tensor one = seen.Changed();
-    if (!one.defined()) return;
-    strays.push_back(&seen);
-    changed.push_back(std::move(one));
-  });
-  // Waits for a GPU once.
-  if (strays.empty()) return;
-  if (std::any_of(changed.begin(), changed.end(),
-                  [&](const at::Tensor& one) { return one.device() != changed[0].device(); })) {
-    for (at::Tensor& one : changed) one = one.cpu();
-  }
-  if (!at::stack(changed).any().item<bool>()) return;
-  std::vector<const BackwardWatch::Seen*> stepped;
-  for (size_t i = 0; i < strays.size(); ++i) {
-    if (changed[i].item<bool>() && !IsCopyOfStepped(*strays[i])) stepped.push_back(strays[i]);
-  }
-  // Each model may be the average of another one.
-  for (const auto& model : registry_.models()) {
-    std::vector<const BackwardWatch::Seen*> own, others;
-    for (const BackwardWatch::Seen* const one : stepped) {
-      const bool belongs = model->watch() != nullptr && model->watch()->Find(one->parameter) == one;
-      (belongs ? own : others).push_back(one);
-    }
-    if (AreAverages(own)) stepped = std::move(others);
-  }
-  if (stepped.empty()) return;
-  const BackwardWatch::Seen& stray = *stepped[0];
-  TORCH_CHECK(
-      false, "backward(): parameter '", stray.name,
-      "' of a prepared model has changed since the last backward pass, and no prepared optimizer "
-      "has it: an optimizer that was not given to prepare() has stepped on its gradients, ",
-      wrong(stray), "; prepare() that optimizer",
-      clips && scaler_ == nullptr && !stray.partial ? ", or call clip_grad_norm_()" : "");
-}
-
-bool StepController::IsCopyOfStepped(const BackwardWatch::Seen& changed) const {
-  const at::NoGradGuard no_grad;
-  const at::Tensor& now = changed.parameter;
-  for (const auto& optimizer : registry_.optimizers()) {
-    for (const at::Tensor& master : optimizer->handle().parameters()) {
-      if (master.sizes() != now.sizes()) continue;
-      // A few elements first: many layers have equal shapes.
-      if (changed.Before().defined() && !at::equal(changed.At(master).to(now.scalar_type()),
-                                                   changed.At(now).to(now.scalar_type()))) {
-        continue;
-      }
-      if (at::equal(master.to(now.options()), now)) return true;
-    }
-  }
-  return false;
-}
-
-bool StepController::AreAverages(const std::vector<const BackwardWatch::Seen*>& changed) const {
-  // (what it was) + weight * (the other's - what it was), with one weight from 0 to 1 for all
-  // elements. A step along gradients is nowhere near it.
-  const auto average_with = [&](ModelSlot& other) {
-    std::unordered_map<std::string, at::Tensor> parameters;
-    for (const auto& [name, parameter] : other.source().parameters()) {
-      parameters.emplace(name, parameter);
-    }
-    std::vector<at::Tensor> ways, moves, sizes;
-    for (const BackwardWatch::Seen* const seen : changed) {
-      const auto same = parameters.find(seen->name);
-      const at::Tensor before = seen->Before();
-      if (same == parameters.end() || same->second.is_same(seen->parameter) ||
-          same->second.sizes() != seen->parameter.sizes() || !before.defined()) {
-        return false;
-      }
-      const at::Tensor target = seen->At(same->second);
-      const double rounding = std::max(Rounding(seen->parameter), Rounding(same->second));
-      ways.push_back(target - before);
-      moves.push_back(seen->At(seen->parameter) - before);
-      sizes.push_back((before.abs() + target.abs()) * rounding);
-    }
-    const at::Tensor way = at::cat(ways), move = at::cat(moves);
-    const at::Tensor most = way.abs().argmax();
-    const double weight = (move.take(most) / way.take(most)).item<double>();
-    if (!(weight > 0 && weight <= 1)) return false;
-    const at::Tensor tolerance = at::cat(sizes) * 4;
-    // One number says nothing, nor does what rounding hides.
-    return (way * weight).abs().gt(tolerance).sum().item<int64_t>() >= 2 &&
-           move.sub(way * weight).abs().le(tolerance).all().item<bool>();
-  };
-  return changed.empty() ||
-         std::any_of(registry_.models().begin(), registry_.models().end(), [&](const auto& model) {
-           return model->sharded() == nullptr && average_with(*model);
-         });
-}
-
-void StepController::RecordStrays() const {
-  if (!StepsKnowMore()) return;
-  VisitStrays([&](BackwardWatch::Seen& seen) {
-    // Its gradient is whole, in whichever passes it came.
-    if (sync_gradients()) seen.partial = false;
-    if (seen.pass != passes_->last()) return;
-    seen.Record();
-    seen.clipped = false;
-    seen.partial = !sync_gradients();
-  });
-}
-
-void StepController::ForgetStrays() const {
-  for (const auto& model : registry_.models()) {
-    if (model->watch() == nullptr) continue;
-    for (const auto& seen : model->watch()->all()) seen->version = -1;
-  }
-}
-
-void StepController::FindOwners(OptimizerSlot& slot) const {
-  const bool alone = process_.size() == 1;
-  const std::vector<at::Tensor>& parameters = slot.handle().parameters();
-  // Looks at every parameter.
-  const int64_t version = slot.handle().parameters_version();
-  if (slot.checked_parameters_ == version && slot.checked_models_ == registry_.models_version()) {
-    return;
-  }
-  slot.checked_parameters_ = version;
-  slot.checked_models_ = registry_.models_version();
-  // Models may share tensors.
-  std::unordered_map<const void*, std::vector<std::shared_ptr<ModelSlot>>> owners;
-  for (const auto& model : registry_.models()) {
-    if (model->evaluation()) continue;
-    if (!alone) {
-      if (model->sharded() != nullptr) {
-        for (const at::Tensor& shard : model->sharded()->shards()) {
-          owners[shard.unsafeGetTensorImpl()].push_back(model);
-        }
-        for (size_t i = 0; i < parameters.size(); ++i) {
-          TORCH_CHECK(!model->sharded()->ShardOf(parameters[i]).defined(),
-                      "optimizer.step(): parameter ", NameOf(parameters[i], i, registry_.models()),
-                      " of a sharded model was added to the optimizer after both were prepared: "
-                      "give the optimizer all its parameters before prepare()");
-        }
-        continue;
-      }
-      // What the module has got after prepare(), the exchange does not know.
-      if (model->ddp() == nullptr) continue;
-      for (const at::Tensor& parameter : model->ddp()->parameters()) {
-        owners[parameter.unsafeGetTensorImpl()].push_back(model);
-      }
-      continue;
-    }
-    for (const auto& [name, parameter] : model->source().parameters()) {
-      owners[parameter.unsafeGetTensorImpl()].push_back(model);
-    }
-  }
-  slot.local_.clear();
-  slot.models_.clear();
-  slot.forwards_at_step_.clear();
-  std::unordered_set<const ModelSlot*> seen;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const auto owner = owners.find(parameters[i].unsafeGetTensorImpl());
-    if (owner == owners.end()) {
-      slot.local_.push_back(i);
-      continue;
-    }
-    for (const std::shared_ptr<ModelSlot>& model : owner->second) {
-      if (!seen.insert(model.get()).second) continue;
-      slot.models_.push_back(model);
-      slot.forwards_at_step_.push_back(0);
-    }
-  }
-}
-
-namespace {
-
-// Of an optimizer none of whose tensors, so many, has to do with a prepared model: if the gradients
-// of a sharded one are nobody's, it was to have them.
-void CheckHoldsOthers(const Registry& registry, size_t tensors) {
-  std::unordered_set<const void*> held;
-  for (const auto& optimizer : registry.optimizers()) {
-    for (const at::Tensor& parameter : optimizer->handle().parameters()) {
-      held.insert(parameter.unsafeGetTensorImpl());
-    }
-  }
-  for (const auto& model : registry.models()) {
-    if (model->sharded() == nullptr) continue;
-    const auto parameters = model->source().parameters();
-    const auto is_held = [&](const auto& named) {
-      const at::Tensor shard = model->sharded()->ShardOf(named.second);
-      return shard.defined() && held.count(shard.unsafeGetTensorImpl()) > 0;
-    };
-    // A model of which a part is trained is a choice, and not a mistake.
-    if (std::any_of(parameters.begin(), parameters.end(), is_held)) continue;
-    for (const auto& [name, parameter] : parameters) {
-      // For each trained parameter, even if this rank has no part of it.
-      if (!parameter.grad().defined() || !model->sharded()->ShardOf(parameter).defined()) continue;
-      TORCH_CHECK(
-          false, "optimizer.step(): none of the ", tensors,
-          " tensors of this optimizer belongs to a prepared model or has a gradient, and no "
-          "prepared optimizer has parameter '",
-          name,
-          "' of a sharded model, which has one: the optimizer was created with other tensors, such "
-          "as those of a copy of the model; create it with net->parameters() of the module that "
-          "you pass to prepare()");
-    }
-  }
-}
-
-}  // namespace
-
-void StepController::CheckExchanged(const OptimizerSlot& slot) const {
-  const std::vector<at::Tensor>& parameters = slot.handle_->parameters();
-  for (const size_t i : slot.local_) {
-    TORCH_CHECK(
-        !parameters[i].grad().defined(), "optimizer.step(): parameter ",
-        NameOf(parameters[i], i, registry_.models()),
-        " belongs to no model that was prepared for training, or was added to its model after "
-        "prepare(), so its gradient is not averaged over the processes: complete the model and "
-        "then "
-        "prepare it, or, if you average the gradient yourself, set "
-        "options.allow_local_gradients");
-  }
-  if (slot.local_.size() == parameters.size()) CheckHoldsOthers(registry_, parameters.size());
-  std::vector<std::pair<std::shared_ptr<ModelSlot>, std::unordered_set<std::string>>> missed_by;
-  bool any = false;
-  for (const auto& owner : slot.models_) {
-    const std::shared_ptr<ModelSlot> model = owner.lock();
-    if (model == nullptr) continue;
-    std::vector<std::string> missed;
-    if (model->sharded() != nullptr) {
-      missed = model->sharded()->UnexchangedGradients();
-    } else if (model->ddp() != nullptr) {
-      missed = model->ddp()->UnexchangedGradients();
-    }
-    any = any || !missed.empty();
-    missed_by.emplace_back(model, std::unordered_set<std::string>(missed.begin(), missed.end()));
-  }
-  if (!any) return;
-  // Another optimizer may have the others, and step on them at another time. Of those that models
-  // share one of the models exchanges the gradient, the one that was called.
-  const std::unordered_set<const void*> own = SetOf(parameters);
-  std::unordered_set<const void*> exchanged;
-  std::vector<std::pair<std::string, const void*>> missed;
-  for (const auto& [model, names] : missed_by) {
-    const std::unordered_set<const void*> known =
-        model->ddp() == nullptr ? own : SetOf(model->ddp()->parameters());
-    for (const auto& [name, parameter] : model->source().parameters()) {
-      const void* const tensor = AtOptimizer(*model, parameter).unsafeGetTensorImpl();
-      if (own.count(tensor) == 0) continue;
-      if (names.count(name) > 0) {
-        missed.emplace_back(name, tensor);
-      } else if (known.count(tensor) > 0) {
-        exchanged.insert(tensor);
-      }
-    }
-  }
-  std::erase_if(missed, [&](const auto& one) { return exchanged.count(one.second) > 0; });
-  TORCH_CHECK(
-      missed.empty(), "optimizer.step(): the gradient of parameter '",
-      missed.empty() ? "" : missed.front().first, "'",
-      missed.size() > 1 ? absl::StrCat(" (and of ", missed.size() - 1, " more)") : "",
-      " holds something that was not averaged over the processes: a backward pass through "
-      "model->forward(...) or another method of the module, through a second graph of one "
-      "forward pass, or in a micro-step of this window after which the parameter was frozen or the "
-      "model was not called again; call model(...), or model.call(&Net::method, ...) for other "
-      "methods, in the last micro-step of each window");
-}
-
-void StepController::CheckForwards(const OptimizerSlot& slot) const {
-  std::vector<std::shared_ptr<ModelSlot>> silent, heard;
-  for (size_t m = 0; m < slot.models_.size(); ++m) {
-    const std::shared_ptr<ModelSlot> model = slot.models_[m].lock();
-    if (model == nullptr) continue;
-    (model->forwards_ > slot.forwards_at_step_[m] ? heard : silent).push_back(model);
-  }
-  if (silent.empty()) return;
-  std::unordered_set<const void*> called;  // tensors of models that have been
-  for (const std::shared_ptr<ModelSlot>& model : heard) {
-    for (const auto& [name, parameter] : model->source().parameters()) {
-      called.insert(parameter.unsafeGetTensorImpl());
-    }
-  }
-  const std::unordered_set<const void*> own = SetOf(slot.handle_->parameters());
-  for (const std::shared_ptr<ModelSlot>& model : silent) {
-    for (const auto& [name, parameter] : model->source().parameters()) {
-      const void* const tensor = parameter.unsafeGetTensorImpl();
-      if (!parameter.grad().defined() || own.count(tensor) == 0 || called.count(tensor) > 0) {
-        continue;
-      }
-      const BackwardWatch::Seen* const seen =
-          model->watch() == nullptr ? nullptr : model->watch()->Find(parameter);
-      // No pass has added to gradients that were zeroed in place or are left from an earlier step.
-      if (seen != nullptr && seen->pass <= slot.pass_at_step_ && !seen->plain) continue;
-      TORCH_CHECK(false, "optimizer.step(): the gradient of parameter '", name,
-                  "' comes from a forward pass around the prepared model, which runs without mixed "
-                  "precision: call model(...) instead of model->forward(...), and "
-                  "model.call(&Net::method, ...) for other methods");
-    }
-  }
 }
 
 namespace {
@@ -1094,17 +652,8 @@ at::Tensor StepController::ClipGradNorm(const std::vector<at::Tensor>& parameter
   }
   const at::Tensor norm = clip(std::numeric_limits<double>::infinity());
   if (!others.empty()) ScaleToNorm(Gradients(others), max_norm, norm);
-  NoteClipped(others);
+  strays_.NoteClipped(others);
   return norm;
-}
-
-void StepController::NoteClipped(const std::vector<at::Tensor>& parameters) const {
-  for (const at::Tensor& parameter : parameters) {
-    for (const auto& model : registry_.models()) {
-      if (model->watch() == nullptr) continue;
-      if (BackwardWatch::Seen* const seen = model->watch()->Find(parameter)) seen->clipped = true;
-    }
-  }
 }
 
 void StepController::ClipInStep(OptimizerSlot& slot) {
@@ -1135,7 +684,7 @@ void StepController::ClipGradValue(const std::vector<at::Tensor>& parameters, do
     muster::ClipGradValue(list, clip_value);
     for (OptimizerSlot* const optimizer : owners) optimizer->gradients_torn_ = false;
   }
-  NoteClipped(resolved.whole);
+  strays_.NoteClipped(resolved.whole);
 }
 
 bool StepController::optimizer_step_was_skipped() const {
@@ -1223,7 +772,7 @@ void StepController::Stepped(OptimizerSlot& slot) {
   slot.consumed_ = true;
   slot.pending_losses_ = OptimizerSlot::Losses::kNone;
   slot.pass_at_step_ = passes_->last();
-  ForgetPlainPasses(slot);
+  origins_.ForgetPlainPasses(slot);
   for (size_t m = 0; m < slot.models_.size(); ++m) {
     const std::shared_ptr<ModelSlot> model = slot.models_[m].lock();
     if (model == nullptr) continue;
@@ -1282,7 +831,8 @@ void StepController::Step(OptimizerSlot& slot) {
   for (const ShardedModel* const model : sharded) model->CheckHasValues();
   if (!updated) {
     WarnIfNoGradients(slot);
-    WarnIfGradientsChanged(slot);
+    samples_.WarnIfChanged(slot, scaler_ != nullptr,
+                           slot.gradients_finished_ || passes_->any_plain());
     try {
       FinishGradients(&slot);
       ClipInStep(slot);
@@ -1385,86 +935,6 @@ void StepController::WarnIfNoGradients(OptimizerSlot& slot) const {
                       << ", so nothing is updated" << (divided ? " here" : "")
                       << ": call accelerator.backward(loss) before step(), and zero_grad() after "
                          "it or before backward()";
-}
-
-namespace {
-
-// The first element of every parameter's gradient, as bytes; undefined where there is none. Not
-// their versions, which tell nothing of changes through data(), as those of
-// torch::nn::utils::clip_grad_norm_().
-std::vector<at::Tensor> SampleOfGradients(const std::vector<at::Tensor>& parameters,
-                                          const std::vector<std::shared_ptr<ModelSlot>>& models) {
-  const at::NoGradGuard no_grad;
-  // Nobody may use the gradient of a divided model's own parameter: the step says so.
-  const auto is_divided = [&](const at::Tensor& parameter) {
-    return std::any_of(models.begin(), models.end(), [&](const auto& model) {
-      const ShardedModel* const sharded = model->sharded();
-      return sharded != nullptr && sharded->NameOf(parameter) == nullptr &&
-             sharded->ShardOf(parameter).defined();
-    });
-  };
-  std::vector<at::Tensor> sample(parameters.size());
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    if (is_divided(parameters[i])) continue;
-    const at::Tensor& grad = parameters[i].grad();
-    if (!grad.defined() || grad.layout() != at::kStrided || grad.numel() == 0) continue;
-    sample[i] = grad.as_strided({1}, {1}).clone().view(at::kByte);
-  }
-  return sample;
-}
-
-// What is gone or zero now says nothing of the others, and is right however they are scaled.
-bool HasChanged(const at::Tensor& before, const at::Tensor& now) {
-  return before.defined() && now.defined() && !at::equal(before, now) && now.any().item<bool>();
-}
-
-}  // namespace
-
-// Only where a program that changes gradients itself is likely to do it wrong, and only at first:
-// to compare them waits for a GPU. Not where it would read them from a disk.
-void StepController::RecordGradients() {
-  if (updates_ != nullptr || gradients_to_compare_ == 0 || process_.rank() != 0 || in_closure_ ||
-      process_.options().allow_local_gradients ||
-      process_.sharding().offload_gradients != Offload::kNone ||
-      process_.sharding().offload_parameters != Offload::kNone) {
-    return;
-  }
-  for (const auto& optimizer : registry_.optimizers()) {
-    if (scaler_ == nullptr && (process_.size() == 1 || ShardedModelsOf(*optimizer).empty())) {
-      continue;
-    }
-    gradients_[optimizer.get()] =
-        SampleOfGradients(optimizer->handle().parameters(), registry_.models());
-  }
-}
-
-void StepController::WarnIfGradientsChanged(const OptimizerSlot& slot) {
-  const auto recorded = gradients_.find(&slot);
-  if (recorded == gradients_.end()) return;
-  const std::vector<at::Tensor> before = std::move(recorded->second);
-  gradients_.erase(recorded);
-  if (--gradients_to_compare_ == 0) gradients_.clear();
-  // clip_grad_norm_() and the like of the accelerator have taken them over, or loss.backward() has
-  // added to them.
-  if (slot.gradients_finished_ || passes_->any_plain()) return;
-  const std::vector<at::Tensor> now =
-      SampleOfGradients(slot.handle_->parameters(), registry_.models());
-  bool changed = false;
-  for (size_t i = 0; i < std::min(before.size(), now.size()) && !changed; ++i) {
-    changed = HasChanged(before[i], now[i]);
-  }
-  if (!changed) return;
-  gradients_to_compare_ = 0;
-  gradients_.clear();
-  MUSTER_LOG(Warning)
-      << "gradients have changed between backward() and optimizer.step(), and not by this "
-         "accelerator: "
-      << (scaler_ != nullptr ? "they still held the loss scale, so call "
-                               "accelerator.unscale_gradients() before you read or change them"
-                             : "this process has only its part of them, so a norm or another value "
-                               "of all of them would be wrong")
-      << "; to clip, call accelerator.clip_grad_norm_() instead of "
-         "torch::nn::utils::clip_grad_norm_()";
 }
 
 void StepController::CheckScheduled(const OptimizerSlot& slot) const {
@@ -1572,13 +1042,13 @@ void StepController::ZeroNow(OptimizerSlot& slot, bool set_to_none) {
     updates_->CheckStepped(slot, "optimizer.zero_grad()");
     BackwardUpdates::ForgetGradients(slot);
   }
-  gradients_.erase(&slot);
+  samples_.Forget(slot);
   slot.zero_at_end_.reset();
   slot.witness_.reset();
   slot.consumed_ = slot.gradients_torn_ = slot.gradients_finished_ = false;
   slot.pending_losses_ = OptimizerSlot::Losses::kNone;
   if (scaler_ != nullptr) scaler_->Reopen(slot.handle());
-  ForgetPlainPasses(slot);
+  origins_.ForgetPlainPasses(slot);
   for (const auto& model : registry_.models()) {
     if (model->sharded() != nullptr) model->sharded()->ForgetPending(slot.handle_->parameters());
   }
@@ -1626,7 +1096,7 @@ void StepController::CheckAllTakePart(const char* call) const {
 }
 
 void StepController::OptimizerForgotten() {
-  gradients_.clear();
+  samples_.ForgetAll();
   if (scaler_ == nullptr) return;
   if (scaler_->pending()) UpdateScale();
   scaler_->Reset();
@@ -1635,7 +1105,7 @@ void StepController::OptimizerForgotten() {
 void StepController::Reset() {
   failed_step_.clear();
   failed_load_.clear();
-  gradients_.clear();
+  samples_.ForgetAll();
   if (updates_ != nullptr) {
     updates_->Reset();
     for (const auto& optimizer : registry_.optimizers()) {
@@ -1651,8 +1121,8 @@ void StepController::Reset() {
     optimizer->consumed_ = false;
     optimizer->pending_losses_ = OptimizerSlot::Losses::kNone;
   }
-  ForgetStrays();
-  ForgetPlainPasses([](ModelSlot&, BackwardWatch::Seen&) { return true; });
+  strays_.Forget();
+  origins_.ForgetAllPlainPasses();
   accumulation_ = Accumulation(accumulation_.options());
   window_factor_.reset();
   window_backwards_ = 0;

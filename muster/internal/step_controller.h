@@ -6,16 +6,18 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
 #include "muster/internal/backward_watch.h"
+#include "muster/internal/gradient_origins.h"
+#include "muster/internal/gradient_samples.h"
 #include "muster/internal/loop_tracker.h"
 #include "muster/internal/process.h"
 #include "muster/internal/registry.h"
 #include "muster/internal/scopes.h"
+#include "muster/internal/stray_gradients.h"
 #include "muster/options.h"
 #include "worker/data/batch.h"
 #include "worker/parallel/uneven_inputs.h"
@@ -142,35 +144,11 @@ class StepController {
   // A step is left out, for the window has not ended. Throws where the micro-step spans batches,
   // none of which would ever be stepped on.
   void LeaveOutStep();
-  // Concerns parameters with gradients in prepared models that no prepared optimizer has. Other
-  // optimizers do not know of the loss scale, clipping and windows, so these are not applied for
-  // them.
+  // Whether prepared optimizers do to gradients what others would not: see StrayGradients.
   bool StepsKnowMore() const;
-  void VisitStrays(const std::function<void(BackwardWatch::Seen&)>& visit) const;
-  // Throws, naming one, if another optimizer has stepped on them.
-  void CheckStrays() const;
-  // The loop has clipped the gradients of these.
-  void NoteClipped(const std::vector<at::Tensor>& parameters) const;
-  // Whether what these have changed to comes from no gradient of theirs: an average with another
-  // prepared model, or values of tensors that a prepared optimizer steps on.
-  bool AreAverages(const std::vector<const BackwardWatch::Seen*>& changed) const;
-  bool IsCopyOfStepped(const BackwardWatch::Seen& changed) const;
-  void RecordStrays() const;
-  // The weights are changed, but not by training.
-  void ForgetStrays() const;
-  // Throws, naming one, if a parameter of `slot` has gradients of loss.backward() that are not
-  // divided or scaled as those of accelerator.backward().
-  void CheckPlainPasses(const OptimizerSlot& slot) const;
-  // `slot` has used or lost its gradients.
-  void ForgetPlainPasses(const OptimizerSlot& slot) const;
-  void ForgetPlainPassesWithoutGradients() const;
-  void ForgetPlainPasses(
-      const std::function<bool(ModelSlot&, BackwardWatch::Seen&)>& forgotten) const;
-  // Throws if a configuration asks for a schedule, and `slot` has none.
   // At the first step.
   void WarnIfNoGradients(OptimizerSlot& slot) const;
-  void RecordGradients();
-  void WarnIfGradientsChanged(const OptimizerSlot& slot);
+  // Throws if a configuration asks for a schedule, and `slot` has none.
   void CheckScheduled(const OptimizerSlot& slot) const;
   // The sharded models that some parameters of `slot` are of: the same on every rank.
   std::vector<ShardedModel*> ShardedModelsOf(const OptimizerSlot& slot) const;
@@ -181,9 +159,6 @@ class StepController {
   // Throws, naming one, if `slot` is about to step on a gradient that is not what training needs:
   // not exchanged, of a pass around the prepared model, or emptied within its window.
   void CheckGradients(OptimizerSlot& slot) const;
-  void CheckExchanged(const OptimizerSlot& slot) const;
-  void CheckForwards(const OptimizerSlot& slot) const;
-  void FindOwners(OptimizerSlot& slot) const;
   // As options.gradient_clipping says.
   void ClipInStep(OptimizerSlot& slot);
   // A backward pass is about to add to finished gradients, if `slot` has any: makes them what they
@@ -206,6 +181,9 @@ class StepController {
   std::unique_ptr<GradScaler> scaler_;
   const std::unique_ptr<StatisticsRanks> statistics_ranks_;
   const std::shared_ptr<BackwardPasses> passes_ = std::make_shared<BackwardPasses>();
+  const StrayGradients strays_;
+  const GradientOrigins origins_;
+  GradientSamples samples_;
 
   std::shared_ptr<BackwardUpdates> updates_;
 
@@ -229,10 +207,6 @@ class StepController {
   // What FinishGradients multiplies by; nothing before it is known.
   std::optional<double> window_factor_;
   bool said_who_clips_ = false;
-  // A sample of an optimizer's gradients after the last backward pass, and how many times more they
-  // are compared.
-  std::unordered_map<const OptimizerSlot*, std::vector<at::Tensor>> gradients_;
-  int gradients_to_compare_ = 8;
 };
 
 }  // namespace muster::internal

@@ -1,0 +1,39 @@
+#ifndef MUSTER_INTERNAL_GRADIENT_SAMPLES_H_
+#define MUSTER_INTERNAL_GRADIENT_SAMPLES_H_
+
+#include <unordered_map>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "muster/internal/process.h"
+#include "muster/internal/registry.h"
+
+namespace muster::internal {
+
+// Warns of a loop that changes gradients itself between backward() and step() where that is likely
+// to be wrong: those that hold a loss scale, or are a part of all. Only for the first steps, since
+// comparing waits for a GPU; and not where gradients would be read from a disk.
+class GradientSamples {
+ public:
+  // All are borrowed.
+  GradientSamples(const Process& process, const Registry& registry)
+      : process_(process), registry_(registry) {}
+
+  // After accelerator.backward(). `scaled`: gradients hold the loss scale of fp16.
+  void Record(bool scaled);
+  // In the step of `slot`. `taken_over`: the accelerator has clipped or unscaled its gradients, or
+  // loss.backward() has added to them.
+  void WarnIfChanged(const OptimizerSlot& slot, bool scaled, bool taken_over);
+  void Forget(const OptimizerSlot& slot) { samples_.erase(&slot); }
+  void ForgetAll() { samples_.clear(); }
+
+ private:
+  const Process& process_;
+  const Registry& registry_;
+  std::unordered_map<const OptimizerSlot*, std::vector<at::Tensor>> samples_;
+  int left_ = 8;  // comparisons
+};
+
+}  // namespace muster::internal
+
+#endif  // MUSTER_INTERNAL_GRADIENT_SAMPLES_H_
