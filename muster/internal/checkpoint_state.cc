@@ -190,10 +190,12 @@ void CheckpointState::OpenMemory(bool has_to_answer) {
 
 bool CheckpointState::GoesToDisk(const std::string& directory) {
   const int64_t every = process_.options().checkpoint.disk_every;
+  const bool failed = disk_failed_ || (saver_ != nullptr && saver_->failed());
   bool disk = !directory.empty() || since_disk_ + 1 >= every;
   if (every > 1 && directory.empty()) {
-    // A process may hear of the end before the others do.
-    disk |= OnAnyProcess(process_.comm(), stopping_());
+    // After an asynchronous save that has failed, the newest one on the disk is too old. A process
+    // may hear of that, and of the end, before the others do.
+    disk |= OnAnyProcess(process_.comm(), stopping_() || failed);
   }
   return disk;
 }
@@ -399,6 +401,7 @@ absl::Status CheckpointState::SaveBesideTraining(
   }
   std::vector<AsyncSaver::Outcome> ended;
   const absl::Status begun = saver_->Begin(process_.comm(), request, write, &ended);
+  disk_failed_ = !begun.ok();
   const absl::Status earlier = FirstFailure(ended);
   ThrowIfError(begun);
   if (directory.empty()) next_numbered_ = info.iteration + 1;
@@ -413,7 +416,10 @@ absl::Status CheckpointState::SaveBesideTraining(
 }
 
 absl::Status CheckpointState::WaitForSaver() {
-  return saver_ == nullptr ? absl::OkStatus() : FirstFailure(saver_->Wait());
+  if (saver_ == nullptr) return absl::OkStatus();
+  absl::Status failure = FirstFailure(saver_->Wait());
+  disk_failed_ |= !failure.ok();
+  return failure;
 }
 
 absl::Status CheckpointState::WaitForAll() {

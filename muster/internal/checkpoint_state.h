@@ -139,6 +139,7 @@ class CheckpointState {
   bool memory_unreachable_ = false;  // an agent did not answer
   bool saves_to_memory_ = true;      // false: it was too small once
   int64_t since_disk_ = 0;           // saves since the last one to the disk
+  bool disk_failed_ = false;         // that one has failed, which was asynchronous
   int64_t next_numbered_ = 0;        // after the last numbered asynchronous save
   std::weak_ptr<Comm> shard_comm_;   // of SetShardComm()
 };

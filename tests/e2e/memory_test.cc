@@ -81,6 +81,23 @@ TEST(Memory, HookThatThrowsOnOneRank_FailsThatSaveOnAllAndNoOther) {
   EXPECT_THAT(result.after("weights "), ElementsAre(Weights()));
 }
 
+// Memory alone would hold what was promised to the disk for five saves more.
+TEST(Memory, AsynchronousSaveToTheDiskFails_TheNextSaveGoesThere) {
+  const std::string project = MakeTestDir("disk_error");
+  const CommandResult result =
+      Launch(project, "disk_error 9 0 5",
+             "MUSTER_FAILPOINTS=worker.checkpoint_sync=error:RESOURCE_EXHAUSTED@1 ");
+  ASSERT_EQ(result.exit_code, 0) << result.output;
+  EXPECT_THAT(result.after("refused at "),
+              AllOf(SizeIs(2), Each(AllOf(HasSubstr("5: the asynchronous save of "),
+                                          HasSubstr("worker.checkpoint_sync")))))
+      << result.output;
+  const absl::StatusOr<std::string> manifest =
+      ReadFile(project + "/checkpoints/checkpoint_0/manifest.json");
+  ASSERT_TRUE(manifest.ok()) << manifest.status();
+  EXPECT_THAT(*manifest, HasSubstr("\"step\": 6"));
+}
+
 // One that has run out of batches does not come to it.
 TEST(Memory, WaitInsideJoinUnevenInputs_IsRefusedOnEveryRank) {
   const CommandResult result = Launch(MakeTestDir("join"), "join 5 0 1000");

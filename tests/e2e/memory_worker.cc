@@ -6,7 +6,8 @@
 // `newer` of the project appears among those on the disk before the second attempt loads. In case
 // "bad_hook" nothing ends, but a hook of rank 1 throws in the save of step DIE_AT, and every rank
 // prints "refused at STEP: WHY" for each save that fails. In case "join" every rank waits for its
-// last save inside of join_uneven_inputs(), and prints the same of that.
+// last save inside of join_uneven_inputs(), and prints the same of that. In case "disk_error" the
+// first asynchronous save to the disk fails; every rank waits for each and prints the same of it.
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -123,6 +124,12 @@ absl::Status Train(Accelerator& a, const std::string& name, int64_t steps, int64
         std::printf("refused at %ld: %s\n", static_cast<long>(a.global_step()),
                     std::string(s.message()).c_str());
       }
+      if (name == "disk_error") {
+        if (absl::Status s = a.wait_for_checkpoint(); !s.ok()) {
+          std::printf("refused at %ld: %s\n", static_cast<long>(a.global_step()),
+                      std::string(s.message()).c_str());
+        }
+      }
       if (waits && a.global_step() == die_at) return WaitForTheEnd(a);
       const bool after_save = name == "after_save" || name == "damage" || name == "newer_on_disk";
       if (dies && after_save && a.global_step() == die_at) {
@@ -157,6 +164,7 @@ int main(int argc, char** argv) {
   options.checkpoint.memory = true;
   options.checkpoint.keep = 2;
   options.checkpoint.disk_every = std::atoi(argv[4]);
+  options.checkpoint.asynchronous = std::string(argv[1]) == "disk_error";
   return muster::run(argc, argv, options, [&](Accelerator& a) {
     return Train(a, argv[1], std::atoi(argv[2]), std::atoi(argv[3]));
   });

@@ -252,6 +252,12 @@ bool AsyncSaver::busy() const {
   return done_ < begun_;
 }
 
+bool AsyncSaver::failed() const {
+  MutexLock lock(&mu_);
+  return std::any_of(outcomes_.begin(), outcomes_.end(),
+                     [](const Outcome& outcome) { return !outcome.status.ok(); });
+}
+
 PolitePace& AsyncSaver::PaceOfThisThread() const {
   // Most threads that write live as long as a file is written; the one of this object lives on.
   thread_local std::optional<PolitePace> pace;

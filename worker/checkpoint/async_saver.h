@@ -113,6 +113,10 @@ class AsyncSaver {
   // Whether a save is being written. On rank 0, false means that it is published or has failed.
   bool busy() const;
 
+  // Whether a save has failed whose outcome Begin() and Wait() have not returned yet. Other ranks
+  // may hear of it later.
+  bool failed() const;
+
  private:
   // A save that is copied, on its way to the disk.
   struct Save {

@@ -346,8 +346,11 @@ TEST_F(AsyncSaverTest, End_IsLoggedBeforeAnybodyAsks) {
     ASSERT_TRUE(ArmFailpoints("worker.checkpoint_sync=error:RESOURCE_EXHAUSTED", "", "").ok());
     ASSERT_TRUE(save(dir_).ok());
     while (saver.busy()) std::this_thread::yield();
+    EXPECT_TRUE(saver.failed());
     ASSERT_TRUE(ArmFailpoints("", "", "").ok());
     ASSERT_TRUE(save(dir_ + "-2").ok());
+    EXPECT_EQ(earlier.size(), 1);
+    EXPECT_FALSE(saver.failed());
   }
   EXPECT_THAT(testing::internal::GetCapturedStderr(),
               AllOf(HasSubstr("the asynchronous save of " + dir_ + " failed: "),
