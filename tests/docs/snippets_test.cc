@@ -48,8 +48,12 @@ absl::Status Load(const torch::Tensor& ids) {
 #include "tests/docs/bigmodel_1.inc"
   return absl::OkStatus();
 }
-absl::Status LoadOnTwoGpus(Net net, const torch::Tensor& ids) {
+absl::Status LoadMapped(Net net) {
 #include "tests/docs/bigmodel_2.inc"
+  return absl::OkStatus();
+}
+absl::Status LoadOnTwoGpus(Net net, const torch::Tensor& ids) {
+#include "tests/docs/bigmodel_3.inc"
   return absl::OkStatus();
 }
 }  // namespace bigmodel
