@@ -360,25 +360,9 @@ struct Dispatcher::Reading {
   at::Tensor to;
 };
 
-// Calls `visit` for each tensor, in the order of the modules.
-void VisitTensorNames(const PlannedModel& model,
-                      absl::FunctionRef<void(const std::string&)> visit) {
-  VisitModules(model, [&](const std::string& name, const PlannedModule& module) {
-    for (const auto* const part : {&module.parameters, &module.buffers}) {
-      for (const PlannedTensor& tensor : *part) {
-        visit(name.empty() ? tensor.name : absl::StrCat(name, ".", tensor.name));
-      }
-    }
-  });
-}
-
 absl::Status Dispatcher::SetMain(const DeviceEntries& map, const PlannedModel& model) {
-  // By the order of the module, whose first weights take the inputs.
-  std::optional<std::string> first;
-  VisitTensorNames(model, [&](const std::string& name) {
-    const std::string& device = *FindDevice(map, name);
-    if (!first.has_value() && IsGpu(device)) first = device;
-  });
+  // Whose weights take the inputs.
+  const std::optional<std::string> first = FirstGpu(model, map);
   if (!options_.main_device.has_value()) {
     if (first.has_value()) result_.main_device_ = DeviceOf(*first);
     return absl::OkStatus();
