@@ -2,6 +2,7 @@
 // a page. What a page leaves to its reader (a net, a data set) is declared here.
 #include <cstdint>
 #include <filesystem>
+#include <iostream>
 #include <memory>
 #include <optional>
 #include <string>
