@@ -2,6 +2,7 @@
 // host memory to a GPU, against what the disk and the link themselves give in the same run.
 // bench/run_offload pairs it with Accelerate's.
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -38,6 +39,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr double kGiB = 1 << 30;
 constexpr size_t kPart = size_t{4} << 20;
 // Of host memory, of which the link's own rate is taken.
 constexpr int64_t kLinkBytes = int64_t{1} << 30;
@@ -128,6 +130,16 @@ double ReadAll(const std::string& path, int threads, bool direct, size_t into) {
   return seconds;
 }
 
+// Of all threads of the process.
+double CpuSeconds() {
+  rusage usage = {};
+  getrusage(RUSAGE_SELF, &usage);
+  const auto seconds = [](const timeval& time) {
+    return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_usec) * 1e-6;
+  };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
 double Median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   return values[values.size() / 2];
@@ -178,7 +190,7 @@ class Bench {
     const auto setup = Clock::now();
     const bool on_disk = flags_.weights == "disk";
     if (on_disk) {
-      MUSTER_RETURN_IF_ERROR(LoadFromDisk());
+      MUSTER_ASSIGN_OR_RETURN(model_, LoadFromDisk(/*mmap=*/false));
     } else {
       MUSTER_RETURN_IF_ERROR(LoadFromMemory());
     }
@@ -191,8 +203,8 @@ class Bench {
     std::printf("\"dtype\": \"%s\", \"weights_bytes\": %.0f, \"layer_bytes\": %ld, ",
                 flags_.dtype.c_str(), flags_.bytes(), flags_.layer_bytes());
     MeasureMemory();
-    if (on_disk) MeasureDisk();
-    const muster::OffloadStats stats = model_.stats();
+    if (on_disk) MUSTER_RETURN_IF_ERROR(MeasureDisk());
+    const muster::OffloadStats stats = model_.weights.stats();
     std::printf("\"ring_bytes\": %lu, \"readers\": %d, \"batch\": %ld, \"setup_s\": %.3f, ",
                 stats.ring_bytes, flags_.readers, flags_.batch, setup_s_);
     std::printf("\"waits\": %ld, \"correct\": %s}\n", stats.waits, correct_ ? "true" : "false");
@@ -201,16 +213,27 @@ class Bench {
   }
 
  private:
-  absl::Status LoadFromDisk() {
-    net_ = muster::init_empty_weights([this] { return Net(flags_, /*has_values=*/false); });
-    MUSTER_ASSIGN_OR_RETURN(model_,
-                            muster::LoadCheckpointAndDispatch(*net_, flags_.folder, {{"", "disk"}},
-                                                              {.dispatch = Dispatch()}));
-    return absl::OkStatus();
+  struct Model {
+    torch::nn::Sequential net{nullptr};
+    muster::DispatchedModel weights;
+  };
+  struct Rates {
+    std::vector<double> gbps, cpu_ms_per_gib;
+  };
+
+  absl::StatusOr<Model> LoadFromDisk(bool mmap) const {
+    Model model;
+    model.net = muster::init_empty_weights([this] { return Net(flags_, /*has_values=*/false); });
+    muster::DispatchOptions dispatch = Dispatch();
+    dispatch.mmap = mmap;
+    MUSTER_ASSIGN_OR_RETURN(
+        model.weights, muster::LoadCheckpointAndDispatch(*model.net, flags_.folder, {{"", "disk"}},
+                                                         {.dispatch = dispatch}));
+    return model;
   }
   absl::Status LoadFromMemory() {
-    net_ = Net(flags_, /*has_values=*/true);
-    MUSTER_ASSIGN_OR_RETURN(model_, muster::cpu_offload(net_, device_, Dispatch()));
+    model_.net = Net(flags_, /*has_values=*/true);
+    MUSTER_ASSIGN_OR_RETURN(model_.weights, muster::cpu_offload(model_.net, device_, Dispatch()));
     return absl::OkStatus();
   }
   muster::DispatchOptions Dispatch() const {
@@ -220,21 +243,30 @@ class Bench {
   }
 
   // Bytes per second of one pass.
-  double Forward() {
-    model_.ring()->WaitUntilIdle();
+  double Forward() { return Forward(model_, nullptr); }
+  double Forward(Model& model, Rates* rates) {
+    model.weights.ring()->WaitUntilIdle();
     WaitFor(device_);
-    const uint64_t before = model_.stats().read_bytes;
+    const muster::OffloadStats before = model.weights.stats();
+    const double cpu = CpuSeconds();
     const auto start = Clock::now();
-    const at::Tensor y = net_->forward(x_);
+    const at::Tensor y = model.net->forward(x_);
     // The ring reads ahead into the next pass: what it has read counts once it is there.
-    model_.ring()->WaitUntilIdle();
+    model.weights.ring()->WaitUntilIdle();
     WaitFor(device_);
     const double seconds = SecondsSince(start);
+    // What is mapped is used once in a pass.
+    const double bytes = static_cast<double>(model.weights.stats().read_bytes - before.read_bytes) +
+                         static_cast<double>(before.mapped_bytes);
+    if (rates != nullptr) {
+      rates->gbps.push_back(bytes / seconds / 1e9);
+      rates->cpu_ms_per_gib.push_back((CpuSeconds() - cpu) * 1e3 / (bytes / kGiB));
+    }
     double factor = 1;
     for (int64_t i = 0; i < flags_.layers; ++i) factor *= FactorOf(i);
     correct_ = correct_ && (y.to(at::kDouble) / factor - 1).abs().max().item<double>() < 0.1;
     pass_s_.push_back(seconds);
-    return static_cast<double>(model_.stats().read_bytes - before) / seconds;
+    return bytes / seconds;
   }
 
   // The link of a GPU, and passes whose weights are in host memory.
@@ -256,33 +288,57 @@ class Bench {
     if (!shares.empty()) std::printf("\"share\": %.3f, ", Median(shares));
   }
 
-  void MeasureDisk() {
+  static void Print(const std::string& name, const Rates& rates) {
+    std::printf("\"%s_gbps\": %.3f, \"%s_cpu_ms_per_gib\": %.0f, ", name.c_str(),
+                Median(rates.gbps), name.c_str(), Median(rates.cpu_ms_per_gib));
+  }
+
+  absl::Status MeasureDisk() {
     const std::string path = flags_.folder + "/model.safetensors";
     const auto ring = static_cast<size_t>(flags_.ring);
-    std::vector<double> disk, cold, ratio, cache, warm;
+    const bool maps = device_.is_cpu();
+    std::vector<double> disk, ratio, cache, mapped_ratio;
+    Rates cold, warm, mapped_cold, mapped_warm;
     for (int i = 0; i < flags_.rounds; ++i) {
       SetCached(path, false);
-      disk.push_back(flags_.bytes() / ReadAll(path, flags_.readers, /*direct=*/true, ring));
+      disk.push_back(flags_.bytes() / ReadAll(path, flags_.readers, /*direct=*/true, ring) / 1e9);
       SetCached(path, false);
-      cold.push_back(Forward());
-      ratio.push_back(cold.back() / disk.back());
+      Forward(model_, &cold);
+      ratio.push_back(cold.gbps.back() / disk.back());
+      if (!maps) continue;
+      SetCached(path, false);
+      // Pages that are in use by a mapping do not leave the cache: it lasts for one pass.
+      MUSTER_ASSIGN_OR_RETURN(Model mapped, LoadFromDisk(/*mmap=*/true));
+      Forward(mapped, &mapped_cold);
     }
     SetCached(path, true);
-    for (int i = 0; i < flags_.rounds; ++i) {
-      cache.push_back(flags_.bytes() / ReadAll(path, flags_.readers, /*direct=*/false, ring));
-      warm.push_back(Forward());
+    std::optional<Model> mapped;
+    if (maps) {
+      MUSTER_ASSIGN_OR_RETURN(mapped, LoadFromDisk(/*mmap=*/true));
+      Forward(*mapped, nullptr);
     }
-    std::printf(
-        "\"disk_gbps\": %.3f, \"cold_gbps\": %.3f, \"cold_of_disk\": %.3f, \"cache_gbps\": %.3f, "
-        "\"warm_gbps\": %.3f, ",
-        Median(disk) / 1e9, Median(cold) / 1e9, Median(ratio), Median(cache) / 1e9,
-        Median(warm) / 1e9);
+    for (int i = 0; i < flags_.rounds; ++i) {
+      cache.push_back(flags_.bytes() / ReadAll(path, flags_.readers, /*direct=*/false, ring) / 1e9);
+      Forward(model_, &warm);
+      if (!maps) continue;
+      Forward(*mapped, &mapped_warm);
+      mapped_ratio.push_back(mapped_warm.gbps.back() / warm.gbps.back());
+    }
+    std::printf("\"disk_gbps\": %.3f, \"cold_of_disk\": %.3f, \"cache_gbps\": %.3f, ", Median(disk),
+                Median(ratio), Median(cache));
+    Print("cold", cold);
+    Print("warm", warm);
+    if (!maps) return absl::OkStatus();
+    Print("mapped_cold", mapped_cold);
+    Print("mapped_warm", mapped_warm);
+    std::printf("\"mapped_bytes\": %lu, \"mapped_of_warm\": %.3f, ",
+                mapped->weights.stats().mapped_bytes, Median(mapped_ratio));
+    return absl::OkStatus();
   }
 
   const Flags flags_;
   const at::Device device_;
-  torch::nn::Sequential net_{nullptr};
-  muster::DispatchedModel model_;
+  Model model_;
   at::Tensor x_;
   double setup_s_ = 0;
   std::vector<double> pass_s_;

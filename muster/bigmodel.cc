@@ -95,6 +95,7 @@ absl::StatusOr<DispatchedModel> load_checkpoint_and_dispatch(torch::nn::Module& 
   load.dispatch.ring_bytes = options.ring_bytes;
   load.dispatch.readers = options.readers;
   load.dispatch.prefetch = options.prefetch;
+  load.dispatch.mmap = options.mmap;
   return Guarded([&] { return LoadCheckpointAndDispatch(model, checkpoint, devices, load); });
 }
 

@@ -97,6 +97,7 @@ struct BigModelOptions {
   std::optional<uint64_t> ring_bytes = std::nullopt;
   int readers = 8;
   bool prefetch = true;
+  bool mmap = false;
 };
 
 // Loads files of save_model, transformers, safetensors or torch.save into a model, which may be

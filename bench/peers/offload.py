@@ -40,15 +40,16 @@ def make_net(state):
 
 def rate(net, x, device, total, rounds, before=lambda: None):
     net(x)
-    rates = []
+    rates, cpu_ms = [], []
     for _ in range(rounds):
         before()
         wait(device)
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         net(x)
         wait(device)
         rates.append(total / (time.perf_counter() - start))
-    return round(statistics.median(rates) / 1e9, 3)
+        cpu_ms.append(1e3 * (time.process_time() - cpu) / (total / 2**30))
+    return round(statistics.median(rates) / 1e9, 3), round(statistics.median(cpu_ms))
 
 
 def disk(flags, device):
@@ -61,9 +62,10 @@ def disk(flags, device):
         start = time.perf_counter()
         accelerate.disk_offload(net, folder, execution_device=device)
         setup = time.perf_counter() - start
-        cold = rate(net, x, device, total, flags.rounds, lambda: uncache(folder))
-        warm = rate(net, x, device, total, flags.rounds)
-    return {"setup_s": round(setup, 3), "cold_gbps": cold, "warm_gbps": warm}
+        cold, cold_cpu = rate(net, x, device, total, flags.rounds, lambda: uncache(folder))
+        warm, warm_cpu = rate(net, x, device, total, flags.rounds)
+    rates = {"cold_gbps": cold, "cold_cpu_ms_per_gib": cold_cpu, "warm_gbps": warm, "warm_cpu_ms_per_gib": warm_cpu}
+    return {"setup_s": round(setup, 3), **rates}
 
 
 def cpu(flags, device):
@@ -81,7 +83,7 @@ def cpu(flags, device):
         start = time.perf_counter()
         accelerate.cpu_offload(net, execution_device=device, state_dict=state)
         result.setdefault("setup_s", round(time.perf_counter() - start, 3))
-        result[name] = rate(net, x, device, total, flags.rounds)
+        result[name], _ = rate(net, x, device, total, flags.rounds)
     return result
 
 

@@ -168,9 +168,9 @@ absl::StatusOr<Request> RequestOf(const CommandLine& line, const Machine& machin
 }
 
 void FindOffloaded(const PlannedModel& model, Plan& plan) {
-  plan.main_device = plan.limits.empty() ? "cpu" : plan.limits[0].first;
-  if (plan.main_device == "disk") plan.main_device = "cpu";
-  const auto count = [&](const std::string& name) {
+  // A GPU that holds nothing computes nothing, either.
+  plan.main_device = FirstGpu(model, plan.map.devices).value_or("cpu");
+  VisitTensorNames(model, [&](const std::string& name) {
     const std::string* const device = FindDevice(plan.map.devices, name);
     const auto size = plan.sizes.find(name);
     if (device == nullptr || size == plan.sizes.end()) return;
@@ -179,13 +179,6 @@ void FindOffloaded(const PlannedModel& model, Plan& plan) {
     if (size->second <= plan.largest_offloaded_bytes) return;
     plan.largest_offloaded_bytes = size->second;
     plan.largest_offloaded = name;
-  };
-  VisitModules(model, [&](const std::string& path, const PlannedModule& module) {
-    for (const auto* const tensors : {&module.parameters, &module.buffers}) {
-      for (const PlannedTensor& tensor : *tensors) {
-        count(path.empty() ? tensor.name : absl::StrCat(path, ".", tensor.name));
-      }
-    }
   });
 }
 

@@ -97,6 +97,19 @@ TEST_F(PlanCommandTest, Gpus_AreBalancedUnlessSequential) {
   EXPECT_EQ(sequential["devices"][1]["bytes"], 0);
 }
 
+// It keeps room for a layer, and beside that for nothing.
+TEST_F(PlanCommandTest, GpuThatHoldsNothing_IsNotWhereWeightsCome) {
+  const Json on_cpu = JsonOf({"--max_memory", "0=0.5KB,cpu=10KB"});
+  EXPECT_EQ(on_cpu["device_map"], Json({{"", "cpu"}}));
+  EXPECT_EQ(on_cpu["main_device"], "cpu");
+  EXPECT_EQ(on_cpu["offloaded"], 0);
+  const Json on_second =
+      JsonOf({"--max_memory", "0=0.5KB,1=2.1KB,cpu=10KB", "--device_map", "sequential"});
+  EXPECT_EQ(on_second["devices"][0]["bytes"], 0);
+  EXPECT_EQ(on_second["main_device"], "1");
+  EXPECT_GT(on_second["offloaded"], 0);
+}
+
 TEST_F(PlanCommandTest, Text_IsATableWithRanges) {
   ASSERT_EQ(Run({folder_.path(), "--max_memory", "cpu=2.1KB"}), kExitOk) << err_.str();
   EXPECT_THAT(out_.str(), HasSubstr("kept whole: layers (up to 400 B, model.layers.0)"));

@@ -68,7 +68,8 @@ constexpr char kFooter[] =
     "  muster generate --model Llama-3.2-1B --prompt \"The capital of France is\"\n"
     "  muster generate --model gpt2 --prompt_file - --sample --temperature 0.8 --seed 7 < text\n"
     "  muster generate --model gpt2 --prompt \"Hello\" --num_beams 4 -o json\n"
-    "  muster generate --model gpt2 --lora adapters --prompt \"Hello\"\n";
+    "  muster generate --model gpt2 --lora adapters --prompt \"Hello\"\n"
+    "  muster generate --model Mixtral-8x7B --mmap --prompt \"Hello\"\n";
 
 constexpr int64_t kNewTokens = 256;
 
@@ -86,7 +87,10 @@ struct Flags {
       repetition_penalty, length_penalty;
   std::optional<uint64_t> seed;
   bool sample = false, greedy = false, ignore_end = false, no_special_tokens = false, quiet = false,
-       version = false;
+       version = false, mmap = false;
+
+  // Whether weights stay in their files, or may.
+  bool leaves_weights() const { return mmap || !weights_memory.empty() || !max_memory.empty(); }
 };
 
 void AddOptions(CLI::App& app, Flags& flags) {
@@ -156,6 +160,10 @@ void AddOptions(CLI::App& app, Flags& flags) {
                  "How much of the weights each device may hold, for example 0=20GB,cpu=30GB; the "
                  "rest stays in the files. See muster plan")
       ->type_name("LIST");
+  app.add_flag("--mmap", flags.mmap,
+               "Use weights that stay in their files where these are in the page cache, without a "
+               "copy: alone all of them, with --max_memory those that it leaves there. Do not "
+               "change the files meanwhile");
   app.add_option("-o,--output", flags.output, "text or json")
       ->check(CLI::IsMember({"text", "json"}));
   app.add_flag("--quiet", flags.quiet, "Print no figures");
@@ -321,6 +329,7 @@ bool HasChatTemplate(const std::string& folder) {
 // Where the weights are to be: by default in memory, all of them.
 absl::Status SetPlaces(const Flags& flags, const c10::Device& device, DeviceMapChoice* map,
                        BigModelOptions* options) {
+  options->mmap = flags.mmap;
   if (!flags.max_memory.empty()) {
     if (!flags.weights_memory.empty() || flags.device != "cpu") {
       return absl::InvalidArgumentError(
@@ -338,15 +347,17 @@ absl::Status SetPlaces(const Flags& flags, const c10::Device& device, DeviceMapC
   }
   if (!device.is_cpu()) {
     return absl::InvalidArgumentError(
-        "--weights_memory works only with --device cpu; use --max_memory 0=SIZE to stream weights "
-        "to a GPU");
+        absl::StrCat(flags.weights_memory.empty() ? "--mmap" : "--weights_memory",
+                     " works only with --device cpu; use --max_memory 0=SIZE to stream weights to "
+                     "a GPU"));
   }
+  *map = DeviceEntries{{"", "disk"}};
+  if (flags.weights_memory.empty()) return absl::OkStatus();
   const absl::StatusOr<int64_t> bytes = ParseMemorySize(flags.weights_memory);
   if (!bytes.ok()) {
     return absl::InvalidArgumentError(absl::StrCat("--weights_memory: ", bytes.status().message()));
   }
   options->ring_bytes = static_cast<uint64_t>(*bytes);
-  *map = DeviceEntries{{"", "disk"}};
   return absl::OkStatus();
 }
 
@@ -361,7 +372,7 @@ absl::StatusOr<TextGenerator> LoadBase(const Flags& flags,
                                        const models::LoadPretrainedOptions& load,
                                        Tokenizer tokenizer, models::GenerateOptions defaults,
                                        OffloadedCausalLm* offloaded) {
-  if (flags.weights_memory.empty() && flags.max_memory.empty()) {
+  if (!flags.leaves_weights()) {
     MUSTER_ASSIGN_OR_RETURN(models::CausalLm model, models::LoadCausalLm(flags.model, load));
     return TextGenerator(std::move(model), std::move(tokenizer), std::move(defaults));
   }
@@ -416,6 +427,9 @@ struct MemoryPlan {
   // Bytes of weights that stay in memory, that are loaded when used, and that are in memory at
   // most.
   uint64_t resident = 0, offloaded = 0, most = 0;
+  // Bytes of `offloaded` that are used in the page cache: part of the process's memory while they
+  // are there, and of no plan, since the kernel takes them back when others need memory.
+  uint64_t mapped = 0;
   // Bytes that the prompts and new tokens need: keys and values, and the rest.
   uint64_t cache = 0, activations = 0;
   // All of it with the program. Absent where a GPU computes: its memory is not the process's.
@@ -475,6 +489,7 @@ MemoryPlan PlanOf(const OffloadedCausalLm& offloaded, const models::GenerationSh
       models::PlanGenerationMemory(offloaded.model->config(), shape);
   MemoryPlan plan = {.resident = static_cast<uint64_t>(resident),
                      .offloaded = stats.offloaded_bytes,
+                     .mapped = stats.mapped_bytes,
                      .cache = static_cast<uint64_t>(memory.cache),
                      .activations = static_cast<uint64_t>(memory.activations)};
   plan.most = plan.resident + stats.ring_bytes;
@@ -498,6 +513,7 @@ void PrintJson(const std::vector<GeneratedText>& texts, const Times& times,
     out["weights"] = {{"resident", plan->resident},
                       {"offloaded", plan->offloaded},
                       {"most_in_memory", plan->most + stats.overflow_bytes},
+                      {"mapped", plan->mapped},
                       {"read", stats.read_bytes}};
     out["cache"] = plan->cache;
     out["activations"] = plan->activations;
@@ -532,9 +548,15 @@ long Mib(uint64_t bytes) { return static_cast<long>(bytes >> 20); }
 void PrintPlan(const MemoryPlan& plan, const models::GenerationShape& shape) {
   std::fprintf(stderr,
                "weights: %ld MiB stay in memory, %ld MiB come when they are used; at most %ld MiB "
-               "in memory\nplan: keys and values of %lu tokens %ld MiB, activations at most %ld "
-               "MiB",
-               Mib(plan.resident), Mib(plan.offloaded), Mib(plan.most),
+               "in memory\n",
+               Mib(plan.resident), Mib(plan.offloaded - plan.mapped), Mib(plan.most));
+  if (plan.mapped > 0) {
+    std::fprintf(stderr,
+                 "weights: %ld MiB are used in the page cache, as far as other programs leave it "
+                 "room\n",
+                 Mib(plan.mapped));
+  }
+  std::fprintf(stderr, "plan: keys and values of %lu tokens %ld MiB, activations at most %ld MiB",
                static_cast<unsigned long>(SumOf(shape.prompt_tokens, shape.new_tokens)),
                Mib(plan.cache), Mib(plan.activations));
   if (plan.process.has_value()) {
@@ -579,7 +601,7 @@ std::string Refused(const absl::Status& status) {
 absl::Status NoMemory(const Flags& flags, const std::optional<MemoryPlan>& plan,
                       const absl::Status& cause) {
   const std::string refused = Refused(cause);
-  if (flags.max_memory.empty() && flags.weights_memory.empty()) {
+  if (!flags.leaves_weights()) {
     return absl::ResourceExhaustedError(absl::StrCat(
         refused,
         "the model does not fit into memory: --max_memory cpu=SIZE leaves the rest of its weights "
@@ -705,6 +727,8 @@ int RunMain(int argc, char** argv) {
   std::fprintf(stderr, "muster generate: %s\n",
                absl::StrReplaceAll(OneLine(status.message()),
                                    {{"raise ring_bytes", "raise --weights_memory"},
+                                    {"mmap is for", "--mmap is for"},
+                                    {"leave mmap out", "leave out --mmap"},
                                     {" in ignore_settings", " with --ignore_settings"},
                                     {"set do_sample too", "add --sample"}})
                    .c_str());

@@ -2,6 +2,7 @@
 // a page. What a page leaves to its reader (a net, a data set) is declared here.
 #include <cstdint>
 #include <filesystem>
+#include <iostream>
 #include <memory>
 #include <optional>
 #include <string>
@@ -48,8 +49,12 @@ absl::Status Load(const torch::Tensor& ids) {
 #include "tests/docs/bigmodel_1.inc"
   return absl::OkStatus();
 }
-absl::Status LoadOnTwoGpus(Net net, const torch::Tensor& ids) {
+absl::Status LoadMapped(Net net) {
 #include "tests/docs/bigmodel_2.inc"
+  return absl::OkStatus();
+}
+absl::Status LoadOnTwoGpus(Net net, const torch::Tensor& ids) {
+#include "tests/docs/bigmodel_3.inc"
   return absl::OkStatus();
 }
 }  // namespace bigmodel

@@ -250,6 +250,20 @@ TEST_F(GenerateTest, ModelLargerThanMemory_RunsFromItsFiles) {
                   "weights: 0 MiB stay in memory, 16[0-9] MiB come when they are used; at most "
                   "3[0-9] MiB in memory\nplan: keys and values of [0-9]+ tokens 0 MiB, .*\n.*peak "
                   "memory [1-9][0-9]+ MiB\nweights: [1-9][0-9]+ MiB read"));
+  // Where the file is mapped, which no limit of the process's own memory counts.
+  auto mapped = GenerateWithin("170000", large, hello + "--mmap");
+  ASSERT_EQ(mapped->Wait(), 0) << mapped->err_text();
+  EXPECT_EQ(mapped->out_text(), whole->out_text());
+  EXPECT_THAT(mapped->err_text(),
+              testing::ContainsRegex("weights: 0 MiB stay in memory, 0 MiB come when they are "
+                                     "used; at most 0 MiB in memory\nweights: 16[0-9] MiB are used "
+                                     "in the page cache, .*\nplan: .*\n.*\nweights: 0 MiB read"));
+  auto part = GenerateWithin("260000", large, hello + "--mmap --max_memory cpu=100MB -o json");
+  ASSERT_EQ(part->Wait(), 0) << part->err_text();
+  const auto of_part = nlohmann::json::parse(part->out_text())["weights"];
+  EXPECT_GT(of_part["resident"].get<int64_t>(), 50'000'000) << of_part;
+  EXPECT_GT(of_part["mapped"].get<int64_t>(), 50'000'000) << of_part;
+  EXPECT_EQ(of_part["mapped"], of_part["offloaded"]);
   // A part of them in memory all the time.
   auto divided = GenerateWithin("260000", large, hello + "--max_memory cpu=100MB");
   ASSERT_EQ(divided->Wait(), 0) << divided->err_text();
@@ -373,6 +387,7 @@ TEST_F(GenerateTest, WhatIsWrong_IsOneLineThatNamesIt) {
       {{"--prompt", "a", "--max_memory", ""}, "--max_memory is empty"},
       {{"--prompt", "a", "--lora", ""}, "--lora is empty"},
       {{"--prompt", "a", "--weights_memory", "1KB"}, "raise --weights_memory"},
+      {{"--prompt", "a", "--mmap", "--device", "cuda"}, "--mmap is for --device cpu"},
       {{"--prompt", "a", "--temperature", "0.5"}, "add --sample"},
       {{"--prompt", "a", "--sample", "--greedy"}, "--sample and --greedy exclude each other"},
       {{"--prompt", "a", "--sample", "--top_p", "7"}, "top_p is 7"},

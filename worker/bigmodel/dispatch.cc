@@ -43,6 +43,8 @@
 #include "worker/bigmodel/weight_readers.h"
 #include "worker/bigmodel/weight_source.h"
 #include "worker/checkpoint/aligned_memory.h"
+#include "worker/checkpoint/direct_io.h"
+#include "worker/checkpoint/mapped_file.h"
 #include "worker/checkpoint/optional_tensors.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/tensor_memory.h"
@@ -97,6 +99,11 @@ struct Item {
 
   const at::Tensor& tensor() const { return tensors[0]; }
   bool offloaded() const { return place != Place::kResident; }
+  OffloadedTensor Offloaded() const {
+    return {.name = names[0], .tensor = tensor(), .source = source, .index = index, .type = type};
+  }
+  // Takes no memory of a ring.
+  bool IsMapped() const { return source != nullptr && Offloaded().IsMapped(); }
 };
 
 // Equal for names of one tensor, and different for all others.
@@ -252,7 +259,10 @@ class OffloadFile {
     MUSTER_ASSIGN_OR_RETURN(
         const SafetensorsPlan plan,
         PlanSafetensors(path_, tensors,
-                        {.metadata = metadata_, .shared = SharedTensors::kWriteAll}));
+                        {.metadata = metadata_,
+                         .shared = SharedTensors::kWriteAll,
+                         // Where operators take it from a mapping as from LibTorch's own memory.
+                         .data_alignment = kDirectAlignment}));
     MUSTER_ASSIGN_OR_RETURN(AtomicFile file, AtomicFile::Create(path_));
     MUSTER_RETURN_IF_ERROR(
         StreamSafetensors(plan, [&file](absl::string_view part) { return file.Append(part); }));
@@ -312,6 +322,8 @@ class Dispatcher {
   void SetPlace(const std::string& device, bool keep_on_host, Item& item) const;
   // Has offloaded parts run on a GPU whose limit leaves room for their ring.
   void KeepLimits();
+  // That what is to be used from mapped files runs on the CPU.
+  absl::Status CheckMmap() const;
   // What is to be loaded; without buffers that keep their values.
   NamedTensors Targets(const WeightFiles& files, const LoadCheckpointOptions& options,
                        std::vector<std::string>* kept) const;
@@ -348,25 +360,9 @@ struct Dispatcher::Reading {
   at::Tensor to;
 };
 
-// Calls `visit` for each tensor, in the order of the modules.
-void VisitTensorNames(const PlannedModel& model,
-                      absl::FunctionRef<void(const std::string&)> visit) {
-  VisitModules(model, [&](const std::string& name, const PlannedModule& module) {
-    for (const auto* const part : {&module.parameters, &module.buffers}) {
-      for (const PlannedTensor& tensor : *part) {
-        visit(name.empty() ? tensor.name : absl::StrCat(name, ".", tensor.name));
-      }
-    }
-  });
-}
-
 absl::Status Dispatcher::SetMain(const DeviceEntries& map, const PlannedModel& model) {
-  // By the order of the module, whose first weights take the inputs.
-  std::optional<std::string> first;
-  VisitTensorNames(model, [&](const std::string& name) {
-    const std::string& device = *FindDevice(map, name);
-    if (!first.has_value() && IsGpu(device)) first = device;
-  });
+  // Whose weights take the inputs.
+  const std::optional<std::string> first = FirstGpu(model, map);
   if (!options_.main_device.has_value()) {
     if (first.has_value()) result_.main_device_ = DeviceOf(*first);
     return absl::OkStatus();
@@ -547,7 +543,8 @@ absl::Status Dispatcher::Load(const std::string& path, const LoadCheckpointOptio
     entries.push_back(match.from);
   }
   // Nothing has changed before this is known to be possible.
-  MUSTER_ASSIGN_OR_RETURN(const auto source, OpenWeightSource(files, entries));
+  MUSTER_RETURN_IF_ERROR(CheckMmap());
+  MUSTER_ASSIGN_OR_RETURN(const auto source, OpenWeightSource(files, entries, options_.mmap));
   for (size_t i = 0; i < on_disk.size(); ++i) {
     on_disk[i]->source = source;
     on_disk[i]->index = i;
@@ -678,6 +675,7 @@ absl::Status Dispatcher::Distribute() {
   KeepLimits();
   // An early failure must not change anything: neither the module nor the folder, whose file may
   // belong to another model.
+  MUSTER_RETURN_IF_ERROR(CheckMmap());
   MUSTER_RETURN_IF_ERROR(CheckRing());
   if (!to_disk.empty()) MUSTER_RETURN_IF_ERROR(WriteToDisk(to_disk));
   for (Item& item : items_) {
@@ -698,12 +696,24 @@ absl::Status Dispatcher::Distribute() {
   return absl::OkStatus();
 }
 
+absl::Status Dispatcher::CheckMmap() const {
+  if (!options_.mmap) return absl::OkStatus();
+  for (const Item& item : items_) {
+    if (item.place != Place::kDisk || item.device.is_cpu()) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        "mmap is for weights that run on the CPU, and ", item.names[0], " runs on GPU ",
+        NameOf(item.device), ", to which it is copied: leave mmap out"));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Dispatcher::CheckRing() const {
   if (!options_.ring_bytes.has_value()) return absl::OkStatus();
   for (const Item& item : items_) {
     const uint64_t bytes = BytesOf(item);
     const bool has_values = item.source != nullptr || !item.tensor().is_meta();
     if (!item.offloaded() || !has_values || bytes <= *options_.ring_bytes) continue;
+    if (item.IsMapped()) continue;
     const SizePair texts =
         HumanBytesApart(static_cast<int64_t>(*options_.ring_bytes), static_cast<int64_t>(bytes));
     return absl::InvalidArgumentError(absl::StrCat("the ring of ", texts.first, " is smaller than ",
@@ -745,7 +755,7 @@ absl::Status Dispatcher::WriteToDisk(const std::vector<Item*>& items) {
       }
       entries.push_back(static_cast<size_t>(entry - files->entries().data()));
     }
-    return OpenWeightSource(files, entries);
+    return OpenWeightSource(files, entries, options_.mmap);
   }();
   if (!source.ok()) {
     // The check of the space says what to do.
@@ -793,16 +803,16 @@ std::vector<OffloadedUnit> Dispatcher::Units(const c10::Device& device, uint64_t
       std::min(std::clamp(ring_bytes / kUnitsInRing, kLeastUnitBytes, kMostUnitBytes), ring_bytes);
   std::vector<OffloadedUnit> units;
   for (const UnitPlan& plan : PlanOffloadUnits(tensors, most)) {
-    OffloadedUnit unit{.name = plan.name, .tensors = {}};
+    // Of each mapped file one, and one of what goes through the ring.
+    std::map<const MappedFile*, size_t> by_file;
     for (const size_t part : plan.parts) {
-      const Item& item = *items[part];
-      unit.tensors.push_back({.name = item.names[0],
-                              .tensor = item.tensor(),
-                              .source = item.source,
-                              .index = item.index,
-                              .type = item.type});
+      OffloadedTensor tensor = items[part]->Offloaded();
+      const MappedFile* const file =
+          tensor.IsMapped() ? tensor.source->Mapped(tensor.index).file : nullptr;
+      const auto [unit, is_new] = by_file.emplace(file, units.size());
+      if (is_new) units.push_back({.name = plan.name, .tensors = {}});
+      units[unit->second].tensors.push_back(std::move(tensor));
     }
-    units.push_back(std::move(unit));
   }
   return units;
 }

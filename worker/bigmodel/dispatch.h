@@ -72,6 +72,17 @@ struct DispatchOptions {
   // mostly wait for the disk, which is fastest with several requests.
   int readers = 8;
   bool prefetch = true;
+  // Weights on the disk are used where their files are mapped into memory, without a copy: faster
+  // where the files are in the page cache, which must have room for them to stay. Their pages count
+  // as the process's memory, but the kernel takes them back when others need it, so that limits
+  // (cgroups) hold. Numbers that are converted on the way (another type than in the file), or that
+  // do not begin at a multiple of their size there, still go through the ring: stats() tells both.
+  // Files must not be changed meanwhile: as without `mmap`, the next use of a weight finds that and
+  // throws; but an operator that is running uses what is written into the file, and ends the
+  // process (SIGBUS) if the file is truncated or the disk fails. So does code that writes a weight
+  // through data_ptr() (SIGSEGV); operators that would write one throw. INVALID_ARGUMENT with
+  // weights on the disk that run on a GPU, to which they are copied anyway.
+  bool mmap = false;
 };
 
 struct LoadCheckpointOptions {

@@ -2,12 +2,16 @@
 
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -20,6 +24,7 @@
 #include "base/test_system_calls.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "torch/nn/init.h"
 #include "worker/bigmodel/empty_weights.h"
 #include "worker/bigmodel/module_description.h"
 #include "worker/bigmodel/offload_ring.h"
@@ -119,6 +124,158 @@ TEST_F(Dispatch, Placements_ComputeTheSameBits) {
       for (int pass = 0; pass < 3; ++pass) EXPECT_TRUE(at::equal(Compute(net), expected_)) << ring;
     }
   }
+}
+
+LoadCheckpointOptions Mapped(std::optional<uint64_t> ring = std::nullopt) {
+  LoadCheckpointOptions options;
+  options.dispatch.ring_bytes = ring;
+  options.dispatch.mmap = true;
+  return options;
+}
+
+TEST_F(Dispatch, Mmap_ComputesTheSameBitsWithoutARing) {
+  const std::vector<DeviceEntries> maps = {{{"", "disk"}},
+                                           {{"", "disk"}, {"layers.1", "cpu"}, {"head", "cpu"}}};
+  for (const DeviceEntries& map : maps) {
+    for (const bool prefetch : {true, false}) {
+      LoadCheckpointOptions options = Mapped();
+      options.dispatch.prefetch = prefetch;
+      const TextNet net = EmptyNet();
+      const auto dispatched = Load(net, map, options);
+      ASSERT_TRUE(dispatched.ok()) << dispatched.status();
+      for (int pass = 0; pass < 3; ++pass) EXPECT_TRUE(at::equal(Compute(net), expected_));
+      const OffloadStats stats = dispatched->stats();
+      EXPECT_GT(stats.mapped_bytes, 100'000u);
+      EXPECT_EQ(stats.mapped_bytes, stats.offloaded_bytes);
+      EXPECT_EQ(stats.ring_bytes, 0u);
+      EXPECT_EQ(stats.read_bytes, 0u);
+      EXPECT_EQ(stats.overflow_bytes, 0u);
+    }
+  }
+}
+
+TEST_F(Dispatch, MmapOfNumbersThatAreConverted_PassThroughTheRing) {
+  // Two blocks in another type than the model's.
+  NamedTensors tensors;
+  for (const auto& [name, tensor] : TensorsOf(*whole_)) {
+    const bool other = name.starts_with("layers.1.") || name.starts_with("layers.2.");
+    tensors.emplace_back(name, other ? tensor.detach().to(at::kBFloat16) : tensor.detach());
+  }
+  const TestFolder folder;
+  ASSERT_TRUE(SaveModelFiles(folder.path(), tensors).ok());
+  const auto compute = [&](const LoadCheckpointOptions& options, OffloadStats* stats) {
+    const TextNet net = EmptyNet();
+    const auto dispatched =
+        LoadCheckpointAndDispatch(*TextNet(net), folder.path(), {{"", "disk"}}, options);
+    EXPECT_TRUE(dispatched.ok()) << dispatched.status();
+    Compute(net);
+    const at::Tensor result = Compute(net);
+    *stats = dispatched->stats();
+    return result;
+  };
+  OffloadStats copied, mapped, all_converted;
+  const at::Tensor expected = compute(Ring(70'000), &copied);
+  EXPECT_TRUE(at::equal(compute(Mapped(70'000), &mapped), expected));
+  EXPECT_EQ(copied.mapped_bytes, 0u);
+  EXPECT_GT(mapped.mapped_bytes, mapped.offloaded_bytes / 3);
+  EXPECT_LT(mapped.mapped_bytes, mapped.offloaded_bytes * 2 / 3);
+  EXPECT_GT(mapped.read_bytes, 0u);
+  EXPECT_GT(mapped.ring_bytes, 60'000u);
+  EXPECT_LE(mapped.ring_bytes, 74'000u);
+  LoadCheckpointOptions in_double = Mapped();
+  in_double.weights.dtype = at::kDouble;
+  in_double.keep_buffers = true;
+  const TextNet net = EmptyNet();
+  const auto dispatched =
+      LoadCheckpointAndDispatch(*TextNet(net), folder.path(), {{"", "disk"}}, in_double);
+  ASSERT_TRUE(dispatched.ok()) << dispatched.status();
+  EXPECT_EQ(dispatched->stats().mapped_bytes, 0u);
+}
+
+TEST_F(Dispatch, MmapOfDiskOffload_ComputesTheSameBits) {
+  const TestFolder folder;
+  const TextNet net = Net();
+  {
+    const at::NoGradGuard no_grad;
+    const auto from = whole_->named_parameters();
+    for (const auto& to : net->named_parameters()) to.value().copy_(from[to.key()]);
+  }
+  const auto dispatched = DiskOffload(*TextNet(net), folder.path(), at::kCPU, {.mmap = true});
+  ASSERT_TRUE(dispatched.ok()) << dispatched.status();
+  EXPECT_EQ(dispatched->stats().mapped_bytes, dispatched->stats().offloaded_bytes);
+  EXPECT_TRUE(at::equal(Compute(net), expected_));
+  // Where MKL promises the bits that it computes from memory of its own.
+  const at::NoGradGuard no_grad;
+  for (const auto& parameter : net->named_parameters()) {
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(parameter.value().const_data_ptr()) % 64, 0u)
+        << parameter.key();
+  }
+}
+
+TEST_F(Dispatch, WritesIntoMappedWeights_AreRefusedAndLeaveTheFile) {
+  const TestFolder folder;
+  ASSERT_TRUE(SaveModelFiles(folder.path(), TensorsOf(*whole_)).ok());
+  const std::string path = folder.Path("model.safetensors");
+  const auto before = ReadFile(path);
+  ASSERT_TRUE(before.ok()) << before.status();
+  TextNet net = EmptyNet();
+  const auto dispatched = LoadCheckpointAndDispatch(*net, folder.path(), {{"", "disk"}}, Mapped());
+  ASSERT_TRUE(dispatched.ok()) << dispatched.status();
+  EXPECT_THAT(ErrorOf([&] { net->forward(Ids()); }),
+              HasSubstr("'embed.weight', which is offloaded and requires a gradient"));
+  const at::NoGradGuard no_grad;
+  at::Tensor weight = net->embed->weight;
+  at::Tensor down = net->layers[2]->as<BlockImpl>()->down->weight;
+  EXPECT_TRUE(at::equal(Compute(net), expected_));
+  for (const auto& write : std::vector<std::function<void()>>{
+           [&] { weight.add_(1); }, [&] { down.zero_(); }, [&] { weight.detach().fill_(2); },
+           [&] { torch::nn::init::normal_(down); }, [&] { weight.data().mul_(3); },
+           [&] { down.view({-1})[3] = 7; }, [&] { weight.copy_(at::ones_like(weight)); },
+           [&] { at::add_out(down, at::ones_like(down), 1); }}) {
+    EXPECT_THAT(ErrorOf(write), HasSubstr("which is offloaded"));
+  }
+  EXPECT_TRUE(at::equal(Compute(net), expected_));
+  EXPECT_EQ(*ReadFile(path), *before);
+}
+
+// Without a signal, also of what was loaded ahead.
+TEST_F(Dispatch, MappedFileThatIsChangedBetweenPasses_IsNamedAndNothingCrashes) {
+  for (const bool cut : {true, false}) {
+    const TestFolder folder;
+    const std::string path = folder.Path("model.safetensors");
+    ASSERT_TRUE(SaveModelFiles(folder.path(), TensorsOf(*whole_)).ok());
+    TextNet net = EmptyNet();
+    const auto dispatched =
+        LoadCheckpointAndDispatch(*net, folder.path(), {{"", "disk"}}, Mapped());
+    ASSERT_TRUE(dispatched.ok()) << dispatched.status();
+    EXPECT_TRUE(at::equal(Compute(net), expected_));
+    dispatched->ring()->WaitUntilIdle();
+    if (cut) {
+      ASSERT_EQ(truncate(path.c_str(), 100'000), 0);
+    } else {
+      const timespec times[2] = {{.tv_sec = 1, .tv_nsec = 0}, {.tv_sec = 1, .tv_nsec = 0}};
+      ASSERT_EQ(utimensat(AT_FDCWD, path.c_str(), times, 0), 0);
+    }
+    for (int pass = 0; pass < 2; ++pass) {
+      const absl::Status status = Guard([&] { Compute(net); });
+      EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << cut;
+      EXPECT_THAT(Text(status), AllOf(HasSubstr("model.safetensors: tensor \""),
+                                      HasSubstr("it was changed while it is used")));
+    }
+  }
+}
+
+TEST_F(Dispatch, ThreadsOverAMappedModel_AllComputeTheSameBits) {
+  const TextNet net = EmptyNet();
+  const auto dispatched = Load(net, {{"", "disk"}}, Mapped());
+  ASSERT_TRUE(dispatched.ok()) << dispatched.status();
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&] {
+      for (int pass = 0; pass < 5; ++pass) EXPECT_TRUE(at::equal(Compute(net), expected_));
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
 }
 
 TEST_F(Dispatch, OffloadFromMemory_ComputesTheSameBits) {

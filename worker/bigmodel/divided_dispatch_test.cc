@@ -359,6 +359,19 @@ TEST_F(DividedDispatch, MainDeviceWithoutTheGpusOfTheMap_IsRefused) {
               AllOf(HasSubstr("GPU 0"), HasSubstr("main device is the CPU")));
 }
 
+// The weights are copied to it anyway. The folder stays as it is.
+TEST_F(DividedDispatch, MmapOfWeightsThatRunOnAGpu_IsRefused) {
+  const TestFolder offload;
+  TextNet net(kVocabulary, kWidth, kBlocks);
+  const auto refused = DiskOffload(*net, offload.path(), FakeGpu(1), {.mmap = true});
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(Text(refused.status()), AllOf(HasSubstr("mmap is for weights that run on the CPU"),
+                                            HasSubstr("head runs on GPU 1")));
+  EXPECT_THAT(*ListDirectory(offload.path()), testing::IsEmpty());
+  // What the map leaves on GPUs and in host memory is no business of mmap.
+  EXPECT_TRUE(DispatchModel(*net, {{"", "0"}, {"layers.1", "cpu"}}, {.mmap = true}).ok());
+}
+
 TEST_F(DividedDispatch, RingThatFindsNoMemory_LeavesTheModelAsItWas) {
   TextNet net(kVocabulary, kWidth, kBlocks);
   const DeviceEntries map = {{"", "0"}, {"layers.1", "1"}};

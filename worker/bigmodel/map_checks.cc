@@ -5,6 +5,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
@@ -89,6 +90,29 @@ void SetType(PlannedModule& module, const std::string& dtype) {
 }
 
 }  // namespace
+
+void VisitTensorNames(const PlannedModel& model,
+                      absl::FunctionRef<void(const std::string& name)> visit) {
+  VisitModules(model, [&](const std::string& path, const PlannedModule& module) {
+    for (const auto* const tensors : {&module.parameters, &module.buffers}) {
+      for (const PlannedTensor& tensor : *tensors) {
+        visit(path.empty() ? tensor.name : absl::StrCat(path, ".", tensor.name));
+      }
+    }
+  });
+}
+
+std::optional<std::string> FirstGpu(const PlannedModel& model, const DeviceEntries& devices) {
+  std::optional<std::string> first;
+  VisitTensorNames(model, [&](const std::string& name) {
+    const std::string* const device = FindDevice(devices, name);
+    int number = 0;
+    if (!first.has_value() && device != nullptr && absl::SimpleAtoi(*device, &number)) {
+      first = *device;
+    }
+  });
+  return first;
+}
 
 void SetFloatingType(PlannedModel& model, const std::string& dtype) { SetType(model.root, dtype); }
 

@@ -1,6 +1,7 @@
 #ifndef MUSTER_WORKER_BIGMODEL_MAP_CHECKS_H_
 #define MUSTER_WORKER_BIGMODEL_MAP_CHECKS_H_
 
+#include <optional>
 #include <set>
 #include <string>
 
@@ -27,9 +28,18 @@ void VisitModules(
     const PlannedModel& model,
     absl::FunctionRef<void(const std::string& name, const PlannedModule& module)> visit);
 
+// Calls `visit` with the full name of each parameter and buffer, in the order of the modules.
+void VisitTensorNames(const PlannedModel& model,
+                      absl::FunctionRef<void(const std::string& name)> visit);
+
+// Where what is offloaded runs unless a program says so: the GPU of the map's first part on one, by
+// the order of the modules; absent if it names none, or holds nothing on one.
+std::optional<std::string> FirstGpu(const PlannedModel& model, const DeviceEntries& devices);
+
 // Floating-point tensors become `dtype` ("F32", "BF16", ...), as they do when they are loaded so,
 // whether that is smaller or larger. (SizeOptions::dtype has the rule of Accelerate, which counts
-// no tensor larger than it is stored.)
+// no tensor larger than it is stored.) Buffers that the files lack keep their own type when a model
+// is loaded; they count here as if they became `dtype`, too: they are small.
 void SetFloatingType(PlannedModel& model, const std::string& dtype);
 
 // Whether a map says for each tensor of the model where it goes. Errors: INVALID_ARGUMENT for an

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -48,10 +49,10 @@ uint64_t LeftOf(decltype(RLIMIT_DATA) resource, uint64_t used) {
 }
 
 uint64_t HostMemory() {
-  constexpr uint64_t kPage = 4096;
+  const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   const Pages pages = PagesInUse();
-  return std::min({uint64_t{MemoryLeft()}, LeftOf(RLIMIT_DATA, pages.data * kPage),
-                   LeftOf(RLIMIT_AS, pages.space * kPage)});
+  return std::min({uint64_t{MemoryLeft()}, LeftOf(RLIMIT_DATA, pages.data * page),
+                   LeftOf(RLIMIT_AS, pages.space * page)});
 }
 
 // Whether the memory of a GPU is the host's.

@@ -3,10 +3,29 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
+#include <cstdint>
 #include <string>
 
+#include "base/file.h"
+#include "base/test_system_calls.h"
 #include "worker/bigmodel/fake_gpus.h"
+
+namespace muster {
+namespace {
+
+// What the system says of its pages; 0: the truth.
+int64_t page_bytes = 0;
+
+}  // namespace
+}  // namespace muster
+
+// The program's own sysconf(), in place of the C library's.
+extern "C" int64_t sysconf(int name) noexcept {
+  static const auto real = muster::RealCall<int64_t (*)(int)>("sysconf");
+  return name == _SC_PAGESIZE && muster::page_bytes > 0 ? muster::page_bytes : real(name);
+}
 
 namespace muster {
 namespace {
@@ -30,6 +49,24 @@ TEST(GetMaxMemory, LimitOfTheProcess_Counts) {
   const double host = Host();
   ASSERT_EQ(setrlimit(RLIMIT_DATA, &before), 0);
   EXPECT_LT(host, double{1 << 30});
+}
+
+// As of ARM kernels with large pages, whose /proc/self/statm counts those.
+TEST(GetMaxMemory, PagesOfAnySize_Count) {
+  const std::string pages = *ReadFile("/proc/self/statm", 256);
+  rlimit before = {};
+  ASSERT_EQ(getrlimit(RLIMIT_AS, &before), 0);
+  // For pages of 4 KiB there is more than enough.
+  const rlimit small = {.rlim_cur = 2 * std::stoull(pages) * 4096 + (rlim_t{1} << 30),
+                        .rlim_max = before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_AS, &small), 0);
+  const double with_small_pages = Host();
+  page_bytes = 1 << 20;
+  const double with_large_pages = Host();
+  page_bytes = 0;
+  ASSERT_EQ(setrlimit(RLIMIT_AS, &before), 0);
+  EXPECT_GT(with_small_pages, 1e6);
+  EXPECT_EQ(with_large_pages, 0);
 }
 
 // As that of a Jetson or a DGX Spark.

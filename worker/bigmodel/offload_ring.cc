@@ -31,6 +31,10 @@ constexpr uint64_t kWorthAGap = uint64_t{1} << 20;
 
 uint64_t RoundUp(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
+// Of what is loaded at a time of a mapped file: large pages are whole, and several threads have
+// something to do.
+constexpr uint64_t kLoadedBytes = uint64_t{4} << 20;
+
 uint64_t BytesOf(const OffloadedTensor& tensor) {
   return static_cast<uint64_t>(tensor.tensor.numel()) * c10::elementSize(tensor.type);
 }
@@ -43,6 +47,31 @@ uint64_t OffsetAfter(uint64_t end, const OffloadedTensor& tensor, const at::Devi
   if (!in_place) return RoundUp(end, kAlignment);
   const uint64_t block = end / kDirectAlignment * kDirectAlignment;
   return block + remainder >= end ? block + remainder : block + kDirectAlignment + remainder;
+}
+
+// All of its tensors are, in one file.
+bool IsMapped(const OffloadedUnit& unit) {
+  return !unit.tensors.empty() && unit.tensors[0].IsMapped();
+}
+
+// What a unit takes of the ring.
+uint64_t RingBytesOf(const OffloadedUnit& unit, const at::Device& device) {
+  uint64_t end = 0;
+  if (IsMapped(unit)) return end;
+  for (const OffloadedTensor& tensor : unit.tensors) {
+    end = OffsetAfter(end, tensor, device) + BytesOf(tensor);
+  }
+  return end;
+}
+
+// In the order of the file.
+OffloadedUnit InOrder(OffloadedUnit unit) {
+  if (!IsMapped(unit)) return unit;
+  std::stable_sort(unit.tensors.begin(), unit.tensors.end(),
+                   [](const OffloadedTensor& a, const OffloadedTensor& b) {
+                     return a.source->Mapped(a.index).begin < b.source->Mapped(b.index).begin;
+                   });
+  return unit;
 }
 
 std::vector<int64_t> ContiguousStrides(at::IntArrayRef sizes) {
@@ -73,15 +102,23 @@ class OffloadRing::Unit final : public Page {
   Unit(OffloadRing& ring, OffloadedUnit unit, size_t number, const at::Device& device)
       : name(std::move(unit.name)),
         number(number),
-        tensors(std::move(unit.tensors)),
+        is_mapped(IsMapped(unit)),
+        tensors(InOrder(std::move(unit)).tensors),
         ring_(ring),
         device_(device) {
+    uint64_t end = 0;
     for (const OffloadedTensor& tensor : tensors) {
-      offsets.push_back(OffsetAfter(bytes, tensor, device));
-      bytes = offsets.back() + BytesOf(tensor);
-      source_bytes += tensor.source->bytes(tensor.index);
+      if (is_mapped) {
+        offsets.push_back(tensor.source->Mapped(tensor.index).begin - MappedBegin());
+        bytes += BytesOf(tensor);
+      } else {
+        offsets.push_back(OffsetAfter(end, tensor, device));
+      }
+      end = offsets.back() + BytesOf(tensor);
     }
-    flat_ = WithoutMemory(bytes, device);
+    if (!is_mapped) bytes = end;
+    // Of a mapped file also what is between the tensors.
+    flat_ = WithoutMemory(end, device);
     registration_.emplace(flat_, this);
     for (size_t i = 0; i < tensors.size(); ++i) {
       const std::vector<int64_t> sizes = tensors[i].tensor.sizes().vec();
@@ -90,6 +127,20 @@ class OffloadRing::Unit final : public Page {
                   PagedView(flat_, tensors[i].type, sizes, ContiguousStrides(sizes),
                             static_cast<int64_t>(offsets[i]) / width));
     }
+    if (is_mapped) {
+      // Only read: Allow() refuses operators that would write.
+      memory = const_cast<char*>(tensors[0].source->Mapped(tensors[0].index).file->data()) +
+               MappedBegin();
+      Show(memory);
+    }
+  }
+
+  // Whether all of a mapped unit is in memory.
+  bool IsInMemory() const {
+    return std::all_of(tensors.begin(), tensors.end(), [](const OffloadedTensor& tensor) {
+      const WeightSource::MappedPlace place = tensor.source->Mapped(tensor.index);
+      return place.file->IsInMemory(place.begin, BytesOf(tensor));
+    });
   }
 
   void Require(bool, const char*) override { ring_.Use(*this); }
@@ -114,21 +165,29 @@ class OffloadRing::Unit final : public Page {
 
   const std::string name;
   const size_t number;
+  const bool is_mapped;
   const std::vector<OffloadedTensor> tensors;
   std::vector<uint64_t> offsets;
-  uint64_t bytes = 0, source_bytes = 0;
+  uint64_t bytes = 0;
 
   // Guarded by the ring's lock.
   State state = State::kAway;
-  std::optional<uint64_t> slot;  // in the arena
-  at::Tensor overflow;           // else
-  char* memory = nullptr;
+  std::optional<uint64_t> slot;                  // in the arena
+  at::Tensor overflow;                           // else
+  char* memory = nullptr;                        // of a mapped unit always the same
   size_t pieces = 0;                             // on their way
   absl::Status status;                           // of the last reading
   StreamFences::Fence arrival;                   // behind its copies
   std::map<c10::StreamId, c10::Stream> streams;  // that have used it since it came
 
  private:
+  // Where the tensors of a mapped unit begin in its file, or before: at a multiple of the size of
+  // each type.
+  uint64_t MappedBegin() const {
+    const OffloadedTensor& first = tensors[0];
+    return first.source->Mapped(first.index).begin / kAlignment * kAlignment;
+  }
+
   // Of the weight that `used` is a view of.
   const std::string& NameOf(const at::Tensor& used) const {
     const uint64_t at = static_cast<uint64_t>(used.storage_offset()) * used.element_size();
@@ -164,14 +223,16 @@ absl::StatusOr<std::vector<std::unique_ptr<OffloadRing>>> OffloadRing::MakeAll(
     std::vector<Plan> plans) {
   std::vector<std::unique_ptr<OffloadRing>> rings;
   for (const Plan& plan : plans) {
-    uint64_t bytes = plan.options.bytes;
+    uint64_t largest = 0, all = 0;
+    bool has_mapped = false;
     for (const OffloadedUnit& unit : plan.units) {
-      uint64_t end = 0;
-      for (const OffloadedTensor& tensor : unit.tensors) {
-        end = OffsetAfter(end, tensor, plan.options.device) + BytesOf(tensor);
-      }
-      bytes = std::max(bytes, end);
+      const uint64_t bytes = RingBytesOf(unit, plan.options.device);
+      largest = std::max(largest, bytes);
+      all += RoundUp(bytes, Arena::kUnit);
+      has_mapped = has_mapped || IsMapped(unit);
     }
+    uint64_t bytes = std::max(plan.options.bytes, largest);
+    if (has_mapped) bytes = std::min(bytes, all);
     rings.emplace_back(new OffloadRing(plan.options, bytes, plan.units.size()));
     MUSTER_RETURN_IF_ERROR(rings.back()->Prepare(plan.units.size()));
   }
@@ -211,7 +272,9 @@ absl::Status OffloadRing::AddUnits(std::vector<OffloadedUnit> units) {
     for (OffloadedUnit& unit : units) {
       units_.push_back(
           std::make_unique<Unit>(*this, std::move(unit), units_.size(), options_.device));
-      stats_.offloaded_bytes += units_.back()->bytes;
+      const Unit& added = *units_.back();
+      stats_.offloaded_bytes += added.bytes;
+      if (added.is_mapped) stats_.mapped_bytes += added.bytes;
     }
   });
 }
@@ -234,6 +297,10 @@ void OffloadRing::Use(Unit& unit) {
   MutexLock lock(&mu_);
   const bool turned = current_ != &unit;
   if (turned) {
+    // The kernel may take back its pages from now on.
+    if (current_ != nullptr && current_->is_mapped && current_->state == State::kHere) {
+      current_->state = State::kAway;
+    }
     current_ = &unit;
     order_.Note(unit.number);
     coming_ = order_.Coming();
@@ -258,6 +325,8 @@ void OffloadRing::Use(Unit& unit) {
       unit.streams.emplace(stream.id(), stream);
     }
   }
+  // Also after what it was loaded ahead with; all of a unit is in one file.
+  if (unit.is_mapped) ThrowIfError(unit.tensors[0].source->CheckUnchanged(unit.tensors[0].index));
   unit.Show(unit.memory);
 }
 
@@ -270,6 +339,7 @@ void OffloadRing::BringNow(Unit& unit) {
 }
 
 void OffloadRing::FindMemory(Unit& unit) {
+  if (unit.is_mapped) return;
   for (;;) {
     unit.slot = arena_.Take(unit.bytes);
     if (unit.slot.has_value()) return;
@@ -278,7 +348,7 @@ void OffloadRing::FindMemory(Unit& unit) {
       continue;
     }
     const bool some_come = std::any_of(units_.begin(), units_.end(), [&](const auto& other) {
-      return other.get() != &unit && other->pieces > 0 && other->pins() == 0;
+      return other.get() != &unit && !other->is_mapped && other->pieces > 0 && other->pins() == 0;
     });
     if (!some_come) break;
     changed_.Wait(&mu_);
@@ -320,13 +390,13 @@ void OffloadRing::GiveUp(Unit& unit, const absl::Status& status) {
 void OffloadRing::Prefetch() {
   // No farther than keeps the disk busy: what else is in the ring may stay there until its turn, so
   // that a ring for half of a model reads half of it in a pass.
-  const uint64_t enough = std::min(kAheadBytes, arena_.bytes() / 2);
+  const uint64_t enough = std::min(kAheadBytes, std::max(arena_.bytes(), options_.bytes) / 2);
   uint64_t ahead = 0;
   for (size_t i = 0; i < coming_.size() && (i < kUnitsAhead || ahead < enough); ++i) {
     Unit& unit = *units_[coming_[i]];
     ahead += unit.bytes;
     if (unit.state != State::kAway) continue;
-    while (!(unit.slot = arena_.Take(unit.bytes)).has_value()) {
+    while (!unit.is_mapped && !(unit.slot = arena_.Take(unit.bytes)).has_value()) {
       Unit* const victim = FindVictim(i + 1);
       if (victim == nullptr) return;
       Evict(*victim);
@@ -338,7 +408,9 @@ void OffloadRing::Prefetch() {
 OffloadRing::Unit* OffloadRing::FindVictim(size_t distance) {
   Unit* found = nullptr;
   for (const auto& unit : units_) {
-    if (unit->state != State::kHere || unit->pins() > 0 || unit.get() == current_) continue;
+    if (unit->is_mapped || unit->state != State::kHere || unit->pins() > 0 ||
+        unit.get() == current_)
+      continue;
     if (distances_[unit->number] < distance) continue;
     if (found == nullptr || distances_[unit->number] > distances_[found->number]) {
       found = unit.get();
@@ -358,6 +430,8 @@ void OffloadRing::Evict(Unit& unit) {
 }
 
 void OffloadRing::Free(Unit& unit) {
+  // Its memory is the file's.
+  if (unit.is_mapped) return;
   unit.Show(nullptr);
   unit.memory = nullptr;
   if (unit.slot.has_value()) {
@@ -383,10 +457,12 @@ void OffloadRing::Free(Unit& unit) {
 void OffloadRing::Start(Unit& unit, bool urgent) {
   unit.state = State::kComing;
   unit.status = absl::OkStatus();
-  unit.memory =
-      unit.slot.has_value() ? base_ + *unit.slot : static_cast<char*>(unit.overflow.data_ptr());
+  if (!unit.is_mapped) {
+    unit.memory =
+        unit.slot.has_value() ? base_ + *unit.slot : static_cast<char*>(unit.overflow.data_ptr());
+  }
   const absl::Status begun = Guard([&] {
-    std::vector<WeightReaders::Task> tasks = TasksFor(unit);
+    std::vector<WeightReaders::Task> tasks = unit.is_mapped ? LoadingTasks(unit) : TasksFor(unit);
     unit.pieces = tasks.size();
     if (tasks.empty()) {
       unit.state = State::kHere;
@@ -429,6 +505,23 @@ std::vector<WeightReaders::Task> OffloadRing::TasksFor(Unit& unit) {
             unit, status,
             static_cast<uint64_t>(piece.count) * c10::elementSize(piece.source->type(piece.index)));
       });
+    }
+  }
+  return tasks;
+}
+
+std::vector<WeightReaders::Task> OffloadRing::LoadingTasks(Unit& unit) {
+  std::vector<WeightReaders::Task> tasks;
+  if (unit.IsInMemory()) return tasks;
+  for (const OffloadedTensor& tensor : unit.tensors) {
+    const uint64_t begin = tensor.source->Mapped(tensor.index).begin;
+    const uint64_t end = begin + BytesOf(tensor);
+    for (uint64_t at = begin; at < end;) {
+      const uint64_t next = std::min(end, at / kLoadedBytes * kLoadedBytes + kLoadedBytes);
+      tasks.push_back([this, &unit, &tensor, from = at - begin, bytes = next - at](ReadScratch&) {
+        PieceIsDone(unit, tensor.source->LoadPages(tensor.index, from, bytes), /*bytes=*/0);
+      });
+      at = next;
     }
   }
   return tasks;

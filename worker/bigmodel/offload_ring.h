@@ -30,9 +30,16 @@ struct OffloadedTensor {
   std::shared_ptr<const WeightSource> source;
   size_t index = 0;  // in the source
   at::ScalarType type = at::kFloat;
+
+  // Whether it can be used where its source has its file mapped: it has the type that is used.
+  bool IsMapped() const {
+    return source->Mapped(index).file != nullptr && source->type(index) == type;
+  }
 };
 
-// Tensors that come and go together: a module, or a part of one.
+// Tensors that come and go together: a module, or a part of one. If they are mapped (all of them,
+// in one file), they are used where they are, and take no memory of the ring: to come means that
+// their pages are in the page cache. Only on the CPU.
 struct OffloadedUnit {
   std::string name;
   std::vector<OffloadedTensor> tensors;
@@ -41,7 +48,8 @@ struct OffloadedUnit {
 struct OffloadRingOptions {
   // Where operators run.
   at::Device device = at::kCPU;
-  // Memory for units, on that device. At least that of the largest unit is used.
+  // Memory for units, on that device. At least that of the largest unit is used; if some units are
+  // mapped, no more than that of all others. So much of mapped units is loaded ahead, too.
   uint64_t bytes = 0;
   int readers = 8;
   // Reads units ahead of their use.
@@ -53,6 +61,11 @@ struct OffloadRingOptions {
 // Runs a model whose weights do not fit: a ring of memory holds the units that are in use and those
 // that are expected next (unit_order.h), which threads read meanwhile. The module stays as it is:
 // operators find the weights when they use them (paged_storage.h).
+//
+// Mapped units are there when the use of one begins, so that operators find no page missing that
+// the file or the disk does not have, and each use looks whether the file was changed. What happens
+// to the file during an operator is not found: a part that it loses ends the process (SIGBUS),
+// other numbers in it are used.
 //
 // For inference: an operator that would need gradients of an offloaded tensor, or writes one,
 // throws c10::Error. Weights that cannot be read throw StatusError that names file and tensor, at
@@ -107,6 +120,8 @@ class OffloadRing {
   // Has a unit read that has memory.
   void Start(Unit& unit, bool urgent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   std::vector<WeightReaders::Task> TasksFor(Unit& unit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Of a mapped unit; none if all of it is in memory.
+  std::vector<WeightReaders::Task> LoadingTasks(Unit& unit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PieceIsDone(Unit& unit, const absl::Status& status, uint64_t bytes);
 
   const OffloadRingOptions options_;
@@ -124,7 +139,7 @@ class OffloadRing {
   // Of each unit: how many others are expected before it.
   std::vector<size_t> distances_ ABSL_GUARDED_BY(mu_);
   std::vector<size_t> coming_ ABSL_GUARDED_BY(mu_);
-  const Unit* current_ ABSL_GUARDED_BY(mu_) = nullptr;
+  Unit* current_ ABSL_GUARDED_BY(mu_) = nullptr;
   // Behind the last operators that used memory which is free for copies, by stream.
   std::map<c10::StreamId, StreamFences::Fence> pending_ ABSL_GUARDED_BY(mu_);
   OffloadStats stats_ ABSL_GUARDED_BY(mu_);

@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <cstring>
 #include <map>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -22,15 +23,25 @@ namespace {
 class UnchangedFile {
  public:
   // Borrows the file.
-  static absl::StatusOr<std::shared_ptr<const UnchangedFile>> Of(const StreamedFile& file) {
+  static absl::StatusOr<std::shared_ptr<const UnchangedFile>> Of(const StreamedFile& file,
+                                                                 bool mmap) {
     struct stat opened;
     if (fstat(file.fd(), &opened) != 0) return absl::ErrnoToStatus(errno, "cannot examine it");
-    return std::make_shared<const UnchangedFile>(file, opened);
+    std::optional<MappedFile> mapped;
+    if (mmap) {
+      MUSTER_ASSIGN_OR_RETURN(MappedFile made,
+                              MappedFile::Of(file.fd(), static_cast<uint64_t>(opened.st_size)));
+      mapped.emplace(std::move(made));
+    }
+    return std::make_shared<const UnchangedFile>(file, opened, std::move(mapped));
   }
-  UnchangedFile(const StreamedFile& file, const struct stat& opened)
-      : file_(file), opened_(opened) {}
+  UnchangedFile(const StreamedFile& file, const struct stat& opened,
+                std::optional<MappedFile> mapped)
+      : file_(file), opened_(opened), mapped_(std::move(mapped)) {}
 
   const StreamedFile& file() const { return file_; }
+  // Null: it is not mapped.
+  const MappedFile* mapped() const { return mapped_.has_value() ? &*mapped_ : nullptr; }
   absl::Status Check() const {
     struct stat now;
     if (fstat(file_.fd(), &now) != 0) return absl::ErrnoToStatus(errno, "cannot examine it");
@@ -45,6 +56,7 @@ class UnchangedFile {
  private:
   const StreamedFile& file_;
   const struct stat opened_;
+  const std::optional<MappedFile> mapped_;
 };
 
 class FileWeights final : public WeightSource {
@@ -88,6 +100,23 @@ class FileWeights final : public WeightSource {
     if (!status.ok()) return Named(i, status);
     return scratch.data() + offset;
   }
+  MappedPlace Mapped(size_t i) const override {
+    const Part& part = parts_[i];
+    const uint64_t begin = part.entry->tensor.begin;
+    // Operators may take no number that is not at a multiple of its size.
+    if (part.file->mapped() == nullptr || begin % c10::elementSize(part.type) != 0) return {};
+    return {part.file->mapped(), begin};
+  }
+  absl::Status LoadPages(size_t i, uint64_t begin, size_t bytes) const override {
+    const Part& part = parts_[i];
+    const absl::Status loaded =
+        part.file->mapped()->LoadPages(part.entry->tensor.begin + begin, bytes);
+    // What was changed says more than that a part of it is not there.
+    absl::Status status = part.file->Check();
+    status.Update(loaded);
+    return Named(i, status);
+  }
+  absl::Status CheckUnchanged(size_t i) const override { return Named(i, parts_[i].file->Check()); }
   size_t Remainder(size_t i) const override {
     return parts_[i].entry->tensor.begin % kDirectAlignment;
   }
@@ -135,7 +164,7 @@ class HostWeights final : public WeightSource {
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<const WeightSource>> OpenWeightSource(
-    std::shared_ptr<const WeightFiles> files, const std::vector<size_t>& entries) {
+    std::shared_ptr<const WeightFiles> files, const std::vector<size_t>& entries, bool mmap) {
   std::map<size_t, std::shared_ptr<const UnchangedFile>> opened;
   std::vector<FileWeights::Part> parts;
   for (const size_t i : entries) {
@@ -155,7 +184,7 @@ absl::StatusOr<std::shared_ptr<const WeightSource>> OpenWeightSource(
     std::shared_ptr<const UnchangedFile>& file = opened[entry.file];
     if (file == nullptr) {
       absl::StatusOr<std::shared_ptr<const UnchangedFile>> opened_file =
-          UnchangedFile::Of(*files->StreamedFileOf(entry));
+          UnchangedFile::Of(*files->StreamedFileOf(entry), mmap);
       if (!opened_file.ok()) {
         return absl::Status(opened_file.status().code(),
                             absl::StrCat(place, opened_file.status().message()));

@@ -11,7 +11,9 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "worker/checkpoint/cached_pages.h"
+#include "worker/checkpoint/mapped_file.h"
 #include "worker/checkpoint/model_files.h"
+#include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/streamed_file.h"
 
 namespace muster {
@@ -25,7 +27,7 @@ struct Saved {
   std::shared_ptr<const WeightSource> source;
 };
 
-Saved Save(const std::string& folder, const NamedTensors& tensors) {
+Saved Save(const std::string& folder, const NamedTensors& tensors, bool mmap = false) {
   EXPECT_TRUE(SaveModelFiles(folder, tensors).ok());
   auto files = WeightFiles::Open(folder);
   EXPECT_TRUE(files.ok()) << files.status();
@@ -33,7 +35,7 @@ Saved Save(const std::string& folder, const NamedTensors& tensors) {
   saved.files = std::make_shared<const WeightFiles>(*std::move(files));
   std::vector<size_t> all(saved.files->entries().size());
   for (size_t i = 0; i < all.size(); ++i) all[i] = i;
-  auto source = OpenWeightSource(saved.files, all);
+  auto source = OpenWeightSource(saved.files, all, mmap);
   EXPECT_TRUE(source.ok()) << source.status();
   saved.source = *source;
   return saved;
@@ -176,6 +178,48 @@ TEST(WeightSource, FileThatCannotBeExamined_IsNamedWithTheReason) {
   EXPECT_THAT(std::string(status.message()),
               AllOf(HasSubstr("model.safetensors: tensor \"a\": cannot examine it"),
                     HasSubstr("Bad file descriptor")));
+}
+
+TEST(WeightSource, Mmap_HasTensorsWhereTheirNumbersAreAtMultiplesOfTheirSize) {
+  const TestFolder folder;
+  const at::Tensor a = at::arange(0, 5, at::kByte), b = at::arange(0, 1000, at::kInt);
+  // The second begins after 5 bytes.
+  ASSERT_TRUE(WriteSafetensors(folder.Path("model.safetensors"), {{"a", a}, {"b", b}}).ok());
+  auto files = WeightFiles::Open(folder.path());
+  ASSERT_TRUE(files.ok()) << files.status();
+  const auto shared = std::make_shared<const WeightFiles>(*std::move(files));
+  const auto copied = OpenWeightSource(shared, {0, 1});
+  ASSERT_TRUE(copied.ok()) << copied.status();
+  EXPECT_EQ((*copied)->Mapped(0).file, nullptr);
+  const auto mapped = OpenWeightSource(shared, {0, 1}, /*mmap=*/true);
+  ASSERT_TRUE(mapped.ok()) << mapped.status();
+  for (size_t i = 0; i < 2; ++i) {
+    const at::Tensor& wanted = shared->entries()[i].tensor.name == "a" ? a : b;
+    const WeightSource::MappedPlace place = (*mapped)->Mapped(i);
+    const uint64_t begin = shared->entries()[i].tensor.begin;
+    ASSERT_EQ(place.file != nullptr, begin % wanted.element_size() == 0);
+    if (place.file == nullptr) continue;
+    EXPECT_TRUE((*mapped)->LoadPages(i, 0, wanted.nbytes()).ok());
+    EXPECT_EQ(memcmp(place.file->data() + place.begin, wanted.const_data_ptr(), wanted.nbytes()),
+              0);
+  }
+}
+
+TEST(WeightSource, MappedFileThatIsChanged_IsNamedWithItsTensor) {
+  const TestFolder folder;
+  const std::string path = folder.Path("model.safetensors");
+  const Saved saved = Save(folder.path(), {{"layers.3.up", at::zeros({10'000})}}, /*mmap=*/true);
+  ASSERT_NE(saved.source->Mapped(0).file, nullptr);
+  ASSERT_TRUE(saved.source->CheckUnchanged(0).ok());
+  ASSERT_TRUE(saved.source->LoadPages(0, 0, 40'000).ok());
+  ASSERT_EQ(truncate(path.c_str(), 8000), 0);
+  for (const absl::Status& status :
+       {saved.source->CheckUnchanged(0), saved.source->LoadPages(0, 0, 40'000)}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr("model.safetensors: tensor \"layers.3.up\""),
+                      HasSubstr("changed while it is used")));
+  }
 }
 
 TEST(WeightSource, HostMemory_IsReadWhereItIs) {

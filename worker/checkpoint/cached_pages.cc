@@ -11,10 +11,12 @@
 
 namespace muster {
 
-namespace {
+uint64_t PageBytes() {
+  static const auto bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
 
-// Whether mincore() tells the truth about a file (since Linux 5.2).
-bool MayAskFor(int fd) {
+bool MayAskForCachedPages(int fd) {
   struct stat info;
   if (fstat(fd, &info) != 0) return false;
   char path[64];
@@ -22,10 +24,16 @@ bool MayAskFor(int fd) {
   return info.st_uid == geteuid() || faccessat(AT_FDCWD, path, W_OK, AT_EACCESS) == 0;
 }
 
-}  // namespace
+bool PagesAreInMemory(const char* begin, uint64_t bytes) {
+  const uint64_t before = reinterpret_cast<uintptr_t>(begin) % PageBytes();
+  std::vector<unsigned char> resident((before + bytes + PageBytes() - 1) / PageBytes());
+  return mincore(const_cast<char*>(begin) - before, before + bytes, resident.data()) == 0 &&
+         std::all_of(resident.begin(), resident.end(),
+                     [](unsigned char it) { return (it & 1) != 0; });
+}
 
 CachedPages::CachedPages(int fd, uint64_t bytes) : bytes_(bytes) {
-  if (bytes == 0 || !MayAskFor(fd)) return;
+  if (bytes == 0 || !MayAskForCachedPages(fd)) return;
   void* const address = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd, 0);
   if (address != MAP_FAILED) base_ = static_cast<char*>(address);
 }
@@ -36,13 +44,7 @@ CachedPages::~CachedPages() {
 
 bool CachedPages::Has(uint64_t begin, uint64_t bytes) const {
   if (base_ == nullptr || begin >= bytes_) return false;
-  const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  const uint64_t first = begin / page * page;
-  const uint64_t end = begin + std::min(bytes, bytes_ - begin);
-  std::vector<unsigned char> resident((end - first + page - 1) / page);
-  return mincore(base_ + first, end - first, resident.data()) == 0 &&
-         std::all_of(resident.begin(), resident.end(),
-                     [](unsigned char it) { return (it & 1) != 0; });
+  return PagesAreInMemory(base_ + begin, std::min(bytes, bytes_ - begin));
 }
 
 }  // namespace muster

@@ -6,6 +6,16 @@
 
 namespace muster {
 
+// Of the pages that mincore() tells of.
+uint64_t PageBytes();
+
+// Whether the kernel tells which pages of an open file are in the page cache. Of one that this
+// process neither owns nor may write, it says (since Linux 5.2) that all of it is there.
+bool MayAskForCachedPages(int fd);
+
+// Whether all pages of a range of mapped memory are in memory. Does not touch them.
+bool PagesAreInMemory(const char* begin, uint64_t bytes);
+
 // Tells which parts of a file are in the page cache, from where they come faster than from the
 // disk. Asks without touching them: a read with RWF_NOWAIT that finds a page missing starts to read
 // ahead all that was asked for (since Linux 5.9). Thread-safe.

@@ -1,6 +1,5 @@
 #include "worker/models/weight_shapes.h"
 
-#include <algorithm>
 #include <utility>
 #include <variant>
 

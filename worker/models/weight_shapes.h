@@ -20,8 +20,7 @@ struct WeightShape {
 // The parameters of MakeModel(config), in the order of registration; a tied head is not among them.
 // Without torch, for tools. Pure.
 //
-// Errors: those of ValidateConfig; INVALID_ARGUMENT for more than a million modules, which no model
-// has.
+// Errors: those of ValidateConfig.
 absl::StatusOr<std::vector<WeightShape>> WeightShapes(const ModelConfig& config);
 
 }  // namespace muster::models
