@@ -387,7 +387,7 @@ TEST_F(GenerateTest, WhatIsWrong_IsOneLineThatNamesIt) {
       {{"--prompt", "a", "--max_memory", ""}, "--max_memory is empty"},
       {{"--prompt", "a", "--lora", ""}, "--lora is empty"},
       {{"--prompt", "a", "--weights_memory", "1KB"}, "raise --weights_memory"},
-      {{"--prompt", "a", "--mmap", "--device", "cuda"}, "--mmap is for --device cpu"},
+      {{"--prompt", "a", "--mmap", "--device", "cuda"}, "--mmap works only with --device cpu"},
       {{"--prompt", "a", "--temperature", "0.5"}, "add --sample"},
       {{"--prompt", "a", "--sample", "--greedy"}, "--sample and --greedy exclude each other"},
       {{"--prompt", "a", "--sample", "--top_p", "7"}, "top_p is 7"},
