@@ -697,7 +697,8 @@ absl::StatusOr<std::string> NameStaging(const std::string& wanted, const std::st
   return wanted;
 }
 
-absl::Status RemoveUnpublished(const std::string& path, const std::string& named) {
+absl::Status RemoveUnpublished(const std::string& path, const std::string& named,
+                               absl::FunctionRef<absl::Status()> seal) {
   MUSTER_ASSIGN_OR_RETURN(const bool exists, Exists(path));
   if (!exists) return absl::OkStatus();
   const auto stays = [&]() -> absl::StatusOr<bool> {
@@ -716,6 +717,7 @@ absl::Status RemoveUnpublished(const std::string& path, const std::string& named
     return absl::UnavailableError(
         absl::StrCat("cannot remove ", path, ": ", LockHolderOf(path), " has it locked"));
   }
+  if (HasAskedForSeal(path)) MUSTER_RETURN_IF_ERROR(seal());
   // Who had the lock may have got the record.
   MUSTER_ASSIGN_OR_RETURN(const bool sealed_since, stays());
   return sealed_since ? absl::OkStatus() : RemoveTree(path);

@@ -163,9 +163,12 @@ class Staging {
 absl::StatusOr<std::string> NameStaging(const std::string& wanted, const std::string& path,
                                         absl::FunctionRef<absl::Status()> prepare);
 
-// Removes the staging folder of an unpublished checkpoint that was to be called `named`. A sealed
-// one that lacks only that name stays. Errors: another process has it locked; transient ones.
-absl::Status RemoveUnpublished(const std::string& path, const std::string& named);
+// Removes the staging folder of an unpublished checkpoint that the registry has sealed, and that
+// was to be called `named`. One that lacks only that name stays. `seal`: called, while the folder
+// is locked, if it does not know yet that it is sealed (sealing.h): it must write that down.
+// Errors: another process has it locked; those of `seal`; transient ones.
+absl::Status RemoveUnpublished(const std::string& path, const std::string& named,
+                               absl::FunctionRef<absl::Status()> seal);
 
 // Removes a checkpoint. Renames it first, so that a crash leaves no part of it under its name;
 // `disposal`, unless null, does the rest. A missing checkpoint is not an error. For a symbolic

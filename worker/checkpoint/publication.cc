@@ -284,13 +284,31 @@ bool MayPass(const absl::Status& error) {
   return !error.ok() && !absl::IsNotFound(error) && !StaysUnreadable(error);
 }
 
-// Deletes what the registry no longer keeps. Not what has taken its name without the registry: that
-// folder is another checkpoint.
-absl::Status DeleteFolderOf(const RegisteredCheckpoint& record, Disposal* disposal) {
-  if (!record.published) {
-    return record.staging.empty() ? absl::OkStatus()
-                                  : RemoveUnpublished(record.staging, record.path);
+// What the registry has sealed and is about to forget. Only the registry knows that of a folder
+// whose writer ended when it asked for the seal: the folder gets the record first, or the next one
+// to ask would take it for one that was never sealed.
+absl::Status DeleteStagingOf(const RegisteredCheckpoint& record, const std::string& dir) {
+  if (record.staging.empty()) return absl::OkStatus();
+  std::vector<std::string> paths = {record.staging};
+  // This node may have the folder of the project under another path than the one that saved.
+  std::string here = JoinPath(dir, BaseName(record.staging));
+  if (AbsolutePath(here) != record.staging) paths.push_back(std::move(here));
+  for (const std::string& path : paths) {
+    const std::string named =
+        path == record.staging ? record.path : JoinPath(ParentPath(path), BaseName(record.path));
+    MUSTER_RETURN_IF_ERROR(RemoveUnpublished(path, named, [&]() -> absl::Status {
+      MUSTER_RETURN_IF_ERROR(WriteSeal(path, record));
+      return SyncDirectory(path);
+    }));
   }
+  return absl::OkStatus();
+}
+
+// Deletes what the registry no longer keeps. Not what has taken its name without the registry: that
+// folder is another checkpoint. `dir`: this node's folder of the job's checkpoints.
+absl::Status DeleteFolderOf(const RegisteredCheckpoint& record, const std::string& dir,
+                            Disposal* disposal) {
+  if (!record.published) return DeleteStagingOf(record, dir);
   if (!PathExists(record.path)) return absl::OkStatus();
   if (const absl::Status seal = ReadSeal(record.path).status(); MayPass(seal)) return seal;
   if (HasPin(record.path)) {
@@ -312,13 +330,13 @@ absl::Status DeleteFolderOf(const RegisteredCheckpoint& record, Disposal* dispos
   return RemoveCheckpoint(record.path, disposal);
 }
 
-void DeleteSuperfluous(CheckpointRegistrar& registrar, Mutex* folder_mu, Disposal* disposal,
-                       const std::vector<RegisteredCheckpoint>& records) {
+void DeleteSuperfluous(CheckpointRegistrar& registrar, const std::string& dir, Mutex* folder_mu,
+                       Disposal* disposal, const std::vector<RegisteredCheckpoint>& records) {
   std::vector<uint64_t> deleted;
   for (const RegisteredCheckpoint& record : records) {
     const absl::Status removed = [&] {
       const OptionalLock lock(folder_mu);
-      return DeleteFolderOf(record, disposal);
+      return DeleteFolderOf(record, dir, disposal);
     }();
     if (removed.ok()) {
       deleted.push_back(record.id);
@@ -409,8 +427,7 @@ void SettleAsked(const CheckpointRegistrar& registrar, const std::vector<std::st
     if (record == records.end()) {
       if (!WouldKnow(registrar, *sealing, records)) continue;
       settled = ForgetSealing(path);
-    } else if (record->state == RegisteredCheckpoint::State::kSealed ||
-               record->state == RegisteredCheckpoint::State::kPublished) {
+    } else if (!record->sha256.empty()) {  // also of one that the registry is about to forget
       settled = WriteSeal(path, *record);
     }
     if (settled.ok()) settled = SyncDirectory(path);
@@ -469,9 +486,11 @@ void Register(const Publication& publication, const RegisteredCheckpoint& record
     return;
   }
   MUSTER_FAILPOINT("worker.checkpoint_registered");
-  DeleteSuperfluous(registrar, publication.folder_mu, publication.options.disposal, *superfluous);
+  const std::string dir = ParentPath(publication.staging_path);
+  DeleteSuperfluous(registrar, dir, publication.folder_mu, publication.options.disposal,
+                    *superfluous);
   const bool rotates = numbered && publication.options.keep > 0;
-  const std::vector<std::string> asked = AskedIn(ParentPath(publication.staging_path));
+  const std::vector<std::string> asked = AskedIn(dir);
   if (!rotates && asked.empty()) return;
   const absl::StatusOr<std::vector<RegisteredCheckpoint>> records = registrar.List();
   if (records.ok()) {
@@ -831,7 +850,8 @@ absl::StatusOr<std::string> NameSealed(const RegisteredCheckpoint& record,
   if (!superfluous.ok()) {
     MUSTER_LOG(Warning) << superfluous.status().message();
   } else {
-    DeleteSuperfluous(registrar, /*folder_mu=*/nullptr, /*disposal=*/nullptr, *superfluous);
+    DeleteSuperfluous(registrar, ParentPath(record.path), /*folder_mu=*/nullptr,
+                      /*disposal=*/nullptr, *superfluous);
   }
   return record.path;
 }

@@ -649,6 +649,7 @@ class KilledAtTheSealTest : public PublicationTest {
     record.state = State::kSealed;
     record.published = false;
     record.staging = left_;
+    ++registrar_.generation;
     if (!sealed) registrar_.records.erase(record.id);
     EXPECT_TRUE(PathExists(JoinPath(left_, kManifestName)));
     EXPECT_FALSE(PathExists(JoinPath(left_, kSealName)));
@@ -660,13 +661,40 @@ class KilledAtTheSealTest : public PublicationTest {
 TEST_F(KilledAtTheSealTest, Sealed_IsNeverRemovedByAJobThatLoadsNothing_AndGetsItsName) {
   ASSERT_TRUE(Save(0).ok());
   SaveAndKill(1, /*sealed=*/true);
+  const std::string sha256 = registrar_.records.at(2).sha256;
   EXPECT_EQ(*folder_.NextNumber(), 2);
   ASSERT_TRUE(Save(2).ok());
   EXPECT_TRUE(PathExists(left_) || PathExists(folder_.PathOf(1)));
   ASSERT_TRUE(Save(3).ok());
   EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_3"));
-  EXPECT_EQ(ReadSeal(folder_.PathOf(1))->sha256, registrar_.records.at(2).sha256);
+  EXPECT_EQ(ReadSeal(folder_.PathOf(1))->sha256, sha256);
   EXPECT_FALSE(PathExists(JoinPath(folder_.PathOf(1), kSealingName)));
+  EXPECT_EQ(registrar_.records.count(2), 0u) << "the folder speaks for itself";
+}
+
+// Who is to delete it was killed as well, or somebody has the folder locked.
+TEST_F(KilledAtTheSealTest, SealedAndLetGo_StaysUntilItsFolderKnows) {
+  ASSERT_TRUE(Save(0).ok());
+  SaveAndKill(1, /*sealed=*/true);
+  {
+    const OwnedFd lock(LockFolder(left_));
+    ASSERT_TRUE(lock.open());
+    ASSERT_TRUE(Save(2).ok());
+    EXPECT_EQ(registrar_.records.at(2).state, State::kDeleting);
+    EXPECT_TRUE(HasAskedForSeal(left_));
+  }
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_2");
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1", "checkpoint_2"));
+}
+
+// What was held back is not taken when no record says so any more.
+TEST_F(KilledAtTheSealTest, SealedAndHeldBack_IsSoInItsFolder) {
+  ASSERT_TRUE(Save(0).ok());
+  SaveAndKill(1, /*sealed=*/true);
+  registrar_.records.at(2).promoted = false;
+  ASSERT_TRUE(Save(2).ok());
+  ASSERT_TRUE(Save(3).ok());
+  EXPECT_FALSE(ReadSeal(folder_.PathOf(1))->promoted);
 }
 
 TEST_F(KilledAtTheSealTest, Sealed_IsTakenByALoad) {
@@ -684,6 +712,7 @@ TEST_F(KilledAtTheSealTest, SealedUnderAnotherPath_IsNotTakenForOneThatIsNotSeal
   record.path = JoinPath("/elsewhere", BaseName(record.path));
   record.staging = JoinPath("/elsewhere", BaseName(record.staging));
   EXPECT_EQ(Resume(nullptr), "checkpoint_0");
+  registrar_.superfluous = {record.id};
   ASSERT_TRUE(Save(2).ok());
   ASSERT_TRUE(Save(3).ok());
   EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_3"));
