@@ -463,10 +463,11 @@ absl::Status DeleteUnregistered(const Publication& publication,
     if (MayPass(newest.status())) return newest.status();
     if (newest.ok()) spared.push_back(*newest);
   }
-  MUSTER_RETURN_IF_ERROR(folder.Rotate(publication.options.keep, publication.options.keep_every,
-                                       spared, publication.options.disposal));
+  absl::Status removed = folder.Rotate(publication.options.keep, publication.options.keep_every,
+                                       spared, publication.options.disposal);
   MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> left, folder.SeenPublished());
-  return folder.RemoveAsked(left, publication.options.keep);
+  removed.Update(folder.RemoveAsked(left, publication.options.keep));
+  return removed;
 }
 
 SaveTimes TimesOf(const Publication& publication) {
@@ -577,9 +578,10 @@ absl::Status FinishByFolder(Staging& staging, const Publication& publication) {
     MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers,
                             publication.folder->SeenPublished());
     const int keep = KeepBesides(*publication.folder, numbers, options.keep, pinned);
-    MUSTER_RETURN_IF_ERROR(publication.folder->RotateAmong(numbers, keep, options.keep_every,
-                                                           pinned, options.disposal));
-    return publication.folder->RemoveAsked(numbers, keep);
+    absl::Status removed = publication.folder->RotateAmong(numbers, keep, options.keep_every,
+                                                           pinned, options.disposal);
+    removed.Update(publication.folder->RemoveAsked(numbers, keep));
+    return removed;
   }();
   if (!rotated.ok()) MUSTER_LOG(Warning) << rotated.message();
   return absl::OkStatus();
