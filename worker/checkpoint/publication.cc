@@ -442,9 +442,10 @@ absl::Status DeleteUnregistered(const Publication& publication,
   MUSTER_ASSIGN_OR_RETURN(std::vector<std::string> spared, PinnedIn(folder));
   bool resumable = false;
   for (const RegisteredCheckpoint& record : records) {
-    if (!record.published) continue;
+    // Of a publication without an answer, too, what is pinned stays.
+    if (!record.published && !record.pinned) continue;
     spared.push_back(JoinPath(folder.root(), BaseName(record.path)));
-    resumable = resumable || (record.promoted && record.damage.empty() &&
+    resumable = resumable || (record.published && record.promoted && record.damage.empty() &&
                               ParentPath(record.path) == AbsolutePath(folder.root()));
   }
   const OptionalLock lock(publication.folder_mu);
@@ -455,7 +456,11 @@ absl::Status DeleteUnregistered(const Publication& publication,
     for (const int64_t number : numbers) {
       const std::string path = folder.PathOf(number);
       const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);
-      if (MayPass(seal.status())) return seal.status();
+      // Nobody knows of it now: it stays, beside the newest of the others.
+      if (MayPass(seal.status())) {
+        spared.push_back(path);
+        left_out.push_back(path);
+      }
       // Also one that has just got its name, which the registry does not know yet.
       if (seal.ok() && !MayBeTaken(*seal, records)) left_out.push_back(path);
     }
@@ -474,8 +479,8 @@ SaveTimes TimesOf(const Publication& publication) {
   return publication.times == nullptr ? SaveTimes() : publication.times();
 }
 
-// After the rename. The checkpoint is whole and sealed in any case: a resume or the next
-// publication repeats what fails here.
+// After the rename. The checkpoint is whole and sealed in any case: a resume repeats what fails
+// here.
 void Register(const Publication& publication, const RegisteredCheckpoint& record) {
   CheckpointRegistrar& registrar = *publication.options.registrar;
   const bool numbered = publication.folder.has_value();
@@ -876,8 +881,9 @@ struct HeldBack {
 
 // The checkpoints that no resume may take: those that are held back or damaged by `records`, or
 // that were held back when they were sealed and are in none of these, or may have been. `unnamed`:
-// of PublishSealed(), they count as well. Does not look at `damaged`. Errors: of a folder or a
-// seal.json that may be readable later; ABORTED if one of `unnamed` is not there any more.
+// of PublishSealed(), they count as well. Does not look at `damaged`. Leaves out those whose
+// seal.json may be readable later: of what is chosen CheckChosen() reads it. Errors: of the folder;
+// ABORTED if one of `unnamed` is not there any more.
 absl::StatusOr<HeldBack> HeldBackIn(const CheckpointFolder& folder,
                                     const std::vector<std::string>& unnamed,
                                     const std::vector<RegisteredCheckpoint>& records,
@@ -894,7 +900,8 @@ absl::StatusOr<HeldBack> HeldBackIn(const CheckpointFolder& folder,
       if (std::find(unnamed.begin(), unnamed.end(), path) != unnamed.end()) return Moved(path);
       continue;
     }
-    if (MayPass(seal.status())) return seal.status();
+    // No reason not to take a newer one.
+    if (MayPass(seal.status())) continue;
     if (seal.ok() && MayBeTaken(*seal, records)) continue;
     if (!seal.ok()) {
       MUSTER_LOG(Warning) << "passing over " << path << ": " << seal.status().message()
