@@ -68,8 +68,9 @@ absl::Status CheckLink(const std::string& dir);
 // sealed checkpoint that lacks only that name. Empty: there is none.
 std::string HintAtUnnamed(const std::string& dir);
 
-// Whether the checkpoint in `dir` was saved after that in `than`, according to their manifests;
-// true also if `than` has no manifest that can ever be read. Errors: transient ones.
+// Whether the checkpoint in `dir` was saved after that in `than`, according to their seals
+// (seal_order.h) or, if these do not say, their manifests; true also if `than` has no manifest that
+// can ever be read. Errors: transient ones.
 absl::StatusOr<bool> IsNewerCheckpoint(const std::string& dir, const std::string& than);
 
 // Verifies one file of a checkpoint. Errors: DATA_LOSS naming the missing or damaged file.
