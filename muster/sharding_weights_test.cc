@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ATen/Functions.h"
@@ -39,14 +40,14 @@ using Weights = std::map<std::string, at::Tensor>;
 
 // With a tied weight, a frozen one, one in another order of memory, and a buffer.
 struct TiedNetImpl : torch::nn::Module {
-  explicit TiedNetImpl(int64_t width = 9)
+  explicit TiedNetImpl(int64_t width = 9, bool tied = true)
       : in(torch::nn::Linear(5, width)),
         mid(torch::nn::Linear(width, width)),
         out(torch::nn::Linear(width, 3)) {
     register_module("in", in);
     register_module("mid", mid);
     register_module("out", out);
-    again = register_parameter("again", mid->weight);
+    again = register_parameter("again", tied ? mid->weight : mid->weight.detach().clone());
     frozen = register_parameter("frozen", at::ones({width}), /*requires_grad=*/false);
     turned = register_parameter("turned", at::zeros({width, 4}).t());
     scale = register_buffer("scale", at::full({width}, 0.5));
@@ -387,6 +388,55 @@ TEST_F(ShardingWeights, HookOfLoadStateThatAddsANameAgain_ReplacesTheTensor) {
       EXPECT_TRUE(at::equal(got.at("out.bias"), at::full({3}, 7.0)));
     }
   });
+}
+
+// The last one would win in silence.
+TEST_F(ShardingWeights, CheckpointOfAnUntiedWeight_IsRefusedBeforeAnythingChanges) {
+  const std::string untied = folder_.Path("untied");
+  RunAccelerators(1, {}, [&](Accelerator& a) {
+    TiedNet net(9, /*tied=*/false);
+    {
+      const at::NoGradGuard no_grad;
+      // In the part of one rank alone.
+      net->again.view(-1)[0] += 1;
+    }
+    auto model = a.prepare(net);
+    ASSERT_TRUE(a.save_state(untied).ok());
+  });
+  for (const Case& one : {Case{"zero3", 3}, Case{"", 2}}) {
+    SCOPED_TRACE(one.strategy);
+    const bool sharded = *one.strategy != '\0';
+    RunAccelerators(one.ranks, sharded ? Sharded(one.strategy) : AcceleratorOptions(),
+                    [&](Accelerator& a) {
+                      auto model = a.prepare(TiedNet());
+                      const Weights before = WeightsOf(a, model);
+                      EXPECT_THAT(std::string(a.load_state(untied).message()),
+                                  HasSubstr("here, but another one in the file"));
+                      const Weights after = WeightsOf(a, model);
+                      if (a.is_main_process()) ExpectEqual(after, before);
+                    });
+  }
+}
+
+// As a download or another save does, when all ranks have agreed on the file.
+TEST_F(ShardingWeights, FileThatIsReplacedMeanwhile_IsReadAsItWas) {
+  const Weights values = Values();
+  const std::string path = File("replaced.safetensors", values);
+  Weights others = values;
+  for (auto& [name, value] : others) value = value + 1;
+  bool replaced = false;
+  RunAccelerators(1, {}, [&](Accelerator& a) {
+    auto model = a.prepare(TiedNet());
+    const auto loaded = a.load_weights(path, {.rename = [&](const std::string& name) {
+                                         if (!std::exchange(replaced, true)) {
+                                           File("replaced.safetensors", others);
+                                         }
+                                         return name;
+                                       }});
+    ASSERT_TRUE(loaded.ok()) << loaded.status();
+    EXPECT_TRUE(at::equal(WeightsOf(a, model).at("out.bias"), values.at("out.bias")));
+  });
+  EXPECT_TRUE(replaced);
 }
 
 TEST_F(ShardingWeights, HookOfLoadStateThatUntiesAWeight_IsRefusedBeforeAnythingChanges) {

@@ -1181,17 +1181,17 @@ int RunPrune(const Call& call) {
   for (const std::string& path : complete) numbers.push_back(NumberOf(path));
   const absl::StatusOr<std::vector<std::string>> asked = AskedBefore(*folder, numbers, keep);
   if (!asked.ok()) return Fail(call, asked.status());
+  absl::Status failed;  // the first that stays; the others go
   if (!dry_run) {
+    std::vector<std::string> gone;
     for (const std::string& path : removed) {
       const absl::Status status = RemoveCheckpoint(path);
-      if (!status.ok()) return Fail(call, status);
+      failed.Update(status);
+      if (status.ok()) gone.push_back(path);
     }
-    if (!asked->empty()) {
-      const absl::Status status = folder->RemoveAsked(numbers, static_cast<int>(keep));
-      if (!status.ok()) return Fail(call, status);
-    }
-    const absl::Status synced = SyncDirectory(folder->root());
-    if (!synced.ok()) return Fail(call, synced);
+    removed = std::move(gone);
+    if (!asked->empty()) failed.Update(folder->RemoveAsked(numbers, static_cast<int>(keep)));
+    failed.Update(SyncDirectory(folder->root()));
   }
   for (const std::string& path : *asked) {
     if (dry_run || !PathExists(path)) removed.push_back(path);
@@ -1201,7 +1201,7 @@ int RunPrune(const Call& call) {
     for (const UnfinishedSave& save : *named) names.push_back(save.checkpoint);
     call.context.out << Dump(
         {{"dry_run", dry_run}, {"named", names}, {"removed", removed}, {"pinned", pinned}});
-    return kExitOk;
+    return failed.ok() ? kExitOk : Fail(call, failed);
   }
   for (const UnfinishedSave& save : *named) {
     call.context.out << (dry_run ? "would name " : "named ") << Shown(save.checkpoint)
@@ -1210,6 +1210,7 @@ int RunPrune(const Call& call) {
   for (const std::string& path : removed) {
     call.context.out << (dry_run ? "would remove " : "removed ") << path << "\n";
   }
+  if (!failed.ok()) return Fail(call, failed);
   if (removed.empty()) call.context.out << "nothing to remove\n";
   return kExitOk;
 }

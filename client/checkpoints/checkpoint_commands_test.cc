@@ -21,6 +21,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "base/exit_code.h"
+#include "base/failpoint.h"
 #include "base/file.h"
 #include "base/owned_fd.h"
 #include "base/signature.h"
@@ -679,6 +680,43 @@ TEST_F(CheckpointCommandsTest, Diff_CountsElementsAndTheLargestDistance) {
       << out_.str();
   EXPECT_EQ(Run({"diff", TestdataPath("torch_files/types.bin"), model}), kExitJobFailed);
   EXPECT_THAT(out_.str(), HasSubstr("w  only in the second"));
+}
+
+// A few bytes may claim to be terabytes.
+TEST_F(CheckpointCommandsTest, Diff_OfAViewThatRepeatsItself_TakesNoTimeAndNoMemory) {
+  const std::string expanded = TestdataPath("torch_files/expanded.bin");
+  EXPECT_EQ(Run({"diff", expanded, expanded}), kExitOk) << err_.str();
+  const auto files = WeightFiles::Open(expanded);
+  ASSERT_TRUE(files.ok()) << files.status();
+  const WeightFiles::Entry& view = files->entries()[0];
+  WeightFiles::Entry other = view;
+  other.tensor.strides.clear();
+  EXPECT_TRUE(CompareTensors(*files, view, *files, view)->equal);
+  EXPECT_TRUE(absl::IsResourceExhausted(CompareTensors(*files, view, *files, other).status()));
+}
+
+// In any order of memory, and beyond one part.
+TEST_F(CheckpointCommandsTest, Diff_OfLargeTensors_GoesPartByPart) {
+  std::vector<float> values(600'000, 1);
+  Save(Numbered(0), values, 1);
+  values.back() = 3;
+  Save(Numbered(1), values, 1);
+  EXPECT_EQ(Run({"diff", Numbered(0), Numbered(0)}), kExitOk);
+  EXPECT_EQ(Run({"diff", Numbered(0), Numbered(1)}), kExitJobFailed);
+  EXPECT_THAT(out_.str(),
+              HasSubstr("model.safetensors: w  1 of 600000 elements differ, by at most 2\n"));
+}
+
+// One that stays is no reason to keep the others, and is told.
+TEST_F(CheckpointCommandsTest, Prune_OneThatCannotBeRemoved_KeepsNoOther) {
+  for (int i = 0; i < 4; ++i) Save(Numbered(i), {1}, i);
+  ASSERT_TRUE(ArmFailpoints("worker.checkpoint_doomed=error:UNAVAILABLE", "", "").ok());
+  const int code = Run({"prune", root_, "--keep", "1"});
+  ASSERT_TRUE(ArmFailpoints("", "", "").ok());
+  EXPECT_NE(code, kExitOk);
+  EXPECT_NE(err_.str(), "");
+  EXPECT_EQ(out_.str(), absl::StrCat("removed ", Numbered(1), "\nremoved ", Numbered(2), "\n"));
+  EXPECT_TRUE(PathExists(Numbered(3)));
 }
 
 // What is no tensor makes two checkpoints differ too.

@@ -5,9 +5,14 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "base/text.h"
+#include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/shape_text.h"
 
@@ -61,6 +66,79 @@ double Distance(double a, double b) {
   return std::isnan(distance) ? std::numeric_limits<double>::infinity() : distance;
 }
 
+constexpr uint64_t kPartElements = uint64_t{1} << 18;
+
+// A view may have each byte of its file any number of times: from here on, and beyond what honest
+// files have, nothing is compared.
+constexpr uint64_t kManyBytes = uint64_t{1} << 32;
+constexpr uint64_t kManyTimes = 16;
+
+// The elements of a tensor in their order, of which only a part is in memory at a time; of one that
+// is not contiguous also its extent.
+class Elements {
+ public:
+  Elements(const WeightFiles& files, WeightFiles::Entry entry, size_t width)
+      : files_(files), entry_(std::move(entry)), width_(width) {}
+
+  absl::Status Begin() {
+    if (entry_.tensor.strides.empty()) return absl::OkStatus();
+    place_.assign(entry_.tensor.shape.size(), 0);
+    if (const absl::Status grown = extent_.Grow(entry_.tensor.extent_bytes); !grown.ok()) {
+      return absl::Status(grown.code(),
+                          absl::StrCat(files_.FileOf(entry_), ": tensor \"",
+                                       Printable(entry_.tensor.name), "\": ", grown.message()));
+    }
+    return files_.Read(entry_, extent_.data());
+  }
+
+  // The next ones, which there are. Valid until the next call.
+  absl::StatusOr<absl::string_view> Next(uint64_t elements) {
+    part_.resize(elements * width_);
+    if (entry_.tensor.strides.empty()) {
+      WeightFiles::Entry part = entry_;
+      part.tensor.begin += done_;
+      part.tensor.extent_bytes = part_.size();
+      done_ += part_.size();
+      MUSTER_RETURN_IF_ERROR(files_.Read(part, part_.data()));
+      return absl::string_view(part_);
+    }
+    const std::vector<uint64_t>& shape = entry_.tensor.shape;
+    const std::vector<uint64_t>& strides = entry_.tensor.strides;
+    for (uint64_t i = 0; i < elements; ++i) {
+      memcpy(part_.data() + i * width_, extent_.data() + at_ * width_, width_);
+      for (size_t d = shape.size(); d > 0; --d) {
+        at_ += strides[d - 1];
+        if (++place_[d - 1] < shape[d - 1]) break;
+        at_ -= strides[d - 1] * shape[d - 1];
+        place_[d - 1] = 0;
+      }
+    }
+    return absl::string_view(part_);
+  }
+
+ private:
+  const WeightFiles& files_;
+  const WeightFiles::Entry entry_;
+  const size_t width_;
+  AlignedMemory extent_;         // of one that is not contiguous
+  std::vector<uint64_t> place_;  // there, and which element of the extent
+  uint64_t at_ = 0;
+  uint64_t done_ = 0;  // bytes of one that is
+  std::string part_;
+};
+
+// Makes both smaller by what both repeat; returns how many times.
+uint64_t WithoutRepeats(StoredTensor& a, StoredTensor& b) {
+  uint64_t times = 1;
+  if (a.strides.empty() || b.strides.empty()) return times;
+  for (size_t d = 0; d < a.shape.size(); ++d) {
+    if (a.strides[d] != 0 || b.strides[d] != 0 || a.shape[d] == 0) continue;
+    times *= a.shape[d];
+    a.shape[d] = b.shape[d] = 1;
+  }
+  return times;
+}
+
 }  // namespace
 
 absl::StatusOr<TensorDifference> CompareTensors(const WeightFiles& a,
@@ -75,30 +153,38 @@ absl::StatusOr<TensorDifference> CompareTensors(const WeightFiles& a,
     difference.shape = absl::StrCat(Description(first), " and ", Description(second));
     return difference;
   }
-  std::string left;
-  MUSTER_RETURN_IF_ERROR(a.Stream(in_a, [&](absl::string_view part) {
-    left.append(part.data(), part.size());
-    return absl::OkStatus();
-  }));
+  WeightFiles::Entry left_entry = in_a, right_entry = in_b;
+  const uint64_t times = WithoutRepeats(left_entry.tensor, right_entry.tensor);
   // Elements smaller than a byte are compared by bytes.
   const size_t width = std::max(1, SafetensorsTypeBits(first.type) / 8);
-  difference.elements = left.size() / width;
-  size_t at = 0;
-  // Parts end at whole elements.
-  MUSTER_RETURN_IF_ERROR(b.Stream(in_b, [&](absl::string_view part) {
-    const absl::string_view other(left.data() + at, part.size());
-    at += part.size();
-    if (other == part) return absl::OkStatus();
-    for (size_t i = 0; i + width <= part.size(); i += width) {
-      const absl::string_view x = other.substr(i, width), y = part.substr(i, width);
+  const uint64_t bytes = WeightFiles::BytesOf(left_entry);
+  if (bytes > kManyBytes &&
+      bytes / kManyTimes > left_entry.tensor.extent_bytes + right_entry.tensor.extent_bytes) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        a.FileOf(in_a), ": tensor \"", Printable(first.name), "\" is a view of ", bytes,
+        " bytes, of which this file has ", left_entry.tensor.extent_bytes, " and ", b.FileOf(in_b),
+        " ", right_entry.tensor.extent_bytes, ": save it as it is in memory to compare it"));
+  }
+  const uint64_t elements = bytes / width;
+  difference.elements = elements * times;
+  if (elements == 0) return difference;
+  Elements left(a, std::move(left_entry), width), right(b, std::move(right_entry), width);
+  MUSTER_RETURN_IF_ERROR(left.Begin());
+  MUSTER_RETURN_IF_ERROR(right.Begin());
+  for (uint64_t done = 0; done < elements; done += kPartElements) {
+    const uint64_t count = std::min(kPartElements, elements - done);
+    MUSTER_ASSIGN_OR_RETURN(const absl::string_view here, left.Next(count));
+    MUSTER_ASSIGN_OR_RETURN(const absl::string_view there, right.Next(count));
+    if (here == there) continue;
+    for (size_t i = 0; i < here.size(); i += width) {
+      const absl::string_view x = here.substr(i, width), y = there.substr(i, width);
       if (x == y) continue;
-      ++difference.differing;
+      difference.differing += times;
       const std::optional<double> u = AsDouble(first.type, x), v = AsDouble(first.type, y);
       if (!u.has_value() || !v.has_value()) continue;
       difference.largest = std::max(difference.largest.value_or(0), Distance(*u, *v));
     }
-    return absl::OkStatus();
-  }));
+  }
   difference.equal = difference.differing == 0;
   return difference;
 }

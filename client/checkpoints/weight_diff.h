@@ -20,7 +20,9 @@ struct TensorDifference {
   std::optional<double> largest = std::nullopt;
 };
 
-// Reads both tensors; holds one of them in memory. Blocks on the disk.
+// Reads both tensors part by part; holds the extent of one that is not contiguous in memory. Blocks
+// on the disk. Errors: those of reading; RESOURCE_EXHAUSTED naming a view that repeats a few bytes
+// of its file beyond all measure.
 absl::StatusOr<TensorDifference> CompareTensors(const WeightFiles& a,
                                                 const WeightFiles::Entry& in_a,
                                                 const WeightFiles& b,

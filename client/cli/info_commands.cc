@@ -1181,13 +1181,19 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
   }
   // For those who read the folder without the coordinator.
   const v1::CheckpointRecord& marked = reply.checkpoint();
-  if (!marked.published()) return kExitOk;
-  const absl::StatusOr<bool> noted = NoteMarks(
-      marked.path(), absl::BytesToHexString(marked.sha256()), marked.promoted(), marked.pinned());
+  std::string dir = marked.path();
+  absl::StatusOr<bool> noted =
+      NoteMarks(dir, absl::BytesToHexString(marked.sha256()), marked.promoted(), marked.pinned());
+  // Its writer may have ended before it had its name.
+  if (noted.ok() && !*noted && !marked.published() && !marked.staging().empty()) {
+    dir = marked.staging();
+    noted =
+        NoteMarks(dir, absl::BytesToHexString(marked.sha256()), marked.promoted(), marked.pinned());
+  }
   absl::Status told = noted.status();
   // Also of the pin that was given to the folder.
   if (noted.value_or(false) && what.mark == v1::MarkCheckpointRequest::UNPIN) {
-    told = PinFolder(marked.path(), /*pinned=*/false);
+    told = PinFolder(dir, /*pinned=*/false);
   }
   if (!told.ok()) {
     context.err << spec.name << ": the coordinator has it, but the folder does not say so: "

@@ -10,6 +10,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/model_files.h"
@@ -17,6 +18,7 @@
 #include "worker/checkpoint/optional_tensors.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/state_dict.h"
+#include "worker/checkpoint/tensor_memory.h"
 #include "worker/checkpoint/tensor_uploads.h"
 #include "worker/collective/nested_collectives.h"
 #include "worker/parallel/sharded_model.h"
@@ -525,7 +527,7 @@ void CheckWholeWeights(ModelSlot& model,
     wanted.emplace_back(name, buffer.detach());
   }
   ThrowIfError(LoadTensors(weights, WantedOf(model, weights, std::move(wanted)), what,
-                           {.allow_missing = allow_missing, .check_only = true}));
+                           {.allow_missing = allow_missing, .shapes_only = true}));
 }
 
 LoadedShards::LoadedShards(ModelSlot& model) : model_(model), buffers_(model.source().buffers()) {
@@ -559,13 +561,30 @@ void LoadedShards::Take(const std::vector<std::pair<std::string, at::Tensor>>& t
       }
     } else if (tensor.sizes() == parameter->second.sizes()) {
       const std::string& first = FirstName(*model_.sharded(), name, parameter->second);
-      parts_[first] = model_.sharded()->KeptPartOf(first, tensor);
+      at::Tensor part = model_.sharded()->KeptPartOf(first, tensor);
+      const auto [known, is_new] = parts_.try_emplace(first, part);
+      if (is_new) {
+        names_of_parts_[first] = name;
+      } else if (!SameBytes(known->second, part,
+                            model_.sharded()->ShardOf(parameter->second).scalar_type())) {
+        tied_differently_.push_back(absl::StrCat(name, " (the same tensor as ",
+                                                 names_of_parts_.at(first),
+                                                 " here, but another one in the file)"));
+      }
     }
   }
 }
 
 void LoadedShards::Check(const std::string& what) const {
   CheckWholeWeights(model_, found_, what, /*allow_missing=*/false);
+  NamedTensors buffers;
+  for (const auto& [name, buffer] : buffers_) buffers.emplace_back(name, buffer.detach());
+  ThrowIfError(
+      LoadTensors(loaded_buffers_, buffers, what, {.allow_missing = true, .check_only = true}));
+  if (tied_differently_.empty()) return;
+  ThrowIfError(absl::InvalidArgumentError(absl::StrCat(
+      what,
+      ": the tensors do not fit this model: different: ", absl::StrJoin(tied_differently_, ", "))));
 }
 
 void LoadedShards::Store() const {

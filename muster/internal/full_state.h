@@ -147,8 +147,9 @@ class LoadedShards {
   std::vector<FileRange> Ranges(const SafetensorsHeader& header) const;
   // The tensors of one file. Keeps nothing of their memory.
   void Take(const std::vector<std::pair<std::string, at::Tensor>>& tensors);
-  // When all files are taken: throws c10::Error unless the names, shapes and types are the model's.
-  // `what` is for messages.
+  // When all files are taken: throws c10::Error unless the names, shapes and types are the model's,
+  // and what this rank keeps of a parameter is the same under each of its names. `what` is for
+  // messages.
   void Check(const std::string& what) const;
   void Store() const;
 
@@ -159,6 +160,8 @@ class LoadedShards {
   std::vector<std::pair<std::string, at::Tensor>> found_;    // shapes and types alone
   std::vector<std::pair<std::string, at::Tensor>> loaded_buffers_;
   std::map<std::string, at::Tensor> parts_;
+  std::map<std::string, std::string> names_of_parts_;  // in the files: the first taken
+  std::vector<std::string> tied_differently_;
 };
 
 }  // namespace muster::internal

@@ -136,7 +136,7 @@ class WholeFiles final : public IncomingWeights {
     return "";
   }
   void Decide(const std::vector<std::string>& /*equal*/) override {}
-  void Store() override { ThrowIfError(LoadWeights(files_.path(), wanted_, rules_).status()); }
+  void Store() override { ThrowIfError(LoadWeights(files_, wanted_, rules_).status()); }
   const LoadedWeights& report() const override { return match_.report; }
   Fingerprint FingerprintHere() const override { return FingerprintOf(files_, match_); }
 

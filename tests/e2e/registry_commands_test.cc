@@ -77,7 +77,8 @@ class RegistryCommandsTest : public LaunchFixture {
   std::string Numbered(int i) const { return Temp(absl::StrCat("run/checkpoints/checkpoint_", i)); }
 
   // As a worker does: a checkpoint of one file, sealed by the coordinator.
-  void Save(int number, bool hold_back = false, const std::string& registered_path = "") {
+  void Save(int number, bool hold_back = false, const std::string& registered_path = "",
+            bool publishes = true) {
     const std::string dir = Numbered(number);
     auto staging = Staging::Create(dir);
     ASSERT_TRUE(staging.ok()) << staging.status();
@@ -135,6 +136,7 @@ class RegistryCommandsTest : public LaunchFixture {
     record.signature = absl::BytesToHexString(of_it.signature());
     ASSERT_TRUE(WriteSeal(staging->path(), record).ok());
     ASSERT_TRUE(staging->Rename().ok());
+    if (!publishes) return;
     v1::PublishCheckpointRequest publish;
     *publish.mutable_fence() = fence_;
     publish.set_checkpoint_id(begun.checkpoint_id());
@@ -161,6 +163,17 @@ class RegistryCommandsTest : public LaunchFixture {
   v1::Fence fence_;
   std::string error_;
 };
+
+// Its publication got no answer: the folder has its name all the same.
+TEST_F(RegistryCommandsTest, MarksOfASealedOne_AreThoseOfTheFolder) {
+  Save(1, /*hold_back=*/false, "", /*publishes=*/false);
+  EXPECT_EQ(Run({"pin", "night", "checkpoint_1"}), Numbered(1) + " is pinned");
+  EXPECT_EQ(Run({"hold-back", "night", "checkpoint_1"}), Numbered(1) + " is held back");
+  const Json first = RunJson({"list", Temp("run")}, false)["checkpoints"][0]["registration"];
+  EXPECT_EQ(first["by"], "seal.json");
+  EXPECT_EQ(first["pinned"], true);
+  EXPECT_EQ(first["promoted"], false);
+}
 
 TEST_F(RegistryCommandsTest, Marks_AreTheCoordinatorsAndThoseOfTheFolder) {
   Save(1);

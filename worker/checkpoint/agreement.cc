@@ -25,7 +25,9 @@ std::string Encode(const absl::Status& status, const std::vector<ManifestFile>& 
     json["files"].push_back({file.name, file.rank, file.digest.bytes, file.digest.xxh3,
                              file.blocks.block_bytes, file.blocks.xxh3});
   }
-  return json.dump();
+  // A rank that fails here leaves the others in the exchange: a name of other bytes, which is no
+  // file of the manifest then, is refused there.
+  return json.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
 absl::Status Decode(const std::string& bytes, std::vector<ManifestFile>* files = nullptr) {

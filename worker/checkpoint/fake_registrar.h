@@ -42,6 +42,7 @@ class FakeRegistrar : public CheckpointRegistrar {
     record.ranks = registration.ranks;
     record.plan = registration.plan;
     record.promoted = registration.promote;
+    generations_[record.id] = generation;
     records[record.id] = record;
     keep_ = registration.keep;
     return record.id;
@@ -96,8 +97,19 @@ class FakeRegistrar : public CheckpointRegistrar {
     record.state = RegisteredCheckpoint::State::kPublished;
     record.published = true;
     std::vector<RegisteredCheckpoint> go;
-    for (const uint64_t other : superfluous) go.push_back(records.at(other));
+    for (const uint64_t other : superfluous) {
+      records.at(other).state = RegisteredCheckpoint::State::kDeleting;
+    }
     superfluous.clear();
+    for (auto& [other, old] : records) {
+      // As the coordinator: what a generation that has ended sealed and did not publish is let go.
+      if (old.state == RegisteredCheckpoint::State::kSealed && other < id && !old.pinned &&
+          generations_[other] < generation && ParentPath(old.path) == ParentPath(record.path)) {
+        old.state = RegisteredCheckpoint::State::kDeleting;
+      }
+      // Until somebody says that it is gone.
+      if (old.state == RegisteredCheckpoint::State::kDeleting) go.push_back(old);
+    }
     int newer = 0;
     for (auto it = records.rbegin(); it != records.rend(); ++it) {
       if (it->second.state != RegisteredCheckpoint::State::kPublished || it->second.pinned ||
@@ -154,6 +166,7 @@ class FakeRegistrar : public CheckpointRegistrar {
   std::string job_name = "j", name = "registry";
   absl::Status away, refusal, pin_error;
   int forgets = 0, failing_rank = -1, seals = 0;
+  int generation = 1;  // of the job's processes
   std::map<uint64_t, RegisteredCheckpoint> records;
   std::set<std::string> slices;
   size_t largest_file_report = 0;  // about, in bytes
@@ -175,6 +188,7 @@ class FakeRegistrar : public CheckpointRegistrar {
   Mutex mu_;
   uint64_t last_ = 0;
   int keep_ = 0;
+  std::map<uint64_t, int> generations_;  // of those that were begun
   std::map<uint64_t, std::set<int>> reported_;
   // Of each checkpoint's tensors: elements in the files, and of the tensor.
   std::map<uint64_t, std::map<std::string, std::pair<int64_t, int64_t>>> held_;

@@ -32,7 +32,9 @@
 #include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/node_part.h"
 #include "worker/checkpoint/read_error.h"
+#include "worker/checkpoint/seal_order.h"
 #include "worker/checkpoint/sealing.h"
+#include "worker/checkpoint/shard_plan.h"
 #include "worker/checkpoint/staging_folder.h"
 
 namespace muster {
@@ -134,17 +136,39 @@ absl::Status PutBackReplaced(const std::string& dir) {
   return PathExists(dir) ? absl::OkStatus() : renamed;
 }
 
+// Whether a checkpoint's own files may have the name: "model.safetensors", "scheduler_1.json",
+// "optimizer-00001-of-00002.safetensors", "model_1.safetensors.index.json".
+bool IsNameOfLayout(absl::string_view name) {
+  const absl::string_view object = name.substr(0, name.find_first_of("-."));
+  absl::string_view number = object;
+  for (const absl::string_view stem : {"model", "optimizer", "scheduler", "sampler", "scaler",
+                                       "random_states", "custom_checkpoint"}) {
+    if (!absl::ConsumePrefix(&number, stem)) continue;
+    const bool numbered = absl::ConsumePrefix(&number, "_") && !number.empty() &&
+                          std::all_of(number.begin(), number.end(), absl::ascii_isdigit);
+    return (numbered || number.empty()) &&
+           (IsShardFileName(name, object, ".safetensors") || name == absl::StrCat(object, ".json"));
+  }
+  return false;
+}
+
 // The files of a replaced checkpoint that were not its own belong to the user and move to the new
 // one.
 void KeepForeignFiles(const std::string& old_dir, const std::string& new_dir) {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(old_dir);
   if (!names.ok()) return;
   absl::flat_hash_set<std::string> own = {kManifestName, kSealName, kSealingName};
-  if (const absl::StatusOr<Manifest> manifest = ReadManifest(old_dir); manifest.ok()) {
+  const absl::StatusOr<Manifest> manifest = ReadManifest(old_dir);
+  if (manifest.ok()) {
     for (const ManifestFile& file : manifest->files) own.insert(file.name);
+  } else {
+    // Whoever reads the folder by its names would take old weights for the new checkpoint's.
+    MUSTER_LOG(Warning) << manifest.status().message() << ": of the checkpoint that " << new_dir
+                        << " replaces only files that no checkpoint has by their names are kept";
   }
   for (const std::string& name : *names) {
     const std::string target = JoinPath(new_dir, name);
+    if (!manifest.ok() && IsNameOfLayout(name)) continue;
     if (own.contains(name) || absl::StrContains(name, kStagingMark) || PathExists(target)) continue;
     if (const absl::Status moved = RenamePath(JoinPath(old_dir, name), target); !moved.ok()) {
       MUSTER_LOG(Warning) << moved.message();
@@ -157,6 +181,8 @@ void KeepForeignFiles(const std::string& old_dir, const std::string& new_dir) {
 // the checkpoint there has replaced.
 absl::StatusOr<bool> AwaitsItsName(const std::string& path, const std::string& named,
                                    bool or_asked = false) {
+  // With its record: it may have been on its way out when its process ended.
+  if (IsDoomed(BaseName(path))) return false;
   MUSTER_ASSIGN_OR_RETURN(const bool sealed, Exists(JoinPath(path, kSealName)));
   if (!sealed) {
     MUSTER_ASSIGN_OR_RETURN(const Sealing sealing, ReadSealing(path));
@@ -262,12 +288,12 @@ void RemoveAbandoned(const std::string& dir) {
   }
 }
 
-// Removes the checkpoint `dir`, which is called `doomed` from then on.
+// Removes the checkpoint `dir`, which is called `doomed` from then on. If it cannot, all of it
+// stays as it is.
 absl::Status Discard(const std::string& dir, const std::string& doomed, Disposal* disposal) {
-  // What is left of it must not look like a sealed one that lacks its name.
-  const std::string seal = JoinPath(dir, kSealName);
-  if (unlink(seal.c_str()) != 0 && errno != ENOENT) {
-    return absl::ErrnoToStatus(errno, absl::StrCat("cannot remove ", seal));
+  // Somebody may have protected it. Its folder could be renamed all the same.
+  if (faccessat(AT_FDCWD, dir.c_str(), W_OK | X_OK, AT_EACCESS) != 0) {
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot remove ", dir));
   }
   MUSTER_RETURN_IF_ERROR(RenamePath(dir, doomed));
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_doomed");
@@ -407,6 +433,8 @@ absl::StatusOr<bool> IsNewerCheckpoint(const std::string& dir, const std::string
     if (!status.ok() && !absl::IsNotFound(status) && !StaysUnreadable(status)) return status;
   }
   if (!mine.ok() || !other.ok()) return mine.ok();
+  // Clocks are set back, and differ between hosts.
+  if (const std::optional<bool> after = IsSealedAfter(dir, than); after.has_value()) return *after;
   return std::tie(mine->created, mine->info.step) > std::tie(other->created, other->info.step);
 }
 
@@ -696,7 +724,8 @@ absl::StatusOr<std::string> NameStaging(const std::string& wanted, const std::st
   return wanted;
 }
 
-absl::Status RemoveUnpublished(const std::string& path, const std::string& named) {
+absl::Status RemoveUnpublished(const std::string& path, const std::string& named,
+                               absl::FunctionRef<absl::Status()> seal) {
   MUSTER_ASSIGN_OR_RETURN(const bool exists, Exists(path));
   if (!exists) return absl::OkStatus();
   const auto stays = [&]() -> absl::StatusOr<bool> {
@@ -715,6 +744,7 @@ absl::Status RemoveUnpublished(const std::string& path, const std::string& named
     return absl::UnavailableError(
         absl::StrCat("cannot remove ", path, ": ", LockHolderOf(path), " has it locked"));
   }
+  if (HasAskedForSeal(path)) MUSTER_RETURN_IF_ERROR(seal());
   // Who had the lock may have got the record.
   MUSTER_ASSIGN_OR_RETURN(const bool sealed_since, stays());
   return sealed_since ? absl::OkStatus() : RemoveTree(path);
@@ -857,13 +887,16 @@ absl::Status CheckpointFolder::RotateAmong(const std::vector<int64_t>& numbers, 
     return absl::InvalidArgumentError(
         absl::StrCat("total_limit is ", keep, "; it must be at least 1"));
   }
+  // One that stays, as a person may want it to, is no reason to keep the others.
+  absl::Status removed;
   for (size_t i = 0; i + keep < numbers.size(); ++i) {
     const std::string dir = PathOf(numbers[i]);
     if (std::find(spared.begin(), spared.end(), dir) != spared.end()) continue;
     if (StaysForItsStep(dir, keep_every)) continue;
-    MUSTER_RETURN_IF_ERROR(RemoveCheckpoint(dir, disposal));
+    removed.Update(RemoveCheckpoint(dir, disposal));
   }
-  return SyncDirectory(root_);
+  removed.Update(SyncDirectory(root_));
+  return removed;
 }
 
 std::vector<std::string> CheckpointFolder::AskedToSeal() const {
@@ -881,6 +914,7 @@ std::vector<std::string> CheckpointFolder::AskedToSeal() const {
 absl::Status CheckpointFolder::RemoveAsked(const std::vector<int64_t>& numbers, int keep) const {
   if (keep < 1 || static_cast<int>(numbers.size()) < keep) return absl::OkStatus();
   const int64_t oldest_kept = numbers[numbers.size() - keep];
+  absl::Status all;
   for (const std::string& path : AskedToSeal()) {
     int64_t number = 0;
     if (!ParseStagingNumber(BaseName(path), &number) || number >= oldest_kept ||
@@ -893,10 +927,13 @@ absl::Status CheckpointFolder::RemoveAsked(const std::vector<int64_t>& numbers, 
     const absl::StatusOr<Sealing> sealing = ReadSealing(path);
     if (!sealing.ok() || sealing->state != Sealing::State::kAsked || !HasAskedForSeal(path))
       continue;
-    MUSTER_RETURN_IF_ERROR(RemoveTree(path));
+    if (const absl::Status removed = RemoveTree(path); !removed.ok()) {
+      all.Update(removed);
+      continue;
+    }
     MUSTER_LOG(Info) << "removed " << path << ", which has " << keep << " newer checkpoints";
   }
-  return absl::OkStatus();
+  return all;
 }
 
 absl::StatusOr<std::vector<std::string>> CheckpointFolder::PublishSealed() const {

@@ -68,8 +68,9 @@ absl::Status CheckLink(const std::string& dir);
 // sealed checkpoint that lacks only that name. Empty: there is none.
 std::string HintAtUnnamed(const std::string& dir);
 
-// Whether the checkpoint in `dir` was saved after that in `than`, according to their manifests;
-// true also if `than` has no manifest that can ever be read. Errors: transient ones.
+// Whether the checkpoint in `dir` was saved after that in `than`, according to their seals
+// (seal_order.h) or, if these do not say, their manifests; true also if `than` has no manifest that
+// can ever be read. Errors: transient ones.
 absl::StatusOr<bool> IsNewerCheckpoint(const std::string& dir, const std::string& than);
 
 // Verifies one file of a checkpoint. Errors: DATA_LOSS naming the missing or damaged file.
@@ -163,9 +164,12 @@ class Staging {
 absl::StatusOr<std::string> NameStaging(const std::string& wanted, const std::string& path,
                                         absl::FunctionRef<absl::Status()> prepare);
 
-// Removes the staging folder of an unpublished checkpoint that was to be called `named`. A sealed
-// one that lacks only that name stays. Errors: another process has it locked; transient ones.
-absl::Status RemoveUnpublished(const std::string& path, const std::string& named);
+// Removes the staging folder of an unpublished checkpoint that the registry has sealed, and that
+// was to be called `named`. One that lacks only that name stays. `seal`: called, while the folder
+// is locked, if it does not know yet that it is sealed (sealing.h): it must write that down.
+// Errors: another process has it locked; those of `seal`; transient ones.
+absl::Status RemoveUnpublished(const std::string& path, const std::string& named,
+                               absl::FunctionRef<absl::Status()> seal);
 
 // Removes a checkpoint. Renames it first, so that a crash leaves no part of it under its name;
 // `disposal`, unless null, does the rest. A missing checkpoint is not an error. For a symbolic

@@ -3,11 +3,15 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <linux/capability.h>
 #include <sys/file.h>
 #include <sys/inotify.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <csignal>
+#include <iostream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -487,6 +491,94 @@ TEST_F(FolderTest, Rotate_CountsCompleteOnesOnly) {
   EXPECT_THAT(*ListDirectory(root_),
               ElementsAre("checkpoint_2", "checkpoint_3", "checkpoint_7", "tmp"));
   EXPECT_FALSE(folder.Rotate(0).ok());
+}
+
+TEST_F(FolderTest, Rotate_OneThatFails_KeepsNoOther) {
+  const CheckpointFolder folder(root_);
+  for (int i = 0; i < 4; ++i) ASSERT_TRUE(Save(folder.PathOf(i), {"a"}).ok());
+  ASSERT_TRUE(ArmFailpoints("worker.checkpoint_doomed=error:UNAVAILABLE", "", "").ok());
+  const absl::Status status = folder.Rotate(1);
+  ASSERT_TRUE(ArmFailpoints("", "", "").ok());
+  EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  EXPECT_THAT(*folder.Numbers(), ElementsAre(3));
+}
+
+// Root may do all otherwise. Of this thread.
+bool ObeyPermissions() {
+  __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3, .pid = 0};
+  __user_cap_data_struct data[_LINUX_CAPABILITY_U32S_3];
+  if (syscall(SYS_capget, &header, data) != 0) return false;
+  data[0].effective &= ~(1u << CAP_DAC_OVERRIDE);
+  return syscall(SYS_capset, &header, data) == 0;
+}
+
+// As people protect one.
+TEST_F(FolderTest, ProtectedCheckpoint_StaysWithItsRecord_AndTheOthersGo) {
+  const std::vector<int64_t> left = {0, 3};
+  EXPECT_EXIT(
+      {
+        if (!ObeyPermissions()) _exit(2);
+        const CheckpointFolder folder(root_);
+        for (int i = 0; i < 4; ++i) {
+          if (!Save(folder.PathOf(i), {"a"}).ok()) _exit(3);
+          const std::string seal = JoinPath(folder.PathOf(i), kSealName);
+          if (!WriteFileAtomically(seal, "{}").ok()) _exit(4);
+        }
+        if (chmod(folder.PathOf(0).c_str(), 0555) != 0) _exit(5);
+        const absl::Status status = folder.Rotate(1);
+        std::cerr << status << "\n";
+        const bool right = absl::IsPermissionDenied(status) && *folder.Numbers() == left &&
+                           PathExists(JoinPath(folder.PathOf(0), kSealName));
+        chmod(folder.PathOf(0).c_str(), 0755);
+        _exit(right ? 0 : 1);
+      },
+      testing::ExitedWithCode(0), "cannot remove .*checkpoint_0");
+}
+
+// Nobody may rename what is in it.
+TEST_F(FolderTest, CheckpointInAReadOnlyFolder_KeepsItsRecord) {
+  EXPECT_EXIT(
+      {
+        if (!ObeyPermissions()) _exit(2);
+        const std::string dir = Path("own/checkpoint_0");
+        if (!Save(dir, {"a"}).ok()) _exit(3);
+        if (!WriteFileAtomically(JoinPath(dir, kSealName), "{}").ok()) _exit(4);
+        if (chmod(Path("own").c_str(), 0555) != 0) _exit(5);
+        const absl::Status status = RemoveCheckpoint(dir);
+        const bool right = absl::IsPermissionDenied(status) && PathExists(JoinPath(dir, kSealName));
+        chmod(Path("own").c_str(), 0755);
+        _exit(right ? 0 : 1);
+      },
+      testing::ExitedWithCode(0), "");
+}
+
+// Its process ended when it had lost its name: nobody takes it for one that is to get it.
+TEST_F(FolderTest, SealedOneOnItsWayOut_GoesWithTheNextSave) {
+  const CheckpointFolder folder(root_);
+  ASSERT_TRUE(Save(folder.PathOf(0), {"a"}).ok());
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(folder.PathOf(0), kSealName), "{}").ok());
+  ASSERT_TRUE(ArmFailpoints("worker.checkpoint_doomed=error:UNAVAILABLE", "", "").ok());
+  EXPECT_FALSE(RemoveCheckpoint(folder.PathOf(0)).ok());
+  ASSERT_TRUE(ArmFailpoints("", "", "").ok());
+  EXPECT_THAT(*folder.PublishSealed(), ElementsAre());
+  ASSERT_TRUE(Save(folder.PathOf(1), {"a"}).ok());
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_1"));
+}
+
+// Nobody knows which files were its own: those that look so would pass for the new one's.
+TEST_F(FolderTest, ReplacedOneWithoutAReadableManifest_GivesNoFilesOfTheLayoutAway) {
+  ASSERT_TRUE(Save(Path("best"), {"model.safetensors", "optimizer_1.safetensors",
+                                  "model-00001-of-00002.safetensors", "scheduler.json",
+                                  "model.safetensors.index.json", "random_states_7.safetensors"})
+                  .ok());
+  for (const char* name : {"notes.txt", "modelling.json", "model_best.safetensors"}) {
+    ASSERT_TRUE(WriteFileAtomically(JoinPath(Path("best"), name), name).ok());
+  }
+  ASSERT_TRUE(WriteFileAtomically(Path("best/manifest.json"), "damaged").ok());
+  ASSERT_TRUE(Save(Path("best"), {"model-00001-of-00001.safetensors"}).ok());
+  EXPECT_THAT(*ListDirectory(Path("best")),
+              ElementsAre("manifest.json", "model-00001-of-00001.safetensors",
+                          "model_best.safetensors", "modelling.json", "notes.txt"));
 }
 
 TEST_F(FolderTest, RemovedLater_HasNoNameAtOnce) {

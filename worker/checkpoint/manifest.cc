@@ -18,12 +18,6 @@ using Json = nlohmann::json;
 
 constexpr char kFormat[] = "muster-checkpoint";
 
-bool IsPlainName(absl::string_view name) {
-  return !name.empty() && name != "." && name != ".." && name != kManifestName &&
-         name.size() <= 255 && name.find('/') == absl::string_view::npos &&
-         name.find('\0') == absl::string_view::npos && IsValidUtf8(name);
-}
-
 Json EncodeBlocks(const BlockDigests& blocks) {
   Json digests = Json::array();
   for (const uint64_t digest : blocks.xxh3) digests.push_back(absl::StrFormat("%016x", digest));
@@ -67,6 +61,12 @@ const ManifestFile* Manifest::Find(absl::string_view name) const {
     if (file.name == name) return &file;
   }
   return nullptr;
+}
+
+bool IsPlainName(absl::string_view name) {
+  return !name.empty() && name != "." && name != ".." && name != kManifestName &&
+         name.size() <= 255 && name.find('/') == absl::string_view::npos &&
+         name.find('\0') == absl::string_view::npos && IsValidUtf8(name);
 }
 
 absl::StatusOr<std::string> EncodeManifest(Manifest manifest) {

@@ -63,6 +63,10 @@ struct Manifest {
   const ManifestFile* Find(absl::string_view name) const;
 };
 
+// Whether a file of a checkpoint may have the name: of 1 to 255 bytes in UTF-8, of this folder, and
+// not that of the manifest.
+bool IsPlainName(absl::string_view name);
+
 // Returns JSON that ends with a digest of itself.
 // Errors: INVALID_ARGUMENT for a name that is not a plain file name, or that was written twice, by
 // two ranks or by one.

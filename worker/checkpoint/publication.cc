@@ -284,13 +284,31 @@ bool MayPass(const absl::Status& error) {
   return !error.ok() && !absl::IsNotFound(error) && !StaysUnreadable(error);
 }
 
-// Deletes what the registry no longer keeps. Not what has taken its name without the registry: that
-// folder is another checkpoint.
-absl::Status DeleteFolderOf(const RegisteredCheckpoint& record, Disposal* disposal) {
-  if (!record.published) {
-    return record.staging.empty() ? absl::OkStatus()
-                                  : RemoveUnpublished(record.staging, record.path);
+// What the registry has sealed and is about to forget. Only the registry knows that of a folder
+// whose writer ended when it asked for the seal: the folder gets the record first, or the next one
+// to ask would take it for one that was never sealed.
+absl::Status DeleteStagingOf(const RegisteredCheckpoint& record, const std::string& dir) {
+  if (record.staging.empty()) return absl::OkStatus();
+  std::vector<std::string> paths = {record.staging};
+  // This node may have the folder of the project under another path than the one that saved.
+  std::string here = JoinPath(dir, BaseName(record.staging));
+  if (AbsolutePath(here) != record.staging) paths.push_back(std::move(here));
+  for (const std::string& path : paths) {
+    const std::string named =
+        path == record.staging ? record.path : JoinPath(ParentPath(path), BaseName(record.path));
+    MUSTER_RETURN_IF_ERROR(RemoveUnpublished(path, named, [&]() -> absl::Status {
+      MUSTER_RETURN_IF_ERROR(WriteSeal(path, record));
+      return SyncDirectory(path);
+    }));
   }
+  return absl::OkStatus();
+}
+
+// Deletes what the registry no longer keeps. Not what has taken its name without the registry: that
+// folder is another checkpoint. `dir`: this node's folder of the job's checkpoints.
+absl::Status DeleteFolderOf(const RegisteredCheckpoint& record, const std::string& dir,
+                            Disposal* disposal) {
+  if (!record.published) return DeleteStagingOf(record, dir);
   if (!PathExists(record.path)) return absl::OkStatus();
   if (const absl::Status seal = ReadSeal(record.path).status(); MayPass(seal)) return seal;
   if (HasPin(record.path)) {
@@ -312,13 +330,13 @@ absl::Status DeleteFolderOf(const RegisteredCheckpoint& record, Disposal* dispos
   return RemoveCheckpoint(record.path, disposal);
 }
 
-void DeleteSuperfluous(CheckpointRegistrar& registrar, Mutex* folder_mu, Disposal* disposal,
-                       const std::vector<RegisteredCheckpoint>& records) {
+void DeleteSuperfluous(CheckpointRegistrar& registrar, const std::string& dir, Mutex* folder_mu,
+                       Disposal* disposal, const std::vector<RegisteredCheckpoint>& records) {
   std::vector<uint64_t> deleted;
   for (const RegisteredCheckpoint& record : records) {
     const absl::Status removed = [&] {
       const OptionalLock lock(folder_mu);
-      return DeleteFolderOf(record, disposal);
+      return DeleteFolderOf(record, dir, disposal);
     }();
     if (removed.ok()) {
       deleted.push_back(record.id);
@@ -409,8 +427,7 @@ void SettleAsked(const CheckpointRegistrar& registrar, const std::vector<std::st
     if (record == records.end()) {
       if (!WouldKnow(registrar, *sealing, records)) continue;
       settled = ForgetSealing(path);
-    } else if (record->state == RegisteredCheckpoint::State::kSealed ||
-               record->state == RegisteredCheckpoint::State::kPublished) {
+    } else if (!record->sha256.empty()) {  // also of one that the registry is about to forget
       settled = WriteSeal(path, *record);
     }
     if (settled.ok()) settled = SyncDirectory(path);
@@ -425,9 +442,10 @@ absl::Status DeleteUnregistered(const Publication& publication,
   MUSTER_ASSIGN_OR_RETURN(std::vector<std::string> spared, PinnedIn(folder));
   bool resumable = false;
   for (const RegisteredCheckpoint& record : records) {
-    if (!record.published) continue;
+    // Of a publication without an answer, too, what is pinned stays.
+    if (!record.published && !record.pinned) continue;
     spared.push_back(JoinPath(folder.root(), BaseName(record.path)));
-    resumable = resumable || (record.promoted && record.damage.empty() &&
+    resumable = resumable || (record.published && record.promoted && record.damage.empty() &&
                               ParentPath(record.path) == AbsolutePath(folder.root()));
   }
   const OptionalLock lock(publication.folder_mu);
@@ -438,7 +456,11 @@ absl::Status DeleteUnregistered(const Publication& publication,
     for (const int64_t number : numbers) {
       const std::string path = folder.PathOf(number);
       const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);
-      if (MayPass(seal.status())) return seal.status();
+      // Nobody knows of it now: it stays, beside the newest of the others.
+      if (MayPass(seal.status())) {
+        spared.push_back(path);
+        left_out.push_back(path);
+      }
       // Also one that has just got its name, which the registry does not know yet.
       if (seal.ok() && !MayBeTaken(*seal, records)) left_out.push_back(path);
     }
@@ -446,18 +468,19 @@ absl::Status DeleteUnregistered(const Publication& publication,
     if (MayPass(newest.status())) return newest.status();
     if (newest.ok()) spared.push_back(*newest);
   }
-  MUSTER_RETURN_IF_ERROR(folder.Rotate(publication.options.keep, publication.options.keep_every,
-                                       spared, publication.options.disposal));
+  absl::Status removed = folder.Rotate(publication.options.keep, publication.options.keep_every,
+                                       spared, publication.options.disposal);
   MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> left, folder.SeenPublished());
-  return folder.RemoveAsked(left, publication.options.keep);
+  removed.Update(folder.RemoveAsked(left, publication.options.keep));
+  return removed;
 }
 
 SaveTimes TimesOf(const Publication& publication) {
   return publication.times == nullptr ? SaveTimes() : publication.times();
 }
 
-// After the rename. The checkpoint is whole and sealed in any case: a resume or the next
-// publication repeats what fails here.
+// After the rename. The checkpoint is whole and sealed in any case: a resume repeats what fails
+// here.
 void Register(const Publication& publication, const RegisteredCheckpoint& record) {
   CheckpointRegistrar& registrar = *publication.options.registrar;
   const bool numbered = publication.folder.has_value();
@@ -469,9 +492,11 @@ void Register(const Publication& publication, const RegisteredCheckpoint& record
     return;
   }
   MUSTER_FAILPOINT("worker.checkpoint_registered");
-  DeleteSuperfluous(registrar, publication.folder_mu, publication.options.disposal, *superfluous);
+  const std::string dir = ParentPath(publication.staging_path);
+  DeleteSuperfluous(registrar, dir, publication.folder_mu, publication.options.disposal,
+                    *superfluous);
   const bool rotates = numbered && publication.options.keep > 0;
-  const std::vector<std::string> asked = AskedIn(ParentPath(publication.staging_path));
+  const std::vector<std::string> asked = AskedIn(dir);
   if (!rotates && asked.empty()) return;
   const absl::StatusOr<std::vector<RegisteredCheckpoint>> records = registrar.List();
   if (records.ok()) {
@@ -558,9 +583,10 @@ absl::Status FinishByFolder(Staging& staging, const Publication& publication) {
     MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers,
                             publication.folder->SeenPublished());
     const int keep = KeepBesides(*publication.folder, numbers, options.keep, pinned);
-    MUSTER_RETURN_IF_ERROR(publication.folder->RotateAmong(numbers, keep, options.keep_every,
-                                                           pinned, options.disposal));
-    return publication.folder->RemoveAsked(numbers, keep);
+    absl::Status removed = publication.folder->RotateAmong(numbers, keep, options.keep_every,
+                                                           pinned, options.disposal);
+    removed.Update(publication.folder->RemoveAsked(numbers, keep));
+    return removed;
   }();
   if (!rotated.ok()) MUSTER_LOG(Warning) << rotated.message();
   return absl::OkStatus();
@@ -830,7 +856,8 @@ absl::StatusOr<std::string> NameSealed(const RegisteredCheckpoint& record,
   if (!superfluous.ok()) {
     MUSTER_LOG(Warning) << superfluous.status().message();
   } else {
-    DeleteSuperfluous(registrar, /*folder_mu=*/nullptr, /*disposal=*/nullptr, *superfluous);
+    DeleteSuperfluous(registrar, ParentPath(record.path), /*folder_mu=*/nullptr,
+                      /*disposal=*/nullptr, *superfluous);
   }
   return record.path;
 }
@@ -853,8 +880,9 @@ struct HeldBack {
 
 // The checkpoints that no resume may take: those that are held back or damaged by `records`, or
 // that were held back when they were sealed and are in none of these, or may have been. `unnamed`:
-// of PublishSealed(), they count as well. Does not look at `damaged`. Errors: of a folder or a
-// seal.json that may be readable later; ABORTED if one of `unnamed` is not there any more.
+// of PublishSealed(), they count as well. Does not look at `damaged`. Leaves out those whose
+// seal.json may be readable later: of what is chosen CheckChosen() reads it. Errors: of the folder;
+// ABORTED if one of `unnamed` is not there any more.
 absl::StatusOr<HeldBack> HeldBackIn(const CheckpointFolder& folder,
                                     const std::vector<std::string>& unnamed,
                                     const std::vector<RegisteredCheckpoint>& records,
@@ -871,7 +899,8 @@ absl::StatusOr<HeldBack> HeldBackIn(const CheckpointFolder& folder,
       if (std::find(unnamed.begin(), unnamed.end(), path) != unnamed.end()) return Moved(path);
       continue;
     }
-    if (MayPass(seal.status())) return seal.status();
+    // No reason not to take a newer one.
+    if (MayPass(seal.status())) continue;
     if (seal.ok() && MayBeTaken(*seal, records)) continue;
     if (!seal.ok()) {
       MUSTER_LOG(Warning) << "passing over " << path << ": " << seal.status().message()

@@ -22,6 +22,7 @@
 #include "base/test_folder.h"
 #include "base/test_keys.h"
 #include "base/text.h"
+#include "worker/checkpoint/agreement.h"
 #include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/fake_registrar.h"
 #include "worker/checkpoint/node_group.h"
@@ -649,6 +650,7 @@ class KilledAtTheSealTest : public PublicationTest {
     record.state = State::kSealed;
     record.published = false;
     record.staging = left_;
+    ++registrar_.generation;
     if (!sealed) registrar_.records.erase(record.id);
     EXPECT_TRUE(PathExists(JoinPath(left_, kManifestName)));
     EXPECT_FALSE(PathExists(JoinPath(left_, kSealName)));
@@ -660,13 +662,40 @@ class KilledAtTheSealTest : public PublicationTest {
 TEST_F(KilledAtTheSealTest, Sealed_IsNeverRemovedByAJobThatLoadsNothing_AndGetsItsName) {
   ASSERT_TRUE(Save(0).ok());
   SaveAndKill(1, /*sealed=*/true);
+  const std::string sha256 = registrar_.records.at(2).sha256;
   EXPECT_EQ(*folder_.NextNumber(), 2);
   ASSERT_TRUE(Save(2).ok());
   EXPECT_TRUE(PathExists(left_) || PathExists(folder_.PathOf(1)));
   ASSERT_TRUE(Save(3).ok());
   EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_3"));
-  EXPECT_EQ(ReadSeal(folder_.PathOf(1))->sha256, registrar_.records.at(2).sha256);
+  EXPECT_EQ(ReadSeal(folder_.PathOf(1))->sha256, sha256);
   EXPECT_FALSE(PathExists(JoinPath(folder_.PathOf(1), kSealingName)));
+  EXPECT_EQ(registrar_.records.count(2), 0u) << "the folder speaks for itself";
+}
+
+// Who is to delete it was killed as well, or somebody has the folder locked.
+TEST_F(KilledAtTheSealTest, SealedAndLetGo_StaysUntilItsFolderKnows) {
+  ASSERT_TRUE(Save(0).ok());
+  SaveAndKill(1, /*sealed=*/true);
+  {
+    const OwnedFd lock(LockFolder(left_));
+    ASSERT_TRUE(lock.open());
+    ASSERT_TRUE(Save(2).ok());
+    EXPECT_EQ(registrar_.records.at(2).state, State::kDeleting);
+    EXPECT_TRUE(HasAskedForSeal(left_));
+  }
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_2");
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1", "checkpoint_2"));
+}
+
+// What was held back is not taken when no record says so any more.
+TEST_F(KilledAtTheSealTest, SealedAndHeldBack_IsSoInItsFolder) {
+  ASSERT_TRUE(Save(0).ok());
+  SaveAndKill(1, /*sealed=*/true);
+  registrar_.records.at(2).promoted = false;
+  ASSERT_TRUE(Save(2).ok());
+  ASSERT_TRUE(Save(3).ok());
+  EXPECT_FALSE(ReadSeal(folder_.PathOf(1))->promoted);
 }
 
 TEST_F(KilledAtTheSealTest, Sealed_IsTakenByALoad) {
@@ -684,6 +713,7 @@ TEST_F(KilledAtTheSealTest, SealedUnderAnotherPath_IsNotTakenForOneThatIsNotSeal
   record.path = JoinPath("/elsewhere", BaseName(record.path));
   record.staging = JoinPath("/elsewhere", BaseName(record.staging));
   EXPECT_EQ(Resume(nullptr), "checkpoint_0");
+  registrar_.superfluous = {record.id};
   ASSERT_TRUE(Save(2).ok());
   ASSERT_TRUE(Save(3).ok());
   EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_3"));
@@ -1280,6 +1310,79 @@ TEST_F(PublicationTest, PinInTheFolder_IsSparedByEveryRetention) {
     ASSERT_TRUE(Save(first + 4, {.keep = 1}).ok());
     EXPECT_FALSE(PathExists(folder_.PathOf(first)));
   }
+}
+
+// Its publication got no answer, and a person has pinned it at the registry since.
+TEST_F(PublicationTest, PinnedAndNotPublished_IsSpared) {
+  for (int i = 0; i < 2; ++i) ASSERT_TRUE(Save(i).ok());
+  RegisteredCheckpoint& record = registrar_.records.at(1);
+  record.state = State::kSealed;
+  record.published = false;
+  record.pinned = true;
+  ASSERT_TRUE(Save(2, {.keep = 1}).ok());
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_2"));
+}
+
+// What would be taken, and what is newer, has to be readable.
+TEST_F(PublicationTest, RecordThatCannotBeReadNow_IsNoReasonNotToTakeANewerOne) {
+  for (int i = 0; i < 3; ++i) ASSERT_TRUE(Save(i).ok());
+  const auto hide = [&](int64_t number) {
+    const std::string seal = JoinPath(folder_.PathOf(number), kSealName);
+    ASSERT_EQ(unlink(seal.c_str()), 0);
+    ASSERT_EQ(symlink(kSealName, seal.c_str()), 0);  // ELOOP
+  };
+  hide(0);
+  EXPECT_EQ(Resume(nullptr), "checkpoint_2");
+  hide(2);
+  EXPECT_THAT(Resume(nullptr), HasSubstr("checkpoint_2/seal.json"));
+}
+
+// By the clock of its writer, which was set back, it is older.
+TEST_F(WithoutRegistryTest, SealedAfterTheOneOfItsName_IsNotRemoved) {
+  const std::string best = JoinPath(root_, "best"), next = JoinPath(root_, "next");
+  SaveNamed(best, 0, /*registered=*/false);
+  SaveNamed(next, 0, /*registered=*/false);
+  Manifest manifest = *ReadManifest(next);
+  manifest.created = "2001-01-01T00:00:00+00:00";
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(next, kManifestName), *EncodeManifest(manifest)).ok());
+  const std::string staging = best + ".tmp-0123456789abcdef";
+  ASSERT_EQ(rename(next.c_str(), staging.c_str()), 0);
+  EXPECT_TRUE(*IsNewerCheckpoint(staging, best));
+  EXPECT_FALSE(*IsNewerCheckpoint(best, staging));
+  ASSERT_TRUE(Staging::Create(best).ok());
+  EXPECT_TRUE(PathExists(staging));
+}
+
+TEST_F(PublicationTest, FileNameThatIsNone_IsTheSameErrorOfAllRanks) {
+  const std::string path = JoinPath(root_, "x");
+  for (const std::string& name :
+       {std::string("a\xff.json"), std::string("a\n.json"), std::string(252, 'a') + ".json",
+        std::string("a\0.json", 7), std::string("a/b.json"), std::string("manifest.json"),
+        std::string("a.json.tmp-0123456789abcdef")}) {
+    SCOPED_TRACE(name);
+    std::vector<absl::Status> statuses(2);
+    RunRanks(2, [&](Comm& comm) {
+      statuses[comm.rank()] =
+          SaveCheckpoint(comm, path, {.step = 3}, PublishOptions{}, [&](StateWriter& writer) {
+            return writer.rank() == 1 ? writer.WriteText(name, "{}") : absl::OkStatus();
+          });
+    });
+    EXPECT_TRUE(absl::IsInvalidArgument(statuses[0])) << statuses[0];
+    EXPECT_EQ(statuses[0], statuses[1]);
+    EXPECT_THAT(std::string(statuses[0].message()), HasSubstr("is not a valid name"));
+    EXPECT_THAT(Names(), IsEmpty());
+  }
+}
+
+// However it got there: a rank that fails alone leaves the others waiting.
+TEST_F(PublicationTest, NameOfOtherBytes_LeavesNoRankInTheExchange) {
+  RunRanks(2, [&](Comm& comm) {
+    std::vector<ManifestFile> all;
+    const std::vector<ManifestFile> mine = {
+        {.name = comm.rank() == 1 ? "a\xff" : "b", .rank = comm.rank(), .digest = {}}};
+    EXPECT_TRUE(AgreeOnFiles(comm, absl::OkStatus(), mine, &all).ok());
+    EXPECT_EQ(all.size(), 2u);
+  });
 }
 
 TEST_F(PublicationTest, NamedCheckpoint_IsPinned) {

@@ -83,7 +83,8 @@ std::string EncodeShardIndex(const ShardPlan& plan) {
   for (const ShardPlan::File& file : plan.files) {
     for (const std::string& name : file.tensors) index["weight_map"][name] = file.name;
   }
-  return index.dump(2) + "\n";
+  // Nobody reads an index whose names are none: the file of such a tensor is refused.
+  return index.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }
 
 namespace {

@@ -315,12 +315,14 @@ absl::Status RotateOnNodes(Comm& comm, const CheckpointFolder& folder, const Nod
   if (whole.empty() || static_cast<int>(whole.size()) < keep) return absl::OkStatus();
   const int64_t oldest_kept = whole[whole.size() - keep];
   const absl::Status removed = OnlyLeader(groups, folder_mu, [&]() -> absl::Status {
+    absl::Status all_of_node;
     for (const int64_t number : mine) {
       if (number >= oldest_kept || pinned.count(number) > 0) continue;
       if (StaysForItsStep(folder.PathOf(number), keep_every)) continue;
-      MUSTER_RETURN_IF_ERROR(RemoveCheckpoint(folder.PathOf(number), disposal));
+      all_of_node.Update(RemoveCheckpoint(folder.PathOf(number), disposal));
     }
-    return SyncDirectory(folder.root());
+    all_of_node.Update(SyncDirectory(folder.root()));
+    return all_of_node;
   });
   return AgreeOfLeaders(comm, groups, removed);
 }

@@ -14,6 +14,7 @@
 #include "base/file.h"
 #include "base/log.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "c10/core/DeviceGuard.h"
 #include "worker/checkpoint/agreement.h"
 #include "worker/checkpoint/aligned_memory.h"
@@ -121,16 +122,22 @@ absl::Status NumberIsFree(const CheckpointFolder& folder, int64_t iteration, int
 
 absl::Status StateWriter::CheckName(const std::string& name) const {
   MUSTER_RETURN_IF_ERROR(refused_);
+  // The coordinator takes no control characters, and a file with the mark of one that is being
+  // written counts as one that its writer left.
+  const bool has_control =
+      std::any_of(name.begin(), name.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; });
+  if (!IsPlainName(name) || has_control || name == kSealName || name == kSealingName ||
+      name == kPinName || HasMark(name, StemOf(name, kStagingMark), kStagingMark)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "\"", Printable(name),
+        "\" is not a valid name for a checkpoint's file: use 1 to 255 bytes "
+        "of UTF-8 without '/' and control characters, and no name of the checkpoint's own"));
+  }
   const auto has_name = [&name](const auto& file) { return file.name == name; };
   if (std::any_of(files_.begin(), files_.end(), has_name) ||
       (snapshot_ != nullptr &&
        std::any_of(snapshot_->files().begin(), snapshot_->files().end(), has_name))) {
     return absl::InvalidArgumentError(absl::StrCat("file ", name, " was written already"));
-  }
-  if (name.find('/') != std::string::npos || name == kManifestName || name == kSealName ||
-      name == kSealingName || name == kPinName) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("\"", name, "\" is not a valid name for a checkpoint's file"));
   }
   return absl::OkStatus();
 }

@@ -1,5 +1,6 @@
 #include "worker/checkpoint/state_dict.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -394,8 +395,14 @@ absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets
   absl::flat_hash_set<absl::string_view> wanted;
   std::vector<std::string> missing, unexpected, different;
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
-  const auto same = [](const at::Tensor& a, const at::Tensor& b) {
-    return a.is_same(b) || (a.numel() > 0 && a.data_ptr() == b.data_ptr() &&
+  // Names of `copies`, by where the memory of the target begins.
+  absl::flat_hash_map<const void*, std::vector<std::pair<absl::string_view, size_t>>> by_memory;
+  // Null: it has none, as on the meta device.
+  const auto memory_of = [](const at::Tensor& tensor) -> const void* {
+    return tensor.numel() > 0 && tensor.has_storage() ? tensor.const_data_ptr() : nullptr;
+  };
+  const auto same = [&](const at::Tensor& a, const at::Tensor& b) {
+    return a.is_same(b) || (memory_of(a) != nullptr && memory_of(a) == memory_of(b) &&
                             a.sizes() == b.sizes() && a.strides() == b.strides());
   };
   for (const auto& [name, target] : targets) {
@@ -417,6 +424,21 @@ absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets
                                        Description(target), " here)"));
       continue;
     }
+    if (memory_of(target) != nullptr && !options.shapes_only) {
+      auto& there = by_memory[memory_of(target)];
+      const auto tied = std::find_if(there.begin(), there.end(), [&](const auto& other) {
+        return same(copies[other.second].first, target);
+      });
+      if (tied != there.end()) {
+        // The last one would win.
+        if (!SameBytes(copies[tied->second].second, tensor, target.scalar_type())) {
+          different.push_back(absl::StrCat(name, " (the same tensor as ", tied->first,
+                                           " here, but another one in the file)"));
+        }
+        continue;
+      }
+      there.emplace_back(name, copies.size());
+    }
     copies.emplace_back(target, tensor);
   }
   for (const auto& [name, tensor] : source) {
@@ -435,7 +457,7 @@ absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets
         absl::StrCat(what, ": the tensors do not fit this model: ", absl::StrJoin(wrong, "; ")));
   }
   if (options.missing != nullptr) *options.missing = SomeNames(missing);
-  if (options.check_only) return absl::OkStatus();
+  if (options.check_only || options.shapes_only) return absl::OkStatus();
   return CopyTensors(copies);
 }
 

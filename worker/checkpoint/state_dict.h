@@ -95,17 +95,21 @@ absl::StatusOr<StateDict> MapStateDict(const std::string& memory, const std::str
 struct LoadTensorsOptions {
   bool allow_missing = false;
   bool allow_unexpected = false;
-  // Copies nothing; reads only shapes and types.
+  // Copies nothing.
   bool check_only = false;
+  // Looks at no values of `source`, and copies nothing.
+  bool shapes_only = false;
   // If not null, gets the names that are missing where that is allowed, for messages; "": none.
   std::string* missing = nullptr;
 };
 
 // Copies tensors of `source` into the tensors of the same name in `targets`, on any device. Copies
 // nothing unless everything fits. A target without a source is not missing if it is the same tensor
-// as a target that has one (tied weights, of which files keep the first name). Floating-point types
-// convert into each other; other types must be equal. Errors: INVALID_ARGUMENT "WHAT: ..." that
-// lists missing and unexpected names and those with another shape or type.
+// as a target that has one (tied weights, of which files keep the first name); if `source` has
+// both, their values must be the same. Floating-point types convert into each other; other types
+// must be equal. Errors: INVALID_ARGUMENT "WHAT: ..." that lists missing and unexpected names and
+// those with another shape or type, or with another value than what is the same tensor in
+// `targets`.
 absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets,
                          absl::string_view what, const LoadTensorsOptions& options = {});
 

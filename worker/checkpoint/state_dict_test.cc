@@ -9,6 +9,7 @@
 
 #include "ATen/ops/arange.h"
 #include "ATen/ops/empty.h"
+#include "ATen/ops/full.h"
 #include "ATen/ops/ones.h"
 #include "ATen/ops/randn.h"
 #include "ATen/ops/zeros.h"
@@ -164,6 +165,41 @@ TEST(LoadTensors, TiedTarget_NeedsOneName) {
   const at::Tensor tied = at::zeros({2});
   EXPECT_TRUE(LoadTensors({{"embed", at::ones({2})}}, {{"embed", tied}, {"head", tied}}, "m").ok());
   EXPECT_EQ(tied.sum().item<float>(), 2);
+}
+
+// The last one would win in silence.
+TEST(LoadTensors, TiedTarget_OfWhichTheFileHasTwoValues_IsRefusedBeforeAnythingChanges) {
+  const at::Tensor tied = at::zeros({2}), other = at::zeros({2});
+  const NamedTensors targets = {{"a", other}, {"embed", tied}, {"head", tied}};
+  const NamedTensors differ = {
+      {"a", at::ones({2})}, {"embed", at::ones({2})}, {"head", at::full({2}, 2.0)}};
+  for (const bool check_only : {true, false}) {
+    const absl::Status status = LoadTensors(differ, targets, "m", {.check_only = check_only});
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr("head (the same tensor as embed here, but another one in the file)"));
+  }
+  EXPECT_EQ(tied.sum().item<float>() + other.sum().item<float>(), 0);
+  // Other bytes, but the same value here.
+  NamedTensors same = differ;
+  same[2].second = at::ones({2}, at::kDouble);
+  EXPECT_TRUE(LoadTensors(same, targets, "m").ok());
+  EXPECT_EQ(tied.sum().item<float>(), 2);
+  // Another part of the same memory is another tensor.
+  const at::Tensor both = at::zeros({4});
+  EXPECT_TRUE(
+      LoadTensors(differ,
+                  {{"a", other}, {"embed", both.slice(0, 0, 2)}, {"head", both.slice(0, 2)}}, "m")
+          .ok());
+  EXPECT_EQ(both.sum().item<float>(), 6);
+}
+
+TEST(LoadTensors, ShapesOnly_LooksAtNoValues) {
+  const at::Tensor tied = at::zeros({2});
+  EXPECT_TRUE(LoadTensors({{"a", at::ones({2})}, {"b", at::full({2}, 2.0)}},
+                          {{"a", tied}, {"b", tied}}, "m", {.shapes_only = true})
+                  .ok());
+  EXPECT_EQ(tied.sum().item<float>(), 0);
 }
 
 TEST(LoadTensors, TargetThatNeedsGradient_IsFilled) {

@@ -1,6 +1,7 @@
 #include "worker/checkpoint/tensor_memory.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <new>
 
@@ -72,6 +73,16 @@ absl::Status WithMemory(const std::string& place, uint64_t bytes, absl::string_v
     return refused();
   }
   return absl::OkStatus();
+}
+
+bool SameBytes(const at::Tensor& first, const at::Tensor& second, at::ScalarType type) {
+  const auto resolved = [type](const at::Tensor& tensor) {
+    return tensor.to(at::kCPU, type).resolve_conj().resolve_neg().contiguous();
+  };
+  const at::Tensor a = resolved(first);
+  const at::Tensor b = resolved(second);
+  return a.nbytes() == b.nbytes() &&
+         (a.nbytes() == 0 || memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);
 }
 
 std::string PlaceOfTensor(absl::string_view path, absl::string_view name) {

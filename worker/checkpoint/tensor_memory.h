@@ -32,6 +32,9 @@ absl::StatusOr<at::Tensor> NewTensor(const std::vector<int64_t>& sizes, at::Scal
 absl::Status WithMemory(const std::string& place, uint64_t bytes, absl::string_view way_out,
                         absl::FunctionRef<void()> code);
 
+// Whether the bytes of both are the same, were they of type `type`. They may be on a device.
+bool SameBytes(const at::Tensor& first, const at::Tensor& second, at::ScalarType type);
+
 // How messages about a tensor of a file begin.
 std::string PlaceOfTensor(absl::string_view path, absl::string_view name);
 

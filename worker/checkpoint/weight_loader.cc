@@ -397,16 +397,6 @@ bool SameShape(const std::vector<uint64_t>& stored, at::IntArrayRef sizes) {
                     [](uint64_t a, int64_t b) { return a == static_cast<uint64_t>(b); });
 }
 
-bool SameBytes(const at::Tensor& first, const at::Tensor& second, at::ScalarType type) {
-  const auto resolved = [type](const at::Tensor& tensor) {
-    return tensor.to(at::kCPU, type).resolve_conj().resolve_neg().contiguous();
-  };
-  const at::Tensor a = resolved(first);
-  const at::Tensor b = resolved(second);
-  return a.nbytes() == b.nbytes() &&
-         (a.nbytes() == 0 || memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);
-}
-
 absl::StatusOr<at::Tensor> ReadWeight(const WeightFiles& weights, const WeightFiles::Entry& entry) {
   const StoredTensor& tensor = entry.tensor;
   const std::string place = PlaceOfTensor(weights.FileOf(entry), tensor.name);
@@ -449,7 +439,12 @@ absl::Status MatchedWeights::Copy() { return plan_->Copy(); }
 
 absl::StatusOr<LoadedWeights> LoadWeights(const std::string& path, const NamedTensors& targets,
                                           const LoadWeightsOptions& options) {
-  MUSTER_ASSIGN_OR_RETURN(WeightFiles files, WeightFiles::Open(path));
+  MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, WeightFiles::Open(path));
+  return LoadWeights(files, targets, options);
+}
+
+absl::StatusOr<LoadedWeights> LoadWeights(const WeightFiles& files, const NamedTensors& targets,
+                                          const LoadWeightsOptions& options) {
   MatchedWeights::Plan plan;
   plan.source = std::make_unique<FileSource>(files);
   plan.targets = targets;

@@ -80,7 +80,7 @@ class MatchedWeights {
 
  private:
   struct Plan;
-  friend absl::StatusOr<LoadedWeights> LoadWeights(const std::string& path,
+  friend absl::StatusOr<LoadedWeights> LoadWeights(const WeightFiles& files,
                                                    const NamedTensors& targets,
                                                    const LoadWeightsOptions& options);
   friend absl::StatusOr<MatchedEntries> MatchEntries(const WeightFiles& files,
@@ -111,6 +111,9 @@ absl::StatusOr<at::Tensor> ReadWeight(const WeightFiles& weights, const WeightEn
 // fails; then part of the model may have changed, and tensors whose type changes may have no
 // values.
 absl::StatusOr<LoadedWeights> LoadWeights(const std::string& path, const NamedTensors& targets,
+                                          const LoadWeightsOptions& options = {});
+// The same from files that are open: from these, whatever has their names by now.
+absl::StatusOr<LoadedWeights> LoadWeights(const WeightFiles& files, const NamedTensors& targets,
                                           const LoadWeightsOptions& options = {});
 
 // What LoadWeights would copy where, for callers who read themselves. Targets may be on the meta

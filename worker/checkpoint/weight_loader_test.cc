@@ -298,6 +298,18 @@ TEST_F(WeightLoaderTest, MatchedWeights_ChangeNothingBeforeTheyAreCopied) {
   EXPECT_EQ(a.sum().item<double>() + b.sum().item<double>(), 4);
 }
 
+// As a download or another save does.
+TEST_F(WeightLoaderTest, FilesThatAreOpen_AreReadWhateverHasTheirNamesNow) {
+  Save({{"a", at::ones({2})}});
+  const auto files = WeightFiles::Open(dir_);
+  ASSERT_TRUE(files.ok()) << files.status();
+  Save({{"a", at::full({2}, 5.0)}});
+  const at::Tensor a = at::zeros({2});
+  const auto report = LoadWeights(*files, {{"a", a}});
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_TRUE(a.equal(at::ones({2})));
+}
+
 TEST_F(WeightLoaderTest, TorchFile_LoadsEveryTypeAndLayout) {
   for (const std::string name : {"types", "layouts", "pytorch_model"}) {
     SCOPED_TRACE(name);

@@ -32,9 +32,6 @@ absl::StatusOr<MatchedEntries> MatchShapes(const WeightShapes& weights, const Na
 
 bool SameShape(const std::vector<uint64_t>& stored, at::IntArrayRef sizes);
 
-// Whether the bytes of both are the same, were they of type `type`. They may be on a device.
-bool SameBytes(const at::Tensor& first, const at::Tensor& second, at::ScalarType type);
-
 }  // namespace muster
 
 #endif  // MUSTER_WORKER_CHECKPOINT_WEIGHT_MATCH_H_

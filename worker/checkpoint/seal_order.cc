@@ -1,0 +1,57 @@
+#include "worker/checkpoint/seal_order.h"
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+
+#include "absl/status/statusor.h"
+#include "base/file.h"
+#include "base/json.h"
+#include "base/regular_file.h"
+#include "worker/checkpoint/manifest.h"
+#include "worker/checkpoint/sealing.h"
+
+namespace muster {
+namespace {
+
+constexpr int64_t kMaxBytes = 1 << 20;
+
+// Of a record (seal.h), which may be damaged: then it says nothing.
+struct Order {
+  bool of_rank_0 = false;
+  uint64_t id = 0;
+  std::string sha256, previous;
+};
+
+std::optional<Order> ReadOrder(const std::string& dir) {
+  for (const char* const name : {kSealName, kSealingName}) {
+    const std::string path = JoinPath(dir, name);
+    const absl::StatusOr<std::string> text = ReadRegularFile(path, kMaxBytes);
+    if (absl::IsNotFound(text.status())) continue;
+    if (!text.ok()) break;
+    const absl::StatusOr<nlohmann::json> json = ParseJson(*text, path);
+    if (!json.ok()) break;
+    try {
+      if (json->at("format") != kSealFormat) break;
+      return Order{.of_rank_0 = json->at("job").get<std::string>().empty(),
+                   .id = json->at("id").get<uint64_t>(),
+                   .sha256 = json->at("sha256").get<std::string>(),
+                   .previous = json->at("previous").get<std::string>()};
+    } catch (const nlohmann::json::exception&) {
+      break;
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::optional<bool> IsSealedAfter(const std::string& dir, const std::string& than) {
+  const std::optional<Order> mine = ReadOrder(dir), other = ReadOrder(than);
+  if (!mine.has_value() || !other.has_value() || mine->sha256 == other->sha256) return std::nullopt;
+  if (!other->sha256.empty() && mine->previous == other->sha256) return true;
+  if (!mine->sha256.empty() && other->previous == mine->sha256) return false;
+  if (mine->of_rank_0 && other->of_rank_0 && mine->id != other->id) return mine->id > other->id;
+  return std::nullopt;
+}
+
+}  // namespace muster
