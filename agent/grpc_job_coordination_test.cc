@@ -731,9 +731,9 @@ TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorThatAsksInVain_SaysOnceWhyIt
   ::testing::internal::CaptureStderr();
   EXPECT_EQ(coordination_->Meet(1, {}).status().code(), absl::StatusCode::kDeadlineExceeded);
   const std::string told = ::testing::internal::GetCapturedStderr();
-  const size_t first = told.find("this machine hosts the coordinator, so it stays");
+  const size_t first = told.find("this machine hosts the coordinator, so it keeps serving");
   EXPECT_NE(first, std::string::npos) << told;
-  EXPECT_EQ(told.rfind("this machine hosts the coordinator, so it stays"), first) << told;
+  EXPECT_EQ(told.rfind("this machine hosts the coordinator, so it keeps serving"), first) << told;
 }
 
 // They are done while it waits for its place.

@@ -510,7 +510,7 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
                   absl::NotFoundError(
                       absl::StrCat("no process of job ", line.words[0],
                                    " has joined through Muster's library yet (processes of other "
-                                   "programs never do), or the job has ended; see muster describe ",
+                                   "programs never do), or the job has ended; muster describe ",
                                    line.words[0], " shows where they run")),
                   kExitNotFound);
     }
@@ -1185,7 +1185,7 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
   absl::StatusOr<bool> noted =
       NoteMarks(dir, absl::BytesToHexString(marked.sha256()), marked.promoted(), marked.pinned());
   // Its writer may have ended before it had its name.
-  if (noted.ok() && !*noted && !marked.published() && !marked.staging().empty()) {
+  if (!noted.value_or(false) && !marked.published() && !marked.staging().empty()) {
     dir = marked.staging();
     noted =
         NoteMarks(dir, absl::BytesToHexString(marked.sha256()), marked.promoted(), marked.pinned());

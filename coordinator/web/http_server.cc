@@ -4,6 +4,7 @@
 #include <httplib.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -133,7 +134,12 @@ class BoundedServer final : public httplib::Server {
   BoundedServer() {
     new_task_queue = [this] { return new Pool(&open_, [this] { ReleaseListening(); }); };
   }
-  ~BoundedServer() override { ReleaseListening(); }
+  ~BoundedServer() override {
+    MutexLock lock(&mu_);
+    // The library has closed it if accept() failed before it was stopped.
+    if (stopped_ != INVALID_SOCKET && IsSameSocket(stopped_, listening_)) close(stopped_);
+    if (listening_ >= 0) close(listening_);
+  }
   // Call after each bind, before the loop. The library closes its socket when accept() fails and
   // keeps the number, which another file may get at once: StopListening() needs one of its own.
   // False: there is no descriptor for it, and nothing is bound.
@@ -147,7 +153,10 @@ class BoundedServer final : public httplib::Server {
   // what comes before that.
   void StopListening() {
     MutexLock lock(&mu_);
-    if (listening_ >= 0) shutdown(listening_, SHUT_RDWR);
+    if (listening_ < 0) return;
+    shutdown(listening_, SHUT_RDWR);
+    // Ends the loop, which otherwise tries again as long as there is no descriptor for accept().
+    stopped_ = svr_sock_.exchange(INVALID_SOCKET);
   }
   // Ends what is being served, so that stopping waits for no client.
   void HangUp() {
@@ -176,9 +185,16 @@ class BoundedServer final : public httplib::Server {
     return serve;
   }
 
+  static bool IsSameSocket(int a, int b) {
+    struct stat first, second;
+    return fstat(a, &first) == 0 && fstat(b, &second) == 0 && first.st_dev == second.st_dev &&
+           first.st_ino == second.st_ino;
+  }
+  // Once the loop has ended. After a stop, the destructor does it.
   void ReleaseListening() {
     MutexLock lock(&mu_);
-    if (listening_ >= 0) close(listening_);
+    if (listening_ < 0 || stopped_ != INVALID_SOCKET) return;
+    close(listening_);
     listening_ = -1;
   }
 
@@ -186,6 +202,8 @@ class BoundedServer final : public httplib::Server {
   std::atomic<int> open_{0};
   Mutex mu_;
   int listening_ ABSL_GUARDED_BY(mu_) = -1;
+  // The library's descriptor of it when it was stopped.
+  socket_t stopped_ ABSL_GUARDED_BY(mu_) = INVALID_SOCKET;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
   std::set<int> serving_ ABSL_GUARDED_BY(mu_);
 };
@@ -228,11 +246,12 @@ class HttpServer::Impl {
   // full table of files.
   void Serve(const std::string& host, int port) {
     for (bool bound = true; !bound || !server.listen_after_bind();) {
-      MUSTER_LOG(Warning)
-          << "no connection for HTTP on " << host << ":" << port
-          << " can be accepted now, possibly because too many files are open: trying again";
       MutexLock lock(&mu_);
-      if (!stopping_) stop_.WaitWithTimeout(&mu_, kRetryListen);
+      if (stopping_) break;
+      MUSTER_LOG(Warning) << "no connection for HTTP on " << host << ":" << port
+                          << " can be accepted now, possibly because too many files are open: "
+                             "trying again";
+      stop_.WaitWithTimeout(&mu_, kRetryListen);
       if (stopping_) break;
       bound = server.bind_to_port(host, port) && server.KeepListening();
     }

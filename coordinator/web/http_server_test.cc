@@ -10,6 +10,8 @@
 
 #include <atomic>
 #include <cerrno>
+#include <filesystem>
+#include <iterator>
 #include <random>
 #include <string>
 #include <thread>
@@ -21,13 +23,14 @@
 
 namespace {
 std::atomic<int> accepts_to_fail{0};
+std::atomic<int> why_they_fail{ENFILE};
 }  // namespace
 
 // In place of the C library's, also for the HTTP library.
 extern "C" int accept(int fd, sockaddr* address, socklen_t* bytes) {
   if (accepts_to_fail > 0) {
     --accepts_to_fail;
-    errno = ENFILE;
+    errno = why_they_fail;
     return -1;
   }
   return static_cast<int>(syscall(SYS_accept4, fd, address, bytes, 0));
@@ -66,9 +69,30 @@ TEST(HttpServer, AcceptThatFailsForAWhile_EndsNothing) {
 }
 
 TEST(HttpServer, Stop_WhileNothingIsAccepted_DoesNotWait) {
-  accepts_to_fail = 1 << 30;
-  HttpServer::Start("127.0.0.1", 0, {}).value().reset();
-  accepts_to_fail = 0;
+  // The library closes its socket for the first, and tries again for the second.
+  for (const int why : {ENFILE, EMFILE}) {
+    why_they_fail = why;
+    accepts_to_fail = 1 << 30;
+    HttpServer::Start("127.0.0.1", 0, {}).value().reset();
+    accepts_to_fail = 0;
+  }
+  why_they_fail = ENFILE;
+}
+
+TEST(HttpServer, Stop_ClosesItsFilesAndWarnsOfNothing) {
+  const auto open_files = [] {
+    return std::distance(std::filesystem::directory_iterator("/proc/self/fd"),
+                         std::filesystem::directory_iterator());
+  };
+  const auto before = open_files();
+  testing::internal::CaptureStderr();
+  for (const bool served : {false, true}) {
+    auto server = HttpServer::Start("127.0.0.1", 0, {});
+    ASSERT_TRUE(server.ok()) << server.status();
+    if (served) httplib::Client("127.0.0.1", (*server)->port()).Get("/");
+  }
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+  EXPECT_EQ(open_files(), before);
 }
 
 // After an accept() that has failed the library has closed its socket while requests are served.

@@ -275,7 +275,8 @@ absl::Status CheckEffects(const Flags& flags, const models::GenerateOptions& tok
   if (!flags.min_new_tokens.has_value()) return absl::OkStatus();
   if (flags.ignore_end && *flags.min_new_tokens > 0) {
     return absl::InvalidArgumentError(
-        "--ignore_end and --min_new_tokens exclude each other: leave out one of them");
+        "--ignore_end already continues after end tokens, so --min_new_tokens has no effect: leave "
+        "out one of them");
   }
   if (*flags.min_new_tokens > tokens.max_new_tokens) {
     return absl::InvalidArgumentError(absl::StrCat(

@@ -222,8 +222,6 @@ absl::Status CheckpointState::SaveToMemory(const CheckpointInfo& info, int64_t s
 
 namespace {}  // namespace
 
-namespace {}  // namespace
-
 int64_t CheckpointState::AgreeOnNumber(const CheckpointFolder& folder, int64_t number) const {
   // Rank 0 looks, or one process of each node does; an error there reaches every process.
   std::string error;
@@ -401,8 +399,9 @@ absl::Status CheckpointState::SaveBesideTraining(
   }
   std::vector<AsyncSaver::Outcome> ended;
   const absl::Status begun = saver_->Begin(process_.comm(), request, write, &ended);
-  disk_failed_ = !begun.ok();
   const absl::Status earlier = FirstFailure(ended);
+  // A save to a folder of its own is none that a load without one finds.
+  disk_failed_ = directory.empty() ? !begun.ok() : disk_failed_ || !earlier.ok();
   ThrowIfError(begun);
   if (directory.empty()) next_numbered_ = info.iteration + 1;
   // The process is about to be ended: there may be no later call that waits.

@@ -713,7 +713,10 @@ absl::Status Dispatcher::CheckRing() const {
     const uint64_t bytes = BytesOf(item);
     const bool has_values = item.source != nullptr || !item.tensor().is_meta();
     if (!item.offloaded() || !has_values || bytes <= *options_.ring_bytes) continue;
-    if (item.IsMapped()) continue;
+    // What is written to the disk now can be mapped.
+    const bool will_be_mapped =
+        options_.mmap && item.place == Place::kDisk && item.source == nullptr;
+    if (item.IsMapped() || will_be_mapped) continue;
     const SizePair texts =
         HumanBytesApart(static_cast<int64_t>(*options_.ring_bytes), static_cast<int64_t>(bytes));
     return absl::InvalidArgumentError(absl::StrCat("the ring of ", texts.first, " is smaller than ",

@@ -7,6 +7,7 @@
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/empty.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "base/units.h"
@@ -26,6 +27,9 @@ constexpr uint64_t kAlignment = 64;
 // Of what is read ahead.
 constexpr uint64_t kAheadBytes = uint64_t{128} << 20;
 constexpr size_t kUnitsAhead = 2;
+// Pages of a file that were in memory count as there for so long; asking for them at each use would
+// take a tenth of a pass.
+constexpr absl::Duration kPagesStay = absl::Seconds(1);
 // Smaller tensors are not worth a gap that spares a copy.
 constexpr uint64_t kWorthAGap = uint64_t{1} << 20;
 
@@ -114,7 +118,8 @@ class OffloadRing::Unit final : public Page {
       } else {
         offsets.push_back(OffsetAfter(end, tensor, device));
       }
-      end = offsets.back() + BytesOf(tensor);
+      // Mapped tensors may overlap, or be empty.
+      end = std::max(end, offsets.back() + BytesOf(tensor));
     }
     if (!is_mapped) bytes = end;
     // Of a mapped file also what is between the tensors.
@@ -175,6 +180,7 @@ class OffloadRing::Unit final : public Page {
   std::optional<uint64_t> slot;                  // in the arena
   at::Tensor overflow;                           // else
   char* memory = nullptr;                        // of a mapped unit always the same
+  absl::Time asked = absl::InfinitePast();       // for a mapped unit's pages, the last time
   size_t pieces = 0;                             // on their way
   absl::Status status;                           // of the last reading
   StreamFences::Fence arrival;                   // behind its copies
@@ -307,6 +313,11 @@ void OffloadRing::Use(Unit& unit) {
     std::fill(distances_.begin(), distances_.end(), units_.size());
     for (size_t i = 0; i < coming_.size(); ++i) distances_[coming_[i]] = i;
     ++stats_.uses;
+  }
+  // Since it was loaded ahead, or by this unit's last operator.
+  if (unit.is_mapped && unit.state == State::kHere &&
+      options_.clock->Now() - unit.asked > kPagesStay) {
+    unit.state = State::kAway;
   }
   if (unit.state == State::kAway) {
     ++stats_.waits;
@@ -457,6 +468,7 @@ void OffloadRing::Free(Unit& unit) {
 void OffloadRing::Start(Unit& unit, bool urgent) {
   unit.state = State::kComing;
   unit.status = absl::OkStatus();
+  unit.asked = options_.clock->Now();
   if (!unit.is_mapped) {
     unit.memory =
         unit.slot.has_value() ? base_ + *unit.slot : static_cast<char*>(unit.overflow.data_ptr());

@@ -11,6 +11,7 @@
 #include "ATen/core/Tensor.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/clock.h"
 #include "base/mutex.h"
 #include "c10/core/Stream.h"
 #include "worker/bigmodel/arena.h"
@@ -56,6 +57,8 @@ struct OffloadRingOptions {
   bool prefetch = true;
   // Of the device; null: StreamFences::Of(device).
   StreamFences* fences = nullptr;
+  // For mapped units.
+  const Clock* clock = &Clock::Real();
 };
 
 // Runs a model whose weights do not fit: a ring of memory holds the units that are in use and those

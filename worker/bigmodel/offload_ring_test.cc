@@ -3,16 +3,22 @@
 #include <atomic>
 #include <map>
 #include <numeric>
+#include <string>
 #include <thread>
 #include <utility>
 
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
+#include "absl/time/time.h"
+#include "base/fake_clock.h"
+#include "base/test_folder.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "worker/bigmodel/fake_gpus.h"
+#include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/test_huge_file.h"
+#include "worker/checkpoint/weight_files.h"
 #include "worker/collective/test_error.h"
 #include "worker/train/guard.h"
 
@@ -179,6 +185,55 @@ TEST(OffloadRing, MemoryBesidesThatTheHostRefuses_IsNamed_AndThePartComesOnceThe
                       HasSubstr("raise ring_bytes")));
   }
   EXPECT_EQ(at::dot(rows[0], rows[1]).item<double>(), 2.0 * kWide);
+}
+
+// Tensors of one unit, used where their file is mapped. `names` in the order of the unit.
+struct MappedUnit {
+  MappedUnit(const NamedTensors& in_file, const std::vector<std::string>& names,
+             const Clock& clock) {
+    EXPECT_TRUE(WriteSafetensors(folder.Path("model.safetensors"), in_file).ok());
+    auto files = WeightFiles::Open(folder.path());
+    EXPECT_TRUE(files.ok()) << files.status();
+    const auto shared = std::make_shared<const WeightFiles>(*std::move(files));
+    OffloadedUnit unit{"unit", {}};
+    for (const std::string& name : names) {
+      for (size_t i = 0; i < shared->entries().size(); ++i) {
+        const StoredTensor& stored = shared->entries()[i].tensor;
+        if (stored.name != name) continue;
+        auto source = OpenWeightSource(shared, {i}, /*mmap=*/true);
+        EXPECT_TRUE(source.ok()) << source.status();
+        tensors.push_back(at::empty(std::vector<int64_t>(stored.shape.begin(), stored.shape.end()),
+                                    at::TensorOptions().device(at::kMeta)));
+        unit.tensors.push_back({name, tensors.back(), *std::move(source), 0, at::kFloat});
+      }
+    }
+    auto made = OffloadRing::Make({std::move(unit)}, {.clock = &clock});
+    EXPECT_TRUE(made.ok()) << made.status();
+    ring = *std::move(made);
+  }
+
+  TestFolder folder;
+  std::vector<at::Tensor> tensors;
+  std::unique_ptr<OffloadRing> ring;
+};
+
+// The kernel may have taken them back.
+TEST(OffloadRing, MappedUnitThatWasThereAWhileAgo_IsAskedForItsPagesAgain) {
+  FakeClock clock;
+  const MappedUnit unit({{"a", at::ones({kRow})}}, {"a"}, clock);
+  for (const int64_t waits : {1, 1, 2, 2}) {
+    EXPECT_EQ(unit.tensors[0].sum().item<double>(), kRow);
+    EXPECT_EQ(unit.ring->stats().waits, waits);
+    clock.Advance(absl::Milliseconds(600));
+  }
+}
+
+TEST(OffloadRing, MappedEmptyTensor_TakesNothingFromTheOneThatBeginsWithIt) {
+  const FakeClock clock;
+  const MappedUnit unit({{"empty", at::ones({0})}, {"row", at::ones({kRow})}}, {"row", "empty"},
+                        clock);
+  EXPECT_EQ(unit.tensors[0].slice(0, 1000).sum().item<double>(), kRow - 1000);
+  EXPECT_EQ(unit.tensors[1].sum().item<double>(), 0);
 }
 
 TEST(OffloadRing, Training_IsRefused) {

@@ -137,17 +137,30 @@ absl::Status PutBackReplaced(const std::string& dir) {
 }
 
 // Whether a checkpoint's own files may have the name: "model.safetensors", "scheduler_1.json",
-// "optimizer-00001-of-00002.safetensors", "model_1.safetensors.index.json".
+// "optimizer-00001-of-00002.safetensors", "model_1.safetensors.index.json"; not "model.json".
 bool IsNameOfLayout(absl::string_view name) {
+  struct Kind {
+    absl::string_view stem, extension;
+    bool always_numbered = false;
+  };
+  constexpr Kind kKinds[] = {
+      {"model", ".safetensors"},
+      {"optimizer", ".safetensors"},
+      {"scheduler", ".json"},
+      {"sampler", ".safetensors"},
+      {"scaler", ".json"},
+      {"random_states", ".safetensors", true},
+      {"custom_checkpoint", ".safetensors", true},
+  };
   const absl::string_view object = name.substr(0, name.find_first_of("-."));
-  absl::string_view number = object;
-  for (const absl::string_view stem : {"model", "optimizer", "scheduler", "sampler", "scaler",
-                                       "random_states", "custom_checkpoint"}) {
-    if (!absl::ConsumePrefix(&number, stem)) continue;
+  for (const Kind& kind : kKinds) {
+    absl::string_view number = object;
+    if (!absl::ConsumePrefix(&number, kind.stem)) continue;
     const bool numbered = absl::ConsumePrefix(&number, "_") && !number.empty() &&
                           std::all_of(number.begin(), number.end(), absl::ascii_isdigit);
-    return (numbered || number.empty()) &&
-           (IsShardFileName(name, object, ".safetensors") || name == absl::StrCat(object, ".json"));
+    if (!numbered && (kind.always_numbered || !number.empty())) return false;
+    return kind.extension == ".json" ? name == absl::StrCat(object, ".json")
+                                     : IsShardFileName(name, object, kind.extension);
   }
   return false;
 }

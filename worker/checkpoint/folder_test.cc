@@ -571,14 +571,16 @@ TEST_F(FolderTest, ReplacedOneWithoutAReadableManifest_GivesNoFilesOfTheLayoutAw
                                   "model-00001-of-00002.safetensors", "scheduler.json",
                                   "model.safetensors.index.json", "random_states_7.safetensors"})
                   .ok());
-  for (const char* name : {"notes.txt", "modelling.json", "model_best.safetensors"}) {
+  for (const char* name : {"notes.txt", "modelling.json", "model_best.safetensors", "model.json",
+                           "random_states.safetensors"}) {
     ASSERT_TRUE(WriteFileAtomically(JoinPath(Path("best"), name), name).ok());
   }
   ASSERT_TRUE(WriteFileAtomically(Path("best/manifest.json"), "damaged").ok());
   ASSERT_TRUE(Save(Path("best"), {"model-00001-of-00001.safetensors"}).ok());
   EXPECT_THAT(*ListDirectory(Path("best")),
-              ElementsAre("manifest.json", "model-00001-of-00001.safetensors",
-                          "model_best.safetensors", "modelling.json", "notes.txt"));
+              ElementsAre("manifest.json", "model-00001-of-00001.safetensors", "model.json",
+                          "model_best.safetensors", "modelling.json", "notes.txt",
+                          "random_states.safetensors"));
 }
 
 TEST_F(FolderTest, RemovedLater_HasNoNameAtOnce) {

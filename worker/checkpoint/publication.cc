@@ -317,7 +317,7 @@ absl::Status DeleteFolderOf(const RegisteredCheckpoint& record, const std::strin
     return absl::OkStatus();
   }
   if (!IsFolderOf(record.path, record)) {
-    // Its seal goes first when it is removed, so that it may be missing.
+    // It may be a copy without its seal, and older versions removed that first.
     const absl::StatusOr<Manifest> manifest = VerifyCheckpoint(record.path, VerifyLevel::kSizes);
     if (MayPass(manifest.status())) return manifest.status();
     if (PathExists(JoinPath(record.path, kSealName)) || !manifest.ok() ||
