@@ -97,7 +97,8 @@ TEST(ModelTree, NamesThatNoModelHas_AreRefused) {
   std::string deep = "a";
   for (int i = 0; i < 1000; ++i) deep += ".a";
   EXPECT_THAT(ErrorOf({{deep, "F32", {}}}), HasSubstr("more than 64 parts"));
-  EXPECT_THAT(ErrorOf({{"a", "F32", {}}, {"a.b", "F32", {}}}), HasSubstr("\"a\" is a tensor"));
+  EXPECT_THAT(ErrorOf({{"a", "F32", {}}, {"a.b", "F32", {}}}),
+              HasSubstr("\"a\" is both a tensor and a module"));
 }
 
 TEST(ModelTree, ClassesOfTransformers_AreTheListsOfTheirModels) {

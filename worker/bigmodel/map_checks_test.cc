@@ -30,7 +30,7 @@ TEST(ParseMaxMemory, D14_LimitsOfDevices_AreInOrder) {
   ASSERT_TRUE(limits.ok()) << limits.status();
   EXPECT_THAT(*limits, ElementsAre(Pair("0", 1.25e9), Pair("1", 20e9), Pair("cpu", 1610612736.0)));
   EXPECT_THAT(std::string(ParseMaxMemory("cpu").status().message()),
-              HasSubstr("\"cpu\" is no limit"));
+              HasSubstr("\"cpu\" is not a limit"));
   EXPECT_THAT(std::string(ParseMaxMemory("cpu=10").status().message()), HasSubstr("device cpu"));
   EXPECT_THAT(std::string(ParseMaxMemory("cuda:0=1GB").status().message()),
               HasSubstr("\"cuda:0\" is not recognized"));
