@@ -222,8 +222,7 @@ std::vector<std::string> CallsWithoutAPlan() {
              absl::StrContains(line, absl::StrCat("/", name, ".tmp-"));
     };
     if (makes("checkpoint_1")) counts = began = true;
-    if (absl::StrContains(line, " unlink ") &&
-        absl::StrContains(line, absl::StrCat("/checkpoint_0/", kSealName))) {
+    if (absl::StrContains(line, " rename ") && absl::EndsWith(line, "/checkpoint_0")) {
       counts = removed = true;
     }
     if (makes("checkpoint_2") || makes("checkpoint_3")) counts = false;
