@@ -316,7 +316,7 @@ TEST(ShardingEma, OfAModelThatIsGone_IsRefused) {
                          a.free_memory();
                          auto averaged = ema->apply();
                        }),
-              Each(HasSubstr("is gone")));
+              Each(HasSubstr("no longer exists")));
 }
 
 }  // namespace
