@@ -18,6 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "base/clock.h"
+#include "base/file_identity.h"
 #include "base/log.h"
 #include "base/mutex.h"
 
@@ -187,8 +188,8 @@ class BoundedServer final : public httplib::Server {
 
   static bool IsSameSocket(int a, int b) {
     struct stat first, second;
-    return fstat(a, &first) == 0 && fstat(b, &second) == 0 && first.st_dev == second.st_dev &&
-           first.st_ino == second.st_ino;
+    return fstat(a, &first) == 0 && fstat(b, &second) == 0 &&
+           FileIdentityOf(first) == FileIdentityOf(second);
   }
   // Once the loop has ended. After a stop, the destructor does it.
   void ReleaseListening() {

@@ -220,8 +220,6 @@ absl::Status CheckpointState::SaveToMemory(const CheckpointInfo& info, int64_t s
   return IsLost(saved, process_.rank()) ? absl::OkStatus() : saved;
 }
 
-namespace {}  // namespace
-
 int64_t CheckpointState::AgreeOnNumber(const CheckpointFolder& folder, int64_t number) const {
   // Rank 0 looks, or one process of each node does; an error there reaches every process.
   std::string error;
@@ -487,8 +485,6 @@ absl::Status CheckpointState::SaveModel(ModelSlot& model, const std::string& wan
     ThrowIfError(StatusOfMain(process_.comm(), status));
   });
 }
-
-namespace {}  // namespace
 
 absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
     const std::string& directory, const std::function<void(StateReader&)>& read) {

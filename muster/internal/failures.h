@@ -23,7 +23,8 @@ StatusOnWire OnWire(const absl::Status& status);
 // failed alike: the same on every process.
 void ThrowFirst(const std::vector<StatusOnWire>& statuses);
 
-// (collective) Throws the same on every process if one of them has failed, naming it.
+// (collective) Throws the same on every process if one of them has failed, naming it. Unlike
+// OnAll() (worker/collective/on_all.h) it keeps the code of the error, which callers return.
 void ThrowIfAnyFailed(Comm& comm, const absl::Status& mine);
 
 // (collective) Runs `tensor_code`, which is no collective, under that rule. `outcome`: added to the
