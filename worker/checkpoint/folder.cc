@@ -190,8 +190,8 @@ void KeepForeignFiles(const std::string& old_dir, const std::string& new_dir) {
 }
 
 // Whether the folder `path`, which has no writer, is the last copy of a checkpoint that was sealed
-// (`or_asked`: or of which only the registry knows that) and is to be called `named`: not one that
-// the checkpoint there has replaced.
+// and is to be called `named`: not one that the checkpoint there has replaced. `or_asked`: also one
+// of which only the registry knows whether it was sealed.
 absl::StatusOr<bool> AwaitsItsName(const std::string& path, const std::string& named,
                                    bool or_asked = false) {
   // With its record: it may have been on its way out when its process ended.
@@ -199,10 +199,9 @@ absl::StatusOr<bool> AwaitsItsName(const std::string& path, const std::string& n
   MUSTER_ASSIGN_OR_RETURN(const bool sealed, Exists(JoinPath(path, kSealName)));
   if (!sealed) {
     MUSTER_ASSIGN_OR_RETURN(const Sealing sealing, ReadSealing(path));
-    if (sealing.state == Sealing::State::kNone ||
-        (sealing.state == Sealing::State::kAsked && !or_asked)) {
-      return false;
-    }
+    if (sealing.state == Sealing::State::kNone) return false;
+    // It never had the name, so none has replaced it: no clock has to say which is newer.
+    if (sealing.state == Sealing::State::kAsked) return or_asked;
   }
   MUSTER_ASSIGN_OR_RETURN(const bool taken, Exists(JoinPath(named, kManifestName)));
   if (!taken) return true;
