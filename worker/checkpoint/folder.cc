@@ -300,12 +300,35 @@ void RemoveAbandoned(const std::string& dir) {
   }
 }
 
+// Whether this process may remove all that is in `dir`; the error names the folder that hinders it.
+absl::Status CheckRemovable(const std::string& dir) {
+  const auto refused = [](const std::string& path) {
+    return absl::ErrnoToStatus(errno, absl::StrCat("what is in ", path, " cannot be removed"));
+  };
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(dir));
+  if (!names.empty() && faccessat(AT_FDCWD, dir.c_str(), W_OK | X_OK, AT_EACCESS) != 0) {
+    return refused(dir);
+  }
+  for (const std::string& name : names) {
+    const std::string path = JoinPath(dir, name);
+    struct stat info;
+    if (lstat(path.c_str(), &info) != 0) {
+      if (errno != ENOENT) return refused(path);
+    } else if (S_ISDIR(info.st_mode)) {
+      MUSTER_RETURN_IF_ERROR(CheckRemovable(path));
+    }
+  }
+  return absl::OkStatus();
+}
+
 // Removes the checkpoint `dir`, which is called `doomed` from then on. If it cannot, all of it
 // stays as it is.
 absl::Status Discard(const std::string& dir, const std::string& doomed, Disposal* disposal) {
-  // Somebody may have protected it. Its folder could be renamed all the same.
-  if (faccessat(AT_FDCWD, dir.c_str(), W_OK | X_OK, AT_EACCESS) != 0) {
-    return absl::ErrnoToStatus(errno, absl::StrCat("cannot remove ", dir));
+  // Somebody may have protected it, or a folder of their own in it. It could be renamed all the
+  // same.
+  if (const absl::Status removable = CheckRemovable(dir); !removable.ok()) {
+    return absl::Status(removable.code(),
+                        absl::StrCat("cannot remove ", dir, ": ", removable.message()));
   }
   MUSTER_RETURN_IF_ERROR(RenamePath(dir, doomed));
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_doomed");

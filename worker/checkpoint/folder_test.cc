@@ -535,6 +535,27 @@ TEST_F(FolderTest, ProtectedCheckpoint_StaysWithItsRecord_AndTheOthersGo) {
       testing::ExitedWithCode(0), "cannot remove .*checkpoint_0");
 }
 
+// Nothing of the checkpoint goes before what is below it would stop the removal.
+TEST_F(FolderTest, CheckpointWithAProtectedFolderInIt_StaysWhole_AndTheErrorNamesThatFolder) {
+  EXPECT_EXIT(
+      {
+        if (!ObeyPermissions()) _exit(2);
+        const std::string dir = Path("checkpoint_0");
+        const std::string notes = JoinPath(dir, "notes/of/mine");
+        if (!Save(dir, {"a"}).ok() || !MakeDirectories(notes).ok()) _exit(3);
+        if (!WriteFileAtomically(JoinPath(notes, "file"), "text").ok()) _exit(4);
+        if (chmod(notes.c_str(), 0555) != 0) _exit(5);
+        const absl::Status status = RemoveCheckpoint(dir);
+        std::cerr << status << "\n";
+        const bool right = absl::IsPermissionDenied(status) &&
+                           VerifyCheckpoint(dir, VerifyLevel::kContents).ok() &&
+                           PathExists(JoinPath(notes, "file"));
+        chmod(notes.c_str(), 0755);
+        _exit(right && RemoveCheckpoint(dir).ok() && !PathExists(dir) ? 0 : 1);
+      },
+      testing::ExitedWithCode(0), "cannot remove .*checkpoint_0: .*notes/of/mine");
+}
+
 // Nobody may rename what is in it.
 TEST_F(FolderTest, CheckpointInAReadOnlyFolder_KeepsItsRecord) {
   EXPECT_EXIT(
