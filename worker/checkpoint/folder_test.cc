@@ -10,6 +10,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
 #include <iostream>
 #include <string>
@@ -23,13 +24,32 @@
 #include "base/owned_fd.h"
 #include "base/test_folder.h"
 #include "base/test_hidden_path.h"
+#include "base/test_system_calls.h"
 #include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/sealing.h"
 #include "worker/checkpoint/staging_folder.h"
 
+namespace {
+
+// Folders that are synced, while it is not null.
+std::vector<std::string>* synced = nullptr;
+
+}  // namespace
+
+extern "C" int fsync(int fd) {
+  static const auto real = muster::RealCall<int (*)(int)>("fsync");
+  char path[4096] = "";
+  const std::string link = "/proc/self/fd/" + std::to_string(fd);
+  if (synced != nullptr && readlink(link.c_str(), path, sizeof(path) - 1) > 0) {
+    synced->push_back(path);
+  }
+  return real(fd);
+}
+
 namespace muster {
 namespace {
 
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -61,6 +81,24 @@ TEST_F(FolderTest, Publish_AppearsWholeAndLeavesNoStaging) {
   EXPECT_THAT(*ListDirectory(Path("deep/er")), ElementsAre("ckpt"));
   EXPECT_THAT(*ListDirectory(Path("deep/er/ckpt")), ElementsAre("a", "b", "manifest.json"));
   EXPECT_TRUE(VerifyCheckpoint(Path("deep/er/ckpt"), VerifyLevel::kContents).ok());
+}
+
+// A loss of power after the first save must not take the folders around it, which may be new, too.
+TEST_F(FolderTest, FirstSaveInAFolder_SyncsThoseAroundIt) {
+  std::vector<std::string> paths;
+  // Another process has made this one.
+  ASSERT_TRUE(MakeDirectories(Path("run")).ok());
+  for (const bool first : {true, false}) {
+    paths.clear();
+    synced = &paths;
+    const absl::Status saved = Save(Path("run/checkpoints/checkpoint_0"), {"a"});
+    synced = nullptr;
+    ASSERT_TRUE(saved.ok()) << saved;
+    EXPECT_THAT(paths, Contains(Path("run/checkpoints")));
+    for (const std::string& path : {Path("run"), root_}) {
+      EXPECT_EQ(std::count(paths.begin(), paths.end(), path), first ? 1 : 0) << path;
+    }
+  }
 }
 
 // A process that ends while it removes a save that failed leaves a part of it: nobody is to wait
