@@ -263,11 +263,15 @@ absl::StatusOr<bool> AwaitsItsName(const std::string& path, const std::string& n
   return IsNewerCheckpoint(path, named);
 }
 
-// Files that its writer left when it ended in the middle of WriteFileAtomically.
-void RemoveUnnamedFiles(const std::string& dir) {
+// Files that its writer left when it ended in the middle of WriteFileAtomically. What the manifest
+// lists is the checkpoint's own, whatever a hook has called it.
+void RemoveUnnamedFiles(const std::string& dir, const Manifest& manifest) {
   for (const std::string& name : ListDirectory(dir).value_or(std::vector<std::string>())) {
     const std::string left = JoinPath(dir, name);
-    if (!HasMark(name, StemOf(name, kStagingMark), kStagingMark)) continue;
+    if (!HasMark(name, StemOf(name, kStagingMark), kStagingMark) ||
+        manifest.Find(name) != nullptr) {
+      continue;
+    }
     if (unlink(left.c_str()) != 0) {
       MUSTER_LOG(Warning) << "cannot remove " << left
                           << ", which the writer of the checkpoint left";
@@ -285,9 +289,9 @@ void GiveItsName(const std::string& path, const std::string& named) {
     MUSTER_ASSIGN_OR_RETURN(const bool taken, Exists(JoinPath(named, kManifestName)));
     MUSTER_ASSIGN_OR_RETURN(const bool awaits, AwaitsItsName(path, named));
     if (taken || !awaits) return absl::OkStatus();
-    MUSTER_RETURN_IF_ERROR(VerifyCheckpoint(path, VerifyLevel::kSizes).status());
+    MUSTER_ASSIGN_OR_RETURN(const Manifest manifest, VerifyCheckpoint(path, VerifyLevel::kSizes));
     MUSTER_RETURN_IF_ERROR(NameSealing(path));
-    RemoveUnnamedFiles(path);
+    RemoveUnnamedFiles(path, manifest);
     // Over nothing, or over an empty folder.
     MUSTER_RETURN_IF_ERROR(RenamePath(path, named));
     MUSTER_LOG(Info) << named << " was sealed when its writer ended: it has its name now";
@@ -669,12 +673,12 @@ absl::StatusOr<std::optional<Staging>> Staging::TakeOver(const std::string& want
   // A number that is taken is another program's.
   int64_t number = 0;
   staging.replaces_ = !ParseNumber(BaseName(dir), &number);
-  MUSTER_RETURN_IF_ERROR(VerifyCheckpoint(path, VerifyLevel::kSizes).status());
+  MUSTER_ASSIGN_OR_RETURN(const Manifest manifest, VerifyCheckpoint(path, VerifyLevel::kSizes));
   if (const absl::Status sealed = NameSealing(path);
       !sealed.ok() && !absl::IsPermissionDenied(sealed)) {
     return sealed;
   }
-  RemoveUnnamedFiles(path);
+  RemoveUnnamedFiles(path, manifest);
   return staging;
 }
 

@@ -143,6 +143,24 @@ TEST_F(FolderTest, TakeOver_LeavesOutWhatItsWriterWasAboutToRename) {
   EXPECT_THAT(*ListDirectory(Path("checkpoint_0")), ElementsAre("a", "manifest.json"));
 }
 
+// A hook may have called its file so.
+TEST_F(FolderTest, FilesThatTheManifestLists_AreNoLeftovers) {
+  const std::string name = "cache.tmp-0123456789abcdef";
+  const std::string staging = Path("best.tmp-0123456789abcdef"),
+                    sealed = Path("checkpoint_3.tmp-0123456789abcdef");
+  for (const std::string& path : {staging, sealed}) {
+    ASSERT_TRUE(Save(path, {"a", name}).ok());
+    ASSERT_TRUE(WriteFileAtomically(JoinPath(path, kSealName), "{}").ok());
+  }
+  auto taken = Staging::TakeOver(Path("best"), staging);
+  ASSERT_TRUE(taken.ok()) << taken.status();
+  ASSERT_TRUE((*taken)->Rename().ok());
+  ASSERT_TRUE(Save(Path("checkpoint_4"), {"a"}).ok());
+  for (const char* dir : {"best", "checkpoint_3"}) {
+    EXPECT_TRUE(VerifyCheckpoint(Path(dir), VerifyLevel::kContents).ok()) << dir;
+  }
+}
+
 TEST_F(FolderTest, Create_GivesNumberedOnesThatAreSealedTheirName) {
   const std::string sealed = Path("checkpoint_3.tmp-0123456789abcdef");
   ASSERT_TRUE(Save(sealed, {"a"}).ok());
