@@ -818,6 +818,16 @@ TEST_F(KilledAtTheSealTest, RecordInItsRoom_GetsItsNameWithoutTheRegistry) {
   EXPECT_EQ(ReadSeal(folder_.PathOf(0))->sha256, record.sha256);
 }
 
+// The registry may count newer ones of which it does not know yet that they are damaged.
+TEST_F(PublicationTest, SealedAndSuperfluousWhenItGetsItsName_IsNotRemovedByItsOwnLoad) {
+  ASSERT_TRUE(Save(0).ok());
+  ASSERT_TRUE(Save(1).ok());
+  TakeNameAway(2, /*noted=*/true);
+  registrar_.superfluous = {1, 2};
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_1");
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_1")) << "others go";
+}
+
 // Whoever has it locked may rename it at any moment; nobody trains on from an older one.
 TEST_F(PublicationTest, SealedAndLockedByAWriter_IsAnError_NoOlderOneIsTaken) {
   SetLockPatience(absl::ZeroDuration());
