@@ -920,6 +920,36 @@ TEST_F(CheckpointCommandsTest, UnpinOfAFolder_EndsThePinOfItsRecord) {
   EXPECT_FALSE(ReadSeal(Numbered(0))->pinned);
 }
 
+// The record of the one must not get into the folder of the other.
+TEST_F(CheckpointCommandsTest, MarkOfACheckpointThatIsReplacedMeanwhile_StaysWithIt) {
+  Save(Path("best"), {1}, 1);
+  Save(Path("next"), {2}, 2);
+  const std::string before = Seal(Path("best"), "").sha256, after = Seal(Path("next"), "").sha256;
+  OnRead("best/seal.json", 1, [&] {
+    ASSERT_EQ(rename(Path("best").c_str(), Path("aside").c_str()), 0);
+    ASSERT_EQ(rename(Path("next").c_str(), Path("best").c_str()), 0);
+  });
+  EXPECT_TRUE(*NoteMarks(Path("best"), before, /*promoted=*/false, /*pinned=*/true));
+  EXPECT_EQ(ReadSeal(Path("best"))->sha256, after);
+  EXPECT_FALSE(ReadSeal(Path("best"))->pinned);
+  EXPECT_TRUE(ReadSeal(Path("aside"))->pinned);
+}
+
+TEST_F(CheckpointCommandsTest, MarkOfAFolderThatIsLocked_WaitsAndNamesIt) {
+  Save(Path("best"), {1}, 1);
+  const std::string sha256 = Seal(Path("best"), "").sha256;
+  const absl::Duration patience = SetLockPatience(absl::Milliseconds(5));
+  {
+    const OwnedFd lock(LockFolder(Path("best")));
+    const absl::Status marked = NoteMarks(Path("best"), sha256, true, true).status();
+    EXPECT_TRUE(absl::IsAborted(marked)) << marked;
+    EXPECT_THAT(std::string(marked.message()), HasSubstr(Path("best") + ": process "));
+  }
+  SetLockPatience(patience);
+  EXPECT_TRUE(*NoteMarks(Path("best"), sha256, true, true));
+  EXPECT_FALSE(*NoteMarks(Path("nothing"), sha256, true, true));
+}
+
 TEST_F(CheckpointCommandsTest, Prune_ReadsWhatStaysBeforeAnythingGoes) {
   for (int i = 0; i < 3; ++i) Save(Numbered(i), {1}, i);
   // Its size is right.
