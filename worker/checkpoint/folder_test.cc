@@ -744,11 +744,13 @@ TEST_F(FolderTest, AskedForASealLongAgo_GoesUnlessItsRecordIsThere) {
 TEST_F(FolderTest, AskedForASealAndNamed_StaysWhateverTheClocksSay) {
   const std::string asked = Path("best.tmp-0123456789abcdef");
   ASSERT_TRUE(Save(asked, {"a"}).ok());
-  Manifest manifest = *ReadManifest(asked);
-  manifest.created = "2001-01-01T00:00:00+00:00";
-  ASSERT_TRUE(WriteFileAtomically(JoinPath(asked, kManifestName), *EncodeManifest(manifest)).ok());
   ASSERT_TRUE(BeginSealing(asked, {.job = "j", .id = 7}, 1000).ok());
-  for (int i = 0; i < 2; ++i) ASSERT_TRUE(Save(Path("best"), {"a"}).ok());
+  ASSERT_TRUE(Save(Path("best"), {"a"}).ok());
+  Manifest manifest = *ReadManifest(Path("best"));
+  EXPECT_EQ(manifest.created, "");
+  manifest.created = "2001-01-01T00:00:00+00:00";
+  ASSERT_TRUE(WriteFileAtomically(Path("best/manifest.json"), *EncodeManifest(manifest)).ok());
+  ASSERT_TRUE(Save(Path("best"), {"a"}).ok());
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("best", BaseName(asked)));
   // It is not: the coordinator has said so.
   ASSERT_TRUE(ForgetSealing(asked).ok());
