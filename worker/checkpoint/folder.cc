@@ -962,7 +962,8 @@ absl::Status RemoveCheckpoint(const std::string& dir, Disposal* disposal) {
 bool StaysForItsStep(const std::string& dir, int64_t keep_every) {
   if (keep_every <= 0) return false;
   const absl::StatusOr<Manifest> manifest = ReadManifest(dir);
-  return manifest.ok() ? manifest->info.step % keep_every == 0
+  // A program without a prepared optimizer stays at step 0: that is no reason to keep all it saves.
+  return manifest.ok() ? manifest->info.step > 0 && manifest->info.step % keep_every == 0
                        : !StaysUnreadable(manifest.status());
 }
 
