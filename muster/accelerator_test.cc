@@ -402,23 +402,31 @@ TEST(Accelerator, CheckpointKeep_BeatsTotalLimitAndSparesItsMultiples) {
   options.project.directory = TestDir("kept");
   options.project.total_limit = 5;
   options.checkpoint.keep = 1;
-  // No step is done, and 0 is a multiple of everything.
-  options.checkpoint.keep_every = 10;
+  options.checkpoint.keep_every = 2;
+  const auto is_there = [](int number) {
+    return std::filesystem::exists(TestDir("kept") + "/checkpoints/checkpoint_" +
+                                   std::to_string(number));
+  };
   {
     Accelerator accelerator(options);
-    auto model = accelerator.prepare(OneWeight());
-    for (int i = 0; i < 3; ++i) ASSERT_TRUE(accelerator.save_state().ok());
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto [model, optimizer] = accelerator.prepare(net, sgd);
+    for (int i = 0; i < 4; ++i) {
+      ASSERT_TRUE(accelerator.save_state().ok());
+      accelerator.backward(Loss(model(at::ones({1, 1}))));
+      optimizer.step();
+      optimizer.zero_grad();
+    }
   }
-  EXPECT_TRUE(std::filesystem::exists(TestDir("kept") + "/checkpoints/checkpoint_0"));
+  EXPECT_FALSE(is_there(0)) << "0 is no multiple: programs without an optimizer stay at it";
+  EXPECT_FALSE(is_there(1));
+  EXPECT_TRUE(is_there(2));
   options.checkpoint.keep_every = 0;
   Accelerator accelerator(options);
   auto model = accelerator.prepare(OneWeight());
   ASSERT_TRUE(accelerator.save_state().ok());
-  for (int i = 0; i < 4; ++i) {
-    EXPECT_EQ(
-        std::filesystem::exists(TestDir("kept") + "/checkpoints/checkpoint_" + std::to_string(i)),
-        i == 3);
-  }
+  for (int i = 0; i < 5; ++i) EXPECT_EQ(is_there(i), i == 4) << i;
 }
 
 TEST(Accelerator, HoldingBackWithoutACoordinator_IsRefused) {

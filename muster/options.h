@@ -94,7 +94,7 @@ struct CheckpointOptions {
   // new one is complete. Absent: project.total_limit; if that is absent too, all are kept.
   std::optional<int64_t> keep;
   // Checkpoints whose global_step() is a multiple of this are kept as well; 0: none for that
-  // reason.
+  // reason. Those of step 0, where a program without a prepared optimizer stays, are no multiples.
   int64_t keep_every = 0;
   // false: no process resumes from a new checkpoint until `muster checkpoints promote` releases it,
   // unless the program names it. Needs a coordinator and a file system shared by all nodes.

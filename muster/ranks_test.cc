@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -728,6 +729,47 @@ TEST(BadInput, DifferentCollectives_AreNamedOnEveryRank) {
     }
   });
   EXPECT_THAT(errors, Each(AllOf(HasSubstr("AllGather"), HasSubstr("AllReduce"))));
+}
+
+// Ranks that save in other ways would wait for each other.
+TEST(BadInput, CheckpointsThatDiffer_AreNamedOnEveryRank) {
+  using Change = std::function<void(AcceleratorOptions&)>;
+  const std::vector<std::pair<std::string, Change>> changes = {
+      {"checkpoint.asynchronous=true", [](auto& o) { o.checkpoint.asynchronous = true; }},
+      {"checkpoint.lazy=false", [](auto& o) { o.checkpoint.lazy = false; }},
+      {"checkpoint.memory=true", [](auto& o) { o.checkpoint.memory = true; }},
+      {"checkpoint.mirror=false", [](auto& o) { o.checkpoint.mirror = false; }},
+      {"checkpoint.disk_every=3", [](auto& o) { o.checkpoint.disk_every = 3; }},
+      {"checkpoint.keep=2", [](auto& o) { o.checkpoint.keep = 2; }},
+      {"checkpoint.keep_every=5", [](auto& o) { o.checkpoint.keep_every = 5; }},
+      {"checkpoint.promote=false", [](auto& o) { o.checkpoint.promote = false; }},
+      {"project.total_limit=4", [](auto& o) { o.project.total_limit = 4; }},
+      {"project.save_on_each_node=true", [](auto& o) { o.project.save_on_each_node = true; }},
+  };
+  for (const auto& [name, change] : changes) {
+    std::vector<std::string> errors(2);
+    RunGlooRanks(2, [&, &change = change](Comm& comm) {
+      AcceleratorOptions options;
+      if (comm.rank() == 1) change(options);
+      try {
+        Accelerator accelerator(CoreOn(comm, options));
+      } catch (const c10::Error& error) {
+        errors[comm.rank()] = error.what_without_backtrace();
+      }
+    });
+    EXPECT_THAT(errors, Each(AllOf(HasSubstr("rank 1 has "), HasSubstr(" " + name + " "),
+                                   HasSubstr("give all processes of a job the same settings"))));
+  }
+}
+
+TEST(BadInput, DirectoryOfOneRankAlone_IsToldToEveryRank) {
+  std::vector<std::string> errors(2);
+  RunAccelerators(2, {}, [&](Accelerator& a) {
+    auto model = a.prepare(torch::nn::Linear(1, 1));
+    errors[a.process_index()] = std::string(
+        a.save_state(a.is_main_process() ? TestDir("of_rank_0") : std::string()).message());
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("rank 1 gives no directory, and rank 0 gives one")));
 }
 
 TEST(BadInput, ModelsThatDiffer_AreNamedOnEveryRank) {

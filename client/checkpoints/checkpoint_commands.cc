@@ -816,6 +816,9 @@ int RunDiff(const Call& call) {
         ++same;
       } else if (!difference->shape.empty()) {
         note("shape", file, name, difference->shape, {{"shapes", difference->shape}});
+      } else if (!difference->not_compared.empty()) {
+        note("not_compared", file, name, difference->not_compared,
+             {{"reason", Shown(difference->not_compared)}});
       } else {
         ordered_json more = {{"elements", difference->elements},
                              {"differing", difference->differing}};

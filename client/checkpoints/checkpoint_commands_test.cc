@@ -692,7 +692,64 @@ TEST_F(CheckpointCommandsTest, Diff_OfAViewThatRepeatsItself_TakesNoTimeAndNoMem
   WeightFiles::Entry other = view;
   other.tensor.strides.clear();
   EXPECT_TRUE(CompareTensors(*files, view, *files, view)->equal);
-  EXPECT_TRUE(absl::IsResourceExhausted(CompareTensors(*files, view, *files, other).status()));
+  const auto difference = CompareTensors(*files, view, *files, other);
+  ASSERT_TRUE(difference.ok()) << difference.status();
+  EXPECT_FALSE(difference->equal);
+  EXPECT_THAT(difference->not_compared, HasSubstr("not compared: a view of"));
+}
+
+std::string Little(uint64_t value, int width) {
+  std::string bytes;
+  for (int i = 0; i < width; ++i, value >>= 8) bytes += static_cast<char>(value & 0xff);
+  return bytes;
+}
+
+// A file of torch.save of views, with these strides, each dimension of 64, of 190 numbers that are
+// `value`.
+std::string TorchFile(const std::vector<std::pair<std::string, std::vector<uint64_t>>>& views,
+                      char value) {
+  const auto text = [](const std::string& name) { return "X" + Little(name.size(), 4) + name; };
+  const auto tuple = [](const std::vector<uint64_t>& values) {
+    std::string bytes = "(";
+    for (const uint64_t one : values) bytes += "K" + Little(one, 1);
+    return bytes + "t";
+  };
+  std::string pickle = "\x80\x02}(";
+  for (const auto& [name, strides] : views) {
+    pickle += text(name) + "ctorch._utils\n_rebuild_tensor_v2\n((" + text("storage") +
+              "ctorch\nByteStorage\n" + text("0") + text("cpu") + "K\xbetQK";
+    pickle += '\0';
+    pickle += tuple(std::vector<uint64_t>(strides.size(), 64)) + tuple(strides) +
+              "\x89"
+              "ccollections\nOrderedDict\n)RtR";
+  }
+  pickle += "u.";
+  const std::string members[2][2] = {{"a/data.pkl", pickle}, {"a/data/0", std::string(190, value)}};
+  std::string file, directory;
+  for (const auto& [name, contents] : members) {
+    const std::string sizes = Little(0, 16) + Little(contents.size(), 4) +
+                              Little(contents.size(), 4) + Little(name.size(), 2);
+    directory += "PK\x01\x02" + Little(0, 2) + sizes.substr(2) + Little(0, 12) +
+                 Little(file.size(), 4) + name;
+    file += "PK\x03\x04" + sizes.substr(2) + Little(0, 2) + name + contents;
+  }
+  return file + directory + "PK\x05\x06" + Little(0, 4) + Little(2, 2) + Little(2, 2) +
+         Little(directory.size(), 4) + Little(file.size(), 4) + Little(0, 2);
+}
+
+// One tensor that cannot be compared is no reason to say nothing of the others.
+TEST_F(CheckpointCommandsTest, Diff_OfOneViewBeyondMeasure_SaysSoOfThatOneAndComparesTheOthers) {
+  const std::vector<uint64_t> first = {1, 0, 1, 0, 1, 0}, last = {0, 1, 0, 1, 0, 1};
+  const std::string a = Path("a.bin"), b = Path("b.bin");
+  ASSERT_TRUE(WriteFileAtomically(a, TorchFile({{"view", first}, {"w", {1}}, {"x", {0}}}, 1)).ok());
+  ASSERT_TRUE(WriteFileAtomically(b, TorchFile({{"view", last}, {"w", {1}}, {"x", {1}}}, 1)).ok());
+  EXPECT_EQ(Run({"diff", a, b}), kExitJobFailed) << err_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("view  not compared: a view of 68719476736 bytes, of which "));
+  EXPECT_THAT(out_.str(), HasSubstr("2 tensors equal, 1 difference\n"));
+  const Json json = RunJson({"diff", a, b}, kExitJobFailed);
+  EXPECT_EQ(json["equal"], false);
+  EXPECT_EQ(json["differences"][0]["what"], "not_compared");
+  EXPECT_EQ(json["differences"][0]["name"], "view");
 }
 
 // In any order of memory, and beyond one part.
@@ -918,6 +975,36 @@ TEST_F(CheckpointCommandsTest, UnpinOfAFolder_EndsThePinOfItsRecord) {
   Seal(Numbered(0), "", /*promoted=*/true, /*pinned=*/true);
   ASSERT_TRUE(PinFolder(Numbered(0), false).ok());
   EXPECT_FALSE(ReadSeal(Numbered(0))->pinned);
+}
+
+// The record of the one must not get into the folder of the other.
+TEST_F(CheckpointCommandsTest, MarkOfACheckpointThatIsReplacedMeanwhile_StaysWithIt) {
+  Save(Path("best"), {1}, 1);
+  Save(Path("next"), {2}, 2);
+  const std::string before = Seal(Path("best"), "").sha256, after = Seal(Path("next"), "").sha256;
+  OnRead("best/seal.json", 1, [&] {
+    ASSERT_EQ(rename(Path("best").c_str(), Path("aside").c_str()), 0);
+    ASSERT_EQ(rename(Path("next").c_str(), Path("best").c_str()), 0);
+  });
+  EXPECT_TRUE(*NoteMarks(Path("best"), before, /*promoted=*/false, /*pinned=*/true));
+  EXPECT_EQ(ReadSeal(Path("best"))->sha256, after);
+  EXPECT_FALSE(ReadSeal(Path("best"))->pinned);
+  EXPECT_TRUE(ReadSeal(Path("aside"))->pinned);
+}
+
+TEST_F(CheckpointCommandsTest, MarkOfAFolderThatIsLocked_WaitsAndNamesIt) {
+  Save(Path("best"), {1}, 1);
+  const std::string sha256 = Seal(Path("best"), "").sha256;
+  const absl::Duration patience = SetLockPatience(absl::Milliseconds(5));
+  {
+    const OwnedFd lock(LockFolder(Path("best")));
+    const absl::Status marked = NoteMarks(Path("best"), sha256, true, true).status();
+    EXPECT_TRUE(absl::IsAborted(marked)) << marked;
+    EXPECT_THAT(std::string(marked.message()), HasSubstr(Path("best") + ": process "));
+  }
+  SetLockPatience(patience);
+  EXPECT_TRUE(*NoteMarks(Path("best"), sha256, true, true));
+  EXPECT_FALSE(*NoteMarks(Path("nothing"), sha256, true, true));
 }
 
 TEST_F(CheckpointCommandsTest, Prune_ReadsWhatStaysBeforeAnythingGoes) {

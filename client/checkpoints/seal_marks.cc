@@ -1,22 +1,49 @@
 #include "client/checkpoints/seal_marks.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
 
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
+#include "base/owned_fd.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
+#include "worker/checkpoint/read_error.h"
 #include "worker/checkpoint/registrar.h"
 #include "worker/checkpoint/seal.h"
+#include "worker/checkpoint/staging_folder.h"
 
 namespace muster::client {
+namespace {
 
-absl::StatusOr<bool> NoteMarks(const std::string& dir, const std::string& sha256, bool promoted,
-                               bool pinned) {
+// Calls `code` with a path of the folder that `dir` is now, also when a save gives the name to
+// another checkpoint meanwhile. Nobody else who changes marks there, and no writer, has it locked
+// then.
+absl::Status InLockedFolder(const std::string& dir,
+                            absl::FunctionRef<absl::Status(const std::string& path)> code) {
+  const OwnedFd folder(open(dir.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (!folder.open()) {
+    const int error = errno;
+    MUSTER_RETURN_IF_ERROR(CheckLink(dir));
+    return ReadError(error, absl::StrCat("cannot open ", dir));
+  }
+  const std::string path = absl::StrCat("/proc/self/fd/", folder.get());
+  const absl::Status status = [&]() -> absl::Status {
+    // -1: those that load from it share it, and change nothing.
+    MUSTER_ASSIGN_OR_RETURN(const int lock, LockFolderPatiently(path));
+    const OwnedFd held(lock);
+    return code(path);
+  }();
+  return Renamed(status, path, dir);
+}
+
+absl::StatusOr<bool> NoteMarksIn(const std::string& dir, const std::string& sha256, bool promoted,
+                                 bool pinned) {
   absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(dir);
   if (absl::IsNotFound(seal.status())) return false;
   MUSTER_RETURN_IF_ERROR(seal.status());
@@ -29,7 +56,7 @@ absl::StatusOr<bool> NoteMarks(const std::string& dir, const std::string& sha256
   return true;
 }
 
-absl::Status PinFolder(const std::string& dir, bool pinned) {
+absl::Status PinFolderIn(const std::string& dir, bool pinned) {
   // A damaged one may be worth keeping, too.
   const absl::StatusOr<Manifest> manifest = ReadManifest(dir);
   if (absl::IsNotFound(manifest.status())) return manifest.status();
@@ -56,6 +83,28 @@ absl::Status PinFolder(const std::string& dir, bool pinned) {
   seal->pinned = false;
   MUSTER_RETURN_IF_ERROR(WriteSeal(dir, *seal));
   return SyncDirectory(dir);
+}
+
+}  // namespace
+
+absl::StatusOr<bool> NoteMarks(const std::string& dir, const std::string& sha256, bool promoted,
+                               bool pinned) {
+  bool noted = false;
+  const absl::Status status = InLockedFolder(dir, [&](const std::string& path) -> absl::Status {
+    MUSTER_ASSIGN_OR_RETURN(noted, NoteMarksIn(path, sha256, promoted, pinned));
+    return absl::OkStatus();
+  });
+  if (absl::IsNotFound(status)) return false;
+  MUSTER_RETURN_IF_ERROR(status);
+  return noted;
+}
+
+absl::Status PinFolder(const std::string& dir, bool pinned) {
+  // In the words for whoever names a folder that is no checkpoint.
+  if (const absl::Status manifest = ReadManifest(dir).status(); absl::IsNotFound(manifest)) {
+    return manifest;
+  }
+  return InLockedFolder(dir, [&](const std::string& path) { return PinFolderIn(path, pinned); });
 }
 
 }  // namespace muster::client

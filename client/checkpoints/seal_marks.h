@@ -11,7 +11,8 @@ namespace muster::client {
 // Writes into the seal.json of the checkpoint in `dir` whether its coordinator has it promoted and
 // pinned, for those who read the folder without a coordinator. `sha256`: of its record, in
 // hexadecimal digits. False if the folder is not there (this machine may not see it) or is another
-// checkpoint, which is left as it is. Blocks on the disk.
+// checkpoint, which is left as it is. Blocks on the disk, and for some seconds on a writer that has
+// the folder locked: ABORTED if that does not finish.
 absl::StatusOr<bool> NoteMarks(const std::string& dir, const std::string& sha256, bool promoted,
                                bool pinned);
 

@@ -412,7 +412,8 @@ std::vector<uint64_t> CheckpointSet::Superfluous(absl::string_view folder, int k
         (record.damage().empty() ? ++newer <= keep : newer < keep) || newest_to_resume) {
       continue;
     }
-    if (keep_every > 0 && record.step() % keep_every == 0) continue;
+    // A program without an optimizer stays at step 0: that is no reason to keep all it saves.
+    if (keep_every > 0 && record.step() > 0 && record.step() % keep_every == 0) continue;
     found.push_back(it->first);
   }
   std::reverse(found.begin(), found.end());

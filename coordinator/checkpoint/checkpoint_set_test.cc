@@ -328,6 +328,13 @@ TEST_F(CheckpointSetTest, Retention_SparesPinnedEveryNthAndTheOneThatAResumeTake
   EXPECT_THAT(Ids(), ElementsAre(pinned, tenth, resumed, held_1, held_2));
 }
 
+// As of a program without an optimizer, which stays at it.
+TEST_F(CheckpointSetTest, Retention_Step0_IsNoMultipleOfKeepEvery) {
+  const uint64_t first = Save("/c/0", 0);
+  Save("/c/1", 0, /*keep=*/1, /*hold_back=*/false, /*keep_every=*/10);
+  EXPECT_THAT(to_delete_, ElementsAre(first));
+}
+
 TEST_F(CheckpointSetTest, Damaged_IsNotResolvedAndTakesNoPlaceOfAWholeOne) {
   const uint64_t a = Save("/c/1", 1), b = Save("/c/2", 2);
   EXPECT_EQ(Verify(b, "model.safetensors: block 3 has another digest"), "");

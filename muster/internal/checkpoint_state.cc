@@ -278,7 +278,8 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     const absl::Status met = Guard([&] { MeetAt(*comm, "save_state()", "", before); });
     if (!met.ok()) return mine.ok() ? met : mine;
   }
-  if (absl::Status all = writer_.Agree(mine); !all.ok()) return all;
+  if (absl::Status all = writer_.Agree(mine, /*is_named=*/!directory.empty()); !all.ok())
+    return all;
   process_.progress().SetPhase("save_state");
   CheckpointInfo info;
   info.world_size = process_.size();

@@ -66,6 +66,34 @@ std::string Describe(const ShardingOptions& sharding, bool group_size = true) {
   return text;
 }
 
+// The same of how checkpoints are written and which are kept, each setting with a blank before it.
+// options.checkpoint.divide_above is compared when a state is saved.
+std::string Describe(const CheckpointOptions& checkpoint, const ProjectOptions& project) {
+  std::string text;
+  const CheckpointOptions usual;
+  const auto add = [&text](absl::string_view name, const auto& value) {
+    absl::StrAppend(&text, " ", name, "=", value);
+  };
+  const auto add_bool = [&](absl::string_view name, bool here, bool usually) {
+    if (here != usually) add(name, here ? "true" : "false");
+  };
+  add_bool("checkpoint.asynchronous", checkpoint.asynchronous, usual.asynchronous);
+  add_bool("checkpoint.lazy", checkpoint.lazy, usual.lazy);
+  add_bool("checkpoint.memory", checkpoint.memory, usual.memory);
+  add_bool("checkpoint.mirror", checkpoint.mirror, usual.mirror);
+  add_bool("checkpoint.promote", checkpoint.promote, usual.promote);
+  if (checkpoint.disk_every != usual.disk_every) {
+    add("checkpoint.disk_every", checkpoint.disk_every);
+  }
+  if (checkpoint.keep.has_value()) add("checkpoint.keep", *checkpoint.keep);
+  if (checkpoint.keep_every != usual.keep_every) {
+    add("checkpoint.keep_every", checkpoint.keep_every);
+  }
+  if (project.total_limit.has_value()) add("project.total_limit", *project.total_limit);
+  add_bool("project.save_on_each_node", project.save_on_each_node, false);
+  return text;
+}
+
 // The kind of device of this process; and, on a line of its own, where and why.
 std::string DescribeDevice(const Process& process) {
   std::string why;
@@ -150,7 +178,8 @@ Core::Core(const AcceleratorOptions& options, JoinedProcess process)
   // Ranks that step at different times would wait for each other forever, or mix their gradients.
   const std::string settings =
       absl::StrCat("mixed_precision=", process_.mixed_precision(),
-                   " gradient_accumulation_steps=", steps_.gradient_accumulation_steps());
+                   " gradient_accumulation_steps=", steps_.gradient_accumulation_steps(),
+                   Describe(options.checkpoint, options.project));
   const ShardingOptions& sharding = process_.sharding();
   CheckSettings(process_.comm().AllGatherBytes(
       absl::StrCat(DescribeDevice(process_), "\n", settings, " sharding=", Describe(sharding), "\n",

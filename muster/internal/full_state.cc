@@ -13,10 +13,12 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "worker/checkpoint/model_files.h"
 #include "worker/checkpoint/model_folder_writer.h"
 #include "worker/checkpoint/optional_tensors.h"
 #include "worker/checkpoint/safetensors.h"
+#include "worker/checkpoint/some_names.h"
 #include "worker/checkpoint/state_dict.h"
 #include "worker/checkpoint/tensor_memory.h"
 #include "worker/checkpoint/tensor_uploads.h"
@@ -37,6 +39,7 @@ std::string SlotOf(const std::string& key, const std::string& parameter) {
   return slot.find('.') == std::string::npos ? slot : "";
 }
 
+constexpr size_t kShownNames = 8;
 constexpr char kStep[] = "step";  // a single number, whatever the shape of the parameter
 
 }  // namespace
@@ -565,8 +568,13 @@ void LoadedShards::Take(const std::vector<std::pair<std::string, at::Tensor>>& t
       const auto [known, is_new] = parts_.try_emplace(first, part);
       if (is_new) {
         names_of_parts_[first] = name;
-      } else if (!SameBytes(known->second, part,
-                            model_.sharded()->ShardOf(parameter->second).scalar_type())) {
+        continue;
+      }
+      const absl::StatusOr<bool> is_same = AreSameWeights(
+          absl::StrCat("tensor \"", Printable(name), "\": "), names_of_parts_.at(first),
+          known->second, part, model_.sharded()->ShardOf(parameter->second).scalar_type());
+      ThrowIfError(is_same.status());
+      if (!*is_same) {
         tied_differently_.push_back(absl::StrCat(name, " (the same tensor as ",
                                                  names_of_parts_.at(first),
                                                  " here, but another one in the file)"));
@@ -582,9 +590,9 @@ void LoadedShards::Check(const std::string& what) const {
   ThrowIfError(
       LoadTensors(loaded_buffers_, buffers, what, {.allow_missing = true, .check_only = true}));
   if (tied_differently_.empty()) return;
-  ThrowIfError(absl::InvalidArgumentError(absl::StrCat(
-      what,
-      ": the tensors do not fit this model: different: ", absl::StrJoin(tied_differently_, ", "))));
+  ThrowIfError(absl::InvalidArgumentError(
+      absl::StrCat(what, ": the tensors do not fit this model: different: ",
+                   SomeNames(tied_differently_, kShownNames))));
 }
 
 void LoadedShards::Store() const {
@@ -592,7 +600,8 @@ void LoadedShards::Store() const {
                               [](const auto& copies) { ThrowIfError(CopyTensors(copies)); });
   NamedTensors targets;
   for (const auto& [name, buffer] : buffers_) targets.emplace_back(name, buffer.detach());
-  ThrowIfError(LoadTensors(loaded_buffers_, targets, "buffers", {.allow_missing = true}));
+  ThrowIfError(LoadTensors(loaded_buffers_, targets, "buffers",
+                           {.allow_missing = true, .values_checked = true}));
 }
 
 }  // namespace muster::internal

@@ -104,11 +104,14 @@ class CheckpointShards final : public IncomingShards {
   std::vector<FileRange> Ranges(const SafetensorsHeader& header) const;
   // The tensors of one file. Keeps nothing of their memory.
   void Take(const NamedTensors& tensors);
+  // Compare() looks at no values of tied weights: another one has compared the same tensors.
+  void SetValuesChecked() { values_checked_ = true; }
 
  private:
   bool AreEqual(size_t first, size_t second, at::ScalarType type) override;
   void Fill(const std::vector<Copy>& shards, const std::vector<Copy>& buffers) override;
 
+  bool values_checked_ = false;
   std::vector<at::Tensor> values_;  // of tensors_: parts, or whole buffers; undefined: not needed
 };
 

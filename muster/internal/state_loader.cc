@@ -85,8 +85,8 @@ NamedTensors LastOfEach(const NamedTensors& weights) {
   return {last.begin(), last.end()};
 }
 
-// Of `file`. `hooks`: they may have left tensors out, or all. Returns the names of those that are
-// left out of a model that is loaded; "": none.
+// Of `file`, after CheckModel(). `hooks`: they may have left tensors out, or all. Returns the names
+// of those that are left out of a model that is loaded; "": none.
 std::string LoadModel(ModelSlot& model, const NamedTensors& weights, const std::string& file,
                       bool hooks) {
   std::string missing;
@@ -96,12 +96,13 @@ std::string LoadModel(ModelSlot& model, const NamedTensors& weights, const std::
     // parts.
     CheckpointShards shards(model, file, {.strict = !hooks});
     shards.Take(LastOfEach(weights));
+    shards.SetValuesChecked();
     shards.Compare();
     shards.Store();
     return absl::StrJoin(shards.report().missing, ", ");
   }
   ThrowIfError(LoadTensors(weights, WantedOf(model, weights, TensorsOf(model.source())), file,
-                           {.allow_missing = hooks, .missing = &missing}));
+                           {.allow_missing = hooks, .values_checked = true, .missing = &missing}));
   return missing;
 }
 

@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 #ifdef __x86_64__
 // The same digests by the widest instructions of the processor: twice as fast as those that all
@@ -77,8 +78,14 @@ uint64_t BlockDigester::Finish() {
 }
 
 absl::StatusOr<FileDigest> DigestFile(const std::string& path) {
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  // A pipe that has the name of a file is refused, not waited for.
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) return ReadError(errno, absl::StrCat("cannot open ", path));
+  struct stat info;
+  if (fstat(fd, &info) == 0 && !S_ISREG(info.st_mode) && !S_ISDIR(info.st_mode)) {
+    close(fd);
+    return absl::DataLossError(absl::StrCat(path, ": is not a file"));
+  }
   Digester digester;
   std::vector<char> buffer(size_t{1} << 20);
   while (true) {

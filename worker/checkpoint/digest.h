@@ -72,7 +72,8 @@ class BlockDigester {
   std::unique_ptr<State> state_;
 };
 
-// Digests a whole file. Errors: those of opening and reading, naming the path.
+// Digests a whole file. Errors: those of opening and reading, naming the path; DATA_LOSS for a pipe
+// or a device.
 absl::StatusOr<FileDigest> DigestFile(const std::string& path);
 
 }  // namespace muster

@@ -1,6 +1,7 @@
 #include "worker/checkpoint/digest.h"
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include "absl/strings/str_format.h"
 #include "base/file.h"
@@ -39,6 +40,14 @@ TEST(Digest, PiecesAndFile_GiveTheSame) {
   EXPECT_EQ(*DigestFile(path), DigestBytes(text));
   ASSERT_TRUE(RemoveTree(path).ok());
   EXPECT_FALSE(DigestFile(path).ok());
+}
+
+TEST(DigestFileTest, Pipe_IsRefusedAndNotWaitedFor) {
+  const TestFolder folder;
+  const std::string path = folder.Path("pipe");
+  ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
+  const absl::Status digested = DigestFile(path).status();
+  EXPECT_TRUE(absl::IsDataLoss(digested)) << digested;
 }
 
 }  // namespace

@@ -623,13 +623,14 @@ absl::Status ReadDirectFile(
     absl::FunctionRef<absl::Status(uint64_t offset, absl::string_view block)> take,
     const DirectFileOptions& options) {
   const DirectFileSystem& system = SystemOf(options);
+  // A pipe that has the name of a file has another size, and is not waited for.
+  constexpr int kReads = O_RDONLY | O_CLOEXEC | O_NONBLOCK;
   const uint64_t block_bytes = blocks.block_bytes;
   MUSTER_ASSIGN_OR_RETURN(const BlockRun run, BlocksIn(path, bytes, blocks, range));
   if (run.count == 0) return absl::OkStatus();
-  MUSTER_ASSIGN_OR_RETURN(DirectFile cached,
-                          DirectFile::Open(system, path, O_RDONLY | O_CLOEXEC, false));
-  MUSTER_ASSIGN_OR_RETURN(DirectFile direct, DirectFile::Open(system, path, O_RDONLY | O_CLOEXEC,
-                                                              !IsInMemory(cached.fd(), options)));
+  MUSTER_ASSIGN_OR_RETURN(DirectFile cached, DirectFile::Open(system, path, kReads, false));
+  MUSTER_ASSIGN_OR_RETURN(
+      DirectFile direct, DirectFile::Open(system, path, kReads, !IsInMemory(cached.fd(), options)));
   struct stat info;
   if (fstat(cached.fd(), &info) != 0) {
     return ReadError(errno, absl::StrCat("cannot examine ", path));

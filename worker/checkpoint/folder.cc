@@ -189,9 +189,64 @@ void KeepForeignFiles(const std::string& old_dir, const std::string& new_dir) {
   }
 }
 
+// Makes the name of the folder itself durable, and those of the folders that it is in, up to where
+// its file system begins, whoever has made them. Leaves out those that this process may not read.
+absl::Status SyncAncestors(const std::string& folder) {
+  std::error_code error;
+  std::string path = std::filesystem::canonical(folder, error).string();
+  if (error) return absl::ErrnoToStatus(error.value(), absl::StrCat("cannot examine ", folder));
+  struct stat info, above;
+  if (stat(path.c_str(), &info) != 0)
+    return ReadError(errno, absl::StrCat("cannot examine ", path));
+  while (path != "/") {
+    path = ParentPath(path);
+    if (stat(path.c_str(), &above) != 0 || above.st_dev != info.st_dev) break;
+    if (const absl::Status synced = SyncDirectory(path);
+        !synced.ok() && !absl::IsPermissionDenied(synced)) {
+      return synced;
+    }
+  }
+  return absl::OkStatus();
+}
+
+// The folders in which this process has saved. A folder that is made anew may have the inode of the
+// one before, or its path.
+class SavedIn {
+ public:
+  static SavedIn& Get() {
+    static SavedIn* const folders = new SavedIn;
+    return *folders;
+  }
+  bool Has(const std::string& path, uint64_t inode) {
+    const MutexLock guard(&mu_);
+    return folders_.contains({path, inode});
+  }
+  void Add(const std::string& path, uint64_t inode) {
+    const MutexLock guard(&mu_);
+    folders_.emplace(path, inode);
+  }
+
+ private:
+  Mutex mu_;
+  absl::flat_hash_set<std::pair<std::string, uint64_t>> folders_ ABSL_GUARDED_BY(mu_);
+};
+
+// Makes `parent`, in which a checkpoint is to be, so that a loss of power takes none of its
+// checkpoints with the folders around them. Another process may have made these, for its logs.
+absl::Status MakeParent(const std::string& parent) {
+  MUSTER_RETURN_IF_ERROR(MakeDirectories(parent));
+  struct stat info;
+  if (stat(parent.c_str(), &info) != 0 || SavedIn::Get().Has(parent, info.st_ino)) {
+    return absl::OkStatus();
+  }
+  MUSTER_RETURN_IF_ERROR(SyncAncestors(parent));
+  SavedIn::Get().Add(parent, info.st_ino);
+  return absl::OkStatus();
+}
+
 // Whether the folder `path`, which has no writer, is the last copy of a checkpoint that was sealed
-// (`or_asked`: or of which only the registry knows that) and is to be called `named`: not one that
-// the checkpoint there has replaced.
+// and is to be called `named`: not one that the checkpoint there has replaced. `or_asked`: also one
+// of which only the registry knows whether it was sealed.
 absl::StatusOr<bool> AwaitsItsName(const std::string& path, const std::string& named,
                                    bool or_asked = false) {
   // With its record: it may have been on its way out when its process ended.
@@ -199,21 +254,24 @@ absl::StatusOr<bool> AwaitsItsName(const std::string& path, const std::string& n
   MUSTER_ASSIGN_OR_RETURN(const bool sealed, Exists(JoinPath(path, kSealName)));
   if (!sealed) {
     MUSTER_ASSIGN_OR_RETURN(const Sealing sealing, ReadSealing(path));
-    if (sealing.state == Sealing::State::kNone ||
-        (sealing.state == Sealing::State::kAsked && !or_asked)) {
-      return false;
-    }
+    if (sealing.state == Sealing::State::kNone) return false;
+    // It never had the name, so none has replaced it: no clock has to say which is newer.
+    if (sealing.state == Sealing::State::kAsked) return or_asked;
   }
   MUSTER_ASSIGN_OR_RETURN(const bool taken, Exists(JoinPath(named, kManifestName)));
   if (!taken) return true;
   return IsNewerCheckpoint(path, named);
 }
 
-// Files that its writer left when it ended in the middle of WriteFileAtomically.
-void RemoveUnnamedFiles(const std::string& dir) {
+// Files that its writer left when it ended in the middle of WriteFileAtomically. What the manifest
+// lists is the checkpoint's own, whatever a hook has called it.
+void RemoveUnnamedFiles(const std::string& dir, const Manifest& manifest) {
   for (const std::string& name : ListDirectory(dir).value_or(std::vector<std::string>())) {
     const std::string left = JoinPath(dir, name);
-    if (!HasMark(name, StemOf(name, kStagingMark), kStagingMark)) continue;
+    if (!HasMark(name, StemOf(name, kStagingMark), kStagingMark) ||
+        manifest.Find(name) != nullptr) {
+      continue;
+    }
     if (unlink(left.c_str()) != 0) {
       MUSTER_LOG(Warning) << "cannot remove " << left
                           << ", which the writer of the checkpoint left";
@@ -231,9 +289,9 @@ void GiveItsName(const std::string& path, const std::string& named) {
     MUSTER_ASSIGN_OR_RETURN(const bool taken, Exists(JoinPath(named, kManifestName)));
     MUSTER_ASSIGN_OR_RETURN(const bool awaits, AwaitsItsName(path, named));
     if (taken || !awaits) return absl::OkStatus();
-    MUSTER_RETURN_IF_ERROR(VerifyCheckpoint(path, VerifyLevel::kSizes).status());
+    MUSTER_ASSIGN_OR_RETURN(const Manifest manifest, VerifyCheckpoint(path, VerifyLevel::kSizes));
     MUSTER_RETURN_IF_ERROR(NameSealing(path));
-    RemoveUnnamedFiles(path);
+    RemoveUnnamedFiles(path, manifest);
     // Over nothing, or over an empty folder.
     MUSTER_RETURN_IF_ERROR(RenamePath(path, named));
     MUSTER_LOG(Info) << named << " was sealed when its writer ended: it has its name now";
@@ -301,12 +359,35 @@ void RemoveAbandoned(const std::string& dir) {
   }
 }
 
+// Whether this process may remove all that is in `dir`; the error names the folder that hinders it.
+absl::Status CheckRemovable(const std::string& dir) {
+  const auto refused = [](const std::string& path) {
+    return absl::ErrnoToStatus(errno, absl::StrCat("what is in ", path, " cannot be removed"));
+  };
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(dir));
+  if (!names.empty() && faccessat(AT_FDCWD, dir.c_str(), W_OK | X_OK, AT_EACCESS) != 0) {
+    return refused(dir);
+  }
+  for (const std::string& name : names) {
+    const std::string path = JoinPath(dir, name);
+    struct stat info;
+    if (lstat(path.c_str(), &info) != 0) {
+      if (errno != ENOENT) return refused(path);
+    } else if (S_ISDIR(info.st_mode)) {
+      MUSTER_RETURN_IF_ERROR(CheckRemovable(path));
+    }
+  }
+  return absl::OkStatus();
+}
+
 // Removes the checkpoint `dir`, which is called `doomed` from then on. If it cannot, all of it
 // stays as it is.
 absl::Status Discard(const std::string& dir, const std::string& doomed, Disposal* disposal) {
-  // Somebody may have protected it. Its folder could be renamed all the same.
-  if (faccessat(AT_FDCWD, dir.c_str(), W_OK | X_OK, AT_EACCESS) != 0) {
-    return absl::ErrnoToStatus(errno, absl::StrCat("cannot remove ", dir));
+  // Somebody may have protected it, or a folder of their own in it. It could be renamed all the
+  // same.
+  if (const absl::Status removable = CheckRemovable(dir); !removable.ok()) {
+    return absl::Status(removable.code(),
+                        absl::StrCat("cannot remove ", dir, ": ", removable.message()));
   }
   MUSTER_RETURN_IF_ERROR(RenamePath(dir, doomed));
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_doomed");
@@ -499,7 +580,7 @@ absl::StatusOr<Manifest> VerifyCheckpoint(const std::string& dir, VerifyLevel le
 
 absl::StatusOr<Staging> Staging::Create(const std::string& wanted, bool replaces) {
   MUSTER_ASSIGN_OR_RETURN(const std::string dir, FollowLink(wanted));
-  MUSTER_RETURN_IF_ERROR(MakeDirectories(ParentPath(dir)));
+  MUSTER_RETURN_IF_ERROR(MakeParent(ParentPath(dir)));
   // A folder that may not be listed may be one that can be written to.
   if (const absl::Status back = PutBackReplaced(dir);
       !back.ok() && !absl::IsPermissionDenied(back)) {
@@ -592,12 +673,12 @@ absl::StatusOr<std::optional<Staging>> Staging::TakeOver(const std::string& want
   // A number that is taken is another program's.
   int64_t number = 0;
   staging.replaces_ = !ParseNumber(BaseName(dir), &number);
-  MUSTER_RETURN_IF_ERROR(VerifyCheckpoint(path, VerifyLevel::kSizes).status());
+  MUSTER_ASSIGN_OR_RETURN(const Manifest manifest, VerifyCheckpoint(path, VerifyLevel::kSizes));
   if (const absl::Status sealed = NameSealing(path);
       !sealed.ok() && !absl::IsPermissionDenied(sealed)) {
     return sealed;
   }
-  RemoveUnnamedFiles(path);
+  RemoveUnnamedFiles(path, manifest);
   return staging;
 }
 
@@ -881,7 +962,8 @@ absl::Status RemoveCheckpoint(const std::string& dir, Disposal* disposal) {
 bool StaysForItsStep(const std::string& dir, int64_t keep_every) {
   if (keep_every <= 0) return false;
   const absl::StatusOr<Manifest> manifest = ReadManifest(dir);
-  return manifest.ok() ? manifest->info.step % keep_every == 0
+  // A program without a prepared optimizer stays at step 0: that is no reason to keep all it saves.
+  return manifest.ok() ? manifest->info.step > 0 && manifest->info.step % keep_every == 0
                        : !StaysUnreadable(manifest.status());
 }
 

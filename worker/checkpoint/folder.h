@@ -177,7 +177,7 @@ absl::Status RemoveUnpublished(const std::string& path, const std::string& named
 absl::Status RemoveCheckpoint(const std::string& dir, Disposal* disposal = nullptr);
 
 // Whether retention keeps the checkpoint because its step is, or may be, a multiple of `keep_every`
-// (0: none).
+// (0: none). Step 0 is no multiple.
 bool StaysForItsStep(const std::string& dir, int64_t keep_every);
 
 // Numbered checkpoints: ROOT/checkpoint_0, checkpoint_1, ... Other names in ROOT are ignored.

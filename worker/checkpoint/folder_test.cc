@@ -10,6 +10,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
 #include <iostream>
 #include <string>
@@ -23,13 +24,32 @@
 #include "base/owned_fd.h"
 #include "base/test_folder.h"
 #include "base/test_hidden_path.h"
+#include "base/test_system_calls.h"
 #include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/sealing.h"
 #include "worker/checkpoint/staging_folder.h"
 
+namespace {
+
+// Folders that are synced, while it is not null.
+std::vector<std::string>* synced = nullptr;
+
+}  // namespace
+
+extern "C" int fsync(int fd) {
+  static const auto real = muster::RealCall<int (*)(int)>("fsync");
+  char path[4096] = "";
+  const std::string link = "/proc/self/fd/" + std::to_string(fd);
+  if (synced != nullptr && readlink(link.c_str(), path, sizeof(path) - 1) > 0) {
+    synced->push_back(path);
+  }
+  return real(fd);
+}
+
 namespace muster {
 namespace {
 
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -61,6 +81,24 @@ TEST_F(FolderTest, Publish_AppearsWholeAndLeavesNoStaging) {
   EXPECT_THAT(*ListDirectory(Path("deep/er")), ElementsAre("ckpt"));
   EXPECT_THAT(*ListDirectory(Path("deep/er/ckpt")), ElementsAre("a", "b", "manifest.json"));
   EXPECT_TRUE(VerifyCheckpoint(Path("deep/er/ckpt"), VerifyLevel::kContents).ok());
+}
+
+// A loss of power after the first save must not take the folders around it, which may be new, too.
+TEST_F(FolderTest, FirstSaveInAFolder_SyncsThoseAroundIt) {
+  std::vector<std::string> paths;
+  // Another process has made this one.
+  ASSERT_TRUE(MakeDirectories(Path("run")).ok());
+  for (const bool first : {true, false}) {
+    paths.clear();
+    synced = &paths;
+    const absl::Status saved = Save(Path("run/checkpoints/checkpoint_0"), {"a"});
+    synced = nullptr;
+    ASSERT_TRUE(saved.ok()) << saved;
+    EXPECT_THAT(paths, Contains(Path("run/checkpoints")));
+    for (const std::string& path : {Path("run"), root_}) {
+      EXPECT_EQ(std::count(paths.begin(), paths.end(), path), first ? 1 : 0) << path;
+    }
+  }
 }
 
 // A process that ends while it removes a save that failed leaves a part of it: nobody is to wait
@@ -103,6 +141,24 @@ TEST_F(FolderTest, TakeOver_LeavesOutWhatItsWriterWasAboutToRename) {
   ASSERT_TRUE(taken->has_value());
   ASSERT_TRUE((*taken)->Rename().ok());
   EXPECT_THAT(*ListDirectory(Path("checkpoint_0")), ElementsAre("a", "manifest.json"));
+}
+
+// A hook may have called its file so.
+TEST_F(FolderTest, FilesThatTheManifestLists_AreNoLeftovers) {
+  const std::string name = "cache.tmp-0123456789abcdef";
+  const std::string staging = Path("best.tmp-0123456789abcdef"),
+                    sealed = Path("checkpoint_3.tmp-0123456789abcdef");
+  for (const std::string& path : {staging, sealed}) {
+    ASSERT_TRUE(Save(path, {"a", name}).ok());
+    ASSERT_TRUE(WriteFileAtomically(JoinPath(path, kSealName), "{}").ok());
+  }
+  auto taken = Staging::TakeOver(Path("best"), staging);
+  ASSERT_TRUE(taken.ok()) << taken.status();
+  ASSERT_TRUE((*taken)->Rename().ok());
+  ASSERT_TRUE(Save(Path("checkpoint_4"), {"a"}).ok());
+  for (const char* dir : {"best", "checkpoint_3"}) {
+    EXPECT_TRUE(VerifyCheckpoint(Path(dir), VerifyLevel::kContents).ok()) << dir;
+  }
 }
 
 TEST_F(FolderTest, Create_GivesNumberedOnesThatAreSealedTheirName) {
@@ -535,6 +591,27 @@ TEST_F(FolderTest, ProtectedCheckpoint_StaysWithItsRecord_AndTheOthersGo) {
       testing::ExitedWithCode(0), "cannot remove .*checkpoint_0");
 }
 
+// Nothing of the checkpoint goes before what is below it would stop the removal.
+TEST_F(FolderTest, CheckpointWithAProtectedFolderInIt_StaysWhole_AndTheErrorNamesThatFolder) {
+  EXPECT_EXIT(
+      {
+        if (!ObeyPermissions()) _exit(2);
+        const std::string dir = Path("checkpoint_0");
+        const std::string notes = JoinPath(dir, "notes/of/mine");
+        if (!Save(dir, {"a"}).ok() || !MakeDirectories(notes).ok()) _exit(3);
+        if (!WriteFileAtomically(JoinPath(notes, "file"), "text").ok()) _exit(4);
+        if (chmod(notes.c_str(), 0555) != 0) _exit(5);
+        const absl::Status status = RemoveCheckpoint(dir);
+        std::cerr << status << "\n";
+        const bool right = absl::IsPermissionDenied(status) &&
+                           VerifyCheckpoint(dir, VerifyLevel::kContents).ok() &&
+                           PathExists(JoinPath(notes, "file"));
+        chmod(notes.c_str(), 0755);
+        _exit(right && RemoveCheckpoint(dir).ok() && !PathExists(dir) ? 0 : 1);
+      },
+      testing::ExitedWithCode(0), "cannot remove .*checkpoint_0: .*notes/of/mine");
+}
+
 // Nobody may rename what is in it.
 TEST_F(FolderTest, CheckpointInAReadOnlyFolder_KeepsItsRecord) {
   EXPECT_EXIT(
@@ -660,6 +737,25 @@ TEST_F(FolderTest, AskedForASealLongAgo_GoesUnlessItsRecordIsThere) {
   ASSERT_TRUE(folder.RemoveAsked({2, 3}, 2).ok());
   EXPECT_FALSE(PathExists(asked));
   EXPECT_TRUE(PathExists(sealed)) << "it is sealed, and gets its name";
+}
+
+// Its writer's clock may have been behind, and nothing else would remove it before a coordinator
+// has said whether it is sealed.
+TEST_F(FolderTest, AskedForASealAndNamed_StaysWhateverTheClocksSay) {
+  const std::string asked = Path("best.tmp-0123456789abcdef");
+  ASSERT_TRUE(Save(asked, {"a"}).ok());
+  ASSERT_TRUE(BeginSealing(asked, {.job = "j", .id = 7}, 1000).ok());
+  ASSERT_TRUE(Save(Path("best"), {"a"}).ok());
+  Manifest manifest = *ReadManifest(Path("best"));
+  EXPECT_EQ(manifest.created, "");
+  manifest.created = "2001-01-01T00:00:00+00:00";
+  ASSERT_TRUE(WriteFileAtomically(Path("best/manifest.json"), *EncodeManifest(manifest)).ok());
+  ASSERT_TRUE(Save(Path("best"), {"a"}).ok());
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("best", BaseName(asked)));
+  // It is not: the coordinator has said so.
+  ASSERT_TRUE(ForgetSealing(asked).ok());
+  ASSERT_TRUE(Save(Path("best"), {"a"}).ok());
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("best"));
 }
 
 TEST(FileNames, FirstOfSeveral_HasNoNumber) {

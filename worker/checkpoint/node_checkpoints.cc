@@ -20,6 +20,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/file.h"
+#include "base/identity.h"
 #include "base/log.h"
 #include "base/owned_fd.h"
 #include "base/status_macros.h"
@@ -114,6 +115,8 @@ class Gathering {
   absl::Status FetchInto(Staging* staging);
   absl::Status FetchFile(const ManifestFile& file, AtomicFile* out);
   absl::Status KeepIntact(const Staging& staging) const;
+  // FAILED_PRECONDITION if this node has another checkpoint of this name that is pinned.
+  absl::Status CheckMayReplace() const;
   // seal.json of a node that has the one of this manifest; empty: none has.
   std::string FetchSeal();
 
@@ -122,6 +125,7 @@ class Gathering {
   const NodeGroups& groups_;
   Holding mine_;
   Manifest manifest_;
+  std::string digest_;  // of its text
   // By file name: the leaders that have it.
   std::map<std::string, std::vector<int>, std::less<>> holders_;
   std::set<int> lacking_;  // leaders
@@ -170,6 +174,7 @@ absl::Status Gathering::Find(VerifyLevel level) {
 }
 
 absl::Status Gathering::Choose(const std::string& digest, const std::vector<Json>& summaries) {
+  digest_ = digest;
   holders_.clear();
   lacking_.clear();
   for (const NodeGroups::Node& node : groups_.nodes) {
@@ -318,12 +323,24 @@ std::string Gathering::FetchSeal() {
   return "";
 }
 
+absl::Status Gathering::CheckMayReplace() const {
+  if (mine_.text.empty() || DigestBytes(mine_.text).xxh3 == digest_) return absl::OkStatus();
+  const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(dir_);
+  if (!HasPin(dir_) && !(seal.ok() && seal->pinned)) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat(dir_, " is pinned on ", HostName(), " and is the checkpoint of step ",
+                   mine_.manifest.info.step, ", not that of step ", manifest_.info.step,
+                   ", which other nodes have by this name: move it away, or unpin it (muster "
+                   "checkpoints unpin)"));
+}
+
 absl::Status Gathering::Complete() {
   if (lacking_.empty()) return absl::OkStatus();
   std::optional<Staging> staging;
   const bool lacks = lacking_.count(comm_.rank()) > 0;
   const absl::Status begun = GuardRank([&]() -> absl::Status {
     if (!lacks) return absl::OkStatus();
+    MUSTER_RETURN_IF_ERROR(CheckMayReplace());
     absl::StatusOr<Staging> created = Staging::Create(dir_);
     MUSTER_RETURN_IF_ERROR(created.status());
     staging.emplace(*std::move(created));

@@ -328,6 +328,29 @@ TEST_F(NodeCheckpointsTest, FreshNode_GetsTheWholeCheckpoint) {
   EXPECT_EQ(*ListDirectory(Dir(0)), *ListDirectory(Dir(1)));
 }
 
+// As of another run, whose parts nobody else has.
+TEST_F(NodeCheckpointsTest, AnotherCheckpointOfTheName_IsNotReplacedWhereItIsPinned) {
+  const std::string aside = JoinPath(root_, "aside");
+  for (const int64_t step : {1, 2}) {
+    RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)), 2, step).ok()); });
+    RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(OpenDir(comm).ok()); });
+    if (step == 1) std::filesystem::copy(Dir(1), aside);
+  }
+  ASSERT_TRUE(RemoveTree(Dir(1)).ok());
+  ASSERT_EQ(rename(aside.c_str(), Dir(1).c_str()), 0);
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(Dir(1), kPinName), "").ok());
+  RunRanks(4, [&](Comm& comm) {
+    const absl::Status opened = OpenDir(comm).status();
+    EXPECT_TRUE(absl::IsFailedPrecondition(opened)) << opened;
+    EXPECT_THAT(std::string(opened.message()), AllOf(HasSubstr(Dir(1) + " is pinned on "),
+                                                     HasSubstr("of step 1, not that of step 2")));
+  });
+  EXPECT_EQ(ReadManifest(Dir(1))->info.step, 1);
+  ASSERT_EQ(unlink(JoinPath(Dir(1), kPinName).c_str()), 0);
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(OpenDir(comm).ok()); });
+  EXPECT_EQ(ReadManifest(Dir(1))->info.step, 2);
+}
+
 TEST_F(NodeCheckpointsTest, NodeThatIsMissing_IsNamedWithItsFiles) {
   RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)), 2, 1).ok()); });
   ASSERT_TRUE(RemoveTree(Disk(1)).ok());

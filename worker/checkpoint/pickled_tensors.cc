@@ -46,6 +46,7 @@ enum class Kind : uint8_t {
   kStorageType,  // number: a SafetensorsType, or kUntyped
   kStorage,      // items: key; type in number, elements in length
   kTensor,       // number: index into the tensors
+  kTensorClass,  // a Python class whose objects are dense tensors
 };
 
 enum class Function {
@@ -55,6 +56,7 @@ enum class Function {
   kRebuildTensorV2,
   kRebuildTensorV3,
   kRebuildParameter,
+  kRebuildFromType,
   kSize,
   kOpaque,  // Its result is not looked at.
 };
@@ -88,6 +90,11 @@ constexpr Global kGlobals[] = {
     {"torch._utils._rebuild_parameter", Kind::kFunction, Of(Function::kRebuildParameter)},
     {"torch._utils._rebuild_parameter_with_state", Kind::kFunction,
      Of(Function::kRebuildParameter)},
+    // Tensors to which a program has given attributes; torch.nn.Buffer does.
+    {"torch._tensor._rebuild_from_type_v2", Kind::kFunction, Of(Function::kRebuildFromType)},
+    {"torch.Tensor", Kind::kTensorClass, 0},
+    {"torch._tensor.Tensor", Kind::kTensorClass, 0},
+    {"torch.nn.parameter.Parameter", Kind::kTensorClass, 0},
     {"torch.Size", Kind::kFunction, Of(Function::kSize)},
     {"torch.device", Kind::kFunction, Of(Function::kOpaque)},
     {"__builtin__.set", Kind::kFunction, Of(Function::kOpaque)},
@@ -294,6 +301,8 @@ class Machine {
   absl::Status Step(uint8_t opcode);
   absl::Status PushGlobal(absl::string_view module, absl::string_view name);
   absl::Status Reduce();
+  absl::Status Call(Function function, const std::vector<uint32_t>& arguments);
+  absl::Status RebuildFromType(const std::vector<uint32_t>& arguments);
   absl::Status LoadPersistent();
   absl::Status RebuildTensor(Function function, const std::vector<uint32_t>& arguments);
   absl::Status Sizes(uint32_t id, absl::string_view what, std::vector<uint64_t>* sizes);
@@ -439,8 +448,39 @@ absl::Status Machine::Reduce() {
     return Bad("a call has too many arguments");
   // A copy: what is pushed moves the values.
   const std::vector<uint32_t> arguments = values_[arguments_id].items;
-  const auto function = static_cast<Function>(values_[function_id].number);
+  return Call(static_cast<Function>(values_[function_id].number), arguments);
+}
+
+// (function, class, its arguments, attributes): a tensor of that class, with attributes, which are
+// not read.
+absl::Status Machine::RebuildFromType(const std::vector<uint32_t>& arguments) {
+  if (arguments.size() != 4 || values_[arguments[0]].kind != Kind::kFunction ||
+      values_[arguments[2]].kind != Kind::kTuple) {
+    return Bad("a tensor of a class is not described as torch.save does");
+  }
+  if (values_[arguments[1]].kind != Kind::kTensorClass) {
+    return Bad("a tensor is of what is not a class of dense tensors");
+  }
+  const Value& attributes = values_[arguments[3]];
+  const bool none = attributes.kind == Kind::kTuple && attributes.items.empty();
+  if (attributes.kind != Kind::kNone && attributes.kind != Kind::kDict && !none) {
+    return Bad("a tensor's attributes are not a dictionary");
+  }
+  const auto function = static_cast<Function>(values_[arguments[0]].number);
+  if (function != Function::kRebuildTensor && function != Function::kRebuildTensorV2 &&
+      function != Function::kRebuildTensorV3 && function != Function::kRebuildParameter) {
+    return Bad("a tensor of a class is not made by what makes dense tensors");
+  }
+  if (values_[arguments[2]].items.size() > kMaxArguments)
+    return Bad("a call has too many arguments");
+  const std::vector<uint32_t> of_function = values_[arguments[2]].items;
+  return Call(function, of_function);
+}
+
+absl::Status Machine::Call(Function function, const std::vector<uint32_t>& arguments) {
   switch (function) {
+    case Function::kRebuildFromType:
+      return RebuildFromType(arguments);
     case Function::kOpaque:
       return Push({.kind = Kind::kOpaque});
     case Function::kSize:

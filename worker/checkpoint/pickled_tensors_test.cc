@@ -83,6 +83,41 @@ TEST(PickledTensors, ParametersWithAttributes_AreTheirTensors) {
   EXPECT_THAT((*tensors)[0].shape, ElementsAre(4));
 }
 
+// Of a tensor that has attributes, or was made by torch.nn.Buffer.
+TEST(PickledTensors, TensorsWithAttributes_AreTheirTensors) {
+  const std::string rebuild = Global("torch._tensor", "_rebuild_from_type_v2");
+  const std::string make = Global("torch._utils", "_rebuild_tensor_v2");
+  const std::string arguments = "(" + Storage("FloatStorage", "0", 12) + Int(2) + Tuple({2, 3}) +
+                                Tuple({1, 2}) + "\x89" + Global("collections", "OrderedDict") +
+                                ")Rt";
+  const auto tensor = [&](const std::string& type, const std::string& state) {
+    return rebuild + "(" + make + type + arguments + state + "tR";
+  };
+  const std::string plain = Global("torch", "Tensor");
+  const std::string tagged = Dict(Text("tag") + Int(5));
+  for (const std::string& type : {plain, Global("torch.nn.parameter", "Parameter")}) {
+    for (const std::string& state : {tagged, std::string("}"), std::string("N")}) {
+      const auto tensors = Parse(Pickle(Dict(Text("w") + tensor(type, state))));
+      ASSERT_TRUE(tensors.ok()) << tensors.status();
+      ASSERT_EQ(tensors->size(), 1u);
+      EXPECT_EQ((*tensors)[0].name, "w");
+      EXPECT_EQ((*tensors)[0].offset, 2u);
+      EXPECT_THAT((*tensors)[0].shape, ElementsAre(2, 3));
+      EXPECT_THAT((*tensors)[0].strides, ElementsAre(1, 2));
+    }
+  }
+  EXPECT_THAT(ErrorOf(Pickle(tensor(Global("my.quantized", "Tensor"), tagged))),
+              HasSubstr("my.quantized.Tensor, which is refused"));
+  EXPECT_THAT(ErrorOf(Pickle(tensor(make, tagged))), HasSubstr("not a class of dense tensors"));
+  EXPECT_THAT(ErrorOf(Pickle(tensor(plain, Text("state")))), HasSubstr("not a dictionary"));
+  EXPECT_THAT(ErrorOf(Pickle(rebuild + "(" + make + plain + "tR")),
+              HasSubstr("as torch.save does"));
+  for (const std::string& function : {rebuild, Global("collections", "OrderedDict")}) {
+    EXPECT_THAT(ErrorOf(Pickle(rebuild + "(" + function + plain + arguments + "}tR")),
+                HasSubstr("what makes dense tensors"));
+  }
+}
+
 TEST(PickledTensors, NestedContainers_GiveDottedNames) {
   const std::string tensor = Tensor(Storage("HalfStorage", "0", 4), 0, {4}, {1});
   const auto tensors =

@@ -851,11 +851,16 @@ absl::StatusOr<std::string> NameSealed(const RegisteredCheckpoint& record,
   if (!IsNumberedName(BaseName(record.path)) && !record.pinned && !PinNamed(record, registrar)) {
     return record.path;
   }
-  const absl::StatusOr<std::vector<RegisteredCheckpoint>> superfluous =
+  absl::StatusOr<std::vector<RegisteredCheckpoint>> superfluous =
       registrar.Publish(record.id, SaveTimes());
   if (!superfluous.ok()) {
     MUSTER_LOG(Warning) << superfluous.status().message();
   } else {
+    // The registry may not know yet that newer ones are damaged or gone: this one is about to be
+    // loaded, and goes with the next publication if it is still superfluous then.
+    superfluous->erase(std::remove_if(superfluous->begin(), superfluous->end(),
+                                      [&](const auto& other) { return other.id == record.id; }),
+                       superfluous->end());
     DeleteSuperfluous(registrar, ParentPath(record.path), /*folder_mu=*/nullptr,
                       /*disposal=*/nullptr, *superfluous);
   }

@@ -111,7 +111,8 @@ SafetensorsReader::SafetensorsReader(std::string path, SafetensorsHeader header,
     : path_(std::move(path)), header_(std::move(header)), file_(std::move(file)) {}
 
 absl::StatusOr<SafetensorsReader> SafetensorsReader::Open(const std::string& path) {
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  // A pipe that has the name of a file is refused, not waited for.
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) return ReadError(errno, absl::StrCat("cannot open ", path));
   auto file = std::make_shared<File>(fd);
   MUSTER_ASSIGN_OR_RETURN(SafetensorsHeader header, ReadSafetensorsHeader(fd, path));

@@ -382,7 +382,8 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(absl::string_view json,
 }
 
 absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const std::string& path) {
-  const OwnedFd file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  // A pipe that has the name of a file is refused, not waited for.
+  const OwnedFd file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (!file.open()) return ReadError(errno, absl::StrCat("cannot open ", path));
   return ReadSafetensorsHeader(file.get(), path);
 }

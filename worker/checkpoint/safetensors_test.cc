@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <cstring>
 #include <nlohmann/json.hpp>
@@ -33,6 +34,16 @@ class SafetensorsTest : public testing::Test {
 bool SameBytes(const at::Tensor& a, const at::Tensor& b) {
   return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
          (a.numel() == 0 || std::memcmp(a.data_ptr(), b.data_ptr(), a.nbytes()) == 0);
+}
+
+// Whoever opens one for reading waits for a writer.
+TEST_F(SafetensorsTest, Pipe_IsRefusedAndNotWaitedFor) {
+  ASSERT_EQ(mkfifo(path_.c_str(), 0600), 0);
+  for (const absl::Status& status :
+       {SafetensorsReader::Open(path_).status(), ReadSafetensorsHeader(path_).status()}) {
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("is not a file"));
+  }
 }
 
 TEST_F(SafetensorsTest, EveryType_RoundTripsByReadAndMap) {

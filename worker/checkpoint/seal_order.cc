@@ -2,7 +2,11 @@
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
+#include <set>
+#include <utility>
+#include <vector>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
 #include "base/file.h"
 #include "base/json.h"
@@ -43,14 +47,43 @@ std::optional<Order> ReadOrder(const std::string& dir) {
   return std::nullopt;
 }
 
+// The hash of the record before it, by the hash of each record in the folders around these two.
+using Chain = absl::flat_hash_map<std::string, std::string>;
+Chain ReadChain(const std::string& dir, const std::string& than) {
+  Chain chain;
+  for (const std::string& parent : std::set<std::string>{ParentPath(dir), ParentPath(than)}) {
+    for (const std::string& name : ListDirectory(parent).value_or(std::vector<std::string>())) {
+      std::optional<Order> order = ReadOrder(JoinPath(parent, name));
+      if (!order.has_value() || order->sha256.empty() || order->previous.empty()) continue;
+      chain.emplace(std::move(order->sha256), std::move(order->previous));
+    }
+  }
+  return chain;
+}
+
+// Whether one gets from the record `from` back to the record `to`.
+bool LeadsBack(const Chain& chain, const std::string& from, const std::string& to) {
+  auto at = chain.find(from);
+  // Not for ever where somebody has made them a circle.
+  for (size_t i = 0; i < chain.size() && at != chain.end(); ++i) {
+    if (at->second == to) return true;
+    at = chain.find(at->second);
+  }
+  return false;
+}
+
 }  // namespace
 
 std::optional<bool> IsSealedAfter(const std::string& dir, const std::string& than) {
   const std::optional<Order> mine = ReadOrder(dir), other = ReadOrder(than);
   if (!mine.has_value() || !other.has_value() || mine->sha256 == other->sha256) return std::nullopt;
-  if (!other->sha256.empty() && mine->previous == other->sha256) return true;
-  if (!mine->sha256.empty() && other->previous == mine->sha256) return false;
+  if (mine->sha256.empty() || other->sha256.empty()) return std::nullopt;
+  if (mine->previous == other->sha256) return true;
+  if (other->previous == mine->sha256) return false;
   if (mine->of_rank_0 && other->of_rank_0 && mine->id != other->id) return mine->id > other->id;
+  const Chain chain = ReadChain(dir, than);
+  if (LeadsBack(chain, mine->sha256, other->sha256)) return true;
+  if (LeadsBack(chain, other->sha256, mine->sha256)) return false;
   return std::nullopt;
 }
 

@@ -42,10 +42,30 @@ TEST_F(SealOrderTest, TwoOfRank0_AreInTheOrderOfTheirIds) {
 // Ids of jobs of one name begin anew with each coordinator.
 TEST_F(SealOrderTest, TwoOfJobs_AreInTheOrderOfTheirChainAlone) {
   const std::string first = Put("a", "night", 9, ""), second = Put("b", "night", 1, "sha of a");
-  const std::string other = Put("c", "night", 20, "sha of b");
+  const std::string other = Put("c", "night", 20, "sha of what is gone");
   EXPECT_EQ(IsSealedAfter(second, first), true);
   EXPECT_EQ(IsSealedAfter(first, second), false);
   EXPECT_EQ(IsSealedAfter(other, first), std::nullopt);
+}
+
+TEST_F(SealOrderTest, TwoWithOthersBetween_AreInTheOrderOfTheChainAsLongAsThoseAreThere) {
+  const std::string first = Put("best", "night", 9, "");
+  Put("checkpoint_1", "night", 10, "sha of best");
+  // The next coordinator begins with lower ids.
+  Put("checkpoint_2.tmp-0123456789abcdef", "night", 1, "sha of checkpoint_1", kSealingName);
+  const std::string last =
+      Put("best.tmp-0123456789abcdef", "night", 2, "sha of checkpoint_2.tmp-0123456789abcdef");
+  EXPECT_EQ(IsSealedAfter(last, first), true);
+  EXPECT_EQ(IsSealedAfter(first, last), false);
+  ASSERT_TRUE(RemoveTree(folder_.Path("checkpoint_1")).ok());
+  EXPECT_EQ(IsSealedAfter(last, first), std::nullopt);
+  EXPECT_EQ(IsSealedAfter(first, last), std::nullopt);
+}
+
+TEST_F(SealOrderTest, ChainThatIsACircle_SaysNothing) {
+  const std::string first = Put("a", "night", 1, ""), second = Put("b", "night", 2, "sha of c");
+  Put("c", "night", 3, "sha of b");
+  EXPECT_EQ(IsSealedAfter(second, first), std::nullopt);
 }
 
 TEST_F(SealOrderTest, WithoutARecordThatSaysIt_NothingIsKnown) {

@@ -74,12 +74,12 @@ struct SharedFiles::Reading {
       if (!Has(file)) return true;
       any = true;
       OwnedFd& fd = shared.files_[file.name];
-      fd = OwnedFd(open(JoinPath(dir, file.name).c_str(), O_RDONLY | O_CLOEXEC));
+      fd = OwnedFd(open(JoinPath(dir, file.name).c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
       struct stat info;
       // Of another size: ReadDirectFile says so.
-      return fd.open() && (options.in_place || IsInMemory(fd.get(), options.read)) &&
-             fstat(fd.get(), &info) == 0 &&
-             static_cast<uint64_t>(info.st_size) == file.digest.bytes;
+      return fd.open() && fstat(fd.get(), &info) == 0 && S_ISREG(info.st_mode) &&
+             static_cast<uint64_t>(info.st_size) == file.digest.bytes &&
+             (options.in_place || IsInMemory(fd.get(), options.read));
     });
     in_place = in_place && any;
     if (!in_place) shared.files_.clear();

@@ -9,7 +9,9 @@
 #include <utility>
 #include <vector>
 
+#include "ATen/MemoryOverlap.h"
 #include "ATen/core/grad_mode.h"
+#include "ATen/ops/empty.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/match.h"
@@ -21,6 +23,7 @@
 #include "base/status_macros.h"
 #include "worker/checkpoint/file_plans.h"
 #include "worker/checkpoint/read_error.h"
+#include "worker/checkpoint/some_names.h"
 #include "worker/checkpoint/tensor_memory.h"
 #include "worker/checkpoint/tensor_uploads.h"
 
@@ -30,6 +33,7 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr char kScalarsKey[] = "muster.scalars";
+constexpr size_t kShownNames = 8;
 
 std::string Shown(absl::string_view name) { return absl::StrCat("\"", Printable(name), "\""); }
 
@@ -145,14 +149,6 @@ absl::StatusOr<StateDict> StateOf(NamedTensors tensors,
     }
   }
   return state;
-}
-
-std::string SomeNames(const std::vector<std::string>& names) {
-  constexpr size_t kShown = 8;
-  const size_t shown = std::min(names.size(), kShown);
-  std::string text = absl::StrJoin(names.begin(), names.begin() + shown, ", ");
-  if (names.size() > shown) absl::StrAppend(&text, " and ", names.size() - shown, " more");
-  return text;
 }
 
 std::string Description(const at::Tensor& tensor) {
@@ -388,15 +384,105 @@ absl::StatusOr<StateDict> MapStateDict(const std::string& memory, const std::str
   return StateOf(std::move(tensors), reader->header().metadata, path);
 }
 
+namespace {
+
+struct Copy {
+  absl::string_view name;
+  at::Tensor to, from;
+};
+
+// A tensor that has memory, and which: from its first element to past its last one.
+struct Span {
+  const Copy* copy;
+  const char *begin, *end;
+};
+
+Span SpanOf(const Copy& copy) {
+  int64_t last = 0;
+  for (int64_t i = 0; i < copy.to.dim(); ++i) last += (copy.to.size(i) - 1) * copy.to.stride(i);
+  const auto* const begin = static_cast<const char*>(copy.to.const_data_ptr());
+  return {.copy = &copy,
+          .begin = begin,
+          .end = begin + (last + 1) * static_cast<int64_t>(copy.to.element_size())};
+}
+
+// Of copies whose spans, in the order of their begin, overlap: makes them in other memory, and adds
+// to `different` those whose values others have replaced there.
+absl::Status CompareOverlapping(const std::vector<Span>& spans, absl::string_view what,
+                                std::vector<std::string>* different) {
+  const at::ScalarType type = spans[0].copy->to.scalar_type();
+  const auto width = static_cast<int64_t>(c10::elementSize(type));
+  int64_t bytes = 0;
+  for (const Span& span : spans) {
+    // No copy can be made into the one, and values of the others have nothing to compare.
+    if (at::has_internal_overlap(span.copy->to) == at::MemOverlap::Yes ||
+        span.copy->to.scalar_type() != type || (span.begin - spans[0].begin) % width != 0) {
+      return absl::OkStatus();
+    }
+    bytes = std::max(bytes, span.end - spans[0].begin);
+  }
+  return WithMemory(
+      PlaceOfTensor(what, spans[0].copy->name), 3 * static_cast<uint64_t>(bytes),
+      absl::StrCat("to be compared with ", spans.size() - 1,
+                   " others that share its memory here: a machine with more memory may load it"),
+      [&] {
+        const at::Tensor memory = at::empty({bytes / width}, at::TensorOptions().dtype(type));
+        std::vector<at::Tensor> copied;
+        for (const Span& span : spans) {
+          const at::Tensor& to = span.copy->to;
+          copied.push_back(
+              memory.as_strided(to.sizes(), to.strides(), (span.begin - spans[0].begin) / width));
+          copied.back().copy_(span.copy->from);
+        }
+        for (size_t i = 0; i < spans.size(); ++i) {
+          if (SameBytes(copied[i], spans[i].copy->from, type)) continue;
+          different->push_back(absl::StrCat(
+              spans[i].copy->name, " (shares memory here with a tensor that has other values of ",
+              "the same elements in the file)"));
+        }
+      });
+}
+
+// Of two that share elements the last one would win.
+absl::Status CompareShared(const std::vector<Copy>& copies, absl::string_view what,
+                           std::vector<std::string>* different) {
+  std::vector<Span> spans;
+  for (const Copy& copy : copies) {
+    if (copy.to.numel() > 0 && copy.to.has_storage() && copy.to.const_data_ptr() != nullptr) {
+      spans.push_back(SpanOf(copy));
+    }
+  }
+  std::stable_sort(spans.begin(), spans.end(),
+                   [](const Span& a, const Span& b) { return a.begin < b.begin; });
+  std::vector<Span> overlapping;
+  const char* end = nullptr;
+  const auto compare = [&] {
+    return overlapping.size() < 2 ? absl::OkStatus()
+                                  : CompareOverlapping(overlapping, what, different);
+  };
+  for (const Span& span : spans) {
+    if (!overlapping.empty() && span.begin >= end) {
+      MUSTER_RETURN_IF_ERROR(compare());
+      overlapping.clear();
+    }
+    end = overlapping.empty() ? span.end : std::max(end, span.end);
+    overlapping.push_back(span);
+  }
+  return compare();
+}
+
+}  // namespace
+
 absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets,
                          absl::string_view what, const LoadTensorsOptions& options) {
   absl::flat_hash_map<absl::string_view, const at::Tensor*> by_name;
   for (const auto& [name, tensor] : source) by_name[name] = &tensor;
   absl::flat_hash_set<absl::string_view> wanted;
   std::vector<std::string> missing, unexpected, different;
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
-  // Names of `copies`, by where the memory of the target begins.
-  absl::flat_hash_map<const void*, std::vector<std::pair<absl::string_view, size_t>>> by_memory;
+  std::vector<Copy> copies;
+  // Of `copies`, by where the memory of the target begins.
+  absl::flat_hash_map<const void*, std::vector<size_t>> by_memory;
+  const bool compares = !options.shapes_only && !options.values_checked;
   // Null: it has none, as on the meta device.
   const auto memory_of = [](const at::Tensor& tensor) -> const void* {
     return tensor.numel() > 0 && tensor.has_storage() ? tensor.const_data_ptr() : nullptr;
@@ -426,39 +512,47 @@ absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets
     }
     if (memory_of(target) != nullptr && !options.shapes_only) {
       auto& there = by_memory[memory_of(target)];
-      const auto tied = std::find_if(there.begin(), there.end(), [&](const auto& other) {
-        return same(copies[other.second].first, target);
-      });
+      const auto tied = std::find_if(there.begin(), there.end(),
+                                     [&](size_t other) { return same(copies[other].to, target); });
       if (tied != there.end()) {
+        const Copy& other = copies[*tied];
+        if (!compares) continue;
         // The last one would win.
-        if (!SameBytes(copies[tied->second].second, tensor, target.scalar_type())) {
-          different.push_back(absl::StrCat(name, " (the same tensor as ", tied->first,
+        MUSTER_ASSIGN_OR_RETURN(const bool is_same,
+                                AreSameWeights(PlaceOfTensor(what, name), other.name, other.from,
+                                               tensor, target.scalar_type()));
+        if (!is_same) {
+          different.push_back(absl::StrCat(name, " (the same tensor as ", other.name,
                                            " here, but another one in the file)"));
         }
         continue;
       }
-      there.emplace_back(name, copies.size());
+      there.push_back(copies.size());
     }
-    copies.emplace_back(target, tensor);
+    copies.push_back({.name = name, .to = target, .from = tensor});
   }
+  if (compares) MUSTER_RETURN_IF_ERROR(CompareShared(copies, what, &different));
   for (const auto& [name, tensor] : source) {
     if (!wanted.contains(name)) unexpected.push_back(name);
   }
   std::vector<std::string> wrong;
   if (!missing.empty() && !options.allow_missing) {
-    wrong.push_back(absl::StrCat("missing: ", SomeNames(missing)));
+    wrong.push_back(absl::StrCat("missing: ", SomeNames(missing, kShownNames)));
   }
   if (!unexpected.empty() && !options.allow_unexpected) {
-    wrong.push_back(absl::StrCat("unexpected: ", SomeNames(unexpected)));
+    wrong.push_back(absl::StrCat("unexpected: ", SomeNames(unexpected, kShownNames)));
   }
-  if (!different.empty()) wrong.push_back(absl::StrCat("different: ", SomeNames(different)));
+  if (!different.empty())
+    wrong.push_back(absl::StrCat("different: ", SomeNames(different, kShownNames)));
   if (!wrong.empty()) {
     return absl::InvalidArgumentError(
         absl::StrCat(what, ": the tensors do not fit this model: ", absl::StrJoin(wrong, "; ")));
   }
-  if (options.missing != nullptr) *options.missing = SomeNames(missing);
+  if (options.missing != nullptr) *options.missing = SomeNames(missing, kShownNames);
   if (options.check_only || options.shapes_only) return absl::OkStatus();
-  return CopyTensors(copies);
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs;
+  for (const Copy& copy : copies) pairs.emplace_back(copy.to, copy.from);
+  return CopyTensors(pairs);
 }
 
 }  // namespace muster

@@ -9,6 +9,7 @@
 
 #include "ATen/ops/arange.h"
 #include "ATen/ops/empty.h"
+#include "ATen/ops/equal.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/ones.h"
 #include "ATen/ops/randn.h"
@@ -192,6 +193,47 @@ TEST(LoadTensors, TiedTarget_OfWhichTheFileHasTwoValues_IsRefusedBeforeAnythingC
                   {{"a", other}, {"embed", both.slice(0, 0, 2)}, {"head", both.slice(0, 2)}}, "m")
           .ok());
   EXPECT_EQ(both.sum().item<float>(), 6);
+}
+
+// Two parameters may be views of one memory.
+TEST(LoadTensors, TargetsThatShareElementsOtherwise_AreRefusedUnlessTheFileAgrees) {
+  const at::Tensor square = at::zeros({2, 2}), values = at::arange(4, at::kFloat).view({2, 2});
+  const NamedTensors transposed = {{"a", square}, {"b", square.t()}};
+  for (const bool check_only : {true, false}) {
+    const absl::Status status =
+        LoadTensors({{"a", values}, {"b", values}}, transposed, "m", {.check_only = check_only});
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("different: a (shares memory here"));
+  }
+  EXPECT_EQ(square.sum().item<float>(), 0);
+  EXPECT_TRUE(LoadTensors({{"a", values}, {"b", values.t()}}, transposed, "m").ok());
+  EXPECT_TRUE(at::equal(square, values));
+  // A whole and a part of it, which begins elsewhere.
+  const NamedTensors part = {{"whole", square}, {"row", square[1]}};
+  EXPECT_FALSE(LoadTensors({{"whole", values}, {"row", at::ones({2})}}, part, "m").ok());
+  EXPECT_TRUE(
+      LoadTensors({{"whole", values}, {"row", at::arange(2, 4, at::kDouble)}}, part, "m").ok());
+  // Columns lie between each other, and share nothing.
+  EXPECT_TRUE(LoadTensors({{"a", at::ones({2})}, {"b", at::zeros({2})}},
+                          {{"a", square.select(1, 0)}, {"b", square.select(1, 1)}}, "m")
+                  .ok());
+  EXPECT_EQ(square.sum().item<float>(), 2);
+}
+
+TEST(LoadTensors, TiedTargetTooLargeToCompare_IsAnErrorThatNamesIt) {
+  const at::Tensor huge = at::zeros({1}).expand({int64_t{1} << 45});
+  const absl::Status status = LoadTensors({{"a", huge}, {"b", huge}}, {{"a", huge}, {"b", huge}},
+                                          "m", {.check_only = true});
+  EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("m: tensor \"b\": needs"));
+}
+
+TEST(LoadTensors, ValuesThatWereChecked_AreNotComparedAgain) {
+  const at::Tensor tied = at::zeros({2});
+  EXPECT_TRUE(LoadTensors({{"a", at::ones({2})}, {"b", at::full({2}, 2.0)}},
+                          {{"a", tied}, {"b", tied}}, "m", {.values_checked = true})
+                  .ok());
+  EXPECT_EQ(tied.sum().item<float>(), 2) << "the first name's, once";
 }
 
 TEST(LoadTensors, ShapesOnly_LooksAtNoValues) {

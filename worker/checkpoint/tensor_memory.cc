@@ -85,6 +85,18 @@ bool SameBytes(const at::Tensor& first, const at::Tensor& second, at::ScalarType
          (a.nbytes() == 0 || memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);
 }
 
+absl::StatusOr<bool> AreSameWeights(const std::string& place, absl::string_view other,
+                                    const at::Tensor& first, const at::Tensor& second,
+                                    at::ScalarType type) {
+  bool same = false;
+  MUSTER_RETURN_IF_ERROR(WithMemory(
+      place, 2 * static_cast<uint64_t>(first.numel()) * c10::elementSize(type),
+      absl::StrCat("to be compared, in ", c10::toString(type), ", with ", Printable(other),
+                   ", which is the same tensor here: a machine with more memory may load it"),
+      [&] { same = SameBytes(first, second, type); }));
+  return same;
+}
+
 std::string PlaceOfTensor(absl::string_view path, absl::string_view name) {
   return absl::StrCat(path, ": tensor \"", Printable(name), "\": ");
 }

@@ -35,6 +35,13 @@ absl::Status WithMemory(const std::string& place, uint64_t bytes, absl::string_v
 // Whether the bytes of both are the same, were they of type `type`. They may be on a device.
 bool SameBytes(const at::Tensor& first, const at::Tensor& second, at::ScalarType type);
 
+// The same of two tensors that are to go into one tensor of a model. RESOURCE_EXHAUSTED if this
+// process does not get the memory to compare them: `place` begins the message, and `other` is what
+// it calls `second`.
+absl::StatusOr<bool> AreSameWeights(const std::string& place, absl::string_view other,
+                                    const at::Tensor& first, const at::Tensor& second,
+                                    at::ScalarType type);
+
 // How messages about a tensor of a file begin.
 std::string PlaceOfTensor(absl::string_view path, absl::string_view name);
 

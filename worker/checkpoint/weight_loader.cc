@@ -20,6 +20,7 @@
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "worker/checkpoint/shape_text.h"
+#include "worker/checkpoint/some_names.h"
 #include "worker/checkpoint/tensor_memory.h"
 #include "worker/checkpoint/tensor_uploads.h"
 #include "worker/checkpoint/transfer.h"
@@ -31,13 +32,6 @@ namespace muster {
 namespace {
 
 constexpr size_t kShownNames = 20;
-
-std::string SomeNames(const std::vector<std::string>& names) {
-  const size_t shown = std::min(names.size(), kShownNames);
-  std::string text = absl::StrJoin(names.begin(), names.begin() + shown, ", ");
-  if (names.size() > shown) absl::StrAppend(&text, " and ", names.size() - shown, " more");
-  return text;
-}
 
 std::string Description(const StoredTensor& tensor) {
   return absl::StrCat(ShapeText(tensor.shape), " ", SafetensorsTypeName(tensor.type));
@@ -174,13 +168,8 @@ absl::StatusOr<bool> Source::AreEqual(size_t i, size_t j, at::ScalarType type) c
   if (AreOne(i, j)) return true;
   MUSTER_ASSIGN_OR_RETURN(const at::Tensor first, Read(i));
   MUSTER_ASSIGN_OR_RETURN(const at::Tensor second, Read(j));
-  bool equal = false;
-  MUSTER_RETURN_IF_ERROR(WithMemory(
-      PlaceOfTensor(where(), tensor(i).name), 2 * BytesAs(first, type),
-      absl::StrCat("to be compared, in ", c10::toString(type), ", with ", Printable(tensor(j).name),
-                   ", which is the same tensor here: a machine with more memory may load it"),
-      [&] { equal = SameBytes(first, second, type); }));
-  return equal;
+  return AreSameWeights(PlaceOfTensor(where(), tensor(i).name), tensor(j).name, first, second,
+                        type);
 }
 
 // Gives a tensor of the model memory of another type or layout, which `make` returns.
@@ -302,16 +291,16 @@ absl::Status WeightPlan::PlanCopies(const Chosen& chosen) {
 absl::Status WeightPlan::Verdict(const Chosen& chosen, const LoadWeightsOptions& options) const {
   std::vector<std::string> wrong;
   if (options.strict && !report.missing.empty()) {
-    wrong.push_back(absl::StrCat("missing: ", SomeNames(report.missing)));
+    wrong.push_back(absl::StrCat("missing: ", SomeNames(report.missing, kShownNames)));
   }
   if (options.strict && !report.unexpected.empty()) {
-    wrong.push_back(absl::StrCat("unexpected: ", SomeNames(report.unexpected)));
+    wrong.push_back(absl::StrCat("unexpected: ", SomeNames(report.unexpected, kShownNames)));
   }
   if (!options.skip_mismatched && !report.mismatched.empty()) {
-    wrong.push_back(absl::StrCat("mismatched: ", SomeNames(report.mismatched)));
+    wrong.push_back(absl::StrCat("mismatched: ", SomeNames(report.mismatched, kShownNames)));
   }
   if (!chosen.twice.empty())
-    wrong.push_back(absl::StrCat("named twice: ", SomeNames(chosen.twice)));
+    wrong.push_back(absl::StrCat("named twice: ", SomeNames(chosen.twice, kShownNames)));
   if (!options.prefix.empty() && !chosen.any_begins) {
     wrong.push_back(absl::StrCat("no name in the file begins with \"", options.prefix, "\""));
   }

@@ -46,7 +46,8 @@ absl::StatusOr<TokenDataset> TokenDataset::Open(const std::string& path, const O
     return absl::InvalidArgumentError(absl::StrCat(
         "token data: bytes_per_token is ", options.bytes_per_token, "; it must be 1, 2 or 4"));
   }
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  // A pipe that has the name of a file is refused, not waited for.
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) {
     const std::string text = absl::StrCat("token data: cannot open ", path, ": ", strerror(errno));
     return errno == ENOENT ? absl::NotFoundError(text) : absl::FailedPreconditionError(text);
@@ -55,6 +56,9 @@ absl::StatusOr<TokenDataset> TokenDataset::Open(const std::string& path, const O
   struct stat status;
   if (fstat(fd, &status) != 0) {
     return absl::FailedPreconditionError(absl::StrCat("token data: ", path, ": ", strerror(errno)));
+  }
+  if (!S_ISREG(status.st_mode)) {
+    return absl::InvalidArgumentError(absl::StrCat("token data: ", path, " is not a file"));
   }
   const int64_t bytes = status.st_size;
   if (bytes % options.bytes_per_token != 0) {

@@ -1,5 +1,7 @@
 #include "worker/data/token_dataset.h"
 
+#include <sys/stat.h>
+
 #include <cstdio>
 #include <fstream>
 #include <string>
@@ -95,6 +97,13 @@ TEST(TokenDataset, BadFilesAndOptions_AreNamed) {
               HasSubstr("1, 2 or 4"));
   EXPECT_THAT(TokenDataset::Open(path, {.context = 0}).status().message(),
               HasSubstr("context is 0"));
+}
+
+TEST(TokenDataset, Pipe_IsRefusedAndNotWaitedFor) {
+  const TestFolder folder;
+  ASSERT_EQ(mkfifo(folder.Path("pipe").c_str(), 0600), 0);
+  const absl::Status opened = TokenDataset::Open(folder.Path("pipe"), {.context = 1}).status();
+  EXPECT_TRUE(absl::IsInvalidArgument(opened)) << opened;
 }
 
 TEST(TokenDataset, InALoader_WorkersShareTheFile) {
