@@ -288,6 +288,11 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
   const bool exchange = process_.size() > 1 && communicate();
   process_.progress().SetPhase(exchange ? "backward and gradient exchange" : "backward");
   if (exchange) ArmAgain(how);
+  if (exchange && scaler_ != nullptr) {
+    for (const auto& model : registry_.models()) {
+      if (model->ddp() != nullptr) model->ddp()->set_loss_scale(scaler_->scale_tensor());
+    }
+  }
   for (const auto& model : registry_.models()) {
     if (model->armed_ == ModelSlot::Armed::kYes) model->armed_ = ModelSlot::Armed::kUsed;
   }
