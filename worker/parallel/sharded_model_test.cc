@@ -2118,6 +2118,57 @@ TEST(ShardedModel, ReductionInFloatOfAModelInBfloat16_SumsMicroStepsInIt) {
   }
 }
 
+// The gradient that extra.weight has on a rank if `gradient_of` is that of each rank.
+void ExpectGradient(const ShardingOptions& options, at::ScalarType dtype, int ranks,
+                    const std::function<double(int rank)>& gradient_of, double want) {
+  RunRanks(ranks, [&](Comm& comm) {
+    Net net;
+    net.to(dtype);
+    ShardedModel model(comm, comm, nullptr, &net, ParametersOf(net), {}, options);
+    model.BeginForward(true);
+    const at::Tensor loss = (net.extra->weight * gradient_of(comm.rank())).sum();
+    model.EndForward();
+    loss.backward();
+    for (const at::Tensor& shard : model.shards()) {
+      if (*model.NameOf(shard) != "extra.weight" || shard.numel() == 0) continue;
+      EXPECT_EQ(shard.grad().scalar_type(), dtype);
+      const double got = shard.grad()[0].item<double>();
+      EXPECT_EQ(got, dtype == at::kFloat ? static_cast<double>(static_cast<float>(want)) : want);
+      EXPECT_TRUE(shard.grad().eq(got).all().item<bool>());
+    }
+  });
+}
+
+TEST(ShardedModel, ReduceDtype_DoesNotNarrowDoublesOrIgnoredParameters) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+      const double fine = 1 + std::exp2(-40);
+      ExpectGradient(
+          {.strategy = strategy, .reduce_dtype = dtype}, at::kDouble, 2, [&](int) { return fine; },
+          fine);
+    }
+    const double fine = 1 + std::exp2(-20);
+    ExpectGradient(
+        {.strategy = strategy, .reduce_dtype = at::kBFloat16, .ignored_modules = "extra"},
+        at::kFloat, 2, [&](int) { return fine; }, fine);
+    // While others are rounded.
+    ExpectGradient(
+        {.strategy = strategy, .reduce_dtype = at::kBFloat16}, at::kFloat, 2,
+        [&](int) { return fine; }, 1);
+  }
+}
+
+TEST(ShardedModel, ReduceDtypeBfloat16_RoundsSumsAndNotTheMean) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    const ShardingOptions options = {.strategy = strategy, .reduce_dtype = at::kBFloat16};
+    ExpectGradient(
+        options, at::kFloat, 3, [](int rank) { return rank == 0 ? 1.0 : 0.0; }, 1.0 / 3);
+    // 2 + 2^-7 lies between two numbers of bfloat16.
+    ExpectGradient(
+        options, at::kFloat, 2, [](int rank) { return rank == 0 ? 1 : 1 + std::exp2(-7); }, 1);
+  }
+}
+
 TEST(ShardedModel, StridesThatDiffer_AreNamedOnEveryRank) {
   std::vector<std::string> errors(2);
   RunRanks(2, [&](Comm& comm) {
