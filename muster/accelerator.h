@@ -45,8 +45,9 @@ namespace muster {
 
 namespace internal {
 
-// Parameters and buffers by name.
-std::map<std::string, at::Tensor> StateDictOf(ModelSlot& model);
+// Parameters and buffers by name. `wanted`: those alone for which wanted(name); null: all.
+std::map<std::string, at::Tensor> StateDictOf(
+    ModelSlot& model, const std::function<bool(const std::string& name)>& wanted);
 
 }  // namespace internal
 
@@ -541,7 +542,17 @@ class Accelerator {
   // process 0 and nothing to the others.
   template <class M>
   std::map<std::string, at::Tensor> get_state_dict(const AcceleratedModel<M>& model) const {
-    return internal::StateDictOf(*model.slot());
+    return internal::StateDictOf(*model.slot(), nullptr);
+  }
+  // The same of the parameters and buffers alone for which wanted(name), such as adapters: of a
+  // sharded model, only these are exchanged between processes. `wanted` must say the same on every
+  // process, or the call throws on all of them.
+  template <class M>
+  std::map<std::string, at::Tensor> get_state_dict(
+      const AcceleratedModel<M>& model,
+      const std::function<bool(const std::string& name)>& wanted) const {
+    TORCH_CHECK_VALUE(wanted != nullptr, "get_state_dict(): the filter is empty");
+    return internal::StateDictOf(*model.slot(), wanted);
   }
   // Writes the tensors to a safetensors file on process 0; does nothing elsewhere. Errors: those of
   // SaveTensors().

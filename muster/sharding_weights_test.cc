@@ -6,6 +6,7 @@
 #include <fstream>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -648,6 +649,32 @@ TEST_F(ShardingWeights, FilesBesideTheModel_AreNoWeightsAlone) {
     EXPECT_THAT(std::string(a.load_weights(path).status().message()),
                 HasSubstr("holds the weights of one model, and 2 are prepared"));
   });
+}
+
+TEST(StateDict, WithAFilter_HasTheWantedNamesAlone) {
+  std::vector<Case> cases(std::begin(kCases), std::end(kCases));
+  cases.push_back({"no_shard", 2});
+  for (const Case& test : cases) {
+    SCOPED_TRACE(test.strategy);
+    RunAccelerators(test.ranks, Sharded(test.strategy), [&](Accelerator& a) {
+      auto model = a.prepare(TiedNet());
+      const Weights all = a.get_state_dict(model);
+      // "again" is the first name of mid.weight.
+      const std::set<std::string> filters[] = {
+          {"mid.weight", "scale"}, {"again", "turned", "out.bias"}, {}};
+      for (const std::set<std::string>& names : filters) {
+        const Weights some =
+            a.get_state_dict(model, [&](const std::string& name) { return names.contains(name); });
+        const bool has_them = a.is_main_process() || std::string(test.strategy) == "no_shard";
+        EXPECT_EQ(some.size(), has_them ? names.size() : 0);
+        for (const auto& [name, value] : some) {
+          EXPECT_TRUE(names.contains(name)) << name;
+          EXPECT_TRUE(at::equal(value, all.at(name))) << name;
+        }
+      }
+      EXPECT_ANY_THROW(a.get_state_dict(model, nullptr));
+    });
+  }
 }
 
 }  // namespace

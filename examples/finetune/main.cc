@@ -109,12 +109,11 @@ absl::Status Save(muster::Accelerator& accelerator, const Flags& flags, CausalLm
                   const Model& model, const LoraOptions& lora) {
   absl::Status saved;
   if (flags.lora > 0) {
-    // Adapters are small: every process gathers them, one writes.
-    accelerator.summon_full_params(model, [&] {
-      if (accelerator.is_main_process()) {
-        saved = muster::models::SaveLora(*net, flags.output, lora, flags.model);
-      }
-    });
+    // No process may have room for the base model, which is not written.
+    const auto adapters = accelerator.get_state_dict(model, muster::models::IsLoraParameter);
+    if (accelerator.is_main_process()) {
+      saved = muster::models::SaveLora(*net, adapters, flags.output, lora, flags.model);
+    }
     return saved;
   }
   saved = accelerator.save_model(model, flags.output);

@@ -1543,6 +1543,70 @@ TEST(ShardedModel, RankThatFailsInALateReduction_KnowsWhatWasTrainedAsTheOthersD
   EXPECT_THAT(trained, Each(ElementsAre(true, true, true, true)));
 }
 
+TEST(ShardedModel, SomeParameters_AreExchangedAlone) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    RunRanks(3, [&](Comm& comm) {
+      CountingComm counting(comm);
+      Trained trained(counting, {.strategy = strategy});
+      const Values all = trained.Full();
+      const auto is_bias = [](const std::string& name) { return name.ends_with(".bias"); };
+      counting.bytes = 0;
+      const auto some = trained.model.SomeParameters(is_bias, comm.rank() == 0);
+      const size_t sent = counting.bytes;
+      size_t biases = 0, bytes = 0;
+      for (const auto& [name, value] : all) {
+        if (!is_bias(name)) continue;
+        ++biases;
+        bytes += value.nbytes();
+      }
+      ASSERT_GT(biases, 1u);
+      // A rank that has a bias whole sends it; the others of the unit send as much.
+      EXPECT_LE(sent, 2 * bytes);
+      EXPECT_EQ(some.size(), comm.rank() == 0 ? biases : 0);
+      for (const auto& [name, value] : some) {
+        EXPECT_TRUE(at::equal(value, all.at(name))) << name;
+      }
+      for (const auto& [name, value] :
+           trained.model.SomeParameters([](const auto&) { return true; }, /*keep=*/true)) {
+        EXPECT_TRUE(at::equal(value, all.at(name))) << name;
+      }
+    });
+  }
+}
+
+TEST(ShardedModel, FiltersThatDiffer_AreErrorsOnAllRanks) {
+  std::vector<std::string> different(2), thrown(2), apart(2);
+  RunRanks(2, [&](Comm& comm) {
+    Trained trained(comm, {.strategy = ShardingStrategy::kFull});
+    const std::string last = trained.Full().rbegin()->first;
+    different[comm.rank()] = ErrorOf([&] {
+      trained.model.SomeParameters(
+          [&](const std::string& name) { return comm.rank() == 1 && name == last; }, true);
+    });
+    thrown[comm.rank()] = ErrorOf([&] {
+      trained.model.SomeParameters(
+          [&](const std::string& name) {
+            TORCH_CHECK(comm.rank() == 0, "no idea of ", name);
+            return true;
+          },
+          true);
+    });
+    apart[comm.rank()] = ErrorOf([&] {
+      if (comm.rank() == 0) {
+        trained.Full();
+      } else {
+        trained.model.SomeParameters([](const auto&) { return true; }, true);
+      }
+    });
+  });
+  EXPECT_THAT(different, Each(HasSubstr("rank 1 reads parameter '")));
+  EXPECT_THAT(different, Each(HasSubstr("and rank 0 does not")));
+  EXPECT_THAT(thrown, ElementsAre(HasSubstr("rank 1 has failed in the filter that says which "
+                                            "weights are read: no idea of"),
+                                  HasSubstr("no idea of")));
+  EXPECT_THAT(apart, Each(HasSubstr("reading some of the weights")));
+}
+
 // As a rank without memory for the whole model does.
 TEST(ShardedModel, RankThatCannotKeepWhatItReads_StaysInStep) {
   std::vector<std::string> reads(2), states(2);
