@@ -310,6 +310,7 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
     RethrowExplained(process_.joined().explain);
   }
   ++window_backwards_;
+  holds_back_ = no_sync_depth_ > 0;
   for (const auto& model : registry_.models()) {
     if (model->activation_policy() == nullptr) continue;
     model->activation_policy()->EndBackward(
@@ -775,6 +776,7 @@ void StepController::Stepped(OptimizerSlot& slot) {
     }
   }
   slot.consumed_ = true;
+  holds_back_ = false;
   slot.pending_losses_ = OptimizerSlot::Losses::kNone;
   slot.pass_at_step_ = passes_->last();
   origins_.ForgetPlainPasses(slot);
@@ -1052,6 +1054,12 @@ void StepController::ZeroNow(OptimizerSlot& slot, bool set_to_none) {
   slot.witness_.reset();
   slot.consumed_ = slot.gradients_torn_ = slot.gradients_finished_ = false;
   slot.pending_losses_ = OptimizerSlot::Losses::kNone;
+  const auto& all = registry_.optimizers();
+  if (std::all_of(all.begin(), all.end(), [](const auto& optimizer) {
+        return optimizer->pending_losses_ == OptimizerSlot::Losses::kNone;
+      })) {
+    holds_back_ = false;
+  }
   if (scaler_ != nullptr) scaler_->Reopen(slot.handle());
   origins_.ForgetPlainPasses(slot);
   for (const auto& model : registry_.models()) {
@@ -1131,6 +1139,7 @@ void StepController::Reset() {
   accumulation_ = Accumulation(accumulation_.options());
   window_factor_.reset();
   window_backwards_ = 0;
+  holds_back_ = false;
   if (scaler_ != nullptr) scaler_->Reset();
 }
 

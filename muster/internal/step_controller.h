@@ -67,8 +67,10 @@ class StepController {
   bool in_micro_step() const { return in_micro_step_; }
   const MicroStep& micro_step() const { return accumulation_.current(); }
   bool at_boundary() const { return accumulation_.at_boundary(); }
+  // backward() under no_sync() has left gradients that no step has used and no zero_grad() cleared.
+  bool holds_back() const { return holds_back_; }
   // No gradients are on their way to a step.
-  bool between_windows() const { return !in_micro_step_ && at_boundary(); }
+  bool between_windows() const { return !in_micro_step_ && at_boundary() && !holds_back_; }
   bool sync_gradients() const { return no_sync_depth_ == 0 && accumulation_.sync_gradients(); }
   bool communicate() const {
     return no_sync_depth_ == 0 && local_depth_ == 0 &&
@@ -191,6 +193,7 @@ class StepController {
   std::string failed_step_;  // why a step has failed; empty: none has
   std::string failed_load_;  // which call; empty: none
   int no_sync_depth_ = 0;
+  bool holds_back_ = false;
   int local_depth_ = 0;
   int averaged_depth_ = 0;
   bool apart_ = false;  // a LocalScope has been there, or a JoinScope that was left early
