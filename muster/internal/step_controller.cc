@@ -516,7 +516,7 @@ void ScaleWaiting(const Registry& registry, const std::vector<at::Tensor>& param
 
 }  // namespace
 
-void StepController::UpdateScale() {
+void StepController::ChangeScale(absl::FunctionRef<void()> change) {
   // What an optimizer has that steps more seldom than others goes on with the scale of them all,
   // and so does what the next passes add to it. Each gradient is scaled once, and none that another
   // optimizer has unscaled.
@@ -539,8 +539,19 @@ void StepController::UpdateScale() {
     }
   }
   const double before = waiting.empty() ? 1 : scaler_->scale();
-  scaler_->Update();
+  change();
   if (!waiting.empty()) ScaleWaiting(registry_, waiting, scaler_->scale() / before);
+}
+
+void StepController::TakeScale(const PlainState& state) {
+  ChangeScale([&] {
+    scaler_->LoadState(state);
+    scaler_->Reset();
+  });
+}
+
+void StepController::UpdateScale() {
+  ChangeScale([this] { scaler_->Update(); });
   for (const auto& optimizer : registry_.optimizers()) optimizer->stepped_at_scale_ = false;
   // To read the scale waits for a GPU, and so has the answer that a step was skipped.
   TORCH_CHECK(!optimizer_step_was_skipped() || scaler_->scale() > 0,

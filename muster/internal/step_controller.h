@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
+#include "absl/functional/function_ref.h"
 #include "muster/internal/backward_watch.h"
 #include "muster/internal/gradient_origins.h"
 #include "muster/internal/gradient_samples.h"
@@ -23,6 +24,7 @@
 #include "worker/parallel/uneven_inputs.h"
 #include "worker/train/accumulation.h"
 #include "worker/train/grad_scaler.h"
+#include "worker/train/plain_state.h"
 
 namespace muster {
 class ShardedModel;
@@ -99,6 +101,10 @@ class StepController {
   // Throws where processes that have run out of batches would not take part in `call`.
   void CheckAllTakePart(const char* call) const;
 
+  // The loss scale becomes that of this state of a scaler, and gradients that wait for a step
+  // follow it. Only where scaler() is not null.
+  void TakeScale(const PlainState& state);
+
   void Backward(const at::Tensor& loss, std::optional<double> weight = std::nullopt,
                 const BackwardOptions& how = {});
   // Makes the gradients of this window final: unscaled, and corrected for a short or weighted
@@ -166,6 +172,8 @@ class StepController {
   // A backward pass is about to add to finished gradients, if `slot` has any: makes them what they
   // would be if they had not been finished.
   void ReopenGradients(OptimizerSlot& slot) const;
+  // Runs `change`, which changes the loss scale, and scales gradients that wait for a step to it.
+  void ChangeScale(absl::FunctionRef<void()> change);
   // Once all optimizers have stepped, or when the next window begins.
   void UpdateScale();
   void Stepped(OptimizerSlot& slot);
