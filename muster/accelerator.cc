@@ -26,7 +26,9 @@ namespace muster {
 
 namespace internal {
 
-std::map<std::string, at::Tensor> StateDictOf(ModelSlot& model) {
+std::map<std::string, at::Tensor> StateDictOf(
+    ModelSlot& model, const std::function<bool(const std::string& name)>& wanted) {
+  if (wanted != nullptr) return SomeWeights(model, wanted, model.on_main_process());
   std::map<std::string, at::Tensor> tensors;
   const FullWeights weights(model, model.on_main_process());
   tensors.insert(weights.tensors().begin(), weights.tensors().end());

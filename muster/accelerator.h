@@ -45,8 +45,9 @@ namespace muster {
 
 namespace internal {
 
-// Parameters and buffers by name.
-std::map<std::string, at::Tensor> StateDictOf(ModelSlot& model);
+// Parameters and buffers by name. `wanted`: those alone for which wanted(name); null: all.
+std::map<std::string, at::Tensor> StateDictOf(
+    ModelSlot& model, const std::function<bool(const std::string& name)>& wanted);
 
 }  // namespace internal
 
@@ -469,8 +470,9 @@ class Accelerator {
   // AcceleratorOptions::checkpoint.asynchronous or .memory only the copy is complete, and the error
   // may be that of an earlier save (this one continues). No other thread may change the saved state
   // until it returns. Layout: docs/checkpoint_format.md. Errors: RESOURCE_EXHAUSTED,
-  // PERMISSION_DENIED, FAILED_PRECONDITION (in the middle of an accumulation window, or if a thread
-  // changed a tensor during the save), ALREADY_EXISTS.
+  // PERMISSION_DENIED, FAILED_PRECONDITION (in the middle of an accumulation window, between
+  // backward() under no_sync() and the step, or if a thread changed a tensor during the save),
+  // ALREADY_EXISTS.
   absl::Status save_state(const std::string& directory = "");
   // Blocks until asynchronous saves are on disk, the last save in memory has ended and the
   // checkpoints that they displace are deleted; save_state() does not wait for that deletion.
@@ -541,7 +543,17 @@ class Accelerator {
   // process 0 and nothing to the others.
   template <class M>
   std::map<std::string, at::Tensor> get_state_dict(const AcceleratedModel<M>& model) const {
-    return internal::StateDictOf(*model.slot());
+    return internal::StateDictOf(*model.slot(), nullptr);
+  }
+  // The same of the parameters and buffers alone for which wanted(name), such as adapters: of a
+  // sharded model, only these are exchanged between processes. `wanted` must say the same on every
+  // process, or the call throws on all of them.
+  template <class M>
+  std::map<std::string, at::Tensor> get_state_dict(
+      const AcceleratedModel<M>& model,
+      const std::function<bool(const std::string& name)>& wanted) const {
+    TORCH_CHECK_VALUE(wanted != nullptr, "get_state_dict(): the filter is empty");
+    return internal::StateDictOf(*model.slot(), wanted);
   }
   // Writes the tensors to a safetensors file on process 0; does nothing elsewhere. Errors: those of
   // SaveTensors().

@@ -141,6 +141,42 @@ TEST(ZeroGrad, WithAStepInNoSync_IsLeftOutAsTheStepIs) {
   }
 }
 
+TEST(SaveState, BetweenAPassOfNoSyncAndItsStep_IsRefusedOnEveryRank) {
+  for (const int ranks : {1, 2}) {
+    for (const char* strategy : {"no_shard", "zero2", "zero3"}) {
+      AcceleratorOptions options;
+      options.sharding = ParseSharding(strategy, ranks);
+      const std::string folder = TestDir("no_sync");
+      RunAccelerators(ranks, options, [&](Accelerator& a) {
+        SCOPED_TRACE(strategy);
+        torch::nn::Linear net = OneWeight();
+        torch::optim::SGD sgd(net->parameters(), 1.0);
+        auto [model, optimizer] = a.prepare(net, sgd);
+        const auto backward = [&, &model = model](bool in_no_sync) {
+          std::optional<internal::NoSyncScope> scope;
+          if (in_no_sync) scope.emplace(&a.core());
+          a.backward(Loss(model(at::full({1, 1}, 1.0))));
+        };
+        ASSERT_TRUE(a.save_state(folder).ok());
+        backward(/*in_no_sync=*/true);
+        EXPECT_THAT(a.save_state(folder).ToString(),
+                    HasSubstr("save_state between backward() under no_sync() and the step"));
+        EXPECT_THAT(a.load_weights(folder).status().ToString(),
+                    HasSubstr("load_weights between backward() under no_sync() and the step"));
+        optimizer.zero_grad();
+        EXPECT_TRUE(a.save_state(folder).ok());
+        backward(/*in_no_sync=*/true);
+        backward(/*in_no_sync=*/false);
+        optimizer.step();
+        EXPECT_TRUE(a.save_state(folder).ok());
+        backward(/*in_no_sync=*/true);
+        EXPECT_TRUE(a.load_state(folder).ok());
+        EXPECT_TRUE(a.save_state(folder).ok());
+      });
+    }
+  }
+}
+
 TEST(ZeroGrad, WindowThatIsGivenUp_LeavesNothingForTheNext) {
   RunAccelerators(1, Accumulating(2), [](Accelerator& a) {
     torch::nn::Linear net = OneWeight();

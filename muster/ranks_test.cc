@@ -21,6 +21,7 @@
 #include "torch/nn/module.h"
 #include "torch/nn/modules/linear.h"
 #include "torch/nn/utils/clip_grad.h"
+#include "torch/optim/schedulers/lr_scheduler.h"
 #include "torch/optim/sgd.h"
 #include "worker/collective/borrowed_comm.h"
 #include "worker/collective/gloo_ranks.h"
@@ -252,6 +253,62 @@ TEST(Ranks, LocalSgdUnderFp16ThatEndsInAWindow_KeepsItsGradientsInTheScaleOfAll)
     micro_step(1);
     EXPECT_EQ(net->weight.item<double>(), 1);
   });
+}
+
+TEST(Ranks, LocalSgdUnderFp16_KeepsGradientsThatWaitByHandInTheScaleOfAll) {
+  AcceleratorOptions options;
+  options.mixed_precision = "fp16";
+  options.grad_scaler.init_scale = 1024;
+  RunAccelerators(2, options, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    {
+      LocalSGD local(a, model, 8);
+      // Halves the loss scale of one rank.
+      TrainOn(a.is_main_process() ? 0 : std::numeric_limits<double>::infinity(), a, model,
+              optimizer);
+      const auto scope = a.no_sync();
+      a.backward(Loss(model(at::full({1, 1}, 1.0))));
+    }
+    TrainOn(1, a, model, optimizer);
+    EXPECT_EQ(net->weight.item<double>(), 2);
+  });
+}
+
+// Of the program: it cannot go back.
+struct HalvingLr : torch::optim::LRScheduler {
+  explicit HalvingLr(torch::optim::Optimizer& optimizer) : LRScheduler(optimizer) {}
+  std::vector<double> get_lrs() override {
+    std::vector<double> rates = get_current_lrs();
+    for (double& rate : rates) rate /= 2;
+    return rates;
+  }
+};
+
+TEST(Ranks, LocalSgdUnderFp16WithAScheduleThatCannotGoBack_EndsWithTheFurthest) {
+  AcceleratorOptions options;
+  options.mixed_precision = "fp16";
+  options.grad_scaler.init_scale = 1024;
+  for (const bool main_is_behind : {true, false}) {
+    RunAccelerators(2, options, [&](Accelerator& a) {
+      torch::nn::Linear net = OneWeight();
+      torch::optim::SGD sgd(net->parameters(), 1.0);
+      HalvingLr halving(sgd);
+      auto [model, optimizer, schedule] = a.prepare(net, sgd, halving);
+      {
+        LocalSGD local(a, model, 8);
+        for (int i = 0; i < 3; ++i) {
+          const bool overflows = i > 0 && a.is_main_process() == main_is_behind;
+          TrainOn(overflows ? std::numeric_limits<double>::infinity() : 0, a, model, optimizer);
+          schedule.step();
+        }
+      }
+      // Of rank 0 where the other can follow.
+      EXPECT_EQ(schedule.step_count(), 3) << main_is_behind;
+      EXPECT_EQ(schedule.last_lr(), 0.125) << main_is_behind;
+    });
+  }
 }
 
 // A loss scale of 0 multiplies every gradient away: no step would ever follow, in silence.

@@ -6,6 +6,7 @@
 #include <fstream>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -648,6 +649,63 @@ TEST_F(ShardingWeights, FilesBesideTheModel_AreNoWeightsAlone) {
     EXPECT_THAT(std::string(a.load_weights(path).status().message()),
                 HasSubstr("holds the weights of one model, and 2 are prepared"));
   });
+}
+
+// As files hold all experts of a layer.
+TEST_F(ShardingWeights, SeveralMatricesInOneTensor_AreTakenApart) {
+  const at::Tensor both = Random({2, 9, 9}, 5);
+  const std::string path = folder_.Path("fused.safetensors");
+  const Weights fused = {{"both", both}, {"0.bias", Random({9}, 6)}, {"1.bias", Random({9}, 7)}};
+  ASSERT_TRUE(SaveTensors(path, fused).ok());
+  const LoadWeightsOptions options = {.parts = [](const std::string& name) {
+    return name == "both" ? std::vector<std::string>{"0.weight", "1.weight"}
+                          : std::vector<std::string>();
+  }};
+  std::vector<Case> cases(std::begin(kCases), std::end(kCases));
+  cases.push_back({"no_shard", 2});
+  for (const Case& test : cases) {
+    SCOPED_TRACE(test.strategy);
+    RunAccelerators(test.ranks, Sharded(test.strategy), [&](Accelerator& a) {
+      torch::nn::Sequential net(torch::nn::Linear(9, 9), torch::nn::Linear(9, 9));
+      auto model = a.prepare(net);
+      EXPECT_FALSE(a.load_weights(path).ok());
+      const auto loaded = a.load_weights(path, options);
+      ASSERT_TRUE(loaded.ok()) << loaded.status();
+      const Weights weights = a.get_state_dict(model);
+      if (weights.empty()) return;
+      EXPECT_TRUE(at::equal(weights.at("0.weight"), both[0]));
+      EXPECT_TRUE(at::equal(weights.at("1.weight"), both[1]));
+    });
+  }
+  torch::nn::Sequential net(torch::nn::Linear(9, 9), torch::nn::Linear(9, 9));
+  ASSERT_TRUE(load_model(*net, path, options).ok());
+  EXPECT_TRUE(at::equal(net->parameters()[2], both[1]));
+}
+
+TEST(StateDict, WithAFilter_HasTheWantedNamesAlone) {
+  std::vector<Case> cases(std::begin(kCases), std::end(kCases));
+  cases.push_back({"no_shard", 2});
+  for (const Case& test : cases) {
+    SCOPED_TRACE(test.strategy);
+    RunAccelerators(test.ranks, Sharded(test.strategy), [&](Accelerator& a) {
+      auto model = a.prepare(TiedNet());
+      const Weights all = a.get_state_dict(model);
+      // "again" is the first name of mid.weight.
+      const std::set<std::string> filters[] = {
+          {"mid.weight", "scale"}, {"again", "turned", "out.bias"}, {}};
+      for (const std::set<std::string>& names : filters) {
+        const Weights some =
+            a.get_state_dict(model, [&](const std::string& name) { return names.contains(name); });
+        const bool has_them = a.is_main_process() || std::string(test.strategy) == "no_shard";
+        EXPECT_EQ(some.size(), has_them ? names.size() : 0);
+        for (const auto& [name, value] : some) {
+          EXPECT_TRUE(names.contains(name)) << name;
+          EXPECT_TRUE(at::equal(value, all.at(name))) << name;
+        }
+      }
+      EXPECT_ANY_THROW(a.get_state_dict(model, nullptr));
+    });
+  }
 }
 
 }  // namespace

@@ -15,7 +15,6 @@
 #include "worker/collective/nested_collectives.h"
 #include "worker/job/environment.h"
 #include "worker/parallel/sharded_model.h"
-#include "worker/train/clip.h"
 #include "worker/train/guard.h"
 #include "worker/train/sync_state.h"
 
@@ -246,34 +245,54 @@ LocalSGD::LocalSGD(Accelerator& accelerator, std::vector<at::Tensor> parameters,
 
 namespace {
 
+// (collective) The state of rank 0 in place of `own`. A schedule of the program's own class cannot
+// go back: where a rank has left out fewer steps than rank 0 (fp16), all take the state of the one
+// that is furthest.
+void TakeStateOfMain(Comm& comm, const PlainState& own, internal::SchedulerSlot& scheduler) {
+  PlainState state = BroadcastPlainState(comm, own, 0);
+  bool refuses = false;
+  try {
+    scheduler.CheckState(state);
+  } catch (const c10::Error&) {
+    refuses = true;
+  }
+  int furthest = 0;
+  int64_t most = -1;
+  bool any_refuses = false;
+  const auto all = GatherObject(comm, std::make_pair(refuses, scheduler.step_count()));
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    any_refuses = any_refuses || all[rank].first;
+    if (all[rank].second <= most) continue;
+    most = all[rank].second;
+    furthest = static_cast<int>(rank);
+  }
+  if (any_refuses) state = BroadcastPlainState(comm, own, furthest);
+  scheduler.LoadState(state);
+}
+
 // (collective) What steps of their own have made of optimizers, schedules and the loss scale of
 // the processes becomes that of rank 0: of others, equal gradients would make the weights differ
 // again, and gradients of several loss scales have no right average.
 void TakeStepsOfMain(internal::Core& core) {
   Comm& comm = core.process().comm();
+  // With the rates of this rank, which the state of an optimizer has, too.
+  std::vector<PlainState> schedules;
+  for (const auto& scheduler : core.registry().schedulers()) {
+    schedules.push_back(scheduler->SaveState());
+  }
   for (const auto& optimizer : core.registry().optimizers()) {
     optimizer->set_steps(BroadcastObject(comm, optimizer->steps(), 0));
     // What cannot be saved cannot be sent.
     if (!optimizer->handle().CannotSave().empty()) continue;
     BroadcastOptimizerState(comm, optimizer->handle(), 0);
   }
-  for (const auto& scheduler : core.registry().schedulers()) {
-    scheduler->LoadState(BroadcastPlainState(comm, scheduler->SaveState(), 0));
+  for (size_t i = 0; i < schedules.size(); ++i) {
+    TakeStateOfMain(comm, schedules[i], *core.registry().schedulers()[i]);
   }
   GradScaler* const scaler = core.steps().scaler();
   if (scaler == nullptr) return;
-  const double own_scale = scaler->scale();
-  scaler->LoadState(BroadcastPlainState(comm, scaler->SaveState(), 0));
-  scaler->Reset();
-  // Gradients of an open window continue with the loss scale that all ranks now have.
-  if (core.steps().sync_gradients()) return;
-  // One list: a gradient that several of them have is scaled once.
-  std::vector<at::Tensor> parameters;
-  for (const auto& optimizer : core.registry().optimizers()) {
-    const std::vector<at::Tensor>& own = optimizer->handle().parameters();
-    parameters.insert(parameters.end(), own.begin(), own.end());
-  }
-  ScaleGradients(parameters, scaler->scale() / own_scale);
+  // Gradients that wait for a step continue with the loss scale that all ranks now have.
+  core.steps().TakeScale(BroadcastPlainState(comm, scaler->SaveState(), 0));
 }
 
 }  // namespace

@@ -38,7 +38,7 @@ absl::Status CheckIsInMemory(const NamedTensors& targets) {
 absl::StatusOr<NamedTensors> WantedOf(const torch::nn::Module& model, const NamedTensors& tensors,
                                       const std::string& path, const LoadWeightsOptions& options) {
   if (OptionalTensorsOf(model).empty()) return tensors;
-  MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, WeightFiles::Open(path));
+  MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, OpenWeights(path, options));
   std::vector<std::string> names;
   for (const WeightEntry& entry : files.entries()) names.push_back(entry.tensor.name);
   NamedTensors wanted = tensors;

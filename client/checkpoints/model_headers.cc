@@ -32,11 +32,6 @@ namespace {
 
 constexpr int64_t kMaxConfigBytes = int64_t{16} << 20;
 
-std::string FolderOf(const std::string& path) {
-  struct stat info;
-  return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode) ? path : ParentPath(path);
-}
-
 // Whether a model has a head that its files may leave out because it is the embedding, as
 // transformers decides it.
 absl::StatusOr<bool> HasTiedHead(const std::string& path) {
@@ -170,6 +165,11 @@ absl::StatusOr<ModelTensors> TensorsOfConfig(const std::string& path,
 }
 
 }  // namespace
+
+std::string FolderOf(const std::string& path) {
+  struct stat info;
+  return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode) ? path : ParentPath(path);
+}
 
 absl::StatusOr<models::ModelConfig> ConfigOf(const std::string& path,
                                              const std::vector<std::string>& ignore_settings) {

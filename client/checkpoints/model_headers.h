@@ -42,6 +42,9 @@ struct ModelTree {
 absl::StatusOr<ModelTree> ReadModelTree(const std::string& path,
                                         const std::vector<std::string>& ignore_settings = {});
 
+// The folder that `path` is or, of a file, is in.
+std::string FolderOf(const std::string& path);
+
 // config.json in the folder, or beside the file, that `path` is. Errors: those of
 // models::ReadModelConfig, which name the flag of a command.
 absl::StatusOr<models::ModelConfig> ConfigOf(const std::string& path,

@@ -14,8 +14,11 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "base/exit_code.h"
+#include "base/file.h"
+#include "base/json.h"
 #include "base/machine.h"
 #include "base/memory_left.h"
+#include "base/regular_file.h"
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "base/units.h"
@@ -44,7 +47,8 @@ struct Request {
   bool offload_buffers = false;
   // What is to be generated, if any option of it is there.
   std::optional<models::GenerationShape> generation;
-  bool has_new_tokens = false;  // else as many as there is room for, up to the default
+  bool has_new_tokens = false;  // else as many as there is room for, up to the folder's default
+  bool has_beams = false;       // else those of the folder
 };
 
 struct Plan {
@@ -130,6 +134,7 @@ absl::Status SetGeneration(const CommandLine& line, Request* request) {
   MUSTER_RETURN_IF_ERROR(
       SetNumber(line, "prefill_chunk_size", 0, request, &Shape::prefill_chunk_size));
   request->has_new_tokens = line.Has("max_new_tokens");
+  request->has_beams = line.Has("num_beams");
   return absl::OkStatus();
 }
 
@@ -205,6 +210,37 @@ int64_t ElementBytes(const Plan& plan, const std::string& of_config) {
   return is_narrow ? 2 : 4;
 }
 
+// What the folder's generation_config.json says of the size of a generation or, without that file,
+// config.json, as in older folders: what `muster generate` takes where it is not told.
+struct FolderDefaults {
+  std::optional<int64_t> new_tokens = {};
+  std::optional<int64_t> num_beams = {};
+  std::optional<int64_t> num_return_sequences = {};
+  bool do_sample = false;
+};
+
+absl::StatusOr<FolderDefaults> ReadFolderDefaults(const std::string& folder) {
+  std::string path = JoinPath(folder, "generation_config.json");
+  if (!PathExists(path)) path = JoinPath(folder, "config.json");
+  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadRegularFile(path, int64_t{16} << 20));
+  MUSTER_ASSIGN_OR_RETURN(const nlohmann::json json, ParseJson(text, path));
+  FolderDefaults defaults;
+  if (!json.is_object()) return defaults;
+  // `muster generate` names what is not valid.
+  const auto take = [&json](const char* name, std::optional<int64_t>* to) {
+    const auto value = json.find(name);
+    constexpr uint64_t kMost = uint64_t{1} << 40;
+    if (value == json.end() || !value->is_number_unsigned()) return;
+    const auto number = value->get<uint64_t>();
+    if (number >= 1 && number <= kMost) *to = static_cast<int64_t>(number);
+  };
+  take("max_new_tokens", &defaults.new_tokens);
+  take("num_beams", &defaults.num_beams);
+  take("num_return_sequences", &defaults.num_return_sequences);
+  defaults.do_sample = json.value("do_sample", nlohmann::json()) == true;
+  return defaults;
+}
+
 // Adds to the plan what its request's generation takes by the model's config.
 absl::Status PlanGeneration(const std::string& path, const models::ModelConfig& config,
                             Plan& plan) {
@@ -215,8 +251,15 @@ absl::Status PlanGeneration(const std::string& path, const models::ModelConfig& 
                      ": BERT does not generate text: leave out --prompt_tokens and the other "
                      "options of a generation"));
   }
+  MUSTER_ASSIGN_OR_RETURN(const FolderDefaults defaults, ReadFolderDefaults(FolderOf(path)));
   const int64_t room = models::ContextLength(config) - shape.prompt_tokens;
-  if (!plan.request.has_new_tokens) shape.new_tokens = std::clamp<int64_t>(room, 1, kNewTokens);
+  if (!plan.request.has_new_tokens) {
+    const int64_t wanted = defaults.new_tokens.value_or(kNewTokens);
+    shape.new_tokens = std::max<int64_t>(1, std::min(room, wanted));
+  }
+  if (!plan.request.has_beams) shape.times = defaults.num_beams.value_or(1);
+  shape.times = std::max(shape.times, defaults.num_return_sequences.value_or(1));
+  shape.do_sample = defaults.do_sample;
   if (shape.new_tokens > room) {
     return absl::InvalidArgumentError(absl::StrCat("--prompt_tokens ", shape.prompt_tokens, " and ",
                                                    shape.new_tokens, " new ones are more than the ",
@@ -402,8 +445,8 @@ CommandSpec Spec() {
       .summary = "Prints where the parts of a model go, before anything is allocated.",
       .usage = "PATH [OPTIONS]",
       .details =
-          "PATH is a folder, an index or a file of safetensors or torch.save; only headers and "
-          "config.json are read,\nof Muster's models config.json alone if files are missing. "
+          "PATH is a folder, an index or a file of safetensors or torch.save; only headers and the "
+          "config files are read,\nof Muster's models config.json alone if files are missing. "
           "It finds modules by the names of tensors: --no_split takes names of lists (layers, "
           "experts), or module\nclasses of Muster's models (LlamaDecoderLayer). In a program, "
           "muster::infer_auto_device_map plans its own modules.\nWith --prompt_tokens, "
@@ -432,13 +475,15 @@ CommandSpec Spec() {
                    .help = "Plan a generation: tokens of the longest prompt (default: 1)"},
                   {.name = "max_new_tokens",
                    .value_name = "N",
-                   .help = "Tokens to generate (default: 256, or what the model has room for)"},
+                   .help = "Tokens to generate (default: those of generation_config.json, or 256; "
+                           "at most what the model has room for)"},
                   {.name = "batch_size",
                    .value_name = "N",
                    .help = "Prompts of the same length at a time (default: 1)"},
                   {.name = "num_beams",
                    .value_name = "N",
-                   .help = "Beams of a beam search (default: 1)"},
+                   .help = "Beams of a beam search (default: those of generation_config.json, or "
+                           "1)"},
                   {.name = "prefill_chunk_size",
                    .value_name = "N",
                    .help = "The most tokens of a prompt that are read in one pass; 0: all "

@@ -4,8 +4,7 @@
 //   finetune --model gpt2 --data notes.txt --output_dir adapters --lora 8
 //
 // --sharding and --mixed_precision are for models that fit no single process: of a sharded model
-// each process reads its part of the weights (all of them, before they are divided, where a tensor
-// of the files holds all experts of a layer). The folder that it writes loads in transformers (or,
+// each process reads its part of the weights. The folder that it writes loads in transformers (or,
 // of adapters, in PEFT), `muster generate` and here again. Rank 0 prints a JSON line every
 // --log_every steps and at the end. With --checkpoint_dir, a run that was stopped goes on where it
 // was, also on other processes.
@@ -109,12 +108,11 @@ absl::Status Save(muster::Accelerator& accelerator, const Flags& flags, CausalLm
                   const Model& model, const LoraOptions& lora) {
   absl::Status saved;
   if (flags.lora > 0) {
-    // Adapters are small: every process gathers them, one writes.
-    accelerator.summon_full_params(model, [&] {
-      if (accelerator.is_main_process()) {
-        saved = muster::models::SaveLora(*net, flags.output, lora, flags.model);
-      }
-    });
+    // No process may have room for the base model, which is not written.
+    const auto adapters = accelerator.get_state_dict(model, muster::models::IsLoraParameter);
+    if (accelerator.is_main_process()) {
+      saved = muster::models::SaveLora(*net, adapters, flags.output, lora, flags.model);
+    }
     return saved;
   }
   saved = accelerator.save_model(model, flags.output);
@@ -151,13 +149,9 @@ absl::StatusOr<CausalLm> LoadOrMakeEmpty(muster::Accelerator& accelerator, const
   if (!config.ok()) return config.status();
   if (muster::shards_models(accelerator) &&
       !std::holds_alternative<muster::models::BertConfig>(*config)) {
+    *is_empty = true;
     const auto model = muster::models::MakeEmptyModel(*config);
-    auto undivided = muster::models::HasUndividedTensors(flags.model, *model);
-    if (!undivided.ok()) return undivided.status();
-    *is_empty = *undivided;
-    if (*is_empty) {
-      return CausalLm(std::dynamic_pointer_cast<muster::models::CausalLmImpl>(model.ptr()));
-    }
+    return CausalLm(std::dynamic_pointer_cast<muster::models::CausalLmImpl>(model.ptr()));
   }
   return muster::load_causal_lm(flags.model, {.config = reading});
 }
@@ -168,7 +162,10 @@ absl::Status LoadParts(muster::Accelerator& accelerator, const Flags& flags, Cau
   if (!names.ok()) return names.status();
   // Adapters have their first values, and the files have none for them.
   const bool strict = flags.lora == 0;
-  auto loaded = accelerator.load_weights(flags.model, {.strict = strict, .rename = *names});
+  // All experts of a layer may be one tensor.
+  const auto parts = [&net](const std::string& name) { return net->PartsOf(name); };
+  auto loaded =
+      accelerator.load_weights(flags.model, {.strict = strict, .rename = *names, .parts = parts});
   if (!loaded.ok() || strict) return loaded.status();
   for (const std::string& name : loaded->models[0].missing) {
     if (name.find(".lora_") != std::string::npos) continue;

@@ -351,6 +351,11 @@ absl::Status CheckpointState::CheckSavable() {
         "save_state in the middle of an accumulation window would lose its gradients: save where "
         "accelerator.sync_gradients(), after optimizer.step()");
   }
+  if (steps_.holds_back()) {
+    return absl::FailedPreconditionError(
+        "save_state between backward() under no_sync() and the step that uses its gradients would "
+        "lose them: save after optimizer.step(), or after zero_grad() if they are to be dropped");
+  }
   return CheckOptions();
 }
 
@@ -598,6 +603,11 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
     return absl::FailedPreconditionError(
         "load_weights in the middle of an accumulation window would apply gradients of other "
         "weights: load where accelerator.sync_gradients(), after optimizer.step()");
+  }
+  if (steps_.holds_back()) {
+    return absl::FailedPreconditionError(
+        "load_weights between backward() under no_sync() and the step that uses its gradients "
+        "would apply gradients of other weights: load after optimizer.step() or zero_grad()");
   }
   if (steps_.between_windows()) registry_.ForgetUnheld();
   Wait().IgnoreError();  // a failure is in the log

@@ -92,6 +92,37 @@ FullWeights::FullWeights(ModelSlot& model, const std::function<bool(const std::s
   }
 }
 
+std::map<std::string, at::Tensor> SomeWeights(
+    ModelSlot& model, const std::function<bool(const std::string& name)>& wanted, bool keep) {
+  std::map<std::string, at::Tensor> tensors;
+  if (model.sharded() == nullptr) {
+    for (const auto& [name, tensor] : TensorsOf(model.source())) {
+      if (wanted(name)) tensors.emplace(name, tensor);
+    }
+    return tensors;
+  }
+  // Tied weights have a name for each place; the sharded model knows the first alone.
+  std::map<std::string, std::vector<std::string>> names;
+  for (const auto& [name, parameter] : model.source().parameters()) {
+    names[FirstName(*model.sharded(), name, parameter)].push_back(name);
+  }
+  const auto any_wanted = [&](const std::string& first) {
+    const auto of_first = names.find(first);
+    return of_first != names.end() &&
+           std::any_of(of_first->second.begin(), of_first->second.end(), wanted);
+  };
+  for (const auto& [first, tensor] : model.sharded()->SomeParameters(any_wanted, keep)) {
+    for (const std::string& name : names.at(first)) {
+      if (wanted(name)) tensors.emplace(name, tensor);
+    }
+  }
+  if (!keep) return tensors;
+  for (const auto& [name, buffer] : model.source().buffers()) {
+    if (wanted(name)) tensors.emplace(name, buffer.detach());
+  }
+  return tensors;
+}
+
 namespace {
 
 absl::StatusOr<SafetensorsEntry> EntryOf(const std::string& name, at::IntArrayRef shape,

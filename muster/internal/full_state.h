@@ -45,6 +45,11 @@ class FullWeights {
   std::vector<std::pair<std::string, at::Tensor>> tensors_;
 };
 
+// (collective, for a sharded model) The same of those alone for which wanted(name), which must say
+// the same on every rank: of a sharded model no other parameters are exchanged.
+std::map<std::string, at::Tensor> SomeWeights(
+    ModelSlot& model, const std::function<bool(const std::string& name)>& wanted, bool keep);
+
 // (collective, for a sharded model) Writes the model's tensors as SaveModelFiles does, where
 // `writes`. Of a sharded model one unit at a time is in memory. Errors: as SaveModelFiles.
 absl::Status SaveWholeModel(ModelSlot& model, bool writes, const std::string& directory,

@@ -254,7 +254,7 @@ std::unique_ptr<IncomingWeights> IncomingTensors(ModelSlot& model, const std::st
 
 std::unique_ptr<IncomingWeights> IncomingFiles(ModelSlot& model, const std::string& path,
                                                const LoadWeightsOptions& rules) {
-  absl::StatusOr<WeightFiles> files = WeightFiles::Open(path);
+  absl::StatusOr<WeightFiles> files = OpenWeights(path, rules);
   ThrowIfError(files.status());
   if (model.sharded() != nullptr) {
     return std::make_unique<FileShards>(model, *std::move(files), rules);

@@ -288,6 +288,11 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
   const bool exchange = process_.size() > 1 && communicate();
   process_.progress().SetPhase(exchange ? "backward and gradient exchange" : "backward");
   if (exchange) ArmAgain(how);
+  if (exchange && scaler_ != nullptr) {
+    for (const auto& model : registry_.models()) {
+      if (model->ddp() != nullptr) model->ddp()->set_loss_scale(scaler_->scale_tensor());
+    }
+  }
   for (const auto& model : registry_.models()) {
     if (model->armed_ == ModelSlot::Armed::kYes) model->armed_ = ModelSlot::Armed::kUsed;
   }
@@ -305,6 +310,7 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
     RethrowExplained(process_.joined().explain);
   }
   ++window_backwards_;
+  holds_back_ = no_sync_depth_ > 0;
   for (const auto& model : registry_.models()) {
     if (model->activation_policy() == nullptr) continue;
     model->activation_policy()->EndBackward(
@@ -510,7 +516,7 @@ void ScaleWaiting(const Registry& registry, const std::vector<at::Tensor>& param
 
 }  // namespace
 
-void StepController::UpdateScale() {
+void StepController::ChangeScale(absl::FunctionRef<void()> change) {
   // What an optimizer has that steps more seldom than others goes on with the scale of them all,
   // and so does what the next passes add to it. Each gradient is scaled once, and none that another
   // optimizer has unscaled.
@@ -533,8 +539,19 @@ void StepController::UpdateScale() {
     }
   }
   const double before = waiting.empty() ? 1 : scaler_->scale();
-  scaler_->Update();
+  change();
   if (!waiting.empty()) ScaleWaiting(registry_, waiting, scaler_->scale() / before);
+}
+
+void StepController::TakeScale(const PlainState& state) {
+  ChangeScale([&] {
+    scaler_->LoadState(state);
+    scaler_->Reset();
+  });
+}
+
+void StepController::UpdateScale() {
+  ChangeScale([this] { scaler_->Update(); });
   for (const auto& optimizer : registry_.optimizers()) optimizer->stepped_at_scale_ = false;
   // To read the scale waits for a GPU, and so has the answer that a step was skipped.
   TORCH_CHECK(!optimizer_step_was_skipped() || scaler_->scale() > 0,
@@ -770,6 +787,7 @@ void StepController::Stepped(OptimizerSlot& slot) {
     }
   }
   slot.consumed_ = true;
+  holds_back_ = false;
   slot.pending_losses_ = OptimizerSlot::Losses::kNone;
   slot.pass_at_step_ = passes_->last();
   origins_.ForgetPlainPasses(slot);
@@ -1047,6 +1065,12 @@ void StepController::ZeroNow(OptimizerSlot& slot, bool set_to_none) {
   slot.witness_.reset();
   slot.consumed_ = slot.gradients_torn_ = slot.gradients_finished_ = false;
   slot.pending_losses_ = OptimizerSlot::Losses::kNone;
+  const auto& all = registry_.optimizers();
+  if (std::all_of(all.begin(), all.end(), [](const auto& optimizer) {
+        return optimizer->pending_losses_ == OptimizerSlot::Losses::kNone;
+      })) {
+    holds_back_ = false;
+  }
   if (scaler_ != nullptr) scaler_->Reopen(slot.handle());
   origins_.ForgetPlainPasses(slot);
   for (const auto& model : registry_.models()) {
@@ -1126,6 +1150,7 @@ void StepController::Reset() {
   accumulation_ = Accumulation(accumulation_.options());
   window_factor_.reset();
   window_backwards_ = 0;
+  holds_back_ = false;
   if (scaler_ != nullptr) scaler_->Reset();
 }
 

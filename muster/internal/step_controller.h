@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
+#include "absl/functional/function_ref.h"
 #include "muster/internal/backward_watch.h"
 #include "muster/internal/gradient_origins.h"
 #include "muster/internal/gradient_samples.h"
@@ -23,6 +24,7 @@
 #include "worker/parallel/uneven_inputs.h"
 #include "worker/train/accumulation.h"
 #include "worker/train/grad_scaler.h"
+#include "worker/train/plain_state.h"
 
 namespace muster {
 class ShardedModel;
@@ -67,8 +69,10 @@ class StepController {
   bool in_micro_step() const { return in_micro_step_; }
   const MicroStep& micro_step() const { return accumulation_.current(); }
   bool at_boundary() const { return accumulation_.at_boundary(); }
+  // backward() under no_sync() has left gradients that no step has used and no zero_grad() cleared.
+  bool holds_back() const { return holds_back_; }
   // No gradients are on their way to a step.
-  bool between_windows() const { return !in_micro_step_ && at_boundary(); }
+  bool between_windows() const { return !in_micro_step_ && at_boundary() && !holds_back_; }
   bool sync_gradients() const { return no_sync_depth_ == 0 && accumulation_.sync_gradients(); }
   bool communicate() const {
     return no_sync_depth_ == 0 && local_depth_ == 0 &&
@@ -96,6 +100,10 @@ class StepController {
   bool joining() const { return join_ != nullptr; }
   // Throws where processes that have run out of batches would not take part in `call`.
   void CheckAllTakePart(const char* call) const;
+
+  // The loss scale becomes that of this state of a scaler, and gradients that wait for a step
+  // follow it. Only where scaler() is not null.
+  void TakeScale(const PlainState& state);
 
   void Backward(const at::Tensor& loss, std::optional<double> weight = std::nullopt,
                 const BackwardOptions& how = {});
@@ -164,6 +172,8 @@ class StepController {
   // A backward pass is about to add to finished gradients, if `slot` has any: makes them what they
   // would be if they had not been finished.
   void ReopenGradients(OptimizerSlot& slot) const;
+  // Runs `change`, which changes the loss scale, and scales gradients that wait for a step to it.
+  void ChangeScale(absl::FunctionRef<void()> change);
   // Once all optimizers have stepped, or when the next window begins.
   void UpdateScale();
   void Stepped(OptimizerSlot& slot);
@@ -191,6 +201,7 @@ class StepController {
   std::string failed_step_;  // why a step has failed; empty: none has
   std::string failed_load_;  // which call; empty: none
   int no_sync_depth_ = 0;
+  bool holds_back_ = false;
   int local_depth_ = 0;
   int averaged_depth_ = 0;
   bool apart_ = false;  // a LocalScope has been there, or a JoinScope that was left early

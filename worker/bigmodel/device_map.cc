@@ -175,10 +175,18 @@ class Placement {
     } else {
       main_ = {"cpu"};
     }
-    for (std::vector<std::string> group : model.tied) {
-      std::sort(group.begin(), group.end());
-      tied_.push_back(std::move(group));
-    }
+    // In the order in which the model has their owners, whatever that of the list: places are tried
+    // in it.
+    std::map<std::string, size_t> order;
+    for (const std::string& name : sizes_.in_order()) order.emplace(name, order.size());
+    tied_ = model.tied;
+    const auto place_of = [&order](const std::vector<std::string>& group) {
+      const auto place = group.empty() ? order.end() : order.find(group.front());
+      return place == order.end() ? order.size() : place->second;
+    };
+    std::stable_sort(tied_.begin(), tied_.end(),
+                     [&](const auto& a, const auto& b) { return place_of(a) < place_of(b); });
+    for (std::vector<std::string>& group : tied_) std::sort(group.begin(), group.end());
   }
 
   DeviceMap Run() {

@@ -245,5 +245,32 @@ TEST(InferDeviceMap, AnyModel_IsCoveredOnceWithinTheLimitsAndUndividedWhereItMus
   }
 }
 
+TEST(InferDeviceMap, OrderOfTheTiedGroups_ChangesNothing) {
+  std::mt19937_64 random(20261130);
+  int with_ties = 0;
+  for (int round = 0; round < 3000; ++round) {
+    SCOPED_TRACE(round);
+    PlannedModel model = {RandomModule(random, "", 3), {}};
+    std::vector<std::string> parameters;
+    for (const auto& [name, bytes] : Tensors(model)) {
+      if (absl::StrContains(name, "p")) parameters.push_back(name);
+    }
+    if (parameters.size() < 6) continue;
+    ++with_ties;
+    std::shuffle(parameters.begin(), parameters.end(), random);
+    model.tied = {{parameters[0], parameters[1]},
+                  {parameters[2], parameters[3]},
+                  {parameters[4], parameters[5]}};
+    const DeviceLimits limits = {{"0", static_cast<double>(random() % 1500)},
+                                 {"cpu", static_cast<double>(random() % 3000)}};
+    const auto map = InferDeviceMap(model, limits, {});
+    std::reverse(model.tied.begin(), model.tied.end());
+    const auto reversed = InferDeviceMap(model, limits, {});
+    ASSERT_TRUE(map.ok() && reversed.ok());
+    EXPECT_EQ(map->devices, reversed->devices);
+  }
+  EXPECT_GT(with_ties, 1000);
+}
+
 }  // namespace
 }  // namespace muster

@@ -426,9 +426,16 @@ absl::StatusOr<MatchedWeights> MatchedWeights::Match(const std::string& where, N
 const LoadedWeights& MatchedWeights::report() const { return plan_->report; }
 absl::Status MatchedWeights::Copy() { return plan_->Copy(); }
 
+absl::StatusOr<WeightFiles> OpenWeights(const std::string& path,
+                                        const LoadWeightsOptions& options) {
+  MUSTER_ASSIGN_OR_RETURN(WeightFiles files, WeightFiles::Open(path));
+  if (options.parts != nullptr) MUSTER_RETURN_IF_ERROR(files.Divide(options.parts));
+  return files;
+}
+
 absl::StatusOr<LoadedWeights> LoadWeights(const std::string& path, const NamedTensors& targets,
                                           const LoadWeightsOptions& options) {
-  MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, WeightFiles::Open(path));
+  MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, OpenWeights(path, options));
   return LoadWeights(files, targets, options);
 }
 

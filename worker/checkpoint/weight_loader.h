@@ -31,6 +31,10 @@ struct LoadWeightsOptions {
   // The model's name of a tensor, from its name in the file without the prefix. An empty result
   // leaves the tensor out.
   std::function<std::string(const std::string&)> rename = nullptr;
+  // The names of the matrices that a tensor in the files is, one below the other, as experts of one
+  // layer are stored; none: it is one tensor. They count as if the files had them, so `prefix` and
+  // `rename` get their names (see WeightFiles::Divide). Nothing of a checkpoint is taken apart.
+  std::function<std::vector<std::string>(const std::string&)> parts = nullptr;
   // The model's floating-point tensors become this type; integers keep their type. By default the
   // model keeps its types, and values convert to them.
   std::optional<at::ScalarType> dtype = std::nullopt;
@@ -112,7 +116,10 @@ absl::StatusOr<at::Tensor> ReadWeight(const WeightFiles& weights, const WeightEn
 // values.
 absl::StatusOr<LoadedWeights> LoadWeights(const std::string& path, const NamedTensors& targets,
                                           const LoadWeightsOptions& options = {});
-// The same from files that are open: from these, whatever has their names by now.
+// The files at `path`, with what options.parts takes apart. Errors: those of WeightFiles::Open and
+// WeightFiles::Divide.
+absl::StatusOr<WeightFiles> OpenWeights(const std::string& path, const LoadWeightsOptions& options);
+// LoadWeights() from files that are open: from these, whatever has their names by now.
 absl::StatusOr<LoadedWeights> LoadWeights(const WeightFiles& files, const NamedTensors& targets,
                                           const LoadWeightsOptions& options = {});
 

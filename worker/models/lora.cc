@@ -85,7 +85,7 @@ void Freeze(TextModelImpl& model) {
 NamedTensors AdaptersOf(const TextModelImpl& model) {
   NamedTensors adapters;
   for (const auto& item : model.named_parameters()) {
-    if (absl::StrContains(item.key(), ".lora_")) adapters.emplace_back(item.key(), item.value());
+    if (IsLoraParameter(item.key())) adapters.emplace_back(item.key(), item.value());
   }
   return adapters;
 }
@@ -300,13 +300,37 @@ std::vector<at::Tensor> LoraParameters(const TextModelImpl& model) {
   return parameters;
 }
 
+bool IsLoraParameter(const std::string& name) { return absl::StrContains(name, ".lora_"); }
+
 absl::Status SaveLora(const TextModelImpl& model, const std::string& dir,
                       const LoraOptions& options, const std::string& base) {
+  std::map<std::string, at::Tensor> values;
+  for (const auto& [name, tensor] : AdaptersOf(model)) values.emplace(name, tensor);
+  return SaveLora(model, values, dir, options, base);
+}
+
+absl::Status SaveLora(const TextModelImpl& model, const std::map<std::string, at::Tensor>& values,
+                      const std::string& dir, const LoraOptions& options, const std::string& base) {
   NamedTensors adapters;
-  std::set<std::string> adapted;
+  std::set<std::string> adapted, own;
   for (const auto& [name, tensor] : AdaptersOf(model)) {
-    adapters.emplace_back(absl::StrCat(kPrefix, name), tensor.detach());
+    own.insert(name);
+    const auto value = values.find(name);
+    if (value == values.end()) {
+      return absl::InvalidArgumentError(absl::StrCat("the values lack that of ", name));
+    }
+    if (value->second.sizes() != tensor.sizes()) {
+      return absl::InvalidArgumentError(c10::str("the value of ", name, " has shape ",
+                                                 value->second.sizes(), ", but the adapter has ",
+                                                 tensor.sizes()));
+    }
+    adapters.emplace_back(absl::StrCat(kPrefix, name), value->second.detach());
     adapted.insert(LayerOf(name));
+  }
+  for (const auto& [name, value] : values) {
+    if (own.contains(name)) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("the values hold ", Printable(name), ", which is no adapter of the model"));
   }
   if (adapters.empty()) {
     return absl::FailedPreconditionError("the model has no adapters: call AddLora first");

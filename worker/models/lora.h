@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_MODELS_LORA_H_
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -49,6 +50,18 @@ std::vector<at::Tensor> LoraParameters(const TextModelImpl& model);
 // then.
 absl::Status SaveLora(const TextModelImpl& model, const std::string& dir,
                       const LoraOptions& options, const std::string& base = "");
+
+// Whether a parameter of this name belongs to an adapter: the filter for get_state_dict() of a
+// sharded model.
+bool IsLoraParameter(const std::string& name);
+
+// SaveLora() of a sharded model, whose parameters are divided: `values` are those of the adapters
+// by name, such as accelerator.get_state_dict(model, muster::models::IsLoraParameter) returns on
+// process 0. Call it there alone. Additional errors: INVALID_ARGUMENT names an adapter that
+// `values` lacks, that the model lacks, or that has another shape there.
+absl::Status SaveLora(const TextModelImpl& model, const std::map<std::string, at::Tensor>& values,
+                      const std::string& dir, const LoraOptions& options,
+                      const std::string& base = "");
 
 // Adds the adapters of a folder that PEFT or SaveLora wrote, and returns their options. Errors:
 // UNIMPLEMENTED names a kind of adapter or a setting that Muster does not support; INVALID_ARGUMENT

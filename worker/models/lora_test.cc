@@ -1,5 +1,6 @@
 #include "worker/models/lora.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <map>
@@ -19,6 +20,8 @@
 
 namespace muster::models {
 namespace {
+
+using ::testing::HasSubstr;
 
 constexpr const char* kFolders[] = {"hf_models/gpt2_shared", "hf_models/llama_shared",
                                     "hf_models/bert_shared"};
@@ -117,6 +120,36 @@ TEST(SaveLora, LoadedIntoTheBaseModel_SaysTheSame) {
       return Logits(base);
     }()));
   }
+}
+
+TEST(SaveLora, ValuesByName_AreSavedInsteadOfTheModelsOwn) {
+  TextModel model = Load(kFolders[1]);
+  AddLora(*model, {});
+  std::map<std::string, at::Tensor> values;
+  for (const auto& item : model->named_parameters()) {
+    if (IsLoraParameter(item.key())) values[item.key()] = at::full_like(item.value(), 0.5);
+  }
+  EXPECT_EQ(values.size(), LoraParameters(*model).size());
+  const TestFolder to;
+  ASSERT_TRUE(SaveLora(*model, values, to.path(), {}).ok());
+  TextModel again = Load(kFolders[1]);
+  ASSERT_TRUE(LoadLora(*again, to.path()).ok());
+  for (const at::Tensor& adapter : LoraParameters(*again)) {
+    EXPECT_TRUE(at::equal(adapter, at::full_like(adapter, 0.5)));
+  }
+
+  const auto error_of = [&](const std::map<std::string, at::Tensor>& wrong) {
+    return std::string(SaveLora(*model, wrong, to.path(), {}).message());
+  };
+  std::map<std::string, at::Tensor> wrong = values;
+  wrong.erase(wrong.begin());
+  EXPECT_THAT(error_of(wrong), HasSubstr("lack that of " + values.begin()->first));
+  wrong = values;
+  wrong.begin()->second = at::zeros({1});
+  EXPECT_THAT(error_of(wrong), HasSubstr(values.begin()->first + " has shape [1], but"));
+  wrong = values;
+  wrong["norm.weight"] = at::zeros({1});
+  EXPECT_THAT(error_of(wrong), HasSubstr("norm.weight, which is no adapter"));
 }
 
 // The config decides what another program computes with the tensors.

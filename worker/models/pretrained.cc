@@ -319,14 +319,6 @@ absl::StatusOr<NameInModel> NamesInFiles(const std::string& path, const TextMode
   return NamesIn(files, model);
 }
 
-absl::StatusOr<bool> HasUndividedTensors(const std::string& path, const TextModelImpl& model) {
-  MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, WeightFiles::Open(path));
-  const std::vector<WeightEntry>& entries = files.entries();
-  return std::all_of(entries.begin(), entries.end(), [&model](const WeightEntry& entry) {
-    return model.PartsOf(entry.tensor.name).empty();
-  });
-}
-
 absl::Status SaveConfig(const TextModelImpl& model, const std::string& dir) {
   const NamedTensors tensors = TensorsOf(model);
   MUSTER_RETURN_IF_ERROR(CheckNoAdapters(tensors));

@@ -65,10 +65,6 @@ using NameInModel = std::function<std::string(const std::string& name_in_file)>;
 // WeightFiles. Reads both tensors if the files have both.
 absl::StatusOr<NameInModel> NamesInFiles(const std::string& path, const TextModelImpl& model);
 
-// Whether each tensor in the files is one of the model's. Not so where one holds all experts of a
-// layer: LoadPretrained takes it apart, Accelerator::load_weights does not. Errors of WeightFiles.
-absl::StatusOr<bool> HasUndividedTensors(const std::string& path, const TextModelImpl& model);
-
 // Writes a folder that transformers and LoadPretrained can load: config.json and safetensors in
 // shards of at most `max_shard_bytes`. Not for a sharded model: save that with
 // Accelerator::save_model and its config with SaveConfig. FAILED_PRECONDITION: the model has

@@ -138,10 +138,6 @@ TEST(LoadPretrained, ExpertsInOneTensor_AreTakenApart) {
   const NamedTensors fused = WithFusedExperts(TensorsOf(*mixtral));
   const TestFolder folder;
   ASSERT_TRUE(SaveModelFiles(folder.path(), fused, 50'000).ok());
-  EXPECT_FALSE(*HasUndividedTensors(folder.path(), **mixtral));
-  const TestFolder undivided;
-  ASSERT_TRUE(SaveModelFiles(undivided.path(), TensorsOf(*mixtral), 50'000).ok());
-  EXPECT_TRUE(*HasUndividedTensors(undivided.path(), **mixtral));
   ASSERT_TRUE(WriteFileAtomically(folder.Path("config.json"), ToJson((*mixtral)->config())).ok());
   LoadedWeights report;
   const auto again = LoadPretrained(folder.path(), {}, &report);

@@ -69,11 +69,11 @@ void Orthogonalize(at::Tensor& given, double epsilon) {
 class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
  public:
   PowerSgdHook(GroupPtr group, const PowerSgdOptions& options, bool batched,
-               std::shared_ptr<int64_t> reductions)
+               std::shared_ptr<PowerSgdState> state)
       : CppCommHookInterface<GroupPtr>(std::move(group)),
         options_(options),
         batched_(batched),
-        reductions_(std::move(reductions)),
+        of_model_(std::move(state)),
         generator_(at::make_generator<at::CPUGeneratorImpl>(options.random_seed)) {
     TORCH_CHECK(options.matrix_approximation_rank >= 1,
                 "matrix_approximation_rank must be at least 1, got ",
@@ -85,8 +85,8 @@ class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
   FuturePtr runHook(c10d::GradBucket& bucket) override {
     at::NoGradGuard no_grad;
     at::Tensor buffer = bucket.getBufferRef();
-    const bool exact = *reductions_ < options_.start_powerSGD_iter;
-    if (bucket.isLast()) ++*reductions_;
+    const bool exact = of_model_->reductions < options_.start_powerSGD_iter;
+    if (bucket.isLast()) ++of_model_->reductions;
     if (exact) {
       Mean(buffer);
     } else {
@@ -103,13 +103,14 @@ class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
   struct BucketState {
     std::vector<const void*> parameters;  // whose gradients it had, in order
     at::Tensor error;                     // what the last compression left out
+    at::Tensor scale;                     // the loss scale then
     std::vector<at::Tensor> qs;           // right factors
     std::vector<at::Tensor> drawn;        // what they began as
   };
 
   const PowerSgdOptions options_;
   const bool batched_;
-  const std::shared_ptr<int64_t> reductions_;
+  const std::shared_ptr<PowerSgdState> of_model_;
   at::Generator generator_;  // the same draws on every rank: buckets come in the same order
   std::map<size_t, BucketState> buckets_;
 
@@ -162,6 +163,10 @@ class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
         state.error = at::zeros_like(buffer);
         state.qs.clear();
       }
+      // It is in units of the loss scale, which may have changed.
+      const at::Tensor& scale = of_model_->loss_scale;
+      if (state.scale.defined() && scale.defined()) state.error.mul_(scale / state.scale);
+      state.scale = scale;
       buffer.add_(state.error);
       state.error.copy_(buffer);
     }
@@ -199,8 +204,10 @@ class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
         if (options_.warm_start) state.drawn[i] = q.clone();
       } else {
         // That of gradients that were not finite, the same on all ranks, would spoil all that
-        // follow.
-        q = at::where(q.isfinite().all(), q, state.drawn[i]);
+        // follow, and a column of gradients that were zero would stay zero, and drop what it is
+        // for.
+        const at::Tensor is_spent = q.eq(0).all(0, /*keepdim=*/true);
+        q = at::where(q.isfinite().all().logical_and(is_spent.logical_not()), q, state.drawn[i]);
       }
       Orthogonalize(q, options_.orthogonalization_epsilon);
       ps.push_back(at::matmul(matrices[i], q));
@@ -293,7 +300,7 @@ class AverageHook : public c10d::CppCommHookInterface<GroupPtr> {
 
 std::unique_ptr<c10d::CommHookInterface> MakeInner(CommHook hook, const PowerSgdOptions& power_sgd,
                                                    GroupPtr group,
-                                                   std::shared_ptr<int64_t> reductions) {
+                                                   std::shared_ptr<PowerSgdState> state) {
   switch (hook) {
     case CommHook::kNone:
       return nullptr;
@@ -303,10 +310,10 @@ std::unique_ptr<c10d::CommHookInterface> MakeInner(CommHook hook, const PowerSgd
       return std::make_unique<CompressHook>(std::move(group), at::kBFloat16);
     case CommHook::kPowerSgd:
       return std::make_unique<PowerSgdHook>(std::move(group), power_sgd, /*batched=*/false,
-                                            std::move(reductions));
+                                            std::move(state));
     case CommHook::kBatchedPowerSgd:
       return std::make_unique<PowerSgdHook>(std::move(group), power_sgd, /*batched=*/true,
-                                            std::move(reductions));
+                                            std::move(state));
   }
   return nullptr;
 }
@@ -344,15 +351,15 @@ std::unique_ptr<c10d::CommHookInterface> MakeAverageHook(GroupPtr group) {
 std::unique_ptr<c10d::CommHookInterface> MakeCommHook(CommHook hook, CommWrapper wrapper,
                                                       const PowerSgdOptions& power_sgd,
                                                       c10::intrusive_ptr<c10d::ProcessGroup> group,
-                                                      std::shared_ptr<int64_t> reductions) {
+                                                      std::shared_ptr<PowerSgdState> state) {
   if (wrapper == CommWrapper::kNone) {
-    return MakeInner(hook, power_sgd, std::move(group), std::move(reductions));
+    return MakeInner(hook, power_sgd, std::move(group), std::move(state));
   }
   const at::ScalarType dtype = wrapper == CommWrapper::kFp16 ? at::kHalf : at::kBFloat16;
   // A cast around nothing is the hook that casts.
   if (hook == CommHook::kNone) return std::make_unique<CompressHook>(std::move(group), dtype);
   return std::make_unique<WrappedHook>(
-      MakeInner(hook, power_sgd, std::move(group), std::move(reductions)), dtype);
+      MakeInner(hook, power_sgd, std::move(group), std::move(state)), dtype);
 }
 
 }  // namespace muster

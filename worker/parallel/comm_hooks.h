@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "ATen/core/Tensor.h"
 #include "absl/strings/string_view.h"
 #include "c10/util/intrusive_ptr.h"
 
@@ -69,14 +70,21 @@ using GradientHook = std::function<c10::intrusive_ptr<c10::ivalue::Future>(
 std::unique_ptr<c10d::CommHookInterface> MakeGradientHook(
     GradientHook hook, c10::intrusive_ptr<c10d::ProcessGroup> group);
 
+// What PowerSGD's hook of a model keeps for the next one, and is told.
+struct PowerSgdState {
+  int64_t reductions = 0;
+  // What the losses were multiplied by (fp16), 0-d; undefined: nothing. Never written in place.
+  at::Tensor loss_scale = {};
+};
+
 // The hook for c10d::Reducer; null for kNone without a wrapper. PowerSGD waits for its two
 // all-reduces of a bucket inside the hook, so that collectives come in the same order on every rank
 // (on Gloo, continuations run in any order); on NCCL that wait is the stream's, not the host's.
-// `reductions`: counts PowerSGD's, also for the next hook of the same model.
+// `state` outlives it in the next hook of the same model.
 std::unique_ptr<c10d::CommHookInterface> MakeCommHook(CommHook hook, CommWrapper wrapper,
                                                       const PowerSgdOptions& power_sgd,
                                                       c10::intrusive_ptr<c10d::ProcessGroup> group,
-                                                      std::shared_ptr<int64_t> reductions);
+                                                      std::shared_ptr<PowerSgdState> state);
 
 // The hook for c10d::Reducer if no other is requested and the backend of `group` averages by
 // itself, as Muster's backends do for floating CPU tensors: with a hook the Reducer copies

@@ -261,6 +261,7 @@ class DataParallel::Impl {
   }
 
   void set_buffer_root(int rank) { buffer_root_ = rank; }
+  void set_loss_scale(const at::Tensor& scale) { power_sgd_state_->loss_scale = scale.clone(); }
   const DataParallelOptions& options() const { return options_; }
   const std::vector<at::Tensor>& parameters() const { return all_; }
   std::string sparse_parameter() const {
@@ -288,7 +289,7 @@ class DataParallel::Impl {
   const std::vector<at::Tensor> buffers_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::string id_;  // unique in the group's store, the same on all ranks
-  const std::shared_ptr<int64_t> power_sgd_reductions_ = std::make_shared<int64_t>(0);
+  const std::shared_ptr<PowerSgdState> power_sgd_state_ = std::make_shared<PowerSgdState>();
   std::shared_ptr<Reducer> reducer_;
   // Without one the Reducer crashes when the unused parameters are others than in the step before.
   std::shared_ptr<c10d::Logger> logger_;
@@ -378,7 +379,7 @@ class DataParallel::Impl {
     if (options_.gradient_hook != nullptr) {
       reducer_->register_comm_hook(MakeGradientHook(options_.gradient_hook, group_));
     } else if (auto hook = MakeCommHook(options_.comm_hook, options_.comm_wrapper,
-                                        options_.power_sgd, group_, power_sgd_reductions_)) {
+                                        options_.power_sgd, group_, power_sgd_state_)) {
       reducer_->register_comm_hook(std::move(hook));
     } else if (BackendAverages()) {
       reducer_->register_comm_hook(MakeAverageHook(group_));
@@ -696,6 +697,7 @@ void DataParallel::ForgetPending(const std::vector<at::Tensor>& parameters) {
 }
 void DataParallel::Shadow(bool communicate) { impl_->Shadow(communicate); }
 void DataParallel::set_buffer_root(int rank) { impl_->set_buffer_root(rank); }
+void DataParallel::set_loss_scale(const at::Tensor& scale) { impl_->set_loss_scale(scale); }
 void DataParallel::BroadcastModel(int root) { impl_->BroadcastModel(root); }
 std::string DataParallel::sparse_parameter() const { return impl_->sparse_parameter(); }
 const DataParallelOptions& DataParallel::options() const { return impl_->options(); }

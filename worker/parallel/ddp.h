@@ -94,6 +94,10 @@ class DataParallel {
   // Whose buffers are broadcast (0 unless set).
   void set_buffer_root(int rank);
 
+  // What the loss of the next backward pass is multiplied by (fp16): 0-d, on any device. What
+  // PowerSGD has left out at another scale follows it.
+  void set_loss_scale(const at::Tensor& scale);
+
   // Overwrites parameters and buffers with those of rank `root`. A collective.
   void BroadcastModel(int root);
 

@@ -384,6 +384,64 @@ TEST(DataParallel, PowerSgdInHalf_TakesZeroAndLargeGradients) {
   }
 }
 
+// What compression has left out is in the units of the loss scale of its step.
+TEST(DataParallel, PowerSgd_ErrorFollowsTheLossScale) {
+  for (const CommHook hook : {CommHook::kPowerSgd, CommHook::kBatchedPowerSgd}) {
+    DataParallelOptions options{.comm_hook = hook};
+    options.power_sgd.start_powerSGD_iter = 2;
+    // The gradients of each step, divided by its scale.
+    const auto gradients = [&](const std::vector<double>& scales) {
+      std::vector<at::Tensor> of_rank_0;
+      RunGlooRanks(kRanks, [&](Comm& comm) {
+        TestNet net(7);
+        DataParallel ddp(comm, net.parameters, net.names, net.buffers, options);
+        for (size_t step = 0; step < scales.size(); ++step) {
+          ddp.set_loss_scale(at::full({}, scales[step], at::kFloat));
+          ddp.BeforeForward(true);
+          const at::Tensor out =
+              ddp.AfterForward(net.Forward(Input(static_cast<int>(step), comm.rank())));
+          (at::mse_loss(out, Target(static_cast<int>(step), comm.rank())) * scales[step])
+              .backward();
+          for (at::Tensor& parameter : net.parameters) {
+            if (comm.rank() == 0) of_rank_0.push_back(parameter.grad() / scales[step]);
+            parameter.mutable_grad().reset();
+          }
+        }
+      });
+      return of_rank_0;
+    };
+    const auto want = gradients({1, 1, 1, 1, 1, 1, 1});
+    const auto got = gradients({1, 1, 1, 1024, 1024, 512, 0.25});
+    ASSERT_EQ(got.size(), want.size());
+    for (size_t i = 0; i < got.size(); ++i) {
+      EXPECT_TRUE(at::allclose(got[i], want[i], 1e-4, 1e-6)) << i;
+    }
+  }
+}
+
+TEST(DataParallel, PowerSgd_CompressesWhatHadNoGradientForAStep) {
+  DataParallelOptions options{.comm_hook = CommHook::kPowerSgd};
+  options.power_sgd.start_powerSGD_iter = 2;
+  RunGlooRanks(kRanks, [&](Comm& comm) {
+    TestNet net(7);
+    DataParallel ddp(comm, net.parameters, net.names, net.buffers, options);
+    for (int step = 0; step < 6; ++step) {
+      // A branch that is not used in the first compressed steps.
+      const double used = step > 3 ? 1 : 0;
+      ddp.BeforeForward(true);
+      at::Tensor loss = at::zeros({});
+      for (const at::Tensor& parameter : net.parameters) loss = loss + used * parameter.sum();
+      ddp.AfterForward(loss).backward();
+      for (size_t i = 0; i < net.parameters.size(); ++i) {
+        at::Tensor& grad = net.parameters[i].mutable_grad();
+        // A matrix of ones has rank 1.
+        EXPECT_TRUE(at::allclose(grad, at::full_like(grad, used), 1e-3, 1e-3)) << step << " " << i;
+        grad.reset();
+      }
+    }
+  });
+}
+
 // Gradients that overflow are those of a step that is left out, and no other.
 TEST(DataParallel, PowerSgd_ForgetsGradientsThatAreNotFinite) {
   for (const CommHook hook : {CommHook::kPowerSgd, CommHook::kBatchedPowerSgd}) {

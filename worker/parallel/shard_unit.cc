@@ -368,6 +368,53 @@ std::vector<at::Tensor> ShardUnit::Values() {
   return Assemble(parts, dtype_);
 }
 
+std::vector<at::Tensor> ShardUnit::Values(const std::vector<bool>& wanted) {
+  at::NoGradGuard no_grad;
+  // What the ranks have of these slices, moved together: each rank's share takes as much as the
+  // largest of them.
+  struct Piece {
+    size_t slice;
+    int64_t begin, size;  // in the slice
+    int rank;
+    int64_t at;  // in the rank's share
+  };
+  std::vector<Piece> pieces;
+  std::vector<int64_t> used(static_cast<size_t>(comm_.size()), 0);
+  for (size_t i = 0; i < slices_.size(); ++i) {
+    if (!wanted[i]) continue;
+    const int64_t offset = slices_[i].offset;
+    const int64_t numel = c10::multiply_integers(slices_[i].sizes);
+    for (int rank = 0; rank < comm_.size(); ++rank) {
+      const int64_t begin = std::clamp<int64_t>(part_ * rank - offset, 0, numel);
+      const int64_t end = std::clamp<int64_t>(part_ * (rank + 1) - offset, begin, numel);
+      if (begin == end) continue;
+      pieces.push_back({i, begin, end - begin, rank, used[rank]});
+      used[rank] += end - begin;
+    }
+  }
+  std::vector<at::Tensor> values(slices_.size());
+  const int64_t share = *std::max_element(used.begin(), used.end());
+  const at::TensorOptions options = master_.options().dtype(dtype_);
+  at::Tensor shares = at::zeros({share * comm_.size()}, options);
+  const auto in_shares = [&](const Piece& piece) {
+    return shares.narrow(0, share * piece.rank + piece.at, piece.size);
+  };
+  for (const Piece& piece : pieces) {
+    if (piece.rank == comm_.rank()) in_shares(piece).copy_(slices_[piece.slice].shard);
+  }
+  if (share > 0) comm_.AllGatherParts(shares);
+  for (size_t i = 0; i < slices_.size(); ++i) {
+    if (wanted[i]) values[i] = at::empty_strided(slices_[i].sizes, slices_[i].strides, options);
+  }
+  for (const Piece& piece : pieces) {
+    const at::Tensor& value = values[piece.slice];
+    value.as_strided({value.numel()}, {1})
+        .narrow(0, piece.begin, piece.size)
+        .copy_(in_shares(piece));
+  }
+  return values;
+}
+
 void ShardUnit::KeepOwnPart() {
   at::NoGradGuard no_grad;
   if (!separate() || !gathered_) return;

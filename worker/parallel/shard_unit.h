@@ -157,6 +157,9 @@ class ShardUnit : public Page {
   void Expire();
   // (collective) Copies of the full parameters, of their own dtype.
   std::vector<at::Tensor> Values();
+  // (collective) The same of those slices for which wanted[i], the same ones on every rank: others
+  // are undefined, and their values are not exchanged.
+  std::vector<at::Tensor> Values(const std::vector<bool>& wanted);
   // Takes this rank's part of the gathered values, which were written, for the shards.
   void KeepOwnPart();
 

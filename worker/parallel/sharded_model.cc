@@ -1616,14 +1616,14 @@ void ShardedModel::Summon(const std::function<void()>& body) {
   end();
 }
 
-void ShardedModel::CheckNotMixed() {
+void ShardedModel::CheckNotMixed(const char* place) {
   // All ranks know of it.
   TORCH_CHECK(mixed_.empty(), mixed_);
   std::vector<std::string> failures;
   std::vector<uint32_t> announced;
   bool in_step = false;
   for (const std::string& bytes :
-       MeetAll(world_, shard_comm_, "reading the weights",
+       MeetAll(world_, shard_comm_, place,
                Pack({announced_, failed_in_step_ ? kFailedInStep : 0}) + failure_, Before())) {
     announced.push_back(NumberIn(bytes, 0));
     in_step = in_step || NumberIn(bytes, 1) != 0;
@@ -1690,6 +1690,68 @@ std::vector<std::pair<std::string, at::Tensor>> ShardedModel::FullParameters(
     }
   });
   Report(mine, failure);
+  return all;
+}
+
+std::vector<std::vector<bool>> ShardedModel::AgreeOnWanted(const KeepName& wanted) {
+  std::vector<std::vector<bool>> all;
+  std::string mine;  // 0 or 1 of each parameter; longer: what the filter has thrown
+  std::exception_ptr thrown;
+  try {
+    for (const auto& unit : units_) {
+      all.emplace_back();
+      for (const ShardUnit::Slice& slice : unit->slices()) {
+        all.back().push_back(wanted(slice.name));
+        mine += all.back().back() ? '\1' : '\0';
+      }
+    }
+  } catch (...) {
+    thrown = std::current_exception();
+    mine = std::string(places_.size() + 1, ' ') + TextOf(thrown);
+  }
+  CheckNotMixed("reading some of the weights");
+  const std::vector<std::string> of_ranks = world_.AllGatherBytes(mine);
+  if (thrown != nullptr) std::rethrow_exception(thrown);
+  for (size_t rank = 0; rank < of_ranks.size(); ++rank) {
+    const std::string& other = of_ranks[rank];
+    TORCH_CHECK(other.size() <= places_.size(), "rank ", rank,
+                " has failed in the filter that says which weights are read: ",
+                other.substr(std::min(other.size(), places_.size() + 1)));
+    const auto [here, there] = std::mismatch(mine.begin(), mine.end(), other.begin());
+    if (here == mine.end()) continue;
+    auto index = static_cast<size_t>(here - mine.begin());
+    size_t unit = 0;
+    while (index >= units_[unit]->slices().size()) index -= units_[unit++]->slices().size();
+    TORCH_CHECK(false, "rank ", *here != 0 ? world_.rank() : static_cast<int>(rank),
+                " reads parameter '", units_[unit]->slices()[index].name,
+                "' of a sharded model, and rank ",
+                *here != 0 ? static_cast<int>(rank) : world_.rank(),
+                " does not: the filter must say the same on every rank");
+  }
+  return all;
+}
+
+std::vector<std::pair<std::string, at::Tensor>> ShardedModel::SomeParameters(const KeepName& wanted,
+                                                                             bool keep) {
+  CheckHasValues();
+  const std::vector<std::vector<bool>> all_wanted = AgreeOnWanted(wanted);
+  CheckStepped("reading the weights");
+  std::vector<std::pair<std::string, at::Tensor>> all;
+  std::exception_ptr mine;
+  for (size_t u = 0; u < units_.size(); ++u) {
+    const std::vector<at::Tensor> values = units_[u]->Values(all_wanted[u]);
+    if (!keep || mine != nullptr) continue;  // the others are in the same exchange
+    try {
+      for (size_t i = 0; i < values.size(); ++i) {
+        if (!values[i].defined()) continue;
+        all.emplace_back(units_[u]->slices()[i].name, keep_copy_(values[i]));
+      }
+    } catch (...) {
+      mine = std::current_exception();
+      all.clear();
+    }
+  }
+  Report(mine, nullptr);
   return all;
 }
 

@@ -123,8 +123,8 @@ class ShardedModel {
   void CheckNotMixedHere() const;
   // (collective) Before weights are read, or replaced while optimizers keep their states: throws on
   // every rank if they are a mixture, since some ranks have failed or changed their parts where
-  // others have not.
-  void CheckNotMixed();
+  // others have not. `place`: what for, in the messages to ranks that are elsewhere.
+  void CheckNotMixed(const char* place = "reading the weights");
   // All parameters are about to be replaced, on every rank: failures and changes of before do not
   // keep anyone from reading them. Returns what RestoreFailures() needs if nothing is replaced.
   struct Failures {
@@ -225,6 +225,10 @@ class ShardedModel {
   // whole exchange: in `failure`, if other exchanges follow; null: it is thrown.
   std::vector<std::pair<std::string, at::Tensor>> FullParameters(
       const KeepName& keep, std::exception_ptr* failure = nullptr);
+  // (collective) The full parameters for which wanted(name), which must be the same ones on every
+  // rank (or all ranks throw), by name, copied to the CPU: nothing else is exchanged. `keep` false:
+  // this rank gets none. An error on only this rank is thrown after the whole exchange.
+  std::vector<std::pair<std::string, at::Tensor>> SomeParameters(const KeepName& wanted, bool keep);
   // The values of full parameters, by name; names that are not in `values` stay as they are.
   void LoadParameters(const std::map<std::string, at::Tensor>& values);
   // The same from this rank's parts of them (PartOf). `copy` copies each second tensor to the
@@ -260,6 +264,8 @@ class ShardedModel {
  private:
   // Unit and slice.
   const std::pair<size_t, size_t>& PlaceOf(const std::string& name) const;
+  // (collective) Which slices of which units SomeParameters() reads.
+  std::vector<std::vector<bool>> AgreeOnWanted(const KeepName& wanted);
   // Throws if a store does not take `parameter`.
   void CheckStores(const NamedParameter& parameter) const;
   // (collective) Room in the stores for the units of `plan`.

@@ -1543,6 +1543,70 @@ TEST(ShardedModel, RankThatFailsInALateReduction_KnowsWhatWasTrainedAsTheOthersD
   EXPECT_THAT(trained, Each(ElementsAre(true, true, true, true)));
 }
 
+TEST(ShardedModel, SomeParameters_AreExchangedAlone) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    RunRanks(3, [&](Comm& comm) {
+      CountingComm counting(comm);
+      Trained trained(counting, {.strategy = strategy});
+      const Values all = trained.Full();
+      const auto is_bias = [](const std::string& name) { return name.ends_with(".bias"); };
+      counting.bytes = 0;
+      const auto some = trained.model.SomeParameters(is_bias, comm.rank() == 0);
+      const size_t sent = counting.bytes;
+      size_t biases = 0, bytes = 0;
+      for (const auto& [name, value] : all) {
+        if (!is_bias(name)) continue;
+        ++biases;
+        bytes += value.nbytes();
+      }
+      ASSERT_GT(biases, 1u);
+      // A rank that has a bias whole sends it; the others of the unit send as much.
+      EXPECT_LE(sent, 2 * bytes);
+      EXPECT_EQ(some.size(), comm.rank() == 0 ? biases : 0);
+      for (const auto& [name, value] : some) {
+        EXPECT_TRUE(at::equal(value, all.at(name))) << name;
+      }
+      for (const auto& [name, value] :
+           trained.model.SomeParameters([](const auto&) { return true; }, /*keep=*/true)) {
+        EXPECT_TRUE(at::equal(value, all.at(name))) << name;
+      }
+    });
+  }
+}
+
+TEST(ShardedModel, FiltersThatDiffer_AreErrorsOnAllRanks) {
+  std::vector<std::string> different(2), thrown(2), apart(2);
+  RunRanks(2, [&](Comm& comm) {
+    Trained trained(comm, {.strategy = ShardingStrategy::kFull});
+    const std::string last = trained.Full().rbegin()->first;
+    different[comm.rank()] = ErrorOf([&] {
+      trained.model.SomeParameters(
+          [&](const std::string& name) { return comm.rank() == 1 && name == last; }, true);
+    });
+    thrown[comm.rank()] = ErrorOf([&] {
+      trained.model.SomeParameters(
+          [&](const std::string& name) {
+            TORCH_CHECK(comm.rank() == 0, "no idea of ", name);
+            return true;
+          },
+          true);
+    });
+    apart[comm.rank()] = ErrorOf([&] {
+      if (comm.rank() == 0) {
+        trained.Full();
+      } else {
+        trained.model.SomeParameters([](const auto&) { return true; }, true);
+      }
+    });
+  });
+  EXPECT_THAT(different, Each(HasSubstr("rank 1 reads parameter '")));
+  EXPECT_THAT(different, Each(HasSubstr("and rank 0 does not")));
+  EXPECT_THAT(thrown, ElementsAre(HasSubstr("rank 1 has failed in the filter that says which "
+                                            "weights are read: no idea of"),
+                                  HasSubstr("no idea of")));
+  EXPECT_THAT(apart, Each(HasSubstr("reading some of the weights")));
+}
+
 // As a rank without memory for the whole model does.
 TEST(ShardedModel, RankThatCannotKeepWhatItReads_StaysInStep) {
   std::vector<std::string> reads(2), states(2);
@@ -2115,6 +2179,57 @@ TEST(ShardedModel, ReductionInFloatOfAModelInBfloat16_SumsMicroStepsInIt) {
         EXPECT_TRUE(shard.grad().eq(320).all().item<bool>());
       }
     });
+  }
+}
+
+// The gradient that extra.weight has on a rank if `gradient_of` is that of each rank.
+void ExpectGradient(const ShardingOptions& options, at::ScalarType dtype, int ranks,
+                    const std::function<double(int rank)>& gradient_of, double want) {
+  RunRanks(ranks, [&](Comm& comm) {
+    Net net;
+    net.to(dtype);
+    ShardedModel model(comm, comm, nullptr, &net, ParametersOf(net), {}, options);
+    model.BeginForward(true);
+    const at::Tensor loss = (net.extra->weight * gradient_of(comm.rank())).sum();
+    model.EndForward();
+    loss.backward();
+    for (const at::Tensor& shard : model.shards()) {
+      if (*model.NameOf(shard) != "extra.weight" || shard.numel() == 0) continue;
+      EXPECT_EQ(shard.grad().scalar_type(), dtype);
+      const double got = shard.grad()[0].item<double>();
+      EXPECT_EQ(got, dtype == at::kFloat ? static_cast<double>(static_cast<float>(want)) : want);
+      EXPECT_TRUE(shard.grad().eq(got).all().item<bool>());
+    }
+  });
+}
+
+TEST(ShardedModel, ReduceDtype_DoesNotNarrowDoublesOrIgnoredParameters) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+      const double fine = 1 + std::exp2(-40);
+      ExpectGradient(
+          {.strategy = strategy, .reduce_dtype = dtype}, at::kDouble, 2, [&](int) { return fine; },
+          fine);
+    }
+    const double fine = 1 + std::exp2(-20);
+    ExpectGradient(
+        {.strategy = strategy, .reduce_dtype = at::kBFloat16, .ignored_modules = "extra"},
+        at::kFloat, 2, [&](int) { return fine; }, fine);
+    // While others are rounded.
+    ExpectGradient(
+        {.strategy = strategy, .reduce_dtype = at::kBFloat16}, at::kFloat, 2,
+        [&](int) { return fine; }, 1);
+  }
+}
+
+TEST(ShardedModel, ReduceDtypeBfloat16_RoundsSumsAndNotTheMean) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    const ShardingOptions options = {.strategy = strategy, .reduce_dtype = at::kBFloat16};
+    ExpectGradient(
+        options, at::kFloat, 3, [](int rank) { return rank == 0 ? 1.0 : 0.0; }, 1.0 / 3);
+    // 2 + 2^-7 lies between two numbers of bfloat16.
+    ExpectGradient(
+        options, at::kFloat, 2, [](int rank) { return rank == 0 ? 1 : 1 + std::exp2(-7); }, 1);
   }
 }
 

@@ -53,8 +53,10 @@ struct ShardingOptions {
   // Halves the communication and memory of gathered parameters, for forward and backward passes in
   // low precision: it must be the type of mixed_precision. Absent: fp32, which autocast converts.
   std::optional<c10::ScalarType> parameter_dtype = std::nullopt;
-  // The dtype in which gradients are summed over micro-steps and ranks. Absent: that of the
-  // parameters.
+  // The dtype in which gradients are summed over micro-steps and ranks; their mean, which divides
+  // the sum, is in the wider one of this and the parameters' dtype. Absent: that of the parameters,
+  // which gradients of fp64 parameters and of ignored ones (`ignored_modules`,
+  // `ignored_parameters`) always keep.
   std::optional<c10::ScalarType> reduce_dtype = std::nullopt;
   // The dtype of the prepared model's outputs: all their floating-point tensors are converted, and
   // gradients flow through the conversion. With a strategy other than kNone and under

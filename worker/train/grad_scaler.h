@@ -68,6 +68,9 @@ class GradScaler {
   void Reset() { optimizers_.clear(); }
 
   double scale() const;
+  // The same on its device, 0-d F32, where reading it waits for nothing; Update() writes it in
+  // place.
+  const at::Tensor& scale_tensor() const { return scale_; }
   int64_t growth_tracker() const;
 
   // As it will be after Update(), where one is due. Errors: those of Update().
