@@ -53,7 +53,7 @@ void CheckPadValue(const at::Tensor& tensor, const at::Scalar& value, int rank) 
       fits = false;
     }
   }
-  TORCH_CHECK(fits, "pad_across_processes on rank ", rank, ": the pad_value ", value,
+  TORCH_CHECK(fits, "pad_across_processes on rank ", rank, ": a pad_index of ", value,
               " does not fit ", comm_checks::Describe(tensor));
 }
 

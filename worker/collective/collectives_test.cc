@@ -157,8 +157,8 @@ TEST(PadTensorsAcrossProcesses, ValueThatTheDtypeCannotHold_IsAnErrorOnEveryRank
     const auto error = [&](at::ScalarType dtype, const at::Scalar& value) {
       return ErrorOf([&] { PadTensorsAcrossProcesses(comm, {at::ones({n}, dtype)}, 0, value); });
     };
-    EXPECT_THAT(error(at::kChar, 1000), HasSubstr("the pad_value 1000 does not fit int8["));
-    EXPECT_THAT(error(at::kLong, 1.5), HasSubstr("the pad_value 1.5 does not fit int64["));
+    EXPECT_THAT(error(at::kChar, 1000), HasSubstr("a pad_index of 1000 does not fit int8["));
+    EXPECT_THAT(error(at::kLong, 1.5), HasSubstr("a pad_index of 1.5 does not fit int64["));
     EXPECT_THAT(error(at::kLong, NAN), HasSubstr("does not fit int64["));
     EXPECT_THAT(error(at::kLong, 2.0), "no error");
     EXPECT_THAT(error(at::kBool, 0), "no error");
