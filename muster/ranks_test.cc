@@ -64,6 +64,19 @@ TEST(Ranks, D01_MainThrowsInItsBlock_TheOthersAreReleased) {
   EXPECT_THAT(entered, ElementsAre(0, 1, 1));
 }
 
+TEST(Ranks, MainCallsACollectiveInItsBlock_TheRanksStayInStep) {
+  RunAccelerators(3, {}, [](Accelerator& a) {
+    try {
+      auto first = a.main_process_first();
+      if (a.is_main_process()) a.gather(at::ones({1}));
+      ADD_FAILURE() << "no error";
+    } catch (const c10::Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr("rank 0 called AllGather"));
+    }
+    EXPECT_EQ(a.gather(at::full({1}, a.process_index())).sum().item<int64_t>(), 3);
+  });
+}
+
 TEST(Ranks, StructureWithAnUndefinedTensor_KeepsIt) {
   RunAccelerators(2, {}, [](Accelerator& a) {
     const std::pair<at::Tensor, at::Tensor> mine = {at::full({1}, a.process_index()), {}};

@@ -77,9 +77,29 @@ JoinScope::~JoinScope() noexcept(false) {
 
 FirstScope::FirstScope(Core* core, bool per_host)
     : core_(core),
+      per_host_(per_host),
       first_(per_host ? core->process().local_rank() == 0 : core->process().rank() == 0) {
-  core_->steps().CheckAllTakePart(per_host ? "local_main_process_first()" : "main_process_first()");
-  if (!first_) core_->process().comm().Barrier();
+  core_->steps().CheckAllTakePart(Name());
+  if (first_) return;
+  Comm& comm = core_->process().comm();
+  try {
+    comm.Barrier();
+  } catch (const c10::DistBackendError&) {
+    throw;
+  } catch (const c10::Error&) {
+    // The first process has made another call in its scope and fails there as well, which ends the
+    // scope with its barrier: without this one the ranks would be out of step from here on.
+    try {
+      comm.Barrier();
+    } catch (const c10::Error& error) {
+      MUSTER_LOG(Debug) << "after a failure in " << Name() << ": "
+                        << error.what_without_backtrace();
+    }
+    throw;
+  }
+}
+const char* FirstScope::Name() const {
+  return per_host_ ? "local_main_process_first()" : "main_process_first()";
 }
 FirstScope::~FirstScope() {
   if (!first_) return;
@@ -87,7 +107,7 @@ FirstScope::~FirstScope() {
   try {
     core_->process().comm().Barrier();
   } catch (const c10::Error& e) {
-    MUSTER_LOG(Error) << "main_process_first: " << e.what_without_backtrace();
+    MUSTER_LOG(Error) << Name() << ": " << e.what_without_backtrace();
   }
 }
 

@@ -69,7 +69,10 @@ class [[nodiscard]] FirstScope {
   FirstScope& operator=(const FirstScope&) = delete;
 
  private:
+  const char* Name() const;
+
   Core* const core_;
+  const bool per_host_;
   const bool first_;
 };
 

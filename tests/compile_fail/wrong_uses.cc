@@ -252,6 +252,12 @@ void Use(muster::Accelerator& accelerator) {
   auto part = accelerator.split_between_processes(std::array<int, 2>{1, 2});
 }
 
+// Use: split_between_processes() of a value of TorchScript
+// Error: split_between_processes() would give all of this value of TorchScript to every process
+void Use(muster::Accelerator& accelerator) {
+  auto part = accelerator.split_between_processes(torch::IValue(torch::zeros({4})));
+}
+
 // Use: run() of a function with other parameters
 // Error: muster::run() calls train(accelerator) or train(accelerator, arguments)
 absl::Status Train(muster::Accelerator accelerator);

@@ -15,6 +15,7 @@
 #include "muster/tokenizer.h"
 #include "tests/conformance/case_fields.h"
 #include "tests/conformance/handlers.h"
+#include "tests/parity/case_training.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/weight_files.h"
 #include "worker/models/generate.h"
@@ -319,10 +320,25 @@ Json HfTrainCase(const Json& in) {
   return out;
 }
 
+Json TrainingCase(const Json& in) {
+  parity::Trained trained;
+  RunAccelerators(RanksOf(in), parity::TrainingOptions(in, "no_shard"),
+                  [&](Accelerator& accelerator) {
+                    parity::Trained mine = parity::TrainCase(accelerator, in, "");
+                    if (accelerator.is_main_process()) trained = std::move(mine);
+                  });
+  NamedTensors weights(trained.weights.begin(), trained.weights.end());
+  trained.out["final_weights"] = WriteTensors(weights);
+  return trained.out;
+}
+
 }  // namespace
 
 std::map<std::string, Handler> ModelsHandlers() {
-  return {{"hf_models", HfModelsCase}, {"hf_generate", HfGenerateCase}, {"hf_train", HfTrainCase}};
+  return {{"hf_models", HfModelsCase},
+          {"hf_generate", HfGenerateCase},
+          {"hf_train", HfTrainCase},
+          {"training", TrainingCase}};
 }
 
 }  // namespace muster::conformance

@@ -345,10 +345,14 @@ class C10dComm : public Comm {
       return all;
     }
     // A few ranks hold nearly everything: padding the others to their length would cost more than
-    // turns.
+    // turns. What is short is here already.
     for (int r = 0; r < size_; ++r) {
+      if (Header(r).inline_bytes >= 0) {
+        all[r] = InlineBytes(r);
+        continue;
+      }
       all[r] = r == rank_ ? bytes : std::string(Header(r).total_bytes, '\0');
-      if (!all[r].empty()) BroadcastString(&all[r], r);
+      BroadcastString(&all[r], r);
     }
     return all;
   }
@@ -439,14 +443,12 @@ class C10dComm : public Comm {
       same = same && SameCall(Header(r), Header(0), same_tensors);
     }
     if (same) return all_inline;
-    std::string text = "ranks disagree about a collective:";
-    for (int r = 0; r < size_; ++r) {
-      text += c10::str(r == 0 ? " " : "; ", "rank ", r, " called ",
-                       DescribeFrame(Header(r), same_tensors));
-    }
+    std::vector<std::string> calls;
+    for (int r = 0; r < size_; ++r) calls.push_back(DescribeFrame(Header(r), same_tensors));
     // Ranks may have different counts; from here on they are equal again.
     for (int r = 0; r < size_; ++r) sequence_ = std::max(sequence_, Header(r).sequence);
-    TORCH_CHECK(false, text);
+    TORCH_CHECK(false, "ranks disagree about a collective: ",
+                comm_checks::ByRanks(calls, "called", "called"));
   }
 
   // Every rank throws if one of them has something to complain about.

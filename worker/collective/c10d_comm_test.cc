@@ -464,7 +464,7 @@ TEST_P(CheckedCommTest, WrongUse_EveryRankThrowsTheSame_GroupStaysUsable) {
   const std::vector<Case> cases = {
       {"shape",
        [](Comm& c) { c.AllGather(at::zeros({c.rank() == 1 ? 5 : 4})); },
-       {"rank 0 called AllGather", "float32[4]", "float32[5]"}},
+       {"ranks 0, 2 called AllGather", "float32[4]", "rank 1 called AllGather", "float32[5]"}},
       {"large shape",
        [](Comm& c) {
          at::Tensor x = at::zeros({c.rank() == 1 ? 5000 : 1});
@@ -482,7 +482,7 @@ TEST_P(CheckedCommTest, WrongUse_EveryRankThrowsTheSame_GroupStaysUsable) {
          at::Tensor x = at::zeros({2});
          c.AllReduce(x, c.rank() == 2 ? ReduceOp::kMax : ReduceOp::kSum);
        },
-       {"rank 2 called AllReduce(max)", "rank 0 called AllReduce(sum)"}},
+       {"rank 2 called AllReduce(max)", "ranks 0, 1 called AllReduce(sum)"}},
       {"root",
        [](Comm& c) {
          at::Tensor x = at::zeros({2});
@@ -497,13 +497,13 @@ TEST_P(CheckedCommTest, WrongUse_EveryRankThrowsTheSame_GroupStaysUsable) {
            c.AllGatherBytes("x");
          }
        },
-       {"rank 0 called Barrier", "rank 1 called AllGatherBytes"}},
+       {"rank 0 called Barrier", "ranks 1, 2 called AllGatherBytes"}},
       {"number of tensors",
        [](Comm& c) {
          std::vector<at::Tensor> tensors(c.rank() == 1 ? 1 : 2, at::zeros({2}));
          GatherTensors(c, tensors);
        },
-       {"rank 0 called AllGather", "float32[2], tensor 1 of 2; rank 1 called AllGather"}},
+       {"ranks 0, 2 called AllGather", "float32[2], tensor 1 of 2; rank 1 called AllGather"}},
       {"no tensors",
        [](Comm& c) { GatherTensors(c, std::vector<at::Tensor>(c.rank(), at::zeros({2}))); },
        {"rank 0 called Barrier", "for a structure without tensors; rank 1 called AllGather",

@@ -1,6 +1,5 @@
 #include "worker/collective/checked_comm.h"
 
-#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,21 +11,6 @@
 
 namespace muster {
 namespace {
-
-// "ranks 0, 2 and 3" of those where `texts` equals `text`; long lists are cut.
-std::string RanksWith(const std::vector<std::string>& texts, const std::string& text) {
-  std::vector<size_t> ranks;
-  for (size_t r = 0; r < texts.size(); ++r) {
-    if (texts[r] == text) ranks.push_back(r);
-  }
-  std::string result = ranks.size() == 1 ? "rank " : "ranks ";
-  constexpr size_t kShown = 8;
-  for (size_t i = 0; i < std::min(ranks.size(), kShown); ++i) {
-    result += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
-  }
-  if (ranks.size() > kShown) result += " and " + std::to_string(ranks.size() - kShown) + " more";
-  return result;
-}
 
 class CheckedComm : public Comm {
  public:
@@ -94,17 +78,7 @@ class CheckedComm : public Comm {
       texts.push_back(other.substr(0, newline) + (site.empty() ? "" : " at " + site));
     }
     if (same_calls && (same_sites || warned_)) return;
-    std::string groups;
-    std::vector<std::string> distinct = texts;
-    std::sort(distinct.begin(), distinct.end());
-    distinct.erase(std::unique(distinct.begin(), distinct.end()), distinct.end());
-    // In the order of the first rank of each group.
-    std::sort(distinct.begin(), distinct.end(), [&](const auto& a, const auto& b) {
-      return std::find(texts.begin(), texts.end(), a) < std::find(texts.begin(), texts.end(), b);
-    });
-    for (const std::string& text : distinct) {
-      groups += (groups.empty() ? "" : "; ") + RanksWith(texts, text) + " called " + text;
-    }
+    const std::string groups = comm_checks::ByRanks(texts, "called", "called");
     TORCH_CHECK(same_calls, "debug mode: ranks disagree about a collective: ", groups);
     warned_ = true;
     if (rank() == 0) {

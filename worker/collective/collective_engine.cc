@@ -2,6 +2,7 @@
 
 #include "c10/core/ScalarType.h"
 #include "c10/util/StringUtil.h"
+#include "worker/collective/comm_checks.h"
 
 namespace muster {
 namespace {
@@ -29,12 +30,13 @@ std::string DescribeCall(const ShmCall& call) {
 }
 
 std::string DescribeDisagreement(const std::vector<int>& ranks, const std::vector<ShmCall>& calls) {
-  std::string text = "ranks disagree about a collective:";
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    text += c10::str(i == 0 ? " " : "; ", "rank ", ranks[i], " called ", DescribeCall(calls[i]),
-                     " of ", c10::toString(static_cast<c10::ScalarType>(calls[i].dtype)));
+  std::vector<std::string> texts;
+  for (const ShmCall& call : calls) {
+    texts.push_back(c10::str(DescribeCall(call), " of ",
+                             c10::toString(static_cast<c10::ScalarType>(call.dtype))));
   }
-  return text;
+  return "ranks disagree about a collective: " +
+         comm_checks::ByRanks(texts, "called", "called", ranks);
 }
 
 }  // namespace muster

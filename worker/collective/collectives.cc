@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <exception>
 
 #include "ATen/ops/cat.h"
 #include "ATen/ops/full.h"
@@ -37,6 +38,24 @@ void ForEachTensor(Comm& comm, const std::vector<at::Tensor>& tensors, const Fun
     const comm_checks::PlaceScope place(i, tensors.size());
     collective(tensors[i]);
   }
+}
+
+// Every rank has the same value, and only those that pad would fail on it.
+void CheckPadValue(const at::Tensor& tensor, const at::Scalar& value, int rank) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  if (at::isFloatingType(dtype) && !value.isComplex()) return;
+  if (at::isComplexType(dtype)) return;
+  const double wanted = value.isComplex() ? std::nan("") : value.toDouble();
+  bool fits = std::floor(wanted) == wanted && std::abs(wanted) < 0x1p63;
+  if (fits) {
+    try {
+      at::full({}, value, dtype);
+    } catch (const std::exception&) {  // c10 throws one of std where a number overflows
+      fits = false;
+    }
+  }
+  TORCH_CHECK(fits, "pad_across_processes on rank ", rank, ": a pad_index of ", value,
+              " does not fit ", comm_checks::Describe(tensor));
 }
 
 std::vector<int64_t> Numbers(const std::string& bytes) {
@@ -82,9 +101,11 @@ std::vector<at::Tensor> ReduceTensors(Comm& comm, const std::vector<at::Tensor>&
   ForEachTensor(comm, tensors, [&](const at::Tensor& tensor) {
     comm_checks::CheckReduce(tensor, op, comm.rank());
     const bool fractional = tensor.is_floating_point() || tensor.is_complex();
-    TORCH_CHECK(fractional || std::floor(scale) == scale, "reduce on rank ", comm.rank(),
-                ": a scale of ", scale, " does not fit ", comm_checks::Describe(tensor),
-                "; convert it to a floating dtype first");
+    // A bool has no multiples, and beyond 2^63 int64_t has no such number.
+    const bool whole = std::floor(scale) == scale && std::abs(scale) < 0x1p63;
+    TORCH_CHECK(fractional || scale == 1 || (whole && tensor.scalar_type() != at::kBool),
+                "reduce on rank ", comm.rank(), ": a scale of ", scale, " does not fit ",
+                comm_checks::Describe(tensor), "; convert it to a floating dtype first");
     at::Tensor copy = tensor.detach().clone();
     comm.AllReduce(copy, op);
     if (scale != 1) {
@@ -118,6 +139,7 @@ std::vector<at::Tensor> PadTensorsAcrossProcesses(Comm& comm,
   at::NoGradGuard no_grad;
   for (const at::Tensor& tensor : tensors) {
     comm_checks::CheckTensor(tensor, "pad_across_processes", comm.rank());
+    CheckPadValue(tensor, pad_value, comm.rank());
   }
   const std::vector<int64_t> mine = ShapesOf(tensors);
   const std::vector<std::string> gathered = comm.AllGatherBytes(
@@ -150,14 +172,10 @@ std::vector<at::Tensor> PadTensorsAcrossProcesses(Comm& comm,
     }
     // Without the dimension nothing is padded, so nothing needs to fit.
     if (!same && length >= 0) {
-      std::string text;
-      for (size_t r = 0; r < shapes.size(); ++r) {
-        text += c10::str(r == 0 ? "" : "; ", "rank ", r, " has ", shapes[r]);
-      }
       TORCH_CHECK(false,
                   "pad_across_processes: dtype and number of dimensions must be the same on all "
                   "ranks: ",
-                  text);
+                  comm_checks::ByRanks(shapes, "has", "have"));
     }
     longest.push_back(length);
   }

@@ -1,5 +1,7 @@
 #include "worker/collective/collectives.h"
 
+#include <cmath>
+
 #include "ATen/ops/arange.h"
 #include "ATen/ops/equal.h"
 #include "ATen/ops/full.h"
@@ -99,6 +101,20 @@ TEST(ReduceTensors, D35_ScaleIsApplied) {
   });
 }
 
+TEST(ReduceTensors, ScaleThatTheDtypeCannotHold_IsAnErrorBeforeTheExchange) {
+  RunRanks(2, [](Comm& comm) {
+    const at::Tensor whole = at::full({1}, 1);
+    for (const double scale : {1e19, -1e19, static_cast<double>(INFINITY)}) {
+      EXPECT_THAT(ErrorOf([&] { ReduceTensors(comm, {whole}, ReduceOp::kSum, scale); }),
+                  HasSubstr("does not fit int64[1]"));
+    }
+    const at::Tensor truth = at::full({1}, true);
+    EXPECT_THAT(ErrorOf([&] { ReduceTensors(comm, {truth}, ReduceOp::kSum, 2); }),
+                HasSubstr("does not fit bool[1]"));
+    EXPECT_TRUE(ReduceTensors(comm, {truth}, ReduceOp::kSum)[0].item<bool>());
+  });
+}
+
 TEST(BroadcastTensors, InPlace) {
   RunRanks(2, [](Comm& comm) {
     const at::Tensor x = at::full({2}, comm.rank());
@@ -131,6 +147,22 @@ TEST(PadTensorsAcrossProcesses, OneDimensionAfterTheOther_ShapesThatDifferInBoth
     EXPECT_EQ(equal[0].sizes(), (at::IntArrayRef{3, 3}));
     EXPECT_EQ(equal[0].sum().item<float>(), (3 - r) * (r + 1));
     EXPECT_EQ(equal[0][2][0].item<float>(), 1);
+  });
+}
+
+// Only the shorter rank would fail on it, and the other one would wait for it later.
+TEST(PadTensorsAcrossProcesses, ValueThatTheDtypeCannotHold_IsAnErrorOnEveryRank) {
+  RunRanks(2, [](Comm& comm) {
+    const int64_t n = comm.rank() + 1;
+    const auto error = [&](at::ScalarType dtype, const at::Scalar& value) {
+      return ErrorOf([&] { PadTensorsAcrossProcesses(comm, {at::ones({n}, dtype)}, 0, value); });
+    };
+    EXPECT_THAT(error(at::kChar, 1000), HasSubstr("a pad_index of 1000 does not fit int8["));
+    EXPECT_THAT(error(at::kLong, 1.5), HasSubstr("a pad_index of 1.5 does not fit int64["));
+    EXPECT_THAT(error(at::kLong, NAN), HasSubstr("does not fit int64["));
+    EXPECT_THAT(error(at::kLong, 2.0), "no error");
+    EXPECT_THAT(error(at::kBool, 0), "no error");
+    EXPECT_THAT(error(at::kHalf, NAN), "no error");
   });
 }
 

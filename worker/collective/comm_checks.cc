@@ -1,6 +1,10 @@
 #include "worker/collective/comm_checks.h"
 
+#include <algorithm>
 #include <sstream>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
 
 #include "c10/core/ScalarType.h"
 #include "c10/util/Exception.h"
@@ -138,6 +142,30 @@ std::string Describe(const TensorPlace& place) {
   if (place.count == 0) return " for a structure without tensors";
   if (place.count == 1) return "";
   return c10::str(", tensor ", place.index + 1, " of ", place.count);
+}
+
+std::string ByRanks(const std::vector<std::string>& texts, const char* one, const char* many,
+                    const std::vector<int>& ranks) {
+  constexpr size_t kShown = 8;
+  std::vector<std::pair<const std::string*, std::vector<int>>> groups;
+  std::unordered_map<std::string_view, size_t> group_of;
+  for (size_t i = 0; i < texts.size(); ++i) {
+    const auto [it, is_new] = group_of.try_emplace(texts[i], groups.size());
+    if (is_new) groups.emplace_back(&texts[i], std::vector<int>());
+    groups[it->second].second.push_back(ranks.empty() ? static_cast<int>(i) : ranks[i]);
+  }
+  std::string result;
+  for (size_t g = 0; g < std::min(groups.size(), kShown); ++g) {
+    const auto& [text, members] = groups[g];
+    result += c10::str(g == 0 ? "" : "; ", members.size() == 1 ? "rank " : "ranks ");
+    for (size_t i = 0; i < std::min(members.size(), kShown); ++i) {
+      result += c10::str(i == 0 ? "" : ", ", members[i]);
+    }
+    if (members.size() > kShown) result += c10::str(" and ", members.size() - kShown, " more");
+    result += c10::str(" ", members.size() == 1 ? one : many, " ", *text);
+  }
+  if (groups.size() > kShown) result += c10::str("; and ", groups.size() - kShown, " others");
+  return result;
 }
 
 }  // namespace muster::comm_checks

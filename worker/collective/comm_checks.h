@@ -33,6 +33,12 @@ void CheckParts(const std::vector<at::Tensor>& parts, int size, int rank);
 // `part` fits into `out` of rank `rank`.
 void CheckPart(const at::Tensor& part, const at::Tensor& out, int rank);
 
+// What ranks differ in, for a message: "rank 0 has X; ranks 1, 2 have Y", in the order of the first
+// rank of each group. `texts`: one for each rank, or for each of `ranks`; `one` and `many`: the
+// verb after one rank and after several. Of many ranks or groups only the first are listed.
+std::string ByRanks(const std::vector<std::string>& texts, const char* one, const char* many,
+                    const std::vector<int>& ranks = {});
+
 // Which tensor of a structure a collective is for, and of how many; one alone is 0 of 1. Ranks
 // compare it, because a rank whose structure has fewer tensors would otherwise pair everything that
 // it sends afterwards with the wrong tensors of the others.

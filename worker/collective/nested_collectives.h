@@ -194,7 +194,9 @@ void SplitLength(const T& value, std::optional<int64_t>* length) {
     meet(static_cast<int64_t>(value.size()));
   } else if constexpr (IsMap<T>) {
     for (const auto* key : SortedKeys(value)) SplitLength(value.at(*key), length);
-  } else if constexpr (IsProduct<T>) {
+  } else if constexpr (IsOptional<T>) {
+    if (value.has_value()) SplitLength(*value, length);
+  } else if constexpr (IsProduct<T> && !IsDeclaredPlain<T>) {
     std::apply([&](const auto&... fields) { (SplitLength(fields, length), ...); }, Fields(value));
   }
 }
@@ -204,7 +206,7 @@ template <class T>
 inline constexpr bool kIsArrayOfPlain = false;
 template <class E, size_t N>
 inline constexpr bool kIsArrayOfPlain<std::array<E, N>> =
-    !IsTensor<E> && !IsVector<E> && !IsMap<E> && !IsProduct<E>;
+    !IsTensor<E> && !IsVector<E> && !IsMap<E> && !IsOptional<E> && !IsProduct<E>;
 
 template <class T>
 T SplitValue(const T& value, const SplitRange& range) {
@@ -218,7 +220,9 @@ T SplitValue(const T& value, const SplitRange& range) {
     T part;
     for (const auto& entry : value) part.emplace(entry.first, SplitValue(entry.second, range));
     return part;
-  } else if constexpr (IsProduct<T>) {
+  } else if constexpr (IsOptional<T>) {
+    return value.has_value() ? T(SplitValue(*value, range)) : T();
+  } else if constexpr (IsProduct<T> && !IsDeclaredPlain<T>) {
     static_assert(!kIsArrayOfPlain<T>,
                   "split_between_processes() would give all of this std::array to every process: "
                   "make it a std::vector or a tensor");
@@ -229,6 +233,9 @@ T SplitValue(const T& value, const SplitRange& range) {
     static_assert(!IsOtherRange<T> || std::is_convertible_v<const T&, std::string_view>,
                   "split_between_processes() would give all of this list to every process: make it "
                   "a std::vector or a tensor");
+    static_assert(!IsIValue<T> && !IsTorchList<T> && !IsTorchDict<T>,
+                  "split_between_processes() would give all of this value of TorchScript to every "
+                  "process: make it a tensor, a std::vector or a std::map");
     return value;
   }
 }
@@ -236,13 +243,14 @@ T SplitValue(const T& value, const SplitRange& range) {
 }  // namespace nested_internal
 
 // Returns this process's contiguous part of `inputs`: a std::vector is split by elements (of any
-// type), a tensor by rows, and a map, a tuple or a struct by splitting every value in the same way.
+// type), a tensor by rows, and a map, a tuple, a struct or an optional by splitting every value in
+// it in the same way.
 // If the length does not divide evenly, the first ranks get one more; with apply_padding the others
 // repeat the last element of the whole, so that all parts are equally long. Anything else (texts,
-// numbers) and the input of a single process are returned whole; lists of other types, such as
-// std::deque, do not compile. Needs no communication and never
-// changes `inputs` (tensors of the result are views unless padded). Errors: values of different
-// length.
+// numbers, classes whose MusterFields() are none) and the input of a single process are returned
+// whole; lists of other types, such as std::deque, and TorchScript's do not compile. Needs no
+// communication and never changes `inputs` (tensors of the result are views unless padded). Errors:
+// values of different length.
 template <class T>
 T SplitBetweenProcesses(int num_processes, int rank, const T& inputs, bool apply_padding = false) {
   if (num_processes == 1) return inputs;

@@ -231,6 +231,34 @@ TEST(SplitBetweenProcesses, StructuresListsOfTensorsAndTexts) {
   EXPECT_THROW(SplitBetweenProcesses(2, 0, at::zeros({})), c10::Error);
 }
 
+// Without a constructor that could make another one.
+struct Source {
+  explicit Source(std::string name) : name(std::move(name)) {}
+  std::string name;
+};
+auto MusterFields(const Source&) { return std::tie(); }
+
+struct Inputs {
+  at::Tensor ids;
+  std::optional<at::Tensor> mask;
+  std::optional<std::vector<int>> places, none;
+  Source source;
+};
+
+TEST(SplitBetweenProcesses, OptionalsAreSplit_ClassesWithoutTensorsAreCopied) {
+  const Inputs inputs = {
+      at::arange(3), at::arange(5, 8), std::vector<int>{7, 8, 9}, {}, Source("file")};
+  const Inputs part = SplitBetweenProcesses(2, 1, inputs);
+  EXPECT_TRUE(at::equal(part.ids, at::full({1}, 2)));
+  ASSERT_TRUE(part.mask.has_value());
+  EXPECT_TRUE(at::equal(*part.mask, at::full({1}, 7)));
+  EXPECT_THAT(part.places, testing::Optional(ElementsAre(9)));
+  EXPECT_FALSE(part.none.has_value());
+  EXPECT_EQ(part.source.name, "file");
+  const std::pair<at::Tensor, std::optional<at::Tensor>> unequal = {at::zeros({3}), at::zeros({2})};
+  EXPECT_THROW(SplitBetweenProcesses(2, 0, unequal), c10::Error);
+}
+
 TEST(SplitBetweenProcesses, EmptyWithPadding_EveryProcessGetsNothing) {
   for (int r = 0; r < 2; ++r) {
     EXPECT_THAT(SplitBetweenProcesses(2, r, std::vector<int>(), true), IsEmpty());

@@ -253,12 +253,9 @@ class ThreadComm : public Comm {
       same = same && calls[r] == calls[0];
     }
     if (same) return;
-    std::string text = c10::str("collective #", sequence_, ": ranks disagree:");
-    for (int r = 0; r < size(); ++r) {
-      text += c10::str(r == 0 ? " " : "; ", "rank ", r, " called ", calls[r]);
-    }
     Sync();
-    TORCH_CHECK(false, text);
+    TORCH_CHECK(false, "collective #", sequence_,
+                ": ranks disagree: ", comm_checks::ByRanks(calls, "called", "called"));
   }
 
   void Reduce(ReduceOp op) {

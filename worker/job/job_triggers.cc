@@ -1,13 +1,15 @@
 #include "worker/job/job_triggers.h"
 
 #include <algorithm>
+#include <functional>
 #include <utility>
 #include <vector>
 
-#include "ATen/ops/full.h"
+#include "ATen/ops/tensor.h"
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
 #include "c10/util/Exception.h"
+#include "worker/collective/comm_checks.h"
 #include "worker/job/stop_signal.h"
 
 namespace muster {
@@ -86,9 +88,19 @@ std::optional<Trigger> JobTriggers::CheckTogether(const std::string& name) {
   }
   std::optional<Trigger> next = mine;
   if (comm_->size() > 1) {
-    at::Tensor first = at::full({1}, -(mine.has_value() ? comm_->rank() : comm_->size()), at::kInt);
-    comm_->AllReduce(first, ReduceOp::kMax);
-    const int from = -first.item<int>();
+    // The last two are maxima of one number and of its negative: of different names they differ.
+    const auto hash = static_cast<int64_t>(std::hash<std::string>()(name) >> 2);
+    const int64_t rank = mine.has_value() ? comm_->rank() : comm_->size();
+    at::Tensor all = at::tensor({-rank, hash, -hash}, at::kLong);
+    comm_->AllReduce(all, ReduceOp::kMax);
+    const auto* const numbers = all.const_data_ptr<int64_t>();
+    if (numbers[1] != -numbers[2]) {
+      TORCH_CHECK(false, "check_trigger(): ",
+                  comm_checks::ByRanks(comm_->AllGatherBytes(name), "checks", "check"),
+                  "; without a coordinator all processes must check the same triggers in the same "
+                  "order");
+    }
+    const int from = static_cast<int>(-numbers[0]);
     if (from == comm_->size()) return std::nullopt;
     const std::string payload =
         comm_->BroadcastBytes(from == comm_->rank() ? mine->payload : "", from);

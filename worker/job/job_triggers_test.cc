@@ -1,5 +1,6 @@
 #include "worker/job/job_triggers.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 
@@ -82,6 +83,22 @@ TEST(JobTriggers, WithoutCoordinator_RaisedInTheSameWordsByAll_IsToldOnce) {
       EXPECT_EQ(told->raised_by, 0);
     }
     EXPECT_FALSE(triggers.Check("checkpoint", 0).has_value());
+  });
+}
+
+TEST(JobTriggers, WithoutCoordinator_DifferentNames_AreAnErrorOnEveryRank) {
+  RunRanks(2, [](Comm& comm) {
+    JobTriggers triggers(nullptr, &comm, {.stop_on_sigterm = false});
+    ASSERT_TRUE(triggers.Raise(comm.rank() == 0 ? "checkpoint" : "other", "").ok());
+    try {
+      triggers.Check(comm.rank() == 0 ? "checkpoint" : "profile", 0);
+      ADD_FAILURE() << "no error";
+    } catch (const c10::Error& error) {
+      EXPECT_THAT(error.what(),
+                  testing::HasSubstr("rank 0 checks checkpoint; rank 1 checks profile"));
+    }
+    // It is still there.
+    EXPECT_TRUE(triggers.Check("checkpoint", 0).has_value());
   });
 }
 

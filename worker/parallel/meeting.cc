@@ -114,4 +114,22 @@ std::vector<std::string> MeetAt(Comm& comm, const std::string& place, const std:
   return all;
 }
 
+std::vector<std::string> MeetAll(Comm& world, Comm& parts, const std::string& place,
+                                 const std::string& message, const std::string& failure) {
+  if (&parts != &world) {
+    // Those of other parts wait in the second meeting: if all of these would come to it, they do.
+    constexpr char kOfAll[] = "all";
+    try {
+      MeetAt(parts, place, kOfAll, failure);
+    } catch (const RanksApart& apart) {
+      const bool all = !apart.messages.empty() &&
+                       std::all_of(apart.messages.begin(), apart.messages.end(),
+                                   [&](const std::string& other) { return other == kOfAll; });
+      if (all) MeetAt(world, place, message, failure);
+      throw;
+    }
+  }
+  return MeetAt(world, place, message, failure);
+}
+
 }  // namespace muster

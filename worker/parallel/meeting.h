@@ -32,6 +32,12 @@ bool IsOfRanksApart(const std::exception_ptr& thrown);
 std::vector<std::string> MeetAt(Comm& comm, const std::string& place,
                                 const std::string& message = "", const std::string& failure = "");
 
+// (collective) The same of all ranks of a model, `world`, of which those of `parts` share its parts
+// and have exchanges of their own: a rank in one of these would wait for one that is here, and this
+// one for it, so these meet first.
+std::vector<std::string> MeetAll(Comm& world, Comm& parts, const std::string& place,
+                                 const std::string& message, const std::string& failure = "");
+
 }  // namespace muster
 
 #endif  // MUSTER_WORKER_PARALLEL_MEETING_H_

@@ -168,7 +168,6 @@ ShardUnit::ShardUnit(std::string name, std::vector<NamedParameter> parameters, C
                       ? master_.narrow(0, at, end - begin).variable_data()
                       : PagedView(master_, {end - begin}, {1}, at);
     slice.shard.requires_grad_(slice.tensor.requires_grad());
-    if (slice.tensor.requires_grad()) ++expected;
   }
   FreePart();
 }

@@ -207,8 +207,6 @@ class ShardUnit : public Page {
   // For the model's bookkeeping: its number, and when it was used last.
   uint32_t index = 0;
   uint64_t last_use = 0;
-  // Parameters whose gradients have arrived in this backward pass, and those that will.
-  int arrived = 0, expected = 0;
   // Some rank has had a gradient for one of them, in a pass that reduced: an optimizer may change
   // it. The same on every rank.
   bool trained = false;

@@ -1,12 +1,9 @@
 #include "worker/parallel/sharded_model.h"
 
 #include <algorithm>
-#include <cstring>
 #include <exception>
 #include <functional>
-#include <limits>
 #include <optional>
-#include <tuple>
 #include <unordered_set>
 #include <utility>
 
@@ -21,8 +18,11 @@
 #include "worker/collective/shared_parts.h"
 #include "worker/parallel/coalesce.h"
 #include "worker/parallel/meeting.h"
+#include "worker/parallel/packed_numbers.h"
 #include "worker/parallel/paged_storage.h"
+#include "worker/parallel/pass_report.h"
 #include "worker/parallel/same_model.h"
+#include "worker/parallel/same_plan.h"
 
 namespace muster {
 namespace {
@@ -35,31 +35,6 @@ constexpr int64_t kReachableBytes = 256 << 10;
 
 // What a rank cannot do if its part of OnAll() fails.
 constexpr char kShard[] = "shard the model";
-
-constexpr uint32_t kAtTheEnd = std::numeric_limits<uint32_t>::max();
-
-std::string Pack(const std::vector<uint32_t>& numbers) {
-  std::string bytes(numbers.size() * sizeof(uint32_t), '\0');
-  if (!numbers.empty()) std::memcpy(bytes.data(), numbers.data(), bytes.size());
-  return bytes;
-}
-
-std::vector<uint32_t> Unpack(const std::string& bytes) {
-  std::vector<uint32_t> numbers(bytes.size() / sizeof(uint32_t));
-  if (!numbers.empty()) std::memcpy(numbers.data(), bytes.data(), bytes.size());
-  return numbers;
-}
-
-// One of them.
-uint32_t NumberIn(const std::string& bytes, size_t place) {
-  uint32_t number = 0;
-  std::memcpy(&number, bytes.data() + place * sizeof(uint32_t), sizeof(number));
-  return number;
-}
-
-// Of the same numbers on every rank.
-uint32_t Digest(uint32_t digest, uint32_t number) { return (digest ^ number) * 16777619; }
-constexpr uint32_t kEmptyDigest = 2166136261;
 
 bool AllOnCpu(const std::vector<std::unique_ptr<ShardUnit>>& units) {
   return std::all_of(units.begin(), units.end(),
@@ -74,59 +49,6 @@ bool AllSuit(const std::vector<std::unique_ptr<ShardUnit>>& units, const CommQue
 
 // What a rank says before a forward pass.
 constexpr uint32_t kChanged = 1, kFailed = 2, kFailedInStep = 4;
-
-// What a backward pass does, as its rank knows before.
-constexpr uint32_t kReduces = 1, kStepFollows = 2;
-
-// All ranks throw if they do not do the same.
-void CheckIntentions(const std::vector<uint32_t>& all) {
-  const auto text = [](uint32_t intention) {
-    if ((intention & kReduces) == 0) return "only adds gradients up";
-    return (intention & kStepFollows) != 0 ? "reduces gradients for an optimizer's step"
-                                           : "reduces gradients within an accumulation window";
-  };
-  for (size_t rank = 1; rank < all.size(); ++rank) {
-    TORCH_CHECK(all[rank] == all[0],
-                "the ranks of a sharded model disagree on a backward pass: on rank 0 it ",
-                text(all[0]), ", on rank ", rank, " it ", text(all[rank]),
-                "; accumulation windows must end at the same micro-step on every rank: with the "
-                "same gradient_accumulation_steps, as many batches, and the same no_sync() and "
-                "trigger_sync_in_backward()");
-  }
-}
-
-// All ranks throw if they have not announced equally many changes.
-void CheckAnnouncements(const std::vector<uint32_t>& all) {
-  for (size_t rank = 1; rank < all.size(); ++rank) {
-    TORCH_CHECK(all[rank] == all[0],
-                "the ranks of a sharded model have not changed its parameters equally often since "
-                "they last compared: rank 0 ",
-                all[0], " times, rank ", rank, " ", all[rank],
-                " times, by optimizer.step(), load_state(), ema.apply() and the like. Each rank "
-                "changes its part alone, so this is neither the model of before nor the one of "
-                "after: call load_state(), and step, or leave a step out, on all ranks alike");
-  }
-}
-
-// MeetAt() of all ranks of a model. `parts`: those that this rank has exchanges of its own with. A
-// rank in one of these would wait for one that is here, and this one for it: so they meet first.
-std::vector<std::string> MeetAll(Comm& world, Comm& parts, const std::string& place,
-                                 const std::string& message, const std::string& failure = "") {
-  if (&parts != &world) {
-    // Those of other parts wait in the second meeting: if all of these would come to it, they do.
-    constexpr char kOfAll[] = "all";
-    try {
-      MeetAt(parts, place, kOfAll, failure);
-    } catch (const RanksApart& apart) {
-      const bool all = !apart.messages.empty() &&
-                       std::all_of(apart.messages.begin(), apart.messages.end(),
-                                   [&](const std::string& other) { return other == kOfAll; });
-      if (all) MeetAt(world, place, message, failure);
-      throw;
-    }
-  }
-  return MeetAt(world, place, message, failure);
-}
 
 // Throws what this rank has failed with, if anything, or leaves it in `failure`.
 void Report(const std::exception_ptr& mine, std::exception_ptr* failure) {
@@ -201,6 +123,7 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
       buffers_(std::move(buffers)),
       store_(std::move(store)),
       gradient_store_(std::move(gradients)),
+      faults_(world.rank(), world.size()),
       queue_(std::move(queue)) {
   std::vector<at::Tensor> tensors;
   std::vector<std::string> names;
@@ -215,13 +138,16 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
       tensors.push_back(parameter.tensor);
       names.push_back(parameter.name);
     }
-    CheckStorage(parameters);
+    CheckSeparateStorage(parameters, buffers_);
   });
   VerifySameModel(world_, tensors, names, std::vector<bool>(names.size(), false),
                   /*frozen_too=*/true);
   std::vector<PlannedUnit> plan;
   OnAll(world_, kShard, [&] { plan = PlanUnits(module, parameters, options_); });
-  CheckSamePlan(plan);
+  VerifySamePlan(world_, plan, options_,
+                 {.ranks = shard_comm_.size(),
+                  .stores_parts = store_ != nullptr,
+                  .stores_gradients = gradient_store_ != nullptr});
   tensors.clear();
   parameters.clear();
   BroadcastCoalesced(world_, buffers_, 0);
@@ -255,8 +181,8 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
       AllOnCpu(units_) && RanksShareMemory(shard_comm_)) {
     gradient_buffer_ = AllocateReachable(shard_comm_, largest, at::kByte);
   }
-  for (std::vector<bool>* flags : {&complete_, &done_, &late_, &turned_to_})
-    flags->resize(units_.size());
+  reductions_ = ReductionOrder(units_.size());
+  ExpectGradients();
 }
 
 ShardedModel::~ShardedModel() {
@@ -310,90 +236,6 @@ std::vector<StoredUnit> ShardedModel::Reserve(const std::vector<PlannedUnit>& pl
     if (gradients != nullptr && gradients != shards) gradients->Take();
   });
   return stored;
-}
-
-void ShardedModel::CheckStorage(const std::vector<NamedParameter>& parameters) const {
-  struct Place {
-    const void* storage;
-    int64_t begin, end;  // bytes
-    const void* tensor;
-    std::string name;
-  };
-  std::vector<Place> places;
-  const auto add = [&](const std::string& name, const at::Tensor& tensor) {
-    if (tensor.numel() == 0 || tensor.layout() != at::kStrided) return;
-    int64_t last = 0;
-    for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
-    const auto size = static_cast<int64_t>(tensor.element_size());
-    const int64_t begin = tensor.storage_offset() * size;
-    places.push_back({tensor.storage().unsafeGetStorageImpl(), begin, begin + (last + 1) * size,
-                      tensor.unsafeGetTensorImpl(), name});
-  };
-  for (const NamedParameter& parameter : parameters) add(parameter.name, parameter.tensor);
-  for (const at::Tensor& buffer : buffers_) add("", buffer);
-  std::sort(places.begin(), places.end(), [](const Place& a, const Place& b) {
-    return std::tie(a.storage, a.begin) < std::tie(b.storage, b.begin);
-  });
-  for (size_t i = 1; i < places.size(); ++i) {
-    const Place &a = places[i - 1], &b = places[i];
-    if (a.storage != b.storage || a.tensor == b.tensor || a.end <= b.begin) continue;
-    if (a.name.empty() && b.name.empty()) continue;
-    const auto what = [](const Place& place) {
-      return place.name.empty() ? std::string("a buffer") : "'" + place.name + "'";
-    };
-    TORCH_CHECK(false, "parameters ", what(a), " and ", what(b),
-                " share memory but are two tensors, which sharding would separate: register one "
-                "tensor under both names (register_parameter(name, other->weight))");
-  }
-}
-
-void ShardedModel::CheckSamePlan(const std::vector<PlannedUnit>& plan) const {
-  constexpr const char* kNames[] = {"kNone", "kOptimizer", "kGradients", "kFull"};
-  std::string mine = c10::str("strategy ", kNames[static_cast<int>(options_.strategy)],
-                              ", copies of the model that ", shard_comm_.size(), " ranks divide",
-                              ", reshard_after_forward ", options_.reshard_after_forward,
-                              " in groups of ", options_.reshard_group_size, "\n");
-  // What is elsewhere is reserved by all ranks together.
-  mine += c10::str("offload_parameters ", static_cast<int>(options_.offload_parameters),
-                   store_ != nullptr ? " and the parts of its parameters elsewhere"
-                                     : " and the parts of its parameters on their device",
-                   "\n");
-  mine += c10::str("offload_gradients ", static_cast<int>(options_.offload_gradients),
-                   gradient_store_ != nullptr ? " and the parts of its gradients elsewhere"
-                                              : " and the parts of its gradients beside those",
-                   "\n");
-  const auto name = [](const std::optional<at::ScalarType>& dtype) {
-    return dtype.has_value() ? c10::toString(*dtype) : "none";
-  };
-  mine += c10::str("parameter_dtype ", name(options_.parameter_dtype), ", reduce_dtype ",
-                   name(options_.reduce_dtype), ", overlap ", options_.overlap, "\n");
-  for (const PlannedUnit& unit : plan) {
-    // Of which ones a digest: the text of every rank goes to every rank.
-    uint32_t names = kEmptyDigest;
-    for (const NamedParameter& parameter : unit.parameters) {
-      for (const char c : parameter.name) names = Digest(names, static_cast<unsigned char>(c));
-      names = Digest(names, 0);
-    }
-    mine += c10::str(unit.whole ? "undivided " : "", "unit '", unit.name, "' of ",
-                     unit.parameters.size(), " parameters from '", unit.parameters.front().name,
-                     "' (names ", names, ")\n");
-  }
-  const std::vector<std::string> all = world_.AllGatherBytes(mine);
-  for (size_t rank = 1; rank < all.size(); ++rank) {
-    const auto [at, other] =
-        std::mismatch(all[0].begin(), all[0].end(), all[rank].begin(), all[rank].end());
-    if (at == all[0].end() && other == all[rank].end()) continue;
-    const auto line = [](const std::string& text, size_t place) {
-      const size_t before = place == 0 ? std::string::npos : text.rfind('\n', place - 1);
-      const size_t begin = before == std::string::npos ? 0 : before + 1;
-      const std::string found = text.substr(begin, text.find('\n', begin) - begin);
-      return found.empty() ? std::string("nothing more") : found;
-    };
-    const auto place = static_cast<size_t>(at - all[0].begin());
-    TORCH_CHECK(false, "the ranks shard the model differently: rank 0 has ", line(all[0], place),
-                " where rank ", rank, " has ", line(all[rank], place),
-                "; give all ranks the same options.sharding");
-  }
 }
 
 void ShardedModel::AddUnit(PlannedUnit planned, const Materializer& materialize,
@@ -456,12 +298,7 @@ void ShardedModel::BeginForward(bool communicate, bool step_follows) {
           "values inside accelerator.summon_full_params()");
     }
   }
-  for (const auto& unit : units_) {
-    unit->expected = 0;
-    for (const ShardUnit::Slice& slice : unit->slices()) {
-      unit->expected += slice.tensor.requires_grad() ? 1 : 0;
-    }
-  }
+  ExpectGradients();
   if (!InBackward()) {
     // A pass that threw has left this behind. Other ranks may have come to its end.
     Settle();
@@ -484,12 +321,7 @@ void ShardedModel::BeginForward(bool communicate, bool step_follows) {
           FreeParts();
         } catch (...) {
           unfreed = std::current_exception();
-          if (failure_.empty()) {
-            failure_ = c10::str("rank ", world_.rank(),
-                                " has failed at the beginning of a forward pass of the sharded "
-                                "model: ",
-                                TextOf(unfreed), "; once that is mended, call load_state()");
-          }
+          faults_.NoteBeginningOfForward(unfreed);
         }
         CompareBeforeForward(before);
         if (unfreed != nullptr) std::rethrow_exception(unfreed);
@@ -509,11 +341,21 @@ void ShardedModel::BeginForward(bool communicate, bool step_follows) {
   ++forwards_;
 }
 
+void ShardedModel::ExpectGradients() {
+  for (const auto& unit : units_) {
+    const auto& slices = unit->slices();
+    const auto trained =
+        std::count_if(slices.begin(), slices.end(),
+                      [](const ShardUnit::Slice& slice) { return slice.tensor.requires_grad(); });
+    reductions_.Expect(unit->index, static_cast<int>(trained));
+  }
+}
+
 void ShardedModel::CompareBeforeForward(const std::string& before) {
   const std::string place = "the beginning of a forward pass";
   if (comparing_ || options_.strategy == ShardingStrategy::kFull) {
     CompareChanges(place, before);
-  } else if (announced_ != 0 || !failure_.empty()) {
+  } else if (announced_ != 0 || !faults_.own().empty()) {
     // The gathers that follow would wait for those of ranks that have not announced it, and these
     // for something else. What they come to next is a meeting of another place.
     CompareChanges(c10::str(place, kAfterAChange), before);
@@ -553,7 +395,7 @@ void ShardedModel::EndForward() {
 }
 
 void ShardedModel::AwaitReaders() {
-  if (in_place_ && summons_ == 0) MeetAt(shard_comm_, "an optimizer's step", "", failure_);
+  if (in_place_ && summons_ == 0) MeetAt(shard_comm_, "an optimizer's step", "", faults_.own());
 }
 
 void ShardedModel::ThrowUnsaid() {
@@ -572,52 +414,38 @@ void ShardedModel::CheckStepped(const char* what) const {
 
 void ShardedModel::CheckBefore(const char* what, const std::function<void()>& compare) {
   CheckHasValues();
-  // All ranks know of it.
-  TORCH_CHECK(mixed_.empty(), mixed_);
+  faults_.CheckNotMixed();
   // Of ranks that compare, some may have failed, which others do not know of.
-  const bool meets = comparing_ || !failure_.empty();
+  const bool meets = comparing_ || !faults_.own().empty();
   if (!meets) CheckStepped(what);
   compare();
   if (meets) CheckStepped(what);
 }
 
 std::string ShardedModel::Before() const {
-  if (!Interrupted()) return failure_;
+  if (!Interrupted()) return faults_.own();
   return c10::str("an exception has ended the backward pass of rank ", world_.rank());
 }
 
-bool ShardedModel::Interrupted() const { return failure_.empty() && open_ && !InBackward(); }
+bool ShardedModel::Interrupted() const { return faults_.own().empty() && open_ && !InBackward(); }
 
 void ShardedModel::SetWithoutValues(const std::vector<std::string>& names) {
-  without_values_.clear();
   // Of tied weights the first name.
+  std::vector<std::string> known;
   for (const std::string& name : names) {
-    if (places_.find(name) != places_.end()) without_values_.push_back(name);
+    if (places_.find(name) != places_.end()) known.push_back(name);
   }
-}
-
-void ShardedModel::CheckHasValues() const {
-  if (without_values_.empty()) return;
-  const size_t others = without_values_.size() - 1;
-  TORCH_CHECK(false, "parameter '", without_values_.front(), "' of a sharded model has no values",
-              others == 0 ? std::string() : c10::str(", nor have ", others, " more"),
-              ": the model was made without weights (init_empty_weights()), and nothing has loaded "
-              "them since prepare(); call accelerator.load_weights() or load_state() first");
+  faults_.SetWithoutValues(std::move(known));
 }
 
 void ShardedModel::CheckNotMixedHere() const {
   CheckHasValues();
-  TORCH_CHECK(mixed_.empty(), mixed_);
-  // Where all have failed in a step, each may be in another state.
-  TORCH_CHECK(!failed_in_step_, failure_);
+  faults_.CheckNotMixedHere();
 }
 
 ShardedModel::Failures ShardedModel::ForgetFailures() {
-  Failures failures;
-  failures.failure = std::exchange(failure_, "");
-  failures.mixed = std::exchange(mixed_, "");
-  failures.in_step = std::exchange(failed_in_step_, false);
-  failures.announced = std::exchange(announced_, 0);
+  const Failures failures = {.failures = faults_.Forget(),
+                             .announced = std::exchange(announced_, 0)};
   // As after any change. What ranks have gathered, some may have given up.
   comparing_ = true;
   if (summons_ == 0) ExpireAll();
@@ -625,27 +453,13 @@ ShardedModel::Failures ShardedModel::ForgetFailures() {
 }
 
 void ShardedModel::RestoreFailures(const Failures& failures) {
-  // What has failed since is as bad.
-  if (failure_.empty()) failure_ = failures.failure;
-  if (mixed_.empty()) mixed_ = failures.mixed;
-  failed_in_step_ = failed_in_step_ || failures.in_step;
+  faults_.Restore(failures.failures);
   announced_ += failures.announced;
 }
 
 void ShardedModel::NoteFailedStep(const std::exception_ptr& thrown) {
   // Refused before anything has changed.
-  if (summons_ > 0) return;
-  // What reduces batches until they fit in memory knows by the last words that a smaller one does
-  // not help (IsOutOfMemory).
-  const char* const outcome =
-      world_.size() == 1
-          ? "; its parameters may have changed in part: call load_state()"
-          : "; its part of the parameters may have changed in part, and other ranks may have "
-            "stepped: call load_state()";
-  failure_ = c10::str(
-      "rank ", world_.rank(),
-      " has failed in a step of an optimizer of the sharded model: ", TextOf(thrown), outcome);
-  failed_in_step_ = true;
+  if (summons_ == 0) faults_.NoteStep(thrown);
 }
 
 void ShardedModel::Use(ShardUnit& unit, bool write, const char* op) {
@@ -681,7 +495,7 @@ void ShardedModel::Bring(ShardUnit& unit) {
   if (unit.in_place()) {
     // Those of all units at once: what changes shards expires all of them.
     if (!agreed_) {
-      Note(unit, /*reduced=*/false);
+      history_.AddGather(unit.index);
       unit.AwaitShards();
       agreed_ = true;
     }
@@ -690,7 +504,7 @@ void ShardedModel::Bring(ShardUnit& unit) {
   }
   if (options_.strategy == ShardingStrategy::kFull && InBackward()) {
     BeginBackward();
-    if (communicate_ && !order_known_ && !in_place_) ReduceComplete();
+    if (communicate_ && !reductions_.known() && !in_place_) ReduceComplete();
   } else if (InBackward() && announced_ != 0) {
     // Others that have not announced it gather nothing here (see CompareBeforeForward).
     comparing_ = true;
@@ -703,7 +517,7 @@ void ShardedModel::Bring(ShardUnit& unit) {
     TakeAnnouncementsInBackward(announced);
   }
   MakeRoom();
-  Note(unit, /*reduced=*/false);
+  history_.AddGather(unit.index);
   KeepWrites(unit);
   unit.Gather();
 }
@@ -711,10 +525,9 @@ void ShardedModel::Bring(ShardUnit& unit) {
 void ShardedModel::TurnTo(ShardUnit& unit, bool backward) {
   // First, since the queue is then done with the gradients before it.
   if (unit.coming()) unit.Gather();
-  if (backward && !turned_to_[unit.index]) {
+  if (backward && !reductions_.HasTurnedTo(unit.index)) {
     ReduceDue();
-    turned_to_[unit.index] = true;
-    ++turns_;
+    reductions_.TurnTo(unit.index);
   }
   if (backward && !backward_) backward_turns_.Begin();
   turn_of_ = &unit;
@@ -723,9 +536,8 @@ void ShardedModel::TurnTo(ShardUnit& unit, bool backward) {
 }
 
 void ShardedModel::ForgetTurns() {
-  turns_ = 0;
   turn_of_ = nullptr;
-  std::fill(turned_to_.begin(), turned_to_.end(), false);
+  reductions_.ForgetTurns();
 }
 
 void ShardedModel::Prefetch() {
@@ -757,7 +569,7 @@ void ShardedModel::Prefetch() {
   // If another one is used instead, this one goes first.
   unit.last_use = ++uses_;
   turn_of_->last_use = ++uses_;
-  Note(unit, /*reduced=*/false);
+  history_.AddGather(unit.index);
   KeepWrites(unit);
   unit.StartGather();
 }
@@ -858,8 +670,8 @@ std::string ShardedModel::ChangesHere() const {
                     std::any_of(units_.begin(), units_.end(), [this](const auto& unit) {
                       return unit->writes.has_value() && *unit->writes != Writes(*unit);
                     });
-  const uint32_t flags = (mine ? kChanged : 0) + (failure_.empty() ? 0 : kFailed) +
-                         (failed_in_step_ ? kFailedInStep : 0);
+  const uint32_t flags = (mine ? kChanged : 0) + (faults_.own().empty() ? 0 : kFailed) +
+                         (faults_.in_step() ? kFailedInStep : 0);
   return Pack({announced_, flags});
 }
 
@@ -892,7 +704,7 @@ void ShardedModel::TakeChanges(const std::vector<std::string>& all, bool compare
     // What all have thrown in a backward pass, all know of, and none has stepped after. Steps leave
     // each rank where it has failed.
     if (in_step || (failed > 0 && failed < world_.size())) ThrowFailure();
-    failure_.clear();
+    faults_.ForgetOwn();
     TakeAnnouncements(announced);
   } catch (...) {
     // The same on every rank for a program that goes on.
@@ -903,16 +715,16 @@ void ShardedModel::TakeChanges(const std::vector<std::string>& all, bool compare
 }
 
 void ShardedModel::ThrowFailure() {
-  const std::vector<std::string> all = world_.AllGatherBytes(failure_);
+  const std::vector<std::string> all = world_.AllGatherBytes(faults_.own());
   ForgetFailures();
   history_.Clear();
   DropGradients();
   // What it keeps from being used, it does so on all ranks, whichever model they use next.
   if (updates_ != nullptr) updates_->Touch();
   for (const std::string& failure : all) {
-    if (mixed_.empty()) mixed_ = failure;
+    if (faults_.mixed().empty()) faults_.SetMixed(failure);
   }
-  TORCH_CHECK(false, mixed_);
+  TORCH_CHECK(false, faults_.mixed());
 }
 
 namespace {
@@ -981,14 +793,8 @@ void ShardedModel::OpenPass() {
   touched_ = false;
   failed_alone_ = nullptr;
   open_ = true;
-  completed_.clear();
-  completed_at_.clear();
-  reduced_ = 0;
-  std::fill(complete_.begin(), complete_.end(), false);
-  std::fill(done_.begin(), done_.end(), false);
-  std::fill(late_.begin(), late_.end(), false);
+  reductions_.BeginPass();
   for (const auto& unit : units_) {
-    unit->arrived = 0;
     unit->set_any_updated(false);
     for (ShardUnit::Slice& slice : unit->slices()) {
       slice.came = slice.updated = slice.late = false;
@@ -1014,54 +820,37 @@ void ShardedModel::OnGradient(size_t index, size_t slice) {
   const at::Tensor& grad = to.tensor.grad();
   if (grad.defined() && !grad.is_same(ShardUnit::GradientMark())) {
     to.used = to.came = true;
-    if (done_[index]) late_[index] = to.late = true;
+    if (reductions_.NoteUsed(index)) to.late = true;
   }
-  if (++unit.arrived != unit.expected) return;
-  complete_[index] = true;
-  completed_.push_back(index);
-  completed_at_.push_back(turns_);
+  if (!reductions_.Arrive(index)) return;
   // ZeRO-1 keeps the gradients until all are there, unless an optimizer uses them at once; ZeRO-3
   // until the next unit's turn.
   const bool at_once = options_.strategy == ShardingStrategy::kGradients ||
                        (updating_ && options_.strategy == ShardingStrategy::kOptimizer);
   if (!at_once) return;
-  const auto ready = [this](size_t next) { return complete_[next] || units_[next]->expected == 0; };
-  while (reduced_ < order_.size() && ready(order_[reduced_])) ReduceNext();
+  while (reductions_.NextIsComplete()) ReduceNext();
 }
 
 void ShardedModel::ReduceDue() {
   if (!open_ || options_.strategy != ShardingStrategy::kFull) return;
-  if (!order_known_) {
+  if (!reductions_.known()) {
     // Where units are gathered, all ranks must be at the same gather.
-    if (in_place_) ReduceUpTo(Complete());
+    if (in_place_) ReduceUpTo(reductions_.Complete());
     return;
   }
-  while (reduced_ < order_.size() && due_[reduced_] <= turns_) ReduceNext();
-}
-
-size_t ShardedModel::Complete() const {
-  if (!open_) return reduced_;
-  size_t end = reduced_;
-  for (; end < order_.size(); ++end) {
-    const ShardUnit& unit = *units_[order_[end]];
-    if (complete_[order_[end]] || unit.expected == 0) continue;
-    // What this rank leaves out does not come; the next one's gradients tell.
-    const auto next = std::find_if(order_.begin() + static_cast<ptrdiff_t>(end) + 1, order_.end(),
-                                   [this](size_t i) { return units_[i]->expected > 0; });
-    if (unit.arrived == 0 || next == order_.end() || units_[*next]->arrived == 0) break;
-  }
-  return end;
+  while (reductions_.NextIsDue()) ReduceNext();
 }
 
 void ShardedModel::ReduceUpTo(size_t end) {
-  while (reduced_ < end) ReduceNext();
+  while (reductions_.taken() < end) ReduceNext();
 }
 
 void ShardedModel::ReduceComplete() {
-  size_t end = order_.size();
+  const size_t complete = open_ ? reductions_.Complete() : reductions_.taken();
+  size_t end = reductions_.size();
   for (const std::string& other :
        MeetAll(world_, shard_comm_, "a gather in the first backward pass",
-               Pack({static_cast<uint32_t>(Complete())}))) {
+               Pack({static_cast<uint32_t>(complete)}))) {
     end = std::min<size_t>(end, NumberIn(other, 0));
   }
   ReduceUpTo(end);
@@ -1071,10 +860,10 @@ void ShardedModel::BeginBackward() {
   if (std::exchange(begun_, true)) return;
   // A rank that has failed between its forward and its backward pass is at the end of the closure.
   if (options_.strategy == ShardingStrategy::kFull || in_closure_) {
-    const uint32_t mine = communicate_ ? kReduces + (step_follows_ ? kStepFollows : 0) : 0;
+    const PassIntention mine = {.reduces = communicate_, .step_follows = step_follows_};
     std::vector<uint32_t> all, announced;
     for (const std::string& other : MeetAll(world_, shard_comm_, "the beginning of a backward pass",
-                                            Pack({mine, announced_}))) {
+                                            Pack({mine.Packed(), announced_}))) {
       all.push_back(NumberIn(other, 0));
       announced.push_back(NumberIn(other, 1));
     }
@@ -1082,14 +871,17 @@ void ShardedModel::BeginBackward() {
     TakeAnnouncementsInBackward(announced);
     CheckIntentions(all);
   }
-  if (communicate_ && !order_known_) AgreeOnFirstOrder();
+  if (communicate_ && !reductions_.known()) {
+    const std::vector<uint32_t> mine = reductions_.FirstProposal(forward_turns_.noted());
+    reductions_.TakeFirst(Unpack(world_.BroadcastBytes(Pack(mine), 0)));
+  }
 }
 
 void ShardedModel::TakeAnnouncements(const std::vector<uint32_t>& announced) {
   try {
     CheckAnnouncements(announced);
   } catch (const c10::Error& error) {
-    mixed_ = error.what_without_backtrace();
+    faults_.SetMixed(error.what_without_backtrace());
     throw;
   }
 }
@@ -1104,35 +896,17 @@ void ShardedModel::TakeAnnouncementsInBackward(const std::vector<uint32_t>& anno
   }
 }
 
-void ShardedModel::AgreeOnFirstOrder() {
-  std::vector<uint32_t> order;
-  std::vector<bool> used(units_.size());
-  for (const uint32_t unit : forward_turns_.noted()) {
-    if (!used[unit]) order.push_back(unit);
-    used[unit] = true;
-  }
-  std::reverse(order.begin(), order.end());
-  for (size_t i = units_.size(); i-- > 0;) {
-    if (!used[i]) order.push_back(static_cast<uint32_t>(i));
-  }
-  order = Unpack(world_.BroadcastBytes(Pack(order), 0));
-  order_.assign(order.begin(), order.end());
-  due_.assign(order_.size(), kAtTheEnd);
-  reduced_ = 0;
-}
-
 void ShardedModel::ReduceNext() {
-  const size_t index = order_[reduced_++];
-  done_[index] = true;
+  const size_t index = reductions_.Next();
   // Frozen since: CheckOrder() has compared it.
-  if (units_[index]->expected > 0) Reduce(index);
+  if (reductions_.ExpectsAny(index)) Reduce(index);
 }
 
 void ShardedModel::Reduce(size_t index) {
   // One at a time: so much memory is bounded, and sums are taken in one order.
   FinishReduction();
   ShardUnit& unit = *units_[index];
-  Note(unit, /*reduced=*/true);
+  history_.AddReduction(unit.index);
   // Before the buffer for the gradients is there.
   if (options_.strategy == ShardingStrategy::kFull && unit.pins() == 0 && summons_ == 0) {
     unit.Free();
@@ -1166,7 +940,7 @@ void ShardedModel::Update(ShardUnit& unit, bool rest) {
   if (!updating_) return;
   // In the first pass it is not known yet which parameters get a second gradient: all wait for its
   // end.
-  if (!rest && !order_known_) return;
+  if (!rest && !reductions_.known()) return;
   touched_ = true;
   updates_->Touch();
   std::vector<at::Tensor> shards;
@@ -1223,10 +997,13 @@ void ShardedModel::EndOfBackward() {
   if (!updating_) NoteWritten();
   thrown_on_all_ = false;
   try {
-    ReduceUpTo(order_.size());
+    ReduceUpTo(reductions_.size());
     FinishReduction();
-    const bool first = !order_known_;
-    if (first) AgreeOnOrder();
+    const bool first = !reductions_.known();
+    if (first) {
+      const std::vector<uint32_t> mine = reductions_.Proposal(/*once=*/updates_ != nullptr);
+      reductions_.Take(Unpack(world_.BroadcastBytes(Pack(mine), 0)));
+    }
     for (const auto& unit : units_) unit->Settle();
     if (updating_) DoAlone([this] { updates_->Await(); });
     EndUpdates(CheckOrder(), first);
@@ -1237,11 +1014,7 @@ void ShardedModel::EndOfBackward() {
   } catch (...) {
     if (!thrown_on_all_) {
       // Others may go on and step: they learn of it where the ranks meet next.
-      failure_ = c10::str("rank ", world_.rank(),
-                          " has failed at the end of a backward pass of the sharded model: ",
-                          TextOf(std::current_exception()),
-                          "; its gradients are gone, and other ranks may have stepped with theirs: "
-                          "call load_state()");
+      faults_.NoteEndOfBackward(std::current_exception());
       history_.Clear();
       DropGradients();
     }
@@ -1252,34 +1025,6 @@ void ShardedModel::EndOfBackward() {
       if (unit->pins() == 0) unit->Free();
     }
   }
-}
-
-void ShardedModel::AgreeOnOrder() {
-  // Pairs of a unit and when it is due.
-  std::vector<uint32_t> order;
-  // Those that have got more gradients afterwards wait for all of them.
-  const auto at_the_end = [this](size_t i) {
-    return !complete_[i] || (updates_ != nullptr && units_[i]->arrived > units_[i]->expected);
-  };
-  for (size_t i = 0; i < completed_.size(); ++i) {
-    if (at_the_end(completed_[i])) continue;
-    order.push_back(static_cast<uint32_t>(completed_[i]));
-    order.push_back(completed_at_[i]);
-  }
-  for (size_t i = units_.size(); i-- > 0;) {
-    if (!at_the_end(i)) continue;
-    order.push_back(static_cast<uint32_t>(i));
-    order.push_back(kAtTheEnd);
-  }
-  order = Unpack(world_.BroadcastBytes(Pack(order), 0));
-  order_.clear();
-  due_.clear();
-  order_known_ = true;
-  for (size_t i = 0; i + 1 < order.size(); i += 2) {
-    order_.push_back(order[i]);
-    due_.push_back(order[i + 1]);
-  }
-  reduced_ = order_.size();
 }
 
 const std::string* ShardedModel::LateAfterUpdate(const std::vector<uint32_t>& late) const {
@@ -1311,11 +1056,7 @@ void ShardedModel::ReduceLate(const std::vector<uint32_t>& late) {
       FinishReduction();
     }
     // From now on it waits for all of them, and so does what comes after it.
-    const auto at = std::find(order_.begin(), order_.end(), index) - order_.begin();
-    order_.erase(order_.begin() + at);
-    due_.erase(due_.begin() + at);
-    order_.push_back(index);
-    due_.push_back(kAtTheEnd);
+    reductions_.MoveToTheEnd(index);
   }
   if (in_vain == nullptr) return;
   thrown_on_all_ = true;
@@ -1366,43 +1107,27 @@ void ShardedModel::DropGradients() {
   if (summons_ == 0) ExpireAll();
 }
 
-void ShardedModel::History::Add(uint32_t event) {
-  digest = Digest(digest, event);
-  ++size;
-  if (first.size() < kListed) first.push_back(event);
-}
-
-void ShardedModel::Note(const ShardUnit& unit, bool reduced) {
-  history_.Add(unit.index * 2 + (reduced ? 1 : 0));
-}
-
 std::vector<at::Tensor> ShardedModel::CheckOrder() {
   // Of the same shape on every rank in a program without errors: a frame of the exchange.
   const std::string trained = TrainedBits();
-  uint32_t trained_digest = kEmptyDigest;
-  for (const char bit : trained)
-    trained_digest = Digest(trained_digest, static_cast<uint32_t>(bit));
-  uint32_t turns_digest = kEmptyDigest;
+  NumberDigest trained_digest, turns_digest;
+  for (const char bit : trained) trained_digest.Add(static_cast<uint32_t>(bit));
   for (const UnitTurns* turns : {&forward_turns_, &backward_turns_}) {
-    for (const uint32_t unit : turns->noted()) turns_digest = Digest(turns_digest, unit + 1);
-    turns_digest = Digest(turns_digest, 0);
+    for (const uint32_t unit : turns->noted()) turns_digest.Add(unit + 1);
+    turns_digest.Add(0);
   }
   const std::string written = written_;
-  constexpr size_t kHead = 8;
-  constexpr uint32_t kWritten = 1, kFailedAlone = 2;
-  std::vector<uint32_t> mine = {
-      history_.digest,
-      history_.size,
-      trained_digest,
-      turns_digest,
-      kReduces + (step_follows_ ? kStepFollows : 0),
-      announced_,
-      (written.empty() ? 0 : kWritten) + (failed_alone_ == nullptr ? 0 : kFailedAlone),
-      0};
-  for (uint32_t unit = 0; unit < units_.size(); ++unit) {
-    if (late_[unit]) mine.push_back(unit);
-  }
-  mine[kHead - 1] = static_cast<uint32_t>(mine.size() - kHead);
+  const PassIntention intention = {.reduces = true, .step_follows = step_follows_};
+  PassReport mine = {.history = history_.digest(),
+                     .events = history_.size(),
+                     .trained = trained_digest.value(),
+                     .turns = turns_digest.value(),
+                     .intention = intention.Packed(),
+                     .announced = announced_,
+                     .written = !written.empty(),
+                     .failed = failed_alone_ != nullptr,
+                     .late = reductions_.Late(),
+                     .unused = {}};
   uint32_t number = 0;
   for (const auto& unit : units_) {
     for (const ShardUnit::Slice& slice : unit->slices()) {
@@ -1411,46 +1136,26 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
       const bool left = updating_ && !slice.used && !slice.fresh && slice.shard.grad().defined() &&
                         !slice.shard.grad().is_same(ShardUnit::UsedGradientMark());
       if ((updating_ || slice.tensor.requires_grad()) && !slice.used && !left) {
-        mine.push_back(number);
+        mine.unused.push_back(number);
       }
       ++number;
     }
   }
-  const std::vector<std::string> all =
-      MeetAll(world_, shard_comm_, "the end of a backward pass", Pack(mine));
+  const PassReports all(MeetAll(world_, shard_comm_, "the end of a backward pass", mine.Packed()));
   announced_ = 0;
-  std::vector<uint32_t> unused(mine.begin() + kHead + mine[kHead - 1], mine.end()), late;
-  bool same = true, same_trained = true, same_turns = true;
-  uint32_t any = 0;
-  std::vector<uint32_t> intentions, announced;
-  for (const std::string& bytes : all) {
-    const std::vector<uint32_t> other = Unpack(bytes);
-    intentions.push_back(other[4]);
-    announced.push_back(other[5]);
-    any |= other[6];
-    same = same && other[0] == mine[0] && other[1] == mine[1];
-    same_trained = same_trained && other[2] == mine[2];
-    same_turns = same_turns && other[3] == mine[3];
-    const auto rest = other.begin() + kHead + other[kHead - 1];
-    late.insert(late.end(), other.begin() + kHead, rest);
-    std::vector<uint32_t> both;
-    std::set_intersection(unused.begin(), unused.end(), rest, other.end(),
-                          std::back_inserter(both));
-    unused = std::move(both);
-  }
   for (UnitTurns* turns : {&forward_turns_, &backward_turns_}) {
     // Ranks with different information would gather different units ahead.
-    if (same && same_turns) {
+    if (all.same_history && all.same_turns) {
       turns->Keep();
     } else {
       turns->Forget();
     }
   }
   try {
-    TakeAnnouncements(announced);
-    CheckIntentions(intentions);
-    if ((any & kFailedAlone) != 0) ThrowFailedAlone();
-    if ((any & kWritten) != 0) {
+    TakeAnnouncements(all.announced);
+    CheckIntentions(all.intentions);
+    if (all.any_failed) ThrowFailedAlone();
+    if (all.any_written) {
       const std::vector<std::string> names = world_.AllGatherBytes(written);
       for (size_t rank = 0; rank < names.size(); ++rank) {
         TORCH_CHECK(names[rank].empty(), WrittenBehind(c10::str("rank ", rank), names[rank]));
@@ -1462,41 +1167,24 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
     DropGradients();
     throw;
   }
-  if (!same_trained) {
+  if (!all.same_trained) {
     const std::vector<std::string> bits = world_.AllGatherBytes(trained);
     thrown_on_all_ = true;
     history_.Clear();
     DropGradients();
     CheckTrained(bits);
   }
-  if (!same) {
-    const std::vector<std::string> histories = world_.AllGatherBytes(Pack(history_.first));
+  if (!all.same_history) {
+    std::vector<std::vector<uint32_t>> histories;
+    for (const std::string& other : world_.AllGatherBytes(Pack(history_.events()))) {
+      histories.push_back(Unpack(other));
+    }
     thrown_on_all_ = true;
     history_.Clear();
     // An optimizer that steps all the same must not step on numbers of other units.
     DropGradients();
-    const auto event = [&](const std::vector<uint32_t>& history, size_t i) {
-      if (i >= history.size()) return std::string("nothing more");
-      return c10::str(history[i] % 2 == 1 ? "reduced" : "gathered", " unit '",
-                      units_[history[i] / 2]->name(), "'");
-    };
-    const std::vector<uint32_t> first = Unpack(histories[0]);
-    for (size_t rank = 1; rank < histories.size(); ++rank) {
-      const std::vector<uint32_t> other = Unpack(histories[rank]);
-      if (other == first) continue;
-      const auto place = static_cast<size_t>(
-          std::mismatch(first.begin(), first.end(), other.begin(), other.end()).first -
-          first.begin());
-      TORCH_CHECK(false,
-                  "the ranks used the units of the sharded model in different orders: as "
-                  "number ",
-                  place, " in this step rank 0 ", event(first, place), " and rank ", rank, " ",
-                  event(other, place), "; run the same submodules in the same order on every rank");
-    }
-    TORCH_CHECK(false, "the ranks used the units of the sharded model in different orders, after ",
-                first.size(),
-                " uses without a backward pass; run the same submodules in the same order on every "
-                "rank");
+    const auto name = [this](uint32_t unit) { return units_[unit]->name(); };
+    TORCH_CHECK(false, UnitHistory::Difference(histories, name));
   }
   history_.Clear();
   const auto is_trained = [&](const ShardUnit::Slice& slice) {
@@ -1507,14 +1195,12 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
     uint32_t place = 0;
     for (const auto& unit : units_) {
       for (const ShardUnit::Slice& slice : unit->slices()) {
-        const bool used = !std::binary_search(unused.begin(), unused.end(), place++);
+        const bool used = !std::binary_search(all.unused.begin(), all.unused.end(), place++);
         unit->trained = unit->trained || (used && is_trained(slice));
       }
     }
   }
-  std::sort(late.begin(), late.end());
-  late.erase(std::unique(late.begin(), late.end()), late.end());
-  ReduceLate(late);
+  ReduceLate(all.late);
   // What no rank has used stays without a gradient, as without sharding: an optimizer would decay
   // it.
   number = 0;
@@ -1522,7 +1208,7 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
   std::vector<at::Tensor> trained_shards;
   for (const auto& unit : units_) {
     for (ShardUnit::Slice& slice : unit->slices()) {
-      if (next < unused.size() && unused[next] == number) {
+      if (next < all.unused.size() && all.unused[next] == number) {
         ++next;
         if (slice.fresh) slice.shard.mutable_grad().reset();
       } else if (is_trained(slice)) {
@@ -1617,14 +1303,13 @@ void ShardedModel::Summon(const std::function<void()>& body) {
 }
 
 void ShardedModel::CheckNotMixed(const char* place) {
-  // All ranks know of it.
-  TORCH_CHECK(mixed_.empty(), mixed_);
+  faults_.CheckNotMixed();
   std::vector<std::string> failures;
   std::vector<uint32_t> announced;
   bool in_step = false;
-  for (const std::string& bytes :
-       MeetAll(world_, shard_comm_, place,
-               Pack({announced_, failed_in_step_ ? kFailedInStep : 0}) + failure_, Before())) {
+  for (const std::string& bytes : MeetAll(
+           world_, shard_comm_, place,
+           Pack({announced_, faults_.in_step() ? kFailedInStep : 0}) + faults_.own(), Before())) {
     announced.push_back(NumberIn(bytes, 0));
     in_step = in_step || NumberIn(bytes, 1) != 0;
     failures.push_back(bytes.substr(2 * sizeof(uint32_t)));
@@ -1770,8 +1455,7 @@ void ShardedModel::BeginLoad(const std::map<std::string, at::Tensor>& values) {
 }
 
 void ShardedModel::EndLoad(const std::map<std::string, at::Tensor>& values) {
-  std::erase_if(without_values_,
-                [&](const std::string& name) { return values.find(name) != values.end(); });
+  faults_.GiveValues([&](const std::string& name) { return values.find(name) != values.end(); });
 }
 
 void ShardedModel::LoadParameters(const std::map<std::string, at::Tensor>& values) {

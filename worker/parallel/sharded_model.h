@@ -18,11 +18,14 @@
 #include "worker/collective/local_comm.h"
 #include "worker/parallel/gradient_observers.h"
 #include "worker/parallel/part_store.h"
+#include "worker/parallel/reduction_order.h"
+#include "worker/parallel/shard_faults.h"
 #include "worker/parallel/shard_plan.h"
 #include "worker/parallel/shard_unit.h"
 #include "worker/parallel/shard_updates.h"
 #include "worker/parallel/sharding_options.h"
 #include "worker/parallel/stored_page.h"
+#include "worker/parallel/unit_history.h"
 #include "worker/parallel/unit_turns.h"
 #include "worker/parallel/weight_changes.h"
 
@@ -128,14 +131,13 @@ class ShardedModel {
   // All parameters are about to be replaced, on every rank: failures and changes of before do not
   // keep anyone from reading them. Returns what RestoreFailures() needs if nothing is replaced.
   struct Failures {
-    std::string failure, mixed;
-    bool in_step = false;
+    ShardFaults::Failures failures;
     uint32_t announced = 0;
   };
   Failures ForgetFailures();
   void RestoreFailures(const Failures& failures);
   // On every rank: a load has failed on the way. `why`: what all uses throw until the next load.
-  void NoteFailedLoad(const std::string& why) { mixed_ = why; }
+  void NoteFailedLoad(const std::string& why) { faults_.SetMixed(why); }
   // Whether an exception has ended a backward pass of this rank on its way: others may still wait
   // for it there.
   bool Interrupted() const;
@@ -194,7 +196,7 @@ class ShardedModel {
   // These parameters have memory and no values yet: what uses the model throws, on every rank,
   // until LoadParts() or LoadParameters() has given all of them theirs. The same on every rank.
   void SetWithoutValues(const std::vector<std::string>& names);
-  void CheckHasValues() const;
+  void CheckHasValues() const { faults_.CheckHasValues(); }
 
   // One for each parameter.
   const std::vector<at::Tensor>& shards() const { return shards_; }
@@ -270,7 +272,6 @@ class ShardedModel {
   void CheckStores(const NamedParameter& parameter) const;
   // (collective) Room in the stores for the units of `plan`.
   std::vector<StoredUnit> Reserve(const std::vector<PlannedUnit>& plan);
-  void CheckSamePlan(const std::vector<PlannedUnit>& plan) const;
   // `stored`: of a unit that is divided.
   void AddUnit(PlannedUnit planned, const Materializer& materialize, StoredUnit stored);
   void Use(ShardUnit& unit, bool write, const char* op);
@@ -322,11 +323,12 @@ class ShardedModel {
   void KeepWrites(ShardUnit& unit) const;
   void NoteWritten();
   void ForgetWrites();
-  void CheckStorage(const std::vector<NamedParameter>& parameters) const;
   void CheckTrained(const std::vector<std::string>& frames) const;
   std::string TrainedBits() const;
   // Gives the gradients of this pass up, before an error of all ranks.
   void DropGradients();
+  // How many gradients each unit gets, as parameters require them now.
+  void ExpectGradients();
   void OnGradient(size_t unit, size_t slice);
   // (collective) Before the first gather or gradient of a pass: compares what ranks are about to
   // do, under kFull and in closures, and knows then in which order the first pass that reduces does
@@ -336,15 +338,11 @@ class ShardedModel {
   // model until its parameters are loaded.
   void TakeAnnouncements(const std::vector<uint32_t>& announced);
   void TakeAnnouncementsInBackward(const std::vector<uint32_t>& announced);
-  // (collective)
-  void AgreeOnFirstOrder();
   void OpenPass();
   void ReduceDue();
   void ReduceNext();
   void ReduceUpTo(size_t end);
-  // In the first pass that reduces: how many of order_ have all gradients that this rank will have.
-  size_t Complete() const;
-  // (collective) Reduces those that are so on every rank.
+  // (collective) In the first pass that reduces: those that are complete on every rank.
   void ReduceComplete();
   void Reduce(size_t unit);
   void FinishReduction();
@@ -362,13 +360,11 @@ class ShardedModel {
   const std::string* LateAfterUpdate(const std::vector<uint32_t>& late) const;
   void ReduceLate(const std::vector<uint32_t>& late);
   void EndOfBackward();
-  void AgreeOnOrder();
   // (collective) Throws what DoAlone() of some ranks has thrown.
   [[noreturn]] void ThrowFailedAlone();
   // Returns the shards of what some rank had a gradient for in this pass.
   std::vector<at::Tensor> CheckOrder();
   void SyncBuffers();
-  void Note(const ShardUnit& unit, bool reduced);
 
   Comm& world_;
   Comm& shard_comm_;
@@ -403,15 +399,8 @@ class ShardedModel {
   // have been changed by others. All ranks alike.
   bool comparing_ = false;
   uint32_t announced_ = 0;  // times that Expire() was called since ranks have compared it
-  // The error that only this rank has had at the end of a backward pass, in a step or at the
-  // beginning of a forward pass, until the ranks meet again.
-  std::string failure_;
-  bool failed_in_step_ = false;  // failure_ is of a step, or came after one
-  // What some rank has failed with, after the ranks have met: others may have stepped. The same on
-  // all ranks, until all parameters are loaded; empty: nothing.
-  std::string mixed_;
-  std::vector<std::string> without_values_;  // first names, in the model's order
-  bool thrown_on_all_ = false;               // what the end of this backward pass throws
+  ShardFaults faults_;
+  bool thrown_on_all_ = false;  // what the end of this backward pass throws
   // What DoAlone() has thrown in this backward pass; null: nothing.
   std::exception_ptr failed_alone_;
   bool begun_ = false;        // BeginBackward() has been called for this pass
@@ -421,44 +410,14 @@ class ShardedModel {
   // The parameter of a shard that an operator has written since, unannounced; empty: none.
   std::string written_;
   uint64_t uses_ = 0;  // clock of last_use
-  // Units in the order in which their gradients were complete in rank 0's first backward pass: all
-  // ranks reduce in it. In that pass: the reverse of the order in which rank 0's forward pass has
-  // used them.
-  std::vector<size_t> order_;
-  bool order_known_ = false;  // that pass is over
-  // kFull: how many units rank 0 had turned to in that pass when they were complete. They are
-  // reduced when a rank turns to one more, complete or not: so gathers and reductions of all ranks
-  // are in one order, also where a rank leaves a parameter out, or turns to a unit again.
-  std::vector<uint32_t> due_;
-  std::vector<uint32_t> completed_at_;  // as due_, of completed_
-  uint32_t turns_ = 0;                  // to a unit for the first time in this backward pass
-  std::vector<bool> turned_to_;         // in this backward pass
+  ReductionOrder reductions_{0};
   // The unit that this pass has turned to last, null: none yet; and whether the pass was backward.
   ShardUnit* turn_of_ = nullptr;
   bool backward_ = false;
   bool noting_ = true;  // this forward pass is one of training
   UnitTurns forward_turns_, backward_turns_;
-  std::vector<size_t> completed_;      // in this backward pass
-  size_t reduced_ = 0;                 // of order_, in this backward pass
-  std::vector<bool> complete_, done_;  // done_: reduced
-  std::vector<bool> late_;             // with gradients that came after
   std::vector<std::pair<at::Tensor, unsigned>> hooks_;
-  // The units gathered and reduced since the last check, in order. Only the first ones are kept for
-  // the message, because a program that only evaluates never checks.
-  struct History {
-    static constexpr size_t kListed = 1 << 14;
-    std::vector<uint32_t> first;
-    uint32_t size = 0;
-    uint32_t digest = 1;
-
-    void Add(uint32_t event);
-    void Clear() {
-      first.clear();
-      size = 0;
-      digest = 1;
-    }
-  };
-  History history_;
+  UnitHistory history_;
   std::shared_ptr<CommQueue> queue_;  // null: nothing overlaps
   ShardUnit* reducing_ = nullptr;     // its gradients are on their way
 

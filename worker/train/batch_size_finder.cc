@@ -11,6 +11,7 @@
 #include "base/log.h"
 #include "c10/core/CachingDeviceAllocator.h"
 #include "c10/util/Exception.h"
+#include "worker/collective/comm_checks.h"
 #include "worker/collective/on_all.h"
 
 namespace muster {
@@ -51,8 +52,19 @@ int64_t FindExecutableBatchSize(Comm& comm, const BatchSizeOptions& options,
       failure = std::current_exception();
     }
     if (failure != nullptr) mine = "e" + TextOf(failure);
-    const std::vector<std::string> all = comm.AllGatherBytes(mine);
+    std::vector<std::string> all = comm.AllGatherBytes(c10::str(size, ' ', mine));
     if (failure != nullptr) std::rethrow_exception(failure);
+    std::vector<std::string> sizes;
+    bool same = true;
+    for (std::string& other : all) {
+      const size_t end = other.find(' ');
+      sizes.push_back(other.substr(0, end));
+      other.erase(0, end + 1);
+      same = same && sizes.back() == sizes.front();
+    }
+    TORCH_CHECK(same, "find_executable_batch_size(): ",
+                comm_checks::ByRanks(sizes, "tries batch size", "try batch size"),
+                "; start with the same size on every process, and reduce it alike");
     bool fits = true;
     for (size_t rank = 0; rank < all.size(); ++rank) {
       TORCH_CHECK(all[rank].empty() || all[rank][0] == 'm', "trying batch size ", size,

@@ -30,7 +30,7 @@ struct BatchSizeOptions {
 //
 // Errors, on every rank: c10::Error if no size fits ("no executable batch size found, reached
 // zero"). If an attempt fails for another reason: that exception on the failing rank, and a
-// c10::Error naming that rank on the others.
+// c10::Error naming that rank on the others. c10::Error, too, if ranks try different sizes.
 int64_t FindExecutableBatchSize(Comm& comm, const BatchSizeOptions& options,
                                 const std::function<void(int64_t)>& attempt);
 

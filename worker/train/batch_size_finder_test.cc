@@ -48,6 +48,20 @@ TEST(FindExecutableBatchSize, D13_OneRankOutOfMemory_AllRanksTakeTheSmallerSize)
   }
 }
 
+TEST(FindExecutableBatchSize, DifferentSizes_AreNamedOnEveryRank) {
+  RunRanks(3, [](Comm& comm) {
+    try {
+      FindExecutableBatchSize(
+          comm, {.starting_batch_size = comm.rank() == 2 ? 32 : 64, .reduce = nullptr},
+          [](int64_t) {});
+      ADD_FAILURE() << "no error";
+    } catch (const c10::Error& error) {
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("ranks 0, 1 try batch size 64; rank 2 tries "
+                                                     "batch size 32"));
+    }
+  });
+}
+
 // A sharded model throws what its last step has failed with until a load.
 TEST(FindExecutableBatchSize, ErrorThatOnlyALoadEnds_IsNotOutOfMemory) {
   LocalComm comm;
