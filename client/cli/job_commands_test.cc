@@ -568,10 +568,10 @@ TEST_F(JobCommandsTest, OnSlurm_CommandsAreThoseOfSlurm) {
   std::vector<std::string> commands;
   CommandContext context = {
       .variables = {{"HOME", home.Path("")}, {"MUSTER_ON", "slurm"}}, .out = out_, .err = err_};
-  context.run_program = [&](const std::vector<std::string>& argv) {
+  context.run_program = [&](const std::vector<std::string>& argv, const auto& /*without*/) {
     commands.push_back(absl::StrJoin(argv, " "));
     return ProgramOutput{0,
-                         argv[0] == "sinfo"    ? "n0|4|1000|(null)\n"
+                         argv[0] == "sinfo"    ? "n0|4|1000|(null)|all*|idle\n"
                          : argv[0] == "sbatch" ? "12\n"
                                                : "12|RUNNING|n0|None\n",
                          argv[0] == "sbatch" ? "sbatch: Job 12 to start now\n" : ""};

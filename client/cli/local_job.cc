@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <filesystem>
 #include <map>
@@ -279,13 +280,19 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
   return outcome;
 }
 
-absl::StatusOr<ProgramOutput> RunProgram(const std::vector<std::string>& argv) {
+absl::StatusOr<ProgramOutput> RunProgram(const std::vector<std::string>& argv,
+                                         const std::vector<std::string>& without) {
   MUSTER_ASSIGN_OR_RETURN(const std::unique_ptr<agent::ProcessHost> host,
                           agent::ProcessHost::Start());
   ProgramOutput output;
   agent::ProcessOptions options;
   options.argv = argv;
-  for (char** entry = environ; *entry != nullptr; ++entry) options.env.emplace_back(*entry);
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const absl::string_view word = *entry;
+    const absl::string_view name = word.substr(0, word.find('='));
+    if (std::find(without.begin(), without.end(), name) != without.end()) continue;
+    options.env.emplace_back(word);
+  }
   // Both are called on one thread, which has ended with them when Wait returns.
   options.on_line = [&output](agent::OutputStream stream, absl::string_view line) {
     absl::StrAppend(stream == agent::OutputStream::kStdout ? &output.out : &output.err, line, "\n");

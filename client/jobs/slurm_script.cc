@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <map>
 #include <set>
 #include <utility>
 
@@ -192,23 +193,50 @@ absl::Status CheckSbatchOptions(const std::vector<std::string>& options) {
   return absl::OkStatus();
 }
 
+std::vector<std::string> SbatchVariablesOfScript(const JobSpec& spec) {
+  std::vector<std::string> names = {"SBATCH_ARRAY_INX", "SBATCH_DEBUG", "SBATCH_CPUS_PER_TASK",
+                                    "SBATCH_CPUS_PER_GPU"};
+  for (const char* const option : kOwned) {
+    std::string name = absl::AsciiStrToUpper(option);
+    std::replace(name.begin(), name.end(), '-', '_');
+    names.push_back(absl::StrCat("SBATCH_", name));
+  }
+  if (spec.gpus_per_process > 0) {
+    names.insert(names.end(), {"SBATCH_GPUS", "SBATCH_GPUS_PER_NODE", "SBATCH_GPUS_PER_TASK"});
+  }
+  if (spec.memory_per_process > 0) {
+    names.insert(names.end(), {"SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU", "SBATCH_MEM_PER_NODE"});
+  }
+  if (spec.time_limit > absl::ZeroDuration()) names.emplace_back("SBATCH_TIMELIMIT");
+  return names;
+}
+
 absl::StatusOr<std::vector<SlurmNode>> ParseSlurmNodes(absl::string_view sinfo) {
   std::vector<SlurmNode> nodes;
-  std::set<std::string> seen;
+  std::map<std::string, size_t> seen;
   for (absl::string_view line : absl::StrSplit(sinfo, '\n', absl::SkipWhitespace())) {
     const std::vector<absl::string_view> fields = absl::StrSplit(line, '|');
     SlurmNode node;
     // "16+": nodes that are printed together have at least so much.
     int64_t mib = 0;
-    if (fields.size() != 4 || !absl::SimpleAtoi(absl::StripSuffix(fields[1], "+"), &node.cpus) ||
+    if (fields.size() != 6 || !absl::SimpleAtoi(absl::StripSuffix(fields[1], "+"), &node.cpus) ||
         !absl::SimpleAtoi(absl::StripSuffix(fields[2], "+"), &mib)) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("sinfo printed ", Printable(line), " instead of NODE|CPUS|MIB|GRES"));
+      return absl::InvalidArgumentError(absl::StrCat(
+          "sinfo printed ", Printable(line), " instead of NODE|CPUS|MIB|GRES|PARTITION|STATE"));
     }
     node.name = std::string(fields[0]);
     node.memory_bytes = mib << 20;
     node.gpus = GpusOf(fields[3]);
-    if (seen.insert(node.name).second) nodes.push_back(std::move(node));
+    node.in_default_partition = absl::EndsWith(fields[4], "*");
+    for (const char* const state : {"down", "drain", "drng", "fail", "inval", "maint", "unk"}) {
+      if (absl::StartsWith(fields[5], state)) node.takes_jobs = false;
+    }
+    const auto [known, is_new] = seen.emplace(node.name, nodes.size());
+    if (is_new) {
+      nodes.push_back(std::move(node));
+    } else {
+      nodes[known->second].in_default_partition |= node.in_default_partition;
+    }
   }
   return nodes;
 }

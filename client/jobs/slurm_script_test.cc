@@ -81,8 +81,8 @@ TEST(SlurmLayoutTest, GpusMemoryAndCpus_Count) {
 
 TEST(SlurmNodesTest, OutputOfSinfo_IsRead) {
   const auto nodes = ParseSlurmNodes(
-      "n0|64|515000|gpu:a100:4(S:0-1),shard:8\nn0|64|515000|gpu:a100:4(S:0-1)\nn1|8+|1000+|(null)\n"
-      "n2|8|1000|gpu:2\n");
+      "n0|64|515000|gpu:a100:4(S:0-1),shard:8|a|idle\nn0|64|515000|gpu:a100:4(S:0-1)|b*|idle\n"
+      "n1|8+|1000+|(null)|a|drain*\nn2|8|1000|gpu:2|b*|alloc\n");
   ASSERT_TRUE(nodes.ok()) << nodes.status();
   ASSERT_EQ(nodes->size(), 3u);
   EXPECT_EQ((*nodes)[0].gpus, 4);
@@ -90,13 +90,19 @@ TEST(SlurmNodesTest, OutputOfSinfo_IsRead) {
   EXPECT_EQ((*nodes)[1].cpus, 8);
   EXPECT_EQ((*nodes)[1].gpus, 0);
   EXPECT_EQ((*nodes)[2].gpus, 2);
-  EXPECT_THAT(ParseSlurmNodes("n0|x|1|(null)").status().message(), HasSubstr("n0|x|1|(null)"));
+  EXPECT_TRUE((*nodes)[0].in_default_partition);
+  EXPECT_FALSE((*nodes)[1].in_default_partition);
+  EXPECT_TRUE((*nodes)[0].takes_jobs);
+  EXPECT_FALSE((*nodes)[1].takes_jobs);
+  EXPECT_THAT(ParseSlurmNodes("n0|x|1|(null)|a|idle").status().message(),
+              HasSubstr("n0|x|1|(null)|a|idle"));
 }
 
 TEST(SlurmNodesTest, AnyOutput_IsReadOrRefused) {
   std::mt19937_64 random(7);
   for (int i = 0; i < 20000; ++i) {
-    std::string text = "n0|64|515000|gpu:a100:4(S:0-1),shard:8\nn1|8+|1000+|(null)\n";
+    std::string text =
+        "n0|64|515000|gpu:a100:4(S:0-1),shard:8|a*|idle\nn1|8+|1000+|(null)|b|down\n";
     text = Mutate(text, random);
     const auto nodes = ParseSlurmNodes(text);
     if (nodes.ok()) (void)ChooseSlurmLayout(Spec(4), *nodes);
