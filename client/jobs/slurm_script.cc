@@ -73,6 +73,42 @@ bool IsVariable(absl::string_view name) {
                      [](unsigned char c) { return absl::ascii_isalnum(c) || c == '_'; });
 }
 
+// Whether bash gives the variable its own value, or lets nobody set it.
+bool IsOfBash(absl::string_view name) {
+  static const auto& names = *new std::set<absl::string_view>{"_",
+                                                              "BASHOPTS",
+                                                              "BASHPID",
+                                                              "BASH_ARGC",
+                                                              "BASH_ARGV",
+                                                              "BASH_ARGV0",
+                                                              "BASH_COMMAND",
+                                                              "BASH_LINENO",
+                                                              "BASH_SOURCE",
+                                                              "BASH_SUBSHELL",
+                                                              "BASH_ALIASES",
+                                                              "BASH_CMDS",
+                                                              "BASH_REMATCH",
+                                                              "BASH_VERSINFO",
+                                                              "COMP_WORDBREAKS",
+                                                              "DIRSTACK",
+                                                              "EPOCHREALTIME",
+                                                              "EPOCHSECONDS",
+                                                              "EUID",
+                                                              "FUNCNAME",
+                                                              "GROUPS",
+                                                              "HISTCMD",
+                                                              "LINENO",
+                                                              "PIPESTATUS",
+                                                              "PPID",
+                                                              "RANDOM",
+                                                              "SECONDS",
+                                                              "SHELLOPTS",
+                                                              "SHLVL",
+                                                              "SRANDOM",
+                                                              "UID"};
+  return names.contains(name);
+}
+
 // D-HH:MM:SS
 std::string TimeText(absl::Duration time) {
   const int64_t seconds = absl::ToInt64Seconds(absl::Ceil(time, absl::Seconds(1)));
@@ -279,6 +315,11 @@ absl::StatusOr<std::string> RenderSlurmScript(const JobSpec& spec, const SlurmLa
                      "in its name"));
   }
   for (const auto& [name, value] : spec.env) {
+    if (IsOfBash(name)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "env: ", name, " is a variable of bash, which runs the job under SLURM: the processes ",
+          "would not get this value; use another name"));
+    }
     if (IsVariable(name)) continue;
     return absl::InvalidArgumentError(
         absl::StrCat("env: ", Printable(name), " is no name of a variable for a shell"));
@@ -315,6 +356,8 @@ absl::StatusOr<std::string> RenderSlurmScript(const JobSpec& spec, const SlurmLa
                   // Of the terminal that has submitted it.
                   "unset MUSTER_COORDINATOR MUSTER_TOKEN_FILE MUSTER_TLS_CA MUSTER_TLS_CERT "
                   "MUSTER_TLS_KEY MUSTER_ON\n"
+                  // With these, a launch would not ask SLURM which node of how many it is on.
+                  "unset MUSTER_NUM_MACHINES MUSTER_MACHINE_RANK\n"
                   // Its launches read no file of the user, as agents read none, unless the job's
                   // env names one: theirs may say that the processes compute on CPUs.
                   "export MUSTER_CONFIG=/dev/null\n");

@@ -185,6 +185,18 @@ TEST(SlurmScriptTest, Launch_ReadsNoConfigFileOfTheUser) {
   EXPECT_EQ(config(spec), "MUSTER_CONFIG=/shared/launch.yaml\n");
 }
 
+TEST(SlurmScriptTest, Launch_TakesItsPlaceFromSlurmOnly) {
+  const TestFolder folder;
+  const std::string script = folder.Path("job.sh");
+  std::ofstream(script) << Script(Spec(4));
+  EXPECT_EQ(
+      Shell(absl::StrCat("SLURM_JOB_ID=1 SLURM_NNODES=2 MUSTER_NUM_MACHINES=1 "
+                         "MUSTER_MACHINE_RANK=0 bash -c 'source <(sed \"/^# "
+                         "train.sbatch$/Q\" ",
+                         script, "); exec env' | grep -e ^MUSTER_NUM -e ^MUSTER_MACHINE; true")),
+      "");
+}
+
 // Runs `script`, with `arguments`, of a job whose program ends with `code`, and a SLURM of which
 // only so much is there as `scontrol` is.
 std::string RunIn(const TestFolder& folder, const std::string& script, int code,
@@ -302,6 +314,10 @@ TEST(SlurmScriptTest, WhatNoScriptCanHave_IsRefused) {
   spec = Spec(4);
   spec.env = {{"A;id", "1"}};
   EXPECT_THAT(Script(spec), HasSubstr("no name of a variable"));
+  for (const char* const of_bash : {"UID", "GROUPS", "RANDOM", "SHLVL", "_"}) {
+    spec.env = {{of_bash, "1"}};
+    EXPECT_THAT(Script(spec), HasSubstr(absl::StrCat("env: ", of_bash, " is a variable of bash")));
+  }
 }
 
 TEST(SlurmJobTest, SettingsThatSlurmDecides_AreRefusedByName) {
