@@ -372,7 +372,8 @@ absl::StatusOr<std::string> RenderSlurmScript(const JobSpec& spec, const SlurmLa
                   "/run\nMUSTER_EVENTS=", folder, "/$SLURM_JOB_ID.events\nMUSTER_LOGS=", folder,
                   "/$SLURM_JOB_ID.logs/${SLURM_RESTART_COUNT:-0}\n"
                   // Programs restart within the allocation.
-                  "MUSTER_MAX_FAILURES=0\nMUSTER_MAX_REQUEUES=16\nmuster_flags=(");
+                  "MUSTER_MAX_FAILURES=0\nMUSTER_MAX_REQUEUES=16\nMUSTER_STEP_WAIT=",
+                  Seconds(Grace(spec) + kLead), "\nmuster_flags=(");
   for (const std::string& flag : LaunchFlags(spec, layout)) absl::StrAppend(&script, flag, " ");
   script.back() = ')';
   script += "\nset --";
