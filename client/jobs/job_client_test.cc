@@ -41,6 +41,12 @@ TEST_F(JobClientTest, Submit_ArgumentThatIsNotUtf8_IsRefusedAndNamed) {
   EXPECT_EQ(status.message(), "spec.argv[1] is not UTF-8: \"caf\\xe9\"");
 }
 
+TEST_F(JobClientTest, Remove_AnswerLost_JobThatIsGoneIsNoError) {
+  EXPECT_TRUE(absl::IsNotFound(client_->remove("mnist-1")));
+  fake_.Lose(1);
+  EXPECT_TRUE(client_->remove("mnist-1").ok());
+}
+
 TEST_F(JobClientTest, Get_UnknownJob_IsNotFound) {
   EXPECT_TRUE(absl::IsNotFound(client_->get("nothing-1").status()));
 }
