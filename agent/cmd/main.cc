@@ -544,7 +544,15 @@ absl::Status SetInventory(const Machine& machine, ServeFlags* flags) {
   info->set_memory_bytes(flags->memory_mib >= 0 ? int64_t{flags->memory_mib} << 20
                                                 : machine.memory_bytes);
   const int found = static_cast<int>(machine.gpus.size());
-  const int gpus = flags->gpus >= 0 ? flags->gpus : found;
+  // Attempts get GPUs by their numbers on this machine.
+  const int usable = machine.usable_gpus;
+  if (flags->gpus < 0 && usable > 0 && usable < found) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "CUDA_VISIBLE_DEVICES names ", usable, " of this machine's ", found,
+        " GPUs, but jobs get the GPUs of an agent by their numbers, from 0 on: unset it, or give "
+        "--gpus N for the first N"));
+  }
+  const int gpus = flags->gpus >= 0 ? flags->gpus : std::min(usable, found);
   for (int i = 0; i < gpus; ++i) info->add_gpus(i < found ? machine.gpus[i].model : "");
   SetGpuFacts(found, flags->gpu_memory_mib, info);
   SetFreePorts(info);
@@ -632,7 +640,9 @@ int Serve(std::vector<std::string> words) {
                  "that leads to the coordinator)");
   app.add_option("--cpus", flags.cpus, "CPUs for jobs (default: all that this process may use)")
       ->check(CLI::Range(1, 1'000'000));
-  app.add_option("--gpus", flags.gpus, "GPUs for jobs, the first ones (default: all)")
+  app.add_option(
+         "--gpus", flags.gpus,
+         "GPUs for jobs, the first ones (default: all; none if CUDA_VISIBLE_DEVICES is empty)")
       ->check(CLI::Range(0, 1024));
   app.add_option("--gpu_memory_mib", flags.gpu_memory_mib,
                  "memory of each GPU, in MiB (default: what the driver reports)")
