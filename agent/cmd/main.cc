@@ -1,5 +1,6 @@
 #include <fcntl.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -131,6 +132,7 @@ struct Flags {
   // Of one attempt of a submitted job.
   std::string attempt_dir, workdir;
   int attempt_lock = -1;
+  rlim_t open_files = 0;
   int restarts_in_place = 0;
   WorkerGroups::Options groups;
 };
@@ -172,6 +174,8 @@ void AddAttemptFlags(CLI::App* app, Flags* flags) {
   app->add_option("--attempt_lock", flags->attempt_lock,
                   "descriptor that this process and all that it starts keep open")
       ->check(CLI::Range(3, 1'000'000));
+  app->add_option("--open_files", flags->open_files,
+                  "soft limit of open files of the program (default: that of this process)");
   app->add_option("--memory_socket", flags->options.memory_socket,
                   "name of the node agent's socket that holds memory between attempts");
   app->add_option("--earlier_attempts", flags->options.agent.worker.restart_count,
@@ -399,6 +403,19 @@ void TakeSurroundings(NodeJobOptions* options) {
     if (equals != std::string::npos)
       options->agent.inherited[text.substr(0, equals)] = text.substr(equals + 1);
   }
+}
+
+rlimit OpenFiles() {
+  rlimit limit = {};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  return limit;
+}
+
+// Raised again where this process needs more, but not for the program.
+void LimitOpenFiles(rlim_t soft) {
+  rlimit limit = OpenFiles();
+  limit.rlim_cur = std::min(soft, limit.rlim_max);
+  setrlimit(RLIMIT_NOFILE, &limit);
 }
 
 NodeJobResult Refused(absl::Status status) {
@@ -698,6 +715,8 @@ int Serve(std::vector<std::string> words) {
   if (status.ok() && options.channel.token_file == "-") status = TakeToken(&options.channel);
   if (status.ok()) status = SetRunner(&options);
   if (!status.ok()) return Fail(kExitUsage, status.message());
+  // Of the jobs' programs: runners inherit the raised one.
+  options.runner.push_back(absl::StrCat("--open_files=", OpenFiles().rlim_cur));
   RaiseDescriptorLimit();
   status = RunNodeService(options);
   return status.ok() ? 0 : Fail(CodeOf(status), status.message());
@@ -730,6 +749,7 @@ int Run(int argc, char** argv) {
   }
   options.agent.argv.assign(dashes + 1, args.end());
   if (flags.attempt_lock >= 0) KeepOpen(flags.attempt_lock);
+  if (flags.open_files > 0) LimitOpenFiles(flags.open_files);
   absl::Status status = SetLayout(&flags);
   if (status.ok()) status = SetDurations(&flags);
   if (status.ok()) status = SetFailurePolicy(&flags);
