@@ -21,6 +21,7 @@
 #include <chrono>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -28,6 +29,7 @@
 #include <thread>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -519,7 +521,23 @@ class NodeService {
                             : status >= 0 && WIFSIGNALED(status)
                                 ? absl::StrCat(" (signal ", WTERMSIG(status), ")")
                                 : ": it was killed, or the machine has restarted,";
-    return NodeFailure(absl::StrCat("its runner no longer exists", how, " and ", missing));
+    const std::string last = LastLine(folder.Of("runner.log"));
+    return NodeFailure(absl::StrCat("its runner no longer exists", how, " and ", missing,
+                                    last.empty() ? "" : "; its last line: ", last));
+  }
+  // What the dynamic linker, for example, says of a program that it cannot start.
+  static std::string LastLine(const std::string& path) {
+    const OwnedFd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+    struct stat info;
+    if (!fd.open() || fstat(fd.get(), &info) != 0) return "";
+    char end[1024];
+    const ssize_t got =
+        pread(fd.get(), end, sizeof(end), std::max<off_t>(0, info.st_size - ssize_t{sizeof(end)}));
+    if (got <= 0) return "";
+    absl::string_view text =
+        absl::StripAsciiWhitespace(absl::string_view(end, static_cast<size_t>(got)));
+    const size_t line = text.rfind('\n');
+    return OneLine(line == text.npos ? text : text.substr(line + 1));
   }
 
   // ---- the main loop: runners
@@ -800,6 +818,9 @@ class NodeService {
     if (status.ok() && !assignment.token().empty()) {
       status = PutFile(runner.folder.Of("token"), assignment.token(), 0600);
     }
+    if (status.ok()) {
+      status = PutVariables(runner.folder.Of("env"), VariablesOf(assignment, runner.folder));
+    }
     if (!status.ok()) {
       RemoveGroup(&runner);
       remove();
@@ -863,6 +884,7 @@ class NodeService {
     if (!spec.working_directory().empty()) add("workdir", spec.working_directory());
     // The coordinator decides when a node is lost, not how long it is away itself.
     add("outage_tolerance", absl::FormatDuration(kOutageTolerance));
+    add("env_file", folder.Of("env"));
     add("log_dir", folder.Of("logs"));
     add("stop_grace", absl::FormatDuration(rpc::FromProto(spec.stop_grace())));
     if (spec.has_hang_timeout()) {
@@ -887,9 +909,18 @@ class NodeService {
     return args;
   }
 
+  // Of the job's processes, and not of their runner: an LD_LIBRARY_PATH could keep it from
+  // starting.
+  std::map<std::string, std::string> VariablesOf(const v1::NodeAssignment& assignment,
+                                                 const AttemptFolder& folder) const {
+    std::map<std::string, std::string> variables = ToMap(assignment.spec().env());
+    if (assignment.spec().files_size() > 0) variables["MUSTER_FILES"] = folder.Of("work");
+    if (options_.info.gpus_size() > 0) variables.erase("CUDA_VISIBLE_DEVICES");
+    return variables;
+  }
+
   std::optional<v1::AttemptEnd> Spawn(const v1::NodeAssignment& assignment, Runner* runner)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    const v1::JobSpec& spec = assignment.spec();
     if (assignment.token().empty() && !options_.channel.token.empty()) {
       return NodeFailure(
           "the coordinator makes no tokens for attempts: it is older than this agent, whose token "
@@ -903,8 +934,6 @@ class NodeService {
           "ACCELERATE_USE_CPU", "MUSTER_DEBUG", "ACCELERATE_DEBUG_MODE"}) {
       environment.erase(name);
     }
-    for (const auto& [name, value] : ToMap(spec.env())) environment[name] = value;
-    if (spec.files_size() > 0) environment["MUSTER_FILES"] = runner->folder.Of("work");
     if (options_.info.gpus_size() > 0) {
       environment["CUDA_VISIBLE_DEVICES"] = absl::StrJoin(assignment.gpus(), ",");
       // That is how they are counted here; CUDA's own order begins with the fastest.

@@ -130,7 +130,7 @@ struct Flags {
   int log_max_mib = static_cast<int>(options.log_limits.max_bytes >> 20);
   std::string host;
   // Of one attempt of a submitted job.
-  std::string attempt_dir, workdir;
+  std::string attempt_dir, workdir, env_file;
   int attempt_lock = -1;
   rlim_t open_files = 0;
   int restarts_in_place = 0;
@@ -188,6 +188,9 @@ void AddAttemptFlags(CLI::App* app, Flags* flags) {
                   "with --attempt_dir: how often lost processes of an attempt may restart while "
                   "the others continue")
       ->check(CLI::Range(0, 1'000'000'000));
+  app->add_option("--env_file", flags->env_file,
+                  "file of NAME=VALUE, each with a null byte at its end: variables of the program; "
+                  "it is removed");
   app->add_option("--workdir", flags->workdir, "folder in which the program runs");
   app->add_option("--control_group", flags->groups.folder,
                   "folder of a control group for this process and those of the program");
@@ -436,15 +439,23 @@ NodeJobResult RunJob(NodeJobOptions options) {
 
 // Runs the job and returns the exit code.
 int RunAndReport(NodeJobOptions options, const Flags& flags) {
+  std::map<std::string, std::string>& variables = options.agent.worker.extra;
+  absl::Status entered;
+  if (!flags.env_file.empty()) {
+    absl::StatusOr<std::map<std::string, std::string>> taken = TakeVariables(flags.env_file);
+    entered = taken.status();
+    if (taken.ok()) variables = *std::move(taken);
+  }
+  const auto path = variables.find("PATH");
   // Both are the user's: another node has neither.
   absl::StatusOr<std::string> program =
       !flags.workdir.empty() && chdir(flags.workdir.c_str()) != 0
           ? absl::ErrnoToStatus(errno, absl::StrCat("cannot run in the folder ", flags.workdir))
-          : FindProgram(options.agent.argv[0], options.agent.inherited["PATH"]);
+          : FindProgram(options.agent.argv[0],
+                        path != variables.end() ? path->second : options.agent.inherited["PATH"]);
   const WorkerGroups groups(flags.groups);
-  absl::Status entered;
   if (!flags.groups.folder.empty()) {
-    entered = groups.Enter();
+    entered.Update(groups.Enter());
     options.agent.groups = &groups;
   }
   AttemptRestarts restarts({.folder = flags.attempt_dir,
@@ -728,12 +739,7 @@ int Run(int argc, char** argv) {
   }
   const std::vector<std::string> args(argv + 1, argv + argc);
   const auto dashes = std::find(args.begin(), args.end(), "--");
-  // The user error codes of a submitted job apply to its processes: an attempt that did not start
-  // because of them would count as a failure of the node.
-  const bool is_runner = std::any_of(args.begin(), dashes, [](const std::string& arg) {
-    return absl::StartsWith(arg, "--attempt_dir");
-  });
-  if (const absl::Status log = CheckLogVariables(ProcessVariables()); !is_runner && !log.ok()) {
+  if (const absl::Status log = CheckLogVariables(ProcessVariables()); !log.ok()) {
     return Fail(kExitUsage, log.message());
   }
   if (std::find(args.begin(), dashes, "--serve") != dashes) return Serve({args.begin(), dashes});
