@@ -1,17 +1,14 @@
 #include "agent/node_service.h"
 
-#include <arpa/inet.h>
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <grpcpp/grpcpp.h>
-#include <netdb.h>
 #include <poll.h>
 #include <signal.h>
 #include <spawn.h>
 #include <sys/eventfd.h>
 #include <sys/file.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -180,35 +177,6 @@ v1::AttemptEnd NodeFailure(const std::string& why) {
   return end;
 }
 
-// The address of this machine on the way to the coordinator.
-std::string OwnAddress(const rpc::Address& coordinator) {
-  if (coordinator.is_unix()) return "127.0.0.1";
-  addrinfo hints = {};
-  hints.ai_socktype = SOCK_DGRAM;
-  addrinfo* found = nullptr;
-  if (getaddrinfo(coordinator.host.c_str(), absl::StrCat(coordinator.port).c_str(), &hints,
-                  &found) != 0) {
-    return coordinator.host;
-  }
-  std::string own = coordinator.host;
-  for (const addrinfo* one = found; one != nullptr; one = one->ai_next) {
-    const OwnedFd fd(socket(one->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-    sockaddr_storage local = {};
-    socklen_t size = sizeof(local);
-    char text[NI_MAXHOST];
-    // Nothing is sent.
-    if (fd.open() && connect(fd.get(), one->ai_addr, one->ai_addrlen) == 0 &&
-        getsockname(fd.get(), reinterpret_cast<sockaddr*>(&local), &size) == 0 &&
-        getnameinfo(reinterpret_cast<sockaddr*>(&local), size, text, sizeof(text), nullptr, 0,
-                    NI_NUMERICHOST) == 0) {
-      own = text;
-      break;
-    }
-  }
-  freeaddrinfo(found);
-  return own;
-}
-
 class NodeService {
  public:
   explicit NodeService(const NodeServiceOptions& options)
@@ -231,7 +199,7 @@ class NodeService {
     *facts.mutable_info() = options_.info;
     MUSTER_RETURN_IF_ERROR(rpc::CheckUtf8(facts));
     MUSTER_RETURN_IF_ERROR(Open());
-    host_ = options_.host.empty() ? OwnAddress(*address) : options_.host;
+    address_ = *address;
     rpc::ChannelOptions channel = options_.channel;
     channel.max_backoff = kConnectAgain;
     channel.keepalive = kKeepalive;
@@ -851,7 +819,7 @@ class NodeService {
   }
 
   std::vector<std::string> RunnerArguments(const v1::NodeAssignment& assignment,
-                                           const Runner& runner) const
+                                           const Runner& runner, const std::string& host) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     const AttemptFolder& folder = runner.folder;
     const v1::JobSpec& spec = assignment.spec();
@@ -863,7 +831,7 @@ class NodeService {
     add("num_machines", assignment.num_nodes());
     add("num_processes", assignment.num_nodes() * assignment.processes());
     add("machine_rank", assignment.node_rank());
-    add("host", host_);
+    add("host", host);
     add("attempt_dir", folder.path);
     add("attempt_lock", kLockDescriptor);
     if (memory_ != nullptr) add("memory_socket", memory_->address());
@@ -939,7 +907,14 @@ class NodeService {
       // That is how they are counted here; CUDA's own order begins with the fastest.
       environment.try_emplace("CUDA_DEVICE_ORDER", "PCI_BUS_ID");
     }
-    std::vector<std::string> args = RunnerArguments(assignment, *runner);
+    // An agent may start before its network, and its address may change.
+    const std::string host = options_.host.empty() ? options_.own_address(address_) : options_.host;
+    if (host.empty()) {
+      return NodeFailure(absl::StrCat("this node has no address on a way to the coordinator at ",
+                                      options_.coordinator,
+                                      ": check its network, or start its agent with --host"));
+    }
+    std::vector<std::string> args = RunnerArguments(assignment, *runner, host);
     std::vector<std::string> words;
     for (const auto& [name, value] : environment) words.push_back(absl::StrCat(name, "=", value));
     std::vector<char*> argv, envp;
@@ -1278,7 +1253,7 @@ class NodeService {
   const OwnedFd folder_events_;  // of the folders of attempts
   OwnedFd lock_;
   uint64_t uid_ = 0;
-  std::string host_;
+  rpc::Address address_;  // of the coordinator
   std::shared_ptr<grpc::Channel> channel_;
   // Null: no socket. Not destroyed under the lock, which its thread takes.
   std::unique_ptr<MemoryHolder> memory_;
