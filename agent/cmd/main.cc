@@ -440,11 +440,10 @@ NodeJobResult RunJob(NodeJobOptions options) {
 // Runs the job and returns the exit code.
 int RunAndReport(NodeJobOptions options, const Flags& flags) {
   std::map<std::string, std::string>& variables = options.agent.worker.extra;
-  absl::Status entered;
   if (!flags.env_file.empty()) {
     absl::StatusOr<std::map<std::string, std::string>> taken = TakeVariables(flags.env_file);
-    entered = taken.status();
-    if (taken.ok()) variables = *std::move(taken);
+    if (!taken.ok()) return Fail(kExitInternal, taken.status().message());
+    variables = *std::move(taken);
   }
   const auto path = variables.find("PATH");
   // Both are the user's: another node has neither.
@@ -454,8 +453,9 @@ int RunAndReport(NodeJobOptions options, const Flags& flags) {
           : FindProgram(options.agent.argv[0],
                         path != variables.end() ? path->second : options.agent.inherited["PATH"]);
   const WorkerGroups groups(flags.groups);
+  absl::Status entered;
   if (!flags.groups.folder.empty()) {
-    entered.Update(groups.Enter());
+    entered = groups.Enter();
     options.agent.groups = &groups;
   }
   AttemptRestarts restarts({.folder = flags.attempt_dir,
