@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "base/file.h"
 #include "base/owned_fd.h"
 #include "base/status_macros.h"
@@ -31,6 +32,26 @@ absl::Status PutFile(const std::string& path, absl::string_view contents, mode_t
   MUSTER_ASSIGN_OR_RETURN(AtomicFile file, AtomicFile::Create(path, mode));
   MUSTER_RETURN_IF_ERROR(file.Append(contents));
   return file.Publish();
+}
+
+absl::Status PutVariables(const std::string& path,
+                          const std::map<std::string, std::string>& variables) {
+  std::string text;
+  for (const auto& [name, value] : variables) {
+    absl::StrAppend(&text, name, "=", value);
+    text.push_back('\0');  // which neither can have
+  }
+  return PutFile(path, text, 0600);
+}
+
+absl::StatusOr<std::map<std::string, std::string>> TakeVariables(const std::string& path) {
+  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(path));
+  std::map<std::string, std::string> variables;
+  for (const absl::string_view word : absl::StrSplit(text, '\0', absl::SkipEmpty())) {
+    variables.insert(absl::StrSplit(word, absl::MaxSplits('=', 1)));
+  }
+  unlink(path.c_str());
+  return variables;
 }
 
 absl::Status SyncAttempt(const std::string& folder) {

@@ -3,10 +3,12 @@
 
 #include <sys/stat.h>
 
+#include <map>
 #include <string>
 #include <thread>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "base/mutex.h"
 
@@ -15,6 +17,13 @@ namespace muster::agent {
 // A file that outlives this process and need not outlive the machine's power: it appears whole
 // under `path`, without a wait for the disk. `mode` is reduced by the umask.
 absl::Status PutFile(const std::string& path, absl::string_view contents, mode_t mode = 0666);
+
+// The variables of an attempt's processes, in a file that only its owner may read: a runner takes
+// them from there, and removes the file. In its own environment they would be its own, too, and
+// LD_LIBRARY_PATH, for example, decides which libraries it runs with.
+absl::Status PutVariables(const std::string& path,
+                          const std::map<std::string, std::string>& variables);
+absl::StatusOr<std::map<std::string, std::string>> TakeVariables(const std::string& path);
 
 // When this returns, the files that PutFile wrote to an attempt's folder, and the folder itself,
 // are durable. Blocks on the disk. Errors: INTERNAL, naming what could not be synced.

@@ -2,6 +2,7 @@
 
 #include <sys/stat.h>
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -34,6 +35,22 @@ TEST(PutFile, FileThatCannotBe_LeavesNothing) {
   EXPECT_THAT(PutFile(folder.Path("taken"), "1").message(), HasSubstr("cannot publish "));
   EXPECT_THAT(*ListDirectory(folder.path()), ElementsAre("taken"));
   EXPECT_THAT(PutFile(folder.Path("missing/1"), "1").message(), HasSubstr("missing/1"));
+}
+
+TEST(Variables, File_IsReadOnceAndByItsOwnerOnly) {
+  const TestFolder folder;
+  const std::string path = folder.Path("env");
+  const std::map<std::string, std::string> variables = {
+      {"A", "b=c\nD=e"}, {"EMPTY", ""}, {"TOKEN", "secret \"x\""}};
+  ASSERT_TRUE(PutVariables(path, variables).ok());
+  struct stat info;
+  ASSERT_EQ(stat(path.c_str(), &info), 0);
+  EXPECT_EQ(info.st_mode & 0777, 0600u);
+  const auto taken = TakeVariables(path);
+  ASSERT_TRUE(taken.ok()) << taken.status();
+  EXPECT_EQ(*taken, variables);
+  EXPECT_FALSE(PathExists(path));
+  EXPECT_TRUE(absl::IsNotFound(TakeVariables(path).status()));
 }
 
 TEST(SyncAttempt, WithoutARecord_IsAnError) {

@@ -207,6 +207,7 @@ absl::StatusOr<int64_t> LogOffsetAt(const std::string& path, absl::Time since) {
   // second if it is one.
   int64_t low = 0, high = info.st_size / static_cast<int64_t>(sizeof(LogTime));
   const int64_t count = high;
+  if (count == 0) return 0;  // it has just begun again
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;
     if (at(middle).unix_ms <= wanted - kLogTimeSpan) {

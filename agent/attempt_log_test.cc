@@ -215,5 +215,24 @@ TEST_F(AttemptLogTest, LogOffsetAt_IsTheFirstLineOfThatSecond_AlsoAfterRotations
   EXPECT_TRUE(absl::IsNotFound(LogOffsetAt(path_ + "x", start).status()));
 }
 
+// A reader gets more than it has asked for then, and not less.
+TEST_F(AttemptLogTest, LogOffsetAt_AfterTimesThatCouldNotBeWritten_LeavesNoLineOut) {
+  FakeClock clock;
+  const absl::Time start = clock.Now();
+  ASSERT_EQ(symlink("/dev/full", LogTimesPath(path_).c_str()), 0);
+  log_ = *LogFile::Open(path_, {}, nullptr, &clock);
+  log_->Append("one");
+  EXPECT_EQ(*LogOffsetAt(path_, start), 0);
+  clock.Advance(absl::Seconds(1));
+  log_->Append("two");
+  clock.Advance(absl::Seconds(1));
+  log_->Append("three");
+  for (const int late : {0, 1}) {
+    EXPECT_EQ(*LogOffsetAt(path_, start + absl::Seconds(late)), 0) << late;
+  }
+  EXPECT_EQ(*LogOffsetAt(path_, start + absl::Seconds(2)), 8);
+  EXPECT_EQ(*LogOffsetAt(path_, start + absl::Hours(1)), 14);
+}
+
 }  // namespace
 }  // namespace muster::agent

@@ -436,19 +436,6 @@ Reply Serve(const Request& request, const int* fds, bool complete, State* state)
   }
 }
 
-absl::Status ErrnoStatus(absl::string_view what, int error) {
-  const std::string text = absl::StrCat(what, ": ", strerror(error));
-  switch (error) {
-    case EAGAIN:
-    case ENOMEM:
-    case EMFILE:
-    case ENFILE:
-      return absl::ResourceExhaustedError(text);
-    default:
-      return absl::InternalError(text);
-  }
-}
-
 // A descriptor of a file in memory that holds `text`; -1 and errno.
 int FileOf(absl::string_view text) {
   const int fd = memfd_create("muster-program", MFD_CLOEXEC);
@@ -503,6 +490,20 @@ int Ask(int socket, pid_t keeper, const Request& request, const int* fds, Reply*
 }
 
 }  // namespace
+
+absl::Status ErrnoStatus(absl::string_view what, int error) {
+  const std::string text = absl::StrCat(what, ": ", strerror(error));
+  switch (error) {
+    case EAGAIN:
+    case ENOMEM:
+    case EMFILE:
+    case ENFILE:
+    case ENOSPC:  // fs.epoll.max_user_watches
+      return absl::ResourceExhaustedError(text);
+    default:
+      return absl::InternalError(text);
+  }
+}
 
 absl::StatusOr<std::unique_ptr<Keeper>> Keeper::Start(const std::string& mark,
                                                       CloseRangeCall close_range,

@@ -84,6 +84,10 @@ class Keeper {
   int pidfd_;
 };
 
+// Of a call of the system that has failed with errno `error`: RESOURCE_EXHAUSTED where this machine
+// has no more of something, else INTERNAL. "what: the system's words".
+absl::Status ErrnoStatus(absl::string_view what, int error);
+
 }  // namespace muster::agent
 
 #endif  // MUSTER_AGENT_KEEPER_H_

@@ -55,13 +55,17 @@ std::string LogTimesPath(const std::string& path) { return absl::StrCat(path, ".
 void LogFile::NoteTime() {
   const absl::Time now = clock_.WallNow();
   // A clock that goes back would put entries out of order.
-  if (times_fd_ < 0 || now < timed_ + kBetweenTimes) return;
+  if (now < timed_ + kBetweenTimes) return;
   timed_ = now;
-  const LogTime entry = {absl::ToUnixMillis(now), written_};
-  // A part of one would put all that follow out of place.
-  if (::write(times_fd_, &entry, sizeof(entry)) != sizeof(entry)) {
-    close(std::exchange(times_fd_, -1));
-  }
+  // After a full disk it begins again: all lines so far count as those of now.
+  const bool again = times_fd_ < 0;
+  if (again) times_fd_ = Begin(LogTimesPath(path_));
+  const LogTime entry = {absl::ToUnixMillis(now), again ? 0 : written_};
+  if (times_fd_ >= 0 && ::write(times_fd_, &entry, sizeof(entry)) == sizeof(entry)) return;
+  // A part of an entry would put all that follow out of place, and a reader would take a file that
+  // ends early for a log that does.
+  unlink(LogTimesPath(path_).c_str());
+  if (times_fd_ >= 0) close(std::exchange(times_fd_, -1));
 }
 
 void LogFile::TrimTimes() {

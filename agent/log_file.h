@@ -69,7 +69,7 @@ class LogFile {
   const WriteCall write_;
   int fd_;
   const Clock& clock_;
-  int times_fd_ = -1;                        // -1: times are no longer written
+  int times_fd_ = -1;                        // -1: could not be written the last time
   absl::Time timed_ = absl::InfinitePast();  // the last LogTime
   int64_t written_ = 0;                      // bytes, since the start
   int64_t size_ = 0;

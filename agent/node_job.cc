@@ -55,12 +55,14 @@ std::string Policy(const AgentOptions& options) {
   return text;
 }
 
-// Of the setting, or of the variable that the processes inherit.
+// Of the setting, or of the variable that the processes get.
 std::string Precision(const AgentOptions& options) {
   if (options.worker.mixed_precision.has_value()) return *options.worker.mixed_precision;
   for (const char* const name : {"MUSTER_MIXED_PRECISION", "ACCELERATE_MIXED_PRECISION"}) {
-    const auto found = options.inherited.find(name);
-    if (found != options.inherited.end() && !found->second.empty()) return found->second;
+    for (const auto* const variables : {&options.worker.extra, &options.inherited}) {
+      const auto found = variables->find(name);
+      if (found != variables->end() && !found->second.empty()) return found->second;
+    }
   }
   return "no";
 }

@@ -1,17 +1,14 @@
 #include "agent/node_service.h"
 
-#include <arpa/inet.h>
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <grpcpp/grpcpp.h>
-#include <netdb.h>
 #include <poll.h>
 #include <signal.h>
 #include <spawn.h>
 #include <sys/eventfd.h>
 #include <sys/file.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -21,6 +18,7 @@
 #include <chrono>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -28,6 +26,7 @@
 #include <thread>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -178,35 +177,6 @@ v1::AttemptEnd NodeFailure(const std::string& why) {
   return end;
 }
 
-// The address of this machine on the way to the coordinator.
-std::string OwnAddress(const rpc::Address& coordinator) {
-  if (coordinator.is_unix()) return "127.0.0.1";
-  addrinfo hints = {};
-  hints.ai_socktype = SOCK_DGRAM;
-  addrinfo* found = nullptr;
-  if (getaddrinfo(coordinator.host.c_str(), absl::StrCat(coordinator.port).c_str(), &hints,
-                  &found) != 0) {
-    return coordinator.host;
-  }
-  std::string own = coordinator.host;
-  for (const addrinfo* one = found; one != nullptr; one = one->ai_next) {
-    const OwnedFd fd(socket(one->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-    sockaddr_storage local = {};
-    socklen_t size = sizeof(local);
-    char text[NI_MAXHOST];
-    // Nothing is sent.
-    if (fd.open() && connect(fd.get(), one->ai_addr, one->ai_addrlen) == 0 &&
-        getsockname(fd.get(), reinterpret_cast<sockaddr*>(&local), &size) == 0 &&
-        getnameinfo(reinterpret_cast<sockaddr*>(&local), size, text, sizeof(text), nullptr, 0,
-                    NI_NUMERICHOST) == 0) {
-      own = text;
-      break;
-    }
-  }
-  freeaddrinfo(found);
-  return own;
-}
-
 class NodeService {
  public:
   explicit NodeService(const NodeServiceOptions& options)
@@ -229,7 +199,7 @@ class NodeService {
     *facts.mutable_info() = options_.info;
     MUSTER_RETURN_IF_ERROR(rpc::CheckUtf8(facts));
     MUSTER_RETURN_IF_ERROR(Open());
-    host_ = options_.host.empty() ? OwnAddress(*address) : options_.host;
+    address_ = *address;
     rpc::ChannelOptions channel = options_.channel;
     channel.max_backoff = kConnectAgain;
     channel.keepalive = kKeepalive;
@@ -519,7 +489,23 @@ class NodeService {
                             : status >= 0 && WIFSIGNALED(status)
                                 ? absl::StrCat(" (signal ", WTERMSIG(status), ")")
                                 : ": it was killed, or the machine has restarted,";
-    return NodeFailure(absl::StrCat("its runner no longer exists", how, " and ", missing));
+    const std::string last = LastLine(folder.Of("runner.log"));
+    return NodeFailure(absl::StrCat("its runner no longer exists", how, " and ", missing,
+                                    last.empty() ? "" : "; its last line: ", last));
+  }
+  // What the dynamic linker, for example, says of a program that it cannot start.
+  static std::string LastLine(const std::string& path) {
+    const OwnedFd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+    struct stat info;
+    if (!fd.open() || fstat(fd.get(), &info) != 0) return "";
+    char end[1024];
+    const ssize_t got =
+        pread(fd.get(), end, sizeof(end), std::max<off_t>(0, info.st_size - ssize_t{sizeof(end)}));
+    if (got <= 0) return "";
+    absl::string_view text =
+        absl::StripAsciiWhitespace(absl::string_view(end, static_cast<size_t>(got)));
+    const size_t line = text.rfind('\n');
+    return OneLine(line == text.npos ? text : text.substr(line + 1));
   }
 
   // ---- the main loop: runners
@@ -800,6 +786,9 @@ class NodeService {
     if (status.ok() && !assignment.token().empty()) {
       status = PutFile(runner.folder.Of("token"), assignment.token(), 0600);
     }
+    if (status.ok()) {
+      status = PutVariables(runner.folder.Of("env"), VariablesOf(assignment, runner.folder));
+    }
     if (!status.ok()) {
       RemoveGroup(&runner);
       remove();
@@ -830,7 +819,7 @@ class NodeService {
   }
 
   std::vector<std::string> RunnerArguments(const v1::NodeAssignment& assignment,
-                                           const Runner& runner) const
+                                           const Runner& runner, const std::string& host) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     const AttemptFolder& folder = runner.folder;
     const v1::JobSpec& spec = assignment.spec();
@@ -842,7 +831,7 @@ class NodeService {
     add("num_machines", assignment.num_nodes());
     add("num_processes", assignment.num_nodes() * assignment.processes());
     add("machine_rank", assignment.node_rank());
-    add("host", host_);
+    add("host", host);
     add("attempt_dir", folder.path);
     add("attempt_lock", kLockDescriptor);
     if (memory_ != nullptr) add("memory_socket", memory_->address());
@@ -863,6 +852,7 @@ class NodeService {
     if (!spec.working_directory().empty()) add("workdir", spec.working_directory());
     // The coordinator decides when a node is lost, not how long it is away itself.
     add("outage_tolerance", absl::FormatDuration(kOutageTolerance));
+    add("env_file", folder.Of("env"));
     add("log_dir", folder.Of("logs"));
     add("stop_grace", absl::FormatDuration(rpc::FromProto(spec.stop_grace())));
     if (spec.has_hang_timeout()) {
@@ -887,9 +877,18 @@ class NodeService {
     return args;
   }
 
+  // Of the job's processes, and not of their runner: an LD_LIBRARY_PATH could keep it from
+  // starting.
+  std::map<std::string, std::string> VariablesOf(const v1::NodeAssignment& assignment,
+                                                 const AttemptFolder& folder) const {
+    std::map<std::string, std::string> variables = ToMap(assignment.spec().env());
+    if (assignment.spec().files_size() > 0) variables["MUSTER_FILES"] = folder.Of("work");
+    if (options_.info.gpus_size() > 0) variables.erase("CUDA_VISIBLE_DEVICES");
+    return variables;
+  }
+
   std::optional<v1::AttemptEnd> Spawn(const v1::NodeAssignment& assignment, Runner* runner)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    const v1::JobSpec& spec = assignment.spec();
     if (assignment.token().empty() && !options_.channel.token.empty()) {
       return NodeFailure(
           "the coordinator makes no tokens for attempts: it is older than this agent, whose token "
@@ -903,14 +902,19 @@ class NodeService {
           "ACCELERATE_USE_CPU", "MUSTER_DEBUG", "ACCELERATE_DEBUG_MODE"}) {
       environment.erase(name);
     }
-    for (const auto& [name, value] : ToMap(spec.env())) environment[name] = value;
-    if (spec.files_size() > 0) environment["MUSTER_FILES"] = runner->folder.Of("work");
     if (options_.info.gpus_size() > 0) {
       environment["CUDA_VISIBLE_DEVICES"] = absl::StrJoin(assignment.gpus(), ",");
       // That is how they are counted here; CUDA's own order begins with the fastest.
       environment.try_emplace("CUDA_DEVICE_ORDER", "PCI_BUS_ID");
     }
-    std::vector<std::string> args = RunnerArguments(assignment, *runner);
+    // An agent may start before its network, and its address may change.
+    const std::string host = options_.host.empty() ? options_.own_address(address_) : options_.host;
+    if (host.empty()) {
+      return NodeFailure(absl::StrCat("this node has no address on a way to the coordinator at ",
+                                      options_.coordinator,
+                                      ": check its network, or start its agent with --host"));
+    }
+    std::vector<std::string> args = RunnerArguments(assignment, *runner, host);
     std::vector<std::string> words;
     for (const auto& [name, value] : environment) words.push_back(absl::StrCat(name, "=", value));
     std::vector<char*> argv, envp;
@@ -1249,7 +1253,7 @@ class NodeService {
   const OwnedFd folder_events_;  // of the folders of attempts
   OwnedFd lock_;
   uint64_t uid_ = 0;
-  std::string host_;
+  rpc::Address address_;  // of the coordinator
   std::shared_ptr<grpc::Channel> channel_;
   // Null: no socket. Not destroyed under the lock, which its thread takes.
   std::unique_ptr<MemoryHolder> memory_;

@@ -12,6 +12,7 @@
 #include "base/service_notifier.h"
 #include "proto/muster/v1/node.pb.h"
 #include "rpc/channel.h"
+#include "rpc/own_address.h"
 
 namespace muster::agent {
 
@@ -35,7 +36,9 @@ struct NodeServiceOptions {
   ServiceNotifier::Options notify = {};  // the service manager that started it
   // Folders of attempts that the coordinator has forgotten are kept so long, for their logs.
   absl::Duration keep_logs = absl::Hours(24 * 7);
-  // Removes them; for tests.
+  // For tests.
+  std::function<std::string(const rpc::Address& coordinator)> own_address = rpc::OwnAddressTowards;
+  // Removes folders of attempts; for tests.
   std::function<absl::Status(const std::string& path)> remove_tree = RemoveTree;
 };
 

@@ -289,8 +289,12 @@ class AdoptingNodes final : public v1::Nodes::Service {
     if (first_) std::exchange(first_, nullptr)(context);
     reply->mutable_header()->set_cluster_id("c");
     reply->set_version(1);
-    reply->add_assignments()->set_job_id("mnist-1");
-    reply->mutable_assignments(0)->set_attempt(1);
+    v1::NodeAssignment* const assignment = reply->add_assignments();
+    assignment->set_job_id("mnist-1");
+    assignment->set_attempt(1);
+    assignment->set_num_nodes(1);
+    assignment->set_processes(1);
+    assignment->mutable_spec()->add_argv("true");
     return grpc::Status::OK;
   }
   v1::AttemptEnd end() {
@@ -335,6 +339,44 @@ TEST(NodeServiceTest, ReportCannotBeReadWhenTheRunnerEnds_ItIsTriedAgain) {
   EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
   EXPECT_EQ(nodes.end().end_class(), v1::END_CLASS_USER_ERROR) << nodes.end().why();
   EXPECT_EQ(nodes.end().rank(), 3);
+}
+
+TEST(NodeServiceTest, RunnerCannotStart_ItsLastLineIsTold) {
+  const TestFolder folder;
+  NodeServiceOptions options = OptionsOf(folder.Path("state"));
+  options.runner = {"/bin/sh", "-c",
+                    "echo first >&2; echo 'libx.so: file too short' >&2; exit 127"};
+  AdoptingNodes nodes([](grpc::ServerContext*) {});
+  const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
+  ASSERT_TRUE(server.ok()) << server.status();
+  options.coordinator = (*server)->address();
+  EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
+  EXPECT_EQ(nodes.end().end_class(), v1::END_CLASS_NODE_FAILED);
+  EXPECT_EQ(nodes.end().why(),
+            "its runner no longer exists (exit 127) and left no report; its last line: libx.so: "
+            "file too short");
+}
+
+// As of an agent that is there before its network: the next attempt has the address.
+TEST(NodeServiceTest, NodeWithoutAnAddress_StartsNothingUntilItHasOne) {
+  const TestFolder folder;
+  std::string address;
+  const auto end_of_an_attempt = [&](const std::string& state) {
+    NodeServiceOptions options = OptionsOf(folder.Path(state));
+    options.runner = {"/bin/sh", "-c", "for w; do case $w in --host*) echo $w; esac; done; exit 3",
+                      "sh"};
+    options.own_address = [&](const rpc::Address&) { return address; };
+    AdoptingNodes nodes([&](grpc::ServerContext*) {});
+    const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
+    EXPECT_TRUE(server.ok()) << server.status();
+    options.coordinator = (*server)->address();
+    EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
+    EXPECT_EQ(nodes.end().end_class(), v1::END_CLASS_NODE_FAILED);
+    return nodes.end().why();
+  };
+  EXPECT_THAT(end_of_an_attempt("without"), testing::HasSubstr("this node has no address"));
+  address = "10.9.8.7";
+  EXPECT_THAT(end_of_an_attempt("with"), testing::HasSubstr("its last line: --host=10.9.8.7"));
 }
 
 // As of an attempt that has left millions of files.

@@ -135,6 +135,12 @@ void OutputMux::WriteLoop() {
     for (const Item& item : batch) Show(item);
     DrawProgress();
   }
+  // What waits behind a reader that stands still is also for logs and for other readers.
+  {
+    MutexLock lock(&mu_);
+    batch.swap(queue_);
+  }
+  for (const Item& item : batch) Show(item);
   ClearProgress();
 }
 
@@ -214,7 +220,10 @@ size_t OutputMux::WriteSome(int fd, absl::string_view text, int* error) {
     // that is writable takes 4 KiB without blocking.
     pollfd fds[2] = {{fd, POLLOUT, 0}, {wake_fd_, POLLIN, 0}};
     if (poll(fds, 2, -1) < 0 && errno != EINTR) break;
-    if (fds[1].revents != 0 && fds[0].revents == 0) break;
+    if (fds[1].revents != 0 && fds[0].revents == 0) {
+      targets_[fd].gone = true;  // what follows would stand in mid-line
+      break;
+    }
     if (fds[0].revents == 0) continue;
     const ssize_t n =
         write(fd, text.data() + written, std::min<size_t>(text.size() - written, 4096));

@@ -42,7 +42,7 @@ struct OutputOptions {
 class OutputMux {
  public:
   explicit OutputMux(OutputOptions options);
-  // Discards unwritten output: Flush first.
+  // Logs get all that was queued, readers what they take without a wait: Flush first.
   ~OutputMux();
   OutputMux(const OutputMux&) = delete;
   OutputMux& operator=(const OutputMux&) = delete;

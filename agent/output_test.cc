@@ -203,6 +203,25 @@ TEST(OutputMux, HurryFlush_EndsAFlushWithoutEnd) {
   flush.join();
 }
 
+TEST(OutputMux, ReaderStandsStill_LogsAndOtherReadersGetAll) {
+  Pipe out, err;
+  const std::string path = TestPath("rank_0.log");
+  std::string lines;
+  {
+    OutputMux mux({.stdout_fd = out.writer(), .stderr_fd = err.writer()});
+    ASSERT_TRUE(mux.AddLog(0, path).ok());
+    for (int i = 0; i < 5000; ++i) {
+      const std::string line = absl::StrCat("a line of the process, number ", i);
+      mux.Line(0, kOut, line);
+      absl::StrAppend(&lines, line, "\n");
+    }
+    mux.Note("muster: stopping");
+    EXPECT_FALSE(mux.Flush(absl::ZeroDuration()));
+  }
+  EXPECT_EQ(*ReadFile(path), lines);
+  EXPECT_EQ(err.ReadAll(), "muster: stopping\n");
+}
+
 TEST(OutputMux, ReaderStandsStill_CanBeDestroyed) {
   Pipe out;
   OutputMux mux({.stdout_fd = out.writer()});

@@ -61,20 +61,6 @@ constexpr size_t kKeptLineBytes = 4096;
 // may keep writing.
 constexpr size_t kDrainBytes = 4 << 20;
 
-absl::Status ErrnoStatus(absl::string_view what, int error) {
-  const std::string text = absl::StrCat(what, ": ", strerror(error));
-  switch (error) {
-    case EAGAIN:
-    case ENOMEM:
-    case EMFILE:
-    case ENFILE:
-    case ENOSPC:  // fs.epoll.max_user_watches
-      return absl::ResourceExhaustedError(text);
-    default:
-      return absl::InternalError(text);
-  }
-}
-
 // Or has been closed by all writers. False after `timeout`.
 bool BecomesReadable(int fd, absl::Duration timeout) {
   const absl::Time deadline = Clock::Real().Now() + timeout;

@@ -40,7 +40,7 @@ absl::StatusOr<Address> ParseAddress(absl::string_view text) {
   const size_t colon = rest.rfind(':');
   if (colon == absl::string_view::npos) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "address '", text, "' has no port: write HOST:PORT, for example 127.0.0.1:29400"));
+        "address '", text, "' has no port: write IP:PORT, for example 10.0.0.5:29400"));
   }
   absl::string_view host = rest.substr(0, colon);
   const absl::string_view port = rest.substr(colon + 1);
@@ -60,7 +60,7 @@ absl::StatusOr<Address> ParseAddress(absl::string_view text) {
   if (!is_v4 && !is_v6) {
     return absl::InvalidArgumentError(
         absl::StrCat("address '", text, "': host '", host,
-                     "' is not numeric: write 127.0.0.1:PORT or [::1]:PORT"));
+                     "' is not numeric: write its IP address, 10.0.0.5:29400 or [fd00::5]:29400"));
   }
   return address;
 }

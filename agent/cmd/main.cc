@@ -1,5 +1,6 @@
 #include <fcntl.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -129,8 +130,9 @@ struct Flags {
   int log_max_mib = static_cast<int>(options.log_limits.max_bytes >> 20);
   std::string host;
   // Of one attempt of a submitted job.
-  std::string attempt_dir, workdir;
+  std::string attempt_dir, workdir, env_file;
   int attempt_lock = -1;
+  rlim_t open_files = 0;
   int restarts_in_place = 0;
   WorkerGroups::Options groups;
 };
@@ -172,6 +174,8 @@ void AddAttemptFlags(CLI::App* app, Flags* flags) {
   app->add_option("--attempt_lock", flags->attempt_lock,
                   "descriptor that this process and all that it starts keep open")
       ->check(CLI::Range(3, 1'000'000));
+  app->add_option("--open_files", flags->open_files,
+                  "soft limit of open files of the program (default: that of this process)");
   app->add_option("--memory_socket", flags->options.memory_socket,
                   "name of the node agent's socket that holds memory between attempts");
   app->add_option("--earlier_attempts", flags->options.agent.worker.restart_count,
@@ -184,6 +188,9 @@ void AddAttemptFlags(CLI::App* app, Flags* flags) {
                   "with --attempt_dir: how often lost processes of an attempt may restart while "
                   "the others continue")
       ->check(CLI::Range(0, 1'000'000'000));
+  app->add_option("--env_file", flags->env_file,
+                  "file of NAME=VALUE, each with a null byte at its end: variables of the program; "
+                  "it is removed");
   app->add_option("--workdir", flags->workdir, "folder in which the program runs");
   app->add_option("--control_group", flags->groups.folder,
                   "folder of a control group for this process and those of the program");
@@ -401,6 +408,19 @@ void TakeSurroundings(NodeJobOptions* options) {
   }
 }
 
+rlimit OpenFiles() {
+  rlimit limit = {};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  return limit;
+}
+
+// Raised again where this process needs more, but not for the program.
+void LimitOpenFiles(rlim_t soft) {
+  rlimit limit = OpenFiles();
+  limit.rlim_cur = std::min(soft, limit.rlim_max);
+  setrlimit(RLIMIT_NOFILE, &limit);
+}
+
 NodeJobResult Refused(absl::Status status) {
   NodeJobResult result;
   result.job.outcome = JobResult::Outcome::kRefused;
@@ -419,11 +439,19 @@ NodeJobResult RunJob(NodeJobOptions options) {
 
 // Runs the job and returns the exit code.
 int RunAndReport(NodeJobOptions options, const Flags& flags) {
+  std::map<std::string, std::string>& variables = options.agent.worker.extra;
+  if (!flags.env_file.empty()) {
+    absl::StatusOr<std::map<std::string, std::string>> taken = TakeVariables(flags.env_file);
+    if (!taken.ok()) return Fail(kExitInternal, taken.status().message());
+    variables = *std::move(taken);
+  }
+  const auto path = variables.find("PATH");
   // Both are the user's: another node has neither.
   absl::StatusOr<std::string> program =
       !flags.workdir.empty() && chdir(flags.workdir.c_str()) != 0
           ? absl::ErrnoToStatus(errno, absl::StrCat("cannot run in the folder ", flags.workdir))
-          : FindProgram(options.agent.argv[0], options.agent.inherited["PATH"]);
+          : FindProgram(options.agent.argv[0],
+                        path != variables.end() ? path->second : options.agent.inherited["PATH"]);
   const WorkerGroups groups(flags.groups);
   absl::Status entered;
   if (!flags.groups.folder.empty()) {
@@ -544,7 +572,15 @@ absl::Status SetInventory(const Machine& machine, ServeFlags* flags) {
   info->set_memory_bytes(flags->memory_mib >= 0 ? int64_t{flags->memory_mib} << 20
                                                 : machine.memory_bytes);
   const int found = static_cast<int>(machine.gpus.size());
-  const int gpus = flags->gpus >= 0 ? flags->gpus : found;
+  // Attempts get GPUs by their numbers on this machine.
+  const int usable = machine.usable_gpus;
+  if (flags->gpus < 0 && usable > 0 && usable < found) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "CUDA_VISIBLE_DEVICES names ", usable, " of this machine's ", found,
+        " GPUs, but jobs get the GPUs of an agent by their numbers, from 0 on: unset it, or give "
+        "--gpus N for the first N"));
+  }
+  const int gpus = flags->gpus >= 0 ? flags->gpus : std::min(usable, found);
   for (int i = 0; i < gpus; ++i) info->add_gpus(i < found ? machine.gpus[i].model : "");
   SetGpuFacts(found, flags->gpu_memory_mib, info);
   SetFreePorts(info);
@@ -632,7 +668,9 @@ int Serve(std::vector<std::string> words) {
                  "that leads to the coordinator)");
   app.add_option("--cpus", flags.cpus, "CPUs for jobs (default: all that this process may use)")
       ->check(CLI::Range(1, 1'000'000));
-  app.add_option("--gpus", flags.gpus, "GPUs for jobs, the first ones (default: all)")
+  app.add_option(
+         "--gpus", flags.gpus,
+         "GPUs for jobs, the first ones (default: all; none if CUDA_VISIBLE_DEVICES is empty)")
       ->check(CLI::Range(0, 1024));
   app.add_option("--gpu_memory_mib", flags.gpu_memory_mib,
                  "memory of each GPU, in MiB (default: what the driver reports)")
@@ -688,6 +726,8 @@ int Serve(std::vector<std::string> words) {
   if (status.ok() && options.channel.token_file == "-") status = TakeToken(&options.channel);
   if (status.ok()) status = SetRunner(&options);
   if (!status.ok()) return Fail(kExitUsage, status.message());
+  // Of the jobs' programs: runners inherit the raised one.
+  options.runner.push_back(absl::StrCat("--open_files=", OpenFiles().rlim_cur));
   RaiseDescriptorLimit();
   status = RunNodeService(options);
   return status.ok() ? 0 : Fail(CodeOf(status), status.message());
@@ -699,12 +739,7 @@ int Run(int argc, char** argv) {
   }
   const std::vector<std::string> args(argv + 1, argv + argc);
   const auto dashes = std::find(args.begin(), args.end(), "--");
-  // The user error codes of a submitted job apply to its processes: an attempt that did not start
-  // because of them would count as a failure of the node.
-  const bool is_runner = std::any_of(args.begin(), dashes, [](const std::string& arg) {
-    return absl::StartsWith(arg, "--attempt_dir");
-  });
-  if (const absl::Status log = CheckLogVariables(ProcessVariables()); !is_runner && !log.ok()) {
+  if (const absl::Status log = CheckLogVariables(ProcessVariables()); !log.ok()) {
     return Fail(kExitUsage, log.message());
   }
   if (std::find(args.begin(), dashes, "--serve") != dashes) return Serve({args.begin(), dashes});
@@ -720,6 +755,7 @@ int Run(int argc, char** argv) {
   }
   options.agent.argv.assign(dashes + 1, args.end());
   if (flags.attempt_lock >= 0) KeepOpen(flags.attempt_lock);
+  if (flags.open_files > 0) LimitOpenFiles(flags.open_files);
   absl::Status status = SetLayout(&flags);
   if (status.ok()) status = SetDurations(&flags);
   if (status.ok()) status = SetFailurePolicy(&flags);

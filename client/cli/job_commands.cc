@@ -5,6 +5,8 @@
 
 #include "client/cli/job_commands.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <limits>
 #include <map>
@@ -288,12 +290,26 @@ class LogPrinter {
 
  private:
   void Line(int rank, const std::string& line) {
-    // std::regex recurses for every character: long lines would end the stack.
-    if (grep_.has_value() && !std::regex_search(line.substr(0, 4096), *grep_)) return;
+    if (grep_.has_value() && !Matches(line)) return;
     MutexLock lock(&mu_);
     has_printed_ = true;
     if (prefixed_) out_ << "[" << rank << "]: ";
-    out_ << line << std::endl;
+    out_ << (terminal_ ? ForTerminal(line) : line) << std::endl;
+  }
+
+  // std::regex recurses for every character: long lines would end the stack, so what is searched is
+  // a window at a time. A match of up to half of one is in one of them.
+  bool Matches(const std::string& line) const {
+    constexpr size_t kWindow = 4096;
+    for (size_t begin = 0;; begin += kWindow / 2) {
+      const size_t end = std::min(begin + kWindow, line.size());
+      auto flags = std::regex_constants::match_default;
+      if (begin > 0) flags |= std::regex_constants::match_prev_avail;
+      if (end < line.size()) flags |= std::regex_constants::match_not_eol;
+      const char* const text = line.data();
+      if (std::regex_search(text + begin, text + end, *grep_, flags)) return true;
+      if (end == line.size()) return false;
+    }
   }
 
   mutable Mutex mu_;
@@ -301,6 +317,7 @@ class LogPrinter {
   std::ostream& out_;
   std::ostream& err_;
   const bool prefixed_;
+  const bool terminal_ = isatty(STDOUT_FILENO) != 0;
   const std::optional<std::regex> grep_;
 };
 
@@ -847,7 +864,9 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
             .value_name = "TIME",
             .help = "Only lines of the last 10m, or since 2026-01-31T12:00:00 (local time), to "
                     "the second"},
-           {.name = "grep", .value_name = "REGEX", .help = "Only lines that match"}})};
+           {.name = "grep",
+            .value_name = "REGEX",
+            .help = "Only lines that match, by at most 2,048 characters"}})};
   CommandLine line;
   if (const int code = BeginJob(spec, args, context, &line); code >= 0) return code;
   const auto refuse = [&](const std::string& what) {

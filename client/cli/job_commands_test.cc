@@ -458,6 +458,24 @@ TEST_F(JobCommandsTest, Logs_AllRanks_ArePrefixedAndFiltered) {
   EXPECT_EQ(out_.str(), "loss 1\n");
 }
 
+TEST_F(JobCommandsTest, Logs_MatchFarBehindTheBeginOfALine_IsFound) {
+  v1::JobRecord job = FakeJob("mnist-1", v1::JOB_STATE_SUCCEEDED, 1);
+  job.set_attempts(1);
+  fake_.Add(job);
+  const std::string line = std::string(4090, 'x') + "a needle" + std::string(5000, 'y') + "end";
+  fake_.SetLog(1, 0, line + "\n");
+  for (const char* const found : {"a needle", "end$", "^x"}) {
+    out_.str("");
+    EXPECT_EQ(RunLogsCommand({"mnist-1", "--grep", found}, context_), kExitOk) << err_.str();
+    EXPECT_EQ(out_.str(), line + "\n") << found;
+  }
+  for (const char* const missing : {"^a needle", "needle$", "^y", "y$"}) {
+    out_.str("");
+    EXPECT_EQ(RunLogsCommand({"mnist-1", "--grep", missing}, context_), kExitOk) << err_.str();
+    EXPECT_EQ(out_.str(), "") << missing;
+  }
+}
+
 TEST_F(JobCommandsTest, LogsAndWatch_OutputThatCannotBeWritten_EndThemBeforeTheJob) {
   v1::JobRecord job = FakeJob("mnist-1", v1::JOB_STATE_RUNNING, 1);
   job.set_attempts(1);
@@ -568,10 +586,10 @@ TEST_F(JobCommandsTest, OnSlurm_CommandsAreThoseOfSlurm) {
   std::vector<std::string> commands;
   CommandContext context = {
       .variables = {{"HOME", home.Path("")}, {"MUSTER_ON", "slurm"}}, .out = out_, .err = err_};
-  context.run_program = [&](const std::vector<std::string>& argv) {
+  context.run_program = [&](const std::vector<std::string>& argv, const auto& /*without*/) {
     commands.push_back(absl::StrJoin(argv, " "));
     return ProgramOutput{0,
-                         argv[0] == "sinfo"    ? "n0|4|1000|(null)\n"
+                         argv[0] == "sinfo"    ? "n0|4|1000|(null)|all*|idle\n"
                          : argv[0] == "sbatch" ? "12\n"
                                                : "12|RUNNING|n0|None\n",
                          argv[0] == "sbatch" ? "sbatch: Job 12 to start now\n" : ""};

@@ -253,8 +253,10 @@ int Launch(const CommandLine& line, const std::vector<std::string>& argv,
   plan.argv = argv;
   plan.cores = ReadMachine(context.variables).cores;
 
-  const absl::StatusOr<std::string> program =
-      backend.find_program(argv[0], Variable(context.variables, "PATH"));
+  // The processes' own PATH.
+  const auto path = plan.config.env.find("PATH");
+  const absl::StatusOr<std::string> program = backend.find_program(
+      argv[0], path != plan.config.env.end() ? path->second : Variable(context.variables, "PATH"));
   if (!program.ok()) {
     return Fail(spec, context, program.status(),
                 absl::IsNotFound(program.status()) ? kExitProgramMissing : kExitNotExecutable);

@@ -25,8 +25,9 @@ class LaunchCommandTest : public ::testing::Test {
     err_.str("");
     ran_ = false;
     const LaunchBackend backend = {
-        .find_program = [](absl::string_view program,
-                           absl::string_view) -> absl::StatusOr<std::string> {
+        .find_program = [this](absl::string_view program,
+                               absl::string_view path) -> absl::StatusOr<std::string> {
+          path_ = std::string(path);
           if (program == "missing") return absl::NotFoundError("program missing not found in PATH");
           if (program == "plain") return absl::PermissionDeniedError("plain is not executable");
           return std::string(program);
@@ -53,6 +54,7 @@ class LaunchCommandTest : public ::testing::Test {
   LaunchOutcome outcome_;
   bool ran_ = false;
   LaunchPlan plan_;
+  std::string path_;  // in which the program was looked for
   std::ostringstream out_, err_;
 };
 
@@ -269,6 +271,14 @@ TEST_F(LaunchCommandTest, Help_HasEverySettingAndTheExitCodes) {
   for (const SettingSpec& spec : LaunchSettings())
     EXPECT_THAT(out_.str(), HasSubstr("--" + spec.name));
   EXPECT_THAT(out_.str(), HasSubstr("Exit codes: 0 the job succeeded"));
+}
+
+TEST_F(LaunchCommandTest, Program_IsLookedUpWhereTheProcessesWouldFindIt) {
+  variables_["PATH"] = "/usr/bin";
+  EXPECT_EQ(Run({"--", "train"}), kExitOk) << err_.str();
+  EXPECT_EQ(path_, "/usr/bin");
+  EXPECT_EQ(Run({"--env", "PATH=/opt/job:/bin", "--", "train"}), kExitOk) << err_.str();
+  EXPECT_EQ(path_, "/opt/job:/bin");
 }
 
 TEST_F(LaunchCommandTest, Test_RunsTheChecksBesideTheBinary) {

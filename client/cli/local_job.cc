@@ -1,10 +1,8 @@
 #include "client/cli/local_job.h"
 
-#include <netdb.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <filesystem>
 #include <map>
@@ -24,10 +22,11 @@
 #include "agent/worker_environment.h"
 #include "base/file.h"
 #include "base/log.h"
-#include "base/owned_fd.h"
 #include "base/status_macros.h"
 #include "client/cli/running_launch.h"
 #include "proto/failure_policy.h"
+#include "rpc/address.h"
+#include "rpc/own_address.h"
 
 namespace muster::client {
 namespace {
@@ -41,45 +40,16 @@ LaunchOutcome Refused(absl::Status status) {
   return outcome;
 }
 
-std::string AddressText(const std::string& ip, int port) {
-  return absl::StrCat(absl::StrContains(ip, ':') ? absl::StrCat("[", ip, "]") : ip, ":", port);
+rpc::Address CoordinatorOf(const LaunchConfig& config) {
+  return {.host = config.coordinator_ip.empty() ? kLoopback : config.coordinator_ip,
+          .port = config.coordinator_port,
+          .path = ""};
 }
 
 std::string JobName(const LaunchConfig& config) {
   if (!config.job_name.empty()) return config.job_name;
   // Machines that do not share a made-up name must share a fixed one.
   return config.num_machines > 1 ? "launch" : absl::StrCat("launch-", RandomHex().substr(0, 8));
-}
-
-// A UDP socket that has done `what` with a numeric address: bind or connect, which sends nothing.
-// Not open if that failed.
-template <class What>
-OwnedFd SocketFor(const std::string& ip, int port, What what) {
-  addrinfo hints = {};
-  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
-  hints.ai_socktype = SOCK_DGRAM;
-  addrinfo* found = nullptr;
-  if (getaddrinfo(ip.c_str(), absl::StrCat(port).c_str(), &hints, &found) != 0) return OwnedFd();
-  OwnedFd fd(socket(found->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-  if (fd.get() >= 0 && what(fd.get(), found->ai_addr, found->ai_addrlen) != 0) fd = OwnedFd();
-  freeaddrinfo(found);
-  return fd;
-}
-
-bool IsOwnAddress(const std::string& ip) { return SocketFor(ip, 0, bind).get() >= 0; }
-
-// The address that packets from here to the coordinator carry. Empty: not known.
-std::string OwnAddressTowards(const std::string& ip, int port) {
-  const OwnedFd fd = SocketFor(ip, port, connect);
-  sockaddr_storage own = {};
-  socklen_t size = sizeof(own);
-  char text[NI_MAXHOST] = "";
-  if (fd.get() < 0 || getsockname(fd.get(), reinterpret_cast<sockaddr*>(&own), &size) != 0 ||
-      getnameinfo(reinterpret_cast<sockaddr*>(&own), size, text, sizeof(text), nullptr, 0,
-                  NI_NUMERICHOST) != 0) {
-    return "";
-  }
-  return text;
 }
 
 // For the other machines.
@@ -168,8 +138,7 @@ absl::StatusOr<Held> HoldCoordinator(const LaunchConfig& config, const std::stri
       if (!record.ok()) return record.status();
       MUSTER_ASSIGN_OR_RETURN(held.access.token_file, (*record)->MakeToken());
     }
-    options.listen = AddressText(config.coordinator_ip.empty() ? kLoopback : config.coordinator_ip,
-                                 config.coordinator_port);
+    options.listen = CoordinatorOf(config).ToString();
     options.tls.cert = config.tls.cert;
     options.tls.key = config.tls.key;
     options.token_file = held.access.token_file;
@@ -206,15 +175,16 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
   absl::StatusOr<std::unique_ptr<agent::ProcessHost>> host = agent::ProcessHost::Start();
   if (!host.ok()) return Refused(host.status());
 
-  const std::string ip = config.coordinator_ip.empty() ? kLoopback : config.coordinator_ip;
-  std::string address = AddressText(ip, config.coordinator_port);
+  const rpc::Address coordinator = CoordinatorOf(config);
+  std::string address = coordinator.ToString();
   const std::string job = JobName(config);
   Held held = {
       .access = {config.tls, config.token_file},
   };
   int machine_rank = config.machine_rank;
   const bool any_rank = machine_rank < 0;
-  if ((machine_rank == 0 || (any_rank && IsOwnAddress(ip))) && !plan.coordinator_runs) {
+  if ((machine_rank == 0 || (any_rank && rpc::IsOwnAddress(coordinator.host))) &&
+      !plan.coordinator_runs) {
     absl::StatusOr<Held> started = HoldCoordinator(config, job, plan.variables, start_coordinator);
     // As RunNodeJob: NOT_FOUND says that the program is missing.
     if (absl::IsNotFound(started.status())) {
@@ -241,7 +211,7 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
   options.node_rank = machine_rank;
   options.another_is_first = machine_rank != 0 && !plan.coordinator_runs;
   options.hosts_coordinator = held.coordinator != nullptr;
-  options.host = machine_rank == 0 ? ip : OwnAddressTowards(ip, config.coordinator_port);
+  options.host = machine_rank == 0 ? coordinator.host : rpc::OwnAddressTowards(coordinator);
   options.join_timeout = config.join_timeout;
   options.outage_tolerance = config.outage_tolerance;
   options.hang_timeout = config.hang_timeout;
@@ -279,13 +249,19 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
   return outcome;
 }
 
-absl::StatusOr<ProgramOutput> RunProgram(const std::vector<std::string>& argv) {
+absl::StatusOr<ProgramOutput> RunProgram(const std::vector<std::string>& argv,
+                                         const std::vector<std::string>& without) {
   MUSTER_ASSIGN_OR_RETURN(const std::unique_ptr<agent::ProcessHost> host,
                           agent::ProcessHost::Start());
   ProgramOutput output;
   agent::ProcessOptions options;
   options.argv = argv;
-  for (char** entry = environ; *entry != nullptr; ++entry) options.env.emplace_back(*entry);
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const absl::string_view word = *entry;
+    const absl::string_view name = word.substr(0, word.find('='));
+    if (std::find(without.begin(), without.end(), name) != without.end()) continue;
+    options.env.emplace_back(word);
+  }
   // Both are called on one thread, which has ended with them when Wait returns.
   options.on_line = [&output](agent::OutputStream stream, absl::string_view line) {
     absl::StrAppend(stream == agent::OutputStream::kStdout ? &output.out : &output.err, line, "\n");

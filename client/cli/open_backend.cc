@@ -34,6 +34,7 @@ std::unique_ptr<JobBackend> OnSlurm(const CommandLine& line, const CommandContex
   if (const auto given = line.options.find("sbatch"); given != line.options.end()) {
     options.sbatch_options = given->second;
   }
+  options.partition = Variable(context.variables, "SBATCH_PARTITION");
   options.project = Variable(context.variables, "MUSTER_PROJECT_DIR");
   options.find_checkpoint = FindCheckpoint;
   std::error_code unknown;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
@@ -66,6 +67,26 @@ std::vector<std::string> Broken(absl::string_view text, size_t width) {
 size_t TerminalColumns(int fd) {
   winsize size = {};
   return isatty(fd) != 0 && ioctl(fd, TIOCGWINSZ, &size) == 0 ? size.ws_col : 0;
+}
+
+std::string ForTerminal(absl::string_view line) {
+  std::string shown;
+  size_t plain = 0;  // the end of what is done
+  const auto keep = [&](size_t begin, size_t end) {
+    absl::StrAppend(&shown, Printable(line.substr(plain, begin - plain), line.size()),
+                    line.substr(begin, end - begin));
+    plain = end;
+  };
+  for (size_t at = 0; at < line.size(); ++at) {
+    if (line[at] == '\t') keep(at, at + 1);
+    if (!absl::StartsWith(line.substr(at), "\x1b[")) continue;
+    const size_t end = line.find_first_not_of("0123456789;:", at + 2);
+    if (end == line.npos || line[end] != 'm') continue;
+    keep(at, end + 1);
+    at = end;
+  }
+  keep(line.size(), line.size());
+  return shown;
 }
 
 std::string TableText(const std::vector<std::vector<std::string>>& rows, size_t width) {

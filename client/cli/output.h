@@ -5,10 +5,16 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/string_view.h"
+
 namespace muster::client {
 
 // Columns of the terminal that `fd` is; 0: it is none, or does not know.
 size_t TerminalColumns(int fd);
+
+// A line of a program's output so that it cannot control the terminal on which it is shown: control
+// characters but tabs, and escapes but those of colours (ESC [ 31 m), become printable.
+std::string ForTerminal(absl::string_view line);
 
 // Rows as columns two blanks apart; the first row is the heading. Foreign text is made printable.
 // If `width` is not 0, the text of the last column is broken between words into lines of at most

@@ -45,6 +45,20 @@ TEST(Output, TableText_WordLongerThanTheWidth_IsCutBetweenCharacters) {
   EXPECT_EQ(TableText({{"A", "W"}, {"x", "yz"}}, 2), "A  W\nx  yz\n");
 }
 
+TEST(Output, ForTerminal_KeepsColoursAndTabs_AndNothingThatControlsTheTerminal) {
+  EXPECT_EQ(ForTerminal("plain \u00e4\tand \x1b[1;31mred\x1b[m"),
+            "plain \u00e4\tand \x1b[1;31mred\x1b[m");
+  // A title, a clear screen, a question to the terminal, a control character in UTF-8.
+  EXPECT_EQ(ForTerminal("a\x1b]0;PWN\x07"
+                        "b\x1b[2J\x1b[6n\xc2\x9b"
+                        "c"),
+            "a\\x1b]0;PWN\\x07"
+            "b\\x1b[2J\\x1b[6n\\xc2\\x9b"
+            "c");
+  EXPECT_EQ(ForTerminal("50%\r\x1b["), "50%\\x0d\\x1b[");
+  EXPECT_EQ(ForTerminal(""), "");
+}
+
 TEST(Output, TerminalColumns_AreThoseOfATerminalOnly) {
   EXPECT_EQ(TerminalColumns(TestTerminal().near()), 80u);
   const int file = memfd_create("file", MFD_CLOEXEC);

@@ -113,9 +113,11 @@ TEST_F(TorchrunFlagsTest, Addresses_BecomeTheCoordinators) {
             "29500 from --master_addr");
   EXPECT_EQ(Setting({{"master_addr", "10.0.0.5"}, {"master_port", "7"}}, "main_process_port"),
             "7 from --master_port");
-  EXPECT_THAT(Refusal({{"rdzv_endpoint", "node0:29400"}}),
-              HasSubstr("'node0' is not numeric: write 127.0.0.1:PORT or [::1]:PORT (from "
-                        "--rdzv_endpoint)"));
+  EXPECT_THAT(
+      Refusal({{"rdzv_endpoint", "node0:29400"}}),
+      HasSubstr(
+          "'node0' is not numeric: write its IP address, 10.0.0.5:29400 or [fd00::5]:29400 (from "
+          "--rdzv_endpoint)"));
 }
 
 TEST_F(TorchrunFlagsTest, Backend_OtherThanC10dAndStatic_IsRefusedByName) {

@@ -38,15 +38,14 @@ class AsyncClient::Impl : public std::enable_shared_from_this<AsyncClient::Impl>
   std::shared_ptr<Operation> Start(std::function<void(Client&, const Tell&)> work) {
     auto operation = std::make_shared<Operation>(Operation{
         .impl = shared_from_this(), .client = client::StoppableOn(channel_, timeout_, retry_for_)});
-    {
-      MutexLock lock(&mu_);
-      operations_.insert(operation);
-    }
-    // The thread ends before the operation does: Cancel joins it.
+    // The thread ends before the operation does: Cancel joins it. Where none can be started, this
+    // throws, and there is no operation.
     operation->thread = std::thread([this, one = operation.get(), work = std::move(work)] {
       work(one->client.client,
            [this, one](const std::function<void()>& callback) { return RunIt(one, callback); });
     });
+    MutexLock lock(&mu_);
+    operations_.insert(operation);
     return operation;
   }
 

@@ -20,7 +20,7 @@ namespace muster {
 //
 // Thread-safe; so is the use of several AsyncClients. Its destruction ends all its calls and must
 // not happen on its callback thread. `done` receives errors as the Status that the call of Client
-// returns.
+// returns. A call for which the system has no thread throws std::system_error, and has not begun.
 class AsyncClient {
  public:
   // A call in progress. Keep it: the call ends when it is destroyed. Not thread-safe.

@@ -95,10 +95,13 @@ class LogFollower {
       return job.status();
     }
     bool over = Following(*job, options_.attempt) != 0;
-    if (!over && !HasEnded(job->state)) {
-      // A node that cannot read the log says NOT_FOUND, too.
+    // The node of a job that has ended may be gone for good, but not one that has just answered.
+    const bool ended = HasEnded(job->state);
+    if (!over && (!ended || has_read_)) {
+      // A node that cannot read the log says NOT_FOUND, too; once the job has ended, that counts.
       const bool has_rank = HasRank(*job, options_.attempt, options_.rank);
-      if (Again(status, has_rank)) return false;
+      if (Again(status, has_rank && !ended)) return false;
+      if (ended) return status;
       const bool waits = job->state == JobState::kQueued || job->state == JobState::kSuspended;
       // The attempt has no such rank, as one that is smaller than the one before. Or it has ended,
       // and its node has lost the log or does not come back.

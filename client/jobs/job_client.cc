@@ -358,7 +358,17 @@ absl::StatusOr<Job> Client::resize(const std::string& job, int min_processes, in
   return impl_->Control(job, v1::JOB_ACTION_RESIZE, why, std::move(request));
 }
 absl::Status Client::remove(const std::string& job) {
-  return impl_->Control(job, v1::JOB_ACTION_REMOVE, "").status();
+  v1::ControlJobRequest request;
+  request.set_job_id(job);
+  request.set_action(v1::JOB_ACTION_REMOVE);
+  v1::ControlJobReply reply;
+  int calls = 0;
+  const absl::Status status = impl_->Call([&](auto* context) {
+    ++calls;
+    return impl_->jobs->Control(context, request, &reply);
+  });
+  // A call before this one has removed it, and only its answer was lost.
+  return absl::IsNotFound(status) && calls > 1 ? absl::OkStatus() : status;
 }
 
 absl::StatusOr<LogChunk> Client::read_log(const std::string& job, const LogOptions& options) {

@@ -41,6 +41,12 @@ TEST_F(JobClientTest, Submit_ArgumentThatIsNotUtf8_IsRefusedAndNamed) {
   EXPECT_EQ(status.message(), "spec.argv[1] is not UTF-8: \"caf\\xe9\"");
 }
 
+TEST_F(JobClientTest, Remove_AnswerLost_JobThatIsGoneIsNoError) {
+  EXPECT_TRUE(absl::IsNotFound(client_->remove("mnist-1")));
+  fake_.Lose(1);
+  EXPECT_TRUE(client_->remove("mnist-1").ok());
+}
+
 TEST_F(JobClientTest, Get_UnknownJob_IsNotFound) {
   EXPECT_TRUE(absl::IsNotFound(client_->get("nothing-1").status()));
 }
@@ -204,6 +210,24 @@ TEST_F(FollowLogTest, NodeThatDoesNotAnswerForAWhile_IsAskedAgain) {
     EXPECT_TRUE(status.ok()) << status;
     EXPECT_EQ(text, "one\n");
   }
+}
+
+// Its agent was restarted, and the job ended meanwhile.
+TEST_F(FollowLogTest, NodeDoesNotAnswerWhileTheJobEnds_TheEndOfTheLogIsRead) {
+  fake_.Add(Record(v1::JOB_STATE_RUNNING, {1}, 1, 1));
+  fake_.Change(Record(v1::JOB_STATE_SUCCEEDED, {1}, 1, 2));
+  fake_.SetLog(1, 0, "one\ntwo\n");
+  std::string text;
+  const absl::Status status = client_->follow_log("mnist-1", {}, [&](const LogChunk& chunk) {
+    if (text.empty()) {
+      fake_.FailLog(1, grpc::StatusCode::DEADLINE_EXCEEDED, 2);
+      (void)client_->watch("mnist-1", [](const Job& now) { return !HasEnded(now.state); });
+    }
+    absl::StrAppend(&text, chunk.data);
+    return true;
+  });
+  EXPECT_TRUE(status.ok()) << status;
+  EXPECT_EQ(text, "one\ntwo\n");
 }
 
 TEST_F(FollowLogTest, CoordinatorThatIsAway_IsWaitedFor) {

@@ -16,10 +16,11 @@ struct ProgramOutput {
 };
 
 // Runs a program to its end, without a shell, and returns what it wrote; argv[0] is a path or a
-// name in PATH. Blocks. Errors: NOT_FOUND no such program; PERMISSION_DENIED it cannot be run;
-// others if the machine has no process left.
-using ProgramRunner =
-    std::function<absl::StatusOr<ProgramOutput>(const std::vector<std::string>& argv)>;
+// name in PATH. It gets the environment of this process but for the variables `without`. Blocks.
+// Errors: NOT_FOUND no such program; PERMISSION_DENIED it cannot be run; others if the machine has
+// no process left.
+using ProgramRunner = std::function<absl::StatusOr<ProgramOutput>(
+    const std::vector<std::string>& argv, const std::vector<std::string>& without)>;
 
 }  // namespace muster::client
 

@@ -543,8 +543,9 @@ class Slurm final : public JobBackend {
   }
 
   // The output of a command of SLURM that has to succeed.
-  absl::StatusOr<ProgramOutput> Command(const std::vector<std::string>& argv) const {
-    const absl::StatusOr<ProgramOutput> output = options_.run(argv);
+  absl::StatusOr<ProgramOutput> Command(const std::vector<std::string>& argv,
+                                        const std::vector<std::string>& without = {}) const {
+    const absl::StatusOr<ProgramOutput> output = options_.run(argv, without);
     if (absl::IsNotFound(output.status()) || absl::IsPermissionDenied(output.status())) {
       return absl::UnavailableError(absl::StrCat(
           argv[0], " of SLURM is not on this machine: use a login node of the cluster"));
@@ -563,7 +564,8 @@ class Slurm final : public JobBackend {
   }
 
   absl::StatusOr<SlurmLayout> Layout(const JobSpec& spec) const {
-    std::vector<std::string> argv = {"sinfo", "-h", "-N", "-o", "%N|%c|%m|%G"};
+    std::vector<std::string> argv = {"sinfo", "-h", "-N", "-o", "%N|%c|%m|%G|%P|%t"};
+    const size_t without = argv.size();
     const std::vector<std::string>& options = options_.sbatch_options;
     for (const std::string& option : options) {
       if (absl::StartsWith(option, "--partition=") ||
@@ -571,13 +573,24 @@ class Slurm final : public JobBackend {
         argv.push_back(option);
       }
     }
+    if (argv.size() == without && !options_.partition.empty()) {
+      argv.push_back(absl::StrCat("--partition=", options_.partition));
+    }
     MUSTER_ASSIGN_OR_RETURN(const ProgramOutput output, Command(argv));
-    MUSTER_ASSIGN_OR_RETURN(const std::vector<SlurmNode> nodes, ParseSlurmNodes(output.out));
+    MUSTER_ASSIGN_OR_RETURN(std::vector<SlurmNode> nodes, ParseSlurmNodes(output.out));
+    const auto is_default = [](const SlurmNode& node) { return node.in_default_partition; };
+    if (argv.size() == without && std::any_of(nodes.begin(), nodes.end(), is_default)) {
+      std::erase_if(nodes, std::not_fn(is_default));
+    }
     if (nodes.empty()) {
       return absl::FailedPreconditionError(
           absl::StrCat("SLURM has no nodes here: ", absl::StrJoin(argv, " "), " lists none"));
     }
-    return ChooseSlurmLayout(spec, nodes);
+    std::vector<SlurmNode> up = nodes;
+    std::erase_if(up, [](const SlurmNode& node) { return !node.takes_jobs; });
+    absl::StatusOr<SlurmLayout> layout = ChooseSlurmLayout(spec, up);
+    // Where that is too little, the job waits in the queue until the others are back.
+    return layout.ok() ? layout : ChooseSlurmLayout(spec, nodes);
   }
 
   std::vector<std::string> Sbatch(std::vector<std::string> argv, const std::string& script) const {
@@ -589,8 +602,9 @@ class Slurm final : public JobBackend {
   absl::StatusOr<Submission> Plan(const JobSpec& spec, const SlurmLayout& layout,
                                   const std::string& path, const std::string& script) const {
     // SLURM's own answer: when, and on which nodes.
-    MUSTER_ASSIGN_OR_RETURN(const ProgramOutput output,
-                            Command(Sbatch({"sbatch", "--test-only"}, path)));
+    MUSTER_ASSIGN_OR_RETURN(
+        const ProgramOutput output,
+        Command(Sbatch({"sbatch", "--test-only"}, path), SbatchVariablesOfScript(spec)));
     Submission planned;
     planned.job.spec = spec;
     planned.job.owner = options_.user;
@@ -618,7 +632,8 @@ class Slurm final : public JobBackend {
 
   absl::StatusOr<Submission> Submit(const JobSpec& spec, const SlurmLayout& layout,
                                     const std::string& path, const std::string& key) const {
-    const absl::StatusOr<ProgramOutput> output = Command(Sbatch({"sbatch", "--parsable"}, path));
+    const absl::StatusOr<ProgramOutput> output =
+        Command(Sbatch({"sbatch", "--parsable"}, path), SbatchVariablesOfScript(spec));
     int64_t id = 0;
     if (output.ok()) {
       // "12" or "12;cluster"
@@ -749,8 +764,11 @@ class Slurm final : public JobBackend {
     MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(path, kMaxRecord));
     MUSTER_ASSIGN_OR_RETURN(const ResolvedJob job, ResolveRecord(text, path));
     Records records{.id = id, .spec = job.spec};
-    const std::string events = ReadFile(Path(absl::StrCat(id, ".events")), kMaxRecord).value_or("");
-    for (absl::string_view line : absl::StrSplit(events, '\n', absl::SkipWhitespace())) {
+    // It grows with each start, by the names of its nodes.
+    const absl::StatusOr<std::string> events = ReadFile(Path(absl::StrCat(id, ".events")));
+    if (!events.ok() && !absl::IsNotFound(events.status())) return events.status();
+    const std::string lines = events.value_or("");
+    for (absl::string_view line : absl::StrSplit(lines, '\n', absl::SkipWhitespace())) {
       AddEvent(line, &records);
     }
     return records;

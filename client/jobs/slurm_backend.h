@@ -20,6 +20,7 @@ struct SlurmOptions {
   std::string muster = "muster";  // the command on the nodes
   std::string user = {};          // the owner of all jobs
   std::vector<std::string> sbatch_options = {};
+  std::string partition = {};  // that sbatch takes without one of those options; empty: its default
   // What the processes get of this environment: the folder in which they run, unless the job names
   // another one, and the variable MUSTER_PROJECT_DIR.
   std::string here = {};

@@ -28,36 +28,43 @@ namespace muster::client {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::IsSupersetOf;
+using ::testing::Not;
 
 // SLURM, as its commands say what the test has written.
 class SlurmBackendTest : public ::testing::Test {
  protected:
   SlurmBackendTest() { Start(/*project=*/""); }
-  void Start(const std::string& project) {
-    backend_ = SlurmBackend({.folder = Folder(),
-                             .muster = "/opt/muster",
-                             .user = "ann",
-                             .here = "/home/ann",
-                             .project = project,
-                             .find_checkpoint =
-                                 [this](const std::string& folder, PlannedCheckpoint* checkpoint) {
-                                   if (folder != has_checkpoint_) return;
-                                   checkpoint->path = folder + "/checkpoint_3";
-                                   checkpoint->step = 300;
-                                 },
-                             .run = [this](const auto& argv) { return Run(argv); },
-                             .poll = absl::Milliseconds(1)});
-    answers_["sinfo"] = {0, "n0|2|1000|(null)\nn1|2|1000|(null)\n", ""};
+  void Start(const std::string& project, const std::string& partition = "") {
+    backend_ = SlurmBackend(
+        {.folder = Folder(),
+         .muster = "/opt/muster",
+         .user = "ann",
+         .partition = partition,
+         .here = "/home/ann",
+         .project = project,
+         .find_checkpoint =
+             [this](const std::string& folder, PlannedCheckpoint* checkpoint) {
+               if (folder != has_checkpoint_) return;
+               checkpoint->path = folder + "/checkpoint_3";
+               checkpoint->step = 300;
+             },
+         .run = [this](const auto& argv, const auto& without) { return Run(argv, without); },
+         .poll = absl::Milliseconds(1)});
+    answers_["sinfo"] = {0, "n0|2|1000|(null)|all*|idle\nn1|2|1000|(null)|all*|mix\n", ""};
     answers_["sbatch"] = {0, "12\n", ""};
     answers_["sacct"] = {1, "", "Slurm accounting storage is disabled\n"};
   }
   std::string Folder() { return folder_.Path("records"); }
 
-  absl::StatusOr<ProgramOutput> Run(const std::vector<std::string>& argv) {
+  absl::StatusOr<ProgramOutput> Run(const std::vector<std::string>& argv,
+                                    const std::vector<std::string>& without) {
     commands_.push_back(absl::StrJoin(argv, " "));
+    if (argv[0] == "sbatch") without_ = without;
     if (missing_) return absl::NotFoundError("no such program");
     if (argv[0] == "sbatch") script_ = ReadFile(argv.back()).value_or("");
     if (argv[0] == "squeue") {
@@ -107,6 +114,7 @@ class SlurmBackendTest : public ::testing::Test {
   std::vector<std::string> next_;  // of squeue, after squeue_
   std::string comments_, script_;
   std::vector<std::string> commands_;
+  std::vector<std::string> without_;  // of sbatch
   bool missing_ = false;
   std::string has_checkpoint_;  // a folder
   std::unique_ptr<JobBackend> backend_;
@@ -132,6 +140,22 @@ TEST_F(SlurmBackendTest, Submit_GivesTheScriptToSbatch_AndKeepsARecordThatOthers
   ASSERT_TRUE(job.ok()) << job.status();
   EXPECT_EQ(job->spec.env.at("TOKEN"), "secret");
   EXPECT_EQ(job->spec.max_processes, 4);
+}
+
+// sbatch would take them for more than the options in the script.
+TEST_F(SlurmBackendTest, Submit_VariablesThatWouldChangeTheScriptsOptions_AreNotForSbatch) {
+  Submit();
+  EXPECT_THAT(without_,
+              IsSupersetOf({"SBATCH_ARRAY_INX", "SBATCH_EXPORT", "SBATCH_NO_REQUEUE",
+                            "SBATCH_OPEN_MODE", "SBATCH_OUTPUT", "SBATCH_SIGNAL", "SBATCH_WAIT"}));
+  EXPECT_THAT(without_, Not(Contains("SBATCH_PARTITION")));
+  EXPECT_THAT(without_, Not(Contains("SBATCH_TIMELIMIT")));
+  JobSpec spec = Spec();
+  spec.time_limit = absl::Hours(1);
+  without_.clear();
+  answers_["sbatch"] = {0, "", "sbatch: Job 13 to start at noon\n"};
+  ASSERT_TRUE(backend_->submit(spec, {.dry_run = true}).ok());
+  EXPECT_THAT(without_, IsSupersetOf({"SBATCH_EXPORT", "SBATCH_TIMELIMIT"}));
 }
 
 // No bug of ours: `muster submit` ends as where a disk is full.
@@ -189,6 +213,30 @@ TEST_F(SlurmBackendTest, Submit_WhoseAnswerIsLost_FindsTheJobByItsKey) {
   EXPECT_TRUE(absl::IsUnavailable(backend_->submit(Spec(), {}).status()));
 }
 
+// A layout of nodes that the job does not get would wait for ever, or be refused by SLURM.
+TEST_F(SlurmBackendTest, Nodes_AreThoseOfTheJobsPartition_ThatTakeJobs) {
+  answers_["sinfo"].out =
+      "n0|2|1000|(null)|main*|idle\nn0|2|1000|(null)|both|idle\nn1|2|1000|(null)|main*|drain\n"
+      "n2|4|1000|(null)|big|idle\nn3|2|1000|(null)|big|idle\nn4|2|1000|(null)|both|idle\n"
+      "n4|2|1000|(null)|main*|idle\nn5|2|1000|(null)|main*|down*\n";
+  squeue_.out = "12|PENDING||Resources\n";
+  const auto nodes_of = [&](int processes) {
+    script_.clear();
+    const auto made = backend_->submit(Spec(processes), {});
+    if (!made.ok()) return std::string(made.status().message());
+    const size_t at = script_.find("--nodes=");
+    return script_.substr(at, script_.find('\n', at) - at);
+  };
+  EXPECT_EQ(nodes_of(4), "--nodes=2");
+  // More than are up: it waits.
+  EXPECT_EQ(nodes_of(6), "--nodes=3");
+  EXPECT_THAT(nodes_of(10), HasSubstr("larger than SLURM's nodes"));
+  Start(/*project=*/"", /*partition=*/"big");
+  answers_["sinfo"].out = "n2|4|1000|(null)|big|idle\n";
+  EXPECT_EQ(nodes_of(4), "--nodes=1");
+  EXPECT_THAT(commands_, Contains(AllOf(HasSubstr("sinfo"), HasSubstr("--partition=big"))));
+}
+
 TEST_F(SlurmBackendTest, DryRun_ShowsSlurmsAnswerAndTheScript) {
   answers_["sbatch"] = {0, "", "sbatch: Job 9 to start at noon on nodes n[0-1] in partition all\n"};
   const auto plan = backend_->submit(Spec(), {.dry_run = true});
@@ -242,6 +290,19 @@ TEST_F(SlurmBackendTest, State_IsThatOfTheQueue_ThenOfTheScript_ThenOfTheAccount
   Event("start\t1000\t0\tn0,n1");
   Event("end\t1060\t0\t0 over");
   EXPECT_EQ(State(), JobState::kSucceeded);
+}
+
+TEST_F(SlurmBackendTest, RecordOfManyStarts_IsReadToItsEnd) {
+  Submit();
+  std::string nodes = "n0";
+  for (int n = 1; n < 1000; ++n) absl::StrAppend(&nodes, ",node-of-a-rack-", n);
+  for (int restart = 0; restart < 80; ++restart) {
+    Event(absl::StrCat("start\t1000\t", restart, "\t", nodes));
+    Event(absl::StrCat("end\t1001\t", restart, "\t143 stopped before its end"));
+  }
+  const auto job = backend_->get("train-12");
+  ASSERT_TRUE(job.ok()) << job.status();
+  EXPECT_EQ(job->attempts, 80);
 }
 
 TEST_F(SlurmBackendTest, Attempts_AreTheStartsThatTheScriptHasNoted) {
@@ -393,9 +454,10 @@ TEST_F(SlurmBackendTest, LogsOfManyRanks_ShareWhatSlurmAnswers) {
   squeue_.out = "12|RUNNING|n[0-1]|None\n";
   Event("start\t1000\t0\tn0,n1");
   const auto start = [&] {
-    backend_ = SlurmBackend({.folder = Folder(),
-                             .run = [this](const auto& argv) { return Run(argv); },
-                             .poll = absl::Hours(1)});
+    backend_ = SlurmBackend(
+        {.folder = Folder(),
+         .run = [this](const auto& argv, const auto& without) { return Run(argv, without); },
+         .poll = absl::Hours(1)});
     commands_.clear();
   };
   start();
@@ -428,7 +490,7 @@ TEST_F(SlurmBackendTest, LogsOfManyRanks_ShareThatSlurmIsAway) {
   std::atomic<int> begun{0}, calls{0};
   backend_ = SlurmBackend({.folder = Folder(),
                            .run =
-                               [&](const auto&) {
+                               [&](const auto&, const auto&) {
                                  ++calls;
                                  while (begun < kRanks) std::this_thread::yield();
                                  return ProgramOutput{1, "", "Unable to contact slurm controller"};
@@ -538,9 +600,9 @@ TEST_F(SlurmBackendTest, Watch_OutlivesARestartOfTheController) {
   int calls = 0;
   backend_ = SlurmBackend({.folder = Folder(),
                            .run =
-                               [&](const auto& argv) {
+                               [&](const auto& argv, const auto& without) {
                                  if (++calls == 3) squeue_ = {0, "12|COMPLETED|n0|None\n", ""};
-                                 return Run(argv);
+                                 return Run(argv, without);
                                },
                            .poll = absl::Milliseconds(1)});
   const auto end = backend_->watch(
@@ -557,12 +619,12 @@ TEST_F(SlurmBackendTest, Waits_TakeTheirTimeFromTheMonotonicClock) {
   absl::Duration of_a_call = absl::Minutes(2);
   backend_ = SlurmBackend({.folder = Folder(),
                            .run =
-                               [&](const auto& argv) {
+                               [&](const auto& argv, const auto& without) {
                                  if (argv[0] == "squeue") {
                                    ++calls;
                                    clock.Advance(of_a_call);
                                  }
-                                 return Run(argv);
+                                 return Run(argv, without);
                                },
                            .poll = absl::Milliseconds(1),
                            .patience = absl::Minutes(5),

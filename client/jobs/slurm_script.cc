@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <map>
 #include <set>
 #include <utility>
 
@@ -70,6 +71,42 @@ bool IsVariable(absl::string_view name) {
   return !name.empty() && !absl::ascii_isdigit(static_cast<unsigned char>(name[0])) &&
          std::all_of(name.begin(), name.end(),
                      [](unsigned char c) { return absl::ascii_isalnum(c) || c == '_'; });
+}
+
+// Whether bash gives the variable its own value, or lets nobody set it.
+bool IsOfBash(absl::string_view name) {
+  static const auto& names = *new std::set<absl::string_view>{"_",
+                                                              "BASHOPTS",
+                                                              "BASHPID",
+                                                              "BASH_ARGC",
+                                                              "BASH_ARGV",
+                                                              "BASH_ARGV0",
+                                                              "BASH_COMMAND",
+                                                              "BASH_LINENO",
+                                                              "BASH_SOURCE",
+                                                              "BASH_SUBSHELL",
+                                                              "BASH_ALIASES",
+                                                              "BASH_CMDS",
+                                                              "BASH_REMATCH",
+                                                              "BASH_VERSINFO",
+                                                              "COMP_WORDBREAKS",
+                                                              "DIRSTACK",
+                                                              "EPOCHREALTIME",
+                                                              "EPOCHSECONDS",
+                                                              "EUID",
+                                                              "FUNCNAME",
+                                                              "GROUPS",
+                                                              "HISTCMD",
+                                                              "LINENO",
+                                                              "PIPESTATUS",
+                                                              "PPID",
+                                                              "RANDOM",
+                                                              "SECONDS",
+                                                              "SHELLOPTS",
+                                                              "SHLVL",
+                                                              "SRANDOM",
+                                                              "UID"};
+  return names.contains(name);
 }
 
 // D-HH:MM:SS
@@ -192,23 +229,50 @@ absl::Status CheckSbatchOptions(const std::vector<std::string>& options) {
   return absl::OkStatus();
 }
 
+std::vector<std::string> SbatchVariablesOfScript(const JobSpec& spec) {
+  std::vector<std::string> names = {"SBATCH_ARRAY_INX", "SBATCH_DEBUG", "SBATCH_CPUS_PER_TASK",
+                                    "SBATCH_CPUS_PER_GPU"};
+  for (const char* const option : kOwned) {
+    std::string name = absl::AsciiStrToUpper(option);
+    std::replace(name.begin(), name.end(), '-', '_');
+    names.push_back(absl::StrCat("SBATCH_", name));
+  }
+  if (spec.gpus_per_process > 0) {
+    names.insert(names.end(), {"SBATCH_GPUS", "SBATCH_GPUS_PER_NODE", "SBATCH_GPUS_PER_TASK"});
+  }
+  if (spec.memory_per_process > 0) {
+    names.insert(names.end(), {"SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU", "SBATCH_MEM_PER_NODE"});
+  }
+  if (spec.time_limit > absl::ZeroDuration()) names.emplace_back("SBATCH_TIMELIMIT");
+  return names;
+}
+
 absl::StatusOr<std::vector<SlurmNode>> ParseSlurmNodes(absl::string_view sinfo) {
   std::vector<SlurmNode> nodes;
-  std::set<std::string> seen;
+  std::map<std::string, size_t> seen;
   for (absl::string_view line : absl::StrSplit(sinfo, '\n', absl::SkipWhitespace())) {
     const std::vector<absl::string_view> fields = absl::StrSplit(line, '|');
     SlurmNode node;
     // "16+": nodes that are printed together have at least so much.
     int64_t mib = 0;
-    if (fields.size() != 4 || !absl::SimpleAtoi(absl::StripSuffix(fields[1], "+"), &node.cpus) ||
+    if (fields.size() != 6 || !absl::SimpleAtoi(absl::StripSuffix(fields[1], "+"), &node.cpus) ||
         !absl::SimpleAtoi(absl::StripSuffix(fields[2], "+"), &mib)) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("sinfo printed ", Printable(line), " instead of NODE|CPUS|MIB|GRES"));
+      return absl::InvalidArgumentError(absl::StrCat(
+          "sinfo printed ", Printable(line), " instead of NODE|CPUS|MIB|GRES|PARTITION|STATE"));
     }
     node.name = std::string(fields[0]);
     node.memory_bytes = mib << 20;
     node.gpus = GpusOf(fields[3]);
-    if (seen.insert(node.name).second) nodes.push_back(std::move(node));
+    node.in_default_partition = absl::EndsWith(fields[4], "*");
+    for (const char* const state : {"down", "drain", "drng", "fail", "inval", "maint", "unk"}) {
+      if (absl::StartsWith(fields[5], state)) node.takes_jobs = false;
+    }
+    const auto [known, is_new] = seen.emplace(node.name, nodes.size());
+    if (is_new) {
+      nodes.push_back(std::move(node));
+    } else {
+      nodes[known->second].in_default_partition |= node.in_default_partition;
+    }
   }
   return nodes;
 }
@@ -251,6 +315,11 @@ absl::StatusOr<std::string> RenderSlurmScript(const JobSpec& spec, const SlurmLa
                      "in its name"));
   }
   for (const auto& [name, value] : spec.env) {
+    if (IsOfBash(name)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "env: ", name, " is a variable of bash, which runs the job under SLURM: the processes ",
+          "would not get this value; use another name"));
+    }
     if (IsVariable(name)) continue;
     return absl::InvalidArgumentError(
         absl::StrCat("env: ", Printable(name), " is no name of a variable for a shell"));
@@ -287,6 +356,8 @@ absl::StatusOr<std::string> RenderSlurmScript(const JobSpec& spec, const SlurmLa
                   // Of the terminal that has submitted it.
                   "unset MUSTER_COORDINATOR MUSTER_TOKEN_FILE MUSTER_TLS_CA MUSTER_TLS_CERT "
                   "MUSTER_TLS_KEY MUSTER_ON\n"
+                  // With these, a launch would not ask SLURM which node of how many it is on.
+                  "unset MUSTER_NUM_MACHINES MUSTER_MACHINE_RANK\n"
                   // Its launches read no file of the user, as agents read none, unless the job's
                   // env names one: theirs may say that the processes compute on CPUs.
                   "export MUSTER_CONFIG=/dev/null\n");
@@ -301,7 +372,8 @@ absl::StatusOr<std::string> RenderSlurmScript(const JobSpec& spec, const SlurmLa
                   "/run\nMUSTER_EVENTS=", folder, "/$SLURM_JOB_ID.events\nMUSTER_LOGS=", folder,
                   "/$SLURM_JOB_ID.logs/${SLURM_RESTART_COUNT:-0}\n"
                   // Programs restart within the allocation.
-                  "MUSTER_MAX_FAILURES=0\nMUSTER_MAX_REQUEUES=16\nmuster_flags=(");
+                  "MUSTER_MAX_FAILURES=0\nMUSTER_MAX_REQUEUES=16\nMUSTER_STEP_WAIT=",
+                  Seconds(Grace(spec) + kLead), "\nmuster_flags=(");
   for (const std::string& flag : LaunchFlags(spec, layout)) absl::StrAppend(&script, flag, " ");
   script.back() = ')';
   script += "\nset --";

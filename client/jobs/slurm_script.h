@@ -21,14 +21,20 @@ absl::Status CheckSlurmJob(const JobSpec& spec);
 // Refuses options of sbatch that the script needs itself, and what is no option. INVALID_ARGUMENT.
 absl::Status CheckSbatchOptions(const std::vector<std::string>& options);
 
+// The variables by which sbatch would change what the script of this job sets, or make something
+// else of the submission: for sbatch they come before the options in a script.
+std::vector<std::string> SbatchVariablesOfScript(const JobSpec& spec);
+
 struct SlurmNode {
   std::string name;
   int cpus = 0;
   int64_t memory_bytes = 0;
   int gpus = 0;
+  bool in_default_partition = false;  // the one of jobs that name none
+  bool takes_jobs = true;             // neither down nor drained
 };
-// The nodes of the output of `sinfo -h -N -o "%N|%c|%m|%G"`: CPUs, MiB and generic resources. A
-// node of several partitions counts once. INVALID_ARGUMENT: another output.
+// The nodes of the output of `sinfo -h -N -o "%N|%c|%m|%G|%P|%t"`: CPUs, MiB, generic resources,
+// partition and state. A node of several partitions counts once. INVALID_ARGUMENT: another output.
 absl::StatusOr<std::vector<SlurmNode>> ParseSlurmNodes(absl::string_view sinfo);
 
 // The same number of processes on each node.

@@ -18,6 +18,7 @@
 namespace muster::client {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -81,8 +82,8 @@ TEST(SlurmLayoutTest, GpusMemoryAndCpus_Count) {
 
 TEST(SlurmNodesTest, OutputOfSinfo_IsRead) {
   const auto nodes = ParseSlurmNodes(
-      "n0|64|515000|gpu:a100:4(S:0-1),shard:8\nn0|64|515000|gpu:a100:4(S:0-1)\nn1|8+|1000+|(null)\n"
-      "n2|8|1000|gpu:2\n");
+      "n0|64|515000|gpu:a100:4(S:0-1),shard:8|a|idle\nn0|64|515000|gpu:a100:4(S:0-1)|b*|idle\n"
+      "n1|8+|1000+|(null)|a|drain*\nn2|8|1000|gpu:2|b*|alloc\n");
   ASSERT_TRUE(nodes.ok()) << nodes.status();
   ASSERT_EQ(nodes->size(), 3u);
   EXPECT_EQ((*nodes)[0].gpus, 4);
@@ -90,13 +91,19 @@ TEST(SlurmNodesTest, OutputOfSinfo_IsRead) {
   EXPECT_EQ((*nodes)[1].cpus, 8);
   EXPECT_EQ((*nodes)[1].gpus, 0);
   EXPECT_EQ((*nodes)[2].gpus, 2);
-  EXPECT_THAT(ParseSlurmNodes("n0|x|1|(null)").status().message(), HasSubstr("n0|x|1|(null)"));
+  EXPECT_TRUE((*nodes)[0].in_default_partition);
+  EXPECT_FALSE((*nodes)[1].in_default_partition);
+  EXPECT_TRUE((*nodes)[0].takes_jobs);
+  EXPECT_FALSE((*nodes)[1].takes_jobs);
+  EXPECT_THAT(ParseSlurmNodes("n0|x|1|(null)|a|idle").status().message(),
+              HasSubstr("n0|x|1|(null)|a|idle"));
 }
 
 TEST(SlurmNodesTest, AnyOutput_IsReadOrRefused) {
   std::mt19937_64 random(7);
   for (int i = 0; i < 20000; ++i) {
-    std::string text = "n0|64|515000|gpu:a100:4(S:0-1),shard:8\nn1|8+|1000+|(null)\n";
+    std::string text =
+        "n0|64|515000|gpu:a100:4(S:0-1),shard:8|a*|idle\nn1|8+|1000+|(null)|b|down\n";
     text = Mutate(text, random);
     const auto nodes = ParseSlurmNodes(text);
     if (nodes.ok()) (void)ChooseSlurmLayout(Spec(4), *nodes);
@@ -121,7 +128,8 @@ TEST(SlurmScriptTest, Settings_AreOptionsOfSbatchAndFlagsOfLaunch) {
         "#SBATCH --output=\"/home/ann/.muster/%j.log\"\n", "#SBATCH --chdir=\"/data/my runs\"\n",
         "  export WORDS='it'\\''s $HOME'\n", "MUSTER=/opt/muster\n",
         "--num_processes $((2 * SLURM_NNODES)) ", "--max_restarts 3 ", "--mixed_precision bf16",
-        "set -- ./train --lr 0.1\n", "--ntasks-per-node=1 --wait=60"}) {
+        "set -- ./train --lr 0.1\n",
+        "--ntasks-per-node=1 --wait=\"${MUSTER_STEP_WAIT:-300}\" --export=ALL"}) {
     EXPECT_THAT(script, HasSubstr(line));
   }
   EXPECT_THAT(script, Not(HasSubstr("--cpu)")));
@@ -179,6 +187,18 @@ TEST(SlurmScriptTest, Launch_ReadsNoConfigFileOfTheUser) {
   EXPECT_EQ(config(spec), "MUSTER_CONFIG=/shared/launch.yaml\n");
 }
 
+TEST(SlurmScriptTest, Launch_TakesItsPlaceFromSlurmOnly) {
+  const TestFolder folder;
+  const std::string script = folder.Path("job.sh");
+  std::ofstream(script) << Script(Spec(4));
+  EXPECT_EQ(
+      Shell(absl::StrCat("SLURM_JOB_ID=1 SLURM_NNODES=2 MUSTER_NUM_MACHINES=1 "
+                         "MUSTER_MACHINE_RANK=0 bash -c 'source <(sed \"/^# "
+                         "train.sbatch$/Q\" ",
+                         script, "); exec env' | grep -e ^MUSTER_NUM -e ^MUSTER_MACHINE; true")),
+      "");
+}
+
 // Runs `script`, with `arguments`, of a job whose program ends with `code`, and a SLURM of which
 // only so much is there as `scontrol` is.
 std::string RunIn(const TestFolder& folder, const std::string& script, int code,
@@ -188,16 +208,19 @@ std::string RunIn(const TestFolder& folder, const std::string& script, int code,
     std::ofstream(path) << "#!/bin/sh\n" << text << "\n";
     EXPECT_EQ(chmod(path.c_str(), 0700), 0);
   };
-  program("srun", absl::StrCat("exit ", code));
+  program("srun", absl::StrCat("echo \"$*\" > \"$0.calls\"\n"
+                               "for w; do case $w in */token) stat -c %a \"${w%/token}\" > "
+                               "\"$0.mode\";; esac; done\nexit ",
+                               code));
   program("openssl", "echo x");
   program("squeue", "exit 1");
   program("sleep", "echo >> \"$0.calls\"");
-  program("scontrol", absl::StrCat("echo \"$1\" >> \"$0.calls\"\n", scontrol));
+  program("scontrol", absl::StrCat("echo \"$*\" >> \"$0.calls\"\n", scontrol));
   std::ofstream(folder.Path("job.sh")) << script;
   return Shell(absl::StrCat("SLURM_JOB_ID=7 SLURM_NNODES=2 SLURM_RESTART_COUNT=", starts,
                             " MUSTER_MAIN_PROCESS_IP=127.0.0.1 PATH=", folder.Path(""),
                             ":$PATH bash ", folder.Path("job.sh"), " ", arguments,
-                            "; echo ended with $?"));
+                            " 2>&1; echo ended with $?"));
 }
 
 std::string RunScript(const TestFolder& folder, int code, const std::string& scontrol,
@@ -246,12 +269,63 @@ TEST(SlurmScriptTest, CancelledWhileTheControllerIsAway_TheJobHasEnded) {
   EXPECT_EQ(Shell(absl::StrCat("grep -c 'failed with' ", events)), "1\n");
 }
 
+// What srun waits for after the first node's end has to be as long as a save may take.
+TEST(SlurmScriptTest, OneNodeEndsBeforeTheOthers_TheyHaveTheTimeOfTheGrace) {
+  const TestFolder folder;
+  ASSERT_TRUE(MakeDirectories(folder.Path("records")).ok());
+  JobSpec spec = Spec(4);
+  spec.stop_grace = absl::Seconds(200);
+  RunIn(folder, Script(spec, folder.Path("records")), 0, "true", 0);
+  EXPECT_THAT(Shell(absl::StrCat("cat ", folder.Path("srun.calls"))), HasSubstr(" --wait=230 "));
+  RunBody(folder, 0, 0, folder.Path("run"));
+  EXPECT_THAT(Shell(absl::StrCat("cat ", folder.Path("srun.calls"))), HasSubstr(" --wait=300 "));
+}
+
 // Else a job on a full disk, which is why it fails, would come back for ever.
 TEST(SlurmScriptTest, RecordCannotBeWritten_StartsCountAsFailures) {
   const TestFolder folder;
   ASSERT_TRUE(MakeDirectories(folder.Path("records/7.events")).ok());
   EXPECT_THAT(RunScript(folder, 137, "true", /*starts=*/15), HasSubstr("ended with 0"));
   EXPECT_THAT(RunScript(folder, 137, "true", /*starts=*/16), HasSubstr("ended with 137"));
+}
+
+// Its owner, or who may write there, would have the job's token.
+TEST(SlurmScriptTest, FolderOfTheKeys_IsTheUsersOwn) {
+  const TestFolder folder;
+  ASSERT_TRUE(MakeDirectories(folder.Path("records")).ok());
+  ASSERT_TRUE(MakeDirectories(folder.Path("of_another")).ok());
+  ASSERT_TRUE(MakeDirectories(folder.Path("run")).ok());
+  ASSERT_EQ(symlink(folder.Path("of_another").c_str(), folder.Path("run/7").c_str()), 0);
+  EXPECT_THAT(RunBody(folder, 0, 0, folder.Path("run")),
+              AllOf(HasSubstr("run/7 is not your own folder"), HasSubstr("ended with 2")));
+  EXPECT_TRUE(ListDirectory(folder.Path("of_another"))->empty());
+  // Made before, for all to write.
+  ASSERT_TRUE(MakeDirectories(folder.Path("open/7")).ok());
+  ASSERT_EQ(chmod(folder.Path("open/7").c_str(), 0777), 0);
+  EXPECT_THAT(RunBody(folder, 0, 0, folder.Path("open")), HasSubstr("ended with 0"));
+  EXPECT_THAT(Shell(absl::StrCat("cat ", folder.Path("srun.mode"))), HasSubstr("700\n"));
+}
+
+TEST(SlurmScriptTest, JobOfSeveralParts_IsRefused) {
+  const TestFolder folder;
+  ASSERT_TRUE(MakeDirectories(folder.Path("records")).ok());
+  EXPECT_THAT(
+      RunIn(folder, absl::StrCat("SLURM_HET_SIZE=2\n", Script(Spec(4), folder.Path("records"))), 0,
+            "true", 0),
+      AllOf(HasSubstr("several parts"), HasSubstr("ended with 2")));
+}
+
+// Of the last task of an array, SLURM_JOB_ID is the number of the array: all tasks would go back.
+TEST(SlurmScriptTest, TaskOfAnArray_OnlyItsOwnTaskGoesBackIntoTheQueue) {
+  const TestFolder folder;
+  ASSERT_TRUE(MakeDirectories(folder.Path("records")).ok());
+  EXPECT_THAT(RunIn(folder,
+                    absl::StrCat("SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=2\n",
+                                 Script(Spec(4), folder.Path("records"))),
+                    137, "true", 0),
+              HasSubstr("job 7_2 goes back into the queue"));
+  EXPECT_EQ(Shell(absl::StrCat("sort -u ", folder.Path("scontrol.calls"))),
+            "requeue 7_2\nshow hostnames \nshow job 7_2\n");
 }
 
 // train.sbatch as people start it, without muster submit.
@@ -296,6 +370,10 @@ TEST(SlurmScriptTest, WhatNoScriptCanHave_IsRefused) {
   spec = Spec(4);
   spec.env = {{"A;id", "1"}};
   EXPECT_THAT(Script(spec), HasSubstr("no name of a variable"));
+  for (const char* const of_bash : {"UID", "GROUPS", "RANDOM", "SHLVL", "_"}) {
+    spec.env = {{of_bash, "1"}};
+    EXPECT_THAT(Script(spec), HasSubstr(absl::StrCat("env: ", of_bash, " is a variable of bash")));
+  }
 }
 
 TEST(SlurmJobTest, SettingsThatSlurmDecides_AreRefusedByName) {

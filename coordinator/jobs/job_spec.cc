@@ -57,7 +57,12 @@ Error CheckProgram(const v1::JobSpec& spec) {
                                                " is not a variable: a name is not empty and has no "
                                                "'=', and neither part has a NUL byte"));
     }
-    // It would be lost in silence.
+    // These would be lost in silence.
+    if (key == "CUDA_VISIBLE_DEVICES" && spec.per_process().gpus() > 0) {
+      return BadField("spec.env",
+                      "env CUDA_VISIBLE_DEVICES cannot be set: the agent of each node sets it to "
+                      "the GPUs that the job has there");
+    }
     if (const WorkerVariable* const set = FindWorkerVariable(key)) {
       const bool is_field = v1::JobSpec::descriptor()->FindFieldByName(std::string(set->setting));
       return BadField(

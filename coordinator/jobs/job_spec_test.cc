@@ -52,6 +52,16 @@ TEST(JobSpecTest, VariableThatAgentsSet_IsRefusedWithTheFieldThatSaysTheSame) {
   EXPECT_EQ(error_of("MUSTER_LEASE"),
             "env MUSTER_LEASE cannot be set: the agent of each node sets it for each process");
   EXPECT_EQ(error_of("MUSTER_SHARDING"), "none");
+  // Only where the node has GPUs to give.
+  EXPECT_EQ(error_of("CUDA_VISIBLE_DEVICES"), "none");
+  v1::JobSpec spec = Good();
+  spec.mutable_per_process()->set_gpus(1);
+  AddNameValue("CUDA_VISIBLE_DEVICES", "2", spec.mutable_env());
+  const auto error = CompleteJobSpec(&spec);
+  ASSERT_TRUE(error.has_value());
+  EXPECT_EQ(error->message(),
+            "env CUDA_VISIBLE_DEVICES cannot be set: the agent of each node sets it to the GPUs "
+            "that the job has there");
 }
 
 TEST(JobSpecTest, BadField_IsNamed) {

@@ -453,6 +453,32 @@ TEST_F(JobsTest, ProgramThatIsNotThere_IsNotRetried) {
   EXPECT_THAT(Get(lost)["why"].get<std::string>(), HasSubstr("/no/such/folder"));
 }
 
+// They are the processes' own: the runner has to start with whatever a job says there.
+TEST_F(JobsTest, VariablesOfTheDynamicLinker_ReachTheProcessesOnly) {
+  const auto a = StartNode("a");
+  ASSERT_TRUE(MakeDirectories(Temp("lib")).ok());
+  ASSERT_TRUE(WriteFileAtomically(Temp("lib/libstdc++.so.6"), "no library").ok());
+  ASSERT_TRUE(WriteFileAtomically(Temp("lib/only_here"),
+                                  "#!/bin/sh\necho $LD_LIBRARY_PATH, $MUSTER_LOG_LEVEL\n")
+                  .ok());
+  ASSERT_EQ(chmod(Temp("lib/only_here").c_str(), 0700), 0);
+  const std::string job = Run({"submit", "--wait", "--env", "LD_LIBRARY_PATH=" + Temp("lib"),
+                               "--env", "PATH=" + Temp("lib") + ":/usr/bin:/bin", "--env",
+                               "MUSTER_LOG_LEVEL=loud", "--", "only_here"});
+  EXPECT_EQ(Run({"logs", job}), Temp("lib") + ", loud");
+}
+
+// The agent's own is higher, and select() and loops over all descriptors want a low one.
+TEST_F(JobsTest, LimitOfOpenFiles_IsTheOneThatTheAgentWasStartedWith) {
+  Command node(*host_,
+               {"/bin/sh", "-c", "ulimit -Sn 500; exec \"$@\"", "sh",
+                Runfile("agent/cmd/muster-agent"), "--serve", "--coordinator", address_,
+                "--state_dir", Temp("a"), "--node", "a", "--cpus", "2"},
+               env_);
+  WaitUntil([&] { return NodeState("a") == "READY"; });
+  EXPECT_EQ(Run({"logs", Run({"submit", "--wait", "--", "/bin/sh", "-c", "ulimit -Sn"})}), "500");
+}
+
 TEST_F(JobsTest, KilledAgent_LeavesItsProcessesRunning_AndTheNextOneAdoptsThem) {
   auto a = StartNode("a");
   ASSERT_EQ(mkfifo(Temp("fifo").c_str(), 0600), 0);

@@ -183,12 +183,16 @@ class SlurmTest : public ::testing::Test {
     return step;
   }
 
-  // What a muster command about jobs on SLURM prints.
+  // What a muster command about jobs on SLURM prints, for a user whose variables would make another
+  // job of it: one that SLURM does not put back into the queue, that gets no variables, of an
+  // array.
   static std::string Muster(const std::string& command, int code = 0) {
     static const std::string& folder = *new std::string(TestPath("slurm"));
     const CommandResult result =
-        RunCommand(absl::StrCat("MUSTER_ON=slurm MUSTER_SLURM_FOLDER=", folder, " ",
-                                Program("client/cli/muster"), " ", command, " 2>&1"));
+        RunCommand(absl::StrCat("MUSTER_ON=slurm SBATCH_NO_REQUEUE=1 SBATCH_EXPORT=NONE "
+                                "SBATCH_ARRAY_INX=0-1 SBATCH_WAIT=1 SBATCH_OUTPUT=/dev/null "
+                                "MUSTER_SLURM_FOLDER=",
+                                folder, " ", Program("client/cli/muster"), " ", command, " 2>&1"));
     EXPECT_EQ(result.exit_code, code) << command << "\n" << result.output;
     return std::string(absl::StripAsciiWhitespace(result.output));
   }
@@ -311,9 +315,10 @@ TEST_F(SlurmTest, SubmittedJob_ThatIsCancelled_IsNotPutBackIntoTheQueue) {
 
 TEST_F(SlurmTest, SubmittedJob_ThatFails_IsRestartedInPlace_AndItsEndIsKnown) {
   const std::string failed = Muster(
-      "submit --name fails --processes 2 --max_restarts 1 -- /bin/sh -c 'echo try $RANK; exit 7'");
+      "submit --name fails --processes 2 --max_restarts 1 --env WORD=w -- "
+      "/bin/sh -c 'echo try $RANK $WORD; exit 7'");
   EXPECT_THAT(Muster("watch " + failed, 1), HasSubstr("exited with code 7"));
-  EXPECT_EQ(Muster("logs --rank 1 " + failed), "try 1\ntry 1");
+  EXPECT_EQ(Muster("logs --rank 1 " + failed), "try 1 w\ntry 1 w");
   EXPECT_THAT(Muster("incidents " + failed), HasSubstr("PROCESS_FAILED"));
   const std::string missing = Muster("submit --name missing -- no/such/program");
   EXPECT_THAT(Muster("watch " + missing, 1), HasSubstr("no/such/program"));
