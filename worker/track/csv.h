@@ -20,6 +20,7 @@ class CsvTracker final : public GeneralTracker {
   std::string name() const override { return "csv"; }
   absl::Status start() override;
   absl::Status log(const TrackerEntry& entry) override;
+  int64_t next_step() const override { return next_step_; }
   absl::Status finish() override;
 
   const std::string& path() const { return path_; }

@@ -58,7 +58,9 @@ using TrackerValues = std::vector<std::pair<std::string, TrackerValue>>;
 
 struct TrackerEntry {
   TrackerValues values;
-  // None: the tracker counts its entries itself.
+  // accelerator.log() always sets it: entries that the program logs without a step have been
+  // numbered by then. None only where the program calls log() of a tracker itself; the trackers
+  // here then count on from their last entry.
   std::optional<int64_t> step;
   absl::Time time;
 };
@@ -92,6 +94,11 @@ class GeneralTracker {
   }
 
   virtual absl::Status log(const TrackerEntry& entry) = 0;
+
+  // What follows the last step in its output, for a tracker that continues that of an earlier run;
+  // asked once, after start(). Entries that the program logs without a step are numbered from the
+  // largest of all trackers on, so that each of them gets the same steps.
+  virtual int64_t next_step() const { return 0; }
 
   // Flushes and closes. Called once.
   virtual absl::Status finish() { return absl::OkStatus(); }
