@@ -83,6 +83,10 @@ std::string Printable(absl::string_view text, size_t max_bytes) {
   return cut ? out + "..." : out;
 }
 
+std::string Utf8Text(absl::string_view text) {
+  return IsValidUtf8(text) ? std::string(text) : Printable(text, text.size());
+}
+
 absl::string_view FirstLine(absl::string_view text) {
   text = absl::StripAsciiWhitespace(text);
   return absl::StripTrailingAsciiWhitespace(text.substr(0, text.find('\n')));
