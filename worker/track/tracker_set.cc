@@ -50,17 +50,37 @@ absl::StatusOr<std::unique_ptr<TrackerSet>> TrackerSet::Start(
     std::vector<std::unique_ptr<GeneralTracker>> trackers, int rank, const TrackerValues& config,
     const Options& options) {
   std::vector<std::string> names;
-  for (const auto& tracker : trackers) names.push_back(tracker->name());
+  for (const auto& tracker : trackers) {
+    if (tracker == nullptr) {
+      return absl::InvalidArgumentError("init_trackers() was given a null tracker");
+    }
+    if (std::find(names.begin(), names.end(), tracker->name()) != names.end()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("init_trackers() was given two trackers named \"", tracker->name(),
+                       "\": give it one of them, or another name to one"));
+    }
+    names.push_back(tracker->name());
+  }
   trackers.erase(std::remove_if(trackers.begin(), trackers.end(),
                                 [rank](const std::unique_ptr<GeneralTracker>& tracker) {
                                   return rank != 0 && tracker->main_process_only();
                                 }),
                  trackers.end());
-  for (const auto& tracker : trackers) {
-    MUSTER_RETURN_IF_ERROR(Guarded(*tracker, [&] { return tracker->start(); }));
+  absl::Status status;
+  size_t started = 0;
+  while (status.ok() && started < trackers.size()) {
+    GeneralTracker& tracker = *trackers[started];
+    status = Guarded(tracker, [&] { return tracker.start(); });
+    if (!status.ok()) break;
+    ++started;
     if (config.empty()) continue;
-    MUSTER_RETURN_IF_ERROR(
-        Guarded(*tracker, [&] { return tracker->store_init_configuration(config); }));
+    status = Guarded(tracker, [&] { return tracker.store_init_configuration(config); });
+  }
+  if (!status.ok()) {
+    for (size_t i = 0; i < started; ++i) {
+      Guarded(*trackers[i], [&] { return trackers[i]->finish(); }).IgnoreError();
+    }
+    return status;
   }
   return std::unique_ptr<TrackerSet>(
       new TrackerSet(std::move(trackers), std::move(names), options));

@@ -37,7 +37,8 @@ class TrackerSet {
   };
 
   // Starts the trackers (on ranks other than 0, those that are not for the main process only) and
-  // gives them `config`. Errors: the first tracker's that does not start, naming it.
+  // gives them `config`. Errors: the first tracker's that does not start, naming it; those that
+  // have started are then finished. INVALID_ARGUMENT for a null tracker and for two of one name.
   static absl::StatusOr<std::unique_ptr<TrackerSet>> Start(
       std::vector<std::unique_ptr<GeneralTracker>> trackers, int rank, const TrackerValues& config,
       const Options& options);

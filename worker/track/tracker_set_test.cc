@@ -114,6 +114,33 @@ TEST(TrackerSet, TrackerThatDoesNotStart_IsNamed) {
   EXPECT_EQ(std::string(set.status().message()), "tracker broken: no server");
 }
 
+TEST(TrackerSet, TrackerThatDoesNotStart_OthersThatHaveStartedAreFinished) {
+  Record good, broken, later;
+  EXPECT_FALSE(TrackerSet::Start(List(std::make_unique<FakeTracker>("good", &good),
+                                      std::make_unique<FakeTracker>("broken", &broken),
+                                      std::make_unique<FakeTracker>("later", &later)),
+                                 0, {}, {})
+                   .ok());
+  EXPECT_THAT(good.Calls(), ElementsAre("start", "finish"));
+  EXPECT_THAT(broken.Calls(), ElementsAre("start"));
+  EXPECT_THAT(later.Calls(), ElementsAre());
+}
+
+TEST(TrackerSet, NullTrackerOrTwoOfOneName_AreRefused) {
+  Record record;
+  EXPECT_THAT(
+      std::string(
+          TrackerSet::Start(List(std::unique_ptr<FakeTracker>()), 1, {}, {}).status().message()),
+      HasSubstr("null tracker"));
+  EXPECT_THAT(std::string(TrackerSet::Start(List(std::make_unique<FakeTracker>("a", &record),
+                                                 std::make_unique<FakeTracker>("a", &record)),
+                                            1, {}, {})
+                              .status()
+                              .message()),
+              HasSubstr("two trackers named \"a\""));
+  EXPECT_THAT(record.Calls(), ElementsAre());
+}
+
 TEST(TrackerSet, FailingTrackers_DoNotStopOthersAndAreToldAtTheEnd) {
   Record failing, throwing, number, good;
   auto set = TrackerSet::Start(List(std::make_unique<FakeTracker>("failing", &failing),
@@ -214,9 +241,9 @@ TEST(TrackerSet, TrackerThatHangs_DoesNotHoldTrainingAndIsNamed) {
   std::vector<std::string> warnings;
   auto set = TrackerSet::Start(
       List(std::make_unique<FakeTracker>("slow", &record)), 0, {},
-      {.queue_limit = 2,
-       .patience = absl::ZeroDuration(),
-       .warn = [&](const std::string& text) { warnings.push_back(text); }});
+      {.queue_limit = 2, .patience = absl::ZeroDuration(), .warn = [&](const std::string& text) {
+         warnings.push_back(text);
+       }});
   (*set)->Log({{"x", 0}});
   record.entered.WaitForNotification();
   for (int i = 1; i <= 5; ++i) (*set)->Log({{"x", i}});
@@ -238,12 +265,12 @@ TEST(TrackerSet, FinishThatWaits_SaysForWhichTracker) {
   Record record;
   std::vector<std::string> warnings;
   Notification warned;
-  auto set = TrackerSet::Start(List(std::make_unique<FakeTracker>("slow", &record)), 0, {},
-                               {.patience = absl::Milliseconds(1),
-                                .warn = [&](const std::string& text) {
-                                  warnings.push_back(text);
-                                  if (!record.proceed.HasBeenNotified()) record.proceed.Notify();
-                                }});
+  auto set =
+      TrackerSet::Start(List(std::make_unique<FakeTracker>("slow", &record)), 0, {},
+                        {.patience = absl::Milliseconds(1), .warn = [&](const std::string& text) {
+                           warnings.push_back(text);
+                           if (!record.proceed.HasBeenNotified()) record.proceed.Notify();
+                         }});
   (*set)->Log({{"x", 0}});
   EXPECT_TRUE((*set)->Finish().ok());
   ASSERT_FALSE(warnings.empty());
@@ -253,9 +280,9 @@ TEST(TrackerSet, FinishThatWaits_SaysForWhichTracker) {
 TEST(TrackerSet, LogAfterFinish_IsLostWithOneWarning) {
   Record record;
   std::vector<std::string> warnings;
-  auto set = TrackerSet::Start(
-      List(std::make_unique<FakeTracker>("a", &record)), 0, {},
-      {.warn = [&](const std::string& text) { warnings.push_back(text); }});
+  auto set =
+      TrackerSet::Start(List(std::make_unique<FakeTracker>("a", &record)), 0, {},
+                        {.warn = [&](const std::string& text) { warnings.push_back(text); }});
   EXPECT_TRUE((*set)->Finish().ok());
   (*set)->Log({{"x", 0}});
   (*set)->Log({{"x", 1}});
