@@ -183,7 +183,12 @@ absl::Status CsvTracker::ReadHeader() {
     return absl::FailedPreconditionError(
         absl::StrCat(path_, ": its first line does not begin with time,step; move the file away"));
   }
-  return absl::OkStatus();
+  if (head[bytes - 1] == '\n') return absl::OkStatus();
+  // A crash has cut it.
+  const bool in_quotes = std::count(head.begin(), head.end(), '"') % 2 == 1;
+  const absl::string_view end = in_quotes ? "\"\n" : "\n";
+  header_bytes_ += static_cast<int64_t>(end.size());
+  return file_.Append(end);
 }
 
 absl::Status CsvTracker::RewriteHeader(const std::string& row) {
@@ -203,8 +208,7 @@ absl::Status CsvTracker::RewriteHeader(const std::string& row) {
 absl::Status CsvTracker::log(const TrackerEntry& entry) {
   const int64_t step = entry.step.value_or(next_step_);
   // Another writer of the table may put a file with more columns into its place at any moment but
-  // while we have the lock of the one that is there.
-  // Each look that fails is a column of another one.
+  // while we have the lock of the one that is there. Each look that fails is a column of another.
   constexpr int kLooks = 1000;
   for (int looks = 0; looks < kLooks; ++looks) {
     if (!started_) return file_.Append("");

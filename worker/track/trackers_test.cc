@@ -323,6 +323,20 @@ TEST_F(TrackersTest, Csv_RowCutWithinQuotes_IsEndedBeforeTheNextOne) {
             "1700000000.125,6,0.5\n1700000000.125,7,0.5\n");
 }
 
+TEST_F(TrackersTest, Csv_HeaderThatIsCut_IsEndedBeforeTheFirstRow) {
+  const auto text_after = [&](const std::string& header) {
+    CsvTracker tracker(context_);
+    EXPECT_TRUE(MakeDirectories(ParentPath(tracker.path())).ok());
+    EXPECT_TRUE(WriteFileAtomically(tracker.path(), header).ok());
+    EXPECT_TRUE(tracker.start().ok());
+    EXPECT_TRUE(tracker.log({{{"loss", 0.5}}, std::nullopt, At(0)}).ok());
+    return *ReadFile(tracker.path());
+  };
+  EXPECT_EQ(text_after("time,step,lo"), "time,step,lo,loss\n1700000000.125,0,,0.5\n");
+  EXPECT_EQ(text_after("time,step,loss"), "time,step,loss\n1700000000.125,0,0.5\n");
+  EXPECT_EQ(text_after("time,step,\"a, b"), "time,step,\"a, b\",loss\n1700000000.125,0,,0.5\n");
+}
+
 TEST_F(TrackersTest, Csv_TwoWriters_KeepEachOthersRowsAndColumns) {
   CsvTracker a(context_);
   CsvTracker b(context_);
