@@ -21,10 +21,6 @@ struct JsonLimits {
 absl::StatusOr<nlohmann::json> ParseJson(absl::string_view text, absl::string_view source,
                                          const JsonLimits& limits = {});
 
-// The text as a JSON string with its quotes: the shortest escapes, other characters as they are.
-// `text` must be valid UTF-8 (see base/text.h).
-std::string JsonQuote(absl::string_view text);
-
 }  // namespace muster
 
 #endif  // MUSTER_BASE_JSON_H_

@@ -115,9 +115,5 @@ TEST(ParseOrderedJson, ManyNames_AreRead) {
   EXPECT_EQ(json->begin().key(), "<token_500000>");
 }
 
-TEST(JsonQuote, ControlCharacters_AreEscapedOthersKept) {
-  EXPECT_EQ(JsonQuote("a\"\\\n\x01\x7fé"), "\"a\\\"\\\\\\n\\u0001\x7fé\"");
-}
-
 }  // namespace
 }  // namespace muster

@@ -62,36 +62,15 @@ const char* Name(LogLevel level) {
   return "?";
 }
 
+// JSON is UTF-8; what is not becomes the character for that.
 std::string JsonString(absl::string_view text) {
-  std::string out = "\"";
+  std::string repaired;
   for (size_t i = 0; i < text.size();) {
     const size_t size = Utf8CharacterBytes(text.substr(i));
-    if (size != 1) {
-      // JSON is UTF-8; what is not becomes the character for that.
-      out += size == 0 ? "\\ufffd" : std::string(text.substr(i, size));
-      i += size == 0 ? 1 : size;
-      continue;
-    }
-    const char c = text[i++];
-    switch (c) {
-      case '"':
-        out += "\\\"";
-        break;
-      case '\\':
-        out += "\\\\";
-        break;
-      case '\n':
-        out += "\\n";
-        break;
-      default:
-        if (static_cast<unsigned char>(c) < 0x20) {
-          absl::StrAppendFormat(&out, "\\u%04x", c);
-        } else {
-          out += c;
-        }
-    }
+    repaired += size == 0 ? "\xEF\xBF\xBD" : std::string(text.substr(i, size));
+    i += size == 0 ? 1 : size;
   }
-  return out + "\"";
+  return JsonQuote(repaired);
 }
 
 void WriteAll(absl::string_view text) {

@@ -83,6 +83,47 @@ std::string Printable(absl::string_view text, size_t max_bytes) {
   return cut ? out + "..." : out;
 }
 
+std::string Utf8Text(absl::string_view text) {
+  return IsValidUtf8(text) ? std::string(text) : Printable(text, text.size());
+}
+
+std::string JsonQuote(absl::string_view text) {
+  std::string out = "\"";
+  for (const char c : text) {
+    switch (c) {
+      case '"':
+        out += "\\\"";
+        break;
+      case '\\':
+        out += "\\\\";
+        break;
+      case '\b':
+        out += "\\b";
+        break;
+      case '\f':
+        out += "\\f";
+        break;
+      case '\n':
+        out += "\\n";
+        break;
+      case '\r':
+        out += "\\r";
+        break;
+      case '\t':
+        out += "\\t";
+        break;
+      default:
+        if (static_cast<unsigned char>(c) < 0x20) {
+          absl::StrAppendFormat(&out, "\\u%04x", c);
+        } else {
+          out += c;
+        }
+    }
+  }
+  out += '"';
+  return out;
+}
+
 absl::string_view FirstLine(absl::string_view text) {
   text = absl::StripAsciiWhitespace(text);
   return absl::StripTrailingAsciiWhitespace(text.substr(0, text.find('\n')));

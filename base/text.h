@@ -22,6 +22,13 @@ absl::string_view Utf8Prefix(absl::string_view text, size_t max_bytes);
 // `max_bytes` and end in "...".
 std::string Printable(absl::string_view text, size_t max_bytes = 200);
 
+// `text` if it is UTF-8, else all of it as Printable has it: for formats whose texts are UTF-8.
+std::string Utf8Text(absl::string_view text);
+
+// The text as a JSON string with its quotes: the shortest escapes, other characters as they are.
+// `text` must be valid UTF-8.
+std::string JsonQuote(absl::string_view text);
+
 // The first line of `text` that is not blank, without white space around it; empty if there is
 // none.
 absl::string_view FirstLine(absl::string_view text);

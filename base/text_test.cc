@@ -41,6 +41,16 @@ TEST(Printable, ControlsOfTerminalsAndOfDirections_AreEscaped) {
   EXPECT_EQ(Printable(plain), plain);
 }
 
+TEST(Utf8TextTest, BytesThatAreNotUtf8_AreEscapedAndNothingIsCut) {
+  EXPECT_EQ(Utf8Text("a\n✓"), "a\n✓");
+  EXPECT_EQ(Utf8Text("\xff"), "\\xff");
+  EXPECT_EQ(Utf8Text(std::string(1000, '\xff')).size(), 4000u);
+}
+
+TEST(JsonQuoteTest, ControlCharacters_AreEscapedOthersKept) {
+  EXPECT_EQ(JsonQuote("a\"\\\n\x01\x7fé"), "\"a\\\"\\\\\\n\\u0001\x7fé\"");
+}
+
 TEST(FirstLineTest, Text_IsItsFirstLineWithoutSpaceAroundIt) {
   EXPECT_EQ(FirstLine("Connection refused \r\nbacktrace"), "Connection refused");
   EXPECT_EQ(FirstLine("\n  reason\n"), "reason");

@@ -292,11 +292,15 @@ absl::StatusOr<GeneralTracker*> Accelerator::get_tracker(const std::string& name
 }
 
 Progress Accelerator::progress(int64_t total, const std::string& description) {
+  return Progress(OptionsOfBar(total, description));
+}
+
+ProgressOptions Accelerator::OptionsOfBar(int64_t total, const std::string& description) const {
   ProgressOptions options;
   options.description = description;
   options.total = total;
   options.enabled = is_local_main_process();
-  return Progress(std::move(options));
+  return options;
 }
 
 Profile Accelerator::profile(const std::string& output_dir) {

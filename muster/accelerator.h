@@ -59,8 +59,8 @@ class LoaderProgress : public Progress {
    public:
     Iterator(LoaderIterator<T> batches, Progress* bar, int64_t skipped)
         : batches_(std::move(batches)), bar_(bar) {
-      // The pass continues from a loaded state.
-      if (batches_ != std::default_sentinel) bar_->Advance((*batches_).info().index - skipped);
+      // The pass may continue from a loaded state; and it may be another one over the same range.
+      bar_->Restart(batches_ == std::default_sentinel ? 0 : (*batches_).info().index - skipped);
     }
     Batch<T>& operator*() const { return *batches_; }
     Batch<T>* operator->() const { return &*batches_; }
@@ -330,7 +330,7 @@ class Accelerator {
     return GatherValueForMetrics(comm, value, &batch.info(), rows, where);
   }
   // (collective) Returns the objects of all processes in process order: lists are joined, anything
-  // else becomes an element.
+  // else becomes an element. Tensors in them arrive on the CPU, also this process's own.
   template <class T>
   auto gather_object(const T& object,
                      std::source_location where = std::source_location::current()) {
@@ -373,7 +373,8 @@ class Accelerator {
         comm, MapTensors(value, [](const at::Tensor& t) { return t.defined() ? t.clone() : t; }),
         from_process, where);
   }
-  // (collective) Overwrites `list` with that of process `from_process`.
+  // (collective) Overwrites `list` with that of process `from_process`. Tensors in it arrive on the
+  // CPU, also on that process.
   template <class E>
   void broadcast_object_list(std::vector<E>& list, int from_process = 0) {
     Comm& comm = CommFor("broadcast_object_list()");
@@ -441,8 +442,8 @@ class Accelerator {
   bool check_trigger();
 
   // Named triggers: any process, or an operator (`muster trigger`), requests an action of all
-  // processes at the same step. "stop", "checkpoint" and "profile" have fixed meanings; other names
-  // are yours. Check on all processes, once per step:
+  // processes at the same step. should_stop() acts on "stop"; every other name means what the
+  // program does when its check is true. Check on all processes, once per step:
   //
   //   optimizer.step();
   //   if (accelerator.check_trigger("checkpoint")) accelerator.save_state();
@@ -599,12 +600,17 @@ class Accelerator {
   // your own objects) under the logging directory and passes them `config`. Processes other than
   // the main one open only trackers that request it. If called again, for example for the next
   // fold, it first finishes the open trackers, whose pointers become invalid. Errors: NOT_FOUND for
-  // an unknown kind, FAILED_PRECONDITION after end_training(), and those of opening files.
+  // an unknown kind, FAILED_PRECONDITION after end_training(), INVALID_ARGUMENT for two trackers of
+  // one name and for null, and those of opening files.
   absl::Status init_trackers(const std::string& project_name, const TrackerValues& config = {},
                              const std::vector<std::string>& kinds = {"tensorboard"},
                              std::vector<std::unique_ptr<GeneralTracker>> own = {});
-  // Queues values for the trackers: `accelerator.log({{"loss", 0.5}}, step)`. Never waits for a
-  // disk.
+  // Queues values for the trackers: `accelerator.log({{"loss", 0.5}}, step)`. Without a step it is
+  // the one after that of the entry before; the first one goes on from what is in the trackers'
+  // files. Does not wait for a disk, unless 4,096 entries wait already: then until one has been
+  // taken. After a minute without that it goes on, drops entries while there is no room, and warns
+  // which tracker is in the way. After end_training() values are lost, with one warning. Throws
+  // c10::Error before init_trackers().
   void log(TrackerValues values, std::optional<int64_t> step = std::nullopt);
   // Returns the tracker of that name, so that you can call its own methods; on a process without
   // it, a tracker that does nothing. Blocks until everything logged so far has been written. After
@@ -617,16 +623,15 @@ class Accelerator {
   Progress progress(const PreparedLoader<T>& loader, const std::string& description = "") {
     return progress(loader.has_size() ? loader.size() : 0, description);
   }
-  // Returns the loader's batches as a range with such a bar, which counts the finished ones.
+  // Returns the loader's batches as a range with such a bar, which counts the finished ones. Each
+  // pass begins the bar again at its first batch, so that batches before a resume count neither for
+  // the rate nor for the time.
   //
   //   for (auto& [x, y] : accelerator.tqdm(loader, "epoch 1")) { ... }
   template <class T>
   LoaderProgress<T> tqdm(const PreparedLoader<T>& loader, const std::string& description = "") {
-    ProgressOptions options;
-    options.description = description;
-    options.total = loader.has_size() ? loader.size() : 0;
-    options.enabled = is_local_main_process();
-    return LoaderProgress<T>(loader, std::move(options));
+    return LoaderProgress<T>(loader,
+                             OptionsOfBar(loader.has_size() ? loader.size() : 0, description));
   }
   // Profiles LibTorch for the lifetime of the result, and writes
   // OUTPUT_DIR/profile_{process_index}.json.
@@ -640,6 +645,8 @@ class Accelerator {
   internal::Core& core() { return *core_; }
 
  private:
+  ProgressOptions OptionsOfBar(int64_t total, const std::string& description) const;
+
   // Of hooks or registered objects.
   HookHandle HandleOf(std::vector<int64_t> numbers);
 

@@ -1162,6 +1162,32 @@ TEST(Accelerator, Trackers_WriteWhatIsLogged) {
             absl::StatusCode::kFailedPrecondition);
 }
 
+TEST(Accelerator, Trackers_OfOneNameOrNull_AreRefused) {
+  AcceleratorOptions options = OnCpu();
+  options.project.logging_directory = TestDir("logs_refused");
+  Accelerator accelerator(options);
+  EXPECT_EQ(accelerator.init_trackers("run", {}, {"jsonl", "jsonl"}).code(),
+            absl::StatusCode::kInvalidArgument);
+  std::vector<std::unique_ptr<GeneralTracker>> own;
+  own.push_back(nullptr);
+  EXPECT_EQ(accelerator.init_trackers("run", {}, {}, std::move(own)).code(),
+            absl::StatusCode::kInvalidArgument);
+}
+
+TEST(Accelerator, TqdmOfASecondPass_CountsItAlone) {
+  Accelerator accelerator(OnCpu());
+  auto loader = accelerator.prepare(batches(TensorDataset(at::ones({6, 1})), 2));
+  auto bar = accelerator.tqdm(loader);
+  for (int pass = 0; pass < 2; ++pass) {
+    int64_t batches_seen = 0;
+    for (auto& batch : bar) {
+      (void)batch;
+      EXPECT_EQ(bar.done(), batches_seen++);
+    }
+    EXPECT_EQ(bar.done(), 3);
+  }
+}
+
 // As for each fold.
 TEST(Accelerator, TrackersAgain_FinishTheFirstOnesAndStartOthers) {
   AcceleratorOptions options = OnCpu();

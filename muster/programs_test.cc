@@ -1483,6 +1483,10 @@ TEST(JoinUnevenInputs, OtherCallsOfAllProcesses_AreRefusedAtOnce) {
       {"should_stop()", [](Accelerator& a) { a.should_stop(); }},
       {"synchronize_rng_states()", [](Accelerator& a) { synchronize_rng_states(a, {"torch"}); }},
       {"synchronize_rng_states()", [&](Accelerator& a) { synchronize_rng_states(a, generator); }},
+      {"logging in order",
+       [](Accelerator& a) {
+         get_logger(a).Info("x", {.main_process_only = false, .in_order = true});
+       }},
       {"find_executable_batch_size()",
        [](Accelerator& a) { find_executable_batch_size(a, 2, [](int64_t) {}); }},
       {"prepare()", [](Accelerator& a) { (void)a.prepare(OneWeight()); }},

@@ -51,6 +51,13 @@ void synchronize_rng_states(Accelerator& accelerator, const std::vector<std::str
   SynchronizeRng(accelerator.comm(), 0, gpu && accelerator.device().is_cuda());
 }
 
+RankLogger get_logger(Accelerator& accelerator) {
+  // The program is asked to keep the Accelerator, and with it the Core.
+  return RankLogger(accelerator.comm(), nullptr, [core = &accelerator.core()] {
+    core->steps().CheckAllTakePart("logging in order");
+  });
+}
+
 void synchronize_rng_states(Accelerator& accelerator, at::Generator& generator) {
   accelerator.core().steps().CheckAllTakePart("synchronize_rng_states()");
   SynchronizeGenerator(accelerator.comm(), generator);

@@ -133,8 +133,9 @@ M& extract_model_from_parallel(AcceleratedModel<M>& model) {
 bool shards_models(Accelerator& accelerator);
 
 // Returns a logger that prefixes lines with this process's index: "[RANK 1] ...". See RankLogger;
-// the Accelerator must outlive it.
-inline RankLogger get_logger(Accelerator& accelerator) { return RankLogger(accelerator.comm()); }
+// the Accelerator must outlive it. A call with in_order throws c10::Error inside
+// join_uneven_inputs(), where processes that have run out of batches do not make it.
+RankLogger get_logger(Accelerator& accelerator);
 
 // Local SGD: in this scope every process trains alone. After every `local_sgd_steps` calls of
 // step() and at the end of the scope, the parameters of all processes are averaged. Optimizers and

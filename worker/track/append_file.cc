@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -9,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
+#include "base/file_identity.h"
 #include "base/status_macros.h"
 
 namespace muster {
@@ -33,7 +35,9 @@ absl::Status AppendFile::Open(const std::string& path, bool lines) {
 }
 
 absl::Status AppendFile::Append(absl::string_view bytes) {
-  if (fd_ < 0) return absl::FailedPreconditionError("the tracker has not been started");
+  if (fd_ < 0)
+    return absl::FailedPreconditionError(
+        "the tracker is not open: it has not been started, or is finished");
   MUSTER_RETURN_IF_ERROR(RemovePart());
   struct stat before;
   if (fstat(fd_, &before) != 0) {
@@ -53,6 +57,40 @@ absl::Status AppendFile::Append(absl::string_view bytes) {
     written += static_cast<size_t>(n);
   }
   return absl::OkStatus();
+}
+
+void AppendFile::Lock() {
+  while (flock(fd_, LOCK_EX) != 0 && errno == EINTR) {
+  }
+}
+
+void AppendFile::Unlock() { flock(fd_, LOCK_UN); }
+
+bool AppendFile::IsAtPath() const {
+  struct stat info;
+  return fstat(fd_, &info) == 0 && FileIdentityAt(path_) == FileIdentityOf(info);
+}
+
+absl::StatusOr<int64_t> AppendFile::Size() const {
+  struct stat info;
+  if (fstat(fd_, &info) != 0) {
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot read the size of ", path_));
+  }
+  return info.st_size;
+}
+
+absl::StatusOr<std::string> AppendFile::Read(int64_t offset, size_t size) const {
+  std::string bytes(size, '\0');
+  size_t done = 0;
+  while (done < size) {
+    const ssize_t n = pread(fd_, bytes.data() + done, size - done, offset + done);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot read ", path_));
+    if (n == 0) break;
+    done += static_cast<size_t>(n);
+  }
+  bytes.resize(done);
+  return bytes;
 }
 
 absl::Status AppendFile::RemovePart() {

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
 namespace muster {
@@ -23,11 +24,23 @@ class AppendFile {
   // is ended first.
   absl::Status Open(const std::string& path, bool lines);
 
-  // FAILED_PRECONDITION if it is not open. Appends nothing if the part of an earlier record that
-  // could not be written cannot be removed either.
+  // FAILED_PRECONDITION if it is not open, or not any more. Appends nothing if the part of an
+  // earlier record that could not be written cannot be removed either.
   absl::Status Append(absl::string_view bytes);
 
   absl::Status Close();
+
+  // Keeps other processes, and other objects of this one, from the file between Lock and Unlock;
+  // blocks while they do. Does nothing on a file system without locks.
+  void Lock();
+  void Unlock();
+
+  // Whether the open file is still that at its path.
+  bool IsAtPath() const;
+
+  // Of the open file: its size, and up to `size` bytes from `offset` on, fewer only at its end.
+  absl::StatusOr<int64_t> Size() const;
+  absl::StatusOr<std::string> Read(int64_t offset, size_t size) const;
 
   bool is_open() const { return fd_ >= 0; }
   const std::string& path() const { return path_; }

@@ -1,6 +1,9 @@
 #include "worker/track/csv.h"
 
 #include <algorithm>
+#include <filesystem>
+#include <system_error>
+#include <utility>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -12,7 +15,8 @@
 namespace muster {
 namespace {
 
-constexpr int64_t kMaxBytes = int64_t{1} << 30;
+// Of a table, which may be larger than memory, that is read at a time.
+constexpr size_t kPiece = size_t{1} << 20;
 
 std::string Cell(const std::string& text) {
   if (text.find_first_of(",\"\r\n") == std::string::npos) return text;
@@ -28,7 +32,8 @@ std::string Row(const std::vector<std::string>& cells) {
   return row + "\n";
 }
 
-// The cells of the first row; `bytes` is set to its length with the line's end.
+// The cells of the first row; `bytes` is set to its length with the line's end, or to all of `text`
+// if it does not end there.
 std::vector<std::string> FirstRow(absl::string_view text, size_t* bytes) {
   std::vector<std::string> cells;
   std::string cell;
@@ -61,21 +66,53 @@ std::vector<std::string> FirstRow(absl::string_view text, size_t* bytes) {
   return cells;
 }
 
-// What follows the step of the last row that is whole; 0 if there is none. `columns`: of the table.
-int64_t NextStep(absl::string_view rows, size_t columns) {
+// Where the rows of a table are.
+struct Scan {
   // Of the last row, and of the one before it.
-  size_t last = 0, before = 0;
-  bool quoted = false;
-  for (size_t i = 0; i + 1 < rows.size(); ++i) {
-    if (rows[i] == '"') quoted = !quoted;
-    if (rows[i] == '\n' && !quoted) {
-      before = last;
-      last = i + 1;
+  int64_t last = 0;
+  int64_t before = 0;
+  // The table ends within quotes, or within a line: a crash has cut it.
+  bool in_quotes = false;
+  bool in_line = false;
+};
+
+absl::StatusOr<Scan> ScanRows(const AppendFile& file, int64_t begin, int64_t end) {
+  Scan scan = {.last = begin, .before = begin, .in_quotes = false, .in_line = false};
+  while (begin < end) {
+    MUSTER_ASSIGN_OR_RETURN(const std::string piece, file.Read(begin, kPiece));
+    if (piece.empty()) break;
+    size_t quote = piece.find('"');
+    size_t newline = piece.find('\n');
+    size_t at = 0;
+    // Not at the end of the table, where the row would be empty.
+    while (at < piece.size()) {
+      if (!scan.in_line) {
+        scan.before = std::exchange(scan.last, begin + static_cast<int64_t>(at));
+        scan.in_line = true;
+      }
+      const size_t next = std::min(quote, newline);
+      if (next == std::string::npos) break;
+      if (next == quote) {
+        scan.in_quotes = !scan.in_quotes;
+        quote = piece.find('"', next + 1);
+      } else {
+        scan.in_line = scan.in_quotes;
+        newline = piece.find('\n', next + 1);
+      }
+      at = next + 1;
     }
+    begin += static_cast<int64_t>(piece.size());
   }
-  for (const size_t begin : {last, before}) {
+  return scan;
+}
+
+// What follows the step of the last row that is whole; 0 if there is none. `columns`: of the table.
+absl::StatusOr<int64_t> NextStep(const AppendFile& file, const Scan& scan, size_t columns) {
+  for (const int64_t begin : {scan.last, scan.before}) {
+    // More than the first cells need.
+    MUSTER_ASSIGN_OR_RETURN(const std::string row, file.Read(begin, kPiece));
     size_t bytes = 0;
-    const std::vector<std::string> cells = FirstRow(rows.substr(begin), &bytes);
+    const std::vector<std::string> cells = FirstRow(row, &bytes);
     int64_t step = 0;
     // A crash may have cut the number.
     if (cells.size() < std::min<size_t>(columns, 3)) continue;
@@ -84,43 +121,119 @@ int64_t NextStep(absl::string_view rows, size_t columns) {
   return 0;
 }
 
+// The file that `path` names at the end of its links, which a new file must not replace.
+std::string EndOfLinks(const std::string& path) {
+  std::error_code error;
+  const std::filesystem::path end = std::filesystem::canonical(path, error);
+  return error ? path : end.string();
+}
+
+class FileLock {
+ public:
+  explicit FileLock(AppendFile* file) : file_(file) { file_->Lock(); }
+  ~FileLock() {
+    if (file_->is_open()) file_->Unlock();
+  }
+  FileLock(const FileLock&) = delete;
+  FileLock& operator=(const FileLock&) = delete;
+
+ private:
+  AppendFile* const file_;
+};
+
 }  // namespace
 
 CsvTracker::CsvTracker(const TrackerContext& context)
     : path_(JoinPath(JoinPath(context.logging_dir, context.project_name), "metrics.csv")) {}
 
 absl::Status CsvTracker::start() {
-  columns_ = {"time", "step"};
-  MUSTER_RETURN_IF_ERROR(file_.Open(path_, /*lines=*/true));
-  MUSTER_ASSIGN_OR_RETURN(const std::string contents, ReadFile(path_, kMaxBytes));
-  if (contents.empty()) return file_.Append(Row(columns_));
-  size_t header_bytes = 0;
-  columns_ = FirstRow(contents, &header_bytes);
-  next_step_ = NextStep(absl::string_view(contents).substr(header_bytes), columns_.size());
+  started_ = true;
+  MUSTER_RETURN_IF_ERROR(file_.Open(path_, /*lines=*/false));
+  const FileLock lock(&file_);
+  MUSTER_RETURN_IF_ERROR(ReadHeader());
+  MUSTER_ASSIGN_OR_RETURN(const int64_t size, file_.Size());
+  MUSTER_ASSIGN_OR_RETURN(const Scan scan, ScanRows(file_, header_bytes_, size));
+  MUSTER_ASSIGN_OR_RETURN(next_step_, NextStep(file_, scan, columns_.size()));
+  if (!scan.in_line) return absl::OkStatus();
+  // What follows must not become a part of the row that a crash has cut.
+  return file_.Append(scan.in_quotes ? "\"\n" : "\n");
+}
+
+absl::Status CsvTracker::ReadHeader() {
+  columns_.clear();
+  std::string head;
+  size_t bytes = 0;
+  while (true) {
+    MUSTER_ASSIGN_OR_RETURN(const std::string piece,
+                            file_.Read(static_cast<int64_t>(head.size()), kPiece));
+    head += piece;
+    columns_ = FirstRow(head, &bytes);
+    if (bytes < head.size() || piece.size() < kPiece) break;
+  }
+  if (head.empty()) {
+    columns_ = {"time", "step"};
+    const std::string row = Row(columns_);
+    header_bytes_ = static_cast<int64_t>(row.size());
+    return file_.Append(row);
+  }
+  header_bytes_ = static_cast<int64_t>(bytes);
   if (columns_.size() < 2 || columns_[0] != "time" || columns_[1] != "step") {
     // It is not ours to log to.
     finish().IgnoreError();
     return absl::FailedPreconditionError(
         absl::StrCat(path_, ": its first line does not begin with time,step; move the file away"));
   }
-  return absl::OkStatus();
+  if (head[bytes - 1] == '\n') return absl::OkStatus();
+  // A crash has cut it.
+  const bool in_quotes = std::count(head.begin(), head.end(), '"') % 2 == 1;
+  const absl::string_view end = in_quotes ? "\"\n" : "\n";
+  header_bytes_ += static_cast<int64_t>(end.size());
+  return file_.Append(end);
 }
 
-absl::Status CsvTracker::RewriteHeader() {
-  MUSTER_ASSIGN_OR_RETURN(const std::string contents, ReadFile(path_, kMaxBytes));
-  size_t header_bytes = 0;
-  (void)FirstRow(contents, &header_bytes);
-  MUSTER_RETURN_IF_ERROR(
-      WriteFileAtomically(path_, absl::StrCat(Row(columns_), contents.substr(header_bytes))));
-  return file_.Open(path_, /*lines=*/true);
+absl::Status CsvTracker::RewriteHeader(const std::string& row) {
+  MUSTER_ASSIGN_OR_RETURN(AtomicFile written, AtomicFile::Create(EndOfLinks(path_)));
+  MUSTER_RETURN_IF_ERROR(written.Append(Row(columns_)));
+  int64_t at = header_bytes_;
+  while (true) {
+    MUSTER_ASSIGN_OR_RETURN(const std::string piece, file_.Read(at, kPiece));
+    if (piece.empty()) break;
+    MUSTER_RETURN_IF_ERROR(written.Append(piece));
+    at += static_cast<int64_t>(piece.size());
+  }
+  MUSTER_RETURN_IF_ERROR(written.Append(row));
+  return written.Commit();
 }
 
 absl::Status CsvTracker::log(const TrackerEntry& entry) {
-  // It may have been replaced by one with another header, and not opened then.
-  if (!file_.is_open() && !columns_.empty()) MUSTER_RETURN_IF_ERROR(start());
-  if (!file_.is_open()) return file_.Append("");
   const int64_t step = entry.step.value_or(next_step_);
-  next_step_ = step + 1;
+  // Another writer of the table may put a file with more columns into its place at any moment but
+  // while we have the lock of the one that is there. Each look that fails is a column of another.
+  constexpr int kLooks = 1000;
+  for (int looks = 0; looks < kLooks; ++looks) {
+    if (!started_) return file_.Append("");
+    if (!file_.is_open()) MUSTER_RETURN_IF_ERROR(Reopen());
+    {
+      const FileLock lock(&file_);
+      if (file_.IsAtPath()) {
+        MUSTER_RETURN_IF_ERROR(LogLocked(entry, step));
+        next_step_ = step + 1;
+        return absl::OkStatus();
+      }
+    }
+    MUSTER_RETURN_IF_ERROR(Reopen());
+  }
+  return absl::AbortedError(
+      absl::StrCat(path_, ": another program replaces the file again and again"));
+}
+
+absl::Status CsvTracker::Reopen() {
+  MUSTER_RETURN_IF_ERROR(file_.Open(path_, /*lines=*/false));
+  const FileLock lock(&file_);
+  return ReadHeader();
+}
+
+absl::Status CsvTracker::LogLocked(const TrackerEntry& entry, int64_t step) {
   const size_t known = columns_.size();
   std::vector<std::string> cells(known);
   cells[0] = absl::StrFormat("%.3f", absl::ToUnixMicros(entry.time) / 1e6);
@@ -135,17 +248,18 @@ absl::Status CsvTracker::log(const TrackerEntry& entry) {
     }
     cells[i] = value.text();
   }
-  if (columns_.size() > known) {
-    const absl::Status rewritten = RewriteHeader();
-    if (!rewritten.ok()) {
-      columns_.resize(known);
-      return rewritten;
-    }
+  if (columns_.size() == known) return file_.Append(Row(cells));
+  // The row goes into the new file with its header: the lock is that of the old one.
+  const absl::Status rewritten = RewriteHeader(Row(cells));
+  if (!rewritten.ok()) {
+    columns_.resize(known);
+    return rewritten;
   }
-  return file_.Append(Row(cells));
+  return Reopen();
 }
 
 absl::Status CsvTracker::finish() {
+  started_ = false;
   columns_.clear();
   return file_.Close();
 }

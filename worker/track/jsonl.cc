@@ -11,6 +11,7 @@
 #include "base/file.h"
 #include "base/json.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 
 namespace muster {
 namespace {
@@ -18,13 +19,13 @@ namespace {
 // Of a file, in which its last step is looked for first.
 constexpr int64_t kTail = 64 << 10;
 
-std::string Quoted(const std::string& text) {
-  return JsonQuote(IsValidUtf8(text) ? text : Printable(text, text.size()));
-}
+std::string Quoted(const std::string& text) { return JsonQuote(Utf8Text(text)); }
 
 std::string Object(const TrackerValues& values) {
   std::string out = "{";
-  for (const auto& [name, value] : values) {
+  // Readers differ about a name that is twice in an object, and some refuse it.
+  const TrackerValues each = LastOfEachName(values);
+  for (const auto& [name, value] : each) {
     absl::StrAppend(&out, out.size() > 1 ? ", " : "", Quoted(name), ": ", value.json());
   }
   return out + "}";

@@ -20,6 +20,7 @@ class JsonlTracker final : public GeneralTracker {
   absl::Status start() override;
   absl::Status store_init_configuration(const TrackerValues& config) override;
   absl::Status log(const TrackerEntry& entry) override;
+  int64_t next_step() const override { return next_step_; }
   absl::Status finish() override;
 
   const std::string& path() const { return path_; }

@@ -29,8 +29,9 @@ class RankLogger {
   using Sink =
       std::function<void(LogLevel level, const std::string& line, const char* file, int at)>;
 
-  // `comm` must outlive the logger.
-  explicit RankLogger(Comm& comm, Sink sink = nullptr);
+  // `comm` must outlive the logger. `check` is called before each call that is a collective, and
+  // throws where not all ranks would make it.
+  explicit RankLogger(Comm& comm, Sink sink = nullptr, std::function<void()> check = nullptr);
 
   void Log(LogLevel level, absl::string_view text, const LogOptions& options = {},
            const char* file = __builtin_FILE(), int line = __builtin_LINE());
@@ -52,13 +53,19 @@ class RankLogger {
     Log(LogLevel::kError, text, options, file, line);
   }
 
-  // Logs a warning, once per text and logger.
+  // Logs a warning, once per text and logger. With in_order a collective each time, also where this
+  // rank has nothing more to say.
   void WarningOnce(absl::string_view text, const LogOptions& options = {},
                    const char* file = __builtin_FILE(), int line = __builtin_LINE());
 
  private:
+  // `speaks`: whether this rank has something to say.
+  void Write(LogLevel level, absl::string_view text, const LogOptions& options, bool speaks,
+             const char* file, int line);
+
   Comm& comm_;
   const Sink sink_;
+  const std::function<void()> check_;
   Mutex mu_;
   std::set<std::string> said_ ABSL_GUARDED_BY(mu_);
 };

@@ -3,8 +3,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <stdexcept>
 #include <vector>
 
+#include "ATen/core/Tensor.h"
+#include "ATen/ops/ones.h"
 #include "worker/collective/thread_comm.h"
 
 namespace muster {
@@ -66,6 +69,32 @@ TEST(RankLogger, BelowTheLevel_NothingIsSaidButBarriersHold) {
     logger.Error("y");
   });
   SetLogLevel(before);
+  EXPECT_THAT(lines.All(), ElementsAre("[RANK 0] y"));
+}
+
+TEST(RankLogger, WarningOnceInOrder_IsACollectiveOnEachRankEachTime) {
+  Lines lines;
+  RunRanks(2, [&](Comm& comm) {
+    RankLogger logger(comm, lines.Sink());
+    if (comm.rank() == 0) logger.WarningOnce("x");
+    logger.WarningOnce("x", {.in_order = true});
+    // Ranks that are out of step would disagree, or wait for each other.
+    at::Tensor one = at::ones({1});
+    comm.AllReduce(one, ReduceOp::kSum);
+    EXPECT_EQ(one.item<float>(), 2);
+  });
+  EXPECT_THAT(lines.All(), UnorderedElementsAre("[RANK 0] x", "[RANK 1] x"));
+}
+
+TEST(RankLogger, InOrderWhereNotAllTakePart_ThrowsBeforeTheBarrier) {
+  Lines lines;
+  RunRanks(2, [&](Comm& comm) {
+    // Rank 1 makes no call.
+    if (comm.rank() == 1) return;
+    RankLogger logger(comm, lines.Sink(), [] { throw std::runtime_error("not all"); });
+    EXPECT_THROW(logger.Info("x", {.in_order = true}), std::runtime_error);
+    logger.Info("y");
+  });
   EXPECT_THAT(lines.All(), ElementsAre("[RANK 0] y"));
 }
 

@@ -1,7 +1,9 @@
 #include "worker/track/profile.h"
 
 #include <stdio.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <exception>
 #include <memory>
 #include <set>
@@ -41,11 +43,26 @@ absl::StatusOr<std::string> Save(profiler::ProfilerResult& result, const Profile
   const std::string path = JoinPath(options.output_dir, name);
   // Kineto writes in place; a temporary name hides a half-written trace.
   const std::string temporary = absl::StrCat(path, ".tmp-", RandomHex(), ".json");
+  // It has a temporary name of its own, which it leaves where it could not write all of it.
+  const std::string part = absl::StrCat(temporary, ".tmp");
   result.save(temporary);
+  // It does not say whether it could.
+  if (!PathExists(temporary)) {
+    unlink(part.c_str());
+    return absl::UnavailableError(absl::StrCat(
+        "cannot write ", path, ": the profiler could not write its trace (is the disk full?)"));
+  }
   if (rename(temporary.c_str(), path.c_str()) != 0) {
-    return absl::ErrnoToStatus(errno, absl::StrCat("cannot write ", path));
+    const absl::Status failed = absl::ErrnoToStatus(errno, absl::StrCat("cannot write ", path));
+    unlink(temporary.c_str());
+    return failed;
   }
   return path;
+}
+
+std::atomic<bool>& Claimed() {
+  static std::atomic<bool> claimed{false};
+  return claimed;
 }
 
 }  // namespace
@@ -61,14 +78,26 @@ ProfileAction ProfileActionAt(const ProfileSchedule& schedule, int64_t step) {
   return in_round + 1 < round ? ProfileAction::kRecord : ProfileAction::kRecordAndSave;
 }
 
-Profile::Profile(ProfileOptions options)
-    : options_(std::move(options)), result_(absl::FailedPreconditionError("still running")) {
+Profile::Claim::Claim() {
+  TORCH_CHECK(!Claimed().exchange(true),
+              "another profile is running in this process: end it first (its Stop(), or the end of "
+              "its scope)");
+}
+
+Profile::Claim::~Claim() { Release(); }
+
+void Profile::Claim::Release() {
+  if (std::exchange(held_, false)) Claimed() = false;
+}
+
+Profile::Profile(ProfileOptions options) : options_(std::move(options)) {
   const ProfileSchedule& s = options_.schedule;
   TORCH_CHECK(s.wait >= 0 && s.warmup >= 0 && s.active >= 0 && s.repeat >= 0 && s.skip_first >= 0,
               "profile: the numbers of a schedule must not be negative");
   TORCH_CHECK(s.active > 0 || (s.wait == 0 && s.warmup == 0 && s.repeat == 0 && s.skip_first == 0),
               "profile: the schedule has no active step");
-  TORCH_CHECK(!torch::profiler::impl::profilerEnabled(), "another profiler is running");
+  TORCH_CHECK(!torch::profiler::impl::profilerEnabled(),
+              "LibTorch's profiler is running: end it first");
   if (scheduled()) action_ = ProfileActionAt(s, 0);
   Enter(action_);
 }
@@ -100,12 +129,22 @@ void Profile::Finish() {
     stage_ = Stage::kIdle;
     const std::unique_ptr<profiler::ProfilerResult> result = profiler::disableProfiler();
     if (!recorded) return;
-    result_ = Save(*result, options_, traces_++);
+    const absl::StatusOr<std::string> path = Save(*result, options_, traces_++);
+    if (!path.ok()) return Fail(path.status());
+    path_ = *path;
+    if (options_.on_trace_ready) options_.on_trace_ready(path_);
   } catch (const std::exception& error) {
     stage_ = Stage::kIdle;
-    result_ = absl::InternalError(error.what());
+    Fail(absl::InternalError(error.what()));
+  } catch (...) {
+    stage_ = Stage::kIdle;
+    Fail(absl::InternalError("what on_trace_ready threw is no exception"));
   }
-  if (result_.ok() && options_.on_trace_ready) options_.on_trace_ready(*result_);
+}
+
+void Profile::Fail(const absl::Status& status) {
+  if (!error_.ok()) MUSTER_LOG(Warning) << "profile: " << status.message();
+  error_.Update(status);
 }
 
 void Profile::step() {
@@ -116,13 +155,17 @@ void Profile::step() {
 }
 
 absl::StatusOr<std::string> Profile::Stop() {
-  if (!std::exchange(running_, false)) return result_;
-  if (traces_ == 0) {
-    result_ = absl::FailedPreconditionError(
-        absl::StrCat("the schedule recorded none of the ", step_ + 1, " step(s)"));
+  if (std::exchange(running_, false)) {
+    Finish();
+    claim_.Release();
+    if (path_.empty()) {
+      // Not if there is an error already.
+      error_.Update(absl::FailedPreconditionError(
+          absl::StrCat("the schedule recorded none of the ", step_, " step(s) that have ended")));
+    }
   }
-  Finish();
-  return result_;
+  if (!error_.ok()) return error_;
+  return path_;
 }
 
 }  // namespace muster

@@ -5,6 +5,7 @@
 #include <functional>
 #include <string>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
 namespace muster {
@@ -35,21 +36,22 @@ struct ProfileOptions {
   bool profile_memory = false;
   bool with_flops = false;
   ProfileSchedule schedule = {};
-  // Called with the path of each written trace.
+  // Called with the path of each written trace. What it throws becomes the result of Stop().
   std::function<void(const std::string& path)> on_trace_ready = nullptr;
 };
 
 // Records what LibTorch does in a scope (also in its backward threads) and writes a Chrome trace
 // for chrome://tracing or Perfetto: OUTPUT_DIR/profile_{rank}.json. With a schedule, step() marks
 // the end of a training step, and the traces of further rounds are profile_{rank}_1.json,
-// profile_{rank}_2.json, ... Only one at a time in a process; use it and end it on the same thread.
+// profile_{rank}_2.json, ... Only one at a time in a process, from its construction until Stop(),
+// also while its schedule waits; use it and end it on the same thread.
 //
 //   muster::Profile profile({.output_dir = "traces", .rank = accelerator.process_index()});
 //   ... some steps ...
 //   absl::StatusOr<std::string> path = profile.Stop();
 //
-// Throws c10::Error if another profiler is running, and for a schedule with negative numbers or
-// with steps but none active.
+// Throws c10::Error if another profile, or LibTorch's profiler, is running, and for a schedule with
+// negative numbers or with steps but none active.
 class Profile {
  public:
   explicit Profile(ProfileOptions options);
@@ -63,25 +65,44 @@ class Profile {
   // reports a trace that cannot be written.
   void step();
 
-  // Ends the recording and writes the whole file. Returns the path of the last trace, also on every
-  // further call. FAILED_PRECONDITION if the schedule reached no recorded step.
+  // Ends the recording and writes the whole file. Returns the path of the last trace, or the first
+  // error of any, also on every further call. FAILED_PRECONDITION if the schedule reached no
+  // recorded step.
   absl::StatusOr<std::string> Stop();
 
  private:
   enum class Stage { kIdle, kPrepared, kRecording };
 
+  // The right to profile, which one object of the process has.
+  class Claim {
+   public:
+    Claim();
+    ~Claim();
+    Claim(const Claim&) = delete;
+    Claim& operator=(const Claim&) = delete;
+    void Release();
+
+   private:
+    bool held_ = true;
+  };
+
   bool scheduled() const { return options_.schedule.active > 0; }
   void Enter(ProfileAction action);
   // Ends the recording, if there is one, and writes its contents.
   void Finish();
+  // Keeps the first error.
+  void Fail(const absl::Status& status);
 
   const ProfileOptions options_;
+  Claim claim_;
   bool running_ = true;
   Stage stage_ = Stage::kIdle;
   ProfileAction action_ = ProfileAction::kRecord;
   int64_t step_ = 0;
   int64_t traces_ = 0;
-  absl::StatusOr<std::string> result_;
+  // Of the last trace; empty if there is none.
+  std::string path_;
+  absl::Status error_;
 };
 
 }  // namespace muster

@@ -2,6 +2,10 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/resource.h>
+
+#include <stdexcept>
 
 #include "ATen/core/Tensor.h"
 #include "ATen/ops/ones.h"
@@ -94,7 +98,9 @@ TEST(Profile, ScheduleThatRecordsNothing_SaysSo) {
   {
     Profile waiting({.output_dir = folder, .schedule = {.wait = 5, .active = 1}});
     waiting.step();
-    EXPECT_EQ(waiting.Stop().status().code(), absl::StatusCode::kFailedPrecondition);
+    const absl::Status status = waiting.Stop().status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_THAT(std::string(status.message()), testing::HasSubstr("none of the 1 step(s)"));
   }
   {
     Profile warming({.output_dir = folder, .schedule = {.warmup = 5, .active = 1}});
@@ -103,6 +109,68 @@ TEST(Profile, ScheduleThatRecordsNothing_SaysSo) {
   EXPECT_FALSE(PathExists(folder));
   EXPECT_THROW(Profile({.schedule = {.wait = 1}}), c10::Error);
   EXPECT_THROW(Profile({.schedule = {.active = -1}}), c10::Error);
+}
+
+TEST(Profile, ProfileThatWaitsInItsSchedule_IsRunning) {
+  const TestFolder scratch;
+  {
+    Profile waiting({.output_dir = scratch.Path("a"), .schedule = {.wait = 1, .active = 1}});
+    try {
+      Profile second({.output_dir = scratch.Path("b")});
+      ADD_FAILURE() << "made";
+    } catch (const c10::Error& error) {
+      EXPECT_THAT(error.what(), testing::HasSubstr("end it first"));
+    }
+    at::ones({2, 2});
+    waiting.step();
+    waiting.step();
+    EXPECT_TRUE(waiting.Stop().ok());
+    Profile after({.output_dir = scratch.Path("b")});
+    EXPECT_TRUE(after.Stop().ok());
+  }
+  EXPECT_THROW(Profile({.schedule = {.active = -1}}), c10::Error);
+  EXPECT_TRUE(Profile({.output_dir = scratch.Path("c")}).Stop().ok()) << "a refused one holds none";
+}
+
+TEST(Profile, CallbackThatThrows_IsTheResultAndDoesNotEndTheProcess) {
+  const TestFolder scratch;
+  const auto fails = [](const std::string&) { throw std::runtime_error("no room"); };
+  { Profile left({.output_dir = scratch.Path("a"), .on_trace_ready = fails}); }
+  Profile profile({.output_dir = scratch.Path("b"), .on_trace_ready = fails});
+  EXPECT_EQ(profile.Stop().status().message(), "no room");
+}
+
+TEST(Profile, TraceThatCannotBeWritten_IsReportedWhateverFollows) {
+  const TestFolder scratch;
+  const std::string folder = scratch.Path("profile");
+  Profile profile({.output_dir = folder, .schedule = {.active = 1}});
+  // A folder in the place of the second trace.
+  ASSERT_TRUE(MakeDirectories(JoinPath(folder, "profile_0_1.json/x")).ok());
+  for (int i = 0; i < 3; ++i) {
+    at::ones({2, 2});
+    profile.step();
+  }
+  EXPECT_THAT(std::string(profile.Stop().status().message()),
+              testing::HasSubstr("profile_0_1.json"));
+  EXPECT_THAT(*ListDirectory(folder), testing::ElementsAre("profile_0.json", "profile_0_1.json",
+                                                           "profile_0_2.json", "profile_0_3.json"));
+}
+
+TEST(Profile, FullDisk_IsNamedAndLeavesNothing) {
+  const TestFolder scratch;
+  const std::string folder = scratch.Path("profile");
+  Profile profile({.output_dir = folder});
+  for (int i = 0; i < 1000; ++i) at::ones({2, 2});
+  rlimit before;
+  getrlimit(RLIMIT_FSIZE, &before);
+  const auto handler = signal(SIGXFSZ, SIG_IGN);
+  const rlimit full = {1000, before.rlim_max};
+  setrlimit(RLIMIT_FSIZE, &full);
+  const absl::Status status = profile.Stop().status();
+  setrlimit(RLIMIT_FSIZE, &before);
+  signal(SIGXFSZ, handler);
+  EXPECT_THAT(std::string(status.message()), testing::HasSubstr("is the disk full?"));
+  EXPECT_THAT(*ListDirectory(folder), testing::ElementsAre());
 }
 
 TEST(Profile, FolderThatCannotBeMade_IsAnError) {

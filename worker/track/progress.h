@@ -15,7 +15,7 @@ namespace muster {
 class Clock;
 
 struct ProgressOptions {
-  // Shown before the bar.
+  // Shown before the bar, in one line: control characters are escaped, as in the postfix.
   std::string description;
   // The number of items; 0 if unknown: then there is no bar and no estimate.
   int64_t total = 0;
@@ -54,6 +54,10 @@ class Progress {
   // Adds finished items. Redraws if the period has passed. Costs one clock reading.
   void Advance(int64_t by = 1);
 
+  // Begins again at `initial` items, now: what has been done before counts neither for the rate nor
+  // for the time. Draws.
+  void Restart(int64_t initial);
+
   // Sets what is shown at the end of the line from the next redraw on, in this order, such as
   // {{"loss", "0.07"}}.
   void SetPostfix(std::vector<std::pair<std::string, std::string>> postfix);
@@ -79,7 +83,7 @@ class Progress {
   const bool visible_;
   int64_t done_;
   std::vector<std::pair<std::string, std::string>> postfix_;
-  const absl::Time start_;
+  absl::Time start_;
   absl::Time drawn_at_;
   int64_t drawn_done_;
   double rate_ = 0;  // per second

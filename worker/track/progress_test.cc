@@ -128,5 +128,44 @@ TEST_F(ProgressTest, Resume_CountsRateFromWhereItStarted) {
   EXPECT_THAT(Written(), Not(HasSubstr("\n")));
 }
 
+TEST_F(ProgressTest, Restart_CountsRateAndTimeFromThere) {
+  Progress progress(options_);
+  clock_.Advance(absl::Seconds(60));
+  progress.Advance(7);
+  progress.Restart(90);
+  EXPECT_THAT(Written(), HasSubstr("90/100 [00:00<?, ?it/s]"));
+  clock_.Advance(absl::Seconds(2));
+  progress.Advance(4);
+  EXPECT_THAT(progress.Line(80), HasSubstr("94/100 [00:02<00:03, 2it/s]"));
+  clock_.Advance(absl::Seconds(2));
+  progress.Advance(6);
+  progress.Close();
+  EXPECT_THAT(Written(), HasSubstr("100/100 [00:04<00:00, 2.5it/s]"));
+}
+
+TEST_F(ProgressTest, WideCharacters_TakeTwoColumns) {
+  options_.description = "訓練の進み具合を示す棒線";
+  Progress progress(options_);
+  // 24 columns of text.
+  EXPECT_THAT(progress.Line(26), EndsWith("線: "));
+  EXPECT_THAT(progress.Line(24), EndsWith("線"));
+  EXPECT_THAT(progress.Line(23), EndsWith("棒"));
+  EXPECT_THAT(progress.Line(22), EndsWith("棒"));
+  // The bar gets what is left.
+  EXPECT_EQ(progress.Line(80),
+            "訓練の進み具合を示す棒線:   0%|" + std::string(25, ' ') + "| 0/100 [00:00<?, ?it/s]");
+  progress.SetDescription("e\u0301");
+  EXPECT_EQ(progress.Line(1), "e\u0301");
+}
+
+TEST_F(ProgressTest, ControlCharacters_DoNotBreakTheLine) {
+  options_.description = "a\nb";
+  Progress progress(options_);
+  progress.SetPostfix({{"x\r", std::string("\x1b[2J")}});
+  EXPECT_THAT(progress.Line(80), StartsWith("a\\nb: "));
+  EXPECT_THAT(progress.Line(80), Not(HasSubstr("\r")));
+  EXPECT_THAT(progress.Line(80), Not(HasSubstr("\x1b")));
+}
+
 }  // namespace
 }  // namespace muster

@@ -2,10 +2,18 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <optional>
+#include <system_error>
+#include <utility>
+#include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/crc32c.h"
@@ -13,9 +21,12 @@
 #include "base/identity.h"
 #include "base/json.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 
 namespace muster {
 namespace {
+
+constexpr absl::string_view kPrefix = "events.out.tfevents.";
 
 // Just enough of the protobuf wire format. Field numbers below are those of TensorBoard's
 // event.proto, summary.proto, tensor.proto and of its hparams and text plug-ins.
@@ -69,9 +80,10 @@ std::string Little(uint64_t value, int size) {
   return bytes;
 }
 
-// protobuf strings must be UTF-8.
-std::string Utf8(const std::string& text) {
-  return IsValidUtf8(text) ? text : Printable(text, text.size());
+uint64_t FromLittle(absl::string_view bytes) {
+  uint64_t value = 0;
+  for (size_t i = bytes.size(); i-- > 0;) value = value << 8 | static_cast<uint8_t>(bytes[i]);
+  return value;
 }
 
 // SummaryMetadata for a plug-in.
@@ -80,22 +92,22 @@ Message Plugin(absl::string_view name, absl::string_view content) {
 }
 
 Message ScalarValue(const std::string& tag, float number) {
-  return Message().Bytes(1, Utf8(tag)).Float(2, number);
+  return Message().Bytes(1, Utf8Text(tag)).Float(2, number);
 }
 
 Message TextValue(const std::string& tag, const std::string& text) {
   constexpr int kString = 7;
   const Message shape = Message().Nested(2, Message().Varint(1, 1));
-  const Message tensor = Message().Varint(1, kString).Nested(2, shape).Bytes(8, Utf8(text));
+  const Message tensor = Message().Varint(1, kString).Nested(2, shape).Bytes(8, Utf8Text(text));
   return Message()
-      .Bytes(1, absl::StrCat(Utf8(tag), "/text_summary"))
+      .Bytes(1, absl::StrCat(Utf8Text(tag), "/text_summary"))
       .Nested(8, tensor)
       .Nested(9, Plugin("text", ""));
 }
 
 // A google.protobuf.Value.
 Message ProtoValue(const TrackerValue& value) {
-  if (value.is_text()) return Message().Bytes(3, Utf8(value.text()));
+  if (value.is_text()) return Message().Bytes(3, Utf8Text(value.text()));
   if (std::holds_alternative<bool>(value.get())) return Message().Varint(4, value.number() != 0);
   return Message().Double(2, value.number());
 }
@@ -114,8 +126,130 @@ std::string Host() {
 
 std::string FileName(const TrackerContext& context) {
   static std::atomic<int> count{0};
-  return absl::StrFormat("events.out.tfevents.%010d.%s.%d.%d",
-                         absl::ToUnixSeconds(context.start_time), Host(), getpid(), count++);
+  return absl::StrFormat("%s%010d.%s.%d.%d", kPrefix, absl::ToUnixSeconds(context.start_time),
+                         Host(), getpid(), count++);
+}
+
+// `value` for PyYAML, which takes a number with an exponent but without a point for a text.
+std::string Yaml(const TrackerValue& value) {
+  const double* const real = std::get_if<double>(&value.get());
+  if (real == nullptr) return value.json();
+  if (std::isnan(*real)) return ".nan";
+  if (std::isinf(*real)) return *real > 0 ? ".inf" : "-.inf";
+  std::string text = value.text();
+  if (text.find('.') == std::string::npos) text.insert(std::min(text.find('e'), text.size()), ".0");
+  return text;
+}
+
+// A field of a message: its number, and its value or its bytes.
+struct WireField {
+  int number = 0;
+  uint64_t value = 0;
+  absl::string_view bytes;
+};
+
+// Takes the next field off `message`; none at its end, or where it is no message.
+std::optional<WireField> NextField(absl::string_view* message) {
+  const auto varint = [message]() -> std::optional<uint64_t> {
+    uint64_t value = 0;
+    for (int shift = 0; shift < 64 && !message->empty(); shift += 7) {
+      const auto byte = static_cast<uint8_t>(message->front());
+      message->remove_prefix(1);
+      value |= uint64_t{byte & 0x7fu} << shift;
+      if (byte < 0x80) return value;
+    }
+    return std::nullopt;
+  };
+  const std::optional<uint64_t> key = varint();
+  if (!key.has_value()) return std::nullopt;
+  WireField field;
+  field.number = static_cast<int>(*key >> 3);
+  uint64_t size = 0;
+  switch (*key & 7) {
+    case 0: {
+      const std::optional<uint64_t> value = varint();
+      if (!value.has_value()) return std::nullopt;
+      field.value = *value;
+      return field;
+    }
+    case 1:
+      size = 8;
+      break;
+    case 2: {
+      const std::optional<uint64_t> length = varint();
+      if (!length.has_value()) return std::nullopt;
+      size = *length;
+      break;
+    }
+    case 5:
+      size = 4;
+      break;
+    default:
+      return std::nullopt;
+  }
+  if (size > message->size()) return std::nullopt;
+  field.bytes = message->substr(0, size);
+  message->remove_prefix(size);
+  return field;
+}
+
+// The step of an event with values that a program has logged; none for the others.
+std::optional<int64_t> StepOf(absl::string_view event) {
+  int64_t step = 0;
+  bool has_values = false;
+  while (const std::optional<WireField> field = NextField(&event)) {
+    if (field->number == 2) step = static_cast<int64_t>(field->value);
+    if (field->number != 5) continue;
+    absl::string_view summary = field->bytes;
+    const std::optional<WireField> value = NextField(&summary);
+    absl::string_view first = value.has_value() ? value->bytes : "";
+    const std::optional<WireField> tag = NextField(&first);
+    has_values = tag.has_value() && !absl::StartsWith(tag->bytes, "_hparams_/");
+  }
+  return has_values ? std::optional(step) : std::nullopt;
+}
+
+// The step of the last entry in a file of events; none if it has none. Reads all of it, because
+// frames can be told apart only from the front.
+std::optional<int64_t> LastStep(const std::string& path) {
+  std::ifstream file(path, std::ios::binary | std::ios::ate);
+  int64_t left = file.good() ? static_cast<int64_t>(file.tellg()) : 0;
+  file.seekg(0);
+  std::optional<int64_t> last;
+  std::string head(12, '\0');
+  std::string body;
+  while (left >= 16 && file.read(head.data(), 12)) {
+    const uint64_t size = FromLittle(absl::string_view(head).substr(0, 8));
+    // What a crash has cut, or no file of events.
+    if (size > static_cast<uint64_t>(left - 16) ||
+        FromLittle(absl::string_view(head).substr(8)) != MaskedCrc32c(head.substr(0, 8))) {
+      break;
+    }
+    body.resize(size + 4);
+    if (!file.read(body.data(), static_cast<std::streamsize>(body.size()))) break;
+    left -= static_cast<int64_t>(16 + size);
+    if (const auto step = StepOf(absl::string_view(body).substr(0, size))) last = step;
+  }
+  return last;
+}
+
+// What follows the last step in the newest file of events in `folder` that has an entry; 0: none.
+int64_t NextStep(const std::string& folder) {
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(folder);
+  if (!names.ok()) return 0;
+  std::vector<std::pair<std::filesystem::file_time_type, std::string>> files;
+  for (const std::string& name : *names) {
+    if (!absl::StartsWith(name, kPrefix)) continue;
+    const std::string path = JoinPath(folder, name);
+    std::error_code error;
+    const auto time = std::filesystem::last_write_time(path, error);
+    if (!error) files.emplace_back(time, path);
+  }
+  std::sort(files.rbegin(), files.rend());
+  for (const auto& [time, path] : files) {
+    if (const std::optional<int64_t> step = LastStep(path)) return *step + 1;
+  }
+  return 0;
 }
 
 }  // namespace
@@ -142,6 +276,7 @@ absl::Status TensorBoardTracker::WriteEvent(absl::Time time, int64_t step,
 }
 
 absl::Status TensorBoardTracker::start() {
+  next_step_ = NextStep(folder_);
   MUSTER_RETURN_IF_ERROR(file_.Open(path_, /*lines=*/false));
   return WriteEvent(context_.start_time, 0, "");
 }
@@ -153,13 +288,14 @@ absl::Status TensorBoardTracker::store_init_configuration(const TrackerValues& c
   Message experiment;
   Message session;
   std::string yaml;
-  for (const auto& [name, value] : config) {
+  const TrackerValues each = LastOfEachName(config);
+  for (const auto& [name, value] : each) {
     const int type = value.is_text()                             ? kString
                      : std::holds_alternative<bool>(value.get()) ? kBool
                                                                  : kFloat64;
-    experiment.Nested(4, Message().Bytes(1, Utf8(name)).Varint(4, type));
-    session.Nested(1, Message().Bytes(1, Utf8(name)).Nested(2, ProtoValue(value)));
-    absl::StrAppend(&yaml, JsonQuote(Utf8(name)), ": ", value.json(), "\n");
+    experiment.Nested(4, Message().Bytes(1, Utf8Text(name)).Varint(4, type));
+    session.Nested(1, Message().Bytes(1, Utf8Text(name)).Nested(2, ProtoValue(value)));
+    absl::StrAppend(&yaml, JsonQuote(Utf8Text(name)), ": ", Yaml(value), "\n");
   }
   session.Double(5, Seconds(context_.start_time));
   MUSTER_RETURN_IF_ERROR(WriteEvent(

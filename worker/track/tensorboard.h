@@ -12,7 +12,8 @@
 namespace muster {
 
 // Writes what TensorBoard reads: LOGGING_DIR/PROJECT/events.out.tfevents.<time>.<host>.<pid>.<n>,
-// one file a run. Numbers and truth values become scalars, texts go to the text dashboard, the
+// one file a run; entries without a step are numbered on from the last one of the newest file that
+// is there. Numbers and truth values become scalars, texts go to the text dashboard, the
 // configuration to the HParams dashboard and to hparams.yml next to the file (as Accelerate does).
 //
 // The file is a sequence of frames: length (8 bytes, little-endian), masked CRC-32C of those bytes,
@@ -26,6 +27,7 @@ class TensorBoardTracker final : public GeneralTracker {
   absl::Status start() override;
   absl::Status store_init_configuration(const TrackerValues& config) override;
   absl::Status log(const TrackerEntry& entry) override;
+  int64_t next_step() const override { return next_step_; }
   absl::Status finish() override;
 
   const std::string& path() const { return path_; }

@@ -9,6 +9,7 @@
 #include "base/json.h"
 #include "base/log.h"
 #include "base/mutex.h"
+#include "base/text.h"
 #include "worker/track/csv.h"
 #include "worker/track/jsonl.h"
 #include "worker/track/tensorboard.h"
@@ -60,6 +61,7 @@ Registry& TheRegistry() {
 double TrackerValue::number() const {
   if (const bool* truth = std::get_if<bool>(&value_)) return *truth ? 1 : 0;
   if (const int64_t* whole = std::get_if<int64_t>(&value_)) return static_cast<double>(*whole);
+  if (const uint64_t* large = std::get_if<uint64_t>(&value_)) return static_cast<double>(*large);
   if (const double* real = std::get_if<double>(&value_)) return *real;
   return std::nan("");
 }
@@ -67,16 +69,31 @@ double TrackerValue::number() const {
 std::string TrackerValue::text() const {
   if (const bool* truth = std::get_if<bool>(&value_)) return *truth ? "true" : "false";
   if (const int64_t* whole = std::get_if<int64_t>(&value_)) return absl::StrCat(*whole);
+  if (const uint64_t* large = std::get_if<uint64_t>(&value_)) return absl::StrCat(*large);
   if (const double* real = std::get_if<double>(&value_)) return NumberText(*real);
   return std::get<std::string>(value_);
 }
 
 std::string TrackerValue::json() const {
   if (const std::string* text = std::get_if<std::string>(&value_)) {
-    return JsonQuote(IsValidUtf8(*text) ? *text : Printable(*text, text->size()));
+    return JsonQuote(Utf8Text(*text));
   }
   const double* real = std::get_if<double>(&value_);
   return real != nullptr && !std::isfinite(*real) ? JsonQuote(text()) : text();
+}
+
+TrackerValues LastOfEachName(const TrackerValues& values) {
+  TrackerValues last;
+  std::map<absl::string_view, size_t> places;
+  for (const auto& [name, value] : values) {
+    const auto [place, is_new] = places.emplace(name, last.size());
+    if (is_new) {
+      last.emplace_back(name, value);
+    } else {
+      last[place->second].second = value;
+    }
+  }
+  return last;
 }
 
 void RegisterTrackerClass(const std::string& name, TrackerFactory factory) {
@@ -104,7 +121,13 @@ absl::StatusOr<std::unique_ptr<GeneralTracker>> MakeTracker(const std::string& k
     }
     factory = found->second;
   }
-  return factory(context);
+  absl::StatusOr<std::unique_ptr<GeneralTracker>> tracker = factory(context);
+  if (tracker.ok() && *tracker == nullptr) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the factory registered for the tracker \"", Printable(kind),
+                     "\" returns null: it must return a tracker, or an error"));
+  }
+  return tracker;
 }
 
 }  // namespace muster

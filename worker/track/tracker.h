@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -22,7 +23,8 @@ namespace muster {
 // 3}} works.
 class TrackerValue {
  public:
-  using Variant = std::variant<bool, int64_t, double, std::string>;
+  // uint64_t: only what int64_t cannot hold.
+  using Variant = std::variant<bool, int64_t, uint64_t, double, std::string>;
 
   template <typename T, std::enable_if_t<std::is_arithmetic_v<T>, int> = 0>
   TrackerValue(T value) : value_(Widen(value)) {}  // NOLINT(google-explicit-constructor)
@@ -46,6 +48,9 @@ class TrackerValue {
     if constexpr (std::is_same_v<T, bool>) {
       return value;
     } else if constexpr (std::is_integral_v<T>) {
+      if constexpr (std::is_unsigned_v<T> && sizeof(T) >= sizeof(int64_t)) {
+        if (value > T{std::numeric_limits<int64_t>::max()}) return static_cast<uint64_t>(value);
+      }
       return static_cast<int64_t>(value);
     } else {
       return static_cast<double>(value);
@@ -56,9 +61,15 @@ class TrackerValue {
 
 using TrackerValues = std::vector<std::pair<std::string, TrackerValue>>;
 
+// `values` with each name once, at its first place and with its last value: for formats in which a
+// name cannot occur twice.
+TrackerValues LastOfEachName(const TrackerValues& values);
+
 struct TrackerEntry {
   TrackerValues values;
-  // None: the tracker counts its entries itself.
+  // accelerator.log() always sets it: entries that the program logs without a step have been
+  // numbered by then. None only where the program calls log() of a tracker itself; the trackers
+  // here then count on from their last entry.
   std::optional<int64_t> step;
   absl::Time time;
 };
@@ -72,8 +83,9 @@ struct TrackerEntry {
 //     absl::Status log(const muster::TrackerEntry& entry) override { ... }
 //   };
 //
-// Calls come from one thread at a time, with start first and finish last. An error is logged once
-// and never stops training.
+// Calls come from one thread at a time, with start first and finish last. An error of start or of
+// store_init_configuration is one of init_trackers(); finish then follows if start has succeeded.
+// An error of log is logged once and never stops training.
 class GeneralTracker {
  public:
   virtual ~GeneralTracker() = default;
@@ -93,6 +105,11 @@ class GeneralTracker {
 
   virtual absl::Status log(const TrackerEntry& entry) = 0;
 
+  // What follows the last step in its output, for a tracker that continues that of an earlier run;
+  // asked once, after start(). Entries that the program logs without a step are numbered from the
+  // largest of all trackers on, so that each of them gets the same steps.
+  virtual int64_t next_step() const { return 0; }
+
   // Flushes and closes. Called once.
   virtual absl::Status finish() { return absl::OkStatus(); }
 };
@@ -100,13 +117,15 @@ class GeneralTracker {
 // The arguments of a tracker factory.
 struct TrackerContext {
   std::string project_name;
-  // The folder for files: LOGGING_DIR/PROJECT_NAME/.
+  // The folder for files of all projects. The trackers here write to LOGGING_DIR/PROJECT_NAME/.
   std::string logging_dir;
   int rank = 0;
   // When the run began.
   absl::Time start_time;
 };
 
+// Makes a tracker. Called on every rank, also where it is for the main process only and never
+// started: open files and connections in start().
 using TrackerFactory =
     std::function<absl::StatusOr<std::unique_ptr<GeneralTracker>>(const TrackerContext&)>;
 
@@ -114,8 +133,8 @@ using TrackerFactory =
 void RegisterTrackerClass(const std::string& name, TrackerFactory factory);
 
 // Makes a tracker of a registered kind: "tensorboard", "jsonl", "csv", or the program's own.
-// Errors: NOT_FOUND listing the known kinds; INVALID_ARGUMENT if it needs a logging_dir and has
-// none.
+// Never null. Errors: NOT_FOUND listing the known kinds; INVALID_ARGUMENT if it needs a logging_dir
+// and has none, or if the factory returns null; those of the factory.
 absl::StatusOr<std::unique_ptr<GeneralTracker>> MakeTracker(const std::string& kind,
                                                             const TrackerContext& context);
 

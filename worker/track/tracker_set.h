@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_TRACK_TRACKER_SET_H_
 
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -17,17 +18,27 @@
 namespace muster {
 
 // The trackers of one rank, fed by a separate thread, so that a slow disk or service does not slow
-// training: Log queues and returns. Thread-safe. If the queue is full the oldest entry is dropped
-// and counted. A tracker that fails is reported once in the log.
+// training: Log queues and returns. Thread-safe. A tracker that fails is reported once in the log.
+//
+// Memory is bounded: if the queue is full, Log waits until the trackers have taken an entry, so
+// that a burst is slow but whole. A tracker that hangs must not hang training, which costs more
+// than a metric: after `patience` without room Log says which tracker is in its way, and drops
+// entries, also without a wait, until there is room again. Dropped entries are counted, and their
+// steps are not given to others, so that the gap can be seen.
 class TrackerSet {
  public:
   struct Options {
     size_t queue_limit = 4096;
+    // How long one Log waits for room, and how often waits are reported.
+    absl::Duration patience = absl::Minutes(1);
     const Clock* clock = &Clock::Real();
+    // Receives warnings, with no lock held; null: the log.
+    std::function<void(const std::string& text)> warn = nullptr;
   };
 
   // Starts the trackers (on ranks other than 0, those that are not for the main process only) and
-  // gives them `config`. Errors: the first tracker's that does not start, naming it.
+  // gives them `config`. Errors: the first tracker's that does not start, naming it; those that
+  // have started are then finished. INVALID_ARGUMENT for a null tracker and for two of one name.
   static absl::StatusOr<std::unique_ptr<TrackerSet>> Start(
       std::vector<std::unique_ptr<GeneralTracker>> trackers, int rank, const TrackerValues& config,
       const Options& options);
@@ -37,7 +48,10 @@ class TrackerSet {
   TrackerSet(const TrackerSet&) = delete;
   TrackerSet& operator=(const TrackerSet&) = delete;
 
-  // Queues an entry for all trackers. After Finish it is dropped.
+  // Queues an entry for all trackers; without a step it gets that after the entry before, which
+  // goes on from the largest next_step() of the trackers. Waits while the queue is full, as said
+  // above, but on the set's own thread, where it drops the entry. After Finish entries are lost,
+  // with one warning.
   void Log(TrackerValues values, std::optional<int64_t> step = std::nullopt);
 
   // Returns the tracker of that name, once everything queued so far has been written; on a rank
@@ -46,20 +60,33 @@ class TrackerSet {
   // thread. Errors: NOT_FOUND, with the names that exist, for a name that no rank has.
   absl::StatusOr<GeneralTracker*> Get(const std::string& name);
 
-  // Returns when everything queued so far is written.
+  // Returns when everything queued so far is written. Warns while that takes long.
   void Flush();
 
-  // Writes queued entries, finishes the trackers, ends the thread. The first error of a tracker,
-  // also an earlier one of Log. A second call does nothing.
+  // Writes queued entries, finishes the trackers, ends the thread. Warns while that takes long. The
+  // first error of a tracker, also an earlier one of Log. A second call does nothing.
   absl::Status Finish();
 
   // Entries that were dropped because the queue was full.
   int64_t dropped() const;
 
+  // Calls of Log that wait for room now.
+  int64_t waiting() const;
+
  private:
   TrackerSet(std::vector<std::unique_ptr<GeneralTracker>> trackers, std::vector<std::string> names,
              const Options& options);
   void Run();
+  bool Full() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Whether the queue has room; waits for it. Warns, and releases the lock for it.
+  bool WaitForRoom() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Waits until everything queued is written, and warns meanwhile.
+  void WaitUntilIdle() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Which tracker is in a call, and for how long.
+  std::string DescribeCall() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Warn(const std::string& text) ABSL_LOCKS_EXCLUDED(mu_);
+  // Warn from where the lock is held.
+  void WarnUnlocked(const std::string& text) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const Options options_;
   const std::vector<std::unique_ptr<GeneralTracker>> trackers_;
@@ -70,8 +97,21 @@ class TrackerSet {
   mutable Mutex mu_;
   CondVar work_;
   CondVar idle_;
+  CondVar room_;
   std::deque<TrackerEntry> queue_ ABSL_GUARDED_BY(mu_);
+  int64_t next_step_ ABSL_GUARDED_BY(mu_);
   bool busy_ ABSL_GUARDED_BY(mu_) = false;
+  // While busy_: the tracker in whose log() the thread is, and since when.
+  size_t called_ ABSL_GUARDED_BY(mu_) = 0;
+  absl::Time called_at_ ABSL_GUARDED_BY(mu_);
+  int64_t waiting_ ABSL_GUARDED_BY(mu_) = 0;
+  // A Log has waited in vain, and no entry has been taken since.
+  bool stuck_ ABSL_GUARDED_BY(mu_) = false;
+  bool said_stuck_ ABSL_GUARDED_BY(mu_) = false;
+  // Of all Logs together.
+  absl::Duration waited_ ABSL_GUARDED_BY(mu_);
+  bool said_slow_ ABSL_GUARDED_BY(mu_) = false;
+  bool said_late_ ABSL_GUARDED_BY(mu_) = false;
   bool stop_ ABSL_GUARDED_BY(mu_) = false;
   bool finished_ ABSL_GUARDED_BY(mu_) = false;
   int64_t dropped_ ABSL_GUARDED_BY(mu_) = 0;

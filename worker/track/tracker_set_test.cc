@@ -4,8 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <stdexcept>
+#include <thread>
 
 #include "base/fake_clock.h"
+#include "base/test_wait.h"
 
 namespace muster {
 namespace {
@@ -87,7 +89,7 @@ TEST(TrackerSet, Entries_ComeInOrderWithTheTimeOfTheCall) {
   EXPECT_TRUE((*set)->Finish().ok());
   (*set)->Log({{"loss", 3}});
   EXPECT_THAT(record.Calls(),
-              ElementsAre("start", "config lr", "loss=1@4/100", "loss=2@-1/105", "finish"));
+              ElementsAre("start", "config lr", "loss=1@4/100", "loss=2@5/105", "finish"));
 }
 
 TEST(TrackerSet, OtherRanks_HaveOnlyTheTrackersForAll) {
@@ -110,6 +112,33 @@ TEST(TrackerSet, TrackerThatDoesNotStart_IsNamed) {
   const auto set =
       TrackerSet::Start(List(std::make_unique<FakeTracker>("broken", &record)), 0, {}, {});
   EXPECT_EQ(std::string(set.status().message()), "tracker broken: no server");
+}
+
+TEST(TrackerSet, TrackerThatDoesNotStart_OthersThatHaveStartedAreFinished) {
+  Record good, broken, later;
+  EXPECT_FALSE(TrackerSet::Start(List(std::make_unique<FakeTracker>("good", &good),
+                                      std::make_unique<FakeTracker>("broken", &broken),
+                                      std::make_unique<FakeTracker>("later", &later)),
+                                 0, {}, {})
+                   .ok());
+  EXPECT_THAT(good.Calls(), ElementsAre("start", "finish"));
+  EXPECT_THAT(broken.Calls(), ElementsAre("start"));
+  EXPECT_THAT(later.Calls(), ElementsAre());
+}
+
+TEST(TrackerSet, NullTrackerOrTwoOfOneName_AreRefused) {
+  Record record;
+  EXPECT_THAT(
+      std::string(
+          TrackerSet::Start(List(std::unique_ptr<FakeTracker>()), 1, {}, {}).status().message()),
+      HasSubstr("null tracker"));
+  EXPECT_THAT(std::string(TrackerSet::Start(List(std::make_unique<FakeTracker>("a", &record),
+                                                 std::make_unique<FakeTracker>("a", &record)),
+                                            1, {}, {})
+                              .status()
+                              .message()),
+              HasSubstr("two trackers named \"a\""));
+  EXPECT_THAT(record.Calls(), ElementsAre());
 }
 
 TEST(TrackerSet, FailingTrackers_DoNotStopOthersAndAreToldAtTheEnd) {
@@ -158,21 +187,107 @@ TEST(TrackerSet, TrackerThatAsksForItself_DoesNotWaitForItself) {
   EXPECT_TRUE((*set)->Finish().ok());
 }
 
-TEST(TrackerSet, FullQueue_DropsTheOldestAndCounts) {
+TEST(TrackerSet, EntriesWithoutSteps_AreNumberedFromTheLargestNextStepOn) {
+  class Continued final : public GeneralTracker {
+   public:
+    Continued(std::string name, int64_t next) : name_(std::move(name)), next_(next) {}
+    std::string name() const override { return name_; }
+    absl::Status start() override { return absl::OkStatus(); }
+    int64_t next_step() const override { return next_; }
+    absl::Status log(const TrackerEntry& entry) override {
+      steps.push_back(entry.step.value());
+      return absl::OkStatus();
+    }
+    std::vector<int64_t> steps;
+
+   private:
+    const std::string name_;
+    const int64_t next_;
+  };
+  auto first = std::make_unique<Continued>("a", 7);
+  auto second = std::make_unique<Continued>("b", 3);
+  const std::vector<Continued*> both = {first.get(), second.get()};
+  auto set = TrackerSet::Start(List(std::move(first), std::move(second)), 0, {}, {});
+  ASSERT_TRUE(set.ok());
+  (*set)->Log({{"loss", 1}});
+  (*set)->Log({{"loss", 2}}, 20);
+  (*set)->Log({{"loss", 3}});
+  EXPECT_TRUE((*set)->Finish().ok());
+  for (const Continued* tracker : both) EXPECT_THAT(tracker->steps, ElementsAre(7, 20, 21));
+}
+
+TEST(TrackerSet, FullQueue_LogWaitsAndLosesNothing) {
   Record record;
   auto set = TrackerSet::Start(List(std::make_unique<FakeTracker>("slow", &record)), 0, {},
-                               {.queue_limit = 2});
-  (*set)->Log({{"x", 0}}, 0);
-  record.entered.WaitForNotification();
-  for (int i = 1; i <= 5; ++i) (*set)->Log({{"x", i}}, i);
-  EXPECT_EQ((*set)->dropped(), 3);
+                               {.queue_limit = 2, .patience = absl::InfiniteDuration()});
+  std::thread program([&] {
+    for (int i = 0; i < 6; ++i) (*set)->Log({{"x", i}});
+  });
+  WaitUntil([&] { return (*set)->waiting() > 0 || (*set)->dropped() > 0; });
   record.proceed.Notify();
+  program.join();
+  EXPECT_TRUE((*set)->Finish().ok());
+  EXPECT_EQ((*set)->dropped(), 0);
+  const std::vector<std::string> calls = record.Calls();
+  ASSERT_EQ(calls.size(), 8u);
+  for (int i = 0; i < 6; ++i) {
+    const std::string number = std::to_string(i);
+    EXPECT_THAT(calls[i + 1], HasSubstr("x=" + number + "@" + number));
+  }
+}
+
+TEST(TrackerSet, TrackerThatHangs_DoesNotHoldTrainingAndIsNamed) {
+  Record record;
+  std::vector<std::string> warnings;
+  auto set = TrackerSet::Start(
+      List(std::make_unique<FakeTracker>("slow", &record)), 0, {},
+      {.queue_limit = 2, .patience = absl::ZeroDuration(), .warn = [&](const std::string& text) {
+         warnings.push_back(text);
+       }});
+  (*set)->Log({{"x", 0}});
+  record.entered.WaitForNotification();
+  for (int i = 1; i <= 5; ++i) (*set)->Log({{"x", i}});
+  EXPECT_EQ((*set)->dropped(), 3);
+  ASSERT_EQ(warnings.size(), 1u);
+  EXPECT_THAT(warnings[0], HasSubstr("tracker slow has been writing an entry for"));
+  record.proceed.Notify();
+  (*set)->Flush();
+  (*set)->Log({{"x", 6}});
   EXPECT_TRUE((*set)->Finish().ok());
   const std::vector<std::string> calls = record.Calls();
-  ASSERT_EQ(calls.size(), 5u);
-  EXPECT_THAT(calls[1], HasSubstr("x=0@0"));
-  EXPECT_THAT(calls[2], HasSubstr("x=4@4"));
-  EXPECT_THAT(calls[3], HasSubstr("x=5@5"));
+  ASSERT_EQ(calls.size(), 6u);
+  EXPECT_THAT(calls[3], HasSubstr("x=2@2"));
+  EXPECT_THAT(calls[4], HasSubstr("x=6@6")) << "the steps of what was dropped are not given again";
+  EXPECT_THAT(warnings.back(), HasSubstr("3 tracked entries were dropped"));
+}
+
+TEST(TrackerSet, FinishThatWaits_SaysForWhichTracker) {
+  Record record;
+  std::vector<std::string> warnings;
+  Notification warned;
+  auto set =
+      TrackerSet::Start(List(std::make_unique<FakeTracker>("slow", &record)), 0, {},
+                        {.patience = absl::Milliseconds(1), .warn = [&](const std::string& text) {
+                           warnings.push_back(text);
+                           if (!record.proceed.HasBeenNotified()) record.proceed.Notify();
+                         }});
+  (*set)->Log({{"x", 0}});
+  EXPECT_TRUE((*set)->Finish().ok());
+  ASSERT_FALSE(warnings.empty());
+  EXPECT_THAT(warnings[0], HasSubstr("still waiting until 1 tracked entries are written"));
+}
+
+TEST(TrackerSet, LogAfterFinish_IsLostWithOneWarning) {
+  Record record;
+  std::vector<std::string> warnings;
+  auto set =
+      TrackerSet::Start(List(std::make_unique<FakeTracker>("a", &record)), 0, {},
+                        {.warn = [&](const std::string& text) { warnings.push_back(text); }});
+  EXPECT_TRUE((*set)->Finish().ok());
+  (*set)->Log({{"x", 0}});
+  (*set)->Log({{"x", 1}});
+  ASSERT_EQ(warnings.size(), 1u);
+  EXPECT_THAT(warnings[0], HasSubstr("log() after end_training()"));
 }
 
 }  // namespace

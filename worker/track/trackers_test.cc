@@ -5,7 +5,11 @@
 
 #include <cmath>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <limits>
+#include <map>
+#include <thread>
 
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
@@ -160,6 +164,51 @@ TEST_F(TrackersTest, TensorBoard_ScalarsTextsAndConfigDecode) {
             "\"lr\": 0.1\n\"arch\": \"cnn\"\n\"amp\": true\n");
 }
 
+// YAML 1.1, as PyYAML reads it: a float has a point.
+TEST_F(TrackersTest, TensorBoard_NumbersOfTheConfig_AreNumbersOfYaml) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  TensorBoardTracker tracker(context_);
+  ASSERT_TRUE(tracker.start().ok());
+  ASSERT_TRUE(tracker
+                  .store_init_configuration({{"lr", 1e-5},
+                                             {"large", 1e+20},
+                                             {"exact", 1.5e-7},
+                                             {"whole", 3.0},
+                                             {"count", 3},
+                                             {"nan", std::nan("")},
+                                             {"most", kInfinity},
+                                             {"least", -kInfinity},
+                                             {"count", 4}})
+                  .ok());
+  EXPECT_EQ(*ReadFile(JoinPath(ParentPath(tracker.path()), "hparams.yml")),
+            "\"lr\": 1.0e-05\n\"large\": 1.0e+20\n\"exact\": 1.5e-07\n\"whole\": 3.0\n"
+            "\"count\": 4\n\"nan\": .nan\n\"most\": .inf\n\"least\": -.inf\n");
+}
+
+// As after a restart: the program logs without steps.
+TEST_F(TrackersTest, TensorBoard_NextRun_CountsOnFromTheLastStep) {
+  const auto log = [&](std::optional<int64_t> step) {
+    TensorBoardTracker tracker(context_);
+    EXPECT_TRUE(tracker.start().ok());
+    EXPECT_TRUE(tracker.store_init_configuration({{"lr", 0.1}}).ok());
+    const int64_t next = tracker.next_step();
+    EXPECT_TRUE(tracker.log({{{"loss", 0.5}}, step, At(0)}).ok());
+    EXPECT_TRUE(tracker.finish().ok());
+    return std::pair(next, tracker.path());
+  };
+  EXPECT_EQ(log(std::nullopt).first, 0);
+  EXPECT_EQ(log(499).first, 1);
+  const auto [next, path] = log(std::nullopt);
+  EXPECT_EQ(next, 500);
+  // Without an entry, as of a run that was ended before its first one; and an entry that is cut.
+  {
+    TensorBoardTracker empty(context_);
+    ASSERT_TRUE(empty.start().ok());
+    ASSERT_TRUE(WriteFileAtomically(path, *ReadFile(path) + std::string(11, 'x')).ok());
+  }
+  EXPECT_EQ(log(std::nullopt).first, 501);
+}
+
 TEST_F(TrackersTest, Jsonl_OneObjectALineAndGoesOnAfterACrash) {
   std::string path;
   {
@@ -254,6 +303,117 @@ TEST_F(TrackersTest, Csv_ContinuedTable_CountsOnFromItsLastStep) {
   ASSERT_TRUE(WriteFileAtomically(path, *ReadFile(path) + "1700000000.125,5").ok());
   log(std::nullopt, "e");
   EXPECT_EQ(end(), "1700000000.125,501,0.5,e\n");
+}
+
+TEST_F(TrackersTest, Csv_RowCutWithinQuotes_IsEndedBeforeTheNextOne) {
+  const auto log = [&] {
+    CsvTracker tracker(context_);
+    EXPECT_TRUE(tracker.start().ok());
+    const int64_t next = tracker.next_step();
+    EXPECT_TRUE(tracker.log({{{"loss", 0.5}}, std::nullopt, At(0)}).ok());
+    return next;
+  };
+  const std::string path = CsvTracker(context_).path();
+  EXPECT_EQ(log(), 0);
+  ASSERT_TRUE(WriteFileAtomically(path, *ReadFile(path) + "1700000000.125,5,\"c, d").ok());
+  EXPECT_EQ(log(), 6);
+  EXPECT_EQ(log(), 7);
+  EXPECT_EQ(*ReadFile(path),
+            "time,step,loss\n1700000000.125,0,0.5\n1700000000.125,5,\"c, d\"\n"
+            "1700000000.125,6,0.5\n1700000000.125,7,0.5\n");
+}
+
+TEST_F(TrackersTest, Csv_HeaderThatIsCut_IsEndedBeforeTheFirstRow) {
+  const auto text_after = [&](const std::string& header) {
+    CsvTracker tracker(context_);
+    EXPECT_TRUE(MakeDirectories(ParentPath(tracker.path())).ok());
+    EXPECT_TRUE(WriteFileAtomically(tracker.path(), header).ok());
+    EXPECT_TRUE(tracker.start().ok());
+    EXPECT_TRUE(tracker.log({{{"loss", 0.5}}, std::nullopt, At(0)}).ok());
+    return *ReadFile(tracker.path());
+  };
+  EXPECT_EQ(text_after("time,step,lo"), "time,step,lo,loss\n1700000000.125,0,,0.5\n");
+  EXPECT_EQ(text_after("time,step,loss"), "time,step,loss\n1700000000.125,0,0.5\n");
+  EXPECT_EQ(text_after("time,step,\"a, b"), "time,step,\"a, b\",loss\n1700000000.125,0,,0.5\n");
+}
+
+TEST_F(TrackersTest, Csv_TwoWriters_KeepEachOthersRowsAndColumns) {
+  CsvTracker a(context_);
+  CsvTracker b(context_);
+  ASSERT_TRUE(a.start().ok());
+  ASSERT_TRUE(b.start().ok());
+  ASSERT_TRUE(a.log({{{"loss", 1}}, 0, At(0)}).ok());
+  ASSERT_TRUE(b.log({{{"acc", 2}}, 0, At(0)}).ok());
+  ASSERT_TRUE(a.log({{{"loss", 3}}, 1, At(0)}).ok());
+  ASSERT_TRUE(b.log({{{"loss", 4}, {"rate", 5}}, 1, At(0)}).ok());
+  ASSERT_TRUE(a.log({{{"acc", 6}}, 2, At(0)}).ok());
+  EXPECT_EQ(*ReadFile(a.path()),
+            "time,step,loss,acc,rate\n1700000000.125,0,1\n1700000000.125,0,,2\n"
+            "1700000000.125,1,3,\n1700000000.125,1,4,,5\n1700000000.125,2,,6,\n");
+}
+
+TEST_F(TrackersTest, Csv_ManyWritersAtOnce_LoseNoRow) {
+  constexpr int kWriters = 4;
+  constexpr int kRows = 25;
+  std::vector<std::thread> writers;
+  for (int writer = 0; writer < kWriters; ++writer) {
+    writers.emplace_back([this, writer] {
+      CsvTracker tracker(context_);
+      EXPECT_TRUE(tracker.start().ok());
+      for (int row = 0; row < kRows; ++row) {
+        const std::string name = "w" + std::to_string(writer) + "r" + std::to_string(row % 5);
+        EXPECT_TRUE(tracker.log({{{name, row}}, row, At(0)}).ok());
+      }
+    });
+  }
+  for (std::thread& writer : writers) writer.join();
+  const std::vector<std::string> lines =
+      absl::StrSplit(absl::StripSuffix(*ReadFile(CsvTracker(context_).path()), "\n"), '\n');
+  ASSERT_EQ(lines.size(), 1u + kWriters * kRows);
+  const std::vector<std::string> names = absl::StrSplit(lines[0], ',');
+  EXPECT_EQ(names.size(), 2u + kWriters * 5);
+  // Each value is in the column of its name.
+  std::map<std::string, std::vector<std::string>> values;
+  for (size_t i = 1; i < lines.size(); ++i) {
+    const std::vector<std::string> cells = absl::StrSplit(lines[i], ',');
+    for (size_t column = 2; column < cells.size(); ++column) {
+      if (!cells[column].empty()) values[names[column]].push_back(cells[column]);
+    }
+  }
+  EXPECT_THAT(values["w3r2"], testing::ElementsAre("2", "7", "12", "17", "22"));
+}
+
+TEST_F(TrackersTest, Csv_TableBeyondAGibibyte_GoesOn) {
+  const std::string path = CsvTracker(context_).path();
+  {
+    CsvTracker tracker(context_);
+    ASSERT_TRUE(tracker.start().ok());
+    ASSERT_TRUE(tracker.log({{{"loss", 0.5}}, 7, At(0)}).ok());
+  }
+  // A hole takes no disk. Its zeros are one long row.
+  constexpr int64_t kSize = (int64_t{1} << 30) + 4096;
+  std::filesystem::resize_file(path, kSize);
+  {
+    std::ofstream file(path, std::ios::binary | std::ios::in | std::ios::ate);
+    file << "\n1700000000.125,8,0.25\n";
+  }
+  CsvTracker tracker(context_);
+  const absl::Status started = tracker.start();
+  ASSERT_TRUE(started.ok()) << started;
+  EXPECT_EQ(tracker.next_step(), 9);
+  ASSERT_TRUE(tracker.finish().ok());
+}
+
+TEST_F(TrackersTest, Csv_SymbolicLink_StaysOneWhenAColumnIsAdded) {
+  const std::string elsewhere = folder_.Path("elsewhere.csv");
+  CsvTracker tracker(context_);
+  ASSERT_TRUE(MakeDirectories(ParentPath(tracker.path())).ok());
+  ASSERT_TRUE(WriteFileAtomically(elsewhere, "").ok());
+  std::filesystem::create_symlink(elsewhere, tracker.path());
+  ASSERT_TRUE(tracker.start().ok());
+  ASSERT_TRUE(tracker.log({{{"loss", 0.5}}, 1, At(0)}).ok());
+  EXPECT_TRUE(std::filesystem::is_symlink(tracker.path()));
+  EXPECT_EQ(*ReadFile(elsewhere), "time,step,loss\n1700000000.125,1,0.5\n");
 }
 
 TEST_F(TrackersTest, Csv_NewNamesAddColumns) {
@@ -353,6 +513,24 @@ TEST_F(TrackersTest, Csv_ForeignFile_IsLeftAlone) {
   EXPECT_EQ(*ReadFile(tracker.path()), "a,b\n1,2\n");
 }
 
+TEST_F(TrackersTest, Jsonl_NameTwiceInAnEntry_HasItsLastValue) {
+  JsonlTracker tracker(context_);
+  ASSERT_TRUE(tracker.start().ok());
+  ASSERT_TRUE(tracker.log({{{"loss", 1}, {"acc", 2}, {"loss", 3}}, 1, At(0)}).ok());
+  const auto line = ParseJson(*ReadFile(tracker.path()), "line");
+  ASSERT_TRUE(line.ok()) << line.status();
+  EXPECT_EQ((*line)["values"]["loss"], 3);
+  EXPECT_EQ((*line)["values"]["acc"], 2);
+}
+
+TEST_F(TrackersTest, LogAfterFinish_SaysThatItIsFinished) {
+  JsonlTracker tracker(context_);
+  ASSERT_TRUE(tracker.start().ok());
+  ASSERT_TRUE(tracker.finish().ok());
+  EXPECT_THAT(std::string(tracker.log({{{"a", 1}}, 1, At(0)}).message()),
+              HasSubstr("or is finished"));
+}
+
 TEST_F(TrackersTest, LogBeforeStart_IsAnError) {
   EXPECT_FALSE(JsonlTracker(context_).log({{{"a", 1}}, 1, At(0)}).ok());
   EXPECT_FALSE(CsvTracker(context_).log({{{"a", 1}}, 1, At(0)}).ok());
@@ -371,6 +549,10 @@ TEST_F(TrackersTest, MakeTracker_UnknownNameOrNoFolder_SaysWhatToDo) {
     return std::unique_ptr<GeneralTracker>(std::make_unique<JsonlTracker>(context));
   });
   EXPECT_TRUE(MakeTracker("mine", context_).ok());
+  RegisterTrackerClass("nothing",
+                       [](const TrackerContext&) { return std::unique_ptr<GeneralTracker>(); });
+  EXPECT_THAT(std::string(MakeTracker("nothing", context_).status().message()),
+              HasSubstr("registered for the tracker \"nothing\" returns null"));
 }
 
 TEST(TrackerValue, Texts_AreShortAndExact) {
@@ -378,6 +560,11 @@ TEST(TrackerValue, Texts_AreShortAndExact) {
   EXPECT_EQ(TrackerValue(0.1f).number(), static_cast<double>(0.1f));
   EXPECT_EQ(TrackerValue(1.0 / 3).text(), "0.3333333333333333");
   EXPECT_EQ(TrackerValue(7u).text(), "7");
+  EXPECT_EQ(TrackerValue(uint64_t{7}).get(), TrackerValue::Variant(int64_t{7}));
+  EXPECT_EQ(TrackerValue(uint64_t{1} << 63).text(), "9223372036854775808");
+  EXPECT_EQ(TrackerValue(std::numeric_limits<uint64_t>::max()).json(), "18446744073709551615");
+  EXPECT_EQ(TrackerValue(uint64_t{1} << 63).number(), 0x1p63);
+  EXPECT_FALSE(TrackerValue(uint64_t{1} << 63).is_text());
   EXPECT_EQ(TrackerValue(false).json(), "false");
   EXPECT_EQ(TrackerValue(-std::numeric_limits<double>::infinity()).json(), "\"-inf\"");
   EXPECT_EQ(TrackerValue("a\"b").json(), "\"a\\\"b\"");

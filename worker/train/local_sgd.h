@@ -25,8 +25,8 @@ class LocalSgd {
   LocalSgd(Comm& comm, std::vector<at::Tensor> parameters, int64_t steps, bool enabled = true,
            const std::vector<at::Tensor>& also = {});
 
-  // Call it after each micro-step. Every `steps`-th call is a collective; returns whether this one
-  // was.
+  // Call it after each step of the optimizer. Every `steps`-th call is a collective; returns
+  // whether this one was.
   bool Step();
 
   // Averages once more, at the end. A collective. It is not part of the destructor, where an
