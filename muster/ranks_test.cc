@@ -806,7 +806,6 @@ TEST(BadInput, CheckpointsThatDiffer_AreNamedOnEveryRank) {
   using Change = std::function<void(AcceleratorOptions&)>;
   const std::vector<std::pair<std::string, Change>> changes = {
       {"checkpoint.asynchronous=true", [](auto& o) { o.checkpoint.asynchronous = true; }},
-      {"checkpoint.lazy=false", [](auto& o) { o.checkpoint.lazy = false; }},
       {"checkpoint.memory=true", [](auto& o) { o.checkpoint.memory = true; }},
       {"checkpoint.mirror=false", [](auto& o) { o.checkpoint.mirror = false; }},
       {"checkpoint.disk_every=3", [](auto& o) { o.checkpoint.disk_every = 3; }},

@@ -817,8 +817,8 @@ int RunDiff(const Call& call) {
       } else if (!difference->shape.empty()) {
         note("shape", file, name, difference->shape, {{"shapes", difference->shape}});
       } else if (!difference->not_compared.empty()) {
-        note("not_compared", file, name, difference->not_compared,
-             {{"reason", Shown(difference->not_compared)}});
+        note("not_compared", file, name, Shown(difference->not_compared),
+             {{"reason", difference->not_compared}});
       } else {
         ordered_json more = {{"elements", difference->elements},
                              {"differing", difference->differing}};

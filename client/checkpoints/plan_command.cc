@@ -211,7 +211,8 @@ int64_t ElementBytes(const Plan& plan, const std::string& of_config) {
 }
 
 // What the folder's generation_config.json says of the size of a generation or, without that file,
-// config.json, as in older folders: what `muster generate` takes where it is not told.
+// config.json, as in older folders, which has no number of tokens: what `muster generate` takes
+// where it is not told.
 struct FolderDefaults {
   std::optional<int64_t> new_tokens = {};
   std::optional<int64_t> num_beams = {};
@@ -220,10 +221,16 @@ struct FolderDefaults {
 };
 
 absl::StatusOr<FolderDefaults> ReadFolderDefaults(const std::string& folder) {
+  constexpr int64_t kMaxBytes = int64_t{16} << 20;
   std::string path = JoinPath(folder, "generation_config.json");
-  if (!PathExists(path)) path = JoinPath(folder, "config.json");
-  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadRegularFile(path, int64_t{16} << 20));
-  MUSTER_ASSIGN_OR_RETURN(const nlohmann::json json, ParseJson(text, path));
+  absl::StatusOr<std::string> text = ReadRegularFile(path, kMaxBytes);
+  const bool in_config = absl::IsNotFound(text.status());
+  if (in_config) {
+    path = JoinPath(folder, "config.json");
+    text = ReadRegularFile(path, kMaxBytes);
+  }
+  MUSTER_RETURN_IF_ERROR(text.status());
+  MUSTER_ASSIGN_OR_RETURN(const nlohmann::json json, ParseJson(*text, path));
   FolderDefaults defaults;
   if (!json.is_object()) return defaults;
   // `muster generate` names what is not valid.
@@ -234,7 +241,7 @@ absl::StatusOr<FolderDefaults> ReadFolderDefaults(const std::string& folder) {
     const auto number = value->get<uint64_t>();
     if (number >= 1 && number <= kMost) *to = static_cast<int64_t>(number);
   };
-  take("max_new_tokens", &defaults.new_tokens);
+  if (!in_config) take("max_new_tokens", &defaults.new_tokens);
   take("num_beams", &defaults.num_beams);
   take("num_return_sequences", &defaults.num_return_sequences);
   defaults.do_sample = json.value("do_sample", nlohmann::json()) == true;
@@ -386,7 +393,7 @@ void PrintText(const std::string& path, const Plan& plan, const Machine& machine
     out << "\nGenerating " << shape.new_tokens << " tokens after "
         << (shape.rows == 1 ? "a prompt" : absl::StrCat(shape.rows, " prompts")) << " of "
         << shape.prompt_tokens
-        << (shape.times == 1 ? "" : absl::StrCat(", with ", shape.times, " beams"))
+        << (shape.times == 1 ? "" : absl::StrCat(", ", shape.times, " sequences for each"))
         << ", takes beside the weights: keys and values " << HumanBytes(plan.generation.cache)
         << ", activations at most " << HumanBytes(plan.generation.activations)
         << " (as on a CPU).\n";
@@ -423,7 +430,7 @@ std::string JsonOf(const std::string& path, const std::string& note, const Plan&
     json["generation"] = {{"batch_size", shape.rows},
                           {"prompt_tokens", shape.prompt_tokens},
                           {"max_new_tokens", shape.new_tokens},
-                          {"num_beams", shape.times},
+                          {"sequences_per_prompt", shape.times},
                           {"prefill_chunk_size", shape.prefill_chunk_size},
                           {"cache", plan.generation.cache},
                           {"activations", plan.generation.activations}};

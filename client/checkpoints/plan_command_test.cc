@@ -169,10 +169,11 @@ TEST_F(PlanCommandTest, Generation_CountsBesideTheWeights) {
           .ok());
   const Json of_folder = planned({"--prompt_tokens", "10"});
   EXPECT_EQ(of_folder["max_new_tokens"], 1000);
-  EXPECT_EQ(of_folder["num_beams"], 4);
+  EXPECT_EQ(of_folder["sequences_per_prompt"], 4);
   EXPECT_EQ(planned({"--prompt_tokens", "4000"})["max_new_tokens"], 96);
-  EXPECT_EQ(planned({"--num_beams", "1"})["num_beams"], 2);
+  EXPECT_EQ(planned({"--num_beams", "1"})["sequences_per_prompt"], 2);
   EXPECT_EQ(planned({"--prompt_tokens", "10", "--max_new_tokens", "5"})["max_new_tokens"], 5);
+  EXPECT_THAT(out_.str(), Not(HasSubstr("beams")));
   ASSERT_EQ(unlink(folder_.Path("generation_config.json").c_str()), 0);
   ASSERT_EQ(Run({folder_.path(), "--max_memory", "cpu=1GB", "--batch_size", "2"}), kExitOk);
   EXPECT_THAT(out_.str(), HasSubstr("Generating 256 tokens after 2 prompts of 1, takes beside the "

@@ -9,6 +9,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
+#include "base/file_identity.h"
 #include "base/owned_fd.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/folder.h"
@@ -23,7 +24,7 @@ namespace {
 
 // Calls `code` with a path of the folder that `dir` is now, also when a save gives the name to
 // another checkpoint meanwhile. Nobody else who changes marks there, and no writer, has it locked
-// then.
+// then. Errors: those of `code`; ABORTED if the name is another checkpoint's afterwards.
 absl::Status InLockedFolder(const std::string& dir,
                             absl::FunctionRef<absl::Status(const std::string& path)> code) {
   const OwnedFd folder(open(dir.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
@@ -39,6 +40,10 @@ absl::Status InLockedFolder(const std::string& dir,
     const OwnedFd held(lock);
     return code(path);
   }();
+  if (FileIdentityAt(path) != FileIdentityAt(dir)) {
+    return absl::AbortedError(absl::StrCat(
+        dir, " is another checkpoint now: a save has replaced it; repeat the command"));
+  }
   return Renamed(status, path, dir);
 }
 

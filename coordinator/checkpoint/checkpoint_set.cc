@@ -456,6 +456,8 @@ CheckpointSet::Error CheckpointSet::Publish(const v1::PublishCheckpointRequest& 
   for (const uint64_t other : replaced) Remove(other, changes);
   std::vector<uint64_t> go =
       Superfluous(FolderOf(published.path()), published.keep(), published.keep_every());
+  // A load that has found newer ones damaged or gone gives an old one its name and takes it.
+  std::erase(go, id);
   for (const auto& [other_id, other] : entries_) {
     const v1::CheckpointState state = other.record.state();
     if (state == v1::CHECKPOINT_STATE_DELETING ||

@@ -335,6 +335,17 @@ TEST_F(CheckpointSetTest, Retention_Step0_IsNoMultipleOfKeepEvery) {
   EXPECT_THAT(to_delete_, ElementsAre(first));
 }
 
+// A load gives it its name, and resumes from it, where the folders of the newer ones are gone.
+TEST_F(CheckpointSetTest, Retention_SparesAnOldOneThatIsPublishedLate) {
+  const uint64_t old = Begin("/c/1", 1, 1, /*keep=*/1);
+  EXPECT_EQ(Report(old, 0, 1), "");
+  EXPECT_EQ(Seal(old), "");
+  const uint64_t newer = Save("/c/2", 2, /*keep=*/1);
+  EXPECT_THAT(Publish(old), IsEmpty());
+  EXPECT_EQ(Mark(old, v1::MarkCheckpointRequest::PIN), "");
+  EXPECT_THAT(Ids(), ElementsAre(old, newer));
+}
+
 TEST_F(CheckpointSetTest, Damaged_IsNotResolvedAndTakesNoPlaceOfAWholeOne) {
   const uint64_t a = Save("/c/1", 1), b = Save("/c/2", 2);
   EXPECT_EQ(Verify(b, "model.safetensors: block 3 has another digest"), "");

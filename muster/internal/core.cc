@@ -78,7 +78,6 @@ std::string Describe(const CheckpointOptions& checkpoint, const ProjectOptions& 
     if (here != usually) add(name, here ? "true" : "false");
   };
   add_bool("checkpoint.asynchronous", checkpoint.asynchronous, usual.asynchronous);
-  add_bool("checkpoint.lazy", checkpoint.lazy, usual.lazy);
   add_bool("checkpoint.memory", checkpoint.memory, usual.memory);
   add_bool("checkpoint.mirror", checkpoint.mirror, usual.mirror);
   add_bool("checkpoint.promote", checkpoint.promote, usual.promote);

@@ -194,6 +194,8 @@ void KeepForeignFiles(const std::string& old_dir, const std::string& new_dir) {
 absl::Status SyncAncestors(const std::string& folder) {
   std::error_code error;
   std::string path = std::filesystem::canonical(folder, error).string();
+  // Below a folder of another user, in which a program may have been started.
+  if (error == std::errc::permission_denied) return absl::OkStatus();
   if (error) return absl::ErrnoToStatus(error.value(), absl::StrCat("cannot examine ", folder));
   struct stat info, above;
   if (stat(path.c_str(), &info) != 0)
@@ -287,8 +289,9 @@ void GiveItsName(const std::string& path, const std::string& named) {
   if (!lock.open()) return;
   const absl::Status status = [&]() -> absl::Status {
     MUSTER_ASSIGN_OR_RETURN(const bool taken, Exists(JoinPath(named, kManifestName)));
+    if (taken) return absl::OkStatus();
     MUSTER_ASSIGN_OR_RETURN(const bool awaits, AwaitsItsName(path, named));
-    if (taken || !awaits) return absl::OkStatus();
+    if (!awaits) return absl::OkStatus();
     MUSTER_ASSIGN_OR_RETURN(const Manifest manifest, VerifyCheckpoint(path, VerifyLevel::kSizes));
     MUSTER_RETURN_IF_ERROR(NameSealing(path));
     RemoveUnnamedFiles(path, manifest);

@@ -324,12 +324,21 @@ std::string Gathering::FetchSeal() {
 }
 
 absl::Status Gathering::CheckMayReplace() const {
-  if (mine_.text.empty() || DigestBytes(mine_.text).xxh3 == digest_) return absl::OkStatus();
-  const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(dir_);
-  if (!HasPin(dir_) && !(seal.ok() && seal->pinned)) return absl::OkStatus();
+  if (!mine_.text.empty() && DigestBytes(mine_.text).xxh3 == digest_) return absl::OkStatus();
+  if (!HasPin(dir_)) {
+    const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(dir_);
+    if (!seal.ok() && !absl::IsNotFound(seal.status()) && !StaysUnreadable(seal.status())) {
+      return seal.status();
+    }
+    if (!seal.ok() || !seal->pinned) return absl::OkStatus();
+  }
+  // A damaged one may be worth keeping, too.
+  const std::string what = mine_.text.empty()
+                               ? std::string("damaged")
+                               : absl::StrCat("the checkpoint of step ", mine_.manifest.info.step);
   return absl::FailedPreconditionError(
-      absl::StrCat(dir_, " is pinned on ", HostName(), " and is the checkpoint of step ",
-                   mine_.manifest.info.step, ", not that of step ", manifest_.info.step,
+      absl::StrCat(dir_, " is pinned on ", HostName(), " and is ", what, ", not that of step ",
+                   manifest_.info.step,
                    ", which other nodes have by this name: move it away, or unpin it (muster "
                    "checkpoints unpin)"));
 }

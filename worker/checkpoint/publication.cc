@@ -856,8 +856,8 @@ absl::StatusOr<std::string> NameSealed(const RegisteredCheckpoint& record,
   if (!superfluous.ok()) {
     MUSTER_LOG(Warning) << superfluous.status().message();
   } else {
-    // The registry may not know yet that newer ones are damaged or gone: this one is about to be
-    // loaded, and goes with the next publication if it is still superfluous then.
+    // This one is about to be loaded. Registries of before 2026-12 may name it, too, if they do not
+    // know yet that newer ones are damaged or gone.
     superfluous->erase(std::remove_if(superfluous->begin(), superfluous->end(),
                                       [&](const auto& other) { return other.id == record.id; }),
                        superfluous->end());
