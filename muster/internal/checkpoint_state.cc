@@ -351,10 +351,12 @@ absl::Status CheckpointState::CheckSavable() {
         "save_state in the middle of an accumulation window would lose its gradients: save where "
         "accelerator.sync_gradients(), after optimizer.step()");
   }
-  if (steps_.holds_back()) {
-    return absl::FailedPreconditionError(
-        "save_state between backward() under no_sync() and the step that uses its gradients would "
-        "lose them: save after optimizer.step(), or after zero_grad() if they are to be dropped");
+  // Such a program may have to stop here, and a checkpoint without a few gradients is better than
+  // none.
+  if (steps_.holds_back() && process_.rank() == 0) {
+    MUSTER_LOG(Warning) << "save_state between backward() under no_sync() and the step that uses "
+                           "its gradients: a checkpoint holds no gradients, so a run that resumes "
+                           "from it trains without them; save after optimizer.step()";
   }
   return CheckOptions();
 }
@@ -573,6 +575,20 @@ void CheckSameWeights(Comm& comm, const std::string& path, const std::string& te
 
 }  // namespace
 
+absl::Status CheckpointState::CheckNothingWaits() const {
+  if (!steps_.at_boundary()) {
+    return absl::FailedPreconditionError(
+        "load_weights in the middle of an accumulation window would apply gradients of other "
+        "weights: load where accelerator.sync_gradients(), after optimizer.step()");
+  }
+  if (steps_.holds_back()) {
+    return absl::FailedPreconditionError(
+        "load_weights between backward() under no_sync() and the step that uses its gradients "
+        "would apply gradients of other weights: load after optimizer.step() or zero_grad()");
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& wanted_directory,
                                                          const LoadWeightsOptions& options) {
   const std::string directory = CleanPath(wanted_directory);
@@ -584,6 +600,7 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
         RunOnAll(process_.comm(), [&] {
           steps_.CheckStepped("load_weights()");
           steps_.CheckNoLoadFailed("load_weights()");
+          ThrowIfError(CheckNothingWaits());
         });
       });
       !all.ok()) {
@@ -598,16 +615,6 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
     return absl::FailedPreconditionError(
         "load_weights inside ema.apply() would lose the weights when that scope ends: load before "
         "or after it");
-  }
-  if (!steps_.at_boundary()) {
-    return absl::FailedPreconditionError(
-        "load_weights in the middle of an accumulation window would apply gradients of other "
-        "weights: load where accelerator.sync_gradients(), after optimizer.step()");
-  }
-  if (steps_.holds_back()) {
-    return absl::FailedPreconditionError(
-        "load_weights between backward() under no_sync() and the step that uses its gradients "
-        "would apply gradients of other weights: load after optimizer.step() or zero_grad()");
   }
   if (steps_.between_windows()) registry_.ForgetUnheld();
   Wait().IgnoreError();  // a failure is in the log

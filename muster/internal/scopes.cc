@@ -87,8 +87,9 @@ FirstScope::FirstScope(Core* core, bool per_host)
   } catch (const c10::DistBackendError&) {
     throw;
   } catch (const c10::Error&) {
-    // The first process has made another call in its scope and fails there as well, which ends the
-    // scope with its barrier: without this one the ranks would be out of step from here on.
+    // Most likely the first process has made another call in its scope and fails there as well,
+    // which ends the scope with its barrier: without this one the ranks would be out of step from
+    // here on.
     try {
       comm.Barrier();
     } catch (const c10::Error& error) {

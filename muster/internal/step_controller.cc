@@ -310,7 +310,7 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
     RethrowExplained(process_.joined().explain);
   }
   ++window_backwards_;
-  holds_back_ = no_sync_depth_ > 0;
+  if (no_sync_depth_ > 0) holds_back_ = true;
   for (const auto& model : registry_.models()) {
     if (model->activation_policy() == nullptr) continue;
     model->activation_policy()->EndBackward(

@@ -71,8 +71,8 @@ class StepController {
   bool at_boundary() const { return accumulation_.at_boundary(); }
   // backward() under no_sync() has left gradients that no step has used and no zero_grad() cleared.
   bool holds_back() const { return holds_back_; }
-  // No gradients are on their way to a step.
-  bool between_windows() const { return !in_micro_step_ && at_boundary() && !holds_back_; }
+  // Muster's own windows have no gradients on their way to a step.
+  bool between_windows() const { return !in_micro_step_ && at_boundary(); }
   bool sync_gradients() const { return no_sync_depth_ == 0 && accumulation_.sync_gradients(); }
   bool communicate() const {
     return no_sync_depth_ == 0 && local_depth_ == 0 &&

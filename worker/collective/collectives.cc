@@ -40,22 +40,24 @@ void ForEachTensor(Comm& comm, const std::vector<at::Tensor>& tensors, const Fun
   }
 }
 
-// Every rank has the same value, and only those that pad would fail on it.
-void CheckPadValue(const at::Tensor& tensor, const at::Scalar& value, int rank) {
-  const at::ScalarType dtype = tensor.scalar_type();
-  if (at::isFloatingType(dtype) && !value.isComplex()) return;
-  if (at::isComplexType(dtype)) return;
-  const double wanted = value.isComplex() ? std::nan("") : value.toDouble();
-  bool fits = std::floor(wanted) == wanted && std::abs(wanted) < 0x1p63;
-  if (fits) {
-    try {
-      at::full({}, value, dtype);
-    } catch (const std::exception&) {  // c10 throws one of std where a number overflows
-      fits = false;
-    }
+// `value` as an element of `dtype`, as a conversion of numbers has it: beyond the largest float16
+// is an infinity, as in PyTorch. Throws c10::Error if a whole dtype has no such number.
+at::Scalar PadElement(const at::Scalar& value, at::ScalarType dtype) {
+  bool fits = !value.isComplex() || at::isComplexType(dtype);
+  at::Scalar element = value;
+  if (fits && (at::isFloatingType(dtype) || at::isComplexType(dtype))) {
+    const at::ScalarType wide = at::isComplexType(dtype) ? at::kComplexDouble : at::kDouble;
+    return at::full({}, value, wide).to(dtype).item();
   }
-  TORCH_CHECK(fits, "pad_across_processes on rank ", rank, ": a pad_index of ", value,
-              " does not fit ", comm_checks::Describe(tensor));
+  if (fits && value.isFloatingPoint()) fits = std::floor(value.toDouble()) == value.toDouble();
+  try {
+    if (fits) element = at::full({}, value, dtype).item();
+  } catch (const std::exception&) {  // c10 throws one of std where a number overflows
+    fits = false;
+  }
+  TORCH_CHECK(fits, "pad_across_processes: a pad_index of ", value, " does not fit ",
+              comm_checks::DescribeShape(dtype, {}));
+  return element;
 }
 
 std::vector<int64_t> Numbers(const std::string& bytes) {
@@ -139,7 +141,6 @@ std::vector<at::Tensor> PadTensorsAcrossProcesses(Comm& comm,
   at::NoGradGuard no_grad;
   for (const at::Tensor& tensor : tensors) {
     comm_checks::CheckTensor(tensor, "pad_across_processes", comm.rank());
-    CheckPadValue(tensor, pad_value, comm.rank());
   }
   const std::vector<int64_t> mine = ShapesOf(tensors);
   const std::vector<std::string> gathered = comm.AllGatherBytes(
@@ -156,7 +157,7 @@ std::vector<at::Tensor> PadTensorsAcrossProcesses(Comm& comm,
     const size_t first = at[0];
     int64_t length = -1;
     std::vector<std::string> shapes;
-    bool same = true;
+    bool same = true, same_length = true;
     for (size_t r = 0; r < all.size(); ++r) {
       const std::vector<int64_t>& numbers = all[r];
       TORCH_CHECK(at[r] < numbers.size(), "pad_across_processes: rank ", r,
@@ -166,7 +167,10 @@ std::vector<at::Tensor> PadTensorsAcrossProcesses(Comm& comm,
       const auto dtype = static_cast<at::ScalarType>(numbers[at[r]]);
       shapes.push_back(comm_checks::DescribeShape(dtype, shape));
       const int64_t axis = dim < 0 ? dim + ndim : dim;
-      if (axis >= 0 && axis < ndim) length = std::max(length, shape[axis]);
+      if (axis >= 0 && axis < ndim) {
+        same_length = same_length && (length == -1 || shape[axis] == length);
+        length = std::max(length, shape[axis]);
+      }
       same = same && numbers[at[r]] == all[0][first] && ndim == all[0][first + 1];
       at[r] += 2 + ndim;
     }
@@ -178,6 +182,8 @@ std::vector<at::Tensor> PadTensorsAcrossProcesses(Comm& comm,
                   comm_checks::ByRanks(shapes, "has", "have"));
     }
     longest.push_back(length);
+    // On every rank, though only the shorter ones need it.
+    if (!same_length) PadElement(pad_value, static_cast<at::ScalarType>(all[0][first]));
   }
   for (size_t r = 0; r < all.size(); ++r) {
     TORCH_CHECK(at[r] == all[r].size(), "pad_across_processes: rank ", r,
@@ -195,7 +201,8 @@ std::vector<at::Tensor> PadTensorsAcrossProcesses(Comm& comm,
     }
     std::vector<int64_t> sizes = tensor.sizes().vec();
     sizes[axis] = longest[i];
-    at::Tensor padded = at::full(sizes, pad_value, tensor.options().requires_grad(false));
+    at::Tensor padded = at::full(sizes, PadElement(pad_value, tensor.scalar_type()),
+                                 tensor.options().requires_grad(false));
     padded.narrow(axis, pad_first ? longest[i] - tensor.size(axis) : 0, tensor.size(axis))
         .copy_(tensor.detach());
     result.push_back(padded);

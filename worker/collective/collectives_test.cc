@@ -1,6 +1,7 @@
 #include "worker/collective/collectives.h"
 
 #include <cmath>
+#include <limits>
 
 #include "ATen/ops/arange.h"
 #include "ATen/ops/equal.h"
@@ -157,12 +158,31 @@ TEST(PadTensorsAcrossProcesses, ValueThatTheDtypeCannotHold_IsAnErrorOnEveryRank
     const auto error = [&](at::ScalarType dtype, const at::Scalar& value) {
       return ErrorOf([&] { PadTensorsAcrossProcesses(comm, {at::ones({n}, dtype)}, 0, value); });
     };
-    EXPECT_THAT(error(at::kChar, 1000), HasSubstr("a pad_index of 1000 does not fit int8["));
-    EXPECT_THAT(error(at::kLong, 1.5), HasSubstr("a pad_index of 1.5 does not fit int64["));
-    EXPECT_THAT(error(at::kLong, NAN), HasSubstr("does not fit int64["));
-    EXPECT_THAT(error(at::kLong, 2.0), "no error");
-    EXPECT_THAT(error(at::kBool, 0), "no error");
-    EXPECT_THAT(error(at::kHalf, NAN), "no error");
+    EXPECT_THAT(error(at::kChar, 1000), HasSubstr("a pad_index of 1000 does not fit int8"));
+    EXPECT_THAT(error(at::kLong, 1.5), HasSubstr("a pad_index of 1.5 does not fit int64"));
+    EXPECT_THAT(error(at::kLong, NAN), HasSubstr("does not fit int64"));
+    EXPECT_THAT(error(at::kLong, 1e19), HasSubstr("does not fit int64"));
+    EXPECT_THAT(error(at::kFloat, c10::complex<double>(0, 1)), HasSubstr("does not fit float32"));
+    EXPECT_EQ(error(at::kLong, 2.0), "no error");
+    EXPECT_EQ(error(at::kLong, std::numeric_limits<int64_t>::min()), "no error");
+    EXPECT_EQ(error(at::kBool, 0), "no error");
+    EXPECT_EQ(error(at::kHalf, NAN), "no error");
+    // What nothing pads may have any dtype.
+    const at::Tensor labels = at::ones({2}, at::kLong);
+    EXPECT_EQ(ErrorOf([&] {
+                PadTensorsAcrossProcesses(comm, {at::ones({n}), labels}, 0, 0.5);
+              }),
+              "no error");
+  });
+}
+
+// As PyTorch converts it.
+TEST(PadTensorsAcrossProcesses, ValueBeyondANarrowFloat_IsInfinite) {
+  RunRanks(2, [](Comm& comm) {
+    const at::Tensor mine = at::ones({comm.rank() + 1}, at::kHalf);
+    const auto padded = PadTensorsAcrossProcesses(comm, {mine}, 0, -1e9);
+    const double last = padded[0][1].item<double>();
+    EXPECT_EQ(last, comm.rank() == 0 ? -std::numeric_limits<double>::infinity() : 1);
   });
 }
 

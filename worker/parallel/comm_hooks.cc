@@ -165,7 +165,9 @@ class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
       }
       // It is in units of the loss scale, which may have changed.
       const at::Tensor& scale = of_model_->loss_scale;
-      if (state.scale.defined() && scale.defined()) state.error.mul_(scale / state.scale);
+      if (state.scale.defined() && scale.defined()) {
+        state.error.mul_((scale / state.scale).to(state.error.device()));
+      }
       state.scale = scale;
       buffer.add_(state.error);
       state.error.copy_(buffer);

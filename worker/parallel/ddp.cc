@@ -261,7 +261,11 @@ class DataParallel::Impl {
   }
 
   void set_buffer_root(int rank) { buffer_root_ = rank; }
-  void set_loss_scale(const at::Tensor& scale) { power_sgd_state_->loss_scale = scale.clone(); }
+  void set_loss_scale(const at::Tensor& scale) {
+    const bool counts = options_.comm_hook == CommHook::kPowerSgd ||
+                        options_.comm_hook == CommHook::kBatchedPowerSgd;
+    if (counts) power_sgd_state_->loss_scale = scale.clone();
+  }
   const DataParallelOptions& options() const { return options_; }
   const std::vector<at::Tensor>& parameters() const { return all_; }
   std::string sparse_parameter() const {

@@ -20,11 +20,11 @@ class ShardFaults {
   const std::string& own() const { return failures_.own; }
   // It was in a step, or came after one: this rank's parts may have changed in part.
   bool in_step() const { return failures_.in_step; }
-  // An earlier failure is kept in place of the first one; the others replace it.
+  // NoteBeginningOfForward() keeps an earlier failure, the other two replace it.
   void NoteBeginningOfForward(const std::exception_ptr& thrown);
   void NoteEndOfBackward(const std::exception_ptr& thrown);
   void NoteStep(const std::exception_ptr& thrown);
-  // The ranks have met, and it changes nothing.
+  // All ranks know of it, and none has stepped after it.
   void ForgetOwn() { failures_.own.clear(); }
 
   // Why the parts of the ranks are a mixture, which all ranks know; empty: they are not. Stands

@@ -1401,7 +1401,7 @@ std::vector<std::vector<bool>> ShardedModel::AgreeOnWanted(const KeepName& wante
     const std::string& other = of_ranks[rank];
     TORCH_CHECK(other.size() <= places_.size(), "rank ", rank,
                 " has failed in the filter that says which weights are read: ",
-                other.substr(std::min(other.size(), places_.size() + 1)));
+                other.substr(places_.size() + 1));
     const auto [here, there] = std::mismatch(mine.begin(), mine.end(), other.begin());
     if (here == mine.end()) continue;
     auto index = static_cast<size_t>(here - mine.begin());

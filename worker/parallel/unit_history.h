@@ -12,8 +12,9 @@
 namespace muster {
 
 // Which units of a sharded model were gathered and reduced since the last comparison, in order.
-// Ranks compare digests, and the events only where these differ: for the message, of which a
-// program that never compares keeps the first ones alone. Not thread-safe.
+// Ranks compare digests, and the events only where these differ, for the message. Of the events
+// only the first are kept, since a program that never compares would keep them for ever. Not
+// thread-safe.
 class UnitHistory {
  public:
   void AddGather(uint32_t unit) { Add(unit * 2); }

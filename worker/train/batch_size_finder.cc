@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cctype>
 #include <exception>
+#include <limits>
 #include <new>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ATen/Context.h"
@@ -36,7 +38,20 @@ bool IsOutOfMemory(const std::exception& error) {
 
 int64_t FindExecutableBatchSize(Comm& comm, const BatchSizeOptions& options,
                                 const std::function<void(int64_t)>& attempt) {
-  for (int64_t size = options.starting_batch_size; size > 0;) {
+  int64_t size = options.starting_batch_size, before = std::numeric_limits<int64_t>::max();
+  while (true) {
+    // Each rank has found it by itself, and those with another one would be elsewhere.
+    std::vector<std::string> sizes = comm.AllGatherBytes(std::to_string(size));
+    const bool same = std::equal(sizes.begin() + 1, sizes.end(), sizes.begin());
+    TORCH_CHECK(same, "find_executable_batch_size(): ",
+                comm_checks::ByRanks(sizes, "tries batch size", "try batch size"),
+                "; start with the same size on every process, and reduce it alike");
+    TORCH_CHECK(size < before, "the function that reduces the batch size turned ", before, " into ",
+                size);
+    TORCH_CHECK(size > 0, "no executable batch size found, reached zero");
+    if (before != std::numeric_limits<int64_t>::max()) {
+      MUSTER_LOG(Warning) << "batch size " << before << " runs out of memory: trying " << size;
+    }
     // What happened here: "" fits, "m" out of memory, "e..." anything else.
     std::string mine;
     std::exception_ptr failure;
@@ -52,19 +67,8 @@ int64_t FindExecutableBatchSize(Comm& comm, const BatchSizeOptions& options,
       failure = std::current_exception();
     }
     if (failure != nullptr) mine = "e" + TextOf(failure);
-    std::vector<std::string> all = comm.AllGatherBytes(c10::str(size, ' ', mine));
+    const std::vector<std::string> all = comm.AllGatherBytes(mine);
     if (failure != nullptr) std::rethrow_exception(failure);
-    std::vector<std::string> sizes;
-    bool same = true;
-    for (std::string& other : all) {
-      const size_t end = other.find(' ');
-      sizes.push_back(other.substr(0, end));
-      other.erase(0, end + 1);
-      same = same && sizes.back() == sizes.front();
-    }
-    TORCH_CHECK(same, "find_executable_batch_size(): ",
-                comm_checks::ByRanks(sizes, "tries batch size", "try batch size"),
-                "; start with the same size on every process, and reduce it alike");
     bool fits = true;
     for (size_t rank = 0; rank < all.size(); ++rank) {
       TORCH_CHECK(all[rank].empty() || all[rank][0] == 'm', "trying batch size ", size,
@@ -72,16 +76,10 @@ int64_t FindExecutableBatchSize(Comm& comm, const BatchSizeOptions& options,
       fits = fits && all[rank].empty();
     }
     if (fits) return size;
-    const int64_t next = options.reduce ? options.reduce(size) : size * 9 / 10;
-    TORCH_CHECK(next < size, "the function that reduces the batch size turned ", size, " into ",
-                next);
-    if (options.forget && next > 0) options.forget();
+    before = std::exchange(size, options.reduce ? options.reduce(size) : size * 9 / 10);
+    if (options.forget && size > 0) options.forget();
     if (at::hasCUDA()) at::getDeviceAllocator(c10::kCUDA)->emptyCache();
-    MUSTER_LOG(Warning) << "batch size " << size << " runs out of memory"
-                        << (next > 0 ? ": trying " + std::to_string(next) : "");
-    size = next;
   }
-  TORCH_CHECK(false, "no executable batch size found, reached zero");
 }
 
 }  // namespace muster
