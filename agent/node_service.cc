@@ -367,6 +367,7 @@ class NodeService {
       if (running) {
         running_groups.insert(runner.group);
       } else {
+        RemoveVariables(runner);
         RemoveGroup(&runner);
       }
       if (running) WatchPid(&runner);
@@ -640,6 +641,7 @@ class NodeService {
       const v1::AttemptEnd& end = result->end;
       MUSTER_LOG(Info) << "attempt " << BaseName(runner.folder.path) << " has ended: "
                        << (end.end_class() == v1::END_CLASS_SUCCEEDED ? "succeeded" : end.why());
+      RemoveVariables(runner);
       attempts_.Ended(key, end, UnixMs(), Clock::Real().Now(), result->asked);
       if (end.end_class() == v1::END_CLASS_SUCCEEDED && memory_ != nullptr) {
         memory_->Drop(MemoryOf(key.first));
@@ -671,6 +673,9 @@ class NodeService {
   void KillGroup(const Runner& runner) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     if (!runner.group.empty()) groups_->At(runner.group).Kill();
   }
+
+  // A runner takes the file with its job's variables, which may be secrets, away; here none has.
+  static void RemoveVariables(const Runner& runner) { unlink(runner.folder.Of("env").c_str()); }
 
   // Ends what has let go of the attempt's lock, such as a server that a worker has started. False:
   // it has not ended yet.
@@ -798,7 +803,10 @@ class NodeService {
     std::optional<v1::AttemptEnd> failed = Spawn(assignment, &runner);
     if (failed.has_value()) RemoveGroup(&runner);
     // For the next agent, if this one ends before it has said so.
-    if (failed.has_value()) (void)WriteEnd(runner.folder.Of("end.json"), *failed);
+    if (failed.has_value()) {
+      RemoveVariables(runner);
+      (void)WriteEnd(runner.folder.Of("end.json"), *failed);
+    }
     runners_.insert_or_assign(key, std::move(runner));
     return failed;
   }

@@ -8,6 +8,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <functional>
 #include <memory>
@@ -257,6 +258,31 @@ TEST(NodeServiceTest, FileOfAnAttemptCannotBeOpened_TheAgentEndsRatherThanTellOf
   }
 }
 
+// Whether the variables of a job, which may be secrets, are on the disk.
+bool HasVariables(const NodeServiceOptions& options) {
+  const std::string attempts = JoinPath(options.state_dir, "attempts");
+  const auto names = ListDirectory(attempts);
+  EXPECT_TRUE(names.ok() && names->size() == 1) << names.status();
+  return names.ok() && std::any_of(names->begin(), names->end(), [&](const std::string& name) {
+           return access(JoinPath(JoinPath(attempts, name), "env").c_str(), F_OK) == 0;
+         });
+}
+
+// As of an agent that was killed before it started the runner.
+TEST(NodeServiceTest, AttemptWithoutARunner_ItsVariablesAreRemoved) {
+  RefusingNodes nodes;
+  const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
+  ASSERT_TRUE(server.ok()) << server.status();
+  const TestFolder folder;
+  NodeServiceOptions options = OptionsWithAttempt(folder.Path("state"));
+  options.coordinator = (*server)->address();
+  const std::string variables = JoinPath(options.state_dir, "attempts/mnist-1.1/env");
+  ASSERT_TRUE(WriteFileAtomically(variables, "KEY=secret").ok());
+  ASSERT_TRUE(HasVariables(options));
+  EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
+  EXPECT_FALSE(HasVariables(options));
+}
+
 // Larger than what a runner writes: no later start reads it either.
 TEST(NodeServiceTest, FileOfAnAttemptIsTooLarge_TheAgentStarts) {
   RefusingNodes nodes;
@@ -355,6 +381,7 @@ TEST(NodeServiceTest, RunnerCannotStart_ItsLastLineIsTold) {
   EXPECT_EQ(nodes.end().why(),
             "its runner no longer exists (exit 127) and left no report; its last line: libx.so: "
             "file too short");
+  EXPECT_FALSE(HasVariables(options));
 }
 
 // As of an agent that is there before its network: the next attempt has the address.
@@ -372,6 +399,7 @@ TEST(NodeServiceTest, NodeWithoutAnAddress_StartsNothingUntilItHasOne) {
     options.coordinator = (*server)->address();
     EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
     EXPECT_EQ(nodes.end().end_class(), v1::END_CLASS_NODE_FAILED);
+    EXPECT_FALSE(HasVariables(options));
     return nodes.end().why();
   };
   EXPECT_THAT(end_of_an_attempt("without"), testing::HasSubstr("this node has no address"));

@@ -321,8 +321,10 @@ absl::StatusOr<std::unique_ptr<Relay>> Relay::Start(const Options& options, OpSe
     rmdir(folder.c_str());
     if (lock >= 0) close(lock);
   }
-  return absl::UnavailableError(absl::StrCat("no folder for the agent's socket: ", why,
-                                             " (set TMPDIR to a folder that can be written)"));
+  return absl::UnavailableError(
+      absl::StrCat("no folder for the agent's socket: ", why,
+                   " (set TMPDIR, of a submitted job that of its node's agent, to a "
+                   "folder that can be written)"));
 }
 
 Relay::~Relay() {

@@ -62,6 +62,17 @@ std::vector<std::string> Broken(absl::string_view text, size_t width) {
   return lines;
 }
 
+// Each character by itself: a byte that is no UTF-8 does not make others unreadable.
+std::string PrintableCharacters(absl::string_view text) {
+  std::string shown;
+  while (!text.empty()) {
+    const size_t bytes = std::max(Utf8CharacterBytes(text), size_t{1});
+    absl::StrAppend(&shown, Printable(text.substr(0, bytes)));
+    text.remove_prefix(bytes);
+  }
+  return shown;
+}
+
 }  // namespace
 
 size_t TerminalColumns(int fd) {
@@ -72,8 +83,9 @@ size_t TerminalColumns(int fd) {
 std::string ForTerminal(absl::string_view line) {
   std::string shown;
   size_t plain = 0;  // the end of what is done
+  bool coloured = false;
   const auto keep = [&](size_t begin, size_t end) {
-    absl::StrAppend(&shown, Printable(line.substr(plain, begin - plain), line.size()),
+    absl::StrAppend(&shown, PrintableCharacters(line.substr(plain, begin - plain)),
                     line.substr(begin, end - begin));
     plain = end;
   };
@@ -81,11 +93,20 @@ std::string ForTerminal(absl::string_view line) {
     if (line[at] == '\t') keep(at, at + 1);
     if (!absl::StartsWith(line.substr(at), "\x1b[")) continue;
     const size_t end = line.find_first_not_of("0123456789;:", at + 2);
-    if (end == line.npos || line[end] != 'm') continue;
-    keep(at, end + 1);
+    if (end == line.npos || (line[end] != 'm' && line[end] != 'K')) continue;
+    if (line[end] == 'm') {
+      keep(at, end + 1);
+      coloured = line.substr(at + 2, end - at - 2).find_first_not_of("0;") != line.npos;
+    } else {
+      // Clears the rest of the line, behind each colour of gcc and grep.
+      keep(at, at);
+      plain = end + 1;
+    }
     at = end;
   }
   keep(line.size(), line.size());
+  // Of this line only: the next one may be another rank's.
+  if (coloured) absl::StrAppend(&shown, "\x1b[m");
   return shown;
 }
 

@@ -13,7 +13,8 @@ namespace muster::client {
 size_t TerminalColumns(int fd);
 
 // A line of a program's output so that it cannot control the terminal on which it is shown: control
-// characters but tabs, and escapes but those of colours (ESC [ 31 m), become printable.
+// characters but tabs, and escapes but those of colours (ESC [ 31 m), become printable, and so do
+// bytes that are no UTF-8. Colours end with the line; ESC [ K, which comes with them, is left out.
 std::string ForTerminal(absl::string_view line);
 
 // Rows as columns two blanks apart; the first row is the heading. Foreign text is made printable.

@@ -59,6 +59,20 @@ TEST(Output, ForTerminal_KeepsColoursAndTabs_AndNothingThatControlsTheTerminal) 
   EXPECT_EQ(ForTerminal(""), "");
 }
 
+TEST(Output, ForTerminal_ColoursOfGccAndGrep_ComeWithoutEscapesThatClearTheLine) {
+  EXPECT_EQ(ForTerminal("\x1b[01;31m\x1b[Kerror\x1b[m\x1b[K: \x1b[0Kx\x1b[J"),
+            "\x1b[01;31merror\x1b[m: x\\x1b[J");
+}
+
+TEST(Output, ForTerminal_ColourThatIsLeftOpen_EndsWithTheLine) {
+  EXPECT_EQ(ForTerminal("\x1b[0mplain \x1b[31mred"), "\x1b[0mplain \x1b[31mred\x1b[m");
+  EXPECT_EQ(ForTerminal("\x1b[31mred\x1b[00;0m"), "\x1b[31mred\x1b[00;0m");
+}
+
+TEST(Output, ForTerminal_ByteThatIsNoUtf8_LeavesOtherCharactersReadable) {
+  EXPECT_EQ(ForTerminal("\u00e4 \xff \u00e4\xc3"), "\u00e4 \\xff \u00e4\\xc3");
+}
+
 TEST(Output, TerminalColumns_AreThoseOfATerminalOnly) {
   EXPECT_EQ(TerminalColumns(TestTerminal().near()), 80u);
   const int file = memfd_create("file", MFD_CLOEXEC);

@@ -544,7 +544,9 @@ class Slurm final : public JobBackend {
 
   // The output of a command of SLURM that has to succeed.
   absl::StatusOr<ProgramOutput> Command(const std::vector<std::string>& argv,
-                                        const std::vector<std::string>& without = {}) const {
+                                        std::vector<std::string> without = {}) const {
+    // All commands must ask the same controller: this machine's.
+    without.emplace_back("SLURM_CLUSTERS");
     const absl::StatusOr<ProgramOutput> output = options_.run(argv, without);
     if (absl::IsNotFound(output.status()) || absl::IsPermissionDenied(output.status())) {
       return absl::UnavailableError(absl::StrCat(
@@ -588,9 +590,14 @@ class Slurm final : public JobBackend {
     }
     std::vector<SlurmNode> up = nodes;
     std::erase_if(up, [](const SlurmNode& node) { return !node.takes_jobs; });
-    absl::StatusOr<SlurmLayout> layout = ChooseSlurmLayout(spec, up);
-    // Where that is too little, the job waits in the queue until the others are back.
-    return layout.ok() ? layout : ChooseSlurmLayout(spec, nodes);
+    const absl::StatusOr<SlurmLayout> now = ChooseSlurmLayout(spec, up);
+    absl::StatusOr<SlurmLayout> later = ChooseSlurmLayout(spec, nodes);
+    // Where those that are up now are too few, the job waits in the queue until the others are
+    // back; a job of fewer processes, too, may have as many as it asks for by then.
+    const auto most = [](const SlurmLayout& layout) {
+      return layout.processes_per_node * layout.max_nodes;
+    };
+    return now.ok() && (!later.ok() || most(*now) >= most(*later)) ? now : later;
   }
 
   std::vector<std::string> Sbatch(std::vector<std::string> argv, const std::string& script) const {

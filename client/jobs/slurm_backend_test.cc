@@ -65,6 +65,7 @@ class SlurmBackendTest : public ::testing::Test {
                                     const std::vector<std::string>& without) {
     commands_.push_back(absl::StrJoin(argv, " "));
     if (argv[0] == "sbatch") without_ = without;
+    if (argv[0] == "squeue") without_of_squeue_ = without;
     if (missing_) return absl::NotFoundError("no such program");
     if (argv[0] == "sbatch") script_ = ReadFile(argv.back()).value_or("");
     if (argv[0] == "squeue") {
@@ -115,6 +116,7 @@ class SlurmBackendTest : public ::testing::Test {
   std::string comments_, script_;
   std::vector<std::string> commands_;
   std::vector<std::string> without_;  // of sbatch
+  std::vector<std::string> without_of_squeue_;
   bool missing_ = false;
   std::string has_checkpoint_;  // a folder
   std::unique_ptr<JobBackend> backend_;
@@ -145,9 +147,10 @@ TEST_F(SlurmBackendTest, Submit_GivesTheScriptToSbatch_AndKeepsARecordThatOthers
 // sbatch would take them for more than the options in the script.
 TEST_F(SlurmBackendTest, Submit_VariablesThatWouldChangeTheScriptsOptions_AreNotForSbatch) {
   Submit();
-  EXPECT_THAT(without_,
-              IsSupersetOf({"SBATCH_ARRAY_INX", "SBATCH_EXPORT", "SBATCH_NO_REQUEUE",
-                            "SBATCH_OPEN_MODE", "SBATCH_OUTPUT", "SBATCH_SIGNAL", "SBATCH_WAIT"}));
+  EXPECT_THAT(without_, IsSupersetOf({"SBATCH_ARRAY_INX", "SBATCH_EXPORT", "SBATCH_NO_REQUEUE",
+                                      "SBATCH_OPEN_MODE", "SBATCH_OUTPUT", "SBATCH_SIGNAL",
+                                      "SBATCH_WAIT", "SBATCH_CLUSTERS", "SLURM_CLUSTERS"}));
+  EXPECT_THAT(without_of_squeue_, ElementsAre("SLURM_CLUSTERS"));
   EXPECT_THAT(without_, Not(Contains("SBATCH_PARTITION")));
   EXPECT_THAT(without_, Not(Contains("SBATCH_TIMELIMIT")));
   JobSpec spec = Spec();
@@ -235,6 +238,22 @@ TEST_F(SlurmBackendTest, Nodes_AreThoseOfTheJobsPartition_ThatTakeJobs) {
   answers_["sinfo"].out = "n2|4|1000|(null)|big|idle\n";
   EXPECT_EQ(nodes_of(4), "--nodes=1");
   EXPECT_THAT(commands_, Contains(AllOf(HasSubstr("sinfo"), HasSubstr("--partition=big"))));
+}
+
+// Whoever accepts less does not ask for less: the others may be back when the job starts.
+TEST_F(SlurmBackendTest, RangeOfProcesses_IsNotCappedByNodesThatAreDown) {
+  answers_["sinfo"].out =
+      "n0|2|1000|(null)|all*|idle\nn1|2|1000|(null)|all*|down*\nn2|2|1000|(null)|all*|drain\n";
+  squeue_.out = "12|PENDING||Resources\n";
+  JobSpec spec = Spec();
+  spec.min_processes = 2;
+  const auto made = backend_->submit(spec, {});
+  ASSERT_TRUE(made.ok()) << made.status();
+  EXPECT_THAT(script_, HasSubstr("#SBATCH --nodes=1-2\n"));
+  // The node that is up has room for all of it.
+  answers_["sinfo"].out = "n0|4|1000|(null)|all*|idle\nn1|8|1000|(null)|all*|down*\n";
+  ASSERT_TRUE(backend_->submit(spec, {}).ok());
+  EXPECT_THAT(script_, HasSubstr("#SBATCH --cpus-per-task=4\n"));
 }
 
 TEST_F(SlurmBackendTest, DryRun_ShowsSlurmsAnswerAndTheScript) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <limits>
 #include <system_error>
 #include <utility>
 
@@ -66,6 +67,8 @@ std::vector<std::string> FirstRow(absl::string_view text, size_t* bytes) {
   return cells;
 }
 
+int64_t Next(int64_t step) { return step < std::numeric_limits<int64_t>::max() ? step + 1 : step; }
+
 // Where the rows of a table are.
 struct Scan {
   // Of the last row, and of the one before it.
@@ -116,7 +119,7 @@ absl::StatusOr<int64_t> NextStep(const AppendFile& file, const Scan& scan, size_
     int64_t step = 0;
     // A crash may have cut the number.
     if (cells.size() < std::min<size_t>(columns, 3)) continue;
-    if (cells.size() > 1 && absl::SimpleAtoi(cells[1], &step)) return step + 1;
+    if (cells.size() > 1 && absl::SimpleAtoi(cells[1], &step)) return Next(step);
   }
   return 0;
 }
@@ -163,11 +166,13 @@ absl::Status CsvTracker::ReadHeader() {
   columns_.clear();
   std::string head;
   size_t bytes = 0;
-  while (true) {
+  bool ours = true;
+  while (ours) {
     MUSTER_ASSIGN_OR_RETURN(const std::string piece,
                             file_.Read(static_cast<int64_t>(head.size()), kPiece));
     head += piece;
     columns_ = FirstRow(head, &bytes);
+    ours = columns_.size() >= 2 && columns_[0] == "time" && columns_[1] == "step";
     if (bytes < head.size() || piece.size() < kPiece) break;
   }
   if (head.empty()) {
@@ -177,7 +182,7 @@ absl::Status CsvTracker::ReadHeader() {
     return file_.Append(row);
   }
   header_bytes_ = static_cast<int64_t>(bytes);
-  if (columns_.size() < 2 || columns_[0] != "time" || columns_[1] != "step") {
+  if (!ours) {
     // It is not ours to log to.
     finish().IgnoreError();
     return absl::FailedPreconditionError(
@@ -208,23 +213,23 @@ absl::Status CsvTracker::RewriteHeader(const std::string& row) {
 absl::Status CsvTracker::log(const TrackerEntry& entry) {
   const int64_t step = entry.step.value_or(next_step_);
   // Another writer of the table may put a file with more columns into its place at any moment but
-  // while we have the lock of the one that is there. Each look that fails is a column of another.
-  constexpr int kLooks = 1000;
-  for (int looks = 0; looks < kLooks; ++looks) {
+  // while we have the lock of the one that is there. Each look that fails is a column of another,
+  // or the numbers of files do not stay (some network file systems): then the row is written
+  // anyway.
+  constexpr int kLooks = 20;
+  for (int looks = 1;; ++looks) {
     if (!started_) return file_.Append("");
     if (!file_.is_open()) MUSTER_RETURN_IF_ERROR(Reopen());
     {
       const FileLock lock(&file_);
-      if (file_.IsAtPath()) {
+      if (looks >= kLooks || file_.IsAtPath()) {
         MUSTER_RETURN_IF_ERROR(LogLocked(entry, step));
-        next_step_ = step + 1;
+        next_step_ = Next(step);
         return absl::OkStatus();
       }
     }
     MUSTER_RETURN_IF_ERROR(Reopen());
   }
-  return absl::AbortedError(
-      absl::StrCat(path_, ": another program replaces the file again and again"));
 }
 
 absl::Status CsvTracker::Reopen() {

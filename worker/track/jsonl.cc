@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <fstream>
+#include <limits>
 #include <optional>
 
 #include "absl/strings/numbers.h"
@@ -15,6 +16,8 @@
 
 namespace muster {
 namespace {
+
+int64_t Next(int64_t step) { return step < std::numeric_limits<int64_t>::max() ? step + 1 : step; }
 
 // Of a file, in which its last step is looked for first.
 constexpr int64_t kTail = 64 << 10;
@@ -62,7 +65,7 @@ int64_t NextStep(const std::string& path, int rank) {
       // The first line may have begun before.
       if (newline == absl::string_view::npos && begin > 0) break;
       const size_t at = newline == absl::string_view::npos ? 0 : newline + 1;
-      if (const std::optional<int64_t> step = StepOf(rest.substr(at), rank)) return *step + 1;
+      if (const std::optional<int64_t> step = StepOf(rest.substr(at), rank)) return Next(*step);
       rest = rest.substr(0, at);
     }
     if (begin == 0) return 0;
@@ -94,7 +97,7 @@ absl::Status JsonlTracker::store_init_configuration(const TrackerValues& config)
 
 absl::Status JsonlTracker::log(const TrackerEntry& entry) {
   const int64_t step = entry.step.value_or(next_step_);
-  next_step_ = step + 1;
+  next_step_ = Next(step);
   return Write(entry.time,
                absl::StrCat("\"step\": ", step, ", \"values\": ", Object(entry.values)));
 }

@@ -105,7 +105,7 @@ Profile::Profile(ProfileOptions options) : options_(std::move(options)) {
 Profile::~Profile() {
   if (!running_) return;
   if (const absl::StatusOr<std::string> path = Stop(); !path.ok()) {
-    MUSTER_LOG(Warning) << "no profile was written: " << path.status().message();
+    MUSTER_LOG(Warning) << "profile: " << path.status().message();
   }
 }
 

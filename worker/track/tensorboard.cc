@@ -8,6 +8,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 #include <optional>
 #include <system_error>
 #include <utility>
@@ -25,6 +26,8 @@
 
 namespace muster {
 namespace {
+
+int64_t Next(int64_t step) { return step < std::numeric_limits<int64_t>::max() ? step + 1 : step; }
 
 constexpr absl::string_view kPrefix = "events.out.tfevents.";
 
@@ -247,7 +250,7 @@ int64_t NextStep(const std::string& folder) {
   }
   std::sort(files.rbegin(), files.rend());
   for (const auto& [time, path] : files) {
-    if (const std::optional<int64_t> step = LastStep(path)) return *step + 1;
+    if (const std::optional<int64_t> step = LastStep(path)) return Next(*step);
   }
   return 0;
 }
@@ -310,7 +313,7 @@ absl::Status TensorBoardTracker::store_init_configuration(const TrackerValues& c
 
 absl::Status TensorBoardTracker::log(const TrackerEntry& entry) {
   const int64_t step = entry.step.value_or(next_step_);
-  next_step_ = step + 1;
+  next_step_ = Next(step);
   last_time_ = entry.time;
   Message summary;
   for (const auto& [name, value] : entry.values) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <limits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -42,6 +43,12 @@ int64_t NextStep(const std::vector<std::unique_ptr<GeneralTracker>>& trackers) {
   int64_t next = 0;
   for (const auto& tracker : trackers) next = std::max(next, tracker->next_step());
   return next;
+}
+
+std::vector<std::string> NamesOf(const std::vector<std::unique_ptr<GeneralTracker>>& trackers) {
+  std::vector<std::string> names;
+  for (const auto& tracker : trackers) names.push_back(tracker->name());
+  return names;
 }
 
 }  // namespace
@@ -90,6 +97,7 @@ TrackerSet::TrackerSet(std::vector<std::unique_ptr<GeneralTracker>> trackers,
                        std::vector<std::string> names, const Options& options)
     : options_(options),
       trackers_(std::move(trackers)),
+      own_names_(NamesOf(trackers_)),
       names_(std::move(names)),
       blank_(std::make_unique<BlankTracker>()),
       next_step_(NextStep(trackers_)),
@@ -105,7 +113,7 @@ void TrackerSet::Log(TrackerValues values, std::optional<int64_t> step) {
     MutexLock lock(&mu_);
     // Before it waits or is dropped: the steps say when it was logged.
     if (!entry.step.has_value()) entry.step = next_step_;
-    next_step_ = *entry.step + 1;
+    next_step_ = *entry.step + (*entry.step < std::numeric_limits<int64_t>::max() ? 1 : 0);
     if (!WaitForRoom()) {
       ++dropped_;
       return;
@@ -131,7 +139,12 @@ bool TrackerSet::WaitForRoom() {
   const absl::Time begin = options_.clock->Now();
   ++waiting_;
   while (Full() && !stuck_) {
-    const absl::Duration left = begin + options_.patience - options_.clock->Now();
+    const absl::Time now = options_.clock->Now();
+    if (full_since_ == absl::InfiniteFuture()) {
+      full_since_ = now;
+      taken_ = 0;
+    }
+    const absl::Duration left = full_since_ + options_.patience - now;
     if (left <= absl::ZeroDuration()) break;
     room_.WaitWithTimeout(&mu_, left);
   }
@@ -139,9 +152,10 @@ bool TrackerSet::WaitForRoom() {
   if (Full()) {
     stuck_ = true;
     if (!std::exchange(said_stuck_, true)) {
-      WarnUnlocked(absl::StrCat("training has waited ", HumanDuration(options_.patience),
-                                " to log an entry, and goes on without it: ", DescribeCall(),
-                                "; entries are dropped until it returns"));
+      WarnUnlocked(absl::StrCat("the queue of tracked entries has been full for ",
+                                HumanDuration(options_.clock->Now() - full_since_),
+                                ", and training waits no longer: ", DescribeCall(),
+                                "; entries are dropped while the queue is full"));
     }
     return false;
   }
@@ -156,7 +170,7 @@ bool TrackerSet::WaitForRoom() {
 
 std::string TrackerSet::DescribeCall() const {
   if (!busy_) return "no tracker has begun to write";
-  return absl::StrCat("tracker ", trackers_[called_]->name(), " has been writing an entry for ",
+  return absl::StrCat("tracker ", own_names_[called_], " has been writing an entry for ",
                       HumanDuration(options_.clock->Now() - called_at_));
 }
 
@@ -175,11 +189,11 @@ void TrackerSet::Warn(const std::string& text) {
 }
 
 absl::StatusOr<GeneralTracker*> TrackerSet::Get(const std::string& name) {
-  for (const auto& tracker : trackers_) {
-    if (tracker->name() != name) continue;
+  for (size_t i = 0; i < trackers_.size(); ++i) {
+    if (own_names_[i] != name) continue;
     // A tracker that asks for another one, within its own call, would wait for itself.
     if (std::this_thread::get_id() != thread_.get_id()) Flush();
-    return tracker.get();
+    return trackers_[i].get();
   }
   if (std::find(names_.begin(), names_.end(), name) != names_.end()) return blank_.get();
   return absl::NotFoundError(absl::StrCat("this run has no tracker \"", name, "\"; it has ",
@@ -252,7 +266,15 @@ void TrackerSet::Run() {
       entry = std::move(queue_.front());
       queue_.pop_front();
       busy_ = true;
-      stuck_ = false;
+      if (queue_.size() <= options_.queue_limit / 2) {
+        full_since_ = absl::InfiniteFuture();
+        stuck_ = false;
+        said_stuck_ = false;
+      } else if (full_since_ < absl::InfiniteFuture() && ++taken_ >= options_.queue_limit / 2) {
+        // A burst that the trackers work off is whole, however long it is.
+        full_since_ = options_.clock->Now();
+        taken_ = 0;
+      }
       room_.Signal();
     }
     for (size_t i = 0; i < trackers_.size(); ++i) {

@@ -17,19 +17,21 @@
 
 namespace muster {
 
-// The trackers of one rank, fed by a separate thread, so that a slow disk or service does not slow
-// training: Log queues and returns. Thread-safe. A tracker that fails is reported once in the log.
+// The trackers of one rank, fed by a separate thread: Log queues and returns, so that training does
+// not wait for a disk or service unless the queue is full. Thread-safe. A tracker that fails is
+// reported once in the log.
 //
 // Memory is bounded: if the queue is full, Log waits until the trackers have taken an entry, so
-// that a burst is slow but whole. A tracker that hangs must not hang training, which costs more
-// than a metric: after `patience` without room Log says which tracker is in its way, and drops
-// entries, also without a wait, until there is room again. Dropped entries are counted, and their
-// steps are not given to others, so that the gap can be seen.
+// that a burst is slow but whole. A tracker that hangs, or is far slower than training, must not
+// hold it, which costs more than a metric: if a full queue has not moved on by half its length
+// within `patience`, Log says which tracker is in its way, and from then on drops entries, instead
+// of waiting, whenever the queue is full, until it has fallen to half. Dropped entries are counted,
+// and their steps are not given to others, so that the gap can be seen.
 class TrackerSet {
  public:
   struct Options {
     size_t queue_limit = 4096;
-    // How long one Log waits for room, and how often waits are reported.
+    // How long a full queue may take to move on by half, and how often waits are reported.
     absl::Duration patience = absl::Minutes(1);
     const Clock* clock = &Clock::Real();
     // Receives warnings, with no lock held; null: the log.
@@ -90,6 +92,8 @@ class TrackerSet {
 
   const Options options_;
   const std::vector<std::unique_ptr<GeneralTracker>> trackers_;
+  // Of trackers_: while one is in log(), other threads must not call it.
+  const std::vector<std::string> own_names_;
   // Of all ranks' trackers.
   const std::vector<std::string> names_;
   const std::unique_ptr<GeneralTracker> blank_;
@@ -105,7 +109,12 @@ class TrackerSet {
   size_t called_ ABSL_GUARDED_BY(mu_) = 0;
   absl::Time called_at_ ABSL_GUARDED_BY(mu_);
   int64_t waiting_ ABSL_GUARDED_BY(mu_) = 0;
-  // A Log has waited in vain, and no entry has been taken since.
+  // A Log has found the queue full, and it has not fallen to half since: since when that is so, or
+  // since when it has moved on by half its length.
+  absl::Time full_since_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
+  // Entries that have been taken since then.
+  size_t taken_ ABSL_GUARDED_BY(mu_) = 0;
+  // That has lasted for `patience`.
   bool stuck_ ABSL_GUARDED_BY(mu_) = false;
   bool said_stuck_ ABSL_GUARDED_BY(mu_) = false;
   // Of all Logs together.

@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <limits>
 #include <stdexcept>
 #include <thread>
 
@@ -12,6 +14,7 @@
 namespace muster {
 namespace {
 
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -259,6 +262,130 @@ TEST(TrackerSet, TrackerThatHangs_DoesNotHoldTrainingAndIsNamed) {
   EXPECT_THAT(calls[3], HasSubstr("x=2@2"));
   EXPECT_THAT(calls[4], HasSubstr("x=6@6")) << "the steps of what was dropped are not given again";
   EXPECT_THAT(warnings.back(), HasSubstr("3 tracked entries were dropped"));
+}
+
+// Writes an entry when it is told to.
+class SteppedTracker final : public GeneralTracker {
+ public:
+  explicit SteppedTracker(int64_t* written) : written_(written) {}
+  std::string name() const override {
+    EXPECT_FALSE(logging_) << "name() in a call of log()";
+    return "stepped";
+  }
+  absl::Status start() override { return absl::OkStatus(); }
+  absl::Status log(const TrackerEntry&) override {
+    MutexLock lock(&mu_);
+    logging_ = true;
+    while (*written_ >= allowed_) changed_.Wait(&mu_);
+    ++*written_;
+    logging_ = false;
+    return absl::OkStatus();
+  }
+  void Allow(int64_t entries) {
+    MutexLock lock(&mu_);
+    allowed_ += entries;
+    changed_.SignalAll();
+  }
+  bool HasWrittenAll() {
+    MutexLock lock(&mu_);
+    return *written_ == allowed_ && logging_;
+  }
+
+ private:
+  int64_t* const written_;  // outlives the tracker
+  std::atomic<bool> logging_ = false;
+  Mutex mu_;
+  CondVar changed_;
+  int64_t allowed_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+class SteppedTrackerSet {
+ public:
+  // With a queue of eight that is full, and an entry in the tracker's hands.
+  SteppedTrackerSet() {
+    auto tracker = std::make_unique<SteppedTracker>(&written_);
+    tracker_ = tracker.get();
+    set_ = *TrackerSet::Start(
+        List(std::move(tracker)), 0, {},
+        {.queue_limit = 8, .clock = &clock_, .warn = [this](const std::string& text) {
+           warnings_.push_back(text);
+         }});
+    Log();
+    Step(0);
+    for (int i = 0; i < 8; ++i) Log();
+  }
+  ~SteppedTrackerSet() { tracker_->Allow(1000); }
+  void Log() { set_->Log({{"x", 1}}); }
+  // Writes as many entries, the last one after `time`.
+  void Step(int entries, absl::Duration time = absl::ZeroDuration()) {
+    clock_.Advance(time);
+    tracker_->Allow(entries);
+    WaitUntil([&] { return tracker_->HasWrittenAll(); });
+  }
+  // Logs an entry for which there is no room, and then makes room for one.
+  void LogAndStep(absl::Duration time = absl::ZeroDuration()) {
+    const int64_t before = dropped();
+    std::thread program([this] { Log(); });
+    WaitUntil([&] { return set_->waiting() > 0 || dropped() > before; });
+    Step(1, time);
+    program.join();
+  }
+  int64_t dropped() const { return set_->dropped(); }
+  const std::vector<std::string>& warnings() const { return warnings_; }
+
+ private:
+  int64_t written_ = 0;
+  FakeClock clock_{absl::FromUnixSeconds(100)};
+  std::vector<std::string> warnings_;
+  SteppedTracker* tracker_ = nullptr;
+  std::unique_ptr<TrackerSet> set_;
+};
+
+TEST(TrackerSet, TrackerThatIsFarTooSlow_HoldsTrainingForThePatienceInAll) {
+  SteppedTrackerSet set;
+  set.LogAndStep(absl::Seconds(30));
+  set.LogAndStep(absl::Seconds(30));
+  EXPECT_EQ(set.dropped(), 0);
+  set.LogAndStep();
+  EXPECT_EQ(set.dropped(), 1);
+  // What there is room for is not lost.
+  set.Log();
+  EXPECT_EQ(set.dropped(), 1);
+  set.LogAndStep();
+  EXPECT_EQ(set.dropped(), 2);
+  EXPECT_THAT(set.warnings(), Contains(HasSubstr("full for 1m")).Times(1));
+}
+
+TEST(TrackerSet, QueueThatHasFallenToHalf_IsWaitedForAndReportedAgain) {
+  SteppedTrackerSet set;
+  set.LogAndStep(absl::Minutes(1));
+  set.LogAndStep();
+  EXPECT_EQ(set.dropped(), 1);
+  set.Step(3);
+  for (int i = 0; i < 4; ++i) set.Log();
+  set.LogAndStep(absl::Minutes(1));
+  EXPECT_EQ(set.dropped(), 1);
+  set.LogAndStep();
+  EXPECT_EQ(set.dropped(), 2);
+  EXPECT_THAT(set.warnings(), Contains(HasSubstr("full for 1m")).Times(2));
+}
+
+TEST(TrackerSet, BurstLongerThanThePatience_IsWholeWhileTheQueueMovesOn) {
+  SteppedTrackerSet set;
+  for (int i = 0; i < 40; ++i) set.LogAndStep(absl::Seconds(14));
+  EXPECT_EQ(set.dropped(), 0);
+}
+
+TEST(TrackerSet, LargestStep_IsNotPassed) {
+  Record record;
+  FakeClock clock(absl::FromUnixSeconds(100));
+  auto set = TrackerSet::Start(List(std::make_unique<FakeTracker>("a", &record)), 0, {},
+                               {.clock = &clock});
+  (*set)->Log({{"x", 1}}, std::numeric_limits<int64_t>::max());
+  (*set)->Log({{"x", 2}});
+  EXPECT_TRUE((*set)->Finish().ok());
+  EXPECT_THAT(record.Calls(), ElementsAre("start", "x=1@9223372036854775807/100",
+                                          "x=2@9223372036854775807/100", "finish"));
 }
 
 TEST(TrackerSet, FinishThatWaits_SaysForWhichTracker) {

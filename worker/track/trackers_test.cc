@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <cstring>
@@ -281,6 +282,24 @@ TEST_F(TrackersTest, Jsonl_ContinuedFile_CountsOnFromItsLastStep) {
                   .ok());
   log(0, std::nullopt);
   EXPECT_EQ(steps().back(), 501);
+}
+
+// Its end is not looked for: that would take minutes, and as much memory.
+TEST_F(TrackersTest, Csv_ForeignFileWithoutALineEnd_IsRefusedAtOnce) {
+  CsvTracker tracker(context_);
+  ASSERT_TRUE(MakeDirectories(ParentPath(tracker.path())).ok());
+  ASSERT_TRUE(WriteFileAtomically(tracker.path(), "").ok());
+  ASSERT_EQ(truncate(tracker.path().c_str(), int64_t{1} << 30), 0);
+  EXPECT_THAT(std::string(tracker.start().message()), HasSubstr("does not begin with time,step"));
+}
+
+TEST_F(TrackersTest, Csv_LargestStep_IsNotPassed) {
+  for (int run = 0; run < 2; ++run) {
+    CsvTracker tracker(context_);
+    ASSERT_TRUE(tracker.start().ok());
+    ASSERT_TRUE(tracker.log({{{"x", 1}}, std::numeric_limits<int64_t>::max(), At(0)}).ok());
+    EXPECT_EQ(tracker.next_step(), std::numeric_limits<int64_t>::max());
+  }
 }
 
 TEST_F(TrackersTest, Csv_ContinuedTable_CountsOnFromItsLastStep) {
