@@ -471,9 +471,9 @@ class Accelerator {
   // AcceleratorOptions::checkpoint.asynchronous or .memory only the copy is complete, and the error
   // may be that of an earlier save (this one continues). No other thread may change the saved state
   // until it returns. Layout: docs/checkpoint_format.md. Errors: RESOURCE_EXHAUSTED,
-  // PERMISSION_DENIED, FAILED_PRECONDITION (in the middle of an accumulation window, between
-  // backward() under no_sync() and the step, or if a thread changed a tensor during the save),
-  // ALREADY_EXISTS.
+  // PERMISSION_DENIED, FAILED_PRECONDITION (in the middle of an accumulation window, or if a thread
+  // changed a tensor during the save), ALREADY_EXISTS. Between backward() under no_sync() and the
+  // step that uses its gradients it warns that a checkpoint does not hold them.
   absl::Status save_state(const std::string& directory = "");
   // Blocks until asynchronous saves are on disk, the last save in memory has ended and the
   // checkpoints that they displace are deleted; save_state() does not wait for that deletion.

@@ -108,12 +108,12 @@ struct LoadTensorsOptions {
 // Copies tensors of `source` into the tensors of the same name in `targets`, on any device. Copies
 // nothing unless everything fits. A target without a source is not missing if it is the same tensor
 // as a target that has one (tied weights, of which files keep the first name); if `source` has
-// both, their values must be the same. Those of targets that share elements in another way (a
-// matrix and its transpose, a tensor and a part of it) must agree in these. Floating-point types
-// convert into each other; other types must be equal. Errors: INVALID_ARGUMENT "WHAT: ..." that
-// lists missing and unexpected names and those with another shape or type, or with other values
-// than what shares memory with them in `targets`; RESOURCE_EXHAUSTED if this process does not get
-// the memory to compare them.
+// both, their values must be the same. Those of targets of one type that share elements in another
+// way (a matrix and its transpose, a tensor and a part of it) must agree in these. Floating-point
+// types convert into each other; other types must be equal. Errors: INVALID_ARGUMENT "WHAT: ..."
+// that lists missing and unexpected names and those with another shape or type, or with other
+// values than what shares memory with them in `targets`; RESOURCE_EXHAUSTED if this process does
+// not get the memory to compare them.
 absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets,
                          absl::string_view what, const LoadTensorsOptions& options = {});
 

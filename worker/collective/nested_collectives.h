@@ -206,7 +206,7 @@ template <class T>
 inline constexpr bool kIsArrayOfPlain = false;
 template <class E, size_t N>
 inline constexpr bool kIsArrayOfPlain<std::array<E, N>> =
-    !IsTensor<E> && !IsVector<E> && !IsMap<E> && !IsOptional<E> && !IsProduct<E>;
+    !IsTensor<E> && !IsVector<E> && !IsMap<E> && !IsProduct<E> && !HoldsTensor<E>();
 
 template <class T>
 T SplitValue(const T& value, const SplitRange& range) {
