@@ -992,6 +992,20 @@ TEST_F(CheckpointCommandsTest, MarkOfACheckpointThatIsReplacedMeanwhile_StaysWit
   EXPECT_TRUE(ReadSeal(Path("aside"))->pinned);
 }
 
+TEST_F(CheckpointCommandsTest, PinOfAFolderThatIsReplacedMeanwhile_SaysSo) {
+  Save(Path("best"), {1}, 1);
+  Save(Path("next"), {2}, 2);
+  Seal(Path("best"), "");
+  OnRead("best/seal.json", 1, [&] {
+    ASSERT_EQ(rename(Path("best").c_str(), Path("aside").c_str()), 0);
+    ASSERT_EQ(rename(Path("next").c_str(), Path("best").c_str()), 0);
+  });
+  const absl::Status unpinned = PinFolder(Path("best"), /*pinned=*/false);
+  EXPECT_TRUE(absl::IsAborted(unpinned)) << unpinned;
+  EXPECT_THAT(std::string(unpinned.message()), HasSubstr("best is another checkpoint now"));
+  EXPECT_TRUE(PinFolder(Path("best"), /*pinned=*/true).ok());
+}
+
 TEST_F(CheckpointCommandsTest, MarkOfAFolderThatIsLocked_WaitsAndNamesIt) {
   Save(Path("best"), {1}, 1);
   const std::string sha256 = Seal(Path("best"), "").sha256;

@@ -24,9 +24,10 @@ namespace {
 
 // Calls `code` with a path of the folder that `dir` is now, also when a save gives the name to
 // another checkpoint meanwhile. Nobody else who changes marks there, and no writer, has it locked
-// then. Errors: those of `code`; ABORTED if the name is another checkpoint's afterwards.
+// then. `stays`, if not null: whether the name is that folder's afterwards.
 absl::Status InLockedFolder(const std::string& dir,
-                            absl::FunctionRef<absl::Status(const std::string& path)> code) {
+                            absl::FunctionRef<absl::Status(const std::string& path)> code,
+                            bool* stays = nullptr) {
   const OwnedFd folder(open(dir.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (!folder.open()) {
     const int error = errno;
@@ -40,10 +41,7 @@ absl::Status InLockedFolder(const std::string& dir,
     const OwnedFd held(lock);
     return code(path);
   }();
-  if (FileIdentityAt(path) != FileIdentityAt(dir)) {
-    return absl::AbortedError(absl::StrCat(
-        dir, " is another checkpoint now: a save has replaced it; repeat the command"));
-  }
+  if (stays != nullptr) *stays = FileIdentityAt(path) == FileIdentityAt(dir);
   return Renamed(status, path, dir);
 }
 
@@ -109,7 +107,14 @@ absl::Status PinFolder(const std::string& dir, bool pinned) {
   if (const absl::Status manifest = ReadManifest(dir).status(); absl::IsNotFound(manifest)) {
     return manifest;
   }
-  return InLockedFolder(dir, [&](const std::string& path) { return PinFolderIn(path, pinned); });
+  bool stays = true;
+  const absl::Status status = InLockedFolder(
+      dir, [&](const std::string& path) { return PinFolderIn(path, pinned); }, &stays);
+  if (!stays) {
+    return absl::AbortedError(absl::StrCat(
+        dir, " is another checkpoint now: a save has replaced it; repeat the command"));
+  }
+  return status;
 }
 
 }  // namespace muster::client

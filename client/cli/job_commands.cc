@@ -305,9 +305,7 @@ class LogPrinter {
       const size_t end = std::min(begin + kWindow, line.size());
       auto flags = std::regex_constants::match_default;
       if (begin > 0) flags |= std::regex_constants::match_prev_avail;
-      if (end < line.size()) {
-        flags |= std::regex_constants::match_not_eol | std::regex_constants::match_not_eow;
-      }
+      if (end < line.size()) flags |= std::regex_constants::match_not_eol;
       const char* const text = line.data();
       if (std::regex_search(text + begin, text + end, *grep_, flags)) return true;
       if (end == line.size()) return false;

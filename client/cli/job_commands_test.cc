@@ -470,7 +470,7 @@ TEST_F(JobCommandsTest, Logs_MatchFarBehindTheBeginOfALine_IsFound) {
     EXPECT_EQ(out_.str(), line + "\n") << found;
   }
   // A window of the search ends behind the first 4096 bytes.
-  for (const char* const missing : {"^a needle", "needle$", "^y", "y$", "a need\\b"}) {
+  for (const char* const missing : {"^a needle", "needle$", "^y", "y$"}) {
     out_.str("");
     EXPECT_EQ(RunLogsCommand({"mnist-1", "--grep", missing}, context_), kExitOk) << err_.str();
     EXPECT_EQ(out_.str(), "") << missing;
