@@ -14,6 +14,7 @@
 #include "muster/checkpoint.h"
 #include "tests/conformance/compare.h"
 #include "tests/conformance/handlers.h"
+#include "tests/support/bf16_instructions.h"
 #include "tests/testdata/golden.h"
 
 namespace muster::conformance {
@@ -22,6 +23,7 @@ namespace {
 using Json = nlohmann::json;
 using testing_support::GoldenCases;
 using testing_support::GoldenPath;
+using testing_support::HasBf16Instructions;
 
 // The runner's answer, with the case's paths made those of the recorded files.
 Json AnswerOf(const std::string& kind, Json in) {
@@ -115,17 +117,6 @@ TEST(HfGenerate, EndsAndDraws_AreTransformers) {
     }
   }
   EXPECT_GT(count, 100);
-}
-
-bool HasBf16Instructions() {
-  std::ifstream file("/proc/cpuinfo");
-  for (std::string line; std::getline(file, line);) {
-    if (line.rfind("flags", 0) == 0) {
-      return line.find("avx512_bf16") != std::string::npos ||
-             line.find("amx_bf16") != std::string::npos;
-    }
-  }
-  return false;
 }
 
 double Norm(const at::Tensor& tensor) { return tensor.to(at::kDouble).norm().item<double>(); }

@@ -4,16 +4,17 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 
 #include "ATen/Functions.h"
 #include "ATen/TensorOperators.h"
 #include "muster/checkpoint.h"
+#include "tests/support/bf16_instructions.h"
 
 namespace muster::parity {
 namespace {
 
 using Json = nlohmann::json;
+using testing_support::HasBf16Instructions;
 
 void ExpectNear(const Json& got, const Json& want, double absolute, double relative,
                 const std::string& what) {
@@ -28,18 +29,6 @@ void ExpectNear(const Json& got, const Json& want, double absolute, double relat
   const double g = got.get<double>(), w = want.get<double>();
   EXPECT_LE(std::abs(g - w), absolute + relative * std::abs(w))
       << what << ": got " << g << " want " << w;
-}
-
-// The CPU has bf16 instructions of its own: the cases allow more there.
-bool HasBf16Instructions() {
-  std::ifstream file("/proc/cpuinfo");
-  for (std::string line; std::getline(file, line);) {
-    if (line.rfind("flags", 0) == 0) {
-      return line.find("avx512_bf16") != std::string::npos ||
-             line.find("amx_bf16") != std::string::npos;
-    }
-  }
-  return false;
 }
 
 }  // namespace

@@ -858,9 +858,7 @@ absl::StatusOr<std::string> NameSealed(const RegisteredCheckpoint& record,
   } else {
     // This one is about to be loaded. Registries of before 2026-12 may name it, too, if they do not
     // know yet that newer ones are damaged or gone.
-    superfluous->erase(std::remove_if(superfluous->begin(), superfluous->end(),
-                                      [&](const auto& other) { return other.id == record.id; }),
-                       superfluous->end());
+    std::erase_if(*superfluous, [&](const auto& other) { return other.id == record.id; });
     DeleteSuperfluous(registrar, ParentPath(record.path), /*folder_mu=*/nullptr,
                       /*disposal=*/nullptr, *superfluous);
   }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <limits>
 #include <system_error>
 #include <utility>
 
@@ -12,6 +11,7 @@
 #include "absl/strings/str_replace.h"
 #include "base/file.h"
 #include "base/status_macros.h"
+#include "worker/track/step_after.h"
 
 namespace muster {
 namespace {
@@ -67,8 +67,6 @@ std::vector<std::string> FirstRow(absl::string_view text, size_t* bytes) {
   return cells;
 }
 
-int64_t Next(int64_t step) { return step < std::numeric_limits<int64_t>::max() ? step + 1 : step; }
-
 // Where the rows of a table are.
 struct Scan {
   // Of the last row, and of the one before it.
@@ -119,7 +117,7 @@ absl::StatusOr<int64_t> NextStep(const AppendFile& file, const Scan& scan, size_
     int64_t step = 0;
     // A crash may have cut the number.
     if (cells.size() < std::min<size_t>(columns, 3)) continue;
-    if (cells.size() > 1 && absl::SimpleAtoi(cells[1], &step)) return Next(step);
+    if (cells.size() > 1 && absl::SimpleAtoi(cells[1], &step)) return StepAfter(step);
   }
   return 0;
 }
@@ -224,7 +222,7 @@ absl::Status CsvTracker::log(const TrackerEntry& entry) {
       const FileLock lock(&file_);
       if (looks >= kLooks || file_.IsAtPath()) {
         MUSTER_RETURN_IF_ERROR(LogLocked(entry, step));
-        next_step_ = Next(step);
+        next_step_ = StepAfter(step);
         return absl::OkStatus();
       }
     }

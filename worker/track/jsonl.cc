@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <fstream>
-#include <limits>
 #include <optional>
 
 #include "absl/strings/numbers.h"
@@ -13,11 +12,10 @@
 #include "base/json.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "worker/track/step_after.h"
 
 namespace muster {
 namespace {
-
-int64_t Next(int64_t step) { return step < std::numeric_limits<int64_t>::max() ? step + 1 : step; }
 
 // Of a file, in which its last step is looked for first.
 constexpr int64_t kTail = 64 << 10;
@@ -65,7 +63,8 @@ int64_t NextStep(const std::string& path, int rank) {
       // The first line may have begun before.
       if (newline == absl::string_view::npos && begin > 0) break;
       const size_t at = newline == absl::string_view::npos ? 0 : newline + 1;
-      if (const std::optional<int64_t> step = StepOf(rest.substr(at), rank)) return Next(*step);
+      if (const std::optional<int64_t> step = StepOf(rest.substr(at), rank))
+        return StepAfter(*step);
       rest = rest.substr(0, at);
     }
     if (begin == 0) return 0;
@@ -97,7 +96,7 @@ absl::Status JsonlTracker::store_init_configuration(const TrackerValues& config)
 
 absl::Status JsonlTracker::log(const TrackerEntry& entry) {
   const int64_t step = entry.step.value_or(next_step_);
-  next_step_ = Next(step);
+  next_step_ = StepAfter(step);
   return Write(entry.time,
                absl::StrCat("\"step\": ", step, ", \"values\": ", Object(entry.values)));
 }

@@ -8,7 +8,6 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <limits>
 #include <optional>
 #include <system_error>
 #include <utility>
@@ -23,11 +22,10 @@
 #include "base/json.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "worker/track/step_after.h"
 
 namespace muster {
 namespace {
-
-int64_t Next(int64_t step) { return step < std::numeric_limits<int64_t>::max() ? step + 1 : step; }
 
 constexpr absl::string_view kPrefix = "events.out.tfevents.";
 
@@ -250,7 +248,7 @@ int64_t NextStep(const std::string& folder) {
   }
   std::sort(files.rbegin(), files.rend());
   for (const auto& [time, path] : files) {
-    if (const std::optional<int64_t> step = LastStep(path)) return Next(*step);
+    if (const std::optional<int64_t> step = LastStep(path)) return StepAfter(*step);
   }
   return 0;
 }
@@ -313,7 +311,7 @@ absl::Status TensorBoardTracker::store_init_configuration(const TrackerValues& c
 
 absl::Status TensorBoardTracker::log(const TrackerEntry& entry) {
   const int64_t step = entry.step.value_or(next_step_);
-  next_step_ = Next(step);
+  next_step_ = StepAfter(step);
   last_time_ = entry.time;
   Message summary;
   for (const auto& [name, value] : entry.values) {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <limits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -10,6 +9,7 @@
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "base/units.h"
+#include "worker/track/step_after.h"
 
 namespace muster {
 namespace {
@@ -113,7 +113,7 @@ void TrackerSet::Log(TrackerValues values, std::optional<int64_t> step) {
     MutexLock lock(&mu_);
     // Before it waits or is dropped: the steps say when it was logged.
     if (!entry.step.has_value()) entry.step = next_step_;
-    next_step_ = *entry.step + (*entry.step < std::numeric_limits<int64_t>::max() ? 1 : 0);
+    next_step_ = StepAfter(*entry.step);
     if (!WaitForRoom()) {
       ++dropped_;
       return;
