@@ -7,10 +7,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
 #include "base/file.h"
 #include "base/owned_fd.h"
 #include "base/status_macros.h"
+#include "base/variable_list.h"
 
 namespace muster::agent {
 namespace {
@@ -36,22 +36,13 @@ absl::Status PutFile(const std::string& path, absl::string_view contents, mode_t
 
 absl::Status PutVariables(const std::string& path,
                           const std::map<std::string, std::string>& variables) {
-  std::string text;
-  for (const auto& [name, value] : variables) {
-    absl::StrAppend(&text, name, "=", value);
-    text.push_back('\0');  // which neither can have
-  }
-  return PutFile(path, text, 0600);
+  return PutFile(path, VariableList(variables), 0600);
 }
 
 absl::StatusOr<std::map<std::string, std::string>> TakeVariables(const std::string& path) {
   MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(path));
-  std::map<std::string, std::string> variables;
-  for (const absl::string_view word : absl::StrSplit(text, '\0', absl::SkipEmpty())) {
-    variables.insert(absl::StrSplit(word, absl::MaxSplits('=', 1)));
-  }
   unlink(path.c_str());
-  return variables;
+  return ParseVariableList(text, path);
 }
 
 absl::Status SyncAttempt(const std::string& folder) {

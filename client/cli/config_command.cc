@@ -141,6 +141,11 @@ absl::StatusOr<std::map<std::string, std::string>> GivenSettings(const CommandLi
         "--env ", line.options.at("env").front(),
         " is not copied into the file: write it there, under env, or pass it to muster launch"));
   }
+  if (line.Has("env_file")) {
+    return absl::InvalidArgumentError(
+        "--env_file is a flag of muster launch and not a key of the config file: pass it to muster "
+        "launch, or write its variables into the file, under env");
+  }
   for (const SettingSpec& setting : LaunchSettings()) {
     if (line.Has(setting.name)) given[setting.name] = line.Get(setting.name);
   }

@@ -150,7 +150,8 @@ TEST_F(ConfigCommandTest, OptionsThatTheFileCannotHave_AreRefused) {
     for (const auto& [options, text] :
          {std::pair<std::vector<std::string>, const char*>{{"--use_fsdp", "--fsdp_version", "2"},
                                                            "is a flag of muster launch"},
-          {{"--env", "A=b"}, "--env A=b is not copied into the file"}}) {
+          {{"--env", "A=b"}, "--env A=b is not copied into the file"},
+          {{"--env_file", "x"}, "--env_file is a flag of muster launch"}}) {
       std::vector<std::string> args = verb;
       args.insert(args.end(), options.begin(), options.end());
       EXPECT_EQ(Run(args, "one\n"), kExitUsage);

@@ -14,6 +14,7 @@
 #include "base/machine.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "base/variable_list.h"
 #include "client/cli/output.h"
 #include "client/cli/planned_checkpoint.h"
 #include "client/config/accelerate_launch.h"
@@ -80,12 +81,16 @@ std::vector<OptionSpec> LaunchOptions() {
   options.push_back({.name = "config_file",
                      .value_name = "FILE",
                      .help = "YAML or JSON. Default: $MUSTER_CONFIG, else "
-                             "muster/config.yaml in $XDG_CONFIG_HOME or ~/.config, if it exists"});
+                             "~/.config/muster/config.yaml if it exists"});
   options.push_back({.name = "env",
                      .value_name = "NAME=VALUE",
                      .help = "An environment variable for all processes; may be repeated. "
                              "Variables of settings, such as MUSTER_MIXED_PRECISION, are refused",
                      .repeated = true});
+  options.push_back({.name = "env_file",
+                     .value_name = "FILE",
+                     .help = "Such variables as `env -0` prints them, each with a null byte at its "
+                             "end; --env wins over the file"});
   options.push_back(
       {.name = "dry_run", .help = "Print what would run and the source of each setting, and exit"});
   options.push_back(OutputOption({"text", "json", "yaml"}));
@@ -319,6 +324,11 @@ absl::StatusOr<LaunchConfig> ReadLaunchConfig(const CommandLine& line,
   }
   if (line.Has("coordinator")) {
     MUSTER_RETURN_IF_ERROR(AddCoordinator(line.Get("coordinator"), "--coordinator", &flags));
+  }
+  if (const std::string file = line.Get("env_file"); !file.empty()) {
+    MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(file));
+    MUSTER_ASSIGN_OR_RETURN(const auto listed, ParseVariableList(text, file));
+    for (const auto& [name, value] : listed) flags.env[name] = {value, "--env_file"};
   }
   if (line.Has("env")) {
     for (const std::string& entry : line.options.at("env")) {

@@ -1,5 +1,7 @@
 #include "client/cli/launch_command.h"
 
+#include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
@@ -7,6 +9,7 @@
 #include "base/exit_code.h"
 #include "base/file.h"
 #include "base/test_folder.h"
+#include "base/variable_list.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -226,6 +229,30 @@ TEST_F(LaunchCommandTest, DryRun_PrintsEverySettingWithItsSourceAndRunsNothing) 
                     ::testing::ContainsRegex("mixed_precision +bf16 +MUSTER_MIXED_PRECISION"),
                     ::testing::ContainsRegex("max_restarts +0 +default"),
                     HasSubstr("./train 'a b'"), HasSubstr("ranks    0 to 3 of 4 on this machine")));
+}
+
+TEST_F(LaunchCommandTest, EnvFile_GivesVariablesToTheProcessesAlone) {
+  const TestFolder folder;
+  const std::string path = folder.Path("env");
+  std::ofstream(path) << VariableList(
+      {{"A", "1\n2"}, {"B", "file"}, {"LD_LIBRARY_PATH", "/none"}, {"MUSTER_MAX_RESTARTS", "7"}});
+  EXPECT_EQ(Run({"--dry_run", "-o", "json", "--env_file", path, "--env=B=flag", "--", "./train"}),
+            kExitOk)
+      << err_.str();
+  const auto plan = nlohmann::json::parse(out_.str());
+  EXPECT_EQ(plan["env"], (std::map<std::string, std::string>{{"A", "1\n2"},
+                                                             {"B", "flag"},
+                                                             {"LD_LIBRARY_PATH", "/none"},
+                                                             {"MUSTER_MAX_RESTARTS", "7"}}));
+  EXPECT_EQ(plan["settings"]["max_restarts"]["value"], "0");
+
+  std::ofstream(path) << VariableList({{"RANK", "0"}});
+  EXPECT_EQ(Run({"--env_file", path, "--", "./train"}), kExitUsage);
+  EXPECT_THAT(err_.str(), HasSubstr("env: RANK (from --env_file) cannot be set"));
+  std::ofstream(path) << "A\n";
+  EXPECT_EQ(Run({"--env_file", path, "--", "./train"}), kExitUsage);
+  EXPECT_THAT(err_.str(), HasSubstr("env: A\\x0a is no NAME=VALUE"));
+  EXPECT_EQ(Run({"--env_file", folder.Path("none"), "--", "./train"}), kExitUsage);
 }
 
 TEST_F(LaunchCommandTest, DryRunAsJson_IsTheWholePlanAndTheSameEachTime) {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <iterator>
 #include <map>
-#include <set>
 #include <utility>
 
 #include "absl/strings/ascii.h"
@@ -67,48 +66,6 @@ int GpusOf(absl::string_view gres) {
   return gpus;
 }
 
-bool IsVariable(absl::string_view name) {
-  return !name.empty() && !absl::ascii_isdigit(static_cast<unsigned char>(name[0])) &&
-         std::all_of(name.begin(), name.end(),
-                     [](unsigned char c) { return absl::ascii_isalnum(c) || c == '_'; });
-}
-
-// Whether bash gives the variable its own value, or lets nobody set it.
-bool IsOfBash(absl::string_view name) {
-  static const auto& names = *new std::set<absl::string_view>{"_",
-                                                              "BASHOPTS",
-                                                              "BASHPID",
-                                                              "BASH_ARGC",
-                                                              "BASH_ARGV",
-                                                              "BASH_ARGV0",
-                                                              "BASH_COMMAND",
-                                                              "BASH_LINENO",
-                                                              "BASH_SOURCE",
-                                                              "BASH_SUBSHELL",
-                                                              "BASH_ALIASES",
-                                                              "BASH_CMDS",
-                                                              "BASH_REMATCH",
-                                                              "BASH_VERSINFO",
-                                                              "COMP_WORDBREAKS",
-                                                              "DIRSTACK",
-                                                              "EPOCHREALTIME",
-                                                              "EPOCHSECONDS",
-                                                              "EUID",
-                                                              "FUNCNAME",
-                                                              "GROUPS",
-                                                              "HISTCMD",
-                                                              "LINENO",
-                                                              "PIPESTATUS",
-                                                              "PPID",
-                                                              "RANDOM",
-                                                              "SECONDS",
-                                                              "SHELLOPTS",
-                                                              "SHLVL",
-                                                              "SRANDOM",
-                                                              "UID"};
-  return names.contains(name);
-}
-
 // D-HH:MM:SS
 std::string TimeText(absl::Duration time) {
   const int64_t seconds = absl::ToInt64Seconds(absl::Ceil(time, absl::Seconds(1)));
@@ -146,6 +103,11 @@ std::vector<std::string> LaunchFlags(const JobSpec& spec, const SlurmLayout& lay
   }
   if (!spec.user_error_codes.empty()) {
     flags.insert(flags.end(), {"--user_error_codes", absl::StrJoin(spec.user_error_codes, ",")});
+  }
+  // The launch itself does not have the variables of the processes.
+  if (const auto config = spec.env.find("MUSTER_CONFIG");
+      config != spec.env.end() && !config->second.empty()) {
+    flags.insert(flags.end(), {"--config_file", ShellWord(config->second)});
   }
   if (spec.hang_timeout > absl::ZeroDuration()) {
     flags.push_back(absl::StrCat("--hang_timeout=", absl::FormatDuration(spec.hang_timeout)));
@@ -315,14 +277,10 @@ absl::StatusOr<std::string> RenderSlurmScript(const JobSpec& spec, const SlurmLa
                      "in its name"));
   }
   for (const auto& [name, value] : spec.env) {
-    if (IsOfBash(name)) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "env: ", name, " is a variable of bash, which runs the job under SLURM: the processes ",
-          "would not get this value; use another name"));
-    }
-    if (IsVariable(name)) continue;
+    const std::string entry = absl::StrCat(name, "=", value);
+    if (entry.find('=') == name.size() && !name.empty() && entry.find('\0') == entry.npos) continue;
     return absl::InvalidArgumentError(
-        absl::StrCat("env: ", Printable(name), " is no name of a variable for a shell"));
+        absl::StrCat("env: ", Printable(entry), " is no variable that a process can have"));
   }
   const int each = layout.processes_per_node;
   std::string script = "#!/usr/bin/env bash\n";
@@ -355,18 +313,19 @@ absl::StatusOr<std::string> RenderSlurmScript(const JobSpec& spec, const SlurmLa
                   "train.sbatch on it is deploy/slurm/train.sbatch.\n"
                   // Of the terminal that has submitted it.
                   "unset MUSTER_COORDINATOR MUSTER_TOKEN_FILE MUSTER_TLS_CA MUSTER_TLS_CERT "
-                  "MUSTER_TLS_KEY MUSTER_ON\n"
+                  "MUSTER_TLS_KEY MUSTER_ON MUSTER_MAIN_PROCESS_IP\n"
                   // With these, a launch would not ask SLURM which node of how many it is on.
                   "unset MUSTER_NUM_MACHINES MUSTER_MACHINE_RANK\n"
                   // Its launches read no file of the user, as agents read none, unless the job's
                   // env names one: theirs may say that the processes compute on CPUs.
                   "export MUSTER_CONFIG=/dev/null\n");
-  // Not of this script: the processes' PATH may not have what it needs.
-  script += "job_env() {\n  :\n";
-  for (const auto& [name, value] : spec.env) {
-    absl::StrAppend(&script, "  export ", name, "=", ShellWord(value), "\n");
+  if (!spec.env.empty()) {
+    script += "job_env() {\n  printf '%s\\0'";
+    for (const auto& [name, value] : spec.env) {
+      absl::StrAppend(&script, " \\\n    ", ShellWord(absl::StrCat(name, "=", value)));
+    }
+    script += "\n}\n";
   }
-  script += "}\n";
   const std::string folder = ShellWord(options.folder);
   absl::StrAppend(&script, "MUSTER=", ShellWord(options.muster), "\nMUSTER_RUN_FOLDER=", folder,
                   "/run\nMUSTER_EVENTS=", folder, "/$SLURM_JOB_ID.events\nMUSTER_LOGS=", folder,

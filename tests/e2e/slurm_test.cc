@@ -99,7 +99,10 @@ class SlurmTest : public ::testing::Test {
       config.close();
       setenv("SLURM_CONF", conf.c_str(), 1);
       // All "machines" are this one: a loopback address, and no name that others would look up.
-      setenv("MUSTER_MAIN_PROCESS_IP", "127.0.0.1", 1);
+      mkdir(folder.Path("bin").c_str(), 0700);
+      std::ofstream(folder.Path("bin/hostname")) << "#!/bin/sh\necho 127.0.0.1\n";
+      chmod(folder.Path("bin/hostname").c_str(), 0700);
+      setenv("PATH", absl::StrCat(folder.Path("bin"), ":", getenv("PATH")).c_str(), 1);
       setenv("MUSTER_CPU", "true", 1);
       Shell("/usr/sbin/slurmctld -c");
       for (int n = 0; n < kNodes; ++n) StartNode(n);

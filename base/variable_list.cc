@@ -1,0 +1,34 @@
+#include "base/variable_list.h"
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "base/text.h"
+
+namespace muster {
+
+std::string VariableList(const std::map<std::string, std::string>& variables) {
+  std::string text;
+  for (const auto& [name, value] : variables) {
+    absl::StrAppend(&text, name, "=", value);
+    text.push_back('\0');
+  }
+  return text;
+}
+
+absl::StatusOr<std::map<std::string, std::string>> ParseVariableList(absl::string_view text,
+                                                                     absl::string_view source) {
+  std::map<std::string, std::string> variables;
+  for (const absl::string_view entry : absl::StrSplit(text, '\0', absl::SkipEmpty())) {
+    const size_t equals = entry.find('=');
+    if (equals == absl::string_view::npos || equals == 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(source, ": ", Printable(entry),
+                       " is no NAME=VALUE with a null byte at its end, as env -0 prints them"));
+    }
+    variables[std::string(entry.substr(0, equals))] = std::string(entry.substr(equals + 1));
+  }
+  return variables;
+}
+
+}  // namespace muster

@@ -1,0 +1,25 @@
+#ifndef MUSTER_BASE_VARIABLE_LIST_H_
+#define MUSTER_BASE_VARIABLE_LIST_H_
+
+#include <map>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace muster {
+
+// Environment variables as one text: NAME=VALUE, each with a null byte at its end, as `env -0`
+// prints them. Both are pure and thread-safe.
+
+// Neither names nor values may have a null byte, as no environment has one.
+std::string VariableList(const std::map<std::string, std::string>& variables);
+
+// Of a name that is there more than once, the last value counts. INVALID_ARGUMENT, with `source`
+// in its message: an entry that is no NAME=VALUE.
+absl::StatusOr<std::map<std::string, std::string>> ParseVariableList(absl::string_view text,
+                                                                     absl::string_view source);
+
+}  // namespace muster
+
+#endif  // MUSTER_BASE_VARIABLE_LIST_H_
