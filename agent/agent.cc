@@ -138,15 +138,19 @@ absl::Status Agent::StartWorker(const Meeting& meeting, int attempt, int local_r
 
 absl::Status Agent::BeginLogs(const Meeting& meeting) {
   if (options_.log_dir.empty() || logs_begun_) return absl::OkStatus();
-  const absl::StatusOr<std::string> before = BeginLogFolder(options_.log_dir, meeting.launch);
-  if (absl::IsUnimplemented(before.status())) {
-    output_.Note(absl::StrCat("muster: log_dir: ", before.status().message(),
+  absl::StatusOr<LogFolder> folder = BeginLogFolder(options_.log_dir, meeting.launch);
+  if (absl::IsUnimplemented(folder.status())) {
+    output_.Note(absl::StrCat("muster: log_dir: ", folder.status().message(),
                               ", which machines that share the folder need to move the logs of an "
                               "earlier launch: this one overwrites them"));
-  } else if (!before.ok()) {
-    return absl::InvalidArgumentError(absl::StrCat("log_dir: ", before.status().message()));
-  } else if (!before->empty()) {
-    output_.Note(absl::StrCat("muster: the logs of an earlier launch are in ", *before, " now"));
+  } else if (!folder.ok()) {
+    return absl::InvalidArgumentError(absl::StrCat("log_dir: ", folder.status().message()));
+  } else {
+    if (!folder->before.empty()) {
+      output_.Note(
+          absl::StrCat("muster: the logs of an earlier launch are in ", folder->before, " now"));
+    }
+    log_lock_ = std::move(folder->runs);
   }
   logs_begun_ = true;
   return absl::OkStatus();

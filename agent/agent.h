@@ -21,6 +21,7 @@
 #include "agent/worker_processes.h"
 #include "base/held_memory.h"
 #include "base/mutex.h"
+#include "base/owned_fd.h"
 #include "proto/failure_policy.h"
 #include "proto/muster/v1/job.pb.h"
 
@@ -234,6 +235,7 @@ class Agent {
   std::vector<Worker> workers_;
   int running_ = 0;
   bool logs_begun_ = false;
+  OwnedFd log_lock_;    // says that this launch writes to log_dir
   int node_rank_ = -1;  // of the last meeting
   int num_nodes_ = 0;
   int attempt_ = 0;           // 0 is the first

@@ -17,6 +17,7 @@
 #include "agent/control_group.h"
 #include "agent/fake_control_groups.h"
 #include "agent/fake_job_coordination.h"
+#include "agent/log_folder.h"
 #include "base/file.h"
 #include "base/mutex.h"
 #include "base/owned_fd.h"
@@ -907,6 +908,21 @@ TEST_F(AgentTest, LogFolder_HasThoseOfOneLaunch) {
   EXPECT_EQ(log_of("attempt_0/rank_1.log"), "none");
   EXPECT_EQ(log_of("before_1/attempt_0/rank_0.log"), "0 of 2\n");
   EXPECT_EQ(log_of("before_1/attempt_0/rank_1.log"), "1 of 2\n");
+}
+
+TEST_F(AgentTest, LogFolderOfALaunchThatRuns_IsRefused) {
+  options_.log_dir = TestPath("agent_busy_logs");
+  const absl::StatusOr<LogFolder> busy = BeginLogFolder(options_.log_dir, "a");
+  ASSERT_TRUE(busy.ok()) << busy.status();
+  FakeJobCoordination coordination({.launch = "b"});
+  options_.argv = {"/bin/true"};
+  Agent agent(options_, *host_, *output_, coordination);
+  const JobResult result = agent.Run();
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kRefused);
+  EXPECT_EQ(result.status.message(),
+            absl::StrCat("log_dir: ", options_.log_dir,
+                         " has the logs of another launch that still runs: give this one a log_dir "
+                         "of its own"));
 }
 
 TEST_F(AgentTest, SecondNode_RanksGoOn) {

@@ -50,32 +50,56 @@ absl::StatusOr<std::string> MoveAside(const std::string& folder) {
   return before;
 }
 
-}  // namespace
-
-absl::StatusOr<std::string> BeginLogFolder(const std::string& folder, const std::string& launch) {
-  MUSTER_RETURN_IF_ERROR(MakeDirectories(folder));
-  if (launch.empty()) return "";
-  const std::string path = JoinPath(folder, ".launch");
-  // Never replaced by another file, so that over NFS the holder of its lock reads its current
-  // contents.
-  const OwnedFd file(open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
+// Never replaced by another file, so that over NFS the holder of its lock reads its current
+// contents.
+absl::StatusOr<OwnedFd> OpenLock(const std::string& path) {
+  OwnedFd file(open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
   if (!file.open()) return absl::ErrnoToStatus(errno, path);
-  while (flock(file.get(), LOCK_EX) != 0) {
+  return file;
+}
+
+// Whether the lock is had; false: with LOCK_NB, another has it.
+absl::StatusOr<bool> Lock(const OwnedFd& file, int operation, const std::string& path) {
+  while (flock(file.get(), operation) != 0) {
     if (errno == EINTR) continue;
+    if (errno == EWOULDBLOCK) return false;
     return absl::UnimplementedError(absl::ErrnoToStatus(errno, path).message());
   }
+  return true;
+}
+
+}  // namespace
+
+absl::StatusOr<LogFolder> BeginLogFolder(const std::string& folder, const std::string& launch) {
+  MUSTER_RETURN_IF_ERROR(MakeDirectories(folder));
+  LogFolder begun;
+  if (launch.empty()) return begun;
+  const std::string path = JoinPath(folder, ".launch"), runs = JoinPath(folder, ".runs");
+  MUSTER_ASSIGN_OR_RETURN(const OwnedFd file, OpenLock(path));
+  MUSTER_RETURN_IF_ERROR(Lock(file, LOCK_EX, path).status());
+  MUSTER_ASSIGN_OR_RETURN(begun.runs, OpenLock(runs));
   std::string found(kMaxLaunch, '\0');
   const ssize_t size = pread(file.get(), found.data(), found.size(), 0);
   if (size < 0) return absl::ErrnoToStatus(errno, path);
   found.resize(static_cast<size_t>(size));
-  if (found == launch) return "";
-  MUSTER_ASSIGN_OR_RETURN(std::string before, MoveAside(folder));
-  // After: where this fails, the next launch moves what is left.
-  if (ftruncate(file.get(), 0) != 0 ||
-      pwrite(file.get(), launch.data(), launch.size(), 0) != static_cast<ssize_t>(launch.size())) {
-    return absl::ErrnoToStatus(errno, path);
+  if (found != launch) {
+    MUSTER_ASSIGN_OR_RETURN(const bool none_runs, Lock(begun.runs, LOCK_EX | LOCK_NB, runs));
+    if (!none_runs) {
+      return absl::AlreadyExistsError(absl::StrCat(
+          folder,
+          " has the logs of another launch that still runs: give this one a log_dir of its "
+          "own"));
+    }
+    MUSTER_ASSIGN_OR_RETURN(begun.before, MoveAside(folder));
+    // After: where this fails, the next launch moves what is left.
+    if (ftruncate(file.get(), 0) != 0 || pwrite(file.get(), launch.data(), launch.size(), 0) !=
+                                             static_cast<ssize_t>(launch.size())) {
+      return absl::ErrnoToStatus(errno, path);
+    }
   }
-  return before;
+  // Nobody asks for it alone without the lock on `file`.
+  MUSTER_RETURN_IF_ERROR(Lock(begun.runs, LOCK_SH, runs).status());
+  return begun;
 }
 
 }  // namespace muster::agent

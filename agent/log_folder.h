@@ -4,18 +4,26 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "base/owned_fd.h"
 
 namespace muster::agent {
 
-// Makes the folder in which the agents of one launch write attempt_N/rank_R.log, and moves what an
-// earlier launch has left there into a new folder before_N in it, so that nothing is overwritten
-// and every attempt_N is of this launch. Several agents may share the folder: the file .launch in
-// it says whose the logs are, and is locked meanwhile, so the first of them moves and the others
-// find that it is done. `launch`: names the launch, the same for all its machines; empty: not
-// known, and nothing is moved. Blocks on the disk. Returns the folder with the earlier logs, "" if
-// there are none. Errors: those of the disk, with the path; UNIMPLEMENTED the file system has no
-// locks: nothing is moved.
-absl::StatusOr<std::string> BeginLogFolder(const std::string& folder, const std::string& launch);
+// A folder in which the agents of one launch write attempt_N/rank_R.log.
+struct LogFolder {
+  std::string before;  // the folder in it that has the logs of the launch before; empty: none
+  // Holds a lock that says that the launch runs, until the last copy of it in any process is
+  // closed. Not open: `launch` was not known.
+  OwnedFd runs;
+};
+
+// Makes the folder, and moves what an earlier launch has left there into a new folder before_N in
+// it, so that nothing is overwritten and every attempt_N is of this launch. Several agents may
+// share the folder: the file .launch in it says whose the logs are, and is locked meanwhile, so the
+// first of them moves and the others find that it is done; all hold a shared lock on .runs.
+// `launch`: names the launch, the same for all its machines; empty: not known, and nothing is
+// moved. Blocks on the disk. Errors: ALREADY_EXISTS another launch runs that writes there; those of
+// the disk, with the path; UNIMPLEMENTED the file system has no locks: nothing is moved.
+absl::StatusOr<LogFolder> BeginLogFolder(const std::string& folder, const std::string& launch);
 
 }  // namespace muster::agent
 

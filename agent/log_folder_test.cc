@@ -17,9 +17,9 @@ namespace {
 class LogFolderTest : public testing::Test {
  protected:
   std::string Begin(const std::string& launch) {
-    const absl::StatusOr<std::string> before = BeginLogFolder(path_, launch);
-    EXPECT_TRUE(before.ok()) << before.status();
-    return before.value_or("?");
+    const absl::StatusOr<LogFolder> folder = BeginLogFolder(path_, launch);
+    EXPECT_TRUE(folder.ok()) << folder.status();
+    return folder.ok() ? folder->before : "?";
   }
   void Write(const std::string& name, const std::string& text) {
     const std::string path = JoinPath(path_, name);
@@ -86,6 +86,21 @@ TEST_F(LogFolderTest, MachinesOfOneLaunch_MoveOnceAndKeepWhatTheOthersWrite) {
       EXPECT_EQ(Read(absl::StrCat("before_", launch, "/", name)), absl::StrCat(launch - 1));
     }
   }
+}
+
+TEST_F(LogFolderTest, SecondLaunchWhileAMachineOfTheFirstRuns_IsRefused) {
+  absl::StatusOr<LogFolder> first = BeginLogFolder(path_, "one");
+  absl::StatusOr<LogFolder> other_machine = BeginLogFolder(path_, "one");
+  ASSERT_TRUE(first.ok() && other_machine.ok());
+  Write("attempt_0/rank_0.log", "first");
+  for (LogFolder* const machine : {&*first, &*other_machine}) {
+    const absl::Status refused = BeginLogFolder(path_, "two").status();
+    EXPECT_EQ(refused.code(), absl::StatusCode::kAlreadyExists) << refused;
+    EXPECT_EQ(Read("attempt_0/rank_0.log"), "first");
+    EXPECT_EQ(Begin("one"), "") << "a machine that starts again";
+    machine->runs.Close();
+  }
+  EXPECT_EQ(Begin("two"), JoinPath(path_, "before_1"));
 }
 
 TEST_F(LogFolderTest, FolderThatCannotBeMade_IsNamed) {
