@@ -911,7 +911,12 @@ class NodeService {
       environment.erase(name);
     }
     if (options_.info.gpus_size() > 0) {
-      environment["CUDA_VISIBLE_DEVICES"] = absl::StrJoin(assignment.gpus(), ",");
+      std::vector<std::string> devices;
+      for (const int gpu : assignment.gpus()) {
+        const bool named = gpu >= 0 && gpu < static_cast<int>(options_.gpus.size());
+        devices.push_back(named ? options_.gpus[gpu] : absl::StrCat(gpu));
+      }
+      environment["CUDA_VISIBLE_DEVICES"] = absl::StrJoin(devices, ",");
       // That is how they are counted here; CUDA's own order begins with the fastest.
       environment.try_emplace("CUDA_DEVICE_ORDER", "PCI_BUS_ID");
     }

@@ -24,6 +24,8 @@ struct NodeServiceOptions {
   std::string node;  // its name
   // What the node has. At least one CPU.
   v1::NodeInfo info;
+  // The entry of CUDA_VISIBLE_DEVICES for each of info's GPUs, by which jobs get it.
+  std::vector<std::string> gpus = {};
   // Where other nodes reach programs here; empty: the address that leads to the coordinator.
   std::string host = {};
   // The program that runs one attempt, with the flags that all runners have (to reach the

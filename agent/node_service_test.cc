@@ -301,8 +301,9 @@ TEST(NodeServiceTest, FileOfAnAttemptIsTooLarge_TheAgentStarts) {
 // Has one attempt run, and hears how it ends.
 class AdoptingNodes final : public v1::Nodes::Service {
  public:
-  explicit AdoptingNodes(std::function<void(grpc::ServerContext*)> first)
-      : first_(std::move(first)) {}
+  explicit AdoptingNodes(std::function<void(grpc::ServerContext*)> first,
+                         std::vector<int> gpus = {})
+      : gpus_(std::move(gpus)), first_(std::move(first)) {}
 
   grpc::Status Sync(grpc::ServerContext* context, const v1::SyncNodeRequest* request,
                     v1::SyncNodeReply* reply) override {
@@ -320,6 +321,7 @@ class AdoptingNodes final : public v1::Nodes::Service {
     assignment->set_attempt(1);
     assignment->set_num_nodes(1);
     assignment->set_processes(1);
+    assignment->mutable_gpus()->Add(gpus_.begin(), gpus_.end());
     assignment->mutable_spec()->add_argv("true");
     return grpc::Status::OK;
   }
@@ -329,6 +331,7 @@ class AdoptingNodes final : public v1::Nodes::Service {
   }
 
  private:
+  const std::vector<int> gpus_;
   std::function<void(grpc::ServerContext*)> first_;
   Mutex mu_;
   v1::AttemptEnd end_ ABSL_GUARDED_BY(mu_);
@@ -382,6 +385,21 @@ TEST(NodeServiceTest, RunnerCannotStart_ItsLastLineIsTold) {
             "its runner no longer exists (exit 127) and left no report; its last line: libx.so: "
             "file too short");
   EXPECT_FALSE(HasVariables(options));
+}
+
+TEST(NodeServiceTest, AgentOfSomeGpus_GivesJobsTheirNames) {
+  const TestFolder folder;
+  NodeServiceOptions options = OptionsOf(folder.Path("state"));
+  options.environment["CUDA_VISIBLE_DEVICES"] = "2,GPU-6f2a,5";
+  options.gpus = {"2", "GPU-6f2a", "5"};
+  for (int i = 0; i < 3; ++i) options.info.add_gpus("");
+  options.runner = {"/bin/sh", "-c", "echo devices $CUDA_VISIBLE_DEVICES; exit 3"};
+  AdoptingNodes nodes([](grpc::ServerContext*) {}, /*gpus=*/{1, 2});
+  const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
+  ASSERT_TRUE(server.ok()) << server.status();
+  options.coordinator = (*server)->address();
+  EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
+  EXPECT_THAT(nodes.end().why(), testing::HasSubstr("its last line: devices GPU-6f2a,5"));
 }
 
 // As of an agent that is there before its network: the next attempt has the address.

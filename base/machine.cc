@@ -68,16 +68,20 @@ std::vector<std::string> Names(const std::string& folder) {
 
 }  // namespace
 
-int CountVisible(const std::string& cuda_visible_devices, int gpus) {
-  int count = 0;
+std::vector<std::string> VisibleDevices(const std::string& cuda_visible_devices, int gpus) {
+  std::vector<std::string> devices;
   for (absl::string_view entry : absl::StrSplit(cuda_visible_devices, ',')) {
     entry = absl::StripAsciiWhitespace(entry);
     int index = 0;
     const bool named = absl::StartsWith(entry, "GPU-") || absl::StartsWith(entry, "MIG-");
     if (!named && (!absl::SimpleAtoi(entry, &index) || index < 0 || index >= gpus)) break;
-    ++count;
+    devices.emplace_back(entry);
   }
-  return gpus == 0 ? 0 : count;
+  return devices;
+}
+
+int CountVisible(const std::string& cuda_visible_devices, int gpus) {
+  return gpus == 0 ? 0 : static_cast<int>(VisibleDevices(cuda_visible_devices, gpus).size());
 }
 
 Machine ReadMachine(const std::map<std::string, std::string>& variables, const std::string& root) {

@@ -33,8 +33,11 @@ struct Machine {
 Machine ReadMachine(const std::map<std::string, std::string>& variables,
                     const std::string& root = "");
 
-// How many of `gpus` a CUDA program sees with this CUDA_VISIBLE_DEVICES: the entries before the
-// first one that names none. Names ("GPU-...", "MIG-...") are believed.
+// The entries of CUDA_VISIBLE_DEVICES before the first one that names none of `gpus` GPUs, which
+// are those that a CUDA program sees. Names ("GPU-...", "MIG-...") are believed.
+std::vector<std::string> VisibleDevices(const std::string& cuda_visible_devices, int gpus);
+
+// How many they are; none on a machine without GPUs.
 int CountVisible(const std::string& cuda_visible_devices, int gpus);
 
 }  // namespace muster

@@ -60,6 +60,7 @@ TEST(CountVisible, StopsAtTheFirstThatNamesNone) {
   EXPECT_EQ(CountVisible("GPU-abc,GPU-def", 4), 2);
   EXPECT_EQ(CountVisible("", 4), 0);
   EXPECT_EQ(CountVisible("0", 0), 0);
+  EXPECT_EQ(VisibleDevices("2, GPU-abc,9,0", 4), (std::vector<std::string>{"2", "GPU-abc"}));
 }
 
 }  // namespace

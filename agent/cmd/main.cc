@@ -28,6 +28,7 @@
 #include "agent/attempt_restarts.h"
 #include "agent/descriptors.h"
 #include "agent/gpu_facts.h"
+#include "agent/job_gpus.h"
 #include "agent/job_signals.h"
 #include "agent/node_job.h"
 #include "agent/node_service.h"
@@ -526,8 +527,8 @@ absl::StatusOr<GpuFacts> AskDriver() {
   return answer->facts;
 }
 
-// `found`: how many GPUs the machine has.
-void SetGpuFacts(int found, int memory_mib, v1::NodeInfo* info) {
+// `gpus` are those of `info`; `found`: how many the machine has.
+void SetGpuFacts(const std::vector<JobGpu>& gpus, int found, int memory_mib, v1::NodeInfo* info) {
   GpuFacts facts;
   const bool all_said = memory_mib >= 0 && !info->nvlink_domain().empty();
   if (found > 0 && info->gpus_size() > 0 && !all_said) {
@@ -540,10 +541,11 @@ void SetGpuFacts(int found, int memory_mib, v1::NodeInfo* info) {
   }
   // Only then they are the same ones.
   const bool same = static_cast<int>(facts.memory_bytes.size()) == found;
-  for (int i = 0; i < info->gpus_size(); ++i) {
-    info->add_gpu_memory_bytes(memory_mib >= 0     ? int64_t{memory_mib} << 20
-                               : same && i < found ? facts.memory_bytes[i]
-                                                   : 0);
+  for (const JobGpu& gpu : gpus) {
+    const bool known = same && gpu.index >= 0 && gpu.index < found;
+    info->add_gpu_memory_bytes(memory_mib >= 0 ? int64_t{memory_mib} << 20
+                               : known         ? facts.memory_bytes[gpu.index]
+                                               : 0);
   }
   if (info->nvlink_domain().empty() && info->gpus_size() > 0) {
     info->set_nvlink_domain(facts.nvlink_domain);
@@ -572,17 +574,18 @@ absl::Status SetInventory(const Machine& machine, ServeFlags* flags) {
   info->set_memory_bytes(flags->memory_mib >= 0 ? int64_t{flags->memory_mib} << 20
                                                 : machine.memory_bytes);
   const int found = static_cast<int>(machine.gpus.size());
-  // Attempts get GPUs by their numbers on this machine.
-  const int usable = machine.usable_gpus;
-  if (flags->gpus < 0 && usable > 0 && usable < found) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "CUDA_VISIBLE_DEVICES names ", usable, " of this machine's ", found,
-        " GPUs, but jobs get the GPUs of an agent by their numbers, from 0 on: unset it, or give "
-        "--gpus N for the first N"));
+  const std::map<std::string, std::string>& variables = flags->options.environment;
+  const auto visible = variables.find("CUDA_VISIBLE_DEVICES");
+  MUSTER_ASSIGN_OR_RETURN(
+      const std::vector<JobGpu> gpus,
+      ChooseJobGpus(visible != variables.end() ? std::optional(visible->second) : std::nullopt,
+                    found, flags->gpus));
+  for (const JobGpu& gpu : gpus) {
+    const bool known = gpu.index >= 0 && gpu.index < found;
+    info->add_gpus(known ? machine.gpus[gpu.index].model : "");
+    flags->options.gpus.push_back(gpu.device);
   }
-  const int gpus = flags->gpus >= 0 ? flags->gpus : std::min(usable, found);
-  for (int i = 0; i < gpus; ++i) info->add_gpus(i < found ? machine.gpus[i].model : "");
-  SetGpuFacts(found, flags->gpu_memory_mib, info);
+  SetGpuFacts(gpus, found, flags->gpu_memory_mib, info);
   SetFreePorts(info);
   std::map<std::string, std::string> labels;
   for (const std::string& label : flags->labels) {
@@ -670,7 +673,8 @@ int Serve(std::vector<std::string> words) {
       ->check(CLI::Range(1, 1'000'000));
   app.add_option(
          "--gpus", flags.gpus,
-         "GPUs for jobs, the first ones (default: all; none if CUDA_VISIBLE_DEVICES is empty)")
+         "GPUs for jobs, the first ones (default: all, or those that CUDA_VISIBLE_DEVICES names; "
+         "none if it is empty)")
       ->check(CLI::Range(0, 1024));
   app.add_option("--gpu_memory_mib", flags.gpu_memory_mib,
                  "memory of each GPU, in MiB (default: what the driver reports)")
