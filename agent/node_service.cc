@@ -903,7 +903,12 @@ class NodeService {
           "came by --token_file - and cannot be handed on");
     }
     std::map<std::string, std::string> environment = options_.environment;
-    environment.erase("MUSTER_TOKEN_FILE");  // the node's
+    // The node's. The runner gets flags for those that it needs, and what all processes of a job
+    // must agree on is not a node's to say.
+    for (const char* const name : {"MUSTER_TOKEN_FILE", "MUSTER_TLS_CA", "MUSTER_TLS_CERT",
+                                   "MUSTER_TLS_KEY", "MUSTER_LEASE", "MUSTER_OUTAGE_TOLERANCE"}) {
+      environment.erase(name);
+    }
     // The job says it, or its default counts.
     for (const char* const name :
          {"MUSTER_MIXED_PRECISION", "ACCELERATE_MIXED_PRECISION", "MUSTER_CPU",

@@ -387,6 +387,24 @@ TEST(NodeServiceTest, RunnerCannotStart_ItsLastLineIsTold) {
   EXPECT_FALSE(HasVariables(options));
 }
 
+// All machines of a job must have one lease.
+TEST(NodeServiceTest, VariablesOfTheNode_AreNotItsRunners) {
+  const TestFolder folder;
+  NodeServiceOptions options = OptionsOf(folder.Path("state"));
+  for (const char* const name : {"MUSTER_LEASE", "MUSTER_OUTAGE_TOLERANCE", "MUSTER_TLS_CA",
+                                 "MUSTER_TLS_CERT", "MUSTER_TLS_KEY", "MUSTER_TOKEN_FILE"}) {
+    options.environment[name] = "60s";
+  }
+  options.environment["OTHER"] = "stays";
+  options.runner = {"/bin/sh", "-c", "echo $OTHER $(env | grep -c 60s); exit 3"};
+  AdoptingNodes nodes([](grpc::ServerContext*) {});
+  const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
+  ASSERT_TRUE(server.ok()) << server.status();
+  options.coordinator = (*server)->address();
+  EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
+  EXPECT_THAT(nodes.end().why(), testing::HasSubstr("its last line: stays 0"));
+}
+
 TEST(NodeServiceTest, AgentOfSomeGpus_GivesJobsTheirNames) {
   const TestFolder folder;
   NodeServiceOptions options = OptionsOf(folder.Path("state"));

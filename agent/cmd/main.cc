@@ -247,6 +247,14 @@ void AddOutputFlags(CLI::App* app, Flags* flags) {
   app->add_flag("--no_prefix", flags->no_prefix, "do not prefix lines with [rank]:");
 }
 
+void AddTlsFlags(CLI::App* app, rpc::TlsFiles* tls) {
+  app->add_option("--tls_ca", tls->ca, "CA certificates that must have signed the coordinator's")
+      ->envname("MUSTER_TLS_CA");
+  app->add_option("--tls_cert", tls->cert, "certificate of this machine")
+      ->envname("MUSTER_TLS_CERT");
+  app->add_option("--tls_key", tls->key, "its private key")->envname("MUSTER_TLS_KEY");
+}
+
 // How long it waits for whom, and what it shows to them.
 void AddConnectionFlags(CLI::App* app, Flags* flags) {
   NodeJobOptions* const options = &flags->options;
@@ -257,6 +265,7 @@ void AddConnectionFlags(CLI::App* app, Flags* flags) {
       ->capture_default_str();
   app->add_option("--outage_tolerance", flags->outage_tolerance,
                   "how long the coordinator may be unreachable before the job fails")
+      ->envname("MUSTER_OUTAGE_TOLERANCE")
       ->capture_default_str();
   app->add_option("--hang_timeout", flags->hang_timeout,
                   "after the first finished step: fails the job if no rank shows progress for this "
@@ -268,11 +277,9 @@ void AddConnectionFlags(CLI::App* app, Flags* flags) {
   app->add_option("--lease", flags->lease,
                   "how long a machine or worker may be silent, while others are not, before it "
                   "counts as lost")
+      ->envname("MUSTER_LEASE")
       ->capture_default_str();
-  app->add_option("--tls_ca", worker->tls.ca,
-                  "CA certificates that must have signed the coordinator's");
-  app->add_option("--tls_cert", worker->tls.cert, "certificate of this machine");
-  app->add_option("--tls_key", worker->tls.key, "its private key");
+  AddTlsFlags(app, &worker->tls);
   app->add_option("--token_file", options->channel.token_file,
                   "file with the coordinator's token; only its owner may read it")
       ->envname("MUSTER_TOKEN_FILE");
@@ -699,19 +706,23 @@ int Serve(std::vector<std::string> words) {
                  "how long to keep the logs of attempts that have ended")
       ->check(CLI::Range(0, 1'000'000))
       ->capture_default_str();
-  app.add_option("--tls_ca", options.channel.tls.ca,
-                 "CA certificates that must have signed the coordinator's");
-  app.add_option("--tls_cert", options.channel.tls.cert, "certificate of this machine");
-  app.add_option("--tls_key", options.channel.tls.key, "its private key");
+  AddTlsFlags(&app, &options.channel.tls);
   app.add_option("--token_file", options.channel.token_file,
                  "file with this node's token; only its owner may read it. -: standard input, so "
                  "that jobs, which run as this user, cannot read it")
       ->envname("MUSTER_TOKEN_FILE");
   Normalize(&words);
+  std::map<std::string, std::string> variables = ProcessVariables();
+  // The names that these have as all others of this service.
+  for (const char* const name : {"TLS_CA", "TLS_CERT", "TLS_KEY"}) {
+    const auto own = variables.find(absl::StrCat(kServeVariables, name));
+    if (own == variables.end() || own->second.empty()) continue;
+    variables[absl::StrCat("MUSTER_", name)] = own->second;
+  }
   ServiceSettings settings(&app, {.program = "muster-agent --serve",
                                   .prefix = kServeVariables,
                                   .actions = {"serve"},
-                                  .variables = ProcessVariables()});
+                                  .variables = std::move(variables)});
   const absl::StatusOr<std::optional<std::string>> text = settings.Parse(std::move(words));
   if (!text.ok()) return Fail(kExitUsage, text.status().message());
   if (text->has_value()) {

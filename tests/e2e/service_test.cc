@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -181,6 +182,34 @@ TEST_F(ServiceTest, PrintConfig_ShowsSources) {
                     ::testing::ContainsRegex("\nnode_lease: 40 +# " + config + ":2\n"),
                     ::testing::ContainsRegex("\ninsecure: true +# --insecure\n"),
                     ::testing::ContainsRegex("\nmax_message_mib: 4 +# default\n")));
+}
+
+TEST_F(ServiceTest, Agent_ReadsTheVariablesOfCommandsAndWorkers) {
+  env_ = plain_;
+  env_["MUSTER_TLS_CA"] = "/ca.pem";
+  env_["MUSTER_TLS_CERT"] = "/of_commands.pem";
+  env_["MUSTER_AGENT_TLS_CERT"] = "/own.pem";
+  Command print(*host_,
+                {Runfile("agent/cmd/muster-agent"), "--serve", "--coordinator", "127.0.0.1:1",
+                 "--state_dir", "state", "--print_config"},
+                env_);
+  EXPECT_EQ(print.Wait(), 0) << print.err_text();
+  EXPECT_THAT(print.out_text(),
+              AllOf(HasSubstr("tls_ca: \"/ca.pem\""), HasSubstr("tls_cert: \"/own.pem\"")));
+  const std::tuple<std::string, std::string, std::string> kCases[] = {
+      {"MUSTER_LEASE", "1s", "--lease is 1s: give at least"},
+      {"MUSTER_OUTAGE_TOLERANCE", "90", "--outage_tolerance"},
+      {"MUSTER_TLS_CA", "/nowhere.pem", "/nowhere.pem"}};
+  for (const auto& [name, value, message] : kCases) {
+    env_ = plain_;
+    env_[name] = value;
+    Command agent(
+        *host_,
+        {Runfile("agent/cmd/muster-agent"), "--coordinator", "127.0.0.1:1", "--", "/bin/true"},
+        env_);
+    EXPECT_NE(agent.Wait(), 0) << name;
+    EXPECT_THAT(agent.err_text(), HasSubstr(message));
+  }
 }
 
 TEST_F(ServiceTest, Mistakes_NameFileLineAndKey) {
