@@ -1235,6 +1235,31 @@ std::vector<Layer> ForOneMachine(std::vector<Layer> layers) {
   return layers;
 }
 
+// OMP_NUM_THREADS in `env` and num_cpu_threads_per_process are one thing: what the first layer that
+// has one of them says, without the other in the layers below. INVALID_ARGUMENT: it has both, and
+// they differ.
+absl::Status TakeOneNumberOfThreads(std::vector<Layer>* layers) {
+  constexpr char kVariable[] = "OMP_NUM_THREADS", kSetting[] = "num_cpu_threads_per_process";
+  bool variable_counts = false, setting_counts = false;
+  for (Layer& layer : *layers) {
+    if (variable_counts) layer.settings.erase(kSetting);
+    if (setting_counts) layer.env.erase(kVariable);
+    if (variable_counts || setting_counts) continue;
+    const auto variable = layer.env.find(kVariable);
+    const auto setting = layer.settings.find(kSetting);
+    // As in the environment, an empty one says nothing.
+    variable_counts = variable != layer.env.end() && !variable->second.text.empty();
+    setting_counts = setting != layer.settings.end();
+    if (variable_counts && setting_counts && variable->second.text != setting->second.text) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "env: ", kVariable, ": ", Printable(variable->second.text), " (from ",
+          variable->second.source, ") differs from ", kSetting, ": ",
+          Printable(setting->second.text), " (from ", setting->second.source, "): leave one out"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 // Variables of the workers that settings are.
 void AddVariablesOfSettings(const Resolver& values, LaunchConfig* config) {
   for (const SettingSpec& spec : LaunchSettings()) {
@@ -1318,7 +1343,8 @@ absl::Status AddVariables(const std::vector<Layer>& layers, LaunchConfig* config
 
 absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
                                            const MachineFacts& machine) {
-  const std::vector<Layer> counted = ForOneMachine(layers);
+  std::vector<Layer> counted = ForOneMachine(layers);
+  MUSTER_RETURN_IF_ERROR(TakeOneNumberOfThreads(&counted));
   const Resolver values(counted);
   for (const SettingSpec& spec : LaunchSettings()) {
     const Given given = values.Get(spec.name);
@@ -1341,7 +1367,7 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
     }
     config.provenance.emplace_back(spec.name, std::move(given));
   }
-  MUSTER_RETURN_IF_ERROR(AddVariables(layers, &config));
+  MUSTER_RETURN_IF_ERROR(AddVariables(counted, &config));
   AddVariablesOfSettings(values, &config);
   for (const Layer& layer : layers) {
     for (const UnusedSection& section : layer.unused_sections) {

@@ -322,6 +322,32 @@ TEST(ResolveLaunch, EnvThatIsASetting_IsRefusedOrCounts) {
   EXPECT_EQ(error({Flags({{"sharding", "zero2"}}), zero3}), "accepted");
 }
 
+TEST(ResolveLaunch, Threads_AreWhatTheFirstSourceSays) {
+  const auto layer = [](const char* env, const char* setting, const std::string& source) {
+    Layer layer;
+    if (env != nullptr) layer.env["OMP_NUM_THREADS"] = {env, source};
+    if (setting != nullptr) layer.settings["num_cpu_threads_per_process"] = {setting, source};
+    return layer;
+  };
+  // The setting and the variable, or the error.
+  const auto threads = [](const std::vector<Layer>& layers) {
+    const auto config = ResolveLaunch(layers, {});
+    if (!config.ok()) return std::string(config.status().message());
+    const auto variable = config->env.find("OMP_NUM_THREADS");
+    return absl::StrCat(config->threads_per_process, " ",
+                        variable != config->env.end() ? variable->second : "-");
+  };
+  const Layer env = layer("4", nullptr, "--env"), file = layer(nullptr, "8", "c.yaml:1");
+  EXPECT_EQ(threads({env}), "0 4");
+  EXPECT_EQ(threads({env, file}), "0 4") << "the command line comes before the file";
+  EXPECT_EQ(threads({layer("", nullptr, "--env"), file}), "8 ");
+  EXPECT_EQ(threads({file, layer("2", nullptr, "c.yaml:2")}), "8 -");
+  EXPECT_EQ(threads({layer("4", "4", "--env"), file}), "4 4");
+  EXPECT_EQ(threads({layer("4", "8", "here")}),
+            "env: OMP_NUM_THREADS: 4 (from here) differs from num_cpu_threads_per_process: 8 (from "
+            "here): leave one out");
+}
+
 TEST(ResolveLaunch, D31_BooleanWords_MeanWhatTheySay) {
   EXPECT_FALSE(ResolveLaunch({Flags({{"debug", "False"}})}, {})->debug);
   EXPECT_TRUE(ResolveLaunch({Flags({{"debug", "on"}})}, {})->debug);
