@@ -4,7 +4,6 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/eventfd.h>
-#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,23 +13,12 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/clock.h"
+#include "base/columns.h"
 
 namespace muster::agent {
 namespace {
 
 constexpr char kClearLine[] = "\r\x1b[K";
-
-// As much of `text` as fits the terminal on `fd` in one row.
-absl::string_view FitRow(absl::string_view text, int fd) {
-  winsize size;
-  const int columns = ioctl(fd, TIOCGWINSZ, &size) == 0 && size.ws_col > 1 ? size.ws_col : 80;
-  int used = 0;
-  for (size_t i = 0; i < text.size(); ++i) {
-    const bool starts_character = (static_cast<unsigned char>(text[i]) & 0xc0) != 0x80;
-    if (starts_character && ++used == columns) return text.substr(0, i);
-  }
-  return text;
-}
 
 }  // namespace
 
@@ -179,7 +167,9 @@ void OutputMux::ClearProgress() {
 
 void OutputMux::DrawProgress() {
   if (progress_fd_ < 0 || progress_drawn_) return;
-  Write(progress_fd_, absl::StrCat(kClearLine, FitRow(progress_, progress_fd_)));
+  // One column stays free, so that no terminal wraps.
+  Write(progress_fd_,
+        absl::StrCat(kClearLine, FitColumns(progress_, TerminalColumns(progress_fd_) - 1)));
   progress_drawn_ = true;
 }
 

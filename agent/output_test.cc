@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/test_folder.h"
+#include "base/test_terminal.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -99,6 +100,32 @@ TEST(OutputMux, Terminal_ProgressStaysBelowTheLinesOfOthers) {
   EXPECT_EQ(text, absl::StrCat(clear, "10%", clear, "line of 1\n", clear, "10%", clear, "done\n"));
   close(terminal);
   close(master);
+}
+
+TEST(OutputMux, ProgressOfWideCharacters_TakesOneRow) {
+  const TestTerminal terminal;
+  termios mode = terminal.Mode();
+  mode.c_oflag &= ~OPOST;
+  ASSERT_EQ(tcsetattr(terminal.near(), TCSANOW, &mode), 0);
+  std::string bar, row;
+  for (int i = 0; i < 79; ++i) absl::StrAppend(&bar, "数");
+  for (int i = 0; i < 39; ++i) absl::StrAppend(&row, "数");
+  {
+    OutputMux mux({.stdout_fd = terminal.near(), .stderr_fd = terminal.near()});
+    mux.Partial(0, kErr, bar);
+    EXPECT_TRUE(mux.Flush(absl::InfiniteDuration()));
+    mux.Line(0, kErr, "done");
+    EXPECT_TRUE(mux.Flush(absl::InfiniteDuration()));
+  }
+  std::string text;
+  while (text.find("done\n") == std::string::npos) {
+    char buffer[4096];
+    const ssize_t n = read(terminal.user(), buffer, sizeof(buffer));
+    ASSERT_GT(n, 0);
+    text.append(buffer, n);
+  }
+  const std::string clear = "\r\x1b[K";
+  EXPECT_EQ(text, absl::StrCat(clear, row, clear, "done\n"));
 }
 
 TEST(OutputMux, LogFile_HasTheRanksLinesWithoutPrefix) {

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
+#include "base/columns.h"
 #include "base/text.h"
 
 namespace muster::client {
@@ -19,17 +20,10 @@ size_t CharacterBytes(absl::string_view text, size_t at) {
   return std::max<size_t>(1, Utf8CharacterBytes(text.substr(at)));
 }
 
-size_t Columns(absl::string_view text) {
-  size_t columns = 0;
-  for (size_t at = 0; at < text.size(); at += CharacterBytes(text, at)) ++columns;
-  return columns;
-}
-
-// The first `columns` characters.
-absl::string_view FirstColumns(absl::string_view text, size_t columns) {
-  size_t at = 0;
-  for (; at < text.size() && columns > 0; --columns) at += CharacterBytes(text, at);
-  return text.substr(0, at);
+// The end of what is before the cursor, as much of it as fits.
+absl::string_view BeforeCursor(absl::string_view text, int columns) {
+  while (Columns(text) > columns) text.remove_prefix(CharacterBytes(text, 0));
+  return text;
 }
 
 // The key of a sequence "ESC [ parameters final" or "ESC O final".
@@ -137,10 +131,10 @@ std::vector<std::string> WrapText(absl::string_view text, size_t width) {
   std::vector<std::string> lines;
   for (const absl::string_view paragraph : absl::StrSplit(text, '\n')) {
     absl::string_view rest = paragraph;
-    while (Columns(rest) > width) {
-      const absl::string_view fits = FirstColumns(rest, width);
-      size_t cut = fits.size();
-      if (rest[cut] != ' ') {
+    while (Columns(rest) > static_cast<int>(width)) {
+      const absl::string_view fits = FitColumns(rest, static_cast<int>(width));
+      size_t cut = fits.empty() ? CharacterBytes(rest, 0) : fits.size();
+      if (cut < rest.size() && rest[cut] != ' ') {
         const size_t blank = fits.rfind(' ');
         if (blank != absl::string_view::npos && blank > 0) cut = blank;
       }
@@ -275,7 +269,7 @@ std::vector<PromptLine> Prompt::Lines(size_t width) const {
   for (size_t i = 0; i < question_.choices.size(); ++i) {
     const std::string line =
         absl::StrCat(i == chosen_ ? "> " : "  ", i + 1, ") ", ChoiceText(question_, i));
-    lines.push_back({std::string(FirstColumns(line, width)), i == chosen_});
+    lines.push_back({std::string(FitColumns(line, static_cast<int>(width))), i == chosen_});
   }
   add(question_.choices.empty()
           ? absl::StrCat("Enter: ",
@@ -288,15 +282,10 @@ std::vector<PromptLine> Prompt::Lines(size_t width) const {
       false);
   if (!refusal_.empty()) add(refusal_, true);
   if (question_.choices.empty()) {
-    // The part around the cursor, if not all of it fits.
-    const size_t room = width - 3;
-    absl::string_view shown = text_;
-    size_t before = Columns(shown.substr(0, at_));
-    while (before > room) {
-      shown.remove_prefix(CharacterBytes(shown, 0));
-      --before;
-    }
-    lines.push_back({absl::StrCat("> ", FirstColumns(shown, room)), false});
+    const int room = static_cast<int>(width) - 3;
+    const size_t hidden = at_ - BeforeCursor(absl::string_view(text_).substr(0, at_), room).size();
+    lines.push_back(
+        {absl::StrCat("> ", FitColumns(absl::string_view(text_).substr(hidden), room)), false});
   }
   return lines;
 }
@@ -304,8 +293,9 @@ std::vector<PromptLine> Prompt::Lines(size_t width) const {
 std::optional<Prompt::Place> Prompt::Cursor(size_t width) const {
   if (!question_.choices.empty()) return std::nullopt;
   width = std::max<size_t>(width, 8);
-  const size_t before = Columns(absl::string_view(text_).substr(0, at_));
-  return Place{Lines(width).size() - 1, 2 + std::min(before, width - 3)};
+  const absl::string_view before =
+      BeforeCursor(absl::string_view(text_).substr(0, at_), static_cast<int>(width) - 3);
+  return Place{Lines(width).size() - 1, 2 + static_cast<size_t>(Columns(before))};
 }
 
 std::string Prompt::Settled() const {

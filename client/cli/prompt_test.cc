@@ -188,6 +188,8 @@ TEST(WrapText, BreaksAtBlanks) {
   EXPECT_THAT(WrapText("abcdefgh", 3), ElementsAre("abc", "def", "gh"));
   EXPECT_THAT(WrapText("one two", 3), ElementsAre("one", "two"));
   EXPECT_THAT(WrapText("", 3), ElementsAre(""));
+  EXPECT_THAT(WrapText("数据数据", 5), ElementsAre("数据", "数据"));
+  EXPECT_THAT(WrapText("数据", 1), ElementsAre("数", "据", ""));
 }
 
 }  // namespace

@@ -1,18 +1,15 @@
 #include "worker/track/progress.h"
 
-#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
-#include <iterator>
-#include <limits>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/clock.h"
+#include "base/columns.h"
 #include "base/log.h"
-#include "base/text.h"
 #include "base/units.h"
 
 namespace muster {
@@ -24,65 +21,6 @@ constexpr int kWidestBar = 30;
 ProgressOptions WithClock(ProgressOptions options) {
   if (options.clock == nullptr) options.clock = &Clock::Real();
   return options;
-}
-
-int TerminalColumns(int fd) {
-  winsize size{};
-  if (ioctl(fd, TIOCGWINSZ, &size) == 0 && size.ws_col > 0) return size.ws_col;
-  return 80;
-}
-
-struct Range {
-  uint32_t first, last;
-};
-
-// Characters that a terminal shows in two columns, and in none: East Asian Wide and Fullwidth with
-// emoji, and combining marks, roughly as wcwidth() has them, which knows none in the C locale.
-constexpr Range kWide[] = {{0x1100, 0x115F},   {0x2E80, 0x303E},   {0x3041, 0x33FF},
-                           {0x3400, 0x4DBF},   {0x4E00, 0x9FFF},   {0xA000, 0xA4CF},
-                           {0xA960, 0xA97F},   {0xAC00, 0xD7A3},   {0xF900, 0xFAFF},
-                           {0xFE30, 0xFE6F},   {0xFF00, 0xFF60},   {0xFFE0, 0xFFE6},
-                           {0x1F300, 0x1F64F}, {0x1F680, 0x1F6FF}, {0x1F900, 0x1F9FF},
-                           {0x1FA70, 0x1FAFF}, {0x20000, 0x3FFFD}};
-constexpr Range kNone[] = {{0x0300, 0x036F}, {0x200B, 0x200F}, {0x20D0, 0x20FF}, {0xFE00, 0xFE0F}};
-
-template <size_t size>
-bool IsIn(const Range (&ranges)[size], uint32_t point) {
-  return std::any_of(std::begin(ranges), std::end(ranges), [point](const Range& range) {
-    return range.first <= point && point <= range.last;
-  });
-}
-
-// Columns of a character of UTF-8.
-int Columns(absl::string_view character) {
-  const auto lead = static_cast<uint8_t>(character.front());
-  if (lead < 0x80) return 1;
-  uint32_t point = lead & (0xFF >> (character.size() + 1));
-  for (const char c : character.substr(1)) point = point << 6 | (static_cast<uint8_t>(c) & 0x3F);
-  return IsIn(kWide, point) ? 2 : IsIn(kNone, point) ? 0 : 1;
-}
-
-// The longest start of `text` that takes at most `columns`, which are reduced by what it takes.
-absl::string_view Fitting(absl::string_view text, int* columns) {
-  size_t end = 0;
-  while (end < text.size()) {
-    const size_t size = std::max<size_t>(1, Utf8CharacterBytes(text.substr(end)));
-    const int width = Columns(text.substr(end, size));
-    if (width > *columns) break;
-    *columns -= width;
-    end += size;
-  }
-  return text.substr(0, end);
-}
-
-int Width(absl::string_view text) {
-  int left = std::numeric_limits<int>::max();
-  Fitting(text, &left);
-  return std::numeric_limits<int>::max() - left;
-}
-
-std::string CutTo(absl::string_view text, int columns) {
-  return std::string(Fitting(text, &columns));
 }
 
 std::string Bar(double share, int columns) {
@@ -166,9 +104,10 @@ std::string Progress::Line(int columns) const {
   const std::string prefix =
       options_.description.empty() ? "" : absl::StrCat(OneLine(options_.description), ": ");
   if (options_.total <= 0) {
-    return CutTo(absl::StrCat(prefix, done_, options_.unit, " [", ClockDuration(elapsed), ", ",
-                              Rate(rate_, options_.unit), postfix, "]"),
-                 columns);
+    const std::string line =
+        absl::StrCat(prefix, done_, options_.unit, " [", ClockDuration(elapsed), ", ",
+                     Rate(rate_, options_.unit), postfix, "]");
+    return std::string(FitColumns(line, columns));
   }
   const double share = static_cast<double>(done_) / static_cast<double>(options_.total);
   const absl::Duration left =
@@ -180,8 +119,8 @@ std::string Progress::Line(int columns) const {
   const std::string tail =
       absl::StrCat("| ", done_, "/", options_.total, " [", ClockDuration(elapsed), "<",
                    ClockDuration(left), ", ", Rate(rate_, options_.unit), postfix, "]");
-  const int room = std::clamp(columns - Width(head) - Width(tail), 0, kWidestBar);
-  return CutTo(absl::StrCat(head, Bar(share, room), tail), columns);
+  const int room = std::clamp(columns - Columns(head) - Columns(tail), 0, kWidestBar);
+  return std::string(FitColumns(absl::StrCat(head, Bar(share, room), tail), columns));
 }
 
 void Progress::Draw() {
