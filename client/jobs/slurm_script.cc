@@ -150,6 +150,8 @@ absl::Status CheckSlurmJob(const JobSpec& spec) {
        "says"},
       {spec.gpu_memory > 0,
        "gpu_memory: SLURM's nodes have features for it: use --sbatch --constraint=..."},
+      {spec.gpus_per_process > 0 && spec.env.contains("CUDA_VISIBLE_DEVICES"),
+       "env: CUDA_VISIBLE_DEVICES cannot be set: SLURM sets it to the GPUs that the job has"},
       {spec.gpus_per_process > 1, "gpus_per_process: a launch gives each process one GPU, or none"},
   };
   for (const auto& [given, why] : refused) {

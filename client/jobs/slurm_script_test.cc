@@ -407,6 +407,11 @@ TEST(SlurmJobTest, SettingsThatSlurmDecides_AreRefusedByName) {
   EXPECT_THAT(refusal([](JobSpec* spec) { spec->labels["a"] = "b"; }), HasSubstr("--constraint"));
   EXPECT_THAT(refusal([](JobSpec* spec) { spec->preemptible = true; }), HasSubstr("preemptible"));
   EXPECT_THAT(refusal([](JobSpec* spec) { spec->gpus_per_process = 2; }), HasSubstr("gpus_per"));
+  EXPECT_THAT(refusal([](JobSpec* spec) {
+                spec->gpus_per_process = 1;
+                spec->env["CUDA_VISIBLE_DEVICES"] = "0";
+              }),
+              HasSubstr("env: CUDA_VISIBLE_DEVICES cannot be set"));
   EXPECT_THAT(refusal([](JobSpec* spec) { spec->grow_after = absl::Seconds(1); }),
               HasSubstr("grow_after"));
   EXPECT_THAT(refusal([](JobSpec* spec) { spec->spare_nodes = 1; }), HasSubstr("spare_nodes"));
