@@ -552,6 +552,10 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
     context.out << "warning: " << Printable(warning, 400) << "\n";
   }
   context.out << table;
+  if (jobs.empty()) {
+    context.out << "no process has joined a job; muster list shows submitted jobs, also those that "
+                   "wait or have ended\n";
+  }
   return kExitOk;
 }
 

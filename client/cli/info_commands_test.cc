@@ -126,6 +126,25 @@ TEST_F(InfoCommandsTest, Status_OfARudeProgram_DoesNotControlTheTerminal) {
   EXPECT_THAT(out_.str(), IsForATerminal());
 }
 
+class IdleAdmin final : public v1::Admin::Service {
+  grpc::Status Status(grpc::ServerContext*, const v1::StatusRequest*, v1::StatusReply*) override {
+    return grpc::Status::OK;
+  }
+};
+
+TEST_F(InfoCommandsTest, Status_WithoutProcesses_NamesTheListOfSubmittedJobs) {
+  IdleAdmin idle;
+  auto server = rpc::Server::Start({.insecure = true}, {&idle});
+  ASSERT_TRUE(server.ok()) << server.status();
+  CommandContext context = Context();
+  context.variables["MUSTER_COORDINATOR"] = (*server)->address();
+  EXPECT_EQ(RunStatusCommand({}, context), kExitOk) << err_.str();
+  EXPECT_THAT(out_.str(), AllOf(HasSubstr(", 0 jobs\n"), HasSubstr("muster list shows")));
+  out_.str("");
+  EXPECT_EQ(RunStatusCommand({"-o", "name"}, context), kExitOk) << err_.str();
+  EXPECT_EQ(out_.str(), "");
+}
+
 TEST_F(InfoCommandsTest, Barriers_OfARudeProgram_DoNotControlTheTerminal) {
   const std::string name = kClears;
   for (const std::vector<std::string>& words :
