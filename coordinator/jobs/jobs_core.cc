@@ -2008,7 +2008,9 @@ ScheduleQuestion JobsCore::Question() const {
   }
   for (const uint64_t sequence : active_) {
     const Job& job = jobs_.at(sequence);
-    question.active.push_back({&job.record, &Last(job.record), job.ends_by, GrowsFrom(job)});
+    // Then it is stopped, which may take its grace.
+    const absl::Time ends_by = job.ends_by + FromProto(job.record.spec().stop_grace());
+    question.active.push_back({&job.record, &Last(job.record), ends_by, GrowsFrom(job)});
   }
   return question;
 }

@@ -169,7 +169,7 @@ class JobsCore {
   struct Job {
     v1::JobRecord record;
     absl::Time not_before = absl::InfinitePast();
-    absl::Time ends_by = absl::InfiniteFuture();    // of the current attempt
+    absl::Time ends_by = absl::InfiniteFuture();    // of the current attempt, by its time limit
     absl::Time forget_at = absl::InfiniteFuture();  // of one that has ended
     int node_failures = 0;                          // in a row
     // Nodes that could not start the current attempt, beside that of its end.

@@ -1268,6 +1268,22 @@ TEST_F(JobsCoreTest, TimeLimit_EndsTheJob_AlsoAcrossARestart) {
   EXPECT_EQ(record.why(), "attempt 1 has run for its time limit of 1m40s");
 }
 
+TEST_F(JobsCoreTest, JobOfATimeLimit_KeepsItsRoomForItsGraceToo) {
+  AddNode("a", 4);
+  v1::JobSpec first = Spec(3);
+  first.mutable_time_limit()->set_seconds(100);
+  first.mutable_stop_grace()->set_seconds(60);
+  Submit(first);
+  Submit(Spec(4));
+  // Its end, with its grace, is not after that of the first, when the second begins.
+  v1::JobSpec third = Spec(1);
+  third.mutable_time_limit()->set_seconds(100);
+  third.mutable_stop_grace()->set_seconds(30);
+  EXPECT_EQ(StateOf(Submit(third)), v1::JOB_STATE_RUNNING);
+  third.mutable_stop_grace()->set_seconds(61);
+  EXPECT_EQ(StateOf(Submit(third)), v1::JOB_STATE_QUEUED);
+}
+
 TEST_F(JobsCoreTest, UrgentJob_PreemptsAndTheOtherComesBack) {
   AddNode("a", 1);
   Settle();

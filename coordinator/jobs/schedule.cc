@@ -187,7 +187,8 @@ class Scheduler {
     question_.active.push_back({.record = &job, .attempt = &attempt});
     // As for one that runs: a reservation may count on its end.
     if (job.spec().has_time_limit()) {
-      question_.active.back().ends_by = delayed.not_before + FromProto(job.spec().time_limit());
+      question_.active.back().ends_by = delayed.not_before + FromProto(job.spec().time_limit()) +
+                                        FromProto(job.spec().stop_grace());
     }
     ChangeAll(&NodeSpace::Take, question_.active.back(), &question_.nodes);
     // Its owner's other jobs do not take what it comes back for.

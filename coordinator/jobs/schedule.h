@@ -23,7 +23,7 @@ struct QueuedJob {
 struct ActiveJob {
   const v1::JobRecord* record = nullptr;
   const v1::JobAttempt* attempt = nullptr;
-  // When its time limit ends it; infinite: it has none.
+  // When its time limit, and then its stop_grace, have ended it; infinite: it has no limit.
   absl::Time ends_by = absl::InfiniteFuture();
   // From when on it may be stopped to start again with more processes; infinite: never.
   absl::Time grows_from = absl::InfiniteFuture();
