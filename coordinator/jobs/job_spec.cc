@@ -81,31 +81,30 @@ Error CheckProgram(const v1::JobSpec& spec) {
   return std::nullopt;
 }
 
-// In the order of the names, so that two writings of one specification are equal.
-Error SortByName(absl::string_view field, NameValues* values) {
-  const auto by_name = [](const v1::NameValue& a, const v1::NameValue& b) {
-    return a.name() < b.name();
-  };
-  std::sort(values->begin(), values->end(), by_name);
+void SortByName(NameValues* values) {
+  std::sort(values->begin(), values->end(),
+            [](const v1::NameValue& a, const v1::NameValue& b) { return a.name() < b.name(); });
+}
+
+// `values` are in the order of their names.
+Error CheckNames(absl::string_view field, const NameValues& values) {
   const auto twice = std::adjacent_find(
-      values->begin(), values->end(),
+      values.begin(), values.end(),
       [](const v1::NameValue& a, const v1::NameValue& b) { return a.name() == b.name(); });
-  if (twice == values->end()) return std::nullopt;
+  if (twice == values.end()) return std::nullopt;
   return BadField(absl::StrCat("spec.", field),
                   absl::StrCat(field, " has two values of ", Quoted(twice->name()), ": give one"));
 }
 
-// In the order of the paths, with digests and sizes.
-Error CompleteFiles(v1::JobSpec* spec) {
-  if (spec->files_size() > kMaxFiles) {
-    return TooLarge("spec.files", absl::StrCat("the job has ", spec->files_size(),
-                                               " files: at most ", kMaxFiles));
+// They are in the order of their paths.
+Error CheckFiles(const v1::JobSpec& spec) {
+  if (spec.files_size() > kMaxFiles) {
+    return TooLarge("spec.files",
+                    absl::StrCat("the job has ", spec.files_size(), " files: at most ", kMaxFiles));
   }
-  std::sort(spec->mutable_files()->begin(), spec->mutable_files()->end(),
-            [](const v1::JobFile& a, const v1::JobFile& b) { return a.path() < b.path(); });
   absl::flat_hash_set<absl::string_view> paths;
   size_t bytes = 0;
-  for (v1::JobFile& file : *spec->mutable_files()) {
+  for (const v1::JobFile& file : spec.files()) {
     if (!IsJobFilePath(file.path())) {
       return BadField("spec.files", absl::StrCat("file ", Quoted(file.path()),
                                                  " has no path below the folder of an attempt: "
@@ -115,13 +114,10 @@ Error CompleteFiles(v1::JobSpec* spec) {
     if (!paths.insert(file.path()).second) {
       return BadField("spec.files", absl::StrCat("file ", Quoted(file.path()), " is there twice"));
     }
-    const std::string sha256 = Sha256(file.content());
-    if (!file.sha256().empty() && file.sha256() != sha256) {
+    if (file.sha256() != Sha256(file.content())) {
       return BadField("spec.files", absl::StrCat("file ", Quoted(file.path()),
                                                  " has not the content that its sha256 says"));
     }
-    file.set_sha256(sha256);
-    file.set_size(static_cast<int64_t>(file.content().size()));
     bytes += file.content().size();
   }
   if (bytes > kMaxFileBytes) {
@@ -129,7 +125,7 @@ Error CompleteFiles(v1::JobSpec* spec) {
                     absl::StrCat("the files of the job have ", bytes, " bytes: at most ",
                                  kMaxFileBytes, "; put larger ones where all nodes see them"));
   }
-  for (const v1::JobFile& file : spec->files()) {
+  for (const v1::JobFile& file : spec.files()) {
     for (size_t end = file.path().find('/'); end != std::string::npos;
          end = file.path().find('/', end + 1)) {
       if (!paths.contains(absl::string_view(file.path()).substr(0, end))) continue;
@@ -140,14 +136,10 @@ Error CompleteFiles(v1::JobSpec* spec) {
   return std::nullopt;
 }
 
-// In the order of the classes.
-Error CheckClassLimits(v1::JobSpec* spec) {
-  auto* const limits = spec->mutable_class_limits();
-  std::sort(limits->begin(), limits->end(), [](const v1::ClassCount& a, const v1::ClassCount& b) {
-    return a.end_class() < b.end_class();
-  });
-  for (int i = 0; i < limits->size(); ++i) {
-    const v1::ClassCount& limit = limits->Get(i);
+// They are in the order of the classes.
+Error CheckClassLimits(const v1::JobSpec& spec) {
+  for (int i = 0; i < spec.class_limits_size(); ++i) {
+    const v1::ClassCount& limit = spec.class_limits(i);
     const std::string name = v1::EndClass_Name(limit.end_class());
     if (limit.end_class() == v1::END_CLASS_UNSPECIFIED ||
         LimitedClass(limit.end_class()) != limit.end_class()) {
@@ -161,7 +153,7 @@ Error CheckClassLimits(v1::JobSpec* spec) {
       return BadField("spec.class_limits", absl::StrCat("the limit of ", name, " is ",
                                                         limit.count(), ": give 0 or more"));
     }
-    if (i > 0 && limits->Get(i - 1).end_class() == limit.end_class()) {
+    if (i > 0 && spec.class_limits(i - 1).end_class() == limit.end_class()) {
       return BadField("spec.class_limits",
                       absl::StrCat("class ", name, " has two limits: give one"));
     }
@@ -177,14 +169,45 @@ Error CheckDuration(absl::string_view field, bool given, const google::protobuf:
                                absl::FormatDuration(at_least), " or more, or leave it out"));
 }
 
+void FillProcesses(v1::JobSpec* spec) {
+  if (spec->min_processes() == 0) spec->set_min_processes(spec->max_processes());
+  if (spec->max_processes() == 0) spec->set_max_processes(spec->min_processes());
+}
+
 }  // namespace
+
+void FillJobSpec(v1::JobSpec* spec) {
+  SortByName(spec->mutable_env());
+  SortByName(spec->mutable_node_labels());
+  std::sort(spec->mutable_files()->begin(), spec->mutable_files()->end(),
+            [](const v1::JobFile& a, const v1::JobFile& b) { return a.path() < b.path(); });
+  for (v1::JobFile& file : *spec->mutable_files()) {
+    if (file.sha256().empty()) file.set_sha256(Sha256(file.content()));
+    file.set_size(static_cast<int64_t>(file.content().size()));
+  }
+  auto* const limits = spec->mutable_class_limits();
+  std::sort(limits->begin(), limits->end(), [](const v1::ClassCount& a, const v1::ClassCount& b) {
+    return a.end_class() < b.end_class();
+  });
+  FillProcesses(spec);
+  v1::ProcessResources* const process = spec->mutable_per_process();
+  if (process->cpus() == 0) process->set_cpus(1);
+  if (!spec->has_stop_grace()) *spec->mutable_stop_grace() = ToProto(absl::Seconds(30));
+}
+
+uint64_t HashJobSpec(const v1::JobSpec& spec) {
+  const std::string bytes = spec.SerializeAsString();
+  uint64_t hash =
+      0xcbf29ce484222325;  // FNV-1a: it need not resist anybody, the key is the caller's
+  for (const unsigned char byte : bytes) hash = (hash ^ byte) * 0x100000001b3;
+  return hash;
+}
 
 Error CompleteProcesses(v1::JobSpec* spec) {
   if (spec->min_processes() == 0 && spec->max_processes() == 0) {
     return BadField("spec.max_processes", "the number of processes is missing: give max_processes");
   }
-  if (spec->min_processes() == 0) spec->set_min_processes(spec->max_processes());
-  if (spec->max_processes() == 0) spec->set_max_processes(spec->min_processes());
+  FillProcesses(spec);
   if (spec->min_processes() < 1 || spec->max_processes() < spec->min_processes() ||
       spec->max_processes() > kMaxProcesses) {
     return BadField(
@@ -206,19 +229,24 @@ Error CompleteProcesses(v1::JobSpec* spec) {
   return std::nullopt;
 }
 
+Error CheckSpecSize(const v1::JobSpec& spec) {
+  const size_t bytes = spec.ByteSizeLong();
+  if (bytes <= kMaxSpecBytes) return std::nullopt;
+  return TooLarge("spec", absl::StrCat("the specification has ", bytes, " bytes: at most ",
+                                       kMaxSpecBytes, "; put large values into a file"));
+}
+
 Error CompleteJobSpec(v1::JobSpec* spec) {
-  if (const size_t bytes = spec->ByteSizeLong(); bytes > kMaxSpecBytes) {
-    return TooLarge("spec", absl::StrCat("the specification has ", bytes, " bytes: at most ",
-                                         kMaxSpecBytes, "; put large values into a file"));
-  }
+  if (Error error = CheckSpecSize(*spec)) return error;
+  FillJobSpec(spec);
   if (Error error = CheckJobName(spec->name())) return error;
   if (Error error = CheckProgram(*spec)) return error;
-  if (Error error = SortByName("env", spec->mutable_env())) return error;
-  if (Error error = SortByName("node_labels", spec->mutable_node_labels())) return error;
-  if (Error error = CompleteFiles(spec)) return error;
-  if (Error error = CheckClassLimits(spec)) return error;
+  if (Error error = CheckNames("env", spec->env())) return error;
+  if (Error error = CheckNames("node_labels", spec->node_labels())) return error;
+  if (Error error = CheckFiles(*spec)) return error;
+  if (Error error = CheckClassLimits(*spec)) return error;
   if (Error error = CompleteProcesses(spec)) return error;
-  v1::ProcessResources* const process = spec->mutable_per_process();
+  const v1::ProcessResources* const process = &spec->per_process();
   const std::pair<const char*, int64_t> amounts[] = {
       {"gpus", process->gpus()},
       {"cpus", process->cpus()},
@@ -235,7 +263,6 @@ Error CompleteJobSpec(v1::JobSpec* spec) {
                     "gpu_memory_bytes is that of each GPU, and the processes have none: give gpus, "
                     "or leave it out");
   }
-  if (process->cpus() == 0) process->set_cpus(1);
   if (spec->max_restarts() < 0 || spec->max_restarts() > kMaxRestartsOfJob) {
     return BadField("spec.max_restarts", absl::StrCat("max_restarts is ", spec->max_restarts(),
                                                       ": give 0 to ", kMaxRestartsOfJob));
@@ -293,7 +320,6 @@ Error CompleteJobSpec(v1::JobSpec* spec) {
                     absl::StrCat("grow_after is of no use to a job of always ", DescribeSize(*spec),
                                  ": give a range of processes, or leave it out"));
   }
-  if (!spec->has_stop_grace()) *spec->mutable_stop_grace() = ToProto(absl::Seconds(30));
   return std::nullopt;
 }
 

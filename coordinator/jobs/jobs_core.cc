@@ -58,14 +58,6 @@ constexpr int kJobsOfAMinute = 1000;
 
 std::string Reason(absl::string_view text) { return Cut(OneLine(Cut(text, kMaxWhy)), kMaxWhy); }
 
-uint64_t Hash(const v1::JobSpec& spec) {
-  const std::string bytes = spec.SerializeAsString();
-  uint64_t hash =
-      0xcbf29ce484222325;  // FNV-1a: it need not resist anybody, the key is the caller's
-  for (const unsigned char byte : bytes) hash = (hash ^ byte) * 0x100000001b3;
-  return hash;
-}
-
 v1::OpError WrongState(const v1::JobRecord& job, absl::string_view what) {
   return MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_JOB_STATE,
                    absl::StrCat("job ", job.job_id(), " ", what));
@@ -572,12 +564,15 @@ JobsCore::Error JobsCore::Submit(CallId call, const v1::SubmitJobRequest& reques
   const std::string owner =
       caller_ != nullptr && !caller_->name.empty() ? caller_->name : request.owner();
   v1::JobSpec spec = request.spec();
-  if (Error error = CompleteJobSpec(&spec)) return error;
-  const uint64_t hash = Hash(spec);
+  // First, whether it is a repetition: what an older coordinator has accepted stays accepted.
+  if (Error error = CheckSpecSize(spec)) return error;
+  FillJobSpec(&spec);
+  const uint64_t hash = HashJobSpec(spec);
   if (const auto it = by_key_.find(Key(owner, request.idempotency_key()));
       !request.idempotency_key().empty() && it != by_key_.end()) {
     return Resubmit(call, jobs_.at(it->second), hash, request.dry_run());
   }
+  if (Error error = CompleteJobSpec(&spec)) return error;
   if (!no_room_.empty()) {
     return MakeError(absl::StatusCode::kResourceExhausted, v1::ERROR_REASON_LIMIT, no_room_);
   }

@@ -14,6 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "coordinator/errors.h"
+#include "coordinator/jobs/job_spec.h"
 #include "proto/name_value.h"
 
 namespace muster::coordinator {
@@ -1329,6 +1330,27 @@ TEST_F(JobsCoreTest, IdempotencyKey_ReturnsTheFirstJob_AlsoAfterARestart) {
   EXPECT_TRUE(again.submit_job().existed());
   spec.set_max_processes(2);
   EXPECT_EQ(TrySubmit(spec, "k").error().detail().reason(), v1::ERROR_REASON_KEY_REUSED);
+}
+
+// An older coordinator did not refuse variables that agents set.
+TEST_F(JobsCoreTest, IdempotencyKey_OfAJobThatWouldBeRefusedNow_ReturnsIt) {
+  AddNode("a");
+  v1::JobSpec spec = Spec(1);
+  EXPECT_EQ(TrySubmit(spec, "k").submit_job().job().job_id(), "mnist-1");
+  AddNameValue("RANK", "0", spec.mutable_env());
+  for (v1::JournalChange& change : journal_) {
+    if (!change.job_record_changed().has_record()) continue;
+    v1::JobRecord* const record = change.mutable_job_record_changed()->mutable_record();
+    *record->mutable_spec() = spec;
+    FillJobSpec(record->mutable_spec());
+    record->set_request_hash(HashJobSpec(record->spec()));
+  }
+  StartTerm();
+  const v1::OpResult again = TrySubmit(spec, "k");
+  EXPECT_FALSE(again.has_error()) << again.error().message();
+  EXPECT_EQ(again.submit_job().job().job_id(), "mnist-1");
+  EXPECT_TRUE(again.submit_job().existed());
+  EXPECT_EQ(TrySubmit(spec, "k2").error().detail().reason(), v1::ERROR_REASON_BAD_FIELD);
 }
 
 TEST_F(JobsCoreTest, RestartOfTheCoordinator_KeepsRunningJobs) {
