@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -22,6 +23,7 @@
 #include "agent/relay_core.h"
 #include "agent/stack_capture.h"
 #include "agent/worker_processes.h"
+#include "base/bool_word.h"
 #include "base/clock.h"
 #include "base/held_memory.h"
 #include "base/log.h"
@@ -55,16 +57,30 @@ std::string Policy(const AgentOptions& options) {
   return text;
 }
 
-// Of the setting, or of the variable that the processes get.
-std::string Precision(const AgentOptions& options) {
-  if (options.worker.mixed_precision.has_value()) return *options.worker.mixed_precision;
-  for (const char* const name : {"MUSTER_MIXED_PRECISION", "ACCELERATE_MIXED_PRECISION"}) {
+// The value of the first of the variables that the processes get.
+std::optional<std::string> VariableOfWorkers(const AgentOptions& options,
+                                             std::initializer_list<const char*> names) {
+  for (const char* const name : names) {
     for (const auto* const variables : {&options.worker.extra, &options.inherited}) {
       const auto found = variables->find(name);
       if (found != variables->end() && !found->second.empty()) return found->second;
     }
   }
-  return "no";
+  return std::nullopt;
+}
+
+// Of the setting, or of its variables.
+std::string Precision(const AgentOptions& options) {
+  if (options.worker.mixed_precision.has_value()) return *options.worker.mixed_precision;
+  return VariableOfWorkers(options, {"MUSTER_MIXED_PRECISION", "ACCELERATE_MIXED_PRECISION"})
+      .value_or("no");
+}
+std::string Debug(const AgentOptions& options) {
+  if (options.worker.debug.has_value()) return *options.worker.debug ? "true" : "false";
+  const std::string text =
+      VariableOfWorkers(options, {"MUSTER_DEBUG", "ACCELERATE_DEBUG_MODE"}).value_or("false");
+  const std::optional<bool> word = ParseBoolWord(text);
+  return word.has_value() ? *word ? "true" : "false" : text;
 }
 
 // What must be equal on all nodes.
@@ -77,7 +93,8 @@ std::string Settings(const NodeJobOptions& options) {
                       worker.gradient_accumulation_steps > 0
                           ? absl::StrCat(worker.gradient_accumulation_steps)
                           : "of the program",
-                      ", max_restarts ", options.agent.max_restarts, Policy(options.agent));
+                      ", debug ", Debug(options.agent), ", max_restarts ",
+                      options.agent.max_restarts, Policy(options.agent));
 }
 
 // The output goes where this process writes its own.

@@ -213,6 +213,16 @@ TEST_F(NodesTest, OtherSettings_AreRefusedByName) {
   EXPECT_THAT(first->err_text(), HasSubstr("machine 1 gave up"));
 }
 
+// Its processes would compare each collective with the others, which do not.
+TEST_F(NodesTest, DebugOnOneMachineOnly_IsRefusedByName) {
+  auto first = Machine(0, "exit 0");
+  auto second = Machine(1, "exit 0", {"--debug"});
+  EXPECT_EQ(second->Wait(), 2);
+  EXPECT_THAT(second->err_text(), AllOf(HasSubstr("debug true"), HasSubstr("but machine 0 with"),
+                                        HasSubstr("debug false")));
+  EXPECT_EQ(first->Wait(), 1);
+}
+
 TEST_F(NodesTest, OtherMachineDoesNotCome_EndsAtTheTimeoutAndSaysWho) {
   auto first = Machine(0, "exit 0", {"--join_timeout", "300ms"});
   EXPECT_EQ(first->Wait(), 5);
