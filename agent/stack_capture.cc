@@ -16,6 +16,7 @@
 #include <list>
 #include <map>
 #include <optional>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -41,6 +42,8 @@ constexpr int kNamedThreads = 8;  // of a group at the same place
 // libdw does not stop by itself on an endless stack (a broken one may be circular).
 constexpr int kWalkedFrames = 512;
 constexpr size_t kMaxName = 256;
+// Each has a thread and the tables of a process until it ends, which may be never.
+constexpr size_t kMaxLate = 8;
 
 struct Frame {
   uint64_t pc = 0;  // of the call, not of the return
@@ -297,6 +300,14 @@ class Text {
   bool full_ = false;
 };
 
+StackSnapshot WithoutStack(int64_t pid, absl::string_view why) {
+  const ProcessState state = ReadProcessState(pid);
+  if (!state.exists()) return {.process_state = state.name, .native_stack = ""};
+  return {.process_state = state.name,
+          .native_stack = absl::StrCat("pid ", pid, " (", OneLine(state.command), "), ",
+                                       state.ToString(), "\nno stack: ", why, "\n")};
+}
+
 // The whole capture, on a thread of its own: whatever it traces is let go when that ends.
 class Capturer {
  public:
@@ -497,6 +508,8 @@ StackCapture::StackCapture(StackCaptureOptions options)
 // Shared by all captures of the process, because a thread may outlive the capture that started it.
 struct StackCapture::Late {
   struct One {
+    int64_t pid;
+    absl::Time since;
     std::shared_ptr<Job> job;
     std::thread thread;
   };
@@ -504,6 +517,21 @@ struct StackCapture::Late {
     static Late* const late = new Late;
     return *late;
   }
+  // Why another look at `pid` would not end either. Empty: it may.
+  std::string Refusal(int64_t pid) {
+    MutexLock lock(&mu);
+    for (const One& one : threads) {
+      if (one.pid != pid) continue;
+      const absl::Duration age = Clock::Real().Now() - one.since;
+      return absl::StrCat("the look at it that began ",
+                          absl::FormatDuration(absl::Trunc(age, absl::Milliseconds(100))),
+                          " ago has not ended (blocked in the kernel?)");
+    }
+    if (threads.size() < kMaxLate) return "";
+    return absl::StrCat(threads.size(),
+                        " looks at other processes have not ended (blocked in the kernel?)");
+  }
+
   Mutex mu;
   std::list<One> threads ABSL_GUARDED_BY(mu);
 };
@@ -531,33 +559,42 @@ StackCapture::~StackCapture() {
 StackSnapshot StackCapture::Capture(int64_t pid, absl::Duration budget) {
   CollectLate();
   if (pid <= 0 || pid > INT32_MAX) return {.process_state = "gone", .native_stack = ""};
+  Late& late = Late::Get();
+  if (const std::string refused = late.Refusal(pid); !refused.empty()) {
+    return WithoutStack(pid, refused);
+  }
   const auto job = std::make_shared<Job>();
+  const absl::Time begun = Clock::Real().Now();
   // A part is kept for what cannot be interrupted on the way.
-  const absl::Time deadline = Clock::Real().Now() + budget * 3 / 4;
-  std::thread thread([options = options_, job, pid, deadline] {
+  const absl::Time deadline = begun + budget * 3 / 4;
+  const auto look = [options = options_, job, pid, deadline] {
     job->snapshot = Capturer(static_cast<pid_t>(pid), *options, deadline, job->given_up).Run();
     job->done.Notify();
-  });
+  };
+  std::thread thread;
+  try {
+    thread = options_->start_thread ? options_->start_thread(look) : std::thread(look);
+  } catch (const std::system_error& error) {
+    return WithoutStack(
+        pid, absl::StrCat("no thread can be started to take it (", error.code().message(),
+                          "): this machine, user or container has no room for more processes and "
+                          "threads (ulimit -u, pids.max)"));
+  }
   if (job->done.WaitForNotificationWithTimeout(budget)) {
     thread.join();
     return std::move(job->snapshot);
   }
   job->given_up.Notify();
-  StackSnapshot late;
-  const ProcessState state = ReadProcessState(pid);
-  late.process_state = state.name;
-  late.native_stack =
-      absl::StrCat("pid ", pid, " (", state.command, "), ", state.ToString(),
-                   "\nno stack: it took longer than ", absl::FormatDuration(budget), "\n");
   {
-    Late& all = Late::Get();
-    MutexLock lock(&all.mu);
-    all.threads.push_back({job, std::move(thread)});
+    MutexLock lock(&late.mu);
+    late.threads.push_back({pid, begun, job, std::move(thread)});
   }
-  MutexLock lock(&mu_);
-  late_jobs_.remove_if([](const auto& one) { return one->done.HasBeenNotified(); });
-  late_jobs_.push_back(job);
-  return late;
+  {
+    MutexLock lock(&mu_);
+    late_jobs_.remove_if([](const auto& one) { return one->done.HasBeenNotified(); });
+    late_jobs_.push_back(job);
+  }
+  return WithoutStack(pid, absl::StrCat("it took longer than ", absl::FormatDuration(budget)));
 }
 
 }  // namespace muster::agent

@@ -8,6 +8,7 @@
 #include <list>
 #include <memory>
 #include <string>
+#include <thread>
 
 #include "agent/stack_source.h"
 #include "base/mutex.h"
@@ -26,6 +27,8 @@ struct StackCaptureOptions {
   absl::Duration end_timeout = absl::Seconds(2);
   // Replaces ptrace(PTRACE_SEIZE) in tests; returns an errno. Tests refuse with it.
   std::function<int(pid_t)> seize = nullptr;
+  // Replaces the start of the thread that looks in tests; throws std::system_error as that does.
+  std::function<std::thread(std::function<void()>)> start_thread = nullptr;
 };
 
 // Takes the stacks of a running process as a debugger does: stops one thread after the other for as
@@ -60,6 +63,10 @@ struct StackCaptureOptions {
 // If the stack is not available (the kernel refuses ptrace, another debugger is attached, the
 // process has ended), the text gives the reason, and still lists the state, system call and kernel
 // function of each thread from /proc.
+//
+// Each look has a thread of its own. Where none can be started, or the last look at the same
+// process has not ended, or eight others have not (the kernel may hold those who look at what it
+// holds), the text is the line on the process and that reason.
 //
 // Thread-safe. Must run in the parent of the process, or with the right to trace it.
 class StackCapture final : public StackSource {

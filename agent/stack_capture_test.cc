@@ -9,11 +9,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstdlib>
 #include <functional>
+#include <list>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -480,6 +483,56 @@ TEST(StackCapture, SeveralAtOnce_DoNotDisturbEachOther) {
   // Two at the same process: one of them may find it traced.
   EXPECT_TRUE(absl::StrContains(texts[0] + texts[2], "LoadBatch")) << texts[0] << texts[2];
   EXPECT_TRUE(absl::StrContains(texts[1] + texts[3], "SpinForever")) << texts[1] << texts[3];
+}
+
+TEST(StackCapture, NoThreadToBeHad_SaysSo) {
+  const Child child(AugmentForever);
+  StackCapture capture({.start_thread = [](const std::function<void()>&) -> std::thread {
+    throw std::system_error(EAGAIN, std::generic_category());
+  }});
+  const StackSnapshot snapshot = capture.Capture(child.pid(), kBudget);
+  EXPECT_FALSE(snapshot.process_state.empty());
+  EXPECT_TRUE(absl::StrContains(snapshot.native_stack,
+                                "no stack: no thread can be started to take it (Resource "
+                                "temporarily unavailable): "))
+      << snapshot.native_stack;
+}
+
+// Each that hangs costs a thread for good.
+TEST(StackCapture, LooksThatHang_AreNotRepeatedNorWithoutLimit) {
+  struct Shared {
+    Notification release;
+    std::atomic<int> started{0};
+  };
+  const auto shared = std::make_shared<Shared>();
+  StackCapture capture({.start_thread = [shared](const std::function<void()>& look) {
+    ++shared->started;
+    return std::thread([shared, look] {
+      shared->release.WaitForNotification();
+      look();
+    });
+  }});
+  std::list<Child> children;
+  for (int i = 0; i < 9; ++i) children.emplace_back(AugmentForever);
+  const auto text = [&](const Child& child) {
+    return capture.Capture(child.pid(), absl::Milliseconds(1)).native_stack;
+  };
+  for (const Child& child : children) {
+    const std::string first = text(child);
+    if (&child == &children.back()) {
+      EXPECT_TRUE(absl::StrContains(first, "no stack: 8 looks at other processes have not ended"))
+          << first;
+      continue;
+    }
+    EXPECT_TRUE(absl::StrContains(first, "no stack: it took longer than 1ms")) << first;
+    const std::string again = text(child);
+    EXPECT_TRUE(absl::StrContains(again, "no stack: the look at it that began ")) << again;
+  }
+  EXPECT_EQ(shared->started, 8);
+  shared->release.Notify();
+  WaitUntil([] { return StackCapture::CollectLate() == 0; });
+  EXPECT_FALSE(absl::StrContains(capture.Capture(children.back().pid(), kBudget).native_stack,
+                                 "have not ended"));
 }
 
 // A process that the kernel holds may hold who looks at it.
