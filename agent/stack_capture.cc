@@ -27,6 +27,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "agent/faulthandler.h"
+#include "agent/mapped_file.h"
 #include "agent/memory_reader.h"
 #include "agent/process_state.h"
 #include "agent/python_layout.h"
@@ -191,8 +192,27 @@ int NoDebugFile(Dwfl_Module*, void**, const char*, Dwarf_Addr, const char*, cons
   return -1;
 }
 
+// As dwfl_linux_proc_find_elf, but with the files of the process's own mounts: at the same paths an
+// agent outside of a container has others, whose tables would give wrong frames and names.
+int FindElf(Dwfl_Module* module, void** userdata, const char* name, Dwarf_Addr base,
+            char** file_name, Elf** elf) {
+  const pid_t pid = static_cast<pid_t>(reinterpret_cast<intptr_t>(*userdata));
+  if (pid == 0 || name[0] != '/') {  // "[vdso]": from its memory
+    return dwfl_linux_proc_find_elf(module, userdata, name, base, file_name, elf);
+  }
+  const int fd = OpenMappedFile(pid, name);
+  if (fd >= 0) *file_name = strdup(name);
+  return fd;
+}
+
+// For FindElf, to which libdw gives no other way to the process.
+int TellProcess(Dwfl_Module*, void** userdata, const char*, Dwarf_Addr, void* pid) {
+  *userdata = pid;
+  return DWARF_CB_OK;
+}
+
 const Dwfl_Callbacks kCallbacks = {
-    .find_elf = dwfl_linux_proc_find_elf,
+    .find_elf = FindElf,
     .find_debuginfo = NoDebugFile,
     .section_address = nullptr,
     .debuginfo_path = nullptr,
@@ -352,6 +372,13 @@ class Capturer {
     if (dwfl_ == nullptr || dwfl_linux_proc_report(dwfl_.get(), pid_) != 0 ||
         dwfl_report_end(dwfl_.get(), nullptr, nullptr) != 0) {
       why = "its memory map cannot be read";
+    }
+    if (dwfl_ != nullptr) {
+      dwfl_getmodules(dwfl_.get(), TellProcess,
+                      reinterpret_cast<void*>(static_cast<intptr_t>(pid_)), 0);
+    }
+    if (!why.empty()) {
+      // No need to attach.
     } else if (const int error = dwfl_linux_proc_attach(dwfl_.get(), pid_, true); error != 0) {
       why = error > 0 ? strerror(error) : dwfl_errmsg(-1);
     }

@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/mount.h>
 #include <sys/ptrace.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -170,6 +171,44 @@ train(1)
     EXPECT_TRUE(absl::StrContains(text, " _PyEval_EvalFrameDefault")) << text;
     EXPECT_NE(ReadProcessState(child.pid()).name, "traced");
   }
+}
+
+// As under `muster launch -- apptainer exec`: what the agent has at the paths is something else.
+TEST(StackCapture, PythonWithMountsOfItsOwn_ShowsItsFrames) {
+  const TestFolder ours, its;
+  const std::string python = ours.Path("python3");
+  const std::string program = its.Path("program.py");
+  const absl::StatusOr<std::string> bytes = ReadFile("/usr/bin/python3");
+  ASSERT_TRUE(bytes.ok()) << bytes.status();
+  ASSERT_TRUE(WriteFileAtomically(python, "no program at all").ok());
+  ASSERT_TRUE(WriteFileAtomically(its.Path("python3"), *bytes).ok());
+  ASSERT_EQ(chmod(its.Path("python3").c_str(), 0700), 0);
+  ASSERT_TRUE(WriteFileAtomically(program, R"(import os, time
+def wait_for_data():
+    os.write(1, b"x")
+    time.sleep(3600)
+wait_for_data()
+)")
+                  .ok());
+  const Child child([&](int ready) {
+    if (unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0 ||
+        mount(its.Path("").c_str(), ours.Path("").c_str(), nullptr, MS_BIND, nullptr) != 0) {
+      const char byte = 'x';
+      if (write(ready, &byte, 1) != 1) _exit(1);
+      for (;;) pause();
+    }
+    dup2(ready, STDOUT_FILENO);
+    execl(python.c_str(), python.c_str(), program.c_str(), nullptr);
+    _exit(127);
+  });
+  if (ReadProcessState(child.pid()).command != "python3") GTEST_SKIP() << "no namespaces here";
+  StackCapture capture;
+  std::string text;
+  do {
+    text = capture.Capture(child.pid(), kBudget).native_stack;
+    EXPECT_TRUE(absl::StrContains(text, ", Python 3.")) << text;
+  } while (!HasFailure() && !absl::StrContains(text, "py#0 wait_for_data ("));
+  EXPECT_TRUE(absl::StrContains(text, " _PyEval_EvalFrameDefault (python3)")) << text;
 }
 
 TEST(StackCapture, PythonInALoop_IsCaughtInIt) {
