@@ -135,25 +135,33 @@ int64_t TracerOf(pid_t pid) {
   return tracer;
 }
 
-std::string PtraceScope() {
-  FILE* const file = fopen("/proc/sys/kernel/yama/ptrace_scope", "re");
-  if (file == nullptr) return "";
+// Yama's setting: '0' to '3'; '0' too where there is none.
+char PtraceScope(const std::string& path) {
+  FILE* const file = fopen(path.c_str(), "re");
+  if (file == nullptr) return '0';
   const int scope = fgetc(file);
   fclose(file);
-  return scope == EOF || scope == '0' ? ""
-                                      : absl::StrCat("kernel.yama.ptrace_scope is ",
-                                                     std::string(1, static_cast<char>(scope)));
+  return scope == EOF ? '0' : static_cast<char>(scope);
 }
 
-std::string Refusal(pid_t pid, int error) {
+std::string Refusal(pid_t pid, int error, const std::string& ptrace_scope_path) {
   if (error == ESRCH) return "it has ended";
   std::string text = absl::StrCat("ptrace was refused (", strerror(error), ")");
   if (const int64_t tracer = TracerOf(pid); tracer != 0 && tracer != getpid()) {
-    absl::StrAppend(&text, ": process ", tracer, " traces it already");
-  } else if (const std::string scope = PtraceScope(); !scope.empty()) {
-    absl::StrAppend(&text, ": ", scope);
+    return absl::StrCat(text, ": process ", tracer, " traces it already");
+  }
+  const char scope = PtraceScope(ptrace_scope_path);
+  absl::StrAppend(&text, ": ");
+  if (scope == '3') {
+    absl::StrAppend(&text, "kernel.yama.ptrace_scope is 3, which forbids it to all");
+  } else if (scope == '2' || (scope == '1' && !Descends(pid, getpid()))) {
+    absl::StrAppend(&text, "kernel.yama.ptrace_scope is ", std::string(1, scope),
+                    ": give the agent CAP_SYS_PTRACE");
   } else {
-    absl::StrAppend(&text, ": another user's process, or a container without CAP_SYS_PTRACE");
+    absl::StrAppend(&text,
+                    "another user's process, one that has made itself undumpable, or a container "
+                    "that forbids it: give the agent CAP_SYS_PTRACE, or a seccomp profile with "
+                    "ptrace");
   }
   return text;
 }
@@ -377,6 +385,7 @@ class Capturer {
       dwfl_getmodules(dwfl_.get(), TellProcess,
                       reinterpret_cast<void*>(static_cast<intptr_t>(pid_)), 0);
     }
+    if (pid_ == getpid()) why = "this is the agent itself, which does not stop for its own stack";
     if (!why.empty()) {
       // No need to attach.
     } else if (const int error = dwfl_linux_proc_attach(dwfl_.get(), pid_, true); error != 0) {
@@ -411,7 +420,7 @@ class Capturer {
     const int refused = options_.seize ? options_.seize(stack->tid)
                         : ptrace(PTRACE_SEIZE, stack->tid, nullptr, nullptr) == 0 ? 0
                                                                                   : errno;
-    if (refused != 0) return Refusal(pid_, refused);
+    if (refused != 0) return Refusal(pid_, refused, options_.ptrace_scope_path);
     StoppedThread stopped;
     const absl::Time patience = Clock::Real().Now() + options_.stop_timeout;
     std::string why = stopped.Stop(stack->tid, std::min(deadline_, patience), given_up_);

@@ -27,6 +27,8 @@ struct StackCaptureOptions {
   absl::Duration end_timeout = absl::Seconds(2);
   // Replaces ptrace(PTRACE_SEIZE) in tests; returns an errno. Tests refuse with it.
   std::function<int(pid_t)> seize = nullptr;
+  // Where the kernel says who may trace whom; tests have a file of their own.
+  std::string ptrace_scope_path = "/proc/sys/kernel/yama/ptrace_scope";
   // Replaces the start of the thread that looks in tests; throws std::system_error as that does.
   std::function<std::thread(std::function<void()>)> start_thread = nullptr;
 };
@@ -60,9 +62,9 @@ struct StackCaptureOptions {
 // Names come from the symbol tables of the program and its libraries, demangled; lines where the
 // program has debug information of its own. No network is asked for any.
 //
-// If the stack is not available (the kernel refuses ptrace, another debugger is attached, the
-// process has ended), the text gives the reason, and still lists the state, system call and kernel
-// function of each thread from /proc.
+// If the stack is not available (the kernel refuses ptrace, another debugger is attached, it is
+// this process, the process has ended), the text gives the reason, and still lists the state,
+// system call and kernel function of each thread from /proc.
 //
 // Each look has a thread of its own. Where none can be started, or the last look at the same
 // process has not ended, or eight others have not (the kernel may hold those who look at what it

@@ -441,6 +441,39 @@ TEST(StackCapture, PtraceRefused_SaysSoAndStillGivesTheState) {
   EXPECT_TRUE(absl::StrContains(snapshot.native_stack, snapshot.process_state));
 }
 
+TEST(StackCapture, PtraceRefused_SaysWhatForbidsItAndWhatAllowsIt) {
+  const TestFolder folder;
+  const Child child(AugmentForever);
+  const auto why = [&](const std::string& scope, pid_t pid) {
+    EXPECT_TRUE(WriteFileAtomically(folder.Path("scope"), scope).ok());
+    StackCapture capture(
+        {.seize = [](pid_t) { return EPERM; }, .ptrace_scope_path = folder.Path("scope")});
+    return capture.Capture(pid, kBudget).native_stack;
+  };
+  // An agent may trace what descends from it.
+  for (const char* const scope : {"0\n", "1\n"}) {
+    const std::string text = why(scope, child.pid());
+    EXPECT_TRUE(absl::StrContains(text, "or a seccomp profile with ptrace\n")) << text;
+  }
+  const pid_t sibling = fork();
+  if (sibling == 0) {
+    const std::string text = why("1\n", child.pid());
+    _exit(absl::StrContains(text, "ptrace_scope is 1: give the agent CAP_SYS_PTRACE\n") ? 0 : 1);
+  }
+  int status = -1;
+  EXPECT_EQ(waitpid(sibling, &status, 0), sibling);
+  EXPECT_EQ(status, 0);
+  EXPECT_TRUE(absl::StrContains(why("2\n", child.pid()), "ptrace_scope is 2: give the agent "));
+  EXPECT_TRUE(absl::StrContains(why("3\n", child.pid()), "ptrace_scope is 3, which forbids it"));
+}
+
+TEST(StackCapture, AgentItself_SaysThatItDoesNotStop) {
+  StackCapture capture;
+  const std::string text = capture.Capture(getpid(), kBudget).native_stack;
+  EXPECT_TRUE(absl::StrContains(text, "  no stack: this is the agent itself, ")) << text;
+  EXPECT_FALSE(absl::StrContains(text, "ptrace")) << text;
+}
+
 TEST(StackCapture, TracedByAnother_NamesTheTracer) {
   const Child child(AugmentForever);
   const pid_t debugged = child.pid();
