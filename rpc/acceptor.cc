@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "base/log.h"
 
 namespace muster::rpc {
@@ -110,15 +111,24 @@ Acceptor::~Acceptor() {
   close(stop_);
 }
 
-bool Acceptor::MayEnter(int fd) const {
+bool Acceptor::MayEnter(int fd) {
   if (!only_user_.has_value() || path_.empty()) return true;
   ucred peer{};
   socklen_t size = sizeof(peer);
   if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == *only_user_) {
     return true;
   }
+  ++refusals_;
+  // Who tries again and again is not to fill the log.
+  const absl::Time now = absl::Now();
+  if (now >= refusal_told_ && now < refusal_told_ + absl::Minutes(1)) return false;
   MUSTER_LOG(Warning) << "refused process " << peer.pid << " of user " << peer.uid << " at "
-                      << path_ << ": only user " << *only_user_ << " may enter";
+                      << path_ << ": only user " << *only_user_ << " may enter"
+                      << (refusals_ > 1 ? absl::StrCat(" (", refusals_, " refused since the last ",
+                                                       "such line; one a minute)")
+                                        : "");
+  refusal_told_ = now;
+  refusals_ = 0;
   return false;
 }
 

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "rpc/address.h"
 
 namespace muster::rpc {
@@ -43,7 +44,7 @@ class Acceptor {
         path_(std::move(path)),
         only_user_(only_user) {}
   void Run();
-  bool MayEnter(int fd) const;
+  bool MayEnter(int fd);
   // Whether this process has a descriptor for another connection.
   bool HasRoom() const;
 
@@ -53,6 +54,9 @@ class Acceptor {
   const std::string path_;  // of a unix socket
   const std::optional<uid_t> only_user_;
   std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> sink_;
+  // Of the thread alone: when it last logged that it refused somebody, and how many it has since.
+  absl::Time refusal_told_ = absl::InfinitePast();
+  int refusals_ = 0;
   std::thread thread_;
 };
 

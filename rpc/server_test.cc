@@ -76,6 +76,32 @@ TEST(Server, UnixSocketOfAnotherUser_LetsNobodyIn) {
   EXPECT_EQ(rmdir(folder.path().c_str()), 0) << "the server leaves no socket behind";
 }
 
+TEST(Server, UnixSocketThatServesAnotherUser_SaysSoToRootAndOnceInTheLog) {
+  if (geteuid() != 0) GTEST_SKIP() << "the file stops all but root";
+  EchoTriggers service;
+  const TestFolder folder = TestFolder::ForSockets();
+  const std::string path = folder.Path("socket");
+  constexpr uid_t kOther = 65534;
+  ::testing::internal::CaptureStderr();
+  {
+    auto server = Server::Start({.listen = "unix:" + path, .only_user = kOther}, {&service});
+    ASSERT_TRUE(server.ok()) << server.status();
+    ASSERT_EQ(chown(path.c_str(), kOther, static_cast<gid_t>(-1)), 0);
+    for (int i = 0; i < 3; ++i) {
+      auto channel = *Connect((*server)->address(), {.own_connection = true});
+      const absl::Status status =
+          WaitUntilConnected(*channel, (*server)->address(), absl::Minutes(5));
+      EXPECT_EQ(status.code(), absl::StatusCode::kPermissionDenied) << status;
+      EXPECT_THAT(std::string(status.message()),
+                  HasSubstr("user 0 may not connect to the coordinator's socket " + path));
+    }
+  }
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  const size_t first = log.find("only user 65534 may enter");
+  EXPECT_NE(first, std::string::npos) << log;
+  EXPECT_EQ(log.find("may enter", first + 20), std::string::npos) << log;
+}
+
 TEST(Server, UnixSocket_ServesAndReplacesADeadOne) {
   const TestFolder folder = TestFolder::ForSockets();
   const std::string path = folder.Path("s");
