@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -136,6 +137,42 @@ TEST(Server, UnixSocketThatTellsNothing_IsLeftAlone) {
       << status;
   EXPECT_EQ(unlink(path.c_str()), 0) << "it is still there";
   close(fd);
+}
+
+// A stranger needs no token to connect, and each connection costs a descriptor.
+TEST(Server, ConnectionThatIsNotSetUp_IsClosed) {
+  EchoTriggers service;
+  const auto server =
+      Server::Start({.insecure = true, .setup_timeout = absl::Milliseconds(20)}, {&service});
+  ASSERT_TRUE(server.ok()) << server.status();
+  const OwnedFd silent(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>((*server)->port()));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  const timeval patience = {.tv_sec = 60, .tv_usec = 0};
+  ASSERT_EQ(setsockopt(silent.get(), SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience)), 0);
+  ASSERT_EQ(connect(silent.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  char bytes[256];
+  ssize_t size = 1;
+  while (size > 0) size = read(silent.get(), bytes, sizeof(bytes));  // HTTP/2's first words
+  EXPECT_TRUE(size == 0 || errno == ECONNRESET) << strerror(errno);
+}
+
+TEST(Server, ConnectionWithoutCalls_IsClosedAndMadeAgain) {
+  EchoTriggers service;
+  const auto server =
+      Server::Start({.insecure = true, .idle_timeout = absl::Milliseconds(50)}, {&service});
+  ASSERT_TRUE(server.ok()) << server.status();
+  const auto channel = *Connect((*server)->address(), {.own_connection = true});
+  for (int round = 0; round < 2; ++round) {
+    // A call may come as the connection is closed.
+    WaitUntil([&] { return Raise(channel, "x", 1).ok(); });
+    const auto deadline = std::chrono::system_clock::now() + std::chrono::minutes(1);
+    while (channel->GetState(false) == GRPC_CHANNEL_READY) {
+      ASSERT_TRUE(channel->WaitForStateChange(GRPC_CHANNEL_READY, deadline));
+    }
+  }
 }
 
 // Else callers without a token could keep a coordinator from its journal.
