@@ -33,15 +33,6 @@ v1::OpResult ErrorResult(uint64_t op_id, const absl::Status& status) {
   return result;
 }
 
-bool OnlyReads(const v1::TxnRequest& txn) {
-  for (const auto* ops : {&txn.then(), &txn.otherwise()}) {
-    for (const v1::KvOp& op : *ops) {
-      if (!op.has_get()) return false;
-    }
-  }
-  return true;
-}
-
 // Whether the coordinator recognises a second copy of `op`, also after a restart.
 bool RepeatSafe(const v1::Op& op) {
   const auto named = [](const v1::Fence& fence) {
