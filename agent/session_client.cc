@@ -16,7 +16,8 @@ namespace {
 
 constexpr uint32_t kProtocol = 1;
 constexpr uint64_t kFramesBetweenAcks = 32;
-constexpr size_t kStacksQueued = 256;
+// Queued, or sent and not acknowledged.
+constexpr size_t kMaxStacks = 256;
 constexpr size_t kUnacknowledgedFrames = 1 << 16;
 constexpr absl::Duration kLongestRetryAfter = absl::Minutes(1);
 constexpr size_t kSeenJobs = 1024;
@@ -254,7 +255,7 @@ void SessionClient::Forget(uint64_t op_id) {
     held_.erase(it);
     if (held_.empty()) changed_.SignalAll();
     // While nothing can be sent, what was forgotten would pile up.
-    if (queue_.size() > 2 * (held_.size() + stacks_queued_) + 64) {
+    if (queue_.size() > 2 * (held_.size() + stacks_) + 64) {
       const auto gone = [this](const Item& item) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
         const auto* const id = std::get_if<uint64_t>(&item);
         return id != nullptr && held_.count(*id) == 0;
@@ -278,9 +279,9 @@ void SessionClient::SendStack(v1::StackReply reply) {
   Todo todo;
   {
     MutexLock lock(&mu_);
-    if (stacks_queued_ >= kStacksQueued || !lost_.ok()) return;
+    if (stacks_ >= kMaxStacks || !lost_.ok()) return;
     queue_.push_back(std::move(reply));
-    ++stacks_queued_;
+    ++stacks_;
     Pump(&todo);
   }
   Run(std::move(todo));
@@ -658,7 +659,7 @@ void SessionClient::Clear() {
   held_.clear();
   held_bytes_ = 0;
   queue_.clear();
-  stacks_queued_ = 0;
+  stacks_ = 0;
   unacked_.clear();
   waited_for_.clear();
   changed_.SignalAll();
@@ -681,14 +682,16 @@ std::string SessionClient::WhyRefused(const v1::Welcome& welcome) const {
   return "";
 }
 
-void SessionClient::Resume(uint64_t last_received_seq) {
-  while (!unacked_.empty() && unacked_.front().seq <= last_received_seq) {
+void SessionClient::Acknowledged(uint64_t seq) {
+  while (!unacked_.empty() && unacked_.front().seq <= seq) {
+    for (const Item& item : unacked_.front().items) {
+      if (std::holds_alternative<v1::StackReply>(item)) --stacks_;
+    }
     unacked_.pop_front();
   }
   // It has not seen these: their contents go out again, first.
   for (auto sent = unacked_.rbegin(); sent != unacked_.rend(); ++sent) {
     for (auto item = sent->items.rbegin(); item != sent->items.rend(); ++item) {
-      stacks_queued_ += std::holds_alternative<v1::StackReply>(*item);
       queue_.push_front(std::move(*item));
     }
   }
@@ -703,8 +706,12 @@ void SessionClient::BeginSession(Todo* todo) {
   seats_by_ = absl::InfiniteFuture();
   received_ = 0;
   queue_.clear();
-  stacks_queued_ = 0;
+  stacks_ = 0;
   for (auto it = held_.begin(); it != held_.end();) {
+}
+
+void SessionClient::Resume(uint64_t last_received_seq) {
+  Acknowledged(last_received_seq);
     Held& held = it->second;
     if (held.op.has_recall_barriers() && !held.done) {  // rebuilt below
       held_bytes_ -= held.bytes;
@@ -864,7 +871,7 @@ void SessionClient::Received(const v1::CoordinatorFrame& frame, Todo* todo) {
     }
     received_ = frame.seq();
   }
-  while (!unacked_.empty() && unacked_.front().seq <= frame.ack()) unacked_.pop_front();
+  Acknowledged(frame.ack());
   if (unacked_.size() > kUnacknowledgedFrames) {
     NoteError(absl::StrCat("it has acknowledged none of ", unacked_.size(), " frames"));
     Drop(todo);
@@ -973,7 +980,6 @@ bool SessionClient::NextFrame(v1::AgentFrame* frame) {
       if (auto* const stack = std::get_if<v1::StackReply>(&item)) {
         if (!sent.items.empty()) break;
         *frame->mutable_stack() = *stack;
-        --stacks_queued_;
         sent.items.push_back(std::move(item));
         queue_.pop_front();
         break;

@@ -637,7 +637,32 @@ TEST_F(SessionClientTest, StacksWhileAway_AreBounded) {
   stream().Drain();
   const auto stacks = std::count_if(stream().written.begin(), stream().written.end(),
                                     [](const v1::AgentFrame& f) { return f.has_stack(); });
-  EXPECT_EQ(stacks, 1 + 256);  // the one that goes out at once, and the queue
+  EXPECT_EQ(stacks, 256);
+}
+
+// A coordinator may ask for ever, and each has up to 64 KiB.
+TEST_F(SessionClientTest, StacksThatAreNotAcknowledged_AreBounded) {
+  Connect();
+  const auto sent = [&] {
+    stream().Drain();
+    const auto stacks = std::count_if(stream().written.begin(), stream().written.end(),
+                                      [](const v1::AgentFrame& f) { return f.has_stack(); });
+    stream().written.clear();
+    return stacks;
+  };
+  for (int i = 0; i < 1000; ++i) client_->SendStack({});
+  EXPECT_EQ(sent(), 256);
+  for (int i = 0; i < 1000; ++i) client_->SendStack({});
+  EXPECT_EQ(sent(), 0);
+  // In a resumed session only what was acknowledged makes room.
+  Reconnect();
+  Welcome("s1", 1, 100);
+  EXPECT_EQ(sent(), 156);
+  for (int i = 0; i < 1000; ++i) client_->SendStack({});
+  EXPECT_EQ(sent(), 100);
+  stream().events->OnFrame(Results(1, {}, 200));
+  for (int i = 0; i < 1000; ++i) client_->SendStack({});
+  EXPECT_EQ(sent(), 100);
 }
 
 TEST_F(SessionClientTest, CoordinatorThatAcknowledgesNothing_IsConnectedAnew) {
