@@ -14,10 +14,10 @@
 namespace muster::coordinator {
 
 // Answers already given, by (worker_id, incarnation, request_id), so that a repeated request has no
-// second effect. Of the latest `keep` of each worker those of together `keep_bytes`, and at least the
-// last one, are held, and of the others that they were given. An id below all of these is taken for
-// forgotten, one among them that never came is new: ids of a worker must grow, but may overtake each
-// other on the way. `Value` is the answer. Not thread-safe.
+// second effect. Of the latest `keep` of each worker those of together `keep_bytes`, and at least
+// the last one, are held, and of the others that they were given. An id below all of these is taken
+// for forgotten, one among them that never came is new: ids of a worker must grow, but may overtake
+// each other on the way. `Value` is the answer. Not thread-safe.
 template <typename Value>
 class Dedupe {
  public:

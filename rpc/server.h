@@ -43,8 +43,8 @@ struct ServerOptions {
   // process has it, so have those that are started later.
   bool reflection = false;
   // How long a connection may take to be set up, TLS and HTTP/2 together, and how long it may have
-  // no call; it is closed then, and clients connect again by themselves. A unix socket, which serves
-  // one user, waits for calls without end.
+  // no call; it is closed then, and clients connect again by themselves. A unix socket, which
+  // serves one user, waits for calls without end.
   absl::Duration setup_timeout = absl::Seconds(20);
   absl::Duration idle_timeout = absl::Minutes(5);
 };
