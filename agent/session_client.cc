@@ -72,16 +72,36 @@ bool Answers(const v1::OpResult& result, const v1::Op& op) {
   return result.kind_case() == wanted;
 }
 
-// How long the caller of an arrival had waited when it called; how long it has now.
+// Of the operations with a timeout. How long the caller had waited when it called; how long it has
+// now.
 absl::Duration WaitedBefore(const v1::Op& op) {
-  const google::protobuf::Duration& waited =
-      op.has_arrive_many() ? op.arrive_many().waited() : op.arrive().waited();
+  const google::protobuf::Duration& waited = op.has_arrive_many()   ? op.arrive_many().waited()
+                                             : op.has_arrive()      ? op.arrive().waited()
+                                             : op.has_join()        ? op.join().waited()
+                                             : op.has_agree_alive() ? op.agree_alive().waited()
+                                                                    : op.wait().waited();
   return std::max(absl::ZeroDuration(), rpc::FromProto(waited));
 }
 void SetWaited(absl::Duration waited, v1::Op* op) {
-  if (!op->has_arrive() && !op->has_arrive_many()) return;
-  *(op->has_arrive() ? op->mutable_arrive()->mutable_waited()
-                     : op->mutable_arrive_many()->mutable_waited()) = rpc::ToProto(waited);
+  switch (op->kind_case()) {
+    case v1::Op::kArrive:
+      *op->mutable_arrive()->mutable_waited() = rpc::ToProto(waited);
+      break;
+    case v1::Op::kArriveMany:
+      *op->mutable_arrive_many()->mutable_waited() = rpc::ToProto(waited);
+      break;
+    case v1::Op::kJoin:
+      *op->mutable_join()->mutable_waited() = rpc::ToProto(waited);
+      break;
+    case v1::Op::kAgreeAlive:
+      *op->mutable_agree_alive()->mutable_waited() = rpc::ToProto(waited);
+      break;
+    case v1::Op::kWait:
+      *op->mutable_wait()->mutable_waited() = rpc::ToProto(waited);
+      break;
+    default:
+      break;
+  }
 }
 
 absl::Duration RetryAfter(const v1::Goodbye& goodbye) {
@@ -689,6 +709,10 @@ void SessionClient::Acknowledged(uint64_t seq) {
     }
     unacked_.pop_front();
   }
+}
+
+void SessionClient::Resume(uint64_t last_received_seq) {
+  Acknowledged(last_received_seq);
   // It has not seen these: their contents go out again, first.
   for (auto sent = unacked_.rbegin(); sent != unacked_.rend(); ++sent) {
     for (auto item = sent->items.rbegin(); item != sent->items.rend(); ++item) {
@@ -708,10 +732,6 @@ void SessionClient::BeginSession(Todo* todo) {
   queue_.clear();
   stacks_ = 0;
   for (auto it = held_.begin(); it != held_.end();) {
-}
-
-void SessionClient::Resume(uint64_t last_received_seq) {
-  Acknowledged(last_received_seq);
     Held& held = it->second;
     if (held.op.has_recall_barriers() && !held.done) {  // rebuilt below
       held_bytes_ -= held.bytes;
@@ -731,7 +751,8 @@ void SessionClient::Resume(uint64_t last_received_seq) {
       continue;
     }
     held.again = false;
-    // A restarted coordinator continues with the rest of a barrier's timeout.
+    // A restarted coordinator, or one that sees the agent come from a hub, continues with the rest
+    // of its timeout.
     held_bytes_ -= held.bytes;
     SetWaited(options_.clock->Now() - held.since, &held.op);
     held.bytes = held.op.ByteSizeLong();

@@ -308,7 +308,7 @@ TEST_F(SessionClientTest, NewSession_EverythingHeldGoesOutOnceMore) {
   EXPECT_THAT(results_, ElementsAre("a: ok", "b: ok"));
 }
 
-TEST_F(SessionClientTest, NewSession_ArrivalSaysHowLongItHasWaited) {
+TEST_F(SessionClientTest, NewSession_WhatHasATimeoutSaysHowLongItHasWaited) {
   Connect();
   v1::Op many;
   many.mutable_arrive_many()->set_barrier_id("b");
@@ -316,6 +316,13 @@ TEST_F(SessionClientTest, NewSession_ArrivalSaysHowLongItHasWaited) {
   Submit("a", Arrive("b", 0));
   Submit("m", many);
   Submit("t", Add(1));
+  v1::Op join, agree, wait;
+  join.mutable_join()->mutable_waited()->set_seconds(1);
+  agree.mutable_agree_alive();
+  wait.mutable_wait()->mutable_waited()->set_seconds(-5);
+  Submit("j", join);
+  Submit("l", agree);
+  Submit("w", wait);
   stream().Drain();
   EXPECT_FALSE(stream().written.back().ops().ops(0).arrive().has_waited());
   // For each new session again, from the same start.
@@ -328,10 +335,16 @@ TEST_F(SessionClientTest, NewSession_ArrivalSaysHowLongItHasWaited) {
       for (const v1::Op& op : frame.ops().ops()) {
         if (op.has_arrive()) waited["a"] = op.arrive().waited().seconds();
         if (op.has_arrive_many()) waited["m"] = op.arrive_many().waited().seconds();
+        if (op.has_join()) waited["j"] = op.join().waited().seconds();
+        if (op.has_agree_alive()) waited["l"] = op.agree_alive().waited().seconds();
+        if (op.has_wait()) waited["w"] = op.wait().waited().seconds();
       }
     }
     EXPECT_EQ(waited["a"], seconds);
     EXPECT_EQ(waited["m"], seconds + 3);
+    EXPECT_EQ(waited["j"], seconds + 1);
+    EXPECT_EQ(waited["l"], seconds);
+    EXPECT_EQ(waited["w"], seconds);
   }
 }
 
