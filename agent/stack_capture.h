@@ -35,7 +35,8 @@ struct StackCaptureOptions {
 
 // Takes the stacks of a running process as a debugger does: stops one thread after the other for as
 // long as its frames take to walk (a millisecond or so), then resumes it; a process that was
-// stopped before stays stopped. Nothing is written to the process, no signal is delivered to it.
+// stopped before stays stopped. Nothing is written to the process, and no signal is delivered to it
+// but to a Python of unknown layout that has asked for one (agent/faulthandler.h).
 // System calls that restart by themselves do; a few others (epoll_wait, semop) may return EINTR, as
 // they may at any time.
 //
