@@ -57,7 +57,12 @@ absl::Status TryUnixSocket(const Address& address) {
     return absl::ErrnoToStatus(
         error, absl::StrCat("cannot determine whether a process listens on ", address.ToString()));
   }
-  unlink(address.path.c_str());  // left behind by a process that died
+  // Left behind by a process that died, unless another has put its own there meanwhile.
+  struct stat now;
+  if (stat(address.path.c_str(), &now) == 0 && now.st_dev == info.st_dev &&
+      now.st_ino == info.st_ino) {
+    unlink(address.path.c_str());
+  }
   return absl::OkStatus();
 }
 

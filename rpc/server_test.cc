@@ -121,6 +121,21 @@ TEST(Server, UnixSocket_ServesAndReplacesADeadOne) {
   EXPECT_NE(nowhere.message().find(folder.path()), absl::string_view::npos) << nowhere;
 }
 
+TEST(Server, UnixSocketThatAnotherHasReplaced_IsNotRemovedAtTheEnd) {
+  const TestFolder folder = TestFolder::ForSockets();
+  const std::string path = folder.Path("s");
+  EchoTriggers service, other;
+  auto first = Server::Start({.listen = "unix:" + path}, {&service});
+  ASSERT_TRUE(first.ok()) << first.status();
+  ASSERT_EQ(unlink(path.c_str()), 0);
+  auto second = Server::Start({.listen = "unix:" + path}, {&other});
+  ASSERT_TRUE(second.ok()) << second.status();
+  first->reset();
+  EXPECT_EQ(*Raise(*Connect((*second)->address()), "x", 1), 1);
+  second->reset();
+  EXPECT_EQ(rmdir(folder.path().c_str()), 0) << "nothing else is left";
+}
+
 TEST(Server, UnixSocketThatTellsNothing_IsLeftAlone) {
   const TestFolder folder = TestFolder::ForSockets();
   const std::string path = folder.Path("s");
