@@ -608,14 +608,18 @@ absl::Status HubCore::DoBeat(Agent* agent, const v1::Beat& beat) {
     agent->said_bytes -= said.bytes;
     said = {.beat = worker, .at = now, .bytes = worker.ByteSizeLong()};
     agent->said_bytes += said.bytes;
-    if (agent->said_bytes > options_.limits.beat_bytes_of_agent) {
+    const bool too_many = agent->said.size() > options_.limits.beats_of_agent;
+    if (too_many || agent->said_bytes > options_.limits.beat_bytes_of_agent) {
       agent->said.clear();
       agent->said_bytes = 0;
       return rpc::ErrorWithReason(
           absl::StatusCode::kInvalidArgument,
-          absl::StrCat("the beats of agent ", agent->node, " have more than ",
-                       options_.limits.beat_bytes_of_agent,
-                       " bytes: a hub takes those of tens of workers"),
+          absl::StrCat(
+              "the beats of agent ", agent->node, " ",
+              too_many
+                  ? absl::StrCat("are of more than ", options_.limits.beats_of_agent, " workers")
+                  : absl::StrCat("have more than ", options_.limits.beat_bytes_of_agent, " bytes"),
+              ": a hub takes those of tens of workers"),
           v1::ERROR_REASON_LIMIT);
     }
   }

@@ -73,6 +73,7 @@ class HubCore final : public OpSender, public IncomingStreamEvents {
     // Of an agent's beats between two of the hub; a larger one ends the stream. Of a beat of the
     // hub: the rest waits for the next one.
     size_t beat_bytes_of_agent = 256 << 10;
+    size_t beats_of_agent = 4096;  // likewise: an empty one takes some hundred bytes of memory
     size_t beat_bytes = 2 << 20;
     // The hub's memory for one agent. Beyond it nothing is wrong: arrivals wait for the window, and
     // directives go to more agents than need them.

@@ -787,6 +787,23 @@ TEST_F(HubCoreTest, BeatTooLarge_EndsTheStream) {
   EXPECT_EQ(rpc::GetReason(*a.incoming().status), v1::ERROR_REASON_LIMIT);
 }
 
+// Small ones: each is an entry of its own in the hub's memory.
+TEST_F(HubCoreTest, BeatOfTooManyWorkers_EndsTheStream) {
+  options_.limits.beats_of_agent = 3;
+  Make();
+  FakeHubAgent a = Agent("a");
+  for (int i = 0; i < 3; ++i) {
+    for (int j = 0; j < 2; ++j) a.Beat(Beat(absl::StrCat("w", i)));
+    a.Take();
+    ASSERT_FALSE(a.incoming().status.has_value()) << *a.incoming().status;
+  }
+  a.Beat(Beat("w3"));
+  a.Take();
+  ASSERT_TRUE(a.incoming().status.has_value());
+  EXPECT_EQ(rpc::GetReason(*a.incoming().status), v1::ERROR_REASON_LIMIT);
+  EXPECT_THAT(std::string(a.incoming().status->message()), HasSubstr("of more than 3 workers"));
+}
+
 TEST_F(HubCoreTest, MoreWorkersThanAreRemembered_DirectivesStillReachThem) {
   options_.limits.workers_of_agent = 1;
   Make();

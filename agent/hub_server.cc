@@ -243,10 +243,21 @@ class HubServer::Service final
   grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* Attach(
       grpc::CallbackServerContext* context) override {
     const auto stream = std::make_shared<Stream>(hub_, &silent_, context);
-    stream->Begin(
-        token_.empty() ? absl::OkStatus() : rpc::CheckToken(context->client_metadata(), token_),
-        patience_);
+    stream->Begin(CheckToken(*context), patience_);
     return stream.get();
+  }
+
+  // In its own name: what the coordinator knows may be another token by now.
+  absl::Status CheckToken(const grpc::CallbackServerContext& context) const {
+    const absl::Status status =
+        token_.empty() ? absl::OkStatus() : rpc::CheckToken(context.client_metadata(), token_);
+    if (status.ok()) return status;
+    return rpc::ErrorWithReason(
+        status.code(),
+        "this hub does not know the token of this call, or it has none: a hub has the token with "
+        "which its agent was started; start that again with the file of now, or use the "
+        "coordinator itself",
+        v1::ERROR_REASON_BAD_TOKEN);
   }
 
   const std::string token_;

@@ -8,6 +8,16 @@
 
 namespace muster::agent {
 
+// Whether nothing is different after `txn`, so that it may be run again, or not at all.
+inline bool OnlyReads(const v1::TxnRequest& txn) {
+  for (const auto* ops : {&txn.then(), &txn.otherwise()}) {
+    for (const v1::KvOp& op : *ops) {
+      if (!op.has_get()) return false;
+    }
+  }
+  return true;
+}
+
 // Takes operations to the coordinator. Thread-safe, does not block.
 class OpSender {
  public:

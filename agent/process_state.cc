@@ -20,6 +20,8 @@
 namespace muster::agent {
 namespace {
 
+constexpr int kDeepest = 64;
+
 // Files of /proc have no size; these are short.
 std::string ReadProc(const std::string& path) {
   std::string text(1024, '\0');
@@ -231,6 +233,14 @@ HeldEnd ReadHeldEnd(int64_t pid) {
 std::vector<int64_t> ListProcesses() {
   if (!SeesOwnNumbers()) return {};
   return Numbers("/proc");
+}
+
+bool Descends(int64_t pid, int64_t ancestor) {
+  for (int depth = 0; depth < kDeepest && pid > 1; ++depth) {
+    if (pid == ancestor) return true;
+    pid = ReadProcessStat(pid).parent;
+  }
+  return false;
 }
 
 std::optional<std::vector<int64_t>> ListChildren(int64_t pid) {

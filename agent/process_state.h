@@ -55,6 +55,9 @@ std::vector<int64_t> ListProcesses();
 // ListProcesses is; nullopt: this kernel does not provide it.
 std::optional<std::vector<int64_t>> ListChildren(int64_t pid);
 
+// Whether `pid` is `ancestor` or, over at most 64 generations, a descendant of it.
+bool Descends(int64_t pid, int64_t ancestor);
+
 // The same from the texts of /proc/PID/stat, wchan and syscall, with any contents; "gone" if `stat`
 // is malformed.
 ProcessState ParseProcessState(const std::string& stat, const std::string& wchan,

@@ -171,6 +171,19 @@ TEST(ProcessState, ToString_NamesWhatIsKnown) {
   EXPECT_EQ(state.ToString(), "sleeping in futex (futex_wait_queue)");
 }
 
+TEST(Descends, FamilyAndOthers) {
+  EXPECT_TRUE(Descends(getpid(), getpid()));
+  EXPECT_FALSE(Descends(getpid(), 1 << 30));
+  const pid_t child = fork();
+  if (child == 0) {
+    const bool right = Descends(getpid(), getppid()) && !Descends(getppid(), getpid());
+    _exit(right ? 0 : 1);
+  }
+  int status = -1;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+}
+
 TEST(ParseProcessState, CommandThatLooksLikeTheRest_IsTheCommand) {
   const ProcessState state =
       ParseProcessState("7 (a) Z (b)) S 1 7 7 0 -1 0 0 0 0 0 0 0 0 0 20 0 3 0", "0", "202 0x1 0x2");

@@ -69,6 +69,29 @@ class Call : public ServerUnaryReactor, public std::enable_shared_from_this<Call
   std::shared_ptr<Call> self_ ABSL_GUARDED_BY(mu_);
 };
 
+// Whether it makes no difference that `op` is done once its caller has gone away. During an outage
+// the agent would else keep every poll of every worker, to send them all when it is over.
+bool IsForItsCallerAlone(const v1::Op& op) {
+  switch (op.kind_case()) {
+    case v1::Op::kTxn:
+      return OnlyReads(op.txn());
+    case v1::Op::kPollTriggers:
+      return op.poll_triggers().acked_size() == 0 && op.poll_triggers().pending_size() == 0;
+    case v1::Op::kWait:
+    case v1::Op::kGetRankTable:
+    case v1::Op::kDescribeBarrier:
+    case v1::Op::kListBarriers:
+    case v1::Op::kStragglerReport:
+    case v1::Op::kGetMembers:
+    case v1::Op::kCaptureStacks:
+    case v1::Op::kResolveCheckpoint:
+    case v1::Op::kListCheckpoints:
+      return true;
+    default:
+      return false;
+  }
+}
+
 template <typename Request, typename Reply>
 class RelayedCall final : public Call {
  public:
@@ -81,14 +104,29 @@ class RelayedCall final : public Call {
     call->Begin();
     v1::Op op;
     *(op.*put)() = *request;
-    upstream.Submit(std::move(op), [call, reply, get](const v1::OpResult& result) {
-      const bool failed = result.has_error();
-      call->End(failed ? rpc::OpErrorToGrpc(result.error()) : grpc::Status::OK, [&] {
-        if (!failed) *reply = (result.*get)();
-      });
-    });
+    const bool forget = IsForItsCallerAlone(op);
+    const uint64_t op_id =
+        upstream.Submit(std::move(op), [call, reply, get](const v1::OpResult& result) {
+          const bool failed = result.has_error();
+          call->End(failed ? rpc::OpErrorToGrpc(result.error()) : grpc::Status::OK, [&] {
+            if (!failed) *reply = (result.*get)();
+          });
+        });
+    // gRPC calls OnCancel only once it has been returned.
+    if (forget) {
+      call->upstream_ = &upstream;
+      call->op_id_ = op_id;
+    }
     return call.get();
   }
+  void OnCancel() override {
+    Call::OnCancel();
+    if (upstream_ != nullptr) upstream_->Forget(op_id_);
+  }
+
+ private:
+  OpSender* upstream_ = nullptr;  // null: it goes on without its caller
+  uint64_t op_id_ = 0;
 };
 
 #define MUSTER_RELAYED_NAMED(Name, Message, member)                                     \

@@ -26,12 +26,14 @@
 #include "base/mutate.h"
 #include "base/mutex.h"
 #include "base/test_folder.h"
+#include "base/test_wait.h"
 #include "gmock/gmock.h"
 #include "google/protobuf/descriptor.h"
 #include "gtest/gtest.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
 #include "proto/muster/v1/kv.grpc.pb.h"
+#include "proto/muster/v1/trigger.grpc.pb.h"
 #include "proto/random_message.h"
 #include "rpc/channel.h"
 #include "rpc/server.h"
@@ -139,15 +141,46 @@ TEST_F(RelayTest, CallerGivesUp_TheOperationGoesOn) {
   grpc::ClientContext context;
   rpc::SetTimeout(context, absl::Minutes(1));
   std::thread caller([&] {
+    v1::TxnRequest request;
+    request.add_then()->mutable_put()->set_key("k");
     v1::TxnReply reply;
-    EXPECT_EQ(stub->Txn(&context, v1::TxnRequest::default_instance(), &reply).error_code(),
-              grpc::StatusCode::CANCELLED);
+    EXPECT_EQ(stub->Txn(&context, request, &reply).error_code(), grpc::StatusCode::CANCELLED);
   });
   upstream_.WaitForOp();
   context.TryCancel();
   caller.join();
   EXPECT_EQ(upstream_.ops().size(), 1u);
   upstream_.Answer({});  // has no receiver
+}
+
+// During an outage they would pile up, until there is no room for what counts.
+TEST_F(RelayTest, CallerOfAPollOrAReadGivesUp_TheOperationIsForgotten) {
+  const auto give_up = [&](auto& stub, auto method, const auto& request, auto reply) {
+    grpc::ClientContext context;
+    rpc::SetTimeout(context, absl::Minutes(1));
+    std::thread caller([&] {
+      EXPECT_EQ((stub.*method)(&context, request, &reply).error_code(),
+                grpc::StatusCode::CANCELLED);
+    });
+    upstream_.WaitForOp();
+    context.TryCancel();
+    caller.join();
+  };
+  const auto keys = v1::KeyValueStore::NewStub(channel_);
+  const auto triggers = v1::Triggers::NewStub(channel_);
+  v1::TxnRequest read;
+  read.add_then()->mutable_get()->set_key("k");
+  give_up(*keys, &v1::KeyValueStore::Stub::Txn, read, v1::TxnReply());
+  WaitUntil([&] { return upstream_.ops().empty(); });
+  give_up(*keys, &v1::KeyValueStore::Stub::Wait, v1::WaitRequest(), v1::WaitReply());
+  WaitUntil([&] { return upstream_.ops().empty(); });
+  v1::PollTriggersRequest poll;
+  give_up(*triggers, &v1::Triggers::Stub::Poll, poll, v1::PollTriggersReply());
+  WaitUntil([&] { return upstream_.ops().empty(); });
+  poll.add_acked(7);
+  give_up(*triggers, &v1::Triggers::Stub::Poll, poll, v1::PollTriggersReply());
+  EXPECT_EQ(upstream_.ops().size(), 1u);
+  upstream_.Answer({});
 }
 
 // Answers at once, later or never, with what fits the question and what does not.

@@ -16,7 +16,8 @@ namespace {
 
 constexpr uint32_t kProtocol = 1;
 constexpr uint64_t kFramesBetweenAcks = 32;
-constexpr size_t kStacksQueued = 256;
+// Queued, or sent and not acknowledged.
+constexpr size_t kMaxStacks = 256;
 constexpr size_t kUnacknowledgedFrames = 1 << 16;
 constexpr absl::Duration kLongestRetryAfter = absl::Minutes(1);
 constexpr size_t kSeenJobs = 1024;
@@ -31,15 +32,6 @@ v1::OpResult ErrorResult(uint64_t op_id, const absl::Status& status) {
   result.set_op_id(op_id);
   *result.mutable_error() = rpc::ToOpError(status);
   return result;
-}
-
-bool OnlyReads(const v1::TxnRequest& txn) {
-  for (const auto* ops : {&txn.then(), &txn.otherwise()}) {
-    for (const v1::KvOp& op : *ops) {
-      if (!op.has_get()) return false;
-    }
-  }
-  return true;
 }
 
 // Whether the coordinator recognises a second copy of `op`, also after a restart.
@@ -80,16 +72,36 @@ bool Answers(const v1::OpResult& result, const v1::Op& op) {
   return result.kind_case() == wanted;
 }
 
-// How long the caller of an arrival had waited when it called; how long it has now.
+// Of the operations with a timeout. How long the caller had waited when it called; how long it has
+// now.
 absl::Duration WaitedBefore(const v1::Op& op) {
-  const google::protobuf::Duration& waited =
-      op.has_arrive_many() ? op.arrive_many().waited() : op.arrive().waited();
+  const google::protobuf::Duration& waited = op.has_arrive_many()   ? op.arrive_many().waited()
+                                             : op.has_arrive()      ? op.arrive().waited()
+                                             : op.has_join()        ? op.join().waited()
+                                             : op.has_agree_alive() ? op.agree_alive().waited()
+                                                                    : op.wait().waited();
   return std::max(absl::ZeroDuration(), rpc::FromProto(waited));
 }
 void SetWaited(absl::Duration waited, v1::Op* op) {
-  if (!op->has_arrive() && !op->has_arrive_many()) return;
-  *(op->has_arrive() ? op->mutable_arrive()->mutable_waited()
-                     : op->mutable_arrive_many()->mutable_waited()) = rpc::ToProto(waited);
+  switch (op->kind_case()) {
+    case v1::Op::kArrive:
+      *op->mutable_arrive()->mutable_waited() = rpc::ToProto(waited);
+      break;
+    case v1::Op::kArriveMany:
+      *op->mutable_arrive_many()->mutable_waited() = rpc::ToProto(waited);
+      break;
+    case v1::Op::kJoin:
+      *op->mutable_join()->mutable_waited() = rpc::ToProto(waited);
+      break;
+    case v1::Op::kAgreeAlive:
+      *op->mutable_agree_alive()->mutable_waited() = rpc::ToProto(waited);
+      break;
+    case v1::Op::kWait:
+      *op->mutable_wait()->mutable_waited() = rpc::ToProto(waited);
+      break;
+    default:
+      break;
+  }
 }
 
 absl::Duration RetryAfter(const v1::Goodbye& goodbye) {
@@ -263,7 +275,7 @@ void SessionClient::Forget(uint64_t op_id) {
     held_.erase(it);
     if (held_.empty()) changed_.SignalAll();
     // While nothing can be sent, what was forgotten would pile up.
-    if (queue_.size() > 2 * (held_.size() + stacks_queued_) + 64) {
+    if (queue_.size() > 2 * (held_.size() + stacks_) + 64) {
       const auto gone = [this](const Item& item) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
         const auto* const id = std::get_if<uint64_t>(&item);
         return id != nullptr && held_.count(*id) == 0;
@@ -287,9 +299,9 @@ void SessionClient::SendStack(v1::StackReply reply) {
   Todo todo;
   {
     MutexLock lock(&mu_);
-    if (stacks_queued_ >= kStacksQueued || !lost_.ok()) return;
+    if (stacks_ >= kMaxStacks || !lost_.ok()) return;
     queue_.push_back(std::move(reply));
-    ++stacks_queued_;
+    ++stacks_;
     Pump(&todo);
   }
   Run(std::move(todo));
@@ -667,7 +679,7 @@ void SessionClient::Clear() {
   held_.clear();
   held_bytes_ = 0;
   queue_.clear();
-  stacks_queued_ = 0;
+  stacks_ = 0;
   unacked_.clear();
   waited_for_.clear();
   changed_.SignalAll();
@@ -690,14 +702,20 @@ std::string SessionClient::WhyRefused(const v1::Welcome& welcome) const {
   return "";
 }
 
-void SessionClient::Resume(uint64_t last_received_seq) {
-  while (!unacked_.empty() && unacked_.front().seq <= last_received_seq) {
+void SessionClient::Acknowledged(uint64_t seq) {
+  while (!unacked_.empty() && unacked_.front().seq <= seq) {
+    for (const Item& item : unacked_.front().items) {
+      if (std::holds_alternative<v1::StackReply>(item)) --stacks_;
+    }
     unacked_.pop_front();
   }
+}
+
+void SessionClient::Resume(uint64_t last_received_seq) {
+  Acknowledged(last_received_seq);
   // It has not seen these: their contents go out again, first.
   for (auto sent = unacked_.rbegin(); sent != unacked_.rend(); ++sent) {
     for (auto item = sent->items.rbegin(); item != sent->items.rend(); ++item) {
-      stacks_queued_ += std::holds_alternative<v1::StackReply>(*item);
       queue_.push_front(std::move(*item));
     }
   }
@@ -712,7 +730,7 @@ void SessionClient::BeginSession(Todo* todo) {
   seats_by_ = absl::InfiniteFuture();
   received_ = 0;
   queue_.clear();
-  stacks_queued_ = 0;
+  stacks_ = 0;
   for (auto it = held_.begin(); it != held_.end();) {
     Held& held = it->second;
     if (held.op.has_recall_barriers() && !held.done) {  // rebuilt below
@@ -733,7 +751,8 @@ void SessionClient::BeginSession(Todo* todo) {
       continue;
     }
     held.again = false;
-    // A restarted coordinator continues with the rest of a barrier's timeout.
+    // A restarted coordinator, or one that sees the agent come from a hub, continues with the rest
+    // of its timeout.
     held_bytes_ -= held.bytes;
     SetWaited(options_.clock->Now() - held.since, &held.op);
     held.bytes = held.op.ByteSizeLong();
@@ -873,7 +892,7 @@ void SessionClient::Received(const v1::CoordinatorFrame& frame, Todo* todo) {
     }
     received_ = frame.seq();
   }
-  while (!unacked_.empty() && unacked_.front().seq <= frame.ack()) unacked_.pop_front();
+  Acknowledged(frame.ack());
   if (unacked_.size() > kUnacknowledgedFrames) {
     NoteError(absl::StrCat("it has acknowledged none of ", unacked_.size(), " frames"));
     Drop(todo);
@@ -982,7 +1001,6 @@ bool SessionClient::NextFrame(v1::AgentFrame* frame) {
       if (auto* const stack = std::get_if<v1::StackReply>(&item)) {
         if (!sent.items.empty()) break;
         *frame->mutable_stack() = *stack;
-        --stacks_queued_;
         sent.items.push_back(std::move(item));
         queue_.pop_front();
         break;

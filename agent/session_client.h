@@ -189,6 +189,7 @@ class SessionClient final : public OpSender {
   // Why this agent does not talk to that server; empty: it does.
   std::string WhyRefused(const v1::Welcome& welcome) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // The session goes on: what the server has not received is sent again, before anything else.
+  void Acknowledged(uint64_t seq) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Resume(uint64_t last_received_seq) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // The server knows nothing of the session before: operations that may be repeated are sent again,
   // the others fail.
@@ -297,7 +298,7 @@ class SessionClient final : public OpSender {
   std::map<uint64_t, Held> held_ ABSL_GUARDED_BY(mu_);
   size_t held_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   std::deque<Item> queue_ ABSL_GUARDED_BY(mu_);    // to be sent
-  size_t stacks_queued_ ABSL_GUARDED_BY(mu_) = 0;  // of them
+  size_t stacks_ ABSL_GUARDED_BY(mu_) = 0;         // in it, and in unacked_
   std::deque<Sent> unacked_ ABSL_GUARDED_BY(mu_);  // by seq
   std::map<std::string, SeenJob> seen_ ABSL_GUARDED_BY(mu_);
   std::minstd_rand random_ ABSL_GUARDED_BY(mu_);

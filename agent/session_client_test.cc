@@ -308,7 +308,7 @@ TEST_F(SessionClientTest, NewSession_EverythingHeldGoesOutOnceMore) {
   EXPECT_THAT(results_, ElementsAre("a: ok", "b: ok"));
 }
 
-TEST_F(SessionClientTest, NewSession_ArrivalSaysHowLongItHasWaited) {
+TEST_F(SessionClientTest, NewSession_WhatHasATimeoutSaysHowLongItHasWaited) {
   Connect();
   v1::Op many;
   many.mutable_arrive_many()->set_barrier_id("b");
@@ -316,6 +316,13 @@ TEST_F(SessionClientTest, NewSession_ArrivalSaysHowLongItHasWaited) {
   Submit("a", Arrive("b", 0));
   Submit("m", many);
   Submit("t", Add(1));
+  v1::Op join, agree, wait;
+  join.mutable_join()->mutable_waited()->set_seconds(1);
+  agree.mutable_agree_alive();
+  wait.mutable_wait()->mutable_waited()->set_seconds(-5);
+  Submit("j", join);
+  Submit("l", agree);
+  Submit("w", wait);
   stream().Drain();
   EXPECT_FALSE(stream().written.back().ops().ops(0).arrive().has_waited());
   // For each new session again, from the same start.
@@ -328,10 +335,16 @@ TEST_F(SessionClientTest, NewSession_ArrivalSaysHowLongItHasWaited) {
       for (const v1::Op& op : frame.ops().ops()) {
         if (op.has_arrive()) waited["a"] = op.arrive().waited().seconds();
         if (op.has_arrive_many()) waited["m"] = op.arrive_many().waited().seconds();
+        if (op.has_join()) waited["j"] = op.join().waited().seconds();
+        if (op.has_agree_alive()) waited["l"] = op.agree_alive().waited().seconds();
+        if (op.has_wait()) waited["w"] = op.wait().waited().seconds();
       }
     }
     EXPECT_EQ(waited["a"], seconds);
     EXPECT_EQ(waited["m"], seconds + 3);
+    EXPECT_EQ(waited["j"], seconds + 1);
+    EXPECT_EQ(waited["l"], seconds);
+    EXPECT_EQ(waited["w"], seconds);
   }
 }
 
@@ -637,7 +650,32 @@ TEST_F(SessionClientTest, StacksWhileAway_AreBounded) {
   stream().Drain();
   const auto stacks = std::count_if(stream().written.begin(), stream().written.end(),
                                     [](const v1::AgentFrame& f) { return f.has_stack(); });
-  EXPECT_EQ(stacks, 1 + 256);  // the one that goes out at once, and the queue
+  EXPECT_EQ(stacks, 256);
+}
+
+// A coordinator may ask for ever, and each has up to 64 KiB.
+TEST_F(SessionClientTest, StacksThatAreNotAcknowledged_AreBounded) {
+  Connect();
+  const auto sent = [&] {
+    stream().Drain();
+    const auto stacks = std::count_if(stream().written.begin(), stream().written.end(),
+                                      [](const v1::AgentFrame& f) { return f.has_stack(); });
+    stream().written.clear();
+    return stacks;
+  };
+  for (int i = 0; i < 1000; ++i) client_->SendStack({});
+  EXPECT_EQ(sent(), 256);
+  for (int i = 0; i < 1000; ++i) client_->SendStack({});
+  EXPECT_EQ(sent(), 0);
+  // In a resumed session only what was acknowledged makes room.
+  Reconnect();
+  Welcome("s1", 1, 100);
+  EXPECT_EQ(sent(), 156);
+  for (int i = 0; i < 1000; ++i) client_->SendStack({});
+  EXPECT_EQ(sent(), 100);
+  stream().events->OnFrame(Results(1, {}, 200));
+  for (int i = 0; i < 1000; ++i) client_->SendStack({});
+  EXPECT_EQ(sent(), 100);
 }
 
 TEST_F(SessionClientTest, CoordinatorThatAcknowledgesNothing_IsConnectedAnew) {

@@ -16,6 +16,7 @@
 #include <list>
 #include <map>
 #include <optional>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -26,6 +27,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "agent/faulthandler.h"
+#include "agent/mapped_file.h"
 #include "agent/memory_reader.h"
 #include "agent/process_state.h"
 #include "agent/python_layout.h"
@@ -41,6 +43,8 @@ constexpr int kNamedThreads = 8;  // of a group at the same place
 // libdw does not stop by itself on an endless stack (a broken one may be circular).
 constexpr int kWalkedFrames = 512;
 constexpr size_t kMaxName = 256;
+// Each has a thread and the tables of a process until it ends, which may be never.
+constexpr size_t kMaxLate = 8;
 
 struct Frame {
   uint64_t pc = 0;  // of the call, not of the return
@@ -131,25 +135,33 @@ int64_t TracerOf(pid_t pid) {
   return tracer;
 }
 
-std::string PtraceScope() {
-  FILE* const file = fopen("/proc/sys/kernel/yama/ptrace_scope", "re");
-  if (file == nullptr) return "";
+// Yama's setting: '0' to '3'; '0' too where there is none.
+char PtraceScope(const std::string& path) {
+  FILE* const file = fopen(path.c_str(), "re");
+  if (file == nullptr) return '0';
   const int scope = fgetc(file);
   fclose(file);
-  return scope == EOF || scope == '0' ? ""
-                                      : absl::StrCat("kernel.yama.ptrace_scope is ",
-                                                     std::string(1, static_cast<char>(scope)));
+  return scope == EOF ? '0' : static_cast<char>(scope);
 }
 
-std::string Refusal(pid_t pid, int error) {
+std::string Refusal(pid_t pid, int error, const std::string& ptrace_scope_path) {
   if (error == ESRCH) return "it has ended";
   std::string text = absl::StrCat("ptrace was refused (", strerror(error), ")");
   if (const int64_t tracer = TracerOf(pid); tracer != 0 && tracer != getpid()) {
-    absl::StrAppend(&text, ": process ", tracer, " traces it already");
-  } else if (const std::string scope = PtraceScope(); !scope.empty()) {
-    absl::StrAppend(&text, ": ", scope);
+    return absl::StrCat(text, ": process ", tracer, " traces it already");
+  }
+  const char scope = PtraceScope(ptrace_scope_path);
+  absl::StrAppend(&text, ": ");
+  if (scope == '3') {
+    absl::StrAppend(&text, "kernel.yama.ptrace_scope is 3, which forbids it to all");
+  } else if (scope == '2' || (scope == '1' && !Descends(pid, getpid()))) {
+    absl::StrAppend(&text, "kernel.yama.ptrace_scope is ", std::string(1, scope),
+                    ": give the agent CAP_SYS_PTRACE");
   } else {
-    absl::StrAppend(&text, ": another user's process, or a container without CAP_SYS_PTRACE");
+    absl::StrAppend(&text,
+                    "another user's process, one that has made itself undumpable, or a container "
+                    "that forbids it: give the agent CAP_SYS_PTRACE, or a seccomp profile with "
+                    "ptrace");
   }
   return text;
 }
@@ -188,8 +200,27 @@ int NoDebugFile(Dwfl_Module*, void**, const char*, Dwarf_Addr, const char*, cons
   return -1;
 }
 
+// As dwfl_linux_proc_find_elf, but with the files of the process's own mounts: at the same paths an
+// agent outside of a container has others, whose tables would give wrong frames and names.
+int FindElf(Dwfl_Module* module, void** userdata, const char* name, Dwarf_Addr base,
+            char** file_name, Elf** elf) {
+  const pid_t pid = static_cast<pid_t>(reinterpret_cast<intptr_t>(*userdata));
+  if (pid == 0 || name[0] != '/') {  // "[vdso]": from its memory
+    return dwfl_linux_proc_find_elf(module, userdata, name, base, file_name, elf);
+  }
+  const int fd = OpenMappedFile(pid, name);
+  if (fd >= 0) *file_name = strdup(name);
+  return fd;
+}
+
+// For FindElf, to which libdw gives no other way to the process.
+int TellProcess(Dwfl_Module*, void** userdata, const char*, Dwarf_Addr, void* pid) {
+  *userdata = pid;
+  return DWARF_CB_OK;
+}
+
 const Dwfl_Callbacks kCallbacks = {
-    .find_elf = dwfl_linux_proc_find_elf,
+    .find_elf = FindElf,
     .find_debuginfo = NoDebugFile,
     .section_address = nullptr,
     .debuginfo_path = nullptr,
@@ -297,6 +328,14 @@ class Text {
   bool full_ = false;
 };
 
+StackSnapshot WithoutStack(int64_t pid, absl::string_view why) {
+  const ProcessState state = ReadProcessState(pid);
+  if (!state.exists()) return {.process_state = state.name, .native_stack = ""};
+  return {.process_state = state.name,
+          .native_stack = absl::StrCat("pid ", pid, " (", OneLine(state.command), "), ",
+                                       state.ToString(), "\nno stack: ", why, "\n")};
+}
+
 // The whole capture, on a thread of its own: whatever it traces is let go when that ends.
 class Capturer {
  public:
@@ -341,6 +380,14 @@ class Capturer {
     if (dwfl_ == nullptr || dwfl_linux_proc_report(dwfl_.get(), pid_) != 0 ||
         dwfl_report_end(dwfl_.get(), nullptr, nullptr) != 0) {
       why = "its memory map cannot be read";
+    }
+    if (dwfl_ != nullptr) {
+      dwfl_getmodules(dwfl_.get(), TellProcess,
+                      reinterpret_cast<void*>(static_cast<intptr_t>(pid_)), 0);
+    }
+    if (pid_ == getpid()) why = "this is the agent itself, which does not stop for its own stack";
+    if (!why.empty()) {
+      // No need to attach.
     } else if (const int error = dwfl_linux_proc_attach(dwfl_.get(), pid_, true); error != 0) {
       why = error > 0 ? strerror(error) : dwfl_errmsg(-1);
     }
@@ -373,7 +420,7 @@ class Capturer {
     const int refused = options_.seize ? options_.seize(stack->tid)
                         : ptrace(PTRACE_SEIZE, stack->tid, nullptr, nullptr) == 0 ? 0
                                                                                   : errno;
-    if (refused != 0) return Refusal(pid_, refused);
+    if (refused != 0) return Refusal(pid_, refused, options_.ptrace_scope_path);
     StoppedThread stopped;
     const absl::Time patience = Clock::Real().Now() + options_.stop_timeout;
     std::string why = stopped.Stop(stack->tid, std::min(deadline_, patience), given_up_);
@@ -497,6 +544,8 @@ StackCapture::StackCapture(StackCaptureOptions options)
 // Shared by all captures of the process, because a thread may outlive the capture that started it.
 struct StackCapture::Late {
   struct One {
+    int64_t pid;
+    absl::Time since;
     std::shared_ptr<Job> job;
     std::thread thread;
   };
@@ -504,6 +553,21 @@ struct StackCapture::Late {
     static Late* const late = new Late;
     return *late;
   }
+  // Why another look at `pid` would not end either. Empty: it may.
+  std::string Refusal(int64_t pid) {
+    MutexLock lock(&mu);
+    for (const One& one : threads) {
+      if (one.pid != pid) continue;
+      const absl::Duration age = Clock::Real().Now() - one.since;
+      return absl::StrCat("the look at it that began ",
+                          absl::FormatDuration(absl::Trunc(age, absl::Milliseconds(100))),
+                          " ago has not ended (blocked in the kernel?)");
+    }
+    if (threads.size() < kMaxLate) return "";
+    return absl::StrCat(threads.size(),
+                        " looks at other processes have not ended (blocked in the kernel?)");
+  }
+
   Mutex mu;
   std::list<One> threads ABSL_GUARDED_BY(mu);
 };
@@ -531,33 +595,42 @@ StackCapture::~StackCapture() {
 StackSnapshot StackCapture::Capture(int64_t pid, absl::Duration budget) {
   CollectLate();
   if (pid <= 0 || pid > INT32_MAX) return {.process_state = "gone", .native_stack = ""};
+  Late& late = Late::Get();
+  if (const std::string refused = late.Refusal(pid); !refused.empty()) {
+    return WithoutStack(pid, refused);
+  }
   const auto job = std::make_shared<Job>();
+  const absl::Time begun = Clock::Real().Now();
   // A part is kept for what cannot be interrupted on the way.
-  const absl::Time deadline = Clock::Real().Now() + budget * 3 / 4;
-  std::thread thread([options = options_, job, pid, deadline] {
+  const absl::Time deadline = begun + budget * 3 / 4;
+  const auto look = [options = options_, job, pid, deadline] {
     job->snapshot = Capturer(static_cast<pid_t>(pid), *options, deadline, job->given_up).Run();
     job->done.Notify();
-  });
+  };
+  std::thread thread;
+  try {
+    thread = options_->start_thread ? options_->start_thread(look) : std::thread(look);
+  } catch (const std::system_error& error) {
+    return WithoutStack(
+        pid, absl::StrCat("no thread can be started to take it (", error.code().message(),
+                          "): this machine, user or container has no room for more processes and "
+                          "threads (ulimit -u, pids.max)"));
+  }
   if (job->done.WaitForNotificationWithTimeout(budget)) {
     thread.join();
     return std::move(job->snapshot);
   }
   job->given_up.Notify();
-  StackSnapshot late;
-  const ProcessState state = ReadProcessState(pid);
-  late.process_state = state.name;
-  late.native_stack =
-      absl::StrCat("pid ", pid, " (", state.command, "), ", state.ToString(),
-                   "\nno stack: it took longer than ", absl::FormatDuration(budget), "\n");
   {
-    Late& all = Late::Get();
-    MutexLock lock(&all.mu);
-    all.threads.push_back({job, std::move(thread)});
+    MutexLock lock(&late.mu);
+    late.threads.push_back({pid, begun, job, std::move(thread)});
   }
-  MutexLock lock(&mu_);
-  late_jobs_.remove_if([](const auto& one) { return one->done.HasBeenNotified(); });
-  late_jobs_.push_back(job);
-  return late;
+  {
+    MutexLock lock(&mu_);
+    late_jobs_.remove_if([](const auto& one) { return one->done.HasBeenNotified(); });
+    late_jobs_.push_back(job);
+  }
+  return WithoutStack(pid, absl::StrCat("it took longer than ", absl::FormatDuration(budget)));
 }
 
 }  // namespace muster::agent

@@ -8,6 +8,7 @@
 #include <list>
 #include <memory>
 #include <string>
+#include <thread>
 
 #include "agent/stack_source.h"
 #include "base/mutex.h"
@@ -26,11 +27,16 @@ struct StackCaptureOptions {
   absl::Duration end_timeout = absl::Seconds(2);
   // Replaces ptrace(PTRACE_SEIZE) in tests; returns an errno. Tests refuse with it.
   std::function<int(pid_t)> seize = nullptr;
+  // Where the kernel says who may trace whom; tests have a file of their own.
+  std::string ptrace_scope_path = "/proc/sys/kernel/yama/ptrace_scope";
+  // Replaces the start of the thread that looks in tests; throws std::system_error as that does.
+  std::function<std::thread(std::function<void()>)> start_thread = nullptr;
 };
 
 // Takes the stacks of a running process as a debugger does: stops one thread after the other for as
 // long as its frames take to walk (a millisecond or so), then resumes it; a process that was
-// stopped before stays stopped. Nothing is written to the process, no signal is delivered to it.
+// stopped before stays stopped. Nothing is written to the process, and no signal is delivered to it
+// but to a Python of unknown layout that has asked for one (agent/faulthandler.h).
 // System calls that restart by themselves do; a few others (epoll_wait, semop) may return EINTR, as
 // they may at any time.
 //
@@ -57,9 +63,13 @@ struct StackCaptureOptions {
 // Names come from the symbol tables of the program and its libraries, demangled; lines where the
 // program has debug information of its own. No network is asked for any.
 //
-// If the stack is not available (the kernel refuses ptrace, another debugger is attached, the
-// process has ended), the text gives the reason, and still lists the state, system call and kernel
-// function of each thread from /proc.
+// If the stack is not available (the kernel refuses ptrace, another debugger is attached, it is
+// this process, the process has ended), the text gives the reason, and still lists the state,
+// system call and kernel function of each thread from /proc.
+//
+// Each look has a thread of its own. Where none can be started, or the last look at the same
+// process has not ended, or eight others have not (the kernel may hold those who look at what it
+// holds), the text is the line on the process and that reason.
 //
 // Thread-safe. Must run in the parent of the process, or with the right to trace it.
 class StackCapture final : public StackSource {

@@ -4,16 +4,20 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/mount.h>
 #include <sys/ptrace.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstdlib>
 #include <functional>
+#include <list>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -167,6 +171,45 @@ train(1)
     EXPECT_TRUE(absl::StrContains(text, " _PyEval_EvalFrameDefault")) << text;
     EXPECT_NE(ReadProcessState(child.pid()).name, "traced");
   }
+}
+
+// As under `muster launch -- apptainer exec`: what the agent has at the paths is something else.
+TEST(StackCapture, PythonWithMountsOfItsOwn_ShowsItsFrames) {
+  const TestFolder ours, its;
+  const std::string python = ours.Path("python3");
+  const std::string program = its.Path("program.py");
+  const absl::StatusOr<std::string> bytes = ReadFile("/usr/bin/python3");
+  ASSERT_TRUE(bytes.ok()) << bytes.status();
+  ASSERT_TRUE(WriteFileAtomically(python, "no program at all").ok());
+  ASSERT_TRUE(WriteFileAtomically(its.Path("python3"), *bytes).ok());
+  ASSERT_EQ(chmod(its.Path("python3").c_str(), 0700), 0);
+  ASSERT_TRUE(WriteFileAtomically(program, R"(import os, time
+def wait_for_data():
+    os.write(1, b"x")
+    time.sleep(3600)
+wait_for_data()
+)")
+                  .ok());
+  const Child child([&](int ready) {
+    if (unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0 ||
+        mount(its.Path("").c_str(), ours.Path("").c_str(), nullptr, MS_BIND, nullptr) != 0) {
+      const char byte = 'x';
+      if (write(ready, &byte, 1) != 1) _exit(1);
+      for (;;) pause();
+    }
+    dup2(ready, STDOUT_FILENO);
+    execl(python.c_str(), python.c_str(), program.c_str(), nullptr);
+    _exit(127);
+  });
+  // There are no namespaces to be had here.
+  if (ReadProcessState(child.pid()).command != "python3") return;
+  StackCapture capture;
+  std::string text;
+  do {
+    text = capture.Capture(child.pid(), kBudget).native_stack;
+    EXPECT_TRUE(absl::StrContains(text, ", Python 3.")) << text;
+  } while (!HasFailure() && !absl::StrContains(text, "py#0 wait_for_data ("));
+  EXPECT_TRUE(absl::StrContains(text, " _PyEval_EvalFrameDefault (python3)")) << text;
 }
 
 TEST(StackCapture, PythonInALoop_IsCaughtInIt) {
@@ -399,6 +442,39 @@ TEST(StackCapture, PtraceRefused_SaysSoAndStillGivesTheState) {
   EXPECT_TRUE(absl::StrContains(snapshot.native_stack, snapshot.process_state));
 }
 
+TEST(StackCapture, PtraceRefused_SaysWhatForbidsItAndWhatAllowsIt) {
+  const TestFolder folder;
+  const Child child(AugmentForever);
+  const auto why = [&](const std::string& scope, pid_t pid) {
+    EXPECT_TRUE(WriteFileAtomically(folder.Path("scope"), scope).ok());
+    StackCapture capture(
+        {.seize = [](pid_t) { return EPERM; }, .ptrace_scope_path = folder.Path("scope")});
+    return capture.Capture(pid, kBudget).native_stack;
+  };
+  // An agent may trace what descends from it.
+  for (const char* const scope : {"0\n", "1\n"}) {
+    const std::string text = why(scope, child.pid());
+    EXPECT_TRUE(absl::StrContains(text, "or a seccomp profile with ptrace\n")) << text;
+  }
+  const pid_t sibling = fork();
+  if (sibling == 0) {
+    const std::string text = why("1\n", child.pid());
+    _exit(absl::StrContains(text, "ptrace_scope is 1: give the agent CAP_SYS_PTRACE\n") ? 0 : 1);
+  }
+  int status = -1;
+  EXPECT_EQ(waitpid(sibling, &status, 0), sibling);
+  EXPECT_EQ(status, 0);
+  EXPECT_TRUE(absl::StrContains(why("2\n", child.pid()), "ptrace_scope is 2: give the agent "));
+  EXPECT_TRUE(absl::StrContains(why("3\n", child.pid()), "ptrace_scope is 3, which forbids it"));
+}
+
+TEST(StackCapture, AgentItself_SaysThatItDoesNotStop) {
+  StackCapture capture;
+  const std::string text = capture.Capture(getpid(), kBudget).native_stack;
+  EXPECT_TRUE(absl::StrContains(text, "  no stack: this is the agent itself, ")) << text;
+  EXPECT_FALSE(absl::StrContains(text, "ptrace")) << text;
+}
+
 TEST(StackCapture, TracedByAnother_NamesTheTracer) {
   const Child child(AugmentForever);
   const pid_t debugged = child.pid();
@@ -480,6 +556,56 @@ TEST(StackCapture, SeveralAtOnce_DoNotDisturbEachOther) {
   // Two at the same process: one of them may find it traced.
   EXPECT_TRUE(absl::StrContains(texts[0] + texts[2], "LoadBatch")) << texts[0] << texts[2];
   EXPECT_TRUE(absl::StrContains(texts[1] + texts[3], "SpinForever")) << texts[1] << texts[3];
+}
+
+TEST(StackCapture, NoThreadToBeHad_SaysSo) {
+  const Child child(AugmentForever);
+  StackCapture capture({.start_thread = [](const std::function<void()>&) -> std::thread {
+    throw std::system_error(EAGAIN, std::generic_category());
+  }});
+  const StackSnapshot snapshot = capture.Capture(child.pid(), kBudget);
+  EXPECT_FALSE(snapshot.process_state.empty());
+  EXPECT_TRUE(absl::StrContains(snapshot.native_stack,
+                                "no stack: no thread can be started to take it (Resource "
+                                "temporarily unavailable): "))
+      << snapshot.native_stack;
+}
+
+// Each that hangs costs a thread for good.
+TEST(StackCapture, LooksThatHang_AreNotRepeatedNorWithoutLimit) {
+  struct Shared {
+    Notification release;
+    std::atomic<int> started{0};
+  };
+  const auto shared = std::make_shared<Shared>();
+  StackCapture capture({.start_thread = [shared](const std::function<void()>& look) {
+    ++shared->started;
+    return std::thread([shared, look] {
+      shared->release.WaitForNotification();
+      look();
+    });
+  }});
+  std::list<Child> children;
+  for (int i = 0; i < 9; ++i) children.emplace_back(AugmentForever);
+  const auto text = [&](const Child& child) {
+    return capture.Capture(child.pid(), absl::Milliseconds(1)).native_stack;
+  };
+  for (const Child& child : children) {
+    const std::string first = text(child);
+    if (&child == &children.back()) {
+      EXPECT_TRUE(absl::StrContains(first, "no stack: 8 looks at other processes have not ended"))
+          << first;
+      continue;
+    }
+    EXPECT_TRUE(absl::StrContains(first, "no stack: it took longer than 1ms")) << first;
+    const std::string again = text(child);
+    EXPECT_TRUE(absl::StrContains(again, "no stack: the look at it that began ")) << again;
+  }
+  EXPECT_EQ(shared->started, 8);
+  shared->release.Notify();
+  WaitUntil([] { return StackCapture::CollectLate() == 0; });
+  EXPECT_FALSE(absl::StrContains(capture.Capture(children.back().pid(), kBudget).native_stack,
+                                 "have not ended"));
 }
 
 // A process that the kernel holds may hold who looks at it.

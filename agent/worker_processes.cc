@@ -40,14 +40,6 @@ int64_t OwnNumber(int64_t pid) {
   return number;
 }
 
-bool Descends(int64_t pid, int64_t ancestor) {
-  for (int depth = 0; depth < kDeepest && pid > 1; ++depth) {
-    if (pid == ancestor) return true;
-    pid = ReadProcessState(pid).parent;
-  }
-  return false;
-}
-
 // The descendant of `child` that has the number `claimed` in its own pid namespace. 0: none.
 int64_t FindSpeaker(int64_t child, int64_t claimed) {
   // Downwards: a look at every process of the machine, for each worker, would hold up a beat.

@@ -46,7 +46,7 @@ std::optional<v1::OpError> AgreeSet::Enter(CallId call, const v1::AgreeAliveRequ
     instance->timeout = timeout == absl::ZeroDuration()  ? absl::Seconds(1800)
                         : timeout < absl::ZeroDuration() ? absl::InfiniteDuration()
                                                          : timeout;
-    instance->deadline = now + instance->timeout;
+    instance->deadline = absl::InfiniteFuture();
     instance->outside = 0;
     for (const int other : instance->set) instance->outside += alive_(other).has_value() ? 1 : 0;
   };
@@ -83,8 +83,16 @@ std::optional<v1::OpError> AgreeSet::Enter(CallId call, const v1::AgreeAliveRequ
         absl::StrCat("rank ", rank, " passes a different set of ranks to agreement ", counter,
                      " than rank ", *it->second.inside.begin(), ": all must name the same"));
   }
-  if (it->second.inside.insert(rank).second) --it->second.outside;
-  it->second.calls.push_back(call);
+  Instance& instance = it->second;
+  if (counters_known_) {
+    if (instance.deadline == absl::InfiniteFuture()) instance.deadline = now + instance.timeout;
+  } else {
+    // After a restart, what is left for the caller that has waited longest.
+    instance.deadline =
+        std::min(instance.deadline, now + RestOf(instance.timeout, request.waited()));
+  }
+  if (instance.inside.insert(rank).second) --instance.outside;
+  instance.calls.push_back(call);
   TryFinish(counter, header, done);
   return std::nullopt;
 }

@@ -31,11 +31,13 @@ class AgreeTest : public ::testing::Test {
         },
         [](int rank) { return "rank " + std::to_string(rank); });
   }
-  CallId Enter(int rank, uint64_t counter, std::vector<int> members = {}, int timeout = 0) {
+  CallId Enter(int rank, uint64_t counter, std::vector<int> members = {}, int timeout = 0,
+               int waited = 0) {
     const CallId call = next_call_++;
     v1::AgreeAliveRequest request;
     request.set_counter(counter);
     request.mutable_timeout()->set_seconds(timeout);
+    request.mutable_waited()->set_seconds(waited);
     for (const int member : members) request.add_set(member);
     std::vector<AgreeSet::Done> done;
     errors_[call] = set_->Enter(call, request, rank, kStart, {}, &done);
@@ -89,6 +91,22 @@ TEST_F(AgreeTest, AfterARestart_TwoOpenSubsets_AreEnteredAgainInAnyOrder) {
   Enter(1, 0, {0, 1});
   EXPECT_THAT(Alive(c), ElementsAre(2, 3));
   EXPECT_THAT(Alive(a), ElementsAre(0, 1));
+}
+
+TEST_F(AgreeTest, AfterARestart_TheOneThatHasWaitedLongest_DecidesTheTimeLeft) {
+  Make(4, /*counters_known=*/false);
+  Enter(0, 0, {}, 100);
+  EXPECT_EQ(set_->NextDeadline(), kStart + absl::Seconds(100));
+  Enter(1, 0, {}, 100, /*waited=*/60);
+  EXPECT_EQ(set_->NextDeadline(), kStart + absl::Seconds(40));
+  Enter(2, 0, {}, 100, /*waited=*/10);
+  EXPECT_EQ(set_->NextDeadline(), kStart + absl::Seconds(40));
+}
+
+TEST_F(AgreeTest, WithoutARestart_WhatACallerHasWaited_ChangesNothing) {
+  Make(3);
+  Enter(0, 0, {}, 100, /*waited=*/60);
+  EXPECT_EQ(set_->NextDeadline(), kStart + absl::Seconds(100));
 }
 
 TEST_F(AgreeTest, DeadBeforeOrAfterEntering_IsNotInTheAnswer) {

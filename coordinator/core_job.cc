@@ -389,7 +389,8 @@ void Core::Impl::Job::Enqueue(CallId call, const v1::JoinRequest& request, const
   if (request.spare()) {
     rendezvous_.SetDeadline(worker_id, &waiter, absl::InfiniteFuture());
   } else if (waiter.deadline == absl::InfiniteFuture()) {
-    rendezvous_.SetDeadline(worker_id, &waiter, impl_->now_ + JoinTimeout());
+    rendezvous_.SetDeadline(worker_id, &waiter,
+                            impl_->now_ + RestOf(JoinTimeout(), request.waited()));
   }
   Evaluate();
 }

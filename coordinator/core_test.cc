@@ -3334,6 +3334,30 @@ TEST_F(CoreTest, Join_Deadline_IsEachOnesOwn) {
   EXPECT_FALSE(bench_.Answered(anew));
 }
 
+TEST_F(CoreTest, Join_ThatHasWaited_IsGivenWhatIsLeftOfItsTimeout) {
+  spec_ = Spec(3, 3);
+  *spec_.mutable_join_timeout() = ToProto(absl::Seconds(100));
+  const auto join = [&](const char* name, uint64_t incarnation, absl::Duration waited) {
+    v1::Op op = JoinOp({name, incarnation}, spec_);
+    *op.mutable_join()->mutable_waited() = ToProto(waited);
+    return bench_.Do(op);
+  };
+  join("a", 1, absl::ZeroDuration());
+  bench_.Advance(absl::Seconds(60));
+  bench_.Restart();
+  const CallId again = join("a", 1, absl::Seconds(60));
+  // The one that it waits for may be on its way back.
+  const CallId longest = join("b", 2, absl::Hours(9));
+  bench_.Advance(absl::Seconds(2));
+  EXPECT_FALSE(bench_.Answered(longest));
+  bench_.Advance(absl::Seconds(1));
+  EXPECT_EQ(bench_.Reason(longest), v1::ERROR_REASON_RENDEZVOUS_TIMEOUT);
+  bench_.Advance(absl::Seconds(36));
+  EXPECT_FALSE(bench_.Answered(again));
+  bench_.Advance(absl::Seconds(1));
+  EXPECT_EQ(bench_.Reason(again), v1::ERROR_REASON_RENDEZVOUS_TIMEOUT);
+}
+
 TEST_F(CoreTest, Dedupe_WhatWasForgotten_IsForgottenAfterASnapshotToo) {
   bench_.options_.kept_answers = 2;
   bench_.Restart();

@@ -14,10 +14,10 @@
 namespace muster::coordinator {
 
 // Answers already given, by (worker_id, incarnation, request_id), so that a repeated request has no
-// second effect. The latest `keep` of each worker, of together `keep_bytes`, and at least the last
-// one are held; request_ids of a worker must grow, so
-// that an older one is known to be forgotten rather than taken for new. `Value` is the answer. Not
-// thread-safe.
+// second effect. Of the latest `keep` of each worker those of together `keep_bytes`, and at least
+// the last one, are held, and of the others that they were given. An id below all of these is taken
+// for forgotten, one among them that never came is new: ids of a worker must grow, but may overtake
+// each other on the way. `Value` is the answer. Not thread-safe.
 template <typename Value>
 class Dedupe {
  public:
@@ -36,6 +36,7 @@ class Dedupe {
       return request_id <= it->second.forgotten ? State::kForgotten : State::kNew;
     }
     if (at->second.hash != request_hash) return State::kReused;
+    if (at->second.dropped) return State::kForgotten;
     *value = at->second.value;
     return State::kKnown;
   }
@@ -49,14 +50,22 @@ class Dedupe {
       worker.incarnation = incarnation;
     }
     const auto [at, is_new] = worker.answers.try_emplace(request_id);
+    if (at->second.dropped) return;
     worker.bytes += bytes - at->second.bytes;
-    at->second = Stored{request_hash, bytes, std::move(value)};
+    at->second = Stored{request_hash, bytes, false, std::move(value)};
     if (!is_new) return;
     worker.order.push_back(request_id);
-    while (worker.order.size() > keep_ || (worker.bytes > keep_bytes_ && worker.order.size() > 1)) {
+    while (worker.bytes > keep_bytes_ && worker.order.size() - worker.dropped > 1) {
+      Stored& oldest = worker.answers.find(worker.order[worker.dropped])->second;
+      worker.bytes -= oldest.bytes;
+      oldest = Stored{oldest.hash, 0, true, Value()};
+      ++worker.dropped;
+    }
+    while (worker.order.size() > keep_) {
       const auto oldest = worker.answers.find(worker.order.front());
       worker.forgotten = std::max(worker.forgotten, worker.order.front());
       worker.bytes -= oldest->second.bytes;
+      if (oldest->second.dropped) --worker.dropped;
       worker.answers.erase(oldest);
       worker.order.pop_front();
     }
@@ -75,11 +84,13 @@ class Dedupe {
   }
 
   // Calls f(worker_id, incarnation, request_id) for each worker of which something was dropped: the
-  // largest id of that.
+  // largest id of that, up to which all that is not kept is forgotten for who knows no more.
   template <typename F>
   void ForEachForgotten(F f) const {
     for (const auto& [worker_id, worker] : workers_) {
-      if (worker.forgotten > 0) f(worker_id, worker.incarnation, worker.forgotten);
+      uint64_t last = worker.forgotten;
+      for (size_t i = 0; i < worker.dropped; ++i) last = std::max(last, worker.order[i]);
+      if (last > 0) f(worker_id, worker.incarnation, last);
     }
   }
 
@@ -90,6 +101,7 @@ class Dedupe {
     for (const auto& [worker_id, worker] : workers_) {
       for (const uint64_t id : worker.order) {
         const Stored& stored = worker.answers.find(id)->second;
+        if (stored.dropped) continue;
         f(worker_id, worker.incarnation, id, stored.hash, stored.value);
       }
     }
@@ -99,13 +111,15 @@ class Dedupe {
   struct Stored {
     uint64_t hash = 0;
     size_t bytes = 0;
+    bool dropped = false;  // `value` was
     Value value;
   };
   struct Worker {
     uint64_t incarnation = 0;
-    uint64_t forgotten = 0;  // the largest id that was dropped
+    uint64_t forgotten = 0;  // the largest id of which nothing is known any more
     absl::flat_hash_map<uint64_t, Stored> answers;
     std::deque<uint64_t> order;
+    size_t dropped = 0;  // of `order`, at its front: those without their values
     size_t bytes = 0;
   };
   const size_t keep_;

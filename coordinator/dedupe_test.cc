@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <map>
 #include <string>
 
 namespace muster::coordinator {
@@ -42,6 +43,42 @@ TEST(Dedupe, Store_BeyondTheWindow_OldIdsAreKnownToBeForgotten) {
   EXPECT_EQ(dedupe.Find("w", 1, 2, 2, &value), State::kForgotten);
   EXPECT_EQ(dedupe.Find("w", 1, 3, 3, &value), State::kKnown);
   EXPECT_EQ(dedupe.Find("w", 1, 5, 5, &value), State::kNew);
+}
+
+// A try of id 10 was refused, and another thread's requests overtake it.
+TEST(Dedupe, Find_IdThatNeverCame_IsNewThoughALaterAnswerWasDroppedForItsBytes) {
+  Dedupe<std::string> dedupe(3, 100);
+  dedupe.Store("w", 1, 9, 9, "a", 1);
+  dedupe.Store("w", 1, 11, 11, "large", 300);
+  dedupe.Store("w", 1, 12, 12, "b", 1);
+  std::string value;
+  EXPECT_EQ(dedupe.Find("w", 1, 10, 10, &value), State::kNew);
+  EXPECT_EQ(dedupe.Find("w", 1, 9, 9, &value), State::kForgotten);
+  EXPECT_EQ(dedupe.Find("w", 1, 11, 11, &value), State::kForgotten);
+  EXPECT_EQ(dedupe.Find("w", 1, 11, 7, &value), State::kReused);
+  EXPECT_EQ(dedupe.Find("w", 1, 12, 12, &value), State::kKnown);
+  // A snapshot does not have that.
+  std::map<uint64_t, std::string> kept;
+  uint64_t forgotten = 0;
+  const auto look = [&] {
+    kept.clear();
+    dedupe.ForEach([&](const std::string&, uint64_t, uint64_t id, uint64_t,
+                       const std::string& answer) { kept[id] = answer; });
+    dedupe.ForEachForgotten([&](const std::string&, uint64_t, uint64_t id) { forgotten = id; });
+  };
+  look();
+  EXPECT_EQ(kept, (std::map<uint64_t, std::string>{{12, "b"}}));
+  EXPECT_EQ(forgotten, 11u);
+  // Once it has been answered, and `keep` later ones have been, too.
+  dedupe.Store("w", 1, 10, 10, "late", 1);
+  EXPECT_EQ(dedupe.Find("w", 1, 10, 10, &value), State::kKnown);
+  for (uint64_t id = 13; id <= 15; ++id) dedupe.Store("w", 1, id, id, "c", 1);
+  for (uint64_t id = 8; id <= 12; ++id) {
+    EXPECT_EQ(dedupe.Find("w", 1, id, id, &value), State::kForgotten) << id;
+  }
+  look();
+  EXPECT_EQ(kept, (std::map<uint64_t, std::string>{{13, "c"}, {14, "c"}, {15, "c"}}));
+  EXPECT_EQ(forgotten, 12u);
 }
 
 TEST(Dedupe, Store_SameIdAgain_DoesNotPushOthersOut) {

@@ -21,6 +21,7 @@ v1::OpError BadField(absl::string_view field, std::string message);
 v1::OpError TooLarge(absl::string_view field, std::string message);
 
 using rpc::FromProto;
+using rpc::RestOf;
 using rpc::ToProto;
 
 // "barrier" -> "\"barrier\"", cut at 80 bytes, non-printing bytes escaped: for names in messages.

@@ -432,7 +432,7 @@ bool KvStore::StartWait(CallId call, const v1::WaitRequest& request, absl::Time 
   wait.keys.assign(request.keys().begin(), request.keys().end());
   wait.missing = missing.size();
   wait.timeout = FromProto(request.timeout());
-  wait.deadline = now + wait.timeout;
+  wait.deadline = now + RestOf(wait.timeout, request.waited());
   wait.by_worker = !request.fence().worker_id().empty();
   // Every key, also those that exist now: they may be deleted before the last one comes.
   for (const std::string& key : wait.keys) waiting_for_[key].insert(call);

@@ -378,6 +378,14 @@ TEST_F(KvTest, Wait_Timeout_NamesTheFirstMissingKey) {
   EXPECT_EQ(store_.NextDeadline(), absl::InfiniteFuture());
 }
 
+TEST_F(KvTest, Wait_ThatHasWaited_IsGivenTheRestOfItsTimeout) {
+  v1::WaitRequest request = WaitFor({"k"}, 100);
+  request.mutable_waited()->set_seconds(60);
+  v1::WaitReply reply;
+  EXPECT_FALSE(store_.StartWait(1, request, kStart, &reply));
+  EXPECT_EQ(store_.NextDeadline(), kStart + absl::Seconds(40));
+}
+
 TEST_F(KvTest, Wait_Abandoned_IsForgotten) {
   v1::WaitReply reply;
   store_.StartWait(1, WaitFor({"k"}), kStart, &reply);

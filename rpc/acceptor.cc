@@ -8,16 +8,21 @@
 #include <sys/eventfd.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "base/log.h"
 
 namespace muster::rpc {
@@ -47,16 +52,38 @@ absl::Status CannotListen(const Address& address, int error) {
   return absl::UnavailableError(absl::StrCat(what, std::strerror(error)));
 }
 
+// A server that starts at the same time would take a socket that is bound and does not listen yet
+// for one that a dead process has left, and remove it. The path itself, if there is no room.
+std::string NameUntilItListens(const std::string& path) {
+  static std::atomic<int> last{0};
+  std::string name = absl::StrCat(path, ".", getpid(), ".", ++last);
+  if (name.size() >= sizeof(sockaddr_un::sun_path)) return path;
+  unlink(name.c_str());  // of a process that died and had our number
+  return name;
+}
+
+// False: `errno` has EEXIST if something is at the path.
+bool Publish(const std::string& bound, const std::string& path) {
+  if (bound == path ||
+      renameat2(AT_FDCWD, bound.c_str(), AT_FDCWD, path.c_str(), RENAME_NOREPLACE) == 0) {
+    return true;
+  }
+  // A file system that cannot do that. Nothing was there a moment ago.
+  return errno == EINVAL && rename(bound.c_str(), path.c_str()) == 0;
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Acceptor>> Acceptor::Listen(const Address& address,
                                                            std::optional<uid_t> only_user) {
   sockaddr_storage storage{};
   socklen_t length = 0;
+  std::string bound;  // a unix socket's path until it listens
   if (address.is_unix()) {
     auto* name = reinterpret_cast<sockaddr_un*>(&storage);
     name->sun_family = AF_UNIX;
-    std::memcpy(name->sun_path, address.path.c_str(), address.path.size() + 1);
+    bound = NameUntilItListens(address.path);
+    std::memcpy(name->sun_path, bound.c_str(), bound.size() + 1);
     length = sizeof(*name);
   } else if (auto* v4 = reinterpret_cast<sockaddr_in*>(&storage);
              inet_pton(AF_INET, address.host.c_str(), &v4->sin_addr) == 1) {
@@ -89,12 +116,24 @@ absl::StatusOr<std::unique_ptr<Acceptor>> Acceptor::Listen(const Address& addres
     return status;
   }
   if (address.is_unix()) {
-    return std::unique_ptr<Acceptor>(new Acceptor(fd, stop, 0, address.path, only_user));
+    struct stat info = {};
+    if (stat(bound.c_str(), &info) != 0 || !Publish(bound, address.path)) {
+      const int error = errno;
+      unlink(bound.c_str());
+      close(fd);
+      close(stop);
+      return error != EEXIST
+                 ? CannotListen(address, error)
+                 : absl::AlreadyExistsError(absl::StrCat("cannot listen on ", address.ToString(),
+                                                         ": another process is listening there"));
+    }
+    return std::unique_ptr<Acceptor>(
+        new Acceptor(fd, stop, 0, address.path, {info.st_dev, info.st_ino}, only_user));
   }
   const uint16_t port = storage.ss_family == AF_INET
                             ? reinterpret_cast<sockaddr_in*>(&storage)->sin_port
                             : reinterpret_cast<sockaddr_in6*>(&storage)->sin6_port;
-  return std::unique_ptr<Acceptor>(new Acceptor(fd, stop, ntohs(port), "", only_user));
+  return std::unique_ptr<Acceptor>(new Acceptor(fd, stop, ntohs(port), "", {}, only_user));
 }
 
 Acceptor::~Acceptor() {
@@ -105,20 +144,33 @@ Acceptor::~Acceptor() {
     thread_.join();
   }
   // First: without a listener the next server would take it for dead and put its own there.
-  if (!path_.empty()) unlink(path_.c_str());
+  struct stat info = {};
+  if (!path_.empty() && stat(path_.c_str(), &info) == 0 &&
+      file_ == FileId(info.st_dev, info.st_ino)) {
+    unlink(path_.c_str());
+  }
   close(listener_);
   close(stop_);
 }
 
-bool Acceptor::MayEnter(int fd) const {
+bool Acceptor::MayEnter(int fd) {
   if (!only_user_.has_value() || path_.empty()) return true;
   ucred peer{};
   socklen_t size = sizeof(peer);
   if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == *only_user_) {
     return true;
   }
+  ++refusals_;
+  // Who tries again and again is not to fill the log.
+  const absl::Time now = absl::Now();
+  if (now >= refusal_told_ && now < refusal_told_ + absl::Minutes(1)) return false;
   MUSTER_LOG(Warning) << "refused process " << peer.pid << " of user " << peer.uid << " at "
-                      << path_ << ": only user " << *only_user_ << " may enter";
+                      << path_ << ": only user " << *only_user_ << " may enter"
+                      << (refusals_ > 1 ? absl::StrCat(" (", refusals_, " refused since the last ",
+                                                       "such line; one a minute)")
+                                        : "");
+  refusal_told_ = now;
+  refusals_ = 0;
   return false;
 }
 

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "rpc/address.h"
 
 namespace muster::rpc {
@@ -36,14 +37,17 @@ class Acceptor {
   void Start(std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> sink);
 
  private:
-  Acceptor(int listener, int stop, int port, std::string path, std::optional<uid_t> only_user)
+  using FileId = std::pair<dev_t, ino_t>;
+  Acceptor(int listener, int stop, int port, std::string path, FileId file,
+           std::optional<uid_t> only_user)
       : listener_(listener),
         stop_(stop),
         port_(port),
         path_(std::move(path)),
+        file_(file),
         only_user_(only_user) {}
   void Run();
-  bool MayEnter(int fd) const;
+  bool MayEnter(int fd);
   // Whether this process has a descriptor for another connection.
   bool HasRoom() const;
 
@@ -51,8 +55,12 @@ class Acceptor {
   const int stop_;          // an eventfd, readable when it is time to end
   const int port_;          // 0: a unix socket
   const std::string path_;  // of a unix socket
+  const FileId file_;       // at that path, unless another has been put there
   const std::optional<uid_t> only_user_;
   std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> sink_;
+  // Of the thread alone: when it last logged that it refused somebody, and how many it has since.
+  absl::Time refusal_told_ = absl::InfinitePast();
+  int refusals_ = 0;
   std::thread thread_;
 };
 

@@ -5,10 +5,14 @@
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
 #include <grpcpp/support/channel_arguments.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -35,6 +39,13 @@ gpr_timespec GrpcDeadline(absl::Duration timeout) {
                       gpr_time_from_nanos(absl::ToInt64Nanoseconds(bounded), GPR_TIMESPAN));
 }
 
+absl::Status NotForThisUser(absl::string_view path) {
+  return absl::PermissionDeniedError(absl::StrCat(
+      "user ", geteuid(), " may not connect to the coordinator's socket ", path,
+      ": run this as the user that the coordinator serves, or have it listen on an IP address "
+      "with a token"));
+}
+
 // A socket that this user may not connect to does not open by waiting for it.
 absl::Status CheckSocketIsOpen(absl::string_view address) {
   if (!absl::ConsumePrefix(&address, "unix:")) return absl::OkStatus();
@@ -42,10 +53,27 @@ absl::Status CheckSocketIsOpen(absl::string_view address) {
   if (faccessat(AT_FDCWD, path.c_str(), W_OK, AT_EACCESS) == 0 || errno != EACCES) {
     return absl::OkStatus();
   }
-  return absl::PermissionDeniedError(absl::StrCat(
-      "user ", geteuid(), " may not connect to the coordinator's socket ", path,
-      ": run this as the user that the coordinator serves, or have it listen on an IP address "
-      "with a token"));
+  return NotForThisUser(path);
+}
+
+// For a connection that has failed: a server closes those of other users than its own, root among
+// them, whom the file lets in.
+absl::Status CheckSocketIsOurs(absl::string_view address) {
+  if (!absl::ConsumePrefix(&address, "unix:")) return absl::OkStatus();
+  const std::string path(address);
+  struct stat info;
+  sockaddr_un name{};
+  if (stat(path.c_str(), &info) != 0 || info.st_uid == geteuid() ||
+      path.size() >= sizeof(name.sun_path)) {
+    return absl::OkStatus();
+  }
+  name.sun_family = AF_UNIX;
+  std::memcpy(name.sun_path, path.c_str(), path.size() + 1);
+  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (fd < 0) return absl::OkStatus();
+  const bool listens = connect(fd, reinterpret_cast<sockaddr*>(&name), sizeof(name)) == 0;
+  close(fd);
+  return listens ? NotForThisUser(path) : absl::OkStatus();
 }
 
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> Credentials(const TlsFiles& tls,
@@ -166,7 +194,10 @@ absl::Status WaitUntilConnected(grpc::Channel& channel, absl::string_view addres
     pause = std::min(pause, left);
     if (channel.WaitForConnected(GrpcDeadline(pause))) return absl::OkStatus();
     failed = channel.GetState(/*try_to_connect=*/false) == GRPC_CHANNEL_TRANSIENT_FAILURE;
-    if (failed) ++tries;
+    if (failed) {
+      ++tries;
+      MUSTER_RETURN_IF_ERROR(CheckSocketIsOurs(address));
+    }
     left -= pause;
     pause *= 2;
   } while (left > absl::ZeroDuration());

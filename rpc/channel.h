@@ -51,8 +51,9 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address
 std::string WhyNotConnected(const std::shared_ptr<grpc::Channel>& channel);
 
 // Blocks until the channel is connected. Errors: PERMISSION_DENIED at once for a unix socket that
-// this user may not connect to; UNAVAILABLE after `timeout`, naming `address`, how often the
-// connection was found to have failed in that time, and the error of the last attempt.
+// this user may not connect to, or whose process serves another user alone; UNAVAILABLE after
+// `timeout`, naming `address`, how often the connection was found to have failed in that time, and
+// the error of the last attempt.
 absl::Status WaitUntilConnected(grpc::Channel& channel, absl::string_view address,
                                 absl::Duration timeout);
 

@@ -57,7 +57,12 @@ absl::Status TryUnixSocket(const Address& address) {
     return absl::ErrnoToStatus(
         error, absl::StrCat("cannot determine whether a process listens on ", address.ToString()));
   }
-  unlink(address.path.c_str());  // left behind by a process that died
+  // Left behind by a process that died, unless another has put its own there meanwhile.
+  struct stat now;
+  if (stat(address.path.c_str(), &now) == 0 && now.st_dev == info.st_dev &&
+      now.st_ino == info.st_ino) {
+    unlink(address.path.c_str());
+  }
   return absl::OkStatus();
 }
 
@@ -124,6 +129,12 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5'000);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0);
+  builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS,
+                             static_cast<int>(absl::ToInt64Milliseconds(options.setup_timeout)));
+  if (!address.is_unix()) {
+    builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS,
+                               static_cast<int>(absl::ToInt64Milliseconds(options.idle_timeout)));
+  }
   // As in channel.cc.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 4 << 20);

@@ -42,6 +42,11 @@ struct ServerOptions {
   // What services there are, for grpcurl and the like. Calls need no token. Once a server of this
   // process has it, so have those that are started later.
   bool reflection = false;
+  // How long a connection may take to be set up, TLS and HTTP/2 together, and how long it may have
+  // no call; it is closed then, and clients connect again by themselves. A unix socket, which
+  // serves one user, waits for calls without end.
+  absl::Duration setup_timeout = absl::Seconds(20);
+  absl::Duration idle_timeout = absl::Minutes(5);
 };
 
 // INVALID_ARGUMENT, one line with the ways out, for options under which a server would not know its

@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -76,6 +77,32 @@ TEST(Server, UnixSocketOfAnotherUser_LetsNobodyIn) {
   EXPECT_EQ(rmdir(folder.path().c_str()), 0) << "the server leaves no socket behind";
 }
 
+TEST(Server, UnixSocketThatServesAnotherUser_SaysSoToRootAndOnceInTheLog) {
+  if (geteuid() != 0) return;  // all others are stopped by the file
+  EchoTriggers service;
+  const TestFolder folder = TestFolder::ForSockets();
+  const std::string path = folder.Path("socket");
+  constexpr uid_t kOther = 65534;
+  ::testing::internal::CaptureStderr();
+  {
+    auto server = Server::Start({.listen = "unix:" + path, .only_user = kOther}, {&service});
+    ASSERT_TRUE(server.ok()) << server.status();
+    ASSERT_EQ(chown(path.c_str(), kOther, static_cast<gid_t>(-1)), 0);
+    for (int i = 0; i < 3; ++i) {
+      auto channel = *Connect((*server)->address(), {.own_connection = true});
+      const absl::Status status =
+          WaitUntilConnected(*channel, (*server)->address(), absl::Minutes(5));
+      EXPECT_EQ(status.code(), absl::StatusCode::kPermissionDenied) << status;
+      EXPECT_THAT(std::string(status.message()),
+                  HasSubstr("user 0 may not connect to the coordinator's socket " + path));
+    }
+  }
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  const size_t first = log.find("only user 65534 may enter");
+  EXPECT_NE(first, std::string::npos) << log;
+  EXPECT_EQ(log.find("may enter", first + 20), std::string::npos) << log;
+}
+
 TEST(Server, UnixSocket_ServesAndReplacesADeadOne) {
   const TestFolder folder = TestFolder::ForSockets();
   const std::string path = folder.Path("s");
@@ -94,6 +121,21 @@ TEST(Server, UnixSocket_ServesAndReplacesADeadOne) {
   EXPECT_NE(nowhere.message().find(folder.path()), absl::string_view::npos) << nowhere;
 }
 
+TEST(Server, UnixSocketThatAnotherHasReplaced_IsNotRemovedAtTheEnd) {
+  const TestFolder folder = TestFolder::ForSockets();
+  const std::string path = folder.Path("s");
+  EchoTriggers service, other;
+  auto first = Server::Start({.listen = "unix:" + path}, {&service});
+  ASSERT_TRUE(first.ok()) << first.status();
+  ASSERT_EQ(unlink(path.c_str()), 0);
+  auto second = Server::Start({.listen = "unix:" + path}, {&other});
+  ASSERT_TRUE(second.ok()) << second.status();
+  first->reset();
+  EXPECT_EQ(*Raise(*Connect((*second)->address()), "x", 1), 1);
+  second->reset();
+  EXPECT_EQ(rmdir(folder.path().c_str()), 0) << "nothing else is left";
+}
+
 TEST(Server, UnixSocketThatTellsNothing_IsLeftAlone) {
   const TestFolder folder = TestFolder::ForSockets();
   const std::string path = folder.Path("s");
@@ -110,6 +152,42 @@ TEST(Server, UnixSocketThatTellsNothing_IsLeftAlone) {
       << status;
   EXPECT_EQ(unlink(path.c_str()), 0) << "it is still there";
   close(fd);
+}
+
+// A stranger needs no token to connect, and each connection costs a descriptor.
+TEST(Server, ConnectionThatIsNotSetUp_IsClosed) {
+  EchoTriggers service;
+  const auto server =
+      Server::Start({.insecure = true, .setup_timeout = absl::Milliseconds(20)}, {&service});
+  ASSERT_TRUE(server.ok()) << server.status();
+  const OwnedFd silent(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>((*server)->port()));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  const timeval patience = {.tv_sec = 60, .tv_usec = 0};
+  ASSERT_EQ(setsockopt(silent.get(), SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience)), 0);
+  ASSERT_EQ(connect(silent.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  char bytes[256];
+  ssize_t size = 1;
+  while (size > 0) size = read(silent.get(), bytes, sizeof(bytes));  // HTTP/2's first words
+  EXPECT_TRUE(size == 0 || errno == ECONNRESET) << strerror(errno);
+}
+
+TEST(Server, ConnectionWithoutCalls_IsClosedAndMadeAgain) {
+  EchoTriggers service;
+  const auto server =
+      Server::Start({.insecure = true, .idle_timeout = absl::Milliseconds(50)}, {&service});
+  ASSERT_TRUE(server.ok()) << server.status();
+  const auto channel = *Connect((*server)->address(), {.own_connection = true});
+  for (int round = 0; round < 2; ++round) {
+    // A call may come as the connection is closed.
+    WaitUntil([&] { return Raise(channel, "x", 1).ok(); });
+    const auto deadline = std::chrono::system_clock::now() + std::chrono::minutes(1);
+    while (channel->GetState(false) == GRPC_CHANNEL_READY) {
+      ASSERT_TRUE(channel->WaitForStateChange(GRPC_CHANNEL_READY, deadline));
+    }
+  }
 }
 
 // Else callers without a token could keep a coordinator from its journal.

@@ -612,11 +612,11 @@ void CoreRunner::DoFrame(const std::shared_ptr<AgentStream>& stream, const v1::A
   }
   sessions_.MarkDirty(session);
   const absl::Time now = options_.clock->Now();
-  size_t op_bytes = 0;
   switch (frame.kind_case()) {
     case v1::AgentFrame::kOps:
-      op_bytes = bytes / static_cast<size_t>(std::max(1, frame.ops().ops_size()));
       for (const v1::Op& op : frame.ops().ops()) {
+        // Each its own: a large one that is held would else count as the small ones beside it.
+        const size_t op_bytes = frame.ops().ops_size() == 1 ? bytes : op.ByteSizeLong();
         DoCall(NewCallId(), op, {.node = session->node, .identity = session->identity.get()},
                {.sink = nullptr, .session = session, .op_id = op.op_id(), .bytes = op_bytes});
       }

@@ -556,6 +556,31 @@ TEST_F(CoreRunnerTest, BytesThatAnAgentHolds_AreRefusedToItAlone) {
   EXPECT_EQ(runner_->held_bytes(true), 0u);
 }
 
+TEST_F(CoreRunnerTest, LargeOperationAmongSmallOnes_CountsAsALargeOne) {
+  Start({.held_bytes_of_agent = 2000});
+  const auto stream = Attach();
+  auto frame = std::make_unique<v1::AgentFrame>();
+  frame->set_seq(++seq_);
+  v1::Op large = Wait(std::string(1000, 'a'));
+  for (const char c : {'A', 'B', 'C'}) large.mutable_wait()->add_keys(std::string(1000, c));
+  for (uint64_t id = 1; id <= 102; ++id) {
+    v1::Op* const op = frame->mutable_ops()->add_ops();
+    // A large one that waits, one that does not, a small one that waits, and as many that do not.
+    *op = id == 1     ? large
+          : id == 2   ? Put("b", std::string(100'000, 'b'))
+          : id == 102 ? Wait("c")
+                      : Get("d");
+    op->set_op_id(id);
+  }
+  const size_t bytes = frame->ByteSizeLong();
+  Frame(stream, std::move(frame), bytes);
+  stream->WriteAll();
+  EXPECT_EQ(stream->Result(1).error().detail().reason(), v1::ERROR_REASON_OVERLOADED);
+  EXPECT_TRUE(stream->Result(2).has_txn());
+  EXPECT_EQ(stream->Result(102).op_id(), 0u);  // held
+  EXPECT_LT(runner_->held_bytes(true), 1000u);
+}
+
 TEST_F(CoreRunnerTest, RequestsBehindABusyRunner_AreBoundedInBytes) {
   Start({.queued_bytes = 1000});
   Notification busy, go_on;

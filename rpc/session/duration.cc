@@ -1,5 +1,6 @@
 #include "rpc/session/duration.h"
 
+#include <algorithm>
 #include <cstdint>
 
 namespace muster::rpc {
@@ -14,6 +15,12 @@ google::protobuf::Duration ToProto(absl::Duration duration) {
   result.set_seconds(absl::IDivDuration(duration, absl::Seconds(1), &rest));
   result.set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(rest)));
   return result;
+}
+
+absl::Duration RestOf(absl::Duration timeout, const google::protobuf::Duration& waited) {
+  const absl::Duration least = std::min(timeout, absl::Seconds(3));
+  if (timeout == absl::InfiniteDuration()) return timeout;
+  return std::clamp(timeout - FromProto(waited), least, timeout);
 }
 
 }  // namespace muster::rpc

@@ -10,6 +10,11 @@ namespace muster::rpc {
 absl::Duration FromProto(const google::protobuf::Duration& duration);
 google::protobuf::Duration ToProto(absl::Duration duration);
 
+// What is left of `timeout` for a call that comes again after it has `waited`, as by its message.
+// At least 3 s, or `timeout` if that is less: what it waits for may be on its way back, too.
+// Callers give up 5 s or more after their timeout, so that they hear the verdict.
+absl::Duration RestOf(absl::Duration timeout, const google::protobuf::Duration& waited);
+
 }  // namespace muster::rpc
 
 #endif  // MUSTER_RPC_SESSION_DURATION_H_

@@ -20,5 +20,17 @@ TEST(Duration, AnyBytes_RoundTripsOrSaturates) {
   ToProto(absl::InfiniteDuration());
 }
 
+TEST(RestOf, WhatHasWaited_HasLess_ButTimeForOthersToComeBack) {
+  const auto rest = [](absl::Duration timeout, absl::Duration waited) {
+    return RestOf(timeout, ToProto(waited));
+  };
+  EXPECT_EQ(rest(absl::Seconds(100), absl::ZeroDuration()), absl::Seconds(100));
+  EXPECT_EQ(rest(absl::Seconds(100), absl::Seconds(60)), absl::Seconds(40));
+  EXPECT_EQ(rest(absl::Seconds(100), absl::Hours(9)), absl::Seconds(3));
+  EXPECT_EQ(rest(absl::Seconds(100), -absl::Hours(9)), absl::Seconds(100));
+  EXPECT_EQ(rest(absl::Seconds(1), absl::Hours(9)), absl::Seconds(1));
+  EXPECT_EQ(rest(absl::InfiniteDuration(), absl::Hours(9)), absl::InfiniteDuration());
+}
+
 }  // namespace
 }  // namespace muster::rpc

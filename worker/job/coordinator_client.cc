@@ -266,7 +266,6 @@ class CoordinatorClient::Impl {
   absl::StatusOr<BarrierResult> Barrier(const std::string& name, absl::Duration timeout,
                                         const BarrierCall& call, const std::string& call_site) {
     v1::ArriveRequest request;
-    FillFence(request.mutable_fence());
     request.set_barrier_id(name);
     SetDuration(timeout, request.mutable_timeout());
     if (call.soft_timeout > absl::ZeroDuration()) {
@@ -284,6 +283,7 @@ class CoordinatorClient::Impl {
         return absl::FailedPreconditionError(
             absl::StrCat("barrier '", name, "': join the rendezvous first"));
       }
+      FillFenceLocked(request.mutable_fence());
       request.set_rank(seat_->rank);
       const Counter& counter = counters_[name];
       request.set_counter(counter.next);
@@ -300,7 +300,7 @@ class CoordinatorClient::Impl {
     const v1::BarrierState state = VerdictOf(status);
     if (state != v1::BARRIER_STATE_UNSPECIFIED) {
       MutexLock lock(&mu_);
-      if (seat_ && seat_->generation == request.fence().generation()) {
+      if (Generation() == request.fence().generation()) {
         counters_[name] = {request.counter() + 1, static_cast<int>(state)};
       }
     }
@@ -314,11 +314,11 @@ class CoordinatorClient::Impl {
 
   absl::Status CancelBarrier(const std::string& name, const std::string& reason) {
     v1::CancelBarrierRequest request;
-    FillFence(request.mutable_fence());
     request.set_barrier_id(name);
     request.set_reason(OneLine(reason));
     {
       MutexLock lock(&mu_);
+      FillFenceLocked(request.mutable_fence());
       request.set_counter(counters_[name].next);
     }
     v1::CancelBarrierReply reply;
@@ -326,7 +326,7 @@ class CoordinatorClient::Impl {
                                 options_.call_timeout, *barrier_, &v1::Barrier::Stub::Cancel,
                                 &request, &reply));
     MutexLock lock(&mu_);
-    if (counters_[name].next == request.counter()) {
+    if (Generation() == request.fence().generation() && counters_[name].next == request.counter()) {
       counters_[name] = {request.counter() + 1, v1::BARRIER_STATE_CANCELLED};
     }
     return absl::OkStatus();
@@ -416,12 +416,12 @@ class CoordinatorClient::Impl {
   absl::StatusOr<std::vector<LivingRank>> AgreeAlive(absl::Duration timeout,
                                                      const std::vector<int>& set) {
     v1::AgreeAliveRequest request;
-    FillFence(request.mutable_fence());
     for (const int rank : set) request.add_set(rank);
     SetDuration(timeout, request.mutable_timeout());
     {
       MutexLock lock(&mu_);
       if (!seat_) return absl::FailedPreconditionError("agree alive: join the rendezvous first");
+      FillFenceLocked(request.mutable_fence());
       request.set_rank(seat_->rank);
       request.set_counter(agreements_);
     }
@@ -430,8 +430,7 @@ class CoordinatorClient::Impl {
                                      &v1::Membership::Stub::AgreeAlive, &request, &reply);
     if (status.ok() || rpc::GetReason(status) == v1::ERROR_REASON_BARRIER_TIMEOUT) {
       MutexLock lock(&mu_);
-      if (seat_ && seat_->generation == request.fence().generation())
-        agreements_ = request.counter() + 1;
+      if (Generation() == request.fence().generation()) agreements_ = request.counter() + 1;
     }
     MUSTER_RETURN_IF_ERROR(status);
     if (reply.alive_size() != reply.incarnations_size()) {
@@ -461,10 +460,10 @@ class CoordinatorClient::Impl {
   absl::StatusOr<std::vector<TriggerInfo>> PollTriggers(const TriggerPoll& poll,
                                                         absl::Duration timeout) {
     v1::PollTriggersRequest request;
-    FillFence(request.mutable_fence());
     {
       MutexLock lock(&mu_);
       if (!seat_) return absl::FailedPreconditionError("triggers: join the rendezvous first");
+      FillFenceLocked(request.mutable_fence());
       request.set_rank(seat_->rank);
       step_ = std::max(step_, poll.step);
     }
@@ -583,15 +582,24 @@ class CoordinatorClient::Impl {
         .step = step_, .phase = phase_, .last_collective = last_collective_, .progress = progress_};
   }
 
+  // 0: no seat yet.
+  uint64_t Generation() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    return seat_ ? seat_->generation : 0;
+  }
+
   void FillFence(v1::Fence* fence) {
     MutexLock lock(&mu_);
+    FillFenceLocked(fence);
+  }
+  // For requests that say more of the seat: another thread may join meanwhile.
+  void FillFenceLocked(v1::Fence* fence) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     fence->set_job_id(options_.job);
     fence->set_worker_id(options_.worker_id);
     fence->set_incarnation(options_.incarnation);
     fence->set_term_seen(term_);
     fence->set_cluster(cluster_);
     fence->set_revision_seen(revision_);
-    fence->set_generation(seat_ ? seat_->generation : 0);
+    fence->set_generation(Generation());
     fence->set_request_id(++LastRequestId());
   }
 
@@ -608,8 +616,8 @@ class CoordinatorClient::Impl {
   }
 
   // Sends `request` until there is an answer or `patience` has run out. The same bytes each time,
-  // so the coordinator recognises a repeat by its request id; only an arrival says how long it has
-  // waited.
+  // so the coordinator recognises a repeat by its request id; only what has a timeout there says
+  // how long it has waited.
   template <class Stub, class Request, class Reply>
   absl::Status CallWithin(const std::string& what, absl::Duration patience, Stub& stub,
                           grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&,
@@ -624,7 +632,7 @@ class CoordinatorClient::Impl {
     Backoff backoff(kFirstBackoff, kLastBackoff);
     Request repeat;
     for (bool first = true;; first = false) {
-      if constexpr (std::is_same_v<Request, v1::ArriveRequest>) {
+      if constexpr (requires(Request & timed) { timed.mutable_waited(); }) {
         if (!first) {
           if (request != &repeat) repeat = *request;
           SetDuration(clock.Now() - begun, repeat.mutable_waited());
@@ -694,9 +702,11 @@ class CoordinatorClient::Impl {
 
   void Pulse() {
     while (!stop_.WaitForNotificationWithTimeout(options_.heartbeat_period)) {
+      uint64_t generation = 0;
       {
         MutexLock lock(&mu_);
         if (ended_told_) continue;
+        generation = Generation();
       }
       // Not longer than a period and its grace: the next beat carries newer facts anyway.
       const absl::StatusOr<Heartbeat> beat = Beat(options_.heartbeat_period + kGrace);
@@ -710,7 +720,8 @@ class CoordinatorClient::Impl {
       if (ended.ok()) continue;
       {
         MutexLock lock(&mu_);
-        if (ended_told_) continue;
+        // The answer may come when the worker has a seat in the next generation.
+        if (ended_told_ || Generation() != generation) continue;
         ended_told_ = true;
       }
       if (options_.on_generation_ended) {

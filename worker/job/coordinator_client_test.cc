@@ -5,6 +5,7 @@
 #include <grpcpp/server_builder.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <string>
@@ -14,6 +15,7 @@
 
 #include "base/mutate.h"
 #include "base/mutex.h"
+#include "base/test_wait.h"
 #include "gmock/gmock.h"
 #include "google/protobuf/descriptor.h"
 #include "gtest/gtest.h"
@@ -233,6 +235,20 @@ TEST(CoordinatorClient, ArrivalThatIsRepeated_SaysHowLongItHasWaited) {
   });
 }
 
+TEST(CoordinatorClient, JoinOrWaitThatIsRepeated_SaysHowLongItHasWaited) {
+  FakeCoordinator fake;
+  auto client = ConnectTo(fake);
+  fake.LoseArrivals(1);
+  ASSERT_TRUE(client->Join(World(1, 0)).ok());
+  EXPECT_GT(fake.waited_us(), 0);
+  ASSERT_TRUE(client->Set("k", "v").ok());
+  ASSERT_TRUE(client->Wait({"k"}, absl::Seconds(60)).ok());
+  EXPECT_EQ(fake.waited_us(), 0);
+  fake.LoseArrivals(1);
+  ASSERT_TRUE(client->Wait({"k"}, absl::Seconds(60)).ok());
+  EXPECT_GT(fake.waited_us(), 0);
+}
+
 TEST(CoordinatorClient, BarrierThatOneRankNeverReaches_NamesIt_NextOneWorks) {
   FakeCoordinator fake;
   Notification failed;
@@ -308,6 +324,35 @@ TEST(CoordinatorClient, Heartbeats_CarryProgressAndTellOfTheEnd) {
   EXPECT_THAT(why, HasSubstr("rank 1 was killed"));
   EXPECT_EQ((*client)->Set("k", "v").code(), absl::StatusCode::kFailedPrecondition) << "fenced";
   EXPECT_TRUE((*client)->Beat()->generation_ended);
+}
+
+TEST(CoordinatorClient, NewsOfTheFormerGeneration_DoNotEndTheNext) {
+  FakeCoordinator fake;
+  auto options = OptionsFor(fake);
+  options.heartbeat_period = absl::Milliseconds(5);
+  std::atomic<int> told = 0;
+  options.on_generation_ended = [&](const absl::Status&) { ++told; };
+  auto client = CoordinatorClient::Connect(options);
+  ASSERT_TRUE(client.ok());
+  ASSERT_TRUE((*client)->Join(World(1, 0)).ok());
+  fake.BeforeAnswer([&] {
+    EXPECT_TRUE((*client)->Join(World(1, 0)).ok());
+    (*client)->ReportProgress(1, "next", "");
+  });
+  fake.EndGeneration("rank 1 was killed");
+  // The worker goes on beating in it.
+  WaitUntil([&] { return told > 0 || fake.last_heartbeat() == "1 next "; });
+  EXPECT_EQ(told, 0);
+}
+
+TEST(CoordinatorClient, CancellationInTheFormerGeneration_CountsNoBarrierOfTheNext) {
+  FakeCoordinator fake;
+  auto client = ConnectTo(fake);
+  ASSERT_TRUE(client->Join(World(1, 0)).ok());
+  fake.BeforeAnswer([&] { EXPECT_TRUE(client->Join(World(1, 0)).ok()); });
+  ASSERT_TRUE(client->CancelBarrier("b", "why not").ok());
+  const auto passed = client->Barrier("b", absl::Seconds(60));
+  EXPECT_TRUE(passed.ok()) << passed.status();
 }
 
 TEST(CoordinatorClient, Leave_ReportsWhatWasReachedSinceTheLastBeat) {

@@ -4,6 +4,7 @@
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
 
+#include <functional>
 #include <map>
 #include <set>
 #include <utility>
@@ -283,11 +284,15 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
   }
   int64_t waited_us() const {
     MutexLock lock(&mu_);
-    return absl::ToInt64Microseconds(rpc::FromProto(last_arrival_.waited()));
+    return waited_us_;
   }
   uint64_t revision_seen() const {
     MutexLock lock(&mu_);
-    return last_arrival_.fence().revision_seen();
+    return revision_seen_;
+  }
+  void BeforeAnswer(std::function<void()> meanwhile) {
+    MutexLock lock(&mu_);
+    meanwhile_ = std::move(meanwhile);
   }
   void EndGeneration(const std::string& why) {
     MutexLock lock(&mu_);
@@ -350,6 +355,7 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
   grpc::Status Wait(grpc::ServerContext*, const v1::WaitRequest* request,
                     v1::WaitReply* reply) override {
     MutexLock lock(&mu_);
+    if (IsLost(*request)) return Lost();
     const absl::Time deadline = absl::Now() + rpc::FromProto(request->timeout());
     while (true) {
       if (const grpc::Status fence = Check(request->fence()); !fence.ok()) return fence;
@@ -377,6 +383,7 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
   grpc::Status Join(grpc::ServerContext*, const v1::JoinRequest* request,
                     v1::JoinReply* reply) override {
     MutexLock lock(&mu_);
+    if (IsLost(*request)) return Lost();
     const size_t size = request->spec().min_workers();
     const uint64_t joining = generation_ + 1;
     auto& members = members_[joining];
@@ -441,11 +448,8 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
                       v1::ArriveReply* reply) override {
     MutexLock lock(&mu_);
     if (const grpc::Status fence = Check(request->fence()); !fence.ok()) return fence;
-    if (lose_arrivals_ > 0) {
-      --lose_arrivals_;
-      return Lost();
-    }
-    last_arrival_ = *request;
+    if (IsLost(*request)) return Lost();
+    revision_seen_ = request->fence().revision_seen();
     const std::string& id = request->barrier_id();
     if (request->counter() > 0 &&
         !barriers_.contains({request->fence().generation(), id, request->counter() - 1})) {
@@ -547,31 +551,59 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
 
   grpc::Status Heartbeat(grpc::ServerContext*, const v1::HeartbeatRequest* request,
                          v1::HeartbeatReply* reply) override {
-    MutexLock lock(&mu_);
-    last_beat_ =
-        absl::StrCat(request->step(), " ", request->phase(), " ", request->last_collective(),
-                     request->has_restored_ago() ? " restored" : "",
-                     request->has_first_step_ago() ? " stepped" : "");
-    if (const v1::SaveProgress& save = request->save(); request->has_save()) {
-      absl::StrAppend(&last_beat_, " saving ", save.path(), " of step ", save.step(), ", ",
-                      save.written_bytes(), " of ", save.bytes());
+    std::function<void()> meanwhile;
+    {
+      MutexLock lock(&mu_);
+      Hear(*request, reply);
+      if (reply->generation_ended()) meanwhile = std::exchange(meanwhile_, nullptr);
     }
-    last_progress_ = request->progress();
-    ++beats_;
-    facts_[request->fence().worker_id()] = *request;
-    cv_.SignalAll();
-    reply->set_generation(generation_);
-    reply->set_generation_ended(!ended_.empty());
-    reply->set_why(ended_);
+    if (meanwhile) meanwhile();
+    return grpc::Status::OK;
+  }
+
+  grpc::Status Cancel(grpc::ServerContext*, const v1::CancelBarrierRequest* request,
+                      v1::CancelBarrierReply*) override {
+    std::function<void()> meanwhile;
+    {
+      MutexLock lock(&mu_);
+      if (const grpc::Status fence = Check(request->fence()); !fence.ok()) return fence;
+      meanwhile = std::exchange(meanwhile_, nullptr);
+    }
+    if (meanwhile) meanwhile();
     return grpc::Status::OK;
   }
 
  private:
+  void Hear(const v1::HeartbeatRequest& request, v1::HeartbeatReply* reply)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    last_beat_ = absl::StrCat(request.step(), " ", request.phase(), " ", request.last_collective(),
+                              request.has_restored_ago() ? " restored" : "",
+                              request.has_first_step_ago() ? " stepped" : "");
+    if (const v1::SaveProgress& save = request.save(); request.has_save()) {
+      absl::StrAppend(&last_beat_, " saving ", save.path(), " of step ", save.step(), ", ",
+                      save.written_bytes(), " of ", save.bytes());
+    }
+    last_progress_ = request.progress();
+    ++beats_;
+    facts_[request.fence().worker_id()] = request;
+    cv_.SignalAll();
+    reply->set_generation(generation_);
+    reply->set_generation_ended(!ended_.empty());
+    reply->set_why(ended_);
+  }
+
   struct Instance {
     absl::Time deadline;
     std::map<int, std::string> arrived;
     bool failed = false;
   };
+
+  template <class Request>
+  bool IsLost(const Request& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (lose_arrivals_ > 0) return lose_arrivals_-- > 0;
+    waited_us_ = absl::ToInt64Microseconds(rpc::FromProto(request.waited()));
+    return false;
+  }
 
   static grpc::Status Lost() { return {grpc::StatusCode::UNAVAILABLE, "connection reset"}; }
 
@@ -652,9 +684,11 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
   int lose_ ABSL_GUARDED_BY(mu_) = 0;
   absl::Duration overload_ ABSL_GUARDED_BY(mu_) = absl::ZeroDuration();
   int lose_arrivals_ ABSL_GUARDED_BY(mu_) = 0;
-  v1::ArriveRequest last_arrival_ ABSL_GUARDED_BY(mu_);
+  int64_t waited_us_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t revision_seen_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t writes_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t rows_sent_ ABSL_GUARDED_BY(mu_) = 0;
+  std::function<void()> meanwhile_ ABSL_GUARDED_BY(mu_);
   int64_t beats_ ABSL_GUARDED_BY(mu_) = 0;
   std::string last_beat_ ABSL_GUARDED_BY(mu_);
   uint64_t last_progress_ ABSL_GUARDED_BY(mu_) = 0;
@@ -670,6 +704,9 @@ void FakeCoordinator::Overload(absl::Duration retry_after) { impl_->Overload(ret
 void FakeCoordinator::LoseArrivals(int n) { impl_->LoseArrivals(n); }
 int64_t FakeCoordinator::waited_us() const { return impl_->waited_us(); }
 uint64_t FakeCoordinator::revision_seen() const { return impl_->revision_seen(); }
+void FakeCoordinator::BeforeAnswer(std::function<void()> meanwhile) {
+  impl_->BeforeAnswer(std::move(meanwhile));
+}
 void FakeCoordinator::EndGeneration(const std::string& why) { impl_->EndGeneration(why); }
 void FakeCoordinator::LoseCheckpointAnswers() { impl_->checkpoints().LoseAnswers(); }
 void FakeCoordinator::ForgetReports(int n) { impl_->checkpoints().ForgetReports(n); }

@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_JOB_FAKE_COORDINATOR_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -27,14 +28,18 @@ class FakeCoordinator {
   // The next change is answered with UNAVAILABLE that asks to wait for `retry_after`, below a
   // second.
   void Overload(absl::Duration retry_after);
-  // The next `n` arrivals at barriers are not heard of, and answered with UNAVAILABLE.
+  // The next `n` joins, arrivals at barriers and waits for keys are not heard of, and answered with
+  // UNAVAILABLE.
   void LoseArrivals(int n);
-  // Of the last arrival that was: for how long it said that it had waited, in microseconds, and the
-  // revision that it had seen.
+  // For how long the last of them that was heard of said that it had waited, in microseconds.
   int64_t waited_us() const;
+  // By the last arrival at a barrier.
   uint64_t revision_seen() const;
   // The data for the next seats.
   static constexpr uint64_t kRevision = 77;
+  // Calls `meanwhile` after the next cancellation of a barrier, or the next heartbeat that is told
+  // of the end of its generation, and before the answer.
+  void BeforeAnswer(std::function<void()> meanwhile);
   // Ends the generation: heartbeats say so, fenced calls fail.
   void EndGeneration(const std::string& why);
   // From now on every other call about checkpoints is carried out and answered with UNAVAILABLE.
