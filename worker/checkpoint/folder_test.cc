@@ -28,23 +28,7 @@
 #include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/sealing.h"
 #include "worker/checkpoint/staging_folder.h"
-
-namespace {
-
-// Folders that are synced, while it is not null.
-std::vector<std::string>* synced = nullptr;
-
-}  // namespace
-
-extern "C" int fsync(int fd) {
-  static const auto real = muster::RealCall<int (*)(int)>("fsync");
-  char path[4096] = "";
-  const std::string link = "/proc/self/fd/" + std::to_string(fd);
-  if (synced != nullptr && readlink(link.c_str(), path, sizeof(path) - 1) > 0) {
-    synced->push_back(path);
-  }
-  return real(fd);
-}
+#include "worker/checkpoint/test_synced_folders.h"
 
 namespace muster {
 namespace {
