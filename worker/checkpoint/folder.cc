@@ -315,14 +315,26 @@ absl::Status CheckRemovable(const std::string& dir) {
   if (!names.empty() && faccessat(AT_FDCWD, dir.c_str(), W_OK | X_OK, AT_EACCESS) != 0) {
     return refused(dir);
   }
+  struct statx above = {};
+  if (statx(AT_FDCWD, dir.c_str(), 0, STATX_TYPE, &above) != 0) return refused(dir);
   for (const std::string& name : names) {
     const std::string path = JoinPath(dir, name);
-    struct stat info;
-    if (lstat(path.c_str(), &info) != 0) {
+    struct statx info = {};
+    if (statx(AT_FDCWD, path.c_str(), AT_SYMLINK_NOFOLLOW, STATX_TYPE, &info) != 0) {
       if (errno != ENOENT) return refused(path);
-    } else if (S_ISDIR(info.st_mode)) {
-      MUSTER_RETURN_IF_ERROR(CheckRemovable(path));
+      continue;
     }
+    const bool is_folder = S_ISDIR(info.stx_mode);
+    // Where the kernel does not say so: files of one overlay may be of several file systems.
+    const bool is_mount = (info.stx_attributes_mask & STATX_ATTR_MOUNT_ROOT) != 0
+                              ? (info.stx_attributes & STATX_ATTR_MOUNT_ROOT) != 0
+                              : is_folder && (info.stx_dev_major != above.stx_dev_major ||
+                                              info.stx_dev_minor != above.stx_dev_minor);
+    if (is_mount) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          path, " is a mount point, whose contents would go with it: unmount it first"));
+    }
+    if (is_folder) MUSTER_RETURN_IF_ERROR(CheckRemovable(path));
   }
   return absl::OkStatus();
 }
