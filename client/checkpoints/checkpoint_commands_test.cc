@@ -992,6 +992,32 @@ TEST_F(CheckpointCommandsTest, MarkOfACheckpointThatIsReplacedMeanwhile_StaysWit
   EXPECT_TRUE(ReadSeal(Path("aside"))->pinned);
 }
 
+TEST_F(CheckpointCommandsTest, MarksOfTwoCommandsAtOnce_AreThoseOfTheCoordinatorAfterBoth) {
+  Save(Path("best"), {1}, 1);
+  const std::string sha256 = Seal(Path("best"), "").sha256;
+  const Marks pinned = {.promoted = true, .pinned = true}, unpinned = {.promoted = true};
+  // The coordinator has heard `pin` first, which notes last.
+  ASSERT_TRUE(*NoteMarks(Path("best"), sha256, unpinned.promoted, unpinned.pinned));
+  ASSERT_TRUE(*NoteMarks(Path("best"), sha256, pinned.promoted, pinned.pinned));
+  int asked = 0;
+  const auto note = [&](const Marks& marks) {
+    return NoteMarks(Path("best"), sha256, marks.promoted, marks.pinned).status();
+  };
+  const auto recorded = [&]() -> absl::StatusOr<Marks> {
+    ++asked;
+    return unpinned;
+  };
+  EXPECT_TRUE(FollowMarks(pinned, recorded, note).ok());
+  EXPECT_FALSE(ReadSeal(Path("best"))->pinned);
+  EXPECT_EQ(asked, 2) << "again after the change";
+  const auto changing = [&]() -> absl::StatusOr<Marks> {
+    return Marks{.promoted = true, .pinned = ++asked % 2 == 0};
+  };
+  EXPECT_TRUE(absl::IsAborted(FollowMarks(pinned, changing, note)));
+  const auto gone = []() -> absl::StatusOr<Marks> { return absl::UnavailableError("gone"); };
+  EXPECT_EQ(FollowMarks(pinned, gone, note), absl::UnavailableError("gone"));
+}
+
 TEST_F(CheckpointCommandsTest, PinOfAFolderThatIsReplacedMeanwhile_SaysSo) {
   Save(Path("best"), {1}, 1);
   Save(Path("next"), {2}, 2);
