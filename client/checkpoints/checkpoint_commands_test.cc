@@ -333,6 +333,25 @@ TEST_F(CheckpointCommandsTest, SaveOfAnotherName_IsListedByIt) {
   EXPECT_EQ(json["unfinished"].size(), 1u);
 }
 
+// Nothing else ever shows that it is there.
+TEST_F(CheckpointCommandsTest, NamedSaveThatAsksForItsSeal_IsListedForItsFolder) {
+  const std::string left = Path("best.tmp-0123456789abcdef");
+  ASSERT_TRUE(MakeDirectories(left).ok());
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(left, "scheduler.json"), "{}").ok());
+  EXPECT_EQ(Run({"list", root_}), kExitOk);
+  EXPECT_THAT(out_.str(), HasSubstr("; the next save of best removes it  "));
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(left, kSealingName), "{}").ok());
+  const Json save = RunJson({"list", root_})["unfinished"][0];
+  EXPECT_EQ(save["path"], left);
+  EXPECT_EQ(save["asked"], true);
+  EXPECT_EQ(Run({"list", root_}), kExitOk);
+  EXPECT_THAT(out_.str(), HasSubstr("of that job asks; where there is none any more, remove it by "
+                                    "hand  "));
+  for (int i = 0; i < 3; ++i) Save(Numbered(i), {1}, i);
+  Run({"prune", root_, "--keep", "1"});
+  EXPECT_TRUE(PathExists(left));
+}
+
 TEST_F(CheckpointCommandsTest, AbandonedSave_IsListedWithItsAge_AndPruneLeavesIt) {
   Save(Numbered(0), {1}, 0);
   const std::string left = Numbered(1) + ".tmp-0123456789abcdef";

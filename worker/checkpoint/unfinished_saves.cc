@@ -75,7 +75,7 @@ absl::StatusOr<std::vector<UnfinishedSave>> Find(
 }  // namespace
 
 absl::StatusOr<std::vector<UnfinishedSave>> UnfinishedSavesIn(const std::string& root) {
-  return Find(root, IsNumberedName);
+  return Find(root, [](absl::string_view /*stem*/) { return true; });
 }
 
 absl::StatusOr<std::vector<UnfinishedSave>> UnfinishedSavesOf(const std::string& dir) {
