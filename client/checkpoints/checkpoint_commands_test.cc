@@ -338,7 +338,7 @@ TEST_F(CheckpointCommandsTest, NamedSaveThatAsksForItsSeal_IsListedForItsFolder)
   const std::string left = Path("best.tmp-0123456789abcdef");
   ASSERT_TRUE(MakeDirectories(left).ok());
   ASSERT_TRUE(WriteFileAtomically(JoinPath(left, "scheduler.json"), "{}").ok());
-  EXPECT_EQ(Run({"list", root_}), kExitOk);
+  EXPECT_EQ(Run({"list", Path("best")}), kExitOk);
   EXPECT_THAT(out_.str(), HasSubstr("; the next save of best removes it  "));
   ASSERT_TRUE(WriteFileAtomically(JoinPath(left, kSealingName), "{}").ok());
   const Json save = RunJson({"list", root_})["unfinished"][0];
