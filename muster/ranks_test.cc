@@ -831,14 +831,80 @@ TEST(BadInput, CheckpointsThatDiffer_AreNamedOnEveryRank) {
   }
 }
 
-TEST(BadInput, DirectoryOfOneRankAlone_IsToldToEveryRank) {
+using GiveDirectory = std::function<absl::Status(Accelerator&, const std::string&)>;
+
+// The messages of two ranks of which one is given a directory, the other another or none.
+std::vector<std::string> ErrorsOfDirectories(const GiveDirectory& call,
+                                             const std::vector<std::string>& directories) {
   std::vector<std::string> errors(2);
+  AcceleratorOptions options;
+  options.project.directory = TestDir("directories");
+  RunAccelerators(2, options, [&](Accelerator& a) {
+    auto model = a.prepare(torch::nn::Linear(1, 1));
+    const absl::Status status = call(a, directories[a.process_index()]);
+    errors[a.process_index()] = std::string(status.message());
+  });
+  return errors;
+}
+
+TEST(BadInput, DirectoryOfOneRankAlone_IsToldToEveryRank) {
+  const std::vector<std::pair<std::string, GiveDirectory>> calls = {
+      {"save_state()", [](Accelerator& a, const auto& dir) { return a.save_state(dir); }},
+      {"load_state()", [](Accelerator& a, const auto& dir) { return a.load_state(dir); }},
+      {"load_state_if_present()",
+       [](Accelerator& a, const auto& dir) { return a.load_state_if_present(dir); }},
+      {"load_weights()",
+       [](Accelerator& a, const auto& dir) { return a.load_weights(dir).status(); }},
+  };
+  const std::string dir = TestDir("of_one_rank");
+  for (const auto& [name, call] : calls) {
+    EXPECT_THAT(
+        ErrorsOfDirectories(call, {dir, ""}),
+        Each(HasSubstr(name + ": rank 1 gives no directory, and rank 0 " + dir + ": give all")));
+    EXPECT_THAT(
+        ErrorsOfDirectories(call, {"", dir}),
+        Each(HasSubstr(name + ": rank 1 gives " + dir + ", and rank 0 no directory: give all")));
+  }
+}
+
+TEST(BadInput, OtherCheckpointOnOneRank_IsToldToEveryRank) {
+  const std::string one = TestDir("one_checkpoint"), other = TestDir("other_checkpoint");
   RunAccelerators(2, {}, [&](Accelerator& a) {
     auto model = a.prepare(torch::nn::Linear(1, 1));
-    errors[a.process_index()] = std::string(
-        a.save_state(a.is_main_process() ? TestDir("of_rank_0") : std::string()).message());
+    ASSERT_TRUE(a.save_state(one).ok());
+    const torch::NoGradGuard no_grad;
+    for (at::Tensor& parameter : model->parameters()) parameter.add_(1);
+    ASSERT_TRUE(a.save_state(other).ok());
   });
-  EXPECT_THAT(errors, Each(HasSubstr("rank 1 gives no directory, and rank 0 gives one")));
+  const auto load_state = [](Accelerator& a, const auto& dir) { return a.load_state(dir); };
+  const auto load_weights = [](Accelerator& a, const auto& dir) {
+    return a.load_weights(dir).status();
+  };
+  for (const GiveDirectory& call : std::vector<GiveDirectory>{load_state, load_weights}) {
+    EXPECT_THAT(ErrorsOfDirectories(call, {one, other}),
+                Each(HasSubstr("rank 1 opens " + other + ", and rank 0 " + one +
+                               ", which is another checkpoint")));
+    const std::string none = one + "_that_is_not_there";
+    EXPECT_THAT(ErrorsOfDirectories(call, {one, none}),
+                Each(AllOf(HasSubstr("rank 1: "), HasSubstr(none),
+                           HasSubstr("rank 0 sees all of " + one))));
+  }
+}
+
+TEST(BadInput, LoadThatOneRankCannotMake_IsToldToEveryRank) {
+  const auto load_or_not = [](Accelerator& a, const auto& dir) {
+    return a.is_main_process() ? a.load_state(dir) : a.load_state_if_present(dir);
+  };
+  EXPECT_THAT(ErrorsOfDirectories(load_or_not, {"", ""}),
+              Each(HasSubstr("rank 1 calls load_state_if_present(), and rank 0 load_state()")));
+  const auto other_options = [](Accelerator& a, const auto& dir) {
+    LoadWeightsOptions options;
+    if (!a.is_main_process()) options.dtype = at::kBFloat16;
+    return a.load_weights(dir, options).status();
+  };
+  const std::string dir = TestDir("of_all_ranks");
+  EXPECT_THAT(ErrorsOfDirectories(other_options, {dir, dir}),
+              Each(AllOf(HasSubstr("rank 1: "), HasSubstr("options.dtype"))));
 }
 
 TEST(BadInput, ModelsThatDiffer_AreNamedOnEveryRank) {

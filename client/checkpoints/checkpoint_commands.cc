@@ -450,17 +450,26 @@ ordered_json ToJson(const UnfinishedSave& save) {
 
 std::string ToText(const UnfinishedSave& save) {
   std::string text = absl::StrCat(Shown(save.path), "  no checkpoint yet, ");
+  // No retention counts the others, and only saves of the same name look for what is left of them.
+  const std::string name = BaseName(save.checkpoint);
+  const bool numbered = IsNumberedName(name);
   switch (save.writer) {
     case FolderWriter::kAlive:
       absl::StrAppend(&text, "being saved");
       break;
     case FolderWriter::kGone:
-      absl::StrAppend(&text, "abandoned: its process has ended; ",
-                      save.sealed  ? "it is sealed: the next load or save, or muster checkpoints "
-                                     "prune, may give it its name"
-                      : save.asked ? "only the coordinator of its job knows whether it is sealed: "
-                                     "the next load or save of that job asks"
-                                   : "the next save removes it");
+      absl::StrAppend(&text, "abandoned: its process has ended; ");
+      if (save.sealed) {
+        absl::StrAppend(&text, "it is sealed: the next load or save, or muster checkpoints prune, ",
+                        "may give it its name");
+      } else if (save.asked) {
+        absl::StrAppend(&text, "only the coordinator of its job knows whether it is sealed: the ",
+                        "next load or save of that job asks",
+                        numbered ? "" : "; where there is none any more, remove it by hand");
+      } else {
+        absl::StrAppend(&text, "the next save ",
+                        numbered ? "" : absl::StrCat("of ", Shown(name), " "), "removes it");
+      }
       break;
     case FolderWriter::kUnknown:
       absl::StrAppend(&text, "being saved or abandoned: this machine cannot tell");
@@ -1098,7 +1107,7 @@ absl::StatusOr<std::vector<std::string>> AskedBefore(const CheckpointFolder& fol
                           UnfinishedSavesIn(folder.root()));
   for (const UnfinishedSave& save : saves) {
     if (save.asked && save.writer == FolderWriter::kGone &&
-        NumberOf(save.checkpoint) < oldest_kept) {
+        IsNumberedName(BaseName(save.checkpoint)) && NumberOf(save.checkpoint) < oldest_kept) {
       asked.push_back(save.path);
     }
   }

@@ -333,6 +333,25 @@ TEST_F(CheckpointCommandsTest, SaveOfAnotherName_IsListedByIt) {
   EXPECT_EQ(json["unfinished"].size(), 1u);
 }
 
+// Nothing else ever shows that it is there.
+TEST_F(CheckpointCommandsTest, NamedSaveThatAsksForItsSeal_IsListedForItsFolder) {
+  const std::string left = Path("best.tmp-0123456789abcdef");
+  ASSERT_TRUE(MakeDirectories(left).ok());
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(left, "scheduler.json"), "{}").ok());
+  EXPECT_EQ(Run({"list", Path("best")}), kExitOk);
+  EXPECT_THAT(out_.str(), HasSubstr("; the next save of best removes it  "));
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(left, kSealingName), "{}").ok());
+  const Json save = RunJson({"list", root_})["unfinished"][0];
+  EXPECT_EQ(save["path"], left);
+  EXPECT_EQ(save["asked"], true);
+  EXPECT_EQ(Run({"list", root_}), kExitOk);
+  EXPECT_THAT(out_.str(), HasSubstr("of that job asks; where there is none any more, remove it by "
+                                    "hand  "));
+  for (int i = 0; i < 3; ++i) Save(Numbered(i), {1}, i);
+  Run({"prune", root_, "--keep", "1"});
+  EXPECT_TRUE(PathExists(left));
+}
+
 TEST_F(CheckpointCommandsTest, AbandonedSave_IsListedWithItsAge_AndPruneLeavesIt) {
   Save(Numbered(0), {1}, 0);
   const std::string left = Numbered(1) + ".tmp-0123456789abcdef";
@@ -990,6 +1009,32 @@ TEST_F(CheckpointCommandsTest, MarkOfACheckpointThatIsReplacedMeanwhile_StaysWit
   EXPECT_EQ(ReadSeal(Path("best"))->sha256, after);
   EXPECT_FALSE(ReadSeal(Path("best"))->pinned);
   EXPECT_TRUE(ReadSeal(Path("aside"))->pinned);
+}
+
+TEST_F(CheckpointCommandsTest, MarksOfTwoCommandsAtOnce_AreThoseOfTheCoordinatorAfterBoth) {
+  Save(Path("best"), {1}, 1);
+  const std::string sha256 = Seal(Path("best"), "").sha256;
+  const Marks pinned = {.promoted = true, .pinned = true}, unpinned = {.promoted = true};
+  // The coordinator has heard `pin` first, which notes last.
+  ASSERT_TRUE(*NoteMarks(Path("best"), sha256, unpinned.promoted, unpinned.pinned));
+  ASSERT_TRUE(*NoteMarks(Path("best"), sha256, pinned.promoted, pinned.pinned));
+  int asked = 0;
+  const auto note = [&](const Marks& marks) {
+    return NoteMarks(Path("best"), sha256, marks.promoted, marks.pinned).status();
+  };
+  const auto recorded = [&]() -> absl::StatusOr<Marks> {
+    ++asked;
+    return unpinned;
+  };
+  EXPECT_TRUE(FollowMarks(pinned, recorded, note).ok());
+  EXPECT_FALSE(ReadSeal(Path("best"))->pinned);
+  EXPECT_EQ(asked, 2) << "again after the change";
+  const auto changing = [&]() -> absl::StatusOr<Marks> {
+    return Marks{.promoted = true, .pinned = ++asked % 2 == 0};
+  };
+  EXPECT_TRUE(absl::IsAborted(FollowMarks(pinned, changing, note)));
+  const auto gone = []() -> absl::StatusOr<Marks> { return absl::UnavailableError("gone"); };
+  EXPECT_EQ(FollowMarks(pinned, gone, note), absl::UnavailableError("gone"));
 }
 
 TEST_F(CheckpointCommandsTest, PinOfAFolderThatIsReplacedMeanwhile_SaysSo) {

@@ -102,6 +102,18 @@ absl::StatusOr<bool> NoteMarks(const std::string& dir, const std::string& sha256
   return noted;
 }
 
+absl::Status FollowMarks(Marks noted, absl::FunctionRef<absl::StatusOr<Marks>()> recorded,
+                         absl::FunctionRef<absl::Status(const Marks&)> note) {
+  constexpr int kMostChanges = 100;
+  for (int i = 0; i < kMostChanges; ++i) {
+    MUSTER_ASSIGN_OR_RETURN(const Marks now, recorded());
+    if (now == noted) return absl::OkStatus();
+    MUSTER_RETURN_IF_ERROR(note(now));
+    noted = now;
+  }
+  return absl::AbortedError("other commands keep changing its marks; repeat the command");
+}
+
 absl::Status PinFolder(const std::string& dir, bool pinned) {
   // In the words for whoever names a folder that is no checkpoint.
   if (const absl::Status manifest = ReadManifest(dir).status(); absl::IsNotFound(manifest)) {

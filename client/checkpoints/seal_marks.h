@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
@@ -15,6 +16,20 @@ namespace muster::client {
 // the folder locked: ABORTED if that does not finish.
 absl::StatusOr<bool> NoteMarks(const std::string& dir, const std::string& sha256, bool promoted,
                                bool pinned);
+
+// What a coordinator says of a checkpoint, whoever has asked it for that last.
+struct Marks {
+  bool promoted = false;
+  bool pinned = false;
+  friend bool operator==(const Marks& a, const Marks& b) = default;
+};
+
+// After NoteMarks(): of two commands the one that the coordinator has heard first may note last.
+// Calls `note` with what `recorded` returns for as long as that is not what was noted last,
+// `noted`. Each command that does so leaves the marks of the coordinator in the folder. Errors:
+// those of both; ABORTED if they change all the time.
+absl::Status FollowMarks(Marks noted, absl::FunctionRef<absl::StatusOr<Marks>()> recorded,
+                         absl::FunctionRef<absl::Status(const Marks&)> note);
 
 // Makes or removes the pin that a person gives to the checkpoint in `dir`, without a coordinator:
 // the file kPinName (worker/checkpoint/seal.h), with which every retention leaves it alone.

@@ -1186,18 +1186,33 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
   // For those who read the folder without the coordinator.
   const v1::CheckpointRecord& marked = reply.checkpoint();
   std::string dir = marked.path();
-  absl::StatusOr<bool> noted =
-      NoteMarks(dir, absl::BytesToHexString(marked.sha256()), marked.promoted(), marked.pinned());
+  const std::string sha256 = absl::BytesToHexString(marked.sha256());
+  absl::StatusOr<bool> noted = NoteMarks(dir, sha256, marked.promoted(), marked.pinned());
   // Its writer may have ended before it had its name.
   if (!noted.value_or(false) && !marked.published() && !marked.staging().empty()) {
     dir = marked.staging();
-    noted =
-        NoteMarks(dir, absl::BytesToHexString(marked.sha256()), marked.promoted(), marked.pinned());
+    noted = NoteMarks(dir, sha256, marked.promoted(), marked.pinned());
   }
   absl::Status told = noted.status();
   // Also of the pin that was given to the folder.
   if (noted.value_or(false) && what.mark == v1::MarkCheckpointRequest::UNPIN) {
     told = PinFolder(dir, /*pinned=*/false);
+  }
+  if (told.ok() && noted.value_or(false)) {
+    const Marks asked = {.promoted = marked.promoted(), .pinned = marked.pinned()};
+    const auto recorded = [&]() -> absl::StatusOr<Marks> {
+      MUSTER_ASSIGN_OR_RETURN(const std::vector<v1::CheckpointRecord> now,
+                              ListRecords(connection, job));
+      for (const v1::CheckpointRecord& one : now) {
+        if (one.checkpoint_id() == marked.checkpoint_id()) {
+          return Marks{.promoted = one.promoted(), .pinned = one.pinned()};
+        }
+      }
+      return asked;  // nobody can change it any more
+    };
+    told = FollowMarks(asked, recorded, [&](const Marks& marks) {
+      return NoteMarks(dir, sha256, marks.promoted, marks.pinned).status();
+    });
   }
   if (!told.ok()) {
     context.err << spec.name << ": the coordinator has it, but the folder does not say so: "

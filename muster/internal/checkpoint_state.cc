@@ -278,8 +278,7 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     const absl::Status met = Guard([&] { MeetAt(*comm, "save_state()", "", before); });
     if (!met.ok()) return mine.ok() ? met : mine;
   }
-  if (absl::Status all = writer_.Agree(mine, /*is_named=*/!directory.empty()); !all.ok())
-    return all;
+  if (absl::Status all = writer_.Agree(mine, directory); !all.ok()) return all;
   process_.progress().SetPhase("save_state");
   CheckpointInfo info;
   info.world_size = process_.size();
@@ -541,6 +540,29 @@ bool HoldsWeightsAlone(const std::string& path) {
   return !absl::IsNotFound(WeightFiles::Open(path).status());
 }
 
+// (collective) The same error on every rank if one of them cannot load (`mine`), or if they are not
+// asked for the same: others would wait in an exchange of a search.
+absl::Status AgreeOnLoad(Comm& comm, const absl::Status& mine, const std::string& call,
+                         const std::string& directory) {
+  return Guard([&] {
+    std::vector<StatusOnWire> statuses;
+    std::vector<std::string> directories;
+    const auto said = GatherObject(comm, std::make_tuple(OnWire(mine), call, directory));
+    for (const auto& [status, unused, wanted] : said) {
+      statuses.push_back(status);
+      directories.push_back(wanted);
+    }
+    ThrowFirst(statuses);
+    for (size_t r = 1; r < said.size(); ++r) {
+      const std::string &here = std::get<1>(said[r]), &there = std::get<1>(said[0]);
+      if (here == there) continue;
+      ThrowIfError(absl::InvalidArgumentError(absl::StrCat(
+          "rank ", r, " calls ", here, ", and rank 0 ", there, ": all processes load alike")));
+    }
+    CheckNamedByAll(call, directories);
+  });
+}
+
 void CheckHoldOneModel(const std::string& path, size_t models) {
   if (models == 1) return;
   ThrowIfError(absl::InvalidArgumentError(absl::StrCat(
@@ -575,7 +597,17 @@ void CheckSameWeights(Comm& comm, const std::string& path, const std::string& te
 
 }  // namespace
 
-absl::Status CheckpointState::CheckNothingWaits() const {
+absl::Status CheckpointState::CheckWeightsLoadable(const LoadWeightsOptions& options) const {
+  if (options.dtype.has_value()) {
+    return absl::InvalidArgumentError(
+        "load_weights cannot change the type of prepared models (options.dtype): their optimizers "
+        "and gradients have it too; convert a model before prepare()");
+  }
+  if (steps_.averaged()) {
+    return absl::FailedPreconditionError(
+        "load_weights inside ema.apply() would lose the weights when that scope ends: load before "
+        "or after it");
+  }
   if (!steps_.at_boundary()) {
     return absl::FailedPreconditionError(
         "load_weights in the middle of an accumulation window would apply gradients of other "
@@ -596,25 +628,14 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
     return here;
   }
   // Updates may have failed on one process alone, which the others would wait for.
-  if (absl::Status all = Guard([&] {
-        RunOnAll(process_.comm(), [&] {
-          steps_.CheckStepped("load_weights()");
-          steps_.CheckNoLoadFailed("load_weights()");
-          ThrowIfError(CheckNothingWaits());
-        });
-      });
+  const absl::Status mine = Guard([&] {
+    steps_.CheckStepped("load_weights()");
+    steps_.CheckNoLoadFailed("load_weights()");
+    ThrowIfError(CheckWeightsLoadable(options));
+  });
+  if (absl::Status all = AgreeOnLoad(process_.comm(), mine, "load_weights()", directory);
       !all.ok()) {
     return all;
-  }
-  if (options.dtype.has_value()) {
-    return absl::InvalidArgumentError(
-        "load_weights cannot change the type of prepared models (options.dtype): their optimizers "
-        "and gradients have it too; convert a model before prepare()");
-  }
-  if (steps_.averaged()) {
-    return absl::FailedPreconditionError(
-        "load_weights inside ema.apply() would lose the weights when that scope ends: load before "
-        "or after it");
   }
   if (steps_.between_windows()) registry_.ForgetUnheld();
   Wait().IgnoreError();  // a failure is in the log
@@ -716,11 +737,14 @@ void CheckpointState::LetGo(StateReader reader, LoadedFiles loaded) {
 
 absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may_be_missing) {
   const std::string directory = CleanPath(wanted_directory);
-  if (absl::Status here = Guard([&] { steps_.CheckAllTakePart("load_state()"); }); !here.ok())
+  if (absl::Status here = Guard([&] { steps_.CheckAllTakePart("load_state()"); }); !here.ok()) {
     return here;
+  }
   if (steps_.between_windows()) registry_.ForgetUnheld();
   objects_.ForgetExpired();
-  if (absl::Status here = Guard([&] { loops_.SettleLoaders(); }); !here.ok()) return here;
+  const std::string call = may_be_missing ? "load_state_if_present()" : "load_state()";
+  const absl::Status mine = Guard([&] { loops_.SettleLoaders(); });
+  if (absl::Status all = AgreeOnLoad(process_.comm(), mine, call, directory); !all.ok()) return all;
   // What is being written may be what is wanted. A failure is in the log.
   Wait().IgnoreError();
   process_.progress().SetPhase("load_state");

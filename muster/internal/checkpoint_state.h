@@ -85,8 +85,9 @@ class CheckpointState {
   std::string Root() const;
   // Whether this process may save now, with these options.
   absl::Status CheckSavable();
-  // Whether load_weights() would leave no gradients of other weights for the next step.
-  absl::Status CheckNothingWaits() const;
+  // Whether load_weights() takes these options here, and would leave no gradients of other weights
+  // for the next step.
+  absl::Status CheckWeightsLoadable(const LoadWeightsOptions& options) const;
   // (collective) The number of the next checkpoint.
   int64_t AgreeOnNumber(const CheckpointFolder& folder, int64_t number) const;
   // (collective) Copies the state and returns the error of an earlier save, if one failed.

@@ -103,7 +103,7 @@ void SaveWriter::CompareShardedModels(const std::vector<std::string>& changes) {
   }
 }
 
-absl::Status SaveWriter::Agree(const absl::Status& mine, bool is_named) {
+absl::Status SaveWriter::Agree(const absl::Status& mine, const std::string& directory) {
   const bool fits = mine.ok() && plan_ != nullptr && plan_->layout == layout_;
   agreed_ = {
       .hooks = objects_.has_save_hooks(), .apart = steps_.trained_apart(), .same_plan = fits};
@@ -115,30 +115,24 @@ absl::Status SaveWriter::Agree(const absl::Status& mine, bool is_named) {
     const auto said =
         GatherObject(process_.comm(),
                      std::make_tuple(OnWire(mine), agreed_.hooks, agreed_.apart, agreed_.same_plan,
-                                     static_cast<int64_t>(layout_.shared), changes, is_named));
+                                     static_cast<int64_t>(layout_.shared), changes, directory));
     std::vector<StatusOnWire> statuses;
-    std::vector<std::string> changed;
+    std::vector<std::string> changed, directories;
     int other = 0;      // a rank that shares other models
     int different = 0;  // one with another number of sharded models
-    int otherwise = 0;  // one that names the checkpoint where rank 0 does not, or the reverse
     for (size_t r = 0; r < said.size(); ++r) {
       const auto& [status, hooks, apart, same_plan, shared, of_models, named] = said[r];
       statuses.push_back(status);
       changed.push_back(of_models);
+      directories.push_back(named);
       agreed_.hooks |= hooks;
       agreed_.apart |= apart;
       agreed_.same_plan &= same_plan;
       if (shared != std::get<4>(said[0])) other = static_cast<int>(r);
       if (of_models.size() != changed[0].size()) different = static_cast<int>(r);
-      if (named != std::get<6>(said[0])) otherwise = static_cast<int>(r);
     }
     ThrowFirst(statuses);
-    if (otherwise != 0) {
-      ThrowIfError(absl::InvalidArgumentError(absl::StrCat(
-          "save_state: rank ", otherwise, " gives ",
-          std::get<6>(said[otherwise]) ? "a directory" : "no directory", ", and rank 0 ",
-          std::get<6>(said[0]) ? "gives one" : "gives none", ": all processes save the same one")));
-    }
+    CheckNamedByAll("save_state()", directories);
     // Rank 0 writes everything then.
     if (other != 0 && !agreed_.hooks && !agreed_.apart) {
       ThrowIfError(absl::FailedPreconditionError(absl::StrCat(

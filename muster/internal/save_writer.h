@@ -36,9 +36,9 @@ class SaveWriter {
   // cannot be made of.
   absl::Status Check();
   // (collective) OK if `mine` is on every rank and sharded models are no mixture; else this rank's
-  // error, or another's with its rank. The only exchange about a plan. `is_named`: this rank was
-  // given a directory, which all must be or none.
-  absl::Status Agree(const absl::Status& mine, bool is_named);
+  // error, or another's with its rank. The only exchange about a plan. `directory`: what this
+  // rank was given, which all must be or none.
+  absl::Status Agree(const absl::Status& mine, const std::string& directory);
   // This process's files, after Agree(). Again, if the save has a second place. (collective)
   absl::Status Write(StateWriter& writer);
 

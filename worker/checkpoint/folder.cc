@@ -30,6 +30,7 @@
 #include "base/status_macros.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/disposal.h"
+#include "worker/checkpoint/lasting_folder.h"
 #include "worker/checkpoint/node_part.h"
 #include "worker/checkpoint/read_error.h"
 #include "worker/checkpoint/seal_order.h"
@@ -189,63 +190,6 @@ void KeepForeignFiles(const std::string& old_dir, const std::string& new_dir) {
   }
 }
 
-// Makes the name of the folder itself durable, and those of the folders that it is in, up to where
-// its file system begins, whoever has made them. Leaves out those that this process may not read.
-absl::Status SyncAncestors(const std::string& folder) {
-  std::error_code error;
-  std::string path = std::filesystem::canonical(folder, error).string();
-  // Below a folder of another user, in which a program may have been started.
-  if (error == std::errc::permission_denied) return absl::OkStatus();
-  if (error) return absl::ErrnoToStatus(error.value(), absl::StrCat("cannot examine ", folder));
-  struct stat info, above;
-  if (stat(path.c_str(), &info) != 0)
-    return ReadError(errno, absl::StrCat("cannot examine ", path));
-  while (path != "/") {
-    path = ParentPath(path);
-    if (stat(path.c_str(), &above) != 0 || above.st_dev != info.st_dev) break;
-    if (const absl::Status synced = SyncDirectory(path);
-        !synced.ok() && !absl::IsPermissionDenied(synced)) {
-      return synced;
-    }
-  }
-  return absl::OkStatus();
-}
-
-// The folders in which this process has saved. A folder that is made anew may have the inode of the
-// one before, or its path.
-class SavedIn {
- public:
-  static SavedIn& Get() {
-    static SavedIn* const folders = new SavedIn;
-    return *folders;
-  }
-  bool Has(const std::string& path, uint64_t inode) {
-    const MutexLock guard(&mu_);
-    return folders_.contains({path, inode});
-  }
-  void Add(const std::string& path, uint64_t inode) {
-    const MutexLock guard(&mu_);
-    folders_.emplace(path, inode);
-  }
-
- private:
-  Mutex mu_;
-  absl::flat_hash_set<std::pair<std::string, uint64_t>> folders_ ABSL_GUARDED_BY(mu_);
-};
-
-// Makes `parent`, in which a checkpoint is to be, so that a loss of power takes none of its
-// checkpoints with the folders around them. Another process may have made these, for its logs.
-absl::Status MakeParent(const std::string& parent) {
-  MUSTER_RETURN_IF_ERROR(MakeDirectories(parent));
-  struct stat info;
-  if (stat(parent.c_str(), &info) != 0 || SavedIn::Get().Has(parent, info.st_ino)) {
-    return absl::OkStatus();
-  }
-  MUSTER_RETURN_IF_ERROR(SyncAncestors(parent));
-  SavedIn::Get().Add(parent, info.st_ino);
-  return absl::OkStatus();
-}
-
 // Whether the folder `path`, which has no writer, is the last copy of a checkpoint that was sealed
 // and is to be called `named`: not one that the checkpoint there has replaced. `or_asked`: also one
 // of which only the registry knows whether it was sealed.
@@ -371,14 +315,26 @@ absl::Status CheckRemovable(const std::string& dir) {
   if (!names.empty() && faccessat(AT_FDCWD, dir.c_str(), W_OK | X_OK, AT_EACCESS) != 0) {
     return refused(dir);
   }
+  struct statx above = {};
+  if (statx(AT_FDCWD, dir.c_str(), 0, STATX_TYPE, &above) != 0) return refused(dir);
   for (const std::string& name : names) {
     const std::string path = JoinPath(dir, name);
-    struct stat info;
-    if (lstat(path.c_str(), &info) != 0) {
+    struct statx info = {};
+    if (statx(AT_FDCWD, path.c_str(), AT_SYMLINK_NOFOLLOW, STATX_TYPE, &info) != 0) {
       if (errno != ENOENT) return refused(path);
-    } else if (S_ISDIR(info.st_mode)) {
-      MUSTER_RETURN_IF_ERROR(CheckRemovable(path));
+      continue;
     }
+    const bool is_folder = S_ISDIR(info.stx_mode);
+    // Where the kernel does not say so: files of one overlay may be of several file systems.
+    const bool is_mount = (info.stx_attributes_mask & STATX_ATTR_MOUNT_ROOT) != 0
+                              ? (info.stx_attributes & STATX_ATTR_MOUNT_ROOT) != 0
+                              : is_folder && (info.stx_dev_major != above.stx_dev_major ||
+                                              info.stx_dev_minor != above.stx_dev_minor);
+    if (is_mount) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          path, " is a mount point, whose contents would go with it: unmount it first"));
+    }
+    if (is_folder) MUSTER_RETURN_IF_ERROR(CheckRemovable(path));
   }
   return absl::OkStatus();
 }
@@ -583,7 +539,7 @@ absl::StatusOr<Manifest> VerifyCheckpoint(const std::string& dir, VerifyLevel le
 
 absl::StatusOr<Staging> Staging::Create(const std::string& wanted, bool replaces) {
   MUSTER_ASSIGN_OR_RETURN(const std::string dir, FollowLink(wanted));
-  MUSTER_RETURN_IF_ERROR(MakeParent(ParentPath(dir)));
+  MUSTER_RETURN_IF_ERROR(MakeLastingFolder(ParentPath(dir)));
   // A folder that may not be listed may be one that can be written to.
   if (const absl::Status back = PutBackReplaced(dir);
       !back.ok() && !absl::IsPermissionDenied(back)) {

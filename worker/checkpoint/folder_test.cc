@@ -28,22 +28,34 @@
 #include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/sealing.h"
 #include "worker/checkpoint/staging_folder.h"
+#include "worker/checkpoint/test_synced_folders.h"
 
 namespace {
 
-// Folders that are synced, while it is not null.
-std::vector<std::string>* synced = nullptr;
+// The path at which another file system seems to be mounted, and whether the kernel says so itself.
+struct Mounted {
+  std::string path = "";
+  bool kernel_tells = false;
+};
+Mounted mounted;
 
 }  // namespace
 
-extern "C" int fsync(int fd) {
-  static const auto real = muster::RealCall<int (*)(int)>("fsync");
-  char path[4096] = "";
-  const std::string link = "/proc/self/fd/" + std::to_string(fd);
-  if (synced != nullptr && readlink(link.c_str(), path, sizeof(path) - 1) > 0) {
-    synced->push_back(path);
+extern "C" int statx(int folder, const char* path, int flags, unsigned int mask,
+                     struct statx* info) noexcept {
+  static const auto real =
+      muster::RealCall<int (*)(int, const char*, int, unsigned int, struct statx*)>("statx");
+  const int result = real(folder, path, flags, mask, info);
+  if (mounted.path.empty()) return result;
+  if (mounted.kernel_tells) {
+    info->stx_attributes_mask |= STATX_ATTR_MOUNT_ROOT;
+  } else {
+    info->stx_attributes_mask &= ~static_cast<uint64_t>(STATX_ATTR_MOUNT_ROOT);
   }
-  return real(fd);
+  if (mounted.path != path) return result;
+  info->stx_attributes |= STATX_ATTR_MOUNT_ROOT;
+  ++info->stx_dev_minor;
+  return result;
 }
 
 namespace muster {
@@ -610,6 +622,26 @@ TEST_F(FolderTest, CheckpointWithAProtectedFolderInIt_StaysWhole_AndTheErrorName
         _exit(right && RemoveCheckpoint(dir).ok() && !PathExists(dir) ? 0 : 1);
       },
       testing::ExitedWithCode(0), "cannot remove .*checkpoint_0: .*notes/of/mine");
+}
+
+// What is mounted there belongs to somebody else, and may be all there is of it.
+TEST_F(FolderTest, CheckpointWithAMountPointInIt_StaysWhole_AndTheErrorNamesIt) {
+  const std::string dir = Path("checkpoint_0"), data = JoinPath(dir, "notes/data");
+  ASSERT_TRUE(Save(dir, {"a"}).ok());
+  ASSERT_TRUE(MakeDirectories(data).ok());
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(data, "file"), "text").ok());
+  for (const bool tells : {true, false}) {
+    mounted = {.path = data, .kernel_tells = tells};
+    const absl::Status status = RemoveCheckpoint(dir);
+    EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr("checkpoint_0: " + data + " is a mount point"));
+    EXPECT_TRUE(VerifyCheckpoint(dir, VerifyLevel::kContents).ok());
+    EXPECT_TRUE(PathExists(JoinPath(data, "file")));
+  }
+  mounted = {};
+  EXPECT_TRUE(RemoveCheckpoint(dir).ok());
+  EXPECT_FALSE(PathExists(dir));
 }
 
 // Nobody may rename what is in it.

@@ -13,6 +13,7 @@
 #include "base/file.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "worker/checkpoint/lasting_folder.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/shard_plan.h"
 #include "worker/checkpoint/staging_folder.h"
@@ -65,7 +66,7 @@ absl::StatusOr<std::unique_ptr<ModelFolderWriter>> ModelFolderWriter::Begin(
                           PlanShards(planned, {.max_shard_bytes = max_shard_bytes}));
   std::unique_ptr<ModelFolderWriter> writer(new ModelFolderWriter(folder, std::move(plan)));
   MUSTER_RETURN_IF_ERROR(writer->LayOut(tensors));
-  MUSTER_RETURN_IF_ERROR(MakeDirectories(folder));
+  MUSTER_RETURN_IF_ERROR(MakeLastingFolder(folder));
   RemoveAbandoned(folder);
   MUSTER_ASSIGN_OR_RETURN(WriterFolder scratch, MakeWriterFolder([&folder] {
                             return JoinPath(folder, absl::StrCat(kScratchMark, RandomHex()));

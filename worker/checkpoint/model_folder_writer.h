@@ -24,6 +24,8 @@ absl::Status CheckNoCheckpoint(const std::string& folder);
 // tensor in any order: model.safetensors, or shards with model.safetensors.index.json; metadata
 // {"format": "pt"}. Other files in the folder stay; shards and index of an earlier model go.
 //
+// The folders around it are synced before it is written to (MakeLastingFolder).
+//
 // Files are written and synced under a hidden folder first and moved in by Finish(); a crash during
 // the moves leaves no index rather than one that mixes two models. Without Finish() nothing
 // changes, but Begin() removes the hidden folders of writers that were killed. Blocks on the disk.

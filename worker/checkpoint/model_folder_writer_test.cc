@@ -5,12 +5,14 @@
 
 #include "base/file.h"
 #include "base/test_folder.h"
+#include "worker/checkpoint/test_synced_folders.h"
 
 namespace muster {
 namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsSupersetOf;
 
 class ModelFolderWriterTest : public testing::Test {
  protected:
@@ -28,6 +30,15 @@ class ModelFolderWriterTest : public testing::Test {
   const TestFolder folder_;
   const std::string dir_ = folder_.Path("model");
 };
+
+TEST_F(ModelFolderWriterTest, FoldersAroundTheModel_AreSynced) {
+  std::vector<std::string> paths;
+  synced = &paths;
+  const auto writer = ModelFolderWriter::Begin(folder_.Path("run/model"), {Bytes("a", 1)}, 1 << 20);
+  synced = nullptr;
+  ASSERT_TRUE(writer.ok()) << writer.status();
+  EXPECT_THAT(paths, IsSupersetOf({folder_.Path("run"), folder_.path()}));
+}
 
 TEST_F(ModelFolderWriterTest, TensorsInAnyOrderAndInParts_AreTheFileOfTheReference) {
   const auto writer = Begin({Bytes("b", 3), Bytes("a", 2), Bytes("empty", 0)});

@@ -1,40 +1,20 @@
 #include "worker/checkpoint/seal_chain.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
-#include <map>
-#include <tuple>
 #include <utility>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "base/file.h"
-#include "base/mutex.h"
-#include "worker/checkpoint/manifest.h"
+#include "worker/checkpoint/record_cache.h"
 #include "worker/checkpoint/seal.h"
-#include "worker/checkpoint/sealing.h"
 
 namespace muster {
 namespace {
 
-// A file as it was when it was read: device, inode, size, and when it was changed.
-using Version = std::tuple<uint64_t, uint64_t, int64_t, int64_t, int64_t>;
-
-struct Known {
-  Version version;
-  RegisteredCheckpoint record;
-};
-// By the name of the folder of each checkpoint.
-using Records = std::map<std::string, Known>;
-
-Mutex mu;
-
-// What this process has read, by the folder in which checkpoints are.
-std::map<std::string, Records>& Read() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
-  static auto* const read = new std::map<std::string, Records>();
-  return *read;
+std::optional<RegisteredCheckpoint> ReadRecord(const std::string& dir) {
+  absl::StatusOr<RegisteredCheckpoint> record = ReadSeal(dir);
+  return record.ok() ? std::optional(*std::move(record)) : std::nullopt;
 }
 
 }  // namespace
@@ -75,38 +55,8 @@ ChainEnd EndOfChain(const std::vector<RegisteredCheckpoint>& records, absl::Time
 }
 
 ChainEnd ReadChainEnd(const std::string& parent, absl::Time now) {
-  Records before;
-  {
-    const MutexLock lock(&mu);
-    before = std::exchange(Read()[parent], {});
-  }
-  Records there;
-  std::vector<RegisteredCheckpoint> records;
-  for (const std::string& name : ListDirectory(parent).value_or(std::vector<std::string>())) {
-    const std::string dir = JoinPath(parent, name), seal = JoinPath(dir, kSealName);
-    struct stat info;
-    const bool named = stat(seal.c_str(), &info) == 0;
-    if (!named && !PathExists(JoinPath(dir, kSealingName))) continue;
-    Version version;
-    if (named) {
-      version = {info.st_dev, info.st_ino, info.st_size, info.st_mtim.tv_sec, info.st_mtim.tv_nsec};
-      if (const auto known = before.find(name);
-          known != before.end() && known->second.version == version) {
-        records.push_back(known->second.record);
-        there.insert(before.extract(known));
-        continue;
-      }
-    }
-    const absl::StatusOr<RegisteredCheckpoint> record = ReadSeal(dir);
-    if (!record.ok()) continue;
-    records.push_back(*record);
-    if (named) there[name] = {.version = version, .record = *record};
-  }
-  {
-    const MutexLock lock(&mu);
-    Read()[parent] = std::move(there);
-  }
-  return EndOfChain(records, now);
+  static auto* const cache = new RecordCache<RegisteredCheckpoint>(&ReadRecord);
+  return EndOfChain(cache->ReadAll(parent), now);
 }
 
 }  // namespace muster

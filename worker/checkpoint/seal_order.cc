@@ -12,6 +12,7 @@
 #include "base/json.h"
 #include "base/regular_file.h"
 #include "worker/checkpoint/manifest.h"
+#include "worker/checkpoint/record_cache.h"
 #include "worker/checkpoint/sealing.h"
 
 namespace muster {
@@ -50,12 +51,14 @@ std::optional<Order> ReadOrder(const std::string& dir) {
 // The hash of the record before it, by the hash of each record in the folders around these two.
 using Chain = absl::flat_hash_map<std::string, std::string>;
 Chain ReadChain(const std::string& dir, const std::string& than) {
+  static auto* const cache = new RecordCache<Order>(&ReadOrder);
   Chain chain;
-  for (const std::string& parent : std::set<std::string>{ParentPath(dir), ParentPath(than)}) {
-    for (const std::string& name : ListDirectory(parent).value_or(std::vector<std::string>())) {
-      std::optional<Order> order = ReadOrder(JoinPath(parent, name));
-      if (!order.has_value() || order->sha256.empty() || order->previous.empty()) continue;
-      chain.emplace(std::move(order->sha256), std::move(order->previous));
+  const std::set<std::string> parents = {ParentPath(dir), ParentPath(than)};
+  for (const std::string& parent : parents) {
+    std::vector<Order> orders = cache->ReadAll(parent);
+    for (Order& order : orders) {
+      if (order.sha256.empty() || order.previous.empty()) continue;
+      chain.emplace(std::move(order.sha256), std::move(order.previous));
     }
   }
   return chain;

@@ -404,8 +404,16 @@ absl::Status CheckOpenedAlike(Comm& comm, const StateReader& reader) {
   const absl::StatusOr<std::string> text = EncodeManifest(reader.manifest());
   const std::vector<std::string> digests =
       comm.AllGatherBytes(text.ok() ? DigestBytes(*text).xxh3 : "");
-  const auto differs = [&](const std::string& digest) { return digest != digests[0]; };
-  if (std::none_of(digests.begin(), digests.end(), differs)) return absl::OkStatus();
+  const auto other = std::find_if(digests.begin(), digests.end(),
+                                  [&](const std::string& digest) { return digest != digests[0]; });
+  if (other == digests.end()) return absl::OkStatus();
+  const std::vector<std::string> dirs = comm.AllGatherBytes(reader.dir());
+  const auto rank = static_cast<size_t>(other - digests.begin());
+  if (dirs[rank] != dirs[0]) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("rank ", rank, " opens ", dirs[rank], ", and rank 0 ", dirs[0],
+                     ", which is another checkpoint: give all processes the same one"));
+  }
   return absl::AbortedError(absl::StrCat(
       reader.dir(), ": another process has replaced it while the ranks opened it; start again"));
 }
@@ -444,8 +452,10 @@ absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
   ReleaseInPlace();
   // What is not there for one rank and whole for another is there: this one looks elsewhere, or
   // knows a file server's state of a moment ago.
-  const std::vector<std::string> wholes = comm.AllGatherBytes(reader.ok() ? "whole" : "");
-  const bool some = std::count(wholes.begin(), wholes.end(), "whole") > 0;
+  const std::vector<std::string> wholes = comm.AllGatherBytes(reader.ok() ? found : "");
+  const auto whole = std::find_if(wholes.begin(), wholes.end(),
+                                  [](const std::string& path) { return !path.empty(); });
+  const bool some = whole != wholes.end();
   if (dir.empty()) {
     const bool gone =
         !comm.BroadcastBytes(comm.rank() == 0 && !PathExists(found) ? "gone" : "", 0).empty();
@@ -456,7 +466,7 @@ absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
   }
   if ((absl::IsNotFound(opened) || absl::IsDataLoss(opened)) && some) {
     return absl::FailedPreconditionError(absl::StrCat(
-        opened.message(), "; other ranks see all of ", found,
+        opened.message(), "; rank ", whole - wholes.begin(), " sees all of ", *whole,
         ": all ranks must see one folder (or set project.save_on_each_node); where they do, "
         "start again"));
   }

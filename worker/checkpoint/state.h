@@ -216,7 +216,8 @@ absl::Status CheckNumberIsFree(Comm& comm, const NodeGroups& groups, const Check
                                int64_t iteration, int total_limit);
 
 // Checks that all ranks have opened the same checkpoint, or that all nodes have the same manifest.
-// Collective. ABORTED on every rank: another process has replaced the checkpoint meanwhile.
+// Collective. The same error on every rank: INVALID_ARGUMENT if ranks were given other paths, of
+// other checkpoints; else ABORTED: another process has replaced the checkpoint meanwhile.
 absl::Status CheckOpenedAlike(Comm& comm, const StateReader& reader);
 
 // Opens a checkpoint on every rank; if `dir` is empty, the one that FindCheckpointToResume returns

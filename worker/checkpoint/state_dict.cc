@@ -9,7 +9,6 @@
 #include <utility>
 #include <vector>
 
-#include "ATen/MemoryOverlap.h"
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/empty.h"
 #include "absl/container/flat_hash_map.h"
@@ -23,6 +22,7 @@
 #include "base/status_macros.h"
 #include "worker/checkpoint/file_plans.h"
 #include "worker/checkpoint/read_error.h"
+#include "worker/checkpoint/shared_elements.h"
 #include "worker/checkpoint/some_names.h"
 #include "worker/checkpoint/tensor_memory.h"
 #include "worker/checkpoint/tensor_uploads.h"
@@ -391,86 +391,6 @@ struct Copy {
   at::Tensor to, from;
 };
 
-// A tensor that has memory, and which: from its first element to past its last one.
-struct Span {
-  const Copy* copy;
-  const char *begin, *end;
-};
-
-Span SpanOf(const Copy& copy) {
-  int64_t last = 0;
-  for (int64_t i = 0; i < copy.to.dim(); ++i) last += (copy.to.size(i) - 1) * copy.to.stride(i);
-  const auto* const begin = static_cast<const char*>(copy.to.const_data_ptr());
-  return {.copy = &copy,
-          .begin = begin,
-          .end = begin + (last + 1) * static_cast<int64_t>(copy.to.element_size())};
-}
-
-// Of copies whose spans, in the order of their begin, overlap: makes them in other memory, and adds
-// to `different` those whose values others have replaced there.
-absl::Status CompareOverlapping(const std::vector<Span>& spans, absl::string_view what,
-                                std::vector<std::string>* different) {
-  const at::ScalarType type = spans[0].copy->to.scalar_type();
-  const auto width = static_cast<int64_t>(c10::elementSize(type));
-  int64_t bytes = 0;
-  for (const Span& span : spans) {
-    // No copy can be made into the one, and values of the others have nothing to compare.
-    if (at::has_internal_overlap(span.copy->to) == at::MemOverlap::Yes ||
-        span.copy->to.scalar_type() != type || (span.begin - spans[0].begin) % width != 0) {
-      return absl::OkStatus();
-    }
-    bytes = std::max(bytes, span.end - spans[0].begin);
-  }
-  return WithMemory(
-      PlaceOfTensor(what, spans[0].copy->name), 3 * static_cast<uint64_t>(bytes),
-      absl::StrCat("to be compared with ", spans.size() - 1,
-                   " others that share its memory here: a machine with more memory may load it"),
-      [&] {
-        const at::Tensor memory = at::empty({bytes / width}, at::TensorOptions().dtype(type));
-        std::vector<at::Tensor> copied;
-        for (const Span& span : spans) {
-          const at::Tensor& to = span.copy->to;
-          copied.push_back(
-              memory.as_strided(to.sizes(), to.strides(), (span.begin - spans[0].begin) / width));
-          copied.back().copy_(span.copy->from);
-        }
-        for (size_t i = 0; i < spans.size(); ++i) {
-          if (SameBytes(copied[i], spans[i].copy->from, type)) continue;
-          different->push_back(absl::StrCat(
-              spans[i].copy->name, " (shares memory here with a tensor that has other values of ",
-              "the same elements in the file)"));
-        }
-      });
-}
-
-// Of two that share elements the last one would win.
-absl::Status CompareShared(const std::vector<Copy>& copies, absl::string_view what,
-                           std::vector<std::string>* different) {
-  std::vector<Span> spans;
-  for (const Copy& copy : copies) {
-    if (copy.to.numel() > 0 && copy.to.has_storage() && copy.to.const_data_ptr() != nullptr) {
-      spans.push_back(SpanOf(copy));
-    }
-  }
-  std::stable_sort(spans.begin(), spans.end(),
-                   [](const Span& a, const Span& b) { return a.begin < b.begin; });
-  std::vector<Span> overlapping;
-  const char* end = nullptr;
-  const auto compare = [&] {
-    return overlapping.size() < 2 ? absl::OkStatus()
-                                  : CompareOverlapping(overlapping, what, different);
-  };
-  for (const Span& span : spans) {
-    if (!overlapping.empty() && span.begin >= end) {
-      MUSTER_RETURN_IF_ERROR(compare());
-      overlapping.clear();
-    }
-    end = overlapping.empty() ? span.end : std::max(end, span.end);
-    overlapping.push_back(span);
-  }
-  return compare();
-}
-
 }  // namespace
 
 absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets,
@@ -531,7 +451,17 @@ absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets
     }
     copies.push_back({.name = name, .to = target, .from = tensor});
   }
-  if (compares) MUSTER_RETURN_IF_ERROR(CompareShared(copies, what, &different));
+  if (compares) {
+    NamedTensors into;
+    for (const Copy& copy : copies) into.emplace_back(copy.name, copy.to);
+    MUSTER_ASSIGN_OR_RETURN(
+        const std::vector<size_t> replaced,
+        ElementsReplaced(what, into,
+                         [&](size_t i) -> absl::StatusOr<at::Tensor> { return copies[i].from; }));
+    for (const size_t i : replaced) {
+      different.push_back(absl::StrCat(copies[i].name, " (", kElementsReplaced, ")"));
+    }
+  }
   for (const auto& [name, tensor] : source) {
     if (!wanted.contains(name)) unexpected.push_back(name);
   }

@@ -75,7 +75,15 @@ absl::StatusOr<std::vector<UnfinishedSave>> Find(
 }  // namespace
 
 absl::StatusOr<std::vector<UnfinishedSave>> UnfinishedSavesIn(const std::string& root) {
-  return Find(root, IsNumberedName);
+  MUSTER_ASSIGN_OR_RETURN(std::vector<UnfinishedSave> saves,
+                          Find(root, [](absl::string_view /*stem*/) { return true; }));
+  // Other programs may call folders so.
+  const auto is_foreign = [](const UnfinishedSave& save) {
+    return !IsNumberedName(BaseName(save.checkpoint)) && save.writer != FolderWriter::kAlive &&
+           !save.sealed && !save.asked && !PathExists(JoinPath(save.path, kManifestName));
+  };
+  saves.erase(std::remove_if(saves.begin(), saves.end(), is_foreign), saves.end());
+  return saves;
 }
 
 absl::StatusOr<std::vector<UnfinishedSave>> UnfinishedSavesOf(const std::string& dir) {

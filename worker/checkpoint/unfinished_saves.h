@@ -27,8 +27,10 @@ struct UnfinishedSave {
   absl::Time changed;  // when something in it was last written, by the clock of the file system
 };
 
-// Those of numbered checkpoints in `root`, in the order of their names. They change nothing and
-// take no part in the save. Empty if there is no such folder. Errors: those of ListDirectory.
+// Those of the checkpoints in `root`, in the order of their names: of numbered ones, and of those
+// that programs have named, as far as they are locked or have a manifest or record. They change
+// nothing and take no part in the save. Empty if there is no such folder. Errors: those of
+// ListDirectory.
 absl::StatusOr<std::vector<UnfinishedSave>> UnfinishedSavesIn(const std::string& root);
 
 // Those of the checkpoint `dir`. Of a symbolic link to a folder: those of that folder. None where

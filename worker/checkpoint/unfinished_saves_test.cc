@@ -17,6 +17,7 @@
 #include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
+#include "worker/checkpoint/sealing.h"
 
 namespace muster {
 namespace {
@@ -64,6 +65,19 @@ TEST_F(UnfinishedSavesTest, RunningSave_IsThereUntilItIsACheckpoint) {
   EXPECT_THAT(*CheckpointFolder(root_).Numbers(), ElementsAre(0));
   ASSERT_TRUE(staging->Publish(manifest).ok());
   EXPECT_THAT(*UnfinishedSavesIn(root_), IsEmpty());
+}
+
+TEST_F(UnfinishedSavesTest, SaveOfANamedCheckpoint_IsAmongThoseOfItsFolder) {
+  const std::string left = Path("best.tmp-0123456789abcdef");
+  ASSERT_TRUE(MakeDirectories(left).ok());
+  ASSERT_TRUE(BeginSealing(left, {.job = "night", .registry = "r", .id = 1}, 100).ok());
+  ASSERT_TRUE(MakeDirectories(Path("runs")).ok());
+  ASSERT_TRUE(WriteFileAtomically(Path("notes.tmp-0123456789abcdef"), "").ok());
+  const std::vector<UnfinishedSave> saves = *UnfinishedSavesIn(root_);
+  ASSERT_EQ(saves.size(), 1u);
+  EXPECT_EQ(saves[0].path, left);
+  EXPECT_EQ(saves[0].checkpoint, Path("best"));
+  EXPECT_TRUE(saves[0].asked);
 }
 
 TEST_F(UnfinishedSavesTest, SaveOfAKilledWriter_IsAbandoned_WithItsAge) {

@@ -1,8 +1,10 @@
 #include "worker/checkpoint/weight_loader.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <optional>
 #include <utility>
@@ -20,6 +22,7 @@
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "worker/checkpoint/shape_text.h"
+#include "worker/checkpoint/shared_elements.h"
 #include "worker/checkpoint/some_names.h"
 #include "worker/checkpoint/tensor_memory.h"
 #include "worker/checkpoint/tensor_uploads.h"
@@ -46,12 +49,16 @@ uint64_t BytesAs(const at::Tensor& tensor, at::ScalarType type) {
   return static_cast<uint64_t>(tensor.numel()) * c10::elementSize(type);
 }
 
+// Parameters of sharded and offloaded models have memory only while they are used.
+bool IsInMemory(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && !tensor.is_meta() && tensor.numel() > 0 &&
+         tensor.storage().data() != nullptr;
+}
+
 // Equal for names of one tensor, and different for all others.
 std::string IdentityOf(const at::Tensor& tensor) {
-  // Parameters of sharded and offloaded models have memory only while they are used.
-  const bool in_memory = tensor.layout() == at::kStrided && !tensor.is_meta() &&
-                         tensor.numel() > 0 && tensor.storage().data() != nullptr;
-  if (!in_memory) return absl::StrCat(reinterpret_cast<uintptr_t>(tensor.unsafeGetTensorImpl()));
+  if (!IsInMemory(tensor))
+    return absl::StrCat(reinterpret_cast<uintptr_t>(tensor.unsafeGetTensorImpl()));
   return absl::StrCat(reinterpret_cast<uintptr_t>(tensor.data_ptr()), " ", tensor.device().str(),
                       " ", c10::toString(tensor.scalar_type()), " ",
                       absl::StrJoin(tensor.sizes(), ","), " ", absl::StrJoin(tensor.strides(), ","),
@@ -66,6 +73,7 @@ class Source {
   virtual size_t size() const = 0;
   virtual const StoredTensor& tensor(size_t i) const = 0;
   virtual absl::StatusOr<at::Tensor> Read(size_t i) const = 0;
+  virtual bool has_values() const { return true; }
   // Whether two are names of one tensor there.
   virtual bool AreOne(size_t i, size_t j) const = 0;
   // Whether their bytes are the same, were they of type `type`.
@@ -138,6 +146,7 @@ class ShapeSource final : public Source {
   absl::StatusOr<at::Tensor> Read(size_t /*i*/) const override {
     return absl::InternalError("only shapes are known");
   }
+  bool has_values() const override { return false; }
   bool AreOne(size_t /*i*/, size_t /*j*/) const override { return false; }
   absl::StatusOr<bool> AreEqual(size_t i, size_t j, at::ScalarType type) const override {
     return weights_.are_equal(i, j, type);
@@ -210,6 +219,8 @@ struct WeightPlan {
   Chosen Choose(const LoadWeightsOptions& options);
   // What each target gets, a tensor with several names once.
   absl::Status PlanCopies(const Chosen& chosen);
+  // Takes back copies whose elements others would replace.
+  absl::Status CompareShared(const Chosen& chosen);
   // Whether `options` allow what does not fit.
   absl::Status Verdict(const Chosen& chosen, const LoadWeightsOptions& options) const;
 
@@ -288,6 +299,48 @@ absl::Status WeightPlan::PlanCopies(const Chosen& chosen) {
   return absl::OkStatus();
 }
 
+absl::Status WeightPlan::CompareShared(const Chosen& chosen) {
+  // What reads parts alone compares names, and has no views here.
+  if (!source->has_values()) return absl::OkStatus();
+  // Of the same elements: of others that overlap the later one wins.
+  const auto memory = [&](const OneCopy& copy) {
+    const at::Tensor& target = targets[copy.target].second;
+    // A target whose type changes gets memory of its own.
+    const bool keeps = IsInMemory(target) && target.scalar_type() == copy.type;
+    return std::make_pair(keeps ? target.const_data_ptr() : nullptr, target.numel());
+  };
+  absl::flat_hash_map<std::pair<const void*, int64_t>, int> views;
+  for (const OneCopy& copy : copies) ++views[memory(copy)];
+  std::vector<size_t> places;
+  NamedTensors into;
+  for (size_t i = 0; i < copies.size(); ++i) {
+    const auto here = memory(copies[i]);
+    if (here.first == nullptr || views[here] < 2) continue;
+    places.push_back(i);
+    into.push_back(targets[copies[i].target]);
+  }
+  MUSTER_ASSIGN_OR_RETURN(std::vector<size_t> replaced,
+                          ElementsReplaced(source->where(), into, [&](size_t i) {
+                            return source->Read(copies[places[i]].from);
+                          }));
+  std::sort(replaced.begin(), replaced.end(), std::greater<>());
+  for (const size_t i : replaced) {
+    const std::string identity = IdentityOf(into[i].second);
+    std::vector<std::string> loaded;
+    for (std::string& name : report.loaded) {
+      const at::Tensor& target = targets[chosen.places.at(name)].second;
+      if (IdentityOf(target) != identity) {
+        loaded.push_back(std::move(name));
+      } else {
+        report.mismatched.push_back(absl::StrCat(name, " (", kElementsReplaced, ")"));
+      }
+    }
+    report.loaded = std::move(loaded);
+    copies.erase(copies.begin() + static_cast<std::ptrdiff_t>(places[i]));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status WeightPlan::Verdict(const Chosen& chosen, const LoadWeightsOptions& options) const {
   std::vector<std::string> wrong;
   if (options.strict && !report.missing.empty()) {
@@ -324,6 +377,7 @@ absl::Status WeightPlan::Match(const LoadWeightsOptions& options) {
   }
   const Chosen chosen = Choose(options);
   MUSTER_RETURN_IF_ERROR(PlanCopies(chosen));
+  MUSTER_RETURN_IF_ERROR(CompareShared(chosen));
   return Verdict(chosen, options);
 }
 

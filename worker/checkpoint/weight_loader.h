@@ -101,16 +101,19 @@ absl::StatusOr<at::Tensor> ReadWeight(const WeightFiles& weights, const WeightEn
 
 // Copies weights into `targets`, the parameters and buffers of a model, on any device and of any
 // strides. Floating types convert into each other; other types must be equal. Everything is
-// compared before the first tensor changes. Several threads read, and bypass the page cache for
-// data that it does not hold. If targets share memory, the later one wins. Memory in addition to
-// the model: a block of 2 MiB for each of up to 16 reading threads, and two pinned blocks for a
-// GPU; one tensor at a time whose strides differ in the file; on a device also tensors that it
-// converts, up to TensorUploadOptions::converted_bytes. With `dtype`, memory for the new values of
-// a tensor whose type changes replaces that of the old values before the first tensor is read.
+// compared before the first tensor changes, views of the same elements by other strides (a matrix
+// and its transpose) too; of targets that share memory in another way, the later one wins.
+// Several threads read, and bypass the page cache for data that it does not hold. Memory in
+// addition to the model: a block of 2 MiB for each of up to 16 reading threads, and two pinned
+// blocks for a GPU; one tensor at a time whose strides differ in the file; on a device also tensors
+// that it converts, up to TensorUploadOptions::converted_bytes. With `dtype`, memory for the new
+// values of a tensor whose type changes replaces that of the old values before the first tensor is
+// read.
 //
 // Errors: those of WeightFiles::Open; INVALID_ARGUMENT "PATH: ..." that lists the names that are
 // missing, unexpected (with `strict`) or different in shape or type, targets without memory (meta
-// device), and names of one tensor for which the file has different values; then nothing has
+// device), and names of one tensor, or views of the same elements, for which the file has different
+// values; then nothing has
 // changed. DATA_LOSS if the file becomes shorter meanwhile, and the system's error if the disk
 // fails; then part of the model may have changed, and tensors whose type changes may have no
 // values.

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "ATen/ops/arange.h"
 #include "ATen/ops/empty.h"
 #include "ATen/ops/from_blob.h"
 #include "ATen/ops/full.h"
@@ -195,6 +196,26 @@ TEST_F(WeightLoaderTest, Dtype_ChangesFloatsAndTheirTiesButNoIntegers) {
   EXPECT_EQ(n.scalar_type(), at::kLong);
   EXPECT_EQ(rest.scalar_type(), at::kBFloat16);
   EXPECT_EQ(rest.item<double>(), 1);
+}
+
+TEST_F(WeightLoaderTest, ViewsOfOtherStrides_MustGetTheSameElements) {
+  const at::Tensor values = at::arange(4, at::kFloat).view({2, 2});
+  const at::Tensor a = at::zeros({2, 2});
+  const NamedTensors targets = {{"a", a}, {"b", a.t()}, {"c", a}};
+  const NamedTensors other = {{"a", values}, {"b", values.add(1)}, {"c", values.clone()}};
+  Save(other);
+  EXPECT_THAT(ErrorOf(targets), HasSubstr("mismatched: a (shares memory here"));
+  EXPECT_THAT(std::string(MatchedWeights::Match("m", other, targets).status().message()),
+              HasSubstr("mismatched: a (shares memory here"));
+  EXPECT_EQ(a.sum().item<double>(), 0);
+  const auto report = LoadWeights(dir_, targets, {.skip_mismatched = true});
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_THAT(report->loaded, ElementsAre("b"));
+  EXPECT_EQ(report->mismatched.size(), 2u);
+  EXPECT_TRUE(a.t().equal(values.add(1)));
+  Save({{"a", values}, {"b", values.t().contiguous()}, {"c", values.clone()}});
+  EXPECT_EQ(ErrorOf(targets), "");
+  EXPECT_TRUE(a.equal(values));
 }
 
 TEST_F(WeightLoaderTest, TiedTensors_AreOneOrAnError) {

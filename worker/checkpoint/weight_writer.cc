@@ -15,6 +15,7 @@
 #include "base/file.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/clean_path.h"
+#include "worker/checkpoint/lasting_folder.h"
 #include "worker/checkpoint/model_folder_writer.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/shard_plan.h"
@@ -120,7 +121,7 @@ absl::StatusOr<CopiedWeights> CopyInto(const WeightFiles& weights, const std::st
   if (absl::EndsWith(to, kModelExtension)) {
     MUSTER_RETURN_IF_ERROR(CheckNotRead(weights, ParentPath(to), {BaseName(to)}));
     MUSTER_RETURN_IF_ERROR(CheckSpace(folders.there(), copied.bytes));
-    MUSTER_RETURN_IF_ERROR(MakeDirectories(ParentPath(to)));
+    MUSTER_RETURN_IF_ERROR(MakeLastingFolder(ParentPath(to)));
     MUSTER_RETURN_IF_ERROR(WriteOne(weights, std::move(entries), to));
     copied.files = {BaseName(to)};
     return copied;

@@ -16,6 +16,7 @@
 #include "base/json.h"
 #include "base/regular_file.h"
 #include "base/status_macros.h"
+#include "worker/checkpoint/lasting_folder.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/weight_loader.h"
 #include "worker/models/generation_memory.h"
@@ -353,7 +354,7 @@ absl::Status SaveLora(const TextModelImpl& model, const std::map<std::string, at
       {"task_type",
        std::holds_alternative<BertConfig>(model.config()) ? Json() : Json("CAUSAL_LM")},
       {"use_rslora", options.rank_stabilized}};
-  MUSTER_RETURN_IF_ERROR(MakeDirectories(dir));
+  MUSTER_RETURN_IF_ERROR(MakeLastingFolder(dir));
   absl::Status written;
   MUSTER_RETURN_IF_ERROR(Guard([&] {
     written = WriteSafetensors(absl::StrCat(dir, "/", kWeightsFile), adapters,
