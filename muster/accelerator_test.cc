@@ -17,6 +17,7 @@
 
 #include "ATen/Functions.h"
 #include "absl/strings/str_cat.h"
+#include "base/log.h"
 #include "muster/internal/core.h"
 #include "muster/test_model.h"
 #include "torch/nn/modules/linear.h"
@@ -43,6 +44,18 @@ TEST(Accelerator, Alone_IsAJobOfOneProcess) {
   EXPECT_TRUE(accelerator.device().is_cpu());
   EXPECT_EQ(accelerator.gather(at::full({}, 3.0)).numel(), 1);
   accelerator.wait_for_everyone();
+}
+
+TEST(Accelerator, LogLevelDebug_SaysWhereEachValueComesFrom) {
+  setenv("MUSTER_GRADIENT_ACCUMULATION_STEPS", "7", 1);
+  SetLogLevel(LogLevel::kDebug);
+  testing::internal::CaptureStderr();
+  { Accelerator accelerator(OnCpu()); }
+  const std::string log = testing::internal::GetCapturedStderr();
+  SetLogLevel(LogLevel::kInfo);
+  unsetenv("MUSTER_GRADIENT_ACCUMULATION_STEPS");
+  EXPECT_THAT(
+      log, HasSubstr("gradient_accumulation_steps 7 (from MUSTER_GRADIENT_ACCUMULATION_STEPS)\n"));
 }
 
 // The coordinator blames nobody at its own barriers.

@@ -565,8 +565,9 @@ int RunTriggerCommand(const std::vector<std::string>& args, const CommandContext
       .summary = "Makes all processes of a job act at the same step.",
       .usage = "JOB NAME [OPTIONS]",
       .details =
-          "NAME is stop, checkpoint, profile, or a name that the program checks for. Returns at "
-          "once; the job acts when\nall its processes have seen the trigger.\n"
+          "NAME is stop, on which should_stop() acts, or any name for which the program calls "
+          "check_trigger().\nReturns at once; the job acts when all its processes have seen the "
+          "trigger: never, if the program\nchecks for none.\n"
           "Exit codes: 0 raised; 2 wrong options; 3 no such job; 7 no coordinator answers;\n8 it "
           "requires a token, or a different one.",
       .options = ConnectionOptions(

@@ -81,7 +81,7 @@ std::vector<OptionSpec> LaunchOptions() {
   options.push_back({.name = "config_file",
                      .value_name = "FILE",
                      .help = "YAML or JSON. Default: $MUSTER_CONFIG, else "
-                             "~/.config/muster/config.yaml if it exists"});
+                             "muster/config.yaml in $XDG_CONFIG_HOME or ~/.config, if it exists"});
   options.push_back({.name = "env",
                      .value_name = "NAME=VALUE",
                      .help = "An environment variable for all processes; may be repeated. "

@@ -156,6 +156,12 @@ absl::StatusOr<JoinedProcess> Core::Join(const AcceleratorOptions& options,
   arguments.timeout = options.timeout;
   MUSTER_ASSIGN_OR_RETURN(const Environment environment,
                           ReadEnvironment(ProcessVariables(), arguments));
+  if (GetLogLevel() == LogLevel::kDebug) {
+    for (const absl::string_view line :
+         absl::StrSplit(Describe(environment), '\n', absl::SkipEmpty())) {
+      MUSTER_LOG(Debug) << line;
+    }
+  }
   MUSTER_ASSIGN_OR_RETURN(JoinedProcess process, JoinJob(environment, join));
   if (process.comm->size() > 1) SetLogIdentity(absl::StrCat("rank ", process.comm->rank()));
   return process;

@@ -365,6 +365,37 @@ def absolute(package, label):
     return label
 
 
+# A library of headers that stands for what it depends on.
+UMBRELLAS = {"//muster:muster"}
+
+
+def undeclared_includes(builds, read):
+    """Includes whose library is not in the deps of the target that includes it: clang's layering check, also for code
+    with torch, which is not built with clang. `read` returns a file's text, or None where it is not one of ours."""
+    owners, targets = {}, {}
+    for path, calls in builds.items():
+        package = os.path.dirname(path)
+        for rule, attributes in calls:
+            if rule not in ("cc_library", "cc_binary", "cc_test") or not attributes.get("name"):
+                continue
+            label = absolute(package, ":" + attributes["name"])
+            headers = attributes.get("hdrs", []) + attributes.get("textual_hdrs", [])
+            for header in headers:
+                owners.setdefault(os.path.join(package, header), set()).add(label)
+            targets[label] = (
+                path, [os.path.join(package, f) for f in attributes.get("srcs", []) + headers],
+                {absolute(package, d) for d in attributes.get("deps", [])})
+    found = []
+    for label, (path, files, deps) in sorted(targets.items()):
+        deps = deps.union(*(targets[d][2] for d in deps & UMBRELLAS))
+        for file in files:
+            for _, _, included in includes(read(file) or ""):
+                if included in owners and included not in files and not owners[included] & deps:
+                    found.append((path, 1, "%s: %s includes %s, and deps lacks %s" % (
+                        label, file, included, " or ".join(sorted(owners[included])))))
+    return found
+
+
 def untested(builds, reasons):
     """Libraries with code that no test of their folder (nor any below tests/) reaches through its deps, less those
     with a reason, and reasons that are not needed."""

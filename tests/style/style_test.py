@@ -52,6 +52,10 @@ class Repository(unittest.TestCase):
                 reasons[label] = reason
         self._expect_none(rules.untested(_builds(), reasons))
 
+    def test_every_include_is_of_a_library_in_deps(self):
+        files = set(_files())
+        self._expect_none(rules.undeclared_includes(_builds(), lambda f: _read(f) if f in files else None))
+
     def test_every_error_reason_has_a_row(self):
         reasons = re.findall(r"^  ERROR_REASON_(\w+) = [1-9]", _read("proto/muster/v1/error.proto"), re.MULTILINE)
         rows = re.findall(r"^\| `(\w+)` \|", _read("docs/errors.md"), re.MULTILINE)
@@ -266,6 +270,23 @@ class RulesThemselves(unittest.TestCase):
         both = rules.read_build('muster_library(name = "a", deps = ["//b:c"], test_deps = ["//b:d"])')
         self.assertFalse(rules.untested({"a/BUILD.bazel": both}, {}))
         self.assertFalse(rules.gtest_only_in_tests("a/BUILD.bazel", both))
+
+    def test_includes_of_libraries_that_deps_lacks(self):
+        texts = {"a/a.cc": '#include "a/a.h"\n#include "b/b.h"\n', "a/a.h": '#include "muster/data.h"\n'}
+
+        def flagged(deps):
+            builds = {
+                "a/BUILD.bazel": 'muster_library(name = "a", deps = %s)' % deps,
+                "b/BUILD.bazel": 'cc_library(name = "b", hdrs = ["b.h"])',
+                "muster/BUILD.bazel": 'cc_library(name = "muster", deps = [":data"])\n'
+                                      'cc_library(name = "data", hdrs = ["data.h"])'}
+            builds = {path: rules.read_build(text) for path, text in builds.items()}
+            return [message.split(" lacks ")[1] for _, _, message in rules.undeclared_includes(builds, texts.get)]
+
+        self.assertEqual(flagged([]), ["//b:b", "//muster:data"])
+        self.assertEqual(flagged(["//b"]), ["//muster:data"])
+        self.assertFalse(flagged(["//b", "//muster:data"]))
+        self.assertFalse(flagged(["//b", "//muster"]))
 
 
 class Results(unittest.TestCase):

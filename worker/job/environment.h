@@ -158,7 +158,7 @@ absl::StatusOr<Environment> ReadEnvironment(const std::map<std::string, std::str
 // Returns the environment variables of this process.
 std::map<std::string, std::string> ProcessVariables();
 
-// Returns one line per field, such as "rank 3 (from RANK)", for `muster env` and for debugging.
+// Returns one line per field, such as "rank 3 (from RANK)", which programs log at level debug.
 std::string Describe(const Environment& environment);
 
 }  // namespace muster
