@@ -241,8 +241,10 @@ class Core::Impl {
   void EndJobs(JobsOutput out);
   // Hands what became of groups in this event to submitted_, each in an event of its own.
   void TellJobs();
-  void CloseGroup(const std::string& group, const std::string& why);
-  void StartJobsTerm(uint64_t lost_terms);
+  using EndedGroup = std::pair<std::string, std::string>;  // and why
+  void CloseGroups(const std::vector<EndedGroup>& ended);
+  // Ends the event. Returns the groups that are to be closed once their jobs have started the term.
+  std::vector<EndedGroup> StartJobsTerm(uint64_t lost_terms);
   // Why workers may not join this group any more, if so: its attempt is over.
   std::optional<std::string> WhyGroupEnded(absl::string_view group) const;
   // The group of an earlier attempt of the same job, which has checkpoints; null: there is none.

@@ -544,12 +544,13 @@ void Core::StartTerm(uint64_t term, absl::Time now, Output* out, bool restored) 
                                " have ended, and their workers join again"));
     }
   }
-  impl_->End(nullptr);
+  // In the same record: a crash leaves all that a restore skips, or a start that is one again.
+  const std::vector<Impl::EndedGroup> ended = impl_->StartJobsTerm(lost_terms);
   for (auto& [id, job] : impl_->jobs_) {
     job->StartTerm();
     impl_->End(job.get());
   }
-  impl_->StartJobsTerm(lost_terms);
+  impl_->CloseGroups(ended);
 }
 
 }  // namespace muster::coordinator

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "base/mutate.h"
 #include "coordinator/core.h"
@@ -318,6 +319,38 @@ TEST_F(SubmittedTest, AttemptAfterARestore_ResumesFromTheCheckpointsOfTheFormer)
   const std::string group = absl::StrCat("job-1.", attempt);
   EXPECT_TRUE(Join(group, 20).has_join());
   EXPECT_EQ(StepToResume(group), 100);
+}
+
+// Of a start with a copy only the first records may be on the disk: the next one does not know
+// that it begins with a copy, unless it has to start over.
+TEST_F(SubmittedTest, Crash_InTheFirstStartWithACopy_GivesNoNumberAgain) {
+  Call(SyncOp());
+  const std::string job = Submit(2);
+  Report(job, v1::PLACEMENT_STATE_RUNNING);
+  Join("job-1.1", 10);
+  const std::vector<Record> copy = journal_;
+  constexpr uint64_t kTerms = 65536 + 30 * 24 * 60;
+  Restart(/*snapshot=*/false, kTerms, /*restored=*/true);
+  const std::vector<Record> started = journal_;
+  const uint64_t restored_term = core_->last_term();
+  ASSERT_GT(started.size(), copy.size());
+  for (size_t kept = copy.size(); kept <= started.size(); ++kept) {
+    journal_.assign(started.begin(), started.begin() + kept);
+    CoreOptions options;
+    options.cluster_id = "c1";
+    core_ = std::make_unique<Core>(options);
+    for (const Record& record : journal_) ASSERT_TRUE(core_->Replay(record.payload).ok());
+    // As the service does, whose journal has the terms of the restore.
+    core_->StartTerm(std::max(restored_term + 1, core_->last_term() + 1), now_, &out_,
+                     /*restored=*/core_->restored_term() < restored_term);
+    Collect();
+    EXPECT_GT(Get(job).attempts(), 100'000) << kept - copy.size() << " records";
+    EXPECT_NE(Get(job).state(), v1::JOB_STATE_RUNNING) << kept - copy.size() << " records";
+    const std::string next = Submit(0);
+    int number = 0;
+    ASSERT_TRUE(absl::SimpleAtoi(next.substr(4), &number)) << next;
+    EXPECT_GT(number, 1000) << kept - copy.size() << " records";
+  }
 }
 
 TEST_F(SubmittedTest, DryRun_SaysFromWhichCheckpointTheJobWouldResume) {
