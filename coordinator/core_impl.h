@@ -523,6 +523,7 @@ class Core::Impl::Job : public BarrierHost {
   absl::Status Apply(const v1::CheckpointChanged& change);
   void SnapshotTo(SnapshotParts* parts) const;
   void SnapshotHostsTo(SnapshotParts* parts) const;
+  static void SetStrikes(const std::vector<absl::Time>& strikes, v1::HostStruck* struck);
   void ForgetHosts() { quarantine_.Clear(); }
   // See Core::StartTerm.
   void StartTerm();

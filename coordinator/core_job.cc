@@ -746,7 +746,7 @@ void Core::Impl::Job::Strike(const std::string& host, const std::string& what) {
   v1::HostStruck* change = impl_->Change()->mutable_host_struck();
   change->set_job_id(id_);
   change->set_host(host);
-  change->set_strikes(struck->strikes);
+  SetStrikes(struck->strikes, change);
 }
 
 void Core::Impl::Job::QuarantineHost(const std::string& host, absl::Duration length,
@@ -756,6 +756,9 @@ void Core::Impl::Job::QuarantineHost(const std::string& host, absl::Duration len
   quarantined->set_job_id(id_);
   quarantined->set_host(host);
   *quarantined->mutable_for_() = ToProto(length);
+  if (length > absl::ZeroDuration()) {
+    quarantined->set_until_unix_ms(absl::ToUnixMillis(impl_->now_ + length));
+  }
   quarantined->set_reason(reason);
   quarantined->set_automatic(automatic);
   impl_->Note(id_, true,

@@ -21,6 +21,9 @@ constexpr uint64_t kLostVersions = uint64_t{1} << 32;
 // Keys of one change: a part is divided between changes only.
 constexpr size_t kKeysBytes = 256 << 10;
 constexpr int kKeys = 1000;
+
+// Of one host, of which an older coordinator has written only how many they are.
+constexpr int kMaxStrikes = 1024;
 // Of a snapshot in one string.
 constexpr size_t kPartBytes = 2 << 20;
 
@@ -206,17 +209,20 @@ void Core::Impl::Job::SnapshotAnswersTo(SnapshotParts* parts) const {
 
 void Core::Impl::Job::SnapshotHostsTo(SnapshotParts* parts) const {
   quarantine_.ForEach(impl_->now_, [&](const std::string& name, const Quarantine::Host& host) {
-    if (host.strikes > 0) {
+    if (!host.strikes.empty()) {
       v1::HostStruck* struck = parts->Add()->mutable_host_struck();
       struck->set_job_id(id_);
       struck->set_host(name);
-      struck->set_strikes(host.strikes);
+      SetStrikes(host.strikes, struck);
     }
     if (host.left > absl::ZeroDuration()) {
       v1::HostQuarantined* quarantined = parts->Add()->mutable_host_quarantined();
       quarantined->set_job_id(id_);
       quarantined->set_host(name);
       *quarantined->mutable_for_() = ToProto(host.left);
+      if (host.until != absl::InfiniteFuture()) {
+        quarantined->set_until_unix_ms(absl::ToUnixMillis(host.until));
+      }
       quarantined->set_reason(host.reason);
       quarantined->set_automatic(host.automatic);
     }
@@ -297,13 +303,22 @@ absl::Status Core::Impl::Job::Apply(const v1::BarrierEnded& ended) {
 }
 
 absl::Status Core::Impl::Job::Apply(const v1::HostStruck& struck) {
-  quarantine_.RestoreStrikes(struck.host(), struck.strikes());
+  std::vector<absl::Time> strikes;
+  for (const int64_t at : struck.at_unix_ms()) strikes.push_back(absl::FromUnixMillis(at));
+  // An older coordinator wrote only how many.
+  if (strikes.empty() && struck.strikes() > 0) {
+    strikes.assign(std::min(struck.strikes(), kMaxStrikes), absl::InfiniteFuture());
+  }
+  quarantine_.RestoreStrikes(struck.host(), std::move(strikes));
   return absl::OkStatus();
 }
 
 absl::Status Core::Impl::Job::Apply(const v1::HostQuarantined& quarantined) {
-  quarantine_.RestoreSet(quarantined.host(), FromProto(quarantined.for_()), quarantined.reason(),
-                         quarantined.automatic());
+  quarantine_.RestoreSet(quarantined.host(), FromProto(quarantined.for_()),
+                         quarantined.until_unix_ms() == 0
+                             ? absl::InfiniteFuture()
+                             : absl::FromUnixMillis(quarantined.until_unix_ms()),
+                         quarantined.reason(), quarantined.automatic());
   return absl::OkStatus();
 }
 

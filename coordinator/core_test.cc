@@ -862,6 +862,55 @@ TEST_F(CoreTest, Quarantine_StrikesBeforeARestart_Count) {
   }
 }
 
+TEST_F(CoreTest, Quarantine_ThatIsOver_IsNotBackAfterARestart) {
+  for (const bool snapshot : {false, true}) {
+    bench_ = Bench();
+    spec_ = Spec(2, 2);
+    std::vector<Worker> workers = {{"a", 1, "good"}, {"b", 2, "bad"}};
+    JoinAll(&workers);
+    v1::Op op;
+    op.mutable_quarantine()->mutable_fence()->set_job_id("j");
+    op.mutable_quarantine()->set_host("bad");
+    *op.mutable_quarantine()->mutable_for_() = ToProto(absl::Hours(2));
+    bench_.Do(op);
+    const auto left = [this] {
+      v1::StatusReply status;
+      bench_.core_->FillStatus(&status);
+      if (status.jobs(0).quarantined_size() == 0) return absl::ZeroDuration();
+      return FromProto(status.jobs(0).quarantined(0).left());
+    };
+    bench_.Advance(absl::Minutes(90));
+    bench_.Restart(snapshot);
+    EXPECT_EQ(left(), absl::Minutes(30));
+    bench_.now_ += absl::Hours(1);  // while no coordinator runs
+    bench_.Restart(snapshot);
+    EXPECT_EQ(left(), absl::ZeroDuration());
+    // A clock that was set back makes it no longer than it was.
+    bench_.now_ -= absl::Hours(100);
+    bench_.Restart();
+    EXPECT_LE(left(), absl::Hours(2));
+  }
+}
+
+TEST_F(CoreTest, Quarantine_StrikesLongBeforeARestart_DoNotCount) {
+  for (const bool snapshot : {false, true}) {
+    bench_ = Bench();
+    spec_ = Spec(2, 2);
+    std::vector<Worker> workers = {{"a", 1, "good"}, {"b", 2, "bad"}};
+    for (int round = 0; round < 3; ++round) {
+      JoinAll(&workers);
+      Exit(workers[1], 1);
+      workers[1].incarnation += 10;
+      if (round != 1) continue;
+      bench_.Advance(absl::Hours(1));
+      bench_.Restart(snapshot);
+    }
+    const CallId a = bench_.Do(JoinOp(workers[0], spec_));
+    bench_.Do(JoinOp(workers[1], spec_));
+    EXPECT_TRUE(bench_.Answered(a)) << "two of the three strikes were an hour ago";
+  }
+}
+
 TEST_F(CoreTest, Job_LeftAlone_IsRemovedWithItsKeys) {
   std::vector<Worker> workers = Form(2);
   bench_.Do(PutOp(workers[0], "k", "v", /*durable=*/true));
