@@ -587,7 +587,14 @@ class Core::Impl::Job : public BarrierHost {
   std::vector<std::vector<CallId>> TakeSeats(int world_size, std::vector<Seat>* former_seats);
   void Seal(int world_size);
   void BeginGeneration(bool counters_known);
+  // Lets the joins whose time is over fail. All that waited at a time get the same answer, and
+  // those that have given up before the others count as arrived.
+  void TickTimeouts();
   v1::OpError RendezvousTimeout() const;
+  void ForgetTimeouts() {
+    timeout_ = nullptr;
+    gave_up_.clear();
+  }
   void Strike(const std::string& host, const std::string& what);
   void EmitMember(const Seat& seat);
 
@@ -617,6 +624,14 @@ class Core::Impl::Job : public BarrierHost {
   Membership members_;
   Leases leases_;
   Rendezvous rendezvous_;
+  // What joins that time out are told, until another worker joins or leaves; null: not said yet.
+  std::shared_ptr<const Answer> timeout_;
+  // Workers whose join has timed out within the time that one may take, while others wait.
+  struct GaveUp {
+    absl::Time at;
+    int preferred_rank = -1;
+  };
+  absl::flat_hash_map<std::string, GaveUp> gave_up_;
   absl::Time hold_until_ = absl::InfinitePast();
   Incarnations incarnations_;
 

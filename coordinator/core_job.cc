@@ -333,6 +333,7 @@ void Core::Impl::Job::Recount() {
 }
 
 Waiter Core::Impl::Job::Unqueue(absl::string_view worker_id) {
+  timeout_ = nullptr;
   Waiter waiter = rendezvous_.Remove(worker_id);
   for (const CallId call : waiter.calls) impl_->held_.erase(call);
   return waiter;
@@ -363,6 +364,10 @@ void Core::Impl::Job::Enqueue(CallId call, const v1::JoinRequest& request, const
     FenceIncarnation(worker_id, older.request.fence().incarnation());
     const v1::OpError error = Superseded(worker_id, incarnation);
     for (const CallId old : older.calls) impl_->SendError(old, error, membership_record_);
+  }
+  if (!rendezvous_.Waits(worker_id)) {
+    timeout_ = nullptr;
+    gave_up_.erase(worker_id);
   }
   Waiter& waiter = *rendezvous_.Place(worker_id, order);
   waiter.request = request;
@@ -491,6 +496,7 @@ std::vector<std::vector<CallId>> Core::Impl::Job::TakeSeats(int world_size,
     rendezvous_.Place(candidates[i].worker_id, std::nullopt)->passed_over =
         std::move(seating.why[i]);
   }
+  ForgetTimeouts();
   *former_seats = members_.Seal(std::move(records));
   return calls;
 }
@@ -626,6 +632,7 @@ void Core::Impl::Job::Reseat(int rank, CallId call, const v1::JoinRequest& reque
 void Core::Impl::Job::EndGeneration(const std::string& why, std::vector<v1::Culprit> culprits) {
   if (!sealed()) return;
   members_.End(why, std::move(culprits), impl_->now_);
+  timeout_ = nullptr;  // it said that a generation runs
   ++impl_->stats_.generations_ended;
   v1::GenerationClosed* ended = impl_->Change()->mutable_generation_closed();
   ended->set_job_id(id_);
@@ -776,7 +783,7 @@ void Core::Impl::Job::Blame(absl::Span<const int32_t> ranks) {
 }
 
 v1::OpError Core::Impl::Job::RendezvousTimeout() const {
-  const int here = rendezvous_.size();
+  const int here = rendezvous_.size() + static_cast<int>(gave_up_.size());
   std::string text = absl::StrCat("job ", Quoted(id_), ": ", here, " of ",
                                   spec_.min_workers() == spec_.max_workers() ? "" : "at least ",
                                   spec_.min_workers(), " workers joined within ",
@@ -792,7 +799,7 @@ v1::OpError Core::Impl::Job::RendezvousTimeout() const {
     std::string missing;
     int count = 0;
     for (const Seat& seat : members_.seats()) {
-      if (Waits(seat)) continue;
+      if (Waits(seat) || gave_up_.contains(seat.record().worker_id())) continue;
       const v1::Culprit culprit = DescribeRank(seat.rank());
       if (count++ < kNamed)
         absl::StrAppend(&missing, missing.empty() ? "" : ", ", CulpritText(culprit));
@@ -804,6 +811,7 @@ v1::OpError Core::Impl::Job::RendezvousTimeout() const {
       rendezvous_.ForEach([&](const std::string&, const Waiter& waiter) {
         claimed.insert(waiter.request.preferred_rank());
       });
+      for (const auto& [worker_id, one] : gave_up_) claimed.insert(one.preferred_rank);
       claimed.erase(-1);
       for (int rank = 0; !claimed.empty() && rank < std::min(spec_.min_workers(), 4096); ++rank) {
         if (claimed.contains(rank)) continue;
@@ -938,18 +946,52 @@ void Core::Impl::Job::Tick() {
   }
   TickLeases();
   if (rendezvous_.FirstExpired(now).has_value()) {
-    // One text for all callers that time out now; the ranks that waited with them count as arrived.
-    const v1::OpError error = RendezvousTimeout();
-    while (const std::optional<std::string> worker_id = rendezvous_.FirstExpired(now)) {
-      DropWaiting(*worker_id, error);
-    }
-    impl_->Note(id_, true, error.message());
+    TickTimeouts();
     Evaluate();
   }
   if (rendezvous_.IsDue(now)) {
     Recount();
     Evaluate();
   }
+}
+
+void Core::Impl::Job::Rest() {
+  rests_ = true;
+  log_->Compact();
+  std::map<std::string, std::pair<uint64_t, uint64_t>> newest;  // by name
+  answers_.ForEachNewestOfWorkers(
+      [&](const std::string& worker_id, uint64_t incarnation, uint64_t up_to) {
+        newest[worker_id] = {incarnation, up_to};
+      });
+  for (const auto& [worker_id, ids] : newest) {
+    const auto& [incarnation, up_to] = ids;
+    answers_.RememberForgotten(worker_id, incarnation, up_to);
+    v1::RequestsForgotten* const forgotten = impl_->Change()->mutable_requests_forgotten();
+    forgotten->set_job_id(id_);
+    forgotten->set_worker_id(worker_id);
+    forgotten->set_incarnation(incarnation);
+    forgotten->set_up_to(up_to);
+  }
+}
+
+void Core::Impl::Job::TickTimeouts() {
+  const absl::Time now = impl_->now_;
+  if (timeout_ == nullptr) {
+    absl::erase_if(gave_up_, [&](const auto& one) { return one.second.at + JoinTimeout() <= now; });
+    v1::OpResult result;
+    *result.mutable_error() = RendezvousTimeout();
+    timeout_ = std::make_shared<Answer>(result);
+    impl_->Note(id_, true, result.error().message());
+  }
+  const std::shared_ptr<const Answer> answer = timeout_;
+  while (const std::optional<std::string> worker_id = rendezvous_.FirstExpired(now)) {
+    const Waiter waiter = Unqueue(*worker_id);
+    gave_up_[*worker_id] = {now, waiter.request.preferred_rank()};
+    for (const CallId call : waiter.calls) impl_->Send(call, answer, membership_record_);
+  }
+  timeout_ = answer;
+  // Who comes from now on has waited with none of them.
+  if (rendezvous_.empty()) ForgetTimeouts();
 }
 
 void Core::Impl::Job::TickLeases() {

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <random>
@@ -10,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/defaults.h"
 #include "coordinator/errors.h"
@@ -555,6 +557,65 @@ TEST_F(CoreTest, Join_TimeoutAfterAFailure_NamesTheDead) {
   EXPECT_EQ(bench_.Reason(a), v1::ERROR_REASON_RENDEZVOUS_TIMEOUT);
   EXPECT_THAT(bench_.Error(a).message(), HasSubstr("killed(9)"));
   EXPECT_THAT(bench_.Error(a).detail().missing_ranks(), ElementsAre(1, 2));
+}
+
+TEST_F(CoreTest, Join_TimeoutsOneAfterTheOther_AllNameTheOneThatNeverCame) {
+  std::vector<Worker> workers = Form(5);
+  *spec_.mutable_join_timeout() = ToProto(absl::Seconds(600));
+  Exit(workers[0], 1);
+  std::vector<CallId> calls;
+  for (int i = 1; i < 5; ++i) {
+    calls.push_back(bench_.Do(JoinOp(workers[i], Spec(5, 5))));
+    bench_.Advance(absl::Seconds(1));
+  }
+  bench_.notices_.clear();
+  bench_.Advance(absl::Seconds(700));
+  for (const CallId call : calls) {
+    EXPECT_EQ(bench_.Reason(call), v1::ERROR_REASON_RENDEZVOUS_TIMEOUT);
+    EXPECT_THAT(bench_.Error(call).message(), HasSubstr("4 of 5 workers joined"));
+    EXPECT_THAT(bench_.Error(call).detail().missing_ranks(), ElementsAre(0));
+    EXPECT_EQ(bench_.Error(call).detail().culprits_size(), 1);
+    // They share the bytes, however many they are.
+    EXPECT_EQ(bench_.replies_[call].answer, bench_.replies_[calls[0]].answer);
+  }
+  EXPECT_EQ(std::count_if(bench_.notices_.begin(), bench_.notices_.end(),
+                          [](const std::string& text) {
+                            return absl::StrContains(text, "workers joined within");
+                          }),
+            1);
+}
+
+TEST_F(CoreTest, Join_TimeoutsOfAFirstRendezvous_CountThoseThatGaveUpMeanwhile) {
+  spec_ = Spec(4, 4);
+  const auto join = [&](int rank, uint64_t incarnation) {
+    v1::Op op = JoinOp({absl::StrCat("w", rank), incarnation}, spec_);
+    op.mutable_join()->set_preferred_rank(rank);
+    return bench_.Do(op);
+  };
+  const auto at = [&](int second) { bench_.Advance(kStart + absl::Seconds(second) - bench_.now_); };
+  const auto missing = [&](CallId call) {
+    EXPECT_THAT(bench_.Error(call).message(), HasSubstr("3 of 4 workers joined within 10m"));
+    return bench_.Error(call).detail().missing_ranks();
+  };
+  join(0, 1);
+  at(1);
+  join(1, 1);
+  at(2);
+  const CallId third = join(2, 1);
+  at(601);  // two have given up
+  const CallId again = join(0, 2);
+  at(602);
+  EXPECT_THAT(missing(third), ElementsAre(3));
+  at(1200);
+  join(1, 2);
+  at(1201);
+  EXPECT_THAT(missing(again), ElementsAre(3));
+  at(1700);
+  const CallId last = join(2, 2);
+  at(2250);
+  join(3, 2);
+  at(2300);  // rank 0 gave up longer ago than a join may take
+  EXPECT_THAT(missing(last), ElementsAre(0));
 }
 
 TEST_F(CoreTest, Join_CallerGone_LosesItsPlace) {
