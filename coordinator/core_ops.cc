@@ -1090,7 +1090,9 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
       return nullptr;
     }
     // A person is no worker: naming one would renew its lease.
-    if (who->role == Role::kView || who->role == Role::kSubmit) ForgetWorker(&unnamed.emplace(op));
+    if (who->role == Role::kView || who->role == Role::kSubmit) {
+      ForgetWorker(who->name, &unnamed.emplace(op));
+    }
   }
   Incoming in{call, unnamed.has_value() ? *unnamed : op, caller};
   if (const Operation* const operation = FindOperation(op)) {

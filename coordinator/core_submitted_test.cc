@@ -274,6 +274,45 @@ TEST_F(SubmittedTest, Identity_DecidesWhatACallMayDo) {
   EXPECT_TRUE(core_->CheckAttempt("job-1.1").has_value());
 }
 
+TEST_F(SubmittedTest, RepeatedRequest_OfAUser_GetsTheFirstAnswer) {
+  const Identity ann{.name = "ann", .role = Role::kSubmit},
+      root{.name = "root", .role = Role::kAdmin}, view{.name = "eve", .role = Role::kView};
+  const auto as = [&](const Identity& who, const v1::Op& op) {
+    core_->Handle(++call_, op, {.identity = &who}, now_ += absl::Milliseconds(1), &out_);
+    Collect();
+    return replies_.at(call_).answer->Parse();
+  };
+  v1::Op submit;
+  submit.mutable_submit_job()->mutable_spec()->set_name("job");
+  submit.mutable_submit_job()->mutable_spec()->add_argv("./train");
+  submit.mutable_submit_job()->mutable_spec()->set_max_processes(1);
+  as(ann, submit);
+  Call(SyncOp());
+  ASSERT_TRUE(Join("job-1.1", 7).has_join());
+  v1::Op trigger;
+  v1::Fence* const fence = trigger.mutable_raise_trigger()->mutable_fence();
+  fence->set_job_id("job-1.1");
+  fence->set_incarnation(77);
+  fence->set_request_id(1);
+  trigger.mutable_raise_trigger()->set_name("checkpoint");
+  const uint64_t first = as(ann, trigger).raise_trigger().trigger_id();
+  EXPECT_NE(first, 0u);
+  EXPECT_EQ(as(ann, trigger).raise_trigger().trigger_id(), first);
+  for (const bool snapshot : {false, true}) {
+    Restart(snapshot);
+    EXPECT_EQ(as(ann, trigger).raise_trigger().trigger_id(), first) << snapshot;
+  }
+  // A worker's name changes nothing: people are none.
+  fence->set_worker_id("w");
+  EXPECT_EQ(as(ann, trigger).raise_trigger().trigger_id(), first);
+  fence->clear_worker_id();
+  // Another's process of the same number is another client.
+  const uint64_t other = as(root, trigger).raise_trigger().trigger_id();
+  EXPECT_NE(other, first);
+  EXPECT_NE(other, 0u);
+  EXPECT_EQ(as(view, trigger).error().detail().reason(), v1::ERROR_REASON_SCOPE);
+}
+
 TEST_F(SubmittedTest, Crash_BetweenTheEndOfAnAttemptAndItsGroups_IsMadeGood) {
   Call(SyncOp());
   const std::string job = Submit(0);
