@@ -463,6 +463,8 @@ class Core::Impl::Job : public BarrierHost {
   void QuarantineHost(const std::string& host, absl::Duration length, const std::string& reason,
                       bool automatic);
   void Close(const std::string& why);
+  v1::WorkerState StateOf(const Seat& seat) const;
+  bool Waits(const Seat& seat) const { return rendezvous_.Waits(seat.record().worker_id()); }
   v1::Member MakeMember(const Seat& seat) const;
   v1::Member MakeMember(const Waiter& waiter) const;
   void RenewLease(const Seat& seat) {
@@ -572,7 +574,6 @@ class Core::Impl::Job : public BarrierHost {
   // one.
   void NoteDeparted(const std::vector<Seat>& old_seats);
   v1::OpError Stale(const v1::Fence& fence) const;
-  bool Waits(const Seat& seat) const { return rendezvous_.Waits(seat.record().worker_id()); }
 
   // Takes a worker out of the queue: its calls are no longer held.
   Waiter Unqueue(absl::string_view worker_id);

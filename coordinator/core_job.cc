@@ -204,12 +204,18 @@ std::string Core::Impl::Job::GoneText(const Seat& seat) const {
   }
 }
 
+v1::WorkerState Core::Impl::Job::StateOf(const Seat& seat) const {
+  // After the end of a generation nobody takes the seats of those that are silent.
+  const bool lost = !sealed() && seat.alive() && !Waits(seat) && !leases_.Runs(seat, impl_->now_);
+  return lost ? v1::WORKER_STATE_LOST : seat.record().state();
+}
+
 v1::Member Core::Impl::Job::MakeMember(const Seat& seat) const {
   v1::Member member;
   member.set_rank(seat.rank());
   member.set_worker_id(seat.record().worker_id());
   member.set_incarnation(seat.record().incarnation());
-  member.set_state(seat.record().state());
+  member.set_state(StateOf(seat));
   member.set_host(seat.record().topology().host());
   member.set_pid(seat.record().pid());
   member.set_last_step(seat.step());
@@ -655,8 +661,7 @@ void Core::Impl::Job::EndGeneration(const std::string& why, std::vector<v1::Culp
   kv_.DropPrefix(absl::StrCat("gen/", generation(), "/"), &changes);
   KvChanged(changes);
   // Keys that are tied to a lease outlive the generation with their worker, not without it.
-  leases_.EndGeneration(
-      [this](const Seat& seat) { return kv_.HasLease(seat.record().worker_id()); });
+  leases_.EndGeneration();
 
   v1::WatchEvent event;
   event.set_generation_ended(generation());
@@ -1019,7 +1024,8 @@ void Core::Impl::Job::TickLeases() {
         if (!awaited_reading) impl_->unread_jobs_.push_back(id_);
         impl_->out_->catch_up = true;
         break;
-      case Kind::kDropKeys: {
+      case Kind::kEnded: {
+        ++impl_->stats_.workers_lost;
         std::vector<KvChange> changes;
         kv_.DropLease(seat.record().worker_id(), &changes);
         KvChanged(changes);

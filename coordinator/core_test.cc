@@ -1836,6 +1836,45 @@ TEST_F(CoreTest, Lease_RunsOut_EndsTheGenerationAndNamesTheRank) {
   EXPECT_EQ(bench_.core_->stats().workers_lost, 1u);
 }
 
+TEST_F(CoreTest, Lease_RunsOutAfterTheEnd_CountsAsLostToo) {
+  std::vector<Worker> workers = Form(4, true, 2);
+  const auto beat = [&](const Worker& worker) {
+    v1::Beat message;
+    v1::WorkerBeat* const one = message.add_workers();
+    one->set_job_id("j");
+    one->set_worker_id(worker.id);
+    one->set_incarnation(worker.incarnation);
+    bench_.core_->HandleBeat("node-" + worker.host, message, bench_.now_, &bench_.out_);
+    bench_.Collect();
+  };
+  for (int i = 0; i < 4; ++i) {  // host h1 has lost power: w1 and w3
+    bench_.Advance(absl::Seconds(2));
+    beat(workers[0]);
+    beat(workers[2]);
+  }
+  const auto members = [this](v1::WorkerState state) {
+    std::map<v1::WorkerState, int64_t> counts = bench_.core_->MembersByState();
+    return counts[state];
+  };
+  EXPECT_EQ(members(v1::WORKER_STATE_RUNNING), 2);
+  EXPECT_EQ(members(v1::WORKER_STATE_LOST), 2);
+  EXPECT_EQ(bench_.core_->stats().workers_lost, 2u);
+  // Who waits for the next generation is there once.
+  bench_.Do(JoinOp(workers[0], spec_), "node-h0");
+  EXPECT_EQ(members(v1::WORKER_STATE_RUNNING), 1);
+  EXPECT_EQ(members(v1::WORKER_STATE_JOINING), 1);
+  bench_.Advance(absl::Hours(1));
+  EXPECT_EQ(members(v1::WORKER_STATE_RUNNING), 0);
+  EXPECT_EQ(members(v1::WORKER_STATE_LOST), 4);
+  EXPECT_EQ(bench_.core_->stats().workers_lost, 4u);
+  v1::Op op;
+  op.mutable_get_members()->set_job_id("j");
+  const CallId call = bench_.Do(op);
+  for (const v1::Member& member : bench_.Result(call).get_members().members()) {
+    EXPECT_EQ(member.state(), v1::WORKER_STATE_LOST) << member.worker_id();
+  }
+}
+
 TEST_F(CoreTest, Lease_RenewedByBeats_DoesNotRunOut) {
   std::vector<Worker> workers = Form(2);
   for (int i = 0; i < 20; ++i) {
