@@ -179,7 +179,9 @@ class Core::Impl {
   static v1::OpError UnknownJob(absl::string_view job_id) {
     return MakeError(
         absl::StatusCode::kNotFound, v1::ERROR_REASON_UNSPECIFIED,
-        absl::StrCat("job ", Quoted(job_id), " is not known here: no worker of it has joined yet"));
+        absl::StrCat("job ", Quoted(job_id),
+                     " is not known here: no worker of it has joined, or it was removed, as jobs "
+                     "are some time after their end"));
   }
 
   // An operation that is being applied.
@@ -404,7 +406,10 @@ class Core::Impl::Job : public BarrierHost {
   void TouchMembership() { membership_touched_ = true; }
   void TouchWatch() { watch_touched_ = true; }
   // The job is in use: its removal time restarts.
-  void Touch() { touched_ = impl_->now_; }
+  void Touch() {
+    touched_ = impl_->now_;
+    rests_ = false;
+  }
   // The record of this event is `revision`; the event has ended.
   void Recorded(uint64_t revision);
   void AfterEvent();
@@ -557,9 +562,16 @@ class Core::Impl::Job : public BarrierHost {
     if (barriers_ != nullptr) next = std::min(next, barriers_->NextDeadline());
     if (agree_ != nullptr) next = std::min(next, agree_->NextDeadline());
     next = std::min(next, leases_.NextDeadline());
-    if (Idle()) next = std::min({next, touched_ + Retention(), KeysExpire()});
+    if (Idle()) next = std::min({next, touched_ + Retention(), KeysExpire(), RestsAt()});
     return std::max(next, hold_until_);
   }
+  // When it is too late for another generation to follow at once: what only its last one, and its
+  // watchers, have used goes. The answers to workers do: who repeats a request without a seat is
+  // refused, and what it did is not done again.
+  absl::Time RestsAt() const {
+    return Idle() && !rests_ ? touched_ + JoinTimeout() : absl::InfiniteFuture();
+  }
+  void Rest();
   // When its keys go; never, if there are none.
   absl::Time KeysExpire() const {
     return Idle() && kv_.size() > 0 ? touched_ + impl_->options_.job_retention
@@ -659,8 +671,11 @@ class Core::Impl::Job : public BarrierHost {
   BarrierCounts seen_counts_;
   absl::Time scheduled_ = absl::InfiniteFuture();
   absl::Duration running_lease_ = absl::InfiniteDuration();  // in leases_; infinite: it is not
-  absl::Time touched_ = absl::InfinitePast();  // by an event, or by a beat of one of its workers
-  bool expired_ = false;                       // to be removed
+  // When it was not idle, was changed, or one of its workers spoke last.
+  absl::Time touched_ = absl::InfinitePast();
+  bool was_idle_ = false;  // after the last event
+  bool rests_ = false;     // since touched_
+  bool expired_ = false;   // to be removed
 };
 
 }  // namespace muster::coordinator

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <limits>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -647,6 +648,7 @@ void Core::Impl::Job::EndGeneration(const std::string& why, std::vector<v1::Culp
 
   const v1::OpError error = Ended();
   barriers_->EndAll(error);
+  barriers_->DropPayloads();
   std::vector<AgreeSet::Done> done;
   agree_->EndAll(error, &done);
   AgreeDone(std::move(done));
@@ -858,6 +860,12 @@ void Core::Impl::Job::Recorded(uint64_t revision) {
 
 void Core::Impl::Job::AfterEvent() {
   if (watch_touched_) impl_->out_->changed_jobs.push_back(id_);
+  // Who only reads does not keep an idle job.
+  const bool idle = Idle();
+  if (!std::exchange(was_idle_, idle) || !idle || membership_touched_ || kv_touched_ ||
+      barrier_touched_ || watch_touched_) {
+    Touch();
+  }
   membership_touched_ = kv_touched_ = barrier_touched_ = watch_touched_ = false;
   if (barriers_ != nullptr) {
     const BarrierCounts& counts = barriers_->counts();
@@ -868,7 +876,6 @@ void Core::Impl::Job::AfterEvent() {
     impl_->stats_.barriers_failed += counts.failed - seen_counts_.failed;
     seen_counts_ = counts;
   }
-  touched_ = impl_->now_;
   const absl::Duration lease =
       sealed() && members_.alive() > 0 ? Lease() : absl::InfiniteDuration();
   if (lease != running_lease_) {
@@ -936,6 +943,7 @@ void Core::Impl::Job::Tick() {
     kv_.DropPrefix("", &changes);
     KvChanged(changes);
   }
+  if (RestsAt() <= now) Rest();
   if (barriers_ != nullptr) barriers_->Tick(now);
   if (agree_ != nullptr) {
     std::vector<AgreeSet::Done> done;

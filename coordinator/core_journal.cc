@@ -186,6 +186,15 @@ void Core::Impl::Job::SnapshotGenerationTo(SnapshotParts* parts) const {
 }
 
 void Core::Impl::Job::SnapshotAnswersTo(SnapshotParts* parts) const {
+  // First: an answer whose number is smaller may be kept.
+  answers_.ForEachForgotten(
+      [&](const std::string& worker_id, uint64_t incarnation, uint64_t up_to) {
+        v1::RequestsForgotten* forgotten = parts->Add()->mutable_requests_forgotten();
+        forgotten->set_job_id(id_);
+        forgotten->set_worker_id(worker_id);
+        forgotten->set_incarnation(incarnation);
+        forgotten->set_up_to(up_to);
+      });
   answers_.ForEach([&](const std::string& worker_id, uint64_t incarnation, uint64_t request_id,
                        uint64_t hash, const StoredAnswer& stored) {
     if (stored.durable_revision == 0) return;
@@ -197,14 +206,13 @@ void Core::Impl::Job::SnapshotAnswersTo(SnapshotParts* parts) const {
     answered->set_request_hash(hash);
     *answered->mutable_answer() = stored.answer->Parse();
   });
-  answers_.ForEachForgotten(
-      [&](const std::string& worker_id, uint64_t incarnation, uint64_t up_to) {
-        v1::RequestsForgotten* forgotten = parts->Add()->mutable_requests_forgotten();
-        forgotten->set_job_id(id_);
-        forgotten->set_worker_id(worker_id);
-        forgotten->set_incarnation(incarnation);
-        forgotten->set_up_to(up_to);
-      });
+}
+
+void Core::Impl::Job::SetStrikes(const std::vector<absl::Time>& strikes, v1::HostStruck* struck) {
+  struck->set_strikes(static_cast<int>(strikes.size()));
+  for (const absl::Time at : strikes) {
+    if (at != absl::InfiniteFuture()) struck->add_at_unix_ms(absl::ToUnixMillis(at));
+  }
 }
 
 void Core::Impl::Job::SnapshotHostsTo(SnapshotParts* parts) const {
@@ -245,7 +253,8 @@ absl::Status Core::Impl::Job::Apply(const v1::GenerationSealed& sealed) {
 
 absl::Status Core::Impl::Job::Apply(const v1::GenerationClosed& ended) {
   members_.Restore(ended);
-  leases_.EndGeneration([](const Seat&) { return false; });
+  leases_.EndGeneration();
+  if (barriers_ != nullptr) barriers_->DropPayloads();
   return absl::OkStatus();
 }
 

@@ -478,8 +478,10 @@ void Core::Impl::Heartbeat(Incoming* in) {
     // Behind, but not dead: what it must know is in the reply.
     if (reason == v1::ERROR_REASON_STALE_GENERATION) return answer();
     if (reason == v1::ERROR_REASON_GENERATION_ENDED) {
-      if (seat != nullptr && seat->record().incarnation() == fence.incarnation())
+      if (seat != nullptr && seat->record().incarnation() == fence.incarnation()) {
         job->RenewLease(*seat);
+        job->Touch();  // its worker lives, though without a seat
+      }
       return answer();
     }
     return SendError(in->call, *std::move(error), job->membership_record());

@@ -1011,6 +1011,95 @@ TEST_F(CoreTest, Job_InUse_IsNotRemoved) {
   EXPECT_EQ(bench_.core_->stats().jobs_removed, 1u);
 }
 
+TEST_F(CoreTest, Job_ThatIsOnlyRead_IsRemoved) {
+  std::vector<Worker> workers = Form(1);
+  v1::Op end;
+  end.mutable_end_generation()->mutable_fence()->set_job_id("j");
+  bench_.Do(end);
+  v1::Op list, wait;
+  list.mutable_list_checkpoints()->mutable_fence()->set_job_id("j");
+  wait.mutable_wait()->mutable_fence()->set_job_id("j");
+  wait.mutable_wait()->add_keys("never");
+  *wait.mutable_wait()->mutable_timeout() = ToProto(absl::Seconds(1));
+  for (int hour = 0; hour < 23; ++hour) {
+    bench_.Advance(absl::Hours(1));
+    EXPECT_TRUE(bench_.Result(bench_.Do(list)).has_list_checkpoints());
+    EXPECT_EQ(Get("k"), "(absent)");
+    bench_.Do(wait);
+  }
+  EXPECT_EQ(bench_.core_->stats().jobs_removed, 0u);
+  // A write is a use.
+  v1::Op put;
+  put.mutable_txn()->mutable_fence()->set_job_id("j");
+  put.mutable_txn()->add_then()->mutable_put()->set_key("k");
+  bench_.Do(put);
+  for (int hour = 0; hour < 23; ++hour) {
+    bench_.Advance(absl::Hours(1));
+    bench_.Do(list);
+    bench_.Do(wait);
+  }
+  EXPECT_EQ(bench_.core_->stats().jobs_removed, 0u);
+  bench_.Advance(absl::Hours(2));
+  EXPECT_EQ(bench_.core_->stats().jobs_removed, 1u);
+  const CallId gone = bench_.Do(list);
+  EXPECT_EQ(bench_.Error(gone).code(), static_cast<int>(absl::StatusCode::kNotFound));
+  EXPECT_THAT(bench_.Error(gone).message(), HasSubstr("or it was removed"));
+}
+
+TEST_F(CoreTest, Job_ThatRests_HasNoAnswersAndNoHistoryAnyMore) {
+  std::vector<Worker> workers = Form(2);
+  const std::string value(10'000, 'v');
+  for (uint64_t request = 1; request <= 50; ++request) {
+    v1::Op op = PutOp(workers[0], "k", value, /*durable=*/true, request);
+    op.mutable_txn()->add_then()->mutable_get()->set_key("k");  // the answer has the value
+    bench_.Do(op);
+  }
+  const v1::Op repeated = PutOp(workers[1], "k", value, /*durable=*/true, 7);
+  const CallId first = bench_.Do(repeated);
+  const v1::Op by_operator = [] {
+    v1::Op op;
+    v1::Fence* const fence = op.mutable_txn()->mutable_fence();
+    fence->set_job_id("j");
+    fence->set_incarnation(4711);
+    fence->set_request_id(1);
+    op.mutable_txn()->add_then()->mutable_put()->set_key("o");
+    op.mutable_txn()->mutable_then(0)->mutable_put()->set_klass(v1::KV_CLASS_DURABLE);
+    return op;
+  }();
+  const CallId first_of_operator = bench_.Do(by_operator);
+  const auto watch = [this](uint64_t from) {
+    v1::WatchRequest request;
+    request.set_job_id("j");
+    request.set_keys(true);
+    v1::WatchBatch batch;
+    const auto error = bench_.core_->ReadWatch(request, from, ~0ull, 1 << 20, &batch);
+    return error.has_value() ? error->detail().reason() : v1::ERROR_REASON_UNSPECIFIED;
+  };
+  v1::Op end;
+  end.mutable_end_generation()->mutable_fence()->set_job_id("j");
+  bench_.Do(end);
+  const uint64_t read = bench_.core_->revision() + 1;
+  bench_.Advance(absl::Minutes(9));
+  EXPECT_GT(bench_.core_->Snapshot().size(), 400'000u);
+  EXPECT_EQ(watch(read - 5), v1::ERROR_REASON_UNSPECIFIED);
+  EXPECT_EQ(bench_.Result(bench_.Do(repeated)).SerializeAsString(),
+            bench_.Result(first).SerializeAsString());
+  bench_.Advance(absl::Minutes(2));
+  EXPECT_EQ(watch(read - 5), v1::ERROR_REASON_COMPACTED);
+  EXPECT_EQ(watch(read), v1::ERROR_REASON_UNSPECIFIED);
+  for (int start = 0; start < 3; ++start) {
+    EXPECT_LT(bench_.core_->Snapshot().size(), 20'000u) << start;
+    EXPECT_EQ(Get("k"), value);
+    EXPECT_EQ(bench_.Reason(bench_.Do(repeated)), v1::ERROR_REASON_RESULT_FORGOTTEN);
+    const CallId again = bench_.Do(by_operator);
+    EXPECT_EQ(bench_.Result(again).txn().results(0).mod_revision(),
+              bench_.Result(first_of_operator).txn().results(0).mod_revision());
+    const Reply kept = bench_.replies_[first_of_operator];
+    bench_.Restart(/*snapshot=*/start == 1);
+    bench_.replies_[first_of_operator] = kept;
+  }
+}
+
 TEST_F(CoreTest, Job_WithWaitingWorkers_IsNotRemoved) {
   spec_ = Spec(2, 2);
   *spec_.mutable_join_timeout() = ToProto(absl::Hours(100));
