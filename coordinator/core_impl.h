@@ -312,7 +312,7 @@ class Core::Impl {
   std::vector<JobsCore::GroupNews> group_news_;  // of this event, for submitted_
   Agents agents_;
   GroupedHubs hubs_{options_.hubs};
-  absl::flat_hash_map<uint64_t, Query> queries_;  // stacks that agents were asked for
+  absl::btree_map<uint64_t, Query> queries_;  // stacks that agents were asked for
   uint64_t next_query_ = 1;
   Unseated unseated_;
   struct Held {

@@ -678,7 +678,7 @@ void Core::Impl::CaptureStacks(Incoming* in) {
 
 uint64_t Core::Impl::AskForStack(Query query, int64_t pid, const std::string& node,
                                  uint64_t durable) {
-  if (queries_.size() >= kMaxQueries) queries_.clear();
+  if (queries_.size() >= kMaxQueries) queries_.erase(queries_.begin());  // the oldest
   const uint64_t number = next_query_++;
   auto directive = std::make_shared<v1::Directive>();
   v1::CollectStack* ask = directive->mutable_collect_stack();

@@ -2621,6 +2621,27 @@ TEST_F(StacksTest, TooManyCallers_AreRefusedUntilOneIsGone) {
   EXPECT_FALSE(bench_.Answered(calls[0]));
 }
 
+TEST_F(StacksTest, AgentsThatNeverAnswer_TakeNoQuestionFromThoseThatDo) {
+  std::vector<Worker> workers;
+  spec_ = Spec(64, 64);
+  *spec_.mutable_lease() = ToProto(absl::Hours(1));
+  for (uint64_t i = 0; i < 64; ++i) workers.push_back({absl::StrCat("w", i), 100 + i});
+  JoinAll(&workers);
+  for (int i = 0; i < 63; ++i) {
+    Ask();
+    bench_.Advance(absl::Seconds(5));
+  }
+  std::vector<int> half(32);
+  for (int i = 0; i < 32; ++i) half[i] = i;
+  Ask(half);
+  bench_.Advance(absl::Seconds(5));
+  // Beyond 4,096 questions without an answer the oldest are given up.
+  const CallId call = Ask();
+  for (size_t i = 0; i < 64; ++i) Reply(i, "#0 read()");
+  ASSERT_TRUE(bench_.Answered(call));
+  EXPECT_EQ(bench_.Result(call).capture_stacks().stacks(0).worker().native_stack(), "#0 read()");
+}
+
 class UnseatedStacksTest : public StacksTest {
  protected:
   void Beat(const std::string& node, int rank) {
@@ -3306,6 +3327,26 @@ TEST_F(CoreTest, Trigger_OnAJobThatIsOver_IsRefused) {
   EXPECT_EQ(bench_.Reason(call), v1::ERROR_REASON_JOB_ENDED);
   EXPECT_EQ(bench_.Error(call).code(), static_cast<int>(absl::StatusCode::kFailedPrecondition));
   EXPECT_THAT(bench_.Error(call).message(), HasSubstr("\"stop\""));
+}
+
+TEST_F(CoreTest, Trigger_WhileWorkersGatherFirst_IsKeptOverARestart) {
+  for (const bool restart : {false, true}) {
+    bench_ = Bench();
+    spec_ = Spec(2, 2);
+    bench_.Do(JoinOp({"a", 1}, spec_));
+    v1::Op raise;
+    raise.mutable_raise_trigger()->mutable_fence()->set_job_id("j");
+    raise.mutable_raise_trigger()->set_name("stop");
+    EXPECT_TRUE(bench_.Result(bench_.Do(raise)).has_raise_trigger());
+    if (restart) bench_.Restart();
+    bench_.Advance(absl::Minutes(11));
+    std::vector<Worker> workers = {{"a", 1}, {"b", 2}};
+    JoinAll(&workers);
+    v1::Op poll;
+    workers[0].FillFence(poll.mutable_poll_triggers()->mutable_fence());
+    poll.mutable_poll_triggers()->set_rank(workers[0].rank);
+    EXPECT_EQ(bench_.Result(bench_.Do(poll)).poll_triggers().triggers_size(), 1) << restart;
+  }
 }
 
 class BetweenAttemptsTest : public CoreTest {

@@ -174,7 +174,7 @@ void Membership::Close(const std::string& why) {
 
 absl::Status Membership::Restore(const v1::GenerationSealed& sealed, std::vector<Seat>* former) {
   generation_ = sealed.generation();
-  sealed_ = true;
+  sealed_ = restored_one_ = true;
   why_ended_.clear();
   end_culprits_.clear();
   digest_ = sealed.table_digest();
