@@ -1,5 +1,8 @@
 #include "coordinator/access.h"
 
+#include <xxhash.h>
+
+#include <algorithm>
 #include <array>
 
 #include "absl/strings/str_cat.h"
@@ -185,14 +188,18 @@ absl::string_view JobOf(const v1::Op& op) {
   return message->GetReflection()->GetStringReference(*message, fields.job_id, &scratch);
 }
 
-void ForgetWorker(v1::Op* op) {
+void ForgetWorker(absl::string_view person, v1::Op* op) {
   const OpFields& fields = FieldsOf(*op);
   if (fields.fence == nullptr) return;
   Message* const message = op->GetReflection()->MutableMessage(op, fields.kind);
   auto* const fence =
       static_cast<v1::Fence*>(message->GetReflection()->MutableMessage(message, fields.fence));
   fence->clear_worker_id();
-  fence->clear_incarnation();
+  if (fence->incarnation() != 0) {
+    const uint64_t process =
+        XXH3_64bits_withSeed(person.data(), person.size(), fence->incarnation());
+    fence->set_incarnation(std::max<uint64_t>(1, process));
+  }
   fence->clear_term_seen();
   fence->clear_revision_seen();
 }

@@ -594,6 +594,20 @@ void BarrierSet::Keep(std::string id, uint64_t counter, std::shared_ptr<const An
   }
 }
 
+void BarrierSet::DropPayloads() {
+  v1::OpResult passed;
+  passed.mutable_arrive();
+  const auto none = std::make_shared<const Answer>(passed);
+  for (Kept& kept : kept_) {
+    if (kept.answer->kind() == v1::OpResult::KIND_NOT_SET) continue;  // it failed
+    const size_t bytes = kept.answer->bytes().size();
+    if (bytes <= none->bytes().size()) continue;
+    kept.bytes -= bytes - none->bytes().size();
+    kept_bytes_ -= bytes - none->bytes().size();
+    kept.answer = none;
+  }
+}
+
 void BarrierSet::RecallPassed(const std::string& id, uint64_t counter) {
   v1::OpResult result;
   v1::ArriveReply* reply = result.mutable_arrive();

@@ -154,6 +154,8 @@ class BarrierSet {
   // Continues with the lateness that `former` has counted: `former_ranks` says for each rank which
   // it was there; -1: none.
   void InheritScores(const BarrierSet& former, absl::Span<const int> former_ranks);
+  // The generation has ended: nobody can ask for what passed barriers carried. Reports stay.
+  void DropPayloads();
   const BarrierCounts& counts() const { return counts_; }
   size_t open() const { return open_.size(); }
   // Calls f(id, counter, answer) for the kept results that are journaled, oldest first.

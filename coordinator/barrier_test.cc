@@ -128,6 +128,28 @@ class BarrierTest : public ::testing::Test {
   CallId next_call_ = 1;
 };
 
+TEST_F(BarrierTest, GenerationHasEnded_PayloadsGoAndReportsStay) {
+  Make(2);
+  const std::string payload(10'000, 'p');
+  for (int rank = 0; rank < 2; ++rank) Arrive(rank, "gather", 0, {.payload = payload});
+  Arrive(0, "late", 0, {.timeout = absl::Seconds(1)});
+  now_ += absl::Seconds(2);
+  set_->Tick(now_);
+  const auto journaled = [this] {
+    std::map<std::string, std::string> all;
+    set_->ForEachJournaled(
+        [&](const std::string& id, uint64_t, const Answer& answer) { all[id] = answer.bytes(); });
+    return all;
+  };
+  const std::map<std::string, std::string> before = journaled();
+  ASSERT_EQ(before.size(), 2u);
+  EXPECT_GT(before.at("gather").size(), payload.size());
+  set_->DropPayloads();
+  std::map<std::string, std::string> after = journaled();
+  EXPECT_LT(after["gather"].size(), 100u);
+  EXPECT_EQ(after["late"], before.at("late"));
+}
+
 TEST_F(BarrierTest, RanksOfOneNodeAfterARestart_AreAsLateAsEachWas) {
   Make(3, /*counters_known=*/false);
   // Rank 0 has waited for 10 s, rank 1, which was 7 s later, for 3 s.

@@ -383,7 +383,10 @@ int Core::hubs() const { return impl_->hubs_.hubs(); }
 std::map<v1::WorkerState, int64_t> Core::MembersByState() const {
   std::map<v1::WorkerState, int64_t> counts;
   for (const auto& [id, job] : impl_->jobs_) {
-    for (const Seat& seat : job->seats()) ++counts[seat.record().state()];
+    for (const Seat& seat : job->seats()) {
+      // Who waits for the next generation is counted as that.
+      if (job->sealed() || !job->Waits(seat)) ++counts[job->StateOf(seat)];
+    }
     if (!job->rendezvous().empty()) counts[v1::WORKER_STATE_JOINING] += job->rendezvous().size();
   }
   return counts;

@@ -266,7 +266,7 @@ class Core {
                              absl::FunctionRef<absl::Status(std::string part)> part) const;
   // All parts together, which are one part again. For small states: no message has more than 2 GiB.
   std::string Snapshot() const;
-  // No record says when strikes and quarantines expire. Returns those still in effect, for
+  // No record tells that strikes and quarantines have expired. Returns those still in effect, for
   // RestoreHosts of a core that was restored from the records up to last_record_revision(), which
   // then has the same state as this one. Only before StartTerm. Errors: DATA_LOSS.
   std::string SnapshotHosts() const;

@@ -163,7 +163,10 @@ TEST_P(CoreFuzzTest, AnyOperations_RulesHold) {
       last_revision = record.revision;
       v1::JournalRecord parsed;
       ASSERT_TRUE(parsed.ParseFromString(record.payload));
+      bool restored = false, skips_jobs = false;
       for (const v1::JournalChange& change : parsed.changes()) {
+        restored = restored || change.has_history_restored();
+        skips_jobs = skips_jobs || change.job_record_changed().sequence() > 0;
         if (change.has_job_created())
           generations[change.job_created().job_id()] = change.job_created().generation();
         if (change.has_history_restored())
@@ -180,6 +183,9 @@ TEST_P(CoreFuzzTest, AnyOperations_RulesHold) {
           ASSERT_TRUE(workers.insert(sealed.seats(rank).worker_id()).second);
         }
       }
+      // A crash after this record must leave either a start that is a restored one again, or all
+      // that it skips.
+      ASSERT_TRUE(!restored || skips_jobs) << parsed.ShortDebugString();
       journal.push_back(record.payload);
     }
     for (const NodeDirective& directive : out.directives)

@@ -179,7 +179,9 @@ class Core::Impl {
   static v1::OpError UnknownJob(absl::string_view job_id) {
     return MakeError(
         absl::StatusCode::kNotFound, v1::ERROR_REASON_UNSPECIFIED,
-        absl::StrCat("job ", Quoted(job_id), " is not known here: no worker of it has joined yet"));
+        absl::StrCat("job ", Quoted(job_id),
+                     " is not known here: no worker of it has joined, or it was removed, as jobs "
+                     "are some time after their end"));
   }
 
   // An operation that is being applied.
@@ -241,8 +243,10 @@ class Core::Impl {
   void EndJobs(JobsOutput out);
   // Hands what became of groups in this event to submitted_, each in an event of its own.
   void TellJobs();
-  void CloseGroup(const std::string& group, const std::string& why);
-  void StartJobsTerm(uint64_t lost_terms);
+  using EndedGroup = std::pair<std::string, std::string>;  // and why
+  void CloseGroups(const std::vector<EndedGroup>& ended);
+  // Ends the event. Returns the groups that are to be closed once their jobs have started the term.
+  std::vector<EndedGroup> StartJobsTerm(uint64_t lost_terms);
   // Why workers may not join this group any more, if so: its attempt is over.
   std::optional<std::string> WhyGroupEnded(absl::string_view group) const;
   // The group of an earlier attempt of the same job, which has checkpoints; null: there is none.
@@ -308,7 +312,7 @@ class Core::Impl {
   std::vector<JobsCore::GroupNews> group_news_;  // of this event, for submitted_
   Agents agents_;
   GroupedHubs hubs_{options_.hubs};
-  absl::flat_hash_map<uint64_t, Query> queries_;  // stacks that agents were asked for
+  absl::btree_map<uint64_t, Query> queries_;  // stacks that agents were asked for
   uint64_t next_query_ = 1;
   Unseated unseated_;
   struct Held {
@@ -402,7 +406,10 @@ class Core::Impl::Job : public BarrierHost {
   void TouchMembership() { membership_touched_ = true; }
   void TouchWatch() { watch_touched_ = true; }
   // The job is in use: its removal time restarts.
-  void Touch() { touched_ = impl_->now_; }
+  void Touch() {
+    touched_ = impl_->now_;
+    rests_ = false;
+  }
   // The record of this event is `revision`; the event has ended.
   void Recorded(uint64_t revision);
   void AfterEvent();
@@ -461,6 +468,8 @@ class Core::Impl::Job : public BarrierHost {
   void QuarantineHost(const std::string& host, absl::Duration length, const std::string& reason,
                       bool automatic);
   void Close(const std::string& why);
+  v1::WorkerState StateOf(const Seat& seat) const;
+  bool Waits(const Seat& seat) const { return rendezvous_.Waits(seat.record().worker_id()); }
   v1::Member MakeMember(const Seat& seat) const;
   v1::Member MakeMember(const Waiter& waiter) const;
   void RenewLease(const Seat& seat) {
@@ -521,6 +530,7 @@ class Core::Impl::Job : public BarrierHost {
   absl::Status Apply(const v1::CheckpointChanged& change);
   void SnapshotTo(SnapshotParts* parts) const;
   void SnapshotHostsTo(SnapshotParts* parts) const;
+  static void SetStrikes(const std::vector<absl::Time>& strikes, v1::HostStruck* struck);
   void ForgetHosts() { quarantine_.Clear(); }
   // See Core::StartTerm.
   void StartTerm();
@@ -552,9 +562,16 @@ class Core::Impl::Job : public BarrierHost {
     if (barriers_ != nullptr) next = std::min(next, barriers_->NextDeadline());
     if (agree_ != nullptr) next = std::min(next, agree_->NextDeadline());
     next = std::min(next, leases_.NextDeadline());
-    if (Idle()) next = std::min({next, touched_ + Retention(), KeysExpire()});
+    if (Idle()) next = std::min({next, touched_ + Retention(), KeysExpire(), RestsAt()});
     return std::max(next, hold_until_);
   }
+  // When it is too late for another generation to follow at once: what only its last one, and its
+  // watchers, have used goes. The answers to workers do: who repeats a request without a seat is
+  // refused, and what it did is not done again.
+  absl::Time RestsAt() const {
+    return Idle() && !rests_ ? touched_ + JoinTimeout() : absl::InfiniteFuture();
+  }
+  void Rest();
   // When its keys go; never, if there are none.
   absl::Time KeysExpire() const {
     return Idle() && kv_.size() > 0 ? touched_ + impl_->options_.job_retention
@@ -569,7 +586,6 @@ class Core::Impl::Job : public BarrierHost {
   // one.
   void NoteDeparted(const std::vector<Seat>& old_seats);
   v1::OpError Stale(const v1::Fence& fence) const;
-  bool Waits(const Seat& seat) const { return rendezvous_.Waits(seat.record().worker_id()); }
 
   // Takes a worker out of the queue: its calls are no longer held.
   Waiter Unqueue(absl::string_view worker_id);
@@ -584,7 +600,14 @@ class Core::Impl::Job : public BarrierHost {
   std::vector<std::vector<CallId>> TakeSeats(int world_size, std::vector<Seat>* former_seats);
   void Seal(int world_size);
   void BeginGeneration(bool counters_known);
+  // Lets the joins whose time is over fail. All that waited at a time get the same answer, and
+  // those that have given up before the others count as arrived.
+  void TickTimeouts();
   v1::OpError RendezvousTimeout() const;
+  void ForgetTimeouts() {
+    timeout_ = nullptr;
+    gave_up_.clear();
+  }
   void Strike(const std::string& host, const std::string& what);
   void EmitMember(const Seat& seat);
 
@@ -614,6 +637,14 @@ class Core::Impl::Job : public BarrierHost {
   Membership members_;
   Leases leases_;
   Rendezvous rendezvous_;
+  // What joins that time out are told, until another worker joins or leaves; null: not said yet.
+  std::shared_ptr<const Answer> timeout_;
+  // Workers whose join has timed out within the time that one may take, while others wait.
+  struct GaveUp {
+    absl::Time at;
+    int preferred_rank = -1;
+  };
+  absl::flat_hash_map<std::string, GaveUp> gave_up_;
   absl::Time hold_until_ = absl::InfinitePast();
   Incarnations incarnations_;
 
@@ -640,8 +671,11 @@ class Core::Impl::Job : public BarrierHost {
   BarrierCounts seen_counts_;
   absl::Time scheduled_ = absl::InfiniteFuture();
   absl::Duration running_lease_ = absl::InfiniteDuration();  // in leases_; infinite: it is not
-  absl::Time touched_ = absl::InfinitePast();  // by an event, or by a beat of one of its workers
-  bool expired_ = false;                       // to be removed
+  // When it was not idle, was changed, or one of its workers spoke last.
+  absl::Time touched_ = absl::InfinitePast();
+  bool was_idle_ = false;  // after the last event
+  bool rests_ = false;     // since touched_
+  bool expired_ = false;   // to be removed
 };
 
 }  // namespace muster::coordinator

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <limits>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -204,12 +205,18 @@ std::string Core::Impl::Job::GoneText(const Seat& seat) const {
   }
 }
 
+v1::WorkerState Core::Impl::Job::StateOf(const Seat& seat) const {
+  // After the end of a generation nobody takes the seats of those that are silent.
+  const bool lost = !sealed() && seat.alive() && !Waits(seat) && !leases_.Runs(seat, impl_->now_);
+  return lost ? v1::WORKER_STATE_LOST : seat.record().state();
+}
+
 v1::Member Core::Impl::Job::MakeMember(const Seat& seat) const {
   v1::Member member;
   member.set_rank(seat.rank());
   member.set_worker_id(seat.record().worker_id());
   member.set_incarnation(seat.record().incarnation());
-  member.set_state(seat.record().state());
+  member.set_state(StateOf(seat));
   member.set_host(seat.record().topology().host());
   member.set_pid(seat.record().pid());
   member.set_last_step(seat.step());
@@ -333,6 +340,7 @@ void Core::Impl::Job::Recount() {
 }
 
 Waiter Core::Impl::Job::Unqueue(absl::string_view worker_id) {
+  timeout_ = nullptr;
   Waiter waiter = rendezvous_.Remove(worker_id);
   for (const CallId call : waiter.calls) impl_->held_.erase(call);
   return waiter;
@@ -363,6 +371,10 @@ void Core::Impl::Job::Enqueue(CallId call, const v1::JoinRequest& request, const
     FenceIncarnation(worker_id, older.request.fence().incarnation());
     const v1::OpError error = Superseded(worker_id, incarnation);
     for (const CallId old : older.calls) impl_->SendError(old, error, membership_record_);
+  }
+  if (!rendezvous_.Waits(worker_id)) {
+    timeout_ = nullptr;
+    gave_up_.erase(worker_id);
   }
   Waiter& waiter = *rendezvous_.Place(worker_id, order);
   waiter.request = request;
@@ -492,6 +504,7 @@ std::vector<std::vector<CallId>> Core::Impl::Job::TakeSeats(int world_size,
     rendezvous_.Place(candidates[i].worker_id, std::nullopt)->passed_over =
         std::move(seating.why[i]);
   }
+  ForgetTimeouts();
   *former_seats = members_.Seal(std::move(records));
   return calls;
 }
@@ -627,6 +640,7 @@ void Core::Impl::Job::Reseat(int rank, CallId call, const v1::JoinRequest& reque
 void Core::Impl::Job::EndGeneration(const std::string& why, std::vector<v1::Culprit> culprits) {
   if (!sealed()) return;
   members_.End(why, std::move(culprits), impl_->now_);
+  timeout_ = nullptr;  // it said that a generation runs
   ++impl_->stats_.generations_ended;
   v1::GenerationClosed* ended = impl_->Change()->mutable_generation_closed();
   ended->set_job_id(id_);
@@ -635,6 +649,7 @@ void Core::Impl::Job::EndGeneration(const std::string& why, std::vector<v1::Culp
 
   const v1::OpError error = Ended();
   barriers_->EndAll(error);
+  barriers_->DropPayloads();
   std::vector<AgreeSet::Done> done;
   agree_->EndAll(error, &done);
   AgreeDone(std::move(done));
@@ -649,8 +664,7 @@ void Core::Impl::Job::EndGeneration(const std::string& why, std::vector<v1::Culp
   kv_.DropPrefix(absl::StrCat("gen/", generation(), "/"), &changes);
   KvChanged(changes);
   // Keys that are tied to a lease outlive the generation with their worker, not without it.
-  leases_.EndGeneration(
-      [this](const Seat& seat) { return kv_.HasLease(seat.record().worker_id()); });
+  leases_.EndGeneration();
 
   v1::WatchEvent event;
   event.set_generation_ended(generation());
@@ -747,7 +761,7 @@ void Core::Impl::Job::Strike(const std::string& host, const std::string& what) {
   v1::HostStruck* change = impl_->Change()->mutable_host_struck();
   change->set_job_id(id_);
   change->set_host(host);
-  change->set_strikes(struck->strikes);
+  SetStrikes(struck->strikes, change);
 }
 
 void Core::Impl::Job::QuarantineHost(const std::string& host, absl::Duration length,
@@ -757,6 +771,9 @@ void Core::Impl::Job::QuarantineHost(const std::string& host, absl::Duration len
   quarantined->set_job_id(id_);
   quarantined->set_host(host);
   *quarantined->mutable_for_() = ToProto(length);
+  if (length > absl::ZeroDuration()) {
+    quarantined->set_until_unix_ms(absl::ToUnixMillis(impl_->now_ + length));
+  }
   quarantined->set_reason(reason);
   quarantined->set_automatic(automatic);
   impl_->Note(id_, true,
@@ -774,7 +791,7 @@ void Core::Impl::Job::Blame(absl::Span<const int32_t> ranks) {
 }
 
 v1::OpError Core::Impl::Job::RendezvousTimeout() const {
-  const int here = rendezvous_.size();
+  const int here = rendezvous_.size() + static_cast<int>(gave_up_.size());
   std::string text = absl::StrCat("job ", Quoted(id_), ": ", here, " of ",
                                   spec_.min_workers() == spec_.max_workers() ? "" : "at least ",
                                   spec_.min_workers(), " workers joined within ",
@@ -790,7 +807,7 @@ v1::OpError Core::Impl::Job::RendezvousTimeout() const {
     std::string missing;
     int count = 0;
     for (const Seat& seat : members_.seats()) {
-      if (Waits(seat)) continue;
+      if (Waits(seat) || gave_up_.contains(seat.record().worker_id())) continue;
       const v1::Culprit culprit = DescribeRank(seat.rank());
       if (count++ < kNamed)
         absl::StrAppend(&missing, missing.empty() ? "" : ", ", CulpritText(culprit));
@@ -802,6 +819,7 @@ v1::OpError Core::Impl::Job::RendezvousTimeout() const {
       rendezvous_.ForEach([&](const std::string&, const Waiter& waiter) {
         claimed.insert(waiter.request.preferred_rank());
       });
+      for (const auto& [worker_id, one] : gave_up_) claimed.insert(one.preferred_rank);
       claimed.erase(-1);
       for (int rank = 0; !claimed.empty() && rank < std::min(spec_.min_workers(), 4096); ++rank) {
         if (claimed.contains(rank)) continue;
@@ -843,6 +861,12 @@ void Core::Impl::Job::Recorded(uint64_t revision) {
 
 void Core::Impl::Job::AfterEvent() {
   if (watch_touched_) impl_->out_->changed_jobs.push_back(id_);
+  // Who only reads does not keep an idle job.
+  const bool idle = Idle();
+  if (!std::exchange(was_idle_, idle) || !idle || membership_touched_ || kv_touched_ ||
+      barrier_touched_ || watch_touched_) {
+    Touch();
+  }
   membership_touched_ = kv_touched_ = barrier_touched_ = watch_touched_ = false;
   if (barriers_ != nullptr) {
     const BarrierCounts& counts = barriers_->counts();
@@ -853,7 +877,6 @@ void Core::Impl::Job::AfterEvent() {
     impl_->stats_.barriers_failed += counts.failed - seen_counts_.failed;
     seen_counts_ = counts;
   }
-  touched_ = impl_->now_;
   const absl::Duration lease =
       sealed() && members_.alive() > 0 ? Lease() : absl::InfiniteDuration();
   if (lease != running_lease_) {
@@ -921,6 +944,7 @@ void Core::Impl::Job::Tick() {
     kv_.DropPrefix("", &changes);
     KvChanged(changes);
   }
+  if (RestsAt() <= now) Rest();
   if (barriers_ != nullptr) barriers_->Tick(now);
   if (agree_ != nullptr) {
     std::vector<AgreeSet::Done> done;
@@ -936,18 +960,52 @@ void Core::Impl::Job::Tick() {
   }
   TickLeases();
   if (rendezvous_.FirstExpired(now).has_value()) {
-    // One text for all callers that time out now; the ranks that waited with them count as arrived.
-    const v1::OpError error = RendezvousTimeout();
-    while (const std::optional<std::string> worker_id = rendezvous_.FirstExpired(now)) {
-      DropWaiting(*worker_id, error);
-    }
-    impl_->Note(id_, true, error.message());
+    TickTimeouts();
     Evaluate();
   }
   if (rendezvous_.IsDue(now)) {
     Recount();
     Evaluate();
   }
+}
+
+void Core::Impl::Job::Rest() {
+  rests_ = true;
+  log_->Compact();
+  std::map<std::string, std::pair<uint64_t, uint64_t>> newest;  // by name
+  answers_.ForEachNewestOfWorkers(
+      [&](const std::string& worker_id, uint64_t incarnation, uint64_t up_to) {
+        newest[worker_id] = {incarnation, up_to};
+      });
+  for (const auto& [worker_id, ids] : newest) {
+    const auto& [incarnation, up_to] = ids;
+    answers_.RememberForgotten(worker_id, incarnation, up_to);
+    v1::RequestsForgotten* const forgotten = impl_->Change()->mutable_requests_forgotten();
+    forgotten->set_job_id(id_);
+    forgotten->set_worker_id(worker_id);
+    forgotten->set_incarnation(incarnation);
+    forgotten->set_up_to(up_to);
+  }
+}
+
+void Core::Impl::Job::TickTimeouts() {
+  const absl::Time now = impl_->now_;
+  if (timeout_ == nullptr) {
+    absl::erase_if(gave_up_, [&](const auto& one) { return one.second.at + JoinTimeout() <= now; });
+    v1::OpResult result;
+    *result.mutable_error() = RendezvousTimeout();
+    timeout_ = std::make_shared<Answer>(result);
+    impl_->Note(id_, true, result.error().message());
+  }
+  const std::shared_ptr<const Answer> answer = timeout_;
+  while (const std::optional<std::string> worker_id = rendezvous_.FirstExpired(now)) {
+    const Waiter waiter = Unqueue(*worker_id);
+    gave_up_[*worker_id] = {now, waiter.request.preferred_rank()};
+    for (const CallId call : waiter.calls) impl_->Send(call, answer, membership_record_);
+  }
+  timeout_ = answer;
+  // Who comes from now on has waited with none of them.
+  if (rendezvous_.empty()) ForgetTimeouts();
 }
 
 void Core::Impl::Job::TickLeases() {
@@ -975,7 +1033,8 @@ void Core::Impl::Job::TickLeases() {
         if (!awaited_reading) impl_->unread_jobs_.push_back(id_);
         impl_->out_->catch_up = true;
         break;
-      case Kind::kDropKeys: {
+      case Kind::kEnded: {
+        ++impl_->stats_.workers_lost;
         std::vector<KvChange> changes;
         kv_.DropLease(seat.record().worker_id(), &changes);
         KvChanged(changes);

@@ -21,6 +21,9 @@ constexpr uint64_t kLostVersions = uint64_t{1} << 32;
 // Keys of one change: a part is divided between changes only.
 constexpr size_t kKeysBytes = 256 << 10;
 constexpr int kKeys = 1000;
+
+// Of one host, of which an older coordinator has written only how many they are.
+constexpr int kMaxStrikes = 1024;
 // Of a snapshot in one string.
 constexpr size_t kPartBytes = 2 << 20;
 
@@ -183,6 +186,15 @@ void Core::Impl::Job::SnapshotGenerationTo(SnapshotParts* parts) const {
 }
 
 void Core::Impl::Job::SnapshotAnswersTo(SnapshotParts* parts) const {
+  // First: an answer whose number is smaller may be kept.
+  answers_.ForEachForgotten(
+      [&](const std::string& worker_id, uint64_t incarnation, uint64_t up_to) {
+        v1::RequestsForgotten* forgotten = parts->Add()->mutable_requests_forgotten();
+        forgotten->set_job_id(id_);
+        forgotten->set_worker_id(worker_id);
+        forgotten->set_incarnation(incarnation);
+        forgotten->set_up_to(up_to);
+      });
   answers_.ForEach([&](const std::string& worker_id, uint64_t incarnation, uint64_t request_id,
                        uint64_t hash, const StoredAnswer& stored) {
     if (stored.durable_revision == 0) return;
@@ -194,29 +206,31 @@ void Core::Impl::Job::SnapshotAnswersTo(SnapshotParts* parts) const {
     answered->set_request_hash(hash);
     *answered->mutable_answer() = stored.answer->Parse();
   });
-  answers_.ForEachForgotten(
-      [&](const std::string& worker_id, uint64_t incarnation, uint64_t up_to) {
-        v1::RequestsForgotten* forgotten = parts->Add()->mutable_requests_forgotten();
-        forgotten->set_job_id(id_);
-        forgotten->set_worker_id(worker_id);
-        forgotten->set_incarnation(incarnation);
-        forgotten->set_up_to(up_to);
-      });
+}
+
+void Core::Impl::Job::SetStrikes(const std::vector<absl::Time>& strikes, v1::HostStruck* struck) {
+  struck->set_strikes(static_cast<int>(strikes.size()));
+  for (const absl::Time at : strikes) {
+    if (at != absl::InfiniteFuture()) struck->add_at_unix_ms(absl::ToUnixMillis(at));
+  }
 }
 
 void Core::Impl::Job::SnapshotHostsTo(SnapshotParts* parts) const {
   quarantine_.ForEach(impl_->now_, [&](const std::string& name, const Quarantine::Host& host) {
-    if (host.strikes > 0) {
+    if (!host.strikes.empty()) {
       v1::HostStruck* struck = parts->Add()->mutable_host_struck();
       struck->set_job_id(id_);
       struck->set_host(name);
-      struck->set_strikes(host.strikes);
+      SetStrikes(host.strikes, struck);
     }
     if (host.left > absl::ZeroDuration()) {
       v1::HostQuarantined* quarantined = parts->Add()->mutable_host_quarantined();
       quarantined->set_job_id(id_);
       quarantined->set_host(name);
       *quarantined->mutable_for_() = ToProto(host.left);
+      if (host.until != absl::InfiniteFuture()) {
+        quarantined->set_until_unix_ms(absl::ToUnixMillis(host.until));
+      }
       quarantined->set_reason(host.reason);
       quarantined->set_automatic(host.automatic);
     }
@@ -239,7 +253,8 @@ absl::Status Core::Impl::Job::Apply(const v1::GenerationSealed& sealed) {
 
 absl::Status Core::Impl::Job::Apply(const v1::GenerationClosed& ended) {
   members_.Restore(ended);
-  leases_.EndGeneration([](const Seat&) { return false; });
+  leases_.EndGeneration();
+  if (barriers_ != nullptr) barriers_->DropPayloads();
   return absl::OkStatus();
 }
 
@@ -297,13 +312,22 @@ absl::Status Core::Impl::Job::Apply(const v1::BarrierEnded& ended) {
 }
 
 absl::Status Core::Impl::Job::Apply(const v1::HostStruck& struck) {
-  quarantine_.RestoreStrikes(struck.host(), struck.strikes());
+  std::vector<absl::Time> strikes;
+  for (const int64_t at : struck.at_unix_ms()) strikes.push_back(absl::FromUnixMillis(at));
+  // An older coordinator wrote only how many.
+  if (strikes.empty() && struck.strikes() > 0) {
+    strikes.assign(std::min(struck.strikes(), kMaxStrikes), absl::InfiniteFuture());
+  }
+  quarantine_.RestoreStrikes(struck.host(), std::move(strikes));
   return absl::OkStatus();
 }
 
 absl::Status Core::Impl::Job::Apply(const v1::HostQuarantined& quarantined) {
-  quarantine_.RestoreSet(quarantined.host(), FromProto(quarantined.for_()), quarantined.reason(),
-                         quarantined.automatic());
+  quarantine_.RestoreSet(quarantined.host(), FromProto(quarantined.for_()),
+                         quarantined.until_unix_ms() == 0
+                             ? absl::InfiniteFuture()
+                             : absl::FromUnixMillis(quarantined.until_unix_ms()),
+                         quarantined.reason(), quarantined.automatic());
   return absl::OkStatus();
 }
 
@@ -544,12 +568,13 @@ void Core::StartTerm(uint64_t term, absl::Time now, Output* out, bool restored) 
                                " have ended, and their workers join again"));
     }
   }
-  impl_->End(nullptr);
+  // In the same record: a crash leaves all that a restore skips, or a start that is one again.
+  const std::vector<Impl::EndedGroup> ended = impl_->StartJobsTerm(lost_terms);
   for (auto& [id, job] : impl_->jobs_) {
     job->StartTerm();
     impl_->End(job.get());
   }
-  impl_->StartJobsTerm(lost_terms);
+  impl_->CloseGroups(ended);
 }
 
 }  // namespace muster::coordinator

@@ -478,8 +478,10 @@ void Core::Impl::Heartbeat(Incoming* in) {
     // Behind, but not dead: what it must know is in the reply.
     if (reason == v1::ERROR_REASON_STALE_GENERATION) return answer();
     if (reason == v1::ERROR_REASON_GENERATION_ENDED) {
-      if (seat != nullptr && seat->record().incarnation() == fence.incarnation())
+      if (seat != nullptr && seat->record().incarnation() == fence.incarnation()) {
         job->RenewLease(*seat);
+        job->Touch();  // its worker lives, though without a seat
+      }
       return answer();
     }
     return SendError(in->call, *std::move(error), job->membership_record());
@@ -676,7 +678,7 @@ void Core::Impl::CaptureStacks(Incoming* in) {
 
 uint64_t Core::Impl::AskForStack(Query query, int64_t pid, const std::string& node,
                                  uint64_t durable) {
-  if (queries_.size() >= kMaxQueries) queries_.clear();
+  if (queries_.size() >= kMaxQueries) queries_.erase(queries_.begin());  // the oldest
   const uint64_t number = next_query_++;
   auto directive = std::make_shared<v1::Directive>();
   v1::CollectStack* ask = directive->mutable_collect_stack();
@@ -1090,7 +1092,9 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
       return nullptr;
     }
     // A person is no worker: naming one would renew its lease.
-    if (who->role == Role::kView || who->role == Role::kSubmit) ForgetWorker(&unnamed.emplace(op));
+    if (who->role == Role::kView || who->role == Role::kSubmit) {
+      ForgetWorker(who->name, &unnamed.emplace(op));
+    }
   }
   Incoming in{call, unnamed.has_value() ? *unnamed : op, caller};
   if (const Operation* const operation = FindOperation(op)) {

@@ -65,7 +65,7 @@ void Core::Impl::EndJobs(JobsOutput out) {
     Note(notice.job_id, notice.warning, std::move(notice.text));
   }
   End(nullptr);
-  for (const auto& [group, why] : out.closed_groups) CloseGroup(group, why);
+  CloseGroups(out.closed_groups);
 }
 
 void Core::Impl::TellJobs() {
@@ -77,12 +77,14 @@ void Core::Impl::TellJobs() {
   }
 }
 
-void Core::Impl::CloseGroup(const std::string& group, const std::string& why) {
-  for (const std::string& id : {group, absl::StrCat(group, kAgentsSuffix)}) {
-    Job* const job = FindJob(id);
-    if (job == nullptr || job->members().closed()) continue;
-    job->Close(why);
-    End(job);
+void Core::Impl::CloseGroups(const std::vector<EndedGroup>& ended) {
+  for (const auto& [group, why] : ended) {
+    for (const std::string& id : {group, absl::StrCat(group, kAgentsSuffix)}) {
+      Job* const job = FindJob(id);
+      if (job == nullptr || job->members().closed()) continue;
+      job->Close(why);
+      End(job);
+    }
   }
 }
 
@@ -187,13 +189,15 @@ Core::Impl::Job* Core::Impl::LastWithCheckpoints(const std::string& job_id, int 
   return last;
 }
 
-void Core::Impl::StartJobsTerm(uint64_t lost_terms) {
+std::vector<Core::Impl::EndedGroup> Core::Impl::StartJobsTerm(uint64_t lost_terms) {
   JobsOutput out;
   submitted_->StartTerm(JobsEvent(), lost_terms, &out);
+  std::vector<EndedGroup> ended = std::exchange(out.closed_groups, {});
   EndJobs(std::move(out));
   for (const Job* job : JobsById()) {
-    if (const auto why = WhyGroupEnded(job->id())) CloseGroup(job->id(), *why);
+    if (auto why = WhyGroupEnded(job->id())) ended.emplace_back(job->id(), *std::move(why));
   }
+  return ended;
 }
 
 }  // namespace muster::coordinator

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "base/mutate.h"
 #include "coordinator/core.h"
@@ -273,6 +274,45 @@ TEST_F(SubmittedTest, Identity_DecidesWhatACallMayDo) {
   EXPECT_TRUE(core_->CheckAttempt("job-1.1").has_value());
 }
 
+TEST_F(SubmittedTest, RepeatedRequest_OfAUser_GetsTheFirstAnswer) {
+  const Identity ann{.name = "ann", .role = Role::kSubmit},
+      root{.name = "root", .role = Role::kAdmin}, view{.name = "eve", .role = Role::kView};
+  const auto as = [&](const Identity& who, const v1::Op& op) {
+    core_->Handle(++call_, op, {.identity = &who}, now_ += absl::Milliseconds(1), &out_);
+    Collect();
+    return replies_.at(call_).answer->Parse();
+  };
+  v1::Op submit;
+  submit.mutable_submit_job()->mutable_spec()->set_name("job");
+  submit.mutable_submit_job()->mutable_spec()->add_argv("./train");
+  submit.mutable_submit_job()->mutable_spec()->set_max_processes(1);
+  as(ann, submit);
+  Call(SyncOp());
+  ASSERT_TRUE(Join("job-1.1", 7).has_join());
+  v1::Op trigger;
+  v1::Fence* const fence = trigger.mutable_raise_trigger()->mutable_fence();
+  fence->set_job_id("job-1.1");
+  fence->set_incarnation(77);
+  fence->set_request_id(1);
+  trigger.mutable_raise_trigger()->set_name("checkpoint");
+  const uint64_t first = as(ann, trigger).raise_trigger().trigger_id();
+  EXPECT_NE(first, 0u);
+  EXPECT_EQ(as(ann, trigger).raise_trigger().trigger_id(), first);
+  for (const bool snapshot : {false, true}) {
+    Restart(snapshot);
+    EXPECT_EQ(as(ann, trigger).raise_trigger().trigger_id(), first) << snapshot;
+  }
+  // A worker's name changes nothing: people are none.
+  fence->set_worker_id("w");
+  EXPECT_EQ(as(ann, trigger).raise_trigger().trigger_id(), first);
+  fence->clear_worker_id();
+  // Another's process of the same number is another client.
+  const uint64_t other = as(root, trigger).raise_trigger().trigger_id();
+  EXPECT_NE(other, first);
+  EXPECT_NE(other, 0u);
+  EXPECT_EQ(as(view, trigger).error().detail().reason(), v1::ERROR_REASON_SCOPE);
+}
+
 TEST_F(SubmittedTest, Crash_BetweenTheEndOfAnAttemptAndItsGroups_IsMadeGood) {
   Call(SyncOp());
   const std::string job = Submit(0);
@@ -318,6 +358,38 @@ TEST_F(SubmittedTest, AttemptAfterARestore_ResumesFromTheCheckpointsOfTheFormer)
   const std::string group = absl::StrCat("job-1.", attempt);
   EXPECT_TRUE(Join(group, 20).has_join());
   EXPECT_EQ(StepToResume(group), 100);
+}
+
+// Of a start with a copy only the first records may be on the disk: the next one does not know
+// that it begins with a copy, unless it has to start over.
+TEST_F(SubmittedTest, Crash_InTheFirstStartWithACopy_GivesNoNumberAgain) {
+  Call(SyncOp());
+  const std::string job = Submit(2);
+  Report(job, v1::PLACEMENT_STATE_RUNNING);
+  Join("job-1.1", 10);
+  const std::vector<Record> copy = journal_;
+  constexpr uint64_t kTerms = 65536 + 30 * 24 * 60;
+  Restart(/*snapshot=*/false, kTerms, /*restored=*/true);
+  const std::vector<Record> started = journal_;
+  const uint64_t restored_term = core_->last_term();
+  ASSERT_GT(started.size(), copy.size());
+  for (size_t kept = copy.size(); kept <= started.size(); ++kept) {
+    journal_.assign(started.begin(), started.begin() + kept);
+    CoreOptions options;
+    options.cluster_id = "c1";
+    core_ = std::make_unique<Core>(options);
+    for (const Record& record : journal_) ASSERT_TRUE(core_->Replay(record.payload).ok());
+    // As the service does, whose journal has the terms of the restore.
+    core_->StartTerm(std::max(restored_term + 1, core_->last_term() + 1), now_, &out_,
+                     /*restored=*/core_->restored_term() < restored_term);
+    Collect();
+    EXPECT_GT(Get(job).attempts(), 100'000) << kept - copy.size() << " records";
+    EXPECT_NE(Get(job).state(), v1::JOB_STATE_RUNNING) << kept - copy.size() << " records";
+    const std::string next = Submit(0);
+    int number = 0;
+    ASSERT_TRUE(absl::SimpleAtoi(next.substr(4), &number)) << next;
+    EXPECT_GT(number, 1000) << kept - copy.size() << " records";
+  }
 }
 
 TEST_F(SubmittedTest, DryRun_SaysFromWhichCheckpointTheJobWouldResume) {

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <random>
@@ -10,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/defaults.h"
 #include "coordinator/errors.h"
@@ -557,6 +559,65 @@ TEST_F(CoreTest, Join_TimeoutAfterAFailure_NamesTheDead) {
   EXPECT_THAT(bench_.Error(a).detail().missing_ranks(), ElementsAre(1, 2));
 }
 
+TEST_F(CoreTest, Join_TimeoutsOneAfterTheOther_AllNameTheOneThatNeverCame) {
+  std::vector<Worker> workers = Form(5);
+  *spec_.mutable_join_timeout() = ToProto(absl::Seconds(600));
+  Exit(workers[0], 1);
+  std::vector<CallId> calls;
+  for (int i = 1; i < 5; ++i) {
+    calls.push_back(bench_.Do(JoinOp(workers[i], Spec(5, 5))));
+    bench_.Advance(absl::Seconds(1));
+  }
+  bench_.notices_.clear();
+  bench_.Advance(absl::Seconds(700));
+  for (const CallId call : calls) {
+    EXPECT_EQ(bench_.Reason(call), v1::ERROR_REASON_RENDEZVOUS_TIMEOUT);
+    EXPECT_THAT(bench_.Error(call).message(), HasSubstr("4 of 5 workers joined"));
+    EXPECT_THAT(bench_.Error(call).detail().missing_ranks(), ElementsAre(0));
+    EXPECT_EQ(bench_.Error(call).detail().culprits_size(), 1);
+    // They share the bytes, however many they are.
+    EXPECT_EQ(bench_.replies_[call].answer, bench_.replies_[calls[0]].answer);
+  }
+  EXPECT_EQ(std::count_if(bench_.notices_.begin(), bench_.notices_.end(),
+                          [](const std::string& text) {
+                            return absl::StrContains(text, "workers joined within");
+                          }),
+            1);
+}
+
+TEST_F(CoreTest, Join_TimeoutsOfAFirstRendezvous_CountThoseThatGaveUpMeanwhile) {
+  spec_ = Spec(4, 4);
+  const auto join = [&](int rank, uint64_t incarnation) {
+    v1::Op op = JoinOp({absl::StrCat("w", rank), incarnation}, spec_);
+    op.mutable_join()->set_preferred_rank(rank);
+    return bench_.Do(op);
+  };
+  const auto at = [&](int second) { bench_.Advance(kStart + absl::Seconds(second) - bench_.now_); };
+  const auto missing = [&](CallId call) {
+    EXPECT_THAT(bench_.Error(call).message(), HasSubstr("3 of 4 workers joined within 10m"));
+    return bench_.Error(call).detail().missing_ranks();
+  };
+  join(0, 1);
+  at(1);
+  join(1, 1);
+  at(2);
+  const CallId third = join(2, 1);
+  at(601);  // two have given up
+  const CallId again = join(0, 2);
+  at(602);
+  EXPECT_THAT(missing(third), ElementsAre(3));
+  at(1200);
+  join(1, 2);
+  at(1201);
+  EXPECT_THAT(missing(again), ElementsAre(3));
+  at(1700);
+  const CallId last = join(2, 2);
+  at(2250);
+  join(3, 2);
+  at(2300);  // rank 0 gave up longer ago than a join may take
+  EXPECT_THAT(missing(last), ElementsAre(0));
+}
+
 TEST_F(CoreTest, Join_CallerGone_LosesItsPlace) {
   spec_ = Spec(2, 2);
   const CallId a = bench_.Do(JoinOp({"a", 1}, spec_));
@@ -862,6 +923,55 @@ TEST_F(CoreTest, Quarantine_StrikesBeforeARestart_Count) {
   }
 }
 
+TEST_F(CoreTest, Quarantine_ThatIsOver_IsNotBackAfterARestart) {
+  for (const bool snapshot : {false, true}) {
+    bench_ = Bench();
+    spec_ = Spec(2, 2);
+    std::vector<Worker> workers = {{"a", 1, "good"}, {"b", 2, "bad"}};
+    JoinAll(&workers);
+    v1::Op op;
+    op.mutable_quarantine()->mutable_fence()->set_job_id("j");
+    op.mutable_quarantine()->set_host("bad");
+    *op.mutable_quarantine()->mutable_for_() = ToProto(absl::Hours(2));
+    bench_.Do(op);
+    const auto left = [this] {
+      v1::StatusReply status;
+      bench_.core_->FillStatus(&status);
+      if (status.jobs(0).quarantined_size() == 0) return absl::ZeroDuration();
+      return FromProto(status.jobs(0).quarantined(0).left());
+    };
+    bench_.Advance(absl::Minutes(90));
+    bench_.Restart(snapshot);
+    EXPECT_EQ(left(), absl::Minutes(30));
+    bench_.now_ += absl::Hours(1);  // while no coordinator runs
+    bench_.Restart(snapshot);
+    EXPECT_EQ(left(), absl::ZeroDuration());
+    // A clock that was set back makes it no longer than it was.
+    bench_.now_ -= absl::Hours(100);
+    bench_.Restart();
+    EXPECT_LE(left(), absl::Hours(2));
+  }
+}
+
+TEST_F(CoreTest, Quarantine_StrikesLongBeforeARestart_DoNotCount) {
+  for (const bool snapshot : {false, true}) {
+    bench_ = Bench();
+    spec_ = Spec(2, 2);
+    std::vector<Worker> workers = {{"a", 1, "good"}, {"b", 2, "bad"}};
+    for (int round = 0; round < 3; ++round) {
+      JoinAll(&workers);
+      Exit(workers[1], 1);
+      workers[1].incarnation += 10;
+      if (round != 1) continue;
+      bench_.Advance(absl::Hours(1));
+      bench_.Restart(snapshot);
+    }
+    const CallId a = bench_.Do(JoinOp(workers[0], spec_));
+    bench_.Do(JoinOp(workers[1], spec_));
+    EXPECT_TRUE(bench_.Answered(a)) << "two of the three strikes were an hour ago";
+  }
+}
+
 TEST_F(CoreTest, Job_LeftAlone_IsRemovedWithItsKeys) {
   std::vector<Worker> workers = Form(2);
   bench_.Do(PutOp(workers[0], "k", "v", /*durable=*/true));
@@ -899,6 +1009,95 @@ TEST_F(CoreTest, Job_InUse_IsNotRemoved) {
   EXPECT_EQ(bench_.core_->stats().jobs_removed, 0u);
   bench_.Advance(absl::Hours(2));
   EXPECT_EQ(bench_.core_->stats().jobs_removed, 1u);
+}
+
+TEST_F(CoreTest, Job_ThatIsOnlyRead_IsRemoved) {
+  std::vector<Worker> workers = Form(1);
+  v1::Op end;
+  end.mutable_end_generation()->mutable_fence()->set_job_id("j");
+  bench_.Do(end);
+  v1::Op list, wait;
+  list.mutable_list_checkpoints()->mutable_fence()->set_job_id("j");
+  wait.mutable_wait()->mutable_fence()->set_job_id("j");
+  wait.mutable_wait()->add_keys("never");
+  *wait.mutable_wait()->mutable_timeout() = ToProto(absl::Seconds(1));
+  for (int hour = 0; hour < 23; ++hour) {
+    bench_.Advance(absl::Hours(1));
+    EXPECT_TRUE(bench_.Result(bench_.Do(list)).has_list_checkpoints());
+    EXPECT_EQ(Get("k"), "(absent)");
+    bench_.Do(wait);
+  }
+  EXPECT_EQ(bench_.core_->stats().jobs_removed, 0u);
+  // A write is a use.
+  v1::Op put;
+  put.mutable_txn()->mutable_fence()->set_job_id("j");
+  put.mutable_txn()->add_then()->mutable_put()->set_key("k");
+  bench_.Do(put);
+  for (int hour = 0; hour < 23; ++hour) {
+    bench_.Advance(absl::Hours(1));
+    bench_.Do(list);
+    bench_.Do(wait);
+  }
+  EXPECT_EQ(bench_.core_->stats().jobs_removed, 0u);
+  bench_.Advance(absl::Hours(2));
+  EXPECT_EQ(bench_.core_->stats().jobs_removed, 1u);
+  const CallId gone = bench_.Do(list);
+  EXPECT_EQ(bench_.Error(gone).code(), static_cast<int>(absl::StatusCode::kNotFound));
+  EXPECT_THAT(bench_.Error(gone).message(), HasSubstr("or it was removed"));
+}
+
+TEST_F(CoreTest, Job_ThatRests_HasNoAnswersAndNoHistoryAnyMore) {
+  std::vector<Worker> workers = Form(2);
+  const std::string value(10'000, 'v');
+  for (uint64_t request = 1; request <= 50; ++request) {
+    v1::Op op = PutOp(workers[0], "k", value, /*durable=*/true, request);
+    op.mutable_txn()->add_then()->mutable_get()->set_key("k");  // the answer has the value
+    bench_.Do(op);
+  }
+  const v1::Op repeated = PutOp(workers[1], "k", value, /*durable=*/true, 7);
+  const CallId first = bench_.Do(repeated);
+  const v1::Op by_operator = [] {
+    v1::Op op;
+    v1::Fence* const fence = op.mutable_txn()->mutable_fence();
+    fence->set_job_id("j");
+    fence->set_incarnation(4711);
+    fence->set_request_id(1);
+    op.mutable_txn()->add_then()->mutable_put()->set_key("o");
+    op.mutable_txn()->mutable_then(0)->mutable_put()->set_klass(v1::KV_CLASS_DURABLE);
+    return op;
+  }();
+  const CallId first_of_operator = bench_.Do(by_operator);
+  const auto watch = [this](uint64_t from) {
+    v1::WatchRequest request;
+    request.set_job_id("j");
+    request.set_keys(true);
+    v1::WatchBatch batch;
+    const auto error = bench_.core_->ReadWatch(request, from, ~0ull, 1 << 20, &batch);
+    return error.has_value() ? error->detail().reason() : v1::ERROR_REASON_UNSPECIFIED;
+  };
+  v1::Op end;
+  end.mutable_end_generation()->mutable_fence()->set_job_id("j");
+  bench_.Do(end);
+  const uint64_t read = bench_.core_->revision() + 1;
+  bench_.Advance(absl::Minutes(9));
+  EXPECT_GT(bench_.core_->Snapshot().size(), 400'000u);
+  EXPECT_EQ(watch(read - 5), v1::ERROR_REASON_UNSPECIFIED);
+  EXPECT_EQ(bench_.Result(bench_.Do(repeated)).SerializeAsString(),
+            bench_.Result(first).SerializeAsString());
+  bench_.Advance(absl::Minutes(2));
+  EXPECT_EQ(watch(read - 5), v1::ERROR_REASON_COMPACTED);
+  EXPECT_EQ(watch(read), v1::ERROR_REASON_UNSPECIFIED);
+  for (int start = 0; start < 3; ++start) {
+    EXPECT_LT(bench_.core_->Snapshot().size(), 20'000u) << start;
+    EXPECT_EQ(Get("k"), value);
+    EXPECT_EQ(bench_.Reason(bench_.Do(repeated)), v1::ERROR_REASON_RESULT_FORGOTTEN);
+    const CallId again = bench_.Do(by_operator);
+    EXPECT_EQ(bench_.Result(again).txn().results(0).mod_revision(),
+              bench_.Result(first_of_operator).txn().results(0).mod_revision());
+    const Reply kept = bench_.replies_[first_of_operator];
+    bench_.Restart(/*snapshot=*/start == 1);
+    bench_.replies_[first_of_operator] = kept;
+  }
 }
 
 TEST_F(CoreTest, Job_WithWaitingWorkers_IsNotRemoved) {
@@ -1726,6 +1925,45 @@ TEST_F(CoreTest, Lease_RunsOut_EndsTheGenerationAndNamesTheRank) {
   EXPECT_EQ(bench_.core_->stats().workers_lost, 1u);
 }
 
+TEST_F(CoreTest, Lease_RunsOutAfterTheEnd_CountsAsLostToo) {
+  std::vector<Worker> workers = Form(4, true, 2);
+  const auto beat = [&](const Worker& worker) {
+    v1::Beat message;
+    v1::WorkerBeat* const one = message.add_workers();
+    one->set_job_id("j");
+    one->set_worker_id(worker.id);
+    one->set_incarnation(worker.incarnation);
+    bench_.core_->HandleBeat("node-" + worker.host, message, bench_.now_, &bench_.out_);
+    bench_.Collect();
+  };
+  for (int i = 0; i < 4; ++i) {  // host h1 has lost power: w1 and w3
+    bench_.Advance(absl::Seconds(2));
+    beat(workers[0]);
+    beat(workers[2]);
+  }
+  const auto members = [this](v1::WorkerState state) {
+    std::map<v1::WorkerState, int64_t> counts = bench_.core_->MembersByState();
+    return counts[state];
+  };
+  EXPECT_EQ(members(v1::WORKER_STATE_RUNNING), 2);
+  EXPECT_EQ(members(v1::WORKER_STATE_LOST), 2);
+  EXPECT_EQ(bench_.core_->stats().workers_lost, 2u);
+  // Who waits for the next generation is there once.
+  bench_.Do(JoinOp(workers[0], spec_), "node-h0");
+  EXPECT_EQ(members(v1::WORKER_STATE_RUNNING), 1);
+  EXPECT_EQ(members(v1::WORKER_STATE_JOINING), 1);
+  bench_.Advance(absl::Hours(1));
+  EXPECT_EQ(members(v1::WORKER_STATE_RUNNING), 0);
+  EXPECT_EQ(members(v1::WORKER_STATE_LOST), 4);
+  EXPECT_EQ(bench_.core_->stats().workers_lost, 4u);
+  v1::Op op;
+  op.mutable_get_members()->set_job_id("j");
+  const CallId call = bench_.Do(op);
+  for (const v1::Member& member : bench_.Result(call).get_members().members()) {
+    EXPECT_EQ(member.state(), v1::WORKER_STATE_LOST) << member.worker_id();
+  }
+}
+
 TEST_F(CoreTest, Lease_RenewedByBeats_DoesNotRunOut) {
   std::vector<Worker> workers = Form(2);
   for (int i = 0; i < 20; ++i) {
@@ -2381,6 +2619,27 @@ TEST_F(StacksTest, TooManyCallers_AreRefusedUntilOneIsGone) {
   Reply(0, "#0 read()");
   EXPECT_EQ(bench_.Result(next).capture_stacks().stacks(0).worker().native_stack(), "#0 read()");
   EXPECT_FALSE(bench_.Answered(calls[0]));
+}
+
+TEST_F(StacksTest, AgentsThatNeverAnswer_TakeNoQuestionFromThoseThatDo) {
+  std::vector<Worker> workers;
+  spec_ = Spec(64, 64);
+  *spec_.mutable_lease() = ToProto(absl::Hours(1));
+  for (uint64_t i = 0; i < 64; ++i) workers.push_back({absl::StrCat("w", i), 100 + i});
+  JoinAll(&workers);
+  for (int i = 0; i < 63; ++i) {
+    Ask();
+    bench_.Advance(absl::Seconds(5));
+  }
+  std::vector<int> half(32);
+  for (int i = 0; i < 32; ++i) half[i] = i;
+  Ask(half);
+  bench_.Advance(absl::Seconds(5));
+  // Beyond 4,096 questions without an answer the oldest are given up.
+  const CallId call = Ask();
+  for (size_t i = 0; i < 64; ++i) Reply(i, "#0 read()");
+  ASSERT_TRUE(bench_.Answered(call));
+  EXPECT_EQ(bench_.Result(call).capture_stacks().stacks(0).worker().native_stack(), "#0 read()");
 }
 
 class UnseatedStacksTest : public StacksTest {
@@ -3068,6 +3327,26 @@ TEST_F(CoreTest, Trigger_OnAJobThatIsOver_IsRefused) {
   EXPECT_EQ(bench_.Reason(call), v1::ERROR_REASON_JOB_ENDED);
   EXPECT_EQ(bench_.Error(call).code(), static_cast<int>(absl::StatusCode::kFailedPrecondition));
   EXPECT_THAT(bench_.Error(call).message(), HasSubstr("\"stop\""));
+}
+
+TEST_F(CoreTest, Trigger_WhileWorkersGatherFirst_IsKeptOverARestart) {
+  for (const bool restart : {false, true}) {
+    bench_ = Bench();
+    spec_ = Spec(2, 2);
+    bench_.Do(JoinOp({"a", 1}, spec_));
+    v1::Op raise;
+    raise.mutable_raise_trigger()->mutable_fence()->set_job_id("j");
+    raise.mutable_raise_trigger()->set_name("stop");
+    EXPECT_TRUE(bench_.Result(bench_.Do(raise)).has_raise_trigger());
+    if (restart) bench_.Restart();
+    bench_.Advance(absl::Minutes(11));
+    std::vector<Worker> workers = {{"a", 1}, {"b", 2}};
+    JoinAll(&workers);
+    v1::Op poll;
+    workers[0].FillFence(poll.mutable_poll_triggers()->mutable_fence());
+    poll.mutable_poll_triggers()->set_rank(workers[0].rank);
+    EXPECT_EQ(bench_.Result(bench_.Do(poll)).poll_triggers().triggers_size(), 1) << restart;
+  }
 }
 
 class BetweenAttemptsTest : public CoreTest {

@@ -73,7 +73,7 @@ class Dedupe {
 
   void Forget(absl::string_view worker_id) { workers_.erase(worker_id); }
   bool Knows(absl::string_view worker_id) const { return workers_.contains(worker_id); }
-  // Ids of this worker up to this one that are not kept were answered once.
+  // Ids of this worker up to this one were answered once, and their answers are not kept.
   void ForgetUpTo(absl::string_view worker_id, uint64_t incarnation, uint64_t request_id) {
     Worker& worker = workers_[worker_id];
     if (worker.incarnation != incarnation) {
@@ -81,6 +81,28 @@ class Dedupe {
       worker.incarnation = incarnation;
     }
     worker.forgotten = std::max(worker.forgotten, request_id);
+    std::deque<uint64_t> kept;
+    for (const uint64_t id : std::exchange(worker.order, {})) {
+      if (id > request_id) {
+        kept.push_back(id);
+        continue;
+      }
+      const auto at = worker.answers.find(id);
+      worker.bytes -= at->second.bytes;
+      worker.answers.erase(at);
+    }
+    worker.order = std::move(kept);
+    if (worker.order.empty()) worker.answers = {};
+  }
+
+  // Calls f(worker_id, incarnation, request_id) for each worker of which answers are kept: the
+  // largest id of those.
+  template <typename F>
+  void ForEachNewest(F f) const {
+    for (const auto& [worker_id, worker] : workers_) {
+      if (worker.order.empty()) continue;
+      f(worker_id, worker.incarnation, *std::max_element(worker.order.begin(), worker.order.end()));
+    }
   }
 
   // Calls f(worker_id, incarnation, request_id) for each worker of which something was dropped: the

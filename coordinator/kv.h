@@ -75,7 +75,6 @@ class KvStore {
   static bool Writes(const v1::TxnRequest& request);
 
   // Deletes the keys tied to the lease of `worker_id`; all keys under `prefix`.
-  bool HasLease(absl::string_view worker_id) const { return leased_.contains(worker_id); }
   void DropLease(absl::string_view worker_id, std::vector<KvChange>* changes);
   void DropPrefix(absl::string_view prefix, std::vector<KvChange>* changes);
 

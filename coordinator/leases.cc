@@ -27,7 +27,7 @@ LeaseDecision JudgeLease(const LeaseQuestion& question, absl::FunctionRef<Silenc
     decision.unread = question.now - ends;
   }
   if (!question.sealed) {
-    decision.kind = Kind::kDropKeys;
+    decision.kind = Kind::kEnded;
     decision.why = "its lease has run out, and its generation has ended";
     return decision;
   }
@@ -61,11 +61,11 @@ void Leases::StartTerm(absl::Time now) {
   }
 }
 
-void Leases::EndGeneration(absl::FunctionRef<bool(const Seat&)> holds_keys) {
+void Leases::EndGeneration() {
   checks_.clear();
   for (const Seat& seat : members_->seats()) {
     Gone(seat.rank());
-    if (seat.alive() && holds_keys(seat)) checks_.insert({EndOf(seat.rank()), seat.rank()});
+    if (seat.alive()) checks_.insert({EndOf(seat.rank()), seat.rank()});
   }
 }
 
@@ -92,9 +92,7 @@ bool Leases::Renew(int rank, absl::Time now) {
 
 bool Leases::AnyRuns(absl::Time now) const {
   const auto& seats = members_->seats();
-  return std::any_of(seats.begin(), seats.end(), [&](const Seat& seat) {
-    return seat.alive() && std::max(ranks_[seat.rank()].last_seen, floor_) + terms_.length > now;
-  });
+  return std::any_of(seats.begin(), seats.end(), [&](const Seat& seat) { return Runs(seat, now); });
 }
 
 absl::Duration Leases::SilentFor(absl::Time now) const {

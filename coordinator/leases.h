@@ -39,7 +39,7 @@ struct LeaseDecision {
   enum class Kind {
     kHeld,       // the lease runs
     kReadFirst,  // received messages must be read before a worker is given up
-    kDropKeys,   // no generation goes on: only the keys that are tied to the lease end
+    kEnded,      // no generation goes on: it counts as lost, and its keys end with the lease
     kSilent,     // the worker keeps its seat for now
     kLost,       // it loses it
   };
@@ -72,8 +72,8 @@ class Leases {
   void BeginGeneration(absl::Time now);
   void StartTerm(absl::Time now);
   void Resume(absl::Time now) { floor_ = now; }
-  // Leases do not matter any more, except those that `holds_keys` says hold keys.
-  void EndGeneration(absl::FunctionRef<bool(const Seat&)> holds_keys);
+  // Nobody is silent any more. Each lease that runs is judged once more, when it ends.
+  void EndGeneration();
   // A seat has a new worker.
   void Replace(int rank, absl::Time now);
   // Its worker is gone, and not silent.
@@ -92,6 +92,9 @@ class Leases {
   absl::Time FloorEnds() const { return floor_ + terms_.length; }
   // Whether a worker that is seated has a lease that runs, without any time to return.
   bool AnyRuns(absl::Time now) const;
+  bool Runs(const Seat& seat, absl::Time now) const {
+    return seat.alive() && std::max(ranks_[seat.rank()].last_seen, floor_) + terms_.length > now;
+  }
 
   bool is_silent(int rank) const { return ranks_[rank].silent; }
   int silent() const { return silent_; }

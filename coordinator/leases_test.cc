@@ -68,7 +68,7 @@ TEST(JudgeLease, NotReadForLongerThanTheTolerance_Decides) {
 TEST(JudgeLease, GenerationHasEnded_OnlyKeysEnd) {
   LeaseQuestion question = RanOut();
   question.sealed = false;
-  EXPECT_EQ(JudgeLease(question, NotAsked).kind, Kind::kDropKeys);
+  EXPECT_EQ(JudgeLease(question, NotAsked).kind, Kind::kEnded);
   question.waits = true;  // it asks for a seat: it is there
   EXPECT_EQ(JudgeLease(question, NotAsked).kind, Kind::kHeld);
 }
@@ -180,11 +180,21 @@ TEST_F(LeasesTest, WorkerIsGone_IsNeitherSilentNorDue) {
   EXPECT_TRUE(Due(late + absl::Hours(1)).empty());
 }
 
-TEST_F(LeasesTest, GenerationEnds_OnlyHoldersOfKeysAreDue) {
+TEST_F(LeasesTest, GenerationEnds_EachLeaseIsJudgedOnceMore) {
   Seal(3);
+  members_.Gone(2, v1::WORKER_STATE_EXITED, v1::ExitCause());
   members_.End("why not", {}, kNow);
-  leases_.EndGeneration([](const Seat& seat) { return seat.rank() == 1; });
-  EXPECT_EQ(Due(kNow + absl::Hours(1)), (std::vector<int>{1}));
+  leases_.EndGeneration();
+  leases_.Renew(1, kNow + absl::Seconds(1));
+  const absl::Time late = kNow + kLength;
+  EXPECT_EQ(Due(late), (std::vector<int>{0, 1}));
+  EXPECT_EQ(Judge(0, late).kind, Kind::kEnded);
+  EXPECT_EQ(Judge(1, late).kind, Kind::kHeld);
+  EXPECT_FALSE(leases_.Runs(members_.at(0), late));
+  EXPECT_TRUE(leases_.Runs(members_.at(1), late));
+  EXPECT_EQ(Due(late + absl::Seconds(1)), (std::vector<int>{1}));
+  EXPECT_EQ(Judge(1, late + absl::Seconds(1)).kind, Kind::kEnded);
+  EXPECT_TRUE(Due(late + absl::Hours(1)).empty());
 }
 
 TEST_F(LeasesTest, WhatWasUnread_IsDueWhenItHasBeenRead) {

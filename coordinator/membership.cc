@@ -21,23 +21,15 @@ void SetText(absl::string_view text, size_t max, std::string* field) {
   if (*field != text) *field = Cut(text, max);
 }
 
-uint64_t FingerprintTable(const std::vector<Seat>& seats) {
-  XXH3_state_t* const state = XXH3_createState();
-  XXH3_64bits_reset(state);
-  std::string row;
-  for (const Seat& seat : seats) {
-    v1::RankRow message;
-    FillRow(seat.record(), &message);
-    row.clear();
-    message.SerializeToString(&row);
-    const uint32_t size = static_cast<uint32_t>(row.size());
-    XXH3_64bits_update(state, &size, sizeof(size));
-    XXH3_64bits_update(state, row.data(), row.size());
-  }
-  const uint64_t digest = XXH3_64bits_digest(state);
-  XXH3_freeState(state);
-  return digest == 0 ? 1 : digest;
+uint64_t FingerprintRow(const v1::SeatRecord& seat) {
+  v1::RankRow row;
+  FillRow(seat, &row);
+  const std::string bytes = row.SerializeAsString();
+  return XXH3_64bits(bytes.data(), bytes.size());
 }
+
+// 0 means that a caller has no table.
+uint64_t NotZero(uint64_t digest) { return digest == 0 ? 1 : digest; }
 
 absl::Status BadRank(absl::string_view job_id, int rank) {
   return absl::DataLossError(absl::StrCat("the journal seats a worker of job ", Quoted(job_id),
@@ -124,7 +116,10 @@ std::vector<Seat> Membership::Seal(std::vector<v1::SeatRecord> records) {
   sealed_ = true;
   why_ended_.clear();
   end_culprits_.clear();
-  digest_ = FingerprintTable(seats_);
+  // A sum, so that a seat's new worker costs its row and not the table. Rows tell their ranks.
+  digest_ = 0;
+  for (const Seat& seat : seats_) digest_ += FingerprintRow(seat.record());
+  digest_ = NotZero(digest_);
   Index();
   return former;
 }
@@ -149,8 +144,9 @@ void Membership::Replace(int rank, v1::SeatRecord record) {
   record.set_rank(rank);
   record.set_node_rank(seat.record_.node_rank());
   SetState(&seat, record.state());
+  digest_ -= FingerprintRow(seat.record());
   seat = Seat(std::move(record));
-  digest_ = FingerprintTable(seats_);
+  digest_ = NotZero(digest_ + FingerprintRow(seat.record()));
 }
 
 void Membership::Gone(int rank, v1::WorkerState state, const v1::ExitCause& cause) {
@@ -174,7 +170,7 @@ void Membership::Close(const std::string& why) {
 
 absl::Status Membership::Restore(const v1::GenerationSealed& sealed, std::vector<Seat>* former) {
   generation_ = sealed.generation();
-  sealed_ = true;
+  sealed_ = restored_one_ = true;
   why_ended_.clear();
   end_culprits_.clear();
   digest_ = sealed.table_digest();

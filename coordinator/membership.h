@@ -127,9 +127,9 @@ class Membership {
   absl::Status Restore(const v1::SeatTaken& taken);
   // Of a worker that holds a seat no more, nothing.
   void Restore(const v1::WorkerEnded& ended);
-  // After replay.
+  // After replay. Of a job whose workers gather for the first time, no generation has ended.
   void StartTerm(absl::Time now) {
-    if (!sealed_) ended_at_ = now;
+    if (!sealed_ && restored_one_) ended_at_ = now;
   }
   // The history after a copy of it was taken is lost: who sits where is not known, and `skipped`
   // generations may have been sealed.
@@ -148,6 +148,7 @@ class Membership {
   bool closed_ = false;
   std::string why_ended_;
   absl::Time ended_at_ = absl::InfiniteFuture();
+  bool restored_one_ = false;  // a generation
   std::vector<v1::Culprit> end_culprits_;
   std::vector<Seat> seats_;
   absl::flat_hash_map<std::string, int> rank_of_;

@@ -8,7 +8,7 @@
 namespace muster::coordinator {
 namespace {
 
-constexpr int kMaxRestoredStrikes = 1024;
+constexpr size_t kMaxRestoredStrikes = 1024;
 
 }  // namespace
 
@@ -28,9 +28,8 @@ std::optional<Quarantine::Struck> Quarantine::Strike(const std::string& host, bo
                                                      absl::string_view what, absl::Time now) {
   if (options_.strikes <= 0 || host.empty()) return std::nullopt;
   for (auto it = hosts_.begin(); it != hosts_.end();) {
-    std::deque<absl::Time>& strikes = it->second.strikes;
-    while (!strikes.empty() && strikes.front() + options_.window <= now) strikes.pop_front();
-    it = strikes.empty() && it->second.until <= now ? hosts_.erase(it) : std::next(it);
+    DropOldStrikes(now, &it->second);
+    it = it->second.strikes.empty() && it->second.until <= now ? hosts_.erase(it) : std::next(it);
   }
   if (!HasRoomFor(host)) return std::nullopt;
   std::deque<absl::Time>& strikes = hosts_[host].strikes;
@@ -44,7 +43,7 @@ std::optional<Quarantine::Struck> Quarantine::Strike(const std::string& host, bo
   } else if (strikes.size() > limit) {
     strikes.pop_front();
   }
-  struck.strikes = static_cast<int>(strikes.size());
+  struck.strikes.assign(strikes.begin(), strikes.end());
   return struck;
 }
 
@@ -75,33 +74,42 @@ absl::Time Quarantine::NextFree(absl::Time now) const {
   return next;
 }
 
-void Quarantine::RestoreStrikes(const std::string& host, int strikes) {
-  hosts_[host].restored_strikes = std::clamp(strikes, 0, kMaxRestoredStrikes);
+void Quarantine::RestoreStrikes(const std::string& host, std::vector<absl::Time> strikes) {
+  strikes.resize(std::min(strikes.size(), kMaxRestoredStrikes));
+  hosts_[host].strikes.assign(strikes.begin(), strikes.end());
 }
 
-void Quarantine::RestoreSet(const std::string& host, absl::Duration left, const std::string& reason,
-                            bool automatic) {
+void Quarantine::RestoreSet(const std::string& host, absl::Duration left, absl::Time until,
+                            const std::string& reason, bool automatic) {
   Entry& entry = hosts_[host];
-  entry.restored_left = left;
+  entry.restored_left = std::max(left, absl::ZeroDuration());
+  entry.until = entry.restored_left > absl::ZeroDuration() ? until : absl::InfinitePast();
   entry.reason = reason;
   entry.automatic = automatic;
 }
 
 void Quarantine::StartTerm(absl::Time now) {
-  for (auto& [host, entry] : hosts_) {
-    if (entry.restored_left > absl::ZeroDuration()) entry.until = now + entry.restored_left;
-    entry.strikes.assign(entry.restored_strikes, now);
+  for (auto it = hosts_.begin(); it != hosts_.end();) {
+    Entry& entry = it->second;
+    entry.until = std::min(entry.until, now + entry.restored_left);
     entry.restored_left = absl::ZeroDuration();
-    entry.restored_strikes = 0;
+    for (absl::Time& strike : entry.strikes) strike = std::min(strike, now);
+    DropOldStrikes(now, &entry);
+    it = entry.strikes.empty() && entry.until <= now ? hosts_.erase(it) : std::next(it);
   }
+}
+
+void Quarantine::DropOldStrikes(absl::Time now, Entry* entry) const {
+  std::deque<absl::Time>& strikes = entry->strikes;
+  while (!strikes.empty() && strikes.front() + options_.window <= now) strikes.pop_front();
 }
 
 Quarantine::Host Quarantine::Describe(const Entry& entry, absl::Time now) {
   Host host;
-  host.strikes = static_cast<int>(entry.strikes.size()) + entry.restored_strikes;
+  host.strikes.assign(entry.strikes.begin(), entry.strikes.end());
+  host.until = entry.until;
   host.left = entry.restored_left;
-  if (entry.until > now) host.left = entry.until - now;
-  host.left = std::max(host.left, absl::ZeroDuration());
+  if (host.left == absl::ZeroDuration() && entry.until > now) host.left = entry.until - now;
   host.reason = entry.reason;
   host.automatic = entry.automatic;
   return host;

@@ -5,6 +5,7 @@
 #include <deque>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/container/btree_map.h"
 #include "absl/strings/string_view.h"
@@ -42,13 +43,14 @@ class Quarantine {
     kBlocked,     // quarantined by an operator
   };
   struct Host {
-    int strikes = 0;
+    std::vector<absl::Time> strikes;
     absl::Duration left;  // of its quarantine; zero: it is not in one
+    absl::Time until;     // when that is over
     std::string reason;
     bool automatic = false;
   };
   struct Struck {
-    int strikes = 0;  // that count against the next time
+    std::vector<absl::Time> strikes;  // that count against the next time, oldest first
     StrikeDecision decision;
   };
 
@@ -71,11 +73,12 @@ class Quarantine {
     return hosts_.size() < kMaxHosts || hosts_.contains(host);
   }
 
-  // At replay. Records do not say when something was: strikes count from the start of the term, and
-  // the length of a quarantine does too.
-  void RestoreStrikes(const std::string& host, int strikes);
-  void RestoreSet(const std::string& host, absl::Duration left, const std::string& reason,
-                  bool automatic);
+  // At replay; the clock may have been set back since. Of what an older coordinator wrote the times
+  // are not known (InfiniteFuture): it counts from the start of the term.
+  void RestoreStrikes(const std::string& host, std::vector<absl::Time> strikes);
+  void RestoreSet(const std::string& host, absl::Duration left, absl::Time until,
+                  const std::string& reason, bool automatic);
+  // What is over by now is forgotten.
   void StartTerm(absl::Time now);
   void Clear() { hosts_.clear(); }
 
@@ -88,12 +91,13 @@ class Quarantine {
  private:
   struct Entry {
     std::deque<absl::Time> strikes;  // those that count, oldest first
-    int restored_strikes = 0;        // until the term starts
     absl::Time until = absl::InfinitePast();
-    absl::Duration restored_left;  // until the term starts
+    absl::Duration
+        restored_left;  // until the term starts, which it ends at most so much later than
     std::string reason;
     bool automatic = false;
   };
+  void DropOldStrikes(absl::Time now, Entry* entry) const;
   static Host Describe(const Entry& entry, absl::Time now);
 
   const QuarantineOptions options_;

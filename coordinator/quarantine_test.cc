@@ -6,6 +6,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 
@@ -47,15 +48,15 @@ TEST(JudgeStrikes, OnlyHostOfTheJob_IsNeverQuarantined) {
 
 TEST(Quarantine, StrikesWithinTheWindow_Count) {
   Quarantine quarantine({});
-  EXPECT_EQ(quarantine.Strike("h0", true, kDied, kNow)->strikes, 1);
-  EXPECT_EQ(quarantine.Strike("h0", true, kDied, kNow + absl::Minutes(30))->strikes, 2);
+  EXPECT_EQ(quarantine.Strike("h0", true, kDied, kNow)->strikes.size(), 1u);
+  EXPECT_EQ(quarantine.Strike("h0", true, kDied, kNow + absl::Minutes(30))->strikes.size(), 2u);
   // The first one no longer counts.
   const auto third = quarantine.Strike("h0", true, kDied, kNow + absl::Minutes(60));
-  EXPECT_EQ(third->strikes, 2);
+  EXPECT_EQ(third->strikes.size(), 2u);
   EXPECT_FALSE(third->decision.quarantine);
   const auto fourth = quarantine.Strike("h0", true, kDied, kNow + absl::Minutes(61));
   EXPECT_TRUE(fourth->decision.quarantine);
-  EXPECT_EQ(fourth->strikes, 0);  // the next quarantine takes as many again
+  EXPECT_EQ(fourth->strikes.size(), 0u);  // the next quarantine takes as many again
 }
 
 TEST(Quarantine, OnlyHost_KeepsAsManyStrikesAsTheLimit) {
@@ -63,7 +64,7 @@ TEST(Quarantine, OnlyHost_KeepsAsManyStrikesAsTheLimit) {
   for (int i = 0; i < 5; ++i) {
     EXPECT_FALSE(quarantine.Strike("h0", false, kDied, kNow)->decision.quarantine);
   }
-  EXPECT_EQ(All(quarantine, kNow)["h0"].strikes, 3);
+  EXPECT_EQ(All(quarantine, kNow)["h0"].strikes.size(), 3u);
 }
 
 TEST(Quarantine, SwitchedOffOrWithoutAHost_CountsNothing) {
@@ -88,19 +89,37 @@ TEST(Quarantine, StateOf_FollowsWhoQuarantinedAndForHowLong) {
   EXPECT_EQ(quarantine.StateOf("h0", later), Quarantine::State::kFree);
 }
 
-TEST(Quarantine, Restored_CountsFromTheStartOfTheTerm) {
+TEST(Quarantine, RestoredWithoutTimes_CountsFromTheStartOfTheTerm) {
   Quarantine quarantine({});
-  quarantine.RestoreStrikes("h0", 2);
-  quarantine.RestoreSet("h1", absl::Minutes(5), "repair", false);
+  quarantine.RestoreStrikes("h0", {absl::InfiniteFuture(), absl::InfiniteFuture()});
+  quarantine.RestoreSet("h1", absl::Minutes(5), absl::InfiniteFuture(), "repair", false);
   // Before the term starts there is no time.
-  EXPECT_EQ(All(quarantine, absl::InfinitePast())["h0"].strikes, 2);
+  EXPECT_EQ(All(quarantine, absl::InfinitePast())["h0"].strikes.size(), 2u);
   EXPECT_EQ(All(quarantine, absl::InfinitePast())["h1"].left, absl::Minutes(5));
-  EXPECT_EQ(quarantine.StateOf("h1", kNow), Quarantine::State::kFree);
   quarantine.StartTerm(kNow);
   EXPECT_EQ(quarantine.StateOf("h1", kNow), Quarantine::State::kBlocked);
   EXPECT_EQ(All(quarantine, kNow + absl::Minutes(2))["h1"].left, absl::Minutes(3));
   EXPECT_EQ(All(quarantine, kNow + absl::Minutes(9))["h1"].left, absl::ZeroDuration());
   EXPECT_TRUE(quarantine.Strike("h0", true, kDied, kNow)->decision.quarantine);
+}
+
+TEST(Quarantine, Restored_EndsWhenItWouldHave) {
+  Quarantine quarantine({});
+  const absl::Time ago = kNow - absl::Minutes(40);
+  quarantine.RestoreStrikes("h0", {kNow - absl::Minutes(61), ago});
+  quarantine.RestoreSet("h1", absl::Minutes(50), ago + absl::Minutes(50), "repair", false);
+  quarantine.RestoreSet("h2", absl::Minutes(30), ago + absl::Minutes(30), "repair", false);
+  // The clock was ahead then.
+  quarantine.RestoreStrikes("h3", {kNow + absl::Hours(9)});
+  quarantine.RestoreSet("h4", absl::Minutes(5), kNow + absl::Hours(9), "repair", false);
+  EXPECT_EQ(All(quarantine, absl::InfinitePast())["h2"].left, absl::Minutes(30));
+  quarantine.StartTerm(kNow);
+  std::map<std::string, Quarantine::Host> all = All(quarantine, kNow);
+  EXPECT_EQ(all["h0"].strikes, std::vector<absl::Time>{ago});
+  EXPECT_EQ(all["h1"].left, absl::Minutes(10));
+  EXPECT_EQ(all.count("h2"), 0u);
+  EXPECT_EQ(all["h3"].strikes, std::vector<absl::Time>{kNow});
+  EXPECT_EQ(all["h4"].left, absl::Minutes(5));
 }
 
 TEST(Quarantine, HostsWithNothingAgainstThem_AreForgotten) {

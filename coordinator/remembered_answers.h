@@ -53,7 +53,8 @@ class RememberedAnswers {
   State Find(const v1::Fence& fence, uint64_t hash, StoredAnswer* answer) const;
   void Remember(const std::string& worker_id, uint64_t incarnation, uint64_t request_id,
                 uint64_t hash, StoredAnswer answer);
-  // Requests up to `up_to` were answered, and the answers are no longer kept.
+  // Requests up to `up_to` were answered, and the answers are no longer kept. If they are to be
+  // known all the same, they are remembered after this.
   void RememberForgotten(const std::string& worker_id, uint64_t incarnation, uint64_t up_to);
   void Forget(absl::string_view worker_id) { answers_.Forget(worker_id); }
 
@@ -64,6 +65,14 @@ class RememberedAnswers {
     answers_.ForEach([&](const std::string& client, uint64_t incarnation, uint64_t request_id,
                          uint64_t hash, const StoredAnswer& stored) {
       f(WorkerOf(client), incarnation, request_id, hash, stored);
+    });
+  }
+  // Calls f(worker_id, incarnation, up_to) for each worker, and no operator, of which answers are
+  // kept: the newest.
+  template <typename F>
+  void ForEachNewestOfWorkers(F f) const {
+    answers_.ForEachNewest([&](const std::string& client, uint64_t incarnation, uint64_t up_to) {
+      if (!WorkerOf(client).empty()) f(client, incarnation, up_to);
     });
   }
   // Calls f(worker_id, incarnation, up_to).

@@ -56,6 +56,13 @@ void WatchLog::Other(uint64_t revision, v1::WatchEvent other) {
   Add(std::move(event));
 }
 
+void WatchLog::Compact() {
+  if (events_.empty()) return;
+  compacted_ = events_.back().revision;
+  std::deque<Event>().swap(events_);
+  bytes_ = 0;
+}
+
 void WatchLog::MarkDurable(uint64_t revision) {
   for (auto it = events_.rbegin(); it != events_.rend() && it->revision == revision; ++it) {
     it->durable = true;

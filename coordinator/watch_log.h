@@ -29,6 +29,9 @@ class WatchLog {
   // The events of `revision` may be shown only when the journal is durable up to it.
   void MarkDurable(uint64_t revision);
 
+  // Drops what is held. Who has read all of it goes on; others read the state again.
+  void Compact();
+
   uint64_t compacted() const { return compacted_; }
   size_t size() const { return events_.size(); }
 

@@ -302,16 +302,7 @@ void JobsCore::End() {
     v1::JobRecordChanged* const changed = out_->changes.emplace_back().mutable_job_record_changed();
     *changed->mutable_record() = record;
     OmitKnownHistory(std::exchange(it->second.in_journal, CurrentEntry(record)), changed);
-    const auto waiting = gets_of_.find(record.job_id());
-    if (waiting == gets_of_.end()) continue;
-    for (const CallId call : std::exchange(waiting->second, {})) {
-      const auto get = gets_.find(call);
-      call_timers_.erase({get->second.until, call});
-      const bool with_env = get->second.with_env;
-      gets_.erase(get);
-      ReplyJob(call, it->second, with_env);
-    }
-    gets_of_.erase(record.job_id());
+    AnswerGets(it->second);
   }
   JournalPlacements();
   for (const std::string& name : touched_nodes_) {
@@ -328,7 +319,21 @@ void JobsCore::End() {
   out_ = nullptr;
 }
 
+void JobsCore::AnswerGets(const Job& job) {
+  const auto waiting = gets_of_.find(job.record.job_id());
+  if (waiting == gets_of_.end()) return;
+  for (const CallId call : std::exchange(waiting->second, {})) {
+    const auto get = gets_.find(call);
+    call_timers_.erase({get->second.until, call});
+    const bool with_env = get->second.with_env;
+    gets_.erase(get);
+    ReplyJob(call, job, with_env);
+  }
+  gets_of_.erase(job.record.job_id());
+}
+
 void JobsCore::JournalPlacements() {
+  absl::btree_set<uint64_t> changed_jobs;  // of several placements, a call is told all
   for (const auto& [sequence, node_rank] : touched_placements_) {
     const auto it = jobs_.find(sequence);
     if (it == jobs_.end() || touched_jobs_.contains(sequence)) continue;
@@ -342,8 +347,10 @@ void JobsCore::JournalPlacements() {
     changed->set_end_class(attempt.placements(node_rank).end_class());
     changed->set_ended_unix_ms(attempt.ended_unix_ms());
     changed->set_revision(revision_);
+    changed_jobs.insert(sequence);
   }
   touched_placements_.clear();
+  for (const uint64_t sequence : changed_jobs) AnswerGets(jobs_.at(sequence));
 }
 
 void JobsCore::ReplyError(CallId call, v1::OpError error) {
@@ -1149,8 +1156,9 @@ void JobsCore::NoteRetention(Job* job) {
   retained_.erase({job->forget_at, record.sequence()});
   job->forget_at = absl::InfiniteFuture();
   if (!HasEnded(record.state()) || !record.spec().has_retention()) return;
-  job->forget_at =
-      absl::FromUnixMillis(record.ended_unix_ms()) + FromProto(record.spec().retention());
+  // The clock of a former coordinator may have been ahead.
+  job->forget_at = std::min(absl::FromUnixMillis(record.ended_unix_ms()), now_) +
+                   FromProto(record.spec().retention());
   retained_.insert({job->forget_at, record.sequence()});
 }
 

@@ -273,6 +273,8 @@ class JobsCore {
   }
   absl::Status RestorePlacement(const v1::JobRecordChanged& change);
   void JournalPlacements();
+  // Those that wait for another revision of the job.
+  void AnswerGets(const Job& job);
   void TouchNode(const std::string& node) { touched_nodes_.insert(node); }
   // All nodes of the attempt are to end it. The first reason stays.
   void Stop(Job* job, v1::EndClass end_class, const std::string& why);

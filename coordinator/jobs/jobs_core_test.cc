@@ -489,6 +489,23 @@ TEST_F(JobsCoreTest, Retention_ForgetsAJobThatHasEnded_AlsoAfterARestart) {
   EXPECT_EQ(StateOf(runs), v1::JOB_STATE_RUNNING);
 }
 
+TEST_F(JobsCoreTest, Retention_OfAJobThatEndedInTheFuture_BeginsWithTheTerm) {
+  AddNode("a", 4);
+  v1::JobSpec spec = Spec(1);
+  *spec.mutable_retention() = ToProto(absl::Hours(2));
+  constexpr absl::Duration kAhead = absl::Hours(24 * 365);
+  now_ += kAhead;  // its clock was wrong
+  const std::string job = Submit(spec);
+  EndOn("a", job, v1::END_CLASS_SUCCEEDED);
+  now_ -= kAhead;
+  StartTerm();
+  Sync("a");
+  Advance(absl::Minutes(119));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_SUCCEEDED);
+  Advance(absl::Minutes(1));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_UNSPECIFIED);
+}
+
 TEST_F(JobsCoreTest, Files_GoToTheNodesAndIntoNoReply) {
   Node& node = AddNode("a", 4);
   v1::JobSpec spec = Spec(1);
@@ -1515,6 +1532,25 @@ TEST_F(JobsCoreTest, HeldGet_IsAnsweredByTheNextChange) {
   const CallId late = Send(op);
   Advance(absl::Seconds(21));
   EXPECT_TRUE(replies_.contains(late));
+}
+
+TEST_F(JobsCoreTest, HeldGet_IsAnsweredByAChangeOfOnePlacement) {
+  for (const char* name : {"a", "b", "c"}) AddNode(name, 1);
+  for (auto& [name, node] : nodes_) node.talks = false;
+  const std::string job = Submit(Spec(3));
+  for (const char* name : {"a", "b", "c"}) {
+    v1::Op op;
+    op.mutable_get_job()->set_job_id(job);
+    op.mutable_get_job()->set_seen_revision(Get(job).revision());
+    op.mutable_get_job()->mutable_hold()->set_seconds(20);
+    const CallId call = Send(op);
+    EXPECT_FALSE(replies_.contains(call)) << name;
+    nodes_[name].talks = true;
+    Pump();
+    ASSERT_TRUE(replies_.contains(call)) << name << " runs its part";
+    EXPECT_GT(replies_[call].get_job().job().revision(), op.get_job().seen_revision());
+  }
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
 }
 
 TEST_F(JobsCoreTest, Watch_SendsWhatHasChanged_AndWhatIsGone) {

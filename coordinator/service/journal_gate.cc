@@ -1,11 +1,34 @@
 #include "coordinator/service/journal_gate.h"
 
 #include <algorithm>
+#include <tuple>
 
+#include "absl/strings/str_join.h"
 #include "coordinator/service/error_answer.h"
 #include "coordinator/service/op_kinds.h"
 
 namespace muster::coordinator {
+namespace {
+
+// What a directive that may be repeated tells its node; empty: it comes once.
+std::string Told(const NodeDirective& directive) {
+  if (directive.directive == nullptr) return "";
+  const v1::Directive& one = *directive.directive;
+  if (one.has_generation_ended()) {
+    return absl::StrJoin(std::make_tuple(directive.node, "ended", one.generation_ended().job_id(),
+                                         one.generation_ended().generation()),
+                         "\n");
+  }
+  if (one.has_kill_worker()) {
+    return absl::StrJoin(
+        std::make_tuple(directive.node, "kill", one.kill_worker().job_id(),
+                        one.kill_worker().worker_id(), one.kill_worker().incarnation()),
+        "\n");
+  }
+  return "";
+}
+
+}  // namespace
 
 JournalGate::JournalGate(const RunnerLimits& limits)
     : max_backlog_bytes_(limits.journal_backlog_bytes),
@@ -32,6 +55,18 @@ std::shared_ptr<const Answer> JournalGate::Refusal(const v1::Op& op) const {
   return behind ? behind_answer_ : nullptr;
 }
 
+void JournalGate::Hold(const NodeDirective& directive) {
+  std::string told = Told(directive);
+  if (!told.empty() && !told_.insert(std::move(told)).second) return;
+  directives_.emplace(directive.durable_revision, directive);
+}
+
+std::optional<NodeDirective> JournalGate::NextDirective() {
+  std::optional<NodeDirective> next = Next(&directives_);
+  if (next.has_value()) told_.erase(Told(*next));
+  return next;
+}
+
 bool JournalGate::OnProgress(const Journal::Progress& progress) {
   durable_ = std::max(durable_, progress.durable_revision);
   while (!backlog_.empty() && backlog_.front().first <= durable_) {
@@ -53,6 +88,7 @@ std::vector<Reply> JournalGate::TakeReplies() {
 void JournalGate::Clear() {
   replies_.clear();
   directives_.clear();
+  told_.clear();
 }
 
 }  // namespace muster::coordinator

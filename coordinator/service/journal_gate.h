@@ -8,9 +8,11 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "coordinator/answer.h"
 #include "coordinator/core.h"
@@ -42,14 +44,14 @@ class JournalGate {
   const std::shared_ptr<const Answer>& failed_answer() const { return failed_answer_; }
 
   void Hold(const Reply& reply) { replies_.emplace(reply.durable_revision, reply); }
-  void Hold(const NodeDirective& directive) {
-    directives_.emplace(directive.durable_revision, directive);
-  }
+  // One that says what another says which is held for the node is dropped: while the disk is full,
+  // each beat of an agent whose workers cannot join again brings it anew.
+  void Hold(const NodeDirective& directive);
   // Returns whether the journal's health has changed.
   bool OnProgress(const Journal::Progress& progress);
   // What was held and need not be any more, by revision.
   std::optional<Reply> NextReply() { return Next(&replies_); }
-  std::optional<NodeDirective> NextDirective() { return Next(&directives_); }
+  std::optional<NodeDirective> NextDirective();
   bool HoldsAny() const { return !replies_.empty() || !directives_.empty(); }
   // All answers that are held; they are held no more.
   std::vector<Reply> TakeReplies();
@@ -76,6 +78,7 @@ class JournalGate {
   std::atomic<uint64_t> backlog_bytes_{0};
   std::multimap<uint64_t, Reply> replies_;
   std::multimap<uint64_t, NodeDirective> directives_;
+  absl::flat_hash_set<std::string> told_;  // by directives_, of those that may be repeated
 };
 
 }  // namespace muster::coordinator

@@ -1,6 +1,7 @@
 #include "coordinator/service/journal_gate.h"
 
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -75,6 +76,48 @@ TEST_F(JournalGateTest, FailedJournal_RefusesWhatNeedsItAndGivesUpAnswers) {
   EXPECT_FALSE(gate_->HoldsAny());
   EXPECT_TRUE(Progress(11));
   EXPECT_EQ(Reason(write_), v1::ERROR_REASON_UNSPECIFIED);
+}
+
+TEST_F(JournalGateTest, DirectiveThatIsRepeated_IsHeldOnce) {
+  // Each beat of an agent brings it again while the disk is full.
+  const auto ended = [](const std::string& job, uint64_t generation) {
+    auto directive = std::make_shared<v1::Directive>();
+    directive->mutable_generation_ended()->set_job_id(job);
+    directive->mutable_generation_ended()->set_generation(generation);
+    return directive;
+  };
+  const auto kill = [](const std::string& worker, uint64_t incarnation) {
+    auto directive = std::make_shared<v1::Directive>();
+    directive->mutable_kill_worker()->set_job_id("j");
+    directive->mutable_kill_worker()->set_worker_id(worker);
+    directive->mutable_kill_worker()->set_incarnation(incarnation);
+    return directive;
+  };
+  for (uint64_t revision = 11; revision < 31; ++revision) {
+    for (const char* node : {"a", "b"}) {
+      gate_->Hold(NodeDirective{node, ended("j", 1), revision});
+      gate_->Hold(NodeDirective{node, ended("j", 2), revision});
+      gate_->Hold(NodeDirective{node, ended("k", 1), revision});
+      gate_->Hold(NodeDirective{node, kill("w", 7), revision});
+      gate_->Hold(NodeDirective{node, kill("w", 8), revision});
+    }
+  }
+  const auto released = [this] {
+    int count = 0;
+    while (gate_->NextDirective().has_value()) ++count;
+    return count;
+  };
+  Progress(11);
+  EXPECT_EQ(released(), 10);
+  EXPECT_FALSE(gate_->HoldsAny());
+  // What has gone out may be told again.
+  gate_->Hold(NodeDirective{"a", ended("j", 1), 40});
+  gate_->Hold(NodeDirective{"a", ended("j", 1), 41});
+  gate_->Clear();
+  EXPECT_FALSE(gate_->HoldsAny());
+  gate_->Hold(NodeDirective{"a", ended("j", 1), 42});
+  Progress(42);
+  EXPECT_EQ(released(), 1);
 }
 
 TEST_F(JournalGateTest, SlowDisk_RefusesWritesAtFirstAndThenAllChanges) {
