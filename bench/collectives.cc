@@ -24,6 +24,7 @@
 
 #include "ATen/Functions.h"
 #include "ATen/Parallel.h"
+#include "bench/load_average.h"
 #include "worker/collective/c10d_comm.h"
 #include "worker/collective/process_group.h"
 #include "worker/collective/shm_backend.h"
@@ -36,11 +37,6 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 double Median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   return values[values.size() / 2];
-}
-
-double Load() {
-  double load = 0;
-  return getloadavg(&load, 1) == 1 ? load : -1;
 }
 
 struct Flags {
@@ -151,7 +147,7 @@ void Run(int rank, const std::string& path, const Flags& flags) {
         std::printf("\"without_shared_memory_us\": %.1f, \"without_times_as_fast\": %.1f, ",
                     Median(without), Median(peers) / Median(without));
       }
-      std::printf("\"load\": %.2f}\n", Load());
+      std::printf("\"load\": %.2f}\n", muster::bench::LoadAverage());
       std::fflush(stdout);
     }
   }

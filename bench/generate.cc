@@ -1,6 +1,6 @@
-// Tokens per second of a model with random weights, and the time from the start of the process to
-// the first token. bench/run_generate makes the model (--make) and pairs the runs with
-// transformers'.
+// Tokens per second of a model with random weights. bench/run_generate makes the model (--make),
+// pairs the runs with transformers', and times the command by the lines of it that come first: one
+// when the model is loaded, one at the first token.
 #include <sys/resource.h>
 
 #include <CLI/CLI.hpp>
@@ -8,10 +8,12 @@
 #include <chrono>
 #include <cstdio>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ATen/Functions.h"
 #include "absl/strings/str_join.h"
+#include "bench/load_average.h"
 #include "muster/models.h"
 
 namespace {
@@ -21,8 +23,20 @@ using Clock = std::chrono::steady_clock;
 // Of the tokens of the first row, to compare with another program's.
 constexpr int64_t kShownTokens = 16;
 
+// A line that bench/run_generate waits for.
+void Say(const char* what) {
+  std::printf("%s\n", what);
+  std::fflush(stdout);
+}
+
 double SecondsSince(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+double Median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const size_t half = values.size() / 2;
+  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
 }
 
 // The shape of SmolLM2-135M.
@@ -96,7 +110,6 @@ std::string FirstTokens(const at::Tensor& tokens) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const auto start = Clock::now();
   CLI::App app("Tokens per second of a model");
   std::string make, model_dir, dtype = "float32", device = "cpu", shape = "llama-135m";
   std::vector<int64_t> batches = {1};
@@ -110,7 +123,8 @@ int main(int argc, char** argv) {
       ->delimiter(',');
   app.add_option("--prompt_tokens", prompt_tokens, "tokens of the prompt");
   app.add_option("--new_tokens", new_tokens, "tokens to generate");
-  app.add_option("--rounds", rounds, "generations, of which the fastest counts");
+  app.add_option("--rounds", rounds, "generations, of which the median counts")
+      ->check(CLI::PositiveNumber);
   app.add_option("--dtype", dtype, "float32 or bfloat16")
       ->check(CLI::IsMember({"float32", "bfloat16"}));
   CLI11_PARSE(app, argc, argv);
@@ -121,8 +135,8 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "%s\n", model.status().ToString().c_str());
     return 1;
   }
-  const double load = SecondsSince(start);
-  double first = 0;
+  Say("loaded");
+  bool first = true;
   for (const int64_t batch : batches) {
     const at::Tensor prompt =
         (at::arange(batch * prompt_tokens, c10::kLong) * 7919).remainder(1000).view({batch, -1});
@@ -131,23 +145,24 @@ int main(int argc, char** argv) {
       return muster::generate(*model, prompt, {}, {.max_new_tokens = count, .eos_token_ids = {{}}});
     };
     generate(1);
-    if (first == 0) first = SecondsSince(start);
-    double best = 0;
+    if (std::exchange(first, false)) Say("first token");
+    std::vector<double> rates;
     std::string tokens;
     for (int64_t round = 0; round < rounds; ++round) {
       const auto begin = Clock::now();
       const muster::models::Generated generated = generate(new_tokens);
-      best = std::max(best, static_cast<double>(batch * new_tokens) / SecondsSince(begin));
+      rates.push_back(static_cast<double>(batch * new_tokens) / SecondsSince(begin));
       tokens = FirstTokens(generated.tokens);
     }
     rusage usage;
     getrusage(RUSAGE_SELF, &usage);
     std::printf(
         "{\"bench\":\"generate\",\"device\":\"%s\",\"batch\":%ld,\"dtype\":\"%s\","
-        "\"tokens_per_s\":%.2f,\"load_s\":%.3f,\"first_token_s\":%.3f,\"peak_mib\":%ld,"
-        "\"tokens\":[%s]}\n",
-        device.c_str(), static_cast<long>(batch), dtype.c_str(), best, load, first,
-        usage.ru_maxrss / 1024, tokens.c_str());
+        "\"tokens_per_s\":%.2f,\"fastest_tokens_per_s\":%.2f,\"peak_mib\":%ld,"
+        "\"tokens\":[%s],\"load\":%.2f}\n",
+        device.c_str(), static_cast<long>(batch), dtype.c_str(), Median(rates),
+        *std::max_element(rates.begin(), rates.end()), usage.ru_maxrss / 1024, tokens.c_str(),
+        muster::bench::LoadAverage());
     std::fflush(stdout);
   }
   return 0;

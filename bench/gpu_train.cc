@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "ATen/Functions.h"
+#include "bench/load_average.h"
 #include "c10/core/CachingDeviceAllocator.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "muster/accelerator.h"
@@ -132,7 +133,7 @@ class Meter {
         "s\","
         "\"precision\":\"%s\",\"batch_size\":%ld,"
         "\"tokens_per_s\":%.0f,\"ms_per_step\":%.3f,\"fastest_ms\":%.3f,\"slowest_ms\":%.3f,"
-        "\"peak_mib\":%.0f,\"losses\":[%s]}\n",
+        "\"peak_mib\":%.0f,\"losses\":[%s],\"load\":%.2f}\n",
         NameOf(device_).c_str(), flags_.strategy.c_str(), flags_.divide ? "true" : "false",
         flags_.overlap ? "true" : "false", flags_.offload_optimizer.c_str(),
         flags_.offload_parameters.c_str(), flags_.activation_checkpointing ? "true" : "false",
@@ -140,7 +141,7 @@ class Meter {
         static_cast<long>(flags_.batch_size),
         static_cast<double>(flags_.batch_size * flags_.context) * 1e3 / median, median,
         sorted.front(), sorted.back(), static_cast<double>(PeakBytes(device_)) / (1 << 20),
-        losses.c_str());
+        losses.c_str(), muster::bench::LoadAverage());
   }
 
  private:

@@ -4,9 +4,11 @@
 What `#include "muster/muster.h"` costs beside <torch/torch.h>: headers, lines after the preprocessor, and the CPU
 seconds that g++ takes for examples/cmake_consumer and for the same training in plain LibTorch (bench/bare_libtorch.cc).
 Both are compiled in turn, N times (3); the least time of each counts, since other work on the machine only adds to it.
+Prints one JSON line.
 """
 
 import argparse
+import json
 import os
 import resource
 import subprocess
@@ -45,13 +47,14 @@ def main():
     rounds = parser.parse_args().rounds
     torch, muster = headers("<torch/torch.h>"), headers('"muster/muster.h"')
     own = [h for h in muster if os.path.abspath(h).startswith(_ROOT + os.sep)]
-    print("headers: %d, of which torch/torch.h has %d; Muster's own: %d" % (len(muster), len(torch), len(own)))
+    line = {"bench": "header_cost", "headers": len(muster), "torch_headers": len(torch), "own_headers": len(own)}
     torch, muster = lines("<torch/torch.h>"), lines('"muster/muster.h"')
-    print("lines: %d, of which torch/torch.h has %d: %+.1f %%" % (muster, torch, 100.0 * (muster - torch) / torch))
+    line |= {"lines": muster, "torch_lines": torch, "added_lines": round((muster - torch) / torch, 4)}
     programs = ("bench/bare_libtorch.cc", "examples/cmake_consumer/main.cc")
     times = [[seconds(source) for source in programs] for _ in range(rounds)]
     bare, consumer = (min(t[i] for t in times) for i in range(2))
-    print("compilation: %.1f s, of plain LibTorch %.1f s: %.2f times" % (consumer, bare, consumer / bare))
+    line |= {"muster_cpu_s": round(consumer, 2), "libtorch_cpu_s": round(bare, 2), "ratio": round(consumer / bare, 3)}
+    print(json.dumps(line | {"load": round(os.getloadavg()[0], 2)}))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/numbers.h"
 #include "base/status_macros.h"
+#include "bench/load_average.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "muster/bigmodel.h"
 #include "torch/nn/module.h"
@@ -207,7 +208,8 @@ class Bench {
     const muster::OffloadStats stats = model_.weights.stats();
     std::printf("\"ring_bytes\": %lu, \"readers\": %d, \"batch\": %ld, \"setup_s\": %.3f, ",
                 stats.ring_bytes, flags_.readers, flags_.batch, setup_s_);
-    std::printf("\"waits\": %ld, \"correct\": %s}\n", stats.waits, correct_ ? "true" : "false");
+    std::printf("\"waits\": %ld, \"correct\": %s, \"load\": %.2f}\n", stats.waits,
+                correct_ ? "true" : "false", muster::bench::LoadAverage());
     return correct_ ? absl::OkStatus()
                     : absl::DataLossError("a pass gave other numbers than its weights have");
   }

@@ -9,6 +9,7 @@
 
 #include "ATen/Functions.h"
 #include "ATen/Parallel.h"
+#include "bench/load_average.h"
 #include "muster/optim.h"
 #include "torch/optim/adamw.h"
 #include "torch/utils.h"
@@ -51,8 +52,9 @@ void Compare(const char* name, int64_t count, int64_t size, int64_t rounds) {
   }
   std::printf(
       "{\"bench\":\"optimizer\",\"set\":\"%s\",\"muster_ms\":%.3f,\"torch_optim_ms\":%.3f,"
-      "\"ratio\":%.2f}\n",
-      name, Median(fused_ms), Median(peer_ms), Median(ratios));
+      "\"threads\":%d,\"ratio\":%.2f,\"load\":%.2f}\n",
+      name, Median(fused_ms), Median(peer_ms), at::get_num_threads(), Median(ratios),
+      muster::bench::LoadAverage());
 }
 
 }  // namespace

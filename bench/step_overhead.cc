@@ -11,6 +11,7 @@
 #include <memory>
 #include <vector>
 
+#include "bench/load_average.h"
 #include "muster/muster.h"
 #include "worker/collective/local_comm.h"
 #include "worker/parallel/sharded_model.h"
@@ -142,8 +143,8 @@ int main(int argc, char** argv) {
   std::printf(
       "{\"bench\":\"step_overhead\",\"parameters\":72,\"raw_cpu_us\":%.1f,\"muster_cpu_us\":%.1f,"
       "\"added_cpu_us\":%.1f,\"zero1_added_cpu_us\":%.1f,\"zero2_added_cpu_us\":%.1f,"
-      "\"zero3_added_cpu_us\":%.1f}\n",
+      "\"zero3_added_cpu_us\":%.1f,\"load\":%.2f}\n",
       Median(raw), Median(ours), Median(added), Median(sharded[0]->micros),
-      Median(sharded[1]->micros), Median(sharded[2]->micros));
+      Median(sharded[1]->micros), Median(sharded[2]->micros), muster::bench::LoadAverage());
   return 0;
 }

@@ -13,6 +13,7 @@
 
 #include "absl/strings/str_split.h"
 #include "base/file.h"
+#include "bench/load_average.h"
 
 namespace {
 
@@ -34,8 +35,10 @@ double Median(int64_t rounds, Act act) {
 }
 
 void Print(const std::string& name, const char* what, double value, const char* unit) {
-  std::printf("{\"bench\": \"tokenizer\", \"tokenizer\": \"%s\", \"what\": \"%s\", \"%s\": %.4g}\n",
-              name.c_str(), what, unit, value);
+  std::printf(
+      "{\"bench\": \"tokenizer\", \"tokenizer\": \"%s\", \"what\": \"%s\", \"%s\": %.4g, \"load\": "
+      "%.2f}\n",
+      name.c_str(), what, unit, value, muster::bench::LoadAverage());
 }
 
 void Exit(const absl::Status& status) {

@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "bench/load_average.h"
 #include "examples/mnist/net.h"
 #include "muster/muster.h"
 #include "torch/csrc/distributed/c10d/PrefixStore.hpp"
@@ -64,8 +65,9 @@ void Measure(const Flags& flags, int rank, int size, const Step& step) {
   if (rank != 0) return;
   std::printf(
       "{\"bench\":\"train_step\",\"mode\":\"%s\",\"processes\":%d,\"steps_per_s\":%.2f,\"cpu_us_"
-      "per_step\":%.1f}\n",
-      flags.mode.c_str(), size, flags.steps / wall, (CpuSeconds() - cpu) / flags.steps * 1e6);
+      "per_step\":%.1f,\"load\":%.2f}\n",
+      flags.mode.c_str(), size, flags.steps / wall, (CpuSeconds() - cpu) / flags.steps * 1e6,
+      muster::bench::LoadAverage());
   std::fflush(stdout);
 }
 

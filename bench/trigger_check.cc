@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <vector>
 
+#include "bench/load_average.h"
 #include "worker/collective/progress_board.h"
 #include "worker/job/trigger_watch.h"
 
@@ -44,11 +45,9 @@ int main() {
     board.SetStep(i);
     muster::CollectiveOnBoard collective(board, "AllReduce", i, "Float");
   });
-  double load = 0;
-  getloadavg(&load, 1);
   std::printf(
       "{\"bench\":\"trigger_check\",\"check_cpu_ns\":%.1f,\"progress_cpu_ns\":%.1f,\"load\":%.2f}"
       "\n",
-      check, progress, load);
+      check, progress, muster::bench::LoadAverage());
   return 0;
 }

@@ -21,6 +21,7 @@
 #include "base/file.h"
 #include "base/mutex.h"
 #include "bench/checkpoint/plain_disk.h"
+#include "bench/load_average.h"
 #include "muster/muster.h"
 
 namespace {
@@ -140,29 +141,28 @@ absl::Status Measure(muster::Accelerator& accelerator, double gib, int rounds, i
     accelerator.wait_for_everyone();
     plain.load.push_back(SecondsSince(begin));
   }
-  double load[1] = {0};
-  (void)getloadavg(load, 1);
   accelerator.print(
       "{\"bench\":\"checkpoint_divided\",\"ranks\":%d,\"gib\":%.2f,\"divided\":%s,"
       "\"asynchronous\":%s,\"tensors\":%lld,\"call_s\":%.4f,\"durable_s\":%.4f,\"removal_s\":%.4f,"
       "\"call_cpu_s\":%.4f,"
-      "\"cpu_s\":%.4f,\"load_average\":%.1f}\n",
+      "\"cpu_s\":%.4f,\"load\":%.2f}\n",
       accelerator.num_processes(), gib,
       accelerator.options().checkpoint.divide_above == 0 ? "true" : "false",
       accelerator.options().checkpoint.asynchronous ? "true" : "false",
       static_cast<long long>(layers), Median(calls), Median(ends), Median(removals),
-      Median(call_cpu), Median(cpu), load[0]);
+      Median(call_cpu), Median(cpu), muster::bench::LoadAverage());
   if (with_plain) {
     accelerator.print(
         "{\"bench\":\"checkpoint_ranks\",\"ranks\":%d,\"bytes\":%zu,\"asynchronous\":%s,"
         "\"durable_of_plain\":%.3f,\"plain_write_s\":%.3f,\"cold_load_s\":%.3f,"
         "\"plain_read_s\":%.3f,\"load_of_plain\":%.3f,\"plain_huge_write_s\":%.3f,"
-        "\"plain_huge_read_s\":%.3f,\"step_s\":%.4f,\"step_after_save_s\":%.4f}\n",
+        "\"plain_huge_read_s\":%.3f,\"step_s\":%.4f,\"step_after_save_s\":%.4f,\"load\":%.2f}\n",
         accelerator.num_processes(), bytes,
         accelerator.options().checkpoint.asynchronous ? "true" : "false",
         Median(plain.write) / Median(ends), Median(plain.write), Median(plain.load),
         Median(plain.read), Median(plain.read) / Median(plain.load), Median(plain.huge_write),
-        Median(plain.huge_read), Median(plain.step), Median(plain.step_after_save));
+        Median(plain.huge_read), Median(plain.step), Median(plain.step_after_save),
+        muster::bench::LoadAverage());
   }
   return absl::OkStatus();
 }

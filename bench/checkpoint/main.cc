@@ -31,6 +31,7 @@
 
 #include "base/file.h"
 #include "bench/checkpoint/plain_disk.h"
+#include "bench/load_average.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "muster/muster.h"
 #include "worker/checkpoint/aligned_memory.h"
@@ -197,13 +198,11 @@ void ReadOnRanks(int ranks, double gib, int rounds, const std::string& dir) {
         cpu[together].push_back(used);
       }
     }
-    double average[1] = {0};
-    (void)getloadavg(average, 1);
     std::printf(
         "{\"bench\":\"checkpoint_read\",\"ranks\":%d,\"cold\":%s,\"bytes\":%zu,\"apart_s\":%.3f,"
-        "\"together_s\":%.3f,\"apart_cpu_s\":%.3f,\"together_cpu_s\":%.3f,\"load_average\":%.1f}\n",
+        "\"together_s\":%.3f,\"apart_cpu_s\":%.3f,\"together_cpu_s\":%.3f,\"load\":%.2f}\n",
         ranks, cold ? "true" : "false", size, Median(wall[0]), Median(wall[1]), Median(cpu[0]),
-        Median(cpu[1]), average[0]);
+        Median(cpu[1]), muster::bench::LoadAverage());
   }
   Check(muster::RemoveTree(dir));
 }
@@ -240,15 +239,13 @@ void MeasureDip(size_t bytes, int64_t limit, int passes, int rounds, const torch
     }
     dips.push_back(1 - plain.back() / with_save);
   }
-  double average[1] = {0};
-  (void)getloadavg(average, 1);
   std::printf(
       "{\"bench\":\"checkpoint_dip\",\"bytes\":%zu,\"limit_bytes_s\":%lld,\"passes\":%d,"
       "\"plain_s\":%.2f,\"dip\":%.4f,\"least_dip\":%.4f,\"most_dip\":%.4f,\"left_to_write_s\":%.3f,"
-      "\"load_average\":%.1f}\n",
+      "\"load\":%.2f}\n",
       bytes, static_cast<long long>(limit), passes, Median(plain), Median(dips),
       *std::min_element(dips.begin(), dips.end()), *std::max_element(dips.begin(), dips.end()),
-      Median(left), average[0]);
+      Median(left), muster::bench::LoadAverage());
 }
 
 }  // namespace
@@ -427,8 +424,6 @@ int main(int argc, char** argv) {
   // While the memory of the saves is there.
   const uint64_t pinned = muster::AlignedMemory::PinnedBytes();
   const Link link = device.is_cpu() ? Link() : MeasureLink(device);
-  double average[1] = {0};
-  (void)getloadavg(average, 1);
   std::printf(
       "{\"bench\":\"checkpoint\",\"bytes\":%zu,\"synchronous_s\":%.3f,\"stall_s\":%.4f,"
       "\"first_stall_s\":%.4f,\"stall_of_synchronous\":%.4f,\"durable_s\":%.3f,"
@@ -440,7 +435,7 @@ int main(int argc, char** argv) {
       "\"lost_of_synchronous\":%.4f,\"pinned_bytes\":%llu,\"pins\":%d,\"pin_s_per_gib\":%.3f,"
       "\"to_host_pinned_gbps\":%.2f,\"to_host_pageable_gbps\":%.2f,"
       "\"to_device_pinned_gbps\":%.2f,\"to_device_pageable_gbps\":%.2f,\"direct\":%d,"
-      "\"load_average\":%.1f}\n",
+      "\"load\":%.2f}\n",
       bytes, Median(synchronous), Median(stall), first_stall, Median(stall_ratio), Median(durable),
       Median(plain_write), Median(durable_ratio), Median(load), Median(plain_read),
       Median(load_ratio), Median(huge_write), Median(huge_read), Median(synchronous_cpu),
@@ -448,7 +443,7 @@ int main(int argc, char** argv) {
       Median(pass_after_save), steps + 1, Median(plain_steps), Median(lost), Median(lost_ratio),
       static_cast<unsigned long long>(pinned), static_cast<int>(link.pins), link.pin_s_per_gib,
       link.to_host_pinned, link.to_host_pageable, link.to_device_pinned, link.to_device_pageable,
-      static_cast<int>(muster::bench::PlainIsDirect()), average[0]);
+      static_cast<int>(muster::bench::PlainIsDirect()), muster::bench::LoadAverage());
   Check(muster::RemoveTree(dir));
   return 0;
 }

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "base/file.h"
+#include "bench/load_average.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "muster/muster.h"
 
@@ -100,10 +101,11 @@ absl::Status Measure(muster::Accelerator& a, const Settings& settings) {
     if (!text.ok()) return text.status();
     if (a.is_main_process()) {
       std::printf(
-          "{\"crash_to_next_step_s\": %.3f, \"load_s\": %.4f, \"step_s\": %.4f, \"at_step\": "
-          "%ld}\n",
+          "{\"bench\": \"checkpoint_memory\", \"crash_to_next_step_s\": %.3f, \"load_s\": %.4f, "
+          "\"step_s\": %.4f, \"at_step\": "
+          "%ld, \"load\": %.2f}\n",
           stepped - std::stod(*text), loaded - before_load, stepped - loaded,
-          static_cast<long>(a.global_step()));
+          static_cast<long>(a.global_step()), muster::bench::LoadAverage());
     }
     return absl::OkStatus();
   }
@@ -139,12 +141,14 @@ absl::Status Measure(muster::Accelerator& a, const Settings& settings) {
   }
   if (a.is_main_process()) {
     std::printf(
-        "{\"ranks\": %d, \"model_mb\": %ld, \"batch\": %ld, \"step_s\": %.4f, "
+        "{\"bench\": \"checkpoint_memory\", \"ranks\": %d, \"model_mb\": %ld, \"batch\": %ld, "
+        "\"step_s\": %.4f, "
         "\"step_with_save_s\": %.4f, \"ratio\": %.3f, \"save_state_s\": %.5f, "
-        "\"mirror\": %s, \"save_user_s\": %.4f, \"save_system_s\": %.4f}\n",
+        "\"mirror\": %s, \"save_user_s\": %.4f, \"save_system_s\": %.4f, \"load\": %.2f}\n",
         static_cast<int>(a.num_processes()), static_cast<long>(settings.megabytes),
         static_cast<long>(settings.batch), Median(without), Median(with), Median(ratios),
-        Median(call), settings.mirror ? "true" : "false", Median(user), Median(system));
+        Median(call), settings.mirror ? "true" : "false", Median(user), Median(system),
+        muster::bench::LoadAverage());
     std::fflush(stdout);
   }
   if (!settings.crash) return absl::OkStatus();

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bench/checkpoint/plain_disk.h"
+#include "bench/load_average.h"
 #include "muster/muster.h"
 #include "worker/checkpoint/cached_pages.h"
 #include "worker/checkpoint/safetensors.h"
@@ -89,9 +90,10 @@ void Measure(const std::string& dir, int64_t layers, at::ScalarType type, int ro
   std::printf(
       "{\"bench\": \"weights\", \"type\": \"%s\", \"gib\": %.2f, \"plain_read_s\": %.3f, "
       "\"cold_s\": %.3f, \"cold_single_s\": %.3f, \"cached_s\": %.3f, \"cached_single_s\": %.3f, "
-      "\"left_in_cache\": %.2f}\n",
+      "\"left_in_cache\": %.2f, \"load\": %.2f}\n",
       c10::toString(type), static_cast<double>(bytes) / (1 << 30), Median(plain), Median(cold),
-      Median(cold_single), Median(cached), Median(cached_single), share);
+      Median(cold_single), Median(cached), Median(cached_single), share,
+      muster::bench::LoadAverage());
 }
 
 }  // namespace

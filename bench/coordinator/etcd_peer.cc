@@ -5,7 +5,9 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -32,17 +34,25 @@ int FreePort() {
   return port;
 }
 
-// etcdserverpb.PutRequest{key = 1, value = 2}; both below 128 bytes.
-grpc::ByteBuffer PutRequest(int i) {
-  const std::string key = absl::StrCat("bench/", i % 4096);
-  const std::string value = "0123456789abcdef0123456789abcdef";
+// Field `number` of a message, with content of less than 128 bytes.
+std::string Field(int number, const std::string& content) {
+  std::string bytes = {static_cast<char>(number << 3 | 2), static_cast<char>(content.size())};
+  return bytes + content;
+}
+
+// etcdserverpb.PutRequest{key = 1, value = 2}.
+std::string PutRequest(int i) {
+  return Field(1, absl::StrCat("bench/", i % 4096)) + Field(2, "0123456789abcdef0123456789abcdef");
+}
+
+// The `i`th request of `puts` keys, all different, as etcd requires of a Txn:
+// etcdserverpb.TxnRequest{success = 2} of RequestOp{request_put = 2}.
+grpc::ByteBuffer Request(int i, int puts) {
   std::string bytes;
-  bytes.push_back(0x0A);
-  bytes.push_back(static_cast<char>(key.size()));
-  bytes += key;
-  bytes.push_back(0x12);
-  bytes.push_back(static_cast<char>(value.size()));
-  bytes += value;
+  for (int put = 0; put < puts; ++put) {
+    const std::string request = PutRequest(i * puts + put);
+    bytes += puts == 1 ? request : Field(2, Field(2, request));
+  }
   const grpc::Slice slice(bytes);
   return grpc::ByteBuffer(&slice, 1);
 }
@@ -56,15 +66,17 @@ struct Call {
 
 }  // namespace
 
-absl::StatusOr<double> EtcdPutsPerSecond(const std::string& directory, int puts, int in_flight) {
-  if (access("/usr/bin/etcd", X_OK) != 0)
-    return absl::NotFoundError("etcd-server is not installed");
+absl::StatusOr<double> EtcdPutsPerSecond(const std::string& etcd, const std::string& directory,
+                                         const EtcdLoad& load) {
+  if (access(etcd.c_str(), X_OK) != 0) {
+    return absl::NotFoundError(absl::StrCat(etcd, " is no program"));
+  }
   const std::string client = absl::StrCat("127.0.0.1:", FreePort());
   const std::string peer = absl::StrCat("http://127.0.0.1:", FreePort());
   MUSTER_ASSIGN_OR_RETURN(
       const std::unique_ptr<ServerProcess> server,
       ServerProcess::Start(
-          {"/usr/bin/etcd", "--data-dir", directory, "--listen-client-urls", "http://" + client,
+          {etcd, "--data-dir", directory, "--listen-client-urls", "http://" + client,
            "--advertise-client-urls", "http://" + client, "--listen-peer-urls", peer,
            "--initial-advertise-peer-urls", peer, "--initial-cluster", "default=" + peer},
           /*reads_line=*/false));
@@ -77,18 +89,19 @@ absl::StatusOr<double> EtcdPutsPerSecond(const std::string& directory, int puts,
     auto* call = new Call;
     rpc::SetTimeout(call->context, absl::Seconds(30));
     call->context.set_wait_for_ready(true);
-    call->reader =
-        stub.PrepareUnaryCall(&call->context, "/etcdserverpb.KV/Put", PutRequest(started), &queue);
+    call->reader = stub.PrepareUnaryCall(
+        &call->context, load.puts == 1 ? "/etcdserverpb.KV/Put" : "/etcdserverpb.KV/Txn",
+        Request(started, load.puts), &queue);
     call->reader->StartCall();
     call->reader->Finish(&call->reply, &call->status, call);
     ++started;
   };
   absl::Status status;
-  int warm_up = 100;
+  const int warm_up = std::max(100, load.in_flight);
   absl::Time start;
   int finished = 0;
-  const int total = puts + warm_up;
-  for (int i = 0; i < in_flight; ++i) start_one();
+  const int total = load.requests + warm_up;
+  for (int i = 0; i < load.in_flight; ++i) start_one();
   while (finished < started) {
     void* tag;
     bool ok;
@@ -103,7 +116,7 @@ absl::StatusOr<double> EtcdPutsPerSecond(const std::string& directory, int puts,
   const double seconds = absl::ToDoubleSeconds(absl::Now() - start);
   queue.Shutdown();
   MUSTER_RETURN_IF_ERROR(status);
-  return puts / seconds;
+  return load.requests * load.puts / seconds;
 }
 
 }  // namespace muster::bench

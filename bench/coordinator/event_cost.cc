@@ -21,6 +21,7 @@
 #include "base/fake_clock.h"
 #include "base/log.h"
 #include "base/mutex.h"
+#include "bench/load_average.h"
 #include "coordinator/hubs.h"
 #include "coordinator/journal/memory_journal.h"
 #include "coordinator/service/core_runner.h"
@@ -126,13 +127,12 @@ void Measure(int jobs, int events) {
       Do(runner, make());
     }
     const double cpu = CpuMicroseconds() - before;
-    double load = 0;
-    getloadavg(&load, 1);
     std::printf(
         "{\"event\": \"%s\", \"jobs\": %d, \"cpu_us\": %.2f, \"jobs_visited\": %.3f, "
         "\"watchers_visited\": %.3f, \"load\": %.2f}\n",
         name, jobs, cpu / events, static_cast<double>(JobsVisited(runner) - jobs_before) / events,
-        static_cast<double>(runner.watchers_visited() - watchers_before) / events, load);
+        static_cast<double>(runner.watchers_visited() - watchers_before) / events,
+        bench::LoadAverage());
     std::fflush(stdout);
   }
   runner.Stop();
@@ -166,12 +166,11 @@ void MeasureHubs(int agents, int events) {
   const int moves_before = moves;
   for (int i = 0; i < events; ++i) come(absl::StrCat("node-", agents + i));
   const double cpu = CpuMicroseconds() - before;
-  double load = 0;
-  getloadavg(&load, 1);
   std::printf(
       "{\"event\": \"agent comes\", \"agents\": %d, \"cpu_us\": %.2f, \"moved\": %.2f, "
       "\"hubs\": %d, \"load\": %.2f}\n",
-      agents, cpu / events, static_cast<double>(moves - moves_before) / events, hubs.hubs(), load);
+      agents, cpu / events, static_cast<double>(moves - moves_before) / events, hubs.hubs(),
+      bench::LoadAverage());
   std::fflush(stdout);
 }
 

@@ -24,21 +24,17 @@
 #include "bench/coordinator/rawsocket_peer.h"
 #include "bench/coordinator/server_process.h"
 #include "bench/coordinator/tcpstore_peer.h"
+#include "bench/load_average.h"
 
 namespace muster::bench {
 namespace {
 
 struct Settings {
   std::string server;
+  std::string etcd = "/usr/bin/etcd";
   std::string scratch;
   double scale = 1;  // of the number of rounds
 };
-
-std::string Load() {
-  double loads[3] = {};
-  if (getloadavg(loads, 3) < 1) return "-1";
-  return absl::StrCat(loads[0]);
-}
 
 using Values = std::vector<std::pair<std::string, double>>;
 
@@ -46,7 +42,7 @@ using Values = std::vector<std::pair<std::string, double>>;
 void Print(const Values& values) {
   std::string line = "{";
   for (const auto& [key, value] : values) absl::StrAppend(&line, "\"", key, "\": ", value, ", ");
-  std::printf("%s\"load\": %s}\n", line.c_str(), Load().c_str());
+  std::printf("%s\"load\": %.2f}\n", line.c_str(), LoadAverage());
   std::fflush(stdout);
 }
 
@@ -206,6 +202,17 @@ absl::StatusOr<Values> PutsVolatile(const Settings& settings) {
                 {"put_volatile_server_rss_mb", server->RssMb()}};
 }
 
+// As many agents as PutsDurable has, each with one transaction in flight that has one put.
+absl::StatusOr<double> PutsOneEach(const std::string& server, int agents, int frames) {
+  Cluster cluster({.address = server, .job = "one_each", .agents = agents, .ranks_per_agent = 1});
+  MUSTER_RETURN_IF_ERROR(cluster.Attach(absl::Seconds(30)));
+  MUSTER_RETURN_IF_ERROR(cluster.Join(absl::Seconds(30)));
+  MUSTER_RETURN_IF_ERROR(cluster.Puts(frames / 10, 1, 1, true, absl::Seconds(60)).status());
+  MUSTER_ASSIGN_OR_RETURN(const absl::Duration took,
+                          cluster.Puts(frames, 1, 1, true, absl::Seconds(120)));
+  return 1.0 * frames * agents / absl::ToDoubleSeconds(took);
+}
+
 absl::Status PutsDurable(const Settings& settings) {
   const std::string dir = settings.scratch + "/durable";
   MUSTER_ASSIGN_OR_RETURN(const auto server, StartServer(settings, {"--data_dir", dir}));
@@ -220,6 +227,7 @@ absl::Status PutsDurable(const Settings& settings) {
                           cluster.Puts(frames, kPuts, 4, true, absl::Seconds(120)));
   const double puts = 1.0 * frames * kPuts * kAgents;
   const double server_us = cpu.ServerUs() / puts, client_us = cpu.ClientUs() / puts;
+  MUSTER_ASSIGN_OR_RETURN(const double one_each, PutsOneEach(server->line(), kAgents, frames));
   // One writer, one put at a time.
   std::vector<absl::Duration> single;
   Cluster one({.address = server->line(), .job = "one", .agents = 1, .ranks_per_agent = 1});
@@ -232,6 +240,7 @@ absl::Status PutsDurable(const Settings& settings) {
   Print({{"put_durable_per_s", puts / absl::ToDoubleSeconds(took)},
          {"put_durable_server_cpu_us", server_us},
          {"put_durable_client_cpu_us", client_us},
+         {"put_durable_one_each_per_s", one_each},
          {"put_durable_single_p50_ms", Percentile(single, 0.5)}});
   return absl::OkStatus();
 }
@@ -309,35 +318,45 @@ absl::Status TcpStore(const Settings& settings) {
     Print({{absl::StrCat("tcpstore_barrier_", ranks, "_p50_ms"), Percentile(result.barriers, 0.5)},
            {absl::StrCat("tcpstore_barrier_", ranks, "_p99_ms"), Percentile(result.barriers, 0.99)},
            {absl::StrCat("tcpstore_connect_", ranks, "_s"), result.connect_seconds},
-           {"tcpstore_add_per_s", result.adds_per_second}});
+           {"tcpstore_add_one_client_per_s", result.adds_per_second}});
   }
   return absl::OkStatus();
 }
 
+// What PutsDurable does: transactions of 8 puts, 256 in flight; and single puts, 64 in flight.
 absl::Status Etcd(const Settings& settings) {
-  const int puts = std::max(500, static_cast<int>(10'000 * settings.scale));
-  absl::StatusOr<double> rate = EtcdPutsPerSecond(settings.scratch + "/etcd", puts, 64);
-  if (absl::IsNotFound(rate.status())) {
-    std::fprintf(stderr, "%s: no etcd figures\n", std::string(rate.status().message()).c_str());
-    return absl::OkStatus();
+  const int requests = std::max(500, static_cast<int>(10'000 * settings.scale));
+  Values values;
+  for (const EtcdLoad& load : {EtcdLoad{.requests = requests, .puts = 8, .in_flight = 256},
+                               EtcdLoad{.requests = requests, .puts = 1, .in_flight = 64}}) {
+    const absl::StatusOr<double> rate =
+        EtcdPutsPerSecond(settings.etcd, absl::StrCat(settings.scratch, "/etcd", load.puts), load);
+    if (absl::IsNotFound(rate.status())) {
+      std::fprintf(stderr, "%s: no etcd figures (--etcd names it)\n",
+                   std::string(rate.status().message()).c_str());
+      return absl::OkStatus();
+    }
+    MUSTER_RETURN_IF_ERROR(rate.status());
+    values.emplace_back(load.puts == 1 ? "etcd_put_one_each_per_s" : "etcd_put_per_s", *rate);
   }
-  MUSTER_RETURN_IF_ERROR(rate.status());
-  Print({{"etcd_put_per_s", *rate}});
+  Print(values);
   return absl::OkStatus();
 }
 
 int Main(int argc, char** argv) {
   Settings settings;
-  std::string only =
+  const std::string all =
       "rawsocket,tcpstore,barrier_2,barrier_64,barrier_1024,rendezvous,barrier_10000,idle,"
       "barrier_1024_hubs,barrier_10000_hubs,barrier_100k,rendezvous_100k,restart_100k,"
       "put_volatile,put_durable,kill_notice,restart,etcd";
+  std::string only = all;
   CLI::App app("Measures the coordinator and its peers on this machine; one JSON object a line.",
                "bench_coordinator");
   settings.server = std::filesystem::path(argv[0]).parent_path().string() +
                     "/../../coordinator/cmd/muster-coordinator";
   app.add_option("--server", settings.server, "the muster-coordinator program")
       ->capture_default_str();
+  app.add_option("--etcd", settings.etcd, "the etcd program")->capture_default_str();
   app.add_option(
          "--only", only,
          "which to run, separated by commas; idle goes with barriers of 10,000 and more: memory, "
@@ -348,6 +367,14 @@ int Main(int argc, char** argv) {
                  "the median of runs is printed")
       ->capture_default_str();
   CLI11_PARSE(app, argc, argv);
+  const std::set<std::string> chosen = absl::StrSplit(only, ',');
+  const std::set<std::string> known = absl::StrSplit(all, ',');
+  for (const std::string& name : chosen) {
+    if (known.contains(name)) continue;
+    std::fprintf(stderr, "bench_coordinator: --only %s: not one of %s\n", name.c_str(),
+                 all.c_str());
+    return 2;
+  }
   rlimit limit{};
   getrlimit(RLIMIT_NOFILE, &limit);
   limit.rlim_cur = limit.rlim_max;
@@ -358,7 +385,6 @@ int Main(int argc, char** argv) {
     return 1;
   }
   settings.scratch = scratch;
-  const std::set<std::string> chosen = absl::StrSplit(only, ',');
   int failures = 0;
   const auto run = [&](const std::string& name, const auto& body) {
     if (!chosen.contains(name)) return;

@@ -26,6 +26,7 @@
 #include "base/log.h"
 #include "base/mutex.h"
 #include "bench/coordinator/server_process.h"
+#include "bench/load_average.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
 #include "proto/muster/v1/kv.grpc.pb.h"
 #include "proto/muster/v1/rendezvous.grpc.pb.h"
@@ -241,9 +242,7 @@ int Main(int argc, char** argv) {
       std::sort(each.begin(), each.end());
       absl::StrAppend(&line, ", \"", names[i], "\": ", each[each.size() / 2]);
     }
-    double load = -1;
-    getloadavg(&load, 1);
-    std::printf("%s, \"load\": %.1f}\n", line.c_str(), load);
+    std::printf("%s, \"load\": %.2f}\n", line.c_str(), LoadAverage());
   }
   std::error_code ignored;
   std::filesystem::remove_all(scratch, ignored);

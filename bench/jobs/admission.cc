@@ -11,6 +11,7 @@
 #include "CLI/CLI.hpp"
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
+#include "bench/load_average.h"
 #include "coordinator/jobs/jobs_core.h"
 
 namespace muster::coordinator {
@@ -114,11 +115,12 @@ int Run(int argc, char** argv) {
     std::printf(
         "{\"bench\": \"jobs/admission\", \"nodes\": %d, \"queued\": %d, \"shapes\": %d, "
         "\"submit_and_start_ms\": %.3f, \"submit_to_full_queue_ms\": %.3f, "
-        "\"end_and_start_next_ms\": %.3f, \"worst_ms\": %.3f}\n",
+        "\"end_and_start_next_ms\": %.3f, \"worst_ms\": %.3f, \"load\": %.2f}\n",
         nodes, jobs, shapes, Median(starts), Median(queued), Median(ends),
         std::max({*std::max_element(starts.begin(), starts.end()),
                   *std::max_element(queued.begin(), queued.end()),
-                  *std::max_element(ends.begin(), ends.end())}));
+                  *std::max_element(ends.begin(), ends.end())}),
+        bench::LoadAverage());
   }
   return 0;
 }

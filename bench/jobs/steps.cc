@@ -32,7 +32,12 @@ absl::Status Train(muster::Accelerator& accelerator, const std::string& folder) 
   auto [model, optimizer, data] = accelerator.prepare(net, adamw, muster::batches(images, kBatch));
   std::ofstream steps;
   if (accelerator.is_main_process()) steps.open(folder + "/steps", std::ios::app);
-  while (!std::ifstream(folder + "/stop").good()) {
+  // Rank 0 decides, so that no rank waits for one that has left.
+  const auto goes = [&] {
+    const double stops = std::ifstream(folder + "/stop").good() ? 1 : 0;
+    return accelerator.broadcast(torch::tensor(stops)).item<double>() == 0;
+  };
+  while (goes()) {
     for (auto& [x, y] : data) {
       accelerator.backward(torch::nll_loss(model(x), y));
       optimizer.step();

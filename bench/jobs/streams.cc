@@ -25,6 +25,7 @@
 #include "base/log.h"
 #include "base/mutex.h"
 #include "bench/coordinator/server_process.h"
+#include "bench/load_average.h"
 #include "proto/muster/v1/job.grpc.pb.h"
 #include "proto/muster/v1/node.grpc.pb.h"
 #include "rpc/channel.h"
@@ -283,8 +284,6 @@ int Run(int argc, char** argv) {
     cpu = (*process)->CpuTime();
     agents.Rest(absl::Seconds(idle_seconds));
     const absl::Duration idle_cpu = (*process)->CpuTime() - cpu;
-    double load = 0;
-    if (getloadavg(&load, 1) != 1) load = -1;
     std::printf(
         "{\"bench\": \"jobs/streams\", \"nodes\": %d, \"queued\": %d, \"load\": %.2f, "
         "\"connected_s\": %.2f, \"submit_answer_ms\": %.2f, \"submit_to_start_ms\": %.2f, "
@@ -294,7 +293,7 @@ int Run(int argc, char** argv) {
         "\"end_to_next_start_p99_ms\": %.2f, \"cpu_of_a_start_ms\": %.2f, "
         "\"cpu_of_queueing_ms\": %.2f, \"cpu_of_an_end_ms\": %.2f, \"idle_cpu_percent\": %.2f, "
         "\"memory_mb\": %.0f}\n",
-        nodes, queued, load, absl::ToDoubleSeconds(connected), Quantile(answers, 0.5),
+        nodes, queued, LoadAverage(), absl::ToDoubleSeconds(connected), Quantile(answers, 0.5),
         Quantile(starts, 0.5), Quantile(starts, 0.99), Quantile(queueing, 0.5),
         Quantile(queueing, 0.99), Quantile(small, 0.5), Quantile(small, 0.99), Quantile(ends, 0.5),
         Quantile(ends, 0.99), Ms(start_cpu) / nodes, Ms(queue_cpu) / queued, Ms(end_cpu) / count,

@@ -1,7 +1,8 @@
 """What others take to save and load the state of `bench/checkpoint`: parameters and two AdamW moments. Each save is on the
 disk when its time ends (fsync), each load begins without the page cache. With --device cuda the state is on a GPU before
-and after. What DCP's asynchronous save makes training wait is measured, too. One JSON line of seconds, medians; a way that
-fails is left out of it, with a word on stderr."""
+and after. What DCP's asynchronous save makes training wait is measured, too. As in bench/checkpoint, one round comes first
+that does not count: it takes the memory, and imports what each way imports late. One JSON line of seconds, medians, and of that
+first round DCP's wait; a way that fails is left out of it, with a word on stderr."""
 
 import argparse
 import json
@@ -100,7 +101,7 @@ def main():
         saving.result()
 
     with tempfile.TemporaryDirectory(dir=flags.folder) as folder:
-        for _ in range(flags.rounds):
+        for number in range(flags.rounds + 1):
             for way in [*ways, "dcp_async"]:
                 at = f"{folder}/{way}"
                 os.makedirs(at)
@@ -109,6 +110,10 @@ def main():
                 except Exception as error:
                     print(f"{way}: {error!r}", file=sys.stderr)
                 shutil.rmtree(at)
+            if number == 0:
+                first_stall = stalls[:]
+                for times in (*saves.values(), *loads.values(), stalls):
+                    times.clear()
     result = {"bench": "checkpoint_peers", "bytes": sum(tensor.nbytes for tensor in state.values())}
     for way in ways:
         if saves[way]:
@@ -117,6 +122,9 @@ def main():
             result[way + "_cold_load_s"] = round(statistics.median(loads[way]), 3)
     if stalls:
         result["dcp_async_stall_s"] = round(statistics.median(stalls), 4)
+    if first_stall:
+        result["dcp_async_first_stall_s"] = round(first_stall[0], 4)
+    result["load"] = round(os.getloadavg()[0], 2)
     print(json.dumps(result))
 
 

@@ -6,6 +6,7 @@ Rank 0 prints one JSON line, as examples/lm does.
 """
 
 import json
+import os
 import resource
 import sys
 import time
@@ -79,7 +80,7 @@ def main():
     seconds = time.perf_counter() - start
     if dist.get_rank() == 0:
         print(json.dumps({"ms_per_step": round(1e3 * seconds / (steps - 2), 2),
-                          "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}))
+                          "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, "load": round(os.getloadavg()[0], 2)}))
     dist.destroy_process_group()
 
 

@@ -1,19 +1,18 @@
 """usage: generate.py --model DIR [--device cuda:N] [--batch N,N] [--prompt_tokens N] [--new_tokens N] [--rounds N]
 [--dtype float32|bfloat16]
 
-What bench/generate measures, with transformers' generate(). Prints the same JSON lines.
+What bench/generate measures, with transformers' generate(). Prints the same lines.
 """
 
+import argparse
+import json
+import os
+import resource
+import statistics
 import time
 
-start = time.perf_counter()
-
-import argparse  # noqa: E402
-import json  # noqa: E402
-import resource  # noqa: E402
-
-import torch  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+import torch
+from transformers import AutoModelForCausalLM
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", required=True)
@@ -28,8 +27,8 @@ flags = parser.parse_args()
 model = AutoModelForCausalLM.from_pretrained(flags.model, dtype=getattr(torch, flags.dtype)).to(flags.device)
 model.generation_config.pad_token_id = 0
 model.generation_config.eos_token_id = None
-load = time.perf_counter() - start
-first = None
+print("loaded", flush=True)
+first = True
 for batch in (int(part) for part in flags.batch.split(",")):
     prompt = (torch.arange(batch * flags.prompt_tokens) * 7919 % 1000).view(batch, -1).to(flags.device)
 
@@ -38,15 +37,17 @@ for batch in (int(part) for part in flags.batch.split(",")):
         return out[:, flags.prompt_tokens:].cpu()
 
     generate(1)
-    if first is None:
-        first = time.perf_counter() - start
-    best = 0
+    if first:
+        print("first token", flush=True)
+        first = False
+    rates = []
     for _ in range(flags.rounds):
         begin = time.perf_counter()
         tokens = generate(flags.new_tokens)
-        best = max(best, batch * flags.new_tokens / (time.perf_counter() - begin))
+        rates.append(batch * flags.new_tokens / (time.perf_counter() - begin))
     assert tokens.shape[1] == flags.new_tokens, tokens.shape
     print(json.dumps({
-        "bench": "generate", "device": flags.device, "batch": batch, "dtype": flags.dtype, "tokens_per_s": round(best, 2),
-        "load_s": round(load, 3), "first_token_s": round(first, 3),
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, "tokens": tokens[0, :16].tolist()}), flush=True)
+        "bench": "generate", "device": flags.device, "batch": batch, "dtype": flags.dtype,
+        "tokens_per_s": round(statistics.median(rates), 2), "fastest_tokens_per_s": round(max(rates), 2),
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, "tokens": tokens[0, :16].tolist(),
+        "load": round(os.getloadavg()[0], 2)}), flush=True)

@@ -104,7 +104,8 @@ class Meter:
             "strategy": flags.strategy, "autocast": flags.autocast, "precision": flags.precision, "batch_size": flags.batch_size,
             "tokens_per_s": round(flags.batch_size * flags.context * 1e3 / median), "ms_per_step": round(median, 3),
             "fastest_ms": round(min(self.milliseconds), 3), "slowest_ms": round(max(self.milliseconds), 3),
-            "peak_mib": round(peak / 2**20), "losses": [round(loss, 5) for loss in self.losses]}), flush=True)
+            "peak_mib": round(peak / 2**20), "losses": [round(loss, 5) for loss in self.losses],
+            "load": round(os.getloadavg()[0], 2)}), flush=True)
 
 
 def train_torch(flags):

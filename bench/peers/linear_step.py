@@ -4,6 +4,7 @@ usage: torchrun ... linear_step.py W STEPS. Rank 0 prints one JSON line.
 """
 
 import json
+import os
 import sys
 import time
 
@@ -32,7 +33,8 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
     if accelerator.is_main_process:
-        print(json.dumps({"bench": "linear_step", "steps_per_s": steps / (time.perf_counter() - start)}), flush=True)
+        print(json.dumps({"bench": "linear_step", "steps_per_s": steps / (time.perf_counter() - start),
+                          "load": round(os.getloadavg()[0], 2)}), flush=True)
 
 
 main()

@@ -101,7 +101,7 @@ def main():
     device = torch.device("cpu" if flags.device == "cpu" else f"cuda:{flags.device}")
     with torch.no_grad():
         result = disk(flags, device) if flags.weights == "disk" else cpu(flags, device)
-    print(json.dumps({"peer": "accelerate " + accelerate.__version__, **result}))
+    print(json.dumps({"peer": "accelerate " + accelerate.__version__, **result, "load": round(os.getloadavg()[0], 2)}))
 
 
 main()

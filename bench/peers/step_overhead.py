@@ -4,6 +4,7 @@ Same model, same step; needs torch and accelerate importable. Prints one JSON li
 """
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -64,6 +65,7 @@ def main():
         "raw_cpu_us": round(statistics.median(raw_us), 1),
         "accelerate_cpu_us": round(statistics.median(ours_us), 1),
         "added_cpu_us": round(added, 1),
+        "load": round(os.getloadavg()[0], 2),
     }))
 
 

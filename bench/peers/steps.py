@@ -25,7 +25,14 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters())
     images, labels = torch.randn(64, 64, 1, 28, 28), torch.randint(10, (64, 64))
     steps = open(f"{folder}/steps", "a", encoding="utf-8") if rank == 0 else None
-    while not os.path.exists(f"{folder}/stop"):
+
+    def goes():
+        # Rank 0 decides, so that no rank waits for one that has left.
+        stops = torch.tensor([float(os.path.exists(f"{folder}/stop"))])
+        dist.broadcast(stops, 0)
+        return not stops.item()
+
+    while goes():
         for x, y in zip(images, labels):
             torch.nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()

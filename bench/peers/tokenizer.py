@@ -138,7 +138,7 @@ def run(text, files, rounds=3):
     for name in files:
         def show(what, unit, value):
             print(json.dumps({"bench": "tokenizer", "peer": "tokenizers", "tokenizer": os.path.basename(name), "what": what,
-                              unit: float("%.4g" % value)}), flush=True)
+                              unit: float("%.4g" % value), "load": round(os.getloadavg()[0], 2)}), flush=True)
         show("load", "ms", 1e3 * median(3, lambda: Tokenizer.from_file(name)))
         tokenizer = Tokenizer.from_file(name)
         ids = [tokenizer.encode(document).ids for document in corpus]

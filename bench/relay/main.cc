@@ -15,6 +15,7 @@
 #include "absl/time/clock.h"
 #include "agent/node_uplink.h"
 #include "base/log.h"
+#include "bench/load_average.h"
 #include "coordinator/service/server.h"
 #include "worker/job/coordinator_client.h"
 
@@ -97,10 +98,11 @@ int Run(int argc, char** argv) {
           Measure(relayed ? (*session)->relay_address() : (*server)->address(),
                   absl::StrCat(relayed ? "relayed" : "direct", workers), workers, rounds);
       std::printf(
-          "{\"workers\": %d, \"path\": \"%s\", \"barrier_p50_us\": %.0f, \"barrier_p99_us\": %.0f, "
-          "\"barrier_cpu_us\": %.0f, \"add_p50_us\": %.0f}\n",
+          "{\"bench\": \"relay\", \"workers\": %d, \"path\": \"%s\", \"barrier_p50_us\": %.0f, "
+          "\"barrier_p99_us\": %.0f, "
+          "\"barrier_cpu_us\": %.0f, \"add_p50_us\": %.0f, \"load\": %.2f}\n",
           workers, relayed ? "relay" : "direct", result.barrier_p50_us, result.barrier_p99_us,
-          result.barrier_cpu_us, result.add_p50_us);
+          result.barrier_cpu_us, result.add_p50_us, LoadAverage());
     }
   }
   (*session)->Finish(absl::Seconds(1));
