@@ -546,13 +546,10 @@ void SetGpuFacts(const std::vector<JobGpu>& gpus, int found, int memory_mib, v1:
       MUSTER_LOG(Warning) << "the memory of the GPUs is not known: " << read.status().message();
     }
   }
-  // Only then they are the same ones.
-  const bool same = static_cast<int>(facts.memory_bytes.size()) == found;
-  for (const JobGpu& gpu : gpus) {
-    const bool known = same && gpu.index >= 0 && gpu.index < found;
-    info->add_gpu_memory_bytes(memory_mib >= 0 ? int64_t{memory_mib} << 20
-                               : known         ? facts.memory_bytes[gpu.index]
-                                               : 0);
+  // Otherwise they are not the same ones.
+  if (static_cast<int>(facts.memory_bytes.size()) != found) facts.memory_bytes.clear();
+  for (const int64_t bytes : MemoryOfJobGpus(gpus, facts.memory_bytes)) {
+    info->add_gpu_memory_bytes(memory_mib >= 0 ? int64_t{memory_mib} << 20 : bytes);
   }
   if (info->nvlink_domain().empty() && info->gpus_size() > 0) {
     info->set_nvlink_domain(facts.nvlink_domain);
@@ -586,7 +583,7 @@ absl::Status SetInventory(const Machine& machine, ServeFlags* flags) {
   MUSTER_ASSIGN_OR_RETURN(
       const std::vector<JobGpu> gpus,
       ChooseJobGpus(visible != variables.end() ? std::optional(visible->second) : std::nullopt,
-                    found, flags->gpus));
+                    machine.gpus, flags->gpus));
   for (const JobGpu& gpu : gpus) {
     const bool known = gpu.index >= 0 && gpu.index < found;
     info->add_gpus(known ? machine.gpus[gpu.index].model : "");
