@@ -387,8 +387,8 @@ absl::Status SetDurations(Flags* flags) {
       std::min({options.agent.stop_grace, options.join_timeout, options.outage_tolerance}) <
           absl::ZeroDuration()) {
     return absl::InvalidArgumentError(
-        "--stop_grace, --join_timeout, --outage_tolerance, --hang_timeout and --lease are "
-        "durations with a unit, such as 30s or 10m");
+        "--stop_grace, --join_timeout, --outage_tolerance, --hang_timeout and --lease (or "
+        "MUSTER_OUTAGE_TOLERANCE and MUSTER_LEASE) are durations with a unit, such as 30s or 10m");
   }
   if (options.hang_timeout != absl::ZeroDuration() && options.hang_timeout < kLeastHangTimeout) {
     return absl::InvalidArgumentError(absl::StrCat("--hang_timeout is ", flags->hang_timeout,
@@ -396,9 +396,9 @@ absl::Status SetDurations(Flags* flags) {
                                                    absl::FormatDuration(kLeastHangTimeout)));
   }
   if (options.lease < kShortestLease) {
-    return absl::InvalidArgumentError(absl::StrCat("--lease is ", flags->lease, ": give at least ",
-                                                   absl::FormatDuration(kShortestLease),
-                                                   ", agents beat every 2 s"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("--lease (or MUSTER_LEASE) is ", Printable(flags->lease), ": give at least ",
+                     absl::FormatDuration(kShortestLease), ", agents beat every 2 s"));
   }
   return absl::OkStatus();
 }
@@ -709,17 +709,13 @@ int Serve(std::vector<std::string> words) {
                  "that jobs, which run as this user, cannot read it")
       ->envname("MUSTER_TOKEN_FILE");
   Normalize(&words);
-  std::map<std::string, std::string> variables = ProcessVariables();
-  // The names that these have as all others of this service.
-  for (const char* const name : {"TLS_CA", "TLS_CERT", "TLS_KEY"}) {
-    const auto own = variables.find(absl::StrCat(kServeVariables, name));
-    if (own == variables.end() || own->second.empty()) continue;
-    variables[absl::StrCat("MUSTER_", name)] = own->second;
-  }
   ServiceSettings settings(&app, {.program = "muster-agent --serve",
                                   .prefix = kServeVariables,
                                   .actions = {"serve"},
-                                  .variables = std::move(variables)});
+                                  .shared = {{"tls_ca", "MUSTER_TLS_CA"},
+                                             {"tls_cert", "MUSTER_TLS_CERT"},
+                                             {"tls_key", "MUSTER_TLS_KEY"}},
+                                  .variables = ProcessVariables()});
   const absl::StatusOr<std::optional<std::string>> text = settings.Parse(std::move(words));
   if (!text.ok()) return Fail(kExitUsage, text.status().message());
   if (text->has_value()) {
