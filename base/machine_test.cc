@@ -51,7 +51,7 @@ TEST_F(MachineTest, Gpus_AreThoseWithADeviceNode) {
   EXPECT_EQ(machine.usable_gpus, 1);
   EXPECT_EQ(ReadMachine({{"CUDA_VISIBLE_DEVICES", ""}}, root_).usable_gpus, 0);
   Write("/proc/driver/nvidia/gpus/0000:02:00.0/information",
-        "GPU UUID: \t GPU-????????-\nDevice Minor: \t 1\n");
+        "GPU UUID: \t GPU-?\?\?-01\nDevice Minor: \t 1\n");
   EXPECT_EQ(ReadMachine({}, root_).gpus[0].uuid, "");
   Write("/dev/nvidia7", "");
   EXPECT_EQ(ReadMachine({}, root_).gpus.size(), 2u);
