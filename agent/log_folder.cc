@@ -20,6 +20,7 @@
 #include "absl/time/time.h"
 #include "base/file.h"
 #include "base/identity.h"
+#include "base/log.h"
 #include "base/owned_fd.h"
 #include "base/status_macros.h"
 #include "base/text.h"
@@ -126,11 +127,13 @@ absl::StatusOr<LogFolder> BeginLogFolder(const std::string& folder, const std::s
     begun.runs = OwnedFd();
     return begun;
   }
+  // Without its name it runs as well.
   const std::string holder = DescribeHolder();
   struct stat now = {};
   if (fstat(begun.runs.get(), &now) != 0 ||
       pwrite(begun.runs.get(), holder.data(), holder.size(), now.st_size) < 0) {
-    return absl::ErrnoToStatus(errno, runs);
+    MUSTER_LOG(Debug) << "cannot write " << runs << ": "
+                      << absl::ErrnoToStatus(errno, "write").message();
   }
   return begun;
 }
