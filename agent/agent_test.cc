@@ -919,10 +919,27 @@ TEST_F(AgentTest, LogFolderOfALaunchThatRuns_IsRefused) {
   Agent agent(options_, *host_, *output_, coordination);
   const JobResult result = agent.Run();
   EXPECT_EQ(result.outcome, JobResult::Outcome::kRefused);
-  EXPECT_EQ(result.status.message(),
-            absl::StrCat("log_dir: ", options_.log_dir,
-                         " has the logs of another launch that still runs: give this one a log_dir "
-                         "of its own"));
+  EXPECT_THAT(std::string(result.status.message()),
+              ::testing::StartsWith(absl::StrCat("log_dir: ", options_.log_dir,
+                                                 " has the logs of another launch that still "
+                                                 "runs")));
+}
+
+TEST_F(AgentTest, LogFolderOfAnAgentThatRuns_IsRefusedToOthersUntilItsEnd) {
+  options_.log_dir = TestPath("agent_locks_logs");
+  const std::string go = TestPath("agent_locks_logs_go");
+  options_.argv = {"/bin/sh", "-c",
+                   absl::StrCat("echo on; until [ -e ", go, " ]; do sleep 0.02; done")};
+  FakeJobCoordination coordination({.launch = "a"});
+  Agent agent(options_, *host_, *output_, coordination);
+  std::thread runs([&] { EXPECT_EQ(agent.Run().outcome, JobResult::Outcome::kSucceeded); });
+  WaitUntil([&] {
+    return ReadFile(JoinPath(options_.log_dir, "attempt_0/rank_0.log")).value_or("") == "on\n";
+  });
+  EXPECT_EQ(BeginLogFolder(options_.log_dir, "b").status().code(),
+            absl::StatusCode::kAlreadyExists);
+  EXPECT_TRUE(WriteFileAtomically(go, "").ok());
+  runs.join();
 }
 
 TEST_F(AgentTest, SecondNode_RanksGoOn) {

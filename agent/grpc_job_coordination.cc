@@ -860,6 +860,22 @@ class GrpcJobCoordination final : public JobCoordination {
     }
   }
 
+  // INVALID_ARGUMENT: `self` was launched with other settings than machine 0, which wrote `value`.
+  absl::Status CompareWith(const json& value, absl::string_view self) {
+    const std::string theirs = TextOf(value, "settings"), debug = TextOf(value, "debug");
+    const bool both_say = !debug.empty() && !options_.debug.empty();
+    if (theirs == options_.settings && (!both_say || debug == options_.debug)) {
+      return absl::OkStatus();
+    }
+    const auto described = [both_say](const std::string& settings, const std::string& debug) {
+      return both_say ? absl::StrCat(settings, ", debug ", debug) : settings;
+    };
+    return absl::InvalidArgumentError(
+        absl::StrCat(self, " was launched with ", described(options_.settings, options_.debug),
+                     ", but machine 0 with ", described(theirs, debug),
+                     ": launch all machines with the same settings"));
+  }
+
   // Whether this machine was launched as those that run, if any do: otherwise they would be stopped
   // for one that cannot take part.
   absl::Status CompareSettings() {
@@ -876,11 +892,7 @@ class GrpcJobCoordination final : public JobCoordination {
       if (!absl::EndsWith(kv.key(), "/settings")) continue;
       const json value = json::parse(kv.value(), nullptr, /*allow_exceptions=*/false);
       if (!value.is_object()) continue;
-      const std::string theirs = TextOf(value, "settings");
-      if (theirs == options_.settings) continue;
-      return absl::InvalidArgumentError(absl::StrCat(
-          "this machine was launched with ", options_.settings, ", but machine 0 with ", theirs,
-          ": launch all machines with the same settings"));
+      MUSTER_RETURN_IF_ERROR(CompareWith(value, "this machine"));
     }
     return absl::OkStatus();
   }
@@ -1133,6 +1145,7 @@ class GrpcJobCoordination final : public JobCoordination {
       v1::PutOp* const put = op.mutable_txn()->add_then()->mutable_put();
       put->set_key(SettingsKey());
       json value = {{"settings", options_.settings},
+                    {"debug", options_.debug},
                     {"master_addr", meeting->master_addr},
                     {"master_port", meeting->master_port},
                     {"launch", meeting->launch}};
@@ -1154,12 +1167,7 @@ class GrpcJobCoordination final : public JobCoordination {
                            ? json::parse(reply.kvs(0).value(), nullptr, /*allow_exceptions=*/false)
                            : json();
     if (!value.is_object()) return absl::InternalError("the settings from machine 0 are malformed");
-    const std::string theirs = TextOf(value, "settings");
-    if (theirs != options_.settings) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "machine ", node_rank_, " was launched with ", options_.settings, ", but machine 0 with ",
-          theirs, ": launch all machines with the same settings"));
-    }
+    MUSTER_RETURN_IF_ERROR(CompareWith(value, absl::StrCat("machine ", node_rank_)));
     if (agrees_on_counts()) {
       meeting->attempt = std::max(meeting->attempt, CountOf(value, "attempt"));
       const RestartCounts theirs = CountsOf(value);

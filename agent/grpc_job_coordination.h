@@ -36,6 +36,9 @@ struct GrpcJobCoordinationOptions {
   // Must be the same on all nodes, for example "num_processes 4, max_restarts 0". Shown when it is
   // not.
   std::string settings = {};
+  // "true" or "false", which must be the same, too, on nodes whose agents say it: those of older
+  // versions do not. Empty: not compared.
+  std::string debug = {};
   // Of this node: where the other nodes reach a program here.
   std::string host = "127.0.0.1";
   // Its location, if known: nodes without an assigned rank are numbered so that neighbours get

@@ -86,6 +86,7 @@ class GrpcJobCoordinationTest : public ::testing::Test {
                                              .hosts_coordinator = hosts_coordinator_,
                                              .counts_restarts = counts_restarts_,
                                              .settings = "num_processes 2",
+                                             .debug = debug_,
                                              .join_timeout = join_timeout,
                                              .outage_tolerance = absl::Milliseconds(1),
                                              .tell_after = absl::ZeroDuration()},
@@ -191,6 +192,7 @@ class GrpcJobCoordinationTest : public ::testing::Test {
   bool counts_restarts_ = false;
   bool another_is_first_ = false;
   bool hosts_coordinator_ = false;
+  std::string debug_;
   // Of the next AnswerAsElastic: what it does not answer as usual. Then this returns true.
   FakeSessions::Answer special_;
   std::atomic<int> looks_{0};
@@ -814,6 +816,25 @@ TEST_F(GrpcJobCoordinationTest, NewcomerWithOtherSettings_IsRefusedBeforeItAsksF
             absl::InvalidArgumentError(
                 "this machine was launched with num_processes 2, but machine 0 with num_processes "
                 "4: launch all machines with the same settings"));
+}
+
+// As older versions do not say it.
+TEST_F(GrpcJobCoordinationTest, Debug_IsComparedWhereBothMachinesSayIt) {
+  StartCoordinator();
+  debug_ = "false";
+  AnswerWith(R"({"settings": "num_processes 2", "master_addr": "10.0.0.1", "master_port": 29501})",
+             "");
+  MakeCoordination(2, absl::Minutes(1));
+  EXPECT_TRUE(coordination_->Meet(0, {}).ok());
+  AnswerWith(R"({"settings": "num_processes 2", "debug": "true", "master_addr": "10.0.0.1",)"
+             R"( "master_port": 29501})",
+             "");
+  coordination_.reset();
+  MakeCoordination(2, absl::Minutes(1));
+  EXPECT_EQ(coordination_->Meet(0, {}).status(),
+            absl::InvalidArgumentError(
+                "machine 1 was launched with num_processes 2, debug false, but machine 0 with "
+                "num_processes 2, debug true: launch all machines with the same settings"));
 }
 
 TEST_F(GrpcJobCoordinationTest, CoordinatorIsAnotherLaunch_NoPlaceIsTakenBeforeItsOwn) {

@@ -1,18 +1,59 @@
 #include "agent/job_gpus.h"
 
 #include <limits>
-#include <set>
 
 #include "absl/status/status.h"
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "base/machine.h"
+#include "base/status_macros.h"
 #include "base/text.h"
 
 namespace muster::agent {
+namespace {
+
+absl::StatusOr<JobGpu> Find(const std::string& entry, const std::vector<Gpu>& machine) {
+  int index = -1;
+  if (absl::SimpleAtoi(entry, &index)) return JobGpu{absl::StrCat(index), index};
+  JobGpu gpu = {entry, -1};
+  for (const Gpu& one : machine) {
+    if (!absl::StartsWith(one.uuid, entry)) continue;
+    if (gpu.index >= 0) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "CUDA_VISIBLE_DEVICES of this agent: ", Printable(entry), " is the start of ",
+          machine[gpu.index].uuid, " and of ", one.uuid, ": write more of it"));
+    }
+    gpu.index = one.index;
+  }
+  return gpu;
+}
+
+bool IsNumber(const JobGpu& gpu) { return gpu.device == absl::StrCat(gpu.index); }
+
+// OK: they are two.
+absl::Status CheckDiffer(const JobGpu& a, const JobGpu& b) {
+  const bool known = a.index >= 0 && b.index >= 0;
+  if (known ? a.index == b.index
+            : absl::StartsWith(a.device, b.device) || absl::StartsWith(b.device, a.device)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("CUDA_VISIBLE_DEVICES of this agent names ", Printable(a.device), " twice",
+                     a.device == b.device ? "" : absl::StrCat(" (as ", Printable(b.device), ")"),
+                     ", and jobs do not share GPUs: name it once"));
+  }
+  if (!known && IsNumber(a) != IsNumber(b)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "CUDA_VISIBLE_DEVICES of this agent: ", Printable(a.device), " and ", Printable(b.device),
+        " may be the same GPU, as the driver does not say which "
+        "one the name is: write numbers only, or names only"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
 
 absl::StatusOr<std::vector<JobGpu>> ChooseJobGpus(const std::optional<std::string>& visible,
-                                                  int found, int wanted) {
+                                                  const std::vector<Gpu>& machine, int wanted) {
+  const int found = static_cast<int>(machine.size());
   std::vector<JobGpu> gpus;
   std::vector<std::string> named;
   if (visible.has_value() && (found > 0 || wanted > 0)) {
@@ -29,19 +70,22 @@ absl::StatusOr<std::vector<JobGpu>> ChooseJobGpus(const std::optional<std::strin
         "--gpus ", wanted, ": this agent's CUDA_VISIBLE_DEVICES names only ", count, ": ",
         Printable(*visible), ": give at most ", count, ", or name more GPUs there"));
   }
-  std::set<std::string> seen;
   for (int i = 0; i < (wanted >= 0 ? wanted : count); ++i) {
-    int index = -1;
-    const bool numbered = absl::SimpleAtoi(named[i], &index);
-    JobGpu gpu = {numbered ? absl::StrCat(index) : named[i], numbered ? index : -1};
-    if (!seen.insert(gpu.device).second) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("CUDA_VISIBLE_DEVICES of this agent names ", Printable(gpu.device),
-                       " twice, and jobs do not share GPUs: name it once"));
-    }
+    MUSTER_ASSIGN_OR_RETURN(JobGpu gpu, Find(named[i], machine));
+    for (const JobGpu& other : gpus) MUSTER_RETURN_IF_ERROR(CheckDiffer(other, gpu));
     gpus.push_back(std::move(gpu));
   }
   return gpus;
+}
+
+std::vector<int64_t> MemoryOfJobGpus(const std::vector<JobGpu>& gpus,
+                                     const std::vector<int64_t>& machine) {
+  std::vector<int64_t> memory;
+  for (const JobGpu& gpu : gpus) {
+    const bool known = gpu.index >= 0 && gpu.index < static_cast<int>(machine.size());
+    memory.push_back(known ? machine[gpu.index] : 0);
+  }
+  return memory;
 }
 
 }  // namespace muster::agent

@@ -1,27 +1,34 @@
 #ifndef MUSTER_AGENT_JOB_GPUS_H_
 #define MUSTER_AGENT_JOB_GPUS_H_
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "base/machine.h"
 
 namespace muster::agent {
 
 // A GPU that an agent has for jobs.
 struct JobGpu {
   std::string device;  // an entry of CUDA_VISIBLE_DEVICES: "2", "GPU-6f2a...", "MIG-..."
-  int index = 0;       // among the machine's GPUs; -1: not known, as of a name
+  int index = 0;       // among the machine's GPUs; -1: not known, as of a name that none has
 };
 
 // The first `wanted` GPUs (-1: all) of an agent that runs with this CUDA_VISIBLE_DEVICES (nullopt:
-// without it), on a machine with `found` GPUs (0: none could be seen). As for a CUDA program, its
-// entries count up to the first one that names no GPU; names are believed. An agent that sees none
-// has as many as it is told, by their numbers from 0 on. Pure. INVALID_ARGUMENT: more are wanted
-// than are named, or one is named twice.
+// without it), on a machine with these GPUs (none: none could be seen). As for a CUDA program, its
+// entries count up to the first one that names no GPU, and the start of a UUID is enough; names of
+// which the machine says nothing are believed. An agent that sees none has as many as it is told,
+// by their numbers from 0 on. Pure. INVALID_ARGUMENT: more are wanted than are named, one is or may
+// be named twice, or a name fits several.
 absl::StatusOr<std::vector<JobGpu>> ChooseJobGpus(const std::optional<std::string>& visible,
-                                                  int found, int wanted);
+                                                  const std::vector<Gpu>& machine, int wanted);
+
+// The memory of each of `gpus`, as the driver says it of all of the machine's; 0: not known.
+std::vector<int64_t> MemoryOfJobGpus(const std::vector<JobGpu>& gpus,
+                                     const std::vector<int64_t>& machine);
 
 }  // namespace muster::agent
 

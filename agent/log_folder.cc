@@ -14,10 +14,16 @@
 #include "absl/status/status.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "base/file.h"
+#include "base/identity.h"
+#include "base/log.h"
 #include "base/owned_fd.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 
 namespace muster::agent {
 namespace {
@@ -68,6 +74,23 @@ absl::StatusOr<bool> Lock(const OwnedFd& file, int operation, const std::string&
   return true;
 }
 
+// For whom the lock is in the way: it may be of a machine that has died.
+std::string DescribeHolder() {
+  return absl::StrCat("process ", getpid(), " on ", HostName(), " since ",
+                      absl::FormatTime("%Y-%m-%dT%H:%M:%SZ", absl::Now(), absl::UTCTimeZone()),
+                      "\n");
+}
+
+// The first and the number of those that the lock's file names.
+std::string Holders(const std::string& path) {
+  constexpr int64_t kMost = 1 << 20;
+  const std::string text = ReadFile(path, kMost).value_or("");
+  const std::vector<std::string> lines = absl::StrSplit(text, '\n', absl::SkipEmpty());
+  if (lines.empty()) return "";
+  const std::string more = lines.size() > 1 ? absl::StrCat(" and ", lines.size() - 1, " more") : "";
+  return absl::StrCat(" (", Printable(lines[0]), more, ")");
+}
+
 }  // namespace
 
 absl::StatusOr<LogFolder> BeginLogFolder(const std::string& folder, const std::string& launch) {
@@ -86,10 +109,11 @@ absl::StatusOr<LogFolder> BeginLogFolder(const std::string& folder, const std::s
     MUSTER_ASSIGN_OR_RETURN(const bool none_runs, Lock(begun.runs, LOCK_EX | LOCK_NB, runs));
     if (!none_runs) {
       return absl::AlreadyExistsError(absl::StrCat(
-          folder,
-          " has the logs of another launch that still runs: give this one a log_dir of its "
-          "own"));
+          folder, " has the logs of another launch that still runs", Holders(runs),
+          ": give this one a log_dir of its own, or remove ", runs,
+          " if that launch has ended (a file server may keep the lock of a machine that died)"));
     }
+    if (ftruncate(begun.runs.get(), 0) != 0) return absl::ErrnoToStatus(errno, runs);
     MUSTER_ASSIGN_OR_RETURN(begun.before, MoveAside(folder));
     // After: where this fails, the next launch moves what is left.
     if (ftruncate(file.get(), 0) != 0 || pwrite(file.get(), launch.data(), launch.size(), 0) !=
@@ -98,7 +122,19 @@ absl::StatusOr<LogFolder> BeginLogFolder(const std::string& folder, const std::s
     }
   }
   // Nobody asks for it alone without the lock on `file`.
-  MUSTER_RETURN_IF_ERROR(Lock(begun.runs, LOCK_SH, runs).status());
+  if (!Lock(begun.runs, LOCK_SH, runs).ok()) {
+    // What was to be moved is moved: only that this launch runs stays unknown to others.
+    begun.runs = OwnedFd();
+    return begun;
+  }
+  // Without its name it runs as well.
+  const std::string holder = DescribeHolder();
+  struct stat now = {};
+  if (fstat(begun.runs.get(), &now) != 0 ||
+      pwrite(begun.runs.get(), holder.data(), holder.size(), now.st_size) < 0) {
+    MUSTER_LOG(Debug) << "cannot write " << runs << ": "
+                      << absl::ErrnoToStatus(errno, "write").message();
+  }
   return begun;
 }
 

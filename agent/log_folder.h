@@ -19,10 +19,11 @@ struct LogFolder {
 // Makes the folder, and moves what an earlier launch has left there into a new folder before_N in
 // it, so that nothing is overwritten and every attempt_N is of this launch. Several agents may
 // share the folder: the file .launch in it says whose the logs are, and is locked meanwhile, so the
-// first of them moves and the others find that it is done; all hold a shared lock on .runs.
-// `launch`: names the launch, the same for all its machines; empty: not known, and nothing is
-// moved. Blocks on the disk. Errors: ALREADY_EXISTS another launch runs that writes there; those of
-// the disk, with the path; UNIMPLEMENTED the file system has no locks: nothing is moved.
+// first of them moves and the others find that it is done; all hold a shared lock on .runs, which
+// names them. `launch`: names the launch, the same for all its machines; empty: not known, and
+// nothing is moved. Blocks on the disk. Errors: ALREADY_EXISTS another launch runs that writes
+// there; those of the disk, with the path; UNIMPLEMENTED the file system has no locks: nothing is
+// moved.
 absl::StatusOr<LogFolder> BeginLogFolder(const std::string& folder, const std::string& launch);
 
 }  // namespace muster::agent

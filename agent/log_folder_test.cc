@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <string>
 #include <thread>
@@ -9,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
+#include "base/identity.h"
 #include "base/test_folder.h"
 
 namespace muster::agent {
@@ -54,6 +56,27 @@ TEST_F(LogFolderTest, SecondLaunch_FindsItsFolderFreeOfTheFirstOnes) {
   EXPECT_EQ(Begin("four"), JoinPath(path_, "before_2"));
   EXPECT_EQ(Read("before_1/attempt_0/rank_0.log"), "first");
   EXPECT_EQ(Read("before_2/attempt_0/rank_0.log"), "third");
+}
+
+TEST_F(LogFolderTest, LaunchThatRuns_IsNamedWithTheWayOut) {
+  std::vector<LogFolder> running;
+  for (int machine = 0; machine < 2; ++machine) {
+    absl::StatusOr<LogFolder> folder = BeginLogFolder(path_, "one");
+    ASSERT_TRUE(folder.ok()) << folder.status();
+    running.push_back(*std::move(folder));
+  }
+  const absl::Status status = BeginLogFolder(path_, "two").status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kAlreadyExists);
+  const std::string message(status.message());
+  const std::string runs = JoinPath(path_, ".runs");
+  for (const std::string& part :
+       {absl::StrCat("still runs (process ", getpid(), " on ", HostName(), " since 2"),
+        std::string("Z and 1 more): give"), absl::StrCat("or remove ", runs)}) {
+    EXPECT_NE(message.find(part), std::string::npos) << message;
+  }
+  running.clear();
+  EXPECT_EQ(Begin("two"), "");
+  EXPECT_EQ(ReadFile(runs)->find('\n') + 1, ReadFile(runs)->size()) << "one line: of this launch";
 }
 
 TEST_F(LogFolderTest, LogsOfAVersionThatMovedNothing_AreMoved) {

@@ -83,7 +83,8 @@ std::string Debug(const AgentOptions& options) {
   return word.has_value() ? *word ? "true" : "false" : text;
 }
 
-// What must be equal on all nodes.
+// What must be equal on all nodes, in the words that agents of all versions use: a new one is a
+// field of its own beside them.
 std::string Settings(const NodeJobOptions& options) {
   const WorkerEnvironment& worker = options.agent.worker;
   const std::string least = IsElastic(options) ? absl::StrCat(options.min_nodes, ":") : "";
@@ -93,8 +94,7 @@ std::string Settings(const NodeJobOptions& options) {
                       worker.gradient_accumulation_steps > 0
                           ? absl::StrCat(worker.gradient_accumulation_steps)
                           : "of the program",
-                      ", debug ", Debug(options.agent), ", max_restarts ",
-                      options.agent.max_restarts, Policy(options.agent));
+                      ", max_restarts ", options.agent.max_restarts, Policy(options.agent));
 }
 
 // The output goes where this process writes its own.
@@ -179,6 +179,7 @@ std::unique_ptr<JobCoordination> JoinJob(const NodeJobOptions& options, NodeUpli
           .counts_restarts = options.agent.gate == nullptr && options.agent.max_restarts > 0,
           .counts_itself = options.agent.gate == nullptr,
           .settings = Settings(options),
+          .debug = Debug(options.agent),
           .host = options.host,
           .rack = options.agent.worker.rack,
           .nvlink_domain = options.agent.worker.nvlink_domain,

@@ -314,6 +314,32 @@ class NodeService {
     return !same;
   }
 
+  // The entry of CUDA_VISIBLE_DEVICES for a GPU of the coordinator's placements.
+  std::string DeviceOf(int gpu) const {
+    const bool named = gpu >= 0 && gpu < static_cast<int>(options_.gpus.size());
+    return named ? options_.gpus[gpu] : absl::StrCat(gpu);
+  }
+
+  // Whether the GPUs of an attempt that runs are still those of their numbers: otherwise the
+  // coordinator would give them to another job, too.
+  absl::Status CheckGpusOf(const std::string& attempt, const json& record) const {
+    const auto gpus = record.find("gpus");
+    // Agents of older versions do not write them.
+    if (gpus == record.end() || !gpus->is_object()) return absl::OkStatus();
+    for (const auto& [text, value] : gpus->items()) {
+      int gpu = -1;
+      if (!absl::SimpleAtoi(text, &gpu) || !value.is_string()) continue;
+      const std::string device = value.get<std::string>();
+      if (DeviceOf(gpu) == device) continue;
+      return absl::FailedPreconditionError(absl::StrCat(
+          "attempt ", attempt, " runs on GPU ", Printable(device), ", which was number ", gpu,
+          " of this agent's; now that is ", Printable(DeviceOf(gpu)),
+          ": start the agent with the CUDA_VISIBLE_DEVICES and --gpus that it had, or end the "
+          "attempt first"));
+    }
+    return absl::OkStatus();
+  }
+
   absl::Status Adopt() {
     MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(Attempts()));
     MutexLock lock(&mu_);
@@ -352,6 +378,7 @@ class NodeService {
                     .lock = *std::move(lock),
                     .first_rank = record["first_rank"].get<int>()};
       const bool running = runner.lock.open() && !IsUnlocked(runner.lock.get());
+      if (running) MUSTER_RETURN_IF_ERROR(CheckGpusOf(name, record));
       attempts_.SetCluster(record["cluster"].get<std::string>());
       const int64_t started = record["started"].get<int64_t>();
       AttemptResult result;
@@ -781,9 +808,15 @@ class NodeService {
       return NodeFailure(absl::StrCat("cannot make its lock: ", strerror(error)));
     }
     runner.group = MakeGroup(name, assignment);
-    const json record = {
-        {"job", key.first},    {"attempt", key.second},           {"cluster", attempts_.cluster()},
-        {"started", UnixMs()}, {"first_rank", runner.first_rank}, {"group", runner.group}};
+    json gpus = json::object();
+    for (const int gpu : assignment.gpus()) gpus[absl::StrCat(gpu)] = DeviceOf(gpu);
+    const json record = {{"job", key.first},
+                         {"attempt", key.second},
+                         {"cluster", attempts_.cluster()},
+                         {"started", UnixMs()},
+                         {"first_rank", runner.first_rank},
+                         {"group", runner.group},
+                         {"gpus", std::move(gpus)}};
     // The runner waits for the disk, beside what it has to do before it starts the program.
     absl::Status status = PutFile(runner.folder.Of("record.json"), record.dump());
     if (status.ok()) status = MakeDirectories(runner.folder.Of("work"));
@@ -918,8 +951,7 @@ class NodeService {
     if (options_.info.gpus_size() > 0) {
       std::vector<std::string> devices;
       for (const int gpu : assignment.gpus()) {
-        const bool named = gpu >= 0 && gpu < static_cast<int>(options_.gpus.size());
-        devices.push_back(named ? options_.gpus[gpu] : absl::StrCat(gpu));
+        devices.push_back(DeviceOf(gpu));
       }
       environment["CUDA_VISIBLE_DEVICES"] = absl::StrJoin(devices, ",");
       // That is how they are counted here; CUDA's own order begins with the fastest.

@@ -418,6 +418,39 @@ TEST(NodeServiceTest, AgentOfSomeGpus_GivesJobsTheirNames) {
   options.coordinator = (*server)->address();
   EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
   EXPECT_THAT(nodes.end().why(), testing::HasSubstr("its last line: devices GPU-6f2a,5"));
+  const std::string attempts = JoinPath(options.state_dir, "attempts");
+  const auto names = ListDirectory(attempts);
+  ASSERT_TRUE(names.ok() && names->size() == 1) << names.status();
+  EXPECT_THAT(*ReadFile(JoinPath(JoinPath(attempts, names->at(0)), "record.json")),
+              testing::HasSubstr(R"("gpus":{"1":"GPU-6f2a","2":"5"})"));
+}
+
+// Their numbers are those of the coordinator, which would give them to another job, too.
+TEST(NodeServiceTest, GpusOfAnAttemptThatRuns_KeepTheirNumbers) {
+  const TestFolder folder;
+  NodeServiceOptions options = OptionsWithAttempt(folder.Path("state"));
+  const std::string attempt = JoinPath(options.state_dir, "attempts/mnist-1.1");
+  std::string record = *ReadFile(JoinPath(attempt, "record.json"));
+  record.insert(record.find('{') + 1, R"("gpus": {"0": "2"}, )");
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(attempt, "record.json"), record).ok());
+  RefusingNodes nodes;
+  const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
+  ASSERT_TRUE(server.ok()) << server.status();
+  options.coordinator = (*server)->address();
+  OwnedFd runs(open(JoinPath(attempt, "lock").c_str(), O_RDWR | O_CLOEXEC));
+  ASSERT_EQ(flock(runs.get(), LOCK_EX), 0);
+  options.gpus = {"3", "2"};
+  const absl::Status refused = RunNodeService(options);
+  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(refused.message(),
+              testing::HasSubstr("attempt mnist-1.1 runs on GPU 2, which was number 0 of this "
+                                 "agent's; now that is 3: "));
+  options.gpus = {"2", "3"};
+  EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
+  // It has ended.
+  runs.Close();
+  options.gpus = {"3", "2"};
+  EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
 }
 
 // As of an agent that is there before its network: the next attempt has the address.

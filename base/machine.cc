@@ -123,8 +123,11 @@ Machine ReadMachine(const std::map<std::string, std::string>& variables, const s
     if (!absl::SimpleAtoi(Field(information, "Device Minor", ':'), &minor) ||
         device_nodes.erase(minor) == 0)
       continue;
+    std::string uuid = Field(information, "GPU UUID", ':');
+    // The driver writes "GPU-????????-..." until it has asked the GPU.
+    if (absl::StrContains(uuid, '?')) uuid.clear();
     machine.gpus.push_back(
-        {static_cast<int>(machine.gpus.size()), Field(information, "Model", ':')});
+        {static_cast<int>(machine.gpus.size()), Field(information, "Model", ':'), std::move(uuid)});
   }
   for (size_t rest = device_nodes.size(); rest > 0; --rest) {
     machine.gpus.push_back({static_cast<int>(machine.gpus.size()), ""});

@@ -10,7 +10,8 @@ namespace muster {
 
 struct Gpu {
   int index = 0;
-  std::string model;  // empty: the driver does not say
+  std::string model;      // empty: the driver does not say
+  std::string uuid = {};  // "GPU-6f2a...", empty: the driver does not say
 };
 
 // The resources of this machine, read from the kernel's files: no driver library is loaded and no

@@ -39,7 +39,7 @@ TEST_F(MachineTest, Gpus_AreThoseWithADeviceNode) {
   Write("/proc/driver/nvidia/gpus/0000:01:00.0/information",
         "Model: \t NVIDIA H200\nDevice Minor: \t 0\n");
   Write("/proc/driver/nvidia/gpus/0000:02:00.0/information",
-        "Model: \t NVIDIA H200\nDevice Minor: \t 1\n");
+        "Model: \t NVIDIA H200\nGPU UUID: \t GPU-6f2a-01\nDevice Minor: \t 1\n");
   Write("/dev/nvidia1", "");
   Write("/dev/nvidiactl", "");
   Write("/dev/nvidia-uvm", "");
@@ -47,8 +47,12 @@ TEST_F(MachineTest, Gpus_AreThoseWithADeviceNode) {
   EXPECT_EQ(machine.driver, "570.86.15");
   ASSERT_EQ(machine.gpus.size(), 1u);
   EXPECT_EQ(machine.gpus[0].model, "NVIDIA H200");
+  EXPECT_EQ(machine.gpus[0].uuid, "GPU-6f2a-01");
   EXPECT_EQ(machine.usable_gpus, 1);
   EXPECT_EQ(ReadMachine({{"CUDA_VISIBLE_DEVICES", ""}}, root_).usable_gpus, 0);
+  Write("/proc/driver/nvidia/gpus/0000:02:00.0/information",
+        "GPU UUID: \t GPU-?\?\?-01\nDevice Minor: \t 1\n");
+  EXPECT_EQ(ReadMachine({}, root_).gpus[0].uuid, "");
   Write("/dev/nvidia7", "");
   EXPECT_EQ(ReadMachine({}, root_).gpus.size(), 2u);
 }

@@ -19,6 +19,13 @@ std::string VariableList(const std::map<std::string, std::string>& variables) {
 absl::StatusOr<std::map<std::string, std::string>> ParseVariableList(absl::string_view text,
                                                                      absl::string_view source) {
   std::map<std::string, std::string> variables;
+  // A list of lines would be one variable, and of a file that was cut the last one may be half.
+  if (!text.empty() && text.back() != '\0') {
+    return absl::InvalidArgumentError(
+        absl::StrCat(source,
+                     " has no null byte at its end: write its NAME=VALUE as env -0 prints "
+                     "them, each with a null byte at its end"));
+  }
   for (const absl::string_view entry : absl::StrSplit(text, '\0', absl::SkipEmpty())) {
     const size_t equals = entry.find('=');
     if (equals == absl::string_view::npos || equals == 0) {

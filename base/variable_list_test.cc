@@ -23,9 +23,19 @@ TEST(VariableList, NameTwice_TheLastCounts) {
 
 TEST(VariableList, EntryWithoutAName_IsRefused) {
   for (const char* const bad : {"A", "=1", "\n"}) {
-    const absl::Status status = ParseVariableList(bad, "/run/env").status();
+    const std::string text = std::string(bad) + '\0';
+    const absl::Status status = ParseVariableList(text, "/run/env").status();
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << bad;
     EXPECT_THAT(status.message(), HasSubstr("/run/env: "));
+  }
+}
+
+TEST(VariableList, LinesAndACutList_AreRefused) {
+  for (const absl::string_view bad :
+       {absl::string_view("A=1\nB=2\n"), absl::string_view("A=1\0B=2", 7)}) {
+    const absl::Status status = ParseVariableList(bad, "/run/env").status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(status.message(), HasSubstr("/run/env has no null byte at its end"));
   }
 }
 

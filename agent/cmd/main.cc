@@ -387,8 +387,8 @@ absl::Status SetDurations(Flags* flags) {
       std::min({options.agent.stop_grace, options.join_timeout, options.outage_tolerance}) <
           absl::ZeroDuration()) {
     return absl::InvalidArgumentError(
-        "--stop_grace, --join_timeout, --outage_tolerance, --hang_timeout and --lease are "
-        "durations with a unit, such as 30s or 10m");
+        "--stop_grace, --join_timeout, --outage_tolerance, --hang_timeout and --lease (or "
+        "MUSTER_OUTAGE_TOLERANCE and MUSTER_LEASE) are durations with a unit, such as 30s or 10m");
   }
   if (options.hang_timeout != absl::ZeroDuration() && options.hang_timeout < kLeastHangTimeout) {
     return absl::InvalidArgumentError(absl::StrCat("--hang_timeout is ", flags->hang_timeout,
@@ -396,9 +396,9 @@ absl::Status SetDurations(Flags* flags) {
                                                    absl::FormatDuration(kLeastHangTimeout)));
   }
   if (options.lease < kShortestLease) {
-    return absl::InvalidArgumentError(absl::StrCat("--lease is ", flags->lease, ": give at least ",
-                                                   absl::FormatDuration(kShortestLease),
-                                                   ", agents beat every 2 s"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("--lease (or MUSTER_LEASE) is ", Printable(flags->lease), ": give at least ",
+                     absl::FormatDuration(kShortestLease), ", agents beat every 2 s"));
   }
   return absl::OkStatus();
 }
@@ -546,13 +546,10 @@ void SetGpuFacts(const std::vector<JobGpu>& gpus, int found, int memory_mib, v1:
       MUSTER_LOG(Warning) << "the memory of the GPUs is not known: " << read.status().message();
     }
   }
-  // Only then they are the same ones.
-  const bool same = static_cast<int>(facts.memory_bytes.size()) == found;
-  for (const JobGpu& gpu : gpus) {
-    const bool known = same && gpu.index >= 0 && gpu.index < found;
-    info->add_gpu_memory_bytes(memory_mib >= 0 ? int64_t{memory_mib} << 20
-                               : known         ? facts.memory_bytes[gpu.index]
-                                               : 0);
+  // Otherwise they are not the same ones.
+  if (static_cast<int>(facts.memory_bytes.size()) != found) facts.memory_bytes.clear();
+  for (const int64_t bytes : MemoryOfJobGpus(gpus, facts.memory_bytes)) {
+    info->add_gpu_memory_bytes(memory_mib >= 0 ? int64_t{memory_mib} << 20 : bytes);
   }
   if (info->nvlink_domain().empty() && info->gpus_size() > 0) {
     info->set_nvlink_domain(facts.nvlink_domain);
@@ -586,7 +583,7 @@ absl::Status SetInventory(const Machine& machine, ServeFlags* flags) {
   MUSTER_ASSIGN_OR_RETURN(
       const std::vector<JobGpu> gpus,
       ChooseJobGpus(visible != variables.end() ? std::optional(visible->second) : std::nullopt,
-                    found, flags->gpus));
+                    machine.gpus, flags->gpus));
   for (const JobGpu& gpu : gpus) {
     const bool known = gpu.index >= 0 && gpu.index < found;
     info->add_gpus(known ? machine.gpus[gpu.index].model : "");
@@ -712,17 +709,13 @@ int Serve(std::vector<std::string> words) {
                  "that jobs, which run as this user, cannot read it")
       ->envname("MUSTER_TOKEN_FILE");
   Normalize(&words);
-  std::map<std::string, std::string> variables = ProcessVariables();
-  // The names that these have as all others of this service.
-  for (const char* const name : {"TLS_CA", "TLS_CERT", "TLS_KEY"}) {
-    const auto own = variables.find(absl::StrCat(kServeVariables, name));
-    if (own == variables.end() || own->second.empty()) continue;
-    variables[absl::StrCat("MUSTER_", name)] = own->second;
-  }
   ServiceSettings settings(&app, {.program = "muster-agent --serve",
                                   .prefix = kServeVariables,
                                   .actions = {"serve"},
-                                  .variables = std::move(variables)});
+                                  .shared = {{"tls_ca", "MUSTER_TLS_CA"},
+                                             {"tls_cert", "MUSTER_TLS_CERT"},
+                                             {"tls_key", "MUSTER_TLS_KEY"}},
+                                  .variables = ProcessVariables()});
   const absl::StatusOr<std::optional<std::string>> text = settings.Parse(std::move(words));
   if (!text.ok()) return Fail(kExitUsage, text.status().message());
   if (text->has_value()) {

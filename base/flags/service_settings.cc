@@ -68,7 +68,7 @@ ServiceSettings::ServiceSettings(CLI::App* app, Options options)
     Setting setting = {.option = option, .name = option->get_lnames()[0], .variable = ""};
     if (setting.name == "help" || options_.actions.count(setting.name) > 0) continue;
     setting.variable = option->get_envname();
-    if (setting.variable.empty()) {
+    if (setting.variable.empty() || options_.shared.count(setting.name) > 0) {
       setting.variable = absl::StrCat(options_.prefix, absl::AsciiStrToUpper(setting.name));
     }
     setting.required = option->get_required();
@@ -98,6 +98,10 @@ std::string ServiceSettings::Help() {
   for (const Setting& setting : settings_) {
     setting.option->envname(setting.variable);
     setting.option->required(setting.required);
+    const auto other = options_.shared.find(setting.name);
+    if (other == options_.shared.end()) continue;
+    setting.option->description(absl::StrCat(setting.option->get_description(), " (or ",
+                                             other->second, ", where nothing else says it)"));
   }
   return app_->help();
 }
@@ -123,15 +127,18 @@ absl::Status ServiceSettings::Apply(Setting* setting, const std::vector<std::str
   return absl::OkStatus();
 }
 
-absl::Status ServiceSettings::ReadVariables() {
+absl::Status ServiceSettings::ReadVariables(bool shared) {
   for (Setting& setting : settings_) {
-    const auto it = options_.variables.find(setting.variable);
+    const auto other = options_.shared.find(setting.name);
+    if (shared && other == options_.shared.end()) continue;
+    const std::string& variable = shared ? other->second : setting.variable;
+    const auto it = options_.variables.find(variable);
     if (setting.source != "default" || it == options_.variables.end() || it->second.empty()) {
       continue;
     }
     const std::vector<std::string> values =
         setting.repeated ? absl::StrSplit(it->second, ',') : std::vector<std::string>{it->second};
-    MUSTER_RETURN_IF_ERROR(Apply(&setting, values, setting.variable));
+    MUSTER_RETURN_IF_ERROR(Apply(&setting, values, variable));
   }
   return absl::OkStatus();
 }
@@ -246,7 +253,7 @@ absl::StatusOr<std::optional<std::string>> ServiceSettings::Parse(std::vector<st
       if (setting.option == given) setting.source = "--" + setting.name;
     }
   }
-  MUSTER_RETURN_IF_ERROR(ReadVariables());
+  MUSTER_RETURN_IF_ERROR(ReadVariables(/*shared=*/false));
   const std::string variable = options_.prefix + "CONFIG";
   const auto it = options_.variables.find(variable);
   if (!config_.empty()) {
@@ -254,6 +261,7 @@ absl::StatusOr<std::optional<std::string>> ServiceSettings::Parse(std::vector<st
   } else if (it != options_.variables.end() && !it->second.empty()) {
     MUSTER_RETURN_IF_ERROR(ReadConfig(it->second, variable));
   }
+  MUSTER_RETURN_IF_ERROR(ReadVariables(/*shared=*/true));
   if (print_) return Print();
   for (const Setting& setting : settings_) {
     if (setting.required && setting.option->count() == 0) {

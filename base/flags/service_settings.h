@@ -16,7 +16,8 @@ namespace muster {
 
 // The settings of a service. Each is defined once, as an option of CLI11, which gives the flag
 // --NAME, the variable PREFIX_NAME (or the option's envname), the key NAME of a config file, the
-// help and the checks. The first source that has a setting wins: flag, variable, file, default.
+// help and the checks. The first source that has a setting wins: flag, variable, file, default; and
+// before the default the variable of other programs, if there is one.
 //
 // CLI11 reads config files, too, but it prefers them to the environment, and knows neither the line
 // nor the source of a value.
@@ -26,6 +27,10 @@ class ServiceSettings {
     std::string program;                 // "muster-coordinator"
     std::string prefix;                  // of variables: "MUSTER_COORDINATOR_"
     std::set<std::string> actions = {};  // options that are no settings, such as "version"
+    // Settings that have, besides the variable with the prefix, that of other programs: it may be
+    // there for these, so it counts where nothing else says the setting. {"tls_ca",
+    // "MUSTER_TLS_CA"}
+    std::map<std::string, std::string> shared = {};
     // What the service's process has.
     std::map<std::string, std::string> variables = {};
   };
@@ -52,7 +57,7 @@ class ServiceSettings {
   };
 
   std::string Help();
-  absl::Status ReadVariables();
+  absl::Status ReadVariables(bool shared);
   absl::Status ReadConfig(const std::string& path, absl::string_view from);
   absl::Status Apply(Setting* setting, const std::vector<std::string>& values,
                      const std::string& where);

@@ -43,6 +43,7 @@ class ServiceSettingsTest : public ::testing::Test {
     return ServiceSettings(app_.get(), {.program = "server",
                                         .prefix = "SERVER_",
                                         .actions = {"version"},
+                                        .shared = {{"data_dir", "MUSTER_DATA_DIR"}},
                                         .variables = variables_})
         .Parse(std::move(words));
   }
@@ -69,6 +70,24 @@ class ServiceSettingsTest : public ::testing::Test {
   bool insecure_ = false, version_ = false;
   std::vector<std::string> labels_;
 };
+
+// It may be there for other programs.
+TEST_F(ServiceSettingsTest, VariableOfOtherPrograms_CountsWhereNothingElseSaysIt) {
+  variables_ = {{"MUSTER_DATA_DIR", "theirs"}};
+  EXPECT_THAT(**Parse({"--print_config"}), HasSubstr("# MUSTER_DATA_DIR\n"));
+  EXPECT_EQ(data_dir_, "theirs");
+  MakeApp();
+  Read({"--config", File("data_dir: file\n")});
+  EXPECT_EQ(data_dir_, "file");
+  variables_["SERVER_DATA_DIR"] = "own";
+  MakeApp();
+  EXPECT_THAT(**Parse({"--print_config", "--config", File("data_dir: file\n")}),
+              HasSubstr("# SERVER_DATA_DIR\n"));
+  EXPECT_EQ(data_dir_, "own");
+  MakeApp();
+  EXPECT_THAT(**Parse({"--help"}), AllOf(HasSubstr("SERVER_DATA_DIR"),
+                                         ::testing::ContainsRegex("or[ \n]+MUSTER_DATA_DIR")));
+}
 
 TEST_F(ServiceSettingsTest, Flag_ComesBeforeVariable_BeforeFile_BeforeDefault) {
   variables_ = {{"SERVER_LISTEN", "variable"}, {"SERVER_DATA_DIR", "variable"}};

@@ -553,8 +553,8 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
   }
   context.out << table;
   if (jobs.empty()) {
-    context.out << "no process has joined a job; muster list shows submitted jobs, also those that "
-                   "wait or have ended\n";
+    context.err << "no process has joined a job; where jobs are submitted (muster submit), muster "
+                   "list shows also those that wait or have ended\n";
   }
   return kExitOk;
 }

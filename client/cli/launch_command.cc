@@ -1,6 +1,7 @@
 #include "client/cli/launch_command.h"
 
 #include <algorithm>
+#include <array>
 #include <nlohmann/json.hpp>
 #include <utility>
 
@@ -325,7 +326,12 @@ absl::StatusOr<LaunchConfig> ReadLaunchConfig(const CommandLine& line,
   if (line.Has("coordinator")) {
     MUSTER_RETURN_IF_ERROR(AddCoordinator(line.Get("coordinator"), "--coordinator", &flags));
   }
-  if (const std::string file = line.Get("env_file"); !file.empty()) {
+  if (line.Has("env_file")) {
+    const std::string file = line.Get("env_file");
+    if (file.empty()) {
+      return absl::InvalidArgumentError(
+          "--env_file is empty: give it the file's name, or leave it out");
+    }
     MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(file));
     MUSTER_ASSIGN_OR_RETURN(const auto listed, ParseVariableList(text, file));
     for (const auto& [name, value] : listed) flags.env[name] = {value, "--env_file"};
@@ -377,15 +383,17 @@ absl::StatusOr<LaunchConfig> ReadLaunchConfig(const CommandLine& line,
 
 std::string DescribeLaunch(const LaunchConfig& config) {
   size_t name_width = 0, text_width = 0;
+  std::vector<std::array<std::string, 3>> rows;
   for (const auto& [name, given] : config.provenance) {
-    name_width = std::max(name_width, name.size());
-    text_width = std::max(text_width, std::min<size_t>(given.text.size(), 40));
+    // Variables may have line breaks, and what a terminal obeys.
+    rows.push_back({Printable(name), given.text.empty() ? "-" : Printable(given.text),
+                    Printable(given.source)});
+    name_width = std::max(name_width, rows.back()[0].size());
+    text_width = std::max(text_width, std::min<size_t>(rows.back()[1].size(), 40));
   }
   std::string text;
-  for (const auto& [name, given] : config.provenance) {
-    absl::StrAppendFormat(&text, "%-*s  %-*s  %s\n", name_width, name,
-                          std::max<size_t>(text_width, 1), given.text.empty() ? "-" : given.text,
-                          given.source);
+  for (const auto& [name, shown, source] : rows) {
+    absl::StrAppendFormat(&text, "%-*s  %-*s  %s\n", name_width, name, text_width, shown, source);
   }
   return text;
 }

@@ -251,8 +251,15 @@ TEST_F(LaunchCommandTest, EnvFile_GivesVariablesToTheProcessesAlone) {
   EXPECT_THAT(err_.str(), HasSubstr("env: RANK (from --env_file) cannot be set"));
   std::ofstream(path) << "A\n";
   EXPECT_EQ(Run({"--env_file", path, "--", "./train"}), kExitUsage);
-  EXPECT_THAT(err_.str(), HasSubstr("env: A\\x0a is no NAME=VALUE"));
+  EXPECT_THAT(err_.str(), HasSubstr("env has no null byte at its end"));
+  EXPECT_EQ(Run({"--env_file", "", "--", "./train"}), kExitUsage);
+  EXPECT_THAT(err_.str(), HasSubstr("--env_file is empty"));
   EXPECT_EQ(Run({"--env_file", folder.Path("none"), "--", "./train"}), kExitUsage);
+}
+
+TEST_F(LaunchCommandTest, DryRun_ShowsValuesOnOneLine) {
+  EXPECT_EQ(Run({"--dry_run", "--env=A=1\n\x1b[2J", "--", "./train"}), kExitOk) << err_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("1\\x0a\\x1b[2J"));
 }
 
 TEST_F(LaunchCommandTest, DryRunAsJson_IsTheWholePlanAndTheSameEachTime) {

@@ -22,7 +22,13 @@ size_t CharacterBytes(absl::string_view text, size_t at) {
 
 // The end of what is before the cursor, as much of it as fits.
 absl::string_view BeforeCursor(absl::string_view text, int columns) {
-  while (Columns(text) > columns) text.remove_prefix(CharacterBytes(text, 0));
+  // Counted once: a text that was pasted is long, and drawn again for each of its characters.
+  int more = Columns(text) - columns;
+  while (more > 0) {
+    const size_t bytes = CharacterBytes(text, 0);
+    more -= Columns(text.substr(0, bytes));
+    text.remove_prefix(bytes);
+  }
   return text;
 }
 

@@ -164,6 +164,14 @@ TEST(Prompt, Text_ShowsThePartAroundTheCursor) {
   EXPECT_EQ(prompt.Cursor(13)->column, 2u);
 }
 
+// A file that was pasted by mistake: it is drawn at once.
+TEST(Prompt, LongText_IsMeasuredOnce) {
+  Prompt prompt({.text = "Name?"}, 1);
+  prompt.Press({Key::Kind::kText, std::string(300'000, 'a')});
+  prompt.Press({Key::Kind::kText, "\xe6\x97\xa5z"});
+  EXPECT_EQ(Texts(prompt, 13).back(), "> aaaaaaa\xe6\x97\xa5z");
+}
+
 TEST(Prompt, Refusal_IsShownUntilTheNextKey) {
   Prompt prompt({.text = "How many?", .suggestion = "2"}, 1);
   prompt.Refuse("x is no answer: write a number");

@@ -1236,8 +1236,8 @@ std::vector<Layer> ForOneMachine(std::vector<Layer> layers) {
 }
 
 // OMP_NUM_THREADS in `env` and num_cpu_threads_per_process are one thing: what the first layer that
-// has one of them says, without the other in the layers below. INVALID_ARGUMENT: it has both, and
-// they differ.
+// has one of them says, without the other in the layers below. Where a file has both and they
+// differ, the setting counts, with a note. INVALID_ARGUMENT: they differ on the command line.
 absl::Status TakeOneNumberOfThreads(std::vector<Layer>* layers) {
   constexpr char kVariable[] = "OMP_NUM_THREADS", kSetting[] = "num_cpu_threads_per_process";
   bool variable_counts = false, setting_counts = false;
@@ -1247,15 +1247,24 @@ absl::Status TakeOneNumberOfThreads(std::vector<Layer>* layers) {
     if (variable_counts || setting_counts) continue;
     const auto variable = layer.env.find(kVariable);
     const auto setting = layer.settings.find(kSetting);
-    // As in the environment, an empty one says nothing.
     variable_counts = variable != layer.env.end() && !variable->second.text.empty();
     setting_counts = setting != layer.settings.end();
-    if (variable_counts && setting_counts && variable->second.text != setting->second.text) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "env: ", kVariable, ": ", Printable(variable->second.text), " (from ",
-          variable->second.source, ") differs from ", kSetting, ": ",
-          Printable(setting->second.text), " (from ", setting->second.source, "): leave one out"));
+    // As in the environment, an empty one says nothing.
+    if (!variable_counts) layer.env.erase(kVariable);
+    if (!variable_counts || !setting_counts || variable->second.text == setting->second.text) {
+      continue;
     }
+    const std::string differ =
+        absl::StrCat("env: ", kVariable, ": ", Printable(variable->second.text), " (from ",
+                     variable->second.source, ") differs from ", kSetting, ": ",
+                     Printable(setting->second.text), " (from ", setting->second.source, ")");
+    if (absl::StartsWith(variable->second.source, "--")) {
+      return absl::InvalidArgumentError(absl::StrCat(differ, ": leave one out"));
+    }
+    // Files that had both ran.
+    layer.notes.push_back(absl::StrCat(differ, ", which counts: leave one out"));
+    layer.env.erase(variable);
+    variable_counts = false;
   }
   return absl::OkStatus();
 }
@@ -1322,8 +1331,8 @@ absl::Status AddVariables(const std::vector<Layer>& layers, LaunchConfig* config
   MUSTER_RETURN_IF_ERROR(CheckVariablesOfSettings(layers));
   for (const auto& [name, given] : env) {
     if (name.empty() || absl::StrContains(name, '=')) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("env: ", name, " (from ", given.source, ") is not a valid variable name"));
+      return absl::InvalidArgumentError(absl::StrCat(
+          "env: ", Printable(name), " (from ", given.source, ") is not a valid variable name"));
     }
     if (const WorkerVariable* const set = FindWorkerVariable(name)) {
       return absl::InvalidArgumentError(absl::StrCat(
@@ -1369,7 +1378,7 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
   }
   MUSTER_RETURN_IF_ERROR(AddVariables(counted, &config));
   AddVariablesOfSettings(values, &config);
-  for (const Layer& layer : layers) {
+  for (const Layer& layer : counted) {
     for (const UnusedSection& section : layer.unused_sections) {
       config.notes.push_back(DescribeUnused(section));
     }

@@ -340,12 +340,17 @@ TEST(ResolveLaunch, Threads_AreWhatTheFirstSourceSays) {
   const Layer env = layer("4", nullptr, "--env"), file = layer(nullptr, "8", "c.yaml:1");
   EXPECT_EQ(threads({env}), "0 4");
   EXPECT_EQ(threads({env, file}), "0 4") << "the command line comes before the file";
-  EXPECT_EQ(threads({layer("", nullptr, "--env"), file}), "8 ");
+  EXPECT_EQ(threads({layer("", nullptr, "--env"), file}), "8 -");
+  EXPECT_EQ(threads({layer("", nullptr, "--env"), layer("2", nullptr, "c.yaml:2")}), "0 2")
+      << "an empty one says nothing";
   EXPECT_EQ(threads({file, layer("2", nullptr, "c.yaml:2")}), "8 -");
   EXPECT_EQ(threads({layer("4", "4", "--env"), file}), "4 4");
-  EXPECT_EQ(threads({layer("4", "8", "here")}),
-            "env: OMP_NUM_THREADS: 4 (from here) differs from num_cpu_threads_per_process: 8 (from "
-            "here): leave one out");
+  EXPECT_EQ(threads({layer("4", "8", "--x")}),
+            "env: OMP_NUM_THREADS: 4 (from --x) differs from num_cpu_threads_per_process: 8 (from "
+            "--x): leave one out");
+  EXPECT_EQ(threads({layer("4", "8", "c.yaml:1")}), "8 -") << "such files ran";
+  EXPECT_THAT(ResolveLaunch({layer("4", "8", "c.yaml:1")}, {})->notes,
+              ElementsAre(HasSubstr("8 (from c.yaml:1), which counts: leave one out")));
 }
 
 TEST(ResolveLaunch, D31_BooleanWords_MeanWhatTheySay) {

@@ -307,11 +307,16 @@ class Slurm final : public JobBackend {
 
   absl::StatusOr<Job> cancel(const std::string& name, const std::string& why) override {
     MUSTER_ASSIGN_OR_RETURN(const Job job, get(name));
-    if (job.state == JobState::kCancelled) return job;
+    if (job.state == JobState::kCancelled) {
+      RemoveRunFolder(job);
+      return job;
+    }
     if (HasEnded(job.state)) return WrongState(job, "has ended");
     MUSTER_RETURN_IF_ERROR(Marked(job, "cancel", why, {"scancel", Number(job)}));
     unlink(MarkPath(job, "suspend").c_str());
-    return get(name);
+    absl::StatusOr<Job> cancelled = get(name);
+    if (cancelled.ok() && HasEnded(cancelled->state)) RemoveRunFolder(job);
+    return cancelled;
   }
 
   absl::StatusOr<Job> suspend(const std::string& name, const std::string& why) override {
@@ -424,6 +429,10 @@ class Slurm final : public JobBackend {
   std::string MarkPath(const Job& job, const std::string& verb) const {
     return Path(absl::StrCat(Number(job), ".", verb));
   }
+  // Of a job whose script has ended. The script removes it, with the job's variables, key and
+  // token; but one that was killed, and waited in the queue to start again, does not. `remove`
+  // comes back to what is left.
+  void RemoveRunFolder(const Job& job) { (void)RemoveTree(Path("run/" + Number(job))); }
   // Notes what a person wants, which the script reads, and runs the command; the note stays only if
   // that has worked.
   absl::Status Marked(const Job& job, const std::string& verb, const std::string& why,

@@ -364,11 +364,15 @@ TEST_F(SlurmBackendTest, Actions_AreSlurmsCommands) {
   const auto stopping = backend_->suspend("train-12", "");
   EXPECT_THAT(commands_, ::testing::Contains("scancel --batch --signal=TERM 12"));
   EXPECT_EQ(stopping->state, JobState::kStopping);
+  const std::string secrets = Folder() + "/run/12";
+  ASSERT_TRUE(MakeDirectories(secrets).ok());
   EXPECT_TRUE(backend_->cancel("12", "why not").ok());
+  EXPECT_TRUE(PathExists(secrets)) << "the script still runs";
   EXPECT_THAT(commands_, ::testing::Contains("scancel 12"));
   EXPECT_EQ(rpc::GetReason(backend_->remove("train-12")), v1::ERROR_REASON_JOB_STATE);
   squeue_.out = "12|CANCELLED|n[0-1]|None\n";
   EXPECT_TRUE(backend_->cancel("train-12", "").ok());
+  EXPECT_FALSE(PathExists(secrets)) << "of a script that was killed";
   EXPECT_THAT(backend_->resume("train-12").status().message(), HasSubstr("retry it"));
   EXPECT_TRUE(backend_->retry("train-12").ok());
   EXPECT_THAT(commands_, ::testing::Contains("scontrol requeue 12"));

@@ -282,7 +282,8 @@ absl::StatusOr<std::string> RenderSlurmScript(const JobSpec& spec, const SlurmLa
     const std::string entry = absl::StrCat(name, "=", value);
     if (entry.find('=') == name.size() && !name.empty() && entry.find('\0') == entry.npos) continue;
     return absl::InvalidArgumentError(
-        absl::StrCat("env: ", Printable(entry), " is no variable that a process can have"));
+        // Not its value, which may be secret.
+        absl::StrCat("env: ", Printable(name), " is no variable that a process can have"));
   }
   const int each = layout.processes_per_node;
   std::string script = "#!/usr/bin/env bash\n";
@@ -322,7 +323,7 @@ absl::StatusOr<std::string> RenderSlurmScript(const JobSpec& spec, const SlurmLa
                   // env names one: theirs may say that the processes compute on CPUs.
                   "export MUSTER_CONFIG=/dev/null\n");
   if (!spec.env.empty()) {
-    script += "job_env() {\n  printf '%s\\0'";
+    script += "job_variables() {\n  printf '%s\\0'";
     for (const auto& [name, value] : spec.env) {
       absl::StrAppend(&script, " \\\n    ", ShellWord(absl::StrCat(name, "=", value)));
     }

@@ -127,14 +127,14 @@ TEST(SlurmScriptTest, Settings_AreOptionsOfSbatchAndFlagsOfLaunch) {
         "#SBATCH --cpus-per-task=16\n", "#SBATCH --gpus-per-node=2\n", "#SBATCH --mem=32768M\n",
         "#SBATCH --time=1-12:00:05\n", "#SBATCH --signal=B:TERM@60\n",
         "#SBATCH --output=\"/home/ann/.muster/%j.log\"\n", "#SBATCH --chdir=\"/data/my runs\"\n",
-        "job_env() {\n  printf '%s\\0' \\\n    'WORDS=it'\\''s $HOME'\n}\n", "MUSTER=/opt/muster\n",
-        "--num_processes $((2 * SLURM_NNODES)) ", "--max_restarts 3 ", "--mixed_precision bf16",
-        "set -- ./train --lr 0.1\n",
+        "job_variables() {\n  printf '%s\\0' \\\n    'WORDS=it'\\''s $HOME'\n}\n",
+        "MUSTER=/opt/muster\n", "--num_processes $((2 * SLURM_NNODES)) ", "--max_restarts 3 ",
+        "--mixed_precision bf16", "set -- ./train --lr 0.1\n",
         "--ntasks-per-node=1 --wait=\"${MUSTER_STEP_WAIT:-300}\" --export=ALL"}) {
     EXPECT_THAT(script, HasSubstr(line));
   }
   EXPECT_THAT(script, Not(HasSubstr("--cpu)")));
-  EXPECT_THAT(Script(Spec(4)), AllOf(HasSubstr("--cpu)"), Not(HasSubstr("job_env()"))));
+  EXPECT_THAT(Script(Spec(4)), AllOf(HasSubstr("--cpu)"), Not(HasSubstr("job_variables()"))));
 }
 
 TEST(SlurmScriptTest, FailurePolicy_IsThatOfTheLaunch) {
@@ -165,10 +165,10 @@ TEST(SlurmScriptTest, Script_IsOneThatBashReads) {
   std::ofstream(script) << Script(spec);
   EXPECT_EQ(Shell("bash -n " + script), "");
   // Up to the body: the words of the program come back as they are.
-  EXPECT_EQ(Shell(absl::StrCat("SLURM_JOB_ID=1 SLURM_NNODES=2 bash -c 'source <(sed \"/^# "
-                               "train.sbatch$/Q\" ",
-                               script,
-                               "); printf \"<%s>\" \"$@\"; echo \"${muster_flags[1]}\"; job_env'")),
+  EXPECT_EQ(Shell(absl::StrCat(
+                "SLURM_JOB_ID=1 SLURM_NNODES=2 bash -c 'source <(sed \"/^# "
+                "train.sbatch$/Q\" ",
+                script, "); printf \"<%s>\" \"$@\"; echo \"${muster_flags[1]}\"; job_variables'")),
             absl::StrCat("<./it's><a b><$(touch /tmp/never)><><x\ny>4\n", VariableList(spec.env)));
 }
 
@@ -272,6 +272,18 @@ TEST(SlurmScriptTest, VariablesOfTheJob_ReachItsProcessesAlone) {
   EXPECT_FALSE(PathExists(folder.Path("records/run/7"))) << "nothing of them stays";
   RunIn(folder, Script(Spec(4), folder.Path("records")), 0, "true", 0);
   EXPECT_THAT(*ReadFile(folder.Path("srun.calls")), Not(HasSubstr("--env_file")));
+}
+
+TEST(SlurmScriptTest, JobEnvOfAnEarlierVersion_StillExports_WithAWarning) {
+  const TestFolder folder;
+  const std::string script = Script(Spec(4));
+  EXPECT_THAT(RunIn(folder,
+                    absl::StrCat("unset MUSTER_EVENTS\nMUSTER_RUN_FOLDER=", folder.Path("run"),
+                                 "\njob_env() { export FOO=exported; }",
+                                 script.substr(script.find("\n# train.sbatch\n"))),
+                    0, "true", 0, "./train"),
+              AllOf(HasSubstr("print them in job_variables"), HasSubstr("ended with 0")));
+  EXPECT_EQ(Shell(absl::StrCat("grep ^FOO= ", folder.Path("srun.env"))), "FOO=exported\n");
 }
 
 // Or the queue has it, and only the answer was lost: it has ended either way, and failed once.
@@ -390,6 +402,7 @@ TEST(SlurmScriptTest, WhatNoScriptCanHave_IsRefused) {
            {"", "1"}, {"A=B", "1"}, {std::string("A\0", 2), "1"}, {"A", std::string(1, '\0')}}) {
     spec.env = {{name, value}};
     EXPECT_THAT(Script(spec), HasSubstr("is no variable that a process can have")) << name;
+    EXPECT_THAT(Script(spec), Not(HasSubstr("a value"))) << "it may be secret";
   }
 }
 

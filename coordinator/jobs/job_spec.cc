@@ -174,6 +174,31 @@ void FillProcesses(v1::JobSpec* spec) {
   if (spec->max_processes() == 0) spec->set_max_processes(spec->min_processes());
 }
 
+Error CheckProcesses(const v1::JobSpec& spec) {
+  if (spec.min_processes() == 0 && spec.max_processes() == 0) {
+    return BadField("spec.max_processes", "the number of processes is missing: give max_processes");
+  }
+  if (spec.min_processes() < 1 || spec.max_processes() < spec.min_processes() ||
+      spec.max_processes() > kMaxProcesses) {
+    return BadField(
+        "spec.min_processes",
+        absl::StrCat("a job needs 1 <= min_processes <= max_processes <= ", kMaxProcesses, ", not ",
+                     spec.min_processes(), ":", spec.max_processes()));
+  }
+  const int each = spec.processes_per_node();
+  if (each < 0) {
+    return BadField("spec.processes_per_node",
+                    absl::StrCat("processes_per_node is ", each, ": give 1 or more, or 0 for any"));
+  }
+  if (each > 0 && spec.max_processes() / each * each < spec.min_processes()) {
+    return BadField(
+        "spec.processes_per_node",
+        absl::StrCat("no number of processes from ", spec.min_processes(), " to ",
+                     spec.max_processes(), " is a multiple of processes_per_node ", each));
+  }
+  return std::nullopt;
+}
+
 }  // namespace
 
 void FillJobSpec(v1::JobSpec* spec) {
@@ -204,29 +229,8 @@ uint64_t HashJobSpec(const v1::JobSpec& spec) {
 }
 
 Error CompleteProcesses(v1::JobSpec* spec) {
-  if (spec->min_processes() == 0 && spec->max_processes() == 0) {
-    return BadField("spec.max_processes", "the number of processes is missing: give max_processes");
-  }
   FillProcesses(spec);
-  if (spec->min_processes() < 1 || spec->max_processes() < spec->min_processes() ||
-      spec->max_processes() > kMaxProcesses) {
-    return BadField(
-        "spec.min_processes",
-        absl::StrCat("a job needs 1 <= min_processes <= max_processes <= ", kMaxProcesses, ", not ",
-                     spec->min_processes(), ":", spec->max_processes()));
-  }
-  const int each = spec->processes_per_node();
-  if (each < 0) {
-    return BadField("spec.processes_per_node",
-                    absl::StrCat("processes_per_node is ", each, ": give 1 or more, or 0 for any"));
-  }
-  if (each > 0 && spec->max_processes() / each * each < spec->min_processes()) {
-    return BadField(
-        "spec.processes_per_node",
-        absl::StrCat("no number of processes from ", spec->min_processes(), " to ",
-                     spec->max_processes(), " is a multiple of processes_per_node ", each));
-  }
-  return std::nullopt;
+  return CheckProcesses(*spec);
 }
 
 Error CheckSpecSize(const v1::JobSpec& spec) {
@@ -236,17 +240,15 @@ Error CheckSpecSize(const v1::JobSpec& spec) {
                                        kMaxSpecBytes, "; put large values into a file"));
 }
 
-Error CompleteJobSpec(v1::JobSpec* spec) {
-  if (Error error = CheckSpecSize(*spec)) return error;
-  FillJobSpec(spec);
-  if (Error error = CheckJobName(spec->name())) return error;
-  if (Error error = CheckProgram(*spec)) return error;
-  if (Error error = CheckNames("env", spec->env())) return error;
-  if (Error error = CheckNames("node_labels", spec->node_labels())) return error;
-  if (Error error = CheckFiles(*spec)) return error;
-  if (Error error = CheckClassLimits(*spec)) return error;
-  if (Error error = CompleteProcesses(spec)) return error;
-  const v1::ProcessResources* const process = &spec->per_process();
+Error CheckFilledJobSpec(const v1::JobSpec& spec) {
+  if (Error error = CheckJobName(spec.name())) return error;
+  if (Error error = CheckProgram(spec)) return error;
+  if (Error error = CheckNames("env", spec.env())) return error;
+  if (Error error = CheckNames("node_labels", spec.node_labels())) return error;
+  if (Error error = CheckFiles(spec)) return error;
+  if (Error error = CheckClassLimits(spec)) return error;
+  if (Error error = CheckProcesses(spec)) return error;
+  const v1::ProcessResources* const process = &spec.per_process();
   const std::pair<const char*, int64_t> amounts[] = {
       {"gpus", process->gpus()},
       {"cpus", process->cpus()},
@@ -263,19 +265,19 @@ Error CompleteJobSpec(v1::JobSpec* spec) {
                     "gpu_memory_bytes is that of each GPU, and the processes have none: give gpus, "
                     "or leave it out");
   }
-  if (spec->max_restarts() < 0 || spec->max_restarts() > kMaxRestartsOfJob) {
-    return BadField("spec.max_restarts", absl::StrCat("max_restarts is ", spec->max_restarts(),
+  if (spec.max_restarts() < 0 || spec.max_restarts() > kMaxRestartsOfJob) {
+    return BadField("spec.max_restarts", absl::StrCat("max_restarts is ", spec.max_restarts(),
                                                       ": give 0 to ", kMaxRestartsOfJob));
   }
-  if (spec->gradient_accumulation_steps() < 0 ||
-      spec->gradient_accumulation_steps() > kMaxAccumulation) {
+  if (spec.gradient_accumulation_steps() < 0 ||
+      spec.gradient_accumulation_steps() > kMaxAccumulation) {
     return BadField(
         "spec.gradient_accumulation_steps",
-        absl::StrCat("gradient_accumulation_steps is ", spec->gradient_accumulation_steps(),
+        absl::StrCat("gradient_accumulation_steps is ", spec.gradient_accumulation_steps(),
                      ": give 1 to ", kMaxAccumulation));
   }
-  if (spec->spare_nodes() < 0 || spec->spare_nodes() > kMaxSpares) {
-    return BadField("spec.spare_nodes", absl::StrCat("spare_nodes is ", spec->spare_nodes(),
+  if (spec.spare_nodes() < 0 || spec.spare_nodes() > kMaxSpares) {
+    return BadField("spec.spare_nodes", absl::StrCat("spare_nodes is ", spec.spare_nodes(),
                                                      ": give 0 to ", kMaxSpares));
   }
   const std::pair<const char*, int64_t> memories[] = {
@@ -286,41 +288,47 @@ Error CompleteJobSpec(v1::JobSpec* spec) {
                       absl::StrCat(field, " is ", bytes, ": give at most ", kMaxMemory));
     }
   }
-  if (FromProto(spec->stop_grace()) > kMaxGrace) {
+  if (FromProto(spec.stop_grace()) > kMaxGrace) {
     return BadField(
         "spec.stop_grace",
-        absl::StrCat("stop_grace is ", absl::FormatDuration(FromProto(spec->stop_grace())),
+        absl::StrCat("stop_grace is ", absl::FormatDuration(FromProto(spec.stop_grace())),
                      ": give at most ", absl::FormatDuration(kMaxGrace)));
   }
-  const std::string& precision = spec->mixed_precision();
+  const std::string& precision = spec.mixed_precision();
   if (!precision.empty() && precision != "no" && precision != "bf16" && precision != "fp16") {
     return BadField("spec.mixed_precision", absl::StrCat("mixed_precision ", Quoted(precision),
                                                          " is unknown: use no, bf16 or fp16"));
   }
   if (Error error =
-          CheckDuration("time_limit", spec->has_time_limit(), spec->time_limit(), absl::Seconds(1)))
+          CheckDuration("time_limit", spec.has_time_limit(), spec.time_limit(), absl::Seconds(1)))
     return error;
-  if (Error error = CheckDuration("stop_grace", spec->has_stop_grace(), spec->stop_grace(),
+  if (Error error = CheckDuration("stop_grace", spec.has_stop_grace(), spec.stop_grace(),
                                   absl::ZeroDuration()))
     return error;
-  if (Error error = CheckDuration("restart_delay", spec->has_restart_delay(), spec->restart_delay(),
+  if (Error error = CheckDuration("restart_delay", spec.has_restart_delay(), spec.restart_delay(),
                                   absl::ZeroDuration()))
     return error;
-  if (Error error = CheckDuration("grow_after", spec->has_grow_after(), spec->grow_after(),
+  if (Error error = CheckDuration("grow_after", spec.has_grow_after(), spec.grow_after(),
                                   absl::ZeroDuration()))
     return error;
   if (Error error =
-          CheckDuration("retention", spec->has_retention(), spec->retention(), absl::Seconds(1)))
+          CheckDuration("retention", spec.has_retention(), spec.retention(), absl::Seconds(1)))
     return error;
-  if (Error error = CheckDuration("hang_timeout", spec->has_hang_timeout(), spec->hang_timeout(),
+  if (Error error = CheckDuration("hang_timeout", spec.has_hang_timeout(), spec.hang_timeout(),
                                   kLeastHangTimeout))
     return error;
-  if (spec->has_grow_after() && spec->min_processes() == spec->max_processes()) {
+  if (spec.has_grow_after() && spec.min_processes() == spec.max_processes()) {
     return BadField("spec.grow_after",
-                    absl::StrCat("grow_after is of no use to a job of always ", DescribeSize(*spec),
+                    absl::StrCat("grow_after is of no use to a job of always ", DescribeSize(spec),
                                  ": give a range of processes, or leave it out"));
   }
   return std::nullopt;
+}
+
+Error CompleteJobSpec(v1::JobSpec* spec) {
+  if (Error error = CheckSpecSize(*spec)) return error;
+  FillJobSpec(spec);
+  return CheckFilledJobSpec(*spec);
 }
 
 }  // namespace muster::coordinator

@@ -9,7 +9,7 @@
 
 namespace muster::coordinator {
 
-// LIMIT: more bytes than a specification may have.
+// LIMIT: more bytes than a specification may have, as its caller has written it.
 std::optional<v1::OpError> CheckSpecSize(const v1::JobSpec& spec);
 
 // Fills what is left to its default: the other bound of the number of processes, one CPU, the
@@ -20,8 +20,11 @@ void FillJobSpec(v1::JobSpec* spec);
 // Of a specification that FillJobSpec has filled; the same for ever, as it is in the journal.
 uint64_t HashJobSpec(const v1::JobSpec& spec);
 
-// CheckSpecSize, FillJobSpec, and the other checks. Errors, each naming the field and what to
-// write: BAD_FIELD, LIMIT.
+// The other checks of a specification that FillJobSpec has filled. Errors, each naming the field
+// and what to write: BAD_FIELD, LIMIT.
+std::optional<v1::OpError> CheckFilledJobSpec(const v1::JobSpec& spec);
+
+// All three.
 std::optional<v1::OpError> CompleteJobSpec(v1::JobSpec* spec);
 
 // Only the number of processes, for a job that gets another one.

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "base/signature.h"
 #include "proto/job_limits.h"
 #include "proto/name_value.h"
@@ -161,6 +162,27 @@ TEST(JobSpecTest, Files_AreSortedAndGetDigests) {
   EXPECT_EQ(spec.files(0).path(), "a");
   EXPECT_EQ(spec.files(1).sha256(), Sha256("two"));
   EXPECT_EQ(spec.files(1).size(), 3);
+}
+
+// It is in journals, which every later version reads.
+TEST(JobSpecTest, Hash_StaysTheSameForEver) {
+  v1::JobSpec spec = WithFiles({{"b", "two"}, {"a", "x"}});
+  AddNameValue("B", "2", spec.mutable_env());
+  AddNameValue("A", "1", spec.mutable_env());
+  spec.add_class_limits()->set_end_class(v1::END_CLASS_HANG);
+  FillJobSpec(&spec);
+  EXPECT_EQ(HashJobSpec(spec), 1u);
+}
+
+// Only what its caller has written counts: digests of files are added to it.
+TEST(JobSpecTest, SizeIsThatOfTheCallersSpecification) {
+  v1::JobSpec spec = Good();
+  for (int i = 0; i < kMaxFiles; ++i) spec.add_files()->set_path(absl::StrCat("f", i));
+  AddNameValue("A", "", spec.mutable_env());
+  spec.mutable_env(0)->set_value(std::string(kMaxSpecBytes - spec.ByteSizeLong() - 8, 'x'));
+  ASSERT_LE(spec.ByteSizeLong(), kMaxSpecBytes);
+  EXPECT_FALSE(CompleteJobSpec(&spec).has_value());
+  EXPECT_GT(spec.ByteSizeLong(), kMaxSpecBytes);
 }
 
 TEST(JobSpecTest, FilesThatLeadElsewhereOrAreTooLarge_AreRefused) {

@@ -579,7 +579,7 @@ JobsCore::Error JobsCore::Submit(CallId call, const v1::SubmitJobRequest& reques
       !request.idempotency_key().empty() && it != by_key_.end()) {
     return Resubmit(call, jobs_.at(it->second), hash, request.dry_run());
   }
-  if (Error error = CompleteJobSpec(&spec)) return error;
+  if (Error error = CheckFilledJobSpec(spec)) return error;
   if (!no_room_.empty()) {
     return MakeError(absl::StatusCode::kResourceExhausted, v1::ERROR_REASON_LIMIT, no_room_);
   }

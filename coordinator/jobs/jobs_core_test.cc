@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "coordinator/errors.h"
 #include "coordinator/jobs/job_spec.h"
+#include "proto/job_limits.h"
 #include "proto/name_value.h"
 
 namespace muster::coordinator {
@@ -1368,6 +1369,17 @@ TEST_F(JobsCoreTest, IdempotencyKey_OfAJobThatWouldBeRefusedNow_ReturnsIt) {
   EXPECT_EQ(again.submit_job().job().job_id(), "mnist-1");
   EXPECT_TRUE(again.submit_job().existed());
   EXPECT_EQ(TrySubmit(spec, "k2").error().detail().reason(), v1::ERROR_REASON_BAD_FIELD);
+}
+
+TEST_F(JobsCoreTest, Submit_SizeIsThatOfTheCallersSpecification) {
+  AddNode("a");
+  v1::JobSpec spec = Spec(1);
+  for (int i = 0; i < kMaxFiles; ++i) spec.add_files()->set_path(absl::StrCat("f", i));
+  AddNameValue("A", "", spec.mutable_env());
+  spec.mutable_env(spec.env_size() - 1)
+      ->set_value(std::string(kMaxSpecBytes - spec.ByteSizeLong() - 8, 'x'));
+  const v1::OpResult result = TrySubmit(spec);
+  EXPECT_FALSE(result.has_error()) << result.error().message();
 }
 
 TEST_F(JobsCoreTest, RestartOfTheCoordinator_KeepsRunningJobs) {

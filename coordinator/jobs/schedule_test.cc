@@ -230,6 +230,18 @@ TEST_F(ScheduleTest, DelayedRestart_AReservationCountsOnTheEndOfItsTimeLimit) {
   EXPECT_EQ(Starts(), Ids{"short"});
 }
 
+TEST_F(ScheduleTest, DelayedRestart_AReservationCountsOnTheEndOfItsStopGrace) {
+  AddNode("a", 2);
+  v1::JobSpec* const delayed = Queue("delayed", 1).mutable_spec();
+  delayed->mutable_time_limit()->set_seconds(60);
+  delayed->mutable_stop_grace()->set_seconds(10);
+  question_.queued[0].not_before = kNow + absl::Seconds(7);
+  Queue("large", 2);
+  Queue("long", 1).mutable_spec()->mutable_time_limit()->set_seconds(80);
+  Queue("short", 1).mutable_spec()->mutable_time_limit()->set_seconds(72);
+  EXPECT_EQ(Starts(), Ids{"short"});
+}
+
 // One that fails again and again hardly uses what it would keep.
 TEST_F(ScheduleTest, DelayOfMoreThanAMinute_KeepsNoRoom) {
   AddNode("a", 2);

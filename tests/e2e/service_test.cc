@@ -195,9 +195,10 @@ TEST_F(ServiceTest, Agent_ReadsTheVariablesOfCommandsAndWorkers) {
                 env_);
   EXPECT_EQ(print.Wait(), 0) << print.err_text();
   EXPECT_THAT(print.out_text(),
-              AllOf(HasSubstr("tls_ca: \"/ca.pem\""), HasSubstr("tls_cert: \"/own.pem\"")));
+              AllOf(::testing::ContainsRegex("tls_ca: \"/ca.pem\" +# MUSTER_TLS_CA\n"),
+                    ::testing::ContainsRegex("tls_cert: \"/own.pem\" +# MUSTER_AGENT_TLS_CERT\n")));
   const std::tuple<std::string, std::string, std::string> kCases[] = {
-      {"MUSTER_LEASE", "1s", "--lease is 1s: give at least"},
+      {"MUSTER_LEASE", "1s", "--lease (or MUSTER_LEASE) is 1s: give at least"},
       {"MUSTER_OUTAGE_TOLERANCE", "90", "--outage_tolerance"},
       {"MUSTER_TLS_CA", "/nowhere.pem", "/nowhere.pem"}};
   for (const auto& [name, value, message] : kCases) {
