@@ -7,10 +7,11 @@
 
 namespace muster::agent {
 
-// Opens what process `pid` has mapped as `path`, an absolute one of its /proc/PID/maps, for
+// Opens the file that is now at `path`, an absolute one of /proc/PID/maps, for process `pid`, for
 // reading. A process in a container (another mount namespace) has another file at the path than
-// this process may have, or none is here. Regular files only: devices may hang when they are
-// opened, or begin to do something. Returns a descriptor, closed on exec, or -1. Thread-safe.
+// this process may have, or none is here; in a chroot, paths of maps begin outside of it. Regular
+// files only: devices may hang when they are opened, or begin to do something. Returns a
+// descriptor, closed on exec, or -1. Thread-safe.
 int OpenMappedFile(pid_t pid, const std::string& path);
 
 }  // namespace muster::agent

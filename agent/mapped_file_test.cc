@@ -9,8 +9,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <iostream>
 #include <string>
 
+#include "absl/functional/function_ref.h"
 #include "base/file.h"
 #include "base/test_folder.h"
 
@@ -37,33 +39,76 @@ TEST(OpenMappedFile, FilesOnly) {
   EXPECT_EQ(Read(getpid(), "/dev/zero"), "none");
 }
 
+// A process with mounts of its own that `prepare`, run in it, has changed.
+class Elsewhere {
+ public:
+  explicit Elsewhere(absl::FunctionRef<bool()> prepare) {
+    int ready[2];
+    EXPECT_EQ(pipe(ready), 0);
+    pid_ = fork();
+    if (pid_ == 0) {
+      const bool prepared = unshare(CLONE_NEWUSER | CLONE_NEWNS) == 0 && prepare();
+      const char byte = prepared ? 'x' : '-';
+      if (write(ready[1], &byte, 1) != 1) _exit(1);
+      for (;;) pause();
+    }
+    close(ready[1]);
+    char byte = 0;
+    EXPECT_EQ(read(ready[0], &byte, 1), 1);
+    close(ready[0]);
+    prepared_ = byte == 'x';
+  }
+  ~Elsewhere() {
+    kill(pid_, SIGKILL);
+    waitpid(pid_, nullptr, 0);
+  }
+  Elsewhere(const Elsewhere&) = delete;
+  Elsewhere& operator=(const Elsewhere&) = delete;
+
+  bool prepared() const { return prepared_; }
+  pid_t pid() const { return pid_; }
+
+ private:
+  pid_t pid_ = -1;
+  bool prepared_ = false;
+};
+
+void NotTested() { std::cerr << "not tested: no user and mount namespaces are to be had here\n"; }
+
 TEST(OpenMappedFile, OtherMounts_HaveTheirOwnFiles) {
   const TestFolder ours, its;
   ASSERT_TRUE(WriteFileAtomically(ours.Path("both"), "ours").ok());
   ASSERT_TRUE(WriteFileAtomically(ours.Path("only"), "ours").ok());
   ASSERT_TRUE(WriteFileAtomically(its.Path("both"), "its").ok());
-  int ready[2];
-  ASSERT_EQ(pipe(ready), 0);
-  const pid_t pid = fork();
-  if (pid == 0) {
-    const bool moved =
-        unshare(CLONE_NEWUSER | CLONE_NEWNS) == 0 &&
-        mount(its.Path("").c_str(), ours.Path("").c_str(), nullptr, MS_BIND, nullptr) == 0;
-    const char byte = moved ? 'x' : '-';
-    if (write(ready[1], &byte, 1) != 1) _exit(1);
-    for (;;) pause();
-  }
-  char byte = 0;
-  EXPECT_EQ(read(ready[0], &byte, 1), 1);
-  close(ready[0]);
-  close(ready[1]);
-  if (byte == 'x') {  // else there are no namespaces to be had here
-    EXPECT_EQ(Read(pid, ours.Path("both")), "its");
-    EXPECT_EQ(Read(pid, ours.Path("only")), "none");
-    EXPECT_EQ(Read(getpid(), ours.Path("both")), "ours");
-  }
-  kill(pid, SIGKILL);
-  waitpid(pid, nullptr, 0);
+  const Elsewhere other([&] {
+    return mount(its.path().c_str(), ours.path().c_str(), nullptr, MS_BIND, nullptr) == 0;
+  });
+  if (!other.prepared()) return NotTested();
+  EXPECT_EQ(Read(other.pid(), ours.Path("both")), "its");
+  EXPECT_EQ(Read(other.pid(), ours.Path("only")), "none");
+  EXPECT_EQ(Read(getpid(), ours.Path("both")), "ours");
+}
+
+// As `unshare -rm chroot` does.
+TEST(OpenMappedFile, ChrootAmongMountsOfItsOwn_IsFoundByThePathOutsideOfIt) {
+  const TestFolder root;
+  ASSERT_TRUE(WriteFileAtomically(root.Path("file"), "inside").ok());
+  const Elsewhere other([&] { return chroot(root.path().c_str()) == 0; });
+  if (!other.prepared()) return NotTested();
+  EXPECT_EQ(Read(other.pid(), root.Path("file")), "inside");
+  EXPECT_EQ(Read(other.pid(), root.path() + "-other/file"), "none");
+}
+
+TEST(OpenMappedFile, LinkOfAChroot_DoesNotLeadOutOfIt) {
+  const TestFolder root, outside;
+  ASSERT_TRUE(WriteFileAtomically(outside.Path("file"), "outside").ok());
+  ASSERT_TRUE(WriteFileAtomically(root.Path("file"), "inside").ok());
+  ASSERT_EQ(symlink("/file", root.Path("link").c_str()), 0);
+  ASSERT_EQ(symlink(outside.Path("file").c_str(), root.Path("out").c_str()), 0);
+  const Elsewhere other([&] { return chroot(root.path().c_str()) == 0; });
+  if (!other.prepared()) return NotTested();
+  EXPECT_EQ(Read(other.pid(), root.Path("link")), "inside");
+  EXPECT_EQ(Read(other.pid(), root.Path("out")), "none");
 }
 
 }  // namespace

@@ -179,6 +179,11 @@ ProcessState ParseProcessState(const std::string& stat, const std::string& wchan
   // Fields 4 and 6.
   if (fields.size() > 2 && !absl::SimpleAtoi(fields[2], &state.parent)) state.parent = 0;
   if (fields.size() > 4 && !absl::SimpleAtoi(fields[4], &state.session)) state.session = 0;
+  // Field 22.
+  if (fields.size() > 20 &&
+      !absl::SimpleAtoi(absl::StripAsciiWhitespace(fields[20]), &state.started)) {
+    state.started = 0;
+  }
   // Field 52.
   if (state.name == "zombie" && fields.size() > 50 &&
       !absl::SimpleAtoi(absl::StripAsciiWhitespace(fields[50]), &state.wait_status)) {

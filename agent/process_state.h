@@ -24,6 +24,8 @@ struct ProcessState {
   int threads = 0;      // 0 for a thread's own state
   int64_t parent = 0;   // process ids; 0: none that can be seen here
   int64_t session = 0;
+  // In ticks since the machine started: with the process id, what no other process has. 0: unknown.
+  uint64_t started = 0;
   // As waitpid's; -1: none, or not available. What another user's process says is 0 always.
   int wait_status = -1;
 

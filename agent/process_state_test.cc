@@ -53,6 +53,7 @@ TEST(ProcessState, Self_HasItsParentAndSession) {
   const ProcessState state = ReadProcessState(getpid());
   EXPECT_EQ(state.parent, getppid());
   EXPECT_EQ(state.session, getsid(0));
+  EXPECT_GT(state.started, 0u);
   EXPECT_EQ(ReadStuckState(getpid()).name, "running");
 }
 
@@ -191,6 +192,13 @@ TEST(ParseProcessState, CommandThatLooksLikeTheRest_IsTheCommand) {
   EXPECT_EQ(state.command, "a) Z (b)");
   EXPECT_EQ(state.threads, 3);
   EXPECT_EQ(state.ToString(), "sleeping in futex");
+}
+
+TEST(ParseProcessState, Start_IsField22) {
+  const std::string until_21 = "7 (a) S 1 7 7 0 -1 0 0 0 0 0 0 0 0 0 20 0 3 0";
+  EXPECT_EQ(ParseProcessState(until_21 + " 4711 99 98", "", "").started, 4711u);
+  EXPECT_EQ(ParseProcessState(until_21 + " 4711\n", "", "").started, 4711u);
+  EXPECT_EQ(ParseProcessState(until_21, "", "").started, 0u);
 }
 
 TEST(ParseProcessState, CommandThatTheKernelHasCutInACharacter_IsUtf8) {

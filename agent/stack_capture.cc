@@ -545,6 +545,7 @@ StackCapture::StackCapture(StackCaptureOptions options)
 struct StackCapture::Late {
   struct One {
     int64_t pid;
+    uint64_t started;  // of the process: another one may have its number by now
     absl::Time since;
     std::shared_ptr<Job> job;
     std::thread thread;
@@ -553,11 +554,11 @@ struct StackCapture::Late {
     static Late* const late = new Late;
     return *late;
   }
-  // Why another look at `pid` would not end either. Empty: it may.
-  std::string Refusal(int64_t pid) {
+  // Why another look at `pid`, which started then, would not end either. Empty: it may.
+  std::string Refusal(int64_t pid, uint64_t started) {
     MutexLock lock(&mu);
     for (const One& one : threads) {
-      if (one.pid != pid) continue;
+      if (one.pid != pid || one.started != started) continue;
       const absl::Duration age = Clock::Real().Now() - one.since;
       return absl::StrCat("the look at it that began ",
                           absl::FormatDuration(absl::Trunc(age, absl::Milliseconds(100))),
@@ -596,7 +597,9 @@ StackSnapshot StackCapture::Capture(int64_t pid, absl::Duration budget) {
   CollectLate();
   if (pid <= 0 || pid > INT32_MAX) return {.process_state = "gone", .native_stack = ""};
   Late& late = Late::Get();
-  if (const std::string refused = late.Refusal(pid); !refused.empty()) {
+  const uint64_t started =
+      options_->started ? options_->started(pid) : ReadProcessStat(pid).started;
+  if (const std::string refused = late.Refusal(pid, started); !refused.empty()) {
     return WithoutStack(pid, refused);
   }
   const auto job = std::make_shared<Job>();
@@ -623,7 +626,7 @@ StackSnapshot StackCapture::Capture(int64_t pid, absl::Duration budget) {
   job->given_up.Notify();
   {
     MutexLock lock(&late.mu);
-    late.threads.push_back({pid, begun, job, std::move(thread)});
+    late.threads.push_back({pid, started, begun, job, std::move(thread)});
   }
   {
     MutexLock lock(&mu_);

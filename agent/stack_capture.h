@@ -4,6 +4,7 @@
 #include <sys/types.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <list>
 #include <memory>
@@ -31,6 +32,8 @@ struct StackCaptureOptions {
   std::string ptrace_scope_path = "/proc/sys/kernel/yama/ptrace_scope";
   // Replaces the start of the thread that looks in tests; throws std::system_error as that does.
   std::function<std::thread(std::function<void()>)> start_thread = nullptr;
+  // Replaces ProcessState::started of a process in tests.
+  std::function<uint64_t(int64_t pid)> started = nullptr;
 };
 
 // Takes the stacks of a running process as a debugger does: stops one thread after the other for as

@@ -88,8 +88,9 @@ std::optional<v1::OpError> AgreeSet::Enter(CallId call, const v1::AgreeAliveRequ
     if (instance.deadline == absl::InfiniteFuture()) instance.deadline = now + instance.timeout;
   } else {
     // After a restart, what is left for the caller that has waited longest.
+    const absl::Duration least = std::max(kLeastRest, hold_until_ - now);
     instance.deadline =
-        std::min(instance.deadline, now + RestOf(instance.timeout, request.waited()));
+        std::min(instance.deadline, now + RestOf(instance.timeout, request.waited(), least));
   }
   if (instance.inside.insert(rank).second) --instance.outside;
   instance.calls.push_back(call);

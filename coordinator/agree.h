@@ -48,6 +48,9 @@ class AgreeSet {
   // A rank that was gone lives again, as another incarnation.
   void RankReplaced(int rank);
   void EndAll(const v1::OpError& error, std::vector<Done>* done);
+  // At a restart: callers that come again, however long they have waited, have until then, or for
+  // their timeout if that is less. Ranks that have died meanwhile are known to be dead by then.
+  void HoldFailuresUntil(absl::Time until) { hold_until_ = until; }
   // A finished agreement, at replay.
   void Restore(uint64_t counter, v1::OpResult answer);
   // Calls f(counter, answer) for what is kept.
@@ -76,6 +79,7 @@ class AgreeSet {
   const bool counters_known_;  // false after a restart: any counter that has not ended will do
   const Alive alive_;
   const Describe describe_;
+  absl::Time hold_until_ = absl::InfinitePast();
   uint64_t next_ = 0;
   absl::btree_map<uint64_t, Instance> open_;
   std::deque<std::pair<uint64_t, std::shared_ptr<const Answer>>> kept_;

@@ -103,6 +103,28 @@ TEST_F(AgreeTest, AfterARestart_TheOneThatHasWaitedLongest_DecidesTheTimeLeft) {
   EXPECT_EQ(set_->NextDeadline(), kStart + absl::Seconds(40));
 }
 
+TEST_F(AgreeTest, AfterARestart_WhoHasWaitedForItsTimeout_StillHasTheTimeOfALease) {
+  Make(3, /*counters_known=*/false);
+  set_->HoldFailuresUntil(kStart + absl::Seconds(9));
+  const CallId a = Enter(0, 0, {}, 30, /*waited=*/50);
+  Enter(1, 0, {}, 30, /*waited=*/50);
+  EXPECT_EQ(set_->NextDeadline(), kStart + absl::Seconds(9));
+  std::vector<AgreeSet::Done> done;
+  set_->Tick(kStart + absl::Seconds(8), &done);
+  EXPECT_TRUE(done.empty());
+  Die(2);  // as its lease ends
+  EXPECT_THAT(Alive(a), ElementsAre(0, 1));
+  Enter(0, 1, {}, 5, /*waited=*/50);
+  EXPECT_EQ(set_->NextDeadline(), kStart + absl::Seconds(5));
+}
+
+TEST_F(AgreeTest, AfterARestart_LateCaller_HasThreeSeconds) {
+  Make(3, /*counters_known=*/false);
+  set_->HoldFailuresUntil(kStart - absl::Seconds(9));
+  Enter(0, 0, {}, 30, /*waited=*/50);
+  EXPECT_EQ(set_->NextDeadline(), kStart + absl::Seconds(3));
+}
+
 TEST_F(AgreeTest, WithoutARestart_WhatACallerHasWaited_ChangesNothing) {
   Make(3);
   Enter(0, 0, {}, 100, /*waited=*/60);

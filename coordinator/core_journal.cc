@@ -538,6 +538,10 @@ void Core::Impl::Job::StartTerm() {
   members_.StartTerm(impl_->now_);
   leases_.StartTerm(impl_->now_);
   if (barriers_ != nullptr) barriers_->HoldFailuresUntil(impl_->now_ + Lease());
+  // Leases end first, after a look at what has not been read yet.
+  const absl::Time hold = impl_->now_ + Lease() + kLeastRest;
+  if (agree_ != nullptr) agree_->HoldFailuresUntil(hold);
+  kv_.HoldFailuresUntil(hold);
   triggers_.Resume();
   if (members_.sealed()) {
     for (const Seat& seat : members_.seats()) {

@@ -2463,6 +2463,28 @@ TEST_F(CoreTest, AgreeAlive_Timeout_NamesTheLivingWhoDidNotCome) {
   EXPECT_THAT(bench_.Error(call).message(), HasSubstr("rank 1"));
 }
 
+// Its machine went down with the coordinator: the others are told who is left, and no timeout.
+TEST_F(CoreTest, AgreeAlive_LongerOutageThanItsTimeout_LeavesOutWhoDoesNotComeBack) {
+  std::vector<Worker> workers = Form(3, false);
+  bench_.Restart();
+  std::vector<CallId> calls;
+  for (int i = 0; i < 2; ++i) {
+    v1::Op op;
+    workers[i].FillFence(op.mutable_agree_alive()->mutable_fence());
+    op.mutable_agree_alive()->set_rank(workers[i].rank);
+    *op.mutable_agree_alive()->mutable_timeout() = ToProto(absl::Seconds(30));
+    *op.mutable_agree_alive()->mutable_waited() = ToProto(absl::Seconds(50));
+    calls.push_back(bench_.Do(op));
+  }
+  for (int second = 0; second < 30 && !bench_.Answered(calls[0]); ++second) {
+    for (int i = 0; i < 2; ++i) Beat(workers[i]);
+    bench_.Advance(absl::Seconds(1));
+  }
+  for (const CallId call : calls) {
+    EXPECT_THAT(bench_.Result(call).agree_alive().alive(), ElementsAre(0, 1));
+  }
+}
+
 TEST_F(CoreTest, Barrier_AllArrive_OneSharedAnswer) {
   std::vector<Worker> workers = Form(3);
   std::vector<CallId> calls;

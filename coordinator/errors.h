@@ -21,6 +21,7 @@ v1::OpError BadField(absl::string_view field, std::string message);
 v1::OpError TooLarge(absl::string_view field, std::string message);
 
 using rpc::FromProto;
+using rpc::kLeastRest;
 using rpc::RestOf;
 using rpc::ToProto;
 

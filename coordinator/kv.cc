@@ -432,7 +432,8 @@ bool KvStore::StartWait(CallId call, const v1::WaitRequest& request, absl::Time 
   wait.keys.assign(request.keys().begin(), request.keys().end());
   wait.missing = missing.size();
   wait.timeout = FromProto(request.timeout());
-  wait.deadline = now + RestOf(wait.timeout, request.waited());
+  const absl::Duration least = std::max(kLeastRest, hold_until_ - now);
+  wait.deadline = now + RestOf(wait.timeout, request.waited(), least);
   wait.by_worker = !request.fence().worker_id().empty();
   // Every key, also those that exist now: they may be deleted before the last one comes.
   for (const std::string& key : wait.keys) waiting_for_[key].insert(call);

@@ -109,6 +109,9 @@ class KvStore {
   };
   std::optional<v1::OpError> CheckWait(const v1::WaitRequest& request) const;
   bool StartWait(CallId call, const v1::WaitRequest& request, absl::Time now, v1::WaitReply* reply);
+  // At a restart: waits that come again, however long they have waited, have until then, or for
+  // their timeout if that is less. Whoever writes what they wait for may come back later than they.
+  void HoldFailuresUntil(absl::Time until) { hold_until_ = until; }
   void AbandonWait(CallId call);
   // After `changes`: the waits that are now fulfilled. Equal waits share one reply.
   void TakeReady(const std::vector<KvChange>& changes, std::vector<Ready>* ready);
@@ -177,6 +180,7 @@ class KvStore {
   absl::btree_set<std::string> order_;                                     // their keys
   absl::flat_hash_map<std::string, absl::btree_set<std::string>> leased_;  // by worker_id
 
+  absl::Time hold_until_ = absl::InfinitePast();
   absl::flat_hash_map<CallId, Wait> waits_;
   absl::flat_hash_map<std::string, absl::btree_set<CallId>> waiting_for_;  // by key
   absl::btree_set<std::pair<absl::Time, CallId>> deadlines_;

@@ -386,6 +386,20 @@ TEST_F(KvTest, Wait_ThatHasWaited_IsGivenTheRestOfItsTimeout) {
   EXPECT_EQ(store_.NextDeadline(), kStart + absl::Seconds(40));
 }
 
+TEST_F(KvTest, Wait_ThatHasWaitedThroughAnOutage_StillHasTheTimeOfALease) {
+  store_.HoldFailuresUntil(kStart + absl::Seconds(9));
+  v1::WaitRequest request = WaitFor({"k"}, 100);
+  request.mutable_waited()->set_seconds(1000);
+  v1::WaitReply reply;
+  EXPECT_FALSE(store_.StartWait(1, request, kStart, &reply));
+  EXPECT_EQ(store_.NextDeadline(), kStart + absl::Seconds(9));
+  EXPECT_FALSE(store_.StartWait(2, request, kStart + absl::Seconds(1), &reply));
+  EXPECT_EQ(store_.NextDeadline(), kStart + absl::Seconds(9));
+  request.mutable_timeout()->set_seconds(5);
+  EXPECT_FALSE(store_.StartWait(3, request, kStart, &reply));
+  EXPECT_EQ(store_.NextDeadline(), kStart + absl::Seconds(5));
+}
+
 TEST_F(KvTest, Wait_Abandoned_IsForgotten) {
   v1::WaitReply reply;
   store_.StartWait(1, WaitFor({"k"}), kStart, &reply);

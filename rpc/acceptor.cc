@@ -13,10 +13,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -38,6 +36,13 @@ constexpr uint64_t kKeptShare = 16, kMostKept = 64;
 
 absl::Status CannotListen(const Address& address, int error) {
   const std::string what = absl::StrCat("cannot listen on ", address.ToString(), ": ");
+  if (error == EADDRINUSE && address.is_unix()) {
+    return absl::AlreadyExistsError(absl::StrCat(what, "another process is listening there"));
+  }
+  if (error == EACCES && address.is_unix()) {
+    return absl::PermissionDeniedError(
+        absl::StrCat(what, "user ", geteuid(), " may not create a socket there"));
+  }
   if (error == EADDRINUSE) {
     return absl::AlreadyExistsError(
         absl::StrCat(what, "another process has the port; stop it, or use port 0 for a free one"));
@@ -52,38 +57,16 @@ absl::Status CannotListen(const Address& address, int error) {
   return absl::UnavailableError(absl::StrCat(what, std::strerror(error)));
 }
 
-// A server that starts at the same time would take a socket that is bound and does not listen yet
-// for one that a dead process has left, and remove it. The path itself, if there is no room.
-std::string NameUntilItListens(const std::string& path) {
-  static std::atomic<int> last{0};
-  std::string name = absl::StrCat(path, ".", getpid(), ".", ++last);
-  if (name.size() >= sizeof(sockaddr_un::sun_path)) return path;
-  unlink(name.c_str());  // of a process that died and had our number
-  return name;
-}
-
-// False: `errno` has EEXIST if something is at the path.
-bool Publish(const std::string& bound, const std::string& path) {
-  if (bound == path ||
-      renameat2(AT_FDCWD, bound.c_str(), AT_FDCWD, path.c_str(), RENAME_NOREPLACE) == 0) {
-    return true;
-  }
-  // A file system that cannot do that. Nothing was there a moment ago.
-  return errno == EINVAL && rename(bound.c_str(), path.c_str()) == 0;
-}
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Acceptor>> Acceptor::Listen(const Address& address,
                                                            std::optional<uid_t> only_user) {
   sockaddr_storage storage{};
   socklen_t length = 0;
-  std::string bound;  // a unix socket's path until it listens
   if (address.is_unix()) {
     auto* name = reinterpret_cast<sockaddr_un*>(&storage);
     name->sun_family = AF_UNIX;
-    bound = NameUntilItListens(address.path);
-    std::memcpy(name->sun_path, bound.c_str(), bound.size() + 1);
+    std::memcpy(name->sun_path, address.path.c_str(), address.path.size() + 1);
     length = sizeof(*name);
   } else if (auto* v4 = reinterpret_cast<sockaddr_in*>(&storage);
              inet_pton(AF_INET, address.host.c_str(), &v4->sin_addr) == 1) {
@@ -116,19 +99,11 @@ absl::StatusOr<std::unique_ptr<Acceptor>> Acceptor::Listen(const Address& addres
     return status;
   }
   if (address.is_unix()) {
+    // The descriptor keeps the file's number from being given to another one.
     struct stat info = {};
-    if (stat(bound.c_str(), &info) != 0 || !Publish(bound, address.path)) {
-      const int error = errno;
-      unlink(bound.c_str());
-      close(fd);
-      close(stop);
-      return error != EEXIST
-                 ? CannotListen(address, error)
-                 : absl::AlreadyExistsError(absl::StrCat("cannot listen on ", address.ToString(),
-                                                         ": another process is listening there"));
-    }
-    return std::unique_ptr<Acceptor>(
-        new Acceptor(fd, stop, 0, address.path, {info.st_dev, info.st_ino}, only_user));
+    FileId file;  // none, if it has been removed already
+    if (stat(address.path.c_str(), &info) == 0) file = {info.st_dev, info.st_ino};
+    return std::unique_ptr<Acceptor>(new Acceptor(fd, stop, 0, address.path, file, only_user));
   }
   const uint16_t port = storage.ss_family == AF_INET
                             ? reinterpret_cast<sockaddr_in*>(&storage)->sin_port

@@ -5,6 +5,7 @@
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
 #include <grpcpp/support/channel_arguments.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -19,6 +20,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "base/owned_fd.h"
 #include "base/status_macros.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
 #include "rpc/address.h"
@@ -30,6 +32,8 @@ namespace muster::rpc {
 namespace {
 
 constexpr absl::Duration kFirstPause = absl::Milliseconds(100);
+// Servers close a connection that they refuse at once.
+constexpr int kRefusalMilliseconds = 200;
 
 // By the monotonic clock: gRPC converts a deadline of the wall clock by a second look at it, and a
 // clock that jumps between the two would end the call at once.
@@ -69,11 +73,16 @@ absl::Status CheckSocketIsOurs(absl::string_view address) {
   }
   name.sun_family = AF_UNIX;
   std::memcpy(name.sun_path, path.c_str(), path.size() + 1);
-  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  if (fd < 0) return absl::OkStatus();
-  const bool listens = connect(fd, reinterpret_cast<sockaddr*>(&name), sizeof(name)) == 0;
-  close(fd);
-  return listens ? NotForThisUser(path) : absl::OkStatus();
+  const OwnedFd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!fd.open()) return absl::OkStatus();
+  // A server that has not begun to serve, or is stopped, says nothing.
+  bool refuses = false;
+  if (connect(fd.get(), reinterpret_cast<sockaddr*>(&name), sizeof(name)) == 0) {
+    pollfd event = {fd.get(), POLLIN, 0};
+    char byte;
+    refuses = poll(&event, 1, kRefusalMilliseconds) == 1 && read(fd.get(), &byte, 1) == 0;
+  }
+  return refuses ? NotForThisUser(path) : absl::OkStatus();
 }
 
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> Credentials(const TlsFiles& tls,
@@ -104,10 +113,8 @@ grpc::ChannelArguments Arguments(const ChannelOptions& options) {
   args.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 10'000);
   args.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS,
               static_cast<int>(absl::ToInt64Milliseconds(options.max_backoff)));
-  if (options.idle_timeout > absl::ZeroDuration()) {
-    args.SetInt(GRPC_ARG_CLIENT_IDLE_TIMEOUT_MS,
-                static_cast<int>(absl::ToInt64Milliseconds(options.idle_timeout)));
-  }
+  args.SetInt(GRPC_ARG_CLIENT_IDLE_TIMEOUT_MS,
+              static_cast<int>(absl::ToInt64Milliseconds(options.idle_timeout)));
   args.SetInt(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, options.max_message_bytes);
   args.SetInt(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, options.max_message_bytes);
   // Measuring the bandwidth costs a ping for each message of a quiet connection; a fixed window

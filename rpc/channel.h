@@ -30,9 +30,10 @@ struct ChannelOptions {
   absl::Duration keepalive = absl::Seconds(30);
   absl::Duration max_backoff = absl::Seconds(5);  // between attempts to connect
   int max_message_bytes = 4 << 20;
-  // A connection without calls for this long is closed, and reopened for the next call; at least a
-  // second. Zero: gRPC decides, half an hour.
-  absl::Duration idle_timeout = absl::ZeroDuration();
+  // A connection without calls for this long, or twice as long, is closed, and reopened for the
+  // next call; at least a second. By default sooner than servers do it (ServerOptions), which cuts
+  // off a call that is on its way.
+  absl::Duration idle_timeout = absl::Minutes(2);
   // Channels with the same options and address share a connection unless this is set.
   bool own_connection = false;
 };

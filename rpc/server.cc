@@ -3,68 +3,27 @@
 #include <dlfcn.h>
 #include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/security/server_credentials.h>
-#include <sys/socket.h>
-#include <sys/stat.h>
-#include <sys/un.h>
-#include <unistd.h>
+#include <poll.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "base/file.h"
 #include "base/status_macros.h"
 #include "rpc/acceptor.h"
 #include "rpc/address.h"
 #include "rpc/certificates.h"
+#include "rpc/dead_socket.h"
 #include "rpc/process.h"
 #include "third_party/grpc_reflection.h"
 
 namespace muster::rpc {
 namespace {
 
-// Trying first gives the reason why it cannot be bound. Removes a socket without a listener.
-absl::Status TryUnixSocket(const Address& address) {
-  sockaddr_un name{};
-  name.sun_family = AF_UNIX;
-  std::memcpy(name.sun_path, address.path.c_str(), address.path.size() + 1);
-  const std::string folder = ParentPath(address.path);
-  if (access(folder.c_str(), W_OK | X_OK) != 0) {
-    return absl::ErrnoToStatus(
-        errno, absl::StrCat("cannot listen on ", address.ToString(), ": folder '", folder, "'"));
-  }
-  struct stat info;
-  if (stat(address.path.c_str(), &info) != 0) return absl::OkStatus();
-  if (!S_ISSOCK(info.st_mode)) {
-    return absl::AlreadyExistsError(absl::StrCat("cannot listen on ", address.ToString(),
-                                                 ": the path is a file that is not a socket"));
-  }
-  int error = 0;
-  // Not waiting for one whose queue is full.
-  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  if (fd < 0 || connect(fd, reinterpret_cast<sockaddr*>(&name), sizeof(name)) != 0) error = errno;
-  if (fd >= 0) close(fd);
-  if (error == 0 || error == EAGAIN) {
-    return absl::AlreadyExistsError(absl::StrCat("cannot listen on ", address.ToString(),
-                                                 ": another process is listening there"));
-  }
-  // It has gone meanwhile; another one that comes now is not this call's to remove.
-  if (error == ENOENT) return absl::OkStatus();
-  if (error != ECONNREFUSED) {
-    return absl::ErrnoToStatus(
-        error, absl::StrCat("cannot determine whether a process listens on ", address.ToString()));
-  }
-  // Left behind by a process that died, unless another has put its own there meanwhile.
-  struct stat now;
-  if (stat(address.path.c_str(), &now) == 0 && now.st_dev == info.st_dev &&
-      now.st_ino == info.st_ino) {
-    unlink(address.path.c_str());
-  }
-  return absl::OkStatus();
-}
+// A server that starts binds and listens in microseconds; a loaded machine may stop it between the
+// two.
+constexpr int kUntilItListensMilliseconds = 100;
 
 }  // namespace
 
@@ -113,7 +72,10 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(
     MUSTER_ASSIGN_OR_RETURN(credentials,
                             ServerTls(options.tls, options.certificate_optional, options.tls_look));
   }
-  if (address.is_unix()) MUSTER_RETURN_IF_ERROR(TryUnixSocket(address));
+  if (address.is_unix()) {
+    MUSTER_RETURN_IF_ERROR(
+        RemoveDeadSocket(address, [] { poll(nullptr, 0, kUntilItListensMilliseconds); }));
+  }
   MUSTER_ASSIGN_OR_RETURN(std::unique_ptr<Acceptor> acceptor,
                           Acceptor::Listen(address, options.only_user));
   address.port = acceptor->port();

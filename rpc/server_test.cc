@@ -19,8 +19,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <iostream>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -78,7 +80,10 @@ TEST(Server, UnixSocketOfAnotherUser_LetsNobodyIn) {
 }
 
 TEST(Server, UnixSocketThatServesAnotherUser_SaysSoToRootAndOnceInTheLog) {
-  if (geteuid() != 0) return;  // all others are stopped by the file
+  if (geteuid() != 0) {
+    std::cerr << "not tested: all others are stopped by the file\n";
+    return;
+  }
   EchoTriggers service;
   const TestFolder folder = TestFolder::ForSockets();
   const std::string path = folder.Path("socket");
@@ -101,6 +106,37 @@ TEST(Server, UnixSocketThatServesAnotherUser_SaysSoToRootAndOnceInTheLog) {
   const size_t first = log.find("only user 65534 may enter");
   EXPECT_NE(first, std::string::npos) << log;
   EXPECT_EQ(log.find("may enter", first + 20), std::string::npos) << log;
+}
+
+// root, where the file belongs to nobody (NFS), and a server that is stopped.
+TEST(WaitUntilConnected, SocketOfAnotherUserThatSaysNothing_IsNotTakenForARefusal) {
+  if (geteuid() != 0) {
+    std::cerr << "not tested: only root may give a file to another user\n";
+    return;
+  }
+  const TestFolder folder = TestFolder::ForSockets();
+  const std::string path = folder.Path("s");
+  const OwnedFd silent(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_un name{};
+  name.sun_family = AF_UNIX;
+  memcpy(name.sun_path, path.c_str(), path.size() + 1);
+  ASSERT_EQ(bind(silent.get(), reinterpret_cast<sockaddr*>(&name), sizeof(name)), 0);
+  ASSERT_EQ(listen(silent.get(), 16), 0);
+  ASSERT_EQ(chown(path.c_str(), 65534, static_cast<gid_t>(-1)), 0);
+  std::thread server([&] {
+    for (;;) {
+      const OwnedFd connection(accept(silent.get(), nullptr, nullptr));
+      if (!connection.open()) return;
+      // Closes what speaks first, as gRPC does, and nothing else.
+      char bytes[64];
+      EXPECT_GE(read(connection.get(), bytes, sizeof(bytes)), 0);
+    }
+  });
+  const auto channel = *Connect("unix:" + path, {.own_connection = true});
+  const absl::Status status = WaitUntilConnected(*channel, "unix:" + path, absl::Seconds(1));
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  shutdown(silent.get(), SHUT_RDWR);
+  server.join();
 }
 
 TEST(Server, UnixSocket_ServesAndReplacesADeadOne) {
@@ -180,7 +216,9 @@ TEST(Server, ConnectionWithoutCalls_IsClosedAndMadeAgain) {
       Server::Start({.insecure = true, .idle_timeout = absl::Milliseconds(50)}, {&service});
   ASSERT_TRUE(server.ok()) << server.status();
   const auto channel = *Connect((*server)->address(), {.own_connection = true});
-  for (int round = 0; round < 2; ++round) {
+  // The first one without any call, as a stranger's.
+  EXPECT_TRUE(WaitUntilConnected(*channel, (*server)->address(), absl::Minutes(1)).ok());
+  for (int round = 0; round < 3; ++round) {
     // A call may come as the connection is closed.
     WaitUntil([&] { return Raise(channel, "x", 1).ok(); });
     const auto deadline = std::chrono::system_clock::now() + std::chrono::minutes(1);

@@ -17,10 +17,10 @@ google::protobuf::Duration ToProto(absl::Duration duration) {
   return result;
 }
 
-absl::Duration RestOf(absl::Duration timeout, const google::protobuf::Duration& waited) {
-  const absl::Duration least = std::min(timeout, absl::Seconds(3));
+absl::Duration RestOf(absl::Duration timeout, const google::protobuf::Duration& waited,
+                      absl::Duration least) {
   if (timeout == absl::InfiniteDuration()) return timeout;
-  return std::clamp(timeout - FromProto(waited), least, timeout);
+  return std::clamp(timeout - FromProto(waited), std::min(timeout, least), timeout);
 }
 
 }  // namespace muster::rpc

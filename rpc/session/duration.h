@@ -10,10 +10,14 @@ namespace muster::rpc {
 absl::Duration FromProto(const google::protobuf::Duration& duration);
 google::protobuf::Duration ToProto(absl::Duration duration);
 
+// Less than the 5 s or more after their timeout at which callers give up, so that they hear the
+// verdict.
+inline constexpr absl::Duration kLeastRest = absl::Seconds(3);
+
 // What is left of `timeout` for a call that comes again after it has `waited`, as by its message.
-// At least 3 s, or `timeout` if that is less: what it waits for may be on its way back, too.
-// Callers give up 5 s or more after their timeout, so that they hear the verdict.
-absl::Duration RestOf(absl::Duration timeout, const google::protobuf::Duration& waited);
+// At least `least`, or `timeout` if that is less: what it waits for may be on its way back, too.
+absl::Duration RestOf(absl::Duration timeout, const google::protobuf::Duration& waited,
+                      absl::Duration least = kLeastRest);
 
 }  // namespace muster::rpc
 

@@ -30,6 +30,9 @@ TEST(RestOf, WhatHasWaited_HasLess_ButTimeForOthersToComeBack) {
   EXPECT_EQ(rest(absl::Seconds(100), -absl::Hours(9)), absl::Seconds(100));
   EXPECT_EQ(rest(absl::Seconds(1), absl::Hours(9)), absl::Seconds(1));
   EXPECT_EQ(rest(absl::InfiniteDuration(), absl::Hours(9)), absl::InfiniteDuration());
+  const auto hours = ToProto(absl::Hours(9));
+  EXPECT_EQ(RestOf(absl::Seconds(100), hours, absl::Seconds(9)), absl::Seconds(9));
+  EXPECT_EQ(RestOf(absl::Seconds(5), hours, absl::Seconds(9)), absl::Seconds(5));
 }
 
 }  // namespace

@@ -95,7 +95,7 @@ class Worker {
     options.incarnation = flags_.incarnation;
     options.heartbeat_period = absl::Seconds(flags_.lease) / 5;
     options.outage_tolerance = absl::Seconds(flags_.outage_tolerance);
-    options.on_generation_ended = [](const absl::Status&) {};
+    options.on_generation_ended = [](uint64_t, const absl::Status&) {};
     MUSTER_ASSIGN_OR_RETURN(client_, CoordinatorClient::Connect(options));
     MUSTER_ASSIGN_OR_RETURN(channel_, rpc::Connect(flags_.address));
     kv_ = v1::KeyValueStore::NewStub(channel_);

@@ -725,7 +725,7 @@ class CoordinatorClient::Impl {
         ended_told_ = true;
       }
       if (options_.on_generation_ended) {
-        options_.on_generation_ended(ended);
+        options_.on_generation_ended(generation, ended);
       } else {
         MUSTER_LOG(Warning) << ended.message();
       }

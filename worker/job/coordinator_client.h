@@ -197,10 +197,10 @@ class CoordinatorClient {
     std::shared_ptr<const ProgressBoard> progress = nullptr;
     // The checkpoints that this worker writes: heartbeats report them. Null: none.
     std::shared_ptr<const SaveProgress> saves = nullptr;
-    // Called once per generation, on the heartbeat thread, when the coordinator reports that it has
-    // ended or that another incarnation holds the seat. Must not call back into the client's
-    // destructor.
-    std::function<void(const absl::Status&)> on_generation_ended = nullptr;
+    // Called once per generation, on the heartbeat thread, when the coordinator reports that
+    // `generation` has ended or that another incarnation holds the seat. A Join may give a seat in
+    // the next one at this moment: compare. Must not call back into the client's destructor.
+    std::function<void(uint64_t generation, const absl::Status&)> on_generation_ended = nullptr;
   };
 
   // Connects and waits until the coordinator answers. Errors: INVALID_ARGUMENT (address, missing

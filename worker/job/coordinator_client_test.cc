@@ -310,18 +310,22 @@ TEST(CoordinatorClient, Heartbeats_CarryProgressAndTellOfTheEnd) {
   options.heartbeat_period = absl::Milliseconds(5);
   Notification ended;
   std::string why;
-  options.on_generation_ended = [&](const absl::Status& status) {
+  uint64_t generation = 0;
+  options.on_generation_ended = [&](uint64_t ended_generation, const absl::Status& status) {
+    generation = ended_generation;
     why = std::string(status.message());
     ended.Notify();
   };
   auto client = CoordinatorClient::Connect(options);
   ASSERT_TRUE(client.ok());
   (*client)->ReportProgress(41, "training", "all_reduce #7");
-  ASSERT_TRUE((*client)->Join(World(1, 0)).ok());
+  const auto seat = (*client)->Join(World(1, 0));
+  ASSERT_TRUE(seat.ok());
   EXPECT_EQ(fake.WaitForHeartbeat(), "41 training all_reduce #7");
   fake.EndGeneration("rank 1 was killed");
   ended.WaitForNotification();
   EXPECT_THAT(why, HasSubstr("rank 1 was killed"));
+  EXPECT_EQ(generation, seat->generation);
   EXPECT_EQ((*client)->Set("k", "v").code(), absl::StatusCode::kFailedPrecondition) << "fenced";
   EXPECT_TRUE((*client)->Beat()->generation_ended);
 }
@@ -331,7 +335,7 @@ TEST(CoordinatorClient, NewsOfTheFormerGeneration_DoNotEndTheNext) {
   auto options = OptionsFor(fake);
   options.heartbeat_period = absl::Milliseconds(5);
   std::atomic<int> told = 0;
-  options.on_generation_ended = [&](const absl::Status&) { ++told; };
+  options.on_generation_ended = [&](uint64_t, const absl::Status&) { ++told; };
   auto client = CoordinatorClient::Connect(options);
   ASSERT_TRUE(client.ok());
   ASSERT_TRUE((*client)->Join(World(1, 0)).ok());
@@ -575,7 +579,7 @@ TEST(CoordinatorClient, MutatedAnswers_EveryCallReturns) {
   options.worker_id = "w";
   options.heartbeat_period = absl::Milliseconds(1);
   options.call_timeout = options.outage_tolerance = absl::ZeroDuration();
-  options.on_generation_ended = [](const absl::Status&) {};
+  options.on_generation_ended = [](uint64_t, const absl::Status&) {};
   int ok = 0;
   for (int round = 0; round < 20; ++round) {
     auto client = *CoordinatorClient::Connect(options);

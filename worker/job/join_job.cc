@@ -101,7 +101,13 @@ absl::Status MeetAtCoordinator(const JoinJobOptions& options, JoinedProcess* joi
   client.token_file = env.token_file.value;
   client.progress = joined->progress;
   client.saves = joined->saves;
-  client.on_generation_ended = options.on_generation_ended;
+  if (options.on_generation_ended) {
+    // It has one generation only: the client joins once.
+    client.on_generation_ended = [tell = options.on_generation_ended](uint64_t /*generation*/,
+                                                                      const absl::Status& why) {
+      tell(why);
+    };
+  }
   MUSTER_ASSIGN_OR_RETURN(std::unique_ptr<CoordinatorClient> connected,
                           CoordinatorClient::Connect(std::move(client)));
   joined->coordinator = std::move(connected);

@@ -29,7 +29,7 @@ struct JoinJobOptions {
   int max_workers = 0;
   // A process group even for a job of one process, for code that needs a c10d::ProcessGroup.
   bool always_group = false;
-  // See CoordinatorClient::Options.
+  // See CoordinatorClient::Options; of the generation that it has joined.
   std::function<void(const absl::Status&)> on_generation_ended = nullptr;
   // Called when the coordinator has given a seat, before the process group is built.
   std::function<void(const JoinedProcess&)> on_seated = nullptr;

@@ -1,0 +1,70 @@
+#include "rpc/dead_socket.h"
+
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "base/file.h"
+#include "base/owned_fd.h"
+
+namespace muster::rpc {
+namespace {
+
+// An errno; 0: a process listens.
+int TryToConnect(const std::string& path) {
+  sockaddr_un name{};
+  name.sun_family = AF_UNIX;
+  std::memcpy(name.sun_path, path.c_str(), path.size() + 1);
+  // Not waiting for one whose queue is full.
+  const OwnedFd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!fd.open() || connect(fd.get(), reinterpret_cast<sockaddr*>(&name), sizeof(name)) != 0) {
+    return errno == EAGAIN ? 0 : errno;
+  }
+  return 0;
+}
+
+}  // namespace
+
+absl::Status RemoveDeadSocket(const Address& address, absl::FunctionRef<void()> wait) {
+  const std::string& path = address.path;
+  const std::string what = absl::StrCat("cannot listen on ", address.ToString(), ": ");
+  const std::string folder = ParentPath(path);
+  if (access(folder.c_str(), W_OK | X_OK) != 0) {
+    return absl::ErrnoToStatus(errno, absl::StrCat(what, "folder '", folder, "'"));
+  }
+  // Held: its inode's number is not given to another file meanwhile.
+  const OwnedFd found(open(path.c_str(), O_PATH | O_CLOEXEC));
+  struct stat info;
+  if (!found.open() || fstat(found.get(), &info) != 0) return absl::OkStatus();
+  if (!S_ISSOCK(info.st_mode)) {
+    return absl::AlreadyExistsError(absl::StrCat(what, "the path is a file that is not a socket"));
+  }
+  int error = TryToConnect(path);
+  if (error == ECONNREFUSED) {
+    wait();
+    error = TryToConnect(path);
+  }
+  if (error == 0) {
+    return absl::AlreadyExistsError(absl::StrCat(what, "another process is listening there"));
+  }
+  // It has gone meanwhile; another one that comes now is not this call's to remove.
+  if (error == ENOENT) return absl::OkStatus();
+  if (error != ECONNREFUSED) {
+    return absl::ErrnoToStatus(
+        error, absl::StrCat("cannot determine whether a process listens on ", address.ToString()));
+  }
+  struct stat now;
+  if (stat(path.c_str(), &now) == 0 && now.st_dev == info.st_dev && now.st_ino == info.st_ino) {
+    unlink(path.c_str());
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace muster::rpc
