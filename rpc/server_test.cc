@@ -228,6 +228,12 @@ TEST(Server, ConnectionWithoutCalls_IsClosedAndMadeAgain) {
   }
 }
 
+// gRPC closes an idle connection after this time or twice as long. One that the server closes cuts
+// off the call that is on its way.
+TEST(Channel, Idle_IsClosedByTheClientFirst) {
+  EXPECT_LE(2 * ChannelOptions().idle_timeout, ServerOptions().idle_timeout);
+}
+
 // Else callers without a token could keep a coordinator from its journal.
 TEST(Server, CrowdOfConnections_LeavesDescriptorsForTheProcess) {
   EchoTriggers service;
