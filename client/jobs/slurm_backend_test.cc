@@ -130,7 +130,7 @@ TEST_F(SlurmBackendTest, Submit_GivesTheScriptToSbatch_AndKeepsARecordThatOthers
   EXPECT_EQ(made->job.state, JobState::kQueued);
   EXPECT_EQ(made->job.why, "SLURM: Resources");
   EXPECT_THAT(script_, HasSubstr("#SBATCH --nodes=2\n"));
-  EXPECT_THAT(script_, HasSubstr("  export TOKEN=secret\n"));
+  EXPECT_THAT(script_, HasSubstr("    'TOKEN=secret'\n"));
   struct stat folder {
   }, record{};
   ASSERT_EQ(stat(Folder().c_str(), &folder), 0);
@@ -373,6 +373,7 @@ TEST_F(SlurmBackendTest, Actions_AreSlurmsCommands) {
   squeue_.out = "12|CANCELLED|n[0-1]|None\n";
   EXPECT_TRUE(backend_->cancel("train-12", "").ok());
   EXPECT_FALSE(PathExists(secrets)) << "of a script that was killed";
+  ASSERT_EQ(rmdir((Folder() + "/run").c_str()), 0);
   EXPECT_THAT(backend_->resume("train-12").status().message(), HasSubstr("retry it"));
   EXPECT_TRUE(backend_->retry("train-12").ok());
   EXPECT_THAT(commands_, ::testing::Contains("scontrol requeue 12"));
