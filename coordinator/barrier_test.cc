@@ -130,7 +130,7 @@ class BarrierTest : public ::testing::Test {
 
 TEST_F(BarrierTest, GenerationHasEnded_PayloadsGoAndReportsStay) {
   Make(2);
-  const std::string payload(10'000, 'p');
+  const std::string payload(1000, 'p');
   for (int rank = 0; rank < 2; ++rank) Arrive(rank, "gather", 0, {.payload = payload});
   Arrive(0, "late", 0, {.timeout = absl::Seconds(1)});
   while (set_->NextDeadline() != absl::InfiniteFuture()) {

@@ -92,8 +92,8 @@ class Quarantine {
   struct Entry {
     std::deque<absl::Time> strikes;  // those that count, oldest first
     absl::Time until = absl::InfinitePast();
-    absl::Duration
-        restored_left;  // until the term starts, which it ends at most so much later than
+    // Until the term starts: it ends at most this much later than that.
+    absl::Duration restored_left;
     std::string reason;
     bool automatic = false;
   };
