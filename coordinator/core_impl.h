@@ -469,11 +469,14 @@ class Core::Impl::Job : public BarrierHost {
                       bool automatic);
   void Close(const std::string& why);
   v1::WorkerState StateOf(const Seat& seat) const;
+  bool watch_touched() const { return watch_touched_; }  // by this event
   bool Waits(const Seat& seat) const { return rendezvous_.Waits(seat.record().worker_id()); }
   v1::Member MakeMember(const Seat& seat) const;
   v1::Member MakeMember(const Waiter& waiter) const;
   void RenewLease(const Seat& seat) {
+    const bool was_lost = !sealed() && StateOf(seat) == v1::WORKER_STATE_LOST;
     if (leases_.Renew(seat.rank(), impl_->now_)) NoteAllHeard();
+    if (was_lost) EmitMember(seat);
   }
   // What a heartbeat, or a beat of its agent, says of a worker.
   template <typename Report>

@@ -207,7 +207,8 @@ std::string Core::Impl::Job::GoneText(const Seat& seat) const {
 
 v1::WorkerState Core::Impl::Job::StateOf(const Seat& seat) const {
   // After the end of a generation nobody takes the seats of those that are silent.
-  const bool lost = !sealed() && seat.alive() && !Waits(seat) && !leases_.Runs(seat, impl_->now_);
+  const bool lost =
+      !sealed() && seat.alive() && !Waits(seat) && leases_.IsOver(seat.rank(), impl_->now_);
   return lost ? v1::WORKER_STATE_LOST : seat.record().state();
 }
 
@@ -1057,6 +1058,7 @@ void Core::Impl::Job::TickLeases() {
 void Core::Impl::Job::NoteFirstSilent(int rank, const std::string& why) {
   impl_->Note(
       id_, true,
+        EmitMember(seat);
       absl::StrCat(CulpritText(DescribeRank(rank)), " and maybe others gave no sign of life for ",
                    absl::FormatDuration(Lease()), ", but ", why, "; generation ", generation(),
                    " continues if they are back within ",
