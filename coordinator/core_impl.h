@@ -640,8 +640,12 @@ class Core::Impl::Job : public BarrierHost {
   Membership members_;
   Leases leases_;
   Rendezvous rendezvous_;
-  // What joins that time out are told, until another worker joins or leaves; null: not said yet.
+  // What joins that time out are told; null: not said yet. It is said anew if others have joined or
+  // left since, but once a second at most: workers that time out and join again at once would make
+  // it as often as they do, of all workers each time.
   std::shared_ptr<const Answer> timeout_;
+  absl::Time timeout_made_ = absl::InfinitePast();
+  bool timeout_changed_ = false;
   // Workers whose join has timed out within the time that one may take, while others wait.
   struct GaveUp {
     absl::Time at;

@@ -22,6 +22,7 @@ namespace {
 
 constexpr size_t kMaxCallsOfJoin = 8;
 constexpr int kNamed = 4;
+constexpr absl::Duration kTimeoutTextKept = absl::Seconds(1);
 
 // The save that has lasted longest, all parts of it together.
 void FillSave(const std::vector<Seat>& seats, v1::JobStatus* status) {
@@ -341,7 +342,7 @@ void Core::Impl::Job::Recount() {
 }
 
 Waiter Core::Impl::Job::Unqueue(absl::string_view worker_id) {
-  timeout_ = nullptr;
+  timeout_changed_ = true;
   Waiter waiter = rendezvous_.Remove(worker_id);
   for (const CallId call : waiter.calls) impl_->held_.erase(call);
   return waiter;
@@ -374,7 +375,7 @@ void Core::Impl::Job::Enqueue(CallId call, const v1::JoinRequest& request, const
     for (const CallId old : older.calls) impl_->SendError(old, error, membership_record_);
   }
   if (!rendezvous_.Waits(worker_id)) {
-    timeout_ = nullptr;
+    timeout_changed_ = true;
     gave_up_.erase(worker_id);
   }
   Waiter& waiter = *rendezvous_.Place(worker_id, order);
@@ -792,7 +793,14 @@ void Core::Impl::Job::Blame(absl::Span<const int32_t> ranks) {
 }
 
 v1::OpError Core::Impl::Job::RendezvousTimeout() const {
-  const int here = rendezvous_.size() + static_cast<int>(gave_up_.size());
+  // Those that gave up make no number that would do with those that wait: these came too late for
+  // them.
+  const int all = rendezvous_.size() + static_cast<int>(gave_up_.size());
+  const bool too_late = all >= spec_.min_workers();
+  const int here = too_late ? rendezvous_.size() : all;
+  const auto is_here = [&](const std::string& worker_id) {
+    return rendezvous_.Waits(worker_id) || (!too_late && gave_up_.contains(worker_id));
+  };
   std::string text = absl::StrCat("job ", Quoted(id_), ": ", here, " of ",
                                   spec_.min_workers() == spec_.max_workers() ? "" : "at least ",
                                   spec_.min_workers(), " workers joined within ",
@@ -808,7 +816,7 @@ v1::OpError Core::Impl::Job::RendezvousTimeout() const {
     std::string missing;
     int count = 0;
     for (const Seat& seat : members_.seats()) {
-      if (Waits(seat) || gave_up_.contains(seat.record().worker_id())) continue;
+      if (is_here(seat.record().worker_id())) continue;
       const v1::Culprit culprit = DescribeRank(seat.rank());
       if (count++ < kNamed)
         absl::StrAppend(&missing, missing.empty() ? "" : ", ", CulpritText(culprit));
@@ -820,7 +828,9 @@ v1::OpError Core::Impl::Job::RendezvousTimeout() const {
       rendezvous_.ForEach([&](const std::string&, const Waiter& waiter) {
         claimed.insert(waiter.request.preferred_rank());
       });
-      for (const auto& [worker_id, one] : gave_up_) claimed.insert(one.preferred_rank);
+      for (const auto& [worker_id, one] : gave_up_) {
+        if (!too_late) claimed.insert(one.preferred_rank);
+      }
       claimed.erase(-1);
       for (int rank = 0; !claimed.empty() && rank < std::min(spec_.min_workers(), 4096); ++rank) {
         if (claimed.contains(rank)) continue;
@@ -835,6 +845,13 @@ v1::OpError Core::Impl::Job::RendezvousTimeout() const {
       absl::StrAppend(&text, "; ", blocked, " of those that joined are on quarantined hosts");
     absl::StrAppend(&text, ": start the missing workers or lower min_workers");
   }
+    if (too_late && !gave_up_.empty()) {
+      absl::Time last = absl::InfinitePast();
+      for (const auto& [worker_id, one] : gave_up_) last = std::max(last, one.at);
+      absl::StrAppend(&text, "; ", gave_up_.size(), " more gave up, the last one ",
+                      absl::FormatDuration(absl::Trunc(impl_->now_ - last, absl::Seconds(1))),
+                      " ago");
+    }
   error.set_message(std::move(text));
   return error;
 }
@@ -991,20 +1008,23 @@ void Core::Impl::Job::Rest() {
 
 void Core::Impl::Job::TickTimeouts() {
   const absl::Time now = impl_->now_;
-  if (timeout_ == nullptr) {
+  if (timeout_ == nullptr || (timeout_changed_ && timeout_made_ + kTimeoutTextKept <= now)) {
     absl::erase_if(gave_up_, [&](const auto& one) { return one.second.at + JoinTimeout() <= now; });
     v1::OpResult result;
     *result.mutable_error() = RendezvousTimeout();
     timeout_ = std::make_shared<Answer>(result);
     impl_->Note(id_, true, result.error().message());
   }
-  const std::shared_ptr<const Answer> answer = timeout_;
+    timeout_made_ = now;
+    timeout_changed_ = false;
   while (const std::optional<std::string> worker_id = rendezvous_.FirstExpired(now)) {
     const Waiter waiter = Unqueue(*worker_id);
     gave_up_[*worker_id] = {now, waiter.request.preferred_rank()};
-    for (const CallId call : waiter.calls) impl_->Send(call, answer, membership_record_);
+    // Who gives up still counts for the others.
+    const bool changed = timeout_changed_;
+    for (const CallId call : waiter.calls) impl_->Send(call, timeout_, membership_record_);
+    timeout_changed_ = changed;
   }
-  timeout_ = answer;
   // Who comes from now on has waited with none of them.
   if (rendezvous_.empty()) ForgetTimeouts();
 }

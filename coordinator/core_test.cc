@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -616,6 +617,54 @@ TEST_F(CoreTest, Join_TimeoutsOfAFirstRendezvous_CountThoseThatGaveUpMeanwhile) 
   join(3, 2);
   at(2300);  // rank 0 gave up longer ago than a join may take
   EXPECT_THAT(missing(last), ElementsAre(0));
+}
+
+TEST_F(CoreTest, Join_TimeoutAfterOthersGaveUp_DoesNotCountThemIfAllWouldDo) {
+  for (const bool formed : {false, true}) {
+    bench_ = Bench();
+    spec_ = Spec(4, 4);
+    if (formed) Exit(Form(4)[0], 1);
+    const absl::Time start = bench_.now_;
+    const auto join = [&](int rank) {
+      v1::Op op = JoinOp({absl::StrCat("w", rank), 900 + static_cast<uint64_t>(rank)}, spec_);
+      op.mutable_join()->set_preferred_rank(rank);
+      return bench_.Do(op);
+    };
+    const auto at = [&](int second) {
+      bench_.Advance(start + absl::Seconds(second) - bench_.now_);
+    };
+    join(0);
+    at(300);
+    const CallId second = join(1);
+    join(2);
+    at(650);
+    join(3);
+    at(900);
+    EXPECT_THAT(bench_.Error(second).message(), HasSubstr("3 of 4 workers joined within 10m"));
+    EXPECT_THAT(bench_.Error(second).message(), HasSubstr("; 1 more gave up, the last one 5m ago"));
+    EXPECT_THAT(bench_.Error(second).detail().missing_ranks(), ElementsAre(0));
+  }
+}
+
+TEST_F(CoreTest, Join_TimeoutsAndJoinsInTurn_MakeTheTextOnceASecond) {
+  spec_ = Spec(1000, 1000);
+  const auto join = [&](int i, uint64_t incarnation) {
+    return bench_.Do(JoinOp({absl::StrCat("w", i), incarnation}, spec_));
+  };
+  std::vector<CallId> calls;
+  for (int i = 0; i < 40; ++i) {
+    calls.push_back(join(i, 1));
+    bench_.Advance(absl::Milliseconds(50));
+  }
+  bench_.Advance(absl::Seconds(600) - absl::Seconds(2));
+  std::set<const Answer*> texts;
+  for (int i = 0; i < 40; ++i) {
+    ASSERT_TRUE(bench_.Answered(calls[i])) << i;
+    texts.insert(bench_.replies_[calls[i]].answer.get());
+    join(i % 2 == 0 ? i : i + 1000, 2);
+    bench_.Advance(absl::Milliseconds(50));
+  }
+  EXPECT_LE(texts.size(), 3u);
 }
 
 TEST_F(CoreTest, Join_CallerGone_LosesItsPlace) {
