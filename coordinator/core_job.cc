@@ -843,8 +843,6 @@ v1::OpError Core::Impl::Job::RendezvousTimeout() const {
     const int blocked = rendezvous_.Count(WaiterKind::kBlocked);
     if (blocked > 0)
       absl::StrAppend(&text, "; ", blocked, " of those that joined are on quarantined hosts");
-    absl::StrAppend(&text, ": start the missing workers or lower min_workers");
-  }
     if (too_late && !gave_up_.empty()) {
       absl::Time last = absl::InfinitePast();
       for (const auto& [worker_id, one] : gave_up_) last = std::max(last, one.at);
@@ -852,6 +850,8 @@ v1::OpError Core::Impl::Job::RendezvousTimeout() const {
                       absl::FormatDuration(absl::Trunc(impl_->now_ - last, absl::Seconds(1))),
                       " ago");
     }
+    absl::StrAppend(&text, ": start the missing workers or lower min_workers");
+  }
   error.set_message(std::move(text));
   return error;
 }
@@ -1013,17 +1013,17 @@ void Core::Impl::Job::TickTimeouts() {
     v1::OpResult result;
     *result.mutable_error() = RendezvousTimeout();
     timeout_ = std::make_shared<Answer>(result);
-    impl_->Note(id_, true, result.error().message());
-  }
     timeout_made_ = now;
     timeout_changed_ = false;
+    impl_->Note(id_, true, result.error().message());
+  }
   while (const std::optional<std::string> worker_id = rendezvous_.FirstExpired(now)) {
-    const Waiter waiter = Unqueue(*worker_id);
-    gave_up_[*worker_id] = {now, waiter.request.preferred_rank()};
     // Who gives up still counts for the others.
     const bool changed = timeout_changed_;
-    for (const CallId call : waiter.calls) impl_->Send(call, timeout_, membership_record_);
+    const Waiter waiter = Unqueue(*worker_id);
     timeout_changed_ = changed;
+    gave_up_[*worker_id] = {now, waiter.request.preferred_rank()};
+    for (const CallId call : waiter.calls) impl_->Send(call, timeout_, membership_record_);
   }
   // Who comes from now on has waited with none of them.
   if (rendezvous_.empty()) ForgetTimeouts();
@@ -1056,6 +1056,7 @@ void Core::Impl::Job::TickLeases() {
         break;
       case Kind::kEnded: {
         ++impl_->stats_.workers_lost;
+        EmitMember(seat);
         std::vector<KvChange> changes;
         kv_.DropLease(seat.record().worker_id(), &changes);
         KvChanged(changes);
@@ -1078,7 +1079,6 @@ void Core::Impl::Job::TickLeases() {
 void Core::Impl::Job::NoteFirstSilent(int rank, const std::string& why) {
   impl_->Note(
       id_, true,
-        EmitMember(seat);
       absl::StrCat(CulpritText(DescribeRank(rank)), " and maybe others gave no sign of life for ",
                    absl::FormatDuration(Lease()), ", but ", why, "; generation ", generation(),
                    " continues if they are back within ",

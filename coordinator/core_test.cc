@@ -2365,6 +2365,46 @@ TEST_F(CatchUpTest, NothingCameThatWasUnread_IsLost) {
   EXPECT_EQ(lost(), 1u);
 }
 
+TEST_F(CatchUpTest, SilentAfterTheEnd_CountAsLostOnceAllIsReadAndWatchersAreTold) {
+  FormWithAgents(3);
+  Exit(workers_[0], 1);
+  const uint64_t from = bench_.core_->revision() + 1;
+  const auto states = [this] {
+    v1::Op op;
+    op.mutable_get_members()->set_job_id("j");
+    const CallId call = bench_.Do(op);
+    std::vector<v1::WorkerState> all;
+    for (const v1::Member& member : bench_.Result(call).get_members().members()) {
+      all.push_back(member.state());
+    }
+    return all;
+  };
+  bench_.Advance(absl::Seconds(7));
+  EXPECT_THAT(states(), ElementsAre(v1::WORKER_STATE_EXITED, v1::WORKER_STATE_RUNNING,
+                                    v1::WORKER_STATE_RUNNING))
+      << "their beats may be among what is unread";
+  bench_.core_->CaughtUp(bench_.now_, bench_.now_, &bench_.out_);
+  bench_.Collect();
+  bench_.Advance(absl::Minutes(1));
+  EXPECT_EQ(bench_.core_->stats().workers_lost, 2u);
+  EXPECT_THAT(states(),
+              ElementsAre(v1::WORKER_STATE_EXITED, v1::WORKER_STATE_LOST, v1::WORKER_STATE_LOST));
+  AgentBeats(1);
+  EXPECT_EQ(states()[1], v1::WORKER_STATE_RUNNING);
+  v1::WatchRequest request;
+  request.set_job_id("j");
+  request.set_members(true);
+  v1::WatchBatch batch;
+  ASSERT_FALSE(bench_.core_->ReadWatch(request, from, ~0ull, 1 << 20, &batch).has_value());
+  std::vector<std::pair<int, v1::WorkerState>> told;
+  for (const v1::WatchEvent& event : batch.events()) {
+    if (event.has_member()) told.emplace_back(event.member().rank(), event.member().state());
+  }
+  EXPECT_THAT(told,
+              ElementsAre(std::pair(1, v1::WORKER_STATE_LOST), std::pair(2, v1::WORKER_STATE_LOST),
+                          std::pair(1, v1::WORKER_STATE_RUNNING)));
+}
+
 TEST_F(CatchUpTest, CoordinatorThatNeverCatchesUp_StillFindsTheDead) {
   FormWithAgents(2);
   Pass(95, {0});
@@ -2415,46 +2455,6 @@ TEST_F(CoreTest, Pause_OfTheCoordinator_LetsQueuedArrivalsInBeforeDeadlines) {
   bench_.Collect();
   const CallId b = Arrive(workers[1], "b", 0, absl::Seconds(10));
   EXPECT_TRUE(bench_.Result(a).has_arrive());
-TEST_F(CatchUpTest, SilentAfterTheEnd_CountAsLostOnceAllIsReadAndWatchersAreTold) {
-  FormWithAgents(3);
-  Exit(workers_[0], 1);
-  const uint64_t from = bench_.core_->revision() + 1;
-  const auto states = [this] {
-    v1::Op op;
-    op.mutable_get_members()->set_job_id("j");
-    const CallId call = bench_.Do(op);
-    std::vector<v1::WorkerState> all;
-    for (const v1::Member& member : bench_.Result(call).get_members().members()) {
-      all.push_back(member.state());
-    }
-    return all;
-  };
-  bench_.Advance(absl::Seconds(7));
-  EXPECT_THAT(states(), ElementsAre(v1::WORKER_STATE_EXITED, v1::WORKER_STATE_RUNNING,
-                                    v1::WORKER_STATE_RUNNING))
-      << "their beats may be among what is unread";
-  bench_.core_->CaughtUp(bench_.now_, bench_.now_, &bench_.out_);
-  bench_.Collect();
-  bench_.Advance(absl::Minutes(1));
-  EXPECT_EQ(bench_.core_->stats().workers_lost, 2u);
-  EXPECT_THAT(states(),
-              ElementsAre(v1::WORKER_STATE_EXITED, v1::WORKER_STATE_LOST, v1::WORKER_STATE_LOST));
-  AgentBeats(1);
-  EXPECT_EQ(states()[1], v1::WORKER_STATE_RUNNING);
-  v1::WatchRequest request;
-  request.set_job_id("j");
-  request.set_members(true);
-  v1::WatchBatch batch;
-  ASSERT_FALSE(bench_.core_->ReadWatch(request, from, ~0ull, 1 << 20, &batch).has_value());
-  std::vector<std::pair<int, v1::WorkerState>> told;
-  for (const v1::WatchEvent& event : batch.events()) {
-    if (event.has_member()) told.emplace_back(event.member().rank(), event.member().state());
-  }
-  EXPECT_THAT(told,
-              ElementsAre(std::pair(1, v1::WORKER_STATE_LOST), std::pair(2, v1::WORKER_STATE_LOST),
-                          std::pair(1, v1::WORKER_STATE_RUNNING)));
-}
-
   EXPECT_TRUE(bench_.Result(b).has_arrive());
 }
 
