@@ -764,6 +764,7 @@ void Core::Impl::Job::Strike(const std::string& host, const std::string& what) {
   change->set_job_id(id_);
   change->set_host(host);
   SetStrikes(struck->strikes, change);
+  membership_touched_ = true;
 }
 
 void Core::Impl::Job::QuarantineHost(const std::string& host, absl::Duration length,
@@ -778,6 +779,7 @@ void Core::Impl::Job::QuarantineHost(const std::string& host, absl::Duration len
   }
   quarantined->set_reason(reason);
   quarantined->set_automatic(automatic);
+  membership_touched_ = true;
   impl_->Note(id_, true,
               length > absl::ZeroDuration()
                   ? absl::StrCat("host ", Quoted(host), " is quarantined for ",
