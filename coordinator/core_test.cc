@@ -3749,6 +3749,81 @@ TEST_F(CoreTest, Join_ThatHasWaited_IsGivenWhatIsLeftOfItsTimeout) {
   EXPECT_EQ(bench_.Reason(again), v1::ERROR_REASON_RENDEZVOUS_TIMEOUT);
 }
 
+TEST_F(CoreTest, Dedupe_SnapshotOfAnOlderCoordinator_KeepsAnswersBelowWhatWasForgotten) {
+  const std::vector<Worker> workers = Form(1);
+  const v1::Op seventh = PutOp(workers[0], "k", "v", /*durable=*/true, 7);
+  const std::string answer = bench_.Result(bench_.Do(seventh)).SerializeAsString();
+  const std::string image = bench_.core_->Snapshot();
+  for (const bool in_answer : {false, true}) {
+    v1::CoordinatorSnapshot old;
+    ASSERT_TRUE(old.ParseFromString(image));
+    v1::RequestAnswered* kept = nullptr;
+    for (v1::JournalChange& change : *old.mutable_changes()) {
+      if (change.has_request_answered()) kept = change.mutable_request_answered();
+    }
+    ASSERT_NE(kept, nullptr);
+    if (in_answer) {
+      kept->set_forgotten(9);
+    } else {
+      v1::RequestsForgotten* const forgotten = old.add_changes()->mutable_requests_forgotten();
+      forgotten->set_job_id("j");
+      forgotten->set_worker_id(workers[0].id);
+      forgotten->set_incarnation(workers[0].incarnation);
+      forgotten->set_up_to(9);
+    }
+    bench_.core_ = std::make_unique<Core>(bench_.options_);
+    ASSERT_TRUE(bench_.core_->Restore(old.SerializeAsString()).ok());
+    bench_.replies_.clear();
+    bench_.Start();
+    EXPECT_EQ(bench_.Result(bench_.Do(seventh)).SerializeAsString(), answer);
+    EXPECT_EQ(bench_.Reason(bench_.Do(PutOp(workers[0], "e", "v", true, 8))),
+              v1::ERROR_REASON_RESULT_FORGOTTEN);
+  }
+}
+
+TEST_F(CoreTest, Quarantine_RecordWithFewerTimesThanStrikes_CountsThemAll) {
+  spec_ = Spec(2, 2);
+  std::vector<Worker> workers = {{"a", 1, "good"}, {"b", 2, "bad"}};
+  for (int round = 0; round < 3; ++round) {
+    JoinAll(&workers);
+    Exit(workers[1], 1);
+    workers[1].incarnation += 10;
+    if (round != 1) continue;
+    for (Record& record : bench_.journal_) {
+      v1::JournalRecord changes;
+      ASSERT_TRUE(changes.ParseFromString(record.payload));
+      for (v1::JournalChange& change : *changes.mutable_changes()) {
+        if (!change.has_host_struck()) continue;
+        change.mutable_host_struck()->mutable_at_unix_ms()->Truncate(1);
+      }
+      record.payload = changes.SerializeAsString();
+    }
+    bench_.Restart();
+  }
+  const CallId a = bench_.Do(JoinOp(workers[0], spec_));
+  bench_.Do(JoinOp(workers[1], spec_));
+  EXPECT_FALSE(bench_.Answered(a)) << "it was named three times";
+}
+
+TEST_F(CoreTest, Quarantine_OfAJobWithoutWorkers_KeepsIt) {
+  Exit(Form(1)[0], 0);
+  bench_.Advance(bench_.options_.job_retention - absl::Minutes(1));
+  v1::Op op;
+  op.mutable_quarantine()->mutable_fence()->set_job_id("j");
+  op.mutable_quarantine()->set_host("bad");
+  *op.mutable_quarantine()->mutable_for_() = ToProto(absl::Hours(720));
+  bench_.Do(op);
+  const auto jobs = [this] {
+    v1::StatusReply status;
+    bench_.core_->FillStatus(&status);
+    return status.jobs_size();
+  };
+  bench_.Advance(bench_.options_.job_retention - absl::Minutes(1));
+  EXPECT_EQ(jobs(), 1);
+  bench_.Advance(absl::Minutes(2));
+  EXPECT_EQ(jobs(), 0);
+}
+
 TEST_F(CoreTest, Dedupe_WhatWasForgotten_IsForgottenAfterASnapshotToo) {
   bench_.options_.kept_answers = 2;
   bench_.Restart();
