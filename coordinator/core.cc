@@ -186,6 +186,7 @@ void Core::HandleBeat(absl::string_view node, const v1::Beat& beat, absl::Time n
     job->NoteProgress(seat, worker);
     seat->SetProcessState(worker.process_state());
     seat->HeardThrough(node, agent);
+    if (job->watch_touched()) impl_->End(job);
   }
   impl_->TellJobs();
 }

@@ -469,11 +469,14 @@ class Core::Impl::Job : public BarrierHost {
                       bool automatic);
   void Close(const std::string& why);
   v1::WorkerState StateOf(const Seat& seat) const;
+  bool watch_touched() const { return watch_touched_; }  // by this event
   bool Waits(const Seat& seat) const { return rendezvous_.Waits(seat.record().worker_id()); }
   v1::Member MakeMember(const Seat& seat) const;
   v1::Member MakeMember(const Waiter& waiter) const;
   void RenewLease(const Seat& seat) {
+    const bool was_lost = !sealed() && StateOf(seat) == v1::WORKER_STATE_LOST;
     if (leases_.Renew(seat.rank(), impl_->now_)) NoteAllHeard();
+    if (was_lost) EmitMember(seat);
   }
   // What a heartbeat, or a beat of its agent, says of a worker.
   template <typename Report>
@@ -637,8 +640,12 @@ class Core::Impl::Job : public BarrierHost {
   Membership members_;
   Leases leases_;
   Rendezvous rendezvous_;
-  // What joins that time out are told, until another worker joins or leaves; null: not said yet.
+  // What joins that time out are told; null: not said yet. It is said anew if others have joined or
+  // left since, but once a second at most: workers that time out and join again at once would make
+  // it as often as they do, of all workers each time.
   std::shared_ptr<const Answer> timeout_;
+  absl::Time timeout_made_ = absl::InfinitePast();
+  bool timeout_changed_ = false;
   // Workers whose join has timed out within the time that one may take, while others wait.
   struct GaveUp {
     absl::Time at;

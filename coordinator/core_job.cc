@@ -22,6 +22,7 @@ namespace {
 
 constexpr size_t kMaxCallsOfJoin = 8;
 constexpr int kNamed = 4;
+constexpr absl::Duration kTimeoutTextKept = absl::Seconds(1);
 
 // The save that has lasted longest, all parts of it together.
 void FillSave(const std::vector<Seat>& seats, v1::JobStatus* status) {
@@ -207,7 +208,8 @@ std::string Core::Impl::Job::GoneText(const Seat& seat) const {
 
 v1::WorkerState Core::Impl::Job::StateOf(const Seat& seat) const {
   // After the end of a generation nobody takes the seats of those that are silent.
-  const bool lost = !sealed() && seat.alive() && !Waits(seat) && !leases_.Runs(seat, impl_->now_);
+  const bool lost =
+      !sealed() && seat.alive() && !Waits(seat) && leases_.IsOver(seat.rank(), impl_->now_);
   return lost ? v1::WORKER_STATE_LOST : seat.record().state();
 }
 
@@ -340,7 +342,7 @@ void Core::Impl::Job::Recount() {
 }
 
 Waiter Core::Impl::Job::Unqueue(absl::string_view worker_id) {
-  timeout_ = nullptr;
+  timeout_changed_ = true;
   Waiter waiter = rendezvous_.Remove(worker_id);
   for (const CallId call : waiter.calls) impl_->held_.erase(call);
   return waiter;
@@ -373,7 +375,7 @@ void Core::Impl::Job::Enqueue(CallId call, const v1::JoinRequest& request, const
     for (const CallId old : older.calls) impl_->SendError(old, error, membership_record_);
   }
   if (!rendezvous_.Waits(worker_id)) {
-    timeout_ = nullptr;
+    timeout_changed_ = true;
     gave_up_.erase(worker_id);
   }
   Waiter& waiter = *rendezvous_.Place(worker_id, order);
@@ -762,6 +764,7 @@ void Core::Impl::Job::Strike(const std::string& host, const std::string& what) {
   change->set_job_id(id_);
   change->set_host(host);
   SetStrikes(struck->strikes, change);
+  membership_touched_ = true;
 }
 
 void Core::Impl::Job::QuarantineHost(const std::string& host, absl::Duration length,
@@ -776,6 +779,7 @@ void Core::Impl::Job::QuarantineHost(const std::string& host, absl::Duration len
   }
   quarantined->set_reason(reason);
   quarantined->set_automatic(automatic);
+  membership_touched_ = true;
   impl_->Note(id_, true,
               length > absl::ZeroDuration()
                   ? absl::StrCat("host ", Quoted(host), " is quarantined for ",
@@ -791,7 +795,14 @@ void Core::Impl::Job::Blame(absl::Span<const int32_t> ranks) {
 }
 
 v1::OpError Core::Impl::Job::RendezvousTimeout() const {
-  const int here = rendezvous_.size() + static_cast<int>(gave_up_.size());
+  // Those that gave up make no number that would do with those that wait: these came too late for
+  // them.
+  const int all = rendezvous_.size() + static_cast<int>(gave_up_.size());
+  const bool too_late = all >= spec_.min_workers();
+  const int here = too_late ? rendezvous_.size() : all;
+  const auto is_here = [&](const std::string& worker_id) {
+    return rendezvous_.Waits(worker_id) || (!too_late && gave_up_.contains(worker_id));
+  };
   std::string text = absl::StrCat("job ", Quoted(id_), ": ", here, " of ",
                                   spec_.min_workers() == spec_.max_workers() ? "" : "at least ",
                                   spec_.min_workers(), " workers joined within ",
@@ -807,7 +818,7 @@ v1::OpError Core::Impl::Job::RendezvousTimeout() const {
     std::string missing;
     int count = 0;
     for (const Seat& seat : members_.seats()) {
-      if (Waits(seat) || gave_up_.contains(seat.record().worker_id())) continue;
+      if (is_here(seat.record().worker_id())) continue;
       const v1::Culprit culprit = DescribeRank(seat.rank());
       if (count++ < kNamed)
         absl::StrAppend(&missing, missing.empty() ? "" : ", ", CulpritText(culprit));
@@ -819,7 +830,9 @@ v1::OpError Core::Impl::Job::RendezvousTimeout() const {
       rendezvous_.ForEach([&](const std::string&, const Waiter& waiter) {
         claimed.insert(waiter.request.preferred_rank());
       });
-      for (const auto& [worker_id, one] : gave_up_) claimed.insert(one.preferred_rank);
+      for (const auto& [worker_id, one] : gave_up_) {
+        if (!too_late) claimed.insert(one.preferred_rank);
+      }
       claimed.erase(-1);
       for (int rank = 0; !claimed.empty() && rank < std::min(spec_.min_workers(), 4096); ++rank) {
         if (claimed.contains(rank)) continue;
@@ -832,6 +845,13 @@ v1::OpError Core::Impl::Job::RendezvousTimeout() const {
     const int blocked = rendezvous_.Count(WaiterKind::kBlocked);
     if (blocked > 0)
       absl::StrAppend(&text, "; ", blocked, " of those that joined are on quarantined hosts");
+    if (too_late && !gave_up_.empty()) {
+      absl::Time last = absl::InfinitePast();
+      for (const auto& [worker_id, one] : gave_up_) last = std::max(last, one.at);
+      absl::StrAppend(&text, "; ", gave_up_.size(), " more gave up, the last one ",
+                      absl::FormatDuration(absl::Trunc(impl_->now_ - last, absl::Seconds(1))),
+                      " ago");
+    }
     absl::StrAppend(&text, ": start the missing workers or lower min_workers");
   }
   error.set_message(std::move(text));
@@ -990,20 +1010,23 @@ void Core::Impl::Job::Rest() {
 
 void Core::Impl::Job::TickTimeouts() {
   const absl::Time now = impl_->now_;
-  if (timeout_ == nullptr) {
+  if (timeout_ == nullptr || (timeout_changed_ && timeout_made_ + kTimeoutTextKept <= now)) {
     absl::erase_if(gave_up_, [&](const auto& one) { return one.second.at + JoinTimeout() <= now; });
     v1::OpResult result;
     *result.mutable_error() = RendezvousTimeout();
     timeout_ = std::make_shared<Answer>(result);
+    timeout_made_ = now;
+    timeout_changed_ = false;
     impl_->Note(id_, true, result.error().message());
   }
-  const std::shared_ptr<const Answer> answer = timeout_;
   while (const std::optional<std::string> worker_id = rendezvous_.FirstExpired(now)) {
+    // Who gives up still counts for the others.
+    const bool changed = timeout_changed_;
     const Waiter waiter = Unqueue(*worker_id);
+    timeout_changed_ = changed;
     gave_up_[*worker_id] = {now, waiter.request.preferred_rank()};
-    for (const CallId call : waiter.calls) impl_->Send(call, answer, membership_record_);
+    for (const CallId call : waiter.calls) impl_->Send(call, timeout_, membership_record_);
   }
-  timeout_ = answer;
   // Who comes from now on has waited with none of them.
   if (rendezvous_.empty()) ForgetTimeouts();
 }
@@ -1035,6 +1058,7 @@ void Core::Impl::Job::TickLeases() {
         break;
       case Kind::kEnded: {
         ++impl_->stats_.workers_lost;
+        EmitMember(seat);
         std::vector<KvChange> changes;
         kv_.DropLease(seat.record().worker_id(), &changes);
         KvChanged(changes);

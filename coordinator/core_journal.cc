@@ -186,7 +186,6 @@ void Core::Impl::Job::SnapshotGenerationTo(SnapshotParts* parts) const {
 }
 
 void Core::Impl::Job::SnapshotAnswersTo(SnapshotParts* parts) const {
-  // First: an answer whose number is smaller may be kept.
   answers_.ForEachForgotten(
       [&](const std::string& worker_id, uint64_t incarnation, uint64_t up_to) {
         v1::RequestsForgotten* forgotten = parts->Add()->mutable_requests_forgotten();
@@ -314,10 +313,9 @@ absl::Status Core::Impl::Job::Apply(const v1::BarrierEnded& ended) {
 absl::Status Core::Impl::Job::Apply(const v1::HostStruck& struck) {
   std::vector<absl::Time> strikes;
   for (const int64_t at : struck.at_unix_ms()) strikes.push_back(absl::FromUnixMillis(at));
-  // An older coordinator wrote only how many.
-  if (strikes.empty() && struck.strikes() > 0) {
-    strikes.assign(std::min(struck.strikes(), kMaxStrikes), absl::InfiniteFuture());
-  }
+  // An older coordinator wrote only how many. What lacks is newer than the start of the term.
+  const int all = std::min(struck.strikes(), kMaxStrikes);
+  if (struck.at_unix_ms_size() < all) strikes.resize(all, absl::InfiniteFuture());
   quarantine_.RestoreStrikes(struck.host(), std::move(strikes));
   return absl::OkStatus();
 }
@@ -336,13 +334,17 @@ absl::Status Core::Impl::Job::Apply(const v1::RequestAnswered& answered) {
       answered.worker_id(), answered.incarnation(), answered.request_id(), answered.request_hash(),
       {std::make_shared<Answer>(answered.answer()), std::max<uint64_t>(1, impl_->last_record_)});
   if (answered.forgotten() > 0) {
-    answers_.RememberForgotten(answered.worker_id(), answered.incarnation(), answered.forgotten());
+    answers_.NoteForgotten(answered.worker_id(), answered.incarnation(), answered.forgotten());
   }
   return absl::OkStatus();
 }
 
 absl::Status Core::Impl::Job::Apply(const v1::RequestsForgotten& forgotten) {
-  answers_.RememberForgotten(forgotten.worker_id(), forgotten.incarnation(), forgotten.up_to());
+  if (impl_->restoring_) {  // a snapshot, which lists what is kept
+    answers_.NoteForgotten(forgotten.worker_id(), forgotten.incarnation(), forgotten.up_to());
+  } else {
+    answers_.RememberForgotten(forgotten.worker_id(), forgotten.incarnation(), forgotten.up_to());
+  }
   return absl::OkStatus();
 }
 

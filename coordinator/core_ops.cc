@@ -130,9 +130,12 @@ void Core::Impl::Once(Incoming* in, const Request& request, Rules rules, F f) {
               in->call,
               MakeError(absl::StatusCode::kOutOfRange, v1::ERROR_REASON_RESULT_FORGOTTEN,
                         absl::StrCat("request_id ", fence.request_id(), " of worker ",
-                                     Quoted(fence.worker_id()), " is older than the last ",
+                                     Quoted(fence.worker_id()),
+                                     " was sent before, or too late: of a worker the last ",
                                      options_.kept_answers,
-                                     " answers that are kept: whether it took effect is unknown")),
+                                     " answers are kept, and none once its job has had no "
+                                     "generation for its join_timeout; whether it took effect is "
+                                     "unknown")),
               0);
           return;
         case RememberedAnswers::State::kNew:

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -618,6 +619,54 @@ TEST_F(CoreTest, Join_TimeoutsOfAFirstRendezvous_CountThoseThatGaveUpMeanwhile) 
   EXPECT_THAT(missing(last), ElementsAre(0));
 }
 
+TEST_F(CoreTest, Join_TimeoutAfterOthersGaveUp_DoesNotCountThemIfAllWouldDo) {
+  for (const bool formed : {false, true}) {
+    bench_ = Bench();
+    spec_ = Spec(4, 4);
+    if (formed) Exit(Form(4)[0], 1);
+    const absl::Time start = bench_.now_;
+    const auto join = [&](int rank) {
+      v1::Op op = JoinOp({absl::StrCat("w", rank), 900 + static_cast<uint64_t>(rank)}, spec_);
+      op.mutable_join()->set_preferred_rank(rank);
+      return bench_.Do(op);
+    };
+    const auto at = [&](int second) {
+      bench_.Advance(start + absl::Seconds(second) - bench_.now_);
+    };
+    join(0);
+    at(300);
+    const CallId second = join(1);
+    join(2);
+    at(650);
+    join(3);
+    at(900);
+    EXPECT_THAT(bench_.Error(second).message(), HasSubstr("3 of 4 workers joined within 10m"));
+    EXPECT_THAT(bench_.Error(second).message(), HasSubstr("; 1 more gave up, the last one 5m ago"));
+    EXPECT_THAT(bench_.Error(second).detail().missing_ranks(), ElementsAre(0));
+  }
+}
+
+TEST_F(CoreTest, Join_TimeoutsAndJoinsInTurn_MakeTheTextOnceASecond) {
+  spec_ = Spec(1000, 1000);
+  const auto join = [&](int i, uint64_t incarnation) {
+    return bench_.Do(JoinOp({absl::StrCat("w", i), incarnation}, spec_));
+  };
+  std::vector<CallId> calls;
+  for (int i = 0; i < 40; ++i) {
+    calls.push_back(join(i, 1));
+    bench_.Advance(absl::Milliseconds(50));
+  }
+  bench_.Advance(absl::Seconds(600) - absl::Seconds(2));
+  std::set<const Answer*> texts;
+  for (int i = 0; i < 40; ++i) {
+    ASSERT_TRUE(bench_.Answered(calls[i])) << i;
+    texts.insert(bench_.replies_[calls[i]].answer.get());
+    join(i % 2 == 0 ? i : i + 1000, 2);
+    bench_.Advance(absl::Milliseconds(50));
+  }
+  EXPECT_LE(texts.size(), 3u);
+}
+
 TEST_F(CoreTest, Join_CallerGone_LosesItsPlace) {
   spec_ = Spec(2, 2);
   const CallId a = bench_.Do(JoinOp({"a", 1}, spec_));
@@ -943,13 +992,14 @@ TEST_F(CoreTest, Quarantine_ThatIsOver_IsNotBackAfterARestart) {
     bench_.Advance(absl::Minutes(90));
     bench_.Restart(snapshot);
     EXPECT_EQ(left(), absl::Minutes(30));
-    bench_.now_ += absl::Hours(1);  // while no coordinator runs
-    bench_.Restart(snapshot);
-    EXPECT_EQ(left(), absl::ZeroDuration());
-    // A clock that was set back makes it no longer than it was.
+    const absl::Time now = bench_.now_;
+    // A clock that was set back makes it no longer than the record says that it is.
     bench_.now_ -= absl::Hours(100);
+    bench_.Restart(snapshot);
+    EXPECT_EQ(left(), snapshot ? absl::Minutes(30) : absl::Hours(2));
+    bench_.now_ = now + absl::Hours(1);  // while no coordinator runs
     bench_.Restart();
-    EXPECT_LE(left(), absl::Hours(2));
+    EXPECT_EQ(left(), absl::ZeroDuration());
   }
 }
 
@@ -2316,6 +2366,46 @@ TEST_F(CatchUpTest, NothingCameThatWasUnread_IsLost) {
   EXPECT_EQ(lost(), 1u);
 }
 
+TEST_F(CatchUpTest, SilentAfterTheEnd_CountAsLostOnceAllIsReadAndWatchersAreTold) {
+  FormWithAgents(3);
+  Exit(workers_[0], 1);
+  const uint64_t from = bench_.core_->revision() + 1;
+  const auto states = [this] {
+    v1::Op op;
+    op.mutable_get_members()->set_job_id("j");
+    const CallId call = bench_.Do(op);
+    std::vector<v1::WorkerState> all;
+    for (const v1::Member& member : bench_.Result(call).get_members().members()) {
+      all.push_back(member.state());
+    }
+    return all;
+  };
+  bench_.Advance(absl::Seconds(7));
+  EXPECT_THAT(states(), ElementsAre(v1::WORKER_STATE_EXITED, v1::WORKER_STATE_RUNNING,
+                                    v1::WORKER_STATE_RUNNING))
+      << "their beats may be among what is unread";
+  bench_.core_->CaughtUp(bench_.now_, bench_.now_, &bench_.out_);
+  bench_.Collect();
+  bench_.Advance(absl::Minutes(1));
+  EXPECT_EQ(bench_.core_->stats().workers_lost, 2u);
+  EXPECT_THAT(states(),
+              ElementsAre(v1::WORKER_STATE_EXITED, v1::WORKER_STATE_LOST, v1::WORKER_STATE_LOST));
+  AgentBeats(1);
+  EXPECT_EQ(states()[1], v1::WORKER_STATE_RUNNING);
+  v1::WatchRequest request;
+  request.set_job_id("j");
+  request.set_members(true);
+  v1::WatchBatch batch;
+  ASSERT_FALSE(bench_.core_->ReadWatch(request, from, ~0ull, 1 << 20, &batch).has_value());
+  std::vector<std::pair<int, v1::WorkerState>> told;
+  for (const v1::WatchEvent& event : batch.events()) {
+    if (event.has_member()) told.emplace_back(event.member().rank(), event.member().state());
+  }
+  EXPECT_THAT(told,
+              ElementsAre(std::pair(1, v1::WORKER_STATE_LOST), std::pair(2, v1::WORKER_STATE_LOST),
+                          std::pair(1, v1::WORKER_STATE_RUNNING)));
+}
+
 TEST_F(CatchUpTest, CoordinatorThatNeverCatchesUp_StillFindsTheDead) {
   FormWithAgents(2);
   Pass(95, {0});
@@ -3657,6 +3747,81 @@ TEST_F(CoreTest, Join_ThatHasWaited_IsGivenWhatIsLeftOfItsTimeout) {
   EXPECT_FALSE(bench_.Answered(again));
   bench_.Advance(absl::Seconds(1));
   EXPECT_EQ(bench_.Reason(again), v1::ERROR_REASON_RENDEZVOUS_TIMEOUT);
+}
+
+TEST_F(CoreTest, Dedupe_SnapshotOfAnOlderCoordinator_KeepsAnswersBelowWhatWasForgotten) {
+  const std::vector<Worker> workers = Form(1);
+  const v1::Op seventh = PutOp(workers[0], "k", "v", /*durable=*/true, 7);
+  const std::string answer = bench_.Result(bench_.Do(seventh)).SerializeAsString();
+  const std::string image = bench_.core_->Snapshot();
+  for (const bool in_answer : {false, true}) {
+    v1::CoordinatorSnapshot old;
+    ASSERT_TRUE(old.ParseFromString(image));
+    v1::RequestAnswered* kept = nullptr;
+    for (v1::JournalChange& change : *old.mutable_changes()) {
+      if (change.has_request_answered()) kept = change.mutable_request_answered();
+    }
+    ASSERT_NE(kept, nullptr);
+    if (in_answer) {
+      kept->set_forgotten(9);
+    } else {
+      v1::RequestsForgotten* const forgotten = old.add_changes()->mutable_requests_forgotten();
+      forgotten->set_job_id("j");
+      forgotten->set_worker_id(workers[0].id);
+      forgotten->set_incarnation(workers[0].incarnation);
+      forgotten->set_up_to(9);
+    }
+    bench_.core_ = std::make_unique<Core>(bench_.options_);
+    ASSERT_TRUE(bench_.core_->Restore(old.SerializeAsString()).ok());
+    bench_.replies_.clear();
+    bench_.Start();
+    EXPECT_EQ(bench_.Result(bench_.Do(seventh)).SerializeAsString(), answer);
+    EXPECT_EQ(bench_.Reason(bench_.Do(PutOp(workers[0], "e", "v", true, 8))),
+              v1::ERROR_REASON_RESULT_FORGOTTEN);
+  }
+}
+
+TEST_F(CoreTest, Quarantine_RecordWithFewerTimesThanStrikes_CountsThemAll) {
+  spec_ = Spec(2, 2);
+  std::vector<Worker> workers = {{"a", 1, "good"}, {"b", 2, "bad"}};
+  for (int round = 0; round < 3; ++round) {
+    JoinAll(&workers);
+    Exit(workers[1], 1);
+    workers[1].incarnation += 10;
+    if (round != 1) continue;
+    for (Record& record : bench_.journal_) {
+      v1::JournalRecord changes;
+      ASSERT_TRUE(changes.ParseFromString(record.payload));
+      for (v1::JournalChange& change : *changes.mutable_changes()) {
+        if (!change.has_host_struck()) continue;
+        change.mutable_host_struck()->mutable_at_unix_ms()->Truncate(1);
+      }
+      record.payload = changes.SerializeAsString();
+    }
+    bench_.Restart();
+  }
+  const CallId a = bench_.Do(JoinOp(workers[0], spec_));
+  bench_.Do(JoinOp(workers[1], spec_));
+  EXPECT_FALSE(bench_.Answered(a)) << "it was named three times";
+}
+
+TEST_F(CoreTest, Quarantine_OfAJobWithoutWorkers_KeepsIt) {
+  Exit(Form(1)[0], 0);
+  bench_.Advance(bench_.options_.job_retention - absl::Minutes(1));
+  v1::Op op;
+  op.mutable_quarantine()->mutable_fence()->set_job_id("j");
+  op.mutable_quarantine()->set_host("bad");
+  *op.mutable_quarantine()->mutable_for_() = ToProto(absl::Hours(720));
+  bench_.Do(op);
+  const auto jobs = [this] {
+    v1::StatusReply status;
+    bench_.core_->FillStatus(&status);
+    return status.jobs_size();
+  };
+  bench_.Advance(bench_.options_.job_retention - absl::Minutes(1));
+  EXPECT_EQ(jobs(), 1);
+  bench_.Advance(absl::Minutes(2));
+  EXPECT_EQ(jobs(), 0);
 }
 
 TEST_F(CoreTest, Dedupe_WhatWasForgotten_IsForgottenAfterASnapshotToo) {

@@ -73,14 +73,20 @@ class Dedupe {
 
   void Forget(absl::string_view worker_id) { workers_.erase(worker_id); }
   bool Knows(absl::string_view worker_id) const { return workers_.contains(worker_id); }
-  // Ids of this worker up to this one were answered once, and their answers are not kept.
-  void ForgetUpTo(absl::string_view worker_id, uint64_t incarnation, uint64_t request_id) {
+  // Ids of this worker up to this one that are not kept were answered once, as a snapshot says.
+  // Smaller ones may be kept: it says so before or after this.
+  void NoteForgotten(absl::string_view worker_id, uint64_t incarnation, uint64_t request_id) {
     Worker& worker = workers_[worker_id];
     if (worker.incarnation != incarnation) {
       worker = Worker();
       worker.incarnation = incarnation;
     }
     worker.forgotten = std::max(worker.forgotten, request_id);
+  }
+  // The answers to ids of this worker up to this one are no longer kept.
+  void ForgetUpTo(absl::string_view worker_id, uint64_t incarnation, uint64_t request_id) {
+    NoteForgotten(worker_id, incarnation, request_id);
+    Worker& worker = workers_.find(worker_id)->second;
     std::deque<uint64_t> kept;
     for (const uint64_t id : std::exchange(worker.order, {})) {
       if (id > request_id) {
@@ -89,6 +95,7 @@ class Dedupe {
       }
       const auto at = worker.answers.find(id);
       worker.bytes -= at->second.bytes;
+      if (at->second.dropped) --worker.dropped;
       worker.answers.erase(at);
     }
     worker.order = std::move(kept);

@@ -81,6 +81,34 @@ TEST(Dedupe, Find_IdThatNeverCame_IsNewThoughALaterAnswerWasDroppedForItsBytes) 
   EXPECT_EQ(forgotten, 12u);
 }
 
+TEST(Dedupe, NoteForgotten_InEitherOrder_KeepsSmallerIds) {
+  for (const bool first : {false, true}) {
+    Dedupe<std::string> dedupe(4, 100);
+    if (first) dedupe.NoteForgotten("w", 1, 9);
+    dedupe.Store("w", 1, 7, 7, "seven", 1);
+    if (!first) dedupe.NoteForgotten("w", 1, 9);
+    std::string value;
+    EXPECT_EQ(dedupe.Find("w", 1, 7, 7, &value), State::kKnown);
+    EXPECT_EQ(value, "seven");
+    EXPECT_EQ(dedupe.Find("w", 1, 8, 8, &value), State::kForgotten);
+    dedupe.ForgetUpTo("w", 1, 8);
+    EXPECT_EQ(dedupe.Find("w", 1, 7, 7, &value), State::kForgotten);
+  }
+}
+
+TEST(Dedupe, ForgetUpTo_OfAnswersDroppedForTheirBytes_LeavesNoneOfThem) {
+  Dedupe<std::string> dedupe(10, 100);
+  for (uint64_t id = 1; id <= 4; ++id) dedupe.Store("w", 1, id, id, "x", 90);
+  dedupe.ForgetUpTo("w", 1, 4);
+  uint64_t forgotten = 0;
+  dedupe.ForEachForgotten([&](const std::string&, uint64_t, uint64_t id) { forgotten = id; });
+  EXPECT_EQ(forgotten, 4u);
+  std::string value;
+  for (uint64_t id = 5; id <= 6; ++id) dedupe.Store("w", 1, id, id, "x", 90);
+  EXPECT_EQ(dedupe.Find("w", 1, 5, 5, &value), State::kForgotten);
+  EXPECT_EQ(dedupe.Find("w", 1, 6, 6, &value), State::kKnown);
+}
+
 TEST(Dedupe, Store_SameIdAgain_DoesNotPushOthersOut) {
   Dedupe<std::string> dedupe(2, 100);
   dedupe.Store("w", 1, 1, 1, "a", 1);

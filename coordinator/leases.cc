@@ -65,7 +65,9 @@ void Leases::EndGeneration() {
   checks_.clear();
   for (const Seat& seat : members_->seats()) {
     Gone(seat.rank());
-    if (seat.alive()) checks_.insert({EndOf(seat.rank()), seat.rank()});
+    if (!seat.alive()) continue;
+    ranks_[seat.rank()].awaits_end = true;
+    checks_.insert({EndOf(seat.rank()), seat.rank()});
   }
 }
 
@@ -113,7 +115,9 @@ std::optional<int> Leases::TakeDue(absl::Time now) {
   while (!checks_.empty() && checks_.begin()->first <= now) {
     const int rank = checks_.begin()->second;
     checks_.erase(checks_.begin());
-    if (members_->at(rank).alive()) return rank;
+    // What was unread has left another check of one that is over.
+    const bool open = members_->sealed() || ranks_[rank].awaits_end;
+    if (open && members_->at(rank).alive()) return rank;
   }
   return std::nullopt;
 }
@@ -132,6 +136,7 @@ LeaseDecision Leases::Judge(int rank, const Outside& outside, absl::FunctionRef<
       JudgeLease(question, [&] { return SilenceOf(rank, outside.now, awaited); });
   if (decision.again != absl::InfiniteFuture()) checks_.insert({decision.again, rank});
   if (decision.kind == LeaseDecision::Kind::kReadFirst) unread_.push_back(rank);
+  if (decision.kind == LeaseDecision::Kind::kEnded) lease.awaits_end = false;
   if (decision.kind == LeaseDecision::Kind::kLost)
     lease.lost_after = outside.now - std::max(lease.last_seen, floor_);
   if (decision.kind == LeaseDecision::Kind::kSilent && !std::exchange(lease.silent, true)) {

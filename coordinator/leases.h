@@ -72,7 +72,8 @@ class Leases {
   void BeginGeneration(absl::Time now);
   void StartTerm(absl::Time now);
   void Resume(absl::Time now) { floor_ = now; }
-  // Nobody is silent any more. Each lease that runs is judged once more, when it ends.
+  // Nobody is silent any more. Each lease that runs is judged once more, when it ends: kEnded comes
+  // once for each worker.
   void EndGeneration();
   // A seat has a new worker.
   void Replace(int rank, absl::Time now);
@@ -94,6 +95,12 @@ class Leases {
   bool AnyRuns(absl::Time now) const;
   bool Runs(const Seat& seat, absl::Time now) const {
     return seat.alive() && std::max(ranks_[seat.rank()].last_seen, floor_) + terms_.length > now;
+  }
+
+  // After the end of a generation: whether a worker that is seated counts as lost. It does not
+  // before it has been judged, nor while it has time to return.
+  bool IsOver(int rank, absl::Time now) const {
+    return !ranks_[rank].awaits_end && EndOf(rank) <= now;
   }
 
   bool is_silent(int rank) const { return ranks_[rank].silent; }
@@ -129,7 +136,8 @@ class Leases {
   struct Lease {
     absl::Time last_seen = absl::InfinitePast();
     absl::Duration lost_after = absl::ZeroDuration();
-    bool silent = false;  // it has run out, and its worker is not given up yet
+    bool silent = false;      // it has run out, and its worker is not given up yet
+    bool awaits_end = false;  // its generation has ended in this term, and it has not run out since
   };
 
   absl::Time EndOf(int rank) const;

@@ -197,6 +197,39 @@ TEST_F(LeasesTest, GenerationEnds_EachLeaseIsJudgedOnceMore) {
   EXPECT_TRUE(Due(late + absl::Hours(1)).empty());
 }
 
+TEST_F(LeasesTest, GenerationEnds_WhatWasUnreadIsOverOnce) {
+  Seal(1);
+  members_.End("why not", {}, kNow);
+  leases_.EndGeneration();
+  const absl::Time late = kNow + kLength;
+  EXPECT_EQ(Due(late), (std::vector<int>{0}));
+  const LeaseDecision decision =
+      leases_.Judge(0, {.now = late, .read_until = kNow}, [] { return false; });
+  EXPECT_EQ(decision.kind, Kind::kReadFirst);
+  EXPECT_FALSE(leases_.IsOver(0, late)) << "it may have been heard";
+  leases_.CaughtUp(late);
+  EXPECT_EQ(Due(late), (std::vector<int>{0}));
+  EXPECT_EQ(Judge(0, late).kind, Kind::kEnded);
+  EXPECT_TRUE(leases_.IsOver(0, late));
+  EXPECT_TRUE(Due(late + absl::Hours(1)).empty());
+  leases_.Renew(0, late + absl::Seconds(1));
+  EXPECT_FALSE(leases_.IsOver(0, late + absl::Seconds(2)));
+}
+
+TEST_F(LeasesTest, GenerationEndsAfterACut_OthersAreNotOverWhileTheyMayReturn) {
+  Seal(3);
+  const absl::Time late = kNow + kLength;
+  for (const int rank : Due(late)) EXPECT_EQ(Judge(rank, late).kind, Kind::kSilent);
+  leases_.Renew(1, late);
+  members_.End("why not", {}, late);
+  leases_.EndGeneration();
+  const absl::Time back = late + leases_.TimeToReturn();
+  EXPECT_FALSE(leases_.IsOver(0, back - absl::Milliseconds(1)));
+  EXPECT_EQ(Due(back), (std::vector<int>{0, 1, 2}));
+  EXPECT_EQ(Judge(0, back).kind, Kind::kEnded);
+  EXPECT_TRUE(leases_.IsOver(0, back));
+}
+
 TEST_F(LeasesTest, WhatWasUnread_IsDueWhenItHasBeenRead) {
   Seal(1);
   const absl::Time late = kNow + kLength;

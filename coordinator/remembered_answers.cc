@@ -29,6 +29,13 @@ void RememberedAnswers::Remember(const std::string& worker_id, uint64_t incarnat
   answers_.Store(client, incarnation, request_id, hash, std::move(answer), bytes);
 }
 
+void RememberedAnswers::NoteForgotten(const std::string& worker_id, uint64_t incarnation,
+                                      uint64_t up_to) {
+  const std::string client = ClientOf(worker_id, incarnation);
+  MakeRoom(worker_id, client);
+  answers_.NoteForgotten(client, incarnation, up_to);
+}
+
 void RememberedAnswers::RememberForgotten(const std::string& worker_id, uint64_t incarnation,
                                           uint64_t up_to) {
   const std::string client = ClientOf(worker_id, incarnation);

@@ -53,8 +53,10 @@ class RememberedAnswers {
   State Find(const v1::Fence& fence, uint64_t hash, StoredAnswer* answer) const;
   void Remember(const std::string& worker_id, uint64_t incarnation, uint64_t request_id,
                 uint64_t hash, StoredAnswer answer);
-  // Requests up to `up_to` were answered, and the answers are no longer kept. If they are to be
-  // known all the same, they are remembered after this.
+  // Requests up to `up_to` that are not remembered were answered, as a snapshot says before or
+  // after the others.
+  void NoteForgotten(const std::string& worker_id, uint64_t incarnation, uint64_t up_to);
+  // Requests up to `up_to` were answered, and the answers are no longer kept.
   void RememberForgotten(const std::string& worker_id, uint64_t incarnation, uint64_t up_to);
   void Forget(absl::string_view worker_id) { answers_.Forget(worker_id); }
 

@@ -2210,6 +2210,13 @@ void JobsCore::StartTerm(const Event& event, uint64_t lost_terms, JobsOutput* ou
     }
     if (HasEnded(state)) ended_.insert(sequence);
     NoteSpares(job);
+    // The clock of a former coordinator was ahead: the time that the job is kept for begins now,
+    // and not again with each term.
+    if (HasEnded(state) && job.record.spec().has_retention() &&
+        absl::FromUnixMillis(job.record.ended_unix_ms()) > now_) {
+      job.record.set_ended_unix_ms(absl::ToUnixMillis(now_));
+      Touch(job);
+    }
     NoteRetention(&job);
     // They are lost as other nodes are, if they do not come back.
     for (const v1::Placement& spare : job.record.spares()) nodes_[spare.node()];

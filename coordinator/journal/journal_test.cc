@@ -590,23 +590,6 @@ TEST_F(SnapshotsTest, RecordsBeforeTheOlderOne_AreDeletedWhateverTheirSize) {
   ExpectState(dir_, 615, 625);
 }
 
-TEST_F(SnapshotsTest, RoomOfManyDeletedRecords_IsGivenBackAtTheNextStart) {
-  Begin(dir_);
-  Append(26, 3 << 20);
-  for (int i = 0; i < 2; ++i) {
-    ASSERT_TRUE(WriteSnapshot(*journal_, last_, State(last_)).ok());
-    Append();
-  }
-  const std::string file = dir_ + "/journal.db";
-  journal_.reset();
-  EXPECT_GT(fs::file_size(file), 64u << 20);
-  Begin(dir_);
-  EXPECT_LT(fs::file_size(file), 8u << 20);
-  EXPECT_LT(fs::file_size(file + "-wal"), 8u << 20);
-  journal_.reset();
-  ExpectState(dir_, 36, 46);
-}
-
 TEST_F(SnapshotsTest, BadNewestSnapshot_FallsBackToTheOneBefore) {
   Begin(dir_);
   Snapshots(3);

@@ -55,9 +55,6 @@ constexpr int kStepRows = 256;
 // A snapshot is synced after so much, so that no sync of the log waits for much of it.
 constexpr size_t kSyncBytes = 4 << 20;
 constexpr char kSnapshotPrefix[] = "snapshot-";
-// A start waits until what is used has moved, and has it in memory.
-constexpr int64_t kFreeBytesToGiveBack = 64 << 20;
-constexpr int64_t kMostBytesToMove = 256 << 20;
 // Below the threads that answer, where cores are few; not so far that a busy machine starves it.
 constexpr int kSnapshotNice = 5;
 
@@ -230,45 +227,9 @@ absl::StatusOr<std::unique_ptr<SqliteJournal>> SqliteJournal::Open(const Options
     MUSTER_ASSIGN_OR_RETURN(const std::vector<Snapshot> snapshots, journal->ListSnapshots());
     journal->RemoveLeftFiles(snapshots);
   }
-  MUSTER_RETURN_IF_ERROR(journal->GiveBackFreePages());
   MUSTER_RETURN_IF_ERROR(SyncDirectory(options.directory));
   MUSTER_FAILPOINT_STATUS("journal.opened");
   return journal;
-}
-
-absl::StatusOr<int64_t> SqliteJournal::ReadNumber(const char* sql) {
-  MUSTER_ASSIGN_OR_RETURN(sqlite3_stmt * raw, Prepare(sql));
-  const Statement select(raw);
-  if (const int rc = sqlite3_step(select.get()); rc != SQLITE_ROW) return Error(rc, sql);
-  return sqlite3_column_int64(select.get(), 0);
-}
-
-absl::Status SqliteJournal::GiveBackFreePages() {
-  MUSTER_ASSIGN_OR_RETURN(const int64_t page_bytes, ReadNumber("PRAGMA page_size"));
-  MUSTER_ASSIGN_OR_RETURN(const int64_t pages, ReadNumber("PRAGMA page_count"));
-  MUSTER_ASSIGN_OR_RETURN(const int64_t free, ReadNumber("PRAGMA freelist_count"));
-  const int64_t used_bytes = (pages - free) * page_bytes;
-  if (free * page_bytes < std::max(kFreeBytesToGiveBack, used_bytes) ||
-      used_bytes > kMostBytesToMove) {
-    return absl::OkStatus();
-  }
-  // What remains goes through memory, and then the log: one transaction, whole or not at all. The
-  // usual place of temporary files may be small.
-  MUSTER_RETURN_IF_ERROR(Exec("PRAGMA temp_store=MEMORY"));
-  absl::Status status = Exec("VACUUM");
-  if (status.ok()) status = Exec("PRAGMA wal_checkpoint(TRUNCATE)");
-  MUSTER_RETURN_IF_ERROR(Exec("PRAGMA temp_store=DEFAULT"));
-  if (absl::IsResourceExhausted(status)) {
-    MUSTER_LOG(Warning) << "journal '" << path_ << "' keeps " << (free * page_bytes >> 20)
-                        << " MiB that it does not need until a start with room for "
-                        << (used_bytes >> 20) << " MiB more: " << status.message();
-    return absl::OkStatus();
-  }
-  if (status.ok()) {
-    MUSTER_LOG(Info) << "journal '" << path_ << "': gave back " << (free * page_bytes >> 20)
-                     << " MiB of deleted records";
-  }
-  return status;
 }
 
 absl::Status SqliteJournal::ReadMeta() {

@@ -146,10 +146,6 @@ class SqliteJournal final : public Journal {
   SqliteJournal(const Options& options, std::unique_ptr<DataDirLock> lock);
   absl::Status OpenFile();
   absl::Status MakeTables();
-  absl::StatusOr<int64_t> ReadNumber(const char* sql);
-  // A file does not shrink when records are deleted. If most of it is unused, as after days in
-  // which no snapshot could be written, what is used is moved.
-  absl::Status GiveBackFreePages();
   // What is in a directory before a backup is restored there.
   struct Former {
     bool there = false;

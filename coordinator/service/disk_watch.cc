@@ -36,7 +36,7 @@ DiskJudgement JudgeDisk(const std::string& path, const DiskSizes& sizes, const D
     judgement.warnings.push_back(absl::StrCat(
         directory, " has ", texts.first, ", more than ", texts.second,
         " (--journal_size_warning_mib): remove what is not needed, such as lost-* folders and jobs "
-        "that have ended; what their records leave of journal.db is given back at a start"));
+        "that have ended; journal.db keeps its size, and new records use what is deleted"));
   }
   return judgement;
 }
