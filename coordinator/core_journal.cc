@@ -541,7 +541,7 @@ void Core::Impl::Job::StartTerm() {
   leases_.StartTerm(impl_->now_);
   if (barriers_ != nullptr) barriers_->HoldFailuresUntil(impl_->now_ + Lease());
   // Leases end first, after a look at what has not been read yet.
-  const absl::Time hold = impl_->now_ + Lease() + kLeastRest;
+  const absl::Time hold = impl_->now_ + leases_.TimeToReturn() + kLeastRest;
   if (agree_ != nullptr) agree_->HoldFailuresUntil(hold);
   kv_.HoldFailuresUntil(hold);
   triggers_.Resume();

@@ -1128,8 +1128,8 @@ TEST_F(CoreTest, Job_ThatRests_HasNoAnswersAndNoHistoryAnyMore) {
   v1::Op end;
   end.mutable_end_generation()->mutable_fence()->set_job_id("j");
   bench_.Do(end);
-  const uint64_t read = bench_.core_->revision() + 1;
   bench_.Advance(absl::Minutes(9));
+  const uint64_t read = bench_.core_->revision() + 1;  // the leases have ended
   EXPECT_GT(bench_.core_->Snapshot().size(), 200'000u);
   EXPECT_EQ(watch(read - 5), v1::ERROR_REASON_UNSPECIFIED);
   EXPECT_EQ(bench_.Result(bench_.Do(repeated)).SerializeAsString(),

@@ -557,17 +557,17 @@ TEST_F(CoreRunnerTest, BytesThatAnAgentHolds_AreRefusedToItAlone) {
 }
 
 TEST_F(CoreRunnerTest, LargeOperationAmongSmallOnes_CountsAsALargeOne) {
-  Start({.held_bytes_of_agent = 2000});
+  Start({.held_bytes_of_agent = 4000});
   const auto stream = Attach();
   auto frame = std::make_unique<v1::AgentFrame>();
   frame->set_seq(++seq_);
   v1::Op large = Wait(std::string(1000, 'a'));
-  for (const char c : {'A', 'B', 'C'}) large.mutable_wait()->add_keys(std::string(1000, c));
+  for (const char c : {'A', 'B', 'C', 'D'}) large.mutable_wait()->add_keys(std::string(1000, c));
   for (uint64_t id = 1; id <= 102; ++id) {
     v1::Op* const op = frame->mutable_ops()->add_ops();
     // A large one that waits, one that does not, a small one that waits, and as many that do not.
     *op = id == 1     ? large
-          : id == 2   ? Put("b", std::string(100'000, 'b'))
+          : id == 2   ? Put("b", std::string(1000, 'b'))
           : id == 102 ? Wait("c")
                       : Get("d");
     op->set_op_id(id);
