@@ -604,7 +604,7 @@ TEST_F(FolderTest, CheckpointWithAMountPointInIt_StaysWhole_AndTheErrorNamesIt) 
   ASSERT_TRUE(MakeDirectories(data).ok());
   ASSERT_TRUE(WriteFileAtomically(JoinPath(data, "file"), "text").ok());
   for (const bool tells : {true, false}) {
-    mounted = {.end = "/notes/data", .kernel_tells = tells};
+    mounted = {.end = "/notes/data", .kernel_tells = tells, .refuses_statx = false};
     const absl::Status status = RemoveCheckpoint(dir);
     EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
     EXPECT_THAT(std::string(status.message()),
@@ -628,7 +628,7 @@ TEST_F(FolderTest, ReplacedCheckpointWithAMountPointInIt_StaysAsideForAsLongAsTh
     names.erase(std::remove(names.begin(), names.end(), "best"), names.end());
     return names;
   };
-  mounted = {.end = "/data", .kernel_tells = true};
+  mounted = {.end = "/data", .kernel_tells = true, .refuses_statx = false};
   for (const char* const salt : {"1", "2", "3"}) {
     ASSERT_TRUE(Save(dir, {"a"}, salt).ok());
     EXPECT_TRUE(VerifyCheckpoint(dir, VerifyLevel::kContents).ok());

@@ -27,7 +27,13 @@ struct Entry {
 // NOT_FOUND if there is nothing. The others say that what is there cannot be removed.
 absl::StatusOr<Entry> Examine(const std::string& path) {
   struct statx info = {};
-  if (statx(AT_FDCWD, path.c_str(), AT_SYMLINK_NOFOLLOW, STATX_TYPE, &info) != 0) {
+  const bool seen = statx(AT_FDCWD, path.c_str(), AT_SYMLINK_NOFOLLOW, STATX_TYPE, &info) == 0;
+  // Old profiles of containers refuse statx(), and no other reason has these errors.
+  if (struct stat old;
+      !seen && (errno == EPERM || errno == ENOSYS) && lstat(path.c_str(), &old) == 0) {
+    return Entry{.is_folder = S_ISDIR(old.st_mode), .device = old.st_dev, .is_mount = std::nullopt};
+  }
+  if (!seen) {
     return absl::ErrnoToStatus(errno, absl::StrCat("what is in ", path, " cannot be removed"));
   }
   Entry entry = {.is_folder = S_ISDIR(info.stx_mode),

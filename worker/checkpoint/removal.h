@@ -16,8 +16,8 @@ namespace muster {
 absl::Status CheckRemovable(const std::string& dir);
 
 // Removes `path` and all below it; nothing if there is a mount point in it, or if it is one. What
-// is not there is not an error. Errors: FAILED_PRECONDITION for a mount point, which it names; those
-// of the disk, after which a part may be gone.
+// is not there is not an error. Errors: FAILED_PRECONDITION for a mount point, which it names;
+// those of the disk, after which a part may be gone.
 absl::Status RemoveCheckpointTree(const std::string& path);
 
 }  // namespace muster

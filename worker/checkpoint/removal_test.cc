@@ -37,7 +37,7 @@ TEST_F(RemovalTest, NothingMounted_AllOfItGoes) {
 
 TEST_F(RemovalTest, MountPointInIt_NothingGoes_AndTheErrorNamesIt) {
   for (const bool tells : {true, false}) {
-    mounted = {.end = "/notes/data", .kernel_tells = tells};
+    mounted = {.end = "/notes/data", .kernel_tells = tells, .refuses_statx = false};
     for (const absl::Status& status : {CheckRemovable(dir_), RemoveCheckpointTree(dir_)}) {
       EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
       EXPECT_THAT(std::string(status.message()), HasSubstr("/notes/data is a mount point"));
@@ -47,10 +47,17 @@ TEST_F(RemovalTest, MountPointInIt_NothingGoes_AndTheErrorNamesIt) {
   }
 }
 
+TEST_F(RemovalTest, StatxIsRefused_AllOfItGoes) {
+  mounted = {.end = "", .kernel_tells = false, .refuses_statx = true};
+  EXPECT_TRUE(CheckRemovable(dir_).ok());
+  EXPECT_TRUE(RemoveCheckpointTree(dir_).ok());
+  EXPECT_FALSE(PathExists(dir_));
+}
+
 TEST_F(RemovalTest, LinkToAFolder_OnlyTheLinkGoes) {
   const std::string link = folder_.Path("link");
   ASSERT_EQ(symlink(dir_.c_str(), link.c_str()), 0);
-  mounted = {.end = "/notes/data", .kernel_tells = true};
+  mounted = {.end = "/notes/data", .kernel_tells = true, .refuses_statx = false};
   EXPECT_TRUE(RemoveCheckpointTree(link).ok());
   EXPECT_FALSE(PathExists(link));
   EXPECT_TRUE(PathExists(JoinPath(dir_, "notes/data/file")));

@@ -15,6 +15,7 @@
 struct Mounted {
   std::string end = "";       // what the paths of the mount point end in; empty: there is none
   bool kernel_tells = false;  // that it is one, without a look at devices
+  bool refuses_statx = false;
 };
 inline Mounted mounted;
 
@@ -27,6 +28,10 @@ extern "C" int statx(int folder, const char* path, int flags, unsigned int mask,
                      struct statx* info) noexcept {
   static const auto real =
       muster::RealCall<int (*)(int, const char*, int, unsigned int, struct statx*)>("statx");
+  if (mounted.refuses_statx) {
+    errno = EPERM;
+    return -1;
+  }
   const int result = real(folder, path, flags, mask, info);
   if (mounted.end.empty()) return result;
   if (mounted.kernel_tells) {
