@@ -510,9 +510,9 @@ TEST_F(SearchOnNodesTest, NamedOneIsReplacedOnOneNode_AtAnyMoment_TheSearchBegin
       ASSERT_EQ(rename(FolderOf(node).PathOf(2).c_str(), path(node, "next").c_str()), 0);
     }
     // That node has all of the other one.
-    std::filesystem::copy(path(0, "next"), path(1, "next"),
-                          std::filesystem::copy_options::skip_existing |
-                              std::filesystem::copy_options::recursive);
+    std::filesystem::copy(
+        path(0, "next"), path(1, "next"),
+        std::filesystem::copy_options::skip_existing | std::filesystem::copy_options::recursive);
     RunRanks(kRanks, [&](Comm& comm) {
       EventfulComm eventful(comm, comm.rank() == 1 ? moments : -1, [&] {
         ASSERT_TRUE(PutInPlace(path(1, "next"), path(1, "best")).ok());
