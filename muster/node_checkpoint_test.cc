@@ -159,6 +159,28 @@ TEST(NodeCheckpoint, DisksOfNodesWithOneHostName_AreTwo) {
               AllOf(Contains("random_states_1.safetensors"), Not(Contains("model.safetensors"))));
 }
 
+// Each node's would be taken for a copy of the other's, and the older one would be replaced.
+TEST(NodeCheckpoint, OtherNamesOnTheNodes_AreAnErrorAndBothStay) {
+  RunNodes("names", {}, [](Accelerator& a) {
+    const std::string disk = Disk("names", a.process_index());
+    auto model = a.prepare(OneWeight());
+    for (const char* const name : {"/one", "/other"}) {
+      ASSERT_TRUE(a.save_state(disk + name).ok());
+    }
+    const std::vector<std::string> before = *ListDirectory(disk);
+    const std::string mine = disk + (a.is_main_process() ? "/one" : "/other");
+    for (const absl::Status& status :
+         {a.load_state(mine), a.load_weights(mine).status(), a.save_state(mine)}) {
+      EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+      EXPECT_THAT(std::string(status.message()),
+                  HasSubstr("rank 1 gives " + Disk("names", 1) + "/other, and rank 0 " +
+                            Disk("names", 0) + "/one: give all processes"));
+    }
+    EXPECT_EQ(*ListDirectory(disk), before);
+    EXPECT_TRUE(a.load_state(disk + "/one").ok());
+  });
+}
+
 TEST(NodeCheckpoint, NodeWithoutItsDisk_IsNamedOnEveryProcess) {
   AcceleratorOptions options;
   options.data_loader.data_seed = 3;

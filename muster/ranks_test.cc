@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <filesystem>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -865,6 +866,16 @@ TEST(BadInput, DirectoryOfOneRankAlone_IsToldToEveryRank) {
         ErrorsOfDirectories(call, {"", dir}),
         Each(HasSubstr(name + ": rank 1 gives " + dir + ", and rank 0 no directory: give all")));
   }
+}
+
+// Rank 0's would be written, and the other's last checkpoint would be a folder that does not exist.
+TEST(BadInput, SaveToAnotherDirectoryOnOneRank_IsToldToEveryRank) {
+  const std::string one = TestDir("saved_as_one"), other = TestDir("saved_as_other");
+  const auto save_state = [](Accelerator& a, const auto& dir) { return a.save_state(dir); };
+  EXPECT_THAT(ErrorsOfDirectories(save_state, {one, other}),
+              Each(HasSubstr("save_state(): rank 1 gives " + other + ", and rank 0 " + one +
+                             ": give all processes the directory of one checkpoint")));
+  EXPECT_FALSE(std::filesystem::exists(one));
 }
 
 TEST(BadInput, OtherCheckpointOnOneRank_IsToldToEveryRank) {

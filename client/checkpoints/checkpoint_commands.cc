@@ -459,7 +459,10 @@ std::string ToText(const UnfinishedSave& save) {
       break;
     case FolderWriter::kGone:
       absl::StrAppend(&text, "abandoned: its process has ended; ");
-      if (save.sealed) {
+      if (save.sealed && !numbered) {
+        absl::StrAppend(&text, "it is sealed: load it by this folder, or rename that to ",
+                        Shown(name));
+      } else if (save.sealed) {
         absl::StrAppend(&text, "it is sealed: the next load or save, or muster checkpoints prune, ",
                         "may give it its name");
       } else if (save.asked) {

@@ -352,6 +352,19 @@ TEST_F(CheckpointCommandsTest, NamedSaveThatAsksForItsSeal_IsListedForItsFolder)
   EXPECT_TRUE(PathExists(left));
 }
 
+// No load, save or prune renames one whose name the program chose, but for a load whose coordinator
+// has its record.
+TEST_F(CheckpointCommandsTest, SealedSaveOfANamedOne_ListSaysHowToLoadIt) {
+  const std::string left = Path("best.tmp-0123456789abcdef");
+  Save(Path("best"), {1}, 1);
+  Seal(Path("best"), "");
+  ASSERT_EQ(rename(Path("best").c_str(), left.c_str()), 0);
+  EXPECT_EQ(Run({"list", root_}), kExitOk);
+  EXPECT_THAT(out_.str(), HasSubstr(left + "  no checkpoint yet, abandoned: its process has ended; "
+                                           "it is sealed: load it by this folder, or rename that "
+                                           "to best  "));
+}
+
 TEST_F(CheckpointCommandsTest, AbandonedSave_IsListedWithItsAge_AndPruneLeavesIt) {
   Save(Numbered(0), {1}, 0);
   const std::string left = Numbered(1) + ".tmp-0123456789abcdef";
@@ -1035,6 +1048,55 @@ TEST_F(CheckpointCommandsTest, MarksOfTwoCommandsAtOnce_AreThoseOfTheCoordinator
   EXPECT_TRUE(absl::IsAborted(FollowMarks(pinned, changing, note)));
   const auto gone = []() -> absl::StatusOr<Marks> { return absl::UnavailableError("gone"); };
   EXPECT_EQ(FollowMarks(pinned, gone, note), absl::UnavailableError("gone"));
+}
+
+TEST_F(CheckpointCommandsTest, MarkOfARecord_IsThatOfTheCoordinatorWhereverItsFolderIs) {
+  const std::string staging = Path("best.tmp-0123456789abcdef");
+  Save(Path("best"), {1}, 1);
+  const std::string sha256 = Seal(Path("best"), "").sha256;
+  ASSERT_EQ(rename(Path("best").c_str(), staging.c_str()), 0);
+  const RecordedFolder folder = {.path = Path("best"), .staging = staging, .sha256 = sha256};
+  const Marks pinned = {.promoted = true, .pinned = true}, unpinned = {.promoted = true};
+  EXPECT_TRUE(MarkRecordedFolder(folder, pinned, false, [&] { return pinned; }).ok());
+  EXPECT_TRUE(ReadSeal(staging)->pinned);
+  // It gets its name before the other command, which the coordinator has heard last, is followed.
+  const auto named = [&]() -> absl::StatusOr<Marks> {
+    (void)rename(staging.c_str(), Path("best").c_str());
+    return unpinned;
+  };
+  EXPECT_TRUE(MarkRecordedFolder(folder, pinned, false, named).ok());
+  EXPECT_FALSE(ReadSeal(Path("best"))->pinned);
+  // Or while the command looks for it, first under that name.
+  ASSERT_EQ(rename(Path("best").c_str(), staging.c_str()), 0);
+  OnRead("best.tmp-0123456789abcdef", 1,
+         [&] { ASSERT_EQ(rename(staging.c_str(), Path("best").c_str()), 0); });
+  EXPECT_TRUE(MarkRecordedFolder(folder, pinned, false, [&] { return pinned; }).ok());
+  EXPECT_TRUE(ReadSeal(Path("best"))->pinned);
+  ASSERT_TRUE(PinFolder(Path("best"), true).ok());
+  EXPECT_TRUE(MarkRecordedFolder(folder, unpinned, true, [&] { return unpinned; }).ok());
+  EXPECT_FALSE(ReadSeal(Path("best"))->pinned);
+  EXPECT_FALSE(PathExists(JoinPath(Path("best"), kPinName)));
+}
+
+TEST_F(CheckpointCommandsTest, MarkOfARecord_ErrorSaysWhatTheFolderSays) {
+  Save(Path("best"), {1}, 1);
+  const RecordedFolder folder = {.path = Path("best"), .sha256 = Seal(Path("best"), "").sha256};
+  const Marks pinned = {.promoted = true, .pinned = true}, unpinned = {.promoted = true};
+  const absl::Status lost = MarkRecordedFolder(
+      folder, pinned, false,
+      []() -> absl::StatusOr<Marks> { return absl::UnavailableError("the coordinator restarts"); });
+  EXPECT_TRUE(absl::IsUnavailable(lost));
+  EXPECT_THAT(std::string(lost.message()),
+              testing::StartsWith("the folder says so, too, but whether another command"));
+  EXPECT_TRUE(ReadSeal(Path("best"))->pinned);
+  const absl::Status gone = MarkRecordedFolder(folder, pinned, false, [&] {
+    (void)RemoveTree(Path("best"));
+    return unpinned;
+  });
+  EXPECT_TRUE(absl::IsNotFound(gone));
+  EXPECT_THAT(std::string(gone.message()), HasSubstr("best is not there any more"));
+  // This machine does not see it.
+  EXPECT_TRUE(MarkRecordedFolder(folder, pinned, false, [&] { return pinned; }).ok());
 }
 
 TEST_F(CheckpointCommandsTest, PinOfAFolderThatIsReplacedMeanwhile_SaysSo) {

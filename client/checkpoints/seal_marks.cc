@@ -114,6 +114,51 @@ absl::Status FollowMarks(Marks noted, absl::FunctionRef<absl::StatusOr<Marks>()>
   return absl::AbortedError("other commands keep changing its marks; repeat the command");
 }
 
+absl::Status MarkRecordedFolder(const RecordedFolder& folder, const Marks& asked, bool unpins,
+                                absl::FunctionRef<absl::StatusOr<Marks>()> recorded) {
+  // False: it is in none of its places. It may get its name between two of them.
+  const auto anywhere = [&](absl::FunctionRef<absl::StatusOr<bool>(const std::string& dir)> does)
+      -> absl::StatusOr<bool> {
+    MUSTER_ASSIGN_OR_RETURN(bool done, does(folder.path));
+    if (done || folder.staging.empty()) return done;
+    MUSTER_ASSIGN_OR_RETURN(done, does(folder.staging));
+    if (done) return true;
+    return does(folder.path);
+  };
+  const auto note = [&](const Marks& marks) {
+    return anywhere([&](const std::string& dir) {
+      return NoteMarks(dir, folder.sha256, marks.promoted, marks.pinned);
+    });
+  };
+  absl::StatusOr<bool> noted = note(asked);
+  if (noted.ok() && !*noted) return absl::OkStatus();
+  if (noted.ok() && unpins) {
+    noted = anywhere([](const std::string& dir) -> absl::StatusOr<bool> {
+      const absl::Status unpinned = PinFolder(dir, /*pinned=*/false);
+      if (absl::IsNotFound(unpinned)) return false;
+      MUSTER_RETURN_IF_ERROR(unpinned);
+      return true;
+    });
+  }
+  if (!noted.ok()) {
+    return absl::Status(noted.status().code(),
+                        absl::StrCat("the coordinator has it, but the folder does not say so: ",
+                                     noted.status().message()));
+  }
+  const absl::Status followed =
+      FollowMarks(asked, recorded, [&](const Marks& marks) -> absl::Status {
+        MUSTER_ASSIGN_OR_RETURN(const bool found, note(marks));
+        if (found) return absl::OkStatus();
+        return absl::NotFoundError(
+            absl::StrCat(folder.path, " is not there any more, or is another checkpoint"));
+      });
+  if (followed.ok()) return followed;
+  return absl::Status(followed.code(),
+                      absl::StrCat("the folder says so, too, but whether another command has "
+                                   "changed it since is not known: ",
+                                   followed.message()));
+}
+
 absl::Status PinFolder(const std::string& dir, bool pinned) {
   // In the words for whoever names a folder that is no checkpoint.
   if (const absl::Status manifest = ReadManifest(dir).status(); absl::IsNotFound(manifest)) {

@@ -31,6 +31,20 @@ struct Marks {
 absl::Status FollowMarks(Marks noted, absl::FunctionRef<absl::StatusOr<Marks>()> recorded,
                          absl::FunctionRef<absl::Status(const Marks&)> note);
 
+// Where the record of a checkpoint has it.
+struct RecordedFolder {
+  std::string path;
+  std::string staging = "";  // before it got that name; empty: it has it
+  std::string sha256;        // see NoteMarks()
+};
+
+// After the coordinator has marked a checkpoint as `asked`: notes that in its folder, follows what
+// others have it marked as meanwhile (FollowMarks), and for `unpins` removes the pin of a person.
+// Nothing is done, and there is no error, if this machine does not see the folder. The message of
+// an error says what the folder says by then.
+absl::Status MarkRecordedFolder(const RecordedFolder& folder, const Marks& asked, bool unpins,
+                                absl::FunctionRef<absl::StatusOr<Marks>()> recorded);
+
 // Makes or removes the pin that a person gives to the checkpoint in `dir`, without a coordinator:
 // the file kPinName (worker/checkpoint/seal.h), with which every retention leaves it alone.
 // Removing it also changes a seal.json that says that the checkpoint is pinned. Durable. Errors:

@@ -1186,38 +1186,26 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
   }
   // For those who read the folder without the coordinator.
   const v1::CheckpointRecord& marked = reply.checkpoint();
-  std::string dir = marked.path();
-  const std::string sha256 = absl::BytesToHexString(marked.sha256());
-  absl::StatusOr<bool> noted = NoteMarks(dir, sha256, marked.promoted(), marked.pinned());
-  // Its writer may have ended before it had its name.
-  if (!noted.value_or(false) && !marked.published() && !marked.staging().empty()) {
-    dir = marked.staging();
-    noted = NoteMarks(dir, sha256, marked.promoted(), marked.pinned());
-  }
-  absl::Status told = noted.status();
-  // Also of the pin that was given to the folder.
-  if (noted.value_or(false) && what.mark == v1::MarkCheckpointRequest::UNPIN) {
-    told = PinFolder(dir, /*pinned=*/false);
-  }
-  if (told.ok() && noted.value_or(false)) {
-    const Marks asked = {.promoted = marked.promoted(), .pinned = marked.pinned()};
-    const auto recorded = [&]() -> absl::StatusOr<Marks> {
-      MUSTER_ASSIGN_OR_RETURN(const std::vector<v1::CheckpointRecord> now,
-                              ListRecords(connection, job));
-      for (const v1::CheckpointRecord& one : now) {
-        if (one.checkpoint_id() == marked.checkpoint_id()) {
-          return Marks{.promoted = one.promoted(), .pinned = one.pinned()};
-        }
+  const RecordedFolder folder = {.path = marked.path(),
+                                 .staging = marked.published() ? "" : marked.staging(),
+                                 .sha256 = absl::BytesToHexString(marked.sha256())};
+  const Marks asked = {.promoted = marked.promoted(), .pinned = marked.pinned()};
+  const auto recorded = [&]() -> absl::StatusOr<Marks> {
+    // The next attempt of the job may have taken it over.
+    std::string group = line.words[0];
+    MUSTER_ASSIGN_OR_RETURN(const std::vector<v1::CheckpointRecord> now,
+                            ListRecordsOfJob(connection, &group));
+    for (const v1::CheckpointRecord& one : now) {
+      if (one.sha256() == marked.sha256()) {
+        return Marks{.promoted = one.promoted(), .pinned = one.pinned()};
       }
-      return asked;  // nobody can change it any more
-    };
-    told = FollowMarks(asked, recorded, [&](const Marks& marks) {
-      return NoteMarks(dir, sha256, marks.promoted, marks.pinned).status();
-    });
-  }
-  if (!told.ok()) {
-    context.err << spec.name << ": the coordinator has it, but the folder does not say so: "
-                << Shown(told.message()) << "\n";
+    }
+    return asked;  // without a record nobody can change it any more
+  };
+  if (const absl::Status told = MarkRecordedFolder(
+          folder, asked, what.mark == v1::MarkCheckpointRequest::UNPIN, recorded);
+      !told.ok()) {
+    context.err << spec.name << ": " << Shown(told.message()) << "\n";
   }
   return kExitOk;
 }

@@ -31,6 +31,7 @@
 #include "worker/checkpoint/clean_path.h"
 #include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/given_directory.h"
 #include "worker/checkpoint/memory_tier.h"
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/publication.h"
@@ -541,16 +542,18 @@ bool HoldsWeightsAlone(const std::string& path) {
 }
 
 // (collective) The same error on every rank if one of them cannot load (`mine`), or if they are not
-// asked for the same: others would wait in an exchange of a search.
+// asked for the same: others would wait in an exchange of a search, or take another checkpoint for
+// their copy of this one.
 absl::Status AgreeOnLoad(Comm& comm, const absl::Status& mine, const std::string& call,
-                         const std::string& directory) {
+                         const GivenDirectory& directory, GivenAlike alike) {
   return Guard([&] {
     std::vector<StatusOnWire> statuses;
-    std::vector<std::string> directories;
-    const auto said = GatherObject(comm, std::make_tuple(OnWire(mine), call, directory));
-    for (const auto& [status, unused, wanted] : said) {
+    std::vector<GivenDirectory> directories;
+    const auto said =
+        GatherObject(comm, std::make_tuple(OnWire(mine), call, directory.path, directory.folder));
+    for (const auto& [status, unused, path, folder] : said) {
       statuses.push_back(status);
-      directories.push_back(wanted);
+      directories.push_back({.path = path, .folder = folder});
     }
     ThrowFirst(statuses);
     for (size_t r = 1; r < said.size(); ++r) {
@@ -559,8 +562,13 @@ absl::Status AgreeOnLoad(Comm& comm, const absl::Status& mine, const std::string
       ThrowIfError(absl::InvalidArgumentError(absl::StrCat(
           "rank ", r, " calls ", here, ", and rank 0 ", there, ": all processes load alike")));
     }
-    CheckNamedByAll(call, directories);
+    ThrowIfError(CheckGivenAlike(call, directories, alike));
   });
+}
+
+// On one disk they may load from copies of one checkpoint, which are compared when they are open.
+GivenAlike AlikeForLoad(const Process& process) {
+  return process.own_node().has_value() ? GivenAlike::kByName : GivenAlike::kOrNone;
 }
 
 void CheckHoldOneModel(const std::string& path, size_t models) {
@@ -633,7 +641,11 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
     steps_.CheckNoLoadFailed("load_weights()");
     ThrowIfError(CheckWeightsLoadable(options));
   });
-  if (absl::Status all = AgreeOnLoad(process_.comm(), mine, "load_weights()", directory);
+  GivenDirectory given = FollowGivenDirectory(directory);
+  // Weights that no save has written may be called anything: their contents are compared.
+  if (HoldsWeightsAlone(directory)) given.folder.clear();
+  if (absl::Status all =
+          AgreeOnLoad(process_.comm(), mine, "load_weights()", given, AlikeForLoad(process_));
       !all.ok()) {
     return all;
   }
@@ -744,7 +756,11 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
   objects_.ForgetExpired();
   const std::string call = may_be_missing ? "load_state_if_present()" : "load_state()";
   const absl::Status mine = Guard([&] { loops_.SettleLoaders(); });
-  if (absl::Status all = AgreeOnLoad(process_.comm(), mine, call, directory); !all.ok()) return all;
+  if (absl::Status all = AgreeOnLoad(process_.comm(), mine, call, FollowGivenDirectory(directory),
+                                     AlikeForLoad(process_));
+      !all.ok()) {
+    return all;
+  }
   // What is being written may be what is wanted. A failure is in the log.
   Wait().IgnoreError();
   process_.progress().SetPhase("load_state");

@@ -41,18 +41,6 @@ void RunOnAll(Comm& comm, absl::FunctionRef<void()> tensor_code, absl::string_vi
   ThrowIfAnyFailed(comm, mine);
 }
 
-void CheckNamedByAll(absl::string_view call, const std::vector<std::string>& directories) {
-  const auto given = [](const std::string& directory) {
-    return directory.empty() ? "no directory" : directory;
-  };
-  for (size_t r = 1; r < directories.size(); ++r) {
-    if (directories[r].empty() == directories[0].empty()) continue;
-    ThrowIfError(absl::InvalidArgumentError(absl::StrCat(
-        call, ": rank ", r, " gives ", given(directories[r]), ", and rank 0 ",
-        given(directories[0]), ": give all processes the directory of one checkpoint, or none")));
-  }
-}
-
 bool OnAnyProcess(Comm& comm, bool here) {
   bool anywhere = false;
   for (const std::string& one : comm.AllGatherBytes(here ? "1" : "0")) anywhere |= one == "1";

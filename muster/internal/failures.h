@@ -31,11 +31,6 @@ void ThrowIfAnyFailed(Comm& comm, const absl::Status& mine);
 // message of an error: what has happened to the state until then.
 void RunOnAll(Comm& comm, absl::FunctionRef<void()> tensor_code, absl::string_view outcome = "");
 
-// `directories`: what each rank gives to `call`, empty for none. Throws INVALID_ARGUMENT, the same
-// on every rank, if some name a checkpoint and others leave the choice to it. Two may name one in
-// other words: nodes may have it in folders of their own.
-void CheckNamedByAll(absl::string_view call, const std::vector<std::string>& directories);
-
 // (collective) Whether `here` is true on any process.
 bool OnAnyProcess(Comm& comm, bool here);
 

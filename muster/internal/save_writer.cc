@@ -16,6 +16,7 @@
 #include "muster/internal/plain_rows.h"
 #include "muster/internal/slots.h"
 #include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/given_directory.h"
 #include "worker/checkpoint/publication.h"
 #include "worker/checkpoint/shared_files.h"
 #include "worker/checkpoint/weight_files.h"
@@ -111,20 +112,22 @@ absl::Status SaveWriter::Agree(const absl::Status& mine, const std::string& dire
   for (const auto& model : registry_.models()) {
     if (model->sharded() != nullptr) changes += model->sharded()->ChangesHere();
   }
+  const GivenDirectory given = FollowGivenDirectory(directory);
   const absl::Status all = Guard([&] {
-    const auto said =
-        GatherObject(process_.comm(),
-                     std::make_tuple(OnWire(mine), agreed_.hooks, agreed_.apart, agreed_.same_plan,
-                                     static_cast<int64_t>(layout_.shared), changes, directory));
+    const auto said = GatherObject(
+        process_.comm(),
+        std::make_tuple(OnWire(mine), agreed_.hooks, agreed_.apart, agreed_.same_plan,
+                        static_cast<int64_t>(layout_.shared), changes, given.path, given.folder));
     std::vector<StatusOnWire> statuses;
-    std::vector<std::string> changed, directories;
+    std::vector<std::string> changed;
+    std::vector<GivenDirectory> directories;
     int other = 0;      // a rank that shares other models
     int different = 0;  // one with another number of sharded models
     for (size_t r = 0; r < said.size(); ++r) {
-      const auto& [status, hooks, apart, same_plan, shared, of_models, named] = said[r];
+      const auto& [status, hooks, apart, same_plan, shared, of_models, path, folder] = said[r];
       statuses.push_back(status);
       changed.push_back(of_models);
-      directories.push_back(named);
+      directories.push_back({.path = path, .folder = folder});
       agreed_.hooks |= hooks;
       agreed_.apart |= apart;
       agreed_.same_plan &= same_plan;
@@ -132,7 +135,10 @@ absl::Status SaveWriter::Agree(const absl::Status& mine, const std::string& dire
       if (of_models.size() != changed[0].size()) different = static_cast<int>(r);
     }
     ThrowFirst(statuses);
-    CheckNamedByAll("save_state()", directories);
+    // On one disk all write into the folder of rank 0.
+    ThrowIfError(CheckGivenAlike(
+        "save_state()", directories,
+        process_.own_node().has_value() ? GivenAlike::kByName : GivenAlike::kByFolder));
     // Rank 0 writes everything then.
     if (other != 0 && !agreed_.hooks && !agreed_.apart) {
       ThrowIfError(absl::FailedPreconditionError(absl::StrCat(

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <filesystem>
 #include <functional>
 #include <future>
 #include <optional>
@@ -441,13 +442,13 @@ class SearchOnNodesTest : public testing::Test {
       ASSERT_TRUE(saved.ok()) << saved;
     });
   }
-  absl::StatusOr<StateReader> Load(Comm& comm,
-                                   absl::FunctionRef<absl::Status(StateReader&)> read) const {
+  absl::StatusOr<StateReader> Load(Comm& comm, absl::FunctionRef<absl::Status(StateReader&)> read,
+                                   const std::string& dir = "") const {
     NodeGroups groups = NodeGroups::Shared(comm.rank(), comm.size());
     groups.leader_of = {0, 1};
     groups.nodes = {{.leader = 0, .host = "a"}, {.leader = 1, .host = "b"}};
     return OpenAndReadCheckpoint(
-        comm, {.dir = "", .folder = FolderOf(comm.rank()), .groups = std::move(groups)}, read);
+        comm, {.dir = dir, .folder = FolderOf(comm.rank()), .groups = std::move(groups)}, read);
   }
 
   const TestFolder test_folder_;
@@ -492,6 +493,38 @@ TEST_F(SearchOnNodesTest, NewestGoesForANewerOne_AtAnyMoment_ThatOneIsLoaded) {
     }
     EXPECT_GT(moments, 10);
   }
+}
+
+// The nodes' paths differ always, so that says nothing about what they were given.
+TEST_F(SearchOnNodesTest, NamedOneIsReplacedOnOneNode_AtAnyMoment_TheSearchBeginsAgain) {
+  const auto path = [&](int node, const char* name) { return JoinPath(Disk(node), name); };
+  bool happened = true;
+  int moments = 0;
+  for (; happened; ++moments) {
+    SCOPED_TRACE(absl::StrCat("moment ", moments));
+    ASSERT_LT(moments, 100);
+    for (const int node : {0, 1}) (void)RemoveTree(Disk(node));
+    for (const int64_t number : {1, 2}) Save(number);
+    for (const int node : {0, 1}) {
+      ASSERT_EQ(rename(FolderOf(node).PathOf(1).c_str(), path(node, "best").c_str()), 0);
+      ASSERT_EQ(rename(FolderOf(node).PathOf(2).c_str(), path(node, "next").c_str()), 0);
+    }
+    // That node has all of the other one.
+    std::filesystem::copy(
+        path(0, "next"), path(1, "next"),
+        std::filesystem::copy_options::skip_existing | std::filesystem::copy_options::recursive);
+    RunRanks(kRanks, [&](Comm& comm) {
+      EventfulComm eventful(comm, comm.rank() == 1 ? moments : -1, [&] {
+        ASSERT_TRUE(PutInPlace(path(1, "next"), path(1, "best")).ok());
+      });
+      const auto reader = Load(
+          eventful, [&](StateReader& opened) { return ReadAll(eventful, opened); },
+          path(comm.rank(), "best"));
+      ASSERT_TRUE(reader.ok()) << reader.status();
+      if (comm.rank() == 1) happened = eventful.happened();
+    });
+  }
+  EXPECT_GT(moments, 5);
 }
 
 // Nothing is left of what was found: that is not the same as none yet.

@@ -3,14 +3,14 @@
 #include <cstdlib>
 #include <utility>
 
-#include "base/file.h"
 #include "base/log.h"
 #include "worker/checkpoint/for_each.h"
+#include "worker/checkpoint/removal.h"
 
 namespace muster {
 
 Disposal::Disposal(std::function<absl::Status(const std::string& path)> remove)
-    : remove_(remove != nullptr ? std::move(remove) : RemoveTree) {}
+    : remove_(remove != nullptr ? std::move(remove) : RemoveCheckpointTree) {}
 
 Disposal::~Disposal() {
   std::thread thread;

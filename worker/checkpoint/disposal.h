@@ -17,7 +17,7 @@ namespace muster {
 // of a second or more for each GiB, for which no training has to wait. Thread-safe.
 class Disposal {
  public:
-  // `remove`: null, or what is called in place of RemoveTree().
+  // `remove`: null, or what is called in place of RemoveCheckpointTree().
   explicit Disposal(std::function<absl::Status(const std::string& path)> remove = nullptr);
   // Waits.
   ~Disposal();

@@ -33,6 +33,7 @@
 #include "worker/checkpoint/lasting_folder.h"
 #include "worker/checkpoint/node_part.h"
 #include "worker/checkpoint/read_error.h"
+#include "worker/checkpoint/removal.h"
 #include "worker/checkpoint/seal_order.h"
 #include "worker/checkpoint/sealing.h"
 #include "worker/checkpoint/shard_plan.h"
@@ -296,7 +297,7 @@ void RemoveAbandoned(const std::string& dir) {
         PathExists(JoinPath(named, kManifestName))) {
       KeepForeignFiles(path, named);
     }
-    const absl::Status removed = RemoveTree(path);
+    const absl::Status removed = RemoveCheckpointTree(path);
     close(lock);
     if (removed.ok()) {
       MUSTER_LOG(Info) << "removed " << path << ", left by a save that did not finish";
@@ -304,39 +305,6 @@ void RemoveAbandoned(const std::string& dir) {
       MUSTER_LOG(Warning) << removed.message();
     }
   }
-}
-
-// Whether this process may remove all that is in `dir`; the error names the folder that hinders it.
-absl::Status CheckRemovable(const std::string& dir) {
-  const auto refused = [](const std::string& path) {
-    return absl::ErrnoToStatus(errno, absl::StrCat("what is in ", path, " cannot be removed"));
-  };
-  MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(dir));
-  if (!names.empty() && faccessat(AT_FDCWD, dir.c_str(), W_OK | X_OK, AT_EACCESS) != 0) {
-    return refused(dir);
-  }
-  struct statx above = {};
-  if (statx(AT_FDCWD, dir.c_str(), 0, STATX_TYPE, &above) != 0) return refused(dir);
-  for (const std::string& name : names) {
-    const std::string path = JoinPath(dir, name);
-    struct statx info = {};
-    if (statx(AT_FDCWD, path.c_str(), AT_SYMLINK_NOFOLLOW, STATX_TYPE, &info) != 0) {
-      if (errno != ENOENT) return refused(path);
-      continue;
-    }
-    const bool is_folder = S_ISDIR(info.stx_mode);
-    // Where the kernel does not say so: files of one overlay may be of several file systems.
-    const bool is_mount = (info.stx_attributes_mask & STATX_ATTR_MOUNT_ROOT) != 0
-                              ? (info.stx_attributes & STATX_ATTR_MOUNT_ROOT) != 0
-                              : is_folder && (info.stx_dev_major != above.stx_dev_major ||
-                                              info.stx_dev_minor != above.stx_dev_minor);
-    if (is_mount) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          path, " is a mount point, whose contents would go with it: unmount it first"));
-    }
-    if (is_folder) MUSTER_RETURN_IF_ERROR(CheckRemovable(path));
-  }
-  return absl::OkStatus();
 }
 
 // Removes the checkpoint `dir`, which is called `doomed` from then on. If it cannot, all of it
@@ -350,7 +318,7 @@ absl::Status Discard(const std::string& dir, const std::string& doomed, Disposal
   }
   MUSTER_RETURN_IF_ERROR(RenamePath(dir, doomed));
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_doomed");
-  if (disposal == nullptr) return RemoveTree(doomed);
+  if (disposal == nullptr) return RemoveCheckpointTree(doomed);
   // No other save takes it for what a dead writer has left.
   disposal->Remove(doomed, OwnedFd(LockFolder(doomed, absl::ZeroDuration())));
   return absl::OkStatus();
@@ -600,7 +568,7 @@ Staging::~Staging() {
         MUSTER_LOG(Warning) << "cannot remove " << record;
       }
     }
-    if (const absl::Status removed = RemoveTree(path_); !removed.ok()) {
+    if (const absl::Status removed = RemoveCheckpointTree(path_); !removed.ok()) {
       MUSTER_LOG(Warning) << removed.message();
     }
   }
@@ -800,7 +768,7 @@ absl::Status RemoveUnpublished(const std::string& path, const std::string& named
   if (HasAskedForSeal(path)) MUSTER_RETURN_IF_ERROR(seal());
   // Who had the lock may have got the record.
   MUSTER_ASSIGN_OR_RETURN(const bool sealed_since, stays());
-  return sealed_since ? absl::OkStatus() : RemoveTree(path);
+  return sealed_since ? absl::OkStatus() : RemoveCheckpointTree(path);
 }
 
 std::string CheckpointFolder::PathOf(int64_t iteration) const {
@@ -914,7 +882,7 @@ absl::Status RemoveCheckpoint(const std::string& dir, Disposal* disposal) {
   struct stat info;
   if (lstat(dir.c_str(), &info) != 0) return absl::OkStatus();
   // The folder belongs to the user who has put it elsewhere.
-  if (S_ISLNK(info.st_mode)) return RemoveTree(dir);
+  if (S_ISLNK(info.st_mode)) return RemoveCheckpointTree(dir);
   return Discard(dir, NewDoomedPath(dir), disposal);
 }
 
@@ -981,7 +949,7 @@ absl::Status CheckpointFolder::RemoveAsked(const std::vector<int64_t>& numbers, 
     const absl::StatusOr<Sealing> sealing = ReadSealing(path);
     if (!sealing.ok() || sealing->state != Sealing::State::kAsked || !HasAskedForSeal(path))
       continue;
-    if (const absl::Status removed = RemoveTree(path); !removed.ok()) {
+    if (const absl::Status removed = RemoveCheckpointTree(path); !removed.ok()) {
       all.Update(removed);
       continue;
     }

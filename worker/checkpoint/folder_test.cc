@@ -28,35 +28,8 @@
 #include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/sealing.h"
 #include "worker/checkpoint/staging_folder.h"
+#include "worker/checkpoint/test_mounted.h"
 #include "worker/checkpoint/test_synced_folders.h"
-
-namespace {
-
-// The path at which another file system seems to be mounted, and whether the kernel says so itself.
-struct Mounted {
-  std::string path = "";
-  bool kernel_tells = false;
-};
-Mounted mounted;
-
-}  // namespace
-
-extern "C" int statx(int folder, const char* path, int flags, unsigned int mask,
-                     struct statx* info) noexcept {
-  static const auto real =
-      muster::RealCall<int (*)(int, const char*, int, unsigned int, struct statx*)>("statx");
-  const int result = real(folder, path, flags, mask, info);
-  if (mounted.path.empty()) return result;
-  if (mounted.kernel_tells) {
-    info->stx_attributes_mask |= STATX_ATTR_MOUNT_ROOT;
-  } else {
-    info->stx_attributes_mask &= ~static_cast<uint64_t>(STATX_ATTR_MOUNT_ROOT);
-  }
-  if (mounted.path != path) return result;
-  info->stx_attributes |= STATX_ATTR_MOUNT_ROOT;
-  ++info->stx_dev_minor;
-  return result;
-}
 
 namespace muster {
 namespace {
@@ -631,7 +604,7 @@ TEST_F(FolderTest, CheckpointWithAMountPointInIt_StaysWhole_AndTheErrorNamesIt) 
   ASSERT_TRUE(MakeDirectories(data).ok());
   ASSERT_TRUE(WriteFileAtomically(JoinPath(data, "file"), "text").ok());
   for (const bool tells : {true, false}) {
-    mounted = {.path = data, .kernel_tells = tells};
+    mounted = {.end = "/notes/data", .kernel_tells = tells, .refuses_statx = false};
     const absl::Status status = RemoveCheckpoint(dir);
     EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
     EXPECT_THAT(std::string(status.message()),
@@ -642,6 +615,32 @@ TEST_F(FolderTest, CheckpointWithAMountPointInIt_StaysWhole_AndTheErrorNamesIt) 
   mounted = {};
   EXPECT_TRUE(RemoveCheckpoint(dir).ok());
   EXPECT_FALSE(PathExists(dir));
+}
+
+// It cannot move to the new checkpoint, and the former one is in the way of no save.
+TEST_F(FolderTest, ReplacedCheckpointWithAMountPointInIt_StaysAsideForAsLongAsThatIs) {
+  const std::string dir = Path("best"), data = JoinPath(dir, "data");
+  ASSERT_TRUE(Save(dir, {"a"}).ok());
+  ASSERT_TRUE(MakeDirectories(data).ok());
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(data, "file"), "text").ok());
+  const auto aside = [&] {
+    std::vector<std::string> names = *ListDirectory(root_);
+    names.erase(std::remove(names.begin(), names.end(), "best"), names.end());
+    return names;
+  };
+  mounted = {.end = "/data", .kernel_tells = true, .refuses_statx = false};
+  for (const char* const salt : {"1", "2", "3"}) {
+    ASSERT_TRUE(Save(dir, {"a"}, salt).ok());
+    EXPECT_TRUE(VerifyCheckpoint(dir, VerifyLevel::kContents).ok());
+    const std::vector<std::string> left = aside();
+    ASSERT_EQ(left.size(), 1u) << salt;
+    EXPECT_TRUE(PathExists(Path(left[0] + "/data/file")));
+    EXPECT_TRUE(PathExists(Path(left[0] + "/a")));
+  }
+  mounted = {};
+  ASSERT_TRUE(Save(dir, {"a"}, "4").ok());
+  EXPECT_THAT(aside(), testing::IsEmpty());
+  EXPECT_TRUE(PathExists(JoinPath(data, "file")));
 }
 
 // Nobody may rename what is in it.

@@ -1,10 +1,13 @@
 #include "worker/checkpoint/lasting_folder.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/sysmacros.h>
 
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <system_error>
 #include <utility>
 
@@ -41,38 +44,67 @@ absl::Status SyncAncestors(const std::string& folder) {
   return absl::OkStatus();
 }
 
-// The folders that this process has made last. A folder that is made anew may have the inode of the
-// one before, or its path.
-class MadeLast {
+// One folder: what is made anew at its path may have its inode, too, but not both that and the time
+// at which it was made.
+struct Identity {
+  std::string path;
+  uint64_t device = 0, inode = 0;
+  int64_t seconds = 0;
+  uint32_t nanoseconds = 0;
+
+  bool operator==(const Identity&) const = default;
+  template <class H>
+  friend H AbslHashValue(H state, const Identity& one) {
+    return H::combine(std::move(state), one.path, one.device, one.inode, one.seconds,
+                      one.nanoseconds);
+  }
+};
+
+// Nothing where the system does not tell when it was made.
+std::optional<Identity> Identify(const std::string& folder) {
+  struct statx info = {};
+  if (statx(AT_FDCWD, folder.c_str(), 0, STATX_INO | STATX_BTIME, &info) != 0 ||
+      (info.stx_mask & STATX_BTIME) == 0) {
+    return std::nullopt;
+  }
+  return Identity{.path = folder,
+                  .device = makedev(info.stx_dev_major, info.stx_dev_minor),
+                  .inode = info.stx_ino,
+                  .seconds = info.stx_btime.tv_sec,
+                  .nanoseconds = info.stx_btime.tv_nsec};
+}
+
+// The folders whose names this process has made durable.
+class Lasting {
  public:
-  static MadeLast& Get() {
-    static MadeLast* const folders = new MadeLast;
+  static Lasting& Get() {
+    static Lasting* const folders = new Lasting;
     return *folders;
   }
-  bool Has(const std::string& path, uint64_t inode) {
+  bool Has(const Identity& folder) {
     const MutexLock guard(&mu_);
-    return folders_.contains({path, inode});
+    return folders_.contains(folder);
   }
-  void Add(const std::string& path, uint64_t inode) {
+  void Add(const Identity& folder) {
     const MutexLock guard(&mu_);
-    folders_.emplace(path, inode);
+    folders_.insert(folder);
   }
 
  private:
   Mutex mu_;
-  absl::flat_hash_set<std::pair<std::string, uint64_t>> folders_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_set<Identity> folders_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace
 
 absl::Status MakeLastingFolder(const std::string& folder) {
+  // File systems take the time from a clock that stands still for milliseconds.
+  const bool is_new = !PathExists(folder);
   MUSTER_RETURN_IF_ERROR(MakeDirectories(folder));
-  struct stat info;
-  if (stat(folder.c_str(), &info) != 0 || MadeLast::Get().Has(folder, info.st_ino)) {
-    return absl::OkStatus();
-  }
+  const std::optional<Identity> identity = Identify(folder);
+  if (!is_new && identity.has_value() && Lasting::Get().Has(*identity)) return absl::OkStatus();
   MUSTER_RETURN_IF_ERROR(SyncAncestors(folder));
-  MadeLast::Get().Add(folder, info.st_ino);
+  if (identity.has_value()) Lasting::Get().Add(*identity);
   return absl::OkStatus();
 }
 

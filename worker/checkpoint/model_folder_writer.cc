@@ -15,6 +15,7 @@
 #include "base/text.h"
 #include "worker/checkpoint/lasting_folder.h"
 #include "worker/checkpoint/manifest.h"
+#include "worker/checkpoint/removal.h"
 #include "worker/checkpoint/shard_plan.h"
 #include "worker/checkpoint/staging_folder.h"
 #include "worker/checkpoint/write_at.h"
@@ -32,7 +33,7 @@ void RemoveAbandoned(const std::string& folder) {
     if (!HasMark(name, "", kScratchMark) || MayHaveDistantWriter(path)) continue;
     const OwnedFd lock(LockFolder(path));
     // A folder that cannot be removed only takes room.
-    if (lock.open()) (void)RemoveTree(path);
+    if (lock.open()) (void)RemoveCheckpointTree(path);
   }
 }
 
@@ -50,7 +51,7 @@ ModelFolderWriter::ModelFolderWriter(std::string folder, ShardPlan plan)
     : folder_(std::move(folder)), plan_(std::move(plan)) {}
 
 ModelFolderWriter::~ModelFolderWriter() {
-  if (!scratch_.empty()) (void)RemoveTree(scratch_);
+  if (!scratch_.empty()) (void)RemoveCheckpointTree(scratch_);
 }
 
 absl::StatusOr<std::unique_ptr<ModelFolderWriter>> ModelFolderWriter::Begin(
@@ -146,7 +147,7 @@ absl::Status ModelFolderWriter::Finish() {
         WriteFileAtomically(JoinPath(scratch_, *plan_.index_name), EncodeShardIndex(plan_)));
   }
   MUSTER_RETURN_IF_ERROR(MoveIn());
-  return RemoveTree(scratch_);
+  return RemoveCheckpointTree(scratch_);
 }
 
 absl::Status ModelFolderWriter::MoveIn() const {

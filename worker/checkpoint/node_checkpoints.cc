@@ -405,7 +405,8 @@ absl::Status CompleteOnNodes(Comm& comm, const std::string& dir, const NodeGroup
 absl::StatusOr<StateReader> OpenOnEveryRank(Comm& comm, const std::string& dir) {
   absl::StatusOr<StateReader> reader = StateReader::Open(dir);
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, reader.status(), {}, nullptr));
-  MUSTER_RETURN_IF_ERROR(CheckOpenedAlike(comm, *reader));
+  // Each node has a path of its own.
+  MUSTER_RETURN_IF_ERROR(CheckOpenedAlike(comm, *reader, /*given=*/false));
   return reader;
 }
 

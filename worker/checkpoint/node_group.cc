@@ -16,6 +16,7 @@
 #include "base/status_macros.h"
 #include "worker/checkpoint/agreement.h"
 #include "worker/checkpoint/clean_path.h"
+#include "worker/checkpoint/removal.h"
 #include "worker/checkpoint/staging_folder.h"
 
 namespace muster {
@@ -37,7 +38,7 @@ void RemoveAbandonedProbes(const std::string& parent) {
     }
     const OwnedFd lock(LockFolder(path));
     // One that cannot be removed only takes room.
-    if (lock.open()) (void)RemoveTree(path);
+    if (lock.open()) (void)RemoveCheckpointTree(path);
   }
 }
 
@@ -121,7 +122,7 @@ absl::StatusOr<NodeGroups> FindNodeGroups(Comm& comm, const std::string& parent,
   const std::vector<std::string> seen = comm.AllGatherBytes(absl::StrCat(leader, " ", HostName()));
   absl::Status removed;
   if (lowest_here && probed.ok()) {
-    removed = GuardRank([&] { return RemoveTree(JoinPath(parent, name)); });
+    removed = GuardRank([&] { return RemoveCheckpointTree(JoinPath(parent, name)); });
   }
   MUSTER_RETURN_IF_ERROR(agreed);
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, removed, {}, nullptr));

@@ -1,8 +1,10 @@
 #include "worker/checkpoint/state.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <memory>
 #include <optional>
+#include <system_error>
 #include <utility>
 #include <variant>
 
@@ -400,16 +402,20 @@ absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
                                 node);
 }
 
-absl::Status CheckOpenedAlike(Comm& comm, const StateReader& reader) {
+absl::Status CheckOpenedAlike(Comm& comm, const StateReader& reader, bool given) {
   const absl::StatusOr<std::string> text = EncodeManifest(reader.manifest());
   const std::vector<std::string> digests =
       comm.AllGatherBytes(text.ok() ? DigestBytes(*text).xxh3 : "");
   const auto other = std::find_if(digests.begin(), digests.end(),
                                   [&](const std::string& digest) { return digest != digests[0]; });
   if (other == digests.end()) return absl::OkStatus();
+  // One folder has several names: by a link, relative and absolute.
+  std::error_code error;
+  const std::filesystem::path folder = std::filesystem::canonical(reader.dir(), error);
   const std::vector<std::string> dirs = comm.AllGatherBytes(reader.dir());
+  const std::vector<std::string> folders = comm.AllGatherBytes(error ? "" : folder.string());
   const auto rank = static_cast<size_t>(other - digests.begin());
-  if (dirs[rank] != dirs[0]) {
+  if (given && !folders[rank].empty() && !folders[0].empty() && folders[rank] != folders[0]) {
     return absl::InvalidArgumentError(
         absl::StrCat("rank ", rank, " opens ", dirs[rank], ", and rank 0 ", dirs[0],
                      ", which is another checkpoint: give all processes the same one"));
@@ -442,7 +448,7 @@ absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
       !unnamed || HoldInPlace(found) ? StateReader::Open(found) : IsLocked(found);
   const absl::Status opened = AgreeOnFiles(comm, reader.status(), {}, nullptr);
   if (opened.ok()) {
-    const absl::Status alike = CheckOpenedAlike(comm, *reader);
+    const absl::Status alike = CheckOpenedAlike(comm, *reader, /*given=*/!dir.empty());
     if (alike.ok()) return reader;
     ReleaseInPlace();
     return alike;

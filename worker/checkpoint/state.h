@@ -216,9 +216,10 @@ absl::Status CheckNumberIsFree(Comm& comm, const NodeGroups& groups, const Check
                                int64_t iteration, int total_limit);
 
 // Checks that all ranks have opened the same checkpoint, or that all nodes have the same manifest.
-// Collective. The same error on every rank: INVALID_ARGUMENT if ranks were given other paths, of
-// other checkpoints; else ABORTED: another process has replaced the checkpoint meanwhile.
-absl::Status CheckOpenedAlike(Comm& comm, const StateReader& reader);
+// Collective. The same error on every rank: INVALID_ARGUMENT if ranks were given (`given`, the same
+// on all) other folders of one disk; else ABORTED: another process has replaced the checkpoint
+// meanwhile, be it on one node alone.
+absl::Status CheckOpenedAlike(Comm& comm, const StateReader& reader, bool given);
 
 // Opens a checkpoint on every rank; if `dir` is empty, the one that FindCheckpointToResume returns
 // on rank 0. Searches only once; a load uses OpenAndReadCheckpoint, which searches again.
