@@ -130,7 +130,7 @@ TEST_F(SlurmBackendTest, Submit_GivesTheScriptToSbatch_AndKeepsARecordThatOthers
   EXPECT_EQ(made->job.state, JobState::kQueued);
   EXPECT_EQ(made->job.why, "SLURM: Resources");
   EXPECT_THAT(script_, HasSubstr("#SBATCH --nodes=2\n"));
-  EXPECT_THAT(script_, HasSubstr("    'TOKEN=secret'\n"));
+  EXPECT_THAT(script_, HasSubstr("    TOKEN=secret\n"));
   struct stat folder {
   }, record{};
   ASSERT_EQ(stat(Folder().c_str(), &folder), 0);
