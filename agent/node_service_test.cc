@@ -433,12 +433,13 @@ TEST(NodeServiceTest, GpusOfAnAttemptThatRuns_KeepTheirNumbers) {
   std::string record = *ReadFile(JoinPath(attempt, "record.json"));
   record.insert(record.find('{') + 1, R"("gpus": {"0": "2"}, )");
   ASSERT_TRUE(WriteFileAtomically(JoinPath(attempt, "record.json"), record).ok());
-  RefusingNodes nodes;
+  OwnedFd runs(open(JoinPath(attempt, "lock").c_str(), O_RDWR | O_CLOEXEC));
+  ASSERT_EQ(flock(runs.get(), LOCK_EX), 0);
+  // Of an agent that has adopted it: it ends, and so does the agent.
+  RefusingNodes nodes([&] { runs.Close(); });
   const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
   ASSERT_TRUE(server.ok()) << server.status();
   options.coordinator = (*server)->address();
-  OwnedFd runs(open(JoinPath(attempt, "lock").c_str(), O_RDWR | O_CLOEXEC));
-  ASSERT_EQ(flock(runs.get(), LOCK_EX), 0);
   options.gpus = {"3", "2"};
   const absl::Status refused = RunNodeService(options);
   EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
@@ -447,8 +448,7 @@ TEST(NodeServiceTest, GpusOfAnAttemptThatRuns_KeepTheirNumbers) {
                                  "agent's; now that is 3: "));
   options.gpus = {"2", "3"};
   EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
-  // It has ended.
-  runs.Close();
+  EXPECT_FALSE(runs.open());
   options.gpus = {"3", "2"};
   EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
 }
