@@ -350,7 +350,7 @@ TEST_F(AccessTest, CoordinatorOnASocket_NeedsNothingElse) {
   ASSERT_EQ(chmod((runtime_ + "/own").c_str(), 0777), 0);
   const auto other =
       AsAnother({"muster", "status", "--coordinator", address, "--timeout", "300ms"});
-  EXPECT_EQ(other->Wait(), geteuid() == 0 ? 7 : 0) << other->err_text();
+  EXPECT_EQ(other->Wait(), geteuid() == 0 ? 8 : 0) << other->err_text();
   coordinator->Signal(SIGTERM);
   EXPECT_EQ(coordinator->Wait(), 0);
 }

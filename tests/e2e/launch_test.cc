@@ -437,7 +437,8 @@ TEST_F(LaunchTest, SecondRunWithTheSameLogDir_LosesNoLogOfTheFirst) {
   EXPECT_EQ(second->Wait(), 0);
   EXPECT_THAT(second->err_text(),
               HasSubstr("the logs of an earlier launch are in " + Temp("logs/before_1") + " now"));
-  EXPECT_THAT(ListDirectory(Temp("logs")).value(), ElementsAre(".launch", "attempt_0", "before_1"));
+  EXPECT_THAT(ListDirectory(Temp("logs")).value(),
+              ElementsAre(".launch", ".runs", "attempt_0", "before_1"));
   EXPECT_THAT(ListDirectory(Temp("logs/before_1")).value(), ElementsAre("attempt_0", "attempt_1"));
   EXPECT_EQ(ReadFile(Temp("logs/attempt_0/rank_0.log")).value(), "second\n");
   EXPECT_FALSE(PathExists(Temp("logs/attempt_0/rank_1.log")));

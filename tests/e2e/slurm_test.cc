@@ -213,7 +213,8 @@ SlurmTest::Cluster* SlurmTest::cluster_ = nullptr;
 TEST_F(SlurmTest, LaunchOnceANode_IsOneJob) {
   const std::string token = TestPath("token");
   Shell(absl::StrCat("umask 077; echo of-this-test > ", token));
-  const std::string launch = absl::StrCat(" client/cli/muster launch --token_file ", token, " -- ");
+  const std::string launch = absl::StrCat(
+      " client/cli/muster launch --main_process_ip 127.0.0.1 --token_file ", token, " -- ");
   EXPECT_THAT(Shell(absl::StrCat("srun --nodes=4 --ntasks-per-node=1", launch,
                                  Program("tests/e2e/launch_meet"))),
               HasSubstr("sum of ranks 6"));
