@@ -8,7 +8,6 @@
 #include <sys/eventfd.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -21,6 +20,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "base/file_identity.h"
 #include "base/log.h"
 
 namespace muster::rpc {
@@ -100,15 +100,14 @@ absl::StatusOr<std::unique_ptr<Acceptor>> Acceptor::Listen(const Address& addres
   }
   if (address.is_unix()) {
     // The descriptor keeps the file's number from being given to another one.
-    struct stat info = {};
-    FileId file;  // none, if it has been removed already
-    if (stat(address.path.c_str(), &info) == 0) file = {info.st_dev, info.st_ino};
-    return std::unique_ptr<Acceptor>(new Acceptor(fd, stop, 0, address.path, file, only_user));
+    return std::unique_ptr<Acceptor>(
+        new Acceptor(fd, stop, 0, address.path, FileIdentityAt(address.path), only_user));
   }
   const uint16_t port = storage.ss_family == AF_INET
                             ? reinterpret_cast<sockaddr_in*>(&storage)->sin_port
                             : reinterpret_cast<sockaddr_in6*>(&storage)->sin6_port;
-  return std::unique_ptr<Acceptor>(new Acceptor(fd, stop, ntohs(port), "", {}, only_user));
+  return std::unique_ptr<Acceptor>(
+      new Acceptor(fd, stop, ntohs(port), "", std::nullopt, only_user));
 }
 
 Acceptor::~Acceptor() {
@@ -119,11 +118,7 @@ Acceptor::~Acceptor() {
     thread_.join();
   }
   // First: without a listener the next server would take it for dead and put its own there.
-  struct stat info = {};
-  if (!path_.empty() && stat(path_.c_str(), &info) == 0 &&
-      file_ == FileId(info.st_dev, info.st_ino)) {
-    unlink(path_.c_str());
-  }
+  if (file_.has_value() && FileIdentityAt(path_) == file_) unlink(path_.c_str());
   close(listener_);
   close(stop_);
 }

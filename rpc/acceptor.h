@@ -37,14 +37,13 @@ class Acceptor {
   void Start(std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> sink);
 
  private:
-  using FileId = std::pair<dev_t, ino_t>;
-  Acceptor(int listener, int stop, int port, std::string path, FileId file,
+  Acceptor(int listener, int stop, int port, std::string path, std::optional<std::string> file,
            std::optional<uid_t> only_user)
       : listener_(listener),
         stop_(stop),
         port_(port),
         path_(std::move(path)),
-        file_(file),
+        file_(std::move(file)),
         only_user_(only_user) {}
   void Run();
   bool MayEnter(int fd);
@@ -52,10 +51,10 @@ class Acceptor {
   bool HasRoom() const;
 
   const int listener_;
-  const int stop_;          // an eventfd, readable when it is time to end
-  const int port_;          // 0: a unix socket
-  const std::string path_;  // of a unix socket
-  const FileId file_;       // at that path, unless another has been put there
+  const int stop_;                         // an eventfd, readable when it is time to end
+  const int port_;                         // 0: a unix socket
+  const std::string path_;                 // of a unix socket
+  const std::optional<std::string> file_;  // at that path (FileIdentityAt); none: removed already
   const std::optional<uid_t> only_user_;
   std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> sink_;
   // Of the thread alone: when it last logged that it refused somebody, and how many it has since.

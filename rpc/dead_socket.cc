@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
+#include "base/file_identity.h"
 #include "base/owned_fd.h"
 
 namespace muster::rpc {
@@ -60,10 +61,7 @@ absl::Status RemoveDeadSocket(const Address& address, absl::FunctionRef<void()> 
     return absl::ErrnoToStatus(
         error, absl::StrCat("cannot determine whether a process listens on ", address.ToString()));
   }
-  struct stat now;
-  if (stat(path.c_str(), &now) == 0 && now.st_dev == info.st_dev && now.st_ino == info.st_ino) {
-    unlink(path.c_str());
-  }
+  if (FileIdentityAt(path) == FileIdentityOf(info)) unlink(path.c_str());
   return absl::OkStatus();
 }
 

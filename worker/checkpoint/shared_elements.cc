@@ -78,16 +78,16 @@ absl::Status CompareOverlapping(absl::string_view what, const NamedTensors& targ
 
 }  // namespace
 
+bool HasMemory(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && !tensor.is_meta() && tensor.numel() > 0 &&
+         tensor.has_storage() && tensor.storage().data() != nullptr;
+}
+
 absl::StatusOr<std::vector<size_t>> ElementsReplaced(absl::string_view what,
                                                      const NamedTensors& targets, Read read) {
   std::vector<Span> spans;
   for (size_t i = 0; i < targets.size(); ++i) {
-    const at::Tensor& target = targets[i].second;
-    // Parameters of sharded and offloaded models have memory only while they are used.
-    if (target.layout() == at::kStrided && !target.is_meta() && target.numel() > 0 &&
-        target.has_storage() && target.storage().data() != nullptr) {
-      spans.push_back(SpanOf(i, target));
-    }
+    if (HasMemory(targets[i].second)) spans.push_back(SpanOf(i, targets[i].second));
   }
   std::stable_sort(spans.begin(), spans.end(),
                    [](const Span& a, const Span& b) { return a.begin < b.begin; });

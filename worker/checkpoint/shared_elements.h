@@ -16,6 +16,10 @@ namespace muster {
 inline constexpr absl::string_view kElementsReplaced =
     "shares memory here with a tensor that has other values of the same elements in the file";
 
+// Whether a tensor of a model has memory for its elements: parameters of sharded and offloaded
+// models have it only while they are used.
+bool HasMemory(const at::Tensor& tensor);
+
 // Which of `targets`, tensors of a model on any device, would not keep their values if each got
 // those that `read` returns for its place: others, with which they share elements by views of any
 // strides, get other ones. Reads those alone whose memory overlaps, each twice, and writes to no

@@ -49,15 +49,9 @@ uint64_t BytesAs(const at::Tensor& tensor, at::ScalarType type) {
   return static_cast<uint64_t>(tensor.numel()) * c10::elementSize(type);
 }
 
-// Parameters of sharded and offloaded models have memory only while they are used.
-bool IsInMemory(const at::Tensor& tensor) {
-  return tensor.layout() == at::kStrided && !tensor.is_meta() && tensor.numel() > 0 &&
-         tensor.storage().data() != nullptr;
-}
-
 // Equal for names of one tensor, and different for all others.
 std::string IdentityOf(const at::Tensor& tensor) {
-  if (!IsInMemory(tensor))
+  if (!HasMemory(tensor))
     return absl::StrCat(reinterpret_cast<uintptr_t>(tensor.unsafeGetTensorImpl()));
   return absl::StrCat(reinterpret_cast<uintptr_t>(tensor.data_ptr()), " ", tensor.device().str(),
                       " ", c10::toString(tensor.scalar_type()), " ",
@@ -306,7 +300,7 @@ absl::Status WeightPlan::CompareShared(const Chosen& chosen) {
   const auto memory = [&](const OneCopy& copy) {
     const at::Tensor& target = targets[copy.target].second;
     // A target whose type changes gets memory of its own.
-    const bool keeps = IsInMemory(target) && target.scalar_type() == copy.type;
+    const bool keeps = HasMemory(target) && target.scalar_type() == copy.type;
     return std::make_pair(keeps ? target.const_data_ptr() : nullptr, target.numel());
   };
   absl::flat_hash_map<std::pair<const void*, int64_t>, int> views;
