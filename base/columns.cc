@@ -41,11 +41,11 @@ int ColumnsOfCharacter(absl::string_view character) {
   return IsIn(kWide, point) ? 2 : IsIn(kNone, point) ? 0 : 1;
 }
 
+}  // namespace
+
 size_t CharacterBytes(absl::string_view text) {
   return std::max<size_t>(1, Utf8CharacterBytes(text));
 }
-
-}  // namespace
 
 int Columns(absl::string_view text) {
   int columns = 0;

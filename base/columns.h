@@ -1,9 +1,15 @@
 #ifndef MUSTER_BASE_COLUMNS_H_
 #define MUSTER_BASE_COLUMNS_H_
 
+#include <cstddef>
+
 #include "absl/strings/string_view.h"
 
 namespace muster {
+
+// The bytes of the first character of `text`, which is not empty: of a byte that does not begin
+// valid UTF-8, that byte alone.
+size_t CharacterBytes(absl::string_view text);
 
 // Columns that a terminal needs for one line of UTF-8: two for East Asian wide characters and
 // emoji, none for combining marks, one for all others and for bytes that are not UTF-8. Roughly as

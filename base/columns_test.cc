@@ -14,6 +14,13 @@ TEST(Columns, Characters_TakeWhatATerminalGivesThem) {
   EXPECT_EQ(Columns("\xff\x80 \xe6"), 4) << "not UTF-8";
 }
 
+TEST(CharacterBytes, BytesThatAreNoUtf8_CountOneByOne) {
+  EXPECT_EQ(CharacterBytes("step"), 1u);
+  EXPECT_EQ(CharacterBytes("数据"), 3u);
+  EXPECT_EQ(CharacterBytes("\xff\xff"), 1u);
+  EXPECT_EQ(CharacterBytes("\xe6\x95"), 1u);
+}
+
 TEST(FitColumns, Text_IsCutBeforeTheCharacterThatDoesNotFit) {
   EXPECT_EQ(FitColumns("step", 4), "step");
   EXPECT_EQ(FitColumns("step", 3), "ste");

@@ -632,6 +632,9 @@ class Core::Impl::Job : public BarrierHost {
   void CountPublished(uint64_t bytes, int64_t stall_us, int64_t save_us);
   void SnapshotGenerationTo(SnapshotParts* parts) const;
   void SnapshotAnswersTo(SnapshotParts* parts) const;
+  // The record that requests of this incarnation up to `up_to` have no remembered answers.
+  v1::RequestsForgotten Forgotten(const std::string& worker_id, uint64_t incarnation,
+                                  uint64_t up_to) const;
 
   Impl* const impl_;
   const std::string id_;

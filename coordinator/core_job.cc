@@ -1000,11 +1000,7 @@ void Core::Impl::Job::Rest() {
   for (const auto& [worker_id, ids] : newest) {
     const auto& [incarnation, up_to] = ids;
     answers_.RememberForgotten(worker_id, incarnation, up_to);
-    v1::RequestsForgotten* const forgotten = impl_->Change()->mutable_requests_forgotten();
-    forgotten->set_job_id(id_);
-    forgotten->set_worker_id(worker_id);
-    forgotten->set_incarnation(incarnation);
-    forgotten->set_up_to(up_to);
+    *impl_->Change()->mutable_requests_forgotten() = Forgotten(worker_id, incarnation, up_to);
   }
 }
 

@@ -185,14 +185,20 @@ void Core::Impl::Job::SnapshotGenerationTo(SnapshotParts* parts) const {
   }
 }
 
+v1::RequestsForgotten Core::Impl::Job::Forgotten(const std::string& worker_id, uint64_t incarnation,
+                                                 uint64_t up_to) const {
+  v1::RequestsForgotten forgotten;
+  forgotten.set_job_id(id_);
+  forgotten.set_worker_id(worker_id);
+  forgotten.set_incarnation(incarnation);
+  forgotten.set_up_to(up_to);
+  return forgotten;
+}
+
 void Core::Impl::Job::SnapshotAnswersTo(SnapshotParts* parts) const {
   answers_.ForEachForgotten(
       [&](const std::string& worker_id, uint64_t incarnation, uint64_t up_to) {
-        v1::RequestsForgotten* forgotten = parts->Add()->mutable_requests_forgotten();
-        forgotten->set_job_id(id_);
-        forgotten->set_worker_id(worker_id);
-        forgotten->set_incarnation(incarnation);
-        forgotten->set_up_to(up_to);
+        *parts->Add()->mutable_requests_forgotten() = Forgotten(worker_id, incarnation, up_to);
       });
   answers_.ForEach([&](const std::string& worker_id, uint64_t incarnation, uint64_t request_id,
                        uint64_t hash, const StoredAnswer& stored) {

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
+#include "base/columns.h"
 #include "base/text.h"
 
 namespace muster::client {
@@ -66,7 +67,7 @@ std::vector<std::string> Broken(absl::string_view text, size_t width) {
 std::string PrintableCharacters(absl::string_view text) {
   std::string shown;
   while (!text.empty()) {
-    const size_t bytes = std::max(Utf8CharacterBytes(text), size_t{1});
+    const size_t bytes = CharacterBytes(text);
     absl::StrAppend(&shown, Printable(text.substr(0, bytes)));
     text.remove_prefix(bytes);
   }

@@ -15,17 +15,12 @@ namespace {
 
 using Kind = Key::Kind;
 
-// How many bytes at `at` are one character; a byte that is none counts as one.
-size_t CharacterBytes(absl::string_view text, size_t at) {
-  return std::max<size_t>(1, Utf8CharacterBytes(text.substr(at)));
-}
-
 // The end of what is before the cursor, as much of it as fits.
 absl::string_view BeforeCursor(absl::string_view text, int columns) {
   // Counted once: a text that was pasted is long, and drawn again for each of its characters.
   int more = Columns(text) - columns;
   while (more > 0) {
-    const size_t bytes = CharacterBytes(text, 0);
+    const size_t bytes = CharacterBytes(text);
     more -= Columns(text.substr(0, bytes));
     text.remove_prefix(bytes);
   }
@@ -139,7 +134,7 @@ std::vector<std::string> WrapText(absl::string_view text, size_t width) {
     absl::string_view rest = paragraph;
     while (Columns(rest) > static_cast<int>(width)) {
       const absl::string_view fits = FitColumns(rest, static_cast<int>(width));
-      size_t cut = fits.empty() ? CharacterBytes(rest, 0) : fits.size();
+      size_t cut = fits.empty() ? CharacterBytes(rest) : fits.size();
       if (cut < rest.size() && rest[cut] != ' ') {
         const size_t blank = fits.rfind(' ');
         if (blank != absl::string_view::npos && blank > 0) cut = blank;
@@ -214,12 +209,12 @@ Prompt::Event Prompt::PressInList(const Key& key) {
 
 size_t Prompt::Left(size_t at) const {
   size_t left = 0;
-  for (size_t i = 0; i < at; i += CharacterBytes(text_, i)) left = i;
+  for (size_t i = 0; i < at; i += CharacterBytes(absl::string_view(text_).substr(i))) left = i;
   return left;
 }
 
 size_t Prompt::Right(size_t at) const {
-  return at < text_.size() ? at + CharacterBytes(text_, at) : at;
+  return at < text_.size() ? at + CharacterBytes(absl::string_view(text_).substr(at)) : at;
 }
 
 Prompt::Event Prompt::PressInText(const Key& key) {
