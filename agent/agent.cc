@@ -33,7 +33,7 @@ Agent::Agent(AgentOptions options, ProcessHost& host, OutputMux& output, JobCoor
 
 void Agent::Stop() {
   {
-    // Together: who sees the wish finds the event.
+    // Under one lock: whoever sees stop_wanted_ also finds the event.
     MutexLock lock(&mu_);
     stop_wanted_ = true;
     events_.push_back(StopWanted{});
@@ -158,7 +158,7 @@ absl::Status Agent::BeginLogs(const Meeting& meeting) {
 
 absl::Status Agent::LogWorker(int rank, int attempt) {
   if (options_.log_dir.empty()) return absl::OkStatus();
-  // The log of a rank goes on where its process has ended.
+  // With a gate, the processes that follow a rank's first one append to the log of attempt 0.
   if (options_.gate != nullptr && attempt > 0) return absl::OkStatus();
   const std::string folder = absl::StrCat(options_.log_dir, "/attempt_", attempt);
   absl::Status status = MakeDirectories(folder);
@@ -169,7 +169,7 @@ absl::Status Agent::LogWorker(int rank, int attempt) {
 
 absl::Status Agent::StartWorkers(const Meeting& meeting, int attempt) {
   if (meeting.node_rank != node_rank_ || meeting.num_nodes != num_nodes_) {
-    // They would be other ranks than their variables say.
+    // Kept workers would no longer have the ranks that their variables say.
     StopWorkers(options_.failure_grace);
     WaitForWorkers();
     if (stopped_) return absl::CancelledError("the job was stopped");
@@ -218,9 +218,9 @@ void Agent::OnReentry(const ReentryTold& told) {
     if (worker.worker_id != told.worker_id || worker.process == nullptr || worker.ended) continue;
     if (worker.renewed) continue;
     worker.reentry = told.reentry;
-    // Also when it says again that it can: it has a new seat.
+    // Also if it repeats that it can re-enter: then it has a new seat.
     if (told.reentry != Reentry::kNone) worker.awaited = false;
-    // It has finished what it would re-enter.
+    // It has finished its work, so it cannot re-enter: it is started again.
     if (told.reentry == Reentry::kNone && worker.awaited) {
       worker.renewed = true;
       worker.process->Stop(options_.failure_grace);
@@ -310,7 +310,7 @@ bool Agent::IsWorthKeeping(const WorkerEnd& cause) const {
   if (options_.gate == nullptr || !cause.may_restart) return false;
   return std::any_of(workers_.begin(), workers_.end(), [&](const Worker& worker) {
     if (worker.reentry == Reentry::kNone) return false;
-    // All run the same program: if those of this node are gone, others have said the same.
+    // All workers run the same program: if this one could re-enter, so can those of other nodes.
     if (worker.worker_id == cause.worker_id) return num_nodes_ > 1;
     return !worker.ended && worker.killed_because.empty();
   });
@@ -325,7 +325,7 @@ AttemptEnd Agent::EndOfThisMachine(std::string why) const {
 void Agent::StopOrKeepWorkers(const AttemptEnd& end) {
   const bool again = options_.gate != nullptr ? end.restarts : !WhyLast(ClassOf(end)).has_value();
   const bool restarts = again && !options_.elastic && !stopped_;
-  // Where nothing has failed, they have the time to save.
+  // If nothing has failed, the workers get the time to save.
   const bool orderly =
       end.cause == AttemptEnd::Cause::kMachineCame || end.cause == AttemptEnd::Cause::kMachineLeft;
   for (Worker& worker : workers_) {
@@ -386,13 +386,14 @@ AttemptEnd Agent::Culprit(const Ended& first) {
   const absl::Time deadline = Clock::Real().Now() + options_.settle;
   // No restart helps after a user error, so it counts before what else has failed.
   while (running_ > 0 && !is_user_error(culprit)) {
-    // A signal is no echo: what has ended with it has ended already.
+    // A death by a signal is not a consequence of another failure, so look only at what has ended
+    // by now.
     const absl::Duration left =
         culprit.exit.signal != 0 ? absl::ZeroDuration() : deadline - Clock::Real().Now();
     std::optional<Event> event = NextWithin(left);
     if (!event.has_value()) break;
     if (const auto* told = std::get_if<ReentryTold>(&*event)) {
-      // Of a survivor, which is faster than the search for the cause.
+      // From a survivor, which can report before the culprit is found.
       OnReentry(*told);
       continue;
     }
@@ -458,8 +459,8 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
       StopOrKeepWorkers(local);
       AttemptEnd end = link_.Fail(local);
       NoteLast(local, end);
-      // Another node was first with a failure after which a restart could help. It cannot after
-      // this one, and who decides has to learn that.
+      // Another node has already reported a failure after which a restart could help. After this
+      // failure none can, and the gate has to learn that.
       if (options_.gate != nullptr && end.restarts && !culprit_->may_restart) {
         end = std::move(local);
       }
@@ -523,8 +524,8 @@ JobResult Agent::RunAttempts() {
     {
       MutexLock lock(&mu_);
       stop_wanted = stop_wanted_;
-      // What is left from the attempt before. Kept workers may have ended meanwhile, or said
-      // something.
+      // Keep what is left from the previous attempt: kept workers may have ended or reported
+      // meanwhile.
       std::deque<Event> left;
       for (Event& event : events_) {
         if (!std::holds_alternative<EndedElsewhere>(event)) left.push_back(std::move(event));
@@ -541,7 +542,7 @@ JobResult Agent::RunAttempts() {
       result.outcome = attempt == 0 ? JobResult::Outcome::kRefused : JobResult::Outcome::kFailed;
       result.status = meeting.status();
       if (attempt > 0) result.failure = {std::string(meeting.status().message()), {}};
-      // What this machine was to say there.
+      // The end of the last attempt, which this machine was to report when the machines meet.
       if (!counted_.last.why.empty()) {
         result.failure = counted_.last;
         absl::StrAppend(&result.failure.why, "; and ", meeting.status().message());
@@ -618,7 +619,7 @@ JobResult Agent::RunAttempts() {
       if (absl::IsCancelled(allowed) || absl::IsAborted(allowed)) {
         TakeStop();
         if (absl::IsAborted(allowed)) {
-          // Who has allowed it has counted this failure.
+          // The gate counted this failure when it allowed the restart.
           result.failed_here.reset();
           result.failure = {};
         }
@@ -630,7 +631,7 @@ JobResult Agent::RunAttempts() {
         return result;
       }
     }
-    // They meet only to hear of it.
+    // The machines meet once more only to learn of that end.
     if (!counted_.last.why.empty()) continue;
     if (counts) ++counted_.total;
     CountStart(options_.class_limits, end_class, &counted_.by_class);

@@ -95,16 +95,17 @@ struct JobResult {
   int restarts = 0;
 };
 
-// Who decides whether workers are started again while others go on.
+// Decides whether lost workers are started again while the others keep running.
 class RestartGate {
  public:
   virtual ~RestartGate() = default;
   // Whether the `restart`-th one (from 1) may be asked for, after this end of a worker. Does not
   // block.
   virtual bool MayAsk(int restart, const WorkerEnd& cause) const = 0;
-  // Asks for it and blocks until it may begin, on this node. `result`: how it would end otherwise.
-  // Errors: CANCELLED after Cancel(), which is also how it is refused: who decides stops the job;
-  // ABORTED the same, but it had been allowed, so that `result` is known and counted.
+  // Asks for the restart and blocks until it may begin, on this node. `result`: how the job would
+  // end without it. Errors: CANCELLED after Cancel(), and also if the restart is refused, because
+  // the coordinator then stops the job; ABORTED likewise after it had been allowed, so that
+  // `result` is known and counted.
   virtual absl::Status Await(int restart, const JobResult& result) = 0;
   // Makes Await return. Final. Does not block; any thread.
   virtual void Cancel() = 0;
@@ -146,10 +147,10 @@ class Agent {
     std::string killed_because;  // empty: it was not killed
     v1::EndClass killed_as = v1::END_CLASS_UNSPECIFIED;
     Reentry reentry = Reentry::kNone;
-    bool kept = false;     // the attempt in which it was started has ended without it
-    bool awaited = false;  // and it has not given that up yet
-    bool renewed = false;  // it was stopped for that, and is started again
-    // It had ended when another node ended the attempt, so nobody has asked it to.
+    bool kept = false;     // it outlives the attempt in which it was started
+    bool awaited = false;  // kept, and has not yet left that generation
+    bool renewed = false;  // stopped because it cannot re-enter; is started again
+    // It had already ended when another node ended the attempt, so it was not asked to end.
     bool by_itself = false;
   };
   struct Ended {
@@ -195,13 +196,14 @@ class Agent {
   // without this one.
   AttemptEnd EndOfThisMachine(std::string why) const;
   v1::EndClass ClassOfWorker(const WorkerEnd& end) const;
-  // Why no other attempt may follow an end of this class, in words that follow "; ", of which there
-  // may be none. nullopt: one may. Without a gate.
+  // Why no attempt may follow an end of this class, in words that follow "; " (possibly empty).
+  // nullopt: one may follow. Without a gate only.
   std::optional<std::string> WhyLast(v1::EndClass end_class) const;
   // Whether another attempt may follow one that has failed by this worker, as far as this node
   // knows.
   bool MayRestart(const WorkerEnd& cause) const;
-  // With a gate: and it is to start again what it has lost, because others can go on.
+  // Whether, with a gate, the attempt can go on: others keep running while what it has lost is
+  // started again.
   bool IsWorthKeeping(const WorkerEnd& cause) const;
   void KillWorker(const KillWanted& wanted);
   void OnReentry(const ReentryTold& told);

@@ -698,7 +698,7 @@ TEST_F(GateTest, StoppedAfterTheRestart_IsNotBlamedForTheFailureBefore) {
   EXPECT_FALSE(result.failed_here.has_value());
 }
 
-TEST_F(GateTest, AnotherNodeDecides) {
+TEST_F(GateTest, EndOfAnotherNode_RestartsOrEndsAsItSays) {
   StartWorkers();
   agent_->Reenters("w0", Reentry::kAble);
   agent_->Reenters("w1", Reentry::kAble);

@@ -8,7 +8,7 @@
 namespace muster::agent {
 namespace {
 
-// What both kinds of arrivals have in common, by one name.
+// Calls `f` with the request of `op`, whichever kind of arrival it is.
 template <typename F>
 auto With(const v1::Op& op, F f) {
   return op.has_arrive() ? f(op.arrive()) : f(op.arrive_many());

@@ -41,7 +41,8 @@ v1::AttemptEnd DescribeEnd(const JobResult& result, const std::vector<int>& user
       end.set_end_class(v1::END_CLASS_SUCCEEDED);
       return end;
     case JobResult::Outcome::kStopped:
-      // Another node may have told of the failure of this one, an echo, before it was over here.
+      // Another node may have reported the failure of this one (an echo) before the attempt was
+      // over here.
       if (first || user_error) break;
       end.set_end_class(v1::END_CLASS_CANCELLED);
       end.set_why("its runner was asked to stop");
@@ -53,7 +54,7 @@ v1::AttemptEnd DescribeEnd(const JobResult& result, const std::vector<int>& user
     case JobResult::Outcome::kFailed:
       break;
   }
-  // No retry helps after that, whichever was first.
+  // No retry helps after a user error, even if another failure came first.
   const bool own = user_error && !first;
   end.set_why(Printable(own ? here->ToString() : result.failure.why, kMaxText));
   for (const std::string& line : own ? here->last_lines : result.failure.last_lines) {
@@ -67,7 +68,8 @@ v1::AttemptEnd DescribeEnd(const JobResult& result, const std::vector<int>& user
     return end;
   }
   if (hang != nullptr && here->killed_because == hang->hang.why) {
-    // What was killed for it is not the cause, nor are its last lines.
+    // The worker that was killed because of the hang is not its cause, and its last lines do not
+    // show it.
     end.set_end_class(v1::END_CLASS_HANG);
     end.set_why(Printable(hang->hang.why, kMaxText));
     end.set_rank(hang->hang.rank);

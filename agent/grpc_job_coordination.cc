@@ -45,11 +45,11 @@ constexpr absl::Duration kFirstContact = absl::Seconds(30);
 constexpr char kFinish[] = "finish";      // the barrier of agents whose workers are all done
 constexpr char kFinished[] = "finished";  // the key that tells of it, and outlives the generation
 constexpr absl::Duration kLook = absl::Seconds(1);  // for machines that wait for a place
-// After so many of them every machine has seen that one does not wait.
+// After so many looks, every machine has noticed that this one does not wait for a place.
 constexpr int kLooksOfAll = 3;
 constexpr absl::Duration kLookAgain = absl::Milliseconds(200);  // whether machines are heard
-// After a machine that came has gone, the attempt is ended for the next one of its host only so
-// much later; doubled each time.
+// After a machine that joined has gone again, the next one of its host ends the attempt only after
+// this delay, which doubles each time.
 constexpr absl::Duration kComeAgain = absl::Seconds(10);
 constexpr absl::Duration kComeAgainAtMost = absl::Minutes(10);
 constexpr int kMaxCount = 1'000'000'000;
@@ -304,7 +304,7 @@ class GrpcJobCoordination final : public JobCoordination {
       MUSTER_RETURN_IF_ERROR(CompareSettings());
     }
     while (true) {
-      // Once: who was away for longer compares with what it knew.
+      // Read once, so that a machine that was away compares with what it knew before.
       if (elastic() && !finished_before_.has_value()) finished_before_ = Finished();
       const absl::Status joined = Join(&meeting.finished);
       if (meeting.finished) return meeting;
@@ -560,9 +560,10 @@ class GrpcJobCoordination final : public JobCoordination {
     return now.has_value() && !now->empty() && *now != *finished_before_;
   }
 
-  // Without this process the others would lose their coordinator: blocks while they have places.
-  // True: all of them are done. False: they meet again, and this one may join them; or they have
-  // room for it, and nothing keeps it out any more. Errors: `no_place` nobody is left.
+  // Blocks while other machines have places, because without this process they would lose their
+  // coordinator. True: all of them are done. False: this machine may join, because they meet again,
+  // or because they have room for it and nothing keeps it out any more. Errors: `no_place` if no
+  // machine is left.
   absl::StatusOr<bool> ServeOthers(const absl::Status& no_place) {
     for (int looks = 1;; ++looks) {
       const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kCancelled);
@@ -579,9 +580,10 @@ class GrpcJobCoordination final : public JobCoordination {
         bool meets_again = false;
         for (const v1::Member& member : *members) {
           if (member.rank() < 0 || member.state() != v1::WORKER_STATE_RUNNING) continue;
-          // Its generation has ended: it has its seat of that, and waits for the next.
+          // Its generation has ended: it still has that seat, and waits for the next one.
           meets_again |= joining.contains({member.worker_id(), member.incarnation()});
-          // Between two generations nobody takes the seat of one that is gone.
+          // Between two generations the seat of a machine that is gone stays taken: only its
+          // silence shows it.
           const bool silent =
               rpc::FromProto(member.heartbeat_age()) > options_.lease + options_.outage_tolerance;
           if (!silent) ++running;
@@ -593,8 +595,8 @@ class GrpcJobCoordination final : public JobCoordination {
           return false;
         }
         if (running == 0) return no_place;
-        // It asks as a machine that comes, for which they start again: see LookForMachines. That
-        // would be in vain while its host is quarantined.
+        // Now it asks for a place as a newcomer, for which the others start again
+        // (LookForMachines). That is in vain while its host is quarantined.
         if (looks >= kLooksOfAll && running < options_.num_nodes &&
             session_->IsQuarantined(agents_job_, hostname_) == false) {
           asks_itself_ = no_place;
@@ -785,8 +787,8 @@ class GrpcJobCoordination final : public JobCoordination {
     return absl::IsDeadlineExceeded(waited) ? NoAnswer(timeout) : waited;
   }
 
-  // As Call, of an operation that waits for other machines; nullopt: they are done meanwhile. Who
-  // hosts the coordinator learns that from nobody.
+  // Like Call, for an operation that waits for other machines; nullopt: they have finished
+  // meanwhile. The machine that hosts the coordinator has to find that out by itself.
   std::optional<absl::StatusOr<v1::OpResult>> CallUnlessFinished(v1::Op op,
                                                                  absl::Duration timeout) {
     if (!elastic() || !options_.hosts_coordinator) {
@@ -914,8 +916,8 @@ class GrpcJobCoordination final : public JobCoordination {
     return members;
   }
 
-  // A failure here may be what this machine sees of the loss of another one, whose agent then is
-  // heard no more. Returns when that is decided.
+  // A failure here may be how this machine notices the loss of another one, whose agent then falls
+  // silent. Returns when that is decided.
   void JudgeCause(AttemptEnd* end) {
     const absl::Time start = Clock::Real().Now();
     while (num_nodes_ > 1) {
@@ -967,7 +969,7 @@ class GrpcJobCoordination final : public JobCoordination {
         waiting.insert(member.incarnation());
       }
     }
-    // One that has given up and asks again later has a reason to.
+    // A machine that gives up and asks again later counts as new.
     std::erase_if(passed_over_, [&](uint64_t one) { return waiting.count(one) == 0; });
     const v1::Member* comer = nullptr;
     std::set<std::string> quarantined;
@@ -980,7 +982,7 @@ class GrpcJobCoordination final : public JobCoordination {
       } else if (former != came_.end() && now < former->second.again) {
         continue;
       }
-      // It would get no place, also if it comes back again and again.
+      // It would get no place, however often it comes back.
       if (quarantined.count(member.host()) > 0) continue;
       if (session_->IsQuarantined(agents_job_, member.host()) == true) {
         quarantined.insert(member.host());
@@ -996,8 +998,8 @@ class GrpcJobCoordination final : public JobCoordination {
                             AttemptEnd::Cause::kMachineCame};
     // Machines that have finished already do not start again.
     if (!WriteEndUnlessDone(end)) return now + kLook;
-    // One that gets no place all the same, because its host is quarantined meanwhile, ends no other
-    // attempt; one whose launch ends and begins again and again does so ever more seldom.
+    // A machine that gets no place after all (its host has been quarantined meanwhile) ends no
+    // further attempt. A launch that keeps ending and starting again does so less and less often.
     passed_over_ = std::move(waiting);
     Came& came = came_[comer->host()];
     came.incarnation = comer->incarnation();
@@ -1319,13 +1321,13 @@ class GrpcJobCoordination final : public JobCoordination {
   std::string launch_;                          // its name, once it has one
   std::optional<AttemptEnd> told_end_;  // what Fail has returned for the attempt that is watched
 
-  // Of the machine that hosts the coordinator, while it has no place. That it asks for one beside
-  // others that run, and how the wait for the last one ended; and that it has said why it stays.
+  // For the machine that hosts the coordinator, while it has no place: how its last wait for one
+  // ended, if it now asks for one beside machines that run; and whether it has logged why it stays.
   std::optional<absl::Status> asks_itself_;
   bool told_it_serves_ = false;
 
-  // Those that waited when an attempt was ended for them. With grow_timer_'s thread, or while there
-  // is none.
+  // The machines that waited when an attempt was ended for them. Used by grow_timer_'s thread, or
+  // while there is no such thread.
   std::set<uint64_t> passed_over_;
   // By host: the last start of a machine that an attempt was ended for, and when it may be for the
   // next one if that start has ended.

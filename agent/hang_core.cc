@@ -34,9 +34,8 @@ std::vector<const v1::Member*> Alive(const v1::GetMembersReply& members) {
   return alive;
 }
 
-// A rank was lost, and the others wait for the one that follows it, or have just been told to. They
-// are as alive as before, and cannot show progress until then. Ranks that have finished are no
-// loss.
+// Whether a rank was lost and the others wait for its successor, or have just been told to: until
+// then they are alive but cannot show progress. Ranks that have finished are not lost.
 bool LacksARank(const v1::GetMembersReply& members) {
   std::set<absl::string_view> seated;
   for (const v1::Member& member : members.members()) {

@@ -19,10 +19,10 @@ struct JobGpu {
 
 // The first `wanted` GPUs (-1: all) of an agent that runs with this CUDA_VISIBLE_DEVICES (nullopt:
 // without it), on a machine with these GPUs (none: none could be seen). As for a CUDA program, its
-// entries count up to the first one that names no GPU, and the start of a UUID is enough; names of
-// which the machine says nothing are believed. An agent that sees none has as many as it is told,
-// by their numbers from 0 on. Pure. INVALID_ARGUMENT: more are wanted than are named, one is or may
-// be named twice, or a name fits several.
+// entries count up to the first one that names no GPU, and the start of a UUID is enough; names
+// that cannot be checked on this machine are accepted. An agent that sees no GPU has `wanted` of
+// them, numbered from 0. Pure. INVALID_ARGUMENT: more are wanted than are named, one is or may be
+// named twice, or a name fits several.
 absl::StatusOr<std::vector<JobGpu>> ChooseJobGpus(const std::optional<std::string>& visible,
                                                   const std::vector<Gpu>& machine, int wanted);
 

@@ -55,7 +55,7 @@ TEST(ChooseJobGpus, OneGpuInTwoWritings_IsRefused) {
   EXPECT_THAT(Chosen("0,GPU-6f2a", 2), HasSubstr("0 and GPU-6f2a may be the same GPU"));
 }
 
-TEST(MemoryOfJobGpus, IsThatOfTheGpuItself) {
+TEST(MemoryOfJobGpus, KnownGpu_HasItsMemoryAndOthersZero) {
   EXPECT_EQ(MemoryOfJobGpus({{"2", 2}, {"GPU-6f", 0}, {"MIG-1", -1}, {"9", 9}}, {10, 11, 12}),
             (std::vector<int64_t>{12, 10, 0, 0}));
 }

@@ -64,7 +64,7 @@ absl::StatusOr<OwnedFd> OpenLock(const std::string& path) {
   return file;
 }
 
-// Whether the lock is had; false: with LOCK_NB, another has it.
+// Takes the lock. False: with LOCK_NB, another process has it.
 absl::StatusOr<bool> Lock(const OwnedFd& file, int operation, const std::string& path) {
   while (flock(file.get(), operation) != 0) {
     if (errno == EINTR) continue;
@@ -121,13 +121,13 @@ absl::StatusOr<LogFolder> BeginLogFolder(const std::string& folder, const std::s
       return absl::ErrnoToStatus(errno, path);
     }
   }
-  // Nobody asks for it alone without the lock on `file`.
+  // Does not block: only the holder of the lock on `file` asks for this one exclusively.
   if (!Lock(begun.runs, LOCK_SH, runs).ok()) {
     // What was to be moved is moved: only that this launch runs stays unknown to others.
     begun.runs = OwnedFd();
     return begun;
   }
-  // Without its name it runs as well.
+  // The launch works even if its name cannot be written.
   const std::string holder = DescribeHolder();
   struct stat now = {};
   if (fstat(begun.runs.get(), &now) != 0 ||

@@ -29,7 +29,7 @@ std::string Read(pid_t pid, const std::string& path) {
   return std::string(text, size < 0 ? 0 : static_cast<size_t>(size));
 }
 
-TEST(OpenMappedFile, FilesOnly) {
+TEST(OpenMappedFile, OtherThanRegularFiles_AreNotOpened) {
   const TestFolder folder;
   ASSERT_TRUE(WriteFileAtomically(folder.Path("file"), "text").ok());
   ASSERT_EQ(mkfifo(folder.Path("fifo").c_str(), 0600), 0);

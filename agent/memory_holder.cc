@@ -33,7 +33,7 @@ void Answer(int connection, const absl::Status& status) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<MemoryHolder>> MemoryHolder::Start(Options options) {
-  // The name is no secret: who connects is asked of the kernel.
+  // The name need not be secret: the kernel says which process connects.
   if (options.address.empty()) options.address = absl::StrCat("muster-memory-", RandomHex());
   sockaddr_un name;
   const size_t size = AbstractAddress(options.address, &name);

@@ -10,9 +10,9 @@
 
 namespace muster::agent {
 
-// How long a node holds what the attempts of a job have left in memory: while one of them runs
-// here, and then until the job has ended, for kKept at most, or until another job starts here,
-// which needs memory, too. Pure; not thread-safe.
+// Decides how long a node keeps the memory that the attempts of a job have left: while one of them
+// runs here, and then until the job ends, another job starts here (which needs memory, too), or
+// kKept has passed. Pure; not thread-safe.
 class MemoryTerms {
  public:
   // Another attempt usually begins within seconds, and after its longest delay within 5 minutes.

@@ -259,8 +259,8 @@ class JobStopper {
   int first_signal_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
-// Ends what runs here when the job hangs, if that are the first `slots` ranks. `*told` belongs to
-// the watch as long as that is there.
+// Ends the workers of this node when the job hangs, if they are the first `slots` ranks. While the
+// watch exists, only it may use `*told`.
 std::unique_ptr<HangWatch> WatchForHangs(absl::Duration timeout, int slots, OpSender& sender,
                                          Agent& agent, WorkerProcesses& processes,
                                          OutputMux& output, JobStopper& stopper,

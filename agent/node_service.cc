@@ -70,19 +70,19 @@ namespace {
 using json = nlohmann::json;
 
 constexpr absl::Duration kSyncTimeout = absl::Seconds(40);  // held for a third of a lease
-// A call that ends so long after its timeout hangs.
+// A call that has not ended this long after its timeout hangs.
 constexpr absl::Duration kSyncSlack = absl::Seconds(20);
 // Between calls that fail; each is a random part of it.
 constexpr absl::Duration kAwayLeast = absl::Milliseconds(200);
 constexpr absl::Duration kAwayMost = absl::Seconds(5);
-// Between attempts to connect to a coordinator that is not there: so long, at most, it has no nodes
-// after its start where its host answers; one attempt at a host that drops packets takes 10 s. gRPC
-// makes each a fifth longer or shorter.
+// Between attempts to connect to a coordinator that does not answer: for so long at most it has no
+// nodes after its start, if its host answers. One attempt at a host that drops packets takes 10 s.
+// gRPC makes each wait a fifth longer or shorter.
 constexpr absl::Duration kConnectAgain = absl::Seconds(2);
 constexpr absl::Duration kConnectedPoll = absl::Milliseconds(200);  // for the end of the service
-// A connection that has gone without a word, as in a firewall that has lost its state, is found
-// dead within this time, the wait for the answer to it and that for a held call, and the next one
-// is there before a lease (30 s by default) ends: the node would be lost, and its jobs with it.
+// A connection that was lost silently (a firewall that forgot it, say) is noticed within this time,
+// the wait for the keepalive's answer and the time of a held call, and is replaced before the
+// node's lease (30 s by default) ends, with which its jobs would be lost.
 constexpr absl::Duration kKeepalive = absl::Seconds(5);
 constexpr absl::Duration kAnswerTimeout = absl::Seconds(10);
 // How often a log with a waiting reader is polled.

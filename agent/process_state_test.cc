@@ -172,7 +172,7 @@ TEST(ProcessState, ToString_NamesWhatIsKnown) {
   EXPECT_EQ(state.ToString(), "sleeping in futex (futex_wait_queue)");
 }
 
-TEST(Descends, FamilyAndOthers) {
+TEST(Descends, Child_DescendsFromItsParentAndNotTheReverse) {
   EXPECT_TRUE(Descends(getpid(), getpid()));
   EXPECT_FALSE(Descends(getpid(), 1 << 30));
   const pid_t child = fork();

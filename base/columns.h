@@ -13,8 +13,8 @@ size_t CharacterBytes(absl::string_view text);
 
 // Columns that a terminal needs for one line of UTF-8: two for East Asian wide characters and
 // emoji, none for combining marks, one for all others and for bytes that are not UTF-8. Roughly as
-// wcwidth() has them, which knows none in the C locale. Control characters count as one. All are
-// thread-safe.
+// wcwidth(), which knows no wide characters in the C locale. Control characters count as one. All
+// are thread-safe.
 int Columns(absl::string_view text);
 
 // The longest start of `text` that takes at most `columns`, marks that combine with its last

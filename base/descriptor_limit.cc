@@ -7,8 +7,8 @@
 namespace muster {
 namespace {
 
-// The soft limit from before; RLIM_INFINITY: nothing was raised. A child may look at it right after
-// fork, so it is no lock's.
+// The soft limit before it was raised; RLIM_INFINITY: it was not raised. Atomic instead of guarded
+// by a lock, because a child may read it right after fork.
 std::atomic<rlim_t> before{RLIM_INFINITY};
 
 }  // namespace

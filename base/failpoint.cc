@@ -323,7 +323,7 @@ absl::Status failpoint_internal::Hit(const char* name) {
       once_path = state.once_path;
     }
   }
-  // A reader that lets it wait holds up this thread, and no other failpoint.
+  // If the reader of the report blocks the write, only this thread waits, and no other failpoint.
   if (!report_path.empty()) {
     AppendLine(report_path, name);
     MutexLock lock(&state.mu);
@@ -335,7 +335,7 @@ absl::Status failpoint_internal::Hit(const char* name) {
   MUSTER_LOG(Warning) << "failpoint " << name << " fires (pass " << at << ")";
   switch (action) {
     case Action::kKill: {
-      // What other threads have passed is in the report.
+      // Wait until the failpoints that other threads have passed are in the report.
       MutexLock lock(&state.mu);
       while (state.reporting > 0) state.changed.Wait(&state.mu);
       raise(SIGKILL);

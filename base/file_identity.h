@@ -14,12 +14,13 @@ namespace muster {
 // from stat().
 std::string FileIdentityOf(const struct stat& info);
 
-// The same of what is at `path` now, at the end of links: another one if another file has taken its
-// place. Nothing: there is none, or it cannot be examined. Thread-safe.
+// The identity of the file at `path` now, at the end of links. It changes when another file takes
+// its place. nullopt: there is none, or it cannot be examined. Thread-safe.
 std::optional<std::string> FileIdentityAt(const std::string& path);
 
-// Of files that other processes may replace at any moment: calls `look`, which says whether what it
-// has looked at is still there, until that is so, three times at most. False: it never was.
+// For files that other processes may replace at any moment: calls `look` until it returns true,
+// that is, until what it read was not replaced meanwhile; at most three times. Returns false if it
+// never did.
 bool LookUntilItStays(absl::FunctionRef<bool()> look);
 
 }  // namespace muster

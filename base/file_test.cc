@@ -84,7 +84,7 @@ TEST(RemoveTree, NothingThere_IsFine) {
   EXPECT_FALSE(PathExists(folder + "/a"));
 }
 
-TEST(Paths, JoinAndSplit) {
+TEST(Paths, Slashes_AreJoinedAndSplitAsParts) {
   EXPECT_EQ(JoinPath("a", "b"), "a/b");
   EXPECT_EQ(JoinPath("a/", "b"), "a/b");
   EXPECT_EQ(JoinPath("a", "/b"), "/b");

@@ -123,7 +123,8 @@ absl::Status SendHeldMemoryMessage(int socket, const HeldMemoryMessage& message,
 absl::StatusOr<HeldMemoryMessage> ReceiveHeldMemoryMessage(int socket, OwnedFd* fd) {
   HeldMemoryMessage message;
   iovec data = {&message, sizeof(message)};
-  // Room for more than one, so that a stranger's surplus is received and closed.
+  // Room for several descriptors: a hostile peer may send more than one, and all must be received
+  // to be closed.
   alignas(cmsghdr) char control[CMSG_SPACE(4 * sizeof(int))];
   msghdr header = {};
   header.msg_iov = &data;

@@ -15,10 +15,11 @@
 namespace muster {
 
 // Memory that outlives the process that fills it: files in memory (memfd) whose descriptors the
-// node's agent holds. Their owner and the agent talk over a unix socket of the abstract namespace,
-// one request a connection. Here is what both sides share; MemoryHolder in agent/ is the agent's.
+// node's agent holds. The worker and the agent talk over a unix socket in the abstract namespace,
+// one request per connection. This file has what both sides share; MemoryHolder
+// (agent/memory_holder.h) is the agent's side.
 
-// A worker has so many pieces of memory at most, numbered from 0.
+// The most pieces of memory (slots) that a worker has, numbered from 0.
 inline constexpr int kHeldSlots = 32;
 
 // A new file in memory that can grow but never shrink, so that a reader's mapping stays valid.
@@ -29,9 +30,9 @@ absl::StatusOr<OwnedFd> CreateHoldableMemory(const std::string& name);
 absl::Status CheckHoldableMemory(int fd);
 
 // Gives the agent a share of `fd`, in place of what this worker gave it as `slot` before. Errors:
-// UNAVAILABLE no agent listens at `socket`; PERMISSION_DENIED this process is no worker of it;
-// INVALID_ARGUMENT it does not hold this. `worker_id`: where this process speaks for several
-// workers, the one that gives it.
+// UNAVAILABLE no agent listens at `socket`; PERMISSION_DENIED this process is not one of the
+// agent's workers; INVALID_ARGUMENT the agent cannot hold this file. `worker_id`: where this
+// process speaks for several workers, the one that gives it.
 absl::Status HoldMemory(const std::string& socket, int slot, int fd,
                         const std::string& worker_id = "");
 
@@ -45,7 +46,7 @@ struct HeldMemory {
 // the job. Errors: as HoldMemory.
 absl::StatusOr<std::vector<HeldMemory>> TakeHeldMemory(const std::string& socket);
 
-// What a worker has left that does not run on this node now. Errors: as HoldMemory.
+// Drops what a worker that does not run on this node now has left in a slot. Errors: as HoldMemory.
 absl::Status DropHeldMemory(const std::string& socket, const std::string& worker_id, int slot);
 
 // What a worker can do when another process of its job is lost. It tells its agent by the same

@@ -10,8 +10,9 @@
 
 namespace muster {
 
-// The log level of this process, which may be set for a time: then the level before returns by
-// itself, at the latest when this ends. Thread-safe; nothing blocks but the destructor.
+// The log level of this process, which may be set for a limited time: then the previous level
+// returns by itself, at the latest when this object is destroyed. Thread-safe; only the destructor
+// blocks.
 class LogLevelControl {
  public:
   struct State {
@@ -29,8 +30,8 @@ class LogLevelControl {
   // `span`: infinite until it is set again. A level that is set for a time replaces another one
   // that is, and not the level that returns.
   State Set(LogLevel level, absl::Duration span);
-  // Lets the level before return if that is due; returns when to be called again. Its own thread
-  // calls it.
+  // Restores the previous level if that is due; returns when to be called again. Called by its own
+  // thread.
   absl::Time Tick();
 
  private:

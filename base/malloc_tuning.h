@@ -9,17 +9,17 @@ namespace muster {
 // MALLOC_ variable of glibc is set. Once per process.
 void KeepFreedBatchMemory();
 
-// The opposite, which wins whatever comes first: pieces of 1 MiB and more go back to the kernel
-// when they are freed. For programs that are bounded by memory, as those that drop activations:
-// what they have freed would stay the process's, up to several times of what they use. Costs system
-// time (bench/README.md). Thread-safe, as the other.
+// The opposite of KeepFreedBatchMemory(), over which it wins in whichever order they are called:
+// pieces of 1 MiB and more go back to the kernel when they are freed. For programs that are short
+// of memory, such as those that drop activations: freed memory would otherwise stay with the
+// process, up to several times what it uses. Costs system time (bench/README.md). Thread-safe.
 void GiveBackFreedMemory();
 
-// While one lives, freed memory goes back to the kernel as after GiveBackFreedMemory(), and at its
-// end all that is free does; then what was chosen before counts again, by default to keep it. For
-// what takes and frees far more memory than the program needs later, as a model that is made
-// parameter by parameter to be divided: small pieces between keep glibc from using it again.
-// Thread-safe.
+// While an object lives, freed memory goes back to the kernel as after GiveBackFreedMemory(). Its
+// destructor gives back all memory that is free and then restores the earlier choice (by default,
+// to keep it). For code that allocates and frees far more than the program needs later, such as
+// making a model parameter by parameter in order to divide it: small blocks in between would keep
+// glibc from reusing that memory. Thread-safe.
 class FreedMemoryGoesBack {
  public:
   FreedMemoryGoesBack();

@@ -42,9 +42,9 @@ size_t LeftOfGroup(const std::string& folder, const Interface& names) {
   };
   const int64_t limit = number(names.limit, ""), used = number(names.used, "");
   if (limit < 0 || used < 0) return SIZE_MAX;
-  // The page cache counts as used, and goes when memory is wanted. The kernel counts it elsewhere,
-  // and later: it may say more than is used, which without a limit would be more than there are
-  // numbers.
+  // The page cache counts as used, but the kernel reclaims it when memory is needed. It is counted
+  // separately and later, so it can exceed what is used; subtracting it without the clamp could
+  // overflow.
   const int64_t cache = std::max<int64_t>(0, number("memory.stat", names.cache)) -
                         std::max<int64_t>(0, number("memory.stat", names.shared));
   const int64_t held = used - std::clamp<int64_t>(cache, 0, used);
@@ -70,7 +70,7 @@ size_t MemoryLeft(const std::string& root) {
   const int64_t kilobytes = NumberIn(root + "/proc/meminfo", "MemAvailable:");
   if (kilobytes >= 0) left = static_cast<size_t>(kilobytes) * 1024;
   const std::string first = root + "/sys/fs/cgroup/memory", second = root + "/sys/fs/cgroup";
-  // As a container has them whose groups are hidden from it.
+  // Where a container finds the files if the paths of its groups are hidden from it.
   left = std::min({left, LeftOfGroup(first, kFirst), LeftOfGroup(second, kSecond)});
   const absl::StatusOr<std::string> groups = ReadFile(root + "/proc/self/cgroup");
   if (!groups.ok()) return left;

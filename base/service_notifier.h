@@ -33,11 +33,11 @@ class ServiceNotifier {
 
   // It serves now. `status` is one line for people.
   void Ready(absl::string_view status);
-  // Sends the line if it is another one than the last.
+  // Sends the line unless it equals the last one.
   void Status(absl::string_view status);
   void Stopping(absl::string_view status);
-  // To be called by what has to go on for the process to be of use, each time it has gone round:
-  // from nowhere else, or a process that hangs would look alive.
+  // Call it each time the loop that makes this process useful has completed a round, and from
+  // nowhere else: otherwise a process that hangs would look alive.
   void Alive(absl::Time now);
 
  private:
@@ -46,7 +46,7 @@ class ServiceNotifier {
   Options options_;
   std::string status_;
   absl::Time last_alive_ = absl::InfinitePast();
-  bool told_ = false;  // that nobody takes the messages
+  bool told_ = false;  // logged that no manager takes the messages
 };
 
 }  // namespace muster

@@ -25,9 +25,10 @@ class TestTerminal {
     MUSTER_CHECK(ioctl(near(), TIOCSWINSZ, &size) == 0);
   }
 
-  // Where a person is: reads what is shown, writes keys.
+  // The end of the user, who reads what is shown and writes keys.
   int user() const { return user_.get(); }
-  // Where a program is. It stays open, so that the terminal outlives a command, as a shell's does.
+  // The end of the program. It stays open, so that the terminal outlives a command, as a shell's
+  // does.
   int near() const { return near_.get(); }
 
   termios Mode() const {

@@ -5,7 +5,7 @@
 namespace muster {
 namespace {
 
-TEST(IsValidUtf8, EdgeCases) {
+TEST(IsValidUtf8, MalformedSequences_AreRefused) {
   EXPECT_TRUE(IsValidUtf8("aé✓😀"));
   for (const char* bad : {"\xff", "\xc0\x80", "\xe0\x80\x80", "\xed\xa0\x80", "\xf4\x90\x80\x80",
                           "\xe2\x9c", "\x80"}) {

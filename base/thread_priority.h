@@ -8,8 +8,8 @@ namespace muster {
 inline constexpr int kIdleNice = 19;
 
 // Gives the calling thread this nice value, 0 to 19, which the threads that it starts inherit. It
-// keeps its priority where the system refuses. Raising it again takes privileges: what others wait
-// for they have to be able to do themselves.
+// keeps its priority where the system refuses. Raising the priority again needs privileges, so
+// other threads must be able to do themselves whatever work of this thread they wait for.
 void LowerThreadPriority(int nice);
 
 }  // namespace muster

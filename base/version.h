@@ -3,7 +3,7 @@
 
 namespace muster {
 
-// Of Muster. tools/install reads it from here.
+// The version of Muster. tools/install reads it from this line.
 inline constexpr char kVersion[] = "0.1.0";
 
 }  // namespace muster

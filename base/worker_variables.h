@@ -5,8 +5,8 @@
 
 namespace muster {
 
-// A variable that launches and agents set for each process, whatever a user gives for it. A user's
-// value is to be refused, because it would be lost without a word.
+// A variable that launches and agents set for every process. A value that a user gives for it must
+// be refused, because it would be overwritten without notice.
 struct WorkerVariable {
   absl::string_view name;
   // The setting of a launch that says the same, "mixed_precision"; empty: there is none, as for the

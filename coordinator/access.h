@@ -42,8 +42,8 @@ absl::string_view NameOf(const v1::Op& op);
 // none.
 absl::string_view JobOf(const v1::Op& op);
 
-// Drops the worker that an operation's fence names, and what it has seen. Its incarnation becomes
-// that of a process of `person`, which is no other's: repeated requests are told by it.
+// Drops the worker that an operation's fence names, and what it has seen. The incarnation becomes
+// one that only `person` has, by which repeated requests are recognised.
 void ForgetWorker(absl::string_view person, v1::Op* op);
 
 // Whether `who` may do this. `owner_of`: who submitted the job of that id, or the one that this

@@ -73,7 +73,7 @@ void Agents::Heard(absl::string_view node, Agent* agent, absl::Time now) {
   agent->heard = now;
   if (cut_off_.empty() || cut_off_.erase(node) == 0) return;
   if (2 * static_cast<int>(cut_off_.size()) > before_cut_) return;
-  // Most are back: the rest has some time to follow.
+  // Most agents are back: the others have some time to follow.
   cut_off_.clear();
   cut_ended_ = now;
 }

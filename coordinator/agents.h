@@ -18,7 +18,7 @@ namespace muster::coordinator {
 // them fell silent at once, as in a network partition. Not thread-safe.
 class Agents {
  public:
-  // The messages of an agent.
+  // When an agent was heard.
   struct Voice {
     absl::Time beat;  // the last one
     absl::Time back;  // first message after missed beats, or at all
@@ -41,13 +41,13 @@ class Agents {
   uint64_t NumberOf(absl::string_view node) const;
   // Nothing: it has no session, or has sent no beat in it.
   std::optional<Voice> VoiceOf(absl::string_view node) const;
-  // The last beat of the agent of `node`, if it proves something about a worker that it spoke of as
-  // number `via`: not if that was in another session, nor if it is a hub, which speaks whether the
-  // worker's own agent does or not.
+  // The last beat of the agent of `node`, if it is evidence about a worker that the agent reported
+  // in the session with number `via`. It is not if the agent has another session now, nor if the
+  // agent is a hub, whose beats come whether the worker's own agent lives or not.
   std::optional<absl::Time> WitnessBeat(absl::string_view node, uint64_t via) const;
 
-  // For a worker that was `last_seen` then: how many agents speak and how many have stopped when
-  // the worker did. O(agents), but not every time.
+  // Counts, for a worker last seen at `last_seen`, the agents that still send and those that fell
+  // silent when the worker did. O(agents), but earlier counts are reused.
   void CountFor(absl::Time last_seen, absl::Duration lease, absl::Time now, Silence* silence);
   // When the last cut ended: most agents were back.
   absl::Time cut_ended() const { return cut_ended_; }

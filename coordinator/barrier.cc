@@ -271,7 +271,7 @@ bool BarrierSet::HasRoomFor(absl::string_view id) {
     Name& name = it->second;
     name.idle = false;
     if (name.open != nullptr) continue;
-    // Used again since: it comes back when that result is dropped.
+    // Used again since: it is queued here again when its latest result is dropped.
     if (name.next.has_value() && kept_at_.contains(std::make_pair(it->first, *name.next - 1)))
       continue;
     names_.erase(it);

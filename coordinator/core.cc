@@ -10,7 +10,6 @@
 #include "coordinator/errors.h"
 
 namespace muster::coordinator {
-namespace {}  // namespace
 
 void DurationCounts::Observe(double seconds) {
   int bucket = 0;
@@ -385,7 +384,7 @@ std::map<v1::WorkerState, int64_t> Core::MembersByState() const {
   std::map<v1::WorkerState, int64_t> counts;
   for (const auto& [id, job] : impl_->jobs_) {
     for (const Seat& seat : job->seats()) {
-      // Who waits for the next generation is counted as that.
+      // Workers that wait for the next generation are counted below, as JOINING.
       if (job->sealed() || !job->Waits(seat)) ++counts[job->StateOf(seat)];
     }
     if (!job->rendezvous().empty()) counts[v1::WORKER_STATE_JOINING] += job->rendezvous().size();

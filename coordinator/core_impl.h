@@ -643,9 +643,9 @@ class Core::Impl::Job : public BarrierHost {
   Membership members_;
   Leases leases_;
   Rendezvous rendezvous_;
-  // What joins that time out are told; null: not said yet. It is said anew if others have joined or
-  // left since, but once a second at most: workers that time out and join again at once would make
-  // it as often as they do, of all workers each time.
+  // The answer to joins that time out; null: not made yet. It is made again if workers have joined
+  // or left since, but at most once a second: workers that time out and join again at once would
+  // otherwise have it made each time, from all workers.
   std::shared_ptr<const Answer> timeout_;
   absl::Time timeout_made_ = absl::InfinitePast();
   bool timeout_changed_ = false;

@@ -182,7 +182,8 @@ Core::Impl::Job* Core::Impl::BeginJob(Incoming* in, Job* former) {
   const uint64_t generation = former != nullptr ? former->generation() : 0;
   if (former != nullptr) {
     in->touched = nullptr;
-    // In one record with the begin of the new one: a crash leaves both jobs or the new one.
+    // In one record with the beginning of the new job: a crash leaves both jobs, or only the new
+    // one.
     Remove(
         former,
         absl::StrCat("it has ended, and another job of this name begins (",

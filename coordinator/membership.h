@@ -47,7 +47,7 @@ class Seat {
   void SetSave(const v1::SaveProgress* save);
   void SetProcessState(absl::string_view state);
   void SetStack(absl::string_view stack);
-  // Its worker was heard of through the agent of `node`, whose number is `agent`: a hub's messages
+  // A message named its worker, through the agent of `node` with number `agent`: a hub's messages
   // name hundreds of workers, whose names need not be compared each time.
   void HeardThrough(absl::string_view node, uint64_t agent);
 
@@ -70,8 +70,8 @@ void FillRow(const v1::SeatRecord& seat, v1::RankRow* row);
 // The record of the worker that asks for a seat; it lacks rank and node_rank.
 v1::SeatRecord MakeSeatRecord(const v1::JoinRequest& request, absl::string_view node);
 
-// Who sits where: the generations of a job, the seats of the last one, and whether it goes on. It
-// says nothing of time: see leases.h. Not thread-safe.
+// The generations of a job, the seats of the last one, and whether it continues. Time is the
+// business of leases.h. Not thread-safe.
 class Membership {
  public:
   // Once, before anything else: the generation to count from.
@@ -125,14 +125,14 @@ class Membership {
   absl::Status Restore(const v1::GenerationSealed& sealed, std::vector<Seat>* former);
   void Restore(const v1::GenerationClosed& ended);
   absl::Status Restore(const v1::SeatTaken& taken);
-  // Of a worker that holds a seat no more, nothing.
+  // No effect for a worker that no longer holds a seat.
   void Restore(const v1::WorkerEnded& ended);
   // After replay. Of a job whose workers gather for the first time, no generation has ended.
   void StartTerm(absl::Time now) {
     if (!sealed_ && restored_one_) ended_at_ = now;
   }
-  // The history after a copy of it was taken is lost: who sits where is not known, and `skipped`
-  // generations may have been sealed.
+  // The history since a copy of it was taken is lost: it is not known who holds which seat, and up
+  // to `skipped` generations may have been sealed.
   void BecomeRestored(uint64_t skipped);
 
   // The same records, for a snapshot.

@@ -56,8 +56,8 @@ class Quarantine {
 
   explicit Quarantine(const QuarantineOptions& options) : options_(options) {}
 
-  // `host` is named. If the decision says so, the caller quarantines it with Set. Nothing: strikes
-  // do not count here, or there are too many hosts.
+  // Adds a strike against `host`. If the decision says so, the caller quarantines it with Set.
+  // Nothing: strikes do not count here, or there are too many hosts.
   std::optional<Struck> Strike(const std::string& host, bool other_hosts, absl::string_view what,
                                absl::Time now);
   // A length of zero lifts a quarantine.
@@ -78,7 +78,7 @@ class Quarantine {
   void RestoreStrikes(const std::string& host, std::vector<absl::Time> strikes);
   void RestoreSet(const std::string& host, absl::Duration left, absl::Time until,
                   const std::string& reason, bool automatic);
-  // What is over by now is forgotten.
+  // Forgets strikes and quarantines that are over.
   void StartTerm(absl::Time now);
   void Clear() { hosts_.clear(); }
 

@@ -56,8 +56,8 @@ struct SealQuestion {
   bool survivors_wait = false;
   absl::Duration last_call;  // how long to wait for more once there are enough
   absl::Time last_call_ends = absl::InfiniteFuture();  // infinite: it has not begun
-  // Until when workers of the last generation that live, but do not wait yet, keep their claim to a
-  // seat. Past: there is none, or the others do not wait for them.
+  // Until when living workers of the last generation that do not wait yet keep their claim to a
+  // seat. In the past: there are none, or the others do not wait for them.
   absl::Time claims_end = absl::InfinitePast();
   absl::Time now;
 };
@@ -102,7 +102,7 @@ class Rendezvous {
   void SetDeadline(const std::string& worker_id, Waiter* waiter, absl::Time deadline);
   // Requires that it waits.
   Waiter Remove(absl::string_view worker_id);
-  // Asks f(request) -> WaiterKind again for all.
+  // Classifies all waiters again by f(request) -> WaiterKind.
   template <typename F>
   void Reclassify(F f) {
     for (auto& [worker_id, waiter] : waiting_) SetKind(&waiter, f(waiter.request));

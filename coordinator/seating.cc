@@ -51,7 +51,7 @@ int CompareNatural(absl::string_view a, absl::string_view b) {
 
 namespace {
 
-// All candidates, those first that get a seat first: survivors, then ordinary workers, spares, last
+// All candidates in the order in which they get seats: survivors, ordinary workers, spares, last
 // resorts.
 std::vector<int> ByClaim(const std::vector<Candidate>& candidates) {
   std::vector<int> order(candidates.size());

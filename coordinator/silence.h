@@ -18,8 +18,8 @@ struct Silence {
   absl::Duration worker;
   absl::Duration generation;
   std::optional<absl::Duration> agent;
-  // A worker waits for the generation to end, and has sent messages throughout the silence, or for
-  // kTimeToReturn. After a partition, a waiting worker may well be the first that is back.
+  // Another worker waits for the generation to end, and has sent messages throughout the silence,
+  // or for kTimeToReturn: after a partition, such a worker may well be the first that is back.
   bool awaited = false;
   // Of the agents of all jobs: how many send beats, and how many fell silent when the worker did,
   // within about a lease.
@@ -44,8 +44,8 @@ struct SilenceVerdict {
 SilenceVerdict JudgeSilence(const Silence& silence);
 
 inline constexpr int kAgentsOfACut = 3;
-// After a cut, how much later than the first the others may be back: an attempt to connect that
-// began before its end takes up to 10 s, and the wait for the next one up to 5 s.
+// After a partition, how much later than the first agent the others may be back: an attempt to
+// connect that began before its end takes up to 10 s, and the wait for the next one up to 5 s.
 inline constexpr absl::Duration kTimeToReturn = absl::Seconds(15);
 // An agent that was silent for this long was away: it beats every 2 s, a hub every second.
 inline constexpr absl::Duration kMissedBeats = absl::Seconds(4);

@@ -16,10 +16,10 @@
 
 namespace muster::coordinator {
 
-// The processes of jobs that have no seat, as their agents' beats name them: programs without
-// Muster's library, and those that have not joined yet. They are known so that their stacks can be
-// taken; nothing else follows from them, nothing of them is journaled, and what an agent has not
-// said for kFresh is gone. Pure; not thread-safe.
+// The processes of jobs that have no seat, as reported in their agents' beats: programs without
+// Muster's library, and those that have not joined yet. They are kept only so that their stacks can
+// be taken; they are not journaled, and one that no beat has named for kFresh is forgotten. Pure;
+// not thread-safe.
 class Unseated {
  public:
   // Three beats of an agent.
@@ -37,12 +37,12 @@ class Unseated {
     std::string stack;  // the last one
   };
 
-  // A beat that has `unseated`.
+  // Records a beat with `unseated` set.
   void Said(absl::string_view node, const v1::WorkerBeat& beat, absl::Time now);
 
   // The highest rank of such a process of the job, plus one; 0: there is none.
   int32_t Size(absl::string_view job_id, absl::Time now) const;
-  // Null: there is none, or not any more.
+  // Null: there is none, or it is no longer known.
   const Process* Find(absl::string_view job_id, int32_t rank, absl::Time now) const;
   // Keeps the answer of the agent. False: the process is another one now.
   bool SetStack(absl::string_view job_id, const std::string& worker_id,

@@ -29,7 +29,8 @@ class WatchLog {
   // The events of `revision` may be shown only when the journal is durable up to it.
   void MarkDurable(uint64_t revision);
 
-  // Drops what is held. Who has read all of it goes on; others read the state again.
+  // Drops all events. A watcher that has read all of them continues; the others have to read the
+  // state again.
   void Compact();
 
   uint64_t compacted() const { return compacted_; }

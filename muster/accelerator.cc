@@ -41,8 +41,8 @@ Accelerator::Accelerator() : Accelerator(Options{}) {}
 Accelerator::Accelerator(const Options& options)
     : core_(std::make_shared<internal::Core>(options)) {}
 Accelerator::Accelerator(std::shared_ptr<internal::Core> core) : core_(std::move(core)) {}
-// Handles keep the core alive; the job ends with the Accelerator all the same. A process that
-// leaves by an exception has not ended its training: the others learn that from its exit.
+// Handles keep the core alive, but the job ends with the Accelerator. A process that leaves by an
+// exception has not completed its training: the others learn that from its exit.
 Accelerator::~Accelerator() {
   if (std::uncaught_exceptions() > 0) {
     core_->FinishTrackers();
@@ -190,7 +190,7 @@ int64_t Accelerator::Register(std::function<StateDict()> save,
 void Accelerator::Summon(internal::ModelSlot& model, const std::function<void()>& body) {
   core_->steps().CheckAllTakePart("summon_full_params()");
   if (model.sharded() == nullptr) return body();
-  // Inside of another one, which has announced what it changes.
+  // A nested call: the outer one has announced the change.
   if (!model.sharded()->summoned()) core_->steps().AboutToChange(&model);
   model.sharded()->Summon(body);
 }
@@ -286,7 +286,8 @@ HookHandle Accelerator::HandleOf(std::vector<int64_t> numbers) {
 
 absl::StatusOr<GeneralTracker*> Accelerator::get_tracker(const std::string& name) {
   if (core_->trackers() == nullptr) {
-    return absl::FailedPreconditionError("get_tracker() before init_trackers()");
+    return absl::FailedPreconditionError(
+        "get_tracker(): there are no trackers yet; call init_trackers() first");
   }
   return core_->trackers()->Get(name);
 }
@@ -317,10 +318,11 @@ Profile Accelerator::profile(ProfileOptions options) {
 
 namespace {
 
-// Of a process that another one's failure ends. Its agent stops it within milliseconds.
+// How long a process that failed because of another one waits to be stopped by its agent, which
+// takes milliseconds.
 constexpr absl::Duration kStopPatience = absl::Seconds(30);
 
-// Where SIGTERM is not noted it ends the process.
+// If no handler notes SIGTERM, the signal ends the process during this wait.
 bool WaitForStop(absl::Duration timeout) {
   const absl::Time give_up = Clock::Real().Now() + timeout;
   while (!StopSignal::Received()) {
@@ -348,7 +350,8 @@ int internal::Run(int argc, char** argv, const AcceleratorOptions& options, bool
       const absl::Status trained = Guard([&] {
         ThrowIfError(train(accelerator, arguments));
         if (elastic) {
-          // Not of what all processes say of the last save in memory: some may end much later.
+          // Without waiting for what all processes report of the last save in memory: some may end
+          // much later.
           ThrowIfError(accelerator.core().checkpoints().Wait());
           generations.Finished();
         }
@@ -356,7 +359,7 @@ int internal::Run(int argc, char** argv, const AcceleratorOptions& options, bool
       });
       again = generations.Leaves(accelerator.core(), trained);
       if (again) continue;
-      // Before this process lets go of the others.
+      // While this process is still connected to the others.
       const absl::Status named = accelerator.core().NameCulprit(trained);
       told = AgentTells(named, ProcessVariables());
       ThrowIfError(named);
@@ -364,8 +367,8 @@ int internal::Run(int argc, char** argv, const AcceleratorOptions& options, bool
   });
   std::fflush(stdout);
   if (status.ok()) return 0;
-  // The agent knows which process failed first, and stops the others. One that went before that
-  // might be taken for the culprit.
+  // The agent knows which process failed first, and stops the others. A process that exits before
+  // that might be taken for the culprit.
   if (told && WaitForStop(kStopPatience)) return 1;
   const absl::string_view program = argc > 0 ? argv[0] : "muster";
   // An exception of the program or of a check has no code: its words are all there is to say.

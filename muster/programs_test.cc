@@ -428,7 +428,7 @@ void TrainTheLast(
 }
 
 // Weights that nothing trains may change: a checkpoint, an average.
-TEST(OptimizerThatIsNotPrepared, IsNotWhatLoadsWeights) {
+TEST(OptimizerThatIsNotPrepared, LoadedState_IsNotTakenForItsStep) {
   const std::string dir = TestDir("stray");
   TrainTheLast([&](Accelerator& a, torch::nn::Sequential&, int step) {
     if (step == 0) {
@@ -440,7 +440,7 @@ TEST(OptimizerThatIsNotPrepared, IsNotWhatLoadsWeights) {
   });
 }
 
-TEST(OptimizerThatIsNotPrepared, IsNotWhatLoadsOtherWeights) {
+TEST(OptimizerThatIsNotPrepared, LoadedWeights_AreNotTakenForItsStep) {
   const std::string dir = TestDir("stray_weights");
   RunAccelerators(1, {}, [&](Accelerator& a) {
     auto model = a.prepare(torch::nn::Sequential(torch::nn::Linear(1, 1), torch::nn::Linear(1, 1)));
@@ -455,7 +455,7 @@ TEST(OptimizerThatIsNotPrepared, IsNotWhatLoadsOtherWeights) {
   });
 }
 
-TEST(OptimizerThatIsNotPrepared, IsNotWhatPutsValuesBack) {
+TEST(OptimizerThatIsNotPrepared, ValuesThatArePutBack_AreNotTakenForItsStep) {
   TrainTheLast([](Accelerator&, torch::nn::Sequential& net, int) {
     // As an average that is evaluated in the place of the weights.
     const at::NoGradGuard no_grad;
@@ -466,7 +466,7 @@ TEST(OptimizerThatIsNotPrepared, IsNotWhatPutsValuesBack) {
   });
 }
 
-TEST(OptimizerThatIsNotPrepared, MayStepOnWhatIsClippedByValue) {
+TEST(OptimizerThatIsNotPrepared, GradientsClippedByValue_MayBeSteppedOn) {
   AcceleratorOptions clipping;
   clipping.gradient_clipping = 1;
   RunAccelerators(1, clipping, [](Accelerator& a) {
@@ -515,7 +515,7 @@ std::string ErrorOfTeacher(
   })[0];
 }
 
-TEST(OptimizerThatIsNotPrepared, IsNotAnAverageOfTheModel) {
+TEST(OptimizerThatIsNotPrepared, AverageOfTheModel_IsNotTakenForItsStep) {
   for (const double weight : {0.001, 0.5, 1.0}) {
     EXPECT_EQ(ErrorOfTeacher([&](auto& teacher, const auto& student) {
                 for (size_t i = 0; i < teacher.size(); ++i) teacher[i].lerp_(student[i], weight);
@@ -571,7 +571,7 @@ TEST(OptimizerThatIsNotPrepared, IsNamedBesideAverages_OfWhichEachModelHasItsOwn
   EXPECT_THAT(ErrorOfTargets(true), HasSubstr("parameter 'weight' of a prepared model"));
 }
 
-TEST(OptimizerThatIsNotPrepared, IsNotWhatCopiesOwnMasterWeights) {
+TEST(OptimizerThatIsNotPrepared, CopyOfOwnMasterWeights_IsNotTakenForItsStep) {
   RunAccelerators(1, HalfAndClipping(), [](Accelerator& a) {
     torch::nn::Linear net(4, 3);
     std::vector<at::Tensor> masters;

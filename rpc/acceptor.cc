@@ -117,7 +117,8 @@ Acceptor::~Acceptor() {
     }
     thread_.join();
   }
-  // First: without a listener the next server would take it for dead and put its own there.
+  // Unlink before closing: without a listener, the next server would take this socket for a dead
+  // one and put its own in its place.
   if (file_.has_value() && FileIdentityAt(path_) == file_) unlink(path_.c_str());
   close(listener_);
   close(stop_);
@@ -131,7 +132,7 @@ bool Acceptor::MayEnter(int fd) {
     return true;
   }
   ++refusals_;
-  // Who tries again and again is not to fill the log.
+  // A process that tries again and again must not fill the log.
   const absl::Time now = absl::Now();
   if (now >= refusal_told_ && now < refusal_told_ + absl::Minutes(1)) return false;
   MUSTER_LOG(Warning) << "refused process " << peer.pid << " of user " << peer.uid << " at "

@@ -57,7 +57,7 @@ class Acceptor {
   const std::optional<std::string> file_;  // at that path (FileIdentityAt); none: removed already
   const std::optional<uid_t> only_user_;
   std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> sink_;
-  // Of the thread alone: when it last logged that it refused somebody, and how many it has since.
+  // Used only by thread_: when it last logged a refusal, and how many it has refused since.
   absl::Time refusal_told_ = absl::InfinitePast();
   int refusals_ = 0;
   std::thread thread_;

@@ -50,7 +50,7 @@ absl::Status NotForThisUser(absl::string_view path) {
       "with a token"));
 }
 
-// A socket that this user may not connect to does not open by waiting for it.
+// Fails at once for a socket that this user may not connect to: waiting would not help.
 absl::Status CheckSocketIsOpen(absl::string_view address) {
   if (!absl::ConsumePrefix(&address, "unix:")) return absl::OkStatus();
   const std::string path(address);
@@ -60,8 +60,8 @@ absl::Status CheckSocketIsOpen(absl::string_view address) {
   return NotForThisUser(path);
 }
 
-// For a connection that has failed: a server closes those of other users than its own, root among
-// them, whom the file lets in.
+// For a connection that has failed: a server closes the connections of all users but its own, also
+// root's, although the mode of the file lets root in.
 absl::Status CheckSocketIsOurs(absl::string_view address) {
   if (!absl::ConsumePrefix(&address, "unix:")) return absl::OkStatus();
   const std::string path(address);
@@ -75,7 +75,7 @@ absl::Status CheckSocketIsOurs(absl::string_view address) {
   std::memcpy(name.sun_path, path.c_str(), path.size() + 1);
   const OwnedFd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd.open()) return absl::OkStatus();
-  // A server that has not begun to serve, or is stopped, says nothing.
+  // A server that refuses us closes the connection; one that is starting or suspended says nothing.
   bool refuses = false;
   if (connect(fd.get(), reinterpret_cast<sockaddr*>(&name), sizeof(name)) == 0) {
     pollfd event = {fd.get(), POLLIN, 0};
@@ -108,8 +108,8 @@ grpc::ChannelArguments Arguments(const ChannelOptions& options) {
   args.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   args.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   args.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
-  // Which is what one attempt may take, connecting, TLS and HTTP/2 together, and delays no other: a
-  // loaded machine or a long line needs more than moments.
+  // gRPC also takes this for the time that one attempt may take (connecting, TLS and HTTP/2
+  // together); it delays no other attempt. On a loaded machine or a slow link that takes seconds.
   args.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 10'000);
   args.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS,
               static_cast<int>(absl::ToInt64Milliseconds(options.max_backoff)));

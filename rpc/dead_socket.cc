@@ -23,7 +23,7 @@ int TryToConnect(const std::string& path) {
   sockaddr_un name{};
   name.sun_family = AF_UNIX;
   std::memcpy(name.sun_path, path.c_str(), path.size() + 1);
-  // Not waiting for one whose queue is full.
+  // Non-blocking: connect() would wait while the server's queue is full.
   const OwnedFd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd.open() || connect(fd.get(), reinterpret_cast<sockaddr*>(&name), sizeof(name)) != 0) {
     return errno == EAGAIN ? 0 : errno;
@@ -40,7 +40,7 @@ absl::Status RemoveDeadSocket(const Address& address, absl::FunctionRef<void()> 
   if (access(folder.c_str(), W_OK | X_OK) != 0) {
     return absl::ErrnoToStatus(errno, absl::StrCat(what, "folder '", folder, "'"));
   }
-  // Held: its inode's number is not given to another file meanwhile.
+  // Kept open, so that the number of its inode is not given to another file meanwhile.
   const OwnedFd found(open(path.c_str(), O_PATH | O_CLOEXEC));
   struct stat info;
   if (!found.open() || fstat(found.get(), &info) != 0) return absl::OkStatus();
@@ -55,7 +55,7 @@ absl::Status RemoveDeadSocket(const Address& address, absl::FunctionRef<void()> 
   if (error == 0) {
     return absl::AlreadyExistsError(absl::StrCat(what, "another process is listening there"));
   }
-  // It has gone meanwhile; another one that comes now is not this call's to remove.
+  // The socket has been removed meanwhile; a new one at this path is not ours to remove.
   if (error == ENOENT) return absl::OkStatus();
   if (error != ECONNREFUSED) {
     return absl::ErrnoToStatus(

@@ -3,7 +3,7 @@
 
 namespace muster::rpc {
 
-// Settings of the whole process that gRPC's users want once. Thread-safe, repeatable.
+// Process-wide settings that all users of gRPC need once. Thread-safe, repeatable.
 void PrepareProcess();
 
 }  // namespace muster::rpc

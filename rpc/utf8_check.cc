@@ -17,7 +17,7 @@ using google::protobuf::FieldDescriptor;
 using google::protobuf::Message;
 using google::protobuf::Reflection;
 
-// The first string below `message` that is not UTF-8, and where it is; false: there is none.
+// Finds the first string in `message` that is not UTF-8, and its path. False: there is none.
 bool FindOther(const Message& message, std::string* path, std::string* text) {
   const Reflection& reflection = *message.GetReflection();
   std::vector<const FieldDescriptor*> fields;

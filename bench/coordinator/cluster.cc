@@ -545,7 +545,7 @@ absl::StatusOr<std::vector<absl::Duration>> Cluster::ReportKill(absl::Time kille
   const absl::Status status = RunUntil([this] { return results_wanted_ <= 0 && told_wanted_ <= 0; },
                                        timeout, "telling of the kill");
   on_ended_ = nullptr;
-  // The next attempt needs a new process in that seat.
+  // The next round of the benchmark needs a new process in that seat.
   agent.incarnations[0] += 0x100000;
   if (!status.ok()) return status;
   return told;

@@ -84,8 +84,9 @@ struct Call {
 };
 
 int Fail(const Call& call, const absl::Status& status) {
-  // Damage is a result, the format of a newer program is one that this one cannot read, and a file
-  // or request beyond a limit stays one: none of them is a bug. A full disk is a case of its own.
+  // None of these is a bug: DATA_LOSS is the result of the check, UNIMPLEMENTED the format of a
+  // newer program, and RESOURCE_EXHAUSTED (except for a full disk) a file or request beyond a
+  // limit.
   return Fail(call.spec, call.context, status,
               absl::IsDataLoss(status)                                   ? kExitJobFailed
               : absl::IsUnimplemented(status)                            ? kExitUsage
@@ -139,11 +140,12 @@ struct Checkpoint {
   std::optional<RegisteredState> registered = std::nullopt;
   // Of verify: whether the seal is about this checkpoint, and signed.
   absl::Status trust = absl::OkStatus();
-  // Of a sealed one that its writer left: the name that it lacks.
+  // For a sealed checkpoint whose writer ended before it gave the folder its name: that name.
   std::string lacks = "";
-  // Of one that nodes keep in parts. What is here is as `manifest` says.
+  // For a checkpoint that nodes keep in parts: what other nodes have. What is here matches
+  // `manifest`.
   KeptElsewhere elsewhere = {};
-  // What was looked at; none: it was not there.
+  // The identity of the folder that was read; nullopt: it did not exist.
   std::optional<std::string> folder = std::nullopt;
 };
 
@@ -163,7 +165,8 @@ absl::StatusOr<Manifest> VerifyHere(const std::string& path, VerifyLevel level,
   return manifest;
 }
 
-// A job that trains on replaces checkpoints and removes them: what is seen of two is no damage.
+// Reads again if a running job has replaced or removed the checkpoint meanwhile: a mixture of two
+// is not damage.
 Checkpoint Look(const std::string& path, VerifyLevel level) {
   Checkpoint checkpoint;
   (void)LookUntilItStays([&] {
@@ -177,7 +180,8 @@ Checkpoint Look(const std::string& path, VerifyLevel level) {
   return checkpoint;
 }
 
-// Since it was listed. What is aside and cannot be put back is there, under another name.
+// Whether it was removed since it was listed. A checkpoint that was moved aside and cannot be put
+// back still exists, under another name.
 bool WasRemoved(const Checkpoint& checkpoint) {
   return absl::IsNotFound(checkpoint.manifest.status()) && !PathExists(checkpoint.path);
 }
@@ -376,7 +380,7 @@ absl::StatusOr<std::vector<UnfinishedSave>> FindUnfinished(const std::string& pa
   return saves;
 }
 
-// Sealed ones that lack only their name and that nobody is about to give it: whole checkpoints.
+// Sealed saves that lack only their final name and whose writers are gone: whole checkpoints.
 absl::StatusOr<std::vector<UnfinishedSave>> FindUnnamed(const std::string& path) {
   MUSTER_ASSIGN_OR_RETURN(std::vector<UnfinishedSave> saves, FindUnfinished(path));
   saves.erase(std::remove_if(saves.begin(), saves.end(),
@@ -450,7 +454,8 @@ ordered_json ToJson(const UnfinishedSave& save) {
 
 std::string ToText(const UnfinishedSave& save) {
   std::string text = absl::StrCat(Shown(save.path), "  no checkpoint yet, ");
-  // No retention counts the others, and only saves of the same name look for what is left of them.
+  // Retention counts only numbered saves; what is left of the others is only found by later saves
+  // of the same name.
   const std::string name = BaseName(save.checkpoint);
   const bool numbered = IsNumberedName(name);
   switch (save.writer) {
@@ -894,8 +899,8 @@ int RunDiff(const Call& call) {
   return list.empty() ? kExitOk : kExitJobFailed;
 }
 
-// Whether `to` is meant as a file of torch.save: a folder of that name would pass for one until
-// something reads it.
+// Whether `to` is named like a file of torch.save: a folder of that name would be taken for one
+// until it is read.
 bool IsPickleName(const std::string& to) {
   std::error_code error;
   return (absl::EndsWith(to, ".bin") || absl::EndsWith(to, ".pt") || absl::EndsWith(to, ".pth") ||
@@ -987,7 +992,8 @@ absl::Status WithWayOut(const absl::Status& status) {
       absl::StrCat(status.message(), "; use the weights of an earlier checkpoint"));
 }
 
-// Of a part of a checkpoint without the model, another file might be taken for it.
+// Refuses a part of a checkpoint that lacks the model: another file in it might be taken for the
+// model.
 absl::Status CheckModelIsHere(const std::string& from) {
   if (!IsFolder(from)) return absl::OkStatus();
   const absl::StatusOr<Manifest> manifest = ReadManifest(from);
@@ -1049,8 +1055,9 @@ std::string AsideOf(const std::string& checkpoint) {
   return "";
 }
 
-// Gives sealed checkpoints that their writers left the names that they lack, where nobody has them:
-// no load may ever do so. `dry_run`: says which. Those that do not get it stay as they are.
+// Gives sealed checkpoints whose writers are gone their final names, where these are free (a load
+// might never come to do it). `dry_run`: only says which. Checkpoints that cannot be renamed stay
+// as they are.
 absl::StatusOr<std::vector<UnfinishedSave>> NameSealedOnes(const Call& call, bool dry_run) {
   std::vector<UnfinishedSave> named;
   MUSTER_ASSIGN_OR_RETURN(const std::vector<UnfinishedSave> unnamed,
@@ -1097,9 +1104,9 @@ int64_t NumberOf(const std::string& path) {
   return number;
 }
 
-// What only a coordinator knows to be sealed or not, whose writers are gone, as far as it is older
-// than the newest `keep` of `numbers`, which are ascending: as retention, for which it counts as a
-// checkpoint.
+// The saves of which only a coordinator knows whether they are sealed, whose writers are gone, and
+// which are older than the newest `keep` of `numbers` (ascending). Retention counts them as
+// checkpoints, too.
 absl::StatusOr<std::vector<std::string>> AskedBefore(const CheckpointFolder& folder,
                                                      const std::vector<int64_t>& numbers,
                                                      int64_t keep) {
@@ -1181,12 +1188,12 @@ int RunPrune(const Call& call) {
       complete.size() - std::min<uint64_t>(complete.size(), static_cast<uint64_t>(keep));
   std::vector<std::string> removed;
   for (size_t i = 0; i < complete.size(); ++i) {
-    // What a resume would take stays, however many were held back since.
+    // The checkpoint that a resume would use stays, however many newer ones were held back.
     if (i < older && complete[i] != to_resume) {
       removed.push_back(complete[i]);
       continue;
     }
-    // Sizes say nothing of a flipped bit: those that stay are read.
+    // Sizes do not show a flipped bit: the checkpoints that stay are read.
     const auto at = where.find(complete[i]);
     const auto whole =
         VerifyCheckpoint(at == where.end() ? complete[i] : at->second, VerifyLevel::kContents);

@@ -160,7 +160,7 @@ absl::Status MarkRecordedFolder(const RecordedFolder& folder, const Marks& asked
 }
 
 absl::Status PinFolder(const std::string& dir, bool pinned) {
-  // In the words for whoever names a folder that is no checkpoint.
+  // The error that all commands give for a folder that is not a checkpoint.
   if (const absl::Status manifest = ReadManifest(dir).status(); absl::IsNotFound(manifest)) {
     return manifest;
   }

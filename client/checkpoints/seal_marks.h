@@ -17,21 +17,21 @@ namespace muster::client {
 absl::StatusOr<bool> NoteMarks(const std::string& dir, const std::string& sha256, bool promoted,
                                bool pinned);
 
-// What a coordinator says of a checkpoint, whoever has asked it for that last.
+// The marks that a coordinator has for a checkpoint, whichever command set them last.
 struct Marks {
   bool promoted = false;
   bool pinned = false;
   friend bool operator==(const Marks& a, const Marks& b) = default;
 };
 
-// After NoteMarks(): of two commands the one that the coordinator has heard first may note last.
-// Calls `note` with what `recorded` returns for as long as that is not what was noted last,
-// `noted`. Each command that does so leaves the marks of the coordinator in the folder. Errors:
-// those of both; ABORTED if they change all the time.
+// Call it after NoteMarks(): of two concurrent commands, the one that reached the coordinator first
+// may write to the folder last. Calls `recorded` and then `note`, until `recorded` returns the
+// marks that were noted last (at first `noted`), so that the folder ends with the coordinator's
+// marks. Errors: those of both; ABORTED if the marks keep changing.
 absl::Status FollowMarks(Marks noted, absl::FunctionRef<absl::StatusOr<Marks>()> recorded,
                          absl::FunctionRef<absl::Status(const Marks&)> note);
 
-// Where the record of a checkpoint has it.
+// The folder of a checkpoint, as its record names it.
 struct RecordedFolder {
   std::string path;
   std::string staging = "";  // before it got that name; empty: it has it

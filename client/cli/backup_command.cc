@@ -30,7 +30,7 @@
 namespace muster::client {
 namespace {
 
-// Not of the wall clock, which may be set while the coordinator writes its snapshot.
+// Monotonic: the wall clock may be set while the coordinator writes its snapshot.
 absl::Time Now() { return Clock::Real().Now(); }
 
 absl::Status Exists(const std::string& path) {
@@ -44,7 +44,7 @@ absl::Status Publish(const std::string& from, const std::string& to) {
     return SyncDirectory(ParentPath(to));
   const int error = errno;
   if (error == EEXIST) return Exists(to);
-  // A file system that knows no such renames.
+  // A file system without renames that replace nothing.
   if (error == EINVAL && !PathExists(to) && rename(from.c_str(), to.c_str()) == 0)
     return SyncDirectory(ParentPath(to));
   return absl::ErrnoToStatus(error, absl::StrCat("cannot write '", to, "'"));
@@ -161,7 +161,7 @@ int RunBackupCommand(const std::vector<std::string>& args, const CommandContext&
                     absl::StrCat("--within ", line.Get("within"), ": write 30s or 10m")),
                 kExitUsage);
   }
-  // Before the coordinator has work.
+  // Checked before the coordinator does any work.
   if (PathExists(path)) return Fail(spec, context, Exists(path), kExitConflict);
   Connection connection;
   if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;

@@ -59,7 +59,7 @@ int Fail(const CommandSpec& spec, const CommandContext& context, const absl::Sta
   context.err << spec.name << ": "
               << Printable(absl::StrReplaceAll(status.message(), {{"\n", " "}}), kLongestMessage)
               << "\n";
-  // No bug, and nothing that another start cures.
+  // A full disk is not a bug, and starting again does not help.
   return code == kExitInternal && IsDiskFull(status) ? kExitLimit : code;
 }
 

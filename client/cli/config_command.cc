@@ -75,7 +75,7 @@ CommandSpec ConfigSpec() {
   spec.takes_program = false;
   spec.max_words = 2;
   spec.verbs = {"default", "show", "validate"};
-  // They are flags of a launch, and no keys of the file.
+  // These are flags of a launch, not keys of the file.
   std::erase_if(spec.options, [](const OptionSpec& option) {
     return option.name == "dry_run" || option.name == "output";
   });
@@ -298,7 +298,7 @@ int AskByLines(const CommandSpec& spec, const CommandContext& context, ConfigDia
     if (kind == LineKind::kEnd) {
       status = absl::InvalidArgumentError("the input ended before this answer");
     } else if (kind == LineKind::kTooLong) {
-      status = absl::InvalidArgumentError("the answer does not end");
+      status = absl::InvalidArgumentError("the answer is too long for one line");
     } else if (absl::StripAsciiWhitespace(answer) == "<") {
       if (!dialog->Back()) status = absl::InvalidArgumentError("this is the first question");
     } else {
@@ -386,7 +386,7 @@ int Ask(const CommandSpec& spec, const CommandContext& context, ConfigDialog* di
     code = AskByKeys(context, **terminal, dialog, &why);
   }
   if (code < 0) return code;
-  // Now that the terminal is as it was.
+  // Print only after the terminal is restored.
   return Fail(spec, context, absl::CancelledError(absl::StrCat(why, "; nothing is written")), code);
 }
 
@@ -407,7 +407,7 @@ int RunDialog(const CommandSpec& spec, const CommandLine& line, const CommandCon
     context.out << "nothing is written\n";
     return kExitOk;
   }
-  // Another made it while the questions were asked.
+  // Another process has created it while the questions were asked.
   if (!existed && PathExists(path)) return Fail(spec, context, Exists(path), kExitConflict);
   const absl::Status status = WriteConfig(path, dialog.FileText());
   if (!status.ok()) return FailCall(spec, context, status);

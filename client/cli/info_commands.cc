@@ -951,8 +951,8 @@ absl::StatusOr<std::vector<v1::CheckpointRecord>> ListRecordsOfJob(const Connect
     for (const Attempt& one : history) {
       if (one.number < attempt) before = one.number;
     }
-    // Before those that are kept. Not all the numbers that a restore from a copy has left out:
-    // there may be a million.
+    // The most attempts before the kept ones that are tried: a restore from a copy may have left
+    // out a million numbers.
     constexpr int kMostGuesses = 100;
     if (before == 0 && ++guesses > kMostGuesses) break;
     attempt = before == 0 ? attempt - 1 : before;
@@ -1184,7 +1184,7 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
   } else {
     context.out << Shown(record->path()) << " " << what.done << "\n";
   }
-  // For those who read the folder without the coordinator.
+  // So that programs that read the folder without the coordinator know the marks.
   const v1::CheckpointRecord& marked = reply.checkpoint();
   const RecordedFolder folder = {.path = marked.path(),
                                  .staging = marked.published() ? "" : marked.staging(),
@@ -1200,7 +1200,7 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
         return Marks{.promoted = one.promoted(), .pinned = one.pinned()};
       }
     }
-    return asked;  // without a record nobody can change it any more
+    return asked;  // the record is gone: nothing can change its marks any more
   };
   if (const absl::Status told = MarkRecordedFolder(
           folder, asked, what.mark == v1::MarkCheckpointRequest::UNPIN, recorded);

@@ -634,7 +634,7 @@ std::string ForgottenText(const Job& job) {
   if (last.restarts > 0) {
     --last.restarts;
   } else {
-    --last.number;  // however often it was restarted
+    --last.number;  // the restarts of that attempt do not matter
   }
   if (last.number == 0) return "";
   if (last.number == 1 && last.restarts == 0) return "attempt 1 is";
@@ -932,7 +932,7 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
     if (all) one.rank = i;
     const auto print = [&, one, i] {
       LogOptions now = one;
-      // As old as it is now: to read the ranks before may have taken long.
+      // Its age by now: reading the ranks before may have taken long.
       if (since.has_value()) now.since = std::max(absl::ZeroDuration(), absl::Now() - *since);
       statuses[i] = PrintLog(*client, name, now, follow, &printer);
       // Ranks that print nothing would be followed to the end of the job.

@@ -48,7 +48,7 @@ absl::Status FillRequest(const CommandLine& line, v1::SetLogLevelRequest* reques
   return absl::OkStatus();
 }
 
-// Of a node's agent: shown as it has told it last.
+// For a node's agent: prints the level that the agent reported last.
 int RunOnNode(const CommandSpec& spec, const CommandLine& line, const CommandContext& context,
               const v1::SetLogLevelRequest& request, const Connection& connection) {
   Client client = ClientOn(connection.channel, connection.timeout, connection.timeout);

@@ -114,7 +114,7 @@ TEST(Prompt, List_ArrowsAndNumbersMove_EnterTakes) {
   EXPECT_FALSE(prompt.Cursor(80).has_value());
 }
 
-TEST(Prompt, BackAndCancel) {
+TEST(Prompt, KeysForBackAndCancel_AreEvents) {
   for (const char* bytes : {"\x1b", "\x1b[D", "<", "\x7f"}) {
     Prompt prompt(List(), 1);
     EXPECT_EQ(Press(prompt, bytes), Event::kBack);

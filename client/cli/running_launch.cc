@@ -133,7 +133,7 @@ bool IsOurs(absl::string_view stem) {
 std::string HostName(const LaunchSystem& system) {
   if (!system.host.empty()) return system.host;
   const std::string name = muster::HostName();
-  // No note without a host is taken for one of this machine.
+  // A note without a host is never taken for one of this machine, so write some name.
   return name.empty() ? "localhost" : name;
 }
 

@@ -17,7 +17,7 @@ int RunTopCommand(const std::vector<std::string>& args, const CommandContext& co
 
 // What a coordinator said at one moment.
 struct TopSample {
-  absl::Time at;    // by a clock that nobody sets: rates are measured by it
+  absl::Time at;    // by the monotonic clock: rates are measured by it
   absl::Time wall;  // the time of day
   v1::StatusReply status;
   // Of the job whose ranks are shown; empty: there is none.

@@ -66,8 +66,8 @@ struct AccelerateLaunch {
   Launcher launcher = Launcher::kSimple;
   // Set for every process, besides the launcher's own environment.
   std::map<std::string, std::string> env;
-  // What the release's plugin reads from variables, a flag or the file gives, and the release's
-  // launcher hands on to nobody: the paths to offload to.
+  // Settings, given by a flag or in the file, that the release's plugin reads from variables which
+  // the release's launcher sets for no process: the paths to offload to.
   std::map<std::string, std::string> left_out;
   int num_processes = 1;  // of all machines
   int num_machines = 1;

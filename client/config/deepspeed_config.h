@@ -74,8 +74,8 @@ class DeepSpeedConfig {
   // Fills "auto" from `values`, by dotted key. With `must_match`, other values must be equal.
   absl::Status Process(const std::map<std::string, nlohmann::json>& values, bool must_match);
 
-  // Settles a clipping that is still "auto": 1.0 where a config asks for it; none where only the
-  // default of the plugin says "auto", since nobody asked for a clipping.
+  // Settles a clipping that is still "auto": 1.0 where a config asks for it; none if only the
+  // default of the plugin says "auto", because then clipping was not requested.
   void SettleClipping();
 
   // Fills all that is still "auto" from what is prepared.

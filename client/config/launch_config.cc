@@ -128,7 +128,8 @@ const TextRule* RuleOfText(absl::string_view setting) {
 
 absl::Status CheckValue(const SettingSpec& spec, const Given& given) {
   if (FitsRule(spec, given.text)) return absl::OkStatus();
-  // The rule does not say what is far beyond what anybody needs, unless somebody writes it.
+  // The rule in words leaves out the upper limit, which no real setting reaches: a larger number
+  // gets a message of its own.
   int64_t number = 0;
   if (spec.type == Type::kInt && absl::SimpleAtoi(given.text, &number) && number > spec.max) {
     return BadValue(spec.name, given,

@@ -74,7 +74,7 @@ class LogFollower {
     backoff_.emplace(kFirstPause, kLastPause);
   }
 
-  // Whether a call that has failed with `status` may be made again; waits before.
+  // Whether a call that failed with `status` may be repeated; if so, waits first.
   bool Again(const absl::Status& status, bool must_be_there = false) {
     if (!absl::IsUnavailable(status) && !absl::IsDeadlineExceeded(status) &&
         !(must_be_there && absl::IsNotFound(status))) {
@@ -86,8 +86,8 @@ class LogFollower {
     return now + pause < *give_up_ && source_.pause(pause);
   }
 
-  // The log was not read: whether its attempt is over, and what is left of its log cannot be had;
-  // false: it is to be read again. Returns the error that ends it all.
+  // After the log could not be read: returns whether its attempt is over and the rest of its log
+  // cannot be had; false: read it again. Errors: those that end it all.
   absl::StatusOr<bool> IsOver(const absl::Status& status) {
     const absl::StatusOr<Job> job = source_.watch([](const Job&) { return false; });
     if (!job.ok()) {

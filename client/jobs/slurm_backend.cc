@@ -508,7 +508,7 @@ class Slurm final : public JobBackend {
     }
   }
 
-  // A controller that is restarted ends nobody's watch.
+  // A restart of the controller does not end a watch.
   absl::StatusOr<Job> GetPatiently(const std::string& name, Ask ask) {
     const absl::Time give_up = options_.clock->Now() + options_.patience;
     while (true) {
@@ -790,7 +790,7 @@ class Slurm final : public JobBackend {
     return records;
   }
 
-  // A line that is cut short, or that somebody has changed, is passed over.
+  // Skips lines that are cut off or were edited.
   static void AddEvent(absl::string_view line, Records* records) {
     const std::vector<absl::string_view> fields = absl::StrSplit(line, absl::MaxSplits('\t', 3));
     int64_t unix_s = 0;

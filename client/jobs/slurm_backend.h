@@ -25,8 +25,8 @@ struct SlurmOptions {
   // another one, and the variable MUSTER_PROJECT_DIR.
   std::string here = {};
   std::string project = {};
-  // Fills in the path and step of the checkpoint that a program takes from a folder, if there is
-  // one, and why; or that nobody knows. Of a dry run; null: nobody looks.
+  // Fills in the path and step of the checkpoint that a program would load from a folder, if there
+  // is one, and why, or that it is not known. For a dry run; null: it is not looked up.
   std::function<void(const std::string& folder, PlannedCheckpoint* checkpoint)> find_checkpoint =
       nullptr;
   ProgramRunner run;

@@ -407,7 +407,8 @@ std::vector<uint64_t> CheckpointSet::Superfluous(absl::string_view folder, int k
     const bool newest_to_resume =
         IsResumable(record) && !resumable && !faults_.deletes_last_resumable;
     resumable = resumable || IsResumable(record);
-    // A damaged one takes no whole one's place, and goes when there are enough of these.
+    // A damaged checkpoint does not count as one that is kept, and goes once there are `keep` whole
+    // ones.
     if ((record.pinned() && !faults_.deletes_pinned) ||
         (record.damage().empty() ? ++newer <= keep : newer < keep) || newest_to_resume) {
       continue;

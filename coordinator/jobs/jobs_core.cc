@@ -333,7 +333,7 @@ void JobsCore::AnswerGets(const Job& job) {
 }
 
 void JobsCore::JournalPlacements() {
-  absl::btree_set<uint64_t> changed_jobs;  // of several placements, a call is told all
+  absl::btree_set<uint64_t> changed_jobs;  // a call learns of all placements at once
   for (const auto& [sequence, node_rank] : touched_placements_) {
     const auto it = jobs_.find(sequence);
     if (it == jobs_.end() || touched_jobs_.contains(sequence)) continue;
@@ -1532,7 +1532,7 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
   at_end_.push_back([this, call, name, was_known, seen = request.seen_version()] {
     const auto it = nodes_.find(name);
     if (it == nodes_.end() || it->second.held != call) return;
-    // A version of another term says nothing.
+    // Versions of different terms cannot be compared.
     if (!was_known || seen != it->second.version || !it->second.queries.empty()) {
       AnswerSync(name, &it->second);
     }
@@ -1593,7 +1593,7 @@ void JobsCore::OnReport(const std::string& name, Node* node, const v1::AttemptRe
       }
       const bool ran = placement.state() == v1::PLACEMENT_STATE_RUNNING &&
                        FromProto(report.ran_for()) >= kStarted;
-      // Somebody else has stopped it: the machine goes down. Or it had long started.
+      // Something else has stopped it (the machine is shutting down), or it had long been running.
       if ((end.end_class() == v1::END_CLASS_CANCELLED && !attempt->stop()) ||
           (end.end_class() == v1::END_CLASS_NODE_FAILED && ran)) {
         end.set_end_class(v1::END_CLASS_NODE_LOST);

@@ -92,8 +92,8 @@ struct ScheduleDecision {
 // in the order if they do not fit otherwise. Jobs that run and lack spares get them under the
 // conditions under which one grows, if none does.
 //
-// At most kMaxLookedAt jobs behind the first are looked at, and nodes looked for for at most
-// kMaxExamined of them, and for as many that may grow: jobs of one shape cost one look.
+// At most kMaxLookedAt jobs behind the first are considered, and nodes are searched for at most
+// kMaxExamined of them, and for as many that may grow; jobs of one shape cost one search.
 ScheduleDecision Schedule(ScheduleQuestion question);
 
 inline constexpr int kMaxExamined = 256;

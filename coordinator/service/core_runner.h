@@ -107,7 +107,7 @@ class CoreRunner {
   // JOURNAL_FAILED, STOPPING, or OVERLOADED (one is being written); those of
   // Journal::WriteSnapshot.
   void Snapshot(std::function<void(absl::StatusOr<uint64_t>)> done);
-  // All that had come to this process at `asked` has been handed over: see set_on_catch_up.
+  // Everything that this process had received by `asked` has been handed over: see set_on_catch_up.
   void CaughtUp(absl::Time asked);
   // Runs `task` with the core, in turn with all other events. After Stop, or when stopping, it is
   // run with nullptr.

@@ -81,7 +81,7 @@ absl::Time DiskWatch::Tick() {
   {
     MutexLock lock(&mu_);
     if (!sizes.ok()) {
-      // What was judged stays.
+      // The last judgement stays in force.
       if (!std::exchange(failed_, true)) MUSTER_LOG(Warning) << sizes.status().message();
       return next;
     }

@@ -24,7 +24,8 @@ struct DiskSizes {
 struct DiskLimits {
   int64_t size_warning = int64_t{4} << 30;  // warns when the directory has more
   int64_t free_warning = int64_t{1} << 30;  // warns when less is free
-  // When less is free no job can be submitted. What is left is for the records of those that are.
+  // When less is free, no job can be submitted: the rest is for the records of jobs that are
+  // submitted already.
   int64_t free_least = int64_t{256} << 20;
 };
 struct DiskJudgement {

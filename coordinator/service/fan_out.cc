@@ -8,7 +8,8 @@
 namespace muster::coordinator {
 namespace {
 
-// So many are shared with the thread, in portions. Waking it costs as much as several of them.
+// From this many writes on, the second thread helps, a few at a time: to wake it costs as much as
+// several writes.
 constexpr size_t kManyWrites = 48;
 constexpr size_t kWritesAtATime = 8;
 

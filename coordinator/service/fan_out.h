@@ -17,8 +17,8 @@ class FanOut {
 
   void Start();
   void Stop();  // blocks; repeatable
-  // If there are many, the other thread may be at its last few when this returns. By one thread at
-  // a time.
+  // If there are many, the second thread may still write the last few when this returns. Called by
+  // one thread at a time.
   void Write(std::vector<std::shared_ptr<AttachedAgent>> agents);
 
  private:

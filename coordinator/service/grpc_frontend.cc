@@ -44,17 +44,18 @@ constexpr int kAcceptors = 64;
 // barrier keeps deferring, anything else does not.
 constexpr size_t kPutOffEvents = 64;
 constexpr size_t kPutOffReads = 4096;
-// Silent calls are looked at after so many events.
+// Silent calls are checked once in this many events.
 constexpr size_t kSilentEvents = 1024;
-// After an event that came this soon, the next one is looked for awhile before the thread sleeps.
+// If an event came within kSoon, the thread polls for the next one for kAwhile before it sleeps.
 constexpr absl::Duration kSoon = absl::Microseconds(150);
 constexpr absl::Duration kAwhile = absl::Microseconds(100);
-// After so many looks that found nothing, everything that had come has been seen: one look may deal
-// with a part of a message of one connection only.
+// After this many polls without an event, everything that had arrived has been handled: one poll
+// may read only a part of a message of one connection.
 constexpr int kEmptyLooks = 64;
-// And so many events for all that were open, and a few for each, are all that was at hand.
+// If the queue is never empty, this many events, and a few more for each open call, count as
+// everything that had arrived.
 constexpr uint64_t kLooks = 4096;
-// Of a backup, in one reply.
+// The bytes of a backup in one reply.
 constexpr size_t kBackupPartBytes = 1 << 20;
 // The frontend whose queue this thread serves.
 thread_local const void* serving_queue_of = nullptr;
@@ -1028,7 +1029,7 @@ bool GrpcFrontend::LookFurther(const OnEvent& handle) {
       empty_looks_ = 0;
       handle(tag, ok);
       if (++events_since_put_off_ > kPutOffEvents + 2 * put_off_.size()) ReadOn();
-      // Where there is never a quiet moment, those that were open have had their turn by now.
+      // If the queue is never empty, all calls that were open have had their turn by now.
       if (++looks_ < kLooks + 4 * (runner_.open_calls() + runner_.agents())) return true;
       break;
     case grpc::CompletionQueue::TIMEOUT:

@@ -103,8 +103,7 @@ class RpcCall {
 };
 
 // The gRPC face of the coordinator: every method of muster.v1 and the standard health service, in
-// frontend of an CoreRunner. No policy: it turns messages into operations and answers into
-// messages.
+// front of a CoreRunner. No policy: it turns messages into operations and answers into messages.
 //
 // All connections share one completion queue and one thread, which reads, applies (in the runner,
 // the thread that brings an event applies it) and writes. With gRPC's own callback threads the same
@@ -118,7 +117,7 @@ class GrpcFrontend {
  public:
   // For callers that open calls and send nothing, which the runner never sees.
   struct Limits {
-    // From the begin of a call or stream to its first message; then it is ended.
+    // How long a call or stream may last without its first message; then it is ended.
     absl::Duration first_message = absl::Seconds(30);
     // Calls and streams without a message so far; more are refused with OVERLOADED. Those of the
     // health service, which needs no authentication, are counted separately.

@@ -44,12 +44,12 @@ class JournalGate {
   const std::shared_ptr<const Answer>& failed_answer() const { return failed_answer_; }
 
   void Hold(const Reply& reply) { replies_.emplace(reply.durable_revision, reply); }
-  // One that says what another says which is held for the node is dropped: while the disk is full,
-  // each beat of an agent whose workers cannot join again brings it anew.
+  // Drops the directive if an equal one is already held for the node: while the disk is full, each
+  // beat of an agent whose workers cannot join again would add one.
   void Hold(const NodeDirective& directive);
   // Returns whether the journal's health has changed.
   bool OnProgress(const Journal::Progress& progress);
-  // What was held and need not be any more, by revision.
+  // The replies and directives that are durable now, by revision.
   std::optional<Reply> NextReply() { return Next(&replies_); }
   std::optional<NodeDirective> NextDirective();
   bool HoldsAny() const { return !replies_.empty() || !directives_.empty(); }

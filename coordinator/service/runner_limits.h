@@ -8,8 +8,8 @@ namespace muster::coordinator {
 // What clients can make the coordinator's process hold, at most. It refuses the excess with
 // OVERLOADED before it changes anything, or stops reading the stream.
 struct RunnerLimits {
-  // Of a message that goes out. In place of a larger answer goes LIMIT, or RESULT_TOO_LARGE if
-  // the operation has changed something.
+  // The largest message that is sent. A larger answer is replaced by LIMIT or, if the operation has
+  // changed something, by RESULT_TOO_LARGE.
   size_t answer_bytes = (4 << 20) - 1024;
   // Calls that wait for their answer: in total, and per agent. A hub is one agent here: with 400
   // workers behind it, each has room for 160 calls, and for 160 KiB of requests below, where a

@@ -117,7 +117,7 @@ void WriteCore(const CoreFacts& facts, size_t kv_limit, PrometheusText* out) {
               "How long training waited for a checkpoint that was published.");
   WriteDurations(facts.stats.checkpoint_stall, &text);
   text.Family("muster_checkpoint_save_seconds", Type::kHistogram,
-              "From the begin of a save to the publication of its checkpoint.");
+              "From the beginning of a save to the publication of its checkpoint.");
   WriteDurations(facts.stats.checkpoint_save, &text);
   int64_t saving = 0;
   double bytes = 0, written = 0, seconds = 0;
@@ -297,8 +297,11 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
   rpc::Address metrics_address;
   if (!options.metrics_listen.empty()) {
     MUSTER_ASSIGN_OR_RETURN(metrics_address, AddressOf("metrics_listen", options.metrics_listen));
-    if (metrics_address.is_unix())
-      return absl::InvalidArgumentError("metrics_listen: a HOST:PORT is needed");
+    if (metrics_address.is_unix()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("metrics_listen: ", options.metrics_listen,
+                       " is a unix socket; write HOST:PORT, because metrics are read over HTTP"));
+    }
   }
   std::unique_ptr<Journal> journal = std::move(options.journal);
   if (journal == nullptr && options.data_dir.empty()) journal = std::make_unique<MemoryJournal>();

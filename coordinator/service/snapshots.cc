@@ -118,8 +118,8 @@ void Snapshots::Ended(const Written& written) {
   // It is tried again, but not for every record.
   not_before_ =
       ok ? 0 : journal_.records_since_snapshot() + std::max<uint64_t>(1, options_.records / 8);
-  // What is damaged is needed no more once there is a snapshot without it. Taking it from the core
-  // blocks all callers for a moment.
+  // Once there is a snapshot without the damaged part, that part is not needed any more. Taking it
+  // from the core blocks all callers for a moment.
   of_core_ = written.damaged;
   if (!written.damaged) Answer(ok ? absl::StatusOr<uint64_t>(written.revision) : written.status);
 }

@@ -44,7 +44,7 @@ class Watchers {
   void Forget(WatchStream* stream);
   void CloseAll(const absl::Status& status);
 
-  // Something has happened: looks at its watchers in the next Serve(), and again when all of it is
+  // A topic has changed: serves its watchers in the next Serve(), and again when the change is
   // durable.
   void Changed(const WatchTopic& topic);
   void Durable(uint64_t revision);

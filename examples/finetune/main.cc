@@ -40,7 +40,8 @@ using muster::models::CausalLm;
 using muster::models::LoraOptions;
 using muster::models::TextBatch;
 
-// In a row. The scale of fp16 needs some twenty to come down to where gradients fit.
+// The most steps in a row that may overflow: fp16 needs some twenty to lower its loss scale until
+// gradients fit.
 constexpr int kMostOverflows = 100;
 
 struct Flags {
@@ -216,7 +217,7 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
   int overflows = 0;
   double loss_sum = 0;
   int64_t micro_steps = 0, tokens = 0, logged = optimizer.steps();
-  // Of the steps since it was called last.
+  // Reports the steps since its last call.
   const auto report = [&]() -> absl::Status {
     if (logged == optimizer.steps()) return absl::OkStatus();
     const double loss = accelerator.reduce(
@@ -250,7 +251,8 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
       ++micro_steps;
       tokens += ids.numel();
       if (!accelerator.sync_gradients()) continue;
-      // Under fp16 a step that overflows is left out and not counted: the loop would have no end.
+      // Under fp16 a step that overflows is skipped and not counted: without this limit the loop
+      // might never end.
       overflows = optimizer.step_was_skipped() ? overflows + 1 : 0;
       if (overflows == kMostOverflows) {
         return absl::InternalError(absl::StrCat("after ", optimizer.steps(), " steps ", overflows,
@@ -270,7 +272,7 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
       const bool is_due = flags.checkpoint_steps > 0 && overflows == 0 &&
                           optimizer.steps() % flags.checkpoint_steps == 0;
       if (stops || is_due) {
-        // No state is kept whose loss is no number.
+        // Save no state whose loss is not finite.
         if (absl::Status reported = report(); !reported.ok()) return reported;
         if (absl::Status saved = accelerator.save_state(); !saved.ok()) return saved;
       }
@@ -327,7 +329,7 @@ int main(int argc, char** argv) {
   } catch (const CLI::CallForHelp& help) {
     return app.exit(help);
   } catch (const CLI::ParseError& error) {
-    // The code of a wrong call, after which no launcher starts the program again.
+    // Exit code 2 is a usage error, after which no launcher starts the program again.
     std::fprintf(stderr, "finetune: %s (see --help)\n", error.what());
     return 2;
   }

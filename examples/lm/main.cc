@@ -24,7 +24,8 @@
 
 namespace {
 
-// In a row. The scale of fp16 needs some twenty to come down to where gradients fit.
+// The most steps in a row that may overflow: fp16 needs some twenty to lower its loss scale until
+// gradients fit.
 constexpr int kMostOverflows = 100;
 
 struct Flags {
@@ -118,7 +119,8 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
       optimizer.zero_grad();
       loss_sum = loss.item<double>();
       if (!accelerator.sync_gradients()) continue;
-      // Under fp16 a step that overflows is left out and not counted: the loop would have no end.
+      // Under fp16 a step that overflows is skipped and not counted: without this limit the loop
+      // might never end.
       overflows = optimizer.step_was_skipped() ? overflows + 1 : 0;
       TORCH_CHECK(overflows < kMostOverflows, "after ", optimizer.steps(), " steps ", overflows,
                   " in a row overflow fp16: take a smaller --lr, or --mixed_precision bf16");
@@ -194,7 +196,7 @@ int main(int argc, char** argv) {
   } catch (const CLI::CallForHelp& help) {
     return app.exit(help);
   } catch (const CLI::ParseError& error) {
-    // The code of a wrong call, after which no launcher starts the program again.
+    // Exit code 2 is a usage error, after which no launcher starts the program again.
     std::fprintf(stderr, "lm: %s (see --help)\n", error.what());
     return 2;
   }

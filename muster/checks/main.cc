@@ -66,8 +66,8 @@ std::string PathOfHost(Accelerator& a, const char* name) {
   return (std::filesystem::temp_directory_path() / ("muster-test-" + run + "-" + name)).string();
 }
 
-// Removes it on every host, once all processes are done with it. What somebody else removed is
-// gone, too: hosts may share a disk.
+// Removes it on every host, once all processes are done with it. It may be gone already, since
+// hosts may share a disk.
 void RemoveOnAllHosts(Accelerator& a, const std::string& path) {
   a.wait_for_everyone();
   std::error_code ignored;

@@ -285,8 +285,8 @@ absl::Status Core::NameCulprit(const absl::Status& error) {
   const bool lost_peer = error.code() == absl::StatusCode::kUnavailable ||
                          absl::StrContains(error.message(), "gloo/transport");
   if (!lost_peer || process_.size() == 1 || process_.coordinator() == nullptr) return error;
-  // It knows, or will soon: a process that lost a connection waits for the exit of the peer that
-  // closed it. A barrier fails as soon as one of its ranks is gone.
+  // The coordinator knows the cause, or will soon: a process that lost a connection waits for the
+  // exit of the peer that closed it, and a barrier fails as soon as one of its ranks is gone.
   const auto why_ended = [&] {
     const absl::StatusOr<Heartbeat> beat = process_.coordinator()->Beat();
     return beat.ok() && beat->generation_ended ? beat->why : std::string();
@@ -341,8 +341,8 @@ Handed Core::Abandon() {
       handed.parameters.emplace_back(parameter.getIntrusivePtr());
     }
   }
-  // Before saves are waited for: the others' may wait for this process, which must not wait for
-  // them with its connections open.
+  // Before waiting for saves: the other processes may wait for this one, which must close its
+  // connections first.
   const absl::Status freed = Guard([this] { FreeMemory(); });
   if (!freed.ok()) MUSTER_LOG(Debug) << "after a lost process: " << freed.message();
   sharding_groups_ = {};
@@ -356,8 +356,11 @@ Handed Core::Abandon() {
 absl::Status Core::InitTrackers(const std::string& project, const TrackerValues& config,
                                 const std::vector<std::string>& kinds,
                                 std::vector<std::unique_ptr<GeneralTracker>> own) {
-  if (ended_) return absl::FailedPreconditionError("init_trackers() after end_training()");
-  // Of the run before: of another fold, or another attempt.
+  if (ended_) {
+    return absl::FailedPreconditionError(
+        "init_trackers() was called after end_training(): call it before that");
+  }
+  // Ends the trackers of the previous run (another fold, or another attempt).
   FinishTrackers();
   trackers_.reset();
   const TrackerContext context{.project_name = project,

@@ -46,13 +46,13 @@ struct Handed {
   std::vector<Parameter> parameters;         // of prepared models
 };
 
-// The parts of an Accelerator, and what concerns the process alone: control, triggers, trackers.
-// Not thread-safe.
+// What an Accelerator consists of: the parts below, and what concerns this process alone (control,
+// triggers, trackers). Not thread-safe.
 class Core : public std::enable_shared_from_this<Core> {
  public:
   explicit Core(const AcceleratorOptions& options);
-  // Joins the job as the environment says; `join`: what else. Errors: as ReadEnvironment and
-  // JoinJob.
+  // Joins the job as the environment says, with the further options in `join`. Errors: as
+  // ReadEnvironment and JoinJob.
   static absl::StatusOr<JoinedProcess> Join(const AcceleratorOptions& options,
                                             const JoinJobOptions& join);
   // In a process that has joined its job already.
@@ -124,9 +124,9 @@ class Core : public std::enable_shared_from_this<Core> {
   // Finishes the trackers, and reports to the coordinator that this process leaves on purpose.
   void EndTraining();
   void FinishTrackers();
-  // The generation has ended without this process: ends everything that belongs to it, also saves
-  // that are under way, which are lost. Only the destructor may follow. Returns what the program
-  // must have let go of before it joins the next.
+  // Ends everything that belongs to a generation that has ended without this process, including
+  // saves that are under way, which are lost. Only the destructor may be called afterwards. Returns
+  // the objects that the program must have released before it joins the next generation.
   Handed Abandon();
   // `error`, or, if it only says that a connection to another process is gone, which process that
   // was and how it ended, as far as the coordinator knows. May wait some seconds to learn it.

@@ -14,8 +14,8 @@
 
 namespace muster::internal {
 
-// The generations of its job that one process takes part in: one, or, with `elastic` and an agent
-// that supports it, another one whenever the job has lost another process. Not thread-safe.
+// The generations of its job that one process takes part in: one or, with `elastic` and an agent
+// that supports it, a further one each time the job has lost another process. Not thread-safe.
 class ElasticJoin {
  public:
   ElasticJoin(const AcceleratorOptions& options, bool elastic);
@@ -24,7 +24,7 @@ class ElasticJoin {
 
   // (collective) Joins the job's next generation, and the one after it if a process is lost
   // meanwhile. The random state is that of the first call. Throws c10::Error: as Accelerator's
-  // constructor; if something lives that the Core before has given away.
+  // constructor; if the program still holds objects of the previous Core.
   std::shared_ptr<Core> Join();
 
   // Whether `error`, with which the program's function has ended, only says that another process is
@@ -41,13 +41,13 @@ class ElasticJoin {
   // Whether `error` of a process that cannot even build its group is the loss of a peer.
   bool Lost(const absl::Status& error, const std::shared_ptr<CoordinatorClient>& coordinator,
             const Environment& environment);
-  // Throws if the program holds what it was given.
+  // Throws if the program still holds objects of the previous Core.
   void CheckHeld() const;
 
   const AcceleratorOptions options_;
   const bool elastic_;
   int reentries_left_;
-  // Of the first call, which each later one begins with.
+  // The random state at the first call of Join(), with which every later generation begins, too.
   const std::map<std::string, at::Tensor> random_;
   const at::ThreadLocalState thread_;
   std::string agent_;  // its socket

@@ -133,8 +133,9 @@ void GradientOrigins::FindOwners(OptimizerSlot& slot) const {
 
 namespace {
 
-// Of an optimizer none of whose tensors, so many, has to do with a prepared model: if the gradients
-// of a sharded one are nobody's, it was to have them.
+// For an optimizer none of whose `tensors` tensors belongs to a prepared model: throws if a sharded
+// model has gradients that belong to no optimizer, because this one was probably meant to have
+// them.
 void CheckHoldsOthers(const Registry& registry, size_t tensors) {
   std::unordered_set<const void*> held;
   for (const auto& optimizer : registry.optimizers()) {

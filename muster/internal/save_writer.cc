@@ -351,7 +351,8 @@ absl::Status SaveWriter::Write(StateWriter& writer) {
   }
   plan_->BeginSave();
   const SaveDivision& division = plan_->division;
-  // What this process alone fails at until all exchanges are over.
+  // The first failure of this process alone; thrown only after all exchanges, which the other
+  // processes are in.
   std::exception_ptr failure;
   std::vector<NamedTensors> weights;
   for (size_t i = 0; i < models.size(); ++i) {

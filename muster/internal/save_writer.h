@@ -59,7 +59,7 @@ class SaveWriter {
   };
 
   absl::Status CheckComplete();
-  // What each rank has added to Agree(). (collective where a rank has failed)
+  // Compares what each rank has told the others in Agree(). (collective where a rank has failed)
   void CompareShardedModels(const std::vector<std::string>& changes);
   // Tells the writer what only optimizers change.
   void CopyParametersLater(StateWriter& writer) const;

@@ -136,7 +136,7 @@ ModelSlot::ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source,
                      const ShardingGroups& groups)
     : controller_(steps), source_(std::move(source)), evaluation_(evaluation), groups_(groups) {
   MakeReady();
-  // At last: what moves parameters gives them other places for their gradients.
+  // Last, because moving parameters also moves their gradients.
   if (!evaluation_) {
     watch_ = std::make_unique<BackwardWatch>(controller_->passes(), source_->parameters());
   }
@@ -177,7 +177,7 @@ void ModelSlot::MakeParallel() {
   std::vector<NamedParameter> parameters;
   std::vector<at::Tensor> buffers;
   std::vector<bool> sparse;
-  // What this process may fail at alone, as for lack of memory.
+  // What may fail on this process alone, for example because memory is short.
   const auto begin = [&] {
     for (const auto& [name, parameter] : source_->parameters()) {
       TORCH_CHECK(!IsPaged(parameter), "parameter '", name,
@@ -439,7 +439,7 @@ void SchedulerSlot::Warn(const char* text) {
 }
 
 void SchedulerSlot::WarnIfLeftOut(bool at_end) {
-  // One step alone may be a try.
+  // A single step may be only a trial.
   if (warned_ || stepped_ || optimizer_ == nullptr || optimizer_->steps_here() < 2) return;
   // A scheduler or an optimizer of LibTorch's may be gone by now: this slot borrows it.
   if (at_end) {

@@ -78,7 +78,7 @@ class OptimizerSlot {
   // The gradients that are there are unscaled, and corrected for their window.
   bool gradients_finished_ = false;
   bool stepped_at_scale_ = false;  // since the last update of the loss scale
-  // Scaling or clipping them has failed on the way: some are, and some are not.
+  // Scaling or clipping has failed halfway: some gradients are changed, and some are not.
   bool gradients_torn_ = false;
   // The gradients that are there have been stepped on: the next ZeroGrad() forgets them.
   bool consumed_ = false;

@@ -78,7 +78,7 @@ StateDict ReadFile(const StateReader& reader, const std::string& name,
   return *std::move(file);
 }
 
-// What hooks have added under a name that is there replaces it.
+// A tensor that a hook has added under an existing name replaces the earlier one.
 NamedTensors LastOfEach(const NamedTensors& weights) {
   std::map<std::string, at::Tensor> last;
   for (const auto& [name, tensor] : weights) last.insert_or_assign(name, tensor);
@@ -209,7 +209,7 @@ std::vector<NamedTensors> StateLoader::ReadWeights(const StateReader& reader, si
 std::unique_ptr<DeviceUploads> StateLoader::UploadsFor(
     const StateReader& reader, const std::vector<std::string>& files) const {
   const c10::Device device = process_.device();
-  // Hooks find the weights where they have always been: on the host.
+  // Hooks expect the weights on the host, where they have always been.
   if (device.is_cpu() || objects_.has_load_hooks()) return nullptr;
   const Models& models = registry_.models();
   const bool on_device = std::any_of(models.begin(), models.end(), [&](const auto& model) {
@@ -427,7 +427,7 @@ LoadedFiles StateLoader::ReadAll(StateReader& reader) const {
         [&](const std::string& name) { TakeOptimizerFile(reader, i, name, nullptr, &loaded); },
         &mine);
   }
-  // Hooks may have changed how many there are: then that is this rank's error.
+  // Hooks may have changed the number of objects: that is an error of this rank.
   for (size_t i = 0; i < loaded.registered_in_parts.size(); ++i) {
     if (!loaded.registered_in_parts[i]) continue;
     const DividedObject& object = *objects_.objects()[i].divided;
@@ -509,7 +509,7 @@ void StateLoader::ApplyRegistered(const LoadedFiles& loaded) {
   // The program's functions may register and remove objects, also themselves.
   const std::vector<StateObjects::Object> objects = objects_.objects();
   for (size_t i = 0; i < objects.size(); ++i) {
-    // It may live no more.
+    // An earlier object's load may have removed this one.
     if (!objects_.Has(objects[i])) continue;
     ThrowIfError(GuardNamed(CustomFileName(i), [&] {
       if (loaded.registered_in_parts[i]) {

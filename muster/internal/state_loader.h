@@ -59,9 +59,9 @@ class StateLoader {
   StateLoader(const Process& process, Registry& registry, LoopTracker& loops, StepController& steps,
               const StateObjects& objects);
 
-  // A load begins. What sharded models have failed with keeps nobody from their weights while it
-  // runs, and is there again after it, unless Apply() has begun to replace them. A load may be
-  // within a hook of another one.
+  // Begins a load. While this object lives, earlier failures of sharded models do not keep code
+  // from their weights; they are restored by the destructor, unless Apply() has begun to replace
+  // the weights. Loads may nest (in a hook).
   class Scope {
    public:
     explicit Scope(StateLoader& loader);
@@ -115,7 +115,7 @@ class StateLoader {
   void TakeOptimizerFile(const StateReader& reader, size_t index, const std::string& name,
                          DeviceUploads* uploads, LoadedFiles* loaded) const;
   void ReadOthers(const StateReader& reader, LoadedFiles* loaded) const;
-  // What that reads here.
+  // The files that ReadOthers() reads on this process.
   std::vector<std::string> OthersIn(const StateReader& reader, const LoadedFiles& loaded) const;
   // Parts of Apply().
   void ApplyRegistered(const LoadedFiles& loaded);

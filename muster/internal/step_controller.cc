@@ -517,8 +517,8 @@ void ScaleWaiting(const Registry& registry, const std::vector<at::Tensor>& param
 }  // namespace
 
 void StepController::ChangeScale(absl::FunctionRef<void()> change) {
-  // What an optimizer has that steps more seldom than others goes on with the scale of them all,
-  // and so does what the next passes add to it. Each gradient is scaled once, and none that another
+  // The gradients of an optimizer that steps less often than others keep the scale of all, and so
+  // do those that the next passes add to them. Each gradient is scaled once, and none that another
   // optimizer has unscaled.
   const auto waits = [](const auto& optimizer) {
     return !optimizer->gradients_finished_ &&

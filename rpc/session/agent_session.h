@@ -38,9 +38,9 @@ class AgentSession {
   const std::string& id() const { return id_; }
   Outbox& outbox() { return outbox_; }
 
-  // Another stream of the agent: what it has not acknowledged is sent again. False: the session
-  // cannot continue, because this is another process of the agent, or it asks for frames that are
-  // no longer kept or never existed. End this session and begin a new one.
+  // The agent has opened another stream: what it has not acknowledged is sent again. False: the
+  // session cannot continue, because this is another process of the agent, or it asks for frames
+  // that are no longer kept or never existed. End this session and begin a new one.
   bool Resume(const v1::Hello& hello);
   // The first frame of a stream: goes out before all others.
   void Welcome(uint32_t protocol, uint64_t term, absl::string_view cluster_id,

@@ -16,13 +16,13 @@ class Answer {
   explicit Answer(const v1::OpResult& result)
       : kind_(result.kind_case()), bytes_(result.SerializeAsString()) {}
 
-  // What it was made of.
+  // The result that it was made from.
   v1::OpResult Parse() const;
   // KIND_NOT_SET: an error.
   v1::OpResult::KindCase kind() const { return kind_; }
   // Serialised. The OpResult of one call is `op_id` as field 1 followed by these.
   const std::string& bytes() const { return bytes_; }
-  // Of these, the reply in it: what a unary call gets. Not of an error.
+  // The serialized reply inside bytes(): what a unary call gets. Not for an error.
   absl::string_view reply() const;
 
  private:

@@ -10,12 +10,13 @@ namespace muster::rpc {
 absl::Duration FromProto(const google::protobuf::Duration& duration);
 google::protobuf::Duration ToProto(absl::Duration duration);
 
-// Less than the 5 s or more after their timeout at which callers give up, so that they hear the
-// verdict.
+// The least time that a call which is sent again still gets. Callers give up at least 5 s after
+// their timeout: this is less, so that they hear the verdict.
 inline constexpr absl::Duration kLeastRest = absl::Seconds(3);
 
-// What is left of `timeout` for a call that comes again after it has `waited`, as by its message.
-// At least `least`, or `timeout` if that is less: what it waits for may be on its way back, too.
+// What is left of `timeout` for a call that is sent again after it has `waited`, as its message
+// says. At least `least`, or `timeout` if that is less, because what it waits for may be on its way
+// back as well.
 absl::Duration RestOf(absl::Duration timeout, const google::protobuf::Duration& waited,
                       absl::Duration least = kLeastRest);
 

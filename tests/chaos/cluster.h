@@ -24,8 +24,8 @@ inline constexpr int kCoordinator = -1;
 constexpr int TargetOfAgent(int agent) { return -2 - agent; }
 constexpr int TargetOfHub(int hub) { return -1000 - hub; }
 
-// What is done when worker `worker` has said "round ROUND", and all agents that can be behind a hub
-// `once_agents_say`: a signal is sent, and `action` called.
+// Sends a signal and calls `action` when worker `worker` has printed "round ROUND" and all agents
+// that can be behind a hub have printed `once_agents_say`.
 struct SignalAt {
   int worker = 0;
   int round = 0;

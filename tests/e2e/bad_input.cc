@@ -183,7 +183,7 @@ absl::Status TrainUntilKilled(Accelerator& a, const std::string& name) {
 }
 
 int MainUntilKilled(int argc, char** argv, const std::string& name, const std::string& folder) {
-  // What a rank has to say it says before its agent ends it.
+  // A rank prints its error before its agent ends it.
   std::signal(SIGTERM, SIG_IGN);
   return muster::run(argc, argv, {}, [&](Accelerator& a, const muster::Arguments&) {
     const auto tell = [&](const std::string& error) {

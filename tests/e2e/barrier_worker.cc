@@ -162,7 +162,7 @@ void Slow(Worker& w) {
   }
   Say("stepped");
   const absl::Status status = w.client->Wait({"shown"}, kLong).status();
-  // As the library does, which may be faster than the agent that ends this process.
+  // As the library does: this may come before the agent ends the process.
   if (AgentTells(status, ProcessVariables())) exit(1);
   Check(status);
 }

@@ -15,6 +15,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "base/file.h"
 #include "base/owned_fd.h"
 #include "base/test_wait.h"
@@ -185,8 +187,10 @@ TEST_F(JobReentryTest, CancelledDuringTheRestartDelay_EndsAtOnce) {
   const std::string job = SubmitTraining(
       {"--processes", "2", "--max_restarts", "3", "--restart_delay", "5m"}, "elastic", "1@6");
   WaitForRestarts(job, 1);
+  const absl::Time cancelled = absl::Now();
   Run({"cancel", job});
   WaitForState(job, "CANCELLED");
+  EXPECT_LT(absl::Now() - cancelled, absl::Minutes(2));  // well below --restart_delay
 }
 
 TEST_F(JobReentryTest, CoordinatorIsAwayWhileAProcessIsLost_TheOtherContinues) {

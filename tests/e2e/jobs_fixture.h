@@ -21,7 +21,7 @@ class JobsFixture : public ClusterFixture {
   std::string Run(std::vector<std::string> args, int code = 0);
   // As Run, of errors that are one line.
   std::string OneLine(std::vector<std::string> args, int code);
-  // The agent of a node with two CPUs. It may not have said yet that it is there.
+  // Starts the agent of a node with two CPUs. It may not have reached the coordinator yet.
   std::unique_ptr<Command> StartAgent(const std::string& name,
                                       const std::vector<std::string>& options = {});
   // The same; the coordinator has it.

@@ -366,7 +366,8 @@ class Sim {
   void ResolveNow(v1::VerifyDepth depth);
   // An operator compares the files of one with its record, and says what was found.
   void VerifyOne(const v1::ListCheckpointsReply& listed);
-  // The coordinator has said that it knows of damage, and nobody has said since that it is whole.
+  // Whether the coordinator has reported damage of this checkpoint and no one has verified it as
+  // whole since.
   bool KnownDamaged(uint64_t id) const;
 
   void CheckHandled(const v1::Op& op, const std::optional<v1::OpResult>& immediate);

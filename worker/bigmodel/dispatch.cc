@@ -70,7 +70,7 @@ constexpr uint64_t kOwnPages = 4 * kMiB;
 // A ring should hold what is in use and what comes next.
 constexpr uint64_t kUnitsInRing = 4;
 constexpr char kOffloadFile[] = "offload.safetensors";
-// Before the number of a process, which keeps the file of an earlier model under this name until
+// Precedes the number of a process in the name under which it keeps an earlier model's file until
 // its own is in use.
 constexpr char kEarlierInfix[] = ".earlier.";
 constexpr char kOtherWays[] =
@@ -80,7 +80,7 @@ constexpr char kOtherWays[] =
 enum class Place {
   kResident,  // on its device all the time
   kHost,      // in host memory, and on the main device when it is used
-  kDisk,      // in a file, and ...
+  kDisk,      // in a file, and on the main device when it is used
 };
 
 // A tensor of the module under all of its names.

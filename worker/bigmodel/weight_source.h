@@ -51,8 +51,8 @@ class WeightSource {
   virtual absl::Status LoadPages(size_t /*i*/, uint64_t /*begin*/, size_t /*bytes*/) const {
     return absl::OkStatus();
   }
-  // DATA_LOSS, with the file and the tensor, if somebody has written into the tensor's file since
-  // it was opened. Does not block.
+  // DATA_LOSS, with the file and the tensor, if the tensor's file was written to after it was
+  // opened. Does not block.
   virtual absl::Status CheckUnchanged(size_t /*i*/) const { return absl::OkStatus(); }
 
   // Memory whose address has this remainder for kDirectAlignment is read into without a copy.

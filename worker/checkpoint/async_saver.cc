@@ -21,8 +21,8 @@ namespace {
 
 // One is copied while the other is written.
 constexpr int kSnapshots = 2;
-// Training comes first where the cores are busy. Not the lowest: nobody else does this work while
-// training waits for it, and the cores may be others' then.
+// Training comes first where the cores are busy. But this is not the lowest priority: when training
+// waits for this work, other processes may be using the cores.
 constexpr int kPersistNice = 10;
 
 // How much of the time a core is taken from training, by all ranks of a node together, while it
@@ -176,7 +176,7 @@ absl::Status AsyncSaver::Copy(Comm& comm, Save& save,
                                              request.total_limit));
   } else if (groups.nodes.size() > 1 && settled_.insert(request.dir).second) {
     {
-      // None is half published meanwhile.
+      // So that no save is published only in part meanwhile.
       const Hurry hurry(*this);
       MutexLock lock(&mu_);
       while (done_ < begun_) changed_.Wait(&mu_);

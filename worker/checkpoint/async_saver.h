@@ -106,8 +106,8 @@ class AsyncSaver {
   // a collective, though the ranks' threads wait for one another.
   std::vector<Outcome> Wait();
 
-  // No save that has begun is needed any more, because a peer is lost: those that are being written
-  // end as soon as a block is, and fail. Final. Does not block.
+  // Abandons all saves that have begun, because a peer is lost: those that are being written end
+  // after the current block, and fail. Final. Does not block.
   void Abandon();
 
   // Whether a save is being written. On rank 0, false means that it is published or has failed.
@@ -129,7 +129,7 @@ class AsyncSaver {
     std::unique_ptr<SaveProgress::Save> progress;  // null: no progress is reported
   };
 
-  // While it lives, training waits for what is written.
+  // While an object lives, training waits for the saves, which therefore do not rest.
   class Hurry;
 
   // Ends the threads.

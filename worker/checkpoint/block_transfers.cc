@@ -158,8 +158,8 @@ std::vector<BlockTransfer> PlanTransfers(const std::vector<ManifestFile>& files,
       Rounds received;
       const uint64_t first = all * i / count, share = all * (i + 1) / count - first;
       for (uint64_t k = 0; k < share; ++k) {
-        // Hosts begin at different places: in the same order all of them would wait for one node,
-        // and then for the next.
+        // Hosts begin at different places: if all began at the same block, all would wait for one
+        // node, and then for the next.
         const Block& one = host.lacks[first + (k + share * h / hosts.size()) % share];
         const ManifestFile& file = files[one.file];
         const std::vector<int>& holders = nodes.holders.find(file.name)->second;

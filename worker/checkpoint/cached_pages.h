@@ -6,7 +6,7 @@
 
 namespace muster {
 
-// Of the pages that mincore() tells of.
+// The size of the pages that mincore() reports.
 uint64_t PageBytes();
 
 // Whether the kernel tells which pages of an open file are in the page cache. Of one that this

@@ -572,7 +572,7 @@ Staging::~Staging() {
       MUSTER_LOG(Warning) << removed.message();
     }
   }
-  // Still nobody knows whether it has become a checkpoint.
+  // It is still not known whether the save has become a checkpoint.
   if (left_ && lock_ >= 0) Leave();
   if (lock_ >= 0) close(lock_);
   if (replaced_lock_ >= 0) close(replaced_lock_);

@@ -22,8 +22,8 @@
 namespace muster {
 namespace {
 
-// Makes the name of the folder itself durable, and those of the folders that it is in, up to where
-// its file system begins, whoever has made them. Leaves out those that this process may not read.
+// Makes the names of the folder and of its parents durable, up to the mount point, no matter who
+// created them. Skips those that this process may not read.
 absl::Status SyncAncestors(const std::string& folder) {
   std::error_code error;
   std::string path = std::filesystem::canonical(folder, error).string();
@@ -44,8 +44,8 @@ absl::Status SyncAncestors(const std::string& folder) {
   return absl::OkStatus();
 }
 
-// One folder: what is made anew at its path may have its inode, too, but not both that and the time
-// at which it was made.
+// Identifies one folder. A folder that is created again at the same path may have the same inode,
+// but not both the inode and the creation time.
 struct Identity {
   std::string path;
   uint64_t device = 0, inode = 0;

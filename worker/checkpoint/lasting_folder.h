@@ -7,11 +7,11 @@
 
 namespace muster {
 
-// Makes the folder, and those around it, so that a loss of power takes none of what is synced in it
-// with the folders around. Another process may have made these, for its logs: the first call of
-// this process for a folder, and for one that was made anew, syncs them all, up to where the file
-// system begins, but for those that it may not read. Blocks on the disk. Thread-safe. Errors:
-// FAILED_PRECONDITION if `folder` is a file; those of the disk.
+// Makes the folder and its parents durable, so that a loss of power does not lose what is synced in
+// the folder together with a parent. Another process may have created the parents without syncing
+// them: so the first call of this process for a folder, also for one that was created again, syncs
+// all of them up to the mount point, except those that it may not read. Blocks on the disk.
+// Thread-safe. Errors: FAILED_PRECONDITION if `folder` is a file; those of the disk.
 absl::Status MakeLastingFolder(const std::string& folder);
 
 }  // namespace muster

@@ -65,7 +65,7 @@ absl::Status MappedFile::LoadPages(uint64_t begin, uint64_t bytes) const {
     case 0:
       return absl::OkStatus();
     case EINVAL:
-      // An older kernel: the pages come ahead, but nobody says that they have.
+      // An older kernel: it reads the pages ahead, but does not report when they are there.
       (void)madvise(first, length, MADV_WILLNEED);
       return absl::OkStatus();
     case EFAULT:

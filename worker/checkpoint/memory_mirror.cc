@@ -21,7 +21,7 @@ constexpr size_t kPieceBytes = size_t{8} << 20;
 // connections, and the destructor does not wait.
 constexpr std::chrono::milliseconds kPatience = std::chrono::hours(24 * 7);
 
-// The exchanges of a save; from kPieces on one for each piece. kNothing: nobody sends it.
+// The tags of a save's exchanges; from kPieces on one for each piece. kNothing is never sent.
 enum Tag : int { kNothing, kAnnouncement, kRoom, kHeader, kPieces };
 
 struct Announced {

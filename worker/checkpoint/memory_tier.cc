@@ -431,7 +431,7 @@ absl::Status MemoryTier::Save(Comm& comm, const CheckpointInfo& info, int64_t si
     mirroring |= word.mirroring;
     Note(rank, word.mirror, EndsMirrors(word.mirror), &mirror);
   }
-  // A rank that does not know its memory could overwrite the last whole save.
+  // A rank that does not know what its memory holds could overwrite the last whole save.
   if (absl::IsResourceExhausted(before) || !begins) return before;
   *earlier = before;
   // All ranks know the same of the save before. One that failed anywhere is overwritten.
@@ -974,8 +974,8 @@ void MemoryTier::Keep(const Found& found) {
 absl::Status MemoryTier::Forget(Comm& comm) {
   WaitForCopy();
   (void)WaitForMirror();
-  // All of this node, also of workers that run elsewhere now. No rank saves before all have done
-  // this.
+  // Everything that this node's agent holds, also of workers that run elsewhere now. No rank saves
+  // before all ranks have read it.
   std::vector<AlignedMemory> here;
   const absl::Status found = GuardRank([&]() -> absl::Status {
     MUSTER_RETURN_IF_ERROR(Adopt());

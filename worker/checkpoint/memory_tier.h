@@ -112,9 +112,9 @@ class MemoryTier {
   // Training continues from it: it is not overwritten before a later save is whole, nor its mirror
   // before a later one is mirrored.
   void Keep(const Found& found);
-  // Collective. Training continues from elsewhere: nothing in memory counts any more. Errors, the
-  // same on every rank, after which all of it counts: an agent that does not answer (UNAVAILABLE),
-  // ...
+  // Collective. Training continues from elsewhere, so nothing in memory counts any more. Errors,
+  // the same on every rank: an agent that does not answer (UNAVAILABLE), and others; then
+  // everything in memory still counts.
   absl::Status Forget(Comm& comm);
 
  private:

@@ -21,8 +21,8 @@ namespace muster {
 absl::Status SaveModelFiles(const std::string& dir, const NamedTensors& tensors,
                             int64_t max_shard_bytes = 10'000'000'000);
 
-// The data of a tensor that `writer` has been told of. On any device and of any strides: copied if
-// need be. Throws c10::Error if a copy from a device fails.
+// Writes the data of a tensor that was declared to `writer`; copies it if it is on a device or has
+// gaps. Throws c10::Error if a copy from a device fails.
 absl::Status WriteTensor(ModelFolderWriter& writer, const std::string& name,
                          const at::Tensor& tensor);
 

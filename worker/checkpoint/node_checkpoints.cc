@@ -429,10 +429,10 @@ absl::StatusOr<std::vector<int64_t>> NumbersOnNodes(Comm& comm, const Checkpoint
   return std::vector<int64_t>(all.begin(), all.end());
 }
 
-// (collective) Why no load without a directory takes `path`, which was held back when it was
-// sealed, by the seal.json of some node: runs that had one disk have left it. Empty: nothing says
-// so.
-// `damage`: whether that cannot be told, which no later look changes.
+// (collective) Why a load without a directory must not take `path`: the seal.json of some node says
+// that it was held back when it was sealed. (Runs that shared one disk may have left that file.)
+// Empty: no seal.json says so. `damage`: set if this cannot be determined, which no later look
+// changes.
 absl::StatusOr<std::string> WhyHeldBack(Comm& comm, const std::string& path,
                                         const NodeGroups& groups, bool* damage) {
   std::string mine;

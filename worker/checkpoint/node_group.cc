@@ -24,8 +24,9 @@ namespace {
 
 constexpr char kProbeMark[] = ".muster-node-";
 
-// Those of ranks that died. A live one keeps its own locked, which machines of a network file
-// system need not see, the one that serves it included: only an old one is surely nobody's.
+// Removes the probe folders of ranks that died. A live rank keeps its own locked, but the other
+// machines of a network file system, even its server, need not see that: so only old folders are
+// removed.
 void RemoveAbandonedProbes(const std::string& parent) {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
   for (const std::string& name : names.value_or(std::vector<std::string>())) {

@@ -8,7 +8,7 @@
 
 namespace muster {
 
-// How much of the cores a thread of the background takes where training wants them all. A thread of
+// Limits the CPU time that a background thread takes while training wants all cores. A thread of
 // low priority still has its share of a core, and the other threads of a parallel loop wait for the
 // one that it is taken from. So such a thread rests between its pieces of work, if it had to wait
 // for a core in the last ones: if cores are idle, nothing is slowed down. Pure. Not thread-safe.

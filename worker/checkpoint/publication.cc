@@ -80,8 +80,8 @@ struct RankPlan {
   std::string text;
 };
 
-// The registry's name for a tensor of a file: one name, in whichever part of the file it is, and
-// others in another model's or optimizer's.
+// The registry's name for a tensor of a file: the same in every part of the file, and different
+// from those of other models and optimizers.
 std::string NameOfSlice(absl::string_view file, absl::string_view tensor) {
   std::string name = absl::StrCat(absl::StripSuffix(file, kExtension), ":", tensor);
   if (name.size() <= kMaxSliceName) return name;

@@ -47,8 +47,9 @@ absl::Status CheckSeal(const std::string& dir, const Manifest& manifest,
                        const RegisteredCheckpoint& seal, const VerifyingKey* key = nullptr,
                        const std::string& key_name = "");
 
-// An empty file in a checkpoint's folder by which a person has pinned it, whatever its record says
-// and whether it has one (client/checkpoints/seal_marks.h). True also where nobody can tell.
+// An empty file by which a person pins a checkpoint, independently of its record, which there need
+// not be (client/checkpoints/seal_marks.h). HasPin() also returns true if the folder cannot be
+// examined.
 inline constexpr char kPinName[] = "pinned";
 bool HasPin(const std::string& dir);
 

@@ -28,7 +28,7 @@ ChainEnd EndOfChain(const std::vector<RegisteredCheckpoint>& records, absl::Time
     if (!record.previous_sha256.empty()) after.emplace(record.previous_sha256, &record);
   }
   const auto follow = [&](const RegisteredCheckpoint* record) {
-    // Not for ever where somebody has made them a circle.
+    // Bounded, because records that were tampered with may form a cycle.
     for (size_t i = 0; i < records.size(); ++i) {
       const auto next = after.find(record->sha256);
       if (next == after.end()) break;

@@ -67,7 +67,7 @@ Chain ReadChain(const std::string& dir, const std::string& than) {
 // Whether one gets from the record `from` back to the record `to`.
 bool LeadsBack(const Chain& chain, const std::string& from, const std::string& to) {
   auto at = chain.find(from);
-  // Not for ever where somebody has made them a circle.
+  // Bounded, because records that were tampered with may form a cycle.
   for (size_t i = 0; i < chain.size() && at != chain.end(); ++i) {
     if (at->second == to) return true;
     at = chain.find(at->second);

@@ -63,9 +63,9 @@ class SharedFiles {
   SharedFiles(const SharedFiles&) = delete;
   SharedFiles& operator=(const SharedFiles&) = delete;
 
-  // Where the file is, what was read of it checked: a path that this process can open while this
-  // object lives. It does not change any more, if nobody writes into a checkpoint that is
-  // published. Empty: it was not read.
+  // A path by which this process can open the file while this object lives; what was read of it has
+  // been checked. Its contents do not change unless a published checkpoint is written to. Empty: it
+  // was not read.
   std::string PathOf(absl::string_view name) const;
 
   // Of the files, by this rank's host: from its disk, and from other nodes.

@@ -39,8 +39,8 @@ class Snapshot {
     // What is not in this object's memory; null: all of it is.
     std::shared_ptr<const Kept> kept = nullptr;
   };
-  // Returns what `tensor` holds now, on the CPU, contiguous, in memory that nobody changes: a copy,
-  // or `tensor` itself. Does not throw.
+  // Returns what `tensor` holds now, on the CPU, contiguous, in memory that does not change: a
+  // copy, or `tensor` itself. Does not throw.
   using KeepTensor = std::function<absl::StatusOr<at::Tensor>(const at::Tensor& tensor)>;
 
   Snapshot() = default;

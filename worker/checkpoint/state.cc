@@ -442,7 +442,8 @@ absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
     found = comm.BroadcastBytes(found, 0);
   }
   if (tried != nullptr) *tried = found;
-  // Without its name it is read only while nobody here can give it that, or remove it.
+  // A folder without its final name is read only while no process of this machine can rename or
+  // remove it.
   const bool unnamed = dir.empty() && IsStagingFolder(found);
   absl::StatusOr<StateReader> reader =
       !unnamed || HoldInPlace(found) ? StateReader::Open(found) : IsLocked(found);

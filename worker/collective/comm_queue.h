@@ -12,9 +12,9 @@ namespace muster {
 // submitted. Each process of a job has one, and a Comm that runs on it too keeps that order
 // (MakeOrderedComm): ranks that submit and call in one order stay in step, as without it.
 //
-// When a collective throws, those after it are not run and throw the same, until somebody has seen
-// the error: ranks would no longer be in step. No error is lost: what no Wait() has thrown, the
-// next Drain() throws.
+// When a collective throws, those after it are not run and throw the same, until the error has been
+// thrown to a caller: the ranks would no longer be in step. No error is lost: what no Wait() has
+// thrown, the next Drain() throws.
 //
 // Implementations: CommThread for tensors on the CPU, CommStream for those on a GPU. Thread-safe.
 class CommQueue {
@@ -36,17 +36,18 @@ class CommQueue {
 
   // Collectives in `body` are said to come from the caller's CallSite.
   virtual Ticket Submit(std::function<void()> body) = 0;
-  // What comes after it comes after the work. Throws what the work has thrown.
+  // What the caller does next comes after the work of `ticket`. Throws what that work has thrown.
   virtual void Wait(const Ticket& ticket) = 0;
   // Whether it has ended well; an error stays for others to throw.
   virtual bool WaitQuietly(const Ticket& ticket) = 0;
-  // What comes after it comes after all that was submitted. Throws an error that nobody has seen.
+  // What the caller does next comes after everything submitted. Throws an error that was not thrown
+  // by a Wait() yet.
   virtual void Drain() = 0;
   // Whether the caller is in a body.
   virtual bool IsCurrent() const = 0;
 
-  // Runs `allocate`, whose tensors have memory from where bodies get theirs: so what one of them
-  // frees the other can take. The caller may use the tensors at once.
+  // Runs `allocate`, whose tensors get their memory from the same pool as those of bodies, so that
+  // each can reuse what the other has freed. The caller may use the tensors at once.
   virtual void Allocate(const std::function<void()>& allocate) = 0;
 };
 

@@ -34,8 +34,8 @@ inline constexpr int64_t kSharedPartPage = 4096;
 std::optional<SharedParts> ShareParts(Comm& comm, int64_t part, const at::TensorOptions& options,
                                       bool whole);
 
-// A tensor of one dimension, all zero, on which collectives of `comm` work without copies if all
-// ranks have such. An undefined one where there is none to give. Not a collective.
+// A tensor of one dimension, all zero, on which collectives of `comm` work without copies if every
+// rank passes one like it. Undefined if there is no such memory. Not a collective.
 at::Tensor AllocateReachable(Comm& comm, int64_t numel, const at::TensorOptions& options);
 
 }  // namespace muster

@@ -43,7 +43,7 @@ void* MapShared(int fd, uint64_t offset, uint64_t bytes) {
 }
 
 void Punch(int fd, uint64_t offset, uint64_t bytes) {
-  // No memory is given back where this fails, and nothing else goes wrong.
+  // If this fails, the memory is not given back; nothing else goes wrong.
   (void)fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
                   static_cast<off_t>(bytes));
 }

@@ -229,7 +229,8 @@ void ShmSegment::Begin(const ShmCall& call, const ShmPlace& place) {
 }
 
 void ShmSegment::Meet(std::chrono::steady_clock::time_point deadline, const std::string& what) {
-  // Not after one that failed: the others would take this arrival for that one's.
+  // Not after a collective that failed: the others would take this arrival for that of the failed
+  // one.
   ThrowIfBroken(what);
   ++phase_;
   Cell& mine = cell(rank_);

@@ -497,8 +497,8 @@ class CoordinatorClient::Impl {
                                                                          const Request&, Reply*),
                            Request* request, Reply* reply) {
     FillFence(request->mutable_fence());
-    // What was begun is forgotten when its generation is over, and a verdict can be found again: no
-    // exit waits for these.
+    // These do not delay an exit: what was begun is forgotten when its generation is over, and a
+    // verdict can be found again.
     bool may_be_lost = std::is_same_v<Request, v1::AbortCheckpointRequest> ||
                        std::is_same_v<Request, v1::VerifyCheckpointRequest>;
     // So are those that are only counted.

@@ -109,7 +109,8 @@ absl::Status ReadBool(const Variables& variables, const std::string& name, Setti
       absl::StrCat(name, "='", Printable(*text), "' is neither true nor false (write 1 or 0)"));
 }
 
-// Of waits: what waits adds it to the time of now, in nanoseconds too.
+// The longest timeout: code that waits adds it to the current time, in nanoseconds, without
+// overflow.
 constexpr absl::Duration kLongest = absl::Hours(24 * 365);
 
 // `what` it must be, in an error.
@@ -436,8 +437,9 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
       &env->lease));
 
   const Environment defaults{};
-  // What the program says wins over what its user has asked for, but not in silence. Launchers set
-  // these variables to the defaults where nobody asks.
+  // The program's arguments win over what its user has asked for, with a warning. A variable that
+  // has its default value causes none: launchers set these variables even if the user has asked for
+  // nothing.
   const auto take = [&](const auto& argument, const auto& fallback, auto* setting) {
     if (!argument) return;
     if (setting->value != *argument && setting->value != fallback.value) {

@@ -28,8 +28,9 @@ bool IsLossOfPeer(const absl::Status& error) {
   if (error.ok()) return false;
   const absl::string_view text = error.message();
   if (IsExplained(text)) return true;
-  // Words that nobody but a transport, a group or the coordinator's client has. Words of the system
-  // alone ("timed out", "Broken pipe") may be about a connection of the program's own.
+  // Phrases that only a transport, a process group or the coordinator's client uses. Phrases of the
+  // operating system alone ("timed out", "Broken pipe") may be about a connection of the program's
+  // own.
   for (const absl::string_view words :
        {"gloo/transport", "Connection closed by peer", "has left the group", "has died",
         "did not arrive in time", "ncclRemoteError", "ncclSystemError",

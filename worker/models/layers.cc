@@ -258,7 +258,7 @@ at::Tensor Activate(Activation activation, const at::Tensor& x) {
     case Activation::kLinear:
       return x;
   }
-  TORCH_CHECK(false, "no such activation");
+  TORCH_CHECK(false, "activation ", static_cast<int>(activation), " is not one of Activation");
 }
 
 at::Tensor Dropout(const at::Tensor& x, double probability, bool training) {

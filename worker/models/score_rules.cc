@@ -49,7 +49,7 @@ void CheckToken(const char* rule, int64_t token, int64_t vocabulary) {
                     "; the vocabulary has ", vocabulary);
 }
 
-// A row that has ended, whose scores nobody takes, holds fewer generated tokens than that.
+// A row that has ended, whose scores are ignored, has fewer generated tokens than `num_generated`.
 Tokens PromptOf(const Tokens& row, int64_t num_generated) {
   if (num_generated >= static_cast<int64_t>(row.size())) return row;
   return {row.begin(), row.end() - num_generated};

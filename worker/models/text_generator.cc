@@ -118,7 +118,7 @@ absl::StatusOr<EncodedPrompts> EncodePrompts(const Tokenizer& tokenizer,
     longest = std::max(longest, ids->size());
     rows.push_back(*std::move(ids));
   }
-  if (rows.empty()) return absl::InvalidArgumentError("there is no prompt");
+  if (rows.empty()) return absl::InvalidArgumentError("there is no prompt: pass one at least");
   const auto count = static_cast<int64_t>(rows.size());
   EncodedPrompts out = {.ids = at::zeros({count, static_cast<int64_t>(longest)}, c10::kLong),
                         .mask = at::zeros({count, static_cast<int64_t>(longest)}, c10::kLong),

@@ -10,8 +10,7 @@
 
 namespace muster::models {
 
-// A parameter of a model that nobody has constructed: its name, which is that of the Hub's files,
-// and its shape.
+// A parameter of a model that is not constructed: its name, as in the Hub's files, and its shape.
 struct WeightShape {
   std::string name = "";
   std::vector<int64_t> shape = {};

@@ -70,7 +70,8 @@ using GradientHook = std::function<c10::intrusive_ptr<c10::ivalue::Future>(
 std::unique_ptr<c10d::CommHookInterface> MakeGradientHook(
     GradientHook hook, c10::intrusive_ptr<c10d::ProcessGroup> group);
 
-// What PowerSGD's hook of a model keeps for the next one, and is told.
+// What the PowerSGD hook of a model keeps for the next reduction, and the loss scale that it is
+// given.
 struct PowerSgdState {
   int64_t reductions = 0;
   // What the losses were multiplied by (fp16), 0-d; undefined: nothing. Never written in place.

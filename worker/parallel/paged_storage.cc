@@ -40,7 +40,7 @@ class Pins {
 
 namespace {
 
-// The key is meant for tests of LibTorch itself, which nobody runs in one process with Muster: no
+// The key is meant for tests of LibTorch itself, which do not run in one process with Muster: no
 // other key above autograd is free (docs/decisions/0028).
 constexpr c10::DispatchKey kPagedKey = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 

@@ -8,27 +8,28 @@
 
 namespace muster {
 
-// What keeps the parameters of a sharded model from being used, as one rank knows: it has failed
-// where others may have gone on; ranks have found that their parts belong to different models; or
-// nothing has given a parameter its values. Not thread-safe.
+// Why the parameters of a sharded model cannot be used, as far as one rank knows: it has failed
+// where others may have gone on; the ranks have found that their parts belong to different models;
+// or some parameters were never given values. Not thread-safe.
 class ShardFaults {
  public:
   // `rank` of `ranks` ranks, for messages.
   ShardFaults(int rank, int ranks) : rank_(rank), ranks_(ranks) {}
 
-  // What this rank alone has failed with, until the ranks meet next; empty: nothing.
+  // The failure of this rank alone, until the ranks meet next; empty: none.
   const std::string& own() const { return failures_.own; }
-  // It was in a step, or came after one: this rank's parts may have changed in part.
+  // Whether that failure was in a step or after one, so that this rank's parts may be partly
+  // updated.
   bool in_step() const { return failures_.in_step; }
   // NoteBeginningOfForward() keeps an earlier failure, the other two replace it.
   void NoteBeginningOfForward(const std::exception_ptr& thrown);
   void NoteEndOfBackward(const std::exception_ptr& thrown);
   void NoteStep(const std::exception_ptr& thrown);
-  // All ranks know of it, and none has stepped after it.
+  // Call it when all ranks know of the failure and none has stepped after it.
   void ForgetOwn() { failures_.own.clear(); }
 
-  // Why the parts of the ranks are a mixture, which all ranks know; empty: they are not. Stands
-  // until all parameters are loaded.
+  // Why the parts of the ranks are a mixture, which all ranks know; empty: they are not. Kept until
+  // all parameters are loaded.
   const std::string& mixed() const { return failures_.mixed; }
   void SetMixed(std::string why) { failures_.mixed = std::move(why); }
 

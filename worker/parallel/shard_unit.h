@@ -95,12 +95,13 @@ class ShardUnit : public Page {
     int64_t begin = 0;
     // The gradients of micro-steps that were not reduced, in the dtype of the reduction.
     at::Tensor pending;
-    // Since the last Forget(): this rank had a gradient; the shard had none before.
+    // Since the last Forget(). used: this rank had a gradient. fresh: the shard had none before.
     bool used = false, fresh = false;
     // `.grad` is GradientMark(), unless the program has zeroed it.
     bool marked = false;
-    // In this backward pass: this rank had a gradient; it was reduced and goes to what updates the
-    // shard (shard_updates.h); it came after the unit was reduced.
+    // In this backward pass. came: this rank had a gradient. updated: it was reduced and goes to
+    // the object that updates the shard (shard_updates.h). late: it came after the unit was
+    // reduced.
     bool came = false, updated = false, late = false;
   };
   const std::string& name() const { return name_; }
@@ -127,7 +128,7 @@ class ShardUnit : public Page {
   // An operator has written the full values.
   void NoteWrite() { written_ = true; }
 
-  // The full values are there and those of the shards.
+  // Whether the full values are present and equal to the shards.
   bool gathered() const { return gathered_; }
   // They are on their way.
   bool coming() const { return coming_ != nullptr; }

@@ -719,7 +719,8 @@ void ShardedModel::ThrowFailure() {
   ForgetFailures();
   history_.Clear();
   DropGradients();
-  // What it keeps from being used, it does so on all ranks, whichever model they use next.
+  // So that the models that updates_ keeps from being used are the same on all ranks, whichever of
+  // them each rank uses next.
   if (updates_ != nullptr) updates_->Touch();
   for (const std::string& failure : all) {
     if (faults_.mixed().empty()) faults_.SetMixed(failure);

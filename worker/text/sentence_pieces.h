@@ -17,7 +17,7 @@ struct SentencePiece {
   // It is cut out of a text before the model sees it: every piece that the trainer was configured
   // to keep whole.
   bool is_added = false;
-  bool is_control = false;  // of these, one that stands for no text
+  bool is_control = false;  // an added piece that has no text
 };
 
 struct SentencePieces {

@@ -210,10 +210,9 @@ absl::Status CsvTracker::RewriteHeader(const std::string& row) {
 
 absl::Status CsvTracker::log(const TrackerEntry& entry) {
   const int64_t step = entry.step.value_or(next_step_);
-  // Another writer of the table may put a file with more columns into its place at any moment but
-  // while we have the lock of the one that is there. Each look that fails is a column of another,
-  // or the numbers of files do not stay (some network file systems): then the row is written
-  // anyway.
+  // Another writer may replace the table by one with more columns at any moment, except while we
+  // hold the lock of the current file. Each look that fails means that a writer has added a column,
+  // or that inode numbers change (some network file systems): in the end the row is written anyway.
   constexpr int kLooks = 20;
   for (int looks = 1;; ++looks) {
     if (!started_) return file_.Append("");

@@ -51,7 +51,7 @@ struct Kept {
   uint64_t number;
 };
 
-// Known by its address as that of copies.
+// The deleter of copies: its address tells a copy from other tensors.
 void Drop(void* context) {
   const std::unique_ptr<Kept> kept(static_cast<Kept*>(context));
   // Of the copy alone; others may use the file for long. What was written to it is memory that the

@@ -10,9 +10,9 @@ namespace muster {
 // Memory for the state of an optimizer that is loaded: new pages cost several times what the copy
 // into them does.
 
-// `slot`, the tensor that holds this state of `parameter` now, if the values of `source` fit there
-// and nobody else has its memory: `references` to the tensor, this one included, are the
-// optimizer's. Undefined: there is no such tensor.
+// Returns `slot`, the tensor that holds this state of `parameter` now, if the values of `source`
+// fit there and only the optimizer uses its memory: all `references` to the tensor, this one
+// included, are the optimizer's. Undefined: it cannot be reused.
 at::Tensor SlotToReuse(const at::Tensor& slot, size_t references, const at::Tensor& parameter,
                        const at::Tensor& source);
 

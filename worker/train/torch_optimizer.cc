@@ -441,7 +441,7 @@ class TorchOptimizerHandle : public OptimizerHandle {
     }
     std::vector<at::Tensor> stepped;
     for (const at::Tensor& param : seen_parameters()) {
-      // Classes of the user's may change others, too.
+      // A user's class may change parameters without gradients, too.
       if (!is_torchs_own_ || param.grad().defined()) stepped.push_back(param);
     }
     NoteStep(stepped);

@@ -21,7 +21,8 @@ void Report(const std::string& text, char* error, size_t error_size) {
 
 std::atomic<bool> flush_at_end{false};
 
-// LibTorch's own aborts as well, and warns that nobody has called a function of Python's.
+// LibTorch's own destructor aborts as well, but warns that a function of Python
+// (destroy_process_group) was not called.
 class Backend : public c10d::ProcessGroupNCCL {
  public:
   using ProcessGroupNCCL::ProcessGroupNCCL;

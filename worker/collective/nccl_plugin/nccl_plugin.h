@@ -37,9 +37,9 @@ typedef struct MusterNcclOptions {
 typedef void* (*MusterNcclMakeBackend)(const MusterNcclOptions* options, char* error,
                                        size_t error_size);
 
-// How backends end from here on that are let go: 1: flushed, which waits for this rank's
-// collectives and for what other ranks have yet to receive of them; 0, as at the start: aborted,
-// which waits for nobody.
+// How backends that are released from here on end. 1: flushed, which waits for this rank's
+// collectives and for what other ranks have yet to receive of them. 0, as at the start: aborted,
+// which waits for no rank.
 typedef void (*MusterNcclFlushAtEnd)(int flush);
 
 int muster_nccl_abi(void);
