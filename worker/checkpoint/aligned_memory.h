@@ -15,12 +15,12 @@ struct HostPinning {
   std::function<bool(void* data, size_t bytes)> pin;
   std::function<void(void* data)> unpin;
 
-  // That of the CUDA that this process has loaded; null: it has none. Thread-safe.
+  // Returns the pinning of the CUDA that this process has loaded; null if it has none. Thread-safe.
   static const HostPinning* Cuda();
 };
 
-// Memory of its own pages, as direct I/O needs it: begins at a page, zero at first, in huge pages
-// where the kernel has them. Movable. Not thread-safe.
+// Memory in pages of its own, as direct I/O needs it: begins at a page boundary, is zero at first,
+// and uses huge pages where the kernel has them. Movable. Not thread-safe.
 class AlignedMemory {
  public:
   AlignedMemory() = default;
@@ -34,22 +34,22 @@ class AlignedMemory {
   char* data() const { return data_; }
   size_t size() const { return size_; }
 
-  // Makes it at least `bytes` large. What it holds stays, possibly at another address.
-  // RESOURCE_EXHAUSTED if the system has no such memory; nothing changes then.
+  // Makes the memory at least `bytes` large. Its contents stay, possibly at another address.
+  // Returns RESOURCE_EXHAUSTED, and changes nothing, if the system does not have that much memory.
   absl::Status Grow(size_t bytes);
 
-  // Pins it until it grows. Borrows `pinning`. Where that fails it stays as it is, which is slower,
-  // and is not tried again; the first time in a process is a warning in the log. Nothing happens if
-  // it is pinned, or empty.
+  // Pins the memory until it grows. Borrows `pinning`. If pinning fails, the memory stays unpinned,
+  // which is slower, and pinning is not tried again; the first failure in a process is logged as a
+  // warning. Does nothing if the memory is pinned already, or empty.
   void Pin(const HostPinning& pinning);
 
-  // What all objects of this process have pinned at the moment. Thread-safe.
+  // Returns the bytes that all objects of this process have pinned at the moment. Thread-safe.
   static uint64_t PinnedBytes();
 
  private:
   void Unpin();
 
-  // Of the file.
+  // Reserves the memory of the file.
   absl::Status Reserve(size_t bytes) const;
 
   char* data_ = nullptr;

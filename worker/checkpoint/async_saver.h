@@ -30,25 +30,27 @@
 
 namespace muster {
 
-// Saves checkpoints beside training. A save copies this rank's state into memory, or to where
-// Request::keep has it, which is all that training waits for. What only the optimizer changes is
-// copied by a thread while training continues. Another thread writes it to the disk, waits for the
-// other ranks, and publishes the checkpoint as SaveCheckpoint does. The memory for two saves is
-// kept: one may be written while the next is copied; a third waits for the first.
+// Saves checkpoints beside training. A save copies this rank's state into memory, or to the place
+// that Request::keep gives for it; training waits only for that copy. Tensors that only the
+// optimizer changes are copied by a thread while training continues. Another thread writes the copy
+// to the disk, waits for the other ranks, and publishes the checkpoint as SaveCheckpoint does. The
+// memory for two saves is kept: one may be written while the next is copied; a third waits for the
+// first.
 //
 // One object on every rank, whose calls are made in the same order everywhere by one thread.
 class AsyncSaver {
  public:
   struct Options {
-    // Of this rank's writes; 0: as fast as the disk takes them, but where training wants all cores
-    // slowly enough for training to lose less than 3 % (PolitePace), as long as that takes no more
-    // than a minute. Neither holds back what training waits for.
+    // The limit for this rank's writes. 0: as fast as the disk takes them, or, while training wants
+    // all cores, slowly enough that training loses less than 3 % (PolitePace), if that takes no
+    // more than a minute. Writes that training waits for are not held back.
     int64_t max_bytes_per_second = 0;
     // How many ranks of this node save.
     int local_ranks = 1;
-    // Blocks under way at a time.
+    // Blocks that are being written at a time.
     int in_flight = 2;
-    // What StateWriter::CopyLater() names is copied after Begin() returns; see WaitForCopy().
+    // Whether tensors passed to StateWriter::CopyLater() are copied after Begin() returns; see
+    // WaitForCopy().
     bool lazy = false;
   };
 
@@ -58,12 +60,12 @@ class AsyncSaver {
     std::string dir = "";
     std::optional<CheckpointFolder> folder = std::nullopt;
     int total_limit = 0;
-    // Of the rest of what counts when it is published; `keep` is total_limit.
+    // The other settings of the publication; its `keep` is replaced by total_limit.
     PublishOptions publish = {};
     CheckpointInfo info = {};
-    // As in SaveCheckpoint.
+    // The node of this rank, as in SaveCheckpoint.
     std::optional<int> node = std::nullopt;
-    // As Snapshot::KeepBy(), of this rank; null: in memory.
+    // Where this rank's copies go, as in Snapshot::KeepBy(); null: into memory.
     Snapshot::KeepTensor keep = nullptr;
 
     std::string path() const { return dir.empty() ? folder->PathOf(info.iteration) : dir; }
@@ -72,17 +74,17 @@ class AsyncSaver {
   // How a save has ended. Rank 0 logs it at once.
   struct Outcome {
     std::string path;
-    // The same on every rank: OK, or why there is no checkpoint.
+    // The same on every rank: OK, or the reason why there is no checkpoint.
     absl::Status status;
-    uint64_t bytes = 0;  // that this rank wrote
-    // How long the save made training wait, with the wait for its copies, and from then until it
-    // was published.
+    uint64_t bytes = 0;  // written by this rank
+    // How long the save made training wait, including the wait for its copies, and how long it then
+    // took until the checkpoint was published.
     absl::Duration stall;
     absl::Duration persist;
   };
 
-  // `comm`: the same ranks as those that save, for the thread alone. Throws std::system_error where
-  // no thread can be started, which the other ranks do not know.
+  // `comm`: the same ranks as those that save, for the thread's use alone. Throws std::system_error
+  // if no thread can be started; the other ranks do not learn of that.
   AsyncSaver(std::unique_ptr<Comm> comm, const Options& options);
   // Waits for the saves that have begun.
   ~AsyncSaver();
@@ -90,16 +92,17 @@ class AsyncSaver {
   AsyncSaver& operator=(const AsyncSaver&) = delete;
 
   // Collective over `comm`: every rank calls it with the same request (rank 0's counts), and
-  // `write` writes the files of its rank. On return the state may change, except what was passed to
-  // CopyLater(). Waits while two saves are being written, which hurry then. Errors, the same on
-  // every rank: as SaveCheckpoint before anything is written; those of Snapshot. `earlier` gets the
-  // outcomes of the saves that have ended since, the same on every rank, each once.
+  // `write` writes the files of its rank. After the return the state may change, except for the
+  // tensors that were passed to CopyLater(). Waits while two saves are being written, which then no
+  // longer rest. Errors, the same on every rank: those of SaveCheckpoint before anything is
+  // written; those of Snapshot. `earlier` gets the outcomes of the saves that have ended since, the
+  // same on every rank, each once.
   absl::Status Begin(Comm& comm, const Request& request,
                      absl::FunctionRef<absl::Status(StateWriter&)> write,
                      std::vector<Outcome>* earlier);
 
-  // Call it before tensors change that were passed to CopyLater(): it helps to copy them and
-  // returns when all are copied. Cheap if they are.
+  // Must be called before tensors change that were passed to CopyLater(): helps to copy them and
+  // returns when all are copied. Cheap if they are copied already.
   void WaitForCopy();
 
   // Waits for the saves that have begun. Returns every outcome that has not been returned yet. Not
@@ -129,7 +132,8 @@ class AsyncSaver {
     std::unique_ptr<SaveProgress::Save> progress;  // null: no progress is reported
   };
 
-  // While an object lives, training waits for the saves, which therefore do not rest.
+  // While an object of this class exists, training waits for the saves, which therefore do not
+  // rest.
   class Hurry;
 
   // Ends the threads.
@@ -141,7 +145,7 @@ class AsyncSaver {
                     std::vector<Outcome>* earlier);
   absl::Status Persist(Save& save);
   absl::Status WriteFiles(const Save& save, std::vector<ManifestFile>* files);
-  // Of a thread that writes, after a block. As PolitePace::Rest.
+  // Called by a writing thread after each block; the arguments are those of PolitePace::Rest.
   void RestIfCoresAreWanted(absl::Duration also, absl::Duration most);
   PolitePace& PaceOfThisThread() const;
   bool Stops() const;
@@ -154,17 +158,17 @@ class AsyncSaver {
   const int in_flight_;
   const bool lazy_;
   const int rank_;
-  const bool polite_;  // else a rate limit says how fast
+  const bool polite_;  // if false, a rate limit sets the speed
   PoliteWriters writers_;
   const Clock& clock_ = Clock::Real();
 
-  // One thread at a time changes the folders beside the checkpoints (a staging folder of a dead
-  // writer, a checkpoint that is being removed): otherwise each would treat the other's as
-  // abandoned.
+  // Lets one thread at a time change the folders beside the checkpoints (a staging folder of a dead
+  // writer, a checkpoint that is being removed); otherwise each thread would treat the other's
+  // folders as abandoned.
   Mutex folder_mu_;
 
-  // Folders that SettleNodes() has seen: what it looks for is older than this process. Of the
-  // thread that calls Begin().
+  // The folders that SettleNodes() has examined; it looks only for what is older than this process.
+  // Used by the thread that calls Begin().
   std::set<std::string> settled_;
 
   mutable Mutex mu_;
@@ -174,11 +178,11 @@ class AsyncSaver {
   // Saves by number, from 1: queued, and done.
   int64_t begun_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t done_ ABSL_GUARDED_BY(mu_) = 0;
-  std::deque<Outcome> outcomes_ ABSL_GUARDED_BY(mu_);                       // of the last ones done
+  std::deque<Outcome> outcomes_ ABSL_GUARDED_BY(mu_);  // of the newest saves that are done
   std::deque<std::shared_ptr<DeferredCopy>> to_copy_ ABSL_GUARDED_BY(mu_);  // for copier_
   bool stop_ ABSL_GUARDED_BY(mu_) = false;
-  std::shared_ptr<DeferredCopy> last_deferred_;  // of the last save; for the caller's thread
-  // Last: they use the rest.
+  std::shared_ptr<DeferredCopy> last_deferred_;  // of the newest save; for the caller's thread
+  // Declared last, because the threads use the members above.
   std::thread copier_;
   std::thread thread_;
 };

@@ -15,11 +15,11 @@
 
 namespace muster {
 
-// Which rank sends which blocks of a checkpoint's files to which other rank, where every node has
-// some of the files. Everything here is pure and thread-safe, and its results are the same on every
-// rank.
+// Plans which rank sends which blocks of a checkpoint's files to which other rank, when every node
+// has some of the files. Everything here is pure and thread-safe, and its results are the same on
+// every rank.
 
-// Which nodes have which files. A node goes by its leader (NodeGroups).
+// Records which nodes have which files. A node is identified by its leader (NodeGroups).
 struct FilesOnNodes {
   // By rank: the leader of its node.
   std::vector<int> leader_of;
@@ -28,14 +28,15 @@ struct FilesOnNodes {
 
   // Whether the node of `rank` has the file.
   bool Has(int rank, absl::string_view file) const;
-  // Whether it has any.
+  // Whether the node of `rank` has any file.
   bool HasAny(int rank) const;
 };
 
-// The blocks of a file: those of its digests, or the whole file, if it has none.
+// Returns the number of blocks of a file: those of its digests, or one, the whole file, if it has
+// none.
 uint64_t CountBlocks(const ManifestFile& file);
 FileRange RangeOfBlock(const ManifestFile& file, uint64_t block);
-// DATA_LOSS, with `path`, if `bytes` are not those of the block.
+// Returns DATA_LOSS, with `path`, if `bytes` are not those of the block.
 absl::Status CheckBlockOf(const ManifestFile& file, uint64_t block, absl::string_view bytes,
                           absl::string_view path);
 
@@ -43,15 +44,15 @@ absl::Status CheckBlockOf(const ManifestFile& file, uint64_t block, absl::string
 class BlockSet {
  public:
   explicit BlockSet(const std::vector<ManifestFile>& files);
-  // From text(). Another length counts as empty.
+  // Restores a set from its text(). A text of another length counts as empty.
   BlockSet(const std::vector<ManifestFile>& files, const std::string& text);
 
   bool Has(size_t file, uint64_t block) const;
   void Add(size_t file, uint64_t block);
-  // The blocks that `range` touches, as far as there are such.
+  // Adds the blocks that `range` touches and that exist.
   void AddRange(const std::vector<ManifestFile>& files, size_t file, const FileRange& range);
   void AddAll(const BlockSet& other);
-  // A bit for each block.
+  // One bit for each block.
   const std::string& text() const { return bits_; }
 
  private:
@@ -60,7 +61,7 @@ class BlockSet {
 };
 
 struct BlockTransfer {
-  size_t file = 0;  // its number
+  size_t file = 0;  // the file's number
   uint64_t block = 0;
   int from = 0, to = 0;  // ranks
   int round = 0;         // from 0

@@ -24,19 +24,19 @@ struct WantedCheckpoint {
   CheckpointFolder folder;
   NodeGroups groups;                         // see GroupsOf()
   CheckpointRegistrar* registrar = nullptr;  // borrowed; may be null
-  // `read` can read one in parts (OpenCheckpointOnNodes).
+  // Whether `read` can read a checkpoint in parts (OpenCheckpointOnNodes).
   bool in_parts = false;
 };
 
-// Collective. Opens the checkpoint on every rank (OpenCheckpointOnNodes) and calls `read`,
-// collective too, which reads what it needs of it, changes nothing, and returns the same on every
-// rank. Without a directory damaged ones are passed over, and the registry learns of them; where
-// nodes have disks of their own, all nodes verify their files first, of a named one too. What is
-// read without its name stays so while `read` runs (HoldInPlace).
+// Collective. Opens the checkpoint on every rank (OpenCheckpointOnNodes) and calls `read`, also a
+// collective, which reads what it needs, changes nothing, and returns the same on every rank. If no
+// directory is named, damaged checkpoints are skipped and reported to the registry; where nodes
+// have disks of their own, all nodes verify their files first, also those of a named checkpoint. A
+// checkpoint that is read before it has its name does not move while `read` runs (HoldInPlace).
 //
-// Errors, the same on every rank: those of opening, such as NOT_FOUND if there is none; of `read`;
-// UNAVAILABLE if what is found or was named moves or is replaced in each of kCheckpointSearches
-// searches, or there is nothing any more where something was.
+// Errors, the same on every rank: those of opening, such as NOT_FOUND if there is none; those of
+// `read`; UNAVAILABLE if the checkpoint that is found or named moves or is replaced in each of
+// kCheckpointSearches searches, or has disappeared.
 absl::StatusOr<StateReader> OpenAndReadCheckpoint(
     Comm& comm, const WantedCheckpoint& wanted,
     absl::FunctionRef<absl::Status(StateReader& reader)> read);

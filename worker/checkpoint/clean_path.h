@@ -5,12 +5,12 @@
 
 namespace muster {
 
-// A path that names what the system finds under `path`, without ".", "..", "//" and "/" at its end.
-// Where ".." follows a name, which may be a symbolic link, what comes before is resolved. Of what
-// does not exist the text alone counts. Empty if `path` is.
+// Returns a path that names what the system finds under `path`, without ".", "..", "//" and a
+// trailing "/". If ".." follows a name, which may be a symbolic link, the part before it is
+// resolved. A part that does not exist is cleaned as text only. Empty if `path` is empty.
 std::string CleanPath(const std::string& path);
 
-// The same, absolute: for processes in other folders.
+// Like CleanPath, but returns an absolute path, for processes in other folders.
 std::string AbsolutePath(const std::string& path);
 
 }  // namespace muster

@@ -20,11 +20,11 @@
 
 namespace muster {
 
-// Copies of tensors that are made while training goes on, because nothing changes them before the
-// optimizer steps. Code that is about to change them calls Run() first. A tensor that was changed
-// nevertheless is detected: by its version, which every operation in place counts, and by some of
-// its bytes, for changes that are not counted (through data() or a pointer). On a device only by
-// its version; there the device waits for the copy, not the thread.
+// Copies of tensors that are made while training goes on, because nothing changes the tensors
+// before the optimizer steps. Code that is about to change them calls Run() first. If a tensor was
+// changed nevertheless, that is detected: by its version, which every operation in place counts,
+// and by some of its bytes, for changes that are not counted (through data() or a pointer). On a
+// device it is detected only by the version; there the device waits for the copy, not the thread.
 class DeferredCopy {
  public:
   // Whether a copy of the tensor can wait: its data are laid out as in a file, its changes are
@@ -32,55 +32,56 @@ class DeferredCopy {
   static bool Takes(const at::Tensor& tensor);
 
   DeferredCopy() = default;
-  // For tests: CPU tensors that `on_device` is true for count as on a device, whose copies `queue`
-  // queues.
+  // For tests: CPU tensors for which `on_device` is true count as being on a device; `queue` queues
+  // their copies.
   DeferredCopy(std::function<bool(const at::Tensor&)> on_device, DeviceCopies::QueueCopy queue)
       : on_device_(std::move(on_device)), device_(std::move(queue)) {}
   DeferredCopy(const DeferredCopy&) = delete;
   DeferredCopy& operator=(const DeferredCopy&) = delete;
 
-  // To be called before Start(), by one thread: the data of `source`, a tensor that it takes and
-  // that must not change from now on, go to `offset` bytes after the base. `name` is for messages.
+  // Must be called before Start(), by one thread. The data of `source`, a tensor for which Takes()
+  // is true and that must not change from now on, go to `offset` bytes after the base. `name` is
+  // for messages.
   void Add(std::string name, at::Tensor source, size_t offset);
-  // A range of where the copies go that is digested, in blocks, while they are made. What no copy
-  // covers is there already.
+  // A range of the destination that is digested, in blocks, while the copies are made. The bytes
+  // that no copy covers are there already.
   struct Digested {
     size_t offset = 0;
     size_t bytes = 0;
   };
   static constexpr size_t kBlockBytes = size_t{1} << 20;
-  // Where the copies go. To be called once, before what follows. If there are `files`, they contain
-  // all copies and do not overlap.
+  // Sets the destination of the copies. Must be called once, before the methods below. If `files`
+  // are given, they contain all copies and do not overlap.
   void Start(char* base, const std::vector<Digested>& files = {});
-  // For a thread that does nothing but such work, before it does: see DeviceCopies.
+  // Call it in a thread that does nothing but such copies, before it starts: see DeviceCopies.
   void SetDeviceOfThisThread() const { device_.SetDeviceOfThisThread(); }
   bool empty() const { return parts_.empty() && device_.empty(); }
 
-  // Copies and digests what no other thread does already, and returns when everything is done.
+  // Copies and digests what no other thread is working on, and returns when everything is done.
   // Thread-safe.
   void Run();
 
-  // Returns when everything is copied, what is on the CPU by others.
+  // Returns when everything is copied; leaves the copies on the CPU to other threads.
   void Wait();
 
-  // After Run() or Wait(). FAILED_PRECONDITION, naming a tensor that was changed after its Add()
-  // and before its copy was complete: its copy is useless.
+  // Call it after Run() or Wait(). FAILED_PRECONDITION, naming the tensor, if one was changed after
+  // its Add() and before its copy was complete: the copy is useless.
   absl::Status status() const;
 
-  // After Run() or Wait(): those of the files of Start(), in their order.
+  // The digests of the files given to Start(), in their order. Call it after Run() or Wait().
   const std::vector<BlockDigests>& digests() const { return digests_; }
 
   // Makes later work on devices wait for their copies, and makes the copies on the CPU. Counts the
   // time that training waits, unless only digests are left to compute.
   void RunWhileTrainingWaits(const Clock& clock);
-  // For how long training has waited.
+  // How long training has waited.
   absl::Duration waited() const;
-  // After Run() or Wait(): what copies and digests have taken of the cores, of all threads
-  // together.
+  // The CPU time that copies and digests have taken in all threads together. Call it after Run() or
+  // Wait().
   absl::Duration cpu() const;
 
  private:
-  // As many words as are compared, spread over the tensor.
+  // The number of words that are compared, spread over the tensor.
   static constexpr size_t kSamples = 16;
   using Samples = std::array<uint64_t, kSamples>;
 
@@ -92,11 +93,11 @@ class DeferredCopy {
     int64_t version;
     Samples samples;
   };
-  // A range of where the copies go, which one thread fills.
+  // A range of the destination that one thread fills.
   struct Part {
     size_t begin, end;
     size_t tensor;               // the first one that may be in it
-    uint64_t* digest = nullptr;  // of the range, where it is wanted
+    uint64_t* digest = nullptr;  // of the range, if it is wanted
   };
 
   static Samples SamplesOf(const char* data, size_t bytes);

@@ -17,26 +17,28 @@
 
 namespace muster {
 
-// The stream of this process for copies between the host and a device, beside the others.
+// Returns this process's stream for copies between the host and a device, which run beside the
+// other streams.
 c10::Stream CopyStream(const c10::Device& device);
 
-// Of a tensor that was changed while its copy was being made.
+// Returns the error for a tensor that was changed while its copy was being made.
 absl::Status WasChangedDuringItsCopy(const std::string& name);
 
 // Copies of tensors from devices into memory of the host, which a device makes on a stream of its
-// own while it computes. They begin behind what the thread that calls Start() has queued by then.
-// Code that is about to queue a change of the tensors calls LetChange() first: then the device, not
-// the host, waits for the copies. A change that was queued nevertheless is detected by the tensor's
-// version, which every operation in place counts; one through data() is not.
+// own while it computes. They begin after the work that the thread that calls Start() has queued by
+// then. Code that is about to queue a change of the tensors calls LetChange() first: then the
+// device, not the host, waits for the copies. A change that was queued nevertheless is detected by
+// the tensor's version, which every operation in place counts; a change through data() is not.
 //
-// Into pinned memory the copies need no thread of the host once they are queued. Into other memory
-// a copy is made by the call that queues it.
+// Copies into pinned memory need no thread of the host once they are queued. A copy into other
+// memory is made by the call that queues it.
 class DeviceCopies {
  public:
   // Queues a copy on the current stream.
   using QueueCopy = std::function<void(char* to, const at::Tensor& from)>;
 
-  // Whether it is on a device, its data are laid out as in a file, and its changes are counted.
+  // Whether the tensor is on a device, its data are laid out as in a file, and its changes are
+  // counted.
   static bool Takes(const at::Tensor& tensor);
 
   DeviceCopies();
@@ -46,32 +48,32 @@ class DeviceCopies {
   // Waits for the copies that are queued.
   ~DeviceCopies();
 
-  // Before Start(), by one thread: `source` goes to `offset` bytes after the base. `name` is for
-  // messages.
+  // Must be called before Start(), by one thread: `source` is to go to `offset` bytes after the
+  // base. `name` is for messages.
   void Add(std::string name, at::Tensor source, size_t offset);
   bool empty() const { return streams_.empty(); }
 
-  // Once, before what follows. The copies wait for everything that the calling thread's streams
-  // have queued so far. Throws c10::Error if the device has failed.
+  // Must be called once, before the methods below. The copies wait for everything that the calling
+  // thread's streams have queued so far. Throws c10::Error if the device has failed.
   void Start(char* base);
 
-  // These are thread-safe.
+  // The following methods are thread-safe.
 
-  // For a thread that has no device of its own: makes that of the tensors its current one, for
-  // good. LibTorch takes memory for a thread on its current device, which is the first one of the
-  // machine unless the thread says otherwise.
+  // Makes the tensors' device the current one of the calling thread, for good. For a thread that
+  // has set no device: LibTorch allocates memory for a thread on its current device, which is the
+  // first one of the machine unless the thread sets another.
   void SetDeviceOfThisThread() const;
 
-  // Queues what no other thread has queued; when it returns, all is queued.
+  // Queues the copies that no other thread has queued; when it returns, all are queued.
   void Queue();
-  // Everything queued on the calling thread's streams from now on waits for the copies. Throws
-  // c10::Error if the device has failed.
+  // Makes everything that is queued on the calling thread's streams from now on wait for the
+  // copies. Throws c10::Error if the device has failed.
   void LetChange();
   // Returns when the copies are made.
   void Wait();
 
-  // After Wait(). FAILED_PRECONDITION: a tensor was changed before its copy was complete. INTERNAL:
-  // the device failed.
+  // Call it after Wait(). FAILED_PRECONDITION if a tensor was changed before its copy was complete,
+  // INTERNAL if the device failed.
   absl::Status status() const;
 
  private:
@@ -85,7 +87,7 @@ class DeviceCopies {
   struct DeviceStream {
     c10::Device device;
     c10::Stream stream;
-    std::unique_ptr<c10::Event> copied;  // once all is queued
+    std::unique_ptr<c10::Event> copied;  // recorded once all copies are queued
   };
 
   size_t NumberOfStream(const c10::Device& device);
@@ -93,8 +95,8 @@ class DeviceCopies {
 
   const QueueCopy queue_;
   char* base_ = nullptr;
-  size_t count_ = 0;             // of the tensors at Start()
-  std::vector<Copied> tensors_;  // none once they are copied
+  size_t count_ = 0;             // number of tensors at Start()
+  std::vector<Copied> tensors_;  // empty once they are copied
   std::vector<DeviceStream> streams_;
   std::atomic<size_t> next_{0};
   mutable Mutex mu_;

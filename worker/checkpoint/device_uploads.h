@@ -20,18 +20,18 @@
 
 namespace muster {
 
-// What a process can still take of a device's memory, in bytes, with what its allocator has cached;
-// 0 where that is not known.
+// Returns how much more of a device's memory a process can allocate, in bytes, including what its
+// allocator has cached; 0 if that is not known.
 size_t DeviceMemoryLeft(const c10::Device& device);
 
 // Copies of what threads read, from memory of the host to a device, which makes them on a stream of
-// its own while the threads read on. They read into a few blocks of memory, pinned where the device
-// is a GPU, each of which is used again once its copies are made.
+// its own while the threads read on. The threads read into a few blocks of memory (pinned if the
+// device is a GPU), each of which is used again once the copies from it are made.
 //
-// Thread-safe, but for Follow() and Wait(), which run while no thread has a block.
+// Thread-safe, except for Follow() and Wait(), which must run while no thread has a block.
 class DeviceUploads {
  public:
-  // So many bytes from `offset` of a block go to `to`, memory of the device.
+  // `bytes` bytes at `offset` of a block, to be copied to `to`, memory of the device.
   struct Piece {
     size_t offset = 0;
     size_t bytes = 0;
@@ -42,21 +42,22 @@ class DeviceUploads {
 
   struct Room {
     size_t block_bytes = 0;
-    // That have a block each at a time.
+    // The number of threads that have a block each at a time.
     int threads = 1;
-    // Memory for one is taken when it is needed. At least one more than there are threads: those of
-    // threads that fail are not free before Wait(), so that others would wait for them for good.
+    // Memory for a block is allocated when it is needed. At least one more than there are threads:
+    // the blocks of threads that fail are not free before Wait(), so that others would wait for
+    // them forever.
     int blocks = 2;
   };
 
-  // Throw c10::Error for fewer blocks than that.
+  // The constructors throw c10::Error for fewer blocks than that.
   DeviceUploads(const c10::Device& device, const Room& room);
   // `pinning`: null if memory is not pinned. Borrowed.
   DeviceUploads(const c10::Device& device, const Room& room, QueueCopy queue,
                 const HostPinning* pinning);
   DeviceUploads(const DeviceUploads&) = delete;
   DeviceUploads& operator=(const DeviceUploads&) = delete;
-  // As Wait().
+  // Waits as Wait() does.
   ~DeviceUploads();
 
   const c10::Device& device() const { return device_; }
@@ -64,26 +65,26 @@ class DeviceUploads {
   // How many threads may call Take() and Queue().
   int threads() const { return room_.threads; }
 
-  // The copies to come begin behind what the current stream of the calling thread has now: behind
-  // the last use of memory that was freed and is written again. Throws c10::Error if the device has
-  // failed.
+  // Makes later copies begin after the work that the current stream of the calling thread has now,
+  // and so after the last use of memory that was freed and is written again. Throws c10::Error if
+  // the device has failed.
   void Follow();
 
-  // Take() and Queue() make the device the current one of the calling thread, for good: a library
-  // that did so for each call and put the one before back would take memory on that.
+  // Take() and Queue() make the device the current one of the calling thread, for good: if they
+  // restored the previous device after each call, a library would allocate its memory on that one.
 
-  // A block to read into, aligned for direct I/O, for the calling thread until it is queued. Waits
-  // for the device while all blocks are queued. Errors: RESOURCE_EXHAUSTED without memory; INTERNAL
-  // if the device has failed.
+  // Returns a block to read into, aligned for direct I/O, which belongs to the calling thread until
+  // it is queued. Waits for the device while all blocks are queued. Errors: RESOURCE_EXHAUSTED
+  // without memory; INTERNAL if the device has failed.
   absl::StatusOr<char*> Take();
 
-  // Queues the copies from a block of Take(), which is not the caller's any more. Errors: INTERNAL
-  // if the device has failed, with what Wait() returns, too.
+  // Queues the copies from a block of Take(), which no longer belongs to the caller. Errors:
+  // INTERNAL if the device has failed; Wait() then returns it, too.
   absl::Status Queue(const char* block, absl::Span<const Piece> pieces);
 
-  // Returns when all copies that were queued are made: what they read and write may go then. All
-  // blocks are free, those too whose thread has failed. INTERNAL: the device has failed, since the
-  // last call.
+  // Returns when all queued copies are made: their source and target may be freed then. All blocks
+  // are free, also those of threads that failed. INTERNAL if the device has failed since the last
+  // call.
   absl::Status Wait();
 
  private:
@@ -93,7 +94,7 @@ class DeviceUploads {
   };
 
   void SetDeviceOfThisThread() const;
-  // With memory.
+  // Returns a new block, with memory.
   absl::StatusOr<Block*> Make();
   static bool IsCopied(const Block& block);
 
@@ -107,9 +108,9 @@ class DeviceUploads {
   std::vector<std::unique_ptr<Block>> blocks_ ABSL_GUARDED_BY(mu_);
   size_t being_made_ ABSL_GUARDED_BY(mu_) = 0;
   std::vector<Block*> idle_ ABSL_GUARDED_BY(mu_);
-  std::deque<Block*> queued_ ABSL_GUARDED_BY(mu_);  // the first ones are copied first
+  std::deque<Block*> queued_ ABSL_GUARDED_BY(mu_);  // in the order in which they are copied
   std::map<const char*, Block*> taken_ ABSL_GUARDED_BY(mu_);
-  // Something was queued whose end no event tells.
+  // Copies were queued whose end no event reports.
   bool untold_ ABSL_GUARDED_BY(mu_) = false;
   absl::Status status_ ABSL_GUARDED_BY(mu_);
 };

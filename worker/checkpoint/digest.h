@@ -11,7 +11,7 @@
 
 namespace muster {
 
-// A manifest's facts about a file, which show that it is complete and unchanged. Not a defence
+// The facts about a file in a manifest, which show that it is complete and unchanged. Not a defence
 // against forgery.
 struct FileDigest {
   uint64_t bytes = 0;
@@ -40,7 +40,7 @@ class Digester {
 
 FileDigest DigestBytes(absl::string_view bytes);
 
-// Digests of the blocks of a file: they show which part is damaged, and parts can be checked
+// Digests of the blocks of a file: they show which part is damaged, and let parts be checked
 // without the rest.
 struct BlockDigests {
   // The size of every block except the last, which may be shorter. 0: there are no block digests.
@@ -52,10 +52,10 @@ struct BlockDigests {
   friend bool operator==(const BlockDigests&, const BlockDigests&) = default;
 };
 
-// XXH3-64.
+// Returns the XXH3-64 of a block.
 uint64_t DigestBlock(absl::string_view block);
 
-// The same for a block that arrives in parts. Not thread-safe.
+// Computes the same for a block that arrives in parts. Not thread-safe.
 class BlockDigester {
  public:
   BlockDigester();

@@ -20,33 +20,33 @@ namespace muster {
 
 struct HostPinning;
 
-// Large files, written and read past the page cache (O_DIRECT) in blocks, several at a time, with
-// the digest of each block from the same pass. Where the file system refuses direct I/O, through
-// the cache. Everything blocks on the disk and is thread-safe.
+// Writes and reads large files past the page cache (O_DIRECT) in blocks, several at a time, and
+// digests each block in the same pass. If the file system refuses direct I/O, uses the cache.
+// Everything blocks on the disk and is thread-safe.
 
 inline constexpr size_t kDirectBlockBytes = size_t{8} << 20;
 
 struct DirectFileOptions {
   // A multiple of kDirectAlignment.
   size_t block_bytes = kDirectBlockBytes;
-  // Blocks under way at a time, each by a thread of its own.
+  // Blocks under way at a time, each in a thread of its own.
   int in_flight = 2;
   // Null: as fast as the disk takes it.
   RateLimiter* limiter = nullptr;
-  // Of writes: once it is true no further block is written. Null: never.
+  // For writes: once it is true, no further block is written. Null: never.
   const std::atomic<bool>* abandoned = nullptr;
-  // Of writes: called when so many bytes more are in the file, by the thread that wrote them: one
-  // of `in_flight` that WriteDirectFile() starts, or the caller's, alone, through the cache or if
-  // there is a single block.
+  // For writes: called when `bytes` more bytes are in the file, by the thread that wrote them: one
+  // of the `in_flight` threads that WriteDirectFile() starts, or only the caller's, if the file is
+  // written through the cache or is a single block.
   std::function<void(uint64_t bytes)> wrote = nullptr;
-  // Null: the system's own.
+  // Null: the real one.
   const DirectFileSystem* system = nullptr;
-  // Of a DirectFileStream: how its blocks are pinned, for a GPU that writes to them. Null: they are
-  // not. Borrowed.
+  // For a DirectFileStream: how its blocks are pinned, for a GPU that writes to them. Null: they
+  // are not pinned. Borrowed.
   const HostPinning* pinning = nullptr;
-  // Of reads: where the block at an offset goes, memory for all of it up to the next multiple of
-  // kDirectAlignment, which begins at one. Null, or where it returns null: into memory of the
-  // read's own.
+  // For reads: returns the place for the block at an offset: memory that begins at a multiple of
+  // kDirectAlignment and has room for the block's size, rounded up to the next multiple. If it is
+  // null or returns null, blocks go into memory of the read's own.
   std::function<char*(uint64_t offset)> place = nullptr;
 };
 
@@ -57,38 +57,39 @@ struct DirectFileWritten {
   bool direct = false;
 };
 
-// Writes the file and syncs it; not its folder. A file that is there is overwritten. Direct only
+// Writes the file and syncs it, but not its folder. An existing file is overwritten. Direct only
 // from memory that begins at a multiple of kDirectAlignment. After an error part of the file stays.
-// Errors: the system's, with the path and, of a write, the offset (RESOURCE_EXHAUSTED for a full
+// Errors: the system's, with the path and, for a write, the offset (RESOURCE_EXHAUSTED for a full
 // disk); CANCELLED once it is abandoned.
 absl::StatusOr<DirectFileWritten> WriteDirectFile(const std::string& path,
                                                   absl::string_view contents,
                                                   const DirectFileOptions& options = {});
 
 // Writes a file as WriteDirectFile does, from bytes that come in order and lie anywhere in memory:
-// they are copied into blocks, which threads write while the next block is filled. Needs the memory
-// of one block more than there are under way. Not thread-safe.
+// they are copied into blocks, which threads write while the next block is filled. Needs memory for
+// one block more than there are under way. Not thread-safe.
 class DirectFileStream {
  public:
-  // `bytes`: the size of the file. Errors: as WriteDirectFile.
+  // `bytes`: the size of the file. Errors: those of WriteDirectFile.
   static absl::StatusOr<std::unique_ptr<DirectFileStream>> Create(
       const std::string& path, uint64_t bytes, const DirectFileOptions& options = {});
-  // Waits for blocks under way. Without Finish() part of the file stays.
+  // Waits for blocks under way. Without Finish(), part of the file stays.
   ~DirectFileStream();
   DirectFileStream(const DirectFileStream&) = delete;
   DirectFileStream& operator=(const DirectFileStream&) = delete;
 
-  // The bytes may change then. Blocks while all blocks are under way. Errors: those of a block
-  // before.
+  // Appends `bytes`, which may change after the return. Blocks while all blocks are under way.
+  // Errors: those of an earlier block.
   absl::Status Append(absl::string_view bytes);
 
-  // As Append, of bytes that are not in memory: `fill` puts `size` of them, from `offset` on, where
-  // they are written from. It is called in order, for as much as a block has room for. What it
-  // throws is thrown; no more can be appended then.
+  // Like Append, for bytes that are not in memory: `fill` puts `size` of them, from `offset` on,
+  // into `to`, from which they are written. It is called in order, each time for as much as a block
+  // has room for. An exception of `fill` is passed on; nothing can be appended afterwards.
   absl::Status AppendBy(uint64_t bytes,
                         absl::FunctionRef<void(char* to, uint64_t offset, size_t size)> fill);
 
-  // Once all bytes are there: writes the rest and syncs the file. Nothing may be called after it.
+  // Must be called once all bytes are appended: writes the rest and syncs the file. Nothing may be
+  // called after it.
   absl::StatusOr<DirectFileWritten> Finish();
 
  private:
@@ -105,9 +106,9 @@ struct FileRange {
 };
 
 // Reads the blocks that `range` touches (absent: all) of a file of `bytes` bytes, compares each
-// with its digest, and hands it to `take` with its offset: from several threads at once, in any
-// order. Needs a block's memory for each thread. Stops at the first error. Errors: the system's;
-// DATA_LOSS if the file is shorter, or naming the block that is damaged; what `take` returns.
+// with its digest, and passes it to `take` with its offset, from several threads at once and in any
+// order. Needs memory for one block in each thread. Stops at the first error. Errors: the system's;
+// DATA_LOSS if the file is shorter, or naming the damaged block; those of `take`.
 absl::Status ReadDirectFile(
     const std::string& path, uint64_t bytes, const BlockDigests& blocks,
     const std::optional<FileRange>& range,

@@ -15,16 +15,17 @@ namespace muster {
 
 // Files whose bytes lie in several places of memory, and files that lie in memory. Thread-safe.
 
-// As WriteDirectFile, of bytes that lie in several places, in order. Past the page cache blocks are
-// copied, unless they lie in one place that begins at a multiple of kDirectAlignment: by one thread
-// more than there are blocks under way, and into as many blocks of memory. Through the cache, which
-// takes a file's bytes from one thread at a time, they are written from where they are.
+// Like WriteDirectFile, for bytes that lie in several places, in order. Past the page cache, blocks
+// are copied unless the bytes lie in one place that begins at a multiple of kDirectAlignment: by
+// one thread more than there are blocks under way, and into as many blocks of memory. Through the
+// cache, which accepts a file's bytes from one thread at a time, they are written from where they
+// are.
 absl::StatusOr<DirectFileWritten> WriteDirectPieces(const std::string& path,
                                                     absl::Span<const absl::string_view> pieces,
                                                     const DirectFileOptions& options = {});
 
 // Whether the file system of an open file keeps files in memory (tmpfs, ramfs), where direct I/O
-// would be one more copy. Never of file systems that options put in the place of the real one.
+// would make one more copy. False for file systems with which the options replace the real one.
 bool IsInMemory(int fd, const DirectFileOptions& options);
 
 // Compares the blocks that `range` touches (absent: all) of a file that lies in memory, `contents`,

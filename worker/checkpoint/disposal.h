@@ -13,28 +13,28 @@
 
 namespace muster {
 
-// Does away with folders and memory beside what its callers do, in the order of the calls: a tenth
-// of a second or more for each GiB, for which no training has to wait. Thread-safe.
+// Removes folders and frees memory in the background, in the order of the calls. That takes a tenth
+// of a second or more for each GiB, for which training does not have to wait. Thread-safe.
 class Disposal {
  public:
-  // `remove`: null, or what is called in place of RemoveCheckpointTree().
+  // `remove`: called instead of RemoveCheckpointTree(), unless null.
   explicit Disposal(std::function<absl::Status(const std::string& path)> remove = nullptr);
-  // Waits.
+  // Waits until all is done.
   ~Disposal();
   Disposal(const Disposal&) = delete;
   Disposal& operator=(const Disposal&) = delete;
 
-  // That of this process, which lives as long as it does: one program after another saves into one
-  // folder, and each waits for what the one before does away with. A program that returns from
-  // main() or calls exit() waits for it, too.
+  // Returns the object of this process, which exists as long as the process: one program after
+  // another saves into one folder, and each waits for what the previous one removes. A program that
+  // returns from main() or calls exit() waits for it, too.
   static Disposal& OfProcess();
 
   // Removes the file or folder at `path`, a name that nothing uses any more. Does not block on the
-  // disk, unless the system has no thread for it. An error is a warning in the log. `lock`: closed
+  // disk, unless the system has no thread for it. Errors are logged as warnings. `lock`: closed
   // afterwards.
   void Remove(std::string path, OwnedFd lock = OwnedFd());
 
-  // Lets go of `memory`, as its last owner perhaps.
+  // Releases `memory`, perhaps as its last owner.
   void Free(std::shared_ptr<const void> memory);
 
   // Whether something is still to be done.
@@ -45,7 +45,7 @@ class Disposal {
 
  private:
   struct Item {
-    std::string path;  // empty: there is memory
+    std::string path;  // empty: `memory` is released
     std::shared_ptr<const void> memory;
     OwnedFd lock;
   };
@@ -59,7 +59,7 @@ class Disposal {
   std::deque<Item> queue_ ABSL_GUARDED_BY(mu_);
   bool working_ ABSL_GUARDED_BY(mu_) = false;
   bool stop_ ABSL_GUARDED_BY(mu_) = false;
-  std::thread thread_ ABSL_GUARDED_BY(mu_);  // from the first item on
+  std::thread thread_ ABSL_GUARDED_BY(mu_);  // started by the first item
 };
 
 }  // namespace muster

@@ -12,8 +12,8 @@
 namespace muster {
 
 // Files of a checkpoint that several ranks write together, because no rank has, or should have, the
-// memory for all of it: each tensor whole in the file of one rank. The files are named as Hugging
-// Face's shards of a model, so that their readers take them. Pure.
+// memory for all of it: each tensor is whole in the file of one rank. The files are named like the
+// shards of a Hugging Face model, so that readers of those accept them. Pure.
 
 // A tensor, by its size.
 struct SizedTensor {
@@ -26,26 +26,28 @@ struct DividedFile {
   std::vector<std::string> tensors;
 };
 
-// What one rank at a time needs memory for when it loads.
+// The memory that one rank at a time needs for a file when it loads.
 inline constexpr int64_t kMaxDividedBytes = 512 << 20;
 
-// Which rank writes which tensors: the largest first, each to the rank that has least so far. So no
-// rank has more than the average and the largest tensor. A file is closed before it grows beyond
-// `max_bytes`; a larger tensor has a file of its own. Files are in the order of ranks, tensors of a
-// file in that of `tensors`; a rank without tensors has no file. The same on every rank.
+// Decides which rank writes which tensors: the largest first, each to the rank that has least so
+// far. So no rank has more than the average plus the largest tensor. A file is closed before it
+// grows beyond `max_bytes`; a larger tensor has a file of its own. Files are in the order of ranks,
+// the tensors of a file in the order of `tensors`; a rank without tensors has no file. The same on
+// every rank.
 std::vector<DividedFile> DivideTensors(const std::vector<SizedTensor>& tensors, int ranks,
                                        int64_t max_bytes = kMaxDividedBytes);
 
-// Part `index` (from 0) of `count` of "model.safetensors": "model-00001-of-00004.safetensors".
+// The name of part `index` (from 0) of `count` of "model.safetensors":
+// "model-00001-of-00004.safetensors".
 std::string PartFileName(absl::string_view name, size_t index, size_t count);
 // "model.safetensors.index.json": which part has which tensor (EncodeShardIndex).
 std::string IndexFileName(absl::string_view name);
 
-// The parts of the file `name` that a checkpoint holds, in order; none if it is not divided.
-// Errors: DATA_LOSS naming a part that is missing.
+// Returns the parts of the file `name` that a checkpoint holds, in order; none if it is not
+// divided. Errors: DATA_LOSS naming a missing part.
 absl::StatusOr<std::vector<std::string>> PartsOf(const Manifest& manifest, absl::string_view name);
 
-// The files that a model consists of: `name`, or its parts; none if there is no such model.
+// Returns the files that a model consists of: `name`, or its parts; none if there is no such model.
 absl::StatusOr<std::vector<std::string>> FilesOfModel(const Manifest& manifest,
                                                       absl::string_view name);
 

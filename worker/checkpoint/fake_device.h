@@ -9,30 +9,31 @@
 
 namespace muster {
 
-// For tests: a device whose memory is the host's, of a type that LibTorch for CPUs implements
-// nothing for. Its streams are FakeStreams: what it is given is done at once, and is known to be
-// ordered or not.
+// A device for tests, whose memory is the host's, of a type for which LibTorch for CPUs implements
+// nothing. Its streams are FakeStreams: work that is queued is done at once, and the streams record
+// whether it was ordered.
 FakeStreams& FakeDevice();
 
-// A tensor there, with memory of its own.
+// Makes a tensor on the device, with memory of its own.
 at::Tensor OnFakeDevice(const std::vector<float>& values);
-// Its values, without an operation.
+// Returns the tensor's values, without an operation.
 std::vector<float> ValuesOf(const at::Tensor& tensor);
-// Writes them as an operator does: counted as a change, and queued on the current stream.
+// Writes values as an operator does: counted as a change, and queued on the current stream.
 void SetValues(const at::Tensor& tensor, float value);
 
-// Copies from the device to the host, and to the device, since the process began, each on the
+// The copies from the device to the host, and to the device, since the process began, each with the
 // stream that was current.
 std::vector<FakeStreams::Point> CopiesFromFakeDevice();
 std::vector<FakeStreams::Point> CopiesToFakeDevice();
 
-// Bytes that the device's allocator (of at::empty(), at::empty_strided(), clone()) has given: now,
-// and the most since LimitFakeDevice(). They hold nothing that a test would take for a value.
+// The bytes that the device's allocator (of at::empty(), at::empty_strided(), clone()) has given
+// out: now, and the most since LimitFakeDevice(). They hold nothing that a test would take for a
+// value.
 struct FakeDeviceMemory {
   int64_t now = 0, peak = 0;
 };
 FakeDeviceMemory MemoryOfFakeDevice();
-// From now on they throw c10::OutOfMemoryError beyond so many bytes; negative: never.
+// Makes allocations beyond `bytes` bytes throw c10::OutOfMemoryError from now on; negative: never.
 void LimitFakeDevice(int64_t bytes);
 
 }  // namespace muster

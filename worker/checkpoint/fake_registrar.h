@@ -24,7 +24,7 @@
 
 namespace muster {
 
-// A registry in memory. For tests; thread-safe where ranks call it.
+// A registry in memory, for tests. Methods that ranks call are thread-safe.
 class FakeRegistrar : public CheckpointRegistrar {
  public:
   std::string job() const override { return job_name; }
@@ -77,7 +77,7 @@ class FakeRegistrar : public CheckpointRegistrar {
     RegisteredCheckpoint& record = records.at(id);
     if (static_cast<int>(reported_[id].size()) < record.ranks) return std::nullopt;
     if (!refusal.ok()) return refusal;
-    // As the coordinator (coverage.h), but by the sizes of slices alone.
+    // Like the coordinator (coverage.h), but by the sizes of slices alone.
     for (const auto& [tensor, sizes] : held_[id]) {
       if (sizes.first == sizes.second) continue;
       return absl::InvalidArgumentError(absl::StrCat("tensor ", tensor, ": the files have ",
@@ -102,12 +102,13 @@ class FakeRegistrar : public CheckpointRegistrar {
     }
     superfluous.clear();
     for (auto& [other, old] : records) {
-      // As the coordinator: what a generation that has ended sealed and did not publish is let go.
+      // Like the coordinator, lets go of what a generation that has ended sealed and did not
+      // publish.
       if (old.state == RegisteredCheckpoint::State::kSealed && other < id && !old.pinned &&
           generations_[other] < generation && ParentPath(old.path) == ParentPath(record.path)) {
         old.state = RegisteredCheckpoint::State::kDeleting;
       }
-      // Until somebody says that it is gone.
+      // Listed until Deleted() reports that it is gone.
       if (old.state == RegisteredCheckpoint::State::kDeleting) go.push_back(old);
     }
     int newer = 0;
@@ -169,14 +170,15 @@ class FakeRegistrar : public CheckpointRegistrar {
   int generation = 1;  // of the job's processes
   std::map<uint64_t, RegisteredCheckpoint> records;
   std::set<std::string> slices;
-  size_t largest_file_report = 0;  // about, in bytes
+  size_t largest_file_report = 0;  // approximate, in bytes
   std::vector<std::string> aborts;
   SaveTimes published_times;
   std::vector<uint64_t> unrecorded;  // bytes of each
   std::vector<std::pair<uint64_t, std::string>> verdicts;
   std::function<void()> on_verified;
-  std::function<void(const RegisteredCheckpoint&)> on_seal;  // before it is
-  std::set<uint64_t> superfluous;  // by the next publication, whatever they are
+  // called before the checkpoint is sealed
+  std::function<void(const RegisteredCheckpoint&)> on_seal;
+  std::set<uint64_t> superfluous;  // deleted by the next publication, whatever they are
 
  private:
   static int64_t Elements(const std::vector<int64_t>& sizes) {
@@ -188,9 +190,9 @@ class FakeRegistrar : public CheckpointRegistrar {
   Mutex mu_;
   uint64_t last_ = 0;
   int keep_ = 0;
-  std::map<uint64_t, int> generations_;  // of those that were begun
+  std::map<uint64_t, int> generations_;  // of the checkpoints that were begun
   std::map<uint64_t, std::set<int>> reported_;
-  // Of each checkpoint's tensors: elements in the files, and of the tensor.
+  // For each checkpoint, by tensor: the elements in the files, and those of the tensor.
   std::map<uint64_t, std::map<std::string, std::pair<int64_t, int64_t>>> held_;
 };
 

@@ -12,27 +12,27 @@
 
 namespace muster {
 
-// How the safetensors files of one save after the other are laid out. A file that has the tensors
-// that it had the last time, by name, type and shape, in the same order, is not laid out again:
-// only the metadata in its header are new. Holds no tensors. Not thread-safe.
+// Remembers how the safetensors files of successive saves are laid out. A file that has the same
+// tensors as the last time, by name, type and shape, in the same order, is not laid out again: only
+// the metadata in its header are new. Holds no tensors. Not thread-safe.
 class FilePlans {
  public:
-  // As PlanSafetensors. A file is known by the last part of its path.
+  // Plans a file as PlanSafetensors does. A file is identified by the last part of its path.
   absl::StatusOr<SafetensorsPlan> Plan(const std::string& path, const NamedTensors& tensors,
                                        const WriteSafetensorsOptions& options);
 
-  // A save begins: forgets files that the last one did not have.
+  // Begins a save: forgets files that the last one did not have.
   void BeginSave();
 
-  // Files that were laid out, and those that were laid out before.
+  // The number of files that were laid out, and of those whose layout was reused.
   int64_t made() const { return made_; }
   int64_t reused() const { return reused_; }
 
  private:
   struct File {
-    // What it was laid out for, in the order of the caller's list.
+    // The tensors for which it was laid out, in the order of the caller's list.
     std::vector<SafetensorsEntry> given;
-    // Where each tensor of `layout` is in that list.
+    // The position of each tensor of `layout` in that list.
     std::vector<size_t> order;
     SafetensorsLayout layout;
     bool used = true;
@@ -44,7 +44,7 @@ class FilePlans {
   int64_t reused_ = 0;
 };
 
-// By `plans`, or where that is null by PlanSafetensors.
+// Plans a file by `plans`, or by PlanSafetensors if that is null.
 absl::StatusOr<SafetensorsPlan> PlanFile(FilePlans* plans, const std::string& path,
                                          const NamedTensors& tensors,
                                          const WriteSafetensorsOptions& options);

@@ -13,21 +13,22 @@ namespace muster {
 
 // Work for threads that the system may refuse to start: then the caller does it. Thread-safe.
 
-// A thread that runs `work`, which must not throw. Absent: the system gives no more threads.
+// Starts a thread that runs `work`, which must not throw. Absent: the system gives no more threads.
 std::optional<std::thread> TryStartThread(std::function<void()> work);
 
 struct ForEachOptions {
-  // With one, everything is done by the caller.
+  // With 1, the caller does everything.
   int threads = 1;
-  // What the caller does while the threads work, or before it works itself. Null: it waits.
+  // Called by the caller's thread while the threads work, or before it works itself. Null: it
+  // waits.
   std::function<void()> meanwhile = nullptr;
-  // Null: TryStartThread().
+  // Starts a thread. Null: TryStartThread().
   std::function<std::optional<std::thread>(std::function<void()> work)> start = nullptr;
 };
 
 // Calls `work` for each number below `count`, in any order and from several threads at once. Begins
-// no call once one has failed, and returns the first error when all threads have ended. `work` must
-// not throw.
+// no call after one has failed, and returns the first error when all threads have ended. `work`
+// must not throw.
 absl::Status ForEach(uint64_t count, const ForEachOptions& options,
                      absl::FunctionRef<absl::Status(uint64_t)> work);
 

@@ -9,23 +9,24 @@
 
 namespace muster {
 
-// The directory that a rank gives to a call.
+// The directory that a rank passes to a call.
 struct GivenDirectory {
   std::string path;    // as given; empty: none
-  std::string folder;  // what that leads to; empty: not to be compared
+  std::string folder;  // what `path` leads to; empty: not to be compared
 };
 
-// With `folder`: links are followed as far as the path exists. Blocks on the disk.
+// Returns the directory with `folder`: links are followed as far as the path exists. Blocks on the
+// disk.
 GivenDirectory FollowGivenDirectory(const std::string& path);
 
 enum class GivenAlike {
-  kOrNone,    // all give one, or none does
-  kByName,    // and nodes, which have folders of their own, call it the same
-  kByFolder,  // and it is one folder
+  kOrNone,    // all ranks give a directory, or none does
+  kByName,    // like kOrNone, and nodes, which have folders of their own, use the same name
+  kByFolder,  // like kByName, and it is one folder
 };
 
-// Compares what the ranks give to `call`, by rank. INVALID_ARGUMENT names two that differ. The same
-// folder may be given in other words: relative, or by a link.
+// Compares the directories that the ranks pass to `call`, by rank. INVALID_ARGUMENT naming two that
+// differ. The same folder may be given by different paths: relative, or through a link.
 absl::Status CheckGivenAlike(absl::string_view call, const std::vector<GivenDirectory>& directories,
                              GivenAlike alike);
 

@@ -31,56 +31,60 @@ struct MirrorPeers {
   std::vector<int> from;  // this rank holds copies of their parts
 };
 
-// A ring over the nodes, in the order of their first ranks: the i-th rank of a node sends to the
-// i-th of the next node, modulo their number. `nodes` has that of each rank. Errors, the same for
-// every rank: FAILED_PRECONDITION there is one node, or some rank would hold too many copies.
+// Plans a ring over the nodes, in the order of their first ranks: the i-th rank of a node sends to
+// the i-th rank of the next node, modulo their number. `nodes`: the node of each rank. Errors, the
+// same for every rank: FAILED_PRECONDITION if there is only one node, or some rank would hold too
+// many copies.
 absl::StatusOr<MirrorPeers> PlanMirror(const std::vector<std::string>& nodes, int rank);
 
 // Copies this rank's part of saves in memory to a rank of another node, whose agent holds it, and
-// takes the parts of others, all beside training: pieces of 8 MiB, one under way in each direction,
-// from and to the memory that the agents hold.
+// receives the parts of others, all beside training: in pieces of 8 MiB, one under way in each
+// direction, from and to the memory that the agents hold.
 //
 // A copy counts once its files have their digests: its header is written last. There are two pieces
-// of memory for each rank whose parts come here; a copy goes to the one without the save that is to
-// be kept.
+// of memory for each rank whose parts come here; a copy goes to the one that does not contain the
+// save to be kept.
 //
 // One object on every rank, whose Begin() and Offer() are called for the same saves in the same
 // order everywhere, and by one thread at a time.
 class MemoryMirror {
  public:
-  // This rank's pieces of memory from here on are a mirror's; those before are its own saves'.
+  // The first slot of the mirror among this rank's pieces of memory; those before hold its own
+  // saves.
   static constexpr int kFirstSlot = 4;
   static constexpr int kMostSources = (kHeldSlots - kFirstSlot) / 2;
 
   struct State {
     bool busy = false;
-    // Of the last copies that have ended: OK if this rank has sent its part and has those of others
-    // whole. RESOURCE_EXHAUSTED or UNAVAILABLE: no later one can succeed, since there is no memory
-    // or a peer is lost.
+    // The result of the last copies that have ended: OK if this rank has sent its part and has
+    // whole copies of the parts of others. RESOURCE_EXHAUSTED or UNAVAILABLE: no later copy can
+    // succeed, because there is no memory or a peer is lost.
     absl::Status status;
   };
 
   // `comm`: the same ranks, for this object alone; it has a process group. `before_piece`, if not
-  // null, is called before each exchange of pieces (tests). Throws where no thread can be started,
-  // which the other ranks do not know.
+  // null, is called before each exchange of pieces (tests). Throws if no thread can be started; the
+  // other ranks do not learn of that.
   MemoryMirror(std::unique_ptr<Comm> comm, MirrorPeers peers, std::string socket,
                std::string worker_id, std::function<void()> before_piece = nullptr);
-  // Gives up what is under way.
+  // Abandons copies that are under way.
   ~MemoryMirror();
   MemoryMirror(const MemoryMirror&) = delete;
   MemoryMirror& operator=(const MemoryMirror&) = delete;
 
-  // Takes over memory of this worker that an earlier attempt has filled. Before the first Begin().
+  // Takes over memory of this worker that an earlier attempt has filled. Must be called before the
+  // first Begin().
   absl::Status Adopt(HeldMemory piece);
 
-  // The next save to copy, which is not `keep`. Not while it is busy. It is busy from here on.
+  // Begins to copy the next save, which is not `keep`. Must not be called while busy; the mirror is
+  // busy from here on.
   void Begin(const MemorySaveId& save, const std::optional<MemorySaveId>& keep);
-  // This rank's part of it, complete in memory that does not change until the copies have ended; or
-  // why there is none.
+  // Provides this rank's part of the save, complete in memory that does not change until the copies
+  // have ended, or the reason why there is none.
   void Offer(absl::StatusOr<absl::string_view> part);
 
   State state() const;
-  // Waits until it is not busy. Only after Offer().
+  // Waits until the mirror is not busy. May be called only after Offer().
   absl::Status Wait() const;
 
  private:
@@ -93,33 +97,33 @@ class MemoryMirror {
     OwnedFd fd;
     AlignedMemory memory;
   };
-  // What comes from one rank.
+  // The part that comes from one rank.
   struct Incoming {
     int from = 0;
-    uint64_t bytes = 0;  // of the memory that its part takes; 0: none comes
+    uint64_t bytes = 0;  // size of the memory for its part; 0: none comes
     AlignedMemory* memory = nullptr;
     std::string header;
     absl::Status status;
   };
 
-  // What is sent from and received into.
+  // The memory that is sent from and received into.
   struct Buffers;
 
   void Run();
   absl::Status Copy(const Task& task);
   // Sends this rank's part of a save and receives others. Throws if a peer is lost.
   absl::Status Exchange(const Task& task, Buffers* buffers);
-  // Parts of it.
+  // The steps of Exchange().
   void Announce(const Task& task, Buffers* buffers);
   // Whether the peer takes this rank's part.
   bool AgreeOnRoom(const Task& task, Buffers* buffers);
   void MovePieces(absl::string_view part, std::vector<Incoming>* incoming);
   absl::Status Complete(const Task& task, const Incoming& incoming) const;
-  // Memory for a part of `bytes` of the `source`-th rank whose parts come here.
+  // Returns memory for a part of `bytes` bytes of the `source`-th rank whose parts come here.
   absl::StatusOr<AlignedMemory*> MakeRoom(size_t source, uint64_t bytes,
                                           const std::optional<MemorySaveId>& keep);
 
-  // To and from the others. The bytes are borrowed until Finish().
+  // Send to and receive from the other ranks. The bytes are borrowed until Finish().
   void Send(const void* bytes, size_t size, int to, int tag);
   void Receive(void* bytes, size_t size, int from, int tag);
   template <class Start>
@@ -132,9 +136,10 @@ class MemoryMirror {
   const std::string socket_;
   const std::string worker_id_;
   const std::function<void()> before_piece_;
-  // Of the thread while it is busy.
+  // Used by the thread while it is busy.
   std::array<Held, kHeldSlots> held_;  // by slot
-  std::unique_ptr<Comm> comm_;         // after held_, into which it receives; null: a peer was lost
+  // declared after held_, into which it receives; null: a peer was lost
+  std::unique_ptr<Comm> comm_;
   PeerWatch watch_;
   std::vector<PeerWatch::Message> posted_;
 

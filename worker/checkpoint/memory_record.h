@@ -19,10 +19,11 @@ namespace muster {
 // the header, the files, and after them the record, which says what they are. The header is written
 // last. Not thread-safe.
 
-// Where files begin.
+// The offset at which files begin.
 inline constexpr size_t kMemoryHeaderBytes = 4096;
 
-// The parts of one save have the same on every rank, and no two saves of a job have.
+// Identifies a save: the same for its parts on every rank, and different for any two saves of a
+// job.
 struct MemorySaveId {
   uint64_t sequence = 0;  // later saves have higher ones
   uint64_t nonce = 0;
@@ -33,38 +34,43 @@ struct MemorySaveId {
 struct MemoryRecord {
   MemorySaveId save;
   int rank = 0;
-  // Saves since the last one that went to the disk.
+  // The number of saves since the last one that went to the disk.
   int64_t since_disk = 0;
   // Covers only this rank's files, with digests of their blocks but not of whole files.
   Manifest manifest;
-  // Of manifest.files, in their order, from the beginning of the memory.
+  // The offsets of manifest.files, in their order, from the beginning of the memory.
   std::vector<uint64_t> offsets;
 };
 
-// What the memory holds is no checkpoint from now on.
+// Marks the contents of the memory as no checkpoint.
 void ForgetMemoryRecord(AlignedMemory& memory);
 
-// Makes what the memory holds up to `end` a checkpoint. Errors: RESOURCE_EXHAUSTED; those of
+// Makes the contents of the memory up to `end` a checkpoint. Errors: RESOURCE_EXHAUSTED; those of
 // EncodeManifest.
 absl::Status WriteMemoryRecord(AlignedMemory& memory, size_t end, const MemoryRecord& record);
 
-// Everything but the contents of the files is checked: they lie in the memory. NOT_FOUND if it
-// holds no checkpoint; DATA_LOSS if the record is damaged.
+// Reads the record of a checkpoint and checks everything except the contents of the files, which
+// stay in the memory. NOT_FOUND if the memory holds no checkpoint; DATA_LOSS if the record is
+// damaged.
 absl::StatusOr<MemoryRecord> ReadMemoryRecord(absl::string_view memory);
 
-// The contents of record.manifest.files[file].
+// Returns the contents of record.manifest.files[file].
 absl::string_view MemoryFile(absl::string_view memory, const MemoryRecord& record, size_t file);
 
-// Whether a file's contents are those that were saved: of its size, with the digests of its blocks.
+// Whether a file's contents are those that were saved: they have its size and the digests of its
+// blocks.
 bool IsWhole(absl::string_view contents, const ManifestFile& file);
 
-// --- For a copy of a checkpoint in other memory. What begins the memory, the header, comes last.
+// --- For a copy of a checkpoint in other memory. The header, which begins the memory, is written
+// last.
 
-// What the checkpoint takes of the memory, from its beginning; 0: it holds none.
+// Returns how many bytes the checkpoint takes, from the beginning of the memory; 0 if it holds
+// none.
 size_t MemoryRecordEnd(absl::string_view memory);
-// As above, of memory that has everything but its header, which `page` begins with.
+// Like ReadMemoryRecord(memory), for memory that has everything but its header; `page` begins with
+// the header.
 absl::StatusOr<MemoryRecord> ReadMemoryRecord(absl::string_view page, absl::string_view memory);
-// Makes such memory, of kMemoryHeaderBytes or more, the checkpoint that its header describes.
+// Makes such memory, of kMemoryHeaderBytes or more, the checkpoint that the header describes.
 void PutMemoryHeader(absl::string_view page, AlignedMemory& memory);
 
 }  // namespace muster

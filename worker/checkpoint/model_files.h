@@ -14,10 +14,11 @@ namespace muster {
 
 // Writes a model's tensors into `dir` as Hugging Face's save_model does: model.safetensors, or
 // shards of at most `max_shard_bytes` with model.safetensors.index.json; metadata {"format": "pt"};
-// of a tensor with several names the first. Other files in `dir` stay; shards and index of an
-// earlier save go. For one process. Blocks on the disk.
+// a tensor with several names under its first one. Other files in `dir` stay; the shards and index
+// of an earlier save are removed. For one process. Blocks on the disk.
 //
-// As ModelFolderWriter. Errors: as WriteSafetensors; FAILED_PRECONDITION if `dir` is a file.
+// Errors: those of WriteSafetensors; FAILED_PRECONDITION if `dir` is a file. Otherwise like
+// ModelFolderWriter.
 absl::Status SaveModelFiles(const std::string& dir, const NamedTensors& tensors,
                             int64_t max_shard_bytes = 10'000'000'000);
 
@@ -26,22 +27,22 @@ absl::Status SaveModelFiles(const std::string& dir, const NamedTensors& tensors,
 absl::Status WriteTensor(ModelFolderWriter& writer, const std::string& name,
                          const at::Tensor& tensor);
 
-// A model's files, opened: finds tensors by name in any of the files.
+// A model's open files: finds tensors by name in any of the files.
 class ModelFiles {
  public:
   // `path`: a safetensors file, an index (.json), or a folder with model.safetensors or exactly one
-  // *.index.json. Checks that every file is there and holds the tensors that the index places in
-  // it. Errors: NOT_FOUND that names the missing file or tensor; INVALID_ARGUMENT as
+  // *.index.json. Checks that every file exists and holds the tensors that the index places in it.
+  // Errors: NOT_FOUND naming the missing file or tensor; INVALID_ARGUMENT as for
   // ReadSafetensorsHeader and ParseShardIndex.
   static absl::StatusOr<ModelFiles> Open(const std::string& path);
 
-  // All names, sorted.
+  // Returns all names, sorted.
   std::vector<std::string> Names() const;
 
-  // As SafetensorsReader.
+  // Like those of SafetensorsReader.
   absl::StatusOr<at::Tensor> Read(absl::string_view name) const;
   absl::StatusOr<at::Tensor> Map(absl::string_view name) const;
-  // Shape and type without reading data; null if there is no such tensor.
+  // Returns shape and type without reading data; null if there is no such tensor.
   const SafetensorsEntry* Find(absl::string_view name) const;
 
  private:

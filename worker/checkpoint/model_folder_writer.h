@@ -16,15 +16,16 @@
 
 namespace muster {
 
-// Errors: ALREADY_EXISTS if the folder is a checkpoint. The manifest of one knows the size and the
-// digest of each of its files, and no reader would take what replaces them.
+// Returns ALREADY_EXISTS if the folder is a checkpoint: its manifest has the size and the digest of
+// each of its files, and no reader would accept files that replace them.
 absl::Status CheckNoCheckpoint(const std::string& folder);
 
 // Writes a model into a folder as Hugging Face's save_model does, without torch and tensor by
 // tensor in any order: model.safetensors, or shards with model.safetensors.index.json; metadata
-// {"format": "pt"}. Other files in the folder stay; shards and index of an earlier model go.
+// {"format": "pt"}. Other files in the folder stay; the shards and index of an earlier model are
+// removed.
 //
-// The folders around it are synced before it is written to (MakeLastingFolder).
+// The parent folders are synced before the folder is written to (MakeLastingFolder).
 //
 // Files are written and synced under a hidden folder first and moved in by Finish(); a crash during
 // the moves leaves no index rather than one that mixes two models. Without Finish() nothing
@@ -32,9 +33,9 @@ absl::Status CheckNoCheckpoint(const std::string& folder);
 // Not thread-safe.
 class ModelFolderWriter {
  public:
-  // Tensors by name, type and shape, in the order in which shards are filled; their ranges are
-  // ignored. Errors: as CheckNoCheckpoint, LayOutSafetensors and PlanShards; FAILED_PRECONDITION if
-  // `folder` is a file; those of the disk.
+  // `tensors`: names, types and shapes, in the order in which shards are filled; their ranges are
+  // ignored. Errors: those of CheckNoCheckpoint, LayOutSafetensors and PlanShards;
+  // FAILED_PRECONDITION if `folder` is a file; those of the disk.
   static absl::StatusOr<std::unique_ptr<ModelFolderWriter>> Begin(
       const std::string& folder, const std::vector<SafetensorsEntry>& tensors,
       int64_t max_shard_bytes);
@@ -42,13 +43,15 @@ class ModelFolderWriter {
   ModelFolderWriter(const ModelFolderWriter&) = delete;
   ModelFolderWriter& operator=(const ModelFolderWriter&) = delete;
 
-  // The data of a tensor, or a part of it that begins at its byte `offset`. Each byte once.
+  // Writes the data of a tensor, or a part of it that begins at its byte `offset`. Each byte must
+  // be written exactly once.
   absl::Status Write(absl::string_view name, uint64_t offset, absl::string_view bytes);
-  // Errors: FAILED_PRECONDITION naming a file that lacks data; as CheckNoCheckpoint; those of the
-  // disk.
+  // Errors: FAILED_PRECONDITION naming a file that lacks data; those of CheckNoCheckpoint and of
+  // the disk.
   absl::Status Finish();
 
-  // The files that Finish() leaves in the folder; the index last, if there is one.
+  // Returns the names of the files that Finish() leaves in the folder; the index is last, if there
+  // is one.
   std::vector<std::string> FileNames() const;
 
  private:
@@ -71,7 +74,7 @@ class ModelFolderWriter {
 
   const std::string folder_;
   std::string scratch_;
-  OwnedFd lock_;  // of scratch_, which says that its writer lives
+  OwnedFd lock_;  // lock of scratch_, which shows that its writer is alive
   const ShardPlan plan_;
   std::vector<File> files_;
   std::map<std::string, Place, std::less<>> places_;

@@ -25,12 +25,12 @@ namespace muster {
 // with copies from other nodes; with `in_parts`, they get the parts that they need from other
 // nodes.
 //
-// `registrar`, `damaged` and `tried` as in OpenCheckpoint, where all nodes turn out to share one
-// file system.
+// `registrar`, `damaged` and `tried`: as for OpenCheckpoint, which is used if all nodes turn out to
+// share one file system.
 //
 // Errors, the same on every rank: NOT_FOUND if no node has such a checkpoint; DATA_LOSS naming the
-// files that no node has and the node that wrote them; without `dir` ABORTED if other processes
-// remove what is found on some node; those of writing, with the rank.
+// files that no node has and the node that wrote them; without `dir`, ABORTED if other processes
+// remove the checkpoint that is found on some node; those of writing, with the rank.
 absl::StatusOr<StateReader> OpenCheckpointOnNodes(
     Comm& comm, const std::string& dir, const CheckpointFolder& folder, const NodeGroups& groups,
     CheckpointRegistrar* registrar = nullptr, const std::vector<std::string>& damaged = {},

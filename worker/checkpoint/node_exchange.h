@@ -18,12 +18,12 @@
 
 namespace muster {
 
-// How ranks get what their nodes lack of a checkpoint's files from ranks whose nodes have them.
-// Every function is collective and throws where the ranks cannot reach one another. `dir` is where
-// this rank's node has its files. What comes is checked against the manifest. Errors, unless
-// something else is said, are the same on every rank and name the rank: those of reading, and of
-// what a node that should have a file does not find; UNAVAILABLE for what arrives as something else
-// than the manifest says, which those who read all of it can explain.
+// Lets ranks get the parts of a checkpoint's files that their nodes lack from ranks whose nodes
+// have them. Every function is collective and throws if the ranks cannot reach one another. `dir`:
+// the folder where this rank's node has its files. Received bytes are checked against the manifest.
+// Errors, unless stated otherwise, are the same on every rank and name the rank: those of reading;
+// those of a node that does not find a file that it should have; UNAVAILABLE if bytes arrive that
+// do not match the manifest, which ranks that read all of the file can explain.
 
 // `root` sends so many bytes, in pieces of 8 MiB, which `read` puts there, in order; `take` gets
 // them on every rank. An error of `read`, which is UNKNOWN then, ends it.
@@ -31,8 +31,8 @@ absl::Status BroadcastPieces(Comm& comm, int root, uint64_t bytes,
                              absl::FunctionRef<absl::Status(char* to, size_t size)> read,
                              absl::FunctionRef<void(absl::string_view piece)> take);
 
-// By name, the contents of those of `wanted` that this rank's node lacks. Each rank has to have
-// memory for what it wants, and for the largest file.
+// Returns, by name, the contents of those files of `wanted` that this rank's node lacks. Each rank
+// needs memory for what it wants, and for the largest file.
 absl::StatusOr<std::map<std::string, std::string>> GatherFiles(
     Comm& comm, const std::string& dir, const Manifest& manifest, const FilesOnNodes& nodes,
     const std::vector<std::string>& wanted);
@@ -43,16 +43,17 @@ absl::StatusOr<std::map<std::string, std::string>> GatherHeaders(
     Comm& comm, const std::string& dir, const std::vector<ManifestFile>& files,
     const FilesOnNodes& nodes);
 
-// The ranks as PlanTransfers() knows them.
+// The ranks' hosts and needs, as PlanTransfers() takes them.
 struct BlockNeeds {
   std::vector<int> host_of;
   std::vector<std::string> needed;
 };
 
-// Blocks go where PlanTransfers() says, all ranks sending and receiving at the same time, in rounds
-// of kRoundBytes. `take` gets the blocks that come to this rank. An error of this rank goes to
-// `mine`, after which it takes nothing and the ranks that wait for its blocks get none: the caller
-// tells the others. Returns the bytes that come to this rank's host. Errors: no memory.
+// Transfers blocks as PlanTransfers() plans, with all ranks sending and receiving at the same time,
+// in rounds of kRoundBytes. `take` gets the blocks that come to this rank. An error of this rank
+// goes to `mine`, after which it takes nothing and the ranks that wait for its blocks get none: the
+// caller must tell the others. Returns the number of bytes that come to this rank's host. Errors:
+// no memory.
 absl::StatusOr<uint64_t> MoveBlocks(
     Comm& comm, const std::string& dir, const std::vector<ManifestFile>& files,
     const FilesOnNodes& nodes, const BlockNeeds& needs, const DirectFileOptions& options,

@@ -8,8 +8,8 @@
 
 namespace muster {
 
-// Of a checkpoint that nodes keep in parts (Manifest::nodes): what one folder lacks because it is
-// on the disks of other nodes. That is no damage.
+// The files of a checkpoint that nodes keep in parts (Manifest::nodes) which one folder lacks
+// because they are on the disks of other nodes. That is not damage.
 struct KeptElsewhere {
   std::vector<std::string> files;  // sorted
   std::string nodes;               // "node gpu-2 (ranks 2, 3) and node gpu-3 (ranks 4, 5)"
@@ -18,14 +18,14 @@ struct KeptElsewhere {
   bool HasAny(const std::vector<std::string>& of) const;
 };
 
-// How messages call a node: "node gpu-2 (ranks 2, 3)".
+// Returns the name of a node for messages: "node gpu-2 (ranks 2, 3)".
 std::string NodeName(const ManifestNode& node);
 
-// Nodes of which `dir` has no file at all, if it has files of others. A node's files come together,
-// so that one of which only some are there has lost the rest.
+// Finds the nodes of which `dir` has no file at all, if it has files of others. A node's files come
+// together, so a node with only some of its files there has lost the rest.
 KeptElsewhere FindKeptElsewhere(const std::string& dir, const Manifest& manifest);
 
-// For messages about such a `dir`.
+// Describes such a `dir` for messages.
 std::string DescribePart(const std::string& dir, const KeptElsewhere& elsewhere);
 
 }  // namespace muster

@@ -14,18 +14,18 @@ class Module;
 
 namespace muster {
 
-// A module that has tensors which files may lack, also where every other one must be there. Such a
-// tensor keeps its value then, or is zero where it has none yet, and is not missing.
+// A module with tensors that files may lack, even if every other tensor must be there. Such a
+// tensor then keeps its value, or is zero if it has none yet, and is not missing.
 class HasOptionalTensors {
  public:
-  // Their names in the module, as named_parameters() and named_buffers() have them.
+  // Returns their names in the module, as in named_parameters() and named_buffers().
   virtual std::vector<std::string> OptionalTensors() const = 0;
 
  protected:
   ~HasOptionalTensors() = default;
 };
 
-// The names in `root` of the optional tensors of all modules in it.
+// Returns the names in `root` of the optional tensors of all its modules.
 std::set<std::string> OptionalTensorsOf(const torch::nn::Module& root);
 
 // Removes from `targets`, tensors of `root` by name, the optional ones whose names are not in
@@ -33,7 +33,7 @@ std::set<std::string> OptionalTensorsOf(const torch::nn::Module& root);
 void RemoveOptional(const torch::nn::Module& root, const std::set<std::string>& given,
                     NamedTensors* targets);
 
-// What the tensors of files are called in the model, by LoadWeightsOptions::prefix and rename.
+// Returns the names in the model of tensors in files, by LoadWeightsOptions::prefix and rename.
 std::set<std::string> NamesInModel(const std::vector<std::string>& in_files,
                                    const std::string& prefix,
                                    const std::function<std::string(const std::string&)>& rename);

@@ -15,11 +15,11 @@ namespace muster {
 struct PickledTensor {
   // Keys of nested dictionaries and positions in lists joined by dots.
   std::string name = "";
-  // Name of the storage, and its length.
+  // The name of the storage, and its length.
   std::string storage = "";
   uint64_t storage_bytes = 0;
   SafetensorsType type = SafetensorsType::kU8;
-  // Of the first element, in elements.
+  // The offset of the first element, in elements.
   uint64_t offset = 0;
   std::vector<uint64_t> shape = {};
   // In elements; one for each dimension.
@@ -32,9 +32,9 @@ struct PickledTensor {
 //
 // A pickle is a program: it may name any function of Python and have it called. This reader builds
 // dictionaries, lists, tuples, sets, numbers, texts and views of dense tensors, and knows only the
-// names that torch.save writes for those; with any other name it refuses the file, naming it.
-// Protocols 2 to 5. The value must be a dictionary, a list or a tuple; what is no tensor in it is
-// left out.
+// names that torch.save writes for those; it refuses a file with any other name, which the error
+// gives. Supports protocols 2 to 5. The value must be a dictionary, a list or a tuple; items that
+// are not tensors are left out.
 //
 // Tensors come in the order of the file; each lies inside its storage. Pure, without recursion;
 // memory is bounded by the pickle's size and by fixed limits. Errors: INVALID_ARGUMENT "SOURCE:

@@ -13,16 +13,17 @@
 
 namespace muster {
 
-// A planned file that lies in memory already: its header, and its tensors, from which it is
-// written. Thread-safe.
+// A planned file whose contents, its header and its tensors, lie in memory and are written from
+// there. Thread-safe.
 class PlanPieces {
  public:
-  // Absent: a tensor is on another device, or its elements are not in a row. Borrows `plan`.
+  // Returns nothing if a tensor is on another device, or its elements are not contiguous. Borrows
+  // `plan`.
   static std::optional<PlanPieces> Of(const SafetensorsPlan& plan);
 
-  // Writes the file at `path`, whose last part names it in messages. Errors: as WriteDirectPieces;
-  // FAILED_PRECONDITION, with `rule`, if a tensor has changed since Of(): the digest may be that of
-  // something else.
+  // Writes the file at `path`, whose last part names it in messages. Errors: those of
+  // WriteDirectPieces; FAILED_PRECONDITION, with `rule`, if a tensor has changed since Of(): the
+  // digest may then not match the contents.
   absl::StatusOr<DirectFileWritten> Write(const std::string& path, absl::string_view rule,
                                           const DirectFileOptions& options) const;
 
@@ -31,7 +32,7 @@ class PlanPieces {
 
   const SafetensorsPlan* plan_;
   std::vector<absl::string_view> pieces_;
-  std::vector<int64_t> versions_;  // of the plan's sources
+  std::vector<int64_t> versions_;  // versions of the plan's sources
 };
 
 }  // namespace muster

@@ -21,41 +21,42 @@ namespace muster {
 
 class Disposal;
 
-// How what the ranks have written becomes a checkpoint, and which one a resume takes: with the
-// registry of the job, or by the folder alone.
+// Turns what the ranks have written into a checkpoint, and chooses the one that a resume takes:
+// with the registry of the job, or by the folder alone.
 
-// In the metadata of a rank's file of random states, its last: JSON with what the checkpoint has to
-// hold as far as the rank knows, whatever its files came to hold, and of which file those are parts
-// that it writes (docs/checkpoint_format.md).
+// The key, in the metadata of a rank's file of random states (its last file), of JSON with the
+// tensors that the checkpoint has to hold as far as the rank knows, independent of what its files
+// turn out to hold, and with the file of which the rank's files are parts
+// (docs/checkpoint_format.md).
 inline constexpr char kPlanKey[] = "muster.plan";
 
 struct PublishOptions {
-  // Borrowed. Null on every rank or on none: without one the folder alone counts.
+  // Borrowed. Null on every rank or on none: without a registry the folder alone counts.
   CheckpointRegistrar* registrar = nullptr;
   // Of numbered checkpoints: how many are kept (0: all), and those whose step is a multiple of
   // keep_every (0: none). Older ones are removed only after the new one is published.
   int keep = 0;
   int64_t keep_every = 0;
-  // false: no resume takes it until it is promoted. Needs a registrar.
+  // false: no resume takes the checkpoint until it is promoted. Needs a registrar.
   bool promote = true;
-  // A file with a private Ed25519 key (PEM), which signs the records that rank 0 makes where there
-  // is no registrar. Empty: they are not signed.
+  // A file with a private Ed25519 key (PEM), which signs the records that rank 0 makes if there is
+  // no registrar. Empty: they are not signed.
   std::string key_file = "";
-  // Where the save says how far it is. Borrowed. Null: nowhere.
+  // Receives the progress of the save. Borrowed. Null: it is not reported.
   SaveProgress* progress = nullptr;
-  // Deletes the checkpoint that the new one replaces; the previous save is waited for. Borrowed.
-  // Null: a save ends when that is removed.
+  // Deletes the checkpoint that the new one replaces, while the save continues; a save waits for
+  // the deletions of the previous one. Borrowed. Null: a save ends when that checkpoint is removed.
   Disposal* disposal = nullptr;
 };
 
 struct Publication {
   PublishOptions options = {};
   CheckpointInfo info = {};  // rank 0's counts
-  std::string path;          // what the checkpoint is to be called
+  std::string path;          // the name that the checkpoint is to get
   std::string staging_path;
-  // Of a numbered one: where older ones are.
+  // For a numbered checkpoint: the folder with the older ones.
   std::optional<CheckpointFolder> folder = std::nullopt;
-  // What the save has cost so far; null: not known.
+  // Returns what the save has cost so far; null: not known.
   std::function<SaveTimes()> times = nullptr;
   // If not null, locked while folders beside it change, but not while this rank waits for others.
   Mutex* folder_mu = nullptr;
@@ -74,33 +75,34 @@ absl::StatusOr<RegisteredCheckpoint> MakeRecord(const Publication& publication,
                                                 const std::string& dir, int ranks,
                                                 const std::vector<ManifestFile>& files,
                                                 const ChainEnd& previous);
-// Of the records beside `path`, and of what has that name: see ReadChainEnd().
+// Returns the end of the chain of the records beside `path`, and of the one at `path`: see
+// ReadChainEnd().
 ChainEnd PreviousRecords(const std::string& path);
 
 // Of rank 0: the checkpoint, of these files, has its name, and the registry, if there is one, has
 // no record of it. Tells it to count it.
 void CountUnrecorded(const Publication& publication, const std::vector<ManifestFile>& files);
 
-// Collective; the last part of a save. `staging`: of rank 0, null elsewhere. `written`: whether
-// this rank has written its files, which are `mine`. Returns the same on every rank; the first
-// failure with its rank.
+// Collective; the last part of a save. `staging`: rank 0's; null on other ranks. `written`: whether
+// this rank has written its files, which are `mine`. Returns the same on every rank: the first
+// failure, with its rank.
 absl::Status PublishTogether(Comm& comm, Staging* staging, const Publication& publication,
                              const absl::Status& written, const std::vector<ManifestFile>& mine);
 
-// Of rank 0: the checkpoint of `folder` that a resume takes. With a registry: the newest promoted
-// one that is complete on the disk, including one that was sealed when its writer ended, which is
-// renamed now. A registry that knows none, or that is unreachable, is ignored, and the log says so.
-// Without one: the newest that is complete. Manifests and sizes are checked; who loads it checks
-// the contents, and asks again with the paths of those that were damaged in `damaged`. Errors:
-// NOT_FOUND; DATA_LOSS if there are only damaged ones; ABORTED if other processes rename or remove
-// what is found: search again; those that may pass (StaysUnreadable()), of the newest one: no older
-// one is taken then.
+// On rank 0: returns the checkpoint of `folder` that a resume takes. With a registry, that is the
+// newest promoted one that is complete on the disk, including one that was sealed when its writer
+// ended, which is renamed now. A registry that knows none, or that is unreachable, is ignored, and
+// the log says so. Without a registry, it is the newest one that is complete. Checks manifests and
+// sizes; the caller checks the contents when it loads, and calls again with the paths of damaged
+// checkpoints in `damaged`. Errors: NOT_FOUND; DATA_LOSS if all are damaged; ABORTED if other
+// processes rename or remove what is found: search again; transient errors (StaysUnreadable()) of
+// the newest one: no older one is taken then.
 absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folder,
                                                    CheckpointRegistrar* registrar,
                                                    const std::vector<std::string>& damaged = {});
 
-// Of rank 0: the checkpoint at `path`, which FindCheckpointToResume() has returned, is damaged.
-// Tells the registry if there is one.
+// On rank 0: tells the registry, if there is one, that the checkpoint at `path`, which
+// FindCheckpointToResume() has returned, is damaged.
 void ReportDamage(const std::string& path, CheckpointRegistrar* registrar,
                   absl::string_view damage);
 

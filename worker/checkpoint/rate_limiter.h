@@ -10,7 +10,7 @@
 
 namespace muster {
 
-// Spreads bytes over time, so that writing in the background leaves the disk to others.
+// Spreads bytes over time, so that writing in the background leaves disk bandwidth to others.
 // Thread-safe.
 class RateLimiter {
  public:
@@ -20,9 +20,10 @@ class RateLimiter {
   // Reserves `bytes` and returns how long the caller waits before it moves them. Does not block.
   // Callers are served in the order of their calls; idle time does not accumulate.
   absl::Duration Reserve(int64_t bytes);
-  // Waits that long, or until the limit is lifted.
+  // Waits for `duration`, or until the limit is lifted.
   void Wait(absl::Duration duration);
-  // While the limit is lifted no caller waits, because something waits for the bytes.
+  // Lifts or restores the limit. While it is lifted, no caller waits, because something waits for
+  // the bytes.
   void Lift(bool lifted);
 
  private:

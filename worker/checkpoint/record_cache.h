@@ -20,21 +20,21 @@
 namespace muster {
 
 // The records of the checkpoints in a folder: numbered ones, those that a program has named, and
-// those that lack their names. Each is read once, as long as its seal.json stays as it is, and only
-// looked for afterwards. Thread-safe.
+// those that lack their names. Each record is read once, as long as its seal.json stays as it is;
+// later calls only check that file's state. Thread-safe.
 template <class Record>
 class RecordCache {
  public:
-  // `read` returns what is wanted of the record of the checkpoint in the folder `dir`; nullopt: it
+  // `read` returns the wanted part of the record of the checkpoint in the folder `dir`; nullopt: it
   // cannot be read, and is left out.
   using Read = std::optional<Record> (*)(const std::string& dir);
   explicit RecordCache(Read read) : read_(read) {}
 
-  // Of the folders in `parent`. Blocks on the disk.
+  // Returns the records of the folders in `parent`. Blocks on the disk.
   std::vector<Record> ReadAll(const std::string& parent);
 
  private:
-  // A file as it was when it was read: device, inode, size, and when it was changed.
+  // Identifies a file's state when it was read: device, inode, size, and time of the last change.
   using Version = std::tuple<uint64_t, uint64_t, int64_t, int64_t, int64_t>;
   struct Known {
     Version version;
@@ -45,7 +45,7 @@ class RecordCache {
 
   const Read read_;
   Mutex mu_;
-  // By the folder in which checkpoints are.
+  // By the folder that contains the checkpoints.
   std::map<std::string, Records> known_ ABSL_GUARDED_BY(mu_);
 };
 

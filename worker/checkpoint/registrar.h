@@ -66,60 +66,63 @@ struct CheckpointRegistration {
   int64_t step = 0;
   uint64_t plan = 0;
   int ranks = 1;
-  // Of the job's published checkpoints, besides pinned ones: how many are kept (0: all), and those
-  // whose step is a multiple of `keep_every` (0: none).
+  // For the job's published checkpoints, besides pinned ones: how many are kept (0: all), and of
+  // which the step is a multiple of `keep_every` (0: none).
   int keep = 0;
   int64_t keep_every = 0;
   bool promote = true;
 };
 
-// What a save cost its rank 0. Zero: not known.
+// The time that a save took on rank 0. Zero: not known.
 struct SaveTimes {
   absl::Duration stall;  // training waited
-  absl::Duration save;   // from its begin until it had its name
+  absl::Duration save;   // from its beginning until it had its name
 };
 
-// Knows which checkpoints of a job are whole (docs/protocol.md, "Checkpoints"). Every call may be
+// Records which checkpoints of a job are whole (docs/protocol.md, "Checkpoints"). Every call may be
 // repeated. Methods block, through an outage of the registry for as long as the job tolerates one.
 // Thread-safe.
 class CheckpointRegistrar {
  public:
   virtual ~CheckpointRegistrar() = default;
 
-  // The job whose checkpoints these are; empty: it is not known.
+  // The job whose checkpoints these are; empty if it is not known.
   virtual std::string job() const { return ""; }
   // Distinguishes this registry from any other, including one that was reset or started from an
   // older copy of its records. Known once a call was answered; empty: it is not known.
   virtual std::string identity() const { return ""; }
-  // Of rank 0. A registration of the same path that was left unfinished is given up. Errors:
-  // UNIMPLEMENTED if there is no registry; UNAVAILABLE; FAILED_PRECONDITION and ABORTED if this
-  // generation has ended.
+  // Called by rank 0: registers a save. An unfinished registration of the same path is given up.
+  // Errors: UNIMPLEMENTED if there is no registry; UNAVAILABLE; FAILED_PRECONDITION and ABORTED if
+  // this generation has ended.
   virtual absl::StatusOr<uint64_t> Begin(const CheckpointRegistration& registration) = 0;
-  // Of each rank, what it wrote; all of it again after a restart of the registry.
+  // Called by each rank: reports what it wrote, and all of it again after a restart of the
+  // registry.
   virtual absl::Status ReportShards(uint64_t id, int rank,
                                     const std::vector<ShardFileReport>& files) = 0;
-  // Of rank 0. Nothing: ranks must report again. Errors: INVALID_ARGUMENT naming the first tensor
-  // that is not there exactly once; NOT_FOUND if it was given up. After any other it may be sealed.
+  // Called by rank 0: seals the checkpoint. Returns nothing if ranks must report again. Errors:
+  // INVALID_ARGUMENT naming the first tensor that is not there exactly once; NOT_FOUND if it was
+  // given up. After any other error it may be sealed.
   virtual absl::StatusOr<std::optional<RegisteredCheckpoint>> Seal(uint64_t id) = 0;
-  // Of rank 0, once the folder has its name. Returns those to delete, oldest first.
+  // Called by rank 0 once the folder has its name. Returns the checkpoints to delete, oldest first.
   virtual absl::StatusOr<std::vector<RegisteredCheckpoint>> Publish(uint64_t id,
                                                                     const SaveTimes& times) = 0;
-  // Of rank 0, once a checkpoint has its name that was sealed without a record of this registry: it
-  // is to be counted with the others. `bytes`: of its files. Waits for a registry that is away for
-  // a few seconds at most.
+  // Called by rank 0 once a checkpoint has its name that was sealed without a record of this
+  // registry: it is to be counted with the others. `bytes`: the size of its files. Waits for a
+  // registry that is away for a few seconds at most.
   virtual void CountUnrecorded(uint64_t bytes, const SaveTimes& times) = 0;
-  // Of rank 0: those are deleted.
+  // Called by rank 0: reports that these checkpoints are deleted.
   virtual absl::Status Deleted(const std::vector<uint64_t>& ids) = 0;
-  // Of rank 0. Does not wait for a registry that is away: what is left over is given up later.
+  // Called by rank 0: gives up a registration. Does not wait for a registry that is away, which
+  // gives up unfinished registrations later.
   virtual void Abort(uint64_t id, const std::string& reason) = 0;
-  // Its files were examined: there is no `damage`, or this. `contents`: all bytes were read, not
-  // the sizes alone. The registry lets no resume take a damaged one until it is found whole. Does
-  // not wait for a registry that is away.
+  // Reports that the files of a checkpoint were examined: `damage` is what was found; empty:
+  // nothing. `contents`: all bytes were read, not only the sizes. The registry lets no resume take
+  // a damaged checkpoint until it is found whole. Does not wait for a registry that is away.
   virtual void Verified(const RegisteredCheckpoint& checkpoint, absl::string_view damage,
                         bool contents) = 0;
   virtual absl::Status Pin(uint64_t id) = 0;
   virtual absl::Status Unpin(uint64_t id) = 0;
-  // All of the job, by id, which is the order of their beginning.
+  // Returns all checkpoints of the job, by id, which is the order in which they were begun.
   virtual absl::StatusOr<std::vector<RegisteredCheckpoint>> List() = 0;
 };
 

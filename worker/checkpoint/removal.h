@@ -7,17 +7,17 @@
 
 namespace muster {
 
-// Folders of checkpoints are the user's, who may have mounted something in them: whatever removes
-// such a folder, a staging folder or one that was replaced included, goes through these functions.
+// Checkpoint folders belong to the user, who may have mounted something in them: all code that
+// removes such a folder, including a staging folder or one that was replaced, uses these functions.
 // They block on the disk. Thread-safe.
 
 // Whether this process may remove all that is in the folder `dir`. Errors: FAILED_PRECONDITION if
 // there is a mount point in it; those of the folder that hinders it, which they name.
 absl::Status CheckRemovable(const std::string& dir);
 
-// Removes `path` and all below it; nothing if there is a mount point in it, or if it is one. What
-// is not there is not an error. Errors: FAILED_PRECONDITION for a mount point, which it names;
-// those of the disk, after which a part may be gone.
+// Removes `path` and everything below it, or nothing if it is or contains a mount point. A missing
+// path is not an error. Errors: FAILED_PRECONDITION naming the mount point; those of the disk,
+// after which a part may be gone.
 absl::Status RemoveCheckpointTree(const std::string& path);
 
 }  // namespace muster

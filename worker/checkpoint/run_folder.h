@@ -5,9 +5,9 @@
 
 namespace muster {
 
-// What the error about a folder without weights adds if the folder is that of a run, which holds
-// checkpoints, itself or in "checkpoints": "; it holds checkpoints: name one, such as RUN/...".
-// Empty if it holds none.
+// Returns what the error about a folder without weights adds if the folder is that of a run, which
+// holds checkpoints, itself or in "checkpoints": "; it holds checkpoints: name one, such as
+// RUN/...". Empty if it holds none.
 std::string CheckpointsInPlaceOfWeights(const std::string& folder);
 
 }  // namespace muster

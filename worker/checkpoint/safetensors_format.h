@@ -100,10 +100,10 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(absl::string_view json,
 // Opens `path` and reads only its header. Blocks on the disk. Errors: as ParseSafetensorsHeader,
 // and those of files.
 absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const std::string& path);
-// Of a file that is open. The header and the data have to come from one file, and `path`, which
-// is for errors, may name another one by then.
+// The same for an open file. The header and the data have to come from one file, and `path`, which
+// is for errors, may name another file by then.
 absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(int fd, const std::string& path);
-// The same for what `read` reads, exactly so many bytes, of `file_bytes`.
+// The same for a source of `file_bytes` bytes. `read` reads exactly `bytes` bytes.
 using ReadBytes = std::function<absl::Status(uint64_t offset, char* to, size_t bytes)>;
 absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(uint64_t file_bytes, const ReadBytes& read,
                                                         const std::string& path);

@@ -20,7 +20,7 @@ class Clock;
 // The progress of a checkpoint save on this process.
 struct RunningSave {
   std::string path;
-  int64_t step = 0;           // of the saved state
+  int64_t step = 0;           // step of the saved state
   bool asynchronous = false;  // during training
   // Bytes written to the files, and the total that this process will write, as far as it knows.
   uint64_t written = 0;

@@ -12,31 +12,32 @@
 
 namespace muster {
 
-// A file of one process for state that its memory has no room for. It has no name, so it goes with
-// the process, however that ends. Reads and writes go past the page cache where the file system
-// allows it. Everything blocks on the disk. Read, Write and Map are thread-safe for ranges that do
-// not overlap; Reserve is not.
+// A file of one process for state that does not fit into its memory. It has no name, so it
+// disappears with the process, however that ends. Reads and writes bypass the page cache if the
+// file system allows it. Everything blocks on the disk. Read, Write and Map are thread-safe for
+// ranges that do not overlap; Reserve is not.
 class ScratchFile {
  public:
-  // Makes one in `folder`, which is made if it is not there. Warns if the folder is in memory.
-  // `system`: null: the system's own; borrowed. Errors: the system's, with the path.
+  // Makes a file in `folder`, which is created if it does not exist. Warns if the folder is in
+  // memory. `system`: null: the real one; borrowed. Errors: the system's, with the path.
   static absl::StatusOr<std::shared_ptr<ScratchFile>> Create(
       const std::string& folder, const DirectFileSystem* system = nullptr);
 
-  // Makes room on the disk for so many bytes more, zeros, and returns their offset, a multiple of
-  // kDirectAlignment. Where the file system cannot reserve, a later write may find the disk full.
-  // Errors: RESOURCE_EXHAUSTED for a full disk; nothing has changed then.
+  // Reserves `bytes` more bytes on the disk, which are zeros, and returns their offset, a multiple
+  // of kDirectAlignment. If the file system cannot reserve, a later write may find the disk full.
+  // Errors: RESOURCE_EXHAUSTED for a full disk; then nothing has changed.
   absl::StatusOr<uint64_t> Reserve(uint64_t bytes);
 
-  // Offset, size and address are multiples of kDirectAlignment. Errors: the system's, with the
+  // Offset, size and address must be multiples of kDirectAlignment. Errors: the system's, with the
   // folder and the offset.
   absl::Status Read(uint64_t at, char* to, uint64_t bytes);
   absl::Status Write(uint64_t at, absl::string_view bytes);
 
-  // The bytes as memory of their own that comes from the file when it is read. It outlives this
-  // object. It may reach beyond the end, to be read once that has been written. What is written to
-  // the file later shows in pages that have not been read yet, in others or not; what is written to
-  // the memory stays there. A disk that fails under it ends the process (SIGBUS).
+  // Returns the bytes as memory of their own that is filled from the file when it is read. It
+  // outlives this object. It may reach beyond the end of the file, to be read once that has been
+  // written. Later writes to the file show in pages that have not been read yet, and may or may not
+  // show in others; writes to the memory do not reach the file. A disk that fails under it ends the
+  // process (SIGBUS).
   absl::StatusOr<std::shared_ptr<char>> Map(uint64_t at, uint64_t bytes) const;
 
   uint64_t size() const { return size_; }

@@ -11,12 +11,12 @@
 
 namespace muster {
 
-// Where the chain of records (docs/checkpoint_format.md, "The chain") ends that rank 0 continues
-// where no coordinator does.
+// The end of the chain of records (docs/checkpoint_format.md, "The chain") that rank 0 continues if
+// there is no coordinator.
 struct ChainEnd {
-  // The record that the next one follows; absent: that is the first.
+  // The record that the next one follows; absent: the next one is the first.
   std::optional<RegisteredCheckpoint> last = std::nullopt;
-  // Of all records: the next one has another.
+  // The highest id of all records; the next record gets a higher one.
   uint64_t highest_id = 0;
 };
 
@@ -25,9 +25,9 @@ struct ChainEnd {
 // higher id of two that no coordinator has made. Pure.
 ChainEnd EndOfChain(const std::vector<RegisteredCheckpoint>& records, absl::Time now);
 
-// The same of the records in the folders in `parent`: numbered checkpoints, those that a program
+// The same for the records in the folders in `parent`: numbered checkpoints, those that a program
 // has named, and those that lack their names. A process reads each record once, as long as its file
-// stays as it is, and looks only for that afterwards. What cannot be read is left out. Blocks on
+// stays as it is, and then only checks that. Records that cannot be read are left out. Blocks on
 // the disk. Thread-safe.
 ChainEnd ReadChainEnd(const std::string& parent, absl::Time now);
 

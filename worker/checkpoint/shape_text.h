@@ -7,8 +7,8 @@
 
 namespace muster {
 
-// "[2, 3]", for messages. A file may give a tensor any number of dimensions: of more than LibTorch
-// can have, the first ones and how many there are.
+// Returns "[2, 3]", for messages. A file may give a tensor any number of dimensions: for more than
+// LibTorch can have, the text has the first ones and their number.
 std::string ShapeText(const std::vector<uint64_t>& shape);
 
 }  // namespace muster

@@ -12,10 +12,10 @@
 
 namespace muster {
 
-// How the tensors of a model are divided into files, as Hugging Face's libraries do, so that their
-// readers and ours take each other's files. Pure.
+// Divides the tensors of a model into files as Hugging Face's libraries do, so that their readers
+// and ours accept each other's files. Pure.
 
-// Of the files of a model in a folder of its own: model.safetensors and its shards.
+// The names of the files of a model in a folder of its own: model.safetensors and its shards.
 inline constexpr char kModelStem[] = "model";
 inline constexpr char kModelExtension[] = ".safetensors";
 
@@ -29,7 +29,7 @@ struct TensorToShard {
 struct ShardPlanOptions {
   // A file is closed before it would grow beyond this; a larger tensor gets its own file.
   int64_t max_shard_bytes = 10'000'000'000;
-  // Of several names of one tensor keep the first only, as safetensors files of models do.
+  // Keep only the first of several names of one tensor, as safetensors files of models do.
   // Otherwise all names go to the file of the first.
   bool keep_first_name_only = true;
   // model.safetensors, model-00001-of-00002.safetensors, model.safetensors.index.json; or
@@ -51,17 +51,17 @@ struct ShardPlan {
   std::optional<std::string> index_name;
 };
 
-// Errors: INVALID_ARGUMENT for a negative limit or a name twice.
+// Errors: INVALID_ARGUMENT for a negative limit or a repeated name.
 absl::StatusOr<ShardPlan> PlanShards(const std::vector<TensorToShard>& tensors,
                                      const ShardPlanOptions& options);
 
-// The index of a plan: {"metadata": {"total_size": N}, "weight_map": {name: file}}, indented by 2,
-// keys sorted, with a line's end.
+// Returns the index of a plan: {"metadata": {"total_size": N}, "weight_map": {name: file}},
+// indented by 2, with sorted keys and a newline at the end.
 std::string EncodeShardIndex(const ShardPlan& plan);
 
-// Name to file, from an index ("weight_map" in it, or the bare map). Sorted by name. Errors:
-// INVALID_ARGUMENT naming `source`, and what it is if it is another kind of JSON, also for a file
-// name that leaves the folder.
+// Parses an index (with "weight_map", or the bare map) into pairs of name and file, sorted by name.
+// Errors: INVALID_ARGUMENT naming `source`, and what it is if it is another kind of JSON, also for
+// a file name that leaves the folder.
 absl::StatusOr<std::vector<std::pair<std::string, std::string>>> ParseShardIndex(
     absl::string_view text, absl::string_view source);
 

@@ -12,7 +12,7 @@
 
 namespace muster {
 
-// How a message goes on behind the name of such a tensor.
+// How a message continues after the name of such a tensor.
 inline constexpr absl::string_view kElementsReplaced =
     "shares memory here with a tensor that has other values of the same elements in the file";
 
@@ -20,11 +20,12 @@ inline constexpr absl::string_view kElementsReplaced =
 // models have it only while they are used.
 bool HasMemory(const at::Tensor& tensor);
 
-// Which of `targets`, tensors of a model on any device, would not keep their values if each got
-// those that `read` returns for its place: others, with which they share elements by views of any
-// strides, get other ones. Reads those alone whose memory overlaps, each twice, and writes to no
-// target. No two targets may be the same view. Memory: that of one group of overlapping targets,
-// and of one value. Errors: those of `read`; RESOURCE_EXHAUSTED, which `what` begins.
+// Returns those of `targets`, tensors of a model on any device, that would not keep their values if
+// each got the values that `read` returns for its place, because other targets, which share
+// elements with them by views of any strides, get other values. Reads only targets whose memory
+// overlaps, each twice, and writes to none. No two targets may be the same view. Memory: one group
+// of overlapping targets, and one value. Errors: those of `read`; RESOURCE_EXHAUSTED, which begins
+// with `what`.
 absl::StatusOr<std::vector<size_t>> ElementsReplaced(
     absl::string_view what, const NamedTensors& targets,
     absl::FunctionRef<absl::StatusOr<at::Tensor>(size_t place)> read);
