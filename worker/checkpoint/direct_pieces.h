@@ -28,8 +28,8 @@ absl::StatusOr<DirectFileWritten> WriteDirectPieces(const std::string& path,
 // would make one more copy. False for file systems with which the options replace the real one.
 bool IsInMemory(int fd, const DirectFileOptions& options);
 
-// Compares the blocks that `range` touches (absent: all) of a file that lies in memory, `contents`,
-// with their digests, in `threads` threads. Errors: as ReadDirectFile.
+// Compares the blocks that `range` touches (absent: all) of `contents`, a file in memory, with
+// their digests, in `threads` threads. Errors: those of ReadDirectFile.
 absl::Status CheckBlocks(const std::string& path, absl::string_view contents,
                          const BlockDigests& blocks, const std::optional<FileRange>& range,
                          int threads);

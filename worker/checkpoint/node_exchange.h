@@ -25,8 +25,9 @@ namespace muster {
 // those of a node that does not find a file that it should have; UNAVAILABLE if bytes arrive that
 // do not match the manifest, which ranks that read all of the file can explain.
 
-// `root` sends so many bytes, in pieces of 8 MiB, which `read` puts there, in order; `take` gets
-// them on every rank. An error of `read`, which is UNKNOWN then, ends it.
+// Sends `bytes` bytes from `root` to all ranks, in pieces of 8 MiB. `read` provides them on `root`,
+// in order; `take` gets them on every rank. An error of `read` ends the transfer and becomes
+// UNKNOWN.
 absl::Status BroadcastPieces(Comm& comm, int root, uint64_t bytes,
                              absl::FunctionRef<absl::Status(char* to, size_t size)> read,
                              absl::FunctionRef<void(absl::string_view piece)> take);
@@ -37,8 +38,8 @@ absl::StatusOr<std::map<std::string, std::string>> GatherFiles(
     Comm& comm, const std::string& dir, const Manifest& manifest, const FilesOnNodes& nodes,
     const std::vector<std::string>& wanted);
 
-// By name, what is before the tensors of safetensors files with block digests, read with whole
-// blocks where the file is. `files`: the same on every rank.
+// Returns, by name, the bytes before the tensors of safetensors files with block digests, read in
+// whole blocks on a node that has the file. `files`: the same on every rank.
 absl::StatusOr<std::map<std::string, std::string>> GatherHeaders(
     Comm& comm, const std::string& dir, const std::vector<ManifestFile>& files,
     const FilesOnNodes& nodes);

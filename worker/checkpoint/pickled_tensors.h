@@ -13,7 +13,7 @@ namespace muster {
 
 // A tensor that a pickle of torch.save describes: a view of a storage, whose bytes are elsewhere.
 struct PickledTensor {
-  // Keys of nested dictionaries and positions in lists joined by dots.
+  // The keys of nested dictionaries and positions in lists, joined by dots.
   std::string name = "";
   // The name of the storage, and its length.
   std::string storage = "";

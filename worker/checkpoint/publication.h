@@ -33,7 +33,7 @@ inline constexpr char kPlanKey[] = "muster.plan";
 struct PublishOptions {
   // Borrowed. Null on every rank or on none: without a registry the folder alone counts.
   CheckpointRegistrar* registrar = nullptr;
-  // Of numbered checkpoints: how many are kept (0: all), and those whose step is a multiple of
+  // For numbered checkpoints: how many are kept (0: all), and of which the step is a multiple of
   // keep_every (0: none). Older ones are removed only after the new one is published.
   int keep = 0;
   int64_t keep_every = 0;
@@ -68,9 +68,10 @@ struct Publication {
 absl::Status ProveTogether(Comm& comm, const std::string& staging_path,
                            const std::vector<ManifestFile>& mine);
 
-// Of rank 0, where no registry makes one: the record of a checkpoint that is to be called `path`,
-// whose manifest, in the folder `dir`, lists `files` of `ranks` ranks. It continues the chain that
-// ends with `previous`; its job has no name. Errors: of the key; of reading.
+// On rank 0, if no registry makes one: makes the record of a checkpoint that is to be called
+// `path`, whose manifest, in the folder `dir`, lists `files` of `ranks` ranks. The record continues
+// the chain that ends with `previous`; its job has no name. Errors: those of the key and of
+// reading.
 absl::StatusOr<RegisteredCheckpoint> MakeRecord(const Publication& publication,
                                                 const std::string& dir, int ranks,
                                                 const std::vector<ManifestFile>& files,
@@ -79,8 +80,8 @@ absl::StatusOr<RegisteredCheckpoint> MakeRecord(const Publication& publication,
 // ReadChainEnd().
 ChainEnd PreviousRecords(const std::string& path);
 
-// Of rank 0: the checkpoint, of these files, has its name, and the registry, if there is one, has
-// no record of it. Tells it to count it.
+// On rank 0: tells the registry, if there is one, to count the checkpoint of these files, which has
+// its name but no record at the registry.
 void CountUnrecorded(const Publication& publication, const std::vector<ManifestFile>& files);
 
 // Collective; the last part of a save. `staging`: rank 0's; null on other ranks. `written`: whether

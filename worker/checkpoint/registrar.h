@@ -89,7 +89,7 @@ class CheckpointRegistrar {
   // The job whose checkpoints these are; empty if it is not known.
   virtual std::string job() const { return ""; }
   // Distinguishes this registry from any other, including one that was reset or started from an
-  // older copy of its records. Known once a call was answered; empty: it is not known.
+  // older copy of its records. Known after the first answered call; empty if it is not known.
   virtual std::string identity() const { return ""; }
   // Called by rank 0: registers a save. An unfinished registration of the same path is given up.
   // Errors: UNIMPLEMENTED if there is no registry; UNAVAILABLE; FAILED_PRECONDITION and ABORTED if

@@ -11,8 +11,9 @@ namespace muster {
 // removes such a folder, including a staging folder or one that was replaced, uses these functions.
 // They block on the disk. Thread-safe.
 
-// Whether this process may remove all that is in the folder `dir`. Errors: FAILED_PRECONDITION if
-// there is a mount point in it; those of the folder that hinders it, which they name.
+// Checks whether this process may remove everything in the folder `dir`. Errors:
+// FAILED_PRECONDITION if there is a mount point in it; those of the folder that prevents it, which
+// they name.
 absl::Status CheckRemovable(const std::string& dir);
 
 // Removes `path` and everything below it, or nothing if it is or contains a mount point. A missing

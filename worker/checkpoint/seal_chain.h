@@ -20,9 +20,10 @@ struct ChainEnd {
   uint64_t highest_id = 0;
 };
 
-// Of the records of a folder. Clocks are set: one that says that it is newer than `now` counts as
-// old, unless there are no others; what follows a record in the chain is newer; and so is the
-// higher id of two that no coordinator has made. Pure.
+// Returns the end of the chain among the records of a folder. Because clocks get set, a record
+// whose time is after `now` counts as old, unless there are no others. A record that follows
+// another one in the chain is newer; of two that no coordinator has made, the one with the higher
+// id is newer. Pure.
 ChainEnd EndOfChain(const std::vector<RegisteredCheckpoint>& records, absl::Time now);
 
 // The same for the records in the folders in `parent`: numbered checkpoints, those that a program

@@ -7,8 +7,8 @@
 
 namespace muster {
 
-// For messages: the names, separated by commas; of more than `most` the first ones, "a, b and 3
-// more".
+// Returns the names, separated by commas, for messages; of more than `most` names only the first
+// ones: "a, b and 3 more".
 std::string SomeNames(const std::vector<std::string>& names, size_t most);
 
 }  // namespace muster

@@ -33,11 +33,11 @@ class Disposal;
 class StagedSave {
  public:
   // Collective. `dir` may differ between nodes. `groups`: from FindNodeGroups(), or
-  // NodeGroups::Shared(). `replaces`: as of Staging::Create. `folder_mu`, if not null, is held
+  // NodeGroups::Shared(). `replaces`: as in Staging::Create. `folder_mu`, if not null, is held
   // while this process changes folders, and never during a collective. `disposal`, if not null, is
-  // waited for: the disk has room for one checkpoint more, and what it removes is not to be taken
-  // for what a dead writer has left. Errors, the same on every rank: as Staging::Create on a
-  // leader.
+  // waited for, because the disk has room for only one checkpoint more, and because the folders
+  // that it removes must not be mistaken for those of a dead writer. Errors, the same on every
+  // rank: those of Staging::Create on a leader.
   static absl::StatusOr<StagedSave> Begin(Comm& comm, const std::string& dir, NodeGroups groups,
                                           bool replaces, Disposal* disposal,
                                           Mutex* folder_mu = nullptr);
@@ -53,43 +53,45 @@ class StagedSave {
   absl::Status CheckVisible() const;
 
   // Collective. Makes the staged files of all ranks a checkpoint on every disk, and removes older
-  // ones. `written`: whether this rank has written its files, which are `mine`. Fills in what this
-  // object knows of `publication`. The registrar is for one file system: with a disk in every node
-  // the folders alone count. Errors, the same on every rank: the first, with its rank.
+  // ones. `written`: whether this rank has written its files, which are `mine`. Fills in the fields
+  // of `publication` that this object knows. The registrar is used for one file system only: with a
+  // disk in every node the folders alone count. Errors, the same on every rank: the first, with its
+  // rank.
   absl::Status Publish(Comm& comm, Publication publication, const absl::Status& written,
                        const std::vector<ManifestFile>& mine);
 
  private:
   StagedSave(NodeGroups groups, Mutex* folder_mu) : groups_(std::move(groups)), mu_(folder_mu) {}
 
-  // On several disks.
+  // Publishes on several disks.
   absl::Status PublishOnNodes(Comm& comm, const Publication& publication,
                               std::vector<ManifestFile> files);
   ChainEnd PreviousOnNodes(Comm& comm, const std::string& path) const;
-  // After that: the same record on every disk. A node of which only a part is there under a
-  // temporary name must not look sealed, so not before. The checkpoint is there without it, too.
+  // Writes the same record on every disk after the publication, and not earlier because a node that
+  // has only a part under a temporary name must not look sealed. The checkpoint exists even without
+  // the record.
   void SealOnNodes(Comm& comm, const Publication& publication,
                    const std::vector<ManifestFile>& files, const ChainEnd& previous);
 
   NodeGroups groups_;
   Mutex* mu_;
-  std::optional<Staging> staging_;  // of leaders
+  std::optional<Staging> staging_;  // on leaders only
   std::string path_;
 };
 
-// Whether a save on these disks can be what `options` ask for: known before anything is written.
+// Checks, before anything is written, whether a save on these disks can be what `options` ask for.
 // The same on every rank. Errors: FAILED_PRECONDITION.
 absl::Status CheckPublishable(const NodeGroups& groups, const PublishOptions& options);
 
-// Collective; nothing happens where one file system is shared. After a crash between the phases of
-// a publication some nodes have the new checkpoint at `dir` and others still the former one: brings
+// Collective; does nothing on one shared file system. After a crash between the phases of a
+// publication, some nodes have the new checkpoint at `dir` and others still the former one: puts
 // the checkpoint that all nodes have, the later one if there are two, into its place everywhere.
-// Nothing changes if there is none; OpenCheckpointOnNodes() then says what is missing.
+// Changes nothing if there is none; OpenCheckpointOnNodes() then says what is missing.
 absl::Status SettleNodes(Comm& comm, const std::string& dir, const NodeGroups& groups);
 
-// Collective. Removes the oldest numbered checkpoints so that `keep` (>= 1) are left of those that
-// every node has; on every node. Incomplete ones that are older than those go too. Those whose step
-// is a multiple of `keep_every` (0: none) stay. `disposal`: as of RemoveCheckpoint.
+// Collective. Removes the oldest numbered checkpoints on every node, so that `keep` (>= 1) are left
+// of those that every node has. Also removes incomplete ones that are older than those. Keeps those
+// whose step is a multiple of `keep_every` (0: none). `disposal`: as for RemoveCheckpoint.
 absl::Status RotateOnNodes(Comm& comm, const CheckpointFolder& folder, const NodeGroups& groups,
                            int keep, int64_t keep_every = 0, Mutex* folder_mu = nullptr,
                            Disposal* disposal = nullptr);

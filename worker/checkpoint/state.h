@@ -68,8 +68,8 @@ class StateWriter {
   // Writes a text file, such as the index of a model in several files.
   absl::Status WriteText(const std::string& name, const std::string& text);
 
-  // This rank cannot write: if `status` is an error, writing returns it. For functions that
-  // exchange data with other ranks before they write, and so must be called even then.
+  // Makes writing return `status` if it is an error, because this rank cannot write. For functions
+  // that exchange data with other ranks before they write, and so must be called even then.
   void Refuse(const absl::Status& status) { refused_ = status; }
   const absl::Status& refused() const { return refused_; }
 
@@ -114,10 +114,10 @@ class StateReader {
   bool IsHere(absl::string_view name) const;
   bool HasAnyHere() const;
 
-  // For a checkpoint in parts (others need nothing more). Collective. Errors, the same on every
-  // rank: those of GatherHeaders and GatherFiles. Gets the headers of those of these safetensors
-  // files that have digests of blocks, for Header() and ReadTogether(), in place of those before.
-  // The same files on every rank.
+  // For a checkpoint in parts (others need nothing more). Collective. Gets the headers of those of
+  // these safetensors files that have block digests, for Header() and ReadTogether(), in place of
+  // earlier ones. The same files on every rank. Errors, the same on every rank: those of
+  // GatherHeaders and GatherFiles.
   absl::Status FetchHeaders(Comm& comm, const std::vector<std::string>& names);
   // Gets these files for this rank only. Each rank may name different files, including ones that do
   // not exist. For small files: several ranks of a host do not share the memory.
@@ -126,7 +126,7 @@ class StateReader {
   absl::StatusOr<SafetensorsHeader> Header(absl::string_view name) const;
 
   bool in_memory() const { return keep_ != nullptr; }
-  // The contents of a file of manifest() there.
+  // Returns the contents of a file of manifest(), if the checkpoint is in memory.
   absl::string_view InMemory(absl::string_view name) const { return files_.at(std::string(name)); }
 
   const std::string& dir() const { return dir_; }
@@ -147,17 +147,18 @@ class StateReader {
   absl::Status ReadTogether(Comm& comm, const std::vector<std::string>& names);
   absl::Status ReadTogether(Comm& comm, const std::vector<std::string>& names,
                             const std::map<std::string, std::vector<FileRange>>& ranges);
-  // ReadTogether() then checks the files and leaves them where they are: Read() maps them, so that
+  // Makes ReadTogether() check the files and leave them where they are: Read() maps them, so that
   // they take no memory that the kernel could not take back (SharedFiles::Options::in_place). What
   // comes from other nodes goes into the folder `scratch`, without a name; "": beside dir().
   void UseInPlace(const std::string& scratch = "") {
     in_place_ = true;
     scratch_ = scratch;
   }
-  // The path of such a file in shared memory (SharedFiles::PathOf); empty: it was not read
+  // Returns the path of such a file in shared memory (SharedFiles::PathOf); empty: it was not read
   // together.
   std::string PathOfShared(absl::string_view name) const;
-  // Bytes of the last call's files that this rank's host read, and got from other nodes.
+  // The bytes of the last call's files that this rank's host read, and those that it got from other
+  // nodes.
   uint64_t bytes_read_together() const;
   uint64_t bytes_received_together() const;
 
@@ -173,7 +174,7 @@ class StateReader {
   Manifest manifest_;
   std::map<std::string, absl::string_view> files_;  // in memory
   std::shared_ptr<const void> keep_;
-  // Of one in parts.
+  // For a checkpoint in parts.
   std::shared_ptr<const FilesOnNodes> nodes_;
   int rank_ = 0;
   std::map<std::string, std::string> headers_, fetched_;  // by name
@@ -216,9 +217,9 @@ absl::Status CheckNumberIsFree(Comm& comm, const NodeGroups& groups, const Check
                                int64_t iteration, int total_limit);
 
 // Checks that all ranks have opened the same checkpoint, or that all nodes have the same manifest.
-// Collective. The same error on every rank: INVALID_ARGUMENT if ranks were given (`given`, the same
-// on all) other folders of one disk; else ABORTED: another process has replaced the checkpoint
-// meanwhile, be it on one node alone.
+// Collective. Returns the same error on every rank: INVALID_ARGUMENT if `given` (the same on all)
+// is true and ranks were given different folders of one disk; otherwise ABORTED: another process
+// has replaced the checkpoint meanwhile, perhaps on one node alone.
 absl::Status CheckOpenedAlike(Comm& comm, const StateReader& reader, bool given);
 
 // Opens a checkpoint on every rank; if `dir` is empty, the one that FindCheckpointToResume returns

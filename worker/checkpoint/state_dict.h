@@ -25,7 +25,7 @@ class StateDict {
  public:
   using Scalar = std::variant<bool, int64_t, double, std::string>;
 
-  // Each sets a name; an earlier value is replaced and keeps its place.
+  // Each sets a name; a new value replaces an earlier one and keeps its place.
   void SetTensor(absl::string_view name, at::Tensor tensor);
   void SetBool(absl::string_view name, bool value);
   void SetInt(absl::string_view name, int64_t value);
@@ -83,37 +83,37 @@ absl::StatusOr<StateDict> ReadStateDict(const std::string& path,
                                         const std::optional<FileDigest>& expected = std::nullopt,
                                         const BlockDigests& blocks = {});
 
-// The same from a file's contents, with tensors in their own memory. `path` is for messages, and
+// Parses the contents of such a file, with tensors in their own memory. `path` is for messages, and
 // its extension determines the kind of file.
 absl::StatusOr<StateDict> ParseStateDict(absl::string_view bytes, const std::string& path);
 
 // The same for a safetensors file in memory, such as those of SharedFiles: tensors are its pages,
-// which this process copies on write. The file must not change meanwhile.
-// `path` is the file's name in messages.
+// which this process copies on write. The file must not change meanwhile. `path` is the file's name
+// in messages.
 absl::StatusOr<StateDict> MapStateDict(const std::string& memory, const std::string& path);
 
 struct LoadTensorsOptions {
   bool allow_missing = false;
   bool allow_unexpected = false;
-  // Copies nothing.
+  // Only checks; copies nothing.
   bool check_only = false;
-  // Looks at no values of `source`, and copies nothing.
+  // Reads no values of `source`, and copies nothing.
   bool shapes_only = false;
-  // Compares no values: a call with the same tensors and `check_only` has done it.
+  // Compares no values, because an earlier call with the same tensors and `check_only` has done so.
   bool values_checked = false;
-  // If not null, gets the names that are missing where that is allowed, for messages; "": none.
+  // If not null, gets the missing names, if those are allowed, for messages; "": none.
   std::string* missing = nullptr;
 };
 
 // Copies tensors of `source` into the tensors of the same name in `targets`, on any device. Copies
 // nothing unless everything fits. A target without a source is not missing if it is the same tensor
 // as a target that has one (tied weights, of which files keep the first name); if `source` has
-// both, their values must be the same. Those of targets of one type that share elements in another
-// way (a matrix and its transpose, a tensor and a part of it) must agree in these. Floating-point
-// types convert into each other; other types must be equal. Errors: INVALID_ARGUMENT "WHAT: ..."
-// that lists missing and unexpected names and those with another shape or type, or with other
-// values than what shares memory with them in `targets`; RESOURCE_EXHAUSTED if this process does
-// not get the memory to compare them.
+// both, their values must be the same. Targets of one type that share elements in another way (a
+// matrix and its transpose, a tensor and a part of it) must have the same values for the shared
+// elements. Floating-point types convert into each other; other types must be equal. Errors:
+// INVALID_ARGUMENT "WHAT: ..." that lists missing and unexpected names, those with another shape or
+// type, and those with other values than a target that shares their memory; RESOURCE_EXHAUSTED if
+// this process does not get the memory to compare them.
 absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets,
                          absl::string_view what, const LoadTensorsOptions& options = {});
 

@@ -14,24 +14,24 @@
 
 namespace muster {
 
-// A file that is read through the page cache where it is there already, and else past it (O_DIRECT,
-// if the file system allows): weights that are read once would only drive out of the cache what
-// others have there, and cost a copy. Thread-safe; everything blocks on the disk.
+// A file that is read through the page cache if it is cached, and otherwise past it (O_DIRECT, if
+// the file system allows it): weights that are read once would only evict what others have cached,
+// and cost a copy. Thread-safe; everything blocks on the disk.
 //
-// Errors are for callers who put the file's name before them: the system's, as ReadError(), and
+// Errors are for callers that prepend the file's name: the system's, as from ReadError(), and
 // DATA_LOSS if the file has become shorter.
 class StreamedFile {
  public:
-  // A regular file of `bytes` bytes that is open for reading. Borrows `fd`, and `system`, of which
-  // it calls open() and pread().
+  // A regular file of `bytes` bytes that is open for reading. Borrows `fd`, and `system`, whose
+  // open() and pread() it calls.
   StreamedFile(int fd, uint64_t bytes, const DirectFileSystem& system = DirectFileSystem::Real());
 
   int fd() const { return cached_; }
   // Whether the file system has agreed to direct I/O so far.
   bool direct() const { return is_direct_; }
 
-  // Reads to `to`. What cannot be read in place goes through `scratch`: in place goes memory whose
-  // address has the remainder of `begin` for kDirectAlignment, but for both ends.
+  // Reads to `to`. Bytes that cannot be read in place go through `scratch`. Except for both ends,
+  // memory is read in place if its address has the same remainder as `begin` for kDirectAlignment.
   absl::Status Read(uint64_t begin, size_t bytes, char* to, AlignedMemory& scratch) const;
 
   // Reads to somewhere in `block`, which begins at a multiple of kDirectAlignment and has room for

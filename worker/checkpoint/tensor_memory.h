@@ -14,35 +14,35 @@
 
 namespace muster {
 
-// Tensors for what files hold. A file may claim any size: a sparse one of some kilobytes on the
-// disk has terabytes.
+// Makes tensors for the contents of files. A file may claim any size: a sparse one of some
+// kilobytes on the disk may claim terabytes.
 
-// LibTorch's sizes (or strides) of a file's. INVALID_ARGUMENT if no tensor has so many or so large
-// ones; `place` begins the message, see PlaceOfTensor().
+// Converts the sizes (or strides) of a file to LibTorch's. INVALID_ARGUMENT if no tensor can have
+// so many or so large ones; `place` begins the message, see PlaceOfTensor().
 absl::StatusOr<std::vector<int64_t>> TensorSizes(const std::vector<uint64_t>& shape,
                                                  const std::string& place);
 
-// A tensor of this type on the CPU; its values are whatever is in its memory. INVALID_ARGUMENT if
-// the bytes cannot be counted, RESOURCE_EXHAUSTED if this process does not get them.
+// Makes a tensor of this type on the CPU with undefined values. INVALID_ARGUMENT if the number of
+// bytes overflows, RESOURCE_EXHAUSTED if this process does not get the memory.
 absl::StatusOr<at::Tensor> NewTensor(const std::vector<int64_t>& sizes, at::ScalarType type,
                                      const std::string& place);
 
 // Runs `code`, which takes `bytes` bytes of memory on the host. RESOURCE_EXHAUSTED if this process
-// does not get them, "`place`needs ... `way_out`"; what else it throws passes through.
+// does not get them, "`place`needs ... `way_out`"; other exceptions of `code` pass through.
 absl::Status WithMemory(const std::string& place, uint64_t bytes, absl::string_view way_out,
                         absl::FunctionRef<void()> code);
 
-// Whether the bytes of both are the same, were they of type `type`. They may be on a device.
+// Whether the bytes of both would be the same if both had the type `type`. They may be on a device.
 bool SameBytes(const at::Tensor& first, const at::Tensor& second, at::ScalarType type);
 
-// The same of two tensors that are to go into one tensor of a model. RESOURCE_EXHAUSTED if this
-// process does not get the memory to compare them: `place` begins the message, and `other` is what
-// it calls `second`.
+// The same for two tensors that are to go into one tensor of a model. RESOURCE_EXHAUSTED if this
+// process does not get the memory to compare them: `place` begins the message, and `other` is its
+// name for `second`.
 absl::StatusOr<bool> AreSameWeights(const std::string& place, absl::string_view other,
                                     const at::Tensor& first, const at::Tensor& second,
                                     at::ScalarType type);
 
-// How messages about a tensor of a file begin.
+// Returns the beginning of messages about a tensor of a file.
 std::string PlaceOfTensor(absl::string_view path, absl::string_view name);
 
 }  // namespace muster

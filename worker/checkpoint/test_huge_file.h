@@ -18,7 +18,8 @@ namespace muster {
 
 inline constexpr uint64_t kTebibyte = uint64_t{1} << 40;
 
-// A safetensors file with this one tensor, all zeros, of which the disk holds only the header.
+// Writes a safetensors file with this one tensor, all zeros, of which only the header takes space
+// on the disk.
 inline void WriteHugeFile(const std::string& path, const std::string& name,
                           SafetensorsType type = SafetensorsType::kF32,
                           const std::vector<uint64_t>& shape = {kTebibyte}) {
@@ -32,7 +33,7 @@ inline void WriteHugeFile(const std::string& path, const std::string& name,
       << path;
 }
 
-// While it lives, this process gets at most so many more bytes.
+// Limits this process to at most `bytes` more bytes of memory while it exists.
 class AtMostMoreMemory {
  public:
   explicit AtMostMoreMemory(uint64_t bytes) {
@@ -50,7 +51,8 @@ class AtMostMoreMemory {
   rlimit before_{};
 };
 
-// At most one more TiB: what a machine says to more depends on its settings.
+// Limits this process to one more TiB, because whether a machine grants more depends on its
+// settings.
 class AtMostOneMoreTebibyte : public AtMostMoreMemory {
  public:
   AtMostOneMoreTebibyte() : AtMostMoreMemory(kTebibyte) {}

@@ -11,10 +11,10 @@
 
 #include "base/test_system_calls.h"
 
-// For one file of a test program: where another file system seems to be mounted.
+// Where another file system seems to be mounted. For a test program of one file.
 struct Mounted {
-  std::string end = "";       // what the paths of the mount point end in; empty: there is none
-  bool kernel_tells = false;  // that it is one, without a look at devices
+  std::string end = "";       // the end of the mount point's path; empty: there is none
+  bool kernel_tells = false;  // whether statx reports it, so that devices need not be compared
   bool refuses_statx = false;
 };
 inline Mounted mounted;

@@ -8,7 +8,7 @@
 
 #include "base/test_system_calls.h"
 
-// For one file of a test program: what is synced there, while it is not null.
+// While not null, gets the paths that are synced. For a test program of one file.
 inline std::vector<std::string>* synced = nullptr;
 
 extern "C" int fsync(int fd) {

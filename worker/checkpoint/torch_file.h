@@ -28,10 +28,10 @@ struct StoredTensor {
 // its formats, rather than by safetensors.
 bool LooksLikeTorchFile(absl::string_view beginning);
 
-// The tensors of a file that torch.save wrote (pytorch_model.bin, *.pt, *.pth), in its order; read
-// without executing anything (pickled_tensors.h). Files before PyTorch 1.6, TorchScript archives
-// and big-endian files are refused with an error that names the kind. Blocks on the disk. Errors:
-// INVALID_ARGUMENT naming the file; DATA_LOSS naming the tensor whose bytes are missing.
+// Returns the tensors of a file that torch.save wrote (pytorch_model.bin, *.pt, *.pth), in its
+// order, without executing anything (pickled_tensors.h). Files from before PyTorch 1.6, TorchScript
+// archives and big-endian files are refused with an error that names the kind. Blocks on the disk.
+// Errors: INVALID_ARGUMENT naming the file; DATA_LOSS naming the tensor whose bytes are missing.
 absl::StatusOr<std::vector<StoredTensor>> ReadTorchFile(const ByteSource& file);
 
 }  // namespace muster

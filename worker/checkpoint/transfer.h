@@ -3,12 +3,12 @@
 
 namespace muster {
 
-// Threads that copy, digest and transfer a file: as many as torch uses in this process, but at
-// least 2, which keeps a disk busy, and at most 8, which no disk needs.
+// The number of threads that copy, digest and transfer a file: as many as torch uses in this
+// process, but at least 2, which keeps a disk busy, and at most 8, because no disk needs more.
 int TransferThreads();
 
-// Threads that read a file: twice as many, so that the disk has something to do while others take
-// memory and compare digests.
+// The number of threads that read a file: twice as many, so that the disk stays busy while other
+// threads allocate memory and compare digests.
 int ReadingThreads();
 
 }  // namespace muster

@@ -11,30 +11,30 @@
 
 namespace muster {
 
-// A save that is being written, or that its writer has left: no checkpoint yet.
+// A save that is being written, or that its writer has left; not a checkpoint yet.
 struct UnfinishedSave {
   std::string path;        // its folder, DIR.tmp-...
-  std::string checkpoint;  // what it is to be called, DIR
+  std::string checkpoint;  // DIR, the name that it is to get
   FolderWriter writer = FolderWriter::kUnknown;
   // All of it is written, and the registry has sealed it: only its name is missing. If its writer
-  // is gone it gets it from a load without a directory, where the name is that of a numbered
-  // checkpoint and no newer one has it, or the job's coordinator knows it; and from the next save
-  // in the folder, and from `muster checkpoints prune`, where no other one has it.
+  // is gone, a load without a directory renames it if the name is that of a numbered checkpoint and
+  // no newer checkpoint has it, or if the job's coordinator knows it; so do the next save in the
+  // folder and `muster checkpoints prune`, if no other checkpoint has the name.
   bool sealed = false;
-  // All of it is written, and only the registry knows whether it has sealed it: no save removes it.
+  // All of it is written, and only the registry knows whether it is sealed: no save removes it.
   bool asked = false;
-  uint64_t bytes = 0;  // that it takes on the disk; room is reserved before it is written
-  absl::Time changed;  // when something in it was last written, by the clock of the file system
+  uint64_t bytes = 0;  // its size on the disk; room is reserved before it is written
+  absl::Time changed;  // the last write to any of its files, by the clock of the file system
 };
 
-// Those of the checkpoints in `root`, in the order of their names: of numbered ones, and of those
-// that programs have named, as far as they are locked or have a manifest or record. They change
-// nothing and take no part in the save. Empty if there is no such folder. Errors: those of
-// ListDirectory.
+// Returns the unfinished saves of the checkpoints in `root`, in the order of their names: of
+// numbered ones, and of those that programs have named, if they are locked or have a manifest or
+// record. Changes nothing, and does not interfere with a save. Empty if there is no such folder.
+// Errors: those of ListDirectory.
 absl::StatusOr<std::vector<UnfinishedSave>> UnfinishedSavesIn(const std::string& root);
 
-// Those of the checkpoint `dir`. Of a symbolic link to a folder: those of that folder. None where
-// this process may not list the folder that `dir` is in.
+// Returns the unfinished saves of the checkpoint `dir`; for a symbolic link to a folder, those of
+// that folder. None if this process may not list the folder that contains `dir`.
 absl::StatusOr<std::vector<UnfinishedSave>> UnfinishedSavesOf(const std::string& dir);
 
 }  // namespace muster

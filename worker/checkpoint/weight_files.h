@@ -21,7 +21,7 @@ namespace muster {
 class AlignedMemory;
 class StreamedFile;
 
-// A tensor, and which of the files it is in.
+// A tensor, and the number of the file that contains it.
 struct WeightEntry {
   StoredTensor tensor;
   size_t file = 0;
@@ -34,51 +34,51 @@ class WeightFiles {
   using Entry = WeightEntry;
 
   // `path`: a file of either format, an index (.json), or a folder. In a folder the first of these
-  // counts: model.safetensors, model.safetensors.index.json, pytorch_model.bin,
+  // that exists is used: model.safetensors, model.safetensors.index.json, pytorch_model.bin,
   // pytorch_model.bin.index.json, the only *.index.json, the only *.safetensors. The contents of a
   // file determine its format, not its name.
   //
-  // Checks that every file is there, whole by its header, and holds the tensors that the index
-  // places in it. Errors: NOT_FOUND naming what is missing; INVALID_ARGUMENT and DATA_LOSS as
+  // Checks that every file exists, is whole by its header, and holds the tensors that the index
+  // places in it. Errors: NOT_FOUND naming what is missing; INVALID_ARGUMENT and DATA_LOSS as for
   // ReadSafetensorsHeader, ReadTorchFile and ParseShardIndex.
   static absl::StatusOr<WeightFiles> Open(const std::string& path);
 
   const std::string& path() const { return path_; }
-  // In the order of the files; no name twice.
+  // The tensors in the order of the files; no name occurs twice.
   const std::vector<Entry>& entries() const { return entries_; }
   // Null if there is no such tensor.
   const Entry* Find(absl::string_view name) const;
-  // The path of the file that an entry is in.
+  // Returns the path of the file that contains an entry.
   const std::string& FileOf(const Entry& entry) const { return sources_[entry.file]->name(); }
 
   // The paths of all files.
   std::vector<std::string> Files() const;
 
-  // Takes apart tensors that hold several, such as those of all experts of a layer. `parts` has, by
-  // the name of a tensor, the names of the matrices that it is, one below the other; none: it stays
-  // whole. Of a tensor [a, b, c] each has a * b / (number of parts) rows of c numbers. They are
-  // entries as if the file had them. INVALID_ARGUMENT names a tensor that is not so many matrices,
-  // or that is stored transposed; nothing changes then.
+  // Divides tensors that hold several, such as those of all experts of a layer. `parts` returns,
+  // for the name of a tensor, the names of the matrices of which it consists, one below the other;
+  // none: it stays whole. Each part of a tensor [a, b, c] has a * b / (number of parts) rows of c
+  // numbers. The parts are entries as if the file had them. INVALID_ARGUMENT names a tensor that
+  // does not consist of that many matrices, or that is stored transposed; nothing changes then.
   absl::Status Divide(const std::function<std::vector<std::string>(const std::string&)>& parts);
 
-  // The bytes of the entry's extent, of which there are `entry.tensor.extent_bytes`.
+  // Reads the bytes of the entry's extent, of which there are `entry.tensor.extent_bytes`.
   absl::Status Read(const Entry& entry, char* to) const;
 
-  // For what is read once: by several threads, and past the page cache unless it is there (see
-  // StreamedFile). Errors, with the file and the tensor: those of StreamedFile.
+  // For tensors that are read once: by several threads, and past the page cache unless they are
+  // cached (see StreamedFile). Errors, with the file and the tensor: those of StreamedFile.
   struct Reading {
     const Entry* entry = nullptr;
-    // Where the bytes of its extent go. Null: `take` gets them piece by piece, whole elements, from
-    // several threads at once; `begin` is where a piece begins in the extent.
+    // Where the bytes of its extent go. Null: `take` gets them piece by piece, in whole elements,
+    // from several threads at once; `begin` is the offset of a piece in the extent.
     char* to = nullptr;
     std::function<absl::Status(uint64_t begin, absl::string_view piece)> take = nullptr;
   };
   absl::Status ReadAll(const std::vector<Reading>& readings, int threads) const;
-  // `bytes` bytes of the entry's extent, from `begin` on, to somewhere in `block`: see
+  // Reads `bytes` bytes of the entry's extent, from `begin` on, to somewhere in `block`: see
   // StreamedFile::Fetch, also for errors, which name the file and the tensor.
   absl::StatusOr<size_t> Fetch(const Entry& entry, uint64_t begin, size_t bytes, char* block) const;
 
-  // The file that an entry is in; null: it can only be read.
+  // Returns the file that contains an entry; null: there is only Read().
   const StreamedFile* StreamedFileOf(const Entry& entry) const {
     return sources_[entry.file]->streamed();
   }
@@ -88,11 +88,11 @@ class WeightFiles {
   absl::Status Stream(const Entry& entry,
                       absl::FunctionRef<absl::Status(absl::string_view)> sink) const;
 
-  // The tensor's bytes, were it contiguous.
+  // Returns the number of bytes of the tensor if it were contiguous.
   static uint64_t BytesOf(const Entry& entry);
 
-  // Equal for two names of one tensor in one file (tied weights), else different; empty for a
-  // tensor without elements.
+  // Returns a text that is equal for two names of one tensor in one file (tied weights), otherwise
+  // different; empty for a tensor without elements.
   std::string StorageOf(const Entry& entry) const;
 
  private:

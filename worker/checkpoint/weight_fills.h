@@ -11,38 +11,39 @@
 
 namespace muster {
 
-// A tensor of files, and the tensor that gets its values.
+// A tensor in files, and the tensor that gets its values.
 struct WeightFill {
   const WeightEntry* from = nullptr;
   at::Tensor to;
 };
 
-// Whether FillWeights() takes it: contiguous there and here, with memory, and not empty. Its type
-// may be another one here, floating as in the file.
+// Whether FillWeights() can fill `to`: both are contiguous and not empty, and `to` has memory. The
+// types may differ if both are floating-point types.
 bool IsFillable(const WeightEntry& from, const at::Tensor& to);
 
-// Reads weights in several threads, past the page cache unless they are there: on the host where
-// they go, if they come from the cache or are aligned as in the file (see StreamedFile::Read), else
-// by way of the memory of a thread; for a device into pinned blocks, whose copies are left to it.
-// Where two targets overlap, the later one wins. The values are there when it returns; after an
-// error some of them may be, and nothing is under way. Needs memory for a block of each thread (two
-// for a device), and of a device for values of another type, `options.converted_bytes` or one
-// tensor. Errors: those of WeightFiles::ReadAll and DeviceUploads. Throws c10::Error for memory
-// that a device has not.
+// Reads weights in several threads, past the page cache unless they are cached. On the host, they
+// are read directly to their place if they come from the cache or the place is aligned as in the
+// file (see StreamedFile::Read), otherwise through the memory of a thread; for a device, they are
+// read into pinned blocks, from which the device copies. If two targets overlap, the later one
+// wins. The values are there when it returns; after an error some of them may be, and nothing is
+// under way. Needs memory for a block of each thread (two for a device), and on a device, for
+// values of another type, `options.converted_bytes` or one tensor. Errors: those of
+// WeightFiles::ReadAll and DeviceUploads. Throws c10::Error for memory that a device does not have.
 absl::Status FillWeights(const WeightFiles& files, const std::vector<WeightFill>& weights,
                          const TensorUploadOptions& options = {});
 
-// Fills that are left to be made together, beside copies that are made one after the other.
+// Fills that are postponed so that they are made together, beside copies that are made one after
+// the other.
 class WeightFills {
  public:
   // `files`: borrowed.
   explicit WeightFills(const WeightFiles& files) : files_(files) {}
 
   void Add(WeightFill weight);
-  // Before a copy to a tensor: makes those that are left if one of them has memory in common with
-  // it, since the later of two targets wins. Errors: those of FillWeights().
+  // Must be called before a copy to a tensor: makes the fills that are left if one of them shares
+  // memory with it, since the later of two targets wins. Errors: those of FillWeights().
   absl::Status MakeBefore(const at::Tensor& copied);
-  // Makes those that are left. Errors: those of FillWeights().
+  // Makes the fills that are left. Errors: those of FillWeights().
   absl::Status Make();
 
  private:

@@ -28,14 +28,15 @@ struct LoadWeightsOptions {
   // Reads only tensors whose name begins with this prefix, and removes the prefix: "transformer."
   // reads transformer.wte.weight into wte.weight.
   std::string prefix = "";
-  // The model's name of a tensor, from its name in the file without the prefix. An empty result
-  // leaves the tensor out.
+  // Returns the model's name of a tensor, from its name in the file without the prefix. An empty
+  // result leaves the tensor out.
   std::function<std::string(const std::string&)> rename = nullptr;
-  // The names of the matrices that a tensor in the files is, one below the other, as experts of one
-  // layer are stored; none: it is one tensor. They count as if the files had them, so `prefix` and
-  // `rename` get their names (see WeightFiles::Divide). Nothing of a checkpoint is taken apart.
+  // Returns the names of the matrices of which a tensor in the files consists, one below the other,
+  // as experts of one layer are stored; none: it is one tensor. They count as if the files had
+  // them, so `prefix` and `rename` get their names (see WeightFiles::Divide). Tensors of a
+  // checkpoint are never divided.
   std::function<std::vector<std::string>(const std::string&)> parts = nullptr;
-  // The model's floating-point tensors become this type; integers keep their type. By default the
+  // The type that the model's floating-point tensors get; integers keep their type. By default the
   // model keeps its types, and values convert to them.
   std::optional<at::ScalarType> dtype = std::nullopt;
 };
@@ -58,7 +59,7 @@ struct LoadedWeights {
 struct MatchedWeight {
   size_t target;        // in the model's list
   size_t from;          // in the files' entries
-  at::ScalarType type;  // of the target afterwards
+  at::ScalarType type;  // the type of the target afterwards
 };
 struct MatchedEntries {
   // In the order of the targets; a tensor with several names occurs once.
@@ -71,7 +72,7 @@ struct MatchedEntries {
 class MatchedWeights {
  public:
   // Compares weights in memory with `targets`, as LoadWeights does, and copies nothing. `where` is
-  // for messages. Errors: as LoadWeights, but for those of the disk.
+  // for messages. Errors: those of LoadWeights, except those of the disk.
   static absl::StatusOr<MatchedWeights> Match(const std::string& where, NamedTensors weights,
                                               NamedTensors targets,
                                               const LoadWeightsOptions& options = {});
@@ -99,35 +100,34 @@ class MatchedWeights {
 // Blocks on the disk; several threads read a large tensor.
 absl::StatusOr<at::Tensor> ReadWeight(const WeightFiles& weights, const WeightEntry& entry);
 
-// Copies weights into `targets`, the parameters and buffers of a model, on any device and of any
-// strides. Floating types convert into each other; other types must be equal. Everything is
-// compared before the first tensor changes, views of the same elements by other strides (a matrix
-// and its transpose) too; of targets that share memory in another way, the later one wins.
-// Several threads read, and bypass the page cache for data that it does not hold. Memory in
-// addition to the model: a block of 2 MiB for each of up to 16 reading threads, and two pinned
-// blocks for a GPU; one tensor at a time whose strides differ in the file; on a device also tensors
-// that it converts, up to TensorUploadOptions::converted_bytes. With `dtype`, memory for the new
-// values of a tensor whose type changes replaces that of the old values before the first tensor is
-// read.
+// Copies weights into `targets`, the parameters and buffers of a model, on any device and with any
+// strides. Floating-point types convert into each other; other types must be equal. Everything is
+// compared before the first tensor changes, including views of the same elements by other strides
+// (a matrix and its transpose); if targets share memory in another way, the later one wins. Several
+// threads read, and bypass the page cache for data that it does not hold. Memory in addition to the
+// model: a block of 2 MiB for each of up to 16 reading threads, and two pinned blocks for a GPU;
+// one tensor at a time whose strides differ in the file; on a device also tensors that it converts,
+// up to TensorUploadOptions::converted_bytes. With `dtype`, memory for the new values of a tensor
+// whose type changes replaces that of the old values before the first tensor is read.
 //
 // Errors: those of WeightFiles::Open; INVALID_ARGUMENT "PATH: ..." that lists the names that are
 // missing, unexpected (with `strict`) or different in shape or type, targets without memory (meta
 // device), and names of one tensor, or views of the same elements, for which the file has different
-// values; then nothing has
-// changed. DATA_LOSS if the file becomes shorter meanwhile, and the system's error if the disk
-// fails; then part of the model may have changed, and tensors whose type changes may have no
-// values.
+// values; then nothing has changed. DATA_LOSS if the file becomes shorter meanwhile, and the
+// system's error if the disk fails; then part of the model may have changed, and tensors whose type
+// changes may have no values.
 absl::StatusOr<LoadedWeights> LoadWeights(const std::string& path, const NamedTensors& targets,
                                           const LoadWeightsOptions& options = {});
-// The files at `path`, with what options.parts takes apart. Errors: those of WeightFiles::Open and
+// Opens the files at `path`, divided by options.parts. Errors: those of WeightFiles::Open and
 // WeightFiles::Divide.
 absl::StatusOr<WeightFiles> OpenWeights(const std::string& path, const LoadWeightsOptions& options);
-// LoadWeights() from files that are open: from these, whatever has their names by now.
+// LoadWeights() from open files, even if other files have their names by now.
 absl::StatusOr<LoadedWeights> LoadWeights(const WeightFiles& files, const NamedTensors& targets,
                                           const LoadWeightsOptions& options = {});
 
-// What LoadWeights would copy where, for callers who read themselves. Targets may be on the meta
-// device. Errors: as LoadWeights; reads values only to compare two names of one tensor.
+// Determines what LoadWeights would copy where, for callers that read themselves. Targets may be on
+// the meta device. Errors: those of LoadWeights; reads values only to compare two names of one
+// tensor.
 absl::StatusOr<MatchedEntries> MatchEntries(const WeightFiles& files, const NamedTensors& targets,
                                             const LoadWeightsOptions& options = {});
 

@@ -16,17 +16,17 @@
 
 namespace muster {
 
-// Weights that a caller reads, of which it may need only a part: what is known without values.
+// What is known, without values, of weights that a caller reads, perhaps only in part.
 struct WeightShapes {
   std::string where;  // for messages
   std::vector<StoredTensor> tensors;
-  // Whether the bytes of two of them are the same, were they of type `type`. Asked for two that the
-  // model has as one tensor, in an order that depends on nothing else.
+  // Whether the bytes of two of them would be the same if both had the type `type`. Called for two
+  // that the model has as one tensor, in an order that depends on nothing else.
   std::function<absl::StatusOr<bool>(size_t first, size_t second, at::ScalarType type)> are_equal;
 };
 
-// What LoadWeights would copy where, by numbers in weights.tensors. Targets may be on the meta
-// device. Errors: as LoadWeights, and those of are_equal.
+// Determines what LoadWeights would copy where, by numbers in weights.tensors. Targets may be on
+// the meta device. Errors: those of LoadWeights and of are_equal.
 absl::StatusOr<MatchedEntries> MatchShapes(const WeightShapes& weights, const NamedTensors& targets,
                                            const LoadWeightsOptions& options = {});
 

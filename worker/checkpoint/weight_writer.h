@@ -11,17 +11,17 @@
 namespace muster {
 
 struct CopiedWeights {
-  // Plain names, the index last if there is one.
+  // Plain names; the index is last if there is one.
   std::vector<std::string> files;
   uint64_t tensors = 0;
   uint64_t bytes = 0;
-  // Further names of tensors that are written under another one (tied weights).
+  // Further names of tensors that are written under another name (tied weights).
   std::vector<std::string> left_out;
 };
 
 // Copies weights into safetensors files as save_model writes them: `to` is a file *.safetensors, or
-// a folder, which gets model.safetensors or, beyond `max_shard_bytes`, shards with an index. Of a
-// tensor with several names the first is kept. Removes the files of an earlier copy in the folder;
+// a folder, which gets model.safetensors or, beyond `max_shard_bytes`, shards with an index. Of
+// several names of a tensor the first is kept. Removes the files of an earlier copy in the folder;
 // other files stay. Each file is whole or absent; at most one tensor is in memory. Blocks on the
 // disk. Errors: ALREADY_EXISTS if one of the files that are read would be replaced; those of
 // reading and writing.

@@ -20,13 +20,13 @@ struct ZipMember {
   bool compressed = false;
 };
 
-// The members of a zip archive in the order of its directory, also with the 64-bit records (zip64)
-// of large files.
+// Returns the members of a zip archive in the order of its directory, also with the 64-bit records
+// (zip64) of large files.
 //
-// Every range lies inside the file and in no other member's; memory stays proportional to the
-// directory, which is at most kMaxZipDirectoryBytes long. Checksums of members are not compared,
-// because torch.save can omit them. Errors: INVALID_ARGUMENT "FILE: why" for a file that is not a
-// zip archive, a damaged one, an encrypted member, or a repeated name.
+// Every range lies inside the file and outside every other member's; memory stays proportional to
+// the directory, which is at most kMaxZipDirectoryBytes long. Checksums of members are not
+// compared, because torch.save can omit them. Errors: INVALID_ARGUMENT "FILE: why" for a file that
+// is not a zip archive, a damaged one, an encrypted member, or a repeated name.
 absl::StatusOr<std::vector<ZipMember>> ReadZipDirectory(const ByteSource& file);
 
 inline constexpr uint64_t kMaxZipDirectoryBytes = uint64_t{256} << 20;
