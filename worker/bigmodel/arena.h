@@ -7,8 +7,8 @@
 
 namespace muster {
 
-// Divides a range of memory: the first gap that is large enough. Offsets and sizes are multiples of
-// kUnit. Pure; not thread-safe.
+// Allocates parts of a range of memory, each from the first gap that is large enough. Offsets and
+// sizes are multiples of kUnit. Pure; not thread-safe.
 class Arena {
  public:
   static constexpr uint64_t kUnit = 4096;
@@ -18,9 +18,9 @@ class Arena {
   uint64_t bytes() const { return bytes_; }
   uint64_t taken() const { return taken_; }
 
-  // An offset; nullopt if there is no such gap.
+  // Returns the offset of the part; nullopt if there is no such gap.
   std::optional<uint64_t> Take(uint64_t bytes);
-  // What Take returned.
+  // Frees what Take() returned.
   void Give(uint64_t offset);
 
  private:

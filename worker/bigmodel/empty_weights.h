@@ -16,15 +16,15 @@ namespace muster {
 class InitTape;
 
 struct EmptyWeightsOptions {
-  // Buffers are empty, too. By default they have the values that the constructor gives them,
-  // because files often omit those that it can compute (the tables of rotary embeddings).
+  // Whether buffers are empty, too. By default they have the values that the constructor gives
+  // them, because files often omit those that it can compute (the tables of rotary embeddings).
   bool include_buffers = false;
-  // Random numbers are drawn as if memory were allocated, and parameters remember how their values
-  // are computed, for Materialize(). Parameters that name a device are allocated at once.
+  // Whether random numbers are drawn as if memory were allocated, and parameters remember how their
+  // values are computed, for Materialize(). Parameters that name a device are allocated at once.
   bool deferred = false;
 };
 
-// While it lives, tensors that this thread creates without naming a device are on the meta device:
+// While it exists, tensors that this thread creates without naming a device are on the meta device:
 // they have shapes and types but take no memory. A torch::nn module of any size is therefore
 // constructed immediately, without drawing random numbers.
 //

@@ -7,21 +7,21 @@
 
 namespace muster {
 
-// For tests: devices that compute, whose memory is the host's and whose operators are the CPU's. As
-// on GPUs, an operator takes tensors of one of them alone, besides numbers (tensors without
-// dimensions) of the host. Operators end before their calls return; there is one stream each.
+// Devices for tests, whose memory is the host's and whose operators are the CPU's. As on GPUs, an
+// operator takes only tensors of one of them, besides numbers (tensors without dimensions) of the
+// host. Operators end before their calls return; each device has one stream.
 constexpr int kFakeGpus = 4;
 
-// They are there from here on, and are the "0", "1", ... of device maps.
+// Installs the devices, which are the "0", "1", ... of device maps from then on.
 void InstallFakeGpus();
 
 c10::Device FakeGpu(int index);
 
-// Bytes of its tensors.
+// The bytes of its tensors.
 int64_t BytesOnFakeGpu(int index);
-// From now on it has no memory beyond so many bytes; negative: always.
+// Limits its memory to `bytes` bytes from now on; negative: no limit.
 void LimitFakeGpu(int index, int64_t bytes);
-// Operators that it has computed.
+// The number of operators that it has computed.
 int64_t OperatorsOnFakeGpu(int index);
 
 }  // namespace muster

@@ -9,33 +9,35 @@
 
 namespace muster {
 
-// What operators did to tensors on the meta device, in order, so that their values can be computed
-// later. Tensors are known by their memory, so set_data() and data() do no harm. Not thread-safe.
+// A record of what operators did to tensors on the meta device, in order, so that their values can
+// be computed later. Tensors are identified by their memory, so set_data() and data() do no harm.
+// Not thread-safe.
 class InitTape {
  public:
   struct Step {
     c10::OperatorHandle op;
     std::vector<c10::IValue> arguments = {}, results = {};
-    // Of its generator before the step, once its random numbers have been drawn: by AddAndDraw(),
-    // or by the first replay.
+    // The state of its generator before the step, once its random numbers have been drawn: by
+    // AddAndDraw(), or by the first replay.
     mutable at::Tensor generator_state = {};
   };
 
-  // Keeps aliases of the tensors on the meta device, not the objects that others have, and copies
-  // of the arguments that have memory, as they are now.
+  // Adds a step. Keeps aliases of the tensors on the meta device, not the objects that others have,
+  // and copies of the arguments that have memory, as they are now.
   void Add(Step step);
-  // Draws the step's random numbers, if it has any, as its operator would: so the generator goes on
-  // as if there were memory, and ValueOf() repeats these numbers. The memory of the largest tensor
-  // is needed for the moment.
+  // Adds a step and draws its random numbers, if it has any, as its operator would: so the
+  // generator continues as if there were memory, and ValueOf() repeats these numbers. Temporarily
+  // needs the memory of the largest tensor.
   void AddAndDraw(Step step);
 
-  // The value of a tensor: itself if it has memory. Throws c10::Error if the tape has not made it.
+  // Returns the value of a tensor: itself if it has memory. Throws c10::Error if the tape has not
+  // made it.
   at::Tensor ValueOf(const at::Tensor& wanted) const;
 
  private:
   class Replay;
 
-  // Numbers of the steps that `wanted` depends on, in order.
+  // Returns the numbers of the steps on which `wanted` depends, in order.
   std::vector<size_t> StepsFor(const at::Tensor& wanted) const;
 
   std::vector<Step> steps_;

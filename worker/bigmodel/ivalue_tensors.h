@@ -23,7 +23,7 @@ void VisitTensors(const c10::IValue& value, Visit visit) {
   }
 }
 
-// The same with each tensor exchanged for change(tensor).
+// Returns `value` with each tensor replaced by change(tensor).
 template <class Change>
 c10::IValue WithTensors(const c10::IValue& value, Change change) {
   if (value.isTensor()) return value.toTensor().defined() ? change(value.toTensor()) : value;

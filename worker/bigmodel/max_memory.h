@@ -9,22 +9,23 @@
 
 namespace muster {
 
-// What this process can have: free memory of each GPU, and of the host what the machine, its
-// cgroup and the limits of the process (ulimit -d, -v) leave. Nothing of the host where a GPU's
-// memory is the host's.
+// Returns the memory that this process can get: the free memory of each GPU, and, for the host,
+// what the machine, its cgroup and the limits of the process (ulimit -d, -v) leave. Without the
+// host if a GPU's memory is the host's.
 DeviceLimits GetMaxMemory();
 
-// GPUs that this process sees; CUDA works in it from here on if there are any.
+// Returns the number of GPUs that this process sees; initializes CUDA in the process if there are
+// any.
 int CountGpus();
 
-// The type of the devices that maps name "0", "1", ...: CUDA.
+// Returns the type of the devices that maps name "0", "1", ...: CUDA.
 c10::DeviceType GpuType();
-// Another one in this process, for good. For tests, before anything asks.
+// Sets another type for this process, permanently. For tests, before anything asks for the type.
 void SetGpuTypeForTest(c10::DeviceType type);
-// Whether the memory of GPUs of such a type is the host's.
+// Sets whether the memory of GPUs of such a type is the host's.
 void SetGpusAreIntegratedForTest(bool integrated);
 
-// FAILED_PRECONDITION for a device that is not there.
+// Return FAILED_PRECONDITION for a device that does not exist.
 absl::Status CheckDevicesAreThere(const DeviceLimits& limits);
 absl::Status CheckDevicesAreThere(const DeviceEntries& devices);
 

@@ -24,30 +24,31 @@
 
 namespace muster {
 
-// A tensor of a module whose values are elsewhere.
+// A tensor of a module whose values are stored elsewhere.
 struct OffloadedTensor {
   std::string name;
-  at::Tensor tensor;  // the module's; any memory that it has is given up
+  at::Tensor tensor;  // the module's tensor; its memory, if any, is given up
   std::shared_ptr<const WeightSource> source;
   size_t index = 0;  // in the source
   at::ScalarType type = at::kFloat;
 
-  // Whether it can be used where its source has its file mapped: it has the type that is used.
+  // Whether it can be used where its source has mapped its file: its type there is the one that is
+  // used.
   bool IsMapped() const {
     return source->Mapped(index).file != nullptr && source->type(index) == type;
   }
 };
 
-// Tensors that come and go together: a module, or a part of one. If they are mapped (all of them,
-// in one file), they are used where they are, and take no memory of the ring: to come means that
-// their pages are in the page cache. Only on the CPU.
+// Tensors that are loaded and evicted together: a module, or a part of one. If they are mapped (all
+// of them, in one file), they are used in place, and take no memory of the ring: loading them means
+// that their pages are in the page cache. Mapped units are only on the CPU.
 struct OffloadedUnit {
   std::string name;
   std::vector<OffloadedTensor> tensors;
 };
 
 struct OffloadRingOptions {
-  // Where operators run.
+  // The device on which operators run.
   at::Device device = at::kCPU;
   // Memory for units, on that device. At least that of the largest unit is used; if some units are
   // mapped, no more than that of all others. So much of mapped units is loaded ahead, too.
@@ -55,34 +56,34 @@ struct OffloadRingOptions {
   int readers = 8;
   // Reads units ahead of their use.
   bool prefetch = true;
-  // Of the device; null: StreamFences::Of(device).
+  // Those of the device; null: StreamFences::Of(device).
   StreamFences* fences = nullptr;
   // For mapped units.
   const Clock* clock = &Clock::Real();
 };
 
-// Runs a model whose weights do not fit: a ring of memory holds the units that are in use and those
-// that are expected next (unit_order.h), which threads read meanwhile. The module stays as it is:
-// operators find the weights when they use them (paged_storage.h).
+// Runs a model whose weights do not fit into memory: a ring of memory holds the units that are in
+// use and those that are expected next (unit_order.h), which threads read meanwhile. The module
+// stays unchanged: operators find the weights when they use them (paged_storage.h).
 //
-// Mapped units are there when the use of one begins, so that operators find no page missing that
-// the file or the disk does not have, and each use looks whether the file was changed. What happens
-// to the file during an operator is not found: a part that it loses ends the process (SIGBUS),
-// other numbers in it are used.
+// Mapped units are in memory when a use begins, so that operators find no page missing that the
+// file or the disk does not have, and each use checks whether the file was changed. Changes of the
+// file during an operator are not detected: if a part is truncated, the process ends (SIGBUS);
+// other values in it are used.
 //
 // For inference: an operator that would need gradients of an offloaded tensor, or writes one,
 // throws c10::Error. Weights that cannot be read throw StatusError that names file and tensor, at
-// the operator that uses them; the next use tries again. So does what else fails on the way,
-// a device or memory: no use waits for what does not come.
+// the operator that uses them; the next use tries again. The same holds for other failures, of a
+// device or of memory: no use waits forever.
 //
-// Operators of several threads may run at a time; the ring foretells best if one does. Uses after
-// the ring's end throw.
+// Operators of several threads may run at a time; the ring predicts best if only one thread runs
+// them. Uses after the ring's end throw.
 class OffloadRing {
  public:
-  // Errors: RESOURCE_EXHAUSTED if the memory of the ring cannot be had.
+  // Errors: RESOURCE_EXHAUSTED if there is no memory for the ring.
   static absl::StatusOr<std::unique_ptr<OffloadRing>> Make(std::vector<OffloadedUnit> units,
                                                            const OffloadRingOptions& options);
-  // Several, on one device each: all of them, or no tensor has changed.
+  // Makes several rings, each on one device: either all of them, or no tensor has changed.
   struct Plan {
     std::vector<OffloadedUnit> units;
     OffloadRingOptions options;
@@ -93,7 +94,7 @@ class OffloadRing {
   OffloadRing& operator=(const OffloadRing&) = delete;
 
   OffloadStats stats() const;
-  // Waits until nothing is on its way, on a device too. For measurements and tests.
+  // Waits until no transfer is under way, including those of a device. For measurements and tests.
   void WaitUntilIdle();
 
  private:
@@ -101,29 +102,30 @@ class OffloadRing {
   enum class State { kAway, kComing, kHere };
 
   OffloadRing(const OffloadRingOptions& options, uint64_t bytes, size_t units);
-  // All that can fail, before a tensor changes.
+  // Does everything that can fail, before a tensor changes.
   absl::Status Prepare(size_t units);
   absl::Status AddUnits(std::vector<OffloadedUnit> units);
 
   void Use(Unit& unit);
-  // Gets memory for a unit that is needed now, and has it read.
+  // Gets memory for a unit that is needed now, and starts to read it.
   void BringNow(Unit& unit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // In the ring, or besides it. Throws if there is none.
+  // Finds memory for the unit in the ring, or beside it. Throws if there is none.
   void FindMemory(Unit& unit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // The unit stays absent, and operators that wait for it get the error.
+  // Leaves the unit absent; operators that wait for it get the error.
   void GiveUp(Unit& unit, const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Prefetch() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // The unit that is needed last of those that may go: further than `distance`.
+  // Returns the unit, among those that may be evicted, that is needed last: further than
+  // `distance`.
   Unit* FindVictim(size_t distance) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Evict(Unit& unit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Free(Unit& unit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Orders later copies after the operators that the calling thread has queued, because they may
   // still use memory that the device's allocator hands out.
   void FollowQueuedOperators() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Has a unit read that has memory.
+  // Starts to read a unit that has memory.
   void Start(Unit& unit, bool urgent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   std::vector<WeightReaders::Task> TasksFor(Unit& unit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Of a mapped unit; none if all of it is in memory.
+  // Returns the tasks that load a mapped unit; none if all of it is in memory.
   std::vector<WeightReaders::Task> LoadingTasks(Unit& unit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PieceIsDone(Unit& unit, const absl::Status& status, uint64_t bytes);
 
@@ -139,15 +141,15 @@ class OffloadRing {
   CondVar changed_;
   Arena arena_ ABSL_GUARDED_BY(mu_);
   UnitOrder order_ ABSL_GUARDED_BY(mu_);
-  // Of each unit: how many others are expected before it.
+  // For each unit, how many others are expected before it.
   std::vector<size_t> distances_ ABSL_GUARDED_BY(mu_);
   std::vector<size_t> coming_ ABSL_GUARDED_BY(mu_);
   Unit* current_ ABSL_GUARDED_BY(mu_) = nullptr;
-  // Behind the last operators that used memory which is free for copies, by stream.
+  // Fences after the last operators that used memory which is free for copies, by stream.
   std::map<c10::StreamId, StreamFences::Fence> pending_ ABSL_GUARDED_BY(mu_);
   OffloadStats stats_ ABSL_GUARDED_BY(mu_);
   uint64_t overflow_ ABSL_GUARDED_BY(mu_) = 0;
-  std::optional<WeightReaders> readers_;  // last: its threads use the rest
+  std::optional<WeightReaders> readers_;  // declared last: its threads use the members above
 };
 
 }  // namespace muster

@@ -5,7 +5,7 @@
 
 namespace muster {
 
-// What an offloaded model has done so far.
+// Counts of what an offloaded model has done so far.
 struct OffloadStats {
   uint64_t ring_bytes = 0;
   uint64_t offloaded_bytes = 0;  // in the type in which they are used

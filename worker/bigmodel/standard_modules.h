@@ -11,8 +11,8 @@
 
 namespace muster {
 
-// A module of LibTorch, and how it is used: with inputs on the device of its first parameter, or
-// buffer if it has no parameters.
+// A module of LibTorch, and a function that runs it: with inputs on the device of its first
+// parameter, or buffer if it has no parameters.
 struct StandardModule {
   std::string name;
   std::function<std::shared_ptr<torch::nn::Module>()> make;

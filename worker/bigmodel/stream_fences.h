@@ -9,24 +9,24 @@
 namespace muster {
 
 // Orders the copies to a device with its operators, which run later than the calls that queue them:
-// memory whose last operator is still waiting in a stream must not be written. An interface, so
+// memory must not be written while its last operator is still waiting in a stream. An interface, so
 // that tests see the order without a device. Thread-safe.
 class StreamFences {
  public:
   // A point in a stream.
   using Fence = std::shared_ptr<const void>;
 
-  // Null for the CPU, where an operator has ended when its call returns.
+  // Returns null for the CPU, where an operator has ended when its call returns.
   static std::unique_ptr<StreamFences> Of(const c10::Device& device);
   virtual ~StreamFences() = default;
 
-  // On which the calling thread queues operators.
+  // The stream on which the calling thread queues operators.
   virtual c10::Stream Current() const = 0;
-  // On which weights are copied.
+  // The stream on which weights are copied.
   virtual c10::Stream Copies() const = 0;
-  // Behind what `stream` has now.
+  // Returns a fence after the work that `stream` has now.
   virtual Fence After(const c10::Stream& stream) = 0;
-  // What `stream` gets from now on waits for the fence.
+  // Makes work that is queued on `stream` from now on wait for the fence.
   virtual void Wait(const c10::Stream& stream, const Fence& fence) = 0;
 };
 

@@ -8,17 +8,17 @@
 
 namespace muster {
 
-// Foretells which units a model uses next, from those it has used: after the same two units comes
-// what came the last time. Before the first pass, in the order of their numbers. Pure; not
-// thread-safe.
+// Predicts which units a model uses next, from those that it has used: two units are followed by
+// the unit that followed them the last time. Before the first pass, predicts the order of their
+// numbers. Pure; not thread-safe.
 class UnitOrder {
  public:
   explicit UnitOrder(size_t units) : units_(units) {}
 
-  // The unit is used. Repetitions do not count.
+  // Notes that the unit is used. Repetitions do not count.
   void Note(size_t unit);
 
-  // All units that are expected after the last one, each once, the next first; without the last
+  // Returns all units that are expected after the last one, in order, each once, without the last
   // one itself.
   std::vector<size_t> Coming() const;
 

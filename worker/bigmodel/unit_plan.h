@@ -8,14 +8,15 @@
 
 namespace muster {
 
-// Tensors that come and go together.
+// Tensors that are loaded and evicted together.
 struct UnitPlan {
-  std::string name;           // of the module; of a part of a module's own tensors the first one's
-  std::vector<size_t> parts;  // places in the list that was given
+  // The name of the module, or, for a part of a module's own tensors, of the first tensor.
+  std::string name;
+  std::vector<size_t> parts;  // positions in the list that was given
 };
 
 // Divides tensors, by dotted names with their sizes and in the order of the model, into units of at
-// most `most` bytes where tensors are not larger by themselves: whole modules where they fit, else
+// most `most` bytes (a larger tensor is a unit of its own): whole modules if they fit, otherwise
 // their submodules and their own tensors. Pure.
 std::vector<UnitPlan> PlanOffloadUnits(const std::vector<std::pair<std::string, uint64_t>>& tensors,
                                        uint64_t most);

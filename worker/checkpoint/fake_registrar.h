@@ -167,7 +167,7 @@ class FakeRegistrar : public CheckpointRegistrar {
   std::string job_name = "j", name = "registry";
   absl::Status away, refusal, pin_error;
   int forgets = 0, failing_rank = -1, seals = 0;
-  int generation = 1;  // of the job's processes
+  int generation = 1;  // generation of the job's processes
   std::map<uint64_t, RegisteredCheckpoint> records;
   std::set<std::string> slices;
   size_t largest_file_report = 0;  // approximate, in bytes

@@ -43,8 +43,8 @@ class PolitePace {
 };
 
 // Divides one share among the threads that write a save. One thread goes through the files: it
-// writes by itself files that go through the page cache and files of a single block, and starts
-// threads for the rest (DirectFileOptions::wrote). Thread-safe after WriteFromThisThread().
+// alone writes files that go through the page cache and files of a single block, and starts threads
+// for the rest (DirectFileOptions::wrote). Thread-safe after WriteFromThisThread().
 class PoliteWriters {
  public:
   // `share`: of one core, for all threads together. `threads`: the number that are started at a

@@ -8,7 +8,7 @@
 
 namespace muster {
 
-// The registry of a job that has a coordinator, which this process has joined.
+// Makes the registry of a job that has a coordinator, which this process has joined.
 std::unique_ptr<CheckpointRegistrar> MakeCoordinatorRegistrar(
     std::shared_ptr<CoordinatorClient> client);
 

@@ -53,9 +53,9 @@ struct Environment {
   Setting<std::string> job;
   Setting<std::string> worker_id;
   Setting<int64_t> generation{0};
-  // 0: not given; the worker draws one.
+  // 0: not given; the worker draws one at random.
   Setting<uint64_t> incarnation{0};
-  // Where the agent holds memory for its workers; empty: no agent does.
+  // The socket of the agent that holds memory for its workers; empty: no agent does.
   Setting<std::string> memory_socket;
 
   // The address of the TCPStore if there is no coordinator. Empty and 0 if it is not needed.
@@ -97,7 +97,7 @@ struct Environment {
   // The types in which parameters are gathered and gradients reduced: "fp32", "bf16" or "fp16".
   Setting<std::string> sharding_parameter_dtype{"fp32"};
   Setting<std::string> sharding_reduce_dtype{"fp32"};
-  // Empty: as without the setting.
+  // Empty: the same as without the setting.
   Setting<std::string> sharding_output_dtype;
   Setting<std::string> sharding_buffer_dtype;
   // Classes or names of modules that are not divided into units, and patterns for the names of
@@ -105,7 +105,7 @@ struct Environment {
   Setting<std::vector<std::string>> sharding_no_split;
   Setting<std::string> sharding_ignored_modules;
   Setting<std::string> sharding_ignored_parameters;
-  // Communication of sharded training overlaps with its computation.
+  // Whether communication of sharded training overlaps with its computation.
   Setting<bool> sharding_overlap{false};
   Setting<bool> optimizer_in_backward{false};
   // "none", "cpu" or "disk:FOLDER": where the optimizer's states, the gradients and the parameters
@@ -118,13 +118,14 @@ struct Environment {
   Setting<bool> activation_checkpointing{false};
   Setting<std::vector<std::string>> activation_blocks;
   Setting<std::string> offload_activations{"none"};
-  // If Accelerate's launcher requests FSDP or DeepSpeed: its variables for them. Else empty.
+  // The variables of Accelerate's launcher for FSDP or DeepSpeed, if it requests one of them;
+  // otherwise empty.
   std::map<std::string, std::string> engine_variables;
   Setting<bool> use_cpu{false};
   Setting<int64_t> gradient_accumulation_steps{1};
   Setting<bool> debug{false};
-  // The ranks of a job on one node exchange CPU tensors through shared memory rather than Gloo's
-  // sockets.
+  // Whether the ranks of a job on one node exchange CPU tensors through shared memory rather than
+  // Gloo's sockets.
   Setting<bool> shared_memory{true};
   Setting<std::string> project_dir;
   // Timeout of collectives and of the rendezvous at the start.
@@ -138,7 +139,7 @@ struct Environment {
   std::vector<std::string> warnings;
 };
 
-// The program's own settings. A field that is set wins over every variable.
+// The program's own settings. A field that is set takes precedence over every variable.
 struct EnvironmentArguments {
   std::optional<std::string> mixed_precision = std::nullopt;
   std::optional<bool> use_cpu = std::nullopt;

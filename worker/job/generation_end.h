@@ -9,9 +9,10 @@
 
 namespace muster {
 
-// Waits until the generation in which `client` has a seat is over; returns why. A process that
-// loses a connection knows it earlier than the coordinator. Errors: DEADLINE_EXCEEDED it still runs
-// after `timeout`; those of the coordinator that say that this process has no part in it.
+// Waits until the generation in which `client` has a seat is over; returns the reason. A process
+// that loses a connection notices the end earlier than the coordinator. Errors: DEADLINE_EXCEEDED
+// if it still runs after `timeout`; errors of the coordinator that say that this process has no
+// part in it.
 absl::StatusOr<std::string> AwaitGenerationEnd(CoordinatorClient& client, absl::Duration timeout);
 
 }  // namespace muster

@@ -19,40 +19,41 @@ namespace muster {
 
 // The named triggers of one process of a job.
 //
-// With a coordinator (also for a job of one process) they are the coordinator's and a check is a
-// look at memory, see TriggerWatch. Without one a check is a collective over `comm`, and all ranks
+// With a coordinator (also for a job of one process) they are the coordinator's, and a check only
+// looks at memory, see TriggerWatch. Without one a check is a collective over `comm`, and all ranks
 // must ask for the same names in the same order. Steps count from 1.
 //
-// Raise and the constructor are for any thread, the rest for the training thread.
+// Any thread may call Raise and the constructor, only the training thread the other methods.
 class JobTriggers {
  public:
   struct Options {
-    // ShouldStop() takes SIGTERM as the trigger "stop" of all ranks, from its first call on (see
-    // StopSignal).
+    // Whether ShouldStop(), from its first call on, treats SIGTERM as the trigger "stop" of all
+    // ranks (see StopSignal).
     bool stop_on_sigterm = true;
   };
   // Borrows `comm`. `coordinator` may be null.
   JobTriggers(std::shared_ptr<CoordinatorClient> coordinator, Comm* comm, Options options);
 
-  // Errors: INVALID_ARGUMENT a name or payload that is too long; those of CoordinatorClient.
+  // Errors: INVALID_ARGUMENT for a name or payload that is too long; those of CoordinatorClient.
   absl::Status Raise(const std::string& name, const std::string& payload);
 
-  // The next trigger of that name that takes effect, now that `finished` steps are done; the same
-  // on every rank, each once. Throws c10::Error when the generation has ended.
+  // Returns the next trigger of that name that takes effect, now that `finished` steps are done;
+  // the same on every rank, each trigger once. Throws c10::Error when the generation has ended.
   std::optional<Trigger> Check(const std::string& name, int64_t finished);
 
-  // Whether a trigger "stop" has taken effect; true from then on.
+  // Whether a trigger "stop" has taken effect; stays true from then on.
   bool ShouldStop(int64_t finished);
-  // What asked for it; once ShouldStop() is true.
+  // The trigger that asked for it; set once ShouldStop() is true.
   const std::optional<Trigger>& stop() const { return stop_; }
 
   ~JobTriggers() { Close(); }
   JobTriggers(const JobTriggers&) = delete;
   JobTriggers& operator=(const JobTriggers&) = delete;
 
-  // This process ends: reports to the coordinator the triggers it has acted on. No checks after
-  // this call. Blocks for a poll or two, and CoordinatorClient's exit_patience (3 s) at most, also
-  // while the coordinator is away and a SIGTERM is yet to be reported. Repeatable.
+  // Reports to the coordinator the triggers on which this process has acted, because it ends. No
+  // checks may follow. Blocks for a poll or two, and CoordinatorClient's exit_patience (3 s) at
+  // most, also while the coordinator is away and a SIGTERM is yet to be reported. May be called
+  // repeatedly.
   void Close();
 
  private:
@@ -63,13 +64,13 @@ class JobTriggers {
   Comm* const comm_;
   const Options options_;
   std::atomic<bool> watch_signal_{false};
-  bool signal_told_ = false;  // the thread that looks for it only
+  bool signal_told_ = false;  // used only by the thread that looks for it
   std::optional<Trigger> stop_;
 
   Mutex mu_;
-  std::deque<Trigger> raised_ ABSL_GUARDED_BY(mu_);  // here, without a coordinator
+  std::deque<Trigger> raised_ ABSL_GUARDED_BY(mu_);  // on this rank, without a coordinator
 
-  std::unique_ptr<TriggerWatch> watch_;  // from the first check on; last member: it calls back
+  std::unique_ptr<TriggerWatch> watch_;  // made by the first check; last member: it calls back
 };
 
 }  // namespace muster

@@ -5,8 +5,8 @@
 
 namespace muster {
 
-// Whether `error` of this process may only be the echo of another one's end: a collective that was
-// lost, or a call that the coordinator refuses because the generation is over. Pure.
+// Whether `error` of this process may only be a consequence of another one's end: a collective that
+// was lost, or a call that the coordinator refuses because the generation is over. Pure.
 bool IsLossOfPeer(const absl::Status& error);
 
 }  // namespace muster

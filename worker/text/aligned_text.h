@@ -10,11 +10,11 @@
 
 namespace muster::text {
 
-// Larger texts are refused: each byte takes nine of memory.
+// The largest text; larger ones are refused, because each byte takes nine of memory.
 inline constexpr size_t kMaxTextBytes = size_t{256} << 20;
 
-// How many bytes the components of a file may make of a text. One character can rightly become a
-// dozen; a file that is out to use up memory doubles the text again and again.
+// Returns how many bytes the components of a file may make of a text. One character can
+// legitimately become a dozen, but a malicious file doubles the text again and again.
 inline constexpr size_t MaxGrownBytes(size_t original_bytes) {
   return (size_t{16} << 20) + 16 * original_bytes;
 }
@@ -27,16 +27,16 @@ struct ByteRange {
   friend bool operator==(ByteRange a, ByteRange b) { return a.begin == b.begin && a.end == b.end; }
 };
 
-// A text that knows for each of its bytes which range of the original text it stands for. Valid
-// UTF-8; the bytes of one character need not have the same range. Not thread-safe.
+// A text with the range of the original text that each of its bytes stands for. Valid UTF-8; the
+// bytes of one character need not have the same range. Not thread-safe.
 struct AlignedText {
   std::string text;
   std::vector<ByteRange> ranges;  // one for each byte of `text`
 
-  // `original`, each character standing for itself; `shift` is added to all ranges.
+  // Makes the text `original`, each character standing for itself; `shift` is added to all ranges.
   static AlignedText Of(absl::string_view original, uint32_t shift = 0);
 
-  // The range that bytes [begin, end), which are not none, stand for.
+  // Returns the range that bytes [begin, end), at least one, stand for.
   ByteRange OriginalOf(size_t begin, size_t end) const {
     return {ranges[begin].begin, ranges[end - 1].end};
   }
@@ -47,8 +47,8 @@ struct AlignedText {
   void Clear();
 };
 
-// A stretch [begin, end) of an AlignedText on its way to tokens, and what of the original it stands
-// for.
+// A stretch [begin, end) of an AlignedText that is to become tokens, and the range of the original
+// that it stands for.
 struct Span {
   uint32_t begin = 0;
   uint32_t end = 0;
@@ -68,20 +68,20 @@ struct SplitText {
   }
 };
 
-// Writes what becomes of one stretch of a text, character by character, so that the new characters
-// stand for what the old ones stood for.
+// Writes the replacement of one stretch of a text, character by character, so that the new
+// characters stand for what the old ones stood for.
 class Rewriter {
  public:
-  // Of `from`'s bytes [begin, end); `original` is what they stand for. Appends to `out`.
+  // Rewrites `from`'s bytes [begin, end); `original` is the range that they stand for. Appends to
+  // `out`.
   Rewriter(const AlignedText& from, size_t begin, size_t end, ByteRange original, AlignedText& out)
       : from_(from), at_(begin), begin_(begin), end_(end), original_(original), out_(out) {}
 
-  // Leaves out the next `count` characters.
+  // Omits the next `count` characters.
   void Skip(size_t count);
 
-  // Writes `c`. With `change` 0 it takes the place of the next character; with -n it takes the
-  // place of the next 1 + n; above 0 it is new, and stands for what the character before stands
-  // for.
+  // Writes `c`. With `change` 0 it replaces the next character; with -n it replaces the next 1 + n;
+  // above 0 it is new, and stands for the same as the previous character.
   void Put(char32_t c, int64_t change);
 
  private:

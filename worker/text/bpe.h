@@ -9,8 +9,9 @@
 
 namespace muster::text {
 
-// Byte pair encoding: a word begins as its characters; the pair of neighbors that was learned first
-// becomes one token, until there is none. Errors: as MakeModel.
+// Makes a model of byte pair encoding: a word begins as its characters; then the pair of neighbors
+// that was learned first becomes one token, until there is no such pair. Errors: those of
+// MakeModel.
 absl::StatusOr<std::unique_ptr<Model>> MakeBpe(Settings& settings);
 
 }  // namespace muster::text

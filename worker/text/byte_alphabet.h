@@ -18,7 +18,7 @@ inline constexpr std::array<char32_t, 256> kByteAlphabet = [] {
   return alphabet;
 }();
 
-// By character, below kEndOfAlphabet: its byte; -1 if it stands for none.
+// By character, below kEndOfAlphabet: the byte that it stands for; -1 if it stands for none.
 inline constexpr char32_t kEndOfAlphabet = 0x144;
 inline constexpr std::array<int, kEndOfAlphabet> kByteOfCharacter = [] {
   std::array<int, kEndOfAlphabet> bytes{};

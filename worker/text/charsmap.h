@@ -11,15 +11,16 @@
 
 namespace muster::text {
 
-// SentencePiece's table of replacements: a trie of bytes, and texts that end in a zero byte.
+// SentencePiece's table of replacements: a trie of bytes, and texts that end with a zero byte.
 // Immutable, thread-safe.
 class Charsmap {
  public:
   // `base64` holds the size of the trie in bytes (32 bits, little-endian), its units, and the
-  // texts. Errors: INVALID_ARGUMENT it holds something else.
+  // texts. Errors: INVALID_ARGUMENT if it holds something else.
   static absl::StatusOr<Charsmap> Parse(absl::string_view base64);
 
-  // The replacement of the shortest entry that `text` begins with; nullopt: there is none.
+  // Returns the replacement of the shortest entry with which `text` begins; nullopt if there is
+  // none.
   absl::optional<absl::string_view> Find(absl::string_view text) const;
 
  private:
@@ -27,7 +28,7 @@ class Charsmap {
   std::string texts_;
 };
 
-// The user-perceived characters of `text`, in order.
+// Returns the user-perceived characters of `text`, in order.
 std::vector<absl::string_view> GraphemeClusters(absl::string_view text);
 
 }  // namespace muster::text

@@ -20,8 +20,8 @@
 
 namespace muster::text {
 
-// One kind of component of a tokenizer.json (normalizers, pre-tokenizers, ...): what makes each
-// type, and how a "Sequence" of them is written.
+// One kind of component of a tokenizer.json (normalizers, pre-tokenizers, ...): the functions that
+// make each type, and the format of a "Sequence" of them.
 template <typename Part>
 struct ComponentKind {
   std::map<absl::string_view, std::function<absl::StatusOr<std::unique_ptr<Part>>(Settings&)>>
@@ -31,9 +31,9 @@ struct ComponentKind {
   size_t most_parts = std::numeric_limits<size_t>::max();
 };
 
-// The component that `json`, the object at `path`, describes. UNIMPLEMENTED for a type that `kind`
-// does not have, for a setting that its maker did not ask for and for deep nesting;
-// INVALID_ARGUMENT for what is wrong.
+// Makes the component that `json`, the object at `path`, describes. UNIMPLEMENTED for a type that
+// `kind` does not have, for a setting for which its maker did not ask, and for deep nesting;
+// INVALID_ARGUMENT for wrong values.
 template <typename Part>
 absl::StatusOr<std::unique_ptr<Part>> MakeComponent(const ComponentKind<Part>& kind,
                                                     const nlohmann::json& json,

@@ -14,29 +14,29 @@
 namespace muster::text {
 
 // One step from the texts of tokens to text. Tokens come one after another, each in one or more
-// parts that are whole characters, and go on to the next step as soon as later ones cannot change
-// them. For one stream, one thread at a time.
+// parts that are whole characters, and are passed to the next step as soon as later ones cannot
+// change them. For one stream, one thread at a time.
 class DecodeStep {
  public:
   virtual ~DecodeStep() = default;
 
-  // `added`: the token is an added one, whose text is no code for something else.
+  // `added`: whether the token is an added one, whose text is literal.
   virtual void Begin(bool added) = 0;
   virtual void Text(absl::string_view part) = 0;
   virtual void End() = 0;
-  // No more tokens come.
+  // Notes that no more tokens come.
   virtual void Finish() = 0;
 
  protected:
   DecodeStep() = default;
 };
 
-// The steps of one stream, and the text that came out of them. Not thread-safe.
+// The steps of one stream, and the text that they have produced. Not thread-safe.
 class DecodeChain {
  public:
   void Push(absl::string_view token, bool added);
   void Finish() { first_->Finish(); }
-  // What came out since the last call. Errors: those of Pattern::Find.
+  // Returns the text that was produced since the last call. Errors: those of Pattern::Find.
   absl::StatusOr<std::string> Take();
 
  private:
@@ -47,19 +47,19 @@ class DecodeChain {
   DecodeStep* first_ = nullptr;
 };
 
-// Makes text of the texts of tokens. Immutable, thread-safe.
+// Converts the texts of tokens into text. Immutable, thread-safe.
 class Decoder {
  public:
-  // Makes the step before `next`; an error goes to `status`.
+  // Makes the step that precedes `next`; an error goes to `status`.
   using StepMaker =
       std::function<std::unique_ptr<DecodeStep>(DecodeStep& next, absl::Status& status)>;
 
-  // The component that `json` describes, at `path` in its file; null makes tokens with blanks
-  // between them. Errors: INVALID_ARGUMENT a field is wrong; UNIMPLEMENTED a type or setting is not
-  // supported. All name the field.
+  // Makes the component that `json` describes, at `path` in its file; null joins tokens with blanks
+  // between them. Errors: INVALID_ARGUMENT if a field is wrong; UNIMPLEMENTED if a type or setting
+  // is not supported. All name the field.
   static absl::StatusOr<Decoder> Make(const nlohmann::json& json, const std::string& path);
 
-  // For one stream. Lives no longer than this.
+  // Makes the steps for one stream. The chain must not outlive this object.
   DecodeChain NewChain() const;
 
  private:

@@ -25,7 +25,7 @@ struct Encoding {
   std::vector<Offsets> offsets;
   std::vector<int64_t> special_tokens_mask;  // 1: added by the template or as padding
   std::vector<int64_t> attention_mask;       // 0: padding
-  std::vector<Encoding> overflowing;         // what truncation cut off, in windows
+  std::vector<Encoding> overflowing;         // the rest that truncation cut off, in windows
 
   size_t size() const { return ids.size(); }
 };
@@ -47,7 +47,7 @@ struct Truncation {
 
 // How the encodings of a batch are padded to equal length.
 struct Padding {
-  std::optional<int64_t> length = {};  // unset: that of the longest
+  std::optional<int64_t> length = {};  // unset: the length of the longest
   int64_t pad_to_multiple_of = 0;
   int64_t pad_id = 0;
   int64_t pad_type_id = 0;

@@ -10,19 +10,19 @@
 namespace muster::text {
 
 // Cuts `encoding` to `length` tokens; the rest becomes windows of that length in `overflowing`.
-// Errors: INVALID_ARGUMENT windows that share `stride` tokens would not get on.
+// Errors: INVALID_ARGUMENT if windows that share `stride` tokens would not advance.
 absl::Status Truncate(Encoding& encoding, int64_t length, const Truncation& truncation);
 
 // Cuts both so that together they have `length` tokens. `pair` is null if there is no second text.
-// Errors: INVALID_ARGUMENT the strategy needs a second text; the text that it names is too short to
-// be cut that much; those of the other Truncate.
+// Errors: INVALID_ARGUMENT if the strategy needs a second text, or if the text that it names is too
+// short to be cut that much; those of the other Truncate.
 absl::Status Truncate(Encoding& encoding, Encoding* pair, int64_t length,
                       const Truncation& truncation);
 
-// Appends `other`; windows are combined in all ways.
+// Appends `other`; combines their windows in all ways.
 void Append(Encoding& encoding, const Encoding& other);
 
-// Brings all to one length, windows too; none is cut.
+// Pads all to one length, including windows; cuts none.
 void Pad(std::vector<Encoding>& encodings, const Padding& padding);
 
 }  // namespace muster::text

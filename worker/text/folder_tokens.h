@@ -13,11 +13,10 @@
 
 namespace muster::text {
 
-// What the files beside a tokenizer.json say about tokens, as transformers 5 understands them.
-// Pure.
+// Reads what the files beside a tokenizer.json say about tokens, as transformers 5 understands
+// them. Pure.
 
-// The contents of the files, null for one that is not there; `folder` begins their names in
-// messages.
+// The contents of the files, null for a missing one; `folder` begins their names in messages.
 struct FolderFiles {
   std::string folder = {};
   nlohmann::json tokenizer = nullptr;  // tokenizer.json
@@ -25,27 +24,27 @@ struct FolderFiles {
   nlohmann::ordered_json tokenizer_config = nullptr;    // tokenizer_config.json
   nlohmann::ordered_json special_tokens_map = nullptr;  // special_tokens_map.json
   nlohmann::ordered_json added_tokens = nullptr;        // added_tokens.json
-  // Tokens with a role and extra ones lose the flags that files give them, as the class
-  // Qwen2Tokenizer has it: it adds them once more.
+  // Whether tokens with a role and extra ones lose the flags that files give them, as in the class
+  // Qwen2Tokenizer, which adds them once more.
   bool without_flags = false;
 };
 
 struct FolderTokens {
-  // By role ("eos_token"), also those of a model's own ("image_token").
+  // Tokens by role ("eos_token"), including a model's own roles ("image_token").
   std::map<std::string, std::string> roles;
-  // To be added to those of tokenizer.json, in this order; one that it has with other flags gets
-  // these. Their ids mean nothing.
+  // Tokens to add to those of tokenizer.json, in this order; one that it has with other flags gets
+  // these flags. Their ids mean nothing.
   std::vector<AddedToken> added;
-  // By content, as the files say. The tokenizer may give others.
+  // Ids by content, as in the files. The tokenizer may give others.
   std::vector<std::pair<std::string, int64_t>> ids;
 };
 
-// tokenizer_config.json counts. Without `added_tokens_decoder` there, as transformers wrote it
-// until 2023, the roles of special_tokens_map.json count before it, but for a model's own, and
-// added_tokens.json is read. A token that has a role is special and cut out of texts, and so is one
-// of `extra_special_tokens` that does not say otherwise. One that tokenizer.json has with
-// "special": false becomes special through a role, without `added_tokens_decoder`, or as that says.
-// INVALID_ARGUMENT names the file and field that is not as it must be.
+// tokenizer_config.json determines the tokens. Without `added_tokens_decoder` there, as
+// transformers wrote it until 2023, the roles of special_tokens_map.json take precedence over it,
+// except for a model's own roles, and added_tokens.json is read. A token that has a role is special
+// and cut out of texts, and so is one of `extra_special_tokens` unless it says otherwise. One that
+// tokenizer.json has with "special": false becomes special through a role if there is no
+// `added_tokens_decoder`, or if that says so. INVALID_ARGUMENT names the file and the wrong field.
 absl::StatusOr<FolderTokens> TokensOfFolder(const FolderFiles& files);
 
 }  // namespace muster::text

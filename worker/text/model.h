@@ -20,13 +20,13 @@ struct Token {
   uint32_t id = 0;
   uint32_t begin = 0;
   uint32_t end = 0;
-  bool unknown = false;  // it goes by its own text, not by the vocabulary's
+  bool unknown = false;  // its text is its own, not the vocabulary's
 };
 
-// Cuts words into tokens of a vocabulary. Immutable, thread-safe.
+// Divides words into tokens of a vocabulary. Immutable, thread-safe.
 class Model {
  public:
-  // Memory that calls in one thread reuse. Made by the model that gets it.
+  // Memory that calls in one thread reuse. Made by the model that uses it.
   class Scratch {
    public:
     virtual ~Scratch() = default;
@@ -34,24 +34,24 @@ class Model {
 
   virtual ~Model() = default;
 
-  // Appends the tokens of `word`, which is not empty. Errors: FAILED_PRECONDITION a part of it is
-  // not in the vocabulary, which has no unknown token either.
+  // Appends the tokens of `word`, which is not empty. Errors: FAILED_PRECONDITION if a part of it
+  // is not in the vocabulary, which has no unknown token either.
   virtual absl::Status Tokenize(absl::string_view word, Scratch& scratch,
                                 std::vector<Token>& tokens) const = 0;
 
   virtual std::unique_ptr<Scratch> NewScratch() const = 0;
   virtual const Vocabulary& vocabulary() const = 0;
 
-  // The same model for words that are written as bytes, not in the byte-level alphabet: ranges then
-  // count those bytes. nullptr: it has none. Lives as long as this one.
+  // Returns the same model for words that are written as bytes, not in the byte-level alphabet:
+  // ranges then count those bytes. nullptr: there is none. Exists as long as this one.
   virtual const Model* OfBytes() const { return nullptr; }
 
  protected:
   Model() = default;
 };
 
-// The model that `json` describes, at `path` in its file. Errors: INVALID_ARGUMENT a field is
-// wrong; UNIMPLEMENTED a type or setting is not supported. All name the field.
+// Makes the model that `json` describes, at `path` in its file. Errors: INVALID_ARGUMENT if a field
+// is wrong; UNIMPLEMENTED if a type or setting is not supported. All name the field.
 absl::StatusOr<std::unique_ptr<Model>> MakeModel(const nlohmann::json& json,
                                                  const std::string& path);
 

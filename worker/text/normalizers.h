@@ -11,22 +11,22 @@
 
 namespace muster::text {
 
-// Changes a text before it is cut into words. Immutable, thread-safe.
+// Changes a text before it is divided into words. Immutable, thread-safe.
 class Normalizer {
  public:
   virtual ~Normalizer() = default;
 
-  // `original` is what the whole of `text` stands for. Errors: those of Pattern::Find;
-  // RESOURCE_EXHAUSTED the text grows beyond all measure.
+  // `original` is the range that the whole of `text` stands for. Errors: those of Pattern::Find;
+  // RESOURCE_EXHAUSTED if the text grows beyond MaxGrownBytes().
   virtual absl::Status Normalize(AlignedText& text, ByteRange original) const = 0;
 
  protected:
   Normalizer() = default;
 };
 
-// The component that `json` describes, at `path` in its file; nullptr for null. Errors:
-// INVALID_ARGUMENT a field is wrong; UNIMPLEMENTED a type or setting is not supported. All name the
-// field.
+// Makes the component that `json` describes, at `path` in its file; nullptr for null. Errors:
+// INVALID_ARGUMENT if a field is wrong; UNIMPLEMENTED if a type or setting is not supported. All
+// name the field.
 absl::StatusOr<std::unique_ptr<Normalizer>> MakeNormalizer(const nlohmann::json& json,
                                                            const std::string& path);
 

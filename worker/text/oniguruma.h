@@ -8,19 +8,19 @@
 
 namespace muster::text {
 
-// A regular expression as ICU reads it.
+// A regular expression in ICU's syntax.
 struct IcuExpression {
   std::string text;
-  // PCRE2 (with UTF and UCP) reads the text in the same way. What it does not: sets inside of sets,
-  // intersections, properties other than general categories and those that we name ourselves,
-  // letters that fold to several, grapheme clusters, atomic groups.
+  // Whether PCRE2 (with UTF and UCP) reads the text in the same way. It does not if the text has
+  // sets inside of sets, intersections, properties other than general categories and those that we
+  // name ourselves, letters that fold to several, grapheme clusters, or atomic groups.
   bool for_pcre2 = true;
 };
 
-// Translates a regular expression in Oniguruma's syntax (its default one), which tokenizer.json
-// files use, so that it means the same. What differs: `\s`, `\w`, `\h`, `\b`, `.`, `^`, `$`, the
-// names of properties, brackets inside brackets, `{,n}`, `{n}?`, `{n,m}+`. Pure. Errors:
-// INVALID_ARGUMENT malformed; UNIMPLEMENTED a construct that has no translation; both say at which
+// Translates a regular expression in Oniguruma's default syntax, which tokenizer.json files use,
+// into one with the same meaning. What differs: `\s`, `\w`, `\h`, `\b`, `.`, `^`, `$`, the names of
+// properties, brackets inside brackets, `{,n}`, `{n}?`, `{n,m}+`. Pure. Errors: INVALID_ARGUMENT if
+// it is malformed; UNIMPLEMENTED for a construct that has no translation; both say at which
 // character.
 absl::StatusOr<IcuExpression> IcuFromOniguruma(absl::string_view expression);
 

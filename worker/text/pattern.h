@@ -13,7 +13,7 @@
 
 namespace muster::text {
 
-// Bytes [begin, end) of a text that a pattern was looked for in; `match` is false for what lies
+// Bytes [begin, end) of a text in which a pattern was searched for; `match` is false for the text
 // between matches.
 struct Piece {
   uint32_t begin = 0;
@@ -21,36 +21,38 @@ struct Piece {
   bool match = false;
 };
 
-// What a tokenizer.json looks for: a text, or a regular expression in Oniguruma's syntax with its
+// A pattern of a tokenizer.json: a text, or a regular expression in Oniguruma's syntax with its
 // meaning (character classes are Unicode's, `^` and `$` are the ends of lines). Immutable,
 // thread-safe.
 class Pattern {
  public:
   virtual ~Pattern() = default;
 
-  // Cuts `text`, valid UTF-8, into matches and what lies between, left to right; empty matches too,
-  // but none right behind a match. Nothing for an empty text. Appends to `pieces`. Errors:
-  // RESOURCE_EXHAUSTED the expression needs more steps or stack than a match may take.
+  // Divides `text`, valid UTF-8, into matches and the text between them, left to right, with empty
+  // matches, except directly after a match. Nothing for an empty text. Appends to `pieces`. Errors:
+  // RESOURCE_EXHAUSTED if the expression needs more steps or stack than a match may take.
   virtual absl::Status Find(absl::string_view text, std::vector<Piece>& pieces) const = 0;
 
-  // The text itself.
+  // Makes a pattern that matches the text itself.
   static std::unique_ptr<Pattern> Literal(std::string text);
 
-  // By PCRE2 where it can say the same, otherwise by ICU. Errors: INVALID_ARGUMENT the expression
-  // is malformed; UNIMPLEMENTED it uses a construct that we do not translate. Both name it.
+  // Makes a pattern with PCRE2 if it can express the same, otherwise with ICU. Errors:
+  // INVALID_ARGUMENT if the expression is malformed; UNIMPLEMENTED if it uses a construct that we
+  // do not translate. Both name it.
   static absl::StatusOr<std::unique_ptr<Pattern>> Regex(absl::string_view expression);
 
-  // By ICU: what PCRE2 is tested against.
+  // Makes a pattern with ICU, against which PCRE2 is tested.
   static absl::StatusOr<std::unique_ptr<Pattern>> IcuRegex(absl::string_view expression);
 
  protected:
   Pattern() = default;
 };
 
-// What the field `pattern` of a component says: {"String": text} or {"Regex": expression}.
+// Makes the pattern of the field `pattern` of a component: {"String": text} or {"Regex":
+// expression}.
 absl::StatusOr<std::unique_ptr<Pattern>> MakePattern(Settings& settings);
 
-// The expression that cuts words for GPT-2 and all tokenizers that follow it.
+// The expression that divides text into words for GPT-2 and all tokenizers that follow it.
 inline constexpr absl::string_view kGpt2Words =
     R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
 

@@ -8,13 +8,13 @@
 
 namespace muster::text {
 
-// The pattern of an expression in PCRE2's syntax, compiled to machine code where the system allows
-// that; nullptr if PCRE2 does not take it. It reads the bytes of a text, where ICU reads 16-bit
-// units that have to be made first, and takes a fifth of ICU's time.
+// Makes the pattern of an expression in PCRE2's syntax, compiled to machine code if the system
+// allows that; nullptr if PCRE2 does not accept it. It reads the bytes of a text, whereas ICU reads
+// 16-bit units that have to be made first, and takes a fifth of ICU's time.
 std::unique_ptr<Pattern> MakePcre2Pattern(absl::string_view expression);
 
 // Whether `text`, valid UTF-8, has a character that ICU knows and PCRE2 does not: one of Unicode
-// 15, where its tables are of 14. Pure.
+// 15, because PCRE2's tables are of Unicode 14. Pure.
 bool HasNewerThanPcre2(absl::string_view text);
 
 }  // namespace muster::text

@@ -11,15 +11,15 @@
 
 namespace muster::text {
 
-// Adds what belongs around the tokens of one or two texts. Immutable, thread-safe.
+// Adds special tokens around the tokens of one or two texts. Immutable, thread-safe.
 class PostProcessor {
  public:
   virtual ~PostProcessor() = default;
 
-  // How many tokens Process adds.
+  // Returns how many tokens Process adds.
   virtual int64_t AddedTokens(bool pair) const = 0;
 
-  // `parts` are the parts of the result, in order: first one for each text, then also special
+  // `parts` are the parts of the result, in order: at first one for each text, later also special
   // tokens. Windows of parts are treated like the parts.
   virtual void Process(std::vector<Encoding>& parts, bool add_special_tokens) const = 0;
 
@@ -27,9 +27,9 @@ class PostProcessor {
   PostProcessor() = default;
 };
 
-// The component that `json` describes, at `path` in its file; nullptr for null. Errors:
-// INVALID_ARGUMENT a field is wrong; UNIMPLEMENTED a type or setting is not supported. All name the
-// field.
+// Makes the component that `json` describes, at `path` in its file; nullptr for null. Errors:
+// INVALID_ARGUMENT if a field is wrong; UNIMPLEMENTED if a type or setting is not supported. All
+// name the field.
 absl::StatusOr<std::unique_ptr<PostProcessor>> MakePostProcessor(const nlohmann::json& json,
                                                                  const std::string& path);
 

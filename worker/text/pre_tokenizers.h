@@ -12,27 +12,27 @@
 
 namespace muster::text {
 
-// Cuts a text into the words that the model sees. Immutable, thread-safe.
+// Divides a text into the words that the model sees. Immutable, thread-safe.
 class PreTokenizer {
  public:
   virtual ~PreTokenizer() = default;
 
-  // Cuts every span that is no added token, and may rewrite it. Spans that are empty vanish.
-  // Errors: those of Pattern::Find.
+  // Divides every span that is not an added token, and may rewrite it. Drops empty spans. Errors:
+  // those of Pattern::Find.
   virtual absl::Status Split(SplitText& split) const = 0;
 
-  // If the last thing that this does is to write every byte in the byte-level alphabet: all but
-  // that, for a model that reads bytes. nullptr: it does not; and *this if nothing is left to do is
-  // never returned.
+  // For a model that reads bytes: if the last step of this pre-tokenizer writes every byte in the
+  // byte-level alphabet, returns one with only the other steps, which is never *this, even if there
+  // are none. Otherwise nullptr.
   virtual const PreTokenizer* WithoutByteAlphabet() const { return nullptr; }
 
  protected:
   PreTokenizer() = default;
 };
 
-// The component that `json` describes, at `path` in its file; nullptr for null. Errors:
-// INVALID_ARGUMENT a field is wrong; UNIMPLEMENTED a type or setting is not supported. All name the
-// field.
+// Makes the component that `json` describes, at `path` in its file; nullptr for null. Errors:
+// INVALID_ARGUMENT if a field is wrong; UNIMPLEMENTED if a type or setting is not supported. All
+// name the field.
 absl::StatusOr<std::unique_ptr<PreTokenizer>> MakePreTokenizer(const nlohmann::json& json,
                                                                const std::string& path);
 

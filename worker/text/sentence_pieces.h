@@ -10,12 +10,12 @@
 
 namespace muster::text {
 
-// A vocabulary of SentencePiece, as tokenizer.model holds it. Pure.
+// A vocabulary of SentencePiece, as stored in tokenizer.model. Pure.
 
 struct SentencePiece {
   std::string text;
-  // It is cut out of a text before the model sees it: every piece that the trainer was configured
-  // to keep whole.
+  // Whether it is cut out of a text before the model sees it: true for every piece that the trainer
+  // was configured to keep whole.
   bool is_added = false;
   bool is_control = false;  // an added piece that has no text
 };
@@ -25,13 +25,13 @@ struct SentencePieces {
   std::string algorithm = "";              // "BPE", "UNIGRAM", "WORD" or "CHAR"
 };
 
-// Errors: NOT_FOUND if the bytes are no model of SentencePiece; INVALID_ARGUMENT names a piece that
-// is empty, too long, there twice, or not UTF-8.
+// Errors: NOT_FOUND if the bytes are not a model of SentencePiece; INVALID_ARGUMENT naming a piece
+// that is empty, too long, repeated, or not UTF-8.
 absl::StatusOr<SentencePieces> ReadSentencePieces(absl::string_view bytes);
 
-// The merges of BPE, which the file does not hold: every way to put a piece together from two, in
-// the order of what comes out, the shorter first part first. Errors: INVALID_ARGUMENT if they take
-// more memory than those of any model.
+// Returns the merges of BPE, which the file does not hold: every way to make a piece from two
+// others, in the order of the result, the shorter first part first. Errors: INVALID_ARGUMENT if
+// they take more memory than those of any real model.
 absl::StatusOr<std::vector<std::pair<std::string, std::string>>> MergesOf(
     const std::vector<SentencePiece>& pieces);
 

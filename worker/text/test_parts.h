@@ -14,14 +14,14 @@
 
 namespace muster::text {
 
-// The value, or a failed test with its status.
+// Returns the value, or fails the test with its status.
 template <class T>
 T Ok(absl::StatusOr<T> value) {
   EXPECT_TRUE(value.ok()) << value.status();
   return *std::move(value);
 }
 
-// A text as one span.
+// Returns a text as one span.
 inline SplitText Whole(absl::string_view text) {
   const auto size = static_cast<uint32_t>(text.size());
   SplitText split;
@@ -30,7 +30,7 @@ inline SplitText Whole(absl::string_view text) {
   return split;
 }
 
-// The texts of the spans.
+// Returns the texts of the spans.
 inline std::vector<std::string> TextsOf(const SplitText& split) {
   std::vector<std::string> texts;
   for (const Span& span : split.spans) texts.emplace_back(split.TextOf(span));

@@ -24,7 +24,7 @@
 
 namespace muster::text {
 
-// The parts of a tokenizer.json put together: what muster::Tokenizer is made of. Immutable;
+// The combined parts of a tokenizer.json: the implementation of muster::Tokenizer. Immutable;
 // thread-safe.
 class TokenizerCore {
  public:
@@ -34,13 +34,13 @@ class TokenizerCore {
       const nlohmann::json& json, const std::string& path,
       const std::vector<AddedToken>& more = {});
 
-  // As Tokenizer's; without padding.
+  // Like Tokenizer's, but without padding.
   absl::StatusOr<Encoding> Encode(const TextInput& input, const EncodeOptions& options) const;
   absl::StatusOr<std::vector<int64_t>> EncodeIds(absl::string_view text,
                                                  bool add_special_tokens) const;
 
   DecodeChain NewChain() const { return decoder_.NewChain(); }
-  // Gives the token to the chain, unless it is special and those are skipped.
+  // Pushes the token to the chain, unless it is special and those are skipped.
   absl::Status Push(DecodeChain& chain, int64_t id, bool skip_special_tokens) const;
 
   std::optional<int64_t> TokenToId(absl::string_view token) const;
@@ -54,7 +54,7 @@ class TokenizerCore {
   void set_special_tokens(SpecialTokens tokens) { special_tokens_ = std::move(tokens); }
 
  private:
-  // What one call needs besides, kept for the next one.
+  // The memory that one call needs, kept for the next one.
   struct Work {
     std::unique_ptr<Model::Scratch> scratch;
     std::vector<Token> tokens;
@@ -77,7 +77,8 @@ class TokenizerCore {
   std::unique_ptr<PostProcessor> post_processor_;
   AddedTokens added_tokens_;
   Decoder decoder_;
-  // What cuts words, and reads them: of bytes, if there is such a pair.
+  // The parts that divide text into words and tokenize them: those of bytes, if there is such a
+  // pair.
   const PreTokenizer* splitter_ = nullptr;
   const Model* reader_ = nullptr;
   std::optional<Truncation> truncation_;

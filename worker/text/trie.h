@@ -9,7 +9,7 @@
 
 namespace muster::text {
 
-// A set of texts with a value each, for finding those that a text begins with. Immutable,
+// A set of texts with a value each, for finding those with which a text begins. Immutable,
 // thread-safe.
 class Trie {
  public:
@@ -18,10 +18,10 @@ class Trie {
   static constexpr uint32_t kRoot = 0;
 
   Trie() : Trie(std::vector<std::pair<absl::string_view, uint32_t>>()) {}
-  // Of equal texts the first counts. An empty text is left out.
+  // The first of equal texts counts. An empty text is ignored.
   explicit Trie(std::vector<std::pair<absl::string_view, uint32_t>> entries);
 
-  // The node behind `byte`; kNowhere: there is none.
+  // Returns the node after `byte`; kNowhere if there is none.
   uint32_t Step(uint32_t node, unsigned char byte) const {
     const Node& at = nodes_[node];
     // Most nodes have one child.
@@ -32,15 +32,15 @@ class Trie {
     }
     return kNowhere;
   }
-  // Of the text that ends at the node; kNoValue: none does.
+  // Returns the value of the text that ends at the node; kNoValue if none does.
   uint32_t Value(uint32_t node) const { return nodes_[node].value; }
 
-  // Where `text` leads from the root; kNowhere: out of the trie.
+  // Returns the node to which `text` leads from the root; kNowhere if it leaves the trie.
   uint32_t Walk(absl::string_view text) const;
 
  private:
   struct Node {
-    uint32_t first = 0;  // of its children in labels_ and children_
+    uint32_t first = 0;  // start of its children in labels_ and children_
     uint32_t count = 0;
     uint32_t value = kNoValue;
   };
@@ -48,7 +48,7 @@ class Trie {
   uint32_t FindMany(const Node& node, unsigned char byte) const;
 
   std::vector<Node> nodes_;
-  std::vector<unsigned char> labels_;  // of a node's children, sorted
+  std::vector<unsigned char> labels_;  // bytes of a node's children, sorted
   std::vector<uint32_t> children_;
 };
 

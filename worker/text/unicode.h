@@ -11,10 +11,10 @@
 namespace muster::text {
 
 // Characters and their properties, as the tokenizers library reads them. Where its tables are of an
-// older Unicode than ICU's, characters that this older Unicode does not have are left alone.
-// All functions are pure and thread-safe; texts are valid UTF-8.
+// older Unicode than ICU's, characters that this older Unicode lacks are left unchanged. All
+// functions are pure and thread-safe; texts are valid UTF-8.
 
-// The character at `at`, which is moved behind it.
+// Returns the character at `at`, and moves `at` behind it.
 inline char32_t NextCharacter(absl::string_view text, size_t& at) {
   const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
   const unsigned char first = byte(at);
@@ -36,7 +36,7 @@ inline char32_t NextCharacter(absl::string_view text, size_t& at) {
                                (byte(at - 2) & 0x3F) << 6 | (byte(at - 1) & 0x3F));
 }
 
-// The character that ends at `end`, which is moved before it.
+// Returns the character that ends at `end`, and moves `end` before it.
 inline char32_t PreviousCharacter(absl::string_view text, size_t& end) {
   --end;
   while ((static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
@@ -50,8 +50,9 @@ void AppendUtf8(std::string& out, char32_t c);
 
 size_t CountCharacters(absl::string_view text);
 
-// Bytes read as UTF-8, every ill-formed maximal part replaced by one U+FFFD. With `final` false the
-// start of a character at the end is left in `pending`; it comes before the next `bytes`.
+// Appends bytes as UTF-8, with every ill-formed maximal part replaced by one U+FFFD. If `final` is
+// false, an incomplete character at the end is left in `pending`, which comes before the next
+// `bytes`.
 void AppendUtf8Lossy(std::string& out, std::string& pending, absl::string_view bytes, bool final);
 
 bool IsWhitespace(char32_t c);      // White_Space
@@ -62,23 +63,23 @@ bool IsMark(char32_t c);            // general category M
 bool IsNonspacingMark(char32_t c);  // Mn
 bool IsWord(char32_t c);            // letter, mark, digit, connector, joiner
 bool IsLetter(char32_t c);          // general category L
-// A number that tells scripts apart, 0 for none; Hiragana, Katakana and Han are one.
+// Returns a number that distinguishes scripts, 0 for none; Hiragana, Katakana and Han count as one.
 int ScriptOf(char32_t c);
 
 using Characters = absl::InlinedVector<char32_t, 4>;
 
-// The full lower case mapping without conditions.
+// Returns the full lower case mapping without conditions.
 Characters Lowercase(char32_t c);
 
-// Full canonical or compatibility decomposition.
+// Returns the full canonical or compatibility decomposition.
 Characters Decompose(char32_t c, bool compatibility);
 int CombiningClass(char32_t c);
-// What the two compose to; 0: nothing.
+// Returns the character to which the two compose; 0 if they do not.
 char32_t Compose(char32_t a, char32_t b);
-// Whether NFC, NFD, NFKC and NFKD all leave the character alone and it never joins with one before
-// it. No promise for others: it may be false for some that are so.
+// Whether NFC, NFD, NFKC and NFKD all leave the character unchanged and it never joins with one
+// before it. May return false for some characters for which that holds.
 bool IsInertInNormalization(char32_t c);
-// The same for NFC alone.
+// The same for NFC only.
 bool IsInertInComposition(char32_t c);
 
 }  // namespace muster::text

@@ -9,10 +9,10 @@
 
 namespace muster::text {
 
-// The pieces of a word whose scores (logarithms of probabilities) have the largest sum. Scores are
-// added in double from the left; of equal sums the one that was found first counts. A character
-// that no piece covers costs the lowest score less 10; neighboring ones are one piece. Errors: as
-// MakeModel.
+// Makes a model that divides a word into the pieces whose scores (logarithms of probabilities) have
+// the largest sum. Scores are added in double from the left; of equal sums the one that was found
+// first counts. A character that no piece covers costs the lowest score less 10; neighboring ones
+// are one piece. Errors: those of MakeModel.
 absl::StatusOr<std::unique_ptr<Model>> MakeUnigram(Settings& settings);
 
 }  // namespace muster::text

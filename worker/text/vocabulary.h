@@ -17,8 +17,8 @@ namespace muster::text {
 // The tokens of a model and their ids, which need not be dense. Immutable once built; thread-safe.
 class Vocabulary {
  public:
-  // {"token": id}. `path` names it in messages. Errors: INVALID_ARGUMENT an id is no whole number
-  // below 2^31.
+  // Reads {"token": id}. `path` names it in messages. Errors: INVALID_ARGUMENT if an id is not a
+  // whole number below 2^31.
   static absl::StatusOr<Vocabulary> FromJson(const nlohmann::json& json, const std::string& path);
 
   // If two tokens have the same text, the later one counts; if two have the same id, the earlier
@@ -29,10 +29,10 @@ class Vocabulary {
     const auto found = ids_.find(text);
     return found == ids_.end() ? std::nullopt : std::optional<uint32_t>(found->second);
   }
-  // nullptr: there is no such id.
+  // Returns nullptr if there is no such id.
   const std::string* Text(uint32_t id) const;
 
-  // How many texts.
+  // The number of texts.
   size_t size() const { return ids_.size(); }
   // Calls `visit` (text, id) for every text, in no order.
   template <typename Visit>
@@ -41,10 +41,10 @@ class Vocabulary {
   }
 
  private:
-  // Ids from here on are rare and kept apart.
+  // Ids from this number on are rare and stored separately.
   static constexpr uint32_t kMaxDense = 4 << 20;
 
-  std::deque<std::string> texts_;  // their addresses stay
+  std::deque<std::string> texts_;  // their addresses never change
   absl::flat_hash_map<absl::string_view, uint32_t> ids_;
   std::vector<const std::string*> dense_;
   absl::flat_hash_map<uint32_t, const std::string*> sparse_;

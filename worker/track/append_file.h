@@ -11,8 +11,8 @@
 namespace muster {
 
 // A file that grows record by record; each Append is one write, so that a reader or a crash sees
-// whole records but for the last. What a failed write leaves of a record is removed. Not
-// thread-safe.
+// whole records, except perhaps the last. The part of a record that a failed write leaves is
+// removed. Not thread-safe.
 class AppendFile {
  public:
   AppendFile() = default;
@@ -20,25 +20,25 @@ class AppendFile {
   AppendFile(const AppendFile&) = delete;
   AppendFile& operator=(const AppendFile&) = delete;
 
-  // Opens or makes the file and its folder. With `lines`, a last line that a crash left unfinished
-  // is ended first.
+  // Opens or creates the file and its folder. With `lines`, first ends a last line that a crash
+  // left unfinished.
   absl::Status Open(const std::string& path, bool lines);
 
-  // FAILED_PRECONDITION if it is not open, or not any more. Appends nothing if the part of an
-  // earlier record that could not be written cannot be removed either.
+  // FAILED_PRECONDITION if the file is not open, or no longer. Appends nothing if the part of an
+  // earlier record whose write failed cannot be removed.
   absl::Status Append(absl::string_view bytes);
 
   absl::Status Close();
 
-  // Keeps other processes, and other objects of this one, from the file between Lock and Unlock;
-  // blocks while they do. Does nothing on a file system without locks.
+  // Keeps other processes, and other objects of this one, from using the file between Lock and
+  // Unlock; blocks while they have it locked. Does nothing on a file system without locks.
   void Lock();
   void Unlock();
 
-  // Whether the open file is still that at its path.
+  // Whether the open file is still the one at its path.
   bool IsAtPath() const;
 
-  // Of the open file: its size, and up to `size` bytes from `offset` on, fewer only at its end.
+  // The size of the open file, and up to `size` bytes from `offset` on, fewer only at its end.
   absl::StatusOr<int64_t> Size() const;
   absl::StatusOr<std::string> Read(int64_t offset, size_t size) const;
 
@@ -49,7 +49,7 @@ class AppendFile {
   absl::Status RemovePart();
 
   int fd_ = -1;
-  // Of what a failed write left.
+  // The range of what a failed write left.
   int64_t part_begin_ = 0;
   int64_t part_end_ = 0;
   std::string path_;

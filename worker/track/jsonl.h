@@ -8,8 +8,8 @@
 
 namespace muster {
 
-// One JSON object a line in LOGGING_DIR/PROJECT/metrics.jsonl, appended to existing lines.
-// Entries without a step are numbered on from the last one of this rank there:
+// One JSON object a line in LOGGING_DIR/PROJECT/metrics.jsonl, appended to existing lines. Entries
+// without a step continue the numbers from the last one of this rank there:
 //   {"time": 1700000000.125, "run": "mnist", "rank": 0, "config": {"lr": 0.1}}
 //   {"time": 1700000001.5, "run": "mnist", "rank": 0, "step": 10, "values": {"loss": 0.25}}
 class JsonlTracker final : public GeneralTracker {

@@ -30,7 +30,7 @@ class RankLogger {
       std::function<void(LogLevel level, const std::string& line, const char* file, int at)>;
 
   // `comm` must outlive the logger. `check` is called before each call that is a collective, and
-  // throws where not all ranks would make it.
+  // throws if not all ranks would make it.
   explicit RankLogger(Comm& comm, Sink sink = nullptr, std::function<void()> check = nullptr);
 
   void Log(LogLevel level, absl::string_view text, const LogOptions& options = {},
@@ -53,13 +53,13 @@ class RankLogger {
     Log(LogLevel::kError, text, options, file, line);
   }
 
-  // Logs a warning, once per text and logger. With in_order a collective each time, also where this
-  // rank has nothing more to say.
+  // Logs a warning, once per text and logger. With in_order a collective each time, even if this
+  // rank has already logged it.
   void WarningOnce(absl::string_view text, const LogOptions& options = {},
                    const char* file = __builtin_FILE(), int line = __builtin_LINE());
 
  private:
-  // `speaks`: whether this rank has something to say.
+  // `speaks`: whether this rank logs a line.
   void Write(LogLevel level, absl::string_view text, const LogOptions& options, bool speaks,
              const char* file, int line);
 

@@ -10,9 +10,9 @@
 
 namespace muster {
 
-// Which steps are recorded, by torch.profiler's rule: after the first `skip_first` steps, rounds of
-// `wait` steps without the profiler, `warmup` steps whose records are discarded, and `active` steps
-// whose records are kept. Stops after `repeat` rounds; 0: never stops.
+// The rule of torch.profiler for which steps are recorded: after the first `skip_first` steps,
+// rounds of `wait` steps without the profiler, `warmup` steps whose records are discarded, and
+// `active` steps whose records are kept. Stops after `repeat` rounds; 0: never stops.
 struct ProfileSchedule {
   int64_t wait = 0;
   int64_t warmup = 0;
@@ -36,15 +36,15 @@ struct ProfileOptions {
   bool profile_memory = false;
   bool with_flops = false;
   ProfileSchedule schedule = {};
-  // Called with the path of each written trace. What it throws becomes the result of Stop().
+  // Called with the path of each written trace. An exception becomes the result of Stop().
   std::function<void(const std::string& path)> on_trace_ready = nullptr;
 };
 
 // Records what LibTorch does in a scope (also in its backward threads) and writes a Chrome trace
 // for chrome://tracing or Perfetto: OUTPUT_DIR/profile_{rank}.json. With a schedule, step() marks
 // the end of a training step, and the traces of further rounds are profile_{rank}_1.json,
-// profile_{rank}_2.json, ... Only one at a time in a process, from its construction until Stop(),
-// also while its schedule waits; use it and end it on the same thread.
+// profile_{rank}_2.json, ... A process can have only one at a time, from its construction until
+// Stop(), also while its schedule waits; use it and end it on the same thread.
 //
 //   muster::Profile profile({.output_dir = "traces", .rank = accelerator.process_index()});
 //   ... some steps ...
@@ -73,7 +73,7 @@ class Profile {
  private:
   enum class Stage { kIdle, kPrepared, kRecording };
 
-  // The right to profile, which one object of the process has.
+  // The right to profile, which only one object of the process can have.
   class Claim {
    public:
     Claim();
@@ -100,7 +100,7 @@ class Profile {
   ProfileAction action_ = ProfileAction::kRecord;
   int64_t step_ = 0;
   int64_t traces_ = 0;
-  // Of the last trace; empty if there is none.
+  // The path of the last trace; empty if there is none.
   std::string path_;
   absl::Status error_;
 };

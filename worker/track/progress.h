@@ -54,14 +54,13 @@ class Progress {
   // Adds finished items. Redraws if the period has passed. Costs one clock reading.
   void Advance(int64_t by = 1);
 
-  // Begins again at `initial` items, now: what has been done before counts neither for the rate nor
-  // for the time. Draws.
+  // Restarts now at `initial` items: earlier items and time no longer count. Draws.
   void Restart(int64_t initial);
 
   // Sets what is shown at the end of the line from the next redraw on, in this order, such as
   // {{"loss", "0.07"}}.
   void SetPostfix(std::vector<std::pair<std::string, std::string>> postfix);
-  // The same with numbers, four significant digits.
+  // The same with numbers, of four significant digits.
   void SetPostfix(const std::vector<std::pair<std::string, double>>& postfix);
 
   void SetDescription(absl::string_view description) {

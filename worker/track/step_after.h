@@ -6,7 +6,8 @@
 
 namespace muster {
 
-// The step of an entry without one that follows on an entry of `step`. The largest one is its own.
+// Returns the step of an entry without one that follows an entry of `step`. The largest step is
+// followed by itself.
 inline int64_t StepAfter(int64_t step) {
   return step < std::numeric_limits<int64_t>::max() ? step + 1 : step;
 }

@@ -12,8 +12,8 @@
 namespace muster {
 
 // Writes what TensorBoard reads: LOGGING_DIR/PROJECT/events.out.tfevents.<time>.<host>.<pid>.<n>,
-// one file a run; entries without a step are numbered on from the last one of the newest file that
-// is there. Numbers and truth values become scalars, texts go to the text dashboard, the
+// one file a run; entries without a step continue the numbers from the last one of the newest
+// existing file. Numbers and truth values become scalars, texts go to the text dashboard, the
 // configuration to the HParams dashboard and to hparams.yml next to the file (as Accelerate does).
 //
 // The file is a sequence of frames: length (8 bytes, little-endian), masked CRC-32C of those bytes,

@@ -23,7 +23,7 @@ namespace muster {
 // 3}} works.
 class TrackerValue {
  public:
-  // uint64_t: only what int64_t cannot hold.
+  // uint64_t: only for numbers that int64_t cannot hold.
   using Variant = std::variant<bool, int64_t, uint64_t, double, std::string>;
 
   template <typename T, std::enable_if_t<std::is_arithmetic_v<T>, int> = 0>
@@ -37,9 +37,9 @@ class TrackerValue {
   bool is_text() const { return std::holds_alternative<std::string>(value_); }
   // Booleans are 0 and 1; a text is not a number.
   double number() const;
-  // For people: the shortest form that gives the same number.
+  // The value for people: the shortest form that gives the same number.
   std::string text() const;
-  // As JSON; numbers that JSON lacks become "nan", "inf", "-inf".
+  // The value as JSON; numbers that JSON lacks become "nan", "inf", "-inf".
   std::string json() const;
 
  private:
@@ -61,15 +61,15 @@ class TrackerValue {
 
 using TrackerValues = std::vector<std::pair<std::string, TrackerValue>>;
 
-// `values` with each name once, at its first place and with its last value: for formats in which a
-// name cannot occur twice.
+// Returns `values` with each name once, at its first place and with its last value: for formats in
+// which a name cannot occur twice.
 TrackerValues LastOfEachName(const TrackerValues& values);
 
 struct TrackerEntry {
   TrackerValues values;
-  // accelerator.log() always sets it: entries that the program logs without a step have been
-  // numbered by then. None only where the program calls log() of a tracker itself; the trackers
-  // here then count on from their last entry.
+  // Always set by accelerator.log(), which numbers entries that the program logs without a step.
+  // Absent only if the program calls log() of a tracker itself; the trackers here then continue
+  // from their last entry.
   std::optional<int64_t> step;
   absl::Time time;
 };
@@ -84,8 +84,8 @@ struct TrackerEntry {
 //   };
 //
 // Calls come from one thread at a time, with start first and finish last. An error of start or of
-// store_init_configuration is one of init_trackers(); finish then follows if start has succeeded.
-// An error of log is logged once and never stops training.
+// store_init_configuration becomes one of init_trackers(); finish is then called if start has
+// succeeded. An error of log is logged once and never stops training.
 class GeneralTracker {
  public:
   virtual ~GeneralTracker() = default;
@@ -105,9 +105,9 @@ class GeneralTracker {
 
   virtual absl::Status log(const TrackerEntry& entry) = 0;
 
-  // What follows the last step in its output, for a tracker that continues that of an earlier run;
-  // asked once, after start(). Entries that the program logs without a step are numbered from the
-  // largest of all trackers on, so that each of them gets the same steps.
+  // The step that follows the last one in its output, for a tracker that continues that of an
+  // earlier run; called once, after start(). Entries that the program logs without a step are
+  // numbered from the largest of all trackers on, so that all trackers get the same steps.
   virtual int64_t next_step() const { return 0; }
 
   // Flushes and closes. Called once.
@@ -124,7 +124,7 @@ struct TrackerContext {
   absl::Time start_time;
 };
 
-// Makes a tracker. Called on every rank, also where it is for the main process only and never
+// Makes a tracker. Called on every rank, even if the tracker is for the main process only and never
 // started: open files and connections in start().
 using TrackerFactory =
     std::function<absl::StatusOr<std::unique_ptr<GeneralTracker>>(const TrackerContext&)>;
