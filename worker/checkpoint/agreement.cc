@@ -14,19 +14,19 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr size_t kMaxMessage = 16 << 10;  // of one that is not text
+constexpr size_t kMaxMessage = 16 << 10;  // limit for a message that is not UTF-8
 
 std::string Encode(const absl::Status& status, const std::vector<ManifestFile>& files = {}) {
   Json json = {{"code", static_cast<int>(status.code())}, {"files", Json::array()}};
   const std::string message(status.message());
-  // Paths may have any bytes.
+  // Paths may contain any bytes.
   json["message"] = IsValidUtf8(message) ? message : Printable(message, kMaxMessage);
   for (const ManifestFile& file : files) {
     json["files"].push_back({file.name, file.rank, file.digest.bytes, file.digest.xxh3,
                              file.blocks.block_bytes, file.blocks.xxh3});
   }
-  // A rank that fails here leaves the others in the exchange: a name of other bytes, which is no
-  // file of the manifest then, is refused there.
+  // If a rank failed here, the others would wait in the exchange. A name that is not UTF-8 becomes
+  // one that is not in the manifest, and is refused there.
   return json.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 

@@ -23,12 +23,12 @@
 namespace muster {
 namespace {
 
-// A huge page: sizes are multiples of it, so that growing leaves no small remainders.
+// The size of a huge page: sizes are multiples of it, so that growing leaves no small remainders.
 constexpr size_t kUnit = size_t{2} << 20;
 
 std::atomic<uint64_t> pinned_bytes{0};
 
-// "ulimit -l" of this process.
+// Returns the "ulimit -l" of this process.
 std::string LockedMemoryLimit() {
   rlimit limit = {};
   if (getrlimit(RLIMIT_MEMLOCK, &limit) != 0) return "unknown";
@@ -36,7 +36,7 @@ std::string LockedMemoryLimit() {
   return absl::StrCat(limit.rlim_cur / 1024, " KiB");
 }
 
-// Once per process: what follows is slower for the same reason.
+// Warns once per process, because later memory is slower for the same reason.
 void WarnOfUnpinned(size_t bytes) {
   static std::atomic<bool> warned{false};
   if (warned.exchange(true)) return;
@@ -53,15 +53,16 @@ void WarnOfUnpinned(size_t bytes) {
 }  // namespace
 
 const HostPinning* HostPinning::Cuda() {
-  // Looked up, since programs are built without CUDA's headers and run with and without its
-  // libraries. `flags` 1: for all of its contexts.
+  // Looked up at run time, since programs are built without CUDA's headers and run with and without
+  // its libraries. `flags` 1: for all of its contexts.
   using Register = int (*)(void* data, size_t bytes, unsigned int flags);
   using Unregister = int (*)(void* data);
   using LastError = int (*)();
   static const HostPinning* const cuda = []() -> const HostPinning* {
     const auto pin = reinterpret_cast<Register>(dlsym(RTLD_DEFAULT, "cudaHostRegister"));
     const auto unpin = reinterpret_cast<Unregister>(dlsym(RTLD_DEFAULT, "cudaHostUnregister"));
-    // A failure stays the thread's last error, which the next kernel launch would take for its own.
+    // A failure stays the thread's last error, which the next kernel launch would mistake for its
+    // own.
     const auto forget = reinterpret_cast<LastError>(dlsym(RTLD_DEFAULT, "cudaGetLastError"));
     if (pin == nullptr || unpin == nullptr || forget == nullptr) return nullptr;
     return new HostPinning{.pin =
@@ -153,7 +154,7 @@ absl::Status AlignedMemory::Grow(size_t bytes) {
   void* grown = MAP_FAILED;
   errno = ENOMEM;
   if (rounded > 0 && fd_ >= 0) {
-    // Now, not when a page is touched: there the answer would be a signal.
+    // Reserve now: if memory is missing when a page is first touched, the process gets a signal.
     if (const absl::Status reserved = Reserve(rounded); !reserved.ok()) {
       return absl::Status(reserved.code(), absl::StrCat("cannot get ", bytes,
                                                         " bytes of memory: ", reserved.message()));
@@ -170,7 +171,7 @@ absl::Status AlignedMemory::Grow(size_t bytes) {
     return absl::ResourceExhaustedError(
         absl::StrCat("cannot get ", bytes, " bytes of memory: ", std::strerror(errno)));
   }
-  // Only advice: small pages do as well.
+  // Only advice: small pages work, too.
   (void)madvise(grown, rounded, MADV_HUGEPAGE);
   data_ = static_cast<char*>(grown);
   size_ = rounded;

@@ -19,21 +19,22 @@
 namespace muster {
 namespace {
 
-// One is copied while the other is written.
+// One save is copied while another is written.
 constexpr int kSnapshots = 2;
 // Training comes first where the cores are busy. But this is not the lowest priority: when training
 // waits for this work, other processes may be using the cores.
 constexpr int kPersistNice = 10;
 
-// How much of the time a core is taken from training, by all ranks of a node together, while it
-// wants all of them. However many there are, the threads of a parallel loop wait for the one that
-// is interrupted, and ranks for one another. Training loses about twice this: caches are cold then.
+// The share of time in which all ranks of a node together take a core from training while it wants
+// all of them. The number of threads does not matter: the threads of a parallel loop wait for the
+// one that is interrupted, and ranks for one another. Training loses about twice this, because
+// caches are cold afterwards.
 constexpr double kShareOfTime = 0.0125;
-// Rests make a save take no longer than this if the disk does not: what is not on the disk yet is
-// lost with the node.
+// Rests must not make a save take longer than this if the disk does not, because what is not on the
+// disk yet is lost with the node.
 constexpr absl::Duration kRestsTakeAtMost = absl::Minutes(1);
 
-// The next call that returns a status may be hours away.
+// Logs at once, because the next call that returns a status may be hours away.
 void Log(const AsyncSaver::Outcome& outcome) {
   if (!outcome.status.ok()) {
     MUSTER_LOG(Error) << "the asynchronous save of " << outcome.path
@@ -96,7 +97,7 @@ std::unique_ptr<Snapshot> AsyncSaver::TakeSnapshot() {
   std::optional<Hurry> hurry;
   if (idle_.empty()) hurry.emplace(*this);
   while (idle_.empty()) changed_.Wait(&mu_);
-  // The one that was used last: the other needs no memory as long as saves do not overlap.
+  // Take the one that was used last: the other needs no memory as long as saves do not overlap.
   std::unique_ptr<Snapshot> snapshot = std::move(idle_.back());
   idle_.pop_back();
   return snapshot;
@@ -153,11 +154,11 @@ absl::Status AsyncSaver::Copy(Comm& comm, Save& save,
     MutexLock lock(&mu_);
     done = done_;
   }
-  // The number of saves whose end rank 0 knows.
+  // The number of saves that have ended as far as rank 0 knows.
   const std::string main = comm.BroadcastBytes(absl::StrCat(done), 0);
   TORCH_CHECK(absl::SimpleAtoi(main, &done), "save_state: rank 0 sent ", main);
   {
-    // This rank's thread is about to learn what rank 0 knows.
+    // Wait until this rank's thread has learned what rank 0 knows.
     MutexLock lock(&mu_);
     while (done_ < done) changed_.Wait(&mu_);
     for (int64_t i = done_ - static_cast<int64_t>(outcomes_.size()); i < done; ++i) {
@@ -165,7 +166,7 @@ absl::Status AsyncSaver::Copy(Comm& comm, Save& save,
       outcomes_.pop_front();
     }
   }
-  // A publication that failed on one node may have succeeded on others.
+  // A publication that failed on one node may have succeeded on others, so settle the folder again.
   for (const Outcome& outcome : *earlier) {
     if (!outcome.status.ok()) settled_.erase(outcome.path);
   }
@@ -176,7 +177,7 @@ absl::Status AsyncSaver::Copy(Comm& comm, Save& save,
                                              request.total_limit));
   } else if (groups.nodes.size() > 1 && settled_.insert(request.dir).second) {
     {
-      // So that no save is published only in part meanwhile.
+      // Wait for earlier saves, so that none of them is only partly published meanwhile.
       const Hurry hurry(*this);
       MutexLock lock(&mu_);
       while (done_ < begun_) changed_.Wait(&mu_);
@@ -192,7 +193,7 @@ absl::Status AsyncSaver::Copy(Comm& comm, Save& save,
     save.snapshot->KeepBy(request.keep);
     StateWriter writer(save.snapshot.get(), rank_, lazy_);
     MUSTER_RETURN_IF_ERROR(write(writer));
-    // On a GPU it may fail, which all ranks have to know.
+    // On a GPU this may fail, which all ranks must learn.
     save.deferred = save.snapshot->TakeDeferred();
     return absl::OkStatus();
   });
@@ -206,7 +207,7 @@ void AsyncSaver::WaitForCopy() {
 }
 
 void AsyncSaver::RunCopies() {
-  // Training that waits does the rest of the work itself.
+  // If training waits, it does the rest of the work itself.
   LowerThreadPriority(kIdleNice);
   while (true) {
     std::shared_ptr<DeferredCopy> copy;
@@ -259,7 +260,7 @@ bool AsyncSaver::failed() const {
 }
 
 PolitePace& AsyncSaver::PaceOfThisThread() const {
-  // Most threads that write live as long as a file is written; the one of this object lives on.
+  // Most writing threads end when their file is written; the thread of this object continues.
   thread_local std::optional<PolitePace> pace;
   if (!pace.has_value()) pace.emplace(writers_.ShareOfThisThread());
   return *pace;
@@ -281,8 +282,8 @@ absl::Status AsyncSaver::WriteFiles(const Save& save, std::vector<ManifestFile>*
   if (const auto times = PolitePace::OfThisThread(); polite_ && times.has_value()) {
     PaceOfThisThread().Begin(*times, clock_.Now());
   }
-  // The copies had to be made at once, before the optimizer's step. What they have taken of the
-  // cores is made up for here.
+  // The copies had to be made without rests, before the optimizer's step, so the CPU time that they
+  // took is made up for here.
   const absl::Duration copied = save.deferred->cpu();
   const double total = static_cast<double>(std::max<uint64_t>(save.snapshot->bytes(), 1));
   options.wrote = [&](uint64_t bytes) {
@@ -332,21 +333,21 @@ void AsyncSaver::Run() {
     outcome.path = save->request.path();
     outcome.bytes = save->snapshot->bytes();
     outcome.stall = save->stall;
-    // A lost peer shows as an exception of the Comm.
+    // A lost peer causes an exception of the Comm.
     outcome.status = GuardRank([&] { return Persist(*save); });
     outcome.persist = clock_.Now() - save->begun;
     outcome.stall += save->deferred->waited();
-    // For the saves that follow: this one had to find out how much it is. Not for one that is not
-    // to come: it may take a second.
+    // Pin for later saves, now that the size is known. Not if no later save will follow, because it
+    // may take a second.
     if (outcome.status.ok() && !Stops()) save->snapshot->PinIfFromGpu();
-    // Before the end is reported: the files of a failed save are removed by then.
+    // Reset before the end is reported, so that the files of a failed save are removed by then.
     save->staged.reset();
     save->progress.reset();
     save->snapshot->Clear();
-    // An error that the ranks have agreed on is rank 0's to tell. A lost peer is not agreed on:
-    // there may be no rank 0 any more.
+    // Rank 0 reports an error on which the ranks have agreed. They have not agreed on a lost peer,
+    // and there may be no rank 0 any more.
     if (rank_ == 0 || absl::IsInternal(outcome.status)) Log(outcome);
-    // In one step: a thread that gets the memory of a save also learns of its end.
+    // Under one lock, so that a thread that gets the memory of a save also learns of its end.
     MutexLock lock(&mu_);
     idle_.push_back(std::move(save->snapshot));
     outcomes_.push_back(std::move(outcome));

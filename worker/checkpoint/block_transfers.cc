@@ -9,7 +9,7 @@
 namespace muster {
 namespace {
 
-// How much is on its way to, or from, one rank in each round.
+// The bytes that one rank sends, or receives, in each round.
 class Rounds {
  public:
   uint64_t In(size_t round) const { return round < bytes_.size() ? bytes_[round] : 0; }
@@ -20,8 +20,8 @@ class Rounds {
     if (bytes_.size() <= round) bytes_.resize(round + 1);
     bytes_[round] += bytes;
   }
-  // The first that takes so much, without those that did not take what was asked for before: nearly
-  // all blocks have one size.
+  // Returns the first round with room for so many bytes, except rounds that lacked room for an
+  // earlier request: nearly all blocks have one size.
   size_t FirstOpen(uint64_t bytes, uint64_t most) {
     while (!TakesIn(open_, bytes, most)) ++open_;
     return open_;
@@ -37,7 +37,7 @@ struct Block {
   uint64_t block;
 };
 
-// The ranks that share memory, and the blocks that their node lacks.
+// Ranks that share memory, and the blocks that their node lacks.
 struct Host {
   std::vector<int> ranks;
   std::vector<Block> lacks;
@@ -158,7 +158,7 @@ std::vector<BlockTransfer> PlanTransfers(const std::vector<ManifestFile>& files,
       Rounds received;
       const uint64_t first = all * i / count, share = all * (i + 1) / count - first;
       for (uint64_t k = 0; k < share; ++k) {
-        // Hosts begin at different places: if all began at the same block, all would wait for one
+        // Hosts begin at different blocks: if all began at the same block, all would wait for one
         // node, and then for the next.
         const Block& one = host.lacks[first + (k + share * h / hosts.size()) % share];
         const ManifestFile& file = files[one.file];
@@ -168,7 +168,7 @@ std::vector<BlockTransfer> PlanTransfers(const std::vector<ManifestFile>& files,
         const FileRange range = RangeOfBlock(file, one.block);
         const uint64_t bytes = range.end - range.begin;
         Rounds& of_sender = sent[from];
-        // Not from 0: there may be as many rounds as blocks.
+        // Do not search from 0: there may be as many rounds as blocks.
         size_t round = std::max(received.FirstOpen(bytes, round_bytes),
                                 of_sender.FirstOpen(bytes, round_bytes));
         while (!received.TakesIn(round, bytes, round_bytes) ||

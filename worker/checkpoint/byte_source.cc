@@ -81,7 +81,7 @@ class Memory final : public ByteSource {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<ByteSource>> OpenFileSource(const std::string& path) {
-  // Whatever has the name of a file of weights may be a pipe, which open() would wait for.
+  // A pipe may have the name of a file of weights, and open() would wait for its writer.
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) return ReadError(errno, absl::StrCat("cannot open ", path));
   struct stat info;

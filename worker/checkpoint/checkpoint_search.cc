@@ -17,11 +17,11 @@
 namespace muster {
 namespace {
 
-// (collective) Whether what was opened is no longer where it was, on some node: another process has
-// moved, removed or replaced it.
+// (collective) Whether the checkpoint that was opened is no longer in its place on some node,
+// because another process has moved, removed or replaced it.
 bool HasChanged(Comm& comm, const NodeGroups& groups, const StateReader& opened) {
   bool changed = false;
-  // A node that has none of its files may have anything there.
+  // A node that has none of its files may have anything in that place.
   if (groups.leads() && opened.HasAnyHere()) {
     const absl::StatusOr<Manifest> now = ReadManifest(opened.dir());
     changed = !PathExists(opened.dir()) ||
@@ -42,7 +42,7 @@ absl::StatusOr<StateReader> OpenAndReadCheckpoint(
   const bool on_nodes = wanted.groups.nodes.size() > 1;
   const bool logs = comm.rank() == 0;
   std::vector<std::string> damaged;
-  absl::Status first;  // why one was passed over
+  absl::Status first;  // why a checkpoint was passed over
   int moved = 0;
   while (true) {
     std::string path;
@@ -50,12 +50,12 @@ absl::StatusOr<StateReader> OpenAndReadCheckpoint(
         OpenCheckpointOnNodes(comm, wanted.dir, wanted.folder, wanted.groups, wanted.registrar,
                               damaged, &path, wanted.in_parts);
     absl::Status status = reader.status();
-    // Of one that was named: it was replaced while the ranks opened it.
+    // For a named checkpoint, ABORTED means that it was replaced while the ranks opened it.
     bool has_moved = absl::IsAborted(status);
     if (reader.ok()) {
       status = read(*reader);
       if (status.ok()) return reader;
-      // The next search may give it its name.
+      // Release the folder, because the next search may rename it.
       ReleaseInPlace();
       has_moved = (absl::IsNotFound(status) || absl::IsDataLoss(status)) &&
                   HasChanged(comm, wanted.groups, *reader);
@@ -66,7 +66,7 @@ absl::StatusOr<StateReader> OpenAndReadCheckpoint(
       }
     } else if (absl::IsNotFound(status)) {
       if (!first.ok()) return first;
-      // Not the same as none yet, where training begins from scratch.
+      // Not the same as "none yet", after which training would begin from scratch.
       return moved > 0 ? absl::UnavailableError(status.message()) : status;
     }
     if (has_moved) {
@@ -74,8 +74,8 @@ absl::StatusOr<StateReader> OpenAndReadCheckpoint(
       if (logs) MUSTER_LOG(Info) << status.message() << "; the search begins again";
       continue;
     }
-    // Files that a disk cannot read (EIO, ESTALE, EACCES) may be readable elsewhere, or later. It
-    // is no reason to take an older one.
+    // Files that a disk cannot read (EIO, ESTALE, EACCES) may be readable elsewhere, or later, so
+    // they are no reason to take an older checkpoint.
     const bool damage = absl::IsDataLoss(status);
     const bool again = reader.ok()
                            ? (newest && damage) || (on_nodes && (damage || IsReadError(status)))

@@ -18,7 +18,7 @@ std::string Normal(const fs::path& path) {
 
 std::string CleanPath(const std::string& path) {
   if (path.empty()) return path;
-  // The part that ends with the last ".." behind a name, and the rest.
+  // The part that ends with the last ".." after a name, and the rest.
   fs::path seen, head, tail;
   bool has_name = false;
   for (const fs::path& part : fs::path(path)) {

@@ -15,14 +15,14 @@
 namespace muster {
 namespace {
 
-// Small tensors are copied in less time than it takes to note them.
+// Smaller tensors take less time to copy than to record.
 constexpr size_t kMinBytes = 4096;
-// Threads share a tensor of more, where nothing is digested.
+// Threads share a larger tensor if nothing is digested.
 constexpr size_t kPartBytes = size_t{8} << 20;
-// The amount that is digested and then copied while it is still in the core's cache.
+// The number of bytes that are digested and then copied while they are still in the core's cache.
 constexpr size_t kCachedBytes = size_t{64} << 10;
 
-// Bypasses the caches: the copy is not read soon, and training needs the caches.
+// Bypasses the caches, because the copy is not read soon, and training needs the caches.
 void CopyPastCaches(char* to, const char* from, size_t bytes) {
 #ifdef __SSE2__
   const size_t head = std::min(bytes, (-reinterpret_cast<uintptr_t>(to)) % 64);
@@ -46,7 +46,7 @@ absl::Duration CpuOfThisThread() {
   return absl::DurationFromTimespec(time);
 }
 
-// Other threads see the copies that were made before, as they do with memcpy().
+// Makes the earlier copies visible to other threads, as they would be with memcpy().
 void EndCopiesPastCaches() {
 #ifdef __SSE2__
   _mm_sfence();
@@ -76,7 +76,7 @@ void DeferredCopy::Add(std::string name, at::Tensor source, size_t offset) {
     return;
   }
   Copied copied{.name = std::move(name),
-                // Keeps the memory, and counts the changes, also if the program gives the tensor
+                // Keeps the memory, and counts the changes, even if the program gives the tensor
                 // another storage (set_data()).
                 .source = source.detach(),
                 .from = nullptr,
@@ -155,7 +155,7 @@ absl::Status DeferredCopy::Check(const Copied& copied) const {
 }
 
 void DeferredCopy::CopyParts() {
-  // What a device has copied is digested where it lies then.
+  // The copies of a device are digested at their destination, so wait for them.
   if (!digests_.empty()) device_.Wait();
   const absl::Duration start = CpuOfThisThread();
   size_t mine = 0;
@@ -172,14 +172,14 @@ void DeferredCopy::CopyParts() {
   while (copied_ < parts_.size() && !parts_done_) changed_.Wait(&mu_);
   if (parts_done_) return;
   for (const Copied& copied : tensors_) status_.Update(Check(copied));
-  // The tensors may be large, and their module may be gone.
+  // Release the tensors: they may be large, and their module may be gone.
   tensors_.clear();
   parts_done_ = true;
   changed_.SignalAll();
 }
 
 void DeferredCopy::Run() {
-  // First: the devices work beside this thread.
+  // Queue first, so that the devices work while this thread copies.
   device_.Queue();
   CopyParts();
   device_.Wait();

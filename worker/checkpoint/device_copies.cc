@@ -25,7 +25,8 @@ absl::Status Failed(const std::exception& error) {
 
 }  // namespace
 
-// One for a device: those of a pool are few, and other libraries' work would wait on them.
+// One stream per device: those of a pool are few, and the work of other libraries would wait in
+// them.
 c10::Stream CopyStream(const c10::Device& device) {
   struct Streams {
     Mutex mu;
@@ -63,7 +64,7 @@ DeviceCopies::DeviceCopies(QueueCopy queue) : queue_(std::move(queue)) {}
 DeviceCopies::~DeviceCopies() {
   {
     MutexLock lock(&mu_);
-    // Copies that were not queued yet are not needed.
+    // Copies that have not been queued yet are not needed.
     if (next_ == 0 || done_) return;
   }
   Wait();
@@ -110,7 +111,7 @@ void DeviceCopies::Queue() {
   absl::Status failed;
   for (size_t i = next_.fetch_add(1); i < count_; i = next_.fetch_add(1)) {
     ++mine;
-    // The others are counted, too: a thread waits for them.
+    // The remaining tensors are counted, too, because a thread waits for the count.
     if (!failed.ok()) continue;
     try {
       const Copied& copied = tensors_[i];
@@ -156,7 +157,7 @@ void DeviceCopies::LetChange() {
     CheckVersions();
   }
   for (const DeviceStream& on : streams_) {
-    // Without an event the device has failed, which the next operation on it says.
+    // If there is no event, the device has failed, which its next operation reports.
     if (on.copied == nullptr) continue;
     on.copied->block(c10::impl::VirtualGuardImpl(on.device.type()).getStream(on.device));
   }
@@ -182,7 +183,7 @@ void DeviceCopies::Wait() {
       failed.Update(Failed(error));
     }
   }
-  // The tensors may be large, and their module may be gone. They go without the lock.
+  // The tensors may be large, and their module may be gone. They are released without the lock.
   std::vector<Copied> gone;
   MutexLock lock(&mu_);
   status_.Update(failed);

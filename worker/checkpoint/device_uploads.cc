@@ -157,7 +157,7 @@ absl::Status DeviceUploads::Queue(const char* block, absl::Span<const Piece> pie
   } catch (const std::exception& error) {
     status = Failed(error);
   }
-  // Also if one of them has failed: the others may be under way.
+  // Record the event even if a copy has failed, because others may be under way.
   bool told = pieces.empty();
   if (!told) {
     try {

@@ -5,8 +5,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 #ifdef __x86_64__
-// The same digests by the widest instructions of the processor: twice as fast as those that all
-// processors have.
+// Computes the same digests with the widest instructions of the processor: twice as fast as with
+// those that all processors have.
 #include <xxh_x86dispatch.h>
 #else
 #include <xxhash.h>
@@ -23,7 +23,7 @@ namespace muster {
 
 namespace {
 
-// The library chooses its functions at the first text of this length, for all threads.
+// The library chooses its functions for all threads at the first text of this length.
 [[maybe_unused]] const uint64_t kChosen = [] {
   const char text[4096] = {};
   return XXH3_64bits(text, sizeof(text));
@@ -78,7 +78,7 @@ uint64_t BlockDigester::Finish() {
 }
 
 absl::StatusOr<FileDigest> DigestFile(const std::string& path) {
-  // A pipe that has the name of a file is refused, not waited for.
+  // Refuse a pipe that has the name of a file, rather than wait for it.
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) return ReadError(errno, absl::StrCat("cannot open ", path));
   struct stat info;

@@ -30,7 +30,7 @@
 namespace muster {
 namespace {
 
-// The amount that is digested and then copied while it is still in the core's cache.
+// The number of bytes that are digested and then copied while they are still in the core's cache.
 constexpr size_t kCachedBytes = size_t{64} << 10;
 
 const DirectFileSystem& SystemOf(const DirectFileOptions& options) {
@@ -42,8 +42,8 @@ absl::Status BlockFailpoint() {
   return absl::OkStatus();
 }
 
-// The block that ends the file may end anywhere: its last part goes out as a page that is filled up
-// with zeros, which the file is then cut off.
+// Writes a block. The last block of the file may end anywhere: its last part is written as a page
+// that is filled up with zeros, and the file is truncated afterwards.
 absl::Status WriteBlock(DirectFile& file, absl::string_view block, uint64_t at) {
   MUSTER_RETURN_IF_ERROR(BlockFailpoint());
   const size_t tail = file.direct() ? block.size() % kDirectAlignment : 0;
@@ -63,11 +63,11 @@ absl::StatusOr<DirectFile> CreateFile(const std::string& path, uint64_t bytes, b
                           DirectFile::Open(system, path, kFlags, direct && bytes > 0));
   if (IsInMemory(file.fd(), options)) {
     (void)file.GiveUpDirect();
-    // Reserved pages would be looked up once more when they are written.
+    // Do not reserve: reserved pages would be looked up once more when they are written.
     return file;
   }
-  // A disk that is too full says so before anything is written, and blocks that end the file in any
-  // order do not wait for one another to extend it.
+  // With reserved room, a full disk is found before anything is written, and blocks that extend the
+  // file in any order do not wait for one another.
   const uint64_t rounded = DirectAlignedUp(bytes);
   if (bytes > 0 && TEMP_FAILURE_RETRY(system.allocate(file.fd(), rounded)) != 0 &&
       errno != EOPNOTSUPP && errno != ENOSYS && errno != EINVAL) {
@@ -77,7 +77,7 @@ absl::StatusOr<DirectFile> CreateFile(const std::string& path, uint64_t bytes, b
   return file;
 }
 
-// All blocks are written: gives the file its size and syncs it.
+// After all blocks are written, gives the file its size and syncs it.
 absl::Status EndFile(const DirectFileSystem& system, const DirectFile& file,
                      const std::string& path, uint64_t bytes) {
   if (TEMP_FAILURE_RETRY(ftruncate(file.fd(), static_cast<off_t>(bytes))) != 0) {
@@ -101,14 +101,14 @@ void WaitForTurn(const DirectFileSystem& system, RateLimiter* limiter, size_t by
   }
 }
 
-// Before a block is written.
+// Must be called before a block is written. Returns CANCELLED if the file is abandoned.
 absl::Status CheckWanted(const DirectFileOptions& options, const std::string& path) {
   if (options.abandoned == nullptr || !options.abandoned->load()) return absl::OkStatus();
   return absl::CancelledError(
       absl::StrCat(path, ": cancelled, because nothing waits for it any more"));
 }
 
-// After a block.
+// Must be called after a block is written.
 void TellWrote(const DirectFileOptions& options, uint64_t bytes) {
   if (options.wrote != nullptr) options.wrote(bytes);
 }
@@ -127,7 +127,7 @@ class Parts {
 
   uint64_t bytes() const { return bytes_; }
 
-  // Calls `take` for the pieces of a range, in order, none larger than `most`, until that fails.
+  // Calls `take` for the pieces of a range, in order, none larger than `most`, until it fails.
   absl::Status Take(const FileRange& range, size_t most,
                     absl::FunctionRef<absl::Status(absl::string_view)> take) const {
     uint64_t at = range.begin;
@@ -142,7 +142,7 @@ class Parts {
     return absl::OkStatus();
   }
 
-  // A range, not empty, as one piece, if it is one.
+  // Returns a range, which is not empty, as one piece, if it is one.
   std::optional<absl::string_view> Whole(const FileRange& range) const {
     const size_t i = PartAt(range.begin);
     if (range.end > ends_[i]) return std::nullopt;
@@ -163,7 +163,7 @@ FileRange BlockAt(uint64_t i, uint64_t block_bytes, uint64_t bytes) {
   return {.begin = i * block_bytes, .end = std::min((i + 1) * block_bytes, bytes)};
 }
 
-// Memory of blocks for the threads that need it.
+// Memory for blocks, which threads borrow.
 class BlockBuffers {
  public:
   absl::StatusOr<AlignedMemory> Take(size_t bytes) {
@@ -244,7 +244,7 @@ absl::Status WritePastCache(DirectFile& file, const Parts& parts, const DirectFi
       write);
 }
 
-// Writes a range that is not direct from where its bytes are. Small pieces are put together.
+// Writes a range that is not direct from the memory of its bytes. Small pieces are joined.
 absl::Status WritePieces(DirectFile& file, const Parts& parts, const FileRange& range,
                          std::string* gathered) {
   MUSTER_RETURN_IF_ERROR(BlockFailpoint());
@@ -267,8 +267,8 @@ absl::Status WritePieces(DirectFile& file, const Parts& parts, const FileRange& 
   return write(*gathered);
 }
 
-// A file system takes a file's bytes from one thread at a time, and lets others spin: this one
-// writes, and another one digests.
+// A file system accepts a file's bytes from one thread at a time, and lets others spin, so this
+// thread writes, and another one digests.
 absl::Status WriteThroughCache(DirectFile& file, const Parts& parts,
                                const DirectFileOptions& options, DirectFileWritten* written) {
   const DirectFileSystem& system = SystemOf(options);
@@ -329,15 +329,15 @@ absl::StatusOr<DirectFileWritten> WriteParts(const std::string& path, const Part
   return written;
 }
 
-// Reads `size` bytes at `at`, both fit for direct I/O but for the end of the file.
+// Reads `size` bytes at `at`, both suitable for direct I/O except at the end of the file.
 absl::Status ReadBlock(const DirectFileSystem& system, DirectFile& direct, DirectFile& cached,
                        const CachedPages& pages, const std::string& path, char* to, size_t size,
                        uint64_t at) {
   const bool from_cache = !direct.direct() || pages.Has(at, size);
   size_t done = 0;
   while (done < size) {
-    // A direct read ends at a multiple of the alignment or at the end of the file; what comes after
-    // one that was cut short anywhere else is read through the cache.
+    // A direct read ends at a multiple of the alignment or at the end of the file; if it ends
+    // anywhere else, the rest is read through the cache.
     const bool past_cache = !from_cache && direct.direct() && IsDirectAligned(done);
     const size_t rest = size - done;
     const size_t asked = past_cache ? DirectAlignedUp(rest) : rest;
@@ -398,7 +398,7 @@ struct DirectFileStream::State {
   };
 
   absl::Status WriteOut(const Block& block) {
-    // Each block's own element.
+    // Each block has its own element, so no lock is needed.
     written.blocks.xxh3[block.at / options.block_bytes] =
         DigestBlock(absl::string_view(block.memory.data(), block.size));
     WaitForTurn(calls, options.limiter, block.size);
@@ -409,7 +409,7 @@ struct DirectFileStream::State {
     return absl::OkStatus();
   }
 
-  // Of a thread: writes blocks until no more come.
+  // The function of a thread: writes blocks until no more come.
   void Write() {
     while (true) {
       Block block;
@@ -461,7 +461,7 @@ struct DirectFileStream::State {
     return absl::OkStatus();
   }
 
-  // False: the system gives no more threads.
+  // Returns false if the system gives no more threads.
   bool StartThread() {
     if (calls.gives_thread != nullptr && !calls.gives_thread()) return false;
     std::optional<std::thread> thread = TryStartThread([this] { Write(); });
@@ -469,12 +469,12 @@ struct DirectFileStream::State {
     return thread.has_value();
   }
 
-  // Threads would wait for one another at a file that is not direct.
+  // For a file that is not direct, threads would wait for one another.
   size_t most_threads() const {
     return file.direct() ? static_cast<size_t>(std::max(options.in_flight, 1)) : 1;
   }
 
-  // The block under way is full.
+  // Ends the block under way, which is full.
   absl::Status End() {
     Block block = std::exchange(filling, Block());
     // A thread for a single block would only cost time.
@@ -488,7 +488,8 @@ struct DirectFileStream::State {
       const absl::Status status = WriteOut(block);
       MutexLock lock(&mu);
       first.Update(status);
-      // No thread gives it back, and Begin() waits for one beyond in_flight.
+      // Give the memory back here, because no thread does, and Begin() waits for a block beyond
+      // in_flight.
       idle.push_back(std::move(block.memory));
       return first;
     }
@@ -506,8 +507,8 @@ struct DirectFileStream::State {
   Digester digester;
   DirectFileWritten written;
   uint64_t appended = 0;
-  Block filling;   // its memory is there from its first byte on
-  int blocks = 0;  // whose memory was taken
+  Block filling;   // has memory once its first byte arrives
+  int blocks = 0;  // number of blocks whose memory was allocated
   Mutex mu;
   CondVar changed;
   std::deque<Block> full ABSL_GUARDED_BY(mu);
@@ -548,7 +549,7 @@ absl::Status DirectFileStream::AppendBy(
         std::min<uint64_t>(bytes - done, state.options.block_bytes - state.filling.size);
     char* const to = state.filling.memory.data() + state.filling.size;
     fill(to, done, part);
-    // From the copy, which is in the processor's cache.
+    // Digest the copy, which is in the processor's cache.
     state.digester.Update(absl::string_view(to, part));
     state.filling.size += part;
     state.appended += part;
@@ -623,7 +624,7 @@ absl::Status ReadDirectFile(
     absl::FunctionRef<absl::Status(uint64_t offset, absl::string_view block)> take,
     const DirectFileOptions& options) {
   const DirectFileSystem& system = SystemOf(options);
-  // A pipe that has the name of a file has another size, and is not waited for.
+  // O_NONBLOCK: a pipe that has the name of a file is not waited for; it has another size.
   constexpr int kReads = O_RDONLY | O_CLOEXEC | O_NONBLOCK;
   const uint64_t block_bytes = blocks.block_bytes;
   MUSTER_ASSIGN_OR_RETURN(const BlockRun run, BlocksIn(path, bytes, blocks, range));

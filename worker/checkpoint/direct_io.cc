@@ -75,7 +75,8 @@ bool DirectFile::GiveUpDirect() {
 absl::Status DirectFile::Write(absl::string_view bytes, uint64_t at) {
   size_t done = 0;
   while (done < bytes.size()) {
-    // Whether another thread has given up direct I/O meanwhile does not change what EINVAL means.
+    // Remember the mode, because another thread may give up direct I/O meanwhile, which does not
+    // change what EINVAL means.
     const bool was_direct = direct();
     const ssize_t n = system_->pwrite(fd(), bytes.data() + done, bytes.size() - done, at + done);
     if (n < 0 && errno == EINTR) continue;
@@ -90,7 +91,8 @@ absl::Status DirectFile::Write(absl::string_view bytes, uint64_t at) {
     if (done < bytes.size() && direct()) {
       const size_t before = done - n;
       done -= done % kDirectAlignment;
-      // Less than can be repeated from there: the file system has no room, or does not mean it.
+      // If less was written than must be repeated, the file system has no room, or does not really
+      // support direct I/O.
       if (done <= before && !GiveUpDirect() && direct()) {
         errno = ENOSPC;
         return DirectIoError("write", path_, at + done);
@@ -115,7 +117,7 @@ absl::Status DirectFile::Read(char* to, size_t size, uint64_t at) {
                                               ", but at least ", at + size, " bytes are expected"));
     }
     done += n;
-    // As in Write.
+    // Continue at an aligned offset, as in Write.
     if (done < size && direct() && !IsDirectAligned(done)) {
       const size_t before = done - n;
       done -= done % kDirectAlignment;

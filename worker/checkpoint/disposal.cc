@@ -82,10 +82,10 @@ void Disposal::Run() {
   }
 }
 
-// By value: what it holds is gone when it returns.
+// By value, so that its contents are released when the function returns.
 void Disposal::Do(Item item) const {  // NOLINT(performance-unnecessary-value-param)
   if (item.path.empty()) return;
-  // The next save in this folder removes what is left.
+  // If that fails, the next save in this folder removes the rest.
   if (const absl::Status removed = remove_(item.path); !removed.ok()) {
     MUSTER_LOG(Warning) << removed.message();
   }

@@ -16,13 +16,14 @@
 namespace muster {
 namespace {
 
-// "model" and ".safetensors".
+// Splits a name into "model" and ".safetensors".
 std::pair<absl::string_view, absl::string_view> Cut(absl::string_view name) {
   const size_t dot = std::min(name.rfind('.'), name.size());
   return {name.substr(0, dot), name.substr(dot)};
 }
 
-// Of how many parts the file `candidate` says that `name` consists; 0: it is none of them.
+// Returns the number of parts of `name` according to the file name `candidate`; 0 if it is not a
+// part.
 size_t CountIn(absl::string_view candidate, absl::string_view name) {
   const auto [stem, extension] = Cut(name);
   if (!absl::ConsumePrefix(&candidate, absl::StrCat(stem, "-")) ||
@@ -55,7 +56,7 @@ std::vector<DividedFile> DivideTensors(const std::vector<SizedTensor>& tensors, 
     const auto [bytes, rank] = least.top();
     least.pop();
     of_rank[static_cast<size_t>(rank)].push_back(i);
-    // A tensor without elements counts, too: it has an entry.
+    // A tensor without elements counts as one byte, because it has an entry.
     least.emplace(bytes + std::max<int64_t>(tensors[i].bytes, 1), rank);
   }
   std::vector<DividedFile> files;
@@ -86,7 +87,7 @@ std::string IndexFileName(absl::string_view name) { return absl::StrCat(name, ".
 absl::StatusOr<std::vector<std::string>> PartsOf(const Manifest& manifest, absl::string_view name) {
   size_t count = 0;
   for (const ManifestFile& file : manifest.files) count = std::max(count, CountIn(file.name, name));
-  // More parts than files cannot be there: do not build names for a number out of a damaged one.
+  // There cannot be more parts than files: do not build names for a number from a damaged name.
   if (count > manifest.files.size()) {
     return absl::DataLossError(absl::StrCat("the checkpoint holds a part of ", name, " of ", count,
                                             ", but only ", manifest.files.size(), " files"));

@@ -35,13 +35,13 @@ Copies& TheCopies() {
   return *copies;
 }
 
-// Aligned as LibTorch's is.
+// Aligned like LibTorch's memory.
 char* TakeHostMemory(size_t bytes) {
   constexpr size_t kAlignment = 64;
   return static_cast<char*>(std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment));
 }
 
-// What storages of the device ask for memory, as LibTorch's caching allocator for CUDA.
+// The allocator of storages of the device, as LibTorch's caching allocator is for CUDA.
 class FakeAllocator : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {

@@ -42,7 +42,8 @@
 namespace muster {
 namespace {
 
-// Before a folder is removed: a load from it may take hours, and the next save tries again.
+// How long to wait before a folder is removed: a load from it may take hours, and the next save
+// tries again.
 constexpr absl::Duration kReadersAreWaitedFor = absl::Milliseconds(100);
 
 constexpr absl::string_view kNumbered = "checkpoint_";
@@ -55,17 +56,17 @@ bool ParseNumber(absl::string_view name, int64_t* number) {
   return absl::ConsumePrefix(&name, kNumbered) && !name.empty() &&
          std::all_of(name.begin(), name.end(), absl::ascii_isdigit) &&
          (name.size() == 1 || name[0] != '0') && absl::SimpleAtoi(name, number) &&
-         // The next one has a number, too.
+         // There must be a number for the next checkpoint, too.
          *number < std::numeric_limits<int64_t>::max();
 }
 
-// Whether `name` is of the staging folder of a numbered checkpoint.
+// Whether `name` is that of a staging folder of a numbered checkpoint.
 bool ParseStagingNumber(absl::string_view name, int64_t* number) {
   const absl::string_view stem = StemOf(name, kStagingMark);
   return HasMark(name, stem, kStagingMark) && ParseNumber(stem, number);
 }
 
-// False only where there is nothing: what cannot be examined at the moment is an error.
+// Returns false only if there is nothing; a path that cannot be examined at the moment is an error.
 absl::StatusOr<bool> Exists(const std::string& path) {
   struct stat info;
   if (lstat(path.c_str(), &info) == 0) return true;
@@ -73,8 +74,8 @@ absl::StatusOr<bool> Exists(const std::string& path) {
   return ReadError(errno, absl::StrCat("cannot examine ", path));
 }
 
-// Also what cannot be examined at the moment, and a link to nothing: the disk that it leads to may
-// be away.
+// Whether the path is, or may be, a folder: also true if it cannot be examined at the moment, and
+// for a dangling link, because the disk that it leads to may not be mounted.
 bool MayBeFolder(const std::string& path) {
   struct stat info;
   if (stat(path.c_str(), &info) == 0) return S_ISDIR(info.st_mode);
@@ -86,14 +87,14 @@ absl::Status RenamePath(const std::string& from, const std::string& to) {
   return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", from, " to ", to));
 }
 
-// Puts `from` in the place of the folder `to`; returns where that one is then. `lock`: null, or -1,
-// and gets the lock of that one.
+// Puts `from` in the place of the folder `to`; returns the new path of that folder. `lock`: null,
+// or -1, and gets the lock of that folder.
 absl::StatusOr<std::string> Exchange(const std::string& from, const std::string& to, int* lock) {
   if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) == 0) {
     if (lock != nullptr) *lock = LockFolder(from);
     return from;
   }
-  // Nobody who looks between the two renames puts it back.
+  // Lock it, so that no process that looks between the two renames puts it back.
   const OwnedFd replaced(LockFolder(to));
   std::string aside = absl::StrCat(to, kReplacedMark, RandomHex());
   MUSTER_RETURN_IF_ERROR(RenamePath(to, aside));
@@ -101,13 +102,13 @@ absl::StatusOr<std::string> Exchange(const std::string& from, const std::string&
     MUSTER_RETURN_IF_ERROR(RenamePath(aside, to));
     return renamed;
   }
-  // The copy has the lock, too.
+  // The duplicated descriptor holds the lock, too.
   if (lock != nullptr && replaced.open()) *lock = fcntl(replaced.get(), F_DUPFD_CLOEXEC, 0);
   return aside;
 }
 
-// Where a file system cannot exchange two folders, a crash can come between moving the old one away
-// and putting the new one into its place.
+// Undoes an interrupted replacement: if a file system cannot exchange two folders, a crash can
+// happen after the old folder was moved away and before the new one was put in its place.
 absl::Status PutBackReplaced(const std::string& dir) {
   MUSTER_ASSIGN_OR_RETURN(const bool exists, Exists(dir));
   if (exists) return absl::OkStatus();
@@ -126,7 +127,8 @@ absl::Status PutBackReplaced(const std::string& dir) {
     if (newer) newest = path;
   }
   if (newest.empty()) return absl::OkStatus();
-  // A save may be between the two renames, and another reader may try at once.
+  // Lock it: a save may be between its two renames, and another reader may try this at the same
+  // time.
   const absl::StatusOr<int> lock = LockFolderPatiently(newest);
   const OwnedFd held(lock.value_or(-1));
   MUSTER_ASSIGN_OR_RETURN(const bool done, Exists(dir));
@@ -138,7 +140,7 @@ absl::Status PutBackReplaced(const std::string& dir) {
   return PathExists(dir) ? absl::OkStatus() : renamed;
 }
 
-// Whether a checkpoint's own files may have the name: "model.safetensors", "scheduler_1.json",
+// Whether a checkpoint's own file may have the name: "model.safetensors", "scheduler_1.json",
 // "optimizer-00001-of-00002.safetensors", "model_1.safetensors.index.json"; not "model.json".
 bool IsNameOfLayout(absl::string_view name) {
   struct Kind {
@@ -167,8 +169,8 @@ bool IsNameOfLayout(absl::string_view name) {
   return false;
 }
 
-// The files of a replaced checkpoint that were not its own belong to the user and move to the new
-// one.
+// Moves the files of a replaced checkpoint that were not its own, and so belong to the user, to the
+// new one.
 void KeepForeignFiles(const std::string& old_dir, const std::string& new_dir) {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(old_dir);
   if (!names.ok()) return;
@@ -177,7 +179,8 @@ void KeepForeignFiles(const std::string& old_dir, const std::string& new_dir) {
   if (manifest.ok()) {
     for (const ManifestFile& file : manifest->files) own.insert(file.name);
   } else {
-    // Whoever reads the folder by its names would take old weights for the new checkpoint's.
+    // Warn, because a reader that goes by the names in the folder would take old weights for the
+    // new checkpoint's.
     MUSTER_LOG(Warning) << manifest.status().message() << ": of the checkpoint that " << new_dir
                         << " replaces only files that no checkpoint has by their names are kept";
   }
@@ -192,17 +195,18 @@ void KeepForeignFiles(const std::string& old_dir, const std::string& new_dir) {
 }
 
 // Whether the folder `path`, which has no writer, is the last copy of a checkpoint that was sealed
-// and is to be called `named`: not one that the checkpoint there has replaced. `or_asked`: also one
-// of which only the registry knows whether it was sealed.
+// and is to be called `named`, rather than one that the checkpoint there has replaced. `or_asked`:
+// also true for one of which only the registry knows whether it was sealed.
 absl::StatusOr<bool> AwaitsItsName(const std::string& path, const std::string& named,
                                    bool or_asked = false) {
-  // With its record: it may have been on its way out when its process ended.
+  // A doomed folder may still have its record: it was being removed when its process ended.
   if (IsDoomed(BaseName(path))) return false;
   MUSTER_ASSIGN_OR_RETURN(const bool sealed, Exists(JoinPath(path, kSealName)));
   if (!sealed) {
     MUSTER_ASSIGN_OR_RETURN(const Sealing sealing, ReadSealing(path));
     if (sealing.state == Sealing::State::kNone) return false;
-    // It never had the name, so none has replaced it: no clock has to say which is newer.
+    // It never had the name, so no checkpoint has replaced it, and no clock is needed to compare
+    // them.
     if (sealing.state == Sealing::State::kAsked) return or_asked;
   }
   MUSTER_ASSIGN_OR_RETURN(const bool taken, Exists(JoinPath(named, kManifestName)));
@@ -210,8 +214,8 @@ absl::StatusOr<bool> AwaitsItsName(const std::string& path, const std::string& n
   return IsNewerCheckpoint(path, named);
 }
 
-// Files that its writer left when it ended in the middle of WriteFileAtomically. What the manifest
-// lists is the checkpoint's own, whatever a hook has called it.
+// Removes files that the writer left when it ended in the middle of WriteFileAtomically. Files that
+// the manifest lists are the checkpoint's own, whatever a hook has called them.
 void RemoveUnnamedFiles(const std::string& dir, const Manifest& manifest) {
   for (const std::string& name : ListDirectory(dir).value_or(std::vector<std::string>())) {
     const std::string left = JoinPath(dir, name);
@@ -226,9 +230,9 @@ void RemoveUnnamedFiles(const std::string& dir, const Manifest& manifest) {
   }
 }
 
-// For a sealed checkpoint whose writer is gone: a run that never loads would never rename it.
-// Nothing is waited for, nothing is replaced: where it is locked, also by others who load from it,
-// where there are no locks, and where the name is taken, it stays as it is.
+// Renames a sealed checkpoint whose writer is gone, because a run that never loads would never
+// rename it. Does not wait and replaces nothing: the folder stays as it is if it is locked, also by
+// processes that load from it, if there are no locks, or if the name is taken.
 void GiveItsName(const std::string& path, const std::string& named) {
   const OwnedFd lock(LockFolder(path, absl::ZeroDuration()));
   if (!lock.open()) return;
@@ -240,7 +244,7 @@ void GiveItsName(const std::string& path, const std::string& named) {
     MUSTER_ASSIGN_OR_RETURN(const Manifest manifest, VerifyCheckpoint(path, VerifyLevel::kSizes));
     MUSTER_RETURN_IF_ERROR(NameSealing(path));
     RemoveUnnamedFiles(path, manifest);
-    // Over nothing, or over an empty folder.
+    // There is nothing at that path, or an empty folder.
     MUSTER_RETURN_IF_ERROR(RenamePath(path, named));
     MUSTER_LOG(Info) << named << " was sealed when its writer ended: it has its name now";
     return SyncDirectory(ParentPath(named));
@@ -251,8 +255,8 @@ void GiveItsName(const std::string& path, const std::string& named) {
   }
 }
 
-// What killed writers left next to `dir`: their staging folders, and checkpoints that were partly
-// removed or replaced.
+// Removes what killed writers left next to `dir`: their staging folders, and checkpoints that were
+// partly removed or replaced.
 void RemoveAbandoned(const std::string& dir) {
   const std::string parent = ParentPath(dir);
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
@@ -263,16 +267,16 @@ void RemoveAbandoned(const std::string& dir) {
     const absl::string_view stem = StemOf(name, replaced ? kReplacedMark : kStagingMark);
     int64_t number = 0;
     if (!replaced && !HasMark(name, stem, kStagingMark)) continue;
-    // What was to go goes, whatever it was called.
+    // A doomed folder is removed whatever it was called.
     if (stem != own && !ParseNumber(stem, &number) && !IsDoomed(name)) continue;
     const std::string path = JoinPath(parent, name);
     const std::string named = JoinPath(parent, stem);
-    // The only copy there is: it is put back when it is looked for.
+    // It is the only copy: it is put back when it is looked for.
     if (replaced && !PathExists(JoinPath(named, kManifestName))) continue;
-    // Asked before it is locked here.
+    // Must be asked before this process locks the folder.
     if (MayHaveDistantWriter(path)) continue;
     if (!replaced && AwaitsItsName(path, named).value_or(true)) {
-      // What this save is to be called is not given to another one, nor what one has that is aside.
+      // Do not rename to the name of this save, nor to a name whose checkpoint was moved aside.
       const bool is_aside = std::any_of(names->begin(), names->end(), [&](const auto& other) {
         return HasMark(other, stem, kReplacedMark);
       });
@@ -291,8 +295,8 @@ void RemoveAbandoned(const std::string& dir) {
       close(lock);
       continue;
     }
-    // Killed between the exchange of two checkpoints and its end: this is the former one, whose
-    // foreign files belong to the user.
+    // Its process was killed between the exchange of two checkpoints and the end of the
+    // replacement: this is the former one, whose foreign files belong to the user.
     if (!IsDoomed(name) && PathExists(JoinPath(path, kManifestName)) &&
         PathExists(JoinPath(named, kManifestName))) {
       KeepForeignFiles(path, named);
@@ -307,11 +311,10 @@ void RemoveAbandoned(const std::string& dir) {
   }
 }
 
-// Removes the checkpoint `dir`, which is called `doomed` from then on. If it cannot, all of it
-// stays as it is.
+// Removes the checkpoint `dir`, after it is renamed to `doomed`. If it cannot be removed, it stays
+// complete.
 absl::Status Discard(const std::string& dir, const std::string& doomed, Disposal* disposal) {
-  // Somebody may have protected it, or a folder of their own in it. It could be renamed all the
-  // same.
+  // The user may have protected it, or a folder inside of it, which does not prevent the rename.
   if (const absl::Status removable = CheckRemovable(dir); !removable.ok()) {
     return absl::Status(removable.code(),
                         absl::StrCat("cannot remove ", dir, ": ", removable.message()));
@@ -319,12 +322,12 @@ absl::Status Discard(const std::string& dir, const std::string& doomed, Disposal
   MUSTER_RETURN_IF_ERROR(RenamePath(dir, doomed));
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_doomed");
   if (disposal == nullptr) return RemoveCheckpointTree(doomed);
-  // No other save takes it for what a dead writer has left.
+  // Locked, so that no other save takes it for the remains of a dead writer.
   disposal->Remove(doomed, OwnedFd(LockFolder(doomed, absl::ZeroDuration())));
   return absl::OkStatus();
 }
 
-// The locks of what this process has left with Staging::Leave(), by folder.
+// The locks of folders that this process has left with Staging::Leave(), by folder.
 class LeftLocks {
  public:
   static LeftLocks& Get() {
@@ -335,7 +338,7 @@ class LeftLocks {
     const MutexLock guard(&mu_);
     locks_[path] = lock;
   }
-  // -1: there is none.
+  // Returns -1 if there is none.
   int Take(const std::string& path) {
     const MutexLock guard(&mu_);
     const auto found = locks_.find(path);
@@ -356,8 +359,8 @@ std::string CanonicalPath(const std::string& path) {
   return error ? path : canonical.string();
 }
 
-// A checkpoint may be a symbolic link to a folder on another disk: what is saved takes the place of
-// that folder, and the link stays.
+// A checkpoint may be a symbolic link to a folder on another disk: a save replaces that folder, and
+// the link stays.
 absl::StatusOr<std::string> FollowLink(const std::string& dir) {
   struct stat info;
   if (lstat(dir.c_str(), &info) != 0 || !S_ISLNK(info.st_mode)) return dir;
@@ -417,7 +420,7 @@ std::string HintAtUnnamed(const std::string& dir) {
 absl::StatusOr<std::string> ReadRecordFile(const std::string& path, int64_t max_bytes) {
   absl::StatusOr<std::string> text = ReadRegularFile(path, max_bytes);
   if (text.ok() || absl::IsNotFound(text.status())) return text;
-  // Those have the codes of errors that pass.
+  // The errors below have codes of transient errors, so find out what it is.
   struct stat info;
   if (stat(path.c_str(), &info) != 0) return text;
   if (!S_ISREG(info.st_mode)) return absl::DataLossError(absl::StrCat(path, ": is not a file"));
@@ -454,7 +457,7 @@ absl::StatusOr<bool> IsNewerCheckpoint(const std::string& dir, const std::string
     if (!status.ok() && !absl::IsNotFound(status) && !StaysUnreadable(status)) return status;
   }
   if (!mine.ok() || !other.ok()) return mine.ok();
-  // Clocks are set back, and differ between hosts.
+  // Prefer the records, because clocks are set back, and differ between hosts.
   if (const std::optional<bool> after = IsSealedAfter(dir, than); after.has_value()) return *after;
   return std::tie(mine->created, mine->info.step) > std::tie(other->created, other->info.step);
 }
@@ -469,7 +472,7 @@ absl::Status VerifyCheckpointFile(const std::string& dir, const ManifestFile& fi
   const std::string path = JoinPath(dir, file.name);
   struct stat info;
   if (stat(path.c_str(), &info) != 0) {
-    // Anything else may pass: a mount that is stale, a folder that may not be read.
+    // Any other error may be transient: a stale mount, a folder that may not be read.
     if (errno != ENOENT && errno != ENOTDIR) {
       return ReadError(errno, absl::StrCat("cannot examine ", path));
     }
@@ -508,7 +511,7 @@ absl::StatusOr<Manifest> VerifyCheckpoint(const std::string& dir, VerifyLevel le
 absl::StatusOr<Staging> Staging::Create(const std::string& wanted, bool replaces) {
   MUSTER_ASSIGN_OR_RETURN(const std::string dir, FollowLink(wanted));
   MUSTER_RETURN_IF_ERROR(MakeLastingFolder(ParentPath(dir)));
-  // A folder that may not be listed may be one that can be written to.
+  // A folder that cannot be listed may still be writable.
   if (const absl::Status back = PutBackReplaced(dir);
       !back.ok() && !absl::IsPermissionDenied(back)) {
     return back;
@@ -558,10 +561,11 @@ void Staging::LetOthersRead() {
 }
 
 Staging::~Staging() {
-  // After a commit that failed other nodes may have published: it stays for SettleNodes().
+  // After a commit that failed, other nodes may have published, so the folder stays for
+  // SettleNodes().
   if (!path_.empty() && !prepared_ && !taken_over_) {
-    // First: what is left of it if this process ends now must not look like a sealed one that lacks
-    // its name, nor like one that the registry was asked about.
+    // Remove the records first: if this process ends now, the rest must not look like a sealed
+    // checkpoint that lacks its name, nor like one that the registry was asked to seal.
     for (const char* const name : {kSealName, kSealingName}) {
       const std::string record = JoinPath(path_, name);
       if (unlink(record.c_str()) != 0 && errno != ENOENT) {
@@ -572,7 +576,7 @@ Staging::~Staging() {
       MUSTER_LOG(Warning) << removed.message();
     }
   }
-  // It is still not known whether the save has become a checkpoint.
+  // It is still unknown whether the save has become a checkpoint.
   if (left_ && lock_ >= 0) Leave();
   if (lock_ >= 0) close(lock_);
   if (replaced_lock_ >= 0) close(replaced_lock_);
@@ -593,11 +597,11 @@ absl::StatusOr<std::optional<Staging>> Staging::TakeOver(const std::string& want
     MUSTER_ASSIGN_OR_RETURN(lock, LockFolderPatiently(path));
   }
   if (lock < 0) return std::nullopt;
-  // Not removed if it is damaged.
+  // From here on taken_over_ keeps the folder, even if it is damaged.
   Staging staging(dir, path, lock);
   staging.taken_over_ = true;
   staging.left_ = left;
-  // A number that is taken is another program's.
+  // If the number is taken, it belongs to another program.
   int64_t number = 0;
   staging.replaces_ = !ParseNumber(BaseName(dir), &number);
   MUSTER_ASSIGN_OR_RETURN(const Manifest manifest, VerifyCheckpoint(path, VerifyLevel::kSizes));
@@ -620,7 +624,7 @@ absl::Status Staging::Complete(const Manifest& manifest) {
 
 absl::Status Staging::Rename(Disposal* disposal) {
   const absl::Status committed = Commit();
-  // On one disk nothing needs a folder that could not be moved.
+  // On one disk no other node needs a folder that could not be moved.
   prepared_ = false;
   MUSTER_RETURN_IF_ERROR(committed);
   return Finish(disposal);
@@ -652,7 +656,7 @@ absl::Status Staging::Commit() {
   prepared_ = true;
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_publish");
   const std::string parent = ParentPath(dir_);
-  // Over nothing, or over an empty folder.
+  // There is nothing at that path, or an empty folder.
   if (rename(path_.c_str(), dir_.c_str()) == 0) {
     path_.clear();
     MUSTER_FAILPOINT_STATUS("worker.checkpoint_renamed");
@@ -666,7 +670,8 @@ absl::Status Staging::Commit() {
         absl::StrCat("another program has saved a checkpoint as ", dir_,
                      " since this save began, which stays: give each run its own project folder"));
   }
-  // It is not abandoned: other nodes may need it if they cannot commit.
+  // Lock the replaced one, so that it does not look abandoned: other nodes may need it if they
+  // cannot commit.
   MUSTER_ASSIGN_OR_RETURN(replaced_, Exchange(path_, dir_, &replaced_lock_));
   path_.clear();
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_replaced");
@@ -676,7 +681,7 @@ absl::Status Staging::Commit() {
 absl::Status Staging::Finish(Disposal* disposal) {
   if (replaced_.empty()) return absl::OkStatus();
   KeepForeignFiles(replaced_, dir_);
-  // Under a name from which nothing puts it back: a part of it may be gone.
+  // Renamed first to a name from which it is never put back, because a part of it may be gone.
   if (const absl::Status removed = Discard(replaced_, NewDoomedPath(dir_), disposal);
       !removed.ok()) {
     MUSTER_LOG(Warning) << removed.message();
@@ -691,7 +696,7 @@ absl::StatusOr<std::vector<std::string>> CopiesOf(const std::string& dir) {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
   if (!names.ok() && !absl::IsNotFound(names.status())) return names.status();
   for (const std::string& name : names.value_or(std::vector<std::string>())) {
-    // Of what is being removed a part may be gone.
+    // A part of a folder that is being removed may be gone.
     if (IsDoomed(name)) continue;
     if (HasMark(name, BaseName(dir), kStagingMark) || HasMark(name, BaseName(dir), kReplacedMark)) {
       folders.push_back(JoinPath(parent, name));
@@ -758,7 +763,7 @@ absl::Status RemoveUnpublished(const std::string& path, const std::string& named
   };
   MUSTER_ASSIGN_OR_RETURN(const bool sealed, stays());
   if (sealed) return absl::OkStatus();
-  // Of this process, which has asked what has become of it.
+  // If this process has left the folder, release its lock: it now knows what has become of it.
   if (const int left = LeftLocks::Get().Take(CanonicalPath(path)); left >= 0) close(left);
   const OwnedFd lock(LockFolder(path, kReadersAreWaitedFor));
   if (!lock.open() && WriterOf(path) != FolderWriter::kUnknown) {
@@ -766,7 +771,7 @@ absl::Status RemoveUnpublished(const std::string& path, const std::string& named
         absl::StrCat("cannot remove ", path, ": ", LockHolderOf(path), " has it locked"));
   }
   if (HasAskedForSeal(path)) MUSTER_RETURN_IF_ERROR(seal());
-  // Who had the lock may have got the record.
+  // The previous holder of the lock may have received the record.
   MUSTER_ASSIGN_OR_RETURN(const bool sealed_since, stays());
   return sealed_since ? absl::OkStatus() : RemoveCheckpointTree(path);
 }
@@ -804,8 +809,8 @@ absl::StatusOr<int64_t> CheckpointFolder::NextNumber() const {
   MUSTER_RETURN_IF_ERROR(names.status());
   const std::vector<int64_t> numbers = NumbersAmong(*names);
   int64_t next = numbers.empty() ? 0 : numbers.back() + 1;
-  // A load of another program may rename a sealed checkpoint at any moment. One that has got it
-  // since the folder was listed is not where it was, and keeps its number all the same.
+  // A load of another program may rename a sealed checkpoint at any moment. One that was renamed
+  // since the folder was listed is no longer where it was, but still keeps its number.
   for (const std::string& name : *names) {
     const std::string path = JoinPath(root_, name);
     int64_t number = 0;
@@ -822,7 +827,7 @@ absl::StatusOr<std::string> CheckpointFolder::Newest(
     VerifyLevel level, const std::vector<std::string>& left_out,
     const std::vector<std::string>& unnamed) const {
   MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, Numbers());
-  // What waits for a name is newer than what has it.
+  // A checkpoint that waits for a name is newer than the one that has it.
   std::vector<std::tuple<int64_t, bool, std::string, std::string>> candidates;
   for (const int64_t number : numbers) candidates.emplace_back(number, false, "", PathOf(number));
   for (const std::string& path : unnamed) {
@@ -881,7 +886,7 @@ absl::StatusOr<int64_t> CheckpointFolder::NewestStep() const {
 absl::Status RemoveCheckpoint(const std::string& dir, Disposal* disposal) {
   struct stat info;
   if (lstat(dir.c_str(), &info) != 0) return absl::OkStatus();
-  // The folder belongs to the user who has put it elsewhere.
+  // Remove only the link: the folder belongs to the user who has put it elsewhere.
   if (S_ISLNK(info.st_mode)) return RemoveCheckpointTree(dir);
   return Discard(dir, NewDoomedPath(dir), disposal);
 }
@@ -889,7 +894,8 @@ absl::Status RemoveCheckpoint(const std::string& dir, Disposal* disposal) {
 bool StaysForItsStep(const std::string& dir, int64_t keep_every) {
   if (keep_every <= 0) return false;
   const absl::StatusOr<Manifest> manifest = ReadManifest(dir);
-  // A program without a prepared optimizer stays at step 0: that is no reason to keep all it saves.
+  // A program without a prepared optimizer stays at step 0, which is no reason to keep all that it
+  // saves.
   return manifest.ok() ? manifest->info.step > 0 && manifest->info.step % keep_every == 0
                        : !StaysUnreadable(manifest.status());
 }
@@ -909,7 +915,7 @@ absl::Status CheckpointFolder::RotateAmong(const std::vector<int64_t>& numbers, 
     return absl::InvalidArgumentError(
         absl::StrCat("total_limit is ", keep, "; it must be at least 1"));
   }
-  // One that stays, as a person may want it to, is no reason to keep the others.
+  // If one cannot be removed, perhaps because a person protects it, the others still go.
   absl::Status removed;
   for (size_t i = 0; i + keep < numbers.size(); ++i) {
     const std::string dir = PathOf(numbers[i]);
@@ -945,7 +951,8 @@ absl::Status CheckpointFolder::RemoveAsked(const std::vector<int64_t>& numbers, 
     }
     const OwnedFd lock(LockFolder(path, kReadersAreWaitedFor));
     if (!lock.open()) continue;
-    // Who had the lock may have got the record: it is retention's once it has its name.
+    // The previous holder of the lock may have received the record: then the checkpoint is for
+    // retention to remove, once it has its name.
     const absl::StatusOr<Sealing> sealing = ReadSealing(path);
     if (!sealing.ok() || sealing->state != Sealing::State::kAsked || !HasAskedForSeal(path))
       continue;
@@ -983,7 +990,7 @@ absl::StatusOr<std::vector<std::string>> CheckpointFolder::PublishSealed() const
     if (named.ok()) {
       if (*named == path) unnamed.push_back(path);
     } else if (absl::IsNotFound(named.status()) || StaysUnreadable(named.status())) {
-      // Gone, or damaged.
+      // It is gone, or damaged.
       MUSTER_LOG(Warning) << named.status().message();
     } else {
       return absl::Status(named.status().code(),

@@ -14,7 +14,7 @@ bool AreAlike(const GivenDirectory& one, const GivenDirectory& other, GivenAlike
   if (one.path.empty() != other.path.empty()) return false;
   if (alike == GivenAlike::kOrNone || one.folder.empty() || other.folder.empty()) return true;
   if (alike == GivenAlike::kByFolder) return one.path == other.path || one.folder == other.folder;
-  // A node that has no copy has no link to it either, and one may have a link for a name.
+  // A node that has no copy has no link to it either, and one node may use a link for a name.
   return BaseName(AbsolutePath(one.path)) == BaseName(AbsolutePath(other.path)) ||
          BaseName(one.folder) == BaseName(other.folder);
 }

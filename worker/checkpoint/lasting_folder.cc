@@ -27,7 +27,7 @@ namespace {
 absl::Status SyncAncestors(const std::string& folder) {
   std::error_code error;
   std::string path = std::filesystem::canonical(folder, error).string();
-  // Below a folder of another user, in which a program may have been started.
+  // This happens below a folder of another user, in which a program may have been started.
   if (error == std::errc::permission_denied) return absl::OkStatus();
   if (error) return absl::ErrnoToStatus(error.value(), absl::StrCat("cannot examine ", folder));
   struct stat info, above;
@@ -60,7 +60,7 @@ struct Identity {
   }
 };
 
-// Nothing where the system does not tell when it was made.
+// Returns nothing if the system does not report the creation time.
 std::optional<Identity> Identify(const std::string& folder) {
   struct statx info = {};
   if (statx(AT_FDCWD, folder.c_str(), 0, STATX_INO | STATX_BTIME, &info) != 0 ||
@@ -98,7 +98,8 @@ class Lasting {
 }  // namespace
 
 absl::Status MakeLastingFolder(const std::string& folder) {
-  // File systems take the time from a clock that stands still for milliseconds.
+  // Check whether it is new, because file systems take the time from a clock that stands still for
+  // milliseconds.
   const bool is_new = !PathExists(folder);
   MUSTER_RETURN_IF_ERROR(MakeDirectories(folder));
   const std::optional<Identity> identity = Identify(folder);

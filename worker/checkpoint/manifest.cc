@@ -24,7 +24,8 @@ Json EncodeBlocks(const BlockDigests& blocks) {
   return {{"bytes", blocks.block_bytes}, {"xxh3", std::move(digests)}};
 }
 
-// False if `json` does not describe the blocks of a file of `bytes` bytes. Throws as Json does.
+// Returns false if `json` does not describe the blocks of a file of `bytes` bytes. Throws as Json
+// does.
 bool DecodeBlocks(const Json& json, uint64_t bytes, BlockDigests* blocks) {
   json.at("bytes").get_to(blocks->block_bytes);
   if (blocks->block_bytes == 0 || blocks->block_bytes % 4096 != 0) return false;
@@ -41,14 +42,14 @@ bool DecodeBlocks(const Json& json, uint64_t bytes, BlockDigests* blocks) {
          bytes / blocks->block_bytes + (bytes % blocks->block_bytes == 0 ? 0 : 1);
 }
 
-// Manifests hold no numbers but integers.
+// Whether a number is not an integer; manifests hold only integers.
 bool HasFractions(const Json& json) {
   if (json.is_number_float()) return true;
   if (!json.is_structured()) return false;
   return std::any_of(json.begin(), json.end(), HasFractions);
 }
 
-// The digest is over the compact form with sorted keys, without "digest" itself.
+// Returns the digest of the compact form with sorted keys, without "digest" itself.
 std::string SelfDigest(Json json) {
   json.erase("digest");
   return DigestBytes(json.dump()).xxh3;

@@ -20,8 +20,8 @@ constexpr int kPopulateRead = 22;
 
 absl::StatusOr<MappedFile> MappedFile::Of(int fd, uint64_t bytes) {
   if (bytes == 0) return MappedFile(nullptr, 0, false);
-  // Only for reading: it counts neither as memory of the process (ulimit -d) nor as promised memory
-  // (vm.overcommit_memory = 2), and no page of it ever has to be kept.
+  // Only for reading: it counts neither as memory of the process (ulimit -d) nor as committed
+  // memory (vm.overcommit_memory = 2), and the kernel may drop every page of it.
   void* const data = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd, 0);
   if (data == MAP_FAILED) {
     const int error = errno;
@@ -65,7 +65,7 @@ absl::Status MappedFile::LoadPages(uint64_t begin, uint64_t bytes) const {
     case 0:
       return absl::OkStatus();
     case EINVAL:
-      // An older kernel: it reads the pages ahead, but does not report when they are there.
+      // An older kernel reads the pages ahead, but does not report when they are there.
       (void)madvise(first, length, MADV_WILLNEED);
       return absl::OkStatus();
     case EFAULT:

@@ -17,11 +17,11 @@ namespace muster {
 namespace {
 
 constexpr size_t kPieceBytes = size_t{8} << 20;
-// A peer may be about to copy its part, for as long as training lets it. One that dies closes its
-// connections, and the destructor does not wait.
+// Training may delay a peer's copy for so long. A peer that dies closes its connections, and the
+// destructor does not wait.
 constexpr std::chrono::milliseconds kPatience = std::chrono::hours(24 * 7);
 
-// The tags of a save's exchanges; from kPieces on one for each piece. kNothing is never sent.
+// The tags of a save's exchanges; kPieces is the first of those of pieces. kNothing is never sent.
 enum Tag : int { kNothing, kAnnouncement, kRoom, kHeader, kPieces };
 
 struct Announced {
@@ -45,7 +45,7 @@ std::vector<int> All(const MirrorPeers& peers) {
   return all;
 }
 
-// An agent that does not answer may answer later.
+// Converts an error, because an agent that does not answer may answer later.
 absl::Status WhyNoRoom(const absl::Status& status) {
   return absl::IsUnavailable(status) ? absl::AbortedError(status.message())
                                      : absl::ResourceExhaustedError(status.message());
@@ -157,7 +157,7 @@ struct MemoryMirror::Buffers {
 
 absl::Status MemoryMirror::Copy(const Task& task) {
   if (comm_ == nullptr) return absl::UnavailableError("a peer was lost");
-  // Until the connections are closed what was posted may still arrive.
+  // Declared here, because posted messages may still arrive until the connections are closed.
   Buffers buffers;
   absl::Status done;
   const absl::Status connected = GuardRank([&] {
@@ -166,13 +166,13 @@ absl::Status MemoryMirror::Copy(const Task& task) {
   });
   if (connected.ok()) return done;
   posted_.clear();
-  // This rank's other peers learn it at once, rather than wait for it.
+  // Closing the connections tells this rank's other peers at once.
   watch_.Release();
   comm_.reset();
   return absl::UnavailableError(connected.message());
 }
 
-// Abort() leaves messages that are fast enough.
+// Needed because Abort() does not stop messages that are fast enough.
 void MemoryMirror::CheckGoesOn() {
   MutexLock lock(&mu_);
   TORCH_CHECK(!stop_, "the mirror ends");
@@ -214,7 +214,7 @@ absl::Status MemoryMirror::Exchange(const Task& task, Buffers* buffers) {
   if (!task.part->ok()) status = absl::AbortedError(task.part->status().message());
   for (Incoming& part : incoming) {
     if (part.status.ok()) part.status = GuardRank([&] { return Complete(task, part); });
-    // What leaves no later copies comes first.
+    // An error after which no later copy can succeed takes precedence.
     if (part.status.ok() || (!status.ok() && !absl::IsResourceExhausted(part.status))) continue;
     status = absl::Status(part.status.code(), absl::StrCat("the part of rank ", part.from, ": ",
                                                            part.status.message()));
@@ -262,7 +262,7 @@ bool MemoryMirror::AgreeOnRoom(const Task& task, Buffers* buffers) {
 }
 
 void MemoryMirror::MovePieces(absl::string_view part, std::vector<Incoming>* incoming) {
-  // All ranks are in the same exchange or in one that waits for it, so none waits for another that
+  // No two ranks wait for each other, because all ranks are in the same exchange or in one that
   // waits for it.
   uint64_t longest = part.size();
   for (const Incoming& in : *incoming) {

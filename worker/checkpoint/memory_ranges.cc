@@ -7,7 +7,7 @@
 namespace muster {
 namespace {
 
-// Where the memory begins and ends; equal for a tensor without memory.
+// Returns where the memory begins and ends; equal for a tensor without memory.
 std::pair<uintptr_t, uintptr_t> RangeOf(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.numel() == 0 ||
       tensor.storage().data() == nullptr) {
@@ -30,7 +30,7 @@ bool MemoryRanges::Overlap(const at::Tensor& tensor) const {
 void MemoryRanges::Add(const at::Tensor& tensor) {
   auto [begin, end] = RangeOf(tensor);
   if (begin == end) return;
-  // Joins those that it overlaps or touches.
+  // Join the ranges that it overlaps or touches.
   auto after = ends_.upper_bound(end);
   while (after != ends_.begin() && std::prev(after)->second >= begin) {
     const auto joined = std::prev(after);

@@ -15,19 +15,19 @@ constexpr uint64_t kMagic = 0x324d52455453554d;      // "MUSTERM2"
 constexpr uint64_t kMagicName = 0x00ffffffffffffff;  // all but the version
 constexpr char kSource[] = "the checkpoint in memory";
 
-// Little-endian, as the machines of the job are: it never leaves them.
+// Little-endian, like the machines of the job, which the header never leaves.
 struct Header {
   uint64_t magic = 0;
   uint64_t sequence = 0;
   uint64_t nonce = 0;
   int64_t since_disk = 0;
   int64_t rank = 0;
-  // The record: as many offsets, and the manifest's text.
+  // The record has this many offsets, and the manifest's text.
   uint64_t files = 0;
   uint64_t record_offset = 0;
   uint64_t record_bytes = 0;
   uint64_t record_xxh3 = 0;
-  uint64_t header_xxh3 = 0;  // of all above
+  uint64_t header_xxh3 = 0;  // digest of all fields above
 };
 static_assert(sizeof(Header) <= kMemoryHeaderBytes);
 
@@ -45,8 +45,8 @@ absl::Status Damaged(absl::string_view what) {
 void ForgetMemoryRecord(AlignedMemory& memory) {
   if (memory.size() < sizeof(Header)) return;
   std::memset(memory.data(), 0, sizeof(Header));
-  // Before anything of the files changes. A process that is killed has executed all stores up to
-  // one point of its program, so only the compiler could change the order.
+  // The record must go before anything of the files changes. A process that is killed has executed
+  // all stores up to one point of its program, so only the compiler could change the order.
   std::atomic_signal_fence(std::memory_order_seq_cst);
 }
 
@@ -74,7 +74,7 @@ absl::Status WriteMemoryRecord(AlignedMemory& memory, size_t end, const MemoryRe
 }
 
 void PutMemoryHeader(absl::string_view page, AlignedMemory& memory) {
-  std::atomic_signal_fence(std::memory_order_seq_cst);  // the header is last
+  std::atomic_signal_fence(std::memory_order_seq_cst);  // the header must be written last
   std::memcpy(memory.data(), page.data(), std::min(page.size(), kMemoryHeaderBytes));
 }
 

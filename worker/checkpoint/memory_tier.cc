@@ -21,10 +21,10 @@
 namespace muster {
 namespace {
 
-// Of what is sent to ranks of other nodes at a time.
+// The bytes that are sent to ranks of other nodes at a time.
 constexpr size_t kPieceBytes = size_t{8} << 20;
 
-// Numbers and texts that ranks exchange.
+// Encode and decode the numbers and texts that ranks exchange.
 void Put(uint64_t value, std::string* to) {
   to->append(reinterpret_cast<const char*>(&value), sizeof(value));
 }
@@ -60,12 +60,12 @@ absl::Status TakeStatus(absl::string_view* from) {
   return absl::Status(code, TakeText(from));
 }
 
-// No later mirror can succeed.
+// Whether no later mirror can succeed after this error.
 bool EndsMirrors(const absl::Status& status) {
   return absl::IsResourceExhausted(status) || absl::IsUnavailable(status);
 }
 
-// The first failure, with its rank. One that goes first replaces another.
+// Notes the first failure, with its rank. One for which `goes_first` is true replaces another.
 void Note(size_t rank, const absl::Status& status, bool goes_first, absl::Status* first) {
   if (status.ok() || (!first->ok() && !goes_first)) return;
   *first = absl::Status(status.code(), absl::StrCat("rank ", rank, ": ", status.message()));
@@ -83,8 +83,8 @@ std::string NameOf(const CheckpointInfo& info) {
   return absl::StrCat("the checkpoint of step ", info.step, " in memory");
 }
 
-// An agent that does not answer may answer later. Otherwise, whatever the reason is, there is no
-// memory to save to.
+// Converts an error: an agent that does not answer may answer later; any other reason means that
+// there is no memory for a save.
 absl::Status WhyNoMemory(const absl::Status& status) {
   if (status.ok() || absl::IsUnavailable(status)) return status;
   return absl::ResourceExhaustedError(status.message());
@@ -96,7 +96,7 @@ struct MappedFile {
   AlignedMemory memory;
 };
 
-// What a reader reads, and what keeps it alive.
+// The files that a reader reads, and the memory that it keeps alive.
 struct Contents {
   std::map<std::string, absl::string_view> files;
   std::vector<std::shared_ptr<const AlignedMemory>> memories;
@@ -104,7 +104,7 @@ struct Contents {
   uint64_t copied_bytes = 0;
 };
 
-// A file in memory of a rank of this host.
+// Maps a file in memory of a rank of this host.
 absl::StatusOr<MappedFile> MapPeerFile(const std::string& place) {
   MappedFile file;
   MUSTER_ASSIGN_OR_RETURN(file.fd, OpenPeerFile(place, O_RDWR));
@@ -136,10 +136,10 @@ class Workers {
 }  // namespace
 
 struct MemoryTier::Word {
-  bool begins = false;  // it knows its memory
+  bool begins = false;  // it knows the state of its memory
   uint64_t sequence = 0;
-  uint64_t nonce = 0;   // rank 0's counts
-  absl::Status status;  // of the save before
+  uint64_t nonce = 0;   // rank 0's is used
+  absl::Status status;  // of the previous save
   bool mirroring = false;
   absl::Status mirror;  // of the last mirror
 
@@ -229,7 +229,7 @@ MemoryTier::MemoryTier(const Comm& comm, std::string socket, std::string worker_
 }
 
 MemoryTier::~MemoryTier() {
-  // No later save says so.
+  // Log it, because no later save reports it.
   if (const absl::Status last = Wait(); !last.ok()) {
     MUSTER_LOG(Warning) << "the last checkpoint in memory was lost: " << last.message();
   }
@@ -247,7 +247,7 @@ absl::Status MemoryTier::Adopt() {
   MUSTER_ASSIGN_OR_RETURN(std::vector<HeldMemory> held, TakeHeldMemory(socket_));
   for (HeldMemory& piece : held) {
     MUSTER_ASSIGN_OR_RETURN(AlignedMemory memory, AlignedMemory::OfFile(piece.fd.get()));
-    // Also of what other workers have left here: new saves are later ones.
+    // Look also at what other workers have left here, so that new saves get higher numbers.
     const absl::StatusOr<MemoryRecord> record = ReadMemoryRecord(BytesOf(memory));
     if (record.ok()) sequence_ = std::max(sequence_, record->save.sequence);
     if (piece.worker_id != worker_id_) continue;
@@ -287,7 +287,7 @@ absl::Status MemoryTier::Settle(Comm& comm) {
   if (last.ok()) return last;
   current_ = -1;
   MutexLock lock(&mu_);
-  status_ = absl::OkStatus();  // the next save has nothing more to say of this one
+  status_ = absl::OkStatus();  // reported now, so not by the next save
   return last;
 }
 
@@ -350,7 +350,7 @@ void MemoryTier::LearnOfMirror(bool busy, const absl::Status& status) {
     }
     mirror_.reset();
     mirroring_ = -1;
-    // Where a peer was lost, the job is about to end, and what is mirrored may be what is left.
+    // If a peer was lost, the job is about to end, and the mirrored save may be all that is left.
     if (absl::IsResourceExhausted(status)) {
       mirrored_ = -1;
       ReturnMirrorsMemory();
@@ -377,7 +377,7 @@ void MemoryTier::ReturnMirrorsMemory() {
         piece.slot == current_) {
       continue;
     }
-    // The agent drops what it held before.
+    // The agent drops the memory that it held for the slot before.
     const absl::StatusOr<OwnedFd> nothing = CreateHoldableMemory("muster-nothing");
     if (!nothing.ok() || !HoldMemory(socket_, piece.slot, nothing->get()).ok()) return;
     if (piece.slot < kOwnSlots) slots_[piece.slot] = {};
@@ -390,7 +390,7 @@ void MemoryTier::DropWhatOthersLeft() {
   if (!held.ok()) return;
   for (const HeldMemory& piece : *held) {
     if (workers_here_.count(piece.worker_id) != 0) continue;
-    // One that stays only takes memory.
+    // If that fails, the memory only stays in use.
     (void)DropHeldMemory(socket_, piece.worker_id, piece.slot);
   }
 }
@@ -431,10 +431,11 @@ absl::Status MemoryTier::Save(Comm& comm, const CheckpointInfo& info, int64_t si
     mirroring |= word.mirroring;
     Note(rank, word.mirror, EndsMirrors(word.mirror), &mirror);
   }
-  // A rank that does not know what its memory holds could overwrite the last whole save.
+  // Stop here: a rank that does not know what its memory holds could overwrite the last whole save.
   if (absl::IsResourceExhausted(before) || !begins) return before;
   *earlier = before;
-  // All ranks know the same of the save before. One that failed anywhere is overwritten.
+  // All ranks have the same result of the previous save. One that failed on any rank is
+  // overwritten.
   if (before.ok() && current_ >= 0) {
     good_ = current_;
     whole_ = true;
@@ -456,7 +457,8 @@ absl::Status MemoryTier::Save(Comm& comm, const CheckpointInfo& info, int64_t si
     mirror_->Begin(save, kept_mirror_);
   }
   const absl::Status prepared = GuardRank([&] { return WhyNoMemory(Prepare(current_)); });
-  // Without memory, too: others may wait for what `write` exchanges before it writes.
+  // Call `write` even without memory, because other ranks may wait for what it exchanges before it
+  // writes.
   const absl::Status mine_copied =
       WithoutMemory(current_, GuardRank([&]() -> absl::Status {
                       Snapshot* const snapshot = slots_[current_].snapshot.get();
@@ -472,7 +474,7 @@ absl::Status MemoryTier::Save(Comm& comm, const CheckpointInfo& info, int64_t si
     if (pending->mirrored) mirror_->Offer(copied);
     current_ = -1;
     MutexLock lock(&mu_);
-    status_ = absl::OkStatus();  // the next save has nothing more to say of this one
+    status_ = absl::OkStatus();  // reported now, so not by the next save
     return copied;
   }
   MutexLock lock(&mu_);
@@ -511,7 +513,7 @@ absl::Status MemoryTier::Complete(const Pending& pending) {
 }
 
 void MemoryTier::Run() {
-  // Training that waits does the rest of the work itself.
+  // If training waits, it does the rest of the work itself.
   LowerThreadPriority(kIdleNice);
   while (true) {
     {
@@ -546,7 +548,7 @@ absl::StatusOr<std::vector<MemoryTier::Piece>> MemoryTier::PiecesHere() const {
   return pieces;
 }
 
-// The first file with another digest; empty: none.
+// Returns the first file whose digest does not match; empty if there is none.
 std::string MemoryTier::DamagedFile(const Piece& piece) {
   for (size_t i = 0; i < piece.record.offsets.size(); ++i) {
     const ManifestFile& file = piece.record.manifest.files[i];
@@ -555,7 +557,7 @@ std::string MemoryTier::DamagedFile(const Piece& piece) {
   return "";
 }
 
-// The steps of Find(), which all ranks take together.
+// The steps of Find(), in which all ranks take part together.
 class MemoryTier::Search {
  public:
   Search(Comm& comm, const std::string& node, const std::vector<Piece>& here,
@@ -569,14 +571,15 @@ class MemoryTier::Search {
 
   // Collective. Learns which parts of saves are on the nodes of which ranks.
   absl::Status Exchange();
-  // Of those that Exchange() has found, the ones with a part of every rank; newest first.
+  // Returns the saves that Exchange() has found with a part of every rank, newest first.
   std::vector<MemorySaveId> WholeSaves() const;
-  // The newest of which two nodes have each part.
+  // Returns the newest save of which two nodes have each part.
   std::optional<MemorySaveId> MirroredSave() const;
-  // Collective. Whether the files of a whole save have their digests on at least one node. A node's
-  // copy of a part that has not counts no more. `manifest` gets the files of all parts.
+  // Collective. Checks that the files of a whole save have their digests on at least one node. A
+  // node's copy of a part that does not match no longer counts. `manifest` gets the files of all
+  // parts.
   absl::Status Check(const MemorySaveId& save, Manifest* manifest);
-  // Collective. The files of a whole save: those of this node where they are, and a copy of others.
+  // Collective. Provides the files of a whole save: this node's in place, and a copy of the others.
   absl::Status Gather(const MemorySaveId& save, Contents* contents);
   // Whether the last Check() has found a damaged part.
   bool damaged() const { return damaged_; }
@@ -584,7 +587,7 @@ class MemoryTier::Search {
   bool HasOwnPart(const MemorySaveId& save) const {
     return saves_.at(save).at(rank_).on.count(rank_) > 0;
   }
-  // How many saves before it the last one went to the disk.
+  // Returns how many saves before it the last one went to the disk.
   int64_t SinceDisk(const MemorySaveId& save) const {
     return saves_.at(save).begin()->second.since_disk;
   }
@@ -592,7 +595,7 @@ class MemoryTier::Search {
  private:
   // One rank's part of a save.
   struct Part {
-    std::set<int> on;  // ranks with it on their node
+    std::set<int> on;  // ranks whose node has it
     int64_t since_disk = 0;
     std::string text;  // its manifest
     Manifest manifest;
@@ -600,33 +603,35 @@ class MemoryTier::Search {
   using Parts = std::map<int, Part>;  // by owner
 
   absl::Status Learn(const std::vector<std::string>& all);
-  // What a rank says of a part that it checks for its node.
+  // A rank's result for a part that it checks for its node.
   struct Checked {
-    std::string place;    // of a copy that is whole; empty: there is none
+    std::string place;    // place of a whole copy; empty: there is none
     std::string damaged;  // the first file of another copy with another digest; empty: none
   };
-  // Null: it is not on this node. After Check() the copy that is whole.
+  // Returns null if it is not on this node. After Check(), returns the whole copy.
   const Piece* Find(const MemorySaveId& save, int owner) const;
-  // Of the parts that this rank checks, by owner.
+  // Returns the results for the parts that this rank checks, by owner.
   std::map<int, Checked> CheckParts(const MemorySaveId& save) const;
-  // Learns what a rank says of a part. Errors: DATA_LOSS if no copy is left.
+  // Takes note of a rank's result for a part. Errors: DATA_LOSS if no copy is left.
   absl::Status Learn(int rank, int owner, const Checked& checked, Part* part);
-  // The copy of the part on the node of `rank`, where `file` is damaged, counts no more. Errors:
-  // DATA_LOSS if it was the last one.
+  // Discards the copy of the part on the node of `rank`, where `file` is damaged. Errors: DATA_LOSS
+  // if it was the last one.
   absl::Status DropCopy(const std::string& file, int rank, Part* part) const;
-  // Which rank of a node checks the node's copy of a part: the owner, or one of those that have it.
+  // Returns the rank of a node that checks the node's copy of a part: the owner, or one of those
+  // that have it.
   int CheckerOf(int owner, const Part& part, const std::string& node) const;
-  // The rank that speaks for a part.
+  // Returns the rank that speaks for a part.
   static int SpeakerOf(int owner, const Part& part) {
     return part.on.count(owner) > 0 ? owner : *part.on.begin();
   }
-  // The first rank of a rank's node that lacks the same parts: it makes the copy of them.
+  // Returns the first rank of a rank's node that lacks the same parts: it makes the copy of them.
   int CopierFor(const Parts& parts, int rank) const;
-  // Memory for the parts that this node lacks.
+  // Makes memory for the parts that this node lacks.
   absl::Status MakeRoom(uint64_t bytes, MappedFile* room) const;
-  // Collective. Where the copy of missing parts goes: memory of this rank, or of its copier.
+  // Collective. Determines where the copy of missing parts goes: into memory of this rank, or of
+  // its copier.
   absl::Status AgreeOnRoom(const Parts& parts, uint64_t bytes, Contents* contents);
-  // Collective. Brings the file from `root` to all; `to` is null where it is not wanted.
+  // Collective. Sends the file from `root` to all; `to` is null on a rank that does not want it.
   absl::Status Bring(absl::string_view from, uint64_t bytes, int root, char* to);
 
   Comm& comm_;
@@ -637,7 +642,7 @@ class MemoryTier::Search {
   const FindOptions& options_;
   std::vector<std::string> nodes_;  // by rank
   std::map<MemorySaveId, Parts> saves_;
-  std::map<int, std::string> places_;  // of copies on this node that are whole, by owner
+  std::map<int, std::string> places_;  // places of whole copies on this node, by owner
   bool damaged_ = false;
 };
 
@@ -645,7 +650,7 @@ absl::Status MemoryTier::Search::Exchange() {
   std::string parts_here;
   uint64_t count = 0;
   for (const Piece& piece : here_) {
-    // Without digests of blocks, which the node alone compares: all ranks get this.
+    // Remove block digests, which only the node itself compares: all ranks get this text.
     Manifest files = piece.record.manifest;
     for (ManifestFile& file : files.files) file.blocks = BlockDigests();
     const absl::StatusOr<std::string> text = EncodeManifest(files);
@@ -861,7 +866,7 @@ absl::Status MemoryTier::Search::Bring(absl::string_view from, uint64_t bytes, i
   for (uint64_t at = 0; at < bytes; at += kPieceBytes) {
     const uint64_t size = std::min<uint64_t>(kPieceBytes, bytes - at);
     std::string sent;
-    // A rank that fails goes on: the others are in the same exchange.
+    // A rank that fails continues, because the others are in the same exchange.
     if (rank_ == root) {
       mine.Update(GuardRank([&]() -> absl::Status {
         sent = std::string(from.substr(at, size));
@@ -906,7 +911,7 @@ absl::Status MemoryTier::Search::Gather(const MemorySaveId& save, Contents* cont
       if (piece == nullptr) room += file.digest.bytes;
     }
   }
-  // No rank reads what its copier has not copied yet.
+  // Wait, so that no rank reads what its copier has not copied yet.
   return AgreeOnFiles(comm_, mine, {}, nullptr);
 }
 
@@ -928,14 +933,14 @@ absl::StatusOr<std::optional<MemoryTier::Found>> MemoryTier::Find(Comm& comm,
     const auto contents = std::make_shared<Contents>();
     absl::Status usable = search.Check(save, &manifest);
     const std::string name = NameOf(manifest.info);
-    // Those that follow are older.
+    // The saves that follow are older.
     if (usable.ok() && manifest.info.step < options.from_step) break;
     if (usable.ok()) usable = search.Gather(save, contents.get());
     if (absl::IsResourceExhausted(usable)) {
       if (rank_ == 0) MUSTER_LOG(Warning) << "passing over " << name << ": " << usable.message();
       break;
     }
-    // No reason to train on from an older one.
+    // Other errors are no reason to continue training from an older save.
     if (!usable.ok() && !absl::IsDataLoss(usable)) {
       return absl::Status(usable.code(),
                           absl::StrCat("cannot read ", name, ": ", usable.message()));
@@ -948,7 +953,7 @@ absl::StatusOr<std::optional<MemoryTier::Found>> MemoryTier::Find(Comm& comm,
         Found{.reader = StateReader::OfMemory(name, std::move(manifest), contents->files, contents),
               .since_disk = search.SinceDisk(save),
               .save = save,
-              // A mirror may be what a damaged part is read from: then it is what has to stay.
+              // A damaged part may be read from a mirror of this save, which then has to stay.
               .mirrored = search.damaged() ? save : search.MirroredSave().value_or(save),
               .own_part_is_here = search.HasOwnPart(save),
               .copied_bytes = contents->copied_bytes});
@@ -974,8 +979,8 @@ void MemoryTier::Keep(const Found& found) {
 absl::Status MemoryTier::Forget(Comm& comm) {
   WaitForCopy();
   (void)WaitForMirror();
-  // Everything that this node's agent holds, also of workers that run elsewhere now. No rank saves
-  // before all ranks have read it.
+  // Discards everything that this node's agent holds, also for workers that run elsewhere now. No
+  // rank saves before all ranks have read it.
   std::vector<AlignedMemory> here;
   const absl::Status found = GuardRank([&]() -> absl::Status {
     MUSTER_RETURN_IF_ERROR(Adopt());
@@ -985,7 +990,7 @@ absl::Status MemoryTier::Forget(Comm& comm) {
     }
     return absl::OkStatus();
   });
-  // What one rank does not reach now may be found later.
+  // A later load may find what one rank cannot reach now.
   if (const absl::Status all = AgreeOnFiles(comm, found, {}, nullptr); !all.ok()) {
     return absl::Status(all.code(), absl::StrCat("cannot discard the checkpoints in memory, which "
                                                  "a later load would take for the newest: ",

@@ -24,14 +24,14 @@ bool IsFolder(const std::string& path) {
   return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
 }
 
-// The file or index that a folder's model begins with.
+// Returns the file or index with which a folder's model begins.
 absl::StatusOr<std::string> FindInFolder(const std::string& folder) {
   const std::string single = JoinPath(folder, absl::StrCat(kModelStem, kModelExtension));
   if (PathExists(single)) return single;
   MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(folder));
   std::vector<std::string> indexes;
   for (const std::string& name : names) {
-    // As where weights are looked for: hidden files are nobody's model.
+    // Ignore hidden files, as everywhere weights are looked for.
     if (!absl::StartsWith(name, ".") && absl::EndsWith(name, ".index.json")) {
       indexes.push_back(name);
     }

@@ -25,14 +25,14 @@ namespace {
 
 constexpr absl::string_view kScratchMark = ".saving-";
 
-// What writers left that were killed.
+// Removes what killed writers have left.
 void RemoveAbandoned(const std::string& folder) {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(folder);
   for (const std::string& name : names.value_or(std::vector<std::string>())) {
     const std::string path = JoinPath(folder, name);
     if (!HasMark(name, "", kScratchMark) || MayHaveDistantWriter(path)) continue;
     const OwnedFd lock(LockFolder(path));
-    // A folder that cannot be removed only takes room.
+    // If a folder cannot be removed, it only takes room.
     if (lock.open()) (void)RemoveCheckpointTree(path);
   }
 }
@@ -151,7 +151,7 @@ absl::Status ModelFolderWriter::Finish() {
 }
 
 absl::Status ModelFolderWriter::MoveIn() const {
-  // One that is saved beside training may have got its name meanwhile.
+  // Check again: a checkpoint that is saved beside training may have got its name meanwhile.
   MUSTER_RETURN_IF_ERROR(CheckNoCheckpoint(folder_));
   const std::vector<std::string> fresh = FileNames();
   MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> before, ListDirectory(folder_));

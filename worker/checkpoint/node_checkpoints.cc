@@ -37,19 +37,19 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Messages in it may not be UTF-8.
+// Dumps JSON whose messages may not be UTF-8.
 std::string Dumped(const Json& json) {
   return json.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
-// What a leader has of one checkpoint.
+// The parts of one checkpoint that a leader has.
 struct Holding {
-  std::string text;  // of the manifest; empty: there is none that can be read
+  std::string text;  // text of the manifest; empty: none can be read
   Manifest manifest;
   std::vector<std::string> intact;
-  // Why the others are not.
+  // Why the other files are not intact.
   std::vector<std::string> damaged;
-  // Of the manifest or a file, which may be intact: see StaysUnreadable().
+  // The error of reading the manifest or a file, which may be intact: see StaysUnreadable().
   absl::Status unreadable;
 
   Json Summary() const {
@@ -102,22 +102,22 @@ class Gathering {
   absl::Status Find(VerifyLevel level);
   // (collective) Fetches what this node lacks, if any node lacks anything.
   absl::Status Complete();
-  // Whether some node does not have all of it.
+  // Whether some node lacks files of it.
   bool IsInParts() const { return !lacking_.empty(); }
-  // (collective) Leaves the files where they are. Errors: what this rank's node has and this rank
-  // does not see.
+  // (collective) Opens the checkpoint with its files where they are. Errors: this rank does not see
+  // a file that its node has.
   absl::StatusOr<StateReader> OpenInParts() const;
 
  private:
-  // The status of the checkpoint whose manifest has this digest.
+  // Chooses the checkpoint whose manifest has this digest.
   absl::Status Choose(const std::string& digest, const std::vector<Json>& summaries);
   absl::Status MissingFiles(const std::vector<Json>& summaries) const;
   absl::Status FetchInto(Staging* staging);
   absl::Status FetchFile(const ManifestFile& file, AtomicFile* out);
   absl::Status KeepIntact(const Staging& staging) const;
-  // FAILED_PRECONDITION if this node has another checkpoint of this name that is pinned.
+  // Returns FAILED_PRECONDITION if this node has another checkpoint of this name that is pinned.
   absl::Status CheckMayReplace() const;
-  // seal.json of a node that has the one of this manifest; empty: none has.
+  // Returns the seal.json of a node that has the one for this manifest; empty if none has.
   std::string FetchSeal();
 
   Comm& comm_;
@@ -125,10 +125,10 @@ class Gathering {
   const NodeGroups& groups_;
   Holding mine_;
   Manifest manifest_;
-  std::string digest_;  // of its text
+  std::string digest_;  // digest of the manifest's text
   // By file name: the leaders that have it.
   std::map<std::string, std::vector<int>, std::less<>> holders_;
-  std::set<int> lacking_;  // leaders
+  std::set<int> lacking_;  // leaders that lack a file
 };
 
 absl::Status Gathering::Find(VerifyLevel level) {
@@ -139,7 +139,7 @@ absl::Status Gathering::Find(VerifyLevel level) {
     return absl::OkStatus();
   });
   if (!inspected.ok()) {
-    // As if the node could not read it now: the others learn of that below.
+    // Treat the failure as if the node could not read it now: the others learn of that below.
     mine_ = Holding{};
     mine_.unreadable = inspected;
   }
@@ -147,7 +147,7 @@ absl::Status Gathering::Find(VerifyLevel level) {
   for (const std::string& text : comm_.AllGatherBytes(mine)) {
     summaries.push_back(Json::parse(text));
   }
-  // The latest first: SettleNodes() has chosen where two were published in part.
+  // Try the latest first: SettleNodes() has chosen if two were partly published.
   std::map<std::tuple<int64_t, std::string, std::string>, int, std::greater<>> candidates;
   for (size_t rank = 0; rank < summaries.size(); ++rank) {
     const Json& summary = summaries[rank];
@@ -161,7 +161,7 @@ absl::Status Gathering::Find(VerifyLevel level) {
   for (const auto& [age, holder] : candidates) {
     const absl::StatusOr<Manifest> manifest =
         ParseManifest(comm_.BroadcastBytes(mine_.text, holder), dir_);
-    // A manifest that its own node could read.
+    // The node that has the manifest could read it, so an error ends the search.
     MUSTER_RETURN_IF_ERROR(manifest.status());
     manifest_ = *manifest;
     const absl::Status chosen = Choose(std::get<2>(age), summaries);
@@ -232,7 +232,7 @@ absl::Status Gathering::KeepIntact(const Staging& staging) const {
       return absl::UnavailableError(
           absl::StrCat("cannot copy ", from, " to ", to, ": ", error.message()));
     }
-    // Files that a rank writes are durable before the folder gets its name; so is this one.
+    // All files must be durable before the folder gets its name, like those that a rank writes.
     const OwnedFd copy(open(to.c_str(), O_RDONLY | O_CLOEXEC));
     if (!copy.open() || fsync(copy.get()) != 0) {
       return absl::ErrnoToStatus(errno, absl::StrCat("cannot sync ", to));
@@ -267,7 +267,7 @@ absl::Status Gathering::FetchFile(const ManifestFile& file, AtomicFile* out) {
   if (out != nullptr && written.ok()) {
     written = GuardRank([&]() -> absl::Status {
       if (digester.Finish() == file.digest) return out->Commit();
-      // On its way, or on the disk of the holder, whose verification says whether it is damaged.
+      // Damaged in transit, or on the disk of the holder, whose verification finds out.
       return absl::UnavailableError(
           absl::StrCat(path, ": what rank ", holder, " sent does not match the manifest"));
     });
@@ -332,7 +332,7 @@ absl::Status Gathering::CheckMayReplace() const {
     }
     if (!seal.ok() || !seal->pinned) return absl::OkStatus();
   }
-  // A damaged one may be worth keeping, too.
+  // Even a damaged checkpoint may be worth keeping.
   const std::string what = mine_.text.empty()
                                ? std::string("damaged")
                                : absl::StrCat("the checkpoint of step ", mine_.manifest.info.step);
@@ -380,8 +380,8 @@ absl::StatusOr<StateReader> Gathering::OpenInParts() const {
   return StateReader::InParts(comm_.rank(), dir_, manifest_, std::move(nodes));
 }
 
-// `damaged`: those of which a file that is there was found damaged. `parts`: null, or gets the
-// gathering of a checkpoint of which some node does not have all.
+// `damaged`: checkpoints of which an existing file was found damaged. `parts`: null, or gets the
+// gathering of a checkpoint of which some node lacks files.
 absl::Status CompleteOnNodes(Comm& comm, const std::string& dir, const NodeGroups& groups,
                              const std::vector<std::string>& damaged,
                              std::optional<Gathering>* parts) {
@@ -394,8 +394,8 @@ absl::Status CompleteOnNodes(Comm& comm, const std::string& dir, const NodeGroup
     return absl::OkStatus();
   };
   if (std::find(damaged.begin(), damaged.end(), dir) == damaged.end()) {
-    // Files are checked when they are read, and those of other nodes when they come: reading all of
-    // them before would be once too often.
+    // Files are checked when they are read, and those of other nodes when they arrive, so reading
+    // all of them before would be unnecessary.
     const absl::Status completed = complete(VerifyLevel::kSizes);
     if (!absl::IsDataLoss(completed) && !IsReadError(completed)) return completed;
   }
@@ -410,8 +410,8 @@ absl::StatusOr<StateReader> OpenOnEveryRank(Comm& comm, const std::string& dir) 
   return reader;
 }
 
-// (collective) The numbers that some node has, descending. `mine`: those that this one, of a
-// leader, has.
+// (collective) Returns the numbers of checkpoints that any node has, descending. `mine`: gets those
+// of this node, on a leader.
 absl::StatusOr<std::vector<int64_t>> NumbersOnNodes(Comm& comm, const CheckpointFolder& folder,
                                                     const NodeGroups& groups,
                                                     std::set<int64_t>* mine) {
@@ -429,10 +429,9 @@ absl::StatusOr<std::vector<int64_t>> NumbersOnNodes(Comm& comm, const Checkpoint
   return std::vector<int64_t>(all.begin(), all.end());
 }
 
-// (collective) Why a load without a directory must not take `path`: the seal.json of some node says
-// that it was held back when it was sealed. (Runs that shared one disk may have left that file.)
-// Empty: no seal.json says so. `damage`: set if this cannot be determined, which no later look
-// changes.
+// (collective) Returns why a load without a directory must not take `path`: the seal.json of some
+// node says that it was held back when it was sealed. (Runs that shared one disk may have left that
+// file.) Empty: no seal.json says so. `damage`: set if this can never be determined.
 absl::StatusOr<std::string> WhyHeldBack(Comm& comm, const std::string& path,
                                         const NodeGroups& groups, bool* damage) {
   std::string mine;
@@ -461,8 +460,8 @@ absl::StatusOr<std::string> WhyHeldBack(Comm& comm, const std::string& path,
   return "";
 }
 
-// (collective) Whether what some node had at `dir`, a number of `folder`, is gone. What is left of
-// a replaced one and cannot be loaded is not: it was never more, and stays.
+// (collective) Whether the folder that some node had at `dir`, a number of `folder`, is gone. The
+// remains of a replaced checkpoint, which cannot be loaded, do not count: they were there before.
 bool IsGone(Comm& comm, const std::string& dir, const CheckpointFolder& folder, int64_t number,
             bool was_here) {
   const auto is_left = [&] {
@@ -470,7 +469,7 @@ bool IsGone(Comm& comm, const std::string& dir, const CheckpointFolder& folder, 
     return !numbers.ok() || std::binary_search(numbers->begin(), numbers->end(), number);
   };
   bool gone = false;
-  // What cannot be looked at is not known to be gone.
+  // A folder that cannot be examined is not known to be gone.
   (void)GuardRank([&] {
     gone = was_here && !PathExists(dir) && !is_left();
     return absl::OkStatus();
@@ -479,8 +478,9 @@ bool IsGone(Comm& comm, const std::string& dir, const CheckpointFolder& folder, 
   return std::count(all.begin(), all.end(), "gone") > 0;
 }
 
-// What its leaders have just completed is there: a rank that does not see it looks elsewhere, or
-// knows a file server's state of a moment ago. That is no reason to take an older one.
+// Returns the error for a checkpoint that the leaders have just completed but that a rank does not
+// see: it looks elsewhere, or has an outdated view of a file server. That is no reason to take an
+// older checkpoint.
 absl::Status NotSeenByAll(const absl::Status& opened, const std::string& dir) {
   return absl::FailedPreconditionError(absl::StrCat(
       opened.message(), "; the nodes had all of ", dir,
@@ -538,7 +538,7 @@ absl::StatusOr<StateReader> OpenCheckpointOnNodes(Comm& comm, const std::string&
     }
     absl::StatusOr<StateReader> reader = open(path);
     const absl::Status& opened = reader.status();
-    // A disk that is full, say, is no reason to take an older one.
+    // Other errors, such as a full disk, are no reason to take an older checkpoint.
     if (!is_lack(opened)) return reader;
     const bool was_here =
         groups.leads() && ((completed && !parts.has_value()) || mine.count(number) > 0);
@@ -551,7 +551,7 @@ absl::StatusOr<StateReader> OpenCheckpointOnNodes(Comm& comm, const std::string&
     damaged_ones = damaged_ones || absl::IsDataLoss(opened);
   }
   why = absl::StrCat("no complete checkpoint in ", folder.root(), why);
-  // Not the same as none yet, where training begins from scratch.
+  // Not the same as "none yet", after which training would begin from scratch.
   if (damaged_ones) return absl::DataLossError(why);
   return absl::NotFoundError(why);
 }

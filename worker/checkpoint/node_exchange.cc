@@ -26,12 +26,12 @@ using Json = nlohmann::json;
 constexpr size_t kPieceBytes = 8 << 20;
 
 absl::Status ArrivedOtherwise(const std::string& path, int from) {
-  // On its way, or on the disk of the sender, whose verification says whether it is damaged.
+  // Damaged in transit, or on the disk of the sender, whose verification finds out.
   return absl::UnavailableError(
       absl::StrCat(path, ": what rank ", from, " sent does not match the manifest"));
 }
 
-// The rank that sends the `i`-th thing of a file which all ranks get: all take turns.
+// Returns the rank that sends the `i`-th part of a file to all ranks: the holders take turns.
 int SenderOf(const FilesOnNodes& nodes, const std::string& file, size_t i) {
   const std::vector<int>& holders = nodes.holders.find(file)->second;
   const int leader = holders[i % holders.size()];
@@ -42,7 +42,7 @@ int SenderOf(const FilesOnNodes& nodes, const std::string& file, size_t i) {
   return ranks[i % ranks.size()];
 }
 
-// Reads a block, checked, where there is memory for it.
+// Reads a block into `to`, and checks it.
 absl::Status ReadBlock(const std::string& dir, const ManifestFile& file, uint64_t block, char* to,
                        const DirectFileOptions& options) {
   const std::string path = JoinPath(dir, file.name);
@@ -63,7 +63,7 @@ absl::Status ReadBlock(const std::string& dir, const ManifestFile& file, uint64_
       options);
 }
 
-// Files that are sent together: small ones up to a piece, a larger one alone.
+// Files that are sent together: small ones up to the size of a piece, a larger one alone.
 struct FileBatch {
   std::vector<const ManifestFile*> files;
   uint64_t bytes = 0;
@@ -96,12 +96,12 @@ absl::StatusOr<std::string> ReadBatch(const std::string& dir, const FileBatch& b
   return all;
 }
 
-// The beginning of a file, as GatherHeaders() says.
+// Reads the beginning of a file, as for GatherHeaders().
 absl::StatusOr<std::string> ReadHeader(const std::string& dir, const ManifestFile& file) {
   const std::string path = JoinPath(dir, file.name);
   const absl::StatusOr<SafetensorsHeader> header = ReadSafetensorsHeader(path);
   if (absl::IsInvalidArgument(header.status())) {
-    // What cannot be parsed is damaged if its digests say so.
+    // A header that cannot be parsed is reported as damage if its digests say so.
     MUSTER_RETURN_IF_ERROR(VerifyCheckpointFile(dir, file, VerifyLevel::kContents));
   }
   MUSTER_RETURN_IF_ERROR(header.status());
@@ -137,14 +137,15 @@ std::vector<RoundOf> RoundsOf(const std::vector<BlockTransfer>& plan, int rank) 
   return rounds;
 }
 
-// The blocks of some rounds, each followed by a byte that says whether it is one.
+// Sends and receives the blocks of some rounds, each followed by a byte that says whether the block
+// is valid.
 class Mover {
  public:
   Mover(Comm& comm, const std::string& dir, const std::vector<ManifestFile>& files,
         const DirectFileOptions& options)
       : comm_(comm), dir_(dir), files_(files), options_(options) {}
 
-  // Memory for all that follows.
+  // Allocates all memory.
   absl::Status Prepare(const FilesOnNodes& nodes, const BlockNeeds& needs) {
     return GuardRank([&]() -> absl::Status {
       plan_ = PlanTransfers(files_, nodes, needs.host_of, needs.needed);
@@ -192,7 +193,7 @@ class Mover {
   }
 
   absl::Status Load(const std::vector<size_t>& transfers) {
-    // Each block once, also if several ranks get it.
+    // Read each block once, even if several ranks get it.
     std::map<std::pair<size_t, uint64_t>, std::vector<char*>> places;
     char* at = static_cast<char*>(out_.data_ptr());
     for (const size_t i : transfers) {
@@ -230,7 +231,7 @@ class Mover {
       const ManifestFile& file = files_[one.file];
       const absl::string_view block(at, BytesOf(one));
       at += block.size();
-      // The sender says why there is none.
+      // There is no block; the sender reports why.
       if (*at++ != 'D') continue;
       const std::string path = JoinPath(dir_, file.name);
       if (!CheckBlockOf(file, one.block, block, path).ok()) return ArrivedOtherwise(path, one.from);
@@ -268,7 +269,7 @@ absl::Status BroadcastPieces(Comm& comm, int root, uint64_t bytes,
     if (!done.ok()) piece = absl::StrCat("E", done.message());
     piece = comm.BroadcastBytes(piece, root);
     const absl::string_view data = absl::string_view(piece).substr(1);
-    // As EIO: it may be readable later. Those who verify all of it say whether it is damaged.
+    // Like EIO, it may be readable later. Ranks that verify all of it report whether it is damaged.
     if (piece[0] == 'E') return absl::UnknownError(absl::StrCat("rank ", root, ": ", data));
     take(data);
     sent += wanted;
@@ -296,7 +297,7 @@ absl::StatusOr<std::map<std::string, std::string>> GatherFiles(
       const bool wants =
           std::any_of(batch.files.begin(), batch.files.end(),
                       [&](const ManifestFile* file) { return mine.count(file->name) > 0; });
-      std::string contents;  // of all of them; sent from there, or received
+      std::string contents;  // contents of all files; sent from here, or received into it
       size_t next = 0;
       MUSTER_RETURN_IF_ERROR(BroadcastPieces(
           comm, sender, batch.bytes,
@@ -340,7 +341,7 @@ absl::StatusOr<std::map<std::string, std::string>> GatherHeaders(
     const FilesOnNodes& nodes) {
   std::vector<int> senders;
   for (size_t i = 0; i < files.size(); ++i) senders.push_back(SenderOf(nodes, files[i].name, i));
-  // The headers one after the other, and a digest of them, since the manifest has none.
+  // The concatenated headers, and a digest of them, since the manifest has none.
   std::string mine;
   absl::Status read = GuardRank([&]() -> absl::Status {
     for (size_t i = 0; i < files.size(); ++i) {
@@ -348,7 +349,7 @@ absl::StatusOr<std::map<std::string, std::string>> GatherHeaders(
       MUSTER_ASSIGN_OR_RETURN(const std::string header, ReadHeader(dir, files[i]));
       mine += header;
     }
-    // From the others nothing: AllGatherBytes() takes a turn for each rank that has something.
+    // The other ranks send nothing: AllGatherBytes() takes a round for each rank that has data.
     if (!mine.empty()) mine = absl::StrCat(absl::Hex(DigestBlock(mine), absl::kZeroPad16), mine);
     return absl::OkStatus();
   });

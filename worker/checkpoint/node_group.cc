@@ -24,8 +24,8 @@ namespace {
 
 constexpr char kProbeMark[] = ".muster-node-";
 
-// Removes the probe folders of ranks that died. A live rank keeps its own locked, but the other
-// machines of a network file system, even its server, need not see that: so only old folders are
+// Removes the probe folders of dead ranks. A live rank keeps its folder locked, but the other
+// machines of a network file system, even its server, may not see that, so only old folders are
 // removed.
 void RemoveAbandonedProbes(const std::string& parent) {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
@@ -38,14 +38,14 @@ void RemoveAbandonedProbes(const std::string& parent) {
       continue;
     }
     const OwnedFd lock(LockFolder(path));
-    // One that cannot be removed only takes room.
+    // If a folder cannot be removed, it only takes room.
     if (lock.open()) (void)RemoveCheckpointTree(path);
   }
 }
 
-// What only ranks that see the same `parent` have in common, as far as a rank can know by itself.
-// `node` alone is not enough: it goes by the names of hosts, which machines from one image share,
-// and several launches on one host may have a folder each.
+// Returns a text that only ranks that see the same `parent` have in common, as far as a rank can
+// tell by itself. `node` alone is not enough: it is based on host names, which machines from one
+// image share, and several launches on one host may have a folder each.
 std::string PlaceOf(const std::string& parent, int node) {
   char mounts[128] = {};
   if (readlink("/proc/self/ns/mnt", mounts, sizeof(mounts) - 1) < 0) mounts[0] = '\0';
@@ -53,7 +53,7 @@ std::string PlaceOf(const std::string& parent, int node) {
   return absl::StrCat(node, "\n", boot.value_or(""), "\n", mounts, "\n", AbsolutePath(parent));
 }
 
-// The lowest rank with each rank's node.
+// Returns the lowest rank of each rank's node.
 std::vector<int> LowestOfNode(const std::vector<std::string>& node_of) {
   std::vector<int> lowest;
   for (const std::string& node : node_of) {
@@ -104,8 +104,8 @@ absl::StatusOr<NodeGroups> FindNodeGroups(Comm& comm, const std::string& parent,
     name = BaseName(made.path);
     return absl::OkStatus();
   });
-  // Who may not write there leads itself: no two leaders write into one folder, and a load may find
-  // all that it needs. A save says what it may not.
+  // A rank that may not write there leads itself: no two leaders write into one folder, and a load
+  // may find all that it needs. A save reports that it may not write.
   const absl::Status agreed =
       AgreeOnFiles(comm, absl::IsPermissionDenied(probed) ? absl::OkStatus() : probed, {}, nullptr);
   const std::vector<std::string> names =
@@ -119,7 +119,7 @@ absl::StatusOr<NodeGroups> FindNodeGroups(Comm& comm, const std::string& parent,
       break;
     }
   }
-  // No rank looks for the files after this.
+  // After this exchange no rank looks for the files.
   const std::vector<std::string> seen = comm.AllGatherBytes(absl::StrCat(leader, " ", HostName()));
   absl::Status removed;
   if (lowest_here && probed.ok()) {

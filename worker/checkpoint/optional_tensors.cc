@@ -8,7 +8,7 @@ namespace muster {
 
 std::set<std::string> OptionalTensorsOf(const torch::nn::Module& root) {
   std::set<std::string> names;
-  // named_modules() would need a module that a shared_ptr holds.
+  // Not named_modules(), which needs a module that a shared_ptr holds.
   root.apply([&names](const std::string& path, const torch::nn::Module& module) {
     const auto* const optional = dynamic_cast<const HasOptionalTensors*>(&module);
     if (optional == nullptr) return;

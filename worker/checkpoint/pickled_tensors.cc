@@ -14,7 +14,7 @@
 namespace muster {
 namespace {
 
-// Some 50 bytes of memory each.
+// Each takes some 50 bytes of memory.
 constexpr size_t kMaxValues = 8'000'000;
 // Two bytes of pickle can copy a list, so these are counted apart.
 constexpr size_t kMaxCopiedItems = 8'000'000;
@@ -26,17 +26,17 @@ constexpr size_t kMaxDepth = 64;
 constexpr size_t kMaxNameBytes = 4096;
 constexpr size_t kMaxNamesBytes = size_t{64} << 20;
 constexpr size_t kMaxStorageNameBytes = 256;
-// More than any function here takes.
+// More than any function here has.
 constexpr size_t kMaxArguments = 16;
 constexpr size_t kMaxDimensions = 64;
-// Of all tensors together, of which two bytes of pickle can name one again.
+// The limit for all tensors together, because two bytes of pickle can name a tensor again.
 constexpr size_t kMaxAllDimensions = 8'000'000;
 
 enum class Kind : uint8_t {
   kNone,
   kBool,
   kInteger,      // number
-  kOpaque,       // a float, bytes, a set, a device: nothing that a tensor is made of
+  kOpaque,       // a float, bytes, a set, a device: not part of a tensor
   kText,         // number and length: its place in the pickle
   kTuple,        // items
   kList,         // items
@@ -58,7 +58,7 @@ enum class Function {
   kRebuildParameter,
   kRebuildFromType,
   kSize,
-  kOpaque,  // Its result is not looked at.
+  kOpaque,  // its result is ignored
 };
 
 constexpr int64_t kUntyped = -1;
@@ -90,7 +90,7 @@ constexpr Global kGlobals[] = {
     {"torch._utils._rebuild_parameter", Kind::kFunction, Of(Function::kRebuildParameter)},
     {"torch._utils._rebuild_parameter_with_state", Kind::kFunction,
      Of(Function::kRebuildParameter)},
-    // Tensors to which a program has given attributes; torch.nn.Buffer does.
+    // Tensors with attributes that a program has set, as torch.nn.Buffer does.
     {"torch._tensor._rebuild_from_type_v2", Kind::kFunction, Of(Function::kRebuildFromType)},
     {"torch.Tensor", Kind::kTensorClass, 0},
     {"torch._tensor.Tensor", Kind::kTensorClass, 0},
@@ -140,17 +140,17 @@ constexpr Global kGlobals[] = {
     {"torch.float8_e5m2fnuz", Kind::kType, Of(SafetensorsType::kF8E5M2Fnuz)},
 };
 
-// Of dense tensors all the same.
+// The following types are of dense tensors, but have no counterpart.
 constexpr absl::string_view kUnreadTypes[] = {"torch.ComplexDoubleStorage", "torch.complex128",
                                               "torch.complex32"};
 
-// The machine that a pickle is a program for: a stack of values, marks in it, and a memo.
+// The machine that executes a pickle: a stack of values, marks in it, and a memo.
 class Machine {
  public:
   Machine(absl::string_view pickle, absl::string_view source) : pickle_(pickle), source_(source) {}
 
   absl::StatusOr<std::vector<PickledTensor>> Run() {
-    // Protocols 0 and 1 do not say what they are.
+    // Protocols 0 and 1 do not begin with a version.
     if (!pickle_.empty() && pickle_[0] != '\x80') {
       return Bad(
           "the pickle does not begin with its protocol, so it is of protocol 0 or 1, which are not "
@@ -254,7 +254,7 @@ class Machine {
     return Push({.kind = Kind::kOpaque});
   }
 
-  // A number of any length, as Python has them; beyond 64 bits nothing here can mean it.
+  // Pushes a number of any length, as Python has them; nothing here can use one beyond 64 bits.
   absl::Status PushLong(int length_bytes) {
     uint64_t length = 0;
     absl::string_view bytes;
@@ -280,7 +280,7 @@ class Machine {
   absl::Status Recall(uint64_t place) {
     const auto found = memo_.find(place);
     if (found == memo_.end()) return Bad("the pickle recalls a value that it has not stored");
-    // The stack grows by an instruction's two bytes: it needs no limit of its own.
+    // The stack grows only by two bytes of pickle per value, so it needs no limit of its own.
     stack_.push_back(found->second);
     return absl::OkStatus();
   }
@@ -306,8 +306,8 @@ class Machine {
   absl::Status LoadPersistent();
   absl::Status RebuildTensor(Function function, const std::vector<uint32_t>& arguments);
   absl::Status Sizes(uint32_t id, absl::string_view what, std::vector<uint64_t>* sizes);
-  // The entry of `container`, which is called `name`, at `*next`, and the step to it in names;
-  // moves `*next` on.
+  // Returns the entry of `container`, which is called `name`, at `*next`, and the part of the name
+  // that leads to it; advances `*next`.
   absl::Status NextEntry(const Value& container, absl::string_view name, size_t* next,
                          std::string* step, uint32_t* child) const;
   absl::StatusOr<std::vector<PickledTensor>> Collect();
@@ -321,7 +321,7 @@ class Machine {
   size_t at_ = 0;
   size_t opcode_at_ = 0;
   bool stopped_ = false;
-  // Values name each other by their place here, so that no chain of them needs recursion.
+  // Values refer to each other by their position here, so that no chain of them needs recursion.
   std::vector<Value> values_;
   std::vector<uint32_t> stack_;
   std::vector<size_t> marks_;
@@ -412,8 +412,8 @@ absl::Status Machine::RebuildTensor(Function function, const std::vector<uint32_
   if (tensor.shape.size() != tensor.strides.size()) {
     return Bad("a tensor's shape and strides differ in length");
   }
-  // Where the last element ends. Overflow of the shape alone counts too: a stride of 0 makes any
-  // shape fit.
+  // Compute where the last element ends. An overflow of the shape alone counts, too, because with a
+  // stride of 0 any shape fits.
   const absl::StatusOr<uint64_t> bytes = SafetensorsBytes(tensor.type, tensor.shape);
   if (!bytes.ok() || *bytes > uint64_t{1} << 62) return Bad("a tensor's shape is too large");
   uint64_t last = tensor.offset;
@@ -446,13 +446,13 @@ absl::Status Machine::Reduce() {
   if (values_[arguments_id].kind != Kind::kTuple) return Bad("a call's arguments are not a tuple");
   if (values_[arguments_id].items.size() > kMaxArguments)
     return Bad("a call has too many arguments");
-  // A copy: what is pushed moves the values.
+  // A copy, because pushing a value moves the others.
   const std::vector<uint32_t> arguments = values_[arguments_id].items;
   return Call(static_cast<Function>(values_[function_id].number), arguments);
 }
 
-// (function, class, its arguments, attributes): a tensor of that class, with attributes, which are
-// not read.
+// Handles (function, class, its arguments, attributes): a tensor of that class, with attributes,
+// which are ignored.
 absl::Status Machine::RebuildFromType(const std::vector<uint32_t>& arguments) {
   if (arguments.size() != 4 || values_[arguments[0]].kind != Kind::kFunction ||
       values_[arguments[2]].kind != Kind::kTuple) {
@@ -530,7 +530,7 @@ absl::Status Machine::Call(Function function, const std::vector<uint32_t>& argum
   return Bad("the pickle calls what is not a function");
 }
 
-// ("storage", type, key, device, elements): the description of a storage.
+// Handles ("storage", type, key, device, elements): the description of a storage.
 absl::Status Machine::LoadPersistent() {
   uint32_t id = 0;
   MUSTER_RETURN_IF_ERROR(Pop(&id));

@@ -16,7 +16,7 @@ using Json = nlohmann::json;
 
 void TensorList::Add(absl::string_view name, absl::string_view type,
                      absl::Span<const int64_t> shape) {
-  // Names may have any bytes.
+  // Names may contain any bytes.
   lines_.push_back(
       absl::StrCat(absl::CHexEscape(name), "\t", type, "\t", absl::StrJoin(shape, ","), "\n"));
 }

@@ -11,10 +11,10 @@ namespace {
 
 // The cores are wanted if a thread has waited for one for more than this part of its work.
 constexpr double kWaits = 0.25;
-// A piece is shorter than training's time slices, so one that did not wait tells little. How much
-// the pieces before it count, each as much less than the next.
+// A piece is shorter than training's time slices, so one that did not wait tells little. The weight
+// of the pieces before the last one, each that much less than the next.
 constexpr double kBefore = 0.75;
-// What training does may change meanwhile.
+// Training may change what it does meanwhile.
 constexpr absl::Duration kLongestRest = absl::Milliseconds(500);
 
 }  // namespace
@@ -29,7 +29,7 @@ std::optional<PolitePace::CpuTimes> PolitePace::OfThisThread() {
   text[bytes] = '\0';
   unsigned long long ran = 0, waited = 0;
   if (std::sscanf(text, "%llu %llu", &ran, &waited) != 2) return std::nullopt;
-  if (ran == 0 && waited == 0) return std::nullopt;  // it does not count
+  if (ran == 0 && waited == 0) return std::nullopt;  // the kernel does not count
   return CpuTimes{.ran = absl::Nanoseconds(static_cast<int64_t>(ran)),
                   .waited = absl::Nanoseconds(static_cast<int64_t>(waited))};
 }

@@ -36,19 +36,19 @@
 namespace muster {
 namespace {
 
-// Of coordinator/checkpoint/coverage.h.
+// The limit of coordinator/checkpoint/coverage.h.
 constexpr size_t kMaxSliceRank = 8;
 constexpr size_t kMaxSliceName = 1024;
 
-// Of what the report of a file may have (worker/job/checkpoint_client.cc) those of its slices.
+// The share of the slices in the largest report of a file (worker/job/checkpoint_client.cc).
 constexpr size_t kMaxSlicesBytes = 700 << 10;
 
-// After so many restarts of the registry in the middle of one save something else is wrong.
+// After this many restarts of the registry during one save, something else must be wrong.
 constexpr int kSealTries = 10;
 
 constexpr size_t kLargestKeyFile = 16 << 10;
 
-// A lock of what may be null.
+// A lock of a mutex that may be null.
 class OptionalLock {
  public:
   explicit OptionalLock(Mutex* mu) ABSL_NO_THREAD_SAFETY_ANALYSIS : mu_(mu) {
@@ -66,16 +66,15 @@ class OptionalLock {
 
 constexpr absl::string_view kExtension = ".safetensors";
 
-// After the id of a checkpoint whose plan is one of files.
+// Follows the id of a checkpoint whose plan is by files.
 constexpr absl::string_view kByFiles = " by files";
 
 struct RankPlan {
-  // "files": the summary (TensorList) of each file that it knows the tensors of; then "tensors" is
-  // empty.
+  // "files": the summary (TensorList) of each file whose tensors it knows; then "tensors" is empty.
   std::map<std::string, std::string> files;
   // "tensors": [file, name, type, shape].
   std::vector<ShardSlice> tensors;
-  // "parts": whole file by part. Tensors of parts are those of the whole.
+  // "parts": the whole file for each part. Tensors of parts are those of the whole.
   std::map<std::string, std::string> parts;
   std::string text;
 };
@@ -89,9 +88,9 @@ std::string NameOfSlice(absl::string_view file, absl::string_view tensor) {
   return absl::StrCat(Utf8Prefix(name, kMaxSliceName - 1 - digest.size()), ":", digest);
 }
 
-// A whole tensor; `held`: the file has it, else it is announced as one that some file has. The
-// registry knows boxes of at most kMaxSliceRank dimensions, and needs an element that is there or
-// is not.
+// Returns a slice for a whole tensor; `held`: the file has it; otherwise it is announced as one
+// that some file has. The registry knows boxes of at most kMaxSliceRank dimensions, and every slice
+// needs at least one element.
 ShardSlice SliceOf(std::string name, absl::string_view type, std::vector<int64_t> shape,
                    bool held) {
   int64_t elements = 1;
@@ -107,8 +106,8 @@ ShardSlice SliceOf(std::string name, absl::string_view type, std::vector<int64_t
   return slice;
 }
 
-// All tensors of a file, as one of which as many elements are there as the file has tensors. Its
-// name has the digest: what a file holds covers what is planned only if both are the same.
+// Returns one slice for all tensors of a file: it has as many elements as the file has tensors. Its
+// name contains the digest, so what a file holds covers what is planned only if both are the same.
 ShardSlice SliceOfFile(absl::string_view file, const std::string& summary, bool held) {
   int64_t tensors = 0;
   (void)absl::SimpleAtoi(absl::string_view(summary).substr(0, summary.find(' ')), &tensors);
@@ -126,13 +125,13 @@ std::string SummaryOf(const SafetensorsHeader& header) {
   return list.Summary();
 }
 
-// How a FileReport has it, beside files.
+// The key of a tensor in a FileReport, which also has files.
 std::string TensorKey(absl::string_view name) { return absl::StrCat("tensor ", name); }
 std::string TypeAndShape(const ShardSlice& slice) {
   return absl::StrCat(slice.dtype, " [", absl::StrJoin(slice.global_shape, ", "), "]");
 }
 
-// No less than it has in a message.
+// Returns at least the size of the slice in a message.
 size_t SizeOf(const ShardSlice& slice) {
   return slice.tensor.size() + slice.dtype.size() + 15 * slice.global_shape.size() + 24;
 }
@@ -158,7 +157,7 @@ absl::StatusOr<RankPlan> ParsePlan(const std::string& path, const std::string& t
   return plan;
 }
 
-// Empty if the rank has written none.
+// Returns the plan of a rank; empty if it has written none.
 absl::StatusOr<RankPlan> ReadPlan(const std::string& dir, int rank,
                                   const std::vector<ManifestFile>& files) {
   const std::string name = RandomStatesFileName(rank);
@@ -173,8 +172,8 @@ absl::StatusOr<RankPlan> ReadPlan(const std::string& dir, int rank,
   return found == header.metadata->end() ? RankPlan() : ParsePlan(path, found->second);
 }
 
-// Of what is to be saved and who writes it: names and ranks of files, and rank 0's plan of the
-// tensors. FNV-1a, the same in every run.
+// Returns a digest of what is to be saved and who writes it: names and ranks of files, and rank 0's
+// plan of the tensors. FNV-1a, the same in every run.
 uint64_t PlanDigest(const std::vector<ManifestFile>& files, const RankPlan& plan) {
   std::vector<std::string> lines;
   for (const ManifestFile& file : files) lines.push_back(absl::StrCat(file.name, "\n", file.rank));
@@ -188,9 +187,10 @@ uint64_t PlanDigest(const std::vector<ManifestFile>& files, const RankPlan& plan
   return hash;
 }
 
-// What this rank's files hold, as their headers say, and what its plan says that the checkpoint
-// holds; of rank 0 also the manifest, so that the record speaks for all that is in the folder.
-// `by_files`: so rank 0 plans; what is in a file is then one slice, not one of each tensor.
+// Returns what this rank's files hold, according to their headers, and what its plan says that the
+// checkpoint holds; for rank 0 also the manifest, so that the record covers all that is in the
+// folder. `by_files`: whether rank 0 plans by files; the contents of a file are then one slice, not
+// one for each tensor.
 absl::StatusOr<std::vector<ShardFileReport>> ReportOf(const std::string& dir, int rank,
                                                       const std::vector<ManifestFile>& files,
                                                       bool by_files) {
@@ -203,7 +203,7 @@ absl::StatusOr<std::vector<ShardFileReport>> ReportOf(const std::string& dir, in
     report.bytes = manifest.bytes;
     report.xxh3 = manifest.xxh3;
   }
-  std::vector<std::pair<size_t, ShardSlice>> slices;  // of these reports
+  std::vector<std::pair<size_t, ShardSlice>> slices;  // slices for these reports
   std::vector<std::pair<size_t, ShardSlice>> of_files;
   std::set<absl::string_view> own;
   for (const ShardSlice& slice : plan.tensors) own.insert(slice.tensor);
@@ -230,8 +230,8 @@ absl::StatusOr<std::vector<ShardFileReport>> ReportOf(const std::string& dir, in
                                   {entry.shape.begin(), entry.shape.end()}, /*held=*/true));
     }
   }
-  // What a file's report has no room for goes into another one, and what none has room for is left
-  // out: the digests of the files stand for it.
+  // Slices that do not fit into a file's report go into another one; those that fit into none are
+  // left out: the digests of the files cover them.
   std::vector<size_t> sizes(reports.size(), 0);
   const auto put = [&](size_t at, const ShardSlice& slice) {
     const size_t size = SizeOf(slice);
@@ -245,15 +245,15 @@ absl::StatusOr<std::vector<ShardFileReport>> ReportOf(const std::string& dir, in
     return false;
   };
   // A tensor that is announced must not be left out on the rank that has it. Rank 0 announces no
-  // more than what has room on any rank, and there goes first what that rank's own plan does not
-  // have.
+  // more than fits into the report of any rank, and there the slices go first that are not in that
+  // rank's own plan.
   bool has_room = true;
   for (const auto& [at, slice] : of_files) has_room = put(at, slice) && has_room;
   for (const auto& [file, summary] : plan.files) {
     has_room = put(0, SliceOfFile(file, summary, /*held=*/false)) && has_room;
   }
   if (!has_room) {
-    // Of more than 10,000 files.
+    // This takes more than 10,000 files.
     MUSTER_LOG(Warning) << dir << ": the report of rank " << rank << " has no room for all of its "
                         << of_files.size() + plan.files.size()
                         << " files: the coordinator cannot prove that none is missing";
@@ -284,13 +284,14 @@ bool MayPass(const absl::Status& error) {
   return !error.ok() && !absl::IsNotFound(error) && !StaysUnreadable(error);
 }
 
-// What the registry has sealed and is about to forget. Only the registry knows that of a folder
-// whose writer ended when it asked for the seal: the folder gets the record first, or the next one
-// to ask would take it for one that was never sealed.
+// Deletes the staging folder of what the registry has sealed and is about to forget. If a writer
+// ended when it asked for the seal, only the registry knows that its folder is sealed: the folder
+// gets the record first, or the next registry that is asked would take it for one that was never
+// sealed.
 absl::Status DeleteStagingOf(const RegisteredCheckpoint& record, const std::string& dir) {
   if (record.staging.empty()) return absl::OkStatus();
   std::vector<std::string> paths = {record.staging};
-  // This node may have the folder of the project under another path than the one that saved.
+  // This node may have the project folder under another path than the node that saved.
   std::string here = JoinPath(dir, BaseName(record.staging));
   if (AbsolutePath(here) != record.staging) paths.push_back(std::move(here));
   for (const std::string& path : paths) {
@@ -304,20 +305,21 @@ absl::Status DeleteStagingOf(const RegisteredCheckpoint& record, const std::stri
   return absl::OkStatus();
 }
 
-// Deletes what the registry no longer keeps. Not what has taken its name without the registry: that
-// folder is another checkpoint. `dir`: this node's folder of the job's checkpoints.
+// Deletes a checkpoint that the registry no longer keeps, but not one that has taken its name
+// without the registry, because that folder is another checkpoint. `dir`: this node's folder of the
+// job's checkpoints.
 absl::Status DeleteFolderOf(const RegisteredCheckpoint& record, const std::string& dir,
                             Disposal* disposal) {
   if (!record.published) return DeleteStagingOf(record, dir);
   if (!PathExists(record.path)) return absl::OkStatus();
   if (const absl::Status seal = ReadSeal(record.path).status(); MayPass(seal)) return seal;
   if (HasPin(record.path)) {
-    // By a person, without the registry, which forgets it.
+    // A person has pinned it without the registry, which forgets it.
     MUSTER_LOG(Info) << record.path << " stays: it is pinned in its folder";
     return absl::OkStatus();
   }
   if (!IsFolderOf(record.path, record)) {
-    // It may be a copy without its seal, and older versions removed that first.
+    // It may be a copy without its seal; older versions removed the seal first.
     const absl::StatusOr<Manifest> manifest = VerifyCheckpoint(record.path, VerifyLevel::kSizes);
     if (MayPass(manifest.status())) return manifest.status();
     if (PathExists(JoinPath(record.path, kSealName)) || !manifest.ok() ||
@@ -341,7 +343,7 @@ void DeleteSuperfluous(CheckpointRegistrar& registrar, const std::string& dir, M
     if (removed.ok()) {
       deleted.push_back(record.id);
     } else {
-      // It is asked for again with the next publication.
+      // The next publication tries again.
       MUSTER_LOG(Warning) << removed.message();
     }
   }
@@ -364,7 +366,7 @@ int KeepBesides(const CheckpointFolder& folder, const std::vector<int64_t>& numb
   return std::max(left, keep);
 }
 
-// Null: the registry does not know it.
+// Returns null if the registry does not know it.
 const RegisteredCheckpoint* RecordOf(const RegisteredCheckpoint& seal,
                                      const std::vector<RegisteredCheckpoint>& records) {
   const auto found = std::find_if(records.begin(), records.end(), [&](const auto& record) {
@@ -373,7 +375,8 @@ const RegisteredCheckpoint* RecordOf(const RegisteredCheckpoint& seal,
   return found == records.end() ? nullptr : &*found;
 }
 
-// Whether a resume may take the checkpoint of that seal, by its record or, without one, by itself.
+// Whether a resume may take the checkpoint of that seal, by its record or, if there is none, by the
+// seal itself.
 bool MayBeTaken(const RegisteredCheckpoint& seal,
                 const std::vector<RegisteredCheckpoint>& records) {
   const RegisteredCheckpoint* const record = RecordOf(seal, records);
@@ -394,13 +397,13 @@ std::vector<std::string> AskedIn(const std::string& dir) {
   return asked;
 }
 
-// Whether the registry, whose records these are, would have one of what it was asked about if it
-// had sealed that: it is the registry that was asked, and not another one of its name that knows
-// nothing yet. It forgets older records first, and those of a job with the job.
+// Whether the registry, whose records these are, would have a record of the checkpoint that it was
+// asked to seal if it had sealed it: it must be the registry that was asked, and not another one of
+// its name that knows nothing yet. It forgets older records first, and those of a job with the job.
 bool WouldKnow(const CheckpointRegistrar& registrar, const Sealing& asked,
                const std::vector<RegisteredCheckpoint>& records) {
   if (asked.registry.empty() || asked.registry != registrar.identity()) return false;
-  // Those of earlier attempts are taken over, with their names.
+  // The records of earlier attempts are taken over, with the names of their jobs.
   const auto is_of_the_job = [&](const auto& record) { return record.job == asked.job; };
   const auto is_older = [&](const auto& record) { return record.id < asked.id; };
   return (asked.job == registrar.job() ||
@@ -408,9 +411,9 @@ bool WouldKnow(const CheckpointRegistrar& registrar, const Sealing& asked,
          std::any_of(records.begin(), records.end(), is_older);
 }
 
-// What writers left that had asked for a seal: the registry says now which of these are sealed. A
-// folder gets its record, by which the next save or load gives it its name, or goes with the next
-// save. One of which the registry does not know stays.
+// Settles the folders of dead writers that had asked for a seal: the registry now says which of
+// these are sealed. Such a folder gets its record, by which the next save or load renames it; one
+// that is not sealed is removed by the next save. One that the registry does not know stays.
 void SettleAsked(const CheckpointRegistrar& registrar, const std::vector<std::string>& asked,
                  const std::vector<RegisteredCheckpoint>& records) {
   for (const std::string& path : asked) {
@@ -418,8 +421,8 @@ void SettleAsked(const CheckpointRegistrar& registrar, const std::vector<std::st
     if (!lock.open()) continue;
     const absl::StatusOr<Sealing> sealing = ReadSealing(path);
     if (!sealing.ok() || sealing->state != Sealing::State::kAsked) continue;
-    // By its name alone, which is random: this node may have the project folder under another path
-    // than the one that saved.
+    // Compare names only, which are random, because this node may have the project folder under
+    // another path than the node that saved.
     const auto record = std::find_if(records.begin(), records.end(), [&](const auto& one) {
       return BaseName(one.staging) == BaseName(path);
     });
@@ -427,7 +430,7 @@ void SettleAsked(const CheckpointRegistrar& registrar, const std::vector<std::st
     if (record == records.end()) {
       if (!WouldKnow(registrar, *sealing, records)) continue;
       settled = ForgetSealing(path);
-    } else if (!record->sha256.empty()) {  // also of one that the registry is about to forget
+    } else if (!record->sha256.empty()) {  // also for one that the registry is about to forget
       settled = WriteSeal(path, *record);
     }
     if (settled.ok()) settled = SyncDirectory(path);
@@ -435,33 +438,33 @@ void SettleAsked(const CheckpointRegistrar& registrar, const std::vector<std::st
   }
 }
 
-// What was saved without this registry counts too.
+// Applies retention also to checkpoints that were saved without this registry.
 absl::Status DeleteUnregistered(const Publication& publication,
                                 const std::vector<RegisteredCheckpoint>& records) {
   const CheckpointFolder& folder = *publication.folder;
   MUSTER_ASSIGN_OR_RETURN(std::vector<std::string> spared, PinnedIn(folder));
   bool resumable = false;
   for (const RegisteredCheckpoint& record : records) {
-    // Of a publication without an answer, too, what is pinned stays.
+    // A pinned one stays even if its publication got no answer.
     if (!record.published && !record.pinned) continue;
     spared.push_back(JoinPath(folder.root(), BaseName(record.path)));
     resumable = resumable || (record.published && record.promoted && record.damage.empty() &&
                               ParentPath(record.path) == AbsolutePath(folder.root()));
   }
   const OptionalLock lock(publication.folder_mu);
-  // All that the registry knows is held back: what a resume would take now is one of the others.
+  // If the registry knows none that a resume may take, a resume would now take one of the others.
   if (!resumable) {
     std::vector<std::string> left_out = spared;
     MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, folder.Numbers());
     for (const int64_t number : numbers) {
       const std::string path = folder.PathOf(number);
       const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);
-      // Nobody knows of it now: it stays, beside the newest of the others.
+      // It cannot be read now: it stays, beside the newest of the others.
       if (MayPass(seal.status())) {
         spared.push_back(path);
         left_out.push_back(path);
       }
-      // Also one that has just got its name, which the registry does not know yet.
+      // Also leave out one that has just got its name, which the registry does not know yet.
       if (seal.ok() && !MayBeTaken(*seal, records)) left_out.push_back(path);
     }
     const absl::StatusOr<std::string> newest = folder.Newest(VerifyLevel::kSizes, left_out);
@@ -479,8 +482,8 @@ SaveTimes TimesOf(const Publication& publication) {
   return publication.times == nullptr ? SaveTimes() : publication.times();
 }
 
-// After the rename. The checkpoint is whole and sealed in any case: a resume repeats what fails
-// here.
+// Registers a checkpoint after the rename. The checkpoint is whole and sealed in any case: a resume
+// repeats what fails here.
 void Register(const Publication& publication, const RegisteredCheckpoint& record) {
   CheckpointRegistrar& registrar = *publication.options.registrar;
   const bool numbered = publication.folder.has_value();
@@ -519,8 +522,8 @@ absl::Status CompleteStaging(Staging& staging, const Publication& publication, i
   return staging.Complete(manifest);
 }
 
-// Of a registry that keeps no record of the checkpoint: 0, for rank 0 makes it. `by_files`: gets
-// whether rank 0's plan is one of files.
+// Begins a registration. Returns 0 if the registry keeps no record of the checkpoint, so that rank
+// 0 makes it. `by_files`: gets whether rank 0's plan is by files.
 absl::StatusOr<uint64_t> Begin(const Publication& publication, int ranks,
                                const std::vector<ManifestFile>& files, bool* by_files) {
   const PublishOptions& options = publication.options;
@@ -561,7 +564,7 @@ absl::StatusOr<uint64_t> Begin(const Publication& publication, int ranks,
   return id;
 }
 
-// Of rank 0 where no registry does it: the record that it makes, before the folder has its name.
+// On rank 0, if there is no registry: makes the record, before the folder has its name.
 absl::Status SealByFolder(Staging& staging, const Publication& publication, int ranks,
                           const std::vector<ManifestFile>& files) {
   MUSTER_ASSIGN_OR_RETURN(
@@ -571,13 +574,13 @@ absl::Status SealByFolder(Staging& staging, const Publication& publication, int 
   return SyncDirectory(staging.path());
 }
 
-// Of rank 0: the checkpoint gets its name, and older ones go.
+// On rank 0: gives the checkpoint its name, and removes older ones.
 absl::Status FinishByFolder(Staging& staging, const Publication& publication) {
   const OptionalLock lock(publication.folder_mu);
   const PublishOptions& options = publication.options;
   MUSTER_RETURN_IF_ERROR(staging.Rename(options.disposal));
   if (!publication.folder.has_value() || options.keep <= 0) return absl::OkStatus();
-  // The checkpoint is there: an old one that cannot be deleted does not change that.
+  // The checkpoint exists; failing to delete an old one does not change that.
   const absl::Status rotated = [&]() -> absl::Status {
     MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> pinned, PinnedIn(*publication.folder));
     MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers,
@@ -592,8 +595,9 @@ absl::Status FinishByFolder(Staging& staging, const Publication& publication) {
   return absl::OkStatus();
 }
 
-// Whether retention leaves the checkpoint, which a user has named, alone. One that is not pinned is
-// not to be published: retention is for those.
+// Pins a checkpoint that a user has named, so that retention leaves it alone. Returns whether that
+// succeeded: a named checkpoint that is not pinned must not be published, because retention would
+// apply to it.
 bool PinNamed(const RegisteredCheckpoint& record, CheckpointRegistrar& registrar) {
   const absl::Status pinned = registrar.Pin(record.id);
   if (pinned.ok()) return true;
@@ -608,7 +612,7 @@ absl::Status Finish(Staging& staging, const Publication& publication,
   MUSTER_RETURN_IF_ERROR(WriteSeal(publication.staging_path, record));
   MUSTER_RETURN_IF_ERROR(SyncDirectory(publication.staging_path));
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_noted");
-  // Retention is for numbered ones: it removes none that a user has named.
+  // Retention is for numbered checkpoints: it removes none that a user has named.
   const bool may_register =
       publication.folder.has_value() || PinNamed(record, *publication.options.registrar);
   {
@@ -619,9 +623,9 @@ absl::Status Finish(Staging& staging, const Publication& publication,
   return absl::OkStatus();
 }
 
-// Of rank 0, when all have reported: true if it has its name, false if ranks must report again.
-// Without messages to the other ranks in between: one of them may be gone, which is no reason to
-// give up a sealed checkpoint.
+// On rank 0, when all have reported: returns true if the checkpoint has its name, false if ranks
+// must report again. Sends no messages to the other ranks in between: one of them may be gone,
+// which is no reason to give up a sealed checkpoint.
 absl::StatusOr<bool> SealAndFinish(Staging& staging, const Publication& publication, uint64_t id) {
   CheckpointRegistrar& registrar = *publication.options.registrar;
   // Once it is sealed, neither a full disk nor the end of this process may make it look as if it
@@ -637,7 +641,7 @@ absl::StatusOr<bool> SealAndFinish(Staging& staging, const Publication& publicat
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_seal");
   const absl::StatusOr<std::optional<RegisteredCheckpoint>> record = registrar.Seal(id);
   if (!record.ok()) {
-    // Refused, or without an answer that says whether it is sealed.
+    // The seal was refused, or there is no answer that says whether it is sealed.
     if (absl::IsInvalidArgument(record.status()) || absl::IsNotFound(record.status())) {
       registrar.Abort(id, std::string(record.status().message()));
     } else {
@@ -646,12 +650,12 @@ absl::StatusOr<bool> SealAndFinish(Staging& staging, const Publication& publicat
     return record.status();
   }
   if (!record->has_value()) return false;
-  // Also of what it throws.
+  // Also handles what it throws.
   const absl::Status finished = GuardRank([&] { return Finish(staging, publication, **record); });
   if (!finished.ok()) {
     if (staging.path().empty()) return finished;  // it has its name
-    // It is the newest that the coordinator knows. The next load gives it its name, or reads it
-    // where it is.
+    // It is the newest that the coordinator knows. The next load renames it, or reads it where it
+    // is.
     staging.LetOthersRead();
     staging.Leave();
     return absl::Status(finished.code(),
@@ -696,8 +700,8 @@ absl::Status SealTogether(Comm& comm, Staging* staging, const Publication& publi
   }
 }
 
-// What this rank plans and has written, from its files. `lists_tensors`: so rank 0 plans; what is
-// in files is then told by tensors, too.
+// Returns what this rank plans and has written, from its files. `lists_tensors`: whether rank 0
+// plans by tensors; the contents of files are then also reported by tensors.
 absl::StatusOr<FileReport> ReportOfFiles(const std::string& dir, int rank,
                                          const std::vector<ManifestFile>& files,
                                          bool lists_tensors) {
@@ -714,7 +718,7 @@ absl::StatusOr<FileReport> ReportOfFiles(const std::string& dir, int rank,
     const bool is_planned = part != plan.parts.end() || plan.files.count(file.name) > 0;
     const bool by_tensors =
         (lists_tensors || !own.empty()) && absl::EndsWith(file.name, kExtension);
-    // Others are in no plan.
+    // Other files are in no plan.
     if (!is_planned && !by_tensors) continue;
     MUSTER_ASSIGN_OR_RETURN(const SafetensorsHeader header,
                             ReadSafetensorsHeader(JoinPath(dir, file.name)));
@@ -734,7 +738,7 @@ absl::StatusOr<FileReport> ReportOfFiles(const std::string& dir, int rank,
   return report;
 }
 
-// ProveTogether(), also of a plan for a registry, which may list tensors.
+// Like ProveTogether(), also for a plan for a registry, which may list tensors.
 absl::Status Prove(Comm& comm, const std::string& staging_path,
                    const std::vector<ManifestFile>& mine, bool lists_tensors) {
   FileReport report;
@@ -742,8 +746,8 @@ absl::Status Prove(Comm& comm, const std::string& staging_path,
     MUSTER_ASSIGN_OR_RETURN(report, ReportOfFiles(staging_path, comm.rank(), mine, lists_tensors));
     return absl::OkStatus();
   });
-  // Rank 0 keeps its plan, which has the files of all ranks: one message that is much longer than
-  // the others makes gathering take as many rounds as there are ranks.
+  // Rank 0 does not send its plan, which has the files of all ranks: with one message that is much
+  // longer than the others, gathering takes as many rounds as there are ranks.
   FileReport told = report;
   if (comm.rank() == 0) told.planned.clear();
   const std::vector<std::string> all = comm.AllGatherBytes(
@@ -767,8 +771,8 @@ absl::Status Prove(Comm& comm, const std::string& staging_path,
   return StatusOfMain(comm, proven);
 }
 
-// Collective, where no registry does it: rank 0 makes the record of what the ranks have proven, and
-// the checkpoint gets its name.
+// Collective, if there is no registry: rank 0 makes the record of what the ranks have proven, and
+// gives the checkpoint its name.
 absl::Status PublishByFolder(Comm& comm, Staging* staging, const Publication& publication,
                              const std::vector<ManifestFile>& mine,
                              const std::vector<ManifestFile>& all, bool lists_tensors) {
@@ -814,15 +818,15 @@ absl::Status Moved(const std::string& path) {
       path, " has changed while it was checked: another process is renaming or removing it"));
 }
 
-// Where the sealed checkpoint is, which does not have its name and gets it if it can. Its contents
-// are verified before: its publication lets older ones go.
+// Returns where a sealed checkpoint without its name is, after renaming it if possible. Verifies
+// its contents first, because its publication lets older ones be removed.
 absl::StatusOr<std::string> NameUnnamed(const RegisteredCheckpoint& record) {
   MUSTER_ASSIGN_OR_RETURN(const bool is_newer, IsNewerCheckpoint(record.path, record.staging));
   if (is_newer) {
     return absl::NotFoundError(absl::StrCat(record.path, " was saved after ", record.staging,
                                             ", which was to have its name"));
   }
-  // Before it is locked, because another load would wait for a writer that does not exist.
+  // Verify before it is locked, because another load would wait for a writer that does not exist.
   const bool was_there = PathExists(record.staging);
   const absl::Status whole = VerifyCheckpoint(record.staging, VerifyLevel::kContents).status();
   if (!whole.ok()) return was_there && !PathExists(record.staging) ? Moved(record.staging) : whole;
@@ -832,22 +836,22 @@ absl::StatusOr<std::string> NameUnnamed(const RegisteredCheckpoint& record) {
   });
 }
 
-// Where the sealed checkpoint is, which gets its name if need be: see NameStaging(). Errors:
-// NOT_FOUND if it is gone, or if a newer one has its name.
+// Returns where the sealed checkpoint is, after renaming it if necessary: see NameStaging().
+// Errors: NOT_FOUND if it is gone, or if a newer one has its name.
 absl::StatusOr<std::string> NameSealed(const RegisteredCheckpoint& record,
                                        CheckpointRegistrar& registrar) {
   bool has_name = IsFolderOf(record.path, record);
   if (!has_name) {
     const absl::StatusOr<std::string> path = NameUnnamed(record);
     if (path.ok() && *path != record.path) return path;
-    // Another process may have given it its name meanwhile.
+    // Another process may have renamed it meanwhile.
     has_name = !path.ok() && IsFolderOf(record.path, record);
     if (!has_name) MUSTER_RETURN_IF_ERROR(path.status());
   }
   if (has_name) {
     MUSTER_RETURN_IF_ERROR(VerifyCheckpoint(record.path, VerifyLevel::kContents).status());
   }
-  // Its writer may have ended before it pinned what the program had named.
+  // Its writer may have ended before it pinned a checkpoint that the program had named.
   if (!IsNumberedName(BaseName(record.path)) && !record.pinned && !PinNamed(record, registrar)) {
     return record.path;
   }
@@ -856,8 +860,8 @@ absl::StatusOr<std::string> NameSealed(const RegisteredCheckpoint& record,
   if (!superfluous.ok()) {
     MUSTER_LOG(Warning) << superfluous.status().message();
   } else {
-    // This one is about to be loaded. Registries of before 2026-12 may name it, too, if they do not
-    // know yet that newer ones are damaged or gone.
+    // This one is about to be loaded. Registries from before 2026-12 may list it, too, if they do
+    // not know yet that newer ones are damaged or gone.
     std::erase_if(*superfluous, [&](const auto& other) { return other.id == record.id; });
     DeleteSuperfluous(registrar, ParentPath(record.path), /*folder_mu=*/nullptr,
                       /*disposal=*/nullptr, *superfluous);
@@ -865,7 +869,8 @@ absl::StatusOr<std::string> NameSealed(const RegisteredCheckpoint& record,
   return record.path;
 }
 
-// Of what was chosen, after it was chosen: it may have got its name when the others were looked at.
+// Checks the chosen checkpoint again, because it may have got its name while the others were
+// examined.
 absl::Status CheckChosen(const std::string& path,
                          const std::vector<RegisteredCheckpoint>& records) {
   const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);
@@ -876,16 +881,15 @@ absl::Status CheckChosen(const std::string& path,
 
 struct HeldBack {
   std::vector<std::string> paths;
-  // Why nobody knows of one of them whether it was held back, or what the registry knows to be
-  // damaged.
+  // Why it is unknown whether one of them was held back, or what the registry knows to be damaged.
   absl::Status unreadable;
 };
 
-// The checkpoints that no resume may take: those that are held back or damaged by `records`, or
-// that were held back when they were sealed and are in none of these, or may have been. `unnamed`:
-// of PublishSealed(), they count as well. Does not look at `damaged`. Leaves out those whose
-// seal.json may be readable later: of what is chosen CheckChosen() reads it. Errors: of the folder;
-// ABORTED if one of `unnamed` is not there any more.
+// Returns the checkpoints that no resume may take: those that are held back or damaged according to
+// `records`, those in none of these that were held back when they were sealed, and those that may
+// have been. Includes those in `unnamed`, from PublishSealed(). Does not look at `damaged`. Leaves
+// out those whose seal.json may be readable later: CheckChosen() reads it if one of them is chosen.
+// Errors: those of the folder; ABORTED if one of `unnamed` no longer exists.
 absl::StatusOr<HeldBack> HeldBackIn(const CheckpointFolder& folder,
                                     const std::vector<std::string>& unnamed,
                                     const std::vector<RegisteredCheckpoint>& records,
@@ -898,11 +902,11 @@ absl::StatusOr<HeldBack> HeldBackIn(const CheckpointFolder& folder,
     if (std::find(damaged.begin(), damaged.end(), path) != damaged.end()) continue;
     const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);
     if (absl::IsNotFound(seal.status())) {
-      // These have one.
+      // The unnamed ones had a seal.
       if (std::find(unnamed.begin(), unnamed.end(), path) != unnamed.end()) return Moved(path);
       continue;
     }
-    // No reason not to take a newer one.
+    // That is no reason not to take a newer one.
     if (MayPass(seal.status())) continue;
     if (seal.ok() && MayBeTaken(*seal, records)) continue;
     if (!seal.ok()) {
@@ -924,7 +928,7 @@ absl::StatusOr<HeldBack> HeldBackIn(const CheckpointFolder& folder,
   return held_back;
 }
 
-// Numbers above that of the one taken, which the registry does not know.
+// Warns of numbers above that of the checkpoint that is taken which the registry does not know.
 void WarnOfNewer(const CheckpointFolder& folder, const RegisteredCheckpoint& taken,
                  const std::vector<RegisteredCheckpoint>& records) {
   std::set<std::string> known;
@@ -1016,7 +1020,7 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
     left_out.paths.insert(left_out.paths.end(), damaged.begin(), damaged.end());
     absl::StatusOr<std::string> newest =
         folder.Newest(VerifyLevel::kSizes, left_out.paths, unnamed);
-    // Not the same as none yet, where training begins from scratch.
+    // Not the same as "none yet", after which training would begin from scratch.
     if (absl::IsNotFound(newest.status()) && !left_out.unreadable.ok()) {
       return absl::DataLossError(left_out.unreadable.message());
     }
@@ -1050,7 +1054,7 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
     const auto known_damaged = [&] {
       return std::find(damaged.begin(), damaged.end(), path) != damaged.end();
     };
-    // Not a reason to train on from an older one.
+    // A transient error is no reason to continue training from an older one.
     if (const absl::Status seal = ReadSeal(path).status(); !known_damaged() && MayPass(seal)) {
       return seal;
     }
@@ -1074,7 +1078,7 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
     if (record->state == RegisteredCheckpoint::State::kSealed) {
       const absl::StatusOr<std::string> named = NameSealed(*record, *registrar);
       status = named.status();
-      // That of a link is where the link leads to.
+      // The path of a link is where the link leads to.
       if (named.ok()) {
         path = ParentPath(*named) == root ? JoinPath(folder.root(), BaseName(*named)) : *named;
       }
@@ -1096,15 +1100,15 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
       if (!status.ok() && (!PathExists(path) || (is_its_folder && !IsFolderOf(path, *record)))) {
         return Moved(path);
       }
-      // The record and its seal are there.
+      // It is damage, because the record and its seal exist.
       if (absl::IsNotFound(status)) status = absl::DataLossError(status.message());
       any_damaged = any_damaged || !status.ok();
       const bool changed = status.ok() ? !record->damage.empty() : absl::IsDataLoss(status);
       if (changed) registrar->Verified(*record, status.message(), /*contents=*/false);
     }
     if (status.ok()) {
-      // Held back when it was sealed and promoted since: the folder says so from now on, also to
-      // runs without this registry.
+      // It was held back when it was sealed and has been promoted since: from now on the folder
+      // says so, also to runs without this registry.
       if (const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);
           seal.ok() && !seal->promoted) {
         if (const absl::Status noted = WriteSeal(path, *record); !noted.ok()) {
@@ -1119,7 +1123,7 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
                         << status.message();
   }
   absl::StatusOr<std::string> newest = by_folder(*records, left_out);
-  // Not the same as none yet, where training begins from scratch.
+  // Not the same as "none yet", after which training would begin from scratch.
   if (absl::IsNotFound(newest.status()) && any_damaged) {
     return absl::DataLossError(newest.status().message());
   }

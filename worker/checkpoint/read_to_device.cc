@@ -27,12 +27,12 @@
 namespace muster {
 namespace {
 
-// One of the file's tensors, and where it goes.
+// One of the file's tensors, and its destination.
 struct Placed {
   uint64_t begin = 0, end = 0;  // in the file
   at::ScalarType type = at::kFloat;
   std::vector<int64_t> sizes;
-  at::Tensor on_host;  // undefined: it is a part of the device's memory
+  at::Tensor on_host;  // undefined: it is on the device
 };
 
 bool GoesToDevice(uint64_t begin, const SafetensorsEntry& entry, at::ScalarType type) {
@@ -41,7 +41,7 @@ bool GoesToDevice(uint64_t begin, const SafetensorsEntry& entry, at::ScalarType 
          begin % c10::elementSize(type) == 0;
 }
 
-// Absent: StateReader::Read does as well, or says what is wrong.
+// Plans where the tensors go. Absent: StateReader::Read is as good, or reports what is wrong.
 std::optional<std::vector<Placed>> Place(const SafetensorsHeader& header) {
   std::vector<Placed> placed;
   bool any = false;
@@ -67,7 +67,7 @@ std::optional<std::vector<Placed>> Place(const SafetensorsHeader& header) {
   return any ? std::optional(std::move(placed)) : std::nullopt;
 }
 
-// The memory of a file on the device; undefined: there is not so much.
+// Allocates the memory of a file on the device; undefined if there is not enough.
 at::Tensor MemoryOn(const c10::Device& device, uint64_t bytes) {
   try {
     return at::empty({static_cast<int64_t>(bytes)},
@@ -77,7 +77,7 @@ at::Tensor MemoryOn(const c10::Device& device, uint64_t bytes) {
   }
 }
 
-// What the block has of the tensors on the host.
+// Copies the parts of a block that belong to tensors on the host.
 void CopyToHost(const std::vector<Placed>& placed, uint64_t offset, absl::string_view block) {
   for (const Placed& tensor : placed) {
     if (!tensor.on_host.defined()) continue;
@@ -89,7 +89,7 @@ void CopyToHost(const std::vector<Placed>& placed, uint64_t offset, absl::string
   }
 }
 
-// Of a file in memory.
+// Parses the header of a file in memory.
 absl::StatusOr<SafetensorsHeader> HeaderOf(absl::string_view contents, const std::string& path) {
   uint64_t json = 0;
   if (contents.size() >= sizeof(json)) std::memcpy(&json, contents.data(), sizeof(json));
@@ -124,7 +124,7 @@ absl::StatusOr<StateDict> ReadToDevice(const StateReader& reader, absl::string_v
   const ManifestFile* const file = reader.manifest().Find(name);
   if (file->blocks.block_bytes > uploads.block_bytes()) return reader.Read(name);
   const std::string file_path = JoinPath(reader.dir(), name);
-  // Where several ranks have read it together, it is in the host's memory.
+  // If several ranks have read it together, it is in the host's memory.
   const std::string shared = reader.PathOfShared(name);
   const std::string path = shared.empty() ? file_path : shared;
   const absl::string_view contents =
@@ -139,7 +139,7 @@ absl::StatusOr<StateDict> ReadToDevice(const StateReader& reader, absl::string_v
   const at::Tensor memory = MemoryOn(uploads.device(), bytes);
   if (!memory.defined()) return reader.Read(name);
   auto* const there = static_cast<char*>(memory.data_ptr());
-  // Of this thread, which may read, too.
+  // Sets the device of this thread, too, because it may read.
   const c10::DeviceGuard on_device(uploads.device());
   // The memory may be that of tensors which the device still has to read.
   uploads.Follow();
@@ -162,7 +162,7 @@ absl::StatusOr<StateDict> ReadToDevice(const StateReader& reader, absl::string_v
   } else {
     DirectFileOptions options{.in_flight = uploads.threads()};
     options.place = [&](uint64_t) -> char* {
-      // Why there is none, Queue() says.
+      // Queue() reports why there is none.
       const absl::StatusOr<char*> block = uploads.Take();
       return block.ok() ? *block : nullptr;
     };
@@ -170,7 +170,7 @@ absl::StatusOr<StateDict> ReadToDevice(const StateReader& reader, absl::string_v
   }
   read.Update(uploads.Wait());
   if (!read.ok()) return Renamed(read, shared, NameOfShared(file_path));
-  // What is not a tensor is in the metadata.
+  // The data that are not tensors are in the metadata.
   MUSTER_ASSIGN_OR_RETURN(const SafetensorsLayout without_tensors,
                           LayOutSafetensors({}, header->metadata, kSafetensorsAlignment));
   MUSTER_ASSIGN_OR_RETURN(StateDict state, ParseStateDict(without_tensors.prefix, file_path));

@@ -21,14 +21,14 @@ namespace {
 struct Entry {
   bool is_folder = false;
   uint64_t device = 0;
-  std::optional<bool> is_mount;  // nothing: the kernel does not say
+  std::optional<bool> is_mount;  // absent: the kernel does not report it
 };
 
-// NOT_FOUND if there is nothing. The others say that what is there cannot be removed.
+// Returns NOT_FOUND if there is nothing. Other errors say that it cannot be removed.
 absl::StatusOr<Entry> Examine(const std::string& path) {
   struct statx info = {};
   const bool seen = statx(AT_FDCWD, path.c_str(), AT_SYMLINK_NOFOLLOW, STATX_TYPE, &info) == 0;
-  // Old profiles of containers refuse statx(), and no other reason has these errors.
+  // Old profiles of containers refuse statx() with these errors, which have no other cause.
   if (struct stat old;
       !seen && (errno == EPERM || errno == ENOSYS) && lstat(path.c_str(), &old) == 0) {
     return Entry{.is_folder = S_ISDIR(old.st_mode), .device = old.st_dev, .is_mount = std::nullopt};
@@ -45,15 +45,16 @@ absl::StatusOr<Entry> Examine(const std::string& path) {
   return entry;
 }
 
-// `above`: the device of the folder that it is in.
+// `above`: the device of the parent folder.
 absl::Status CheckNoMount(const std::string& path, const Entry& entry, uint64_t above) {
-  // Where the kernel does not say so: files of one overlay may be of several file systems.
+  // If the kernel does not report mount points, compare devices, but only of folders: files of one
+  // overlay may be on several file systems.
   if (!entry.is_mount.value_or(entry.is_folder && entry.device != above)) return absl::OkStatus();
   return absl::FailedPreconditionError(
       absl::StrCat(path, " is a mount point, whose contents would go with it: unmount it first"));
 }
 
-// `permitted`: whether to look at the rights to its folders, too.
+// `permitted`: whether to check the rights to its folders, too.
 absl::Status CheckBelow(const std::string& dir, uint64_t device, bool permitted) {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(dir);
   if (absl::IsNotFound(names.status())) return absl::OkStatus();

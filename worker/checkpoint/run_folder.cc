@@ -18,7 +18,7 @@ std::string CheckpointsInPlaceOfWeights(const std::string& folder) {
     if (!numbers.ok() || numbers->empty()) continue;
     std::string example = checkpoints.PathOf(numbers->back());
     for (const int64_t number : *numbers) {
-      // The newest that is whole, as far as a look tells.
+      // Name the newest one that seems whole.
       const std::string path = checkpoints.PathOf(number);
       if (PathExists(JoinPath(path, kManifestName))) example = path;
     }

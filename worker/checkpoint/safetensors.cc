@@ -89,7 +89,8 @@ struct SafetensorsReader::File {
   absl::StatusOr<char*> MappedData(const std::string& path) const {
     MutexLock lock(&mu);
     if (base == nullptr) {
-      // Without room for changes to all of it, which a machine may not have: few are made.
+      // Map without reserving memory for changes to all of it, which a machine may not have: few
+      // are made.
       void* const address =
           mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0);
       if (address == MAP_FAILED) {
@@ -111,7 +112,7 @@ SafetensorsReader::SafetensorsReader(std::string path, SafetensorsHeader header,
     : path_(std::move(path)), header_(std::move(header)), file_(std::move(file)) {}
 
 absl::StatusOr<SafetensorsReader> SafetensorsReader::Open(const std::string& path) {
-  // A pipe that has the name of a file is refused, not waited for.
+  // Refuse a pipe that has the name of a file, rather than wait for it.
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) return ReadError(errno, absl::StrCat("cannot open ", path));
   auto file = std::make_shared<File>(fd);
@@ -186,7 +187,7 @@ absl::StatusOr<NamedTensors> SafetensorsReader::ReadAll(FileDigest* digest) cons
     MUSTER_ASSIGN_OR_RETURN(at::Tensor tensor, Allocate(header_.tensors[i]));
     tensors.emplace_back(header_.tensors[i].name, std::move(tensor));
   }
-  // The ranges have no holes: in this order they are the file.
+  // The ranges have no holes, so in this order they make up the file.
   std::sort(order.begin(), order.end(), [this](size_t a, size_t b) {
     return std::tie(header_.tensors[a].begin, header_.tensors[a].end) <
            std::tie(header_.tensors[b].begin, header_.tensors[b].end);
@@ -217,8 +218,8 @@ absl::StatusOr<NamedTensors> SafetensorsReader::ReadAll(FileDigest* digest) cons
 }
 
 absl::StatusOr<NamedTensors> SafetensorsReader::ReadAllBlocks(const BlockDigests& blocks) const {
-  // All of it in one piece of memory, in huge pages, which tensors are parts of: a page for each
-  // 4 KiB, and a copy, would take longer than a fast disk does.
+  // Read all of it into one piece of memory, in huge pages, of which tensors are parts: a page
+  // fault for each 4 KiB, and a copy, would take longer than a fast disk.
   const auto memory = std::make_shared<AlignedMemory>();
   if (const absl::Status grown = memory->Grow(DirectAlignedUp(file_->size)); !grown.ok()) {
     return absl::Status(grown.code(), absl::StrCat(path_, ": ", grown.message()));
@@ -227,7 +228,8 @@ absl::StatusOr<NamedTensors> SafetensorsReader::ReadAllBlocks(const BlockDigests
   options.place = [&](uint64_t offset) {
     char* const block = memory->data() + offset;
 #ifdef MADV_POPULATE_WRITE
-    // In the threads that read, and not page by page under direct I/O; older kernels do that.
+    // Populate in the threads that read, rather than page by page under direct I/O as older kernels
+    // do.
     (void)madvise(block, std::min(blocks.block_bytes, DirectAlignedUp(file_->size - offset)),
                   MADV_POPULATE_WRITE);
 #endif
@@ -257,12 +259,12 @@ absl::StatusOr<NamedTensors> SafetensorsReader::ReadAllBlocks(const BlockDigests
 }
 
 NamedTensors WithoutSharedTensors(const NamedTensors& tensors) {
-  // By where they begin; few are there twice.
+  // Tensors by where they begin; few begin at the same place.
   absl::flat_hash_map<const void*, std::vector<const at::Tensor*>> seen;
   const auto same = [](const at::Tensor& a, const at::Tensor& b) {
     return a.device() == b.device() && a.scalar_type() == b.scalar_type() &&
            a.sizes() == b.sizes() && a.strides() == b.strides() &&
-           // Views of one memory, which they read differently.
+           // They may be views of one memory that read it differently.
            a.is_conj() == b.is_conj() && a.is_neg() == b.is_neg();
   };
   NamedTensors kept;
@@ -334,12 +336,13 @@ class QueuedCopies {
   QueuedCopies() = default;
   QueuedCopies(const QueuedCopies&) = delete;
   QueuedCopies& operator=(const QueuedCopies&) = delete;
-  // Also where a copy could not be queued: what the others write must not be used again before.
+  // Waits even if a copy could not be queued: the memory to which the others write must not be used
+  // again before.
   ~QueuedCopies() {
     try {
       Wait();
     } catch (const c10::Error&) {
-      // What is thrown already says it.
+      // The exception in flight already reports it.
     }
   }
 
@@ -370,7 +373,7 @@ void CopySafetensors(const SafetensorsPlan& plan, char* to, absl::FunctionRef<bo
     const SafetensorsEntry& entry = plan.layout.tensors[i];
     if (entry.begin == entry.end || skip(i)) continue;
     const at::Tensor& source = plan.sources[i];
-    // One wait for all of them. LibTorch conjugates and negates the copy on the host, after it.
+    // Wait once for all of them. LibTorch conjugates and negates a copy on the host, after it.
     const bool queues = !source.is_cpu() && !source.is_conj() && !source.is_neg();
     if (queues) queued.Add(source.device());
     at::from_blob(to + entry.begin, source.sizes(), at::TensorOptions().dtype(source.scalar_type()))

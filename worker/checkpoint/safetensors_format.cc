@@ -49,7 +49,7 @@ class HeaderHandler final : public nlohmann::json_sax<nlohmann::json> {
   const std::string& why() const { return why_; }
 
   bool null() override {
-    // The reference library writes no metadata as null when asked to.
+    // The reference library accepts null for no metadata.
     if (state_ == State::kMetadataValue) {
       state_ = State::kTop;
       return true;
@@ -256,7 +256,7 @@ absl::Status Bad(absl::string_view source, absl::string_view why) {
   return absl::InvalidArgumentError(absl::StrCat(source, ": ", why));
 }
 
-// Sizes, and that the ranges cover the data block exactly once.
+// Checks sizes, and that the ranges cover the data block exactly once.
 absl::Status CheckRanges(const SafetensorsHeader& header, absl::string_view source) {
   std::vector<const SafetensorsEntry*> order;
   order.reserve(header.tensors.size());
@@ -318,8 +318,8 @@ int SafetensorsTypeBits(SafetensorsType type) { return kTypes[static_cast<size_t
 
 absl::StatusOr<uint64_t> SafetensorsBytes(SafetensorsType type,
                                           const std::vector<uint64_t>& shape) {
-  // Zeros are left out until the end, so that whether a shape overflows does not depend on their
-  // place.
+  // Zeros are applied at the end, so that whether a shape overflows does not depend on their
+  // position.
   uint64_t elements = 1;
   bool overflow = false;
   bool empty = false;
@@ -355,7 +355,8 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(absl::string_view json,
     return Bad(source, absl::StrCat("a header of ", json.size(), " bytes is more than the ",
                                     kMaxSafetensorsHeaderBytes, " allowed"));
   }
-  // The JSON parser skips a byte order mark and takes a zero byte for the end.
+  // Checked here, because the JSON parser skips a byte order mark and treats a zero byte as the
+  // end.
   if (json.substr(0, 3) == "\xEF\xBB\xBF") {
     return Bad(source, "the header begins with a byte order mark, not with {");
   }
@@ -382,7 +383,7 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(absl::string_view json,
 }
 
 absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const std::string& path) {
-  // A pipe that has the name of a file is refused, not waited for.
+  // Refuse a pipe that has the name of a file, rather than wait for it.
   const OwnedFd file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (!file.open()) return ReadError(errno, absl::StrCat("cannot open ", path));
   return ReadSafetensorsHeader(file.get(), path);

@@ -62,7 +62,7 @@ void SaveProgress::Save::Wrote(uint64_t bytes) {
   const absl::Time now = all_.clock_.Now();
   if (absl::ToUnixNanos(now) < due) return;
   const absl::Time next = now + (facts_.asynchronous ? kLogBesideTraining : kNextLog);
-  // One of the threads that see it.
+  // Only one of the threads that see it logs.
   if (!next_log_.compare_exchange_strong(due, absl::ToUnixNanos(next))) return;
   const RunningSave facts = Read();
   MUSTER_LOG(Info) << "saving " << facts.path << ": rank 0 has written "
@@ -74,7 +74,7 @@ SaveProgress::SaveProgress(const Clock& clock) : clock_(clock) {}
 
 std::unique_ptr<SaveProgress::Save> SaveProgress::Begin(std::string path, int64_t step,
                                                         bool asynchronous, bool logs) {
-  // Its constructor is private.
+  // Not make_unique, because the constructor is private.
   RunningSave facts;
   facts.path = std::move(path);
   facts.step = step;

@@ -46,7 +46,7 @@ absl::StatusOr<std::shared_ptr<ScratchFile>> ScratchFile::Create(const std::stri
   if (system == nullptr) system = &DirectFileSystem::Real();
   MUSTER_RETURN_IF_ERROR(MakeDirectories(folder));
   const std::string path = JoinPath(folder, absl::StrCat(".muster-state-", RandomHex()));
-  // Not direct at first: some file systems make the file and refuse it all the same.
+  // Not direct at first: some file systems create the file and then still refuse.
   MUSTER_ASSIGN_OR_RETURN(DirectFile file,
                           DirectFile::Open(*system, path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC,
                                            /*direct=*/false, 0600));
@@ -56,7 +56,7 @@ absl::StatusOr<std::shared_ptr<ScratchFile>> ScratchFile::Create(const std::stri
   if (IsInMemory(file.fd()) && IsNew(folder)) {
     MUSTER_LOG(Warning) << folder << ", to which state is offloaded, is in memory, not on a disk";
   }
-  // Errors name what a person can find.
+  // Errors name something that a person can find.
   file.set_path(absl::StrCat("the file for offloaded state in ", folder));
   file.TurnDirect();
   return absl::WrapUnique(new ScratchFile(*system, std::move(file)));

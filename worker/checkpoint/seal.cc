@@ -28,14 +28,14 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr int64_t kMaxBytes = 1 << 20;
-constexpr size_t kFirstFields = 16;  // of WriteSeal, without `held_back` and `pinned`
+constexpr size_t kFirstFields = 16;  // fields of WriteSeal, without `held_back` and `pinned`
 
 bool IsHex(absl::string_view text) {
   return std::all_of(text.begin(), text.end(),
                      [](char c) { return absl::ascii_isdigit(c) || (c >= 'a' && c <= 'f'); });
 }
 
-// As coordinator/checkpoint/chain.h has it.
+// Must match coordinator/checkpoint/chain.h.
 std::string FilesSha256(const std::map<std::string, FileDigest>& files) {
   std::string text;
   for (const auto& [name, digest] : files) {
@@ -115,7 +115,7 @@ absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir) {
   absl::StatusOr<std::string> text = ReadRecordFile(path, kMaxBytes);
   if (absl::IsNotFound(text.status())) {
     MUSTER_RETURN_IF_ERROR(CheckLink(dir));
-    // A disk that is read-only cannot give a record the name that it lacks.
+    // If the disk is read-only, the record cannot be renamed to seal.json.
     MUSTER_ASSIGN_OR_RETURN(const Sealing sealing, ReadSealing(dir));
     if (sealing.state == Sealing::State::kSealed) {
       path = JoinPath(dir, kSealingName);
@@ -136,7 +136,7 @@ absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir) {
                        " is of a newer Muster; this one knows version 1"));
     }
     std::string plan;
-    // Not in another way either: what was changed shows.
+    // Accept only the escaping that we write, so that a change is noticed.
     const auto unescape = [&json](const char* field, std::string* name) {
       const std::string text = json.at(field).get<std::string>();
       return absl::CUnescape(text, name) && absl::CHexEscape(*name) == text;
@@ -156,8 +156,8 @@ absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir) {
     json.at("previous").get_to(record.previous_sha256);
     json.at("sha256").get_to(record.sha256);
     json.at("signature").get_to(record.signature);
-    // The first writers of this version knew neither, the next ones no `pinned`. A field whose name
-    // was changed is not one that is missing: the file has as many fields as it had.
+    // The first writers of this version knew neither field, the next ones no `pinned`. A field
+    // whose name was changed must not count as a missing one, so the number of fields is checked.
     const size_t later = json.count("held_back") + json.count("pinned");
     if (later < 2 && json.size() != kFirstFields + later) return bad("a field has another name");
     record.promoted = !json.contains("held_back") || !json.at("held_back").get<bool>();
@@ -191,7 +191,7 @@ absl::Status CheckSeal(const std::string& dir, const Manifest& manifest,
   for (const ManifestFile& file : manifest.files) files[file.name] = file.digest;
   const std::string without_manifest = FilesSha256(files);
   MUSTER_ASSIGN_OR_RETURN(files[kManifestName], DigestFile(JoinPath(dir, kManifestName)));
-  // Records of older workers do not list the manifest itself.
+  // Records of older workers do not include the manifest itself.
   if (seal.files_sha256 != FilesSha256(files) &&
       (seal.files_sha256 != without_manifest || seal.step != manifest.info.step ||
        seal.iteration != manifest.info.iteration)) {
@@ -212,8 +212,8 @@ absl::Status CheckSeal(const std::string& dir, const Manifest& manifest,
                                             ": another coordinator sealed it, or its ", kSealName,
                                             " is forged"));
   }
-  // An older one, with its record, may have been put where a newer one was. Copies under a name
-  // that users choose are theirs.
+  // An older checkpoint, with its record, may have been put in the place of a newer one. Copies
+  // under a name that users choose are their own.
   const std::string name = BaseName(AbsolutePath(dir));  // of "." too
   if (IsNumberedName(name) && name != BaseName(seal.path)) {
     return absl::DataLossError(absl::StrCat(
@@ -229,7 +229,7 @@ absl::StatusOr<std::vector<std::string>> PinnedIn(const CheckpointFolder& folder
   MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, folder.Numbers());
   for (const int64_t number : numbers) {
     const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(folder.PathOf(number));
-    // One that cannot be read may be pinned.
+    // A record that cannot be read may say that it is pinned.
     if (HasPin(folder.PathOf(number)) ||
         (seal.ok() ? seal->pinned : !absl::IsNotFound(seal.status()))) {
       pinned.push_back(folder.PathOf(number));

@@ -43,7 +43,8 @@ ChainEnd EndOfChain(const std::vector<RegisteredCheckpoint>& records, absl::Time
   const RegisteredCheckpoint* last =
       follow(&*std::max_element(records.begin(), records.end(),
                                 [&](const auto& a, const auto& b) { return age(a) < age(b); }));
-  // Those of a coordinator have its revisions, and the next coordinator may begin lower.
+  // Ids of a coordinator are its revisions, and the next coordinator may begin lower, so they are
+  // not compared.
   if (last->job.empty()) {
     for (const RegisteredCheckpoint& record : records) {
       if (record.job.empty() && record.id > last->id) last = &record;

@@ -20,7 +20,7 @@ namespace {
 
 constexpr int64_t kMaxBytes = 1 << 20;
 
-// Of a record (seal.h), which may be damaged: then it says nothing.
+// The facts of a record (seal.h) that determine the order; a damaged record has none.
 struct Order {
   bool of_rank_0 = false;
   uint64_t id = 0;
@@ -48,7 +48,7 @@ std::optional<Order> ReadOrder(const std::string& dir) {
   return std::nullopt;
 }
 
-// The hash of the record before it, by the hash of each record in the folders around these two.
+// The hash of the previous record, by the hash of each record in the folders around these two.
 using Chain = absl::flat_hash_map<std::string, std::string>;
 Chain ReadChain(const std::string& dir, const std::string& than) {
   static auto* const cache = new RecordCache<Order>(&ReadOrder);
@@ -64,7 +64,7 @@ Chain ReadChain(const std::string& dir, const std::string& than) {
   return chain;
 }
 
-// Whether one gets from the record `from` back to the record `to`.
+// Whether the chain leads from the record `from` back to the record `to`.
 bool LeadsBack(const Chain& chain, const std::string& from, const std::string& to) {
   auto at = chain.find(from);
   // Bounded, because records that were tampered with may form a cycle.

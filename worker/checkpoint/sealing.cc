@@ -31,7 +31,7 @@ std::string PathIn(const std::string& dir) { return JoinPath(dir, kSealingName);
 
 absl::Status GiveName(const std::string& dir) {
   const std::string from = PathIn(dir), to = JoinPath(dir, kSealName);
-  // Another process may have done so.
+  // Another process may have done it already.
   if (rename(from.c_str(), to.c_str()) != 0 && !(errno == ENOENT && PathExists(to))) {
     return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", from, " to ", to));
   }
@@ -71,11 +71,11 @@ absl::StatusOr<Sealing> ReadSealing(const std::string& dir) {
       if (!absl::CUnescape(text, name)) name->clear();
     };
     unescape(json->at("job").get<std::string>(), &sealing.job);
-    // The first writers of this version did not write it.
+    // The first writers of this version did not write this field.
     unescape(json->value("registry", ""), &sealing.registry);
     json->at("id").get_to(sealing.id);
   } catch (const Json::exception&) {
-    // Nobody knows then.
+    // Then neither job nor registry is known.
     sealing = Sealing();
     sealing.state = Sealing::State::kAsked;
   }
@@ -93,7 +93,7 @@ absl::Status FinishSealing(const std::string& dir, absl::string_view record) {
     if (static_cast<size_t>(info.st_size) < record.size()) {
       return absl::NotFoundError(absl::StrCat(path, " has no room for the record"));
     }
-    // As long as the file: blanks may follow JSON.
+    // Filled up to the length of the file: blanks may follow JSON.
     std::string text(record);
     text.append(static_cast<size_t>(info.st_size) - text.size(), ' ');
     for (size_t done = 0; done < text.size();) {
@@ -115,7 +115,7 @@ absl::Status NameSealing(const std::string& dir) {
   if (sealing.state != Sealing::State::kSealed) return absl::OkStatus();
   const std::string path = PathIn(dir);
   {
-    // Its writer may have ended before it did this.
+    // Sync, because its writer may have ended before it did.
     const OwnedFd file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
     if (!file.open() || fsync(file.get()) != 0) {
       return absl::ErrnoToStatus(errno, absl::StrCat("cannot sync ", path));

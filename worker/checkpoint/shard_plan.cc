@@ -28,7 +28,7 @@ absl::StatusOr<ShardPlan> PlanShards(const std::vector<TensorToShard>& tensors,
   std::vector<std::string> current;
   uint64_t current_bytes = 0;
   absl::flat_hash_map<std::string, int> names;
-  // The first name of each storage, and its further names.
+  // The further names of each storage, by its first name.
   absl::flat_hash_map<std::string, std::vector<std::string>> aliases;
   absl::flat_hash_map<std::string, std::string> first_name;
   for (const TensorToShard& tensor : tensors) {
@@ -83,13 +83,13 @@ std::string EncodeShardIndex(const ShardPlan& plan) {
   for (const ShardPlan::File& file : plan.files) {
     for (const std::string& name : file.tensors) index["weight_map"][name] = file.name;
   }
-  // Nobody reads an index whose names are none: the file of such a tensor is refused.
+  // Names that are not UTF-8 may be replaced here, because the file of such a tensor is refused.
   return index.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }
 
 namespace {
 
-// What a JSON file beside a model's weights is, if its name says it.
+// Returns what a JSON file beside a model's weights is, if its name tells.
 absl::string_view KindOf(absl::string_view source) {
   static constexpr std::pair<absl::string_view, absl::string_view> kKinds[] = {
       {"adapter_config.json", "the configuration of an adapter"},
@@ -110,7 +110,7 @@ absl::string_view KindOf(absl::string_view source) {
   return "";
 }
 
-// Whether a bare map, which Accelerate reads too, is one of names to files of weights.
+// Whether a bare map, which Accelerate reads, too, maps names to files of weights.
 bool MapsToWeights(const nlohmann::json& object) {
   return std::any_of(object.begin(), object.end(), [](const auto& file) {
     if (!file.is_string()) return false;

@@ -15,7 +15,7 @@ namespace {
 
 using Read = absl::FunctionRef<absl::StatusOr<at::Tensor>(size_t)>;
 
-// A target's memory: from its first element to past its last one.
+// A target's memory: from its first element to the end of its last one.
 struct Span {
   size_t place;
   const char *begin, *end;
@@ -30,7 +30,7 @@ Span SpanOf(size_t place, const at::Tensor& target) {
           .end = begin + (last + 1) * static_cast<int64_t>(target.element_size())};
 }
 
-// Of targets whose spans, in the order of their begin, overlap: copies into other memory.
+// Compares targets whose spans, ordered by their beginning, overlap, with copies into other memory.
 absl::Status CompareOverlapping(absl::string_view what, const NamedTensors& targets,
                                 const std::vector<Span>& spans, Read read,
                                 std::vector<size_t>* replaced) {
@@ -39,7 +39,8 @@ absl::Status CompareOverlapping(absl::string_view what, const NamedTensors& targ
   int64_t bytes = 0;
   for (const Span& span : spans) {
     const at::Tensor& target = targets[span.place].second;
-    // No copy can be made into the one, and values of the others have nothing to compare.
+    // These cannot be compared: a target with internal overlap cannot be copied to, and elements of
+    // other types or at other offsets do not correspond.
     if (at::has_internal_overlap(target) == at::MemOverlap::Yes || target.scalar_type() != type ||
         (span.begin - spans[0].begin) % width != 0) {
       return absl::OkStatus();

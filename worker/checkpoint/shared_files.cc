@@ -32,7 +32,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-// A file in memory, to read.
+// A read-only mapping of a file in memory.
 class Mapping {
  public:
   static absl::StatusOr<Mapping> Of(int fd, uint64_t bytes) {
@@ -56,7 +56,7 @@ class Mapping {
 
 }  // namespace
 
-// One rank's part of Read().
+// The state of Read() on one rank.
 struct SharedFiles::Reading {
   // Whether this rank's node has the file.
   bool Has(const ManifestFile& file) const {
@@ -67,7 +67,7 @@ struct SharedFiles::Reading {
   }
   bool IsInPlace(const ManifestFile& file) const { return in_place && Has(file); }
 
-  // Opens the files that the node has, if all of them are to be used where they are.
+  // Opens the files that the node has, if all of them are to be used in place.
   bool OpenInPlace() {
     bool any = false;
     in_place = std::all_of(files.begin(), files.end(), [&](const auto& file) {
@@ -76,7 +76,7 @@ struct SharedFiles::Reading {
       OwnedFd& fd = shared.files_[file.name];
       fd = OwnedFd(open(JoinPath(dir, file.name).c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
       struct stat info;
-      // Of another size: ReadDirectFile says so.
+      // A file of another size is reported by ReadDirectFile.
       return fd.open() && fstat(fd.get(), &info) == 0 && S_ISREG(info.st_mode) &&
              static_cast<uint64_t>(info.st_size) == file.digest.bytes &&
              (options.in_place || IsInMemory(fd.get(), options.read));
@@ -86,7 +86,7 @@ struct SharedFiles::Reading {
     return in_place;
   }
 
-  // The leader's files, for the others to open.
+  // Creates the leader's files, for the others to open.
   absl::StatusOr<std::string> Create() {
     Json entries = Json::array();
     for (const ManifestFile& file : files) {
@@ -108,7 +108,7 @@ struct SharedFiles::Reading {
     return entries.dump();
   }
 
-  // In memory, unless files are used in place because there is little.
+  // Creates a file in memory, or on the disk if files are used in place because memory is scarce.
   absl::StatusOr<OwnedFd> NewFile(const std::string& name) {
     if (UsesScratch()) {
       MUSTER_RETURN_IF_ERROR(MakeDirectories(options.scratch));
@@ -168,7 +168,7 @@ struct SharedFiles::Reading {
     return absl::OkStatus();
   }
 
-  // Which blocks of all files this rank needs.
+  // Returns which blocks of all files this rank needs.
   BlockSet Needed() const {
     BlockSet needed(files);
     for (size_t i = 0; i < files.size(); ++i) {
@@ -182,8 +182,8 @@ struct SharedFiles::Reading {
     return needed;
   }
 
-  // Reads the share of the `index`-th of `count` ranks, a run of those of the `needed` blocks that
-  // the node has, and counts all of these.
+  // Reads the share of the `index`-th of `count` ranks, a consecutive part of those of the `needed`
+  // blocks that the node has, and counts the bytes of all of these.
   absl::Status ReadShare(uint64_t index, uint64_t count, const BlockSet& needed) {
     struct Block {
       const ManifestFile* file;
@@ -231,9 +231,9 @@ struct SharedFiles::Reading {
       const auto checked = [](uint64_t, absl::string_view) { return absl::OkStatus(); };
       return ReadDirectFile(path, file.digest.bytes, file.blocks, range, checked, options.read);
     }
-    // Not into that memory directly: its pages are of 4 KiB, in which a transfer is of so many
-    // pieces that a fast disk gives half of its rate. Written and not mapped: no memory is an error
-    // here, and a signal where it is touched.
+    // Do not read directly into that memory: its pages are of 4 KiB, so a transfer has so many
+    // pieces that a fast disk reaches only half of its rate. Write to the file rather than to a
+    // mapping: a lack of memory is an error here, but a signal when a mapping is touched.
     return ReadDirectFile(
         path, file.digest.bytes, file.blocks, range,
         [&](uint64_t offset, absl::string_view block) { return Put(file, offset, block); },
@@ -244,18 +244,18 @@ struct SharedFiles::Reading {
     return WriteAt(shared.files_.at(file.name).get(), offset, block, NoRoomFor(block.size(), file));
   }
 
-  // Ranks with the same text read together.
+  // Returns a text; ranks with the same text read together.
   std::string Group(int rank) const {
     const std::string host = options.host.empty() ? HostIdentity() : options.host;
     if (host.empty() || files.empty()) return absl::StrCat("rank ", rank);
-    // Ranks of one host may belong to nodes with other disks.
+    // Ranks of one host may belong to nodes with different disks.
     const int node = options.nodes == nullptr ? 0 : options.nodes->leader_of[rank];
     return DigestBytes(absl::StrCat(host, "\n", dir, "\n", in_place ? "in place" : "", "\n", node,
                                     "\n", TextOfFiles()))
         .xxh3;
   }
 
-  // (collective, where nodes have files of their own)
+  // Checks that all ranks name the same files (collective, if nodes have files of their own).
   absl::Status CheckSameFiles() const {
     if (options.nodes == nullptr) return absl::OkStatus();
     const std::vector<std::string> all = comm.AllGatherBytes(DigestBytes(TextOfFiles()).xxh3);
@@ -294,7 +294,7 @@ absl::StatusOr<std::unique_ptr<SharedFiles>> SharedFiles::Read(
   if (comm.size() == 1 && !in_place) return shared;
   MUSTER_RETURN_IF_ERROR(reading.CheckSameFiles());
   const std::vector<std::string> groups = comm.AllGatherBytes(reading.Group(comm.rank()));
-  std::vector<int> host_of;  // by rank: the lowest of those that read together
+  std::vector<int> host_of;  // by rank: the lowest of the ranks that read together
   for (const std::string& group : groups) {
     host_of.push_back(
         static_cast<int>(std::find(groups.begin(), groups.end(), group) - groups.begin()));
@@ -335,7 +335,7 @@ absl::StatusOr<std::unique_ptr<SharedFiles>> SharedFiles::Read(
   }
   const bool alone = apart.count(leader) > 0;
   if (alone) {
-    // What its node lacks, each rank gets for itself.
+    // Each rank gets the blocks that its node lacks for itself.
     together = !reading.HasAll();
     ready = GuardRank([&]() -> absl::Status {
       shared->files_.clear();

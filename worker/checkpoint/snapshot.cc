@@ -17,12 +17,12 @@
 namespace muster {
 namespace {
 
-// Memory of a device that copies of small tensors (buffers, statistics) may take for a moment.
+// The memory of a device that copies of small tensors (buffers, statistics) may take temporarily.
 constexpr size_t kMostCloned = size_t{64} << 20;
 
 }  // namespace
 
-// A file whose tensors are elsewhere.
+// A file whose tensors are kept elsewhere.
 struct Snapshot::Kept {
   SafetensorsPlan plan;
   std::optional<PlanPieces> pieces = std::nullopt;  // of `plan`
@@ -47,7 +47,7 @@ absl::StatusOr<char*> Snapshot::Append(const std::string& name, size_t bytes) {
 
 absl::Status Snapshot::AddKept(const std::string& name, const SafetensorsPlan& plan) {
   auto file = std::make_shared<Kept>(Kept{.plan = plan});
-  // Of a tensor under several names there is one copy.
+  // A tensor with several names is copied only once.
   std::unordered_map<const void*, size_t> known;
   for (size_t i = 0; i < plan.sources.size(); ++i) {
     const at::Tensor& source = plan.sources[i];
@@ -92,7 +92,7 @@ absl::Status Snapshot::AddTensors(const std::string& name, const SafetensorsPlan
     const at::Tensor& source = plan.sources[i];
     if (!DeferredCopy::Takes(source)) return false;
     const bool changes = !later_.contains(source.const_data_ptr());
-    // A thread that copied from a device now would wait for all that the device has still to do.
+    // Only for the CPU: a thread that copied from a device now would wait for all its queued work.
     if (changes && source.is_cpu()) return false;
     const at::Tensor kept = changes ? Clone(source) : source;
     if (!kept.defined()) return false;
@@ -110,8 +110,8 @@ at::Tensor Snapshot::Clone(const at::Tensor& source) {
     cloned_ += source.nbytes();
     return clone;
   } catch (const c10::OutOfMemoryError&) {
-    // A save must not need memory that training has taken. Each try makes LibTorch give back what
-    // it holds for later: this was the last.
+    // A save must not need memory that training has taken. Each failed try makes LibTorch release
+    // its cached memory, so do not try again.
     cloned_ = kMostCloned;
     return {};
   }
@@ -122,11 +122,12 @@ void Snapshot::PinIfFromGpu() {
   const HostPinning* const cuda = HostPinning::Cuda();
   if (cuda == nullptr) return;
   try {
-    // For CUDA a call of a thread is one to its current device, which gets a context for that.
+    // Set the device, because a CUDA call concerns the thread's current device and creates a
+    // context there.
     const c10::DeviceGuard on(*gpu_);
     memory_.Pin(*cuda);
   } catch (const c10::Error&) {
-    // The device is lost, which the next operation on it says.
+    // The device is lost, which its next operation reports.
   }
 }
 

@@ -23,13 +23,13 @@ namespace {
 
 using Json = nlohmann::json;
 
-// One status for all ranks, of what the leaders did.
+// Returns one status for all ranks, of what the leaders did.
 absl::Status AgreeOfLeaders(Comm& comm, const NodeGroups& groups, const absl::Status& mine) {
   return groups.nodes.size() == 1 ? StatusOfMain(comm, mine)
                                   : AgreeOnFiles(comm, mine, {}, nullptr);
 }
 
-// What leaders do with their folders, under `mu` if there is one.
+// Runs what leaders do with their folders, under `mu` if there is one.
 absl::Status OnlyLeader(const NodeGroups& groups, Mutex* mu,
                         absl::FunctionRef<absl::Status()> work) {
   if (!groups.leads()) return absl::OkStatus();
@@ -38,7 +38,7 @@ absl::Status OnlyLeader(const NodeGroups& groups, Mutex* mu,
   return GuardRank(work);
 }
 
-// A folder of a leader that has a manifest.
+// A folder of a leader with a manifest.
 struct Copy {
   std::string path;
   // Equal manifests have equal texts.
@@ -49,7 +49,7 @@ struct Copy {
   auto age() const { return std::tie(step, created, digest); }
 };
 
-// `hidden`: there may be one in its place, which cannot be read now.
+// `hidden`: set if there may be a copy at `dir` that cannot be read now.
 absl::StatusOr<std::vector<Copy>> ReadCopies(const std::string& dir, bool* hidden) {
   std::vector<Copy> copies;
   MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> paths, CopiesOf(dir));
@@ -120,7 +120,7 @@ absl::Status StagedSave::Publish(Comm& comm, Publication publication, const absl
   SealOnNodes(comm, publication, all, previous);
   if (comm.rank() == 0) CountUnrecorded(publication, all);
   if (!publication.folder.has_value() || publication.options.keep <= 0) return absl::OkStatus();
-  // The checkpoint is there: an old one that cannot be deleted does not change that.
+  // The checkpoint exists; failing to delete an old one does not change that.
   const absl::Status rotated =
       RotateOnNodes(comm, *publication.folder, groups_, publication.options.keep,
                     publication.options.keep_every, mu_, publication.options.disposal);
@@ -128,11 +128,11 @@ absl::Status StagedSave::Publish(Comm& comm, Publication publication, const absl
   return absl::OkStatus();
 }
 
-// Where the chain ends over all nodes, as far as the next record needs it: rank 0's node may be one
-// that has come since.
+// Returns where the chain ends over all nodes, as far as the next record needs it: rank 0's node
+// may have joined later and lack the end.
 ChainEnd StagedSave::PreviousOnNodes(Comm& comm, const std::string& path) const {
   std::string mine;
-  // Without it the chain begins again.
+  // If that fails, the chain begins again.
   (void)OnlyLeader(groups_, mu_, [&]() -> absl::Status {
     const ChainEnd end = PreviousRecords(path);
     if (end.last.has_value()) {
@@ -146,7 +146,7 @@ ChainEnd StagedSave::PreviousOnNodes(Comm& comm, const std::string& path) const 
     }
     return absl::OkStatus();
   });
-  std::vector<RegisteredCheckpoint> ends;  // of the nodes
+  std::vector<RegisteredCheckpoint> ends;  // ends of the chains on the nodes
   uint64_t highest_id = 0;
   for (const std::string& text : comm.AllGatherBytes(mine)) {
     if (text.empty()) continue;
@@ -157,10 +157,10 @@ ChainEnd StagedSave::PreviousOnNodes(Comm& comm, const std::string& path) const 
     record.created_us = end["created"];
     record.sha256 = end["sha256"];
     record.previous_sha256 = end["previous"];
-    // EndOfChain() asks only whether it has one.
+    // EndOfChain() only checks whether there is a job.
     if (end["of_job"].get<bool>()) record.job = "a coordinator's";
   }
-  // By the same rule as on one disk: a coordinator's ids are no order.
+  // Use the same rule as on one disk: a coordinator's ids are no order.
   ChainEnd newest = EndOfChain(ends, absl::Now());
   newest.highest_id = highest_id;
   return newest;
@@ -232,13 +232,13 @@ absl::Status SettleNodes(Comm& comm, const std::string& dir, const NodeGroups& g
   if (groups.nodes.size() == 1) return absl::OkStatus();
   std::vector<Copy> mine;
   bool hidden = false;
-  // One beside its place that cannot be read at the moment may be the latest.
+  // A copy beside `dir` that cannot be read at the moment may be the latest, so that is an error.
   const absl::Status looked = OnlyLeader(groups, nullptr, [&]() -> absl::Status {
     MUSTER_ASSIGN_OR_RETURN(mine, ReadCopies(dir, &hidden));
     return absl::OkStatus();
   });
   MUSTER_RETURN_IF_ERROR(AgreeOfLeaders(comm, groups, looked));
-  // Nothing is moved then; what the node cannot read is taken from the others.
+  // If a node's `dir` cannot be read, nothing is moved; the load takes it from the other nodes.
   for (const std::string& other : comm.AllGatherBytes(hidden ? "1" : "0")) {
     if (other == "1") return absl::OkStatus();
   }
@@ -248,7 +248,7 @@ absl::Status SettleNodes(Comm& comm, const std::string& dir, const NodeGroups& g
   }
   const std::vector<std::string> all = comm.AllGatherBytes(json.dump());
 
-  // The latest that every leader has, and whether it is in its place everywhere.
+  // Find the latest that every leader has, and whether it is in its place everywhere.
   std::map<std::string, int> count, in_place;
   std::map<std::string, Copy> known;
   for (const NodeGroups::Node& node : groups.nodes) {
@@ -284,7 +284,7 @@ absl::Status SettleNodes(Comm& comm, const std::string& dir, const NodeGroups& g
 absl::Status RotateOnNodes(Comm& comm, const CheckpointFolder& folder, const NodeGroups& groups,
                            int keep, int64_t keep_every, Mutex* folder_mu, Disposal* disposal) {
   std::vector<int64_t> mine;
-  // Of saves on one disk, by the seal.json of this node: see PinnedIn().
+  // The pinned ones among saves on one disk, by the seal.json of this node: see PinnedIn().
   std::vector<int64_t> pinned_here;
   MUSTER_RETURN_IF_ERROR(AgreeOfLeaders(
       comm, groups, OnlyLeader(groups, folder_mu, [&]() -> absl::Status {
@@ -300,7 +300,7 @@ absl::Status RotateOnNodes(Comm& comm, const CheckpointFolder& folder, const Nod
       })));
   const std::vector<std::string> all = comm.AllGatherBytes(Json({mine, pinned_here}).dump());
   std::map<int64_t, size_t> count;
-  // On any node: the others have parts of it, or copies.
+  // Those pinned on any node: the others have parts of it, or copies.
   std::set<int64_t> pinned;
   for (const NodeGroups::Node& node : groups.nodes) {
     const Json of_node = Json::parse(all[node.leader]);
@@ -311,7 +311,7 @@ absl::Status RotateOnNodes(Comm& comm, const CheckpointFolder& folder, const Nod
   for (const auto& [number, nodes] : count) {
     if (nodes == groups.nodes.size() && pinned.count(number) == 0) whole.push_back(number);
   }
-  // As many as are kept: what is older and not on all nodes goes.
+  // Only if enough are kept: then all that is older and not on all nodes is removed, too.
   if (whole.empty() || static_cast<int>(whole.size()) < keep) return absl::OkStatus();
   const int64_t oldest_kept = whole[whole.size() - keep];
   const absl::Status removed = OnlyLeader(groups, folder_mu, [&]() -> absl::Status {

@@ -78,8 +78,8 @@ bool IsOfThisMachine(int fd) {
   }
 }
 
-// False, with errno, when those who share the lock have it for longer than `shared`, or a writer
-// for longer than `exclusive`.
+// Returns false, with errno, if processes that share the lock keep it for longer than `shared`, or
+// a writer for longer than `exclusive`.
 bool LockWithin(int folder, absl::Duration shared, absl::Duration exclusive) {
   const Clock& clock = Clock::Real();
   const absl::Time start = clock.Now();
@@ -87,7 +87,7 @@ bool LockWithin(int folder, absl::Duration shared, absl::Duration exclusive) {
     if (errno != EWOULDBLOCK) return false;
     // A writer's lock excludes a shared one; the lock of a process that only checks does not.
     const bool is_shared = flock(folder, LOCK_SH | LOCK_NB) == 0;
-    if (is_shared) flock(folder, LOCK_UN);  // others may be waiting here, too
+    if (is_shared) flock(folder, LOCK_UN);  // other processes may be trying this, too
     if (clock.Now() - start >= (is_shared ? shared : exclusive)) {
       errno = EWOULDBLOCK;
       return false;
@@ -97,7 +97,7 @@ bool LockWithin(int folder, absl::Duration shared, absl::Duration exclusive) {
   return true;
 }
 
-// Whether the process has the folder of `info` open. Absent: this one may not know.
+// Whether the process has the folder of `info` open. Absent: this process may not look.
 std::optional<bool> HasOpen(int pid, const struct stat& info) {
   const std::string files = absl::StrCat("/proc/", pid, "/fd");
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(files);
@@ -112,7 +112,7 @@ std::optional<bool> HasOpen(int pid, const struct stat& info) {
   return false;
 }
 
-// When the folder, or a file in it, has changed last; absent if that cannot be read.
+// Returns when the folder, or a file in it, was last changed; absent if that cannot be read.
 std::optional<absl::Time> LastChange(const std::string& dir) {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(dir);
   if (!names.ok()) return std::nullopt;
@@ -122,16 +122,16 @@ std::optional<absl::Time> LastChange(const std::string& dir) {
   for (const std::string& path : paths) {
     struct stat info;
     if (lstat(path.c_str(), &info) != 0) return std::nullopt;
-    // A folder that was moved has another ctime.
+    // Moving a folder changes its ctime.
     last = std::max(
         {last, absl::TimeFromTimespec(info.st_mtim), absl::TimeFromTimespec(info.st_ctim)});
   }
   return last;
 }
 
-// Who has the folder locked as its writer, by the system's table.
+// The process that has the folder locked as its writer, according to the kernel's table.
 struct Writer {
-  int pid = 0;             // 0: it shows none
+  int pid = 0;             // 0: the table shows none
   bool has_ended = false;  // it has left the lock to a child
 };
 Writer WriterIn(int folder) {
@@ -151,7 +151,7 @@ Writer WriterIn(int folder) {
     }
     if (inode != info.st_ino) continue;
     const std::optional<bool> has_open = HasOpen(pid, info);
-    // Btrfs has other numbers there.
+    // Btrfs uses other numbers there.
     const bool same = device_major == major(info.st_dev) && device_minor == minor(info.st_dev);
     if (same || has_open == true) return {.pid = pid, .has_ended = has_open == false};
   }
@@ -200,7 +200,7 @@ absl::StatusOr<int> LockFolderPatiently(const std::string& path) {
   if (!folder.open()) return ReadError(errno, absl::StrCat("cannot open ", path));
   const absl::Duration patience = absl::Milliseconds(patience_ms.load());
   if (LockWithin(folder.get(), patience, patience)) {
-    // The copy has the lock, too.
+    // The duplicated descriptor holds the lock, too.
     return fcntl(folder.get(), F_DUPFD_CLOEXEC, 0);
   }
   if (errno == EWOULDBLOCK && flock(folder.get(), LOCK_SH | LOCK_NB) != 0) {
@@ -220,7 +220,7 @@ std::string LockHolderOf(const std::string& path) {
     return "a process that loads from there";
   }
   if (pid == 0) return "a process that this machine does not show";
-  // The table names the process that has asked for the lock.
+  // The table names the process that took the lock.
   if (writer.has_ended) return absl::StrCat("a child of process ", pid, ", which has ended");
   const absl::StatusOr<std::string> name = ReadFile(absl::StrCat("/proc/", pid, "/comm"));
   char host[256] = "";
@@ -240,15 +240,15 @@ void ShareLock(int lock) { (void)flock(lock, LOCK_SH | LOCK_NB); }
 
 bool UnshareLock(int lock) {
   if (flock(lock, LOCK_EX | LOCK_NB) == 0) return true;
-  ShareLock(lock);  // the system has freed it
+  ShareLock(lock);  // the system has released it
   return false;
 }
 
 bool HoldInPlace(const std::string& path) {
   OwnedFd folder(OpenFolder(path));
-  // Opening what is in it says why.
+  // Opening the files in it reports why.
   if (!folder.open()) return true;
-  // On a file system without locks, no other process has one.
+  // If the file system has no locks, no other process has one.
   if (flock(folder.get(), LOCK_SH | LOCK_NB) != 0) return errno != EWOULDBLOCK;
   HeldInPlace& held = Held();
   const MutexLock lock(&held.mu);
@@ -286,7 +286,7 @@ absl::StatusOr<WriterFolder> MakeWriterFolder(absl::FunctionRef<std::string()> n
       return absl::ErrnoToStatus(errno, absl::StrCat("cannot make folder ", path));
     }
     const int lock = LockFolder(path);
-    // Before it is locked, another process may take it for abandoned and remove it.
+    // Another process may take it for abandoned, and remove it, before it is locked.
     const bool taken = lock < 0 && WriterOf(path) == FolderWriter::kAlive;
     if (!taken && PathExists(path)) return WriterFolder{.path = std::move(path), .lock = lock};
     if (lock >= 0) close(lock);

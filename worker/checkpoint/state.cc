@@ -66,15 +66,16 @@ absl::Status SaveStaged(Comm& comm, Publication publication, NodeGroups groups,
                           /*logs=*/comm.rank() == 0);
     writer.ReportTo(progress.get());
   }
-  // Others may wait for what `write` exchanges before it writes.
+  // Call `write` even if it cannot write, because other ranks may wait for what it exchanges before
+  // it writes.
   writer.Refuse(staged.CheckVisible());
   absl::Status written = GuardRank([&] { return write(writer); });
   written.Update(writer.refused());
   return staged.Publish(comm, std::move(publication), written, writer.files());
 }
 
-// Copies what is on a device block by block to where it is written from, while the blocks before
-// are written. Throws c10::Error if the device fails.
+// Copies the parts on a device block by block to the memory from which they are written, while
+// earlier blocks are written. Throws c10::Error if the device fails.
 absl::Status StreamTo(const SafetensorsPlan& plan, DirectFileStream& stream) {
   const at::NoGradGuard no_grad;
   MUSTER_RETURN_IF_ERROR(stream.Append(plan.layout.prefix));
@@ -102,7 +103,7 @@ absl::Status StreamTo(const SafetensorsPlan& plan, DirectFileStream& stream) {
   return absl::OkStatus();
 }
 
-// Of a folder that HoldInPlace() has not got.
+// Returns the error for a folder that HoldInPlace() could not hold.
 absl::Status IsLocked(const std::string& path) {
   return absl::AbortedError(absl::StrCat(path, ": ", LockHolderOf(path), " has it locked"));
 }
@@ -124,8 +125,8 @@ absl::Status NumberIsFree(const CheckpointFolder& folder, int64_t iteration, int
 
 absl::Status StateWriter::CheckName(const std::string& name) const {
   MUSTER_RETURN_IF_ERROR(refused_);
-  // The coordinator takes no control characters, and a file with the mark of one that is being
-  // written counts as one that its writer left.
+  // The coordinator accepts no control characters, and a file whose name has the mark of one that
+  // is being written counts as a remain of its writer.
   const bool has_control =
       std::any_of(name.begin(), name.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; });
   if (!IsPlainName(name) || has_control || name == kSealName || name == kSealingName ||
@@ -165,10 +166,11 @@ absl::Status StateWriter::Put(const std::string& name, const PlannedStateFile& f
     return put(pieces->Write(
         path, "no other thread of the program may change it until save_state() returns", options));
   }
-  // For CUDA a call of a thread, such as one that pins memory, is one to its current device.
+  // Set the device, because a CUDA call of a thread, such as one that pins memory, concerns its
+  // current device.
   c10::OptionalDeviceGuard on_device;
   for (const at::Tensor& source : plan->sources) {
-    // A single block is not worth it.
+    // For a single block it is not worth it.
     if (!source.is_cuda() || plan->file_bytes() <= options.block_bytes) continue;
     on_device.reset_device(source.device());
     options.pinning = HostPinning::Cuda();
@@ -252,7 +254,7 @@ absl::StatusOr<StateDict> StateReader::Read(absl::string_view name) const {
   const std::string path = JoinPath(dir_, name);
   const std::string shared = shared_ == nullptr ? "" : shared_->PathOf(name);
   if (!shared.empty() && file->blocks.empty()) {
-    // A small file, of any kind.
+    // It is a small file, of any kind.
     absl::StatusOr<std::string> contents = ReadFile(shared);
     if (!contents.ok()) return Renamed(contents.status(), shared, NameOfShared(path));
     return ParseStateDict(*contents, path);
@@ -260,7 +262,7 @@ absl::StatusOr<StateDict> StateReader::Read(absl::string_view name) const {
   if (!shared.empty()) {
     const bool in_place = in_place_ && IsHere(name);
     absl::StatusOr<StateDict> mapped = MapStateDict(shared, in_place ? path : NameOfShared(path));
-    // Not every file system maps files: then it takes memory all the same.
+    // Not every file system maps files: then it takes memory after all.
     if (mapped.ok() || !in_place) return mapped;
   }
   if (!IsHere(name)) {
@@ -323,11 +325,12 @@ absl::Status StateReader::ReadTogether(
     const ManifestFile* const file = manifest_.Find(name);
     if (file != nullptr && (in_parts() || !file->blocks.empty())) files.push_back(*file);
   }
-  // What is before the tensors is there already.
+  // The bytes before the tensors are there already.
   std::map<std::string, std::vector<FileRange>> wanted = ranges;
   for (auto& [name, of_file] : wanted) {
     const auto header = headers_.find(name);
-    // That of a file which is here may be used where it is: it was another node's that was checked.
+    // The header of a file that is here is not used: the file may be used in place, and the header
+    // that was checked was another node's.
     if (header == headers_.end() || IsHere(name)) continue;
     for (FileRange& range : of_file) {
       range.begin = std::max<uint64_t>(range.begin, header->second.size());
@@ -340,7 +343,7 @@ absl::Status StateReader::ReadTogether(
     options.headers = &headers_;
     options.scratch = scratch_.empty() ? ParentPath(dir_) : scratch_;
   }
-  // The memory of those before goes first.
+  // Free the memory of the previous files first.
   shared_.reset();
   MUSTER_ASSIGN_OR_RETURN(shared_, SharedFiles::Read(comm, dir_, files, options));
   return absl::OkStatus();
@@ -409,7 +412,7 @@ absl::Status CheckOpenedAlike(Comm& comm, const StateReader& reader, bool given)
   const auto other = std::find_if(digests.begin(), digests.end(),
                                   [&](const std::string& digest) { return digest != digests[0]; });
   if (other == digests.end()) return absl::OkStatus();
-  // One folder has several names: by a link, relative and absolute.
+  // One folder may have several names: by a link, relative and absolute.
   std::error_code error;
   const std::filesystem::path folder = std::filesystem::canonical(reader.dir(), error);
   const std::vector<std::string> dirs = comm.AllGatherBytes(reader.dir());
@@ -454,11 +457,11 @@ absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
     ReleaseInPlace();
     return alike;
   }
-  // The next search may give it its name. All ranks have freed it when the exchange that follows
-  // has ended.
+  // Release it, because the next search may rename it. All ranks have released it when the
+  // following exchange has ended.
   ReleaseInPlace();
-  // What is not there for one rank and whole for another is there: this one looks elsewhere, or
-  // knows a file server's state of a moment ago.
+  // A checkpoint that is missing for one rank and whole for another exists: the first one looks
+  // elsewhere, or has an outdated view of a file server.
   const std::vector<std::string> wholes = comm.AllGatherBytes(reader.ok() ? found : "");
   const auto whole = std::find_if(wholes.begin(), wholes.end(),
                                   [](const std::string& path) { return !path.empty(); });
@@ -466,7 +469,7 @@ absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
   if (dir.empty()) {
     const bool gone =
         !comm.BroadcastBytes(comm.rank() == 0 && !PathExists(found) ? "gone" : "", 0).empty();
-    // Another process has given it its name, or removed it.
+    // Another process has renamed or removed it.
     if (gone || absl::IsAborted(opened) || (absl::IsNotFound(opened) && (unnamed || !some))) {
       return absl::AbortedError(opened.message());
     }

@@ -47,7 +47,7 @@ absl::Status WrongType(absl::string_view name, const StateDict::Scalar& value, c
       absl::StrCat("state ", Shown(name), " is ", TypeName(value), ", not ", wanted));
 }
 
-// JSON has no words for these.
+// Returns the text for a number that JSON lacks.
 std::string NonFiniteText(double value) {
   return std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf";
 }
@@ -272,7 +272,8 @@ absl::StatusOr<std::string> EncodeJsonState(const std::string& path, const State
   return json.dump(1) + "\n";
 }
 
-// How the tensors of `state` are written: its scalars and metadata are metadata of the file.
+// Returns the options for writing the tensors of `state`: its scalars and metadata become metadata
+// of the file.
 absl::StatusOr<WriteSafetensorsOptions> SafetensorsOptions(const std::string& path,
                                                            const StateDict& state,
                                                            SharedTensors shared) {
@@ -322,8 +323,8 @@ absl::StatusOr<StateDict> ReadStateDict(const std::string& path,
   if (absl::EndsWith(path, ".json")) return ReadJsonState(path, expected);
   absl::StatusOr<SafetensorsReader> reader = SafetensorsReader::Open(path);
   if (!reader.ok()) {
-    // A damaged header shows before the digest can be compared: say that it is damage, not a
-    // foreign file.
+    // A damaged header is noticed before the digest can be compared: report damage, not a foreign
+    // file.
     if (expected.has_value() && absl::IsInvalidArgument(reader.status())) {
       return absl::DataLossError(
           absl::StrCat(reader.status().message(), "; use an earlier checkpoint"));
@@ -400,10 +401,10 @@ absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets
   absl::flat_hash_set<absl::string_view> wanted;
   std::vector<std::string> missing, unexpected, different;
   std::vector<Copy> copies;
-  // Of `copies`, by where the memory of the target begins.
+  // Indexes of `copies`, by the beginning of the target's memory.
   absl::flat_hash_map<const void*, std::vector<size_t>> by_memory;
   const bool compares = !options.shapes_only && !options.values_checked;
-  // Null: it has none, as on the meta device.
+  // Null if it has none, as on the meta device.
   const auto memory_of = [](const at::Tensor& tensor) -> const void* {
     return tensor.numel() > 0 && tensor.has_storage() ? tensor.const_data_ptr() : nullptr;
   };
@@ -437,7 +438,7 @@ absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets
       if (tied != there.end()) {
         const Copy& other = copies[*tied];
         if (!compares) continue;
-        // The last one would win.
+        // Otherwise the last one would win.
         MUSTER_ASSIGN_OR_RETURN(const bool is_same,
                                 AreSameWeights(PlaceOfTensor(what, name), other.name, other.from,
                                                tensor, target.scalar_type()));

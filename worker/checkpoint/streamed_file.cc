@@ -14,8 +14,8 @@
 namespace muster {
 namespace {
 
-// The file that is open, and not another one that has taken its name. Not open: the file system
-// refuses, or there is no /proc.
+// Opens the open file again for direct I/O, rather than another one that has taken its name. Not
+// open: the file system refuses, or there is no /proc.
 OwnedFd OpenDirect(const DirectFileSystem& system, int fd) {
   return OwnedFd(system.open(absl::StrCat("/proc/self/fd/", fd).c_str(),
                              O_RDONLY | O_CLOEXEC | O_DIRECT, /*mode=*/0));
@@ -62,7 +62,7 @@ absl::StatusOr<size_t> StreamedFile::Fetch(uint64_t begin, size_t bytes, char* b
     return 0;
   }
   const uint64_t first = begin / kDirectAlignment * kDirectAlignment;
-  // The end of the file may come before the end of the last block.
+  // The file may end before the last block does.
   MUSTER_RETURN_IF_ERROR(
       ReadFrom(direct_.get(), first, begin + bytes - first, RoomFor(begin, bytes), block));
   return begin - first;
@@ -83,8 +83,8 @@ absl::Status StreamedFile::ReadFrom(int fd, uint64_t at, size_t needed, size_t m
     if (got < 0) return ReadError(errno, absl::StrCat("cannot read at byte ", at + done));
     if (got == 0) return Ends(at + done, at + needed);
     done += static_cast<size_t>(got);
-    // A direct read that stops between blocks has met the end of the file, or the file system stops
-    // where it likes (FUSE, NFS): a read through the cache tells, and can go on from there.
+    // If a direct read stops inside of a block, it has met the end of the file, or the file system
+    // stops anywhere (FUSE, NFS): a read through the cache finds out, and can continue from there.
     if (fd != cached_ && done < needed && !IsDirectAligned(done)) {
       return ReadFrom(cached_, at + done, needed - done, needed - done, to + done);
     }

@@ -34,7 +34,7 @@ absl::StatusOr<std::vector<int64_t>> TensorSizes(const std::vector<uint64_t>& sh
 
 absl::StatusOr<at::Tensor> NewTensor(const std::vector<int64_t>& sizes, at::ScalarType type,
                                      const std::string& place) {
-  // As LibTorch counts: a dimension of zero does not make up for those that are too large.
+  // Count like LibTorch: a dimension of zero does not make up for others that are too large.
   auto bytes = static_cast<int64_t>(c10::elementSize(type));
   bool overflow = false;
   bool empty = false;
@@ -62,7 +62,7 @@ absl::Status WithMemory(const std::string& place, uint64_t bytes, absl::string_v
   try {
     code();
   } catch (const c10::Error& error) {
-    // LibTorch has no class of its own for what the host does not give.
+    // LibTorch has no class of its own for a lack of host memory.
     const std::string text = error.what_without_backtrace();
     if (!absl::StrContains(text, "can't allocate memory") &&
         !absl::StrContains(text, "not enough memory")) {

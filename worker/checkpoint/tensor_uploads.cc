@@ -15,21 +15,22 @@
 namespace muster {
 namespace {
 
-// What a thread fetches and queues at a time. Less than a block of a checkpoint: what comes through
-// the page cache, or from memory, is still in the processor's cache when it is sent.
+// The number of bytes that a thread fetches and queues at a time. Less than a block of a
+// checkpoint, so that bytes from the page cache, or from memory, are still in the processor's cache
+// when they are sent.
 constexpr size_t kBlockBytes = size_t{2} << 20;
 
-// Part of a tensor.
+// A part of a tensor.
 struct Piece {
   const TensorUpload* from;
   uint64_t begin, bytes;
   char* to;
 };
 
-// Copies that are made at a time.
+// Copies that are made together.
 struct Batch {
   std::vector<Piece> pieces;
-  // The tensors that get a value of another type, and that on the device.
+  // The tensors that get values of another type, and those values on the device.
   std::vector<std::pair<at::Tensor, at::Tensor>> converted;
   size_t converted_bytes = 0;
 };
@@ -41,7 +42,7 @@ absl::Status Upload(const Piece& piece, DeviceUploads& uploads) {
 }
 
 absl::Status Run(Batch batch, DeviceUploads& uploads) {
-  // Memory of the batch may be that of tensors which the device still has to read.
+  // The batch's memory may belong to tensors that the device still has to read.
   uploads.Follow();
   absl::Status status = ForEach(batch.pieces.size(), {.threads = uploads.threads()},
                                 [&](uint64_t i) { return Upload(batch.pieces[i], uploads); });
@@ -54,7 +55,7 @@ absl::Status Run(Batch batch, DeviceUploads& uploads) {
 absl::Status UploadTo(const c10::Device& device, const std::vector<TensorUpload>& tensors,
                       const TensorUploadOptions& options) {
   const at::NoGradGuard no_grad;
-  // Of this thread, which may fetch, too.
+  // Set the device of this thread, too, because it may fetch.
   const c10::DeviceGuard on_device(device);
   const int threads = options.threads > 0 ? options.threads : ReadingThreads();
   const std::unique_ptr<DeviceUploads> uploads =
@@ -82,7 +83,7 @@ absl::Status UploadTo(const c10::Device& device, const std::vector<TensorUpload>
       batch.converted.emplace_back(tensor.to, to);
       batch.converted_bytes += tensor.bytes;
     } else {
-      // An operation would count as a change.
+      // Count a change, as an operation would.
       to.unsafeGetTensorImpl()->bump_version();
     }
     auto* const there = static_cast<char*>(to.data_ptr());
@@ -98,7 +99,7 @@ absl::Status UploadTo(const c10::Device& device, const std::vector<TensorUpload>
   return Run(std::move(batch), *uploads);
 }
 
-// Pairs as CopyTensors() gets them, all of which can be uploaded.
+// Uploads pairs as CopyTensors() gets them, all of which can be uploaded.
 absl::Status UploadInMemory(const std::vector<std::pair<at::Tensor, at::Tensor>>& tensors,
                             const TensorUploadOptions& options) {
   std::vector<TensorUpload> uploads;
@@ -116,7 +117,7 @@ absl::Status UploadInMemory(const std::vector<std::pair<at::Tensor, at::Tensor>>
   return UploadTensors(uploads, options);
 }
 
-// Its elements lie one after the other, as they are.
+// Whether its elements lie one after the other, in order.
 bool IsDense(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && tensor.is_contiguous() && !tensor.is_conj() &&
          !tensor.is_neg() && tensor.storage().data() != nullptr;
@@ -154,7 +155,7 @@ absl::Status CopyTensors(const std::vector<std::pair<at::Tensor, at::Tensor>>& t
                          const TensorUploadOptions& options) {
   const at::NoGradGuard no_grad;
   const auto is_uploaded = [](const at::Tensor& to, const at::Tensor& from) {
-    // One that converts would need memory of the device.
+    // Not with a conversion, which would need memory of the device.
     return from.is_cpu() && IsDense(from) && from.sizes() == to.sizes() &&
            from.scalar_type() == to.scalar_type() &&
            TakesUpload(to, from.scalar_type(), from.nbytes());
@@ -166,7 +167,7 @@ absl::Status CopyTensors(const std::vector<std::pair<at::Tensor, at::Tensor>>& t
   MemoryRanges written, read;
   const auto upload = [&]() -> absl::Status {
     const absl::Status status = UploadInMemory(waiting, options);
-    // Without memory of the host for blocks there still is copy_().
+    // If the host has no memory for blocks, copy_() still works.
     if (!status.ok() && !absl::IsResourceExhausted(status)) return status;
     if (!status.ok()) {
       uploads_any = false;
@@ -184,7 +185,7 @@ absl::Status CopyTensors(const std::vector<std::pair<at::Tensor, at::Tensor>>& t
       read.Add(from);
       continue;
     }
-    // What is written or read together must not meet another copy.
+    // Memory that is written or read in one batch must not overlap another copy.
     if (written.Overlap(to) || written.Overlap(from) || read.Overlap(to)) {
       MUSTER_RETURN_IF_ERROR(upload());
     }

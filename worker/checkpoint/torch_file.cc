@@ -15,7 +15,7 @@ namespace muster {
 namespace {
 
 constexpr absl::string_view kZipMark = "PK\x03\x04";
-// A pickle of the number 0x1950a86a20f9469cfc6c, by which files before PyTorch 1.6 begin.
+// A pickle of the number 0x1950a86a20f9469cfc6c, with which files from before PyTorch 1.6 begin.
 constexpr absl::string_view kLegacyMark =
     "\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19";
 constexpr absl::string_view kPickle = "/data.pkl";
@@ -24,8 +24,8 @@ absl::Status Bad(const ByteSource& file, absl::string_view why) {
   return absl::InvalidArgumentError(absl::StrCat(file.name(), ": ", why));
 }
 
-// Eight bytes of length, the upper half of which is 0, and JSON: by chance they can look like one
-// of the others' beginnings.
+// Whether it begins with eight bytes of length, the upper half of which is 0, and JSON; by chance
+// such a beginning can look like one of the other formats.
 bool IsSafetensors(absl::string_view beginning) {
   return beginning.size() > 8 && beginning[8] == '{' &&
          beginning.substr(4, 4) == absl::string_view("\0\0\0\0", 4);
@@ -92,7 +92,7 @@ class Archive {
     return archive;
   }
 
-  // Null: there is none.
+  // Returns null if there is none.
   const ZipMember* Find(absl::string_view name) const {
     const auto found = by_name_.find(name);
     return found == by_name_.end() ? nullptr : &members_[found->second];
@@ -104,7 +104,7 @@ class Archive {
   absl::flat_hash_map<std::string, size_t> by_name_;
 };
 
-// Checks that it holds data, as torch.save writes them.
+// Checks that the archive holds data, as torch.save writes them.
 absl::Status CheckArchive(const ByteSource& file, const Archive& archive) {
   if (archive.Find("constants.pkl") != nullptr) {
     return Bad(file,

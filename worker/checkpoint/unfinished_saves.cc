@@ -27,7 +27,7 @@ bool IsReplaced(const std::string& path, const std::string& dir) {
          !IsNewerCheckpoint(path, dir).value_or(false);
 }
 
-// Absent: it is none, or has just become a checkpoint.
+// Examines a folder. Absent: it is not an unfinished save, or has just become a checkpoint.
 std::optional<UnfinishedSave> LookAt(const std::string& path, const std::string& checkpoint) {
   struct stat info;
   if (stat(path.c_str(), &info) != 0 || !S_ISDIR(info.st_mode) || IsReplaced(path, checkpoint)) {
@@ -45,7 +45,7 @@ std::optional<UnfinishedSave> LookAt(const std::string& path, const std::string&
   save.changed = absl::TimeFromTimespec(info.st_mtim);
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(path);
   if (absl::IsNotFound(names.status())) return std::nullopt;
-  // It is locked once it is made, but not in the same moment.
+  // A new folder is not locked in the moment of its creation, but only afterwards.
   if (names.ok() && names->empty() && save.writer == FolderWriter::kGone) {
     save.writer = FolderWriter::kUnknown;
   }
@@ -77,7 +77,7 @@ absl::StatusOr<std::vector<UnfinishedSave>> Find(
 absl::StatusOr<std::vector<UnfinishedSave>> UnfinishedSavesIn(const std::string& root) {
   MUSTER_ASSIGN_OR_RETURN(std::vector<UnfinishedSave> saves,
                           Find(root, [](absl::string_view /*stem*/) { return true; }));
-  // Other programs may call folders so.
+  // Other programs may use such names for their folders.
   const auto is_foreign = [](const UnfinishedSave& save) {
     return !IsNumberedName(BaseName(save.checkpoint)) && save.writer != FolderWriter::kAlive &&
            !save.sealed && !save.asked && !PathExists(JoinPath(save.path, kManifestName));
@@ -87,7 +87,7 @@ absl::StatusOr<std::vector<UnfinishedSave>> UnfinishedSavesIn(const std::string&
 }
 
 absl::StatusOr<std::vector<UnfinishedSave>> UnfinishedSavesOf(const std::string& dir) {
-  // "link/" is what the link points to, as "link" is; "." has a name.
+  // "link/" means what the link points to, like "link"; "." has a name.
   std::error_code error;
   std::string plain = dir;
   while (plain.size() > 1 && plain.back() == '/') plain.pop_back();
@@ -99,7 +99,7 @@ absl::StatusOr<std::vector<UnfinishedSave>> UnfinishedSavesOf(const std::string&
   }
   const std::string name = BaseName(real);
   auto saves = Find(ParentPath(real), [&](absl::string_view stem) { return stem == name; });
-  // What lies in the folder can be seen all the same.
+  // The contents of `dir` itself can still be seen.
   if (absl::IsPermissionDenied(saves.status())) return std::vector<UnfinishedSave>();
   return saves;
 }

@@ -31,8 +31,8 @@ namespace muster {
 namespace {
 
 constexpr uint64_t kPartBytes = uint64_t{8} << 20;
-// What a thread of ReadAll() reads at a time: what it copies from is still in the processor's
-// cache.
+// The bytes that a thread of ReadAll() reads at a time, so that what it copies is still in the
+// processor's cache.
 constexpr uint64_t kPieceBytes = uint64_t{1} << 20;
 
 bool IsFolder(const std::string& path) {
@@ -50,7 +50,7 @@ absl::StatusOr<std::string> FindInFolder(const std::string& folder) {
   for (const char* const ending : {".index.json", ".safetensors"}) {
     std::vector<std::string> fitting;
     for (const std::string& name : names) {
-      // What file managers and editors leave, as "._model.safetensors", is nobody's model.
+      // Files that file managers and editors leave, such as "._model.safetensors", are not models.
       if (!absl::StartsWith(name, ".") && absl::EndsWith(name, ending)) fitting.push_back(name);
     }
     if (fitting.size() == 1) return JoinPath(folder, fitting[0]);
@@ -106,7 +106,7 @@ absl::Status WeightFiles::Add(const std::string& file, const std::vector<std::st
   if (wanted != nullptr) {
     for (const std::string& name : *wanted) {
       if (found.contains(name)) continue;
-      // Not NOT_FOUND: nothing is missing that a download could add.
+      // Not NOT_FOUND, because nothing is missing that a download could add.
       return absl::InvalidArgumentError(absl::StrCat(index, ": places tensor \"", Printable(name),
                                                      "\" in ", file, ", which does not hold it"));
     }
@@ -116,7 +116,7 @@ absl::Status WeightFiles::Add(const std::string& file, const std::vector<std::st
 }
 
 absl::StatusOr<WeightFiles> WeightFiles::Open(const std::string& path) {
-  std::vector<std::pair<std::string, std::optional<std::string>>> opened;  // with the index
+  std::vector<std::pair<std::string, std::optional<std::string>>> opened;  // with their index
   const auto open_all = [&]() -> absl::StatusOr<WeightFiles> {
     std::string start = path;
     if (IsFolder(path)) {
@@ -146,7 +146,8 @@ absl::StatusOr<WeightFiles> WeightFiles::Open(const std::string& path) {
     }
     return files;
   };
-  // Shards of two saves may have the same names and tensors: nothing else would show a mixture.
+  // Check the tensors: shards of two saves may have the same names and tensors, and nothing else
+  // would show a mixture.
   absl::StatusOr<WeightFiles> files = absl::UnknownError("not opened");
   const bool together = LookUntilItStays([&] {
     opened.clear();
@@ -229,7 +230,7 @@ absl::StatusOr<size_t> WeightFiles::Fetch(const Entry& entry, uint64_t begin, si
 absl::Status WeightFiles::ReadAll(const std::vector<Reading>& readings, int threads) const {
   struct Piece {
     const Reading* reading;
-    uint64_t begin, end;  // of the extent
+    uint64_t begin, end;  // range in the extent
   };
   std::vector<Piece> pieces;
   for (const Reading& reading : readings) {

@@ -20,11 +20,13 @@
 namespace muster {
 namespace {
 
-// Of what a thread converts at a time: less than LibTorch divides among threads of its own.
+// The number of elements that a thread converts at a time: fewer than LibTorch divides among
+// threads of its own.
 constexpr int64_t kConvertedAtATime = 32'000;
 
-// Elements of a file from `begin` on, which become those at `to`, of another type. A thread has no
-// mode of the one that started it (no_grad, inference): it sees memory, not the model's tensor.
+// Converts elements of a file, from byte `begin` on, into another type at `to`. The modes of the
+// starting thread (no_grad, inference) do not apply to this one, which sees memory, not the model's
+// tensor.
 absl::Status Convert(char* to, at::ScalarType to_type, at::ScalarType type, uint64_t begin,
                      absl::string_view piece) {
   try {
@@ -33,7 +35,7 @@ absl::Status Convert(char* to, at::ScalarType to_type, at::ScalarType type, uint
     const auto to_width = static_cast<int64_t>(c10::elementSize(to_type));
     const int64_t count = static_cast<int64_t>(piece.size()) / width;
     char* const first = to + static_cast<int64_t>(begin) / width * to_width;
-    // A file whose header has an odd length has no value where one of its type may be in memory.
+    // If the length of a file's header is odd, its values are not aligned for their type.
     const bool aligned = reinterpret_cast<uintptr_t>(piece.data()) % width == 0;
     at::Tensor moved;
     if (!aligned) moved = at::empty({std::min(kConvertedAtATime, count)}, type);
@@ -51,7 +53,7 @@ absl::Status Convert(char* to, at::ScalarType to_type, at::ScalarType type, uint
   } catch (const c10::Error& error) {
     return absl::InternalError(error.what_without_backtrace());
   } catch (const std::exception& error) {
-    // Of a thread, which must not throw.
+    // Returned, because a thread must not throw.
     return absl::InternalError(error.what());
   }
 }
@@ -67,7 +69,7 @@ absl::Status FillOnHost(const WeightFiles& files, const std::vector<WeightFill>&
     }
     filled.Add(weight.to);
     MUSTER_ASSIGN_OR_RETURN(const at::ScalarType type, ToScalarType(weight.from->tensor.type));
-    // An operation would count as a change.
+    // Count a change, as an operation would.
     weight.to.unsafeGetTensorImpl()->bump_version();
     auto* const to = static_cast<char*>(weight.to.data_ptr());
     if (type == weight.to.scalar_type()) {

@@ -49,7 +49,7 @@ uint64_t BytesAs(const at::Tensor& tensor, at::ScalarType type) {
   return static_cast<uint64_t>(tensor.numel()) * c10::elementSize(type);
 }
 
-// Equal for names of one tensor, and different for all others.
+// Returns a text that is equal for names of one tensor, and different for all others.
 std::string IdentityOf(const at::Tensor& tensor) {
   if (!HasMemory(tensor))
     return absl::StrCat(reinterpret_cast<uintptr_t>(tensor.unsafeGetTensorImpl()));
@@ -59,7 +59,7 @@ std::string IdentityOf(const at::Tensor& tensor) {
                       tensor.is_conj() ? " conj" : "", tensor.is_neg() ? " neg" : "");
 }
 
-// Where weights come from: files, or tensors in memory.
+// The source of weights: files, or tensors in memory.
 class Source {
  public:
   virtual ~Source() = default;
@@ -68,17 +68,17 @@ class Source {
   virtual const StoredTensor& tensor(size_t i) const = 0;
   virtual absl::StatusOr<at::Tensor> Read(size_t i) const = 0;
   virtual bool has_values() const { return true; }
-  // Whether two are names of one tensor there.
+  // Whether two are names of one tensor in the source.
   virtual bool AreOne(size_t i, size_t j) const = 0;
-  // Whether their bytes are the same, were they of type `type`.
+  // Whether their bytes would be the same if both had the type `type`.
   virtual absl::StatusOr<bool> AreEqual(size_t i, size_t j, at::ScalarType type) const;
-  // Null: they are in memory.
+  // Null if they are in memory.
   virtual const WeightFiles* files() const { return nullptr; }
 };
 
 class FileSource final : public Source {
  public:
-  // Borrows the files.
+  // Borrows `files`.
   explicit FileSource(const WeightFiles& files) : files_(files) {}
   const std::string& where() const override { return files_.path(); }
   size_t size() const override { return files_.entries().size(); }
@@ -129,10 +129,10 @@ class MemorySource final : public Source {
   std::vector<StoredTensor> stored_;
 };
 
-// What is known of weights that the caller reads.
+// What is known of weights that the caller reads itself.
 class ShapeSource final : public Source {
  public:
-  // Borrows them.
+  // Borrows `weights`.
   explicit ShapeSource(const WeightShapes& weights) : weights_(weights) {}
   const std::string& where() const override { return weights_.where; }
   size_t size() const override { return weights_.tensors.size(); }
@@ -152,7 +152,7 @@ class ShapeSource final : public Source {
 
 using OneCopy = MatchedWeight;
 
-// Why a tensor of the file cannot go into this one; empty if it can.
+// Returns why a tensor of the file cannot go into this one; empty if it can.
 std::string WhyNot(const StoredTensor& stored, const at::Tensor& target, at::ScalarType type,
                    bool may_be_empty) {
   const std::string both =
@@ -199,29 +199,29 @@ absl::Status Prepare(const OneCopy& copy, const std::string& name, const at::Ten
 }
 
 struct WeightPlan {
-  // What goes where; copies nothing.
+  // Determines what goes where; copies nothing.
   absl::Status Match(const LoadWeightsOptions& options);
   absl::Status Copy() const;
 
   struct Chosen {
     absl::flat_hash_map<std::string, size_t> places;  // in targets, by name
-    std::map<size_t, size_t> sources;                 // by place in targets: place in the source
-    std::vector<std::string> twice;  // targets that several tensors of the source name
-    bool any_begins = false;         // with options.prefix
+    std::map<size_t, size_t> sources;  // by position in targets: position in the source
+    std::vector<std::string> twice;    // targets that several tensors of the source name
+    bool any_begins = false;           // a name begins with options.prefix
   };
   // Finds the tensor of the source for each target by its name.
   Chosen Choose(const LoadWeightsOptions& options);
-  // What each target gets, a tensor with several names once.
+  // Plans what each target gets, a tensor with several names once.
   absl::Status PlanCopies(const Chosen& chosen);
-  // Takes back copies whose elements others would replace.
+  // Removes copies whose elements others would replace.
   absl::Status CompareShared(const Chosen& chosen);
-  // Whether `options` allow what does not fit.
+  // Checks whether `options` allow what does not fit.
   absl::Status Verdict(const Chosen& chosen, const LoadWeightsOptions& options) const;
 
   std::unique_ptr<Source> source;
   NamedTensors targets;
   std::optional<at::ScalarType> dtype;
-  bool may_be_empty = false;  // targets on the meta device
+  bool may_be_empty = false;  // targets may be on the meta device
   std::vector<OneCopy> copies;
   LoadedWeights report;
 };
@@ -294,9 +294,9 @@ absl::Status WeightPlan::PlanCopies(const Chosen& chosen) {
 }
 
 absl::Status WeightPlan::CompareShared(const Chosen& chosen) {
-  // What reads parts alone compares names, and has no views here.
+  // A caller that reads parts compares only names, and has no views here.
   if (!source->has_values()) return absl::OkStatus();
-  // Of the same elements: of others that overlap the later one wins.
+  // Compare only views of the same elements: if others overlap, the later one wins.
   const auto memory = [&](const OneCopy& copy) {
     const at::Tensor& target = targets[copy.target].second;
     // A target whose type changes gets memory of its own.
@@ -363,7 +363,7 @@ absl::Status WeightPlan::Verdict(const Chosen& chosen, const LoadWeightsOptions&
 
 absl::Status WeightPlan::Match(const LoadWeightsOptions& options) {
   dtype = options.dtype;
-  // Weights have no values in any other type; complex ones would be computed with in silence.
+  // Other types are not for weights; complex ones would be computed with silently.
   if (dtype.has_value() && !c10::isFloatingType(*dtype)) {
     return absl::InvalidArgumentError(
         absl::StrCat(source->where(), ": the weights cannot become ", c10::toString(*dtype),
@@ -377,8 +377,8 @@ absl::Status WeightPlan::Match(const LoadWeightsOptions& options) {
 
 absl::Status WeightPlan::Copy() const {
   const at::NoGradGuard no_grad;
-  // Names of one tensor stay names of one tensor, also where a type is changed: by set_data() two
-  // tensors share memory that know nothing of each other.
+  // Names of one tensor must stay names of one tensor, even if a type is changed: after set_data()
+  // two tensors share memory without knowing of each other.
   std::vector<std::string> identities;
   absl::flat_hash_map<std::string, std::vector<size_t>> names_of;
   for (size_t i = 0; i < targets.size(); ++i) {
@@ -414,7 +414,7 @@ absl::Status WeightPlan::Copy() const {
   }
   MUSTER_RETURN_IF_ERROR(CopyTensors(in_memory));
   if (fills.has_value()) MUSTER_RETURN_IF_ERROR(fills->Make());
-  // Tensors that the file leaves out get the type too, tied ones and those that are missing.
+  // Tensors that the file lacks get the type, too, including tied ones and missing ones.
   if (dtype.has_value()) {
     for (size_t i = 0; i < targets.size(); ++i) {
       const at::Tensor& target = targets[i].second;

@@ -43,7 +43,8 @@ bool IsSameFile(const std::string& a, const std::string& b) {
          first.st_dev == second.st_dev && first.st_ino == second.st_ino;
 }
 
-// A file that is read must not be replaced by its own copy, nor one of the folder's shards removed.
+// Checks that no file that is read would be replaced by its own copy, or removed as a shard in the
+// folder.
 absl::Status CheckNotRead(const WeightFiles& weights, const std::string& folder,
                           const std::vector<std::string>& names) {
   MUSTER_RETURN_IF_ERROR(CheckNoCheckpoint(folder));
@@ -58,7 +59,8 @@ absl::Status CheckNotRead(const WeightFiles& weights, const std::string& folder,
   return absl::OkStatus();
 }
 
-// The folders on the way to one that does not exist yet. What fails leaves none of them behind.
+// The new folders on the way to a path that does not exist yet. A failure leaves none of them
+// behind.
 class NewFolders {
  public:
   explicit NewFolders(const std::string& folder) : there_(folder) {
@@ -67,7 +69,7 @@ class NewFolders {
       there_ = ParentPath(there_);
     }
   }
-  // The nearest one that exists.
+  // Returns the nearest folder that exists.
   const std::string& there() const { return there_; }
   void RemoveEmpty() const {
     for (const std::string& folder : missing_) {
@@ -80,14 +82,15 @@ class NewFolders {
   std::vector<std::string> missing_;  // the deepest first
 };
 
-// Before anything is written: a view may repeat a few bytes of a small file without end.
+// Checks, before anything is written, that there is room: a view may repeat a few bytes of a small
+// file endlessly.
 absl::Status CheckSpace(const std::string& folder, uint64_t bytes) {
   struct statvfs info;
-  // Some file systems do not say.
+  // Some file systems do not report it.
   if (statvfs(folder.c_str(), &info) != 0 || info.f_blocks == 0) return absl::OkStatus();
   const uint64_t left = static_cast<uint64_t>(info.f_bavail) * info.f_frsize;
   if (bytes <= left) return absl::OkStatus();
-  // As the write would fail.
+  // Return the error with which the write would fail.
   return absl::ErrnoToStatus(
       ENOSPC, absl::StrCat("the tensors take ", bytes, " bytes, but the disk of ", folder, " has ",
                            left, " left (make room, or write to another disk)"));
@@ -152,7 +155,7 @@ absl::StatusOr<CopiedWeights> CopyInto(const WeightFiles& weights, const std::st
 
 absl::StatusOr<CopiedWeights> CopyWeights(const WeightFiles& weights, const std::string& wanted,
                                           int64_t max_shard_bytes) {
-  // No folder is made, and left, only to go back from it.
+  // Clean the path, so that no folder is created only to be left with "..".
   const std::string to = CleanPath(wanted);
   const NewFolders folders(absl::EndsWith(to, kModelExtension) ? ParentPath(to) : to);
   absl::StatusOr<CopiedWeights> copied = CopyInto(weights, to, max_shard_bytes, folders);

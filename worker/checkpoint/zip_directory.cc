@@ -26,12 +26,12 @@ constexpr uint64_t kEnd64Bytes = 56;
 constexpr uint64_t kLocator64Bytes = 20;
 constexpr uint64_t kMaxCommentBytes = 0xffff;
 
-// Where a field of 16 or 32 bits has no room for its value.
+// The value of a field of 16 or 32 bits that is too small for its number.
 constexpr uint64_t kElsewhere16 = 0xffff;
 constexpr uint64_t kElsewhere32 = 0xffffffff;
 constexpr int kZip64Extra = 1;
 
-// Little-endian. The caller has checked the length.
+// Reads a little-endian number. The caller has checked the length.
 uint64_t Number(absl::string_view bytes, size_t at, int width) {
   uint64_t value = 0;
   for (int i = width - 1; i >= 0; --i) value = value << 8 | static_cast<uint8_t>(bytes[at + i]);
@@ -105,7 +105,7 @@ absl::StatusOr<Directory> FindDirectory(const ByteSource& file) {
   return directory;
 }
 
-// Takes from the extra fields those values of a member that have no room in it.
+// Reads from the extra fields those values of a member that do not fit into its own.
 bool TakeZip64(absl::string_view extra, uint64_t* bytes, uint64_t* stored, uint64_t* local) {
   std::vector<uint64_t*> wanted;
   for (uint64_t* const value : {bytes, stored, local}) {
