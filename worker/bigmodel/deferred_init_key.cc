@@ -21,7 +21,7 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
 }
 
 void Register() {
-  // For as long as the process lives, as the operators.
+  // Lives as long as the process, like the operators.
   static auto& library = *[] {
     auto* const all =
         new torch::Library(torch::Library::IMPL, "_", kDeferredInitKey, __FILE__, __LINE__);

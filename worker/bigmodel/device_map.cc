@@ -22,7 +22,7 @@ struct ElementType {
 };
 
 absl::StatusOr<ElementType> FindType(const std::string& dtype) {
-  // One byte for a boolean, as it takes; the peer counts an eighth.
+  // A boolean counts as one byte, which it takes; Accelerate counts an eighth.
   static const auto* const types = new std::map<std::string, ElementType>{
       {"F64", {64, true}},    {"F32", {32, true}},    {"F16", {16, true}},    {"BF16", {16, true}},
       {"F8_E4M3", {8, true}}, {"F8_E5M2", {8, true}}, {"F8_E8M0", {8, true}}, {"F4", {4, true}},
@@ -38,7 +38,7 @@ absl::StatusOr<ElementType> FindType(const std::string& dtype) {
       "unknown dtype \"", dtype, "\": it must be one of ", absl::StrJoin(names, ", ")));
 }
 
-// Whether `name` is `module` or below it.
+// Whether `name` is `module` or inside of it.
 bool IsIn(absl::string_view name, absl::string_view module) {
   return module.empty() || name == module ||
          (absl::StartsWith(name, module) && name[module.size()] == '.');
@@ -48,7 +48,7 @@ std::string Join(absl::string_view module, absl::string_view name) {
   return module.empty() ? std::string(name) : absl::StrCat(module, ".", name);
 }
 
-// Sizes of tensors and modules. Modules are known in the order of their first tensor, parameters
+// The sizes of tensors and modules. Modules are in the order of their first tensor, parameters
 // before buffers.
 class Sizes {
  public:
@@ -70,7 +70,7 @@ class Sizes {
   }
   const std::map<std::string, int64_t>& all() const { return bytes_; }
   const std::vector<std::string>& in_order() const { return order_; }
-  // Of a module with what is below it.
+  // Returns the bytes of the buffers of a module and its submodules.
   int64_t BuffersOf(const std::string& module) const {
     int64_t sum = 0;
     for (const auto& [name, bytes] : buffers_) {
@@ -152,7 +152,7 @@ class Sizes {
   std::set<std::string> owned_elsewhere_;  // the other names of tied tensors
 };
 
-// Something that is placed as a whole: a module, or a tensor of one that was divided.
+// A unit of placement: a module, or a tensor of a module that was divided.
 struct Item {
   std::string name;
   const PlannedModule* module;  // null: a tensor
@@ -175,8 +175,8 @@ class Placement {
     } else {
       main_ = {"cpu"};
     }
-    // In the order in which the model has their owners, whatever that of the list: places are tried
-    // in it.
+    // Sort the groups by the order of their owners in the model, whatever their order in the list,
+    // because places are tried in that order.
     std::map<std::string, size_t> order;
     for (const std::string& name : sizes_.in_order()) order.emplace(name, order.size());
     tied_ = model.tied;
@@ -198,7 +198,7 @@ class Placement {
       items_.pop_front();
       ForgetLayersOf(item.name);
       if (!PlaceOrSplit(item, limits_[device])) {
-        // The next device, for good.
+        // Move on to the next device, permanently.
         items_.push_front(item);
         ++device;
       }
@@ -213,8 +213,8 @@ class Placement {
  private:
   static bool IsGpu(absl::string_view device) { return device != "cpu" && device != "disk"; }
 
-  // A module's own parameters, its children, its own buffers. The peer leaves the buffers of a
-  // divided module out, so that nothing says where they are (D15).
+  // Returns a module's own parameters, its children, and its own buffers. Accelerate leaves out the
+  // buffers of a divided module, so that nothing determines their device (D15).
   Items PartsOf(const std::string& path, const PlannedModule& module) const {
     Items parts;
     for (const PlannedTensor& parameter : module.parameters) {
@@ -234,7 +234,7 @@ class Placement {
            !options_.no_split.contains(item.module->class_name);
   }
 
-  // The largest part that must stay whole, among what is still to be placed.
+  // Finds the largest part that must stay whole, among the parts that are still to be placed.
   void FindLargestLayer(bool with_tensors) {
     largest_ = 0;
     layers_.clear();
@@ -265,9 +265,9 @@ class Placement {
   }
 
   // The places in `items` that hold a tensor tied to one of `item`, in the order of the groups and
-  // within one of the names, and their bytes together with those of the item: as in the peer, a
-  // place counts for each such tensor in it, a tensor that has its owner there only once. Tensors
-  // that are elsewhere already count nothing.
+  // of the names in each, and the bytes of these places together with those of the item. As in
+  // Accelerate, a place counts once for each such tensor in it, but a tensor whose owner is there
+  // counts only once. Tensors that are already placed elsewhere count nothing.
   struct Ties {
     std::vector<size_t> places;
     int64_t bytes = 0;
@@ -306,7 +306,7 @@ class Placement {
     map_.push_back({name, device});
   }
 
-  // False: `item` goes to a later device.
+  // Returns false if `item` goes to a later device.
   bool PlaceOrSplit(const Item& item, const std::pair<std::string, double>& device) {
     const bool is_disk = device.first == "disk";
     const bool keeps_room = std::find(main_.begin(), main_.end(), device.first) != main_.end();
@@ -341,7 +341,7 @@ class Placement {
     return false;
   }
 
-  // Divides the first tied module that can be, and tries the item again.
+  // Divides the first tied module that can be divided, and tries the item again.
   bool SplitTied(const Item& item, const Ties& ties) {
     for (const size_t place : ties.places) {
       const Item tied = items_[place];
@@ -358,7 +358,7 @@ class Placement {
 
   // Puts the first later part of at most `limit` bytes before `item`.
   bool Hoist(const Item& item, double limit) {
-    // What the search has passed counts for ties as what is before it does.
+    // The parts that the search has passed count for ties like those before it.
     Items search = items_, passed = {item};
     while (!search.empty()) {
       const Item candidate = search.front();
@@ -445,7 +445,7 @@ class Placement {
   std::vector<std::vector<std::string>> tied_;
   Items items_;
   int64_t largest_ = 0;
-  std::vector<std::string> layers_;  // of that size
+  std::vector<std::string> layers_;  // layers of that size
   std::map<std::string, double> used_;
   std::map<std::string, double> buffers_;
   std::vector<std::pair<std::string, std::string>> map_;
@@ -471,8 +471,8 @@ std::optional<int> NumberOf(absl::string_view device) {
   return number;
 }
 
-// A quarter more than the larger of what must stay together and the mean module, so that the last
-// device is not the one that gets what did not fit on the others.
+// Returns a quarter more than the larger of the largest undivided module and the mean module, so
+// that the last device does not get all that did not fit on the others.
 int64_t BalanceBuffer(const PlannedModel& model, const Sizes& sizes,
                       const BalanceOptions& options) {
   const std::set<std::string>& no_split = options.no_split;
@@ -484,8 +484,9 @@ int64_t BalanceBuffer(const PlannedModel& model, const Sizes& sizes,
     if (module == nullptr || !no_split.contains(module->class_name)) continue;
     if (seen.insert(module->class_name).second) whole = std::max(whole, sizes[name]);
   }
-  // Modules that hold tensors, and below them no module that does. The others are listed first: to
-  // compare each with each takes an hour for a model with tens of thousands of experts.
+  // The mean counts modules that hold tensors and have no submodules that do. Those with such
+  // submodules are collected first, because comparing each pair takes an hour for a model with tens
+  // of thousands of experts.
   std::set<absl::string_view> with_modules;
   for (const std::string& name : sizes.in_order()) {
     if (sizes.IsTensor(name)) continue;
@@ -598,7 +599,7 @@ absl::StatusOr<DeviceLimits> BalanceMemory(const PlannedModel& model, const Devi
     if (!(low_zero && is_zero(*gpus[i]))) gpus[i]->second = std::min(gpus[i]->second, share);
   }
   if (!low_zero) return balanced;
-  // The devices 1, 2, ...; with gaps in the numbers, where the peer fails, the others.
+  // The devices 1, 2, ...; if their numbers have gaps, for which Accelerate fails, all other GPUs.
   double others = 0;
   int64_t found = 0;
   for (const auto& [device, limit] : balanced) {

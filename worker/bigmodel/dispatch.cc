@@ -58,16 +58,16 @@ namespace {
 
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 constexpr uint64_t kMostUnitBytes = 64 * kMiB;
-// Less is not worth a request to the disk.
+// A smaller unit is not worth a request to the disk.
 constexpr uint64_t kLeastUnitBytes = kMiB / 16;
 constexpr uint64_t kRingBytes = 256 * kMiB;
 constexpr uint64_t kMostRingBytes = 1024 * kMiB;
-// Of each thread that reads, besides the ring.
+// The memory of each reading thread, besides the ring.
 constexpr uint64_t kScratchBytes = 2 * kMiB;
 constexpr size_t kShownNames = 20;
 // A pinned tensor of this size has pages of its own, which are rounded up to 2 MiB.
 constexpr uint64_t kOwnPages = 4 * kMiB;
-// A ring should hold what is in use and what comes next.
+// A ring should hold the units in use and the next ones.
 constexpr uint64_t kUnitsInRing = 4;
 constexpr char kOffloadFile[] = "offload.safetensors";
 // Precedes the number of a process in the name under which it keeps an earlier model's file until
@@ -78,21 +78,21 @@ constexpr char kOtherWays[] =
     "used in place";
 
 enum class Place {
-  kResident,  // on its device all the time
+  kResident,  // always on its device
   kHost,      // in host memory, and on the main device when it is used
   kDisk,      // in a file, and on the main device when it is used
 };
 
-// A tensor of the module under all of its names.
+// A tensor of the module, with all of its names.
 struct Item {
   std::vector<std::string> names;
-  std::vector<at::Tensor> tensors;  // that share its memory
+  std::vector<at::Tensor> tensors;  // tensors that share its memory
   bool is_buffer = false;
   Place place = Place::kResident;
   c10::Device device = c10::Device(c10::kCPU);  // where operators find it
-  // By the map. What it does not send to a GPU goes where there is room for it to run.
+  // Whether the map places it on a GPU. Otherwise it is placed where there is room for it to run.
   bool is_placed_on_gpu = false;
-  // Of offloaded ones, once they are known.
+  // The source of an offloaded item, once it is known.
   std::shared_ptr<const WeightSource> source;
   size_t index = 0;
   at::ScalarType type = at::kFloat;
@@ -102,11 +102,11 @@ struct Item {
   OffloadedTensor Offloaded() const {
     return {.name = names[0], .tensor = tensor(), .source = source, .index = index, .type = type};
   }
-  // Takes no memory of a ring.
+  // Whether it takes no memory of a ring.
   bool IsMapped() const { return source != nullptr && Offloaded().IsMapped(); }
 };
 
-// Equal for names of one tensor, and different for all others.
+// Returns a text that is equal for names of one tensor, and different for all others.
 std::string IdentityOf(const at::Tensor& tensor) {
   const bool in_memory = tensor.layout() == at::kStrided && !tensor.is_meta() && tensor.numel() > 0;
   if (!in_memory) return absl::StrCat(reinterpret_cast<uintptr_t>(tensor.unsafeGetTensorImpl()));
@@ -143,7 +143,7 @@ at::Tensor EmptyFor(const Item& item, at::ScalarType type, const c10::Device& de
   return at::empty(item.tensor().sizes(), at::TensorOptions().dtype(type).device(device));
 }
 
-// Pinned memory of its own pages; undefined if it cannot be had so.
+// Returns pinned memory in pages of its own; undefined if there is none.
 at::Tensor EmptyInPinnedPages(const at::IntArrayRef sizes, at::ScalarType type, uint64_t bytes,
                               const HostPinning& pinning) {
   auto memory = std::make_shared<AlignedMemory>();
@@ -157,13 +157,13 @@ at::Tensor EmptyInPinnedPages(const at::IntArrayRef sizes, at::ScalarType type, 
   return tensor.is_pinned() ? tensor : at::Tensor();
 }
 
-// Tensors that stay on the host for a device are where it can fetch them by itself.
+// Returns memory on the host; for a device, memory that the device can read directly.
 at::Tensor EmptyOnHost(const Item& item, at::ScalarType type, const c10::Device& device) {
   const at::IntArrayRef sizes = item.tensor().sizes();
   const uint64_t bytes = static_cast<uint64_t>(item.tensor().numel()) * c10::elementSize(type);
-  // LibTorch rounds pinned memory up to a power of two: up to twice of what the plan counts.
+  // LibTorch rounds pinned memory up to a power of two: up to twice what the plan counts.
   const HostPinning* const cuda = device.is_cuda() ? HostPinning::Cuda() : nullptr;
-  // Else CUDA makes a context on the thread's current GPU, which may be another one.
+  // Without this, CUDA creates a context on the thread's current GPU, which may be another one.
   const c10::OptionalDeviceGuard guard(device.is_cuda() ? std::optional(device) : std::nullopt);
   if (cuda != nullptr && bytes >= kOwnPages) {
     at::Tensor tensor = EmptyInPinnedPages(sizes, type, bytes, *cuda);
@@ -172,7 +172,7 @@ at::Tensor EmptyOnHost(const Item& item, at::ScalarType type, const c10::Device&
   return at::empty(sizes, at::TensorOptions().dtype(type).pinned_memory(!device.is_cpu()));
 }
 
-// Runs `code`, which gives the item memory of this type, as Guard() does. What fails is named.
+// Runs `code`, which gives the item memory of this type, as Guard() does. Errors name the item.
 absl::Status GiveMemory(const Item& item, at::ScalarType type, absl::FunctionRef<void()> code) {
   const absl::Status given = Guard([&] {
     ThrowIfError(WithMemory(
@@ -187,7 +187,7 @@ absl::Status GiveMemory(const Item& item, at::ScalarType type, absl::FunctionRef
                                                  "\" of the model: ", given.message()));
 }
 
-// The file of weights that were in memory, in a folder that may not be there yet. Unless Keep() is
+// The file of weights that were in memory, in a folder that may not exist yet. Unless Keep() is
 // called, removes what was created of both, and restores the file of an earlier model, which may be
 // in use.
 class OffloadFile {
@@ -206,7 +206,7 @@ class OffloadFile {
     }
     const bool has_path = is_written_ && !IsReplaced();
     if (has_earlier_) {
-      // As one file: rename() leaves both names where they are one.
+      // If both names lead to one file, rename() leaves both.
       if (has_path || !PathExists(path_)) {
         (void)std::rename(earlier_.c_str(), path_.c_str());
       } else {
@@ -215,22 +215,22 @@ class OffloadFile {
     } else if (has_path) {
       (void)unlink(path_.c_str());
     }
-    // The deepest first. What another process has put there stays.
+    // Remove the deepest folders first. A folder into which another process has put files stays.
     for (const std::string& folder : absent_) (void)rmdir(folder.c_str());
   }
   OffloadFile(const OffloadFile&) = delete;
   OffloadFile& operator=(const OffloadFile&) = delete;
 
   const std::string& path() const { return path_; }
-  // Whether another process has taken the name from the file that Write() wrote. If not, it was
-  // that file's whenever it was opened before.
+  // Whether another process has replaced the file that Write() wrote. If not, every earlier open of
+  // the name got that file.
   bool IsReplaced() const {
     const absl::StatusOr<SafetensorsReader> file = SafetensorsReader::Open(path_);
     return file.ok() ? file->header().metadata != metadata_ : absl::IsNotFound(file.status());
   }
   void Keep() { is_kept_ = true; }
 
-  // Removes what processes have kept of earlier models and left when they were killed.
+  // Removes files that killed processes have kept of earlier models.
   void RemoveLeftovers() const {
     const std::string folder = ParentPath(path_);
     const absl::StatusOr<std::vector<std::string>> names = ListDirectory(folder);
@@ -239,14 +239,15 @@ class OffloadFile {
       if (!absl::StartsWith(name, absl::StrCat(kOffloadFile, kEarlierInfix))) continue;
       const std::string path = JoinPath(folder, name);
       const OwnedFd file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
-      // Its process may be of another machine: its number says nothing, its lock does.
+      // Its process may be on another machine, so the number tells nothing; the lock does.
       if (file.get() < 0 || flock(file.get(), LOCK_EX | LOCK_NB) != 0) continue;
       (void)unlink(path.c_str());
     }
   }
 
-  // Whole, or nothing is there. It is of use for as long as this process, so that no loss of power
-  // matters: it is synced, because some disks say only then that they are full; its folder is not.
+  // Writes the file completely or not at all. The file is needed only as long as this process, so a
+  // power failure does not matter. It is synced, because some disks report only then that they are
+  // full; its folder is not.
   absl::Status Write(const NamedTensors& tensors) {
     absl::Status written;
     MUSTER_RETURN_IF_ERROR(Guard([&] { written = WriteOrThrow(tensors); }));
@@ -261,7 +262,8 @@ class OffloadFile {
         PlanSafetensors(path_, tensors,
                         {.metadata = metadata_,
                          .shared = SharedTensors::kWriteAll,
-                         // Where operators take it from a mapping as from LibTorch's own memory.
+                         // Aligned so that operators take it from a mapping like LibTorch's own
+                         // memory.
                          .data_alignment = kDirectAlignment}));
     MUSTER_ASSIGN_OR_RETURN(AtomicFile file, AtomicFile::Create(path_));
     MUSTER_RETURN_IF_ERROR(
@@ -274,13 +276,13 @@ class OffloadFile {
   // Gives an earlier file a second name, so that it outlives the first.
   absl::Status NameEarlier() {
     struct stat info = {};
-    // What else has the name is the error of the publication.
+    // If something else has the name, the publication reports it.
     if (lstat(path_.c_str(), &info) != 0 || !S_ISREG(info.st_mode)) return absl::OkStatus();
     (void)unlink(earlier_.c_str());
-    // Before the name, by which RemoveLeftovers() would find a file that nobody holds.
+    // Lock it before it gets the name, because RemoveLeftovers() removes files that are not locked.
     earlier_lock_ = OwnedFd(open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
     if (earlier_lock_.get() >= 0) (void)flock(earlier_lock_.get(), LOCK_SH);
-    // File systems without links: it has no name for a moment.
+    // On file systems without links, it has no name for a moment.
     if (link(path_.c_str(), earlier_.c_str()) != 0 &&
         std::rename(path_.c_str(), earlier_.c_str()) != 0) {
       return absl::ErrnoToStatus(
@@ -293,7 +295,7 @@ class OffloadFile {
   const std::string path_, earlier_;
   std::vector<std::string> absent_;
   OwnedFd earlier_lock_;
-  // Tells the file from those of others.
+  // Distinguishes the file from others.
   const SafetensorsMetadata metadata_ = {{"offload", RandomHex()}};
   bool has_earlier_ = false, is_written_ = false, is_kept_ = false;
 };
@@ -306,43 +308,44 @@ class Dispatcher {
   Dispatcher(torch::nn::Module& module, const DispatchOptions& options)
       : module_(module), options_(options) {}
 
-  // `keep_on_host`: what the map places on the CPU is offloaded also if that is the main device.
+  // `keep_on_host`: what the map places on the CPU is offloaded even if that is the main device.
   absl::Status Prepare(const DeviceEntries& map, bool keep_on_host);
   absl::Status Load(const std::string& path, const LoadCheckpointOptions& options);
-  // What is in memory goes where the map says.
+  // Moves what is in memory to the devices of the map.
   absl::Status Distribute();
   absl::StatusOr<DispatchedModel> Finish();
 
  private:
   struct Reading;
   absl::Status SetMain(const DeviceEntries& map, const PlannedModel& model);
-  // Where operators find each tensor, by name.
+  // Returns where operators find each tensor, by name.
   std::map<std::string, c10::Device> DevicesOf(const DeviceEntries& map,
                                                const PlannedModel& model) const;
   void SetPlace(const std::string& device, bool keep_on_host, Item& item) const;
-  // Has offloaded parts run on a GPU whose limit leaves room for their ring.
+  // Lets offloaded parts run on a GPU whose limit leaves room for their ring.
   void KeepLimits();
-  // That what is to be used from mapped files runs on the CPU.
+  // Checks that what is to be used from mapped files runs on the CPU.
   absl::Status CheckMmap() const;
-  // What is to be loaded; without buffers that keep their values.
+  // Returns the tensors to be loaded, without buffers that keep their values.
   NamedTensors Targets(const WeightFiles& files, const LoadCheckpointOptions& options,
                        std::vector<std::string>* kept) const;
-  // That what the files lack has values already: nothing can give them to it later.
+  // Checks that tensors that the files lack have values already, because nothing can give them
+  // values later.
   absl::Status CheckValues(const std::string& path, const NamedTensors& targets,
                            const MatchedEntries& matched) const;
-  // Zeros for optional tensors that are not among `targets` and have no values.
+  // Sets optional tensors that are not among `targets` and have no values to zeros.
   absl::Status MakeOptional(const NamedTensors& targets);
   absl::Status Read(const std::shared_ptr<const WeightFiles>& files,
                     const std::vector<Reading>& readings);
-  // That the ring which the caller asks for holds each offloaded tensor.
+  // Checks that the ring that the caller asks for holds each offloaded tensor.
   absl::Status CheckRing() const;
   absl::Status WriteToDisk(const std::vector<Item*>& items);
   uint64_t RingBytes(const c10::Device& device, uint64_t offloaded) const;
   std::vector<OffloadedUnit> Units(const c10::Device& device, uint64_t ring_bytes) const;
-  // For what is offloaded, on each device where it runs.
+  // Makes rings for offloaded tensors, on each device where they run.
   absl::Status MakeRings(const std::map<c10::DeviceIndex, uint64_t>& offloaded);
   bool HasSeveralDevices() const;
-  // Operators move between the devices of the model, if it has several.
+  // Lets operators move between the devices of the model, if it has several.
   void Divide();
 
   torch::nn::Module& module_;
@@ -353,7 +356,7 @@ class Dispatcher {
   DispatchedModel result_;
 };
 
-// A tensor that gets its values from an entry of the files now.
+// A tensor whose values are now read from an entry of the files.
 struct Dispatcher::Reading {
   Item* item;
   size_t entry;
@@ -361,7 +364,7 @@ struct Dispatcher::Reading {
 };
 
 absl::Status Dispatcher::SetMain(const DeviceEntries& map, const PlannedModel& model) {
-  // Whose weights take the inputs.
+  // The GPU whose weights take the inputs.
   const std::optional<std::string> first = FirstGpu(model, map);
   if (!options_.main_device.has_value()) {
     if (first.has_value()) result_.main_device_ = DeviceOf(*first);
@@ -413,7 +416,7 @@ void Dispatcher::KeepLimits() {
     uint64_t offloaded = 0, largest = 0;
   };
   std::map<c10::DeviceIndex, Gpu> gpus;
-  // Those that the map does not name have room as well.
+  // Devices that the map does not name have room as well.
   for (const auto& [name, limit] : options_.max_memory) {
     const c10::Device device = DeviceOf(name);
     if (!device.is_cpu() && device.index() < CountGpus()) gpus[device.index()].room = limit;
@@ -445,7 +448,7 @@ void Dispatcher::KeepLimits() {
     for (Item& item : items_) {
       if (item.device.is_cpu() || item.device.index() != index || item.is_placed_on_gpu) continue;
       item.device = device;
-      // A buffer that stays with its module.
+      // It is a buffer that stays with its module.
       if (!item.offloaded()) to->second.room -= static_cast<double>(BytesOf(item));
     }
     to->second.offloaded += std::exchange(gpu.offloaded, 0);
@@ -453,7 +456,7 @@ void Dispatcher::KeepLimits() {
   }
 }
 
-// More threads than that read no faster, and a process may not get them.
+// More threads read no faster, and a process may not get them.
 constexpr int kMaxReaders = 1024;
 
 absl::Status Dispatcher::Prepare(const DeviceEntries& map, bool keep_on_host) {
@@ -477,7 +480,7 @@ absl::Status Dispatcher::Prepare(const DeviceEntries& map, bool keep_on_host) {
       return absl::UnimplementedError(
           absl::StrCat(name, " is not dense: such tensors cannot be placed by a device map"));
     }
-    // Its memory, which says what is tied, is not there, or will not be.
+    // Its memory, by which ties are found, does not exist, or will not.
     if (IsPaged(tensor)) {
       return absl::FailedPreconditionError(absl::StrCat(
           name,
@@ -542,7 +545,7 @@ absl::Status Dispatcher::Load(const std::string& path, const LoadCheckpointOptio
     on_disk.push_back(&item);
     entries.push_back(match.from);
   }
-  // Nothing has changed before this is known to be possible.
+  // Check this before anything changes.
   MUSTER_RETURN_IF_ERROR(CheckMmap());
   MUSTER_ASSIGN_OR_RETURN(const auto source, OpenWeightSource(files, entries, options_.mmap));
   for (size_t i = 0; i < on_disk.size(); ++i) {
@@ -570,7 +573,7 @@ absl::Status Dispatcher::Load(const std::string& path, const LoadCheckpointOptio
         to = old.detach();
         return;
       }
-      // Not the old and the new memory at a time.
+      // Free the old memory before the new memory is allocated.
       if (!old.is_meta()) PlaceAll(item, EmptyFor(item, item.type, at::kMeta));
       to = item.place == Place::kHost ? EmptyOnHost(item, item.type, item.device)
                                       : EmptyFor(item, item.type, item.device);
@@ -587,7 +590,7 @@ absl::Status Dispatcher::Load(const std::string& path, const LoadCheckpointOptio
     }
   }
   if (!options.weights.dtype.has_value()) return absl::OkStatus();
-  // A table of the constructor is rounded no more than an ordinary construction rounds it.
+  // A table of the constructor is rounded no more than in an ordinary construction.
   std::set<const Item*> keep_type;
   for (const std::string& name : kept) keep_type.insert(&items_[by_name_.at(name)]);
   for (Item& item : items_) {
@@ -673,8 +676,8 @@ absl::Status Dispatcher::Distribute() {
     if (item.place == Place::kDisk) to_disk.push_back(&item);
   }
   KeepLimits();
-  // An early failure must not change anything: neither the module nor the folder, whose file may
-  // belong to another model.
+  // An early failure must change neither the module nor the folder, whose file may belong to
+  // another model.
   MUSTER_RETURN_IF_ERROR(CheckMmap());
   MUSTER_RETURN_IF_ERROR(CheckRing());
   if (!to_disk.empty()) MUSTER_RETURN_IF_ERROR(WriteToDisk(to_disk));
@@ -713,7 +716,7 @@ absl::Status Dispatcher::CheckRing() const {
     const uint64_t bytes = BytesOf(item);
     const bool has_values = item.source != nullptr || !item.tensor().is_meta();
     if (!item.offloaded() || !has_values || bytes <= *options_.ring_bytes) continue;
-    // What is written to the disk now can be mapped.
+    // Weights that are written to the disk now can be mapped.
     const bool will_be_mapped =
         options_.mmap && item.place == Place::kDisk && item.source == nullptr;
     if (item.IsMapped() || will_be_mapped) continue;
@@ -761,7 +764,7 @@ absl::Status Dispatcher::WriteToDisk(const std::vector<Item*>& items) {
     return OpenWeightSource(files, entries, options_.mmap);
   }();
   if (!source.ok()) {
-    // The check of the space says what to do.
+    // The check of the space already says what to do.
     if (absl::StrContains(source.status().message(), kOtherWays)) return source.status();
     return absl::Status(
         source.status().code(),
@@ -782,12 +785,12 @@ uint64_t Dispatcher::RingBytes(const c10::Device& device, uint64_t offloaded) co
   for (const auto& [limited, limit] : options_.max_memory) {
     if (limited != name) continue;
     double room = limit;
-    // A GPU has none of their memory.
+    // A GPU holds none of the readers' memory.
     if (device.is_cpu()) room -= static_cast<double>(options_.readers * kScratchBytes);
     for (const auto& [other, resident] : result_.resident_) room -= other == name ? resident : 0;
     // A limit may be infinite.
     bytes = static_cast<uint64_t>(std::clamp(room, 0.0, static_cast<double>(kMostRingBytes)));
-    // Which rounds up.
+    // Round down, because the ring rounds up.
     bytes = bytes / Arena::kUnit * Arena::kUnit;
   }
   return std::min(bytes, offloaded);
@@ -801,12 +804,13 @@ std::vector<OffloadedUnit> Dispatcher::Units(const c10::Device& device, uint64_t
     tensors.emplace_back(item.names[0], BytesOf(item));
     items.push_back(&item);
   }
-  // Never more than the ring, which a larger unit would make larger than the caller allows.
+  // Never more than the ring, because a larger unit would make the ring larger than the caller
+  // allows.
   const uint64_t most =
       std::min(std::clamp(ring_bytes / kUnitsInRing, kLeastUnitBytes, kMostUnitBytes), ring_bytes);
   std::vector<OffloadedUnit> units;
   for (const UnitPlan& plan : PlanOffloadUnits(tensors, most)) {
-    // Of each mapped file one, and one of what goes through the ring.
+    // One unit for each mapped file, and one for what goes through the ring.
     std::map<const MappedFile*, size_t> by_file;
     for (const size_t part : plan.parts) {
       OffloadedTensor tensor = items[part]->Offloaded();
@@ -822,13 +826,13 @@ std::vector<OffloadedUnit> Dispatcher::Units(const c10::Device& device, uint64_t
 
 absl::Status Dispatcher::MakeRings(const std::map<c10::DeviceIndex, uint64_t>& offloaded) {
   const int rings = static_cast<int>(offloaded.size());
-  // In all; each ring has one at least.
+  // The readers of all rings together; each ring has at least one.
   auto readers_of_next = [&, next = 0]() mutable {
     return std::max(options_.readers / rings + (next++ < options_.readers % rings ? 1 : 0), 1);
   };
   std::vector<OffloadRing::Plan> plans;
   for (const auto& [index, bytes] : offloaded) {
-    // Its index alone tells one device of a map from another.
+    // Devices of a map differ only in the index.
     const auto item = std::find_if(items_.begin(), items_.end(), [index = index](const Item& each) {
       return each.source != nullptr && each.device.index() == index;
     });
@@ -845,7 +849,7 @@ absl::Status Dispatcher::MakeRings(const std::map<c10::DeviceIndex, uint64_t>& o
     result_.rings_ = *std::move(made);
   }));
   return Guard([&] {
-    // Further tensors that share the memory of one.
+    // Move further tensors that share the memory of one.
     for (const Item& item : items_) {
       for (size_t i = 1; item.source != nullptr && i < item.tensors.size(); ++i) {
         PlaceTensor(item.tensors[i], item.tensor());
@@ -872,7 +876,7 @@ void Dispatcher::Divide() {
 
 absl::StatusOr<DispatchedModel> Dispatcher::Finish() {
   std::map<std::string, double> resident;
-  // Also of tensors without elements, which need a device too.
+  // Includes tensors without elements, which need a device, too.
   std::map<c10::DeviceIndex, uint64_t> offloaded;
   for (const Item& item : items_) {
     const uint64_t bytes = BytesOf(item);
@@ -883,7 +887,7 @@ absl::StatusOr<DispatchedModel> Dispatcher::Finish() {
     }
   }
   result_.resident_.assign(resident.begin(), resident.end());
-  // Rings change the module.
+  // Register first, because rings change the module.
   if (HasSeveralDevices()) MUSTER_RETURN_IF_ERROR(Guard([] { DividedModel::Register(); }));
   MUSTER_RETURN_IF_ERROR(MakeRings(offloaded));
   MUSTER_RETURN_IF_ERROR(Guard([&] { Divide(); }));

@@ -32,8 +32,8 @@ namespace {
 
 constexpr c10::DispatchKey kKey = kDeferredInitKey;
 
-// Operators that take tensors of several devices by themselves, look at no contents, or give a view
-// of each tensor without a schema that says so. (meshgrid() wants one device, and gets copies.)
+// Operators that accept tensors of several devices, do not look at contents, or return a view of
+// each tensor without a schema that says so. (meshgrid() needs one device, and gets copies.)
 constexpr const char* kLeftAlone[] = {
     "aten::copy_",
     "aten::set_",
@@ -56,8 +56,8 @@ bool BeginsWith(const std::string& text, const char* prefix) {
   return std::strncmp(text.c_str(), prefix, std::strlen(prefix)) == 0;
 }
 
-// One tensor of each list at a time, whose devices are its own; or a whole backward pass, which
-// reruns forward passes of checkpointed blocks.
+// Whether the operator takes one tensor of each list at a time, each on its own device, or is a
+// whole backward pass, which reruns forward passes of checkpointed blocks.
 bool IsManyOperators(const std::string& op) {
   return BeginsWith(op, "aten::_foreach_") || BeginsWith(op, "aten::_amp_foreach_") ||
          op == "aten::_backward";
@@ -76,7 +76,7 @@ const c10::StorageImpl* StorageOf(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
 
-// LibTorch adds a key to a tensor only where it is made.
+// Gives access to a tensor's keys, because LibTorch adds a key only when a tensor is made.
 struct Keys : c10::TensorImpl {
   static void Add(c10::TensorImpl& impl) {
     constexpr c10::DispatchKeySet c10::TensorImpl::*keys = &Keys::key_set_;
@@ -88,10 +88,10 @@ void Mark(const at::Tensor& tensor) {
   if (tensor.defined() && !MovesOperators(tensor)) Keys::Add(*tensor.unsafeGetTensorImpl());
 }
 
-// Memory of parameters. An address is not given to another storage while it is here.
+// The memory of parameters. While it is recorded here, its address is not given to another storage.
 class Weights {
  public:
-  // With memory.
+  // Adds a tensor that has memory.
   void Add(const at::Tensor& tensor) {
     MutexLock lock(&mu_);
     Entry& entry = storages_.try_emplace(StorageOf(tensor), tensor.storage().getWeakStorageImpl())
@@ -127,7 +127,7 @@ at::Tensor CopyTo(const at::Tensor& tensor, const c10::Device& device) {
   return tensor.to(device, tensor.scalar_type(), /*non_blocking=*/true);
 }
 
-// `tensor` without what expand() repeats.
+// Returns `tensor` without the repetitions of expand().
 at::Tensor Once(const at::Tensor& tensor) {
   at::Tensor once = tensor;
   for (int64_t i = 0; i < tensor.dim(); ++i) {
@@ -136,17 +136,17 @@ at::Tensor Once(const at::Tensor& tensor) {
   return once;
 }
 
-// Also of a tensor without memory of its own, as sparse ones.
+// Returns the bytes of a tensor, also if it has no memory of its own, like sparse ones.
 uint64_t BytesOf(const at::Tensor& tensor) {
   return static_cast<uint64_t>(tensor.numel()) * tensor.element_size();
 }
 
-// What is on another GPU than its source, for the next operator of the same stay (below) that takes
-// it there. Not for longer: programs and graphs of a GPU also write memory in ways that change no
-// version, between two passes in particular.
+// Copies of tensors on another GPU, for later operators of the same stay (below) that take them
+// there. They are not kept for longer, because programs and graphs of a GPU also write memory in
+// ways that change no version, especially between two passes.
 class SharedCopies {
  public:
-  // `stay`: of the calling thread.
+  // `stay`: that of the calling thread.
   at::Tensor On(const at::Tensor& tensor, const c10::Device& device, uint64_t stay) {
     const bool needs_gradient = c10::GradMode::is_enabled() && tensor.requires_grad();
     if (needs_gradient || tensor.layout() != at::kStrided || !tensor.has_storage()) {
@@ -159,7 +159,7 @@ class SharedCopies {
       const at::Tensor there = CopyTo(once, device);
       return once.is_same(tensor) ? there : there.expand(tensor.sizes());
     };
-    // The contents of pages change without a version.
+    // The contents of paged storages change without a version.
     const bool is_shared =
         !tensor.is_inference() && !IsPaged(tensor) && BytesOf(once) <= kSharedCopyBytes;
     if (!is_shared) return copy();
@@ -178,7 +178,7 @@ class SharedCopies {
                    .stream = stream,
                    .copy = {}};
     {
-      // A pass with gradients may be the next that takes it.
+      // The next user may be a pass with gradients.
       const c10::InferenceMode off(false);
       const at::NoGradGuard no_grad;
       entry.copy = copy();
@@ -188,20 +188,20 @@ class SharedCopies {
     return there;
   }
 
-  // For an operator that writes it.
+  // Returns a copy for an operator that writes to it.
   at::Tensor OwnOn(const at::Tensor& tensor, const c10::Device& device) {
     Count(BytesOf(tensor));
     return CopyTo(tensor.detach(), device);
   }
 
-  // Its contents have changed without a version.
+  // Forgets copies of a storage whose contents have changed without a version.
   void ForgetSource(const c10::StorageImpl* storage) {
     std::vector<Entry> gone;
     MutexLock lock(&mu_);
     Drop([&](const Entry& entry) { return entry.storage._unsafe_get_target() == storage; }, &gone);
   }
 
-  // A result shows its memory, which the program may write from now on.
+  // Forgets a copy whose memory a result exposes, because the program may write to it from now on.
   void Forget(const c10::StorageImpl* storage) {
     std::vector<Entry> gone;
     MutexLock lock(&mu_);
@@ -214,7 +214,7 @@ class SharedCopies {
     Drop([&](const Entry& entry) { return entry.stay == stay; }, &gone);
   }
 
-  // What is shared ends with a model, and nothing is while there is none.
+  // Shared copies are freed with the model, and none are made while there is no model.
   void AddModel() {
     MutexLock lock(&mu_);
     ++models_;
@@ -236,13 +236,13 @@ class SharedCopies {
     c10::weak_intrusive_ptr<c10::TensorImpl> tensor;
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     const void* data;
-    // set_data() and in-place views change a tensor without its version.
+    // Compared, because set_data() and in-place views change a tensor without its version.
     std::vector<int64_t> sizes, strides;
     int64_t offset;
     at::ScalarType type;
     int64_t version;
     uint64_t stay;
-    c10::Stream stream;  // in whose order the copy was made
+    c10::Stream stream;  // the stream on which the copy was made
     at::Tensor copy;
 
     bool IsOf(const at::Tensor& now) const {
@@ -287,7 +287,7 @@ class SharedCopies {
       }
       ++crossings_.shared;
       at::Tensor copy = entry.copy;
-      // The last are the ones that were used last.
+      // The most recently used entries are last.
       std::rotate(entries_.begin() + static_cast<ptrdiff_t>(i),
                   entries_.begin() + static_cast<ptrdiff_t>(i) + 1, entries_.end());
       return copy;
@@ -297,7 +297,7 @@ class SharedCopies {
 
   void Add(Entry entry, std::vector<Entry>* gone) {
     MutexLock lock(&mu_);
-    // Results of a model that is gone still move.
+    // Results of a destroyed model still move.
     if (models_ == 0) return;
     entries_.push_back(std::move(entry));
     uint64_t bytes = 0;
@@ -323,9 +323,9 @@ SharedCopies& TheCopies() {
   return copies;
 }
 
-// What a thread computes on one GPU: from the first operator with a weight there up to the next one
-// with a weight of another GPU, or with a weight that it has had. So no stay reaches into the next
-// pass, whatever part of a model runs.
+// The period in which a thread computes on one GPU: from the first operator with a weight there up
+// to the next one with a weight of another GPU, or with a weight that it has used already. So no
+// stay extends into the next pass, whatever part of a model runs.
 class Stay {
  public:
   Stay() = default;
@@ -333,15 +333,15 @@ class Stay {
   Stay(const Stay&) = delete;
   Stay& operator=(const Stay&) = delete;
 
-  // Where the last operator with a weight ran.
+  // The device where the last operator with a weight ran.
   const std::optional<c10::Device>& device() const { return device_; }
-  // For a copy that is to be shared.
+  // The id of the stay, for a copy that is to be shared.
   uint64_t id() {
     has_copies_ = true;
     return id_;
   }
 
-  // The next operator takes `weight`, and runs there. A view of a weight is not a use.
+  // Notes that the next operator takes `weight`, and runs there. A view of a weight is not a use.
   void Use(const void* weight, const c10::Device& device, bool is_view) {
     const bool is_again = !is_view && !weights_.insert(weight).second;
     if (!is_again && device_ == device) return;
@@ -374,8 +374,8 @@ class Stay {
 
 thread_local Stay this_stay;
 
-// For the second run of a checkpointed function: its operators without weights follow the weights
-// before it, as in the first. What is shared is not taken along.
+// For the second run of a checkpointed function: its operators without weights follow the preceding
+// weights, as in the first run. Shared copies are not taken along.
 int64_t DeviceOfStay() {
   const std::optional<c10::Device>& device = this_stay.device();
   if (!device.has_value()) return -1;
@@ -387,7 +387,7 @@ void BeginStay(int64_t device) {
                               static_cast<c10::DeviceIndex>(device & 0xff)));
 }
 
-// Where an operator runs, by the tensors that it takes.
+// Chooses the device on which an operator runs, by the tensors that it takes.
 class Choice {
  public:
   void See(const at::Tensor& tensor, bool write) {
@@ -411,7 +411,7 @@ class Choice {
       weight_ = device;
       weight_memory_ = StorageOf(tensor);
     }
-    // A number does not say where the rest is.
+    // A number does not determine the device.
     if (tensor.dim() == 0) return;
     has_last_ |= this_stay.device() == device;
     if (bytes > largest_bytes_) {
@@ -420,8 +420,8 @@ class Choice {
     }
   }
 
-  // A running statistic that the operator writes: of several devices, the first counts, and the
-  // others get their values back.
+  // Notes a running statistic that the operator writes: if they are on several devices, the first
+  // one counts, and the others get their values back.
   void SeeStatistic(const at::Tensor& tensor) {
     See(tensor, /*write=*/false);
     if (IsOnGpu(tensor) && !statistic_.has_value()) statistic_ = tensor.device();
@@ -429,9 +429,9 @@ class Choice {
 
   bool is_mixed() const { return is_mixed_; }
   bool can_move() const { return !writes_host_ && !writes_several_; }
-  // Null: it takes none.
+  // Null if it takes no weight.
   const void* weight() const { return weight_memory_; }
-  // Of an operator with a tensor on a GPU.
+  // The device of an operator with a tensor on a GPU.
   c10::Device device() const {
     if (written_.has_value()) return *written_;
     if (statistic_.has_value()) return *statistic_;
@@ -440,7 +440,7 @@ class Choice {
     return largest_.value_or(*any_);
   }
   bool is_any() const { return any_.has_value(); }
-  // A tensor without the key that the operator only reads.
+  // Whether it is a tensor without the key that the operator only reads.
   bool IsOther(const at::Tensor& tensor) const {
     return std::any_of(others_.begin(), others_.end(), [&](const auto& other) {
       return other._unsafe_get_target() == tensor.unsafeGetTensorImpl();
@@ -452,7 +452,7 @@ class Choice {
   std::optional<c10::Device> any_, written_, statistic_, weight_, largest_;
   int64_t weight_bytes_ = -1, largest_bytes_ = -1;
   const void* weight_memory_ = nullptr;
-  // Weak, so that no result gets the address of one that the operator has let go of.
+  // Weak references, so that no result gets the address of a tensor that the operator has released.
   c10::SmallVector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>, 4> others_;
 };
 
@@ -486,13 +486,13 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   }
   const std::string& name = schema.name();
   const bool is_own = BeginsWith(name, "aten::");
-  // Its parts choose by themselves.
+  // The parts of such an operator choose their devices themselves.
   const bool is_apart =
       is_own ? IsManyOperators(name)
              : op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   if (choice.weight() != nullptr) this_stay.Use(choice.weight(), choice.device(), is_view);
   c10::SmallVector<const c10::StorageImpl*, 4> copies;
-  // Statistics that the operator writes as copies elsewhere.
+  // Statistics that the operator writes to copies on another device.
   c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 2> written_back;
   if (writes_statistics) {
     for (const size_t i : statistics) {
@@ -525,13 +525,13 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     }
   }
   {
-    // What LibTorch's own operators are made of has its tensors on one device now.
+    // The inner operators of LibTorch's own ones now have their tensors on one device.
     std::optional<c10::impl::ExcludeDispatchKeyGuard> not_again;
     if (is_own && !is_apart) not_again.emplace(kKey);
     op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
   }
   if (!written_back.empty()) {
-    // As the operator does: no version counts it.
+    // Copy like the operator does: no version counts it.
     const c10::impl::ExcludeDispatchKeyGuard not_again(kKey);
     const at::AutoDispatchBelowADInplaceOrView below;
     for (const auto& [original, copy] : written_back) original.copy_(copy, /*non_blocking=*/true);
@@ -543,7 +543,7 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
       if (std::find(copies.begin(), copies.end(), StorageOf(result)) != copies.end()) {
         TheCopies().Forget(StorageOf(result));
       }
-      // Another thread may be using what comes back as it was.
+      // A tensor that is returned unchanged may be in use by another thread.
       if (!choice.IsOther(result)) Mark(result);
     });
   }
@@ -562,7 +562,8 @@ DividedModel::DividedModel() {
   TheCopies().AddModel();
 }
 
-// An exception from here on takes back what is there: the object is complete.
+// Because the delegated constructor completes the object, an exception from here on runs the
+// destructor.
 DividedModel::DividedModel(const std::vector<at::Tensor>& parameters,
                            const std::vector<at::Tensor>& buffers)
     : DividedModel() {

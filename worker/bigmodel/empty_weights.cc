@@ -72,16 +72,16 @@ struct EmptyWeightsMode {
         (*stack)[first + i] = c10::Device(at::kMeta);
       }
     }
-    // What an operator is made of is not recorded again.
+    // The inner operators of an operator are not recorded again.
     const c10::impl::ExcludeDispatchKeyGuard inside(kKey);
     const c10::DispatchKeySet below =
         keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
     try {
       op.redispatchBoxed(below, stack);
     } catch (const c10::Error&) {
-      // The values count (item(), nonzero(), a copy to a device that was named): from the record.
-      // Or it is a factory that the meta device does not have (randperm): its tensor is there at
-      // once.
+      // Either the values matter (item(), nonzero(), a copy to a device that was named), and are
+      // computed from the record, or it is a factory that the meta device lacks (randperm), whose
+      // tensor is allocated at once.
       if ((has_tensors && !AnyMeta(arguments)) || WritesMeta(schema, arguments)) throw;
       stack->resize(first);
       for (const c10::IValue& argument : arguments) {
@@ -184,10 +184,10 @@ void Materialize(const at::Tensor& tensor, at::Device device, const std::string&
   at::Tensor value;
   if (with_values) {
     value = deferred->tape->ValueOf(deferred->on_tape).to(tensor.options().device(device));
-    // Not a part of something larger.
+    // The value must not be a part of something larger.
     if (value.storage().nbytes() != value.nbytes()) value = value.clone();
   } else {
-    // With the strides of that clone, which has no holes.
+    // Use the strides of that clone, which has no holes.
     value = at::empty_like(tensor, tensor.options().device(device));
   }
   PlaceTensor(tensor, value);

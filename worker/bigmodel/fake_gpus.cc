@@ -93,7 +93,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
 };
 
-// What frees memory has to know whose it was.
+// The code that frees memory has to know its device.
 struct Block {
   void* data;
   int64_t bytes;
@@ -117,7 +117,7 @@ class Memory final : public c10::DeviceAllocator {
                      limit < 0 || counts[current].bytes + static_cast<int64_t>(bytes) <= limit,
                      "fake GPU ", int{current}, " has no room for ", bytes, " bytes");
     void* const data = std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment);
-    // Nothing that a test would take for a value.
+    // Fill it with bytes that a test would not take for a value.
     std::memset(data, 0x5a, bytes);
     counts[current].bytes += static_cast<int64_t>(bytes);
     return {data, new Block{data, static_cast<int64_t>(bytes), current}, &FreeBlock, device};
@@ -150,7 +150,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   bool isPinnedPtr(const void*) const override { return true; }
   c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
-  // Operators draw from that of the CPU.
+  // Operators draw from the CPU's generator.
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     return at::detail::getDefaultCPUGenerator();
   }
@@ -188,7 +188,7 @@ at::Tensor EmptyStrided(at::IntArrayRef sizes, at::IntArrayRef strides,
                                            type.value_or(at::kFloat));
 }
 
-// The same memory, as a tensor of the CPU.
+// Returns the same memory as a tensor of the CPU.
 at::Tensor OnHost(const at::Tensor& tensor) {
   if (!tensor.defined() || !IsFake(tensor)) return tensor;
   return at::for_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes())
@@ -222,10 +222,10 @@ const at::Tensor& Resize(const at::Tensor& tensor, at::IntArrayRef sizes,
   return tensor;
 }
 
-// set_data() asks, for modules that move and for tensors that get another storage.
+// Called by set_data(), for modules that move and for tensors that get another storage.
 bool Compatible(const at::Tensor& /*tensor*/, const at::Tensor& /*from*/) { return true; }
 
-// A tensor of the CPU becomes one of a device.
+// Makes a tensor of the CPU one of a device.
 at::Tensor Given(const at::Tensor& host, const c10::Device& device) {
   at::Tensor made = EmptyStrided(host.sizes(), host.strides(), host.scalar_type(), std::nullopt,
                                  device, std::nullopt);
@@ -271,7 +271,7 @@ void Compute(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
     const bool write = alias != nullptr && alias->isWrite();
     value = WithTensors(value, [&](const at::Tensor& tensor) {
       if (!tensor.defined() || !IsFake(tensor)) return tensor;
-      // A result that the operator gives its size.
+      // Whether it is a result to which the operator gives its size.
       const bool is_open = write && tensor.numel() == 0;
       at::Tensor host = is_open ? at::empty({0}, at::TensorOptions().dtype(tensor.scalar_type()))
                                 : OnHost(tensor);
@@ -305,7 +305,8 @@ void Compute(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
   }
 }
 
-// As one operator on GPUs only: `lstm` and `gru` ask for them by the type of the device.
+// Computes an operator that exists only on GPUs: `lstm` and `gru` call it by the type of the
+// device.
 at::Tensor Gates(const at::Tensor& input, const at::Tensor& hidden,
                  const std::optional<at::Tensor>& input_bias,
                  const std::optional<at::Tensor>& hidden_bias) {
@@ -352,7 +353,7 @@ at::Tensor Convolution(const at::Tensor& input, const at::Tensor& weight,
 }
 
 void Register() {
-  // For as long as the process lives, as the operators.
+  // Lives as long as the process, like the operators.
   static auto& all = *new torch::Library(torch::Library::IMPL, "_", c10::DispatchKey::PrivateUse1,
                                          __FILE__, __LINE__);
   all.fallback(torch::CppFunction::makeFromBoxedFunction<&Compute>());

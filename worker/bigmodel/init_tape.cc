@@ -20,7 +20,7 @@
 namespace muster {
 namespace {
 
-// Drawing so much takes longer than giving its memory back.
+// Drawing this many bytes takes longer than returning their memory.
 constexpr size_t kLargeBytes = size_t{1} << 20;
 
 const void* StorageOf(const at::Tensor& tensor) {
@@ -32,26 +32,26 @@ bool IsWritten(const c10::FunctionSchema& schema, size_t argument) {
   return alias != nullptr && alias->isWrite();
 }
 
-// An argument as it is now: its owner may write to it later, or give its memory back.
+// Returns a copy of an argument as it is now: its owner may write to it later, or free its memory.
 at::Tensor CopyOf(const at::Tensor& tensor) {
   if (tensor.is_meta()) return tensor.detach();
   at::Tensor once = tensor;
   if (tensor.layout() == at::kStrided) {
-    // What is expanded has its numbers in memory once.
+    // Expanded dimensions share one copy of the numbers.
     for (int64_t i = 0; i < tensor.dim(); ++i) {
       if (tensor.stride(i) == 0 && tensor.size(i) > 1) once = once.narrow(i, 0, 1);
     }
   }
   at::Tensor copy = once.clone();
   if (!copy.sizes().equals(tensor.sizes())) copy = copy.expand(tensor.sizes());
-  // Decides the type of what is computed from it.
+  // This flag determines the type of results.
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
     copy.unsafeGetTensorImpl()->set_wrapped_number(true);
   }
   return copy;
 }
 
-// The one that the step draws from.
+// Returns the generator from which the step draws.
 at::Generator GeneratorOf(const InitTape::Step& step) {
   const std::vector<c10::Argument>& arguments = step.op.schema().arguments();
   for (size_t i = 0; i < step.arguments.size(); ++i) {
@@ -72,7 +72,7 @@ void SetState(at::Generator generator, const at::Tensor& state) {
   generator.set_state(state);
 }
 
-// A generator in an earlier state for as long as it lives.
+// Puts a generator into an earlier state as long as it exists.
 class ScopedState {
  public:
   ScopedState(const at::Generator& generator, const at::Tensor& state)
@@ -102,7 +102,7 @@ class InitTape::Replay {
       const ScopedState again(GeneratorOf(step), step.generator_state);
       step.op.callBoxed(&stack);
     } else {
-      // What else depends on this step has the same numbers.
+      // Remember the state, so that other tensors that depend on this step get the same numbers.
       if (step.op.hasTag(at::Tag::nondeterministic_seeded)) {
         step.generator_state = StateOf(GeneratorOf(step));
       }
@@ -135,9 +135,9 @@ class InitTape::Replay {
            a.storage_offset() == b.storage_offset();
   }
 
-  // `value` is what `tensor` stands for.
+  // `value` is the real tensor for `tensor`.
   void Keep(const at::Tensor& tensor, const at::Tensor& value, const Step& step) {
-    // A view, or written in place: its memory is known.
+    // A view, or a tensor that was written in place: its memory is known.
     if (!tensor.is_meta() || real_.contains(StorageOf(tensor))) return;
     at::Tensor base = value;
     if (!SamePlace(base, tensor)) {
@@ -150,7 +150,8 @@ class InitTape::Replay {
     real_.emplace(StorageOf(tensor), std::move(base));
   }
 
-  std::unordered_map<const void*, at::Tensor> real_;  // by the memory of what they stand for
+  // by the memory of the tensors that they replace
+  std::unordered_map<const void*, at::Tensor> real_;
 };
 
 void InitTape::Add(Step step) {
@@ -166,13 +167,14 @@ void InitTape::Add(Step step) {
 void InitTape::AddAndDraw(Step step) {
   if (step.op.hasTag(at::Tag::nondeterministic_seeded)) {
     const at::NoGradGuard no_grad;
-    // Or the heap grows to the size of the model, a tensor at a time.
+    // Otherwise the heap grows to the size of the model, a tensor at a time.
     std::optional<FreedMemoryGoesBack> memory_goes;
     step.generator_state = StateOf(GeneratorOf(step));
     torch::jit::Stack stack;
     for (size_t i = 0; i < step.arguments.size(); ++i) {
       const bool written = IsWritten(step.op.schema(), i);
-      // Of what is written the shape counts; what is read may decide how much is drawn.
+      // Only the shape of a written tensor matters; the contents of a read one may decide how much
+      // is drawn.
       stack.push_back(WithTensors(step.arguments[i], [&](const at::Tensor& tensor) {
         if (!written || !tensor.is_meta()) return ValueOf(tensor);
         if (tensor.nbytes() >= kLargeBytes) memory_goes.emplace();

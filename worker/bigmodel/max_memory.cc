@@ -25,7 +25,7 @@ namespace {
 std::atomic<c10::DeviceType> gpu_type = c10::kCUDA;
 std::atomic<bool> gpus_are_integrated = false;  // those of tests
 
-// Pages of this process: its address space and its data.
+// The pages of this process: its address space and its data.
 struct Pages {
   uint64_t space = 0, data = 0;
 };
@@ -109,7 +109,7 @@ DeviceLimits GetMaxMemory() {
       continue;
     }
   }
-  // Else the same memory would count twice.
+  // Otherwise the same memory would count twice.
   if (!shares_memory) limits.emplace_back("cpu", static_cast<double>(HostMemory()));
   return limits;
 }

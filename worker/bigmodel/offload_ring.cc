@@ -22,28 +22,29 @@
 namespace muster {
 namespace {
 
-// Where kernels are at their best, and give the same results as on LibTorch's own memory.
+// The alignment at which kernels are fastest, and give the same results as on LibTorch's own
+// memory.
 constexpr uint64_t kAlignment = 64;
-// Of what is read ahead.
+// The most bytes that are read ahead.
 constexpr uint64_t kAheadBytes = uint64_t{128} << 20;
 constexpr size_t kUnitsAhead = 2;
-// Pages of a file that were in memory count as there for so long; asking for them at each use would
-// take a tenth of a pass.
+// For this time, pages of a file that were in memory are assumed to be there still: asking for them
+// at each use would take a tenth of a pass.
 constexpr absl::Duration kPagesStay = absl::Seconds(1);
-// Smaller tensors are not worth a gap that spares a copy.
+// Smaller tensors are not worth a gap that saves a copy.
 constexpr uint64_t kWorthAGap = uint64_t{1} << 20;
 
 uint64_t RoundUp(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
-// Of what is loaded at a time of a mapped file: large pages are whole, and several threads have
-// something to do.
+// The bytes of a mapped file that are loaded at a time, so that large pages are loaded whole, and
+// several threads have work.
 constexpr uint64_t kLoadedBytes = uint64_t{4} << 20;
 
 uint64_t BytesOf(const OffloadedTensor& tensor) {
   return static_cast<uint64_t>(tensor.tensor.numel()) * c10::elementSize(tensor.type);
 }
 
-// Where a tensor goes that comes after `end` bytes of a unit.
+// Returns the offset of a tensor that follows `end` bytes of a unit.
 uint64_t OffsetAfter(uint64_t end, const OffloadedTensor& tensor, const at::Device& device) {
   const uint64_t remainder = tensor.source->Remainder(tensor.index);
   const bool in_place = device.is_cpu() && tensor.source->type(tensor.index) == tensor.type &&
@@ -53,12 +54,12 @@ uint64_t OffsetAfter(uint64_t end, const OffloadedTensor& tensor, const at::Devi
   return block + remainder >= end ? block + remainder : block + kDirectAlignment + remainder;
 }
 
-// All of its tensors are, in one file.
+// Whether all of its tensors are mapped, in one file.
 bool IsMapped(const OffloadedUnit& unit) {
   return !unit.tensors.empty() && unit.tensors[0].IsMapped();
 }
 
-// What a unit takes of the ring.
+// Returns the bytes that a unit takes of the ring.
 uint64_t RingBytesOf(const OffloadedUnit& unit, const at::Device& device) {
   uint64_t end = 0;
   if (IsMapped(unit)) return end;
@@ -68,7 +69,7 @@ uint64_t RingBytesOf(const OffloadedUnit& unit, const at::Device& device) {
   return end;
 }
 
-// In the order of the file.
+// Sorts the tensors by their order in the file.
 OffloadedUnit InOrder(OffloadedUnit unit) {
   if (!IsMapped(unit)) return unit;
   std::stable_sort(unit.tensors.begin(), unit.tensors.end(),
@@ -88,7 +89,7 @@ std::vector<int64_t> ContiguousStrides(at::IntArrayRef sizes) {
   return strides;
 }
 
-// A tensor of bytes without memory.
+// Returns a tensor of bytes without memory.
 at::Tensor WithoutMemory(uint64_t bytes, const at::Device& device) {
   at::Tensor flat = at::empty({0}, at::TensorOptions().dtype(at::kByte).device(device));
   c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device),
@@ -122,7 +123,7 @@ class OffloadRing::Unit final : public Page {
       end = std::max(end, offsets.back() + BytesOf(tensor));
     }
     if (!is_mapped) bytes = end;
-    // Of a mapped file also what is between the tensors.
+    // For a mapped file, includes the bytes between the tensors.
     flat_ = WithoutMemory(end, device);
     registration_.emplace(flat_, this);
     for (size_t i = 0; i < tensors.size(); ++i) {
@@ -133,7 +134,7 @@ class OffloadRing::Unit final : public Page {
                             static_cast<int64_t>(offsets[i]) / width));
     }
     if (is_mapped) {
-      // Only read: Allow() refuses operators that would write.
+      // The memory is only read: Allow() refuses operators that would write.
       memory = const_cast<char*>(tensors[0].source->Mapped(tensors[0].index).file->data()) +
                MappedBegin();
       Show(memory);
@@ -161,7 +162,7 @@ class OffloadRing::Unit final : public Page {
                 "requires_grad_(false)");
   }
 
-  // Shows the tensors their memory; null: they have none.
+  // Gives the tensors their memory; null: they have none.
   void Show(char* memory) {
     if (shown_ == memory) return;
     shown_ = memory;
@@ -177,24 +178,24 @@ class OffloadRing::Unit final : public Page {
 
   // Guarded by the ring's lock.
   State state = State::kAway;
-  std::optional<uint64_t> slot;                  // in the arena
-  at::Tensor overflow;                           // else
-  char* memory = nullptr;                        // of a mapped unit always the same
-  absl::Time asked = absl::InfinitePast();       // for a mapped unit's pages, the last time
-  size_t pieces = 0;                             // on their way
-  absl::Status status;                           // of the last reading
-  StreamFences::Fence arrival;                   // behind its copies
-  std::map<c10::StreamId, c10::Stream> streams;  // that have used it since it came
+  std::optional<uint64_t> slot;                  // offset in the arena
+  at::Tensor overflow;                           // memory outside of the arena
+  char* memory = nullptr;                        // never changes for a mapped unit
+  absl::Time asked = absl::InfinitePast();       // the last query of a mapped unit's pages
+  size_t pieces = 0;                             // pieces being read
+  absl::Status status;                           // status of the last reading
+  StreamFences::Fence arrival;                   // after its copies
+  std::map<c10::StreamId, c10::Stream> streams;  // streams that have used it since it arrived
 
  private:
-  // Where the tensors of a mapped unit begin in its file, or before: at a multiple of the size of
-  // each type.
+  // Returns where the tensors of a mapped unit begin in its file, or a smaller offset: a multiple
+  // of the size of each type.
   uint64_t MappedBegin() const {
     const OffloadedTensor& first = tensors[0];
     return first.source->Mapped(first.index).begin / kAlignment * kAlignment;
   }
 
-  // Of the weight that `used` is a view of.
+  // Returns the name of the weight of which `used` is a view.
   const std::string& NameOf(const at::Tensor& used) const {
     const uint64_t at = static_cast<uint64_t>(used.storage_offset()) * used.element_size();
     const auto after = std::upper_bound(offsets.begin(), offsets.end(), at);
@@ -290,7 +291,7 @@ OffloadRing::~OffloadRing() {
   MutexLock lock(&mu_);
   // The module's tensors outlive the memory; data_ptr() throws from now on.
   for (const auto& unit : units_) unit->Show(nullptr);
-  // What a device still reads or writes must not be given to others.
+  // Wait: memory that a device still reads or writes must not be given to others.
   if (fences_ == nullptr || options_.device.is_cpu()) return;
   try {
     c10::impl::VirtualGuardImpl(options_.device.type())
@@ -314,7 +315,7 @@ void OffloadRing::Use(Unit& unit) {
     for (size_t i = 0; i < coming_.size(); ++i) distances_[coming_[i]] = i;
     ++stats_.uses;
   }
-  // Since it was loaded ahead, or by this unit's last operator.
+  // Its pages may have been evicted since it was loaded ahead, or since this unit's last operator.
   if (unit.is_mapped && unit.state == State::kHere &&
       options_.clock->Now() - unit.asked > kPagesStay) {
     unit.state = State::kAway;
@@ -323,10 +324,10 @@ void OffloadRing::Use(Unit& unit) {
     ++stats_.waits;
     BringNow(unit);
   }
-  // Only ahead of time: what fails is tried again, and reported, at the use.
+  // This only reads ahead, so an error is tried again, and reported, at the use.
   if (turned && options_.prefetch) (void)Guard([this] { Prefetch(); });
   while (unit.state == State::kComing) changed_.Wait(&mu_);
-  // Not away by another thread: this one has pinned it.
+  // No other thread can have evicted it, because this one has pinned it.
   if (unit.state == State::kAway) ThrowIfError(unit.status);
   if (fences_ != nullptr) {
     const c10::Stream stream = fences_->Current();
@@ -336,13 +337,13 @@ void OffloadRing::Use(Unit& unit) {
       unit.streams.emplace(stream.id(), stream);
     }
   }
-  // Also after what it was loaded ahead with; all of a unit is in one file.
+  // Check even after it was loaded ahead; all of a unit is in one file.
   if (unit.is_mapped) ThrowIfError(unit.tensors[0].source->CheckUnchanged(unit.tensors[0].index));
   unit.Show(unit.memory);
 }
 
 void OffloadRing::BringNow(Unit& unit) {
-  // Others that need it wait, too.
+  // Other threads that need it wait, too.
   unit.state = State::kComing;
   const absl::Status found = Guard([&] { FindMemory(unit); });
   if (!found.ok()) return GiveUp(unit, found);
@@ -399,8 +400,8 @@ void OffloadRing::GiveUp(Unit& unit, const absl::Status& status) {
 }
 
 void OffloadRing::Prefetch() {
-  // No farther than keeps the disk busy: what else is in the ring may stay there until its turn, so
-  // that a ring for half of a model reads half of it in a pass.
+  // Read ahead only as far as keeps the disk busy: the rest of the ring may stay there until its
+  // turn, so that a ring for half of a model reads half of it in a pass.
   const uint64_t enough = std::min(kAheadBytes, std::max(arena_.bytes(), options_.bytes) / 2);
   uint64_t ahead = 0;
   for (size_t i = 0; i < coming_.size() && (i < kUnitsAhead || ahead < enough); ++i) {
@@ -431,7 +432,7 @@ OffloadRing::Unit* OffloadRing::FindVictim(size_t distance) {
 }
 
 void OffloadRing::Evict(Unit& unit) {
-  // A fence that cannot be had leaves the unit where it is.
+  // If there is no fence, the unit stays where it is.
   for (const auto& [id, stream] : unit.streams) {
     pending_.insert_or_assign(id, fences_->After(stream));
   }
@@ -441,7 +442,7 @@ void OffloadRing::Evict(Unit& unit) {
 }
 
 void OffloadRing::Free(Unit& unit) {
-  // Its memory is the file's.
+  // A mapped unit's memory is the file's.
   if (unit.is_mapped) return;
   unit.Show(nullptr);
   unit.memory = nullptr;
@@ -450,7 +451,7 @@ void OffloadRing::Free(Unit& unit) {
   } else if (unit.overflow.defined()) {
     overflow_ -= unit.bytes;
     if (fences_ != nullptr && !options_.device.is_cpu()) {
-      // Its allocator gives it to others at once, but for what it knows of.
+      // Its allocator gives the memory to others at once, except for uses that it knows.
       (void)Guard([&] {
         const c10::impl::VirtualGuardImpl guard(options_.device.type());
         const c10::DataPtr& memory = unit.overflow.storage().data_ptr();
@@ -482,7 +483,7 @@ void OffloadRing::Start(Unit& unit, bool urgent) {
       readers_->Submit(std::move(tasks), urgent);
     }
   });
-  // Then nothing has begun, so nothing would report its end.
+  // If nothing has begun, nothing would report its end.
   if (!begun.ok()) GiveUp(unit, begun);
 }
 
@@ -500,8 +501,9 @@ std::vector<WeightReaders::Task> OffloadRing::TasksFor(Unit& unit) {
         const absl::Status waited = Guard([&] {
           std::optional<c10::StreamGuard> on_copies;
           if (fences_ != nullptr) {
-            // For good, as the thread is the ring's: what records an event or waits for one puts
-            // the thread's device before back, and CUDA would take memory for that on it.
+            // Set the device permanently, as the thread is the ring's: code that records or waits
+            // for an event restores the thread's previous device, and CUDA would take memory for
+            // that device.
             if (!options_.device.is_cpu()) {
               c10::impl::VirtualGuardImpl(options_.device.type())
                   .uncheckedSetDevice(options_.device);

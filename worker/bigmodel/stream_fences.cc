@@ -6,7 +6,7 @@
 namespace muster {
 namespace {
 
-// By c10's interface to devices, which the CUDA part of LibTorch implements where it is loaded.
+// Uses c10's interface to devices, which the CUDA part of LibTorch implements if it is loaded.
 class DeviceFences final : public StreamFences {
  public:
   explicit DeviceFences(const c10::Device& device)

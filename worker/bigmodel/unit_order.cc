@@ -24,7 +24,7 @@ std::vector<size_t> UnitOrder::Coming() const {
   std::vector<bool> seen(units_, false);
   if (last_ != kNone) seen[last_] = true;
   size_t before = before_, unit = last_;
-  // Units that are used several times in a pass come up several times.
+  // Units that are used several times in a pass occur several times.
   for (size_t step = 0; step < 3 * units_ && coming.size() < units_; ++step) {
     const size_t next = After(before, unit);
     before = unit;

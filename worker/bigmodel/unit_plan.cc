@@ -11,7 +11,7 @@ class Divider {
   Divider(const std::vector<std::pair<std::string, uint64_t>>& tensors, uint64_t most)
       : tensors_(tensors), most_(most) {}
 
-  // `path`: of the module that all of `parts` are in; empty, or with a dot at its end.
+  // `path`: that of the module that contains all of `parts`; empty, or with a dot at its end.
   void Divide(const std::string& path, const std::vector<size_t>& parts) {
     uint64_t bytes = 0;
     for (const size_t part : parts) bytes += tensors_[part].second;
@@ -35,7 +35,7 @@ class Divider {
   }
 
   std::vector<UnitPlan> Take() {
-    // In the order of the model, as far as units are not within each other.
+    // Sort by the order of the model, as far as units are not inside of each other.
     std::stable_sort(units_.begin(), units_.end(), [](const UnitPlan& a, const UnitPlan& b) {
       return a.parts.front() < b.parts.front();
     });

@@ -22,14 +22,14 @@
 namespace muster {
 namespace {
 
-// With the blocks at both ends it fills 1 MiB of scratch memory: it is still in the cache of the
-// processor when it is copied from there, and several at a time keep a disk busy.
+// Together with the blocks at both ends it fills 1 MiB of scratch memory, which is still in the
+// cache of the processor when it is copied from there; several pieces at a time keep a disk busy.
 constexpr int64_t kCopiedBytes = (int64_t{1} << 20) - 2 * int64_t{kDirectAlignment};
-// What is read in place costs a system call less the larger it is.
+// The larger a piece that is read in place, the less its system call costs.
 constexpr int64_t kInPlaceBytes = int64_t{4} << 20;
-// One call for each costs the host nothing then, and a link is at its best with long copies.
+// With pieces this long, the calls cost the host nothing, and a link is fastest with long copies.
 constexpr int64_t kQueuedBytes = int64_t{64} << 20;
-// Of a thread: the usual 8 MiB count where memory is limited (ulimit -d, -v).
+// The stack of a thread: the usual 8 MiB count where memory is limited (ulimit -d, -v).
 constexpr size_t kStackBytes = size_t{1} << 20;
 
 at::Tensor Over(const char* data, int64_t count, at::ScalarType type, at::Device device) {
@@ -52,7 +52,8 @@ absl::Status FillOrThrow(const WeightPiece& piece, ReadScratch& scratch) {
   c10::OptionalDeviceGuard on_device;
   if (!piece.device.is_cpu()) {
     on_device.reset_device(piece.device);
-    // A GPU copies from other memory by way of a buffer of its driver, and not beside the host.
+    // A GPU copies unpinned memory through a buffer of its driver, and not while the host
+    // continues.
     if (const HostPinning* const cuda = HostPinning::Cuda()) scratch.Pin(*cuda);
   }
   const at::NoGradGuard no_grad;
@@ -62,7 +63,7 @@ absl::Status FillOrThrow(const WeightPiece& piece, ReadScratch& scratch) {
     const bool is_queued =
         piece.may_end_later && piece.source->is_in_memory() && type == piece.type;
     if (!piece.device.is_cpu() && !is_queued) {
-      // The scratch memory is needed again.
+      // Wait, because the scratch memory is needed again.
       const c10::impl::VirtualGuardImpl guard(piece.device.type());
       guard.synchronizeStream(guard.getStream(piece.device));
     }
@@ -103,7 +104,7 @@ std::vector<WeightPiece> PiecesOf(const WeightSource& source, size_t index, char
 }
 
 absl::Status FillPiece(const WeightPiece& piece, ReadScratch& scratch) {
-  // On a thread that reads, an exception would end the process.
+  // An exception on a reading thread would end the process.
   absl::Status status;
   const absl::Status thrown = Guard([&] { status = FillOrThrow(piece, scratch); });
   if (thrown.ok()) return status;
@@ -154,7 +155,7 @@ void WeightReaders::Submit(std::vector<Task> tasks, bool urgent) {
 }
 
 void WeightReaders::Run() {
-  // There are others: a conversion is not divided once more.
+  // There are other threads: do not divide a conversion further.
   const OneThread one_thread;
   ReadScratch scratch;
   for (;;) {
@@ -171,8 +172,8 @@ void WeightReaders::Run() {
 }
 
 absl::Status WeightReaders::Fill(const std::vector<WeightPiece>& pieces) {
-  // The memory may be that of tensors which a device still has to use on the caller's stream, and
-  // the threads have streams of their own.
+  // The memory may belong to tensors that a device still has to use on the caller's stream, and the
+  // threads have streams of their own.
   MUSTER_RETURN_IF_ERROR(Guard([&] {
     std::vector<at::Device> waited;
     for (const WeightPiece& piece : pieces) {

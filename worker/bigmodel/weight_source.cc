@@ -18,11 +18,11 @@
 namespace muster {
 namespace {
 
-// DATA_LOSS if somebody has written into the file since it was opened: its tensors may be others
-// now. A file that takes its name is another one.
+// Detects that the file was written to since it was opened, so that its tensors may have changed:
+// DATA_LOSS. A file that takes its name is another file.
 class UnchangedFile {
  public:
-  // Borrows the file.
+  // Borrows `file`.
   static absl::StatusOr<std::shared_ptr<const UnchangedFile>> Of(const StreamedFile& file,
                                                                  bool mmap) {
     struct stat opened;
@@ -40,7 +40,7 @@ class UnchangedFile {
       : file_(file), opened_(opened), mapped_(std::move(mapped)) {}
 
   const StreamedFile& file() const { return file_; }
-  // Null: it is not mapped.
+  // Null if it is not mapped.
   const MappedFile* mapped() const { return mapped_.has_value() ? &*mapped_ : nullptr; }
   absl::Status Check() const {
     struct stat now;
@@ -103,7 +103,7 @@ class FileWeights final : public WeightSource {
   MappedPlace Mapped(size_t i) const override {
     const Part& part = parts_[i];
     const uint64_t begin = part.entry->tensor.begin;
-    // Operators may take no number that is not at a multiple of its size.
+    // Operators may not accept numbers that are not aligned to their size.
     if (part.file->mapped() == nullptr || begin % c10::elementSize(part.type) != 0) return {};
     return {part.file->mapped(), begin};
   }
@@ -111,7 +111,7 @@ class FileWeights final : public WeightSource {
     const Part& part = parts_[i];
     const absl::Status loaded =
         part.file->mapped()->LoadPages(part.entry->tensor.begin + begin, bytes);
-    // What was changed says more than that a part of it is not there.
+    // Prefer the error of a changed file, which says more than that of a missing part.
     absl::Status status = part.file->Check();
     status.Update(loaded);
     return Named(i, status);

@@ -8,7 +8,8 @@
 namespace muster {
 namespace {
 
-// As the coordinator says how a process ended: "was killed by signal 9", "exited with code 3".
+// Matches the coordinator's words for how a process ended: "was killed by signal 9", "exited with
+// code 3".
 bool NamesFailedProcess(absl::string_view text) {
   if (absl::StrContains(text, "was killed by signal ")) return true;
   constexpr absl::string_view kExited = "exited with code ";
@@ -28,7 +29,7 @@ bool NamesFailedProcess(absl::string_view text) {
 bool AgentTells(const absl::Status& error, const std::map<std::string, std::string>& variables) {
   const auto tells = variables.find("MUSTER_AGENT_TELLS");
   if (tells == variables.end() || tells->second != "true") return false;
-  // What the user's own code says of other programs is its own.
+  // What the user's own code says about other programs does not count.
   const absl::string_view text = error.message();
   const bool of_the_job =
       absl::StartsWith(text, "lost another process at step ") ||

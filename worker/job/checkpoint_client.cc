@@ -20,14 +20,15 @@
 namespace muster {
 namespace {
 
-// The coordinator takes 1 MiB at most.
+// The coordinator accepts 1 MiB at most.
 constexpr size_t kMaxPartBytes = 768 << 10;
 
-// After so many restarts of the coordinator in the middle of one report something else is wrong.
+// After this many restarts of the coordinator during one report, something else must be wrong.
 constexpr int kReportTries = 10;
 
 // A coordinator that begins with a copy of its data, which may lack records, is this many terms
-// ahead of what was (ReplyHeader). For copies of older versions, which have drawn no restore_id.
+// ahead of the former one (ReplyHeader). For copies of older versions, which have drawn no
+// restore_id.
 constexpr uint64_t kTermsOfARestore = 65536;
 
 RegisteredCheckpoint::State StateOf(v1::CheckpointState state) {
@@ -57,15 +58,15 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
   absl::StatusOr<uint64_t> Begin(const CheckpointRegistration& registration) override {
     absl::StatusOr<uint64_t> id = TryBegin(registration);
     if (rpc::GetReason(id.status()) != v1::ERROR_REASON_CHECKPOINT_CONFLICT) return id;
-    // Only rank 0 of this generation begins checkpoints, one after another: what is in the way was
-    // left over by a save that failed while the coordinator was away.
+    // Only rank 0 of this generation begins checkpoints, one after another, so a registration in
+    // the way was left over by a save that failed while the coordinator was away.
     MUSTER_ASSIGN_OR_RETURN(const std::vector<RegisteredCheckpoint> records, List());
     for (const RegisteredCheckpoint& record : records) {
       if (record.path != registration.path) continue;
       if (record.state == RegisteredCheckpoint::State::kPreparing) {
         Abort(record.id, "another save of this path begins");
       } else if (record.state == RegisteredCheckpoint::State::kDeleting) {
-        // Whatever is there now, the new one takes its place.
+        // Whatever is at that path, the new checkpoint replaces it.
         MUSTER_RETURN_IF_ERROR(Deleted({record.id}));
       }
     }
@@ -119,7 +120,7 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
     request.set_bytes(bytes);
     v1::PublishCheckpointReply reply;
     const absl::Status told = Call(&request, &reply);
-    // A coordinator that is older than this program knows no such checkpoints, or none at all.
+    // A coordinator older than this program knows no such checkpoints, or none at all.
     if (!told.ok() && !absl::IsUnimplemented(told) && !absl::IsNotFound(told)) {
       MUSTER_LOG(Info) << told.message();
     }
@@ -147,7 +148,7 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
         MakeVerdict(checkpoint.id, checkpoint.sha256, contents, damage);
     v1::VerifyCheckpointReply reply;
     const absl::Status told = Call(&request, &reply);
-    // A coordinator that is older than this program keeps no verdicts.
+    // A coordinator older than this program keeps no verdicts.
     if (!told.ok() && !absl::IsUnimplemented(told)) MUSTER_LOG(Info) << told.message();
   }
 
@@ -220,8 +221,8 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
         added.mutable_offset()->Add(slice.offset.begin(), slice.offset.end());
         added.mutable_extent()->Add(slice.extent.begin(), slice.extent.end());
       }
-      // A file is named in one part only: one of very many tensors goes without them, and its
-      // digest represents them.
+      // A file is named in one part only: one with too many tensors for a part goes without them,
+      // and its digest represents them.
       if (message.ByteSizeLong() > kMaxPartBytes) message.clear_slices();
       const size_t more = message.ByteSizeLong() + 16;
       if (bytes > 0 && bytes + more > kMaxPartBytes) MUSTER_RETURN_IF_ERROR(send(/*last=*/false));

@@ -43,13 +43,13 @@ constexpr int kTableChanges = 100;
 constexpr absl::Duration kFirstBackoff = absl::Milliseconds(50);
 constexpr absl::Duration kLastBackoff = absl::Seconds(2);
 
-// More than a year is sent as a year.
+// Converts a duration; more than a year becomes a year.
 void SetDuration(absl::Duration duration, google::protobuf::Duration* out) {
   *out = rpc::ToProto(std::min(duration, absl::Hours(24 * 365)));
 }
 
-// Of all clients of this process: one that joins again is the same worker to the coordinator, for
-// which the numbers of a worker's requests grow.
+// The last number of all clients of this process: one that joins again is the same worker to the
+// coordinator, which expects growing request numbers from a worker.
 std::atomic<uint64_t>& LastRequestId() {
   static std::atomic<uint64_t> last{0};
   return last;
@@ -152,19 +152,19 @@ class CoordinatorClient::Impl {
     const absl::Time begun = Clock::Real().Now();
     bool beats;
     {
-      // The beats of a worker that left would only be refused.
+      // The beats of a worker that has left would only be refused.
       MutexLock lock(&mu_);
       ended_told_ = true;
       beats = seat_.has_value() && options_.heartbeat_period > absl::ZeroDuration();
     }
-    // What the job has reached since the last beat, which is what its status shows from now on.
+    // Report what the job has reached since the last beat, which its status shows from now on.
     if (beats) {
-      // The goodbye counts more.
+      // Do not fail, because the goodbye matters more.
       if (const auto beat = Beat(kGrace / 4); !beat.ok()) {
         MUSTER_LOG(Debug) << "the last beat: " << beat.status().message();
       }
     }
-    // A coordinator that is away learns it from the exit.
+    // A coordinator that is away learns of it from the exit.
     return CallWithin("leave", begun + kGrace - Clock::Real().Now(), *rendezvous_,
                       &v1::Rendezvous::Stub::Leave, &request, &reply, AtExit::kCutShort);
   }
@@ -273,8 +273,8 @@ class CoordinatorClient::Impl {
     }
     request.set_payload(call.payload);
     for (const int rank : call.participants) request.add_participants(rank);
-    // Also where lines may differ: it makes the barrier one of the sequence in which ranks must
-    // agree.
+    // Set even if lines may differ, because it makes the barrier one of the sequence on which ranks
+    // must agree.
     request.set_call_site(Hash(call.same_line ? call_site : name));
     request.set_call_site_text(OneLine(call_site));
     {
@@ -473,7 +473,7 @@ class CoordinatorClient::Impl {
     for (const uint64_t id : poll.acknowledged) request.add_acked(id);
     v1::PollTriggersReply reply;
     MUSTER_FAILPOINT_STATUS("worker.poll_triggers");
-    // Not through an outage: the next poll carries newer facts anyway.
+    // Do not wait through an outage: the next poll carries newer facts anyway.
     MUSTER_RETURN_IF_ERROR(
         CallWithin("triggers", timeout > absl::ZeroDuration() ? timeout : options_.call_timeout,
                    *triggers_, &v1::Triggers::Stub::Poll, &request, &reply, AtExit::kCutShort));
@@ -497,11 +497,11 @@ class CoordinatorClient::Impl {
                                                                          const Request&, Reply*),
                            Request* request, Reply* reply) {
     FillFence(request->mutable_fence());
-    // These do not delay an exit: what was begun is forgotten when its generation is over, and a
-    // verdict can be found again.
+    // These requests do not delay an exit: what was begun is forgotten when its generation is over,
+    // and a verdict can be found again.
     bool may_be_lost = std::is_same_v<Request, v1::AbortCheckpointRequest> ||
                        std::is_same_v<Request, v1::VerifyCheckpointRequest>;
-    // So are those that are only counted.
+    // Nor do requests that are only counted.
     if constexpr (std::is_same_v<Request, v1::PublishCheckpointRequest>) {
       may_be_lost = request->checkpoint_id() == 0;
     }
@@ -513,7 +513,7 @@ class CoordinatorClient::Impl {
   void ReportProgress(int64_t step, const std::string& phase, const std::string& last_collective) {
     MutexLock lock(&mu_);
     const std::string& collective = last_collective.empty() ? last_collective_ : last_collective;
-    // A program that says the same again has not moved.
+    // A program that reports the same again has made no progress.
     if (step_ != step || phase_ != phase || last_collective_ != collective) ++progress_;
     step_ = step;
     phase_ = phase;
@@ -534,7 +534,7 @@ class CoordinatorClient::Impl {
       signs = options_.saves->signs();
       if (const auto running = options_.saves->Read(); running.has_value()) {
         v1::SaveProgress& save = *request.mutable_save();
-        // A message takes UTF-8 alone.
+        // A message can contain only UTF-8.
         if (main) save.set_path(Printable(running->path, kMostPathBytes));
         save.set_step(running->step);
         save.set_written_bytes(running->written);
@@ -582,7 +582,7 @@ class CoordinatorClient::Impl {
         .step = step_, .phase = phase_, .last_collective = last_collective_, .progress = progress_};
   }
 
-  // 0: no seat yet.
+  // Returns 0 if there is no seat yet.
   uint64_t Generation() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     return seat_ ? seat_->generation : 0;
   }
@@ -591,7 +591,7 @@ class CoordinatorClient::Impl {
     MutexLock lock(&mu_);
     FillFenceLocked(fence);
   }
-  // For requests that say more of the seat: another thread may join meanwhile.
+  // For requests with more facts about the seat, because another thread may join meanwhile.
   void FillFenceLocked(v1::Fence* fence) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     fence->set_job_id(options_.job);
     fence->set_worker_id(options_.worker_id);
@@ -615,15 +615,16 @@ class CoordinatorClient::Impl {
                       reply, at_exit);
   }
 
-  // Sends `request` until there is an answer or `patience` has run out. The same bytes each time,
-  // so the coordinator recognises a repeat by its request id; only what has a timeout there says
-  // how long it has waited.
+  // Sends `request` until there is an answer or `patience` has run out. Sends the same bytes each
+  // time, so that the coordinator recognises a repeat by its request id; only a request with a
+  // timeout also says how long it has waited.
   template <class Stub, class Request, class Reply>
   absl::Status CallWithin(const std::string& what, absl::Duration patience, Stub& stub,
                           grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&,
                                                        Reply*),
                           const Request* request, Reply* reply, AtExit at_exit = AtExit::kGoesOn) {
-    // Names of the program's own. Its agent would only say that it cannot read the message.
+    // Check the program's own names here, because its agent would only report that it cannot read
+    // the message.
     if (const absl::Status sound = rpc::CheckUtf8(*request); !sound.ok()) {
       return Prefixed(what, sound);
     }
@@ -640,7 +641,7 @@ class CoordinatorClient::Impl {
         }
       }
       grpc::ClientContext context;
-      // A coordinator that is away or starting is waited for.
+      // Wait for a coordinator that is away or starting.
       context.set_wait_for_ready(true);
       absl::Time deadline = begun + patience;
       {
@@ -708,7 +709,7 @@ class CoordinatorClient::Impl {
         if (ended_told_) continue;
         generation = Generation();
       }
-      // Not longer than a period and its grace: the next beat carries newer facts anyway.
+      // Wait no longer than a period and its grace: the next beat carries newer facts anyway.
       const absl::StatusOr<Heartbeat> beat = Beat(options_.heartbeat_period + kGrace);
       absl::Status ended;
       if (beat.ok() && beat->generation_ended) {
@@ -743,18 +744,18 @@ class CoordinatorClient::Impl {
 
   mutable Mutex mu_;
   std::optional<Seat> seat_ ABSL_GUARDED_BY(mu_);
-  uint64_t table_digest_ ABSL_GUARDED_BY(mu_) = 0;  // of peers_; 0: not fetched yet
+  uint64_t table_digest_ ABSL_GUARDED_BY(mu_) = 0;  // digest of peers_; 0: not fetched yet
   std::vector<PeerInfo> peers_ ABSL_GUARDED_BY(mu_);
-  uint64_t agreements_ ABSL_GUARDED_BY(mu_) = 0;  // that ended in the seat's generation
+  uint64_t agreements_ ABSL_GUARDED_BY(mu_) = 0;  // agreements that ended in the seat's generation
   uint64_t term_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t revision_ ABSL_GUARDED_BY(mu_) = 0;
-  uint64_t cluster_ ABSL_GUARDED_BY(mu_) = 0;  // as Fence has it
+  uint64_t cluster_ ABSL_GUARDED_BY(mu_) = 0;  // as in Fence
   std::map<std::string, Counter> counters_ ABSL_GUARDED_BY(mu_);
   int64_t step_ ABSL_GUARDED_BY(mu_) = 0;
   std::string phase_ ABSL_GUARDED_BY(mu_);
   std::string last_collective_ ABSL_GUARDED_BY(mu_);
   uint64_t progress_ ABSL_GUARDED_BY(mu_) = 1;
-  // Nothing more to say of the seat's generation.
+  // Whether the end of the seat's generation was reported.
   bool ended_told_ ABSL_GUARDED_BY(mu_) = false;
   absl::Time exit_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
   std::set<grpc::ClientContext*> cut_short_ ABSL_GUARDED_BY(mu_);  // in flight
@@ -883,8 +884,8 @@ absl::StatusOr<bool> CoordinatorClient::AllExist(const std::vector<std::string>&
 absl::StatusOr<std::string> CoordinatorClient::CompareSet(const std::string& key,
                                                           const std::string& expected,
                                                           const std::string& desired) {
-  // An empty `expected` means absent or empty: asked for in turn, until a look at the key has not
-  // been overtaken.
+  // An empty `expected` means absent or empty, which are tried in turn until no other change comes
+  // in between.
   bool must_be_absent = expected.empty();
   for (int tries = 0; tries < kCompareTries; ++tries) {
     v1::TxnRequest request;

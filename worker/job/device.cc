@@ -23,12 +23,12 @@ namespace {
 
 constexpr char kNoGpu[] = "no GPU is visible";
 
-// The same text for the same GPU in two processes; empty: it is not known.
+// Returns a text that is the same for one GPU in two processes; empty if it is not known.
 std::string IdOf(c10::Device device) {
   const auto get =
       reinterpret_cast<int (*)(char*, int, int)>(dlsym(RTLD_DEFAULT, "cudaDeviceGetPCIBusId"));
   char bus[32] = "";
-  // Machines may have one name, and their GPUs have the same places.
+  // Use the boot id, because machines may have the same name, and their GPUs the same places.
   const absl::StatusOr<std::string> boot = ReadFile("/proc/sys/kernel/random/boot_id", 128);
   if (!device.is_cuda() || get == nullptr || !boot.ok() ||
       get(bus, sizeof(bus), device.index()) != 0) {
@@ -37,7 +37,7 @@ std::string IdOf(c10::Device device) {
   return absl::StrCat(absl::StripAsciiWhitespace(*boot), " ", bus);
 }
 
-// What a rank says of its device.
+// A rank's report of its device.
 struct RankDevice {
   bool is_gpu = false;
   std::string host;
@@ -56,7 +56,7 @@ struct RankDevice {
   }
 };
 
-// "rank 2 (node-b)".
+// Returns the name of a rank in messages: "rank 2 (node-b)".
 std::string NameOf(const std::vector<RankDevice>& all, size_t rank) {
   const std::string& host = all[rank].host;
   return absl::StrCat("rank ", rank, host.empty() ? "" : absl::StrCat(" (", host, ")"));
@@ -81,7 +81,7 @@ absl::Status CheckNoneIsShared(const std::vector<RankDevice>& all) {
 
 std::string WhyNoGpu() {
   constexpr int kInsufficientDriver = 35, kNoDevice = 100;
-  // As VisibleGpus() asks.
+  // Looked up as in VisibleGpus().
   const auto count = reinterpret_cast<int (*)(int*)>(dlsym(RTLD_DEFAULT, "cudaGetDeviceCount"));
   const auto text =
       reinterpret_cast<const char* (*)(int)>(dlsym(RTLD_DEFAULT, "cudaGetErrorString"));
@@ -107,8 +107,8 @@ absl::StatusOr<c10::Device> ChooseDevice(const Environment& environment) {
     return c10::Device(c10::kCPU);
   }
   MUSTER_RETURN_IF_ERROR(LoadCuda());
-  // Fewer than processes: each may see GPUs of its own (srun --gpus-per-task). Whether two have the
-  // same one is known when they meet.
+  // There may be fewer than processes, because each may see GPUs of its own (srun --gpus-per-task).
+  // Whether two have the same one is found when they meet.
   return c10::Device(c10::kCUDA,
                      static_cast<c10::DeviceIndex>(environment.local_rank.value % gpus));
 }
@@ -145,7 +145,7 @@ absl::Status AgreeOnDevices(Comm& comm, c10::Device device, const absl::Status& 
 
 void MakeCurrent(c10::Device device) {
   if (!device.is_cuda()) return;
-  // Through the registry that the CUDA half fills in when it is opened: no link to it.
+  // Use the registry that the CUDA half fills in when it is opened, so that there is no link to it.
   c10::impl::VirtualGuardImpl(c10::kCUDA).setDevice(device);
 }
 

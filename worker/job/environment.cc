@@ -30,7 +30,7 @@ using Variables = std::map<std::string, std::string>;
 constexpr int kDefaultMasterPort = 29500;
 
 // The variables in which one kind of launcher passes rank and world size. An empty name: that
-// launcher does not say.
+// launcher does not set it.
 struct Family {
   Launcher launcher;
   const char* rank;
@@ -72,7 +72,7 @@ absl::StatusOr<T> ParseNumber(const std::string& name, const std::string& text, 
   return value;
 }
 
-// Leaves `setting` alone if the variable is not set.
+// Leaves `setting` unchanged if the variable is not set.
 template <typename T>
 absl::Status ReadNumber(const Variables& variables, const std::string& name, T min,
                         Setting<T>* setting) {
@@ -87,7 +87,7 @@ void ReadText(const Variables& variables, const std::string& name, Setting<std::
   if (const std::string* text = Find(variables, name)) *setting = {*text, name};
 }
 
-// Words separated by commas.
+// Reads words separated by commas.
 void ReadList(const Variables& variables, const std::string& name,
               Setting<std::vector<std::string>>* setting) {
   const std::string* text = Find(variables, name);
@@ -113,7 +113,7 @@ absl::Status ReadBool(const Variables& variables, const std::string& name, Setti
 // overflow.
 constexpr absl::Duration kLongest = absl::Hours(24 * 365);
 
-// `what` it must be, in an error.
+// `what`: the expected value, for an error.
 absl::Status ReadDuration(const Variables& variables, const std::string& name, absl::Duration least,
                           absl::string_view what, Setting<absl::Duration>* setting) {
   const std::string* text = Find(variables, name);
@@ -127,7 +127,7 @@ absl::Status ReadDuration(const Variables& variables, const std::string& name, a
   return absl::OkStatus();
 }
 
-// "2(x3),1" with node 3 gives 1; 0 if it cannot be read.
+// Returns the number of tasks of a node: "2(x3),1" with node 3 gives 1; 0 if it cannot be read.
 int TasksOnNode(const std::string& tasks_per_node, int node) {
   int first = 0;
   for (absl::string_view part : absl::StrSplit(tasks_per_node, ',')) {
@@ -167,7 +167,7 @@ absl::Status ReadFamily(const Variables& variables, const Family& family, Enviro
 
 absl::Status ReadSlurm(const Variables& variables, Environment* env) {
   // Only a task that srun started has a step; a batch script or an interactive shell inherits the
-  // rest.
+  // other variables.
   Setting<int> tasks{1};
   const bool in_step = Find(variables, "SLURM_STEP_ID") != nullptr ||
                        Find(variables, "SLURM_STEP_NUM_TASKS") != nullptr;
@@ -204,8 +204,8 @@ absl::Status ReadSlurm(const Variables& variables, Environment* env) {
   return absl::OkStatus();
 }
 
-// Whether a family that says nothing of its node has no more than SLURM says of this task:
-// srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE, and scripts export RANK and WORLD_SIZE from SLURM's.
+// Whether a family without a node says no more than SLURM says of this task: srun --mpi=pmi2 sets
+// PMI_RANK and PMI_SIZE, and scripts export RANK and WORLD_SIZE from SLURM's.
 bool IsSlurmsPlace(const Variables& variables, const Family& family) {
   const std::string* const place = Find(variables, "SLURM_PROCID");
   const std::string* tasks = Find(variables, "SLURM_STEP_NUM_TASKS");
@@ -228,7 +228,7 @@ absl::Status ReadPlace(const Variables& variables, Environment* env) {
       MUSTER_RETURN_IF_ERROR(ReadFamily(variables, family, env));
       break;
     }
-    // A lone WORLD_SIZE=1 is what many containers set; it says that this process is alone.
+    // Many containers set only WORLD_SIZE=1, which says that this process is alone.
     if (world != nullptr && *world == "1") continue;
     return absl::InvalidArgumentError(absl::StrCat(
         rank != nullptr ? family.rank : family.world_size, " is set but ",
@@ -237,8 +237,8 @@ absl::Status ReadPlace(const Variables& variables, Environment* env) {
   }
   if (env->launcher == Launcher::kNone) MUSTER_RETURN_IF_ERROR(ReadSlurm(variables, env));
 
-  // A Muster agent sets torchrun's names too, to the same values. Others mean a second launcher in
-  // between.
+  // A Muster agent also sets torchrun's names, to the same values. Other values mean a second
+  // launcher in between.
   if (env->launcher == Launcher::kMuster) {
     const Family& ours = kFamilies[0];
     const Family& theirs = kFamilies[1];
@@ -355,11 +355,11 @@ absl::Status ReadMeetingPoint(const Variables& variables, Environment* env) {
   return absl::OkStatus();
 }
 
-// Muster's own name wins over Accelerate's, which is read so that programs started by its launcher
-// behave.
+// Muster's own name takes precedence over Accelerate's, which is read so that programs started by
+// its launcher work.
 absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& arguments,
                         Environment* env) {
-  // A program that trained without them would train something else than was asked for.
+  // A program that ignored them would train differently than requested.
   for (const auto& [name, what] :
        {std::pair<const char*, const char*>{"ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"},
         {"ACCELERATE_USE_PARALLELISM_CONFIG", "tensor, context and sequence parallelism"}}) {
@@ -437,9 +437,9 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
       &env->lease));
 
   const Environment defaults{};
-  // The program's arguments win over what its user has asked for, with a warning. A variable that
-  // has its default value causes none: launchers set these variables even if the user has asked for
-  // nothing.
+  // The program's arguments take precedence over the user's variables, with a warning. A variable
+  // with its default value causes no warning, because launchers set these variables even if the
+  // user has asked for nothing.
   const auto take = [&](const auto& argument, const auto& fallback, auto* setting) {
     if (!argument) return;
     if (setting->value != *argument && setting->value != fallback.value) {
@@ -494,7 +494,7 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
                                                      ") is not one of none, cpu, disk:FOLDER"));
     }
   }
-  // Without effect, they would be ignored in silence.
+  // These settings would have no effect and be ignored silently.
   for (const std::string& source :
        {env->activation_blocks.source, env->offload_activations.source}) {
     if (!absl::StartsWith(source, "MUSTER_") || !env->activation_checkpointing.is_default()) {

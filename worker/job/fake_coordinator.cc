@@ -43,8 +43,8 @@ grpc::Status ErrorOf(absl::StatusCode code, const std::string& message, v1::Erro
   return rpc::ToGrpc(rpc::WithDetail(absl::Status(code, message), detail));
 }
 
-// The checkpoints of the job: what coordinator/checkpoint/checkpoint_set.h promises, without proof
-// of coverage, chain and retention.
+// The checkpoints of the job, as coordinator/checkpoint/checkpoint_set.h specifies them, without
+// proof of coverage, chain and retention.
 class FakeCheckpoints : public v1::Checkpoints::Service {
  public:
   void SetGeneration(uint64_t generation) {
@@ -237,7 +237,7 @@ class FakeCheckpoints : public v1::Checkpoints::Service {
   mutable Mutex mu_;
   uint64_t generation_ ABSL_GUARDED_BY(mu_) = 0;
   bool loses_ ABSL_GUARDED_BY(mu_) = false;
-  bool lost_ ABSL_GUARDED_BY(mu_) = false;  // the last answer
+  bool lost_ ABSL_GUARDED_BY(mu_) = false;  // whether the last answer was lost
   int forget_in_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t restore_id_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t last_id_ ABSL_GUARDED_BY(mu_) = 0;
@@ -502,7 +502,7 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
     return grpc::Status::OK;
   }
 
-  // The coordinator's rule: decided once all ranks have promised, as the largest horizon.
+  // Follows the coordinator's rule: decided once all ranks have promised, as the largest horizon.
   grpc::Status Poll(grpc::ServerContext*, const v1::PollTriggersRequest* request,
                     v1::PollTriggersReply* reply) override {
     MutexLock lock(&mu_);

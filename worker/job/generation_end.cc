@@ -8,7 +8,7 @@
 namespace muster {
 namespace {
 
-// Nobody writes it.
+// No process writes this key.
 constexpr char kNeverKey[] = "muster/end_of_generation";
 
 }  // namespace

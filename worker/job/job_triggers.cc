@@ -16,9 +16,10 @@ namespace muster {
 namespace {
 
 constexpr char kStop[] = "stop";
-// The same of all ranks: what many raise in the same words, the coordinator takes for one trigger.
+// The same on all ranks: the coordinator treats triggers that many raise with the same words as
+// one.
 constexpr char kSigterm[] = "SIGTERM";
-// As the coordinator has it.
+// The same limit as the coordinator's.
 constexpr size_t kMaxName = 128;
 constexpr size_t kMaxPayload = 64 << 10;
 constexpr absl::Duration kPollTimeout = absl::Seconds(5);
@@ -54,7 +55,7 @@ void JobTriggers::Close() {
 void JobTriggers::RaiseForSignal() {
   if (signal_told_ || !watch_signal_ || !StopSignal::Received()) return;
   const absl::Status status = Raise(kStop, kSigterm);
-  // A coordinator that is away is asked again with the next poll.
+  // If the coordinator is away, the next poll tries again.
   signal_told_ = status.ok() || !absl::IsUnavailable(status);
   if (!status.ok()) MUSTER_LOG(Warning) << "SIGTERM arrived, but " << status.message();
 }
@@ -88,7 +89,8 @@ std::optional<Trigger> JobTriggers::CheckTogether(const std::string& name) {
   }
   std::optional<Trigger> next = mine;
   if (comm_->size() > 1) {
-    // The last two are maxima of one number and of its negative: of different names they differ.
+    // The last two are maxima of one number and of its negative: if ranks have different names, the
+    // maxima differ.
     const auto hash = static_cast<int64_t>(std::hash<std::string>()(name) >> 2);
     const int64_t rank = mine.has_value() ? comm_->rank() : comm_->size();
     at::Tensor all = at::tensor({-rank, hash, -hash}, at::kLong);
@@ -107,7 +109,7 @@ std::optional<Trigger> JobTriggers::CheckTogether(const std::string& name) {
     next = Trigger{name, payload, from};
   }
   if (!next.has_value()) return std::nullopt;
-  // As with a coordinator: what has been raised in the same words is the same trigger.
+  // As with a coordinator, triggers that were raised with the same words are the same trigger.
   MutexLock lock(&mu_);
   std::erase_if(raised_, [&](const Trigger& trigger) {
     return trigger.name == name && trigger.payload == next->payload;

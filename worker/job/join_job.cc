@@ -56,7 +56,7 @@ class TakenPlaces {
     MutexLock lock(&mu_);
     places_[place] = client;
   }
-  // How often this process has met others at `place`.
+  // Returns how often this process has met others at `place`.
   int Met(const std::string& place) {
     MutexLock lock(&mu_);
     return counts_[place];
@@ -102,7 +102,7 @@ absl::Status MeetAtCoordinator(const JoinJobOptions& options, JoinedProcess* joi
   client.progress = joined->progress;
   client.saves = joined->saves;
   if (options.on_generation_ended) {
-    // It has one generation only: the client joins once.
+    // The client joins only once, so it has only one generation.
     client.on_generation_ended = [tell = options.on_generation_ended](uint64_t /*generation*/,
                                                                       const absl::Status& why) {
       tell(why);
@@ -138,7 +138,7 @@ absl::Status MeetAtCoordinator(const JoinJobOptions& options, JoinedProcess* joi
   return absl::OkStatus();
 }
 
-// `error` of a process that has its seat, or ABORTED if its generation has ended.
+// Returns `error` of a process that has its seat, or ABORTED if its generation has ended.
 absl::Status OrEnded(const absl::Status& error, const JoinJobOptions& options,
                      const JoinedProcess& joined) {
   if (!options.reenters || joined.coordinator == nullptr) return error;
@@ -148,7 +148,7 @@ absl::Status OrEnded(const absl::Status& error, const JoinJobOptions& options,
   return absl::AbortedError(absl::StrCat(*ended, " (", error.message(), ")"));
 }
 
-// Where a process meets the others without a coordinator.
+// Returns where a process meets the others without a coordinator.
 std::string MasterPlace(const Environment& env) {
   return absl::StrCat(MasterAddress(env), " rank ", env.rank.value, " attempt ",
                       env.restart_count.value);
@@ -162,12 +162,12 @@ absl::Status MeetAtMaster(JoinedProcess* joined) {
   options.numWorkers = static_cast<size_t>(env.world_size.value);
   options.waitWorkers = !env.agent_store.value;
   options.timeout = absl::ToChronoMilliseconds(env.timeout.value);
-  // Of a process that joins again while its first store is still there.
+  // Allows a process to join again while its first store still exists.
   options.multiTenant = true;
   try {
     auto store = c10::make_intrusive<c10d::TCPStore>(env.master_addr.value, options);
-    // A restarted attempt must not read the keys of the one before, nor a process that joins again
-    // those of its first time.
+    // A restarted attempt must not read the keys of the previous one, nor a process that joins
+    // again those of its first time.
     joined->store = c10::make_intrusive<c10d::PrefixStore>(
         absl::StrCat("attempt_", env.restart_count.value, "/join_",
                      TakenPlaces::Get().Met(MasterPlace(env))),
@@ -182,7 +182,7 @@ absl::Status MeetAtMaster(JoinedProcess* joined) {
   }
 }
 
-// Of one group of ranks. `ranks`: of the job.
+// Returns the options for one group of ranks. `ranks`: of the job.
 GlooOptions GlooOf(const JoinedProcess& joined, const std::string& name,
                    const std::vector<int>& ranks) {
   const Environment& env = joined.environment;
@@ -193,7 +193,7 @@ GlooOptions GlooOf(const JoinedProcess& joined, const std::string& name,
   gloo.timeout = absl::ToChronoMilliseconds(env.timeout.value);
   gloo.single_host = env.num_nodes.value == 1 && env.local_world_size.value == env.world_size.value;
   gloo.name = name;
-  // An agent on this node is no way to find the network: rank 0's address is.
+  // An agent on this node does not help to find the network; rank 0's address does.
   const bool far =
       !env.coordinator.value.empty() && !absl::StartsWith(env.coordinator.value, "unix:");
   gloo.towards = far ? env.coordinator.value : MasterAddress(env);
@@ -201,8 +201,8 @@ GlooOptions GlooOf(const JoinedProcess& joined, const std::string& name,
   return gloo;
 }
 
-// Whether these ranks are on one node, as far as their numbers tell: those of a node follow one
-// another. The ranks make sure of it before they share memory.
+// Whether these ranks are on one node, as far as their numbers tell, because the ranks of a node
+// are consecutive. The ranks verify it before they share memory.
 bool OnOneNode(const Environment& env, const std::vector<int>& ranks) {
   const int here = env.local_world_size.value;
   if (here * env.num_nodes.value != env.world_size.value) return false;
@@ -210,9 +210,9 @@ bool OnOneNode(const Environment& env, const std::vector<int>& ranks) {
                      [&](int rank) { return rank / here == ranks[0] / here; });
 }
 
-// Puts Muster's own collectives in front of Gloo's, and says so where they are not what one would
-// expect. A node is a host, whatever its ranks could share with those of another node. Ranks that
-// are not to use them take part: they might differ.
+// Uses Muster's own collectives instead of Gloo's, and logs unexpected choices. A node is a host,
+// whatever its ranks could share with those of another node. Ranks that are not to use them take
+// part, too, because settings may differ.
 void AddOwnCollectives(const JoinedProcess& joined,
                        const c10::intrusive_ptr<c10d::ProcessGroup>& group, const GlooOptions& gloo,
                        const std::vector<int>& ranks) {
@@ -234,7 +234,7 @@ void AddOwnCollectives(const JoinedProcess& joined,
   }
 }
 
-// The Comm of one group of ranks over every transport that they have. `ranks`: of the job.
+// Makes the Comm of one group of ranks over every transport that they have. `ranks`: of the job.
 absl::StatusOr<std::unique_ptr<Comm>> BuildComm(const JoinedProcess& joined,
                                                 const std::string& name,
                                                 const std::vector<int>& ranks) {
@@ -243,7 +243,7 @@ absl::StatusOr<std::unique_ptr<Comm>> BuildComm(const JoinedProcess& joined,
   try {
     auto group = MakeGlooGroup(joined.store, gloo);
     if (gloo.size > 1) AddOwnCollectives(joined, group, gloo, ranks);
-    // Later groups are of the same processes.
+    // Only once, because later groups have the same processes.
     if (gloo.size > 1 && joined.comm == nullptr) {
       const std::unique_ptr<Comm> on_cpu = MakeC10dComm(group, {.timeout = gloo.timeout});
       const absl::Status usable =
@@ -257,13 +257,13 @@ absl::StatusOr<std::unique_ptr<Comm>> BuildComm(const JoinedProcess& joined,
     comm = MakeC10dComm(group, {.timeout = gloo.timeout});
   } catch (const c10::Error& e) {
     return absl::UnavailableError(FirstLine(e.what_without_backtrace()));
-  } catch (const std::exception& e) {  // Gloo's own
+  } catch (const std::exception& e) {  // exceptions of Gloo
     return absl::UnavailableError(FirstLine(e.what()));
   }
   return comm;
 }
 
-// `comm` as it is used: checked in debug mode, and on the board.
+// Returns `comm` as it is used: checked in debug mode, and reporting to the board.
 std::unique_ptr<Comm> Watched(const JoinedProcess& joined, std::unique_ptr<Comm> comm,
                               const CollectiveExplainer& explain) {
   const int size = comm->size();
@@ -296,13 +296,13 @@ absl::StatusOr<JoinedProcess> JoinJob(const Environment& environment,
   JoinedProcess joined;
   joined.environment = environment;
   Environment& env = joined.environment;
-  // Every process sees the same warnings; one of them is enough.
+  // Every process has the same warnings; one of them is enough.
   if (env.rank.value == 0) {
     for (const std::string& warning : env.warnings) MUSTER_LOG(Warning) << warning;
   }
   MUSTER_ASSIGN_OR_RETURN(joined.device, ChooseDevice(env));
   MakeCurrent(joined.device);
-  // A process alone keeps the default: `./train | head` ends, as programs do.
+  // A single process keeps the default, so that `./train | head` ends like other programs.
   if (!env.coordinator.value.empty() || env.world_size.value > 1) SurviveBrokenPipes();
   if (!env.coordinator.value.empty()) {
     MUSTER_RETURN_IF_ERROR(MeetAtCoordinator(options, &joined));
@@ -319,14 +319,15 @@ absl::StatusOr<JoinedProcess> JoinJob(const Environment& environment,
     std::iota(all.begin(), all.end(), 0);
     if (size > 1) joined.explain = ExplainerFor(joined, all);
     absl::StatusOr<std::unique_ptr<Comm>> comm = BuildComm(joined, "world", all);
-    // Of a device or plug-in that is wrong all ranks know: no peer is lost.
+    // All ranks know of a wrong device or plug-in, and then no peer is lost.
     if (absl::IsUnavailable(comm.status())) return OrEnded(comm.status(), options, joined);
     if (!comm.ok()) return comm.status();
     joined.comm = *std::move(comm);
   }
   MUSTER_FAILPOINT_STATUS("worker.group_built");
   joined.comm = Watched(joined, std::move(joined.comm), joined.explain);
-  // Only now: a rank that tries again after an error looks for the others where they still are.
+  // Only now, because a rank that tries again after an error looks for the others where they still
+  // are.
   if (joined.coordinator == nullptr && size > 1) {
     TakenPlaces::Get().CountMeeting(MasterPlace(env));
   }
@@ -371,7 +372,7 @@ absl::StatusOr<std::unique_ptr<Comm>> MakeBackgroundComm(JoinedProcess& process)
   GlooOptions gloo = GlooOf(process, absl::StrCat("background_", ++process.subgroups), all);
   try {
     auto group = MakeGlooGroup(process.store, gloo);
-    // The rendezvous has finished; from here on ranks wait for each other's disks, for hours if
+    // The rendezvous has finished; from now on ranks wait for each other's disks, for hours if
     // these are slow or their rate is limited. A rank that dies closes its connections.
     return MakeC10dComm(std::move(group), {.timeout = std::max<std::chrono::milliseconds>(
                                                gloo.timeout, std::chrono::hours(24 * 7))});

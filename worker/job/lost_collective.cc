@@ -17,7 +17,7 @@
 namespace muster {
 namespace {
 
-// How old what the coordinator knows may be without being called old.
+// The age up to which the coordinator's facts are not called old.
 constexpr absl::Duration kFresh = absl::Seconds(6);
 
 constexpr absl::string_view kWithin = " within ";
@@ -26,8 +26,8 @@ bool GoesOn(absl::string_view collective) {
   return !collective.empty() && !absl::EndsWith(collective, ", done");
 }
 
-// Without bucket and number of elements: ranks that call with other shapes, or wait for another
-// bucket of the same gradient exchange, are in the same call.
+// Returns a collective without bucket and number of elements: ranks that call with other shapes, or
+// wait for another bucket of the same gradient exchange, are in the same call.
 absl::string_view Call(absl::string_view collective) {
   collective = collective.substr(0, collective.find(" ("));
   return collective.substr(0, collective.find(" bucket "));
@@ -58,7 +58,7 @@ std::string Where(const MemberInfo& member) {
   return text;
 }
 
-// After a description of ranks, some of which ended as if there were nothing left to do.
+// Follows a description of ranks, some of which ended as if there were nothing left to do.
 constexpr absl::string_view kEndedEarlier =
     "; a rank whose program has ended cannot follow the others: all ranks must run the same number "
     "of steps and collectives (accelerator.join_uneven_inputs() is for ranks with fewer batches)";
@@ -67,8 +67,8 @@ bool EndedInPeace(const MemberInfo& member) {
   return member.gone == "it has left the job" || member.gone == "it has exited with code 0";
 }
 
-// Ranks of the job outside of the group that failed: they may be why one of `ranks` has left, or
-// has ended with an error of its own. Empty if there are none.
+// Describes ranks of the job outside of the group that failed: they may be why one of `ranks` has
+// left, or has ended with an error of its own. Empty if there are none.
 std::string FailedElsewhere(const std::vector<MemberInfo>& members, const std::vector<int>& ranks) {
   constexpr int kNamed = 8;
   std::string text;
@@ -91,7 +91,7 @@ std::string What(const ProgressBoard::Facts& mine) {
   return absl::StrCat(mine.last_collective, " after step ", mine.step);
 }
 
-// That the collective did not finish, and what ended it.
+// Says that the collective did not finish, and what ended it.
 std::string DidNotFinish(const ProgressBoard::Facts& mine, const LostCollectiveSources& sources,
                          bool timed_out) {
   if (!timed_out) return absl::StrCat(What(mine), kConnectionLost);
@@ -104,8 +104,8 @@ std::string AllWait(const ProgressBoard::Facts& mine, const LostCollectiveSource
                       " wait in it: look at the network between them");
 }
 
-// Whether a rank waits where this one does. The phase covers collectives that bypass the board (a
-// GPU's, which are complete for the host once they are queued).
+// Whether a rank waits in the same place as this one. The phase covers collectives that bypass the
+// board (a GPU's, which are complete for the host once they are queued).
 bool Waits(const MemberInfo& member, const ProgressBoard::Facts& mine) {
   if (!member.gone.empty() || Call(member.last_collective) != Call(mine.last_collective)) {
     return false;
@@ -114,8 +114,8 @@ bool Waits(const MemberInfo& member, const ProgressBoard::Facts& mine) {
   return member.phase == mine.phase && member.step == mine.step;
 }
 
-// Ranks that wait leave a note in the store and wait for each other's: those without one are
-// missing.
+// Asks the store: ranks that wait leave a note there and wait for each other's notes, so those
+// without one are missing.
 std::string AskStore(const LostCollectiveSources& sources, const ProgressBoard::Facts& mine,
                      bool timed_out) {
   const auto key = [&](int rank) {
@@ -129,7 +129,7 @@ std::string AskStore(const LostCollectiveSources& sources, const ProgressBoard::
     try {
       sources.store->wait(keys, absl::ToChronoMilliseconds(sources.grace));
     } catch (const c10::Error&) {
-      // Some have none: the next calls find out which.
+      // Some ranks have left none: the next calls find out which.
     }
     for (const int rank : sources.ranks) {
       (sources.store->check({key(rank)}) ? waiting : missing).push_back(rank);
@@ -163,14 +163,14 @@ std::string DescribeLostCollective(const ProgressBoard::Facts& mine,
     return member != members.end() && !member->gone.empty();
   };
   std::vector<int> ranks = sources.ranks;
-  // A rank that is gone ends the collective for all others at once. What is known of these is as
-  // old as their last heartbeats: they may well have waited.
+  // A rank that is gone ends the collective for all others at once. The facts about these are as
+  // old as their last heartbeats, so they may well have waited.
   const bool ended_by_gone = !timed_out && std::any_of(ranks.begin(), ranks.end(), is_gone);
   if (ended_by_gone) std::stable_partition(ranks.begin(), ranks.end(), is_gone);
   std::vector<int> waiting;
   std::string absent;
   int named = 0;
-  // All that are gone: one that was killed is the cause itself.
+  // Name all that are gone: one that was killed is itself the cause.
   int gone = 0, ended_earlier = 0;
   for (const int rank : ranks) {
     const auto member = member_of(rank);
@@ -192,7 +192,7 @@ std::string DescribeLostCollective(const ProgressBoard::Facts& mine,
         &absent,
         ended_by_gone && !is_gone(rank) ? "was not yet known to wait in " : kDidNotTakePart,
         named == 1 ? What(mine) : "it");
-    // No rank has waited that long for one that is gone.
+    // No rank waits that long for one that is gone.
     if (timed_out && named == 1 && !is_gone(rank)) {
       absl::StrAppend(&absent, kWithin, absl::FormatDuration(sources.timeout));
     }
@@ -232,9 +232,9 @@ std::string ExplainLostCollective(const LostCollectiveSources& sources, absl::st
   }
   if (!timed_out) {
     // A rank that lost a connection gets here before the coordinator learns of the exit of the peer
-    // that closed it; a barrier ends as soon as one of its ranks is known to be gone. Nobody is
-    // blamed for not coming to one of this name: who has timed out does not come. Of a part of the
-    // job only that part: the others may be well.
+    // that closed it; a barrier ends as soon as one of its ranks is known to be gone. Ranks are not
+    // blamed for not coming to the barrier of this name, because one that has timed out does not
+    // come. For a part of the job, only that part takes part, because the others may be well.
     std::string name(kAfterLostCollective);
     BarrierCall call{.same_line = false};
     const std::optional<Seat> seat = sources.coordinator->seat();

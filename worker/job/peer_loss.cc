@@ -9,7 +9,7 @@ namespace muster {
 
 namespace {
 
-// "generation 7 of job ... has ended", as the coordinator says it.
+// Matches the coordinator's words: "generation 7 of job ... has ended".
 bool SaysGenerationEnded(absl::string_view text) {
   constexpr absl::string_view kGeneration = "generation ";
   for (size_t at = text.find(kGeneration); at != absl::string_view::npos;
@@ -28,9 +28,9 @@ bool IsLossOfPeer(const absl::Status& error) {
   if (error.ok()) return false;
   const absl::string_view text = error.message();
   if (IsExplained(text)) return true;
-  // Phrases that only a transport, a process group or the coordinator's client uses. Phrases of the
-  // operating system alone ("timed out", "Broken pipe") may be about a connection of the program's
-  // own.
+  // Look for phrases that only a transport, a process group or the coordinator's client uses.
+  // Phrases of the operating system alone ("timed out", "Broken pipe") may be about a connection of
+  // the program's own.
   for (const absl::string_view words :
        {"gloo/transport", "Connection closed by peer", "has left the group", "has died",
         "did not arrive in time", "ncclRemoteError", "ncclSystemError",

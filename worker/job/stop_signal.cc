@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kSecond = 1'000'000'000;
 
-std::atomic<int64_t> g_first{0};  // of the monotonic clock; 0: none came
+std::atomic<int64_t> g_first{0};  // time of the monotonic clock; 0: none came
 std::atomic<int64_t (*)()> g_clock{nullptr};
 static_assert(std::atomic<int64_t>::is_always_lock_free);
 bool g_installed = false;  // under InstallMutex()
@@ -53,7 +53,7 @@ bool StopSignal::Install(int64_t (*monotonic_ns)()) {
   if (sigaction(SIGTERM, nullptr, &now) != 0 || now.sa_handler != SIG_DFL) return false;
   struct sigaction ours = {};
   ours.sa_handler = OnSignal;
-  ours.sa_flags = SA_RESTART;  // no call fails because of us
+  ours.sa_flags = SA_RESTART;  // no call fails because of this handler
   sigemptyset(&ours.sa_mask);
   g_installed = sigaction(SIGTERM, &ours, nullptr) == 0;
   return g_installed;
@@ -68,7 +68,7 @@ bool StopSignal::Release() {
     sigaction(SIGTERM, &ours, nullptr);
     g_installed = false;
   }
-  // What comes from here on ends the process.
+  // Signals from here on end the process.
   return !Received();
 }
 

@@ -10,10 +10,10 @@
 namespace muster {
 namespace {
 
-// Triggers that the program does not check.
+// The limit of kept triggers that the program does not check.
 constexpr size_t kMaxKept = 256;
 
-// The same poll again would be refused again.
+// Whether the same poll would be refused again.
 bool IsRefusal(const absl::Status& status) {
   switch (status.code()) {
     case absl::StatusCode::kInvalidArgument:
@@ -76,7 +76,7 @@ absl::StatusOr<std::optional<TriggerInfo>> TriggerWatch::Check(const std::string
   bool warned = false;
   bool polled = polled_;
   while (waits()) {
-    // The second: it waits for something else now.
+    // Start a new warning period when the wait is for something else.
     if (warn_at == absl::InfinitePast() || polled_ != polled) {
       polled = polled_;
       warned = false;
@@ -132,7 +132,8 @@ TriggerPoll TriggerWatch::NextPoll() {
   // Step counts may restart after a checkpoint is loaded; steps that have begun stay begun.
   poll.step = std::min(finished_, begun_);
   if (!pending_.empty()) {
-    // From here on: the coordinator may rely on it before we know that it has received it.
+    // The promise holds from here on: the coordinator may rely on it before we know that it was
+    // received.
     if (!promised_.has_value()) promised_ = begun_ + 1;
     poll.horizon = *promised_;
     poll.pending.assign(pending_.begin(), pending_.end());
@@ -156,9 +157,9 @@ void TriggerWatch::Take(const TriggerPoll& poll, const std::vector<TriggerInfo>&
       decided_[trigger.id] = trigger;
       continue;
     }
-    // A coordinator that restarted has forgotten what was acknowledged. A trigger that the program
-    // does not check is acknowledged after its step: it must not stay at the coordinator forever.
-    // It is kept here all the same, should the program ask later.
+    // A coordinator that restarted has forgotten the acknowledgements. A trigger that the program
+    // does not check is acknowledged after its step, because it must not stay at the coordinator
+    // forever. It is still kept here, in case the program asks later.
     const bool acted = decided_.count(trigger.id) == 0;
     const bool unheard = trigger.effective_step <= finished_ && checked_.count(trigger.name) == 0;
     if (acted || unheard) acknowledge_.insert(trigger.id);
@@ -177,7 +178,7 @@ void TriggerWatch::Loop() {
       if (stop_ && acknowledge_.empty()) return;
       last = stop_;
     }
-    // A process that ends raises no more triggers.
+    // A process that is ending raises no more triggers.
     if (!last && options_.before_poll) options_.before_poll();
     TriggerPoll poll;
     {
@@ -193,7 +194,7 @@ void TriggerWatch::Loop() {
     if (triggers.ok()) {
       const bool news = pending_.empty();
       Take(poll, *triggers);
-      // The promise goes out with the next poll, at once.
+      // The promise is sent at once, with the next poll.
       if (news && !pending_.empty()) hurry_ = true;
     } else if (IsFinal(triggers.status())) {
       if (IsRefusal(triggers.status())) {
@@ -203,7 +204,7 @@ void TriggerWatch::Loop() {
       changed_.SignalAll();
       return;
     } else {
-      // No coordinator for now: no other rank can learn of a decision either.
+      // There is no coordinator for now, so no other rank can learn of a decision either.
       if (stop_) return;
       MUSTER_LOG(Debug) << triggers.status().message();
     }

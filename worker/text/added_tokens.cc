@@ -56,13 +56,14 @@ void AddedTokens::Add(AddedToken token, const Vocabulary& vocabulary, uint32_t& 
   if (known != by_content_.end()) {
     AddedToken& before = tokens_[known->second];
     token.id = before.id;
-    token.special = token.special || before.special;  // once special, always, as in the peer
+    // once special, always, as in the tokenizers library
+    token.special = token.special || before.special;
     before = std::move(token);
     return;
   }
   const std::optional<uint32_t> of_model = vocabulary.Id(token.content);
   token.id = of_model.has_value() ? *of_model : next_id++;
-  // Two contents of the model may have one id: the later counts.
+  // Two contents of the model may have one id: the later one counts.
   by_id_[token.id] = tokens_.size();
   by_content_.emplace(token.content, tokens_.size());
   tokens_.push_back(std::move(token));
@@ -107,7 +108,7 @@ absl::StatusOr<AddedTokens> AddedTokens::Make(const nlohmann::json& json, const 
     }
     normalized.emplace_back(content.text, i);
   }
-  // Where normalization makes two contents the same, the peer finds either, by chance.
+  // If normalization makes two contents the same, the tokenizers library finds either, by chance.
   std::stable_partition(normalized.begin(), normalized.end(),
                         [&](const auto& entry) { return added.tokens_[entry.second].special; });
   added.in_text_ = MakeFinder(plain);
@@ -129,8 +130,8 @@ AddedTokens::Finder AddedTokens::MakeFinder(
   return finder;
 }
 
-// The first match from the left counts, of those that begin there the longest; the next one begins
-// behind its own text, not behind the blanks that it takes.
+// The leftmost match counts, and of those that begin there the longest; the next one begins after
+// its text, not after the blanks that it takes.
 void AddedTokens::FindAll(absl::string_view text, const Finder& finder,
                           std::vector<Match>& matches) const {
   uint32_t done = 0;

@@ -35,19 +35,19 @@ uint64_t PairOf(uint32_t left, uint32_t right) { return uint64_t{left} << 32 | r
 // A part of a word while it is merged.
 struct Symbol {
   uint32_t id;
-  uint32_t bytes;  // of the word; 0: merged into the one before
+  uint32_t bytes;  // length in the word; 0: merged into the previous symbol
   uint32_t previous;
   uint32_t next;
-  Merge merge;  // with the next; rank kNone: there is none
+  Merge merge;  // with the next symbol; rank kNone: there is none
 };
 
-// Words that came before, with their tokens: short ones only, one for each place of a table.
+// A cache of words with their tokens: only short ones, one for each slot of a table.
 class WordCache {
  public:
   static constexpr size_t kMaxBytes = 30;
   static constexpr size_t kMaxTokens = 6;
 
-  // Puts the tokens of `word` behind `tokens`; false: it is not here.
+  // Appends the tokens of `word` to `tokens`; false if it is not cached.
   bool Find(absl::string_view word, size_t hash, std::vector<Token>& tokens) const {
     const Slot& slot = slots_[hash % kSlots];
     if (slot.bytes != word.size() || std::memcmp(slot.word, word.data(), word.size()) != 0) {
@@ -96,14 +96,14 @@ class BpeScratch final : public Model::Scratch {
 struct Options {
   std::string unk_token;
   bool has_unk = false;
-  std::string prefix;  // of every part but the first of a word
-  std::string suffix;  // of the last
+  std::string prefix;  // precedes every part of a word but the first
+  std::string suffix;  // follows the last part
   bool fuse_unk = false;
   bool byte_fallback = false;
   bool ignore_merges = false;
 };
 
-// Merges the symbols of a word, in the order of their ranks and from the left.
+// Merges the symbols of a word, by rank and from the left.
 class Merger {
  public:
   Merger(const Merges& merges, std::vector<Symbol>& symbols) : merges_(merges), symbols_(symbols) {}
@@ -131,7 +131,7 @@ class Merger {
     return found == merges_.end() ? Merge{kNone, 0} : found->second;
   }
 
-  // Joins the symbol with its next, and finds the new pairs.
+  // Joins the symbol with the next one, and finds the new pairs.
   void Join(uint32_t at) {
     Symbol& left = symbols_[at];
     Symbol& right = symbols_[left.next];
@@ -162,7 +162,7 @@ class Merger {
   }
 
   void RunByHeap() {
-    // Rank and place; what is no longer true when it comes up is dropped.
+    // Rank and position; an entry that is outdated when it comes up is dropped.
     std::priority_queue<uint64_t, std::vector<uint64_t>, std::greater<>> heap;
     const auto push = [&](uint32_t at) {
       if (at != kNone && symbols_[at].merge.rank != kNone) {
@@ -235,7 +235,7 @@ class Bpe final : public Model {
   const Model* OfBytes() const override { return of_bytes_.get(); }
 
  private:
-  // The same tokens with the bytes that their texts stand for.
+  // A model with the same tokens for the bytes that their texts stand for.
   class OfBytesModel final : public Model {
    public:
     explicit OfBytesModel(const Bpe& bpe) : bpe_(bpe) {
@@ -301,10 +301,11 @@ class Bpe final : public Model {
     return vocabulary_.Id(part).value_or(kNone);
   }
 
-  // The characters of a word as symbols; what is in no vocabulary as bytes, or as unknown.
+  // Splits a word into characters as symbols; characters that are not in the vocabulary become
+  // bytes, or unknown.
   absl::Status SplitWord(absl::string_view word, std::vector<Symbol>& symbols) const {
     const auto add = [&](uint32_t id, uint32_t bytes) { symbols.push_back({id, bytes, 0, 0, {}}); };
-    uint32_t unknown = 0;  // bytes of unknown text that is no symbol yet
+    uint32_t unknown = 0;  // bytes of unknown text that has no symbol yet
     std::string decorated;
     for (size_t at = 0; at < word.size();) {
       const size_t begin = at;
@@ -325,9 +326,9 @@ class Bpe final : public Model {
         add(id, bytes);
         continue;
       }
-      // As in the peer, unknown text that came before is put behind these.
+      // As in the tokenizers library, earlier unknown text comes after these bytes.
       if (options_.byte_fallback && AddBytes(part, symbols)) continue;
-      if (!options_.has_unk) continue;  // left out
+      if (!options_.has_unk) continue;  // ignored
       if (!unk_id_.has_value()) {
         return absl::FailedPreconditionError(absl::StrCat(
             "the model's unknown token \"", Printable(options_.unk_token),
@@ -358,11 +359,11 @@ class Bpe final : public Model {
   const Options options_;
   std::optional<uint32_t> unk_id_;
   std::array<uint32_t, 0x800> singles_;    // ids of single characters
-  std::array<uint32_t, 256> byte_tokens_;  // of <0x00> to <0xFF>
+  std::array<uint32_t, 256> byte_tokens_;  // ids of <0x00> to <0xFF>
   std::unique_ptr<OfBytesModel> of_bytes_;
 };
 
-// A merge as ["a", "b"] or, in older files, "a b".
+// Reads a merge as ["a", "b"] or, in older files, "a b".
 absl::StatusOr<std::pair<absl::string_view, absl::string_view>> PartsOf(const Json& merge,
                                                                         const std::string& path) {
   if (merge.is_string()) {

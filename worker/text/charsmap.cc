@@ -57,7 +57,7 @@ absl::optional<absl::string_view> Charsmap::Find(absl::string_view text) const {
     if (!HasLeaf(unit)) continue;
     if (node >= units_.size()) break;
     const uint32_t begin = Value(units_[node]);
-    // The start of a text: not the middle of a character.
+    // It must be the start of a text, not the middle of a character.
     if (begin >= texts_.size() || (static_cast<unsigned char>(texts_[begin]) & 0xC0) == 0x80) break;
     const size_t end = std::min(texts_.find('\0', begin), texts_.size());
     return absl::string_view(texts_).substr(begin, end - begin);

@@ -69,13 +69,13 @@ class WholeTokens : public DecodeStep {
   bool added_ = false;
 };
 
-// What all replacements of one step may add: a file may have many steps, each of which repeats what
-// the one before it repeated.
+// The bytes that all replacements of one step may add: a file may have many steps, each of which
+// repeats what the previous one has repeated.
 class Budget {
  public:
   explicit Budget(absl::Status& status) : status_(status) {}
 
-  // False, with an error in the status, if it is used up or another step's is.
+  // Returns false, with an error in the status, if this or another step's budget is used up.
   bool Take(size_t bytes) {
     used_ += bytes;
     if (used_ > kMost) {
@@ -92,7 +92,7 @@ class Budget {
   size_t used_ = 0;
 };
 
-// A text in place of another, as soon as it is clear that it is one.
+// Replaces a text by another, as soon as it is known that it is complete.
 class ReplaceText final : public DecodeStep {
  public:
   ReplaceText(DecodeStep& next, std::string wanted, std::string content, absl::Status& status)
@@ -126,7 +126,7 @@ class ReplaceText final : public DecodeStep {
   const std::string wanted_;
   const std::string content_;
   Budget budget_;
-  std::string held_;  // may be the start of what is wanted
+  std::string held_;  // may be the start of the wanted text
 };
 
 class ReplacePattern final : public WholeTokens {
@@ -159,8 +159,8 @@ class ReplacePattern final : public WholeTokens {
   Budget budget_;
 };
 
-// Tokens of single bytes. A run of them that is not UTF-8 becomes one U+FFFD for each byte, so that
-// nothing of it is known before its end.
+// Decodes tokens of single bytes. A run of them that is not UTF-8 becomes one U+FFFD for each byte,
+// so nothing of it is known before its end.
 class ByteFallback final : public DecodeStep {
  public:
   explicit ByteFallback(DecodeStep& next) : next_(next) {}
@@ -219,10 +219,10 @@ class ByteFallback final : public DecodeStep {
   std::string token_;
   std::string run_;
   bool added_ = false;
-  bool passing_ = false;  // the token is none of a byte, and goes on
+  bool passing_ = false;  // the token is not one of a byte, and is passed on
 };
 
-// All tokens as one.
+// Joins all tokens into one.
 class Fuse final : public DecodeStep {
  public:
   explicit Fuse(DecodeStep& next) : next_(next) {}
@@ -243,7 +243,7 @@ class Fuse final : public DecodeStep {
   bool begun_ = false;
 };
 
-// Takes up to `start` times a character off the front of each token.
+// Removes a character up to `start` times from the front of each token.
 class StripStart final : public DecodeStep {
  public:
   StripStart(DecodeStep& next, std::string character, int64_t start)
@@ -291,9 +291,9 @@ class StripEnd final : public WholeTokens {
   const int64_t stop_;
 };
 
-// The peer's "cleanup of tokenization artifacts". The order counts.
+// The "cleanup of tokenization artifacts" of Hugging Face's libraries. The order matters.
 void CleanUp(std::string& text) {
-  // Nearly all tokens have nothing of all this.
+  // Nearly all tokens have none of these.
   bool any = false;
   for (size_t at = text.find(' '); at != std::string::npos && !any; at = text.find(' ', at + 1)) {
     any = at + 1 < text.size() &&
@@ -335,7 +335,8 @@ class WordPiece final : public WholeTokens {
   bool first_ = true;
 };
 
-// The mark of a blank as a blank; in the first token, if one was put before the text, as nothing.
+// Replaces the mark of a blank by a blank, or in the first token by nothing if one was put before
+// the text.
 class Metaspace final : public DecodeStep {
  public:
   Metaspace(DecodeStep& next, std::string replacement, bool prepends)
@@ -362,7 +363,7 @@ class Metaspace final : public DecodeStep {
   bool leave_out_;
 };
 
-// The mark of a word's end as a blank, but for the last word.
+// Replaces the mark of a word's end by a blank, except in the last word.
 class BpeDecoder final : public WholeTokens {
  public:
   BpeDecoder(DecodeStep& next, std::string suffix)
@@ -392,7 +393,7 @@ class BpeDecoder final : public WholeTokens {
   bool holds_ = false;
 };
 
-// Tokens of time steps: repetitions and blanks in the sense of CTC are left out.
+// Decodes tokens of time steps: drops repetitions and CTC blanks.
 class Ctc final : public WholeTokens {
  public:
   Ctc(DecodeStep& next, std::string pad, std::string delimiter, bool cleanup)
@@ -421,7 +422,7 @@ class Ctc final : public WholeTokens {
   bool first_ = true;
 };
 
-// The bytes that tokens stand for, read as UTF-8. Added tokens stand for themselves.
+// Decodes the bytes that tokens stand for as UTF-8. Added tokens stand for themselves.
 class ByteLevel final : public WholeTokens {
  public:
   explicit ByteLevel(DecodeStep& next) : WholeTokens(next) {}
@@ -451,14 +452,14 @@ class ByteLevel final : public WholeTokens {
   }
 
   std::string bytes_;
-  std::string pending_;  // the start of a character
+  std::string pending_;  // an incomplete character
   std::string text_;
   bool begun_ = false;
 };
 
 using StepMaker = Decoder::StepMaker;
 
-// A maker of steps of type Step, which is given copies of `arguments`.
+// Returns a maker of steps of type Step, which is given copies of `arguments`.
 template <typename Step, typename... Arguments>
 StepMaker MakerOf(Arguments... arguments) {
   return [arguments...](DecodeStep& next, absl::Status&) {
@@ -498,7 +499,7 @@ absl::Status Collect(const Json& json, const std::string& path, int depth,
 absl::StatusOr<StepMaker> MakeStep(Settings& settings, const std::string& type) {
   if (type == "ByteLevel") {
     for (const char* const name : {"add_prefix_space", "trim_offsets", "use_regex"}) {
-      settings.Ignore(name);  // those of the pre-tokenizer and the post-processor
+      settings.Ignore(name);  // settings of the pre-tokenizer and the post-processor
     }
     return MakerOf<ByteLevel>();
   }

@@ -8,7 +8,7 @@
 namespace muster::text {
 namespace {
 
-// Calls `act` (list, ...) with the lists of the encodings that belong together.
+// Calls `act` (list, ...) with corresponding lists of the encodings.
 template <typename Act, typename... Encodings>
 void ForEachList(Act act, Encodings&... encodings) {
   act(encodings.ids...);
@@ -133,7 +133,7 @@ void Append(Encoding& encoding, const Encoding& other) {
   for (const Encoding& second : other.overflowing) {
     Encoding first;
     AppendLists(first, encoding);
-    // In the peer too, only these windows of a first text have its own windows again.
+    // In the tokenizers library, too, only these windows of a first text get its own windows again.
     first.overflowing = encoding.overflowing;
     keep_joined(std::move(first), second);
   }

@@ -25,18 +25,18 @@ bool IsStandardRole(absl::string_view name) {
   return std::find(std::begin(kRoles), std::end(kRoles), name) != std::end(kRoles);
 }
 
-// Equal for tokens of the same content and flags.
+// Returns a text that is equal for tokens of the same content and flags.
 std::string KeyOf(const AddedToken& token) {
   return absl::StrCat(token.single_word, token.lstrip, token.rstrip, token.normalized,
                       token.special, token.content);
 }
 
-// A token of a file.
+// A token in a file.
 struct Token {
   AddedToken token;
   bool says_normalized = false;  // otherwise it follows from `special`
-  bool is_text = false;          // and no object with flags
-  bool of_map = false;           // special_tokens_map.json
+  bool is_text = false;          // not an object with flags
+  bool of_map = false;           // from special_tokens_map.json
 };
 
 void MakeSpecial(Token& token) {
@@ -44,8 +44,8 @@ void MakeSpecial(Token& token) {
   if (!token.says_normalized) token.token.normalized = false;
 }
 
-// A token as a text, which is special, or as an object with `content` and flags. `special` if it
-// does not say so.
+// Reads a token as a text, which is special, or as an object with `content` and flags. `special`:
+// the flag if the object lacks it.
 template <typename AnyJson>
 absl::StatusOr<Token> ReadToken(const AnyJson& json, const std::string& path, bool special) {
   Token token;
@@ -55,7 +55,7 @@ absl::StatusOr<Token> ReadToken(const AnyJson& json, const std::string& path, bo
     token.is_text = true;
     return token;
   }
-  const auto content = json.find("content");  // end() of what is no object
+  const auto content = json.find("content");  // end() if it is not an object
   if (content == json.end() || !content->is_string()) {
     return absl::InvalidArgumentError(
         absl::StrCat(path, ": a token must be a text, or an object with its \"content\""));
@@ -85,7 +85,7 @@ class Roles {
   void Set(const std::string& name, Token token) {
     if (tokens_.insert_or_assign(name, std::move(token)).second) names_.push_back(name);
   }
-  // It keeps its place in the order.
+  // The role keeps its place in the order.
   void Erase(const std::string& name) {
     const auto found = tokens_.find(name);
     if (found != tokens_.end()) found->second.reset();
@@ -112,7 +112,7 @@ class Reader {
  public:
   explicit Reader(const FolderFiles& files) : files_(files) {
     for (const char* const name : kRoles) {
-      // Their order, whatever that of the files.
+      // Set the order, whatever that of the files is.
       roles_.Set(name, Token());
       roles_.Erase(name);
     }
@@ -139,7 +139,7 @@ class Reader {
     return absl::StrCat(files_.folder, "/", file);
   }
 
-  // What the tokenizer has. Its own reader says what is wrong there.
+  // Reads the tokens of tokenizer.json. Its own reader reports errors there.
   void ReadFile() {
     if (!files_.tokenizer.is_object()) return;
     const auto added = files_.tokenizer.find("added_tokens");
@@ -178,7 +178,7 @@ class Reader {
     const std::string path = PathOf("tokenizer_config.json: ");
     for (const auto& [name, value] : config.items()) {
       const std::string field = path + Printable(name);
-      const auto type = value.find("__type");  // end() of what is no object
+      const auto type = value.find("__type");  // end() if it is not an object
       if (IsStandardRole(name)) {
         MUSTER_RETURN_IF_ERROR(SetRole(name, value, field, roles_));
       } else if (!absl::EndsWith(name, "_token")) {
@@ -189,7 +189,7 @@ class Reader {
         MUSTER_RETURN_IF_ERROR(SetRole(name, value, field, roles_));
       }
     }
-    // Under its newer name if it has both.
+    // Use the newer name if there are both.
     for (const char* const name : {kExtra, kOlderExtra}) {
       const auto extra = config.find(name);
       if (extra == config.end()) continue;
@@ -214,7 +214,7 @@ class Reader {
     return ReadExtra(*extra, path + kExtra, /*of_map=*/true);
   }
 
-  // It counts where no file says anything else, and not for what added_tokens.json says.
+  // Counts only if no other file has extra tokens, and not for what added_tokens.json says.
   absl::Status ReadOlderExtraOfMap() {
     const Json& map = files_.special_tokens_map;
     if (!map.is_object() || says_extra_) return absl::OkStatus();
@@ -224,7 +224,7 @@ class Reader {
                      /*of_map=*/true);
   }
 
-  // Null: the role has none.
+  // Null: the role has no token.
   static absl::Status SetRole(const std::string& name, const Json& value, const std::string& field,
                               Roles& roles, bool of_map = false) {
     if (value.is_null()) {
@@ -237,7 +237,7 @@ class Reader {
     return absl::OkStatus();
   }
 
-  // The tokens of a list come behind those that there are.
+  // Reads extra tokens. Those of a list follow the existing ones.
   absl::Status ReadExtra(const Json& value, const std::string& field, bool of_map) {
     says_extra_ = !value.is_object();
     if (value.is_null()) return absl::OkStatus();
@@ -261,12 +261,12 @@ class Reader {
     return absl::OkStatus();
   }
 
-  // {"content": id}, as tokenizers without a tokenizer.json had them.
+  // Reads {"content": id}, as tokenizers without a tokenizer.json had them.
   absl::Status ReadAddedTokens() {
     const Json& json = files_.added_tokens;
     if (!json.is_object()) return absl::OkStatus();
     absl::flat_hash_set<std::string> special;
-    // Objects of tokenizer_config.json are no tokens yet where transformers looks here.
+    // When transformers looks at them here, objects of tokenizer_config.json are not tokens yet.
     const auto insert = [&special](const Token& token) {
       if (token.is_text || token.of_map) special.insert(token.token.content);
     };
@@ -279,7 +279,7 @@ class Reader {
         return absl::InvalidArgumentError(absl::StrCat(
             PathOf("added_tokens.json"), ": the id of \"", Printable(content), "\" is no number"));
       }
-      // What the tokenizer has under this id counts.
+      // The tokenizer's own token with this id takes precedence.
       if (ids_of_file_.contains(id.get<int64_t>())) continue;
       Token token;
       token.token.content = content;
@@ -314,7 +314,7 @@ class Reader {
       result.ids.emplace_back(token.token.content, id);
       change(token);
     }
-    // Of several with one content and different flags, the last counts.
+    // The last of several with one content and different flags counts.
     const auto add = [&](Token token) {
       if (known.contains(token.token.content)) return;
       if (!seen.insert(absl::StrCat(token.is_text, KeyOf(token.token))).second) return;
@@ -338,7 +338,7 @@ class Reader {
   std::map<int64_t, Token> by_id_;
   Roles roles_;
   // Own roles of tokenizer_config.json that are texts, and those of objects of extra tokens: they
-  // count before all others, but come behind them.
+  // take precedence over all others, but come after them.
   Roles decided_;
   std::vector<Token> extra_;
   bool says_extra_ = false, has_decoder_ = false;

@@ -25,7 +25,8 @@ absl::Status NoUnknownToken(const std::string& token) {
                    Printable(token), "\""));
 }
 
-// The longest piece that a word begins with, then the longest that the rest begins with, and so on.
+// Splits off the longest piece with which a word begins, then the longest with which the rest
+// begins, and so on.
 class WordPiece final : public Model {
  public:
   WordPiece(Vocabulary vocabulary, std::string unk_token, std::string prefix, int64_t most)
@@ -73,10 +74,10 @@ class WordPiece final : public Model {
   const std::optional<uint32_t> unk_id_;
   const int64_t most_characters_;
   Trie trie_;
-  uint32_t continuing_;  // where pieces inside of a word begin
+  uint32_t continuing_;  // the trie's node where pieces inside of a word begin
 };
 
-// Whole words.
+// Looks up whole words.
 class WordLevel final : public Model {
  public:
   WordLevel(Vocabulary vocabulary, std::string unk_token)
@@ -108,7 +109,7 @@ absl::StatusOr<Vocabulary> ReadVocabulary(Settings& settings) {
   return Vocabulary::FromJson(*vocab, settings.PathOf("vocab"));
 }
 
-// Files from before `type`.
+// Determines the type for files from before `type`.
 std::string GuessType(Settings& settings) {
   if (settings.Find("merges") != nullptr) return "BPE";
   if (settings.Find("continuing_subword_prefix") != nullptr) return "WordPiece";

@@ -18,7 +18,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Keeps the characters that `keep` is true of, each as `map` gives it.
+// Keeps the characters for which `keep` is true, each as `map` returns it.
 template <typename Keep, typename Map>
 void FilterAndMap(AlignedText& text, ByteRange original, Keep keep, Map map) {
   AlignedText out;
@@ -95,7 +95,7 @@ class Replace final : public Normalizer {
       if (!piece.match) {
         out.Append(text, piece.begin, piece.end);
       } else {
-        // What is new stands for the last character that it replaces.
+        // The new text stands for the last character that it replaces.
         out.Append(content_, piece.end > 0 ? text.ranges[piece.end - 1]
                                            : ByteRange{original.begin, original.begin});
       }
@@ -109,8 +109,8 @@ class Replace final : public Normalizer {
   const std::string content_;
 };
 
-// NFC, NFD, NFKC and NFKD with the alignment of the tokenizers library: what a character decomposes
-// to stands for it, what several compose to stands for the first of them.
+// NFC, NFD, NFKC and NFKD with the alignment of the tokenizers library: the decomposition of a
+// character stands for it, and a composition of several for the first of them.
 class UnicodeForm final : public Normalizer {
  public:
   UnicodeForm(bool compatibility, bool compose)
@@ -132,7 +132,7 @@ class UnicodeForm final : public Normalizer {
  private:
   struct Mark {
     char32_t character;
-    int64_t change;  // as Rewriter::Put
+    int64_t change;  // as for Rewriter::Put
     int combining_class;
   };
 
@@ -178,10 +178,11 @@ class UnicodeForm final : public Normalizer {
     out.reserve(marks.size());
     constexpr size_t kNone = static_cast<size_t>(-1);
     size_t starter = kNone;  // in `out`
-    int last_class = -1;     // of what stands between it and the end of `out`; -1: nothing
+    // The class of the character between it and the end of `out`; -1: there is none.
+    int last_class = -1;
     for (const Mark& mark : marks) {
       if (starter != kNone && last_class < mark.combining_class) {
-        // Only with nothing between them may one starter join another.
+        // One starter may join another only if nothing is between them.
         const char32_t composed = Compose(out[starter].character, mark.character);
         if (composed != 0) {
           out[starter].character = composed;
@@ -359,7 +360,7 @@ class Precompiled final : public Normalizer {
       int64_t index = 0;
       for (size_t at = 0; at < found->size(); ++index) {
         const char32_t c = NextCharacter(*found, at);
-        // The last ones are those that are too many, or take what is left.
+        // The last ones are superfluous, or take what is left.
         const bool surplus = index >= removed;
         rewriter.Put(c, surplus ? 1 : index == added - 1 && added < removed ? added - removed : 0);
       }

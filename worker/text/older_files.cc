@@ -29,14 +29,14 @@ constexpr char kQwen2Words[] =
 
 template <typename AnyJson>
 std::string TextOf(const AnyJson& json, const char* name) {
-  const auto found = json.find(name);  // end() of what is no object
+  const auto found = json.find(name);  // end() if it is not an object
   return found != json.end() && found->is_string() ? found->template get<std::string>() : "";
 }
 
-// Without "Fast", which some names end with.
+// Returns the class without "Fast", with which some names end.
 std::string ClassOf(const OlderFiles& files) {
   const std::string model = TextOf(files.config, "model_type");
-  // Folders of the Hub name wrong classes, which transformers passes over.
+  // Folders of the Hub name wrong classes, which transformers ignores.
   if (model == "qwen2") return "Qwen2Tokenizer";
   std::string name = TextOf(files.beside.tokenizer_config, "tokenizer_class");
   if (name.empty()) name = TextOf(files.config, "tokenizer_class");
@@ -44,7 +44,7 @@ std::string ClassOf(const OlderFiles& files) {
   return model == "gpt2" ? "GPT2Tokenizer" : model == "bert" ? "BertTokenizer" : "";
 }
 
-// An error in what a file has begins with its path.
+// Prepends the path of a file to an error in its contents.
 absl::Status InFile(const std::string& path, const absl::Status& status) {
   if (!absl::IsInvalidArgument(status)) return status;
   return absl::InvalidArgumentError(absl::StrCat(path, ": ", status.message()));
@@ -102,7 +102,7 @@ class Maker {
     if (!made_.tokenizer_config.contains(name)) made_.tokenizer_config[name] = token;
   }
 
-  // What the files beside say about tokens, once the class has had its say.
+  // Reads what the other files say about tokens, after the class has set its defaults.
   absl::Status ReadTokens() {
     FolderFiles beside = files_.beside;
     beside.tokenizer_config = made_.tokenizer_config;
@@ -111,7 +111,7 @@ class Maker {
     return absl::OkStatus();
   }
 
-  // The token of a role; empty if there is none.
+  // Returns the token of a role; empty if there is none.
   std::string Role(const char* name) const {
     const auto role = tokens_.roles.find(name);
     return role == tokens_.roles.end() ? "" : role->second;
@@ -127,14 +127,14 @@ class Maker {
     return absl::OkStatus();
   }
 
-  // The model's, or what AddedTokens gives it.
+  // Returns the model's id, or the one that AddedTokens gives the token.
   std::optional<int64_t> IdOf(const std::string& token) const {
     const Json& vocabulary = made_.tokenizer["model"]["vocab"];
     if (vocabulary.contains(token)) return vocabulary[token].get<int64_t>();
     auto id = static_cast<int64_t>(vocabulary.size());
     absl::flat_hash_set<absl::string_view> before;
     for (const AddedToken& added : tokens_.added) {
-      // AddedTokens gives none an id that is empty, the model's, or there before.
+      // AddedTokens gives no id to an empty token, a model's token, or a repeated one.
       if (added.content.empty() || vocabulary.contains(added.content) ||
           !before.insert(added.content).second) {
         continue;
@@ -145,7 +145,7 @@ class Maker {
     return std::nullopt;
   }
 
-  // As transformers has it, with the text and the id of a token that is none.
+  // As in transformers, with the text and the id of a role without a token.
   absl::StatusOr<Json> BertTemplateToken(const char* role, int type, Json& declared) const {
     if (!Role(role).empty()) return TemplateToken(role, type, declared);
     const int64_t id = absl::string_view(role) == "cls_token" ? 2 : 3;
@@ -153,7 +153,7 @@ class Maker {
     return Json{{"SpecialToken", {{"id", "None"}, {"type_id", type}}}};
   }
 
-  // The entry of a template for the token of a role, which it also declares.
+  // Returns the entry of a template for the token of a role, which it also declares.
   absl::StatusOr<Json> TemplateToken(const char* role, int type, Json& declared) const {
     const std::string token = Role(role);
     const std::optional<int64_t> id = IdOf(token);
@@ -265,7 +265,7 @@ class Maker {
     return AddBeginAndEnd();
   }
 
-  // They are the folder's extra tokens where it names none.
+  // Adds pieces that are cut out as the folder's extra tokens, if it names none.
   absl::Status AddPiecesThatAreCutOut(const std::vector<SentencePiece>& pieces) {
     OrderedJson& config = made_.tokenizer_config;
     OrderedJson given = config;

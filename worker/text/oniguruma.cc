@@ -22,16 +22,16 @@ namespace {
 constexpr size_t kMaxExpressionBytes = 16 << 10;
 constexpr int kMaxDepth = 50;
 constexpr int64_t kMaxRepeat = 1000;
-// ICU writes out small repetitions, one inside another.
+// The limit of nested repetitions, because ICU expands small ones, one inside another.
 constexpr int64_t kMaxRepeatProduct = 1'000'000;
 
-// The insides of ICU's brackets for Oniguruma's \w. By itself it counts Latin-1's small digits in
-// (it looks Latin-1 up in another table), inside of brackets it does not.
+// The contents of ICU's brackets for Oniguruma's \w. Outside of brackets \w includes Latin-1's
+// small digits (Oniguruma uses another table for Latin-1), inside of brackets it does not.
 constexpr absl::string_view kWord =
     R"(\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\x{B2}\x{B3}\x{B9}\x{BC}-\x{BE})";
 
-// What a reader takes for one character (UAX #29), as Oniguruma has it. ICU's own \X also joins the
-// consonants of Indic conjuncts.
+// A user-perceived character (UAX #29), as in Oniguruma. ICU's own \X also joins the consonants of
+// Indic conjuncts.
 constexpr absl::string_view kCluster =
     R"((?-i:(?>\x{D}\x{A}|[\x{D}\x{A}\p{Grapheme_Cluster_Break=Control}])"
     R"(|\p{Grapheme_Cluster_Break=Prepend}*(?:)"
@@ -48,8 +48,8 @@ constexpr absl::string_view kWordInBrackets = R"(\p{Alphabetic}\p{M}\p{Nd}\p{Pc}
 constexpr absl::string_view kSpace = R"(\p{White_Space})";
 constexpr absl::string_view kHexDigit = "0-9A-Fa-f";
 
-// Names of [[:NAME:]] and \p{NAME} that ICU does not have, or means otherwise by: the inside of
-// brackets.
+// Names of [[:NAME:]] and \p{NAME} that ICU does not have, or that mean something else there, and
+// the contents of brackets for them.
 const std::map<absl::string_view, absl::string_view>& NamedSets() {
   static const auto* const sets = new std::map<absl::string_view, absl::string_view>{
       {"alnum", R"(\p{Alphabetic}\p{Nd})"},
@@ -83,7 +83,7 @@ std::string Character(char32_t c) {
   return absl::StrFormat("\\x{%X}", static_cast<uint32_t>(c));
 }
 
-// "l", "lu", ...: Unicode's general categories, lower-case.
+// Whether it is one of Unicode's general categories, in lower case: "l", "lu", ...
 bool IsGeneralCategory(absl::string_view name) {
   static const auto* const names = new std::set<absl::string_view>{
       "c",  "cc", "cf", "cn", "co", "cs", "l",  "ll", "lm", "lo", "lt", "lu", "m",
@@ -92,13 +92,13 @@ bool IsGeneralCategory(absl::string_view name) {
   return names->count(name) > 0;
 }
 
-// "\p{NAME}" or "\P{NAME}" alone.
+// Whether it is a single "\p{NAME}" or "\P{NAME}".
 bool IsOneProperty(absl::string_view inside) {
   return (absl::StartsWith(inside, "\\p{") || absl::StartsWith(inside, "\\P{")) &&
          inside.find('}') == inside.size() - 1;
 }
 
-// There is a character whose folding has these two beside each other.
+// Whether the folding of some character has these two beside each other.
 bool IsFolding(char first, char32_t second) {
   if (second >= 0x80) return true;
   const char pair[] = {absl::ascii_tolower(static_cast<unsigned char>(first)),
@@ -130,14 +130,13 @@ class Translator {
 
   struct Group {
     size_t begin;   // in out_
-    bool implicit;  // an isolated option's, which ends with the group around it
-    bool dot_all;   // of the text around it
+    bool implicit;  // of an isolated option, which ends with the enclosing group
+    bool dot_all;   // of the enclosing text
     bool extended;
     bool any_case;
   };
 
-  // What a bracket expression holds at one place: a character, or a set by the inside of its
-  // brackets.
+  // One element of a bracket expression: a character, or a set by the contents of its brackets.
   struct Item {
     std::optional<char32_t> character;
     std::string inside;
@@ -169,14 +168,14 @@ class Translator {
     absl::StrAppend(&out_, text);
   }
   void Literal(char32_t c) {
-    // Whatever the case, ICU takes a sharp s for "ss" and a ligature for its letters.
+    // If case is ignored, ICU matches a sharp s with "ss" and a ligature with its letters.
     const bool behind_letter = last_ != kNone && last_ + 1 == out_.size();
     if (any_case_ && (c >= 0x80 || (behind_letter && IsFolding(out_[last_], c)))) {
       for_pcre2_ = false;
     }
     Atom(Character(c));
   }
-  // What matches nothing but a place takes no repetition apart.
+  // Adds an expression that matches only a position, so that a repetition cannot split it.
   void Place(absl::string_view text) { Atom(absl::StrCat("(?:", text, ")")); }
 
   void CloseImplicit() {
@@ -261,7 +260,7 @@ class Translator {
     return true;
   }
 
-  // Wraps what came last, so that one more operator can follow.
+  // Wraps the last element, so that another operator can follow.
   void WrapLast() {
     out_.insert(last_, "(?:");
     out_ += ')';
@@ -284,7 +283,8 @@ class Translator {
     return absl::OkStatus();
   }
 
-  // `{2}`, `{2,}`, `{,3}`, `{2,3}` at at_; high is -1 for no limit. What is none is text.
+  // Reads `{2}`, `{2,}`, `{,3}`, `{2,3}` at at_; high is -1 for no limit. Returns false for text
+  // that is not an interval.
   bool Interval(int64_t& low, int64_t& high) const {
     size_t at = at_ + 1;
     const auto number = [&](int64_t& value) {
@@ -334,7 +334,7 @@ class Translator {
       out_ += '}';
       if (Take("?")) out_ += '?';
     }
-    // A '+' behind it is one more repetition, not "possessive".
+    // A '+' after it is another repetition, not "possessive".
     repeated_at_ = out_.size();
     return absl::OkStatus();
   }
@@ -349,7 +349,7 @@ class Translator {
     }
     for (const absl::string_view kind : {":", "=", "!", ">", "<=", "<!"}) {
       if (!Take(kind)) continue;
-      // PCRE2 10.42, compiled, goes back into some that are repeated.
+      // Compiled patterns of PCRE2 10.42 backtrack into some that are repeated.
       if (kind == ">") for_pcre2_ = false;
       return Open(absl::StrCat("(?", kind), false);
     }
@@ -400,7 +400,7 @@ class Translator {
     return absl::OkStatus();
   }
 
-  // What stands behind a backslash, outside and inside of brackets.
+  // Reads what follows a backslash, outside and inside of brackets.
   absl::StatusOr<Item> CommonEscape(bool in_brackets) {
     if (at_ >= in_.size()) return Malformed("a backslash stands at the end");
     const char32_t c = NextCharacter(in_, at_);
@@ -539,16 +539,16 @@ class Translator {
       return absl::OkStatus();
     }
     const std::string set = Set(item.negated, item.inside);
-    // Of properties, "(?i)" changes those in brackets only.
+    // Among properties, "(?i)" changes only those in brackets.
     Atom(keeps_case ? absl::StrCat("(?-i:", set, ")") : set);
     return absl::OkStatus();
   }
 
-  // A bracket expression behind its '['.
+  // Reads a bracket expression after its '['.
   absl::StatusOr<Item> Bracket(int depth) {
     if (depth > kMaxDepth) return Unsupported("deeper nesting of brackets");
     const bool negated = Take("^");
-    std::vector<std::string> parts = {""};  // of an intersection
+    std::vector<std::string> parts = {""};  // operands of an intersection
     for (bool first = true;; first = false) {
       if (at_ >= in_.size()) return Malformed("a bracket is not closed");
       // A bracket that closes at once is text if there is another one.
@@ -594,9 +594,9 @@ class Translator {
     return SetOf(negated, inside);
   }
 
-  // A set as part of another one's inside.
+  // Returns a set as part of another one's contents.
   std::string Inside(const Item& item) {
-    // Which other cases a property has under "(?i)", if it is in brackets, PCRE2 does not ask.
+    // PCRE2 ignores the other cases that a property in brackets has under "(?i)".
     if (any_case_) for_pcre2_ = false;
     if (!item.negated) return item.inside;
     if (IsOneProperty(item.inside)) {
@@ -629,7 +629,7 @@ class Translator {
   size_t at_ = 0;
   std::string out_;
   size_t last_ = kNone;         // where the last atom begins in out_
-  size_t repeated_at_ = kNone;  // the size of out_ right behind an operator
+  size_t repeated_at_ = kNone;  // the size of out_ directly after an operator
   std::vector<Group> groups_;
   bool dot_all_ = false;
   bool extended_ = false;

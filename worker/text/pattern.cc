@@ -18,7 +18,7 @@
 namespace muster::text {
 namespace {
 
-// In units of 10,000 steps, of one match: about 0.1 s.
+// The limit of one match, in units of 10,000 steps: about 0.1 s.
 constexpr int32_t kMatchSteps = 1'000;
 constexpr int32_t kMatchStackBytes = 64 << 20;
 
@@ -29,7 +29,7 @@ class LiteralPattern final : public Pattern {
   absl::Status Find(absl::string_view text, std::vector<Piece>& pieces) const override {
     const auto size = static_cast<uint32_t>(text.size());
     if (text_.empty()) {
-      // Matches between all characters.
+      // An empty pattern matches between all characters.
       for (size_t at = 0; at < text.size();) {
         const auto begin = static_cast<uint32_t>(at);
         pieces.push_back({begin, begin, true});
@@ -56,7 +56,7 @@ class LiteralPattern final : public Pattern {
   const std::string text_;
 };
 
-// A compiled expression with the text that it runs on: for one thread at a time.
+// A compiled expression with the text on which it runs: for one thread at a time.
 class Matcher {
  public:
   explicit Matcher(URegularExpression* expression) : expression_(expression) {}
@@ -85,7 +85,7 @@ class Matcher {
       const int32_t begin = uregex_start(expression_, 0, &error);
       const int32_t end = uregex_end(expression_, 0, &error);
       if (begin == end && end == last_end) {
-        // The next place is the next character, which may be two units.
+        // The next position is the next character, which may have two units.
         at = end + 1;
         if (at < length && bytes_[at] == bytes_[at - 1]) ++at;
         continue;
@@ -104,7 +104,7 @@ class Matcher {
     return absl::OkStatus();
   }
 
-  // What a text of the largest size leaves behind is not kept.
+  // Whether the memory is worth keeping: that of the largest texts is not.
   bool WorthKeeping() const { return units_.capacity() < (size_t{4} << 20); }
 
  private:
@@ -128,7 +128,8 @@ class Matcher {
 
   URegularExpression* const expression_;
   std::u16string units_;
-  std::vector<uint32_t> bytes_;  // where the character of each unit begins, and the end
+  // Where the character of each unit begins, and the end.
+  std::vector<uint32_t> bytes_;
 };
 
 class IcuPattern final : public Pattern {
@@ -209,8 +210,8 @@ absl::StatusOr<std::unique_ptr<Pattern>> MakeIcuPattern(absl::string_view expres
   return std::make_unique<IcuPattern>(std::make_unique<Matcher>(compiled));
 }
 
-// PCRE2's pattern, and ICU's, made when first wanted, for texts with characters that PCRE2 does not
-// know.
+// PCRE2's pattern, and ICU's, which is made when it is first needed, for texts with characters that
+// PCRE2 does not know.
 class Pcre2OrIcu final : public Pattern {
  public:
   Pcre2OrIcu(std::unique_ptr<Pattern> by_pcre2, absl::string_view expression,

@@ -17,7 +17,7 @@ namespace muster::text {
 namespace {
 
 constexpr int kPcre2Unicode = 14;  // of 10.42
-// Steps back of one match, about 0.1 s, and the memory for them.
+// The limit of backtracking steps of one match, about 0.1 s, and of the memory for them.
 constexpr uint32_t kMatchSteps = 10'000'000;
 constexpr uint32_t kMatchKib = 64 << 10;
 
@@ -79,7 +79,7 @@ class Pcre2Pattern final : public Pattern {
                        found, limits_.get());
   }
 
-  // Both are only read by matches.
+  // Matches only read both.
   const Owned<pcre2_code> code_;
   const Owned<pcre2_match_context> limits_;
 };
@@ -88,7 +88,8 @@ class Pcre2Pattern final : public Pattern {
 
 bool HasNewerThanPcre2(absl::string_view text) {
   for (size_t at = 0; at < text.size();) {
-    // Most texts have none of four bytes, and of three there are but two, U+0CF3 and U+0ECE.
+    // Most texts have no characters of four bytes, and only two characters of three bytes are
+    // newer, U+0CF3 and U+0ECE.
     const auto first = static_cast<unsigned char>(text[at]);
     if (first < 0xE0) {
       at += first < 0x80 ? 1 : 2;
@@ -115,7 +116,7 @@ std::unique_ptr<Pattern> MakePcre2Pattern(absl::string_view expression) {
   if (code == nullptr || limits == nullptr) return nullptr;
   pcre2_set_match_limit(limits.get(), kMatchSteps);
   pcre2_set_heap_limit(limits.get(), kMatchKib);
-  // Where memory cannot be made executable, the expression is interpreted.
+  // If memory cannot be made executable, the expression is interpreted.
   pcre2_jit_compile(code.get(), PCRE2_JIT_COMPLETE);
   return std::make_unique<Pcre2Pattern>(std::move(code), std::move(limits));
 }

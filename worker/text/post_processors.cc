@@ -31,7 +31,7 @@ void WithWindows(Encoding& part, Act act) {
 
 void SetTypeIds(Encoding& part, int64_t type_id) { part.type_ids.assign(part.size(), type_id); }
 
-// Takes the blanks at the ends of tokens out of their ranges.
+// Removes the blanks at the ends of tokens from their ranges.
 void TrimOffsets(Encoding& part, bool add_prefix_space) {
   const auto is_blank = [](char32_t c) { return c == kByteAlphabet[' '] || IsWhitespace(c); };
   for (size_t i = 0; i < part.size(); ++i) {
@@ -42,7 +42,7 @@ void TrimOffsets(Encoding& part, bool add_prefix_space) {
     for (size_t end = token.size(); end > 0 && is_blank(PreviousCharacter(token, end));) ++trailing;
     Encoding::Offsets& offsets = part.offsets[i];
     if (leading > 0) {
-      // One blank at the start of the text is the one that was put there.
+      // One blank at the start of the text is the one that was added there.
       const bool is_first = i == 0 || offsets.begin == 0;
       if (is_first && add_prefix_space && leading == 1) leading = 0;
       offsets.begin = std::min(offsets.begin + leading, offsets.end);
@@ -122,7 +122,8 @@ class Template final : public PostProcessor {
   }
 
   void Process(std::vector<Encoding>& parts, bool add_special_tokens) const override {
-    // What processors before this one added is one more text in the peer, which stops there.
+    // In the tokenizers library, the tokens that earlier processors have added count as one more
+    // text, for which it fails.
     std::vector<Encoding> out;
     for (const Piece& piece : parts.size() >= 2 ? pair_ : single_) {
       if (piece.sequence < 0) {
@@ -130,7 +131,7 @@ class Template final : public PostProcessor {
         continue;
       }
       Encoding part = parts[std::min<size_t>(piece.sequence, parts.size() - 1)];
-      // Windows keep theirs, as in the peer.
+      // Windows keep their type ids, as in the tokenizers library.
       SetTypeIds(part, piece.type_id);
       out.push_back(std::move(part));
     }
@@ -306,7 +307,7 @@ const ComponentKind<PostProcessor>& Kind() {
           [](std::vector<std::unique_ptr<PostProcessor>> parts) -> std::unique_ptr<PostProcessor> {
         return std::make_unique<Sequence>(std::move(parts));
       },
-      // More would multiply the tokens; none in use has more than two.
+      // More parts would multiply the tokens; no file in use has more than two.
       .most_parts = 8,
   };
   return *kind;

@@ -17,7 +17,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-// What becomes of the matches that a text is cut at.
+// What happens to the matches at which a text is divided.
 enum class Behavior { kRemoved, kIsolated, kMergedWithPrevious, kMergedWithNext, kContiguous };
 
 const std::vector<absl::string_view>& BehaviorNames() {
@@ -26,7 +26,7 @@ const std::vector<absl::string_view>& BehaviorNames() {
   return *names;
 }
 
-// Joins pieces as the behavior says; what is left is what the text is cut into.
+// Joins pieces according to the behavior; the result is how the text is divided.
 void Join(Behavior behavior, std::vector<Piece>& pieces) {
   if (behavior == Behavior::kIsolated) return;
   std::vector<Piece> joined;
@@ -68,7 +68,7 @@ void Join(Behavior behavior, std::vector<Piece>& pieces) {
   pieces = std::move(joined);
 }
 
-// Cuts spans where `find` (text, pieces) -> status finds something.
+// Divides spans where `find` (text, pieces) -> status finds something.
 template <typename Find>
 absl::Status SplitSpans(SplitText& split, Behavior behavior, Find find) {
   std::vector<Span> spans;
@@ -134,7 +134,7 @@ void RewriteSpans(SplitText& split, Write write) {
   split.aligned = std::move(out);
 }
 
-// Puts `prefix` before a span; it stands for what the span's first byte stands for.
+// Puts `prefix` before a span; it stands for the same as the span's first byte.
 void AppendPrefixed(const SplitText& split, const Span& span, absl::string_view prefix,
                     AlignedText& out) {
   out.Append(prefix, split.aligned.ranges[span.begin]);
@@ -154,7 +154,7 @@ class Sequence final : public PreTokenizer {
  public:
   explicit Sequence(std::vector<std::unique_ptr<PreTokenizer>> parts) : parts_(std::move(parts)) {
     if (parts_.empty() || parts_.back()->WithoutByteAlphabet() == nullptr) return;
-    // Nothing of a part's bytes may be in the alphabet already.
+    // No part before the last one may have written bytes in the alphabet already.
     for (size_t i = 0; i + 1 < parts_.size(); ++i) {
       if (parts_[i]->WithoutByteAlphabet() != nullptr) return;
       head_.parts.push_back(parts_[i].get());
@@ -209,7 +209,7 @@ class SplitAt final : public PreTokenizer {
 
 class ByteLevel final : public PreTokenizer {
  public:
-  // `words` is null unless the text is to be cut.
+  // `words` is null unless the text is to be divided.
   ByteLevel(std::unique_ptr<Pattern> words, bool add_prefix_space)
       : head_(std::move(words), add_prefix_space) {}
 
@@ -288,7 +288,7 @@ class Metaspace final : public PreTokenizer {
   const bool split_;
 };
 
-// Runs of word characters, and of what is neither that nor a blank.
+// Divides into runs of word characters, and of characters that are neither these nor blanks.
 class Whitespace final : public PreTokenizer {
  public:
   absl::Status Split(SplitText& split) const override {
@@ -358,8 +358,8 @@ class CharDelimiterSplit final : public PreTokenizer {
   const char32_t delimiter_;
 };
 
-// Cuts where the script changes. A blank belongs to every script; as in the peer, those before the
-// first other character are lost.
+// Divides where the script changes. A blank belongs to every script; as in the tokenizers library,
+// blanks before the first other character are dropped.
 class UnicodeScripts final : public PreTokenizer {
  public:
   absl::Status Split(SplitText& split) const override {

@@ -28,7 +28,7 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr size_t kMaxFileBytes = size_t{256} << 20;
-// Of a file beside tokenizer.json.
+// The size limit of a file beside tokenizer.json.
 constexpr size_t kMaxSideFileBytes = size_t{16} << 20;
 // Below this much text a thread costs more than it saves.
 constexpr size_t kMinBytesOfThread = 16 << 10;
@@ -37,8 +37,8 @@ absl::StatusOr<Json> ParseFile(absl::string_view json, absl::string_view source)
   return ParseJson(json, source, {.max_bytes = kMaxFileBytes, .max_depth = 64});
 }
 
-// NOT_FOUND is for what is not there at all. A link to nothing, as a pruned cache of the Hub leaves
-// it, is not the same: the file was there.
+// NOT_FOUND means that there was never a file. A dangling link, as a pruned cache of the Hub leaves
+// it, is another error, because there was one.
 absl::Status RefuseLinkToNothing(const std::string& path) {
   if (!PathExists(path)) return absl::OkStatus();
   return absl::FailedPreconditionError(
@@ -54,7 +54,7 @@ absl::StatusOr<std::optional<std::string>> TextIfThere(const std::string& path,
   return std::optional<std::string>(*std::move(contents));
 }
 
-// null if the file is not there.
+// Returns null if the file does not exist.
 absl::StatusOr<nlohmann::ordered_json> ReadIfThere(const std::string& path) {
   MUSTER_ASSIGN_OR_RETURN(const auto contents, TextIfThere(path, kMaxSideFileBytes));
   if (!contents.has_value()) return nlohmann::ordered_json();
@@ -67,13 +67,13 @@ absl::StatusOr<Json> ReadConfigIfThere(const std::string& path) {
   return ParseJson(*contents, path, {.max_bytes = kMaxSideFileBytes});
 }
 
-// Makes what would be in tokenizer.json of the files of older folders, which do not have it.
+// Makes the contents of tokenizer.json from the files of older folders, which lack it.
 absl::Status ReadOlderFiles(text::FolderFiles& files) {
   text::OlderFiles older = {.beside = files};
   const auto in_folder = [&files](const char* name) { return JoinPath(files.folder, name); };
   MUSTER_ASSIGN_OR_RETURN(older.config, ReadConfigIfThere(in_folder("config.json")));
   older.has_tokenizer_model = PathExists(in_folder("tokenizer.model"));
-  // The class alone says what is read: another one's file may be anything.
+  // Only the class determines what is read, because a file of another class may be anything.
   const std::vector<std::string> names = text::FilesOf(older);
   for (const auto& [name, contents, max_bytes] :
        {std::tuple("vocab.json", &older.vocab_json, kMaxFileBytes),
@@ -111,7 +111,7 @@ SpecialTokens RolesOf(const std::map<std::string, std::string>& roles) {
           .mask = find("mask_token")};
 }
 
-// As in transformers, ids of added tokens hold only where they are the next free ones.
+// As in transformers, ids of added tokens are honored only if they are the next free ones.
 void WarnOfOtherIds(const text::FolderTokens& tokens, const text::TokenizerCore& core,
                     const std::string& folder) {
   size_t others = 0;
@@ -214,7 +214,7 @@ absl::StatusOr<std::vector<Encoding>> Tokenizer::EncodeBatch(absl::Span<const Te
         failures[i] = encoding.status();
         if (encoding.ok()) encodings[i] = *std::move(encoding);
       } catch (const std::bad_alloc&) {
-        // It would end the process on a thread, and beside one.
+        // On a started thread, or here while others run, the exception would end the process.
         failures[i] = absl::ResourceExhaustedError("out of host memory");
       }
     }
@@ -230,7 +230,7 @@ absl::StatusOr<std::vector<Encoding>> Tokenizer::EncodeBatch(absl::Span<const Te
   try {
     while (others.size() + 1 < wanted) others.emplace_back(work);
   } catch (const std::exception&) {
-    // The system gives no more (ulimit -u, -v, a cgroup): fewer do it all.
+    // The system gives no more threads (ulimit -u, -v, a cgroup): fewer do all the work.
   }
   work();
   for (std::thread& other : others) other.join();

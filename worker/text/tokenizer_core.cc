@@ -19,7 +19,7 @@ using Json = nlohmann::json;
 // Windows of the parts of a template combine; a template that repeats texts would combine millions.
 constexpr double kMaxWindows = 1 << 20;
 
-// Byte offsets of a text as offsets of code points.
+// Converts byte offsets of a text to offsets of code points.
 class CodePoints {
  public:
   explicit CodePoints(absl::string_view text) : bytes_(text.size()) {
@@ -34,7 +34,7 @@ class CodePoints {
 
   Encoding::Offsets Convert(int64_t begin, int64_t end) const {
     const auto size = static_cast<int64_t>(bytes_);
-    // As in the peer, what begins behind the text is left as it is.
+    // As in the tokenizers library, a range that begins after the text is left unchanged.
     if (begin >= size) return {begin, end};
     const int64_t first = At(begin);
     if (end < size) return {first, At(end)};
@@ -45,7 +45,7 @@ class CodePoints {
   int64_t At(int64_t byte) const { return index_.empty() ? byte : index_[byte]; }
 
   const size_t bytes_;
-  std::vector<uint32_t> index_;  // of the code point that each byte is in; empty: its own
+  std::vector<uint32_t> index_;  // number of each byte's code point; empty: that of the byte
 };
 
 TextSide SideOf(Settings& settings, absl::string_view name) {
@@ -70,7 +70,7 @@ absl::StatusOr<std::optional<Truncation>> ReadTruncation(const Json& json,
 
 absl::StatusOr<std::optional<Padding>> ReadPadding(const Json& json, const std::string& path) {
   if (json.is_null()) return std::optional<Padding>();
-  // Memory for this many tokens is no one's intention.
+  // No one intends to use memory for so many tokens.
   constexpr int64_t kMost = 1 << 20;
   Settings settings(json, path);
   Padding padding;
@@ -95,7 +95,7 @@ absl::StatusOr<std::optional<Padding>> ReadPadding(const Json& json, const std::
 
 class TokenizerCore::Borrowed {
  public:
-  // For a text of so many bytes.
+  // `bytes`: the size of the text.
   Borrowed(const TokenizerCore& core, size_t bytes) : core_(core), bytes_(bytes) {
     {
       MutexLock lock(&core_.mu_);
@@ -109,7 +109,7 @@ class TokenizerCore::Borrowed {
     work_->scratch = core_.model_->NewScratch();
   }
   ~Borrowed() {
-    // What a large text leaves behind, up to 40 times its size, is not kept.
+    // The memory for a large text, up to 40 times its size, is not kept.
     if (bytes_ > kMaxKeptText) return;
     MutexLock lock(&core_.mu_);
     core_.idle_.push_back(std::move(work_));
@@ -229,7 +229,7 @@ absl::StatusOr<Encoding> TokenizerCore::EncodeOne(absl::string_view text, int64_
       } else {
         encoding.tokens.push_back(*model_->vocabulary().Text(token.id));
       }
-      // Parts of a word that the model leaves out make ranges that reach beyond it.
+      // If the model omits parts of a word, ranges may reach beyond it.
       ByteRange range = {token.begin, token.end};
       if (token.begin < token.end && token.end <= span.size()) {
         range = split.aligned.OriginalOf(span.begin + token.begin, span.begin + token.end);
@@ -261,11 +261,11 @@ absl::Status TokenizerCore::Check(const Truncation& truncation, const AddedToken
         truncation.max_length - special, " tokens (max_length ", truncation.max_length, " less ",
         special, " special ones", where, ")"));
   };
-  // Where only special tokens fit, a text is one window after them, and needs no progress.
+  // If only special tokens fit, a text is one window after them, and need not advance.
   const int64_t length = truncation.max_length - added.here;
   if (length > 0 && truncation.stride >= length) return stuck(added.here, "");
-  // The library cannot be set to a stride that is larger than the room for a single text, also if
-  // it is to encode pairs; what its file says is not compared.
+  // The tokenizers library accepts no stride larger than the room for a single text, even for
+  // encoding pairs; it does not check what its file says.
   if (!of_file && truncation.stride > std::max<int64_t>(0, truncation.max_length - added.single)) {
     return stuck(added.single, added.here == added.single ? "" : " of a single text");
   }
@@ -322,7 +322,7 @@ absl::StatusOr<std::vector<int64_t>> TokenizerCore::EncodeIds(absl::string_view 
   ids.reserve(work.tokens.size() + 2);
   for (const Token& token : work.tokens) ids.push_back(token.id);
   if (post_processor_ == nullptr || !add_special_tokens) return std::move(ids);
-  // The processors look at the other lists only to change them.
+  // The processors read the other lists only to change them.
   parts[0].tokens.resize(ids.size());
   parts[0].offsets.resize(ids.size());
   post_processor_->Process(parts, true);

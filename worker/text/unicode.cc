@@ -20,7 +20,7 @@ bool InUnicode9(char32_t c) {
   return age[0] != 0 && age[0] <= 9;
 }
 
-// Those of categories (unicode_categories) are of Unicode 8.
+// The tables of categories (unicode_categories) are those of Unicode 8.
 bool InUnicode8(char32_t c) {
   UVersionInfo age;
   u_charAge(static_cast<UChar32>(c), age);
@@ -45,8 +45,8 @@ const UNormalizer2* Nfkc() {
 
 uint32_t CategoryMask(char32_t c) { return U_GET_GC_MASK(static_cast<UChar32>(c)); }
 
-// How many bytes of the maximal ill-formed part or, if `cut` is set, of the start of a character
-// are at the front of `bytes`, where no whole character is.
+// Returns how many bytes of the maximal ill-formed part or, if `cut` is set, of the start of a
+// character are at the front of `bytes`, which does not begin with a complete character.
 size_t IllFormedBytes(absl::string_view bytes, bool* cut) {
   *cut = false;
   const auto byte = [&](size_t i) { return static_cast<unsigned char>(bytes[i]); };
@@ -197,7 +197,7 @@ int ScriptOf(char32_t c) {
   if (c == ' ') return 0;
   if (c == 0x30FC) return USCRIPT_HAN + 1;
   if (!InUnicode9(c)) return 0;
-  // Of no one script in Unicode 9, whose scripts these are.
+  // These belong to no single script in Unicode 9, whose scripts these are.
   if (c == 0x589 || c == 0x61C) return USCRIPT_COMMON + 1;
   UErrorCode error = U_ZERO_ERROR;
   const UScriptCode script = uscript_getScript(static_cast<UChar32>(c), &error);

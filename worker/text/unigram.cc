@@ -25,14 +25,15 @@ using Json = nlohmann::json;
 constexpr double kUnknownPenalty = 10.0;
 constexpr uint32_t kNowhere = std::numeric_limits<uint32_t>::max();
 
-// The best way to where a character ends.
+// The best way to the end of a character.
 struct Best {
   double score = 0;
-  uint32_t begin = kNowhere;  // of its last piece; kNowhere: no way leads here
+  // The beginning of its last piece; kNowhere: there is no way here.
+  uint32_t begin = kNowhere;
   uint32_t id = 0;
 };
 
-// The nearest double to 10^power; power from 0 to 308.
+// Returns the nearest double to 10^power; power from 0 to 308.
 double PowerOfTen(int power) {
   static const auto* const powers = [] {
     auto* const all = new std::array<double, 309>;
@@ -45,10 +46,11 @@ double PowerOfTen(int power) {
   return (*powers)[power];
 }
 
-// The score as the library reads it from the digits in the file: all digits as a whole number, that
-// rounded to a double, times or by a power of ten. With 17 digits this is often not the nearest
-// double, and decides between ways whose sums are otherwise equal ("." and ".." for "...").
-// Numbers are written with the fewest digits, so `exact` has those of the file.
+// Returns the score as the library reads it from the digits in the file: all digits as a whole
+// number, which is rounded to a double and multiplied or divided by a power of ten. With 17 digits
+// this is often not the nearest double, and decides between ways whose sums are otherwise equal
+// ("." and ".." for "..."). Numbers are written with the fewest digits, so `exact` has those of the
+// file.
 double AsLibraryReads(double exact) {
   std::array<char, 64> text;
   const auto end = std::to_chars(text.data(), text.data() + text.size(), std::abs(exact),
@@ -74,7 +76,7 @@ double AsLibraryReads(double exact) {
   auto value = static_cast<double>(digits);
   for (; power < -308; power += 308) value /= PowerOfTen(308);
   value = power < 0 ? value / PowerOfTen(-power) : value * PowerOfTen(power);
-  // Beyond the range of doubles the library refuses the number.
+  // The library refuses numbers beyond the range of doubles.
   return std::isfinite(value) ? std::copysign(value, exact) : exact;
 }
 
@@ -110,7 +112,7 @@ class Unigram final : public Model {
     std::vector<Best>& best = static_cast<UnigramScratch&>(scratch).best;
     MUSTER_RETURN_IF_ERROR(FindBest(word, best));
     const size_t first = tokens.size();
-    // From the end; what is unknown joins what was unknown before.
+    // Collect from the end; unknown pieces join preceding unknown ones.
     bool joins = false;
     for (auto end = static_cast<uint32_t>(word.size()); end > 0;) {
       const Best& piece = best[end];
@@ -167,7 +169,7 @@ class Unigram final : public Model {
     return absl::OkStatus();
   }
 
-  // An unknown stretch may after all be a piece, or be written in bytes.
+  // Resolves an unknown part, which may after all be a piece, or be written in bytes.
   void Resolve(absl::string_view word, size_t first, std::vector<Token>& tokens) const {
     for (size_t i = first; i < tokens.size(); ++i) {
       if (!tokens[i].unknown) continue;

@@ -95,7 +95,7 @@ absl::StatusOr<std::string> AppendFile::Read(int64_t offset, size_t size) const 
 
 absl::Status AppendFile::RemovePart() {
   struct stat info;
-  // Where another process has appended since, what is behind the part is not ours to remove.
+  // If another process has appended since, the bytes after the part are not ours to remove.
   if (part_begin_ < part_end_ && fstat(fd_, &info) == 0 && info.st_size == part_end_ &&
       ftruncate(fd_, part_begin_) != 0) {
     return absl::ErrnoToStatus(

@@ -16,7 +16,7 @@
 namespace muster {
 namespace {
 
-// Of a table, which may be larger than memory, that is read at a time.
+// The bytes of a table, which may be larger than memory, that are read at a time.
 constexpr size_t kPiece = size_t{1} << 20;
 
 std::string Cell(const std::string& text) {
@@ -33,8 +33,8 @@ std::string Row(const std::vector<std::string>& cells) {
   return row + "\n";
 }
 
-// The cells of the first row; `bytes` is set to its length with the line's end, or to all of `text`
-// if it does not end there.
+// Returns the cells of the first row; `bytes` is set to its length with the line's end, or to all
+// of `text` if it does not end there.
 std::vector<std::string> FirstRow(absl::string_view text, size_t* bytes) {
   std::vector<std::string> cells;
   std::string cell;
@@ -67,12 +67,12 @@ std::vector<std::string> FirstRow(absl::string_view text, size_t* bytes) {
   return cells;
 }
 
-// Where the rows of a table are.
+// The positions of the rows of a table.
 struct Scan {
-  // Of the last row, and of the one before it.
+  // The offsets of the last row, and of the one before it.
   int64_t last = 0;
   int64_t before = 0;
-  // The table ends within quotes, or within a line: a crash has cut it.
+  // Whether the table ends inside quotes, or inside a line, because of a crash.
   bool in_quotes = false;
   bool in_line = false;
 };
@@ -85,7 +85,7 @@ absl::StatusOr<Scan> ScanRows(const AppendFile& file, int64_t begin, int64_t end
     size_t quote = piece.find('"');
     size_t newline = piece.find('\n');
     size_t at = 0;
-    // Not at the end of the table, where the row would be empty.
+    // Not at the end of the table, where there is no row.
     while (at < piece.size()) {
       if (!scan.in_line) {
         scan.before = std::exchange(scan.last, begin + static_cast<int64_t>(at));
@@ -107,22 +107,23 @@ absl::StatusOr<Scan> ScanRows(const AppendFile& file, int64_t begin, int64_t end
   return scan;
 }
 
-// What follows the step of the last row that is whole; 0 if there is none. `columns`: of the table.
+// Returns the step after that of the last complete row; 0 if there is none. `columns`: of the
+// table.
 absl::StatusOr<int64_t> NextStep(const AppendFile& file, const Scan& scan, size_t columns) {
   for (const int64_t begin : {scan.last, scan.before}) {
-    // More than the first cells need.
+    // kPiece bytes are more than the first cells need.
     MUSTER_ASSIGN_OR_RETURN(const std::string row, file.Read(begin, kPiece));
     size_t bytes = 0;
     const std::vector<std::string> cells = FirstRow(row, &bytes);
     int64_t step = 0;
-    // A crash may have cut the number.
+    // A crash may have cut the number, so skip the row.
     if (cells.size() < std::min<size_t>(columns, 3)) continue;
     if (cells.size() > 1 && absl::SimpleAtoi(cells[1], &step)) return StepAfter(step);
   }
   return 0;
 }
 
-// The file that `path` names at the end of its links, which a new file must not replace.
+// Returns the file to which `path` leads through links, which a new file must not replace.
 std::string EndOfLinks(const std::string& path) {
   std::error_code error;
   const std::filesystem::path end = std::filesystem::canonical(path, error);
@@ -156,7 +157,7 @@ absl::Status CsvTracker::start() {
   MUSTER_ASSIGN_OR_RETURN(const Scan scan, ScanRows(file_, header_bytes_, size));
   MUSTER_ASSIGN_OR_RETURN(next_step_, NextStep(file_, scan, columns_.size()));
   if (!scan.in_line) return absl::OkStatus();
-  // What follows must not become a part of the row that a crash has cut.
+  // End the row that a crash has cut, so that the next one does not become a part of it.
   return file_.Append(scan.in_quotes ? "\"\n" : "\n");
 }
 
@@ -181,13 +182,13 @@ absl::Status CsvTracker::ReadHeader() {
   }
   header_bytes_ = static_cast<int64_t>(bytes);
   if (!ours) {
-    // It is not ours to log to.
+    // The file is not ours to log to.
     finish().IgnoreError();
     return absl::FailedPreconditionError(
         absl::StrCat(path_, ": its first line does not begin with time,step; move the file away"));
   }
   if (head[bytes - 1] == '\n') return absl::OkStatus();
-  // A crash has cut it.
+  // A crash has cut the header.
   const bool in_quotes = std::count(head.begin(), head.end(), '"') % 2 == 1;
   const absl::string_view end = in_quotes ? "\"\n" : "\n";
   header_bytes_ += static_cast<int64_t>(end.size());
@@ -251,7 +252,7 @@ absl::Status CsvTracker::LogLocked(const TrackerEntry& entry, int64_t step) {
     cells[i] = value.text();
   }
   if (columns_.size() == known) return file_.Append(Row(cells));
-  // The row goes into the new file with its header: the lock is that of the old one.
+  // Write the row into the new file with its header, because the lock is that of the old one.
   const absl::Status rewritten = RewriteHeader(Row(cells));
   if (!rewritten.ok()) {
     columns_.resize(known);

@@ -17,7 +17,7 @@
 namespace muster {
 namespace {
 
-// Of a file, in which its last step is looked for first.
+// The bytes at the end of a file in which its last step is searched for first.
 constexpr int64_t kTail = 64 << 10;
 
 std::string Quoted(const std::string& text) { return JsonQuote(Utf8Text(text)); }
@@ -32,7 +32,8 @@ std::string Object(const TrackerValues& values) {
   return out + "}";
 }
 
-// The step of a line that this rank has logged; none: it is another line, or a crash has cut it.
+// Returns the step of a line that this rank has logged; nothing if it is another line, or cut by a
+// crash.
 std::optional<int64_t> StepOf(absl::string_view line, int rank) {
   // Nothing before it can hold an unescaped quote.
   constexpr absl::string_view kRank = ", \"rank\": ";
@@ -48,7 +49,7 @@ std::optional<int64_t> StepOf(absl::string_view line, int rank) {
   return step;
 }
 
-// What follows the last step that this rank has logged there; 0 if it has logged none.
+// Returns the step after the last one that this rank has logged there; 0 if it has logged none.
 int64_t NextStep(const std::string& path, int rank) {
   std::ifstream file(path, std::ios::binary | std::ios::ate);
   const int64_t size = file.good() ? static_cast<int64_t>(file.tellg()) : 0;
@@ -60,7 +61,7 @@ int64_t NextStep(const std::string& path, int rank) {
     absl::string_view rest = text;
     while (!rest.empty()) {
       const size_t newline = rest.substr(0, rest.size() - 1).rfind('\n');
-      // The first line may have begun before.
+      // The first line may begin before the piece.
       if (newline == absl::string_view::npos && begin > 0) break;
       const size_t at = newline == absl::string_view::npos ? 0 : newline + 1;
       if (const std::optional<int64_t> step = StepOf(rest.substr(at), rank))

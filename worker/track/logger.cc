@@ -32,8 +32,8 @@ void RankLogger::Write(LogLevel level, absl::string_view text, const LogOptions&
     return;
   }
   if (check_) check_();
-  // Levels may differ between ranks, and what was said before, so the barriers must not depend on
-  // them.
+  // Levels, and what was logged before, may differ between ranks, so the barriers must not depend
+  // on them.
   for (int rank = 0; rank < comm_.size(); ++rank) {
     if (rank == comm_.rank()) speak();
     comm_.Barrier();

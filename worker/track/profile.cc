@@ -43,10 +43,11 @@ absl::StatusOr<std::string> Save(profiler::ProfilerResult& result, const Profile
   const std::string path = JoinPath(options.output_dir, name);
   // Kineto writes in place; a temporary name hides a half-written trace.
   const std::string temporary = absl::StrCat(path, ".tmp-", RandomHex(), ".json");
-  // It has a temporary name of its own, which it leaves where it could not write all of it.
+  // Kineto uses a temporary name of its own, which it leaves behind if it could not write
+  // everything.
   const std::string part = absl::StrCat(temporary, ".tmp");
   result.save(temporary);
-  // It does not say whether it could.
+  // Kineto does not report whether it could write.
   if (!PathExists(temporary)) {
     unlink(part.c_str());
     return absl::UnavailableError(absl::StrCat(
@@ -123,7 +124,7 @@ void Profile::Enter(ProfileAction action) {
 void Profile::Finish() {
   if (stage_ == Stage::kIdle) return;
   try {
-    // A profiler that was only warmed up has to be started to be ended.
+    // A profiler that was only warmed up must be started before it can be ended.
     const bool recorded = stage_ == Stage::kRecording;
     if (!recorded) profiler::enableProfiler(ConfigOf(options_), ActivitiesOf(options_));
     stage_ = Stage::kIdle;
@@ -159,7 +160,7 @@ absl::StatusOr<std::string> Profile::Stop() {
     Finish();
     claim_.Release();
     if (path_.empty()) {
-      // Not if there is an error already.
+      // Keeps an earlier error.
       error_.Update(absl::FailedPreconditionError(
           absl::StrCat("the schedule recorded none of the ", step_, " step(s) that have ended")));
     }

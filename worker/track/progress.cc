@@ -87,7 +87,7 @@ void Progress::SetPostfix(const std::vector<std::pair<std::string, double>>& pos
 
 void Progress::Close() {
   if (!visible_ || closed_) return;
-  // At the end the mean over everything says more than the last moments.
+  // At the end, the mean over everything says more than the last rate.
   const double seconds = absl::ToDoubleSeconds(options_.clock->Now() - start_);
   if (seconds > 0) rate_ = static_cast<double>(done_ - options_.initial) / seconds;
   Draw();
@@ -127,7 +127,7 @@ void Progress::Draw() {
   const int columns = options_.columns > 0 ? options_.columns : TerminalColumns(options_.fd);
   // One column stays free, so that no terminal wraps. The code clears what a longer line left.
   const std::string text = absl::StrCat("\r", Line(columns - 1), "\x1b[K");
-  if (write(options_.fd, text.data(), text.size()) < 0) return;  // As in Close.
+  if (write(options_.fd, text.data(), text.size()) < 0) return;  // ignored, as in Close
 }
 
 }  // namespace muster

@@ -87,7 +87,7 @@ uint64_t FromLittle(absl::string_view bytes) {
   return value;
 }
 
-// SummaryMetadata for a plug-in.
+// Returns SummaryMetadata for a plug-in.
 Message Plugin(absl::string_view name, absl::string_view content) {
   return Message().Nested(1, Message().Bytes(1, name).Bytes(2, content));
 }
@@ -106,7 +106,7 @@ Message TextValue(const std::string& tag, const std::string& text) {
       .Nested(9, Plugin("text", ""));
 }
 
-// A google.protobuf.Value.
+// Returns a google.protobuf.Value.
 Message ProtoValue(const TrackerValue& value) {
   if (value.is_text()) return Message().Bytes(3, Utf8Text(value.text()));
   if (std::holds_alternative<bool>(value.get())) return Message().Varint(4, value.number() != 0);
@@ -131,7 +131,7 @@ std::string FileName(const TrackerContext& context) {
                          Host(), getpid(), count++);
 }
 
-// `value` for PyYAML, which takes a number with an exponent but without a point for a text.
+// Returns `value` for PyYAML, which reads a number with an exponent but without a point as a text.
 std::string Yaml(const TrackerValue& value) {
   const double* const real = std::get_if<double>(&value.get());
   if (real == nullptr) return value.json();
@@ -149,7 +149,7 @@ struct WireField {
   absl::string_view bytes;
 };
 
-// Takes the next field off `message`; none at its end, or where it is no message.
+// Removes the next field from `message`; returns nothing at its end, or if it is not a message.
 std::optional<WireField> NextField(absl::string_view* message) {
   const auto varint = [message]() -> std::optional<uint64_t> {
     uint64_t value = 0;
@@ -194,7 +194,7 @@ std::optional<WireField> NextField(absl::string_view* message) {
   return field;
 }
 
-// The step of an event with values that a program has logged; none for the others.
+// Returns the step of an event with values that a program has logged; nothing for others.
 std::optional<int64_t> StepOf(absl::string_view event) {
   int64_t step = 0;
   bool has_values = false;
@@ -210,8 +210,8 @@ std::optional<int64_t> StepOf(absl::string_view event) {
   return has_values ? std::optional(step) : std::nullopt;
 }
 
-// The step of the last entry in a file of events; none if it has none. Reads all of it, because
-// frames can be told apart only from the front.
+// Returns the step of the last entry in a file of events; nothing if it has none. Reads all of it,
+// because frames can be found only from the front.
 std::optional<int64_t> LastStep(const std::string& path) {
   std::ifstream file(path, std::ios::binary | std::ios::ate);
   int64_t left = file.good() ? static_cast<int64_t>(file.tellg()) : 0;
@@ -221,7 +221,7 @@ std::optional<int64_t> LastStep(const std::string& path) {
   std::string body;
   while (left >= 16 && file.read(head.data(), 12)) {
     const uint64_t size = FromLittle(absl::string_view(head).substr(0, 8));
-    // What a crash has cut, or no file of events.
+    // It is cut by a crash, or not a file of events.
     if (size > static_cast<uint64_t>(left - 16) ||
         FromLittle(absl::string_view(head).substr(8)) != MaskedCrc32c(head.substr(0, 8))) {
       break;
@@ -234,7 +234,8 @@ std::optional<int64_t> LastStep(const std::string& path) {
   return last;
 }
 
-// What follows the last step in the newest file of events in `folder` that has an entry; 0: none.
+// Returns the step after the last one in the newest file of events in `folder` that has an entry; 0
+// if there is none.
 int64_t NextStep(const std::string& folder) {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(folder);
   if (!names.ok()) return 0;

@@ -20,7 +20,7 @@ namespace {
 std::string NumberText(double value) {
   if (std::isnan(value)) return "nan";
   if (std::isinf(value)) return value > 0 ? "inf" : "-inf";
-  // The first precision that reads back as the same number.
+  // Use the first precision that reads back as the same number.
   for (const int digits : {6, 9, 15, 16}) {
     const std::string text = absl::StrFormat("%.*g", digits, value);
     if (std::strtod(text.c_str(), nullptr) == value) return text;

@@ -111,7 +111,7 @@ void TrackerSet::Log(TrackerValues values, std::optional<int64_t> step) {
   bool late = false;
   {
     MutexLock lock(&mu_);
-    // Before it waits or is dropped: the steps say when it was logged.
+    // Number it before it waits or is dropped: the steps say when it was logged.
     if (!entry.step.has_value()) entry.step = next_step_;
     next_step_ = StepAfter(*entry.step);
     if (!WaitForRoom()) {
@@ -224,7 +224,7 @@ absl::Status TrackerSet::Finish() {
     WaitUntilIdle();
   }
   thread_.join();
-  // The thread is gone and nothing is queued any more: the trackers are ours.
+  // The thread has ended and nothing is queued any more, so the trackers may be called here.
   absl::Status finished;
   for (const auto& tracker : trackers_) {
     finished.Update(Guarded(*tracker, [&] { return tracker->finish(); }));
@@ -271,7 +271,7 @@ void TrackerSet::Run() {
         stuck_ = false;
         said_stuck_ = false;
       } else if (full_since_ < absl::InfiniteFuture() && ++taken_ >= options_.queue_limit / 2) {
-        // A burst that the trackers work off is whole, however long it is.
+        // If the trackers catch up, a burst stays complete, however long it is.
         full_since_ = options_.clock->Now();
         taken_ = 0;
       }
