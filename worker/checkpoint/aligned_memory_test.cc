@@ -72,7 +72,7 @@ TEST(AlignedMemoryTest, Pinned_StaysSoUntilItGrowsAlsoWhenItMoves) {
     AlignedMemory moved = std::move(memory);
     memory = AlignedMemory();
     EXPECT_EQ(pinned, of(moved));
-    // Slower, no error, and not tried again.
+    // Pinning fails: slower, but no error, and not tried again.
     ASSERT_TRUE(moved.Grow(128 << 20).ok());
     failures = 1;
     moved.Pin(pinning);
@@ -85,7 +85,7 @@ TEST(AlignedMemoryTest, Pinned_StaysSoUntilItGrowsAlsoWhenItMoves) {
   EXPECT_EQ(HostPinning::Cuda(), HostPinning::Cuda());
 }
 
-// First in its process: it is said once.
+// Must be the first in its process, because the warning is logged only once.
 TEST(AlignedMemoryDeathTest, MemoryThatCannotBePinned_IsSaidOnceWithWhatToDo) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   const auto pin_in_vain = [] {
@@ -99,7 +99,7 @@ TEST(AlignedMemoryDeathTest, MemoryThatCannotBePinned_IsSaidOnceWithWhatToDo) {
     fprintf(stderr, "end\n");
     _exit(0);
   };
-  // Of one line, between no others.
+  // The warning is a single line.
   EXPECT_EXIT(pin_in_vain(), testing::ExitedWithCode(0),
               "^[^\n]*cannot pin 8.00 MiB of the host's memory for a GPU[^\n]*ulimit -l[^\n]*\n"
               "end\n$");

@@ -51,7 +51,7 @@ class AsyncSaverTest : public testing::Test {
   bool lazy_ = false;
 };
 
-// Rank 0 writes what is the same everywhere, every rank its own state; all of it is `value`.
+// Rank 0 writes what is the same everywhere, every rank its own state; all values are `value`.
 absl::Status WriteAll(StateWriter& writer, const at::Tensor& value) {
   if (writer.rank() == 0) {
     const absl::Status model = writer.WriteModel(ModelFileName(0), {{"w", value}});
@@ -141,7 +141,7 @@ TEST_F(AsyncSaverTest, StateOfADevice_IsSavedAsItWasBesideStepsAndWithoutThem) {
   RunSavers(1, [&](Comm& comm, AsyncSaver& saver) {
     const at::Tensor weight = OnFakeDevice(std::vector<float>(5000, 0));
     for (int save = 1; save <= 6; ++save) {
-      // The optimizer steps, but for every third save.
+      // The optimizer steps, except at every third save.
       if (save % 3 != 0) {
         saver.WaitForCopy();
         SetValues(weight, static_cast<float>(save));
@@ -208,7 +208,7 @@ TEST_F(AsyncSaverTest, RankThatCannotWrite_FailsTheSaveOnAllRanksAndTheOldOneSta
     const absl::Status status = save(2);
     EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
     EXPECT_THAT(std::string(status.message()), StartsWith("rank "));
-    // Both ranks hear the same.
+    // Both ranks get the same error.
     const std::vector<std::string> all = comm.AllGatherBytes(std::string(status.message()));
     EXPECT_EQ(all[0], all[1]);
     EXPECT_EQ(WeightIn(dir_), 1);
@@ -222,7 +222,7 @@ TEST_F(AsyncSaverTest, RankThatCannotWrite_FailsTheSaveOnAllRanksAndTheOldOneSta
 TEST_F(AsyncSaverTest, RankThatCannotCopy_FailsTheCallOnAllRanks) {
   RunSavers(2, [&](Comm& comm, AsyncSaver& saver) {
     std::vector<AsyncSaver::Outcome> earlier;
-    for (int i = 0; i < 3; ++i) {  // More often than there is memory for.
+    for (int i = 0; i < 3; ++i) {  // more saves than there is memory for
       const absl::Status status = saver.Begin(
           comm, {.dir = dir_},
           [&](StateWriter& writer) -> absl::Status {
@@ -298,7 +298,7 @@ TEST_F(AsyncSaverTest, ThirdSave_WaitsUntilTheFirstIsWritten) {
         comm, {.dir = dir_},
         [&](StateWriter& writer) { return WriteAll(writer, at::full({10}, value)); }, &earlier);
   };
-  // Two do not wait for the disk.
+  // Two saves do not wait for the disk.
   ASSERT_TRUE(save(1).ok());
   ASSERT_TRUE(save(2).ok());
   EXPECT_TRUE(saver.busy());
@@ -431,7 +431,7 @@ TEST_F(AsyncSaverTest, SaveThatBeginsWhileOneIsPublished_LeavesWhatThatOneKeeps)
     ASSERT_TRUE(save(1).ok());
     EXPECT_TRUE(saver.Wait().at(0).status.ok());
     ASSERT_TRUE(WriteFileAtomically(JoinPath(dir_, "notes.txt"), "mine").ok());
-    // The old checkpoint is aside, and nobody's, while the foreign file is still to move over.
+    // The old checkpoint is aside and not locked, while the foreign file is still to be moved.
     ASSERT_TRUE(ArmFailpoints("worker.checkpoint_replaced=delay:200ms@1", "", "").ok());
     ASSERT_TRUE(save(2).ok());
     while (StateReader::Open(dir_)->info().step != 2) std::this_thread::yield();
@@ -446,7 +446,7 @@ TEST_F(AsyncSaverTest, SaveThatBeginsWhileOneIsPublished_LeavesWhatThatOneKeeps)
 }
 
 TEST_F(AsyncSaverTest, SaveThatIsWaitedFor_IsNotHeldBackByItsRateLimit) {
-  // A day for what is saved; training does not wait for that.
+  // Writing the save takes a day; training does not wait for that.
   LocalComm comm;
   AsyncSaver saver(std::make_unique<LocalComm>(), {.max_bytes_per_second = 1});
   std::vector<AsyncSaver::Outcome> outcomes;
@@ -464,7 +464,7 @@ TEST_F(AsyncSaverTest, SaveThatIsWaitedFor_IsNotHeldBackByItsRateLimit) {
 }
 
 TEST_F(AsyncSaverTest, SavesThatTheNextOneWaitsFor_AreNotHeldBackByTheRateLimit) {
-  // As above, a day for each; memory is for two.
+  // As above, each save takes a day; there is memory for two.
   LocalComm comm;
   AsyncSaver saver(std::make_unique<LocalComm>(), {.max_bytes_per_second = 1});
   std::vector<AsyncSaver::Outcome> outcomes;
@@ -516,7 +516,7 @@ TEST_F(AsyncSaverTest, AbandonedSave_EndsAfterABlock_AndTheOldOneStays) {
     EXPECT_TRUE(saver.Wait()[0].status.ok());
   });
   RunRanks(1, [&](Comm& comm) {
-    // A byte in a second: it takes years.
+    // At a byte per second it takes years.
     AsyncSaver saver(std::move(MakeThreadComms(1)[0]), {.max_bytes_per_second = 1});
     std::vector<AsyncSaver::Outcome> earlier;
     // More than a block.
@@ -536,7 +536,7 @@ TEST_F(AsyncSaverTest, AbandonedSave_EndsAfterABlock_AndTheOldOneStays) {
 }
 
 TEST_F(AsyncSaverTest, FileOfManyBlocks_ComesBackAndAFlippedBitIsNamedByItsBlock) {
-  // Three blocks, tensors across their borders.
+  // Three blocks, with tensors across their borders.
   const at::Tensor large = at::arange(5'000'000, at::kFloat);
   const at::Tensor small = at::arange(333, at::kLong);
   RunSavers(1, [&](Comm& comm, AsyncSaver& saver) {
@@ -561,7 +561,7 @@ TEST_F(AsyncSaverTest, FileOfManyBlocks_ComesBackAndAFlippedBitIsNamedByItsBlock
   EXPECT_TRUE(model->GetTensor("small")->equal(small));
   EXPECT_EQ(model->metadata().at("format"), "pt");
   EXPECT_TRUE(VerifyCheckpoint(dir_, VerifyLevel::kContents).ok());
-  // The digest of the whole file is right too: readers without blocks use it.
+  // The digest of the whole file is also right: readers that ignore blocks use it.
   EXPECT_EQ(*DigestFile(JoinPath(dir_, "model.safetensors")),
             reader->manifest().Find("model.safetensors")->digest);
 

@@ -89,7 +89,7 @@ TEST(BlockTransfers, Node_GetsTheBlocksThatItLacksAndNeedsEachOnce) {
   const auto plan = PlanTransfers(files, nodes, {0, 0, 2, 2}, needed);
   EXPECT_THAT(Moves(plan),
               ElementsAre(std::tuple(0, 0, 0, 2), std::tuple(0, 1, 1, 3), std::tuple(1, 0, 3, 1)));
-  // Ranks that share no memory get each what it needs.
+  // Ranks that do not share memory each get what they need.
   EXPECT_THAT(Moves(PlanTransfers(files, nodes, {0, 1, 2, 3}, needed)),
               ElementsAre(std::tuple(0, 0, 0, 3), std::tuple(0, 1, 1, 2), std::tuple(0, 1, 1, 3),
                           std::tuple(1, 0, 3, 0)));
@@ -126,9 +126,9 @@ TEST(BlockTransfers, BlockThatIsLargerThanARound_MovesAlone) {
                                 Field(&BlockTransfer::round, 2)));
 }
 
-// A part of a model of 405 billion parameters in 126 layers: the files of some layers, one of three
-// kinds of tensors (parameters and both moments), as the ranks of 352 nodes have written them. A
-// rank needs a 2,816th of each layer.
+// A part of a model of 405 billion parameters in 126 layers: the files of some layers, for one of
+// three kinds of tensors (parameters and both moments), as the ranks of 352 nodes have written
+// them. A rank needs a 2,816th of each layer.
 TEST(BlockTransfers, EachOf352Nodes_GetsItsPartAlone_FromAllAtTheSameTime) {
   constexpr int kRanks = 2816, kPerNode = 8, kLayers = 12, kFilesOfLayer = 25;
   constexpr uint64_t kLayerBytes = uint64_t{405'000'000'000} / 126 * 4;
@@ -145,7 +145,7 @@ TEST(BlockTransfers, EachOf352Nodes_GetsItsPartAlone_FromAllAtTheSameTime) {
     files.back().rank = i * kPerNode + i % kPerNode;
     nodes.holders[files.back().name] = {nodes.leader_of[files.back().rank]};
   }
-  // On every one, before it was changed: the whole checkpoint.
+  // Before the change, each node received the whole checkpoint.
   const uint64_t whole = files.size() * kFileBytes;
   std::vector<std::string> needed;
   for (int rank = 0; rank < kRanks; ++rank) {
@@ -182,15 +182,15 @@ TEST(BlockTransfers, EachOf352Nodes_GetsItsPartAlone_FromAllAtTheSameTime) {
   for (const auto& [node, bytes] : received) {
     EXPECT_LE(bytes, share) << node;
     EXPECT_LT(bytes, whole / 150) << node;
-    // It may have what it needs of a few of the layers.
+    // The node may already have what it needs of a few layers.
     EXPECT_GE(bytes, (kLayers - 3) * (kLayerBytes / kRanks * kPerNode)) << node;
   }
   EXPECT_EQ(received.size(), 352u);
   for (const auto& [at, bytes] : in) EXPECT_LE(bytes, kRoundBytes);
   for (const auto& [at, bytes] : out) EXPECT_LE(bytes, kRoundBytes);
-  // What a node sends is its file, and again what two nodes need.
+  // A node sends its file once, and some blocks again that two nodes need.
   for (const auto& [node, bytes] : sent) EXPECT_LE(bytes, kFileBytes * 3 / 2) << node;
-  // In one after another's turn it would take as many rounds as there are blocks to send by all.
+  // If the nodes took turns, it would take as many rounds as all of them have blocks to send.
   uint64_t all = 0;
   for (const auto& [node, bytes] : sent) all += bytes;
   const uint64_t one_by_one = all / kRoundBytes;

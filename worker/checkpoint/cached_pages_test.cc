@@ -26,7 +26,7 @@ TEST(CachedPages, FileThatWasJustWritten_IsThereUpToItsEnd) {
   EXPECT_FALSE(pages.Has(100'000, 1));
 }
 
-// The kernel says of it that all is there: it would be read through the cache, and fill that.
+// The kernel reports that all of it is cached: it would be read through the cache, and fill that.
 TEST(CachedPages, FileOfSomebodyElse_IsNotKnownToBeThere) {
   const TestFolder folder;
   const std::string path = folder.Path("file");
@@ -34,7 +34,7 @@ TEST(CachedPages, FileOfSomebodyElse_IsNotKnownToBeThere) {
   ASSERT_EQ(chmod(path.c_str(), 0644), 0);
   EXPECT_EXIT(
       {
-        // Files of this user if it may become another one, else those of root.
+        // Files of this user if it may become another one, otherwise those of root.
         const int fd = open(geteuid() == 0 ? path.c_str() : "/etc/passwd", O_RDONLY | O_CLOEXEC);
         if (geteuid() == 0) {
           ASSERT_EQ(seteuid(65534), 0);

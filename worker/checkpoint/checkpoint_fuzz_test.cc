@@ -1,6 +1,7 @@
-// Mutated headers, indexes and manifests of checkpoints and models: whatever comes in, nothing
-// crashes (memory errors show in the asan build), nothing that is taken reaches beyond its file,
-// and what is taken can be written and taken again. MUSTER_FUZZ_CASES says how many of each kind.
+// Mutated headers, indexes and manifests of checkpoints and models: whatever the input is, nothing
+// crashes (memory errors show in the asan build), nothing that is accepted reaches beyond its file,
+// and what is accepted can be written and accepted again. MUSTER_FUZZ_CASES sets the number of
+// cases of each kind.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -33,7 +34,7 @@ int64_t Cases() {
   return cases;
 }
 
-// A value that some reader may take for a number, a name or a list that it is not.
+// Returns a value that some reader may mistake for a number, a name or a list.
 Json AnyValue(Random& random) {
   const Json values[] = {nullptr,
                          true,
@@ -58,7 +59,7 @@ Json AnyValue(Random& random) {
   return values[random() % std::size(values)];
 }
 
-// Puts another value somewhere into the tree, takes a part out, or repeats it elsewhere.
+// Replaces a value somewhere in the tree, removes a part, or repeats it elsewhere.
 void MutateTree(Json& json, Random& random) {
   Json* at = &json;
   while (at->is_structured() && !at->empty() && random() % 4 != 0) {
@@ -85,7 +86,7 @@ void MutateTree(Json& json, Random& random) {
   }
 }
 
-// `text` with changes of its bytes, of its values, or of both.
+// Returns `text` with changes of its bytes, of its values, or of both.
 std::string Changed(const std::string& text, Random& random) {
   std::string changed = text;
   if (random() % 3 != 0) {
@@ -155,12 +156,13 @@ TEST(CheckpointFuzz, Indexes_NameNoFileOutsideOfTheirFolder) {
   EXPECT_GT(taken, cases / 100);
 }
 
-// The digest of a manifest finds every accident; what a program wrote has one that fits.
+// Gives a changed manifest a matching digest, because a program may write such a manifest, while
+// the digest detects every accident.
 std::string WithDigest(const std::string& text) {
   Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!json.is_object()) return text;
   json.erase("digest");
-  // Of names that are no UTF-8 there is no text.
+  // Names that are not UTF-8 are replaced.
   const std::string plain = json.dump(-1, ' ', false, Json::error_handler_t::replace);
   json["digest"] = DigestBytes(plain).xxh3;
   return json.dump(1, ' ', false, Json::error_handler_t::replace);

@@ -30,8 +30,8 @@
 
 namespace {
 
-// Before the first read of a file whose path has the first part, the second runs. Set while nobody
-// reads.
+// Calls the second before the first read of a file whose path has the first part. Set only while no
+// thread reads.
 struct BeforeRead {
   char part[4096] = "";
   std::function<void()> run;
@@ -71,7 +71,7 @@ absl::Status WriteAll(StateWriter& writer, double value) {
   return writer.Write(RandomStatesFileName(writer.rank()), state);
 }
 
-// All files, with their digests. The same status on every rank.
+// Reads all files and checks their digests. Returns the same status on every rank.
 absl::Status ReadAll(Comm& comm, const StateReader& reader) {
   absl::Status status;
   for (const ManifestFile& file : reader.manifest().files) {
@@ -101,7 +101,7 @@ class CheckpointSearchTest : public testing::Test {
       ASSERT_TRUE(saved.ok()) << saved;
     });
   }
-  // Its writer ended when it was sealed and noted.
+  // Makes a checkpoint look as if its writer had ended after it was sealed and noted.
   std::string TakeNameAway(uint64_t id) {
     RegisteredCheckpoint& record = registrar_.records.at(id);
     record.state = State::kSealed;
@@ -121,7 +121,7 @@ class CheckpointSearchTest : public testing::Test {
   absl::StatusOr<StateReader> Load(Comm& comm, CheckpointRegistrar* registrar = nullptr) const {
     return Load(comm, registrar, [&](StateReader& reader) { return ReadAll(comm, reader); });
   }
-  // The path that all ranks load, or the error of all.
+  // Returns the path that all ranks load, or the error of all.
   std::string Loaded(CheckpointRegistrar* registrar = nullptr) const {
     std::vector<std::string> all(kRanks);
     RunRanks(kRanks, [&](Comm& comm) {
@@ -155,7 +155,7 @@ TEST_F(CheckpointSearchTest, NamedBeforeItIsOpened_IsOpenedUnderItsName) {
 }
 
 // Nothing is left of what was found: that is not the same as none yet.
-// Reading a large one takes minutes, and another load waits for a writer for seconds.
+// Reading a large one takes minutes, but another load waits only seconds for a writer.
 TEST_F(CheckpointSearchTest, SealedWithoutItsName_IsNotLockedWhileItsContentsAreRead) {
   Save(0);
   const std::string staging = TakeNameAway(1);
@@ -200,7 +200,7 @@ TEST_F(CheckpointSearchTest, ReplacedWhileTheRanksOpenIt_IsOpenedAgainByAll) {
       load(late);
       return;
     }
-    // After the status of the search and the path: it is open here.
+    // After the status of the search and the path, the checkpoint is open here.
     EventfulComm eventful(comm, 2, [&] {
       EXPECT_TRUE(RemoveTree(folder_.PathOf(0)).ok());
       EXPECT_EQ(rename(next.c_str(), folder_.PathOf(0).c_str()), 0);
@@ -218,7 +218,7 @@ TEST_F(CheckpointSearchTest, RemovedBeforeItIsOpened_IsAnError) {
   EXPECT_THAT(Loaded(&registrar_), HasSubstr("UNAVAILABLE"));
 }
 
-// A writer takes the lock when all ranks know where it is.
+// A writer takes the lock after all ranks have learned the path.
 TEST_F(CheckpointSearchTest, LockedBeforeItIsOpened_IsAnError) {
   SetLockPatience(absl::ZeroDuration());
   Save(0);
@@ -234,7 +234,7 @@ TEST_F(CheckpointSearchTest, LockedBeforeItIsOpened_IsAnError) {
   EXPECT_THAT(Loaded(&registrar_), AllOf(HasSubstr("UNAVAILABLE"), HasSubstr("has it locked")));
 }
 
-// It is loaded in place, and another machine, whose locks are not known here, gives it its name.
+// It is loaded in place, and another machine, whose locks are not visible here, renames it.
 TEST_F(CheckpointSearchTest, NamedWhileItsFilesAreRead_IsReadUnderItsName) {
   for (const bool at_the_end : {false, true}) {
     SCOPED_TRACE(at_the_end);
@@ -251,7 +251,7 @@ TEST_F(CheckpointSearchTest, NamedWhileItsFilesAreRead_IsReadUnderItsName) {
           const auto rename_it = [&] {
             EXPECT_EQ(rename(opened.dir().c_str(), folder_.PathOf(number).c_str()), 0);
           };
-          // Before the first file is opened, or when one is open.
+          // Either before the first file is opened, or while one is open.
           if (at_the_end) {
             OnRead(staging + "/random_states_", rename_it);
           } else {
@@ -289,7 +289,8 @@ TEST_F(CheckpointSearchTest, WhatMovesInEachSearch_IsAnErrorAfterThree) {
   EXPECT_EQ(Loaded(), "checkpoint_3");
 }
 
-// One that is held back gets its name between the look at what is held back and the choice.
+// A checkpoint that is held back gets its name after the held-back ones were determined and before
+// the choice.
 TEST_F(CheckpointSearchTest, SealOfTheChosenOne_IsLookedAtAfterItIsChosen) {
   Save(0);
   Save(1, {.promote = false});
@@ -297,9 +298,9 @@ TEST_F(CheckpointSearchTest, SealOfTheChosenOne_IsLookedAtAfterItIsChosen) {
   for (CheckpointRegistrar* const registrar :
        std::vector<CheckpointRegistrar*>{nullptr, &registrar_}) {
     SCOPED_TRACE(registrar != nullptr);
-    // The registry knows no other one: the folder decides.
+    // The registry knows no other checkpoint, so the folder decides.
     if (registrar != nullptr) registrar_.records.erase(1);
-    // Nobody here gives it its name.
+    // Prevents this process from renaming it.
     ASSERT_TRUE(HoldInPlace(staging));
     bool named = false;
     OnRead("checkpoint_0/seal.json", [&] {
@@ -340,14 +341,14 @@ TEST_F(CheckpointSearchTest, NewestGoesForANewerOne_AtAnyMoment_ThatOneIsLoaded)
     ASSERT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_1", "checkpoint_2"));
   }
   EXPECT_GT(moments, 3);
-  // Also while its manifest is read: nothing says then that there was a checkpoint.
+  // Also while its manifest is read: nothing then shows that there was a checkpoint.
   prepare();
   OnRead("checkpoint_1/manifest.json", replace);
   EXPECT_EQ(Loaded(), "checkpoint_2");
 }
 
-// As the "best" of a training that goes on, which another program loads. What is read of both is
-// no damage.
+// Like the "best" checkpoint of a running training, which another program loads. Reading parts of
+// both is not reported as damage.
 TEST_F(CheckpointSearchTest, NamedOneIsReplaced_AtAnyMoment_OneOfTheTwoIsLoaded) {
   const std::string best = JoinPath(root_, "best"), next = JoinPath(root_, "next");
   const auto prepare = [&] {
@@ -363,7 +364,7 @@ TEST_F(CheckpointSearchTest, NamedOneIsReplaced_AtAnyMoment_OneOfTheTwoIsLoaded)
         comm,
         {.dir = best, .folder = folder_, .groups = NodeGroups::Shared(comm.rank(), comm.size())},
         [&](StateReader& opened) {
-          // Not later: it may be replaced where the ranks agree that they have read it.
+          // Not later, because it may be replaced while the ranks agree that they have read it.
           state = opened.Read(RandomStatesFileName(comm.rank()));
           return ReadAll(comm, opened);
         });
@@ -457,7 +458,7 @@ class SearchOnNodesTest : public testing::Test {
 
 TEST_F(SearchOnNodesTest, NewestGoesForANewerOne_AtAnyMoment_ThatOneIsLoaded) {
   const auto next = [&](int node) { return JoinPath(Disk(node), "next"); };
-  // On both nodes, or first on one of them alone.
+  // Replaces it on both nodes, or first on only one of them.
   const auto replace = [&](int node) {
     ASSERT_EQ(rename(next(node).c_str(), FolderOf(node).PathOf(2).c_str()), 0);
     ASSERT_TRUE(RemoveCheckpoint(FolderOf(node).PathOf(1)).ok());
@@ -495,7 +496,7 @@ TEST_F(SearchOnNodesTest, NewestGoesForANewerOne_AtAnyMoment_ThatOneIsLoaded) {
   }
 }
 
-// The nodes' paths differ always, so that says nothing about what they were given.
+// The nodes' paths always differ, so they do not show what the nodes were given.
 TEST_F(SearchOnNodesTest, NamedOneIsReplacedOnOneNode_AtAnyMoment_TheSearchBeginsAgain) {
   const auto path = [&](int node, const char* name) { return JoinPath(Disk(node), name); };
   bool happened = true;
@@ -509,7 +510,7 @@ TEST_F(SearchOnNodesTest, NamedOneIsReplacedOnOneNode_AtAnyMoment_TheSearchBegin
       ASSERT_EQ(rename(FolderOf(node).PathOf(1).c_str(), path(node, "best").c_str()), 0);
       ASSERT_EQ(rename(FolderOf(node).PathOf(2).c_str(), path(node, "next").c_str()), 0);
     }
-    // That node has all of the other one.
+    // That node has all files of the other checkpoint.
     std::filesystem::copy(
         path(0, "next"), path(1, "next"),
         std::filesystem::copy_options::skip_existing | std::filesystem::copy_options::recursive);

@@ -28,7 +28,7 @@ TEST(CleanPathTest, ParentOfALink_IsThatOfItsFolder) {
   ASSERT_EQ(symlink(JoinPath(root, "disk/deep").c_str(), link.c_str()), 0);
   EXPECT_EQ(CleanPath(link + "/../run/./x/"), JoinPath(root, "disk/run/x"));
   EXPECT_EQ(CleanPath(root + "/disk/../run"), JoinPath(root, "run"));
-  // A link that nothing leaves keeps its name.
+  // A link that is not followed by ".." keeps its name.
   EXPECT_EQ(CleanPath(link + "/run"), link + "/run");
   EXPECT_EQ(CleanPath(root + "/disk/../link/run"), link + "/run");
 }

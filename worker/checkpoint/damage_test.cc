@@ -1,5 +1,5 @@
-// One flipped bit anywhere in a checkpoint: it is found, the file is named, and the checkpoint
-// before is taken.
+// One flipped bit anywhere in a checkpoint is found, the file is named, and the previous checkpoint
+// is taken.
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -25,8 +25,8 @@ class DamageTest : public testing::Test {
  protected:
   CheckpointFolder folder() const { return CheckpointFolder(root_); }
 
-  // Two checkpoints of small files, one of tensors and one of scalars, and of a model that is large
-  // (three blocks) or not there.
+  // Saves two checkpoints of small files, one of tensors and one of scalars, and of a model that is
+  // large (three blocks) or absent.
   void SaveTwo(bool large) {
     LocalComm comm;
     for (int64_t number = 0; number < 2; ++number) {
@@ -73,7 +73,7 @@ class DamageTest : public testing::Test {
       const std::string log = testing::internal::GetCapturedStderr();
       EXPECT_TRUE(taken.ok() && *taken == folder().PathOf(0)) << taken.status();
       EXPECT_THAT(log, HasSubstr("passing over " + newest_ + ": " + path));
-      // Also where sizes alone were looked at.
+      // Also with a check of sizes only.
       if (name != kManifestName) {
         const auto reader = StateReader::Open(newest_);
         ASSERT_TRUE(reader.ok()) << reader.status();

@@ -46,7 +46,7 @@ TEST_F(DeferredCopyTest, Run_CopiesOnce) {
 }
 
 TEST_F(DeferredCopyTest, ThreadsTogether_AllSeeTheWholeCopy) {
-  // Five parts, and tensors of one.
+  // A tensor of five parts, and tensors of one.
   const at::Tensor large = at::arange(9'000'000, at::kFloat);
   std::vector<char> to(large.nbytes() + tensor_.nbytes());
   copy_.Add("t", tensor_.detach(), large.nbytes());
@@ -64,7 +64,7 @@ TEST_F(DeferredCopyTest, ThreadsTogether_AllSeeTheWholeCopy) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// Of what copies fill, of what lies between them, and of blocks that have some of both.
+// Digests cover bytes that copies fill, bytes between them, and blocks with both.
 TEST_F(DeferredCopyTest, Files_AreDigestedInBlocksAsTheyAreInTheEnd) {
   const size_t block = DeferredCopy::kBlockBytes;
   const at::Tensor large = at::arange(700'000, at::kFloat), odd = at::arange(5001, at::kByte);
@@ -109,7 +109,8 @@ TEST_F(DeferredCopyTest, TensorChangedInPlace_IsNamed) {
   };
   const at::NoGradGuard no_grad;
   EXPECT_TRUE(change([](const at::Tensor&) {}).ok());
-  // One number: its version shows it. The others leave the version as it was.
+  // A change of one number is detected by the version. The other changes leave the version as it
+  // was.
   for (const absl::Status& status : {
            change([](const at::Tensor& parameter) { parameter[77].fill_(2); }),
            change([](const at::Tensor& parameter) { parameter.data().mul_(1.5); }),
@@ -136,7 +137,7 @@ TEST_F(DeferredCopyTest, WhatCannotWait_IsNotTaken) {
 }
 
 TEST_F(DeferredCopyTest, TimeThatTrainingWaits_IsCountedUntilItIsCopied) {
-  // Its time passes with each look at it.
+  // A clock whose time advances with each reading.
   class Passing final : public Clock {
    public:
     absl::Time Now() const override {
@@ -168,7 +169,7 @@ TEST_F(DeferredCopyTest, NothingToCopy_WaitsForNobody) {
   EXPECT_TRUE(copy_.status().ok());
 }
 
-// A CPU tensor plays one on a device, on streams that are not real.
+// A CPU tensor acts as one on a device, on fake streams.
 class DeferredCopyFromDevice : public testing::Test {
  protected:
   static void SetUpTestSuite() { FakeStreams::Install(c10::kCPU); }

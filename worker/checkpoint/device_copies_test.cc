@@ -35,7 +35,7 @@ class DeviceCopiesTest : public testing::Test {
   std::vector<float> first_ = std::vector<float>(kNumbers, 1), second_ = {2, 3, 4};
   std::vector<float> memory_ = std::vector<float>(kNumbers + 3);
   std::vector<Point> made_;
-  std::optional<int> fails_;  // the copy of this number
+  std::optional<int> fails_;  // number of the copy that fails
   DeviceCopies copies_{[this](char* to, const at::Tensor& from) {
     if (fails_.has_value() && *fails_ == static_cast<int>(made_.size())) {
       TORCH_CHECK(false, "out of order");

@@ -49,7 +49,7 @@ class DeviceUploadsTest : public testing::Test {
         pinning);
   }
   size_t left() const { return copies_.size(); }
-  // Of a thread that reads.
+  // The work of a reading thread.
   static absl::Status Upload(DeviceUploads& uploads, char value, char* to) {
     const absl::StatusOr<char*> block = uploads.Take();
     if (!block.ok()) return block.status();
@@ -63,7 +63,7 @@ class DeviceUploadsTest : public testing::Test {
   LeftCopies copies_{Streams()};
   std::vector<Point> points_ ABSL_GUARDED_BY(mu_);
   int queued_ ABSL_GUARDED_BY(mu_) = 0;
-  int fails_ ABSL_GUARDED_BY(mu_) = 0;  // the copy of this number, from 1
+  int fails_ ABSL_GUARDED_BY(mu_) = 0;  // number of the copy that fails, from 1
 };
 
 TEST_F(DeviceUploadsTest, Blocks_AreUsedAgainOnceTheirCopiesAreMade) {
@@ -164,7 +164,7 @@ TEST_F(DeviceUploadsTest, CopyThatFails_IsTheErrorAndTheOthersEnd) {
   EXPECT_EQ(uploads->Wait(), failed);
   EXPECT_EQ(left(), 0u);
   EXPECT_EQ(memory.front(), 'x');
-  // A device that goes on is used again, with all blocks.
+  // A device that works again is used with all blocks.
   for (int i = 0; i < 3; ++i) ASSERT_TRUE(Upload(*uploads, 'z', memory.data()).ok());
   ASSERT_TRUE(uploads->Wait().ok());
   EXPECT_EQ(memory.front(), 'z');

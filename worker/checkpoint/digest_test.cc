@@ -14,7 +14,7 @@ TEST(Digest, KnownValueOfNothing_Matches) {
   EXPECT_EQ(DigestBytes("").xxh3, "99aa06d3014798d86001c324468d497f");
 }
 
-// Whatever instructions a processor has.
+// Must hold whatever instructions the processor has.
 TEST(Digest, KnownValuesOfLongTexts_Match) {
   std::string text(100'000, '\0');
   for (size_t i = 0; i < text.size(); ++i) text[i] = static_cast<char>(i * 31 + i / 255);

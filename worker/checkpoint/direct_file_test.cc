@@ -43,7 +43,7 @@ class DirectFileTest : public testing::Test {
  protected:
   void TearDown() override { EXPECT_TRUE(ArmFailpoints("", "", "").ok()); }
 
-  // `bytes` bytes in which no two blocks are the same.
+  // Returns `bytes` bytes in which no two blocks are the same.
   absl::string_view Contents(size_t bytes) {
     EXPECT_TRUE(memory_.Grow(bytes + 1).ok());
     for (size_t i = 0; i < bytes; ++i) memory_.data()[i] = static_cast<char>(i * 7 + i / 251);
@@ -55,7 +55,8 @@ class DirectFileTest : public testing::Test {
   absl::StatusOr<DirectFileWritten> Write(absl::string_view contents) {
     if (way_ == Way::kWhole) return WriteDirectFile(path_, contents, options_);
     if (way_ == Way::kPieces) {
-      // Ends in the middle of blocks, several in a block, several blocks, and nothing.
+      // Pieces that end in the middle of blocks, several in a block, several blocks, and an empty
+      // one.
       std::vector<absl::string_view> pieces;
       for (size_t size = 1; !contents.empty(); size = size * 5 % (3 * kBlock)) {
         pieces.push_back(contents.substr(0, size));
@@ -76,7 +77,7 @@ class DirectFileTest : public testing::Test {
     return (*stream)->Finish();
   }
 
-  // Writes, and expects the file to be what was written.
+  // Writes the contents, and expects the file to have them.
   DirectFileWritten ExpectWritten(size_t bytes) {
     const absl::string_view contents = Contents(bytes);
     const absl::StatusOr<DirectFileWritten> written = Write(contents);
@@ -92,7 +93,7 @@ class DirectFileTest : public testing::Test {
     return *written;
   }
 
-  // What ReadDirectFile hands out, put together; bytes that it does not hand out are '?'.
+  // Returns what ReadDirectFile hands out, put together; other bytes are '?'.
   absl::StatusOr<std::string> Read(const DirectFileWritten& written,
                                    std::optional<FileRange> range = std::nullopt) {
     std::string found(written.digest.bytes, '?');
@@ -116,7 +117,7 @@ class DirectFileTest : public testing::Test {
   DirectFileOptions options_{.block_bytes = kBlock, .in_flight = 3, .system = &system_};
 };
 
-// What is the same for a whole file in memory and for bytes that come in parts.
+// Tests for a whole file in memory and for bytes that come in parts.
 class DirectWriteTest : public DirectFileTest, public testing::WithParamInterface<int> {
  protected:
   void SetUp() override { way_ = static_cast<Way>(GetParam()); }
@@ -161,7 +162,7 @@ TEST_P(DirectWriteTest, FilesThroughTheCache_AreWrittenFromOneThreadAtATime) {
   ExpectWritten(40 * kBlock + 5000);
 }
 
-// What the pace of a save beside training goes by.
+// The pace of a save beside training depends on this.
 TEST_F(DirectFileTest, ThreadThatWrote_IsTheCallersAloneThroughTheCache_AndAStartedOnePastIt) {
   Mutex mu;
   std::set<std::thread::id> wrote;
@@ -170,7 +171,7 @@ TEST_F(DirectFileTest, ThreadThatWrote_IsTheCallersAloneThroughTheCache_AndAStar
     wrote.insert(std::this_thread::get_id());
   };
   const auto write = [&](size_t bytes, bool direct) {
-    // Direct I/O is what the file system says that it is.
+    // The fake file system decides whether direct I/O works.
     system_.open = [direct](const char* path, int flags, mode_t mode) {
       if (direct || (flags & O_DIRECT) == 0) return ::open(path, flags & ~O_DIRECT, mode);
       errno = EINVAL;
@@ -329,15 +330,15 @@ TEST_F(DirectFileTest, StreamThatIsGivenUp_EndsItsWrites) {
   EXPECT_EQ(writing, 0);
 }
 
-// The end of a disk, where a file system writes less than a page and says so: direct I/O is given
-// up for the rest, which ends in the system's own error or in the whole file.
+// At the end of a disk, a file system may write less than a page and report that: direct I/O is
+// given up for the rest, which ends with the system's error or the whole file.
 TEST_P(DirectWriteTest, ShortDirectWritesOfLessThanAPage_AreContinuedThroughTheCache) {
   std::atomic<int> shorts{0};
   system_.pwrite = [&](int fd, const void* from, size_t size, off_t at) -> ssize_t {
     const bool direct = (fcntl(fd, F_GETFL) & O_DIRECT) != 0;
     if (!direct) return ::pwrite(fd, from, size, at);
     ++shorts;
-    // Fewer bytes than direct I/O can go on from: through the cache, as the kernel does.
+    // Fewer bytes than direct I/O can continue from, written through the cache, as the kernel does.
     std::string start(static_cast<const char*>(from), 100);
     const int cached = ::open(path_.c_str(), O_WRONLY | O_CLOEXEC);
     const ssize_t n = ::pwrite(cached, start.data(), start.size(), at);
@@ -387,7 +388,7 @@ TEST_P(DirectWriteTest, ShortAndInterruptedTransfers_AreContinued) {
       return -1;
     }
     const ssize_t n = ::pwrite(fd, from, size, at);
-    // Ends where direct I/O cannot go on.
+    // Ends at an offset where direct I/O cannot continue.
     return n > static_cast<ssize_t>(kDirectAlignment) ? n / 2 + 1 : n;
   };
   system_.pread = [&](int fd, void* to, size_t size, off_t at) -> ssize_t {
@@ -499,7 +500,7 @@ TEST_P(DirectWriteTest, BlocksUnderWay_AreNeverMoreThanAsked) {
     return n;
   };
   ExpectWritten(40 * kBlock);
-  // One more copies.
+  // One more thread copies.
   EXPECT_LE(most, way_ == Way::kPieces ? 4 : 3);
 }
 

@@ -12,7 +12,7 @@ namespace {
 
 class FilePlansTest : public ::testing::Test {
  protected:
-  // Plans a file and compares with what it is without a memory.
+  // Plans a file and compares the result with that of a plan without memory.
   void Plan(const std::string& path, const NamedTensors& tensors, const std::string& step,
             SharedTensors shared = SharedTensors::kWriteAll) {
     const WriteSafetensorsOptions options{

@@ -40,7 +40,7 @@ using ::testing::HasSubstr;
 
 class FolderTest : public testing::Test {
  protected:
-  // A checkpoint with the given files, each holding its own name and `salt`.
+  // Saves a checkpoint with the given files, each holding its own name and `salt`.
   absl::Status Save(const std::string& dir, const std::vector<std::string>& names,
                     const std::string& salt = "") {
     auto staging = Staging::Create(dir);
@@ -68,10 +68,10 @@ TEST_F(FolderTest, Publish_AppearsWholeAndLeavesNoStaging) {
   EXPECT_TRUE(VerifyCheckpoint(Path("deep/er/ckpt"), VerifyLevel::kContents).ok());
 }
 
-// A loss of power after the first save must not take the folders around it, which may be new, too.
+// A power failure after the first save must not lose its parent folders, which may be new, too.
 TEST_F(FolderTest, FirstSaveInAFolder_SyncsThoseAroundIt) {
   std::vector<std::string> paths;
-  // Another process has made this one.
+  // Another process has created this one.
   ASSERT_TRUE(MakeDirectories(Path("run")).ok());
   for (const bool first : {true, false}) {
     paths.clear();
@@ -86,8 +86,8 @@ TEST_F(FolderTest, FirstSaveInAFolder_SyncsThoseAroundIt) {
   }
 }
 
-// A process that ends while it removes a save that failed leaves a part of it: nobody is to wait
-// for that to get a name, nor for a registry to say whether it is sealed.
+// A process that ends while it removes a failed save leaves a part of it, which must not wait for a
+// name, nor for a registry that says whether it is sealed.
 TEST_F(FolderTest, SaveThatFails_LosesItsRecordsFirst) {
   const OwnedFd events(inotify_init1(IN_NONBLOCK | IN_CLOEXEC));
   ASSERT_TRUE(events.open());
@@ -115,7 +115,7 @@ TEST_F(FolderTest, SaveThatFails_LosesItsRecordsFirst) {
   EXPECT_THAT(removed, ElementsAre(kSealName, kSealingName));
 }
 
-// Killed between the parts of WriteFileAtomically.
+// Its writer was killed between the steps of WriteFileAtomically.
 TEST_F(FolderTest, TakeOver_LeavesOutWhatItsWriterWasAboutToRename) {
   const std::string staging = Path("checkpoint_0.tmp-0123456789abcdef");
   ASSERT_TRUE(Save(staging, {"a"}).ok());
@@ -128,7 +128,7 @@ TEST_F(FolderTest, TakeOver_LeavesOutWhatItsWriterWasAboutToRename) {
   EXPECT_THAT(*ListDirectory(Path("checkpoint_0")), ElementsAre("a", "manifest.json"));
 }
 
-// A hook may have called its file so.
+// A hook may have given its file such a name.
 TEST_F(FolderTest, FilesThatTheManifestLists_AreNoLeftovers) {
   const std::string name = "cache.tmp-0123456789abcdef";
   const std::string staging = Path("best.tmp-0123456789abcdef"),
@@ -153,13 +153,13 @@ TEST_F(FolderTest, Create_GivesNumberedOnesThatAreSealedTheirName) {
   // Its writer ended while it noted the seal.
   ASSERT_TRUE(WriteFileAtomically(JoinPath(sealed, "seal.json.tmp-0123456789abcdef"), "{").ok());
   ASSERT_TRUE(Save(Path("checkpoint_1.tmp-0123456789abcdef"), {"a"}).ok());
-  // A resume from another folder goes on with another name.
+  // A resume from another folder continues with another name.
   ASSERT_TRUE(Save(Path("checkpoint_2"), {"a"}).ok());
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_2", "checkpoint_3"));
   EXPECT_THAT(*ListDirectory(Path("checkpoint_3")), ElementsAre("a", "manifest.json", "seal.json"));
 }
 
-// Nothing sealed is lost, and nobody is disturbed.
+// Nothing sealed is lost, and no other process is disturbed.
 TEST_F(FolderTest, Create_LeavesSealedOnesThatCannotHaveTheirName) {
   const auto sealed = [&](const std::string& name) {
     const std::string path = Path(name + ".tmp-0123456789abcdef");
@@ -178,19 +178,19 @@ TEST_F(FolderTest, Create_LeavesSealedOnesThatCannotHaveTheirName) {
   ASSERT_TRUE(WriteFileAtomically(Path("checkpoint_5/notes"), "of a user").ok());
   const std::string damaged = sealed("checkpoint_6");
   ASSERT_TRUE(WriteFileAtomically(JoinPath(damaged, "a"), "of another size").ok());
-  // The one before is aside, where folders cannot be exchanged.
+  // The previous one is aside, as on file systems that cannot exchange folders.
   ASSERT_TRUE(Save(Path("aside"), {"a"}).ok());
   const std::string newer = sealed("checkpoint_7");
   const std::string aside = Path("checkpoint_7.old-0123456789abcdef");
   ASSERT_EQ(rename(Path("aside").c_str(), aside.c_str()), 0);
-  // What the save itself is to be called.
+  // The name that the save itself is to get.
   const std::string own = sealed("checkpoint_9");
   create();
   for (const std::string& path : {written, read, taken, damaged, own, newer}) {
     EXPECT_TRUE(PathExists(JoinPath(path, kSealName))) << path;
   }
   EXPECT_EQ(ListDirectory(root_)->size(), 8u);
-  // When nothing is in the way any more:
+  // After nothing is in the way any more:
   lock.Close();
   ReleaseInPlace();
   ASSERT_TRUE(RemoveTree(Path("checkpoint_5")).ok());
@@ -225,7 +225,7 @@ TEST_F(FolderTest, SealedWithoutItsName_ReplacesNoOtherProgramsCheckpoint_AndKee
   EXPECT_TRUE(VerifyCheckpoint(sealed, VerifyLevel::kContents).ok());
 }
 
-// Its disk may be away.
+// Its disk may not be mounted.
 TEST_F(FolderTest, LinkToNothing_IsAnError_AndKeepsItsNumber) {
   ASSERT_TRUE(Save(Path("checkpoint_1"), {"a"}).ok());
   ASSERT_EQ(symlink("/missing/checkpoint_4", Path("checkpoint_4").c_str()), 0);
@@ -259,7 +259,7 @@ TEST_F(FolderTest, HintAtUnnamed_SaysWhichOneLacksOnlyThatName) {
 TEST_F(FolderTest, Newest_OfTwoThatLackTheSameName_IsTheOneSavedLater) {
   const std::vector<std::string> unnamed = {Path("checkpoint_1.tmp-0000000000000000"),
                                             Path("checkpoint_1.tmp-ffffffffffffffff")};
-  // Saves remove what lacks a seal.
+  // Saves remove folders that lack a seal.
   for (const char* name : {"0", "1"}) ASSERT_TRUE(Save(Path(name), {"a"}).ok());
   for (const std::string& path : unnamed) {
     ASSERT_EQ(rename(Path(path == unnamed[0] ? "0" : "1").c_str(), path.c_str()), 0);
@@ -272,7 +272,7 @@ TEST_F(FolderTest, Newest_OfTwoThatLackTheSameName_IsTheOneSavedLater) {
   EXPECT_EQ(*folder.Newest(VerifyLevel::kSizes, {}, unnamed), unnamed[0]);
 }
 
-// It may have its name since the others were listed.
+// It may have been renamed since the others were listed.
 TEST_F(FolderTest, Newest_WithoutANameAndGone_IsSearchedForAgain) {
   ASSERT_TRUE(Save(Path("checkpoint_0"), {"a"}).ok());
   const absl::Status newest =
@@ -287,7 +287,7 @@ TEST_F(FolderTest, Create_RemovesWhatWasReplaced) {
   ASSERT_TRUE(WriteFileAtomically(JoinPath(Path("checkpoint_1"), "foreign"), "").ok());
   const std::string exchanged = Path("checkpoint_1.tmp-0123456789abcdef");
   const std::string aside = Path("checkpoint_1.old-0123456789abcdef");
-  // The only copy of its name.
+  // The only copy with that number.
   ASSERT_TRUE(Save(Path("checkpoint_7.old-0123456789abcdef"), {"a"}).ok());
   ASSERT_TRUE(Save(aside, {"a"}).ok());
   ASSERT_EQ(rename(Path("checkpoint_1").c_str(), exchanged.c_str()), 0);
@@ -312,7 +312,7 @@ TEST_F(FolderTest, SymbolicLink_StandsForItsFolder) {
   EXPECT_THAT(*ListDirectory(Path("disk")), ElementsAre("ckpt"));
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_0", "disk"));
   EXPECT_TRUE(VerifyCheckpoint(Path("checkpoint_0"), VerifyLevel::kContents).ok());
-  // Retention takes the link, not what the user has put elsewhere.
+  // Retention removes the link, not the folder that the user has put elsewhere.
   ASSERT_TRUE(RemoveCheckpoint(Path("checkpoint_0")).ok());
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("disk"));
   EXPECT_TRUE(VerifyCheckpoint(Path("disk/ckpt"), VerifyLevel::kContents).ok());
@@ -323,7 +323,7 @@ TEST_F(FolderTest, SymbolicLink_StandsForItsFolder) {
   EXPECT_THAT(std::string(refused.message()), HasSubstr("is a symbolic link to nothing"));
 }
 
-// The exchange is done, the older one is still aside.
+// The exchange is done, and the older one is still aside.
 TEST_F(FolderTest, KilledWhileReplacing_NewCheckpointIsWhole) {
   ASSERT_TRUE(Save(Path("ckpt"), {"a"}, "old").ok());
   EXPECT_EXIT(
@@ -544,7 +544,7 @@ TEST_F(FolderTest, Rotate_OneThatFails_KeepsNoOther) {
   EXPECT_THAT(*folder.Numbers(), ElementsAre(3));
 }
 
-// Root may do all otherwise. Of this thread.
+// Makes permissions apply to this thread, because root may do everything.
 bool ObeyPermissions() {
   __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3, .pid = 0};
   __user_cap_data_struct data[_LINUX_CAPABILITY_U32S_3];
@@ -553,7 +553,7 @@ bool ObeyPermissions() {
   return syscall(SYS_capset, &header, data) == 0;
 }
 
-// As people protect one.
+// The way people protect a checkpoint.
 TEST_F(FolderTest, ProtectedCheckpoint_StaysWithItsRecord_AndTheOthersGo) {
   const std::vector<int64_t> left = {0, 3};
   EXPECT_EXIT(
@@ -576,7 +576,7 @@ TEST_F(FolderTest, ProtectedCheckpoint_StaysWithItsRecord_AndTheOthersGo) {
       testing::ExitedWithCode(0), "cannot remove .*checkpoint_0");
 }
 
-// Nothing of the checkpoint goes before what is below it would stop the removal.
+// Nothing of the checkpoint is removed if something below it would stop the removal.
 TEST_F(FolderTest, CheckpointWithAProtectedFolderInIt_StaysWhole_AndTheErrorNamesThatFolder) {
   EXPECT_EXIT(
       {
@@ -597,7 +597,7 @@ TEST_F(FolderTest, CheckpointWithAProtectedFolderInIt_StaysWhole_AndTheErrorName
       testing::ExitedWithCode(0), "cannot remove .*checkpoint_0: .*notes/of/mine");
 }
 
-// What is mounted there belongs to somebody else, and may be all there is of it.
+// What is mounted there belongs to the user, and may be the only copy of it.
 TEST_F(FolderTest, CheckpointWithAMountPointInIt_StaysWhole_AndTheErrorNamesIt) {
   const std::string dir = Path("checkpoint_0"), data = JoinPath(dir, "notes/data");
   ASSERT_TRUE(Save(dir, {"a"}).ok());
@@ -617,7 +617,7 @@ TEST_F(FolderTest, CheckpointWithAMountPointInIt_StaysWhole_AndTheErrorNamesIt) 
   EXPECT_FALSE(PathExists(dir));
 }
 
-// It cannot move to the new checkpoint, and the former one is in the way of no save.
+// The mount point cannot move to the new checkpoint, and the former checkpoint blocks no save.
 TEST_F(FolderTest, ReplacedCheckpointWithAMountPointInIt_StaysAsideForAsLongAsThatIs) {
   const std::string dir = Path("best"), data = JoinPath(dir, "data");
   ASSERT_TRUE(Save(dir, {"a"}).ok());
@@ -643,7 +643,7 @@ TEST_F(FolderTest, ReplacedCheckpointWithAMountPointInIt_StaysAsideForAsLongAsTh
   EXPECT_TRUE(PathExists(JoinPath(data, "file")));
 }
 
-// Nobody may rename what is in it.
+// Nothing in it may be renamed.
 TEST_F(FolderTest, CheckpointInAReadOnlyFolder_KeepsItsRecord) {
   EXPECT_EXIT(
       {
@@ -660,7 +660,7 @@ TEST_F(FolderTest, CheckpointInAReadOnlyFolder_KeepsItsRecord) {
       testing::ExitedWithCode(0), "");
 }
 
-// Its process ended when it had lost its name: nobody takes it for one that is to get it.
+// Its process ended after it had lost its name: it is not taken for one that is to get it.
 TEST_F(FolderTest, SealedOneOnItsWayOut_GoesWithTheNextSave) {
   const CheckpointFolder folder(root_);
   ASSERT_TRUE(Save(folder.PathOf(0), {"a"}).ok());
@@ -673,7 +673,7 @@ TEST_F(FolderTest, SealedOneOnItsWayOut_GoesWithTheNextSave) {
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_1"));
 }
 
-// Nobody knows which files were its own: those that look so would pass for the new one's.
+// Which files were its own is unknown: those with names of the layout would pass for the new one's.
 TEST_F(FolderTest, ReplacedOneWithoutAReadableManifest_GivesNoFilesOfTheLayoutAway) {
   ASSERT_TRUE(Save(Path("best"), {"model.safetensors", "optimizer_1.safetensors",
                                   "model-00001-of-00002.safetensors", "scheduler.json",
@@ -703,7 +703,7 @@ TEST_F(FolderTest, RemovedLater_HasNoNameAtOnce) {
   EXPECT_THAT(*folder.Numbers(), ElementsAre(2));
   disposal.Wait();
   ASSERT_EQ(left.size(), 2u);
-  // The next save removes what a process that was killed has left of it.
+  // The next save removes what a killed process has left of it.
   EXPECT_TRUE(PathExists(left[0]));
   ASSERT_TRUE(Save(folder.PathOf(3), {"a"}).ok());
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_2", "checkpoint_3"));
@@ -726,9 +726,9 @@ TEST_F(FolderTest, ReplacedAndRemovedLater_IsNotPutBack) {
   ASSERT_TRUE(RemoveTree(dir).ok());
   EXPECT_TRUE(absl::IsNotFound(VerifyCheckpoint(dir, VerifyLevel::kSizes).status()));
   EXPECT_EQ(HintAtUnnamed(dir), "");
-  // On nodes.
+  // For nodes with disks of their own.
   EXPECT_THAT(*CopiesOf(dir), ElementsAre());
-  // A save of any name removes what a process that was killed has left of it.
+  // A save of any name removes what a killed process has left of it.
   ASSERT_TRUE(Save(Path("other"), {"a"}).ok());
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("other"));
 }
@@ -749,8 +749,7 @@ TEST_F(FolderTest, WhatAThreadRemoves_IsNotSweptByAnotherSave) {
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_1"));
 }
 
-// A writer may be killed when the record has taken the room of its question, before it has its
-// name.
+// A writer may be killed after the record has replaced its request, before it has its final name.
 TEST_F(FolderTest, AskedForASealLongAgo_GoesUnlessItsRecordIsThere) {
   const CheckpointFolder folder(root_);
   const std::string asked = Path("checkpoint_0.tmp-0123456789abcdef"),
@@ -770,8 +769,8 @@ TEST_F(FolderTest, AskedForASealLongAgo_GoesUnlessItsRecordIsThere) {
   EXPECT_TRUE(PathExists(sealed)) << "it is sealed, and gets its name";
 }
 
-// Its writer's clock may have been behind, and nothing else would remove it before a coordinator
-// has said whether it is sealed.
+// Its writer's clock may have been behind, and nothing else may remove it before a coordinator has
+// said whether it is sealed.
 TEST_F(FolderTest, AskedForASealAndNamed_StaysWhateverTheClocksSay) {
   const std::string asked = Path("best.tmp-0123456789abcdef");
   ASSERT_TRUE(Save(asked, {"a"}).ok());
@@ -783,7 +782,7 @@ TEST_F(FolderTest, AskedForASealAndNamed_StaysWhateverTheClocksSay) {
   ASSERT_TRUE(WriteFileAtomically(Path("best/manifest.json"), *EncodeManifest(manifest)).ok());
   ASSERT_TRUE(Save(Path("best"), {"a"}).ok());
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("best", BaseName(asked)));
-  // It is not: the coordinator has said so.
+  // It is not sealed: the coordinator has said so.
   ASSERT_TRUE(ForgetSealing(asked).ok());
   ASSERT_TRUE(Save(Path("best"), {"a"}).ok());
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("best"));

@@ -1,6 +1,6 @@
 // A disk that fails at any moment of a save: before each call that makes, reserves, writes, syncs,
-// renames or removes a file. Every rank gets the same error, the checkpoint before or the new one
-// is whole, and the next save, for which there is room, leaves nothing over.
+// renames or removes a file. Every rank gets the same error, the previous checkpoint or the new one
+// is whole, and the next save, for which there is room, leaves nothing behind.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -64,7 +64,7 @@ class FullDiskTest : public testing::TestWithParam<Kind> {
  protected:
   ~FullDiskTest() override { disk_fault.Disarm(); }
 
-  // A save of the next number by two ranks, which leaves the newest one alone.
+  // Saves the next number on two ranks, which keeps only the newest.
   absl::Status Save() {
     const absl::StatusOr<int64_t> number = folder_.NextNumber();
     if (!number.ok()) return number.status();
@@ -93,7 +93,7 @@ class FullDiskTest : public testing::TestWithParam<Kind> {
     return saved[0];
   }
 
-  // The number of the newest one, of which everything is read and what was saved.
+  // Returns the number of the newest one, after reading everything and checking the values.
   int64_t Newest() const {
     const absl::StatusOr<std::string> newest = folder_.Newest(VerifyLevel::kContents);
     EXPECT_TRUE(newest.ok()) << newest.status();
@@ -135,7 +135,7 @@ TEST_P(FullDiskTest, AnyMoment_IsTheSameErrorOnAllRanks_NothingIsLost_AndTheNext
     disk_fault.Disarm();
     const int64_t after = Newest();
     if (saved.ok()) {
-      // What failed, if anything, is nothing that the checkpoint needs.
+      // If anything failed, the checkpoint does not need it.
       EXPECT_EQ(after, before + 1);
     } else {
       ++failures;
@@ -146,17 +146,17 @@ TEST_P(FullDiskTest, AnyMoment_IsTheSameErrorOnAllRanks_NothingIsLost_AndTheNext
     ++moments;
     const absl::Status next = Save();
     ASSERT_TRUE(next.ok()) << next;
-    // One that was sealed and could not be removed keeps its number: the next save names it.
+    // One that was sealed and could not be removed keeps its number: the next save renames it.
     const int64_t newest = Newest();
     EXPECT_TRUE(newest == after + 1 || (!saved.ok() && newest == after + 2)) << newest;
     EXPECT_THAT(*ListDirectory(root_), ElementsAre(absl::StrCat("checkpoint_", newest)));
   }
   std::printf("%s: %d moments, %d of them failed the save\n", kind.name, moments, failures);
-  // Three files and the manifest are made, written and synced; three folders are synced.
+  // Three files and the manifest are created, written and synced; three folders are synced.
   EXPECT_GE(failures, 12);
 }
 
-// With a coordinator, who has sealed it at some of these moments.
+// With a coordinator, which has sealed it at some of these moments.
 class SealedOnFullDiskTest : public FullDiskTest {
  protected:
   // The highest step that a registry knows as sealed.
@@ -192,7 +192,7 @@ TEST_P(SealedOnFullDiskTest, AnyMoment_WhatIsSealedIsWhatTheNextLoadTakes) {
     } else if (sealed > before) {
       ++sealed_and_failed;
     }
-    // As the same job loads it, with a registry.
+    // Loads as the same job does, with a registry.
     const absl::StatusOr<std::string> found = FindCheckpointToResume(folder_, &records_);
     ASSERT_TRUE(found.ok()) << found.status();
     const absl::StatusOr<Manifest> manifest = VerifyCheckpoint(*found, VerifyLevel::kContents);
@@ -214,7 +214,8 @@ INSTANTIATE_TEST_SUITE_P(Disks, SealedOnFullDiskTest,
                                               true}),
                          [](const auto& info) { return std::string(info.param.name); });
 
-// By a signal, such as the one that announces the end of the job: some file systems say so.
+// Interrupted by a signal, such as the one that announces the end of the job: some file systems
+// report it.
 class InterruptedDiskTest : public FullDiskTest {};
 
 TEST_P(InterruptedDiskTest, AnyCallOnAFile_IsMadeAgain) {
@@ -264,7 +265,7 @@ class FetchOnFullDiskTest : public testing::TestWithParam<Kind> {
   }
   std::string Dir(int node) const { return JoinPath(Disk(node), "ckpt"); }
 
-  // By rank.
+  // Returns the results by rank.
   std::vector<absl::Status> Load() const {
     std::vector<absl::Status> loaded(4);
     RunRanks(4, [&](Comm& comm) {
@@ -315,7 +316,7 @@ TEST_P(FetchOnFullDiskTest, AnyMoment_IsAnErrorOnAllRanks_NothingIsLost_AndTheNe
       EXPECT_THAT(*ListDirectory(Dir(node)), testing::IsSupersetOf(own[node]));
     }
     if (!disk_fault.fired) {
-      // It has fetched, and has removed what the loads before could not.
+      // It has fetched the files, and has removed what earlier loads could not.
       EXPECT_THAT(*ListDirectory(Disk(1)), ElementsAre("ckpt"));
       break;
     }

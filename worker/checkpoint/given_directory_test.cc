@@ -36,7 +36,7 @@ TEST(GivenDirectoryTest, ByFolder_OtherNamesOfOneFolderAreAlike) {
   const TestFolder folder;
   ASSERT_TRUE(MakeDirectories(folder.Path("disk")).ok());
   ASSERT_EQ(symlink(folder.Path("disk").c_str(), folder.Path("link").c_str()), 0);
-  // That folder is still to be made.
+  // That folder does not exist yet.
   const std::string real = folder.Path("disk/best"), by_link = folder.Path("link/best");
   EXPECT_TRUE(Compare(real, by_link, GivenAlike::kByFolder).ok());
   EXPECT_TRUE(

@@ -24,7 +24,7 @@ std::vector<std::string> SyncedFor(const std::string& folder) {
 
 TEST(MakeLastingFolderTest, FoldersAroundIt_AreSyncedOnce) {
   const TestFolder folder;
-  // Another process has made this one.
+  // Another process has created this one.
   ASSERT_TRUE(MakeDirectories(folder.Path("run")).ok());
   const std::vector<std::string> paths = SyncedFor(folder.Path("run/deep/er"));
   for (const std::string& path : {folder.Path("run/deep"), folder.Path("run"), folder.path()}) {
@@ -34,7 +34,7 @@ TEST(MakeLastingFolderTest, FoldersAroundIt_AreSyncedOnce) {
   EXPECT_THAT(SyncedFor(folder.Path("run/new")), Contains(folder.Path("run")));
 }
 
-// ext4 gives it the inode of the one before.
+// ext4 gives it the inode of the previous folder.
 TEST(MakeLastingFolderTest, FolderThatIsRemovedAndMadeAgain_IsSyncedAgain) {
   const TestFolder folder;
   const std::string best = folder.Path("out/best");

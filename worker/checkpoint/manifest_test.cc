@@ -77,7 +77,7 @@ TEST(Manifest, AnyFlippedBitOrCut_IsNoticed) {
   }
 }
 
-// In a time proportional to their number: else this does not end within the test's time.
+// In a time proportional to their number; otherwise this exceeds the test's time.
 TEST(Manifest, ManyFiles_AreRead) {
   Manifest manifest;
   for (int i = 0; i < 300'000; ++i) {
@@ -113,7 +113,7 @@ TEST(Manifest, NodesWithDisksOfTheirOwn_ComeBack) {
   EXPECT_EQ(back->nodes[0].ranks, (std::vector<int>{0, 1}));
 }
 
-// With a digest that fits: it was written so.
+// The digest matches, so the manifest was written that way.
 TEST(Manifest, NumbersThatAreNoIntegers_AreDataLoss) {
   for (const char* field : {"version", "world_size", "iteration", "step"}) {
     for (const double value : {1e300, -1e300, 0.5}) {

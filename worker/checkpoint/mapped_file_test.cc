@@ -28,7 +28,7 @@ std::string Contents() {
   return contents;
 }
 
-// Of this process.
+// Sets a limit of this process.
 void SetLimit(int resource, rlim_t soft) {
   rlimit limit = {};
   EXPECT_EQ(getrlimit(resource, &limit), 0);
@@ -69,7 +69,7 @@ TEST_F(MappedFiles, FileThatIsClosed_IsThereWithAllItsBytes) {
 TEST_F(MappedFiles, PagesThatAreLoaded_AreInMemory) {
   DropFromCache();
   const MappedFile mapped = Map();
-  // A file system in memory keeps them.
+  // A file system in memory keeps its pages.
   const bool is_dropped = !mapped.IsInMemory(1'000'001, 999);
   for (const auto& [begin, bytes] :
        {std::pair<uint64_t, uint64_t>{1'000'001, 999}, {kBytes - 1, 1}, {0, kBytes}}) {
@@ -97,7 +97,7 @@ TEST_F(MappedFiles, PagesThatTheFileHasLost_AreAnErrorWithoutASignal) {
 
 TEST_F(MappedFiles, WriteIntoIt_EndsTheProcessAndLeavesTheFile) {
   const MappedFile mapped = Map();
-  // By SIGSEGV, or by a sanitizer in its place.
+  // By SIGSEGV, or by a sanitizer instead.
   EXPECT_DEATH(*const_cast<volatile char*>(mapped.data()) = 'x', "");
   std::ifstream file(path_);
   EXPECT_EQ(file.get(), 0);
@@ -124,7 +124,7 @@ TEST_F(MappedFiles, ProcessWithoutAddresses_IsToldWhatToDo) {
       testing::ExitedWithCode(0), "1.00 GiB of addresses; raise the limit");
 }
 
-// Of memory that only may be read: no limit of a process's own memory counts it.
+// No limit of a process's own memory counts memory that may only be read.
 TEST_F(MappedFiles, LimitOfTheProcessesMemory_DoesNotCount) {
   EXPECT_EXIT(
       {

@@ -40,7 +40,7 @@ TEST(MemoryRanges, RangesThatOverlap_AreOne) {
 TEST(MemoryRanges, StridedTensor_ReachesToItsLastElement) {
   const at::Tensor all = at::zeros({4, 10});
   MemoryRanges ranges;
-  ranges.Add(all.slice(1, 0, 1));  // a column: to the begin of the last row
+  ranges.Add(all.slice(1, 0, 1));  // a column: up to the beginning of the last row
   EXPECT_TRUE(ranges.Overlap(all.select(0, 2)));
   EXPECT_TRUE(ranges.Overlap(all.select(0, 3)));
   EXPECT_FALSE(ranges.Overlap(all.select(0, 3).narrow(0, 1, 9)));

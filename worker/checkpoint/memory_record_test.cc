@@ -98,7 +98,7 @@ TEST(MemoryRecord, CopyWithItsHeaderLast_IsTheSameCheckpoint) {
   const auto coming = ReadMemoryRecord(page, BytesOf(copy).substr(0, end));
   ASSERT_TRUE(coming.ok()) << coming.status();
   EXPECT_EQ(MemoryFile(BytesOf(copy), *coming, 0), kText);
-  // Not with less than it says.
+  // Fails with less memory than the header says.
   EXPECT_TRUE(absl::IsDataLoss(ReadMemoryRecord(page, BytesOf(copy).substr(0, end - 1)).status()));
   PutMemoryHeader(page, copy);
   EXPECT_TRUE(ReadMemoryRecord(BytesOf(copy)).ok());
@@ -120,7 +120,7 @@ TEST(MemoryRecord, ChangedBytes_AreFoundAndNothingIsReadOutside) {
   const std::string whole(BytesOf(memory).substr(0, kMemoryHeaderBytes + 1024));
   std::mt19937 random(1);
   for (int i = 0; i < 20000; ++i) {
-    // The header and the record are what is parsed; the files have digests of their own.
+    // Only the header and the record are parsed; the files have digests of their own.
     std::string bytes = whole.substr(0, 80);
     if (i % 2 == 0) {
       bytes = Mutate(bytes, random);
@@ -150,7 +150,7 @@ TEST(AlignedMemory, OfAFile_IsSharedAndKeepsWhatItHolds) {
   ASSERT_TRUE(again.ok());
   EXPECT_EQ(again->size(), memory->size());
   EXPECT_EQ(again->data()[4], 'x');
-  // More than any machine has: an error, no signal when it is touched.
+  // More than any machine has: an error, and no signal when it is touched.
   EXPECT_TRUE(absl::IsResourceExhausted(memory->Grow(size_t{1} << 52)));
   EXPECT_EQ(memory->data()[4], 'x');
 }

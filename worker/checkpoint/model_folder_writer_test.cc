@@ -111,7 +111,7 @@ TEST_F(ModelFolderWriterTest, FolderOfACheckpoint_IsRefusedAndStaysAsItIs) {
     ASSERT_TRUE(WriteFileAtomically(dir_ + "/manifest.json", "{}").ok());
     ASSERT_TRUE(WriteFileAtomically(dir_ + "/model.safetensors", "old").ok());
   };
-  // One that is saved beside training gets its name while the model is written.
+  // A checkpoint that is saved beside training gets its name while the model is written.
   const auto writer = Begin({Bytes("a", 1)});
   ASSERT_TRUE(writer->Write("a", 0, "1").ok());
   has_manifest();

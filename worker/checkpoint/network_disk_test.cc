@@ -1,5 +1,5 @@
-// A file system of a network: calls that fail for a moment, and writers on other machines, whose
-// locks are not seen here.
+// A network file system: calls that fail temporarily, and writers on other machines, whose locks
+// are not visible here.
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -39,21 +39,21 @@ namespace {
 
 constexpr char kDisk[] = "/network_disk";
 
-// The calls of the system below, which this program has in place of the C library's.
+// The calls of the system below, with which this program replaces the C library's.
 struct Disk {
   long at = 0;  // the call that reads below a folder named kDisk and fails; 0: none
   int error = 0;
   bool is_nfs = false;
-  time_t ahead = 0;         // so much earlier everything on it has changed
+  time_t ahead = 0;         // by so much, everything on it was changed earlier
   std::string hidden = "";  // a part of the paths that may not be examined; empty: none
-  int read_only = 0;        // what changes fail with; 0: none
+  int read_only = 0;        // the error of changes; 0: none
   // Not null: folders cannot be exchanged, and this is called after the first rename.
   std::function<void()> renamed = nullptr;
 };
 Disk disk;
-std::atomic<long> reads = 0;  // by several threads
+std::atomic<long> reads = 0;  // made by several threads
 
-// From now on the disk is as `next` says. Returns whether a read has failed since the last call.
+// Puts the disk into the state `next`. Returns whether a read has failed since the last call.
 bool Set(Disk next) {
   const bool fired = disk.at > 0 && reads >= disk.at;
   disk = std::move(next);
@@ -74,12 +74,12 @@ bool RefusesToChange(const char* path) {
   return true;
 }
 
-// A lock is none of the calls that read.
+// Locking is not one of the calls that read.
 bool FailsToOpen(const char* path, int flags) {
   return (flags & O_CREAT) == 0 ? Fails(path) : RefusesToChange(path);
 }
 
-// Not the standard streams.
+// Excludes the standard streams.
 bool FailsToRead(int fd) { return fd > 2 && Fails(fd); }
 
 }  // namespace
@@ -175,7 +175,7 @@ class NetworkDiskTest : public testing::Test {
   NetworkDiskTest() { Set({}); }
   ~NetworkDiskTest() override { Set({}); }
 
-  // With a record, as coordinators write it.
+  // Saves a checkpoint with a record, as coordinators write it.
   void Save(int64_t number) {
     Staging staging = *Staging::Create(folder_.PathOf(number));
     Manifest manifest;
@@ -199,10 +199,10 @@ class NetworkDiskTest : public testing::Test {
   const CheckpointFolder folder_{root_};
 };
 
-// The device is gone, or the server that a file system of a program asks, or it refuses a call.
+// The device is gone, or the server of a user-space file system, or it refuses a call.
 const std::vector<int> kErrors = {EIO, ESTALE, EACCES, ENODEV, ENXIO, ENOTCONN, EOPNOTSUPP, EINVAL};
 
-// `find`: what looks for the newest checkpoint, number 2, whose path or step it returns.
+// `find`: looks for the newest checkpoint, number 2, and returns its path or step.
 class FailingReadsTest : public NetworkDiskTest {
  protected:
   template <class F>
@@ -248,7 +248,7 @@ TEST_F(FailingReadsTest, Newest) {
   ExpectNewestOrAnError([&] { return NumberOf(folder_.Newest()); }, kErrors);
 }
 
-// Its contents are read: text, files of one block and of several, by one rank and by two together.
+// The contents are read: text, files of one block and of several, by one rank and by two together.
 TEST_F(FailingReadsTest, Contents) {
   const auto save = [&](int64_t number, int64_t elements) {
     RunRanks(1, [&](Comm& comm) {
@@ -353,7 +353,7 @@ TEST_F(NetworkDiskTest, ReaderBetweenTheTwoRenamesOfASave_PutsNothingBack) {
   EXPECT_THAT(Names(), ElementsAre("best"));
 }
 
-// Who only reads loads it from where it is.
+// A process that only reads loads it from where it is.
 TEST_F(NetworkDiskTest, SealedOnAReadOnlyDisk_IsLoadedFromWhereItIs) {
   for (int64_t number = 0; number < 3; ++number) Save(number);
   const std::string staging = "checkpoint_2.tmp-0123456789abcdef";
@@ -377,7 +377,7 @@ TEST_F(NetworkDiskTest, SealedOnAReadOnlyDisk_IsLoadedFromWhereItIs) {
       EXPECT_EQ(record.state, RegisteredCheckpoint::State::kSealed) << "its path has nothing";
     }
     disk.read_only = 0;
-    // Another error may pass, so that the next load can give it its name.
+    // Another error may be transient, so that the next load can rename it.
     disk.read_only = EIO;
     const auto found = FindCheckpointToResume(folder_, registered ? &registrar : nullptr);
     EXPECT_THAT(std::string(found.status().message()), testing::HasSubstr(staging));
@@ -386,7 +386,7 @@ TEST_F(NetworkDiskTest, SealedOnAReadOnlyDisk_IsLoadedFromWhereItIs) {
   EXPECT_EQ(*FindCheckpointToResume(folder_, nullptr), Path("checkpoint_2"));
 }
 
-// A sealed one that lacks its name is never taken for rubbish.
+// A sealed one that lacks its name is never treated as abandoned.
 TEST_F(FailingReadsTest, Create_RemovesNothingThatIsSealed) {
   Save(0);
   Save(1);
@@ -403,7 +403,7 @@ TEST_F(FailingReadsTest, Create_RemovesNothingThatIsSealed) {
   }
 }
 
-// What a rank wrote is not missing because it cannot be examined.
+// A file that a rank wrote is not missing because it cannot be examined.
 TEST_F(FailingReadsTest, Complete_TakesNoErrorForDamage) {
   for (const int error : kErrors) {
     for (long at = 1; !HasFailure(); ++at) {
@@ -422,7 +422,8 @@ TEST_F(FailingReadsTest, Complete_TakesNoErrorForDamage) {
   }
 }
 
-// Nobody knows whether it is complete. What is may go nevertheless: else the disk fills.
+// It is unknown whether it is complete. Complete ones may be removed nevertheless, or the disk
+// fills up.
 TEST_F(NetworkDiskTest, CheckpointThatCannotBeSeen_StaysAndOlderOnesGo) {
   for (int64_t number = 0; number < 4; ++number) Save(number);
   disk.hidden = "/checkpoint_1/manifest.json";
@@ -438,7 +439,7 @@ TEST_F(NetworkDiskTest, FolderThatNobodyHasLocked_MayBeOfAWriterOnAnotherMachine
   ASSERT_TRUE(WriteFileAtomically(Path(staging + "/a"), "half").ok());
   const std::string replaced = "checkpoint_0.old-0123456789abcdef";
   ASSERT_TRUE(MakeDirectories(Path(replaced)).ok());
-  // Nobody writes to what is being removed.
+  // No process writes to a folder that is being removed.
   ASSERT_TRUE(MakeDirectories(Path("checkpoint_1.tmp-dead456789abcdef")).ok());
   disk.is_nfs = true;
   Save(2);
@@ -446,7 +447,7 @@ TEST_F(NetworkDiskTest, FolderThatNobodyHasLocked_MayBeOfAWriterOnAnotherMachine
   disk.ahead = absl::ToInt64Seconds(kQuietTime) - 60;
   Save(3);
   EXPECT_THAT(Names(), Contains(staging));
-  // One that has changed nothing for a day is dead, unless it is here and has its lock.
+  // A folder without changes for a day is abandoned, unless its writer is here and has it locked.
   disk.ahead = absl::ToInt64Seconds(kQuietTime) + 60;
   {
     const OwnedFd lock(LockFolder(Path(staging)));

@@ -37,7 +37,7 @@
 
 namespace muster {
 namespace {
-// Of this thread, a rank: the next allocation of so many bytes throws. 0: none does.
+// For this thread, a rank: the next allocation of so many bytes throws. 0: none does.
 thread_local size_t failing_bytes = 0;
 }  // namespace
 }  // namespace muster
@@ -101,7 +101,7 @@ class NodeCheckpointsTest : public testing::Test {
     if (!groups.ok()) return groups.status();
     return OpenCheckpointOnNodes(comm, dir, folder, *groups, nullptr, damaged);
   }
-  // `damaged`: after a file of it was found damaged.
+  // `damaged`: whether a file of it was found damaged before.
   absl::StatusOr<StateReader> OpenDir(Comm& comm, bool damaged = false) {
     const std::string dir = Dir(NodeOf(comm));
     return Open(comm, dir, CheckpointFolder(""),
@@ -149,7 +149,7 @@ TEST_F(NodeCheckpointsTest, ProbeOfARankThatDied_IsRemovedByTheNextOne) {
   const std::string left = JoinPath(root_, ".muster-node-0123456789abcdef");
   const std::string live = JoinPath(root_, ".muster-node-0123456789abcde0");
   const std::string other = JoinPath(root_, ".muster-node-of-the-user");
-  // Of a rank on a machine whose locks this one does not see.
+  // The probe of a rank on a machine whose locks are not visible here.
   const std::string young = JoinPath(root_, ".muster-node-0123456789abcde1");
   for (const std::string& path : {left, live, other, young}) {
     ASSERT_TRUE(MakeDirectories(path).ok());
@@ -240,7 +240,7 @@ TEST_F(NodeCheckpointsTest, Saves_AreSealedOnEveryNode_InAChain) {
   }
 }
 
-// Between the exchanges of a load, where the others would wait for it.
+// Memory runs out between the exchanges of a load, in which the other ranks would wait.
 TEST_F(NodeCheckpointsTest, RankWithoutMemory_TellsTheOthers) {
   constexpr size_t kLarge = 1 << 20;
   const auto save = [&](int64_t number) {
@@ -261,7 +261,7 @@ TEST_F(NodeCheckpointsTest, RankWithoutMemory_TellsTheOthers) {
     ASSERT_TRUE(text.ok()) << text.status();
     ASSERT_TRUE(WriteFileAtomically(path, *text + std::string(kLarge, ' ')).ok());
   };
-  // `rank` has no memory from its exchange of bytes number `moment` on.
+  // Makes `rank` lack memory from its `moment`-th exchange of bytes on.
   const auto open = [&](int rank, int moment, const std::function<void(const absl::Status&)>& see) {
     RunRanks(4, [&](Comm& whole) {
       const auto groups = FindNodeGroups(whole, Disk(NodeOf(whole)), NodeOf(whole));
@@ -328,7 +328,7 @@ TEST_F(NodeCheckpointsTest, FreshNode_GetsTheWholeCheckpoint) {
   EXPECT_EQ(*ListDirectory(Dir(0)), *ListDirectory(Dir(1)));
 }
 
-// As of another run, whose parts nobody else has.
+// Like a checkpoint of another run, whose parts no other node has.
 TEST_F(NodeCheckpointsTest, AnotherCheckpointOfTheName_IsNotReplacedWhereItIsPinned) {
   const std::string aside = JoinPath(root_, "aside");
   for (const int64_t step : {1, 2}) {
@@ -402,7 +402,7 @@ TEST_F(NodeCheckpointsTest, WhatANodeCannotReadNow_IsTakenFromAnother_AndElseIsA
     });
   };
   expect_newest();
-  // Both have all of it now.
+  // Both nodes have all of it now.
   const HiddenPath hidden(JoinPath(CheckpointFolder(Disk(1)).PathOf(1), RandomStatesFileName(2)));
   expect_newest();
 }
@@ -432,7 +432,7 @@ TEST_F(NodeCheckpointsTest, RankThatSeesNothingOfWhatItsLeaderHas_IsAnError_NoOl
     });
   };
   expect_refusal();
-  // An older one that all could read.
+  // An older one that all ranks could read.
   RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(SaveNumbered(comm, 0).ok()); });
   RunRanks(4, [&](Comm& comm) {
     ASSERT_TRUE(
@@ -447,7 +447,8 @@ TEST_F(NodeCheckpointsTest, RankThatSeesNothingOfWhatItsLeaderHas_IsAnError_NoOl
   expect_refusal();
 }
 
-// What is left of one that was being removed aside, where folders cannot be exchanged.
+// The rest of a checkpoint that was being removed after it was moved aside, where folders cannot be
+// exchanged.
 TEST_F(NodeCheckpointsTest, RestOfAReplacedOne_IsPassedOver) {
   RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(SaveNumbered(comm, 2).ok()); });
   const std::string rest = CheckpointFolder(Disk(0)).PathOf(3) + ".old-0123456789abcdef";
@@ -473,7 +474,7 @@ TEST_F(NodeCheckpointsTest, DamagedCopy_IsReplacedByThatOfAnotherNode) {
   RunRanks(4, [&](Comm& comm) {
     const auto found = OpenDir(comm);
     ASSERT_TRUE(found.ok()) << found.status();
-    // Only who reads the file learns of it.
+    // Only the rank that reads the file notices.
     EXPECT_EQ(found->Read(ModelFileName(0)).ok(), NodeOf(comm) == 1);
     EXPECT_EQ(RandomOf(*found, comm.rank()), 30 + comm.rank());
     const auto reader = OpenDir(comm, /*damaged=*/true);
@@ -500,7 +501,7 @@ TEST_F(NodeCheckpointsTest, OpenedInParts_NothingIsFetchedBeforeItIsAskedFor) {
     EXPECT_EQ(reader->info().step, 7);
     const absl::Status not_fetched = reader->Read(RandomStatesFileName(3 - comm.rank())).status();
     EXPECT_THAT(std::string(not_fetched.message()), HasSubstr("another node"));
-    // The model together, and what each rank alone needs.
+    // The model is read together, and each rank's own file by that rank.
     ASSERT_TRUE(reader->ReadTogether(comm, {ModelFileName(0)}).ok());
     ASSERT_TRUE(reader->Fetch(comm, {RandomStatesFileName(3 - comm.rank()), "no such file"}).ok());
     EXPECT_EQ(ModelOf(*reader), 1.5);
@@ -511,14 +512,14 @@ TEST_F(NodeCheckpointsTest, OpenedInParts_NothingIsFetchedBeforeItIsAskedFor) {
   EXPECT_EQ(*ListDirectory(Dir(1)), second);
   EXPECT_THAT(*ListDirectory(Disk(1)), ElementsAre("ckpt"));
 
-  // Where every node has all files, one reads from its folder.
+  // If every node has all files, a load reads from its folder.
   RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(OpenDir(comm).ok()); });
   RunRanks(4, [&](Comm& comm) {
     const auto reader = open(comm, {});
     ASSERT_TRUE(reader.ok()) << reader.status();
     EXPECT_FALSE(reader->in_parts());
   });
-  // A damaged copy counts as none once all files are verified.
+  // A damaged copy no longer counts once all files are verified.
   FlipBit(JoinPath(Dir(0), "model.safetensors"));
   RunRanks(4, [&](Comm& comm) {
     auto reader = open(comm, {Dir(NodeOf(comm))});
@@ -529,7 +530,7 @@ TEST_F(NodeCheckpointsTest, OpenedInParts_NothingIsFetchedBeforeItIsAskedFor) {
   });
 }
 
-// Its node has nothing of the checkpoint before.
+// Its node has nothing of the previous checkpoint.
 TEST_F(NodeCheckpointsTest, ChainOfRecords_FollowsThatOfAnyNode) {
   RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(SaveNumbered(comm, 0).ok()); });
   const auto before = ReadSeal(CheckpointFolder(Disk(1)).PathOf(0));
@@ -569,7 +570,7 @@ TEST_F(NodeCheckpointsTest, DamageWithoutAnotherCopy_IsNamed) {
   });
 }
 
-// On its way to the others a piece of a file changes.
+// A Comm in which a piece of a file changes on its way to the others.
 class NoisyComm : public BorrowedComm {
  public:
   explicit NoisyComm(Comm& comm) : BorrowedComm(comm) {}
@@ -592,7 +593,7 @@ TEST_F(NodeCheckpointsTest, DamageOnTheWay_IsUnavailable_AndNothingOlderIsTaken)
                 AllOf(HasSubstr("rank 2: " + CheckpointFolder(Disk(1)).PathOf(1)),
                       HasSubstr("what rank 0 sent does not match the manifest")));
   });
-  // Nothing of it stays.
+  // Nothing of it is left.
   EXPECT_THAT(*ListDirectory(Disk(1)), ElementsAre("checkpoint_0", "checkpoint_1"));
   EXPECT_FALSE(PathExists(JoinPath(CheckpointFolder(Disk(1)).PathOf(1), "model.safetensors")));
   RunRanks(4, [&](Comm& comm) {
@@ -618,7 +619,7 @@ class LeavingComm : public BorrowedComm {
 TEST_F(NodeCheckpointsTest, PeerThatEndsWhileAFileIsFetched_LeavesWhatWasThere) {
   RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)), 2, 1).ok()); });
   const std::vector<std::string> before = *ListDirectory(Dir(1));
-  // The holder of files, and the node that fetches them.
+  // Either the holder of files, or the node that fetches them.
   for (const int who : {0, 2}) {
     bool ended = true;
     for (int last = 1; ended; ++last) {
@@ -641,7 +642,7 @@ TEST_F(NodeCheckpointsTest, PeerThatEndsWhileAFileIsFetched_LeavesWhatWasThere) 
         EXPECT_EQ(*ListDirectory(Dir(1)), before);
       }
     }
-    // For the other one.
+    // Used by the other node.
     const std::vector<std::string> after = *ListDirectory(Dir(1));
     for (const std::string& name : after) {
       if (std::find(before.begin(), before.end(), name) != before.end()) continue;
@@ -704,7 +705,7 @@ TEST_F(NodeCheckpointsTest, OneNodeFails_NothingChangesAnywhere) {
   EXPECT_THAT(*ListDirectory(Disk(1)), ElementsAre("ckpt"));
 }
 
-// What a crash of all processes leaves when only node 0 has moved its folder.
+// The state after a crash of all processes when only node 0 has moved its folder.
 TEST_F(NodeCheckpointsTest, CrashBetweenTheNodesCommits_IsFinishedByTheNextLoad) {
   RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)), 1, 1).ok()); });
   RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)) + "-new", 2, 2).ok()); });
@@ -718,7 +719,7 @@ TEST_F(NodeCheckpointsTest, CrashBetweenTheNodesCommits_IsFinishedByTheNextLoad)
     ASSERT_TRUE(reader.ok()) << reader.status();
     EXPECT_EQ(ModelOf(*reader), 2);
     EXPECT_EQ(RandomOf(*reader, comm.rank()), 20 + comm.rank());
-    // The next save clears away what is left.
+    // The next save removes what is left.
     ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)), 3, 3).ok());
   });
   EXPECT_THAT(*ListDirectory(Disk(0)), ElementsAre("ckpt"));
@@ -741,7 +742,7 @@ TEST_F(NodeCheckpointsTest, CopyInItsPlaceThatCannotBeReadNow_NothingIsMoved) {
       ASSERT_TRUE(groups.ok()) << groups.status();
       const absl::Status settled = SettleNodes(comm, Dir(NodeOf(comm)), *groups);
       EXPECT_TRUE(settled.ok()) << settled;
-      // What only that node has is an error that names it.
+      // If only that node has a checkpoint, the error names it.
       const absl::Status status = OpenDir(comm).status();
       EXPECT_FALSE(absl::IsNotFound(status) || StaysUnreadable(status)) << status;
       EXPECT_THAT(std::string(status.message()), AllOf(HasSubstr("rank 2: "), HasSubstr(manifest)));
@@ -782,7 +783,7 @@ TEST_F(NodeCheckpointsTest, Rotation_CountsWhatEveryNodeHas) {
   EXPECT_THAT(*CheckpointFolder(Disk(1)).Numbers(), ElementsAre(1, 3));
 }
 
-// Saved while all ranks had one disk: by number, with a seal.json.
+// Saves a checkpoint as if all ranks had one disk: by number, with a seal.json.
 void SaveSealed(Comm& comm, const std::string& root, int64_t number, bool promoted, bool pinned,
                 double value) {
   const std::string path = CheckpointFolder(root).PathOf(number);
@@ -821,7 +822,7 @@ TEST_F(NodeCheckpointsTest, NewestThatWasHeldBack_TheOneBeforeIsTaken) {
     ASSERT_TRUE(reader.ok()) << reader.status();
     EXPECT_EQ(ModelOf(*reader), 7);
   });
-  // By its name.
+  // Loads it by its name.
   RunRanks(4, [&](Comm& comm) {
     const CheckpointFolder folder(Disk(NodeOf(comm)));
     const auto reader = Open(comm, folder.PathOf(1), folder);

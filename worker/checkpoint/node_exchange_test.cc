@@ -46,7 +46,8 @@ class NodeExchangeTest : public testing::Test {
     std::string bytes(8, '\0');
     bytes[0] = static_cast<char>(header.size());
     bytes += header;
-    // A safetensors file has no bytes without a tensor: what follows is never parsed here.
+    // A safetensors file has no bytes without a tensor; the bytes that follow are never parsed
+    // here.
     if (large) {
       const size_t data = 5 * kBlock + 100 - bytes.size() - 80;
       const std::string tensor = absl::StrCat("{\"t\":{\"dtype\":\"U8\",\"shape\":[", data,
@@ -87,8 +88,8 @@ class NodeExchangeTest : public testing::Test {
     ASSERT_TRUE(WriteFileAtomically(JoinPath(Disk(leader), name), bytes).ok());
   }
 
-  // What comes to this rank, by file and offset, if every rank needs all of "a" and "b"; what goes
-  // wrong on it.
+  // Returns what comes to this rank, by file and offset, if every rank needs all of "a" and "b".
+  // `mine`: this rank's error.
   std::map<std::pair<std::string, uint64_t>, std::string> MoveAll(Comm& comm, absl::Status* mine) {
     const std::vector<ManifestFile> files = {*manifest_.Find("a"), *manifest_.Find("b"),
                                              *manifest_.Find("tiny")};
@@ -158,7 +159,7 @@ TEST_F(NodeExchangeTest, DamagedBlock_IsNamedByItsSender_AndTheOthersGoOn) {
   RunRanks(4, [&](Comm& comm) {
     absl::Status mine;
     MoveAll(comm, &mine);
-    // Blocks 0, 2 and 4 are those of one rank, 1, 3 and 5 those of the other.
+    // Blocks 0, 2 and 4 come from one rank, 1, 3 and 5 from the other.
     if (mine.ok()) return;
     ++named;
     EXPECT_GE(comm.rank(), 2);

@@ -20,7 +20,7 @@ std::string Little(uint64_t value, int width) {
   return bytes;
 }
 
-// The instructions of a pickle, as Python writes them.
+// Returns the instructions of a pickle, as Python writes them.
 std::string Text(const std::string& text) { return "X" + Little(text.size(), 4) + text; }
 std::string Int(uint64_t value) { return "\x8a\x08" + Little(value, 8); }
 std::string Global(const std::string& module, const std::string& name) {
@@ -71,7 +71,7 @@ TEST(PickledTensors, StateDict_GivesViewsInOrder) {
   EXPECT_EQ((*tensors)[1].extent_bytes, 8u);
 }
 
-// Python keeps what a program has attached to a parameter.
+// Python keeps attributes that a program has set on a parameter.
 TEST(PickledTensors, ParametersWithAttributes_AreTheirTensors) {
   const auto tensors = Parse(Pickle(
       Dict(Text("w") + Global("torch._utils", "_rebuild_parameter_with_state") + "(" +
@@ -83,7 +83,7 @@ TEST(PickledTensors, ParametersWithAttributes_AreTheirTensors) {
   EXPECT_THAT((*tensors)[0].shape, ElementsAre(4));
 }
 
-// Of a tensor that has attributes, or was made by torch.nn.Buffer.
+// The pickle of a tensor that has attributes, or was made by torch.nn.Buffer.
 TEST(PickledTensors, TensorsWithAttributes_AreTheirTensors) {
   const std::string rebuild = Global("torch._tensor", "_rebuild_from_type_v2");
   const std::string make = Global("torch._utils", "_rebuild_tensor_v2");
@@ -129,7 +129,7 @@ TEST(PickledTensors, NestedContainers_GiveDottedNames) {
   EXPECT_THAT(names, ElementsAre("model.w", "list.0", "list.2", "7"));
 }
 
-// As the state of a MultiStepLR holds its milestones, beside the weights of a training checkpoint.
+// A MultiStepLR holds its milestones like this, beside the weights of a training checkpoint.
 TEST(PickledTensors, Counters_AreDictionaries) {
   const std::string counter = Global("collections", "Counter");
   const std::string tensor = Tensor(Storage("ByteStorage", "0", 1), 0, {1}, {1});
@@ -169,7 +169,7 @@ TEST(PickledTensors, TypesThatAreNotRead_AreNotCalledExecutable) {
 }
 
 TEST(PickledTensors, InstructionsThatMakeObjects_AreRefused) {
-  // OBJ, INST, NEWOBJ, NEWOBJ_EX, EXT1, PERSID, and those of protocols 0 and 1.
+  // OBJ, INST, NEWOBJ, NEWOBJ_EX, EXT1, PERSID, and instructions of protocols 0 and 1.
   for (const std::string opcode : {"o", "i", "\x81", "\x92", "\x82", "P", "I", "S", "V", "g"}) {
     EXPECT_THAT(ErrorOf(Pickle("N" + opcode)), HasSubstr("is refused")) << opcode;
   }
@@ -227,7 +227,7 @@ TEST(PickledTensors, ManyTinyInstructions_MeetALimitNotTheMemory) {
   std::string copies = "\x80\x02](" + std::string(1'000'000, 'N') + "eq\x01";
   for (int i = 0; i < 20; ++i) copies += Global("torch", "Size") + "h\x01\x85R";
   EXPECT_THAT(ErrorOf(copies), HasSubstr("items allowed"));
-  // Each list holds the one before twice: 2^60 places.
+  // Each list holds the previous one twice: 2^60 places.
   std::string tree = "]q" + Little(0, 1);
   for (int i = 0; i < 60; ++i) {
     tree += "](h" + Little(i, 1) + "h" + Little(i, 1) + "eq" + Little(i + 1, 1);
@@ -236,7 +236,7 @@ TEST(PickledTensors, ManyTinyInstructions_MeetALimitNotTheMemory) {
   // A list that holds itself.
   EXPECT_THAT(ErrorOf(Pickle("]q" + Little(0, 1) + "h" + Little(0, 1) + "a")),
               HasSubstr("nested deeper"));
-  // 300 MB of depth would be.
+  // Recursion would need 300 MB of stack.
   std::string deep;
   for (int i = 0; i < 200'000; ++i) deep += "]";
   deep += std::string(199'999, 'a');
@@ -247,7 +247,7 @@ TEST(PickledTensors, ManyTinyInstructions_MeetALimitNotTheMemory) {
 TEST(PickledTensors, TensorsOfManyDimensions_MeetALimitNotTheMemory) {
   const std::vector<uint64_t> ones(64, 1);
   const std::string tensor = Tensor(Storage("FloatStorage", "0", 1), 0, ones, ones);
-  // One that has many names: 300 KB of pickle would be 300 MB of shapes and strides.
+  // A tensor with many names: 300 KB of pickle would become 300 MB of shapes and strides.
   const auto named = [&](int names) {
     std::string list = "(" + tensor + "q" + Little(0, 1);
     for (int i = 1; i < names; ++i) list += "h" + Little(0, 1);
@@ -255,7 +255,7 @@ TEST(PickledTensors, TensorsOfManyDimensions_MeetALimitNotTheMemory) {
   };
   EXPECT_EQ(named(100'000), "");
   EXPECT_THAT(named(150'000), HasSubstr("dimensions allowed in all"));
-  // Made again and again, and thrown away.
+  // Tensors that are made repeatedly, and thrown away.
   const std::string arguments =
       tensor.substr(tensor.find('('), tensor.size() - 1 - tensor.find('('));
   std::string made = "\x80\x02" + Global("torch._utils", "_rebuild_tensor_v2") + "q" +
@@ -286,7 +286,7 @@ TEST(PickledTensors, CutAnywhere_IsRefused) {
 }
 
 // Damage of every kind: nothing is read outside of the pickle (under asan), nothing takes long, and
-// what is accepted lies inside its storage.
+// everything that is accepted lies inside its storage.
 TEST(PickledTensors, HundredThousandMutants_AreReadOrRefused) {
   const std::string tensor = Tensor(Storage("FloatStorage", "0", 12), 2, {2, 3}, {1, 2});
   const std::vector<std::string> seeds = {

@@ -27,13 +27,13 @@ TEST(PolitePaceTest, CoresThatAreWanted_AreLeftButForTheShare) {
   for (int i = 1; i <= 20; ++i) {
     ran += 2 * kMs;
     waited += 3 * kMs;
-    now += 9 * kMs;  // 4 for the disk
+    now += 9 * kMs;  // 4 ms of it for the disk
     now += pace.Rest({.ran = ran, .waited = waited}, now);
   }
   const double share = absl::FDivDuration(ran, now - start);
   EXPECT_GT(share, 0.018);
   EXPECT_LT(share, 0.021);
-  // They are idle now, which one piece without a wait does not show.
+  // The cores are idle now, which a single piece without a wait does not show.
   int pieces = 0;
   absl::Duration rest;
   do {
@@ -51,7 +51,7 @@ TEST(PolitePaceTest, WhatTheWorkTookElsewhere_IsMadeUpFor) {
   PolitePace pace(0.02);
   const absl::Time now = absl::UnixEpoch();
   EXPECT_EQ(pace.Rest({.ran = kMs, .waited = 3 * kMs}, now, 2 * kMs), 146 * kMs);
-  // Not where cores are idle.
+  // No rest if cores are idle.
   PolitePace undisturbed(0.02);
   EXPECT_EQ(undisturbed.Rest({.ran = kMs, .waited = 0 * kMs}, now, 2 * kMs), absl::ZeroDuration());
 }
@@ -86,15 +86,15 @@ TEST(PolitePaceTest, RestThatMayNotBeLong_IsShort) {
 
 TEST(PolitePaceTest, ThisThread_HasRun) {
   const std::optional<PolitePace::CpuTimes> times = PolitePace::OfThisThread();
-  // There are kernels without these counts.
+  // Some kernels lack these counts.
   if (times.has_value()) {
     EXPECT_GE(times->ran, absl::ZeroDuration());
     EXPECT_GE(times->waited, absl::ZeroDuration());
   }
 }
 
-// A file system that refuses direct I/O takes a file from one thread, which has what several have
-// elsewhere.
+// If a file system refuses direct I/O, one thread writes each file, with the share that several
+// threads have otherwise.
 TEST(PoliteWritersTest, ThreadThatWritesAlone_HasTheWholeShare) {
   PoliteWriters writers(0.04, 2);
   writers.WriteFromThisThread();

@@ -906,7 +906,7 @@ absl::StatusOr<HeldBack> HeldBackIn(const CheckpointFolder& folder,
       if (std::find(unnamed.begin(), unnamed.end(), path) != unnamed.end()) return Moved(path);
       continue;
     }
-    // That is no reason not to take a newer one.
+    // This is no reason not to take a newer one.
     if (MayPass(seal.status())) continue;
     if (seal.ok() && MayBeTaken(*seal, records)) continue;
     if (!seal.ok()) {

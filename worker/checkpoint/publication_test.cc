@@ -49,7 +49,7 @@ using State = RegisteredCheckpoint::State;
 
 class PublicationTest : public testing::Test {
  protected:
-  // Two ranks save; both see the same.
+  // Saves on two ranks; both get the same status.
   absl::Status Save(int64_t iteration, PublishOptions options = {}) {
     std::vector<absl::Status> statuses(2);
     if (options.registrar == nullptr && registered_) options.registrar = &registrar_;
@@ -65,7 +65,7 @@ class PublicationTest : public testing::Test {
     EXPECT_EQ(statuses[0], statuses[1]);
     return statuses[0];
   }
-  // One rank saves what a user has named.
+  // Saves, on one rank, a checkpoint that a user has named.
   void SaveNamed(const std::string& path, int keep = 0, bool registered = true) {
     RunRanks(1, [&](Comm& comm) {
       const absl::Status saved = SaveCheckpoint(
@@ -89,7 +89,7 @@ class PublicationTest : public testing::Test {
     ReleaseInPlace();
     SetLockPatience(patience_);
   }
-  // Its writer ended when it was sealed.
+  // Makes a checkpoint look as if its writer had ended after it was sealed.
   void TakeNameAway(uint64_t id, bool noted) {
     RegisteredCheckpoint& record = registrar_.records.at(id);
     record.state = State::kSealed;
@@ -122,7 +122,7 @@ TEST_F(PublicationTest, Save_EndsSealedAndPublishedWithTheRecordBesideIt) {
   EXPECT_THAT(Names(), ElementsAre("checkpoint_0"));
 }
 
-// Rank 0 and rank 1 write a part of a model each; the plan of rank 0 says what the model is.
+// Rank 0 and rank 1 write a part of a model each; the plan of rank 0 describes the model.
 class PlannedTest : public PublicationTest {
  protected:
   using TensorNames = std::vector<std::string>;
@@ -156,7 +156,7 @@ class PlannedTest : public PublicationTest {
               }
               plan["files"][PartFileName(ModelFileName(0), rank, 2)] = list.Summary();
             }
-            // As those of a sharded model, which its own plan has.
+            // Like the states of a sharded model, which are in its own plan.
             if (writer.rank() == 1 && states_of_rank_1 > 0) {
               StateDict states;
               for (int i = 0; i < states_of_rank_1; ++i) {
@@ -184,9 +184,9 @@ class PlannedTest : public PublicationTest {
     return at::full({2, 3}, 1.0, options);
   }
 
-  // Of each rank, if rank 0 plans by files.
+  // The tensors of each rank, if rank 0 plans by files.
   std::vector<TensorNames> by_files_;
-  // More than the registry takes as a name.
+  // Longer than a name that the registry accepts.
   const std::string long_ = std::string(1500, 'l');
 };
 
@@ -220,7 +220,7 @@ TEST_F(PlannedTest, TensorInTwoFiles_IsNotCovered) {
   }
 }
 
-// More than a report of one file has room for.
+// More than fits into the report of one file.
 TEST_F(PlannedTest, ThousandsOfTensorsInAFile_AreAllReported) {
   TensorNames many;
   for (int i = 0; i < 900; ++i) many.push_back(absl::StrCat(std::string(900, 'x'), i));
@@ -230,7 +230,7 @@ TEST_F(PlannedTest, ThousandsOfTensorsInAFile_AreAllReported) {
   EXPECT_LT(registrar_.largest_file_report, size_t{768} << 10);
 }
 
-// What rank 0 announces is reported by the rank that has it, and first.
+// The rank that has what rank 0 announces reports it, and reports it first.
 TEST_F(PlannedTest, ReportWithoutRoomForAll_LeavesOutNothingThatIsAnnounced) {
   TensorNames many;
   for (int i = 0; i < 3000; ++i) many.push_back(absl::StrCat(std::string(100, 'x'), i));
@@ -240,7 +240,7 @@ TEST_F(PlannedTest, ReportWithoutRoomForAll_LeavesOutNothingThatIsAnnounced) {
   EXPECT_LT(registrar_.largest_file_report, size_t{768} << 10);
 }
 
-// However many tensors there are: one slice for each file proves that all of them are there.
+// However many tensors there are, one slice for each file proves that all of them exist.
 TEST_F(PlannedTest, LargePlan_IsOneOfFiles_AndProvesTheSame) {
   TensorNames many = {"a"};
   for (int i = 0; i < 12'000; ++i) many.push_back(absl::StrCat(std::string(100, 'x'), i));
@@ -325,7 +325,7 @@ TEST_F(PublicationTest, SealWithoutAnAnswer_LeavesTheFolderForTheResume) {
   EXPECT_THAT(registrar_.aborts, IsEmpty());
 }
 
-// Rank 0 makes the records, as a coordinator does.
+// Rank 0 makes the records, as a coordinator does otherwise.
 class WithoutRegistryTest : public PublicationTest {
  protected:
   WithoutRegistryTest() { registered_ = false; }
@@ -355,7 +355,7 @@ TEST_F(WithoutRegistryTest, Saves_AreSealedInAChain) {
     previous = seal.sha256;
   }
   EXPECT_EQ(Resume(nullptr), "checkpoint_2");
-  // A coordinator continues the folder, and knows none of them.
+  // A coordinator continues in the folder, and knows none of them.
   EXPECT_EQ(Resume(&registrar_), "checkpoint_2");
   registered_ = true;
   ASSERT_TRUE(Save(3, {.keep = 2}).ok());
@@ -379,7 +379,7 @@ TEST_F(WithoutRegistryTest, NamedOnes_AreInTheChainOfTheNumberedOnes) {
     SaveNamed(best, /*keep=*/0, /*registered=*/false);
     expect_next(best);
   }
-  // One of an older number is the newest, and one lacks its name.
+  // The newest one has a lower number, and another one lacks its name.
   SaveNamed(folder_.PathOf(0), /*keep=*/0, /*registered=*/false);
   expect_next(folder_.PathOf(0));
   ASSERT_TRUE(Save(3).ok());
@@ -390,7 +390,7 @@ TEST_F(WithoutRegistryTest, NamedOnes_AreInTheChainOfTheNumberedOnes) {
   expect_next(folder_.PathOf(4));
 }
 
-// What follows in the chain is newer.
+// A record that follows in the chain is newer.
 TEST_F(WithoutRegistryTest, ClockThatWasSetBack_DoesNotRepeatAnId) {
   ASSERT_TRUE(Save(0).ok());
   RegisteredCheckpoint first = *ReadSeal(folder_.PathOf(0));
@@ -408,14 +408,14 @@ TEST_F(WithoutRegistryTest, WithAKey_AreSigned) {
   ASSERT_TRUE(Save(0, {.key_file = file}).ok());
   EXPECT_TRUE(Check(0, kTestPublicKey).ok()) << Check(0, kTestPublicKey);
   EXPECT_TRUE(absl::IsDataLoss(Check(0, kOtherTestPublicKey)));
-  // None without the signature that was asked for.
+  // There is no checkpoint without the signature that was requested.
   ASSERT_TRUE(WriteSecretFile(file, "no key").ok());
   const absl::Status saved = Save(1, {.key_file = file});
   EXPECT_THAT(std::string(saved.message()), HasSubstr("MUSTER_CHECKPOINT_KEY"));
   EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "key.pem"));
 }
 
-// Killed when it was sealed.
+// Its writer was killed after it was sealed.
 TEST_F(WithoutRegistryTest, WithoutItsName_GetsItFromTheNextSaveOrLoad) {
   for (const bool loads : {true, false}) {
     const int64_t number = *folder_.NextNumber();
@@ -432,7 +432,7 @@ TEST_F(WithoutRegistryTest, WithoutItsName_GetsItFromTheNextSaveOrLoad) {
   }
 }
 
-// Keeps how long the longest message is that this rank gives to all.
+// Records the length of the longest message that this rank sends to all.
 class MeasuringComm : public BorrowedComm {
  public:
   using BorrowedComm::BorrowedComm;
@@ -443,7 +443,7 @@ class MeasuringComm : public BorrowedComm {
   size_t longest = 0;
 };
 
-// One rank with much more to say than the others makes gathering take a round for each rank.
+// One rank with much more data than the others makes gathering take a round for each rank.
 TEST_F(WithoutRegistryTest, PlanOfAllRanks_StaysOnRank0) {
   nlohmann::json plan = {{"tensors", nlohmann::json::array()}, {"parts", nlohmann::json::object()}};
   for (int rank = 0; rank < 1000; ++rank) {
@@ -464,7 +464,7 @@ TEST_F(WithoutRegistryTest, PlanOfAllRanks_StaysOnRank0) {
   });
 }
 
-// That the manifest lists.
+// Returns the bytes of the files that the manifest lists.
 uint64_t BytesOfFiles(const std::string& dir) {
   const absl::StatusOr<Manifest> manifest = ReadManifest(dir);
   EXPECT_TRUE(manifest.ok()) << manifest.status();
@@ -473,7 +473,8 @@ uint64_t BytesOfFiles(const std::string& dir) {
   return bytes;
 }
 
-// It is older than this program, or has no room for another record: rank 0 makes the records.
+// The coordinator is older than this program, or has no room for another record: rank 0 makes the
+// records.
 TEST_F(WithoutRegistryTest, CoordinatorThatKeepsNoRecord_TheFolderIsSealedAllTheSame) {
   registered_ = true;
   int64_t number = 0;
@@ -485,7 +486,7 @@ TEST_F(WithoutRegistryTest, CoordinatorThatKeepsNoRecord_TheFolderIsSealedAllThe
     const RegisteredCheckpoint seal = *ReadSeal(folder_.PathOf(number));
     EXPECT_EQ(seal.id, static_cast<uint64_t>(++number));
     EXPECT_EQ(seal.job, "");
-    // Nobody could promote it, and a resume would take it.
+    // It could not be promoted, and a resume would take it.
     EXPECT_FALSE(Save(number, {.promote = false}).ok()) << why;
     EXPECT_THAT(registrar_.unrecorded, SizeIs(number)) << "it is counted";
     EXPECT_EQ(registrar_.unrecorded.back(), BytesOfFiles(folder_.PathOf(number - 1)));
@@ -514,7 +515,7 @@ TEST_F(WithoutRegistryTest, DiskInEveryNode_SavesAreCountedByTheCoordinator) {
   EXPECT_THAT(registrar_.unrecorded, ElementsAre(bytes)) << "once, by rank 0";
 }
 
-// A file system takes any bytes as a name, a coordinator only text.
+// A file system accepts any bytes as a name, a coordinator only text.
 TEST_F(WithoutRegistryTest, NameThatIsNotText_IsSealedByRank0_AndReadableInErrors) {
   const CheckpointFolder folder(JoinPath(root_, "caf\xe9"));
   RunRanks(2, [&](Comm& comm) {
@@ -536,7 +537,7 @@ TEST_F(WithoutRegistryTest, NameThatIsNotText_IsSealedByRank0_AndReadableInError
   EXPECT_EQ(FindCheckpointToResume(folder, &registrar_).value(), folder.PathOf(0));
 }
 
-// Not by another machine that sees another folder.
+// For example by another machine that sees another folder.
 TEST_F(PublicationTest, FolderOfASaveIsRemoved_TheErrorSaysSo) {
   RunRanks(2, [&](Comm& comm) {
     const auto save =
@@ -583,13 +584,13 @@ TEST_F(PublicationTest, SealedWhenItsWriterEnded_GetsItsNameAtAResume) {
     EXPECT_EQ(registrar_.records.at(noted ? 2 : 1).state, State::kPublished);
   }
   EXPECT_THAT(Names(), ElementsAre("checkpoint_1", "checkpoint_2"));
-  // The coordinator ended too: what is noted counts.
+  // The coordinator ended, too: the noted record counts.
   TakeNameAway(2, /*noted=*/true);
   EXPECT_EQ(Resume(nullptr), "checkpoint_2");
 }
 
-// Nothing sealed is thrown away, whichever step after the seal fails: without its record in the
-// folder, without its name.
+// Nothing sealed is removed, whichever step after the seal fails: before the record is in the
+// folder, or before the name.
 TEST_F(PublicationTest, SealedAndNotFinished_IsAnErrorOfTheSave_AndNamedByTheNextLoad) {
   ASSERT_TRUE(Save(0).ok());
   int64_t number = 0;
@@ -611,7 +612,7 @@ TEST_F(PublicationTest, SealedAndNotFinished_IsAnErrorOfTheSave_AndNamedByTheNex
   EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_3"));
 }
 
-// The job trains on and saves before anybody loads.
+// The job continues and saves before any process loads.
 TEST_F(PublicationTest, SealedAndNotFinished_StaysBesideTheNextSave) {
   ASSERT_TRUE(Save(0).ok());
   for (const std::string failpoint :
@@ -625,17 +626,17 @@ TEST_F(PublicationTest, SealedAndNotFinished_StaysBesideTheNextSave) {
     ASSERT_TRUE(Save(number + 1).ok());
     EXPECT_TRUE(PathExists(staging));
     EXPECT_EQ(Resume(&registrar_), absl::StrCat("checkpoint_", number + 1));
-    // The newer one is damaged: it is the next to take.
+    // If the newer one is damaged, this one is the next to take.
     EXPECT_EQ(Resume(&registrar_, {folder_.PathOf(number + 1)}),
               absl::StrCat("checkpoint_", number));
   }
 }
 
-// What a process leaves that is killed when rank 0 asks for the seal: a copy of the folder of that
-// moment, which nobody has locked.
+// A process is killed when rank 0 asks for the seal: simulated by a copy of the folder of that
+// moment, which is not locked.
 class KilledAtTheSealTest : public PublicationTest {
  protected:
-  // `sealed`: the registry has done it all the same.
+  // `sealed`: whether the registry has sealed it nevertheless.
   void SaveAndKill(int64_t number, bool sealed) {
     left_ = absl::StrCat(folder_.PathOf(number), ".tmp-00000000000000", 10 + number);
     const std::string copy = JoinPath(root_, "copy");
@@ -673,7 +674,7 @@ TEST_F(KilledAtTheSealTest, Sealed_IsNeverRemovedByAJobThatLoadsNothing_AndGetsI
   EXPECT_EQ(registrar_.records.count(2), 0u) << "the folder speaks for itself";
 }
 
-// Who is to delete it was killed as well, or somebody has the folder locked.
+// The process that is to delete it was killed as well, or another one has the folder locked.
 TEST_F(KilledAtTheSealTest, SealedAndLetGo_StaysUntilItsFolderKnows) {
   ASSERT_TRUE(Save(0).ok());
   SaveAndKill(1, /*sealed=*/true);
@@ -688,7 +689,7 @@ TEST_F(KilledAtTheSealTest, SealedAndLetGo_StaysUntilItsFolderKnows) {
   EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1", "checkpoint_2"));
 }
 
-// What was held back is not taken when no record says so any more.
+// A checkpoint that was held back is not taken after all records of that are gone.
 TEST_F(KilledAtTheSealTest, SealedAndHeldBack_IsSoInItsFolder) {
   ASSERT_TRUE(Save(0).ok());
   SaveAndKill(1, /*sealed=*/true);
@@ -705,7 +706,7 @@ TEST_F(KilledAtTheSealTest, Sealed_IsTakenByALoad) {
   EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1"));
 }
 
-// Where the node that saved had the project folder under another path.
+// The node that saved had the project folder under another path.
 TEST_F(KilledAtTheSealTest, SealedUnderAnotherPath_IsNotTakenForOneThatIsNotSealed) {
   ASSERT_TRUE(Save(0).ok());
   SaveAndKill(1, /*sealed=*/true);
@@ -733,7 +734,7 @@ TEST_F(KilledAtTheSealTest, NotSealed_GoesOnceTheRegistryHasSaidSo) {
   }
 }
 
-// Whoever sealed it may not be there: it counts as one of those that are kept.
+// The registry that sealed it may be gone: it counts as one of those that are kept.
 TEST_F(KilledAtTheSealTest, WithoutTheRegistry_StaysUntilEnoughAreNewer) {
   SaveAndKill(0, /*sealed=*/true);
   registrar_.records.clear();
@@ -756,8 +757,8 @@ TEST_F(KilledAtTheSealTest, AnotherJobsRegistry_DoesNotDecideIt) {
   EXPECT_TRUE(PathExists(left_));
 }
 
-// As of the next `muster launch`, whose jobs have the same name, and of a coordinator that was put
-// back to a copy of its data. Its ids begin anew.
+// Like the registry of the next `muster launch`, whose jobs have the same name, and a coordinator
+// that was put back to a copy of its data. Its ids begin again.
 TEST_F(KilledAtTheSealTest, AnotherRegistryOfTheSameName_DoesNotDecideIt) {
   ASSERT_TRUE(Save(0).ok());
   SaveAndKill(1, /*sealed=*/true);
@@ -771,7 +772,7 @@ TEST_F(KilledAtTheSealTest, AnotherRegistryOfTheSameName_DoesNotDecideIt) {
   EXPECT_EQ(Resume(&registrar_), "checkpoint_1") << "its own registry still knows";
 }
 
-// As after `muster remove`, which takes the records of the job.
+// Like after `muster remove`, which removes the records of the job.
 TEST_F(KilledAtTheSealTest, RecordsOfTheJobWereRemoved_WhatIsMissingMayHaveBeenSealed) {
   ASSERT_TRUE(Save(0).ok());
   SaveAndKill(1, /*sealed=*/true);
@@ -779,7 +780,7 @@ TEST_F(KilledAtTheSealTest, RecordsOfTheJobWereRemoved_WhatIsMissingMayHaveBeenS
   EXPECT_EQ(Resume(&registrar_), "checkpoint_0");
   for (int number = 2; number <= 4; ++number) ASSERT_TRUE(Save(number).ok());
   EXPECT_TRUE(PathExists(left_));
-  // It counts as what it may be.
+  // It counts as a checkpoint, which it may be.
   ASSERT_TRUE(Save(5, {.keep = 2}).ok());
   EXPECT_FALSE(PathExists(left_));
 }
@@ -796,7 +797,7 @@ TEST_F(KilledAtTheSealTest, NamedAndNotSealed_GoesTooOnceTheRegistryHasSaidSo) {
   EXPECT_FALSE(PathExists(left));
 }
 
-// An attempt takes over the records of the one before, which has another name.
+// An attempt takes over the records of the previous one, which has another name.
 TEST_F(KilledAtTheSealTest, NotSealed_GoesInTheNextAttemptToo) {
   ASSERT_TRUE(Save(0).ok());
   SaveAndKill(1, /*sealed=*/false);
@@ -806,7 +807,8 @@ TEST_F(KilledAtTheSealTest, NotSealed_GoesInTheNextAttemptToo) {
   EXPECT_FALSE(PathExists(left_));
 }
 
-// The record was there before the disk was full or the process ended; only its name was not.
+// The record was written before the disk was full or the process ended; only its final name is
+// missing.
 TEST_F(KilledAtTheSealTest, RecordInItsRoom_GetsItsNameWithoutTheRegistry) {
   SaveAndKill(0, /*sealed=*/true);
   const RegisteredCheckpoint record = registrar_.records.rbegin()->second;
@@ -818,7 +820,7 @@ TEST_F(KilledAtTheSealTest, RecordInItsRoom_GetsItsNameWithoutTheRegistry) {
   EXPECT_EQ(ReadSeal(folder_.PathOf(0))->sha256, record.sha256);
 }
 
-// The registry may count newer ones of which it does not know yet that they are damaged.
+// The registry may count newer ones, because it does not know yet that they are damaged.
 TEST_F(PublicationTest, SealedAndSuperfluousWhenItGetsItsName_IsNotRemovedByItsOwnLoad) {
   ASSERT_TRUE(Save(0).ok());
   ASSERT_TRUE(Save(1).ok());
@@ -828,7 +830,7 @@ TEST_F(PublicationTest, SealedAndSuperfluousWhenItGetsItsName_IsNotRemovedByItsO
   EXPECT_THAT(Names(), ElementsAre("checkpoint_1")) << "others go";
 }
 
-// Whoever has it locked may rename it at any moment; nobody trains on from an older one.
+// The process that has it locked may rename it at any moment; no run continues from an older one.
 TEST_F(PublicationTest, SealedAndLockedByAWriter_IsAnError_NoOlderOneIsTaken) {
   SetLockPatience(absl::ZeroDuration());
   ASSERT_TRUE(Save(0).ok());
@@ -850,7 +852,7 @@ TEST_F(PublicationTest, SealedAndLockedByAWriter_IsAnError_NoOlderOneIsTaken) {
   EXPECT_EQ(Resume(&registrar_), "checkpoint_1");
 }
 
-// It keeps its name while somebody reads it.
+// It keeps its temporary name while another process reads it.
 TEST_F(PublicationTest, SealedAndLoadedByAnotherProcess_IsLoadedFromWhereItIs) {
   ASSERT_TRUE(Save(0).ok());
   ASSERT_TRUE(Save(1).ok());
@@ -860,7 +862,7 @@ TEST_F(PublicationTest, SealedAndLoadedByAnotherProcess_IsLoadedFromWhereItIs) {
   EXPECT_EQ(Resume(nullptr), BaseName(staging));
   EXPECT_EQ(Resume(&registrar_), BaseName(staging));
   EXPECT_EQ(registrar_.records.at(2).state, State::kSealed) << "its path has nothing";
-  // What the load finds damaged it passes over.
+  // The load skips what it finds damaged.
   EXPECT_EQ(Resume(nullptr, {staging}), "checkpoint_0");
   EXPECT_EQ(Resume(&registrar_, {staging}), "checkpoint_0");
   ReleaseInPlace();
@@ -893,7 +895,7 @@ TEST_F(PublicationTest, KnownAsDamagedAndWithoutItsName_IsNotTaken) {
   EXPECT_TRUE(absl::IsDataLoss(status)) << status;
 }
 
-// The coordinator lets those of former generations go.
+// The coordinator lets go of those of former generations.
 TEST_F(PublicationTest, Retention_LeavesWhatIsSealedAndLackedItsName_AndWhatIsLocked) {
   ASSERT_TRUE(Save(0).ok());
   ASSERT_TRUE(Save(1).ok());
@@ -937,7 +939,7 @@ TEST_F(PublicationTest, LinkWithoutItsName_IsLoadedFromWhereItIs) {
   EXPECT_THAT(registrar_.verdicts, IsEmpty());
 }
 
-// The answer was lost: survivors of a generation load in the same process.
+// The answer was lost, and survivors of a generation load in the same process.
 TEST_F(PublicationTest, SealedWithoutAnAnswer_IsNamedByAResumeOfTheSameProcess) {
   ASSERT_TRUE(Save(0).ok());
   registrar_.refusal = absl::UnavailableError("no answer");
@@ -950,7 +952,7 @@ TEST_F(PublicationTest, SealedWithoutAnAnswer_IsNamedByAResumeOfTheSameProcess) 
   EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1"));
 }
 
-// It is not known yet whether it is sealed: nothing removes it.
+// It is not known yet whether it is sealed, so nothing removes it.
 TEST_F(PublicationTest, SealedWithoutAnAnswer_StaysAfterAResumeThatCannotReadIt) {
   registrar_.refusal = absl::UnavailableError("no answer");
   ASSERT_FALSE(Save(1).ok());
@@ -986,7 +988,7 @@ TEST_F(PublicationTest, SealedAndItsNameHasOtherFiles_IsLoadedFromWhereItIs) {
   EXPECT_EQ(Resume(nullptr), "checkpoint_1") << "an empty folder is in nobody's way";
 }
 
-// Without a record nobody knows whether that may go.
+// Without a record it is unknown whether the older one may be removed.
 TEST_F(PublicationTest, SealedAndItsNameHasAnOlderOne_IsLoadedFromWhereItIs) {
   registered_ = false;
   ASSERT_TRUE(Save(1).ok());
@@ -1003,7 +1005,7 @@ TEST_F(PublicationTest, SealedAndItsNameHasAnOlderOne_IsLoadedFromWhereItIs) {
   EXPECT_THAT(Names(), ElementsAre("checkpoint_1", BaseName(staging)));
 }
 
-// Retention would take one that is published and not pinned for a numbered one.
+// Retention would treat one that is published and not pinned as a numbered one.
 TEST_F(PublicationTest, CoordinatorThatDoesNotPin_TheCheckpointIsThereAndNotPublished) {
   registrar_.pin_error = absl::UnavailableError("no answer");
   const std::string best = JoinPath(root_, "best");
@@ -1047,7 +1049,7 @@ TEST_F(PublicationTest, SealedButDamaged_TheOneBeforeIsTaken) {
   EXPECT_TRUE(PathExists(registrar_.records.at(2).staging)) << "nothing sealed is thrown away";
 }
 
-// Its size is right, so only its contents tell.
+// Its size is right, so only its contents show the damage.
 TEST_F(PublicationTest, SealedButDamaged_DoesNotLetTheOneBeforeGo) {
   for (const bool noted : {true, false}) {
     const int64_t number = noted ? 0 : 10;
@@ -1097,12 +1099,12 @@ TEST_F(PublicationTest, RecordThatCannotBeRead_TheOneBeforeIsTaken_ForItMayBeHel
   EXPECT_THAT(testing::internal::GetCapturedStderr(),
               HasSubstr("passing over " + folder_.PathOf(1) + ": " + path));
   EXPECT_EQ(Resume(&another), "checkpoint_0");
-  // Its own registry knows that it is promoted, but not that this folder is the one.
+  // Its own registry knows that it is promoted, but not that it is this folder.
   registrar_.records.at(2).promoted = true;
   testing::internal::CaptureStderr();
   EXPECT_EQ(Resume(&registrar_), "checkpoint_0");
   EXPECT_THAT(testing::internal::GetCapturedStderr(), HasSubstr("of step 10: " + path));
-  // Where there is no other, nobody begins from scratch.
+  // If there is no other, no run begins from scratch.
   ASSERT_TRUE(RemoveTree(folder_.PathOf(0)).ok());
   for (CheckpointRegistrar* const registrar :
        std::vector<CheckpointRegistrar*>{nullptr, &another, &registrar_}) {
@@ -1112,8 +1114,8 @@ TEST_F(PublicationTest, RecordThatCannotBeRead_TheOneBeforeIsTaken_ForItMayBeHel
   }
 }
 
-// As after ESTALE or EIO: the newest may be whole. (A link to itself is an error of that kind also
-// for root.)
+// Like after ESTALE or EIO: the newest may be whole. (A link to itself is such an error even for
+// root.)
 TEST_F(PublicationTest, RecordThatCannotBeReadNow_IsAnError_NoOlderOneIsTaken) {
   ASSERT_TRUE(Save(0).ok());
   ASSERT_TRUE(Save(1).ok());
@@ -1127,7 +1129,7 @@ TEST_F(PublicationTest, RecordThatCannotBeReadNow_IsAnError_NoOlderOneIsTaken) {
     const absl::Status status = FindCheckpointToResume(folder_, registrar).status();
     EXPECT_EQ(status, ReadSeal(folder_.PathOf(1)).status());
     EXPECT_THAT(std::string(status.message()), HasSubstr(path));
-    // What a load could not read is passed over.
+    // A checkpoint that a load could not read is skipped.
     EXPECT_EQ(FindCheckpointToResume(folder_, registrar, {folder_.PathOf(1)}).value(),
               folder_.PathOf(0));
   }
@@ -1161,7 +1163,7 @@ TEST_F(PublicationTest, FileThatCannotBeReadNow_IsAnError_NoOlderOneIsTaken) {
     ASSERT_TRUE(WriteFileAtomically(path, text).ok());
   }
   EXPECT_EQ(Resume(&registrar_), "checkpoint_1");
-  // Nor where the newest is sealed and lacks only its name.
+  // The same if the newest is sealed and lacks only its name.
   TakeNameAway(2, /*noted=*/true);
   const std::string path = JoinPath(registrar_.records.at(2).staging, kManifestName);
   const std::string text = *ReadFile(path);
@@ -1190,7 +1192,7 @@ TEST_F(PublicationTest, AllThatIsRegisteredIsHeldBack_TheNewestToResumeStays) {
   EXPECT_EQ(Resume(&registrar_), "checkpoint_1");
 }
 
-// The registry has not heard that it has its name, which the next save has given it.
+// The registry has not been told that it has its name, which the next save has given it.
 TEST_F(PublicationTest, HeldBackAndJustNamed_TheNewestToResumeStays) {
   registered_ = false;
   ASSERT_TRUE(Save(2).ok());
@@ -1200,7 +1202,7 @@ TEST_F(PublicationTest, HeldBackAndJustNamed_TheNewestToResumeStays) {
   ASSERT_TRUE(Save(4, {.keep = 1, .promote = false}).ok());
   EXPECT_THAT(Names(), ElementsAre("checkpoint_2", "checkpoint_4"));
   EXPECT_EQ(Resume(&registrar_), "checkpoint_2");
-  // The same for one of another registry.
+  // The same for a checkpoint of another registry.
   registrar_.records.erase(2);
   ASSERT_TRUE(Save(5, {.keep = 1, .promote = false}).ok());
   EXPECT_TRUE(PathExists(folder_.PathOf(2)));
@@ -1211,7 +1213,7 @@ TEST_F(PublicationTest, Damaged_IsReportedAndPassedOver) {
   for (const int i : {0, 1, 2}) ASSERT_TRUE(Save(i).ok());
   EXPECT_GT(registrar_.published_times.save, absl::ZeroDuration());
   EXPECT_EQ(registrar_.published_times.stall, registrar_.published_times.save) << "synchronous";
-  // Files of another size are seen at once.
+  // Files of another size are noticed at once.
   const std::string file = JoinPath(folder_.PathOf(2), RandomStatesFileName(0));
   const std::string whole = *ReadFile(file);
   ASSERT_TRUE(WriteFileAtomically(file, whole + "?").ok());
@@ -1219,13 +1221,13 @@ TEST_F(PublicationTest, Damaged_IsReportedAndPassedOver) {
   ASSERT_EQ(registrar_.verdicts.size(), 1u);
   EXPECT_EQ(registrar_.verdicts[0].first, 3u);
   EXPECT_THAT(registrar_.verdicts[0].second, HasSubstr(RandomStatesFileName(0)));
-  // What is damaged in its contents the reader finds, who asks again.
+  // Damage in the contents is found by the reader, which asks again.
   EXPECT_EQ(Resume(&registrar_, {folder_.PathOf(1)}), "checkpoint_0");
   ReportDamage(folder_.PathOf(1), &registrar_, "a block has another digest");
   EXPECT_EQ(registrar_.verdicts.back().first, 2u);
   EXPECT_EQ(Resume(&registrar_), "checkpoint_0") << "known now";
   EXPECT_EQ(Resume(nullptr, {folder_.PathOf(1)}), "checkpoint_0");
-  // Repaired: sizes are looked at again, contents when somebody says so.
+  // After a repair, sizes are checked again, contents only when a report says so.
   ASSERT_TRUE(WriteFileAtomically(file, whole).ok());
   EXPECT_EQ(Resume(&registrar_), "checkpoint_2");
   EXPECT_EQ(registrar_.verdicts.back(), std::make_pair(uint64_t{3}, std::string()));
@@ -1241,7 +1243,7 @@ TEST_F(PublicationTest, OnlyDamagedOnes_IsNotTheSameAsNone) {
   ASSERT_TRUE(WriteFileAtomically(JoinPath(folder_.PathOf(0), RandomStatesFileName(0)), "").ok());
   EXPECT_TRUE(absl::IsDataLoss(FindCheckpointToResume(folder_, &registrar_).status()));
   EXPECT_TRUE(absl::IsDataLoss(FindCheckpointToResume(folder_, nullptr).status()));
-  // The record and the seal are there.
+  // The record and the seal still exist.
   ASSERT_EQ(unlink(JoinPath(folder_.PathOf(0), kManifestName).c_str()), 0);
   EXPECT_TRUE(absl::IsDataLoss(FindCheckpointToResume(folder_, &registrar_).status()));
 }
@@ -1266,7 +1268,8 @@ TEST_F(PublicationTest, Retention_DeletesOnlyWhatTheRecordIsAbout) {
   ASSERT_TRUE(Save(7).ok());
   registered_ = true;
   ASSERT_EQ(rename(folder_.PathOf(7).c_str(), folder_.PathOf(0).c_str()), 0);
-  // What no registry knows counts as well, and the newest of it stays if there is room.
+  // Checkpoints that no registry knows count as well, and the newest of them stays if there is
+  // room.
   ASSERT_TRUE(Save(2, {.keep = 3}).ok());
   EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1", "checkpoint_2"));
   registrar_.records.at(1).state = State::kPublished;
@@ -1282,7 +1285,7 @@ TEST_F(PublicationTest, KeepEvery_SparesTheirSteps) {
   EXPECT_THAT(Names(), ElementsAre("checkpoint_2", "checkpoint_4", "checkpoint_5"));
 }
 
-// Also one whose record cannot be read, as it may be.
+// Also beside one whose record cannot be read, because it may be pinned.
 TEST_F(PublicationTest, KeepByTheFolder_IsBesidePinnedOnes) {
   registered_ = false;
   for (int i = 0; i < 4; ++i) ASSERT_TRUE(Save(i, {}).ok());
@@ -1300,7 +1303,7 @@ TEST_F(PublicationTest, KeepByTheFolder_IsBesidePinnedOnes) {
                                    "checkpoint_5"));
 }
 
-// A person has pinned the folder: no record says so.
+// A person has pinned the folder; no record says so.
 TEST_F(PublicationTest, PinInTheFolder_IsSparedByEveryRetention) {
   for (const bool registered : {false, true}) {
     SCOPED_TRACE(registered);
@@ -1323,7 +1326,7 @@ TEST_F(PublicationTest, PinInTheFolder_IsSparedByEveryRetention) {
   }
 }
 
-// Its publication got no answer, and a person has pinned it at the registry since.
+// Its publication got no answer, and a person has since pinned it at the registry.
 TEST_F(PublicationTest, PinnedAndNotPublished_IsSpared) {
   for (int i = 0; i < 2; ++i) ASSERT_TRUE(Save(i).ok());
   RegisteredCheckpoint& record = registrar_.records.at(1);
@@ -1334,7 +1337,7 @@ TEST_F(PublicationTest, PinnedAndNotPublished_IsSpared) {
   EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_2"));
 }
 
-// What would be taken, and what is newer, has to be readable.
+// The one that would be taken, and newer ones, have to be readable.
 TEST_F(PublicationTest, RecordThatCannotBeReadNow_IsNoReasonNotToTakeANewerOne) {
   for (int i = 0; i < 3; ++i) ASSERT_TRUE(Save(i).ok());
   const auto hide = [&](int64_t number) {
@@ -1348,7 +1351,7 @@ TEST_F(PublicationTest, RecordThatCannotBeReadNow_IsNoReasonNotToTakeANewerOne) 
   EXPECT_THAT(Resume(nullptr), HasSubstr("checkpoint_2/seal.json"));
 }
 
-// By the clock of its writer, which was set back, it is older.
+// It is older by the clock of its writer, which was set back.
 TEST_F(WithoutRegistryTest, SealedAfterTheOneOfItsName_IsNotRemoved) {
   const std::string best = JoinPath(root_, "best"), next = JoinPath(root_, "next");
   SaveNamed(best, 0, /*registered=*/false);
@@ -1385,7 +1388,7 @@ TEST_F(PublicationTest, FileNameThatIsNone_IsTheSameErrorOfAllRanks) {
   }
 }
 
-// However it got there: a rank that fails alone leaves the others waiting.
+// However the name got there: if a rank failed alone, the others would wait.
 TEST_F(PublicationTest, NameOfOtherBytes_LeavesNoRankInTheExchange) {
   RunRanks(2, [&](Comm& comm) {
     std::vector<ManifestFile> all;

@@ -14,7 +14,7 @@ TEST(ReadErrorTest, WhatDoesNotExist_IsNotFound) {
   EXPECT_EQ(status.message(), "cannot open a: No such file or directory");
 }
 
-// Else a load would pass over a checkpoint that may be whole, or begin from scratch.
+// Otherwise a load would skip a checkpoint that may be whole, or begin from scratch.
 TEST(ReadErrorTest, AnyOtherError_IsNoVerdictAboutTheFile) {
   for (int error = 1; error < 134; ++error) {
     if (error == ENOENT || error == ENAMETOOLONG) continue;

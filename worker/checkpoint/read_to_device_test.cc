@@ -91,7 +91,7 @@ class ReadToDeviceTest : public testing::Test {
   Mutex mu_;
   LeftCopies copies_{Streams()};
   bool fails_ ABSL_GUARDED_BY(mu_) = false;
-  // Fewer than the file has.
+  // Fewer blocks than the file has.
   DeviceUploads uploads_{Streams().device(),
                          {.block_bytes = kDirectBlockBytes, .threads = 1, .blocks = 2},
                          [this](char* to, const char* from, size_t bytes) {
@@ -136,7 +136,7 @@ TEST_F(ReadToDeviceTest, CheckpointInMemory_ComesFromThereBlockByBlock) {
   ASSERT_TRUE(on_disk.ok()) << on_disk.status();
   std::map<std::string, std::string> contents;
   std::map<std::string, absl::string_view> views;
-  // As ranks send it to each other.
+  // Like the manifest that ranks send to each other.
   Manifest manifest = on_disk->manifest();
   for (ManifestFile& file : manifest.files) {
     file.blocks = BlockDigests();
@@ -150,8 +150,8 @@ TEST_F(ReadToDeviceTest, CheckpointInMemory_ComesFromThereBlockByBlock) {
   ExpectWhole(ReadToDevice(reader, name, uploads_));
 }
 
-// What one rank's device or file does is an error of all, and leaves nothing that a later load
-// would stumble over.
+// A failure of one rank's device or file is an error of all, and leaves nothing that would disturb
+// a later load.
 TEST_F(ReadToDeviceTest, OneRankThatFails_IsTheErrorOfAllAndTheNextLoadSucceeds) {
   Streams().LeaveUntilWaitedFor(nullptr);
   const std::string name = OptimizerFileName(0), path = JoinPath(dir_, name);
@@ -172,7 +172,7 @@ TEST_F(ReadToDeviceTest, OneRankThatFails_IsTheErrorOfAllAndTheNextLoadSucceeds)
            .threads = ReadingThreads(),
            .blocks = ReadingThreads() + 2},
           [&](char* to, const char* from, size_t bytes) {
-            // No thread reads its second block before the first one of all has failed.
+            // No thread reads its second block before the first of all blocks has failed.
             MutexLock lock(&mu);
             const bool fails = comm.rank() == 1 && std::exchange(first, false);
             TORCH_CHECK(!fails || fault != Fault::kDevice, "the device is lost");
@@ -228,7 +228,7 @@ TEST_F(ReadToDeviceTest, DamageInSharedMemory_NamesTheFileOfTheCheckpoint) {
     const absl::Status read = ReadToDevice(*reader, OptimizerFileName(0), *uploads).status();
     EXPECT_EQ(read.code(), absl::StatusCode::kDataLoss) << read;
     expect_named(read);
-    // Its header.
+    // Damages its header.
     ASSERT_EQ(pwrite(fd, damage.data(), damage.size(), 0), ssize_t{64});
     const absl::Status mapped = reader->Read(OptimizerFileName(0)).status();
     EXPECT_FALSE(mapped.ok());

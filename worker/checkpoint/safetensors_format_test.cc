@@ -197,8 +197,8 @@ TEST(LayOutSafetensors, Prefix_KeepsDataAligned) {
   }
 }
 
-// Whatever comes in, nothing crashes (memory errors show in the asan build), and what parses can be
-// written and parses again to the same.
+// Whatever the input is, nothing crashes (memory errors show in the asan build), and what parses
+// can be written and parses again to the same.
 TEST(ParseSafetensorsHeader, MutatedHeaders_NeverCrashAndRoundTrip) {
   std::vector<std::pair<std::string, uint64_t>> seeds;
   for (const Json& item : GoldenCases("safetensors_files")) {

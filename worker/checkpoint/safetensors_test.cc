@@ -36,7 +36,7 @@ bool SameBytes(const at::Tensor& a, const at::Tensor& b) {
          (a.numel() == 0 || std::memcmp(a.data_ptr(), b.data_ptr(), a.nbytes()) == 0);
 }
 
-// Whoever opens one for reading waits for a writer.
+// An open for reading would wait for a writer.
 TEST_F(SafetensorsTest, Pipe_IsRefusedAndNotWaitedFor) {
   ASSERT_EQ(mkfifo(path_.c_str(), 0600), 0);
   for (const absl::Status& status :
@@ -111,7 +111,7 @@ TEST_F(SafetensorsTest, SharedTensors_KeepFirstNameOnly) {
   EXPECT_TRUE(SafetensorsReader::Open(path_)->Read("a")->equal(shared));
 }
 
-// They have the memory of a tensor, and other values.
+// They share the memory of a tensor, but have other values.
 TEST_F(SafetensorsTest, ConjugatedAndNegatedViews_AreTensorsOfTheirOwn) {
   const at::Tensor complex = at::randn({3}, at::kComplexFloat);
   const at::Tensor imaginary = at::imag(complex.conj());

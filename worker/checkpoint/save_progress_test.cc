@@ -31,7 +31,7 @@ TEST(SaveProgressTest, OldestSave_IsReportedWithWhatItHasWritten) {
   EXPECT_EQ(running->written, 30u);
   EXPECT_EQ(running->bytes, 100u);
   EXPECT_EQ(running->elapsed, absl::Seconds(2));
-  // More than it was thought to be.
+  // More than was expected.
   first->Begin(80);
   EXPECT_EQ(progress.Read()->bytes, 120u);
   first.reset();
@@ -45,7 +45,7 @@ TEST(SaveProgressTest, SaveThatTrainingWaitsFor_GivesSignsOfProgress) {
   SaveProgress progress(clock);
   auto beside = progress.Begin("/c/0", 7, /*asynchronous=*/true, false);
   beside->Wrote(1);
-  // It goes on while training hangs.
+  // An asynchronous save continues while training hangs, so it is no sign of progress.
   EXPECT_EQ(progress.signs(), 0u);
   auto waited_for = progress.Begin("/c/1", 8, /*asynchronous=*/false, false);
   waited_for->Wrote(1);

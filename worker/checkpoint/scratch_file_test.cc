@@ -35,7 +35,7 @@ class ScratchFileTest : public testing::Test {
     return ScratchFile::Create(folder_.Path("state"), &system_);
   }
 
-  // What was written at `offset` of the contents comes back.
+  // Expects that bytes written at `offset` are read back.
   void ExpectKeeps(ScratchFile& file) {
     const absl::StatusOr<uint64_t> first = file.Reserve(kBytes), second = file.Reserve(1);
     ASSERT_TRUE(first.ok() && second.ok()) << first.status() << second.status();
@@ -48,7 +48,7 @@ class ScratchFileTest : public testing::Test {
     const absl::Status status = file.Read(*first, read.data(), kBytes);
     ASSERT_TRUE(status.ok()) << status;
     EXPECT_EQ(absl::string_view(read.data(), kBytes), contents);
-    // What was reserved and not written is zeros.
+    // Reserved bytes that were not written are zeros.
     ASSERT_TRUE(file.Read(*second, read.data(), kDirectAlignment).ok());
     EXPECT_EQ(absl::string_view(read.data(), kDirectAlignment),
               std::string(kDirectAlignment, '\0'));

@@ -17,7 +17,7 @@ namespace {
 
 std::atomic<int> seals_opened{0};
 
-// Whether it fails: never. Counts.
+// Counts the opens of seal.json; never makes them fail.
 bool CountSeals(const char* path, int /*flags*/) {
   if (muster::PathHas(path, "seal.json")) ++seals_opened;
   return false;
@@ -62,25 +62,25 @@ TEST(EndOfChain, NewestThatNothingFollows_IsTheLast) {
   EXPECT_EQ(LastOf({Record(1, 10), Record(3, 30, 2), Record(2, 20, 1)}), 3u);
   // The clock was set back in between.
   EXPECT_EQ(LastOf({Record(1, 500), Record(3, 30, 2), Record(2, 20, 1)}), 3u);
-  // Whose end is missing.
+  // A chain whose end is missing.
   EXPECT_EQ(LastOf({Record(1, 10), Record(4, 40, 3), Record(2, 20, 1)}), 4u);
 }
 
 TEST(EndOfChain, PinnedRecordOfTheFuture_IsNotTheLastAndItsIdsDoNotRepeat) {
-  // Those between are gone.
+  // The records in between are gone.
   const std::vector<RegisteredCheckpoint> records = {Record(5, kNow + 100), Record(8, 40, 7),
                                                      Record(9, 50, 8)};
   EXPECT_EQ(LastOf(records), 9u);
   EXPECT_EQ(EndOfChain(records, now).highest_id, 9u);
-  // Nor when that time has come.
+  // The same when that time has come.
   const ChainEnd later = EndOfChain(records, now + absl::Seconds(1));
   EXPECT_EQ(later.last->id, 9u);
-  // Where all are of the future, the newest of them is.
+  // If all are in the future, the newest of them counts.
   EXPECT_EQ(LastOf({Record(5, kNow + 100), Record(6, kNow + 200)}), 6u);
 }
 
 TEST(EndOfChain, RecordsOfCoordinators_AreInOrderOfTheirTime) {
-  // The second coordinator began lower.
+  // The second coordinator's ids began lower.
   const std::vector<RegisteredCheckpoint> records = {Record(1000, 10, 0, "j"),
                                                      Record(20, 20, 0, "j")};
   EXPECT_EQ(LastOf(records), 20u);
@@ -97,7 +97,7 @@ class ReadChainEndTest : public testing::Test {
     ASSERT_TRUE(MakeDirectories(dir).ok());
     ASSERT_TRUE(WriteSeal(dir, record).ok());
   }
-  // Records that a look for the end opens.
+  // The records that a search for the end opens.
   int OpenedBy(uint64_t last) {
     seals_opened = 0;
     const ChainEnd end = ReadChainEnd(folder_.path(), now);
@@ -116,7 +116,7 @@ TEST_F(ReadChainEndTest, EachRecord_IsReadOnceAndAgainWhenItChanges) {
   EXPECT_EQ(OpenedBy(50), 0);
   Save("best", Record(51, 51, 50));
   EXPECT_EQ(OpenedBy(51), 1);
-  // In the place of another one.
+  // It replaces another one.
   Save("best", Record(52, 52, 50));
   EXPECT_EQ(OpenedBy(52), 1);
   ASSERT_TRUE(RemoveTree(folder_.Path("best")).ok());

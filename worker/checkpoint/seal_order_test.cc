@@ -16,7 +16,7 @@ namespace {
 
 int seals_opened = 0;
 
-// Whether it fails: never. Counts.
+// Counts the opens of seal.json; never makes them fail.
 bool CountSeals(const char* path, int /*flags*/) {
   if (muster::PathHas(path, "seal.json")) ++seals_opened;
   return false;
@@ -55,7 +55,7 @@ TEST_F(SealOrderTest, TwoOfRank0_AreInTheOrderOfTheirIds) {
   EXPECT_EQ(IsSealedAfter(first, first), std::nullopt);
 }
 
-// Ids of jobs of one name begin anew with each coordinator.
+// Ids of jobs with the same name begin again with each coordinator.
 TEST_F(SealOrderTest, TwoOfJobs_AreInTheOrderOfTheirChainAlone) {
   const std::string first = Put("a", "night", 9, ""), second = Put("b", "night", 1, "sha of a");
   const std::string other = Put("c", "night", 20, "sha of what is gone");
@@ -78,7 +78,7 @@ TEST_F(SealOrderTest, TwoWithOthersBetween_AreInTheOrderOfTheChainAsLongAsThoseA
   EXPECT_EQ(IsSealedAfter(first, last), std::nullopt);
 }
 
-// A save compares what others have left with each checkpoint of their names.
+// A save compares folders that others have left with each checkpoint of their names.
 TEST_F(SealOrderTest, RecordsBetween_AreReadOnce) {
   const std::string first = Put("best", "night", 1, "");
   std::string last = first;

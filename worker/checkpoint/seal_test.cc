@@ -66,7 +66,7 @@ TEST(Seal, RecordThatLacksOnlyItsName_IsRead) {
   const auto read = ReadSeal(dir);
   ASSERT_TRUE(read.ok()) << read.status();
   EXPECT_EQ(read->sha256, Record().sha256);
-  // Of one that was only asked for, there is none.
+  // There is no record if the seal was only asked for.
   ASSERT_TRUE(BeginSealing(dir, {.job = "j", .id = 1}, 10).ok());
   EXPECT_TRUE(absl::IsNotFound(ReadSeal(dir).status()));
 }
@@ -143,7 +143,7 @@ TEST(Seal, Errors_SayWhetherTheyStay) {
   ASSERT_EQ(rmdir(path.c_str()), 0);
   ASSERT_EQ(symlink(kSealName, path.c_str()), 0);
   EXPECT_FALSE(absl::IsNotFound(error()) || StaysUnreadable(error())) << error();
-  // Its disk may be away.
+  // Its disk may not be mounted.
   const std::string link = folder.Path("link");
   ASSERT_EQ(symlink("/missing/checkpoint_4", link.c_str()), 0);
   EXPECT_TRUE(absl::IsUnavailable(ReadSeal(link).status()));
@@ -217,7 +217,7 @@ TEST_F(CheckSealTest, AnyFlippedBitOfTheFile_IsFound) {
 TEST_F(CheckSealTest, RecordOfAnOlderWorker_NeedNotListTheManifest) {
   SealWith(lines_);
   EXPECT_EQ(Problem(), "");
-  // What the record says itself fits the manifest in any case.
+  // The facts in the record itself match the manifest in any case.
   manifest_.info.step = 71;
   EXPECT_THAT(Problem(), HasSubstr("the manifest was changed"));
 }

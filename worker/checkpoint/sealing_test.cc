@@ -66,7 +66,7 @@ TEST(SealingFile, OfAWriterThatDidNotNameTheRegistry_IsRead) {
   EXPECT_EQ(asked.id, 3u);
 }
 
-// A machine that lost its power in the middle.
+// A machine lost its power while the file was written.
 TEST(SealingFile, Damaged_CountsAsAsked) {
   for (const std::string text :
        {"", "{", "[]", "{\"format\": \"muster-seal\"", "{\"id\": -1}",

@@ -88,7 +88,7 @@ TEST(ShardIndex, RoundTrip_AndForeignForms) {
   EXPECT_THAT(std::string(ParseShardIndex("{\"w\": \"../f.bin\"}", "i").status().message()),
               HasSubstr("\"../f.bin\", not a name in this folder"));
   EXPECT_FALSE(ParseShardIndex("{\"w\": 1}", "i").ok());
-  // The reader of the weights names a file of a kind that it does not know.
+  // The reader of the weights reports a file of an unknown kind.
   EXPECT_TRUE(ParseShardIndex(R"({"w": "f.safetensors", "v": "f.ckpt"})", "i").ok());
   EXPECT_FALSE(ParseShardIndex("[]", "i").ok());
 }

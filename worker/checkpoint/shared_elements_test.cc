@@ -13,7 +13,7 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 
-// Of targets `a`, `b` that would get `values`.
+// Returns those of targets `a`, `b` that would not keep `values`.
 std::vector<size_t> Replaced(const NamedTensors& targets, const std::vector<at::Tensor>& values,
                              int* reads = nullptr) {
   const auto replaced = ElementsReplaced("m", targets, [&](size_t place) {

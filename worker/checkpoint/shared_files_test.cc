@@ -35,7 +35,7 @@ constexpr char kOptimizer[] = "optimizer.safetensors";
 
 class SharedFilesTest : public testing::Test {
  protected:
-  // A model of three blocks and an optimizer of two, written by two ranks' rank 0.
+  // A model of three blocks and an optimizer of two, written by rank 0 of two ranks.
   void SetUp() override {
     RunRanks(2, [this](Comm& comm) {
       const absl::Status saved = SaveCheckpoint(comm, dir_, {}, [&](StateWriter& writer) {
@@ -74,7 +74,7 @@ class SharedFilesTest : public testing::Test {
   const std::string dir_ = folder_.Path("shared_files");
 };
 
-// In a folder in memory. Containers may share /dev/shm.
+// Uses a folder in memory. Containers may share /dev/shm.
 class SharedFilesInMemoryTest : public SharedFilesTest {
  protected:
   SharedFilesInMemoryTest()
@@ -82,7 +82,7 @@ class SharedFilesInMemoryTest : public SharedFilesTest {
                                      std::random_device()())) {}
 };
 
-// Counts the bytes that go through it, by offset and file.
+// Counts the bytes that it transfers, by offset and file.
 class CountingSystem {
  public:
   CountingSystem() {
@@ -149,8 +149,8 @@ TEST_F(SharedFilesTest, RanksThatNeedParts_ReadTheBlocksOfTheirHostEachOnce) {
   const uint64_t block = files[0].blocks.block_bytes;
   ASSERT_EQ(files[0].blocks.xxh3.size(), 3u);
   ASSERT_EQ(files[1].blocks.xxh3.size(), 2u);
-  // Of the model: ranks 0 and 2, of one host, need the first block and the end of it; rank 1 of
-  // another host the middle. Of the optimizer rank 1 needs nothing and the others all.
+  // Ranks 0 and 2, on one host, need the first block and the end of the model, rank 1 on another
+  // host its middle. Rank 1 needs nothing of the optimizer, the others all of it.
   const std::vector<std::vector<FileRange>> wanted = {
       {{.begin = 0, .end = 8}},
       {{.begin = block + 5, .end = block + 6}},
@@ -254,7 +254,7 @@ TEST_F(SharedFilesTest, FilesInPlaceByChoice_AreCheckedOnceAHostAndTakeNoMemory)
     });
     uint64_t read = 0;
     for (const CountingSystem& system : systems) read += system.bytes();
-    // The last block of a file is read up to what direct I/O asks for.
+    // The last block of a file is read up to the alignment of direct I/O.
     EXPECT_GE(read, all);
     EXPECT_LE(read, all + 2 * kDirectAlignment);
   }
@@ -298,7 +298,7 @@ TEST_F(SharedFilesTest, NoMemoryForTheBlocks_IsTheSameErrorOnAllRanks) {
     SharedFiles::Options options;
     options.create = [](const char* name) {
       const int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
-      // It can be sized, and every write fails.
+      // The file can be sized, but every write fails.
       EXPECT_EQ(fcntl(fd, F_ADD_SEALS, F_SEAL_WRITE), 0);
       return fd;
     };
@@ -343,8 +343,8 @@ class SharedFilesOnNodesTest : public SharedFilesTest {
 
   std::string Disk(int rank) const { return folder_.Path(absl::StrCat("node_", rank / 2)); }
 
-  // Each rank needs the second block of the model, and a byte of the optimizer's second one; rank 1
-  // the small file.
+  // Each rank needs the second block of the model, and a byte of the optimizer's second block; rank
+  // 1 also the small file.
   SharedFiles::Options Needs(int rank) {
     SharedFiles::Options options;
     options.nodes = &nodes_;
@@ -415,7 +415,7 @@ TEST_F(SharedFilesOnNodesTest, RanksThatCannotShareMemory_GetEachWhatTheyNeed) {
   RunRanks(4, [&](Comm& comm) {
     SharedFiles::Options options = Needs(comm.rank());
     options.create = [&, rank = comm.rank()](const char* name) {
-      // The first file of the first rank of each node.
+      // Fails for the first file of the first rank of each node.
       if (rank % 2 == 0 && failures < 2 && name == std::string(kModel)) {
         ++failures;
         errno = EMFILE;

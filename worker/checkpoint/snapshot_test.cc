@@ -154,7 +154,7 @@ TEST_F(SnapshotTest, TensorsToCopyLater_AreCopiedByTheirRun) {
   EXPECT_TRUE(file->GetTensor("later")->equal(later));
   EXPECT_TRUE(file->GetTensor("small")->equal(at::ones({3})));
   EXPECT_TRUE(file->GetTensor("now")->equal(at::ones({5000})));
-  // What is left to copy belongs to one use.
+  // Copies that are left belong to one save.
   snapshot.Clear();
   ASSERT_TRUE(snapshot.Add("m.safetensors", NamedTensors{{"later", later}}, {}).ok());
   EXPECT_TRUE(snapshot.TakeDeferred()->empty());
@@ -171,7 +171,7 @@ TEST_F(SnapshotTest, TensorsOfADevice_AreCopiedBesideTraining) {
   ASSERT_TRUE(
       snapshot.Add("m.safetensors", NamedTensors{{"later", later}, {"buffer", buffer}}, {}).ok());
   const std::unique_ptr<DeferredCopy> deferred = snapshot.TakeDeferred();
-  // The program may change what it did not promise to leave alone.
+  // The program may change tensors that it did not promise to leave alone.
   SetValues(buffer, -1);
   EXPECT_EQ(FakeDevice().host_waits(), waits) << "save_state() does not wait for the device";
   deferred->RunWhileTrainingWaits(Clock::Real());
@@ -249,7 +249,7 @@ TEST_F(SnapshotTest, WhatNoFileCanHold_IsRefusedAsBySaves) {
   EXPECT_EQ(snapshot.files().size(), 0u);
 }
 
-// The way out of one is not that of the other.
+// The remedy for one is not that for the other.
 TEST_F(SnapshotTest, NoMemory_NamesTheKindOfSave) {
   const OwnedFd fd(memfd_create("snapshot_test", MFD_CLOEXEC));
   Snapshot snapshot(*AlignedMemory::OfFile(fd.get()), /*reserved=*/4096);

@@ -59,7 +59,7 @@ TEST(StagingFolder, Writer_IsAliveWhileItHoldsTheLock) {
   EXPECT_EQ(LockFolder(folder.Path("missing")), -1);
 }
 
-// Locks of other machines are not seen on a file system that they could share.
+// Locks of other machines are not visible on a file system that they could share.
 TEST(StagingFolder, WriterOnAFileSystemThatMayBeShared_IsUnknown) {
   EXPECT_EQ(WriterOf("/proc/self"), FolderWriter::kUnknown);
 }
@@ -82,7 +82,7 @@ TEST(StagingFolder, OneWhoAsksAndIsInterrupted_IsWaitedFor) {
   const TestFolder folder;
   OwnedFd asks(open(folder.path().c_str(), O_RDONLY | O_DIRECTORY));
   ASSERT_EQ(flock(asks.get(), LOCK_SH), 0);
-  // More often than a thread can ask in the time that one is interrupted for.
+  // More attempts than a thread can make in the time for which one may be interrupted.
   constexpr int kMany = 2100;
   const int many = locks_asked_for + kMany;
   std::atomic<int> lock{-2};
@@ -109,7 +109,7 @@ TEST(StagingFolder, LockFolderPatiently_TellsReadersFromWriters) {
     ASSERT_TRUE(writer.open());
     const absl::Status status = LockFolderPatiently(folder.path()).status();
     EXPECT_TRUE(absl::IsAborted(status)) << status;
-    // Who has to end it must know which one it is.
+    // A person who has to end it must know which process it is.
     EXPECT_EQ(LockHolderOf(folder.path()).find("process " + std::to_string(getpid()) + " ("), 0u)
         << LockHolderOf(folder.path());
     EXPECT_NE(status.message().find(LockHolderOf(folder.path()) + " has it locked"),
@@ -136,7 +136,7 @@ TEST(StagingFolder, LockFolderPatiently_TellsReadersFromWriters) {
   SetLockPatience(patience);
 }
 
-// The system's table names the process that has asked for the lock, also when it has ended.
+// The kernel's table names the process that took the lock, even after it has ended.
 TEST(StagingFolder, LockHolderOf_ThatHasLeftItsLockToAChild_SaysSo) {
   const TestFolder folder;
   int ready[2], end[2];

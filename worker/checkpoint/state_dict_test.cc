@@ -168,7 +168,7 @@ TEST(LoadTensors, TiedTarget_NeedsOneName) {
   EXPECT_EQ(tied.sum().item<float>(), 2);
 }
 
-// The last one would win in silence.
+// Otherwise the last one would win silently.
 TEST(LoadTensors, TiedTarget_OfWhichTheFileHasTwoValues_IsRefusedBeforeAnythingChanges) {
   const at::Tensor tied = at::zeros({2}), other = at::zeros({2});
   const NamedTensors targets = {{"a", other}, {"embed", tied}, {"head", tied}};
@@ -181,7 +181,7 @@ TEST(LoadTensors, TiedTarget_OfWhichTheFileHasTwoValues_IsRefusedBeforeAnythingC
                 HasSubstr("head (the same tensor as embed here, but another one in the file)"));
   }
   EXPECT_EQ(tied.sum().item<float>() + other.sum().item<float>(), 0);
-  // Other bytes, but the same value here.
+  // Different bytes that have the same value here.
   NamedTensors same = differ;
   same[2].second = at::ones({2}, at::kDouble);
   EXPECT_TRUE(LoadTensors(same, targets, "m").ok());
@@ -208,12 +208,12 @@ TEST(LoadTensors, TargetsThatShareElementsOtherwise_AreRefusedUnlessTheFileAgree
   EXPECT_EQ(square.sum().item<float>(), 0);
   EXPECT_TRUE(LoadTensors({{"a", values}, {"b", values.t()}}, transposed, "m").ok());
   EXPECT_TRUE(at::equal(square, values));
-  // A whole and a part of it, which begins elsewhere.
+  // A tensor and a part of it, which begins elsewhere.
   const NamedTensors part = {{"whole", square}, {"row", square[1]}};
   EXPECT_FALSE(LoadTensors({{"whole", values}, {"row", at::ones({2})}}, part, "m").ok());
   EXPECT_TRUE(
       LoadTensors({{"whole", values}, {"row", at::arange(2, 4, at::kDouble)}}, part, "m").ok());
-  // Columns lie between each other, and share nothing.
+  // Columns are interleaved, but share nothing.
   EXPECT_TRUE(LoadTensors({{"a", at::ones({2})}, {"b", at::zeros({2})}},
                           {{"a", square.select(1, 0)}, {"b", square.select(1, 1)}}, "m")
                   .ok());

@@ -41,8 +41,7 @@ class StateTest : public testing::Test {
   const std::string root_ = folder_.path();
 };
 
-// What an accelerator does: rank 0 writes what is the same everywhere, every rank its own random
-// state.
+// Writes like an accelerator: rank 0 what is the same everywhere, every rank its own random state.
 absl::Status WriteAll(StateWriter& writer, double value) {
   if (writer.rank() == 0) {
     const absl::Status model = writer.WriteModel(ModelFileName(0), {{"w", at::full({3}, value)}});
@@ -114,7 +113,7 @@ TEST_F(StateTest, FilesOfManyBlocks_HaveTheirDigestsAndAlignedData) {
 }
 
 TEST_F(StateTest, TensorsOnADevice_AreCopiedBlockByBlockIntoTheSameFile) {
-  // Blocks hold the end of one and the beginning of the next.
+  // Blocks contain the end of one tensor and the beginning of the next.
   std::vector<float> first(3'000'000), second(2'500'001);
   for (size_t i = 0; i < first.size(); ++i) first[i] = static_cast<float>(i % 1021);
   for (size_t i = 0; i < second.size(); ++i) second[i] = static_cast<float>(i % 509);
@@ -217,7 +216,7 @@ TEST_F(StateTest, NoSpaceAtAnyMoment_IsTheSameErrorOnAllRanks_AndTheNextSaveGoes
       const absl::Status full = save(value + 1);
       ASSERT_TRUE(ArmFailpoints("", "", "").ok());
       if (full.ok()) {
-        // That moment does not come in a save.
+        // A save does not reach that moment.
         value += 1;
         break;
       }
@@ -243,14 +242,15 @@ TEST_F(StateTest, BadPlaceOrCheckpoint_IsTheSameErrorOnAllRanks_AndTheNextSaveGo
   std::vector<std::vector<absl::Status>> errors(2);
   RunRanks(2, [&](Comm& comm) {
     std::vector<absl::Status>& mine = errors[comm.rank()];
-    // Nothing can be made in /proc, by no user.
+    // No user can create anything in /proc.
     for (const std::string& dir : {file, JoinPath(file, "ckpt"), std::string("/proc/ckpt")}) {
       mine.push_back(save(comm, dir));
       EXPECT_FALSE(mine.back().ok()) << dir;
       EXPECT_THAT(std::string(mine.back().message()), HasSubstr(ParentPath(dir)));
     }
     ASSERT_TRUE(save(comm, good).ok());
-    // Of a newer program; without one of its files; with none that is a checkpoint's.
+    // One of a newer program, one without one of its files, and one whose manifest is not a
+    // checkpoint's.
     const std::string newer = JoinPath(root_, "newer"), missing = JoinPath(root_, "missing");
     ASSERT_TRUE(save(comm, newer).ok());
     ASSERT_TRUE(save(comm, missing).ok());
@@ -320,7 +320,7 @@ TEST_F(StateTest, D21_TwoRanksWithOneFileName_IsAnErrorOnAllRanks) {
   EXPECT_TRUE(ListDirectory(root_)->empty());
 }
 
-// A rank of another machine, whose folders are others than rank 0's.
+// A rank of another machine, whose folders differ from rank 0's.
 class ElsewhereComm : public BorrowedComm {
  public:
   explicit ElsewhereComm(Comm& comm) : BorrowedComm(comm) {}
@@ -330,7 +330,7 @@ class ElsewhereComm : public BorrowedComm {
   }
 };
 
-// As with a sharded model, whose parts the ranks exchange before they write.
+// Like a sharded model, whose parts the ranks exchange before they write.
 TEST_F(StateTest, FolderThatOneRankDoesNotSee_IsAnErrorOfAllAndKeepsNoneInAnExchange) {
   RunRanks(2, [&](Comm& comm) {
     ElsewhereComm elsewhere(comm);

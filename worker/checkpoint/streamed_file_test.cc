@@ -73,7 +73,7 @@ TEST_F(StreamedFileTest, AnyRange_HasTheBytesOfTheFile) {
   }
 }
 
-// Descriptors are those of a file system that agrees to direct I/O.
+// Fakes a file system that agrees to direct I/O.
 struct DirectReads {
   DirectReads() {
     system.open = [this](const char* path, int flags, mode_t mode) {
@@ -95,13 +95,13 @@ struct DirectReads {
   DirectFileSystem system;
   int fd = -1;
   bool refuses = false;
-  size_t most = SIZE_MAX;  // of a read
+  size_t most = SIZE_MAX;  // the most bytes of a read
   size_t cached_bytes = 0;
 };
 
 TEST_F(StreamedFileTest, FileThatIsNotCached_IsReadPastTheCache) {
   DirectReads reads;
-  // More of the file than can be mapped: nothing says that it is cached.
+  // More than can be mapped, so it is unknown whether the file is cached.
   const StreamedFile file(fd_.get(), uint64_t{1} << 62, reads.system);
   std::string to(bytes_.size() - 100, '\0');
   ASSERT_TRUE(file.Read(100, to.size(), to.data(), scratch_).ok());
@@ -110,7 +110,7 @@ TEST_F(StreamedFileTest, FileThatIsNotCached_IsReadPastTheCache) {
   EXPECT_TRUE(file.direct());
 }
 
-// As FUSE and NFS may.
+// As FUSE and NFS may do.
 TEST_F(StreamedFileTest, DirectReadThatStopsAnywhere_GoesOnThroughTheCache) {
   for (const size_t most : {size_t{4096}, size_t{10'000}, size_t{100}}) {
     DirectReads reads;

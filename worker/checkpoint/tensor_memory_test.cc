@@ -51,7 +51,7 @@ TEST(WithMemory, OtherErrors_PassThrough) {
                c10::Error);
 }
 
-// The zero does not help: LibTorch counts the others.
+// The zero does not help, because LibTorch multiplies the other sizes.
 TEST(NewTensor, BytesBeyond64Bits_AreAStatus) {
   const int64_t huge = int64_t{1} << 62;
   for (const std::vector<int64_t>& sizes : {std::vector<int64_t>{huge, 8}, {huge, 8, 0}}) {

@@ -90,7 +90,7 @@ TEST_F(TensorUploadsTest, TargetsThatOverlap_WaitForThoseBefore) {
   EXPECT_EQ(std::memcmp(a.const_data_ptr(), two.const_data_ptr(), 2000), 0);
 }
 
-// Of what is copied at once in between, too.
+// Also for tensors that are copied directly in between.
 TEST_F(TensorUploadsTest, CopiesThatMeetAnUpload_ComeInTheirOrder) {
   const at::Tensor a = Empty(large_), b = Empty(large_);
   const at::Tensor source = large_.clone(), other = large_.add(1), back = at::zeros({300'000});
@@ -117,7 +117,7 @@ TEST_F(TensorUploadsTest, FewBytes_AreCopied) {
   EXPECT_EQ(queued_, 0u);
 }
 
-// Where an error must not come any more there is memory of the driver.
+// At a point where an error is not acceptable, copy_() uses memory of the driver.
 TEST_F(TensorUploadsTest, WithoutMemoryForBlocks_TensorsAreCopied) {
   const at::Tensor a = Empty(large_);
   TensorUploadOptions options = Options();
@@ -147,7 +147,7 @@ TEST_F(TensorUploadsTest, SourceThatFails_IsTheErrorAndNothingIsUnderWay) {
   EXPECT_EQ(copies_.size(), 0u);
 }
 
-// As direct I/O does: with bytes before them that fill a block of the disk.
+// As direct I/O does: with preceding bytes that fill a block of the disk.
 TEST_F(TensorUploadsTest, ValuesThatBeginInTheMiddleOfABlock_AreWhole) {
   for (const size_t remainder : {size_t{8}, size_t{4000}}) {
     const at::Tensor a = Empty(large_);

@@ -11,7 +11,7 @@
 
 #include "base/test_system_calls.h"
 
-// Where another file system seems to be mounted. For a test program of one file.
+// The place where another file system seems to be mounted. For a test program of one file.
 struct Mounted {
   std::string end = "";       // the end of the mount point's path; empty: there is none
   bool kernel_tells = false;  // whether statx reports it, so that devices need not be compared

@@ -12,7 +12,7 @@
 
 namespace muster {
 
-// Where a tensor lies in a file.
+// The place of a tensor in a file.
 struct StoredTensor {
   std::string name = "";
   SafetensorsType type = SafetensorsType::kU8;

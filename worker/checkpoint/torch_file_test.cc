@@ -51,14 +51,14 @@ TEST(TorchFile, Beginnings_TellTheFormats) {
     EXPECT_TRUE(LooksLikeTorchFile(Fixture(name).substr(0, 16))) << name;
   }
   EXPECT_FALSE(LooksLikeTorchFile(Fixture("types.safetensors").substr(0, 16)));
-  // Lengths of safetensors headers that read like the marks of the others.
+  // Lengths of safetensors headers that look like the marks of other formats.
   EXPECT_FALSE(LooksLikeTorchFile(std::string("\x80\x02\x8a\x00\x00\x00\x00\x00{\"a\"", 12)));
   EXPECT_FALSE(LooksLikeTorchFile(std::string("PK\x03\x04\x00\x00\x00\x00{\"a\"", 12)));
   EXPECT_FALSE(LooksLikeTorchFile(""));
 }
 
-// Archives damaged anywhere: nothing is read outside of the file (under asan), and all that is
-// accepted can be read.
+// Archives with damage anywhere: nothing is read outside of the file (under asan), and everything
+// that is accepted can be read.
 TEST(TorchFile, HundredThousandMutants_AreReadOrRefused) {
   const std::vector<std::string> seeds = {Fixture("layouts.bin"), Fixture("nested.pt"),
                                           Fixture("types_protocol4.bin")};
@@ -68,7 +68,7 @@ TEST(TorchFile, HundredThousandMutants_AreReadOrRefused) {
   std::string bytes;
   for (int i = 0; i < 100'000; ++i) {
     std::string file = seeds[i % seeds.size()];
-    // Tensors' bytes are most of a file: aim at the pickle, and at the directory at the end.
+    // Most of a file is tensor bytes, so aim at the pickle, and at the directory at the end.
     const size_t pickle = file.find("data.pkl"), directory = file.find("PK\x01\x02");
     for (size_t changes = 1 + below(3); changes > 0; --changes) {
       const size_t at = below(3) == 0   ? below(file.size())

@@ -99,7 +99,7 @@ TEST_F(UnfinishedSavesTest, SaveOfAKilledWriter_IsAbandoned_WithItsAge) {
   }
   ASSERT_EQ(utimensat(AT_FDCWD, saves[0].path.c_str(), long_ago, 0), 0);
   EXPECT_EQ((*UnfinishedSavesIn(root_))[0].changed, absl::FromUnixSeconds(1'000'000'000));
-  // One that has been sealed is kept for its name.
+  // A sealed one is kept until it gets its name.
   ASSERT_TRUE(WriteFileAtomically(JoinPath(saves[0].path, kSealName), "{}").ok());
   EXPECT_TRUE((*UnfinishedSavesIn(root_))[0].sealed);
 }
@@ -175,7 +175,7 @@ TEST_F(UnfinishedSavesTest, ParentThatMayNotBeListed_HasNone) {
   EXPECT_EXIT(
       {
         ASSERT_EQ(chmod(root_.c_str(), 0311), 0);
-        // Root may list all.
+        // Root may list every folder.
         if (geteuid() == 0) {
           ASSERT_EQ(seteuid(65534), 0);
         }

@@ -22,7 +22,7 @@
 
 namespace {
 
-// Before each read of a file whose path has the first part, the second runs.
+// Calls the second before each read of a file whose path has the first part.
 std::string before_reading;
 std::function<void()> run_before;
 
@@ -86,7 +86,7 @@ std::string Bytes(const WeightFiles& files, const std::string& name) {
   return bytes;
 }
 
-// The same names, types, shapes and bytes.
+// Expects the same names, types, shapes and bytes.
 void ExpectSame(const WeightFiles& a, const WeightFiles& b) {
   ASSERT_EQ(a.entries().size(), b.entries().size());
   for (const WeightFiles::Entry& entry : a.entries()) {
@@ -99,7 +99,7 @@ void ExpectSame(const WeightFiles& a, const WeightFiles& b) {
   }
 }
 
-// As by save_state("best") of a training that goes on: both have the same files and tensors.
+// Like save_state("best") of a running training: both have the same files and tensors.
 TEST_F(WeightFilesTest, ReplacedWhileItIsOpened_IsNoMixture) {
   const auto put = [&](const std::string& folder, char value) {
     (void)RemoveTree(Path(folder));
@@ -109,7 +109,7 @@ TEST_F(WeightFilesTest, ReplacedWhileItIsOpened_IsNoMixture) {
         R"({"weight_map": {"a": "model-00001-of-00002.safetensors",)"
         R"( "b": "model-00002-of-00002.safetensors"}})");
   };
-  int times = 0;  // that it is replaced
+  int times = 0;  // how often it is replaced
   char last = 0;
   run_before = [&] {
     if (times == 0) return;
@@ -124,7 +124,7 @@ TEST_F(WeightFilesTest, ReplacedWhileItIsOpened_IsNoMixture) {
     times = 1;
     const auto files = WeightFiles::Open(Path("best"));
     ASSERT_TRUE(files.ok()) << files.status();
-#ifndef __SANITIZE_ADDRESS__  // whose own call takes the place of the test's for the index
+#ifndef __SANITIZE_ADDRESS__  // whose own call replaces the test's for the index
     EXPECT_EQ(times, 0);
 #endif
     EXPECT_EQ(Bytes(*files, "a"), std::string(2, last));
@@ -250,7 +250,7 @@ TEST_F(WeightFilesTest, Divide_TakesMatricesOutOfATensor) {
 }
 
 TEST_F(WeightFilesTest, ReadAll_PutsEachTensorWhereItGoes) {
-  // Of several pieces, and of less than a block of the disk.
+  // A tensor of several pieces, and one of less than a block of the disk.
   std::string large((5 << 20) + 77, '\0');
   for (size_t i = 0; i < large.size(); ++i) large[i] = static_cast<char>(i % 251);
   Put("model.safetensors",
@@ -339,7 +339,7 @@ TEST_F(WeightFilesTest, Copy_ReplacesAnEarlierOneButNeverItsSource) {
   EXPECT_FALSE(CopyWeights(*files, "/proc/nowhere").ok());
 }
 
-// A disk on which there is no room, which is found before and while it is written.
+// A full disk, which is noticed before and while it is written.
 TEST_F(WeightFilesTest, Copy_ThatFails_LeavesNoFolderBehind) {
   Put("in/model.safetensors", Tensors({"a"}, 'a'));
   const auto files = WeightFiles::Open(Path("in"));
@@ -361,15 +361,15 @@ TEST_F(WeightFilesTest, Copy_ThatFails_LeavesNoFolderBehind) {
     EXPECT_FALSE(PathExists(Path("new")));
   }
   signal(SIGXFSZ, handler);
-  // What was there stays.
+  // Existing files stay.
   ASSERT_TRUE(MakeDirectories(Path("old")).ok());
   EXPECT_FALSE(CopyWeights(*larger, Path("old/new")).ok());
   EXPECT_FALSE(CopyWeights(*larger, Path("old")).ok());
   EXPECT_THAT(*ListDirectory(Path("old")), UnorderedElementsAre());
 }
 
-// Every model that save_pretrained wrote: one file of its shards, and shards of that file, hold the
-// same bytes under the same names.
+// For every model that save_pretrained wrote, one file merged from its shards, and shards of that
+// file, have the same bytes under the same names.
 TEST_F(WeightFilesTest, RecordedModels_MergeAndDivideWithoutChange) {
   for (const std::string model : {"bert", "gpt2", "llama", "mixtral", "qwen2"}) {
     SCOPED_TRACE(model);

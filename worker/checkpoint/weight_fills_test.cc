@@ -40,7 +40,7 @@ class WeightFillsTest : public testing::Test {
   }
 
   size_t left() const { return copies_.size(); }
-  // Of all weights, of their own types.
+  // Returns fills of all weights, with their own types.
   std::vector<WeightFill> Uploads() {
     std::vector<WeightFill> uploads;
     for (const auto& [name, weight] : weights_) {
@@ -58,7 +58,7 @@ class WeightFillsTest : public testing::Test {
          .converted_bytes = 0,
          .least_bytes = 0,
          .uploads = [this](const auto& device) {
-           // Tensors are of several blocks, and more than there are.
+           // Tensors span several blocks, more than exist.
            return std::make_unique<DeviceUploads>(
                device, DeviceUploads::Room{.block_bytes = 64 << 10, .threads = 3, .blocks = 4},
                [this](char* to, const char* from, size_t bytes) { copies_.Leave(to, from, bytes); },
@@ -105,7 +105,7 @@ TEST_F(WeightFillsTest, WeightsOnTheHost_AreThereConvertedAndCountAsChanged) {
   EXPECT_NE(c._version(), converted);
 }
 
-// The mode is that of the calling thread, and threads that read have none.
+// The mode applies to the calling thread; reading threads have none.
 TEST_F(WeightFillsTest, UnderInferenceMode_WeightsAreThereAndConverted) {
   const at::Tensor before = at::zeros({50'000}, at::kDouble);
   const auto version = before._version();
@@ -120,7 +120,7 @@ TEST_F(WeightFillsTest, UnderInferenceMode_WeightsAreThereAndConverted) {
   EXPECT_NE(before._version(), version);
 }
 
-// Sanitizers see addresses that are none of a number.
+// Sanitizers detect addresses that are not aligned for a number.
 TEST_F(WeightFillsTest, HeaderOfOddLength_LeavesValuesThatConvert) {
   const at::Tensor values = at::arange(100'000, at::kFloat);
   const std::string header = R"({"x":{"dtype":"F32","shape":[100000],"data_offsets":[0,400000]}} )";
@@ -138,9 +138,9 @@ TEST_F(WeightFillsTest, HeaderOfOddLength_LeavesValuesThatConvert) {
   EXPECT_TRUE(Same(x, values.to(at::kDouble)));
 }
 
-// As a model does in which one parameter is a part of another.
+// Like a model in which one parameter is a part of another.
 TEST_F(WeightFillsTest, TargetsOnTheHostThatOverlap_AreWrittenInTheirOrder) {
-  // Few bytes, which are read before all of the first one are there.
+  // Few bytes, which are read before all of the first tensor is there.
   const at::Tensor a = at::zeros({300, 1000});
   auto* const bytes = static_cast<char*>(a.data_ptr()) + 1'000'000;
   const at::Tensor b = at::from_blob(bytes, {7}, at::kLong);
@@ -174,7 +174,7 @@ TEST_F(WeightFillsTest, FileThatEnds_IsTheErrorAndNothingIsUnderWay) {
   const std::string path = files_->FileOf(*files_->Find("a"));
   const absl::StatusOr<std::string> text = ReadFile(path);
   ASSERT_TRUE(text.ok());
-  // In place: the file is open.
+  // Truncated in place, because the file is open.
   ASSERT_EQ(truncate(path.c_str(), static_cast<off_t>(text->size() / 2)), 0);
   const absl::Status status = Upload(Uploads());
   EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
@@ -182,7 +182,7 @@ TEST_F(WeightFillsTest, FileThatEnds_IsTheErrorAndNothingIsUnderWay) {
   EXPECT_EQ(left(), 0u) << "the device still reads memory that goes";
 }
 
-// Room for all of them at a time is not needed.
+// There need not be room for all of them at a time.
 TEST_F(WeightFillsTest, TensorsOfAnotherType_TakeNoMoreMemoryThanAllowed) {
   constexpr size_t kEach = 100'000;
   NamedTensors weights;

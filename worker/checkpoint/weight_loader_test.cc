@@ -100,7 +100,7 @@ TEST_F(WeightLoaderTest, TargetsOnADevice_GetTheirValues) {
   EXPECT_EQ(CopiesToFakeDevice().size() - before, 2u);
 }
 
-// The one of another type would be converted after all that goes straight to its place.
+// The tensor of another type would be converted after all that go straight to their places.
 TEST_F(WeightLoaderTest, TargetsOnADeviceThatOverlap_AreWrittenInTheirOrder) {
   Save({{"a", at::full({4}, 1, at::kHalf)}, {"b", at::full({2}, 7, at::kBFloat16)}});
   const auto options = at::TensorOptions(FakeDevice().device()).dtype(at::kBFloat16);
@@ -112,12 +112,13 @@ TEST_F(WeightLoaderTest, TargetsOnADeviceThatOverlap_AreWrittenInTheirOrder) {
                            .make_tensor();
   const auto report = LoadWeights(dir_, {{"a", a}, {"b", b}});
   ASSERT_TRUE(report.ok()) << report.status();
-  // The device copies the bits of 1.0 in float16; those of 7 are of bfloat16.
+  // The device copies the bits of 1.0 in float16; those of 7 are in bfloat16.
   EXPECT_EQ(std::vector<uint16_t>(bits, bits + 4),
             (std::vector<uint16_t>{0x3c00, 0x40e0, 0x40e0, 0x3c00}));
 }
 
-// What is copied, since its strides are others in the file, comes after what several threads read.
+// A tensor that is copied because it has other strides in the file comes after those that several
+// threads read.
 TEST_F(WeightLoaderTest, TargetsOnTheHostThatOverlap_AreWrittenInTheirOrder) {
   Save({{"a", at::ones({4, 4})}, {"b", at::full({2, 4}, 7.0)}, {"c", at::full({2}, 9.0)}});
   const at::Tensor a = at::zeros({4, 4});
@@ -130,7 +131,7 @@ TEST_F(WeightLoaderTest, TargetsOnTheHostThatOverlap_AreWrittenInTheirOrder) {
   EXPECT_TRUE(a.equal(want));
 }
 
-// They have the memory of a tensor, and other values.
+// They share the memory of a tensor, but have other values.
 TEST_F(WeightLoaderTest, ConjugatedView_IsNoNameOfItsTensor) {
   const at::Tensor value = at::randn({3}, at::kComplexFloat);
   Save({{"a", value}, {"b", value.conj()}});
@@ -233,10 +234,10 @@ TEST_F(WeightLoaderTest, TiedTensors_AreOneOrAnError) {
 }
 
 TEST_F(WeightLoaderTest, NamesOfOneMemory_StayOneWhenTheTypeChanges) {
-  // Two tensors that know nothing of each other: not is_same(), but one memory.
+  // Two tensors that do not know of each other: not is_same(), but with one memory.
   at::Tensor embed = at::zeros({2}), head = at::zeros({2});
   head.set_data(embed);
-  // What is in no file is tied as well.
+  // Tensors that no file has are tied as well.
   at::Tensor rest = at::ones({3}), same_rest = at::ones({3});
   same_rest.set_data(rest);
   ASSERT_FALSE(embed.is_same(head));
@@ -271,10 +272,10 @@ TEST_F(WeightLoaderTest, TargetsWithoutMemoryOrWithOverlap_AreNotWrittenBlindly)
 
 TEST_F(WeightLoaderTest, MemoryThatIsRefused_NamesTheTensorAndTheWayOut) {
   const AtMostOneMoreTebibyte scarce;
-  // One element that stands for all takes no memory.
+  // A tensor with one element that is repeated takes no memory.
   const auto huge = [](at::ScalarType type) { return at::zeros({1}, type).expand({kTebibyte}); };
   for (const at::ScalarType type : {at::kFloat, at::kHalf}) {
-    // Another layout, and another type of a tensor that no file has.
+    // Another layout, and another type for a tensor that no file has.
     const bool is_missing = type == at::kHalf;
     auto matched = MatchedWeights::Match(
         "here", {{is_missing ? "b" : "a", is_missing ? at::ones({2}) : huge(type)}},
@@ -289,7 +290,7 @@ TEST_F(WeightLoaderTest, MemoryThatIsRefused_NamesTheTensorAndTheWayOut) {
                        HasSubstr(is_missing ? "2199023255552 bytes" : "4398046511104 bytes"),
                        HasSubstr("load_checkpoint_and_dispatch")));
   }
-  // Values are compared where names are one tensor.
+  // Values are compared if names lead to one tensor.
   const at::Tensor tied = huge(at::kFloat);
   const absl::Status status =
       MatchedWeights::Match("here", {{"a", huge(at::kHalf)}, {"b", huge(at::kHalf)}},
@@ -319,7 +320,7 @@ TEST_F(WeightLoaderTest, MatchedWeights_ChangeNothingBeforeTheyAreCopied) {
   EXPECT_EQ(a.sum().item<double>() + b.sum().item<double>(), 4);
 }
 
-// As a download or another save does.
+// As a download or another save does it.
 TEST_F(WeightLoaderTest, FilesThatAreOpen_AreReadWhateverHasTheirNamesNow) {
   Save({{"a", at::ones({2})}});
   const auto files = WeightFiles::Open(dir_);

@@ -16,7 +16,7 @@
 
 namespace muster {
 
-// What is known, without values, of weights that a caller reads, perhaps only in part.
+// The shapes, without values, of weights that a caller reads, perhaps only in part.
 struct WeightShapes {
   std::string where;  // for messages
   std::vector<StoredTensor> tensors;

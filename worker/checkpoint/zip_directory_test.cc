@@ -24,7 +24,7 @@ struct Options {
   std::string comment = "";
 };
 
-// An archive of the members, with what a test wants to be odd about it.
+// Returns an archive of the members, with the oddities that a test wants.
 std::string Zip(const std::vector<std::pair<std::string, std::string>>& members,
                 const Options& options = {}) {
   std::string file, directory;
@@ -119,7 +119,7 @@ TEST(ZipDirectory, RangesThatLeaveTheFileOrOverlap_AreRefused) {
   EXPECT_THAT(ErrorOf(away), HasSubstr("begins outside of the file"));
 }
 
-// What a reader leaves out may be the byte order of the others.
+// A member that one reader ignores may be the byte order for the others.
 TEST(ZipDirectory, MembersThatAreNotCounted_AreRefused) {
   std::string fewer = Zip(kMembers);
   fewer.replace(fewer.size() - 14, 4, Little(2, 2) + Little(2, 2));
