@@ -26,7 +26,7 @@ bool Covers(const std::string& entry, const std::string& tensor) {
   return entry.empty() || entry == tensor || absl::StartsWith(tensor, entry + ".");
 }
 
-// Every tensor of a model by full name, with its bytes.
+// Returns every tensor of a model by full name, with its bytes.
 std::map<std::string, int64_t> Tensors(const PlannedModel& model) {
   const auto sizes = ModuleSizes(model, {});
   EXPECT_TRUE(sizes.ok()) << sizes.status();
@@ -68,7 +68,7 @@ TEST(InferDeviceMap, EverythingFits_IsOneEntry) {
   EXPECT_THAT(map->devices, ElementsAre(Pair("", "0")));
 }
 
-// Parameter names that begin alike are not in one another.
+// A parameter whose name begins with another name is not inside of it.
 TEST(InferDeviceMap, ModuleWhoseNameBeginsAnothers_DoesNotHoldItsTensors) {
   PlannedModel model;
   model.root.children = {Leaf("lin", 20),
@@ -82,7 +82,7 @@ TEST(InferDeviceMap, ModuleWhoseNameBeginsAnothers_DoesNotHoldItsTensors) {
                                         Pair("tail2", "cpu")));
 }
 
-// As in the peer: `b` counts once for each of the two tensors that it shares with `a`.
+// As in Accelerate, `b` counts once for each of the two tensors that it shares with `a`.
 TEST(InferDeviceMap, AModuleWithSeveralTiedTensors_CountsForEachOfThem) {
   PlannedModel model;
   model.root.children = {
@@ -123,8 +123,8 @@ TEST(BalanceMemory, DeviceNumbersWithAGap_AreBalanced) {
   EXPECT_THAT(*limits, ElementsAre(Pair("0", 0), Pair("2", 1100), Pair("3", 5000)));
 }
 
-// As many as the experts of the largest models. Each compared with each would take far longer than
-// this test may.
+// As many modules as the experts of the largest models. Comparing each pair would take far longer
+// than this test may.
 TEST(BalanceMemory, TensOfThousandsOfModules_TakeSeconds) {
   PlannedModel model;
   for (int i = 0; i < 200; ++i) {
@@ -139,8 +139,8 @@ TEST(BalanceMemory, TensOfThousandsOfModules_TakeSeconds) {
   EXPECT_THAT(*balanced, ElementsAre(Pair("0", total / 2 + 20), Pair("1", 1e9)));
 }
 
-// transformers 5 keeps the experts of a layer in one module, and the mean module is what GPUs get
-// more than their part where it is larger than a block.
+// transformers 5 keeps the experts of a layer in one module. GPUs get the mean module in addition
+// to their share if it is larger than a block.
 TEST(BalanceMemory, ExpertListsThatCountWhole_LeaveTheMeanModuleAsThePeersIs) {
   PlannedModule moe = {"block_sparse_moe", "SparseExperts", {}, {}, {Leaf("gate", 10)}};
   moe.children.push_back({"experts", "ModuleList", {}, {}, {}});

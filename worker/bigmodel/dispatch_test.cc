@@ -38,7 +38,7 @@
 namespace muster {
 namespace {
 
-// The file that takes the name of the next offload.safetensors as soon as that has it.
+// The file that replaces the next offload.safetensors as soon as that gets its name.
 std::string replaced_by;
 
 }  // namespace
@@ -78,7 +78,7 @@ at::Tensor Compute(const TextNet& net) {
 
 std::string Text(const absl::Status& status) { return std::string(status.message()); }
 
-// A saved model and what it computes.
+// A saved model and its results.
 class Dispatch : public testing::Test {
  protected:
   Dispatch() : whole_(Net()), expected_(Compute(whole_)) {
@@ -155,7 +155,7 @@ TEST_F(Dispatch, Mmap_ComputesTheSameBitsWithoutARing) {
 }
 
 TEST_F(Dispatch, MmapOfNumbersThatAreConverted_PassThroughTheRing) {
-  // Two blocks in another type than the model's.
+  // Two blocks have another type than the model's.
   NamedTensors tensors;
   for (const auto& [name, tensor] : TensorsOf(*whole_)) {
     const bool other = name.starts_with("layers.1.") || name.starts_with("layers.2.");
@@ -204,7 +204,7 @@ TEST_F(Dispatch, MmapOfDiskOffload_ComputesTheSameBits) {
   ASSERT_TRUE(dispatched.ok()) << dispatched.status();
   EXPECT_EQ(dispatched->stats().mapped_bytes, dispatched->stats().offloaded_bytes);
   EXPECT_TRUE(at::equal(Compute(net), expected_));
-  // Where MKL promises the bits that it computes from memory of its own.
+  // At addresses for which MKL guarantees the same bits as with memory of its own.
   const at::NoGradGuard no_grad;
   for (const auto& parameter : net->named_parameters()) {
     EXPECT_EQ(reinterpret_cast<uintptr_t>(parameter.value().const_data_ptr()) % 64, 0u)
@@ -238,7 +238,7 @@ TEST_F(Dispatch, WritesIntoMappedWeights_AreRefusedAndLeaveTheFile) {
   EXPECT_EQ(*ReadFile(path), *before);
 }
 
-// Without a signal, also of what was loaded ahead.
+// Without a signal, also for weights that were loaded ahead.
 TEST_F(Dispatch, MappedFileThatIsChangedBetweenPasses_IsNamedAndNothingCrashes) {
   for (const bool cut : {true, false}) {
     const TestFolder folder;
@@ -295,7 +295,7 @@ TEST_F(Dispatch, OffloadFromMemory_ComputesTheSameBits) {
   EXPECT_THAT(ErrorOf([&] { Compute(on_host); }), HasSubstr("what holds its values is gone"));
 }
 
-// The map's first error comes before anything has changed.
+// The first error of the map is found before anything has changed.
 TEST_F(Dispatch, OffloadWithATooSmallRing_LeavesTheFileOfAnEarlierModel) {
   const TestFolder offload;
   TextNet earlier = Net(), later = Net();
@@ -310,13 +310,13 @@ TEST_F(Dispatch, OffloadWithATooSmallRing_LeavesTheFileOfAnEarlierModel) {
 
 TEST_F(Dispatch, OffloadThatCannotWrite_MovesNothing) {
   TextNet net = Net();
-  // Buffers go to the main device, which is any other than theirs here.
+  // Buffers go to the main device, which here is one that differs from theirs.
   const auto refused = DiskOffload(*net, "/dev/null/folder", at::kMeta);
   EXPECT_THAT(Text(refused.status()), HasSubstr("cannot offload"));
   for (const auto& [name, tensor] : TensorsOf(*net)) EXPECT_TRUE(tensor.is_cpu()) << name;
 }
 
-// D17: files of an earlier offload do not stay beside the new ones.
+// D17: files of an earlier offload do not remain beside the new ones.
 TEST_F(Dispatch, D17_DiskOffloadTwice_LeavesOneFile) {
   const TestFolder offload;
   for (const bool tied : {false, true}) {
@@ -331,7 +331,7 @@ TEST_F(Dispatch, D17_DiskOffloadTwice_LeavesOneFile) {
   }
 }
 
-// As another process would that offloads into the same folder.
+// Like another process that offloads into the same folder.
 TEST_F(Dispatch, OffloadFileThatIsReplacedBeforeItIsOpened_IsAnErrorAndStays) {
   const TestFolder other_folder;
   TextNet other = Net();
@@ -367,7 +367,8 @@ TEST_F(Dispatch, OffloadFileThatIsReplacedBeforeItIsOpened_IsAnErrorAndStays) {
   }
 }
 
-// What a killed process has kept of an earlier model. One that lives holds a lock on its own.
+// Files that a killed process has kept of an earlier model. A live process holds a lock on its
+// file.
 TEST_F(Dispatch, LeftoversOfKilledProcesses_AreRemovedByTheNextOffload) {
   const TestFolder offload;
   const std::string mine = offload.Path("offload.safetensors.earlier.7");
@@ -416,7 +417,7 @@ TEST_F(Dispatch, TiedWeights_AreThereOnce) {
   }
 }
 
-// D15: a plan that divides modules has their own buffers too, and can be carried out.
+// D15: a plan that divides modules includes their own buffers, and can be carried out.
 TEST_F(Dispatch, D15_PlanThatDividesBlocks_IsCarriedOut) {
   for (int64_t limit = 150'000; limit < 900'000; limit += 90'000) {
     const TextNet net = EmptyNet();
@@ -436,7 +437,7 @@ TEST_F(Dispatch, D15_PlanThatDividesBlocks_IsCarriedOut) {
   }
 }
 
-// D16: strict is strict, and says what is missing, in memory as on the disk.
+// D16: strict reports what is missing, in memory as on the disk.
 TEST_F(Dispatch, D16_MissingAndUnexpectedNames_AreListed) {
   const TestFolder folder;
   NamedTensors tensors = TensorsOf(*whole_);
@@ -463,8 +464,8 @@ TEST_F(Dispatch, D16_MissingAndUnexpectedNames_AreListed) {
   }
 }
 
-// As with Accelerate, whose dispatch refuses a tensor of the meta device: the forward pass cannot
-// say which one it is.
+// Like Accelerate, whose dispatch refuses a tensor of the meta device, because the forward pass
+// cannot tell which one it is.
 TEST_F(Dispatch, WhatNeitherFilesNorModelHave_IsNamedAlsoWithoutStrict) {
   const TestFolder folder;
   NamedTensors tensors = TensorsOf(*whole_);
@@ -483,7 +484,7 @@ TEST_F(Dispatch, WhatNeitherFilesNorModelHave_IsNamedAlsoWithoutStrict) {
                       HasSubstr("norm.weight"), HasSubstr("without init_empty_weights()")));
     for (const at::Tensor& parameter : net->parameters()) EXPECT_TRUE(parameter.is_meta());
   }
-  // One of another shape, too.
+  // Also for a tensor of another shape.
   for (auto& [name, tensor] : tensors) {
     if (name == "layers.1.up.bias") tensor = at::ones({1});
   }
@@ -550,7 +551,7 @@ TEST_F(Dispatch, KeptBuffers_KeepTheirTypeToo) {
   }
 }
 
-// Offloaded buffers, too: what no file has can only stay.
+// Also offloaded buffers: tensors that no file has can only stay.
 TEST_F(Dispatch, OffloadedTablesThatNoFileHas_StayInMemory) {
   const TestFolder folder;
   NamedTensors tensors = TensorsOf(*whole_);
@@ -595,7 +596,7 @@ TEST_F(Dispatch, LimitWithoutEnd_IsNoLimit) {
   EXPECT_TRUE(at::equal(Compute(net), expected_));
 }
 
-// D38: of two files in a folder the one that cannot execute anything counts.
+// D38: of two files in a folder, the one that cannot execute anything is used.
 TEST_F(Dispatch, D38_SafetensorsBesideABinFile_Count) {
   const TestFolder folder;
   ASSERT_TRUE(SaveModelFiles(folder.path(), TensorsOf(*whole_)).ok());
@@ -634,7 +635,7 @@ TEST_F(Dispatch, BadInput_IsNamed) {
               HasSubstr("left, and offloading"));
 }
 
-// A weight of 4 TiB, of which the file's disk has the header.
+// A weight of 4 TiB, of whose file only the header takes space on the disk.
 struct HugeNetImpl : torch::nn::Module {
   HugeNetImpl() {
     weight = register_parameter("weight", at::empty({kTebibyte}), /*requires_grad=*/false);
@@ -648,7 +649,7 @@ TEST_F(Dispatch, MemoryThatTheHostRefuses_IsNamed) {
   const std::string path = folder.Path("model.safetensors");
   WriteHugeFile(path, "weight");
   HugeNet empty = InitEmptyWeights([] { return HugeNet(); });
-  // One element that looks like as many: where it is offloaded from, it is written out.
+  // One element that is repeated: an offload writes all of the repetitions.
   HugeNet wide = InitEmptyWeights([] { return HugeNet(); });
   PlaceTensor(wide->weight, at::zeros({1}).expand({kTebibyte}));
   const AtMostOneMoreTebibyte scarce;

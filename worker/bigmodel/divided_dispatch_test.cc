@@ -1,5 +1,5 @@
-// Maps with several GPUs, for modules that know nothing of devices. The GPUs are the tests' own,
-// which refuse tensors of two of them.
+// Maps with several GPUs, for modules that do not know of devices. The GPUs are fakes, which refuse
+// tensors of two of them.
 #include <memory>
 #include <string>
 #include <tuple>
@@ -41,7 +41,7 @@ at::Tensor Compute(const TextNet& net, int gpu = 0) {
 
 std::string Text(const absl::Status& status) { return std::string(status.message()); }
 
-// A saved model, and what it computes on one GPU.
+// A saved model, and its results on one GPU.
 class DividedDispatch : public testing::Test {
  protected:
   DividedDispatch() {
@@ -51,7 +51,7 @@ class DividedDispatch : public testing::Test {
     whole_ = Empty();
     on_one_ = Load(whole_, {{"", "0"}});
     expected_ = Compute(whole_);
-    // By other kernels, which add up in another order.
+    // Other kernels may add in another order.
     const at::NoGradGuard no_grad;
     EXPECT_TRUE(at::allclose(expected_.cpu(), TextNet(net)->forward(Ids().cpu()), 1e-4, 1e-5));
     EXPECT_FALSE(MovesOperators(whole_->head_weight)) << "one GPU needs nothing of it";
@@ -78,7 +78,7 @@ TEST_F(DividedDispatch, Placements_ComputeTheBitsOfOneGpu) {
   const std::vector<DeviceEntries> maps = {
       {{"", "1"}, {"embed", "0"}},
       {{"", "0"}, {"layers.1", "1"}, {"layers.2", "2"}, {"head", "3"}},
-      // There and back.
+      // There and back again.
       {{"", "0"}, {"layers.1", "1"}, {"layers.3", "1"}},
       // Modules that are divided, down to the bias of a layer.
       {{"", "0"},
@@ -102,7 +102,7 @@ TEST_F(DividedDispatch, Placements_ComputeTheBitsOfOneGpu) {
   }
 }
 
-// Each GPU computes what is on it, and a pass crosses each border once.
+// Each GPU computes its own part, and a pass crosses each border once.
 TEST_F(DividedDispatch, Blocks_ComputeWhereTheyAre) {
   TextNet net = Empty();
   const DispatchedModel divided = Load(net, {{"", "1"}, {"embed", "0"}, {"layers.0", "0"}});
@@ -111,7 +111,7 @@ TEST_F(DividedDispatch, Blocks_ComputeWhereTheyAre) {
   const int64_t first = OperatorsOnFakeGpu(0), second = OperatorsOnFakeGpu(1);
   const at::Tensor out = Compute(net);
   EXPECT_EQ(out.device(), FakeGpu(1));
-  // The hidden states, for the norm and once more for the residual sum.
+  // The hidden states, once for the norm and the residual sum together.
   EXPECT_EQ(CrossingsSoFar().copies - before.copies, 1u);
   EXPECT_EQ(CrossingsSoFar().shared - before.shared, 1u);
   EXPECT_GT(OperatorsOnFakeGpu(1) - second, 2 * (OperatorsOnFakeGpu(0) - first));
@@ -146,7 +146,7 @@ TEST_F(DividedDispatch, Rings_AreBoundedByTheLimitsOfTheirGpus) {
   EXPECT_EQ(net->layers->ptr(2)->as<BlockImpl>()->up->weight.device(), FakeGpu(1));
 }
 
-// Their buffers go with them.
+// Their buffers move with them.
 TEST_F(DividedDispatch, OffloadedPartsWithoutRoomForARing_RunWhereThereIsRoom) {
   for (const auto& [first, third, at] :
        {std::tuple(400e3, 0.0, 0), std::tuple(20e3, 400e3, 2), std::tuple(20e3, 0.0, 1)}) {
@@ -177,7 +177,7 @@ TEST_F(DividedDispatch, PlansWithOffloadedParts_KeepTheLimitOfEachGpu) {
           TextNet net = Empty();
           DevicePlanOptions plan;
           for (int gpu = 0; gpu < gpus; ++gpu) {
-            // The last one is smaller.
+            // The limit of the last one is smaller.
             const int64_t bytes = gpu == gpus - 1 ? kBlock + 20'000 : limit;
             plan.max_memory.emplace_back(std::to_string(gpu), bytes);
           }
@@ -295,7 +295,7 @@ TEST_F(DividedDispatch, StandardModules_ComputeTheBitsOfOneGpu) {
   }
 }
 
-// Running statistics too, which operators write although their schemas do not say so.
+// Includes running statistics, which operators write although their schemas do not say so.
 TEST_F(DividedDispatch, StandardModulesInTraining_HaveTheResultsAndBuffersOfOneGpu) {
   for (const StandardModule& test : StandardModuleCases()) {
     SCOPED_TRACE(test.name);
@@ -359,7 +359,7 @@ TEST_F(DividedDispatch, MainDeviceWithoutTheGpusOfTheMap_IsRefused) {
               AllOf(HasSubstr("GPU 0"), HasSubstr("main device is the CPU")));
 }
 
-// The weights are copied to it anyway. The folder stays as it is.
+// The weights are copied to the GPU anyway. The folder does not change.
 TEST_F(DividedDispatch, MmapOfWeightsThatRunOnAGpu_IsRefused) {
   const TestFolder offload;
   TextNet net(kVocabulary, kWidth, kBlocks);
@@ -368,7 +368,7 @@ TEST_F(DividedDispatch, MmapOfWeightsThatRunOnAGpu_IsRefused) {
   EXPECT_THAT(Text(refused.status()), AllOf(HasSubstr("mmap is for weights that run on the CPU"),
                                             HasSubstr("head runs on GPU 1")));
   EXPECT_THAT(*ListDirectory(offload.path()), testing::IsEmpty());
-  // What the map leaves on GPUs and in host memory is no business of mmap.
+  // mmap does not concern what the map leaves on GPUs and in host memory.
   EXPECT_TRUE(DispatchModel(*net, {{"", "0"}, {"layers.1", "cpu"}}, {.mmap = true}).ok());
 }
 
@@ -387,7 +387,7 @@ TEST_F(DividedDispatch, RingThatFindsNoMemory_LeavesTheModelAsItWas) {
   EXPECT_TRUE(at::equal(Compute(net).cpu(), expected.cpu()));
 }
 
-// What fails once the new file is there.
+// A failure after the new file exists.
 TEST_F(DividedDispatch, RingThatFindsNoMemory_LeavesTheFileOfAnEarlierModel) {
   const TestFolder offload;
   const std::string path = offload.Path("offload.safetensors");

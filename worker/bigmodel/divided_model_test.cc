@@ -31,7 +31,7 @@ class DividedModelTest : public testing::Test {
  protected:
   DividedModelTest() { InstallFakeGpus(); }
 
-  // Parameters there, which the model has from here on.
+  // Makes parameters on these GPUs, which belong to the model from here on.
   std::vector<at::Tensor> Weights(const std::vector<int>& gpus) {
     std::vector<at::Tensor> weights;
     for (const int gpu : gpus) weights.push_back(On(gpu, at::eye(4) * (gpu + 1)));
@@ -58,7 +58,7 @@ TEST_F(DividedModelTest, OperatorWithAWeight_RunsThere) {
     EXPECT_TRUE(MovesOperators(x));
   }
   EXPECT_TRUE(at::equal(x.cpu(), at::arange(1, 5, at::kFloat) * 6));
-  // By a view of the weight, and in a list.
+  // Also through a view of the weight, and in a list.
   EXPECT_EQ(at::matmul(Row(3), weights[1].t()).device(), FakeGpu(1));
   EXPECT_EQ(at::cat({Row(3), weights[2][0]}).device(), FakeGpu(2));
 }
@@ -160,7 +160,7 @@ TEST_F(DividedModelTest, SharedTensor_IsCopiedOnceUntilItChanges) {
   mask.add_(1);
   EXPECT_TRUE(at::equal((x * mask).cpu(), (x.cpu() * mask.cpu())));
   EXPECT_EQ(Copies() - before, 2u);
-  // Also by a view that is there already, and by new contents.
+  // Also through an existing view, and by new contents.
   mask.narrow(0, 0, 1).zero_();
   EXPECT_TRUE(at::equal((x * mask).cpu(), (x.cpu() * mask.cpu())));
   mask.set_data(On(0, at::full({4}, 7.0F)));
@@ -168,7 +168,7 @@ TEST_F(DividedModelTest, SharedTensor_IsCopiedOnceUntilItChanges) {
   EXPECT_EQ(Copies() - before, 4u);
 }
 
-// What changes a tensor without its version.
+// Changes of a tensor that do not change its version.
 TEST_F(DividedModelTest, SharedTensor_IsCopiedAgainForOtherContents) {
   const auto weights = Weights({0, 1});
   const at::NoGradGuard no_grad;
@@ -199,7 +199,7 @@ TEST_F(DividedModelTest, SharedTensor_IsCopiedAgainInTheNextStay) {
     EXPECT_TRUE(at::equal(x.cpu(), expected));
   };
   expect_pass({1, 2});
-  // No version counts these.
+  // No version counts these changes.
   mask.data().fill_(5);
   expect_pass({1, 2});
   mask.variable_data().fill_(6);
@@ -258,7 +258,7 @@ TEST_F(DividedModelTest, ResultThatShowsACopy_MayBeWritten) {
   EXPECT_TRUE(at::equal((x[0] * row).cpu(), 2 * row.cpu()));
 }
 
-// Whose schema does not say that it gives views.
+// The operator's schema does not say that it returns views.
 TEST_F(DividedModelTest, BroadcastTensors_AreViewsOfTheirOwn) {
   const auto weights = Weights({0, 1});
   const at::NoGradGuard no_grad;
@@ -311,7 +311,7 @@ TEST_F(DividedModelTest, InferenceMode_ComputesTheSame) {
   at::Tensor mask = Row(0);
   const at::Tensor x = at::matmul(Row(1), weights[1]);
   EXPECT_TRUE(at::equal((x * mask).cpu(), x.cpu() * mask.cpu()));
-  // Nobody counts its changes here.
+  // Its changes are not counted here.
   mask.add_(1);
   EXPECT_TRUE(at::equal((x * mask).cpu(), x.cpu() * mask.cpu()));
 }
@@ -365,21 +365,21 @@ TEST_F(DividedModelTest, TrainedWeights_GetTheirGradientsWhereTheyAre) {
   for (at::Tensor& weight : weights) weight.requires_grad_();
   at::matmul(at::matmul(Row(0), weights[0]), weights[1]).sum().backward();
   for (int gpu = 0; gpu < 2; ++gpu) EXPECT_EQ(weights[gpu].grad().device(), FakeGpu(gpu));
-  // As optimizers do.
+  // Like optimizers.
   const at::NoGradGuard no_grad;
   at::_foreach_add_({weights[0], weights[1]}, {weights[0].grad(), weights[1].grad()}, -0.5);
   EXPECT_EQ(weights[1].device(), FakeGpu(1));
   EXPECT_EQ(at::stack(at::_foreach_norm({weights[0].grad(), weights[1].grad()})).numel(), 2);
 }
 
-// As an operator, which TorchScript calls.
+// Runs it as an operator, which TorchScript calls.
 void Backward(const at::Tensor& loss, const std::vector<at::Tensor>& inputs) {
   torch::jit::Stack stack = {loss, c10::List<at::Tensor>(inputs), c10::IValue(), c10::IValue(),
                              false};
   c10::Dispatcher::singleton().findSchemaOrThrow("aten::_backward", "").callBoxed(&stack);
 }
 
-// A rerun is inside of the backward pass.
+// A rerun happens inside of the backward pass.
 TEST_F(DividedModelTest, CheckpointedFunction_MovesInItsRerunToo) {
   const auto weights = Weights({0, 1, 2});
   const auto run = [&](bool checkpoints) {
@@ -395,7 +395,7 @@ TEST_F(DividedModelTest, CheckpointedFunction_MovesInItsRerunToo) {
   EXPECT_TRUE(at::equal(run(true), run(false)));
 }
 
-// Where the weights before it were, of which the thread of the second run knows nothing.
+// It runs where the preceding weights were, which the thread of the second run does not know.
 TEST_F(DividedModelTest, CheckpointedFunctionThatBeginsWithoutAWeight_RunsWhereItRanFirst) {
   const auto weights = Weights({0, 1});
   for (const size_t last : {0, 1}) {
@@ -422,7 +422,7 @@ TEST_F(DividedModelTest, BackwardOfNamedInputs_GivesThemTheirGradients) {
   EXPECT_TRUE(at::equal(far.grad().cpu(), at::full({4}, 2.0F)));
 }
 
-// An operator of a program that is made of others, with weights of its own on each GPU.
+// A program's operator that consists of others, with weights of its own on each GPU.
 TEST_F(DividedModelTest, CompositeOperatorOfTheProgram_IsLeftToItsParts) {
   static auto& library = *new torch::Library(torch::Library::FRAGMENT, "muster_test", std::nullopt,
                                              __FILE__, __LINE__);

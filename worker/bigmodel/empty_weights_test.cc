@@ -41,7 +41,7 @@ TEST(EmptyWeights, Parameters_AreOnTheMetaDevice_BuffersHaveTheirValues) {
   for (const auto& buffer : net->named_buffers()) {
     EXPECT_TRUE(at::equal(buffer.value(), buffers[buffer.key()])) << buffer.key();
   }
-  // The member and what is registered are one tensor.
+  // The member and the registered tensor are the same.
   EXPECT_FALSE(net->layers->ptr(0)->as<BlockImpl>()->table.is_meta());
 }
 
@@ -63,7 +63,7 @@ TEST(EmptyWeights, TiedParameters_StayOne) {
   EXPECT_TRUE(net->head_weight.is_same(net->embed->weight));
 }
 
-// Looks at values while it is constructed.
+// A module that reads values while it is constructed.
 class CuriousImpl : public torch::nn::Module {
  public:
   CuriousImpl() {
@@ -92,7 +92,8 @@ TEST(EmptyWeights, ConstructorThatNeedsValues_GetsThem) {
   EXPECT_EQ(net->counts[0].item<float>(), 0);
 }
 
-// Fills its buffers from memory that ends with the constructor, and from a row that is used again.
+// A module that fills its buffers from memory that ends with the constructor, and from a row that
+// is used again.
 class BorrowingImpl : public torch::nn::Module {
  public:
   BorrowingImpl() {
@@ -110,7 +111,7 @@ class BorrowingImpl : public torch::nn::Module {
     }
     spread = register_buffer("spread", at::empty({2, 4}));
     spread.copy_(row.expand({2, 4}));
-    // The memory's next owner.
+    // The next owner of the memory.
     std::fill(values.begin(), values.end(), -1.0F);
     row.fill_(-1);
   }
@@ -126,7 +127,8 @@ TEST(EmptyWeights, BufferFromMemoryOfTheConstructor_HasItsValues) {
   }
 }
 
-// A number without dimensions decides no type: what is computed from it keeps that of the other.
+// A number without dimensions does not determine a type: results keep the type of the other
+// operand.
 TEST(EmptyWeights, NumberThatBecomesATensor_StaysOne) {
   EmptyWeightsScope scope;
   const at::Tensor number = at::scalar_tensor(2.5, at::TensorOptions(at::kDouble).device(at::kCPU));
@@ -178,8 +180,8 @@ TEST(EmptyWeights, FortyBillionParameters_TakeFewMegabytes) {
   EXPECT_LT(after - before, size_t{20} << 20);
 }
 
-// What a constructor may do with its parameters: initialize them twice, in place, by a view, from
-// another one, and with a number that depends on a value.
+// What a constructor may do with its parameters: initialize them twice, in place, through a view,
+// from another one, and with a number that depends on a value.
 struct PeculiarImpl : torch::nn::Module {
   PeculiarImpl() {
     a = register_parameter("a", at::empty({7, 5}));
@@ -245,7 +247,7 @@ struct WithHolesImpl : torch::nn::Module {
 };
 TORCH_MODULE(WithHoles);
 
-// Ranks without the values must lay them out as the one that has them.
+// Ranks without the values must lay them out like the rank that has them.
 TEST(EmptyWeights, BuffersOfOneDraw_BelongTogether) {
   struct Permutation : torch::nn::Module {
     Permutation() {
@@ -314,7 +316,7 @@ TEST(DeferredInit, DataThatIsExchanged_CountsAsItIsAtTheEnd) {
     Materialize(item.value(), at::kCPU, item.key());
     EXPECT_TRUE(at::equal(item.value(), want->named_parameters()[item.key()])) << item.key();
   }
-  // After the construction it is lost, and not in silence.
+  // After the construction the values are lost, and that is reported.
   torch::nn::Linear late = DeferredInit([] { return torch::nn::Linear(4, 4); });
   late->to(at::kBFloat16);
   EXPECT_THAT(ErrorOf([&] { Materialize(late->weight, at::kCPU, "weight"); }),

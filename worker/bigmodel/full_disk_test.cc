@@ -1,6 +1,6 @@
-// A disk that fails at any moment while weights that are in memory are offloaded to it: before each
-// call that makes a folder or a file, writes, syncs or renames. The error is one line that names
-// the folder, nothing stays behind, and the model computes as before.
+// A disk that fails at any moment while weights in memory are offloaded to it: before each call
+// that makes a folder or a file, writes, syncs or renames. The error is one line that names the
+// folder, nothing is left behind, and the model computes as before.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -77,7 +77,7 @@ TEST_P(FullDiskTest, AnyMoment_IsOneLineAboutTheFolder_AndNothingStaysBehind) {
     EXPECT_THAT(*ListDirectory(disk_), IsEmpty());
   }
   std::printf("%s: %d moments\n", kind.name, moments);
-  // A file is made, written, synced and renamed.
+  // A file is created, written, synced and renamed.
   EXPECT_GE(moments, 4);
 }
 
@@ -117,7 +117,7 @@ TEST_F(FullDiskTest, FileOfAnEarlierModel_StaysInUse) {
   }
 }
 
-// What fails once the file is there.
+// A failure after the file exists.
 TEST_F(FullDiskTest, RingThatIsTooSmall_LeavesNothingBehind) {
   const TextNet net(50, 64, 2);
   const auto offloaded =

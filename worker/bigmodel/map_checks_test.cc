@@ -68,7 +68,7 @@ TEST(CheckUndivided, BlockLargerThanEveryDevice_IsNamed) {
                     HasSubstr("leave Block out of no_split")));
 }
 
-// What a person can write differs from what a program can.
+// The remedy for a person differs from that for a program.
 TEST(CheckUndivided, BlockLargerThanEveryDevice_SaysWhichFlagDividesIt) {
   DeviceMapOptions options;
   options.no_split = {"Block"};

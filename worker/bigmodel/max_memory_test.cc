@@ -15,7 +15,7 @@
 namespace muster {
 namespace {
 
-// What the system says of its pages; 0: the truth.
+// The page size that the system reports; 0: the true one.
 int64_t page_bytes = 0;
 
 }  // namespace
@@ -51,7 +51,7 @@ TEST(GetMaxMemory, LimitOfTheProcess_Counts) {
   EXPECT_LT(host, double{1 << 30});
 }
 
-// As of ARM kernels with large pages, whose /proc/self/statm counts those.
+// Like ARM kernels with large pages, which /proc/self/statm counts.
 TEST(GetMaxMemory, PagesOfAnySize_Count) {
   const std::string pages = *ReadFile("/proc/self/statm", 256);
   rlimit before = {};
@@ -69,7 +69,7 @@ TEST(GetMaxMemory, PagesOfAnySize_Count) {
   EXPECT_EQ(with_large_pages, 0);
 }
 
-// As that of a Jetson or a DGX Spark.
+// Like the GPU of a Jetson or a DGX Spark.
 TEST(GetMaxMemory, GpuThatSharesTheHostsMemory_CountsItOnce) {
   InstallFakeGpus();
   SetGpusAreIntegratedForTest(true);

@@ -32,7 +32,7 @@ using ::testing::SizeIs;
 
 constexpr int64_t kRow = 2048;  // floats: two blocks
 
-// Counts readings, and fails where told.
+// Counts readings, and fails on request.
 class CountingSource : public WeightSource {
  public:
   explicit CountingSource(std::vector<at::Tensor> values) {
@@ -64,7 +64,7 @@ class CountingSource : public WeightSource {
   std::shared_ptr<const WeightSource> host_;
 };
 
-// Rows of ones, twos, threes, ..., each a unit.
+// Rows of ones, twos, threes, ..., each of which is a unit.
 struct Rows {
   Rows(size_t count, const OffloadRingOptions& options, at::ScalarType type = at::kFloat) {
     std::vector<at::Tensor> values;
@@ -88,8 +88,8 @@ struct Rows {
     return rows[i].sum().item<double>();
   }
 
-  // Waits for what the use of each row has asked for. Else a row that comes late keeps its memory,
-  // and what is read next depends on the threads.
+  // Waits for the reads that the use of each row has caused. Otherwise a row that arrives late
+  // keeps its memory, and the next reads depend on the threads.
   void UseOneByOne(const std::vector<size_t>& order, int passes) const {
     for (int pass = 0; pass < passes; ++pass) {
       for (const size_t i : order) {
@@ -124,7 +124,7 @@ TEST(OffloadRing, MoreUnitsThanRoom_EachHasItsValues) {
 TEST(OffloadRing, Prefetch_AsksBeforeTheUse) {
   const Rows rows(6, RoomFor(3));
   rows.UseOneByOne({3, 0, 5, 1, 2, 4}, 4);
-  // The first pass has no order to go by; from then on each unit was asked for by one before it.
+  // The first pass has no order to follow; from then on each unit is asked for by a previous one.
   EXPECT_LE(rows.ring->stats().waits, 6);
   const Rows slow(6, RoomFor(3, /*prefetch=*/false));
   slow.UseOneByOne({3, 0, 5, 1, 2, 4}, 4);
@@ -217,7 +217,7 @@ struct MappedUnit {
   std::unique_ptr<OffloadRing> ring;
 };
 
-// The kernel may have taken them back.
+// The kernel may have evicted them.
 TEST(OffloadRing, MappedUnitThatWasThereAWhileAgo_IsAskedForItsPagesAgain) {
   FakeClock clock;
   const MappedUnit unit({{"a", at::ones({kRow})}}, {"a"}, clock);
@@ -298,10 +298,10 @@ TEST(OffloadRing, SeveralThreads_FindTheirValues) {
 
 constexpr c10::StreamId kOperators = 7, kCopies = 8;
 
-// The order of a device's streams, seen without a device.
+// Records the order of a device's streams without a device.
 class RecordedFences : public StreamFences {
  public:
-  // So many fences of its kind, this one included.
+  // The number of fences of its kind, including this one.
   struct Point {
     c10::StreamId stream;
     int number;
@@ -327,7 +327,7 @@ class RecordedFences : public StreamFences {
     MutexLock lock(&mu);
     return made[stream];
   }
-  // The newest fence of stream `of` that `stream` waits for.
+  // Returns the newest fence of stream `of` for which `stream` waits.
   int Waited(c10::StreamId stream, c10::StreamId of) {
     MutexLock lock(&mu);
     return waited[{stream, of}];
@@ -376,12 +376,12 @@ TEST(OffloadRing, OnADevice_OperatorsWaitForTheCopiesOnce_InEachStream) {
   rows.Sum(1);
   EXPECT_EQ(fences.Made(kCopies), 2);
   EXPECT_EQ(fences.Waited(kOperators, kCopies), 2);
-  // It is there; operators of another stream know nothing of that.
+  // It has arrived, but operators of another stream do not know that.
   fences.operators = 9;
   rows.Sum(0);
   EXPECT_EQ(fences.Made(kCopies), 2);
   EXPECT_EQ(fences.Waited(9, kCopies), 1);
-  // Both streams have used row 0 before its memory is another's.
+  // Both streams have used row 0 before its memory is given to another unit.
   rows.Sum(2);
   rows.Sum(1);
   rows.Sum(0);
@@ -418,7 +418,7 @@ TEST(OffloadRing, OnADevice_ArrivalThatCannotBeTold_IsAnErrorAtTheUse_AndTriedAg
   EXPECT_EQ(rows.Sum(1), 2 * kRow);
 }
 
-// The devices that were the current ones of threads that have ordered copies.
+// Records the current devices of threads that have ordered copies.
 class DevicesOfCopies : public StreamFences {
  public:
   c10::Stream Current() const override { return StreamOf(kOperators); }
@@ -448,7 +448,7 @@ class DevicesOfCopies : public StreamFences {
   std::vector<int> seen_;
 };
 
-// An event makes the device that it finds the current one again, which takes memory there.
+// An event restores the current device that it finds, which allocates memory there.
 TEST(OffloadRing, ThreadsThatCopyToADevice_HaveItAsTheirOwn) {
   InstallFakeGpus();
   DevicesOfCopies fences;
@@ -461,7 +461,7 @@ TEST(OffloadRing, ThreadsThatCopyToADevice_HaveItAsTheirOwn) {
   EXPECT_THAT(fences.seen(), AllOf(SizeIs(6), Each(1)));
 }
 
-// A use that fails leaves nothing that the next one waits for.
+// A failed use leaves nothing for which the next one waits.
 TEST(OffloadRing, DeviceThatFails_IsAnErrorAtTheUse_AndTriedAgain) {
   for (const bool prefetch : {false, true}) {
     RecordedFences fences;
@@ -492,7 +492,7 @@ TEST(OffloadRing, DeviceThatFails_IsAnErrorAtTheUse_AndTriedAgain) {
   }
 }
 
-// More units than one operator's own error can leave behind: all wait, none for ever.
+// More units than the error of one operator can leave behind: all wait, none forever.
 TEST(OffloadRing, ThreadsWhileTheSourceFails_EachGetsItsValuesOrTheError) {
   const Rows rows(8, RoomFor(2));
   rows.source->broken = 3;

@@ -1,4 +1,4 @@
-// LibTorch's own modules, and what programs do that the engine does not expect.
+// LibTorch's own modules, and uses that the engine does not expect.
 #include "worker/bigmodel/standard_modules.h"
 
 #include <atomic>
@@ -113,7 +113,7 @@ TEST_F(StandardModules, EmptyScalarAndUndefinedTensors_AreOffloaded) {
 }
 
 TEST_F(StandardModules, ModelThatIsDispatchedAlready_IsRefusedByName) {
-  // Blocks that are units of their own, alike.
+  // Blocks of equal structure that are units of their own.
   TextNet net(20, 256, 3);
   const std::string path = Write(*net, "net");
   const auto first = LoadCheckpointAndDispatch(*net, path, {{"", "disk"}});
@@ -164,7 +164,7 @@ TEST_F(StandardModules, StateOfADispatchedModel_IsItsValues) {
   }
 }
 
-// As muster::load_model does.
+// Like muster::load_model.
 TEST_F(StandardModules, LoadingIntoAnOffloadedModel_IsAnErrorAndChangesNothing) {
   TextNet net(20, 256, 3);
   const std::string path = Write(*net, "net");
@@ -181,7 +181,7 @@ TEST_F(StandardModules, LoadingIntoAnOffloadedModel_IsAnErrorAndChangesNothing) 
   EXPECT_TRUE(at::equal(net->forward(ids), expected));
 }
 
-// What the order of the first pass says is wrong for the second.
+// The order of the first pass is wrong for the second.
 TEST_F(StandardModules, BranchesThatChange_ComputeTheSameBits) {
   TextNet net(20, 256, 6);
   const std::string path = Write(*net, "net");

@@ -154,7 +154,6 @@ TEST_F(CheckpointSearchTest, NamedBeforeItIsOpened_IsOpenedUnderItsName) {
   EXPECT_EQ(registrar_.verdicts.size(), 1u);
 }
 
-// Nothing is left of what was found: that is not the same as none yet.
 // Reading a large one takes minutes, but another load waits only seconds for a writer.
 TEST_F(CheckpointSearchTest, SealedWithoutItsName_IsNotLockedWhileItsContentsAreRead) {
   Save(0);

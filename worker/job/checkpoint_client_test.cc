@@ -23,7 +23,7 @@ class CheckpointClientTest : public ::testing::Test {
  protected:
   void SetUp() override { Connect(absl::Seconds(60)); }
 
-  // A world of one.
+  // Connects a world of one.
   void Connect(absl::Duration call_timeout) {
     CoordinatorClient::Options options;
     options.address = fake_->address();
@@ -50,7 +50,7 @@ class CheckpointClientTest : public ::testing::Test {
     EXPECT_TRUE(id.ok()) << id.status();
     return id.value_or(0);
   }
-  // Files whose slices fill `parts` parts.
+  // Returns files whose slices fill `parts` parts.
   static std::vector<ShardFileReport> Files(int parts) {
     std::vector<ShardFileReport> files;
     for (int i = 0; i < parts; ++i) {
@@ -111,7 +111,7 @@ TEST_F(CheckpointClientTest, CheckpointWithoutARecord_IsCounted) {
   EXPECT_THAT(fake_->reports(), ElementsAre("unrecorded: 100 bytes, 7 of 20 us"));
 }
 
-// That the coordinator is the one that was asked, and not one that has begun anew.
+// Shows that the coordinator is the one that was asked, and not one that has started again.
 TEST_F(CheckpointClientTest, Identity_IsTheClustersAndThatOfItsCopy) {
   EXPECT_EQ(registrar_->identity(), "");
   Begin("/c/1", 1);
@@ -125,7 +125,7 @@ TEST_F(CheckpointClientTest, Identity_IsTheClustersAndThatOfItsCopy) {
   EXPECT_EQ(registrar_->identity(), "0000000000000051/abd");
 }
 
-// What ranks report is not in the journal.
+// Reports of ranks are not in the journal.
 TEST_F(CheckpointClientTest, CoordinatorRestartedBetweenParts_GetsAllOfThemAgain) {
   const uint64_t id = Begin("/c/1", 1);
   fake_->ForgetReports(3);

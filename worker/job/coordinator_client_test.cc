@@ -193,7 +193,7 @@ TEST(CoordinatorClient, LostAnswers_EveryChangeHappensOnce) {
 TEST(CoordinatorClient, RetryAfter_IsWaitedFor) {
   FakeCoordinator fake;
   auto client = ConnectTo(fake);
-  // Longer than what would be waited for without it.
+  // Longer than the client would wait otherwise.
   fake.Overload(absl::Milliseconds(400));
   const auto begun = std::chrono::steady_clock::now();
   EXPECT_EQ(*client->Add("n", 1), 1);
@@ -218,7 +218,7 @@ TEST(CoordinatorClient, NameThatIsNotUtf8_IsRefusedAndNamesTheField) {
     const absl::Status status = client.Barrier("caf\xe9", absl::Minutes(1)).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
     EXPECT_THAT(std::string(status.message()), HasSubstr("barrier_id is not UTF-8: \"caf\\xe9\""));
-    // What only people read is sent all the same.
+    // Text that only people read is sent anyway.
     EXPECT_TRUE(client.Leave("what() is caf\xe9").ok());
   });
 }
@@ -344,7 +344,7 @@ TEST(CoordinatorClient, NewsOfTheFormerGeneration_DoNotEndTheNext) {
     (*client)->ReportProgress(1, "next", "");
   });
   fake.EndGeneration("rank 1 was killed");
-  // The worker goes on beating in it.
+  // The worker continues to send heartbeats in it.
   WaitUntil([&] { return told > 0 || fake.last_heartbeat() == "1 next "; });
   EXPECT_EQ(told, 0);
 }
@@ -475,7 +475,7 @@ TEST(CoordinatorClient, ExitWhileTheCoordinatorIsAway_IsNotHeldUp) {
   ASSERT_TRUE(client->Join(World(1, 0)).ok());
   fake->WaitForHeartbeat();
   fake.reset();
-  // What the thread that polls for triggers does when SIGTERM has come.
+  // The calls of the thread that polls for triggers after SIGTERM.
   absl::Status raised, polled;
   std::thread polls([&] {
     raised = client->RaiseTrigger("stop").status();
@@ -536,7 +536,7 @@ class WildCoordinator final : public grpc::CallbackGenericService {
         random_.Fill(&detail);
         std::string bytes = detail.SerializeAsString();
         if (random_.Draw(2) == 0) bytes = Mutate(std::move(bytes), random_.generator());
-        // Not UNAVAILABLE, which is asked again until the deadline.
+        // Not UNAVAILABLE, because then the client repeats the call until the deadline.
         const int codes[] = {2, 3, 5, 6, 7, 8, 9, 10, 13, 15, 16};
         Finish(grpc::Status(static_cast<grpc::StatusCode>(codes[random_.Draw(11)]), "so be it",
                             bytes));

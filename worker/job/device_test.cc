@@ -17,7 +17,7 @@ namespace {
 int cuda_error = 0;
 }
 
-// In front of the runtime's, which is looked up by name.
+// Takes precedence over the runtime's function, which is looked up by name.
 extern "C" int cudaGetDeviceCount(int* count) {
   *count = 0;
   if (cuda_error != 0) return cuda_error;
@@ -72,7 +72,7 @@ TEST(ChooseDevice, D28_SeveralProcessesWithoutGpu_AreOneJobOnTheCpu) {
   EXPECT_EQ(ChooseDevice(env).value(), c10::Device(c10::kCPU));
 }
 
-// What AgreeOnDevices() says to each rank.
+// Returns the result of AgreeOnDevices() on each rank.
 std::vector<absl::Status> Agreement(const std::vector<c10::Device>& devices,
                                     const std::vector<absl::Status>& usable) {
   std::vector<absl::Status> said(devices.size());
@@ -94,7 +94,7 @@ TEST(AgreeOnDevices, RanksOfOneKind_Agree) {
   }
 }
 
-// NCCL would wait for it for good.
+// NCCL would wait for it forever.
 TEST(AgreeOnDevices, RankOnTheCpuBesideGpus_IsNamedOnEveryRank) {
   for (const absl::Status& said :
        Agreement({GpuNumber(0), GpuNumber(1), kCpu}, std::vector<absl::Status>(3))) {

@@ -271,7 +271,8 @@ TEST(Environment, SlurmStep_IsRead) {
   EXPECT_EQ(env.master_port.source, "SLURM_JOB_ID");
 }
 
-// As srun --mpi=pmi2 and `export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS` leave it.
+// Like the variables that srun --mpi=pmi2 and `export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS`
+// set.
 TEST(Environment, RankAndSizeThatAreSlurms_DoNotHideTheNode) {
   for (const Variables& same : {Variables{{"PMI_RANK", "3"}, {"PMI_SIZE", "4"}},
                                 Variables{{"RANK", "3"}, {"WORLD_SIZE", "4"}}}) {
@@ -314,7 +315,7 @@ TEST(Environment, SlurmWithUnreadableTasksPerNode_IsRefused) {
               HasSubstr("SLURM_TASKS_PER_NODE='1(y2'"));
 }
 
-// Sums of the longest duration and the time of now overflow: waits would end at once.
+// Sums of the longest duration and the present time overflow: waits would end at once.
 TEST(Environment, WaitWithoutEnd_IsAYear) {
   const absl::Duration year = absl::Hours(24 * 365);
   const Environment env = Read({{"MUSTER_TIMEOUT", "inf"},
@@ -392,8 +393,8 @@ TEST(Environment, AccelerateWishes_AreUnderstood) {
   EXPECT_TRUE(env.debug.value);
 }
 
-// A launcher of Accelerate's that asks for an engine that is not here: plain data parallelism in
-// its place would be silent.
+// A launcher of Accelerate that asks for an engine that is not supported: plain data parallelism
+// instead would go unnoticed.
 TEST(Environment, D34_EnginesOfAccelerates_AreRefusedByName) {
   for (const char* name : {"ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG"}) {
     EXPECT_THAT(Error({{name, "true"}}), HasSubstr(name));
@@ -568,7 +569,7 @@ TEST(ReadEnvironment, MutatedVariables_AreReadOrRefusedInOneLine) {
     for (uint64_t changes = 1 + random() % 2; changes > 0; --changes) {
       auto it = std::next(variables.begin(), random() % variables.size());
       it->second = Mutate(it->second, random);
-      // As a shell hands them on.
+      // The way a shell passes them on.
       it->second = it->second.substr(0, it->second.find('\0'));
     }
     const absl::StatusOr<Environment> env = ReadEnvironment(variables);

@@ -59,7 +59,7 @@ TEST(JobTriggers, WithoutCoordinator_AllRanksHearOfItAtTheSameCheck) {
     if (comm.rank() != 1) {
       ASSERT_TRUE(triggers.Raise("checkpoint", std::to_string(comm.rank())).ok());
     }
-    // One after the other, the lowest rank's first.
+    // One after the other, beginning with the lowest rank's.
     for (const int from : {0, 2}) {
       const std::optional<Trigger> told = triggers.Check("checkpoint", 0);
       ASSERT_TRUE(told.has_value());
@@ -121,7 +121,7 @@ TEST(JobTriggers, WithCoordinator_AllRanksActAtTheSameStep) {
     }
     EXPECT_EQ(triggers.stop()->payload, "enough");
     acted[comm.rank()] = finished;
-    // Nobody's answers are needed any more once all are here.
+    // No rank's answers are needed any more once all are here.
     comm.Barrier();
   });
   EXPECT_EQ(acted[0], acted[1]);
@@ -138,7 +138,7 @@ TEST(JobTriggers, BadNameOrPayload_IsRefused) {
             absl::StatusCode::kInvalidArgument);
 }
 
-// No test that expects no SIGTERM may follow: the process has had it then.
+// No test that expects no SIGTERM may follow, because the process has received it then.
 TEST(JobTriggers, SigtermWhileTheCoordinatorIsAway_DoesNotHoldUpTheExit) {
   auto fake = std::make_unique<FakeCoordinator>();
   CoordinatorClient::Options options;
@@ -158,7 +158,7 @@ TEST(JobTriggers, SigtermWhileTheCoordinatorIsAway_DoesNotHoldUpTheExit) {
   EXPECT_FALSE(client->Leave("training ended").ok());
 }
 
-// So that the coordinator takes it for one trigger of all ranks.
+// The coordinator must treat it as one trigger of all ranks.
 TEST(JobTriggers, Sigterm_IsRaisedInWordsThatSayNothingOfTheRank) {
   FakeCoordinator fake;
   const auto client = ConnectTo(fake, 0);

@@ -29,7 +29,7 @@ Environment Env(Variables variables) {
   return env.ok() ? *env : Environment{};
 }
 
-// Every rank joins with variables(rank) and adds up the ranks.
+// Lets every rank join with variables(rank) and add up the ranks.
 void ExpectWorldOf(int n, const std::function<Variables(int)>& variables,
                    const std::function<void(JoinedProcess&, int)>& check = nullptr,
                    const JoinJobOptions& options = {}) {
@@ -49,7 +49,7 @@ void ExpectWorldOf(int n, const std::function<Variables(int)>& variables,
   for (auto& thread : threads) thread.join();
 }
 
-// The store that torchrun's agent holds, on a free port.
+// Makes the store of torchrun's agent, on a free port.
 c10::intrusive_ptr<c10d::TCPStore> AgentStore() {
   c10d::TCPStoreOptions options;
   options.port = 0;
@@ -68,7 +68,7 @@ TEST(JoinJob, Alone_LocalCommAndNothingElse) {
   EXPECT_TRUE(joined->device.is_cpu());
 }
 
-// What a write to a peer that has gone does is up to SIGPIPE.
+// SIGPIPE determines what a write to a peer that is gone does.
 TEST(JoinJob, WithPeers_SurvivesThatTheyVanishAndAloneKeepsTheDefault) {
   signal(SIGPIPE, SIG_DFL);
   const auto action = [] {
@@ -121,7 +121,7 @@ TEST(JoinJob, ThroughTheCoordinator_SeatDecides) {
       });
 }
 
-// Nodes are hosts, also where they are one machine; MUSTER_SHM=no leaves Gloo.
+// Nodes are hosts, even if they are on one machine; MUSTER_SHM=no keeps Gloo.
 TEST(JoinJob, SeveralNodes_SharedMemoryInsideAndARingBetween) {
   for (const bool shared_memory : {true, false}) {
     const auto server = AgentStore();
@@ -168,7 +168,7 @@ TEST(JoinJob, WithoutRanks_TheRendezvousGivesThem) {
             {"MUSTER_JOB", "job"},
             {"MUSTER_WORKER_ID", "w" + std::to_string(i)}};
   };
-  // Possibly on several hosts: the route towards the coordinator is loopback.
+  // They may be on several hosts: the route towards the coordinator is loopback.
   ExpectWorldOf(2, variables, nullptr, {.min_workers = 2});
   const auto refused = JoinJob(Env(variables(0)));
   EXPECT_EQ(refused.status().code(), absl::StatusCode::kInvalidArgument);

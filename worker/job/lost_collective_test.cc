@@ -47,11 +47,11 @@ TEST(LostCollective, RanksElsewhere_AreNamedWithWhereTheyStand) {
             "rank 1 (host, pid 101) did not take part in AllReduce #7 bucket 1 of 2 (163 Float) "
             "after step 4 within 10m: it is in phase 'between steps' after step 4, last collective "
             "AllGather #6 (8 Float), done, last heard of 40s ago; ranks 0, 2 wait");
-  // One that waits for another bucket waits all the same.
+  // A rank that waits for another bucket still waits.
   members[2].last_collective = "AllReduce #7 bucket 2 of 2 (20 Float)";
   EXPECT_THAT(DescribeLostCollective(mine, Sources(0, {0, 1, 2}), members),
               HasSubstr("ranks 0, 2 wait"));
-  // Two that are missing, one of them dead, one in the next call of the same kind.
+  // Two ranks are missing: one is dead, one is in the next call of the same kind.
   members[2].gone = "it was killed by signal 9";
   members[3].last_collective = "AllReduce #8 bucket 1 of 2 (163 Float)";
   const std::string text = DescribeLostCollective(mine, Sources(0, {0, 2, 3, 5}), members);
@@ -79,14 +79,14 @@ TEST(LostCollective, SurvivorLastHeardBeforeIt_IsNotBlamedBesideTheRankThatIsGon
             "rank 2 (host, pid 102) did not take part in AllReduce #27 bucket 1 of 1 (5 Float) "
             "after step 8: it was killed by signal 9; rank 1 (host, pid 101) was not yet known to "
             "wait in it: it runs after step 8; rank 0 waits");
-  // One that has waited for the whole timeout knows that rank 1 was elsewhere.
+  // A rank that has waited for the whole timeout knows that rank 1 was elsewhere.
   EXPECT_THAT(DescribeLostCollective(mine, Sources(0, {0, 1, 2}), members),
               AllOf(HasSubstr("rank 1 (host, pid 101) did not take part in AllReduce #27"),
                     HasSubstr(" within 10m: it runs after step 8; rank 2 (host, pid 102) did not "
                               "take part in it: it was killed by signal 9")));
 }
 
-// As with hybrid sharding: a rank ends because it lost one of another group.
+// As in hybrid sharding: a rank ends because it lost one of another group.
 TEST(LostCollective, RankOfAnotherGroupThatFailed_IsNamed) {
   ProgressBoard::Facts mine;
   mine.step = 2;
@@ -111,7 +111,7 @@ TEST(LostCollective, RankOfAnotherGroupThatFailed_IsNamed) {
   members[0].gone = "it has exited with code 1";
   EXPECT_THAT(describe(),
               AllOf(HasSubstr(": it has exited with code 1; rank 2 waits"), HasSubstr(kCause)));
-  // Which is no failure.
+  // That is not a failure.
   members[1].gone = "it has exited with code 0";
   EXPECT_THAT(describe(), Not(HasSubstr("rank 1")));
 }
@@ -138,7 +138,7 @@ TEST(LostCollective, RankThatEndedEarlier_IsToldFromOneThatFailed) {
   }
   members[1].gone = "it has exited with code 3";
   EXPECT_EQ(DescribeGone(members), "rank 1 (host, pid 101): it has exited with code 3");
-  // Of several, the one that did not end in peace is the cause.
+  // The cause is the one of several that did not end normally.
   members.push_back(members[1]);
   members[2].rank = 2;
   members[2].gone = "it has left the job";
@@ -220,7 +220,8 @@ TEST(LostCollective, CoordinatorIsAsked) {
                                     "step 4; ranks 0, 2 wait"),
                           HasSubstr("([gloo/transport] Timed out waiting 600000ms)"),
                           Not(HasSubstr("frame #0"))));
-  // Of a part of the job: only its ranks wait for one another, not for rank 1, which is well.
+  // A group that is a part of the job: only its ranks wait for one another, not for rank 1, which
+  // is well.
   for (const int rank : {0, 2}) {
     sources[rank].ranks = {0, 2};
     sources[rank].grace = absl::Minutes(5);
@@ -252,7 +253,7 @@ TEST(LostCollective, WithoutCoordinator_TheStoreTellsWhoWaits) {
   EXPECT_THAT(explain(0, {0, 1}, "AllReduce", absl::Milliseconds(1), "Connection closed by peer"),
               AllOf(HasSubstr("rank 1 did not take part in AllReduce #1 (8 Float) after step 0; "),
                     Not(HasSubstr(" within "))));
-  // Those who come one after the other are waited for, no longer than until they are there.
+  // Ranks that come one after the other are waited for only until they are there.
   std::thread other([&] { explain(2, {0, 2}, "Barrier", absl::Minutes(5)); });
   EXPECT_THAT(explain(0, {0, 2}, "Barrier", absl::Minutes(5)),
               HasSubstr(" did not finish within 10m though all of ranks 0, 2 wait in it"));

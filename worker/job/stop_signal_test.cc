@@ -10,7 +10,7 @@
 namespace muster {
 namespace {
 
-// Each in a process of its own: what signals do is the process's.
+// Runs each test in a process of its own, because signals affect the whole process.
 template <typename F>
 int InChild(F body) {
   const pid_t pid = fork();

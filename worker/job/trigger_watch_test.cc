@@ -28,7 +28,7 @@ namespace {
 const TriggerWatch::Options kFast = {.period = absl::Microseconds(200),
                                      .pending_period = absl::Microseconds(50)};
 
-// The coordinator's rule, for ranks in one process.
+// Follows the coordinator's rule, for ranks in one process.
 class Board {
  public:
   explicit Board(int size) : size_(size) {}
@@ -73,7 +73,7 @@ class Board {
     MutexLock lock(&mu_);
     down_ = std::move(down);
   }
-  // As a coordinator that restarted.
+  // Like a coordinator that restarted.
   void ForgetAcknowledgements() {
     MutexLock lock(&mu_);
     for (Entry& entry : triggers_) entry.acked.clear();
@@ -130,7 +130,7 @@ TEST(TriggerWatch, NothingRaised_ChecksGoOnWithoutTheCoordinator) {
 
 #if !defined(__SANITIZE_THREAD__)  // TSan's own system calls say nothing of ours
 // Runs `step` a million times on a thread that the kernel kills at its first system call, in a
-// process of its own. Returns whether it lived to the end.
+// process of its own. Returns whether the process survived.
 template <typename F>
 bool RunsWithoutSystemCalls(F make_step) {
   const pid_t child = fork();
@@ -328,7 +328,7 @@ TEST(TriggerWatch, ManyRanksAtTheirOwnPace_ActAtTheSameSteps) {
       TriggerWatch watch(0, board.For(rank), kFast);
       int64_t finished = 0;
       while (static_cast<int>(acted[rank].size()) < kTriggers) {
-        // Some check often, some now and then: all at the same steps.
+        // Some ranks check often, some now and then: all act at the same steps.
         const auto trigger = watch.Check("mark", finished);
         ASSERT_TRUE(trigger.ok());
         if (trigger->has_value()) {
@@ -339,7 +339,7 @@ TEST(TriggerWatch, ManyRanksAtTheirOwnPace_ActAtTheSameSteps) {
         for (volatile uint32_t spin = random() % 2000; spin > 0;) spin = spin - 1;
       }
       --running;
-      // The others' decisions wait for this rank too.
+      // The other ranks' decisions wait for this rank, too.
       while (running > 0) board.WaitForPolls(1);
     });
   }

@@ -20,7 +20,7 @@ Json Token(uint32_t id, const char* content, const std::vector<std::string>& fla
   return token;
 }
 
-// The spans of a text; added tokens have their id in front.
+// Returns the spans of a text; added tokens are preceded by their id.
 Texts Cut(const Json& tokens, absl::string_view text, const Normalizer* normalizer = nullptr) {
   const AddedTokens added = Ok(AddedTokens::Make(tokens, "added_tokens", Vocabulary(), normalizer));
   const SplitText split = Ok(added.Extract(text, normalizer));

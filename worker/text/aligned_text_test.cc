@@ -20,11 +20,11 @@ TEST(Rewriter, ReplacedAddedAndRemovedCharacters_StandForWhatTheOldOnesDid) {
   AlignedText out;
   Rewriter rewriter(from, 0, 4, {0, 4}, out);
   rewriter.Put('x', 1);   // new at the start: stands for nothing
-  rewriter.Put('A', 0);   // for a
-  rewriter.Put('+', 1);   // new: for a too
-  rewriter.Skip(1);       // b goes
-  rewriter.Put('C', -1);  // for c, and d goes
-  rewriter.Put('!', 0);   // behind the end: for d
+  rewriter.Put('A', 0);   // stands for a
+  rewriter.Put('+', 1);   // new: stands for a, too
+  rewriter.Skip(1);       // b is dropped
+  rewriter.Put('C', -1);  // stands for c, and d is dropped
+  rewriter.Put('!', 0);   // after the end: stands for d
   EXPECT_EQ(out.text, "xA+C!");
   EXPECT_EQ(out.ranges, (std::vector<ByteRange>{{0, 0}, {0, 1}, {0, 1}, {2, 3}, {3, 4}}));
 }

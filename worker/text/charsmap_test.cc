@@ -15,7 +15,7 @@ std::string Units(std::initializer_list<uint32_t> units) {
   return bytes;
 }
 
-// A trie with the one entry "A", whose replacement begins at byte 2 of the texts.
+// Returns a trie with the one entry "A", whose replacement begins at byte 2 of the texts.
 std::string OneEntry() {
   // The root's children are at 0 ^ label; "A" is unit 65, its leaf at 65 ^ 1.
   std::vector<uint32_t> units(66, 0xFF);

@@ -13,7 +13,7 @@ using Json = nlohmann::json;
 using testing::HasSubstr;
 using Texts = std::vector<std::string>;
 
-// What comes out with each token, and at the end.
+// Returns the text that each token produces, and the text at the end.
 Texts Stream(const Json& json, const Texts& tokens) {
   const Decoder decoder = Ok(Decoder::Make(json, "decoder"));
   DecodeChain chain = decoder.NewChain();

@@ -35,7 +35,7 @@ FolderTokens Read(const FolderFiles& files) {
   return tokens.value_or(FolderTokens());
 }
 
-// What is added, in its order, with the flags that are set.
+// Returns the added tokens, in order, with the flags that are set.
 std::vector<std::string> Added(const FolderTokens& tokens) {
   std::vector<std::string> all;
   for (const AddedToken& token : tokens.added) {
@@ -92,7 +92,7 @@ TEST(TokensOfFolder, AddedTokensDecoder_AddsByIdAndCountsForKnownTokens) {
         {"9", {{"content", "<a>"}, {"special", false}, {"normalized", false}}},
         {"0", {{"content", "</s>"}, {"special", true}, {"lstrip", true}}}}},
       {"pad_token", "<b>"}};
-  // Without the map, which is as old as a file without added_tokens_decoder.
+  // Without special_tokens_map.json, which is as old as a file without added_tokens_decoder.
   files.special_tokens_map = {{"eos_token", "</s>"}, {"unk_token", "<unk>"}};
   files.added_tokens = {{"<c>", 11}};
   const FolderTokens tokens = Read(files);
@@ -130,7 +130,7 @@ TEST(TokensOfFolder, ManyTokensAndRoles_AreRead) {
   EXPECT_EQ(tokens.added.size(), 2 * kTokens);
 }
 
-// As in transformers: tokens of objects in tokenizer_config.json are not known there yet.
+// As in transformers: tokens of objects in tokenizer_config.json are not known at that point.
 TEST(TokensOfFolder, TokenOfAddedTokensJson_IsSpecialIfATextOrTheMapSaysSo) {
   FolderFiles files;
   files.added_tokens = {{"<a>", 8}, {"<b>", 9}, {"<c>", 10}, {"<d>", 11}};
@@ -211,7 +211,7 @@ TEST(TokensOfFolder, FlagsThatAnObjectLeavesOut_AreThoseOfTransformers) {
   EXPECT_THAT(Added(Read(files)), ElementsAre("<a> normalized", "<b> normalized", "<d> special"));
   std::swap(files.tokenizer_config, files.special_tokens_map);
   EXPECT_THAT(Added(Read(files)), ElementsAre("<a> special", "<b> normalized", "<d> special"));
-  // A role makes it special wherever it is named besides.
+  // A role makes it special wherever else it is named.
   files = Files();
   files.tokenizer_config = {{"own_token", "<a>"}, {"added_tokens_decoder", {{"9", plain}}}};
   EXPECT_THAT(Added(Read(files)), ElementsAre("<a> special"));
@@ -231,14 +231,14 @@ TEST(TokensOfFolder, OwnRoles_ComeInTransformersOrder) {
   EXPECT_THAT(Added(Read(files)), ElementsAre("<e> special", "<object> special lstrip",
                                               "<b> special", "<img> special"));
   EXPECT_EQ(Read(files).roles.at("a_token"), "<object>");
-  // Of the map they count if tokenizer_config.json does not name them as a text.
+  // Own roles of the map count unless tokenizer_config.json names them as a text.
   files.special_tokens_map = {{"b_token", "<n>"},
                               {"c_token", {{"content", "<c>"}}},
                               {"a_token", "<m>"},
                               {"extra_special_tokens", {{"q", "<q>"}}}};
   EXPECT_THAT(Added(Read(files)), ElementsAre("<e> special", "<m> special", "<b> special",
                                               "<c> special", "<img> special", "<q> special"));
-  // What is no token.
+  // Values that are not tokens.
   files = Files();
   files.tokenizer_config = {{"d_token", {{"content", "<d>"}}}, {"e_token", true}};
   EXPECT_THAT(Added(Read(files)), IsEmpty());

@@ -15,11 +15,11 @@ namespace {
 using Json = nlohmann::json;
 using testing::HasSubstr;
 
-// "text[begin,end)" of each token, the text that of the vocabulary.
+// Returns "text[begin,end)" of each token, with the text of the vocabulary.
 std::string Cut(const Model& model, absl::string_view word) {
   std::vector<Token> tokens;
   const auto scratch = model.NewScratch();
-  // The second time from the cache.
+  // The second result comes from the cache.
   for (int i = 0; i < 2; ++i) {
     tokens.clear();
     const absl::Status status = model.Tokenize(word, *scratch, tokens);
@@ -58,7 +58,7 @@ TEST(Bpe, Merges_AreDoneInTheirOrderFromTheLeft) {
 }
 
 TEST(Bpe, WhatIsUnknown_FollowsTheFlags) {
-  EXPECT_EQ(Cut(Bpe(), "axb"), "ab02");  // left out, as the peer does
+  EXPECT_EQ(Cut(Bpe(), "axb"), "ab02");  // ignored, as in the tokenizers library
   EXPECT_EQ(Cut(Bpe({{"unk_token", "?"}}), "axyb"), "a01 ?12 ?23 b34");
   EXPECT_EQ(Cut(Bpe({{"unk_token", "?"}, {"fuse_unk", true}}), "axyb"), "a01 ?13 b34");
   EXPECT_THAT(Cut(Bpe({{"unk_token", "none"}}), "x"),
@@ -82,7 +82,7 @@ TEST(Bpe, PrefixSuffixAndWholeWords_AreLookedUp) {
   EXPECT_EQ(Cut(whole, "abcc"), "a01 b12 c23 c34");
 }
 
-// A model with all bytes and random merges, and the same of bytes.
+// A model with all bytes and random merges, and the same model for bytes.
 TEST(Bpe, OfBytes_GivesTheTokensOfTheAlphabet) {
   std::mt19937_64 random(5);
   Json json = {{"type", "BPE"}, {"vocab", Json::object()}, {"merges", Json::array()}};
@@ -203,7 +203,7 @@ TEST(Unigram, TheLargestSum_Wins) {
   EXPECT_THAT(Cut(Unigram({{"unk_id", nullptr}}), "az"), HasSubstr("no piece covers \"z\""));
 }
 
-// "d" is no piece of its own, but "bd" makes a better way to its end than an unknown "d".
+// "d" is not a piece of its own, but "bd" makes a better way to its end than an unknown "d".
 TEST(Unigram, WithoutUnknown_CharacterThatPiecesCover_IsNoError) {
   const Json json =
       Unigram({{"unk_id", nullptr},
@@ -214,7 +214,7 @@ TEST(Unigram, WithoutUnknown_CharacterThatPiecesCover_IsNoError) {
   EXPECT_THAT(Cut(json, "db"), HasSubstr("no piece covers \"d\""));
 }
 
-// As the library: read exactly, "." and ".." add up to the same either way, and ".", ".." would
+// As in the library: read exactly, "." and ".." have the same sum either way, and ".", ".." would
 // win.
 TEST(Unigram, ScoresOf17Digits_AreReadAsTheLibraryReadsThem) {
   const Json json = Unigram(

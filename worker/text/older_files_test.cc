@@ -117,7 +117,7 @@ TEST(TokenizerOfOlderFiles, Bert_IsWordPieceWithLinesForTokens) {
   EXPECT_EQ(made.tokenizer_config["mask_token"], "[MASK]");
 }
 
-// transformers puts the text and the id of a token that is none around a text.
+// transformers puts the text and the id of a missing token around a text.
 TEST(TokenizerOfOlderFiles, BertWithoutAToken_HasNoneInItsPlace) {
   OlderFiles files = Bert();
   files.beside.tokenizer_config = {{"sep_token", nullptr}};
@@ -185,7 +185,7 @@ TEST(TokenizerOfOlderFiles, Llama_IsBpeOfItsPieces) {
 
 TEST(TokenizerOfOlderFiles, PiecesOfLlama_CountWhereTheFolderNamesNoExtraTokens) {
   OlderFiles files = Llama();
-  // That of the map would be read at another time.
+  // The list of the map would be read at another time.
   files.beside.special_tokens_map = {{"additional_special_tokens", {"<x>"}}};
   EXPECT_EQ(Make(files).tokenizer_config["extra_special_tokens"].size(), 3u);
   files.beside.special_tokens_map = {{"extra_special_tokens", {"<x>"}}};
@@ -196,7 +196,7 @@ TEST(TokenizerOfOlderFiles, PiecesOfLlama_CountWhereTheFolderNamesNoExtraTokens)
   EXPECT_FALSE(Make(files).tokenizer_config.contains("extra_special_tokens"));
 }
 
-// transformers 5 does not look at the class then, and leaves out the blank before a text.
+// transformers 5 ignores the class then, and omits the blank before a text.
 TEST(TokenizerOfOlderFiles, LlamaTokenizerOfAMixtral_IsALlamas) {
   OlderFiles files = Llama();
   const OlderTokenizer llama = Make(files);
@@ -267,7 +267,7 @@ TEST(TokenizerOfOlderFiles, WhatIsWrong_NamesFileAndPlace) {
   EXPECT_THAT(Error(files), HasSubstr("dir/tokenizer.model: piece 9 (\"ab\") is there twice"));
 }
 
-// Some bytes are others, are there twice, or are not there.
+// Returns a text with some bytes changed, repeated, or removed.
 std::string Mutated(std::string text, std::mt19937_64& random) {
   const auto below = [&random](size_t most) { return random() % (most + 1); };
   for (size_t count = below(3); count > 0 && !text.empty(); --count) {

@@ -13,7 +13,7 @@ std::string Icu(absl::string_view expression) {
   return translated.ok() ? translated->text : translated.status().ToString();
 }
 
-// What the translations find is in pattern_test.
+// The matches of the translations are tested in pattern_test.
 TEST(IcuFromOniguruma, Constructs_KeepTheirMeaning) {
   EXPECT_EQ(Icu("ab"), "ab");
   EXPECT_EQ(Icu("a b"), R"(a\x{20}b)");
@@ -32,7 +32,7 @@ TEST(IcuFromOniguruma, Constructs_KeepTheirMeaning) {
   EXPECT_EQ(Icu("a{x"), R"(a\x{7B}x)");
 }
 
-// Whether PCRE2 says the same is in pattern_test.
+// That PCRE2 gives the same is tested in pattern_test.
 TEST(IcuFromOniguruma, WhatPcre2ReadsOtherwise_IsForIcu) {
   for (const char* const expression :
        {R"(\p{Han})", R"(\p{Letter})", R"(\p{Greek}|a)", R"(\X)", "(?>a)", "[a-c&&b]",

@@ -25,7 +25,7 @@ namespace {
 
 using testing::HasSubstr;
 
-// What a text is cut into, empty parts left out.
+// Returns the parts into which a text is divided, without empty ones.
 std::vector<std::string> Cut(const Pattern& pattern, absl::string_view text) {
   std::vector<Piece> pieces;
   EXPECT_TRUE(pattern.Find(text, pieces).ok());
@@ -44,7 +44,7 @@ struct Case {
   std::vector<std::string> parts;
 };
 
-// What the tokenizers library (0.23.3) gives, with Oniguruma.
+// The results of the tokenizers library (0.23.3), with Oniguruma.
 TEST(Pattern, Expressions_CutAsOnigurumaDoes) {
   const std::vector<Case> cases = {
       {R"re(^)re",
@@ -70,7 +70,7 @@ TEST(Pattern, Expressions_CutAsOnigurumaDoes) {
       {R"re(a{1,2}+)re", "aaaaa", {"aaaaa"}},
       {R"re(\h+)re", "xyz1fG", {"xyz", "1f", "G"}},
       {R"re((?i:ss))re", "SS \xC5\xBFs", {"SS", " ", "\xC5\xBFs"}},
-      // Other than in brackets, a property keeps its case.
+      // Unlike in brackets, a property keeps its case.
       {R"re((?i)\p{Lu}+)re", "abCD", {"ab", "CD"}},
       {R"re((?i)[\p{Lu}]+)re", "abCD1", {"abCD", "1"}},
       {R"re((?i)\p{Lu}{2})re", "abCD", {"ab", "CD"}},
@@ -102,7 +102,7 @@ TEST(Pattern, Expressions_CutAsOnigurumaDoes) {
       {R"re(\W+)re",
        "a_1\xC2\xB2\xE2\x80\x8D\xCC\x81-b",
        {"a_1\xC2\xB2", "\xE2\x80\x8D", "\xCC\x81", "-", "b"}},
-      // In brackets, small digits are none of \w.
+      // In brackets, \w does not include small digits.
       {R"re([\w]+)re", "m\xC2\xB2", {"m", "\xC2\xB2"}},
       {R"re([[:word:]]+)re", "m\xC2\xB2", {"m", "\xC2\xB2"}},
       {R"re([\p{Word}]+)re", "m\xC2\xB2", {"m", "\xC2\xB2"}},
@@ -219,7 +219,7 @@ bool IsTheSameInBoth(char32_t c) {
   return !HasNewerThanPcre2(text) && kChanged.count(c) == 0;
 }
 
-// Characters that expressions tell apart, and any others.
+// Returns characters that expressions distinguish, and any others.
 std::string RandomText(std::mt19937_64& random) {
   static const char32_t kInteresting[] = {
       ' ',   '\'', 's',     't',    'l',    'L',  'e',     'v',     'r',     'R',   'd',
@@ -239,8 +239,8 @@ std::string RandomText(std::mt19937_64& random) {
   return text;
 }
 
-// An expression of what may be said in both ways, of at most `depth` levels of groups. Only
-// characters are repeated without end: otherwise most matches take too many steps.
+// Returns an expression that both can express, of at most `depth` levels of groups. Only characters
+// are repeated without limit, because otherwise most matches take too many steps.
 std::string RandomExpression(std::mt19937_64& random, int depth) {
   static const char* const kAtoms[] = {"a",
                                        "S",
@@ -304,7 +304,7 @@ std::string RandomExpression(std::mt19937_64& random, int depth) {
   return expression;
 }
 
-// Those of GPT-2, Llama 3, Qwen 2, o200k and DeepSeek.
+// The expressions of GPT-2, Llama 3, Qwen 2, o200k and DeepSeek.
 const char* const kKnownExpressions[] = {
     kGpt2Words.data(),
     R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|)"
@@ -383,7 +383,7 @@ TEST(Pattern, CharactersThatPcre2DoesNotKnow_AreCutByIcu) {
   EXPECT_GT(newer, 4'000);
 }
 
-// All properties that are left to PCRE2, of all characters.
+// Compares all properties that are left to PCRE2, for all characters.
 TEST(Pattern, Properties_AreThoseOfIcu) {
   std::string text;
   for (char32_t c = 0; c < 0x110000; ++c) {

@@ -1,4 +1,4 @@
-// What the tokenizers library did with tokenizers put together at random
+// The recorded results of the tokenizers library for tokenizers that were put together at random
 // (tests/testdata/tokenizers).
 #include <gtest/gtest.h>
 
@@ -20,7 +20,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-// What `tokenizer` gives for a case, in the case's form.
+// Returns the result of `tokenizer` for a case, in the case's form.
 Json AnswerOf(const Tokenizer& tokenizer, const Json& test_case) {
   const std::string text = test_case.at("text");
   const EncodeOptions options = {.add_special_tokens = test_case.at("special")};
@@ -66,7 +66,7 @@ TEST(Recorded, TokenizersPutTogetherAtRandom_DoWhatThePeerDid) {
   EXPECT_GT(cases, 1'000);
 }
 
-// What the tokenizer of a folder says of a text, in the case's form.
+// Returns the result of a folder's tokenizer for a text, in the case's form.
 Json AnswerOfFolder(const Tokenizer& tokenizer, const Json& test_case) {
   const std::string text = test_case.at("text"), pair = test_case.at("pair");
   const auto ids = tokenizer.EncodeIds(text), plain = tokenizer.EncodeIds(text, false);
@@ -82,7 +82,7 @@ Json AnswerOfFolder(const Tokenizer& tokenizer, const Json& test_case) {
           {"decoded_skip", skipped.value_or(skipped.status().ToString())}};
 }
 
-// The folders of a file of cases; `variable` may name another one.
+// Checks the folders of a file of cases; `variable` may name another file.
 void ExpectFolders(const std::string& cases_file, const char* variable) {
   SetLogLevel(LogLevel::kError);
   const char* const others = std::getenv(variable);

@@ -1,7 +1,7 @@
-// Mutated tokenizers and texts: whatever comes in, nothing crashes (memory errors show in the asan
-// build), every range lies within its text, and a stream gives what Decode gives.
-// MUSTER_FUZZ_CASES says how many tokenizers (and ten times as many texts), MUSTER_FUZZ_SEED where
-// they begin.
+// Mutated tokenizers and texts: whatever the input is, nothing crashes (memory errors show in the
+// asan build), every range lies within its text, and a stream gives the same as Decode.
+// MUSTER_FUZZ_CASES sets the number of tokenizers (and of ten times as many texts),
+// MUSTER_FUZZ_SEED where they begin.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -72,7 +72,7 @@ Json Bpe() {
   return model;
 }
 
-// A byte-level model with every letter of the alphabet.
+// Returns a byte-level model with every letter of the alphabet.
 Json Bytes() {
   Json model = Parsed(R"({"type":"BPE","vocab":{"<s>":1},"merges":[["a","b"],["Ġ","a"]]})");
   int id = 2;
@@ -126,7 +126,7 @@ const std::vector<Json>& Seeds() {
   return *seeds;
 }
 
-// A value that some reader may take for what it is not.
+// Returns a value that some reader may misread.
 Json AnyValue(Random& random) {
   const Json values[] = {nullptr,
                          true,
@@ -159,7 +159,7 @@ Json AnyValue(Random& random) {
   return values[random() % std::size(values)];
 }
 
-// Puts another value somewhere into the tree, takes a part out, or repeats it elsewhere.
+// Replaces a value somewhere in the tree, removes a part, or repeats it elsewhere.
 void MutateTree(Json& json, Random& random) {
   Json* at = &json;
   while (at->is_structured() && !at->empty() && random() % 6 != 0) {
@@ -185,7 +185,7 @@ void MutateTree(Json& json, Random& random) {
       }
       break;
     default: {
-      // A component of another seed in the place of this one.
+      // Put a component of another seed in the place of this one.
       const Json& other = Seeds()[random() % Seeds().size()];
       const char* const names[] = {"normalizer", "pre_tokenizer", "decoder", "post_processor",
                                    "model"};
@@ -248,7 +248,7 @@ void Exercise(const Tokenizer& tokenizer, Random& random) {
   for (const auto& [begin, end] : encoding->offsets) ASSERT_LE(begin, end);
   const bool skip = random() % 2 == 0;
   const auto decoded = tokenizer.Decode(encoding->ids, skip);
-  if (!decoded.ok()) return;  // a template may name ids that are in no vocabulary
+  if (!decoded.ok()) return;  // a template may name ids that no vocabulary has
   ASSERT_TRUE(IsValidUtf8(*decoded));
   StreamDecoder stream = tokenizer.Stream(skip);
   std::string streamed;
@@ -264,7 +264,7 @@ void Exercise(const Tokenizer& tokenizer, Random& random) {
 }
 
 TEST(TokenizerFuzz, MutatedTokenizers_AreRefusedOrWork) {
-  SetLogLevel(LogLevel::kError);  // ids that the file gets wrong are warned of
+  SetLogLevel(LogLevel::kError);  // wrong ids in the file cause warnings
   Random random = Seeded(1);
   int64_t taken = 0;
   const int64_t cases = Cases();

@@ -23,7 +23,7 @@ using testing::HasSubstr;
 using text::Ok;
 using Ids = std::vector<int64_t>;
 
-// Words of a small vocabulary in lower case, with a template, as BERT's.
+// A model with the words of a small vocabulary in lower case, and a template like BERT's.
 Json Words() {
   return {
       {"version", "1.0"},
@@ -83,7 +83,7 @@ TEST(Tokenizer, PairsAndBatches_AreTruncatedAndPadded) {
   options.truncation->max_length = 0;
   EXPECT_THAT(std::string(tokenizer.Encode("one", options).status().message()),
               HasSubstr("max_length is 0, but the template alone adds 1"));
-  // Of one token, the template's: a text would be one window behind it, whatever the stride.
+  // One token, the template's: a text would be one window after it, whatever the stride.
   options.truncation->max_length = 1;
   options.truncation->stride = 1;
   EXPECT_THAT(std::string(tokenizer.Encode("one", options).status().message()),
@@ -110,8 +110,8 @@ TEST(Tokenizer, LimitsOfTheFile_CountUnlessOthersAreGiven) {
   EXPECT_EQ(Ok(tokenizer.Encode("one two", {.limits_of_file = false})).ids, (Ids{1, 2, 3}));
 }
 
-// The library refuses to be set to a stride that is larger than the room for a single text, also if
-// it then encodes pairs; in its file it takes it. The tokens are the library's.
+// The library refuses a stride larger than the room for a single text, even if it then encodes
+// pairs; in its file it accepts it. The tokens are the library's.
 TEST(Tokenizer, StrideThatIsTooLargeForASingleText_IsRefusedUnlessTheFileSetsIt) {
   Json json = Words();
   const Json mark = {{"SpecialToken", {{"id", "[CLS]"}, {"type_id", 0}}}};
@@ -130,7 +130,7 @@ TEST(Tokenizer, StrideThatIsTooLargeForASingleText_IsRefusedUnlessTheFileSetsIt)
   ASSERT_EQ(pair.overflowing.size(), 2u);
   EXPECT_EQ(pair.overflowing[0].ids, (Ids{1, 3, 3, 2, 3, 3}));
   EXPECT_EQ(pair.overflowing[1].ids, (Ids{1, 3, 2, 3, 2, 3}));
-  // Only the special tokens fit: a window needs no progress.
+  // Only the special tokens fit: a window need not advance.
   EXPECT_EQ(Ok(with_stride(3, 3).Encode("one two")).ids, (Ids{1, 1, 1}));
 
   const Tokenizer tokenizer = Make(json);
@@ -202,7 +202,7 @@ TEST(Tokenizer, FromFolder_ReadsTheRolesOfTokens) {
             absl::StatusCode::kNotFound);
 }
 
-// As transformers does: the file knows five words.
+// Like transformers: the file knows five words.
 TEST(Tokenizer, FromFolder_CutsOutTokensThatFilesBesideItName) {
   const TestFolder folder;
   const auto write = [&](const char* name, const std::string& text) {
@@ -215,7 +215,7 @@ TEST(Tokenizer, FromFolder_CutsOutTokensThatFilesBesideItName) {
   EXPECT_EQ(Ok(tokenizer.EncodeIds("<tool>two<pad>")), (Ids{1, 5, 3, 6}));
   EXPECT_EQ(Ok(tokenizer.Decode({5, 3, 6}, /*skip_special_tokens=*/true)), "<tool>");
   EXPECT_EQ(tokenizer.VocabSize(), 7);
-  // What is special in tokenizer.json stays so, whatever its other flags become.
+  // A token that is special in tokenizer.json stays special, whatever its other flags become.
   write(
       "tokenizer_config.json",
       R"({"added_tokens_decoder": {"1": {"content": "[CLS]", "special": false, "lstrip": true}}})");
@@ -252,7 +252,7 @@ TEST(Tokenizer, FromFolder_LinkToNothing_IsRefusedByName) {
               HasSubstr("tokenizer.json is a link to a file that is not there"));
 }
 
-// As a folder that several tokenizers were saved to has them.
+// Like a folder to which several tokenizers were saved.
 TEST(Tokenizer, FromFolder_FileOfAnotherClass_IsNotRead) {
   for (const char* const name : {"tokenizer.model", "vocab.json"}) {
     SCOPED_TRACE(name);
@@ -366,7 +366,7 @@ size_t MemoryInUse() {
   return info.uordblks + info.hblkhd;
 }
 
-// One word of it all: models hold more for each of its characters than the text has bytes.
+// All of it is one word: models hold more for each of its characters than the text has bytes.
 TEST(Tokenizer, LargeText_LeavesNoMemoryBehind) {
   Json json = Words();
   json["pre_tokenizer"] = nullptr;
@@ -389,7 +389,7 @@ TEST(Tokenizer, LargeText_LeavesNoMemoryBehind) {
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // which end such a process
 
-// The process's address space may grow by so much.
+// Limits the growth of the process's address space.
 class SpaceLeft {
  public:
   explicit SpaceLeft(uint64_t bytes) {
@@ -437,7 +437,7 @@ TEST(Tokenizer, ThreadsThatTheSystemDoesNotGive_AreNotNeeded) {
   const Ids want = Ok(tokenizer.Encode(text)).ids;
   std::vector<Encoding> encodings;
   {
-    // Of one thread, and of what it and the others need besides.
+    // The memory of one thread, and of the other needs of all threads.
     const StackBytes stacks(size_t{600} << 20);
     const SpaceLeft space(size_t{1} << 30);
     encodings = Ok(tokenizer.EncodeBatch(inputs, {}, 16));

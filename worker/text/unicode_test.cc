@@ -80,7 +80,7 @@ TEST(Decompose, CharactersYoungerThanThePeersTables_AreLeftAlone) {
   EXPECT_TRUE(Decompose(0xFB01, false) == (Characters{0xFB01}));
   EXPECT_TRUE(Decompose(0xFB01, true) == (Characters{'f', 'i'}));
   EXPECT_TRUE(Decompose(0xD55C, false) == (Characters{0x1112, 0x1161, 0x11AB}));
-  EXPECT_TRUE(Decompose(0x32FF, true) == (Characters{0x32FF}));  // of Unicode 12.1
+  EXPECT_TRUE(Decompose(0x32FF, true) == (Characters{0x32FF}));  // from Unicode 12.1
   EXPECT_TRUE(Compose(0x45, 0x301) == 0xC9);
   EXPECT_TRUE(Compose(0x61, 0x62) == 0);
   EXPECT_EQ(CombiningClass(0x301), 230);

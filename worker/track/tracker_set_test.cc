@@ -264,7 +264,7 @@ TEST(TrackerSet, TrackerThatHangs_DoesNotHoldTrainingAndIsNamed) {
   EXPECT_THAT(warnings.back(), HasSubstr("3 tracked entries were dropped"));
 }
 
-// Writes an entry when it is told to.
+// Writes an entry on request.
 class SteppedTracker final : public GeneralTracker {
  public:
   explicit SteppedTracker(int64_t* written) : written_(written) {}
@@ -301,7 +301,7 @@ class SteppedTracker final : public GeneralTracker {
 
 class SteppedTrackerSet {
  public:
-  // With a queue of eight that is full, and an entry in the tracker's hands.
+  // Makes a set with a full queue of eight, and an entry that the tracker is writing.
   SteppedTrackerSet() {
     auto tracker = std::make_unique<SteppedTracker>(&written_);
     tracker_ = tracker.get();
@@ -348,7 +348,7 @@ TEST(TrackerSet, TrackerThatIsFarTooSlow_HoldsTrainingForThePatienceInAll) {
   EXPECT_EQ(set.dropped(), 0);
   set.LogAndStep();
   EXPECT_EQ(set.dropped(), 1);
-  // What there is room for is not lost.
+  // Entries for which there is room are not lost.
   set.Log();
   EXPECT_EQ(set.dropped(), 1);
   set.LogAndStep();

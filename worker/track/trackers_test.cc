@@ -165,7 +165,7 @@ TEST_F(TrackersTest, TensorBoard_ScalarsTextsAndConfigDecode) {
             "\"lr\": 0.1\n\"arch\": \"cnn\"\n\"amp\": true\n");
 }
 
-// YAML 1.1, as PyYAML reads it: a float has a point.
+// In YAML 1.1, as PyYAML reads it, a float has a point.
 TEST_F(TrackersTest, TensorBoard_NumbersOfTheConfig_AreNumbersOfYaml) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   TensorBoardTracker tracker(context_);
@@ -186,7 +186,7 @@ TEST_F(TrackersTest, TensorBoard_NumbersOfTheConfig_AreNumbersOfYaml) {
             "\"count\": 4\n\"nan\": .nan\n\"most\": .inf\n\"least\": -.inf\n");
 }
 
-// As after a restart: the program logs without steps.
+// Like after a restart: the program logs without steps.
 TEST_F(TrackersTest, TensorBoard_NextRun_CountsOnFromTheLastStep) {
   const auto log = [&](std::optional<int64_t> step) {
     TensorBoardTracker tracker(context_);
@@ -201,7 +201,8 @@ TEST_F(TrackersTest, TensorBoard_NextRun_CountsOnFromTheLastStep) {
   EXPECT_EQ(log(499).first, 1);
   const auto [next, path] = log(std::nullopt);
   EXPECT_EQ(next, 500);
-  // Without an entry, as of a run that was ended before its first one; and an entry that is cut.
+  // A file without an entry, like that of a run that ended before its first one, and an entry that
+  // is cut.
   {
     TensorBoardTracker empty(context_);
     ASSERT_TRUE(empty.start().ok());
@@ -247,7 +248,7 @@ TEST_F(TrackersTest, Jsonl_OneObjectALineAndGoesOnAfterACrash) {
   EXPECT_EQ(ParseJson(lines[3], "line")->at("values").at("loss"), 0.25);
 }
 
-// As after a restart: the program logs without steps.
+// Like after a restart: the program logs without steps.
 TEST_F(TrackersTest, Jsonl_ContinuedFile_CountsOnFromItsLastStep) {
   const std::string path = JsonlTracker(context_).path();
   const auto log = [&](int rank, std::optional<int64_t> step) {
@@ -274,7 +275,7 @@ TEST_F(TrackersTest, Jsonl_ContinuedFile_CountsOnFromItsLastStep) {
   log(0, 499);
   log(0, std::nullopt);
   EXPECT_EQ(steps(), (std::vector<int64_t>{0, 1, 0, 2, 499, 500}));
-  // The step that a crash has cut does not count, nor does what is longer than one look back.
+  // A step that a crash has cut does not count, nor does a line longer than one piece from the end.
   ASSERT_TRUE(WriteFileAtomically(path, *ReadFile(path) +
                                             "{\"time\": 1.000, \"run\": \"mnist\", \"rank\": 0, "
                                             "\"step\": 5" +
@@ -284,7 +285,7 @@ TEST_F(TrackersTest, Jsonl_ContinuedFile_CountsOnFromItsLastStep) {
   EXPECT_EQ(steps().back(), 501);
 }
 
-// Its end is not looked for: that would take minutes, and as much memory.
+// Its end is not searched for, which would take minutes, and as much memory.
 TEST_F(TrackersTest, Csv_ForeignFileWithoutALineEnd_IsRefusedAtOnce) {
   CsvTracker tracker(context_);
   ASSERT_TRUE(MakeDirectories(ParentPath(tracker.path())).ok());
@@ -409,7 +410,7 @@ TEST_F(TrackersTest, Csv_TableBeyondAGibibyte_GoesOn) {
     ASSERT_TRUE(tracker.start().ok());
     ASSERT_TRUE(tracker.log({{{"loss", 0.5}}, 7, At(0)}).ok());
   }
-  // A hole takes no disk. Its zeros are one long row.
+  // A hole takes no disk space. Its zeros are one long row.
   constexpr int64_t kSize = (int64_t{1} << 30) + 4096;
   std::filesystem::resize_file(path, kSize);
   {
@@ -455,7 +456,7 @@ TEST_F(TrackersTest, Csv_NewNamesAddColumns) {
             "1700000003.125,4,1,,\n");
 }
 
-// While it lives, files cannot grow beyond `bytes`, as on a disk that is full.
+// While it exists, files cannot grow beyond `bytes`, as on a full disk.
 class FullDisk {
  public:
   explicit FullDisk(uint64_t bytes) : handler_(signal(SIGXFSZ, SIG_IGN)) {
@@ -475,7 +476,7 @@ class FullDisk {
   void (*handler_)(int);
 };
 
-// A file with one entry, one that the disk has room for a part of, and another one.
+// Writes one entry, one of which only a part fits on the disk, and another one.
 template <class Tracker>
 void LogOverAFullDisk(Tracker& tracker, absl::Time time) {
   ASSERT_TRUE(tracker.log({{{"loss", 0.5}}, 1, time}).ok());
