@@ -89,7 +89,7 @@ struct DispatchOptions {
 };
 
 struct LoadCheckpointOptions {
-  // As for load_model: strict by default.
+  // The options of load_model: strict by default.
   LoadWeightsOptions weights = {};
   // Returns the names of the model's tensors that one tensor of the files holds, as for
   // WeightFiles::Divide.

@@ -23,7 +23,7 @@ namespace muster {
 namespace {
 
 std::atomic<c10::DeviceType> gpu_type = c10::kCUDA;
-std::atomic<bool> gpus_are_integrated = false;  // those of tests
+std::atomic<bool> gpus_are_integrated = false;  // the GPUs of tests
 
 // The pages of this process: its address space and its data.
 struct Pages {

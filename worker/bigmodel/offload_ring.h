@@ -51,12 +51,12 @@ struct OffloadRingOptions {
   // The device on which operators run.
   at::Device device = at::kCPU;
   // Memory for units, on that device. At least that of the largest unit is used; if some units are
-  // mapped, no more than that of all others. So much of mapped units is loaded ahead, too.
+  // mapped, no more than that of all others. The same amount of mapped units is loaded ahead, too.
   uint64_t bytes = 0;
   int readers = 8;
   // Reads units ahead of their use.
   bool prefetch = true;
-  // Those of the device; null: StreamFences::Of(device).
+  // The fences of the device; null: StreamFences::Of(device).
   StreamFences* fences = nullptr;
   // For mapped units.
   const Clock* clock = &Clock::Real();

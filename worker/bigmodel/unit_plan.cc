@@ -17,7 +17,7 @@ class Divider {
     for (const size_t part : parts) bytes += tensors_[part].second;
     if (bytes <= most_) return Add(path, parts);
     std::vector<size_t> own;
-    std::vector<std::string> names;  // of submodules, in order
+    std::vector<std::string> names;  // names of submodules, in order
     std::map<std::string, std::vector<size_t>> below;
     for (const size_t part : parts) {
       const std::string& name = tensors_[part].first;

@@ -43,7 +43,7 @@ TEST(WeightReaders, PiecesForADevice_AreLargeWhereItCopiesByItself) {
   const at::Device gpu(at::kCUDA, 0);
   EXPECT_EQ(PiecesOf(*host, 0, nullptr, at::kByte, gpu).size(), 1u);
   EXPECT_GE(PiecesOf(*host, 0, nullptr, at::kByte, at::kCPU).size(), 10u);
-  // What is converted goes through memory of the thread.
+  // Values that are converted go through memory of the thread.
   EXPECT_GE(PiecesOf(*host, 0, nullptr, at::kHalf, gpu).size(), 40u);
   const TestFolder folder;
   ASSERT_TRUE(SaveModelFiles(folder.path(), {{"w", values[0]}}).ok());
@@ -77,7 +77,7 @@ TEST(WeightReaders, Error_EndsTheReading) {
   EXPECT_THAT(std::string(filled.message()), HasSubstr("broken at once"));
 }
 
-// On a thread of its own, where nobody would catch it.
+// On a thread of its own, where no caller would catch it.
 class ThrowingSource final : public BrokenSource {
  public:
   absl::Status Read(size_t, uint64_t, size_t, char*, ReadScratch&) const override {

@@ -76,7 +76,7 @@ TEST(WeightSource, AnyRange_HasTheBytesOfTheFile) {
   }
 }
 
-// What is in the cache is taken from there, and the rest from the disk.
+// Cached bytes are taken from the cache, the others from the disk.
 TEST(WeightSource, PartlyCachedRange_HasTheBytesOfTheFile) {
   const TestFolder folder;
   const std::string path = folder.Path("model.safetensors");
@@ -103,7 +103,7 @@ TEST(WeightSource, PartlyCachedRange_HasTheBytesOfTheFile) {
   }
 }
 
-// A model that is streamed must not drive out of the cache what others have there.
+// A model that is streamed must not evict what others have cached.
 TEST(WeightSource, FileThatIsNotCached_StaysSo) {
   const TestFolder folder;
   const std::string path = folder.Path("model.safetensors");
@@ -121,7 +121,7 @@ TEST(WeightSource, FileThatIsNotCached_StaysSo) {
   DropFromCache(path);
   const int64_t before = cached();
   const int direct = open(path.c_str(), O_RDONLY | O_DIRECT);
-  // A file system that reads nothing past the cache has it there afterwards.
+  // If a file system cannot bypass the cache, the file is cached afterwards.
   if (direct < 0) return;
   close(direct);
   ReadScratch scratch;
@@ -153,7 +153,7 @@ TEST(WeightSource, FileThatIsWrittenInto_IsNamedWithItsTensor) {
   ReadScratch scratch;
   std::vector<char> memory(40'000);
   ASSERT_TRUE(saved.source->Read(0, 0, 40'000, memory.data(), scratch).ok());
-  // Of the same size, at another time.
+  // The file has the same size, but another time.
   const timespec times[2] = {{.tv_sec = 1, .tv_nsec = 0}, {.tv_sec = 1, .tv_nsec = 0}};
   ASSERT_EQ(utimensat(AT_FDCWD, path.c_str(), times, 0), 0);
   for (const absl::Status& status : {saved.source->Read(0, 0, 100, memory.data(), scratch),
@@ -165,7 +165,7 @@ TEST(WeightSource, FileThatIsWrittenInto_IsNamedWithItsTensor) {
   }
 }
 
-// As on a file server that has lost it (ESTALE).
+// Like a file on a server that has lost it (ESTALE).
 TEST(WeightSource, FileThatCannotBeExamined_IsNamedWithTheReason) {
   const TestFolder folder;
   const Saved saved = Save(folder.path(), {{"a", at::zeros({10})}});

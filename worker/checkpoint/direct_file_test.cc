@@ -93,7 +93,7 @@ class DirectFileTest : public testing::Test {
     return *written;
   }
 
-  // Returns what ReadDirectFile hands out, put together; other bytes are '?'.
+  // Returns the bytes that ReadDirectFile passes on, put together; others are '?'.
   absl::StatusOr<std::string> Read(const DirectFileWritten& written,
                                    std::optional<FileRange> range = std::nullopt) {
     std::string found(written.digest.bytes, '?');

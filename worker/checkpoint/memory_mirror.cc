@@ -17,7 +17,7 @@ namespace muster {
 namespace {
 
 constexpr size_t kPieceBytes = size_t{8} << 20;
-// Training may delay a peer's copy for so long. A peer that dies closes its connections, and the
+// How long training may delay a peer's copy. A peer that dies closes its connections, and the
 // destructor does not wait.
 constexpr std::chrono::milliseconds kPatience = std::chrono::hours(24 * 7);
 

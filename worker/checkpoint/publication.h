@@ -33,7 +33,8 @@ inline constexpr char kPlanKey[] = "muster.plan";
 struct PublishOptions {
   // Borrowed. Null on every rank or on none: without a registry the folder alone counts.
   CheckpointRegistrar* registrar = nullptr;
-  // For numbered checkpoints: how many are kept (0: all), and of which the step is a multiple of
+  // For numbered checkpoints: how many are kept (0: all). Those whose step is a multiple of
+  // keep_every (0: none) stay, too. Older ones are removed only after the new one is published.
   // keep_every (0: none). Older ones are removed only after the new one is published.
   int keep = 0;
   int64_t keep_every = 0;

@@ -66,8 +66,8 @@ struct CheckpointRegistration {
   int64_t step = 0;
   uint64_t plan = 0;
   int ranks = 1;
-  // For the job's published checkpoints, besides pinned ones: how many are kept (0: all), and of
-  // which the step is a multiple of `keep_every` (0: none).
+  // For the job's published checkpoints, besides pinned ones: how many are kept (0: all). Those
+  // whose step is a multiple of `keep_every` (0: none) stay, too.
   int keep = 0;
   int64_t keep_every = 0;
   bool promote = true;

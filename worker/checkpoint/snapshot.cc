@@ -25,7 +25,7 @@ constexpr size_t kMostCloned = size_t{64} << 20;
 // A file whose tensors are kept elsewhere.
 struct Snapshot::Kept {
   SafetensorsPlan plan;
-  std::optional<PlanPieces> pieces = std::nullopt;  // of `plan`
+  std::optional<PlanPieces> pieces = std::nullopt;  // the pieces of `plan`
 };
 
 absl::StatusOr<char*> Snapshot::Append(const std::string& name, size_t bytes) {
