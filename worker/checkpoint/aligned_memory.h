@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 
 namespace muster {
 
@@ -33,6 +34,7 @@ class AlignedMemory {
 
   char* data() const { return data_; }
   size_t size() const { return size_; }
+  absl::string_view view() const { return absl::string_view(data_, size_); }
 
   // Makes it at least `bytes` large. What it holds stays, possibly at another address.
   // RESOURCE_EXHAUSTED if the system has no such memory; nothing changes then.
