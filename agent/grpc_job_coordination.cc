@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
@@ -209,7 +208,7 @@ std::string WithMachines(std::string why) {
   const size_t begin = why.find(rank_word), end = why.find(" (node", begin);
   if (begin == std::string::npos || end == std::string::npos) return why;
   const size_t digits = begin + rank_word.size();
-  if (digits < end && std::all_of(why.begin() + digits, why.begin() + end, absl::ascii_isdigit)) {
+  if (digits < end && IsDigits(absl::string_view(why).substr(digits, end - digits))) {
     why.replace(begin, rank_word.size(), "machine ");
   }
   return why;

@@ -19,22 +19,9 @@ constexpr uint8_t kOwnedByC = 3;
 // No function is that long.
 constexpr int64_t kMaxInstructions = 256 << 20;
 
-void AppendUtf8(uint32_t c, std::string* text) {
-  const auto add = [text](uint32_t byte) { text->push_back(static_cast<char>(byte)); };
-  if (c > 0x10ffff || (c >= 0xd800 && c < 0xe000)) c = 0xfffd;
-  if (c < 0x80) return add(c);
-  if (c < 0x800) {
-    add(0xc0 | c >> 6);
-  } else {
-    if (c < 0x10000) {
-      add(0xe0 | c >> 12);
-    } else {
-      add(0xf0 | c >> 18);
-      add(0x80 | (c >> 12 & 0x3f));
-    }
-    add(0x80 | (c >> 6 & 0x3f));
-  }
-  add(0x80 | (c & 0x3f));
+// Appends `c`, or U+FFFD for what is no character: the memory of another process may hold anything.
+void AppendCharacter(std::string& text, uint32_t c) {
+  AppendUtf8(text, c > 0x10ffff || (c >= 0xd800 && c < 0xe000) ? char32_t{0xfffd} : char32_t{c});
 }
 
 template <typename T>
@@ -138,10 +125,9 @@ class PythonStackReader::Walk {
     std::string plain = shown < length ? "..." : "";
     for (int64_t i = 0; i < shown; ++i) {
       const uint64_t at = static_cast<uint64_t>(i) * kind;
-      AppendUtf8(kind == 1   ? At<uint8_t>(bytes, at)
-                 : kind == 2 ? At<uint16_t>(bytes, at)
-                             : At<uint32_t>(bytes, at),
-                 &plain);
+      AppendCharacter(plain, kind == 1   ? At<uint8_t>(bytes, at)
+                             : kind == 2 ? At<uint16_t>(bytes, at)
+                                         : At<uint32_t>(bytes, at));
     }
     *text = Printable(plain, /*max_bytes=*/4 * kMaxTextBytes);
     return true;

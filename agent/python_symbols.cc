@@ -9,6 +9,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "base/file.h"
 
 namespace muster::agent {
 namespace {
@@ -17,10 +18,6 @@ struct Search {
   std::string executable;  // its path; empty: not known
   PythonSymbols found;
 };
-
-absl::string_view BaseName(absl::string_view path) {
-  return path.substr(path.find_last_of('/') + 1);  // npos + 1 is 0
-}
 
 int OnModule(Dwfl_Module* module, void**, const char* name, Dwarf_Addr, void* argument) {
   Search& search = *static_cast<Search*>(argument);

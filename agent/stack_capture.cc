@@ -34,6 +34,7 @@
 #include "agent/python_stack.h"
 #include "agent/python_symbols.h"
 #include "base/clock.h"
+#include "base/file.h"
 #include "base/log.h"
 
 namespace muster::agent {
@@ -239,11 +240,7 @@ std::string Demangled(const char* name) {
   return result;
 }
 
-std::string BaseName(const char* path) {
-  if (path == nullptr) return "?";
-  const char* const slash = strrchr(path, '/');
-  return slash == nullptr ? path : slash + 1;
-}
+std::string FileName(const char* path) { return path == nullptr ? "?" : BaseName(path); }
 
 // Names of places in one process.
 class Symbols {
@@ -274,9 +271,9 @@ class Symbols {
     if (Dwfl_Line* const line = dwfl_module_getsrc(module, pc); line != nullptr) {
       int number = 0;
       const char* const source = dwfl_lineinfo(line, nullptr, &number, nullptr, nullptr, nullptr);
-      if (source != nullptr) absl::StrAppend(&text, " ", BaseName(source), ":", number);
+      if (source != nullptr) absl::StrAppend(&text, " ", FileName(source), ":", number);
     }
-    return absl::StrCat(text, " (", BaseName(file), ")");
+    return absl::StrCat(text, " (", FileName(file), ")");
   }
 
   Dwfl* const dwfl_;

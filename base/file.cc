@@ -118,6 +118,11 @@ bool PathExists(const std::string& path) {
   return lstat(path.c_str(), &info) == 0;
 }
 
+bool IsFolder(const std::string& path) {
+  struct stat info;
+  return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
+}
+
 std::string JoinPath(absl::string_view folder, absl::string_view name) {
   if (folder.empty() || absl::StartsWith(name, "/")) return std::string(name);
   if (absl::EndsWith(folder, "/")) return absl::StrCat(folder, name);

@@ -40,6 +40,9 @@ absl::Status RemoveTree(const std::string& path);
 // Whether the path names anything.
 bool PathExists(const std::string& path);
 
+// Whether the path names a folder, at the end of links; false also if it cannot be examined.
+bool IsFolder(const std::string& path);
+
 // "a/b" for ("a", "b") and ("a/", "b"); an absolute `name` is returned as is.
 std::string JoinPath(absl::string_view folder, absl::string_view name);
 

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include "base/test_folder.h"
 
@@ -93,6 +94,16 @@ TEST(Paths, Slashes_AreJoinedAndSplitAsParts) {
   EXPECT_EQ(ParentPath("a/b/"), "a");
   EXPECT_EQ(BaseName("a/b/"), "b");
   EXPECT_EQ(BaseName("/"), "/");
+}
+
+TEST(IsFolder, LinkToAFolder_IsOneAndFilesAreNot) {
+  const TestFolder folder;
+  ASSERT_TRUE(WriteFileAtomically(folder.path() + "/file", "").ok());
+  ASSERT_EQ(symlink(folder.path().c_str(), (folder.path() + "/link").c_str()), 0);
+  EXPECT_TRUE(IsFolder(folder.path()));
+  EXPECT_TRUE(IsFolder(folder.path() + "/link"));
+  EXPECT_FALSE(IsFolder(folder.path() + "/file"));
+  EXPECT_FALSE(IsFolder(folder.path() + "/none"));
 }
 
 }  // namespace

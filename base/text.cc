@@ -48,6 +48,25 @@ size_t Utf8CharacterBytes(absl::string_view text) {
   return size;
 }
 
+void AppendUtf8(std::string& out, char32_t c) {
+  const auto put = [&](char32_t byte) { out += static_cast<char>(byte); };
+  if (c < 0x80) {
+    put(c);
+  } else if (c < 0x800) {
+    put(0xC0 | c >> 6);
+    put(0x80 | (c & 0x3F));
+  } else if (c < 0x10000) {
+    put(0xE0 | c >> 12);
+    put(0x80 | (c >> 6 & 0x3F));
+    put(0x80 | (c & 0x3F));
+  } else {
+    put(0xF0 | c >> 18);
+    put(0x80 | (c >> 12 & 0x3F));
+    put(0x80 | (c >> 6 & 0x3F));
+    put(0x80 | (c & 0x3F));
+  }
+}
+
 bool IsValidUtf8(absl::string_view text) {
   while (!text.empty()) {
     const size_t size = Utf8CharacterBytes(text);
@@ -122,6 +141,10 @@ std::string JsonQuote(absl::string_view text) {
   }
   out += '"';
   return out;
+}
+
+bool IsDigits(absl::string_view text) {
+  return !text.empty() && std::all_of(text.begin(), text.end(), absl::ascii_isdigit);
 }
 
 absl::string_view FirstLine(absl::string_view text) {

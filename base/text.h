@@ -11,6 +11,9 @@ namespace muster {
 // How many bytes at the start of `text`, which is not empty, are one character of UTF-8; 0: none.
 size_t Utf8CharacterBytes(absl::string_view text);
 
+// Appends the character `c`, which is at most U+10FFFF and no surrogate, in UTF-8.
+void AppendUtf8(std::string& out, char32_t c);
+
 // Whether the bytes are UTF-8: no overlong forms, no surrogates, nothing beyond U+10FFFF.
 bool IsValidUtf8(absl::string_view text);
 
@@ -28,6 +31,9 @@ std::string Utf8Text(absl::string_view text);
 // The text as a JSON string with its quotes: the shortest escapes, other characters as they are.
 // `text` must be valid UTF-8.
 std::string JsonQuote(absl::string_view text);
+
+// Whether `text` consists of ASCII digits, of at least one.
+bool IsDigits(absl::string_view text);
 
 // The first line of `text` that is not blank, without white space around it; empty if there is
 // none.

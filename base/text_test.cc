@@ -64,5 +64,17 @@ TEST(ShellWordTest, AnyWord_IsReadBackByAShell) {
   EXPECT_EQ(ShellWord("a\nb"), "'a\nb'");
 }
 
+TEST(AppendUtf8, Characters_TakeOneToFourBytes) {
+  std::string text;
+  for (const char32_t c : {U'a', U'\u00e9', U'\u6570', U'\U0001F600'}) AppendUtf8(text, c);
+  EXPECT_EQ(text, "a\xc3\xa9\xe6\x95\xb0\xf0\x9f\x98\x80");
+}
+
+TEST(IsDigits, OtherThanAsciiDigits_AreNone) {
+  EXPECT_TRUE(IsDigits("0"));
+  EXPECT_TRUE(IsDigits("0123"));
+  for (const char* const text : {"", "-1", "1.0", " 1", "１", "1a"}) EXPECT_FALSE(IsDigits(text));
+}
+
 }  // namespace
 }  // namespace muster

@@ -1,11 +1,24 @@
 #include "base/variable_list.h"
 
+#include <unistd.h>
+
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "base/text.h"
 
 namespace muster {
+
+std::map<std::string, std::string> ProcessVariables() {
+  std::map<std::string, std::string> variables;
+  for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
+    const absl::string_view text = *entry;
+    const size_t equals = text.find('=');
+    if (equals == absl::string_view::npos) continue;
+    variables.emplace(text.substr(0, equals), text.substr(equals + 1));
+  }
+  return variables;
+}
 
 std::string VariableList(const std::map<std::string, std::string>& variables) {
   std::string text;

@@ -9,8 +9,12 @@
 
 namespace muster {
 
-// Environment variables as one text: NAME=VALUE, each with a null byte at its end, as `env -0`
-// prints them. Both are pure and thread-safe.
+// Returns the environment variables of this process. Of a name that occurs twice the first value
+// counts, as for getenv(); entries without "=" are left out. Not thread-safe beside setenv().
+std::map<std::string, std::string> ProcessVariables();
+
+// The following functions have environment variables as one text: NAME=VALUE, each with a null byte
+// at its end, as `env -0` prints them. Both are pure and thread-safe.
 
 // Neither names nor values may have a null byte, as no environment has one.
 std::string VariableList(const std::map<std::string, std::string>& variables);

@@ -1,5 +1,8 @@
 #include "base/variable_list.h"
 
+#include <stdlib.h>
+#include <unistd.h>
+
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -37,6 +40,25 @@ TEST(VariableList, LinesAndACutList_AreRefused) {
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
     EXPECT_THAT(status.message(), HasSubstr("/run/env has no null byte at its end"));
   }
+}
+
+TEST(ProcessVariables, VariablesOfTheProcess_AreListedOnce) {
+  setenv("MUSTER_VARIABLE_LIST_TEST", "a=b", 1);
+  const std::map<std::string, std::string> variables = ProcessVariables();
+  unsetenv("MUSTER_VARIABLE_LIST_TEST");
+  EXPECT_EQ(variables.at("MUSTER_VARIABLE_LIST_TEST"), "a=b");
+  EXPECT_FALSE(ProcessVariables().count("MUSTER_VARIABLE_LIST_TEST"));
+}
+
+TEST(ProcessVariables, NameThatOccursTwice_HasItsFirstValueAsGetenvDoes) {
+  char first[] = "NAME=first", second[] = "NAME=second", none[] = "NONE";
+  char* variables[] = {none, first, second, nullptr};
+  char** const before = environ;
+  environ = variables;
+  const std::map<std::string, std::string> found = ProcessVariables();
+  const std::string expected = getenv("NAME");
+  environ = before;
+  EXPECT_EQ(found, (std::map<std::string, std::string>{{"NAME", expected}}));
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "base/mutex.h"
+#include "base/variable_list.h"
 #include "muster/checkpoint.h"
 #include "muster/internal/core.h"
 #include "muster/internal/elastic_join.h"

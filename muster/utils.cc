@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ATen/core/grad_mode.h"
+#include "base/variable_list.h"
 #include "muster/internal/core.h"
 #include "muster/internal/full_state.h"
 #include "muster/internal/model_slot.h"

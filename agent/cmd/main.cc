@@ -48,6 +48,7 @@
 #include "base/service_notifier.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "base/variable_list.h"
 #include "base/version.h"
 #include "proto/failure_policy.h"
 #include "proto/job_limits.h"

@@ -38,8 +38,7 @@ std::optional<std::string> ScalarText(const json& value) {
 // As a config file has it. What YAML might read as something else is quoted.
 std::string YamlScalar(const std::string& text) {
   if (text == "true" || text == "false" || text == "0") return text;
-  const bool number = !text.empty() && absl::ascii_isdigit(text[0]) && text[0] != '0' &&
-                      std::all_of(text.begin(), text.end(), absl::ascii_isdigit);
+  const bool number = IsDigits(text) && text[0] != '0';
   return number ? text : JsonQuote(text);
 }
 
@@ -50,16 +49,6 @@ std::string WithoutFlag(absl::string_view message, const std::string& name) {
 }
 
 }  // namespace
-
-std::map<std::string, std::string> ProcessVariables() {
-  std::map<std::string, std::string> variables;
-  for (char** entry = environ; *entry != nullptr; ++entry) {
-    const std::pair<std::string, std::string> words =
-        absl::StrSplit(*entry, absl::MaxSplits('=', 1));
-    variables.insert(words);
-  }
-  return variables;
-}
 
 ServiceSettings::ServiceSettings(CLI::App* app, Options options)
     : app_(app), options_(std::move(options)) {

@@ -71,9 +71,6 @@ class ServiceSettings {
   bool print_ = false;
 };
 
-// The variables of this process.
-std::map<std::string, std::string> ProcessVariables();
-
 }  // namespace muster
 
 #endif  // MUSTER_BASE_FLAGS_SERVICE_SETTINGS_H_

@@ -1,7 +1,5 @@
 #include "client/checkpoints/checkpoint_commands.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
@@ -62,11 +60,6 @@ constexpr char kExitCodes[] =
     "impossible\nrequest, also one that is too large; 3 not found; 4 an input file would be "
     "replaced; 6 the disk has no room; "
     "8 not permitted.";
-
-bool IsFolder(const std::string& path) {
-  struct stat info;
-  return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
-}
 
 // Names and messages come from files that others wrote: they must not control the terminal.
 std::string Shown(absl::string_view text) { return Printable(text, /*max_bytes=*/8192); }

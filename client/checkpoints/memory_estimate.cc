@@ -4,18 +4,14 @@
 #include <map>
 #include <set>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "base/text.h"
 
 namespace muster::client {
 namespace {
-
-bool IsNumber(absl::string_view text) {
-  return !text.empty() && std::all_of(text.begin(), text.end(), absl::ascii_isdigit);
-}
 
 // "bert.embeddings", which has word_embeddings among others: transformers keeps it whole as it does
 // layers. Empty if the tensor is of no such module.
@@ -35,7 +31,7 @@ std::string PartOf(absl::string_view name, const std::set<std::string>& embeddin
   }
   std::vector<absl::string_view> path = absl::StrSplit(name, '.');
   path.pop_back();
-  const auto number = std::find_if(path.begin(), path.end(), IsNumber);
+  const auto number = std::find_if(path.begin(), path.end(), IsDigits);
   if (number != path.end()) path.erase(number + 1, path.end());
   return absl::StrJoin(path, ".");
 }

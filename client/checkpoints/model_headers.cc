@@ -1,7 +1,5 @@
 #include "client/checkpoints/model_headers.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <functional>
 #include <map>
@@ -166,10 +164,7 @@ absl::StatusOr<ModelTensors> TensorsOfConfig(const std::string& path,
 
 }  // namespace
 
-std::string FolderOf(const std::string& path) {
-  struct stat info;
-  return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode) ? path : ParentPath(path);
-}
+std::string FolderOf(const std::string& path) { return IsFolder(path) ? path : ParentPath(path); }
 
 absl::StatusOr<models::ModelConfig> ConfigOf(const std::string& path,
                                              const std::vector<std::string>& ignore_settings) {

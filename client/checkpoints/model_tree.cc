@@ -5,7 +5,6 @@
 #include <tuple>
 #include <utility>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -82,13 +81,9 @@ constexpr absl::string_view kOrder[] = {
     "lm_head",
 };
 
-bool IsNumber(absl::string_view part) {
-  return !part.empty() && std::all_of(part.begin(), part.end(), absl::ascii_isdigit);
-}
-
 // Numbers by value, before names.
 std::tuple<bool, size_t, std::string> NaturalKey(const std::string& part) {
-  if (!IsNumber(part)) return {true, 0, part};
+  if (!IsDigits(part)) return {true, 0, part};
   const size_t first = std::min(part.find_first_not_of('0'), part.size() - 1);
   return {false, part.size() - first, part.substr(first)};
 }
@@ -133,7 +128,7 @@ std::vector<const std::pair<const std::string, Node>*> InOrder(const Node& node)
 bool IsList(const Node& node) {
   return !node.children.empty() && node.parameters.empty() && node.buffers.empty() &&
          std::all_of(node.children.begin(), node.children.end(),
-                     [](const auto& child) { return IsNumber(child.first); });
+                     [](const auto& child) { return IsDigits(child.first); });
 }
 
 PlannedModule ModuleOf(const std::string& name, const std::string& class_name, const Node& node) {
@@ -144,7 +139,7 @@ PlannedModule ModuleOf(const std::string& name, const std::string& class_name, c
   module.buffers = node.buffers;
   for (const auto* child : InOrder(node)) {
     // An entry of a list has the list's name for a class.
-    const std::string& child_class = IsNumber(child->first) ? class_name : child->first;
+    const std::string& child_class = IsDigits(child->first) ? class_name : child->first;
     module.children.push_back(ModuleOf(child->first, child_class, child->second));
   }
   return module;

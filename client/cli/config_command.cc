@@ -91,12 +91,12 @@ CommandSpec ConfigSpec() {
 
 // Whether the nearest folder on the way to `path` that exists lets this user make something there.
 absl::Status CheckPlace(const std::string& path) {
-  struct stat info;
-  if (stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode)) {
+  if (IsFolder(path)) {
     return absl::InvalidArgumentError(absl::StrCat(path, " is a folder: name a file in it"));
   }
   std::string folder = ParentPath(path);
   while (!PathExists(folder) && folder != ParentPath(folder)) folder = ParentPath(folder);
+  struct stat info;
   if (stat(folder.c_str(), &info) == 0 && !S_ISDIR(info.st_mode)) {
     return absl::InvalidArgumentError(
         absl::StrCat(path, " cannot be written: ", folder,

@@ -12,6 +12,7 @@
 #include "base/bool_word.h"
 #include "base/status_macros.h"
 #include "base/suggest.h"
+#include "base/text.h"
 #include "client/config/python_values.h"
 
 namespace muster::client {
@@ -64,8 +65,7 @@ int IndexOf(const std::string& text, const std::vector<std::string>& names) {
   if (at != names.end()) return static_cast<int>(at - names.begin());
   // "2" and "02", but not "+2", as Python's isdigit() has it.
   size_t number = 0;
-  const bool digits =
-      std::all_of(name.begin(), name.end(), absl::ascii_isdigit) && absl::SimpleAtoi(name, &number);
+  const bool digits = IsDigits(name) && absl::SimpleAtoi(name, &number);
   return digits && number >= 1 && number <= names.size() ? static_cast<int>(number) - 1 : -1;
 }
 

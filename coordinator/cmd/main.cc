@@ -27,6 +27,7 @@
 #include "base/log.h"
 #include "base/log_variables.h"
 #include "base/service_notifier.h"
+#include "base/variable_list.h"
 #include "base/version.h"
 #include "coordinator/core.h"
 #include "coordinator/hubs.h"

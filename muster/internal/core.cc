@@ -14,6 +14,7 @@
 #include "base/identity.h"
 #include "base/log.h"
 #include "base/status_macros.h"
+#include "base/variable_list.h"
 #include "worker/collective/collective_error.h"
 #include "worker/collective/nccl.h"
 #include "worker/job/agent_tells.h"

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/held_memory.h"
 #include "base/log.h"
+#include "base/variable_list.h"
 #include "c10/util/Exception.h"
 #include "worker/job/agent_tells.h"
 #include "worker/job/environment.h"

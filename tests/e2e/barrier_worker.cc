@@ -10,6 +10,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "base/variable_list.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
 #include "rpc/channel.h"
 #include "rpc/status.h"

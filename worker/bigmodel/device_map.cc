@@ -44,10 +44,6 @@ bool IsIn(absl::string_view name, absl::string_view module) {
          (absl::StartsWith(name, module) && name[module.size()] == '.');
 }
 
-std::string Join(absl::string_view module, absl::string_view name) {
-  return module.empty() ? std::string(name) : absl::StrCat(module, ".", name);
-}
-
 // The sizes of tensors and modules. Modules are in the order of their first tensor, parameters
 // before buffers.
 class Sizes {
@@ -84,7 +80,7 @@ class Sizes {
   absl::Status Add(const PlannedModule& module, const std::string& path, bool buffers,
                    const SizeOptions& options) {
     for (const PlannedTensor& tensor : buffers ? module.buffers : module.parameters) {
-      const std::string name = Join(path, tensor.name);
+      const std::string name = JoinName(path, tensor.name);
       if (!tensors_.insert(name).second) {
         return absl::InvalidArgumentError(absl::StrCat("the model has two tensors ", name));
       }
@@ -103,7 +99,7 @@ class Sizes {
       }
     }
     for (const PlannedModule& child : module.children) {
-      MUSTER_RETURN_IF_ERROR(Add(child, Join(path, child.name), buffers, options));
+      MUSTER_RETURN_IF_ERROR(Add(child, JoinName(path, child.name), buffers, options));
     }
     return absl::OkStatus();
   }
@@ -218,13 +214,13 @@ class Placement {
   Items PartsOf(const std::string& path, const PlannedModule& module) const {
     Items parts;
     for (const PlannedTensor& parameter : module.parameters) {
-      parts.push_back({Join(path, parameter.name), nullptr});
+      parts.push_back({JoinName(path, parameter.name), nullptr});
     }
     for (const PlannedModule& child : module.children) {
-      parts.push_back({Join(path, child.name), &child});
+      parts.push_back({JoinName(path, child.name), &child});
     }
     for (const PlannedTensor& buffer : module.buffers) {
-      parts.push_back({Join(path, buffer.name), nullptr});
+      parts.push_back({JoinName(path, buffer.name), nullptr});
     }
     return parts;
   }
@@ -246,7 +242,7 @@ class Placement {
       if (CanSplit(item)) {
         for (auto child = item.module->children.rbegin(); child != item.module->children.rend();
              ++child) {
-          rest.push_front({Join(item.name, child->name), &*child});
+          rest.push_front({JoinName(item.name, child->name), &*child});
         }
         continue;
       }
@@ -514,6 +510,10 @@ int64_t BalanceBuffer(const PlannedModel& model, const Sizes& sizes,
 
 }  // namespace
 
+std::string JoinName(absl::string_view module, absl::string_view name) {
+  return module.empty() ? std::string(name) : absl::StrCat(module, ".", name);
+}
+
 absl::StatusOr<DeviceLimits> OrderDevices(const DeviceLimits& limits) {
   std::map<std::pair<int, int>, std::pair<std::string, double>> ordered;
   for (const auto& [device, limit] : limits) {
@@ -562,7 +562,7 @@ namespace {
 void AddExpertLists(const PlannedModule& module, const std::string& path,
                     std::set<std::string>* lists) {
   for (const PlannedModule& child : module.children) {
-    const std::string name = Join(path, child.name);
+    const std::string name = JoinName(path, child.name);
     if (module.name == "block_sparse_moe" && child.name == "experts") {
       lists->insert(name);
     } else {

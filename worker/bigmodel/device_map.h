@@ -45,6 +45,9 @@ struct PlannedModel {
 // which has no limit. Fractional only after BalanceMemory with limits that were found.
 using DeviceLimits = std::vector<std::pair<std::string, double>>;
 
+// The full name of `name` inside the module with the full name `module` ("" is the model itself).
+std::string JoinName(absl::string_view module, absl::string_view name);
+
 // Returns the limits in the order in which devices are filled: GPUs by number, mps, cpu, disk.
 // Errors: INVALID_ARGUMENT for an unknown device, a duplicate device, or a negative limit.
 absl::StatusOr<DeviceLimits> OrderDevices(const DeviceLimits& limits);

@@ -47,6 +47,7 @@
 #include "worker/checkpoint/mapped_file.h"
 #include "worker/checkpoint/optional_tensors.h"
 #include "worker/checkpoint/safetensors.h"
+#include "worker/checkpoint/shared_elements.h"
 #include "worker/checkpoint/tensor_memory.h"
 #include "worker/checkpoint/weight_files.h"
 #include "worker/collective/nccl.h"
@@ -105,16 +106,6 @@ struct Item {
   // Whether it takes no memory of a ring.
   bool IsMapped() const { return source != nullptr && Offloaded().IsMapped(); }
 };
-
-// Returns a text that is equal for names of one tensor, and different for all others.
-std::string IdentityOf(const at::Tensor& tensor) {
-  const bool in_memory = tensor.layout() == at::kStrided && !tensor.is_meta() && tensor.numel() > 0;
-  if (!in_memory) return absl::StrCat(reinterpret_cast<uintptr_t>(tensor.unsafeGetTensorImpl()));
-  return absl::StrCat(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()), " ",
-                      tensor.device().str(), " ", c10::toString(tensor.scalar_type()), " ",
-                      absl::StrJoin(tensor.sizes(), ","), " ",
-                      absl::StrJoin(tensor.strides(), ","));
-}
 
 std::string NameOf(const c10::Device& device) {
   return device.is_cpu() ? "cpu" : absl::StrCat(std::max<int>(device.index(), 0));
@@ -487,7 +478,7 @@ absl::Status Dispatcher::Prepare(const DeviceEntries& map, bool keep_on_host) {
           " is offloaded or sharded already: construct the model again, or keep the placement "
           "that it has"));
     }
-    const auto [place, is_new] = places.emplace(IdentityOf(tensor), items_.size());
+    const auto [place, is_new] = places.emplace(TensorIdentity(tensor), items_.size());
     if (is_new) items_.emplace_back();
     Item& item = items_[place->second];
     by_name_[name] = place->second;

@@ -19,14 +19,11 @@ namespace {
 
 constexpr size_t kShownNames = 10;
 
-std::string Join(absl::string_view module, absl::string_view name) {
-  return module.empty() ? std::string(name) : absl::StrCat(module, ".", name);
-}
-
 void Visit(const PlannedModule& module, const std::string& name,
            absl::FunctionRef<void(const std::string&, const PlannedModule&)> visit) {
   visit(name, module);
-  for (const PlannedModule& child : module.children) Visit(child, Join(name, child.name), visit);
+  for (const PlannedModule& child : module.children)
+    Visit(child, JoinName(name, child.name), visit);
 }
 
 std::string SomeNames(const std::vector<std::string>& names) {
@@ -121,7 +118,7 @@ absl::Status CheckDeviceMap(const PlannedModel& model, const DeviceEntries& devi
   VisitModules(model, [&](const std::string& name, const PlannedModule& module) {
     known.insert(name);
     for (const auto* const part : {&module.parameters, &module.buffers}) {
-      for (const PlannedTensor& tensor : *part) tensors.insert(Join(name, tensor.name));
+      for (const PlannedTensor& tensor : *part) tensors.insert(JoinName(name, tensor.name));
     }
   });
   known.insert(tensors.begin(), tensors.end());
@@ -174,7 +171,7 @@ absl::Status CheckUndivided(const PlannedModel& model, const DeviceLimits& limit
   std::vector<std::string> tensors;
   VisitModules(model, [&](const std::string& name, const PlannedModule& module) {
     for (const auto* const part : {&module.parameters, &module.buffers}) {
-      for (const PlannedTensor& tensor : *part) tensors.push_back(Join(name, tensor.name));
+      for (const PlannedTensor& tensor : *part) tensors.push_back(JoinName(name, tensor.name));
     }
     classes.insert(module.class_name);
     const auto size = sizes.find(name);

@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 
 namespace muster {
 
@@ -33,6 +34,7 @@ class AlignedMemory {
 
   char* data() const { return data_; }
   size_t size() const { return size_; }
+  absl::string_view view() const { return absl::string_view(data_, size_); }
 
   // Makes the memory at least `bytes` large. Its contents stay, possibly at another address.
   // Returns RESOURCE_EXHAUSTED, and changes nothing, if the system does not have that much memory.

@@ -6,12 +6,12 @@
 #include <queue>
 #include <utility>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/strip.h"
+#include "base/text.h"
 
 namespace muster {
 namespace {
@@ -34,9 +34,7 @@ size_t CountIn(absl::string_view candidate, absl::string_view name) {
   if (of == absl::string_view::npos) return 0;
   const absl::string_view index = candidate.substr(0, of), count = candidate.substr(of + 4);
   size_t number = 0;
-  const auto digits = [](absl::string_view text) {
-    return text.size() >= 5 && std::all_of(text.begin(), text.end(), absl::ascii_isdigit);
-  };
+  const auto digits = [](absl::string_view text) { return text.size() >= 5 && IsDigits(text); };
   return digits(index) && digits(count) && absl::SimpleAtoi(count, &number) ? number : 0;
 }
 

@@ -16,7 +16,6 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
-#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -28,6 +27,7 @@
 #include "base/owned_fd.h"
 #include "base/regular_file.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/lasting_folder.h"
@@ -53,8 +53,7 @@ std::string Numbered(absl::string_view stem, int index, absl::string_view extens
 }
 
 bool ParseNumber(absl::string_view name, int64_t* number) {
-  return absl::ConsumePrefix(&name, kNumbered) && !name.empty() &&
-         std::all_of(name.begin(), name.end(), absl::ascii_isdigit) &&
+  return absl::ConsumePrefix(&name, kNumbered) && IsDigits(name) &&
          (name.size() == 1 || name[0] != '0') && absl::SimpleAtoi(name, number) &&
          // There must be a number for the next checkpoint, too.
          *number < std::numeric_limits<int64_t>::max();
@@ -160,8 +159,7 @@ bool IsNameOfLayout(absl::string_view name) {
   for (const Kind& kind : kKinds) {
     absl::string_view number = object;
     if (!absl::ConsumePrefix(&number, kind.stem)) continue;
-    const bool numbered = absl::ConsumePrefix(&number, "_") && !number.empty() &&
-                          std::all_of(number.begin(), number.end(), absl::ascii_isdigit);
+    const bool numbered = absl::ConsumePrefix(&number, "_") && IsDigits(number);
     if (!numbered && (kind.always_numbered || !number.empty())) return false;
     return kind.extension == ".json" ? name == absl::StrCat(object, ".json")
                                      : IsShardFileName(name, object, kind.extension);

@@ -30,10 +30,6 @@ struct Announced {
   uint64_t bytes = 0;  // 0: the rank has no part
 };
 
-absl::string_view BytesOf(const AlignedMemory& memory) {
-  return absl::string_view(memory.data(), memory.size());
-}
-
 c10::intrusive_ptr<c10d::Backend> BackendOf(Comm& comm) {
   TORCH_CHECK(comm.process_group() != nullptr, "a mirror needs a process group");
   return comm.process_group()->getBackend(c10::DeviceType::CPU);
@@ -308,7 +304,7 @@ absl::StatusOr<AlignedMemory*> MemoryMirror::MakeRoom(size_t source, uint64_t by
   for (int which = 0; which < 2; ++which) {
     const int slot = kFirstSlot + 2 * static_cast<int>(source) + which;
     Held& held = held_[slot];
-    const absl::StatusOr<MemoryRecord> record = ReadMemoryRecord(BytesOf(held.memory));
+    const absl::StatusOr<MemoryRecord> record = ReadMemoryRecord(held.memory.view());
     if (keep.has_value() && record.ok() && record->save == *keep) continue;
     if (!held.fd.open()) {
       MUSTER_ASSIGN_OR_RETURN(OwnedFd fd,

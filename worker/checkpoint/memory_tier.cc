@@ -71,12 +71,8 @@ void Note(size_t rank, const absl::Status& status, bool goes_first, absl::Status
   *first = absl::Status(status.code(), absl::StrCat("rank ", rank, ": ", status.message()));
 }
 
-absl::string_view BytesOf(const AlignedMemory& memory) {
-  return absl::string_view(memory.data(), memory.size());
-}
-
 absl::string_view ContentsOf(const AlignedMemory& memory, const MemoryRecord& record, size_t file) {
-  return MemoryFile(BytesOf(memory), record, file);
+  return MemoryFile(memory.view(), record, file);
 }
 
 std::string NameOf(const CheckpointInfo& info) {
@@ -248,7 +244,7 @@ absl::Status MemoryTier::Adopt() {
   for (HeldMemory& piece : held) {
     MUSTER_ASSIGN_OR_RETURN(AlignedMemory memory, AlignedMemory::OfFile(piece.fd.get()));
     // Look also at what other workers have left here, so that new saves get higher numbers.
-    const absl::StatusOr<MemoryRecord> record = ReadMemoryRecord(BytesOf(memory));
+    const absl::StatusOr<MemoryRecord> record = ReadMemoryRecord(memory.view());
     if (record.ok()) sequence_ = std::max(sequence_, record->save.sequence);
     if (piece.worker_id != worker_id_) continue;
     if (piece.slot < kOwnSlots) {
@@ -307,7 +303,7 @@ void MemoryTier::FinishPending() {
   const absl::Status done =
       WithoutMemory(pending.slot, GuardRank([&] { return Complete(pending); }));
   if (pending.mirrored) {
-    const absl::string_view memory = BytesOf(slots_[pending.slot].snapshot->memory());
+    const absl::string_view memory = slots_[pending.slot].snapshot->memory().view();
     if (done.ok()) {
       mirror_->Offer(memory.substr(0, MemoryRecordEnd(memory)));
     } else {
@@ -532,7 +528,7 @@ absl::StatusOr<std::vector<MemoryTier::Piece>> MemoryTier::PiecesHere() const {
   for (const HeldMemory& held_piece : held) {
     MUSTER_ASSIGN_OR_RETURN(AlignedMemory mapped, AlignedMemory::OfFile(held_piece.fd.get()));
     auto memory = std::make_shared<AlignedMemory>(std::move(mapped));
-    absl::StatusOr<MemoryRecord> record = ReadMemoryRecord(BytesOf(*memory));
+    absl::StatusOr<MemoryRecord> record = ReadMemoryRecord(memory->view());
     if (record.ok() && record->manifest.info.world_size == size_) {
       pieces.push_back({absl::StrCat(held_piece.slot, " of ", held_piece.worker_id),
                         std::move(memory), *std::move(record)});
@@ -966,7 +962,7 @@ void MemoryTier::Keep(const Found& found) {
   for (int i = 0; i < kOwnSlots; ++i) {
     if (slots_[i].snapshot == nullptr) continue;
     const absl::StatusOr<MemoryRecord> record =
-        ReadMemoryRecord(BytesOf(slots_[i].snapshot->memory()));
+        ReadMemoryRecord(slots_[i].snapshot->memory().view());
     if (!record.ok()) continue;
     if (record->save == found.save && found.own_part_is_here) good_ = i;
     if (record->save == found.mirrored && mirror_ != nullptr) mirrored_ = i;

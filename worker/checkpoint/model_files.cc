@@ -1,7 +1,5 @@
 #include "worker/checkpoint/model_files.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <map>
 #include <memory>
@@ -18,11 +16,6 @@
 
 namespace muster {
 namespace {
-
-bool IsFolder(const std::string& path) {
-  struct stat info;
-  return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
-}
 
 // Returns the file or index with which a folder's model begins.
 absl::StatusOr<std::string> FindInFolder(const std::string& folder) {

@@ -35,7 +35,6 @@ struct PublishOptions {
   CheckpointRegistrar* registrar = nullptr;
   // For numbered checkpoints: how many are kept (0: all). Those whose step is a multiple of
   // keep_every (0: none) stay, too. Older ones are removed only after the new one is published.
-  // keep_every (0: none). Older ones are removed only after the new one is published.
   int keep = 0;
   int64_t keep_every = 0;
   // false: no resume takes the checkpoint until it is promoted. Needs a registrar.

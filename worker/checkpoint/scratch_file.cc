@@ -2,9 +2,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <linux/magic.h>
 #include <sys/mman.h>
-#include <sys/vfs.h>
 
 #include <set>
 #include <utility>
@@ -17,16 +15,10 @@
 #include "base/memory_file.h"
 #include "base/mutex.h"
 #include "base/status_macros.h"
+#include "worker/checkpoint/direct_pieces.h"
 
 namespace muster {
 namespace {
-
-// Whether the file system of an open file keeps files in memory.
-bool IsInMemory(int fd) {
-  struct statfs info;
-  if (fstatfs(fd, &info) != 0) return false;
-  return info.f_type == TMPFS_MAGIC || info.f_type == RAMFS_MAGIC;
-}
 
 // Whether this process asks for the first time.
 bool IsNew(const std::string& folder) {
@@ -53,7 +45,7 @@ absl::StatusOr<std::shared_ptr<ScratchFile>> ScratchFile::Create(const std::stri
   if (unlink(path.c_str()) != 0) {
     return absl::ErrnoToStatus(errno, absl::StrCat("cannot remove the name of ", path));
   }
-  if (IsInMemory(file.fd()) && IsNew(folder)) {
+  if (IsInMemory(file.fd(), {}) && IsNew(folder)) {
     MUSTER_LOG(Warning) << folder << ", to which state is offloaded, is in memory, not on a disk";
   }
   // Errors name something that a person can find.

@@ -6,13 +6,13 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
-#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/strip.h"
 #include "base/json.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 
 namespace muster {
 
@@ -159,9 +159,7 @@ bool IsShardFileName(absl::string_view name, absl::string_view stem, absl::strin
       name == absl::StrCat(stem, extension, ".index.json")) {
     return true;
   }
-  const auto number = [](absl::string_view text) {
-    return text.size() >= 5 && std::all_of(text.begin(), text.end(), absl::ascii_isdigit);
-  };
+  const auto number = [](absl::string_view text) { return text.size() >= 5 && IsDigits(text); };
   if (!absl::ConsumePrefix(&name, absl::StrCat(stem, "-")) ||
       !absl::ConsumeSuffix(&name, extension)) {
     return false;

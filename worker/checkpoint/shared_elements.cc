@@ -7,6 +7,7 @@
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/empty.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/tensor_memory.h"
 
@@ -82,6 +83,16 @@ absl::Status CompareOverlapping(absl::string_view what, const NamedTensors& targ
 bool HasMemory(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && !tensor.is_meta() && tensor.numel() > 0 &&
          tensor.has_storage() && tensor.storage().data() != nullptr;
+}
+
+std::string TensorIdentity(const at::Tensor& tensor) {
+  if (!HasMemory(tensor)) {
+    return absl::StrCat(reinterpret_cast<uintptr_t>(tensor.unsafeGetTensorImpl()));
+  }
+  return absl::StrCat(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()), " ",
+                      tensor.device().str(), " ", c10::toString(tensor.scalar_type()), " ",
+                      absl::StrJoin(tensor.sizes(), ","), " ", absl::StrJoin(tensor.strides(), ","),
+                      tensor.is_conj() ? " conj" : "", tensor.is_neg() ? " neg" : "");
 }
 
 absl::StatusOr<std::vector<size_t>> ElementsReplaced(absl::string_view what,

@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_CHECKPOINT_SHARED_ELEMENTS_H_
 
 #include <cstddef>
+#include <string>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
@@ -19,6 +20,10 @@ inline constexpr absl::string_view kElementsReplaced =
 // Whether a tensor of a model has memory for its elements: parameters of sharded and offloaded
 // models have it only while they are used.
 bool HasMemory(const at::Tensor& tensor);
+
+// Returns a text that is equal for names of one tensor (the same memory, type, sizes, strides and
+// conj/neg bits), and different for all other tensors that exist.
+std::string TensorIdentity(const at::Tensor& tensor);
 
 // Returns those of `targets`, tensors of a model on any device, that would not keep their values if
 // each got the values that `read` returns for its place, because other targets, which share

@@ -67,5 +67,14 @@ TEST(ElementsReplacedTest, ErrorOfReading_IsReturned) {
   EXPECT_EQ(replaced.status(), absl::DataLossError("the disk fails"));
 }
 
+TEST(TensorIdentity, NamesOfOneTensor_AreEqualAndViewsWithOtherValuesAreNot) {
+  const at::Tensor tensor = at::zeros({2, 2}, at::kComplexFloat);
+  EXPECT_EQ(TensorIdentity(tensor), TensorIdentity(tensor.view({2, 2})));
+  EXPECT_NE(TensorIdentity(tensor), TensorIdentity(tensor.conj()));
+  EXPECT_NE(TensorIdentity(tensor), TensorIdentity(tensor.t()));
+  EXPECT_NE(TensorIdentity(tensor), TensorIdentity(tensor[0]));
+  EXPECT_NE(TensorIdentity(at::zeros({0})), TensorIdentity(at::zeros({0})));
+}
+
 }  // namespace
 }  // namespace muster

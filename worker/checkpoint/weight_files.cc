@@ -1,7 +1,5 @@
 #include "worker/checkpoint/weight_files.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -34,11 +32,6 @@ constexpr uint64_t kPartBytes = uint64_t{8} << 20;
 // The bytes that a thread of ReadAll() reads at a time, so that what it copies is still in the
 // processor's cache.
 constexpr uint64_t kPieceBytes = uint64_t{1} << 20;
-
-bool IsFolder(const std::string& path) {
-  struct stat info;
-  return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
-}
 
 absl::StatusOr<std::string> FindInFolder(const std::string& folder) {
   for (const char* const name : {"model.safetensors", "model.safetensors.index.json",

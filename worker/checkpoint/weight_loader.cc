@@ -49,16 +49,6 @@ uint64_t BytesAs(const at::Tensor& tensor, at::ScalarType type) {
   return static_cast<uint64_t>(tensor.numel()) * c10::elementSize(type);
 }
 
-// Returns a text that is equal for names of one tensor, and different for all others.
-std::string IdentityOf(const at::Tensor& tensor) {
-  if (!HasMemory(tensor))
-    return absl::StrCat(reinterpret_cast<uintptr_t>(tensor.unsafeGetTensorImpl()));
-  return absl::StrCat(reinterpret_cast<uintptr_t>(tensor.data_ptr()), " ", tensor.device().str(),
-                      " ", c10::toString(tensor.scalar_type()), " ",
-                      absl::StrJoin(tensor.sizes(), ","), " ", absl::StrJoin(tensor.strides(), ","),
-                      tensor.is_conj() ? " conj" : "", tensor.is_neg() ? " neg" : "");
-}
-
 // The source of weights: files, or tensors in memory.
 class Source {
  public:
@@ -120,7 +110,7 @@ class MemorySource final : public Source {
   const StoredTensor& tensor(size_t i) const override { return stored_[i]; }
   absl::StatusOr<at::Tensor> Read(size_t i) const override { return tensors_[i].second; }
   bool AreOne(size_t i, size_t j) const override {
-    return IdentityOf(tensors_[i].second) == IdentityOf(tensors_[j].second);
+    return TensorIdentity(tensors_[i].second) == TensorIdentity(tensors_[j].second);
   }
 
  private:
@@ -262,7 +252,7 @@ absl::Status WeightPlan::PlanCopies(const Chosen& chosen) {
     const auto& [name, target] = targets[place];
     const at::ScalarType type =
         dtype.has_value() && target.is_floating_point() ? *dtype : target.scalar_type();
-    const std::string identity = IdentityOf(target);
+    const std::string identity = TensorIdentity(target);
     present.insert(identity);
     if (const std::string why = WhyNot(source->tensor(from), target, type, may_be_empty);
         !why.empty()) {
@@ -286,7 +276,8 @@ absl::Status WeightPlan::PlanCopies(const Chosen& chosen) {
     report.loaded.push_back(name);
   }
   for (const auto& [name, target] : targets) {
-    if (!chosen.sources.contains(chosen.places.at(name)) && !present.contains(IdentityOf(target))) {
+    if (!chosen.sources.contains(chosen.places.at(name)) &&
+        !present.contains(TensorIdentity(target))) {
       report.missing.push_back(name);
     }
   }
@@ -319,11 +310,11 @@ absl::Status WeightPlan::CompareShared(const Chosen& chosen) {
                           }));
   std::sort(replaced.begin(), replaced.end(), std::greater<>());
   for (const size_t i : replaced) {
-    const std::string identity = IdentityOf(into[i].second);
+    const std::string identity = TensorIdentity(into[i].second);
     std::vector<std::string> loaded;
     for (std::string& name : report.loaded) {
       const at::Tensor& target = targets[chosen.places.at(name)].second;
-      if (IdentityOf(target) != identity) {
+      if (TensorIdentity(target) != identity) {
         loaded.push_back(std::move(name));
       } else {
         report.mismatched.push_back(absl::StrCat(name, " (", kElementsReplaced, ")"));
@@ -382,7 +373,7 @@ absl::Status WeightPlan::Copy() const {
   std::vector<std::string> identities;
   absl::flat_hash_map<std::string, std::vector<size_t>> names_of;
   for (size_t i = 0; i < targets.size(); ++i) {
-    identities.push_back(IdentityOf(targets[i].second));
+    identities.push_back(TensorIdentity(targets[i].second));
     names_of[identities.back()].push_back(i);
   }
   const auto follow = [&](size_t changed) {

@@ -568,16 +568,6 @@ absl::StatusOr<Environment> ReadEnvironment(const std::map<std::string, std::str
   return env;
 }
 
-std::map<std::string, std::string> ProcessVariables() {
-  std::map<std::string, std::string> variables;
-  for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
-    const std::string text = *entry;
-    const size_t equals = text.find('=');
-    if (equals != std::string::npos) variables[text.substr(0, equals)] = text.substr(equals + 1);
-  }
-  return variables;
-}
-
 std::string Describe(const Environment& env) {
   std::string text = absl::StrCat("launcher ", LauncherName(env.launcher), "\n");
   const auto add = [&text](absl::string_view name, const auto& value, const std::string& source) {

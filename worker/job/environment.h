@@ -156,9 +156,6 @@ struct EnvironmentArguments {
 absl::StatusOr<Environment> ReadEnvironment(const std::map<std::string, std::string>& variables,
                                             const EnvironmentArguments& arguments = {});
 
-// Returns the environment variables of this process.
-std::map<std::string, std::string> ProcessVariables();
-
 // Returns one line per field, such as "rank 3 (from RANK)", which programs log at level debug.
 std::string Describe(const Environment& environment);
 

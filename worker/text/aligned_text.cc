@@ -1,5 +1,6 @@
 #include "worker/text/aligned_text.h"
 
+#include "base/text.h"
 #include "worker/text/unicode.h"
 
 namespace muster::text {

@@ -1,6 +1,5 @@
 #include "worker/text/bpe.h"
 
-#include <algorithm>
 #include <array>
 #include <cstring>
 #include <limits>

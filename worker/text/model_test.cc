@@ -5,6 +5,7 @@
 
 #include <random>
 
+#include "base/text.h"
 #include "worker/text/byte_alphabet.h"
 #include "worker/text/test_parts.h"
 #include "worker/text/unicode.h"

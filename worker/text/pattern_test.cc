@@ -16,6 +16,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/text.h"
 #include "worker/text/oniguruma.h"
 #include "worker/text/pcre2_pattern.h"
 #include "worker/text/unicode.h"

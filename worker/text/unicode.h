@@ -46,8 +46,6 @@ inline char32_t PreviousCharacter(absl::string_view text, size_t& end) {
 
 inline size_t Utf8Bytes(char32_t c) { return c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4; }
 
-void AppendUtf8(std::string& out, char32_t c);
-
 size_t CountCharacters(absl::string_view text);
 
 // Appends bytes as UTF-8, with every ill-formed maximal part replaced by one U+FFFD. If `final` is
