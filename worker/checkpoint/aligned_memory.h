@@ -11,7 +11,7 @@
 
 namespace muster {
 
-// How pages are locked in memory, so that a GPU copies to and from them at full speed.
+// Locks pages in memory, so that a GPU copies to and from them at full speed.
 struct HostPinning {
   std::function<bool(void* data, size_t bytes)> pin;
   std::function<void(void* data)> unpin;

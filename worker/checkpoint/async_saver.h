@@ -71,7 +71,7 @@ class AsyncSaver {
     std::string path() const { return dir.empty() ? folder->PathOf(info.iteration) : dir; }
   };
 
-  // How a save has ended. Rank 0 logs it at once.
+  // The result of a save. Rank 0 logs it at once.
   struct Outcome {
     std::string path;
     // The same on every rank: OK, or the reason why there is no checkpoint.
@@ -117,7 +117,7 @@ class AsyncSaver {
   bool busy() const;
 
   // Whether a save has failed whose outcome Begin() and Wait() have not returned yet. Other ranks
-  // may hear of it later.
+  // may learn of it later.
   bool failed() const;
 
  private:

@@ -91,7 +91,7 @@ absl::Status DirectFile::Write(absl::string_view bytes, uint64_t at) {
     if (done < bytes.size() && direct()) {
       const size_t before = done - n;
       done -= done % kDirectAlignment;
-      // If less was written than must be repeated, the file system has no room, or does not really
+      // If not even an aligned part was written, the file system has no room, or does not really
       // support direct I/O.
       if (done <= before && !GiveUpDirect() && direct()) {
         errno = ENOSPC;

@@ -28,7 +28,7 @@ struct RunningSave {
   absl::Duration elapsed;  // since the save began
 };
 
-// "1.20 GiB of 4.00 GiB, 410 MiB/s, for 3.0 s".
+// Returns the progress in words: "1.20 GiB of 4.00 GiB, 410 MiB/s, for 3.0 s".
 std::string DescribeSave(uint64_t written, uint64_t bytes, absl::Duration elapsed);
 
 // The saves that this process is writing, for progress reports. Thread-safe; does not block.
@@ -68,7 +68,7 @@ class SaveProgress {
   std::unique_ptr<Save> Begin(std::string path, int64_t step, bool asynchronous, bool logs);
   // Returns the earliest begun of the saves in progress.
   std::optional<RunningSave> Read() const;
-  // How often a save that training waits for has written something, as a sign of progress.
+  // Returns how often a save that training waits for has written something, as a sign of progress.
   uint64_t signs() const { return signs_.load(std::memory_order_relaxed); }
 
  private:
