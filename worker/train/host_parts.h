@@ -56,7 +56,7 @@ class HostParts : public PartStore {
  private:
   // The places that were reserved together.
   struct Block {
-    uint64_t first = 0, last = 0;  // place, and past the last one
+    uint64_t first = 0, last = 0;  // the first place, and past the last one
     AlignedMemory memory;
     bool pinned = false;
   };
