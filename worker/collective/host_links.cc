@@ -98,7 +98,7 @@ void HostLinks::Wait(Message& message, std::chrono::steady_clock::time_point dea
 void HostLinks::Fail(int peer, bool late, const std::string& error, const std::string& what) {
   ThrowIfBroken(what);
   std::string why;
-  // A message ends early only if the connection is lost; then the reason has arrived.
+  // If a lost connection has ended the message, the reason has arrived.
   if (watch_.LossOf(peer, kPatience).has_value()) {
     const std::vector<char>& reason = reasons_.at(peer);
     why = std::string(reason.data(), strnlen(reason.data(), reason.size()));
