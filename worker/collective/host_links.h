@@ -21,6 +21,10 @@ namespace muster {
 
 // Messages between this rank and its peers on other hosts, by send and receive of a Gloo backend
 // that others use, too: tags from kFirstTag on belong to these links only.
+//
+// A rank for which a collective has failed sends its peers the reason and closes the connections,
+// so that no caller waits for it; an error contains that reason, or names the peer that died or did
+// not come. Gloo's connections are unusable afterwards. One thread at a time, except for Break().
 class HostLinks {
  public:
   static constexpr int kFirstTag = 0x7f000000;

@@ -28,6 +28,8 @@ namespace muster {
 // receive that no message has begun to fill. So this class posts, for each peer, a receive that the
 // peer never fills, and a thread checks these receives 20 times a second while a message is waited
 // for.
+//
+// Thread-safe. Messages must be destroyed first.
 class PeerWatch {
   // Not owned: a message unregisters its work before it releases it.
   struct Registered {

@@ -22,6 +22,9 @@ namespace muster {
 // copy is queued on the current stream, and the host continues. Copies of one place are ordered on
 // whatever streams they run: copies from it come after the last copy to it, and a copy to it comes
 // after all earlier ones.
+//
+// If memory cannot be pinned, the host waits for its copies, and one line of the log says so. The
+// streams that have copied must outlive this object. Thread-safe, for different places.
 class HostParts : public PartStore {
  public:
   // For error messages: from offload_parameters, with the gradients, or from offload_gradients.
