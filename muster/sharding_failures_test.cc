@@ -418,8 +418,8 @@ TEST_F(ShardingFailures, SaveOfARankThatHasLeftABackwardPassOfGroups_IsAnErrorOn
   }
 }
 
-// Those of its group meet it first.
-// Not what a program does often, but what it may: a state on a disk that cannot be mapped.
+// The ranks of its group meet it first. Programs do this rarely, but may: a state on a disk that
+// cannot be mapped.
 TEST_F(ShardingFailures, SaveOfAStateThatOneRankCannotRead_IsAnErrorOnEveryRank) {
   for (const std::string strategy : {"zero1", "zero3", "hybrid"}) {
     const int ranks = RanksOf(strategy);
