@@ -158,7 +158,7 @@ TEST(Offload, GradientsOfAdapters_AreThoseOfTheWholeModel) {
     for (const auto& item : model->named_parameters()) {
       if (item.key() == "model.norm.weight") weight = item.value();
     }
-    // The last norm's weight stands for an adapter: it has its own memory.
+    // The last norm's weight stands for an adapter: it is placed separately.
     weight.requires_grad_(true);
     const at::Tensor ids = at::arange(8, c10::kLong).view({2, 4});
     model->forward({.input_ids = ids, .labels = ids}).loss.backward();

@@ -203,7 +203,7 @@ class StreamMemory : public c10::Allocator {
   std::set<std::string> mistakes_ ABSL_GUARDED_BY(mu_);
 };
 
-// The memory that an operator takes. It keeps no reference: the memory may be allocated meanwhile.
+// The memory that an operator takes. It holds no reference: the operator may allocate the memory.
 struct Taken : at::ObserverContext {
   std::vector<const c10::StorageImpl*> read, written;
 };
