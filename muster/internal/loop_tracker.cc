@@ -250,10 +250,10 @@ bool LoopTracker::IsInside(const LiveLoop& loop) const {
   return false;
 }
 
-// Which of two loops that are read side by side determines the end: the one whose batch
-// accumulate() got, else the one that does not begin again. Otherwise, a loop whose current batch
-// has been trained on is in the middle of its body, and so continues; one that has moved on waits
-// for the other's end.
+// If two loops are read side by side, the one whose batch accumulate() got determines when both are
+// over, else the one that does not begin again. Otherwise, a loop whose current batch has been
+// trained on is in the middle of its body, and so continues; one that has moved on waits for the
+// other's end.
 bool LoopTracker::GoesOnBeside(const LiveLoop& loop) const {
   if (loop.decides) return false;
   bool is_inner = false;

@@ -20,7 +20,7 @@
 
 namespace muster::internal {
 
-// Who writes which tensor of a save, and into which file.
+// Which rank writes which tensor of a save, and into which file.
 
 // The largest size of one rank's list of the tensors of a plan, which fits into a report to the
 // coordinator. The plan of a larger model lists files instead.

@@ -45,7 +45,7 @@ struct Turn {
   const Clock::time_point deadline;
   const std::string what;
   bool agreed;     // all hosts are in this call
-  bool disagreed;  // and this is what the error says
+  bool disagreed;  // the error reports that ranks or hosts disagree
   // Messages that may not have been sent completely.
   std::vector<Message> sends;
   // The size of a message of the ring: the same on every host.
@@ -259,7 +259,7 @@ class HostsEngine : public CollectiveEngine {
   }
 
  private:
-  // What is reduced, and how.
+  // The dtype and the operation of a reduction.
   struct Kind {
     explicit Kind(const ShmCall& call)
         : dtype(static_cast<c10::ScalarType>(call.dtype)),

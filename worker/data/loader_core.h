@@ -177,7 +177,7 @@ struct LoaderPass {
   std::optional<LoaderState> resumed_from;
   int rank = 0;
   ShardOptions sharding;
-  RoundSize round;         // of a fixed batch size
+  RoundSize round;         // for a fixed batch size
   bool fixed_size = true;  // false: a batch sampler whose batches may differ
   TailRule tail = TailRule::kPad;
   at::Tensor order;  // int64 ids by position; undefined: the order is 0, 1, 2, ...

@@ -11,7 +11,7 @@
 
 namespace muster {
 
-// Which units of a sharded model were gathered and reduced since the last comparison, in order.
+// The units of a sharded model that were gathered and reduced since the last comparison, in order.
 // Ranks compare digests, and the events only if these differ, for the message. Only the first
 // events are kept, since a program that never compares would otherwise keep more and more. Not
 // thread-safe.
