@@ -20,8 +20,8 @@ class GradientOrigins {
 
   // Throws, naming one, if a parameter of `slot` has gradients of loss.backward() that are not
   // divided or scaled as those of accelerator.backward() are. `used_as_they_are`: the latter are
-  // neither divided nor scaled, so only gradients of checkpointed blocks that were never called with
-  // muster::call() throw.
+  // neither divided nor scaled; then only gradients of checkpointed blocks that were never called
+  // with muster::call() throw.
   void CheckPlainPasses(const OptimizerSlot& slot, bool used_as_they_are) const;
   // Call it when `slot` has used or lost its gradients.
   void ForgetPlainPasses(const OptimizerSlot& slot) const;
