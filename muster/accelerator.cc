@@ -372,7 +372,7 @@ int internal::Run(int argc, char** argv, const AcceleratorOptions& options, bool
   // that might be taken for the culprit.
   if (told && WaitForStop(kStopPatience)) return 1;
   const absl::string_view program = argc > 0 ? argv[0] : "muster";
-  // An exception of the program or of a check has no code: its words are all there is to say.
+  // An exception of the program or of a check has no code, only a message.
   const std::string what = absl::IsInternal(status) && !status.message().empty()
                                ? std::string(status.message())
                                : status.ToString();

@@ -58,7 +58,7 @@ TEST(Accelerator, LogLevelDebug_SaysWhereEachValueComesFrom) {
       log, HasSubstr("gradient_accumulation_steps 7 (from MUSTER_GRADIENT_ACCUMULATION_STEPS)\n"));
 }
 
-// The coordinator blames nobody at its own barriers.
+// At its own barriers the coordinator blames no process.
 TEST(Accelerator, BarrierWithANameOfMusters_IsRefused) {
   Accelerator accelerator(OnCpu());
   try {
@@ -224,7 +224,7 @@ TEST(Accelerator, WeightedAndPlainLossBeforeOneStep_AreRefusedInEveryOrder) {
       };
       backward(losses[0]);
       EXPECT_THAT(ErrorOf([&] { backward(losses[1]); }), HasSubstr("add ")) << scoped;
-      // The first one is as it was.
+      // The first model's gradient is unchanged.
       optimizer.step();
       EXPECT_NEAR(net->weight.item<double>(), 8, 1e-6);
     }
@@ -240,13 +240,13 @@ TEST(Accelerator, WeightedAndPlainLossOfTwoOptimizers_TakeTurns) {
     step_first.zero_grad();
     accelerator.backward(Loss(first(at::full({1, 1}, 8.0))), 4.0);
     step_first.step();
-    // Through both: what the first one gets is zeroed before its next loss.
+    // Goes through both models: the gradient of the first one is zeroed before its next loss.
     step_second.zero_grad();
     accelerator.backward(Loss(second(at::full({1, 1}, 2.0))) + Loss(first(at::ones({1, 1}))));
     step_second.step();
     EXPECT_NEAR(one->weight.item<double>(), 8 * (i + 1), 1e-6);
     EXPECT_NEAR(two->weight.item<double>(), 2 * (i + 1), 1e-6);
-    // A loss that is dropped leaves nothing.
+    // A loss that is dropped leaves no gradient.
     step_first.zero_grad();
     accelerator.backward(Loss(first(at::ones({1, 1}))), 3.0);
     one->zero_grad();
@@ -254,8 +254,8 @@ TEST(Accelerator, WeightedAndPlainLossOfTwoOptimizers_TakeTurns) {
   }
 }
 
-// As a critic that steps several times for each step of the generator, whose gradients stay until
-// its next zero_grad().
+// A critic, for example, steps several times for each step of the generator, whose gradients stay
+// until its next zero_grad().
 TEST(Accelerator, WeightedLossesOfOneOptimizer_LeaveTheUsedGradientsOfAnotherAlone) {
   Accelerator accelerator(OnCpu());
   torch::nn::Linear one = OneWeight(), two = OneWeight();
@@ -273,7 +273,7 @@ TEST(Accelerator, WeightedLossesOfOneOptimizer_LeaveTheUsedGradientsOfAnotherAlo
     EXPECT_NEAR(one->weight.item<double>(), 8 * 3 * (i + 1), 1e-6);
     EXPECT_NEAR(two->weight.item<double>(), 2 * (i + 1), 1e-6);
   }
-  // One that a loss has been added to since is not used.
+  // Gradients to which a loss has been added since are not used up.
   accelerator.backward(Loss(second(at::ones({1, 1}))), 3.0);
   step_first.zero_grad();
   EXPECT_THAT(ErrorOf([&] {
@@ -470,7 +470,7 @@ TEST(Accelerator, TotalLimit_KeepsTheNewestAndLoadsIt) {
     }
     ASSERT_TRUE(accelerator.save_state().ok());
   }
-  // save_state() does not wait for the removal of those that had to go.
+  // save_state() does not wait for the removal of old checkpoints.
   ASSERT_TRUE(accelerator.wait_for_checkpoint().ok());
   std::set<std::string> left;
   for (const auto& entry : std::filesystem::directory_iterator(root)) {
@@ -576,7 +576,7 @@ TEST(Accelerator, LoadWeights_ByPrefixAndNotStrict_LeavesTheRestOfTheStateAlone)
       absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(body->weight.scalar_type(), at::kFloat);
 
-  // A model that the checkpoint does not have.
+  // A model that the checkpoint lacks.
   auto other = accelerator.prepare(OneWeight());
   EXPECT_THAT(accelerator.load_weights(dir, {.prefix = "body."}).status().message(),
               HasSubstr("holds 1 model(s), but 2 are prepared here: prepare the same models"));
@@ -618,7 +618,7 @@ TEST(Accelerator, TensorsThatALoadHookRemoves_KeepTheirValuesAndAreNamed) {
     EXPECT_EQ(net->weight.item<double>(), 1);
     return testing::internal::GetCapturedStderr();
   };
-  // Also of a hook that is gone when the model is loaded.
+  // Also if the hook is gone when the model is loaded.
   for (const bool once : {false, true}) {
     std::optional<HookHandle> hook;
     hook = accelerator.register_load_state_pre_hook(
@@ -635,7 +635,7 @@ TEST(Accelerator, TensorsThatALoadHookRemoves_KeepTheirValuesAndAreNamed) {
   EXPECT_EQ(net->bias.item<double>(), 1);
 }
 
-// As masks are made. No value can be written to one element alone.
+// Masks are made like this. No value can be written to a single element.
 TEST(Accelerator, BuffersWhoseElementsShareMemory_AreLoaded) {
   struct Net : torch::nn::Module {
     Net() : body(register_module("body", OneWeight())) {
@@ -756,7 +756,7 @@ TEST(Accelerator, Fp16BackwardAfterUnscaleGradients_IsUnscaledAndCheckedToo) {
     EXPECT_NEAR(std::abs(d->weight.grad().item<double>()), 1.0, 1e-3);
     optimizer_d.step();
     accelerator.backward(Loss(model_g(at::ones({1, 1}))) * factor);
-    accelerator.unscale_gradients();  // of the generator alone
+    accelerator.unscale_gradients();  // only of the generator
     EXPECT_NEAR(std::abs(d->weight.grad().item<double>()), 1.0, 1e-3);
     optimizer_g.step();
     EXPECT_NEAR(d->weight.item<double>(), 1.0, 1e-3);
@@ -815,7 +815,7 @@ TEST(Accelerator, Fp16TwoOptimizersOfOneParameterWithLossesOfTheirOwn_AreUnscale
   EXPECT_NEAR(net->weight.item<double>(), 1.5, 1e-3);
 }
 
-// As sharpness-aware minimization (SAM) does.
+// Sharpness-aware minimization (SAM) does this.
 TEST(Accelerator, Fp16TwoBackwardPassesWithZeroGradBetween_AreUnscaledOnceEach) {
   for (const bool set_to_none : {true, false}) {
     Accelerator accelerator(Fp16());
@@ -977,7 +977,7 @@ TEST(Accelerator, UnpreparedOptimizer_IsRefusedWhereItWouldTrainWrongly) {
       EXPECT_NE(std::string(error.what()).find("prepare()"), std::string::npos) << error.what();
     }
   }
-  // Clipping parameters whose optimizer is another one.
+  // The clipped parameters belong to another optimizer.
   Accelerator accelerator(fp16);
   torch::nn::Linear net = OneWeight(), other = OneWeight();
   FusedSGD sgd(net->parameters(), {.lr = 1.0});
@@ -1081,7 +1081,7 @@ TEST(Accelerator, StepAfterFreeMemory_IsRefusedUntilThePartsArePreparedAgain) {
   AcceleratedOptimizer optimizer;
   std::tie(model, optimizer) = accelerator.prepare(net, sgd);
   const auto train = [&] {
-    // Of a stream the end is not known: the step corrects the divisor of its short window.
+    // The end of a stream is not known: the step corrects the divisor of its short window.
     auto loader = accelerator.prepare(batches(std::set<int64_t>{1}, 1));
     for (auto& batch : loader) {
       (void)batch;
@@ -1201,7 +1201,7 @@ TEST(Accelerator, TqdmOfASecondPass_CountsItAlone) {
   }
 }
 
-// As for each fold.
+// A program does this for each fold.
 TEST(Accelerator, TrackersAgain_FinishTheFirstOnesAndStartOthers) {
   AcceleratorOptions options = OnCpu();
   options.project.logging_directory = TestDir("logs_of_folds");

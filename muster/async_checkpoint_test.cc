@@ -1,4 +1,4 @@
-// save_state() beside training: what is written, and where its errors go.
+// save_state() beside training: what it writes, and where its errors appear.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -47,13 +47,13 @@ std::vector<std::string> Saved(const AcceleratorOptions& options) {
 }
 
 // Trains from the newest checkpoint, if any, until optimizer step `until`, saving every five steps.
-// The weights of rank 0.
+// Returns the weights of rank 0.
 at::Tensor TrainUntil(int ranks, const AcceleratorOptions& options, int64_t until) {
   at::Tensor weights;
   RunAccelerators(ranks, options, [&](Accelerator& a) {
     torch::nn::Linear net(4, 4);
     {
-      // Not drawn: the ranks are threads and share one generator.
+      // Fixed values, not random ones, because the ranks are threads and share one generator.
       const at::NoGradGuard no_grad;
       net->weight.copy_(at::arange(16, at::kFloat).view({4, 4}).div(16));
       net->bias.zero_();
@@ -92,7 +92,7 @@ TEST_F(AsyncCheckpoint, TenAndTenSteps_AreTwentyBitForBit) {
     TrainUntil(ranks, Asynchronous("parts" + name), 10);
     const at::Tensor parts = TrainUntil(ranks, Asynchronous("parts" + name), 20);
     EXPECT_TRUE(parts.equal(whole)) << ranks << " ranks";
-    // As if it had been saved in the foreground.
+    // Compare with a state that was saved in the foreground.
     AcceleratorOptions synchronous = Asynchronous("synchronous" + name);
     synchronous.checkpoint.asynchronous = false;
     TrainUntil(ranks, synchronous, 10);
@@ -111,7 +111,7 @@ TEST_F(AsyncCheckpoint, StateThatChangesRightAfterTheCall_IsNotInTheCheckpoint) 
       ASSERT_TRUE(a.save_state().ok());
       model->weight.fill_(-1);
     }
-    // Waits for what is being written.
+    // The load waits for the save under way.
     ASSERT_TRUE(a.load_state().ok());
     EXPECT_EQ(model->weight.item<double>(), 4);
     for (int i = 0; i < 5; ++i) {
@@ -151,7 +151,7 @@ std::vector<std::string> BytesOf(const std::string& dir) {
 }
 
 // Trains four steps of two micro-steps, and saves after each to PROJECT/0 to 3 by `a`, while
-// training goes on at once.
+// training continues immediately.
 void TrainWide(Accelerator& a, const std::function<void(AcceleratedModel<Wide>&)>& after_save) {
   Wide net;
   FusedAdamW adamw(net->parameters(), {.lr = 0.1});
@@ -172,7 +172,7 @@ void TrainWide(Accelerator& a, const std::function<void(AcceleratedModel<Wide>&)
 }
 
 TEST_F(AsyncCheckpoint, LazySaves_AreTheBytesOfSynchronousOnesWhileTrainingGoesOn) {
-  // The thread that copies comes late: without the wait in step() it would copy other weights.
+  // The copying thread is delayed: without the wait in step() it would copy other weights.
   ASSERT_TRUE(ArmFailpoints("worker.checkpoint_copy=delay:100ms", "", "").ok());
   for (const int ranks : {1, 2}) {
     std::vector<std::string> dirs;
@@ -244,7 +244,7 @@ TEST_F(AsyncCheckpoint, WeightsThatTheProgramChanges_FailTheLazySaveByName) {
       Wide net;
       FusedAdamW adamw(net->parameters(), {.lr = 0.1});
       auto [model, optimizer] = a.prepare(net, adamw);
-      // Asked for after the model: what it does is what a program does that changes its weights
+      // Called after the model was collected: it acts like a program that changes its weights
       // before they are copied.
       bool change = true;
       auto weight = model->net->weight;
@@ -326,7 +326,7 @@ TEST_F(AsyncCheckpoint, FailedSave_IsReportedByTheNextOneWhichGoesOn) {
     }
     a.wait_for_everyone();
     ASSERT_TRUE(a.save_state(dir).ok());
-    // Memory for two: by the third call the first save has ended.
+    // There is memory for two saves: by the third call the first one has ended.
     absl::Status reported = a.save_state(dir);
     model->weight.fill_(5);
     if (reported.ok()) reported = a.save_state(dir);
@@ -365,9 +365,9 @@ TEST_F(AsyncCheckpoint, SaveAfterStop_IsThereWhenTheCallReturns) {
   });
 }
 
-// One process may have no thread left where another has.
+// One process may have no thread left while another has some.
 TEST_F(AsyncCheckpoint, RankWithoutAThread_IsAnErrorOnEveryRankAndTheNextSaveBegins) {
-  int threads = 0;  // that a rank starts to save, the last of them to write
+  int threads = 0;  // started by a rank for saves; the last of them writes
   for (const bool fails : {false, true}) {
     const AcceleratorOptions options = Asynchronous(absl::StrCat("threads ", fails));
     std::vector<std::string> errors(2);

@@ -9,7 +9,7 @@
 namespace muster {
 namespace {
 
-// Tensor code throws; who calls these gets a status.
+// Tensor code throws; callers of the functions below get a status.
 template <class F>
 auto Guarded(const F& call) -> decltype(call()) {
   decltype(call()) result = absl::InternalError("not called");
@@ -40,7 +40,7 @@ absl::StatusOr<DeviceLimits> get_max_memory(const std::string& text) {
 
 absl::StatusOr<DeviceLimits> get_balanced_memory(const torch::nn::Module& model,
                                                  const DevicePlanOptions& options, bool low_zero) {
-  // As PlanDevices has it, so that a plan within these limits is that of "auto".
+  // The same choice as in PlanDevices, so that a plan within these limits is that of "auto".
   MUSTER_ASSIGN_OR_RETURN(PlannedModel described, DescribeModule(model));
   if (options.dtype.has_value()) {
     MUSTER_ASSIGN_OR_RETURN(const std::string type, PlannedType(*options.dtype));
@@ -73,7 +73,7 @@ absl::StatusOr<DispatchedModel> load_checkpoint_and_dispatch(torch::nn::Module& 
   LoadCheckpointOptions load;
   load.dispatch.max_memory = options.max_memory;
   if (const auto* const mode = std::get_if<std::string>(&device_map)) {
-    // One look at the memory for the plan and for the ring.
+    // The memory is measured once, for both the plan and the ring.
     if (load.dispatch.max_memory.empty()) load.dispatch.max_memory = GetMaxMemory();
     MUSTER_ASSIGN_OR_RETURN(const DeviceMap plan,
                             PlanDevices(model, *mode,

@@ -24,7 +24,7 @@ NamedTensors ParametersOf(const torch::nn::Module& module) {
   return tensors;
 }
 
-// The names of Accelerate, and what they do together. The file has no buffers.
+// The functions under Accelerate's names, used together. The file has no buffers.
 TEST(BigModel, EmptyModel_IsPlannedLoadedAndRun) {
   TextNet whole(40, 64, 3);
   const TestFolder folder;
@@ -56,8 +56,8 @@ TEST(BigModel, EmptyModel_IsPlannedLoadedAndRun) {
   EXPECT_TRUE(at::equal(whole->forward(ids), expected));
 }
 
-// With a type, tensors got memory of their own; without, what was in the ring was overwritten or
-// the operator refused it.
+// With a type, tensors got memory of their own; without one, the contents of the ring were
+// overwritten or the operator refused.
 TEST(BigModel, LoadModelIntoAnOffloadedModel_IsRefusedAndChangesNothing) {
   const torch::NoGradGuard no_grad;
   TextNet other(40, 64, 3), net(40, 64, 3);
@@ -67,7 +67,7 @@ TEST(BigModel, LoadModelIntoAnOffloadedModel_IsRefusedAndChangesNothing) {
   const at::Tensor expected = net->forward(ids);
   const auto offloaded = cpu_offload(net, at::kCPU);
   ASSERT_TRUE(offloaded.ok()) << offloaded.status();
-  // None of it is in the ring, and then all.
+  // First none of it is in the ring, then all.
   for (const bool is_used : {false, true}) {
     if (is_used) net->forward(ids);
     for (const std::optional<at::ScalarType> type :
@@ -101,7 +101,7 @@ TEST(BigModel, DispatchAndDiskOffload_TakeModelsWithWeights) {
   EXPECT_TRUE(at::equal(other->forward(ids), of_other));
 }
 
-// The type in which it is loaded counts, not the smaller one that it has before.
+// The type in which it is loaded counts, not the smaller type that it has before.
 TEST(BigModel, BalancedMemory_IsThatOfTheTypeToLoad) {
   auto net = init_empty_weights([] { return TextNet(40, 64, 3); });
   net->to(at::kBFloat16);
@@ -113,8 +113,8 @@ TEST(BigModel, BalancedMemory_IsThatOfTheTypeToLoad) {
   EXPECT_GT(wide->at(0).second, 1.9 * own->at(0).second);
 }
 
-// As Accelerate counts: the special type wins over `dtype`, also where it is the wider one, and
-// over the tensor's own, also where that is an integer; without `dtype` the others keep their own.
+// As in Accelerate, the special type wins over `dtype`, even if it is wider, and over the tensor's
+// own, even if that is an integer; without `dtype` the others keep their own.
 TEST(BigModel, SpecialDtypes_CountInsteadOfDtypeAndOfTheTensorsOwn) {
   TextNet net = init_empty_weights([] { return TextNet(40, 64, 1); });
   net->register_buffer("steps", at::zeros({8}, at::kLong));
@@ -131,11 +131,11 @@ TEST(BigModel, SpecialDtypes_CountInsteadOfDtypeAndOfTheTensorsOwn) {
   EXPECT_EQ(bytes(at::kHalf, "layers.0.up"), 256 * 64 * 2 + 256 * 8);
   EXPECT_EQ(bytes(std::nullopt, "embed"), 40 * 64 * 4);
   EXPECT_EQ(bytes(std::nullopt, "layers.0.up"), 256 * 64 * 4 + 256 * 8);
-  // No smaller than what is asked for: the smaller of both counts.
+  // Not smaller than requested: the smaller of both types counts.
   EXPECT_EQ(bytes(at::kDouble, "embed"), 40 * 64 * 4);
 }
 
-// A head that stays in float beside half of the rest.
+// A head that stays in float, while the rest is in half.
 TEST(BigModel, SpecialDtypes_DecidePlansAndShares) {
   TextNet net = init_empty_weights([] { return TextNet(40, 64, 2); });
   const int64_t half = compute_module_sizes(*net, at::kHalf)->at("");
@@ -148,7 +148,7 @@ TEST(BigModel, SpecialDtypes_DecidePlansAndShares) {
   const auto divided = infer_auto_device_map(*net, options);
   ASSERT_TRUE(divided.ok()) << divided.status();
   EXPECT_EQ(divided->devices.back().second, "disk");
-  // The share of a GPU is half of what there is: of the head's new bytes, and of the margin.
+  // The share of a GPU is half of the total: of the head's new bytes, and of the margin.
   options.max_memory = {{"0", 1e9}, {"1", 1e9}};
   const auto wide = get_balanced_memory(*net, options);
   options.special_dtypes.clear();
@@ -167,7 +167,7 @@ TEST(BigModel, SpecialDtypeOfNoTensor_IsRefusedByName) {
       named);
   EXPECT_THAT(std::string(get_balanced_memory(*net, {.special_dtypes = wrong}).status().message()),
               named);
-  // Both names of a tied tensor are names; its first one counts.
+  // Both names of a tied tensor are valid; its first one counts.
   const auto sizes = compute_module_sizes(*net, std::nullopt, {{"embed.weight", at::kHalf}});
   ASSERT_TRUE(sizes.ok()) << sizes.status();
   EXPECT_EQ(sizes->at("head"), 40 * 64 * 4);

@@ -22,7 +22,7 @@ namespace {
 using ::testing::Each;
 using ::testing::HasSubstr;
 
-// What each rank threw under a DeepSpeed config of stage 1 with `sections`.
+// Returns what each rank threw under a DeepSpeed config of stage 1 with `sections`.
 std::vector<std::string> ErrorsUnder(const std::string& sections,
                                      const std::function<void(Accelerator&)>& function,
                                      int ranks = 1, const AcceleratorOptions& options = {}) {
@@ -57,7 +57,7 @@ torch::nn::Linear OneWeight() {
   return net;
 }
 
-// The hyper-parameters of the optimizer that a section makes, as a checkpoint has them.
+// Returns the hyper-parameters of the optimizer that a section makes, as in a checkpoint.
 PlainState GroupsOf(const std::string& section, const OptimizerArguments& arguments = {}) {
   PlainState groups;
   EXPECT_THAT(
@@ -181,7 +181,7 @@ TEST(MakeScheduler, Auto_IsResolvedAsAccelerateDoes) {
                     },
                     2, options),
                 Each(""));
-    // 11 steps on two processes are 6 of each; the warm-up is not divided.
+    // 11 steps on two processes are 6 on each; the warm-up is not divided.
     const double total = split ? 11 : 6;
     std::vector<double> want = {0, 0, 0.005};
     for (int i = 2; i < 7; ++i) want.push_back(0.01 * std::max(0.0, (total - i) / (total - 2)));

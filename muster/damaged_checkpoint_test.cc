@@ -1,5 +1,5 @@
-// Checkpoints that are damaged after they were complete: who loads finds it, and all ranks take the
-// one before.
+// Checkpoints that are damaged after they were complete: a load finds the damage, and all ranks
+// take the previous checkpoint.
 #include <errno.h>
 #include <fcntl.h>
 #include <gmock/gmock.h>
@@ -27,7 +27,7 @@
 
 namespace {
 
-// The file whose reads fail, and how; empty: none. Set while nobody reads.
+// The file whose reads fail; empty: none. Set it while no thread reads.
 char unreadable[4096];
 int read_error = 0;
 
@@ -77,7 +77,7 @@ struct Weight {
 
 class DamagedCheckpointTest : public testing::TestWithParam<bool> {
  protected:
-  // Weights are the number of the checkpoint that has them. They are larger than a block.
+  // Weights equal the number of the checkpoint that has them. They are larger than a block.
   void SetUp() override {
     options_.project.directory = folder_.Path("run");
     if (GetParam()) options_.sharding.emplace().strategy = ShardingStrategy::kFull;
@@ -103,7 +103,7 @@ class DamagedCheckpointTest : public testing::TestWithParam<bool> {
     });
   }
 
-  // Another byte, and the same size.
+  // Changes a byte, but not the size.
   void Damage(int number, const std::string& name, size_t at) {
     const std::string path = JoinPath(
         folder_.Path("run"), "checkpoints/checkpoint_" + std::to_string(number) + "/" + name);
@@ -122,7 +122,7 @@ class DamagedCheckpointTest : public testing::TestWithParam<bool> {
     return "";
   }
 
-  // What each rank gets.
+  // Expects that each rank loads `value`.
   void ExpectLoaded(double value) {
     OnRanks([&](Accelerator& a, const Weight& weight) {
       weight.Set(7);
@@ -146,7 +146,7 @@ TEST_P(DamagedCheckpointTest, NewestHasAnotherByte_TheOneBeforeIsTakenOnAllRanks
     EXPECT_THAT(loaded->directory, HasSubstr("checkpoint_1"));
     EXPECT_EQ(weight.Get(), 1);
   });
-  // Also its header, and a file of one rank alone.
+  // Also damage in the header, and in a file of one rank only.
   Damage(1, ModelFile(1), 20);
   ExpectLoaded(0);
 }
@@ -188,7 +188,8 @@ class DamagedFileTest : public testing::Test {
       }
     });
     names_ = *ListDirectory(newest_);
-    // The files and the manifest are whole whatever it says: see worker/checkpoint/seal_test.cc.
+    // The files and the manifest are intact, whatever the seal says: see
+    // worker/checkpoint/seal_test.cc.
     names_.erase(std::remove(names_.begin(), names_.end(), kSealName), names_.end());
     for (const char* name :
          {"custom_checkpoint_0.safetensors", "manifest.json", "model-00001-of-00002.safetensors",
@@ -199,13 +200,13 @@ class DamagedFileTest : public testing::Test {
     }
   }
 
-  // `function` gets a number that is part of the state, and what trains a step.
+  // `function` gets a number that is part of the state, and a function that trains a step.
   template <class F>
   void OnRanks(const F& function) {
     AcceleratorOptions options;
     options.project.directory = folder_.Path("run");
     options.mixed_precision = "fp16";
-    options.autocast.enabled = false;  // not on every CPU; the scaler is there
+    options.autocast.enabled = false;  // not on every CPU; there is still a scaler
     options.checkpoint.divide_above = 0;
     RunAccelerators(kRanks, options, [&](Accelerator& a) {
       torch::nn::Linear net(3, 5);
@@ -237,7 +238,7 @@ class DamagedFileTest : public testing::Test {
 
   std::string PathOf(const std::string& name) const { return JoinPath(newest_, name); }
 
-  // Calls `look` with a bit turned at each position, `every` apart.
+  // Calls `look` with one bit flipped at each position, `every` apart.
   void TurnBits(const std::string& name, off_t every, const std::function<void()>& look) {
     const OwnedFd file(open(PathOf(name).c_str(), O_RDWR | O_CLOEXEC));
     ASSERT_TRUE(file.open()) << name;
@@ -282,7 +283,7 @@ TEST_F(DamagedFileTest, AnyByteOfAnyFile_IsFoundAndNamed) {
 
 TEST_F(DamagedFileTest, ALoad_TakesTheOneBeforeForAnyFileThatItReads_AndSaysSo) {
   for (const std::string& name : names_) {
-    // The tensors that it names are whole.
+    // The tensors that the index names are intact.
     const bool is_index = name == kIndex;
     TurnBits(name, 1 << 30, [&] {
       testing::internal::CaptureStderr();
@@ -308,7 +309,8 @@ TEST_F(DamagedFileTest, WeightsOfADamagedIndex_AreLoaded) {
   });
 }
 
-// Nobody trains on from an older state because a file server did not answer for a moment.
+// A file server that does not answer for a moment must not make training continue from an older
+// state.
 TEST_F(DamagedFileTest, FileThatCannotBeReadNow_IsAnErrorThatNamesIt_AndNoOlderOneIsTaken) {
   for (const std::string& name : names_) {
     if (name == kIndex) continue;

@@ -1,5 +1,5 @@
-// Offload of a device's parameters, or of its gradients alone, through the Accelerator, on a device
-// that computes without a GPU: the bits of those on the device, and memory that is free between
+// Offload of a device's parameters, or only of its gradients, through the Accelerator, on a device
+// that computes without a GPU: the same bits as without offload, and memory that is free between
 // steps.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -48,14 +48,14 @@ struct Outcome {
 
 class DeviceOffloadTest : public testing::Test {
  protected:
-  // Windows of one parameter or two.
+  // Makes windows of one parameter or two.
   void SetUp() override {
     InstallFakeGpus();
     OffloadedState::SetDefaultWindowBytes(512);
   }
   void TearDown() override { OffloadedState::SetDefaultWindowBytes(OffloadedState::kWindowBytes); }
 
-  // `ranks`: of this machine.
+  // `ranks`: the number on this machine.
   static Accelerator On(const c10::Device& device, const AcceleratorOptions& options,
                         int ranks = 1) {
     JoinedProcess process;
@@ -65,7 +65,7 @@ class DeviceOffloadTest : public testing::Test {
     return Accelerator(std::make_shared<internal::Core>(options, std::move(process)));
   }
 
-  // Six steps, with a checkpoint after three that another Accelerator loads.
+  // Trains six steps, with a checkpoint after three that another Accelerator loads.
   static Outcome Train(const Kind& kind) {
     const TestFolder folder;
     AcceleratorOptions options;
@@ -115,8 +115,8 @@ class DeviceOffloadTest : public testing::Test {
     return outcome;
   }
 
-  // What prepare() says of a model whose first layer is on `first`, the others on `others`, and
-  // that stays where it is.
+  // Returns prepare()'s error for a model whose first layer is on `first`, and the others on
+  // `others`, and that is not moved.
   static std::string ErrorOfModelOn(const c10::Device& first, const c10::Device& others) {
     AcceleratorOptions options;
     options.device_placement = false;
@@ -213,7 +213,7 @@ TEST_F(DeviceOffloadTest, GradientsForWhichTheHostHasNoRoom_AreRefused) {
 }
 
 TEST_F(DeviceOffloadTest, StatesForWhichTheHostHasNoRoom_AreRefused) {
-  // What is left is divided among so many processes.
+  // The remaining memory is divided among this many processes.
   for (const int ranks : {1, std::numeric_limits<int>::max()}) {
     for (const bool optimizer_first : {false, true}) {
       AcceleratorOptions options;

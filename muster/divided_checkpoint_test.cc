@@ -29,7 +29,7 @@ namespace {
 using testing::HasSubstr;
 using Weights = std::map<std::string, at::Tensor>;
 
-// Its first and last layers share a weight, and it has buffers.
+// A model whose first and last layers share a weight, and which has buffers.
 struct TiedNetImpl : torch::nn::Module {
   TiedNetImpl() {
     in = register_module("in", torch::nn::Linear(8, 8));
@@ -45,7 +45,7 @@ struct TiedNetImpl : torch::nn::Module {
   }
   at::Tensor forward(const at::Tensor& x) { return at::linear(middle(norm(in(x))).tanh(), head); }
 
-  // Without the tied weight's second name.
+  // The parameters, without the tied weight's second name.
   std::vector<at::Tensor> distinct() const {
     std::vector<at::Tensor> all = parameters();
     all.erase(all.begin());
@@ -58,8 +58,8 @@ struct TiedNetImpl : torch::nn::Module {
 };
 TORCH_MODULE(TiedNet);
 
-// The loss of all ranks together is the same for each number of them, but for what the ranks'
-// own batches mean to BatchNorm: ranks get equal batches.
+// The loss of all ranks together is the same for any number of them, except that BatchNorm depends
+// on each rank's batch: therefore ranks get equal batches.
 template <class Model, class Optimizer>
 void Train(Accelerator& a, Model& model, Optimizer& optimizer, int first, int last) {
   for (int step = first; step < last; ++step) {
@@ -122,7 +122,7 @@ TEST(DividedCheckpoint, UnshardedModel_IsWrittenByAllRanks_AndContinuesOnOtherNu
         Train(a, model, optimizer, step, step + 2);
         const absl::Status saved = a.save_state(dir + std::to_string(step + 2));
         ASSERT_TRUE(saved.ok()) << saved;
-        // What is saved is the state at the call.
+        // Training after the call does not change what is saved.
         if (asynchronous) Train(a, model, optimizer, 50, 52);
         ASSERT_TRUE(a.wait_for_checkpoint().ok());
         if (step == 6 && !asynchronous) Keep(a, a.get_state_dict(model), &got);
@@ -136,8 +136,8 @@ TEST(DividedCheckpoint, UnshardedModel_IsWrittenByAllRanks_AndContinuesOnOtherNu
     EXPECT_EQ(WriterOf(two, "model-00002-of-00002.safetensors"), 1);
     EXPECT_EQ(WriterOf(two, "optimizer-00002-of-00002.safetensors"), 1);
     EXPECT_EQ(LoadTensors(two + "/optimizer.safetensors").size(), 0u);
-    EXPECT_EQ(WriterOf(dir + "6", "model.safetensors"), 0);  // of one process
-    // Every reader of Hugging Face's shards reads it.
+    EXPECT_EQ(WriterOf(dir + "6", "model.safetensors"), 0);  // there is only one process
+    // Every reader of Hugging Face's shards can read it.
     TiedNet whole;
     const auto loaded = load_model(whole, dir + "8");
     ASSERT_TRUE(loaded.ok()) << loaded.status();
@@ -159,7 +159,7 @@ TEST(DividedCheckpoint, EachTensorAndState_IsInOneFile) {
   ASSERT_TRUE(manifest.ok());
   const TiedNet net;
   for (const auto& [file, count] : std::vector<std::pair<std::string, size_t>>{
-           // The tied weight once.
+           // Counts the tied weight once.
            {"model.safetensors", net->named_parameters().size() + net->named_buffers().size()},
            {"optimizer.safetensors", 3 * net->parameters().size()}}) {
     std::map<std::string, int> seen;
@@ -172,9 +172,9 @@ TEST(DividedCheckpoint, EachTensorAndState_IsInOneFile) {
   }
 }
 
-// Rank 0 has all states and plans all of them. The part of another rank in its own plan, too, would
-// be listed by tensor there and by file here, and a coordinator would find no file with the
-// tensors.
+// Rank 0 has all states and plans all of them. If another rank's plan contained its part, too, that
+// part would be listed by tensor in one plan and by file in the other, and a coordinator would find
+// no file with the tensors.
 TEST(DividedCheckpoint, StatesThatAllRanksHave_AreInThePlanOfRank0Alone) {
   const std::string dir = TestDir("planned_once");
   RunAccelerators(2, Dividing(), [&](Accelerator& a) {
@@ -210,7 +210,7 @@ TEST(DividedCheckpoint, SmallModelHooksAndRanksThatTrainApart_AreWrittenByRank0)
   EXPECT_EQ(save(Dividing(), "divided", nothing), -1);
   AcceleratorOptions usual;
   EXPECT_EQ(save(usual, "small", nothing), 0);
-  // A hook of one process is enough.
+  // A hook on one process is enough.
   EXPECT_EQ(save(Dividing(), "hook",
                  [](Accelerator& a, auto&...) {
                    std::vector<HookHandle> hooks;
@@ -255,10 +255,10 @@ class CountingComm : public BorrowedComm {
   }
 
   int64_t exchanges = 0;
-  int64_t meetings = 0;  // of a sharded model before a save
+  int64_t meetings = 0;  // meetings of a sharded model before a save
 };
 
-// What a save has planned and exchanged, and what it could take from the one before.
+// The plans and exchanges of a save, and what it could take from the previous one.
 struct SaveCost {
   int64_t saves_planned = 0, saves_reused = 0, files_planned = 0, exchanges = 0;
 };
@@ -305,7 +305,7 @@ TEST(DividedCheckpoint, SecondSave_PlansNothing_UntilTheLayoutChangesOnAnyRank) 
     if (a.process_index() == 1) {
       hook = a.register_save_state_pre_hook([](std::vector<NamedTensors>&, StateWriter&) {});
     }
-    // Rank 0 writes all then.
+    // Then rank 0 writes everything.
     EXPECT_EQ(save().saves_planned, 1) << "a hook of the other rank";
     if (hook.has_value()) hook->remove();
     EXPECT_EQ(save().saves_planned, 1) << "without it";
@@ -314,7 +314,7 @@ TEST(DividedCheckpoint, SecondSave_PlansNothing_UntilTheLayoutChangesOnAnyRank) 
     auto second = a.prepare(more);
     EXPECT_EQ(save().saves_planned, 1) << "another model";
     planned("the same two", false, false);
-    // What is read is what was there.
+    // The values read are those that were there.
     TiedNet whole;
     ASSERT_TRUE(load_model(whole, root + std::to_string(saves - 1)).ok());
     for (const auto& item : whole->named_parameters()) {
@@ -344,9 +344,9 @@ TEST(DividedCheckpoint, SecondSaveOfAShardedModel_ExchangesLess) {
     EXPECT_GT(first.files_planned, 0);
     EXPECT_EQ(second.saves_planned, 0);
     EXPECT_EQ(second.files_planned, 0);
-    // Which slots the states have is known.
+    // The slots of the states are known.
     EXPECT_LT(second.exchanges, first.exchanges);
-    // What the model compares goes with the question whether all can save.
+    // The model's comparison is part of the exchange about whether all ranks can save.
     EXPECT_EQ(comm.meetings, 0);
     const Weights all = a.get_state_dict(model);
     if (a.is_main_process()) {

@@ -25,8 +25,8 @@
 namespace muster {
 namespace {
 
-// Models of text whose layers are on several GPUs. The GPUs are the tests' own, which refuse
-// tensors of two of them.
+// Text models whose layers are on several GPUs. The GPUs are fakes of the tests, which refuse
+// operators on tensors of two GPUs.
 
 using ::testing::HasSubstr;
 using testing_support::GoldenPath;
@@ -53,7 +53,7 @@ at::Tensor Logits(models::TextModelImpl& model) {
   return at::cat({padded, model.forward(batch).logits}).cpu();
 }
 
-// Greedy, drawn and searched, with a cache, of rows of one length and of several.
+// Returns greedy, sampled and searched tokens, with a cache, for rows of one length and of several.
 at::Tensor Tokens(models::CausalLm& model) {
   const auto tokens = [&](const at::Tensor& mask, const models::GenerateOptions& options) {
     const at::Tensor found = generate(model, Ids(), mask, options).tokens;
@@ -64,7 +64,7 @@ at::Tensor Tokens(models::CausalLm& model) {
                   tokens(Padding(), {.max_new_tokens = 6, .num_beams = 3})});
 }
 
-// Limits of so many shares of the model, in the order of the planner's devices.
+// Returns limits of these shares of the model, in the order of the planner's devices.
 DeviceLimits Limits(const torch::nn::Module& model,
                     const std::vector<std::pair<std::string, double>>& shares) {
   const auto sizes = compute_module_sizes(model);
@@ -93,7 +93,7 @@ class DividedLm : public testing::Test {
     at::set_num_threads(1);
   }
 
-  // The model as a whole on the first GPU.
+  // Loads the whole model on the first GPU.
   OffloadedCausalLm Whole(const std::string& folder) {
     auto loaded = load_offloaded_causal_lm(folder, DeviceEntries{{"", "0"}});
     EXPECT_TRUE(loaded.ok()) << loaded.status();
@@ -177,7 +177,7 @@ TEST_F(DividedLm, Bert_SaysTheSameOnSeveralGpus) {
   EXPECT_TRUE(at::equal(Logits(*divided), Logits(*whole)));
 }
 
-// Loss and gradients of adapters, through frozen weights on all devices.
+// Compares loss and gradients of adapters, through frozen weights on all devices.
 TEST_F(DividedLm, Adapters_GetTheGradientsOfTheWholeModel) {
   for (const char* const name : {"hf_models/llama_shared", "hf_models/gpt2_shared"}) {
     SCOPED_TRACE(name);
@@ -209,7 +209,7 @@ TEST_F(DividedLm, Adapters_GetTheGradientsOfTheWholeModel) {
     const std::vector<at::Tensor> expected = run({{"", "0"}}, false);
     EXPECT_GT(expected.size(), 4u);
     for (const bool checkpointing : {false, true}) {
-      if (checkpointing && is_gpt2) continue;  // which draws when it trains
+      if (checkpointing && is_gpt2) continue;  // GPT-2 draws random numbers in training
       const std::vector<at::Tensor> found =
           run({{"", "0"}, {layers + "1", "1"}, {layers + "0", "2"}}, checkpointing);
       ASSERT_EQ(found.size(), expected.size());
@@ -218,7 +218,8 @@ TEST_F(DividedLm, Adapters_GetTheGradientsOfTheWholeModel) {
   }
 }
 
-// Offloaded parts run where the part before them does: no hidden state goes back for them.
+// Offloaded parts run on the device of the part before them: no hidden state is moved back for
+// them.
 TEST_F(DividedLm, OffloadedLayers_RunWhereTheLayersBeforeThemDo) {
   const std::string folder = GoldenPath("hf_models/llama_shared");
   OffloadedCausalLm whole = Whole(folder);

@@ -171,7 +171,7 @@ TEST(ReadEngineSettings, IgnoredModules_AreAPattern) {
             "head|norm.*");
 }
 
-// What Read() says of a DeepSpeed config of stage 2 and `rest`.
+// Returns the result of Read() for a DeepSpeed config of stage 2 and `rest`.
 absl::StatusOr<EngineSettings> ReadFile(const std::string& rest,
                                         const std::string& mixed_precision = "no") {
   const std::string file = TestPath("deepspeed.json");
@@ -270,12 +270,12 @@ TEST(ReadEngineSettings, WhatTheEngineDoesNotHave_IsRefusedWithTheWayOut) {
   EXPECT_THAT(ErrorOfFile(R"(, "optimizer": {"type": "AdamW", "params": {"amsgrad": true}})"),
               HasSubstr("optimizer.params.amsgrad"));
   EXPECT_THAT(ErrorOfFile(R"(, "scheduler": {"type": "OneCycle"})"), HasSubstr("WarmupDecayLR"));
-  // Accelerate fills in no such "auto".
+  // Accelerate leaves such an "auto" unfilled.
   EXPECT_THAT(ErrorOfFile(R"(, "optimizer": {"type": "AdamW", "params": {"eps": "auto"}})"),
               HasSubstr("optimizer.params.eps"));
 }
 
-// DeepSpeed takes these from its config; here the process has them from elsewhere.
+// DeepSpeed takes these settings from its config; here the process has them from elsewhere.
 TEST(ReadEngineSettings, LoopThatTheConfigSaysOtherwise_IsRefused) {
   EXPECT_THAT(ErrorOfFile(R"(, "gradient_accumulation_steps": 4)"),
               HasSubstr("has gradient_accumulation_steps 4, and the process has 1"));
@@ -288,7 +288,7 @@ TEST(ReadEngineSettings, LoopThatTheConfigSaysOtherwise_IsRefused) {
               HasSubstr("asks for mixed precision no"));
   EXPECT_TRUE(ReadFile(R"(, "bf16": {"enabled": "auto"})", "bf16").ok());
   EXPECT_TRUE(ReadFile("", "bf16").ok());
-  // An option of the program wins over a variable, as ever.
+  // As always, an option of the program wins over a variable.
   EXPECT_TRUE(
       Read({{"ACCELERATE_USE_DEEPSPEED", "true"}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"}})
           .ok());
@@ -307,8 +307,8 @@ TEST(ReadEngineSettings, WhatHasNoEffect_IsSaid) {
   EXPECT_THAT(settings->notes, Contains(HasSubstr("Batches are as large as")));
 }
 
-// The variables of Accelerate's launcher for FSDP: whatever differs in them differs in what becomes
-// of them, or is noted.
+// The variables of Accelerate's launcher for FSDP: a different value of any of them either changes
+// the result or is noted.
 TEST(ReadEngineSettings, NoVariableOfFsdp_IsIgnoredInSilence) {
   const auto words = [](const Variables& more) {
     Variables all = {{"ACCELERATE_USE_FSDP", "true"}, {"FSDP_ACTIVATION_CHECKPOINTING", "true"}};
@@ -348,7 +348,7 @@ TEST(ReadEngineSettings, NoVariableOfFsdp_IsIgnoredInSilence) {
             {{"FSDP_ACTIVATION_CHECKPOINTING", "false"}}}}) {
     EXPECT_NE(words(setting.one), words(setting.other)) << setting.one.rbegin()->first;
   }
-  // Both kinds of checkpoint are the same here, so both are said to be.
+  // Both kinds of checkpoint are the same here, so a note names both.
   for (const char* type : {"FULL_STATE_DICT", "SHARDED_STATE_DICT"}) {
     EXPECT_THAT(words({{"FSDP_STATE_DICT_TYPE", type}}),
                 HasSubstr("state_dict_type has no effect"));

@@ -21,7 +21,7 @@ namespace torch::nn {
 class AnyModule;
 }
 
-// What prepare() returns for models, optimizers and schedules.
+// The handles that prepare() returns for models, optimizers and schedules.
 namespace muster {
 
 class OptimizerHandle;

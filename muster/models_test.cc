@@ -1,4 +1,4 @@
-// Models of every kind that LibTorch's programs have, and the ways through them.
+// Models of every kind that LibTorch programs use, and the ways to call them.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -59,7 +59,7 @@ at::Tensor Flat(const std::vector<at::Tensor>& tensors) {
   return at::cat(flat);
 }
 
-// Whether all ranks hold the same numbers, and others than `before`.
+// Expects that all ranks hold the same numbers, which differ from `before`.
 void ExpectTrainedAlike(Accelerator& a, const at::Tensor& before, const at::Tensor& after) {
   const at::Tensor all = a.gather(after.unsqueeze(0));
   for (int rank = 1; rank < a.num_processes(); ++rank) EXPECT_TRUE(at::equal(all[rank], all[0]));
@@ -226,7 +226,7 @@ TEST(Models, HandlesAsMembers_AreEmptyUntilAssigned) {
   });
 }
 
-// --- Around the prepared model ---
+// --- Bypassing the prepared model ---
 
 TEST(Bypass, ForwardOfTheModule_IsRefusedAtStepAndNamed) {
   const auto errors = ErrorsOf(2, {}, [](Accelerator& a) {
@@ -248,7 +248,7 @@ TEST(Bypass, OneOfTwoPassesOfAWindow_IsRefused) {
     a.backward(model->encode(Inputs(a)).mean());
     optimizer.step();
   });
-  // The second pass is exchanged as well, but has no gradient for all of the model.
+  // The second pass is exchanged as well, but has gradients for only a part of the model.
   EXPECT_THAT(errors, Each(AllOf(HasSubstr("second.weight"), HasSubstr("got no gradient"))));
 }
 
@@ -284,7 +284,7 @@ TEST(Bypass, MixedPrecision_IsRefusedOnOneProcessToo) {
   EXPECT_THAT(errors, Each(HasSubstr("mixed precision")));
 }
 
-// An actor or a critic on an encoder that both have.
+// An actor or a critic on an encoder that both use.
 struct Head : torch::nn::Module {
   explicit Head(torch::nn::Linear trunk)
       : encoder(register_module("encoder", std::move(trunk))),
@@ -548,7 +548,7 @@ struct Anew : torch::nn::Module {
 };
 
 TEST(Backward, ThroughAGraphOfBeforeTheStep_Throws) {
-  // LibTorch's own SGD alone would not say so.
+  // With LibTorch's own SGD alone it would not be noticed.
   const auto expect = [](auto make_net, auto make_optimizer, const char* words) {
     for (const int ranks : {1, 2}) {
       const auto errors = ErrorsOf(ranks, {}, [&](Accelerator& a) {
@@ -652,7 +652,7 @@ TEST(Sparse, EmbeddingGradients_AreAveraged) {
     const at::Tensor before = table->weight.detach().clone();
     a.backward(model(at::full({1}, a.process_index(), at::kLong)).sum());
     optimizer.step();
-    // Each rank's row has moved by half of its gradient, on both.
+    // On both ranks, each rank's row has moved by half of its gradient.
     EXPECT_TRUE(at::allclose(table->weight.slice(0, 0, 2), before.slice(0, 0, 2) - 0.5));
     EXPECT_TRUE(at::equal(table->weight.slice(0, 2), before.slice(0, 2)));
   });

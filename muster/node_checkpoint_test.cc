@@ -1,4 +1,4 @@
-// options.project.save_on_each_node: two nodes of one process, each with a folder of its own.
+// options.project.save_on_each_node: two nodes in one process, each with its own folder.
 #include <errno.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -26,7 +26,7 @@
 
 namespace {
 
-// The file whose reads fail, and how; 0: none. Set while nobody reads.
+// The file whose reads fail; 0: none. Set it while no thread reads.
 ino_t unreadable = 0;
 int read_error = 0;
 
@@ -56,8 +56,8 @@ std::string Checkpoint(const std::string& name, int node, int number) {
   return Disk(name, node) + "/checkpoints/checkpoint_" + std::to_string(number);
 }
 
-// Rank i is alone on node i. `wrap`: what goes around its connections to the others. `one_host`: as
-// far as their names say, all nodes are one.
+// Rank i is alone on node i. `wrap`: wraps its connection to the others. `one_host`: according to
+// their names, all nodes are one host.
 void RunNodes(
     const std::string& name, AcceleratorOptions options,
     const std::function<void(Accelerator&)>& function,
@@ -74,7 +74,7 @@ void RunNodes(
       process.environment.node_rank.value = 0;
       process.environment.num_nodes.value = 1;
     }
-    // Only says through which interface the ranks reach one another.
+    // Only determines the interface through which the ranks reach each other.
     process.environment.master_addr.value = "127.0.0.1";
     process.environment.master_port.value = 29400;
     process.environment.mixed_precision.value = "no";
@@ -130,7 +130,7 @@ TEST(NodeCheckpoint, TenAndTenSteps_AreTwentyBitForBit) {
     options.checkpoint.asynchronous = asynchronous;
     const at::Tensor whole = TrainUntil("whole-" + kind, options, 20);
     TrainUntil("parts-" + kind, options, 10);
-    // Each node has what its process wrote.
+    // Each node has the files that its process wrote.
     const auto first = ListDirectory(Checkpoint("parts-" + kind, 0, 1));
     const auto second = ListDirectory(Checkpoint("parts-" + kind, 1, 1));
     ASSERT_TRUE(first.ok() && second.ok());
@@ -159,7 +159,8 @@ TEST(NodeCheckpoint, DisksOfNodesWithOneHostName_AreTwo) {
               AllOf(Contains("random_states_1.safetensors"), Not(Contains("model.safetensors"))));
 }
 
-// Each node's would be taken for a copy of the other's, and the older one would be replaced.
+// Each node's checkpoint would be taken for a copy of the other's, and the older one would be
+// replaced.
 TEST(NodeCheckpoint, OtherNamesOnTheNodes_AreAnErrorAndBothStay) {
   RunNodes("names", {}, [](Accelerator& a) {
     const std::string disk = Disk("names", a.process_index());
@@ -220,7 +221,7 @@ TEST(NodeCheckpoint, FileThatANodeCannotReadNow_IsFetchedFromAnotherNodeOrNamed)
       });
       return statuses;
     };
-    // No other node has it.
+    // No other node has the file.
     hide();
     for (const absl::Status& status : load()) {
       EXPECT_FALSE(status.ok() || absl::IsNotFound(status)) << status;
@@ -235,7 +236,7 @@ TEST(NodeCheckpoint, FileThatANodeCannotReadNow_IsFetchedFromAnotherNodeOrNamed)
   }
 }
 
-// A process that ends when it is to send the first piece of a file.
+// A process that ends when it should send the first piece of a file.
 class EndingComm : public BorrowedComm {
  public:
   using BorrowedComm::BorrowedComm;

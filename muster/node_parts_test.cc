@@ -1,5 +1,5 @@
-// options.project.save_on_each_node with sharded models: nodes of one process, each with a folder
-// of its own, whose ranks load what they need of the files of all.
+// options.project.save_on_each_node with sharded models: nodes in one process, each with its own
+// folder, whose ranks load what they need from the files of all nodes.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -41,7 +41,7 @@ constexpr int64_t kWidth = 1024, kLayers = 5;  // 4 MiB each
 struct Nodes {
   std::string name;
   int nodes = 2;
-  int ranks = 2;  // of each
+  int ranks = 2;  // on each node
   std::string Disk(int node) const { return TestDir(name) + "/node_" + std::to_string(node); }
   std::string Checkpoint(int node, int number) const {
     return Disk(node) + "/checkpoints/checkpoint_" + std::to_string(number);
@@ -105,7 +105,7 @@ using Weights = std::map<std::string, at::Tensor>;
 template <class Model, class Optimizer>
 void Steps(Accelerator& a, Model& model, Optimizer& optimizer, int first, int last) {
   for (int step = first; step < last; ++step) {
-    // The same on all ranks, so that the number of them changes nothing.
+    // The same on all ranks, so that their number has no influence.
     const at::Tensor x = at::arange(2 * kWidth, at::kFloat).add(step).cos().view({2, kWidth});
     auto scope = a.accumulate();
     a.backward(model(x).square().mean());
@@ -114,7 +114,8 @@ void Steps(Accelerator& a, Model& model, Optimizer& optimizer, int first, int la
   }
 }
 
-// Loads what is there, trains from step `first` up to `last` and saves; the weights then.
+// Loads the existing checkpoint, trains from step `first` up to `last` and saves; returns the
+// weights then.
 Weights Train(
     const Nodes& nodes, const AcceleratorOptions& options, int first, int last,
     const Wrap& wrap = [](Comm& comm) { return std::make_unique<BorrowedComm>(comm); }) {
@@ -137,7 +138,7 @@ Weights Train(
   return weights;
 }
 
-// What each rank's load of the newest one says.
+// Returns the status of each rank's load of the newest checkpoint.
 std::vector<absl::Status> Load(
     const Nodes& nodes, const AcceleratorOptions& options, int64_t* steps = nullptr,
     const Wrap& wrap = [](Comm& comm) { return std::make_unique<BorrowedComm>(comm); }) {
@@ -163,7 +164,7 @@ std::vector<std::string> Listed(const std::string& dir) {
   return ListDirectory(dir).value_or(std::vector<std::string>());
 }
 
-// A file of more than one block that the node has; the largest.
+// Returns the largest file of the node that has more than one block.
 std::string LargeFileOf(const std::string& dir) {
   const auto manifest = ReadManifest(dir);
   EXPECT_TRUE(manifest.ok()) << manifest.status();
@@ -213,8 +214,8 @@ TEST(NodeParts, OtherNumbersOfNodesAndRanks_ContinueAndSaveAndRotate) {
   for (const auto& [name, tensor] : whole) {
     EXPECT_TRUE(then.at(name).allclose(tensor, 1e-5, 1e-6)) << name;
   }
-  // The third node has nothing of the first one, which goes from the others all the same: else they
-  // would need room for one more.
+  // The third node has nothing of the first one, whose data it gets from the others anyway:
+  // otherwise these would need room for one more.
   for (int node = 0; node < 3; ++node) {
     EXPECT_THAT(Listed(three.Disk(node) + "/checkpoints"), ElementsAre("checkpoint_1")) << node;
   }
@@ -285,7 +286,7 @@ TEST(NodeParts, DamagedBlock_IsNamedAndTheOneBeforeIsTakenByAll) {
   }
 }
 
-// A process that ends before an exchange of bytes among all; never, unless it is told when.
+// A process that ends before an exchange of bytes among all ranks; never, unless a number is set.
 class EndingComm : public BorrowedComm {
  public:
   using BorrowedComm::BorrowedComm;
@@ -306,7 +307,7 @@ TEST(NodeParts, PeerThatEndsAtAnyMoment_IsAnErrorOfTheOthers_AndNothingIsLost) {
   int moment = 0;
   for (; ended && moment < 400; moment += 9) {
     SCOPED_TRACE(moment);
-    EndingComm* ending = nullptr;  // of the second node
+    EndingComm* ending = nullptr;  // on the second node
     absl::Status other;
     ended = false;
     const auto wrap = [&](Comm& comm) -> std::unique_ptr<Comm> {

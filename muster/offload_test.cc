@@ -86,7 +86,7 @@ TEST(Offload, EveryFamily_SaysTheSameToTheLastBitInEachPlacement) {
   }
 }
 
-// As transformers 5 has them in its memory; each expert is read from its part of the file.
+// The layout of transformers 5's models in memory; each expert is read from its part of the file.
 TEST(Offload, ExpertsInOneTensor_SayTheSame) {
   const TestFolder folder;
   const TextModel whole = *models::LoadPretrained(GoldenPath("hf_models/mixtral_shared"));
@@ -133,7 +133,7 @@ TEST(Offload, Generation_SaysTheSameTokens) {
   }
 }
 
-// The rest of a constructor's tensors is there, too, when any module may be constructed empty.
+// Tensors that a constructor computes are also there if any module may be constructed empty.
 TEST(Offload, EmptyConstruction_OfAModelOfTheHub_IsTheSame) {
   const std::string path = GoldenPath("hf_models/llama_shared");
   TextModel whole = *models::LoadPretrained(path);
@@ -148,7 +148,8 @@ TEST(Offload, EmptyConstruction_OfAModelOfTheHub_IsTheSame) {
   EXPECT_TRUE(at::equal(Logits(model), Logits(whole)));
 }
 
-// Gradients of what is computed with them, as adapters need, are those of the whole model.
+// Gradients of results computed with offloaded weights, as adapters need, are those of the whole
+// model.
 TEST(Offload, GradientsOfAdapters_AreThoseOfTheWholeModel) {
   const std::string path = GoldenPath("hf_models/llama_shared");
   const auto gradient = [](TextModel& model) {
@@ -157,7 +158,7 @@ TEST(Offload, GradientsOfAdapters_AreThoseOfTheWholeModel) {
     for (const auto& item : model->named_parameters()) {
       if (item.key() == "model.norm.weight") weight = item.value();
     }
-    // The last norm's weight stands for an adapter: it has a device of its own.
+    // The last norm's weight stands for an adapter: it is placed separately.
     weight.requires_grad_(true);
     const at::Tensor ids = at::arange(8, c10::kLong).view({2, 4});
     model->forward({.input_ids = ids, .labels = ids}).loss.backward();
@@ -170,14 +171,14 @@ TEST(Offload, GradientsOfAdapters_AreThoseOfTheWholeModel) {
   EXPECT_TRUE(at::equal(gradient(offloaded->model), gradient(whole)));
 }
 
-// How a process keeps freed memory is its own decision: loaders tune it after a load, too.
+// Each process decides how it keeps freed memory: loaders tune that after a load, too.
 TEST(Offload, Load_LeavesTheTuningOfMemoryToTheProcess) {
   ASSERT_TRUE(load_offloaded_causal_lm(GoldenPath("hf_models/llama_shared")).ok());
   KeepFreedBatchMemory();
   const size_t mapped = mallinfo2().hblks;
   const std::unique_ptr<void, decltype(&std::free)> block(std::malloc(8 << 20), &std::free);
   ASSERT_NE(block, nullptr);
-  // Kept memory comes from the heap, not from a mapping of its own.
+  // Kept memory comes from the heap, not from a separate mapping.
   EXPECT_EQ(mallinfo2().hblks, mapped);
 }
 

@@ -22,7 +22,7 @@
 namespace muster {
 namespace {
 
-// Whole models of text, and one that is larger than the memory for its weights.
+// Whole text models, and one that is larger than the memory for its weights.
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
@@ -36,7 +36,8 @@ constexpr const char* kLanguageModels[] = {
     "hf_generate/gpt2_shared",      "hf_generate/llama_rope_llama3_shared",
     "hf_generate/mixtral_4_shared", "hf_generate/llama_tied_head_dim_shared"};
 
-// One thread: the models are small, and threads that wait for each other on a busy machine are not.
+// One thread, because the models are small, and waits of threads for each other on a busy machine
+// are long.
 [[maybe_unused]] const bool one_thread = [] {
   at::set_num_threads(1);
   return true;
@@ -47,7 +48,7 @@ at::Tensor Logits(models::TextModelImpl& model) {
   return model.forward({.input_ids = TestDecoderIds()}).logits;
 }
 
-// Greedy and drawn, with a cache.
+// Returns greedy and sampled tokens, with a cache.
 at::Tensor Tokens(models::CausalLm& model) {
   const at::Tensor greedy = generate(model, TestDecoderIds(), {}, {.max_new_tokens = 6}).tokens;
   return at::cat({greedy, generate(model, TestDecoderIds(), {},
@@ -56,7 +57,7 @@ at::Tensor Tokens(models::CausalLm& model) {
                  1);
 }
 
-// A folder with a model of 14 MiB in blocks of 1.5 MiB, for what needs more weights than memory.
+// A folder with a model of 14 MiB in blocks of 1.5 MiB, for cases with more weights than memory.
 class LargerThanItsMemory : public ::testing::Test {
  protected:
   LargerThanItsMemory() { EXPECT_TRUE(WriteTestDecoder(folder_.path(), /*layers=*/10).ok()); }
@@ -118,8 +119,8 @@ TEST_F(LargerThanItsMemory, Ring_BoundsWhatIsInMemory) {
   }
 }
 
-// Where the largest tensor hardly fits, an operator's other weights and gaps between units come on
-// top, and are said.
+// If the largest tensor hardly fits, an operator's other weights and gaps between units are added,
+// and reported.
 TEST_F(LargerThanItsMemory, MemoryForOneTensor_IsEnough) {
   models::CausalLm whole = Whole();
   OffloadedCausalLm loaded = Load(400 << 10);
@@ -131,7 +132,7 @@ TEST_F(LargerThanItsMemory, MemoryForOneTensor_IsEnough) {
 
 TEST_F(LargerThanItsMemory, Prefetch_KnowsTheOrderAfterTheFirstPass) {
   OffloadedCausalLm loaded = Load(4 * kMiB);
-  // Two passes show the order, round the end as well.
+  // Two passes teach the order, including the step from the end to the beginning.
   for (int pass = 0; pass < 2; ++pass) Logits(*loaded.model);
   const int64_t before = loaded.weights->stats().waits;
   for (int pass = 0; pass < 3; ++pass) Logits(*loaded.model);
@@ -152,7 +153,7 @@ TEST_F(LargerThanItsMemory, MapThatNamesNoModule_IsRefused) {
   EXPECT_THAT(std::string(loaded.status().message()), HasSubstr("model.layer.0"));
 }
 
-// Whatever is in the file afterwards may be another model's: only loading it again helps.
+// Later contents of the file may be another model's: only loading it again helps.
 TEST_F(LargerThanItsMemory, FileThatIsCutOff_IsNamedUntilTheModelIsLoadedAgain) {
   const at::Tensor want = Logits(*Whole());
   for (const bool prefetch : {false, true}) {

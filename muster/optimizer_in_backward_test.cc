@@ -1,6 +1,6 @@
-// Optimizers that update inside of the backward pass: the same bits as those that step after it, on
-// one rank and on several (threads of this process over Gloo), and an error where the difference
-// would show.
+// Optimizers that update inside the backward pass: the same bits as those that step after it, on
+// one rank and on several (threads of this process over Gloo), and an error if the difference would
+// be visible.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -47,7 +47,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-constexpr int kSamples = 12;  // of a step, on all ranks
+constexpr int kSamples = 12;  // in a step, on all ranks
 constexpr char kOption[] = "optimizer_in_backward";
 
 using Weights = std::map<std::string, at::Tensor>;
@@ -56,12 +56,12 @@ at::Tensor MineOf(const Accelerator& a, const at::Tensor& all) {
   return all.chunk(a.num_processes())[a.process_index()];
 }
 
-// Words to words by a tied weight, through some of its parts.
+// Maps words to words with a tied weight, through some of its parts.
 struct Branches : torch::nn::Module {
   Branches() {
     words = register_module("words", torch::nn::Embedding(7, 5));
     scale = register_parameter("scale", at::ones({5}));
-    register_buffer("positions", at::arange(5));  // which ranks exchange at the end of each pass
+    register_buffer("positions", at::arange(5));  // exchanged by the ranks at the end of each pass
     parts = register_module("parts", torch::nn::ModuleList());
     for (int i = 0; i < 3; ++i) parts->push_back(torch::nn::Linear(5, 5));
     at::NoGradGuard no_grad;
@@ -87,7 +87,7 @@ struct Branches : torch::nn::Module {
 
 class OptimizerInBackward : public testing::Test {
  protected:
-  // Several windows of offloaded states.
+  // Makes several windows of offloaded states.
   void SetUp() override { OffloadedState::SetDefaultWindowBytes(512); }
   void TearDown() override { OffloadedState::SetDefaultWindowBytes(OffloadedState::kWindowBytes); }
 
@@ -108,8 +108,8 @@ class OptimizerInBackward : public testing::Test {
     return options;
   }
 
-  // The weights after seven batches, with a checkpoint after three that another Accelerator loads.
-  // The learning rate changes in each step.
+  // Returns the weights after seven batches, with a checkpoint after three that another Accelerator
+  // loads. The learning rate changes in each step.
   Weights Trained(int ranks, const AcceleratorOptions& first, const AcceleratorOptions& second) {
     Weights weights;
     const std::string dir = folder_.Path("state" + std::to_string(++runs_));
@@ -146,7 +146,7 @@ class OptimizerInBackward : public testing::Test {
     return weights;
   }
 
-  // With the same values in each run.
+  // Sets the same values in each run.
   static void Fill(torch::nn::Module& net) {
     const at::NoGradGuard no_grad;
     uint64_t seed = 40;
@@ -177,7 +177,7 @@ TEST_F(OptimizerInBackward, EveryStrategy_TrainsToTheSameBits) {
         const Weights want = Trained(ranks, off, off);
         ExpectEqual(Trained(ranks, on, on), want);
         if (overlap || ranks == 3) continue;
-        // A checkpoint says nothing of it.
+        // The option does not appear in a checkpoint.
         ExpectEqual(Trained(ranks, on, off), want);
         ExpectEqual(Trained(ranks, off, on), want);
       }
@@ -204,7 +204,7 @@ TEST_F(OptimizerInBackward, OffloadedStatesAndParameters_TrainToTheSameBits) {
   }
 }
 
-// The last window of three has one batch: its gradients are multiplied.
+// The last of three windows has one batch: its gradients are multiplied.
 TEST_F(OptimizerInBackward, Accumulation_UpdatesInTheLastMicroStepAlone) {
   for (const bool each_batch : {false, true}) {
     for (const int ranks : {1, 2}) {
@@ -250,7 +250,7 @@ TEST_F(OptimizerInBackward, PreparedLoaderWithAShortWindow_TrainsToTheSameBits) 
   ExpectEqual(runs[1], runs[0]);
 }
 
-// Parts that no rank uses are left alone, those that one rank uses are trained on both; tied
+// Parts that no rank uses stay unchanged, those that one rank uses are trained on both; tied
 // weights wait for both of their gradients, and so do two forward passes before one backward pass.
 TEST_F(OptimizerInBackward, PartsThatAreNotUsedByAll_TrainToTheSameBits) {
   for (const std::string strategy : {"zero2", "zero3"}) {
@@ -262,8 +262,8 @@ TEST_F(OptimizerInBackward, PartsThatAreNotUsedByAll_TrainToTheSameBits) {
         auto [model, optimizer] = a.prepare(net, adam);
         for (int step = 0; step < 8; ++step) {
           const at::Tensor ids = at::arange(7, at::kLong).add(step).remainder(7);
-          // All; then without the second part; then rank 1 alone without the scale; then no rank
-          // with it.
+          // All parts; then without the second part; then only rank 1 without the scale; then no
+          // rank with it.
           const int which = step < 2   ? 15
                             : step < 4 ? 13
                             : step < 6 ? (a.process_index() == 1 ? 7 : 15)
@@ -306,7 +306,7 @@ TEST_F(OptimizerInBackward, TwoOptimizersOfOneModel_EachUpdateTheirs) {
   ExpectEqual(runs[1], runs[0]);
 }
 
-// The gradients of the second model are all reduced when those of the first one come.
+// The gradients of the second model are all reduced before those of the first one arrive.
 TEST_F(OptimizerInBackward, TwoModelsInOnePass_TrainToTheSameBits) {
   for (const std::string strategy : {"zero1", "zero2", "zero3"}) {
     SCOPED_TRACE(strategy);
@@ -343,8 +343,8 @@ TEST_F(OptimizerInBackward, TwoModelsInOnePass_TrainToTheSameBits) {
   }
 }
 
-// A unit is then due before its gradients of this pass are there, with those of the micro-step
-// before alone.
+// A unit is then due before its gradients of this pass have arrived, with only those of the
+// previous micro-step.
 TEST_F(OptimizerInBackward, LastMicroStepWithMoreTurns_TrainsToTheSameBits) {
   std::vector<Weights> runs;
   for (const bool in_backward : {false, true}) {
@@ -372,8 +372,8 @@ TEST_F(OptimizerInBackward, LastMicroStepWithMoreTurns_TrainsToTheSameBits) {
   ExpectEqual(runs[1], runs[0]);
 }
 
-// Its gradients are those of a micro-step before, which were reduced there. One rank has no part of
-// what it updates, and must know all the same.
+// Its gradients belong to an earlier micro-step and were reduced there. One rank has no part of
+// what the optimizer updates, and must know of it anyway.
 TEST_F(OptimizerInBackward, OptimizerOfAnEarlierMicroStep_TrainsToTheSameBits) {
   for (const int ranks : {1, 2}) {
     SCOPED_TRACE(ranks);
@@ -396,7 +396,7 @@ TEST_F(OptimizerInBackward, OptimizerOfAnEarlierMicroStep_TrainsToTheSameBits) {
           auto scope = a.accumulate();
           const at::Tensor ids =
               at::arange(7, at::kLong).add(step + a.process_index()).remainder(7);
-          // In the last window no micro-step has it.
+          // In the last window no micro-step uses it.
           const int which = step % 2 == 0 && step < 6 ? 15 : 14;
           a.backward(model.call(&Branches::Forward, ids, which).square().mean());
           one.step();
@@ -499,7 +499,7 @@ TEST_F(OptimizerInBackward, GradientsThatAreNotZeroed_AreAnErrorOnEveryRank) {
                          }
                        }),
               Each(AllOf(HasSubstr("optimizer.zero_grad() after each"), HasSubstr(kOption))));
-  // By the module is as good.
+  // Zeroing by the module works as well.
   EXPECT_THAT(ErrorsOf(2, Options("zero3"),
                        [](Accelerator& a) {
                          torch::nn::Sequential net = MakeNet();
@@ -582,14 +582,14 @@ TEST_F(OptimizerInBackward, RanksWithOtherSettings_AreNamed) {
   EXPECT_THAT(errors, Each(HasSubstr(kOption)));
 }
 
-// A backward pass that throws on the way leaves a model that has changed in part.
+// A backward pass that throws midway leaves a model that has changed in part.
 TEST_F(OptimizerInBackward, PassThatThrows_NeedsACheckpoint) {
   const std::string dir = folder_.Path("before");
   Weights want, got, with_hook;
   for (Weights* const weights : {&want, &got, &with_hook}) {
     const bool fails = weights != &want;
     RunAccelerators(2, Options("zero2"), [&](Accelerator& a) {
-      // With one, load_state() reads the weights that it is about to replace.
+      // With a hook, load_state() reads the weights that it is about to replace.
       if (weights == &with_hook) {
         a.register_load_state_pre_hook([](std::vector<NamedTensors>&, const StateReader&) {});
       }
@@ -634,7 +634,7 @@ TEST_F(OptimizerInBackward, PassThatThrows_NeedsACheckpoint) {
   ExpectEqual(with_hook, want);
 }
 
-// Fails where it is to update for the `fails_in`th time, on the thread of the updates.
+// Fails at the `fails_in`th update, on the thread of the updates.
 struct FailingAdamW : FusedAdamW {
   using FusedAdamW::FusedAdamW;
   void Update(int64_t group, const Lists& lists, const std::optional<at::Tensor>& grad_scale,
@@ -649,8 +649,8 @@ struct FailingAdamW : FusedAdamW {
   bool memory = false;
 };
 
-// An error of one rank's optimizer, in the first pass, which takes memory for states, or in a later
-// one: of the first unit that it updates or of the last.
+// An error of one rank's optimizer, in the first pass, which allocates memory for states, or in a
+// later one: for the first unit that it updates or for the last.
 TEST_F(OptimizerInBackward, ErrorOfAUnitsOptimizerOnOneRank_IsAnErrorOnEveryRank) {
   constexpr int kLayers = 6;
   const std::string dir = folder_.Path("before");
@@ -659,7 +659,7 @@ TEST_F(OptimizerInBackward, ErrorOfAUnitsOptimizerOnOneRank_IsAnErrorOnEveryRank
       AcceleratorOptions options = Options(strategy.substr(0, 5));
       options.sharding->overlap = strategy.size() > 5;
       Weights want;
-      for (const int fails_at : {-1, 0, 2}) {  // a step; -1: none
+      for (const int fails_at : {-1, 0, 2}) {  // the number of a step; -1: none
         for (const int fails_in : {1, kLayers}) {
           if (fails_at < 0 && fails_in > 1) continue;
           SCOPED_TRACE(testing::Message() << strategy << ", shared memory " << shared_memory
@@ -721,8 +721,8 @@ TEST_F(OptimizerInBackward, ErrorOfAUnitsOptimizerOnOneRank_IsAnErrorOnEveryRank
   }
 }
 
-// The optimizer's own step may fail on one rank, too: the others have stepped. Or each rank fails
-// in another place of it.
+// The optimizer's own step may fail on one rank, too, while the others have stepped; or each rank
+// fails at a different place in it.
 TEST_F(OptimizerInBackward, StepThatFails_IsAnErrorOnEveryRankUntilALoad) {
   for (const std::string strategy : {"zero1", "zero2", "zero3"}) {
     Weights want;
@@ -751,7 +751,7 @@ TEST_F(OptimizerInBackward, StepThatFails_IsAnErrorOnEveryRankUntilALoad) {
           step();
           if (fails > 0) {
             ASSERT_TRUE(a.save_state(dir).ok());
-            // Of two groups.
+            // It updates two groups.
             if (a.process_index() == 1) adam.fails_in = 1;
             if (a.process_index() == 0 && fails == 2) adam.fails_in = 2;
             errors[a.process_index()] = ErrorOf(step);
@@ -783,7 +783,7 @@ TEST_F(OptimizerInBackward, StepThatFails_IsAnErrorOnEveryRankUntilALoad) {
   }
 }
 
-// Fails once, behind the exchange at the end of a forward pass.
+// Fails once, after the exchange at the end of a forward pass.
 struct FailsBehindAForwardPass : BorrowedComm {
   using BorrowedComm::BorrowedComm;
   std::vector<std::string> AllGatherBytes(const std::string& bytes) override {
@@ -797,8 +797,8 @@ struct FailsBehindAForwardPass : BorrowedComm {
   bool armed = false;
 };
 
-// Such an error is thrown where the model is used next: by the announcement of the step to the
-// second model, behind that to the first one.
+// Such an error is thrown by the next use of the model: by the announcement of the step to the
+// second model, after the announcement to the first one.
 TEST_F(OptimizerInBackward, StepThatOneRankHasOnlyAnnounced_IsAnErrorOnEveryRank) {
   std::vector<std::string> errors(2), next(4);
   const auto store = c10::make_intrusive<c10d::HashStore>();
@@ -827,7 +827,7 @@ TEST_F(OptimizerInBackward, StepThatOneRankHasOnlyAnnounced_IsAnErrorOnEveryRank
                                HasSubstr("the exchange fails"))));
 }
 
-// Counts exchanges, and fails behind one of them.
+// Counts exchanges, and fails after one of them.
 struct FailsLater : BorrowedComm {
   using BorrowedComm::BorrowedComm;
   std::vector<std::string> AllGatherBytes(const std::string& bytes) override {
@@ -840,11 +840,11 @@ struct FailsLater : BorrowedComm {
   int exchanges = 0;
 };
 
-// The program's own load() may use weights that a step has left as a mixture. What fails behind it
+// The program's own load() may use weights that a step has left as a mixture. A failure after it
 // leaves another mixture.
 TEST_F(OptimizerInBackward, LoadThatFailsOnItsWay_IsAnErrorUntilALoadThatDoesNot) {
   for (const std::string strategy : {"zero2", "zero3"}) {
-    for (const int fails_in : {1, 2, 3}) {  // behind registered objects, optimizers, models
+    for (const int fails_in : {1, 2, 3}) {  // after registered objects, optimizers, models
       SCOPED_TRACE(testing::Message() << strategy << fails_in);
       const std::string dir = folder_.Path("before_load");
       std::vector<std::string> loads(2), next(4);
@@ -890,7 +890,7 @@ TEST_F(OptimizerInBackward, LoadThatFailsOnItsWay_IsAnErrorUntilALoadThatDoesNot
   }
 }
 
-// Refused before anything has changed, of either model.
+// Refused before anything has changed, in either model.
 TEST_F(OptimizerInBackward, StepOnTwoModelsInsideASummonOfOne_LeavesBothUsable) {
   RunAccelerators(2, Options("zero3", /*in_backward=*/false), [&](Accelerator& a) {
     torch::nn::Sequential one = MakeNet(), two = MakeNet();
@@ -915,7 +915,7 @@ TEST_F(OptimizerInBackward, StepOnTwoModelsInsideASummonOfOne_LeavesBothUsable) 
   });
 }
 
-// In hybrid sharding others may wait for it in a group of their own.
+// In hybrid sharding other ranks may wait for it in their own group.
 TEST_F(OptimizerInBackward, SaveAfterAPassThatThrows_MeetsNoOtherRank) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   RunShmRanks(2, [&](Comm& world) {
@@ -942,7 +942,7 @@ TEST_F(OptimizerInBackward, SaveAfterAPassThatThrows_MeetsNoOtherRank) {
   });
 }
 
-// Of a gradient that only the end of the pass tells is complete, behind the exchange there: the
+// A gradient is known to be complete only at the end of the pass, after the exchange there: the
 // other rank's pass succeeds.
 TEST_F(OptimizerInBackward, LastUpdateThatFailsOnOneRank_IsAnErrorOfTheNextUseOfAllUntilALoad) {
   enum class Next { kSave, kForward, kSummon, kLoadWeights };
@@ -960,7 +960,7 @@ TEST_F(OptimizerInBackward, LastUpdateThatFailsOnOneRank_IsAnErrorOfTheNextUseOf
           FailingAdamW adam(net->parameters(), {.lr = 0.01});
           auto [model, optimizer] = a.prepare(net, adam);
           const at::Tensor ids = at::arange(7, at::kLong);
-          // Rank 0, which has its values, has no gradient of the scale.
+          // Rank 0, which has the values of the scale, has no gradient for it.
           const auto pass = [&, &model = model](bool all) {
             const int which = all || a.process_index() == 1 ? 15 : 7;
             a.backward(model.call(&Branches::Forward, ids, which).square().mean());
@@ -976,7 +976,7 @@ TEST_F(OptimizerInBackward, LastUpdateThatFailsOnOneRank_IsAnErrorOfTheNextUseOf
             ASSERT_TRUE(a.save_state(dir).ok());
             if (a.process_index() == 0) adam.fails_in = 5;
             errors[a.process_index()] = ErrorOf([&] { pass(false); });
-            // A program whose ranks agree on their errors leaves the step out.
+            // A program whose ranks agree on errors leaves the step out.
             if (what == Next::kLoadWeights && a.process_index() == 1) optimizer.step();
             for (const int again : {0, 2}) {
               next[again + a.process_index()] = ErrorOf([&, &model = model] {
@@ -1011,7 +1011,7 @@ TEST_F(OptimizerInBackward, LastUpdateThatFailsOnOneRank_IsAnErrorOfTheNextUseOf
   }
 }
 
-// Before anything is updated.
+// Throws before anything is updated.
 TEST_F(OptimizerInBackward, LossThatIsNotFiniteOnOneRank_ChangesNothingOnAny) {
   for (const std::string strategy : {"zero2", "zero3"}) {
     std::vector<Weights> runs;
@@ -1044,7 +1044,7 @@ TEST_F(OptimizerInBackward, LossThatIsNotFiniteOnOneRank_ChangesNothingOnAny) {
   }
 }
 
-// Of a unit that one rank has all of: the others have updated nothing.
+// One rank has the whole unit: the others have updated nothing.
 TEST_F(OptimizerInBackward, PassThatThrowsAfterAnUpdateOfOneRank_HasChangedTheModelOnAll) {
   for (const std::string strategy : {"zero1", "zero2", "zero3"}) {
     SCOPED_TRACE(strategy);
@@ -1083,7 +1083,7 @@ TEST_F(OptimizerInBackward, PassThatThrowsAfterAnUpdateOfOneRank_HasChangedTheMo
   }
 }
 
-// The others are in the backward pass that it has left.
+// The others are in the backward pass that this rank has left.
 TEST_F(OptimizerInBackward, HookThatThrowsOnOneRank_IsAnErrorOnEveryRankAndNothingIsSaved) {
   for (const bool shared_memory : {false, true}) {
     for (const std::string strategy : {"zero1", "zero2", "zero3"}) {
@@ -1137,7 +1137,7 @@ TEST_F(OptimizerInBackward, HookThatThrowsOnOneRank_IsAnErrorOnEveryRankAndNothi
   }
 }
 
-// The first step updates at the end of the pass: nothing has changed before.
+// The first step updates at the end of the pass: nothing has changed before that.
 TEST_F(OptimizerInBackward, PassThatThrowsBeforeAnUpdate_IsRepeatedAtAnotherRate) {
   Weights want, got;
   for (const bool fails : {false, true}) {
@@ -1165,7 +1165,7 @@ TEST_F(OptimizerInBackward, PassThatThrowsBeforeAnUpdate_IsRepeatedAtAnotherRate
   ExpectEqual(got, want);
 }
 
-// Two units wait at most: when the first layer goes backward, the last ones are updated.
+// At most two units wait: when the first layer runs backward, the last ones are updated.
 TEST_F(OptimizerInBackward, LastUnit_IsUpdatedWhileTheFirstOneGoesBackward) {
   constexpr int kLayers = 6;
   for (const std::string strategy : {"zero1", "zero2", "zero3"}) {
@@ -1188,7 +1188,7 @@ TEST_F(OptimizerInBackward, LastUnit_IsUpdatedWhileTheFirstOneGoesBackward) {
           return x.square().mean();
         });
         a.backward(loss);
-        // The first step finds out in which order gradients come.
+        // The first step determines the order in which gradients arrive.
         if (last.numel() > 0) {
           EXPECT_EQ(updated, step > 0) << strategy;
         }
@@ -1205,7 +1205,7 @@ TEST_F(OptimizerInBackward, GradientsOfAFewUnits_ExistAtATime) {
   constexpr int64_t kUnitBytes = 4 * (kWidth * kWidth + kWidth);
   CountingAllocator& memory = CountingAllocator::Get();
   for (const int ranks : {1, 2}) {
-    // Above what is there between steps, on all ranks.
+    // The bytes above those between steps, on all ranks.
     std::map<bool, int64_t> peak, after;
     for (const bool in_backward : {false, true}) {
       // Not over Gloo, whose threads hold tensors for a while after a collective has ended.
@@ -1236,11 +1236,11 @@ TEST_F(OptimizerInBackward, GradientsOfAFewUnits_ExistAtATime) {
       });
     }
     SCOPED_TRACE(ranks);
-    // All gradients of the model, in parts: together those of one model.
+    // All gradients of the model, in parts: together as large as one model.
     EXPECT_GE(after[false], kLayers * kUnitBytes - kUnitBytes / 4);
     EXPECT_LE(after[true], kUnitBytes / 4);
-    // Whole gradients and copies of two units on each rank, and the parts of three, which are
-    // reduced, wait or are updated.
+    // Whole gradients and copies of two units on each rank, and the parts of three, which are being
+    // reduced, wait, or are being updated.
     EXPECT_LE(peak[true], (ranks * 4 + 4) * kUnitBytes);
   }
 }

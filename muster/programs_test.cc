@@ -1,4 +1,4 @@
-// Loops as people write them: folds, epochs with several loops, heads and tails of steps.
+// Loops as people write them: folds, epochs with several loops, beginnings and ends of steps.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -83,8 +83,8 @@ TEST(ZeroGrad, AtTheHeadOfAMicroStep_IsAsGoodAsAtItsEnd) {
   }
 }
 
-// Windows of four micro-steps by hand, as in a program for DDP: each that ends adds 10 to the
-// weight. `windows`: how many micro-steps each has; one that has fewer is given up.
+// Windows of four micro-steps by hand, as in a program for DDP: each complete one adds 10 to the
+// weight. `windows`: how many micro-steps each has; a shorter one is abandoned.
 double WeightAfterNoSync(
     const std::string& strategy, int ranks, const std::vector<int>& windows,
     const std::function<void(AcceleratedOptimizer&, int i, const std::function<void()>& backward)>&
@@ -230,7 +230,7 @@ TEST(ZeroGrad, TwoOptimizersInOneMicroStep_ForgetEachTheirOwn) {
     for (int i = 0; i < 2; ++i) {
       auto scope = a.accumulate();
       step_d.zero_grad();
-      // Not detached: what it leaves in the generator is to be forgotten.
+      // Not detached: the gradients that it leaves in the generator must be forgotten.
       a.backward(critic(generator(at::ones({1, 1}))).mean() * 0.5);
       step_d.step();
       step_g.zero_grad();
@@ -290,7 +290,7 @@ TEST(RawBackward, WhereItWouldTrainWrongly_IsRefused) {
   EXPECT_THAT(ErrorsOf(1, half, train), Each(HasSubstr("accelerator.backward(loss)")));
 }
 
-// One backward pass by the accelerator and one around it.
+// One backward pass through the accelerator and one that bypasses it.
 TEST(RawBackward, BesideBackward_IsRefusedWhereItWouldTrainWrongly) {
   const auto train = [](Accelerator& a) {
     torch::nn::Linear net = OneWeight();
@@ -313,7 +313,7 @@ TEST(RawBackward, BesideBackward_IsRefusedWhereItWouldTrainWrongly) {
       for (AcceleratorOptions* options : {&plain, &accumulating, &scaled}) {
         options->sharding = ParseSharding(strategy, ranks);
       }
-      // Data parallelism averages once in each forward pass.
+      // Data parallelism averages once per forward pass.
       if (ranks == 1 || strategy != std::string("no_shard")) {
         EXPECT_THAT(ErrorsOf(ranks, plain, train), Each("")) << strategy << ranks;
       }
@@ -323,8 +323,8 @@ TEST(RawBackward, BesideBackward_IsRefusedWhereItWouldTrainWrongly) {
   }
 }
 
-// Two optimizers, of which one's losses go around backward(): a step of the other before does not
-// excuse it. Outside of accumulate() too.
+// Two optimizers, one of which has losses that bypass backward(): an earlier step of the other one
+// does not hide that. Also outside accumulate().
 TEST(RawBackward, OfTheSecondOfTwoModels_IsRefusedUnderFp16) {
   AcceleratorOptions half;
   half.mixed_precision = "fp16";
@@ -355,7 +355,7 @@ TEST(RawBackward, ThatLeavesNoGradients_IsNoMistake) {
     const at::Tensor x = at::ones({1, 1}).requires_grad_();
     for (int i = 0; i < 2; ++i) {
       auto scope = a.accumulate();
-      // A penalty on the gradient of the input, which adds to no parameter's.
+      // A penalty on the gradient of the input, which adds to no parameter's gradient.
       (void)torch::autograd::grad({Loss(model(x))}, {x}, {}, std::nullopt, /*create_graph=*/true);
       if (i == 0) {
         Loss(model(x)).backward();  // to look at the gradients
@@ -371,8 +371,8 @@ TEST(RawBackward, ThatLeavesNoGradients_IsNoMistake) {
 
 // --- An optimizer that was not prepared, beside one that was ---
 
-// What the last backward pass throws after some steps. `micro_steps`: after each of which the
-// other optimizer steps, and not only at the ends of windows.
+// Returns the error of the last backward pass after some steps. `micro_steps`: the other optimizer
+// steps after each of them, and not only at the ends of windows.
 std::string ErrorOfStray(const AcceleratorOptions& options, bool clips = false,
                          bool micro_steps = false) {
   return ErrorsOf(2, options, [&](Accelerator& a) {
@@ -427,7 +427,7 @@ void TrainTheLast(
   });
 }
 
-// Weights that nothing trains may change: a checkpoint, an average.
+// Weights that are not trained may change: by a checkpoint, by an average.
 TEST(OptimizerThatIsNotPrepared, LoadedState_IsNotTakenForItsStep) {
   const std::string dir = TestDir("stray");
   TrainTheLast([&](Accelerator& a, torch::nn::Sequential&, int step) {
@@ -457,7 +457,7 @@ TEST(OptimizerThatIsNotPrepared, LoadedWeights_AreNotTakenForItsStep) {
 
 TEST(OptimizerThatIsNotPrepared, ValuesThatArePutBack_AreNotTakenForItsStep) {
   TrainTheLast([](Accelerator&, torch::nn::Sequential& net, int) {
-    // As an average that is evaluated in the place of the weights.
+    // An average, for example, that is evaluated in place of the weights.
     const at::NoGradGuard no_grad;
     at::Tensor weight = net[0]->parameters()[0];
     const at::Tensor backup = weight.clone();
@@ -492,7 +492,7 @@ AcceleratorOptions HalfAndClipping() {
   return options;
 }
 
-// Teacher and student of one loss, with what happens to the teacher after each step.
+// Teacher and student in one loss; `after_step` acts on the teacher after each step.
 std::string ErrorOfTeacher(
     const std::function<void(std::vector<at::Tensor>& teacher,
                              const std::vector<at::Tensor>& student)>& follow) {
@@ -503,7 +503,7 @@ std::string ErrorOfTeacher(
     auto [model, averaged, optimizer] = a.prepare(student, teacher, sgd);
     for (int step = 0; step < 4; ++step) {
       const at::Tensor x = at::ones({2, 4}) * (step + 1);
-      // The teacher gets gradients too, which nobody uses.
+      // The teacher gets gradients, too, which are never used.
       a.backward(Loss(model(x)) + Loss(averaged(x)));
       optimizer.step();
       optimizer.zero_grad();
@@ -534,7 +534,7 @@ TEST(OptimizerThatIsNotPrepared, AverageOfTheModel_IsNotTakenForItsStep) {
               HasSubstr("that was not given to prepare()"));
 }
 
-// Two critics and their targets, and a model that a stray optimizer may step on.
+// Two critics and their targets, and a model on which a stray optimizer may step.
 std::string ErrorOfTargets(bool stray) {
   return ErrorsOf(1, HalfAndClipping(), [&](Accelerator& a) {
     std::vector<torch::nn::Linear> critics, targets;
@@ -619,8 +619,8 @@ TEST(TwoOptimizers, OfGeneratorAndDiscriminator_AreNoStrays) {
             "");
 }
 
-// One steps in every iteration, and the first of them overflows; the other one has added to its
-// gradients meanwhile, here or in no_sync().
+// One optimizer steps in every iteration, and its first step overflows; the other one has added to
+// its gradients meanwhile, here or in no_sync().
 TEST(TwoOptimizers, Fp16ScaleThatChangesForOne_IsThatOfTheGradientsOfTheOther) {
   AcceleratorOptions options;
   options.mixed_precision = "fp16";
@@ -690,7 +690,7 @@ TEST(Folds, OptimizersAtOneAddress_AreTheirOwn) {
         }
         EXPECT_EQ(optimizer.steps(), 2 / ranks);
         EXPECT_EQ(net->weight.item<double>(), 2 / ranks);
-        // What the folds before had is gone: neither written nor in the way.
+        // The objects of earlier folds are gone: they are neither written nor in the way.
         const std::string dir = TestDir("fold" + std::to_string(fold));
         const absl::Status saved = a.save_state(dir);
         ASSERT_TRUE(saved.ok()) << saved;
@@ -790,7 +790,7 @@ TEST(State, ProjectFolderBelowAFile_IsAFailedPreconditionOfALoad) {
 }
 
 // Trains over `data` with `body` until it returns false, first from the start, then resumed from
-// the state it saved; gives all samples seen, in order.
+// the state it saved; returns all samples seen, in order.
 struct Trainer {
   Accelerator& a;
   torch::nn::Linear net = OneWeight();
@@ -819,8 +819,8 @@ struct Trainer {
   }
 };
 
-// Runs `program` to its end in one go, and in two with a stop where `stop(n)` first says so (n
-// counts its calls); both must see the same samples in the same order.
+// Runs `program` to its end without a stop, and with one at the first call of `stop(n)` that
+// returns true (n counts its calls); both must see the same samples in the same order.
 void ExpectResumesExactly(
     int ranks,
     const std::function<void(Accelerator&, Trainer&, const std::function<bool()>& stop)>& program,
@@ -1038,14 +1038,14 @@ TEST(Epochs, LoadersPreparedInTheEpoch_GoOnWhereTheLastOneWas) {
             }
             orders.insert({t.seen->begin() + before, t.seen->end()});
           }
-          // No permutation twice.
+          // No permutation occurs twice.
           EXPECT_GE(orders.size(), 2u);
         },
         6);
   }
 }
 
-// A handle outlives the epoch, and still has the loader of the epoch before while the next one is
+// A handle outlives the epoch, and still has the loader of the previous epoch while the next one is
 // prepared; loaders differ from epoch to epoch. `up_front`: the first one is prepared before the
 // loop.
 void ExpectOneLoaderOfAllEpochs(const std::string& label, int ranks, int stops, bool up_front,
@@ -1097,7 +1097,7 @@ TEST(Epochs, LoadersAssignedInTheEpoch_GoOnWhereTheLastOneWas) {
   }
 }
 
-// As a buffer of experience does.
+// A replay buffer does this.
 TEST(Epochs, LoadersOfDataThatGrow_AreOnePlaceAndResume) {
   ExpectResumesExactly(
       1,
@@ -1131,7 +1131,7 @@ TEST(Epochs, LoaderLikeOneThatIsStillHeld_IsWarnedOf) {
   });
 }
 
-// What the second loader is for is not known where the first epochs end.
+// The purpose of the second loader is not known at the ends of the first epochs.
 TEST(Epochs, LoaderThatAnEpochLeavesOut_IsWarnedOfIfASaveCountsOnIt) {
   for (const bool both : {false, true}) {
     AcceleratorOptions options;
@@ -1213,8 +1213,8 @@ TEST(Epochs, LoopLeftEarlyInEveryEpoch_IsWarnedOfWhereItIsSaved) {
   }
 }
 
-// What a pair of loaders that are read together gives, with that of the shorter one begun again at
-// its end; `step` trains on both.
+// Returns the samples of a pair of loaders that are read together, where the shorter one begins
+// again at its end; `step` trains on both.
 template <class Long, class Short, class Step>
 void TrainTogether(Long& longer, Short& shorter, bool begin_at_head, Step step) {
   auto it = shorter.begin();
@@ -1229,7 +1229,7 @@ TEST(Epochs, ShorterLoaderThatBeginsAgainBesideALongerOne_IsResumed) {
   struct Case {
     int64_t length, shorter_length;
     bool say;            // which one decides
-    bool begin_at_head;  // of the next batch, else at once
+    bool begin_at_head;  // before the next batch, else at once
   };
   for (const auto& [length, shorter_length, say, begin_at_head] :
        std::vector<Case>{{14, 4, true, false},
@@ -1309,7 +1309,7 @@ TEST(Epochs, InnerTrainingLoop_IsResumedInItsPassOfTheOuterBatch) {
           for (auto& task : tasks) {
             for (auto& batch : inner) {
               t.Step(batch, absl::StrCat("task ", task.value().item<int64_t>(), ": "));
-              // At the first batch of both, tasks and batches may be read side by side.
+              // At the first batch of both, tasks and batches may be side by side.
               if (task.info().index + batch.info().index > 0 && stop()) return;
             }
           }
@@ -1339,7 +1339,7 @@ TEST(Epochs, SaveInASecondLoop_SaysThatACheckpointHasOneCount) {
           t.Train(loader, "a");
           ASSERT_TRUE(a.save_state().ok());
         }
-        // One stage after the other, as find_executable_batch_size tries.
+        // One stage after the other, like the attempts of find_executable_batch_size.
         if (clear) a.free_memory();
       }
     });
@@ -1396,7 +1396,7 @@ TEST(SideBySide, LoadersOfDifferentLength_AskForTheBatchThatDecides) {
   EXPECT_THAT(ErrorsOf(1, Accumulating(2), [&](Accelerator& a) { train(a, true); }), Each(""));
 }
 
-// A contrastive loss: each row against the rows of all processes.
+// A contrastive loss: each row is compared with the rows of all processes.
 TEST(Contrastive, LossOverTheRowsOfAllProcesses_TrainsAsOnOne) {
   const at::Tensor rows = at::linspace(-2, 2, 24).reshape({8, 3}).sin();
   const auto loss_of = [](const at::Tensor& z) {
@@ -1478,7 +1478,7 @@ TEST(JoinUnevenInputs, CollectiveOfTheProgram_IsRefusedAtOnce) {
   EXPECT_THAT(errors, Each(HasSubstr("gather_for_metrics() inside join_uneven_inputs()")));
 }
 
-// What all processes have to call, and one that has run out of batches does not.
+// Calls that all processes must make, but that a process without batches does not make.
 TEST(JoinUnevenInputs, OtherCallsOfAllProcesses_AreRefusedAtOnce) {
   at::Generator generator = at::detail::createCPUGenerator(1);
   const std::vector<std::pair<std::string, std::function<void(Accelerator&)>>> calls = {
@@ -1557,7 +1557,7 @@ TEST(Schedules, OfLibTorch_StepWithTheOptimizerAndComeBack) {
         schedule.step();
         optimizer.zero_grad();
       }
-      // Three steps, of which LibTorch's StepLR lets the first pass.
+      // Three steps, of which LibTorch's StepLR ignores the first.
       EXPECT_EQ(optimizer.lr(), resumed ? 0.03125 : 0.25);
       ASSERT_TRUE(a.save_state(dir).ok());
     });
@@ -1588,7 +1588,7 @@ TEST(Schedules, SchedulerOfLibTorchThatIsGoneAtTheEnd_IsNotRead) {
   RunAccelerators(1, {}, [](Accelerator& a) {
     torch::nn::Linear net = OneWeight();
     torch::optim::SGD sgd(net->parameters(), 1.0);
-    // As a local of a function that has returned.
+    // Like a local variable of a function that has returned.
     alignas(torch::optim::StepLR) unsigned char memory[sizeof(torch::optim::StepLR)];
     auto* const step_lr = new (memory) torch::optim::StepLR(sgd, 1);
     auto [model, optimizer, schedule] = a.prepare(net, sgd, *step_lr);
@@ -1655,8 +1655,8 @@ TEST(Schedules, OnePerGroup) {
   });
 }
 
-// Two optimizers of rate 1, for Muster's schedule and with LibTorch's, which halve without
-// patience.
+// Two optimizers with rate 1, one for Muster's schedule and one with LibTorch's, which halve
+// without patience.
 struct Plateaus {
   torch::nn::Linear one = OneWeight(), two = OneWeight();
   torch::optim::SGD sgd{one->parameters(), 1.0}, other{two->parameters(), 1.0};
@@ -1670,7 +1670,7 @@ TEST(Schedules, PlateauByTheMeanOfAllProcesses_ReducesAlike) {
     auto [model, optimizer, plateau] =
         a.prepare(with.one, with.sgd, PlateauSchedule({.factor = 0.5, .patience = 0}));
     auto [model2, optimizer2, plateau2] = a.prepare(with.two, with.other, with.of_torch);
-    // On rank 0 alone it gets better, on rank 1 alone it gets worse; the mean gets worse.
+    // On rank 0 the metric gets better, on rank 1 worse; the mean gets worse.
     for (int i = 0; i < 2; ++i) {
       const double metric = a.is_main_process() ? 10 - i : 10 + 3 * i;
       plateau.step(metric);
@@ -1741,13 +1741,13 @@ TEST(Closure, Lbfgs_FindsTheMinimumOnAllRanksAlike) {
   }
 }
 
-// Each rank evaluates as often as its own gradients ask for, and waits for nobody.
+// Each rank evaluates as often as its own gradients require, and waits for no other rank.
 TEST(Closure, LbfgsInLocalSgd_EvaluatesApart) {
   RunAccelerators(2, {}, [](Accelerator& a) {
     torch::nn::Linear net(torch::nn::LinearOptions(2, 1).bias(false));
     torch::optim::LBFGS lbfgs(net->parameters(), torch::optim::LBFGSOptions(1).max_iter(20));
     auto [model, optimizer] = a.prepare(net, lbfgs);
-    // Rank 0 is where it wants to be, and rank 1 is far from it.
+    // Rank 0 is at its minimum, and rank 1 is far from it.
     const at::Tensor x = at::eye(2);
     const at::Tensor y = a.is_main_process() ? net->weight.detach().t().clone()
                                              : at::tensor({30.0f, -20.0f}).unsqueeze(1);
@@ -1761,7 +1761,7 @@ TEST(Closure, LbfgsInLocalSgd_EvaluatesApart) {
         a.backward(its);
         return its;
       });
-      // Its own, and not the mean.
+      // Its own loss, not the mean.
       EXPECT_EQ(loss.item<double>() == 0, a.is_main_process());
     }
     if (a.is_main_process()) {
@@ -1796,7 +1796,7 @@ TEST(Closure, InTheScopeOfAnAverage_IsRefused) {
 
 // --- main() ---
 
-// Codes are for programs; an exception has none, and INTERNAL would blame Muster.
+// Codes are meant for programs; an exception has none, and INTERNAL would blame Muster.
 TEST(Run, ExceptionOfTheProgram_IsPrintedInItsOwnWords) {
   char name[] = "program";
   char* argv[] = {name, nullptr};

@@ -39,7 +39,7 @@ using testing::IsEmpty;
 
 // --- What must work ---
 
-// As where the driver of one machine fails.
+// This happens if the driver of one machine fails.
 TEST(Ranks, DevicesOfTwoKinds_AreNamedOnEveryRank) {
   std::vector<std::string> errors(3);
   RunGlooRanks(3, [&](Comm& comm) {
@@ -147,7 +147,7 @@ TEST(Ranks, LocalSgd_TrainsApartAndAveragesParameters) {
       }
     }
     weights.push_back(net->weight.item<double>());
-    // Apart, averaged after the second step, apart, averaged at the end.
+    // Separate steps, an average after the second one, a separate step, an average at the end.
     if (a.is_main_process()) {
       EXPECT_THAT(weights, ElementsAre(0, 1, 1, 1.5));
     } else {
@@ -156,7 +156,7 @@ TEST(Ranks, LocalSgd_TrainsApartAndAveragesParameters) {
   });
 }
 
-// Of accumulation, which only the second micro-step ends.
+// Options with accumulation windows of two micro-steps.
 AcceleratorOptions InWindowsOfTwo() {
   AcceleratorOptions options;
   options.gradient_accumulation_steps = 2;
@@ -164,7 +164,7 @@ AcceleratorOptions InWindowsOfTwo() {
   return options;
 }
 
-// A step of OneWeight() on a batch of `x`.
+// Makes a step of OneWeight() on a batch of `x`.
 template <typename Model, typename Optimizer>
 void TrainOn(double x, Accelerator& a, Model& model, Optimizer& optimizer) {
   a.backward(Loss(model(at::full({1, 1}, x))));
@@ -172,7 +172,7 @@ void TrainOn(double x, Accelerator& a, Model& model, Optimizer& optimizer) {
   optimizer.zero_grad();
 }
 
-// Or equal gradients would take the ranks apart once more, in silence.
+// Otherwise equal gradients would make the ranks differ again, silently.
 TEST(Ranks, LocalSgdEnds_WithOneOptimizerStateAndRateOnAllRanks) {
   RunAccelerators(2, {}, [](Accelerator& a) {
     torch::nn::Linear net = OneWeight();
@@ -190,7 +190,7 @@ TEST(Ranks, LocalSgdEnds_WithOneOptimizerStateAndRateOnAllRanks) {
   });
 }
 
-// One rank's gradients overflow where it trains apart.
+// One rank's gradients overflow while it trains separately.
 TEST(Ranks, LocalSgdUnderFp16_EndsWithOneLossScaleOnAllRanks) {
   AcceleratorOptions options;
   options.mixed_precision = "fp16";
@@ -204,7 +204,7 @@ TEST(Ranks, LocalSgdUnderFp16_EndsWithOneLossScaleOnAllRanks) {
       LocalSGD local(a, model, 8);
       step(a.is_main_process() ? 0 : std::numeric_limits<double>::infinity());
       EXPECT_EQ(a.optimizer_step_was_skipped(), !a.is_main_process());
-      // Where a trigger takes effect.
+      // The step at which a trigger takes effect.
       EXPECT_EQ(a.core().trigger_step(), 1);
     }
     EXPECT_EQ(a.core().trigger_step(), 1);
@@ -214,7 +214,7 @@ TEST(Ranks, LocalSgdUnderFp16_EndsWithOneLossScaleOnAllRanks) {
   });
 }
 
-// The loss scale changes when all optimizers have stepped at it, not when some of them have, and
+// The loss scale changes when all optimizers have stepped with it, not when only some have, and
 // another one did inside LocalSGD.
 TEST(Ranks, LocalSgdUnderFp16_EndsWithNoOptimizerThatHasSteppedAtTheNewScale) {
   AcceleratorOptions options;
@@ -290,7 +290,7 @@ TEST(Ranks, LocalSgdUnderFp16_KeepsGradientsThatWaitByHandInTheScaleOfAll) {
   });
 }
 
-// Of the program: it cannot go back.
+// A schedule of the program's: it cannot go back.
 struct HalvingLr : torch::optim::LRScheduler {
   explicit HalvingLr(torch::optim::Optimizer& optimizer) : LRScheduler(optimizer) {}
   std::vector<double> get_lrs() override {
@@ -318,14 +318,14 @@ TEST(Ranks, LocalSgdUnderFp16WithAScheduleThatCannotGoBack_EndsWithTheFurthest) 
           schedule.step();
         }
       }
-      // Of rank 0 where the other can follow.
+      // That of rank 0, if the other rank can follow.
       EXPECT_EQ(schedule.step_count(), 3) << main_is_behind;
       EXPECT_EQ(schedule.last_lr(), 0.125) << main_is_behind;
     });
   }
 }
 
-// A loss scale of 0 multiplies every gradient away: no step would ever follow, in silence.
+// A loss scale of 0 makes every gradient zero: silently, no step would ever follow.
 TEST(Ranks, GradientsThatAreNeverFiniteUnderFp16_AreAnErrorWhenTheLossScaleIsZero) {
   AcceleratorOptions options;
   options.mixed_precision = "fp16";
@@ -342,7 +342,7 @@ TEST(Ranks, GradientsThatAreNeverFiniteUnderFp16_AreAnErrorWhenTheLossScaleIsZer
   EXPECT_THAT(errors, Each(HasSubstr("infinite or NaN at every loss scale of fp16")));
 }
 
-// A rank that has run out of batches would keep the average that it has.
+// A rank that has run out of batches would keep its average.
 TEST(JoinUnevenInputs, AverageOfWeights_IsRefused) {
   const auto errors = ErrorsOf(2, {}, [](Accelerator& a) {
     torch::nn::Linear net = OneWeight();
@@ -384,7 +384,7 @@ TEST(Ranks, ModelForEvaluation_ExchangesNothing) {
   RunAccelerators(2, {}, [](Accelerator& a) {
     auto model = a.prepare_model(OneWeight(), /*evaluation_mode=*/true);
     EXPECT_EQ(model.slot()->ddp(), nullptr);
-    // Only one rank: an exchange would wait for the other.
+    // Only one rank, because an exchange would wait for the other.
     if (a.is_main_process()) {
       Loss(model(at::ones({1, 1}))).backward();
       EXPECT_EQ(model->weight.grad().item<double>(), -1);
@@ -435,7 +435,7 @@ TEST(Ranks, LoadWeights_ThatFitOnOneRankOnly_AreTheSameErrorOnAllAndChangeNone) 
   EXPECT_EQ(errors[0], errors[1]);
 }
 
-// A checkpoint of another program, of which one model fits.
+// A checkpoint of another program; one of its models fits.
 TEST(Ranks, LoadState_OneOfTwoModelsDoesNotFit_ChangesNeither_AndTrainingGoesOn) {
   AcceleratorOptions options;
   options.project.directory = TestDir("another_model");
@@ -490,7 +490,7 @@ std::vector<int64_t> TrainUntil(int ranks, const std::string& root, int64_t unti
     EXPECT_EQ(counter.value, a.global_step());
     for (auto& batch : loader) {
       auto scope = a.accumulate();
-      // D22: the ranks agree on where windows end, also those that are new.
+      // D22: the ranks agree on the ends of windows, including the ranks that are new.
       EXPECT_EQ(a.reduce(at::full({}, a.sync_gradients() ? 1 : 0), "sum").item<int64_t>() % ranks,
                 0);
       const at::Tensor all = a.gather_for_metrics(batch.value()).to(at::kLong);
@@ -576,7 +576,7 @@ TEST(Ranks, SaveHooks_ChangeWhatIsWrittenAndLoaded) {
     EXPECT_EQ(first->weight.item<double>(), 1);
     EXPECT_EQ(second->weight.item<double>(), 8);
 
-    // The weights alone: the hook decides there too.
+    // Loads only the weights: the hook decides here, too.
     {
       at::NoGradGuard no_grad;
       first->weight.fill_(7);
@@ -587,7 +587,7 @@ TEST(Ranks, SaveHooks_ChangeWhatIsWrittenAndLoaded) {
     EXPECT_EQ(second->weight.item<double>(), 8);
     EXPECT_THAT(weights->models[1].missing, ElementsAre("weight"));
 
-    // Without the hook, a model that is not in the checkpoint is an error.
+    // Without the hook, a model that the checkpoint lacks is an error.
     loading.remove();
     loading.remove();
     EXPECT_THAT(a.load_state().ToString(), HasSubstr("weight"));
@@ -598,7 +598,7 @@ TEST(Ranks, SaveHooks_ChangeWhatIsWrittenAndLoaded) {
 }
 
 // With hooks all ranks load sharded models together. The first model of the second program fits,
-// the second one does not: on rank 1 alone, or on both.
+// the second one does not: only on rank 1, or on both.
 TEST(Ranks, ShardedModelOfAHook_ThatDoesNotFit_IsAnErrorOnAllRanks_AndNothingChanges) {
   const std::string dir = TestDir("sharded_misfit");
   AcceleratorOptions options;
@@ -633,7 +633,7 @@ TEST(Ranks, ShardedModelOfAHook_ThatDoesNotFit_IsAnErrorOnAllRanks_AndNothingCha
       if (a.is_main_process()) {
         EXPECT_TRUE(at::equal(now.at("weight"), at::full({2, 2}, 7))) << how;
       }
-      // All ranks go on together.
+      // All ranks continue together.
       loading.remove();
       EXPECT_TRUE(a.load_state(dir).ok()) << how;
     });
@@ -665,7 +665,7 @@ TEST(Ranks, OptimizerThatDoesNotFit_IsAnErrorBeforeModelsChange) {
   }
 }
 
-// A program of which one object is not the saved one.
+// A program with one object that differs from the saved one.
 struct Program {
   SGDOptions optimizer = {.lr = 1.0, .momentum = 0.9};
   int64_t samples = 8;
@@ -735,7 +735,7 @@ TEST(Ranks, SaveModel_IsWrittenOnceAndReadByName) {
     // /proc is not writable; the error of rank 0 reaches all ranks.
     EXPECT_FALSE(a.save_model(model, "/proc/nowhere").ok());
     EXPECT_TRUE(a.save(state, TestDir("tensors.safetensors")).ok());
-    // Not in place of what a manifest describes, but beside it.
+    // Not in place of files that a manifest describes, but beside them.
     const std::string checkpoint = TestDir("a checkpoint");
     ASSERT_TRUE(a.save_state(checkpoint).ok());
     const absl::Status refused = a.save(state, checkpoint + "/model.safetensors");
@@ -762,7 +762,7 @@ TEST(Ranks, FindExecutableBatchSize_IsAgreed) {
 TEST(Ranks, RegisteredInAnAttemptThatFailedOnAnotherRank_IsNotSaved) {
   const std::string dir = TestDir("attempts");
   RunAccelerators(2, {}, [&](Accelerator& a) {
-    int saves = 0;  // of objects of this rank
+    int saves = 0;  // of this rank's objects
     find_executable_batch_size(
         a, 2,
         [&](int64_t size) {
@@ -802,7 +802,7 @@ TEST(BadInput, DifferentCollectives_AreNamedOnEveryRank) {
   EXPECT_THAT(errors, Each(AllOf(HasSubstr("AllGather"), HasSubstr("AllReduce"))));
 }
 
-// Ranks that save in other ways would wait for each other.
+// Ranks that save in different ways would wait for each other.
 TEST(BadInput, CheckpointsThatDiffer_AreNamedOnEveryRank) {
   using Change = std::function<void(AcceleratorOptions&)>;
   const std::vector<std::pair<std::string, Change>> changes = {
@@ -834,7 +834,7 @@ TEST(BadInput, CheckpointsThatDiffer_AreNamedOnEveryRank) {
 
 using GiveDirectory = std::function<absl::Status(Accelerator&, const std::string&)>;
 
-// The messages of two ranks of which one is given a directory, the other another or none.
+// Returns the messages of two ranks; one is given a directory, the other another directory or none.
 std::vector<std::string> ErrorsOfDirectories(const GiveDirectory& call,
                                              const std::vector<std::string>& directories) {
   std::vector<std::string> errors(2);
@@ -868,7 +868,8 @@ TEST(BadInput, DirectoryOfOneRankAlone_IsToldToEveryRank) {
   }
 }
 
-// Rank 0's would be written, and the other's last checkpoint would be a folder that does not exist.
+// Rank 0's directory would be written, and the other rank's last checkpoint would be a folder that
+// does not exist.
 TEST(BadInput, SaveToAnotherDirectoryOnOneRank_IsToldToEveryRank) {
   const std::string one = TestDir("saved_as_one"), other = TestDir("saved_as_other");
   const auto save_state = [](Accelerator& a, const auto& dir) { return a.save_state(dir); };
@@ -928,7 +929,7 @@ struct OneParameter : torch::nn::Module {
   explicit OneParameter(at::Device device)
       : weight(at::ones({1, 1}, device)), offset(at::zeros({1}, device)) {
     register_parameter("weight", weight);
-    // Of a sharded model only buffers must have values.
+    // Only the buffers of a sharded model must have values.
     register_buffer("offset", offset);
   }
   at::Tensor forward(const at::Tensor& x) { return at::mm(x, weight) + offset; }
@@ -982,7 +983,7 @@ TEST(BadInput, GradientsChangedByLibTorch_WhereTheyAreNotThemselves_IsWarnedOf) 
       torch::nn::Linear other_net(4, 4);
       torch::optim::SGD other_sgd(other_net->parameters(), torch::optim::SGDOptions(0.1));
       auto [other_model, other_optimizer] = a.prepare(other_net, other_sgd);
-      // More than are compared.
+      // More steps than are compared.
       for (int step = 0; step < 10; ++step) {
         a.backward(other_model(at::full({2, 4}, step + 1.0)).sum());
         other_optimizer.step();
@@ -1008,7 +1009,7 @@ TEST(BadInput, GradientsChangedByLibTorch_WhereTheyAreNotThemselves_IsWarnedOf) 
   EXPECT_TRUE(warned("theirs", "zero3", false));
   EXPECT_TRUE(warned("theirs", "zero2", false));
   EXPECT_TRUE(warned("theirs", "", true));
-  // Whole gradients that are what they say, or none of LibTorch's.
+  // Gradients that are complete and not scaled, or functions that are not LibTorch's.
   EXPECT_FALSE(warned("theirs", "", false));
   EXPECT_FALSE(warned("unscaled", "", true));
   for (const char* const how : {"ours", "none", "zeroed"}) {
@@ -1017,7 +1018,7 @@ TEST(BadInput, GradientsChangedByLibTorch_WhereTheyAreNotThemselves_IsWarnedOf) 
   }
 }
 
-// The others have stepped: its weights would stay different.
+// The other ranks have stepped: the weights of this one would stay different.
 TEST(BadInput, StepThatFailsOnOneRank_EndsTrainingUntilALoad) {
   AcceleratorOptions options;
   options.project.directory = TestDir("bad step");
@@ -1031,7 +1032,7 @@ TEST(BadInput, StepThatFailsOnOneRank_EndsTrainingUntilALoad) {
     ASSERT_TRUE(a.save_state().ok());
     const auto backward = [&] { a.backward(Loss(model(at::ones({1, 1})))); };
     backward();
-    // What no fused optimizer takes.
+    // A gradient that no fused optimizer takes.
     const at::Tensor gradient = net->weight.grad();
     if (rank == 1) net->weight.mutable_grad() = gradient.to(at::kDouble);
     steps[rank] = ErrorOf([&] { optimizer.step(); });
@@ -1172,7 +1173,7 @@ TEST(BadInput, WrongOrderOfCalls_IsRefusedOnEveryRankTheSame) {
                 TORCH_CHECK(status.ok(), status.ToString());
               }),
               Each(HasSubstr("middle of an accumulation window")));
-  // One rank cannot save: no other waits for it.
+  // One rank cannot save, and no other rank waits for it.
   EXPECT_THAT(refused([](Accelerator& a) {
                 auto model = a.prepare(OneWeight());
                 const auto in_a_window = [&] {

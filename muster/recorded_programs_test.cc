@@ -224,7 +224,7 @@ struct Groups {
   Groups(const Json& optimizer, const torch::nn::Module& net) {
     std::set<const void*> seen;
     for (const at::Tensor& parameter : net.parameters()) {
-      // Tied ones are listed twice.
+      // Tied parameters are listed twice.
       if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
       (optimizer["groups"] == "one" || parameter.dim() > 1 ? many : few).push_back(parameter);
     }
@@ -332,23 +332,23 @@ struct Trained {
   std::vector<double> norms, losses;
 };
 
-// Some of the steps of a program.
+// A part of the steps of a program.
 struct Part {
   size_t begin = 0, end = std::numeric_limits<size_t>::max();
   std::string load = "", save = "";  // folders; empty: from the beginning; not saved
-  // Each group of parameters has an optimizer of its own, and the program writes parameters, and
-  // what it writes is what they are.
+  // Each group of parameters has an optimizer of its own, and the program itself writes parameters,
+  // with the values that they have.
   bool varied = false;
 };
 
-// What process 0 has at the end. Each process stands in for as many ranks of the program as there
-// are more of these.
+// Returns the values of process 0 at the end. If there are fewer processes than ranks of the
+// program, each process stands for several ranks.
 Trained Train(Accelerator& a, const Json& program, const Part& part = {}) {
   Net net(program);
   const auto frozen_or_not = net->named_parameters();
   const at::ScalarType dtype = DtypeOf(program);
   const int64_t stands_for = program["ranks"].get<int64_t>() / a.num_processes();
-  // Before prepare(): LibTorch's Adagrad makes its state of the parameters.
+  // Before prepare(), because LibTorch's Adagrad makes its state from the parameters.
   const bool fused = program["optimizer"]["fused"] && program["optimizer"]["type"] != "rmsprop";
   Handles handles;
   std::shared_ptr<torch::optim::Optimizer> of_libtorch;
@@ -463,8 +463,8 @@ struct Setting {
   bool shared_memory = false;
 };
 
-// Those that `program` is trained under. Small units are exchanged through slots, whether ranks
-// share memory or not.
+// Returns the settings under which `program` is trained. Small units are exchanged through slots,
+// whether ranks share memory or not.
 std::vector<Setting> SettingsFor(const Json& program, int ranks, const std::string& scratch) {
   const bool fused = program["optimizer"]["fused"] && program["optimizer"]["type"] != "rmsprop";
   bool branches = false, one_pass = true;
@@ -477,7 +477,7 @@ std::vector<Setting> SettingsFor(const Json& program, int ranks, const std::stri
     const auto add = [&](const std::string& name, const ShardingOptions& options) {
       settings.push_back({name + where, options, shared});
     };
-    // c10d::Reducer has one pass forward for each pass backward.
+    // c10d::Reducer needs one forward pass for each backward pass.
     if (one_pass) add("no_shard", {});
     add("zero1", {.strategy = ShardingStrategy::kOptimizer});
     add("zero2", {.strategy = ShardingStrategy::kGradients});
@@ -510,7 +510,7 @@ std::vector<Setting> SettingsFor(const Json& program, int ranks, const std::stri
   return settings;
 }
 
-// ‖got - want‖ / ‖want - start‖ over all of them.
+// Returns ‖got - want‖ / ‖want - start‖ over all values.
 double Distance(const Values& got, const Values& want, const Values& start) {
   double off = 0, moved = 0;
   for (const auto& [name, tensor] : want) {
@@ -526,7 +526,7 @@ std::string ProgramsFolder() {
   return testing_support::TestdataPath("training_programs");
 }
 
-// The programs, and what they are to end with.
+// The programs, and the values they must end with.
 class RecordedPrograms : public testing::Test {
  protected:
   void ForEach(const std::function<void(const Json& program, int number)>& fn) {
@@ -550,7 +550,8 @@ class RecordedPrograms : public testing::Test {
     EXPECT_GT(programs, 0);
   }
 
-  // What process 0 of `ranks` has; none: an error, which is a failure of the test.
+  // Returns the values of process 0 of `ranks`; nothing after an error, which is a failure of the
+  // test.
   std::optional<Trained> Run(const Json& program, int ranks, const Setting& setting,
                              const Part& part = {}) {
     AcceleratorOptions options;
@@ -619,7 +620,7 @@ TEST_F(RecordedPrograms, ContinuedUnderAnotherStrategyAndSize_TrainAsInPyTorch) 
     const size_t window = program["accumulation"];
     const size_t middle = program["steps"].size() / window / 2 * window;
     if (middle == 0) return;
-    bool remembers = false;  // what depends on the ranks that a process is
+    bool remembers = false;  // state that depends on the ranks for which a process stands
     for (const Json& block : program["model"]["blocks"]) remembers |= block["kind"] == "memory";
     std::vector<int> sizes;
     for (int size = 1; size <= ranks; ++size) {
@@ -628,7 +629,7 @@ TEST_F(RecordedPrograms, ContinuedUnderAnotherStrategyAndSize_TrainAsInPyTorch) 
     for (int turn = 0; turn < 3; ++turn) {
       const auto setting_of = [&](int size, int which) {
         std::vector<Setting> settings = SettingsFor(program, size, scratch_.path());
-        // c10d::Reducer has one pass forward for each pass backward.
+        // c10d::Reducer needs one forward pass for each backward pass.
         if (size < ranks)
           std::erase_if(settings, [](const Setting& s) { return s.name == "no_shard"; });
         return settings[static_cast<size_t>(which) % settings.size()];

@@ -1,5 +1,5 @@
 // What each of 2,816 ranks reads of a checkpoint that four ranks have written: the plan of a
-// restart, on ranks whose peers are made up.
+// restart, on ranks whose peers are simulated.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -29,7 +29,7 @@ constexpr int kRanks = 2816;
 constexpr int64_t kWidth = 512, kLayers = 4;
 constexpr int64_t kParameters = kLayers * (kWidth + 1) * kWidth;
 
-// One of many ranks, all of which say and hold the same.
+// One of many ranks that all send and hold the same.
 class OneOfMany : public LocalComm {
  public:
   explicit OneOfMany(int rank) : rank_(rank) {}
@@ -87,7 +87,7 @@ Plan PlanOf(int rank, const std::map<std::string, SafetensorsHeader>& files) {
   return plan;
 }
 
-// Without the headers, which all read.
+// Without the headers, which all ranks read.
 int64_t DataBytes(const Plan& plan, const std::map<std::string, SafetensorsHeader>& files) {
   int64_t bytes = 0;
   for (const auto& [name, ranges] : plan) {
@@ -135,7 +135,7 @@ TEST(RestorePlan, EachOf2816Ranks_ReadsItsPartAlone) {
     const int64_t bytes = DataBytes(plan, files);
     EXPECT_LE(bytes, share) << rank;
     EXPECT_LT(bytes, saved / 400) << rank;
-    // The last one may have less.
+    // The last rank may have less.
     if (rank < kRanks - 1) {
       EXPECT_GE(bytes, 3 * 4 * (kParameters / kRanks)) << rank;
     }

@@ -1,4 +1,4 @@
-// Mistakes under sharding: a clear error on every rank, under each kind of it.
+// Mistakes under sharding: a clear error on every rank, under each kind of sharding.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -86,7 +86,7 @@ struct Training {
                                                 std::declval<FusedSGD&>())) prepared;
 };
 
-// What each rank threw, or "". A rank that throws leaves the job.
+// Returns what each rank threw, or "". A rank that throws leaves the job.
 std::vector<std::string> Errors(
     const Kind& kind, const std::function<void(Accelerator&)>& body,
     const std::function<void(int rank, AcceleratorOptions&)>& change = nullptr) {
@@ -110,8 +110,8 @@ std::vector<std::string> Errors(
   return errors;
 }
 
-// All of them are `named`. In groups of two that use units in place it is ranks 0 and 1 that do
-// different things; the others learn that these have gone.
+// Expects that all errors are `named`. In groups of two that use units in place only ranks 0 and 1
+// do different things; the others learn that these have gone.
 template <typename Matcher>
 void ExpectErrors(const Kind& kind, const std::vector<std::string>& errors, const Matcher& named) {
   for (size_t rank = 0; rank < errors.size(); ++rank) {
@@ -241,7 +241,7 @@ TEST(ShardingBadInput, AccumulationWindowsThatDiffer_AreNamedOnEveryRank) {
             }
           },
           [&](int, AcceleratorOptions& o) { o.accumulation.sync_each_batch = sync_each; });
-      // Ranks that use units in place meet in backward passes that reduce alone.
+      // Ranks that use units in place meet only in backward passes that reduce.
       const auto named = AnyOf(
           AllOf(HasSubstr("disagree on a backward pass"), HasSubstr("accumulation window")),
           AllOf(HasSubstr("different places"), HasSubstr("the beginning of a backward pass")));
@@ -263,7 +263,7 @@ TEST(ShardingBadInput, StepThatOneRankLeavesOut_IsNamedOnEveryRank) {
         optimizer.zero_grad();
       }
     });
-    // Ranks that use units in place meet at the step itself, which one leaves out.
+    // Ranks that use units in place meet at the step itself, which one rank leaves out.
     ExpectErrors(kind, errors,
                  AnyOf(HasSubstr("not changed its parameters equally often"),
                        AllOf(HasSubstr("different places"), HasSubstr("an optimizer's step"))));
@@ -283,7 +283,7 @@ TEST(ShardingBadInput, OptimizerOfOtherTensors_IsRefusedOnEveryRank) {
     EXPECT_THAT(Errors(kind, [&](Accelerator& a) { train(a, Wide(), Wide()); }),
                 Each(AllOf(HasSubstr("'0.weight' of a sharded model"),
                            HasSubstr("the optimizer was created with other tensors"))));
-    // The same, which is right.
+    // The same on all ranks, which is right.
     EXPECT_THAT(Errors(kind,
                        [&](Accelerator& a) {
                          const torch::nn::Sequential net = Wide();
@@ -326,7 +326,7 @@ TEST(ShardingBadInput, SettingsThatDifferBetweenRanks_AreNamedOnEveryRank) {
   }
 }
 
-// As hybrid sharding makes them on machines with unequal numbers of processes.
+// Hybrid sharding makes such groups on machines with unequal numbers of processes.
 TEST(ShardingBadInput, GroupsOfDifferentSizes_AreNamedOnEveryRank) {
   const Kind hybrid = {"hybrid", 3, {.strategy = ShardingStrategy::kFull}};
   EXPECT_THAT(
@@ -336,7 +336,7 @@ TEST(ShardingBadInput, GroupsOfDifferentSizes_AreNamedOnEveryRank) {
                  HasSubstr("Run the same number on each machine"))));
 }
 
-// The units follow from the model, too.
+// The units depend on the model, too.
 TEST(ShardingBadInput, PolicyThatMatchesNothingOnOneRank_IsToldToEveryRank) {
   const TestFolder scratch;
   for (const Kind& kind : Kinds(scratch.path())) {
@@ -347,7 +347,7 @@ TEST(ShardingBadInput, PolicyThatMatchesNothingOnOneRank_IsToldToEveryRank) {
           struct NetImpl : torch::nn::Module {
             explicit NetImpl(const std::string& name) {
               register_module("layers", torch::nn::Sequential(torch::nn::Linear(4, 4)));
-              // Without parameters: the models have the same.
+              // Without parameters, so that the models have the same ones.
               register_module(name, torch::nn::Sequential());
             }
           };
@@ -362,7 +362,7 @@ TEST(ShardingBadInput, PolicyThatMatchesNothingOnOneRank_IsToldToEveryRank) {
   }
 }
 
-// Gives out no piece of a gathered unit's size on a thread that says so.
+// Refuses to allocate memory of a gathered unit's size on a thread that asks for that.
 class FullMemory : public c10::Allocator {
  public:
   static void Install() {
@@ -389,20 +389,20 @@ class FullMemory : public c10::Allocator {
   c10::Allocator* const inner_;
 };
 
-// What a rank says that waits for one that has gone, in a job without a coordinator: where, and
-// that the connection has ended.
+// The error of a rank that waits for one that has gone, in a job without a coordinator: the place,
+// and that the connection has ended.
 auto LostInTheModel() {
   return AllOf(HasSubstr("of the sharded model"),
                AnyOf(HasSubstr("closed by peer"), HasSubstr("reset by peer"),
                      HasSubstr("has left the group")));
 }
 
-// In a gather, where one allocates memory, or in a backward pass and its reductions.
+// In a gather, for which one rank allocates memory, or in a backward pass and its reductions.
 TEST(ShardingBadInput, RankWithoutMemory_SaysSoAndTheOthersLearnOfIt) {
   FullMemory::Install();
   const TestFolder scratch;
   for (const Kind& kind : Kinds(scratch.path())) {
-    // The others keep the memory, use the shards of all ranks where these are, or gather on another
+    // The others keep the memory, use the shards of all ranks in place, or gather on another
     // thread.
     const bool offloaded = kind.sharding.offload_parameters == Offload::kDisk;
     const bool in_place = kind.shared_memory || kind.sharding.group_size > 0;
@@ -421,7 +421,8 @@ TEST(ShardingBadInput, RankWithoutMemory_SaysSoAndTheOthersLearnOfIt) {
       }
     });
     EXPECT_THAT(errors[last], HasSubstr("can't allocate memory"));
-    // Which rank it was and how it ended the coordinator of a job knows (tests/e2e/bad_input_test).
+    // In a job, the coordinator knows which rank it was and how it ended
+    // (tests/e2e/bad_input_test).
     for (int rank = 0; rank < last; ++rank) EXPECT_THAT(errors[rank], LostInTheModel()) << rank;
     if (gathers) {
       EXPECT_THAT(errors[last], HasSubstr("allocating memory for unit"));
@@ -429,7 +430,7 @@ TEST(ShardingBadInput, RankWithoutMemory_SaysSoAndTheOthersLearnOfIt) {
   }
 }
 
-// A gather ahead of its use runs on the thread that communicates.
+// A gather ahead of its use runs on the communicating thread.
 TEST(ShardingBadInput, RankWithoutMemoryForAGatherAhead_NamesTheUnitAndTheOthersLearnOfIt) {
   FullMemory::Install();
   AcceleratorOptions options;
@@ -442,7 +443,7 @@ TEST(ShardingBadInput, RankWithoutMemoryForAGatherAhead_NamesTheUnitAndTheOthers
       Accelerator a(core);
       Training training(a);
       for (int step = 0; step < 3; ++step) {
-        // The first step finds the order in which units come.
+        // The first step determines the order of units.
         if (step == 2 && comm.rank() == 2) {
           core->process().comm_queue()->Submit([] { FullMemory::full_ = true; });
         }

@@ -70,7 +70,7 @@ struct NetImpl : torch::nn::Module {
   torch::nn::ModuleList blocks;
   torch::nn::BatchNorm1d norm;
   at::Tensor scale, ids;
-  // Blocks are converted to it by this module itself, without muster::call().
+  // The type to which this module itself converts blocks, without muster::call().
   std::optional<at::ScalarType> by_hand;
   std::vector<at::ScalarType> seen;
 };
@@ -80,7 +80,7 @@ at::Tensor LossOf(const at::Tensor& out, int step) {
   return at::mse_loss(out.to(at::kFloat), Random({4, out.size(1)}, 500 + step));
 }
 
-// The weights after a few steps, of the same batches on all ranks, and the last outputs.
+// Returns the weights after a few steps, with the same batches on all ranks, and the last outputs.
 template <class Module, class Convert>
 std::map<std::string, at::Tensor> Train(Accelerator& a, Module net, const Convert& convert) {
   FusedSGD sgd(net->parameters(), {.lr = 0.1});
@@ -178,7 +178,7 @@ TEST(ShardingDtypes, OutputDtypeUnderMixedPrecision_ConvertsWhatUnitsReturn) {
           EXPECT_THAT(net->seen, ElementsAre(at::kBFloat16, at::kBFloat16)) << what;
           if (a.is_main_process()) ExpectEqual(got, want, what);
         });
-        // Without a policy: what autocast makes of a residual.
+        // Without a policy: the type that autocast gives a residual.
         options.sharding->output_dtype.reset();
         RunAccelerators(ranks, options, [&](Accelerator& a) {
           Net net;
@@ -188,7 +188,7 @@ TEST(ShardingDtypes, OutputDtypeUnderMixedPrecision_ConvertsWhatUnitsReturn) {
       }
     }
   }
-  // The policy of a model that is gone says nothing about its module.
+  // The policy of a destroyed model no longer affects its module.
   EXPECT_EQ(Net()->forward(Random({4, 5}, 1)).scalar_type(), at::kFloat);
 }
 
@@ -264,8 +264,8 @@ TEST(ShardingDtypes, BuffersOfIgnoredModulesAndOfModelsForEvaluation_StayAsTheyA
   }
 }
 
-// A tensor is both a parameter and a buffer, and a buffer is both inside of an ignored module and
-// outside.
+// A tensor is both a parameter and a buffer, and a buffer is both inside and outside an ignored
+// module.
 struct SharesImpl : torch::nn::Module {
   SharesImpl() : net(register_module("net", Net())), outer(register_module("outer", Net())) {
     weight = register_parameter("weight", Random({5}, 40));
@@ -281,7 +281,7 @@ TORCH_MODULE(Shares);
 TEST(ShardingDtypes, TensorThatIsAlsoAParameterOrIgnored_IsNotConverted) {
   for (const int ranks : {1, 2}) {
     const std::string what = c10::str(ranks, " ranks");
-    AcceleratorOptions options = Sharded("no_shard");  // others refuse such a parameter
+    AcceleratorOptions options = Sharded("no_shard");  // other strategies refuse such a parameter
     std::map<std::string, at::Tensor> want;
     RunAccelerators(ranks, options, [&](Accelerator& a) {
       Shares shares;
@@ -302,7 +302,7 @@ TEST(ShardingDtypes, TensorThatIsAlsoAParameterOrIgnored_IsNotConverted) {
   }
 }
 
-// Into a model with another policy, or none, and back.
+// Loads into a model with another policy, or none, and back.
 TEST(ShardingDtypes, Checkpoints_HoldBuffersAsTheyAreAndConvertOnTheWayIn) {
   for (const char* strategy : {"no_shard", "zero3"}) {
     AcceleratorOptions with = Sharded(strategy);

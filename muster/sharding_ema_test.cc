@@ -1,4 +1,4 @@
-// Averages of sharded models: the same numbers as of whole ones, to the last bit.
+// Averages of sharded models: the same numbers as those of whole models, to the last bit.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -31,7 +31,7 @@ using testing::HasSubstr;
 
 using Weights = std::map<std::string, at::Tensor>;
 
-constexpr int kSamples = 12;  // of a step, on all ranks
+constexpr int kSamples = 12;  // in a step, on all ranks
 
 struct Kind {
   std::string name;
@@ -93,7 +93,7 @@ TEST(ShardingEma, AverageOfParts_IsThatOfWholeWeightsToTheBit) {
       FusedAdamW adamw(net->parameters(), {.lr = 0.05});
       auto [model, optimizer] = a.prepare(net, adamw);
       Ema ema(a, model, kOptions);
-      // Whole weights, on process 0: as one process averages them.
+      // Whole weights on process 0, averaged as one process averages them.
       std::optional<EmaWeights> whole;
       EmaWeights::Named whole_weights;
       const auto take = [&] {
@@ -135,7 +135,7 @@ TEST(ShardingEma, AverageOfParts_IsThatOfWholeWeightsToTheBit) {
           EXPECT_TRUE(at::allclose(out, other->forward(Random({2, 5}, 1)), 1e-5, 1e-6));
         }
         for (const auto& item : other->named_parameters()) {
-          if (want.empty()) continue;  // process 0 knows
+          if (want.empty()) continue;  // only process 0 knows it
           EXPECT_TRUE(at::equal(item.value(), want.at(item.key()))) << item.key();
         }
         const std::string folder = scratch.path() + "/average";
@@ -151,7 +151,7 @@ TEST(ShardingEma, AverageOfParts_IsThatOfWholeWeightsToTheBit) {
       }
       const Weights back = WeightsOf(a, model);
       if (a.is_main_process()) ExpectEqual(back, trained);
-      // And it goes on.
+      // Training continues.
       TrainStep(a, model, optimizer, 6);
       // The whole state, by hand.
       const StateDict state = ema.state_dict();
@@ -160,7 +160,7 @@ TEST(ShardingEma, AverageOfParts_IsThatOfWholeWeightsToTheBit) {
           EXPECT_TRUE(at::equal(*state.GetTensor("average." + name), average)) << name;
         }
       }
-      // For good.
+      // Permanently.
       ema.copy_to(*net);
       const Weights averages = WeightsOf(a, model);
       if (a.is_main_process()) ExpectEqual(averages, want);
@@ -168,8 +168,8 @@ TEST(ShardingEma, AverageOfParts_IsThatOfWholeWeightsToTheBit) {
   }
 }
 
-// Steps [first, last) with an average that is registered, from and to a checkpoint: the average on
-// process 0 at the end.
+// Trains steps [first, last) with a registered average, from and to a checkpoint; returns the
+// average on process 0 at the end.
 Weights TrainFrom(const Kind& kind, int first, int last, const std::string& from,
                   const std::string& to, bool hooks = false) {
   Weights averages;
@@ -216,7 +216,7 @@ TEST(ShardingEma, SavedUnderOneStrategy_ContinuesUnderAnother) {
       SCOPED_TRACE(first.name + ", then " + then.name);
       const std::string folder = scratch.path() + "/" + std::to_string(i) + (hooks ? "h" : "");
       const Weights saved = TrainFrom(first, 0, 3, "", folder, hooks);
-      // What was saved is what is loaded, to the bit.
+      // The loaded values equal the saved ones, to the bit.
       ExpectEqual(TrainFrom(then, 3, 3, folder, "", hooks), saved);
       const Weights got = TrainFrom(then, 3, 6, folder, "", hooks);
       for (const auto& [name, tensor] : want) {
@@ -283,7 +283,7 @@ TEST(ShardingEma, WhatChangesTheAverageInItsScope_IsAnErrorOnEveryRank) {
   }
 }
 
-// A graph of the averages has nothing to do with the weights that are trained.
+// A graph of the averages is unrelated to the weights that are trained.
 TEST(ShardingEma, BackwardThroughAGraphOfTheAverage_Throws) {
   for (const char* strategy : {"no_shard", "zero1", "zero2", "zero3"}) {
     EXPECT_THAT(ErrorsOf(2, Of(strategy, 2).options,

@@ -1,5 +1,5 @@
-// What one rank of a sharded model fails with alone: every rank learns of it, and none trains on,
-// or saves, a mixture. Threads of this process over Gloo.
+// Failures of one rank of a sharded model alone: every rank learns of them, and none continues
+// with, or saves, a mixture. Threads of this process over Gloo.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -74,7 +74,7 @@ TEST_F(ShardingFailures, UpdateOfAStepWithClosure_IsAnErrorOnEveryRankUntilALoad
   for (const std::string strategy : {"zero1", "zero2", "zero3", "hybrid"}) {
     const int ranks = RanksOf(strategy);
     Weights want, got;
-    for (const int failing : {0, 1, ranks}) {  // ranks, the last ones
+    for (const int failing : {0, 1, ranks}) {  // the number of failing ranks, the last ones
       SCOPED_TRACE(testing::Message() << strategy << ", failing " << failing);
       const std::string dir = folder_.Path("before");
       std::vector<std::string> errors(ranks), next(2 * ranks);
@@ -97,7 +97,7 @@ TEST_F(ShardingFailures, UpdateOfAStepWithClosure_IsAnErrorOnEveryRankUntilALoad
         if (failing > 0) {
           ASSERT_TRUE(a.save_state(dir).ok());
           const int mine = a.process_index();
-          // Each in another place of the step.
+          // Each fails at a different place in the step.
           if (mine >= ranks - failing) adam.fails_in = mine == 0 ? 2 : 1;
           errors[mine] = ErrorOf(step);
           next[mine] = ErrorOf(step);
@@ -119,10 +119,10 @@ TEST_F(ShardingFailures, UpdateOfAStepWithClosure_IsAnErrorOnEveryRankUntilALoad
   }
 }
 
-// Where in a closure.
+// The place in a closure.
 enum class Where { kBefore, kInForward, kBetween, kBehind };
 
-// No rank has stepped: none has to load.
+// No rank has stepped, so none has to load.
 TEST_F(ShardingFailures, ClosureOfOneRank_IsAnErrorOnEveryRankAndTrainingGoesOn) {
   for (const std::string strategy : {"zero1", "zero2", "zero3", "hybrid"}) {
     const int ranks = RanksOf(strategy);
@@ -180,11 +180,11 @@ TEST_F(ShardingFailures, ClosureOfOneRank_IsAnErrorOnEveryRankAndTrainingGoesOn)
              {Where::kBefore, Where::kInForward, Where::kBetween, Where::kBehind}) {
           SCOPED_TRACE(testing::Message() << strategy << clips << ", failing " << failing << ", "
                                           << static_cast<int>(where));
-          // The other groups go on to their backward pass, and learn of it a step later.
+          // The other groups continue to their backward pass, and learn of it a step later.
           if (strategy == "hybrid" && failing == 1 && where == Where::kInForward) continue;
           const std::vector<std::string> errors = run(failing, where);
           EXPECT_THAT(errors.back(), HasSubstr("the closure fails"));
-          // What waits in a gather does not know why.
+          // A rank that waits in a gather does not know the cause.
           const char* const instead = where == Where::kInForward
                                           ? "ranks disagree about a collective"
                                           : "the closure fails";
@@ -200,7 +200,7 @@ TEST_F(ShardingFailures, ClosureOfOneRank_IsAnErrorOnEveryRankAndTrainingGoesOn)
 // A hook of load_state() may use the weights, which a failed step has left as a mixture.
 TEST_F(ShardingFailures, LoadHookThatUsesTheWeights_DoesNotKeepAnyoneFromLoading) {
   for (const bool in_backward : {false, true}) {
-    for (const bool known : {false, true}) {  // to all ranks
+    for (const bool known : {false, true}) {  // whether all ranks know of it
       SCOPED_TRACE(testing::Message() << in_backward << known);
       const std::string dir = folder_.Path("before");
       Weights want, got;
@@ -232,7 +232,7 @@ TEST_F(ShardingFailures, LoadHookThatUsesTheWeights_DoesNotKeepAnyoneFromLoading
             ErrorOf(step);
             const std::string again = known ? ErrorOf(step) : "";
             EXPECT_NE(again, "no error");
-            // A load that has replaced nothing leaves the failure as it was.
+            // A load that has replaced nothing leaves the failure unchanged.
             refuses = true;
             EXPECT_THAT(std::string(a.load_state(dir).message()), HasSubstr("the hook refuses"));
             EXPECT_NE(ErrorOf(step), "no error");
@@ -251,7 +251,7 @@ TEST_F(ShardingFailures, LoadHookThatUsesTheWeights_DoesNotKeepAnyoneFromLoading
   }
 }
 
-// What one rank has given up by a step of its own, another may have gathered still.
+// Values that one rank has dropped in a separate step may still be gathered on another.
 TEST_F(ShardingFailures, LoadThatEvaluatesAfterAStepOfOneRank_LeavesNoneWaiting) {
   for (const std::string strategy : {"zero1", "zero2", "zero3", "hybrid"}) {
     for (const bool evaluates : {false, true}) {  // before the step, too
@@ -285,7 +285,8 @@ TEST_F(ShardingFailures, LoadThatEvaluatesAfterAStepOfOneRank_LeavesNoneWaiting)
   }
 }
 
-// It forgets what the load has forgotten that its hook is of, and does not bring that back.
+// The inner load also forgets the failure that the outer load has forgotten, and does not restore
+// it.
 TEST_F(ShardingFailures, FailedLoadInAHookOfALoad_DoesNotKeepTheHookFromTheWeights) {
   for (const bool in_backward : {false, true}) {
     SCOPED_TRACE(in_backward);
@@ -326,8 +327,8 @@ TEST_F(ShardingFailures, FailedLoadInAHookOfALoad_DoesNotKeepTheHookFromTheWeigh
   }
 }
 
-// What else gives weights to the program, or takes weights alone: the optimizer's state would stay
-// a mixture.
+// Other ways to give weights to the program, or to load only weights: the optimizer's state would
+// stay a mixture.
 TEST_F(ShardingFailures, ReadingWeightsAndLoadingThemAlone_SayOnEveryRankThatAStateIsToBeLoaded) {
   for (const std::string strategy : {"zero1", "zero3", "hybrid"}) {
     const int ranks = RanksOf(strategy);
@@ -374,7 +375,7 @@ TEST_F(ShardingFailures, ReadingWeightsAndLoadingThemAlone_SayOnEveryRankThatASt
   }
 }
 
-// The others are in the backward pass that it has left, in exchanges of their groups.
+// The others are in the backward pass that this rank has left, in exchanges of their groups.
 TEST_F(ShardingFailures, SaveOfARankThatHasLeftABackwardPassOfGroups_IsAnErrorOnEveryRank) {
   for (const bool shared_memory : {false, true}) {
     for (const int fails_at : {0, 2}) {
@@ -417,8 +418,8 @@ TEST_F(ShardingFailures, SaveOfARankThatHasLeftABackwardPassOfGroups_IsAnErrorOn
   }
 }
 
-// Those of its group meet it first.
-// Not what a program does often, but what it may: a state on a disk that cannot be mapped.
+// The ranks of its group meet it first. Programs do this rarely, but may: a state on a disk that
+// cannot be mapped.
 TEST_F(ShardingFailures, SaveOfAStateThatOneRankCannotRead_IsAnErrorOnEveryRank) {
   for (const std::string strategy : {"zero1", "zero3", "hybrid"}) {
     const int ranks = RanksOf(strategy);
@@ -466,7 +467,7 @@ TEST_F(ShardingFailures, SaveOfARankThatHasDroppedItsShardedModel_IsAnErrorOnEve
   EXPECT_THAT(errors, Each(HasSubstr("on rank 3 than on rank 0")));
 }
 
-// All have left it, and none waits.
+// All ranks have left it, and none waits.
 TEST_F(ShardingFailures, SaveOfAllRanksAfterABackwardPassOfGroupsThatTheyHaveLeft_Succeeds) {
   RunAccelerators(4, Options("hybrid"), [&](Accelerator& a) {
     torch::nn::Sequential net = MakeNet();

@@ -29,7 +29,7 @@
 
 namespace {
 
-// Whether the disk to which gradients are offloaded cannot be read.
+// Whether the disk to which gradients are offloaded is unreadable.
 std::atomic<bool> gradients_are_lost{false};
 
 bool FailsToRead(int fd) {
@@ -49,7 +49,7 @@ using ::testing::AllOf;
 using ::testing::Each;
 using ::testing::HasSubstr;
 
-constexpr int kSamples = 12;  // of a step, on all ranks
+constexpr int kSamples = 12;  // in a step, on all ranks
 
 template <class Model, class Optimizer>
 void Train(Accelerator& a, Model& model, Optimizer& optimizer, int first, int last) {
@@ -70,7 +70,7 @@ using Weights = std::map<std::string, at::Tensor>;
 
 class ShardingOffloadTest : public testing::Test {
  protected:
-  // Several windows of several parameters, and some of one.
+  // Makes windows of several parameters, and some of one.
   void SetUp() override { OffloadedState::SetDefaultWindowBytes(512); }
   void TearDown() override { OffloadedState::SetDefaultWindowBytes(OffloadedState::kWindowBytes); }
 
@@ -94,7 +94,8 @@ class ShardingOffloadTest : public testing::Test {
     return options;
   }
 
-  // The weights after six steps, with a checkpoint after three that another Accelerator loads.
+  // Returns the weights after six steps, with a checkpoint after three that another Accelerator
+  // loads.
   Weights Trained(int ranks, const AcceleratorOptions& first, const AcceleratorOptions& second) {
     Weights weights;
     const std::string dir = folder_.Path("state" + std::to_string(++runs_));
@@ -150,7 +151,7 @@ TEST_F(ShardingOffloadTest, EveryStrategy_TrainsAsWithoutOffload) {
         SCOPED_TRACE(strategy + " on " + std::to_string(ranks) + " ranks");
         ExpectEqual(Trained(ranks, offload, offload), want);
       }
-      // A checkpoint says nothing of offload.
+      // Offload does not appear in a checkpoint.
       for (const AcceleratorOptions& offload : {offloads.front(), offloads.back()}) {
         ExpectEqual(Trained(ranks, offload, none), want);
         ExpectEqual(Trained(ranks, none, offload), want);
@@ -203,7 +204,7 @@ TEST_F(ShardingOffloadTest, PreparedAgain_KeepsItsStates) {
   for (size_t i = 0; i < with.size(); ++i) EXPECT_TRUE(with[i].equal(without[i])) << i;
 }
 
-// A graph of a micro-step that does not exchange, run backward in one that does.
+// The graph of a micro-step that does not exchange is run backward in one that does.
 TEST_F(ShardingOffloadTest, OneProcess_LosesNoGradient) {
   RunAccelerators(1, Options("zero3", Offload::kNone, Offload::kDisk), [&](Accelerator& a) {
     torch::nn::Sequential net = MakeNet(), plain = MakeNet();
@@ -226,12 +227,12 @@ TEST_F(ShardingOffloadTest, OneProcess_LosesNoGradient) {
   });
 }
 
-// The bytes of what models and optimizers have.
+// Returns the contents of the files of models and optimizers.
 std::map<std::string, std::string> FilesIn(const std::string& dir) {
   std::map<std::string, std::string> files;
   const std::vector<std::string> names = ListDirectory(dir).value_or(std::vector<std::string>());
   for (const std::string& name : names) {
-    // Those of this process's generators go on from run to run.
+    // This process's generators continue from run to run.
     if (!name.ends_with(".safetensors") || name.starts_with("random_states")) continue;
     files[name] = *ReadFile(JoinPath(dir, name));
   }
@@ -251,7 +252,7 @@ TEST_F(ShardingOffloadTest, SavesBesideTraining_AreTheBytesOfThoseThatWait) {
           torch::nn::Sequential net = MakeNet();
           FusedAdamW adam(net->parameters(), {.lr = 0.01});
           auto [model, optimizer] = a.prepare(net, adam);
-          // What a hook keeps is its own.
+          // The tensors that a hook keeps belong to it.
           std::vector<NamedTensors> kept;
           a.register_save_state_pre_hook(
               [&](std::vector<NamedTensors>& weights, StateWriter&) { kept = weights; });
@@ -340,12 +341,12 @@ TEST_F(ShardingOffloadTest, AccumulationInBf16_TrainsAsWithoutOffload) {
 }
 
 // Gradients at the optimizer between backward() and step(): used by hand, scaled, clipped, zeroed
-// in place, taken by an optimizer of LibTorch that has all of them at once.
+// in place, or taken by an optimizer of LibTorch that holds all of them at once.
 TEST_F(ShardingOffloadTest, GradientsOnTheDisk_AreThoseInMemory) {
   struct Way {
     const char* precision;
     bool torchs_own, norm, value, by_hand, set_to_none, in_step;
-    // Gradients alone of this strategy; null: with the parameters.
+    // With this strategy only gradients are offloaded; null: also the parameters.
     const char* strategy = nullptr;
     double norm_type = 2;
   };
@@ -367,7 +368,7 @@ TEST_F(ShardingOffloadTest, GradientsOnTheDisk_AreThoseInMemory) {
     for (const int ranks : {1, 2, 3}) {
       SCOPED_TRACE(testing::Message() << "way " << &way - ways << " on " << ranks << " ranks");
       std::vector<Weights> runs;
-      std::vector<std::vector<double>> numbers;  // losses and what was read of gradients
+      std::vector<std::vector<double>> numbers;  // losses and values read from gradients
       for (const Offload place : {Offload::kNone, Offload::kDisk}) {
         const Offload states = way.torchs_own ? Offload::kNone : place;
         AcceleratorOptions options = way.strategy == nullptr
@@ -440,7 +441,7 @@ TEST_F(ShardingOffloadTest, GradientsOnTheDisk_AreThoseOfTwoUnits) {
        {Run{2, Options("zero3", Offload::kDisk, Offload::kDisk)},
         Run{2, Options("zero2", Offload::kDisk, Offload::kNone, Offload::kDisk)},
         Run{2, Options("zero1", Offload::kNone, Offload::kNone, Offload::kDisk)},
-        // In units, which one process alone has for this.
+        // In units, which a single process has only for this.
         Run{1, Options("zero2", Offload::kDisk, Offload::kNone, Offload::kDisk)},
         Run{1, Options("zero3", Offload::kNone, Offload::kNone, Offload::kDisk)}}) {
     RunAccelerators(run.ranks, run.options, [&](Accelerator& a) {

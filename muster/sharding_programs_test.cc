@@ -1,5 +1,5 @@
-// Ordinary programs under sharding: each ends with the weights that it ends with under data
-// parallelism, or is refused.
+// Ordinary programs under sharding: each ends with the same weights as under data parallelism, or
+// is refused.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -68,7 +68,7 @@ at::Tensor X(Accelerator& a, int step, at::IntArrayRef sizes = {4, 6}) {
 
 using Program = std::function<Weights(Accelerator&)>;
 
-// The weights on process 0 of two.
+// Returns the weights on process 0 of two.
 Weights RunProgram(const std::string& strategy, const Program& program,
                    AcceleratorOptions options = {}) {
   options.sharding = ParseSharding(strategy, 2);
@@ -183,7 +183,7 @@ TEST(ShardingPrograms, AttentionDropoutAndParametersOfOtherDtypes) {
     auto net = std::make_shared<NetImpl>();
     FusedSGD sgd(net->parameters(), {.lr = 0.1});
     auto [model, optimizer] = a.prepare(net, sgd);
-    // The ranks are threads, which share the generator of dropout.
+    // Without dropout, because the ranks are threads and share its generator.
     net->eval();
     Steps(a, model, optimizer, 3, [&](auto& m, int step) {
       return m(X(a, step, {5, 2, 8})).square().mean();
@@ -192,8 +192,8 @@ TEST(ShardingPrograms, AttentionDropoutAndParametersOfOtherDtypes) {
   });
 }
 
-// To the bit, under each strategy: the second run computes what the first did. Without dropout: the
-// ranks of this test are threads and share a random generator.
+// Equal to the bit, under each strategy: the second run computes the same as the first. Without
+// dropout, because the ranks of this test are threads and share a random generator.
 TEST(ShardingPrograms, ActivationCheckpointing) {
   struct NetImpl : torch::nn::Module {
     explicit NetImpl(bool checkpointed) : checkpointed(checkpointed) {
@@ -278,7 +278,7 @@ TEST(ShardingPrograms, AdversarialTrainingWithTwoModelsAndTwoOptimizers) {
     auto [g, g_step] = a.prepare(generator, generator_sgd);
     auto [j, j_step] = a.prepare(judge, judge_sgd);
     for (int step = 0; step < 3; ++step) {
-      // The graph of `fake` is older than the judge's step, and not touched by it.
+      // The graph of `fake` is older than the judge's step, and not affected by it.
       const at::Tensor fake = g(X(a, step, {4, 3}));
       a.backward((j(fake.detach()).mean() - j(X(a, step)).mean()).square());
       j_step.step();
@@ -311,7 +311,7 @@ TEST(ShardingPrograms, BackwardTwiceThroughOneGraph) {
   });
 }
 
-// Computes its forward pass again in backward, in a backward pass of its own.
+// Recomputes its forward pass in backward, in a nested backward pass.
 struct Again : torch::autograd::Function<Again> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
                             torch::nn::Linear layer) {
@@ -370,7 +370,7 @@ TEST(ShardingPrograms, FrozenAndUnfrozenAfterPrepare_TrainsOrIsRefused) {
     Steps(a, model, optimizer, 2, loss);
     return a.get_state_dict(model);
   });
-  // Frozen before prepare(), trained later: no hook is there for it.
+  // Frozen before prepare() and trained later: no hook exists for it.
   for (const char* strategy : {"zero1", "zero2", "zero3"}) {
     AcceleratorOptions options;
     options.sharding = ParseSharding(strategy, 2);
@@ -473,7 +473,7 @@ TEST(ShardingPrograms, ClippingOfEveryNorm) {
         auto scope = a.accumulate();
         a.backward(model(X(a, step)).square().mean());
         a.clip_grad_norm_(net->parameters(), 0.05, norm_type);
-        // Part of the parameters, whichever way they are named.
+        // Only some of the parameters, however they are named.
         a.clip_grad_norm_(net[4]->parameters(), 0.01, norm_type);
         a.clip_grad_value_(model.parameters(), 0.02);
         optimizer.step();
@@ -538,7 +538,8 @@ TEST(ShardingPrograms, OptimizersWithMoreState_ContinueAcrossStrategies) {
   });
 }
 
-// Groups by name, whoever makes the optimizer, and before prepare() or after it: as one process.
+// Groups by name, whichever way the optimizer is made, before prepare() or after it: the same as on
+// one process.
 TEST(ShardingPrograms, GroupsByName_SurviveEveryStrategy) {
   constexpr int kSteps = 5, kRows = 8;
   const auto layers = [] {
@@ -562,7 +563,7 @@ TEST(ShardingPrograms, GroupsByName_SurviveEveryStrategy) {
   const auto one_process = [&](double decay_of_others) {
     torch::nn::Sequential net = layers();
     const std::vector<at::Tensor> all = net->parameters();
-    // Of the first matrix alone.
+    // Only the first matrix.
     std::vector<torch::optim::OptimizerParamGroup> groups;
     groups.emplace_back(std::vector<at::Tensor>{all[0]},
                         std::make_unique<torch::optim::AdamWOptions>(torch_options));
@@ -630,7 +631,7 @@ TEST(ShardingPrograms, GroupsByName_SurviveEveryStrategy) {
   }
 }
 
-// What LibTorch's own loops do.
+// LibTorch's own loops do this.
 TEST(ShardingPrograms, ZeroGradOfTheModule) {
   for (const bool between : {false, true}) {
     ExpectAsUnderDataParallelism([between](Accelerator& a) {
@@ -698,8 +699,8 @@ TEST(ShardingPrograms, OptimizerThatWasGivenToPrepare_Steps) {
   });
 }
 
-// With all gradients reduced in each micro-step, parameters stay where they are until somebody has
-// changed them: the program's own steps, within a window as well, are not missed.
+// If all gradients are reduced in each micro-step, gathered parameters stay until some code has
+// changed them: the program's own steps are noticed, even within a window.
 TEST(ShardingPrograms, OptimizerThatWasGivenToPrepare_StepsWithinAWindow) {
   AcceleratorOptions options;
   options.gradient_accumulation_steps = 3;
@@ -800,7 +801,7 @@ TEST(ShardingPrograms, MicroStepsInBfloat16_AreSummedInFloat) {
     auto [model, optimizer] = a.prepare(net, sgd);
     for (int step = 0; step < 64; ++step) {
       auto scope = a.accumulate();
-      // 4 once, and 1/64 in the others, which 4 does not take up in bf16.
+      // 4 once, and 1/64 in the other steps, which adding to 4 in bf16 would lose.
       a.backward(model(at::full({1, 1}, step == 0 ? 256.0 : 1.0)).sum());
       optimizer.step();
       optimizer.zero_grad();
@@ -811,7 +812,7 @@ TEST(ShardingPrograms, MicroStepsInBfloat16_AreSummedInFloat) {
   });
 }
 
-// The bias of a layer in the middle of the model, on one process only.
+// The bias of a layer in the middle of the model, on only one process.
 TEST(ShardingPrograms, ParameterThatOneProcessLeavesOut) {
   AcceleratorOptions options;
   options.data_parallel.find_unused_parameters = true;
@@ -854,11 +855,11 @@ TEST(ShardingPrograms, SummonAndTrain) {
     auto [model, optimizer] = a.prepare(net, sgd);
     const auto loss = [&](auto& m, int step) { return m(X(a, step)).square().mean(); };
     Steps(a, model, optimizer, 1, loss);
-    // Gradients with everything there.
+    // Gradients while all parameters are gathered.
     a.summon_full_params(model, [&, &model = model] { a.backward(loss(model, 1)); });
     optimizer.step();
     optimizer.zero_grad();
-    // What a body that throws has written before stays.
+    // Values that a body wrote before it threw are kept.
     EXPECT_THROW(a.summon_full_params(model,
                                       [&] {
                                         const at::NoGradGuard no_grad;
@@ -920,7 +921,7 @@ TEST(ShardingPrograms, WhatWouldGoWrong_IsRefused) {
                          auto two = a.prepare(second);
                        }),
               Each(HasSubstr("'shared' belongs to another sharded model")));
-  // A step while the values are there.
+  // A step while the values are gathered.
   EXPECT_THAT(ErrorsOf(2, options,
                        [](Accelerator& a) {
                          torch::nn::Linear net(3, 3);
@@ -932,7 +933,7 @@ TEST(ShardingPrograms, WhatWouldGoWrong_IsRefused) {
                          });
                        }),
               Each(HasSubstr("inside of summon_full_params()")));
-  // Two parameters in one memory.
+  // Two parameters in the same memory.
   EXPECT_THAT(ErrorsOf(2, options,
                        [](Accelerator& a) {
                          torch::nn::Sequential net(torch::nn::Linear(3, 3),
@@ -941,7 +942,7 @@ TEST(ShardingPrograms, WhatWouldGoWrong_IsRefused) {
                          auto model = a.prepare(net);
                        }),
               Each(HasSubstr("'0.weight' and '1.weight' share memory")));
-  // The module in another dtype, or copied.
+  // The module was converted to another dtype, or copied.
   EXPECT_THAT(ErrorsOf(2, options,
                        [](Accelerator& a) {
                          torch::nn::Linear net(3, 3);

@@ -1,5 +1,5 @@
 // Random programs under sharding, each compared with the same program on one process that has the
-// whole model and all samples. `MUSTER_FUZZ_CASES` and `MUSTER_FUZZ_SEED` give others.
+// whole model and all samples. `MUSTER_FUZZ_CASES` and `MUSTER_FUZZ_SEED` select others.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -67,7 +67,7 @@ struct Block : torch::nn::Module {
   torch::nn::Linear down, up;
 };
 
-// What a forward pass goes through: the same blocks on all ranks.
+// The path of a forward pass: the same blocks on all ranks.
 struct Way {
   int64_t blocks = 0;  // a bit for each
   bool reversed = false;
@@ -138,7 +138,7 @@ struct Judge : torch::nn::Module {
 enum class Kind { kAdamW, kAdam, kSgd, kAdagrad, kTorchAdamW, kTorchSgd };
 
 struct Micro {
-  std::vector<Way> ways;  // of each rank
+  std::vector<Way> ways;  // one for each rank
   uint64_t seed = 0;
   bool twice = false;  // two forward passes before one backward pass
   bool unused_forward = false;
@@ -148,14 +148,15 @@ struct Micro {
 // An accumulation window, and what follows it.
 struct Window {
   std::vector<Micro> micro;
-  bool leaves_out[2] = {false, false};  // the step of an optimizer
+  bool leaves_out[2] = {false, false};  // the step of each optimizer
   bool again = false;                   // a second step on the same gradients
-  bool by_program = false;              // steps by the optimizers that it gave to prepare()
+  bool by_program = false;              // steps by the optimizers that the program gave to
+                                        // prepare()
   bool in_place = false;                // how gradients are zeroed
   bool zeroes = true;
-  double rate = 0;  // 0: as before
+  double rate = 0;  // 0: unchanged
   bool judged = false, freezes_judge = false;
-  int64_t freezes = -1, unfreezes = -1;  // a block
+  int64_t freezes = -1, unfreezes = -1;  // the number of a block
   bool evaluates = false, averages = false, writes = false, saves = false, loads = false;
 };
 
@@ -220,7 +221,7 @@ Plan MakePlan(uint64_t seed, const std::string& folder) {
   plan.shape.tied = choose.OneIn(2);
   plan.shape.checkpointed = choose.OneIn(2);
   if (plan.shared_memory && choose.OneIn(2)) {
-    // Parts that ranks share.
+    // Parts that ranks share in memory.
     plan.shape.width = 160;
     plan.shape.hidden = 416;
     plan.shape.blocks = 2;
@@ -241,14 +242,14 @@ Plan MakePlan(uint64_t seed, const std::string& folder) {
     plan.clips_a_part = choose.OneIn(3);
     if (choose.OneIn(3)) options.gradient_clipping = 0.07;
   }
-  // The rules for names and sizes are those of each model.
+  // The rules for names and sizes apply to each model.
   plan.judge = !in_backward && options.sharding->min_unit_parameters == 0 &&
                options.sharding->ignored_parameters.empty() && choose.OneIn(3);
   plan.zeroes_at_head = !in_backward && choose.OneIn(4);
   bool saved = false;
   const int64_t windows = 4 + choose.Below(4);
   const auto some = [&] { return choose.Below(1 << plan.shape.blocks); };
-  // Habits, so that an order of units comes back.
+  // Usual choices, so that an order of units recurs.
   const int64_t usual_blocks = (1 << plan.shape.blocks) - 1;
   for (int64_t w = 0; w < windows; ++w) {
     Window& window = plan.windows.emplace_back();
@@ -256,13 +257,13 @@ Plan MakePlan(uint64_t seed, const std::string& folder) {
       Micro& micro = window.micro.emplace_back();
       micro.seed = 10000 + static_cast<uint64_t>(100 * w + 10 * m);
       Way way = {.blocks = usual_blocks, .scaled = usual_blocks, .adapted = usual_blocks};
-      // An optimizer in backward needs the order of the first step.
+      // An optimizer in the backward pass needs the order of the first step.
       if (choose.OneIn(in_backward ? 20 : 4)) way.blocks = some();
       if (!in_backward && choose.OneIn(6)) way.reversed = true;
       if (choose.OneIn(4)) way.adapted = some();
       for (int r = 0; r < plan.ranks; ++r) {
         micro.ways.push_back(way);
-        // A rank may leave out a parameter, but not all of a unit.
+        // A rank may leave out a parameter, but not all parameters of a unit.
         const bool apart =
             !in_backward && !plan.judge && options.sharding->min_unit_parameters == 0;
         if (apart && choose.OneIn(4)) micro.ways.back().scaled = some();
@@ -292,7 +293,7 @@ Plan MakePlan(uint64_t seed, const std::string& folder) {
     window.saves = choose.OneIn(4);
     saved = saved || window.saves;
   }
-  // At last: plans of before stay what they were.
+  // Last, so that plans of earlier versions stay the same.
   if (choose.OneIn(3)) {
     options.sharding->offload_gradients = Offload::kDisk;
     options.sharding->offload_gradients_path = folder + "/gradients";
@@ -384,7 +385,8 @@ void Freeze(const std::vector<at::Tensor>& parameters, bool frozen) {
   for (at::Tensor parameter : parameters) parameter.set_requires_grad(!frozen);
 }
 
-// What process 0 ends with, and what it has seen on the way. `all`: on one process, for all ranks.
+// Returns the final values of process 0, and those that it has seen on the way. `all`: on one
+// process, for all ranks.
 Values Execute(Accelerator& a, const Plan& plan, bool all, const std::string& folder) {
   Values seen;
   const auto net = std::make_shared<Net>(plan.shape);
@@ -525,7 +527,7 @@ Values Execute(Accelerator& a, const Plan& plan, bool all, const std::string& fo
 }
 
 TEST(ShardingRandom, Program_EndsAsOnOneProcess) {
-  // Several windows of offloaded states.
+  // Makes several windows of offloaded states.
   OffloadedState::SetDefaultWindowBytes(512);
   const int64_t cases = Variable("MUSTER_FUZZ_CASES", 20);
   const int64_t first = Variable("MUSTER_FUZZ_SEED", 1);
@@ -559,7 +561,7 @@ TEST(ShardingRandom, Program_EndsAsOnOneProcess) {
     ASSERT_EQ(got.size(), want.size());
     std::string differ;
     for (const auto& [name, tensor] : want) {
-      // It has diverged.
+      // The training has diverged.
       if (!tensor.isfinite().all().item<bool>()) continue;
       const double off = (got.at(name) - tensor).abs().max().item<double>();
       if (off <= 1e-9 * (1 + tensor.abs().max().item<double>())) continue;

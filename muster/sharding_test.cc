@@ -41,7 +41,7 @@ using testing::Each;
 using testing::HasSubstr;
 using testing::Not;
 
-constexpr int kSamples = 12;  // of a step, on all ranks
+constexpr int kSamples = 12;  // in a step, on all ranks
 
 AcceleratorOptions Sharded(const std::string& name) {
   AcceleratorOptions options;
@@ -51,8 +51,8 @@ AcceleratorOptions Sharded(const std::string& name) {
 
 using Weights = std::map<std::string, at::Tensor>;
 
-// Steps `first` up to `last`, in windows of `micro_steps`; the loss of all ranks together is that
-// of one process over all samples.
+// Trains steps `first` up to `last`, in windows of `micro_steps`; the loss of all ranks together is
+// that of one process over all samples.
 template <class Model, class Optimizer>
 void Train(Accelerator& a, Model& model, Optimizer& optimizer, int first, int last,
            int micro_steps = 1) {
@@ -126,7 +126,7 @@ TEST(Sharding, OptimizerOfLibTorch_IsGivenTheShards) {
                {all[1], all[3], all[5]}, std::make_unique<torch::optim::AdamWOptions>(
                                              torch::optim::AdamWOptions(1e-2).weight_decay(0)))},
           torch::optim::AdamWOptions(1e-2));
-      // In either order.
+      // Prepared in either order.
       auto optimizer = a.prepare(adam);
       auto model = a.prepare(net);
       Train(a, model, optimizer, 0, 3);
@@ -135,17 +135,17 @@ TEST(Sharding, OptimizerOfLibTorch_IsGivenTheShards) {
       if (want.empty()) {
         for (const auto& [name, tensor] : got) want[name] = tensor.clone();
       }
-      // Adam enlarges the rounding of small gradients.
+      // Adam amplifies the rounding of small gradients.
       EXPECT_LE(Distance(got, want), 1e-4);
     });
   }
 }
 
-// Its constructor makes the state of the parameters as they are then.
+// Its constructor makes the state for the parameters as they are at that time.
 TEST(Sharding, AdagradOfLibTorch_IsMadeBeforePrepareWhereParametersAreDivided) {
   std::vector<Weights> runs;
   for (const char* strategy : {"no_shard", "zero2", "zero3"}) {
-    const bool divided = std::string(strategy) != "no_shard";  // else by one process
+    const bool divided = std::string(strategy) != "no_shard";  // else made by one process
     for (const bool before : {true, false}) {
       if (!divided && !before) continue;
       std::string error;
@@ -173,7 +173,7 @@ TEST(Sharding, AdagradOfLibTorch_IsMadeBeforePrepareWhereParametersAreDivided) {
   for (const size_t run : {1, 2}) EXPECT_LE(Distance(runs[run], runs[0]), 1e-4);
 }
 
-// Lists what is exchanged.
+// Lists the exchanges.
 class ListingComm : public BorrowedComm {
  public:
   using BorrowedComm::BorrowedComm;
@@ -274,7 +274,7 @@ TEST(Sharding, StepOfOneModel_LeavesWhatIsGatheredOfOthers) {
         EXPECT_TRUE(at::equal(evaluate(critic, &gathered), before));
         EXPECT_EQ(gathered, 0) << "of another model that is trained";
       }
-      // Nor is it by a look at the parameters of one.
+      // Reading the parameters of one model does not change that, either.
       a.summon_full_params(student, [] {});
       evaluate(teacher, &of_teacher);
       EXPECT_EQ(of_teacher, 0);
@@ -325,7 +325,7 @@ TEST(Sharding, ModelInThePassOfAnother_IsGatheredAgainUnlessItIsFrozenThere) {
   }
 }
 
-// Rank 0 has only numbers of the frozen weight, rank 1 the bias.
+// Rank 0 has only elements of the frozen weight, rank 1 the bias.
 TEST(Sharding, StepOfARankWhosePartIsFrozen_IsNotWarnedOf) {
   for (const char* const strategy : {"zero1", "zero2", "zero3"}) {
     const auto store = c10::make_intrusive<c10d::HashStore>();
@@ -351,7 +351,7 @@ struct HalfUsedImpl : torch::nn::Module {
 };
 TORCH_MODULE(HalfUsed);
 
-// Rank 0 has all numbers of the weight that no loss reaches, rank 1 those of the other one.
+// Rank 0 has all elements of the weight that no loss reaches, rank 1 those of the other weight.
 TEST(Sharding, StepOfARankWhosePartIsUnused_IsNotWarnedOf) {
   for (const char* const strategy : {"zero1", "zero2", "zero3"}) {
     for (const bool backward : {true, false}) {
@@ -374,7 +374,7 @@ TEST(Sharding, StepOfARankWhosePartIsUnused_IsNotWarnedOf) {
   }
 }
 
-// Of one model, the part that is frozen under what is trained. The program may write what an
+// A part of a model is frozen below the trained part. The program may write parameters that an
 // optimizer has.
 TEST(Sharding, FrozenPartOfAModel_IsGatheredOnceUntilSomethingWritesItUnlessAnOptimizerHasIt) {
   for (const char* strategy : {"zero1", "zero2"}) {
@@ -457,8 +457,8 @@ TEST(Sharding, FrozenPartOfAModel_IsGatheredOnceUntilSomethingWritesItUnlessAnOp
   }
 }
 
-// By a program that goes past the versions of tensors, as LibTorch's own optimizers do: also of
-// another optimizer than the one that steps.
+// A program may bypass the versions of tensors, as LibTorch's own optimizers do, even for another
+// optimizer than the one that steps.
 TEST(Sharding, DataThatIsWrittenBehindAStep_IsWhatTheNextPassUses) {
   for (const char* strategy : {"zero1", "zero2", "zero3"}) {
     for (const bool of_other : {false, true}) {
@@ -500,7 +500,7 @@ TEST(Sharding, DataThatIsWrittenBehindAStep_IsWhatTheNextPassUses) {
 }
 
 TEST(Sharding, CheckpointOfOneStrategyAndSize_ContinuesUnderAnother) {
-  constexpr int kSteps = 10;  // of each
+  constexpr int kSteps = 10;  // on each
   const std::string dir = TestDir("strategies");
   const struct {
     const char* strategy;
@@ -531,7 +531,7 @@ TEST(Sharding, CheckpointOfOneStrategyAndSize_ContinuesUnderAnother) {
   }
 }
 
-// The tensors of a file in a checkpoint, and of its parts.
+// The tensors in a file of a checkpoint, including its parts.
 Weights TensorsIn(const std::string& dir, const std::string& file) {
   Weights all;
   const absl::StatusOr<Manifest> manifest = ReadManifest(dir);
@@ -568,7 +568,7 @@ TEST(Sharding, Checkpoint_IsWrittenByAllRanksAndIsAModelInShards) {
       EXPECT_EQ(rank_of(file + "-00002-of-00003.safetensors"), 1);
       EXPECT_EQ(rank_of(file + "-00003-of-00003.safetensors"), 2);
     }
-    // Two states and a count for each parameter, and nothing twice.
+    // Two states and a count for each parameter, each only once.
     EXPECT_EQ(TensorsIn(dir, "optimizer.safetensors").size(), 3 * want.size());
     EXPECT_EQ(LoadTensors(dir + "/optimizer.safetensors").size(), 0u);
     torch::nn::Sequential whole = MakeNet();
@@ -663,7 +663,7 @@ TEST(Sharding, HooksOnOneRank_AndBuffersOfSeveralNames_AreSavedWhole) {
       }
     }
   });
-  // Its index holds what its files do.
+  // The index lists what its files hold.
   auto whole = std::make_shared<NetImpl>();
   const auto loaded = load_model(whole, dir + "-parts");
   ASSERT_TRUE(loaded.ok()) << loaded.status();
@@ -682,7 +682,7 @@ TEST(Sharding, AdamStateOfAnEmptyShard_ComesFromTheOthers) {
         ASSERT_TRUE(a.save_state(dir).ok());
       } else {
         ASSERT_TRUE(a.load_state(dir).ok());
-        // And back: what was loaded is saved as it was.
+        // And back: a loaded state is saved unchanged.
         ASSERT_TRUE(a.save_state(dir + "-again").ok());
       }
       a.wait_for_everyone();
@@ -764,7 +764,7 @@ TEST(Sharding, SaveModel_ThatCannotWrite_FailsOnEveryProcess) {
     torch::nn::Sequential net = MakeNet();
     auto model = a.prepare(net);
     EXPECT_FALSE(a.save_model(model, "/proc/nowhere").ok());
-    // Training goes on.
+    // Training continues.
     FusedSGD sgd(net->parameters(), {.lr = 0.1});
     EXPECT_TRUE(a.save_model(model, TestDir("after")).ok());
   });
@@ -810,7 +810,7 @@ TEST(Sharding, OverflowOnOneRank_SkipsTheStepOnAll) {
     torch::nn::Sequential net = MakeNet();
     FusedSGD sgd(net->parameters(), {.lr = 0.1});
     auto [model, optimizer] = a.prepare(net, sgd);
-    // In the shard of one rank only: the bias of the last layer.
+    // Only in the shard of one rank: the bias of the last layer.
     for (const bool overflow : {true, false}) {
       const double far = overflow && a.process_index() == 1 ? 1e30 : 1;
       a.backward((model(Random({2, 5}, 1)).select(1, 2) * far).mean());
@@ -921,7 +921,7 @@ TEST(Sharding, Environment_CountsWhereTheProgramSaysNothing) {
   });
 }
 
-// Beside FSDP's settings, over which Muster's own words win.
+// Set together with FSDP's settings, over which Muster's own variables win.
 TEST(Sharding, EverySettingOfTheEnvironment_IsAnOption) {
   for (const bool fsdp : {false, true}) {
     JoinedProcess process;
@@ -980,7 +980,7 @@ TEST(Sharding, EnvironmentSaysHowAndNothingAsks_IsRefusedByName) {
       [&] { make(false, false); },
       testing::ThrowsMessage<c10::Error>(HasSubstr(
           "MUSTER_SHARDING_UNITS refines sharding, but nothing enables it: set MUSTER_SHARDING")));
-  // They say that nothing is to be divided.
+  // These settings mean that nothing is divided.
   EXPECT_NO_THROW(make(true, false));
   EXPECT_NO_THROW(make(false, true));
 }

@@ -1,4 +1,4 @@
-// load_weights() into sharded models, also into those that prepare() is given without values.
+// load_weights() into sharded models, including models that are given to prepare() without values.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -39,7 +39,7 @@ using testing::IsEmpty;
 constexpr int kSamples = 12, kSteps = 4;
 using Weights = std::map<std::string, at::Tensor>;
 
-// With a tied weight, a frozen one, one in another order of memory, and a buffer.
+// A model with a tied weight, a frozen one, one in another order of memory, and a buffer.
 struct TiedNetImpl : torch::nn::Module {
   explicit TiedNetImpl(int64_t width = 9, bool tied = true)
       : in(torch::nn::Linear(5, width)),
@@ -63,7 +63,7 @@ struct TiedNetImpl : torch::nn::Module {
 };
 TORCH_MODULE(TiedNet);
 
-// The file's values.
+// Returns the file's values.
 Weights Values(int64_t width = 9) {
   const at::NoGradGuard no_grad;
   Weights values;
@@ -94,7 +94,7 @@ TiedNet MakeEmpty(int64_t width = 9) {
   return init_empty_weights([&] { return TiedNet(width); });
 }
 
-// Each once.
+// Returns each parameter once.
 std::vector<at::Tensor> Parameters(const TiedNet& net) {
   std::vector<at::Tensor> parameters;
   for (const auto& item : net->named_parameters()) {
@@ -125,14 +125,14 @@ void ExpectEqual(const Weights& got, const Weights& want) {
 
 class ShardingWeights : public testing::Test {
  protected:
-  // A file with `values`.
+  // Writes a file with `values`.
   std::string File(const std::string& name, const Weights& values) {
     const std::string path = folder_.Path(name);
     EXPECT_TRUE(SaveTensors(path, values).ok());
     return path;
   }
 
-  // The weights of an unsharded model in one process, after training.
+  // Returns the weights of an unsharded model in one process, after training.
   Weights Trained(const std::string& path) {
     Weights weights;
     RunAccelerators(1, {}, [&](Accelerator& a) {
@@ -187,7 +187,7 @@ TEST_F(ShardingWeights, FilesAndCheckpoints_LoadIntoShardsAndTrainAsUnsharded) {
           const Weights after = WeightsOf(a, model);
           if (!a.is_main_process()) return;
           for (const auto& [name, tensor] : after) {
-            if (trained.count(name) == 0) continue;  // another name of one that is there
+            if (trained.count(name) == 0) continue;  // another name of a tensor that is there
             EXPECT_TRUE(at::allclose(tensor, trained.at(name), 1e-5, 1e-6)) << name;
           }
           if (one.ranks == 1) ExpectEqual(after, trained);
@@ -241,7 +241,7 @@ TEST_F(ShardingWeights, Rules_GiveTheListsOfAnUnshardedModel) {
 TEST_F(ShardingWeights, TwoNamesOfATiedWeightThatDiffer_AreRefusedOnEveryRank) {
   Weights values = Values();
   values["again"] = values.at("mid.weight").clone();
-  // In the part of one rank alone.
+  // In the part of one rank only.
   values["again"].view(-1)[0] += 1;
   const std::string path = File("differ.safetensors", values);
   RunAccelerators(3, Sharded("zero3"), [&](Accelerator& a) {
@@ -254,7 +254,7 @@ TEST_F(ShardingWeights, TwoNamesOfATiedWeightThatDiffer_AreRefusedOnEveryRank) {
   });
 }
 
-// With a dimension of one element of an unusual stride, and a buffer under two names.
+// A model with a dimension of one element with an unusual stride, and a buffer under two names.
 struct OddNetImpl : torch::nn::Module {
   explicit OddNetImpl(int64_t width = 3) {
     row = register_parameter("row", at::zeros({1001, 1}).t());
@@ -306,7 +306,8 @@ TEST_F(ShardingWeights, TwoNamesWithoutMemoryToCompareThem_AreNamed) {
     auto model = a.prepare(OddNet(kWide));
     absl::Status status;
     {
-      // Both as they are in the file, and less than one of them as the model has it.
+      // Enough memory for both as they are in the file, but not for one of them in the model's
+      // type.
       const AtMostMoreMemory scarce(2 * kWide * sizeof(at::BFloat16) + 3 * kWide);
       status = a.load_weights(path).status();
     }
@@ -391,14 +392,14 @@ TEST_F(ShardingWeights, HookOfLoadStateThatAddsANameAgain_ReplacesTheTensor) {
   });
 }
 
-// The last one would win in silence.
+// Otherwise the last one would win silently.
 TEST_F(ShardingWeights, CheckpointOfAnUntiedWeight_IsRefusedBeforeAnythingChanges) {
   const std::string untied = folder_.Path("untied");
   RunAccelerators(1, {}, [&](Accelerator& a) {
     TiedNet net(9, /*tied=*/false);
     {
       const at::NoGradGuard no_grad;
-      // In the part of one rank alone.
+      // In the part of one rank only.
       net->again.view(-1)[0] += 1;
     }
     auto model = a.prepare(net);
@@ -419,7 +420,7 @@ TEST_F(ShardingWeights, CheckpointOfAnUntiedWeight_IsRefusedBeforeAnythingChange
   }
 }
 
-// As a download or another save does, when all ranks have agreed on the file.
+// A download or another save does this, after all ranks have agreed on the file.
 TEST_F(ShardingWeights, FileThatIsReplacedMeanwhile_IsReadAsItWas) {
   const Weights values = Values();
   const std::string path = File("replaced.safetensors", values);
@@ -451,7 +452,7 @@ TEST_F(ShardingWeights, HookOfLoadStateThatUntiesAWeight_IsRefusedBeforeAnything
     const Weights before = WeightsOf(a, model);
     auto hook =
         a.register_load_state_pre_hook([](std::vector<NamedTensors>& weights, const StateReader&) {
-          // In the part of one rank alone.
+          // In the part of one rank only.
           std::map<std::string, at::Tensor> known(weights[0].begin(), weights[0].end());
           const std::string name = known.count("again") > 0 ? "again" : "mid.weight";
           at::Tensor other = known.at(name).clone();
@@ -465,7 +466,7 @@ TEST_F(ShardingWeights, HookOfLoadStateThatUntiesAWeight_IsRefusedBeforeAnything
   });
 }
 
-// Each replica has read what its own disk has given.
+// Each replica has read what its own disk returned.
 TEST_F(ShardingWeights, UnshardedLoadThatFailsOnItsWay_IsNamedUntilLoadState) {
   const std::string state = folder_.Path("state");
   const Weights values = Values();
@@ -477,7 +478,7 @@ TEST_F(ShardingWeights, UnshardedLoadThatFailsOnItsWay_IsNamedUntilLoadState) {
     auto [model, optimizer] = a.prepare(net, sgd);
     ASSERT_TRUE(a.save_state(state).ok());
     const std::string& path = paths[a.process_index()];
-    // The third time that names are asked for together is the one before they are read.
+    // The third joint request for names is the one before the weights are read.
     size_t asked = 0;
     const auto shorten = [&](const std::string& name) {
       if (a.process_index() == 1 && ++asked > 2 * values.size()) {
@@ -503,7 +504,7 @@ TEST_F(ShardingWeights, UnshardedLoadThatFailsOnItsWay_IsNamedUntilLoadState) {
   });
 }
 
-// What this process has read so far.
+// The bytes that this process has read so far.
 int64_t BytesRead() {
   std::ifstream file("/proc/self/io");
   std::string name;
@@ -538,8 +539,8 @@ TEST_F(ShardingWeights, RanksTogether_ReadTheModelOnce) {
         ASSERT_TRUE(loaded.ok()) << loaded.status();
         a.wait_for_everyone();
         if (!a.is_main_process()) return;
-        // Each of them a third, besides headers and the ends of blocks: three times that if each
-        // read all.
+        // Each reads a third, plus headers and the ends of blocks: three times that much if each
+        // read everything.
         EXPECT_LT(BytesRead() - before, bytes * 3 / 2) << source;
       });
     }
@@ -575,7 +576,7 @@ TEST_F(ShardingWeights, ModelWithoutValues_IsRefusedByNameUntilItHasThem) {
       EXPECT_THAT(refusals(), Each(AllOf(HasSubstr("parameter 'again' of a sharded model has no "
                                                    "values, nor have 7 more"),
                                          HasSubstr("accelerator.load_weights()"))));
-      // Nothing of what does not fit is loaded.
+      // Tensors that do not fit are not loaded.
       EXPECT_FALSE(a.load_weights(most).ok());
       EXPECT_THAT(refusals(), Each(HasSubstr("'again'")));
       ASSERT_TRUE(a.load_weights(part, {.strict = false}).ok());
@@ -593,7 +594,7 @@ TEST_F(ShardingWeights, ModelWithoutValues_IsRefusedByNameUntilItHasThem) {
       optimizer.zero_grad();
       ASSERT_TRUE(a.save_state(state).ok());
     });
-    // A whole state does, too.
+    // Loading a whole state helps, too.
     RunAccelerators(ranks, Sharded("zero3"), [&](Accelerator& a) {
       TiedNet net = MakeEmpty();
       FusedAdamW adam(Parameters(net), {.lr = 0.1});
@@ -651,7 +652,7 @@ TEST_F(ShardingWeights, FilesBesideTheModel_AreNoWeightsAlone) {
   });
 }
 
-// As files hold all experts of a layer.
+// Some files hold all experts of a layer in one tensor.
 TEST_F(ShardingWeights, SeveralMatricesInOneTensor_AreTakenApart) {
   const at::Tensor both = Random({2, 9, 9}, 5);
   const std::string path = folder_.Path("fused.safetensors");

@@ -10,8 +10,8 @@
 
 namespace muster {
 
-// For tests: writes a decoder with random weights into `folder`, in blocks of 1.5 MiB: larger than
-// the memory that they give it.
+// For tests: writes a decoder with random weights into `folder`, in blocks of 1.5 MiB: more than
+// the memory that the tests give it.
 inline absl::Status WriteTestDecoder(const std::string& folder, int64_t layers) {
   models::DecoderConfig config;
   config.vocab_size = 512;

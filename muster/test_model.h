@@ -7,7 +7,7 @@
 #include "base/test_folder.h"
 #include "torch/nn/modules/linear.h"
 
-// What the tests of this folder train.
+// The models and losses of the tests in this folder.
 namespace muster {
 
 inline std::string TestDir(const std::string& name) { return TestPath(name); }

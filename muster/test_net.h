@@ -9,14 +9,14 @@
 #include "torch/nn/modules/container/sequential.h"
 #include "torch/nn/modules/linear.h"
 
-// What the tests of sharding train: the same values on every rank and in every run.
+// The network of the tests of sharding: the same values on every rank and in every run.
 namespace muster {
 
 inline at::Tensor Random(at::IntArrayRef sizes, uint64_t seed) {
   return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed), at::kFloat);
 }
 
-// From [n, 5] to [n, 3].
+// Maps [n, 5] to [n, 3].
 inline torch::nn::Sequential MakeNet() {
   torch::nn::Sequential net(torch::nn::Linear(5, 9), torch::nn::Tanh(), torch::nn::Linear(9, 9),
                             torch::nn::Tanh(), torch::nn::Linear(9, 3));

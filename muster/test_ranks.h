@@ -43,8 +43,8 @@ inline void RunAccelerators(int n, const AcceleratorOptions& options,
   });
 }
 
-// Copies of the weights of a prepared model, whole: on rank 0 (AcceleratorOptions::sharding) or on
-// all. Collective.
+// Returns copies of the whole weights of a prepared model: on rank 0 (AcceleratorOptions::sharding)
+// or on all. Collective.
 template <class Model>
 std::map<std::string, at::Tensor> WeightsOf(Accelerator& accelerator, const Model& model) {
   std::map<std::string, at::Tensor> weights;
@@ -54,7 +54,7 @@ std::map<std::string, at::Tensor> WeightsOf(Accelerator& accelerator, const Mode
   return weights;
 }
 
-// What each rank threw, or "".
+// Returns what each rank threw, or "".
 inline std::vector<std::string> ErrorsOf(int n, const AcceleratorOptions& options,
                                          const std::function<void(Accelerator&)>& function) {
   std::vector<std::string> errors(n);

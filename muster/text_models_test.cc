@@ -1,4 +1,4 @@
-// Models of the Hub trained on several processes: as on one, under every strategy.
+// Hub models trained on several processes: the same as on one, under every strategy.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -53,7 +53,7 @@ models::TextModel Load(const std::string& folder) {
   return routed;
 }
 
-// [B, T] ids: the rows' own, or a class for each row.
+// Returns [B, T] ids: the rows' own, or a class for each row.
 at::Tensor LabelsOf(const models::TextModelImpl& net, const at::Tensor& ids) {
   return models::Common(net.config()).architecture ==
                  models::Architecture::kBertForSequenceClassification
@@ -61,8 +61,8 @@ at::Tensor LabelsOf(const models::TextModelImpl& net, const at::Tensor& ids) {
              : ids;
 }
 
-// Four rows of one length: the mean of the processes' losses is that of all rows. The router's loss
-// is not a mean of rows: there, each process has the same ones.
+// Returns four rows of one length: the mean of the processes' losses is that of all rows. The
+// router's loss is not a mean over rows, so with it each process has the same rows.
 models::TextBatch RowsOf(const Accelerator& accelerator, const models::TextModelImpl& net,
                          int step) {
   const at::Tensor all =
@@ -75,8 +75,8 @@ models::TextBatch RowsOf(const Accelerator& accelerator, const models::TextModel
 
 Weights Train(Accelerator& accelerator, const std::string& folder) {
   models::TextModel net = Load(folder);
-  // Not smaller: gradients of key biases are rounding alone, which Adam would scale up to full
-  // steps.
+  // Not smaller: gradients of key biases are only rounding errors, which Adam would scale up to
+  // full steps.
   FusedAdamW adamw(net->parameters(), {.lr = 1e-2, .eps = 1e-4});
   auto [model, optimizer] = accelerator.prepare(net, adamw);
   model->eval();  // without dropout
@@ -123,7 +123,7 @@ TEST(TextModels, EveryFamilyUnderEveryStrategy_TrainsAsOnOneProcess) {
   }
 }
 
-// Nothing computes with one of its parameters: nobody waits for its gradient, and it is saved.
+// One of its parameters is never used: no rank waits for its gradient, and it is saved.
 TEST(TextModels, MaskedBertWithAHeadOfItsOwn_TrainsUnderEveryStrategy) {
   for (const char* const strategy : {"no_shard", "zero1", "zero2", "zero3", "hybrid"}) {
     SCOPED_TRACE(strategy);
@@ -134,7 +134,7 @@ TEST(TextModels, MaskedBertWithAHeadOfItsOwn_TrainsUnderEveryStrategy) {
       models::ModelConfig config = Load("hf_train/bert_mlm_shared")->config();
       models::Common(config).tie_word_embeddings = false;
       models::TextModel net = models::MakeModel(config);
-      net->named_buffers()["cls.predictions.bias"].fill_(1);  // what decay would change
+      net->named_buffers()["cls.predictions.bias"].fill_(1);  // decay would change it
       FusedAdamW adamw(net->parameters(), {.lr = 1e-2, .weight_decay = 0.5});
       auto [model, optimizer] = accelerator.prepare(net, adamw);
       for (int step = 0; step < 3; ++step) {
@@ -179,7 +179,7 @@ void RemoveUnused(NamedTensors& tensors) {
   EXPECT_EQ(removed, 1u);
 }
 
-// Versions of Muster that did not keep the bias wrote them.
+// Versions of Muster that did not keep the bias wrote such checkpoints.
 TEST(TextModels, CheckpointWithoutWhatNothingComputesWith_Loads) {
   for (const char* const strategy : {"no_shard", "zero3"}) {
     SCOPED_TRACE(strategy);
@@ -270,7 +270,7 @@ TEST(TextModels, EmptyModelAndWeightsWithoutWhatNothingComputesWith_HasZerosTher
   EXPECT_FALSE(bias.any().item<bool>());
 }
 
-// Config of all families has a dropout of 0 here, so that two runs can be compared.
+// The configs of all families have a dropout of 0 here, so that two runs can be compared.
 TEST(TextModels, ActivationCheckpointing_ChangesNoGradient) {
   for (const char* const folder : kFolders) {
     SCOPED_TRACE(folder);

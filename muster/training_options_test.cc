@@ -1,4 +1,4 @@
-// options.activation_checkpointing and options.gradient_clipping: what they do in a whole step,
+// options.activation_checkpointing and options.gradient_clipping: their effects in a whole step,
 // under each strategy.
 #include <cstdint>
 #include <map>
@@ -68,7 +68,7 @@ struct NetImpl : torch::nn::Module {
     for (int i = 0; i < 3; ++i) x = i == direct ? blocks[i](x) : call(blocks[i], x);
     return last(x);
   }
-  // Another entry, which leaves activations alone.
+  // Another entry point, which does not checkpoint activations.
   at::Tensor forward_plainly(const at::Tensor& in) {
     at::Tensor x = first(in);
     for (Block& block : blocks) x = block(x);
@@ -80,11 +80,12 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-// Some steps of two micro-steps each: the weights on process 0, and how often block 0 ran there.
+// The results of some steps of two micro-steps each: the weights on process 0, and how often block
+// 0 ran there.
 struct Outcome {
   Weights weights;
   int runs = 0;
-  int inputs = 0;  // of blocks, that were in memory between forward and backward passes
+  int inputs = 0;  // inputs of blocks that were in memory between forward and backward passes
 };
 Outcome Train(int processes, AcceleratorOptions options, const std::string& strategy,
               int64_t rows = 256) {
@@ -153,7 +154,7 @@ TEST(ActivationCheckpointing, UnderEveryStrategy_HasTheSameBits) {
   }
 }
 
-// Bytes of activations inside of blocks that are there between forward and backward.
+// Returns the bytes of activations inside blocks that are held between forward and backward.
 int64_t HeldBytes(const AcceleratorOptions& options) {
   int64_t bytes = 0;
   RunAccelerators(1, options, [&](Accelerator& a) {
@@ -297,7 +298,8 @@ TEST(ActivationCheckpointing, ABlockThatIsCalledByItselfInALaterStep_IsNamed) {
 
 // --- options.gradient_clipping ---
 
-// Weights after some steps; `in_loop`: the loop clips to this norm; 0: it does not.
+// Returns the weights after some steps; `in_loop`: the norm to which the loop clips; 0: it does not
+// clip.
 Weights TrainClipped(const std::string& strategy, const AcceleratorOptions& base, double in_loop,
                      std::vector<double>* norms = nullptr) {
   AcceleratorOptions options = base;
@@ -341,7 +343,8 @@ TEST(GradientClipping, InTheStep_HasTheBitsOfTheLoopThatClips) {
       ExpectEqual(TrainClipped(strategy, clipping, 0), want, what);
       const Weights unclipped = TrainClipped(strategy, options, 0);
       EXPECT_FALSE(unclipped.at("last.weight").equal(want.at("last.weight"))) << what;
-      // A loop that clips too changes nothing, whatever its norm, and gets the norm before.
+      // A loop that clips as well changes nothing, whatever its norm, and gets the norm before
+      // clipping.
       std::vector<double> norms;
       ExpectEqual(TrainClipped(strategy, clipping, 0.001, &norms), want, what + ", the loop too");
       ASSERT_EQ(norms.size(), 3u);

@@ -53,7 +53,7 @@ void synchronize_rng_states(Accelerator& accelerator, const std::vector<std::str
 }
 
 RankLogger get_logger(Accelerator& accelerator) {
-  // The program is asked to keep the Accelerator, and with it the Core.
+  // The program is required to keep the Accelerator, and with it the Core.
   return RankLogger(accelerator.comm(), nullptr, [core = &accelerator.core()] {
     core->steps().CheckAllTakePart("logging in order");
   });
@@ -72,7 +72,7 @@ int64_t find_executable_batch_size(Accelerator& accelerator, int64_t starting_ba
   const int64_t first = state.next_number();
   const auto forget = [&] {
     accelerator.free_memory();
-    // Those of a call that has ended as it should, but not on another process, have ended with it.
+    // The objects of a call that succeeded here, but not on another process, have ended with it.
     state.RemoveSince(first);
   };
   try {
@@ -145,7 +145,7 @@ class DividedAverage : public internal::DividedObject {
   const std::weak_ptr<internal::ModelSlot> model_;
 };
 
-// This process's parts of a sharded model's parameters, by their first names.
+// Returns this process's parts of a sharded model's parameters, by their first names.
 EmaWeights::Named ShardsOf(const ShardedModel& model) {
   EmaWeights::Named shards;
   for (const at::Tensor& shard : model.shards()) shards.emplace_back(*model.NameOf(shard), shard);
@@ -162,8 +162,9 @@ Ema::Ema(Accelerator& accelerator, const std::shared_ptr<internal::ModelSlot>& m
     weights_ = std::make_shared<EmaWeights>(model->source().parameters(), options);
     return;
   }
-  sharded->CheckHasValues();  // which are the first average
-  // Shards of a unit share a version; the parameters that they are parts of have their own.
+  sharded->CheckHasValues();  // whose values are the first average
+  // The shards of a unit share one version; the parameters that they are parts of have versions of
+  // their own.
   std::map<std::string, at::Tensor> parameters;
   for (const auto& unit : sharded->units()) {
     for (const ShardUnit::Slice& slice : unit->slices()) parameters[slice.name] = slice.tensor;
@@ -253,9 +254,9 @@ LocalSGD::LocalSGD(Accelerator& accelerator, std::vector<at::Tensor> parameters,
 
 namespace {
 
-// (collective) The state of rank 0 in place of `own`. A schedule of the program's own class cannot
-// go back: where a rank has left out fewer steps than rank 0 (fp16), all take the state of the one
-// that is furthest.
+// (collective) Loads the state of rank 0 in place of `own`. A schedule of the program's own class
+// cannot go back: if a rank has skipped fewer steps than rank 0 (fp16), all take the state of the
+// rank that is furthest.
 void TakeStateOfMain(Comm& comm, const PlainState& own, internal::SchedulerSlot& scheduler) {
   PlainState state = BroadcastPlainState(comm, own, 0);
   bool refuses = false;
@@ -278,19 +279,19 @@ void TakeStateOfMain(Comm& comm, const PlainState& own, internal::SchedulerSlot&
   scheduler.LoadState(state);
 }
 
-// (collective) What steps of their own have made of optimizers, schedules and the loss scale of
-// the processes becomes that of rank 0: of others, equal gradients would make the weights differ
-// again, and gradients of several loss scales have no right average.
+// (collective) Replaces the state of optimizers, schedules and the loss scale, which processes have
+// changed by separate steps, by that of rank 0: with different states, equal gradients would make
+// the weights differ again, and gradients with different loss scales have no right average.
 void TakeStepsOfMain(internal::Core& core) {
   Comm& comm = core.process().comm();
-  // With the rates of this rank, which the state of an optimizer has, too.
+  // The optimizer's state contains this rank's rates, too.
   std::vector<PlainState> schedules;
   for (const auto& scheduler : core.registry().schedulers()) {
     schedules.push_back(scheduler->SaveState());
   }
   for (const auto& optimizer : core.registry().optimizers()) {
     optimizer->set_steps(BroadcastObject(comm, optimizer->steps(), 0));
-    // What cannot be saved cannot be sent.
+    // A state that cannot be saved cannot be sent.
     if (!optimizer->handle().CannotSave().empty()) continue;
     BroadcastOptimizerState(comm, optimizer->handle(), 0);
   }

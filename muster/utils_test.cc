@@ -38,7 +38,7 @@ TEST(SetSeed, DeviceSpecific_AddsTheNumberOfTheProcess) {
   EXPECT_TRUE(at::equal(draw(), eight));
   unsetenv("MUSTER_RANK");
   unsetenv("MUSTER_WORLD_SIZE");
-  // Its place is given at the rendezvous only.
+  // It gets its index only at the rendezvous.
   EXPECT_THROW(set_seed(7, true), c10::Error);
   unsetenv("MUSTER_COORDINATOR");
 }
@@ -96,7 +96,7 @@ TEST(Tqdm, OverALoader_IsARangeOfItsBatchesAndCountsThem) {
   auto rest = accelerator.tqdm(skip_first_batches(loader, 3));
   for (auto& batch : rest) EXPECT_EQ(rest.done(), batch.info().index - 3);
   EXPECT_EQ(rest.done(), 2);
-  // What a loaded state has had counts as done.
+  // Batches before a loaded state count as done.
   LoaderState state;
   for (auto& batch : loader) {
     if (batch.info().index == 3) state = loader.state_dict();
@@ -168,7 +168,7 @@ TEST(FindExecutableBatchSize, WholeTraining_StartsCleanAfterAFailureInMidWindow)
 }
 
 TEST(FindExecutableBatchSize, RegisteredInAFailedAttempt_IsNotSaved) {
-  // Writes to it, which a sanitizer sees, too.
+  // Writes to a member, which a sanitizer notices, too.
   struct Count {
     ~Count() { count = -1; }
     StateDict state_dict() const {
@@ -242,7 +242,7 @@ TEST(Ema, EndedOrRemoved_IsNotSaved) {
     absl::Status status = accelerator.save_state(dir + std::to_string(fold));
     EXPECT_TRUE(status.ok()) << status;
     value = -1;
-    // One of each: with those of earlier folds this would be refused.
+    // One object of each kind: together with those of earlier folds the load would be refused.
     Accelerator other(options);
     torch::nn::Linear again = OneWeight();
     auto model_again = other.prepare(again);

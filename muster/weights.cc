@@ -20,8 +20,8 @@ absl::StatusOr<LoadedWeights> Load(const std::string& path, const NamedTensors& 
   return loaded;
 }
 
-// What pages hold comes from elsewhere: values that are written to its memory go with it, and one
-// that gets memory of its own would stay there, outside of the ring or of the shards.
+// A paged tensor's values come from elsewhere: values written to its memory would be lost when that
+// is freed, and a tensor with memory of its own would stay there, outside the ring or the shards.
 absl::Status CheckIsInMemory(const NamedTensors& targets) {
   for (const auto& [name, tensor] : targets) {
     if (!IsPaged(tensor)) continue;
@@ -34,7 +34,7 @@ absl::Status CheckIsInMemory(const NamedTensors& targets) {
   return absl::OkStatus();
 }
 
-// Those of `tensors` that the file at `path` must have.
+// Returns those of `tensors` that the file at `path` must have.
 absl::StatusOr<NamedTensors> WantedOf(const torch::nn::Module& model, const NamedTensors& tensors,
                                       const std::string& path, const LoadWeightsOptions& options) {
   if (OptionalTensorsOf(model).empty()) return tensors;
@@ -63,7 +63,7 @@ absl::StatusOr<LoadedWeights> load_model(torch::nn::Module& model, const std::st
   if (!status.ok()) return status;
   absl::StatusOr<LoadedWeights> loaded = Load(path, *wanted, options);
   if (!loaded.ok() || !options.dtype.has_value()) return loaded;
-  // What the file may lack gets the type too.
+  // Tensors that the file may lack are converted to the type, too.
   status = Guard([&] {
     for (const auto& [name, tensor] : targets) {
       if (!tensor.is_floating_point() || tensor.scalar_type() == *options.dtype) continue;

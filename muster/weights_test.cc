@@ -60,7 +60,7 @@ TEST(LoadModel, EveryKindOfModel_TakesTheSameFile) {
   EXPECT_TRUE(holder->embed->weight.is_same(holder->head->weight)) << "still one tensor";
 }
 
-// As Accelerate's.
+// The default is Accelerate's.
 TEST(LoadCheckpointInModel, WithOptions_IsStillNotStrict) {
   Tied model;
   const std::string path = TestdataPath("torch_files/nested.pt");

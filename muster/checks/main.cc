@@ -1,6 +1,7 @@
-// The program behind `muster test`: proves, on whatever processes and devices `muster launch` would
-// use, that a job works. Each check runs on every process; the first that fails ends the program
-// with a line that names it. What `accelerate test` checks, in its order, and then some.
+// The program behind `muster test`: proves that a job works on the processes and devices that
+// `muster launch` would use. Each check runs on every process; the first that fails ends the
+// program with a line that names it. Contains the checks of `accelerate test`, in its order, and
+// more.
 #include <unistd.h>
 
 #include <algorithm>
@@ -33,7 +34,7 @@ using muster::AcceleratorOptions;
 
 #define EXPECT(condition, ...) TORCH_CHECK(condition, "expected " #condition ". ", __VA_ARGS__)
 
-// A second Accelerator of the same processes, with options of its own.
+// A second Accelerator of the same processes, with different options.
 std::unique_ptr<Accelerator> Another(Accelerator& a, const AcceleratorOptions& options) {
   muster::JoinedProcess process;
   process.environment = a.environment();
@@ -60,13 +61,13 @@ void CheckState(Accelerator& a) {
          "a second Accelerator has another place");
 }
 
-// A path on this host's own disk, which is the same for all processes of the host.
+// A path on this host's own disk, the same for all processes of the host.
 std::string PathOfHost(Accelerator& a, const char* name) {
   const std::string run = a.gather_object(std::to_string(getpid())).front();
   return (std::filesystem::temp_directory_path() / ("muster-test-" + run + "-" + name)).string();
 }
 
-// Removes it on every host, once all processes are done with it. It may be gone already, since
+// Removes `path` on every host, once all processes are done with it. It may be gone already, since
 // hosts may share a disk.
 void RemoveOnAllHosts(Accelerator& a, const std::string& path) {
   a.wait_for_everyone();
@@ -145,7 +146,7 @@ void CheckRandomStates(Accelerator& a) {
   for (int i = 0; i < a.num_processes(); ++i) {
     EXPECT(at::equal(all[i], all[0]), "process ", i, " draws other numbers after synchronisation");
   }
-  // rng_types: the same at the beginning of every pass over a loader.
+  // With rng_types, the states are the same at the beginning of every pass over a loader.
   AcceleratorOptions options;
   options.rng_types = {"generator", "torch"};
   const auto synchronized = Another(a, options);
@@ -213,7 +214,7 @@ void CheckLoaders(Accelerator& a, std::optional<bool> dispatch) {
 }
 
 void CheckBatchSampler(Accelerator& a) {
-  // Batches of 2, 3, 4 ...: a sampler of the program's own keeps its batches.
+  // Batches of 2, 3, 4 ...: a program's own sampler keeps its batches.
   const int64_t count = 2 * a.num_processes();
   const auto make = [&](int64_t) {
     std::vector<std::vector<int64_t>> all;
@@ -250,8 +251,8 @@ void CheckSeeds(Accelerator& a) {
   const std::vector<int64_t> two = Ids(a, length, true, false, false, 7, 2);
   EXPECT(!std::equal(two.begin(), two.begin() + length, two.begin() + length), "two epochs differ");
 
-  // set_seed() and set_epoch(0) begin the same orders again; they are those of a generator that is
-  // seeded seed + epoch, whatever the number of processes.
+  // set_seed() and set_epoch(0) begin the same orders again: those of a generator seeded with seed
+  // + epoch, whatever the number of processes.
   const auto three_epochs = [&] {
     muster::set_seed(42);
     muster::LoaderOptions options = a.core().loader_options();
@@ -360,7 +361,7 @@ void CheckTraining(Accelerator& a) {
   }
 }
 
-// A mistake is an error of the same words on every process, and the job goes on.
+// A mistake is an error with the same message on every process, and the job continues.
 void CheckMistakes(Accelerator& a) {
   const auto refused = [&](const char* what, const char* words, const auto& function) {
     std::string error;
@@ -407,7 +408,7 @@ void CheckTrigger(Accelerator& a) {
 
 void CheckCheckpoint(Accelerator& a) {
   const std::string directory = PathOfHost(a, "state");
-  // A folder of each host's own is there on every cluster.
+  // Any cluster has folders of each host's own, but perhaps no shared one.
   std::unique_ptr<Accelerator> several;
   if (a.environment().num_nodes.value > 1) {
     AcceleratorOptions options;

@@ -1,5 +1,5 @@
-// The program behind `muster generate`: what a model of a Hub folder says after a prompt, on the
-// terminal as it comes.
+// The program behind `muster generate`: prints what a model of a Hub folder generates after a
+// prompt, token by token.
 #include <sys/resource.h>
 
 #include <algorithm>
@@ -73,7 +73,8 @@ constexpr char kFooter[] =
 
 constexpr int64_t kNewTokens = 256;
 
-// More than any model has positions, and than any memory has beams: sums of them do not overflow.
+// More positions than any model has, and more beams than any memory can hold: sums of them do not
+// overflow.
 constexpr int64_t kMostNewTokens = int64_t{1} << 40, kMostBeams = int64_t{1} << 20;
 
 struct Flags {
@@ -89,7 +90,7 @@ struct Flags {
   bool sample = false, greedy = false, ignore_end = false, no_special_tokens = false, quiet = false,
        version = false, mmap = false;
 
-  // Whether weights stay in their files, or may.
+  // Whether the weights stay in their files, or may.
   bool leaves_weights() const { return mmap || !weights_memory.empty() || !max_memory.empty(); }
 };
 
@@ -183,8 +184,9 @@ absl::StatusOr<std::vector<std::string>> Prompts(const Flags& flags) {
   return prompts;
 }
 
-// The type of a folder whose config.json names none: as in transformers, that of the first floating
-// tensor by name in its first file. Empty: files that cannot be read, as who loads them says.
+// Returns the type of a folder whose config.json names none: as in transformers, that of the first
+// floating tensor by name in its first file. Empty if the files cannot be read: loading them
+// reports the error.
 std::string TypeOfWeights(const std::string& folder) {
   const absl::StatusOr<WeightFiles> files = WeightFiles::Open(folder);
   if (!files.ok()) return "";
@@ -263,7 +265,7 @@ TextOptions OptionsOf(const Flags& flags, const models::GenerateOptions& default
   return options;
 }
 
-// Refuses what would change nothing, by name. What the model's files say counts, too.
+// Refuses, by name, options that would have no effect, considering also the model's files.
 absl::Status CheckEffects(const Flags& flags, const models::GenerateOptions& tokens) {
   if (flags.seed.has_value() && !tokens.do_sample) {
     return absl::InvalidArgumentError("--seed is for sampling: add --sample or leave it out");
@@ -286,8 +288,8 @@ absl::Status CheckEffects(const Flags& flags, const models::GenerateOptions& tok
   return absl::OkStatus();
 }
 
-// An option that is given without a value, as by a variable of the shell that is not set. A prompt
-// may be empty.
+// Refuses an option whose value is empty, as from a shell variable that is not set. A prompt may be
+// empty.
 absl::Status CheckValues(const CLI::App& app) {
   for (const CLI::Option* const option : app.get_options()) {
     if (option->count() == 0 || option->get_name() == "--prompt") continue;
@@ -327,7 +329,7 @@ bool HasChatTemplate(const std::string& folder) {
          !(*json)["chat_template"].is_null();
 }
 
-// Where the weights are to be: by default in memory, all of them.
+// Sets where the weights are to be: by default all in memory.
 absl::Status SetPlaces(const Flags& flags, const c10::Device& device, DeviceMapChoice* map,
                        BigModelOptions* options) {
   options->mmap = flags.mmap;
@@ -368,7 +370,7 @@ bool OnlyCpuComputes(const DeviceLimits& limits) {
   });
 }
 
-// The model in memory, or with its weights in their files; without adapters.
+// Loads the model into memory, or with its weights in their files; without adapters.
 absl::StatusOr<TextGenerator> LoadBase(const Flags& flags,
                                        const models::LoadPretrainedOptions& load,
                                        Tokenizer tokenizer, models::GenerateOptions defaults,
@@ -381,7 +383,8 @@ absl::StatusOr<TextGenerator> LoadBase(const Flags& flags,
   BigModelOptions options = {.dtype = load.dtype};
   MUSTER_RETURN_IF_ERROR(SetPlaces(flags, load.device, &map, &options));
   // Memory that a pass over a prompt has freed would stay with the process, in addition to the
-  // plan. Before the weights come, which would stand between it and the end of the heap.
+  // plan. Call this before the weights are loaded, which would lie between that memory and the end
+  // of the heap.
   if (OnlyCpuComputes(options.max_memory)) GiveBackFreedMemory();
   MUSTER_ASSIGN_OR_RETURN(*offloaded,
                           load_offloaded_causal_lm(flags.model, map, options, load.config));
@@ -390,7 +393,7 @@ absl::StatusOr<TextGenerator> LoadBase(const Flags& flags,
 
 struct Loaded {
   TextGenerator generator;
-  // Of adapters that are not merged.
+  // The ranks of adapters that are not merged.
   models::AdapterRanks adapters = {};
 };
 
@@ -402,7 +405,7 @@ absl::StatusOr<Loaded> LoadGenerator(const Flags& flags, const models::LoadPretr
   Loaded loaded = {.generator = std::move(generator)};
   if (flags.lora.empty()) return loaded;
   MUSTER_RETURN_IF_ERROR(models::LoadLora(*loaded.generator.model(), flags.lora).status());
-  // Merged they cost nothing; weights in files stay as they are.
+  // Merged adapters cost nothing; weights in files stay as they are.
   if (offloaded->weights == nullptr) {
     models::MergeLora(*loaded.generator.model());
   } else {
@@ -419,26 +422,26 @@ int64_t PeakMemory() {
 
 struct Times {
   double load = 0, generate = 0;
-  // Absent: beams, whose tokens can still change.
+  // Absent with beams, whose tokens can still change.
   std::optional<double> first_token = std::nullopt;
 };
 
-// Of a model whose weights are not all in memory, in bytes.
+// The memory plan, in bytes, of a model whose weights are not all in memory.
 struct MemoryPlan {
-  // Bytes of weights that stay in memory, that are loaded when used, and that are in memory at
-  // most.
+  // Bytes of weights that stay in memory; that are loaded when used; and the most that are in
+  // memory at a time.
   uint64_t resident = 0, offloaded = 0, most = 0;
   // Bytes of `offloaded` that are used in the page cache: part of the process's memory while they
-  // are there, and of no plan, since the kernel takes them back when others need memory.
+  // are there, but of no plan, since the kernel takes them back when other processes need memory.
   uint64_t mapped = 0;
   // Bytes that the prompts and new tokens need: keys and values, and the rest.
   uint64_t cache = 0, activations = 0;
-  // All of it with the program. Absent where a GPU computes: its memory is not the process's.
+  // The total, including the program. Absent if a GPU computes: its memory is not the process's.
   std::optional<uint64_t> process = std::nullopt;
 };
 
-// Memory that LibTorch's libraries use once they compute, in addition to tensors: threads, and
-// blocks of the matrices that they multiply.
+// Memory that LibTorch's libraries use once they compute, in addition to tensors: for threads, and
+// for blocks of the matrices that they multiply.
 constexpr uint64_t kLibraries = uint64_t{32} << 20;
 
 models::GenerationShape ShapeOf(TextGenerator& generator, const models::EncodedPrompts& prompts,
@@ -459,7 +462,7 @@ models::GenerationShape ShapeOf(TextGenerator& generator, const models::EncodedP
   return shape;
 }
 
-// At most what there is: a plan that does not fit into int64 is that.
+// Returns the sum, or the largest uint64 if it overflows.
 template <typename... Numbers>
 uint64_t SumOf(Numbers... numbers) {
   uint64_t sum = 0;
@@ -470,7 +473,8 @@ uint64_t SumOf(Numbers... numbers) {
   return sum;
 }
 
-// Adapters beside the weights, which came after these had been placed.
+// Returns the bytes of adapters, which are in addition to the weights: they were added after the
+// weights had been placed.
 uint64_t AdapterBytes(const models::TextModelImpl& model) {
   uint64_t bytes = 0;
   for (const auto& item : model.named_parameters()) {
@@ -479,7 +483,8 @@ uint64_t AdapterBytes(const models::TextModelImpl& model) {
   return bytes;
 }
 
-// Before anything is computed. `program`: what the process had before the model came.
+// Makes the plan, before anything is computed. `program`: the memory that the process had before
+// the model was loaded.
 MemoryPlan PlanOf(const OffloadedCausalLm& offloaded, const models::GenerationShape& shape,
                   int64_t program) {
   const DispatchedModel& weights = *offloaded.weights;
@@ -500,7 +505,7 @@ MemoryPlan PlanOf(const OffloadedCausalLm& offloaded, const models::GenerationSh
   return plan;
 }
 
-// On standard output, with its zeros; Main() sees whether it was written.
+// Writes to standard output, including zero bytes; Main() checks whether all was written.
 void Print(absl::string_view text) { std::fwrite(text.data(), 1, text.size(), stdout); }
 
 void PrintJson(const std::vector<GeneratedText>& texts, const Times& times,
@@ -574,12 +579,13 @@ void PrintRead(const OffloadStats& stats) {
   std::fprintf(stderr, "\n");
 }
 
-// How the error begins of the memory through which weights come.
+// The beginning of the error about the memory through which weights are loaded.
 constexpr absl::string_view kNoRing = "no memory for the weights that are in use";
 
-// For LibTorch, which has no error of its own for memory of the CPU, and the rest of the program.
+// Whether LibTorch, which has no separate error for lack of CPU memory, or the rest of the program
+// has run out of memory.
 bool IsOutOfMemory(const absl::Status& status) {
-  // A GPU's is the ring of --max_memory 0=SIZE, of which its own error says enough.
+  // A GPU's memory is the ring of --max_memory 0=SIZE; its own error says enough.
   if (absl::StrContains(status.message(), "CUDA out of memory")) return false;
   return absl::StrContains(status.message(), "can't allocate memory") ||
          absl::StrContains(status.message(), "of memory, which this process does not get") ||
@@ -639,7 +645,7 @@ absl::Status Run(const Flags& flags) {
     return absl::InvalidArgumentError("--sample and --greedy exclude each other");
   }
   MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> prompts, Prompts(flags));
-  // The small files first: a large model takes minutes to load.
+  // Small files are read first: a large model takes minutes to load.
   models::ModelConfig config;
   MUSTER_ASSIGN_OR_RETURN(const models::LoadPretrainedOptions load, LoadOptions(flags, &config));
   MUSTER_ASSIGN_OR_RETURN(const models::GenerateOptions defaults,
@@ -738,7 +744,7 @@ int RunMain(int argc, char** argv) {
 
 int Main(int argc, char** argv) {
   const int code = RunMain(argc, argv);
-  // A text that went to a full disk must not pass for whole.
+  // Text that was lost because a disk is full must not pass for complete.
   errno = 0;
   if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
   const int error = errno;

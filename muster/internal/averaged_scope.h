@@ -10,7 +10,7 @@ namespace muster::internal {
 class Core;
 class ModelSlot;
 
-// In this scope the model's weights are the average of `ema`; see Ema::apply.
+// While this object lives, the model's weights are the average of `ema`; see Ema::apply.
 class [[nodiscard]] AveragedScope {
  public:
   // `sharded`: the model, if it is sharded; else null.

@@ -15,7 +15,7 @@
 namespace muster::internal {
 namespace {
 
-// Units whose gradients are there and are not updated: one that is under way and one that waits.
+// The most units that have gradients and are not updated: one that is under way and one that waits.
 constexpr size_t kUnitsWaiting = 2;
 
 constexpr char kInBackward[] = "options.sharding.optimizer_in_backward";
@@ -51,7 +51,7 @@ BackwardUpdates::Rates BackwardUpdates::RatesOf(const OptimizerSlot& optimizer) 
 }
 
 bool BackwardUpdates::Begin(ShardedModel& model) {
-  // Several models may be in one pass, and those before may have been updated in it.
+  // A pass may contain several models, and the earlier ones may have been updated in it already.
   if (!pass_open_) CheckWhole();
   CheckNotPending(model, "another backward pass");
   const std::optional<double> factor = begin_pass_();
@@ -108,7 +108,7 @@ void BackwardUpdates::End(ShardedModel& model, const std::vector<at::Tensor>& tr
     const auto place = places_.find(shard.unsafeGetTensorImpl());
     if (place == places_.end()) continue;
     const std::shared_ptr<OptimizerSlot>& optimizer = place->second.optimizer;
-    // All ranks know alike which optimizers have updated, whichever parts they have.
+    // All ranks agree on which optimizers have updated, whichever parts they have.
     if (shard.numel() == 0) shard.mutable_grad() = ShardUnit::UsedGradientMark();
     Pending& pending = pending_[optimizer.get()];
     pending.optimizer = optimizer;
@@ -221,7 +221,7 @@ void BackwardUpdates::Reset() {
   try {
     thread_.Drain();
   } catch (const std::exception&) {
-    // Of a pass that has thrown it.
+    // The pass has thrown this error already.
   }
   places_.clear();
   rates_.clear();

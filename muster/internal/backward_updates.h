@@ -25,24 +25,26 @@ namespace muster::internal {
 class OptimizerSlot;
 class Registry;
 
-// The prepared optimizers' updates inside of backward passes of sharded models
-// (options.sharding.optimizer_in_backward). On the CPU they run on a thread, one unit after the
-// other, while the backward pass goes on; at most two units wait. On a GPU they are queued behind
-// the operators that made their gradients.
+// The updates that prepared optimizers make inside backward passes of sharded models
+// (options.sharding.optimizer_in_backward). On the CPU a separate thread makes them, one unit after
+// the other, while the backward pass continues; at most two units wait. On a GPU they are queued
+// behind the operators that computed their gradients.
 //
-// Between the backward pass and optimizer.step() the parameters have changed already: whatever
-// would tell the difference throws. Of the training thread, but for the thread of its own.
+// Between the backward pass and optimizer.step() the parameters have changed already: every call
+// that could observe the difference throws. Call all methods on the training thread.
 class BackwardUpdates : public ShardUpdates {
  public:
-  // A backward pass that reduces begins: what gradients are multiplied by, or nothing if this pass
-  // does not end a window. Throws what refuses the pass. Called before anything changes.
+  // Called when a backward pass that reduces begins, before anything changes. Returns the factor
+  // that gradients are multiplied by, or nothing if this pass does not end a window. Throws if the
+  // pass must be refused.
   using BeginPass = std::function<std::optional<double>()>;
 
-  // `registry` is borrowed, and used inside of backward passes alone.
+  // `registry` is borrowed, and used only inside backward passes.
   BackwardUpdates(const Registry& registry, BeginPass begin_pass);
   ~BackwardUpdates() override;
 
-  // Throws unless `optimizer` can be updated so; makes it ready. Before its first step.
+  // Throws unless `optimizer` supports such updates; prepares it for them. Call it before the first
+  // step.
   static void Prepare(OptimizerSlot& optimizer);
 
   bool Begin(ShardedModel& model) override;
@@ -53,29 +55,32 @@ class BackwardUpdates : public ShardUpdates {
   void Settle() override;
   void CheckStepped(const ShardedModel& model, const char* what) const override;
 
-  // Throws if a backward pass has failed on the way.
+  // Throws if a backward pass has failed after some of its updates.
   void CheckWhole() const;
-  // Whether the last backward pass has updated parameters of `optimizer`, which has not ended that
-  // step.
+  // Whether the last backward pass has updated parameters of `optimizer` and step() has not been
+  // called since.
   bool Updated(const OptimizerSlot& optimizer) const;
-  // Throws where Updated(): the program does `what` with gradients or leaves the step out.
+  // Throws if Updated(): the program does `what` with gradients or leaves the step out.
   void CheckStepped(const OptimizerSlot& optimizer, const char* what) const;
-  // Throws where gradients of `parameters` were used in a backward pass and are gone.
+  // Throws if a backward pass has used and freed gradients of `parameters`.
   static void CheckGradientsThere(const std::vector<at::Tensor>& parameters, const char* what);
 
-  // Ends the step of `optimizer`: updates what has a gradient and was not updated in the backward
-  // pass, multiplied by `factor`. Throws if its learning rates have changed since.
+  // CheckRates() throws if the learning rate or momentum of `optimizer` has changed since the
+  // backward pass that updated it. FinishStep() ends the step: it updates the parameters that have
+  // a gradient and were not updated in the backward pass, with the gradients multiplied by
+  // `factor`.
   void CheckRates(OptimizerSlot& optimizer) const;
   void FinishStep(OptimizerSlot& optimizer, double factor);
-  // The gradients that are gone need no zero_grad() any more.
+  // Removes the marks of gradients that were used in a backward pass: they need no zero_grad().
   static void ForgetGradients(OptimizerSlot& optimizer);
-  // A state was loaded: what was updated counts no more.
+  // Call it when a state was loaded: forgets which parameters were updated.
   void Reset();
-  // While a state is about to replace all that was updated, nothing keeps anyone from using it.
+  // While a state is about to replace everything that was updated, the checks of models do not
+  // throw.
   void SetReplacing(bool replacing) { replacing_ = replacing; }
 
  private:
-  // Of one group: learning rate and momentum.
+  // The learning rate and momentum of each parameter group.
   using Rates = std::vector<std::pair<double, std::optional<double>>>;
   struct Pending {
     std::shared_ptr<OptimizerSlot> optimizer;
@@ -83,14 +88,14 @@ class BackwardUpdates : public ShardUpdates {
     std::vector<const ShardedModel*> models;
   };
   static Rates RatesOf(const OptimizerSlot& optimizer);
-  // Waits for updates, the first of them first, until so many are under way.
+  // Waits for updates, oldest first, until at most `most` are under way.
   void WaitUntilLeft(size_t most);
-  // CheckStepped() inside of a pass.
+  // CheckStepped() for a model inside a pass.
   void CheckNotPending(const ShardedModel& model, const char* what) const;
 
   const Registry& registry_;
   const BeginPass begin_pass_;
-  // Where the shards of the pass under way are: optimizer and number in its parameters.
+  // The optimizer of a shard of the pass under way, and the shard's index in its parameters.
   struct Place {
     std::shared_ptr<OptimizerSlot> optimizer;
     size_t index;
@@ -101,7 +106,7 @@ class BackwardUpdates : public ShardUpdates {
   bool pass_open_ = false;  // some model has begun, and the pass has neither ended nor thrown
   bool under_way_ = false;  // an update has begun, and its pass has not ended
   bool replacing_ = false;
-  std::unordered_map<const OptimizerSlot*, Pending> pending_;  // and kept by them
+  std::unordered_map<const OptimizerSlot*, Pending> pending_;  // the values keep the keys alive
   std::deque<CommThread::Ticket> tickets_;
   CommThread thread_;
 };

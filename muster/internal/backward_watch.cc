@@ -9,7 +9,7 @@
 namespace muster::internal {
 namespace {
 
-// Elements of a parameter that are remembered: enough to tell an average from a step.
+// The number of elements of a parameter that are recorded: enough to tell an average from a step.
 constexpr int64_t kPlaces = 4;
 
 }  // namespace
@@ -34,7 +34,7 @@ void BackwardWatch::Seen::Record() {
   place = value = at::Tensor();
   const at::Tensor& grad = parameter.grad();
   if (!grad.defined() || grad.layout() != at::kStrided || grad.numel() == 0) return;
-  // The largest of each part: topk() copies the whole gradient, in pairs.
+  // The largest element of each part, because topk() would copy the whole gradient, in pairs.
   const at::Tensor flat = grad.abs().flatten();
   const int64_t count = std::min(kPlaces, flat.numel());
   std::vector<at::Tensor> places;
@@ -55,7 +55,8 @@ at::Tensor BackwardWatch::Seen::Changed() const {
       (place.device() != parameter.device() || value.scalar_type() != parameter.scalar_type())) {
     return at::Tensor();
   }
-  // Where there is a value it decides: averages are copied in and back again, which counts too.
+  // If there is a recorded value it decides, because copying averages in and back again also
+  // changes the version.
   const bool counted = version != static_cast<int64_t>(parameter._version());
   if (!place.defined()) {
     return at::full({}, counted, parameter.options().dtype(at::kBool).requires_grad(false));

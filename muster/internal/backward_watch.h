@@ -14,11 +14,11 @@
 
 namespace muster::internal {
 
-// The backward passes of an Accelerator. Pass scopes are of the training thread; the rest may be
-// read on the threads of a backward pass.
+// The backward passes of an Accelerator. Use Scope on the training thread; the rest may be read on
+// the threads of a backward pass.
 class BackwardPasses {
  public:
-  // While it lives, backward passes are accelerator.backward()'s.
+  // While a Scope lives, backward passes are those of accelerator.backward().
   class Scope {
    public:
     explicit Scope(BackwardPasses& passes) : passes_(passes), before_(passes.current_) {
@@ -34,8 +34,8 @@ class BackwardPasses {
   };
 
   int64_t last() const { return last_; }
-  // Whether one outside of these scopes, loss.backward(), has added to a gradient that is watched,
-  // since ForgetPlain().
+  // Whether, since ForgetPlain(), a backward pass outside these scopes (loss.backward()) has added
+  // to a gradient that is watched.
   bool any_plain() const { return any_plain_; }
   void ForgetPlain() { any_plain_ = false; }
 
@@ -43,50 +43,53 @@ class BackwardPasses {
   friend class BackwardWatch;
 
   int64_t last_ = 0;
-  std::atomic<int64_t> current_ = 0;  // 0: in none
+  std::atomic<int64_t> current_ = 0;  // 0: no scope
   std::atomic<bool> any_plain_ = false;
 };
 
-// Which backward passes have added to the gradients of a model's parameters: some nanoseconds for
-// each of them in each pass. Not thread-safe but for the passes themselves.
+// Which backward passes have added to the gradients of a model's parameters. Costs some nanoseconds
+// per parameter and pass. Not thread-safe, except for the backward passes themselves.
 class BackwardWatch {
  public:
-  // `passes` is shared with the hooks, which may outlive their Accelerator. Parameters are watched
-  // from when they require a gradient.
+  // `passes` is shared with the hooks, which may outlive their Accelerator. A parameter is watched
+  // from the time that it requires a gradient.
   BackwardWatch(std::shared_ptr<BackwardPasses> passes,
                 const std::vector<std::pair<std::string, at::Tensor>>& parameters);
   BackwardWatch(const BackwardWatch&) = delete;
   BackwardWatch& operator=(const BackwardWatch&) = delete;
 
-  // What is known of a parameter.
+  // The facts about one parameter.
   struct Seen {
-    // Remembers what the parameter is now, after a pass that has added to its gradient.
+    // Records the parameter's current value, after a pass that has added to its gradient.
     void Record();
-    // A tensor of one boolean, on the parameter's device: whether it has changed since. Undefined
-    // where nothing was recorded.
+    // Returns a tensor of one boolean, on the parameter's device: whether the parameter has changed
+    // since Record(). Undefined if nothing was recorded.
     at::Tensor Changed() const;
-    // For a few of its elements, in double on the CPU: what they were, and what those of `other`,
-    // a tensor of its shape, are now. Undefined where nothing was recorded.
+    // For a few elements of the parameter, in double on the CPU: Before() returns their recorded
+    // values, At() the current values at the same positions of `other`, a tensor of the same shape.
+    // Undefined if nothing was recorded.
     at::Tensor Before() const;
     at::Tensor At(const at::Tensor& other) const;
 
     at::Tensor parameter;
     std::string name;
-    std::atomic<int64_t> pass = 0;    // the last one that has added to its gradient
-    std::atomic<bool> plain = false;  // loss.backward() has, see BackwardPasses
-    // Its version after the last backward pass that no prepared optimizer would follow; -1: none.
+    std::atomic<int64_t> pass = 0;    // the last pass that added to its gradient
+    std::atomic<bool> plain = false;  // loss.backward() has added to it; see BackwardPasses
+    // The parameter's version after the last backward pass that no prepared optimizer would follow;
+    // -1: none.
     int64_t version = -1;
-    // The positions at which its gradient was largest then, and its values there: LibTorch's SGD
-    // changes parameters without counting. Undefined for sparse gradients.
+    // The positions at which its gradient was largest after that pass, and its values there,
+    // because LibTorch's SGD changes parameters without counting a version. Undefined for sparse
+    // gradients.
     at::Tensor place, value;
     bool partial = false;  // that pass was not the last one of its window
-    bool clipped = false;  // by the loop, since then
+    bool clipped = false;  // the loop has clipped it since then
   };
 
-  // Begins to watch those that require a gradient by now.
+  // Starts to watch the parameters that require a gradient by now.
   void Refresh();
   const std::vector<std::unique_ptr<Seen>>& all() const { return seen_; }
-  // Null for tensors of others.
+  // Returns null for a tensor that is not a parameter of the model.
   Seen* Find(const at::Tensor& parameter) const;
   // Whether the last accelerator.backward() has added to the gradient of `parameter`.
   bool InLastPass(const at::Tensor& parameter) const;
@@ -97,7 +100,7 @@ class BackwardWatch {
   std::vector<std::unique_ptr<Seen>> seen_;
   std::unordered_map<const void*, Seen*> by_tensor_;
   std::vector<Seen*> frozen_;
-  GradientObservers observers_;  // after what its hooks use
+  GradientObservers observers_;  // declared after what its hooks use
 };
 
 }  // namespace muster::internal

@@ -53,8 +53,8 @@ namespace {
 
 constexpr int64_t kMaxKept = 1 << 30;
 
-// Whether a save in memory is lost for lack of memory or of an answer, which is no error: others
-// follow.
+// Whether a save in memory is lost because memory or an answer is missing, which is no error: later
+// saves follow.
 bool IsLost(const absl::Status& status, int rank) {
   if (!absl::IsUnavailable(status) && !absl::IsResourceExhausted(status)) return false;
   if (rank == 0) {
@@ -64,14 +64,14 @@ bool IsLost(const absl::Status& status, int rank) {
   return true;
 }
 
-// The message about the previous save in memory, which ended with this status.
+// The error of the previous save in memory, which ended with this status.
 absl::Status LastInMemory(const absl::Status& ended, int rank) {
   if (ended.ok() || IsLost(ended, rank)) return absl::OkStatus();
   return absl::Status(ended.code(),
                       absl::StrCat("the last save in memory failed: ", ended.message()));
 }
 
-// The first failure. Each is in the log since the save ended.
+// The first failure. Each has been in the log since its save ended.
 absl::Status FirstFailure(const std::vector<AsyncSaver::Outcome>& outcomes) {
   for (const AsyncSaver::Outcome& outcome : outcomes) {
     if (outcome.status.ok()) continue;
@@ -113,7 +113,8 @@ std::string CheckpointState::Root() const {
 
 namespace {
 
-// As the coordinator's option --checkpoint_key, for jobs that have none.
+// The variable has the meaning of the coordinator's option --checkpoint_key, for jobs without a
+// coordinator.
 std::string KeyFile() {
   const char* const file = std::getenv("MUSTER_CHECKPOINT_KEY");
   return file == nullptr ? "" : file;
@@ -177,7 +178,7 @@ void CheckpointState::OpenMemory(bool has_to_answer) {
   absl::StatusOr<std::unique_ptr<MemoryTier>> opened = MemoryTier::Open(
       process_.comm(), environment.memory_socket.value, environment.worker_id.value, mirror);
   memory_unreachable_ = !opened.ok() && !absl::IsFailedPrecondition(opened.status());
-  // Nobody knows what it has.
+  // Without an answer it is unknown which state the agent has.
   if (has_to_answer && memory_unreachable_) ThrowIfError(opened.status());
   memory_opened_ = true;
   if (opened.ok()) {
@@ -194,8 +195,8 @@ bool CheckpointState::GoesToDisk(const std::string& directory) {
   const bool failed = disk_failed_ || (saver_ != nullptr && saver_->failed());
   bool disk = !directory.empty() || since_disk_ + 1 >= every;
   if (every > 1 && directory.empty()) {
-    // After an asynchronous save that has failed, the newest one on the disk is too old. A process
-    // may hear of that, and of the end, before the others do.
+    // After an asynchronous save that has failed, the newest checkpoint on the disk is too old. A
+    // process may learn of that, or of the stop, before the others do.
     disk |= OnAnyProcess(process_.comm(), stopping_() || failed);
   }
   return disk;
@@ -214,7 +215,8 @@ absl::Status CheckpointState::SaveToMemory(const CheckpointInfo& info, int64_t s
       MUSTER_LOG(Warning) << "no more checkpoints in memory; those on the disk continue, every "
                           << options.disk_every << ". save_state(): " << saved.message();
     }
-    // The last whole save stays with the agent, and counts until training begins elsewhere.
+    // The last complete save stays with the agent, and is valid until training continues from
+    // another state.
     saves_to_memory_ = false;
     return absl::OkStatus();
   }
@@ -225,7 +227,7 @@ int64_t CheckpointState::AgreeOnNumber(const CheckpointFolder& folder, int64_t n
   // Rank 0 looks, or one process of each node does; an error there reaches every process.
   std::string error;
   if (process_.rank() == 0 || process_.own_node().has_value()) {
-    // Asked before the folder is: a save that ends in between is seen there.
+    // `busy` is read before the folder: a save that ends in between is then seen in the folder.
     const bool busy = saver_ != nullptr && saver_->busy();
     const absl::StatusOr<int64_t> next = folder.NextNumber();
     if (next.ok()) {
@@ -251,7 +253,8 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
   if (absl::Status here = Guard([&] { steps_.CheckAllTakePart("save_state()"); }); !here.ok()) {
     return here;
   }
-  // Every rank says whether it can save before any of them writes: none waits for one that left.
+  // Every rank reports whether it can save before any of them writes, so that none waits for a rank
+  // that left.
   absl::Status mine = Guard([&] {
     for (const auto& model : registry_.models()) {
       if (model->sharded() != nullptr) model->sharded()->CheckNotMixedHere();
@@ -264,13 +267,13 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     });
   }
   for (const auto& model : registry_.models()) {
-    // Where others may wait for this rank in the pass, they do not come here.
+    // If others may be waiting for this rank inside the pass, they do not come here.
     const bool interrupted = model->sharded() != nullptr && model->sharded()->Interrupted();
     if (!mine.ok() && interrupted) return mine;
   }
   if (mine.ok()) mine = CheckSavable();
-  // Throws in place of waiting where some of those that divide a model are still in a pass. All of
-  // one job have such groups, also those that have no model any more.
+  // MeetAt throws instead of waiting if some rank of the group that divides a model is still in a
+  // pass. All ranks of a job have such groups, also those that have no model any more.
   if (const std::shared_ptr<Comm> comm = shard_comm_.lock()) {
     std::string before;
     for (const auto& model : registry_.models()) {
@@ -293,13 +296,13 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     OpenMemory(/*has_to_answer=*/false);
     bool to_disk = GoesToDisk(directory);
     if (to_disk && directory.empty()) info.iteration = AgreeOnNumber(folder, info.iteration);
-    // A save with a name of its own is none of those that are counted.
+    // A save to a directory that the program names is not counted.
     const int64_t since_disk = !directory.empty() ? since_disk_ : to_disk ? 0 : since_disk_ + 1;
     absl::Status in_memory, earlier_in_memory;
     if (memory_ != nullptr && saves_to_memory_) {
       in_memory = SaveToMemory(info, since_disk, write, &earlier_in_memory);
       if (!saves_to_memory_ && !to_disk) {
-        // It must be somewhere.
+        // The state must be saved somewhere.
         to_disk = true;
         info.iteration = AgreeOnNumber(folder, info.iteration);
       }
@@ -321,7 +324,7 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
       ThrowIfError(SaveNumberedCheckpoint(process_.comm(), folder, info, Publishing(), write,
                                           process_.own_node()));
     }
-    // After one that failed, the next goes to the disk, too.
+    // After a failed save this line is not reached, so that the next save goes to the disk, too.
     if (directory.empty()) since_disk_ = 0;
     last_checkpoint_ = directory.empty() ? folder.PathOf(info.iteration) : directory;
     loaded_without_name_.reset();
@@ -331,7 +334,7 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     ThrowIfError(in_memory);
     ThrowIfError(earlier_in_memory);
   });
-  // What hangs from here on is not the save.
+  // A hang after this point is not in the save.
   process_.progress().SetPhase("after save_state");
   return saved;
 }
@@ -351,8 +354,8 @@ absl::Status CheckpointState::CheckSavable() {
         "save_state in the middle of an accumulation window would lose its gradients: save where "
         "accelerator.sync_gradients(), after optimizer.step()");
   }
-  // Such a program may have to stop here, and a checkpoint without a few gradients is better than
-  // none.
+  // A program that does this may have to stop here, and a checkpoint without a few gradients is
+  // better than none.
   if (steps_.holds_back() && process_.rank() == 0) {
     MUSTER_LOG(Warning) << "save_state between backward() under no_sync() and the step that uses "
                            "its gradients: a checkpoint holds no gradients, so a run that resumes "
@@ -367,7 +370,7 @@ absl::Status CheckpointState::SaveBesideTraining(
   const CheckpointOptions& options = process_.options().checkpoint;
   if (saver_ == nullptr) {
     std::unique_ptr<AsyncSaver> saver;
-    // One process alone may have no thread or connection left: then none has a saver.
+    // A single process may have no thread or connection left: then no process has a saver.
     ThrowIfAnyFailed(
         process_.comm(), GuardNamed("cannot begin to save beside training", [&] {
           absl::StatusOr<std::unique_ptr<Comm>> beside = MakeBackgroundComm(process_.joined());
@@ -384,11 +387,11 @@ absl::Status CheckpointState::SaveBesideTraining(
   request.info = info;
   request.node = process_.own_node();
   request.publish = Publishing();
-  // Training does not wait for the thread that writes, and the next save may have begun already: it
-  // has its place on the disk when that thread has removed what goes for it.
+  // The writing thread itself deletes old checkpoints: training does not wait for that thread, and
+  // the next save, which may have begun already, has room on the disk once they are deleted.
   request.publish.disposal = nullptr;
-  // If there is no memory to keep it for training, there is none for a copy either. What this save
-  // gathers is on the disk already.
+  // If there is no memory to keep it for training, there is none for a copy either. The tensors
+  // that this save gathers are on the disk already.
   if (const std::string disk = FolderOfOffload(process_.sharding()); !disk.empty()) {
     request.keep = [copies = std::make_shared<DiskCopies>(disk),
                     since = DiskCopies::Made()](const at::Tensor& tensor) {
@@ -406,7 +409,7 @@ absl::Status CheckpointState::SaveBesideTraining(
   std::vector<AsyncSaver::Outcome> ended;
   const absl::Status begun = saver_->Begin(process_.comm(), request, write, &ended);
   const absl::Status earlier = FirstFailure(ended);
-  // A save to a folder of its own is none that a load without one finds.
+  // A save to a directory that the program names is not found by a load without a directory.
   disk_failed_ = directory.empty() ? !begun.ok() : disk_failed_ || !earlier.ok();
   ThrowIfError(begun);
   if (directory.empty()) next_numbered_ = info.iteration + 1;
@@ -429,7 +432,7 @@ absl::Status CheckpointState::WaitForSaver() {
 
 absl::Status CheckpointState::WaitForAll() {
   const absl::Status saved = Wait();
-  // All processes know alike whether they save there.
+  // All processes agree on whether they save to memory.
   if (memory_ == nullptr) return saved;
   const absl::Status in_memory = Guard([&] {
     steps_.CheckAllTakePart("wait_for_checkpoint()");
@@ -439,7 +442,7 @@ absl::Status CheckpointState::WaitForAll() {
 }
 
 absl::Status CheckpointState::Wait() {
-  // A save of many minutes is no hang.
+  // A save that takes many minutes is no hang.
   const bool busy = Disposal::OfProcess().busy() || (saver_ != nullptr && saver_->busy());
   if (busy) process_.progress().SetPhase("save_state");
   const absl::Status saved = WaitForSaver();
@@ -486,7 +489,7 @@ absl::Status CheckpointState::SaveModel(ModelSlot& model, const std::string& wan
     const absl::StatusOr<NodeGroups> groups =
         GroupsOf(process_.comm(), directory, process_.own_node());
     ThrowIfError(groups.status());
-    // The disk may have no room for both.
+    // The disk may have no room for both, the old files and the new.
     Disposal::OfProcess().Wait();
     const absl::Status status = SaveWholeModel(model, groups->leads(), directory, *bytes);
     if (groups->nodes.size() > 1) return ThrowIfAnyFailed(process_.comm(), status);
@@ -513,7 +516,7 @@ absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
                                                                    Guard([&] { read(opened); });
                                                                return of_read;
                                                              });
-  // What is there lacks something: not the same as no checkpoint.
+  // An existing checkpoint lacks a file, which is different from having no checkpoint.
   if (absl::IsNotFound(of_read) && reader.status() == of_read) ThrowIfError(of_read);
   if (!directory.empty() && absl::IsNotFound(reader.status())) {
     return absl::NotFoundError(
@@ -524,15 +527,15 @@ absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
 
 namespace {
 
-// Whether load_weights() is given the weights of a model, of any library, and not a checkpoint of
-// save_state(): that is one of several files, and is checked by its manifest.
+// Whether load_weights() was given the weights of a model, of any library, and not a checkpoint of
+// save_state(), which has several files and is checked by its manifest.
 bool HoldsWeightsAlone(const std::string& path) {
   if (path.empty()) return false;
   struct stat info;
   if (stat(path.c_str(), &info) != 0) return false;
   if (S_ISREG(info.st_mode)) return true;
   const std::string name = BaseName(path);
-  // What a save has left before it was whole.
+  // An unfinished save.
   if (HasMark(name, StemOf(name, kStagingMark), kStagingMark)) return false;
   for (const std::string& file : {std::string(kManifestName), OptimizerFileName(0),
                                   SamplerFileName(0), RandomStatesFileName(0)}) {
@@ -541,9 +544,9 @@ bool HoldsWeightsAlone(const std::string& path) {
   return !absl::IsNotFound(WeightFiles::Open(path).status());
 }
 
-// (collective) The same error on every rank if one of them cannot load (`mine`), or if they are not
-// asked for the same: others would wait in an exchange of a search, or take another checkpoint for
-// their copy of this one.
+// (collective) The same error on every rank if one of them cannot load (`mine`), or if they were
+// asked for different things: otherwise some would wait in an exchange of a search, or take another
+// checkpoint for their copy of this one.
 absl::Status AgreeOnLoad(Comm& comm, const absl::Status& mine, const std::string& call,
                          const GivenDirectory& directory, GivenAlike alike) {
   return Guard([&] {
@@ -566,7 +569,8 @@ absl::Status AgreeOnLoad(Comm& comm, const absl::Status& mine, const std::string
   });
 }
 
-// On one disk they may load from copies of one checkpoint, which are compared when they are open.
+// On one disk the ranks may load from copies of one checkpoint, which are compared when they are
+// open.
 GivenAlike AlikeForLoad(const Process& process) {
   return process.own_node().has_value() ? GivenAlike::kByName : GivenAlike::kOrNone;
 }
@@ -579,9 +583,9 @@ void CheckHoldOneModel(const std::string& path, size_t models) {
       "model with muster::load_model() before prepare()")));
 }
 
-// (collective) Each rank opens the files that it sees, and its hooks and options are its own. The
-// same error on every rank, if they are about to load different weights: fingerprints of all
-// models.
+// (collective) Each rank opens the files that it sees, and has hooks and options of its own. The
+// same error on every rank if their fingerprints of all models say that they are about to load
+// different weights.
 void CheckSameWeights(Comm& comm, const std::string& path, const std::string& tensors,
                       const std::string& values) {
   if (comm.size() == 1) return;
@@ -635,14 +639,14 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
   if (absl::Status here = Guard([&] { steps_.CheckAllTakePart("load_weights()"); }); !here.ok()) {
     return here;
   }
-  // Updates may have failed on one process alone, which the others would wait for.
+  // Updates may have failed on one process only, and the others would wait for it.
   const absl::Status mine = Guard([&] {
     steps_.CheckStepped("load_weights()");
     steps_.CheckNoLoadFailed("load_weights()");
     ThrowIfError(CheckWeightsLoadable(options));
   });
   GivenDirectory given = FollowGivenDirectory(directory);
-  // Weights that no save has written may be called anything: their contents are compared.
+  // Weights that no save has written may have any name: their contents are compared.
   if (HoldsWeightsAlone(directory)) given.folder.clear();
   if (absl::Status all =
           AgreeOnLoad(process_.comm(), mine, "load_weights()", given, AlikeForLoad(process_));
@@ -658,7 +662,7 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
     std::vector<std::unique_ptr<IncomingWeights>> incoming;  // of the first models
     std::unordered_set<std::string> read;
     std::optional<StateReader> checkpoint;
-    // All ranks read the same kind, also where each has a folder of its own.
+    // All ranks read the same kind, even if each has a folder of its own.
     const bool of_files = BroadcastObject(process_.comm(), HoldsWeightsAlone(directory));
     if (of_files) {
       report.directory = directory;
@@ -675,7 +679,7 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
       report.directory = reader->dir();
       checkpoint = *std::move(reader);
     }
-    // Optimizers keep their states, which may be of another step on another rank.
+    // Optimizers keep their states, which may belong to different steps on different ranks.
     for (const auto& model : models) {
       if (model->sharded() != nullptr) model->sharded()->CheckNotMixed();
     }
@@ -734,14 +738,15 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
 }
 
 void CheckpointState::LetGo(StateReader reader, LoadedFiles loaded) {
-  // A GPU's memory is free at once, and the first steps may need it.
+  // A GPU's memory is freed at once, because the first steps may need it.
   if (!process_.device().is_cpu()) {
     loaded.weights.clear();
     loaded.optimizers.clear();
   }
   uint64_t bytes = 0;
   for (const ManifestFile& file : reader.manifest().files) bytes += file.digest.bytes;
-  // The first step may need memory before it is free: only where there is enough for both.
+  // The first step may need memory before this is free: use the thread only if there is enough for
+  // both.
   if (reader.in_memory() || MemoryLeft() / 2 < bytes) return;
   Disposal::OfProcess().Free(
       std::make_shared<std::pair<StateReader, LoadedFiles>>(std::move(reader), std::move(loaded)));
@@ -761,10 +766,10 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
       !all.ok()) {
     return all;
   }
-  // What is being written may be what is wanted. A failure is in the log.
+  // The wanted checkpoint may be the one being written. A failure is in the log.
   Wait().IgnoreError();
   process_.progress().SetPhase("load_state");
-  // Hooks may use the weights, also those that a failed step has changed in part.
+  // Hooks may use the weights, even those that a failed step has changed in part.
   std::optional<StateLoader::Scope> scope(std::in_place, loader_);
   absl::Status status = Guard([&] {
     OpenMemory(/*has_to_answer=*/true);
@@ -776,21 +781,22 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
     bool from_memory = false;
     absl::Status in_memory;
     absl::StatusOr<StateReader> reader = OpenAndRead(directory, [&](StateReader& opened) {
-      // Newer ones were damaged: what memory has was older than these, and may be newer than this.
+      // Newer checkpoints were damaged: the state in memory was older than these, but may be newer
+      // than this one.
       const int64_t step = opened.info().step;
-      // Its errors are not those of the disk.
+      // Errors of the memory must not count as errors of the disk.
       in_memory = Guard([&] { from_memory = memory && step < newest && LoadFromMemory(step); });
       if (in_memory.ok() && !from_memory) loaded = loader_.CheckAndReadAll(opened);
     });
     ThrowIfError(in_memory);
-    // All on the disk are damaged or held back.
+    // All checkpoints on the disk are damaged or held back.
     if (memory && (absl::IsDataLoss(reader.status()) || absl::IsNotFound(reader.status()))) {
       from_memory = LoadFromMemory(-1);
     }
     if (from_memory) return;
     if (!may_be_missing || !absl::IsNotFound(reader.status())) ThrowIfError(reader.status());
-    // What it holds is of another past than the training that begins here. Before that does: where
-    // it cannot be discarded, a later load would go back to it.
+    // The state in memory belongs to another past than the training that begins here. Discard it
+    // before training begins: if that fails, a later load would go back to it.
     if (memory_ != nullptr) ThrowIfError(memory_->Forget(process_.comm()));
     if (!reader.ok()) return;
     loader_.Apply(*reader, loaded);
@@ -818,7 +824,7 @@ void CheckpointState::NoteLoaded(const StateReader& reader) {
 
 const std::string& CheckpointState::last_checkpoint() {
   if (!loaded_without_name_.has_value() || PathExists(last_checkpoint_)) return last_checkpoint_;
-  // It has got its name, unless another one has that.
+  // It was renamed, unless another checkpoint has that name.
   const std::string name(StemOf(BaseName(last_checkpoint_), kStagingMark));
   const std::string named = JoinPath(ParentPath(last_checkpoint_), name);
   const absl::StatusOr<Manifest> manifest = ReadManifest(named);
@@ -831,7 +837,7 @@ const std::string& CheckpointState::last_checkpoint() {
 
 int64_t CheckpointState::NewestStepOnDisk(const CheckpointFolder& folder) const {
   absl::StatusOr<int64_t> mine = -1;
-  // Nodes with disks of their own may have other checkpoints each.
+  // Each node may have different checkpoints on its own disk.
   if (process_.rank() == 0 || process_.own_node().has_value()) mine = folder.NewestStep();
   int64_t newest = -1;
   std::vector<StatusOnWire> statuses;

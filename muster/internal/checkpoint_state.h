@@ -34,9 +34,9 @@ struct PublishOptions;
 
 namespace muster::internal {
 
-// Writes the state of a training to checkpoints and takes it from there
-// (docs/checkpoint_format.md): what the registry holds, where loops and the step are, and what the
-// program has registered. Not thread-safe. Methods marked (collective) block.
+// Writes the state of a training to checkpoints and loads it (docs/checkpoint_format.md): the
+// objects of the registry, the places of loops, the step, and what the program has registered. Not
+// thread-safe. Methods marked (collective) block.
 class CheckpointState {
  public:
   // All are borrowed.
@@ -47,46 +47,45 @@ class CheckpointState {
   CheckpointState(const CheckpointState&) = delete;
   CheckpointState& operator=(const CheckpointState&) = delete;
 
-  // The processes that this one divides models with, where they are a part of all.
+  // Sets the group of processes among which models are divided, if it is only a part of the job.
   void SetShardComm(const std::shared_ptr<Comm>& comm) { shard_comm_ = comm; }
 
-  // (collective) See Accelerator. `may_be_missing`: without a checkpoint nothing happens.
+  // (collective) See Accelerator. `may_be_missing`: if there is no checkpoint, nothing happens.
   absl::Status Save(const std::string& directory);
   absl::Status Load(const std::string& directory, bool may_be_missing);
   absl::StatusOr<LoadedState> LoadWeights(const std::string& directory,
                                           const LoadWeightsOptions& options);
   absl::Status SaveModel(ModelSlot& model, const std::string& directory,
                          const std::string& max_shard_size) const;
-  // Waits for asynchronous saves, and until what had to go for a save is gone; the error of the
-  // first that failed and was not reported yet.
+  // Waits for asynchronous saves, and until everything that a save had to delete is deleted.
+  // Returns the error of the first one that failed and was not reported yet.
   absl::Status Wait();
-  // (collective, with memory) The same, and of the last save to memory.
+  // (collective, with memory) Does the same, and also waits for the last save to memory.
   absl::Status WaitForAll();
-  // The same once a peer is lost: what has not been written is not written any more.
+  // Like Wait(), once a peer is lost: data that is not written yet is dropped.
   absl::Status Abandon();
 
-  // What the program registers.
+  // The objects that the program registers.
   StateObjects& objects() { return objects_; }
 
   // The directory of this process's last Save() or Load(). If a checkpoint was loaded before it was
   // renamed, this is its old path as long as that exists, then its final name.
   const std::string& last_checkpoint();
-  // The number that the next Save() without a directory is going to have, as far as this process
-  // has seen.
+  // The number of the next Save() without a directory, as far as this process has seen.
   int64_t save_iteration() const { return save_iteration_; }
 
   SaveWriter::PlanCounts plan_counts() const { return writer_.plan_counts(); }
 
-  // (collective) Once, before hours of training end in a save that fails. `always`: also where no
-  // folder was named.
+  // (collective) Checks once, before hours of training end in a save that fails. `always`: also if
+  // no folder was named.
   void CheckProjectWritable(bool always = false);
 
  private:
   std::string Root() const;
   // Whether this process may save now, with these options.
   absl::Status CheckSavable();
-  // Whether load_weights() takes these options here, and would leave no gradients of other weights
-  // for the next step.
+  // Whether load_weights() accepts these options here, and would leave no gradients of the old
+  // weights for the next step.
   absl::Status CheckWeightsLoadable(const LoadWeightsOptions& options) const;
   // (collective) The number of the next checkpoint.
   int64_t AgreeOnNumber(const CheckpointFolder& folder, int64_t number) const;
@@ -97,30 +96,31 @@ class CheckpointState {
   // The error of the first asynchronous save that failed and was not reported yet.
   absl::Status WaitForSaver();
   absl::Status CheckOptions() const;
-  // (collective) Opens the memory at the first call; without it memory_ stays null. Throws if an
-  // agent does not answer that has to, as for a load; the next one that has to is asked again.
+  // (collective) Opens the memory at the first call; without it memory_ stays null. With
+  // `has_to_answer`, as for a load, it throws if an agent does not answer; the next such call asks
+  // again.
   void OpenMemory(bool has_to_answer);
   // (collective) Whether this save goes to the disk.
   bool GoesToDisk(const std::string& directory);
-  // (collective) See MemoryTier::Save(). A save that is lost for lack of memory or of an answer is
-  // no error.
+  // (collective) See MemoryTier::Save(). It is no error if a save is lost because memory or an
+  // answer is missing.
   absl::Status SaveToMemory(const CheckpointInfo& info, int64_t since_disk,
                             absl::FunctionRef<absl::Status(StateWriter&)> write,
                             absl::Status* earlier);
-  // (collective) Of what is on the disk, of rank 0 or of all nodes, whole or not; -1: there is
-  // none. Throws what may be another number later.
+  // (collective) The newest step of any checkpoint on the disk (of rank 0, or of all nodes), whole
+  // or not; -1: there is none. Throws if the number cannot be told for certain.
   int64_t NewestStepOnDisk(const CheckpointFolder& folder) const;
-  // (collective) Loads from memory if that has a state of step `on_disk` or later. False: it has
-  // not.
+  // (collective) Loads from memory if that has a state of step `on_disk` or later, and returns
+  // whether it did.
   bool LoadFromMemory(int64_t on_disk);
-  // (collective) Opens a checkpoint and calls `read`, collective too, which reads what it needs of
-  // it and changes nothing. See OpenAndReadCheckpoint. Errors, the same on every rank; NOT_FOUND:
+  // (collective) Opens a checkpoint and calls `read`, also collective, which reads what it needs
+  // and changes nothing. See OpenAndReadCheckpoint. Errors are the same on every rank; NOT_FOUND:
   // there is none.
   absl::StatusOr<StateReader> OpenAndRead(const std::string& directory,
                                           const std::function<void(StateReader&)>& read);
-  // After StateLoader::Apply().
+  // Call it after StateLoader::Apply().
   void NoteLoaded(const StateReader& reader);
-  // Frees what a load has read, beside training where there is memory for both.
+  // Frees what a load has read: during training, if there is memory enough.
   void LetGo(StateReader reader, LoadedFiles loaded);
 
   Process& process_;
@@ -131,7 +131,8 @@ class CheckpointState {
   SaveWriter writer_;
   StateLoader loader_;
   std::string last_checkpoint_;
-  std::optional<Manifest> loaded_without_name_;  // last_checkpoint_ was, when it was loaded
+  std::optional<Manifest> loaded_without_name_;  // of last_checkpoint_, if it was loaded before it
+                                                 // was renamed
   int64_t save_iteration_ = 0;
   bool project_checked_ = false;
   const std::function<bool()> stopping_;
@@ -140,9 +141,9 @@ class CheckpointState {
   std::unique_ptr<MemoryTier> memory_;                    // null without memory
   bool memory_opened_ = false;
   bool memory_unreachable_ = false;  // an agent did not answer
-  bool saves_to_memory_ = true;      // false: it was too small once
+  bool saves_to_memory_ = true;      // false: the memory was too small once
   int64_t since_disk_ = 0;           // saves since the last one to the disk
-  bool disk_failed_ = false;         // that one has failed, which was asynchronous
+  bool disk_failed_ = false;         // the last save to the disk, an asynchronous one, has failed
   int64_t next_numbered_ = 0;        // after the last numbered asynchronous save
   std::weak_ptr<Comm> shard_comm_;   // of SetShardComm()
 };

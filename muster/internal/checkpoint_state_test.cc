@@ -66,7 +66,7 @@ TEST_F(CheckpointStateTest, Hook_RunsUntilItIsRemoved) {
 TEST_F(CheckpointStateTest, HookThatRemovesItselfAndAnother_RunsOnceAndTheOtherDoesNot) {
   int calls = 0, others = 0;
   int64_t own = 0, other = 0;
-  // Captured, so that what is removed while it runs is used afterwards.
+  // The function captures it, so that it uses memory of its own after it was removed while running.
   const std::string name = "a name that is too long to be kept in the function itself";
   own = checkpoints_.objects().AddSaveHook([&, name](std::vector<NamedTensors>&, StateWriter&) {
     checkpoints_.objects().Remove(own);
@@ -161,7 +161,7 @@ TEST_F(CheckpointStateTest, ObjectThatAnotherOneRemovesInASaveOrLoad_RunsNoMore)
   checkpoints_.objects().RemoveSince(first);
 }
 
-// By a handle of its own, for example.
+// It may own a handle of its own, for example.
 TEST_F(CheckpointStateTest, ObjectWhoseFunctionsOwnWhatRemovesIt_IsRemovedOnce) {
   struct Owner {
     ~Owner() {
@@ -205,7 +205,7 @@ TEST_F(CheckpointStateTest, HookThatRegistersOrRemovesAnObject_IsAnError) {
   EXPECT_EQ(number_, 8) << "nothing has changed";
 }
 
-// Also the first one.
+// Also if it is the first object.
 TEST_F(CheckpointStateTest, LoadHookThatRegistersTheFirstObject_IsAnError) {
   ASSERT_TRUE(checkpoints_.Save(Dir("none registered")).ok());
   checkpoints_.objects().AddLoadHook([&](std::vector<NamedTensors>&, const StateReader&) {
@@ -215,21 +215,21 @@ TEST_F(CheckpointStateTest, LoadHookThatRegistersTheFirstObject_IsAnError) {
               HasSubstr("registered or removed"));
 }
 
-// Its path is that of a folder that is there.
+// Its path is that of an existing folder.
 TEST_F(CheckpointStateTest, LastCheckpoint_OfOneThatLackedItsName_IsWhereItIsNow) {
   const std::string named = Dir("unnamed"), staging = named + ".tmp-0123456789abcdef";
   ASSERT_TRUE(checkpoints_.Save(named).ok());
   ASSERT_EQ(rename(named.c_str(), staging.c_str()), 0);
   ASSERT_TRUE(checkpoints_.Load(staging, false).ok());
   EXPECT_EQ(checkpoints_.last_checkpoint(), staging);
-  // Another program's.
+  // Another program's folder.
   ASSERT_EQ(rename(staging.c_str(), Dir("aside").c_str()), 0);
   ASSERT_TRUE(MakeDirectories(named).ok());
   Manifest other = *ReadManifest(Dir("aside"));
   other.created = "1999-01-01T00:00:00+00:00";
   ASSERT_TRUE(WriteFileAtomically(JoinPath(named, kManifestName), *EncodeManifest(other)).ok());
   EXPECT_EQ(checkpoints_.last_checkpoint(), staging);
-  // Its own name.
+  // Now it has its final name.
   ASSERT_TRUE(RemoveTree(named).ok());
   ASSERT_EQ(rename(Dir("aside").c_str(), named.c_str()), 0);
   EXPECT_EQ(checkpoints_.last_checkpoint(), named);
@@ -237,7 +237,7 @@ TEST_F(CheckpointStateTest, LastCheckpoint_OfOneThatLackedItsName_IsWhereItIsNow
   EXPECT_EQ(checkpoints_.last_checkpoint(), Dir("next"));
 }
 
-// What it holds cannot be discarded, and a later load would take it for the newest.
+// The agent's state cannot be discarded, and a later load would take it for the newest.
 TEST_F(CheckpointStateTest, AgentThatDoesNotAnswer_FailsLoadsAlsoFromTheDiskButNoSave) {
   AcceleratorOptions options;
   options.checkpoint.memory = true;

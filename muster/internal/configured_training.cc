@@ -63,7 +63,7 @@ std::shared_ptr<OptimizerHandle> MakeOptimizer(const ConfiguredTraining& configu
 
 namespace {
 
-// A warm-up to the rate that each group of the optimizer has.
+// A warm-up to the rate of each group of the optimizer.
 class UpToTheBaseRate final : public LrSchedule {
  public:
   using Make = std::function<LrSchedulePtr(const WarmupOptions&)>;
@@ -116,7 +116,8 @@ LrSchedulePtr MakeScheduler(const ConfiguredTraining& configured,
   }
   WarmupOptions options;
   options.min_lr = from.min_lr.value_or(0);
-  // Left out, DeepSpeed's WarmupLR takes the optimizer's as well, and WarmupDecayLR 0.001.
+  // If it is left out, DeepSpeed's WarmupLR takes the optimizer's rate as well, and WarmupDecayLR
+  // takes 0.001.
   const bool of_optimizer = is_auto("scheduler.params.warmup_max_lr") || from.type == "WarmupLR";
   options.max_lr = from.max_lr.value_or(options.max_lr);
   options.warmup_steps = warmup_steps;

@@ -12,13 +12,13 @@
 
 namespace muster::internal {
 
-// Makers of what a DeepSpeed configuration names: see Accelerator::make_optimizer() and
-// make_scheduler(). What the configuration leaves out has DeepSpeed's default. Throw c10::Error: no
-// such section, or a value that is missing.
+// Make the optimizer and the schedule that a DeepSpeed configuration names: see
+// Accelerator::make_optimizer() and make_scheduler(). Values that it leaves out have DeepSpeed's
+// defaults. Throw c10::Error if there is no such section or a value is missing.
 std::shared_ptr<OptimizerHandle> MakeOptimizer(const ConfiguredTraining& configured,
                                                std::vector<ConfiguredGroup> groups,
                                                const OptimizerArguments& arguments);
-// `ranks`: among which Accelerate divides the steps of the arguments.
+// `ranks`: the number of ranks by which Accelerate divides the steps of the arguments.
 LrSchedulePtr MakeScheduler(const ConfiguredTraining& configured,
                             const SchedulerArguments& arguments, int64_t ranks);
 

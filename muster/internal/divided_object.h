@@ -32,7 +32,7 @@ class DividedObject {
   virtual void LoadParts(const StateDict& parts) = 0;
 };
 
-// Null for other objects.
+// Returns null for other objects.
 template <class T>
 std::shared_ptr<DividedObject> DividedIn(const T& object) {
   if constexpr (requires {
@@ -44,7 +44,7 @@ std::shared_ptr<DividedObject> DividedIn(const T& object) {
   }
 }
 
-// Of an object that says how long it lives; nothing: until it is removed.
+// Returns the lifetime of an object that declares one; nothing: it lives until it is removed.
 template <class T>
 std::optional<std::weak_ptr<const void>> LifetimeOf(const T& object) {
   if constexpr (requires {

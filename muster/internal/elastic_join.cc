@@ -24,9 +24,9 @@ namespace muster::internal {
 
 namespace {
 
-// What the agent counts: a process that re-enters more often than it can be asked to (once for a
-// restart, and once more if another survivor had to be started again) does so without a loss that
-// anybody counts, as after leases that run out again and again.
+// As many re-entries as the agent's restarts account for: one for each restart, and one more if
+// another survivor had to be started again. Any further ones follow no loss that is counted, but
+// for example leases that expire again and again.
 int LargestNumberOfReentries() {
   const std::map<std::string, std::string> variables = ProcessVariables();
   const auto number = [&](const std::string& name, int* value) {
@@ -50,7 +50,7 @@ ElasticJoin::ElasticJoin(const AcceleratorOptions& options, bool elastic)
 void ElasticJoin::Offer(const JoinedProcess& process) {
   const Environment& environment = process.environment;
   *able_ = false;
-  // The loss of the only process is its own.
+  // If the only process is lost, none is left to re-enter.
   if (environment.world_size.value == 1) return;
   std::string why;
   if (process.device.is_cuda()) {
@@ -73,7 +73,7 @@ std::shared_ptr<Core> ElasticJoin::Join() {
   if (returns_) CheckHeld();
   while (true) {
     if (returns_) {
-      // As in a new process.
+      // Start with the same random state as a new process.
       RestoreRngState(random_);
       at::ThreadLocalState::setThreadLocalState(thread_);
     }
@@ -120,9 +120,9 @@ bool ElasticJoin::Lost(const absl::Status& error,
 
 bool ElasticJoin::Leaves(Core& core, const absl::Status& error) {
   if (!Lost(error, core.process().coordinator(), core.process().environment())) return false;
-  // From here to the next look at should_stop(), a process that is to stop just ends.
+  // From here to the next call of should_stop(), a stop signal ends the process.
   if (!StopSignal::Release()) return false;
-  // With the error: if it was this process's own, it is reported nowhere else.
+  // Log the error: if this process caused it, it is reported nowhere else.
   MUSTER_LOG(Warning) << "joins the next generation: " << error.message();
   returns_ = true;
   handed_ = core.Abandon();

@@ -27,18 +27,18 @@ class ElasticJoin {
   // constructor; if the program still holds objects of the previous Core.
   std::shared_ptr<Core> Join();
 
-  // Whether `error`, with which the program's function has ended, only says that another process is
-  // lost, and this one may call Join() once `core` is destroyed. Then everything of `core` has
-  // ended. May wait for as long as PatienceForEnd.
+  // Whether `error`, with which the program's function has ended, means only that another process
+  // is lost, so that this one may call Join() once `core` is destroyed. In that case everything of
+  // `core` has ended. May wait for as long as PatienceForEnd.
   bool Leaves(Core& core, const absl::Status& error);
 
-  // The function has ended well: this process does not join again.
+  // The function has ended successfully: this process does not join again.
   void Finished();
 
  private:
   // Tells the agent what this process can do, now that it has a seat.
   void Offer(const JoinedProcess& process);
-  // Whether `error` of a process that cannot even build its group is the loss of a peer.
+  // Whether `error`, with which a process failed to build its group, is due to the loss of a peer.
   bool Lost(const absl::Status& error, const std::shared_ptr<CoordinatorClient>& coordinator,
             const Environment& environment);
   // Throws if the program still holds objects of the previous Core.
@@ -51,10 +51,10 @@ class ElasticJoin {
   const std::map<std::string, at::Tensor> random_;
   const at::ThreadLocalState thread_;
   std::string agent_;  // its socket
-  // The agent knows that this process re-enters. The heartbeats' thread reads it, which may outlive
-  // this object.
+  // Whether the agent knows that this process re-enters. Read by the heartbeat thread, which may
+  // outlive this object.
   const std::shared_ptr<std::atomic<bool>> able_ = std::make_shared<std::atomic<bool>>(false);
-  bool told_unable_ = false;  // the log says why not
+  bool told_unable_ = false;  // the log has the reason
   bool returns_ = false;      // a generation was left
   std::weak_ptr<Core> former_;
   Handed handed_;

@@ -98,7 +98,7 @@ absl::StatusOr<EngineSettings> ToOptions(const ShardingPlan& plan, int64_t ranks
         "Parameters are not offloaded: this strategy keeps them whole. FULL_SHARD (stage 3) "
         "offloads them.");
   }
-  // Offloaded parameters take their gradients with them.
+  // If parameters are offloaded, their gradients are, too.
   if (to.offload_optimizer != Offload::kNone && to.offload_parameters == Offload::kNone) {
     if (to.strategy != ShardingStrategy::kNone) {
       to.offload_gradients = to.offload_optimizer;
@@ -116,7 +116,7 @@ absl::StatusOr<EngineSettings> ToOptions(const ShardingPlan& plan, int64_t ranks
   if (from.wrap == ShardingSettings::Wrap::kSize) to.min_unit_parameters = from.min_parameters;
   MUSTER_ASSIGN_OR_RETURN(to.parameter_dtype, DtypeOf(from.parameter_dtype, "parameters"));
   MUSTER_ASSIGN_OR_RETURN(to.reduce_dtype, DtypeOf(from.reduce_dtype, "reductions"));
-  // As without. Of reductions it says something for models in bf16 or fp16.
+  // fp32 is the same as no value. The type of reductions matters for models in bf16 or fp16.
   if (to.parameter_dtype == c10::ScalarType::Float) to.parameter_dtype.reset();
   MUSTER_ASSIGN_OR_RETURN(to.output_dtype, DtypeOf(from.output_dtype, "outputs"));
   MUSTER_ASSIGN_OR_RETURN(to.buffer_dtype, DtypeOf(from.buffer_dtype, "buffers"));

@@ -25,20 +25,21 @@ struct ConfiguredTraining {
 
 struct EngineSettings {
   ShardingOptions sharding;
-  // Of the units of `sharding`; and their inputs in the memory of the CPU.
+  // Checkpoints the units of `sharding`; and keeps their inputs in the CPU's memory.
   bool activation_checkpointing = false;
   bool activation_offload = false;
   std::optional<double> gradient_clipping;
   std::optional<GradScalerOptions> grad_scaler;
   ConfiguredTraining configured;
-  // What has no effect, a sentence each, for the log.
+  // The settings that have no effect, one sentence each, for the log.
   std::vector<std::string> notes;
 };
 
-// What the variables of Accelerate's launcher for FSDP (ACCELERATE_USE_FSDP, FSDP_...) or DeepSpeed
-// (ACCELERATE_USE_DEEPSPEED, ACCELERATE_DEEPSPEED_...) ask for. Pure, but for the file that
-// ACCELERATE_DEEPSPEED_CONFIG_FILE names. Errors: INVALID_ARGUMENT for a value that is none,
-// UNIMPLEMENTED for a setting that cannot be honoured; they name it and what to set instead.
+// Returns what the variables of Accelerate's launcher for FSDP (ACCELERATE_USE_FSDP, FSDP_...) or
+// DeepSpeed (ACCELERATE_USE_DEEPSPEED, ACCELERATE_DEEPSPEED_...) ask for. Pure, except that it
+// reads the file that ACCELERATE_DEEPSPEED_CONFIG_FILE names. Errors: INVALID_ARGUMENT for an
+// invalid value, UNIMPLEMENTED for a setting that cannot be honoured; they name it and what to set
+// instead.
 absl::StatusOr<EngineSettings> ReadEngineSettings(
     const std::map<std::string, std::string>& variables, const std::string& mixed_precision,
     int64_t gradient_accumulation_steps, int64_t num_processes, int64_t ranks_per_node);

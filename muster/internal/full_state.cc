@@ -29,7 +29,7 @@
 namespace muster::internal {
 namespace {
 
-// "<parameter>.<slot>" is that of `parameter`, and which slot.
+// Returns the slot of a key "<parameter>.<slot>" if it is one of `parameter`.
 std::string SlotOf(const std::string& key, const std::string& parameter) {
   if (key.size() <= parameter.size() + 1 || key.compare(0, parameter.size(), parameter) != 0 ||
       key[parameter.size()] != '.') {
@@ -68,7 +68,7 @@ FullWeights::FullWeights(ModelSlot& model, bool keep, std::exception_ptr* failur
     full[name] = tensor;
   }
   if (!keep || (failure != nullptr && *failure != nullptr)) return;
-  // In the module's order; tied weights under each of their names, as one tensor.
+  // In the module's order; tied weights appear under each of their names, as one tensor.
   for (const auto& [name, parameter] : model_.source().parameters()) {
     tensors_.emplace_back(name, full.at(FirstName(*model_.sharded(), name, parameter)));
   }
@@ -101,7 +101,7 @@ std::map<std::string, at::Tensor> SomeWeights(
     }
     return tensors;
   }
-  // Tied weights have a name for each place; the sharded model knows the first alone.
+  // Tied weights have several names; the sharded model knows only the first.
   std::map<std::string, std::vector<std::string>> names;
   for (const auto& [name, parameter] : model.source().parameters()) {
     names[FirstName(*model.sharded(), name, parameter)].push_back(name);
@@ -135,7 +135,7 @@ absl::StatusOr<SafetensorsEntry> EntryOf(const std::string& name, at::IntArrayRe
   return SafetensorsEntry{.name = name, .type = *type, .shape = {shape.begin(), shape.end()}};
 }
 
-// What the files of a sharded model hold, in its order.
+// The tensors in the files of a sharded model, in its order.
 absl::StatusOr<std::vector<SafetensorsEntry>> EntriesOf(ModelSlot& model) {
   std::vector<SafetensorsEntry> entries;
   for (const auto& [name, parameter] : model.source().parameters()) {
@@ -163,7 +163,7 @@ absl::Status SaveWholeModel(ModelSlot& model, bool writes, const std::string& di
       ThrowIfError(SaveModelFiles(directory, TensorsOf(model.source()), max_shard_bytes));
     });
   }
-  // A process that cannot write goes on: the others are in the same exchange.
+  // A process that cannot write continues: the others are in the same exchange.
   std::unique_ptr<ModelFolderWriter> writer;
   absl::Status status;
   if (writes) {
@@ -204,7 +204,7 @@ DividedModel DivideModel(ModelSlot& model, int ranks) {
   }
   for (const SizedTensor& tensor : sizes) divided.bytes += static_cast<uint64_t>(tensor.bytes);
   divided.files = DivideTensors(sizes, ranks);
-  // One under several names is written under the first, which may be a parameter's.
+  // A tensor with several names is written under the first, which may be a parameter's.
   std::set<std::string> firsts;
   if (model.sharded() == nullptr) {
     for (const auto& [name, tensor] : WithoutSharedTensors(TensorsOf(model.source()))) {
@@ -261,7 +261,7 @@ std::string DescribeParameters(const OptimizerHandle& optimizer, const Models& m
 
 void CheckParameters(const std::string& description, const std::string& file,
                      const OptimizerHandle& optimizer, const Models& models) {
-  // By all of its names: a tied parameter's first one may have been another.
+  // By all names, because the first name of a tied parameter may have been another one.
   std::vector<std::unordered_map<std::string, const void*>> by_name;
   std::map<std::string, std::pair<const void*, std::string>> here;  // by names in the state
   for (const auto& model : models) {
@@ -309,11 +309,12 @@ std::map<std::string, at::Tensor> TakeStateOf(const std::string& parameter, Opti
 
 namespace {
 
-// (collective) What the ranks that have shards know together: the steps of the parameters, in the
-// order of `names` (-1: no rank has one), and in `slots` those that any rank has.
+// (collective) What the ranks that have shards agree on: the steps of the parameters, in the order
+// of `names` (-1: no rank has one), and in `slots` the slots that any rank has.
 std::vector<double> AgreeOnState(Comm& comm, const std::vector<double>& steps,
                                  const std::set<std::string>& mine, StateSlots* slots) {
-  // A rank whose shards are empty has no slots, so that each one counts, and others than are known.
+  // A rank whose shards are empty has no slots, so a slot counts if any rank has it, or has one
+  // that is not known yet.
   const size_t known = slots->names.size();
   at::Tensor facts = at::full({static_cast<int64_t>(steps.size() + known + 1)}, 0.0,
                               at::TensorOptions().dtype(at::kDouble));
@@ -352,7 +353,7 @@ OptimizerState FullState(const OptimizerHandle& optimizer, const Models& models,
   try {
     state = optimizer.SaveState();
   } catch (...) {
-    // This process goes on: the others are in the same exchanges.
+    // This process continues, because the others are in the same exchanges.
     if (*failure == nullptr) *failure = std::current_exception();
   }
   for (size_t m = 0; m < models.size(); ++m) {
@@ -416,7 +417,7 @@ OptimizerState LocalState(OptimizerState full, const OptimizerHandle& optimizer,
           ++it;
           continue;
         }
-        // In memory of its own: that of a file that is mapped goes.
+        // Give it memory of its own, because the mapping of the file ends.
         const bool empty = sharded->PartSize(name) == 0;
         if (!empty)
           it->second = slot == kStep ? it->second.clone() : sharded->KeptPartOf(name, it->second);
@@ -498,7 +499,7 @@ std::function<std::vector<FileRange>(const SafetensorsHeader&)> RangesOfParts(
         ranges.push_back(AllOf(header, entry));
         continue;
       }
-      // What does not fit is refused by its shape.
+      // Tensors that do not fit are refused later, because of their shape.
       const auto count = static_cast<int64_t>(CountOf(entry));
       const auto [first, last] = sharded->PartRange(it->second);
       ranges.push_back(RangeOf(header, entry, {std::min(first, count), std::min(last, count)}));
@@ -589,7 +590,7 @@ void LoadedShards::Take(const std::vector<std::pair<std::string, at::Tensor>>& t
     found_.emplace_back(name, ShapeOf(tensor, tensor.scalar_type()));
     const auto parameter = parameters_.find(name);
     if (parameter == parameters_.end()) {
-      // Of buffers, and of what Check() refuses.
+      // Buffers, and tensors that Check() refuses.
       for (const auto& [own, buffer] : buffers_) {
         if (own == name) loaded_buffers_.emplace_back(name, tensor.clone());
       }

@@ -78,7 +78,7 @@ void GradientOrigins::ForgetAllPlainPasses() const {
 void GradientOrigins::FindOwners(OptimizerSlot& slot) const {
   const bool alone = process_.size() == 1;
   const std::vector<at::Tensor>& parameters = slot.handle().parameters();
-  // Looks at every parameter.
+  // The following looks at every parameter.
   const int64_t version = slot.handle().parameters_version();
   if (slot.checked_parameters_ == version && slot.checked_models_ == registry_.models_version()) {
     return;
@@ -102,7 +102,7 @@ void GradientOrigins::FindOwners(OptimizerSlot& slot) const {
         }
         continue;
       }
-      // What the module has got after prepare(), the exchange does not know.
+      // The exchange does not know parameters that the module got after prepare().
       if (model->ddp() == nullptr) continue;
       for (const at::Tensor& parameter : model->ddp()->parameters()) {
         owners[parameter.unsafeGetTensorImpl()].push_back(model);
@@ -150,7 +150,7 @@ void CheckHoldsOthers(const Registry& registry, size_t tensors) {
       const at::Tensor shard = model->sharded()->ShardOf(named.second);
       return shard.defined() && held.count(shard.unsafeGetTensorImpl()) > 0;
     };
-    // A model of which a part is trained is a choice, and not a mistake.
+    // Training only a part of a model is a choice, and not a mistake.
     if (std::any_of(parameters.begin(), parameters.end(), is_held)) continue;
     for (const auto& [name, parameter] : parameters) {
       // For each trained parameter, even if this rank has no part of it.
@@ -198,8 +198,8 @@ void GradientOrigins::CheckExchanged(OptimizerSlot& slot) const {
     missed_by.emplace_back(model, std::unordered_set<std::string>(missed.begin(), missed.end()));
   }
   if (!any) return;
-  // Another optimizer may have the others, and step on them at another time. Of those that models
-  // share one of the models exchanges the gradient, the one that was called.
+  // The other parameters may belong to another optimizer, which steps at another time. If models
+  // share a parameter, the model that was called exchanges its gradient.
   const std::unordered_set<const void*> own = SetOf(parameters);
   std::unordered_set<const void*> exchanged;
   std::vector<std::pair<std::string, const void*>> missed;

@@ -10,8 +10,8 @@
 
 namespace muster::internal {
 
-// Which passes the gradients that an optimizer steps on come from: those of prepared models through
-// accelerator.backward(), or around them.
+// Which passes the gradients that an optimizer uses come from: forward passes of prepared models
+// and accelerator.backward(), or passes that bypass these.
 class GradientOrigins {
  public:
   // All are borrowed.
@@ -19,9 +19,11 @@ class GradientOrigins {
       : process_(process), registry_(registry), passes_(passes) {}
 
   // Throws, naming one, if a parameter of `slot` has gradients of loss.backward() that are not
-  // divided or scaled as those of accelerator.backward(). `used_as_they_are`: none are.
+  // divided or scaled as those of accelerator.backward() are. `used_as_they_are`: the latter are
+  // neither divided nor scaled; then only gradients of checkpointed blocks that were never called
+  // with muster::call() throw.
   void CheckPlainPasses(const OptimizerSlot& slot, bool used_as_they_are) const;
-  // `slot` has used or lost its gradients.
+  // Call it when `slot` has used or lost its gradients.
   void ForgetPlainPasses(const OptimizerSlot& slot) const;
   void ForgetPlainPassesWithoutGradients() const;
   void ForgetAllPlainPasses() const;
@@ -29,13 +31,14 @@ class GradientOrigins {
   // For several processes: throws, naming one, if a gradient of `slot` was not exchanged.
   void CheckExchanged(OptimizerSlot& slot) const;
   // For one process with autocast: throws, naming one, if a gradient of `slot` comes from a forward
-  // pass around the prepared model.
+  // pass that bypassed the prepared model.
   void CheckForwards(OptimizerSlot& slot) const;
 
  private:
   void ForgetPlainPasses(
       const std::function<bool(ModelSlot&, BackwardWatch::Seen&)>& forgotten) const;
-  // Which models have the parameters of `slot`. Looks again only if one of them has changed.
+  // Finds the models that have the parameters of `slot`. Looks again only if one of them has
+  // changed.
   void FindOwners(OptimizerSlot& slot) const;
 
   const Process& process_;

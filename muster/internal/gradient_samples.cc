@@ -15,13 +15,13 @@
 namespace muster::internal {
 namespace {
 
-// The first element of every parameter's gradient, as bytes; undefined where there is none. Not
-// their versions, which tell nothing of changes through data(), as those of
+// Returns the first element of every parameter's gradient, as bytes; undefined if there is none.
+// Versions would not do: they miss changes through data(), such as those of
 // torch::nn::utils::clip_grad_norm_().
 std::vector<at::Tensor> SampleOfGradients(const std::vector<at::Tensor>& parameters,
                                           const std::vector<std::shared_ptr<ModelSlot>>& models) {
   const at::NoGradGuard no_grad;
-  // Nobody may use the gradient of a divided model's own parameter: the step says so.
+  // Gradients of a divided model's own parameters must not be used; the step reports that.
   const auto is_divided = [&](const at::Tensor& parameter) {
     return std::any_of(models.begin(), models.end(), [&](const auto& model) {
       const ShardedModel* const sharded = model->sharded();
@@ -39,7 +39,7 @@ std::vector<at::Tensor> SampleOfGradients(const std::vector<at::Tensor>& paramet
   return sample;
 }
 
-// What is gone or zero now says nothing of the others, and is right however they are scaled.
+// A gradient that is gone or zero now says nothing about the others, and is right with any scale.
 bool HasChanged(const at::Tensor& before, const at::Tensor& now) {
   return before.defined() && now.defined() && !at::equal(before, now) && now.any().item<bool>();
 }

@@ -10,19 +10,19 @@
 
 namespace muster::internal {
 
-// Warns of a loop that changes gradients itself between backward() and step() where that is likely
-// to be wrong: those that hold a loss scale, or are a part of all. Only for the first steps, since
-// comparing waits for a GPU; and not where gradients would be read from a disk.
+// Warns if a loop itself changes gradients between backward() and step() that are probably not what
+// it expects: they hold a loss scale or are a part of the whole. Checks only the first steps, since
+// comparing waits for a GPU, and never reads gradients from a disk.
 class GradientSamples {
  public:
   // All are borrowed.
   GradientSamples(const Process& process, const Registry& registry)
       : process_(process), registry_(registry) {}
 
-  // After accelerator.backward(). `scaled`: gradients hold the loss scale of fp16.
+  // Call it after accelerator.backward(). `scaled`: gradients hold the loss scale of fp16.
   void Record(bool scaled);
-  // In the step of `slot`. `taken_over`: the accelerator has clipped or unscaled its gradients, or
-  // loss.backward() has added to them.
+  // Call it in the step of `slot`. `taken_over`: the accelerator has clipped or unscaled its
+  // gradients, or loss.backward() has added to them.
   void WarnIfChanged(const OptimizerSlot& slot, bool scaled, bool taken_over);
   void Forget(const OptimizerSlot& slot) { samples_.erase(&slot); }
   void ForgetAll() { samples_.clear(); }

@@ -28,13 +28,13 @@ namespace {
 
 // Elements that are compared at a time.
 constexpr int64_t kComparedAtATime = int64_t{1} << 20;
-// For a fingerprint: bytes at either end of a tensor, and of how many tensors.
+// For a fingerprint: the bytes at either end of a tensor, and the number of tensors.
 constexpr uint64_t kSampledBytes = 64;
 constexpr size_t kSampledTensors = 2048;
 
-// As of IncomingWeights: of what is read of files of any library.
+// The fingerprint of IncomingWeights for what is read from files of any library.
 IncomingWeights::Fingerprint FingerprintOf(const WeightFiles& files, const MatchedEntries& match) {
-  // By length and text, so that two lists are one text only if they are the same.
+  // Each text is preceded by its length, so that different lists never give the same text.
   std::string tensors, values;
   const auto add = [&](const std::string& text) {
     absl::StrAppend(&tensors, text.size(), ":", text);
@@ -77,8 +77,8 @@ IncomingWeights::Fingerprint FingerprintOf(const WeightFiles& files, const Match
   return {.tensors = DigestBytes(tensors).xxh3, .values = DigestBytes(values).xxh3};
 }
 
-// Whether `a`, a tensor whose errors begin with `place`, and `b`, which is called `other`, are the
-// same as `type`.
+// Whether `a`, a tensor whose errors begin with `place`, and `b`, which is called `other`, are
+// equal when converted to `type`.
 bool AreSame(const std::string& place, const std::string& other, const at::Tensor& a,
              const at::Tensor& b, at::ScalarType type) {
   const absl::StatusOr<bool> same = AreSameWeights(place, other, a, b, type);
@@ -144,7 +144,7 @@ class WholeFiles final : public IncomingWeights {
   MatchedEntries match_;
 };
 
-// Out of files of any library.
+// Weights from files of any library.
 class FileShards final : public IncomingShards {
  public:
   FileShards(ModelSlot& model, WeightFiles files, LoadWeightsOptions rules)
@@ -156,7 +156,7 @@ class FileShards final : public IncomingShards {
  private:
   const WeightEntry& EntryOf(size_t i) const { return files_.entries()[i]; }
 
-  // `count` elements of a contiguous tensor, from `first` on, as if the file had them as one.
+  // Elements [first, first + count) of a contiguous tensor, as if the file had them as a tensor.
   WeightEntry PartOf(size_t i, int64_t first, int64_t count) const {
     const WeightEntry& entry = EntryOf(i);
     const uint64_t width = SafetensorsTypeBits(entry.tensor.type) / 8;
@@ -174,11 +174,11 @@ class FileShards final : public IncomingShards {
     return *std::move(read);
   }
 
-  // Whether what this rank needs of the tensor is a range of the file.
+  // Whether the part of the tensor that this rank needs is one range of the file.
   bool IsRange(size_t i) const {
     const StoredTensor& tensor = EntryOf(i).tensor;
     if (!tensor.strides.empty() || !ParameterOf(tensor.name)->is_contiguous()) return false;
-    // A dimension of one element may have any stride, with which the part is none of its own.
+    // A dimension of one element may have any stride, and then the part is no contiguous range.
     const std::string& name = FirstNameOf(tensor.name);
     const auto [begin, end] = model_.sharded()->PartRange(name);
     return end - begin == model_.sharded()->PartSize(name);
@@ -226,7 +226,7 @@ class FileShards final : public IncomingShards {
       }
       const auto [begin, end] = sharded.PartRange(copy.name);
       parts.push_back(PartOf(copy.from, begin, end - begin));
-      // What is offloaded has memory only while an operator uses it.
+      // An offloaded tensor has memory only while an operator uses it.
       if (!IsPaged(copy.to) && IsFillable(parts.back(), copy.to.detach())) {
         fills.push_back({.from = &parts.back(), .to = copy.to.detach()});
       } else {
@@ -293,7 +293,7 @@ const std::string& IncomingShards::FirstNameOf(const std::string& in_file) const
 }
 
 MatchedEntries IncomingShards::Match(std::vector<bool>* equal) {
-  // Without answers so far: asks for them, and goes on as if all were equal.
+  // If there are no answers yet, ask for them, and continue as if all were equal.
   std::string answers;
   size_t asked = 0;
   absl::StatusOr<MatchedEntries> match = MatchShapes(
@@ -356,7 +356,7 @@ void IncomingShards::Store() {
       from.emplace(FirstName(*model_.sharded(), name, parameter->second), match.from);
     }
   }
-  // LoadParts() says which shards these are, in its order; what they get is Fill()'s.
+  // LoadParts() decides which shards these are, in its order; Fill() provides their values.
   std::map<std::string, at::Tensor> parts;
   for (const auto& [name, unused] : from) parts.emplace(name, at::Tensor());
   model_.sharded()->LoadParts(parts, [&](const auto& pairs) {

@@ -18,42 +18,44 @@
 
 namespace muster::internal {
 
-// Weights on their way into one prepared model. All models are compared with theirs before one of
-// them changes: Compare(), Decide() and Store(), each on every rank.
+// Weights on their way into one prepared model. Call Compare(), Decide() and Store() in this order
+// on every rank; no model changes before all are compared with their weights.
 class IncomingWeights {
  public:
   virtual ~IncomingWeights() = default;
 
-  // Throws c10::Error or a status unless the weights fit. Returns '1' or '0' for each two names of
-  // one tensor of the model that come with values of their own: whether these are equal, as far as
+  // Throws c10::Error or a status unless the weights fit. Returns '1' or '0' for each pair of names
+  // of one tensor of the model that come with separate values: whether these are equal, as far as
   // this rank reads them.
   virtual std::string Compare() = 0;
-  // `equal`: what all ranks have returned. Throws the same on every rank.
+  // `equal`: the results of Compare() on all ranks. Throws the same on every rank.
   virtual void Decide(const std::vector<std::string>& equal) = 0;
   virtual void Store() = 0;
   virtual const LoadedWeights& report() const = 0;
 
-  // What this rank is about to load, for a comparison with that of other ranks; after Compare().
-  // Of files that have no digests, `values` is one of samples: they tell revisions of a model apart
-  // without all of it being read.
+  // A digest of what this rank is about to load, for a comparison with that of other ranks; call it
+  // after Compare(). If the files have no digests, `values` is a digest of samples: enough to tell
+  // revisions of a model apart without reading all of it.
   struct Fingerprint {
     std::string tensors, values;
   };
   virtual Fingerprint FingerprintHere() const;
 };
 
-// Of a model that is not sharded: whole, in memory. `where` is for messages.
+// Returns weights in memory, whole, for a model that is not sharded. `where` is for messages.
 std::unique_ptr<IncomingWeights> IncomingTensors(ModelSlot& model, const std::string& where,
                                                  NamedTensors weights,
                                                  const LoadWeightsOptions& rules);
 
-// Files of any library (WeightFiles). For a sharded model each rank reads its parts of the
-// parameters into its shards. Additional memory: that of FillWeights(), and one tensor if its
-// strides differ between the file and the model. Throws what WeightFiles::Open returns.
+// Returns weights in the files of any library (WeightFiles). For a sharded model each rank reads
+// its parts of the parameters into its shards. Additional memory: that of FillWeights(), and one
+// tensor if its strides differ between the file and the model. Throws the error of
+// WeightFiles::Open.
 std::unique_ptr<IncomingWeights> IncomingFiles(ModelSlot& model, const std::string& path,
                                                const LoadWeightsOptions& rules);
 
-// Into a sharded model. Of tensors under several names the first name in the model's order counts.
+// Weights for a sharded model. Of tensors under several names the first name in the model's order
+// counts.
 class IncomingShards : public IncomingWeights {
  public:
   IncomingShards(ModelSlot& model, std::string where, LoadWeightsOptions rules);
@@ -64,26 +66,26 @@ class IncomingShards : public IncomingWeights {
   const LoadedWeights& report() const override { return match_.report; }
 
  protected:
-  // The model's parameter that a tensor of the files is, or null.
+  // The parameter of the model that a tensor of the files goes to, or null.
   const at::Tensor* ParameterOf(const std::string& in_file) const;
   bool IsBuffer(const std::string& in_file) const;
-  // The name that the sharded model knows a parameter by.
+  // The name by which the sharded model knows a parameter.
   const std::string& FirstNameOf(const std::string& in_file) const;
 
-  // Whether this rank's parts of both, of the same parameter, or both buffers are the same as
-  // `type`.
+  // Whether this rank's parts of the two tensors, of the same parameter, or the two buffers, are
+  // equal when converted to `type`.
   virtual bool AreEqual(size_t first, size_t second, at::ScalarType type) = 0;
   struct Copy {
     size_t from;
-    std::string name;  // the first one of a parameter; of a buffer its own
+    std::string name;  // a parameter's first name; a buffer's own name
     at::Tensor to;     // the shard, or the buffer
   };
   // Fills shards and buffers.
   virtual void Fill(const std::vector<Copy>& shards, const std::vector<Copy>& buffers) = 0;
 
   ModelSlot& model_;
-  std::vector<StoredTensor> tensors_;  // what there is
-  MatchedEntries match_;               // since Compare()
+  std::vector<StoredTensor> tensors_;  // the tensors of the files
+  MatchedEntries match_;               // set by Compare()
 
  private:
   std::string InModel(const std::string& in_file) const;
@@ -91,20 +93,20 @@ class IncomingShards : public IncomingWeights {
 
   const std::string where_;
   LoadWeightsOptions rules_;
-  std::map<std::string, at::Tensor> parameters_;  // of the module, by each name
+  std::map<std::string, at::Tensor> parameters_;  // the module's, by each name
   NamedTensors buffers_, wanted_;
   std::string equal_here_;
 };
 
-// Out of a checkpoint, read file by file: a rank keeps its parts until Store().
+// Weights from a checkpoint, read file by file: a rank keeps its parts until Store().
 class CheckpointShards final : public IncomingShards {
  public:
   using IncomingShards::IncomingShards;
-  // Which bytes of a file Take() reads, its header included.
+  // Returns the bytes of a file that Take() reads, including its header.
   std::vector<FileRange> Ranges(const SafetensorsHeader& header) const;
-  // The tensors of one file. Keeps nothing of their memory.
+  // Takes the tensors of one file. Keeps none of their memory.
   void Take(const NamedTensors& tensors);
-  // Compare() looks at no values of tied weights: another one has compared the same tensors.
+  // Makes Compare() ignore the values of tied weights, because another object has compared them.
   void SetValuesChecked() { values_checked_ = true; }
 
  private:

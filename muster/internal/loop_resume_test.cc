@@ -22,7 +22,7 @@
 namespace muster::internal {
 namespace {
 
-// Does what LoaderCore does about places and passes.
+// Handles places and passes as LoaderCore does.
 class CountingLoader : public LoaderStateHandle {
  public:
   class Iterator;
@@ -117,7 +117,7 @@ class CountingLoader::Iterator {
   bool at_end() const { return id_ == 0; }
   uint64_t pass() const { return id_; }
   int64_t index() const { return index_; }
-  // Names the batch. Of one at its end: what no program may do.
+  // Returns the batch's name. At the end it must not be called.
   std::string operator*() const {
     if (at_end()) {
       ADD_FAILURE() << "a batch after the end";
@@ -182,7 +182,7 @@ struct Saved {
   std::vector<LoaderState> places;
 };
 
-// One process of a program. A save ends it, by this exception.
+// Thrown to end a process of a program at a save.
 struct Stopped {};
 
 class Process {
@@ -212,7 +212,7 @@ class Process {
     seen.push_back(what);
     parts_.loops.MarkTrained();
   }
-  // Accumulates for the batch of that loop.
+  // Calls accumulate() with the batch of that loop.
   void Decides(const Iterator& it) { parts_.loops.NoteDecides(it.pass()); }
   void MaySave() {
     if (stops++ != stop_at_) return;
@@ -238,13 +238,13 @@ class Process {
 
 struct Program {
   std::string name;
-  std::vector<int64_t> lengths;  // of its loaders
+  std::vector<int64_t> lengths;  // of the program's loaders
   std::function<void(Process&)> run;
-  // Saves after which a resumed run is not exact.
+  // The saves after which a resumed run is not exact.
   std::set<int> inexact = {};
 };
 
-// Adds what it trains on to `seen`.
+// Runs the program, and adds what it trains on to `seen`.
 std::optional<Saved> RunOnce(const Program& program, const Saved* from, int stop_at,
                              std::vector<std::string>* seen) {
   Process process(program.lengths, from, stop_at);
@@ -256,7 +256,7 @@ std::optional<Saved> RunOnce(const Program& program, const Saved* from, int stop
   return process.saved;
 }
 
-// With a save at each place, and after each of these at each place of the resumed run.
+// Saves at each place, and after each of these at each place of the resumed run.
 void ExpectExact(const Program& program) {
   SCOPED_TRACE(program.name);
   std::vector<std::string> whole;
@@ -305,7 +305,7 @@ TEST(LoopResume, LoopsOneAfterAnother_AreExact) {
                }});
 }
 
-// Every step counts for the batch that a loop under way has, also where it is of no use to it.
+// Every step counts for the batch of each loop under way, even if it does not use that loop's data.
 TEST(LoopResume, PlaceOfALoaderThatAnEpochDoesNotUse_IsKept) {
   const Program program = {"used in even epochs", {4, 40}, [](Process& p) {
                              std::optional<Iterator> side;
@@ -345,8 +345,8 @@ TEST(LoopResume, BatchKeptBesideTheTrainingLoop_IsExact) {
   }
 }
 
-// `ahead`: moves the side loader before the step, which then counts for its next batch as well, so
-// that a save loses one batch of it; what counts is that no pass is repeated.
+// `ahead`: advances the side loader before the step, which then counts for its next batch as well,
+// so that a save loses one batch of it; what matters is that no pass is repeated.
 void TrainBesideLongerLoader(Process& p, bool outside, int passes) {
   std::optional<Iterator> side;
   if (outside) side.emplace(p.Begin(1));
@@ -367,7 +367,8 @@ void TrainBesideLongerLoader(Process& p, bool outside, int passes) {
 TEST(LoopResume, LongerSideLoader_IsExact) {
   for (const bool outside : {true, false}) {
     for (const int passes : {1, 2}) {
-      // Before an epoch is known to have two passes, its end is taken for the end of the first.
+      // Before an epoch is known to have two passes, its end is taken for the end of the first
+      // pass.
       ExpectExact({absl::StrCat("side, ", outside, ", ", passes), {4, 40}, [=](Process& p) {
                      TrainBesideLongerLoader(p, outside, passes);
                    }});
@@ -390,7 +391,7 @@ TEST(LoopResume, SideLoaderMovedBeforeTheStep_RepeatsNoPass) {
   ExpectExact(program);
 }
 
-// `both`: the training ends with the shorter loader, else it goes on alone.
+// `both`: the training ends with the shorter loader; otherwise it continues alone.
 Program Together(int64_t first, int64_t second, bool both, bool save_first,
                  std::set<int> inexact = {}) {
   return {absl::StrCat(first, " and ", second, ", ", both, ", ", save_first),
@@ -443,7 +444,7 @@ TEST(LoopResume, ShorterLoaderThatBeginsAgain_IsExact) {
        std::vector<std::pair<int64_t, int64_t>>{{7, 2}, {6, 2}, {3, 1}, {2, 2}}) {
     for (const bool at_head : {true, false}) {
       for (const bool say : {true, false}) {
-        // At the last batch of both it is not known that the shorter one begins once more.
+        // At the last batch of both it is not known that the shorter one begins again.
         std::set<int> inexact;
         for (int epoch = 0; !at_head && length % shorter == 0 && epoch < 3; ++epoch) {
           inexact.insert(static_cast<int>(epoch * (length + 1) + length - 1));
@@ -479,7 +480,7 @@ Program Nested(int64_t outer, int64_t inner, bool save_inside) {
           for (Iterator a = p.Begin(0); !a.at_end(); a.Next()) {
             for (Iterator b = p.Begin(1); !b.at_end(); b.Next()) {
               p.Step(absl::StrCat(*a, "/", *b));
-              // At the first batches of both they may be read side by side.
+              // At the first batches of both they may be side by side.
               if (save_inside && a.index() + b.index() > 0) p.MaySave();
             }
             p.MaySave();

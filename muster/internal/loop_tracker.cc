@@ -11,7 +11,7 @@
 namespace muster::internal {
 namespace {
 
-// What a checkpoint's cursor holds; with a loader's number after all but the first.
+// The keys of a checkpoint's cursor; all but the first are followed by a loader's number.
 constexpr char kFirstEpoch[] = "first_epoch";
 constexpr char kFinishedPasses[] = "finished_passes.";
 constexpr char kPassesPerEpoch[] = "passes_per_epoch.";
@@ -19,7 +19,7 @@ constexpr char kBeginsAgain[] = "begins_again.";
 constexpr char kInside[] = "inside.";
 constexpr char kBegan[] = "began.";
 
-// Where a pass begins that follows the one that `place` is in the middle of.
+// Returns the place where the pass after the one that `place` is inside of begins.
 LoaderState AfterPass(LoaderState place) {
   ++place.epoch;
   place.position = place.index = place.rank_position = 0;
@@ -72,7 +72,8 @@ bool LoopTracker::SkipsPass(const LoaderStateHandle& loader) {
     if (registry_.loaders()[i].get() != &loader || passes_to_skip_[i] == 0) continue;
     --passes_to_skip_[i];
     ++finished_passes_[i];
-    // It may begin again beside the loop that follows, or at the next batch of the one around it.
+    // The loader may begin again beside the loop that follows, or at the next batch of the outer
+    // loop.
     if (live_.empty()) {
       provisional_[i] = 1;
     } else if (inside_[i]) {
@@ -117,13 +118,13 @@ uint64_t SeedOfOrder(const LoaderState& state) {
 
 }  // namespace
 
-// Mixing samples with those of a second loader, or training on two sets that do not belong
-// together, is something else with the same random order in both.
+// Mixing samples with those of a second loader, or training on two unrelated data sets, is not what
+// it seems if both have the same random order.
 void LoopTracker::WarnIfInOneOrder(const LiveLoop& loop) {
   const auto shuffled = [this](const LiveLoop& live) -> std::optional<LoaderState> {
     if (!live.loader.has_value() || *live.loader >= registry_.loaders().size()) return std::nullopt;
     const LoaderStateHandle& loader = *registry_.loaders()[*live.loader];
-    // A seed of the recipe's is the program's choice.
+    // A seed in the recipe is the program's choice.
     if (absl::StrContains(loader.signature(), " seed=")) return std::nullopt;
     const LoaderState state = loader.State();
     return state.order == "shuffle" ? std::optional(state) : std::nullopt;
@@ -167,8 +168,8 @@ void LoopTracker::TakeBackPasses(const LiveLoop& loop) {
   provisional = 0;
 }
 
-// Asked of a pass that was left before its end, and then only. A training program's pass that was
-// left without a micro-step (a look at the first batch, an evaluation that had seen enough) says
+// Called only for a pass that was left before its end. If a program that trains leaves a pass
+// without a micro-step (a look at the first batch, an evaluation that had seen enough), that says
 // nothing about how far the data are trained on.
 bool LoopTracker::CountsAsTrained(uint64_t iteration) {
   left_early_ = iteration;
@@ -192,7 +193,7 @@ void LoopTracker::OnEnd(uint64_t iteration) {
   const bool began_before = std::any_of(found + 1, live_.end(), of_this_epoch);
   live_.erase(found);
   if (live_.empty()) {
-    // The training of the outer loop is over, and what it had inside of it.
+    // The outer loop's training is over, and so are the passes inside it.
     for (size_t i = 0; i < provisional_.size(); ++i) {
       if (inside_[i] && TrainedToTheEnd(loop)) finished_passes_[i] -= provisional_[i];
       provisional_[i] = 0;
@@ -203,7 +204,7 @@ void LoopTracker::OnEnd(uint64_t iteration) {
   const auto note = [&](std::vector<bool>& what) {
     if (loop.loader.has_value() && *loop.loader < what.size()) what[*loop.loader] = true;
   };
-  // Batches that the program has passed over at the end have been had all the same.
+  // If the program has only skipped batches at the end, the pass still counts as complete.
   if (iteration == left_early_ && !TrainedToTheEnd(loop)) {
     if (loop.outlived) {
       note(left_beside_);
@@ -217,7 +218,7 @@ void LoopTracker::OnEnd(uint64_t iteration) {
   if (inside) {
     LiveLoop& outer = live_.back();
     inside_[place] = true;
-    // An outer batch that has had its own step is not given again.
+    // An outer batch that has had a step of its own is not read again.
     const bool again = outer.trained_as_innermost != outer.info->index;
     outer.inner_ended = outer.info->index;
     if (again) {
@@ -243,15 +244,16 @@ bool LoopTracker::IsInside(const LiveLoop& loop) const {
   for (const LiveLoop& outer : live_) {
     if (outer.id == loop.id) break;
     if (outer.spans_epochs) continue;
-    // At their first batches two loops may as well be beside each other.
+    // At their first batches, two loops might also be side by side.
     if (outer.inner_ended >= 0 || loop.batches > 1 || Has(inside_, loop)) return true;
   }
   return false;
 }
 
-// Which of two loops that are read side by side decides when both are over: the one whose batch
-// accumulate() got, else the one that does not begin again. Of the others one that has been trained
-// on is in the middle of its body, and so goes on; one that has moved on waits for the other's end.
+// If two loops are read side by side, the one whose batch accumulate() got determines when both are
+// over, else the one that does not begin again. Otherwise, a loop whose current batch has been
+// trained on is in the middle of its body, and so continues; one that has moved on waits for the
+// other's end.
 bool LoopTracker::GoesOnBeside(const LiveLoop& loop) const {
   if (loop.decides) return false;
   bool is_inner = false;
@@ -259,14 +261,13 @@ bool LoopTracker::GoesOnBeside(const LiveLoop& loop) const {
     const bool is_this = other.id == loop.id;
     is_inner = is_inner || is_this;
     if (is_this || other.spans_epochs || TrainedToTheEnd(other)) return false;
-    // No other batch has come yet. Inside of the last batch of `loop` or beside it, `other` goes
-    // on.
+    // No other batch has come yet. Inside the last batch of `loop` or beside it, `other` continues.
     if (!loop.beside_another) {
       return other.trained >= 0 && (is_inner || Has(begins_again_, loop));
     }
     if (!other.beside_another) return false;
     if (other.decides) return true;
-    // What began before it may be data that are taken along, of a loader that is longer.
+    // If `other` began first, its data may just be taken along, from a longer loader.
     if (!is_inner && !Has(begins_again_, loop)) return false;
     return !Has(begins_again_, other) && other.trained == other.info->index;
   });
@@ -275,7 +276,7 @@ bool LoopTracker::GoesOnBeside(const LiveLoop& loop) const {
 bool LoopTracker::BeginsAgainAfter(const LiveLoop& loop) const {
   if (!GoesOnBeside(loop)) return false;
   if (TrainsInside(loop)) return true;
-  // Where an epoch has ended with such a pass, the loader has not begun again after it.
+  // If an epoch ended with such a pass, the loader did not begin again after it.
   return !loop.loader.has_value() || *loop.loader >= passes_per_epoch_.size() ||
          passes_per_epoch_[*loop.loader] == 0;
 }
@@ -283,13 +284,13 @@ bool LoopTracker::BeginsAgainAfter(const LiveLoop& loop) const {
 bool LoopTracker::TrainsInside(const LiveLoop& loop) const {
   if (loop.beside_another || loop.trained_as_innermost == loop.info->index) return false;
   const LiveLoop& innermost = live_.back();
-  // At their first batches loops beside each other look the same.
+  // At their first batches, loops that are side by side look like nested ones.
   if (innermost.id == loop.id) return loop.inner_ended == loop.info->index;
   return innermost.trained >= 0 &&
          (loop.inner_ended >= 0 || innermost.batches > 1 || Has(inside_, innermost));
 }
 
-// What a micro-step trains on is, of each loop under way, its current batch.
+// A micro-step trains on the current batch of each loop under way.
 void LoopTracker::MarkTrained() {
   saved_undone_.clear();
   if (live_.empty()) trained_outside_ = true;
@@ -303,7 +304,7 @@ void LoopTracker::MarkTrained() {
              "epoch on";
       claimed_done_.clear();
     }
-    // It goes on alone, for its own sake.
+    // The loop continues alone, for its own sake.
     if (loop.trained != loop.info->index) loop.outlived = false;
     loop.trained = loop.info->index;
   }
@@ -398,19 +399,19 @@ void LoopTracker::SetEpoch(int64_t epoch, bool open) {
   std::fill(provisional_.begin(), provisional_.end(), 0);
   if (!ends && !open) return;
   for (LiveLoop& loop : live_) loop.spans_epochs = true;
-  // A loaded state's facts are of this epoch.
+  // The facts of a loaded state belong to this epoch.
   if (open && epoch == first_epoch_ && resumed_) return;
   for (std::vector<bool>* facts : {&begins_again_, &inside_, &began_}) {
     std::fill(facts->begin(), facts->end(), false);
   }
 }
 
-// A run that was not interrupted would have left these passes in their middle at the latest now,
-// and begun others in the next epoch. A pass that is under way spans epochs and goes on.
+// Without the interruption, the run would have left these passes by now, in their middle, and begun
+// new ones in the next epoch. A pass that is under way spans epochs and continues.
 void LoopTracker::GiveUpLoadedPlaces() {
   for (const std::shared_ptr<LoaderStateHandle>& loader : registry_.loaders()) {
     const size_t i = static_cast<size_t>(&loader - registry_.loaders().data());
-    // One that the epoch had not used waits for another epoch.
+    // A loader that the epoch has not used waits for a later epoch.
     if (i >= began_before_.size() || !began_before_[i]) continue;
     const LoaderState place = loader->NextState();
     if (!place.inside_epoch() || loader->live_pass() != 0) continue;
@@ -433,7 +434,7 @@ int64_t LoopTracker::FirstEpoch(int64_t count, const std::string& resumed_from) 
 
 bool LoopTracker::EpochIsDone() const {
   if (!epoch_open_ || !live_.empty() || interrupted_) return false;
-  // Of data that no prepared loader gives the end cannot be seen.
+  // If the data come from no prepared loader, their end cannot be seen.
   if (!trained_in_epoch_) return trained_outside_ || registry_.optimizers().empty();
   const bool epoch_seen = std::any_of(passes_per_epoch_.begin(), passes_per_epoch_.end(),
                                       [](int64_t passes) { return passes > 0; });
@@ -471,9 +472,9 @@ LoaderState LoopTracker::PlaceToSave(const LoaderStateHandle& loader) const {
   if (pass == 0 || registry_.optimizers().empty()) return loader.State();
   const LiveLoop* const loop = FindLoop(pass);
   if (loop == nullptr) return loader.State();
-  // What the loop has got but not trained on yet, it gets again.
+  // The loop gets again the batches that it has received but not trained on.
   if (loop->trained != loop->info->index || TrainsInside(*loop)) return loader.StateBeforeBatch();
-  // The pass is one that the resumed epoch leaves out.
+  // The resumed epoch leaves this pass out.
   return epoch_open_ && TrainedToTheEnd(*loop) ? loader.NextState() : loader.State();
 }
 
@@ -497,7 +498,7 @@ void LoopTracker::SavePlace(CheckpointInfo* info) const {
   for (size_t i = 0; i < finished.size(); ++i) {
     const int64_t passes = std::max(passes_per_epoch_[i], epoch_open_ ? finished[i] : 0);
     if (passes > 0) info->cursor[absl::StrCat(kPassesPerEpoch, i)] = passes;
-    // The epoch's finished training loops: a run that continues in it skips them.
+    // The epoch's finished training loops: a run that resumes in it skips them.
     if (!done && epoch_open_ && finished[i] > 0) {
       info->cursor[absl::StrCat(kFinishedPasses, i)] = finished[i];
     }

@@ -16,7 +16,7 @@
 
 namespace muster::internal {
 
-// Which loops over prepared loaders are under way, and what of an epoch is done. Loaders report
+// Which loops over prepared loaders are under way, and how much of an epoch is done. Loaders report
 // their batches through observer(). Not thread-safe.
 class LoopTracker {
  public:
@@ -26,45 +26,46 @@ class LoopTracker {
   LoopTracker(const LoopTracker&) = delete;
   LoopTracker& operator=(const LoopTracker&) = delete;
 
-  // For loaders, which may outlive this object.
+  // The observer for loaders, which may outlive this object.
   std::shared_ptr<LoaderObserver> observer() const;
 
   // Marks the current batch of each active loop as trained on by a micro-step.
   void MarkTrained();
-  // The facts of the innermost live loop; null outside of any.
+  // The facts of the innermost live loop's batch; null outside any loop.
   const BatchInfo* current_batch() const {
     return live_.empty() ? nullptr : live_.back().info.get();
   }
-  // accumulate() was given a batch of this pass.
+  // Call it when accumulate() was given a batch of this pass.
   void NoteDecides(uint64_t iteration);
-  // Of the loop that micro-steps belong to; refuses loops that run side by side and disagree about
-  // the end of the window.
+  // The batch of the loop that micro-steps belong to. Throws if loops that run side by side
+  // disagree about the end of the window.
   const BatchInfo* BatchOfMicroStep() const;
-  // As current_batch(); refuses loops side by side whose batches differ in size.
+  // As current_batch(), but throws if batches of loops that run side by side differ in size.
   const BatchInfo* BatchOfMetrics() const;
-  // That prepared loaders have yielded here.
+  // The number of batches that prepared loaders have yielded.
   int64_t batches() const { return batches_; }
-  // What `loader` is saved as.
+  // The state that `loader` is saved with.
   LoaderState PlaceToSave(const LoaderStateHandle& loader) const;
 
   int64_t epoch() const { return epoch_; }
   // The epoch in whose body the program is; -1: in none.
   int64_t open_epoch() const { return epoch_open_ ? epoch_ : -1; }
-  // `open`: its body begins; else it is over.
+  // `open`: the epoch's body begins; otherwise it is over.
   void SetEpoch(int64_t epoch, bool open);
-  // The first of `count` epochs to run. Says so where a loaded state left some out; `resumed_from`
-  // empty: says nothing.
+  // The first of `count` epochs to run. Logs a message if a loaded state left some out, unless
+  // `resumed_from` is empty.
   int64_t FirstEpoch(int64_t count, const std::string& resumed_from);
   // Whether the epoch's training has ended, as far as can be known.
   bool EpochIsDone() const;
 
-  // Where epochs and passes are, for a checkpoint, and back; `loaders`: how many that one holds.
+  // Writes the places of epochs and passes to a checkpoint, and reads them; `loaders`: how many the
+  // checkpoint holds.
   void SavePlace(CheckpointInfo* info) const;
   void LoadPlace(const CheckpointInfo& info, size_t loaders);
-  // The state at `path` was saved now; `done`: EpochIsDone() was true.
+  // Call it when the state at `path` was saved; `done`: EpochIsDone() was true.
   void NoteSaved(const std::string& path, bool done);
 
-  // The registry has grown or was cleared.
+  // Call it when the registry has more loaders; LoadersCleared(): when it was cleared.
   void LoadersAdded();
   // See Registry::SettleLoaders().
   void SettleLoaders();
@@ -75,14 +76,14 @@ class LoopTracker {
   struct LiveLoop {
     uint64_t id;
     std::shared_ptr<const BatchInfo> info;
-    std::optional<size_t> loader = std::nullopt;  // place among the registry's
+    std::optional<size_t> loader = std::nullopt;  // its index in the registry
     int64_t trained = -1;                         // index of the last batch with a micro-step
-    int64_t trained_as_innermost = -1;            // the same, while no other loop was inside of it
-    int64_t batches = 1;                          // that it has got
+    int64_t trained_as_innermost = -1;            // the same, while no other loop was inside it
+    int64_t batches = 1;                          // the batches that it has received
     bool beside_another = false;  // this one or an inner one moved on while both were under way
-    int64_t inner_ended = -1;     // index of its last batch inside of which a training loop ended
+    int64_t inner_ended = -1;     // index of its last batch in which an inner training loop ended
     bool decides = false;         // accumulate() was given its batch
-    bool outlived = false;        // the training pass that it was read beside is finished
+    bool outlived = false;        // the training pass beside which it was read has ended
     bool spans_epochs = false;    // it was under way when the epoch's body began
   };
 
@@ -92,27 +93,27 @@ class LoopTracker {
   void OnEnd(uint64_t iteration);
   const LiveLoop* FindLoop(uint64_t pass) const;
   static bool TrainedToTheEnd(const LiveLoop& loop);
-  // Whether `loop` is inside of another one, whose batches bring such loops with them.
+  // Whether `loop` is inside another one, each batch of which brings such loops with it.
   bool IsInside(const LiveLoop& loop) const;
-  // Whether `loop`, at its end, is beside one that goes on, so that its loader may begin again
+  // Whether `loop`, when it ends, is beside one that continues, so that its loader may begin again
   // there.
   bool GoesOnBeside(const LiveLoop& loop) const;
-  // The same, unless it has not begun again in earlier epochs.
+  // As GoesOnBeside(), but false if its loader did not begin again in earlier epochs.
   bool BeginsAgainAfter(const LiveLoop& loop) const;
   static bool Has(const std::vector<bool>& what, const LiveLoop& loop) {
     return loop.loader.has_value() && *loop.loader < what.size() && what[*loop.loader];
   }
-  // `loop` is read beside those inside of it.
+  // Call it when `loop` is read beside the loops inside it.
   void WarnIfInOneOrder(const LiveLoop& loop);
-  // `loop` begins: provisional passes of its loader do not count any longer.
+  // Call it when `loop` begins: provisional passes of its loader no longer count.
   void TakeBackPasses(const LiveLoop& loop);
-  // Whether a loop inside of `loop` trains, or has trained, for the batch of `loop`, which a run
-  // that resumes there gets again.
+  // Whether a loop inside `loop` trains, or has trained, for the current batch of `loop`, which a
+  // run that resumes there gets again.
   bool TrainsInside(const LiveLoop& loop) const;
-  // As finished_passes_, with those whose last batch has been trained on while the loop still
+  // finished_passes_, plus the passes whose last batch has been trained on while the loop still
   // lives.
   std::vector<int64_t> FinishedPasses() const;
-  // The epoch that a loaded state is in is over: so is what is left of its passes.
+  // Call it when the epoch of a loaded state is over: then the rest of its passes is, too.
   void GiveUpLoadedPlaces();
   // The innermost loop's batch; throws `why` if another loop is active at the same time and `same`
   // does not hold for the two batches.
@@ -137,10 +138,11 @@ class LoopTracker {
   // only if the loader has not begun again since: a resumed run makes the others. `provisional_`:
   // how many of the finished passes are of these two kinds.
   std::vector<int64_t> finished_passes_, passes_per_epoch_, passes_to_skip_, provisional_;
-  // By the loader's place: it has begun again beside a loop that went on, or trained inside of
-  // another one, in this epoch, also before a state that was loaded in it; its last pass was left
-  // when the loop beside it had ended; a pass over it began in this epoch; one began in the epoch
-  // that a loaded state is in, before that was saved.
+  // By the loader's place. begins_again_, inside_: it has begun again beside a loop that continued,
+  // or trained inside another one, in this epoch (including the part before a state that was loaded
+  // in it). left_beside_: its last pass was left when the loop beside it had ended. began_: a pass
+  // over it began in this epoch. began_before_: one began in the epoch of a loaded state, before
+  // that was saved.
   std::vector<bool> begins_again_, inside_, left_beside_, began_, began_before_;
   bool trained_in_epoch_ = false;  // a training loop over a prepared loader has ended in this epoch
   bool trained_outside_ = false;   // a micro-step was made in this epoch outside of such loops
@@ -151,10 +153,10 @@ class LoopTracker {
   int64_t furthest_epoch_ = -1;
   bool epochs_began_anew_ = false;
   bool anew_told_ = false;
-  std::string claimed_done_;  // the state that was saved in this epoch and takes it for finished
-  std::string saved_left_early_;  // the one that was saved after a training loop was left early
+  std::string claimed_done_;      // the state saved in this epoch that counts it as finished
+  std::string saved_left_early_;  // the state saved after a training loop was left early
   bool left_early_told_ = false;
-  // The one that was saved between loops, for as long as nothing has trained since.
+  // The state saved between loops, for as long as nothing has trained since.
   std::string saved_undone_;
   bool undone_told_ = false;
   bool one_order_told_ = false;

@@ -18,7 +18,7 @@ BatchInfo Batch(int64_t index, bool is_last, int64_t batches_left = -1) {
   return info;
 }
 
-// One loader, whose passes the test plays.
+// One loader, whose passes the test simulates.
 class LoopTrackerTest : public testing::Test {
  protected:
   LoopTrackerTest() {

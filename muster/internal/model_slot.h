@@ -56,7 +56,7 @@ class ModelSlot {
   }
 
   ModelSource& source() { return *source_; }
-  // At most one of them is not null.
+  // At most one of ddp() and sharded() is not null.
   DataParallel* ddp() { return ddp_.get(); }
   ShardedModel* sharded() { return sharded_.get(); }
   // Null without activation checkpointing.
@@ -72,7 +72,7 @@ class ModelSlot {
   friend class StepController;
   friend class GradientOrigins;
 
-  // Whether forward() returns or throws.
+  // Calls AfterForward on every way out of forward(), also by an exception.
   struct ForwardEnd {
     ModelSlot* slot;
     ~ForwardEnd() { slot->AfterForward(); }
@@ -83,14 +83,14 @@ class ModelSlot {
 
   void MakeReady();
   void MakeParallel();
-  // (collective) As ShardingOptions say.
+  // (collective) Converts buffers as ShardingOptions say.
   void ConvertBuffers();
-  // From now on.
+  // Converts the outputs of all later passes.
   void ConvertOutputs();
   void BeforeForward();
   void AfterForward();
   std::vector<at::Tensor> PassOutputs(std::vector<at::Tensor> outputs);
-  // What the pass has made is where the program has put it.
+  // Ends a pass whose results the program has stored elsewhere.
   void PassNoOutputs();
   bool autocast_on() const;
   AutocastGuard Autocast() const;
@@ -102,7 +102,7 @@ class ModelSlot {
   std::unique_ptr<DataParallel> ddp_;
   std::unique_ptr<ShardedModel> sharded_;
   std::unique_ptr<ActivationPolicy> activation_policy_;
-  // Absent: as autocast has it.
+  // Absent: the type that autocast gives.
   std::optional<c10::ScalarType> output_dtype_;
   std::unique_ptr<OutputDtypes> unit_outputs_;
   std::unique_ptr<BackwardWatch> watch_;

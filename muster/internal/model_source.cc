@@ -51,7 +51,7 @@ class JitSource : public ModelSource {
   explicit JitSource(const torch::jit::Module& module) : module_(module) {}
 
   const void* identity() const override { return module_._ivalue().get(); }
-  // _ivalue() is a copy of the pointer.
+  // The count includes _ivalue(), a copy of the pointer.
   bool held_elsewhere() const override { return module_._ivalue().use_count() > 2; }
   Named parameters() const override { return Defined(module_.named_parameters()); }
   Named buffers() const override { return Defined(module_.named_buffers()); }

@@ -22,15 +22,15 @@ class ModelSource {
   using Named = std::vector<std::pair<std::string, at::Tensor>>;
 
   virtual ~ModelSource() = default;
-  // Sources with the same identity hold the same model. No other model has it while this source
+  // An identity that sources of the same model share. No other model has it while this source
   // lives.
   virtual const void* identity() const = 0;
   // Whether anything besides this source holds the model.
   virtual bool held_elsewhere() const = 0;
-  // Defined tensors by their full names, in the order of registration.
+  // The defined tensors by full name, in the order of registration.
   virtual Named parameters() const = 0;
   virtual Named buffers() const = 0;
-  // Parameters on the meta device stay there.
+  // Moves the model, but parameters on the meta device stay there.
   virtual void MoveTo(at::Device device) = 0;
   // Null for TorchScript.
   virtual torch::nn::Module* module() { return nullptr; }
@@ -40,15 +40,15 @@ std::unique_ptr<ModelSource> SourceOf(std::shared_ptr<torch::nn::Module> module)
 // TorchScript modules are handles: a copy is the same module.
 std::unique_ptr<ModelSource> SourceOf(const torch::jit::Module& module);
 
-// Parameters, then buffers; detached, not copied.
+// Returns parameters, then buffers; detached, not copied.
 ModelSource::Named TensorsOf(const ModelSource& model);
 
-// Values are about to be written to these tensors: each whose elements share memory, as those of
-// expand() do, gets memory of its own and keeps its values. They have to be those of the model, not
+// Call it before values are written to these tensors: each one whose elements share memory, as
+// those of expand() do, gets memory of its own and keeps its values. Pass the model's tensors, not
 // detached ones. Tensors in one place stay in one place.
 void GiveOwnMemory(const ModelSource::Named& tensors);
 
-// Parameters whose gradients are sparse tensors: those of embeddings made with sparse(true).
+// Returns the parameters whose gradients are sparse: those of embeddings made with sparse(true).
 std::vector<at::Tensor> SparseParametersOf(torch::nn::Module& module);
 
 }  // namespace muster::internal

@@ -34,7 +34,7 @@ at::Tensor AtOptimizer(ModelSlot& model, const at::Tensor& parameter) {
 }
 
 bool HoldsNothing(const at::Tensor& grad) {
-  // Zeroed in place is gone as well.
+  // A gradient that was zeroed in place counts as gone, too.
   return !grad.defined() || (grad.layout() == at::kStrided && !grad.any().item<bool>());
 }
 

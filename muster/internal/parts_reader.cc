@@ -26,7 +26,7 @@ constexpr uint64_t kBytesAtATime = uint64_t{512} << 20;
 
 PartsReader::PartsReader(Comm& comm, StateReader& reader, const Models& models)
     : comm_(comm), reader_(reader) {
-  int copies = 0;  // of the model that has the most, each divided among ranks of its own
+  int copies = 0;  // of the model with the most copies, each divided among ranks of its own
   for (const auto& model : models) {
     if (model->sharded() == nullptr) continue;
     copies = std::max(copies, comm.size() / model->sharded()->shard_comm().size());
@@ -43,7 +43,7 @@ void PartsReader::Read(
     const std::function<void(const std::string&)>& take, absl::Status* mine) {
   for (size_t first = 0; first < names.size();) {
     size_t last = first;
-    // What a host may have in memory of them, if its ranks need an equal share.
+    // The memory that a host may use for the files, if its ranks need equal shares.
     for (uint64_t bytes = 0; last < names.size(); ++last) {
       const ManifestFile* const file = reader_.manifest().Find(names[last]);
       if (file == nullptr) continue;
@@ -53,7 +53,7 @@ void PartsReader::Read(
     }
     const std::vector<std::string> some(names.begin() + first, names.begin() + last);
     first = last;
-    Ranges wanted;  // after an error nothing
+    Ranges wanted;  // empty after an error
     for (const std::string& name : some) wanted[name];
     ThrowIfError(reader_.FetchHeaders(comm_, some));
     if (mine->ok() && !reader_.in_memory()) {

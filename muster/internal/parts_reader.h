@@ -16,37 +16,39 @@
 
 namespace muster::internal {
 
-// Reads files of a checkpoint of which each rank needs a part, several at a time.
+// Reads those files of a checkpoint of which each rank needs a part, several at a time.
 class PartsReader {
  public:
   // (collective, if a model is sharded) `comm` and `reader` are borrowed.
   PartsReader(Comm& comm, StateReader& reader, const Models& models);
 
-  // Of the files so far, all of them, and what this rank's host has read of them and got from
-  // other nodes.
+  // The bytes of all files so far, and those that this rank's host has read and received from other
+  // nodes.
   uint64_t bytes() const { return bytes_; }
   uint64_t bytes_read() const { return bytes_read_; }
   uint64_t bytes_received() const { return bytes_received_; }
 
-  // (collective) `ranges(header)`: what this rank needs of a file; `take(name)` reads it. An error
-  // of this rank goes to `mine`, after which it takes nothing more; throws those of all ranks.
+  // (collective) `ranges(header)`: the bytes that this rank needs of a file; `take(name)` reads it.
+  // An error of this rank goes to `mine`, after which it takes nothing more; throws the errors of
+  // all ranks.
   void Read(const std::vector<std::string>& names,
             const std::function<std::vector<FileRange>(const SafetensorsHeader&)>& ranges,
             const std::function<void(const std::string&)>& take, absl::Status* mine);
 
  private:
   bool IsReadWhole(const std::string& name) const;
-  // Of a file on the disk, from the page cache. What cannot be parsed is damaged if its digests say
-  // so.
+  // Returns the header of a file on the disk, from the page cache. A header that cannot be parsed
+  // counts as damage only if the file's digests are wrong.
   SafetensorsHeader HeaderOf(const std::string& name) const;
-  // The header that was read with the blocks, and checked, asks for what was read.
+  // Throws unless the header that was read with the blocks, and verified, asks for the bytes that
+  // were read.
   void CheckHeader(
       const std::string& name, const std::vector<FileRange>& wanted,
       const std::function<std::vector<FileRange>(const SafetensorsHeader&)>& ranges) const;
 
   Comm& comm_;
   StateReader& reader_;
-  uint64_t hosts_of_copy_ = 1;  // that divide a file
+  uint64_t hosts_of_copy_ = 1;  // among which a file is divided
   uint64_t bytes_ = 0, bytes_read_ = 0, bytes_received_ = 0;
 };
 

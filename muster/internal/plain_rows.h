@@ -9,7 +9,7 @@ namespace muster::internal {
 // Puts rows of numbers into the scalars of a file: a row "name" becomes "name.0", "name.1", ...;
 // without numbers it is "name.empty" alone.
 void PutRows(const PlainState& rows, StateDict* state);
-// The rows of a file. Throws c10::Error for a scalar that is no number.
+// Returns the rows of a file. Throws c10::Error for a scalar that is no number.
 PlainState Rows(const StateDict& file);
 
 }  // namespace muster::internal

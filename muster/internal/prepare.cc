@@ -1,4 +1,4 @@
-// Core: what prepare() is given, and what becomes of it.
+// Core: how prepare() handles its arguments.
 #include <algorithm>
 #include <memory>
 #include <string>
@@ -31,7 +31,7 @@ std::shared_ptr<ModelSlot> Core::PrepareModel(std::unique_ptr<ModelSource> sourc
   TORCH_CHECK(source->identity() != nullptr,
               "prepare() got an empty module: construct the module first");
   if (auto known = registry_.FindModel(source->identity(), evaluation)) return known;
-  // Its parameters become those of rank 0.
+  // The model's parameters become those of rank 0.
   steps_.AboutToChange();
   std::shared_ptr<ModelSlot> slot = registry_.AddModel(
       std::make_shared<ModelSlot>(&steps_, std::move(source), evaluation, MakeShardingGroups()));
@@ -63,7 +63,7 @@ const ShardingGroups& Core::MakeShardingGroups() {
   TORCH_CHECK(reshard == 0 || (reshard > 0 && reshard < group && group % reshard == 0),
               "options.sharding.reshard_group_size is ", reshard, "; it must be smaller than ",
               group, ", the number of processes that divide a copy of the model, and divide it");
-  // All processes make all groups, in one order.
+  // All processes make all groups, in the same order.
   const auto make = [&](int64_t first, int64_t stride, int64_t count) {
     std::vector<int> ranks;
     for (int64_t i = 0; i < count; ++i) ranks.push_back(static_cast<int>(first + i * stride));
@@ -101,7 +101,7 @@ void Core::GiveShards(OptimizerSlot& optimizer) {
     optimizer.handle().ReplaceParameters(
         [&](const at::Tensor& parameter) { return sharded->ShardOf(parameter); });
     sharded->Hold(optimizer.handle().parameters());
-    // The program may step the optimizer that it has given to prepare().
+    // The program may step the optimizer that it gave to prepare().
     if (StepsLeaveNoVersion(optimizer.handle())) sharded->ExpectUnseenSteps();
   }
 }
@@ -111,7 +111,8 @@ void Core::OffloadStateOf(OptimizerHandle& optimizer) {
   if (!GoesElsewhere(sharding.offload_optimizer, process_.device())) return;
   const bool to_disk = sharding.offload_optimizer == Offload::kDisk;
   if (GoesElsewhere(sharding.offload_gradients, process_.device())) {
-    // A window takes the gradients of one unit from where they are. Others are refused below.
+    // A window takes the gradients of one unit from the place where they are. Other optimizers are
+    // refused below.
     if (auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer)) fused->OffloadByMemory();
   }
   OnAll(process_.comm(), "offload the state of an optimizer", [&] {
@@ -121,7 +122,7 @@ void Core::OffloadStateOf(OptimizerHandle& optimizer) {
 
 void Core::CheckRoomForStates(const OptimizerHandle* added) const {
   if (process_.sharding().offload_optimizer != Offload::kCpu || process_.device().is_cpu()) return;
-  // Of what an optimizer has else it is not known yet which part this process updates.
+  // For the other parameters of an optimizer it is not known yet which part this process updates.
   std::unordered_set<const void*> prepared;
   for (const auto& model : registry_.models()) {
     if (model->sharded() != nullptr) {
@@ -143,7 +144,7 @@ void Core::CheckRoomForStates(const OptimizerHandle* added) const {
   }
   const int ranks = process_.environment().local_world_size.value;
   OnAll(process_.comm(), "offload the states of its optimizers", [&] {
-    // The other processes of the machine need about as much, and take theirs at the same time.
+    // The machine's other processes need about as much memory, at the same time.
     const uint64_t left = MemoryLeft();
     TORCH_CHECK(bytes <= left / ranks, "offload_optimizer to the memory of the host (cpu) needs ",
                 bytes, " bytes for the states of the parameters that this process updates, and ",

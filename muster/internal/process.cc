@@ -21,7 +21,7 @@
 namespace muster::internal {
 namespace {
 
-// What Accelerate's launcher asks for; all off without it.
+// Returns the settings that Accelerate's launcher asks for; all off without it.
 EngineSettings EngineOf(const AcceleratorOptions& options, const Environment& environment) {
   if (environment.engine_variables.empty()) return {};
   absl::StatusOr<EngineSettings> settings =
@@ -35,15 +35,15 @@ EngineSettings EngineOf(const AcceleratorOptions& options, const Environment& en
   return *std::move(settings);
 }
 
-// Of "fp32", "bf16" and "fp16".
+// Parses "fp32", "bf16" and "fp16".
 c10::ScalarType DtypeOf(const std::string& name) {
   if (name == "bf16") return c10::ScalarType::BFloat16;
   if (name == "fp16") return c10::ScalarType::Half;
   return c10::ScalarType::Float;
 }
 
-// Where nothing asks for sharding, what says how would be ignored in silence. `muster launch`
-// refuses the same.
+// Throws if the environment has settings of sharding but nothing asks for sharding, since they
+// would be ignored silently. `muster launch` refuses the same.
 void CheckNothingSaysHow(const Environment& environment) {
   for (const std::string& source :
        {environment.sharding_units.source, environment.sharding_unit_names.source,
@@ -60,7 +60,7 @@ void CheckNothingSaysHow(const Environment& environment) {
   }
 }
 
-// What a program has not said in options.sharding.
+// The settings for a program that has not set options.sharding.
 ShardingOptions ShardingFrom(const Environment& environment, const EngineSettings& engine) {
   ShardingOptions sharding;
   if (environment.sharding.is_default() && !environment.engine_variables.empty()) {
@@ -69,10 +69,10 @@ ShardingOptions ShardingFrom(const Environment& environment, const EngineSetting
     if (environment.sharding.is_default()) CheckNothingSaysHow(environment);
     sharding = ParseSharding(environment.sharding.value, environment.local_world_size.value);
   }
-  // Muster's own words win over those of FSDP and DeepSpeed.
+  // Muster's own variables win over those of FSDP and DeepSpeed.
   if (!environment.sharding_units.is_default() || !environment.sharding_unit_names.is_default() ||
       !environment.sharding_min_unit_parameters.is_default()) {
-    // Of more than one of these prepare() says that they exclude each other.
+    // If more than one of these is set, prepare() reports that they exclude each other.
     sharding.unit_types = environment.sharding_units.value;
     sharding.unit_names = environment.sharding_unit_names.value;
     sharding.min_unit_parameters = environment.sharding_min_unit_parameters.value;
@@ -136,7 +136,7 @@ ShardingOptions ShardingFrom(const Environment& environment, const EngineSetting
   return sharding;
 }
 
-// Throws unless a place to offload to is whole.
+// Throws unless a place to offload to is complete.
 void CheckOffload(const char* name, Offload place, const std::string& path) {
   TORCH_CHECK(place != Offload::kDisk || !path.empty(), "options.sharding.", name,
               " is kDisk and options.sharding.", name,
@@ -183,7 +183,8 @@ ShardingOptions ShardingOf(const AcceleratorOptions& options, const Environment&
 }
 
 Process::Settings SettingsOf(const AcceleratorOptions& options, const Environment& environment) {
-  // Also where the program says all: what it does not read here would be ignored in silence.
+  // Read the environment even if the program sets everything, to refuse what would be ignored
+  // silently.
   const EngineSettings engine = EngineOf(options, environment);
   Process::Settings settings{.sharding = ShardingOf(options, environment, engine),
                              .grad_scaler = options.grad_scaler,
@@ -216,7 +217,7 @@ Process::Settings SettingsOf(const AcceleratorOptions& options, const Environmen
   return settings;
 }
 
-// In the place of a Comm whose generation has ended.
+// Replaces a Comm whose generation has ended.
 class LostComm final : public Comm {
  public:
   LostComm(int rank, int size) : rank_(rank), size_(size) {}
@@ -267,7 +268,7 @@ Process::Process(const AcceleratorOptions& options, JoinedProcess joined)
       device_(joined_.device),
       precision_(ParseMixedPrecision(joined_.environment.mixed_precision.value)),
       settings_(SettingsOf(options_, joined_.environment)) {
-  // One process alone gathers what is elsewhere.
+  // A single process gathers parameters that are on another device.
   const bool elsewhere = GoesElsewhere(sharding().offload_parameters, device_);
   if ((size() > 1 || elsewhere) && sharding().strategy != ShardingStrategy::kNone &&
       sharding().overlap) {
@@ -296,7 +297,7 @@ void Process::LoseComm() {
 }
 
 std::optional<int> Process::own_node() const {
-  // Not by the number of nodes: those are hosts by name, and machines from one image share one.
+  // Not the number of nodes: those are counted by host name, and machines from one image share one.
   if (!options_.project.save_on_each_node || joined_.environment.world_size.value < 2) {
     return std::nullopt;
   }

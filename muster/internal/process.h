@@ -19,15 +19,15 @@
 
 namespace muster::internal {
 
-// Micro-steps of an optimizer step, if the program says it. Throws c10::ValueError if it says two
-// numbers.
+// Returns the micro-steps per optimizer step, if the program sets them. Throws c10::ValueError if
+// it sets two numbers.
 std::optional<int64_t> AccumulationStepsOfProgram(const AcceleratorOptions& options);
 
-// These, else those of the environment.
+// Returns the program's number, else that of the environment.
 int64_t AccumulationSteps(const AcceleratorOptions& options, const Environment& environment);
 
-// The process of an Accelerator, its place in the job and its settings. Does not change after
-// construction, before LoseComm(). Methods marked (collective) are collectives of the whole job.
+// The process of an Accelerator: its place in the job and its settings. Does not change between
+// construction and LoseComm(). Methods marked (collective) are collectives of the whole job.
 class Process {
  public:
   Process(const AcceleratorOptions& options, JoinedProcess joined);
@@ -42,8 +42,8 @@ class Process {
   int local_rank() const { return joined_.environment.local_rank.value; }
   const std::string& mixed_precision() const { return joined_.environment.mixed_precision.value; }
   Comm& comm() const { return *joined_.comm; }
-  // Runs collectives beside the computation, in one order with those of comm() and of what
-  // InOrder() returns. Null if nothing does.
+  // The queue that runs collectives beside the computation, in one order with those of comm() and
+  // of the result of InOrder(). Null if there is none.
   const std::shared_ptr<CommQueue>& comm_queue() const { return comm_queue_; }
   std::unique_ptr<Comm> InOrder(std::unique_ptr<Comm> comm) const;
   ProgressBoard& progress() const { return *joined_.progress; }
@@ -51,12 +51,12 @@ class Process {
   const std::shared_ptr<CoordinatorClient>& coordinator() const { return joined_.coordinator; }
   const JoinedProcess& joined() const { return joined_; }
   JoinedProcess& joined() { return joined_; }
-  // The generation has ended: closes the connections of comm(), so that no other process waits for
-  // this one. Collectives throw from now on.
+  // Call it when the generation has ended: closes the connections of comm(), so that no other
+  // process waits for this one. Collectives throw from now on.
   void LoseComm();
 
   MixedPrecision precision() const { return precision_; }
-  // Options, or where the program sets none, what the environment says.
+  // The program's options or, where it sets none, those of the environment.
   const ShardingOptions& sharding() const { return settings_.sharding; }
   const ActivationCheckpointingOptions& activation_checkpointing() const {
     return settings_.activation_checkpointing;
@@ -72,17 +72,17 @@ class Process {
     return precision_ != MixedPrecision::kNo && options_.autocast.enabled;
   }
 
-  // The number that the processes of this node have in common, if nodes keep files of their own.
+  // The number of this node, the same on all of its processes, if each node keeps its own files.
   std::optional<int> own_node() const;
 
   std::string ProjectDirectory() const;
   std::string LoggingDirectory() const;
 
-  // (collective) The mean over all processes of a tensor of one number; double, where there are
-  // several.
+  // (collective) Returns the mean over all processes of a tensor of one number; as double if there
+  // are several processes.
   at::Tensor MeanOfAll(const at::Tensor& number) const;
 
-  // What options and environment say together.
+  // The settings that result from options and environment.
   struct Settings {
     ShardingOptions sharding;
     ActivationCheckpointingOptions activation_checkpointing = {.enabled = false};

@@ -22,7 +22,7 @@ void Registry::EndCall(bool failed) {
   if (schedulers.empty()) return;
   const auto& candidates = optimizers.empty() ? optimizers_ : optimizers;
   if (failed || candidates.size() != 1) {
-    // Refused schedules must not stay behind without an optimizer.
+    // Schedules that were refused must not stay behind without an optimizer.
     std::erase_if(schedulers_, [&](const std::shared_ptr<SchedulerSlot>& slot) {
       return std::find(schedulers.begin(), schedulers.end(), slot) != schedulers.end();
     });
@@ -59,7 +59,7 @@ std::shared_ptr<OptimizerSlot> Registry::FindOptimizer(
       call_optimizers_.push_back(slot);
       return slot;
     }
-    // The address alone proves nothing: the optimizer of the fold before was there.
+    // The address alone proves nothing: the optimizer of the previous fold may have been there.
     const std::shared_ptr<OptimizerSlot> stale = slot;
     std::erase_if(schedulers_, [&](const auto& s) { return s->optimizer() == stale; });
     ForgetOptimizer(stale.get());
@@ -87,7 +87,7 @@ std::shared_ptr<SchedulerSlot> Registry::AddSchedule(
     call_schedulers_.push_back(std::move(slot));
     return schedulers_.back();
   }
-  // The handle's pointer keeps this object alive; held in here it would do so forever.
+  // The handle's pointer keeps this object alive; stored in this object it would do so forever.
   for (const auto& own : optimizers_) {
     if (own.get() != optimizer.get()) continue;
     slot->Bind(own);
@@ -101,18 +101,18 @@ std::shared_ptr<SchedulerSlot> Registry::AddSchedule(
 
 namespace {
 
-// Where the program has said itself which epoch is next (set_epoch()), that counts.
+// Does nothing if the program itself has set the next epoch (set_epoch()).
 void Put(LoaderStateHandle& loader, const LoaderState& place,
          const std::map<std::string, at::Tensor>& tensors) {
   const int64_t own = loader.NextState().epoch;
   if (own == 0 || own == place.epoch) loader.LoadState(place, tensors);
 }
 
-// `next` continues where `before` stopped.
+// Makes `next` continue where `before` stopped.
 void Continue(const LoaderStateHandle& before, LoaderStateHandle& next) {
   LoaderState place = before.NextState();
   if (place.inside_epoch()) return Put(next, place, before.StateTensors());
-  // An order that has not begun is the new loader's own to say.
+  // If the order has not begun, the new loader determines it.
   if (before.signature() != next.signature()) {
     const int64_t epoch = place.epoch;
     place = next.NextState();
@@ -128,7 +128,8 @@ void Registry::AddLoader(std::shared_ptr<LoaderStateHandle> loader, int64_t epoc
   for (size_t i = 0; i < loaders_.size(); ++i) {
     if (origins_[i].succeeded) continue;
     const bool same = loaders_[i]->signature() == loader->signature();
-    // Only this object holds it, so its loop has ended and it cannot begin another one.
+    // Only the registry holds the old loader, so its loop has ended and it cannot begin another
+    // one.
     if (same && loaders_[i].use_count() == 1) {
       Continue(*loaders_[i], *loader);
       loaders_[i] = std::move(loader);
@@ -147,7 +148,7 @@ void Registry::SettleLoaders(absl::FunctionRef<bool(size_t)> trained) {
     if (origins_[i].settled) continue;
     const std::optional<size_t> before = PredecessorOf(i, trained);
     if (!before.has_value()) {
-      // The place of one that has moved is free: in a resumed run nothing was ever there.
+      // The place of a loader that has moved is free: in a resumed run nothing was ever there.
       const auto free = std::find_if(origins_.begin(), origins_.begin() + static_cast<int64_t>(i),
                                      [](const LoaderOrigin& origin) { return origin.succeeded; });
       const size_t place = static_cast<size_t>(free - origins_.begin());
@@ -230,7 +231,7 @@ void Registry::ForgetUnheld() {
   std::erase_if(schedulers_, [](const auto& slot) { return slot.use_count() == 1; });
   const std::vector<std::shared_ptr<OptimizerSlot>> optimizers = optimizers_;
   for (const auto& slot : optimizers) {
-    // Here and in the copy.
+    // The two references are the one here and the one in the copy.
     if (slot.use_count() == 2) ForgetOptimizer(slot.get());
   }
   const size_t models = std::erase_if(models_, [](const std::shared_ptr<ModelSlot>& slot) {

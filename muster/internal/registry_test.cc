@@ -100,7 +100,7 @@ TEST_F(RegistryTest, LoaderWhosePredecessorIsDroppedLater_TakesItsPlaceWhenItSet
   EXPECT_EQ(registry_.loaders().size(), 2u);
   EXPECT_EQ(registry_.loaders()[0], successor);
   EXPECT_EQ(successor->state.epoch, 3);
-  // Those that are left are held.
+  // The remaining loaders are held.
   registry_.AddLoader(std::make_shared<PlaceOnlyLoader>("d"), /*epoch=*/0);
   registry_.SettleLoaders(untrained);
   EXPECT_EQ(registry_.loaders().size(), 3u);
@@ -115,7 +115,7 @@ TEST_F(RegistryTest, PlaceOfOneThatHasMoved_IsTakenByTheNext) {
   registry_.AddLoader(other, /*epoch=*/1);
   train.reset();
   registry_.SettleLoaders([](size_t) { return false; });
-  // As in a run that resumes in this epoch.
+  // The same as in a run that resumes in this epoch.
   ASSERT_EQ(registry_.loaders().size(), 2u);
   EXPECT_EQ(registry_.loaders()[0], successor);
   EXPECT_EQ(registry_.loaders()[1], other);

@@ -20,7 +20,7 @@
 namespace muster::internal {
 namespace {
 
-// Of a tensor, without its values; equal for two names of one.
+// Hashes a tensor without its values; equal for two names of one tensor.
 size_t HashOfTensor(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   const void* const storage = impl.has_storage() ? impl.storage().unsafeGetStorageImpl() : nullptr;
@@ -34,7 +34,7 @@ size_t HashOfTensor(const at::Tensor& tensor) {
                       std::vector<int64_t>(strides.begin(), strides.end()));
 }
 
-// Whether all ranks may write a part of this model, which has these parameters, each.
+// Whether every rank may write a part of this model, which has these parameters.
 bool IsDivisible(const Process& process, ModelSlot& model, const NamedTensors& parameters) {
   if (model.sharded() != nullptr) return true;
   if (model.ddp() == nullptr) return false;
@@ -75,12 +75,12 @@ void SavePlan::BeginSave() {
 
 void SavePlan::Holds(const std::string& group, const std::string& file, const std::string& name,
                      at::ScalarType type, at::IntArrayRef shape) {
-  // Another type is refused when it is written.
+  // A tensor of another type is refused when it is written.
   const absl::StatusOr<SafetensorsType> known = ToSafetensorsType(type);
   if (!known.ok()) return;
   files[file].Add(name, SafetensorsTypeName(*known), shape);
   listed_bytes += group.size() + name.size() + 16 * shape.size() + 40;
-  // It is not needed then.
+  // Above the limit the list is not needed.
   if (listed_bytes > kMaxListedBytes) return;
   tensors.push_back({group, name, std::string(SafetensorsTypeName(*known)), shape.vec()});
 }
@@ -149,8 +149,8 @@ SavePlan MakeSavePlan(const Process& process, const Registry& registry, const Sa
                 .slots = {}};
   const Models& models = registry.models();
   for (size_t i = 0; i < models.size(); ++i) {
-    // Hooks get whole models, on rank 0. Processes that have trained apart have weights and states
-    // of their own: those of rank 0 count.
+    // Hooks get whole models, on rank 0. If processes have trained apart, each has weights and
+    // states of its own, and those of rank 0 count.
     ModelSlot& model = *models[i];
     const bool divide = IsDivisible(process, model, model.source().parameters()) && !plan.hooks &&
                         (model.sharded() != nullptr || !plan.apart);
@@ -189,7 +189,7 @@ void VisitDividedModel(ModelSlot& model, const std::vector<DividedFile>& files,
                                                 at::ScalarType type, at::IntArrayRef shape)>& add) {
   std::map<std::string, std::pair<at::ScalarType, std::vector<int64_t>>> known;
   for (const auto& [name, parameter] : model.source().parameters()) {
-    // A shard has the type of what is saved.
+    // The shard has the type that is saved.
     const at::Tensor& typed =
         model.sharded() == nullptr ? parameter : model.sharded()->ShardOf(parameter);
     known.try_emplace(name, typed.scalar_type(), parameter.sizes().vec());

@@ -20,19 +20,19 @@
 
 namespace muster::internal {
 
-// Who writes which tensor of a save, and into which file.
+// Which rank writes which tensor of a save, and into which file.
 
-// What the list of the tensors of a plan may have, of one rank: a report to the coordinator has
-// room for it. The plan of a larger model is one of files.
+// The largest size of one rank's list of the tensors of a plan, which fits into a report to the
+// coordinator. The plan of a larger model lists files instead.
 inline constexpr size_t kMaxListedBytes = 512 << 10;
 
-// In an optimizer's file: which parameters its states are of.
+// The key in an optimizer's file of the text that describes which parameters its states belong to.
 inline constexpr char kParametersKey[] = "parameters";
 
 // Digests of what is saved, without its values.
 struct SaveLayout {
-  uint64_t here = 0;    // of everything that a plan is made of, on this process
-  uint64_t shared = 0;  // of the models that processes write together: alike on all
+  uint64_t here = 0;    // everything that a plan depends on, on this process
+  uint64_t shared = 0;  // the models that processes write together: equal on all
   friend bool operator==(const SaveLayout&, const SaveLayout&) = default;
 };
 SaveLayout LookAtLayout(const Process& process, const Registry& registry);
@@ -41,7 +41,7 @@ SaveLayout LookAtLayout(const Process& process, const Registry& registry);
 // 0 writes.
 struct SaveDivision {
   std::vector<DividedModel> models;
-  std::vector<std::map<std::string, int>> writers;  // rank by tensor, of each model
+  std::vector<std::map<std::string, int>> writers;  // rank by tensor, for each model
 
   void Add(DividedModel model);
   bool Divides(size_t model) const { return !models[model].files.empty(); }
@@ -51,44 +51,46 @@ struct SaveDivision {
 };
 
 struct SavePlan {
-  // The states of the parameters in one file of a model are a file, too.
+  // A file of the states of the parameters in one file of a model.
   struct OptimizerPart {
-    int rank = 0;                       // its writer
-    std::vector<std::string> known_as;  // the optimizer's names
+    int rank = 0;                       // the rank that writes it
+    std::vector<std::string> known_as;  // the parameters' names in the optimizer
   };
 
-  // What it was made for.
+  // What the plan was made for.
   SaveLayout layout;
   bool hooks = false, apart = false;
 
   SaveDivision division;
-  std::vector<std::string> indexes;                       // of each model; empty: it is one file
-  std::vector<std::vector<OptimizerPart>> optimizers;     // of each optimizer, files of states
-  std::map<std::pair<size_t, size_t>, StateSlots> slots;  // of each optimizer's part of a model
+  std::vector<std::string> indexes;                       // of each model; empty: the model is one
+                                                          // file
+  std::vector<std::vector<OptimizerPart>> optimizers;     // for each optimizer, its files of states
+  std::map<std::pair<size_t, size_t>, StateSlots> slots;  // for each optimizer and model
 
   // The tensors that the checkpoint must hold, as far as this process knows, and the parts that it
-  // writes: see kPlanKey. Of the save that is made.
+  // writes, for the save that is under way: see kPlanKey.
   nlohmann::json tensors = nlohmann::json::array();
   nlohmann::json parts = nlohmann::json::object();
   size_t listed_bytes = 0;                       // of `tensors`, at least as many as in a report
   std::map<std::string, TensorList> files = {};  // the same tensors, by file
 
   void BeginSave();
-  // `group`: the file that holds it, or of which a part does, `file`.
+  // Adds a tensor. `group`: the file that holds it or, if that is divided, the whole of which
+  // `file` is the part that holds the tensor.
   void Holds(const std::string& group, const std::string& file, const std::string& name,
              at::ScalarType type, at::IntArrayRef shape);
   void Holds(const std::string& group, const std::string& file, const std::string& name,
              const at::Tensor& tensor);
-  // The metadata of the last file of a rank, in which its report has `most` bytes for the list of
-  // tensors; above that it lists files. Takes the lists.
+  // Returns the metadata of a rank's last file, in which the report has `most` bytes for the list
+  // of tensors; above that it lists files. Takes the lists.
   std::string TakeReport(size_t most);
 };
 
-// `hooks`, `apart`: one of the processes has hooks of saves, or has trained apart.
+// `hooks`: some process has save hooks; `apart`: some process has trained apart.
 SavePlan MakeSavePlan(const Process& process, const Registry& registry, const SaveLayout& layout,
                       bool hooks, bool apart);
 
-// The tensors of a divided model, those in the files of other processes included.
+// Visits the tensors of a divided model, including those in the files of other processes.
 void VisitDividedModel(ModelSlot& model, const std::vector<DividedFile>& files,
                        const std::function<void(size_t file, const std::string& name,
                                                 at::ScalarType type, at::IntArrayRef shape)>& add);

@@ -39,7 +39,7 @@ void CheckCount(const std::string& dir, int saved, const char* what, size_t here
       dir, " holds ", saved, " ", what, "(s), but ", here, " are prepared here: ", advice)));
 }
 
-// The files of the i-th model, and those of the i-th optimizer.
+// Return the files of the i-th model, and of the i-th optimizer.
 std::vector<std::string> ModelFilesIn(const StateReader& reader, size_t i) {
   absl::StatusOr<std::vector<std::string>> files =
       FilesOfModel(reader.manifest(), ModelFileName(static_cast<int>(i)));
@@ -69,7 +69,7 @@ int CountModels(const StateReader& reader) {
   return count;
 }
 
-// `uploads`: null, or what takes large tensors to the device.
+// `uploads`: takes large tensors to the device; may be null.
 StateDict ReadFile(const StateReader& reader, const std::string& name,
                    DeviceUploads* uploads = nullptr) {
   absl::StatusOr<StateDict> file =
@@ -85,15 +85,15 @@ NamedTensors LastOfEach(const NamedTensors& weights) {
   return {last.begin(), last.end()};
 }
 
-// Of `file`, after CheckModel(). `hooks`: they may have left tensors out, or all. Returns the names
-// of those that are left out of a model that is loaded; "": none.
+// Loads the weights of `file`, after CheckModel(). `hooks`: they may have left tensors out, or all.
+// Returns the names of tensors that are left out of a model that is loaded; "": none.
 std::string LoadModel(ModelSlot& model, const NamedTensors& weights, const std::string& file,
                       bool hooks) {
   std::string missing;
   if (weights.empty() && hooks) return missing;
   if (model.sharded() != nullptr) {
-    // Nothing is gathered: it may have no values so far. CheckModel() has looked at all ranks'
-    // parts.
+    // Nothing is gathered, because the model may have no values yet. CheckModel() has looked at the
+    // parts of all ranks.
     CheckpointShards shards(model, file, {.strict = !hooks});
     shards.Take(LastOfEach(weights));
     shards.SetValuesChecked();
@@ -106,13 +106,13 @@ std::string LoadModel(ModelSlot& model, const NamedTensors& weights, const std::
   return missing;
 }
 
-// As LoadModel, without changes and without collectives.
+// Checks what LoadModel would check, without changes and without collectives.
 void CheckModel(ModelSlot& model, const NamedTensors& weights, const std::string& file,
                 bool hooks) {
   if (weights.empty() && hooks) return;
   if (model.sharded() != nullptr) {
     CheckWholeWeights(model, weights, file, hooks);
-    // By the rules of LoadModel(), also for what tied names have in this rank's parts.
+    // By the rules of LoadModel(), including the values of tied names in this rank's parts.
     CheckpointShards shards(model, file, {.strict = !hooks});
     shards.Take(LastOfEach(weights));
     shards.Decide({shards.Compare()});
@@ -141,7 +141,7 @@ std::map<std::string, at::Tensor> TensorsIn(const StateDict& file) {
 void GiveModelsOwnMemory(const Models& models) {
   for (const auto& model : models) {
     ModelSource::Named tensors = model->source().buffers();
-    // What a sharded model keeps are parts of its parameters.
+    // A sharded model keeps parts of its parameters.
     if (model->sharded() == nullptr) {
       const ModelSource::Named parameters = model->source().parameters();
       tensors.insert(tensors.end(), parameters.begin(), parameters.end());
@@ -182,7 +182,7 @@ void StateLoader::CheckPrepared(const StateReader& reader) const {
              "prepare the same objects, in the same order, before load_state");
   check("optimizer", OptimizerFileName, registry_.optimizers().size());
   check("schedule", SchedulerFileName, registry_.schedulers().size());
-  // Loaders may be prepared after this, as those in the body of an epoch are.
+  // Loaders may be prepared later, as those in the body of an epoch are.
   const int saved_loaders = reader.Count(SamplerFileName);
   if (saved_loaders < static_cast<int>(registry_.loaders().size())) {
     check("loader", SamplerFileName, registry_.loaders().size());
@@ -217,14 +217,14 @@ std::unique_ptr<DeviceUploads> StateLoader::UploadsFor(
     return std::any_of(parameters.begin(), parameters.end(),
                        [&](const auto& parameter) { return parameter.second.device() == device; });
   });
-  // Sharded ones take their parts, or whole weights one after the other, from the host.
+  // Sharded models take their parts, or whole weights one after the other, from the host.
   const bool sharded = std::any_of(models.begin(), models.end(),
                                    [](const auto& model) { return model->sharded() != nullptr; });
   if (!on_device || sharded) return nullptr;
   uint64_t bytes = 0;
   for (const std::string& name : files) bytes += BytesToDevice(reader, name);
-  // It is beside the state that it replaces, until all of it is read. The program needs memory,
-  // too.
+  // The new state is on the device beside the state that it replaces, until all of it is read. The
+  // program needs memory, too.
   if (bytes == 0 || DeviceMemoryLeft(device) / 2 < bytes) return nullptr;
   return UploadsTo(device);
 }
@@ -237,7 +237,7 @@ void StateLoader::CheckIndexes(const StateReader& reader, size_t models) const {
     if (file == nullptr || !reader.IsHere(name)) continue;
     const absl::Status status = VerifyCheckpointFile(reader.dir(), *file, VerifyLevel::kContents);
     if (status.ok()) continue;
-    // The tensors are in files with digests of their own.
+    // The digests of the files that hold the tensors are right.
     MUSTER_LOG(Warning) << status.message() << "; the tensors are loaded nevertheless, but other "
                         << "programs find them by this index: save once more";
   }
@@ -254,7 +254,7 @@ void StateLoader::TakeOptimizerFile(const StateReader& reader, size_t index,
   to.state.tensors.merge(LocalState(std::move(part), handle, registry_.models()).tensors);
   if (name != OptimizerFileName(static_cast<int>(index))) return;
   to.state.groups = Rows(file);
-  // Older checkpoints have none. A hook may rename weights to names that others had.
+  // Older checkpoints lack this text. A hook may have given weights the names of others.
   if (const absl::StatusOr<std::string> parameters = file.GetText(kParametersKey);
       parameters.ok() && !objects_.has_load_hooks()) {
     CheckParameters(*parameters, name, handle, registry_.models());
@@ -273,7 +273,7 @@ std::vector<std::string> StateLoader::OthersIn(const StateReader& reader,
   add(SchedulerFileName, registry_.schedulers().size());
   add(SamplerFileName, reader.Count(SamplerFileName));
   for (size_t i = 0; i < objects_.objects().size(); ++i) {
-    // Those in several files are read together.
+    // The objects in several files are read together.
     const std::vector<std::string> files = RegisteredFilesIn(reader, i);
     if (files.size() == 1 && !loaded.registered_in_parts[i]) names.push_back(files[0]);
   }
@@ -319,13 +319,13 @@ bool StateLoader::HasNoRoomFor(const StateReader& reader,
                                const std::vector<std::string>& files) const {
   if (reader.in_memory()) return false;
   if (!FolderOfOffload(process_.sharding()).empty()) return true;
-  // To a GPU files go through a few blocks.
+  // Files go to a GPU through a few blocks.
   if (!process_.device().is_cpu()) return false;
   uint64_t bytes = 0;
   for (const std::string& name : files) {
     if (const ManifestFile* const file = reader.manifest().Find(name)) bytes += file->digest.bytes;
   }
-  // A copy for the host, and what each of its processes makes of it.
+  // One copy for the host, and one that each of its processes makes.
   const uint64_t left = MemoryLeft(), copies = 1 + process_.environment().local_world_size.value;
   if (!OnAnyProcess(process_.comm(), bytes > left / copies)) return false;
   if (process_.rank() == 0) {
@@ -344,7 +344,7 @@ void StateLoader::ReadTogether(StateReader& reader, const std::vector<std::strin
 LoadedFiles StateLoader::ReadAll(StateReader& reader) const {
   const Models& models = registry_.models();
   LoadedFiles loaded;
-  // A sharded model and its optimizer are read file by file: no rank needs memory for all of it.
+  // Sharded models and their optimizers are read file by file: no rank needs memory for all of it.
   const bool any_sharded = std::any_of(
       models.begin(), models.end(), [](const auto& model) { return model->sharded() != nullptr; });
   const bool hooks = loaded.hooks = objects_.has_load_hooks();
@@ -454,12 +454,13 @@ LoadedFiles StateLoader::ReadAll(StateReader& reader) const {
 
 LoadedFiles StateLoader::CheckAndReadAll(StateReader& reader) const {
   // Every file is read, and its digest checked, before anything changes, so that a damaged one
-  // leaves the state as it was; and a process that cannot go on must not leave the others in their
-  // next collective.
+  // leaves the state as it was; and a process that cannot continue must not leave the others in
+  // their next collective.
   RunOnAll(process_.comm(), [&] { CheckPrepared(reader); });
   LoadedFiles loaded = ReadAll(reader);
-  // Nor does anything change if what is prepared does not fit, here or on another process.
-  std::string left_out;  // of whole sharded models, those that a hook of this process loads not
+  // Nor does anything change if a prepared object does not fit, here or on another process.
+  std::string left_out;  // of whole sharded models, the tensors that a hook of this process left
+                         // out
   absl::Status mine = Guard([&] {
     for (size_t i = 0; i < registry_.models().size(); ++i) {
       if (loaded.shards[i].has_value()) continue;  // checked as they were read
@@ -493,7 +494,7 @@ LoadedFiles StateLoader::CheckAndReadAll(StateReader& reader) const {
     }
   });
   ThrowIfAnyFailed(process_.comm(), mine);
-  // They are loaded by all ranks together.
+  // All ranks load these models together.
   const std::vector<std::string> all = process_.comm().AllGatherBytes(left_out);
   for (size_t r = 1; r < all.size(); ++r) {
     if (all[r] == all[0]) continue;
@@ -548,14 +549,14 @@ void StateLoader::ApplyModels(const StateReader& reader, const LoadedFiles& load
     MUSTER_LOG(Warning) << "load_state() with a hook: tensors that " << file
                         << " lacks, or that the hook has removed, keep their values: " << missing;
   }
-  // Gradients and scaler steps of a window that was open belong to the state that is given up.
+  // Gradients and scaler steps of an open window belong to the state that is given up.
   for (const auto& model : registry_.models()) {
     ShardedModel* const sharded = model->sharded();
     if (sharded != nullptr) sharded->ForgetPending(sharded->shards());
   }
   steps_.Reset();
   for (const auto& optimizer : registry_.optimizers()) {
-    // Not zeros, for which those that are offloaded would be read: their disk may have failed.
+    // No zeros, for which offloaded gradients would be read: their disk may have failed.
     optimizer->handle().ZeroGrad(GradZeroing::kSetToNone);
   }
   ForgetCastWeights();
@@ -587,7 +588,7 @@ void StateLoader::ApplyRandom(const StateReader& reader, const LoadedFiles& load
 }
 
 void StateLoader::Apply(const StateReader& reader, const LoadedFiles& loaded) {
-  // The program's code first, because only running it shows what it refuses.
+  // The program's code runs first, because only running it shows what it refuses.
   RunOnAll(
       process_.comm(),
       [&] {
@@ -596,7 +597,7 @@ void StateLoader::Apply(const StateReader& reader, const LoadedFiles& loaded) {
       },
       "registered objects may have changed, and nothing else has");
   ++replaced_;
-  // Then what needs memory, or room in the files of an offload, or has a load() of its own.
+  // Then the objects that need memory, or room in offload files, or have a load() of their own.
   constexpr char kMixture[] =
       "the state is a mixture of two now: call load_state() again, or end the program";
   try {
@@ -634,7 +635,7 @@ std::vector<std::unique_ptr<IncomingWeights>> StateLoader::ReadWeightsAlone(
                "prepare the same models, in the same order, or set strict to false");
   });
   const bool hooks = objects_.has_load_hooks();  // one may remove itself
-  // Hooks want whole models.
+  // Hooks need whole models.
   const bool by_file = ReadsByFile();
   size_t files = 0;
   std::vector<bool> by_itself;
@@ -659,7 +660,7 @@ std::vector<std::unique_ptr<IncomingWeights>> StateLoader::ReadWeightsAlone(
     CheckIndexes(reader, files);
   });
   LoadWeightsOptions rules = options;
-  // As in load_state: hooks decide what is loaded.
+  // As in load_state: hooks decide which tensors are loaded.
   if (hooks) rules.strict = false;
   PartsReader parts(process_.comm(), reader, models);
   // An error of this rank must not leave the others in their next collective.

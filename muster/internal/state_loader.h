@@ -29,15 +29,15 @@ class DeviceUploads;
 
 namespace muster::internal {
 
-// What the files of a checkpoint hold.
+// The contents of the files of a checkpoint.
 struct LoadedFiles {
   struct Optimizer {
     OptimizerState state;  // what its handle takes on this rank
     int64_t steps = 0;
   };
 
-  bool hooks = false;                 // have had the weights, and may have left some out
-  std::vector<NamedTensors> weights;  // of sharded models empty, unless hooks want them
+  bool hooks = false;                 // have seen the weights, and may have left some out
+  std::vector<NamedTensors> weights;  // empty for sharded models, unless hooks want them
   std::vector<std::optional<LoadedShards>> shards;
   std::vector<Optimizer> optimizers;
   // For divided objects only this process's parts, unless hooks need whole models.
@@ -46,13 +46,13 @@ struct LoadedFiles {
   std::optional<StateDict> scaler, random;
 };
 
-// Before values are loaded into them: what shares its memory with tensors of the program, or lies
-// in a mapped file, gets memory of its own.
+// Call it before values are loaded into these models: tensors that share memory with tensors of the
+// program, or lie in a mapped file, get memory of their own.
 void GiveModelsOwnMemory(const Models& models);
 
 // Reads the files of an open checkpoint, and loads them into the prepared objects. Everything is
 // read and checked before anything changes. Not thread-safe. Methods throw; those marked
-// (collective) the same on every process.
+// (collective) throw the same on every process.
 class StateLoader {
  public:
   // All are borrowed.
@@ -79,17 +79,17 @@ class StateLoader {
     std::vector<Forgotten> forgotten_;
   };
 
-  // (collective) Reads every file and checks its digest and that what is prepared, on any process,
-  // takes it. Nothing changes.
+  // (collective) Reads every file, and checks its digest and that the prepared objects of every
+  // process accept it. Nothing changes.
   LoadedFiles CheckAndReadAll(StateReader& reader) const;
-  // (collective) Everything is checked already. An error says what has changed until then.
+  // (collective) Applies files that are checked already. An error names what has changed so far.
   void Apply(const StateReader& reader, const LoadedFiles& loaded);
-  // (collective) The weights alone, for the first models; puts the names of their files into
+  // (collective) Reads only the weights, for the first models; puts the names of their files into
   // `read`.
   std::vector<std::unique_ptr<IncomingWeights>> ReadWeightsAlone(
       StateReader& reader, const LoadWeightsOptions& options,
       std::unordered_set<std::string>* read) const;
-  // (collective) Whether ranks read parts of files: of sharded models, unless hooks want whole
+  // (collective) Whether ranks read parts of files: for sharded models, unless hooks want whole
   // ones.
   bool ReadsByFile() const;
 
@@ -97,20 +97,22 @@ class StateLoader {
   // (collective) Part of CheckAndReadAll().
   LoadedFiles ReadAll(StateReader& reader) const;
   void CheckPrepared(const StateReader& reader) const;
-  // (collective) Whether such files of a checkpoint must not be copied into memory to load them.
+  // (collective) Whether memory is too small to copy these files of a checkpoint in order to load
+  // them.
   bool HasNoRoomFor(const StateReader& reader, const std::vector<std::string>& files) const;
-  // (collective) As StateReader::ReadTogether, in place where there is no room.
+  // (collective) As StateReader::ReadTogether, but reads in place if memory is too small.
   void ReadTogether(StateReader& reader, const std::vector<std::string>& files) const;
-  // `without`: models whose weights are read elsewhere. `uploads`: null, or what takes large
-  // tensors to the device.
+  // `without`: models whose weights are read elsewhere. `uploads`: takes large tensors to the
+  // device; may be null.
   std::vector<NamedTensors> ReadWeights(const StateReader& reader, size_t models,
                                         const std::vector<bool>& without,
                                         DeviceUploads* uploads) const;
-  // For these files, if they go to this process's device while they are read; null: they do not.
+  // Returns the uploads of these files to this process's device while they are read; null: there
+  // are none.
   std::unique_ptr<DeviceUploads> UploadsFor(const StateReader& reader,
                                             const std::vector<std::string>& files) const;
-  // Warns of damage. Nothing is read from the indexes of models, since the manifest has what they
-  // say; others read them.
+  // Warns of damaged indexes of models. Nothing is read from them, since the manifest has the same
+  // facts; other programs read them.
   void CheckIndexes(const StateReader& reader, size_t models) const;
   void TakeOptimizerFile(const StateReader& reader, size_t index, const std::string& name,
                          DeviceUploads* uploads, LoadedFiles* loaded) const;
@@ -129,8 +131,8 @@ class StateLoader {
   LoopTracker& loops_;
   StepController& steps_;
   const StateObjects& objects_;
-  int loads_ = 0;          // under way, each in a hook of the one before
-  uint64_t replaced_ = 0;  // times that Apply() has begun to replace the models
+  int loads_ = 0;          // under way, each in a hook of the previous one
+  uint64_t replaced_ = 0;  // how often Apply() has begun to replace the models
 };
 
 }  // namespace muster::internal

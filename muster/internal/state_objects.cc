@@ -9,13 +9,13 @@
 namespace muster::internal {
 namespace {
 
-// After a hook has had them.
+// Checks the lists after a hook has changed them.
 void CheckWeights(const std::vector<NamedTensors>& weights, size_t models, const char* where) {
   TORCH_CHECK(weights.size() == models, "a hook of ", where, " left ", weights.size(),
               " lists of weights for ", models, " models: it may empty a list but not remove it");
 }
 
-// A hook may remove itself or others while it runs; those that are removed run no more.
+// A hook may remove itself or others while it runs; removed hooks are not run.
 template <class Hook, class... Args>
 void RunHooks(const std::map<int64_t, std::shared_ptr<const Hook>>& hooks, const char* where,
               std::vector<NamedTensors>& weights, Args&... args) {
@@ -67,7 +67,7 @@ int64_t StateObjects::AddLoadHook(LoadStateHook hook) {
 }
 
 void StateObjects::Remove(int64_t id) {
-  // What they own may remove them once more when it ends, which is when they are in no list.
+  // Their destructors may call Remove() again, so take them out of the lists first.
   const auto save_hook = save_hooks_.extract(id);
   const auto load_hook = load_hooks_.extract(id);
   const auto at = std::find_if(objects_.begin(), objects_.end(),

@@ -19,8 +19,8 @@
 
 namespace muster::internal {
 
-// What the program has registered for its checkpoints: objects of the state, and hooks of saves and
-// loads. Objects and hooks may be removed while they run, also by themselves. Not thread-safe.
+// The objects of the state and the hooks of saves and loads that the program has registered. They
+// may be removed while they run, also by themselves. Not thread-safe.
 class StateObjects {
  public:
   struct Object {
@@ -31,8 +31,9 @@ class StateObjects {
     std::optional<std::weak_ptr<const void>> lifetime;
   };
 
-  // `divided`: as what it is saved and loaded; null: by `save` and `load`. `lifetime`: expires with
-  // the object, which is then left out; nothing: it lives until it is removed. Returns its number.
+  // `divided`: the object as a divided one; if it is null, `save` and `load` are used. `lifetime`:
+  // expires with the object, which is then left out; nothing: it lives until it is removed. Returns
+  // the object's number.
   int64_t Register(std::function<StateDict()> save, std::function<void(const StateDict&)> load,
                    std::shared_ptr<DividedObject> divided = nullptr,
                    std::optional<std::weak_ptr<const void>> lifetime = std::nullopt);
@@ -40,22 +41,22 @@ class StateObjects {
   // Return the hook's number.
   int64_t AddSaveHook(SaveStateHook hook);
   int64_t AddLoadHook(LoadStateHook hook);
-  // The object or hook of this number, if it is still there.
+  // Removes the object or hook of this number, if it is still there.
   void Remove(int64_t id);
-  // Numbers grow: removes what has come since next_number() was this.
+  // Numbers grow: RemoveSince() removes what was registered after next_number() was `number`.
   int64_t next_number() const { return next_; }
   void RemoveSince(int64_t number);
   // Leaves out objects whose lifetime has ended.
   void ForgetExpired();
 
   const std::vector<Object>& objects() const { return objects_; }
-  // Whether it has not been removed.
+  // Whether `object` has not been removed.
   bool Has(const Object& object) const;
   std::vector<int64_t> Numbers() const;
-  // Throws if a hook of `call` has changed them.
+  // Throws if a hook of `call` has changed the registered objects or hooks.
   void CheckUnchanged(const std::vector<int64_t>& numbers, const char* call) const;
-  // Where among `models` that of object `index` is; nothing unless it is divided. Throws if its
-  // model is not there.
+  // The index in `models` of the model of object `index`; nothing unless the object is divided.
+  // Throws if its model is not there.
   std::optional<size_t> DividedModelOf(size_t index, const Models& models) const;
 
   bool has_save_hooks() const { return !save_hooks_.empty(); }
@@ -66,10 +67,10 @@ class StateObjects {
 
  private:
   std::vector<Object> objects_;
-  // By number, which is their order.
+  // By number, which is the order of registration.
   std::map<int64_t, std::shared_ptr<const SaveStateHook>> save_hooks_;
   std::map<int64_t, std::shared_ptr<const LoadStateHook>> load_hooks_;
-  int64_t next_ = 0;  // the number of what is registered next
+  int64_t next_ = 0;  // the number of the next object or hook
 };
 
 }  // namespace muster::internal

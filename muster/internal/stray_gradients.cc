@@ -15,7 +15,7 @@
 namespace muster::internal {
 namespace {
 
-// The step from 1 to the next number of its type.
+// The distance from 1 to the next number of the tensor's type.
 double Rounding(const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case at::kDouble:
@@ -39,7 +39,7 @@ void StrayGradients::Visit(const std::function<void(BackwardWatch::Seen&)>& visi
     }
   }
   for (const auto& model : registry_.models()) {
-    // Gradients of sharded ones are at prepared optimizers alone.
+    // Only prepared optimizers have the gradients of sharded models.
     if (model->watch() == nullptr || model->sharded() != nullptr) continue;
     for (const auto& seen : model->watch()->all()) {
       if (prepared.count(seen->parameter.unsafeGetTensorImpl()) == 0) visit(*seen);
@@ -59,14 +59,14 @@ void StrayGradients::Check(bool scaled) const {
   std::vector<const BackwardWatch::Seen*> strays;
   std::vector<at::Tensor> changed;
   Visit([&](BackwardWatch::Seen& seen) {
-    // With gradients of another backward pass the step may have been on those alone.
+    // If another backward pass has added gradients, the step may have used only those.
     if (seen.plain || wrong(seen) == nullptr) return;
     at::Tensor one = seen.Changed();
     if (!one.defined()) return;
     strays.push_back(&seen);
     changed.push_back(std::move(one));
   });
-  // Waits for a GPU once.
+  // The code from here on waits for a GPU, once.
   if (strays.empty()) return;
   if (std::any_of(changed.begin(), changed.end(),
                   [&](const at::Tensor& one) { return one.device() != changed[0].device(); })) {
@@ -77,7 +77,7 @@ void StrayGradients::Check(bool scaled) const {
   for (size_t i = 0; i < strays.size(); ++i) {
     if (changed[i].item<bool>() && !IsCopyOfStepped(*strays[i])) stepped.push_back(strays[i]);
   }
-  // Each model may be the average of another one.
+  // Each model may be the average of another model.
   for (const auto& model : registry_.models()) {
     std::vector<const BackwardWatch::Seen*> own, others;
     for (const BackwardWatch::Seen* const one : stepped) {
@@ -102,7 +102,7 @@ bool StrayGradients::IsCopyOfStepped(const BackwardWatch::Seen& changed) const {
   for (const auto& optimizer : registry_.optimizers()) {
     for (const at::Tensor& master : optimizer->handle().parameters()) {
       if (master.sizes() != now.sizes()) continue;
-      // A few elements first: many layers have equal shapes.
+      // Compare a few elements first: many layers have equal shapes.
       if (changed.Before().defined() && !at::equal(changed.At(master).to(now.scalar_type()),
                                                    changed.At(now).to(now.scalar_type()))) {
         continue;
@@ -114,8 +114,8 @@ bool StrayGradients::IsCopyOfStepped(const BackwardWatch::Seen& changed) const {
 }
 
 bool StrayGradients::AreAverages(const std::vector<const BackwardWatch::Seen*>& changed) const {
-  // (what it was) + weight * (the other's - what it was), with one weight from 0 to 1 for all
-  // elements. A step along gradients is nowhere near it.
+  // The test: new = old + weight * (other - old), with one weight from 0 to 1 for all elements. A
+  // step along gradients is nowhere near that.
   const auto average_with = [&](ModelSlot& other) {
     std::unordered_map<std::string, at::Tensor> parameters;
     for (const auto& [name, parameter] : other.source().parameters()) {
@@ -140,7 +140,7 @@ bool StrayGradients::AreAverages(const std::vector<const BackwardWatch::Seen*>& 
     const double weight = (move.take(most) / way.take(most)).item<double>();
     if (!(weight > 0 && weight <= 1)) return false;
     const at::Tensor tolerance = at::cat(sizes) * 4;
-    // One number says nothing, nor does what rounding hides.
+    // One element proves nothing, nor do differences that rounding hides.
     return (way * weight).abs().gt(tolerance).sum().item<int64_t>() >= 2 &&
            move.sub(way * weight).abs().le(tolerance).all().item<bool>();
   };
@@ -152,7 +152,7 @@ bool StrayGradients::AreAverages(const std::vector<const BackwardWatch::Seen*>& 
 
 void StrayGradients::Record(bool whole) const {
   Visit([&](BackwardWatch::Seen& seen) {
-    // Its gradient is whole, in whichever passes it came.
+    // The gradient is complete, in whichever passes it came.
     if (whole) seen.partial = false;
     if (seen.pass != passes_.last()) return;
     seen.Record();

@@ -11,8 +11,8 @@
 
 namespace muster::internal {
 
-// Gradients of unsharded prepared models whose parameters no prepared optimizer has. If another
-// optimizer steps on them, it uses them as backward() has left them: with the loss scale, before
+// Gradients of unsharded prepared models whose parameters belong to no prepared optimizer. An
+// optimizer that is not prepared uses them as backward() has left them: with the loss scale, before
 // their window has ended, unclipped.
 class StrayGradients {
  public:
@@ -20,21 +20,22 @@ class StrayGradients {
   StrayGradients(const Process& process, const Registry& registry, const BackwardPasses& passes)
       : process_(process), registry_(registry), passes_(passes) {}
 
-  // After a backward pass: remembers what the parameters are. `whole`: it was the last one of its
-  // window.
+  // After a backward pass: records the parameters' current values. `whole`: the pass was the last
+  // one of its window.
   void Record(bool whole) const;
-  // Before the next one: throws, naming a parameter, if another optimizer has stepped on gradients
-  // that were not what training needs. `scaled`: they hold the loss scale of fp16.
+  // Before the next pass: throws, naming a parameter, if an optimizer that is not prepared has
+  // stepped on gradients that were unfit for it. `scaled`: they hold the loss scale of fp16.
   void Check(bool scaled) const;
-  // The loop has clipped the gradients of these.
+  // The loop has clipped the gradients of these parameters.
   void NoteClipped(const std::vector<at::Tensor>& parameters) const;
-  // The weights are changed, but not by training.
+  // Call it when the weights have changed, but not by training.
   void Forget() const;
 
  private:
   void Visit(const std::function<void(BackwardWatch::Seen&)>& visit) const;
-  // Whether what these have changed to comes from no gradient of theirs: an average with another
-  // prepared model, or values of tensors that a prepared optimizer steps on.
+  // AreAverages(): whether the changed values come from averaging with another prepared model,
+  // IsCopyOfStepped(): from tensors that a prepared optimizer steps on, rather than from gradients
+  // of their own.
   bool AreAverages(const std::vector<const BackwardWatch::Seen*>& changed) const;
   bool IsCopyOfStepped(const BackwardWatch::Seen& changed) const;
 

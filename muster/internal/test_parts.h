@@ -15,10 +15,10 @@
 #include "worker/data/loader.h"
 #include "worker/job/join_job.h"
 
-// What the tests of single parts of an Accelerator are made of.
+// The building blocks of the tests of single parts of an Accelerator.
 namespace muster::internal {
 
-// A loader of which only the place counts.
+// A loader that only has a place.
 class PlaceOnlyLoader : public LoaderStateHandle {
  public:
   explicit PlaceOnlyLoader(std::string signature) : signature_(std::move(signature)) {}
@@ -48,7 +48,7 @@ class PlaceOnlyLoader : public LoaderStateHandle {
   const std::string signature_;
 };
 
-// A process alone with the parts of an Accelerator.
+// A single process with the parts of an Accelerator.
 struct Parts {
   explicit Parts(const AcceleratorOptions& options = {})
       : process(options, Alone(options)),
@@ -65,7 +65,7 @@ struct Parts {
     return process;
   }
 
-  int forgotten = 0;  // optimizers
+  int forgotten = 0;  // optimizers that were forgotten
   Process process;
   Registry registry;
   LoopTracker loops;

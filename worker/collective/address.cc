@@ -44,7 +44,7 @@ absl::StatusOr<AddressInfo> LookUp(const std::string& host_port) {
   return AddressInfo(list);
 }
 
-// Empty if the address cannot be written.
+// Returns an empty text if the address cannot be written.
 std::string NumericHost(const sockaddr* address, socklen_t length) {
   char text[NI_MAXHOST] = {};
   if (getnameinfo(address, length, text, sizeof(text), nullptr, 0, NI_NUMERICHOST) != 0) return "";

@@ -20,13 +20,13 @@ void CheckBytes(const at::Tensor& tensor, int64_t bytes, const char* what) {
               " bytes on the CPU, in a contiguous tensor of one dimension");
 }
 
-// One backend call for all of it.
+// Uses one backend call for everything.
 void ThroughGroup(Comm& comm, c10d::ProcessGroup& group, at::Tensor sent, std::vector<int64_t> to,
                   at::Tensor received, std::vector<int64_t> from) {
   std::string why = "the operation was aborted";
   try {
-    // What follows bypasses the Comm: after all that was submitted to it, and once all ranks are
-    // known to have called this.
+    // The call below bypasses the Comm: it comes after all that was submitted to the Comm, and once
+    // all ranks are known to have called this function.
     comm.Barrier();
     std::optional<CollectiveOnBoard> on_board;
     if (comm.board() != nullptr) on_board.emplace(*comm.board(), "AllToAll", sent.numel(), "Byte");

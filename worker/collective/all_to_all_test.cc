@@ -20,7 +20,8 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// So many bytes go from one rank to another, and they have this value. Some send nothing.
+// The number of bytes that one rank sends to another, and also their value. Some ranks send
+// nothing.
 int64_t BytesFrom(int from, int to) { return from == 1 ? 0 : 1000 * from + to; }
 int64_t ValueFrom(int from, int to) { return 16 * from + to + 1; }
 
@@ -35,7 +36,7 @@ void Exchange(Comm& comm) {
     parts.push_back(at::full({to.back()}, ValueFrom(rank, peer), at::kByte));
     expected.push_back(at::full({from.back()}, ValueFrom(peer, rank), at::kByte));
   }
-  // More room than is needed is left alone.
+  // Room beyond what is needed stays unchanged.
   expected.push_back(at::full({3}, 255, at::kByte));
   at::Tensor received = at::full_like(at::cat(expected), 255);
   AllToAllBytes(comm, at::cat(parts), to, received, from);

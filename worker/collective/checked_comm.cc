@@ -64,7 +64,7 @@ class CheckedComm : public Comm {
     const std::string called =
         c10::str(call, " #", sequence_, comm_checks::Describe(comm_checks::CurrentPlace()));
     const std::string mine = called + '\n' + CurrentCallSite();
-    // The place is in the text: compared before the text it would hide calls and lines.
+    // The text contains the place: if places were compared first, they would hide calls and lines.
     const comm_checks::PlaceScope alone(0, 1);
     const std::vector<std::string> all = inner_->AllGatherBytes(mine);
     bool same_calls = true;

@@ -7,11 +7,11 @@
 
 namespace muster {
 
-// `inner` in debug mode (MUSTER_DEBUG=1): before each collective all ranks exchange the operation,
-// its sequence number, shape, dtype and call site (see call_site.h). If any of them but the call
-// site differs, every rank throws the same c10::Error that groups the ranks by what they called and
-// from which line, and nothing is sent. A call site that differs while all else agrees is legal
-// (rank 0 may gather from another branch) and logged once as a warning.
+// Wraps `inner` for debug mode (MUSTER_DEBUG=1): before each collective all ranks exchange the
+// operation, its sequence number, shape, dtype and call site (see call_site.h). If any of them
+// except the call site differs, every rank throws the same c10::Error, which groups the ranks by
+// what they called and from which line, and nothing is sent. A call site that differs while all
+// else agrees is legal (rank 0 may gather from another branch) and logged once as a warning.
 //
 // Costs one more round per collective. process_group() is inner's: calls that bypass the Comm are
 // not checked.

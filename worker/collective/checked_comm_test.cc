@@ -73,7 +73,8 @@ TEST(CheckedComm, UnequalShapeOrDtype_EveryRankThrows) {
   EXPECT_EQ(threw, 2);
 }
 
-// What each rank called is compared before what it is for, which the exchange itself would refuse.
+// The calls of the ranks are compared before their arguments, which the exchange itself would
+// refuse.
 TEST(CheckedComm, StructuresWithDifferentNumbersOfTensors_AreNamedWithCallsAndLines) {
   std::atomic<int> threw = 0;
   RunChecked(2, [&](Comm& comm) {

@@ -8,7 +8,7 @@
 namespace muster {
 namespace {
 
-// Of every call after a lost one.
+// In the error of every call after a lost one.
 constexpr absl::string_view kUnusable = "the group is unusable since";
 
 }  // namespace

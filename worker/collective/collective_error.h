@@ -17,19 +17,19 @@ inline constexpr absl::string_view kConnectionLost = " did not finish since a co
 // Whether `error` says that a transport (Gloo, shared memory, NCCL) waited too long for a peer.
 bool IsCollectiveTimeout(absl::string_view error);
 
-// Whether `error` is a transport's word for a peer that did not arrive in time or whose connection
-// was lost.
+// Whether `error` is a transport's message about a peer that did not arrive in time or whose
+// connection was lost.
 bool IsLostCollective(absl::string_view error);
 
 // Whether `error` is an explanation: it names the ranks already.
 bool IsExplained(absl::string_view error);
 
-// Takes the transport's words and returns a line that says which ranks did not take part.
+// Takes the transport's message and returns a line that names the ranks that did not take part.
 using CollectiveExplainer = std::function<std::string(absl::string_view error)>;
 
-// In a catch block: throws a c10::DistBackendError that says what `explain` says if the exception
-// in flight is a lost collective, otherwise the exception itself. For exceptions of a backward
-// pass, where collectives run past the Comm. `explain` may be null.
+// Call it in a catch block: throws a c10::DistBackendError with the text of `explain` if the
+// exception in flight is a lost collective, otherwise the exception itself. For exceptions of a
+// backward pass, whose collectives bypass the Comm. `explain` may be null.
 [[noreturn]] void RethrowExplained(const CollectiveExplainer& explain);
 
 }  // namespace muster

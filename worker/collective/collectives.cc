@@ -15,7 +15,7 @@
 namespace muster {
 namespace {
 
-// dtype, number of dimensions, dimensions: of each tensor, as numbers.
+// Returns dtype, number of dimensions, and dimensions of each tensor, as numbers.
 std::vector<int64_t> ShapesOf(const std::vector<at::Tensor>& tensors) {
   std::vector<int64_t> numbers;
   for (const at::Tensor& tensor : tensors) {
@@ -26,8 +26,8 @@ std::vector<int64_t> ShapesOf(const std::vector<at::Tensor>& tensors) {
   return numbers;
 }
 
-// Calls `collective` for each tensor. Where there is none, ranks still meet, to find out whether
-// others have some.
+// Calls `collective` for each tensor. Without any, ranks still meet, to find out whether others
+// have some.
 template <class Function>
 void ForEachTensor(Comm& comm, const std::vector<at::Tensor>& tensors, const Function& collective) {
   if (tensors.empty()) {
@@ -40,8 +40,8 @@ void ForEachTensor(Comm& comm, const std::vector<at::Tensor>& tensors, const Fun
   }
 }
 
-// `value` as an element of `dtype`, as a conversion of numbers has it: beyond the largest float16
-// is an infinity, as in PyTorch. Throws c10::Error if a whole dtype has no such number.
+// Returns `value` as an element of `dtype`, converted as a number: beyond the largest float16 it is
+// an infinity, as in PyTorch. Throws c10::Error if an integer dtype has no such number.
 at::Scalar PadElement(const at::Scalar& value, at::ScalarType dtype) {
   bool fits = !value.isComplex() || at::isComplexType(dtype);
   at::Scalar element = value;
@@ -52,7 +52,7 @@ at::Scalar PadElement(const at::Scalar& value, at::ScalarType dtype) {
   if (fits && value.isFloatingPoint()) fits = std::floor(value.toDouble()) == value.toDouble();
   try {
     if (fits) element = at::full({}, value, dtype).item();
-  } catch (const std::exception&) {  // c10 throws one of std where a number overflows
+  } catch (const std::exception&) {  // c10 throws a standard exception if a number overflows
     fits = false;
   }
   TORCH_CHECK(fits, "pad_across_processes: a pad_index of ", value, " does not fit ",
@@ -103,7 +103,7 @@ std::vector<at::Tensor> ReduceTensors(Comm& comm, const std::vector<at::Tensor>&
   ForEachTensor(comm, tensors, [&](const at::Tensor& tensor) {
     comm_checks::CheckReduce(tensor, op, comm.rank());
     const bool fractional = tensor.is_floating_point() || tensor.is_complex();
-    // A bool has no multiples, and beyond 2^63 int64_t has no such number.
+    // A bool has no multiples, and beyond 2^63 there is no such int64_t.
     const bool whole = std::floor(scale) == scale && std::abs(scale) < 0x1p63;
     TORCH_CHECK(fractional || scale == 1 || (whole && tensor.scalar_type() != at::kBool),
                 "reduce on rank ", comm.rank(), ": a scale of ", scale, " does not fit ",
@@ -174,7 +174,7 @@ std::vector<at::Tensor> PadTensorsAcrossProcesses(Comm& comm,
       same = same && numbers[at[r]] == all[0][first] && ndim == all[0][first + 1];
       at[r] += 2 + ndim;
     }
-    // Without the dimension nothing is padded, so nothing needs to fit.
+    // A tensor without the dimension is not padded, so nothing needs to fit.
     if (!same && length >= 0) {
       TORCH_CHECK(false,
                   "pad_across_processes: dtype and number of dimensions must be the same on all "
@@ -182,7 +182,7 @@ std::vector<at::Tensor> PadTensorsAcrossProcesses(Comm& comm,
                   comm_checks::ByRanks(shapes, "has", "have"));
     }
     longest.push_back(length);
-    // On every rank, though only the shorter ones need it.
+    // Checked on every rank, though only ranks with shorter tensors need it.
     if (!same_length) PadElement(pad_value, static_cast<at::ScalarType>(all[0][first]));
   }
   for (size_t r = 0; r < all.size(); ++r) {

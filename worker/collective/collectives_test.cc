@@ -67,7 +67,8 @@ TEST(GatherTensors, UnequalShapes_ErrorOnEveryRankPointsAtPadding) {
   });
 }
 
-// An optional tensor that one rank alone has: what follows on the others would pair with it.
+// An optional tensor that only one rank has would otherwise be paired with later tensors of the
+// others.
 TEST(EveryCollective, RanksWithDifferentNumbersOfTensors_AllThrowTheSame_AndCanGoOn) {
   RunRanks(2, [](Comm& comm) {
     const std::vector<at::Tensor> one = {at::full({2}, 1.F)};
@@ -151,7 +152,7 @@ TEST(PadTensorsAcrossProcesses, OneDimensionAfterTheOther_ShapesThatDifferInBoth
   });
 }
 
-// Only the shorter rank would fail on it, and the other one would wait for it later.
+// Otherwise only the shorter rank would fail, and the other one would wait for it later.
 TEST(PadTensorsAcrossProcesses, ValueThatTheDtypeCannotHold_IsAnErrorOnEveryRank) {
   RunRanks(2, [](Comm& comm) {
     const int64_t n = comm.rank() + 1;
@@ -167,7 +168,7 @@ TEST(PadTensorsAcrossProcesses, ValueThatTheDtypeCannotHold_IsAnErrorOnEveryRank
     EXPECT_EQ(error(at::kLong, std::numeric_limits<int64_t>::min()), "");
     EXPECT_EQ(error(at::kBool, 0), "");
     EXPECT_EQ(error(at::kHalf, NAN), "");
-    // What nothing pads may have any dtype.
+    // Tensors that need no padding may have any dtype.
     const at::Tensor labels = at::ones({2}, at::kLong);
     EXPECT_EQ(ErrorOf([&] {
                 PadTensorsAcrossProcesses(comm, {at::ones({n}), labels}, 0, 0.5);

@@ -84,7 +84,7 @@ void CheckTensor(const at::Tensor& tensor, const char* operation, int rank) {
 
 void CheckReduce(const at::Tensor& tensor, ReduceOp op, int rank) {
   CheckTensor(tensor, "AllReduce", rank);
-  // Before anything is sent: what the backend refuses makes the group unusable.
+  // Check before anything is sent, because an error of the backend makes the group unusable.
   TORCH_CHECK(CanReduce(c10::toRealValueType(tensor.scalar_type()), ShmReduceOp::kSum),
               "AllReduce on rank ", rank, ": ", Describe(tensor),
               " cannot be reduced; convert it to another dtype first");

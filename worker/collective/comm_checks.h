@@ -11,31 +11,31 @@
 // line that names the operation, the rank and what is wrong.
 namespace muster::comm_checks {
 
-// "sum", "mean", "max" or "min".
+// Returns "sum", "mean", "max" or "min".
 const char* OpName(ReduceOp op);
 
-// "float32[2, 3]"; "undefined" for an undefined tensor.
+// Returns a text such as "float32[2, 3]"; "undefined" for an undefined tensor.
 std::string Describe(const at::Tensor& tensor);
 std::string DescribeShape(at::ScalarType dtype, at::IntArrayRef shape);
 
-// Defined and dense.
+// Checks that it is defined and dense.
 void CheckTensor(const at::Tensor& tensor, const char* operation, int rank);
-// CheckTensor, and of a dtype that can be reduced: kMean only of floating or complex tensors, no
-// kMax and kMin of complex ones.
+// As CheckTensor, and checks that the dtype can be reduced: kMean needs floating or complex
+// tensors, kMax and kMin no complex ones.
 void CheckReduce(const at::Tensor& tensor, ReduceOp op, int rank);
-// CheckTensor, and 1-D, contiguous, of `size` equal parts.
+// As CheckTensor, and checks that it is 1-D, contiguous, and of `size` equal parts.
 void CheckFlat(const at::Tensor& flat, int size, const char* operation, int rank);
-// CheckFlat, floating, and a sum or a mean.
+// As CheckFlat, and checks that it is floating, and `op` a sum or a mean.
 void CheckReduceScatter(const at::Tensor& flat, ReduceOp op, int size, int rank);
 void CheckRoot(int root, int size, const char* operation, int rank);
-// As many parts as ranks, all defined. For the root of a scatter.
+// For the root of a scatter: checks that there are as many parts as ranks, all defined.
 void CheckParts(const std::vector<at::Tensor>& parts, int size, int rank);
-// `part` fits into `out` of rank `rank`.
+// Checks that `part` fits into `out` of rank `rank`.
 void CheckPart(const at::Tensor& part, const at::Tensor& out, int rank);
 
-// What ranks differ in, for a message: "rank 0 has X; ranks 1, 2 have Y", in the order of the first
-// rank of each group. `texts`: one for each rank, or for each of `ranks`; `one` and `many`: the
-// verb after one rank and after several. Of many ranks or groups only the first are listed.
+// Describes for a message how ranks differ: "rank 0 has X; ranks 1, 2 have Y", in the order of the
+// first rank of each group. `texts`: one for each rank, or for each of `ranks`; `one` and `many`:
+// the verb after one rank and after several. Of many ranks or groups only the first are listed.
 std::string ByRanks(const std::vector<std::string>& texts, const char* one, const char* many,
                     const std::vector<int>& ranks = {});
 
@@ -59,7 +59,7 @@ class PlaceScope {
   const TensorPlace before_;
 };
 TensorPlace CurrentPlace();
-// ", tensor 2 of 3", for one alone "".
+// Returns ", tensor 2 of 3"; "" for a single tensor.
 std::string Describe(const TensorPlace& place);
 
 }  // namespace muster::comm_checks

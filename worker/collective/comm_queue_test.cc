@@ -1,4 +1,4 @@
-// What every CommQueue does with errors.
+// The behaviour of every CommQueue after errors.
 #include "worker/collective/comm_queue.h"
 
 #include <gmock/gmock.h>
@@ -27,7 +27,7 @@ std::unique_ptr<CommQueue> Make() {
 }
 template <>
 std::unique_ptr<CommQueue> Make<CommStream>() {
-  // Of a type that LibTorch for CPUs implements nothing for.
+  // A device type for which LibTorch for CPUs implements nothing.
   return std::make_unique<CommStream>(FakeStreams::Install(c10::DeviceType::PrivateUse1).device());
 }
 
@@ -49,7 +49,7 @@ TYPED_TEST(CommQueueErrors, Error_IsThrownByItsWaitAndStopsWhatComesBehind) {
   EXPECT_FALSE(queue.IsCurrent());
   EXPECT_FALSE(queue.WaitQuietly(next));
   EXPECT_FALSE(ran) << "ranks would no longer be in step";
-  // It was seen.
+  // The error was thrown already.
   EXPECT_EQ(ErrorOf([&] { queue.Drain(); }), "no error");
   queue.Wait(queue.Submit([&] { ran = true; }));
   EXPECT_TRUE(ran);
@@ -79,7 +79,7 @@ TYPED_TEST(CommQueueErrors, ErrorThatWasSeen_IsThrownByEveryWaitForIt) {
   CommQueue& queue = *this->queue_;
   const CommQueue::Ticket failed = queue.Submit(Fail);
   for (int i = 0; i < 2; ++i) EXPECT_EQ(ErrorOf([&] { queue.Wait(failed); }), "peer lost");
-  // And does not hide what comes after it.
+  // It does not hide later errors.
   const CommQueue::Ticket other = queue.Submit([] { TORCH_CHECK(false, "no memory"); });
   EXPECT_FALSE(queue.WaitQuietly(other));
   EXPECT_EQ(ErrorOf([&] { queue.Wait(failed); }), "peer lost");

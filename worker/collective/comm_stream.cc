@@ -23,7 +23,7 @@ struct CommStream::StreamWork : Work {
   std::exception_ptr error;
 };
 
-// While it lives, the caller's thread has the stream.
+// While it lives, the calling thread is the one in a body.
 class CommStream::InBody {
  public:
   explicit InBody(CommStream& queue) : queue_(queue) {
@@ -61,7 +61,7 @@ void CommStream::Follow() {
   {
     MutexLock lock(&mu_);
     users.swap(users_);
-    // A stream of the program's may be gone by now and another one have its name.
+    // A stream of the program may be gone by now, and another one may have the same id.
     waited_.clear();
   }
   if (std::find(users.begin(), users.end(), here) == users.end()) users.push_back(here);
@@ -101,14 +101,14 @@ CommQueue::Ticket CommStream::Submit(std::function<void()> body) {
     const c10::StreamGuard guard(stream_);
     body();
   });
-  // What it holds (tensors) is free before others learn of it.
+  // Free what the body holds (tensors) before other threads learn of its end.
   keep_error([&] { body = nullptr; });
-  // Also behind a body that has thrown: what it has queued uses its memory.
+  // Also after a body that has thrown, because what it has queued uses its memory.
   keep_error([&] { work->done.record(stream_); });
   MutexLock lock(&mu_);
   work->number = ++submitted_;
   last_ = work;
-  // That of another thread's quiet wait stays.
+  // If this work has no error, an error left by another thread's quiet wait stays.
   if (work->error != nullptr) unseen_ = work->error;
   return work;
 }
@@ -162,7 +162,7 @@ bool CommStream::IsCurrent() const { return current == this; }
 
 void CommStream::Allocate(const std::function<void()>& allocate) {
   if (IsCurrent()) return allocate();
-  // What was freed others may still be using: a stream that has waited, or a body.
+  // Other code may still use freed memory: a stream that has waited, or a body.
   Wait(Submit(allocate));
 }
 

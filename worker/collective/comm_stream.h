@@ -17,30 +17,30 @@
 namespace muster {
 
 // A stream of a device for collectives. Submit() runs the body in the caller's thread with that
-// stream as the current one, and Wait() makes the stream that is current then wait for an event
-// behind it: the device does both at a time, and nobody blocks for the device (a Comm may block for
+// stream as the current one, and Wait() makes the then current stream wait for an event after it:
+// so the device works on both at a time, and no thread blocks for the device (a Comm may block for
 // other ranks).
 //
-// Memory comes from LibTorch's caching allocator, which gives what was freed on the host to the
-// next one that asks on the same stream, whatever other streams still do with it. The order is that
-// of events (docs/decisions/0066):
-//   - A body comes after all that was queued before Submit(), on the current stream and on those
-//     that have waited for something since the Submit() before. So what bodies and Allocate() give
-//     may be freed at any time outside of bodies by those streams.
-//   - What a body uses of other memory must be kept until some Wait() for the body.
-// So nothing is freed late, and as much memory is taken as if there were one stream.
+// Memory comes from LibTorch's caching allocator, which gives memory freed on the host to the next
+// allocation on the same stream, whatever other streams still do with it. Events order the accesses
+// (docs/decisions/0066):
+//   - A body comes after everything queued before Submit(), on the current stream and on those that
+//     have waited for something since the previous Submit(). So outside bodies these streams may
+//     free the memory that bodies and Allocate() return at any time.
+//   - Other memory that a body uses must be kept until some Wait() for the body.
+// So nothing is freed late, and as much memory is needed as with a single stream.
 //
 // Thread-safe; bodies run one at a time.
 class CommStream : public CommQueue {
  public:
-  // `device`: one with streams; takes one of high priority from its pool.
+  // `device`: one with streams; takes a stream of high priority from its pool.
   explicit CommStream(c10::Device device);
   CommStream(const CommStream&) = delete;
   CommStream& operator=(const CommStream&) = delete;
 
   bool Suits(const c10::Device& device) const override { return device == stream_.device(); }
   bool on_stream() const override { return true; }
-  // Not in a body.
+  // Must not be called in a body.
   Ticket Submit(std::function<void()> body) override;
   void Wait(const Ticket& ticket) override;
   bool WaitQuietly(const Ticket& ticket) override;
@@ -55,7 +55,7 @@ class CommStream : public CommQueue {
   class InBody;
 
   c10::Stream Current() const;
-  // Makes the stream wait for what others have queued.
+  // Makes the stream wait for what other streams have queued.
   void Follow();
   // Makes the current stream wait for `work`, which may be null.
   void Join(const StreamWork* work);
@@ -63,13 +63,13 @@ class CommStream : public CommQueue {
   const c10::Stream stream_;
   Mutex mu_;
   CondVar changed_;
-  bool busy_ ABSL_GUARDED_BY(mu_) = false;  // a body runs
+  bool busy_ ABSL_GUARDED_BY(mu_) = false;  // a body is running
   uint64_t submitted_ ABSL_GUARDED_BY(mu_) = 0;
   std::shared_ptr<StreamWork> last_ ABSL_GUARDED_BY(mu_);
   std::exception_ptr unseen_ ABSL_GUARDED_BY(mu_);
-  // Streams that have waited since the last body, and may use what came of it.
+  // Streams that have waited since the last body, and may use its results.
   std::vector<c10::Stream> users_ ABSL_GUARDED_BY(mu_);
-  // The last work that a stream has waited for; those before it have ended then.
+  // The last work that each stream has waited for; earlier work has ended then.
   std::unordered_map<c10::Stream, uint64_t> waited_ ABSL_GUARDED_BY(mu_);
 };
 

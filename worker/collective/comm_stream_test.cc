@@ -25,11 +25,11 @@ namespace {
 using ::testing::HasSubstr;
 using Point = FakeStreams::Point;
 
-// Of a type that LibTorch for CPUs implements nothing for.
+// A device type for which LibTorch for CPUs implements nothing.
 FakeStreams& Streams() { return FakeStreams::Install(c10::DeviceType::PrivateUse1); }
 c10::Stream NewStream() { return Streams().getNewStream(Streams().device(), 0); }
 
-// Whether `point` is before what `stream` queues next.
+// Whether `point` comes before the next operation on `stream`.
 bool IsBefore(const Point& point, const c10::Stream& stream) {
   const c10::StreamGuard guard(stream);
   return Streams().IsBefore(point);
@@ -37,7 +37,7 @@ bool IsBefore(const Point& point, const c10::Stream& stream) {
 
 class CommStreamTest : public testing::Test {
  protected:
-  // Each test has streams of its own.
+  // Each test has its own streams.
   const c10::Stream program_ = NewStream();
   const c10::StreamGuard guard_{program_};
   CommStream queue_{Streams().device()};
@@ -159,7 +159,7 @@ TEST_F(CommStreamTest, Host_NeverWaitsAndEventsGoWithTheirTickets) {
   EXPECT_LE(Streams().events(), events + 1) << "the last one stays for Drain()";
 }
 
-// comm_queue_test has what else becomes of it.
+// comm_queue_test tests the rest of the behaviour.
 TEST_F(CommStreamTest, WorkThatThrows_IsWaitedForAllTheSame) {
   Point inside{};
   const CommQueue::Ticket failed = queue_.Submit([&] {
@@ -179,7 +179,7 @@ TEST_F(CommStreamTest, DeviceThatFails_IsAnErrorOfTheWork) {
   EXPECT_FALSE(ran) << "it would not come after what was queued";
   Streams().Break(false);
   EXPECT_THAT(ErrorOf([&] { queue_.Drain(); }), HasSubstr("the device is broken"));
-  // And one that fails later, of the next one that asks.
+  // A later failure is thrown to the next caller.
   const CommQueue::Ticket good = queue_.Submit([] {});
   Streams().Break(true);
   EXPECT_FALSE(queue_.WaitQuietly(good));
@@ -217,7 +217,7 @@ TEST_F(CommStreamTest, BodiesOfTwoThreads_RunOneAtATime) {
   EXPECT_EQ(ran, 400);
 }
 
-// Where a collective is queued.
+// Records where a collective is queued.
 class PointComm : public BorrowedComm {
  public:
   using BorrowedComm::BorrowedComm;

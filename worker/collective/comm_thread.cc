@@ -86,7 +86,7 @@ void CommThread::Run() {
     } catch (...) {
       error = std::current_exception();
     }
-    // What it holds (tensors) is free before others learn that it is done.
+    // Free what the body holds (tensors) before other threads learn that it is done.
     next->body = nullptr;
     MutexLock lock(&mu_);
     next->done = true;

@@ -13,7 +13,7 @@
 
 namespace muster {
 
-// A thread that runs what is submitted, for tensors on the CPU: Wait() and Drain() block. It starts
+// A thread that runs submitted work, for tensors on the CPU: Wait() and Drain() block. It starts
 // with the first Submit().
 class CommThread : public CommQueue {
  public:

@@ -48,7 +48,7 @@ TEST(CommThread, Wait_ReturnsWhenItsWorkIsDone) {
   EXPECT_EQ(done, 2);
 }
 
-// What was queued behind it before it failed; comm_queue_test has what comes after.
+// Also work that was queued before the failure; comm_queue_test tests later work.
 TEST(CommThread, Error_EndsWhatIsQueued) {
   CommThread thread;
   Notification release;

@@ -38,7 +38,7 @@ class EngineWork : public c10d::Work {
   uint64_t getSequencenumber() const override { return sequence_; }
 
   void Done(std::exception_ptr error) {
-    // The future first: a waiter of the work may use it right away.
+    // Complete the future first: code that waits for the work may use it right away.
     if (error) {
       future_->setError(error);
     } else {
@@ -70,7 +70,7 @@ class EngineBackend : public c10d::Backend {
       MutexLock lock(&mu_);
       stop_ = true;
       cv_.SignalAll();
-      // These have no waiters any more: do not delay the end of the process.
+      // Nothing waits for these operations any more: do not delay the end of the process.
       if (busy_ || !tasks_.empty()) engine_->Break(c10::str("rank ", rank_, " left the group"));
     }
     helper_.join();
@@ -88,7 +88,7 @@ class EngineBackend : public c10d::Backend {
     fallback_->setTimeout(timeout);
   }
 
-  // Tensors that collectives work on in place.
+  // Allocates tensors that collectives work on in place.
   bool supportsTensorAlloc(c10::DeviceIndex) override { return engine_->allocates(); }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override {
     at::Tensor tensor = engine_->allocates() ? engine_->Allocate(size, options) : at::Tensor();
@@ -175,7 +175,7 @@ class EngineBackend : public c10d::Backend {
         [this](const ShmCall& c, Steady::time_point deadline) { engine_->Barrier(c, deadline); });
   }
 
-  // Rare or point-to-point: Gloo's.
+  // Rare or point-to-point operations are left to Gloo.
   WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
     return fallback_->allreduce_sparse(tensors, opts);
   }
@@ -301,7 +301,7 @@ class EngineBackend : public c10d::Backend {
   WorkPtr StartAllGather(c10d::OpType type, const at::Tensor& input, Tensors outputs,
                          std::vector<char*> places, const Options& opts) {
     const ShmCall call = CallFor(Operation::kAllGather, input);
-    // The work keeps the outputs alive, the body the input.
+    // The work keeps the outputs alive, the body keeps the input.
     return Start(
         type, call, std::move(outputs), opts,
         [this, input, places = std::move(places)](const ShmCall& c, Steady::time_point deadline) {
@@ -317,7 +317,7 @@ class EngineBackend : public c10d::Backend {
       call.sequence = ++sequence_;
       task = {c10::make_intrusive<EngineWork>(rank_, type, call.sequence, std::move(outputs)), call,
               opts.timeout == c10d::kUnsetTimeout ? timeout_ : opts.timeout, std::move(body)};
-      // Another thread can hide nothing of what the caller waits for.
+      // If the caller waits for it, another thread can hide nothing.
       const bool waited_for = std::exchange(next_here, false) || !opts.asyncOp;
       const bool at_once =
           (waited_for || call.bytes <= engine_->at_once_bytes()) && tasks_.empty() && !busy_;
@@ -332,7 +332,7 @@ class EngineBackend : public c10d::Backend {
     return task.work;
   }
 
-  // With busy_ set, which makes this the only thread in the engine.
+  // Called with busy_ set, which makes this the only thread in the engine.
   void Execute(const Task& task) {
     std::exception_ptr error;
     try {
@@ -344,7 +344,7 @@ class EngineBackend : public c10d::Backend {
     {
       MutexLock lock(&mu_);
       busy_ = false;
-      // A helper that is woken for nothing takes the core of a thread that computes.
+      // Wake the helper only if it has work: otherwise it takes the core of a thread that computes.
       if (stop_ || !tasks_.empty()) cv_.SignalAll();
     }
     task.work->Done(error);

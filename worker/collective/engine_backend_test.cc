@@ -17,7 +17,7 @@ namespace {
 
 using ::testing::ElementsAre;
 
-// Notes which thread is in it, and keeps the first call until Open().
+// Records the thread that calls it, and holds the first call until Open().
 class NotingEngine : public CollectiveEngine {
  public:
   struct Notes {
@@ -68,7 +68,7 @@ class NotingEngine : public CollectiveEngine {
   Notes& notes_;
 };
 
-// For what the engine does not know; nothing here.
+// For operations that the engine does not support; does nothing here.
 class NoBackend : public c10d::Backend {
  public:
   NoBackend() : Backend(0, 1) {}
@@ -143,7 +143,7 @@ TEST(EngineBackend, OperationBehindOneThatRunsHere_IsNotForgotten) {
 
 TEST(EngineBackend, SetTimeout_BesideOperations_CountsFromTheNextOne) {
   Group group;
-  // One thread sets while another one starts: a race for a sanitizer, were it not locked.
+  // One thread sets it while another one starts: without a lock, a sanitizer would report a race.
   std::thread caller([&] {
     for (int i = 0; i < 200; ++i) group.AllReduce(2)->wait();
   });

@@ -9,7 +9,7 @@
 namespace muster {
 namespace {
 
-// Of this thread; 0: none yet. One type is installed in a process.
+// The current stream of this thread; 0: none yet. One type is installed in a process.
 thread_local c10::StreamId current = 0;
 
 }  // namespace
@@ -22,7 +22,7 @@ FakeStreams& FakeStreams::Install(c10::DeviceType type) {
 }
 
 c10::Device FakeStreams::device() const {
-  // As tensors on the CPU have it.
+  // CPU tensors have device index -1.
   return {type_, static_cast<c10::DeviceIndex>(type_ == c10::DeviceType::CPU ? -1 : 0)};
 }
 

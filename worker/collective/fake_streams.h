@@ -13,12 +13,13 @@
 
 namespace muster {
 
-// For tests: streams and events of a device type, without a device. Nothing is run: what a device
-// would have to do in order is known from clocks, so that a test can ask whether two operations are
-// in order whatever their speed. Each thread begins on a stream of its own. Thread-safe.
+// For tests: streams and events of a device type, without a device. Nothing is executed: clocks
+// record the order in which a device would have to execute operations, so that a test can ask
+// whether two operations are ordered, independently of their speed. Each thread begins on a stream
+// of its own. Thread-safe.
 class FakeStreams final : public c10::impl::DeviceGuardImplInterface {
  public:
-  // Takes the place of what implements `type` in this process, for good. With kCPU operators of
+  // Replaces the implementation of `type` in this process, permanently. With kCPU, operators of
   // LibTorch have these streams.
   static FakeStreams& Install(c10::DeviceType type);
 
@@ -27,9 +28,9 @@ class FakeStreams final : public c10::impl::DeviceGuardImplInterface {
     c10::StreamId stream;
     uint64_t number;
   };
-  // Queues one on the current stream of the caller's thread.
+  // Queues an operation on the current stream of the caller's thread.
   Point Operate();
-  // Whether it has ended before what the current stream queues next begins.
+  // Whether the operation ends before the next one on the current stream begins.
   bool IsBefore(const Point& point) const;
 
   c10::Stream Current() const { return getStream(device()); }
@@ -37,10 +38,10 @@ class FakeStreams final : public c10::impl::DeviceGuardImplInterface {
   // How often a thread has waited for the device, and how many events are left.
   int host_waits() const;
   int events() const;
-  // From now on nothing that is queued has ended before a thread waits for it: `end`, which then
-  // runs first, does what the device has to do. Null: it ends at once.
+  // From now on, queued operations end only when a thread waits for them: then `end`, which does
+  // the work of the device, is run first. Null: they end at once.
   void LeaveUntilWaitedFor(std::function<void()> end);
-  // Events cannot be recorded from now on, as after an error of a device.
+  // From now on events cannot be recorded, as after an error of a device.
   void Break(bool broken);
 
   c10::DeviceType type() const override { return type_; }
@@ -65,7 +66,7 @@ class FakeStreams final : public c10::impl::DeviceGuardImplInterface {
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
 
  private:
-  // Of each stream the last operation that is before something.
+  // For each stream, its last operation that comes before something.
   using Clock = std::map<c10::StreamId, uint64_t>;
 
   explicit FakeStreams(c10::DeviceType type) : type_(type) {}

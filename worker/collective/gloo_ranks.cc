@@ -33,7 +33,7 @@ void Run(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& opt
     threads.emplace_back([&, rank] {
       try {
         const auto comm = [&] {
-          // None leaves before all have met, as in a job.
+          // No rank leaves before all have met, as in a job.
           const auto arrive = absl::MakeCleanup([&] { met.count_down(); });
           return MakeHostComm(store, "world", rank, n, hosts, options);
         }();
@@ -41,7 +41,7 @@ void Run(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& opt
         try {
           fn(*comm);
         } catch (...) {
-          // Before the connections close and the others fail too.
+          // Record it before the connections close and the others fail, too.
           MutexLock lock(&mu);
           if (!first) first = std::current_exception();
         }

@@ -23,13 +23,13 @@ void RunGlooRanks(int n, const std::function<void(Comm&)>& fn, const C10dCommOpt
 // The same with Muster's own collectives in front (AddShmBackend).
 void RunShmRanks(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& options = {});
 
-// The same over ranks that take themselves for ranks of several hosts: hosts[r] is that of rank r
+// The same with ranks that behave as if they were on several hosts: hosts[r] is that of rank r
 // ("aabb": two ranks on each of two hosts).
 void RunHostRanks(const std::string& hosts, const std::function<void(Comm&)>& fn,
                   const C10dCommOptions& options = {});
 
-// One such rank's Comm; `name` is that of its group, and `hosts` as above. A collective over
-// `store`; empty `hosts` for Gloo alone.
+// Makes the Comm of one such rank; `name` is that of its group, and `hosts` as above. A collective
+// over `store`; empty `hosts` for Gloo alone.
 std::unique_ptr<Comm> MakeHostComm(const c10::intrusive_ptr<c10d::Store>& store,
                                    const std::string& name, int rank, int size,
                                    const std::string& hosts, const C10dCommOptions& options = {});

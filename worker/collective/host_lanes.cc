@@ -23,7 +23,8 @@ HostLayout GroupIntoHosts(const std::vector<std::string>& identities) {
 }
 
 std::vector<Lane> MakeLanes(const HostLayout& layout) {
-  // Cut wherever the part of a rank of some host ends. In lowest terms, so that equal cuts are one.
+  // Cut wherever the part of a rank of some host ends. In lowest terms, so that equal cuts compare
+  // equal.
   std::vector<std::pair<int64_t, int64_t>> cuts;
   for (size_t host = 0; host < layout.hosts.size(); ++host) {
     const int64_t ranks = layout.ranks_on(static_cast<int>(host));

@@ -8,8 +8,8 @@
 
 namespace muster {
 
-// Which ranks of a group are on which host. Hosts are in the order of their lowest ranks, ranks of
-// a host in theirs.
+// The hosts of the ranks of a group. Hosts are in the order of their lowest ranks, and the ranks of
+// a host in ascending order.
 struct HostLayout {
   std::vector<std::vector<int>> hosts;  // ranks
   std::vector<int> host_of;             // by rank
@@ -19,28 +19,28 @@ struct HostLayout {
   int ranks_on(int host) const { return static_cast<int>(hosts[host].size()); }
 };
 
-// identities[r]: what rank r has in common with the ranks of its host, and with no other.
+// identities[r]: a text that rank r has in common with the ranks of its host, and with no other.
 HostLayout GroupIntoHosts(const std::vector<std::string>& identities);
 
-// A share of what hosts send each other, which one rank of each host carries, so that every rank
-// of every host has the same amount to carry, also where hosts have unequal numbers of ranks.
+// A share of the data that hosts send each other, carried by one rank of each host. Every rank of
+// every host carries the same amount, even if hosts have unequal numbers of ranks.
 struct Lane {
   // The share of a payload: from begin to end of its length, as fractions.
   int64_t begin = 0, begin_of = 1;
   int64_t end = 1, end_of = 1;
   std::vector<int> ranks;  // by host
 
-  // [first, last) of `count` elements. A payload that is n equal parts for the n ranks of a host is
-  // cut at the parts: each lane lies in that of the rank that carries it there.
+  // The range [first, last) of `count` elements. A payload of n equal parts for the n ranks of a
+  // host is cut at the parts: each lane lies in the part of the rank that carries it there.
   std::pair<int64_t, int64_t> Of(int64_t count) const {
     return {count * begin / begin_of, count * end / end_of};
   }
 };
 
-// All lanes, in order; together they are the whole payload.
+// Returns all lanes, in order; together they are the whole payload.
 std::vector<Lane> MakeLanes(const HostLayout& layout);
 
-// [first, last) of `count` elements: the share of host `host` of `hosts`.
+// Returns the share of host `host` of `hosts`: [first, last) of `count` elements.
 inline std::pair<int64_t, int64_t> ShareOf(int64_t count, int host, int hosts) {
   return {count * host / hosts, count * (host + 1) / hosts};
 }

@@ -30,8 +30,8 @@ TEST(MakeLanes, EqualHosts_OneLaneForEachRank) {
   EXPECT_THAT(lanes[1].ranks, ElementsAre(1, 3));
 }
 
-// Whatever the hosts: the lanes are the payload, each rank of a host carries as much as the others,
-// and a payload of one part for each rank of a host is cut at these parts.
+// For any hosts: the lanes together are the payload, each rank of a host carries as much as the
+// others, and a payload with one part for each rank of a host is cut at these parts.
 TEST(MakeLanes, AnyHosts_WholePayloadEvenlyCarried) {
   for (const std::string hosts :
        {"a", "ab", "abb", "aaab", "abab", "aaabbc", "aaabb", "abcd", "aaaabbbcc", "abbbbbbb"}) {

@@ -16,20 +16,20 @@
 namespace muster {
 namespace {
 
-// After those of collectives.
+// These tags come after those of collectives.
 constexpr int kReasonTag = HostLinks::kFirstTag + HostLinks::kTags;
 constexpr int kNeverTag = kReasonTag + 1;
 constexpr int kWatchTag = kReasonTag + 2;
-// How long a rank that gives up waits until its reason has left.
+// How long a rank that gives up waits until its reason has been sent.
 constexpr std::chrono::milliseconds kFarewell{200};
-// For a thread that is about to say that a connection is lost.
+// How long to wait for the thread that is about to report a lost connection.
 constexpr std::chrono::seconds kPatience{5};
 
 std::vector<at::Tensor> Bytes(const void* data, int64_t bytes) {
   return {at::from_blob(const_cast<void*>(data), {bytes}, at::kByte)};
 }
 
-// The error of what `body` throws; empty if it does not.
+// Returns the error that `body` throws; empty if it throws none.
 template <class Body>
 std::string ErrorOf(Body body) {
   try {
@@ -85,7 +85,7 @@ HostLinks::Message HostLinks::Receive(int peer, int tag, void* data, int64_t byt
 void HostLinks::Wait(Message& message, std::chrono::steady_clock::time_point deadline,
                      const std::string& what) {
   if (!message) return;
-  // Not 0, which is Gloo's own timeout.
+  // At least 1, because 0 means Gloo's own timeout.
   const auto left = std::max(
       std::chrono::milliseconds(1),
       std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()));
@@ -98,7 +98,7 @@ void HostLinks::Wait(Message& message, std::chrono::steady_clock::time_point dea
 void HostLinks::Fail(int peer, bool late, const std::string& error, const std::string& what) {
   ThrowIfBroken(what);
   std::string why;
-  // What ends a message is that. The reason is there then.
+  // If a lost connection has ended the message, the reason has arrived.
   if (watch_.LossOf(peer, kPatience).has_value()) {
     const std::vector<char>& reason = reasons_.at(peer);
     why = std::string(reason.data(), strnlen(reason.data(), reason.size()));
@@ -128,12 +128,12 @@ void HostLinks::Break(const std::string& why) {
   std::vector<c10::intrusive_ptr<c10d::Work>> farewells;
   std::vector<at::Tensor> tensors = Bytes(reason.data(), kReasonBytes);
   for (const int peer : peers_) {
-    // One that is gone needs none.
+    // A peer that is gone needs no reason.
     (void)ErrorOf([&] { farewells.push_back(gloo_->send(tensors, peer, kReasonTag)); });
   }
   for (const auto& farewell : farewells) (void)ErrorOf([&] { farewell->wait(kFarewell); });
   // Gloo closes all connections of a rank when an operation of it times out, which is the only way
-  // to end what others wait for.
+  // to end what other ranks wait for.
   char nothing = 0;
   std::vector<at::Tensor> never = Bytes(&nothing, 1);
   for (const int peer : peers_) {

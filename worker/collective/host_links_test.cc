@@ -34,7 +34,8 @@ std::unique_ptr<HostLinks> Links(Comm& comm) {
                                      comm.rank(), peers);
 }
 
-// Of `loser` and `other`, whose connection is lost while messages in both directions are under way.
+// Runs `loser` and `other`, whose connection is lost while messages in both directions are under
+// way.
 class MiddleOfMessages {
  public:
   MiddleOfMessages(HostLinks& links, Comm& comm, int loser, int other, std::latch& under_way)
@@ -88,8 +89,8 @@ TEST(HostLinks, Break_EndsWhatRanksWaitFor_WithTheReason) {
   });
 }
 
-// Rank 0 waits for rank 1, which waits for rank 2. Each tells the others why it gives up, as the
-// engine does.
+// Rank 0 waits for rank 1, which waits for rank 2. Each sends the others the reason why it gives
+// up, as the engine does.
 TEST(HostLinks, RankThatWaitsForALostOne_IsNotBlamedItself) {
   for (const bool in_the_middle : {false, true}) {
     std::latch under_way(1);

@@ -19,19 +19,19 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Message = HostLinks::Message;
 
-// Of the data of all ranks, how much is on its way at a time: what the stages hold, and, where no
-// rank needs one, what is enough to hide the meetings between two chunks.
+// How much of the data of all ranks is processed at a time: as much as the stages hold or, if no
+// rank needs a stage, enough to hide the meetings between two chunks.
 constexpr int64_t kChunkBytes = kHostStageBytes / 2;
 constexpr int64_t kLoneChunkBytes = int64_t{16} << 20;
-// What one message carries, so that the next is under way while one is added up or passed on.
+// The size of one message, so that the next is under way while one is added up or passed on.
 constexpr int64_t kPieceBytes = 256 << 10;
-// Up to so much of a host goes in the frames that say which call it is: one message, no second
-// meeting.
+// Up to this much data of a host is sent inside the frames that identify the call: one message, and
+// no second meeting.
 constexpr int64_t kInlineBytes = 4 << 10;
-// Ranks of a host miss each other before other hosts miss them: the first error has the name.
+// Ranks of a host notice a missing rank before other hosts do, so that the first error names it.
 constexpr std::chrono::milliseconds kGrace{500};
 
-// What ranks tell their peers at the beginning of a call.
+// The message that ranks send to their peers at the beginning of a call.
 struct Frame {
   ShmCall call;
   int32_t failed = 0;  // the ranks of this host disagree, as `data` says
@@ -45,10 +45,10 @@ struct Turn {
   const Clock::time_point deadline;
   const std::string what;
   bool agreed;     // all hosts are in this call
-  bool disagreed;  // and this is what the error says
-  // Sent, but perhaps not gone yet.
+  bool disagreed;  // the error reports that ranks or hosts disagree
+  // Messages that may not have been sent completely.
   std::vector<Message> sends;
-  // What a message of the ring carries: the same on every host.
+  // The size of a message of the ring: the same on every host.
   int64_t piece;
 
   Clock::time_point links_deadline() const { return deadline + kGrace; }
@@ -58,12 +58,13 @@ struct Turn {
 struct LaneSums {
   int lane = 0;
   const Lane* of = nullptr;
-  // Of the range that host h adds up: its elements, and where each rank of this host has them.
+  // For the range that host h adds up: the number of its elements, and their addresses on each rank
+  // of this host.
   std::vector<int64_t> counts;
   std::vector<std::vector<const char*>> sources;
-  // Where the sums of this host's own range go.
+  // Where the sums of this host's own range are written.
   std::vector<char*> outs;
-  // What comes from the others: by host, and where.
+  // The sums that arrive from other hosts: by host, and their addresses.
   std::vector<std::vector<Message>> arrivals;
   std::vector<char*> arrived;
 };
@@ -106,7 +107,7 @@ class HostsEngine : public CollectiveEngine {
     std::memset(frame_.data, 0, sizeof(frame_.data));
   }
 
-  // Makes the stages of the ranks of this host known to them.
+  // Makes the stages of this host's ranks known to each other.
   void OpenStages(Deadline deadline) {
     if (segment_ == nullptr) return;
     stage_ = static_cast<char*>(memory_.stage.data_ptr());
@@ -120,7 +121,7 @@ class HostsEngine : public CollectiveEngine {
   int rank() const override { return rank_; }
   int size() const override { return layout_.size(); }
   std::string name() const override { return "muster-hosts"; }
-  // Nothing: who calls without waiting may be what another host waits for.
+  // No operation runs at once: another host may be waiting for a rank that calls without waiting.
   int64_t at_once_bytes() const override { return -1; }
   void Break(const std::string& why) override {
     if (segment_ != nullptr) segment_->Break(why);
@@ -206,7 +207,7 @@ class HostsEngine : public CollectiveEngine {
         MeetWithData(turn, placed, input);
         GatherChunk(turn, input, outputs, begin, n);
       });
-      // Stages are read up to here, and end with the group.
+      // Stages are read until here, and are freed with the group.
       MeetAgain(turn);
     });
   }
@@ -258,7 +259,7 @@ class HostsEngine : public CollectiveEngine {
   }
 
  private:
-  // What is reduced, and how.
+  // The dtype and the operation of a reduction.
   struct Kind {
     explicit Kind(const ShmCall& call)
         : dtype(static_cast<c10::ScalarType>(call.dtype)),
@@ -284,7 +285,7 @@ class HostsEngine : public CollectiveEngine {
     return {peers.begin(), peers.end()};
   }
 
-  // Calls step(begin, n) for one chunk of `count` after the other; once if there are none.
+  // Calls step(begin, n) for each chunk of `count` in turn; once if there are none.
   template <class Step>
   static void ForChunks(int64_t count, int64_t chunk, Step step) {
     int64_t begin = 0;
@@ -295,7 +296,7 @@ class HostsEngine : public CollectiveEngine {
     } while (begin < count);
   }
 
-  // Tags of the two directions of a lane, and of frames.
+  // The tags of the two directions of a lane, and of frames.
   static int SumTag(int lane) { return 2 * lane; }
   static int RingTag(int lane) { return 2 * lane + 1; }
   static constexpr int kFrameTag = HostLinks::kTags - 1;
@@ -309,7 +310,8 @@ class HostsEngine : public CollectiveEngine {
   }
   // Whether host h sends sums of several ranks, which are in the wide type.
   bool SendsWide(int h) const { return layout_.ranks_on(h) > 1; }
-  // Where a lane lies in the part of the rank that carries it on host h, if each rank has `part`.
+  // The range of a lane within the part of the rank that carries it on host h, if each rank has
+  // `part`.
   std::pair<int64_t, int64_t> WithinPart(const Lane& lane, int h, int64_t part) const {
     const auto [first, last] = lane.Of(part * layout_.ranks_on(h));
     const int64_t start = layout_.local_of[lane.ranks[h]] * part;
@@ -344,14 +346,15 @@ class HostsEngine : public CollectiveEngine {
 
   // --- meetings ---
 
-  // Where `bytes` from `data` are for the others of this host; nowhere if this rank is alone.
+  // The place at which the other ranks of this host find `bytes` from `data`; none if this rank is
+  // alone.
   ShmPlace PlaceOf(const char* data, int64_t bytes) const {
     return segment_ == nullptr ? ShmPlace()
                                : memory_.pool->Find(data, static_cast<uint64_t>(bytes));
   }
   bool MustStage(const ShmPlace& placed) const { return segment_ != nullptr && !placed; }
 
-  // All ranks of the host have begun the step, with the same call.
+  // Returns when all ranks of the host have begun the step, with the same call.
   void MeetHost(Turn& turn) {
     if (segment_ == nullptr) return;
     segment_->Meet(turn.deadline, turn.what);
@@ -364,8 +367,8 @@ class HostsEngine : public CollectiveEngine {
     MeetHosts(turn, text);
   }
 
-  // All peers, and so all hosts, are in this call; with what is in frame_.data. Throws, on every
-  // rank of every host alike, if one has said that its ranks disagree (`failure`) or hosts do.
+  // Returns when all peers, and so all hosts, are in this call; frame_.data is sent along. Throws,
+  // on every rank of every host alike, if the ranks of some host disagree (`failure`) or hosts do.
   void MeetHosts(Turn& turn, const std::string& failure = "") {
     turn.agreed = true;
     frame_.call = turn.call;
@@ -401,7 +404,7 @@ class HostsEngine : public CollectiveEngine {
     if (!same) Disagree(turn, DescribeDisagreement(ranks, calls));
   }
 
-  // Begins a chunk: every rank's data are where it says, in the stage or in `placed`.
+  // Begins a chunk: determines where every rank's data are, in the stage or in `placed`.
   void MeetWithData(Turn& turn, const ShmPlace& placed, char* data) {
     const bool staged = MustStage(placed);
     if (segment_ != nullptr) segment_->Begin(turn.call, staged ? stage_place_ : placed);
@@ -413,14 +416,15 @@ class HostsEngine : public CollectiveEngine {
     if (!turn.agreed) MeetHosts(turn);
   }
 
-  // Ends a chunk: what ranks have written for each other is there, and nothing is read any more.
+  // Ends a chunk: all data that ranks have written for each other are there, and no rank still
+  // reads.
   void MeetAgain(Turn& turn) {
     if (segment_ != nullptr) segment_->Meet(turn.deadline, turn.what);
   }
 
   // --- small data, inside the frames ---
 
-  // All ranks of the host have the others' `bytes`; returns where those of each are.
+  // Shares `bytes` among all ranks of the host; returns the address of those of each rank.
   std::vector<const char*> ShareAtOnce(Turn& turn, const char* data, int64_t bytes) {
     if (segment_ == nullptr) return {data};
     segment_->Begin(turn.call);
@@ -431,7 +435,7 @@ class HostsEngine : public CollectiveEngine {
     return slots;
   }
 
-  // The sums of all hosts are in their frames.
+  // Sums the data of all hosts in their frames.
   void SumAtOnce(Turn& turn, const Kind& kind, const char* data, int64_t count) {
     std::vector<ReduceSource> sources;
     for (const char* const from : ShareAtOnce(turn, data, count * kind.width)) {
@@ -548,14 +552,14 @@ class HostsEngine : public CollectiveEngine {
     }
   }
 
-  // The sum over the ranks of this host of `n` elements of host h's range.
+  // Sums `n` elements of host h's range over the ranks of this host.
   void SumOfHost(const Kind& kind, const LaneSums& lane, int h, int64_t at, int64_t n, char* out) {
     std::vector<ReduceSource> sources;
     for (const char* const source : lane.sources[h]) sources.push_back({source + at * kind.width});
     ReduceSources(kind.dtype, kind.op, sources, {out}, /*wide_outs=*/true, 0, n);
   }
 
-  // Adds up this host's range as its pieces come; done(at, n) after each.
+  // Adds up this host's range as its pieces arrive; calls done(at, n) after each.
   void Combine(Turn& turn, const Kind& kind, LaneSums& lane,
                const std::function<void(int64_t, int64_t)>& done) {
     const int64_t count = lane.counts[host_];
@@ -633,7 +637,8 @@ class HostsEngine : public CollectiveEngine {
     }
   }
 
-  // Begins to receive blocks from the host before, those of a lane in the order of their sending.
+  // Begins to receive blocks from the previous host, those of a lane in the order in which they are
+  // sent.
   void Expect(Turn& turn, std::vector<Block>* blocks) {
     for (Block& block : *blocks) {
       for (int64_t at = 0; at < block.bytes; at += turn.piece) {
@@ -644,8 +649,8 @@ class HostsEngine : public CollectiveEngine {
     }
   }
 
-  // Receives the blocks and sends on those that the next host needs; came(block, at, bytes) for
-  // each piece.
+  // Receives the blocks and passes on those that the next host needs; calls came(block, at, bytes)
+  // for each piece.
   template <class Came>
   void PassOn(Turn& turn, std::vector<Block>* blocks, Came came) {
     for (Block& block : *blocks) {
@@ -677,7 +682,7 @@ class HostsEngine : public CollectiveEngine {
       const auto [first, last] = WithinPart(lanes_[lane], host_, n);
       SendPieces(turn, lane, input + begin + first, last - first);
     }
-    // While these are on their way: what is here already.
+    // While these are on their way, process the data that are here already.
     for (int i = 0; i < locals_; ++i) {
       char* const output = outputs[layout_.hosts[host_][i]];
       if (i == local_) {
@@ -732,15 +737,15 @@ class HostsEngine : public CollectiveEngine {
 
   char* stage_ = nullptr;
   ShmPlace stage_place_;
-  // Of the ranks of this host: where the data of the current chunk are, whether that is the stage,
-  // which has them from its start, and where the stages are.
+  // For the ranks of this host: where the data of the current chunk are, whether that is the stage
+  // (which has them at its start), and where the stages are.
   std::vector<char*> places_;
   std::vector<char> staged_;
   std::vector<char*> stages_;
 
   Frame frame_;
   std::vector<Frame> frames_;          // of the peers
-  std::vector<Frame*> frame_of_host_;  // one of each host
+  std::vector<Frame*> frame_of_host_;  // one for each host
   Scratch incoming_, outgoing_, own_;
 };
 

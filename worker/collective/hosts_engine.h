@@ -17,21 +17,21 @@ class Backend;
 
 namespace muster {
 
-// What a rank shares with the others of its host; nothing of a rank that is alone there.
+// The memory that a rank shares with the others of its host; empty for a rank that is alone there.
 struct HostMemory {
-  std::unique_ptr<ShmSegment> segment;  // in the order of HostLayout
+  std::unique_ptr<ShmSegment> segment;  // ranks in the order of HostLayout
   std::shared_ptr<ShmPool> pool;
   at::Tensor stage;  // kHostStageBytes in the pool
 };
 inline constexpr int64_t kHostStageBytes = 8 << 20;
 
-// Collectives between ranks of several hosts: inside a host through shared memory, between hosts by
-// messages of `gloo`, each rank those of its lanes (host_lanes.h).
+// Makes the engine for ranks of several hosts: inside a host through shared memory, between hosts
+// by messages of `gloo`, each rank those of its lanes (host_lanes.h).
 //
 // A reduction is the sum over the ranks of each host in their order, and then over the hosts in
-// theirs, all in WideType(dtype), rounded once: what is added to what depends on nothing but which
-// ranks are on which host. Each host sends its sum of a range straight to the host that adds up
-// that range, and what is complete goes around the ring of hosts.
+// theirs, all in WideType(dtype), rounded once: the order of additions depends only on which ranks
+// are on which host. Each host sends its sum of a range straight to the host that adds up that
+// range, and complete ranges go around the ring of hosts.
 //
 // Collective, blocks up to `deadline`. Errors: those of the engine.
 std::unique_ptr<CollectiveEngine> MakeHostsEngine(const HostLayout& layout, int rank,

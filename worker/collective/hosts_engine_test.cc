@@ -1,4 +1,4 @@
-// Collectives over several hosts, by ranks that take themselves for ranks of such
+// Collectives over several hosts, by ranks that act as if they were on several hosts
 // (AddShmBackend's `host`).
 #include "worker/collective/hosts_engine.h"
 
@@ -39,8 +39,8 @@ using ::testing::HasSubstr;
 using Tensors = std::vector<at::Tensor>;
 using Op = c10d::ReduceOp::RedOpType;
 
-// hosts[r]: that of rank r. Two and two; unequal numbers; ranks of a host that do not follow one
-// another; one rank for each host; lanes that cross each other (three and two).
+// hosts[r]: that of rank r. Two and two; unequal numbers; ranks of a host that are not consecutive;
+// one rank for each host; lanes that cross each other (three and two).
 const std::string kLayouts[] = {"aabb", "aab",  "abb",   "abab",  "aaba",
                                 "ab",   "abcd", "aaabb", "abbcca"};
 
@@ -68,7 +68,8 @@ at::Tensor Combine(Op op, const at::Tensor& a, const at::Tensor& b) {
   }
 }
 
-// What decision 62 says: the ranks of each host in their order, then the hosts in theirs.
+// Adds in the order of decision 62: the ranks of each host in their order, then the hosts in
+// theirs.
 at::Tensor Reference(const std::string& hosts, Op op, const Tensors& inputs) {
   std::vector<std::string> identities;
   for (const char host : hosts) identities.emplace_back(1, host);
@@ -102,7 +103,8 @@ bool SameBits(const at::Tensor& a, const at::Tensor& b) {
   return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() && at::equal(a, b);
 }
 
-// A tensor with these values, by `pool` in memory that the other ranks of the host reach.
+// Makes a tensor with these values, with `pool` in memory that the other ranks of the host can
+// access.
 at::Tensor Make(Comm& comm, const at::Tensor& values, bool pool) {
   if (!pool) return values.clone();
   at::Tensor tensor = Backend(comm).allocateTensor(values.numel(), values.options());
@@ -132,7 +134,7 @@ TEST(HostsEngine, AllReduce_EveryLayoutDtypeAndOp_BitsOfTheReference) {
       Op op;
       Tensors inputs;
     };
-    // All sizes of one operation, and all operations of two sizes.
+    // All sizes for one operation, and all operations for two sizes.
     std::vector<Case> cases;
     for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kByte,
                              at::kChar, at::kShort, at::kInt, at::kLong, at::kBool}) {
@@ -166,7 +168,7 @@ TEST(HostsEngine, ReduceScatterAndAllGather_EveryLayout_AlsoInPlaceAndInPools) {
       Tensors inputs;
     };
     std::vector<Case> cases;
-    // The last is more than what is on its way at a time.
+    // The last size exceeds what is processed at a time.
     for (const auto& [dtype, part] :
          std::vector<std::pair<at::ScalarType, int64_t>>{{at::kFloat, 0},
                                                          {at::kFloat, 1},
@@ -194,7 +196,7 @@ TEST(HostsEngine, ReduceScatterAndAllGather_EveryLayout_AlsoInPlaceAndInPools) {
               ReduceScattered(comm, input, at::zeros({c.part}, c.dtype), Op::SUM);
           EXPECT_TRUE(SameBits(got, part(sum, comm.rank()))) << where;
           EXPECT_TRUE(SameBits(input, c.inputs[comm.rank()])) << "an input is as before";
-          // The output lies inside the input, as sharded training likes it.
+          // The output is inside the input, as in sharded training.
           at::Tensor own = part(input, comm.rank());
           ReduceScattered(comm, input, own, Op::AVG);
           EXPECT_TRUE(SameBits(own, part(mean, comm.rank()))) << where;
@@ -331,7 +333,7 @@ TEST(HostsEngine, RandomOperations_AsynchronousAndBesideSendAndReceive_AreTheRef
   }
 }
 
-// Sums of these have the same bits in every order.
+// Sums of these numbers have the same bits in every order.
 TEST(HostsEngine, WholeNumbers_EqualGloos) {
   Tensors inputs;
   for (int r = 0; r < 4; ++r) inputs.push_back(at::randint(-1000, 1000, {50'000}).to(at::kFloat));
@@ -360,7 +362,7 @@ TEST(HostsEngine, ComplexNumbersAndOwnTags_GoToGlooOrAreRefused) {
   });
 }
 
-// On both sides of the border of hosts, and inside a host.
+// On both sides of the border between hosts, and inside a host.
 TEST(HostsEngine, RanksDisagree_AllThrow_GroupStaysUsable) {
   for (const std::string& hosts : kLayouts) {
     for (size_t odd = 0; odd < hosts.size(); ++odd) {
@@ -394,7 +396,7 @@ TEST(HostsEngine, RankThatDoesNotCome_IsNamedByAll_ThenUnusable) {
                  [&](Comm& comm) {
                    // Alive, but elsewhere, until the others have given up.
                    if (comm.rank() == absent) return given_up.wait();
-                   // The patience of each begins with its call.
+                   // Each rank's timeout begins with its call.
                    ready.arrive_and_wait();
                    for (int time = 0; time < 2; ++time) {
                      Tensors x = {at::ones({50'000})};
@@ -442,7 +444,8 @@ std::string RunRounds(Comm& comm, int rounds) {
   }
 }
 
-// A process of the test below: says what its collectives say once the last rank has been killed.
+// A process of the test below: reports the errors of its collectives after the last rank was
+// killed.
 int Child(int port, int rank, const std::string& hosts) {
   c10d::TCPStoreOptions tcp;
   tcp.port = static_cast<uint16_t>(port);
@@ -456,7 +459,7 @@ int Child(int port, int rank, const std::string& hosts) {
   }
   const std::string said = RunRounds(*comm, kRounds + 1);
   static_cast<c10d::Store&>(*store).set(c10::str("said/", rank), said);
-  // Its end is no sign to the others.
+  // Its end must not be a signal to the others.
   store->get_to_str("end");
   return 0;
 }

@@ -24,7 +24,7 @@ namespace {
 
 std::string FolderOf(const std::string& path) { return path.substr(0, path.rfind('/')); }
 
-// The real path of libtorch_cpu.so: its CUDA half is next to it.
+// The folder of the real path of libtorch_cpu.so: its CUDA half is next to it.
 std::string TorchFolder() {
   Dl_info info = {};
   void* symbol = dlsym(RTLD_DEFAULT,
@@ -44,7 +44,7 @@ std::string ProgramFolder() {
   return folder;
 }
 
-// Where the library lies that holds this code: libmuster.so's folder, or the program's.
+// The folder of the library that contains this code: libmuster.so's, or the program's.
 std::string LibraryFolder() {
   Dl_info info = {};
   if (dladdr(reinterpret_cast<const void*>(&ProgramFolder), &info) == 0) return ".";
@@ -54,7 +54,7 @@ std::string LibraryFolder() {
   return folder;
 }
 
-// Of the plug-in, once it is open.
+// From the plug-in, once it is open.
 std::atomic<MusterNcclFlushAtEnd> flush_at_end{nullptr};
 
 struct Plugin {
@@ -79,10 +79,10 @@ absl::StatusOr<Plugin> OpenPlugin() {
   } else {
     const std::string here = ProgramFolder();
     places = {here + "/libmuster_nccl.so", here + "/../lib/libmuster_nccl.so"};
-    // A program that uses an installed libmuster.so from elsewhere.
+    // For a program that uses an installed libmuster.so from elsewhere.
     const std::string library = LibraryFolder();
     if (library != here) places.push_back(library + "/libmuster_nccl.so");
-    // A program inside a build tree: the plug-in is in the same one.
+    // For a program inside a build tree: the plug-in is in the same tree.
     const size_t bin = here.rfind("/bin/");
     if (bin != std::string::npos) {
       places.push_back(here.substr(0, bin) +
@@ -153,9 +153,9 @@ absl::Status OpenCuda() {
   return absl::OkStatus();
 }
 
-// Where a GPU may be, LibTorch's CUDA half is opened before main(). Once anything asks LibTorch for
-// CUDA without it (torch::manual_seed() and a backward pass do), it has none for good. The driver
-// is left alone, so that a program can still set CUDA_VISIBLE_DEVICES.
+// If there may be a GPU, LibTorch's CUDA half is opened before main(). If anything asks LibTorch
+// for CUDA without that half (torch::manual_seed() and a backward pass do), LibTorch never has it.
+// The driver is not touched, so that a program can still set CUDA_VISIBLE_DEVICES.
 [[maybe_unused]] const bool opened_at_start = [] {
   // As worker/job/environment.h reads them: the first that is set counts.
   for (const char* const name : {"MUSTER_CPU", "ACCELERATE_USE_CPU"}) {
@@ -165,7 +165,7 @@ absl::Status OpenCuda() {
     break;
   }
   if (access("/dev/nvidiactl", F_OK) != 0 && access("/dev/dxg", F_OK) != 0) return false;
-  // What is wrong with it is said where a GPU is wanted.
+  // Errors are reported when a GPU is needed.
   return dlopen(CudaHalf().c_str(), RTLD_NOW | RTLD_GLOBAL) != nullptr;
 }();
 

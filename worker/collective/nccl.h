@@ -16,30 +16,31 @@ class Store;
 
 namespace muster {
 
-// GPUs that this process may use (CUDA_VISIBLE_DEVICES counts); 0 where there is no driver. Loads
-// nothing.
+// Returns the number of GPUs that this process may use (CUDA_VISIBLE_DEVICES counts); 0 without a
+// driver. Loads nothing.
 int VisibleGpus();
 
-// Opens LibTorch's CUDA half, which makes CUDA tensors work in this process from here on; where the
-// machine has a GPU and MUSTER_CPU is not set, this is done before main(). Once; later calls give
-// the same answer. Thread-safe, 0.3 s. Errors: FAILED_PRECONDITION without a GPU, or if LibTorch
-// has been asked for CUDA without it; NOT_FOUND naming the library that is missing and the way out.
+// Opens LibTorch's CUDA half, after which CUDA tensors work in this process; if the machine has a
+// GPU and MUSTER_CPU is not set, this is done before main(). Only the first call does it; later
+// calls return the same result. Thread-safe, takes 0.3 s. Errors: FAILED_PRECONDITION without a
+// GPU, or if LibTorch was asked for CUDA without it; NOT_FOUND naming the library that is missing
+// and the remedy.
 absl::Status LoadCuda();
 
 // Adds NCCL to `group` for CUDA tensors and makes it the default. Collective: blocks until all
 // ranks have joined. Errors: those of LoadCuda; NOT_FOUND if libmuster_nccl.so is in none of the
 // searched places ($MUSTER_NCCL_PLUGIN, beside the program, ../lib, beside libmuster.so);
-// FAILED_PRECONDITION for a plug-in of another build; UNAVAILABLE with NCCL's words.
+// FAILED_PRECONDITION for a plug-in of another build; UNAVAILABLE with NCCL's message.
 absl::Status AddNcclBackend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                             const c10::intrusive_ptr<c10d::Store>& store, c10::Device device,
                             std::chrono::milliseconds timeout, const std::string& name = "world");
 
-// How NCCL groups of this process end from here on, when their last user lets them go. True: they
-// send first what other ranks have yet to receive, which needs all ranks to be there. False, as at
-// the start: at once. Thread-safe.
+// Sets how NCCL groups of this process end from here on, when their last user releases them. True:
+// they first send what other ranks have yet to receive, which needs all ranks to be there. False,
+// as at the start: at once. Thread-safe.
 void FlushNcclAtEnd(bool flush);
 
-// "2.28.9". Errors: as AddNcclBackend.
+// Returns a text such as "2.28.9". Errors: as AddNcclBackend.
 absl::StatusOr<std::string> NcclVersion();
 
 }  // namespace muster

@@ -6,7 +6,7 @@
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "worker/collective/process_group.h"
 
-// What a machine without a GPU must say; the bodies that need one are in the test of the plug-in on
+// The errors on a machine without a GPU; the functions that need one are tested with the plug-in on
 // such a machine.
 namespace muster {
 namespace {

@@ -132,7 +132,8 @@ T Broadcast(Comm& comm, const T& value, int from = 0,
     const std::vector<at::Tensor> tensors = TensorsOf(value);
     BroadcastTensors(comm, tensors, from);
     if constexpr (PlainPartsOf<T>().any) {
-      // Tensors travel on their own, so that they stay on their device: here only their places do.
+      // Tensors are sent separately, so that they stay on their device: here only their places are
+      // sent.
       const at::TensorOptions empty(at::kCPU);
       const T places = MapTensors(value, [&](const at::Tensor& tensor) {
         return tensor.defined() ? tensor.new_empty({0}, empty) : tensor;
@@ -201,7 +202,8 @@ void SplitLength(const T& value, std::optional<int64_t>* length) {
   }
 }
 
-// A std::array, whose length is part of its type, of what is not split itself.
+// Whether T is a std::array, whose length is part of its type, of elements that are not split
+// themselves.
 template <class T>
 inline constexpr bool kIsArrayOfPlain = false;
 template <class E, size_t N>
@@ -248,7 +250,7 @@ T SplitValue(const T& value, const SplitRange& range) {
 // If the length does not divide evenly, the first ranks get one more; with apply_padding the others
 // repeat the last element of the whole, so that all parts are equally long. Anything else (texts,
 // numbers, classes whose MusterFields() are none) and the input of a single process are returned
-// whole; lists of other types, such as std::deque, and TorchScript's do not compile. Needs no
+// whole; lists of other types, such as std::deque and TorchScript's, do not compile. Needs no
 // communication and never changes `inputs` (tensors of the result are views unless padded). Errors:
 // values of different length.
 template <class T>

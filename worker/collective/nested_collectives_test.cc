@@ -35,7 +35,7 @@ struct Batch {
   std::map<std::string, at::Tensor> more;
 };
 
-// As users write their results: no list of members, no constructor.
+// Users write their results like this: no list of members, no constructor.
 struct Result {
   std::string file;
   std::vector<float> scores;
@@ -231,7 +231,7 @@ TEST(SplitBetweenProcesses, StructuresListsOfTensorsAndTexts) {
   EXPECT_THROW(SplitBetweenProcesses(2, 0, at::zeros({})), c10::Error);
 }
 
-// Without a constructor that could make another one.
+// Has no constructor that could make another one.
 struct Source {
   explicit Source(std::string name) : name(std::move(name)) {}
   std::string name;

@@ -32,7 +32,7 @@ void PutTensor(const at::Tensor& tensor, std::string* out);
 template <class T>
 concept IsSet = std::is_same_v<T, std::set<typename T::key_type>>;
 
-// Numbers, which are sent as their bytes.
+// Numbers are sent as their bytes.
 template <class T>
 struct IsNumberImpl : std::bool_constant<std::is_arithmetic_v<T> || std::is_enum_v<T>> {};
 template <class N>

@@ -66,7 +66,8 @@ class ObservedComm : public Comm {
     try {
       return collective();
     } catch (...) {
-      // While it is still on the board, from which other ranks learn that this one waits.
+      // Do this while the collective is still on the board, from which other ranks learn that this
+      // one waits.
       RethrowExplained(explain_);
     }
   }

@@ -12,7 +12,7 @@ namespace muster {
 // Wraps `inner` and shows each of its collectives on `board` while it runs. process_group() is
 // inner's: code that uses it, such as the gradient exchange, reports to board() itself. A
 // collective that is lost (a peer that did not arrive in time, a connection that broke) throws a
-// c10::DistBackendError that says what `explain` says.
+// c10::DistBackendError with the text of `explain`.
 std::unique_ptr<Comm> MakeObservedComm(std::unique_ptr<Comm> inner,
                                        std::shared_ptr<ProgressBoard> board,
                                        CollectiveExplainer explain = nullptr);

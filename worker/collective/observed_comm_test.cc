@@ -18,7 +18,7 @@
 namespace muster {
 namespace {
 
-// Looks at the board from within a collective, as a heartbeat of a hanging worker does.
+// Reads the board inside a collective, as the heartbeat of a hanging worker does.
 class LookingComm : public LocalComm {
  public:
   LookingComm(const ProgressBoard& board, std::string* seen) : board_(board), seen_(seen) {}

@@ -9,12 +9,13 @@
 
 namespace muster {
 
-// Collective. Does `step`, which makes no collectives, on every rank: what one rank alone may fail
-// at, before collectives in which the others would wait for it. A rank on which it throws throws
-// that; the others throw c10::Error, "rank 1 cannot WHAT: why", of the first such rank.
+// Collective. Runs `step`, which makes no collectives, on every rank: for operations that may fail
+// on one rank alone, before collectives in which the others would wait for it. A rank on which it
+// throws rethrows that exception; the others throw c10::Error, "rank 1 cannot WHAT: why", for the
+// first such rank.
 void OnAll(Comm& comm, const std::string& what, absl::FunctionRef<void()> step);
 
-// What is thrown, in words. Never empty.
+// Returns the message of the exception. Never empty.
 std::string TextOf(const std::exception_ptr& thrown);
 
 }  // namespace muster

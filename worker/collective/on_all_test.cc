@@ -19,7 +19,7 @@ namespace {
 
 using testing::ElementsAre;
 
-// What each rank threw, or "".
+// Returns what each rank threw, or "".
 std::vector<std::string> ErrorsOf(int n, const std::function<void(int rank)>& step) {
   std::vector<std::string> errors(n);
   RunRanks(n, [&](Comm& comm) {

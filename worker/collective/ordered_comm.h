@@ -8,11 +8,11 @@
 
 namespace muster {
 
-// `inner`, whose collectives also run on `queue`: one that is called outside of its bodies comes
-// after all that was submitted before, and runs in its caller's thread, on its stream. So the
-// collectives of both are one sequence, in the order of the program. Throws the error of submitted
-// work that nobody has seen yet. process_group() is inner's: calls that bypass the Comm must
-// Drain() first.
+// Wraps `inner`, whose collectives also run on `queue`: a collective called outside the queue's
+// bodies comes after everything that was submitted before, and runs in its caller's thread, on its
+// stream. So the collectives of both are one sequence, in the order of the program. Throws an error
+// of submitted work that was not thrown yet. process_group() is inner's: calls that bypass the Comm
+// must Drain() first.
 std::unique_ptr<Comm> MakeOrderedComm(std::unique_ptr<Comm> inner,
                                       std::shared_ptr<CommQueue> queue);
 

@@ -16,9 +16,10 @@ namespace muster {
 namespace {
 
 constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
-// One that waits for a message that is complete is through with it by then. There is no other way
-// to tell it from one that never will be: Gloo has no poll for messages, and a wait that is late
-// closes all connections.
+// How long a thread may wait for a message whose peer is lost. A wait for a complete message
+// returns within this time. There is no other way to distinguish that from a message that will
+// never be complete: Gloo has no poll for messages, and a wait that times out closes all
+// connections.
 constexpr std::chrono::milliseconds kComplete{20};
 constexpr std::chrono::milliseconds kBetweenLooks{50};
 
@@ -55,7 +56,7 @@ PeerWatch::PeerWatch(const c10::intrusive_ptr<c10d::Backend>& gloo, const std::v
       try {
         peer.never = gloo->recv(tensors, rank, tag);
       } catch (...) {
-        // It has left already, which may be after all that it had to send and to receive.
+        // The peer has left already, perhaps after everything that it had to send and to receive.
         Lose(&peer);
       }
     }
@@ -88,8 +89,8 @@ const std::optional<std::string>& PeerWatch::Look(int rank) {
   Peer& peer = peers_.at(rank);
   if (peer.loss.has_value() || peer.never == nullptr) return peer.loss;
   try {
-    // A wait that is aborted before it begins returns at once: false, or Gloo's error. It takes no
-    // time from the message, which is not there.
+    // A wait that is aborted before it begins returns at once: false, or Gloo's error. It takes
+    // nothing from a message, since there is none.
     peer.never->abort();
     peer.never->wait(kForever);
   } catch (...) {
@@ -114,7 +115,7 @@ void PeerWatch::Run() {
       look_again = true;
       if (now - *message.waited_for_since < kComplete) continue;
       if (!aborted_ && !Look(message.peer).has_value()) continue;
-      // Once for each look: the next one may have begun.
+      // Only once for each look: the next wait may have begun.
       message.work->abort();
       message.waited_for_since.reset();
     }
@@ -138,7 +139,7 @@ PeerWatch::Message PeerWatch::Add(int peer, c10::intrusive_ptr<c10d::Work> work)
 
 void PeerWatch::Wait(Message* message, std::chrono::milliseconds timeout) {
   const Message taken = std::move(*message);
-  // A thread that did not run for kComplete takes one that is complete for aborted; not twice.
+  // If this thread did not run for kComplete, a complete message looks aborted; but not twice.
   for (int look = 0; look < 2; ++look) {
     {
       MutexLock lock(&mu_);

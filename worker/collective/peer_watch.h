@@ -26,9 +26,10 @@ namespace muster {
 // sending or receiving when the peer dies, or that it is about to send, waits until its own timeout
 // (gloo/transport/tcp/pair.cc, signalException and handleRemotePendingRecv). It always ends a
 // receive that no message has begun to fill. So this class posts, for each peer, a receive that the
-// peer never fills, and a thread checks these 20 times a second while messages are waited for.
+// peer never fills, and a thread checks these receives 20 times a second while a message is waited
+// for.
 //
-// Thread-safe. Messages must be gone before it is destroyed.
+// Thread-safe. Messages must be destroyed first.
 class PeerWatch {
   // Not owned: a message unregisters its work before it releases it.
   struct Registered {
@@ -38,8 +39,8 @@ class PeerWatch {
   };
 
  public:
-  // A send or receive under way; the memory that it is sent from or received into is in use until
-  // Wait() returns or this is destroyed. Empty by default. Moves like a pointer.
+  // A send or receive under way; the memory from which it is sent or into which it is received is
+  // in use until Wait() returns or this is destroyed. Empty by default. Moves like a pointer.
   class Message {
    public:
     Message();
@@ -58,9 +59,8 @@ class PeerWatch {
     std::list<Registered>::iterator place_;
   };
 
-  // Nothing is sent under `tag`. A peer may be there twice, and may have left. `gloo`: send and
-  // receive are Gloo's.
-  // Throws std::system_error where no thread can be started.
+  // Nothing is ever sent under `tag`. A peer may be listed twice, and may have left. `gloo` does
+  // the sends and receives. Throws std::system_error if no thread can be started.
   PeerWatch(const c10::intrusive_ptr<c10d::Backend>& gloo, const std::vector<int>& peers, int tag);
   ~PeerWatch();
   PeerWatch(const PeerWatch&) = delete;
@@ -68,38 +68,40 @@ class PeerWatch {
 
   // `work`: a send to or a receive from one of the peers, which has just begun.
   Message Add(int peer, c10::intrusive_ptr<c10d::Work> work);
-  // Blocks until the message, which is not empty, has left or come; it is empty then. Throws
-  // c10::Error or Gloo's exceptions if it does not within `timeout`, or if the peer is lost. The
-  // other connections stay, unless it is late: Gloo closes all of them then.
+  // Blocks until the message, which must not be empty, has been sent or received; it is empty then.
+  // Throws c10::Error or Gloo's exceptions if that does not happen within `timeout`, or if the peer
+  // is lost. The other connections stay, except after a timeout: Gloo closes all of them then.
   void Wait(Message* message, std::chrono::milliseconds timeout);
-  // Messages that are not complete end, those to come too.
+  // Ends all messages that are not complete, including future ones.
   void Abort();
-  // Abort(), and it lets go of the connections. No messages may be left. Not beside the destructor.
+  // Calls Abort() and releases the connections. No messages may be left. Not thread-safe with the
+  // destructor.
   void Release();
   // Waits for up to `patience` until the connection to the peer is lost. Everything that the peer
-  // sent before is then in memory, and nothing more arrives. Gloo's error, one line; nullopt: it is
-  // not lost.
+  // sent before is then in memory, and nothing more arrives. Returns Gloo's error, one line;
+  // nullopt: the connection is not lost.
   std::optional<std::string> LossOf(int peer, std::chrono::milliseconds patience);
 
  private:
   struct Peer {
     char nothing = 0;
-    c10::intrusive_ptr<c10d::Work> never;  // null once it is released, or if it was lost before
+    c10::intrusive_ptr<c10d::Work> never;  // null once it is released, or if the peer was lost
+                                           // before
     std::optional<std::string> loss;
   };
 
   void Run();
-  // The peer's, as it is now.
+  // Checks the peer's connection, and returns its loss.
   const std::optional<std::string>& Look(int peer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // By the exception that is being handled.
+  // Records the loss with the message of the exception that is being handled.
   void Lose(Peer* peer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   Mutex mu_;
   CondVar changed_;
   std::map<int, Peer> peers_ ABSL_GUARDED_BY(mu_);  // by rank
   std::list<Registered> under_way_ ABSL_GUARDED_BY(mu_);
-  bool waited_ ABSL_GUARDED_BY(mu_) = false;  // since the last look of the thread
-  bool asleep_ ABSL_GUARDED_BY(mu_) = false;  // it has to be woken to look
+  bool waited_ ABSL_GUARDED_BY(mu_) = false;  // since the thread's last look
+  bool asleep_ ABSL_GUARDED_BY(mu_) = false;  // the thread must be woken to look
   bool ending_ ABSL_GUARDED_BY(mu_) = false;  // some messages will never be complete
   bool aborted_ ABSL_GUARDED_BY(mu_) = false;
   bool released_ ABSL_GUARDED_BY(mu_) = false;

@@ -27,7 +27,7 @@ using std::chrono::minutes;
 
 enum Tag : int { kWatch = 1, kData, kLateWatch };
 
-// A watched rank of two.
+// One of two ranks, with a watch.
 class Watched {
  public:
   explicit Watched(Comm& comm)
@@ -84,7 +84,7 @@ TEST(PeerWatch, ConnectionLostInTheMiddleOfMessages_EndsThemOnBothSides) {
   });
 }
 
-// Its peer needs nothing more of this rank.
+// The peer needs nothing more from this rank.
 TEST(PeerWatch, MessageThatCameBeforeItsPeerLeft_IsComplete) {
   RunGlooRanks(2, [](Comm& comm) {
     Watched rank(comm);
@@ -135,12 +135,12 @@ TEST(PeerWatch, PeerThatTakesItsTime_IsNotLost) {
       EXPECT_EQ(rank.ErrorOfWait(&message), "");
       EXPECT_EQ(value, 7);
     } else {
-      // Some looks of the other's thread.
+      // Enough time for some looks of the other rank's thread.
       EXPECT_EQ(rank.watch().LossOf(0, milliseconds(200)), std::nullopt);
       PeerWatch::Message message = rank.Send(&value, sizeof(value));
       EXPECT_EQ(rank.ErrorOfWait(&message), "");
     }
-    // Until here nobody has left.
+    // No rank has left before this point.
     comm.Barrier();
   });
 }
@@ -161,7 +161,7 @@ TEST(PeerWatch, SeveralPeers_TakeOneThread) {
     }
     const PeerWatch watch(gloo, peers, kWatch);
     comm.Barrier();
-    EXPECT_EQ(threads() - before, comm.size());  // the ranks are of one process
+    EXPECT_EQ(threads() - before, comm.size());  // all ranks are in one process
     comm.Barrier();
   });
 }
@@ -192,7 +192,7 @@ TEST(PeerWatch, Abort_EndsMessagesUnderWayAndLaterOnes) {
     for (PeerWatch::Message* const message : {&before, &after}) {
       EXPECT_EQ(rank.ErrorOfWait(message), "the operation was aborted");
     }
-    // Until here nobody has left, or closed a connection.
+    // Before this point no rank has left, or closed a connection.
     comm.Barrier();
   });
 }

@@ -17,7 +17,7 @@ namespace muster {
 struct GlooOptions {
   int rank = 0;
   int size = 1;
-  // Of every collective and of the meeting. Honoured as given, whatever the value.
+  // The timeout of every collective and of the meeting. Used as given, whatever the value.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
   // All ranks are on this host: loopback carries everything.
   bool single_host = false;

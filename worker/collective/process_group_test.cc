@@ -16,7 +16,7 @@ namespace {
 using ::testing::HasSubstr;
 
 TEST(MakeGlooGroup, TwoRanks_AllReduce) {
-  // One recorder for all groups of a process, unsafe across threads.
+  // There is one recorder for all groups of a process, which is unsafe across threads.
   setenv("TORCH_FR_BUFFER_SIZE", "0", 1);
   auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::thread> threads;
@@ -25,7 +25,8 @@ TEST(MakeGlooGroup, TwoRanks_AllReduce) {
       GlooOptions options;
       options.rank = rank;
       options.size = 2;
-      // The route towards a loopback address is loopback: as on one host, by the way of several.
+      // The route towards a loopback address is loopback: the result of one host, by the code for
+      // several.
       options.single_host = rank == 0;
       options.towards = "127.0.0.1:29400";
       auto group = MakeGlooGroup(store, options);

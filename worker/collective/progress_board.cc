@@ -6,7 +6,7 @@
 namespace muster {
 namespace {
 
-// 1048576 as "1,048,576".
+// Writes 1048576 as "1,048,576".
 std::string WithCommas(int64_t number) {
   std::string text = absl::StrCat(number);
   for (int64_t at = static_cast<int64_t>(text.size()) - 3; at > 0; at -= 3) text.insert(at, ",");
@@ -23,8 +23,8 @@ void ProgressBoard::NoteNow(std::atomic<int64_t>* time) {
   time->store(absl::ToUnixNanos(Clock::Real().Now()), std::memory_order_relaxed);
 }
 
-// Relaxed loads suffice: every field is valid by itself, pointers are to literals, and a report may
-// combine the name of one collective with the size of the next.
+// Relaxed loads suffice: every field is valid independently, pointers point to literals, and a
+// report may combine the name of one collective with the size of the next.
 ProgressBoard::Facts ProgressBoard::Read() const {
   Facts facts;
   facts.step = step_.load(std::memory_order_relaxed);

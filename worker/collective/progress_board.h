@@ -10,24 +10,24 @@
 namespace muster {
 
 // The progress of a worker: its training thread writes it, at a nanosecond or two per write; the
-// heartbeat thread reads it, also while the training thread hangs. So the coordinator can report
+// heartbeat thread reads it, even while the training thread hangs. So the coordinator can report
 // what a missing rank was doing.
 //
 // Thread-safe for one writer. Values read together may be from different moments: they are for
-// reports. Names are literals: they are kept as pointers.
+// reports. Names must be literals: they are kept as pointers.
 class ProgressBoard {
  public:
   struct Facts {
     int64_t step = 0;
     std::string phase = "";
-    // "AllReduce #41 (1,024 Float)", or "AllReduce #41 bucket 2 of 5 (1,024 Float)", and ", done"
-    // unless it is still going on. Empty: none yet.
+    // "AllReduce #41 (1,024 Float)", or "AllReduce #41 bucket 2 of 5 (1,024 Float)", with ", done"
+    // once it has ended. Empty: none yet.
     std::string last_collective = "";
     // By Clock::Real().Now(); InfinitePast: not yet.
     absl::Time restored = absl::InfinitePast();    // the state was loaded, for the first time
     absl::Time first_step = absl::InfinitePast();  // a step was finished
-    // Changes with each call of a setter but SetRestored, whether what is shown changes or not: a
-    // phase that was left and entered again between two reads was progress. At least 1.
+    // Changes with each call of a setter except SetRestored, even if what is shown stays the same:
+    // a phase that was left and entered again between two reads is progress. At least 1.
     uint64_t progress = 1;
   };
 
@@ -53,7 +53,7 @@ class ProgressBoard {
     going_on_.store(true, std::memory_order_relaxed);
     Progress();
   }
-  // Within a collective that goes through its tensors in buckets: the one under way, from 1.
+  // Within a collective that processes its tensors in buckets: the current one, from 1.
   void SetBucket(int bucket, int buckets, int64_t elements, const char* dtype) {
     bucket_.store(bucket, std::memory_order_relaxed);
     buckets_.store(buckets, std::memory_order_relaxed);
@@ -89,7 +89,7 @@ class ProgressBoard {
   std::atomic<bool> going_on_{false};
 };
 
-// A collective for as long as it lives.
+// Shows a collective for as long as it lives.
 class CollectiveOnBoard {
  public:
   CollectiveOnBoard(ProgressBoard& board, const char* name, int64_t elements, const char* dtype)

@@ -27,7 +27,8 @@ namespace muster {
 namespace {
 
 // Takes `wanted` of the mappings that the kernel allows this process (vm.max_map_count); false:
-// half of them are taken, and the other half is everybody else's. What one file backs is a mapping.
+// half of them are taken, and the other half is for other uses. Memory backed by one file is one
+// mapping.
 class Mappings {
  public:
   static bool Take(int64_t wanted) {
@@ -50,10 +51,10 @@ class Mappings {
   static inline std::atomic<int64_t> taken_{0};
 };
 
-// Address space that becomes memory piece by piece.
+// Address space that is filled with memory piece by piece.
 class Space {
  public:
-  // Null: there is none.
+  // Returns null if there is none.
   static std::shared_ptr<Space> Make(uint64_t bytes, int protection, int64_t mappings) {
     if (!Mappings::Take(mappings)) return nullptr;
     void* const base = mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -73,7 +74,7 @@ class Space {
   bool Map(int fd, uint64_t at, uint64_t bytes, int protection) {
     if (mmap(base_ + at, bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED)
       return false;
-    // A core of each rank would hold the parts of all.
+    // Otherwise a core dump of each rank would contain the parts of all.
     if ((protection & PROT_WRITE) == 0) (void)madvise(base_ + at, bytes, MADV_DONTDUMP);
     return true;
   }
@@ -130,7 +131,7 @@ std::optional<SharedParts> ShareParts(Comm& comm, int64_t part, const at::Tensor
       Space::Make(part_bytes * (whole ? size : 1), PROT_READ | PROT_WRITE, whole ? 3 : 1);
   made = made && all != nullptr && own != nullptr &&
          own->Map(file.get(), whole ? part_bytes * rank : 0, part_bytes, PROT_READ | PROT_WRITE);
-  // Where the others find it.
+  // Publish where the other ranks find it.
   const absl::StatusOr<std::string> place = PlaceOfFile(file.get());
   made = made && place.ok();
   const std::vector<std::string> places = comm.AllGatherBytes(made ? *place : std::string());
@@ -139,7 +140,7 @@ std::optional<SharedParts> ShareParts(Comm& comm, int64_t part, const at::Tensor
     const absl::StatusOr<OwnedFd> other = OpenPeerFile(places[r], O_RDONLY);
     mapped = other.ok() && all->Map(other->get(), part_bytes * r, part_bytes, PROT_READ);
   }
-  // All have mapped it or given up: the files are needed no more.
+  // All have mapped the files or given up: they are no longer needed.
   if (!All(comm, mapped)) return std::nullopt;
   SharedParts parts;
   parts.all = TensorIn(all, part * size, options);

@@ -25,7 +25,7 @@ TEST(SharedParts, WhatARankWrites_TheOthersRead) {
       for (int r = 0; r < 3; ++r) {
         EXPECT_TRUE(at::equal(parts->all.narrow(0, r * kPart, kPart), at::full({kPart}, r + 1.0F)));
         if (!whole) continue;
-        // Of the others' parts there is but memory here.
+        // The other ranks' parts are only zeroed memory here.
         EXPECT_TRUE(at::equal(parts->whole.narrow(0, r * kPart, kPart),
                               at::full({kPart}, r == comm.rank() ? r + 1.0F : 0.0F)));
       }
@@ -54,7 +54,7 @@ TEST(SharedParts, WithoutMemoryOrSharing_AreNone) {
     EXPECT_FALSE(ShareParts(comm, kPart, at::kFloat, false).has_value());
     EXPECT_FALSE(AllocateReachable(comm, kPart, at::kFloat).defined());
   });
-  // Of the process, which all ranks are in here.
+  // The limit of the process, which contains all ranks here.
   rlimit enough = {};
   ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &enough), 0);
   rlimit small = enough;

@@ -24,8 +24,8 @@ namespace {
 constexpr int64_t kLineBytes = 256;
 constexpr char kNotWanted[] = "not wanted";
 
-// The lines of all ranks, cut to kLineBytes. By Gloo: a store would have to answer each rank for
-// each other one.
+// Returns the lines of all ranks, cut to kLineBytes. Uses Gloo, because a store would have to
+// answer each rank for each other rank.
 std::vector<std::string> GatherLines(c10d::Backend& gloo, const std::string& mine) {
   at::Tensor line = at::zeros({kLineBytes}, at::kByte);
   at::Tensor lines = at::zeros({kLineBytes * gloo.getSize()}, at::kByte);
@@ -40,7 +40,7 @@ std::vector<std::string> GatherLines(c10d::Backend& gloo, const std::string& min
   return all;
 }
 
-// Between all ranks of one host.
+// Makes the engine for ranks that are all on one host.
 std::unique_ptr<CollectiveEngine> OneHost(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                           int size, std::string* why) {
   std::shared_ptr<ShmPool> pool = ShmPool::Create();  // null: data are copied
@@ -49,7 +49,7 @@ std::unique_ptr<CollectiveEngine> OneHost(const c10::intrusive_ptr<c10d::Store>&
   return MakeShmEngine(std::move(segment), std::move(pool));
 }
 
-// The memory of this rank's host, if it has other ranks. `why` stays empty if all is well.
+// Returns the memory of this rank's host, if it has other ranks. `why` stays empty on success.
 HostMemory MemoryOf(const c10::intrusive_ptr<c10d::Store>& store, const HostLayout& layout,
                     int rank, std::string* why) {
   HostMemory memory;

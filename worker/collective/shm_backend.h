@@ -16,11 +16,11 @@ namespace muster {
 // Puts Muster's collectives in front of Gloo in `group` for CPU tensors: all-reduce, broadcast,
 // all-gather, reduce-scatter and barrier go through shared memory between ranks of one host, and
 // between hosts by a ring over Gloo's send and receive (hosts_engine.h). Everything else (send and
-// receive, gather, scatter, dtypes it does not know) is passed on to the Gloo backend that is
-// already there. c10d::Reducer works on it.
+// receive, gather, scatter, unsupported dtypes) is passed on to the existing Gloo backend.
+// c10d::Reducer works on it.
 //
-// Tensors that Backend::allocateTensor makes are in memory that the other ranks of the host reach:
-// collectives work on them in place, where those of all ranks are such, instead of through copies.
+// Tensors made by Backend::allocateTensor are in memory that the other ranks of the host can
+// access: collectives work on them in place, without copies, if all ranks pass such tensors.
 //
 // Reductions add in rank order, over several hosts first in each host: the same bits on every rank,
 // for every split into buckets and in every run; half and bfloat16 are summed in float. Operations
@@ -28,10 +28,10 @@ namespace muster {
 // If ranks call different operations, all throw; a rank that died, left or did not arrive in time
 // is named by all others (c10::DistBackendError) and the backend is unusable.
 //
-// Collective, also for ranks that do not want it (`wanted`). False, on every rank alike and with
-// the reason in `*why`, if one does not or ranks of one host cannot share memory: then `group` is
-// as before. Throws like the store and Gloo. `host`: ranks that give different texts are taken for
-// ranks of different hosts, which tests do with one host.
+// Collective, also for ranks that do not want it (`wanted`). Returns false, on every rank alike and
+// with the reason in `*why`, if one does not or ranks of one host cannot share memory: then `group`
+// is unchanged. Throws like the store and Gloo. `host`: ranks with different texts count as ranks
+// of different hosts, which tests use on one host.
 bool AddShmBackend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                    const c10::intrusive_ptr<c10d::Store>& store, std::chrono::milliseconds timeout,
                    std::string* why = nullptr, const std::string& host = "", bool wanted = true);

@@ -42,7 +42,7 @@ TEST(ShmBackend, ManyAsyncOperations_CompleteInOrder) {
     std::vector<at::Tensor> tensors;
     std::vector<c10::intrusive_ptr<c10d::Work>> works;
     for (int i = 0; i < 60; ++i) {
-      // Large and small ones by turns: helper thread and at once.
+      // Large and small tensors alternate: helper thread and at once.
       tensors.push_back(at::full({i % 3 == 0 ? 400000 : i + 1}, comm.rank() + i, at::kFloat));
       std::vector<at::Tensor> one = {tensors.back()};
       works.push_back(Backend(comm).allreduce(one));
@@ -77,7 +77,7 @@ TEST(ShmBackend, ReduceScatterAndAllGather_AlsoInPlace) {
   RunShmRanks(3, [](Comm& comm) {
     for (const int64_t m : {1, 100, 200000}) {
       at::Tensor input = at::full({3 * m}, comm.rank() + 1.0F);
-      // The output lies inside the input, as sharded training likes it.
+      // The output is inside the input, as in sharded training.
       at::Tensor output = input.narrow(0, comm.rank() * m, m);
       c10d::ReduceScatterOptions average;
       average.reduceOp = c10d::ReduceOp::AVG;
@@ -97,7 +97,7 @@ TEST(ShmBackend, ReduceScatterAndAllGather_AlsoInPlace) {
   });
 }
 
-// A tensor in memory that the other ranks reach, with the values of `values`.
+// Returns a tensor in memory that the other ranks can access, with the values of `values`.
 at::Tensor InPool(Comm& comm, const at::Tensor& values) {
   at::Tensor tensor = Backend(comm).allocateTensor(values.numel(), values.options());
   return tensor.copy_(values);
@@ -153,7 +153,7 @@ TEST(ShmBackend, TensorsInPools_ComeAndGo_WhileOthersAreOnTheirWay) {
       std::vector<at::Tensor> x = {
           InPool(comm, at::full({20'000 + i}, comm.rank() + i, at::kFloat))};
       works.push_back(Backend(comm).allreduce(x));
-      // Every other one ends with its work.
+      // Every other one is destroyed with its work.
       if (i % 2 == 0) results.push_back(x[0]);
     }
     for (size_t i = 0; i < works.size(); ++i) works[i]->wait();
@@ -257,7 +257,7 @@ TEST(ShmBackend, PeerThatDoesNotCome_IsNamedAtTheDeadline) {
     RunShmRanks(2,
                 [&](Comm& comm) {
                   if (comm.rank() == 1) {
-                    // Alive, but elsewhere, until the other has given up.
+                    // Alive, but elsewhere, until the other rank has given up.
                     WaitUntil([&] { return named.load(); });
                     return;
                   }

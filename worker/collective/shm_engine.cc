@@ -13,7 +13,7 @@ namespace {
 
 // Below this, handing the work to another thread costs more than it hides.
 constexpr int64_t kAtOnceBytes = 32 << 10;
-// Below this, every rank adds up everything itself rather than meet a second time.
+// Below this, every rank adds up everything itself instead of meeting a second time.
 constexpr int64_t kAddAllBytes = 16 << 10;
 
 class ShmEngine : public CollectiveEngine {
@@ -69,7 +69,7 @@ class ShmEngine : public CollectiveEngine {
 
   void Broadcast(char* data, const ShmCall& call, Deadline deadline) override {
     const int root = call.root;
-    // The others write nothing, so only where the root's data lie matters.
+    // The others write nothing, so only the place of the root's data matters.
     const ShmPlace mine = rank_ == root ? PlaceOf(data, call.bytes) : ShmPlace();
     ForChunks(call.bytes, ShmSegment::kSlotBytes, [&](int64_t offset, int64_t bytes) {
       segment_->Begin(call, mine);
@@ -136,7 +136,7 @@ class ShmEngine : public CollectiveEngine {
   }
 
  private:
-  // Arrives, waits for all, and makes sure that all are in the same call.
+  // Arrives, waits for all, and checks that all are in the same call.
   void MeetAndCompare(const ShmCall& call, Deadline deadline) {
     segment_->Meet(deadline, DescribeCall(call));
     bool same = true;
@@ -151,7 +151,7 @@ class ShmEngine : public CollectiveEngine {
     TORCH_CHECK(false, DescribeDisagreement(ranks, calls));
   }
 
-  // Calls step(offset, bytes) for one slot's worth after the other, while it returns true; once if
+  // Calls step(offset, bytes) for each slot's worth in turn, as long as it returns true; once if
   // there is nothing to move.
   template <class Step>
   static void ForChunks(int64_t bytes, int64_t chunk, Step step) {
@@ -163,13 +163,13 @@ class ShmEngine : public CollectiveEngine {
     } while (offset < bytes);
   }
 
-  // Where `bytes` from `data` are for all ranks, if that is worth asking.
+  // The place of `bytes` from `data` for all ranks, if they are worth the search.
   ShmPlace PlaceOf(const char* data, int64_t bytes) {
     if (bytes <= kAddAllBytes || !segment_->all_reach_pools()) return {};
     return pool_->Find(data, static_cast<uint64_t>(bytes));
   }
 
-  // Where every rank's data lie, with this rank's at `data`.
+  // The addresses of every rank's data; this rank's are at `data`.
   std::vector<char*> Everyones(char* data) {
     std::vector<char*> places(size_, data);
     for (int r = 0; r < size_; ++r) {
@@ -178,10 +178,10 @@ class ShmEngine : public CollectiveEngine {
     return places;
   }
 
-  // The steps of a call whose data go through the slots, chunk by chunk, or stay where they are if
-  // those of every rank lie in its pool. put(offset, bytes) writes a chunk to this rank's slot, and
-  // take(offset, bytes) takes it from there once all have; in_place(places) does all at once,
-  // between two meetings.
+  // The steps of a call whose data go through the slots, chunk by chunk, or stay in place if those
+  // of every rank are in its pool. put(offset, bytes) writes a chunk to this rank's slot, and
+  // take(offset, bytes) reads it from there once all have written; in_place(places) does everything
+  // at once, between two meetings.
   template <class InPlace, class Put, class Take>
   void Exchange(const ShmCall& call, char* data, int64_t data_bytes, int64_t chunk,
                 Deadline deadline, InPlace in_place, Put put, Take take) {
@@ -205,7 +205,7 @@ class ShmEngine : public CollectiveEngine {
           return false;
         }
         if (placed > 0) {
-          // Some have written their slot and some have not: once more, all by slots.
+          // Some have written their slot and some have not: start again, with all by slots.
           segment_->Begin(call);
           put(offset, bytes);
           MeetAndCompare(call, deadline);

@@ -9,9 +9,9 @@
 
 namespace muster {
 
-// Collectives between ranks that are all of one host: through the slots of `segment`, or in place
-// where the data of all ranks lie in their pools. Reductions add in rank order. `pool`: this
-// rank's; null: it has none.
+// Makes the engine for ranks that are all on one host: through the slots of `segment`, or in place
+// if the data of all ranks are in their pools. Reductions add in rank order. `pool`: this rank's;
+// null: it has none.
 std::unique_ptr<CollectiveEngine> MakeShmEngine(std::unique_ptr<ShmSegment> segment,
                                                 std::shared_ptr<ShmPool> pool);
 

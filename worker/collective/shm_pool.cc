@@ -27,9 +27,9 @@ constexpr uint64_t kMagic = 0x316c6f6f706d6873ULL;
 struct PoolHeader {
   uint64_t magic;
   uint64_t nonce;
-  std::atomic<uint64_t> freed;  // regions so far
+  std::atomic<uint64_t> freed;  // regions freed so far
 };
-// The first page of a region. A hole reads as zero, so a region that was freed says so itself.
+// The first page of a region. A hole reads as zero, so the header of a freed region shows that.
 struct RegionHeader {
   std::atomic<uint32_t> live;
 };
@@ -43,7 +43,7 @@ void* MapShared(int fd, uint64_t offset, uint64_t bytes) {
 }
 
 void Punch(int fd, uint64_t offset, uint64_t bytes) {
-  // If this fails, the memory is not given back; nothing else goes wrong.
+  // If this fails, the memory is not freed, and nothing else goes wrong.
   (void)fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
                   static_cast<off_t>(bytes));
 }
@@ -51,8 +51,8 @@ void Punch(int fd, uint64_t offset, uint64_t bytes) {
 }  // namespace
 
 bool ReserveShm(int fd, uint64_t offset, uint64_t bytes) {
-  // In pieces: a signal undoes the piece that it meets, and a process may get a thousand of them a
-  // second (a profiler's).
+  // In pieces, because a signal undoes the current piece, and a process may get a thousand signals
+  // a second (from a profiler).
   constexpr uint64_t kPiece = 1 << 20;
   for (const uint64_t end = offset + bytes; offset < end;) {
     const uint64_t piece = std::min(kPiece, end - offset);

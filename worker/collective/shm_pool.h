@@ -10,7 +10,7 @@
 
 namespace muster {
 
-// Where data lie in a rank's pool, in bytes of its file.
+// The place of data in a rank's pool, in bytes of its file.
 struct ShmPlace {
   uint64_t region = 0;  // 0: in no pool
   uint64_t region_bytes = 0;
@@ -18,31 +18,30 @@ struct ShmPlace {
   explicit operator bool() const { return region != 0; }
 };
 
-// Memory for part of a file in memory, now rather than by SIGBUS when it is written. False: there
-// is none.
+// Allocates the memory for part of a memory file now, so that a lack of memory is not a SIGBUS at a
+// later write. False: there is none.
 bool ReserveShm(int fd, uint64_t offset, uint64_t bytes);
 
-// Tensors of one rank that the other ranks of its host read and write in place: a file in memory
+// Tensors of one rank that the other ranks of its host read and write in place: a memory file
 // (memfd) that they open under /proc. A region of it holds one tensor, and no part of the file is
-// used twice, so what a peer has mapped is never something else. The memory of a tensor that ends
-// returns to the system at once (a hole in the file), also while peers have it mapped.
-// Thread-safe.
+// used twice, so a peer's mapping never shows another tensor. The memory of a destroyed tensor
+// returns to the system at once (a hole in the file), even while peers have it mapped. Thread-safe.
 class ShmPool : public std::enable_shared_from_this<ShmPool> {
  public:
-  // Null: this system has no such memory to give.
+  // Returns null if this system cannot provide such memory.
   static std::shared_ptr<ShmPool> Create();
   ~ShmPool();
   ShmPool(const ShmPool&) = delete;
   ShmPool& operator=(const ShmPool&) = delete;
 
-  // For peers: they open it under /proc, and compare the nonce with that of the file.
+  // For peers: they open the file under /proc, and compare the nonce with that in the file.
   int fd() const { return fd_; }
   uint64_t nonce() const { return nonce_; }
 
-  // A tensor of one dimension in the pool, all zero; its storage keeps the pool. An undefined one
-  // where the pool cannot grow: use other memory then. `options`: dense, on the CPU.
+  // Returns a tensor of one dimension in the pool, all zero; its storage keeps the pool alive.
+  // Undefined if the pool cannot grow: use other memory then. `options`: dense, on the CPU.
   at::Tensor Allocate(int64_t numel, const at::TensorOptions& options);
-  // None unless all of `bytes` from `data` is in one region.
+  // Returns no place unless all of `bytes` from `data` is in one region.
   ShmPlace Find(const void* data, uint64_t bytes) const;
 
  private:
@@ -57,22 +56,23 @@ class ShmPool : public std::enable_shared_from_this<ShmPool> {
   uint64_t nonce_ = 0;
   void* first_page_ = nullptr;
   mutable Mutex mu_;
-  uint64_t end_ ABSL_GUARDED_BY(mu_) = 0;                       // of the file
-  std::map<const char*, Region> regions_ ABSL_GUARDED_BY(mu_);  // by where they are mapped
+  uint64_t end_ ABSL_GUARDED_BY(mu_) = 0;                       // the file's size
+  std::map<const char*, Region> regions_ ABSL_GUARDED_BY(mu_);  // by address
 };
 
 // Another rank's pool. One thread at a time.
 class ShmPeerPool {
  public:
-  // Takes `fd` over. Null if it is not the pool with this nonce.
+  // Takes ownership of `fd`. Returns null if it is not the pool with this nonce.
   static std::unique_ptr<ShmPeerPool> Open(int fd, uint64_t nonce);
   ~ShmPeerPool();
   ShmPeerPool(const ShmPeerPool&) = delete;
   ShmPeerPool& operator=(const ShmPeerPool&) = delete;
 
-  // Where `place` is in this process; mapped at its first use. Throws c10::Error if it cannot be.
+  // Returns the address of `place` in this process; maps it at the first use. Throws c10::Error if
+  // that fails.
   char* At(const ShmPlace& place);
-  // Regions that are mapped here.
+  // The number of regions that are mapped here.
   size_t mapped() const { return mapped_.size(); }
 
  private:
@@ -81,13 +81,13 @@ class ShmPeerPool {
     uint64_t bytes;
   };
   explicit ShmPeerPool(int fd) : fd_(fd) {}
-  // Unmaps what its owner has freed.
+  // Unmaps regions that their owner has freed.
   void Sweep();
 
   const int fd_;
   void* first_page_ = nullptr;
   uint64_t freed_seen_ = 0;
-  std::map<uint64_t, Mapping> mapped_;  // by where the region begins
+  std::map<uint64_t, Mapping> mapped_;  // by the region's begin
 };
 
 }  // namespace muster

@@ -37,7 +37,7 @@ struct Request {
 
 template <ShmReduceOp kOp, class T>
 void Reduce(const Request& request) {
-  // Narrow floats are added up in float; integers in their unsigned twin, where overflow is
+  // Narrow floats are added up in float; integers in their unsigned counterpart, where overflow is
   // defined.
   constexpr bool kNarrow = std::is_same_v<T, c10::Half> || std::is_same_v<T, c10::BFloat16>;
   using A = std::conditional_t<kNarrow, float, T>;
@@ -93,7 +93,7 @@ void ReduceAs(ShmReduceOp op, const Request& request) {
   }
 }
 
-// Wrap-around as for unsigned numbers, whose sums and products have the same bits; order needs the
+// Sums and products wrap around as unsigned numbers, which gives the same bits; order needs the
 // sign.
 template <class T>
 void ReduceInteger(ShmReduceOp op, const Request& request) {
@@ -162,7 +162,7 @@ void ReduceSources(c10::ScalarType dtype, ShmReduceOp op, const std::vector<Redu
     case c10::ScalarType::Long:
       return ReduceInteger<int64_t>(op, request);
     case c10::ScalarType::Bool:
-      // Truths are 0 or 1: any is their largest, all their smallest.
+      // Booleans are 0 or 1: "any" is their maximum, "all" their minimum.
       return ReduceAs<uint8_t>(op == ShmReduceOp::kSum       ? ShmReduceOp::kMax
                                : op == ShmReduceOp::kProduct ? ShmReduceOp::kMin
                                                              : op,

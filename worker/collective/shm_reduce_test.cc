@@ -72,7 +72,7 @@ TEST(ReduceArrays, UnknownDtype_IsRefused) {
   EXPECT_FALSE(CanReduce(at::kLong, ShmReduceOp::kAverage));
 }
 
-// As hosts do: each its ranks, and then these sums.
+// Hosts do this: each sums over its ranks, and then over these sums.
 TEST(ReduceSources, SumsOfSums_AreRoundedOnce) {
   for (const auto dtype : {at::kBFloat16, at::kHalf, at::kFloat}) {
     constexpr int64_t kCount = 3000;

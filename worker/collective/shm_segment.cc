@@ -27,7 +27,7 @@ namespace muster {
 namespace {
 
 constexpr uint64_t kMagic = 0x316d68732d6d75ULL;
-// How often a sleeper looks whether those it waits for still live.
+// How often a sleeping rank checks whether those it waits for are alive.
 constexpr long kSliceNanos = 50'000'000;
 
 long Futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* timeout) {
@@ -55,7 +55,7 @@ std::string HostIdentity() {
 struct ShmSegment::Header {
   uint64_t magic;
   uint64_t nonce;
-  std::atomic<uint32_t> broken;  // 0: no; 1: being written; 2: `why` says so
+  std::atomic<uint32_t> broken;  // 0: no; 1: `why` is being written; 2: `why` is complete
   char why[512];
 };
 
@@ -106,7 +106,7 @@ std::unique_ptr<ShmSegment> ShmSegment::Open(const c10::intrusive_ptr<c10d::Stor
     if (!problem.empty()) {
       store->set("shm/where", "");
     } else {
-      // The pages are zero, which is where all counters start.
+      // The pages are zero, the initial value of all counters.
       auto* header = reinterpret_cast<Header*>(segment->base_);
       header->nonce = nonce;
       header->magic = kMagic;
@@ -149,7 +149,7 @@ std::unique_ptr<ShmSegment> ShmSegment::Open(const c10::intrusive_ptr<c10d::Stor
     if (state != "ok" && problem.empty())
       problem = c10::str("rank ", segment->NameOf(r), ": ", state);
   }
-  // All have mapped it or given up: the file is needed no more.
+  // All have mapped the file or given up: it is no longer needed.
   if (fd >= 0) close(fd);
   if (!problem.empty()) {
     if (why != nullptr) *why = problem;

@@ -15,7 +15,7 @@
 
 namespace muster {
 
-// Processes that give the same text can open each other's files under /proc. Empty: unknown.
+// Processes with the same text can open each other's files under /proc. Empty: unknown.
 std::string HostIdentity();
 
 // A rank's call in one step; all ranks compare it before they use any data.
@@ -33,25 +33,26 @@ struct ShmCall {
 //
 //   header | cells: one per rank | slots: kBuffers per rank | results: kBuffers
 //
-// The ranks move in steps, counted alike by all. In a step each rank writes its slot and its call,
-// arrives, waits for all others, and then reads. A second arrival in the same step is possible (to
-// read the others' results). Buffers alternate: a rank that writes in step s + 2 has seen all ranks
-// arrive in step s + 1, so they have finished reading in step s.
+// The ranks move in steps, with the same count on all. In a step each rank writes its slot and its
+// call, arrives, waits for all others, and then reads. A second arrival in the same step is
+// possible (to read the others' results). Buffers alternate: a rank that writes in step s + 2 has
+// seen all ranks arrive in step s + 1, so they have finished reading in step s.
 //
 // The memory has no name (memfd): nothing is left behind however the processes end. Waiting spins
-// shortly, then sleeps on a futex. A pidfd reveals a rank that died, a flag one that left. A rank
+// briefly, then sleeps on a futex. A pidfd reveals a rank that died, a flag one that left. A rank
 // that waits for it throws c10::DistBackendError and marks the segment broken, so that all ranks
 // leave. One thread per rank at a time.
 //
-// Data that lie in the ranks' pools need no slots: each rank says in its call where they are.
+// Data in the ranks' pools need no slots: each rank publishes their place in its call.
 class ShmSegment {
  public:
   static constexpr int64_t kSlotBytes = 512 << 10;
   static constexpr int kBuffers = 2;
 
-  // Collective over `store`. Null, on every rank alike and with the reason in `*why`, if the ranks
-  // cannot share memory: other hosts, other pid namespaces, no permission. Throws like the store.
-  // `pool`: this rank's; null: it has none. names[r]: what messages call rank r; empty: r.
+  // Collective over `store`. Returns null, on every rank alike and with the reason in `*why`, if
+  // the ranks cannot share memory: other hosts, other pid namespaces, no permission. Throws like
+  // the store. `pool`: this rank's; null: it has none. names[r]: the name of rank r in messages;
+  // empty: r.
   static std::unique_ptr<ShmSegment> Open(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                           int size, const ShmPool* pool, std::string* why,
                                           std::vector<int> names = {});
@@ -59,24 +60,24 @@ class ShmSegment {
   ShmSegment(const ShmSegment&) = delete;
   ShmSegment& operator=(const ShmSegment&) = delete;
 
-  // Begins a step: publishes this rank's call and, if they are in its pool, where its data lie.
+  // Begins a step: publishes this rank's call and, if its data are in its pool, their place.
   void Begin(const ShmCall& call, const ShmPlace& place = {});
-  // This rank's slot and rank r's, of the current step; kSlotBytes each.
+  // This rank's slot and rank r's, in the current step; kSlotBytes each.
   char* slot() { return slot(rank_); }
   char* slot(int r);
-  // One more buffer of the step, written by agreement (each rank its own part).
+  // An additional buffer of the step; each rank writes its own part by agreement.
   char* result();
   // Arrives and waits for all others until `deadline`. `what` is for messages.
   void Meet(std::chrono::steady_clock::time_point deadline, const std::string& what);
-  // Call of rank r in the current step, after the first Meet.
+  // The call of rank r in the current step, after the first Meet.
   const ShmCall& call(int r) const;
-  // After the first Meet: where rank r's data lie, if they are in its pool, and their address here
-  // (of another rank). Throws and breaks the segment if they cannot be mapped.
+  // After the first Meet: place() is the place of rank r's data, if they are in its pool, and At()
+  // their address here (of another rank). Throws and breaks the segment if they cannot be mapped.
   const ShmPlace& place(int r) const;
   char* At(int r);
-  // Whether this rank has a pool and reaches those of all others.
+  // Whether this rank has a pool and can access those of all others.
   bool reaches_pools() const { return reaches_pools_; }
-  // Whether all ranks do, as far as they have said so: once true, it stays true.
+  // Whether that is true of all ranks, as far as they have reported: once true, it stays true.
   bool all_reach_pools();
 
   // Makes all current and future waits fail with an error.
@@ -105,7 +106,7 @@ class ShmSegment {
   char* base_ = nullptr;
   size_t bytes_ = 0;
   size_t data_offset_ = 0;
-  std::vector<int> pidfds_;  // of the others; -1 where there is none
+  std::vector<int> pidfds_;  // of the others; -1: none
   std::vector<std::unique_ptr<ShmPeerPool>> peers_;
   bool reaches_pools_ = false;
   bool all_reach_pools_ = false;

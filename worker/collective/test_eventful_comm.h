@@ -10,8 +10,8 @@
 
 namespace muster {
 
-// Runs something before the exchange of bytes number `moment` of this rank, from 0; never if that
-// is below. For tests.
+// For tests: runs `event` before this rank's exchange of bytes number `moment`, from 0; never if
+// `moment` is negative.
 class EventfulComm : public BorrowedComm {
  public:
   EventfulComm(Comm& comm, int moment, std::function<void()> event)

@@ -15,8 +15,8 @@
 namespace muster {
 namespace {
 
-// What one rank brings to a collective. Readable by the others between the first and the last Sync
-// of the collective, during which its owner blocks.
+// A rank's data for a collective. Readable by the others between the first and the last Sync of the
+// collective, while its owner blocks.
 struct Slot {
   const char* operation = "";
   int detail = 0;  // reduction or root: must agree
@@ -32,8 +32,8 @@ class ThreadGroup {
 
   int size() const { return size_; }
 
-  // Waits until all ranks have called it. What was written before is visible to all after. Throws
-  // if a rank that is still missing is gone.
+  // Waits until all ranks have called it. Earlier writes are visible to all ranks afterwards.
+  // Throws if a rank that has not called it is gone.
   void Sync(int rank, const char* operation, uint64_t sequence) {
     MutexLock lock(&mu_);
     const uint64_t round = round_;
@@ -79,7 +79,7 @@ class ThreadGroup {
   int arrived_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t round_ ABSL_GUARDED_BY(mu_) = 0;
   std::vector<bool> here_ ABSL_GUARDED_BY(mu_);
-  // Why a rank will come no more; empty while it may.
+  // Why a rank is gone; empty while it is not.
   std::vector<std::string> gone_ ABSL_GUARDED_BY(mu_);
 };
 
@@ -137,7 +137,7 @@ class ThreadComm : public Comm {
     CheckSame(/*same_tensors=*/true);
     const int64_t part = flat.numel() / size();
     at::Tensor mine = flat.detach();
-    // Each rank writes all parts of its own tensor but the one that the others read.
+    // Each rank writes all parts of its own tensor except the one that the others read.
     for (int r = 0; r < size(); ++r) {
       if (r == rank_) continue;
       mine.narrow(0, r * part, part)
@@ -157,7 +157,7 @@ class ThreadComm : public Comm {
       inputs.push_back(group_->slot(r).tensor->detach().narrow(0, rank_ * part, part));
     }
     const at::Tensor result = ReduceInRankOrder(inputs, op);
-    // Their memory is its owner's to free when this has returned there.
+    // The owner may free their memory when this function has returned there.
     inputs.clear();
     Sync();
     return result;
@@ -299,7 +299,7 @@ void RunRanks(int n, const std::function<void(Comm&)>& fn) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < n; ++rank) {
     threads.emplace_back([&, rank] {
-      // Destroyed when this thread ends: ranks that still wait for it then hear so.
+      // Destroyed when this thread ends, which informs ranks that still wait for it.
       ThreadComm comm(group, rank);
       try {
         fn(comm);

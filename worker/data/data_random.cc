@@ -16,16 +16,16 @@
 namespace muster {
 namespace {
 
-// A key that no tensor has and no backend uses: LibTorch keeps it for modes in tests. It comes
+// A key that no tensor has and no backend uses: LibTorch reserves it for modes in tests. It comes
 // before autograd and every backend.
 constexpr c10::DispatchKey kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
 thread_local DataGenerator* current = nullptr;
 
-// Runs an operator with the reader's generator in place of none.
+// Runs an operator with the reader's generator if it is called without one.
 class WithGenerator : public c10::OperatorKernel {
  public:
-  // The generator is the argument at this distance from the last one's end.
+  // The generator is the argument at this distance from the end of the last one.
   explicit WithGenerator(size_t from_end) : from_end_(from_end) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
@@ -91,7 +91,7 @@ DataRandomScope::~DataRandomScope() {
 void RegisterDataRandom() {
   static std::once_flag once;
   std::call_once(once, [] {
-    // For as long as the process lives, as the operators.
+    // Lives as long as the process, like the operators.
     static auto* const fallback =
         new torch::Library(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
     static auto* const kernels =

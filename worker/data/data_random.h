@@ -55,7 +55,7 @@ class DataRandomScope {
 
  private:
   DataGenerator* const outer_;
-  const bool included_;  // the key, before this scope
+  const bool included_;  // whether this thread included the key before this scope
   const bool for_torch_;
 };
 

@@ -65,7 +65,7 @@ TEST(DataRandomScope, EveryRandomFunction_DrawsFromTheReadersGenerator) {
     EXPECT_TRUE(one.equal(draw(1)));
     EXPECT_FALSE(one.equal(two));
     EXPECT_TRUE(before.equal(DefaultState())) << "drew from the default generator";
-    // Outside of the scope, all is as it was.
+    // Outside the scope, everything is as before.
     function();
     EXPECT_FALSE(before.equal(DefaultState()));
   }

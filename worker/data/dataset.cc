@@ -10,7 +10,7 @@ namespace muster {
 
 at::Tensor SelectRows(const at::Tensor& tensor, const std::vector<int64_t>& indices) {
   const int64_t count = static_cast<int64_t>(indices.size());
-  // The memory of a conjugated or negated view holds other numbers than it has.
+  // The memory of a conjugated or negated view does not hold its values.
   if (!tensor.is_cpu() || !tensor.is_contiguous() || tensor.requires_grad() || tensor.is_conj() ||
       tensor.is_neg()) {
     const at::Tensor rows = at::from_blob(const_cast<int64_t*>(indices.data()), {count}, at::kLong);

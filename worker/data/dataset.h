@@ -215,7 +215,7 @@ void SetEpoch(D& dataset, int64_t epoch) {
   if constexpr (requires { dataset.set_epoch(epoch); }) dataset.set_epoch(epoch);
 }
 
-// Returns what the data set gives for a list of indices: a finished batch, or examples.
+// Returns the data set's result for a list of indices: a finished batch, or examples.
 template <class D>
 auto Fetch(D& dataset, const Indices& indices) {
   if constexpr (HasGetBatch<D>) {
@@ -422,7 +422,7 @@ auto BatchOf() {
 
 }  // namespace dataset_internal
 
-// The type of the batches that a data set and a collation make.
+// The type of the batches that a data set and a collate function make.
 template <class D, class C = DefaultCollate>
 using CollatedBatch = typename decltype(dataset_internal::BatchOf<D, C>())::type;
 

@@ -24,7 +24,7 @@ void AgreeOnRows(Comm& comm, const std::string& per_sample, const BatchInfo& inf
   if (std::adjacent_find(sizes.begin(), sizes.end(), std::not_equal_to<>()) == sizes.end()) return;
   const std::vector<std::string> all = comm.AllGatherBytes(per_sample);
   for (size_t rank = 1; rank < all.size(); ++rank) {
-    // How many there are is compared when they are gathered.
+    // The numbers of tensors are compared when they are gathered.
     for (size_t i = 0; i < std::min(all[0].size(), all[rank].size()); ++i) {
       const bool first = all[0][i] == '1';
       TORCH_CHECK(first == (all[rank][i] == '1'), "gather_for_metrics: ", what, " ", i + 1, " of ",
@@ -38,8 +38,8 @@ void AgreeOnRows(Comm& comm, const std::string& per_sample, const BatchInfo& inf
 
 std::vector<at::Tensor> GatherForMetrics(Comm& comm, const std::vector<at::Tensor>& tensors,
                                          const BatchInfo& info, MetricRows rows) {
-  // Every rank knows how many real samples each of them has, so all send equally long pieces and
-  // cut them alike.
+  // Every rank knows the number of real samples of each rank, so all send equally long pieces and
+  // cut them in the same way.
   const std::vector<int64_t>& real = info.rank_real_samples;
   const int64_t longest = real.empty() ? 0 : *std::max_element(real.begin(), real.end());
   std::string is_per_sample;

@@ -42,9 +42,9 @@ std::vector<at::Tensor> GatherForMetrics(Comm& comm, const std::vector<at::Tenso
                                          const BatchInfo& info,
                                          MetricRows rows = MetricRows::kAuto);
 
-// (collective) Where batches of the ranks differ in length (kAuto), throws on all of them, unless
-// they agree about which of their values have a row per sample: '1' in `per_sample`, one character
-// for each value. `what`: a tensor, a list.
+// (collective) If batches of the ranks differ in length (kAuto), throws on all of them, unless they
+// agree about which of their values have a row per sample: '1' in `per_sample`, one character for
+// each value. `what`: a tensor, a list.
 void AgreeOnRows(Comm& comm, const std::string& per_sample, const BatchInfo& info,
                  const char* what);
 

@@ -16,7 +16,7 @@ namespace muster {
 namespace {
 
 // The last batch of 9 samples on 2 ranks of 4: rank 0 has 1 real sample, rank 1 none, and both are
-// filled up.
+// padded.
 BatchInfo LastOfNine(int rank) {
   BatchInfo info;
   info.size = 4;
@@ -185,8 +185,8 @@ TEST(GatherValueForMetrics, ListsBesideTensors_AreGatheredAndCutToo) {
   });
 }
 
-// As scores by class, of which one rank has seen one more. Without a comparison the list that is
-// left over would meet the next collective of the other rank.
+// For example scores by class, where one rank has seen one more class. Without a comparison the
+// additional list would meet the next collective of the other rank.
 TEST(GatherValueForMetrics, ListsThatOneRankLacks_AreAnErrorOnAll) {
   RunRanks(2, [](Comm& comm) {
     for (const bool lacks_all : {false, true}) {

@@ -43,7 +43,7 @@ int64_t DefaultSeed(bool seedable) {
   return at::empty({}, at::kLong).random_(generator).item<int64_t>();
 }
 
-// Fails unless all ranks gave the same text; `what` is the same text, field by field "name=value".
+// Fails unless the texts of all ranks are equal. A text consists of fields "name=value".
 void CheckSame(const std::vector<std::string>& texts) {
   const std::vector<std::string> main = absl::StrSplit(texts[0], ' ');
   for (size_t rank = 1; rank < texts.size(); ++rank) {
@@ -229,7 +229,7 @@ BatchInfo LoaderPass::InfoOfCounts(int64_t number, const std::vector<int64_t>& c
 
 namespace {
 
-// A step of SplitMix64, so that neighbours have nothing in common.
+// A step of SplitMix64, so that seeds of neighbours are unrelated.
 uint64_t Mix(uint64_t state, int64_t value) {
   state += 0x9e3779b97f4a7c15U + static_cast<uint64_t>(value);
   state = (state ^ (state >> 30)) * 0xbf58476d1ce4e5b9U;
@@ -248,7 +248,7 @@ uint64_t LoaderPass::BatchSeed(int64_t number) const {
 }
 
 uint64_t LoaderPass::CollateSeed(int64_t number) const {
-  // The last one keeps it apart from the seeds of the samples.
+  // The final 1 makes it different from the seeds of the samples.
   return Mix(Mix(Mix(Mix(seed, epoch), dispatch() ? 0 : rank), first_index + number), 1);
 }
 
@@ -256,7 +256,7 @@ uint64_t LoaderPass::CollateSeed(int64_t number) const {
 
 namespace {
 
-// Far behind the end of any stream if that is no int64.
+// Beyond the end of any stream if the result does not fit into an int64.
 int64_t AfterRounds(int64_t position, int64_t rounds, int64_t size) {
   return rounds <= (INT64_MAX - position) / size ? position + rounds * size : INT64_MAX;
 }
@@ -325,8 +325,8 @@ std::shared_ptr<LoaderCore> LoaderCore::Create(const RecipeSettings& settings,
                 : options.data_seed.has_value() ? *options.data_seed
                                                 : DefaultSeed(options.use_seedable_sampler);
   if (core->world_size_ > 1) {
-    // The seed may differ (ranks seeded apart): rank 0's is used. With dispatching the others' data
-    // may be empty.
+    // The seed may differ (ranks seeded apart): rank 0's is used. With dispatching the data of
+    // other ranks may be empty.
     const std::string mine =
         core->SettingsText(core->dispatch_ || core->sharded_ ? -1 : num_samples.value_or(-1));
     std::vector<std::string> all =
@@ -355,10 +355,10 @@ std::shared_ptr<LoaderCore> LoaderCore::Create(const RecipeSettings& settings,
       }
     }
   }
-  // Now, because size() depends on it.
+  // Read the order now, because size() depends on it.
   if (settings.sampler || settings.batch_sampler) core->ReadUserOrder(0);
-  // A wrong path of the data is often seen as none. All ranks look, since a batch sampler that does
-  // not fit is an error of all.
+  // A wrong path often looks like an empty data set. All ranks check, since a batch sampler that
+  // does not fit is an error on all of them.
   if (!is_stream && core->num_samples_.has_value() && core->NumBatches(0) == 0 && core->is_main()) {
     MUSTER_LOG(Warning) << "this loader gives no batch: its data set has " << *core->num_samples_
                         << " samples" << (settings.drop_last ? ", and drop_last is set" : "");
@@ -385,7 +385,8 @@ std::string LoaderCore::SettingsText(int64_t num_samples) const {
 
 std::string LoaderCore::signature() const {
   std::string text = SettingsText(num_samples_.value_or(-1));
-  // A program that gives each epoch's loader a seed of its own wants that one.
+  // A seed in the recipe is part of the signature: a program that gives each epoch's loader a seed
+  // wants that one.
   if (settings_.seed.has_value()) absl::StrAppend(&text, " seed=", *settings_.seed);
   return text;
 }
@@ -394,7 +395,7 @@ ShardOptions LoaderCore::Sharding() const {
   ShardOptions sharding;
   sharding.world_size = world_size_;
   sharding.drop_last = settings_.drop_last;
-  // A process alone does not shard: its last batch is just short.
+  // A single process does not shard: its last batch is just short.
   sharding.split_batches = options_.split_batches && world_size_ > 1;
   sharding.even_batches =
       world_size_ > 1 && (is_stream_ || even_override_.value_or(options_.even_batches));
@@ -436,7 +437,7 @@ at::Tensor LoaderCore::OrderFromMain(const std::function<std::vector<int64_t>()>
 
 namespace {
 
-// Ids are read without a check later, on other threads.
+// Check ids now: they are read later without a check, on other threads.
 void CheckIds(const at::Tensor& order, int64_t num_samples, const char* whose) {
   const int64_t* ids = order.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < order.numel(); ++i) {
@@ -483,7 +484,7 @@ void LoaderCore::ReadUserOrder(int64_t epoch) {
     CheckIds(read.ids, *num_samples_, "batch sampler");
   }
   read.digest = Digest(read.ids, read.lengths);
-  // The loader keeps the order it has if this one fails.
+  // If this one fails, the loader keeps the order that it has.
   Shard(&read);
   user_order_ = std::move(read);
 }
@@ -545,7 +546,7 @@ std::shared_ptr<const LoaderPass> LoaderCore::StartPass(int64_t skip) {
   pass->tail = TailRuleOf(pass->sharding);
   pass->epoch = next_epoch_;
   if (resuming_ && skip > 0 && place_.index > 0) {
-    // A program that saw where it was itself means the batches of the epoch.
+    // A program that computed its own position means the batches of the epoch.
     const int64_t more = std::max<int64_t>(skip - place_.index, 0);
     if (is_main()) {
       MUSTER_LOG(Info) << "skip_first_batches(" << skip << "): load_state() has this epoch continue"
@@ -568,7 +569,8 @@ std::shared_ptr<const LoaderPass> LoaderCore::StartPass(int64_t skip) {
     pass->round = ValueOrThrow(RoundSizeOf(pass->sharding, *settings_.batch_size));
   }
   if (is_stream_) {
-    // Which samples of the parts a sharded stream's skipped rounds have, only their ends tell.
+    // For a sharded stream, only the ends of its parts show how many samples the skipped rounds
+    // have.
     if (sharded_) {
       pass->rank_position = AfterRounds(pass->rank_position, skip, pass->round.per_rank);
     } else {
@@ -591,7 +593,7 @@ std::shared_ptr<const LoaderPass> LoaderCore::StartPass(int64_t skip) {
     pass->position = pass->shard->Skip(skip, pass->position);
     pass->num_batches = pass->shard->NumBatches(rank_, pass->position);
   }
-  // Changed last, so that a sampler that throws leaves the loader as it was.
+  // These change last, so that a sampler that throws leaves the loader unchanged.
   ++passes_;
   resuming_ = false;
   expected_digest_.clear();
@@ -638,7 +640,7 @@ void LoaderCore::EndPass(const LoaderPass& pass, bool exhausted) {
     live_.erase(live_.begin() + (live - live_.data()));
     if (owner_ == pass.iteration) {
       if (!counts && pass.resumed_from.has_value() && next_epoch_ == pass.epoch + 1) {
-        // A look at a loaded place does not use it up.
+        // A pass that only looks at a loaded place does not use it up.
         place_ = *pass.resumed_from;
         resuming_ = true;
         next_epoch_ = pass.epoch;
@@ -714,7 +716,7 @@ std::optional<LoaderCore::UserOrder> LoaderCore::CheckedOrder(
               " samples, this one has ", num_samples_.value_or(-1),
               ": load the state of the same data, or call set_epoch() to begin an epoch");
   std::optional<UserOrder> order;
-  // An order of other data would leave out what is new: the sampler has given one of these.
+  // An order of other data would leave out new samples: use the one that the sampler has returned.
   if (has_sampler() && !other_data && !state.order_digest.empty() && tensors.count("order") > 0) {
     order = LoadedOrder(state, tensors);
   }
@@ -749,7 +751,7 @@ void LoaderCore::LoadState(const LoaderState& state,
   } else {
     expected_digest_ = has_sampler() && state.inside_epoch() ? state.order_digest : "";
   }
-  // An order that has not begun has the seed that the program has given.
+  // If the order has not begun, the seed that the program has set is used.
   if (state.inside_epoch() || !settings_.seed.has_value()) seed_ = state.seed;
   next_epoch_ = state.epoch;
   place_ = state;

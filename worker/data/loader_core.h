@@ -177,7 +177,7 @@ struct LoaderPass {
   std::optional<LoaderState> resumed_from;
   int rank = 0;
   ShardOptions sharding;
-  RoundSize round;         // of a fixed batch size
+  RoundSize round;         // for a fixed batch size
   bool fixed_size = true;  // false: a batch sampler whose batches may differ
   TailRule tail = TailRule::kPad;
   at::Tensor order;  // int64 ids by position; undefined: the order is 0, 1, 2, ...
@@ -214,9 +214,9 @@ class LoaderCore : public LoaderStateHandle {
  public:
   // (collective) Checks the settings, takes the seed from rank 0 and checks that all ranks prepare
   // the same loader. `comm` may be null for a job of one process, and must outlive the loader.
-  // Errors (c10::Error): settings that contradict each other; ranks that differ, named.
-  // `open` makes this rank's data ready, and returns how many samples they have; what it throws on
-  // one rank, all ranks throw. `sharded`: a stream of which this rank has its own part.
+  // Errors (c10::Error): settings that contradict each other; ranks that differ, named. `open`
+  // makes this rank's data ready, and returns the number of its samples; if it throws on one rank,
+  // all ranks throw. `sharded`: a stream of which this rank has its own part.
   static std::shared_ptr<LoaderCore> Create(const RecipeSettings& settings,
                                             const LoaderOptions& options,
                                             const std::function<std::optional<int64_t>()>& open,
@@ -227,7 +227,7 @@ class LoaderCore : public LoaderStateHandle {
   // Throws c10::Error if a map-style data set, of `num_samples` now, has grown or shrunk since the
   // loader was prepared.
   void CheckSize(std::optional<int64_t> num_samples) const;
-  // Starts a pass over the next epoch, or over what LoadState left of one, without the epoch's
+  // Starts a pass over the next epoch, or over the rest of one after LoadState, without the epoch's
   // first `skip` batches.
   std::shared_ptr<const LoaderPass> StartPass(int64_t skip);
   void BatchGiven(const LoaderPass& pass, const std::shared_ptr<const BatchInfo>& info);
@@ -307,7 +307,7 @@ class LoaderCore : public LoaderStateHandle {
   struct LivePass {
     uint64_t iteration = 0;
     LoaderState place;    // after its last batch
-    LoaderState before;   // that batch
+    LoaderState before;   // before that batch
     bool at_end = false;  // that batch was the last one
   };
   LivePass* FindLive(uint64_t iteration);
@@ -331,7 +331,8 @@ class LoaderCore : public LoaderStateHandle {
   LoaderState place_;      // what State() returns
   bool resuming_ = false;  // the next pass starts at place_
   std::optional<UserOrder> user_order_;
-  std::string expected_digest_;  // of the order that the resuming pass must have; or empty
+  std::string expected_digest_;  // the digest of the order that the resuming pass must have; or
+                                 // empty
   std::vector<LivePass> live_;   // in the order in which they began
   uint64_t owner_ = 0;           // the pass that place_ belongs to
 };

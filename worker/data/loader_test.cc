@@ -273,7 +273,7 @@ struct Example {
   at::Tensor data, target;
 };
 
-// A plain struct as sample, whose number and text become a tensor and a list.
+// A plain struct as a sample, whose number and text become a tensor and a list.
 struct Caption {
   at::Tensor image;
   int64_t label;
@@ -289,7 +289,7 @@ struct Captions {
 struct Boxes {
   at::Tensor data, target, boxes;
 };
-// Can neither be seen through nor copied: only the user's collate knows what to do with it.
+// Opaque and not copyable: only the user's collate function can handle it.
 class Handle {
  public:
   explicit Handle(int64_t id) : id_(std::make_unique<int64_t>(id)) {}
@@ -303,7 +303,7 @@ struct Handles {
   Handle get(size_t index) const { return Handle(static_cast<int64_t>(index)); }
 };
 
-// Shaped as LibTorch's data sets: get() is not const, get_batch() takes unsigned indices.
+// Like LibTorch's data sets: get() is not const, get_batch() takes unsigned indices.
 struct TorchStyle {
   using ExampleType = Example;
   Example get(size_t index) {
@@ -447,7 +447,7 @@ TEST(PreparedLoader, RangeAndChunkStreams_AreRead) {
   EXPECT_THAT(ErrorOf([&] { chunks.size(); }), HasSubstr("size()"));
 }
 
-// A generator, say, that begins anew or waits for ever when it is asked again.
+// A generator, for example, that restarts or waits forever when it is asked again.
 struct StreamThatEndsOnce {
   int64_t at = 0;
   bool ended = false;
@@ -477,7 +477,7 @@ TEST(PreparedLoader, StreamThatHasEnded_IsNotAskedAgain) {
 }
 
 TEST(PreparedLoader, StreamWhoseSkipStopsEarly_IsReadUpToThePlace) {
-  // Skips to the end of a file of 5 at most.
+  // Skips at most to the end of a file of 5 samples.
   struct InFiles : IdStream {
     int64_t skip(int64_t count) {
       const int64_t skipped = std::min({count, 5 - at % 5, length - at});
@@ -653,7 +653,7 @@ TEST(LoaderState, D24_SavedInsideTheLoop_GoesOnAtTheNextSampleInTheSameOrder) {
   EXPECT_EQ(state, *LoaderState::FromString(state.ToString()));
   auto second = Alone(batches(Ids{50}, 4).shuffle(true).seed(999));
   second.load_state(state);
-  second.set_epoch(1);  // as a loop over epochs does: the place within epoch 1 is kept
+  second.set_epoch(1);  // as in a loop over epochs: the place within epoch 1 is kept
   std::vector<std::vector<int64_t>> resumed;
   for (auto& batch : second) {
     EXPECT_EQ(batch.info().epoch, 1);
@@ -678,7 +678,7 @@ TEST(PreparedLoader, WithoutABatch_IsWarnedOf) {
   EXPECT_EQ(output(batches(Ids{1}, 4)), "");
 }
 
-// As programs ported from Accelerate do, which load a state and skip the batches before it.
+// Programs ported from Accelerate do this: they load a state and skip the batches before it.
 TEST(LoaderState, SkipAfterLoadedPlace_SkipsWhatTheEpochHasHadOnce) {
   auto first = Alone(batches(Ids{20}, 2));
   LoaderState state;
@@ -696,7 +696,7 @@ TEST(LoaderState, SkipAfterLoadedPlace_SkipsWhatTheEpochHasHadOnce) {
     const int64_t begin = std::min<int64_t>(std::max<int64_t>(skip, 4), 10);
     ASSERT_EQ(seen.size(), static_cast<size_t>(10 - begin)) << skip;
     EXPECT_TRUE(seen.empty() || seen.front() == begin) << skip;
-    // In an epoch of its own it counts whole.
+    // In a new epoch the whole number is skipped.
     EXPECT_EQ(All(SkipFirstBatches(second, 2)).size(), 8U);
   }
 }
@@ -753,7 +753,7 @@ TEST(LoaderState, SamplerOfDataThatHaveChangedBeforeAnEpoch_GivesTheOrderOfThese
 TEST(LoaderState, BatchSamplerStoppedInsideAnEpoch_GoesOnWithTheSavedBatches) {
   int64_t asked = 0;
   const auto prepare = [&asked] {
-    // Another answer every time, as of a sampler that draws.
+    // A different answer every time, like a sampler that draws.
     return Alone(batches(Ids{9}).batch_sampler([&asked](int64_t) {
       ++asked;
       if (asked % 2 == 1)
@@ -804,7 +804,7 @@ TEST(LoaderState, PlaceInAnotherKindOfOrder_IsRefusedInsideAnEpoch) {
   EXPECT_EQ(All(next).size(), 4U);
 }
 
-// Training counts, as the test says.
+// Decides whether a pass counts as training, as the test sets it.
 class Judge : public LoaderObserver {
  public:
   void OnBatch(uint64_t iteration, const std::shared_ptr<const BatchInfo>&) override {
@@ -1014,7 +1014,7 @@ TEST(Dispatch, ErrorOnRankZero_ReachesEveryRank) {
   EXPECT_THAT(errors[2], HasSubstr("on rank 0"));
 }
 
-// Does what throws something that is no std::exception, which ends up as one here.
+// Calls `f`, which throws something that is no std::exception, which becomes one here.
 template <class F>
 std::string ErrorOfNumber(const F& f) {
   return ErrorOf([&] {
@@ -1109,7 +1109,7 @@ TEST(Dispatch, ShapesThatChange_AreRenegotiated) {
 
 // --- Random numbers while reading ---
 
-// Augments by LibTorch's generator and by its own one, with the given seed.
+// Augments with LibTorch's generator and with its own one, with the given seed.
 struct Augmented {
   size_t size() const { return 24; }
   std::tuple<at::Tensor, int64_t> get(size_t index) const {
@@ -1149,7 +1149,7 @@ TEST(DataRandom, AnyNumberOfWorkers_GivesTheSameAugmentations) {
     EXPECT_TRUE(AreEqual(first, Tensors(loader)));
     EXPECT_TRUE(AreEqual(second, Tensors(loader)));
   }
-  // Training draws from the default generator: reading has not touched it.
+  // Training draws from the default generator, which reading has not changed.
   EXPECT_TRUE(before.equal(at::detail::getDefaultCPUGenerator().get_state()));
 }
 
@@ -1182,7 +1182,7 @@ TEST(DataRandom, RanksAndSamples_HaveSeedsOfTheirOwn) {
   EXPECT_EQ(seeds[0].size(), 24U);
 }
 
-// Reading changes it, as of LibTorch's data sets; each copy counts what it gave.
+// Reading changes it, like LibTorch's data sets; each copy counts its reads.
 struct CountingReads {
   CountingReads() = default;
   CountingReads(const CountingReads& other)
@@ -1193,7 +1193,7 @@ struct CountingReads {
   ~CountingReads() = default;
 
   size_t size() const { return 16; }
-  // Which copy was read, how often it had been, and in which epoch.
+  // Returns which copy was read, how often it had been read, and in which epoch.
   std::tuple<int64_t, int64_t, int64_t> get(size_t) { return {id, reads++, epoch}; }
   void set_epoch(int64_t e) { epoch = e; }
 
@@ -1218,17 +1218,17 @@ TEST(DataRandom, DataSetThatReadingChanges_GoesOnOverPasses) {
       }
     }
   }
-  // However the threads shared the work: no copy gave the same twice, and no pass brought new
+  // However the threads shared the work, no copy returned the same twice, and no pass made new
   // copies.
   EXPECT_EQ(drawn.size(), 48U);
   EXPECT_LE(readers.size(), 2U);
-  // Loops of one loader inside of each other share no copies.
+  // Nested loops of one loader share no copies.
   auto outer = loader.begin();
   auto inner = loader.begin();
   EXPECT_EQ(outer->info().size + inner->info().size, 8);
 }
 
-// Every rank reads the whole of a stream that draws which samples it gives.
+// Every rank reads the whole stream, which draws the samples that it returns.
 struct DrawingStream {
   int64_t left = 0;
   void reset() { left = 16; }
@@ -1258,7 +1258,7 @@ TEST(DataRandom, StreamReadByEveryRank_IsTheSameStreamOnEveryRank) {
   EXPECT_EQ(seen[0], std::set<int64_t>(alone.begin(), alone.end()));
 }
 
-// Draws as many numbers as the samples ask for, and gives the next one with them.
+// Draws as many numbers as the samples ask for, and returns the next one as well.
 std::vector<double> DrawWith(const std::vector<int64_t>& samples) {
   at::rand({samples.front() % 7 + 1});
   std::vector<double> out = {static_cast<double>(data_seed()), at::rand({1}).item<double>()};
@@ -1288,7 +1288,7 @@ TEST(DataRandom, CollateThatDraws_LeavesTheStreamOfEveryRankAlike) {
   EXPECT_EQ(both, whole);
 }
 
-// Streams that every rank reads, and those that are sharded at their source.
+// Streams that every rank reads, and streams that are sharded at their source.
 template <class Stream>
 void ExpectCollateGoesOnAfterARestart() {
   RunRanks(2, [](Comm& comm) {
@@ -1365,7 +1365,7 @@ struct Files {
   std::shared_ptr<std::atomic<int>> reads = std::make_shared<std::atomic<int>>(0);
 
   void shard(int new_rank, int new_world_size) {
-    // What has been divided must not be divided again.
+    // A stream that was divided must not be divided again.
     EXPECT_EQ(world_size, 1);
     rank = new_rank;
     world_size = new_world_size;
@@ -1402,7 +1402,7 @@ struct Seen {
   std::vector<BatchInfo> infos;
 };
 
-// The batches of each of two ranks.
+// Returns the batches of each of two ranks.
 template <class Recipe>
 std::vector<Seen> OnTwoRanks(const std::function<Recipe(int)>& recipe,
                              const LoaderState* state = nullptr, int64_t stop_after = INT64_MAX,
@@ -1445,7 +1445,7 @@ TEST(ShardedStream, PartsOfDifferentLength_EndTogetherAndLoseNothing) {
       EXPECT_THAT(rank.infos[2].rank_real_samples, ElementsAre(3, 0));
       EXPECT_EQ(rank.infos[2].global_real_samples, 3);
     }
-    // Nobody reads what is not its own, and nothing is read twice.
+    // Each rank reads only its own part, and nothing is read twice.
     EXPECT_EQ(*files.reads, 13);
   }
 }
@@ -1494,7 +1494,7 @@ TEST(ShardedStream, EmptyPart_IsAnErrorOnEveryRank) {
   }
 }
 
-// What ranks tell one another of a round is not read from their devices, which have more to do.
+// The facts of a round that ranks exchange are not read from their devices, which are busy.
 TEST(ShardedStream, RoundsOnADevice_AreAgreedOnByTheHosts_AsThoseThatRankZeroReads) {
   RunRanks(2, [&](Comm& comm) {
     LoaderOptions options;
@@ -1737,8 +1737,8 @@ TEST(PrepareLoader, SamplerOnRankZeroAlone_IsNamed) {
 
 // --- Property ---
 
-// Any configuration, stopped anywhere and resumed on any other number of ranks: every sample once,
-// padding apart.
+// Any configuration, stopped anywhere and resumed on any number of ranks: every sample once, except
+// padding.
 TEST(PreparedLoader, ThousandRandomConfigurations_EverySampleExactlyOncePerEpoch) {
   std::mt19937_64 random(20261121);
   const auto draw = [&](int64_t low, int64_t high) {
@@ -1798,7 +1798,7 @@ TEST(PreparedLoader, ThousandRandomConfigurations_EverySampleExactlyOncePerEpoch
         for (int64_t id : rank) ++seen[static_cast<size_t>(id)];
       }
       dropped_at_most = std::max(dropped_at_most, batch_size * (options.split_batches ? 1 : n) - 1);
-      // The epoch is over: nothing of it is left for another leg.
+      // The epoch is over: nothing of it is left for another part of the run.
       if (state.epoch > 0) break;
     }
     SCOPED_TRACE(trace);

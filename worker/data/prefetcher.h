@@ -28,8 +28,8 @@ class Prefetcher {
  public:
   using Produce = std::function<std::optional<Item>(int64_t)>;
 
-  // Uses fewer of the functions where the system gives no more threads. Throws std::system_error
-  // where it gives none.
+  // Uses fewer of the functions if the system provides no more threads. Throws std::system_error if
+  // it provides none.
   Prefetcher(std::vector<Produce> produce, int64_t capacity)
       : produce_(std::move(produce)), slots_(static_cast<size_t>(capacity)) {
     threads_.reserve(produce_.size());

@@ -48,7 +48,8 @@ absl::StatusOr<RoundSize> RoundSizeOf(const ShardOptions& options, int64_t batch
         absl::StrCat("batch_size is ", batch_size, ", it must be at least 1"));
   }
   const int64_t n = options.world_size;
-  // Positions are sums of a few rounds and a data set's length: room for these without overflow.
+  // Positions are sums of a few rounds and a data set's length: leave room for these without
+  // overflow.
   if (batch_size > kLargestRound / n) {
     return absl::InvalidArgumentError(
         absl::StrCat("batch_size is ", batch_size, ", too large for ", n, " processes"));
@@ -135,7 +136,7 @@ int64_t BatchSamplerShard::batches_per_round() const {
 
 int64_t BatchSamplerShard::FirstBatch(int64_t position) const {
   const int64_t batches = static_cast<int64_t>(starts_.size()) - 1;
-  // The end is the end even if empty batches start there.
+  // The end counts as the end even if empty batches start there.
   if (position >= num_samples_ && position > 0) return batches;
   return std::lower_bound(starts_.begin(), starts_.end(), position) - starts_.begin();
 }

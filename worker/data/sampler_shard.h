@@ -127,13 +127,13 @@ class BatchSamplerShard {
   TailRule tail_ = TailRule::kPad;
   int64_t num_samples_ = 0;
   RoundSize round_;
-  // Of a custom batch sampler: starts_[i] is the position of batch i, and one more for the end.
-  // Else empty.
+  // For a custom batch sampler: starts_[i] is the position of batch i, plus one more for the end.
+  // Otherwise empty.
   std::vector<int64_t> starts_;
 };
 
 // Returns one rank's whole epoch as ids, for a sequential order, as Accelerate's BatchSamplerShard
-// gives it for the same arguments. For tests, tools and the conformance runner; loaders use
+// does for the same arguments. For tests, tools and the conformance runner; loaders use
 // BatchSamplerShard.
 absl::StatusOr<std::vector<std::vector<int64_t>>> ShardBatches(const ShardOptions& options,
                                                                int rank, int64_t num_samples,

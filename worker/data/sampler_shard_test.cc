@@ -70,7 +70,7 @@ TEST(BatchSamplerShard, PassFromAPosition_ContinuesWhereTheOtherWorldStopped) {
   EXPECT_EQ(after->Slice(1, 0, position).begin, 29);
   EXPECT_EQ(after->Slice(0, 2, position).real, 5);
   EXPECT_EQ(after->Slice(1, 2, position).real, 1);
-  // Padding is what it would be without the restart: the first samples of the epoch.
+  // Padding is the same as without the restart: the first samples of the epoch.
   std::vector<int64_t> positions;
   after->Slice(1, 2, position).AppendPositions(&positions);
   EXPECT_EQ(positions, (std::vector<int64_t>{49, 0, 1, 2, 3}));
@@ -96,7 +96,7 @@ TEST(BatchSamplerShard, CustomBatches_TailRulesAndPositions) {
   EXPECT_FALSE(shard->round_size().has_value());
 }
 
-// The peer lets an empty batch of a round that is not full vanish, for some ranks only.
+// Accelerate drops an empty batch of a round that is not full, for some ranks only.
 TEST(ShardCustomBatches, EmptyBatches_CountAsBatchesOnEveryRank) {
   const Batches batches = {{0, 1}, {}, {2}, {}};
   const ShardOptions options = {.world_size = 3};

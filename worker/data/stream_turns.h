@@ -8,9 +8,9 @@
 
 namespace muster {
 
-// Lets one pass at a time read a stream, which has one position: the pass that began last. A pass
-// that has been overtaken throws where it would read, because the stream is elsewhere by then.
-// Thread-safe: passes may read ahead on threads of their own.
+// Lets one pass at a time read a stream, which has one position: the pass that began last. An
+// overtaken pass throws when it tries to read, because the stream is at another position by then.
+// Thread-safe: passes may read ahead on their own threads.
 class StreamTurns {
  public:
   // Begins a pass and returns its number. Blocks while an earlier one is reading a batch.

@@ -32,7 +32,7 @@ TEST(StreamTurns, PassThatBeginsWhileAnotherReads_WaitsForIt) {
     turns.Begin();
     EXPECT_TRUE(read);
   });
-  // Time for one that does not wait.
+  // Enough time for a thread that does not wait.
   while (!asked) std::this_thread::yield();
   for (int i = 0; i < 1000; ++i) std::this_thread::yield();
   read = true;

@@ -46,7 +46,7 @@ absl::StatusOr<TokenDataset> TokenDataset::Open(const std::string& path, const O
     return absl::InvalidArgumentError(absl::StrCat(
         "token data: bytes_per_token is ", options.bytes_per_token, "; it must be 1, 2 or 4"));
   }
-  // A pipe that has the name of a file is refused, not waited for.
+  // A pipe at this path is refused, not waited for.
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) {
     const std::string text = absl::StrCat("token data: cannot open ", path, ": ", strerror(errno));
@@ -84,7 +84,7 @@ absl::StatusOr<TokenDataset> TokenDataset::Open(const std::string& path, const O
 
 namespace {
 
-// Tokens [begin, context) of a window and the ones after them, as int64.
+// Copies tokens [begin, context) of a window and the ones after them, as int64.
 template <class Token>
 void CopyWindow(const Token* __restrict window, int64_t begin, int64_t context,
                 int64_t* __restrict inputs, int64_t* __restrict targets) {
@@ -95,8 +95,8 @@ void CopyWindow(const Token* __restrict window, int64_t begin, int64_t context,
 }
 
 #if defined(__x86_64__)
-// Widening is what a token loader's time goes into, and the baseline instruction set has none that
-// goes from 16 bits to 64.
+// A token loader spends its time on widening, and the baseline instruction set has no instruction
+// from 16 bits to 64.
 __attribute__((target("avx2"))) inline __m256i Widen4(const uint8_t* from) {
   int32_t four;
   std::memcpy(&four, from, sizeof(four));

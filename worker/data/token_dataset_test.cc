@@ -55,7 +55,7 @@ TEST(TokenDataset, StrideAndWidth_AreTaken) {
   EXPECT_THAT(Values(words->get_batch({0}).first), ElementsAre(1, 4000000000));
 }
 
-// Whatever is done several tokens at a time must not differ at the ends of a window.
+// Code that handles several tokens at a time must not differ at the ends of a window.
 template <class Token>
 void ExpectWidened(const std::string& name) {
   std::vector<Token> tokens(200);

@@ -14,7 +14,7 @@
 #include "torch/data/transforms/tensor.h"
 #include "worker/data/loader.h"
 
-// LibTorch's own data sets, transforms and samplers, as they are, through our loaders.
+// LibTorch's own data sets, transforms and samplers, unchanged, through our loaders.
 
 namespace muster {
 namespace {
@@ -92,13 +92,13 @@ TEST(TorchData, RandomTransforms_AreTheSameForAnyNumberOfWorkers) {
   const at::Tensor second = read(one);
   EXPECT_FALSE(first.equal(second));
   EXPECT_TRUE(second.equal(read(three)));
-  // Every sample has a seed of its own.
+  // Every sample has its own seed.
   std::set<int64_t> seeds;
   for (const int64_t seed : Targets(batches(Noisy(), 3).workers(2))) seeds.insert(seed);
   EXPECT_EQ(seeds.size(), 12U);
 }
 
-// A process that is stopped inside an epoch and another one that goes on with what it saved.
+// One process is stopped inside an epoch, and another one continues with what it saved.
 TEST(TorchData, RandomSamplerStoppedInsideAnEpoch_GoesOnInTheSamePermutation) {
   const auto ids = [] {
     std::vector<int64_t> all(20);
@@ -135,7 +135,7 @@ TEST(TorchData, RandomSamplerStoppedInsideAnEpoch_GoesOnInTheSamePermutation) {
   seen.insert(seen.end(), rest.begin(), rest.end());
   EXPECT_THAT(seen, ::testing::UnorderedElementsAreArray(ids()));
 
-  // Without the order there is no going on: neither in silence nor at the place.
+  // Without the order the loader must not continue, neither silently nor at the place.
   torch::manual_seed(3);
   auto third = prepare();
   third.load_state(*LoaderState::FromString(place));
@@ -144,7 +144,7 @@ TEST(TorchData, RandomSamplerStoppedInsideAnEpoch_GoesOnInTheSamePermutation) {
   old.order.clear();
   old.order_digest.clear();
   EXPECT_THROW(prepare().load_state(old), c10::Error);
-  // A damaged order is noticed too.
+  // A damaged order is noticed, too.
   tensors["order"][0] = (tensors["order"][0].item<int64_t>() + 1) % 20;
   EXPECT_THROW(prepare().load_state(*LoaderState::FromString(place), tensors), c10::Error);
 }

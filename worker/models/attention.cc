@@ -12,7 +12,7 @@
 namespace muster::models {
 namespace {
 
-// Each head `times` times, one after the other.
+// Repeats each head `times` times, consecutively.
 at::Tensor RepeatHeads(const at::Tensor& x, int64_t times) {
   return x.unsqueeze(2).expand({-1, -1, times, -1, -1}).flatten(1, 2);
 }
@@ -30,7 +30,7 @@ at::Tensor PackedTexts(const at::Tensor& positions) {
   if (positions.size(1) < 2) return {};
   const at::Tensor begins = at::constant_pad_nd(positions.diff(/*n=*/1, /*dim=*/1) != 1, {1, 0}, 0);
   // Waits for a GPU, once in a forward pass, as transformers does: an unnecessary mask would cost
-  // more, the kernels of attention that take none.
+  // more, because it excludes the attention kernels that take none.
   if (!begins.any().item<bool>()) return {};
   return begins.cumsum(1);
 }
@@ -62,7 +62,7 @@ AttentionMask CausalMask(const at::Tensor& padding, int64_t num_queries, int64_t
 
 AttentionMask BidirectionalMask(const at::Tensor& padding) {
   if (!padding.defined()) return {};
-  // A row of padding alone sees all of itself.
+  // A row of only padding attends to all of itself.
   const at::Tensor seen = at::logical_or(padding, padding.any(1, /*keepdim=*/true).logical_not());
   return {.mask = seen.view({-1, 1, 1, padding.size(1)})};
 }
@@ -72,8 +72,8 @@ at::Tensor Attend(const at::Tensor& queries, const at::Tensor& keys, const at::T
   const std::optional<at::Tensor> seen =
       mask.mask.defined() ? std::make_optional(mask.mask) : std::nullopt;
   const int64_t shared_by = queries.size(1) / keys.size(1);
-  // With a mask, gradients in bfloat16 add up as in transformers only if heads are repeated; and of
-  // a GPU's kernels those that take a mask take no heads that are shared.
+  // With a mask, gradients in bfloat16 add up as in transformers only if heads are repeated; and a
+  // GPU's kernels that take a mask take no shared heads.
   const bool repeats =
       shared_by > 1 && seen.has_value() && (keys.requires_grad() || keys.is_cuda());
   const at::Tensor attended = at::scaled_dot_product_attention(

@@ -38,12 +38,12 @@ TEST(CausalMask, LeftPadding_IsSeenByItselfAlone) {
   EXPECT_TRUE(at::equal(mask.flatten(), want));
 }
 
-// As in transformers: what a padded position on the right says is well-defined.
+// As in transformers, the output of a padded position on the right is well-defined.
 TEST(CausalMask, RightPadding_SeesWhatIsBeforeIt) {
   const at::Tensor mask = CausalMask(Padding({1, 1, 0}), 3, 3, 0, c10::kCPU).mask;
   const at::Tensor want = at::tensor({1, 0, 0, 1, 1, 0, 1, 1, 0}, c10::kLong).to(c10::kBool);
   EXPECT_TRUE(at::equal(mask.flatten(), want));
-  // Beyond the window there is nothing but padding.
+  // The window contains only padding.
   const at::Tensor far = CausalMask(Padding({1, 0, 0}), 3, 3, 2, c10::kCPU).mask;
   EXPECT_TRUE(
       at::equal(far.flatten(), at::tensor({1, 0, 0, 1, 0, 0, 0, 0, 1}, c10::kLong).to(c10::kBool)));
@@ -70,7 +70,7 @@ TEST(BidirectionalMask, RowOfPaddingAlone_IsNotNan) {
   EXPECT_FALSE(Attend(x, x, x, mask, 0).isnan().any().item<bool>());
 }
 
-// Grouped queries are the same as repeated keys, with and without a mask and gradients.
+// Grouped queries are equivalent to repeated keys, with and without a mask and gradients.
 TEST(Attend, GroupedQueries_AreRepeatedKeys) {
   const at::Tensor q = at::randn({2, 6, 5, 4});
   for (const bool has_gradients : {false, true}) {

@@ -11,7 +11,7 @@ Beams::Beams(const GenerateOptions& options, std::vector<int64_t> end_tokens)
     : options_(options), end_tokens_(std::move(end_tokens)), running_(1) {}
 
 int64_t Beams::num_candidates() const {
-  // So many that num_beams can run on even if every end token is among them.
+  // Enough for num_beams sequences to continue even if every end token is among the candidates.
   return options_.num_beams * std::max<int64_t>(2, 1 + static_cast<int64_t>(end_tokens_.size()));
 }
 
@@ -30,7 +30,8 @@ bool Beams::HasEnded(const Sequence& sequence) const {
 std::vector<int64_t> Beams::Step(const std::vector<Candidate>& candidates) {
   ++length_;
   const auto num_beams = static_cast<size_t>(options_.num_beams);
-  // Whether a candidate ends costs something to know; it matters if it may be a result or run on.
+  // Checking whether a candidate ends is not free, and only matters if it may be a result or
+  // continue.
   std::vector<size_t> best(candidates.size());
   std::iota(best.begin(), best.end(), size_t{0});
   std::stable_sort(best.begin(), best.end(), [&candidates](size_t a, size_t b) {
@@ -68,7 +69,7 @@ void Beams::KeepBestFinished() {
   std::vector<Sequence> pending = std::exchange(pending_, {});
   if (options_.early_stopping == EarlyStopping::kWhenFull && is_full()) return;
   for (Sequence& sequence : pending) finished_.push_back(std::move(sequence));
-  // Stable: of equals the earlier stays.
+  // The sort is stable: of equal scores the earlier one stays first.
   std::stable_sort(finished_.begin(), finished_.end(),
                    [](const Sequence& a, const Sequence& b) { return a.score > b.score; });
   if (static_cast<int64_t>(finished_.size()) > options_.num_beams) {
@@ -78,7 +79,8 @@ void Beams::KeepBestFinished() {
 
 void Beams::CloseIfHopeless() {
   if (!is_full() || running_.empty()) return;
-  // The longest that the best running sequence may become counts where length is rewarded.
+  // If length is rewarded, compare the score at the greatest length that the best running sequence
+  // may reach.
   const bool at_best =
       options_.early_stopping == EarlyStopping::kNever && options_.length_penalty > 0;
   const double length = static_cast<double>(at_best ? options_.max_new_tokens : length_);

@@ -8,33 +8,33 @@
 
 namespace muster::models {
 
-// Beam search over one row, without the model: which sequences run on and which have ended. Pure.
+// Beam search over one row, without the model: which sequences continue and which have ended. Pure.
 class Beams {
  public:
   // A token that may follow a running sequence.
   struct Candidate {
     int64_t beam = 0;
     int64_t token = 0;
-    // Sum of the scores of the sequence with this token.
+    // The sum of the scores of the sequence with this token.
     double sum = 0;
   };
   struct Sequence {
     std::vector<int64_t> tokens;
-    // Of a running one the sum, of a finished one that over length^length_penalty.
+    // For a running sequence the sum, for a finished one the sum over length^length_penalty.
     double score = 0;
   };
 
   // `end_tokens`: as resolved from options and config.
   Beams(const GenerateOptions& options, std::vector<int64_t> end_tokens);
 
-  // How many candidates Step() wants.
+  // The number of candidates that Step() needs.
   int64_t num_candidates() const;
-  // At first one, of no tokens; then num_beams, or fewer where rules leave fewer candidates or more
-  // of them end. Best first.
+  // At first one sequence without tokens; then num_beams, or fewer if rules leave fewer candidates
+  // or more of them end. Best first.
   const std::vector<Sequence>& running() const { return running_; }
   // Takes num_candidates() tokens after the running sequences: the best, best first, or as they
-  // were drawn. Those of the first num_beams that end become results. Returns for each sequence
-  // that runs on the one that it continues.
+  // were drawn. Sequences among the first num_beams that end become results. Returns for each
+  // sequence that continues the index of the one that it extends.
   std::vector<int64_t> Step(const std::vector<Candidate>& candidates);
   bool is_done() const;
   // Best first.
@@ -53,7 +53,7 @@ class Beams {
   bool is_closed_ = false;
   std::vector<Sequence> running_;
   std::vector<Sequence> finished_;
-  // Ended in the step that is being taken.
+  // The sequences that ended in the current step.
   std::vector<Sequence> pending_;
 };
 

@@ -16,7 +16,7 @@
 namespace muster::models {
 namespace {
 
-// An empty module between a parent and the modules that the files have under it.
+// Adds an empty module between a parent and the modules that have its name in the files.
 std::shared_ptr<torch::nn::Module> Level(torch::nn::Module& parent, const std::string& name) {
   return parent.register_module(name, std::make_shared<torch::nn::Module>(name));
 }
@@ -85,7 +85,7 @@ at::Tensor BertImpl::forward(const TextBatch& batch, bool activation_checkpointi
                                    : at::arange(ids.size(1), ids.options()).unsqueeze(0);
   const at::Tensor types =
       batch.token_type_ids.defined() ? batch.token_type_ids : at::zeros_like(ids);
-  // In transformers' order, so that sums round alike.
+  // In transformers' order, so that sums are rounded in the same way.
   const at::Tensor sum =
       word_embeddings(ids) + token_type_embeddings_(types) + position_embeddings_(positions);
   at::Tensor x = Dropout(norm_(sum), dropout_, is_training());
@@ -115,15 +115,15 @@ BertForMaskedLMImpl::BertForMaskedLMImpl(const BertConfig& config)
   transform_ = transform->register_module("dense", Linear(width, width, true));
   transform_norm_ =
       transform->register_module("LayerNorm", LayerNorm(width, config.layer_norm_eps));
-  // The bias has the shape and place of a weight that layers make, and the files' own name.
+  // The bias has the shape and place of a weight that layers make, and the name from the files.
   bias_ = at::zeros({config.vocab_size}, transform_->weight.options().requires_grad(false));
   if (config.tie_word_embeddings) {
     bias_ = predictions->register_parameter("bias", bias_);
     return;
   }
-  // A head that is not tied has its own bias, and this one is for the files alone (IsUnused). As a
-  // buffer it takes no part in training, and optimizers count the parameters as they did when
-  // Muster did not keep it: the state of one in an older checkpoint goes by their numbers.
+  // An untied head has its own bias, and this one only serves the files (IsUnused). As a buffer it
+  // takes no part in training, and optimizers number the parameters as they did before Muster kept
+  // it: the states in older checkpoints depend on these numbers.
   bias_ = predictions->register_buffer("bias", bias_);
   decoder_ = predictions->register_module("decoder", Linear(width, config.vocab_size, true));
 }

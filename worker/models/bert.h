@@ -46,13 +46,13 @@ class BertLayerImpl : public torch::nn::Module {
 };
 TORCH_MODULE(BertLayer);
 
-// Embeddings and layers; with `has_pooler` what a classifier starts from.
+// The embeddings and layers; with `has_pooler` also the input of a classifier.
 class BertImpl : public torch::nn::Module {
  public:
   BertImpl(const BertConfig& config, bool has_pooler);
-  // [B, T, width].
+  // Returns [B, T, width].
   at::Tensor forward(const TextBatch& batch, bool activation_checkpointing);
-  // Of the first token: hidden [B, T, width] to [B, width].
+  // Pools the first token: hidden [B, T, width] to [B, width].
   at::Tensor Pool(const at::Tensor& hidden);
 
   Embedding word_embeddings{nullptr};
@@ -74,7 +74,7 @@ class BertModelImpl : public TextModelImpl {
   Bert bert_{nullptr};
 };
 
-// Predicts masked tokens. The loss holds the logits at each position against its label.
+// Predicts masked tokens. The loss compares the logits at each position with its label.
 class BertForMaskedLMImpl : public BertModelImpl, public HasOptionalTensors {
  public:
   explicit BertForMaskedLMImpl(const BertConfig& config);
@@ -85,12 +85,12 @@ class BertForMaskedLMImpl : public BertModelImpl, public HasOptionalTensors {
  private:
   Linear transform_{nullptr};
   LayerNorm transform_norm_{nullptr};
-  Linear decoder_{nullptr};  // of a head that is not tied
-  at::Tensor bias_;          // of one that is; otherwise a buffer for the files
+  Linear decoder_{nullptr};  // for a head that is not tied
+  at::Tensor bias_;          // for a tied head; otherwise a buffer for the files
 };
 TORCH_MODULE(BertForMaskedLM);
 
-// Classifies rows. What the labels mean follows from the config, or from each batch for itself
+// Classifies rows. The meaning of the labels follows from the config, or from each batch separately
 // (BertConfig::Problem).
 class BertForSequenceClassificationImpl : public BertModelImpl {
  public:

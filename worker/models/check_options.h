@@ -10,12 +10,12 @@
 
 namespace muster::models {
 
-// INVALID_ARGUMENT for options that Generate() refuses for any model and prompt, so that programs
-// can report them before they load a large model. stop_strings need a tokenizer.
+// Returns INVALID_ARGUMENT for options that Generate() refuses for any model and prompt, so that
+// programs can report them before they load a large model. stop_strings need a tokenizer.
 absl::Status CheckOptions(const GenerateOptions& options);
 
-// INVALID_ARGUMENT if `prompt` ("a prompt of"), which has `length` tokens, and the new ones are
-// more than the model's positions.
+// Returns INVALID_ARGUMENT if `prompt` ("a prompt of"), which has `length` tokens, and the new
+// tokens exceed the model's positions.
 absl::Status CheckContext(const ModelConfig& config, absl::string_view prompt, int64_t length,
                           const GenerateOptions& options);
 

@@ -16,7 +16,7 @@ namespace muster::models {
 DecoderPass DecoderPass::To(const at::Device& device) const {
   DecoderPass moved = *this;
   moved.rotation = rotation.To(device);
-  // Layers with one window have one mask.
+  // Layers with the same window share one mask.
   std::map<const void*, AttentionMask> known;
   for (AttentionMask& mask : moved.masks) {
     const auto [found, is_new] = known.try_emplace(mask.mask.unsafeGetTensorImpl());
@@ -110,7 +110,7 @@ DecoderImpl::Output DecoderImpl::forward(const TextBatch& batch, DecoderPass com
     const at::Device device = layer->device();
     const DecoderPass& pass = passes.On(device);
     x = MovedTo(x, device);
-    // A second run would extend a cache again.
+    // With a cache there is no second run, which would extend the cache again.
     DecoderLayerImpl::Output next = pass.activation_checkpointing
                                         ? activation_checkpoint(layer, x, pass)
                                     : pass.cache == nullptr ? call(layer, x, pass)

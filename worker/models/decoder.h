@@ -16,10 +16,10 @@
 
 namespace muster::models {
 
-// Llama, Mistral, Mixtral and Qwen2: one decoder. DecoderConfig says in what they differ; modules
-// have the names of their files on the Hub.
+// Llama, Mistral, Mixtral and Qwen2: one decoder. DecoderConfig has the differences between them;
+// modules have the names of their files on the Hub.
 
-// What all layers of one forward pass share.
+// The data that all layers of one forward pass share.
 struct DecoderPass {
   Rotation rotation = {};
   // For each layer.
@@ -37,7 +37,7 @@ class DecoderAttentionImpl : public torch::nn::Module {
  public:
   DecoderAttentionImpl(const DecoderConfig& config, int64_t layer);
   at::Tensor forward(const at::Tensor& x, const DecoderPass& pass);
-  // Where its keys and values are.
+  // The device of its keys and values.
   at::Device device() const { return k_proj_->weight.device(); }
 
  private:
@@ -63,7 +63,7 @@ class DecoderLayerImpl : public torch::nn::Module {
  private:
   RmsNorm input_layernorm_{nullptr}, post_attention_layernorm_{nullptr};
   DecoderAttention self_attn_{nullptr};
-  // One of them.
+  // Exactly one of these.
   GatedMlp mlp_{nullptr};
   SparseExperts experts_{nullptr};
 };
@@ -75,12 +75,12 @@ class DecoderImpl : public torch::nn::Module {
   explicit DecoderImpl(const DecoderConfig& config);
   struct Output {
     at::Tensor x = {};  // of the last layer, normed: [B, T, width]
-    // Of each layer of a mixture of experts.
+    // For each layer of a mixture of experts.
     std::vector<at::Tensor> router_logits = {};
   };
-  // `common` as the caller wants it; the rest of it is filled in here.
+  // `common`: as the caller sets it; the rest of it is filled in here.
   Output forward(const TextBatch& batch, DecoderPass common);
-  // Of the keys and values of each layer.
+  // The options of the keys and values of each layer.
   std::vector<at::TensorOptions> CacheOptions() const;
 
   Embedding embed_tokens{nullptr};
@@ -95,7 +95,7 @@ TORCH_MODULE(Decoder);
 
 class DecoderForCausalLMImpl : public CausalLmImpl {
  public:
-  // Without values; see InitWeights(). Throws c10::Error for a config that is not valid.
+  // Creates the model without values; see InitWeights(). Throws c10::Error for an invalid config.
   explicit DecoderForCausalLMImpl(const DecoderConfig& config);
 
   KvCache NewCache(int64_t batch, int64_t capacity) const override;

@@ -5,7 +5,7 @@
 
 namespace muster::models {
 
-// Most rows for which the kernel for few rows (few_rows_linear.h) is worth it.
+// The most rows for which the kernel for few rows (few_rows_linear.h) is worth it.
 inline constexpr int64_t kFewRows = 8;
 
 }  // namespace muster::models

@@ -17,7 +17,7 @@
 namespace muster::models {
 namespace {
 
-// Smaller weights are in a cache, where there is nothing to gain.
+// Smaller weights stay in a cache, so that there is nothing to gain.
 constexpr int64_t kSmallWeight = int64_t{1} << 14;
 
 at::Tensor FewRowsLinear(const at::Tensor& x, const at::Tensor& weight,
@@ -36,8 +36,8 @@ at::Tensor FewRowsLinear(const at::Tensor& x, const at::Tensor& weight,
       .y = y.mutable_data_ptr<float>()};
   const bool is_float = weight.scalar_type() == c10::kFloat;
   const auto* const data = static_cast<const char*>(weight.const_data_ptr());
-  // LibTorch's own threads, by the one exported function that runs a loop on them: parallel_for in
-  // our code would need an OpenMP runtime beside the one that LibTorch brings.
+  // Uses LibTorch's own threads, through the one exported function that runs a loop on them:
+  // parallel_for in our code would need an OpenMP runtime beside LibTorch's.
   at::Tensor first = y.select(0, 0);
   auto iterator = at::TensorIteratorConfig()
                       .check_all_same_dtype(false)
@@ -47,8 +47,8 @@ at::Tensor FewRowsLinear(const at::Tensor& x, const at::Tensor& weight,
                       .build();
   const int64_t grain = std::max<int64_t>(1, kSmallWeight / in);
   const char* const start = static_cast<const char*>(first.const_data_ptr());
-  // The loop of two dimensions is the exported one; the second has the size 1 here, or is a part
-  // of the first.
+  // Only the loop of two dimensions is exported; here the second one has size 1, or is a part of
+  // the first.
   const auto multiply = [&](char** at, const int64_t* strides, int64_t count, int64_t times) {
     for (int64_t i = 0; i < times; ++i) {
       const int64_t begin = (at[0] + i * strides[1] - start) / static_cast<int64_t>(sizeof(float));
@@ -65,8 +65,8 @@ at::Tensor FewRowsLinear(const at::Tensor& x, const at::Tensor& weight,
   return y.view(shape).to(x.scalar_type());
 }
 
-// An operator, so that weights whose memory is not always there (worker/parallel/paged_storage.h)
-// are fetched for it as for any other.
+// An operator, so that weights whose memory is not always present (worker/parallel/paged_storage.h)
+// are fetched as for any other operator.
 TORCH_LIBRARY(muster, library) {
   library.def("few_rows_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
 }

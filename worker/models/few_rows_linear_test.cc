@@ -30,7 +30,7 @@ TEST(LinearOf, FewRows_AreLibTorchsWithinRounding) {
   }
 }
 
-// What one row says depends on no other, nor on the threads.
+// The output of a row depends neither on other rows nor on the threads.
 TEST(LinearOf, NumberOfRowsAndThreads_ChangesNothing) {
   const at::NoGradGuard no_grad;
   const at::Tensor x = at::randn({7, 256}), weight = at::randn({1000, 256});

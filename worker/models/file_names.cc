@@ -11,23 +11,23 @@
 namespace muster::models {
 namespace {
 
-// Whether `part` is the name, or its last parts.
+// Whether `part` is the whole name or its last components.
 bool EndsWithPart(absl::string_view name, absl::string_view part) {
   return absl::ConsumeSuffix(&name, part) && (name.empty() || absl::EndsWith(name, "."));
 }
 
 std::string NameInDecoder(const DecoderConfig& config, const std::string& name_in_file) {
-  // Older files hold the frequencies of the rotation.
+  // Older files contain the frequencies of the rotation.
   if (EndsWithPart(name_in_file, "rotary_emb.inv_freq")) return "";
   if (name_in_file == "lm_head.weight") return config.tie_word_embeddings ? "" : name_in_file;
-  // As the model in the memory of transformers 5 has it.
+  // The layout of transformers 5's models in memory.
   const std::string mlp = ".mlp.";
   const size_t at = name_in_file.find(mlp);
   if (config.num_experts > 0 && at != std::string::npos) {
     return NameInDecoder(config, absl::StrCat(name_in_file.substr(0, at), ".block_sparse_moe.",
                                               name_in_file.substr(at + mlp.size())));
   }
-  // Files of the decoder without its head.
+  // Names in files of the decoder without its head.
   if (absl::StartsWith(name_in_file, "embed_tokens.") ||
       absl::StartsWith(name_in_file, "layers.") || absl::StartsWith(name_in_file, "norm.")) {
     return absl::StrCat("model.", name_in_file);
@@ -37,11 +37,11 @@ std::string NameInDecoder(const DecoderConfig& config, const std::string& name_i
 
 std::string NameInGpt2(const Gpt2Config& config, const std::string& name_in_file) {
   if (name_in_file == "lm_head.weight") return config.tie_word_embeddings ? "" : name_in_file;
-  // Older files hold the causal mask.
+  // Older files contain the causal mask.
   if (EndsWithPart(name_in_file, "attn.bias") || EndsWithPart(name_in_file, "attn.masked_bias")) {
     return "";
   }
-  // OpenAI's own names have no prefix.
+  // OpenAI's original names have no prefix.
   return absl::StartsWith(name_in_file, "transformer.")
              ? name_in_file
              : absl::StrCat("transformer.", name_in_file);
@@ -55,14 +55,13 @@ std::string NameInBert(const BertConfig& config, const std::string& name_in_file
                     absl::StartsWith(name_in_file, "pooler."))) {
     return "";
   }
-  // A tied head has the bias beside the decoder, written twice; of one that is not tied, both are
-  // there (IsUnused).
+  // A tied head has its bias beside the decoder, written twice; an untied one has both (IsUnused).
   if (is_masked && absl::StartsWith(name_in_file, "cls.predictions.decoder.")) {
     return config.tie_word_embeddings ? "" : name_in_file;
   }
   if (EndsWithPart(name_in_file, "embeddings.position_ids")) return "";
   std::string name = WithoutGammaAndBeta(name_in_file);
-  // Files of the encoder without a head.
+  // Names in files of the encoder without a head.
   for (const char* const part : {"embeddings.", "encoder.", "pooler."}) {
     if (absl::StartsWith(name, part)) return absl::StrCat("bert.", name);
   }
@@ -120,7 +119,7 @@ std::vector<std::pair<std::string, std::string>> TiedHeads(const ModelConfig& co
   if (std::holds_alternative<Gpt2Config>(config)) {
     return {{"lm_head.weight", "transformer.wte.weight"}};
   }
-  // A classifier has no such head: what a file has of one is left over.
+  // A classifier has no such head: a file's tensors of one are ignored.
   if (Common(config).architecture != Architecture::kBertForMaskedLM) return {};
   return {{"cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"},
           {"cls.predictions.decoder.bias", "cls.predictions.bias"}};

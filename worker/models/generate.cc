@@ -30,7 +30,7 @@
 namespace muster::models {
 namespace {
 
-// Evaluation mode of all modules for as long as it lives; then each has the mode that it had.
+// Puts all modules into evaluation mode while it lives, and restores the mode of each afterwards.
 class ScopedEvaluation {
  public:
   explicit ScopedEvaluation(torch::nn::Module& model)
@@ -43,7 +43,7 @@ class ScopedEvaluation {
   }
   ~ScopedEvaluation() {
     if (!any_was_training_) return;
-    // train() is for all children, too: they come after their parents.
+    // train() sets all children, too: these come after their parents.
     model_.train(was_training_);
     for (const auto& [part, was_training] : parts_) {
       if (part->is_training() != was_training) part->train(was_training);
@@ -59,7 +59,7 @@ class ScopedEvaluation {
   std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> parts_;
 };
 
-// Options with what the config says in place of what they leave open.
+// The options, with the config's values for those that are not set.
 struct Resolved {
   std::vector<int64_t> end_tokens;
   int64_t padding = 0;
@@ -118,7 +118,7 @@ void CheckWith(const ModelConfig& config, const at::Tensor& input_ids,
   TORCH_CHECK_VALUE(fits.ok(), fits.message());
 }
 
-// One uniform number in [0, 1) after another, for each row its own.
+// Draws uniform numbers in [0, 1), for each row from its own sequence.
 class Draws {
  public:
   Draws(uint64_t seed, int64_t rows) {
@@ -128,10 +128,10 @@ class Draws {
       engines_.emplace_back(mixed);
     }
   }
-  // [rows, 1] float64.
+  // Returns [rows, 1] float64.
   at::Tensor Next() {
     std::vector<double> numbers;
-    // 53 bits, as many as a double has; the standard's distribution may give 1.
+    // 53 bits, as many as a double has; the standard's distribution may return 1.
     for (auto& engine : engines_) {
       numbers.push_back(static_cast<double>(engine() >> 11) * 0x1.0p-53);
     }
@@ -148,7 +148,7 @@ std::vector<int64_t> ToVector(const at::Tensor& ids) {
   return {data, data + on_cpu.numel()};
 }
 
-// `best`: of each row, on the CPU. There is a best of scores that are infinite, but they have no
+// `best`: the best score of each row, on the CPU. Infinite scores have a best one, but no
 // probabilities.
 void CheckScores(const at::Tensor& best, int64_t step, bool needs_finite = false) {
   const at::Tensor bad = needs_finite ? best.isfinite().logical_not() : best.isnan();
@@ -157,21 +157,23 @@ void CheckScores(const at::Tensor& best, int64_t step, bool needs_finite = false
               " are not numbers: its weights or its type are at fault");
 }
 
-// A token that a rule has removed is never the best of the rest.
+// Thrown if only tokens that a rule has removed are left.
 void ThrowNoTokenLeft(int64_t step, size_t row) {
   TORCH_CHECK(false, "the rules leave no token for new token ", step, " of row ", row,
               ": lower min_new_tokens or min_length, raise no_repeat_ngram_size or temperature, or "
               "suppress fewer tokens");
 }
 
-// `has_probabilities`: whether the scores of the row have some, by which a token is drawn.
+// `has_probabilities`: whether the scores of the row can be turned into probabilities, from which a
+// token is drawn.
 void CheckProbabilities(bool has_probabilities, int64_t step, size_t row) {
   TORCH_CHECK(has_probabilities, "the probabilities of new token ", step, " of row ", row,
               " are not numbers, because a score is infinite: the model's weights or its type are "
               "at fault, temperature is too low, or a penalty is too strong");
 }
 
-// [rows, 1]: the index of one number of each row of `sums`, the running sums of what is likely.
+// Returns [rows, 1]: the index of one drawn number of each row of `sums`, the running sums of
+// probabilities.
 at::Tensor Drawn(const at::Tensor& sums, Draws* draws) {
   const at::Tensor total = sums.narrow(-1, sums.size(-1) - 1, 1);
   return at::searchsorted(sums, draws->Next().to(sums.device()) * total, /*out_int32=*/false,
@@ -200,7 +202,7 @@ std::vector<int64_t> Choose(const GenerateOptions& options, const at::Tensor& sc
   return ToVector(Drawn(sums, draws));
 }
 
-// Tokens and lengths.
+// Pads the rows, and sets their lengths.
 Generated Padded(const std::vector<std::vector<int64_t>>& rows, int64_t padding) {
   size_t longest = 0;
   for (const auto& row : rows) longest = std::max(longest, row.size());
@@ -255,7 +257,7 @@ Generated Walk(PromptReader& reader, const GenerateOptions& options, const Resol
   return out;
 }
 
-// [rows, count]: indices drawn from `scores` without any twice.
+// Returns [rows, count]: indices drawn from `scores` without repetition.
 at::Tensor DrawnOnce(const at::Tensor& scores, int64_t count, Draws* draws) {
   // A row without candidates has no probabilities.
   at::Tensor likely = at::softmax(scores, -1, c10::kDouble).nan_to_num(0);
@@ -267,15 +269,16 @@ at::Tensor DrawnOnce(const at::Tensor& scores, int64_t count, Draws* draws) {
   return at::cat(drawn, -1);
 }
 
-// The tokens that may follow each row's running sequences, the best of them, best first, or with
-// `draws` so many drawn, without those that a rule has removed. `scores` [B * beams, vocabulary].
+// Returns the candidates for each row after its running sequences, without tokens that a rule has
+// removed: the best ones, best first, or, with `draws`, as many drawn ones. `scores` [B * beams,
+// vocabulary].
 std::vector<std::vector<Beams::Candidate>> Candidates(const std::vector<Beams>& searches,
                                                       const at::Tensor& scores, int64_t num_beams,
                                                       Draws* draws, int64_t step) {
   const int64_t vocabulary = scores.size(1);
   std::vector<float> sums;
   for (const Beams& search : searches) {
-    // A row that is done, or has fewer sequences than its place, fills up with hopeless ones.
+    // A row that is done, or has fewer sequences than beams, is filled up with hopeless ones.
     for (int64_t beam = 0; beam < num_beams; ++beam) {
       const bool runs = beam < static_cast<int64_t>(search.running().size());
       sums.push_back(runs ? static_cast<float>(search.running()[beam].score)
@@ -287,7 +290,7 @@ std::vector<std::vector<Beams::Candidate>> Candidates(const std::vector<Beams>& 
   if (draws != nullptr) {
     const at::Tensor best = total.amax(-1).cpu();
     for (size_t row = 0; row < searches.size(); ++row) {
-      // Minus infinity: nothing is left to draw.
+      // Minus infinity is allowed: nothing is left to draw.
       const bool has_probabilities =
           best.const_data_ptr<float>()[row] < std::numeric_limits<float>::infinity();
       CheckProbabilities(searches[row].is_done() || has_probabilities, step, row);
@@ -300,7 +303,7 @@ std::vector<std::vector<Beams::Candidate>> Candidates(const std::vector<Beams>& 
   const std::vector<int64_t> places = ToVector(index);
   std::vector<std::vector<Beams::Candidate>> out(searches.size());
   for (size_t row = 0; row < searches.size(); ++row) {
-    // Draws from a row of which nothing is left give its last place again.
+    // If nothing is left in a row, draws repeat its last place.
     std::set<int64_t> drawn;
     for (int64_t i = 0; i < wanted; ++i) {
       const size_t at = row * static_cast<size_t>(wanted) + static_cast<size_t>(i);
@@ -334,7 +337,7 @@ Generated ReturnBest(const std::vector<Beams>& searches, const GenerateOptions& 
   return out;
 }
 
-// Log-probabilities; those of a row of which nothing is left stay.
+// Returns log-probabilities; rows in which nothing is left stay unchanged.
 at::Tensor Renormalized(const at::Tensor& scores) {
   const at::Tensor out = at::log_softmax(scores, -1);
   return at::where(out.isnan(), scores, out);
@@ -364,7 +367,7 @@ Generated Search(PromptReader& reader, const GenerateOptions& options, const Res
     }
     CheckScores(logits.amax(-1).cpu(), step, /*needs_finite=*/true);
     at::Tensor scores = ApplyRules(options.rules, at::log_softmax(logits, -1), rows, step);
-    // As in transformers, enough stay for one that runs on.
+    // As in transformers, keep enough tokens for one sequence to continue.
     if (options.do_sample) scores = ApplySamplingRules(options.rules, scores, min_kept);
     if (options.rules.renormalize_logits) scores = Renormalized(scores);
     const auto candidates =
@@ -422,7 +425,7 @@ Generated Generate(CausalLmImpl& model, const at::Tensor& input_ids,
   GenerateOptions complete = options;
   complete.rules.end_tokens = resolved.end_tokens;
   complete.rules.max_new_tokens = options.max_new_tokens;
-  // As in transformers the one replaces the other.
+  // As in transformers, min_new_tokens replaces min_length.
   if (complete.rules.min_new_tokens > 0) complete.rules.min_length = 0;
   PromptReader reader(model, input_ids, attention_mask, options.max_new_tokens,
                       options.prefill_chunk_size, options.run_idle_experts);

@@ -60,8 +60,9 @@ struct GenerateOptions {
   // step. muster::generate sets it for prepared models.
   bool run_idle_experts = false;
   // The most positions of a prompt that the model reads in one pass; 0: all of them. A longer
-  // prompt is read in several, in which activations take less memory, and each of which uses all
-  // weights: raise it where those come from a disk or a host to a fast GPU. See PrefillChunk().
+  // prompt is read in several passes, in which activations take less memory, and each of which uses
+  // all weights: raise it if the weights come from a disk, or from a host to a fast GPU. See
+  // PrefillChunk().
   int64_t prefill_chunk_size = 2048;
   // Let prompt and new tokens exceed the positions that the model was trained for (only with rotary
   // positions).

@@ -42,7 +42,7 @@ std::string ErrorOf(const std::function<void()>& function) {
 constexpr const char* kFamilies[] = {"gpt2_shared", "llama_rope_llama3_shared", "mixtral_4_shared",
                                      "qwen2_sliding_shared"};
 
-// A cache, one token at a time, says what a forward pass over the whole says.
+// Generation with a cache, token by token, equals a forward pass over the whole.
 TEST(Generate, WithACache_SaysWhatAForwardPassOverTheWholeSays) {
   for (const char* const family : kFamilies) {
     SCOPED_TRACE(family);
@@ -58,7 +58,7 @@ TEST(Generate, WithACache_SaysWhatAForwardPassOverTheWholeSays) {
   }
 }
 
-// Chunks that divide windows and padding, and of which the last is shorter.
+// Chunks that divide windows and padding; the last one is shorter.
 TEST(Generate, PromptInChunks_SaysWhatItSaysInOnePass) {
   const at::Tensor ids =
       at::tensor({0, 0, 0, 0, 0, 7, 8, 1, 2, 3, 4, 5, 9, 6, 11, 13}, c10::kLong).view({2, 8});
@@ -90,7 +90,7 @@ TEST(Generate, PromptInChunks_SaysWhatItSaysInOnePass) {
   }
 }
 
-// Their positions depend on the length of the prompt: chunks would have others.
+// The positions depend on the length of the prompt, which differs for a chunk.
 TEST(Generate, StretchedPositionsInChunks_AreThoseOfOnePass) {
   DecoderConfig config;
   config.vocab_size = 40;
@@ -119,7 +119,7 @@ TEST(Generate, PaddedRow_SaysWhatItSaysAlone) {
     const at::Tensor ids = at::tensor({0, 0, 0, 7, 8, 1, 2, 3, 4, 5}, c10::kLong).view({2, 5});
     const at::Tensor mask = at::tensor({0, 0, 0, 1, 1, 1, 1, 1, 1, 1}, c10::kLong).view({2, 5});
     for (const bool sample : {false, true}) {
-      // The rules that look at the row, and draws, do not see padding either.
+      // Rules that look at the row, and draws, ignore padding, too.
       const GenerateOptions options = {
           .max_new_tokens = 6,
           .rules = {.repetition_penalty = 1.3, .no_repeat_ngram_size = 2},
@@ -131,7 +131,7 @@ TEST(Generate, PaddedRow_SaysWhatItSaysAlone) {
   }
 }
 
-// Every token but one is an end token, and none of those may come yet.
+// Every token except one is an end token, and no end token may come yet.
 TEST(Generate, TokensThatRulesRemove_EndNoBeam) {
   CausalLm model = Recorded("gpt2_shared");
   std::vector<int64_t> ends;
@@ -151,8 +151,8 @@ TEST(Generate, TokensThatRulesRemove_EndNoBeam) {
   EXPECT_EQ(got.scores[1].item<float>(), -std::numeric_limits<float>::infinity());
 }
 
-// Two candidates are left in the first step, one of them the last of the vocabulary; eight are
-// drawn.
+// Two candidates are left in the first step, one of them the last token of the vocabulary; eight
+// are drawn.
 TEST(Generate, DrawnBeams_AreNotDrawnTwice) {
   CausalLm model = Recorded("gpt2_shared");
   const int64_t last = Common(model->config()).vocab_size - 1;
@@ -205,7 +205,7 @@ TEST(Generate, Seed_DeterminesWhatIsDrawn) {
   EXPECT_FALSE(at::equal(draw(7), draw(8)));
 }
 
-// The shares of 4000 draws of one token against its probabilities.
+// Compares the shares of 4000 draws of one token with its probabilities.
 TEST(Generate, Draws_FollowTheProbabilities) {
   CausalLm model = Recorded("gpt2_shared");
   constexpr int64_t kDraws = 4000;
@@ -235,7 +235,7 @@ TEST(Generate, Seed_DeterminesWhichBeamsAreDrawn) {
   const at::Tensor row = Ids({1, 2, 3});
   EXPECT_TRUE(at::equal(draw(row, 7), draw(row, 7)));
   EXPECT_FALSE(at::equal(draw(row, 7), draw(row, 8)));
-  // What a row says does not depend on the others.
+  // The output of a row does not depend on the others.
   const at::Tensor both = draw(at::cat({row, Ids({9, 9, 9})}), 7);
   EXPECT_TRUE(at::equal(both[0], draw(row, 7)[0]));
 }
@@ -291,7 +291,7 @@ TEST(Generate, PartInAnotherMode_KeepsIt) {
   for (const bool root : {true, false}) {
     SCOPED_TRACE(root);
     model->train(root);
-    // A part with parts of its own, of which one has the root's mode again.
+    // A part that has parts, one of which has the root's mode again.
     const auto parts = model->modules(/*include_self=*/false);
     const auto part = std::find_if(parts.begin(), parts.end(), [](const auto& candidate) {
       return !candidate->children().empty();
@@ -381,14 +381,14 @@ TEST(Generate, LogitsThatAreNotNumbers_AreAnErrorNotTokens) {
       std::string::npos);
 }
 
-// The best of them is a token, but none can be drawn, and beams have no sums.
+// The best score belongs to a token, but none can be drawn, and beams have no sums.
 TEST(Generate, InfiniteLogits_AreAnErrorWhereProbabilitiesCount) {
   CausalLm model = Recorded("gpt2_shared");
   {
     const at::NoGradGuard no_grad;
     model->named_parameters()["transformer.ln_f.weight"].fill_(0);
     model->named_parameters()["transformer.ln_f.bias"].fill_(1);
-    // Of the head, too. No row holds it.
+    // The head's weight, too. No row contains the token.
     model->named_parameters()["transformer.wte.weight"][7].fill_(
         std::numeric_limits<float>::infinity());
   }
@@ -462,7 +462,7 @@ TEST(Generate, EndedRowThatHasNothingLeft_IsNoError) {
 
 TEST(Beams, DrawnCandidates_RunOnByTheirSumsAndEndByTheirPlaces) {
   Beams beams({.max_new_tokens = 9, .num_beams = 2}, {0});
-  // Of the end tokens, the second is not among the first two that were drawn.
+  // The second of the end tokens is not among the first two that were drawn.
   EXPECT_EQ(beams.Step({{.beam = 0, .token = 5, .sum = -3},
                         {.beam = 0, .token = 0, .sum = -4},
                         {.beam = 0, .token = 6, .sum = -1},
@@ -476,10 +476,10 @@ TEST(Beams, DrawnCandidates_RunOnByTheirSumsAndEndByTheirPlaces) {
   EXPECT_EQ(beams.finished()[0].score, -4);
 }
 
-// Beam search against all sequences there are, where the beam is wide enough to lose none.
+// Compares a beam search with all possible sequences, if the beam is wide enough to lose none.
 TEST(Beams, WideEnough_FindTheBestSequenceOfAll) {
   constexpr int64_t kVocabulary = 3, kLength = 3;
-  // Besides the end token 0.
+  // In addition to the end token 0.
   const auto ends = [](const std::vector<int64_t>& tokens) {
     return tokens.size() == 2 && tokens[0] == 1 && tokens[1] == 2;
   };

@@ -47,7 +47,7 @@ const std::set<std::string, std::less<>>& HarmlessSettings() {
   return *settings;
 }
 
-// Settings that would, with the value at which they do not.
+// Settings that do, with the value at which they have no effect.
 const std::map<std::string, Json, std::less<>>& OffSettings() {
   static const auto* const settings = new std::map<std::string, Json, std::less<>>{
       {"diversity_penalty", 0.0}, {"guidance_scale", 1.0}, {"is_assistant", false},
@@ -56,7 +56,7 @@ const std::map<std::string, Json, std::less<>>& OffSettings() {
   return *settings;
 }
 
-// What only sampling looks at, so that files keep it beside do_sample false.
+// Settings that only sampling uses, so that files keep them beside "do_sample": false.
 const std::set<std::string, std::less<>>& SamplingSettings() {
   static const auto* const settings =
       new std::set<std::string, std::less<>>{"epsilon_cutoff", "eta_cutoff", "min_p", "temperature",
@@ -64,8 +64,8 @@ const std::set<std::string, std::less<>>& SamplingSettings() {
   return *settings;
 }
 
-// What files had in config.json before there was generation_config.json. End and padding tokens are
-// the model's (CommonConfig).
+// The settings that config.json contained before there was generation_config.json. End and padding
+// tokens belong to the model (CommonConfig).
 constexpr const char* kSettingsInConfigs[] = {"bad_words_ids",
                                               "begin_suppress_tokens",
                                               "diversity_penalty",
@@ -164,7 +164,7 @@ bool ToFlag(const Json& value, bool* to) {
   return true;
 }
 
-// Whether `name` is one of Muster's settings; `*valid`: and its value has a meaning.
+// Whether `name` is one of Muster's settings; `*valid`: whether its value is meaningful.
 bool Apply(const std::string& name, const Json& value, GenerateOptions* options, bool* valid) {
   ScoreRules& rules = options->rules;
   const std::map<std::string, int64_t*> counts = {
@@ -192,11 +192,11 @@ bool Apply(const std::string& name, const Json& value, GenerateOptions* options,
       {"forced_eos_token_id", &rules.forced_eos_token_id},
       {"suppress_tokens", &rules.suppress_tokens}};
   if (const auto count = counts.find(name); count != counts.end()) {
-    // The only one that transformers refuses at 0.
+    // The only count that transformers refuses if it is 0.
     *valid =
         ToCount(value, count->second) && (name != "max_new_tokens" || options->max_new_tokens > 0);
   } else if (const auto number = numbers.find(name); number != numbers.end()) {
-    // 0 would be Muster's word for none.
+    // Muster uses 0 for "no rule".
     *valid = ToNumber(value, number->second) && (name != "top_h" || rules.top_h > 0);
   } else if (const auto list = tokens.find(name); list != tokens.end()) {
     *valid = ToTokens(value, list->second);
@@ -250,7 +250,8 @@ absl::StatusOr<GenerateOptions> ParseGenerationConfig(absl::string_view json,
     return Invalid(source, "do_sample", parsed["do_sample"]);
   }
   options.do_sample = do_sample.value_or(options.do_sample);
-  // transformers counts the prompt in it; Muster's default counts what is new.
+  // "max_length" is skipped: in transformers it includes the prompt, while Muster's default counts
+  // new tokens.
   for (const auto& [name, value] : parsed.items()) {
     if (value.is_null() || name == "do_sample" || name == "max_length" ||
         HarmlessSettings().count(name) != 0)
@@ -261,16 +262,16 @@ absl::StatusOr<GenerateOptions> ParseGenerationConfig(absl::string_view json,
       if (!valid) return Invalid(source, name, value);
       continue;
     }
-    // How keys and values are kept is Muster's own affair, but not whether they are rounded.
+    // Muster decides how keys and values are kept, but not whether they are rounded.
     if (name == "cache_implementation" && value != "quantized") continue;
     const auto off = OffSettings().find(name);
     if (off != OffSettings().end() && value == off->second) continue;
     return absl::UnimplementedError(
         absl::StrCat(source, ": Muster does not have the setting \"", Printable(name), "\""));
   }
-  // transformers' default, for null too.
+  // transformers' default, also for null.
   if (options.do_sample && !is_given("top_k")) options.rules.top_k = 50;
-  // As in transformers.
+  // As in transformers, min_new_tokens replaces min_length.
   if (is_given("min_new_tokens")) options.rules.min_length = 0;
   const absl::Status valid = Guard([&] { CheckRules(options.rules); });
   if (!valid.ok()) {

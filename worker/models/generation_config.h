@@ -11,14 +11,15 @@
 
 namespace muster::models {
 
-// How the makers of a model want it to generate: FOLDER/generation_config.json, which transformers'
-// generate() starts from as well. If there is no such file, the settings of generation that
-// FOLDER/config.json has, as older files do; else the defaults of GenerateOptions. A setting that
-// would change what is generated and that Muster does not have is refused by name. `do_sample`
-// counts instead of the file's: a temperature, top_k, top_p or min_p beside "do_sample": false is
-// that of a caller who samples, and top_k is 50 unless the file says otherwise. Without sampling,
-// nobody looks at the settings of sampling, valid or not. `max_new_tokens` counts if the file has
-// none. Errors: INVALID_ARGUMENT, UNIMPLEMENTED "FILE: FIELD ...".
+// Returns the generation settings that a model's makers recommend: those of
+// FOLDER/generation_config.json, which transformers' generate() starts from as well. If there is no
+// such file, the settings of generation in FOLDER/config.json, as in older folders; else the
+// defaults of GenerateOptions. A setting that would change what is generated and that Muster does
+// not have is refused by name. `do_sample` replaces the file's: a temperature, top_k, top_p or
+// min_p beside "do_sample": false is meant for callers who sample, and top_k is 50 unless the file
+// says otherwise. Without sampling, the settings of sampling are not read, valid or not.
+// `max_new_tokens` is used if the file has none. Errors: INVALID_ARGUMENT, UNIMPLEMENTED "FILE:
+// FIELD ...".
 absl::StatusOr<GenerateOptions> ReadGenerationConfig(
     const std::string& folder, std::optional<bool> do_sample = std::nullopt,
     int64_t max_new_tokens = GenerateOptions().max_new_tokens);

@@ -107,7 +107,7 @@ TEST(ParseGenerationConfig, RulesForTokens_AreRead) {
   // As in transformers, the last of equal ones counts.
   EXPECT_EQ(rules.sequence_bias,
             (std::map<std::vector<int64_t>, double>{{{5}, 2.0}, {{5, 6}, -2.5}}));
-  // As in transformers, this one counts alone.
+  // As in transformers, min_new_tokens replaces min_length.
   const auto fresh = ParseGenerationConfig(R"({"min_length": 7, "min_new_tokens": 2})", "f");
   ASSERT_TRUE(fresh.ok()) << fresh.status();
   EXPECT_EQ(fresh->rules.min_length, 0);
@@ -125,7 +125,7 @@ TEST(ParseGenerationConfig, RulesForSampling_AreRead) {
   EXPECT_EQ(options->rules.eta_cutoff, 2e-3);
 }
 
-// transformers looks at them where it samples alone.
+// transformers looks at them only if it samples.
 TEST(ParseGenerationConfig, InvalidSettingsOfSampling_CountForWhoSamples) {
   const char* const json = R"({"do_sample": true, "top_p": 2.0, "top_k": "all", "top_h": 0.9})";
   EXPECT_FALSE(ParseGenerationConfig(json, "f").ok());
@@ -174,7 +174,7 @@ TEST(ParseGenerationConfig, WhatMusterDoesNotHave_IsRefusedByName) {
                   .ok());
 }
 
-// MUSTER_FUZZ_CASES says how many.
+// MUSTER_FUZZ_CASES sets the number.
 TEST(ParseGenerationConfig, DamagedTexts_AreErrorsOrValid) {
   int64_t cases = 20'000;
   if (const char* const wanted = std::getenv("MUSTER_FUZZ_CASES")) cases = std::atoll(wanted);
@@ -244,7 +244,7 @@ TEST(ReadGenerationConfig, WithoutTheFile_SettingsInConfigJsonCount) {
                 .message()
                 .find("config.json: Muster does not have the setting \"diversity_penalty\""),
             std::string::npos);
-  // It counts alone.
+  // The file replaces the settings in config.json.
   ASSERT_TRUE(WriteFileAtomically(folder.Path("generation_config.json"), "{}").ok());
   EXPECT_TRUE(ReadGenerationConfig(folder.path()).ok());
 }

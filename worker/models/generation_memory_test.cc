@@ -20,7 +20,7 @@
 namespace muster::models {
 namespace {
 
-// The most bytes of tensors that this thread has allocated at once since it was made.
+// The most bytes of tensors that this thread has had allocated at once since construction.
 class MostAllocated : public c10::MemoryReportingInfoBase {
  public:
   void reportMemoryUsage(void* /*ptr*/, int64_t bytes, size_t /*allocated*/, size_t /*reserved*/,
@@ -76,7 +76,7 @@ Gpt2Config Gpt2() {
   return gpt2;
 }
 
-// The models of all families, with what makes one layer or another the widest.
+// Returns models of all families, with different layers as the widest.
 std::vector<ModelConfig> Configs() {
   DecoderConfig grouped = Decoder();
   grouped.num_key_value_heads = 1;
@@ -97,7 +97,8 @@ std::vector<ModelConfig> Configs() {
   return {Decoder(), grouped, wide, heads, window, experts, Gpt2(), windows, laplace};
 }
 
-// Activations of several operations, which have more tensors at once in 16 bits.
+// Returns models with activations of several operations, which have more tensors at once in 16
+// bits.
 std::vector<ModelConfig> StepwiseConfigs() {
   std::vector<ModelConfig> configs;
   for (const Activation activation :
@@ -236,7 +237,7 @@ TEST(PlanGenerationMemory, Adapters_TakeAtMostWhatIsPlanned) {
   }
 }
 
-// PEFT's default: narrow layers, whose adapters take little.
+// PEFT's default: narrow layers, whose adapters take little memory.
 TEST(PlanGenerationMemory, AdaptersOfAttentionAlone_TakeWhatIsPlanned) {
   at::set_num_threads(1);
   DecoderConfig config = Decoder();
@@ -256,7 +257,7 @@ TEST(PlanGenerationMemory, AdaptersOfAttentionAlone_TakeWhatIsPlanned) {
   }
 }
 
-// Kernels for more rows copy the head in 16 bits, not those for few.
+// Kernels for more rows copy the head in 16 bits, those for few do not.
 TEST(PlanGenerationMemory, HeadOfManyRows_HasItsCopyIn16Bits) {
   DecoderConfig config = Decoder();
   config.vocab_size = 100'000;

@@ -79,7 +79,7 @@ at::Tensor Gpt2Impl::forward(const TextBatch& batch, KvCache* cache,
           ? batch.position_ids
           : at::arange(past, past + count, batch.input_ids.options()).unsqueeze(0);
   at::Tensor x = wte(batch.input_ids) + wpe_(positions);
-  // Types are tokens of the vocabulary here.
+  // Token types are tokens of the vocabulary here.
   if (batch.token_type_ids.defined()) x = x + wte(batch.token_type_ids);
   x = Dropout(x, dropout_, is_training());
   const auto move = [](const AttentionMask& from, const at::Device& to) { return from.To(to); };
@@ -94,7 +94,7 @@ at::Tensor Gpt2Impl::forward(const TextBatch& batch, KvCache* cache,
       x = activation_checkpoint(block, x, mask, cache);
     } else if (cache == nullptr) {
       x = call(block, x, mask, cache);
-    } else {  // which a second run would extend again
+    } else {  // a second run would extend the cache again
       x = block(x, mask, cache);
     }
   }

@@ -20,7 +20,7 @@ class Gpt2AttentionImpl : public torch::nn::Module {
  public:
   Gpt2AttentionImpl(const Gpt2Config& config, int64_t layer);
   at::Tensor forward(const at::Tensor& x, const AttentionMask& mask, KvCache* cache);
-  // Where its keys and values are.
+  // The device of its keys and values.
   at::Device device() const { return c_attn_->weight.device(); }
 
  private:
@@ -63,7 +63,7 @@ class Gpt2Impl : public torch::nn::Module {
  public:
   explicit Gpt2Impl(const Gpt2Config& config);
   at::Tensor forward(const TextBatch& batch, KvCache* cache, bool activation_checkpointing);
-  // Of the keys and values of each layer.
+  // The options of the keys and values of each layer.
   std::vector<at::TensorOptions> CacheOptions() const;
 
   Embedding wte{nullptr};
@@ -78,10 +78,10 @@ TORCH_MODULE(Gpt2);
 
 class Gpt2LMHeadModelImpl : public CausalLmImpl {
  public:
-  // Without values; see InitWeights(). Throws c10::Error for a config that is not valid.
+  // Creates the model without values; see InitWeights(). Throws c10::Error for an invalid config.
   explicit Gpt2LMHeadModelImpl(const Gpt2Config& config);
 
-  // The projections back into the residual stream are smaller the more of them there are.
+  // Projections back into the residual stream get smaller values the more of them there are.
   void InitWeights() override;
   KvCache NewCache(int64_t batch, int64_t capacity) const override;
 

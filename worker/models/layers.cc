@@ -70,12 +70,12 @@ void AdaptableLayer::AddAdapter(int64_t rank, double scale, double dropout) {
   TORCH_CHECK_VALUE(!has_adapter(), name(), " has an adapter already: merge it first");
   TORCH_CHECK_VALUE(rank > 0, "the rank of an adapter is ", rank, "; it must be at least 1");
   const int64_t in = weight.size(is_transposed_ ? 0 : 1), out = weight.size(is_transposed_ ? 1 : 0);
-  // PEFT's autocast_adapter_dtype: in 16 bits most updates of a small learning rate would round to
-  // nothing.
-  // A layer without values gets them later, from files that have none for the adapter.
+  // As PEFT's autocast_adapter_dtype: in 16 bits most updates with a small learning rate would be
+  // rounded away. A layer without values gets them later, from files that have none for the
+  // adapter.
   const ScopedWeights weights(weight.is_meta() ? c10::Device(c10::kCPU) : weight.device(),
                               c10::promoteTypes(weight.scalar_type(), c10::kFloat));
-  // Both or, where memory ends, none.
+  // Create both or, if memory runs out, neither.
   const auto a = std::make_shared<LinearImpl>(in, rank, false);
   const auto b = std::make_shared<LinearImpl>(rank, out, false);
   lora_a_ = register_module("lora_A", a);
@@ -113,7 +113,7 @@ at::Tensor AdaptableLayer::Adapted(const at::Tensor& x, at::Tensor y) const {
   if (!has_adapter()) return y;
   const at::Tensor input = x.to(lora_a_->weight.scalar_type());
   const at::Tensor low = LinearOf(Dropout(input, dropout_, is_training()), lora_a_->weight, {});
-  // Rounded once.
+  // Rounded only once.
   return (y + LinearOf(low, lora_b_->weight, {}) * scale_).to(y.scalar_type());
 }
 
@@ -185,10 +185,10 @@ RmsNormImpl::RmsNormImpl(int64_t width, double epsilon) : epsilon_(epsilon) {
 }
 
 at::Tensor RmsNormImpl::forward(const at::Tensor& x) const {
-  // One kernel for six, with the same roundings: a GPU that generates waits for its kernels to be
-  // launched. Gradients add up as in transformers only below.
+  // One kernel instead of six, with the same rounding: a GPU that generates waits for the launches
+  // of its kernels. Gradients add up as in transformers only with the code below.
   if (x.is_cuda() && !c10::GradMode::is_enabled()) {
-    // Autocast would leave it wide.
+    // Autocast would leave the result in the wide type.
     return weight * at::rms_norm(x, x.sizes().slice(x.dim() - 1), /*weight=*/{}, epsilon_)
                         .to(x.scalar_type());
   }
@@ -217,7 +217,7 @@ at::Tensor Activate(Activation activation, const at::Tensor& x) {
       return at::gelu(x, "tanh");
     case Activation::kGeluNew:
       if (rounds) {
-        // One operation after another, since gradients are added in the reverse of their order.
+        // One operation after another, since gradients are added in reverse order.
         const at::Tensor half = 0.5 * x;
         const at::Tensor cube = 0.044715 * at::pow(x, 3.0);
         return half * (1.0 + at::tanh(tanh_scale * (x + cube)));
@@ -268,7 +268,7 @@ at::Tensor Dropout(const at::Tensor& x, double probability, bool training) {
 at::Tensor CrossEntropy(const at::Tensor& logits, const at::Tensor& labels) {
   const at::Tensor sum = at::cross_entropy_loss(logits.to(c10::kFloat), labels, /*weight=*/{},
                                                 at::Reduction::Sum, kIgnoredLabel);
-  // No synchronization with a GPU: without any label the sum is 0, and so is the quotient.
+  // Does not synchronize with a GPU: without any label the sum is 0, and so is the quotient.
   return sum / labels.ne(kIgnoredLabel).sum().clamp_min(1);
 }
 

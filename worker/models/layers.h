@@ -15,12 +15,12 @@
 
 namespace muster::models {
 
-// The layers that the models are made of. Names of parameters are those of the files on the Hub.
-// Unlike torch::nn's, a layer draws no random numbers when it is made: its weights have no values
-// until a checkpoint is loaded or the model's InitWeights() is called.
+// The layers that the models consist of. Names of parameters are those of the files on the Hub.
+// Unlike torch::nn's, a layer draws no random numbers when it is constructed: its weights have no
+// values until a checkpoint is loaded or the model's InitWeights() is called.
 
-// Where and in which type layers that are made on this thread have their weights. By default the
-// CPU, in float32.
+// The device and the type of the weights of layers that are constructed on this thread. By default
+// the CPU and float32.
 class ScopedWeights {
  public:
   ScopedWeights(c10::Device device, c10::ScalarType dtype);
@@ -33,21 +33,22 @@ class ScopedWeights {
   const c10::ScalarType dtype_;
 };
 
-// A linear layer that can get a low-rank adapter (LoRA, Hu et al., 2021): two layers lora_A
-// [rank, in] and lora_B [out, rank], whose product is added to its own result.
+// A linear layer that can get a low-rank adapter (LoRA, Hu et al., 2021): two layers lora_A [rank,
+// in] and lora_B [out, rank], whose product is added to its own result.
 class AdaptableLayer : public torch::nn::Module {
  public:
-  // Adds one: A uniform as torch initialises a linear layer, B zero, so that nothing changes yet.
-  // The adapter's result counts `scale` times; while training, `dropout` of its input is zero.
+  // Adds an adapter: A is uniform, as torch initialises a linear layer, and B zero, so that nothing
+  // changes yet. The adapter's result is multiplied by `scale`; in training, a share `dropout` of
+  // its input is zeroed.
   void AddAdapter(int64_t rank, double scale, double dropout);
   bool has_adapter() const { return lora_b_ != nullptr; }
-  // Of the adapter, if there is one.
+  // The rank of the adapter; 0: there is none.
   int64_t adapter_rank() const { return has_adapter() ? lora_a_->weight.size(0) : 0; }
   double adapter_scale() const { return scale_; }
   double adapter_dropout() const { return dropout_; }
   // Adds the adapter's product to the weight and drops it. Rounds to the weight's type.
   void MergeAdapter();
-  // Drops it; the weight stays as it is.
+  // Drops the adapter; the weight stays as it is.
   void DropAdapter();
 
   // [out, in] for LinearImpl; Conv1DImpl holds the transpose.
@@ -55,7 +56,7 @@ class AdaptableLayer : public torch::nn::Module {
 
  protected:
   explicit AdaptableLayer(bool is_transposed) : is_transposed_(is_transposed) {}
-  // y and what the adapter says of x.
+  // Returns y plus the adapter's result for x.
   at::Tensor Adapted(const at::Tensor& x, at::Tensor y) const;
 
  private:
@@ -66,7 +67,7 @@ class AdaptableLayer : public torch::nn::Module {
   std::shared_ptr<AdaptableLayer> lora_a_, lora_b_;
 };
 
-// x [..., in] to [..., out]; weight [out, in].
+// Maps x [..., in] to [..., out]; weight [out, in].
 class LinearImpl : public AdaptableLayer {
  public:
   LinearImpl(int64_t in, int64_t out, bool has_bias);
@@ -88,12 +89,12 @@ class Conv1DImpl : public AdaptableLayer {
 };
 TORCH_MODULE(Conv1D);
 
-// ids [...] of int64 to [..., width]. The row of `padding` gets no gradient from here.
+// Maps ids [...] of int64 to [..., width]. The row of `padding` gets no gradient from here.
 class EmbeddingImpl : public torch::nn::Module {
  public:
   EmbeddingImpl(int64_t rows, int64_t width, std::optional<int64_t> padding = std::nullopt);
   at::Tensor forward(const at::Tensor& ids) const;
-  // x [..., width] to [..., rows]: the head of a model that ties it to its embedding.
+  // Maps x [..., width] to [..., rows]: the head of a model that ties it to its embedding.
   at::Tensor Logits(const at::Tensor& x) const;
   void InitWeights(double deviation);
 
@@ -117,8 +118,8 @@ class LayerNormImpl : public torch::nn::Module {
 };
 TORCH_MODULE(LayerNorm);
 
-// x / sqrt(mean(x^2) + epsilon) * weight, over the last dimension, the quotient in float32 (Zhang
-// and Sennrich, 2019).
+// Computes x / sqrt(mean(x^2) + epsilon) * weight, over the last dimension, the quotient in float32
+// (Zhang and Sennrich, 2019).
 class RmsNormImpl : public torch::nn::Module {
  public:
   RmsNormImpl(int64_t width, double epsilon);
@@ -134,12 +135,12 @@ TORCH_MODULE(RmsNorm);
 
 at::Tensor Activate(Activation activation, const at::Tensor& x);
 
-// `probability` of zeros while training, else x.
+// In training zeroes a share `probability` of x, otherwise returns x.
 at::Tensor Dropout(const at::Tensor& x, double probability, bool training);
 
-// The mean over all labels that are not -100 of the cross entropy, in float32. logits [N, classes],
-// labels [N]. Without any label: 0, with gradients of zero, where transformers gives NaN, which
-// destroys all weights in the next step.
+// Returns the mean over all labels that are not -100 of the cross entropy, in float32. logits [N,
+// classes], labels [N]. Without any label: 0, with gradients of zero, where transformers returns
+// NaN, which destroys all weights in the next step.
 at::Tensor CrossEntropy(const at::Tensor& logits, const at::Tensor& labels);
 
 }  // namespace muster::models

@@ -43,11 +43,11 @@ TEST(RmsNorm, Bfloat16_DividesInFloat32) {
   RmsNorm norm(4, 0);
   norm->InitWeights();
   const at::Tensor x = at::full({4}, 300, c10::kBFloat16);
-  // 4 * 300^2 has no exact bfloat16.
+  // 4 * 300^2 is not exact in bfloat16.
   EXPECT_TRUE(at::equal(norm(x).to(c10::kFloat), at::ones({4})));
 }
 
-// Which generation on a GPU relies on.
+// Generation on a GPU relies on this.
 TEST(RmsNorm, LibTorchsOwnWithoutAWeight_RoundsAsOurs) {
   at::manual_seed(1);
   for (const c10::ScalarType type : {c10::kFloat, c10::kBFloat16}) {
@@ -71,7 +71,7 @@ TEST(Activate, GeluNew_IsTheTanhFormulaInEveryPrecision) {
   EXPECT_TRUE(at::allclose(low.to(c10::kFloat), fused, 0.05, 0.05));
 }
 
-// What transformers.activations gives for x, and the gradients.
+// The values of transformers.activations for x, and the gradients.
 TEST(Activate, Each_HasTheValuesAndGradientsOfTransformers) {
   struct Case {
     Activation activation;
@@ -125,7 +125,8 @@ TEST(CrossEntropy, IgnoredLabels_DoNotCount) {
               1e-6);
 }
 
-// transformers: 0/0, and one optimizer step with it destroys all weights (quirk hf_train/s004).
+// In transformers it is 0/0, and one optimizer step with it destroys all weights (quirk
+// hf_train/s004).
 TEST(CrossEntropy, NoLabelAtAll_IsZeroWithGradientsOfZero) {
   const at::Tensor logits = at::randn({3, 5}).requires_grad_(true);
   const at::Tensor loss = CrossEntropy(logits, at::full({3}, -100, c10::kLong));

@@ -50,7 +50,7 @@ bool IsAdapter(absl::string_view name) {
 
 using Layers = std::map<std::string, std::shared_ptr<AdaptableLayer>>;
 
-// The model's own linear layers by name.
+// Returns the model's own linear layers by name.
 Layers LayersOf(const TextModelImpl& model) {
   Layers layers;
   for (const auto& item : model.named_modules()) {
@@ -60,8 +60,8 @@ Layers LayersOf(const TextModelImpl& model) {
   return layers;
 }
 
-// What "target_modules" calls these layers: by the last component of their names or, where the
-// model has others of that name, by the whole, or PEFT would adapt those, too.
+// Returns these layers' names for "target_modules": the last component of their names or, if other
+// layers of the model share that, the whole name, because PEFT would otherwise adapt those, too.
 std::vector<std::string> TargetsOf(const Layers& all, const std::set<std::string>& adapted) {
   const auto end = [](const std::string& name) { return name.substr(name.rfind('.') + 1); };
   std::set<std::string> ends_of_others;
@@ -91,12 +91,13 @@ NamedTensors AdaptersOf(const TextModelImpl& model) {
   return adapters;
 }
 
-// The layer of an adapter's parameter.
+// Returns the layer of an adapter's parameter.
 std::string LayerOf(const std::string& parameter) {
   return parameter.substr(0, parameter.find(".lora_"));
 }
 
-// Settings that Muster reads, and those that say how adapters were made and not what they compute.
+// Settings that Muster reads, and those that only describe how adapters were made, not what they
+// compute.
 bool IsHarmless(const std::string& name) {
   static const auto* const names = new std::set<std::string>{"auto_mapping",
                                                              "base_model_name_or_path",
@@ -121,10 +122,10 @@ bool IsHarmless(const std::string& name) {
   return names->contains(name);
 }
 
-// Refuses what may change the result: each version of PEFT has more of it. What is switched off is
-// null, false or empty there.
+// Refuses settings that may change the result: each version of PEFT has more of them. A setting
+// that is switched off is null, false or empty.
 absl::Status CheckSettings(const Json& json, const std::string& path) {
-  // "none" of biases; starts of the adapters that leave the model's own weights alone.
+  // "none" for biases; initializations of adapters that leave the model's own weights unchanged.
   static const auto* const neutral = new std::map<std::string, std::set<Json>>{
       {"bias", {"none"}}, {"init_lora_weights", {true, "gaussian", "orthogonal", "eva"}}};
   for (const auto& [name, value] : json.items()) {
@@ -132,7 +133,7 @@ absl::Status CheckSettings(const Json& json, const std::string& path) {
     const bool is_off = value.is_null() || value == false || (!value.is_string() && value.empty());
     const auto found = neutral->find(name);
     if (is_off || (found != neutral->end() && found->second.contains(value))) continue;
-    // How "eva" finds a start.
+    // How "eva" finds the initial values.
     if (name == "eva_config" && json.value("init_lora_weights", Json()) == "eva") continue;
     return absl::UnimplementedError(
         absl::StrCat(path, ": \"", Printable(name, 60), "\" is ",
@@ -168,7 +169,7 @@ absl::StatusOr<LoraOptions> ParseConfig(const std::string& path) {
   return options;
 }
 
-// The layers that a file has adapters for: "NAME.lora_A.weight" without the rest.
+// Returns the layers for which a file has adapters: "NAME.lora_A.weight" without the suffix.
 absl::StatusOr<std::set<std::string>> TargetsIn(const SafetensorsReader& file) {
   std::set<std::string> targets;
   for (const SafetensorsEntry& entry : file.header().tensors) {
@@ -185,7 +186,7 @@ absl::StatusOr<std::set<std::string>> TargetsIn(const SafetensorsReader& file) {
   return targets;
 }
 
-// That `options` describe these adapters, all of them: a config says one rank and one scale.
+// Checks that `options` describe all of these adapters: a config has only one rank and one scale.
 absl::Status CheckDescribes(const LoraOptions& options, const Layers& layers) {
   for (const auto& [name, layer] : layers) {
     if (!layer->has_adapter()) continue;
@@ -203,7 +204,7 @@ absl::Status CheckDescribes(const LoraOptions& options, const Layers& layers) {
   return absl::OkStatus();
 }
 
-// All of them get an adapter or, if it throws, none.
+// Adds an adapter to all of them or, if it throws, to none.
 void AddAdapters(const Layers& layers, const LoraOptions& options) {
   std::vector<AdaptableLayer*> added;
   try {
@@ -249,7 +250,8 @@ absl::StatusOr<LoraOptions> Load(TextModelImpl& model, const std::string& dir) {
   });
   loaded.Update(thrown);
   if (!loaded.ok()) {
-    // As if nothing had happened. Some adapters may have their values: they are not merged.
+    // Restore everything. Some adapters may have their values already: they are dropped, not
+    // merged.
     for (const auto& [name, layer] : adapted) layer->DropAdapter();
     for (auto& [parameter, was_trained] : trained) parameter.requires_grad_(was_trained);
     return loaded;

@@ -30,11 +30,10 @@ struct LoraOptions {
   std::vector<std::string> target_modules = {};
 };
 
-// Adds adapters that change nothing yet, of float32 where the weights are of 16 bits, and freezes
-// all other parameters. Call it before prepare()
-// and before creating the optimizer, which takes the parameters from LoraParameters(). Throws a
-// c10::Error that names a target that no layer has, or a layer that has an adapter already; then
-// nothing has changed.
+// Adds adapters that change nothing yet, in float32 if the weights have 16 bits, and freezes all
+// other parameters. Call it before prepare() and before creating the optimizer, which takes the
+// parameters from LoraParameters(). Throws a c10::Error that names a target that no layer has, or a
+// layer that has an adapter already; then nothing has changed.
 void AddLora(TextModelImpl& model, const LoraOptions& options = {});
 
 // The ranks of the model's adapters, for PlanGenerationMemory().
@@ -55,10 +54,10 @@ absl::Status SaveLora(const TextModelImpl& model, const std::string& dir,
 // sharded model.
 bool IsLoraParameter(const std::string& name);
 
-// SaveLora() of a sharded model, whose parameters are divided: `values` are those of the adapters
+// SaveLora() for a sharded model, whose parameters are divided: `values` are those of the adapters
 // by name, such as accelerator.get_state_dict(model, muster::models::IsLoraParameter) returns on
-// process 0. Call it there alone. Additional errors: INVALID_ARGUMENT names an adapter that
-// `values` lacks, that the model lacks, or that has another shape there.
+// process 0. Call it only there. Additional errors: INVALID_ARGUMENT names an adapter that `values`
+// lacks, that the model lacks, or that has another shape there.
 absl::Status SaveLora(const TextModelImpl& model, const std::map<std::string, at::Tensor>& values,
                       const std::string& dir, const LoraOptions& options,
                       const std::string& base = "");

@@ -37,7 +37,7 @@ at::Tensor Logits(TextModel& model) {
   return model->forward({.input_ids = at::tensor({1, 2, 3, 4}, c10::kLong).view({2, 2})}).logits;
 }
 
-// As if trained.
+// Changes the adapters as training would.
 void Disturb(TextModel& model) {
   const at::NoGradGuard no_grad;
   for (at::Tensor& adapter : LoraParameters(*model)) adapter.normal_(0, 0.2);
@@ -72,7 +72,7 @@ TEST(AddLora, NewAdapters_ChangeNothingAndAreWhatTrains) {
   }
 }
 
-// As PEFT's: a step of 1e-5 changes no bfloat16 of a usual size.
+// As in PEFT: a step of 1e-5 changes no bfloat16 of a usual size.
 TEST(AddLora, ModelOf16Bits_TrainsAdaptersOfFloat32) {
   for (const char* const folder : kFolders) {
     SCOPED_TRACE(folder);
@@ -173,13 +173,13 @@ TEST(SaveLora, OptionsOfOtherAdapters_AreRefusedAndNothingIsWritten) {
     EXPECT_FALSE(PathExists(to));
   }
   EXPECT_TRUE(SaveLora(*model, to, right).ok());
-  // One config describes no adapters of two ranks.
+  // One config cannot describe adapters of two ranks.
   AddLora(*model, {.rank = 4, .alpha = 8, .dropout = 0.25, .target_modules = {"k_proj"}});
   EXPECT_NE(SaveLora(*model, folder.Path("both"), right).message().find("k_proj has rank 4"),
             std::string::npos);
 }
 
-// PEFT adapts all layers of a name.
+// PEFT adapts all layers with the same name.
 TEST(SaveLora, AdaptersOfSomeLayersOfAName_NameThemWhole) {
   const TestFolder folder;
   const std::string layer = "model.layers.0.self_attn.q_proj";
@@ -210,7 +210,7 @@ TEST(MergeLora, Merged_SaysTheSameWithoutAdapters) {
   }
 }
 
-// Else training would wait for its gradient.
+// Otherwise training would wait for its gradient.
 TEST(MergeLora, TensorThatNothingComputesWith_IsNotTrained) {
   ModelConfig config = Load("hf_models/bert_shared")->config();
   Common(config).tie_word_embeddings = false;
@@ -292,7 +292,7 @@ TEST(LoadLora, AdaptersOfOtherLayers_StayBesideThoseThatAreThere) {
   }
 }
 
-// transformers would load it without them.
+// transformers would load the model without them.
 TEST(SavePretrained, AdaptersThatAreNotMerged_AreRefused) {
   const TestFolder folder;
   TextModel model = Load(kFolders[1]);
@@ -344,7 +344,7 @@ TEST(LoadLora, WhatMusterDoesNotHave_IsRefusedAndChangesNothing) {
   ReplaceIn(config, "use_dora", true);
   EXPECT_NE(error().find("\"use_dora\" is true"), std::string::npos);
   ReplaceIn(config, "use_dora", false);
-  // What a later version of PEFT may have.
+  // A setting that a later version of PEFT may have.
   ReplaceIn(config, "use_novelty", {{"kind", "new"}});
   EXPECT_NE(error().find("\"use_novelty\" is {"), std::string::npos);
   ReplaceIn(config, "use_novelty", nlohmann::json());
@@ -360,7 +360,7 @@ TEST(LoadLora, WhatMusterDoesNotHave_IsRefusedAndChangesNothing) {
   EXPECT_NE(error().find("\"r\" and \"lora_alpha\""), std::string::npos);
 }
 
-// tests/testdata/peft/README.md: what PEFT wrote, and what its models say.
+// tests/testdata/peft/README.md: files that PEFT wrote, and the outputs of its models.
 TEST(LoadLora, AdaptersOfPeft_SayWhatTheySayThere) {
   const std::pair<const char*, const char*> cases[] = {{"llama", "llama_shared"},
                                                        {"llama_rank_stabilized", "llama_shared"},
@@ -378,7 +378,7 @@ TEST(LoadLora, AdaptersOfPeft_SayWhatTheySayThere) {
     const at::Tensor logits = model->forward({.input_ids = tensors.at("input_ids")}).logits;
     EXPECT_TRUE(at::allclose(logits, tensors.at("logits"), 1e-4, 1e-4))
         << (logits - tensors.at("logits")).abs().max();
-    // Written again, they are the same files to PEFT.
+    // Written again, they are the same files for PEFT.
     const TestFolder again;
     ASSERT_TRUE(SaveLora(*model, again.path(), *options, base).ok());
     const auto theirs = ReadAll(folder + "/adapter_model.safetensors");

@@ -22,14 +22,14 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Beyond these a config is damaged, or the arithmetic of sizes could overflow.
+// Above these limits a config is damaged, or the arithmetic of sizes could overflow.
 constexpr int64_t kMaxSize = int64_t{1} << 24;
 constexpr int64_t kMaxLayers = 10'000;
-// Layers times experts. Each is an object with parameters, also of a model without memory.
+// Layers times experts. Each is an object with parameters, even in a model without memory.
 constexpr int64_t kMostModules = 1'000'000;
 constexpr int64_t kMaxExperts = 65'536;
 
-// The one setting that is refused and may be ignored.
+// The only refused setting that may be ignored.
 constexpr char kAutoMap[] = "auto_map";
 
 struct KnownArchitecture {
@@ -47,7 +47,7 @@ constexpr KnownArchitecture kArchitectures[] = {
     {"BertForSequenceClassification", Architecture::kBertForSequenceClassification, "bert"},
 };
 
-// The names of transformers. The first one of an activation is the one that is written.
+// transformers' names. The first name of an activation is the one that is written.
 constexpr std::pair<const char*, Activation> kActivations[] = {
     {"silu", Activation::kSilu},
     {"swish", Activation::kSilu},
@@ -74,7 +74,7 @@ constexpr std::pair<const char*, Activation> kActivations[] = {
 };
 
 // Settings that change neither weights nor logits nor loss: names, defaults of generation (see
-// generation_config.json), what a Python call returns, how it is run.
+// generation_config.json), the result of a Python call, and how it is run.
 const std::set<std::string, std::less<>>& HarmlessSettings() {
   static const auto* const settings =
       new std::set<std::string, std::less<>>{"_attn_implementation",
@@ -167,7 +167,8 @@ const std::set<std::string, std::less<>>& HarmlessSettings() {
   return *settings;
 }
 
-// Settings that would change the model, with the only value that Muster computes. Absent is right.
+// Settings that would change the model, with the only value that Muster supports. They may be
+// absent.
 const std::map<std::string, Json, std::less<>>& OnlySettings() {
   static const auto* const settings = new std::map<std::string, Json, std::less<>>{
       {"add_cross_attention", false},
@@ -186,8 +187,8 @@ const std::map<std::string, Json, std::less<>>& OnlySettings() {
   return *settings;
 }
 
-// One config.json: hands out settings and remembers which ones were asked for. The first error
-// counts; what is handed out after it has no meaning.
+// One config.json: returns settings and records which ones were asked for. The first error counts;
+// values returned after it have no meaning.
 class Settings {
  public:
   Settings(const Json& json, absl::string_view source) : json_(json), source_(source) {}
@@ -200,20 +201,20 @@ class Settings {
   void Invalid(const std::string& what) { Fail(absl::StatusCode::kInvalidArgument, what); }
   void Unknown(const std::string& what) { Fail(absl::StatusCode::kUnimplemented, what); }
 
-  // Null if it is missing or null.
+  // Returns null if the setting is missing or null.
   const Json* Find(const std::string& name) {
     seen_.insert(name);
     const auto found = json_.find(name);
     return found == json_.end() || found->is_null() ? nullptr : &*found;
   }
   bool Has(const std::string& name) { return Find(name) != nullptr; }
-  // It is there, be it as null.
+  // Whether the setting is present, even as null.
   bool Names(const std::string& name) {
     seen_.insert(name);
     return json_.contains(name);
   }
 
-  // `most` is not negative.
+  // `most` must not be negative.
   static bool IsWholeIn(const Json& value, int64_t least, int64_t most) {
     if (!value.is_number_integer()) return false;
     // Unsigned numbers beyond 2^63 would wrap around.
@@ -222,9 +223,9 @@ class Settings {
     }
     return value.get<int64_t>() >= least && value.get<int64_t>() <= most;
   }
-  // A whole number in [least, most]; `otherwise`, the default of transformers' class, if the file
-  // does not name it. Null is no number there either, except where a class reads it as none:
-  // SizeOrNull() and ProbabilityOrNull().
+  // Returns an integer in [least, most]; `otherwise`, the default of transformers' class, if the
+  // file does not name it. Null is no number for transformers either, except where a class reads it
+  // as none: SizeOrNull() and ProbabilityOrNull().
   int64_t Int(const std::string& name, int64_t least, int64_t most, int64_t otherwise) {
     if (!Names(name)) return otherwise;
     const Json& value = json_[name];
@@ -263,7 +264,7 @@ class Settings {
     return Has(name) ? Probability(name, otherwise) : otherwise;
   }
 
-  // transformers 5 refuses it, and transformers 4 reads it as Python does.
+  // Null is refused by transformers 5, and transformers 4 reads it as Python does.
   void RefuseNull(const std::string& name, const char* wanted) {
     if (!Names(name) || Has(name)) return;
     Invalid(absl::StrCat("\"", name, "\" is null, not ", wanted,
@@ -283,7 +284,7 @@ class Settings {
     return value->get<bool>();
   }
 
-  // Refuses every other value. Unlike what OnlySettings() has, null is another value.
+  // Refuses every other value. Unlike for OnlySettings(), null counts as another value.
   void Only(const std::string& name, const Json& right) {
     if (!Names(name) || json_[name] == right) return;
     Unknown(absl::StrCat("\"", name, "\" is ", Shown(json_[name]),
@@ -316,11 +317,11 @@ class Settings {
     return Activation::kSilu;
   }
 
-  // What nothing asked for.
+  // Handles the settings that were never asked for.
   void Finish(const ReadConfigOptions& options) {
     for (const std::string& name : options.ignore_settings) {
       if (name == kAutoMap) continue;
-      // One that is there no more was another name for one that counts.
+      // A setting that is no longer there was another name for a known one.
       if (seen_.count(name) == 0 && OnlySettings().count(name) == 0 && json_.contains(name))
         continue;
       Invalid(absl::StrCat("\"", Printable(name),
@@ -328,7 +329,7 @@ class Settings {
                            "counts; change config.json if it is to have another value"));
     }
     for (const auto& [name, value] : json_.items()) {
-      // Null is none, whatever it would be of.
+      // Null means none, whatever the setting is.
       if (value.is_null() || seen_.count(name) != 0 || HarmlessSettings().count(name) != 0)
         continue;
       if (std::find(options.ignore_settings.begin(), options.ignore_settings.end(), name) !=
@@ -358,7 +359,7 @@ class Settings {
   std::set<std::string, std::less<>> seen_;
 };
 
-// Tokens that transformers' classes have where config.json does not name them.
+// The tokens that transformers' classes use if config.json does not name them.
 struct ClassTokens {
   std::optional<int64_t> bos = std::nullopt, pad = std::nullopt;
 };
@@ -376,11 +377,11 @@ ClassTokens TokensOf(Architecture architecture) {
     case Architecture::kBertForSequenceClassification:
       break;
   }
-  // It keeps a row of the embedding from learning.
+  // This token keeps a row of the embedding from learning.
   return {.pad = 0};
 }
 
-// Null is none. A default beyond the vocabulary is none, too: no row can hold it.
+// Null means none. A default beyond the vocabulary also means none, because no row can hold it.
 std::optional<int64_t> TokenId(Settings& settings, const std::string& name,
                                std::optional<int64_t> otherwise, int64_t vocab_size) {
   if (!settings.Names(name)) {
@@ -405,14 +406,14 @@ void ReadCommon(Settings& settings, Architecture architecture, int64_t default_v
   config->pad_token_id = token("pad_token_id", defaults.pad);
   const bool is_bert = architecture == Architecture::kBertForMaskedLM ||
                        architecture == Architecture::kBertForSequenceClassification;
-  // transformers hands it to attention, and a null, which is not true, takes the causal mask away.
+  // transformers passes it to attention, where null, which is not true, removes the causal mask.
   settings.Only("is_causal", !is_bert);
   if (config->pad_token_id.has_value() && *config->pad_token_id >= config->vocab_size) {
     settings.Invalid(absl::StrCat("\"pad_token_id\" is ", *config->pad_token_id,
                                   ", beyond the vocabulary of ", config->vocab_size));
   }
   const Json* const ends = settings.Find("eos_token_id");
-  // Without it generate() of transformers 5 ends with none, whatever the class says.
+  // If it is missing, generate() of transformers 5 has no end token, whatever the class says.
   if (ends != nullptr) {
     for (const Json& id : ends->is_array() ? *ends : Json::array({*ends})) {
       if (!Settings::IsWholeIn(id, -1, kMaxSize)) {
@@ -422,7 +423,7 @@ void ReadCommon(Settings& settings, Architecture architecture, int64_t default_v
       }
     }
   }
-  // Flags that a class checks although its model does not look at them, and how many labels.
+  // Flags that a class checks although its model does not use them, and the number of labels.
   std::vector<const char*> flags = {"is_encoder_decoder", "use_cache"};
   if (architecture == Architecture::kGpt2LMHeadModel) {
     flags.insert(flags.end(),
@@ -459,8 +460,8 @@ std::vector<double> ReadFactors(Settings& settings, const std::string& place, co
   return factors;
 }
 
-// transformers 5 writes all of it in "rope_parameters", transformers 4 "rope_theta" and
-// "rope_scaling", whose type had the key "type" once.
+// transformers 5 writes everything in "rope_parameters", transformers 4 in "rope_theta" and
+// "rope_scaling", whose type once had the key "type".
 void ReadRope(Settings& settings, double default_theta, int64_t max_positions, RopeConfig* rope) {
   rope->original_max_positions = max_positions;
   const char* name = "rope_parameters";
@@ -470,13 +471,13 @@ void ReadRope(Settings& settings, double default_theta, int64_t max_positions, R
     parameters = legacy;
     name = "rope_scaling";
   } else if (legacy != nullptr && !legacy->empty() && *legacy != *parameters) {
-    // transformers 5 forgets the former, with its rope_theta; transformers 4 does not know it.
+    // transformers 5 ignores the former, with its rope_theta; transformers 4 does not know it.
     return settings.Invalid(
         "\"rope_parameters\" and \"rope_scaling\" say different things; keep one of them");
   }
   const bool is_theta_inside =
       parameters != nullptr && parameters->is_object() && parameters->contains("rope_theta");
-  // What is inside counts, and transformers does not look at a null outside then.
+  // The inner value counts, and then transformers ignores an outer null.
   if (!is_theta_inside || settings.Has("rope_theta")) {
     rope->theta = settings.Number("rope_theta", 1e-9, 1e30, default_theta);
   }
@@ -486,7 +487,7 @@ void ReadRope(Settings& settings, double default_theta, int64_t max_positions, R
         absl::StrCat("\"", name, "\" is ", Settings::Shown(*parameters), ", not an object"));
   }
   std::string kind = "default";
-  // "rope_type" is the newer one and counts.
+  // "rope_type" is newer and counts.
   for (const char* const key : {"type", "rope_type"}) {
     const auto type = parameters->find(key);
     if (type == parameters->end()) continue;
@@ -498,7 +499,7 @@ void ReadRope(Settings& settings, double default_theta, int64_t max_positions, R
     }
     kind = type->get<std::string>();
   }
-  // Before its settings, which nobody knows if the type is another one.
+  // Check the type before its settings, which are unknown for other types.
   static const auto* const kinds = new std::map<std::string, RopeConfig::Kind>{
       {"default", RopeConfig::Kind::kDefault},
       {"linear", RopeConfig::Kind::kLinear},
@@ -526,9 +527,9 @@ void ReadRope(Settings& settings, double default_theta, int64_t max_positions, R
   for (const auto& [key, value] : parameters->items()) {
     const std::string place = absl::StrCat(name, ".", key);
     if (value.is_null()) {
-      // As Python reads it, unlike a key that is missing.
+      // Python reads null as false, unlike a missing key.
       if (key == "truncate") rope->truncate = false;
-      // transformers computes with these, and fails.
+      // transformers computes with these, and fails if they are null.
       const bool is_needed =
           key == "rope_theta" || (key == "original_max_position_embeddings" && has_original) ||
           (key == "partial_rotary_factor" && rope->kind != RopeConfig::Kind::kDefault) ||
@@ -566,7 +567,7 @@ void ReadRope(Settings& settings, double default_theta, int64_t max_positions, R
       settings.Unknown(absl::StrCat("Muster does not know the setting \"", Printable(place), "\""));
     }
   }
-  // transformers gives the one outside precedence, and other types do not look at it.
+  // transformers gives precedence to the outer value, and the other types do not use it.
   rope->original_max_positions =
       has_original
           ? settings.Size("original_max_position_embeddings", rope->original_max_positions)
@@ -578,7 +579,7 @@ void ReadRope(Settings& settings, double default_theta, int64_t max_positions, R
     }
   };
   if (rope->kind == RopeConfig::Kind::kProportional) {
-    // Folders may have it beside "rope_theta"; what is inside counts.
+    // Folders may have it beside "rope_theta"; the inner value counts.
     if (settings.Has("partial_rotary_factor") && !parameters->contains("partial_rotary_factor")) {
       rope->partial_rotary_factor = settings.Number("partial_rotary_factor", 0, 1, 1);
     }
@@ -617,7 +618,7 @@ void ReadRope(Settings& settings, double default_theta, int64_t max_positions, R
   }
 }
 
-// Which layers see a window alone.
+// Reads which layers attend only to a window.
 void ReadSlidingWindows(Settings& settings, DecoderConfig* config) {
   config->sliding_windows.assign(config->num_layers, 0);
   const bool is_qwen = config->architecture == Architecture::kQwen2ForCausalLM;
@@ -628,12 +629,12 @@ void ReadSlidingWindows(Settings& settings, DecoderConfig* config) {
     window = settings.Size("sliding_window", 0);
   } else if (has_window && !settings.Names("sliding_window") &&
              config->architecture != Architecture::kMixtralForCausalLM) {
-    // transformers' default; null is none.
+    // transformers' default; null means none.
     window = 4096;
   }
   int64_t first = 0;
   if (is_qwen) {
-    // Its default; configs that switch the window on name the layer.
+    // transformers' default; configs that switch the window on name the layer.
     first = settings.Int("max_window_layers", 0, kMaxSize, 28);
     if (!settings.Bool("use_sliding_window", false)) window = 0;
   }
@@ -659,7 +660,7 @@ void ReadSlidingWindows(Settings& settings, DecoderConfig* config) {
       return settings.Unknown(absl::StrCat("\"layer_types\": ", Settings::Shown(type),
                                            " is neither full_attention nor sliding_attention"));
     } else if (window != 0 && !is_qwen) {
-      // transformers gives every layer of these the window, whatever the list says.
+      // transformers gives all layers of these architectures the window, whatever the list says.
       return settings.Unknown(
           "\"layer_types\": only Qwen2 has layers with and without \"sliding_window\"");
     }
@@ -690,19 +691,19 @@ DecoderConfig ReadDecoder(Settings& settings, Architecture architecture) {
                                                                           : 14'336);
   config.num_layers = settings.Layers("num_hidden_layers", 32);
   config.num_heads = settings.Size("num_attention_heads", 32);
-  // Null is as many as heads; only a file that does not name it gets the class's default.
+  // Null means as many as heads; only a file that does not name it gets the class's default.
   const bool as_many = is_llama || settings.Names("num_key_value_heads");
   config.num_key_value_heads = settings.SizeOrNull("num_key_value_heads", as_many ? config.num_heads
                                                                           : is_qwen ? 32
                                                                                     : 8);
-  // The head's size decides, not the quotient, which need not be whole.
+  // The head's size decides, not the quotient, which need not be an integer.
   if (!settings.Has("head_dim") && config.hidden_size % config.num_heads != 0) {
     settings.Invalid(absl::StrCat("\"hidden_size\" ", config.hidden_size,
                                   " is no multiple of \"num_attention_heads\" ", config.num_heads,
                                   ", and there is no \"head_dim\""));
   }
   const int64_t quotient = std::max<int64_t>(1, config.hidden_size / config.num_heads);
-  // transformers takes the null of a Qwen2 for the size, and fails.
+  // transformers uses the null of a Qwen2 as the size, and fails.
   config.head_dim =
       is_qwen ? settings.Size("head_dim", quotient) : settings.SizeOrNull("head_dim", quotient);
   config.max_positions = settings.Size("max_position_embeddings", is_llama  ? 2048
@@ -753,7 +754,7 @@ BertConfig ReadBert(Settings& settings, Architecture architecture) {
   config.num_heads = settings.Size("num_attention_heads", 12);
   config.max_positions = settings.Size("max_position_embeddings", 512);
   config.type_vocab_size = settings.Size("type_vocab_size", 2);
-  // To transformers 4 null is not "absolute": it leaves the positions out.
+  // For transformers 4 null is not "absolute": it leaves the positions out.
   settings.Only("position_embedding_type", "absolute");
   config.activation = settings.ActivationOf("hidden_act", "gelu");
   config.layer_norm_eps = settings.Number("layer_norm_eps", 0, 1, 1e-12);
@@ -765,8 +766,8 @@ BertConfig ReadBert(Settings& settings, Architecture architecture) {
   const Json* const labels = settings.Find("id2label");
   const int64_t named =
       labels != nullptr && labels->is_object() ? static_cast<int64_t>(labels->size()) : 2;
-  // Where they disagree the number decides, as in transformers 5; transformers 4 takes the names,
-  // and the shape of the weights tells whom the file is from.
+  // If they disagree the number decides, as in transformers 5; transformers 4 uses the names, and
+  // the shape of the weights shows which version wrote the file.
   config.num_labels = settings.Size("num_labels", std::max<int64_t>(named, 1));
   const std::string problem = settings.Text("problem_type", "");
   if (problem == "regression") {
@@ -788,7 +789,7 @@ BertConfig ReadBert(Settings& settings, Architecture architecture) {
   return config;
 }
 
-// The class to build: as the caller says, as the file says, or the only one of its model_type.
+// Returns the class to build: the caller's choice, the file's, or the only one of its model_type.
 absl::StatusOr<Architecture> ChooseArchitecture(const Json& json, absl::string_view source,
                                                 const ReadConfigOptions& options) {
   std::string name = options.architecture;
@@ -826,7 +827,7 @@ struct OtherName {
   const char* name;
   const char* other;
 };
-// Names that transformers' classes have for a setting besides their own.
+// Other names that transformers' classes accept for a setting.
 constexpr OtherName kOtherNames[] = {
     {"gpt2", "n_embd", "hidden_size"},
     {"gpt2", "n_head", "num_attention_heads"},
@@ -887,7 +888,7 @@ absl::Status Validate(const DecoderConfig& config) {
           "\"", name, "\" of \"longrope\" has ", factors->size(), " numbers; a \"head_dim\" of ",
           config.head_dim, " needs ", config.head_dim / 2));
     }
-    // The attention factor is divided by its logarithm.
+    // The formula of the attention factor divides by the logarithm of this number.
     if (config.rope.original_max_positions < 2) {
       return absl::InvalidArgumentError(
           "\"longrope\" needs an \"original_max_position_embeddings\" of at least 2");
@@ -922,7 +923,8 @@ const char* ActivationName(Activation activation) {
   return kActivations[0].first;
 }
 
-// "a": leaves a value alone that means the same already, so that a saved config reads as before.
+// Leaves an existing value unchanged if it has the same meaning, so that a saved config reads as
+// before.
 void SetActivation(Json& json, const char* name, Activation activation) {
   if (json.contains(name) && json[name].is_string()) {
     for (const auto& [known, meaning] : kActivations) {
@@ -949,7 +951,7 @@ void WriteCommon(const CommonConfig& config, Json* json) {
   out["eos_token_id"] = config.eos_token_ids.empty()       ? Json()
                         : config.eos_token_ids.size() == 1 ? Json(config.eos_token_ids[0])
                                                            : Json(config.eos_token_ids);
-  // transformers 4 reads the old name, transformers 5 both.
+  // transformers 4 reads the old name, transformers 5 reads both.
   if (!config.dtype.empty()) out["torch_dtype"] = config.dtype;
   out.erase("dtype");
 }
@@ -1011,7 +1013,7 @@ void Write(const DecoderConfig& config, Json* json) {
   out.erase("rope_parameters");
   out["rope_theta"] = config.rope.theta;
   out.erase("original_max_position_embeddings");
-  // transformers 4 looks for that of "longrope" outside alone.
+  // transformers 4 looks for this setting of "longrope" only outside.
   if (config.rope.kind == RopeConfig::Kind::kLongRope) {
     out["original_max_position_embeddings"] = config.rope.original_max_positions;
   }
@@ -1019,7 +1021,7 @@ void Write(const DecoderConfig& config, Json* json) {
   if (config.rope.kind == RopeConfig::Kind::kLongRope &&
       config.rope.factor != static_cast<double>(config.max_positions) /
                                 static_cast<double>(config.rope.original_max_positions)) {
-    // Beside the original positions, transformers 4 does not look at a factor of its own.
+    // If the original positions are given, transformers 4 ignores a separate factor.
     out["rope_scaling"]["attention_factor"] = LongRopeAttentionFactor(config.rope);
   }
   if (config.architecture == Architecture::kLlamaForCausalLM) {
@@ -1093,7 +1095,7 @@ void Write(const BertConfig& config, Json* json) {
   }
 }
 
-// Of layers that have experts, the experts. Numbers of a config made in code can be of any size.
+// Counts experts for layers that have them. Numbers of a config made in code can have any size.
 int64_t NumModules(const ModelConfig& config) {
   const auto* const decoder = std::get_if<DecoderConfig>(&config);
   const int64_t layers =

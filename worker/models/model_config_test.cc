@@ -87,7 +87,7 @@ TEST(ParseModelConfig, StretchedPositions_LengthenTheContext) {
   EXPECT_EQ(config.rope.original_max_positions, 64);
   EXPECT_FALSE(config.rope.truncate);
   EXPECT_EQ(ContextLength(config), 256);
-  // Files whose max_position_embeddings count the stretched positions already.
+  // In some files max_position_embeddings includes the stretched positions already.
   EXPECT_EQ(ContextLength(Decoder(With(with_yarn, {{"original_max_position_embeddings", 16}}))),
             64);
   const DecoderConfig dynamic =
@@ -103,7 +103,7 @@ TEST(ParseModelConfig, StretchedPositions_LengthenTheContext) {
   }
 }
 
-// As transformers 5.17 computes it.
+// transformers 5.17 computes this.
 TEST(ParseModelConfig, YarnWithNullFactor_StretchesByThePositions) {
   const Json yarn = {{"rope_type", "yarn"},
                      {"factor", nullptr},
@@ -132,7 +132,8 @@ TEST(ParseModelConfig, LongRope_StretchesByTheFactorOrByThePositions) {
   const DecoderConfig other = Decoder(With(json, {{"rope_scaling", given}}));
   EXPECT_EQ(other.rope.factor, 2);
   EXPECT_EQ(other.rope.attention_factor, 1.25);
-  // transformers 4 takes the positions for the factor, and so finds what follows from this one.
+  // transformers 4 computes the factor from the positions, which gives the value derived from this
+  // one.
   given.erase("attention_factor");
   const DecoderConfig own_factor = Decoder(With(json, {{"rope_scaling", given}}));
   EXPECT_EQ(own_factor.rope.attention_factor, std::nullopt);
@@ -174,7 +175,7 @@ TEST(ParseModelConfig, Qwen2_HasAWindowInTheLayersThatTheConfigSays) {
   EXPECT_TRUE(Decoder(qwen).qkv_bias);
 }
 
-// transformers' classes tell a key that is missing from one that is null.
+// transformers' classes distinguish a missing key from null.
 TEST(ParseModelConfig, MissingKeys_GetTheClassesDefaults) {
   Json qwen = With(kLlama, {{"model_type", "qwen2"},
                             {"num_attention_heads", 4},
@@ -197,7 +198,7 @@ TEST(ParseModelConfig, MissingKeys_GetTheClassesDefaults) {
   EXPECT_EQ(Decoder(mixtral).sliding_windows, (std::vector<int64_t>{0, 0}));
 }
 
-// bos_token_id, eos_token_id and pad_token_id; -1: none.
+// Returns bos_token_id, eos_token_id and pad_token_id; -1: none.
 std::vector<int64_t> TokensOf(const Json& json) {
   const auto config = ParseModelConfig(json.dump(), "config.json");
   EXPECT_TRUE(config.ok()) << config.status();
@@ -216,7 +217,7 @@ TEST(ParseModelConfig, MissingTokens_AreTheClassesButForTheEnd_AndNullIsNone) {
       {With(kLlama, {{"model_type", "mixtral"}, {"num_key_value_heads", 2}}), {1, -1, -1}},
       {With(kLlama, {{"model_type", "qwen2"}, {"num_key_value_heads", 2}}), {-1, -1, -1}},
       {{{"model_type", "gpt2"}}, {50'256, -1, -1}},
-      // Beyond the vocabulary there is no token.
+      // There is no token beyond the vocabulary.
       {{{"model_type", "gpt2"}, {"vocab_size", 50'256}}, {-1, -1, -1}},
       {With(kLlama, {{"vocab_size", 1}}), {-1, -1, -1}},
       {With(kLlama, {{"architectures", {"BertForMaskedLM"}}, {"model_type", "bert"}}),
@@ -229,7 +230,7 @@ TEST(ParseModelConfig, MissingTokens_AreTheClassesButForTheEnd_AndNullIsNone) {
     EXPECT_EQ(TokensOf(none), (std::vector<int64_t>{-1, -1, -1}));
     EXPECT_EQ(TokensOf(With(json, {{"eos_token_id", -1}, {"bos_token_id", -1}})),
               (std::vector<int64_t>{-1, -1, tokens[2]}));
-    // What is saved says it, whichever class reads it.
+    // A saved config contains the value, whichever class reads it.
     const auto config = ParseModelConfig(json.dump(), "config.json");
     ASSERT_TRUE(config.ok()) << config.status();
     EXPECT_EQ(TokensOf(Json::parse(ToJson(*config))), tokens);
@@ -261,7 +262,7 @@ TEST(ParseModelConfig, Proportional_TurnsAShareOfThePairs) {
             std::string::npos);
 }
 
-// transformers 5.17 refuses a null where its class has a number, or fails when it computes with it.
+// transformers 5.17 refuses a null for a number of its class, or fails when it computes with it.
 TEST(ParseModelConfig, NullWhereANumberMustBe_IsRefusedByName) {
   const Json gpt2 = {{"model_type", "gpt2"}};
   const Json qwen = With(kLlama, {{"model_type", "qwen2"}, {"num_key_value_heads", 2}});
@@ -284,14 +285,14 @@ TEST(ParseModelConfig, NullWhereANumberMustBe_IsRefusedByName) {
         "attention_probs_dropout_prob"}}};
   for (const auto& [json, names] : cases) {
     for (const std::string& name : names) {
-      // The error has the class's own name for it.
+      // The error contains the class's own name of the setting.
       const std::string shown = name == "num_experts" ? "num_local_experts" : name;
       EXPECT_NE(ErrorOf(With(json, {{name, nullptr}})).find("\"" + shown + "\" is null"),
                 std::string::npos)
           << name << ": " << ErrorOf(With(json, {{name, nullptr}}));
     }
   }
-  // Where the class reads null as none.
+  // If the class reads null as none.
   for (const auto& [json, name] :
        std::vector<std::pair<Json, std::string>>{{kLlama, "num_key_value_heads"},
                                                  {kLlama, "head_dim"},
@@ -332,7 +333,7 @@ TEST(ParseModelConfig, NullInRopeParameters_IsRefusedWhereItIsComputedWith) {
     EXPECT_EQ(ErrorOf(With(kLlama, {{"rope_parameters", With(rope, {{name, nullptr}})}})), "")
         << rope << " " << name;
   }
-  // One inside counts.
+  // An inner value counts.
   EXPECT_EQ(Decoder(With(kLlama, {{"rope_theta", nullptr},
                                   {"rope_parameters", With(plain, {{"rope_theta", 5e5}})}}))
                 .rope.theta,
@@ -343,7 +344,7 @@ TEST(ParseModelConfig, NullInRopeParameters_IsRefusedWhereItIsComputedWith) {
             std::string::npos);
 }
 
-// In transformers 5.17 the setting reaches attention, and null takes the causal mask away.
+// In transformers 5.17 the setting reaches attention, and null removes the causal mask.
 TEST(ParseModelConfig, IsCausal_IsAsTheArchitectureIsOrRefused) {
   const Json mistral = With(kLlama, {{"model_type", "mistral"}, {"num_key_value_heads", 2}});
   const Json gpt2 = {{"model_type", "gpt2"}};
@@ -364,7 +365,7 @@ TEST(ParseModelConfig, IsCausal_IsAsTheArchitectureIsOrRefused) {
   }
 }
 
-// It would be lost in silence, and with it what the model computes.
+// Otherwise the setting, and with it the model's computation, would be lost silently.
 TEST(ParseModelConfig, IgnoredSettingThatMusterKnows_IsRefusedByName) {
   const Json gpt2 = {{"model_type", "gpt2"},
                      {"scale_attn_weights", false},
@@ -389,7 +390,7 @@ TEST(ParseModelConfig, IgnoredSettingThatMusterKnows_IsRefusedByName) {
             "");
 }
 
-// transformers 5.17 refuses them; transformers 4 reads what Python does.
+// transformers 5.17 refuses them; transformers 4 reads them as Python does.
 TEST(ParseModelConfig, NullOfAFlagOrOfTheNumberOfLabels_IsRefusedByName) {
   const Json mixtral = With(kLlama, {{"model_type", "mixtral"}, {"num_key_value_heads", 2}});
   const Json qwen = With(kLlama, {{"model_type", "qwen2"}, {"num_key_value_heads", 2}});
@@ -418,7 +419,7 @@ TEST(ParseModelConfig, NullOfAFlagOrOfTheNumberOfLabels_IsRefusedByName) {
   }
   EXPECT_EQ(ErrorOf(With(bert, {{"position_embedding_type", "absolute"}})), "");
   EXPECT_NE(ErrorOf(With(bert, {{"position_embedding_type", "relative_key"}})), "");
-  // To other classes these are settings like any that they do not have.
+  // For other classes these are unknown settings like any others.
   EXPECT_EQ(ErrorOf(With(qwen, {{"attention_bias", nullptr}, {"is_decoder", nullptr}})), "");
 }
 
@@ -451,7 +452,7 @@ TEST(ParseModelConfig, OtherNamesOfTheClass_AreUnderstoodAndLeftOut) {
   EXPECT_EQ(mixtral.num_experts, 4);
 }
 
-// As folders on the Hub have them.
+// Folders on the Hub contain such settings.
 TEST(ParseModelConfig, WhatIsNullOrChangesNothing_IsNotRefused) {
   EXPECT_EQ(ErrorOf(With(kLlama, {{"some_setting", nullptr},
                                   {"max_sequence_length", 2048},
@@ -478,7 +479,7 @@ TEST(ParseModelConfig, LabelsAreCountedByTheNumber_ElseByTheirNames) {
   };
   EXPECT_EQ(labels(bert), 3);
   EXPECT_EQ(labels(With(kLlama, {{"model_type", "bert"}})), 2);
-  // As transformers 5.17 reads it: regression, though there are names of classes.
+  // transformers 5.17 reads it as regression, although there are names of classes.
   EXPECT_EQ(labels(With(bert, {{"num_labels", 1}})), 1);
   EXPECT_EQ(labels(With(bert, {{"num_labels", 1}, {"problem_type", "regression"}})), 1);
   EXPECT_NE(ErrorOf(With(bert, {{"id2label", {{"0", "a"}}},
@@ -552,7 +553,7 @@ TEST(ParseModelConfig, WhatMusterCannotCompute_IsRefusedByName) {
       "");
 }
 
-// Whoever makes the model makes an object of each.
+// A model has an object for each of them.
 TEST(ModelConfig, LayersTimesExperts_AreBounded) {
   const std::string path = testing_support::GoldenPath("hf_models/mixtral_shared/config.json");
   Json json = Json::parse(*ReadFile(path));
@@ -594,7 +595,7 @@ TEST(ParseModelConfig, ActivationsOfTransformers_KeepTheirNames) {
                                  "tanh"}) {
     DecoderConfig config = Decoder(With(kLlama, {{"hidden_act", name}}));
     EXPECT_EQ(Json::parse(ToJson(config))["hidden_act"], name);
-    // Made in code, it has the name of an activation that means the same.
+    // A config made in code has the name of an activation with the same meaning.
     config.source_json.clear();
     EXPECT_EQ(Decoder(Json::parse(ToJson(config))).activation, config.activation) << name;
   }
@@ -632,11 +633,11 @@ void ExpectErrorOrValid(const std::string& text) {
   }
 }
 
-// MUSTER_FUZZ_CASES says how many.
+// MUSTER_FUZZ_CASES sets the number.
 TEST(ParseModelConfig, DamagedTexts_AreErrorsOrValid) {
   int64_t cases = 20'000;
   if (const char* const wanted = std::getenv("MUSTER_FUZZ_CASES")) cases = std::atoll(wanted);
-  // A list of layers is the longest thing that a config makes: 16 million of them.
+  // The largest result of a config is a list of layers: 16 million of them.
   constexpr int64_t kMostMemory = int64_t{512} << 20;
   const PeakGrowth growth;
   std::mt19937_64 random(1);

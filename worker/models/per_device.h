@@ -8,10 +8,10 @@
 
 namespace muster::models {
 
-// Tensors that all layers of a pass take, such as masks, for layers on several GPUs: each GPU gets
-// a copy once in a pass. (Operators would fetch them, once for each layer under c10::InferenceMode;
-// see worker/bigmodel/divided_model.h.) `Move` is a function of a T and a device that gives the T
-// there.
+// Tensors that all layers of a pass need, such as masks, for layers on several GPUs: each GPU gets
+// one copy per pass. (Operators would copy them once for each layer under c10::InferenceMode; see
+// worker/bigmodel/divided_model.h.) `Move` is a function of a T and a device that returns the T on
+// that device.
 template <typename T, typename Move>
 class PerDevice {
  public:
@@ -33,8 +33,8 @@ class PerDevice {
   std::unordered_map<at::Device, T> copies_;
 };
 
-// The tensor there, undefined if it is undefined. The host waits for it only where it reads it, on
-// the CPU.
+// Returns the tensor on `device`, undefined if it is undefined. The host waits for the copy only
+// when it reads it, on the CPU.
 inline at::Tensor MovedTo(const at::Tensor& tensor, const at::Device& device) {
   if (!tensor.defined() || tensor.device() == device) return tensor;
   return tensor.to(device, tensor.scalar_type(), /*non_blocking=*/!device.is_cpu());

@@ -32,7 +32,7 @@ TEST(MovedTo, TensorThatIsThereOrUndefined_IsItself) {
   EXPECT_FALSE(MovedTo(at::Tensor(), at::kMeta).defined());
 }
 
-// As for a layer of a model on a GPU that the program has put on the CPU.
+// For example for a layer that the program has put on the CPU, in a model on a GPU.
 TEST(MovedTo, TensorOfADevice_IsOnTheHostWhenTheCallReturns) {
   const std::vector<float> values = {1, 2, 3};
   const at::Tensor there = OnFakeDevice(values);

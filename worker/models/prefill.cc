@@ -20,7 +20,7 @@ int64_t PrefillChunk(const ModelConfig& config, int64_t prompt_tokens, int64_t m
   if (most <= 0 || prompt_tokens <= most || PositionsDependOnLength(config, prompt_tokens)) {
     return prompt_tokens;
   }
-  // Without a sum that may overflow.
+  // Avoids a sum that may overflow.
   const auto over = [](int64_t n, int64_t by) { return n / by + (n % by == 0 ? 0 : 1); };
   return over(prompt_tokens, over(prompt_tokens, most));
 }

@@ -7,17 +7,17 @@
 
 namespace muster::models {
 
-// A model reads a long prompt chunk by chunk, so that its activations do not take memory in
-// proportion to the prompt.
+// A model reads a long prompt chunk by chunk, so that the memory of its activations is not
+// proportional to the prompt.
 
-// The most positions of a chunk, by default. That many keep a CPU busy while the next weights come
-// from the disk, and shorter prompts give the same bits as in one pass.
+// The default of the most positions of a chunk. That many keep a CPU busy while the next weights
+// come from the disk, and shorter prompts give the same bits as in one pass.
 inline constexpr int64_t kPrefillChunkSize = 2048;
 
-// How many positions of a prompt of `prompt_tokens` the model reads in each pass but the last,
-// which may be shorter: at most `most`, and as many in each as in the others. 0: all of them. All
-// of them also where rotary positions of all tokens depend on how many there are ("dynamic" and
-// "longrope" beyond the positions that the model was made for). Pure.
+// Returns how many positions of a prompt of `prompt_tokens` the model reads in each pass except the
+// last, which may be shorter: at most `most`, and equally many in each. 0: all of them. Also all of
+// them if the rotary positions of all tokens depend on their number ("dynamic" and "longrope"
+// beyond the positions that the model was made for). Pure.
 int64_t PrefillChunk(const ModelConfig& config, int64_t prompt_tokens, int64_t most);
 
 }  // namespace muster::models

@@ -35,7 +35,7 @@
 namespace muster::models {
 namespace {
 
-// Lists of names in messages stop here.
+// The most names that lists in messages show.
 constexpr size_t kNamesShown = 8;
 
 std::shared_ptr<TextModelImpl> Construct(const ModelConfig& config, c10::ScalarType dtype,
@@ -54,7 +54,7 @@ std::shared_ptr<TextModelImpl> Construct(const ModelConfig& config, c10::ScalarT
   return std::make_shared<BertForMaskedLMImpl>(bert);
 }
 
-// What files hold of the model: parameters, and a buffer that is there for them.
+// Returns the model's tensors in files: parameters, and a buffer that exists only for files.
 NamedTensors TensorsOf(const TextModelImpl& model) {
   NamedTensors all;
   for (const auto& tensors : {model.named_parameters(), model.named_buffers()}) {
@@ -83,7 +83,7 @@ NameInModel NamesIn(const WeightFiles& files, const TextModelImpl& model) {
   return NamesOfFiles(model.config(), names);
 }
 
-// Files against the model that the config describes, before it takes any memory. Sets
+// Compares files with the model that the config describes, before it takes any memory. Sets
 // `*is_missing` if the files leave a tensor without a value.
 absl::Status Compare(const std::string& path, const WeightFiles& files, const TextModelImpl& model,
                      bool strict, bool* is_missing) {
@@ -174,7 +174,7 @@ absl::Status CheckTiedHead(const std::string& path, const WeightFiles& files,
 
 absl::Status CheckDeviceIsThere(const c10::Device& device) {
   if (device.is_cpu() || device.is_meta()) return absl::OkStatus();
-  // Programs are without CUDA until they use it.
+  // CUDA is loaded only when a program uses it.
   if (device.is_cuda() && VisibleGpus() > 0) MUSTER_RETURN_IF_ERROR(LoadCuda());
   const int count = c10::impl::hasDeviceGuardImpl(device.type())
                         ? c10::impl::VirtualGuardImpl(device.type()).deviceCount()
@@ -185,7 +185,7 @@ absl::Status CheckDeviceIsThere(const c10::Device& device) {
                    count == 0 ? "none" : absl::StrCat(count), " of its kind; use the CPU"));
 }
 
-// Runs `code`, which takes memory for all tensors of `model`.
+// Runs `code`, which allocates memory for all tensors of `model`.
 absl::Status OnHost(const std::string& path, const TextModelImpl& model, c10::ScalarType dtype,
                     absl::FunctionRef<void()> code) {
   uint64_t bytes = 0, most = 0;
@@ -240,7 +240,7 @@ absl::StatusOr<TextModel> Load(const std::string& path, const LoadPretrainedOpti
     target.copy_(weight);
   }
   MUSTER_RETURN_IF_ERROR(fills.Make());
-  // It has its value all the same.
+  // An unused tensor has a value anyway.
   std::erase_if(matched.report.missing,
                 [&config](const std::string& name) { return IsUnused(config, name); });
   if (report != nullptr) *report = std::move(matched.report);
@@ -248,7 +248,7 @@ absl::StatusOr<TextModel> Load(const std::string& path, const LoadPretrainedOpti
   return model;
 }
 
-// torch's name of a type, as config.json has it.
+// Returns torch's name of a type, as in config.json.
 std::string TypeName(c10::ScalarType dtype) {
   switch (dtype) {
     case c10::kBFloat16:
@@ -262,8 +262,8 @@ std::string TypeName(c10::ScalarType dtype) {
   }
 }
 
-// Who loads a whole model drops what its config.json does not describe, and computes the model as
-// it was before its adapters were trained.
+// A program that loads a whole model ignores tensors that config.json does not describe, and would
+// compute the model as it was before its adapters were trained.
 absl::Status CheckNoAdapters(const NamedTensors& tensors) {
   for (const auto& [name, tensor] : tensors) {
     if (!absl::StrContains(name, ".lora_")) continue;
@@ -330,7 +330,7 @@ absl::Status SaveConfig(const TextModelImpl& model, const std::string& dir) {
 
 absl::Status SavePretrained(const TextModelImpl& model, const std::string& dir,
                             int64_t max_shard_bytes) {
-  // Weights first: a folder without config.json is no model.
+  // Weights are written first: a folder without config.json is no model.
   return Guard([&] {
     const NamedTensors tensors = TensorsOf(model);
     ThrowIfError(CheckNoAdapters(tensors));

@@ -40,11 +40,11 @@ TextModel MakeEmptyModel(const ModelConfig& config, c10::ScalarType dtype = c10:
 // Loads a model from a folder in the format of transformers' save_pretrained and the Hub:
 // config.json and safetensors or torch.save files, sharded or not. Names and shapes are compared
 // before memory is allocated; at most one tensor is in memory besides the model. The model is in
-// evaluation mode. `report`, if not null, says what was done with each tensor. Blocks on the disk.
+// evaluation mode. `report`, if not null, lists how each tensor was handled. Blocks on the disk.
 //
-// Errors: those of ReadModelConfig and LoadWeights; INVALID_ARGUMENT lists what is missing,
-// unexpected or of another shape than config.json says; FAILED_PRECONDITION for a device that does
-// not exist.
+// Errors: those of ReadModelConfig and LoadWeights; INVALID_ARGUMENT lists tensors that are
+// missing, unexpected or of another shape than config.json says; FAILED_PRECONDITION for a device
+// that does not exist.
 absl::StatusOr<TextModel> LoadPretrained(const std::string& path,
                                          const LoadPretrainedOptions& options = {},
                                          LoadedWeights* report = nullptr);

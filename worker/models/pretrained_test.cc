@@ -75,7 +75,7 @@ TEST(LoadPretrained, OlderNames_AreUnderstood) {
   const auto gpt2 = LoadPretrained(GoldenPath("hf_models/gpt2_shared"));
   NamedTensors old;
   for (const auto& [name, tensor] : TensorsOf(*gpt2)) {
-    // OpenAI's files have no prefix, and the causal mask of each layer.
+    // OpenAI's files have no prefix, and contain the causal mask of each layer.
     old.emplace_back(name.substr(std::string("transformer.").size()), tensor);
   }
   old.emplace_back("h.0.attn.bias", at::ones({1, 1, 64, 64}, c10::kByte));
@@ -104,8 +104,8 @@ TEST(LoadPretrained, BertForPreTraining_LosesWhatMaskedTokensDoNotNeed) {
   EXPECT_TRUE(at::equal(Logits(*bert), Logits(*again)));
 }
 
-// The names and shapes that a Mixtral has in the memory of transformers 5, and in folders that are
-// saved from there (save_original_format=False, Accelerate's save_model).
+// The names and shapes of a Mixtral in the memory of transformers 5, and in folders that are saved
+// from there (save_original_format=False, Accelerate's save_model).
 NamedTensors WithFusedExperts(const NamedTensors& tensors) {
   std::map<std::string, std::vector<at::Tensor>> fused;
   NamedTensors all;
@@ -148,7 +148,7 @@ TEST(LoadPretrained, ExpertsInOneTensor_AreTakenApart) {
     EXPECT_TRUE(at::equal(got[i].second, want[i].second)) << want[i].first;
   }
 
-  // Fewer experts than the config says.
+  // Fewer experts than the config declares.
   ModelConfig config = (*mixtral)->config();
   std::get<DecoderConfig>(config).num_experts = 5;
   ASSERT_TRUE(WriteFileAtomically(folder.Path("config.json"), ToJson(config)).ok());
@@ -215,7 +215,7 @@ TEST(LoadPretrained, TiedHeadWithValuesOfItsOwn_IsRefused) {
   }
 }
 
-// transformers saves one of the two names; which one is the framework's choice.
+// transformers saves only one of the two names; which one depends on the framework.
 TEST(LoadPretrained, TiedWeightUnderTheHeadsNameAlone_IsTheEmbeddingsToo) {
   for (const auto& [name, renamed] :
        {std::pair(
@@ -237,7 +237,7 @@ TEST(LoadPretrained, TiedWeightUnderTheHeadsNameAlone_IsTheEmbeddingsToo) {
     }
     const TestFolder folder;
     WriteFolder(folder, tensors, (*model)->config());
-    // Also where what is missing would get random weights.
+    // Also if missing tensors would get random weights.
     for (const bool strict : {true, false}) {
       LoadedWeights report;
       const auto again = LoadPretrained(folder.path(), {.strict = strict}, &report);
@@ -248,7 +248,7 @@ TEST(LoadPretrained, TiedWeightUnderTheHeadsNameAlone_IsTheEmbeddingsToo) {
   }
 }
 
-// A masked BERT whose head is not tied, with what transformers keeps beside it.
+// Returns a masked BERT whose head is not tied, with the tensor that transformers keeps beside it.
 NamedTensors WithItsOwnHead(const TextModel& tied, at::Tensor unused) {
   NamedTensors tensors;
   for (const auto& [name, tensor] : TensorsOf(tied)) {
@@ -282,7 +282,7 @@ TEST(LoadPretrained, BiasThatAHeadOfItsOwnDoesNotUse_IsKeptAndSaved) {
     EXPECT_TRUE(at::equal(loaded->named_buffers()["cls.predictions.bias"], unused));
     EXPECT_TRUE(loaded->named_parameters()["cls.predictions.decoder.bias"].requires_grad());
   }
-  // Files may lack it, and then nothing is missing.
+  // Files may lack it, and then nothing counts as missing.
   WriteFolder(lacking, WithItsOwnHead(*tied, {}), config);
   for (const bool strict : {true, false}) {
     LoadedWeights report;
@@ -374,7 +374,7 @@ TEST(CausalLm, LabelAfterPadding_DoesNotCount) {
   }
 }
 
-// Counts the copies of this thread that are of the size of logits, those of a row less included.
+// Counts this thread's copies of the size of logits, or of one row less.
 class LogitsWatch {
  public:
   explicit LogitsWatch(int64_t logits, int64_t without_last) {
@@ -447,7 +447,7 @@ TEST(CausalLm, TokenTypeIds_AreRefusedWhereNothingReadsThem) {
   }
 }
 
-// Quirk hf_train/s006: what labels mean is decided for each batch.
+// Quirk hf_train/s006: the meaning of labels is decided for each batch.
 TEST(BertForSequenceClassification, KindOfLabels_IsNotRemembered) {
   const auto model = LoadPretrained(GoldenPath("hf_train/bert_cls_shared"));
   ASSERT_TRUE(model.ok()) << model.status();

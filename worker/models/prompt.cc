@@ -10,7 +10,7 @@
 namespace muster::models {
 namespace {
 
-// Tokens without padding, row by row.
+// Returns tokens without padding, row by row.
 std::vector<Tokens> RowsOf(const at::Tensor& ids, const at::Tensor& mask) {
   const at::Tensor on_cpu = ids.cpu().contiguous();
   const int64_t* const values = on_cpu.const_data_ptr<int64_t>();
@@ -89,7 +89,7 @@ void PromptReader::Repeat(int64_t times) {
 }
 
 void PromptReader::Reorder(const std::vector<int64_t>& rows) {
-  // Beams of one row have its prompt in common, padding included.
+  // The beams of one row share its prompt, including padding.
   cache_->Reorder(at::tensor(rows, c10::kLong).to(input_ids_.device()), input_ids_.size(1));
 }
 

@@ -14,11 +14,11 @@
 
 namespace muster::models {
 
-// A model reading a prompt and what it says itself, token by token: positions, padding, cache.
+// Reads a prompt and the generated tokens with a model, token by token: positions, padding, cache.
 class PromptReader {
  public:
-  // Throws as Generate() for a prompt that is not valid. `room`: tokens that come after the prompt.
-  // The rest is as in GenerateOptions.
+  // Throws as Generate() for an invalid prompt. `room`: the number of tokens that may follow the
+  // prompt. The rest is as in GenerateOptions.
   PromptReader(CausalLmImpl& model, const at::Tensor& input_ids, const at::Tensor& attention_mask,
                int64_t room, int64_t prefill_chunk_size = kPrefillChunkSize,
                bool run_idle_experts = false);
@@ -26,13 +26,13 @@ class PromptReader {
   // The tokens of each row, without padding.
   const std::vector<Tokens>& prompts() const { return prompts_; }
 
-  // Logits float32 [B, vocabulary] after the prompt.
+  // Returns the logits after the prompt, float32 [B, vocabulary].
   at::Tensor ReadPrompt();
-  // From now on each row is there `times` times, one below the other.
+  // From now on each row is present `times` times, one after another.
   void Repeat(int64_t times);
-  // Row i goes on as what row `rows[i]` was.
+  // Row i continues what was row `rows[i]`.
   void Reorder(const std::vector<int64_t>& rows);
-  // Logits after one more token in each row.
+  // Returns the logits after one more token in each row.
   at::Tensor ReadNext(const std::vector<int64_t>& tokens);
 
  private:
@@ -45,7 +45,7 @@ class PromptReader {
   at::Tensor input_ids_;
   // Undefined if there is no padding.
   at::Tensor mask_;
-  // [B, 1]: positions that a row has, without padding.
+  // [B, 1]: the number of positions of each row, without padding.
   at::Tensor lengths_;
   std::vector<Tokens> prompts_;
   std::optional<KvCache> cache_;

@@ -17,15 +17,15 @@ namespace muster::models {
 
 namespace {
 
-// The pair of dimensions that turns `rotations` times within the positions that the model was made
-// for (Peng et al., 2023, section 3.2).
+// Returns the pair of dimensions that rotates `rotations` times within the positions that the model
+// was made for (Peng et al., 2023, section 3.2).
 double PairThatTurns(double rotations, const RopeConfig& rope, int64_t head_dim) {
   const auto positions = static_cast<double>(rope.original_max_positions);
   return static_cast<double>(head_dim) * std::log(positions / (rotations * 2 * std::numbers::pi)) /
          (2 * std::log(rope.theta));
 }
 
-// Pairs that turn fast stay, slow ones are stretched, and between them it goes over evenly.
+// Fast pairs stay unchanged, slow ones are stretched, with a linear transition between them.
 at::Tensor YarnFrequencies(const RopeConfig& rope, int64_t head_dim, const at::Tensor& waves) {
   double low = PairThatTurns(rope.beta_fast, rope, head_dim);
   double high = PairThatTurns(rope.beta_slow, rope, head_dim);
@@ -35,7 +35,7 @@ at::Tensor YarnFrequencies(const RopeConfig& rope, int64_t head_dim, const at::T
   }
   low = std::max(low, 0.0);
   high = std::min(high, static_cast<double>(head_dim - 1));
-  if (low == high) high += 0.001;  // as in transformers: no division by zero
+  if (low == high) high += 0.001;  // as in transformers: avoids a division by zero
   const at::Tensor pairs = at::arange(head_dim / 2, waves.options());
   const at::Tensor stretched = ((pairs - low) / (high - low)).clamp(0, 1);
   return (rope.factor * waves).reciprocal() * stretched + waves.reciprocal() * (1 - stretched);
@@ -45,7 +45,7 @@ double Mscale(double factor, double mscale) {
   return factor <= 1 ? 1.0 : 0.1 * mscale * std::log(factor) + 1;
 }
 
-// The base that "dynamic" takes for rows that are longer than the model was made for.
+// Returns the base that "dynamic" uses for rows that are longer than the model was made for.
 double DynamicTheta(const RopeConfig& rope, int64_t head_dim, int64_t length) {
   const double ratio = static_cast<double>(std::max(length, rope.original_max_positions)) /
                        static_cast<double>(rope.original_max_positions);
@@ -87,7 +87,8 @@ at::Tensor RopeFrequencies(const RopeConfig& rope, int64_t head_dim, int64_t len
     case RopeConfig::Kind::kLlama3:
       break;
   }
-  // Long waves are stretched by the factor, short ones stay, and between them it goes over evenly.
+  // Long waves are stretched by the factor and short ones stay unchanged, with a smooth transition
+  // between them.
   const double longest = static_cast<double>(rope.original_max_positions) / rope.low_freq_factor;
   const double shortest = static_cast<double>(rope.original_max_positions) / rope.high_freq_factor;
   const at::Tensor wave = 2 * std::numbers::pi / plain;
@@ -125,7 +126,7 @@ at::Tensor RotaryEmbedding::FrequenciesOn(const at::Device& device) const {
   if (device.is_cpu()) return frequencies_;
   MutexLock lock(&mu_);
   if (!on_device_.defined() || on_device_.device() != device) {
-    // Training may take it after a generation.
+    // Training may use the tensor after a generation.
     const c10::InferenceMode off(false);
     on_device_ = frequencies_.to(device);
   }

@@ -15,11 +15,12 @@ namespace muster::models {
 // (Peng et al., 2023), "llama3", "longrope" (Ding et al., 2024) and "proportional", in which the
 // slowest pairs do not turn.
 
-// The angle between neighbouring positions for each pair of a head's dimensions: float32
-// [head_dim / 2], on the CPU. `length` counts for "dynamic" and "longrope": the tokens of the row.
+// Returns the angle between neighbouring positions for each pair of a head's dimensions: float32
+// [head_dim / 2], on the CPU. `length`, the number of tokens of the row, matters for "dynamic" and
+// "longrope".
 at::Tensor RopeFrequencies(const RopeConfig& rope, int64_t head_dim, int64_t length = 0);
 
-// What "yarn" and "longrope" multiply cosines and sines by; 1 for the other types.
+// Returns the factor of cosines and sines for "yarn" and "longrope"; 1 for the other types.
 double RopeAttentionFactor(const RopeConfig& rope);
 
 // Cosines and sines of some positions, computed once for all layers.
@@ -30,23 +31,23 @@ struct Rotation {
   Rotation To(const at::Device& device) const {
     return {.cos = MovedTo(cos, device), .sin = MovedTo(sin, device)};
   }
-  // x [B, heads, T, head_dim] with its first and second half turned against each other.
+  // Rotates the first and second half of x [B, heads, T, head_dim] against each other.
   at::Tensor Apply(const at::Tensor& x) const;
 };
 
-// Thread-safe.
+// Computes rotations for positions. Thread-safe.
 class RotaryEmbedding {
  public:
   RotaryEmbedding(const RopeConfig& rope, int64_t head_dim);
 
-  // `positions` [B or 1, T] int64; the angles are float32, cosines and sines of `dtype`. "dynamic"
-  // and "longrope" look at the last position of the pass: the longest row decides for all, and keys
-  // that a cache holds stay as they are. Unlike in transformers, "dynamic" keeps nothing: a row
-  // says the same whatever longer ones came before it.
+  // `positions` [B or 1, T] int64; the angles are float32, cosines and sines have type `dtype`.
+  // "dynamic" and "longrope" use the last position of the pass: the longest row decides for all,
+  // and keys that a cache holds stay as they are. Unlike in transformers, "dynamic" keeps no state:
+  // a row's output does not depend on longer rows before it.
   Rotation At(const at::Tensor& positions, at::ScalarType dtype) const;
 
  private:
-  // frequencies_ there; a GPU gets them once, not for each token.
+  // Returns frequencies_ on `device`; a GPU gets them once, not for each token.
   at::Tensor FrequenciesOn(const at::Device& device) const;
 
   const RopeConfig rope_;

@@ -82,7 +82,7 @@ TEST(RotaryEmbedding, Dynamic_ChangesBeyondTheLengthOfTheModelAlone) {
   };
   EXPECT_TRUE(at::equal(sines(dynamic, 16), sines(plain, 16)));
   EXPECT_FALSE(at::equal(sines(dynamic, 17), sines(plain, 17)));
-  EXPECT_TRUE(at::equal(sines(dynamic, 16), sines(plain, 16)));  // nothing is kept
+  EXPECT_TRUE(at::equal(sines(dynamic, 16), sines(plain, 16)));  // no state is kept
 }
 
 TEST(RotaryEmbedding, LongRope_TakesTheLongFactorsBeyondTheOriginalPositionsAlone) {
@@ -105,7 +105,7 @@ TEST(RotaryEmbedding, LongRope_TakesTheLongFactorsBeyondTheOriginalPositionsAlon
   EXPECT_NEAR(At(first(17), 3), std::sqrt(1.5) * std::sin(1e-3 / 4), 1e-8);
 }
 
-// As generation and training on a GPU take turns.
+// Generation and training on a GPU alternate like this.
 TEST(RotaryEmbedding, PositionsOfAnotherDevice_GiveAnglesThere) {
   const RotaryEmbedding rotary({}, 8);
   const at::Tensor positions = at::arange(3, c10::kLong).unsqueeze(0);
@@ -119,7 +119,7 @@ TEST(RotaryEmbedding, PositionsOfAnotherDevice_GiveAnglesThere) {
   EXPECT_TRUE(rotary.At(positions, c10::kFloat).cos.is_cpu());
 }
 
-// What rotary positions are for: a product depends on the distance alone.
+// The purpose of rotary positions: a product depends only on the distance.
 TEST(Rotation, Products_DependOnTheDistanceOfPositions) {
   const RotaryEmbedding rotary({}, 8);
   const at::Tensor q = at::randn({1, 1, 1, 8}), k = at::randn({1, 1, 1, 8});

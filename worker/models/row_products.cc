@@ -2,7 +2,7 @@
 
 #include <bit>
 
-// The widest registers that the machine has, chosen when the program starts.
+// Uses the widest registers of the machine, chosen at program start.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define MUSTER_WIDEST_REGISTERS \
   __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -13,8 +13,8 @@
 namespace muster::models {
 namespace {
 
-// Partial sums of a product, each of every kLanes-th element: independent, so that they fill
-// registers, and added in one order on every machine.
+// The number of partial sums of a product, each over every kLanes-th element: independent, so that
+// they fill registers, and added in one order on every machine.
 constexpr int64_t kLanes = 32;
 
 inline float Widen(float value) { return value; }
@@ -22,7 +22,7 @@ inline float Widen(uint16_t bits) {
   return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
 }
 
-// The products of one row of the weight with kRows rows of x, `stride` elements apart.
+// Computes the products of one row of the weight with kRows rows of x, `stride` elements apart.
 template <int64_t kRows, class Number>
 [[gnu::always_inline]] inline void RowProducts(const Number* weight, const float* x, int64_t in,
                                                float* products) {
@@ -47,7 +47,7 @@ template <int64_t kRows, class Number>
   }
 }
 
-// Outputs `begin` to `end` of each row: y[row * out + o].
+// Computes outputs `begin` to `end` of each row: y[row * out + o].
 template <int64_t kRows, class Number>
 [[gnu::always_inline]] inline void Outputs(const Number* weight, const float* bias, const float* x,
                                            int64_t in, int64_t out, int64_t begin, int64_t end,

@@ -5,7 +5,7 @@
 
 namespace muster::models {
 
-// y[r * out + o] = sum_i weight[o * in + i] x[r * in + i] + bias[o], in float32.
+// A product y[r * out + o] = sum_i weight[o * in + i] x[r * in + i] + bias[o], in float32.
 struct RowProduct {
   int64_t rows = 0, in = 0, out = 0;
   const float* x = nullptr;
@@ -13,8 +13,8 @@ struct RowProduct {
   float* y = nullptr;
 };
 
-// Columns `begin` to `end` of y. The sums' order depends neither on the rows nor on the machine.
-// `weight` of the second: the bits of bfloat16.
+// Compute columns `begin` to `end` of y. The order of the sums depends neither on the rows nor on
+// the machine. The uint16_t weights are the bits of bfloat16.
 void MultiplyRows(const RowProduct& product, const float* weight, int64_t begin, int64_t end);
 void MultiplyRows(const RowProduct& product, const uint16_t* weight, int64_t begin, int64_t end);
 

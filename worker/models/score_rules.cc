@@ -30,7 +30,7 @@ at::Tensor Penalize(double penalty, const at::Tensor& scores, const std::vector<
   size_t longest = 0;
   for (const Tokens& row : rows) longest = std::max(longest, row.size());
   if (longest == 0) return scores;
-  // Shorter rows repeat a token of their own, which changes nothing.
+  // Shorter rows repeat one of their own tokens, which changes nothing.
   std::vector<int64_t> flat;
   for (const Tokens& row : rows) {
     TORCH_CHECK(!row.empty(), "a row has no token");
@@ -55,7 +55,7 @@ Tokens PromptOf(const Tokens& row, int64_t num_generated) {
   return {row.begin(), row.end() - num_generated};
 }
 
-// Tokens that would complete an n-gram in `row` that is in `held` already.
+// Returns the tokens that would complete an n-gram in `row` that occurs in `held`.
 std::vector<int64_t> Completions(const Tokens& held, const Tokens& row, size_t size) {
   std::vector<int64_t> found;
   if (row.size() + 1 < size) return found;
@@ -67,7 +67,7 @@ std::vector<int64_t> Completions(const Tokens& held, const Tokens& row, size_t s
   return found;
 }
 
-// Whether `row` ends with all of the sequence but its last token.
+// Whether `row` ends with the sequence without its last token.
 bool MayComplete(const std::vector<int64_t>& sequence, const Tokens& row) {
   return sequence.size() == 1 ||
          (row.size() >= sequence.size() &&
@@ -75,7 +75,7 @@ bool MayComplete(const std::vector<int64_t>& sequence, const Tokens& row) {
                      row.end() - static_cast<int64_t>(sequence.size() - 1)));
 }
 
-// Tokens that would complete one of the sequences.
+// Returns the tokens that would complete one of the sequences.
 std::vector<int64_t> BadWordEnds(const ScoreRules& rules, const Tokens& row, int64_t vocabulary) {
   std::vector<int64_t> found;
   for (const std::vector<int64_t>& word : rules.bad_words_ids) {
@@ -113,7 +113,7 @@ at::Tensor Remove(const at::Tensor& scores, const std::vector<std::vector<int64_
   return scores.index_put({index(rows), index(columns)}, at::full({}, kRemoved, scores.options()));
 }
 
-// Leaves a row no choice but these tokens.
+// Leaves a row only these tokens.
 void Force(const char* rule, const std::vector<int64_t>& tokens, at::Tensor row) {
   row.fill_(kRemoved);
   for (const int64_t token : tokens) {
@@ -151,22 +151,23 @@ at::Tensor ApplyLengthDecay(const ScoreRules& rules, const at::Tensor& scores,
       std::pow(decay->factor, static_cast<double>(num_generated - decay->start)) - 1;
   const at::Tensor columns = at::tensor(ends, c10::kLong).to(scores.device());
   const at::Tensor held = scores.index_select(1, columns);
-  // What is removed stays so: infinity less infinity is no number.
+  // Removed tokens stay removed: infinity minus infinity is NaN.
   const at::Tensor grown = at::where(held == kRemoved, held, held + held.abs() * growth);
   return scores.index_copy(1, columns, grown);
 }
 
-// [rows, 1]: the score that `count` tokens of each row reach.
+// Returns [rows, 1]: the lowest of the best `count` scores of each row.
 at::Tensor LeastOfBest(const at::Tensor& scores, int64_t count) {
   return std::get<0>(scores.topk(count, -1)).narrow(-1, count - 1, 1);
 }
 
-// [rows, 1]; what is removed has no part in it.
+// Returns [rows, 1]; removed tokens do not count.
 at::Tensor Entropy(const at::Tensor& logprobs) {
   return (logprobs * logprobs.exp()).nansum(-1, true).neg();
 }
 
-// In transformers' operations, so that sums round alike: at a share of 1 it counts.
+// Uses transformers' operations, so that sums are rounded in the same way, which matters at a share
+// of 1.
 at::Tensor KeepTopH(double share, const at::Tensor& scores) {
   constexpr int64_t kMost = 100;
   const auto [best, ids] = scores.topk(std::min(kMost, scores.size(1)), -1);
@@ -174,7 +175,7 @@ at::Tensor KeepTopH(double share, const at::Tensor& scores) {
   const at::Tensor likely = at::softmax(logits, -1);
   const at::Tensor entropy =
       (logits.clamp_min(std::numeric_limits<float>::lowest()) * likely).sum(-1, true).neg();
-  // From a removed token on they are no numbers, which are not below.
+  // From a removed token on, the sums are NaN, for which the comparison is false.
   const at::Tensor sums = (likely.neg() * likely.log()).cumsum(-1);
   at::Tensor kept = sums <= entropy * share;
   kept.narrow(-1, 0, 1).fill_(true);
@@ -187,7 +188,7 @@ at::Tensor KeepTypical(double mass, const at::Tensor& scores, int64_t kept) {
   const at::Tensor distance = (logprobs.neg() - Entropy(logprobs)).abs();
   const auto [sorted, order] = distance.sort(/*dim=*/-1, /*descending=*/false);
   const at::Tensor sums = at::softmax(scores.gather(-1, order), -1).cumsum(-1);
-  // The one that reaches the mass stays.
+  // The token that reaches the mass stays.
   const at::Tensor last = (sums < mass).sum(-1, true).clamp_max(scores.size(1) - 1);
   at::Tensor removed = sorted > sorted.gather(-1, last);
   removed.narrow(-1, 0, kept).fill_(false);

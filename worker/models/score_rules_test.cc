@@ -47,11 +47,11 @@ TEST(ApplyRules, EncoderRepetitionPenalty_MakesWhatThePromptHoldsMoreLikely) {
   const at::Tensor got =
       ApplyRules({.encoder_repetition_penalty = 2}, Row({4, -4, 4, -4}), {{0, 1, 0, 2}}, 1);
   EXPECT_TRUE(at::equal(got, Row({8, -2, 4, -4})));
-  // Of a token that both rules mean, the one undoes the other.
+  // For a token that both rules affect, they cancel out.
   EXPECT_TRUE(at::equal(
       ApplyRules({.encoder_repetition_penalty = 2, .repetition_penalty = 2}, Row({4, 4}), {{0}}, 0),
       Row({4, 4})));
-  // One row has ended, and holds no more than its prompt and an end token.
+  // One row has ended, and contains only its prompt and an end token.
   const at::Tensor two = at::cat({Row({4, 4}), Row({4, 4})});
   const at::Tensor after =
       ApplyRules({.encoder_repetition_penalty = 2}, two, {{0, 1}, {0, 1, 1, 1}}, 3);
@@ -106,7 +106,7 @@ TEST(ApplyRules, SuppressedTokens_AreRemoved) {
   const ScoreRules rules = {.suppress_tokens = {0, -1, 99}, .begin_suppress_tokens = {1}};
   EXPECT_EQ(Removed(ApplyRules(rules, Row({1, 1, 1}), {{2}}, 0)), (Ids{0, 1}));
   EXPECT_EQ(Removed(ApplyRules(rules, Row({1, 1, 1}), {{2, 2}}, 1)), (Ids{0}));
-  // What is forced does not count as the beginning.
+  // A forced token does not count as the beginning.
   ScoreRules forced = rules;
   forced.forced_bos_token_id = 2;
   EXPECT_EQ(Removed(ApplyRules(forced, Row({1, 1, 1}), {{2, 2}}, 1)), (Ids{0, 1}));
@@ -133,10 +133,10 @@ TEST(ApplySamplingRules, TopH_KeepsTheLikeliestWhosePartOfTheEntropyIsSmall) {
   const at::Tensor scores = Row({std::log(0.25), std::log(0.6), std::log(0.1), std::log(0.05)});
   EXPECT_EQ(Removed(ApplySamplingRules({.top_h = 0.7}, scores)), (Ids{2, 3}));
   EXPECT_EQ(Removed(ApplySamplingRules({.top_h = 0.01}, scores)), (Ids{0, 2, 3}));
-  // What is removed already has no part in it.
+  // Removed tokens do not count.
   const double gone = -std::numeric_limits<double>::infinity();
   EXPECT_EQ(Removed(ApplySamplingRules({.top_h = 0.9}, Row({gone, 2, 1, gone}))), (Ids{0, 2, 3}));
-  // Never more than 100, even where the share is 1.
+  // Never more than 100, even if the share is 1.
   const at::Tensor many = at::arange(120, c10::kFloat).mul(-0.01).unsqueeze(0);
   EXPECT_GE(Removed(ApplySamplingRules({.top_h = 1}, many)).size(), 20);
 }
@@ -169,7 +169,7 @@ TEST(ApplySamplingRules, Cutoffs_LeaveTheBest) {
   EXPECT_EQ(Removed(ApplySamplingRules({.eta_cutoff = 0.9}, scores)), (Ids{1, 2, 3}));
 }
 
-// So that one of a beam search can run on beside the end tokens.
+// This keeps enough for one sequence of a beam search to continue beside the end tokens.
 TEST(ApplySamplingRules, SoManyOfTheBest_Stay) {
   const at::Tensor scores = Row({std::log(0.6), std::log(0.25), std::log(0.1), std::log(0.05)});
   for (const ScoreRules& rules :
@@ -183,9 +183,9 @@ TEST(ApplySamplingRules, SoManyOfTheBest_Stay) {
 TEST(ApplyRules, SequenceBias_CountsForWhatWouldCompleteASequence) {
   const ScoreRules rules = {.sequence_bias = {{{0}, 1.0}, {{3, 1}, 2.0}, {{2, 3, 1}, -5.0}},
                             .repetition_penalty = 2};
-  // Before the penalty for what the row holds.
+  // Applied before the repetition penalty.
   EXPECT_TRUE(at::equal(ApplyRules(rules, Row({4, 4, 4, 4}), {{0, 3}}, 0), Row({2.5, 6, 4, 2})));
-  // A row that is no longer than what comes before the last token does not count, as in
+  // A row that is no longer than the sequence before the last token does not count, as in
   // transformers.
   EXPECT_TRUE(at::equal(ApplyRules(rules, Row({4, 4, 4, 4}), {{3}}, 0), Row({5, 4, 4, 2})));
   EXPECT_TRUE(at::equal(ApplyRules(rules, Row({4, 4, 4, 4}), {{1, 2, 3}}, 0), Row({5, 0.5, 2, 2})));

@@ -46,7 +46,7 @@ SparseExpertsImpl::Output SparseExpertsImpl::forward(const at::Tensor& x, bool s
   const auto [weights, experts] = at::softmax(router_logits, -1, c10::kFloat).topk(num_chosen_, -1);
   const at::Tensor shares = weights / weights.sum(-1, /*keepdim=*/true);
 
-  // Stable, so that an expert has its tokens in their order.
+  // The sort is stable, so that an expert has its tokens in their order.
   const at::Tensor chosen = experts.flatten();
   const at::Tensor order = at::argsort(chosen, /*stable=*/true, /*dim=*/0, /*descending=*/false);
   const at::Tensor rows = order.div(num_chosen_, "floor");
@@ -61,7 +61,7 @@ SparseExpertsImpl::Output SparseExpertsImpl::forward(const at::Tensor& x, bool s
   }
   const at::Tensor weighted =
       at::cat(results) * shares.flatten().index_select(0, order).unsqueeze(-1);
-  // Back to the order of the tokens. A token's contributions are added in the type of the shares,
+  // Restore the order of the tokens. A token's contributions are added in the type of the shares,
   // float32, and rounded once (docs/decisions/0045).
   const at::Tensor back =
       at::empty_like(order).scatter_(0, order, at::arange(order.numel(), order.options()));

@@ -11,8 +11,8 @@
 
 namespace muster::models {
 
-// down(activation(gate(x)) * up(x)) (Shazeer, 2020). The three have other names in a dense model
-// and in an expert.
+// Computes down(activation(gate(x)) * up(x)) (Shazeer, 2020). The three have different names in a
+// dense model and in an expert.
 class GatedMlpImpl : public torch::nn::Module {
  public:
   struct Names {
@@ -29,10 +29,10 @@ class GatedMlpImpl : public torch::nn::Module {
 };
 TORCH_MODULE(GatedMlp);
 
-// A mixture of experts, of which each token goes to the k that its router likes best, weighted by
-// the softmax over those (Jiang et al., 2024). Tokens are sorted by expert, so that each expert
+// A mixture of experts: each token goes to the k experts that its router prefers, weighted by the
+// softmax over those (Jiang et al., 2024). Tokens are sorted by expert, so that each expert
 // multiplies one matrix. A token's results are weighted and added in float32. Under autocast
-// experts compute in its type, as every linear layer.
+// experts compute in its type, as every linear layer does.
 class SparseExpertsImpl : public torch::nn::Module {
  public:
   explicit SparseExpertsImpl(const DecoderConfig& config);
@@ -41,9 +41,9 @@ class SparseExpertsImpl : public torch::nn::Module {
     at::Tensor x;              // [B, T, width]
     at::Tensor router_logits;  // [B * T, experts]
   };
-  // An expert without tokens runs on none of them, so that its gradient is zero rather than none
-  // and ranks that divide parameters stay in step; with `skip_idle` it does not run, and its
-  // weights are not touched.
+  // An expert without tokens runs on none of them, so that its gradient is zero rather than
+  // undefined and ranks that divide parameters stay in step; with `skip_idle` it does not run, and
+  // its weights are not touched.
   Output forward(const at::Tensor& x, bool skip_idle);
 
  private:
@@ -54,10 +54,10 @@ class SparseExpertsImpl : public torch::nn::Module {
 };
 TORCH_MODULE(SparseExperts);
 
-// What keeps the router from always taking the same experts (Fedus et al., 2021, equations 4 to 6):
-// E sum_e f_e p_e, f_e the share of (layer, token) pairs that chose e, p_e its mean probability.
-// `router_logits`: for each layer [B * T, E]; `padding` as from PaddingMask(), whose tokens do not
-// count.
+// Returns the loss that keeps the router from always choosing the same experts (Fedus et al., 2021,
+// equations 4 to 6): E sum_e f_e p_e, where f_e is the share of (layer, token) pairs that chose e,
+// and p_e its mean probability. `router_logits`: for each layer [B * T, E]; `padding`: as from
+// PaddingMask(), whose tokens do not count.
 at::Tensor LoadBalancingLoss(const std::vector<at::Tensor>& router_logits, int64_t num_chosen,
                              const at::Tensor& padding);
 

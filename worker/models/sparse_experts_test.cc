@@ -50,7 +50,7 @@ TEST(SparseExperts, Forward_IsTheWeightedSumOfTheChosenExperts) {
 }
 
 // As transformers' grouped and batched experts: the contributions of a token are float32 until they
-// are one.
+// are added up.
 TEST(SparseExperts, Bfloat16_IsRoundedOnceForAToken) {
   SparseExperts experts = Experts();
   experts->to(at::kBFloat16);
@@ -73,10 +73,10 @@ TEST(SparseExperts, Bfloat16_IsRoundedOnceForAToken) {
   EXPECT_LE((got.x[0] != want.to(at::kBFloat16)).sum().item<int64_t>(), 8);
 }
 
-// Weight decay and moments go on for an expert that no token chose.
+// Weight decay and moments continue for an expert that no token chose.
 TEST(SparseExperts, ExpertWithoutTokens_HasAGradientOfZero) {
   SparseExperts experts = Experts();
-  // A router that never likes the last expert.
+  // A router that never prefers the last expert.
   {
     const at::NoGradGuard no_grad;
     Weight(experts, "gate.weight").zero_();
@@ -98,7 +98,7 @@ TEST(SparseExperts, SkippingIdleExperts_GivesTheSame) {
 }
 
 TEST(LoadBalancingLoss, EvenLoad_IsTheNumberOfChosenExperts) {
-  // Every token likes two other neighbours equally; each expert is chosen equally often.
+  // Every token prefers two neighbours equally; each expert is chosen equally often.
   const at::Tensor logits =
       at::tensor({5., 5., 0., 5., 0., 5., 0., 5., 5.}, c10::kFloat).view({3, 3});
   EXPECT_NEAR(LoadBalancingLoss({logits}, 2, {}).item<double>(), 2, 1e-5);
@@ -112,8 +112,8 @@ TEST(LoadBalancingLoss, Padding_DoesNotCount) {
   EXPECT_NEAR(with.item<double>(), LoadBalancingLoss({real, real}, 2, {}).item<double>(), 1e-6);
 }
 
-// A softmax in bfloat16 loses the gradient of a router that is almost even: it is a difference of
-// numbers that are alike.
+// A softmax in bfloat16 loses the gradient of a router that is almost even, because that is a
+// difference of nearly equal numbers.
 TEST(LoadBalancingLoss, Bfloat16_HasTheGradientOfFloat32) {
   at::manual_seed(1);
   const at::Tensor rounded = (0.01 * at::randn({40, 8})).to(c10::kBFloat16);

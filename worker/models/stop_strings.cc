@@ -22,7 +22,7 @@ std::string StopStrings::Push(absl::string_view part) {
     held_.resize(first);
     return std::exchange(held_, "");
   }
-  // The longest end of the text that one of the strings begins with stays.
+  // The longest suffix of the text that is a prefix of one of the strings is held back.
   size_t keep = 0;
   for (const std::string& string : strings_) {
     for (size_t n = std::min(string.size() - 1, held_.size()); n > keep; --n) {

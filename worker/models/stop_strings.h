@@ -8,16 +8,16 @@
 
 namespace muster::models {
 
-// Finds the first of some strings in text that comes in parts. Pure. Not thread-safe.
+// Finds the first of several strings in text that arrives in parts. Pure. Not thread-safe.
 class StopStrings {
  public:
-  // Empty strings are left out.
+  // Empty strings are ignored.
   explicit StopStrings(std::vector<std::string> strings);
 
-  // The text that can be shown after this part: all up to the string that was found, or up to where
-  // one could still begin. Nothing after one was found.
+  // Returns the text that can be shown after this part: everything up to the string that was found,
+  // or up to where one could still begin; nothing after a string was found.
   std::string Push(absl::string_view part);
-  // What was held back, when no more text comes.
+  // Returns the text that was held back, when no more text comes.
   std::string Finish();
   bool found() const { return found_; }
 

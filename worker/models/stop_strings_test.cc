@@ -29,7 +29,7 @@ TEST(StopStrings, SeveralStrings_TheFirstInTheTextCounts) {
   EXPECT_EQ(stop.Push("1 soon 2 later"), "1 ");
 }
 
-// However text is cut into parts, the same comes out.
+// However the text is cut into parts, the result is the same.
 TEST(StopStrings, Parts_DoNotMatter) {
   std::mt19937 random(3);
   for (int round = 0; round < 2000; ++round) {

@@ -16,21 +16,21 @@
 namespace muster::models {
 namespace {
 
-// One row's tokens on their way to text.
+// Converts one row's tokens to text.
 class TextRow {
  public:
   TextRow(StreamDecoder decoder, std::vector<std::string> stop)
       : decoder_(std::move(decoder)), stop_(std::move(stop)) {}
 
-  // The text to show after one more token.
+  // Returns the text to show after one more token.
   absl::StatusOr<std::string> Push(int64_t token) {
     ++num_tokens_;
     MUSTER_ASSIGN_OR_RETURN(const std::string text, decoder_.Push(token));
     return Show(stop_.Push(text));
   }
-  // A token without a text.
+  // Counts a token without text.
   void Skip() { ++num_tokens_; }
-  // The text that remains to be shown.
+  // Returns the remaining text to show.
   absl::StatusOr<std::string> Finish() {
     MUSTER_ASSIGN_OR_RETURN(const std::string text, decoder_.Finish());
     std::string shown = stop_.Push(text);
@@ -53,7 +53,7 @@ class TextRow {
   int64_t num_tokens_ = 0;
 };
 
-// A special token is no text: a stop string that is one is met by its token.
+// Special tokens have no text: a stop string that is a special token is recognized by its id.
 std::vector<int64_t> StopTokens(const Tokenizer& tokenizer,
                                 const std::vector<std::string>& strings) {
   std::vector<int64_t> tokens;
@@ -79,7 +79,7 @@ std::function<bool(const std::vector<int64_t>&)> EndsAtStopString(
     for (const int64_t token : generated) {
       if (tokenizer.IdToToken(token).has_value()) ThrowIfError(row.Push(token).status());
     }
-    // Bytes of which more may come are text, too: the newline of Llama 2 is one.
+    // Bytes of an incomplete character count as text, too: the newline of Llama 2 is one.
     ThrowIfError(row.Finish().status());
     return row.met_stop_string();
   };
@@ -89,7 +89,7 @@ absl::StatusOr<TextGenerator> TextGenerator::FromFolder(const std::string& folde
                                                         const LoadPretrainedOptions& options,
                                                         std::optional<bool> do_sample,
                                                         int64_t max_new_tokens) {
-  // The small files first: what is wrong with them shows at once.
+  // Read the small files first: errors in them are reported at once.
   MUSTER_ASSIGN_OR_RETURN(GenerateOptions defaults,
                           ReadGenerationConfig(folder, do_sample, max_new_tokens));
   MUSTER_ASSIGN_OR_RETURN(Tokenizer tokenizer, Tokenizer::FromFolder(folder));
@@ -196,7 +196,7 @@ absl::StatusOr<std::vector<GeneratedText>> TextGenerator::GenerateEncoded(
   std::vector<bool> met_end(rows.size(), false), met_stop_token(rows.size(), false);
   const auto at_string = EndsAtStopString(tokenizer_, stop);
   std::vector<std::vector<int64_t>> taken(rows.size());
-  // Takes a row's next token; whether it goes on.
+  // Takes a row's next token; returns whether the row continues.
   const auto take = [&](size_t row, int64_t token) {
     if (Contains(end_tokens, token)) met_end[row] = true;
     taken[row].push_back(token);
@@ -205,7 +205,7 @@ absl::StatusOr<std::vector<GeneratedText>> TextGenerator::GenerateEncoded(
       rows[row].Skip();
       return false;
     }
-    // A vocabulary that is filled up to a round number has ids without a text.
+    // A vocabulary that is padded to a round size has ids without text.
     if (!tokenizer_.IdToToken(token).has_value()) {
       rows[row].Skip();
       return !met_end[row];
@@ -213,7 +213,7 @@ absl::StatusOr<std::vector<GeneratedText>> TextGenerator::GenerateEncoded(
     absl::StatusOr<std::string> text = rows[row].Push(token);
     ThrowIfError(text.status());
     if (options.on_text != nullptr && !text->empty()) options.on_text(row, *text);
-    // What is held back until the next token shows more may have a string already.
+    // Text that is held back until the next token may already contain a string.
     const bool is_held = text->empty() && !stop.empty() && at_string(taken[row]);
     return !met_end[row] && !is_held && !rows[row].met_stop_string();
   };

@@ -49,12 +49,12 @@ struct EncodedPrompts {
   std::vector<int64_t> lengths;  // without padding
 };
 
-// Errors: INVALID_ARGUMENT names a prompt that is not text or has no token.
+// Encodes prompts. Errors: INVALID_ARGUMENT names a prompt that is not text or has no token.
 absl::StatusOr<EncodedPrompts> EncodePrompts(const Tokenizer& tokenizer,
                                              const std::vector<std::string>& prompts,
                                              bool add_special_tokens);
 
-// How many tokens are generated at most: max_new_tokens, or as many as fit into the context.
+// Returns the most tokens that are generated: max_new_tokens, or as many as fit into the context.
 int64_t NewTokens(const ModelConfig& config, const EncodedPrompts& prompts,
                   const TextOptions& options);
 
@@ -64,7 +64,7 @@ absl::Status CheckPrompts(const ModelConfig& config, const EncodedPrompts& promp
                           const TextOptions& options);
 
 // Returns a function for GenerateOptions::ends_row: whether the text of the generated tokens
-// contains one of the strings, or the last token is one. Decodes all tokens in each call.
+// contains one of the strings, or the last token is one of them. Decodes all tokens in each call.
 std::function<bool(const std::vector<int64_t>& generated)> EndsAtStopString(
     Tokenizer tokenizer, std::vector<std::string> strings);
 
@@ -81,17 +81,17 @@ class TextGenerator {
       int64_t max_new_tokens = GenerateOptions().max_new_tokens);
   TextGenerator(CausalLm model, Tokenizer tokenizer, GenerateOptions defaults);
 
-  // What the model's makers recommend.
+  // The options that the model's makers recommend.
   const GenerateOptions& defaults() const { return defaults_; }
   const Tokenizer& tokenizer() const { return tokenizer_; }
   CausalLm& model() { return model_; }
 
   // Generates the continuation of each prompt; with num_return_sequences > 1, that many for each,
-  // one after another, of which those that a beam search lacks are empty. Errors: INVALID_ARGUMENT
-  // names a prompt without tokens or an option; as Generate().
+  // one after another, where results that a beam search does not provide are empty. Errors:
+  // INVALID_ARGUMENT names a prompt without tokens or an option; as Generate().
   absl::StatusOr<std::vector<GeneratedText>> Generate(const std::vector<std::string>& prompts,
                                                       const TextOptions& options);
-  // The same for what EncodePrompts returned.
+  // The same for the result of EncodePrompts.
   absl::StatusOr<std::vector<GeneratedText>> GenerateEncoded(const EncodedPrompts& prompts,
                                                              const TextOptions& options);
 

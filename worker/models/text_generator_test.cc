@@ -31,7 +31,7 @@ class TextGeneratorTest : public testing::Test {
     config.vocab_size = vocabulary->VocabSize() + 200;
     config.max_positions = 128;
     config.tie_word_embeddings = true;
-    // Large, so that logits differ and texts are not one word again and again.
+    // Large, so that logits differ and texts are not a single repeated word.
     config.initializer_range = 0.5;
     config.hidden_size = 32;
     config.inner_size = 64;
@@ -100,7 +100,7 @@ TEST_F(TextGeneratorTest, StopString_EndsItsRowBeforeIt) {
   TextGenerator generator = Load();
   const TextOptions whole = {.tokens = {.max_new_tokens = 40}};
   const auto texts = Texts(generator, {"Hello", "Bye"}, whole);
-  // Any part of what the first row says.
+  // Any part of the first row's text.
   ASSERT_GT(texts[0].text.size(), 20);
   const std::string stop = texts[0].text.substr(8, 3);
   const size_t at = texts[0].text.find(stop);
@@ -129,7 +129,7 @@ TEST_F(TextGeneratorTest, StopStringOfTheModelsFiles_EndsItsRow) {
   EXPECT_EQ(texts[0].reason, GeneratedText::Reason::kStopString);
 }
 
-// The text has no special tokens to find it in.
+// The text contains no special tokens in which to find it.
 TEST_F(TextGeneratorTest, StopStringThatIsASpecialToken_EndsItsRow) {
   TextGenerator generator = Load();
   const auto special = generator.tokenizer().TokenToId("<|endoftext|>");
@@ -150,7 +150,7 @@ TEST_F(TextGeneratorTest, SeveralDraws_AreOfThePromptThatTheyFollow) {
   ASSERT_EQ(texts.size(), 6);
   EXPECT_NE(texts[0].text, texts[1].text);
   EXPECT_EQ(texts[2].num_prompt_tokens, texts[0].num_prompt_tokens);
-  // What a draw says does not depend on what the others are.
+  // The result of a draw does not depend on the other prompts.
   const auto alone = Texts(generator, {"Hello"}, options);
   for (size_t i = 0; i < 3; ++i) EXPECT_EQ(alone[i].text, texts[i].text);
 }
@@ -175,7 +175,7 @@ TEST_F(TextGeneratorTest, ShortenedToTheContext_StopsAtTheLastPosition) {
   EXPECT_EQ(texts[0].num_prompt_tokens + texts[0].num_new_tokens, 128);
 }
 
-// A program says what is wrong with its prompts before it loads the model, and encodes them once.
+// A program reports errors in its prompts before it loads the model, and encodes them once.
 TEST_F(TextGeneratorTest, EncodedPrompts_AreCheckedWithoutAModelAndContinuedAsTheirTexts) {
   TextGenerator generator = Load();
   const auto config = ReadModelConfig(folder_.path());
@@ -216,7 +216,7 @@ TEST_F(TextGeneratorTest, Beams_GiveSeveralTexts) {
   EXPECT_NE(texts[0].text, texts[1].text);
 }
 
-// Padding is a token with a text here.
+// Here padding is a token with text.
 TEST_F(TextGeneratorTest, BeamThatItsTokensEnd_HasNoPaddingInItsText) {
   TextGenerator generator = Load();
   const auto ids = generator.tokenizer().EncodeIds("Hello");
@@ -295,7 +295,7 @@ TEST_F(TextGeneratorTest, StopStringThatIsASpecialToken_EndsABeam) {
   EXPECT_EQ(texts[0].num_new_tokens, 1);
 }
 
-// As the newline of Llama 2, which is a byte that others could follow.
+// For example the newline of Llama 2, which is a byte that others could follow.
 TEST(EndsAtStopString, ByteThatMayBeABeginning_IsText) {
   const auto tokenizer =
       Tokenizer::FromFile(testing_support::TestdataPath("generation/tokenizer_fallback.json"));

@@ -14,8 +14,8 @@ namespace {
 
 constexpr int64_t kNoLabel = -100;
 
-// labels [B, T] moved to where they are predicted. The last position predicts none: to cut its
-// logits off would copy all of them.
+// Moves labels [B, T] to the positions where they are predicted. The last position predicts none:
+// cutting its logits off would copy all of them.
 at::Tensor NextLabels(const TextBatch& batch) {
   const int64_t length = batch.labels.size(1);
   const at::Tensor next =
@@ -61,7 +61,7 @@ ModelOutput CausalLmImpl::forward(const TextBatch& batch) {
               "rows of one token have no next token: leave the labels out");
   const at::Tensor wide = output.logits.to(c10::kFloat);
   output.loss = CrossEntropy(wide.flatten(0, 1), NextLabels(batch).flatten());
-  // What a prepared model returns is float32 in any case: so there is no second copy of it.
+  // The result of a prepared model is float32 anyway, so this avoids a second copy of it.
   if (at::autocast::is_autocast_enabled(wide.device().type()) &&
       output.logits.element_size() < wide.element_size()) {
     output.logits = wide;
@@ -81,7 +81,7 @@ at::Tensor CausalLmImpl::NextLogits(const TextBatch& batch, KvCache* cache, int6
 }
 
 at::Tensor TextsOf(const TextBatch& batch) {
-  // As in transformers with use_cache=False: a mask says that there is one text.
+  // As in transformers with use_cache=False: with a mask, the row is one text.
   if (!batch.position_ids.defined() || batch.attention_mask.defined()) return {};
   return PackedTexts(batch.position_ids);
 }
@@ -107,18 +107,18 @@ void CheckBatch(const TextBatch& batch, const CommonConfig& config, int64_t past
                 name, " has the shape ", tensor.sizes(), ", input_ids ", ids.sizes());
   }
   if (ids.is_cpu()) {
-    // A GPU finds out by itself, later and in other words.
+    // On a GPU the error would come later, and with another message.
     const auto [least, most] = at::aminmax(ids);
     const int64_t bad = least.item<int64_t>() < 0 ? least.item<int64_t>() : most.item<int64_t>();
     TORCH_CHECK_INDEX(bad >= 0 && bad < config.vocab_size, "token ", bad,
                       " is beyond the vocabulary of ", config.vocab_size,
                       ": the tokenizer is not the model's");
   }
-  // Positions are a table there; rotary ones go on, with less and less sense.
+  // A table limits the positions; rotary ones continue, with less and less meaning.
   const bool has_table = config.architecture == Architecture::kGpt2LMHeadModel ||
                          config.architecture == Architecture::kBertForMaskedLM ||
                          config.architecture == Architecture::kBertForSequenceClassification;
-  // The same ones have types.
+  // The same architectures have token types.
   TORCH_CHECK(has_table || !batch.token_type_ids.defined(), "a ",
               std::string(ArchitectureName(config.architecture)),
               " has no types of tokens: leave token_type_ids out");

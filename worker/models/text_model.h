@@ -78,9 +78,9 @@ class CausalLmImpl : public TextModelImpl {
   ModelOutput forward(const TextBatch& batch) override;
 
   // Returns logits [B, `num_logits`, vocabulary] of the last positions; 0: undefined, for a pass
-  // that only fills the cache. With a cache, the ids are
-  // at the positions after those in it, and `attention_mask` [B, cache length + T] covers both.
-  // Experts without tokens run only if `run_idle_experts`.
+  // that only fills the cache. With a cache, the ids are at the positions after those in it, and
+  // `attention_mask` [B, cache length + T] covers both. Experts without tokens run only if
+  // `run_idle_experts`.
   at::Tensor NextLogits(const TextBatch& batch, KvCache* cache, int64_t num_logits = 1,
                         bool run_idle_experts = false);
 
@@ -101,7 +101,7 @@ class CausalLmImpl : public TextModelImpl {
 };
 TORCH_MODULE(CausalLm);
 
-// Returns which text of its row each position belongs to, as from PackedTexts().
+// Returns the text of its row that each position belongs to, as from PackedTexts().
 at::Tensor TextsOf(const TextBatch& batch);
 
 // Throws unless `batch` has int64 ids [B, T] and the other tensors fit them. `past`: the number of

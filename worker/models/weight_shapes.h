@@ -16,7 +16,7 @@ struct WeightShape {
   std::vector<int64_t> shape = {};
 };
 
-// The parameters of MakeModel(config), in the order of registration; a tied head is not among them.
+// Returns the parameters of MakeModel(config), in the order of registration, without a tied head.
 // Without torch, for tools. Pure.
 //
 // Errors: those of ValidateConfig.

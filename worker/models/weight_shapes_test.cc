@@ -9,13 +9,13 @@
 namespace muster::models {
 namespace {
 
-// What MakeModel constructs is the truth.
+// Compares with what MakeModel constructs.
 void ExpectShapesOfTheModel(const ModelConfig& config) {
   const TextModel model = MakeEmptyModel(config);
   auto shapes = WeightShapes(config);
   ASSERT_TRUE(shapes.ok()) << shapes.status();
   const auto parameters = model->named_parameters();
-  // A file has them among the parameters.
+  // A file lists these buffers among the parameters.
   const auto buffers = model->named_buffers();
   ASSERT_EQ(shapes->size(), parameters.size() + buffers.size());
   std::erase_if(*shapes, [&buffers](const WeightShape& shape) {

@@ -24,7 +24,7 @@ struct Three {
 };
 static_assert(CountMembers<Three>() == 3);
 
-// Members that are made from many things, and members that are structs themselves.
+// Members that can be made from many types, and members that are structs themselves.
 struct Greedy {
   std::optional<std::string> a;
   std::vector<std::string> b;

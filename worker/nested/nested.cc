@@ -11,7 +11,7 @@
 namespace muster::nested_internal {
 namespace {
 
-// Parts that hold neither tensors nor something that might.
+// Parts that hold neither tensors nor anything that might.
 bool IsPlain(const c10::IValue& value) {
   return value.isNone() || value.isScalar() || value.isString() || value.isDevice() ||
          value.isIntList() || value.isDoubleList() || value.isBoolList() ||

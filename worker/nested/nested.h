@@ -393,7 +393,7 @@ auto SortedDictKeys(const D& dict) {
   return keys;
 }
 
-// --- c10::IValue: tensors inside of tuples, lists and dictionaries. Errors: a TorchScript object,
+// --- c10::IValue: tensors inside tuples, lists and dictionaries. Errors: a TorchScript object,
 // future or the like, which cannot be seen through. ---
 
 using MapFunction = c10::function_ref<at::Tensor(const at::Tensor&)>;

@@ -27,7 +27,7 @@ struct Sample {
   at::Tensor ids, mask;
   std::string note;
 };
-// A class that must say what it has.
+// A class that must list its members.
 class Private {
  public:
   Private(at::Tensor ids, int length) : ids_(std::move(ids)), length_(length) {}
@@ -38,7 +38,7 @@ class Private {
   at::Tensor ids_;
   int length_;
 };
-// As above, without a word about it.
+// The same without such a list.
 class Closed {
  public:
   explicit Closed(at::Tensor ids) : ids_(std::move(ids)) {}
@@ -46,14 +46,14 @@ class Closed {
  private:
   at::Tensor ids_;
 };
-// Says that it has no tensors.
+// Declares that it has no tensors.
 class Tokenizer {
  public:
   explicit Tokenizer(std::string words) : words(std::move(words)) {}
   std::string words;
 };
 inline auto MusterFields(const Tokenizer&) { return std::tie(); }
-// Has `data` and `target`, and more.
+// Has `data` and `target`, and another member.
 struct Detection {
   at::Tensor data, target, boxes;
   std::string file;
@@ -73,7 +73,7 @@ struct ArrayOfOne {
   float scale[1];
   at::Tensor tensor;
 };
-// A plain struct, but for one member, which has no default constructor.
+// A plain struct, except for one member without a default constructor.
 struct Outer {
   int number;
   Closed closed;
@@ -81,7 +81,7 @@ struct Outer {
 struct View {
   const at::Tensor& tensor;
 };
-// Shaped as LibTorch's Example.
+// Like LibTorch's Example.
 struct Example {
   Example(at::Tensor d, at::Tensor t) : data(std::move(d)), target(std::move(t)) {}
   at::Tensor data, target;

@@ -9,8 +9,8 @@
 
 namespace muster::nested_internal {
 
-// What a structure holds besides tensors. Keys of maps, what is inside a c10::IValue, and classes
-// that say that they hold no tensors (MusterFields) do not count.
+// The contents of a structure besides tensors. Keys of maps, the contents of a c10::IValue, and
+// classes whose MusterFields declares no tensors do not count.
 struct PlainParts {
   bool any = false;
   bool numbers = false;  // any number, also in a list

@@ -32,11 +32,11 @@ void ForEachFlat(const std::vector<at::Tensor>& tensors, Fn collective) {
   }
   for (auto& [bytes, list] : lists) {
     if (list.size() == 1 && list[0].is_contiguous()) {
-      // Flat here too: on another rank the same tensor may not be contiguous, and shapes must
+      // Flattened here too: on another rank the same tensor may not be contiguous, and shapes must
       // agree.
       at::Tensor flat = list[0].view({-1});
       collective(flat);
-      // As the copies below do.
+      // The copies below increase the version as well.
       if (!list[0].is_inference()) torch::autograd::impl::bump_version(list[0]);
       continue;
     }

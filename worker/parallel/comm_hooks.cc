@@ -30,7 +30,7 @@ class CompressHook : public c10d::CppCommHookInterface<GroupPtr> {
 
   FuturePtr runHook(c10d::GradBucket& bucket) override {
     at::Tensor buffer = bucket.getBufferRef();
-    // Divided before the sum, which in fp16 could overflow.
+    // Divide before the sum, which could overflow in fp16.
     std::vector<at::Tensor> small = {buffer.to(dtype_).div_(state_->getSize())};
     const FuturePtr reduced = state_->allreduce(small)->getFuture();
     return reduced->then(
@@ -55,7 +55,7 @@ void Orthogonalize(at::Tensor& given, double epsilon) {
   const int64_t columns = matrix.size(1);
   for (int64_t i = 0; i < columns; ++i) {
     at::Tensor column = matrix.narrow(1, i, 1);
-    // A column of zeros stays one: without the floor it would become NaN.
+    // A column of zeros stays zero: without the floor it would become NaN.
     const double floor = epsilon > 0 ? epsilon : 1e-30;
     column.div_(column.norm().add_(floor));
     if (i + 1 < columns) {
@@ -101,29 +101,30 @@ class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
 
  private:
   struct BucketState {
-    std::vector<const void*> parameters;  // whose gradients it had, in order
-    at::Tensor error;                     // what the last compression left out
-    at::Tensor scale;                     // the loss scale then
+    std::vector<const void*> parameters;  // the parameters whose gradients the bucket had, in order
+    at::Tensor error;                     // the error of the last compression
+    at::Tensor scale;                     // the loss scale at that time
     std::vector<at::Tensor> qs;           // right factors
-    std::vector<at::Tensor> drawn;        // what they began as
+    std::vector<at::Tensor> drawn;        // the initial right factors
   };
 
   const PowerSgdOptions options_;
   const bool batched_;
   const std::shared_ptr<PowerSgdState> of_model_;
-  at::Generator generator_;  // the same draws on every rank: buckets come in the same order
+  at::Generator generator_;  // the same numbers on every rank, because buckets come in the same
+                             // order
   std::map<size_t, BucketState> buckets_;
 
   void Mean(at::Tensor& tensor) {
     std::vector<at::Tensor> list = {tensor};
-    // In fp16 the sum could overflow.
+    // The sum could overflow in fp16.
     const bool first = tensor.scalar_type() == at::kHalf;
     if (first) tensor.div_(state_->getSize());
     state_->allreduce(list)->wait();
     if (!first) tensor.div_(state_->getSize());
   }
 
-  // One all-reduce for a list of factors.
+  // Averages a list of factors with one all-reduce.
   void MeanOfAll(std::vector<at::Tensor>& tensors) {
     if (tensors.empty()) return;
     std::vector<at::Tensor> rows;
@@ -149,7 +150,7 @@ class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
 
   void Compress(c10d::GradBucket& bucket, at::Tensor& buffer) {
     BucketState& state = buckets_[bucket.getIndex()];
-    // The Reducer has rebuilt its buckets.
+    // The parameters have changed if the Reducer has rebuilt its buckets.
     std::vector<const void*> parameters;
     for (const at::Tensor& parameter : bucket.getParameters()) {
       parameters.push_back(parameter.unsafeGetTensorImpl());
@@ -163,7 +164,7 @@ class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
         state.error = at::zeros_like(buffer);
         state.qs.clear();
       }
-      // It is in units of the loss scale, which may have changed.
+      // The error is in units of the loss scale, which may have changed.
       const at::Tensor& scale = of_model_->loss_scale;
       if (state.scale.defined() && scale.defined()) {
         state.error.mul_((scale / state.scale).to(state.error.device()));
@@ -205,9 +206,9 @@ class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
                 .to(matrices[i].options());
         if (options_.warm_start) state.drawn[i] = q.clone();
       } else {
-        // That of gradients that were not finite, the same on all ranks, would spoil all that
-        // follow, and a column of gradients that were zero would stay zero, and drop what it is
-        // for.
+        // A factor from gradients that were not finite, the same on all ranks, would spoil all
+        // later ones, and a column from gradients that were zero would stay zero and lose its
+        // direction.
         const at::Tensor is_spent = q.eq(0).all(0, /*keepdim=*/true);
         q = at::where(q.isfinite().all().logical_and(is_spent.logical_not()), q, state.drawn[i]);
       }
@@ -226,10 +227,10 @@ class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
           approximation.reshape({-1}).narrow(0, 0, sources[i].numel()).view(sources[i].sizes()));
     }
     if (options_.use_error_feedback) {
-      // Only what compression lost; parts reduced exactly have lost nothing.
+      // Keep only what compression has lost; parts that were reduced exactly have lost nothing.
       state.error.sub_(buffer);
       if (!batched_) ClearExactParts(bucket, buffer, plain, state.error);
-      // Gradients that are not finite, as those that overflow fp16, are those of this step alone.
+      // Gradients that are not finite, such as those that overflow fp16, concern only this step.
       state.error.nan_to_num_(0, 0, 0);
     }
   }
@@ -252,8 +253,8 @@ class WrappedHook : public c10d::CommHookInterface {
     at::Tensor small = original.to(dtype_);
     bucket.setBuffer(small);
     const FuturePtr inner = inner_->runHook(bucket);
-    // Must not hold the inner hook: it owns the group, and dropping the last reference on the
-    // group's own thread makes that thread join itself.
+    // This function must not hold the inner hook: it owns the group, and dropping the last
+    // reference on the group's own thread makes that thread join itself.
     return inner->then(
         [original](c10::ivalue::Future& future) {
           at::NoGradGuard no_grad;
@@ -358,7 +359,7 @@ std::unique_ptr<c10d::CommHookInterface> MakeCommHook(CommHook hook, CommWrapper
     return MakeInner(hook, power_sgd, std::move(group), std::move(state));
   }
   const at::ScalarType dtype = wrapper == CommWrapper::kFp16 ? at::kHalf : at::kBFloat16;
-  // A cast around nothing is the hook that casts.
+  // A cast around kNone is the hook that casts.
   if (hook == CommHook::kNone) return std::make_unique<CompressHook>(std::move(group), dtype);
   return std::make_unique<WrappedHook>(
       MakeInner(hook, power_sgd, std::move(group), std::move(state)), dtype);

@@ -30,7 +30,8 @@ enum class CommHook {
   kBatchedPowerSgd,  // as kPowerSgd, with a whole bucket as one square matrix: cheaper, coarser
 };
 
-// "no", "fp16", "bf16", "power_sgd", "batched_power_sgd". Throws c10::Error for anything else.
+// Parses "no", "fp16", "bf16", "power_sgd" or "batched_power_sgd". Throws c10::Error for anything
+// else.
 CommHook ParseCommHook(absl::string_view text);
 
 // PowerSGD (Vogels, Karimireddy, Jaggi 2019), names and defaults as torch's PowerSGDState.
@@ -48,9 +49,9 @@ struct PowerSgdOptions {
   uint64_t random_seed = 0;
 };
 
-// A cast around another hook: its gradients are fp16 or bf16 when it sees them.
+// A cast around another hook, which then sees gradients in fp16 or bf16.
 enum class CommWrapper { kNone, kFp16, kBf16 };
-// "no", "fp16", "bf16". Throws c10::Error for anything else.
+// Parses "no", "fp16" or "bf16". Throws c10::Error for anything else.
 CommWrapper ParseCommWrapper(absl::string_view text);
 
 // A user's hook, like those of torch's register_comm_hook: starts the exchange of one bucket of
@@ -66,7 +67,7 @@ CommWrapper ParseCommWrapper(absl::string_view text);
 using GradientHook = std::function<c10::intrusive_ptr<c10::ivalue::Future>(
     c10d::ProcessGroup& group, c10d::GradBucket& bucket)>;
 
-// `hook` for c10d::Reducer. Throws, naming the bucket, if it returns no future.
+// Returns `hook` as a hook of c10::Reducer. Throws, naming the bucket, if it returns no future.
 std::unique_ptr<c10d::CommHookInterface> MakeGradientHook(
     GradientHook hook, c10::intrusive_ptr<c10d::ProcessGroup> group);
 
@@ -74,21 +75,21 @@ std::unique_ptr<c10d::CommHookInterface> MakeGradientHook(
 // given.
 struct PowerSgdState {
   int64_t reductions = 0;
-  // What the losses were multiplied by (fp16), 0-d; undefined: nothing. Never written in place.
+  // The factor of the losses (fp16), 0-d; undefined: none. Never written in place.
   at::Tensor loss_scale = {};
 };
 
-// The hook for c10d::Reducer; null for kNone without a wrapper. PowerSGD waits for its two
+// Returns the hook for c10::Reducer; null for kNone without a wrapper. PowerSGD waits for its two
 // all-reduces of a bucket inside the hook, so that collectives come in the same order on every rank
 // (on Gloo, continuations run in any order); on NCCL that wait is the stream's, not the host's.
-// `state` outlives it in the next hook of the same model.
+// `state` outlives the hook, for the next hook of the same model.
 std::unique_ptr<c10d::CommHookInterface> MakeCommHook(CommHook hook, CommWrapper wrapper,
                                                       const PowerSgdOptions& power_sgd,
                                                       c10::intrusive_ptr<c10d::ProcessGroup> group,
                                                       std::shared_ptr<PowerSgdState> state);
 
-// The hook for c10d::Reducer if no other is requested and the backend of `group` averages by
-// itself, as Muster's backends do for floating CPU tensors: with a hook the Reducer copies
+// Returns the hook for c10d::Reducer if no other is requested and the backend of `group` can
+// average, as Muster's backends do for floating CPU tensors: with a hook the Reducer copies
 // gradients into their buckets, which is cheaper than the products that it computes without one.
 std::unique_ptr<c10d::CommHookInterface> MakeAverageHook(
     c10::intrusive_ptr<c10d::ProcessGroup> group);

@@ -12,11 +12,12 @@
 
 namespace muster {
 
-// For tests of memory: LibTorch's allocator for the CPU, which counts what it gives out and has not
-// got back. Thread-safe.
+// For tests of memory: LibTorch's allocator for the CPU, counting the bytes that are allocated and
+// not freed. Thread-safe.
 class CountingAllocator : public c10::Allocator {
  public:
-  // Takes the place of LibTorch's at the first call, which says what counts as large, in bytes.
+  // Replaces LibTorch's allocator at the first call, whose argument is the size of large pieces, in
+  // bytes.
   static CountingAllocator& Get(size_t large = std::numeric_limits<size_t>::max()) {
     static auto& allocator = *[large] {
       auto* const made = new CountingAllocator(c10::GetDefaultCPUAllocator(), large);

@@ -22,8 +22,7 @@ struct DataParallelOptions {
   CommHook comm_hook = CommHook::kNone;
   CommWrapper comm_wrapper = CommWrapper::kNone;
   PowerSgdOptions power_sgd = {};
-  // In place of comm_hook and comm_wrapper; refused together with them, and without a process
-  // group.
+  // Replaces comm_hook and comm_wrapper; refused together with them, and without a process group.
   GradientHook gradient_hook = nullptr;
 };
 

@@ -46,7 +46,7 @@ struct Sink : public torch::autograd::Function<Sink> {
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
                                                 at::TensorList outputs) {
     context->set_materialize_grads(false);
-    // Copies, since a view from a function of several outputs may not be changed in place.
+    // Copies, because a view from a function with several outputs may not be changed in place.
     torch::autograd::variable_list copies;
     for (const at::Tensor& output : outputs) copies.push_back(output.clone());
     return copies;
@@ -57,32 +57,32 @@ struct Sink : public torch::autograd::Function<Sink> {
   }
 };
 
-// c10d's, plus its private state about the progress of a backward pass.
+// The Reducer of c10d, with access to its private state about the progress of a backward pass.
 class Reducer : public c10d::Reducer {
  public:
   using c10d::Reducer::Reducer;
 
-  // Between the forward pass that communicates and the end of its reduction.
+  // Whether it is between the forward pass that communicates and the end of its reduction.
   bool expecting() const { return expect_autograd_hooks_; }
-  // rebuild_buckets() has something to do.
+  // Whether rebuild_buckets() has something to do.
   bool rebuilds() const { return should_rebuild_buckets() && !rebuilt_params_.empty(); }
-  // How many buckets are on their way.
+  // How many buckets have been launched.
   size_t launched() const { return next_bucket_; }
   size_t num_buckets() const { return buckets_.size(); }
 
   void Show(ProgressBoard& board, size_t bucket) const {
     const Bucket& shown = buckets_[bucket];
-    // A sparse bucket has no flat tensor before its gradient is here.
+    // A sparse bucket has no flat tensor before its gradient has arrived.
     const at::Tensor& tensor =
         shown.expect_sparse_gradient ? shown.variables.front() : shown.gradients;
     board.SetBucket(static_cast<int>(bucket) + 1, static_cast<int>(buckets_.size()), tensor.numel(),
                     c10::toString(tensor.scalar_type()));
   }
 
-  // Moves the buckets to memory in which `group` exchanges them without copies, if it has such:
-  // what the constructor does for NCCL under DDP_DISABLE_COMM_MEM=0, which is a variable of the
-  // process. The buckets are new: nothing has been written to them but gradients that are views of
-  // them.
+  // Moves the buckets to memory in which `group` exchanges them without copies, if it has such
+  // memory. The constructor does that for NCCL under DDP_DISABLE_COMM_MEM=0, a variable of the
+  // whole process. The buckets are new: nothing has been written to them but gradients that are
+  // views of them.
   void ShareBuckets(c10d::ProcessGroup& group) {
     for (Bucket& bucket : buckets_) {
       if (bucket.expect_sparse_gradient || !bucket.gradients.is_cpu()) continue;
@@ -96,8 +96,8 @@ class Reducer : public c10d::Reducer {
     }
   }
 
-  // Waits for the buckets in the order in which finalize_backward() does, with the one that is
-  // being waited for on `board`. A failed bucket stays there: finalize_backward() throws its error.
+  // Waits for the buckets in the order in which finalize_backward() does, and shows on `board` the
+  // one that it waits for. A failed bucket stays there: finalize_backward() throws its error.
   void AwaitBuckets(ProgressBoard& board) const {
     for (size_t b = 0; b < buckets_.size(); ++b) {
       if (buckets_[b].future_work == nullptr) return;
@@ -149,13 +149,13 @@ class DataParallel::Impl {
     c10d::ProcessGroup* group = comm_.process_group();
     if (group != nullptr) {
       group_ = c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(group);
-      // Of rank 0's process: threads of one process are not alone with the counter.
+      // The counter of rank 0's process, because threads of one process share it.
       static std::atomic<uint64_t> count{0};
       id_ = comm_.BroadcastBytes(std::to_string(++count), 0);
     }
     TORCH_CHECK(group_ != nullptr || options.gradient_hook == nullptr,
                 "gradient_hook needs a process group, and these ranks are threads without one");
-    // Its buckets are as large as the gradients.
+    // The Reducer's buckets are as large as the gradients.
     OnAll(comm_, "exchange gradients", [this] { StartExchange(); });
   }
 
@@ -164,8 +164,8 @@ class DataParallel::Impl {
     if (comm_.size() == 1 || !c10::GradMode::is_enabled()) return;
     FinishPrior();
     FollowParameters();
-    // The Reducer learns a static graph from the first backward pass, which must be one that it
-    // reduces. Reducing early does no harm: the mean of a mean is the mean.
+    // The Reducer learns a static graph from the first backward pass, so it must reduce that pass.
+    // Reducing early does no harm: the mean of a mean is the mean.
     if (options_.static_graph && !delay_enqueued_) communicate_ = true;
     if (reducer_ != nullptr && communicate_ && !idle_) reducer_->prepare_for_forward();
   }
@@ -194,7 +194,8 @@ class DataParallel::Impl {
       return;
     }
     if (reducer_->expecting() || options_.find_unused_parameters || options_.static_graph) return;
-    // The pass before is what the Reducer rebuilds its buckets by; two would be too many for it.
+    // The Reducer rebuilds its buckets according to the previous pass; two passes would be too
+    // many.
     FinishPrior();
     Arm({});
   }
@@ -277,48 +278,50 @@ class DataParallel::Impl {
   Comm& comm_;
   ProgressBoard* const board_;  // may be null
   const DataParallelOptions options_;
-  // Of every parameter, frozen or not.
+  // All parameters, frozen or not.
   std::vector<at::Tensor> all_;
   std::vector<std::string> names_;
   std::vector<bool> sparse_;
   std::vector<std::pair<at::ScalarType, c10::Device>> kinds_;
-  std::vector<bool> trains_;  // is in trained_
-  // The value of arms_ when a gradient was last added that no armed exchange takes along; 0: none.
-  // Written inside of the backward pass.
+  std::vector<bool> trains_;  // whether parameter i is in trained_
+  // The value of arms_ when a gradient was last added that no armed exchange includes; 0: none.
+  // Written inside the backward pass.
   std::vector<uint32_t> local_;
   std::vector<at::Tensor> trained_;
   std::vector<size_t> trained_index_;  // in all_
-  // What adds up the gradients of trained_, and has the hooks of the exchange.
+  // The nodes that accumulate the gradients of trained_, and have the hooks of the exchange.
   std::vector<const torch::autograd::Node*> accumulators_;
   const std::vector<at::Tensor> buffers_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::string id_;  // unique in the group's store, the same on all ranks
   const std::shared_ptr<PowerSgdState> power_sgd_state_ = std::make_shared<PowerSgdState>();
   std::shared_ptr<Reducer> reducer_;
-  // Without one the Reducer crashes when the unused parameters are others than in the step before.
+  // Without a logger the Reducer crashes when the unused parameters are not those of the previous
+  // step.
   std::shared_ptr<c10d::Logger> logger_;
   GradientObservers observers_;
   int buffer_root_ = 0;
-  uint64_t changes_ = 0;  // of requires_grad
-  uint32_t arms_ = 1;     // exchanges armed so far, and one
+  uint64_t changes_ = 0;  // of requires_grad, so far
+  uint32_t arms_ = 1;     // exchanges armed so far, plus one
   bool communicate_ = true;
   bool idle_ = false;     // every parameter is frozen at present
-  bool armed_ = false;    // without a Reducer: what Reducer::expecting() says
+  bool armed_ = false;    // without a Reducer: the value of Reducer::expecting()
   bool open_ = false;     // the first gradient of the armed exchange has arrived
-  bool closing_ = false;  // its end is queued
-  size_t shown_ = 0;      // buckets of it that the board has seen launched
+  bool closing_ = false;  // the end of the exchange is queued
+  size_t shown_ = 0;      // its buckets that the board has shown as launched
   size_t arrived_ = 0;    // gradients of the armed exchange
   bool delay_enqueued_ = false;
 
-  // Whether the gradient of a parameter in trained_ holds what was not exchanged. `open`: an armed
-  // exchange is not finished. What was added before the last one was armed went with it: with
-  // find_unused_parameters the Reducer notes use in all micro-steps of a window. Only a static
-  // graph's takes along no more than the first backward pass used.
+  // Whether the gradient of a parameter in trained_ contains values that were not exchanged.
+  // `open`: an armed exchange is not finished. Values added before the last one was armed were
+  // exchanged with it, because with find_unused_parameters the Reducer notes uses in all
+  // micro-steps of a window. Only the Reducer of a static graph exchanges no more than what the
+  // first backward pass used.
   bool IsLocal(size_t i, bool open) const {
     return local_[i] != 0 && (local_[i] == arms_ || open || options_.static_graph);
   }
 
-  // Builds what exchanges the gradients of those parameters that are trained now.
+  // Builds the exchange for the parameters that are trained now.
   void StartExchange() {
     const bool open = reducer_ != nullptr && reducer_->expecting();
     for (size_t i = 0; i < all_.size(); ++i) {
@@ -339,11 +342,11 @@ class DataParallel::Impl {
     }
     idle_ = trained_.empty();
     if (idle_) return;
-    // The Reducer's hooks are between the two.
+    // The Reducer's hooks are between these observers and those below.
     for (const size_t i : trained_index_) {
       observers_.Add(all_[i],
                      [this, i](const at::Tensor& gradient) { BeforeReducer(i, gradient); });
-      // The observer keeps it.
+      // The observer keeps the node alive.
       accumulators_.push_back(torch::autograd::impl::grad_accumulator(all_[i]).get());
     }
     if (group_ != nullptr) MakeReducer();
@@ -360,9 +363,8 @@ class DataParallel::Impl {
       sparse.push_back(sparse_[trained_index_[t]]);
       names[t] = names_[trained_index_[t]];
     }
-    // Without find_unused the Reducer rebuilds its buckets after the first backward pass in the
-    // order that gradients came in, so that the first assignment is one bucket per device and
-    // dtype.
+    // Without find_unused the Reducer rebuilds its buckets after the first backward pass, in the
+    // order in which gradients arrived, so the first assignment is one bucket per device and dtype.
     std::vector<size_t> limits = {kUnbounded};
     const int64_t first_cap = std::min<int64_t>(c10d::kDefaultFirstBucketBytes, cap);
     if (options_.find_unused_parameters && !options_.static_graph) {
@@ -390,7 +392,8 @@ class DataParallel::Impl {
     }
   }
 
-  // Of all that is trained; the same on every rank.
+  // Whether the backend can average the gradients of all trained parameters; the same on every
+  // rank.
   bool BackendAverages() const {
     return std::all_of(trained_index_.begin(), trained_index_.end(),
                        [this](size_t i) {
@@ -400,10 +403,10 @@ class DataParallel::Impl {
            IsEngineBackend(*group_->getBackend(c10::DeviceType::CPU));
   }
 
-  // What every rank does at the start of a micro-step, whether it has a batch or not.
+  // Every rank does this at the start of a micro-step, with or without a batch.
   void FinishPrior() {
     if (reducer_ == nullptr) return;
-    // Once, the ranks take over rank 0's assignment of parameters to buckets.
+    // The ranks adopt, once, rank 0's assignment of parameters to buckets.
     std::optional<CollectiveOnBoard> rebuild;
     if (board_ != nullptr && reducer_->rebuilds()) {
       rebuild.emplace(*board_, "Broadcast", static_cast<int64_t>(trained_.size()),
@@ -429,7 +432,7 @@ class DataParallel::Impl {
           " now but was ", kinds_[i].first, " on ", kinds_[i].second,
           " when its gradient exchange was set up: convert and move the model before that");
     }
-    // set_() gives a tensor another accumulator, without hooks: each rank would train alone.
+    // set_() gives a tensor a new accumulator, without hooks: each rank would train alone.
     for (size_t t = 0; t < trained_.size(); ++t) {
       TORCH_CHECK(
           torch::autograd::impl::try_get_grad_accumulator(trained_[t]).get() == accumulators_[t],
@@ -438,7 +441,8 @@ class DataParallel::Impl {
           "(torch::load(module), set_(), resize_()), and its gradients would not be exchanged: "
           "load weights before prepare() or with accelerator.load_weights(), or copy_() them");
     }
-    // As the discriminator while a GAN's generator trains: it will be trained again as before.
+    // As for the discriminator while a GAN's generator trains: it will be trained again later,
+    // unchanged.
     idle_ = !any;
     if (idle_ || !changed) return;
     AgreeOnTrained();
@@ -470,7 +474,7 @@ class DataParallel::Impl {
       const std::chrono::milliseconds timeout =
           group_->getBackend(c10::DeviceType::CPU)->getBackendOptions()->timeout;
       store->set(keys[comm_.rank()], std::vector<uint8_t>(mine.begin(), mine.end()));
-      // A rank that gets here knows that all ranks have read those of two changes ago.
+      // If a rank gets here, all ranks have read the keys of two changes ago.
       if (changes_ > 2) store->deleteKey(key(changes_ - 2, comm_.rank()));
       try {
         store->wait(keys, timeout);
@@ -522,19 +526,19 @@ class DataParallel::Impl {
                 "layers too, or make the embedding dense (sparse(false))");
   }
 
-  // In the backward pass, after the gradient of parameter i has been added to, before the Reducer
-  // learns of it.
+  // Called in the backward pass after a gradient was added to that of parameter i, and before the
+  // Reducer learns of it.
   void BeforeReducer(size_t i, const at::Tensor& gradient) {
-    // The Reducer would speak of layouts without a name.
+    // The Reducer's message about layouts would name no parameter.
     CheckLayout(i, gradient);
-    // This gradient completes the last bucket, which is waited for next.
+    // This gradient completes the last bucket; next the pass waits for that bucket.
     if (reducer_ != nullptr && reducer_->expecting() && ++arrived_ == trained_.size()) {
       StartNextHere();
     }
   }
 
-  // The same behind the Reducer, to see whether this was the last gradient. On every backward pass
-  // for every parameter: keep both at nanoseconds.
+  // The same after the Reducer, to detect the last gradient. Both are called for every parameter in
+  // every backward pass: keep them at nanoseconds.
   void OnGradient(size_t i, const at::Tensor& gradient) {
     if (!(reducer_ != nullptr ? reducer_->expecting() : armed_)) {
       if (gradient.defined()) local_[i] = arms_;
@@ -555,16 +559,17 @@ class DataParallel::Impl {
     if (launched == shown_) return;
     shown_ = launched;
     const size_t buckets = reducer_->num_buckets();
-    // With all of them on their way, the first one is waited for.
+    // Once all buckets are launched, the pass waits for the first one.
     if (board_ != nullptr) reducer_->Show(*board_, launched < buckets ? launched : 0);
     if (launched == buckets && !closing_) {
       closing_ = true;
-      // Right behind the Reducer's own, which waits for the buckets.
+      // Right after the Reducer's callback, which waits for the buckets.
       AtEndOfBackward([this] { CloseExchange(); });
     }
   }
 
-  // The exchange is one collective on the board, with the bucket that is filled or waited for.
+  // Shows the exchange as one collective on the board, with the bucket that is filled or waited
+  // for.
   void BeginOnBoard() {
     if (board_ == nullptr) return;
     board_->BeginCollective(options_.gradient_hook != nullptr ? "gradient_hook" : "AllReduce", 0,
@@ -572,13 +577,14 @@ class DataParallel::Impl {
     reducer_->Show(*board_, 0);
   }
 
-  // Right before the Reducer's own wait, which does not say what it waits for. (Where the first
-  // gradient launches the last bucket, the Reducer is first; nothing is left to wait for then.)
+  // Runs right before the Reducer's own wait, which does not report what it waits for. (If the
+  // first gradient launches the last bucket, the Reducer runs first; nothing is left to wait for
+  // then.)
   void AwaitBuckets() {
     if (reducer_->launched() == reducer_->num_buckets()) reducer_->AwaitBuckets(*board_);
   }
 
-  // The last part of an exchange: from here on gradients and buffers of all ranks are equal.
+  // The last part of an exchange: afterwards gradients and buffers of all ranks are equal.
   void CloseExchange() {
     if (board_ != nullptr && reducer_ != nullptr) board_->EndCollective();
     SyncBuffers();
@@ -586,8 +592,8 @@ class DataParallel::Impl {
 
   void SyncBuffers() {
     if (!options_.broadcast_buffers || buffers_.empty()) return;
-    // Not counted as a change in place: another forward pass that read them, as BatchNorm does, may
-    // not have gone backward yet.
+    // Does not count as a change in place, because another forward pass that read the buffers, as
+    // BatchNorm does, may not have run backward yet.
     std::vector<at::Tensor> data;
     data.reserve(buffers_.size());
     for (const at::Tensor& buffer : buffers_) data.push_back(buffer.variable_data());
@@ -650,7 +656,7 @@ class DataParallel::Impl {
     CloseExchange();
   }
 
-  // Says in our words what the Reducer says about parameters that got no gradient.
+  // Rewords the Reducer's error about parameters that got no gradient.
   template <typename Fn>
   void Guarded(Fn fn) {
     try {

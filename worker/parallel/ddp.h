@@ -70,32 +70,34 @@ class DataParallel {
 
   // After forward passes that did not communicate, makes the next backward pass reduce anyway.
   void ArmBackward();
-  // Before a second backward pass after one forward pass (a graph that was retained), or after two:
-  // makes it reduce if the pass before was reduced and has used that up. Nothing with
-  // find_unused_parameters, whose graph is gone: UnexchangedGradients() tells then.
+  // Call it before a second backward pass after one forward pass (a graph that was retained), or
+  // after two: makes it reduce if the previous pass was reduced and has used up the arming. Does
+  // nothing with find_unused_parameters, whose graph is gone: UnexchangedGradients() reports that
+  // case.
   void ArmAgain();
 
-  // Names of the parameters whose gradients hold something that was not averaged over the ranks:
-  // from a backward pass past BeforeForward/AfterForward, or one that did not communicate and was
-  // not followed by one that does. Throws as BeforeForward if the last communicating backward pass
-  // left parameters out. For the moment before an optimizer steps, on every rank; no collective,
-  // well below a microsecond for a hundred parameters. Undefined gradients count as nothing.
+  // Names of the parameters whose gradients hold values that were not averaged over the ranks: from
+  // a backward pass that bypassed BeforeForward/AfterForward, or from one that did not communicate
+  // and was not followed by one that does. Throws as BeforeForward if the last communicating
+  // backward pass left parameters out. Call it before an optimizer steps, on every rank; it is no
+  // collective, and takes well below a microsecond for a hundred parameters. Undefined gradients
+  // count as nothing.
   std::vector<std::string> UnexchangedGradients();
 
-  // The gradients of all, or of `parameters`, were zeroed in place. (Not needed for those that were
-  // set to undefined.)
+  // Call it when the gradients of all, or of `parameters`, were zeroed in place. (Not needed for
+  // those that were set to undefined.)
   void ForgetPending();
   void ForgetPending(const std::vector<at::Tensor>& parameters);
 
-  // In place of a whole micro-step on a rank that has no batch: takes part in the collectives of
-  // the others with zeros and leaves this rank's gradients alone. Used by UnevenInputs.
+  // Replaces a whole micro-step on a rank that has no batch: takes part in the collectives of the
+  // others with zeros and leaves this rank's gradients alone. Used by UnevenInputs.
   void Shadow(bool communicate);
 
-  // Whose buffers are broadcast (0 unless set).
+  // Sets the rank whose buffers are broadcast (0 unless set).
   void set_buffer_root(int rank);
 
-  // What the loss of the next backward pass is multiplied by (fp16): 0-d, on any device. What
-  // PowerSGD has left out at another scale follows it.
+  // Sets the factor of the loss in the next backward pass (fp16): 0-d, on any device. The errors
+  // that PowerSGD has kept at another scale are rescaled.
   void set_loss_scale(const at::Tensor& scale);
 
   // Overwrites parameters and buffers with those of rank `root`. A collective.

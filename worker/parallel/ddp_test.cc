@@ -55,11 +55,11 @@ void Shm(int n, const std::function<void(Comm&)>& fn) { RunShmRanks(n, fn); }
 constexpr int kSteps = 8;
 constexpr int kRanks = 2;
 
-// The sample data of one micro-step of one rank.
+// Returns the sample data of one micro-step of one rank.
 at::Tensor Input(int step, int rank) { return Randn({4, 6}, 1000 + step * 10 + rank); }
 at::Tensor Target(int step, int rank) { return Randn({4, 3}, 5000 + step * 10 + rank); }
 
-// What one process over both ranks' batches would get, with windows of two micro-steps.
+// Returns the result of one process over both ranks' batches, with windows of two micro-steps.
 std::vector<at::Tensor> Reference(bool use_last_bias = true) {
   TestNet net(7);
   FusedSGD sgd(net.parameters, {.lr = 0.1, .momentum = 0.9});
@@ -77,7 +77,7 @@ std::vector<at::Tensor> Reference(bool use_last_bias = true) {
   return net.parameters;
 }
 
-// The same on real ranks; returns the parameters of all ranks.
+// Trains the same on real ranks; returns the parameters of all ranks.
 std::vector<std::vector<at::Tensor>> Train(
     const DataParallelOptions& options, bool use_last_bias = true,
     void (*run)(int, const std::function<void(Comm&)>&) = nullptr) {
@@ -205,7 +205,7 @@ TEST(DataParallel, FiftyStepsOnOneToFourRanks_EqualOneProcess_TwoRunsAreEqualToT
   }
 }
 
-// No gradient is multiplied before the sum: that is the mean, to the last bit.
+// No gradient is multiplied before the sum: the result is the mean, to the last bit.
 TEST(DataParallel, RanksThatShareMemory_DivideTheSum) {
   const auto gradient = [](int rank) { return Randn({300}, 50 + static_cast<uint64_t>(rank)); };
   const at::Tensor want = gradient(0).add(gradient(1)).add(gradient(2)).div(3);
@@ -223,7 +223,7 @@ TEST(DataParallel, RanksThatShareMemory_DivideTheSum) {
   }
 }
 
-// What this process has mapped at `address`, as /proc names it.
+// Returns the mapping of this process at `address`, as named in /proc.
 std::string MappedAt(const void* address) {
   std::ifstream maps("/proc/self/maps");
   std::string line;
@@ -239,7 +239,7 @@ std::string MappedAt(const void* address) {
 }
 
 TEST(DataParallel, RanksOfOneHostAndOfTwo_ExchangeBucketsInPlace_AndTrainTheSame) {
-  constexpr int kWide = 120;  // a bucket is larger than what is rather copied
+  constexpr int kWide = 120;  // a bucket is larger than the limit for copies
   const auto loss = [](const std::vector<at::Tensor>& w, int step, int rank) {
     const at::Tensor x = Randn({5, kWide}, 100 + step * 10 + rank);
     return at::linear(at::tanh(at::linear(x, w[0])), w[1]).square().mean();
@@ -260,7 +260,7 @@ TEST(DataParallel, RanksOfOneHostAndOfTwo_ExchangeBucketsInPlace_AndTrainTheSame
     }
     return w;
   };
-  // Who is on which host.
+  // The host of each rank.
   for (const std::string hosts : {"aa", "ab", "aabb", "aba"}) {
     const std::vector<at::Tensor> expected = one_process(static_cast<int>(hosts.size()));
     for (const DataParallelOptions& mode :
@@ -346,7 +346,7 @@ TEST(DataParallel, PowerSgd_GoesOnCompressingWhenOtherParametersAreTrained) {
         at::mse_loss(out, Target(step, comm.rank())).backward();
         const at::Tensor sizes = at::linalg_svdvals(net.parameters[0].grad());
         const double second = (sizes[1] / sizes[0]).item<double>();
-        // The first ones are exact, and no other.
+        // Only the first steps are exact.
         EXPECT_EQ(second > 1e-4, step < 3) << step << " " << second;
         sgd.Step();
         sgd.ZeroGrad();
@@ -367,8 +367,8 @@ TEST(DataParallel, PowerSgdInHalf_TakesZeroAndLargeGradients) {
       TestNet net(7);
       DataParallel ddp(comm, net.parameters, net.names, net.buffers, options);
       for (int step = 0; step < 6; ++step) {
-        // One and nothing else until a later step, as a branch that is not used yet; and in an
-        // exact step a sum beyond fp16.
+        // One parameter is unused until a later step, like a branch that is not used yet; and in an
+        // exact step a sum exceeds fp16.
         const double large = step == 1 ? 40000 : 1;
         const double used = step > 4 ? 1 : 0;
         ddp.BeforeForward(true);
@@ -384,12 +384,12 @@ TEST(DataParallel, PowerSgdInHalf_TakesZeroAndLargeGradients) {
   }
 }
 
-// What compression has left out is in the units of the loss scale of its step.
+// The errors that compression has kept are in units of the loss scale of their step.
 TEST(DataParallel, PowerSgd_ErrorFollowsTheLossScale) {
   for (const CommHook hook : {CommHook::kPowerSgd, CommHook::kBatchedPowerSgd}) {
     DataParallelOptions options{.comm_hook = hook};
     options.power_sgd.start_powerSGD_iter = 2;
-    // The gradients of each step, divided by its scale.
+    // Returns the gradients of each step, divided by its scale.
     const auto gradients = [&](const std::vector<double>& scales) {
       std::vector<at::Tensor> of_rank_0;
       RunGlooRanks(kRanks, [&](Comm& comm) {
@@ -442,7 +442,7 @@ TEST(DataParallel, PowerSgd_CompressesWhatHadNoGradientForAStep) {
   });
 }
 
-// Gradients that overflow are those of a step that is left out, and no other.
+// Gradients that overflow concern only a step that is skipped.
 TEST(DataParallel, PowerSgd_ForgetsGradientsThatAreNotFinite) {
   for (const CommHook hook : {CommHook::kPowerSgd, CommHook::kBatchedPowerSgd}) {
     for (const bool error_feedback : {false, true}) {
@@ -682,7 +682,7 @@ TEST(DataParallel, Buffers_ForwardTwiceBeforeBackward_BatchNormWorks) {
         const at::Tensor first = forward(step);
         const at::Tensor second = forward(step + 10);
         (first.square().sum() + second.square().sum()).backward();
-        // A graph that was made before the exchange of another.
+        // A graph that was made before the exchange of another one.
         const at::Tensor early = forward(step + 20);
         forward(step + 30).sum().backward();
         ddp.ArmBackward();
@@ -699,7 +699,7 @@ TEST(DataParallel, EvaluationAndOneRank_DoNothing) {
     TestNet net(7);
     DataParallel ddp(comm, net.parameters, net.names, net.buffers);
     at::NoGradGuard no_grad;
-    if (comm.rank() == 0) return;  // a rank that evaluates alone must not wait for anyone
+    if (comm.rank() == 0) return;  // a rank that evaluates alone must not wait
     ddp.BeforeForward(true);
     ddp.AfterForward(net.Forward(Input(0, 0)));
   });
@@ -752,7 +752,7 @@ TEST(UnexchangedGradients, ForwardPastTheCalls_AreNamed) {
       };
       past();
       EXPECT_THAT(ddp.UnexchangedGradients(), ElementsAre("fc1.weight", "fc1.bias", "fc2.weight"));
-      // The next exchange takes along what is there.
+      // The next exchange includes the existing gradients.
       exchanged(1);
       EXPECT_THAT(ddp.UnexchangedGradients(), IsEmpty());
       past();
@@ -763,7 +763,7 @@ TEST(UnexchangedGradients, ForwardPastTheCalls_AreNamed) {
       EXPECT_THAT(ddp.UnexchangedGradients(), ElementsAre("fc2.weight"));
       ddp.ForgetPending();
       EXPECT_THAT(ddp.UnexchangedGradients(), IsEmpty());
-      // A forward pass that is left without a backward pass hides nothing.
+      // A forward pass without a backward pass hides nothing.
       ddp.BeforeForward(true);
       ddp.AfterForward(net.Forward(Input(2, comm.rank())));
       exchanged(3);
@@ -876,7 +876,7 @@ TEST(DataParallel, WholeModelFrozenForATime_ExchangesNothingThen) {
       for (int step = 0; step < 6; ++step) {
         const bool frozen = step % 2 == 1;
         for (at::Tensor& parameter : net.parameters) parameter.requires_grad_(!frozen);
-        // As a GAN's generator goes through its discriminator, here on one rank only.
+        // A GAN's generator goes through its discriminator, here on only one rank.
         if (frozen && comm.rank() == 1) continue;
         const at::Tensor x = Input(step, comm.rank()).requires_grad_(true);
         ddp.BeforeForward(true);
@@ -897,7 +897,7 @@ TEST(DataParallel, ParameterUnfrozenOnOneRank_IsNamed) {
     EXPECT_THAT(ErrorOf([&] { ddp.BeforeForward(true); }),
                 HasSubstr("'fc1.weight' is frozen on rank 0 and trained on rank 1"));
   });
-  // With real processes, the ranks that changed nothing do not come to compare.
+  // With real processes, the ranks that changed nothing do not come to the comparison.
   RunGlooRanks(kRanks, [&](Comm& comm) {
     TestNet net(7);
     net.parameters[3].requires_grad_(false);
@@ -933,7 +933,7 @@ TEST(DataParallel, ModelConvertedLater_IsRefusedByName) {
   });
 }
 
-// As torch::load(module) does. LibTorch makes another accumulator of gradients then.
+// torch::load(module) does this. LibTorch then creates another accumulator of gradients.
 TEST(DataParallel, ParameterOfOtherMemory_IsRefusedByName) {
   RunGlooRanks(kRanks, [&](Comm& comm) {
     TestNet net(7);
@@ -1037,12 +1037,12 @@ TEST(GradientHook, WithoutFutureOrWithAnotherHook_IsRefused) {
               HasSubstr("needs a process group"));
 }
 
-// `comm` with a board, as JoinJob() makes it.
+// Returns `comm` with a board, as in JoinJob().
 std::unique_ptr<Comm> OnBoard(Comm& comm, const std::shared_ptr<ProgressBoard>& board) {
   return MakeObservedComm(std::make_unique<BorrowedComm>(comm), board);
 }
 
-// A bucket for each parameter, once the first backward pass has shown their order.
+// One bucket for each parameter, once the first backward pass has shown their order.
 const DataParallelOptions kSmallBuckets = {.bucket_cap_mb = 1.0 / 1024 / 1024,
                                            .broadcast_buffers = false};
 
@@ -1148,8 +1148,8 @@ TEST(DataParallel, RankWithoutABatch_CountsTheSameCollectives) {
   });
 }
 
-// Gloo's, with a count of what is reduced over the ranks. (In a ring each rank sends 2 (w-1)/w of
-// it: a reduction of parts, and a gather of them.)
+// Gloo's backend, with a count of the bytes that are reduced over the ranks. (In a ring each rank
+// sends 2 (w-1)/w of them: a reduction of parts, and a gather of them.)
 class CountingBackend : public c10d::Backend {
  public:
   explicit CountingBackend(c10::intrusive_ptr<c10d::Backend> inner)
@@ -1172,7 +1172,7 @@ class CountingBackend : public c10d::Backend {
     return inner_->_allgather_base(out, in, options);
   }
 
-  // `messages`: the frames in which ranks compare what they call.
+  // `messages`: the frames in which ranks compare their calls.
   size_t reduced = 0, broadcasted = 0, messages = 0;
 
  private:
@@ -1188,17 +1188,17 @@ TEST(DataParallel, BytesOnTheWire_AreTheTableToTheByte) {
   struct Case {
     std::string name;
     DataParallelOptions options;
-    size_t exchange;  // in each exchange
+    size_t exchange;  // bytes of each exchange
   };
   const Case cases[] = {
       {"default", {}, kModel},
       {"small buckets in place", {.bucket_cap_mb = 1e-4, .gradient_as_bucket_view = true}, kModel},
       {"static graph", {.static_graph = true}, kModel},
-      // And for each parameter whether a rank uses it.
+      // In addition, for each parameter, whether a rank uses it.
       {"find_unused_parameters", {.find_unused_parameters = true}, kModel + 4 * 4},
       {"fp16", hook(CommHook::kFp16), kModel / 2},
       {"bf16", hook(CommHook::kBf16), kModel / 2},
-      // Matrices of n x m as n + m numbers, biases as they are.
+      // Matrices of n x m as n + m numbers, biases unchanged.
       {"PowerSGD",
        {.comm_hook = CommHook::kPowerSgd,
         .power_sgd = {.matrix_approximation_rank = 1, .start_powerSGD_iter = 2}},
@@ -1214,11 +1214,11 @@ TEST(DataParallel, BytesOnTheWire_AreTheTableToTheByte) {
           const auto counting =
               c10::make_intrusive<CountingBackend>(group.getBackend(c10::DeviceType::CPU));
           TestNet net(7);
-          // What a construction exchanges is no step's.
+          // The exchanges of the construction belong to no step.
           DataParallel ddp(comm, net.parameters, net.names, net.buffers, each.options);
           int exchanges = 0;
           for (int step = 0; step < 8; ++step) {
-            if (step == 5) {  // the first steps learn what there is
+            if (step == 5) {  // the first steps determine the order
               group.setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM,
                                counting);
               group.setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
@@ -1233,7 +1233,7 @@ TEST(DataParallel, BytesOnTheWire_AreTheTableToTheByte) {
           }
           EXPECT_EQ(exchanges, windows ? 2 : 3);
           EXPECT_EQ(counting->reduced, exchanges * each.exchange);
-          // The buffer is small enough to be in the frame of its broadcast.
+          // The buffer is small enough for the frame of its broadcast.
           EXPECT_EQ(counting->broadcasted, 0U);
           EXPECT_EQ(counting->messages, exchanges * kFrame);
         });
@@ -1252,7 +1252,7 @@ TEST(DataParallel, NestedOutputs_ComeBackInPlace) {
         std::make_tuple(out, std::vector<at::Tensor>{at::zeros({2}), out.mul(2)}, 5));
     EXPECT_EQ(std::get<2>(passed), 5);
     EXPECT_TRUE(std::get<1>(passed)[1].equal(out.mul(2)));
-    // The first output is left out of the loss; its parameters are heard of all the same.
+    // The first output is not part of the loss; its parameters take part in the exchange anyway.
     std::get<1>(passed)[1].sum().backward();
     ddp.BeforeForward(true);
     ddp.AfterForward(net.Forward(Input(1, comm.rank()))).sum().backward();

@@ -14,9 +14,9 @@
 
 namespace muster {
 
-// Calls a function whenever a backward pass has added to the gradient of a parameter, with what it
-// added; undefined: nothing. On the thread of the backward pass, on every pass for every parameter:
-// keep the function at nanoseconds. Not thread-safe.
+// Calls a function whenever a backward pass has added to the gradient of a parameter, with the
+// tensor that it added (undefined: nothing). Called on the thread of the backward pass, in every
+// pass for every parameter: the function should take only nanoseconds. Not thread-safe.
 class GradientObservers {
  public:
   GradientObservers() = default;
@@ -24,7 +24,7 @@ class GradientObservers {
   GradientObservers(const GradientObservers&) = delete;
   GradientObservers& operator=(const GradientObservers&) = delete;
 
-  // Several for one parameter are called in the order in which they were added.
+  // Functions for one parameter are called in the order in which they were added.
   template <typename Fn>
   void Add(const at::Tensor& parameter, Fn fn) {
     std::shared_ptr<torch::autograd::Node> node =
@@ -58,7 +58,7 @@ class GradientObservers {
   std::vector<std::pair<uintptr_t, std::shared_ptr<torch::autograd::Node>>> nodes_;
 };
 
-// Runs `fn` once the backward pass under way has ended. Inside of one only.
+// Runs `fn` once the backward pass under way has ended. Call it only inside one.
 inline void AtEndOfBackward(std::function<void()> fn) {
   torch::autograd::Engine::get_default_engine().queue_callback(std::move(fn));
 }

@@ -11,7 +11,7 @@
 namespace muster {
 namespace {
 
-// Of messages that say a place; the program's own exchanges have others.
+// Marks messages that contain a place; those of the program's own exchanges do not begin with it.
 constexpr char kMark = '\x01';
 
 std::string PlaceIn(const std::string& frame) {
@@ -22,10 +22,10 @@ std::string PlaceIn(const std::string& frame) {
   return frame.substr(1, end - 1);
 }
 
-// How long the failure behind the head is.
+// The length of the failure after the head.
 using Length = uint32_t;
 
-// What some rank has failed with before; empty: none has.
+// An earlier failure of some rank; empty: there is none.
 std::string FailureIn(const std::vector<std::string>& all) {
   for (const std::string& frame : all) {
     const size_t end = frame.find('\n');
@@ -38,7 +38,7 @@ std::string FailureIn(const std::vector<std::string>& all) {
   return "";
 }
 
-// Those of all ranks; empty if one of them is in another exchange.
+// The messages of all ranks; empty if one of them is in another exchange.
 std::vector<std::string> MessagesIn(const std::vector<std::string>& all) {
   std::vector<std::string> messages;
   for (const std::string& frame : all) {
@@ -80,7 +80,7 @@ bool IsOfRanksApart(const std::exception_ptr& thrown) {
   } catch (const RanksApart&) {
     return true;
   } catch (const std::exception& error) {
-    // As Comm says where ranks make different calls.
+    // The text of Comm's error if ranks make different calls.
     return std::strstr(error.what(), "ranks disagree about a collective") != nullptr;
   } catch (...) {
     return false;
@@ -102,7 +102,7 @@ std::vector<std::string> MeetAt(Comm& comm, const std::string& place, const std:
   } catch (const std::exception& error) {
     TORCH_CHECK(false, error.what(), ", while the ranks of the sharded model meet at ", place);
   }
-  // There may be thousands: while all are here, nothing is copied.
+  // There may be thousands of frames: if all ranks are here, nothing is copied.
   const bool here = std::all_of(all.begin(), all.end(),
                                 [&](const std::string& frame) { return frame.starts_with(head); });
   if (!here) CheckPlaces(all);
@@ -117,7 +117,8 @@ std::vector<std::string> MeetAt(Comm& comm, const std::string& place, const std:
 std::vector<std::string> MeetAll(Comm& world, Comm& parts, const std::string& place,
                                  const std::string& message, const std::string& failure) {
   if (&parts != &world) {
-    // Those of other parts wait in the second meeting: if all of these would come to it, they do.
+    // The ranks with other parts are waiting in the second meeting: if all ranks of this one would
+    // come to it, join it.
     constexpr char kOfAll[] = "all";
     try {
       MeetAt(parts, place, kOfAll, failure);

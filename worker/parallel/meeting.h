@@ -11,8 +11,9 @@
 
 namespace muster {
 
-// Ranks that should meet have come to different places: all of them throw it. `messages`: those of
-// all ranks, in rank order; empty where some rank is in an exchange of the program.
+// The error that all ranks throw if ranks that should meet have come to different places.
+// `messages`: those of all ranks, in rank order; empty if some rank is in an exchange of the
+// program.
 class RanksApart : public c10::Error {
  public:
   RanksApart(c10::SourceLocation where, std::string what, std::vector<std::string> messages)
@@ -20,21 +21,21 @@ class RanksApart : public c10::Error {
   std::vector<std::string> messages;
 };
 
-// Whether it comes from an exchange that has failed on all of its ranks, since they have come to it
-// from different places.
+// Whether the error comes from an exchange that has failed on all of its ranks because they were at
+// different places.
 bool IsOfRanksApart(const std::exception_ptr& thrown);
 
-// (collective) The messages of all ranks of `comm`, in rank order. Each rank says with its message
-// at which place of the program it is: if ranks that should meet have come to different places, all
-// of them throw RanksApart and name two. `place` continues "one rank is at", and has no line break.
-// `failure`: what this rank has failed with before, which may be why: it is in those errors; empty:
-// nothing.
+// (collective) Returns the messages of all ranks of `comm`, in rank order. With its message each
+// rank sends its place in the program: if ranks that should meet have come to different places, all
+// of them throw RanksApart, which names two places. `place` continues "one rank is at", and has no
+// line break. `failure`: an earlier failure of this rank that may be the cause, for those errors;
+// empty: none.
 std::vector<std::string> MeetAt(Comm& comm, const std::string& place,
                                 const std::string& message = "", const std::string& failure = "");
 
-// (collective) The same of all ranks of a model, `world`, of which those of `parts` share its parts
-// and have exchanges of their own: a rank in one of these would wait for one that is here, and this
-// one for it, so these meet first.
+// (collective) As MeetAt(), among all ranks of a model, `world`. The ranks of `parts` share its
+// parts and have exchanges of their own: a rank in one of these would wait for a rank that is here,
+// and vice versa, so the ranks of `parts` meet first.
 std::vector<std::string> MeetAll(Comm& world, Comm& parts, const std::string& place,
                                  const std::string& message, const std::string& failure = "");
 

@@ -33,13 +33,13 @@ TEST(MeetAt, DifferentPlaces_AreNamedOnEveryRank) {
   RunRanks(3, [&](Comm& comm) {
     errors[comm.rank()] =
         ErrorOf([&] { MeetAt(comm, comm.rank() == 2 ? "the end" : "the beginning", "x"); });
-    // All are in step.
+    // All ranks are in step.
     comm.Barrier();
   });
   EXPECT_THAT(errors, Each(HasSubstr("one is at the beginning, another at the end")));
 }
 
-// A rank that has failed is somewhere else for that reason.
+// The failure is the reason why the rank is at another place.
 TEST(MeetAt, FailureOfARank_IsNamedWherePlacesDiffer) {
   std::vector<std::string> errors(3);
   RunRanks(3, [&](Comm& comm) {

@@ -10,26 +10,27 @@
 
 namespace muster {
 
-// Keeps streams of a device in order that use memory which comes and goes while they run.
-// LibTorch's caching allocator hands memory that the host frees to the next one that asks on the
-// stream that it was taken on, whatever other streams still do with it. So that stream comes after
-// all of them before the memory is freed. The host waits for nothing.
+// Keeps the streams of a device in order that use memory which is allocated and freed while they
+// run. LibTorch's caching allocator gives memory that the host frees to the next allocation on the
+// stream of the first one, whatever other streams still do with it. So that stream waits for all
+// the others before the memory is freed. The host waits for nothing.
 //
-// Not thread-safe; the threads that call it may have different current streams. Errors are
-// c10::Error: the device has failed.
+// Not thread-safe; the threads that call it may have different current streams. Throws c10::Error
+// if the device has failed.
 class MemoryOrder {
  public:
   explicit MemoryOrder(c10::Device device) : device_(device) {}
 
-  // The memory has been taken on the current stream.
+  // The memory was allocated on the current stream.
   void Begin();
-  // The current stream is about to use it: after what the stream of Begin() has queued before.
+  // The current stream is about to use the memory: it waits for what is queued on the stream of
+  // Begin().
   void Use();
-  // Calls `copy`, which reads it on the current stream: after all that its users have queued, and
-  // before what they queue next.
+  // Calls `copy`, which reads the memory on the current stream, after everything that its users
+  // have queued so far, and before what they queue next.
   void Copy(const std::function<void()>& copy);
-  // Calls `last` with the stream of Begin() as the current one, behind all that its users have
-  // queued. The memory can be freed afterwards: what this stream and the caller's get from then on
+  // Calls `last` with the stream of Begin() as the current one, behind everything that its users
+  // have queued. The memory can be freed afterwards: later work on this stream and on the caller's
   // comes after that. If `last` throws, nothing has ended.
   void End(const std::function<void()>& last);
 
@@ -39,7 +40,7 @@ class MemoryOrder {
 
   const c10::Device device_;
   std::optional<c10::Stream> own_;   // of Begin()
-  std::vector<c10::Stream> others_;  // that have used it since
+  std::vector<c10::Stream> others_;  // that have used the memory since Begin()
 };
 
 }  // namespace muster

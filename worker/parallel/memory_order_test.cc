@@ -25,7 +25,7 @@ class MemoryOrderTest : public testing::Test {
     const c10::StreamGuard on(stream);
     return Streams().Operate();
   }
-  // Whether `point` ends before what `stream` gets next.
+  // Whether `point` ends before the next operation on `stream`.
   static bool IsBefore(const Point& point, const c10::Stream& stream) {
     const c10::StreamGuard on(stream);
     return Streams().IsBefore(point);

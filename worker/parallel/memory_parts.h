@@ -10,7 +10,7 @@
 
 namespace muster {
 
-// For tests: parts in memory that is not theirs, and that LibTorch's allocator does not know.
+// For tests: parts in memory of another owner, which LibTorch's allocator does not know.
 class MemoryParts : public PartStore {
  public:
   explicit MemoryParts(uint64_t room = 1 << 30) : room_(room) {}

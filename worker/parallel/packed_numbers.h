@@ -9,8 +9,8 @@
 
 namespace muster {
 
-// Numbers as the ranks of a model exchange them: 32 bits each, in the machine's byte order. All
-// ranks of a job run on machines of one kind.
+// Numbers in the form in which the ranks of a model exchange them: 32 bits each, in the machine's
+// byte order. All ranks of a job run on machines of one kind.
 inline std::string Pack(const std::vector<uint32_t>& numbers) {
   std::string bytes(numbers.size() * sizeof(uint32_t), '\0');
   if (!numbers.empty()) std::memcpy(bytes.data(), numbers.data(), bytes.size());
@@ -24,7 +24,7 @@ inline std::vector<uint32_t> Unpack(const std::string& bytes) {
   return numbers;
 }
 
-// Number `place` of `bytes`, which has it.
+// Returns number `place` of `bytes`, which must have it.
 inline uint32_t NumberIn(const std::string& bytes, size_t place) {
   uint32_t number = 0;
   std::memcpy(&number, bytes.data() + place * sizeof(uint32_t), sizeof(number));

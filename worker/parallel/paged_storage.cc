@@ -102,8 +102,9 @@ void AddUse(const at::Tensor& tensor, bool write, const char* op, std::vector<Us
   uses->push_back({page, write});
 }
 
-// Whether an operator leaves an argument alone that it may write by its schema: a fused optimizer
-// writes gradients only where it unscales them. A page of them would be written for nothing.
+// Whether an operator only reads an argument that its schema allows it to write: a fused optimizer
+// writes gradients only when it unscales them. Otherwise their page would be written back for
+// nothing.
 bool OnlyReads(const c10::FunctionSchema& schema, const std::string& argument,
                const c10::IValue* arguments) {
   if (argument != "grads" || schema.name().rfind("aten::_fused_", 0) != 0) return false;
@@ -120,7 +121,7 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   std::vector<Taken> taken;
   for (size_t i = 0; i < arguments.size(); ++i) {
     const c10::AliasInfo* const alias = arguments[i].alias_info();
-    // A result that is an alias of the argument asks by itself when it is used.
+    // A result that is an alias of the argument asks its page when it is used.
     if (alias != nullptr && !alias->isWrite()) continue;
     const bool write = alias != nullptr
                            ? !OnlyReads(schema, arguments[i].name(), stack->data() + first)
@@ -139,11 +140,11 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
       }
     }
   }
-  // None of them may go while another one comes, or before the operator has ended.
+  // No page may be freed while another one is read, or before the operator has ended.
   Pins pins;
   for (const Use& use : uses) pins.Add(use.page);
   for (const Use& use : uses) use.page->Require(use.write, name);
-  // To bring the contents may have ended what is allowed.
+  // Bringing the contents may have ended the permission.
   for (const Taken& one : taken) one.page->Allow(one.tensor, one.write, name);
   taken.clear();
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey), stack);
@@ -155,8 +156,9 @@ void RegisterFallback() {
     all->fallback(torch::CppFunction::makeFromBoxedFunction<&Fallback>());
     return all;
   }();
-  // set_data() asks by it whether two tensors are of one kind: no contents are needed. Without this
-  // a tensor that becomes a paged one would ask its page while that is being made.
+  // set_data() calls this operator to compare the kinds of two tensors, for which no contents are
+  // needed. Without the fallthrough, a tensor that becomes a paged one would ask its page during
+  // the page's construction.
   static auto& kinds = *[] {
     auto* const aten =
         new torch::Library(torch::Library::IMPL, "aten", kPagedKey, __FILE__, __LINE__);
@@ -196,13 +198,13 @@ bool IsPaged(const at::Tensor& tensor) { return tensor.key_set().has(kPagedKey);
 
 std::vector<std::vector<size_t>> GroupsByPage(const std::vector<at::Tensor>& tensors) {
   std::vector<std::vector<size_t>> groups;
-  std::unordered_map<const void*, size_t> of_page;  // null: none
+  std::unordered_map<const void*, size_t> of_page;  // null: no page
   const void* last = nullptr;
   size_t group_of_last = 0;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const void* const page =
         IsPaged(tensors[i]) ? tensors[i].storage().unsafeGetStorageImpl() : nullptr;
-    // Mostly; all of an ordinary model.
+    // The usual case; always, for an ordinary model.
     if (i == 0 || page != last) {
       const auto [group, is_new] = of_page.try_emplace(page, groups.size());
       if (is_new) groups.emplace_back();
@@ -216,13 +218,13 @@ std::vector<std::vector<size_t>> GroupsByPage(const std::vector<at::Tensor>& ten
 
 void FreeMemory(const at::Tensor& flat) {
   c10::StorageImpl* const storage = flat.storage().unsafeGetStorageImpl();
-  // It keeps its nominal size, which views are checked against.
+  // The storage keeps its nominal size, which views are checked against.
   storage->set_data_ptr_noswap(storage->allocator()->allocate(0));
 }
 
 void AllocateMemory(const at::Tensor& flat) {
   c10::StorageImpl* const storage = flat.storage().unsafeGetStorageImpl();
-  // An allocator of GPUs gives memory of the thread's current one.
+  // An allocator for GPUs allocates on the thread's current GPU.
   const c10::DeviceGuard guard(flat.device());
   storage->set_data_ptr_noswap(storage->allocator()->allocate(storage->nbytes()));
 }

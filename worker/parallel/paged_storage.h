@@ -9,30 +9,30 @@
 
 namespace muster {
 
-// Memory of tensors whose contents are not always there. LibTorch's C++ modules have no hooks
+// Memory of tensors whose contents are not always present. LibTorch's C++ modules have no hooks
 // around forward(); this replaces them one level below: each operator that reads or writes a tensor
 // of such memory, in the forward or in the backward pass, asks its page for the contents first. So
-// any module works as it is, whether its submodules are called by forward(), by another method or
-// not at all, and a tensor that autograd saved finds its contents as well.
+// any module works unchanged, whether its submodules are called by forward(), by another method or
+// not at all, and tensors that autograd saved find their contents as well.
 //
 // Operators ask through a boxed fallback of a dispatch key that the tensors carry, above autograd
 // and autocast (docs/decisions/0028). It costs about a microsecond for each operator that takes
-// such a tensor. Views (t(), detach(), view()) do not ask. Code that takes data_ptr() by itself
-// bypasses it: while the contents are not there, LibTorch throws ("data is not allocated yet").
+// such a tensor. Views (t(), detach(), view()) do not ask. Code that uses data_ptr() itself
+// bypasses it: while the contents are absent, LibTorch throws ("data is not allocated yet").
 class Page {
  public:
   virtual ~Page() = default;
 
-  // The contents are about to be used by operator `op`, which writes them if `write`. Called in the
-  // thread of the operator. Returns with the contents there, or throws c10::Error.
+  // Called before operator `op` uses the contents, and writes them if `write`; on the operator's
+  // thread. Returns when the contents are present, or throws c10::Error.
   virtual void Require(bool write, const char* op) = 0;
 
-  // Called before, and once more afterwards, for each such tensor that the operator takes: a page
-  // that does not allow the use throws c10::Error.
+  // Called before Require(), and once more after it, for each such tensor that the operator takes:
+  // a page that does not allow the use throws c10::Error.
   virtual void Allow(const at::Tensor& /*tensor*/, bool /*write*/, const char* /*op*/) {}
 
-  // While above 0, operators use the contents. Any thread may ask; one that has called Require()
-  // has pinned the page before.
+  // While above 0, operators use the contents. May be called from any thread; a thread that has
+  // called Require() has pinned the page before.
   int pins() const { return pins_.load(std::memory_order_acquire); }
 
  private:
@@ -56,7 +56,7 @@ class PageRegistration {
 // A tensor in the memory of `flat` whose uses ask its page; not a view to autograd.
 at::Tensor PagedView(const at::Tensor& flat, at::IntArrayRef sizes, at::IntArrayRef strides,
                      int64_t offset);
-// Of another type than `flat`: `offset` counts elements of that type.
+// The same with another type than that of `flat`: `offset` counts elements of that type.
 at::Tensor PagedView(const at::Tensor& flat, at::ScalarType type, at::IntArrayRef sizes,
                      at::IntArrayRef strides, int64_t offset);
 
@@ -67,8 +67,8 @@ bool IsPaged(const at::Tensor& tensor);
 // are in the order of their first tensors, and each of them is in order.
 std::vector<std::vector<size_t>> GroupsByPage(const std::vector<at::Tensor>& tensors);
 
-// Calls fn(group, indexes) for one group of `tensors` after the other: an operator that takes a
-// list has the pages of all of it in memory at once.
+// Calls fn(group, indexes) for each group of `tensors` in turn, because an operator that takes a
+// list needs the pages of the whole list in memory at once.
 template <typename Fn>
 void ForEachPage(const std::vector<at::Tensor>& tensors, const Fn& fn) {
   for (const std::vector<size_t>& indexes : GroupsByPage(tensors)) {
@@ -80,11 +80,11 @@ void ForEachPage(const std::vector<at::Tensor>& tensors, const Fn& fn) {
   }
 }
 
-// Frees the memory of `flat`, and gets memory for it again, uninitialized. Its tensors keep their
-// shapes; no version counter changes.
+// Free the memory of `flat`, and allocate it again, uninitialized. Its tensors keep their shapes;
+// no version counter changes.
 void FreeMemory(const at::Tensor& flat);
 void AllocateMemory(const at::Tensor& flat);
-// Gives it the memory of `from`, a tensor of as many bytes that nobody uses any more.
+// Gives `flat` the memory of `from`, a tensor of as many bytes that is no longer used.
 void TakeMemory(const at::Tensor& flat, const at::Tensor& from);
 
 }  // namespace muster

@@ -29,7 +29,7 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
 
-// Six numbers that are away until someone asks for them.
+// Six numbers that are absent until they are used.
 class Numbers : public Page {
  public:
   Numbers() : flat(at::arange(6, at::kFloat)), registration(flat, this) { FreeMemory(flat); }
@@ -100,7 +100,7 @@ TEST(PagedStorage, Write_IsSaid) {
   for (const std::string& use : page.uses) EXPECT_THAT(use, Not(HasSubstr("writes")));
 }
 
-// No schema says so.
+// No schema declares these writes.
 TEST(PagedStorage, WriteOfRunningStatistics_IsSaid) {
   Numbers page;
   const at::Tensor mean = PagedView(page.flat, {3}, {1}, 0);
@@ -121,11 +121,11 @@ TEST(PagedStorage, ContentsFreedBetweenForwardAndBackward_ComeBackForTheSavedTen
   const at::Tensor out = at::linear(x, weight).sum();
   FreeMemory(page.flat);
   out.backward();
-  // set_data() looks at it as well.
+  // set_data() reads it as well.
   EXPECT_GE(page.loads, 2);
   EXPECT_TRUE(at::equal(x.grad(), at::arange(6, at::kFloat).view({2, 3}).sum(0, true)));
   EXPECT_TRUE(at::equal(weight.grad(), at::ones({2, 3})));
-  // What is computed from a paged tensor is an ordinary one.
+  // The result of an operator on a paged tensor is an ordinary tensor.
   FreeMemory(page.flat);
   page.uses.clear();
   weight.grad().add_(1);
@@ -151,7 +151,7 @@ TEST(PagedStorage, PagesOfOneOperator_StayPinnedUntilItHasEnded) {
   EXPECT_EQ(first.pins(), 0);
 }
 
-// Of itself, or of another one that the operator takes as well.
+// The change concerns the page itself, or another one that the operator takes as well.
 TEST(PagedStorage, ContentsThatComingChangesWhatIsAllowed_AreAskedAgain) {
   struct Ended : Numbers {
     void Allow(const at::Tensor&, bool, const char* op) override {
@@ -173,8 +173,8 @@ TEST(PagedStorage, ContentsThatComingChangesWhatIsAllowed_AreAskedAgain) {
   EXPECT_EQ(ending.pins() + other.pins(), 0);
 }
 
-// Devices of which each thread has a current one, as GPUs; as long as the test lives in the place
-// of the CPU, which has none.
+// Devices of which each thread has a current one, like GPUs; during the test they replace the CPU,
+// which has none.
 class SeveralDevices : public c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CPU> {
  public:
   SeveralDevices() : before_(Registry().exchange(this)) {}

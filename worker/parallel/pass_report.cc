@@ -20,7 +20,7 @@ const char* TextOfIntention(uint32_t packed) {
                                       : "reduces gradients within an accumulation window";
 }
 
-// Before the two lists.
+// The numbers before the two lists.
 constexpr size_t kHead = 8;
 
 PassReport Unpacked(const std::string& bytes) {

@@ -7,40 +7,40 @@
 
 namespace muster {
 
-// What a rank does in a backward pass of a sharded model, as it knows before the pass.
+// What a rank is going to do in a backward pass of a sharded model, as far as it knows before the
+// pass.
 struct PassIntention {
   bool reduces = false, step_follows = false;
 
   uint32_t Packed() const;
 };
-// `packed`: those of all ranks, by rank. Throws c10::Error, the same on every rank, if they do not
-// do the same.
+// Throws c10::Error, the same on every rank, if the intentions in `packed`, by rank, differ.
 void CheckIntentions(const std::vector<uint32_t>& packed);
 
-// `announced`: how often each rank has announced a change of its parameters since the ranks have
-// compared last. Throws c10::Error, the same on every rank, if they have not done so equally often.
+// Throws c10::Error, the same on every rank, if ranks have announced changes of their parameters
+// differently often since the last comparison; `announced`: how often, by rank.
 void CheckAnnouncements(const std::vector<uint32_t>& announced);
 
-// What a rank reports at the end of a backward pass that reduces. Units and parameters are numbers
-// in the order of the model, which all ranks have alike.
+// A rank's report at the end of a backward pass that reduces. Units and parameters are numbers in
+// the order of the model, which is the same on all ranks.
 struct PassReport {
   uint32_t history = 0, events = 0;  // digest and number of the gathers and reductions
   uint32_t trained = 0;              // digest of which parameters require gradients
   uint32_t turns = 0;                // digest of the order in which passes have used the units
   uint32_t intention = 0;
   uint32_t announced = 0;
-  bool written = false;  // an operator has written a shard behind what others have gathered
-  bool failed = false;   // something that the rank does by itself
-  // Units with gradients that came after their reduction, and parameters that this rank had no
-  // gradient for; both ascending.
+  bool written = false;  // an operator has written a shard after others have gathered it
+  bool failed = false;   // in something that the rank does alone
+  // Units with gradients that came after their reduction, and parameters for which this rank had no
+  // gradient; both ascending.
   std::vector<uint32_t> late, unused;
 
   std::string Packed() const;
 };
 
-// What the reports of all ranks come to: the same on every rank.
+// The combined reports of all ranks: the same on every rank.
 struct PassReports {
-  // Each of `packed` is of PassReport::Packed().
+  // Each element of `packed` is the result of PassReport::Packed() on one rank.
   explicit PassReports(const std::vector<std::string>& packed);
 
   bool same_history = true, same_trained = true, same_turns = true;

@@ -82,7 +82,7 @@ TEST(CheckIntentions, DifferentOnes_ThrowWithBoth) {
                                             "step, on rank 2 it only adds gradients up"));
   EXPECT_THAT(error(steps, reduces), HasSubstr("on rank 2 it reduces gradients within an "
                                                "accumulation window"));
-  // What does not reduce is one thing, whatever follows.
+  // Passes that do not reduce have the same intention, whatever follows.
   const PassIntention adds_within = {.reduces = false, .step_follows = false};
   EXPECT_EQ(adds.Packed(), adds_within.Packed());
 }

@@ -119,7 +119,7 @@ size_t ReductionOrder::Complete() const {
   for (; end < order_.size(); ++end) {
     const Unit& unit = units_[order_[end]];
     if (unit.complete || unit.expected == 0) continue;
-    // What this rank leaves out does not come; the next one's gradients tell.
+    // A unit that this rank leaves out gets no gradients; gradients of the next one show that.
     const auto next = std::find_if(order_.begin() + static_cast<ptrdiff_t>(end) + 1, order_.end(),
                                    [this](size_t i) { return ExpectsAny(i); });
     if (unit.arrived == 0 || next == order_.end() || units_[*next].arrived == 0) break;

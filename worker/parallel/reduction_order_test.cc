@@ -14,7 +14,7 @@ using ::testing::IsEmpty;
 
 constexpr uint32_t kEnd = UINT32_MAX;
 
-// One gradient for each unit.
+// Units with one gradient each.
 ReductionOrder Units(size_t units) {
   ReductionOrder order(units);
   for (size_t i = 0; i < units; ++i) order.Expect(i, 1);
@@ -109,9 +109,9 @@ TEST(ReductionOrder, Complete_PassesAUnitThatThisRankLeavesOutInPart) {
   order.BeginPass();
   EXPECT_EQ(order.Complete(), 0u);
   order.Arrive(2);
-  EXPECT_EQ(order.Complete(), 0u);  // its other gradient may come
+  EXPECT_EQ(order.Complete(), 0u);  // the unit's other gradient may come
   order.Arrive(1);
-  EXPECT_EQ(order.Complete(), 2u);  // it does not
+  EXPECT_EQ(order.Complete(), 2u);  // the other gradient does not come
   // A unit without any gradient may still get all of them.
   order.BeginPass();
   order.Arrive(1);
@@ -144,7 +144,7 @@ TEST(ReductionOrder, MoveToTheEnd_IsDueThere) {
 }
 
 // Whatever the order of gradients is on a rank, and whatever it leaves out: ranks that took one
-// order and turn to the same units reduce the same ones between the same turns.
+// order and turn to the same units reduce the same units between the same turns.
 TEST(ReductionOrder, RanksThatTookOneOrder_ReduceAlike) {
   for (unsigned seed = 0; seed < 200; ++seed) {
     std::mt19937 random(seed);

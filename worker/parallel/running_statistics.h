@@ -9,11 +9,11 @@ namespace muster {
 // Operators of batch and instance normalization write running statistics in training, but most of
 // their schemas do not say so, and no version counts the change. Pure.
 
-// Whether an argument is a running statistic of which the schema says nothing.
+// Whether an argument is a running statistic whose change the schema does not declare.
 bool IsUndeclaredStatistic(const c10::Argument& argument);
 
-// Whether an operator with such arguments writes them, called with `arguments`, one for each of the
-// schema: in training, and not in its backward pass.
+// Whether an operator with this schema, called with `arguments`, writes such statistics: in
+// training, and not in its backward pass.
 bool WritesUndeclaredStatistics(const c10::FunctionSchema& schema, const c10::IValue* arguments);
 
 }  // namespace muster

@@ -20,7 +20,7 @@ bool Writes(const std::string& op, bool flag) {
   return WritesUndeclaredStatistics(schema, arguments.data());
 }
 
-// All of LibTorch's: a new operator has to be looked at.
+// Checks all of LibTorch's operators: a new one must be examined.
 TEST(RunningStatistics, OperatorsOfLibTorch_AreKnown) {
   std::set<std::string> in_training, always, never;
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {

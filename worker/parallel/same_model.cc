@@ -10,7 +10,7 @@
 namespace muster {
 namespace {
 
-// Name, kind and strides, by lines.
+// Describes name, kind and strides, in lines.
 std::string Describe(const at::Tensor& tensor, const std::string& name, bool sparse,
                      bool frozen_too) {
   std::ostringstream out;
@@ -20,11 +20,11 @@ std::string Describe(const at::Tensor& tensor, const std::string& name, bool spa
   out << '\n';
   // It has no gradient.
   if (!tensor.requires_grad() && !frozen_too) return out.str();
-  // What is sparse is exchanged by index.
+  // Sparse gradients are exchanged by index.
   if (sparse || tensor.layout() != at::kStrided) return out.str();
   std::vector<int64_t> strides = GradientStrides(tensor);
   for (int64_t d = 0; d < tensor.dim(); ++d) {
-    // Says nothing of where elements are.
+    // The stride of such a dimension has no influence on the place of elements.
     if (tensor.size(d) <= 1) strides[static_cast<size_t>(d)] = 1;
   }
   out << at::IntArrayRef(strides);

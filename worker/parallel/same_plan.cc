@@ -16,7 +16,7 @@ void CheckSeparateStorage(const std::vector<NamedParameter>& parameters,
                           const std::vector<at::Tensor>& buffers) {
   struct Place {
     const void* storage;
-    int64_t begin, end;  // bytes
+    int64_t begin, end;  // in bytes
     const void* tensor;
     std::string name;
   };
@@ -55,7 +55,7 @@ void VerifySamePlan(Comm& world, const std::vector<PlannedUnit>& plan,
                               ", copies of the model that ", placing.ranks, " ranks divide",
                               ", reshard_after_forward ", options.reshard_after_forward,
                               " in groups of ", options.reshard_group_size, "\n");
-  // What is elsewhere is reserved by all ranks together.
+  // All ranks together reserve room elsewhere.
   mine += c10::str("offload_parameters ", static_cast<int>(options.offload_parameters),
                    placing.stores_parts ? " and the parts of its parameters elsewhere"
                                         : " and the parts of its parameters on their device",
@@ -70,7 +70,7 @@ void VerifySamePlan(Comm& world, const std::vector<PlannedUnit>& plan,
   mine += c10::str("parameter_dtype ", name(options.parameter_dtype), ", reduce_dtype ",
                    name(options.reduce_dtype), ", overlap ", options.overlap, "\n");
   for (const PlannedUnit& unit : plan) {
-    // A digest of their names: the text of every rank goes to every rank.
+    // A digest of their names, because the text of every rank goes to every rank.
     NumberDigest names;
     for (const NamedParameter& parameter : unit.parameters) {
       for (const char c : parameter.name) names.Add(static_cast<unsigned char>(c));

@@ -11,15 +11,15 @@
 
 namespace muster {
 
-// Throws c10::Error, and names both, if two of the tensors overlap in memory and one of them is a
-// parameter: sharding would give them memory of their own.
+// Throws c10::Error, naming both, if two of the tensors overlap in memory and one of them is a
+// parameter: sharding would give each its own memory.
 void CheckSeparateStorage(const std::vector<NamedParameter>& parameters,
                           const std::vector<at::Tensor>& buffers);
 
-// Where the parts of a plan are.
+// Where the parts of a plan are kept.
 struct Placing {
-  int ranks = 1;  // that divide a copy of the model
-  // In stores, not beside the other parts.
+  int ranks = 1;  // that divide one copy of the model
+  // Whether they are in stores, and not beside the other parts.
   bool stores_parts = false, stores_gradients = false;
 };
 

@@ -24,8 +24,7 @@ void ShardFaults::NoteEndOfBackward(const std::exception_ptr& thrown) {
 }
 
 void ShardFaults::NoteStep(const std::exception_ptr& thrown) {
-  // What reduces batches until they fit in memory knows by the last words that a smaller one does
-  // not help (IsOutOfMemory).
+  // IsOutOfMemory recognizes by the last words that a smaller batch would not help.
   const char* const outcome =
       ranks_ == 1 ? "; its parameters may have changed in part: call load_state()"
                   : "; its part of the parameters may have changed in part, and other ranks may "
@@ -61,7 +60,7 @@ void ShardFaults::CheckNotMixed() const { TORCH_CHECK(failures_.mixed.empty(), f
 
 void ShardFaults::CheckNotMixedHere() const {
   CheckNotMixed();
-  // Where all have failed in a step, each may be in another state.
+  // If all ranks have failed in a step, each may be in a different state.
   TORCH_CHECK(!failures_.in_step, failures_.own);
 }
 

@@ -33,25 +33,25 @@ class ShardFaults {
   const std::string& mixed() const { return failures_.mixed; }
   void SetMixed(std::string why) { failures_.mixed = std::move(why); }
 
-  // The above, for a load that may not come about.
+  // These failures, to be restored if a load does not happen.
   struct Failures {
     std::string own, mixed;
     bool in_step = false;
   };
   Failures Forget();
-  // What has failed since is as bad, and is kept.
+  // Restores them, but keeps failures that were added since, which are as bad.
   void Restore(const Failures& failures);
 
-  // These parameters have no values, in the order of the model.
+  // Marks these parameters, in the order of the model, as having no values.
   void SetWithoutValues(std::vector<std::string> names) { without_values_ = std::move(names); }
-  // Those that `has` is true for have theirs now.
+  // The parameters for which `has` is true have values now.
   void GiveValues(const std::function<bool(const std::string& name)>& has);
 
   // The following throw c10::Error.
   void CheckHasValues() const;
-  // As far as all ranks know.
+  // Throws if all ranks know that the parts are a mixture.
   void CheckNotMixed() const;
-  // As far as this rank knows.
+  // Throws if this rank knows of a failure or a mixture.
   void CheckNotMixedHere() const;
 
  private:

@@ -47,7 +47,7 @@ TEST(ShardFaults, FailureOfAPass_IsToldToOthers_AndKeepsNothingFromBeingReadHere
   faults.NoteEndOfBackward(Thrown("disk full"));
   EXPECT_THAT(faults.own(), HasSubstr("rank 1 has failed at the end of a backward pass"));
   EXPECT_NO_THROW(faults.CheckNotMixedHere());
-  // The first failure is why this rank is where it is.
+  // The first failure is the reason for this rank's place.
   faults.NoteBeginningOfForward(Thrown("disk full again"));
   EXPECT_THAT(faults.own(), HasSubstr("at the end of a backward pass"));
   faults.ForgetOwn();
@@ -76,7 +76,7 @@ TEST(ShardFaults, ParametersWithoutValues_ThrowUntilAllHaveThem) {
   faults.GiveValues([](const std::string& name) { return name != "b"; });
   EXPECT_THAT(ErrorOf([&] { faults.CheckHasValues(); }),
               HasSubstr("parameter 'b' of a sharded model has no values: the model"));
-  // A failure that a load ends has nothing to do with it.
+  // A failure that a load ends is unrelated.
   faults.Forget();
   EXPECT_NE(ErrorOf([&] { faults.CheckHasValues(); }), "no error");
   faults.GiveValues([](const std::string&) { return true; });

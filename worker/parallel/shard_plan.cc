@@ -76,7 +76,7 @@ bool IsList(const torch::nn::Module& module) {
          module.as<torch::nn::Sequential>() != nullptr;
 }
 
-// The module of `names` around `name`; itself is none. Empty: there is none.
+// The innermost of the modules `names` around `name`, excluding itself; empty: there is none.
 std::string OuterOf(const std::string& name, const std::set<std::string>& names) {
   for (size_t dot = name.rfind('.'); dot != std::string::npos && dot > 0;
        dot = name.rfind('.', dot - 1)) {
@@ -86,7 +86,7 @@ std::string OuterOf(const std::string& name, const std::set<std::string>& names)
   return "";
 }
 
-// The names of the modules of `options.no_split` that are in no other of them.
+// The names of the modules of `options.no_split` that are not inside another one.
 std::set<std::string> KeptTogether(const Modules& modules, const ShardingOptions& options) {
   std::set<std::string> kept, types;
   for (const auto& item : modules) types.insert(ShortName(item.value()->name()));
@@ -107,7 +107,7 @@ std::set<std::string> KeptTogether(const Modules& modules, const ShardingOptions
   return outermost;
 }
 
-// Puts each of `kept` in the place of the units inside of it.
+// Replaces the units inside each of `kept` by that module.
 void KeepTogether(const Modules& modules, const ShardingOptions& options,
                   const std::set<std::string>& kept, std::set<std::string>* units) {
   for (const std::string& name : options.unit_names) {
@@ -136,7 +136,7 @@ void KeepTogether(const Modules& modules, const ShardingOptions& options,
   *units = std::move(outer_units);
 }
 
-// Children before parents; returns the elements in no unit so far.
+// Visits children before parents; returns the number of elements that are in no unit so far.
 int64_t MatchBySize(const torch::nn::Module& module, const std::string& name, int64_t least,
                     const std::set<std::string>& kept, std::set<std::string>* units) {
   int64_t elements = 0;
@@ -148,7 +148,7 @@ int64_t MatchBySize(const torch::nn::Module& module, const std::string& name, in
     elements += MatchBySize(*child.value(), name.empty() ? child.key() : name + "." + child.key(),
                             is_kept ? std::numeric_limits<int64_t>::max() : least, kept, units);
   }
-  // A list is never called as a whole; the model itself is the rest.
+  // A list is never called as a whole; the model itself forms the rest.
   if (elements < least || (IsList(module) && !is_kept) || name.empty()) return elements;
   units->insert(name);
   return 0;
@@ -164,7 +164,7 @@ std::set<std::string> UnitModules(const torch::nn::Module& module, const Shardin
   TORCH_CHECK(
       rules <= 1,
       "options.sharding: unit_types, unit_names and min_unit_parameters exclude each other");
-  // Without the model itself, which is the rest.
+  // Without the model itself, which forms the rest.
   const Modules modules = module.named_modules("", /*include_self=*/false);
   const std::set<std::string> kept = KeptTogether(modules, options);
   std::set<std::string> units;
@@ -202,7 +202,7 @@ std::string UnitOf(const std::string& parameter, const std::set<std::string>& un
   return unit.empty() ? kRest : unit;
 }
 
-// Those of `names` that are the pattern `options.sharding.<option>`; empty: none.
+// The `names` that match the pattern `options.sharding.<option>`; empty: none.
 std::set<std::string> Matching(const std::string& pattern, const std::set<std::string>& names,
                                const char* option, const char* what) {
   std::set<std::string> matching;

@@ -16,15 +16,15 @@ namespace muster {
 
 // The parameters of one unit.
 struct PlannedUnit {
-  std::string name;  // that of its module; "(rest)" for what no unit has
+  std::string name;  // of its module; "(rest)" for the parameters that are in no other unit
   std::vector<NamedParameter> parameters;
-  bool whole = false;  // of ignored modules and parameters: it is not divided
+  bool whole = false;  // for ignored modules and parameters: it is not divided
 };
 
-// The full names of the modules that `options` make units, inside of each other or not.
+// Returns the full names of the modules that `options` make units, nested or not.
 std::set<std::string> UnitModules(const torch::nn::Module& module, const ShardingOptions& options);
-// Those of modules of the classes `types`. Throws c10::Error for a class that the model does not
-// have, naming `option` and what there is.
+// Returns the full names of the modules of the classes `types`. Throws c10::Error for a class that
+// the model does not have, naming `option` and the classes that it has.
 std::set<std::string> ModulesOfTypes(const torch::nn::Module& module,
                                      const std::vector<std::string>& types,
                                      const std::string& option);
@@ -35,12 +35,12 @@ std::set<std::string> InIgnoredModules(const torch::nn::Module& module,
                                        const std::vector<std::string>& names,
                                        const ShardingOptions& options);
 
-// Divides `parameters` (full names, those of `module`) into units as `options` say: in the order of
-// the modules, the rest at the end, parameters of different dtype or device apart. A tensor that
-// occurs twice (tied weights) counts where it occurs first. Parameters that `ignored_parameters`
-// matches, or of modules that `ignored_modules` does, under any of their names, are units of their
-// own at the end. `module` null (TorchScript): one unit. Throws c10::Error for a rule that matches
-// nothing, and names what there is.
+// Divides `parameters` (full names, those of `module`) into units according to `options`: in the
+// order of the modules, the rest at the end, parameters of different dtype or device apart. A
+// tensor that occurs twice (tied weights) counts where it occurs first. Parameters that
+// `ignored_parameters` matches, or of modules that `ignored_modules` matches, under any of their
+// names, are separate units at the end. `module` null (TorchScript): one unit. Throws c10::Error
+// for a rule that matches nothing, naming what it could match.
 std::vector<PlannedUnit> PlanUnits(torch::nn::Module* module,
                                    const std::vector<NamedParameter>& parameters,
                                    const ShardingOptions& options);

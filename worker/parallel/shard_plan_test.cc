@@ -47,7 +47,7 @@ std::vector<NamedParameter> ParametersOf(const torch::nn::Module& module) {
   return parameters;
 }
 
-// "unit: parameter parameter".
+// Returns texts such as "unit: parameter parameter".
 std::vector<std::string> Plan(torch::nn::Module& module, const ShardingOptions& options) {
   std::vector<std::string> lines;
   for (const PlannedUnit& unit : PlanUnits(&module, ParametersOf(module), options)) {
@@ -101,7 +101,7 @@ TEST(PlanUnits, BySize_TakesTheSmallestModulesThatReachIt) {
   Net net;
   EXPECT_THAT(Plan(net, {.min_unit_parameters = 70}),
               ElementsAre(kLayer0, kLayer1, "(rest): words.weight head.weight"));
-  // Of the linear layers the first has 40 parameters and the second 36.
+  // The first of the linear layers has 40 parameters and the second 36.
   EXPECT_THAT(
       Plan(net, {.min_unit_parameters = 40}),
       ElementsAre("words: words.weight",
@@ -128,7 +128,7 @@ TEST(PlanUnits, DifferentDtypes_AreUnitsOfTheirOwn) {
                                          kLayer1, "(rest): words.weight head.weight"));
 }
 
-// A block whose inside has a list, as a mixture of experts does.
+// A block that contains a list, as a mixture of experts does.
 struct MixtureImpl : torch::nn::Module {
   MixtureImpl() {
     gate = register_module("gate", torch::nn::Linear(torch::nn::LinearOptions(4, 2).bias(false)));
@@ -162,13 +162,13 @@ TEST(NoSplit, ModuleIsTheUnitInPlaceOfThoseInIt) {
   }
   EXPECT_THAT(Modules({.no_split = {"blocks.1"}}),
               ElementsAre("blocks.0", "blocks.0.experts.0", "blocks.0.experts.1", "blocks.1"));
-  // A list is one if it is named, and the outermost counts.
+  // A list is a unit if it is named, and the outermost name counts.
   EXPECT_THAT(Modules({.no_split = {"blocks.0.experts"}}),
               ElementsAre("blocks.0", "blocks.0.experts", "blocks.1", "blocks.1.experts.0",
                           "blocks.1.experts.1"));
   EXPECT_THAT(Modules({.no_split = {"blocks", "blocks.0.experts", "Layer"}}),
               ElementsAre("blocks"));
-  // What no unit is inside of stays what it is.
+  // Modules without units inside stay unchanged.
   EXPECT_EQ(Modules({.no_split = {"last"}}), Modules({}));
 }
 
@@ -217,7 +217,7 @@ TEST(IgnoredParameters, AreUnitsOfTheirOwnAtTheEnd) {
                           "(ignored): words.weight layers.1.first.bias layers.1.second.bias"));
   EXPECT_TRUE(units.back().whole);
   EXPECT_FALSE(units.front().whole);
-  // Beside modules; and a TorchScript model has names of parameters, too.
+  // Together with ignored modules; and a TorchScript model has names of parameters, too.
   EXPECT_THAT(Plan(net, {.ignored_modules = "layers\\.0", .ignored_parameters = "head.weight"})[2],
               HasSubstr("(ignored): layers.0.first.weight"));
   EXPECT_EQ(PlanUnits(nullptr, ParametersOf(net), {.ignored_parameters = ".*bias"}).size(), 2U);

@@ -23,7 +23,7 @@
 namespace muster {
 namespace {
 
-// Kernels are at their best on tensors that begin at a cache line.
+// Kernels work best on tensors that begin at a cache line.
 constexpr int64_t kAlignment = 64;
 
 class GradientsElsewhere : public Page {
@@ -51,7 +51,7 @@ class GradientsUsed : public Page {
 template <typename P>
 at::Tensor MakeMark() {
   const at::Tensor flat = at::zeros({1}, at::kFloat);
-  new PageRegistration(flat, new P);  // for good
+  new PageRegistration(flat, new P);  // never destroyed
   return PagedView(flat, {1}, {1}, 0);
 }
 
@@ -63,12 +63,12 @@ int64_t AlignmentOf(const std::vector<NamedParameter>& parameters) {
                            1);
 }
 
-// Parts from this size on fill whole pages, so that ranks can share them; that takes less than a
+// Parts of at least this size fill whole pages, so that ranks can share them; that takes at most a
 // sixty-fourth more.
 constexpr int64_t kPagedPartBytes = 64 * kSharedPartPage;
 
-// Elements in the part of each of `ranks` ranks. The same whether they share memory or not: so are
-// the borders of parts, and what is summed up part by part.
+// The elements in the part of each of `ranks` ranks. The same whether they share memory or not, so
+// that the borders of parts, and hence sums over parts, are the same.
 int64_t PartOfEach(const std::vector<NamedParameter>& parameters, int ranks) {
   const int64_t align = AlignmentOf(parameters);
   int64_t total = 0;
@@ -80,8 +80,8 @@ int64_t PartOfEach(const std::vector<NamedParameter>& parameters, int ranks) {
   return RoundUp(part, part * size < kPagedPartBytes ? align : kSharedPartPage / size);
 }
 
-// Whether the memory of a 1-D tensor can be freed and allocated again: it is the tensor's alone,
-// and LibTorch's allocator gives it.
+// Whether the memory of a 1-D tensor can be freed and allocated again: no other tensor uses it, and
+// it is from LibTorch's allocator.
 bool OwnsItsMemory(const at::Tensor& flat) {
   const c10::Storage& storage = flat.storage();
   c10::Allocator* const allocator = storage.unsafeGetStorageImpl()->allocator();
@@ -118,8 +118,8 @@ ShardUnit::ShardUnit(std::string name, std::vector<NamedParameter> parameters, C
   TORCH_CHECK(!parameters.empty(), "unit '", name_, "' has no parameters");
   at::TensorOptions options = parameters[0].tensor.options().requires_grad(false);
   dtype_ = parameters[0].tensor.scalar_type();
-  // Half types round what they sum up, so their parameters need another one most of all. Those in
-  // fp64 are not for a lower one.
+  // Sums in half types are rounded, so parameters of these types need another type most of all.
+  // Gradients of fp64 parameters must not be reduced in a lower one.
   reduced_as_ = dtype_ == at::kDouble ? dtype_ : reduced_as.value_or(dtype_);
   if (dtype_ == at::kFloat) options = options.dtype(gathered_as.value_or(dtype_));
   const int64_t align = AlignmentOf(parameters);
@@ -163,7 +163,7 @@ ShardUnit::ShardUnit(std::string name, std::vector<NamedParameter> parameters, C
     const int64_t end = std::clamp<int64_t>(mine + part_ - slice.offset, begin, numel);
     slice.begin = begin;
     const int64_t at = begin == end ? 0 : slice.offset + begin - mine;
-    // With a version of its own, which tells when an optimizer has written it.
+    // The shard has a version of its own, which shows when an optimizer has written it.
     slice.shard = stored_.shards.store == nullptr
                       ? master_.narrow(0, at, end - begin).variable_data()
                       : PagedView(master_, {end - begin}, {1}, at);
@@ -176,7 +176,7 @@ void ShardUnit::Share(const at::TensorOptions& options) {
   const at::ScalarType gathered = c10::typeMetaToScalarType(options.dtype());
   const at::TensorOptions of_shards = options.dtype(dtype_);
   const int64_t bytes = part_ * static_cast<int64_t>(of_shards.dtype().itemsize());
-  // What is small takes no page of its own.
+  // Small parts take no pages of their own.
   if (bytes < kPagedPartBytes || !options.device().is_cpu() || stored_.shards.store != nullptr) {
     return;
   }
@@ -212,7 +212,7 @@ bool ShardUnit::gradients_are_present() const {
 
 void ShardUnit::ForgetUnusedGradients() {
   if (gradients_page_ == nullptr || gradients_page_->used() || gradients_page_->pins() > 0) return;
-  // Another thread may be writing it still: its place is free after that alone.
+  // Another thread may still be writing the page: its place is free only afterwards.
   if (!gradients_page_->Free()) return;
   gradients_page_ = nullptr;
 }
@@ -274,7 +274,7 @@ void ShardUnit::Detach() {
 void ShardUnit::Gather() {
   Detach();
   if (gathered_) return;
-  // All of them have the queue's memory: two would keep what the other one has freed.
+  // All gathers use the queue's memory: with two pools, one would keep what the other has freed.
   if (queue_ != nullptr && queue_->on_stream()) StartGather();
   if (coming_ != nullptr) {
     const std::shared_ptr<Coming> coming = std::exchange(coming_, nullptr);
@@ -296,7 +296,7 @@ void ShardUnit::StartGather() {
   const auto coming = std::make_shared<Coming>();
   coming->ticket = queue_->Submit([this, state = coming.get()] {
     const at::NoGradGuard no_grad;
-    // Operators must not find the memory before the values.
+    // Operators must not find the memory before the values are in it.
     at::Tensor full = flat_;
     if (frees_) {
       Named("allocating memory for", [&] { full = at::empty({flat_.numel()}, flat_.options()); });
@@ -369,8 +369,8 @@ std::vector<at::Tensor> ShardUnit::Values() {
 
 std::vector<at::Tensor> ShardUnit::Values(const std::vector<bool>& wanted) {
   at::NoGradGuard no_grad;
-  // What the ranks have of these slices, moved together: each rank's share takes as much as the
-  // largest of them.
+  // The ranks' parts of these slices are moved together: each rank's share has the size of the
+  // largest one.
   struct Piece {
     size_t slice;
     int64_t begin, size;  // in the slice
@@ -420,8 +420,8 @@ void ShardUnit::KeepOwnPart() {
   const at::Tensor written = OwnSlot(flat_);
   if (stored_.shards.store != nullptr) {
     if (!written_) {
-      // Through a pointer perhaps, of which no operator tells. To read is less than to write what
-      // has not changed.
+      // They may have been written through a pointer, which no operator reports. Reading costs less
+      // than writing unchanged values.
       const at::Tensor before = at::empty_like(written);
       part_page_->CopyTo(before);
       if (at::equal(before, written)) return;
@@ -433,7 +433,7 @@ void ShardUnit::KeepOwnPart() {
     master_.copy_(written);
     return;
   }
-  // What was not written keeps the bits that the gathered dtype does not have.
+  // Elements that were not written keep the bits that the gathered dtype lacks.
   const at::Tensor same = written.eq(master_.to(written.scalar_type()));
   master_.copy_(at::where(same, master_, written.to(dtype_)));
 }
@@ -509,11 +509,11 @@ at::Tensor ShardUnit::Allocate(int64_t numel, const at::TensorOptions& options) 
 }
 
 at::Tensor ShardUnit::TakeGradients(const at::Tensor& buffer) {
-  // The gather that comes behind the reduction takes the memory over.
+  // The next gather reuses this memory after the reduction.
   at::Tensor full = buffer.defined() ? buffer.narrow(0, 0, gradient_bytes()).view(reduced_as_)
                                      : Allocate(flat_.numel(), flat_.options().dtype(reduced_as_));
   int64_t written = 0;
-  // Copied together, which is one kernel on a GPU.
+  // They are copied together, which is one kernel on a GPU.
   std::vector<at::Tensor> to, from;
   std::vector<std::pair<at::Tensor, at::Tensor>> sums;
   for (Slice& slice : slices_) {
@@ -524,12 +524,13 @@ at::Tensor ShardUnit::TakeGradients(const at::Tensor& buffer) {
                 "' is to be added to the one of the step before, which is gone: "
                 "options.sharding.optimizer_in_backward needs optimizer.zero_grad() after each "
                 "optimizer.step()");
-    // What is between the parameters.
+    // Zero the gap between the parameters.
     if (slice.offset > written) full.narrow(0, written, slice.offset - written).zero_();
     written = slice.offset + slice.tensor.numel();
     at::Tensor part = View(full, slice);
-    // Frozen: AddGradients() would drop what earlier micro-steps have left. As in a unit of which
-    // all is frozen, it waits for a pass that trains it, and a step before that throws.
+    // The parameter is frozen: AddGradients() would drop the gradients of earlier micro-steps. As
+    // in a unit that is wholly frozen, they wait for a pass that trains the parameter, and an
+    // earlier step throws.
     if (!slice.tensor.requires_grad()) {
       part.zero_();
       continue;
@@ -555,9 +556,10 @@ at::Tensor ShardUnit::TakeGradients(const at::Tensor& buffer) {
 
 namespace {
 
-// What gradients are multiplied by before they are summed up in `dtype`, if by `factor` in all. In
-// fp16 the sum of many ranks overflows where their mean does not, and small parts of a mean
-// underflow where their sum does not: half the way each, by a power of two, as FSDP does it.
+// Returns the factor of gradients before they are summed in `dtype`, if the total factor is
+// `factor`. In fp16 the sum over many ranks overflows where their mean does not, and small parts of
+// a mean underflow where their sum does not: so each side gets half of the factor, as a power of
+// two, as in FSDP.
 double FactorBeforeSum(at::ScalarType dtype, double factor) {
   if (dtype != at::kHalf) return 1;
   return std::exp2(-std::ceil(std::log2(1 / factor) / 2));
@@ -579,7 +581,7 @@ void ShardUnit::StartReduction(double factor, Comm* replicas, const at::Tensor& 
     if (replicas != nullptr) {
       Named("reducing the gradients of", [&] { replicas->AllReduce(state->mine, ReduceOp::kSum); });
     }
-    // In the wider type of both, so that the mean is rounded once.
+    // Compute in the wider of the two types, so that the mean is rounded once.
     const bool narrows = c10::elementSize(reduced_as_) > c10::elementSize(dtype_);
     if (!narrows) state->mine = state->mine.to(dtype_);
     if (factor != before) state->mine.mul_(factor / before);
@@ -604,7 +606,7 @@ void ShardUnit::SettleReduction() {
   if (reduction_ == nullptr) return;
   const std::shared_ptr<Reduction> reduction = std::exchange(reduction_, nullptr);
   const bool done = reduction->ticket == nullptr || queue_->WaitQuietly(reduction->ticket);
-  // What may fail is left out: the program is about to zero, or to begin again.
+  // Skip what may fail: the program is about to zero the gradients, or to begin again.
   if (done) AddGradients(std::move(reduction->mine), /*in_memory=*/true);
 }
 
@@ -621,13 +623,14 @@ void ShardUnit::AddGradients(at::Tensor mine, bool in_memory) {
   const StoredPart& place = stored_.gradients;
   const bool stored = place.store != nullptr && !in_memory;
   // The place is taken while a tensor has the gradients there: those of other parameters of this
-  // unit, or what the program has kept of a step before. What is new then stays in memory.
+  // unit, or gradients of an earlier step that the program has kept. New gradients then stay in
+  // memory.
   const bool has_place = stored && gradients_page_ == nullptr;
   if (has_place && !OwnsItsMemory(mine)) mine = mine.clone();
   bool any = false;
   for (Slice& slice : slices_) {
     if (!slice.tensor.requires_grad() || slice.shard.numel() == 0) continue;
-    if (slice.updated) continue;  // none came
+    if (slice.updated) continue;  // it has no new gradient
     const int64_t at = slice.offset + slice.begin - first;
     const at::Tensor part = mine.narrow(0, at, slice.shard.numel());
     at::Tensor& grad = slice.shard.mutable_grad();
@@ -640,8 +643,8 @@ void ShardUnit::AddGradients(at::Tensor mine, bool in_memory) {
     if (has_place) {
       grad = PagedView(mine, {slice.shard.numel()}, {1}, at);
     } else {
-      // No view, which Optimizer::zero_grad() could not detach. Where the others are in the store,
-      // it does not hold the memory for theirs.
+      // Not a view, because Optimizer::zero_grad() could not detach it. If the gradients of the
+      // other parameters are in the store, the copy does not keep the memory for theirs.
       grad = stored ? part.clone() : part.variable_data();
     }
   }
@@ -673,8 +676,7 @@ at::Tensor ShardUnit::PartOf(size_t index, const at::Tensor& full) const {
   TORCH_CHECK(full.sizes() == at::IntArrayRef(slice.sizes), "parameter '", slice.name,
               "' has shape ", at::IntArrayRef(slice.sizes), ", but the tensor for it has ",
               full.sizes());
-  // In the order of memory that the parameter has. Of a file that is mapped this reads what is
-  // taken alone.
+  // In the parameter's order of memory. From a mapped file this reads only the part that is taken.
   at::Tensor ordered = full;
   if (full.strides() != at::IntArrayRef(slice.strides)) {
     ordered = at::empty_strided(slice.sizes, slice.strides, full.options());
@@ -688,7 +690,7 @@ std::pair<int64_t, int64_t> ShardUnit::PartRange(size_t index) const {
   const Slice& slice = slices_[index];
   const int64_t size = slice.shard.numel();
   if (size == 0) return {0, 0};
-  // Of another order of memory PartOf() makes a copy of all.
+  // For another order of memory PartOf() copies the whole tensor.
   const int64_t all = c10::multiply_integers(slice.sizes);
   if (!c10::is_contiguous_strides(slice.sizes, slice.strides)) return {0, all};
   return {slice.begin, slice.begin + size};

@@ -27,13 +27,13 @@
 namespace muster {
 namespace {
 
-// The one that is used, and one that is about to be freed or comes ahead of its use.
+// The unit that is used, and one that is about to be freed or is gathered ahead.
 constexpr int kGatheredUnits = 2;
 
-// Gradients of smaller units are not worth a buffer that stays.
+// For gradients of smaller units a permanent buffer is not worth its memory.
 constexpr int64_t kReachableBytes = 256 << 10;
 
-// What a rank cannot do if its part of OnAll() fails.
+// The operation that a rank cannot do if its part of OnAll() fails.
 constexpr char kShard[] = "shard the model";
 
 bool AllOnCpu(const std::vector<std::unique_ptr<ShardUnit>>& units) {
@@ -47,10 +47,10 @@ bool AllSuit(const std::vector<std::unique_ptr<ShardUnit>>& units, const CommQue
   });
 }
 
-// What a rank says before a forward pass.
+// The flags that a rank sends before a forward pass.
 constexpr uint32_t kChanged = 1, kFailed = 2, kFailedInStep = 4;
 
-// Throws what this rank has failed with, if anything, or leaves it in `failure`.
+// Throws this rank's error, if there is one, or stores it in `failure`.
 void Report(const std::exception_ptr& mine, std::exception_ptr* failure) {
   if (mine == nullptr) return;
   if (failure == nullptr) std::rethrow_exception(mine);
@@ -64,7 +64,7 @@ at::Tensor OnCpu(const at::Tensor& tensor) {
   return at::empty(tensor.sizes(), tensor.options().device(at::kCPU)).copy_(tensor);
 }
 
-// Of a place at which ranks meet that have announced a change.
+// Part of the name of a place at which ranks meet that have announced a change.
 constexpr char kAfterAChange[] =
     " after a change of the parameters (optimizer.step(), load_state(), ema.apply() and the like)";
 
@@ -76,9 +76,9 @@ std::string WrittenBehind(const std::string& rank, const std::string& parameter)
       "accelerator.summon_full_params(), or between optimizer.step() and the next forward pass");
 }
 
-// Of a backward pass that updates. If it throws, its graph is destroyed before the program learns
-// of that, and with it this object, which waits for what is under way: the program may destroy the
-// optimizer next.
+// A scope for a backward pass that updates. If the pass throws, its graph is destroyed before the
+// program learns of the error, and with it this object, which waits for updates under way: the
+// program may destroy the optimizer next.
 class UpdatesOfAPass {
  public:
   explicit UpdatesOfAPass(std::shared_ptr<ShardUpdates> updates) : updates_(std::move(updates)) {}
@@ -87,14 +87,14 @@ class UpdatesOfAPass {
   }
   UpdatesOfAPass(const UpdatesOfAPass&) = delete;
   UpdatesOfAPass& operator=(const UpdatesOfAPass&) = delete;
-  // Its end waits by itself.
+  // The normal end waits for the updates already.
   void Ended() { updates_ = nullptr; }
 
  private:
   std::shared_ptr<ShardUpdates> updates_;
 };
 
-// A number that grows or shrinks back whatever happens.
+// A counter that is increased for a scope, and decreased on every way out of it.
 class Depth {
  public:
   explicit Depth(int& depth) : depth_(depth) { ++depth_; }
@@ -151,12 +151,12 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
   tensors.clear();
   parameters.clear();
   BroadcastCoalesced(world_, buffers_, 0);
-  // Before a parameter has become one of a unit: a disk that is full changes nothing.
+  // Reserve before a parameter has become part of a unit: if the disk is full, nothing has changed.
   const std::vector<StoredUnit> stored = Reserve(plan);
   for (size_t i = 0; i < plan.size(); ++i) AddUnit(std::move(plan[i]), materialize, stored[i]);
   if (queue_ != nullptr && !AllSuit(units_, *queue_)) queue_ = nullptr;
   if (options_.overlap) {
-    // With and without a queue, communication has another order.
+    // The order of communication differs with and without a queue.
     const std::string mine = queue_ != nullptr ? "overlaps" : "does not overlap";
     int rank = 0;
     for (const std::string& other : world_.AllGatherBytes(mine)) {
@@ -168,15 +168,15 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
   }
   keep_copy_ = OnCpu;
   watch_ = std::make_unique<WeightWatch>(shards_);
-  int64_t largest = 0;  // bytes of gradients
+  int64_t largest = 0;  // the bytes of the largest gradients
   for (const auto& unit : units_) {
     unit->set_queue(queue_.get());
     in_place_ = in_place_ || unit->in_place();
     if (!unit->whole()) largest = std::max(largest, unit->gradient_bytes());
   }
-  // Collectives of the backend work on it in place. Taken once: memory that others have mapped is
-  // used again for as long as it is there. Under kOptimizer gradients are whole until the end of a
-  // backward pass, where it would be one unit more.
+  // The backend's collectives work on this buffer in place. It is allocated once, because memory
+  // that other ranks have mapped is reused for as long as it exists. Under kOptimizer gradients are
+  // whole until the end of a backward pass, where the buffer would add the memory of one unit.
   if (options_.strategy != ShardingStrategy::kOptimizer && largest >= kReachableBytes &&
       AllOnCpu(units_) && RanksShareMemory(shard_comm_)) {
     gradient_buffer_ = AllocateReachable(shard_comm_, largest, at::kByte);
@@ -186,7 +186,7 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
 }
 
 ShardedModel::~ShardedModel() {
-  // What runs beside the program must be done with the units.
+  // Work beside the program must be done with the units first.
   if (updates_ != nullptr) updates_->Settle();
   if (reducing_ != nullptr) reducing_->AbandonReduction();
   for (const auto& unit : units_) unit->Settle();
@@ -230,7 +230,7 @@ std::vector<StoredUnit> ShardedModel::Reserve(const std::vector<PlannedUnit>& pl
       if (trained) stored[i].gradients = reserve(gradients, stored_gradients_);
     }
   });
-  // The ranks of a machine have all seen how much it has left.
+  // Allocate after the ranks of a machine have all seen how much memory it has left.
   OnAll(world_, kShard, [&] {
     if (shards != nullptr) shards->Take();
     if (gradients != nullptr && gradients != shards) gradients->Take();
@@ -243,7 +243,7 @@ void ShardedModel::AddUnit(PlannedUnit planned, const Materializer& materialize,
   const size_t index = units_.size();
   std::vector<at::Tensor> values;
   for (const NamedParameter& parameter : planned.parameters) {
-    // All ranks have the values of rank 0.
+    // Rank 0 provides the values for all ranks.
     if (parameter.tensor.is_meta()) materialize(parameter, world_.rank() == 0);
     values.push_back(parameter.tensor);
   }
@@ -277,7 +277,8 @@ void ShardedModel::AddUnit(PlannedUnit planned, const Materializer& materialize,
       observers_.Add(slice.tensor, [this, index, i](const at::Tensor&) { OnGradient(index, i); });
     }
   }
-  // One unit after the other, so that no second copy of the model exists while they are made.
+  // Units are freed one after the other, so that no second copy of the model exists during
+  // construction.
   units_.back()->Expire();
 }
 
@@ -300,7 +301,7 @@ void ShardedModel::BeginForward(bool communicate, bool step_follows) {
   }
   ExpectGradients();
   if (!InBackward()) {
-    // A pass that threw has left this behind. Other ranks may have come to its end.
+    // A pass that threw has left operations under way. Other ranks may have come to its end.
     Settle();
     const std::string before = Before();
     comparing_ = comparing_ || open_;
@@ -314,8 +315,8 @@ void ShardedModel::BeginForward(bool communicate, bool step_follows) {
       for (const auto& unit : units_) unit->ForgetUnusedGradients();
       // Under kFull all ranks are in this pass, whose gathers wait for them anyway.
       if (summons_ == 0) {
-        // Which may fail on this rank alone, whose disk is full: the others learn of it as they
-        // compare, in place of waiting in a gather.
+        // Freeing may fail on this rank alone, for example if its disk is full: the others then
+        // learn of it in the comparison, instead of waiting in a gather.
         std::exception_ptr unfreed;
         try {
           FreeParts();
@@ -356,13 +357,14 @@ void ShardedModel::CompareBeforeForward(const std::string& before) {
   if (comparing_ || options_.strategy == ShardingStrategy::kFull) {
     CompareChanges(place, before);
   } else if (announced_ != 0 || !faults_.own().empty()) {
-    // The gathers that follow would wait for those of ranks that have not announced it, and these
-    // for something else. What they come to next is a meeting of another place.
+    // The gathers that follow would wait for ranks that have not announced the change, and those
+    // ranks would wait for something else. Their next meeting has another place, so both throw.
     CompareChanges(c10::str(place, kAfterAChange), before);
   }
   NoteWritten();
-  // In training all ranks throw at the end of the backward pass. In evaluation nothing is exchanged
-  // that would tell those that have written nothing. If all have, it is a change like any other.
+  // In training all ranks throw at the end of the backward pass. In evaluation there is no exchange
+  // to inform the ranks that have written nothing. If all ranks have written, it is a change like
+  // any other.
   if (!written_.empty() && !noting_) {
     try {
       CompareChanges(c10::str(place, " of evaluation after it has changed its part of a parameter"),
@@ -377,10 +379,11 @@ void ShardedModel::CompareBeforeForward(const std::string& before) {
 void ShardedModel::EndForward() {
   --forwards_;
   if (forwards_ > 0 || InBackward()) return;
-  // What was expected and did not come. After an error other ranks may not come to it: not now.
+  // Some expected gathers were not used. After an error other ranks may not come to these gathers,
+  // so do not wait now.
   if (std::uncaught_exceptions() > 0) return;
   for (const auto& unit : units_) unit->Settle();
-  // What this rank does next may change the shards that others read in their pass.
+  // The next operation of this rank may change shards that others are reading in their pass.
   if (!in_place_ || summons_ > 0) return;
   for (const auto& unit : units_) {
     if (unit->in_place() && unit->pins() == 0) unit->Free();
@@ -415,7 +418,7 @@ void ShardedModel::CheckStepped(const char* what) const {
 void ShardedModel::CheckBefore(const char* what, const std::function<void()>& compare) {
   CheckHasValues();
   faults_.CheckNotMixed();
-  // Of ranks that compare, some may have failed, which others do not know of.
+  // When ranks compare, some may have failed without the others knowing.
   const bool meets = comparing_ || !faults_.own().empty();
   if (!meets) CheckStepped(what);
   compare();
@@ -430,7 +433,7 @@ std::string ShardedModel::Before() const {
 bool ShardedModel::Interrupted() const { return faults_.own().empty() && open_ && !InBackward(); }
 
 void ShardedModel::SetWithoutValues(const std::vector<std::string>& names) {
-  // Of tied weights the first name.
+  // For tied weights, the first name.
   std::vector<std::string> known;
   for (const std::string& name : names) {
     if (places_.find(name) != places_.end()) known.push_back(name);
@@ -446,7 +449,7 @@ void ShardedModel::CheckNotMixedHere() const {
 ShardedModel::Failures ShardedModel::ForgetFailures() {
   const Failures failures = {.failures = faults_.Forget(),
                              .announced = std::exchange(announced_, 0)};
-  // As after any change. What ranks have gathered, some may have given up.
+  // As after any change: some ranks may have freed what others have gathered.
   comparing_ = true;
   if (summons_ == 0) ExpireAll();
   return failures;
@@ -458,7 +461,7 @@ void ShardedModel::RestoreFailures(const Failures& failures) {
 }
 
 void ShardedModel::NoteFailedStep(const std::exception_ptr& thrown) {
-  // Refused before anything has changed.
+  // If a step inside summon_full_params() was refused, nothing has changed.
   if (summons_ == 0) faults_.NoteStep(thrown);
 }
 
@@ -487,13 +490,13 @@ void ShardedModel::Use(ShardUnit& unit, bool write, const char* op) {
     Bring(unit);
   }
   if (turns) Prefetch();
-  // Behind the gather ahead, which comes after earlier uses alone.
+  // After the gather ahead, which depends only on earlier uses.
   unit.NoteUse();
 }
 
 void ShardedModel::Bring(ShardUnit& unit) {
   if (unit.in_place()) {
-    // Those of all units at once: what changes shards expires all of them.
+    // One meeting for the shards of all units, because a change of shards expires all units.
     if (!agreed_) {
       history_.AddGather(unit.index);
       unit.AwaitShards();
@@ -506,7 +509,7 @@ void ShardedModel::Bring(ShardUnit& unit) {
     BeginBackward();
     if (communicate_ && !reductions_.known() && !in_place_) ReduceComplete();
   } else if (InBackward() && announced_ != 0) {
-    // Others that have not announced it gather nothing here (see CompareBeforeForward).
+    // Ranks that have not announced the change gather nothing here (see CompareBeforeForward).
     comparing_ = true;
     std::vector<uint32_t> announced;
     for (const std::string& other : MeetAll(
@@ -523,7 +526,7 @@ void ShardedModel::Bring(ShardUnit& unit) {
 }
 
 void ShardedModel::TurnTo(ShardUnit& unit, bool backward) {
-  // First, since the queue is then done with the gradients before it.
+  // This comes first, because the queue is then done with earlier gradients.
   if (unit.coming()) unit.Gather();
   if (backward && !reductions_.HasTurnedTo(unit.index)) {
     ReduceDue();
@@ -551,7 +554,7 @@ void ShardedModel::Prefetch() {
   });
   if (next == turns.end()) return;
   while (Bounded()) {
-    // Those that are used before it stay.
+    // Units that are used before the next one stay.
     int present = 0;
     ShardUnit* oldest = nullptr;
     for (const auto& unit : units_) {
@@ -566,7 +569,7 @@ void ShardedModel::Prefetch() {
     Displace(*oldest);
   }
   ShardUnit& unit = *units_[*next];
-  // If another one is used instead, this one goes first.
+  // If another unit is used instead, this one is freed first.
   unit.last_use = ++uses_;
   turn_of_->last_use = ++uses_;
   history_.AddGather(unit.index);
@@ -649,23 +652,23 @@ void ShardedModel::ExpireSteppable() {
   Settle();
   stale_ = agreed_ = false;
   for (const auto& unit : units_) {
-    // `.data()` writes of the program behind a step leave no trace either, also in what is frozen.
+    // The program's `.data()` writes after a step leave no trace either, even in frozen parameters.
     if (unit->trained || unit->held) Expire(*unit);
   }
 }
 
 uint64_t ShardedModel::Writes(const ShardUnit& unit) const {
-  // They share memory.
+  // The slices share memory.
   uint64_t writes = watch_->changes(unit.slices().front().shard);
   for (const ShardUnit::Slice& slice : unit.slices()) {
-    // Those of a model that was prepared in inference mode have no versions, and are not trained.
+    // Shards of a model that was prepared in inference mode have no versions, and are not trained.
     if (!slice.shard.is_inference()) writes += static_cast<uint64_t>(slice.shard._version());
   }
   return writes;
 }
 
 std::string ShardedModel::ChangesHere() const {
-  // Ranks with empty parts of all that was trained have seen nothing.
+  // Ranks whose parts of all trained parameters are empty have noticed nothing.
   const bool mine = (comparing_ && unseen_steps_) ||
                     std::any_of(units_.begin(), units_.end(), [this](const auto& unit) {
                       return unit->writes.has_value() && *unit->writes != Writes(*unit);
@@ -677,7 +680,7 @@ std::string ShardedModel::ChangesHere() const {
 
 void ShardedModel::CompareChanges(const std::string& place, const std::string& before) {
   const std::string mine = ChangesHere();
-  // Of all ranks, as they compare what they have gathered. Those that miss each other here compare
+  // True on all ranks that compare what they have gathered. Ranks that miss each other here compare
   // again.
   const bool compared = std::exchange(comparing_, true);
   TakeChanges(MeetAll(world_, shard_comm_, place, mine, before), compared);
@@ -701,13 +704,13 @@ void ShardedModel::TakeChanges(const std::vector<std::string>& all, bool compare
     ExpireSteppable();
   }
   try {
-    // What all have thrown in a backward pass, all know of, and none has stepped after. Steps leave
-    // each rank where it has failed.
+    // If all ranks have failed in a backward pass, all know of it, and none has stepped since. A
+    // failed step leaves each rank in a different state.
     if (in_step || (failed > 0 && failed < world_.size())) ThrowFailure();
     faults_.ForgetOwn();
     TakeAnnouncements(announced);
   } catch (...) {
-    // The same on every rank for a program that goes on.
+    // A program that continues finds the same state on every rank.
     comparing_ = false;
     ExpireAll();
     throw;
@@ -719,8 +722,8 @@ void ShardedModel::ThrowFailure() {
   ForgetFailures();
   history_.Clear();
   DropGradients();
-  // So that the models that updates_ keeps from being used are the same on all ranks, whichever of
-  // them each rank uses next.
+  // This makes the set of models that updates_ blocks the same on all ranks, whichever model each
+  // rank uses next.
   if (updates_ != nullptr) updates_->Touch();
   for (const std::string& failure : all) {
     if (faults_.mixed().empty()) faults_.SetMixed(failure);
@@ -741,7 +744,7 @@ std::vector<int64_t> VersionsOf(const ShardUnit& unit) {
 }  // namespace
 
 void ShardedModel::KeepWrites(ShardUnit& unit) const {
-  // Those of a whole unit are what all ranks use.
+  // The shards of a whole unit are the values that all ranks use.
   if (unit.writes.has_value() || unit.whole()) return;
   unit.writes = Writes(unit);
   unit.versions = VersionsOf(unit);
@@ -810,13 +813,13 @@ void ShardedModel::OpenPass() {
 
 void ShardedModel::OnGradient(size_t index, size_t slice) {
   ShardUnit& unit = *units_[index];
-  // A pass that only adds gradients up and gathers nothing is compared as well: the next gather
-  // would meet another rank's reduction. Units in place are not gathered.
+  // A pass that only accumulates gradients and gathers nothing is compared as well: otherwise the
+  // next gather would meet another rank's reduction. Units in place are not gathered.
   const bool gathers = options_.strategy == ShardingStrategy::kFull && !in_place_;
   if (communicate_ || gathers) BeginBackward();
   if (!communicate_) return unit.KeepPending(slice);
   OpenPass();
-  // A function may return no gradient, which completes its unit, but is none to step on.
+  // A function may return no gradient: that completes the unit, but the optimizer does not use it.
   ShardUnit::Slice& to = unit.slices()[slice];
   const at::Tensor& grad = to.tensor.grad();
   if (grad.defined() && !grad.is_same(ShardUnit::GradientMark())) {
@@ -824,8 +827,8 @@ void ShardedModel::OnGradient(size_t index, size_t slice) {
     if (reductions_.NoteUsed(index)) to.late = true;
   }
   if (!reductions_.Arrive(index)) return;
-  // ZeRO-1 keeps the gradients until all are there, unless an optimizer uses them at once; ZeRO-3
-  // until the next unit's turn.
+  // ZeRO-1 keeps the gradients until all have arrived, unless an optimizer uses them at once;
+  // ZeRO-3 keeps them until the next unit's turn.
   const bool at_once = options_.strategy == ShardingStrategy::kGradients ||
                        (updating_ && options_.strategy == ShardingStrategy::kOptimizer);
   if (!at_once) return;
@@ -835,7 +838,7 @@ void ShardedModel::OnGradient(size_t index, size_t slice) {
 void ShardedModel::ReduceDue() {
   if (!open_ || options_.strategy != ShardingStrategy::kFull) return;
   if (!reductions_.known()) {
-    // Where units are gathered, all ranks must be at the same gather.
+    // If units are gathered, all ranks must be at the same gather.
     if (in_place_) ReduceUpTo(reductions_.Complete());
     return;
   }
@@ -859,7 +862,8 @@ void ShardedModel::ReduceComplete() {
 
 void ShardedModel::BeginBackward() {
   if (std::exchange(begun_, true)) return;
-  // A rank that has failed between its forward and its backward pass is at the end of the closure.
+  // In a closure, a rank that has failed between its forward and its backward pass is at the
+  // closure's end.
   if (options_.strategy == ShardingStrategy::kFull || in_closure_) {
     const PassIntention mine = {.reduces = communicate_, .step_follows = step_follows_};
     std::vector<uint32_t> all, announced;
@@ -891,7 +895,7 @@ void ShardedModel::TakeAnnouncementsInBackward(const std::vector<uint32_t>& anno
   try {
     TakeAnnouncements(announced);
   } catch (...) {
-    // Some ranks have given up what others have gathered.
+    // Some ranks have freed what others have gathered.
     ExpireAll();
     throw;
   }
@@ -899,24 +903,24 @@ void ShardedModel::TakeAnnouncementsInBackward(const std::vector<uint32_t>& anno
 
 void ShardedModel::ReduceNext() {
   const size_t index = reductions_.Next();
-  // Frozen since: CheckOrder() has compared it.
+  // A unit that expects no gradients was frozen; CheckOrder() has compared that.
   if (reductions_.ExpectsAny(index)) Reduce(index);
 }
 
 void ShardedModel::Reduce(size_t index) {
-  // One at a time: so much memory is bounded, and sums are taken in one order.
+  // One reduction at a time bounds the memory, and keeps one order of sums.
   FinishReduction();
   ShardUnit& unit = *units_[index];
   history_.AddReduction(unit.index);
-  // Before the buffer for the gradients is there.
+  // Free it before the buffer for the gradients is allocated.
   if (options_.strategy == ShardingStrategy::kFull && unit.pins() == 0 && summons_ == 0) {
     unit.Free();
   }
-  // A whole unit keeps what it reduces.
+  // A whole unit keeps the tensor that it reduces, so it does not use the common buffer.
   unit.StartReduction(1.0 / world_.size(), unit.whole() ? &world_ : replicas_,
                       unit.whole() ? at::Tensor() : gradient_buffer_);
   reducing_ = &unit;
-  // It has been done by now.
+  // Without a queue the reduction is done by now.
   if (updating_ && queue_ == nullptr) FinishReduction();
 }
 
@@ -939,21 +943,22 @@ void ShardedModel::DoAlone(const std::function<void()>& body) {
 
 void ShardedModel::Update(ShardUnit& unit, bool rest) {
   if (!updating_) return;
-  // In the first pass it is not known yet which parameters get a second gradient: all wait for its
-  // end.
+  // In the first pass it is not known yet which parameters get a second gradient: all updates wait
+  // for its end.
   if (!rest && !reductions_.known()) return;
   touched_ = true;
   updates_->Touch();
   std::vector<at::Tensor> shards;
   for (ShardUnit::Slice& slice : unit.slices()) {
-    // What no rank had a gradient for is left alone, and only the end of the pass tells. What has
-    // gradients of earlier micro-steps alone may be used in this pass yet.
+    // Parameters for which no rank had a gradient are left alone, which only the end of the pass
+    // shows. Parameters that only have gradients of earlier micro-steps may still be used in this
+    // pass.
     if (slice.updated || (!rest && !slice.came)) continue;
     if (rest && !slice.shard.grad().defined()) continue;
     slice.updated = true;
-    // A graph that has the values before throws if it comes to them.
+    // A graph with the old values throws if the backward pass comes to it.
     torch::autograd::impl::bump_version(slice.tensor);
-    // Otherwise other ranks have all of it.
+    // If it is undefined, other ranks have the whole parameter.
     if (slice.shard.grad().defined()) shards.push_back(slice.shard);
   }
   unit.set_any_updated(true);
@@ -965,17 +970,18 @@ void ShardedModel::EndUpdates(const std::vector<at::Tensor>& trained, bool first
   for (const auto& unit : units_) {
     for (const bool rest : {false, true}) Update(*unit, rest);
   }
-  // In another thread.
+  // Updates on another thread changed the shards.
   for (const auto& unit : units_) {
     if (unit->trained) unit->writes.reset();
   }
   updating_ = false;
   for (const auto& unit : units_) unit->set_any_updated(false);
   DoAlone([&] { updates_->End(*this, trained); });
-  // Of the few updates that were left, this rank throws alone, as of gradients that came late.
+  // If one of the few remaining updates fails, only this rank throws, as for gradients that came
+  // late.
   if (!first) return;
-  // Those of the first pass are all behind the comparison at its end, and take the memory for the
-  // optimizers' states.
+  // In the first pass all updates come after the comparison at its end, and they allocate the
+  // memory for the optimizers' states.
   bool failed = false;
   for (const std::string& other :
        MeetAll(world_, shard_comm_, "the end of the updates of a first backward pass",
@@ -994,7 +1000,7 @@ void ShardedModel::EndOfBackward() {
   stale_ = stale_ || step_follows_ || options_.strategy == ShardingStrategy::kFull;
   comparing_ = true;
   agreed_ = begun_ = false;
-  // Updates are writes, too.
+  // Updates count as writes, too.
   if (!updating_) NoteWritten();
   thrown_on_all_ = false;
   try {
@@ -1010,11 +1016,11 @@ void ShardedModel::EndOfBackward() {
     EndUpdates(CheckOrder(), first);
     ForgetTurns();
     SyncBuffers();
-    // Behind the last exchange with the others, who do not know of it.
+    // This comes after the last exchange with the others, which do not know of the error.
     if (failed_alone_ != nullptr) std::rethrow_exception(std::exchange(failed_alone_, nullptr));
   } catch (...) {
     if (!thrown_on_all_) {
-      // Others may go on and step: they learn of it where the ranks meet next.
+      // Others may continue and step: they learn of the failure when the ranks meet next.
       faults_.NoteEndOfBackward(std::current_exception());
       history_.Clear();
       DropGradients();
@@ -1029,7 +1035,7 @@ void ShardedModel::EndOfBackward() {
 }
 
 const std::string* ShardedModel::LateAfterUpdate(const std::vector<uint32_t>& late) const {
-  // All ranks know of the late units.
+  // All ranks know the late units.
   std::string mine;
   for (const uint32_t index : late) {
     for (const ShardUnit::Slice& slice : units_[index]->slices()) {
@@ -1056,7 +1062,7 @@ void ShardedModel::ReduceLate(const std::vector<uint32_t>& late) {
       Reduce(index);
       FinishReduction();
     }
-    // From now on it waits for all of them, and so does what comes after it.
+    // From now on the unit waits for all of its gradients, and so do the units after it.
     reductions_.MoveToTheEnd(index);
   }
   if (in_vain == nullptr) return;
@@ -1109,7 +1115,8 @@ void ShardedModel::DropGradients() {
 }
 
 std::vector<at::Tensor> ShardedModel::CheckOrder() {
-  // Of the same shape on every rank in a program without errors: a frame of the exchange.
+  // It has the same length on every rank in a program without errors, because it is part of the
+  // exchange.
   const std::string trained = TrainedBits();
   NumberDigest trained_digest, turns_digest;
   for (const char bit : trained) trained_digest.Add(static_cast<uint32_t>(bit));
@@ -1132,8 +1139,8 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
   uint32_t number = 0;
   for (const auto& unit : units_) {
     for (const ShardUnit::Slice& slice : unit->slices()) {
-      // A pass that updates also does so with the gradients of passes before, which those ranks
-      // know of that have a part.
+      // A pass that updates also uses the gradients of earlier passes, of which only ranks with a
+      // part know.
       const bool left = updating_ && !slice.used && !slice.fresh && slice.shard.grad().defined() &&
                         !slice.shard.grad().is_same(ShardUnit::UsedGradientMark());
       if ((updating_ || slice.tensor.requires_grad()) && !slice.used && !left) {
@@ -1182,7 +1189,7 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
     }
     thrown_on_all_ = true;
     history_.Clear();
-    // An optimizer that steps all the same must not step on numbers of other units.
+    // An optimizer that steps anyway must not step on the numbers of other units.
     DropGradients();
     const auto name = [this](uint32_t unit) { return units_[unit]->name(); };
     TORCH_CHECK(false, UnitHistory::Difference(histories, name));
@@ -1191,7 +1198,7 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
   const auto is_trained = [&](const ShardUnit::Slice& slice) {
     return updating_ || slice.tensor.requires_grad();
   };
-  // All ranks alike, also where one fails in what follows.
+  // The same on all ranks, even if one fails in what follows.
   {
     uint32_t place = 0;
     for (const auto& unit : units_) {
@@ -1202,8 +1209,8 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
     }
   }
   ReduceLate(all.late);
-  // What no rank has used stays without a gradient, as without sharding: an optimizer would decay
-  // it.
+  // Parameters that no rank has used stay without a gradient, as without sharding: otherwise an
+  // optimizer would decay them.
   number = 0;
   size_t next = 0;
   std::vector<at::Tensor> trained_shards;
@@ -1236,7 +1243,7 @@ void ShardedModel::ThrowFailedAlone() {
   const std::string named =
       c10::str("rank ", rank, " has failed in a backward pass of the sharded model: ");
   TORCH_CHECK(mine != nullptr, named, all[rank], advice);
-  // Of its type.
+  // Throw an exception of the original type.
   try {
     std::rethrow_exception(mine);
   } catch (c10::Error& error) {
@@ -1264,7 +1271,7 @@ std::vector<std::string> ShardedModel::UnexchangedGradients() const {
 }
 
 void ShardedModel::ForgetPending(const std::vector<at::Tensor>& shards) {
-  // A backward pass that threw may have left some under way, which would come afterwards.
+  // A backward pass that threw may have left reductions under way, which would arrive later.
   Settle();
   std::unordered_set<const void*> wanted;
   for (const at::Tensor& shard : shards) wanted.insert(shard.unsafeGetTensorImpl());
@@ -1272,7 +1279,7 @@ void ShardedModel::ForgetPending(const std::vector<at::Tensor>& shards) {
     for (ShardUnit::Slice& slice : unit->slices()) {
       if (wanted.count(slice.shard.unsafeGetTensorImpl()) == 0) continue;
       slice.pending.reset();
-      // Where no later micro-step has one, there is none to step with, not even zeros.
+      // If no later micro-step adds a gradient, there is none for a step, not even zeros.
       slice.used = slice.fresh = false;
       if (ShardUnit::HasPending(slice)) slice.tensor.mutable_grad().reset();
     }
@@ -1286,8 +1293,8 @@ void ShardedModel::Summon(const std::function<void()>& body) {
     if (summons_ > 0) return;
     CompareChanges("the beginning of summon_full_params()", Before());
   });
-  // What was written stays, also by a body that throws then, as without sharding. It has counted
-  // versions by itself.
+  // What was written stays, even if the body throws then, as without sharding. The writes have
+  // already increased versions.
   const auto end = [this] {
     for (const auto& unit : units_) unit->KeepOwnPart();
     if (summons_ == 1) ExpireAll();
@@ -1316,7 +1323,7 @@ void ShardedModel::CheckNotMixed(const char* place) {
     failures.push_back(bytes.substr(2 * sizeof(uint32_t)));
   }
   const auto has_failed = [](const std::string& failure) { return !failure.empty(); };
-  // What all have failed with in a backward pass, none has stepped after.
+  // If all ranks have failed in a backward pass, none has stepped since.
   if (in_step || !std::all_of(failures.begin(), failures.end(), has_failed)) {
     for (const std::string& failure : failures) TORCH_CHECK(failure.empty(), failure);
   }
@@ -1341,7 +1348,7 @@ void ShardedModel::AgreeOnClosure(const std::exception_ptr& thrown) {
 }
 
 void ShardedModel::NoteFailedClosure(bool changed) {
-  // No rank has stepped, and each may have left its passes at another place.
+  // No rank has stepped, and each may have left its passes at a different place.
   if (!changed && announced_ > 0) --announced_;
   comparing_ = true;
   history_.Clear();
@@ -1381,7 +1388,7 @@ std::vector<std::pair<std::string, at::Tensor>> ShardedModel::FullParameters(
 
 std::vector<std::vector<bool>> ShardedModel::AgreeOnWanted(const KeepName& wanted) {
   std::vector<std::vector<bool>> all;
-  std::string mine;  // 0 or 1 of each parameter; longer: what the filter has thrown
+  std::string mine;  // '0' or '1' for each parameter; longer: the error of the filter
   std::exception_ptr thrown;
   try {
     for (const auto& unit : units_) {
@@ -1446,7 +1453,7 @@ void ShardedModel::BeginLoad(const std::map<std::string, at::Tensor>& values) {
     return values.find(place.first) != values.end();
   });
   if (!all) return;
-  // What ranks have failed with or changed alone is gone, and so is a backward pass that an
+  // Failures and changes of single ranks no longer matter, nor does a backward pass that an
   // exception has ended.
   ForgetFailures();
   if (!InBackward()) {
@@ -1500,7 +1507,7 @@ std::map<std::string, at::Tensor> ShardedModel::Assemble(
     std::exception_ptr* failure) {
   CheckStepped("reading the optimizer's state");
   std::vector<std::vector<at::Tensor>> parts;
-  std::string mine;  // for each parameter the dtype of its state, and one; 0: it has none
+  std::string mine;  // the dtype of each parameter's state, plus one; 0: it has none
   for (const auto& unit : units_) {
     parts.emplace_back();
     for (const ShardUnit::Slice& slice : unit->slices()) {

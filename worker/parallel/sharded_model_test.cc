@@ -60,7 +60,7 @@ using ::testing::SizeIs;
 constexpr int kBlocks = 4;
 constexpr int kSamples = 12;  // in a step of all ranks
 constexpr int64_t kWidth = 10;
-// Large enough that ranks share their parts, where they can.
+// Large enough that ranks share their parts, if they can.
 constexpr int64_t kWide = 520;
 
 struct BlockImpl : torch::nn::Module {
@@ -69,7 +69,7 @@ struct BlockImpl : torch::nn::Module {
     inner = register_module("inner", torch::nn::Linear(kWidth, 17));
     outer = register_module("outer", torch::nn::Linear(17, kWidth));
   }
-  // Not called forward, and reached by no container.
+  // Not called forward(), and in no container.
   at::Tensor Apply(const at::Tensor& x) { return x + outer(at::tanh(inner(norm(x)))); }
 
   torch::nn::LayerNorm norm{nullptr};
@@ -77,7 +77,7 @@ struct BlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
-// Words to words, with one weight for both ends.
+// Maps words to words, with one weight for both ends.
 struct Net : torch::nn::Module {
   explicit Net(uint64_t seed = 3) {
     words = register_module("words", torch::nn::Embedding(11, kWidth));
@@ -126,7 +126,7 @@ Values ValuesOf(const torch::nn::Module& module) {
   return values;
 }
 
-// What one process gets, with all samples in one batch.
+// Returns the result of one process, with all samples in one batch.
 Values OneProcess(int steps) {
   Net net;
   FusedSGD sgd(net.parameters(), {.lr = 0.1, .momentum = 0.9});
@@ -148,7 +148,7 @@ double Distance(const Values& a, const Values& b, const Values& start) {
   return std::sqrt(off / moved);
 }
 
-// `comm`, in order with `thread` if there is one.
+// Returns `comm`, in order with `thread` if there is one.
 std::unique_ptr<Comm> InOrder(Comm* comm, const std::shared_ptr<CommThread>& thread) {
   if (comm == nullptr) return nullptr;
   auto borrowed = std::make_unique<BorrowedComm>(*comm);
@@ -169,7 +169,7 @@ Values FullOf(ShardedModel& model) {
   return values;
 }
 
-// A model on one rank, with what trains it.
+// A model on one rank, with its optimizer.
 struct Trained {
   Trained(Comm& all, const ShardingOptions& options, Comm* part = nullptr, Comm* copies = nullptr,
           std::unique_ptr<PartStore> store = nullptr, Comm* node = nullptr,
@@ -213,7 +213,7 @@ void ExpectEqual(const Values& a, const Values& b) {
   for (const auto& [name, tensor] : a) EXPECT_TRUE(at::equal(tensor, b.at(name))) << name;
 }
 
-// The result of 50 steps on rank 0; those of all ranks are near that of one process.
+// Returns the result of 50 steps on rank 0; those of all ranks are close to that of one process.
 using Runner = void (*)(int, const std::function<void(Comm&)>&);
 Values FiftySteps(Runner run, int ranks, const ShardingOptions& options,
                   const std::function<std::pair<Comm*, Comm*>(int rank)>& groups = nullptr) {
@@ -254,7 +254,7 @@ TEST(ShardedModel, EveryStrategyAndNumberOfRanks_EqualsOneProcess_RunsAreEqualTo
   }
 }
 
-// In groups of one, which is data parallelism; of all, which is no hybrid; and of two.
+// In groups of one, which is data parallelism; of all ranks, which is not hybrid; and of two.
 TEST(ShardedModel, HybridOfEveryNumberOfRanks_EqualsOneProcess_RunsAreEqualToTheBit) {
   for (const auto& [ranks, group, strategy] :
        {std::tuple{2, 1, ShardingStrategy::kFull}, std::tuple{2, 2, ShardingStrategy::kFull},
@@ -289,10 +289,10 @@ TEST(ShardedModel, OverGlooAndSharedMemory_TwoRunsAreEqualToTheBit) {
 
 TEST(ShardedModel, OverTwoHosts_EqualsOneProcess_RunsAreEqualToTheBit) {
   const Values start = ValuesOf(Net());
-  // Two hosts of two; one rank on each; unequal ones whose ranks do not follow one another.
+  // Two hosts with two ranks; one rank on each; unequal hosts whose ranks are not consecutive.
   for (const std::string hosts : {"aabb", "ab", "aba"}) {
     for (const ShardingStrategy strategy : kStrategies) {
-      // Long once, where most is exchanged: what ranks of one machine wait for each other is time.
+      // Long only once, for the most exchanges, because ranks on one machine wait for each other.
       const int steps = hosts == "aabb" && strategy == ShardingStrategy::kFull ? 50 : 8;
       const Values want = OneProcess(steps);
       std::vector<Values> runs;
@@ -334,7 +334,7 @@ TEST(ShardedModel, HybridOverTwoHosts_EqualsOneProcess) {
       trained.Step();
     }
     EXPECT_LE(Distance(trained.Full(), want, start), 1e-6);
-    // Nobody leaves while others still need it.
+    // No rank leaves while others still need it.
     world->Barrier();
   });
 }
@@ -378,7 +378,7 @@ void ExpectEqualGradients(const ShardedModel& a, const ShardedModel& b) {
   }
 }
 
-// With the parameters, or alone.
+// Gradients in a store with the parameters, or only gradients.
 struct StoredKind {
   ShardingStrategy strategy;
   bool parameters;
@@ -388,7 +388,7 @@ const StoredKind kStoredKinds[] = {{ShardingStrategy::kFull, true},
                                    {ShardingStrategy::kGradients, false},
                                    {ShardingStrategy::kOptimizer, false}};
 
-// A model whose gradients are in `store`.
+// Returns a model whose gradients are in `store`.
 std::unique_ptr<Trained> InStore(Comm& comm, const StoredKind& kind, ShardingOptions options = {},
                                  std::unique_ptr<PartStore> store = nullptr) {
   options.strategy = kind.strategy;
@@ -400,11 +400,11 @@ std::unique_ptr<Trained> InStore(Comm& comm, const StoredKind& kind, ShardingOpt
                                    std::move(store));
 }
 
-// Micro-steps that all reduce, so that gradients in the store are added to; both ways to zero.
+// All micro-steps reduce, so that gradients in the store are added to; both ways to zero.
 void CheckGradientsInAStore(int ranks, const StoredKind& kind) {
   for (const GradZeroing how : {GradZeroing::kSetToNone, GradZeroing::kInPlace}) {
     for (const bool overlap : {true, false}) {
-      // Alone they take the same way.
+      // Gradients alone take the same path.
       if (!kind.parameters && overlap != (how == GradZeroing::kInPlace)) continue;
       RunRanks(ranks, [&](Comm& comm) {
         Trained in_memory(comm, {.strategy = kind.strategy, .overlap = overlap});
@@ -471,7 +471,7 @@ void CheckGradientsThatAProgramKeeps(const StoredKind& kind) {
     }
     ASSERT_EQ(kept.size(), want.size());
     for (size_t i = 0; i < kept.size(); ++i) EXPECT_TRUE(at::equal(kept[i], want[i])) << i;
-    // Once they are gone, gradients are in the store again.
+    // Once these tensors are gone, gradients are in the store again.
     kept.clear();
     in_store.Forward(IdsOf(4, comm)).backward();
     EXPECT_EQ(GradientsPresent(in_store.model), 2);
@@ -487,7 +487,7 @@ TEST(ShardedModel, GradientsInAStore_ThatAProgramKeeps_StayWhatTheyWere) {
   for (const StoredKind& kind : kStoredKinds) CheckGradientsThatAProgramKeeps(kind);
 }
 
-// As two optimizers do that have parameters of one unit each.
+// For example by two optimizers that have parameters of one unit each.
 void CheckGradientsOfWhichSomeAreZeroed(const StoredKind& kind) {
   RunRanks(2, [&](Comm& comm) {
     Trained in_memory(comm, {.strategy = kind.strategy});
@@ -539,7 +539,7 @@ TEST(ShardedModel, GradientsInAStoreThatIsFull_ThrowNamingTheUnit) {
   for (const StoredKind& kind : kStoredKinds) CheckGradientsInAStoreThatIsFull(kind);
 }
 
-// In another place than the parameters.
+// At another place than the parameters.
 TEST(ShardedModel, GradientsInAStoreOfTheirOwn_EqualThoseInMemory) {
   RunRanks(2, [](Comm& comm) {
     const ShardingOptions options = {.strategy = ShardingStrategy::kFull};
@@ -556,14 +556,14 @@ TEST(ShardedModel, GradientsInAStoreOfTheirOwn_EqualThoseInMemory) {
       }
     }
     ExpectEqual(in_stores.Full(), in_memory.Full());
-    // Parts of parameters do not come to it.
+    // Parts of parameters do not go to this store.
     parts.full = true;
     in_stores.model.LoadParameters(in_memory.Full());
     ExpectEqual(in_stores.Full(), in_memory.Full());
   });
 }
 
-// Though groups of the optimizer have parameters of all units.
+// Although groups of the optimizer have parameters of all units.
 TEST(ShardedModel, GradientsInAStore_AreReadOnceByAStepOfOffloadedStates) {
   class CountedParts : public MemoryParts {
    public:
@@ -606,7 +606,7 @@ TEST(ShardedModel, StoreWithoutRoomForGradients_IsFoundOnEveryRank) {
     Net net;
     uint64_t bytes = 0;
     for (const at::Tensor& parameter : net.parameters()) bytes += parameter.nbytes();
-    // For the parameters it is enough.
+    // Enough for the parameters.
     auto store = std::make_unique<MemoryParts>(comm.rank() == 0 ? bytes * 3 / 4 : 1 << 30);
     EXPECT_THAT(ErrorOf([&] {
                   Trained trained(comm, {.strategy = ShardingStrategy::kFull}, nullptr, nullptr,
@@ -795,7 +795,7 @@ TEST(ShardedModel, IgnoredParameters_AreWholeAndEqualOneProcess) {
   }
 }
 
-// Plans of as many parameters, which begin with the same ones.
+// Plans with equally many parameters, of which the first ones are the same.
 TEST(ShardedModel, RanksThatIgnoreOtherParameters_AreNamedOnEveryRank) {
   std::vector<std::string> errors(2);
   RunRanks(2, [&](Comm& comm) {
@@ -850,7 +850,7 @@ TEST(ShardedModel, HybridWithIgnoredModules_EqualsOneProcess) {
   });
 }
 
-// Of those that share a parameter, one waits for the other where both wait for all.
+// One of the ranks that share a parameter waits for the other, where both would wait for all.
 TEST(ShardedModel, Hybrid_ChangeOnOneRankOnlyAfterAForwardPass_IsAnErrorOfThoseThatShare) {
   std::vector<std::string> errors(4);
   RunHybrid([&](Comm& world, Comm& shard, Comm& replicas) {
@@ -925,7 +925,7 @@ TEST(ShardedModel, MicroStepsWithoutCommunication_AreReducedAsTheirSum) {
   }
 }
 
-// What is zeroed in the middle of a window is no gradient for its end.
+// A gradient that was zeroed in the middle of a window is none at its end.
 TEST(ShardedModel, ParameterWhoseOnlyGradientWasZeroedBeforeTheReduction_HasNone) {
   for (const ShardingStrategy strategy : kStrategies) {
     RunRanks(2, [&](Comm& comm) {
@@ -970,7 +970,7 @@ TEST(ShardedModel, UnusedParameter_HasNoGradientAndItsValuesStay) {
   });
 }
 
-// Its backward pass returns no gradient for the weight, as of an expert without tokens.
+// Its backward pass returns no gradient for the weight, as for an expert without tokens.
 struct NoGradient : torch::autograd::Function<NoGradient> {
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x,
                             const at::Tensor&) {
@@ -1019,7 +1019,7 @@ TEST(ShardedModel, ParameterUsedOnOneRankOnly_IsReduced) {
   });
 }
 
-// Counts what a rank sends.
+// Counts the bytes that a rank sends.
 class CountingComm : public BorrowedComm {
  public:
   using BorrowedComm::BorrowedComm;
@@ -1057,7 +1057,7 @@ TEST(ShardedModel, BytesOnTheWire_AreThoseOfTheFormula) {
         EXPECT_EQ(counting.reduces, kBlocks + 1);
         if (strategy == ShardingStrategy::kFull) {
           // Forward: the ends of the model need (rest) twice. Backward: the last block is still
-          // there.
+          // present.
           EXPECT_EQ(counting.gathers, kBlocks + 2 + kBlocks - 1);
           EXPECT_EQ(counting.bytes, 3 * model - model / kBlocks + 3 * rest);
         } else {
@@ -1088,7 +1088,7 @@ TEST(ShardedModel, ParametersInBfloat16_HalveTheGathersAndKeepTheBitsOfTheShards
       for (const at::Tensor& shard : trained.model.shards()) {
         EXPECT_EQ(shard.scalar_type(), at::kFloat);
       }
-      // Reading and writing some leaves the others as they were, to the bit.
+      // Reading and writing some parameters leaves the others unchanged, to the bit.
       trained.model.Expire();
       trained.model.Summon([&] {
         at::NoGradGuard no_grad;
@@ -1097,7 +1097,7 @@ TEST(ShardedModel, ParametersInBfloat16_HalveTheGathersAndKeepTheBitsOfTheShards
       const Values full = trained.Full();
       EXPECT_TRUE(at::equal(full.at("words.weight"), start.at("words.weight")));
       EXPECT_TRUE(at::equal(full.at("extra.bias"), at::full({2}, 0.5)));
-      // And it learns as in fp32.
+      // It learns as in fp32.
       double first = 0, last = 0;
       for (int step = 0; step < 30; ++step) {
         const at::Tensor loss = trained.Forward(IdsOf(step % 2, comm));
@@ -1145,7 +1145,7 @@ TEST(ShardedModel, GradientsOfAUnit_AreTakenByOneOperator) {
         loss.backward();
         EXPECT_EQ(OperatorWatch::counts["aten::_foreach_copy_"], kBlocks + 1);
         EXPECT_EQ(OperatorWatch::counts["zero_ of nothing"], 0);
-        // One rank has the sum already.
+        // A single rank has the sum already.
         if (ranks == 1) {
           EXPECT_EQ(OperatorWatch::counts["aten::mul_"], 0);
         }
@@ -1252,8 +1252,8 @@ TEST(ShardedModel, StateOfOneWorldSize_LoadsIntoAnother) {
   });
 }
 
-// What each of two ranks throws in its first three micro-steps. `windows`: the lengths of their
-// accumulation windows; each micro-step reduces, or the last one of a window alone.
+// Returns what each of two ranks throws in its first three micro-steps. `windows`: the lengths of
+// their accumulation windows; each micro-step reduces, or only the last one of a window.
 std::vector<std::string> ErrorsOfWindows(const std::vector<int>& windows, ShardingStrategy strategy,
                                          bool sync_each) {
   std::vector<std::string> errors(2);
@@ -1319,7 +1319,7 @@ TEST(ShardedModel, StepOnOneRankOnly_IsNamedOnEveryRank) {
             if (read) return trained.model.Summon([] {});
             trained.Forward(IdsOf(1, comm));
           });
-          // A program that goes on does so on all ranks alike, with one model.
+          // A program that continues does so on all ranks alike, with one model.
           EXPECT_NE(ErrorOf([&] { trained.Forward(IdsOf(1, comm)); }), "no error");
           trained.Load(ValuesOf(Net()));
           trained.Forward(IdsOf(1, comm)).backward();
@@ -1333,8 +1333,8 @@ TEST(ShardedModel, StepOnOneRankOnly_IsNamedOnEveryRank) {
   }
 }
 
-// Whose gathers and reductions return at once, as they do on a GPU, where their rank waits for
-// other ranks later or never; it says how many gathers there were.
+// Its gathers and reductions return at once, as they do on a GPU, where their rank waits for other
+// ranks later or never; it counts the gathers.
 struct ComesLater : BorrowedComm {
   using BorrowedComm::BorrowedComm;
   void AllGatherParts(at::Tensor& /*flat*/) override { ++gathers; }
@@ -1408,7 +1408,7 @@ TEST(ShardedModel, ChangeOnOneRankOnlyBeforeABackwardPassOfFull_IsNamedOnEveryRa
   }
 }
 
-// Each rank's part is of another model, whatever the program does next.
+// Each rank's part belongs to another model, whatever the program does next.
 TEST(ShardedModel, ChangeOnOneRankOnly_IsAnErrorOfAllUsesUntilALoad) {
   enum class Next { kForward, kSummon, kRead, kSave };
   for (const ShardingStrategy strategy : kStrategies) {
@@ -1441,7 +1441,7 @@ TEST(ShardedModel, ChangeOnOneRankOnly_IsAnErrorOfAllUsesUntilALoad) {
   }
 }
 
-// Whose rank fails alone at the end of a backward pass.
+// Makes this rank fail alone at the end of a backward pass.
 struct Failing : BorrowedComm {
   using BorrowedComm::BorrowedComm;
   std::vector<std::string> AllGatherBytes(const std::string& bytes) override {
@@ -1455,7 +1455,7 @@ struct Failing : BorrowedComm {
   bool armed = false;
 };
 
-// Whatever is thrown.
+// Whatever the exception is.
 TEST(ShardedModel, RankThatFailsAloneAtTheEndOfABackwardPass_IsNamedOnEveryRank) {
   enum class Next { kForward, kSummon, kRead, kSave };
   for (const ShardingStrategy strategy : kStrategies) {
@@ -1500,7 +1500,7 @@ TEST(ShardedModel, RankThatFailsAloneAtTheEndOfABackwardPass_IsNamedOnEveryRank)
   }
 }
 
-// Fails behind the first reduction after ranks have met at the end of a backward pass.
+// Fails after the first reduction after ranks have met at the end of a backward pass.
 struct FailsLate : BorrowedComm {
   using BorrowedComm::BorrowedComm;
   std::vector<std::string> AllGatherBytes(const std::string& bytes) override {
@@ -1515,7 +1515,8 @@ struct FailsLate : BorrowedComm {
   bool armed = false, ended = false;
 };
 
-// What an optimizer may change must be the same on every rank: they gather it at the same times.
+// The parameters that an optimizer may change must be the same on every rank, so that ranks gather
+// them at the same times.
 TEST(ShardedModel, RankThatFailsInALateReduction_KnowsWhatWasTrainedAsTheOthersDo) {
   std::vector<std::string> errors(2);
   std::vector<std::vector<bool>> trained(2);
@@ -1535,7 +1536,7 @@ TEST(ShardedModel, RankThatFailsInALateReduction_KnowsWhatWasTrainedAsTheOthersD
     pass({0, 1, 2});
     model.Expire();
     comm.armed = comm.rank() == 1;
-    // Unit 1 is due before its gradient is there.
+    // Unit 1 is due before its gradient has arrived.
     errors[comm.rank()] = ErrorOf([&] { pass({3, 1, 0, 2}); });
     for (const auto& unit : model.units()) trained[comm.rank()].push_back(unit->trained);
   });
@@ -1560,7 +1561,7 @@ TEST(ShardedModel, SomeParameters_AreExchangedAlone) {
         bytes += value.nbytes();
       }
       ASSERT_GT(biases, 1u);
-      // A rank that has a bias whole sends it; the others of the unit send as much.
+      // A rank that has a whole bias sends it; the others of the unit send as much.
       EXPECT_LE(sent, 2 * bytes);
       EXPECT_EQ(some.size(), comm.rank() == 0 ? biases : 0);
       for (const auto& [name, value] : some) {
@@ -1607,7 +1608,7 @@ TEST(ShardedModel, FiltersThatDiffer_AreErrorsOnAllRanks) {
   EXPECT_THAT(apart, Each(HasSubstr("reading some of the weights")));
 }
 
-// As a rank without memory for the whole model does.
+// A rank without memory for the whole model does this.
 TEST(ShardedModel, RankThatCannotKeepWhatItReads_StaysInStep) {
   std::vector<std::string> reads(2), states(2);
   RunRanks(2, [&](Comm& comm) {
@@ -1623,7 +1624,7 @@ TEST(ShardedModel, RankThatCannotKeepWhatItReads_StaysInStep) {
     const auto part = [&](const std::string& name) { return model.PartOf(name, want.at(name)); };
     reads[comm.rank()] = ErrorOf([&] { model.FullParameters(keep); });
     states[comm.rank()] = ErrorOf([&] { model.Assemble(part, keep); });
-    // Where other exchanges follow.
+    // If other exchanges follow.
     std::exception_ptr failure;
     model.FullParameters(keep, &failure);
     model.Assemble(part, keep, &failure);
@@ -1636,7 +1637,7 @@ TEST(ShardedModel, RankThatCannotKeepWhatItReads_StaysInStep) {
   EXPECT_THAT(states, ElementsAre("no error", "no memory"));
 }
 
-// Each has stepped as far as it came.
+// Each rank has stepped up to the failure.
 TEST(ShardedModel, StepsThatFailOnAllRanks_AreErrorsUntilALoad) {
   for (const ShardingStrategy strategy : kStrategies) {
     for (const bool reads : {false, true}) {
@@ -1679,7 +1680,7 @@ TEST(ShardedModel, StepOfOneProcessThatFails_SaysNothingOfOthers) {
   });
 }
 
-// Failures and changes of one rank alone, which a load that replaces nothing leaves as they were.
+// Failures and changes of one rank alone, which a load that replaces nothing leaves unchanged.
 TEST(ShardedModel, FailuresThatAreForgottenAndRestored_AreErrorsAgain) {
   for (const bool in_step : {true, false}) {
     std::vector<std::string> errors(2);
@@ -1713,7 +1714,7 @@ struct FillsTheDisk : BorrowedComm {
   MemoryParts* parts = nullptr;
 };
 
-// Behind the exchange at the end of the pass.
+// After the exchange at the end of the pass.
 TEST(ShardedModel, LateGradientThatOneRankCannotStore_IsAnErrorOfItsPassAndOfTheNextUseOfAll) {
   std::vector<std::string> first(2), next(2);
   RunRanks(2, [&](Comm& world) {
@@ -1733,7 +1734,7 @@ TEST(ShardedModel, LateGradientThatOneRankCannotStore_IsAnErrorOfItsPassAndOfThe
     first[comm.rank()] = ErrorOf([&] {
       trained.model.BeginForward(true);
       const at::Tensor ids = IdsOf(0, comm);
-      // The last block's gradients are complete behind those of all others.
+      // The last block's gradients are complete after those of all others.
       at::Tensor x =
           trained.net.blocks[kBlocks - 1]->as<BlockImpl>()->Apply(trained.net.words(ids));
       for (const auto& block : *trained.net.blocks) x = block->as<BlockImpl>()->Apply(x);
@@ -1870,7 +1871,7 @@ TEST(ShardedModel, PartsWrittenBehindGatheredParameters_OnAllRanks_CountInEvalua
   }
 }
 
-// The others learn of it at whatever they come to next.
+// The others learn of it at their next meeting, whichever that is.
 TEST(ShardedModel, PartWrittenBehindGatheredParameters_OnOneRank_IsAnErrorOfAllAfterAnEvaluation) {
   for (const bool program : {false, true}) {
     std::vector<std::string> errors(2);
@@ -1904,8 +1905,8 @@ TEST(ShardedModel, PartWrittenBehindGatheredParameters_OnOneRank_IsAnErrorOfAllA
   }
 }
 
-// Waits 300 ms where a rank comes alone that has changed its part, and as long as any collective
-// elsewhere.
+// Waits only 300 ms when a rank that has changed its part comes alone, and as long as any
+// collective elsewhere.
 struct Impatient : BorrowedComm {
   explicit Impatient(Comm& comm)
       : BorrowedComm(comm),
@@ -1919,7 +1920,7 @@ struct Impatient : BorrowedComm {
   const std::unique_ptr<Comm> hurried;
 };
 
-// Where the others come to no collective at all, as long as any other one waits.
+// If the others come to no collective at all, the wait lasts as long as any other one.
 TEST(ShardedModel, PartWrittenBehindGatheredParameters_OnOneRankThatWaitsInVain_TimesOut) {
   for (const auto& run_ranks : {RunGlooRanks, RunShmRanks}) {
     std::string error;
@@ -1957,7 +1958,7 @@ TEST(ShardedModel, PartWrittenBehindGatheredParameters_IsReadBySummon) {
   for (const ShardingStrategy strategy :
        {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients}) {
     RunRanks(2, [&](Comm& comm) {
-      // Shards of their own, which what was gathered would overwrite.
+      // Separate shards, which the gathered values would overwrite.
       Trained trained(comm, {.strategy = strategy, .parameter_dtype = at::kBFloat16});
       {
         const at::NoGradGuard no_grad;
@@ -1977,7 +1978,7 @@ TEST(ShardedModel, PartWrittenBehindGatheredParameters_IsReadBySummon) {
   }
 }
 
-// Units with gradients that are not reduced, at the moment.
+// Returns the number of units with gradients that are not reduced yet.
 int UnitsWithGradients(const ShardedModel& model) {
   int units = 0;
   for (const auto& unit : model.units()) {
@@ -2024,7 +2025,8 @@ TEST(ShardedModel, FirstBackwardPass_HoldsTheGradientsOfAFewUnits) {
   }
 }
 
-// A rank turns to a unit that is there more often than the others do, and leaves parameters out.
+// One rank turns to a unit that is present more often than the others do, and leaves parameters
+// out.
 TEST(ShardedModel, FirstBackwardPassWithOtherTurnsOnOneRank_EqualsOneProcess) {
   const auto forward = [](Net& net, const at::Tensor& ids, bool more, bool less) {
     at::Tensor x = net.words(ids);
@@ -2080,7 +2082,7 @@ TEST(ShardedModel, DifferentOrdersOfUnits_AreNamedOnEveryRank) {
     Trained trained(comm, {.strategy = ShardingStrategy::kFull});
     trained.model.BeginForward(true);
     at::Tensor x = trained.net.words(IdsOf(0, comm));
-    // Blocks have one size: the collectives fit, the values do not.
+    // All blocks have one size: the collectives fit, the values do not.
     for (const int i : {comm.rank(), 1 - comm.rank()})
       x = trained.net.blocks[i]->as<BlockImpl>()->Apply(x);
     trained.model.EndForward();
@@ -2091,7 +2093,7 @@ TEST(ShardedModel, DifferentOrdersOfUnits_AreNamedOnEveryRank) {
                                  HasSubstr("rank 1 gathered unit 'blocks.1'"))));
 }
 
-// What a program that only evaluates leaves for the next check is bounded.
+// A program that only evaluates leaves a bounded amount of history for the next check.
 TEST(ShardedModel, DifferentOrdersAfterALongEvaluation_AreAnErrorOnEveryRank) {
   std::vector<std::string> errors(2);
   RunRanks(2, [&](Comm& comm) {
@@ -2135,7 +2137,7 @@ TEST(ShardedModel, DifferentPoliciesOrModels_AreNamedOnEveryRank) {
                          HasSubstr("rank 1 has unit '(rest)'"))));
 }
 
-// The sum of the ranks' gradients is beyond fp16, their mean is not.
+// The sum of the ranks' gradients exceeds fp16, their mean does not.
 TEST(ShardedModel, ReductionInHalf_HoldsTheMeanOfLargeGradients) {
   for (const ShardingStrategy strategy : kStrategies) {
     RunRanks(4, [&](Comm& comm) {
@@ -2166,7 +2168,7 @@ TEST(ShardedModel, ReductionInFloatOfAModelInBfloat16_SumsMicroStepsInIt) {
       net.to(at::kBFloat16);
       ShardedModel model(comm, comm, nullptr, &net, ParametersOf(net), {},
                          {.strategy = strategy, .reduce_dtype = at::kFloat});
-      // To 256 bfloat16 adds nothing that is less than 2.
+      // Adding less than 2 to 256 in bfloat16 has no effect.
       for (int i = 0; i <= 64; ++i) {
         model.BeginForward(/*communicate=*/i == 64);
         const at::Tensor loss = (net.extra->weight * (i == 0 ? 256 : 1)).sum();
@@ -2182,7 +2184,7 @@ TEST(ShardedModel, ReductionInFloatOfAModelInBfloat16_SumsMicroStepsInIt) {
   }
 }
 
-// The gradient that extra.weight has on a rank if `gradient_of` is that of each rank.
+// Checks the gradient of extra.weight on a rank if `gradient_of` returns that of each rank.
 void ExpectGradient(const ShardingOptions& options, at::ScalarType dtype, int ranks,
                     const std::function<double(int rank)>& gradient_of, double want) {
   RunRanks(ranks, [&](Comm& comm) {
@@ -2215,7 +2217,7 @@ TEST(ShardedModel, ReduceDtype_DoesNotNarrowDoublesOrIgnoredParameters) {
     ExpectGradient(
         {.strategy = strategy, .reduce_dtype = at::kBFloat16, .ignored_modules = "extra"},
         at::kFloat, 2, [&](int) { return fine; }, fine);
-    // While others are rounded.
+    // Gradients of other parameters are rounded.
     ExpectGradient(
         {.strategy = strategy, .reduce_dtype = at::kBFloat16}, at::kFloat, 2,
         [&](int) { return fine; }, 1);
@@ -2238,7 +2240,7 @@ TEST(ShardedModel, StridesThatDiffer_AreNamedOnEveryRank) {
   RunRanks(2, [&](Comm& comm) {
     Net net;
     at::Tensor weight = net.extra->weight;
-    // As after torch::load() on one rank of what was saved with these strides.
+    // Like torch::load() on one rank of a weight that was saved with these strides.
     if (comm.rank() == 1) weight.set_data(weight.detach().t().contiguous().t());
     errors[comm.rank()] =
         ErrorOf([&] { ShardedModel(comm, comm, nullptr, &net, ParametersOf(net), {}, {}); });
@@ -2253,7 +2255,7 @@ TEST(ShardedModel, BackwardThroughAGraphOfOldValues_Throws) {
       Trained trained(comm, {.strategy = strategy});
       const at::Tensor old = trained.Forward(IdsOf(0, comm));
       trained.Forward(IdsOf(1, comm)).backward();
-      // Another model's step: nothing here has changed.
+      // Another model's step: nothing in this one has changed.
       trained.model.Expire();
       trained.Forward(IdsOf(2, comm)).backward();
       trained.Step();
@@ -2296,9 +2298,9 @@ TEST(ShardedModel, FrozenParameters_StayAndHaveNoGradient) {
   });
 }
 
-// The rest is about communication beside computation.
+// The remaining tests are about communication beside computation.
 
-// Calls `before` ahead of each gather and reduction, with the number of those before it.
+// Calls `before` before each gather and reduction, with the number of earlier ones.
 class WatchedComm : public BorrowedComm {
  public:
   using Fn = std::function<void(int number)>;
@@ -2424,7 +2426,7 @@ TEST(ShardedModelOverlap, GatherAndReduction_GoOnWhileOperatorsRun) {
     in_forward.Notify();
     for (int i = 0; i < kBlocks; ++i) {
       x = trained.net.blocks[i]->as<BlockImpl>()->Apply(x);
-      // Behind block 2 in the backward pass.
+      // After block 2 in the backward pass.
       if (i == 1) x.register_hook([&](at::Tensor) { in_backward.Notify(); });
     }
     x = at::linear(x, trained.net.words->weight);
@@ -2434,7 +2436,7 @@ TEST(ShardedModelOverlap, GatherAndReduction_GoOnWhileOperatorsRun) {
   });
 }
 
-// A forward pass through some of the blocks.
+// Runs a forward pass through some of the blocks.
 void TrainOn(Trained& trained, const Comm& comm, int step, const std::vector<int>& blocks) {
   trained.model.BeginForward(true);
   at::Tensor x = trained.net.words(IdsOf(step, comm));
@@ -2503,7 +2505,7 @@ TEST(ShardedModelOverlap, OneOrderAheadOnOneRankOnly_IsNotForetold) {
       trained.model.BeginForward(true);
       at::Tensor x = trained.net.words(IdsOf(step, comm));
       for (const auto& block : *trained.net.blocks) x = block->as<BlockImpl>()->Apply(x);
-      // Nothing is gathered for it: it was there.
+      // It needs no gather, because it is present.
       if (comm.rank() == 1) x = x + 0 * trained.net.blocks[0]->as<BlockImpl>()->outer->bias.sum();
       x = at::linear(x, trained.net.words->weight);
       trained.model.EndForward();
@@ -2519,7 +2521,7 @@ TEST(ShardedModelOverlap, PeerThatIsGone_LeavesTheUnitInTheErrorOfTheOneThatWait
     Trained trained(comm, {.strategy = ShardingStrategy::kFull, .overlap = true});
     trained.Forward(IdsOf(0, comm)).backward();
     trained.Step();
-    // The other one goes after the first unit.
+    // The other rank continues after the first unit.
     if (comm.rank() == 1) {
       trained.model.BeginForward(true);
       trained.net.words(IdsOf(1, comm));
@@ -2546,7 +2548,7 @@ TEST(ShardedModelOverlap, ForwardThatThrows_LeavesNothingBehind) {
                       HasSubstr("of the program"));
         }
         if (step == 3) {
-          // And a backward pass that throws, after the reduction of a unit has begun.
+          // And a backward pass that throws after the reduction of a unit has begun.
           EXPECT_THAT(ErrorOfBackward(
                           trained.model, [&] { return trained.net.words(IdsOf(step, comm)); },
                           [&](at::Tensor x) {
@@ -2658,7 +2660,7 @@ struct Wide {
   FusedSGD sgd;
 };
 
-// Behind its last reduction: the others are at the end of the pass.
+// It comes after the rank's last reduction: the others are at the end of the pass.
 TEST(ShardedModel, ExceptionThatEndsABackwardPassOfOneRank_IsNamedOnEveryRank) {
   enum class Next { kForward, kSummon, kRead };
   for (const Next what : {Next::kForward, Next::kSummon, Next::kRead}) {
@@ -2691,7 +2693,7 @@ TEST(ShardedModel, ExceptionThatEndsABackwardPassOfOneRank_IsNamedOnEveryRank) {
   }
 }
 
-// One rank comes from the end of its pass, the other one from an exception inside of it.
+// One rank comes from the end of its pass, the other one from an exception inside it.
 TEST(ShardedModel, ExceptionThatEndsABackwardPassOfOneRank_LoadOfAllParametersEndsIt) {
   for (const bool loads : {true, false}) {
     for (const ShardingStrategy strategy :
@@ -2740,7 +2742,7 @@ TEST(ShardedModel, RanksThatShareMemory_EqualOthersToTheBit) {
         const auto train = [&](Comm& comm, Values* result) {
           Wide wide(comm, options, result == &stored ? std::make_unique<MemoryParts>() : nullptr);
           for (int step = 0; step < 4; ++step) {
-            // With a micro-step that is not reduced, and a pass after the gradients are there.
+            // With a micro-step that is not reduced, and a pass after the gradients exist.
             if (step == 2) wide.Forward(90, /*communicate=*/false).backward();
             wide.Forward(step).backward();
             {
@@ -2781,7 +2783,7 @@ TEST(ShardedModel, SummonOfSharedShards_WritesEachOnce) {
         wide.model.Summon([&] {
           const at::NoGradGuard no_grad;
           for (at::Tensor& parameter : wide.net->parameters()) parameter.mul_(2);
-          // One rank alone may use what it has.
+          // One rank alone may use the values that it has.
           if (comm.rank() == 0) wide.Forward(2);
         });
         for (auto& [name, tensor] : want) tensor.mul_(2);
@@ -2829,7 +2831,7 @@ TEST(ShardedModel, ForwardPassInPlace_EndsWhenNoRankReadsShards) {
   });
 }
 
-// A pass that reduces nothing ends without a meeting of its own.
+// A pass that reduces nothing ends without a separate meeting.
 TEST(ShardedModel, OptimizersStepInPlace_WaitsForReaders) {
   RunShmRanks(2, [](Comm& comm) {
     static std::atomic<bool> arrived, read;

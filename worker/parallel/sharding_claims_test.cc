@@ -1,5 +1,6 @@
-// What docs/sharding.md says of every strategy, number of ranks and policy: random programs train
-// as one process does, runs repeat to the bit, and bytes on the wire are those of the table.
+// The claims of docs/sharding.md about every strategy, number of ranks and policy: random programs
+// train as one process does, runs repeat to the bit, and the bytes on the wire are those of the
+// table.
 #include <cmath>
 #include <functional>
 #include <map>
@@ -33,7 +34,7 @@ namespace {
 
 using Values = std::map<std::string, at::Tensor>;
 
-// Counts what a rank sends: tensors; and the messages by which ranks meet and agree, apart.
+// Counts what a rank sends: tensors and, separately, the messages by which ranks meet and agree.
 class CountingComm : public BorrowedComm {
  public:
   using BorrowedComm::BorrowedComm;
@@ -77,8 +78,8 @@ class CountingComm : public BorrowedComm {
   size_t bytes = 0, messages = 0, message_bytes = 0;
 };
 
-// The ranks of a model, for each of them: `world`, and, with groups of `group` ranks, those that
-// divide one copy and those that hold the same part.
+// The groups of a model's ranks, for each rank: `world` and, with groups of `group` ranks, those
+// that divide one copy and those that hold the same part.
 struct Groups {
   std::vector<std::vector<std::unique_ptr<Comm>>> shard, replicas;
 
@@ -157,12 +158,12 @@ torch::nn::Sequential Layers(int64_t width = kWidth) {
 
 struct Traffic {
   size_t shard = 0, replicas = 0, reshard = 0;
-  // Of all of them, and of the ranks as a whole.
+  // Of all ranks together.
   size_t messages = 0, message_bytes = 0;
 };
 
-// What each rank sends in a step of `micro_steps` after the first ones, in which ranks agree on an
-// order. `evaluations`: forward passes after each micro-step and after the step.
+// Measures what each rank sends in a step of `micro_steps` after the first ones, in which ranks
+// agree on an order. `evaluations`: forward passes after each micro-step and after the step.
 Traffic Measure(int ranks, ShardingOptions options, int micro_steps = 1, bool sync_each = true,
                 int evaluations = 0, int64_t width = kWidth) {
   Traffic traffic;
@@ -195,7 +196,7 @@ Traffic Measure(int ranks, ShardingOptions options, int micro_steps = 1, bool sy
       for (int m = 0; m < micro_steps; ++m) {
         const bool last = m + 1 == micro_steps;
         trained.model.BeginForward(sync_each || last, last);
-        // The first layer has a gradient to pass on, too.
+        // The first layer passes on a gradient, too.
         const at::Tensor x = Randn({1, width}, 7).requires_grad_();
         const at::Tensor loss = net->forward(x).sum();
         trained.model.EndForward();
@@ -228,7 +229,7 @@ TEST(ShardingTraffic, EveryStrategyOn2To4Ranks_IsTheTableToTheByte) {
         EXPECT_EQ(traffic.replicas + traffic.reshard, 0U);
         return traffic.shard;
       };
-      // With k micro-steps, of which each is reduced, or the last one alone.
+      // With k micro-steps, of which each is reduced, or only the last one.
       for (const int k : {1, 3}) {
         for (const ShardingStrategy whole :
              {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients}) {
@@ -238,11 +239,11 @@ TEST(ShardingTraffic, EveryStrategyOn2To4Ranks_IsTheTableToTheByte) {
             EXPECT_EQ(shard(whole, true, k, true, evaluations), (k + 1) * f(kModelBytes));
           }
         }
-        // Two units that the forward pass has left are not gathered again by the backward pass.
+        // The backward pass does not gather again the two units that the forward pass has left.
         EXPECT_EQ(shard(ShardingStrategy::kFull, true, k, true),
                   k * (3 * f(kModelBytes) - 2 * f(kLayerBytes)));
       }
-      // Freed after the backward pass all the same.
+      // Freed after the backward pass anyway.
       for (const int k : {1, 3}) {
         EXPECT_EQ(shard(ShardingStrategy::kFull, false, k, true), 2 * k * f(kModelBytes));
       }
@@ -251,22 +252,22 @@ TEST(ShardingTraffic, EveryStrategyOn2To4Ranks_IsTheTableToTheByte) {
 }
 
 TEST(ShardingTraffic, HybridAndSmallerGroups_AreTheTableToTheByte) {
-  // Two copies, each divided among two ranks: f = 1/2 inside of a copy, and an all-reduce of half
-  // the model between the two.
+  // Two copies, each divided among two ranks: f = 1/2 inside a copy, and an all-reduce of half the
+  // model between the two.
   const Traffic hybrid = Measure(4, {.strategy = ShardingStrategy::kFull, .group_size = 2});
   EXPECT_EQ(hybrid.shard, (3 * kModelBytes - 2 * kLayerBytes) / 2);
   EXPECT_EQ(hybrid.replicas, 2 * (kModelBytes / 2) / 2);
   const Traffic gradients = Measure(4, {.strategy = ShardingStrategy::kGradients, .group_size = 2});
   EXPECT_EQ(gradients.shard, 2 * kModelBytes / 2);
   EXPECT_EQ(gradients.replicas, 2 * (kModelBytes / 2) / 2);
-  // The gathers of the backward pass are inside of pairs.
+  // The gathers of the backward pass are inside pairs.
   const Traffic pairs = Measure(4, {.strategy = ShardingStrategy::kFull, .reshard_group_size = 2});
   EXPECT_EQ(pairs.shard, 2 * kModelBytes / 4 * 3);
   EXPECT_EQ(pairs.reshard, (kModelBytes - 2 * kLayerBytes) / 2);
 }
 
-// What ranks tell each other beside tensors depends neither on the size of the model nor on whether
-// its collectives overlap: the table's bytes are all that grow.
+// The messages of ranks beside tensors depend neither on the size of the model nor on whether its
+// collectives overlap: only the table's bytes grow.
 TEST(ShardingTraffic, MessagesOfAStep_AreFewAndDoNotGrowWithTheModel) {
   for (const int ranks : {2, 3, 4}) {
     for (const ShardingStrategy strategy :
@@ -292,8 +293,8 @@ TEST(ShardingTraffic, MessagesOfAStep_AreFewAndDoNotGrowWithTheModel) {
   }
 }
 
-// Also where an evaluation between the backward pass and the step has gathered what was before it,
-// and where ranks see different changes in groups of their own.
+// Also if an evaluation between the backward pass and the step has gathered the old values, and if
+// ranks see different changes in their groups.
 TEST(ShardingTraffic, StepAfterAnEvaluation_IsSeenByEveryRank) {
   for (const ShardingStrategy strategy :
        {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients, ShardingStrategy::kFull}) {
@@ -302,7 +303,7 @@ TEST(ShardingTraffic, StepAfterAnEvaluation_IsSeenByEveryRank) {
       Groups groups(4, 2);
       RunRanks(4, [&](Comm& world) {
         torch::nn::Sequential net = Layers();
-        // Of kFull the evaluation leaves all units gathered.
+        // Under kFull the evaluation leaves all units gathered.
         Sharded trained(
             *net, {.strategy = strategy, .group_size = 2, .reshard_after_forward = false}, world,
             &groups.ShardOf(world.rank(), 2), &groups.ReplicasOf(world.rank(), 2));
@@ -323,7 +324,7 @@ TEST(ShardingTraffic, StepAfterAnEvaluation_IsSeenByEveryRank) {
           const at::NoGradGuard no_grad;
           for (const at::Tensor& shard : trained.model.shards()) shard.mul_(0.5);
         }
-        // Of no concern for others, and must not make ranks disagree.
+        // This does not concern other ranks, and must not make ranks disagree.
         if (world.rank() == 0) ForgetCastWeights();
         losses[world.rank()] = forward().item<double>();
         const double again = forward().item<double>();
@@ -337,7 +338,7 @@ TEST(ShardingTraffic, StepAfterAnEvaluation_IsSeenByEveryRank) {
   }
 }
 
-// After a step that nobody has announced, all parameters are gathered again.
+// After an unannounced step, all parameters are gathered again.
 TEST(ShardingTraffic, StepsThatNobodyAnnounces_AreSeenByEveryRank) {
   for (const bool unseen : {false, true}) {
     std::vector<size_t> bytes;
@@ -372,8 +373,8 @@ TEST(ShardingTraffic, StepsThatNobodyAnnounces_AreSeenByEveryRank) {
   }
 }
 
-// Another model's optimizer does not end the validity of what is gathered, and another optimizer of
-// the same memory does.
+// Another model's optimizer does not invalidate the gathered values, and another optimizer of the
+// same memory does.
 TEST(ShardingTraffic, StepsOfAnotherModel_GatherNothing) {
   for (const ShardingStrategy strategy :
        {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients, ShardingStrategy::kFull}) {
@@ -402,7 +403,7 @@ TEST(ShardingTraffic, StepsOfAnotherModel_GatherNothing) {
       };
       std::vector<size_t> mine;
       gathered(true);
-      // The step of this model may be that of another one as long as nobody has announced it.
+      // As long as it is unannounced, a step of this model may be that of another one.
       if (strategy != ShardingStrategy::kFull) {
         step_on({at::ones({3})});
         mine.push_back(gathered(true));
@@ -456,7 +457,7 @@ struct BranchImpl : torch::nn::Module {
       experts_->push_back(expert);
     }
   }
-  // Uses those experts that `used` has a bit of.
+  // Uses the experts for which `used` has a bit.
   at::Tensor Apply(at::Tensor x, unsigned used) {
     const at::ScalarType type = x.scalar_type();
     x = x.to(inner_->weight.scalar_type());
@@ -474,9 +475,9 @@ struct BranchImpl : torch::nn::Module {
 TORCH_MODULE(Branch);
 
 constexpr int64_t kSide = 6;
-constexpr int kSamples = 24;  // of a step, on all ranks
+constexpr int kSamples = 24;  // in a step, on all ranks
 
-// All of a program that is drawn, from one seed.
+// All random choices of a program, from one seed.
 struct Program {
   explicit Program(uint32_t number) : seed(number), draw(number) {
     ranks = Pick({1, 2, 3, 4});
@@ -508,7 +509,7 @@ struct Program {
         options.unit_types = {"Branch"};
         break;
       case 1:
-        options.unit_types = {"Branch", "Linear", "Affine"};  // inside of each other
+        options.unit_types = {"Branch", "Linear", "Affine"};  // nested
         break;
       case 2:
         options.unit_names = {"blocks.0", "blocks.0.inner", "head"};
@@ -574,7 +575,7 @@ struct NetImpl : torch::nn::Module {
       parameters()[static_cast<size_t>(program.frozen) % parameters().size()].requires_grad_(false);
     }
   }
-  // The same submodules on every rank, which the step decides.
+  // The same submodules on every rank, depending on the step.
   at::Tensor Loss(const at::Tensor& x, int step) {
     at::Tensor y = words(x.to(words->weight.scalar_type()));
     std::mt19937 draw(program_.seed * 131 + static_cast<uint32_t>(step));
@@ -662,7 +663,7 @@ TEST(ShardingPrograms, RandomOnes_TrainAsOneProcess) {
     try {
       got = Train(program, program.options);
     } catch (const c10::Error& error) {
-      // Policies that are drawn without regard to each other.
+      // Policies that are drawn independently may exclude each other.
       const std::string text = error.what_without_backtrace();
       EXPECT_TRUE(text.find("options.sharding.") != std::string::npos) << text;
       ++refused;
@@ -678,7 +679,7 @@ TEST(ShardingPrograms, RandomOnes_TrainAsOneProcess) {
   EXPECT_LT(refused, static_cast<int>(kPrograms) / 4);
 }
 
-// Parameters in bfloat16: the strategies differ in nothing but where things are.
+// Parameters in bfloat16: the strategies differ only in where things are.
 TEST(ShardingPrograms, RandomOnesInBfloat16_AreTheSameUnderEveryStrategy) {
   int compared = 0;
   for (uint32_t seed = 1000; seed < 1012; ++seed) {
@@ -723,7 +724,7 @@ TEST(ShardingRuns, EveryStrategyOn1To4Ranks_AreEqualToTheBit) {
           run_ranks(ranks,
                     [&](Comm& comm) {
                       torch::nn::Sequential net = Layers();
-                      // Two runs with another order of events.
+                      // Two runs with different orders of events.
                       Sharded trained(*net, {.strategy = strategy, .overlap = run == 1}, comm);
                       for (int step = 0; step < 4; ++step) {
                         trained.model.BeginForward(true);

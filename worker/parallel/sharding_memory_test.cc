@@ -42,13 +42,12 @@ constexpr int kUnits = 8;
 constexpr int64_t kWidth = 256;
 constexpr int64_t kUnitBytes = 4 * (kWidth * kWidth + kWidth);
 constexpr int64_t kModelBytes = kUnits * kUnitBytes;
-// What is as large as a unit: its parameters or gradients in one buffer, and the gradient of its
-// matrix.
+// The size of a unit: its parameters or gradients in one buffer, or the gradient of its matrix.
 constexpr size_t kLarge = 4 * kWidth * kWidth;
 
 struct Memory {
-  int64_t large = 0;    // of them as large as a unit, the most at a time
-  int64_t between = 0;  // after a step, with gradients; of all ranks
+  int64_t large = 0;    // pieces as large as a unit, the most at a time
+  int64_t between = 0;  // after a step, with gradients; on all ranks
   int64_t peak = 0;     // in a step
   int64_t first = 0;    // the most in the passes of the first step, which has no states yet
 };
@@ -83,10 +82,10 @@ struct Link {
   bool overlap = true, slow = false;
 };
 
-// What is in a PartStore: nothing, the parts with their gradients, or gradients alone.
+// The contents of a PartStore: nothing, the parts with their gradients, or only gradients.
 enum class Stored { kNothing, kParts, kGradients };
 
-// `group`: ranks that divide one copy.
+// `group`: the number of ranks that divide one copy.
 Memory Measure(ShardingStrategy strategy, Link link = {}, int ranks = kRanks, int group = 0,
                bool reshard = true, Stored stored = Stored::kNothing) {
   CountingAllocator& allocator = CountingAllocator::Get(kLarge);
@@ -109,7 +108,7 @@ Memory Measure(ShardingStrategy strategy, Link link = {}, int ranks = kRanks, in
     std::vector<NamedParameter> parameters;
     for (const auto& item : net->named_parameters())
       parameters.push_back({item.key(), item.value()});
-    // Groups are measured without overlap, for which they would have to be in order with it.
+    // Groups are measured without overlap, with which their Comms would have to be ordered.
     const int r = inner.rank();
     ShardedModel model(
         comm, group == 0 ? comm : *copies[r / group][r % group],
@@ -127,8 +126,8 @@ Memory Measure(ShardingStrategy strategy, Link link = {}, int ranks = kRanks, in
       model.BeginForward(true);
       at::Tensor x = Randn({1, kWidth}, 7).requires_grad_();
       for (int i = 0; i < kUnits; ++i) {
-        // The reduction of a unit ends when the one before it has gone backward; that of the first
-        // one with it.
+        // The reduction of a unit ends when the previous unit has run backward; that of the first
+        // one ends with its own pass.
         if (i < kUnits - 1) {
           x.register_hook([&, i](at::Tensor) {
             slow.Release();
@@ -162,7 +161,7 @@ Memory Measure(ShardingStrategy strategy, Link link = {}, int ranks = kRanks, in
 }
 
 TEST(ShardingMemory, BetweenSteps_IsTheFormula) {
-  // Parameters, gradients, and two states of AdamW; of both ranks together.
+  // Parameters, gradients, and two states of AdamW; on both ranks together.
   const Memory full = Measure(ShardingStrategy::kFull);
   EXPECT_NEAR(static_cast<double>(full.between), 4.0 * kModelBytes, 0.02 * 4 * kModelBytes);
   for (const ShardingStrategy strategy :
@@ -172,7 +171,7 @@ TEST(ShardingMemory, BetweenSteps_IsTheFormula) {
   }
 }
 
-// Per rank 16/w bytes of 4 for each parameter, 8 + 8/w, 4 + 12/w: of all ranks, and in groups.
+// Per rank 16/w bytes of 4 for each parameter, 8 + 8/w, 4 + 12/w: on all ranks, and in groups.
 TEST(ShardingMemory, BetweenStepsOfMoreRanks_IsTheFormula) {
   const auto check = [](ShardingStrategy strategy, int ranks, int group, bool reshard,
                         double models) {
@@ -186,7 +185,7 @@ TEST(ShardingMemory, BetweenStepsOfMoreRanks_IsTheFormula) {
     for (const bool reshard : {true, false}) {
       check(ShardingStrategy::kFull, ranks, 0, reshard, 4);
     }
-    // Parameters whole, the rest divided.
+    // Whole parameters, the rest divided.
     check(ShardingStrategy::kGradients, ranks, 0, true, ranks + 3);
     check(ShardingStrategy::kOptimizer, ranks, 0, true, ranks + 3);
   }
@@ -195,7 +194,7 @@ TEST(ShardingMemory, BetweenStepsOfMoreRanks_IsTheFormula) {
   check(ShardingStrategy::kGradients, 4, 2, true, 4 + 2 * 3);
 }
 
-// What this process, of which all ranks are threads, has mapped beside LibTorch's allocator.
+// The mappings of this process, whose threads are all ranks, except those of LibTorch's allocator.
 class Mapped {
  public:
   Mapped() {
@@ -207,12 +206,12 @@ class Mapped {
       char dash = 0;
       fields >> std::hex >> mapping.begin >> dash >> mapping.end >> rights >> mapping.offset >>
           device >> std::dec >> mapping.inode >> name;
-      // The buffers of the collectives themselves, of a fixed size, have another name.
+      // The buffers of the collectives, which have a fixed size, have another name.
       mapping.shared = name == "/memfd:muster-part" || name == "/memfd:muster-pool";
       if (mapping.shared || mapping.inode == 0) all_.push_back(mapping);
     }
   }
-  // Files in memory, however often a part of one is mapped.
+  // Memory files, however often a part of one is mapped.
   int64_t shared() const {
     std::map<uint64_t, std::set<uint64_t>> pages;
     for (const Mapping& mapping : all_) {
@@ -225,7 +224,7 @@ class Mapped {
     for (const auto& [inode, of_file] : pages) bytes += of_file.size() * kPage;
     return static_cast<int64_t>(bytes);
   }
-  // What of [data, data + bytes) lies between files in memory and is none.
+  // The bytes of [data, data + bytes) that lie between memory files and belong to none.
   int64_t beside(const void* data, size_t bytes) const {
     const auto begin = reinterpret_cast<uint64_t>(data);
     uint64_t shared = 0, others = 0;
@@ -246,7 +245,7 @@ class Mapped {
   std::vector<Mapping> all_;
 };
 
-// Units of this width are shared by the ranks of a host.
+// The ranks of a host share units of this width.
 constexpr int64_t kWide = 544;
 constexpr double kWideUnit = 4.0 * (kWide * kWide + kWide);
 constexpr int kWideUnits = 8;
@@ -256,7 +255,7 @@ using Runner = void (*)(int, const std::function<void(Comm&)>&);
 void Gloo(int n, const std::function<void(Comm&)>& fn) { RunGlooRanks(n, fn); }
 void Shm(int n, const std::function<void(Comm&)>& fn) { RunShmRanks(n, fn); }
 
-// Of all ranks after a step, with gradients. `options`: absent for data parallelism.
+// The memory of all ranks after a step, with gradients. `options`: absent for data parallelism.
 double MeasureWide(Runner run, int ranks, const std::optional<ShardingOptions>& options,
                    const DataParallelOptions& plain = {}) {
   CountingAllocator& allocator = CountingAllocator::Get(kLarge);
@@ -283,7 +282,7 @@ double MeasureWide(Runner run, int ranks, const std::optional<ShardingOptions>& 
     }
     parameters.clear();
     FusedAdamW adam(model != nullptr ? model->shards() : net->parameters(), {.lr = 1e-3});
-    // The Reducer orders its buckets after the first one.
+    // The Reducer orders its buckets after the first step.
     for (int step = 0; step < 2; ++step) {
       adam.ZeroGrad();
       const at::Tensor x = Randn({1, kWide}, 7).requires_grad_();
@@ -307,7 +306,7 @@ double MeasureWide(Runner run, int ranks, const std::optional<ShardingOptions>& 
       adam.Step();
     }
     comm.Barrier();
-    // Nobody changes anything meanwhile.
+    // No rank changes anything meanwhile.
     const Mapped mapped;
     {
       const MutexLock lock(&mu);
@@ -330,7 +329,7 @@ void ExpectModels(double bytes, double models, double units = 0) {
   EXPECT_NEAR(bytes, want, 0.02 * want) << "models: " << bytes / kWideModel;
 }
 
-// 16 bytes for each parameter, and a copy of the gradients where they are not the buckets.
+// 16 bytes for each parameter, and a copy of the gradients if they are not the buckets.
 TEST(ShardingMemory, DataParallelismBetweenSteps_IsTheFormula) {
   for (const Runner run : {Gloo, Shm}) {
     SCOPED_TRACE(testing::Message() << "shared memory " << (run == Shm));
@@ -339,8 +338,8 @@ TEST(ShardingMemory, DataParallelismBetweenSteps_IsTheFormula) {
   }
 }
 
-// As it is on the CPU unless MUSTER_SHM=no: shards are files in memory, which ranks map. Each rank
-// keeps the buffer of its reductions, as large as a unit, where gradients are not whole anyway.
+// The default on the CPU, unless MUSTER_SHM=no: shards are memory files, which ranks map. If
+// gradients are divided, each rank keeps the buffer of its reductions, as large as a unit.
 TEST(ShardingMemory, SharedMemoryBetweenSteps_IsTheFormula) {
   for (const int ranks : {2, 3}) {
     SCOPED_TRACE(testing::Message() << ranks << " ranks");
@@ -353,8 +352,8 @@ TEST(ShardingMemory, SharedMemoryBetweenSteps_IsTheFormula) {
   }
 }
 
-// Whole parameters take 2 bytes, and the values, gradients and states of AdamW that a rank keeps
-// its part of take 4 each.
+// Whole parameters take 2 bytes, and the values, gradients and AdamW states of a rank's part take 4
+// each.
 TEST(ShardingMemory, ParametersInBfloat16BetweenSteps_AreTheFormula) {
   for (const auto& [run, ranks] : {std::pair{Runner(Gloo), 2}, std::pair{Runner(Shm), 3}}) {
     SCOPED_TRACE(testing::Message() << "shared memory " << (run == Shm));
@@ -385,7 +384,7 @@ TEST(ShardingMemory, PeakOfFullSharding_IsThreeUnitsMore) {
     const Memory memory = Measure(ShardingStrategy::kFull, link);
     EXPECT_LE(memory.peak, memory.between + kRanks * 3 * kUnitBytes * 102 / 100)
         << "overlap " << link.overlap << ", slow " << link.slow;
-    // Gradients that are not there yet make room in the sum above, but not here.
+    // Gradients that do not exist yet make room in the sum above, but not here.
     EXPECT_LE(memory.large, kRanks * 3) << "overlap " << link.overlap << ", slow " << link.slow;
   }
 }
@@ -407,8 +406,8 @@ TEST(ShardingMemory, FirstStep_HoldsThreeUnitsMoreThanTheParts) {
   }
 }
 
-// Of parameters and gradients those of two units are there, and at most three units more in a step;
-// states are in memory.
+// Parameters and gradients of two units are in memory, and of at most three more in a step; states
+// are in memory.
 TEST(ShardingMemory, PartsAndGradientsInAStore_AreThoseOfAFewUnits) {
   for (const bool overlap : {true, false}) {
     const Memory memory =
@@ -419,8 +418,8 @@ TEST(ShardingMemory, PartsAndGradientsInAStore_AreThoseOfAFewUnits) {
   }
 }
 
-// Of gradients those of two units are there after a step, and of three in it; parameters and states
-// are in memory. Under kOptimizer gradients are whole until they are reduced.
+// Gradients of two units are in memory after a step, and of three in it; parameters and states are
+// in memory. Under kOptimizer gradients are whole until they are reduced.
 TEST(ShardingMemory, GradientsInAStore_AreThoseOfAFewUnits) {
   for (const ShardingStrategy strategy :
        {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients, ShardingStrategy::kFull}) {
@@ -434,7 +433,7 @@ TEST(ShardingMemory, GradientsInAStore_AreThoseOfAFewUnits) {
       const double parameters = strategy == ShardingStrategy::kFull ? 1 : kRanks;
       const double want = (parameters + 2) * kModelBytes + 2 * kUnitBytes;
       EXPECT_NEAR(static_cast<double>(memory.between), want, 0.02 * want);
-      // By the parts of gradients of the others.
+      // The difference is the parts of gradients of the other units.
       EXPECT_NEAR(static_cast<double>(plain.between - memory.between),
                   kModelBytes - 2.0 * kUnitBytes, 0.02 * kModelBytes);
       if (strategy == ShardingStrategy::kOptimizer) continue;
@@ -451,7 +450,7 @@ TEST(ShardingMemory, DeferredModel_IsMadeUnitByUnit) {
   RunRanks(kRanks, [&](Comm& comm) {
     torch::nn::Sequential net;
     {
-      MutexLock lock(&mu);  // the generator is that of the process
+      MutexLock lock(&mu);  // there is one generator for the process
       net = DeferredInit([] {
         torch::nn::Sequential made;
         for (int i = 0; i < kUnits; ++i) made->push_back(torch::nn::Linear(kWidth, kWidth));
@@ -472,7 +471,8 @@ TEST(ShardingMemory, DeferredModel_IsMadeUnitByUnit) {
     comm.Barrier();
     if (comm.rank() == 0) {
       EXPECT_NEAR(static_cast<double>(allocator.live() - before), kModelBytes, 0.02 * kModelBytes);
-      // Of the last unit on both ranks: its values, what they are sent in, and the flat buffers.
+      // For the last unit on both ranks: its values, the buffers they are sent in, and the flat
+      // buffers.
       EXPECT_LE(allocator.peak(), allocator.live() + kRanks * 4 * kUnitBytes);
     }
     comm.Barrier();
@@ -499,7 +499,7 @@ TEST(ShardingMemory, VisitingFullParameters_TakesOneUnit) {
     });
     EXPECT_EQ(bytes, kModelBytes);
     comm.Barrier();
-    // Values, and what they are assembled from.
+    // The values, and what they are assembled from.
     if (comm.rank() == 0) {
       EXPECT_LE(allocator.peak(), before + kRanks * 2 * kUnitBytes * 102 / 100);
     }
@@ -508,7 +508,7 @@ TEST(ShardingMemory, VisitingFullParameters_TakesOneUnit) {
 }
 
 TEST(ShardingMemory, Gradients_AreWholeForOneUnitAtATime) {
-  // ZeRO-1 keeps all of them until the end of the backward pass.
+  // ZeRO-1 keeps all gradients until the end of the backward pass.
   const Memory one = Measure(ShardingStrategy::kOptimizer);
   const Memory two = Measure(ShardingStrategy::kGradients);
   EXPECT_GE(one.peak, two.peak + kRanks * kModelBytes / 4);

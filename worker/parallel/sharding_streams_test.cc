@@ -1,5 +1,10 @@
 // Sharded models on a device with streams, on the CPU: whether memory is used in an order that
-// holds whatever the streams' speed, and what they do at a time.
+// holds whatever the streams' speed, and what runs in parallel.
+//
+// The host runs everything at once, as queued, so results are those of a device that keeps the
+// order. FakeStreams knows which order it would have to keep; the allocator reuses freed memory as
+// LibTorch's caching one does for a device: at once, for the next allocation on the stream that it
+// came from.
 //
 // The host runs everything at once, as queued, so results are those of a device that keeps the
 // order. FakeStreams knows which order it would have to keep; the allocator hands freed memory on
@@ -56,20 +61,20 @@ using Point = FakeStreams::Point;
 constexpr int kRanks = 2;
 constexpr int kBlocks = 5;
 constexpr int64_t kWidth = 24;
-// Not the size of another tensor: parameters or gradients of a block in one buffer.
+// A size that no other tensor has: parameters or gradients of a block in one buffer.
 constexpr int64_t kUnitBytes = 4 * 2 * (kWidth * kWidth + kWidth);
 
 FakeStreams& Streams() { return FakeStreams::Install(c10::DeviceType::CPU); }
 
-// What a rank does, in its thread; nothing is recorded elsewhere.
+// What a rank does in its thread; nothing is recorded elsewhere.
 struct Record {
   struct Collective {
     std::string kind;
     Point point;
-    bool beside;  // an operator of the program was queued that it need not wait for
+    bool beside;  // an operator of the program was queued for which it need not wait
   };
   c10::StreamId program = 0;
-  std::vector<Collective> collectives;  // of other streams
+  std::vector<Collective> collectives;  // on other streams
 };
 thread_local Record* record = nullptr;
 
@@ -87,7 +92,7 @@ class Recording {
 
 class StreamMemory : public c10::Allocator {
  public:
-  // Takes the place of LibTorch's.
+  // Replaces LibTorch's allocator.
   static StreamMemory& Install() {
     static auto& memory = *[] {
       auto* const made = new StreamMemory;
@@ -101,7 +106,7 @@ class StreamMemory : public c10::Allocator {
     const c10::Device cpu(c10::DeviceType::CPU);
     if (bytes == 0) return {nullptr, nullptr, &Delete, cpu};
     const c10::StreamId stream = Streams().Current().id();
-    // Few sizes: the more is handed on, the more is seen.
+    // Few sizes: the more memory is reused, the more errors are found.
     const size_t size = std::bit_ceil(std::max<size_t>(bytes, 64));
     MutexLock lock(&mu_);
     std::vector<void*>& free = free_[{stream, size}];
@@ -121,25 +126,25 @@ class StreamMemory : public c10::Allocator {
     default_copy_data(to, from, bytes);
   }
 
-  // The current stream reads memory that is given out, or writes it: all of it or a part.
+  // The current stream reads or writes allocated memory: all of it or a part.
   void Use(const void* data, const std::string& what, bool write) {
     if (data == nullptr || record == nullptr) return;
     const Point now = Streams().Operate();
     MutexLock lock(&mu_);
     const auto it = blocks_.find(const_cast<void*>(data));
-    if (it == blocks_.end()) return;  // a file's, a constant
+    if (it == blocks_.end()) return;  // a file's memory, a constant
     Block& block = it->second;
     Compare(block.writes, what);
     if (write) Compare(block.reads, what);
     (write ? block.writes : block.reads)[now.stream] = {now.number, what};
   }
 
-  // Memory of the host that copies of streams read and write.
+  // Memory of the host that copies on streams read and write.
   void Watch(void* data) {
     MutexLock lock(&mu_);
     blocks_.try_emplace(data, Block{.stream = 0, .size = 0});
   }
-  // The host has waited for what used it, and gives it back.
+  // The host has waited for all uses of the memory, and frees it.
   void Forget(void* data) {
     MutexLock lock(&mu_);
     blocks_.erase(data);
@@ -149,13 +154,13 @@ class StreamMemory : public c10::Allocator {
     MutexLock lock(&mu_);
     return std::exchange(mistakes_, {});
   }
-  // Pieces for `bytes` of `stream` that are given out.
+  // The number of allocated pieces for `bytes` of `stream`.
   size_t Given(c10::StreamId stream, int64_t bytes) {
     const Pool pool = {stream, std::bit_ceil(static_cast<size_t>(bytes))};
     MutexLock lock(&mu_);
     return static_cast<size_t>(made_[pool]) - free_[pool].size();
   }
-  // Pieces for `bytes` that were made for `stream` and not handed on.
+  // The number of pieces for `bytes` that were newly made for `stream`, not reused.
   int Made(c10::StreamId stream, int64_t bytes) {
     MutexLock lock(&mu_);
     return made_[{stream, std::bit_ceil(static_cast<size_t>(bytes))}];
@@ -169,12 +174,12 @@ class StreamMemory : public c10::Allocator {
   struct Block {
     c10::StreamId stream;
     size_t size;
-    // Also of those who had it before.
+    // Including uses by earlier owners.
     std::map<c10::StreamId, LastUse> reads = {}, writes = {};
   };
   using Pool = std::pair<c10::StreamId, size_t>;
 
-  // `what` of the current stream must come after all of `uses`.
+  // `what` on the current stream must come after all of `uses`.
   void Compare(const std::map<c10::StreamId, LastUse>& uses, const std::string& what)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     for (const auto& [stream, use] : uses) {
@@ -198,7 +203,7 @@ class StreamMemory : public c10::Allocator {
   std::set<std::string> mistakes_ ABSL_GUARDED_BY(mu_);
 };
 
-// The memory that an operator takes. It has no part in it: memory may come on the way.
+// The memory that an operator takes. It holds no reference: the operator may allocate the memory.
 struct Taken : at::ObserverContext {
   std::vector<const c10::StorageImpl*> read, written;
 };
@@ -217,7 +222,7 @@ void AddStorages(const c10::IValue& value, std::vector<const c10::StorageImpl*>&
 std::unique_ptr<at::ObserverContext> BeginOperator(const at::RecordFunction& function) {
   if (record == nullptr || !function.operator_name().has_value()) return nullptr;
   const auto handle = c10::Dispatcher::singleton().findSchema(*function.operator_name());
-  // That one looks at kinds of tensors alone.
+  // This operator only looks at the kinds of tensors.
   if (!handle.has_value() || handle->schema().name() == "aten::_has_compatible_shallow_copy_type") {
     return nullptr;
   }
@@ -225,7 +230,7 @@ std::unique_ptr<at::ObserverContext> BeginOperator(const at::RecordFunction& fun
   auto taken = std::make_unique<Taken>();
   for (size_t i = 0; i < arguments.size(); ++i) {
     const c10::AliasInfo* const alias = arguments[i].alias_info();
-    // Of a view it reads nothing.
+    // A view reads nothing.
     if (alias != nullptr && !alias->isWrite()) continue;
     AddStorages(function.inputs()[i], alias == nullptr ? taken->read : taken->written);
   }
@@ -268,7 +273,7 @@ void InstallAll() {
   (void)installed;
 }
 
-// Collectives as those of NCCL: one operation on the current stream.
+// Collectives like those of NCCL: one operation on the current stream.
 class DeviceComm : public BorrowedComm {
  public:
   using BorrowedComm::BorrowedComm;
@@ -295,7 +300,7 @@ class DeviceComm : public BorrowedComm {
   bool fails = false;
 
  private:
-  // The threads of other ranks have no order with this one's streams.
+  // The threads of other ranks are not ordered with this one's streams.
   template <typename Fn>
   static void Alone(Fn collective) {
     const Recording none(nullptr);
@@ -320,7 +325,7 @@ struct BlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
-// Words to words, with one weight for both ends.
+// Maps words to words, with one weight for both ends.
 struct Net : torch::nn::Module {
   Net() {
     words = register_module("words", torch::nn::Embedding(11, kWidth));
@@ -351,7 +356,7 @@ at::Tensor IdsOf(int step, const Comm& comm) {
       .chunk(comm.size())[comm.rank()];
 }
 
-// What a queue leaves out, to see that the test would notice.
+// What a queue leaves out, to check that the test would notice.
 enum class Missing { kNothing, kFollowing, kWaiting };
 
 // As CommStream, without one of its two orders.
@@ -401,7 +406,7 @@ class Careless : public CommQueue {
   Ticket last_;
 };
 
-// Parts in memory of the host; uses of it are watched.
+// Parts in the host's memory; uses of it are watched.
 class WatchedParts : public HostParts {
  public:
   WatchedParts() : HostParts(c10::Device(c10::DeviceType::CPU), 1, Pinning()) {}
@@ -437,12 +442,12 @@ struct Setting {
   bool hybrid = false;    // four ranks, two copies
   bool in_pairs = false;  // four ranks, resharded in pairs
   Missing missing = Missing::kNothing;
-  bool offloads = false;  // parts of parameters and gradients
+  bool offloads = false;  // of parameters and gradients
 };
 
 using Values = std::map<std::string, at::Tensor>;
 
-// A model on one rank, with what trains it.
+// A model on one rank, with its optimizer.
 struct Trained {
   Trained(const Setting& setting, DeviceComm& all, DeviceComm* part, DeviceComm* copies,
           DeviceComm* node)
@@ -544,7 +549,8 @@ void ExpectEqual(const Values& values, const Values& want) {
   for (const auto& [name, tensor] : want) EXPECT_TRUE(at::equal(values.at(name), tensor)) << name;
 }
 
-// Same bits with streams and without, with parts that are elsewhere too, and memory in order.
+// Checks that bits are the same with streams and without, even with parts elsewhere, and that
+// memory is used in order.
 void Check(Setting setting, const Program& program) {
   setting.options.overlap = false;
   const Values without = Train(setting, program);
@@ -562,7 +568,7 @@ void Check(Setting setting, const Program& program) {
   }
 }
 
-// Accumulation, evaluation, reading and another order in between.
+// With accumulation, evaluation, reading and another order in between.
 void TrainSixSteps(Trained& trained, const Here& here) {
   for (int step = 0; step < 6; ++step) {
     const std::vector<at::Tensor> parts = IdsOf(step, here.comm).chunk(step % 2 + 1);
@@ -649,7 +655,7 @@ TEST(ShardingStreams, ErrorOfAReduction_IsThrownByTheBackwardPass) {
   EXPECT_THAT(Mistakes(), IsEmpty());
 }
 
-// Updates right behind the reduction, as those of a GPU.
+// Updates right after the reduction, as on a GPU.
 class Updates : public ShardUpdates {
  public:
   explicit Updates(FusedSGD& sgd) : sgd_(sgd) {}
@@ -708,7 +714,7 @@ TEST(ShardingStreams, ProgramWithStreamsOfItsOwn_UsesMemoryInOrder) {
         const c10::StreamGuard guard(second);
         a = trained.net.Apply(0, x);
       }
-      // Block 0 gives its place up meanwhile, and is used by the other stream once more.
+      // Block 0 is freed meanwhile, and is used by the other stream once more.
       at::Tensor b = x;
       for (const int i : {1, 2}) b = trained.net.Apply(i, b);
       {
@@ -725,7 +731,7 @@ TEST(ShardingStreams, ProgramWithStreamsOfItsOwn_UsesMemoryInOrder) {
     }
   };
   const Values without = Train({}, program);
-  // Without a queue gathers are on the stream that is current, and no other one waits for them.
+  // Without a queue gathers are on the current stream, and no other stream waits for them.
   Mistakes();
   for (const bool offloads : {false, true}) {
     ExpectEqual(Train({.options = {.strategy = ShardingStrategy::kFull, .overlap = true},
@@ -760,13 +766,13 @@ TEST(ShardingStreams, FromTheSecondStep_GathersAndReductionsRunBesideOperators) 
             EXPECT_EQ(all["gather"], 2 * kBlocks + 1);
             EXPECT_EQ(beside["gather"], step == 0 ? 0 : 2 * kBlocks) << "the first one has no time";
             EXPECT_EQ(all["reduction"], kBlocks + 1);
-            // Behind the last two no operator comes.
+            // No operator comes after the last two.
             EXPECT_EQ(beside["reduction"], step == 0 ? 0 : kBlocks - 1);
           }
         });
 }
 
-// Freed memory is handed on at once, so this holds however far the host is ahead.
+// Freed memory is reused at once, so this holds however far the host is ahead.
 TEST(ShardingStreams, MemoryOfUnits_IsThatOfThree) {
   Train({.options = {.strategy = ShardingStrategy::kFull, .overlap = true}},
         [](Trained& trained, const Here& here) {
@@ -809,8 +815,8 @@ TEST(ShardingStreams, PartsThatAreElsewhere_LeaveTheirMemory) {
                 return pieces + memory.Given(queue.stream().id(), kPartBytes);
               };
               for (int step = 0; step < 4; ++step) trained.TrainOn(IdsOf(step, here.comm));
-              // Momentum is where it was. The last page of gradients, besides that of the words,
-              // goes when the next forward pass begins.
+              // Momentum stays in place. The last page of gradients, except that of the words, is
+              // freed when the next forward pass begins.
               EXPECT_EQ(given(), offloads ? kBlocks + 1 : 2 * kBlocks);
               trained.Forward(IdsOf(4, here.comm)).backward();
               EXPECT_EQ(given(), offloads ? kBlocks + 1 : 3 * kBlocks);

@@ -11,10 +11,10 @@
 namespace muster {
 namespace {
 
-// The one that is used, and the one before it.
+// The page that is used, and the one before it.
 constexpr size_t kPresentPages = 2;
 
-// Names the page in what `transfer` throws.
+// Adds the page's name to the errors that `transfer` throws.
 template <typename Fn>
 void Named(const char* doing, const std::string& what, Fn transfer) {
   try {
@@ -43,10 +43,10 @@ void StoredPages::Came(const std::shared_ptr<StoredPage>& page) {
     }
   }
   for (const std::shared_ptr<StoredPage>& other : others) {
-    // One in use is tried again when the next page comes.
+    // A page in use is tried again when the next one arrives.
     if (!other->Free()) continue;
     MutexLock lock(&mu_);
-    // It may have come again.
+    // Meanwhile it may have come back to memory.
     std::erase_if(present_, [&](const std::weak_ptr<StoredPage>& entry) {
       return entry.lock() == other && !other->present();
     });
@@ -69,10 +69,10 @@ StoredPage::StoredPage(at::Tensor flat, PartStore& store, uint64_t place, Stored
 StoredPage::~StoredPage() {
   if (!order_.has_value() || !present()) return;
   try {
-    // Its memory goes with the last tensor that has it.
+    // The memory is freed with the last tensor that has it.
     order_->End([] {});
   } catch (const std::exception& error) {
-    // The next operation on the device says so, too.
+    // The next operation on the device reports the failure, too.
     MUSTER_LOG(Error) << "the device " << flat_.device().str() << " has failed: " << error.what();
   }
 }
@@ -126,12 +126,12 @@ bool StoredPage::Free() {
   {
     MutexLock lock(&mu_);
     if (!present_) return true;
-    // An operator that comes now waits for this to end, and reads.
+    // An operator that comes now waits until this has ended, and reads the contents again.
     if (pins() > 0) return false;
     changed = changed_;
   }
   const auto write = [&] {
-    // No tensor refers to the rest, so nothing reads it.
+    // If no tensor refers to the memory, nothing will read it.
     if (changed && used()) store_.WriteFrom(place_, flat_);
   };
   Named("writing", what_, [&] {

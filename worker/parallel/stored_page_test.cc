@@ -28,7 +28,7 @@ using ::testing::IsEmpty;
 
 constexpr int64_t kSize = 4;
 
-// Says which places were written.
+// Records which places were written.
 class Store : public MemoryParts {
  public:
   void Write(uint64_t place, const void* from, uint64_t bytes) override {
@@ -41,7 +41,7 @@ class Store : public MemoryParts {
 
 class StoredPageTest : public testing::Test {
  protected:
-  // Page number i of values i, and a tensor of it.
+  // Adds page number i with values i, and a tensor of it.
   void Add() {
     const auto number = static_cast<int64_t>(pages_.size());
     at::Tensor flat = at::full({kSize}, number, at::kFloat);
@@ -95,7 +95,7 @@ TEST_F(StoredPageTest, WhatNoTensorHas_IsNotWritten) {
   for (int i = 2; i < 4; ++i) Add();
   EXPECT_THAT(store_.written, ElementsAre(1));
   EXPECT_THAT(Present(), ElementsAre(2, 3));
-  // A page that is gone takes no place among those that stay.
+  // A destroyed page does not count among those that stay.
   tensors_[3] = at::Tensor();
   pages_.pop_back();
   EXPECT_EQ(tensors_[1].max().item<float>(), 1);
@@ -106,7 +106,7 @@ TEST_F(StoredPageTest, OperatorOfAList_HasAllOfItsPages_OneAfterTheOtherByForEac
   for (int i = 0; i < 5; ++i) Add();
   EXPECT_EQ(at::cat(tensors_).sum().item<float>(), 10 * kSize);
   EXPECT_EQ(Present().size(), 5u);
-  EXPECT_EQ(tensors_[0].sum().item<float>(), 0);  // it is there, and nothing comes
+  EXPECT_EQ(tensors_[0].sum().item<float>(), 0);  // it is present, and nothing is read
   Add();
   EXPECT_THAT(Present(), ElementsAre(2, 5)) << "the last that had to come";
   size_t most = 0;
@@ -133,7 +133,7 @@ TEST_F(StoredPageTest, FusedOptimizer_LeavesGradientsAsTheyAre) {
   store_.written.clear();
   for (int i = 0; i < 3; ++i) EXPECT_EQ(tensors_[i].max().item<float>(), i);
   EXPECT_THAT(store_.written, IsEmpty());
-  // A scale is taken off in place.
+  // A scale is removed in place.
   std::vector<at::Tensor> parameters = {at::ones({kSize})};
   at::_fused_sgd_(parameters, {tensors_[0]}, {}, 0, 0, 0.5, 0, false, false, false,
                   at::full({}, 2.0, at::kFloat));
@@ -169,7 +169,7 @@ TEST_F(StoredPageTest, CopyTo_LeavesThePageWhereItIs) {
   EXPECT_THAT(Present(), ElementsAre(1, 2));
 }
 
-// Pages of a device, whose places are in memory of the host.
+// Pages of a device, whose places are in the host's memory.
 class StoredPageOfADevice : public testing::Test {
  protected:
   static constexpr int64_t kBytes = kSize * static_cast<int64_t>(sizeof(float));
@@ -189,7 +189,7 @@ class StoredPageOfADevice : public testing::Test {
                                                   "page " + std::to_string(number)));
     among_.Came(pages_.back());
   }
-  // Operators of the program; the point is that of the copy.
+  // An operator of the program, then the copy, whose point it returns.
   Point WriteOn(const c10::Stream& stream, size_t i, float value) {
     const c10::StreamGuard on(stream);
     tensors_[i].copy_(at::full({kSize}, value), /*non_blocking=*/true);
@@ -301,7 +301,7 @@ TEST_F(StoredPageOfADevice, CopyTo_OnAnotherStream_IsInOrderWithThePage) {
       const c10::StreamGuard on(other_);
       copy = {other_.id(), FakeDevice().Operate().number - 1};
     }
-    // What the program writes afterwards, or what the place gets, comes after the copy.
+    // Later writes of the program, or to the place, come after the copy.
     WriteOn(program_, i, 6);
     pages_[i]->Free();
     EXPECT_TRUE(FakeDevice().IsBefore(copy));

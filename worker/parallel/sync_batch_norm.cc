@@ -27,14 +27,14 @@ using torch::autograd::variable_list;
 
 // The values that are fixed during one forward call.
 struct Call {
-  std::shared_ptr<Comm*> comm;  // not null now; the backward pass may come later
+  std::shared_ptr<Comm*> comm;  // not null now, but perhaps in the backward pass
   at::Tensor running_mean;      // undefined: not tracked
   at::Tensor running_var;
   double momentum;
   double eps;
 };
 
-// For the graph, which may live longer than the ranks.
+// Keeps the Comm pointer for the graph, which may outlive the ranks.
 struct KeptComm : torch::CustomClassHolder {
   explicit KeptComm(std::shared_ptr<Comm*> comm) : comm(std::move(comm)) {}
   const std::shared_ptr<Comm*> comm;
@@ -44,14 +44,14 @@ at::ScalarType AccumulateType(const at::Tensor& input) {
   return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// All dimensions but that of channels.
+// Returns all dimensions except that of channels.
 std::vector<int64_t> Reduced(const at::Tensor& input) {
   std::vector<int64_t> dims = {0};
   for (int64_t d = 2; d < input.dim(); ++d) dims.push_back(d);
   return dims;
 }
 
-// `channels` of shape [C], to be combined with `like`.
+// Returns `channels`, of shape [C], in a shape that combines with `like`.
 at::Tensor Spread(const at::Tensor& channels, const at::Tensor& like) {
   std::vector<int64_t> shape(like.dim(), 1);
   shape[1] = channels.numel();
@@ -68,7 +68,7 @@ struct Normalize : public torch::autograd::Function<Normalize> {
     const int64_t count = channels == 0 ? 0 : input.numel() / channels;
     const at::ScalarType type = AccumulateType(input);
     const at::Tensor x = input.to(type);
-    // Sums of squares lose digits: in double they have some to lose.
+    // Sums of squares lose digits; in double enough remain.
     at::Tensor sums = at::zeros({2 * channels + 1}, x.options().dtype(at::kDouble));
     if (count > 0) {
       auto [variance, mean] = at::var_mean(x, Reduced(x), /*correction=*/0);
@@ -79,7 +79,7 @@ struct Normalize : public torch::autograd::Function<Normalize> {
     Comm& comm = **call->comm;
     comm.AllReduce(sums, ReduceOp::kSum);
     const at::Tensor total = sums.narrow(0, 2 * channels, 1);
-    // Only then can it be one in all, and reading it waits for a GPU.
+    // Only then can the total be one, and reading it waits for a GPU.
     if (count <= 1) {
       TORCH_CHECK(total.item<double>() > 1,
                   "SyncBatchNorm in training needs more than one value "
@@ -125,7 +125,7 @@ struct Normalize : public torch::autograd::Function<Normalize> {
     const std::vector<int64_t> dims = Reduced(x);
     const at::Tensor bias_gradient = gradient.sum(dims);
     const at::Tensor weight_gradient = (gradient * normalized).sum(dims);
-    // Also if only this rank needs no gradient of its input: the others' do.
+    // Exchange even if this rank needs no gradient of its input: the others may need it.
     at::Tensor sums = at::cat({bias_gradient, weight_gradient}).to(at::kDouble);
     comm->AllReduce(sums, ReduceOp::kSum);
     sums.div_(saved[4]);
@@ -169,7 +169,7 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
                      .running_var = running_var,
                      .momentum = momentum,
                      .eps = options.eps()};
-  // Undefined ones may not be passed as tensors.
+  // Undefined tensors may not be passed as tensors.
   const auto given = [](const at::Tensor& tensor) {
     return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
   };

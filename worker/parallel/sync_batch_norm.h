@@ -29,16 +29,16 @@ class StatisticsRanks {
 
 // Batch normalization with the statistics of the batches of all ranks together, like torch's
 // nn.SyncBatchNorm; useful if each rank's batch is small. Options, parameters and buffers have the
-// names and defaults of torch::nn::BatchNorm1d/2d/3d, whose checkpoints fit. It replaces them in a
-// model, for inputs of two or more dimensions (N, C, ...).
+// names and defaults of torch::nn::BatchNorm1d/2d/3d, whose checkpoints fit. It replaces these
+// modules in a model, for inputs of two or more dimensions (N, C, ...).
 //
-// In training, bound to several ranks, forward and backward are collectives: one
-// all-reduce of 2C + 1 and one of 2C doubles. All ranks must take part in the same order, with the
-// same C; batch sizes may differ and may be 0. Gradients of weight and bias are this rank's part:
-// data parallelism averages them like all others. Unbound, when the bound ranks are gone (their
-// Accelerator), with one rank, or in evaluation it is torch's batch normalization.
+// In training, bound to several ranks, forward and backward are collectives: one all-reduce of 2C +
+// 1 and one of 2C doubles. All ranks must take part in the same order, with the same C; batch sizes
+// may differ and may be 0. Gradients of weight and bias are this rank's part: data parallelism
+// averages them like all others. Unbound, when the bound ranks are gone (their Accelerator), with
+// one rank, or in evaluation it is torch's batch normalization.
 //
-// Statistics are computed in at least float, also of half inputs. There is no second derivative
+// Statistics are computed in at least float, even for half inputs. There is no second derivative
 // (create_graph throws), and it cannot be used with join_uneven_inputs, since a rank without a
 // batch does not take part. Not thread-safe. Errors are c10::Error.
 class SyncBatchNormImpl
@@ -49,9 +49,9 @@ class SyncBatchNormImpl
   at::Tensor forward(const at::Tensor& input);
   void pretty_print(std::ostream& stream) const override;
 
-  // clone() shares statistics with them, too.
+  // Modules made by clone() share statistics with these ranks, too.
   void Bind(const StatisticsRanks& ranks) { comm_ = ranks.comm_; }
-  // Null: unbound, or they are gone.
+  // Null: unbound, or the ranks are gone.
   Comm* comm() const { return comm_ == nullptr ? nullptr : *comm_; }
 
  protected:

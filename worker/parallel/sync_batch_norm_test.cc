@@ -31,7 +31,7 @@ double Distance(const at::Tensor& a, const at::Tensor& b) {
   return a.numel() == 0 ? 0 : a.sub(b).abs().max().item<double>();
 }
 
-// A module with weights that are not all alike.
+// Makes a module whose weights are not all alike.
 template <typename Module>
 Module Make(const torch::nn::BatchNormOptions& options) {
   Module module(options);
@@ -42,7 +42,8 @@ Module Make(const torch::nn::BatchNormOptions& options) {
   return module;
 }
 
-// Three steps over batches of `sizes[r]` samples on rank r, against BatchNorm on all of them.
+// Trains three steps over batches of `sizes[r]` samples on rank r, against BatchNorm on all of
+// them.
 template <typename BatchNorm>
 void ExpectAsOnJoinedBatch(void (*run)(int, const std::function<void(Comm&)>&), int64_t dims,
                            const std::vector<int64_t>& sizes,

@@ -11,7 +11,7 @@
 
 namespace muster {
 
-// For tests: the error of a forward pass in which the program throws behind `use`.
+// For tests: the error of a forward pass in which the program throws after `use`.
 template <typename Fn>
 std::string ErrorOfForward(ShardedModel& model, Fn use) {
   return ErrorOf([&] {
@@ -25,8 +25,8 @@ std::string ErrorOfForward(ShardedModel& model, Fn use) {
   });
 }
 
-// For tests: the error of a backward pass that throws when it comes to the result of `first`, which
-// `rest` has gone on with in the forward pass. What it leaves is dropped.
+// For tests: the error of a backward pass that throws when it reaches the result of `first`, which
+// `rest` has continued with in the forward pass. Its gradients are dropped.
 template <typename First, typename Rest>
 std::string ErrorOfBackward(ShardedModel& model, First first, Rest rest) {
   model.BeginForward(true);

@@ -11,9 +11,9 @@
 
 namespace muster {
 
-// Which units of a sharded model were gathered and reduced since the last comparison, in order.
-// Ranks compare digests, and the events only where these differ, for the message. Of the events
-// only the first are kept, since a program that never compares would keep them for ever. Not
+// The units of a sharded model that were gathered and reduced since the last comparison, in order.
+// Ranks compare digests, and the events only if these differ, for the message. Only the first
+// events are kept, since a program that never compares would otherwise keep more and more. Not
 // thread-safe.
 class UnitHistory {
  public:
@@ -23,11 +23,11 @@ class UnitHistory {
 
   uint32_t digest() const { return digest_.value(); }
   uint32_t size() const { return size_; }
-  // The first of the events, for Difference().
+  // The first events, for Difference().
   const std::vector<uint32_t>& events() const { return events_; }
 
-  // How the events() of ranks, of which some differ, differ: names the first event in which a rank
-  // differs from rank 0. `name`: that of a unit.
+  // Describes how the events() of ranks, of which some differ, differ: names the first event in
+  // which a rank differs from rank 0. `name`: the name of a unit.
   static std::string Difference(const std::vector<std::vector<uint32_t>>& of_ranks,
                                 const std::function<std::string(uint32_t unit)>& name);
 

@@ -9,31 +9,31 @@
 
 namespace muster {
 
-// Foretells in which order a pass turns to its units, by the pass before. One of these is for the
-// forward passes of a step, another one for its backward pass. Pure; not thread-safe.
+// Predicts from the previous pass the order in which a pass turns to its units. One object is for
+// the forward passes of a step, another one for its backward pass. Pure; not thread-safe.
 //
-// What it foretells is what was kept, and nothing else: ranks that keep the same passes, and turn
-// to the same units, are told the same.
+// The prediction depends only on what was kept: ranks that keep the same passes, and turn to the
+// same units, get the same prediction.
 class UnitTurns {
  public:
-  // A pass begins. What was noted and not kept is forgotten.
+  // A pass begins. Turns that were noted and not kept are forgotten.
   void Begin();
-  // The pass turns to `unit`. One that was not expected now is looked for later in the pass, then
-  // from its beginning; until one is found, nothing is foretold. `note`: the turn counts for what
-  // is foretold later.
+  // The pass turns to `unit`. An unexpected unit is looked for later in the pass, then from its
+  // beginning; until one is found, nothing is predicted. `note`: the turn counts for later
+  // predictions.
   void Turn(uint32_t unit, bool note);
   // The turns that are expected after the last one until the end of the pass, the next one first.
   absl::Span<const uint32_t> Coming() const;
 
-  // What was noted is foretold from now on, unless nothing was; the next pass begins.
+  // The noted turns are the prediction from now on, unless there are none; the next pass begins.
   void Keep();
-  // Nothing is foretold until the next Keep().
+  // Nothing is predicted until the next Keep().
   void Forget();
-  // Of what was noted.
+  // The noted turns.
   const std::vector<uint32_t>& noted() const { return noted_; }
 
  private:
-  // No step is that long; a program that never goes backward would note for ever.
+  // No step is that long; a program without backward passes would note more and more.
   static constexpr size_t kMostTurns = size_t{1} << 20;
 
   std::vector<uint32_t> kept_, noted_;

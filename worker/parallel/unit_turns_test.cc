@@ -64,7 +64,7 @@ TEST(UnitTurns, UnknownUnit_ForetellsNothingUntilAKnownOneComes) {
   EXPECT_THAT(turns.Coming(), ElementsAre(2));
 }
 
-// Evaluation: forward passes without a backward pass, which begins none.
+// In evaluation there is no backward pass, so Begin() is not called between forward passes.
 TEST(UnitTurns, SamePassAgainWithoutABeginning_IsForetoldAgain) {
   UnitTurns turns;
   Pass(turns, {4, 0, 1, 4});

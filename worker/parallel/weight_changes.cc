@@ -14,7 +14,7 @@ struct Watches {
   std::unordered_set<WeightWatch*> all ABSL_GUARDED_BY(mu);
 };
 
-// For good: weights may be noted while the process exits.
+// Never destroyed: weights may change while the process exits.
 Watches& TheWatches() {
   static Watches& watches = *new Watches;
   return watches;

@@ -25,11 +25,11 @@ namespace muster {
 namespace activation_internal {
 namespace {
 
-// What the second run throws through the function when it has computed all that is asked for. Not a
-// std::exception, which functions and TorchScript catch.
+// Thrown by the second run through the function when everything that is needed has been computed.
+// Not a std::exception, which functions and TorchScript catch.
 struct AllIsThere {};
 
-// How autocast was set for one type of device.
+// The autocast settings for one type of device.
 struct AutocastState {
   explicit AutocastState(c10::DeviceType type) : device(type) {
     options.cache_enabled = at::autocast::is_autocast_cache_enabled();
@@ -48,14 +48,14 @@ bool SameKind(const at::Tensor& a, const at::Tensor& b) {
          a.layout() == b.layout();
 }
 
-// Without the version counter of `to`: what autograd has saved of it holds the same values before
-// and after a second run.
+// Copies without changing the version counter of `to`: tensors that autograd has saved from it hold
+// the same values before and after a second run.
 void Overwrite(const at::Tensor& to, const at::Tensor& from) {
   const at::NoGradGuard no_grad;
   to.variable_data().copy_(from);
 }
 
-// NaN is NaN. Of tensors of one kind.
+// Compares tensors of one kind; NaN equals NaN.
 bool SameValues(const at::Tensor& a, const at::Tensor& b) {
   if (a.layout() == at::kSparse) {
     return a._indices().equal(b._indices()) && SameValues(a._values(), b._values());
@@ -69,7 +69,7 @@ int64_t VersionOf(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
 }
 
-// A buffer before the first run, and what tells that it may be another after it.
+// A buffer before the first run, and the facts that show whether it may have changed.
 struct BufferBefore {
   explicit BufferBefore(const at::Tensor& buffer)
       : buffer(buffer), values(buffer.detach().clone()), version(VersionOf(buffer)) {
@@ -78,14 +78,15 @@ struct BufferBefore {
 
   bool MayHaveChanged() const {
     if (!SameKind(buffer, values)) return true;
-    // To compare those of another device, the host would wait for all that is queued there.
+    // To compare buffers on another device, the host would wait for all that is queued there.
     if (buffer.device().is_cpu()) return !SameValues(buffer, values);
     if (VersionOf(buffer) != version || !buffer.has_storage() ||
         buffer.storage().unsafeGetStorageImpl() != memory.unsafeGetStorageImpl()) {
       return true;
     }
-    // LibTorch does not count the changes of running statistics, nor those through data(). What is
-    // small is taken as changed: a second run starts from the same values all the same.
+    // LibTorch counts neither the changes of running statistics nor those through data(). Small
+    // buffers are assumed to have changed: that is harmless, since a second run starts from the
+    // same values.
     constexpr size_t kSmall = size_t{64} << 10;
     const bool statistics = buffer.dim() == 1 && buffer.is_floating_point();
     return buffer.is_non_overlapping_and_dense() && (statistics || buffer.nbytes() <= kSmall);
@@ -94,12 +95,12 @@ struct BufferBefore {
   at::Tensor buffer;
   at::Tensor values;
   int64_t version;
-  c10::Storage memory;  // kept, so that no other has its address
+  c10::Storage memory;  // kept so that no other memory has its address
 };
 
 }  // namespace
 
-// One call of activation_checkpoint(): alive as long as the graph it made.
+// One call of activation_checkpoint(). It lives as long as the graph that the call made.
 class Region : public std::enable_shared_from_this<Region> {
  public:
   // A tensor that autograd saved.
@@ -107,16 +108,16 @@ class Region : public std::enable_shared_from_this<Region> {
     std::vector<int64_t> sizes;
     at::ScalarType dtype;
     c10::Device device;
-    std::optional<int64_t> version;  // in the first run; none: of a buffer
-    // What the second run of backward pass `pass` has computed, until that pass has used it, and
-    // its version when it was saved.
+    std::optional<int64_t> version;  // in the first run; absent: part of a buffer
+    // The value that the second run of backward pass `pass` has computed, until that pass has used
+    // it, and its version when it was saved.
     at::Tensor value;
     int pass = -1;
     int64_t value_version = 0;
     bool other_version = false;  // than in the first run
   };
 
-  // `selection`: of the module, by a policy; may be null.
+  // `selection`: the module's, if a policy has selected it; may be null.
   Region(Rerun rerun, std::shared_ptr<Selection> selection)
       : rerun_(std::move(rerun)),
         selection_(std::move(selection)),
@@ -137,14 +138,14 @@ class Region : public std::enable_shared_from_this<Region> {
     if (selection_ != nullptr) --selection_->live;
   }
 
-  // The first run: remembers that `tensor` was saved, not the tensor.
+  // The first run: records that `tensor` was saved, but not the tensor.
   std::shared_ptr<Slot> Save(const at::Tensor& tensor) {
     auto slot = std::make_shared<Slot>(Slot{.sizes = tensor.sizes().vec(),
                                             .dtype = tensor.scalar_type(),
                                             .device = tensor.device(),
                                             .version = std::nullopt,
                                             .value = {}});
-    // The same in each run, but of buffers that the function writes.
+    // Versions are the same in each run, except for buffers that the function writes.
     if (!IsOfBuffer(tensor)) slot->version = VersionOf(tensor);
     slots_.push_back(slot);
     return slot;
@@ -152,7 +153,7 @@ class Region : public std::enable_shared_from_this<Region> {
   void EndFirstRun() {
     in_first_run_ = false;
     if (slots_.empty() && selection_ != nullptr) selection_->leaves_no_trace = true;
-    // A second run needs what the first has changed.
+    // A second run needs the buffers as they were before the first.
     for (BufferBefore& before : before_) {
       if (!before.MayHaveChanged()) continue;
       buffers_.emplace_back(std::move(before.buffer), std::move(before.values));
@@ -168,7 +169,7 @@ class Region : public std::enable_shared_from_this<Region> {
                          ", in place, and the backward pass needs the values before; clone() it "
                          "first");
     }
-    // An input that leads to this region would keep it.
+    // An input that leads to this region would keep it alive.
     if (!broken_.empty()) {
       rerun_ = {};
     } else if (!slots_.empty()) {
@@ -176,7 +177,7 @@ class Region : public std::enable_shared_from_this<Region> {
     }
   }
 
-  // An exception has ended it.
+  // Call it if an exception has ended the first run.
   void GiveUp() {
     in_first_run_ = false;
     broken_ =
@@ -191,7 +192,7 @@ class Region : public std::enable_shared_from_this<Region> {
     const size_t place = next_++;
     TORCH_CHECK(place < slots_.size(), kOtherTensors, "the first run saved ", slots_.size(),
                 " tensors and the second saves more");
-    // LibTorch does not count the changes of running statistics: their values must tell.
+    // LibTorch does not count changes of running statistics, so their values are compared.
     if (!tensor.requires_grad() && tensor.dim() == 1 && tensor.is_floating_point() &&
         !IsOfBuffer(tensor)) {
       seen_.emplace_back(tensor, tensor.detach().clone());
@@ -212,12 +213,12 @@ class Region : public std::enable_shared_from_this<Region> {
     if (wanted_ == 0) throw AllIsThere();
   }
 
-  // In the backward pass.
+  // Called in the backward pass.
   at::Tensor Value(Slot& slot) {
     TORCH_CHECK(!in_first_run_,
                 "activation_checkpoint: the function runs a backward pass through its own "
                 "operations before it has returned; take this part out of the function");
-    // Threads of two devices may ask at once.
+    // The threads of two devices may ask at the same time.
     MutexLock lock(&mu_);
     const int pass = torch::autograd::get_current_graph_task_id();
     if (!slot.value.defined() || slot.pass != pass) RunAgain(pass);
@@ -227,7 +228,7 @@ class Region : public std::enable_shared_from_this<Region> {
                 ", was changed in place: a parameter between the forward pass and its backward "
                 "pass (call backward() before optimizer.step()), or what the function has computed "
                 "by an operator in it that writes to it");
-    // Each node asks once for each tensor; one that asks again has it computed again.
+    // Each node asks once for each tensor; if it asks again, the tensor is computed again.
     return std::move(slot.value);
   }
 
@@ -252,25 +253,25 @@ class Region : public std::enable_shared_from_this<Region> {
   const std::shared_ptr<Selection> selection_;
   const std::shared_ptr<ActivationStore> store_;
   uint64_t group_ = 0;
-  // In the place of inputs that are not defined any more.
+  // The inputs that are parked, and undefined in rerun_.
   std::vector<std::shared_ptr<ActivationStore::Parked>> parked_;
-  std::vector<BufferBefore> before_;  // of the first run, while it runs
-  // As the first run found them: random generators and buffers that it may have changed.
+  std::vector<BufferBefore> before_;  // for the first run, while it runs
+  // The state before the first run: random generators and buffers that it may have changed.
   std::map<std::string, at::Tensor> rng_;
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;
   const std::vector<int64_t> thread_states_;
   const AutocastState autocast_[2];
   std::vector<int64_t> input_versions_, parameter_versions_;
   bool in_first_run_ = true;
-  std::string broken_;  // why there can be no second run
-  // In the order in which they were saved; gone when their nodes are.
+  std::string broken_;  // why no second run is possible
+  // In the order in which they were saved; each expires with its node.
   std::vector<std::weak_ptr<Slot>> slots_;
 
-  Mutex mu_;  // for the slots' values, and what follows: of the second run
+  Mutex mu_;  // guards the slots' values and the following members, all for the second run
   int pass_ = -1;
   size_t next_ = 0;
   size_t wanted_ = 0;
-  // What may be running statistics, with the values when it was saved.
+  // Tensors that may be running statistics, with their values when they were saved.
   std::vector<std::pair<at::Tensor, at::Tensor>> seen_;
 };
 
@@ -305,7 +306,7 @@ class DropAndRecompute : public torch::autograd::SavedVariableHooks {
   std::shared_ptr<Region::Slot> slot_;
 };
 
-// The graph of the second run is dropped with it: nothing of it is kept.
+// For the second run, whose graph is dropped with it: keeps nothing.
 class RecallOnly : public torch::autograd::SavedVariableHooks {
  public:
   explicit RecallOnly(Region& region) : region_(region) {}
@@ -328,7 +329,7 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> HooksOfSavedTensor() {
 
 }  // namespace
 
-// What the graph has computed and no parameter or data, which others hold as well.
+// Parks inputs that the graph has computed, but no parameters or data, which others hold as well.
 void Region::ParkInputs() {
   if (store_ == nullptr) return;
   group_ = store_->NewGroup();
@@ -351,7 +352,7 @@ std::vector<at::Tensor> Region::Inputs() const {
   for (size_t i = 0; i < parked_.size(); ++i) {
     if (parked_[i] == nullptr) continue;
     inputs[i] = store_->Get(parked_[i]).detach();
-    // What autograd saves of it is compared with the first run.
+    // The version of tensors that autograd saves from it is compared with the first run.
     inputs[i].unsafeGetTensorImpl()->set_version_counter(
         c10::VariableVersion(static_cast<uint32_t>(input_versions_[i])));
     inputs[i].requires_grad_();
@@ -384,21 +385,22 @@ void Region::RunAgain(int pass) {
   pass_ = pass;
   next_ = 0;
   seen_.clear();
-  // A function that drops what its first run has kept does so in the second.
+  // If a function drops tensors that its first run has kept, the second run does the same.
   std::vector<std::shared_ptr<Slot>> alive;
   for (const std::weak_ptr<Slot>& slot : slots_) {
     if (std::shared_ptr<Slot> one = slot.lock()) alive.push_back(std::move(one));
   }
   wanted_ = alive.size();
   {
-    // Generators belong to the process: two second runs must not restore them in turns.
+    // Generators belong to the process: two second runs must not restore them alternately.
     static Mutex& generators = *new Mutex;
     std::optional<MutexLock> lock;
     if (!rng_.empty()) lock.emplace(&generators);
     std::map<std::string, at::Tensor> rng_now;
     if (!rng_.empty()) rng_now = SaveRngState();
     std::erase_if(rng_now, [this](const auto& state) { return rng_.count(state.first) == 0; });
-    // Those that have got another shape, as a cache that grows, have their memory of now aside.
+    // For buffers that have another shape now, such as a growing cache, keep the current memory
+    // aside.
     std::vector<std::pair<at::Tensor, bool>> buffers_now;
     for (const auto& [buffer, before] : buffers_) {
       const bool same = SameKind(buffer, before);
@@ -463,7 +465,8 @@ RegionScope::~RegionScope() {
 }
 
 bool NothingToDrop(const torch::nn::Module* module) {
-  // Says nothing of how the model is trained: an evaluation may go another way.
+  // A pass without gradients says nothing about how the model is trained: an evaluation may use
+  // other blocks.
   if (!at::GradMode::is_enabled()) return true;
   if (const std::shared_ptr<Selection> selection = SelectionOf(module)) {
     selection->called = true;

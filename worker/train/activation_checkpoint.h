@@ -30,7 +30,7 @@ concept PointsToForward = requires(Function& function, Inputs&&... inputs) {
   function->forward(std::forward<Inputs>(inputs)...);
 };
 
-// A module's forward(), or a call.
+// Calls a module's forward(), or a function.
 template <typename Function, typename... Inputs>
 decltype(auto) Call(Function& function, Inputs&&... inputs) {
   if constexpr (PointsToForward<Function, Inputs...>) {
@@ -45,12 +45,12 @@ decltype(auto) Call(Function& function, Inputs&&... inputs) {
   }
 }
 
-// What is needed to run a function again.
+// The information needed to run a function again.
 struct Rerun {
-  // Its argument: the visible tensors of the inputs, which are kept only here.
+  // Takes the visible tensors of the inputs, which are kept only in `inputs`.
   std::function<void(const std::vector<at::Tensor>& inputs)> function;
   std::vector<at::Tensor> inputs;
-  // Those of a module.
+  // The module's parameters and buffers.
   std::vector<at::Tensor> parameters;
   std::vector<at::Tensor> buffers;
 };
@@ -119,7 +119,7 @@ class RegionScope {
  public:
   // For a call of `module`, which may be null.
   RegionScope(Rerun rerun, const torch::nn::Module* module);
-  // Without End() before it: an exception has ended the first run, and there is no second.
+  // If End() was not called, an exception has ended the first run, and there is no second.
   ~RegionScope();
   // After the call. May throw: it compares what the call has changed.
   void End();
@@ -131,7 +131,7 @@ class RegionScope {
   bool ended_ = false;
 };
 
-// Before a call of `module`, which may be null: returns whether nothing would be saved here,
+// Called before a call of `module`, which may be null: returns whether nothing would be saved here,
 // because gradients are off or an enclosing activation_checkpoint() drops it.
 bool NothingToDrop(const torch::nn::Module* module);
 

@@ -53,7 +53,7 @@ struct Outcome {
   at::Tensor next_random;
 };
 
-// Two blocks, plain or not, from the same random state.
+// Trains two blocks, checkpointed or not, from the same random state.
 Outcome Train(bool checkpointed, MixedPrecision precision = MixedPrecision::kNo) {
   at::manual_seed(3);
   Block first, second;
@@ -123,7 +123,7 @@ TEST(ActivationCheckpoint, Activations_AreFreedUntilTheBackwardPass) {
 TEST(ActivationCheckpoint, SecondRun_StopsWhenAllIsThere) {
   int last = 0;
   at::Tensor x = at::ones({2}).requires_grad_();
-  // The result of the last operator is not needed: neither is the operator.
+  // The result of the last operator is not needed, so the operator is not run again.
   const at::Tensor y = activation_checkpoint(
       [&last](const at::Tensor& in) {
         const at::Tensor result = in.exp().sin() + 1;
@@ -248,7 +248,7 @@ TEST(ActivationCheckpoint, BufferThatGrows_IsAsInThePlainCall) {
       EXPECT_EQ(checkpointed->cache.data_ptr(), memory);
       EXPECT_TRUE(grad({y.sum()}, {checkpointed->weight})[0].defined());
     }
-    // The second runs have grown one of their own.
+    // The second runs have grown their own buffer.
     EXPECT_GT(checkpointed->grows, plain->grows);
   }
 }
@@ -263,10 +263,10 @@ TEST(ActivationCheckpoint, SparseBuffer_IsCompared) {
 
 TEST(ActivationCheckpoint, ErrorAtTheEndOfTheFirstRun_IsThrown) {
   torch::nn::Sequential net(torch::nn::Linear(3, 3));
-  // Nothing can compare it with what it was.
+  // Values of this type cannot be compared.
   net->register_buffer("bits", at::zeros({3}, at::kByte).view(at::kBits8));
   EXPECT_NE(ErrorOf([&] { activation_checkpoint(net, at::ones({1, 3})); }), "no error");
-  // Nothing is left of it.
+  // The failed call leaves nothing behind.
   Block block;
   activation_checkpoint(block, at::ones({1, 8})).sum().backward();
   EXPECT_EQ(block->runs, 2);
@@ -379,7 +379,7 @@ TEST(ActivationCheckpoint, GraphThatIsDropped_FreesFunctionAndInputs) {
   }
 }
 
-// A module that reads a buffer and writes it then.
+// A module that reads a buffer and then writes it.
 struct DecayingImpl : torch::nn::Module {
   DecayingImpl()
       : scale(register_buffer("scale", at::ones({3}))),
@@ -414,13 +414,14 @@ TEST(ActivationCheckpoint, BufferThatOthersUse_IsNotTouched) {
   block->register_buffer("rope", at::arange(8, at::kFloat));
   const at::Tensor rope = block->named_buffers()["rope"];
   const at::Tensor x = at::ones({2, 8}).requires_grad_();
-  const at::Tensor plain = x * rope;  // saves it
+  const at::Tensor plain = x * rope;  // autograd saves it
   const at::Tensor y = activation_checkpoint(block, plain) * rope;
   y.sum().backward();
   EXPECT_TRUE(x.grad().defined());
 }
 
-// Whose values the host cannot read, as it must not those of a GPU in the middle of a forward pass.
+// Its values cannot be read by the host, like those of a GPU, which must not be read in the middle
+// of a forward pass.
 struct OnMetaImpl : torch::nn::Module {
   OnMetaImpl() {
     const at::TensorOptions meta = at::TensorOptions().device(at::kMeta);
@@ -459,7 +460,7 @@ TEST(ActivationCheckpoint, FrozenParameterOrBiasThatChanged_Throws) {
     const std::string error = ErrorOf([&] { y.sum().backward(); });
     EXPECT_NE(error.find("a parameter of the module, of shape"), std::string::npos) << error;
   }
-  // In a lambda it is found if autograd saves it.
+  // In a lambda it is noticed if autograd saves it.
   const at::Tensor weight = at::ones({4});
   const at::Tensor x = at::ones({4}).requires_grad_();
   const at::Tensor y =
@@ -501,7 +502,7 @@ TEST(ActivationCheckpoint, RandomState_OfAFunctionWithoutRandomNumbersIsLeftAlon
   const at::Tensor y = activation_checkpoint(
       [&drawn, runs = std::make_shared<int>(0)](const at::Tensor& in) {
         const at::Tensor z = in.exp();
-        // As another thread would.
+        // Another thread would do this.
         if (++*runs == 2) drawn = at::rand({3});
         return z.sin().exp();
       },
@@ -580,7 +581,7 @@ ActivationPolicy::HasGradient Gradients() {
   return [](const at::Tensor& parameter) { return parameter.grad().defined(); };
 }
 
-// What the policy says of a backward pass from `root`.
+// Returns the policy's error for a backward pass from `root`.
 std::string ErrorOfBackward(ActivationPolicy& policy, const at::Tensor& root) {
   policy.BeginBackward();
   root.backward();
@@ -590,7 +591,7 @@ std::string ErrorOfBackward(ActivationPolicy& policy, const at::Tensor& root) {
 TEST(ActivationPolicy, BlockThatIsCalledByItself_IsNamed) {
   Block first, second;
   ActivationPolicy policy(Named({first, second}), nullptr);
-  // One that a step leaves out has kept nothing.
+  // A block that a step leaves out has kept nothing.
   EXPECT_EQ(ErrorOfBackward(policy, call(first, at::ones({1, 8})).sum()), "no error");
   const std::string error = ErrorOfBackward(policy, second(call(first, at::ones({1, 8}))).sum());
   EXPECT_NE(error.find("'blocks.1'"), std::string::npos) << error;
@@ -611,7 +612,7 @@ TEST(ActivationPolicy, BlockThatIsCalledByItselfLater_IsNamedInAWarningOnce) {
   };
   const at::Tensor x = at::ones({1, 8});
   EXPECT_EQ(said(call(second, call(first, x)).sum()), "");
-  // Two graphs that are there at a time.
+  // Two graphs that exist at the same time.
   const at::Tensor one = call(first, x).sum(), other = call(first, x).sum();
   EXPECT_EQ(said(one), "");
   EXPECT_EQ(said(other), "");
@@ -667,7 +668,7 @@ TEST(ActivationPolicy, ASecondOneForTheSameBlocks_MakesNoStore) {
   EXPECT_EQ(made, 2);
 }
 
-// --- Inputs that are elsewhere ---
+// --- Offloaded inputs ---
 
 std::shared_ptr<ActivationStore> StoreIn(const TestFolder& folder,
                                          const DirectFileSystem* system = nullptr) {
@@ -676,8 +677,8 @@ std::shared_ptr<ActivationStore> StoreIn(const TestFolder& folder,
   return std::make_shared<ActivationStore>(std::make_unique<DiskParts>(*file));
 }
 
-// Gradients of four blocks, one after the other, of inputs that the store takes. `kept`: how many
-// inputs of blocks are in memory before the backward pass.
+// Returns the gradients of four blocks, one after the other, with inputs that the store takes.
+// `kept`: how many inputs of blocks are in memory before the backward pass.
 std::vector<at::Tensor> TrainOffloaded(const std::shared_ptr<ActivationStore>& store,
                                        int* kept = nullptr) {
   at::manual_seed(11);
@@ -688,7 +689,7 @@ std::vector<at::Tensor> TrainOffloaded(const std::shared_ptr<ActivationStore>& s
   at::Tensor x = first(at::randn({512, 8}));
   for (Block& block : blocks) {
     inputs.emplace_back(x.getIntrusivePtr());
-    // An operator that writes: versions are not those of new tensors.
+    // An operator that writes, so that versions are not those of new tensors.
     x = call(block, x);
     x.mul_(1.5);
   }

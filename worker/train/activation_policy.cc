@@ -14,7 +14,7 @@ namespace muster {
 namespace activation_internal {
 namespace {
 
-// Of the process: a block is called without knowing whose it is.
+// One for the process, because a block is called without knowing its model.
 struct Registry {
   std::atomic<int> policies = 0;
   Mutex mu;
@@ -27,7 +27,7 @@ Registry& TheRegistry() {
   return registry;
 }
 
-// Of the one that is there already, if another policy has selected the module.
+// Returns the existing selection, if another policy has selected the module.
 std::shared_ptr<Selection> Select(const torch::nn::Module* module,
                                   const ActivationPolicy::MakeStore& make_store,
                                   std::shared_ptr<ActivationStore>* store) {
@@ -61,7 +61,7 @@ using activation_internal::Selection;
 struct ActivationPolicy::Entry {
   Block block;
   std::shared_ptr<Selection> selection;
-  size_t outer;       // the entry around it, or its own index
+  size_t outer;       // the entry of the enclosing block, or its own index
   bool live = false;  // before the backward pass
   bool warned = false;
 };
@@ -77,7 +77,7 @@ ActivationPolicy::ActivationPolicy(std::vector<Block> blocks, const MakeStore& m
     for (size_t k = 0; k < entries_.size(); ++k) {
       const std::string prefix = entries_[k].block.name + ".";
       if (entries_[i].block.name.compare(0, prefix.size(), prefix) != 0) continue;
-      // The outermost.
+      // Choose the outermost.
       if (entries_[k].block.name.size() < entries_[entries_[i].outer].block.name.size()) {
         entries_[i].outer = k;
       }

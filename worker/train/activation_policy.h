@@ -17,40 +17,41 @@ namespace muster {
 
 class ActivationStore;
 
-// Blocks of a model whose calls by muster::call() are checkpointed, as long as this object lives.
-// Thread-safe but for what belongs to backward passes.
+// The blocks of a model whose calls by muster::call() are checkpointed while this object lives.
+// Thread-safe, except for BeginBackward() and EndBackward().
 class ActivationPolicy {
  public:
   struct Block {
     std::string name;  // in the model
     std::shared_ptr<torch::nn::Module> module;
   };
-  // `make_store`: makes the place where inputs of blocks are between the passes; null: they stay
-  // where they were made. A block that another policy has selected too keeps the store of that
-  // one; if all are such, nothing is made.
+  // Makes the place where the inputs of blocks are between the passes; null: they stay where they
+  // are. A block that another policy has selected, too, keeps that policy's store; if all are such
+  // blocks, no store is made.
   using MakeStore = std::function<std::shared_ptr<ActivationStore>()>;
   ActivationPolicy(std::vector<Block> blocks, const MakeStore& make_store);
   ~ActivationPolicy();
   ActivationPolicy(const ActivationPolicy&) = delete;
   ActivationPolicy& operator=(const ActivationPolicy&) = delete;
 
-  // Before a backward pass: remembers which blocks have a call by muster::call() to go back
-  // through.
+  // Call it before a backward pass: records which blocks have calls by muster::call() that the pass
+  // can go back through.
   void BeginBackward();
-  // After it, with the parameters to whose gradients it has added. Throws c10::Error, naming one,
-  // if they are of blocks that have never been called by muster::call() with gradients on: these
-  // have kept their activations. If such a block was called that way before, but not in this pass,
-  // it logs one warning, because a penalty on the weights of a block that the step leaves out looks
-  // the same. Costs the number of blocks where nothing is wrong. Blocks inside of other blocks
-  // count as those.
+  // Call it after the pass, with the parameters to whose gradients it has added. Throws c10::Error,
+  // naming one, if some belong to blocks that have never been called by muster::call() with
+  // gradients on: these have kept their activations. If such a block was called that way before,
+  // but not in this pass, it logs one warning, because a penalty on the weights of a block that the
+  // step leaves out looks the same. If nothing is wrong, the cost is proportional to the number of
+  // blocks. Blocks inside other blocks count as part of those.
   using HasGradient = std::function<bool(const at::Tensor& parameter)>;
   void EndBackward(const HasGradient& has_gradient);
-  // The same without BeginBackward(): throws, and warns of nothing.
+  // The same without BeginBackward(): throws, but never warns.
   void CheckCalled(const HasGradient& has_gradient) const;
 
  private:
   struct Entry;
-  // Whether the gradient of `parameter` tells that this entry's block has run: no tied weight does.
+  // Whether a gradient of `parameter` proves that this entry's block has run: that of a tied weight
+  // does not.
   bool IsOwn(const Entry& entry, const at::Tensor& parameter) const;
   bool Ran(const Entry& entry, const HasGradient& has_gradient) const;
 
@@ -59,17 +60,17 @@ class ActivationPolicy {
 
 namespace activation_internal {
 
-// What a policy says of a module.
+// What policies know about a module.
 struct Selection {
   std::atomic<bool> called = false;
-  // Calls whose graphs are there.
+  // The number of its calls whose graphs exist.
   std::atomic<int> live = 0;
-  // A call has kept nothing, as without its graph, or was part of another block's.
+  // Whether a call has kept nothing, because it had no graph, or was part of another block's call.
   std::atomic<bool> leaves_no_trace = false;
   std::shared_ptr<ActivationStore> store;
 };
 
-// Null unless a policy has selected `module`, which may be null.
+// Returns null unless a policy has selected `module`, which may be null.
 std::shared_ptr<Selection> SelectionOf(const torch::nn::Module* module);
 
 }  // namespace activation_internal

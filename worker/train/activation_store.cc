@@ -18,9 +18,10 @@
 namespace muster {
 namespace {
 
-// Less is not worth a transfer; also what direct I/O transfers at least.
+// Smaller tensors are not worth a transfer; also the minimum for direct I/O.
 constexpr uint64_t kLeastBytes = 4096;
-// Of memory that LibTorch allocates. What lies otherwise might be computed with in another way.
+// The alignment of LibTorch's allocations. Tensors with another alignment might take a different
+// code path in kernels.
 constexpr uintptr_t kTensorAlignment = 64;
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
@@ -32,11 +33,11 @@ std::string WhatOf(const std::exception& error) {
 
 }  // namespace
 
-// What parked tensors need until the last of them is gone, also after the store.
+// What parked tensors need until the last of them is gone, even after the store's end.
 struct ActivationStore::Shared {
   explicit Shared(std::unique_ptr<PartStore> file) : file(std::move(file)) {}
 
-  // Room for so many bytes: the first that is free, or a new one. Throws if there is none.
+  // Returns a place of `bytes` bytes: the first free one, or a new one. Throws if there is none.
   uint64_t TakePlace(uint64_t bytes, uint64_t* size) {
     bytes = (bytes + kLeastBytes - 1) / kLeastBytes * kLeastBytes;
     *size = bytes;
@@ -50,14 +51,14 @@ struct ActivationStore::Shared {
         return place;
       }
     }
-    // By the store's thread alone.
+    // Called only by the store's thread.
     const uint64_t place = file->Reserve(bytes);
     MutexLock lock(&mu);
     reserved += bytes;
     return place;
   }
-  // Joined to its neighbours, so that inputs of other sizes find room in the next pass: after a
-  // backward pass the whole file is one place.
+  // Joins the place to its free neighbours, so that inputs of other sizes find room in the next
+  // pass: after a backward pass the whole file is one place.
   void GiveBack(uint64_t place, uint64_t size) {
     MutexLock lock(&mu);
     auto after = free_places.lower_bound(place);
@@ -97,7 +98,7 @@ class ActivationStore::Parked {
   Parked(const Parked&) = delete;
   Parked& operator=(const Parked&) = delete;
 
-  // Whether `tensor`, of which this is, has the values that it had.
+  // Whether `tensor`, from which this was made, still has the same values.
   bool IsOf(const at::Tensor& tensor) const {
     return !original.expired() && !tensor.is_inference() && tensor._version() == version;
   }
@@ -108,15 +109,16 @@ class ActivationStore::Parked {
   const at::TensorOptions options;
   const uint64_t bytes;
   const int64_t version;
-  // Guarded by the store's lock, but for what its thread alone touches while `queued`.
-  at::Tensor memory;  // a copy until it is written, or for good without a file
-  std::shared_ptr<DeviceWindows::Ticket> left;  // of a device: `memory` has it; set once
+  // Guarded by the store's lock, except for what its thread alone touches while `queued`.
+  at::Tensor memory;  // a copy until it is written; without a file, permanently
+  std::shared_ptr<DeviceWindows::Ticket> left;  // for a device: reached when `memory` has the
+                                                // values; set once
   bool queued = false;
   bool has_place = false;
   uint64_t place = 0, place_size = 0;
-  at::Tensor read;                               // ahead, until it is asked for
+  at::Tensor read;                               // read ahead, until it is asked for
   std::unique_ptr<DeviceWindows::Window> there;  // the same, on its device
-  bool wanted = true;                            // of one that is being read
+  bool wanted = true;                            // false: the tensor being read is no longer needed
   std::string error;
 };
 
@@ -152,10 +154,10 @@ std::shared_ptr<ActivationStore::Parked> ActivationStore::Park(const at::Tensor&
     const auto known = by_tensor_.find(tensor.unsafeGetTensorImpl());
     if (known != by_tensor_.end()) {
       const std::shared_ptr<Parked> parked = known->second.lock();
-      // Another tensor may have come to the same address.
+      // Another tensor may have been allocated at the same address.
       if (parked != nullptr && parked->IsOf(tensor)) return parked;
     }
-    // Before there is a copy, which counts.
+    // Reserve the bytes before the copy is made.
     if (shared_->file != nullptr) {
       while (pending_bytes_ > 0 && pending_bytes_ + tensor.nbytes() > kPendingBytes) {
         changed_.Wait(&mu_);
@@ -183,7 +185,7 @@ std::shared_ptr<ActivationStore::Parked> ActivationStore::Copy(const at::Tensor&
                                                                uint64_t group) {
   auto parked = std::make_shared<Parked>(shared_, tensor);
   const at::TensorOptions host = at::TensorOptions().dtype(tensor.scalar_type());
-  // A copy, since the program may write to the tensor while the thread, or the device, is at it.
+  // A copy, because the program may write to the tensor while the thread or the device reads it.
   if (tensor.is_cpu()) {
     parked->memory = at::empty_strided(parked->sizes, parked->strides, host);
     parked->memory.copy_(tensor.detach());
@@ -193,7 +195,7 @@ std::shared_ptr<ActivationStore::Parked> ActivationStore::Copy(const at::Tensor&
       at::empty_strided(parked->sizes, parked->strides, host.pinned_memory(tensor.is_cuda()));
   std::deque<Leaving> gone;
   MutexLock lock(&mu_);
-  // The stream waits for those of the groups before the last one, and their memory is free.
+  // The stream waits for the copies of the groups before the last one, whose memory is then free.
   while (!leaving_.empty() && leaving_.front().group + 1 < group) {
     gone.push_back(std::move(leaving_.front()));
     leaving_.pop_front();
@@ -205,7 +207,7 @@ std::shared_ptr<ActivationStore::Parked> ActivationStore::Copy(const at::Tensor&
     there = at::empty_strided(parked->sizes, parked->strides, parked->options);
     there.copy_(tensor.detach());
   } catch (const c10::OutOfMemoryError&) {
-    // From the tensor itself then, and what the stream has next waits for it.
+    // Then copy from the tensor itself; the stream's next operations wait for that.
     leaving_.clear();
     there = tensor.detach();
   }
@@ -239,7 +241,7 @@ void ActivationStore::ForgetWhatIsGone() {
   }
   std::erase_if(groups_, [](const auto& group) { return group.second.empty(); });
   std::erase_if(by_tensor_, [](const auto& entry) { return entry.second.expired(); });
-  // So that it costs little for each tensor.
+  // Doubling the limit keeps the cost for each tensor small.
   forget_at_ = std::max(kLeastRecords, 2 * (groups_.size() + by_tensor_.size()));
 }
 
@@ -260,12 +262,13 @@ void ActivationStore::Run() {
     at::Tensor done;
     std::string failure;
     mu_.Unlock();
-    // Its events may end with it, which puts the thread's device before back: for that CUDA would
-    // take memory on another one.
+    // Its events may end with it, which restores the thread's previous device: for that CUDA would
+    // allocate memory on another device.
     if (const c10::Device device = parked->options.device(); !device.is_cpu()) {
       c10::impl::VirtualGuardImpl(device.type()).uncheckedSetDevice(device);
     }
-    // Nobody else has it: the graph is gone. (What is not written stays in memory.)
+    // Only the queue and this thread hold it: the graph is gone. (What is not written stays in
+    // memory.)
     const bool forgotten = parked.use_count() <= 2;
     if (!forgotten) {
       try {
@@ -328,13 +331,13 @@ at::Tensor ActivationStore::Get(const std::shared_ptr<Parked>& parked) {
     // Its memory belongs to another stream, which would have to wait for this one.
     there.reset();
   }
-  // What is not written yet is still there.
+  // The values are still in memory if they are not written yet.
   at::Tensor values = parked->memory;
   while (!values.defined()) {
     TORCH_CHECK(parked->error.empty(), parked->error);
     values = std::exchange(parked->read, at::Tensor());
     if (values.defined()) break;
-    // Another thread may take what comes, or let it go (ReadAhead).
+    // Another thread may take the values when they arrive, or drop them (ReadAhead).
     parked->wanted = true;
     if (!parked->queued) Enqueue(parked);
     changed_.Wait(&mu_);
@@ -361,7 +364,7 @@ void ActivationStore::ReadAhead(uint64_t group) {
     if (!before.empty()) break;
     at = groups_.erase(at);
   }
-  // A pass that leaves what was read ahead for it leaves no more than one group.
+  // If a pass does not use what was read ahead for it, at most one group is left behind.
   for (const std::weak_ptr<Parked>& weak : ahead_) {
     const std::shared_ptr<Parked> parked = weak.lock();
     if (parked == nullptr || std::find(before.begin(), before.end(), parked) != before.end()) {
@@ -380,7 +383,7 @@ void ActivationStore::ReadAhead(uint64_t group) {
       try {
         parked->there = Fetch(*parked, parked->memory);
       } catch (const c10::OutOfMemoryError&) {
-        // It comes when it is asked for, and the group after it has gone.
+        // It is fetched when it is asked for, once the group after it is gone.
       }
     }
     if (parked->queued || !parked->error.empty() || !parked->has_place) continue;

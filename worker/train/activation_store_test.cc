@@ -61,7 +61,7 @@ TEST_F(ActivationStoreTest, Tensors_ComeBackWithTheirStridesAndTypes) {
   tensors.clear();
   store_->WaitUntilIdle();
   EXPECT_EQ(store_->tensors_in_memory(), 0);
-  // Twice: a graph may be kept for another backward pass.
+  // Twice, because a graph may be kept for another backward pass.
   for (int pass = 0; pass < 2; ++pass) {
     for (size_t i = want.size(); i-- > 0;) {
       const at::Tensor got = store_->Get(parked[i]);
@@ -78,7 +78,7 @@ TEST_F(ActivationStoreTest, WhatIsNotWorthATransferOrHasGaps_StaysWhereItIs) {
   EXPECT_EQ(Park(at::ones({5000}, at::kLong)), nullptr);
   EXPECT_EQ(Park(at::ones({100, 100}).slice(1, 0, 50)), nullptr);
   EXPECT_EQ(Park(at::ones({1, 100}).expand({100, 100})), nullptr);
-  // Of a device its copy would be negated on the host, before it is there.
+  // A device's copy would be negated on the host, before it has arrived.
   EXPECT_EQ(Park(at::_neg_view(at::ones({5000}))), nullptr);
   ActivationStore memory(nullptr);
   EXPECT_EQ(memory.Park(at::ones({5000}), memory.NewGroup()), nullptr);
@@ -99,7 +99,7 @@ TEST_F(ActivationStoreTest, ReadAhead_HoldsTheGroupBeforeAlone) {
     store_->WaitUntilIdle();
     EXPECT_EQ(store_->tensors_in_memory(), i > 0 ? 1 : 0);
   }
-  // A pass that goes elsewhere gives back what was read for it.
+  // A pass that takes another way frees what was read ahead for it.
   store_->ReadAhead(groups[4]);
   store_->ReadAhead(groups[2]);
   store_->WaitUntilIdle();
@@ -117,7 +117,7 @@ TEST_F(ActivationStoreTest, TheSameTensorTwice_IsParkedOnce) {
   EXPECT_NE(Park(tensor), first);
 }
 
-// As two backward threads do with one input of two blocks.
+// Two backward threads do this with one input of two blocks.
 TEST_F(ActivationStoreTest, OneTensorForTwoThreads_ComesBackToBoth) {
   Make();
   const at::Tensor want = at::randn({2000});
@@ -160,10 +160,10 @@ TEST_F(ActivationStoreTest, PlacesOfTensorsThatAreGone_TakeLargerOnesTogether) {
     for (int block = 0; block < 4; ++block) {
       EXPECT_TRUE(store_->Get(parked[block]).equal(at::full({size}, block, at::kFloat))) << size;
     }
-    // Not in the order in which they came.
+    // Not in the order in which they were parked.
     for (const int block : {2, 0, 3, 1}) parked[block].reset();
   }
-  // What is there at once, and one more that found the end of the file too short.
+  // As much as is present at once, plus one tensor that did not fit at the end of the file.
   EXPECT_LE(store_->bytes_reserved(), 5 * (kLast * sizeof(float) + 4096));
 }
 
@@ -176,7 +176,7 @@ TEST_F(ActivationStoreTest, TensorsThatAreGone_LeaveNoRecords) {
   EXPECT_LE(store_->records(), 256u);
 }
 
-// Counts, when a store makes a copy, those that are there already.
+// Counts the existing copies whenever a store makes one.
 class CopyWatch {
  public:
   explicit CopyWatch(const ActivationStore* store) {
@@ -275,7 +275,7 @@ TEST_F(ActivationStoreTest, DiskThatCannotBeRead_ThrowsWhenTheTensorIsAskedFor) 
   EXPECT_THAT(ErrorOf([&] { store_->Get(parked); }), HasSubstr("could not be read"));
 }
 
-// Tensors of a device that has streams.
+// Tensors on a device with streams.
 class ActivationsOfADevice : public ActivationStoreTest {
  protected:
   using Point = FakeStreams::Point;
@@ -296,7 +296,7 @@ class ActivationsOfADevice : public ActivationStoreTest {
     return OnFakeDevice(std::vector<float>(kNumbers, value));
   }
   static std::vector<float> Numbers(float value) { return std::vector<float>(kNumbers, value); }
-  // Of blocks 0, 1, ...; what they depend on is gone.
+  // Parks the inputs of blocks 0, 1, ...; what they were computed from is gone.
   void Forward(int blocks) {
     for (int i = 0; i < blocks; ++i) {
       groups_.push_back(store_->NewGroup());
@@ -315,7 +315,7 @@ TEST_F(ActivationsOfADevice, Tensors_ComeBackToIt) {
   for (const bool disk : {false, true}) {
     MakeOn(disk);
     Forward(4);
-    // Twice: a graph may be kept for another backward pass.
+    // Twice, because a graph may be kept for another backward pass.
     for (int pass = 0; pass < 2; ++pass) {
       for (int i = 3; i >= 0; --i) {
         const at::Tensor got = store_->Get(parked_[i]);

@@ -31,7 +31,7 @@ class OwnEngine : public torch::autograd::Engine {
   OwnEngine() = default;
   ~OwnEngine() override { stop(); }
 
-  // Of LibTorch's engines only Python's has any.
+  // Only Python's engine has default hooks in LibTorch.
   std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
     const SavedTensorHooks hooks = saved_tensor_hooks.load(std::memory_order_acquire);
     return hooks == nullptr ? nullptr : hooks();
@@ -51,15 +51,15 @@ class OwnEngine : public torch::autograd::Engine {
   }
 
  private:
-  // Once, which makes the pool of threads for passes inside of each other, and once more when there
-  // are devices. Not in between: passes that are under way would lose their pool.
+  // Starts threads once, with the pool for nested passes, and once more when there are devices. Not
+  // in between, because passes under way would lose their pool.
   void StartThreads() {
     const MutexLock lock(&mu_);
     const auto complete = [&] {
       return thread_pool_shared_ != nullptr && (!device_ready_queues_.empty() || !HasDevices());
     };
     if (complete()) return;
-    initialize_device_threads_pool();  // or a backward pass starts them a second time
+    initialize_device_threads_pool();  // otherwise a backward pass would start them a second time
     if (!complete()) start_device_threads();
   }
 

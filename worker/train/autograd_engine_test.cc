@@ -39,7 +39,7 @@ struct OnDevice : torch::autograd::Node {
   std::thread::id thread;
 };
 
-// The one before it, on the CPU. It has no gradient to pass on: no tensor can be made there.
+// The previous step, on the CPU. It has no gradient to pass on: no tensor can be made there.
 struct OnCpu : torch::autograd::Node {
   explicit OnCpu(const std::shared_ptr<Node>& next) {
     add_input_metadata(at::ones({}));
@@ -50,7 +50,7 @@ struct OnCpu : torch::autograd::Node {
   }
 };
 
-// A backward pass in a step of another one, so many inside of each other.
+// A backward pass in a step of another one, nested to a given depth.
 struct Nested : torch::autograd::Node {
   explicit Nested(int depth) : depth(depth) { add_input_metadata(at::ones({})); }
   torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
@@ -83,11 +83,11 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> Hooks() {
   return doubles ? std::make_unique<Doubled>() : nullptr;
 }
 
-// One test: an engine is for the whole process, and what comes first matters.
+// Only one test, because an engine belongs to the whole process, and the order of events matters.
 TEST(InstallAutogradEngine, DeviceThatComesAfterABackwardPass_GetsAThreadAndHooksAreAsked) {
-  BackwardOnCpu();  // LibTorch's engine takes stock of the devices: none
+  BackwardOnCpu();  // LibTorch's engine counts the devices: none
   ASSERT_TRUE(InstallAutogradEngine());
-  Nested::Run(100);  // past the depth where LibTorch goes on in another thread
+  Nested::Run(100);  // beyond the depth at which LibTorch continues in another thread
   const int64_t threads = Threads();
   for (int i = 0; i < 40; ++i) Nested::Run(100);
   EXPECT_LT(Threads(), threads + 20) << "those of the first passes serve the others";

@@ -19,7 +19,7 @@
 namespace muster {
 
 bool IsOutOfMemory(const std::exception& error) {
-  // What has run out of memory before, and has left parameters that no size can train.
+  // An earlier lack of memory has left parameters that no batch size can train.
   if (std::string(error.what()).find("call load_state()") != std::string::npos) return false;
   if (dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr ||
       dynamic_cast<const std::bad_alloc*>(&error) != nullptr) {
@@ -40,7 +40,8 @@ int64_t FindExecutableBatchSize(Comm& comm, const BatchSizeOptions& options,
                                 const std::function<void(int64_t)>& attempt) {
   int64_t size = options.starting_batch_size, before = std::numeric_limits<int64_t>::max();
   while (true) {
-    // Each rank has found it by itself, and those with another one would be elsewhere.
+    // Each rank has computed the size independently, and ranks with another one would run something
+    // else.
     std::vector<std::string> sizes = comm.AllGatherBytes(std::to_string(size));
     const bool same = std::equal(sizes.begin() + 1, sizes.end(), sizes.begin());
     TORCH_CHECK(same, "find_executable_batch_size(): ",
@@ -52,7 +53,7 @@ int64_t FindExecutableBatchSize(Comm& comm, const BatchSizeOptions& options,
     if (before != std::numeric_limits<int64_t>::max()) {
       MUSTER_LOG(Warning) << "batch size " << before << " runs out of memory: trying " << size;
     }
-    // What happened here: "" fits, "m" out of memory, "e..." anything else.
+    // The result on this rank: "" fits, "m" out of memory, "e..." anything else.
     std::string mine;
     std::exception_ptr failure;
     try {

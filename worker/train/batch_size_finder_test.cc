@@ -62,7 +62,7 @@ TEST(FindExecutableBatchSize, DifferentSizes_AreNamedOnEveryRank) {
   });
 }
 
-// A sharded model throws what its last step has failed with until a load.
+// Until a load, a sharded model throws the error of its last step.
 TEST(FindExecutableBatchSize, ErrorThatOnlyALoadEnds_IsNotOutOfMemory) {
   LocalComm comm;
   std::vector<int64_t> tried;

@@ -49,7 +49,7 @@ void ForEachKind(const std::vector<at::Tensor>& tensors, Fn fn) {
   for (const auto& [kind, list] : kinds) fn(list);
 }
 
-// Of one kind, and of one page: more need not be in memory.
+// Calls fn for lists of one kind and one page, because no more needs to be in memory at a time.
 template <typename Fn>
 void ForEachList(const std::vector<at::Tensor>& tensors, const Fn& fn) {
   ForEachKind(tensors, [&](const std::vector<at::Tensor>& list) {
@@ -61,7 +61,7 @@ void ForEachList(const std::vector<at::Tensor>& tensors, const Fn& fn) {
 
 std::vector<at::Tensor> Gradients(const std::vector<at::Tensor>& parameters) {
   std::vector<at::Tensor> grads;
-  std::vector<const void*> from;  // the parameters of `grads`
+  std::vector<const void*> from;  // the parameters to which `grads` belong
   grads.reserve(parameters.size());
   from.reserve(parameters.size());
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -103,7 +103,7 @@ at::Tensor TotalNorm(const std::vector<at::Tensor>& tensors, double norm_type) {
   ForEachKind(tensors, [&](const std::vector<at::Tensor>& list) {
     const size_t first = norms.size();
     norms.resize(first + list.size());
-    // In the order of `list`, in which they are added up.
+    // Norms are stored in the order of `list`, in which they are added up.
     ForEachPage(list, [&](const std::vector<at::Tensor>& group, const std::vector<size_t>& places) {
       std::vector<at::Tensor> found = at::_foreach_norm(group, norm_type);
       for (size_t i = 0; i < found.size(); ++i) norms[first + places[i]] = std::move(found[i]);
@@ -126,7 +126,7 @@ void ScaleToNorm(const std::vector<at::Tensor>& tensors, double max_norm,
   at::NoGradGuard no_grad;
   const at::Tensor factor = total_norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0);
   const bool paged = std::any_of(tensors.begin(), tensors.end(), IsPaged);
-  // Nothing is read and written for it.
+  // Then the pages need not be read and written.
   if (paged && factor.item<double>() == 1) return;
   ForEachList(tensors, [&](const std::vector<at::Tensor>& list) {
     at::_foreach_mul_(list,
@@ -165,7 +165,7 @@ at::Tensor ClipGradNorm(const std::vector<at::Tensor>& parameters,
   const bool is_max = std::isinf(norm_type);
   const at::Device device = shards.front().device();
   const auto norm_of = [&](const std::vector<at::Tensor>& tensors) {
-    // Made on the device: a number that comes from the CPU would wait for a GPU.
+    // Create it on the device: copying a number from the CPU would wait for a GPU.
     if (tensors.empty())
       return at::zeros({}, at::TensorOptions().device(device).dtype(at::kDouble));
     return TotalNorm(tensors, norm_type).to(device, at::kDouble);

@@ -9,27 +9,27 @@
 
 namespace muster {
 
-// Clipping of gradients, with torch's numbers. `parameters` may hold some without a gradient; those
-// are left out, as are empty gradients. Nothing here waits for a device, except with
-// error_if_nonfinite. Thread-compatible. Under accumulation, call these only where gradients are
-// synchronised; under a gradient scaler, after unscaling.
+// Clipping of gradients, with torch's results. `parameters` without a gradient are left out, as are
+// empty gradients. Nothing here waits for a device, except with error_if_nonfinite.
+// Thread-compatible. Under accumulation, call these only when gradients are synchronised; under a
+// gradient scaler, after unscaling.
 
-// The gradients of `parameters` that exist and hold something, each once: LibTorch's parameters()
-// lists a tied weight for each module that has it. Of a sparse one (COO, as an embedding
-// with sparse(true) makes), its values, after the gradient was coalesced in place: rows that occur
-// several times are added up, so norms and limits mean what they mean for a dense gradient. Throws
-// for other layouts, naming the parameter by its number.
+// Returns the gradients of `parameters` that exist and are not empty, each once: LibTorch's
+// parameters() lists a tied weight for each module that has it. For a sparse gradient (COO, as for
+// an embedding with sparse(true)) returns its values, after it was coalesced in place: rows that
+// occur several times are added up, so norms and limits mean what they mean for a dense gradient.
+// Throws for other layouts, naming the parameter by its number.
 std::vector<at::Tensor> Gradients(const std::vector<at::Tensor>& parameters);
-// The same of one defined gradient of any size. `what` names its parameter in the error.
+// The same for one defined gradient of any size. `what` names its parameter in the error.
 at::Tensor GradientValues(const at::Tensor& parameter, const std::string& what);
 
-// The p-norm of all elements of `tensors` together, taken as torch takes it: the norm of the
+// Returns the p-norm of all elements of `tensors` together, computed like torch's: the norm of the
 // tensors' own norms. p is any number, inf (the largest absolute value) or -inf (the smallest). A
 // 0-d tensor on the device of the first one; 0 if there are none.
 at::Tensor TotalNorm(const std::vector<at::Tensor>& tensors, double norm_type = 2);
 
 // Multiplies `tensors` in place by max_norm / (total_norm + 1e-6), at most 1. Always multiplies,
-// also by the factor of a NaN or infinite norm, but for a max_norm of infinity, which only
+// even by the factor of a NaN or infinite norm, except if max_norm is infinite, which only
 // measures.
 void ScaleToNorm(const std::vector<at::Tensor>& tensors, double max_norm,
                  const at::Tensor& total_norm);
@@ -41,17 +41,17 @@ void ScaleToNorm(const std::vector<at::Tensor>& tensors, double max_norm,
 at::Tensor ClipGradNorm(const std::vector<at::Tensor>& parameters, double max_norm,
                         double norm_type = 2, bool error_if_nonfinite = false);
 
-// The same where the ranks of `comm` divide some parameters among them: `shards` are this rank's
-// parts of those, `parameters` the others, which all ranks have. A collective; every rank returns
-// the norm of the whole. `norm_type` must be above 0.
+// The same if the ranks of `comm` divide some parameters among them: `shards` are this rank's parts
+// of those, `parameters` the others, which all ranks have. A collective; every rank returns the
+// norm of the whole. `norm_type` must be above 0.
 at::Tensor ClipGradNorm(const std::vector<at::Tensor>& parameters,
                         const std::vector<at::Tensor>& shards, Comm& comm, double max_norm,
                         double norm_type = 2);
 
-// Cuts every element of the gradients to [-clip_value, clip_value].
+// Clamps every element of the gradients to [-clip_value, clip_value].
 void ClipGradValue(const std::vector<at::Tensor>& parameters, double clip_value);
 
-// Multiplies the gradients in place (MicroStep::gradient_factor); nothing for 1.
+// Multiplies the gradients in place (MicroStep::gradient_factor); does nothing for 1.
 void ScaleGradients(const std::vector<at::Tensor>& parameters, double factor);
 
 }  // namespace muster

@@ -91,7 +91,7 @@ TEST(ScaleGradients, Factor_MultipliesInPlace) {
   EXPECT_EQ(parameters[0].grad().data_ptr(), storage);
 }
 
-// Row 0 twice: its gradient is 3 + 4, and that is what norms and limits must see.
+// Row 0 twice: its gradient is 3 + 4, which norms and limits must use.
 at::Tensor WithSparseGrad() {
   at::Tensor parameter = at::zeros({4, 1});
   parameter.mutable_grad() =
@@ -117,8 +117,8 @@ TEST(Clip, SparseGradients_AreClippedAsTheirDenseOnes) {
   EXPECT_FLOAT_EQ(r.grad().to_dense()[2].item<float>(), 12);
 }
 
-// Counts the operators of this thread that move values from one device to another: where one of
-// them is a GPU, the program waits for it.
+// Counts the operators of this thread that copy values from one device to another: if one of these
+// is a GPU, the program waits for it.
 class TransferWatch {
  public:
   TransferWatch() {
@@ -145,7 +145,7 @@ class TransferWatch {
 int TransferWatch::count = 0;
 
 TEST(Clip, Shards_AreClippedWhereTheyAre) {
-  // A device without values.
+  // Tensors on a device without values.
   const auto shard = [] { return WithGrad(at::empty({8}, at::kMeta)); };
   LocalComm comm;
   for (const double norm_type : {2.0, kInf}) {

@@ -20,7 +20,7 @@ c10::Stream StreamOf(const c10::Device& device) {
 }  // namespace
 
 void DeviceWindows::Ticket::Wait() const {
-  // For CUDA a call of a thread is one to its current device, which gets a context for that.
+  // A CUDA call goes to the thread's current device, for which it would create a context.
   const c10::DeviceGuard on(device_);
   event_->synchronize();
 }
@@ -33,7 +33,7 @@ DeviceWindows::Window::~Window() {
     arrived_->event_->block(stream_);
     if (left_ != nullptr) left_->event_->block(stream_);
   } catch (const std::exception& error) {
-    // The next operation on the device says so, too.
+    // The next operation on the device reports the failure, too.
     MUSTER_LOG(Error) << "the device " << stream_.device().str() << " has failed: " << error.what();
   }
 }
@@ -63,7 +63,7 @@ std::unique_ptr<DeviceWindows::Window> DeviceWindows::Fetch(at::Tensor room,
                                                             const at::Tensor& host) {
   const at::NoGradGuard no_grad;
   std::unique_ptr<Window> window(new Window(Current(), std::move(room)));
-  // What has used the memory before has ended by then.
+  // Earlier uses of the memory have ended by then.
   c10::Event free(device_.type());
   free.record(window->stream_);
   free.block(in_);

@@ -10,22 +10,22 @@
 
 namespace muster {
 
-// Takes tensors, windows of what the host has, to a device and back, beside what it computes:
+// Copies tensors, windows of the host's data, to a device and back while it computes:
 //
 //   stream in     window 0 | window 1 | window 2 | ...
 //   the program            | update 0 | update 1 | update 2 | ...
 //   stream out                        | window 0 | window 1 | ...
 //
-// The device waits for the copies, the host for none of them. Memory of the device comes from
-// LibTorch's allocator on the current stream and goes back there once that stream waits for the
-// last copy, so the allocator may hand it on at once, and no more is taken than a program would see
-// that waits for each copy.
+// The device waits for the copies; the host waits for none of them. Memory of the device is
+// allocated by LibTorch's allocator on the current stream and freed when that stream waits for the
+// last copy, so the allocator may reuse it at once, and no more is needed than in a program that
+// waits for each copy.
 //
-// The host's memory has to be pinned for the copies to run beside anything, and stays until they
-// are made. Not thread-safe, but for tickets and windows. Errors are c10::Error.
+// The host's memory must be pinned, or the copies do not overlap with anything, and must live until
+// they are done. Not thread-safe, except for tickets and windows. Errors are c10::Error.
 class DeviceWindows {
  public:
-  // Reached when a copy is made. Any thread may wait for it.
+  // Reached when a copy is done. Any thread may wait for it.
   class Ticket {
    public:
     // Blocks. Throws if the device has failed.
@@ -39,8 +39,8 @@ class DeviceWindows {
     const std::unique_ptr<c10::Event> event_;
   };
 
-  // A window that is on the device, until its end: then the stream that was the current one when it
-  // came waits for its copies. It may outlive this.
+  // A window that is on the device until this object's end: then the stream that was current when
+  // it was fetched waits for its copies. It may outlive the DeviceWindows.
   class Window {
    public:
     ~Window();
@@ -48,7 +48,7 @@ class DeviceWindows {
     Window& operator=(const Window&) = delete;
 
     const at::Tensor& tensor() const { return tensor_; }
-    // On which it may be given back to the allocator.
+    // The stream on which it may be returned to the allocator.
     const c10::Stream& stream() const { return stream_; }
 
    private:
@@ -69,26 +69,26 @@ class DeviceWindows {
 
   c10::Device device() const { return device_; }
 
-  // On which the calling thread queues operations.
+  // The stream on which the calling thread queues operations.
   c10::Stream Current() const;
-  // Copies to the device that follow come after those from it that were queued until now: all, or
-  // those before `ticket`.
+  // Later copies to the device come after the copies from it that are queued so far: all of them,
+  // or those up to `ticket`.
   void Follow();
   void Follow(const Ticket& ticket);
-  // Queues the copy of `host`, or none if it is undefined, to `room`, a tensor of the device of the
-  // same layout that has been made on the current stream.
+  // Queues the copy of `host`, or none if it is undefined, to `room`, a tensor of the same layout
+  // on the device that was allocated on the current stream.
   std::unique_ptr<Window> Fetch(at::Tensor room, const at::Tensor& host);
-  // What the current stream gets from now on may use it.
+  // Later operations on the current stream may use the window.
   void Use(Window& window);
-  // Queues the copy back, behind what the current stream has.
+  // Queues the copy back, after what the current stream has.
   std::shared_ptr<Ticket> Return(Window& window, const at::Tensor& host);
-  // Returns when no copy is under way any more.
+  // Returns when no copy is under way.
   void Wait();
 
  private:
   const c10::Device device_;
   const c10::Stream in_, out_;
-  // The last copy of either direction; null: the host has waited for it.
+  // The last copy in either direction; null: the host has waited for it.
   std::shared_ptr<Ticket> last_in_, last_out_;
 };
 

@@ -23,8 +23,8 @@ FakeStreams& Streams() { return FakeDevice(); }
 
 // Whether `first` ends before `second` begins.
 bool IsBefore(const Point& first, const Point& second) {
-  // Of one stream: numbers say so. Of two: what the stream of the second one waits for, which may
-  // be more than what it waited for then. Tests ask before they make it wait for more.
+  // On one stream the numbers decide. On two: what the second operation's stream waits for, which
+  // may be more than it waited for at that time. Tests ask before they make it wait for more.
   if (first.stream == second.stream) return first.number < second.number;
   const c10::StreamGuard on(c10::Stream(c10::Stream::UNSAFE, Streams().device(), second.stream));
   return Streams().IsBefore(first);
@@ -105,7 +105,7 @@ TEST_F(DeviceWindowsTest, WindowOfTheNextStep_ComesAfterItHasGone) {
   windows_.Use(*window);
   windows_.Return(*window, first_);
   const Point out = CopiesFromFakeDevice().back();
-  // A program that steps on another stream, which knows nothing of the first.
+  // A program that steps on another stream, which is not ordered with the first.
   const c10::StreamGuard other(Streams().getNewStream(Streams().device(), 0));
   windows_.Follow();
   auto again = Fetch(first_);

@@ -19,12 +19,12 @@
 namespace muster {
 namespace {
 
-// A write for less costs more than it saves.
+// Writing less costs more than it saves.
 constexpr size_t kLeastToDisk = size_t{256} << 10;
 
 std::atomic<uint64_t> made{0};
 
-// Copies share no page, so that each gives back its own.
+// Copies share no page, so that each can free its own.
 uint64_t WholePages(uint64_t bytes) {
   static const uint64_t page =
       std::max(uint64_t{kDirectAlignment}, static_cast<uint64_t>(sysconf(_SC_PAGESIZE)));
@@ -34,16 +34,16 @@ uint64_t WholePages(uint64_t bytes) {
 }  // namespace
 
 struct DiskCopies::File {
-  // Null once the file is full: descriptors are scarcer than maps.
+  // Null once the file is full, because descriptors are scarcer than maps.
   std::shared_ptr<ScratchFile> file;
-  // Reaches beyond the end of a file that is being filled.
+  // Extends beyond the end of a file that is being filled.
   std::shared_ptr<char> memory;
   uint64_t bytes = 0;
 };
 
 namespace {
 
-// What a copy keeps.
+// What a copy keeps alive.
 struct Kept {
   std::shared_ptr<void> file;
   void* data;
@@ -51,11 +51,11 @@ struct Kept {
   uint64_t number;
 };
 
-// The deleter of copies: its address tells a copy from other tensors.
+// The deleter of copies; its address distinguishes copies from other tensors.
 void Drop(void* context) {
   const std::unique_ptr<Kept> kept(static_cast<Kept*>(context));
-  // Of the copy alone; others may use the file for long. What was written to it is memory that the
-  // kernel cannot take back.
+  // Frees only this copy's pages; others may use the file for long. Pages that were written are
+  // memory that the kernel could not reclaim.
   (void)madvise(kept->data, kept->bytes, MADV_DONTNEED);
 }
 

@@ -9,41 +9,41 @@
 
 namespace muster {
 
-// Copies of tensors in unlinked files of a folder, from which they are read when they are used:
-// they take no memory that the kernel could not take back. Several copies share a file and its map,
-// since a process may have no more than some 65,000 maps; the room on the disk comes back when the
-// last copy of a file is dropped. Everything blocks on the disk. Not thread-safe; the copies are
-// tensors as any other and outlive the object.
+// Copies of tensors in unlinked files of a folder, read on access: they take no memory that the
+// kernel could not reclaim. Several copies share a file and its map, since a process may have no
+// more than some 65,000 maps; the space on the disk is freed when the last copy in a file is
+// dropped. Everything blocks on the disk. Not thread-safe; the copies are ordinary tensors and
+// outlive the object.
 class DiskCopies {
  public:
   // A tensor of this size or more has a file of its own.
   static constexpr uint64_t kFileBytes = uint64_t{64} << 20;
 
-  // The folder is made when it is needed.
+  // The folder is created when it is needed.
   explicit DiskCopies(std::string folder, uint64_t file_bytes = kFileBytes);
 
-  // A copy of `tensor` on the CPU, contiguous. Small ones are copied in memory. Throws c10::Error
-  // if the disk is full or fails; a disk that fails when the copy is used ends the process
-  // (SIGBUS).
+  // Returns a copy of `tensor` on the CPU, contiguous. Small tensors are copied in memory. Throws
+  // c10::Error if the disk is full or fails; a disk that fails when the copy is used ends the
+  // process (SIGBUS).
   at::Tensor Copy(const at::Tensor& tensor);
 
-  // How many copies this process has made in files. Thread-safe.
+  // The number of copies that this process has made in files. Thread-safe.
   static uint64_t Made();
 
-  // What `tensor` holds now, for a reader that comes later: the tensor itself if it is a copy in a
-  // file that was made when Made() was `since` or more; else Copy(). `since`: of a moment after
-  // which no copy was handed to anybody who changes it.
+  // Returns the current values of `tensor` for a later reader: the tensor itself if it is a copy in
+  // a file that was made when Made() was `since` or more; else Copy(). `since`: from a moment after
+  // which no copy was given to code that changes it.
   at::Tensor Keep(const at::Tensor& tensor, uint64_t since);
 
  private:
   struct File;
 
-  // A file with room for so many bytes more, a multiple of the page.
+  // Returns a file with room for `bytes` more, a multiple of the page.
   std::shared_ptr<File> FileFor(uint64_t bytes);
 
   const std::string folder_;
   const uint64_t file_bytes_;
-  // The one that is being filled. Its copies keep it.
+  // The file that is being filled. Its copies keep it alive.
   std::weak_ptr<File> filling_;
 };
 

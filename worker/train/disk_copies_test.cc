@@ -20,7 +20,7 @@ using ::testing::HasSubstr;
 
 constexpr int64_t kMiB = int64_t{1} << 20;
 
-// Maps of files in `folder`, which have no name any more.
+// Counts maps of files in `folder` that have no name any more.
 int MapsOf(const TestFolder& folder) {
   std::ifstream maps("/proc/self/maps");
   int count = 0;
@@ -30,7 +30,7 @@ int MapsOf(const TestFolder& folder) {
   return count;
 }
 
-// Bytes of this process's memory that belong to no file.
+// Returns the bytes of this process's memory that belong to no file.
 int64_t Held() {
   std::ifstream status("/proc/self/status");
   for (std::string name; status >> name;) {
@@ -83,7 +83,7 @@ TEST(DiskCopies, LargeCopies_HaveFilesOfTheirOwnAndLeaveTheOneThatIsFilled) {
   const at::Tensor large = copies.Copy(at::arange(5 * kMiB, at::kByte));
   const at::Tensor second = copies.Copy(Filled(2));
   EXPECT_EQ(MapsOf(folder), 2);
-  // There is no room for it in the rest of 2 MiB.
+  // It does not fit into the rest of 2 MiB.
   const at::Tensor third = copies.Copy(at::full({3 * kMiB}, 3, at::kByte));
   const at::Tensor fourth = copies.Copy(Filled(4));
   EXPECT_EQ(MapsOf(folder), 3);

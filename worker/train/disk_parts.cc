@@ -16,7 +16,7 @@ namespace {
 
 constexpr uint64_t kBlockBytes = uint64_t{8} << 20;
 
-// A tensor of memory that it does not own.
+// Returns a tensor over memory that it does not own.
 at::Tensor BytesAt(char* data, uint64_t bytes, const c10::Device& device) {
   return at::for_blob(data, {static_cast<int64_t>(bytes)})
       .options(at::TensorOptions().dtype(at::kByte).device(device))
@@ -104,7 +104,7 @@ void DiskParts::ReadTo(uint64_t place, const at::Tensor& to) {
   const at::NoGradGuard no_grad;
   char* const data = static_cast<char*>(to.mutable_data_ptr());
   ReadBlocks(place, to.nbytes(), to.device(), [&](char* block, uint64_t done, uint64_t size) {
-    // Returns when the block may be used again.
+    // It returns when the block may be reused.
     BytesAt(data + done, size, to.device()).copy_(BytesAt(block, size, at::kCPU));
   });
 }
@@ -112,10 +112,10 @@ void DiskParts::ReadTo(uint64_t place, const at::Tensor& to) {
 void DiskParts::WriteFrom(uint64_t place, const at::Tensor& from) {
   if (from.is_cpu()) return PartStore::WriteFrom(place, from);
   const at::NoGradGuard no_grad;
-  // It is only read; for_blob() takes no memory as const.
+  // The memory is only read; for_blob() accepts no const pointer.
   char* const data = static_cast<char*>(const_cast<void*>(from.const_data_ptr()));
   WriteBlocks(place, from.nbytes(), from.device(), [&](char* block, uint64_t done, uint64_t size) {
-    // Returns when the block has it.
+    // It returns when the block has the values.
     BytesAt(block, size, at::kCPU).copy_(BytesAt(data + done, size, from.device()));
   });
 }

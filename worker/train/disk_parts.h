@@ -16,12 +16,12 @@
 
 namespace muster {
 
-// ScratchFile::Create, whose errors it throws.
+// As ScratchFile::Create, whose errors it throws.
 std::shared_ptr<ScratchFile> MakeScratchFile(const std::string& folder);
 
-// Parts of parameters in a file, past the page cache, through blocks of memory that direct I/O can
-// use, one for each thread that is at it. A GPU copies from and to the blocks, which are pinned,
-// and the host waits for that. Thread-safe but for Reserve().
+// Parts of parameters in a file, bypassing the page cache, through blocks of memory suitable for
+// direct I/O, one for each thread at work. A GPU copies from and to the blocks, which are pinned,
+// and the host waits for that. Thread-safe, except for Reserve().
 class DiskParts : public PartStore {
  public:
   // Makes the file in `folder` when the first place is reserved.
@@ -40,10 +40,10 @@ class DiskParts : public PartStore {
   AlignedMemory TakeBlock(uint64_t bytes, const c10::Device& device);
   void GiveBack(AlignedMemory block);
 
-  // Calls copy(block, done, size) for what a block of the file has next.
+  // Calls copy(block, done, size) for each block that was read from the file.
   template <typename Copy>
   void ReadBlocks(uint64_t place, uint64_t bytes, const c10::Device& device, const Copy& copy);
-  // The same before it is written.
+  // The same for each block before it is written.
   template <typename Copy>
   void WriteBlocks(uint64_t place, uint64_t bytes, const c10::Device& device, const Copy& copy);
 

@@ -30,7 +30,7 @@ TEST(DiskParts, Parts_ComeBack) {
   absl::StatusOr<std::shared_ptr<ScratchFile>> file = ScratchFile::Create(folder.path());
   ASSERT_TRUE(file.ok()) << file.status();
   DiskParts parts(*file);
-  // Of no size that direct I/O asks for; one of more than a block.
+  // Sizes that are no multiples of those for direct I/O; one exceeds a block.
   const std::vector<std::vector<float>> all = {
       Numbers(5, 1), Numbers(3'000'001, 2), {}, Numbers(1025, 3)};
   std::vector<uint64_t> places;
@@ -51,7 +51,7 @@ TEST(DiskParts, PartsOfADevice_ComeBack_AfterItsCopies) {
   ASSERT_TRUE(file.ok()) << file.status();
   DiskParts parts(*file);
   EXPECT_TRUE(parts.Takes(FakeDevice().device()));
-  // One of two blocks.
+  // One of them has two blocks.
   const std::vector<std::vector<float>> all = {Numbers(5, 1), Numbers(3'000'001, 2)};
   std::vector<uint64_t> places;
   for (const auto& part : all) places.push_back(parts.Reserve(part.size() * sizeof(float)));

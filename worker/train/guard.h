@@ -7,9 +7,9 @@
 
 namespace muster {
 
-// The one place where exceptions of tensor code become Status, and Status becomes an exception.
+// The only place where exceptions of tensor code become a Status, and a Status an exception.
 
-// A Status as an exception: what ThrowIfError throws. Guard() gives the very same Status back.
+// A Status as an exception, thrown by ThrowIfError. Guard() returns the same Status.
 class StatusError : public c10::Error {
  public:
   explicit StatusError(absl::Status status);
@@ -22,7 +22,8 @@ class StatusError : public c10::Error {
 // Runs `tensor_code` and returns OK, or its exception as a status, without the backtrace:
 //   StatusError                                          its Status
 //   c10::DistError (backend, store, network, timeouts)   UNAVAILABLE: peers are gone; leave the
-//   group, join the next one c10::OutOfMemoryError, std::bad_alloc RESOURCE_EXHAUSTED
+//                                                        group and join the next one
+//   c10::OutOfMemoryError, std::bad_alloc                RESOURCE_EXHAUSTED
 //   c10::ValueError, IndexError, TypeError               INVALID_ARGUMENT
 //   c10::NotImplementedError                             UNIMPLEMENTED
 //   any other exception                                  INTERNAL

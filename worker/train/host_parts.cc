@@ -17,7 +17,7 @@
 namespace muster {
 namespace {
 
-// Places begin at pages: a device copies those best, and no two places share one.
+// Places begin at pages: a device copies whole pages best, and no two places share one.
 constexpr uint64_t kPageBytes = 4096;
 
 uint64_t RoundedUp(uint64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
@@ -48,10 +48,10 @@ HostParts::~HostParts() {
 
 uint64_t HostParts::Reserve(uint64_t bytes) {
   MutexLock lock(&mu_);
-  // An empty place has a number of its own, too.
+  // An empty place gets a distinct number, too.
   const uint64_t room = RoundedUp(std::max<uint64_t>(bytes, 1));
-  // Pages are there when they are pinned, and the kernel ends a process that takes too many. The
-  // other ranks of the machine need about as much, and have not taken theirs yet.
+  // Pinning allocates all pages, and the kernel kills a process that takes too much memory. The
+  // machine's other ranks need about as much, and have not allocated it yet.
   const uint64_t left = MemoryLeft();
   TORCH_CHECK(reserved_ - taken_ + room <= left / ranks_, option(),
               " to the memory of the host (cpu) needs ", reserved_ - taken_ + room,
@@ -67,7 +67,7 @@ uint64_t HostParts::Reserve(uint64_t bytes) {
 
 bool HostParts::Pin(AlignedMemory* memory) {
   if (!pins_) return false;
-  // The thread may have another device as its current one, which CUDA would use.
+  // The thread may have a different current device, which CUDA would use.
   const c10::DeviceGuard on(device_);
   pinned_ = false;
   memory->Pin(pinning_);
@@ -124,7 +124,7 @@ c10::Stream HostParts::Current() const {
 }
 
 void HostParts::Wait(const Place& place) const {
-  // For CUDA a call of a thread is one to its current device, which gets a context for that.
+  // A CUDA call goes to the thread's current device, for which it would create a context.
   const c10::DeviceGuard on(device_);
   if (place.written != nullptr) place.written->synchronize();
   for (const auto& [stream, read] : place.read) read->synchronize();

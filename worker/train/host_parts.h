@@ -18,18 +18,19 @@
 
 namespace muster {
 
-// Parts of the parameters of a device, or of their gradients, in memory of the host, which is
-// pinned: a copy is queued on the stream that is current, and the host goes on. Copies of one place
-// are in order on whatever streams they are: those from it come after the last one to it, and one
-// to it comes after all before.
+// Parts of a device's parameters, or of their gradients, in the host's memory, which is pinned: a
+// copy is queued on the current stream, and the host continues. Copies of one place are ordered on
+// whatever streams they run: copies from it come after the last copy to it, and a copy to it comes
+// after all earlier ones.
 //
-// Memory that cannot be pinned does as well: the host waits for its copies then, and a line of the
-// log says so once. Streams that have copied must outlive it. Thread-safe, for different places.
+// If memory cannot be pinned, the host waits for its copies, and one line of the log says so. The
+// streams that have copied must outlive this object. Thread-safe, for different places.
 class HostParts : public PartStore {
  public:
-  // For its errors: of offload_parameters, with the gradients, or of offload_gradients.
+  // For error messages: from offload_parameters, with the gradients, or from offload_gradients.
   enum class Of { kParameters, kGradients };
-  // Pins memory for a GPU. `ranks`: those of this machine, which reserve at the same time.
+  // Pins memory for a GPU. `ranks`: the number of ranks on this machine, which reserve at the same
+  // time.
   HostParts(c10::Device device, int ranks, Of of = Of::kParameters);
   // `pinning`: borrowed; null if memory is not pinned.
   HostParts(c10::Device device, int ranks, const HostPinning* pinning, Of of = Of::kParameters);
@@ -41,42 +42,42 @@ class HostParts : public PartStore {
   bool Takes(const c10::Device& device) const override { return device == device_; }
   bool on_streams() const override { return true; }
 
-  // Takes no memory yet, but throws if what is reserved is more than this rank's share of what the
-  // host has left.
+  // Allocates no memory yet, but throws if the reservations exceed this rank's share of the host's
+  // remaining memory.
   uint64_t Reserve(uint64_t bytes) override;
-  // Takes it in one piece. The first use of a place that has no memory does the same.
+  // Allocates the memory in one piece. The first use of a place without memory does the same.
   void Take() override;
-  // Of the host: they wait for the copies of the place.
+  // For the host: these wait for the copies of the place.
   void Read(uint64_t place, void* to, uint64_t bytes) override;
   void Write(uint64_t place, const void* from, uint64_t bytes) override;
   void ReadTo(uint64_t place, const at::Tensor& to) override;
   void WriteFrom(uint64_t place, const at::Tensor& from) override;
 
-  // Of a place.
+  // The memory of a place.
   char* DataOf(uint64_t place);
 
  private:
-  // What was reserved together.
+  // The places that were reserved together.
   struct Block {
-    uint64_t first = 0, last = 0;  // place, and past the last one
+    uint64_t first = 0, last = 0;  // the first place, and past the last one
     AlignedMemory memory;
     bool pinned = false;
   };
   struct Place {
     char* data = nullptr;
     bool pinned = false;
-    // The last copy to it, and on each stream the last copy from it since.
+    // The last copy to the place, and on each stream the last copy from it since.
     std::unique_ptr<c10::Event> written;
     std::vector<std::pair<c10::Stream, std::unique_ptr<c10::Event>>> read;
   };
 
   Place& PlaceAt(uint64_t place);
   void TakeMemory() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Whether it is pinned now.
+  // Returns whether the memory is pinned now.
   bool Pin(AlignedMemory* memory) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   c10::Stream Current() const;
   void Wait(const Place& place) const;
-  // The option that asks for it.
+  // The name of the option that asks for these parts.
   const char* option() const {
     return of_ == Of::kParameters ? "offload_parameters" : "offload_gradients";
   }
@@ -86,7 +87,7 @@ class HostParts : public PartStore {
   const int ranks_;
   const Of of_;
   const bool pins_;
-  // What is pinned borrows it. The last try is noted.
+  // Pinned memory borrows it. Whether the last attempt to pin has succeeded is in pinned_.
   HostPinning pinning_;
   bool pinned_ = false;
   Mutex mu_;

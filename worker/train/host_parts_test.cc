@@ -53,7 +53,7 @@ class HostPartsTest : public testing::Test {
     EXPECT_THAT(ValuesOf(read), Each(value));
     return CopiesToFakeDevice().back();
   }
-  // Whether `first` ends before what `stream` gets next, or has had last.
+  // Whether `first` ends before the next operation on `stream`, or its last one.
   static bool IsBefore(const Point& first, const c10::Stream& stream) {
     const c10::StreamGuard on(stream);
     return Streams().IsBefore(first);
@@ -181,7 +181,7 @@ TEST_F(HostPartsTest, MoreThanTheHostHas_IsRefused) {
 }
 
 TEST_F(HostPartsTest, Ranks_HaveAShareEachOfWhatTheHostHas) {
-  // Nothing is taken.
+  // No memory is allocated.
   const uint64_t most = MemoryLeft() / 10 * 7;
   HostParts alone(Streams().device(), 1, &pinning_), one_of_two(Streams().device(), 2, &pinning_);
   alone.Reserve(most);
@@ -208,7 +208,7 @@ TEST_F(HostPartsTest, MemoryThatCannotBeTaken_IsAnErrorOfTake) {
   constexpr uint64_t kMany = uint64_t{512} << 20;
   HostParts parts(Streams().device(), 1, &pinning_);
   const uint64_t place = parts.Reserve(kMany);
-  // The limit of the process, of which the machine knows nothing.
+  // The limit of the process, which is not that of the machine.
   uint64_t pages = 0;
   std::ifstream statm("/proc/self/statm");
   for (int field = 0; field < 6; ++field) statm >> pages;

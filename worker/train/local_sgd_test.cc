@@ -44,7 +44,7 @@ TEST(LocalSgd, Disabled_LeavesRanksAlone) {
 
 TEST(LocalSgd, Average_IsAChangeInPlace) {
   RunRanks(2, [](Comm& comm) {
-    // One tensor goes through the exchange as it is.
+    // A single tensor is exchanged without packing.
     for (const bool several : {false, true}) {
       std::vector<at::Tensor> weights = {at::full({2}, static_cast<double>(comm.rank()))};
       if (several) weights.push_back(at::full({3}, 1.0));

@@ -36,7 +36,7 @@ bool AllKnowAnyStep(const std::vector<LrSchedulePtr>& parts) {
 
 double D(int64_t i) { return static_cast<double>(i); }
 
-// The factor while the rate warms up; nothing once it has.
+// The warm-up factor; nothing once the warm-up is over.
 std::optional<double> Warming(int64_t step, int64_t warmup) {
   if (step < warmup) return D(step) / D(std::max<int64_t>(1, warmup));
   return std::nullopt;
@@ -77,7 +77,7 @@ class OneCycle : public LrSchedule {
   std::vector<Phase> phases_;
 
   std::pair<Phase, double> At(int64_t step) const {
-    // Beyond its end a line would go on, to rates below 0.
+    // Beyond its end, the line would continue to rates below 0.
     step = std::min(step, o_.total_steps - 1);
     double start = 0;
     for (size_t i = 0; i < phases_.size(); ++i) {
@@ -95,7 +95,7 @@ class OneCycle : public LrSchedule {
   }
 };
 
-// Runs parts[i] from starts[i] on.
+// Runs parts[i] from step starts[i] on.
 class Sequence : public LrSchedule {
  public:
   Sequence(std::vector<LrSchedulePtr> parts, std::vector<int64_t> starts)
@@ -153,11 +153,11 @@ class Chain : public LrSchedule {
   const std::vector<LrSchedulePtr> parts_;
 };
 
-// The base rate with which `schedule` has the rate `lr` at `step`; nothing if there is none. Rates
-// are straight lines in the base rate; one that is not (of a class of the user's) misses `lr`.
-// Nothing either where a rise to come would multiply what is tiny now far beyond both `lr` and the
-// rates of `base`: at the bottom of a cosine before its restart, say. Rises of a function of the
-// user's are not known.
+// Returns the base rate with which `schedule` has the rate `lr` at `step`; nothing if there is
+// none. Rates are linear in the base rate; a user's class for which they are not misses `lr`. Also
+// returns nothing if a later increase would multiply a tiny rate far beyond both `lr` and the rates
+// of `base`, for example at the bottom of a cosine before its restart. Increases in a user's
+// function are not known.
 std::optional<double> BaseFor(const LrSchedule& schedule, int64_t step, double lr, double base) {
   const double probe = base > 0 ? base : 1;
   const double at_zero = schedule.Lr(step, 0);
@@ -419,7 +419,7 @@ std::vector<double> LrScheduler::last_lr() const {
 }
 
 PlainState LrScheduler::SaveState() const {
-  // Groups that were added since the last step have no base rate yet: that of a step from here.
+  // Groups added since the last step have no base rate yet: compute the one for a step from here.
   std::vector<double> base_lrs = base_lrs_, scheduled = set_lrs_;
   for (int64_t g = static_cast<int64_t>(base_lrs.size()); g < target_.num_groups(); ++g) {
     const double lr = target_.lr(g);
@@ -450,8 +450,8 @@ void LrScheduler::LoadState(const PlainState& state) {
   base_lrs_ = state.at("base_lrs");
   Apply();
   // Rates changed by hand win over the schedule's, and the next step continues from them, as in an
-  // uninterrupted run. Those that the schedule of the saved run had set are this one's: it may be
-  // longer, say. Older states do not tell them apart.
+  // uninterrupted run. Rates that the saved run's schedule had set are replaced by this schedule's,
+  // which may be longer, for example. Older states do not distinguish the two.
   const auto scheduled = state.find("scheduled_lr");
   for (size_t g = 0; g < last_lr.size(); ++g) {
     if (scheduled != state.end() && scheduled->second[g] == last_lr[g]) continue;
@@ -461,7 +461,7 @@ void LrScheduler::LoadState(const PlainState& state) {
 
 namespace {
 
-// What any metric is better than.
+// The value that any metric is better than.
 double WorstOf(const PlateauOptions& options) {
   const double infinity = std::numeric_limits<double>::infinity();
   return options.minimize ? infinity : -infinity;
@@ -529,7 +529,7 @@ void ReduceLROnPlateau::LoadState(const PlainState& state) {
   step_ = static_cast<int64_t>(state.at("step")[0]);
   bad_ = static_cast<int64_t>(state.at("bad")[0]);
   cooldown_left_ = static_cast<int64_t>(state.at("cooldown_left")[0]);
-  // Older states of a schedule that had no metric yet have none.
+  // Older states of a schedule that had no metric yet have no best value.
   const auto best = state.find("best");
   best_ = best == state.end() || best->second.empty() ? WorstOf(options_) : best->second[0];
   for (size_t g = 0; g < lrs.size(); ++g) target_.set_lr(static_cast<int64_t>(g), lrs[g]);

@@ -108,7 +108,7 @@ class Scheduler {
   virtual PlainState SaveState() const = 0;
   // Refuses (c10::Error) a state that LoadState() would refuse. Changes nothing.
   virtual void CheckState(const PlainState& state) const = 0;
-  // After CheckState().
+  // Loads a state after CheckState().
   virtual void LoadState(const PlainState& state) = 0;
 };
 
@@ -192,7 +192,7 @@ class MetricScheduler {
   virtual PlainState SaveState() const = 0;
   // Refuses (c10::Error) a state that LoadState() would refuse. Changes nothing.
   virtual void CheckState(const PlainState& state) const = 0;
-  // After CheckState().
+  // Loads a state after CheckState().
   virtual void LoadState(const PlainState& state) = 0;
 };
 

@@ -30,7 +30,7 @@ class FakeTarget : public LrTarget {
   std::optional<double> momentum_ = 0.5;
 };
 
-// The rates torch's recursive form gives: lr(s) = next(s, lr(s-1)).
+// The rates of torch's recursive form: lr(s) = next(s, lr(s-1)).
 template <typename Next>
 void ExpectRecursive(const LrSchedulePtr& schedule, double base, double first, int steps,
                      Next next) {
@@ -181,7 +181,7 @@ TEST(LrScheduler, OneOfSeveralThatHasEnded_StopsNoOther) {
   EXPECT_EQ(ends.step_count(), 3);
 }
 
-// As in torch: the momentum would stay what it is in silence.
+// As in torch: otherwise the momentum would silently stay unchanged.
 TEST(LrScheduler, OneCycleOfAnOptimizerWithoutMomentum_IsRefusedUnlessItLeavesMomentumAlone) {
   FakeTarget target({0.1});
   target.HaveNoMomentum();
@@ -198,7 +198,7 @@ TEST(LrScheduler, OneCycleOfAnOptimizerWithoutMomentum_IsRefusedUnlessItLeavesMo
   EXPECT_TRUE(scheduler.Step());
 }
 
-// A run is made longer: what the shorter schedule had set was not set by hand.
+// A run is extended: rates of the shorter schedule were not set by hand.
 TEST(LrScheduler, StateOfAnotherSchedule_ContinuesWithTheRatesOfThisOne) {
   FakeTarget a({0.3}), b({7});
   LrScheduler shorter(a, LinearWithWarmup(0, 10)), longer(b, LinearWithWarmup(0, 20));
@@ -209,14 +209,14 @@ TEST(LrScheduler, StateOfAnotherSchedule_ContinuesWithTheRatesOfThisOne) {
     longer.Step();
   }
 
-  // By hand it was.
+  // This rate was set by hand.
   a.set_lr(0, 0.06);
   longer.LoadState(shorter.SaveState());
   EXPECT_EQ(b.lr(0), 0.06);
   longer.Step();
   EXPECT_NEAR(b.lr(0), 0.06 * 14 / 15, 1e-15);
 
-  // Older states do not tell, and are taken as set by hand.
+  // Older states do not distinguish the two, so their rates count as set by hand.
   PlainState old = shorter.SaveState();
   old.erase("scheduled_lr");
   longer.LoadState(old);
@@ -334,7 +334,7 @@ TEST(LrScheduler, ScheduleThatCannotGoOnFromARate_TakesOverWithAWarning) {
   EXPECT_TRUE(mentions(warning_of(LinearWithWarmup(10, 100), 0, 0.7, 0.01)));
   const LrSchedulePtr cycle = OneCycleLR({.max_lr = 0.2, .total_steps = 10});
   EXPECT_TRUE(mentions(warning_of(cycle, 2, 0.7, cycle->Lr(3, 0))));
-  // From the bottom of a cosine the restart would come to 0.1 * 0.7 / 0.0006.
+  // From the bottom of a cosine the restart would reach 0.1 * 0.7 / 0.0006.
   const LrSchedulePtr restarts = CosineAnnealingWarmRestarts(20);
   EXPECT_TRUE(mentions(warning_of(restarts, 19, 0.7, 0.1)));
   EXPECT_FALSE(mentions(warning_of(LinearWithWarmup(10, 100), 5, 0.7, 0.84)));

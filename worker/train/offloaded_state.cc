@@ -25,7 +25,7 @@
 namespace muster {
 namespace {
 
-// Of tensors in a window: vector instructions want no more.
+// The alignment of tensors in a window: vector instructions need no more.
 constexpr uint64_t kTensorAlignment = 64;
 
 std::atomic<uint64_t> default_window_bytes = OffloadedState::kWindowBytes;
@@ -47,33 +47,33 @@ absl::Status WaitFor(const std::shared_ptr<DeviceWindows::Ticket>& ticket) {
 
 }  // namespace
 
-// They come in the order in which they are updated, each one while the one before is updated, and
-// go while the next one is. Those on the CPU are where they are.
+// Windows on their devices. They arrive in the order in which they are updated, each while the
+// previous one is updated, and leave while the next one is. Windows on the CPU stay in place.
 class OffloadedState::OnDevices {
  public:
   OnDevices(OffloadedState& state, Place place) : state_(state), place_(place) {}
 
-  // Whether it is anywhere else than in the memory of the host.
+  // Whether the window is updated elsewhere than in the host's memory.
   bool Moves(size_t window) const {
     return place_ == Place::kOnTheirDevices && !DeviceOf(window).is_cpu();
   }
 
-  // Makes the device copy `window` from `host`, if there is room for it beside the others. At most
-  // one that is not updated yet.
+  // Makes the device copy `window` from `host`, if it has room for one more. At most one window
+  // that is not updated yet is announced.
   void Announce(size_t window, const char* host) {
     if (!Moves(window) || announced_ != nullptr || tight_) return;
-    // With the one that is updated and the one before it: three.
+    // Together with the current window and the previous one: three.
     while (leaving_.size() > 1) leaving_.pop_front();
     try {
       announced_ = Fetch(window, host);
     } catch (const c10::OutOfMemoryError&) {
-      // It comes when the others have gone, and so do those after it: another try would make
-      // LibTorch give all memory back that it holds for later.
+      // It is fetched when the others have gone, and so are all later windows: another attempt
+      // would make LibTorch free all the memory that it has cached.
       tight_ = true;
     }
   }
 
-  // Updates one. When the ticket is reached, `host` has it; null: it has it now.
+  // Updates one window. `host` has the result when the ticket is reached; null: it has it now.
   std::shared_ptr<DeviceWindows::Ticket> Update(size_t window, char* host,
                                                 const UpdateRange& update,
                                                 const std::function<void()>& announce_next) {
@@ -94,7 +94,7 @@ class OffloadedState::OnDevices {
     try {
       state_.Update(window, static_cast<char*>(there->tensor().data_ptr()), device, update);
     } catch (...) {
-      // What the host has is as it was.
+      // The host's data are unchanged.
       state_.SetFilledIn(window, filled);
       throw;
     }
@@ -114,7 +114,7 @@ class OffloadedState::OnDevices {
         .Fetch(room, fetched.written ? HostBytes(window, host) : at::Tensor());
   }
   at::Tensor HostBytes(size_t window, const char* host) const {
-    // from_blob() takes no memory as const; a source is only read.
+    // from_blob() accepts no const pointer; a source is only read.
     return at::from_blob(const_cast<char*>(host),
                          {static_cast<int64_t>(state_.windows_[window].bytes)},
                          at::TensorOptions().dtype(at::kByte));
@@ -221,7 +221,7 @@ at::Tensor OffloadedState::Mapped(size_t i, size_t slot, Maps* maps) const {
   const c10::Device cpu(c10::DeviceType::CPU);
   if (file_ == nullptr) {
     WaitForCopies();
-    // The tensor keeps the memory of its window.
+    // The tensor keeps its window's memory alive.
     return TensorIn(window.memory.get(), cpu, kept, slot, window.memory);
   }
   std::shared_ptr<char>& mapped = (*maps)[kept.window];
@@ -258,7 +258,7 @@ void OffloadedState::ForWindows(size_t first, size_t last,
       break;
     }
   }
-  // A page is read and written once, though several groups have parameters in it.
+  // A page is read and written once, even if several groups have parameters in it.
   std::map<const void*, size_t> first_of_page;
   for (const size_t w : windows) {
     if (windows_[w].page != nullptr) first_of_page.emplace(windows_[w].page, w);
@@ -269,7 +269,7 @@ void OffloadedState::ForWindows(size_t first, size_t last,
   std::stable_sort(windows.begin(), windows.end(),
                    [&](size_t a, size_t b) { return turn(a) < turn(b); });
   if (place == Place::kOnTheHost) WaitForCopies();
-  // The step before may have been on another stream.
+  // The previous step may have been on another stream.
   for (const auto& copies : copies_) copies->Follow();
   OnDevices there(*this, place);
   if (file_ == nullptr) {
@@ -349,11 +349,11 @@ absl::Status OffloadedState::Stream(const std::vector<size_t>& windows, OnDevice
                                     const UpdateRange& update) {
   const size_t count = windows.size();
   const auto buffer_of = [&](size_t k) { return k % buffers_.size(); };
-  if (count == 1) return TakeInTurn(windows, there, update);  // nothing would run beside anything
+  if (count == 1) return TakeInTurn(windows, there, update);  // nothing would overlap
 
   Mutex mu;
   CondVar changed;
-  // How many windows were read, updated, written; in order.
+  // The number of windows that were read, updated and written; in order.
   size_t read = 0, updated = 0, written = 0;
   std::vector<std::shared_ptr<DeviceWindows::Ticket>> tickets(count);  // of updated ones
   bool stopped = false;  // by an update that has thrown

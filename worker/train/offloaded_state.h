@@ -20,14 +20,14 @@ namespace muster {
 
 // The tensors of an optimizer's state, in a file or in the memory of the CPU, in windows: the
 // states of consecutive parameters, which are read, updated and written together. While one window
-// is updated, a thread reads those after it and writes those before it.
+// is updated, a thread reads the next ones and writes the previous ones.
 //
 //   file   [ p0.exp_avg p0.exp_avg_sq p1.exp_avg ... | p7.exp_avg ... | ... ]
 //            window 0                                  window 1
 //
-// Windows of parameters on a device are updated there: from pinned memory of the host they are
-// copied to the device and back, whole, while it updates the one between (DeviceWindows). Three of
-// them are on the device then, or one, where it has no room for more.
+// Windows of parameters on a device are updated there: they are copied whole from the host's pinned
+// memory to the device and back while the device updates the one between (DeviceWindows). Three of
+// them are on the device then, or one, if it has no room for more.
 //
 // Not thread-safe. Errors are c10::Error.
 class OffloadedState {
@@ -38,17 +38,17 @@ class OffloadedState {
   // at most `window_bytes` bytes; 0: kWindowBytes.
   explicit OffloadedState(std::shared_ptr<ScratchFile> file, uint64_t window_bytes = 0);
 
-  // For tests: the windows of states that are made afterwards without a size of their own.
+  // For tests: sets the window size of states that are made later without a size.
   static void SetDefaultWindowBytes(uint64_t bytes);
 
   bool in_file() const { return file_ != nullptr; }
 
   // Whether parameter `i` has room: Add() was called for it.
   bool Has(size_t i) const { return i < places_.size() && places_[i].window >= 0; }
-  // Whether there is something in it: Fill() was called for it.
+  // Whether parameter `i` has values: Fill() was called for it.
   bool IsFilled(size_t i) const { return Has(i) && places_[i].filled; }
   void Fill(size_t i) { places_[i].filled = true; }
-  // Whether what is kept for parameter `i` is of the type and as many elements as `tensor`.
+  // Whether the state kept for parameter `i` has the type of `tensor`, and as many elements.
   bool Fits(size_t i, const at::Tensor& tensor) const;
 
   // Makes room for `slots` tensors like each of the parameters [first, first + likes.size()), all
@@ -59,30 +59,31 @@ class OffloadedState {
   void Add(size_t first, const std::vector<at::Tensor>& likes, size_t slots,
            const std::vector<c10::Device>& devices = {}, bool by_memory = false);
 
-  // Where ForWindows has the states.
+  // Where ForWindows puts the states.
   enum class Place { kOnTheirDevices, kOnTheHost };
 
-  // Calls `update(first, last)` for the windows in [first, last) that `wanted(i)` for one of their
-  // parameters, in order, but those of one page after each other, with the tensors of their states
-  // at `place`. On a device, `update` queues operations on the current stream, and what that stream
-  // has afterwards comes after all copies; the host waits for none of them, but with a file.
-  // Throws what `update` throws, what the file returns and that a device has no room for a window.
-  // With a file the states are lost then, and so does every further call until Renew().
+  // Calls `update(first, last)` for the windows in [first, last) with a parameter for which
+  // `wanted(i)`, in order, except that those of one page come after each other; the tensors of
+  // their states are at `place`. On a device, `update` queues operations on the current stream, and
+  // later operations on that stream come after all copies; the host waits for none of them, except
+  // with a file. Throws what `update` throws, the error of the file, and an error if a device has
+  // no room for a window. With a file the states are lost then, and every further call throws until
+  // Renew().
   void ForWindows(size_t first, size_t last, const std::function<bool(size_t i)>& wanted,
                   const std::function<void(size_t first, size_t last)>& update,
                   Place place = Place::kOnTheirDevices);
 
-  // Inside of ForWindows: tensor `slot` of the state of parameter `i`, which is in the window. Its
+  // Inside ForWindows: tensor `slot` of the state of parameter `i`, which is in the window. Its
   // shape and strides are those of the parameter in Add().
   at::Tensor Slot(size_t i, size_t slot) const;
 
-  // At any time, on the host: the same, in memory that comes from the file when it is read; without
-  // a file, the state itself, after a wait for the copies from devices. `maps` keeps what was
-  // mapped, for further calls before the next step.
+  // At any time, on the host: the same, in memory that is read from the file on access; without a
+  // file, the state itself, after a wait for the copies from devices. `maps` keeps the mappings,
+  // for further calls before the next step.
   using Maps = std::map<int64_t, std::shared_ptr<char>>;
   at::Tensor Mapped(size_t i, size_t slot, Maps* maps) const;
 
-  // All states are about to be written again: forgets what they were, and that the file has failed.
+  // All states are about to be written again: forgets their values, and the failure of the file.
   void Renew();
   // Why the states are lost; OK if they are not.
   const absl::Status& failed() const { return failed_; }
@@ -98,11 +99,12 @@ class OffloadedState {
   struct Window {
     size_t first, last;  // parameters
     uint64_t bytes;
-    c10::Device device;            // where it is updated
-    uint64_t at = 0;               // in the file, or in the memory of all that came with it
-    const void* page = nullptr;    // that its parameters are in; null: none
+    c10::Device device;            // on which the window is updated
+    uint64_t at = 0;               // in the file, or in the memory of all windows that were added
+                                   // together
+    const void* page = nullptr;    // that the parameters are in; null: none
     std::shared_ptr<char> memory;  // without a file
-    bool written = false;          // there is something in it
+    bool written = false;          // the window has values
   };
   // The windows of a call of ForWindows that are on their devices.
   class OnDevices;
@@ -112,14 +114,15 @@ class OffloadedState {
                       const std::shared_ptr<char>& keep) const;
   DeviceWindows& CopiesOf(const c10::Device& device);
   void WaitForCopies() const;
-  // Of a window that is in `memory`, of `device`.
+  // Updates a window that is in `memory`, on `device`.
   void Update(size_t window, char* memory, const c10::Device& device, const UpdateRange& update);
-  // Which of its parameters have their state.
+  // Which parameters of the window have states.
   std::vector<bool> FilledIn(size_t window) const;
   void SetFilledIn(size_t window, const std::vector<bool>& filled);
   absl::Status Read(size_t window, size_t buffer);
   absl::Status Write(size_t window, size_t buffer);
-  // Takes the windows, of a file, one after the other: with a thread for the transfers, or without.
+  // Processes the windows, of a file, one after the other: with a thread for the transfers, or
+  // without.
   absl::Status Stream(const std::vector<size_t>& windows, OnDevices& there,
                       const UpdateRange& update);
   absl::Status TakeInTurn(const std::vector<size_t>& windows, OnDevices& there,
@@ -129,13 +132,13 @@ class OffloadedState {
   const uint64_t window_bytes_;
   std::vector<Kept> places_;  // by parameter
   std::vector<Window> windows_;
-  // The window that is updated, and its memory.
+  // The window that is being updated, and its memory.
   int64_t open_ = -1;
   char* open_memory_ = nullptr;
   c10::Device open_device_{c10::DeviceType::CPU};
   std::array<AlignedMemory, 3> buffers_;
   absl::Status failed_;
-  // Of devices that have windows. The last member: it waits for copies to and from the memory.
+  // For the devices that have windows. The last member: it waits for copies to and from the memory.
   std::vector<std::unique_ptr<DeviceWindows>> copies_;
 };
 

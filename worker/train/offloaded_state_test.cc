@@ -28,7 +28,7 @@ using ::testing::Pair;
 
 constexpr uint64_t kWindow = 3 * 4096;
 
-// Seven parameters of two states each, of one window of their own or several in one.
+// Seven parameters with two states each, in windows of one or several.
 std::vector<at::Tensor> Likes() {
   std::vector<at::Tensor> likes;
   for (const int64_t size : {600, 600, 0, 5000, 3, 1000, 700}) {
@@ -50,7 +50,7 @@ class OffloadedStateTest : public testing::Test {
     return static_cast<float>(1000 * step + 10 * i + slot);
   }
 
-  // Sets all states to those of `step`, after it has found those of the step before.
+  // Sets all states to those of `step`, after checking that they are those of the previous step.
   static void Step(OffloadedState& state, int step) {
     const auto all = [](size_t) { return true; };
     size_t seen = 0;
@@ -225,7 +225,7 @@ TEST_F(OffloadedStateTest, FullDisk_IsRefusedWithNothingChanged) {
   EXPECT_FALSE(state.Has(0));
 }
 
-// States of parameters on a device, each of which has one window.
+// States of parameters on a device, each with its own window.
 class OffloadedStateOfADevice : public OffloadedStateTest {
  protected:
   static constexpr size_t kWindows = 5;
@@ -243,7 +243,7 @@ class OffloadedStateOfADevice : public OffloadedStateTest {
     return state;
   }
 
-  // Sets all states to those of `step`, after it has found those of the step before.
+  // Sets all states to those of `step`, after checking that they are those of the previous step.
   void StepThere(OffloadedState& state, int step,
                  const std::function<void(size_t i, Point update)>& updated = nullptr) {
     const size_t copies = CopiesToFakeDevice().size();
@@ -380,7 +380,7 @@ TEST_F(OffloadedStateOfADevice, UpdateThatThrows_LeavesAParameterWithoutStateWit
   state.Add(0, std::vector<at::Tensor>(2, at::zeros({8})), 1,
             std::vector<c10::Device>(2, FakeDevice().device()));
   const auto all = [](size_t) { return true; };
-  // One window, in which only the first has a gradient.
+  // One window, in which only the first parameter has a gradient.
   state.ForWindows(0, 2, all, [&](size_t first, size_t last) {
     ASSERT_EQ(last - first, 2u);
     SetValues(state.Slot(0, 0), 1);

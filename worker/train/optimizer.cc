@@ -30,11 +30,11 @@ using Slot = FusedOptimizer::Slot;
 using Lists = FusedOptimizer::Lists;
 using Scalar = std::optional<at::Tensor>;
 
-// Adam's and AdamW's options are the same but for their defaults.
+// The options of Adam and AdamW differ only in their defaults.
 template <typename Options>
 concept AdamLike = std::is_same_v<Options, AdamWOptions> || std::is_same_v<Options, AdamOptions>;
 
-// Calls visit(name, field) for every option, as it is named in a saved state.
+// Calls visit(name, field) for every option, with its name in a saved state.
 template <typename Options, typename Visit>
 void ForOptions(Options& o, const Visit& visit) {
   using O = std::remove_const_t<Options>;
@@ -81,7 +81,7 @@ void CheckOptions(const Options& o) {
   Check(o);
 }
 
-// State of one kind does not serve an optimizer of another.
+// A state of one kind is of no use to an optimizer of another.
 void CheckSameState(const AdamLike auto& saved, const AdamLike auto& here, int64_t group) {
   TORCH_CHECK(saved.amsgrad == here.amsgrad, "parameter group ", group, " was saved with amsgrad ",
               saved.amsgrad ? "on" : "off", " and this optimizer has it ",
@@ -114,7 +114,7 @@ void CallKernel(const AdamLike auto& o, const Lists& lists, const Scalar& grad_s
            o.lr, o.betas[0], o.betas[1], o.weight_decay, o.eps, o.amsgrad, o.maximize, grad_scale,
            found_inf);
   };
-  // The kernels are overloaded.
+  // A lambda, because the kernels are overloaded.
   if constexpr (std::is_same_v<decltype(o), const AdamWOptions&>) {
     call([](auto&&... arguments) { at::_fused_adamw_(arguments...); });
   } else {
@@ -123,8 +123,7 @@ void CallKernel(const AdamLike auto& o, const Lists& lists, const Scalar& grad_s
 }
 void CallKernel(const SGDOptions& o, const Lists& lists, const Scalar& grad_scale,
                 const Scalar& found_inf) {
-  // From a buffer of zeros the first step is the right one, except that dampening must not act in
-  // it.
+  // From a buffer of zeros the first step is right, except that it must not apply dampening.
   const bool is_first_step = lists.fresh && o.momentum != 0 && o.dampening != 0;
   at::_fused_sgd_(lists.params, lists.grads, lists.slots[0], o.weight_decay, o.momentum, o.lr,
                   o.dampening, o.nesterov, o.maximize, is_first_step, grad_scale, found_inf);
@@ -144,7 +143,7 @@ void CheckGradient(const at::Tensor& param, const at::Tensor& grad, const std::s
               " and its gradient on ", grad.device());
 }
 
-// The one of `chunks` for parameters like `param`; a new one gets room for `room` of them with
+// Returns the chunk for parameters like `param`; a new one gets room for `room` of them with
 // `slots` tensors of state each. `Chunk` is FusedOptimizer's.
 template <typename Chunk>
 Chunk& FindChunk(std::vector<Chunk>* chunks, const at::Tensor& param, bool fresh, bool small,
@@ -167,9 +166,9 @@ Chunk& FindChunk(std::vector<Chunk>* chunks, const at::Tensor& param, bool fresh
   return chunk;
 }
 
-// Counts each shared step tensor of a chunk once. Handles to it are held by the states of its
-// cohort and by this chunk; if some of the cohort are not in the chunk, those that are leave it for
-// a copy, and `left` says so. Returns what was counted: old, new.
+// Counts each shared step tensor of a chunk once. The states of its cohort and this chunk refer to
+// it; if some of the cohort are not in the chunk, those in the chunk get a copy, and `left` is set.
+// Returns the tensors that were counted: old, new.
 std::vector<std::pair<at::Tensor, at::Tensor>> CountSteps(std::vector<at::Tensor>* steps,
                                                           bool* left) {
   std::vector<std::pair<at::Tensor, at::Tensor>> counted;  // old, new
@@ -194,13 +193,13 @@ std::vector<std::pair<at::Tensor, at::Tensor>> CountSteps(std::vector<at::Tensor
   return counted;
 }
 
-// A model spread over devices has its scale and its flag on one of them.
+// A model spread over several devices has its scale and its flag on one of them.
 Scalar OnDevice(const Scalar& scalar, at::Device device) {
   if (!scalar.has_value()) return std::nullopt;
   return scalar->to(device);
 }
 
-// Parameters `first` up to `last` of a chunk.
+// Returns the lists for parameters `first` up to `last` of a chunk.
 template <typename Chunk>
 Lists ListsOf(const Chunk& chunk, int64_t first, int64_t last) {
   const auto range = [&](const std::vector<at::Tensor>& list) {
@@ -259,7 +258,7 @@ void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_i
 
   if (offloaded_ != nullptr) {
     ThrowIfError(offloaded_->failed());
-    // What is refused is refused before anything has changed.
+    // Refuse everything before anything has changed.
     MakeRoom();
     for (size_t i = 0; i < state_.size(); ++i) {
       const at::Tensor& param = seen_parameters()[i];
@@ -272,7 +271,8 @@ void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_i
                   "step");
     }
   }
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // parameters with holes, dense copies
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // parameters with holes, and their dense
+                                                          // copies
   if (offloaded_ != nullptr) StepOffloaded(scale, inf, &copies);
   for (size_t g = 0; g < groups_.size(); ++g) {
     if (IsOffloaded(static_cast<int64_t>(g))) continue;
@@ -295,7 +295,7 @@ void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_i
     const at::Tensor& param = seen_parameters()[i];
     if (Steps(i) && param.grad().defined()) stepped.push_back(param);
   }
-  // Inside of a backward pass the model counts: it knows the graph.
+  // Inside a backward pass the model counts the change, because it knows the graph.
   if (only_.empty()) {
     NoteStep(stepped);
   } else {
@@ -314,15 +314,15 @@ void FusedOptimizer::StepRange(int64_t group, size_t first, size_t last, const S
     const at::Tensor& param = seen_parameters()[i];
     at::Tensor grad = param.grad();
     if (!grad.defined()) continue;
-    // With offload all have been checked.
+    // With offload, all gradients have been checked.
     if (offloaded_ == nullptr) CheckGradient(param, grad, parameter_names()[i]);
-    // The kernel's parameter: a dense copy where this one has holes.
+    // The kernel's parameter: a dense copy if this one has holes.
     const bool dense = IsDense(param);
     at::Tensor target = dense ? param : at::empty_like(param).copy_(param);
     if (!SameLayout(grad, target)) grad = at::empty_like(target).copy_(grad);
 
     ParamState& state = state_[i];
-    // Or the first with a momentum, which may come later.
+    // Or the first step with a momentum, which may be set later.
     const bool fresh = !state.exists || (slot_count > 0 && !HasSlots(i));
     Chunk& chunk =
         FindChunk(&chunks, param, fresh, IsSmall(param), last - i, slot_count, counts_steps());
@@ -368,7 +368,7 @@ void FusedOptimizer::StepRange(int64_t group, size_t first, size_t last, const S
 void FusedOptimizer::StepOffloaded(const std::optional<at::Tensor>& grad_scale,
                                    const std::optional<at::Tensor>& found_inf,
                                    std::vector<std::pair<at::Tensor, at::Tensor>>* copies) {
-  // A group whose momentum has become 0 has windows and no states.
+  // A group whose momentum has become 0 has windows, but no states.
   std::vector<bool> has_states(state_.size());
   for (int64_t g = 0; g < num_groups(); ++g) {
     const auto [begin, end] = groups_[g];
@@ -381,7 +381,7 @@ void FusedOptimizer::StepOffloaded(const std::optional<at::Tensor>& grad_scale,
     int64_t group = 0;
     while (groups_[group].second <= first) ++group;
     const std::vector<Slot> slots_of_group = slots(group);
-    // Tensors that were made for the kernel of those in the window.
+    // Tensors that were made because the kept ones do not fit the kernel.
     std::vector<std::pair<at::Tensor, at::Tensor>> fitted;
     const SlotOf slot_of = [&](size_t i, size_t s, const at::Tensor& target) {
       at::Tensor kept = offloaded_->Slot(i, s);
@@ -406,7 +406,7 @@ void FusedOptimizer::MakeRoom() {
     for (size_t i = begin; i < end; ++i) {
       const at::Tensor& param = seen_parameters()[i];
       devices.push_back(param.device());
-      // Without memory, of the strides that the states have.
+      // Without memory, but with the strides of the states.
       likes.push_back(IsDense(param)
                           ? param.detach()
                           : at::empty_like(param, at::TensorOptions().device(at::kMeta)));
@@ -483,7 +483,7 @@ OptimizerState FusedOptimizer::SaveState() const {
     for (auto& [name, row] : SaveGroup(g)) saved.groups[std::to_string(g) + "." + name] = row;
     for (size_t i = begin; i < end; ++i) {
       if (!state_[i].exists) continue;
-      // A step that failed has counted it, and has no state to give.
+      // A failed step has counted it, although it has no state.
       if (!names.empty() && offloaded_ != nullptr && offloaded_->Has(i) && !offloaded_->IsFilled(i))
         continue;
       const std::string& parameter = parameter_names()[i];
@@ -528,7 +528,7 @@ void FusedOptimizer::LoadState(const OptimizerState& state) {
   at::NoGradGuard no_grad;
   const auto by_parameter = CheckedSlots(state);
   std::vector<ParamState> loaded(state_.size());
-  // Into new memory, and into memory that is there: what is copied once nothing can fail any more.
+  // `first` goes to new memory; `copies` to existing memory, only when nothing can fail any more.
   std::vector<std::pair<at::Tensor, at::Tensor>> first, copies;
   std::map<std::pair<c10::Device, float>, at::Tensor,
            bool (*)(const std::pair<c10::Device, float>&, const std::pair<c10::Device, float>&)>
@@ -631,8 +631,8 @@ void Fused<Options>::set_momentum(int64_t group, double momentum) {
 template <typename Options>
 bool Fused<Options>::supports_scaled_step() const {
   if constexpr (std::is_same_v<Options, SGDOptions>) {
-    // With dampening the first buffer is the gradient itself, which a step skipped on the device
-    // would leave unset.
+    // With dampening the first buffer is the gradient itself, which a step that is skipped on the
+    // device would leave unset.
     for (const SGDOptions& o : options_) {
       if (o.momentum != 0 && o.dampening != 0) return false;
     }

@@ -16,8 +16,8 @@
 namespace muster {
 namespace {
 
-// Whether several elements may lie at one place. The dimensions, from the smallest stride on, must
-// each step over everything below.
+// Whether several elements may share memory. If not, each dimension, from the smallest stride on,
+// steps over everything below it.
 bool MayOverlap(const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided || tensor.numel() < 2 ||
       tensor.is_non_overlapping_and_dense()) {
@@ -199,7 +199,7 @@ void CheckGroupSizes(const PlainState& groups, const std::vector<size_t>& sizes)
   TORCH_CHECK(saved == size, "the optimizer state has ", saved,
               " parameter groups and this optimizer ", size,
               ": add the groups that were added in training before the state is loaded");
-  // Where parameters have moved between groups, numbers name others.
+  // If parameters have moved between groups, their numbers name other parameters.
   for (size_t g = 0; g < sizes.size(); ++g) {
     const auto row = groups.find(std::to_string(g) + ".params");
     if (row == groups.end()) continue;

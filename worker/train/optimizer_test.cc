@@ -45,7 +45,7 @@ std::vector<at::Tensor> MakeParams() {
   return params;
 }
 
-// The same gradients for every list. Parameter 1 has none in every third step, 2 none before
+// Sets the same gradients for every list. Parameter 1 has none in every third step, 2 none before
 // step 4.
 void SetGrads(std::vector<at::Tensor>& params, int step) {
   at::manual_seed(100 + step);
@@ -62,7 +62,7 @@ void ExpectNear(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>&
   }
 }
 
-// Twelve steps of both, with a change of the rate on the way; then again from saved states,
+// Makes twelve steps of both, with a change of the rate in between; then again from saved states,
 // crosswise.
 template <typename MakeOurs, typename MakeTheirs>
 void ExpectEqualRuns(MakeOurs make_ours, MakeTheirs make_theirs) {
@@ -237,7 +237,7 @@ TEST(FusedAdamW, SavedWithNames_IsExactOnResume) {
   for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(a[i].equal(b[i])) << i;
 }
 
-// The device's own copy of memory that is not pinned is one for each tensor.
+// For memory that is not pinned, the device makes one copy for each tensor.
 TEST(Optimizers, StateInMemoryOfTheHost_IsUploadedInBlocks) {
   constexpr int64_t kNumbers = 5'000'000;  // 20 MB
   const at::Tensor saved = at::arange(kNumbers, at::kFloat);
@@ -250,7 +250,7 @@ TEST(Optimizers, StateInMemoryOfTheHost_IsUploadedInBlocks) {
   for (OptimizerHandle* const optimizer : {static_cast<OptimizerHandle*>(&fused), handle.get()}) {
     OptimizerState state = optimizer->SaveState();
     state.tensors["0.momentum_buffer"] = saved;
-    // Into new memory, and into that of the load before.
+    // First into new memory, then into that of the previous load.
     for (int load = 0; load < 2; ++load) {
       const size_t before = CopiesToFakeDevice().size();
       optimizer->LoadState(state);
@@ -284,8 +284,8 @@ TEST(FusedAdamW, StateThatDoesNotFit_IsRefusedAndChangesNothing) {
   optimizer.LoadState(good);
 }
 
-// States are known by number: where one group has become longer and the next one shorter, those of
-// equal shapes would go to other parameters.
+// States are identified by number: if one group has become longer and the next one shorter, states
+// of equal shapes would go to other parameters.
 TEST(Optimizers, StateOfGroupsOfOtherSizes_IsRefused) {
   const auto parameters = [] {
     std::vector<at::Tensor> list;
@@ -315,7 +315,7 @@ TEST(Optimizers, StateOfGroupsOfOtherSizes_IsRefused) {
                   HasSubstr("parameter group 0 of the optimizer was saved with 1 parameters and "
                             "has 2 here"));
       EXPECT_TRUE(into->SaveState().tensors.empty());
-      // Older ones do not say.
+      // Older states do not contain the sizes.
       OptimizerState old = state;
       for (const char* row : {"0.params", "1.params"}) EXPECT_EQ(old.groups.erase(row), 1u);
       EXPECT_NO_THROW(into->CheckState(old));
@@ -439,8 +439,8 @@ void ExpectSameState(const OptimizerHandle& a, const OptimizerHandle& b) {
   }
 }
 
-// Some steps of two optimizers of one kind, of which `b`'s state is offloaded: equal to the last
-// bit, also after the states have been exchanged.
+// Makes some steps of two optimizers of one kind, where `b`'s state is offloaded: equal to the last
+// bit, even after the states have been exchanged.
 template <typename Make>
 void ExpectSameOffloaded(Make make) {
   const TestFolder folder;
@@ -514,7 +514,7 @@ TEST(OffloadedOptimizer, ParametersThatLieOtherwise_EqualThoseWithoutOffload) {
   const TestFolder folder;
   const auto make = [] {
     at::manual_seed(1);
-    // With holes; and one whose memory format changes after the first step.
+    // A parameter with holes; and one whose memory format changes after the first step.
     return std::vector<at::Tensor>{
         at::randn({6, 8}).slice(1, 0, 8, 2).detach().requires_grad_(true),
         at::randn({2, 3, 4, 5}).requires_grad_(true)};
@@ -553,7 +553,7 @@ TEST(OffloadedOptimizer, GroupAddedLater_IsOffloadedToo) {
   ExpectSameState(plain, offloaded);
 }
 
-// With a system whose calls fail when the test says so.
+// A disk whose system calls fail when the test asks for it.
 class FailingDisk {
  public:
   std::shared_ptr<ScratchFile> File() {
@@ -590,7 +590,7 @@ TEST(OffloadedOptimizer, DiskThatFailsInAStep_SavesNothingUntilAStateIsLoaded) {
   EXPECT_THAT(ErrorOf([&] { optimizer.Step(); }), HasSubstr("state was lost"));
   EXPECT_THAT(ErrorOf([&] { optimizer.SaveState(); }), HasSubstr("state was lost"));
   EXPECT_THAT(optimizer.CannotSave(), HasSubstr("state was lost"));
-  // What is lost is not read again.
+  // Lost states are not read again.
   disk.system.pread = [](int, void*, size_t, off_t) -> ssize_t { return FailingDisk::Fail(EIO); };
   optimizer.LoadState(good);
   disk.system.pread = ::pread;
@@ -737,7 +737,7 @@ void ExpectLoadUsesMomentsAgain(const at::Tensor& parameter, OptimizerHandle* ha
   EXPECT_EQ(moment().data_ptr(), memory);
   EXPECT_TRUE(moment().equal(saved));
 
-  // What somebody else holds stays as it is, and so does what was loaded.
+  // Tensors that other code holds stay unchanged, and so does the loaded state.
   step();
   const at::Tensor held = moment();
   const at::Tensor values = held.clone();

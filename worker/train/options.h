@@ -19,8 +19,8 @@ enum class ShortWindow {
 };
 
 struct AccumulationOptions {
-  // Micro-steps per optimizer step, at least 1. Absent: 1; in AcceleratorOptions, what its
-  // gradient_accumulation_steps says.
+  // Micro-steps per optimizer step, at least 1. Absent: 1; in AcceleratorOptions, the value of its
+  // gradient_accumulation_steps.
   std::optional<int64_t> num_steps;
   bool sync_with_dataloader = true;  // the last batch of a loader ends the window
   // Exchange gradients in every micro-step; the optimizer still steps only at the end of the

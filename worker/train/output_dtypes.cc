@@ -12,7 +12,7 @@ namespace muster {
 namespace {
 
 struct Registry {
-  // Most processes have none, and look no further.
+  // Most processes have no lists, and look no further.
   std::atomic<int> lists = 0;
   Mutex mu;
   std::unordered_map<const torch::nn::Module*,
@@ -25,8 +25,8 @@ Registry& TheRegistry() {
   return registry;
 }
 
-// As a pass of a prepared model does. In another one, of the bare module, the next module would
-// refuse a dtype that its weights do not have.
+// As in a pass of a prepared model. In a pass of the bare module, the next module would refuse a
+// dtype that its weights do not have.
 bool RunsUnderAutocast() {
   return at::autocast::is_autocast_enabled(c10::kCPU) ||
          at::autocast::is_autocast_enabled(c10::kCUDA);

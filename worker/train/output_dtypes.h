@@ -16,10 +16,10 @@ class Module;
 
 namespace muster {
 
-// While it lives, muster::call() of `modules` converts what they return to `dtype` where autocast
-// is on, as in a pass of the prepared model: in another one, of the bare module, the next module
-// would refuse a dtype that its weights do not have. For a module that several OutputDtypes name,
-// the newest one counts. Thread-safe.
+// While it lives, muster::call() of `modules` converts their results to `dtype` if autocast is on,
+// as in a pass of the prepared model: in a pass of the bare module, the next module would refuse a
+// dtype that its weights do not have. If several OutputDtypes name a module, the newest one counts.
+// Thread-safe.
 class OutputDtypes {
  public:
   OutputDtypes(std::vector<std::shared_ptr<torch::nn::Module>> modules, c10::ScalarType dtype);
@@ -33,7 +33,7 @@ class OutputDtypes {
   const std::vector<std::shared_ptr<torch::nn::Module>> modules_;
 };
 
-// The output dtype for a call of `module`, which may be null, by this thread now.
+// Returns the output dtype for a call of `module`, which may be null, by this thread now.
 std::optional<c10::ScalarType> OutputDtypeOf(const torch::nn::Module* module);
 
 // Returns `output` with its floating-point tensors converted to `dtype` (differentiable).

@@ -35,8 +35,7 @@ void CheckMatched(const std::string& pattern, bool matched, const NamedParameter
               names);
 }
 
-// Puts each tensor into the list that `list_of(name)` says, of `count`. `name_of(list)` is for the
-// message.
+// Puts each tensor into list number `list_of(name)` of `count`. `name_of(list)` is for the message.
 std::vector<std::vector<at::Tensor>> Split(const NamedParameters& parameters, size_t count,
                                            const std::function<size_t(const std::string&)>& list_of,
                                            const std::function<std::string(size_t)>& name_of) {
@@ -61,13 +60,13 @@ std::string Lower(std::string text) {
   return text;
 }
 
-// "ln", "ln_1", "ln_f", "bn2".
+// Matches "ln", "ln_1", "ln_f", "bn2".
 bool IsShortNorm(const std::string& part) {
   static const std::regex& expression = *new std::regex("(ln|bn)(_?[0-9]+|_f)?");
   return std::regex_match(part, expression);
 }
 
-// By the parts of its name.
+// Decides by the components of the name.
 bool IsBiasOrOfNorm(const std::string& name) {
   const size_t dot = name.rfind('.');
   const std::string last = Lower(dot == std::string::npos ? name : name.substr(dot + 1));

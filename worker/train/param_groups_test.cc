@@ -24,7 +24,7 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
-// The names of `tensors` in `module`.
+// Returns the names of `tensors` in `module`.
 std::vector<std::string> NamesOf(const torch::nn::Module& module,
                                  const std::vector<at::Tensor>& tensors) {
   std::vector<std::string> names;
@@ -59,7 +59,7 @@ TEST(SplitForDecay, BiasesAndNorms_AreNotDecayed) {
   EXPECT_THAT(
       NamesOf(net, SplitForDecay(net, "words.*").decayed),
       ElementsAre("layers.0.weight", "rnn.weight_ih_l0", "rnn.weight_hh_l0", "head.weight"));
-  // A norm that is the model.
+  // The model itself is a norm.
   const torch::nn::BatchNorm1d norm(3);
   EXPECT_THAT(SplitForDecay(*norm).others, SizeIs(2));
 }

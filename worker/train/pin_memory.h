@@ -7,12 +7,12 @@
 
 namespace muster {
 
-// Pins memory that `device` copies to and from, where it is a GPU.
+// Pins memory that `device` copies to and from, if it is a GPU.
 inline void PinFor(const c10::Device& device, AlignedMemory* memory) {
   if (!device.is_cuda()) return;
   const HostPinning* const cuda = HostPinning::Cuda();
   if (cuda == nullptr) return;
-  // The threads that come here may have another device as the current one, which CUDA would use.
+  // The calling thread may have a different current device, which CUDA would use.
   const c10::DeviceGuard on(device);
   memory->Pin(*cuda);
 }

@@ -10,7 +10,7 @@
 namespace muster {
 
 struct PreparedSchedulerOptions {
-  bool step_with_optimizer = true;  // false: one step at every call, whatever the optimizer does
+  bool step_with_optimizer = true;  // false: one step at every call, independently of the optimizer
   SchedulerUnits units = SchedulerUnits::kOptimizerSteps;
   int num_processes = 1;       // for kProcesses
   bool split_batches = false;  // for kProcesses
@@ -27,9 +27,9 @@ class PreparedScheduler {
   PreparedScheduler(Scheduler& scheduler, const PreparedSchedulerOptions& options)
       : scheduler_(scheduler), options_(options) {}
 
-  // To be called after the optimizer in each micro-step. Nothing happens unless `step.sync`;
-  // nothing happens if the optimizer step was skipped (inf or NaN under a gradient scaler). Returns
-  // the steps made.
+  // Call it after the optimizer in each micro-step. Does nothing unless `step.sync`, and if the
+  // optimizer step was skipped (inf or NaN under a gradient scaler). Returns the number of steps
+  // made.
   int64_t Step(const MicroStep& step, bool optimizer_step_was_skipped);
 
   Scheduler& inner() { return scheduler_; }

@@ -6,10 +6,10 @@
 
 namespace muster {
 
-// A schedule from its description {"type": ..., arguments by torch's names}. Types: lambda_linear
-// and lambda_cosine (warmup, total), constant_with_warmup, inverse_sqrt (warmup), StepLR,
-// MultiStepLR, ExponentialLR, ConstantLR, LinearLR, PolynomialLR, CosineAnnealingLR,
-// CosineAnnealingWarmRestarts, OneCycleLR. Arguments that torch gives defaults may be missing.
+// Returns a schedule from its description {"type": ..., arguments by torch's names}. Types:
+// lambda_linear and lambda_cosine (warmup, total), constant_with_warmup, inverse_sqrt (warmup),
+// StepLR, MultiStepLR, ExponentialLR, ConstantLR, LinearLR, PolynomialLR, CosineAnnealingLR,
+// CosineAnnealingWarmRestarts, OneCycleLR. Arguments that have defaults in torch may be missing.
 // Throws c10::Error for an unknown type or a bad value, nlohmann's exceptions for a missing or
 // mistyped one.
 LrSchedulePtr MakeLrSchedule(const nlohmann::json& description);

@@ -20,7 +20,7 @@ at::Tensor SlotToReuse(const at::Tensor& slot, size_t references, const at::Tens
       slot.sizes() == parameter.sizes() && slot.strides() == parameter.strides() &&
       parameter.is_non_overlapping_and_dense() && source.layout() == at::kStrided &&
       source.sizes() == slot.sizes() &&
-      // A copy to a GPU that converts needs memory there, and may fail.
+      // A converting copy to a GPU needs memory there, and may fail.
       (slot.is_cpu() ||
        (source.scalar_type() == slot.scalar_type() && source.strides() == slot.strides()));
   return fits ? slot : at::Tensor();

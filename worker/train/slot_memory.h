@@ -7,16 +7,16 @@
 
 namespace muster {
 
-// Memory for the state of an optimizer that is loaded: new pages cost several times what the copy
-// into them does.
+// Memory for an optimizer's state that is being loaded: new pages cost several times as much as the
+// copy into them.
 
-// Returns `slot`, the tensor that holds this state of `parameter` now, if the values of `source`
-// fit there and only the optimizer uses its memory: all `references` to the tensor, this one
-// included, are the optimizer's. Undefined: it cannot be reused.
+// Returns `slot`, the tensor that now holds this state of `parameter`, if the values of `source`
+// fit there and only the optimizer uses its memory: all references to the tensor are the
+// `references` of the optimizer, including this one. Undefined: it cannot be reused.
 at::Tensor SlotToReuse(const at::Tensor& slot, size_t references, const at::Tensor& parameter,
                        const at::Tensor& source);
 
-// A tensor like `parameter`, of undefined values, in huge pages where the machine has them.
+// Returns a tensor like `parameter`, with undefined values, in huge pages if the machine has them.
 at::Tensor NewSlot(const at::Tensor& parameter);
 
 }  // namespace muster

@@ -12,8 +12,8 @@
 namespace muster {
 namespace {
 
-// Ranks of one generation run the same binary on the same byte order: numbers travel as they lie in
-// memory.
+// The ranks of one generation run the same binary on machines of the same byte order: numbers are
+// sent as they are in memory.
 class Writer {
  public:
   void Int(int64_t value) { bytes_.append(reinterpret_cast<const char*>(&value), sizeof(value)); }
@@ -84,7 +84,7 @@ PlainState BroadcastPlainState(Comm& comm, const PlainState& state, int root) {
 
 void BroadcastOptimizerState(Comm& comm, OptimizerHandle& optimizer, int root) {
   if (comm.size() == 1) return;
-  // On every rank alike, before the others wait for a state that does not come.
+  // It throws on every rank alike, before the others wait for a state that does not come.
   const std::string problem = optimizer.CannotSave();
   TORCH_CHECK(problem.empty(), problem);
   at::NoGradGuard no_grad;
@@ -106,7 +106,7 @@ void BroadcastOptimizerState(Comm& comm, OptimizerHandle& optimizer, int root) {
   Reader reader(comm.BroadcastBytes(writer.bytes(), root));
   if (!sender) {
     state.groups = ReadPlain(reader);
-    // Tensors come to this rank's own device of the root's kind.
+    // Tensors are copied to this rank's own device of the root's kind.
     c10::Device own = optimizer.parameters().at(0).device();
     for (int64_t tensors = reader.Int(); tensors > 0; --tensors) {
       const std::string name = reader.Text();

@@ -7,11 +7,11 @@
 
 namespace muster {
 
-// The state of rank `root`, on every rank. A collective.
+// Returns the state of rank `root` on every rank. A collective.
 PlainState BroadcastPlainState(Comm& comm, const PlainState& state, int root);
 
-// Makes the state of `optimizer` on every rank that of rank `root`: tensors (also those that a rank
-// does not have yet) and hyper-parameters. The optimizers must be of one kind over the same
+// Replaces the state of `optimizer` on every rank by that of rank `root`: tensors (also those that
+// a rank does not have yet) and hyper-parameters. The optimizers must be of one kind over the same
 // parameters. A collective.
 void BroadcastOptimizerState(Comm& comm, OptimizerHandle& optimizer, int root);
 

@@ -1,8 +1,8 @@
 #include "worker/train/tensor_ranges.h"
 
-// LibTorch brings its own copy of the OpenMP runtime, and at::set_num_threads sets the whole
-// process. These two act on the calling thread alone; they are found in LibTorch's copy when the
-// program is loaded.
+// LibTorch has its own copy of the OpenMP runtime, and at::set_num_threads affects the whole
+// process. These two functions affect only the calling thread; they are found in LibTorch's copy
+// when the program is loaded.
 extern "C" {
 int omp_get_max_threads() __attribute__((weak));
 void omp_set_num_threads(int threads) __attribute__((weak));

@@ -13,14 +13,14 @@
 
 namespace muster {
 
-// Whether an operation on this tensor is so short that LibTorch's threads cost more than they
-// bring: they meet at a barrier for every tensor, of a few microseconds.
+// Whether an operation on this tensor is so short that LibTorch's threads cost more than they save:
+// they meet at a barrier for every tensor, which takes a few microseconds.
 inline bool IsSmall(const at::Tensor& tensor) {
   return tensor.is_cpu() && tensor.numel() < (1 << 15);
 }
 
-// While it lives, LibTorch's operations on this thread use no others. Does nothing if LibTorch is
-// built without OpenMP.
+// While it lives, LibTorch's operations on this thread use no other threads. Does nothing if
+// LibTorch is built without OpenMP.
 class OneThread {
  public:
   OneThread();
@@ -34,7 +34,7 @@ class OneThread {
 
 namespace tensor_ranges_internal {
 
-// Of the tensors from `first` up to `last`.
+// Calls fn(begin, end) for ranges of the tensors from `first` up to `last`.
 template <typename Fn>
 void ForRangesOf(const std::vector<at::Tensor>& tensors, int64_t first, int64_t last,
                  const Fn& fn) {
@@ -72,12 +72,12 @@ void ForRangesOf(const std::vector<at::Tensor>& tensors, int64_t first, int64_t 
 
 }  // namespace tensor_ranges_internal
 
-// Calls fn(begin, end) for ranges that together cover `tensors`. A list of small ones (all of them,
-// see IsSmall) is one range on this thread if it is short, else one for each of LibTorch's threads,
-// so that these meet once for the whole list and not for each tensor. Others are one range, left to
-// LibTorch. Tensors of different pages (paged_storage.h), and those whose `gradients` are of
-// different ones, are in different ranges, one page after the other. `gradients`: empty, or as many
-// as `tensors`. `fn` runs without grad mode and may run on several threads at a time.
+// Calls fn(begin, end) for ranges that together cover `tensors`. A list of only small ones (see
+// IsSmall) is one range on this thread if it is short, else one for each of LibTorch's threads, so
+// that these meet once for the whole list and not for each tensor. Other lists are one range, left
+// to LibTorch. Tensors in different pages (paged_storage.h), and those whose `gradients` are in
+// different pages, are in different ranges, one page after the other. `gradients`: empty, or as
+// many as `tensors`. `fn` runs without grad mode and may run on several threads at a time.
 template <typename Fn>
 void ForTensorRanges(const std::vector<at::Tensor>& tensors,
                      const std::vector<at::Tensor>& gradients, const Fn& fn) {

@@ -11,7 +11,7 @@
 namespace muster {
 namespace {
 
-// Each tensor of `sizes` is in exactly one range; returns the number of ranges.
+// Expects that each tensor of `sizes` is in exactly one range; returns the number of ranges.
 int ExpectCovered(const std::vector<int64_t>& sizes) {
   std::vector<at::Tensor> tensors;
   for (const int64_t size : sizes) tensors.push_back(at::zeros({size}));
@@ -31,7 +31,7 @@ TEST(ForTensorRanges, EveryTensor_IsInOneRange) {
   at::set_num_threads(3);
   EXPECT_EQ(ExpectCovered({}), 1);
   EXPECT_EQ(ExpectCovered({5}), 1);
-  EXPECT_EQ(ExpectCovered({1 << 20, 7, 7}), 1);  // begins with a large one: not to be divided
+  EXPECT_EQ(ExpectCovered({1 << 20, 7, 7}), 1);  // begins with a large tensor: not divided
   EXPECT_EQ(ExpectCovered(std::vector<int64_t>(30, 64)), 1);  // short
   EXPECT_EQ(ExpectCovered(std::vector<int64_t>(30, 8192)), 3);
   EXPECT_LE(ExpectCovered({30000, 30000, 30000, 30000, 30000, 1, 1}), 3);

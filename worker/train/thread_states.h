@@ -13,14 +13,14 @@ struct ThreadState {
   void (*set)(int64_t value);
 };
 
-// For good. Thread-safe.
+// Adds a state, permanently. Thread-safe.
 void AddThreadState(const ThreadState& state);
 
-// Those of the calling thread.
+// Returns the states of the calling thread.
 std::vector<int64_t> SaveThreadStates();
 
-// In this scope the calling thread has states that SaveThreadStates() returned; what was added
-// since keeps its own.
+// In this scope the calling thread has the states that SaveThreadStates() returned; kinds of state
+// that were added since keep their values.
 class ThreadStatesScope {
  public:
   explicit ThreadStatesScope(const std::vector<int64_t>& states);

@@ -47,14 +47,14 @@ double One(const PlainState& groups, int64_t group, const char* name) {
   return GroupRow(groups, group, name, 1)[0];
 }
 
-// LibTorch's optimizers cannot, and would minimize what was maximized.
+// LibTorch's optimizers cannot maximize, and would minimize instead.
 void CheckMinimizes(const PlainState& groups, int64_t group) {
   TORCH_CHECK(One(groups, group, "maximize") == 0, "parameter group ", group,
               " was saved with maximize, which LibTorch's optimizers do not have: load it into "
               "muster::FusedAdamW, FusedAdam, FusedSGD or FusedAdagrad");
 }
 
-// What differs between the kinds: names and access. A slot is undefined if the optimizer has not
+// The differences between the kinds: names and access. A slot is undefined if the optimizer has not
 // made it.
 struct Kind {
   const char* name;
@@ -68,7 +68,7 @@ struct Kind {
   std::function<std::unique_ptr<optim::OptimizerParamState>(int64_t, std::vector<at::Tensor>)> make;
   std::function<double(const optim::OptimizerOptions&)> momentum;
   std::function<void(optim::OptimizerOptions&, double)> set_momentum;
-  // Whether slot `i` must be there in a saved state of this group.
+  // Whether slot `i` must be present in a saved state of this group.
   std::function<bool(const optim::OptimizerOptions&, size_t)> needs;
   // Whether torch's step is right for sparse gradients; null: never.
   std::function<bool(const optim::OptimizerOptions&)> takes_sparse = nullptr;
@@ -270,7 +270,7 @@ Kind RmspropKind() {
   };
 }
 
-// LBFGS has one state for all its parameters, which are one long vector to it: tensors under the
+// LBFGS has one state for all its parameters, which it treats as one long vector: tensors under the
 // name of the first parameter, numbers next to the options. Its own save() fails on the undefined
 // entries of `al`, which is scratch and not needed.
 constexpr const char* kLbfgsVectors[] = {"d", "prev_flat_grad"};   // [n]
@@ -309,10 +309,10 @@ void SaveLbfgs(const optim::LBFGS& lbfgs, const std::string& parameter, Optimize
 
 struct LoadedLbfgs {
   optim::LBFGSOptions options;
-  std::unique_ptr<optim::LBFGSParamState> state;  // null: it has not stepped
+  std::unique_ptr<optim::LBFGSParamState> state;  // null: the optimizer has not stepped
 };
 
-// With copies of the tensors.
+// Reads a state, with copies of the tensors.
 LoadedLbfgs ReadLbfgs(const OptimizerState& saved, const std::string& parameter,
                       const optim::LBFGS& lbfgs) {
   const auto& group = lbfgs.param_groups()[0];
@@ -448,12 +448,12 @@ class TorchOptimizerHandle : public OptimizerHandle {
     made_state_ = made_state_ || !optimizer_.state().empty();
   }
 
-  // SGD writes `.data()`; classes of the user's may do so.
+  // SGD writes `.data()`; a user's classes may do so as well.
   bool leaves_no_version() const { return !is_torchs_own_ || type_ == typeid(optim::SGD); }
 
   bool needs_closure() const override { return is_lbfgs_; }
   at::Tensor StepWithClosure(const std::function<at::Tensor()>& closure) override {
-    // Those evaluate once, and Step() checks the gradients and takes the fused kernels.
+    // LibTorch's optimizers evaluate once; Step() checks the gradients and uses the fused kernels.
     if (is_torchs_own_) return OptimizerHandle::StepWithClosure(closure);
     Refresh();
     TORCH_CHECK(!is_lbfgs_ || num_groups() == 1,
@@ -462,7 +462,7 @@ class TorchOptimizerHandle : public OptimizerHandle {
     MakeAdagradState();
     bool evaluated = false;
     at::Tensor loss = optimizer_.step([&] {
-      // Nothing has changed the values that the first evaluation finds.
+      // Before the first evaluation nothing has changed the values.
       if (std::exchange(evaluated, true)) NoteStep(seen_parameters());
       return closure();
     });
@@ -515,7 +515,7 @@ class TorchOptimizerHandle : public OptimizerHandle {
   std::string CannotSave() const override {
     if (is_torchs_own_ || is_plain_lbfgs()) return "";
     if (!archives_.has_value()) {
-      // Optimizer::save() writes nothing where a class does not override it.
+      // Optimizer::save() writes nothing if a class does not override it.
       try {
         const at::Tensor bytes = SaveArchive();
         torch::serialize::InputArchive archive;
@@ -600,8 +600,7 @@ class TorchOptimizerHandle : public OptimizerHandle {
     }
     const auto by_parameter = CheckedSlots(state);
     std::vector<std::unique_ptr<optim::OptimizerParamState>> loaded(seen_parameters().size());
-    // Into new memory, and into memory that is there: what is copied once nothing can fail any
-    // more.
+    // `first` goes to new memory; `copies` to existing memory, only when nothing can fail any more.
     std::vector<std::pair<at::Tensor, at::Tensor>> first, copies;
     for (size_t i = 0; i < by_parameter.size(); ++i) {
       const auto& slots = by_parameter[i];
@@ -615,7 +614,7 @@ class TorchOptimizerHandle : public OptimizerHandle {
       for (size_t s = 0; s < kind_->slots.size(); ++s) {
         const auto it = slots.find(kind_->slots[s]);
         if (it == slots.end()) continue;
-        // The state's own reference, and that of the tensor that slot() returns.
+        // The two references are the state's own and that of the tensor that slot() returns.
         tensors[s] = SlotToReuse(CurrentSlot(param, s), 2, param, it->second);
         const bool reused = tensors[s].defined();
         if (!reused) tensors[s] = NewSlot(param);
@@ -646,13 +645,13 @@ class TorchOptimizerHandle : public OptimizerHandle {
   optim::Optimizer& optimizer_;
   const std::type_index type_;
   const bool is_lbfgs_;
-  bool is_torchs_own_ = false;  // of a kind itself, not of a class derived from one
+  bool is_torchs_own_ = false;  // exactly a kind of LibTorch's, not a class derived from one
   std::optional<Kind> kind_;
   Fused fused_ = Fused::kNo;
-  bool made_state_ = false;               // by a step through this handle
+  bool made_state_ = false;               // in a step through this handle
   mutable std::optional<bool> archives_;  // whether save() writes something
 
-  // The archive in the state of a class that has a save() of its own; null: it holds none.
+  // The archive in the state of a class with its own save(); null: there is none.
   const at::Tensor* ArchiveIn(const OptimizerState& state) const {
     const auto archive = state.tensors.find(kArchive);
     if (archive == state.tensors.end() || is_torchs_own_) return nullptr;
@@ -661,9 +660,9 @@ class TorchOptimizerHandle : public OptimizerHandle {
     return &archive->second;
   }
 
-  // The slots of each parameter in a state, all of which LoadState() can take; else throws.
+  // Returns the slots of each parameter in a state; throws unless LoadState() can take all of them.
   std::vector<std::map<std::string, at::Tensor>> CheckedSlots(const OptimizerState& state) const {
-    // Derived classes were once saved as what they are derived from.
+    // Derived classes were once saved as their base class.
     TORCH_CHECK(kind_.has_value(), "optimizer state 'archive' is missing");
     std::vector<std::string> known = kind_->slots;
     if (kind_->counts_steps) known.push_back("step");
@@ -735,7 +734,7 @@ class TorchOptimizerHandle : public OptimizerHandle {
     return optimizer_.param_groups()[g].options();
   }
 
-  // Options of a user's class may have no get_lr().
+  // The options of a user's class may have no get_lr().
   bool HasLr(int64_t g) const {
     try {
       lr(g);
@@ -758,7 +757,8 @@ class TorchOptimizerHandle : public OptimizerHandle {
 
   void LoadArchive(const at::Tensor& tensor, torch::serialize::InputArchive* archive) const {
     const at::Tensor bytes = tensor.to(at::kCPU).contiguous();
-    // Saved tensors come to the parameters' device, where they have one, else to where they were.
+    // Saved tensors are loaded to the parameters' device, if that is the same for all, else to
+    // their original devices.
     std::optional<at::Device> device;
     for (const at::Tensor& param : seen_parameters()) {
       if (device.has_value() && *device != param.device()) {
@@ -791,8 +791,8 @@ class TorchOptimizerHandle : public OptimizerHandle {
     }
   }
 
-  // torch's Adagrad, also under a class of the user's, makes its state in its constructor and has
-  // none for parameters added later.
+  // torch's Adagrad, and users' classes derived from it, make their state in the constructor and
+  // have none for parameters added later.
   void MakeAdagradState() {
     if (dynamic_cast<optim::Adagrad*>(&optimizer_) == nullptr) return;
     for (auto& group : optimizer_.param_groups()) {
@@ -822,7 +822,7 @@ class TorchOptimizerHandle : public OptimizerHandle {
     }
   }
 
-  // Takes the step by fused kernels; false if some parameter is not of the kind that they take.
+  // Steps by fused kernels; returns false if they do not take some parameter.
   bool StepFused() {
     if (!is_torchs_own_) return false;
     bool fits = fused_ != Fused::kNo;

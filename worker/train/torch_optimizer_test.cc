@@ -134,7 +134,7 @@ TEST(TorchOptimizer, StepsOfItsOwn_LeaveAVersionWhereTheHandleSaysSo) {
   EXPECT_FALSE(StepsLeaveNoVersion(fused));
 }
 
-// LibTorch sees by it that a graph has values of before.
+// LibTorch notices by the version that a graph has old values.
 TEST(TorchOptimizer, StepsThroughTheHandle_LeaveAVersion) {
   for (const char* kind : {"AdamW", "Adam", "SGD", "SGD with momentum", "Adagrad", "RMSprop"}) {
     SCOPED_TRACE(kind);
@@ -156,7 +156,7 @@ TEST(TorchOptimizer, StepsThroughTheHandle_LeaveAVersion) {
     parameter.mutable_grad() = at::ones({2});
     return at::ones({});
   });
-  // A graph from before the step serves its first evaluation.
+  // A graph from before the step can be used in its first evaluation.
   EXPECT_TRUE(same);
   EXPECT_GT(parameter._version(), version);
 }
@@ -207,7 +207,7 @@ TEST(OptimizerHandle, SecondAtTheSameAddress_HasAnotherId) {
   EXPECT_NE(fold->id(), first);
 }
 
-// A parameter of each layout that a program may hold, with the same values at every call.
+// Returns a parameter of each layout that a program may have, with the same values at every call.
 std::vector<at::Tensor> OddParameters() {
   at::manual_seed(3);
   return {Parameter(at::randn({4, 6}).t()),
@@ -218,7 +218,8 @@ std::vector<at::Tensor> OddParameters() {
           Parameter(at::randn({5, 1}).as_strided({5, 1}, {1, 7}))};
 }
 
-// Gradients as each step may find them: laid out as the parameter, contiguous, or transposed.
+// Sets gradients in the layouts that a step may find: that of the parameter, contiguous, or
+// transposed.
 void SetOddGrads(const std::vector<at::Tensor>& params, int step) {
   at::manual_seed(50 + step);
   for (const at::Tensor& p : params) {
@@ -240,7 +241,7 @@ void ExpectNear(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>&
   }
 }
 
-// The parameters' memory format changes in the middle, as by model->to(...) after some steps.
+// Changes the parameters' memory format midway, as model->to(...) does after some steps.
 void ChangeFormat(const std::vector<at::Tensor>& params) {
   params[3].set_data(params[3].detach().contiguous());
   params[4].set_data(params[4].detach().contiguous(at::MemoryFormat::ChannelsLast));
@@ -249,8 +250,8 @@ void ChangeFormat(const std::vector<at::Tensor>& params) {
 TEST(TorchOptimizer, ParametersThatAreNotDense_StepAsInTorch) {
   for (const char* kind : {"AdamW", "Adam", "SGD", "SGD with momentum"}) {
     SCOPED_TRACE(kind);
-    // One optimizer per parameter, so that one that sends its group to torch's own step leaves the
-    // others where they are.
+    // One optimizer per parameter, so that one that uses torch's own step for its group does not
+    // affect the others.
     for (size_t i = 0; i < OddParameters().size(); ++i) {
       const std::vector<at::Tensor> ours = {OddParameters()[i]}, theirs = {OddParameters()[i]};
       const auto a = Make(kind, ours), b = Make(kind, theirs);
@@ -407,7 +408,7 @@ TEST(TorchOptimizer, Lbfgs_StepsByItsClosureAndResumesExactly) {
   EXPECT_THAT(ErrorOf([&] { handle->Step(); }), HasSubstr("step(closure)"));
   EXPECT_EQ(handle->CannotSave(), "");
   int calls = 0;
-  const at::NoGradGuard no_grad;  // the closure has grad mode all the same
+  const at::NoGradGuard no_grad;  // the closure has grad mode anyway
   const double at_first = StepBy(*handle, first, &calls).item<double>();
   EXPECT_GT(calls, 1);
   StepBy(*handle, first);
@@ -457,7 +458,7 @@ TEST(OptimizerHandle, StepInsideAnAutocastScope_IsSeenByTheNextForward) {
   EXPECT_EQ(train(b, fused), 1);
 }
 
-// A user's optimizer: steps by the sign, and remembers how often.
+// A user's optimizer: steps by the sign, and counts the steps.
 struct SignOptions : optim::OptimizerCloneableOptions<SignOptions> {
   double lr = 0.1;
   double get_lr() const override { return lr; }
@@ -512,7 +513,7 @@ TEST(TorchOptimizer, UsersClass_IsSavedByItsOwnSaveOrSaysThatItCannotBe) {
   EXPECT_EQ(second.steps, 2);
   EXPECT_EQ(restored->lr(0), 0.025);
 
-  // Without a rate that anyone could ask for.
+  // Without a rate that could be asked for.
   for (SavedSignDescent* optimizer : {&first, &second}) {
     optimizer->param_groups()[0].set_options(std::make_unique<optim::OptimizerOptions>());
   }
@@ -521,7 +522,7 @@ TEST(TorchOptimizer, UsersClass_IsSavedByItsOwnSaveOrSaysThatItCannotBe) {
   EXPECT_EQ(second.steps, 2);
 }
 
-// A user's Adam with something of its own.
+// A user's Adam with additional state.
 class CountingAdam : public optim::Adam {
  public:
   using Adam::Adam;

@@ -19,7 +19,8 @@ constexpr const char* kOtherOptimizer =
     "would "
     "change nothing here";
 
-// LRScheduler's protected members. The pointers to them are of the base class and serve any object.
+// LRScheduler's protected members. The pointers to them belong to the base class and work for any
+// object.
 struct LrSchedulerMembers : optim::LRScheduler {
   static auto StepCount() { return &LrSchedulerMembers::step_count_; }
   static auto CurrentLrs() { return &LrSchedulerMembers::get_current_lrs; }
@@ -35,7 +36,7 @@ void SetLrs(LrTarget& target, const std::vector<double>& lrs) {
   for (size_t g = 0; g < lrs.size(); ++g) target.set_lr(static_cast<int64_t>(g), lrs[g]);
 }
 
-// The number in a row of one.
+// The number in a row of length one.
 double Number(const PlainState& state, const char* name) {
   const auto it = state.find(name);
   TORCH_CHECK(it != state.end() && it->second.size() == 1, "scheduler state has no number '", name,
@@ -99,7 +100,8 @@ class TorchScheduler : public Scheduler {
 };
 
 // ReduceLROnPlateauScheduler keeps all its state private and has no way to save it. An explicit
-// instantiation may name private members ([temp.spec.general]), and hands them on by a friend.
+// instantiation may name private members ([temp.spec.general]), and passes them on through a
+// friend.
 template <auto kMember, class Tag>
 struct Hand {
   friend constexpr auto MemberOf(Tag) { return kMember; }
@@ -124,7 +126,7 @@ class TorchPlateau : public MetricScheduler {
     if (target.num_groups() == 0) return;
     const std::vector<double> lrs = Lrs(target);
     CheckMinLrs();
-    // So large that any factor below 1 makes a difference above eps.
+    // Large enough that any factor below 1 makes a difference above eps.
     const double probe = 1e30;
     target.set_lr(0, probe);
     (scheduler.*MemberOf(Reduce()))(0);
@@ -177,7 +179,8 @@ class TorchPlateau : public MetricScheduler {
   LrTarget& target_;
   int64_t step_ = 0;
 
-  // It has one entry for each group that was there when it was made, and reads beyond them.
+  // The scheduler has one entry for each group that existed at its construction, and would read
+  // beyond them.
   void CheckMinLrs() const {
     const size_t size = (scheduler_.*MemberOf(MinLrs())).size();
     TORCH_CHECK(static_cast<int64_t>(size) >= target_.num_groups(),

@@ -19,14 +19,14 @@ namespace muster {
 // plateau one: whether it can reduce it, which in that error leaves the other optimizer's rates
 // reduced).
 
-// StepLR, or a class of the user's. LibTorch's schedulers work on the current rates, so rates set
-// by hand, and groups added later, need no special treatment. LoadState() makes the steps that are
-// missing, and then puts the saved rates back, so that also what a derived class counts by itself
-// is where it was; only a StepLR can be loaded backwards.
+// For StepLR, or a user's class. LibTorch's schedulers work on the current rates, so rates set by
+// hand, and groups added later, need no special treatment. LoadState() makes the missing steps and
+// then restores the saved rates, so that the private counters of a derived class are right, too;
+// only a StepLR can be loaded backwards.
 std::unique_ptr<Scheduler> WrapTorchScheduler(torch::optim::LRScheduler& scheduler,
                                               LrTarget& target);
 
-// Its metric is a float. Saved exactly, the best metric and the counters included.
+// Its metric is a float. Its state is saved exactly, including the best metric and the counters.
 std::unique_ptr<MetricScheduler> WrapTorchPlateau(
     torch::optim::ReduceLROnPlateauScheduler& scheduler, LrTarget& target);
 

@@ -68,7 +68,7 @@ TEST(TorchScheduler, Gated_StepsOncePerWindow) {
   EXPECT_EQ(one.lr(), 0.25) << "LibTorch's first step decays nothing";
 }
 
-// A user's, which counts by itself.
+// A user's scheduler, with its own counter.
 class Alternating : public optim::LRScheduler {
  public:
   using LRScheduler::LRScheduler;

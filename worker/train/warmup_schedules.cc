@@ -23,7 +23,7 @@ class Formula final : public LrSchedule {
   const Rate rate_;
 };
 
-// Of the warm-up, from 0 to 1.
+// The warm-up, from 0 to 1.
 struct WarmUp {
   int64_t steps;
   bool logarithmic;
@@ -51,7 +51,7 @@ void CheckTotal(int64_t total_steps) {
   TORCH_CHECK(total_steps >= 1, "total_steps must be at least 1, got ", total_steps);
 }
 
-// `after`: from 1 down, from the end of the warm-up on.
+// `after`: the factor after the warm-up, which falls from 1.
 LrSchedulePtr Warmup(const WarmupOptions& options, const WarmUp& warm_up,
                      std::function<double(int64_t)> after) {
   CheckRates(options);

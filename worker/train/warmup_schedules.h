@@ -7,7 +7,7 @@
 
 // DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py). Their first step is step 0, and they
 // have a separate rate before it, so the rate of update s, counted from 0, is that of step i = s -
-// 1. `warmup_steps` below 2 counts as 2, as there.
+// 1. `warmup_steps` below 2 counts as 2, as in DeepSpeed.
 namespace muster {
 
 struct WarmupOptions {

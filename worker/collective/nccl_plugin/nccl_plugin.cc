@@ -14,7 +14,7 @@
 namespace {
 
 void Report(const std::string& text, char* error, size_t error_size) {
-  // One line: what() of c10::Error ends in a stack.
+  // Only the first line, because what() of c10::Error ends in a stack.
   const std::string line = text.substr(0, text.find('\n'));
   if (error != nullptr && error_size > 0) std::snprintf(error, error_size, "%s", line.c_str());
 }
@@ -70,8 +70,8 @@ void* muster_nccl_make_backend(const MusterNcclOptions* options, char* error, si
     nccl_options->timeout = std::chrono::milliseconds(options->timeout_ms);
     nccl_options->group_name = options->name;
     auto backend = c10::make_intrusive<Backend>(store, options->rank, options->size, nccl_options);
-    // Now rather than in the first step, so that a GPU used twice or a missing link is found at
-    // start.
+    // Connect now rather than in the first step, so that a GPU used twice or a missing link is
+    // found at the start.
     const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(options->device));
     backend->setBoundDeviceId(device);
     backend->eagerConnectSingleDevice(device);

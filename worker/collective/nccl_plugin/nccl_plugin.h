@@ -5,8 +5,8 @@
 #include <stdint.h>
 
 // The C boundary of libmuster_nccl.so, the only part of Muster that names CUDA or NCCL. The library
-// is opened at run time, after libtorch_cuda.so, and only where a GPU is. No exception crosses it:
-// functions that can fail return 0 and write one line, cut to `error_size` bytes and ended by a
+// is opened at run time, after libtorch_cuda.so, and only if there is a GPU. No exception crosses
+// it: functions that can fail return 0 and write one line, cut to `error_size` bytes and ended by a
 // zero, to `error`.
 #ifdef __cplusplus
 extern "C" {
@@ -14,10 +14,10 @@ extern "C" {
 
 #define MUSTER_NCCL_ABI 2
 
-// MUSTER_NCCL_ABI of the library.
+// Returns MUSTER_NCCL_ABI of the library.
 typedef int (*MusterNcclAbi)(void);
-// "2.11.0": of the LibTorch it was compiled against. C++ objects cross as pointers, so it must be
-// ours exactly.
+// Returns the version of the LibTorch that it was compiled against ("2.11.0"). C++ objects cross as
+// pointers, so it must be exactly ours.
 typedef const char* (*MusterNcclTorchVersion)(void);
 // Writes NCCL's version at run time ("2.28.9") to `version`.
 typedef void (*MusterNcclVersion)(char* version, size_t version_size);
@@ -28,12 +28,12 @@ typedef struct MusterNcclOptions {
   int rank;
   int size;
   int device;          // index of the GPU
-  int64_t timeout_ms;  // of every collective
-  const char* name;    // of the group
+  int64_t timeout_ms;  // for every collective
+  const char* name;    // the name of the group
 } MusterNcclOptions;
 
-// A connected c10d::Backend*, whose one reference the caller owns; null on failure. Blocks until
-// all ranks have joined.
+// Returns a connected c10d::Backend*, whose one reference the caller owns; null on failure. Blocks
+// until all ranks have joined.
 typedef void* (*MusterNcclMakeBackend)(const MusterNcclOptions* options, char* error,
                                        size_t error_size);
 
