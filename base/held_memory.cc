@@ -50,7 +50,7 @@ absl::Status StatusOf(const HeldMemoryMessage& done) {
   return absl::Status(static_cast<absl::StatusCode>(done.code), done.text);
 }
 
-// A request whose answer is only how it went.
+// Sends a request to which the answer is only a status.
 absl::Status Ask(const std::string& socket, const HeldMemoryMessage& request, int fd) {
   MUSTER_ASSIGN_OR_RETURN(const OwnedFd agent, Connect(socket));
   // An agent that refuses this process says so without reading.

@@ -35,7 +35,7 @@ std::optional<std::string> ScalarText(const json& value) {
   return std::nullopt;
 }
 
-// As a config file has it. What YAML might read as something else is quoted.
+// Formats `text` for a config file. What YAML might read as something else is quoted.
 std::string YamlScalar(const std::string& text) {
   if (text == "true" || text == "false" || text == "0") return text;
   const bool number = !text.empty() && absl::ascii_isdigit(text[0]) && text[0] != '0' &&
@@ -43,7 +43,7 @@ std::string YamlScalar(const std::string& text) {
   return number ? text : JsonQuote(text);
 }
 
-// "--lease: Value 0 not in range" without the flag, which the message has already.
+// Removes the flag from "--lease: Value 0 not in range", because the message has it already.
 std::string WithoutFlag(absl::string_view message, const std::string& name) {
   absl::ConsumePrefix(&message, absl::StrCat("--", name, ": "));
   return std::string(message);

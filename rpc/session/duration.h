@@ -6,7 +6,7 @@
 
 namespace muster::rpc {
 
-// Any bytes are fine: values beyond absl's range become infinite.
+// Accepts any values: those beyond absl's range become infinite.
 absl::Duration FromProto(const google::protobuf::Duration& duration);
 google::protobuf::Duration ToProto(absl::Duration duration);
 
