@@ -17,15 +17,15 @@ bool IsNumber(absl::string_view text) {
   return !text.empty() && std::all_of(text.begin(), text.end(), absl::ascii_isdigit);
 }
 
-// "bert.embeddings", which has word_embeddings among others: transformers keeps it whole as it does
-// layers. Empty if the tensor is of no such module.
+// Returns "bert.embeddings", which has word_embeddings among others: transformers keeps such a
+// module whole, as it does layers. Empty if the tensor is in no such module.
 std::string EmbeddingsOf(absl::string_view name) {
   const size_t words = name.rfind(".word_embeddings.");
   const absl::string_view above = name.substr(0, words == absl::string_view::npos ? 0 : words);
   return above == "embeddings" || absl::EndsWith(above, ".embeddings") ? std::string(above) : "";
 }
 
-// "model.layers.3.mlp.up.weight" is in "model.layers.3", "lm_head.weight" in "lm_head".
+// Returns "model.layers.3" for "model.layers.3.mlp.up.weight", "lm_head" for "lm_head.weight".
 std::string PartOf(absl::string_view name, const std::set<std::string>& embeddings) {
   constexpr absl::string_view kEmbeddings = "embeddings.";
   for (size_t at = name.find(kEmbeddings); at != absl::string_view::npos;
@@ -94,7 +94,7 @@ std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t 
   const int64_t unit = 4 * size.largest_elements;
   const bool moves_gradients = offload.gradients != EstimatedOffload::Place::kNone;
   const bool moves_parameters = offload.parameters != EstimatedOffload::Place::kNone;
-  // The gradients of a process that has a part of each.
+  // The gradients of a process that has a part of each one.
   const auto gradients_of = [&](int64_t ranks) {
     const int64_t part = CeilOf(whole, ranks);
     return offload.optimizer_in_backward ? std::min(part, 3 * CeilOf(unit, ranks)) : part;
@@ -107,8 +107,8 @@ std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t 
                             .states = CeilOf(states, ranks),
                             .gathered = ranks == 1 && !moves_parameters ? 0 : 3 * unit};
   };
-  // Takes from a row what is elsewhere. `ranks` divide the states and `parts`: of
-  // gradients, or of parameters too.
+  // Subtracts from a row what is kept elsewhere. `ranks` divide the states and `parts`: gradients,
+  // or parameters as well.
   enum class Parts { kNone, kGradients, kAll };
   const auto take_away = [&](StrategyEstimate* row, int64_t ranks, Parts parts) {
     if (offload.optimizer != EstimatedOffload::Place::kNone) {
@@ -128,7 +128,7 @@ std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t 
     }
     if (parameters || (moves_gradients && parts != Parts::kNone)) {
       row->offloaded += part;
-      // Those of an optimizer in the backward pass are used at once.
+      // The gradients of an optimizer in the backward pass are used at once.
       if (offload.optimizer_in_backward) return;
       row->gradients = std::min(row->gradients, 3 * CeilOf(unit, ranks));
     }
@@ -162,7 +162,7 @@ std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t 
        .states = CeilOf(states, processes),
        .gathered = offload.optimizer_in_backward ? std::min(3 * unit, whole) : whole - part});
   take_away(&all.back(), processes, Parts::kGradients);
-  // Before they are reduced, at the end of the backward pass, all are there.
+  // Before they are reduced, at the end of the backward pass, all gradients exist.
   if (!offload.optimizer_in_backward) all.back().gathered = whole - all.back().gradients;
   all.push_back({.strategy = "zero2",
                  .parameters = whole + size.other_bytes,
