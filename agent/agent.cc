@@ -384,7 +384,7 @@ AttemptEnd Agent::Culprit(const Ended& first) {
     return IsUserError(end, options_.user_error_codes);
   };
   const absl::Time deadline = Clock::Real().Now() + options_.settle;
-  // No restart helps after a user error, so it counts before what else has failed.
+  // No restart helps after a user error, so it takes precedence over other failures.
   while (running_ > 0 && !is_user_error(culprit)) {
     // A death by a signal is not a consequence of another failure, so look only at what has ended
     // by now.
@@ -534,7 +534,7 @@ JobResult Agent::RunAttempts() {
     }
     if (stop_wanted) {
       TakeStop();
-      result.failed_here.reset();  // of the attempt before
+      result.failed_here.reset();  // from the previous attempt
       result.outcome = JobResult::Outcome::kStopped;
       return result;
     }
@@ -590,7 +590,7 @@ JobResult Agent::RunAttempts() {
     }
     if (stopped_) {
       result.outcome = JobResult::Outcome::kStopped;
-      // It had failed before it was told to stop.
+      // The attempt had failed before the stop was requested.
       if (end.has_value()) result.failure = *std::move(end);
       return result;
     }

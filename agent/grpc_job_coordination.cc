@@ -479,7 +479,7 @@ class GrpcJobCoordination final : public JobCoordination {
     bool cancelled ABSL_GUARDED_BY(mu) = false;
     bool ended ABSL_GUARDED_BY(mu) = false;  // whether the attempt has ended
     AttemptEnd how ABSL_GUARDED_BY(mu);
-    bool generation_gone ABSL_GUARDED_BY(mu) = false;  // an answer has said so
+    bool generation_gone ABSL_GUARDED_BY(mu) = false;  // as an answer reported
     std::function<void(AttemptEnd)> on_ended ABSL_GUARDED_BY(mu);
     // The operation that waits for the key "end", the id of the latest submitted one (0: none), and
     // when to submit it (again).

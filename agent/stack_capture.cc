@@ -40,7 +40,7 @@ namespace muster::agent {
 namespace {
 
 constexpr int kNamedThreads = 8;  // in a group at the same place
-// libdw does not stop by itself on an endless stack (a broken one may be circular).
+// libdw never stops on an endless stack (a broken one may be circular).
 constexpr int kWalkedFrames = 512;
 constexpr size_t kMaxName = 256;
 // A late capture has a thread and the tables of a process until it ends, which may be never.

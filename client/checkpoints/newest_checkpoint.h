@@ -22,7 +22,7 @@ struct FoundCheckpoint {
 // manifest or seal.json that may be readable later (StaysUnreadable()).
 absl::StatusOr<std::optional<FoundCheckpoint>> NewestCheckpoint(const std::string& folder);
 
-// Who makes that choice, for people: for a program whose coordinator knows no checkpoint.
+// Says who makes that choice, for people, if the program's coordinator knows no checkpoint.
 inline constexpr char kWhoResumes[] =
     "rank 0 takes the newest one in the folder whose files are whole, also one that is sealed and "
     "not yet published (.tmp-...), which is not looked at here; its program may name another "

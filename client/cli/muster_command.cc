@@ -211,7 +211,7 @@ int RunMuster(const std::vector<std::string>& args, const CommandContext& given,
     PrintHelp(commands, context.err);
     return kExitUsage;
   }
-  // The word that lists is in the plural.
+  // The plural is accepted as well, because the command lists several.
   const std::string& name = args[0] == "barriers" ? kBarrier : args[0];
   if (name == "help" && args.size() > 1) {
     Args help = {args.begin() + 1, args.end()};

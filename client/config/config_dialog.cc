@@ -95,7 +95,7 @@ class Answers {
 struct Step {
   std::string name;
   std::function<bool(const Answers&)> asked = nullptr;
-  // The suggestion that it contains needs no other source.
+  // Its suggestion is the default, used if no other source has one.
   std::function<DialogQuestion(const Answers&)> question = nullptr;
   // Returns the suggestion from a file or flag; null: the value of the setting of this name.
   std::function<std::string(const Answers&)> former = nullptr;

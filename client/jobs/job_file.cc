@@ -503,8 +503,7 @@ std::string NameOf(absl::string_view program) {
   for (char& c : name) {
     if (!absl::ascii_isalnum(static_cast<unsigned char>(c)) && c != '_') c = '-';
   }
-  // Removes the beginning of ".train" or "--", so that a command does not take the name for an
-  // option.
+  // Without the leading dashes of ".train" or "--", which a command would take for an option.
   name.erase(0, name.find_first_not_of('-'));
   if (name.size() > 64) name.resize(64);
   return name.empty() ? "job" : name;
