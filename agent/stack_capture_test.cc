@@ -107,7 +107,6 @@ class Child {
 
 // Returns a program for each Python in $MUSTER_TEST_PYTHONS (paths with colons between them), or
 // for Debian's.
-// Debian's.
 std::vector<std::string> Pythons() {
   const char* const given = getenv("MUSTER_TEST_PYTHONS");
   return absl::StrSplit(given == nullptr ? "/usr/bin/python3" : given, ':');
