@@ -33,7 +33,7 @@ Agent::Agent(AgentOptions options, ProcessHost& host, OutputMux& output, JobCoor
 
 void Agent::Stop() {
   {
-    // Under one lock: whoever sees stop_wanted_ also finds the event.
+    // Under one lock, so that a thread that sees stop_wanted_ also finds the event.
     MutexLock lock(&mu_);
     stop_wanted_ = true;
     events_.push_back(StopWanted{});

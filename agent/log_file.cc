@@ -117,7 +117,8 @@ void LogFile::NoteGone(uint64_t first_inode) {
   // Has a fixed width and overwrites the previous value, so that a reader never sees a part of it
   // and a full disk has room for it.
   const std::string text = absl::StrFormat("%020d %020d", gone_, first_inode);
-  // If a reader does not see the file, it counts from the oldest part, so its offsets are lower.
+  // A reader that does not see the file counts from the oldest part, and reads later bytes than it
+  // asked for.
   const ssize_t ignored = fd.open() ? pwrite(fd.get(), text.data(), text.size(), 0) : -1;
   static_cast<void>(ignored);
 }

@@ -139,7 +139,8 @@ class SessionClient final : public OpSender {
   // `deadline`; only briefly if there is no stream. Submit nothing afterwards.
   void Finish(absl::Time deadline);
 
-  // Whether a stream to the coordinator is open now, and (the next function) whether one ever was.
+  // Whether a stream is open now that leads to the coordinator, and (the next function) whether a
+  // stream ever was open.
   bool connected() const;
   bool ever_connected() const;
   // Whether the coordinator has said that it does not return: no further attempt is made.

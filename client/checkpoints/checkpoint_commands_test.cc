@@ -1278,6 +1278,7 @@ TEST_F(CheckpointCommandsTest, FolderOfARunOrAnotherJson_IsCalledWhatItIs) {
   EXPECT_FALSE(PathExists(Path("x")));
 }
 
+// A file of two kilobytes whose tensor repeats four bytes 2^50 times.
 TEST_F(CheckpointCommandsTest, WeightsBeyondTheDisk_AreRefusedBeforeAnythingIsWritten) {
   ASSERT_TRUE(MakeDirectories(Path("to")).ok());
   for (const char* to : {"to", "to/all.safetensors"}) {

@@ -37,7 +37,7 @@ struct DtypeEstimate {
   std::string dtype;
   int64_t largest = 0;
   int64_t total = 0;
-  // Parameters, gradients and two states of Adam in this type; below 0: nobody trains in it.
+  // Parameters, gradients and two states of Adam in this type; below 0: training in it is unusual.
   int64_t training = 0;
 };
 // `dtype`: float32, float16, bfloat16, int8 or int4. Errors: INVALID_ARGUMENT for any other.

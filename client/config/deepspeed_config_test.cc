@@ -108,6 +108,7 @@ TEST(DeepSpeedConfig, WordForABooleanArgument_IsRefused) {
             true);
 }
 
+// In Python, true equals 1 and false equals 0.
 TEST(DeepSpeedConfig, BooleansAndNumbers_CompareAsInPython) {
   auto config = DeepSpeedConfig::Resolve(
       {{"zero_optimization", {{"overlap_comm", true}}}, {"gradient_accumulation_steps", 1}},
