@@ -386,8 +386,8 @@ AttemptEnd Agent::Culprit(const Ended& first) {
   const absl::Time deadline = Clock::Real().Now() + options_.settle;
   // No restart helps after a user error, so it takes precedence over other failures.
   while (running_ > 0 && !is_user_error(culprit)) {
-    // A death by a signal is not a consequence of another failure, so look only at what has ended
-    // by now.
+    // A death by a signal is not a consequence of another failure, so consider only workers that
+    // have ended by now.
     const absl::Duration left =
         culprit.exit.signal != 0 ? absl::ZeroDuration() : deadline - Clock::Real().Now();
     std::optional<Event> event = NextWithin(left);
@@ -524,7 +524,7 @@ JobResult Agent::RunAttempts() {
     {
       MutexLock lock(&mu_);
       stop_wanted = stop_wanted_;
-      // Keep what is left from the previous attempt: kept workers may have ended or reported
+      // Keep the events left from the previous attempt: kept workers may have ended or reported
       // meanwhile.
       std::deque<Event> left;
       for (Event& event : events_) {

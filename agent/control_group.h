@@ -22,7 +22,7 @@ struct ControlGroupCalls {
   int (*rmdir)(const char*) = ::rmdir;
 };
 
-// What a group says about the memory of its processes.
+// A group's counts about the memory of its processes.
 struct MemoryUse {
   int64_t limit = -1;      // bytes; -1: none
   int64_t peak = -1;       // the most memory they had, in bytes; -1: the kernel does not report it

@@ -10,7 +10,7 @@
 
 namespace muster::agent {
 
-// Keeps what is submitted until the test answers it. Thread-safe.
+// Keeps submitted operations until the test answers them. Thread-safe.
 class FakeOpSender final : public OpSender {
  public:
   uint64_t Submit(v1::Op op, Done done) override {

@@ -117,8 +117,8 @@ class HubCore final : public OpSender, public IncomingStreamEvents {
   // Does all due work and returns when to call again.
   absl::Time Tick();
 
-  // Adds to this node's beat what the agents have sent since the last one, and the list of agents
-  // if that is due.
+  // Adds to this node's beat the facts that the agents have sent since the last one, and the list
+  // of agents if that is due.
   void AddToBeat(v1::Beat* beat);
   // Called if the last beat was not sent: its facts from agents go into the next one, unless there
   // are newer ones.

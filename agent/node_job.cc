@@ -135,7 +135,7 @@ absl::StatusOr<std::unique_ptr<NodeUplink>> StartUplink(const NodeJobOptions& op
           },
       .on_barrier_late =
           [job = options.agent.worker.job](const v1::BarrierLate& late) {
-            // The agents of a job have barriers of their own, in which waiting is usual.
+            // The agents of a job have their own barriers, in which waiting is usual.
             if (late.job_id() == job) MUSTER_LOG(Warning) << late.report().message();
           },
   });

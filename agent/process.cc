@@ -344,7 +344,7 @@ class Child final : public Process {
   std::array<Stream, 2>& streams() { return streams_; }
   int pidfd() const { return pidfd_.get(); }
 
-  // One read. Returns false at the end of the stream or if nothing is there.
+  // Reads once. Returns false at the end of the stream or if no data are available.
   bool ReadSome(Stream& stream, size_t* bytes, bool* at_end) {
     char buffer[65536];
     ssize_t got;

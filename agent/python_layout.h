@@ -13,7 +13,7 @@ namespace muster::agent {
 // The places where a process that runs CPython keeps the data of Python frames: offsets in bytes,
 // as the headers of that version of CPython define them.
 struct PythonLayout {
-  // How co_linetable (before 3.10: co_lnotab) says which line an instruction belongs to.
+  // How co_linetable (before 3.10: co_lnotab) encodes the line to which an instruction belongs.
   enum class Lines { kDeltas, kRanges, kLocations };
 
   std::string version;  // "3.11.2"; "3.10" if only its file name tells

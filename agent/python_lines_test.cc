@@ -14,8 +14,8 @@ namespace {
 
 using Lines = PythonLayout::Lines;
 
-// Of a function at line 10, as CPython compiles it, and what dis.findlinestarts() and co_lines()
-// say of it:
+// The tables are those that CPython makes for a function at line 10, and the lines are those of
+// dis.findlinestarts() and co_lines():
 //   def f(a):
 //       b = a
 //       for i in (

@@ -33,7 +33,7 @@ int64_t Cases() {
   return cases;
 }
 
-// Counts what is read, and may change parts of it.
+// Counts the bytes that are read, and may change some of them.
 class CountingMemory final : public MemoryReader {
  public:
   CountingMemory(const MemoryReader& memory, Random& random, int noise)

@@ -484,7 +484,7 @@ TEST(StackCapture, AgentItself_SaysThatItDoesNotStop) {
 TEST(StackCapture, TracedByAnother_NamesTheTracer) {
   const Child child(AugmentForever);
   const pid_t debugged = child.pid();
-  // The tracer is another process: a child of its own that seizes its sibling.
+  // The tracer is another process: a separate child that seizes its sibling.
   const Child tracer([debugged](int ready) {
     if (ptrace(PTRACE_SEIZE, debugged, nullptr, nullptr) != 0) _exit(1);
     AugmentForever(ready);

@@ -38,9 +38,9 @@ struct WorkerEnvironment {
   absl::Duration lease = kDefaultLease;
 
   std::optional<std::string> mixed_precision;  // nullopt: its variables stay, else "no"
-  std::string sharding;                        // empty: the variable stays as it is
+  std::string sharding;                        // empty: the variable stays unchanged
   std::optional<bool> activation_checkpointing;
-  std::string activation_blocks, offload_activations;  // empty: the variables stay as they are
+  std::string activation_blocks, offload_activations;  // empty: the variables stay unchanged
   std::optional<bool> cpu;                             // nullopt: its variables stay, else false
   int gradient_accumulation_steps = 0;                 // 0: the variables stay as they are
   std::optional<bool> debug;                           // nullopt: its variables stay, else false

@@ -7,8 +7,9 @@
 
 namespace muster {
 
-// CRC-32C (Castagnoli, polynomial 0x1EDC6F41 reflected), as in RFC 3720. Crc32c("123456789") is
-// 0xE3069283. Uses the SSE4.2 instruction where the processor has it. Pure and thread-safe.
+// Returns the CRC-32C (Castagnoli, polynomial 0x1EDC6F41 reflected), as in RFC 3720.
+// Crc32c("123456789") is 0xE3069283. Uses the SSE4.2 instruction if the processor has it. Pure and
+// thread-safe.
 uint32_t Crc32c(absl::string_view bytes);
 
 // Returns the CRC of a + b, where `crc` is the CRC of a and `bytes` is b.

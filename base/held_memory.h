@@ -22,8 +22,8 @@ namespace muster {
 // The most pieces of memory (slots) that a worker has, numbered from 0.
 inline constexpr int kHeldSlots = 32;
 
-// A new file in memory that can grow but never shrink, so that a reader's mapping stays valid.
-// Errors: what the kernel says.
+// Creates a file in memory that can grow but never shrink, so that a reader's mapping stays valid.
+// Errors: with the kernel's message.
 absl::StatusOr<OwnedFd> CreateHoldableMemory(const std::string& name);
 
 // Returns INVALID_ARGUMENT unless `fd` is such a file.

@@ -14,7 +14,7 @@ namespace muster {
 absl::StatusOr<std::string> PlaceOfFile(int fd);
 
 // Opens the file at a `place` with `flags` of open(2) (O_CLOEXEC is added). INVALID_ARGUMENT for a
-// text that PlaceOfFile did not write; NOT_FOUND, PERMISSION_DENIED as the kernel says: the process
+// text that PlaceOfFile did not write; NOT_FOUND or PERMISSION_DENIED, from the kernel: the process
 // has ended, has closed the file, runs in another PID namespace or belongs to another user;
 // UNAVAILABLE if the descriptor is another file by now. Thread-safe.
 absl::StatusOr<OwnedFd> OpenPeerFile(const std::string& place, int flags);

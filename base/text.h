@@ -28,8 +28,8 @@ std::string Printable(absl::string_view text, size_t max_bytes = 200);
 // are UTF-8.
 std::string Utf8Text(absl::string_view text);
 
-// The text as a JSON string with its quotes: the shortest escapes, other characters as they are.
-// `text` must be valid UTF-8.
+// Returns the text as a JSON string with its quotes: the shortest escapes, other characters
+// unchanged. `text` must be valid UTF-8.
 std::string JsonQuote(absl::string_view text);
 
 // The first line of `text` that is not blank, without white space around it; empty if there is

@@ -28,8 +28,8 @@ inline constexpr size_t kMaxFilePath = 256;
 // The least JobSpec.hang_timeout: progress is reported every 2 s, and examined less often.
 inline constexpr absl::Duration kLeastHangTimeout = absl::Seconds(10);
 
-// Where a program keeps its checkpoints if neither it nor MUSTER_PROJECT_DIR says otherwise: below
-// the folder in which it runs.
+// The folder, below the one in which a program runs, for its checkpoints, if neither the program
+// nor MUSTER_PROJECT_DIR names another.
 inline constexpr char kDefaultProjectFolder[] = "muster-run";
 // A folder in the project folder: save_state() puts the checkpoints there that it names itself, and
 // load_state() finds them there.

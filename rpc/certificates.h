@@ -27,7 +27,7 @@ namespace muster::rpc {
 absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> ServerTls(const TlsFiles& files,
                                                                    bool optional,
                                                                    absl::Duration look);
-// `files.ca` is what the server's certificate must descend from; `files.cert` may be empty.
+// `files.ca` is the CA from which the server's certificate must descend; `files.cert` may be empty.
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> ChannelTls(const TlsFiles& files,
                                                                      absl::Duration look);
 

@@ -38,7 +38,7 @@ struct ServerOptions {
   // Any process that reaches the address may call: on the loopback interface that is every user of
   // this machine, so it must be requested explicitly. Refused off the loopback interface.
   bool insecure = false;
-  bool health = true;  // gRPC's own health service, on threads of its own
+  bool health = true;  // gRPC's own health service, on its own threads
   // Lists the services, for grpcurl and similar tools. Calls need no token. Once a server of this
   // process has reflection, later servers of the process have it, too.
   bool reflection = false;

@@ -523,7 +523,7 @@ TEST(WaitUntilConnected, ListenerThatDoesNotGreet_SaysSo) {
             "no coordinator answers at " + address + " (1 try in 50ms, no reply): is it running?");
 }
 
-// A machine under load needs time to greet a new connection; so does a long queue.
+// A machine under load needs time to greet a new connection; so does a slow link.
 TEST(Channel, ServerThatIsSlowToGreet_IsNotGivenUp) {
   const TestListener listener;
   auto channel = Connect("127.0.0.1:" + std::to_string(listener.port()));

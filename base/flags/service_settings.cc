@@ -74,7 +74,7 @@ ServiceSettings::ServiceSettings(CLI::App* app, Options options)
     setting.required = option->get_required();
     setting.flag = option->get_expected_max() == 0;
     setting.repeated = option->get_expected_max() > 1;
-    // The environment is read here, and the file may have what is required.
+    // The environment is read here, and required options may come from the file.
     option->envname("");
     option->required(false);
     settings_.push_back(std::move(setting));

@@ -354,7 +354,7 @@ ordered_json AddOpenBarriers(const v1::ListBarriersReply& open, std::string* tab
   return barriers;
 }
 
-// Silent workers, and what the next generation waits for.
+// Describes silent workers, and what the next generation waits for.
 std::string WaitingText(const v1::JobStatus& job) {
   std::string text;
   if (job.silent() > 0) {

@@ -9,7 +9,7 @@
 
 namespace muster::client {
 
-// `muster stacks JOB`: where the processes of a running job are. Returns the exit code.
+// `muster stacks JOB`: the stacks of a running job's processes. Returns the exit code.
 int RunStacksCommand(const std::vector<std::string>& args, const CommandContext& context);
 
 // Ranks whose threads are in the same functions; groups are in the order of their first ranks. Ids

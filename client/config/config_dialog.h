@@ -67,8 +67,8 @@ class ConfigDialog {
   const DialogQuestion& question() const;
   int number() const;
 
-  // Takes an answer: the value or the number of a choice, a text, nothing for the suggestion.
-  // Blanks around it do not count. Errors: INVALID_ARGUMENT, one line that says what to write; the
+  // Takes an answer: the value or the number of a choice, a text, or nothing for the suggestion.
+  // Blanks around it are ignored. Errors: INVALID_ARGUMENT, one line that says what to write; the
   // question remains.
   absl::Status Answer(absl::string_view answer);
 
