@@ -132,8 +132,7 @@ absl::StatusOr<HeldMemoryMessage> ReceiveHeldMemoryMessage(int socket, OwnedFd* 
   header.msg_control = control;
   header.msg_controllen = sizeof(control);
   ssize_t got;
-  bool reset =
-      false;  // the other side has closed without reading; its last message may still be there
+  bool reset = false;  // the other side has closed without reading; its last message may be there
   do {
     got = recvmsg(socket, &header, MSG_CMSG_CLOEXEC);
   } while (got < 0 && (errno == EINTR || (errno == ECONNRESET && !std::exchange(reset, true))));
