@@ -153,7 +153,7 @@ void LogFile::Rotate() {
     }
     return;
   }
-  // Do the same if no new file can be made.
+  // If no new file can be made, writing continues in the old one, too.
   if (const int fd = Begin(path_); fd >= 0) close(std::exchange(fd_, fd));
   // Afterwards: until then a reader finds an empty file, and waits.
   if (one_file && goes) NoteGone(0);
