@@ -33,7 +33,7 @@ Agent::Agent(AgentOptions options, ProcessHost& host, OutputMux& output, JobCoor
 
 void Agent::Stop() {
   {
-    // Under one lock: whoever sees stop_wanted_ also finds the event.
+    // Under one lock, so that a thread that sees stop_wanted_ also finds the event.
     MutexLock lock(&mu_);
     stop_wanted_ = true;
     events_.push_back(StopWanted{});
@@ -384,10 +384,10 @@ AttemptEnd Agent::Culprit(const Ended& first) {
     return IsUserError(end, options_.user_error_codes);
   };
   const absl::Time deadline = Clock::Real().Now() + options_.settle;
-  // No restart helps after a user error, so it counts before what else has failed.
+  // No restart helps after a user error, so it takes precedence over other failures.
   while (running_ > 0 && !is_user_error(culprit)) {
-    // A death by a signal is not a consequence of another failure, so look only at what has ended
-    // by now.
+    // A death by a signal is not a consequence of another failure, so consider only workers that
+    // have ended by now.
     const absl::Duration left =
         culprit.exit.signal != 0 ? absl::ZeroDuration() : deadline - Clock::Real().Now();
     std::optional<Event> event = NextWithin(left);
@@ -524,7 +524,7 @@ JobResult Agent::RunAttempts() {
     {
       MutexLock lock(&mu_);
       stop_wanted = stop_wanted_;
-      // Keep what is left from the previous attempt: kept workers may have ended or reported
+      // Keep the events left from the previous attempt: kept workers may have ended or reported
       // meanwhile.
       std::deque<Event> left;
       for (Event& event : events_) {
@@ -534,7 +534,7 @@ JobResult Agent::RunAttempts() {
     }
     if (stop_wanted) {
       TakeStop();
-      result.failed_here.reset();  // of the attempt before
+      result.failed_here.reset();  // from the previous attempt
       result.outcome = JobResult::Outcome::kStopped;
       return result;
     }
@@ -590,7 +590,7 @@ JobResult Agent::RunAttempts() {
     }
     if (stopped_) {
       result.outcome = JobResult::Outcome::kStopped;
-      // It had failed before it was told to stop.
+      // The attempt had failed before the stop was requested.
       if (end.has_value()) result.failure = *std::move(end);
       return result;
     }

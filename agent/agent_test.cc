@@ -37,7 +37,7 @@ using ::testing::IsEmpty;
 using ::testing::SizeIs;
 using ::testing::UnorderedElementsAre;
 
-// The test decides. Thread-safe.
+// A gate whose decisions the test makes. Thread-safe.
 class FakeGate final : public RestartGate {
  public:
   bool MayAsk(int restart, const WorkerEnd& cause) const override {
@@ -62,13 +62,13 @@ class FakeGate final : public RestartGate {
     allowed_ = restarts;
     changed_.SignalAll();
   }
-  // Allows all, with a delay that does not end.
+  // Allows all restarts, with a delay that does not end.
   void AllowWithDelay() {
     MutexLock lock(&mu_);
     allowed_ = 100;
     delays_ = true;
   }
-  // Once there are so many: "RESTART WHETHER-IT-FAILED-HERE" of each.
+  // Waits for `count` requests: "RESTART WHETHER-IT-FAILED-HERE" of each.
   std::vector<std::string> Asked(size_t count) {
     MutexLock lock(&mu_);
     while (asked_.size() < count) changed_.Wait(&mu_);
@@ -84,7 +84,7 @@ class FakeGate final : public RestartGate {
   bool cancelled_ ABSL_GUARDED_BY(mu_) = false;
 };
 
-// Runs an agent on a thread; what the workers write comes line by line.
+// Runs an agent on a thread; the output of the workers is read line by line.
 class AgentTest : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -123,7 +123,7 @@ class AgentTest : public ::testing::Test {
     while (read(pipe_[0], &c, 1) == 1 && c != '\n') line += c;
     return line;
   }
-  // "[RANK]: NAME VALUE" lines of `count` workers: value by rank.
+  // Returns the values of "[RANK]: NAME VALUE" lines of `count` workers, by rank.
   std::map<int, std::string> ReadValues(int count) {
     std::map<int, std::string> values;
     for (int i = 0; i < count; ++i) {
@@ -206,7 +206,7 @@ TEST_F(AgentTest, WorkerKilledAtItsLimit_IsToldWithTheLimit) {
   options_.slots = 2;
   options_.failure_grace = absl::ZeroDuration();
   options_.inherited["GROUPS"] = folder.Path("attempt");
-  // What the kernel does at a limit.
+  // Like the kernel at a limit.
   const JobResult result =
       Run("cd $GROUPS/rank_$RANK; [ $RANK = 0 ] && exec sleep 1000; "
           "printf 'oom 1\noom_kill 1\n' > memory.events; echo 2147483648 > memory.peak; "
@@ -287,7 +287,7 @@ TEST_F(AgentTest, UserErrorBesideAnotherFailure_IsTheCulprit) {
   options_.slots = 2;
   options_.settle = absl::Hours(1);
   options_.user_error_codes = {3};
-  // The first one to be seen is the echo.
+  // The first failure that is seen is a consequence of the other.
   const JobResult result = Run("[ $RANK = 0 ] && exit 1; exit 3");
   EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
   EXPECT_THAT(result.failure.why, HasSubstr("exited with code 3"));
@@ -357,14 +357,14 @@ TEST_F(AgentTest, RestartsUsedUp_Fails) {
   EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
   EXPECT_EQ(result.restarts, 1);
   EXPECT_THAT(result.failure.why, HasSubstr("exited with code 4"));
-  // So that the coordinator knows after which attempt the job is over.
+  // Reported so that the coordinator knows after which attempt the job is over.
   const std::vector<WorkerEnd> ends = coordination_.ends();
   ASSERT_THAT(ends, SizeIs(2));
   EXPECT_TRUE(ends[0].may_restart);
   EXPECT_FALSE(ends[1].may_restart);
 }
 
-// Two workers that say who they are and exit with the code that they receive.
+// Two workers that print their names and exit with the code that they receive.
 class ReentryTest : public AgentTest {
  protected:
   void SetUp() override {
@@ -374,7 +374,7 @@ class ReentryTest : public AgentTest {
     for (int rank = 0; rank < 4; ++rank) {
       const std::string path = folder_.Path(absl::StrCat("orders", rank));
       ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
-      // For both directions: neither side waits for the other to open it.
+      // Opened for both directions, so that neither side waits for the other to open it.
       orders_[rank] = OwnedFd(open(path.c_str(), O_RDWR | O_CLOEXEC));
     }
     options_.inherited["ORDERS"] = folder_.Path("orders");
@@ -388,7 +388,7 @@ class ReentryTest : public AgentTest {
     ASSERT_EQ(write(orders_[rank].get(), order.data(), order.size()),
               static_cast<ssize_t>(order.size()));
   }
-  // Of rank 0, which re-enters, and rank 1, which does not.
+  // Loses rank 1, which does not re-enter; rank 0 does.
   void LoseRankOne() {
     agent_->Reenters("w0", Reentry::kAble);
     End(1, 9);
@@ -430,7 +430,7 @@ TEST_F(ReentryTest, SurvivorDoesNotReturn_IsStartedAgainInTheSameAttempt) {
   StartWorkers();
   agent_->Reenters("w0", Reentry::kAble);
   End(1, 9);
-  // The lines of the workers and the agent's come in any order.
+  // The lines of the workers and of the agent come in any order.
   std::vector<std::string> lines;
   while (lines.size() < 5) lines.push_back(ReadLine());
   EXPECT_THAT(lines, Contains(HasSubstr("has not joined the others again within 0")));
@@ -736,7 +736,7 @@ TEST_F(AgentTest, StopTwice_KillsAtOnce) {
   EXPECT_EQ(coordination_.ends()[0].exit.signal, SIGKILL);
 }
 
-// As if the kernel could not end it.
+// Behaves as if the kernel could not end the process.
 int DeafToKill(pid_t pid, int signal) { return signal == SIGKILL ? 0 : kill(pid, signal); }
 
 ProcessHostOptions WithDeafProcesses() {
@@ -801,7 +801,7 @@ TEST_F(AgentTest, MachineComes_AllStartAgainAndItIsNotCounted) {
   EXPECT_EQ(ReadLine(), "[0]: up at 0");
   Meeting meeting;
   meeting.num_nodes = 2;
-  meeting.attempt = 7;  // the one that came was there before
+  meeting.attempt = 7;  // the newcomer was there before
   coordination_.SetMeeting(meeting);
   coordination_.EndElsewhere({"one came", {}, AttemptEnd::Cause::kMachineCame});
   EXPECT_EQ(ReadLine(), "muster: one came; starting all workers again (not counted as a restart)");
@@ -882,7 +882,7 @@ TEST_F(AgentTest, LogFolder_HasAFilePerWorkerAndAttempt) {
   close(fd);
 }
 
-// Machines of one launch share the folder; a machine of a launch that began later moves their logs.
+// The machines of one launch share the folder; a machine of a later launch moves their logs.
 TEST_F(AgentTest, LogFolder_HasThoseOfOneLaunch) {
   options_.log_dir = TestPath("agent_launches");
   options_.slots = 1;
@@ -895,7 +895,7 @@ TEST_F(AgentTest, LogFolder_HasThoseOfOneLaunch) {
   const auto log_of = [&](const std::string& name) {
     return ReadFile(JoinPath(options_.log_dir, name)).value_or("none");
   };
-  // A thread of its own writes what processes have printed.
+  // The output of processes is written by a separate thread.
   const auto has = [&](const std::string& name, const std::string& text) {
     WaitUntil([&] { return log_of(name) == text; });
   };

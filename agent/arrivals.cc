@@ -8,7 +8,7 @@
 namespace muster::agent {
 namespace {
 
-// Calls `f` with the request of `op`, whichever kind of arrival it is.
+// Calls `f` with the request of `op`, for either kind of arrival.
 template <typename F>
 auto With(const v1::Op& op, F f) {
   return op.has_arrive() ? f(op.arrive()) : f(op.arrive_many());
@@ -27,7 +27,8 @@ uint64_t Incarnation(const v1::Op& op, size_t i) {
                          : op.arrive_many().incarnations(static_cast<int>(i));
 }
 
-// Whether its columns are as long as they should be: others are the coordinator's to refuse.
+// Whether the repeated fields of `op` have the right lengths; if not, the coordinator has to refuse
+// it.
 bool IsWhole(const v1::Op& op) {
   if (op.has_arrive()) return true;
   const v1::ArriveManyRequest& many = op.arrive_many();
@@ -59,7 +60,7 @@ bool SameCall(const v1::Op& op, const v1::Op& other) {
 std::pair<int64_t, int32_t> Waited(const google::protobuf::Duration& waited) {
   return {waited.seconds(), waited.nanos()};
 }
-// At most a century, so that no untrusted value overflows.
+// Cut at a century, so that no untrusted value overflows.
 int64_t WaitedUs(const google::protobuf::Duration& waited) {
   constexpr int64_t kCentury = int64_t{100} * 366 * 86400;
   return std::clamp<int64_t>(waited.seconds(), 0, kCentury) * 1'000'000 +
@@ -81,7 +82,7 @@ int32_t LatenessUs(int32_t before, absl::Time at, absl::Time now) {
       std::min<int64_t>(std::max(before, 0) + std::min<int64_t>(here, INT32_MAX), INT32_MAX));
 }
 
-// An error of a message of several ranks that may be about one of them only.
+// Whether an error of a message with several ranks may concern only one of them.
 bool ConcernsOneRank(const v1::OpResult& result) {
   switch (result.error().detail().reason()) {
     case v1::ERROR_REASON_SUPERSEDED:
@@ -100,7 +101,7 @@ void AddRanks(const ArrivalMerger::Arrival& arrival, absl::Time now,
               v1::ArriveManyRequest* many) {
   const v1::Op& op = arrival.op;
   for (size_t i = 0; i < Ranks(op); ++i) {
-    if (!taken->insert(Rank(op, i)).second) continue;  // a call that was repeated
+    if (!taken->insert(Rank(op, i)).second) continue;  // a repeated call
     many->add_ranks(Rank(op, i));
     many->add_incarnations(Incarnation(op, i));
     waited_us->push_back(RankWaitedUs(op, i));
@@ -146,7 +147,7 @@ v1::Op Joint(const std::vector<ArrivalMerger::Arrival>& arrivals, const std::str
     });
     AddRanks(arrival, now, &taken, &waited_us, &many);
   }
-  // How it grows while the message waits to be sent, it grows for all.
+  // The time for which the message then waits to be sent is the same for all.
   for (size_t i = 0; many.has_waited() && i < waited_us.size(); ++i)
     many.add_waited_less_us(WaitedUs(many.waited()) - waited_us[i]);
   return op;
@@ -211,7 +212,7 @@ absl::Time ArrivalMerger::Tick() {
 }
 
 void ArrivalMerger::Drop(const absl::flat_hash_set<uint64_t>& tags) {
-  std::vector<Arrival> dropped;  // outside of the lock
+  std::vector<Arrival> dropped;  // destroyed outside of the lock
   std::vector<uint64_t> forgotten;
   const auto take = [&](std::vector<Arrival>* from) {
     const auto rest = std::stable_partition(

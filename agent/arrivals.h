@@ -19,16 +19,16 @@
 
 namespace muster::agent {
 
-// Makes one ArriveMany of the arrivals at one barrier instance, for a relay (of its workers) and a
-// hub (of its agents).
+// Merges the arrivals at one barrier instance into one ArriveMany, for a relay (arrivals of its
+// workers) and a hub (of its agents).
 //
 // - Arrivals wait until the expected ranks have arrived, at most for a window after the first, or
-//   until their total size reaches a bound. The message carries each rank's lateness.
+//   until their total size reaches a limit. The message carries each rank's lateness.
 // - Arrivals that differ in call site, payload (present or absent), timeout or step, and those that
 //   name one rank with two incarnations, are sent separately, so that the coordinator detects the
 //   difference.
 // - If a joint message is refused because of one rank, each arrival is sent as its caller made it,
-//   and has its own answer.
+//   and gets its own answer.
 //
 // Thread-safe; nothing blocks. No lock is held over a call. The owner calls Tick when due.
 class ArrivalMerger {
@@ -36,18 +36,18 @@ class ArrivalMerger {
   struct Arrival {
     v1::Op op;  // arrive or arrive_many
     OpSender::Done done;
-    uint64_t tag = 0;  // the owner's name for it
+    uint64_t tag = 0;  // the owner's identifier for it
     size_t bytes = 0;
     absl::Time at;
   };
   struct Options {
-    std::string node;  // whose the joint messages are
+    std::string node;  // the node that the joint messages name
     uint64_t incarnation = 0;
     absl::Duration window;
     size_t max_bytes = 1 << 20;  // of a joint message
-    // The answer to all of these. Null: the `done` of each is called.
+    // Answers all of these arrivals at once. Null: the `done` of each is called.
     std::function<void(const std::vector<Arrival>&, const v1::OpResult&)> answer = nullptr;
-    // Tick is due earlier than it said.
+    // Called when Tick is due earlier than it returned.
     std::function<void()> wake = nullptr;
     const Clock* clock = &Clock::Real();
   };
@@ -60,7 +60,8 @@ class ArrivalMerger {
   void Add(v1::Op op, OpSender::Done done, size_t expected, uint64_t tag = 0);
   // Sends arrivals that have waited long enough; returns when to call again.
   absl::Time Tick();
-  // Their callers have gone: none of them is answered. Sent operations may take effect.
+  // The callers of these arrivals are gone, so none is answered. Operations that were already sent
+  // may take effect.
   void Drop(const absl::flat_hash_set<uint64_t>& tags);
 
  private:
@@ -73,7 +74,7 @@ class ArrivalMerger {
     size_t bytes = 0;
   };
   struct Sent {
-    uint64_t op_id = 0;  // once it is known
+    uint64_t op_id = 0;  // set once it is known
     bool dropped = false;
     std::vector<Arrival> arrivals;
   };

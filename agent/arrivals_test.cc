@@ -17,8 +17,7 @@ using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
-// What a relay does with arrivals is in relay_core_test; here is what only a hub meets: joint
-// messages of several agents.
+// Cases that only a hub meets: joint messages of several agents. relay_core_test has a relay's.
 class ArrivalMergerTest : public ::testing::Test {
  protected:
   ArrivalMergerTest() { Make(1 << 20); }
@@ -198,7 +197,7 @@ TEST_F(ArrivalMergerTest, JointMessage_StaysWithinItsBytes) {
   for (const int rank : {1, 2, 3}) Add("small", Many({rank}), 9);
   ASSERT_THAT(upstream_.ops(), SizeIs(1));
   EXPECT_THAT(upstream_.ops()[0].arrive_many().ranks(), ElementsAre(1, 2));
-  // The rest has a window of its own.
+  // The remaining arrivals have their own window.
   EXPECT_EQ(merger_->Tick(), clock_.Now() + absl::Milliseconds(2));
 }
 

@@ -49,7 +49,7 @@ TEST(DescribeEndTest, StoppedAfterItsOwnFailure_IsTheFailure) {
   EXPECT_EQ(end.end_class(), v1::END_CLASS_PROCESS_FAILED);
   EXPECT_EQ(end.rank(), 3);
   EXPECT_EQ(end.exit_code(), 7);
-  // Without one, or with that of another node.
+  // Without a failure here, or with that of another node.
   result.failure.why = "rank 1 on m was killed";
   EXPECT_EQ(DescribeEnd(result, {}, false, 2).end_class(), v1::END_CLASS_CANCELLED);
   result.failed_here.reset();
@@ -91,7 +91,7 @@ TEST(DescribeEndTest, WorkerKilledBecauseTheJobHangs_IsAHangWithAllStacks) {
   EXPECT_EQ(end.last_lines_size(), 0) << "they are another rank's";
   ASSERT_EQ(end.hung_size(), 1);
   EXPECT_EQ(end.hung(0).stack(), "#0 poll");
-  // One that failed by itself, before or after, is what it is.
+  // A worker that failed on its own, before or after, keeps its class.
   EXPECT_EQ(DescribeEnd(FailedHere(1, 0), {}, false, 2, &hang).end_class(),
             v1::END_CLASS_PROCESS_FAILED);
   result.failure.why = "another node was first";
@@ -147,7 +147,7 @@ TEST(EndFileTest, End_IsReadAsItWasWritten_AndGarbageIsRefused) {
   ASSERT_TRUE(WriteFileAtomically(path, "{}").ok());
   EXPECT_EQ(ReadEnd(path).status().code(), absl::StatusCode::kDataLoss);
   EXPECT_EQ(ReadEnd(path + "x").status().code(), absl::StatusCode::kNotFound);
-  // No later look finds it smaller.
+  // A later look does not find it smaller, either.
   ASSERT_TRUE(WriteFileAtomically(path, std::string((1 << 20) + 1, ' ')).ok());
   EXPECT_EQ(ReadEnd(path).status().code(), absl::StatusCode::kDataLoss);
 }

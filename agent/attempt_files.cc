@@ -19,7 +19,7 @@ absl::Status Failed(absl::string_view what, const std::string& path) {
   return absl::ErrnoToStatus(errno, absl::StrCat("cannot ", what, " ", path));
 }
 
-// The folder has other files, such as logs, that need not be durable.
+// Syncs only this file, because the folder has others, such as logs, that need not be durable.
 absl::Status SyncRecord(const std::string& path) {
   const OwnedFd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (!fd.open()) return Failed("open", path);

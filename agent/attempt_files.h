@@ -14,13 +14,13 @@
 
 namespace muster::agent {
 
-// A file that outlives this process and need not outlive the machine's power: it appears whole
-// under `path`, without a wait for the disk. `mode` is reduced by the umask.
+// Writes a file that must outlive this process, but not a loss of power: it appears whole at
+// `path`, without waiting for the disk. `mode` is reduced by the umask.
 absl::Status PutFile(const std::string& path, absl::string_view contents, mode_t mode = 0666);
 
-// The variables of an attempt's processes, in a file that only its owner may read: a runner takes
-// them from there, and removes the file. In its own environment they would be its own, too, and
-// LD_LIBRARY_PATH, for example, decides which libraries it runs with.
+// Writes the variables of an attempt's processes to a file that only its owner may read; a runner
+// reads them from there, and removes the file. In the runner's own environment they would also
+// affect the runner: LD_LIBRARY_PATH, for example, decides which libraries it runs with.
 absl::Status PutVariables(const std::string& path,
                           const std::map<std::string, std::string>& variables);
 absl::StatusOr<std::map<std::string, std::string>> TakeVariables(const std::string& path);
@@ -29,7 +29,7 @@ absl::StatusOr<std::map<std::string, std::string>> TakeVariables(const std::stri
 // are durable. Blocks on the disk. Errors: INTERNAL, naming what could not be synced.
 absl::Status SyncAttempt(const std::string& folder);
 
-// SyncAttempt on a thread of its own. Thread-safe.
+// Runs SyncAttempt on its own thread. Thread-safe.
 class AttemptSync {
  public:
   explicit AttemptSync(std::string folder);
@@ -38,12 +38,12 @@ class AttemptSync {
   AttemptSync(const AttemptSync&) = delete;
   AttemptSync& operator=(const AttemptSync&) = delete;
 
-  // The same, each time.
+  // Blocks until SyncAttempt has returned; returns its status, in every call.
   absl::Status Wait();
 
  private:
   const std::string folder_;
-  absl::Status status_;  // until done_ says so, the thread's
+  absl::Status status_;  // used only by the thread until done_
   Notification done_;
   std::thread thread_;
 };

@@ -22,12 +22,12 @@
 namespace muster::agent {
 namespace {
 
-// Lines up to so long after a LogTime have none of their own.
+// Lines written within this time after a LogTime have none of their own.
 constexpr int64_t kLogTimeSpan = 1000;  // milliseconds
-// While it rotates.
+// How often to read again while the log rotates.
 constexpr int kTries = 10;
 
-// What LogGonePath has.
+// The content of the file at LogGonePath.
 struct Gone {
   int64_t bytes = 0;
   ino_t first_inode = 0;
@@ -54,7 +54,7 @@ absl::StatusOr<Gone> ReadGone(const std::string& path) {
   const absl::StatusOr<std::string> text = ReadFile(LogGonePath(path), 64);
   if (absl::IsNotFound(text.status())) return gone;
   if (!text.ok()) return text.status();
-  // An older runner has written no inode.
+  // An older runner wrote no inode.
   const std::pair<absl::string_view, absl::string_view> words = absl::StrSplit(*text, ' ');
   int64_t bytes = 0;
   uint64_t inode = 0;
@@ -66,7 +66,7 @@ absl::StatusOr<Gone> ReadGone(const std::string& path) {
 // Whether no rotation came between the opens of its parts.
 bool IsConsistent(const Parts& log, const std::string& path) {
   struct stat newest;
-  // In the middle of a rotation there is none, and the others are all.
+  // In the middle of a rotation there is no newest file, and the other parts are the whole log.
   if (stat(path.c_str(), &newest) == 0 && newest.st_ino != log.parts.back().inode) return false;
   for (size_t i = 1; i < log.parts.size(); ++i) {
     if (log.parts[i].inode == log.parts[i - 1].inode) return false;
@@ -80,16 +80,16 @@ absl::StatusOr<Parts> OpenOnce(const std::string& path) {
   const absl::StatusOr<Gone> gone = ReadGone(path);
   if (!gone.ok()) return gone.status();
   log.gone = *gone;
-  int missing = 0;  // in a row
+  int missing = 0;  // consecutive
   for (int number = 0;; ++number) {
     const std::string name = number == 0 ? path : absl::StrCat(path, ".", number);
     Parts::Part part;
     part.fd = OwnedFd(open(name.c_str(), O_RDONLY | O_CLOEXEC));
     struct stat info;
     if (!part.fd.open() || fstat(part.fd.get(), &info) != 0) {
-      // Of too many open files, for example. Without this part the others would be out of place.
+      // Too many open files, for example. Without this part the others would be at wrong offsets.
       if (errno != ENOENT) return absl::ErrnoToStatus(errno, name);
-      // A rotation leaves out one number at a time.
+      // A rotation leaves out only one number at a time.
       if (++missing < 2) continue;
       if (log.parts.empty()) return absl::ErrnoToStatus(ENOENT, path);
       break;
@@ -99,7 +99,7 @@ absl::StatusOr<Parts> OpenOnce(const std::string& path) {
     part.inode = info.st_ino;
     log.parts.push_front(std::move(part));
   }
-  // What is about to go is counted as gone.
+  // A part that is about to be removed counts as gone.
   const auto first = std::find_if(log.parts.begin(), log.parts.end(), [&](const Parts::Part& part) {
     return part.inode == log.gone.first_inode;
   });
@@ -161,8 +161,8 @@ absl::StatusOr<LogPiece> ReadOnce(const Parts& log, int64_t offset, int tail_lin
   return piece;
 }
 
-// Whether what was read is what was there when it was opened. Where there is one file, a rotation
-// empties it, and notes that before anything else is written to it.
+// Whether the bytes that were read are those of the file that was opened. If the log is a single
+// file, a rotation empties it, and notes that before anything else is written to it.
 bool IsStillThere(const Parts& log, const std::string& path) {
   if (log.parts.size() > 1) return true;
   const absl::StatusOr<Gone> gone = ReadGone(path);
@@ -200,14 +200,14 @@ absl::StatusOr<int64_t> LogOffsetAt(const std::string& path, absl::Time since) {
   const auto at = [&](int64_t index) {
     LogTime entry = {};
     const ssize_t n = pread(times.get(), &entry, sizeof(entry), index * sizeof(entry));
-    // Cut off: as if it were the last one's.
+    // Cut off: treat it as an entry at the end of the log.
     return n == sizeof(entry) ? entry : LogTime{wanted, log->end};
   };
-  // The first entry that is of a later second than `since`; the one before it has lines of that
-  // second if it is one.
+  // The first entry of a later second than `since`. The entry before it may have lines of that
+  // second.
   int64_t low = 0, high = info.st_size / static_cast<int64_t>(sizeof(LogTime));
   const int64_t count = high;
-  if (count == 0) return 0;  // it has just begun again
+  if (count == 0) return 0;  // the file of times has just begun again
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;
     if (at(middle).unix_ms <= wanted - kLogTimeSpan) {

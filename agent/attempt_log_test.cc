@@ -20,15 +20,15 @@
 #include "base/test_folder.h"
 
 namespace {
-std::function<void()> before_pread;  // once
+std::function<void()> before_pread;  // called once
 }  // namespace
 
-// In place of the C library's.
+// Replaces the C library's.
 extern "C" ssize_t pread(int fd, void* data, size_t bytes, off_t offset) {
   if (before_pread != nullptr) std::exchange(before_pread, nullptr)();
   return syscall(SYS_pread64, fd, data, bytes, offset);
 }
-// And of the one that checks.
+// Replaces the checked variant.
 extern "C" ssize_t __pread_chk(int fd, void* data, size_t bytes, off_t offset, size_t /*room*/) {
   return pread(fd, data, bytes, offset);
 }
@@ -41,7 +41,7 @@ class AttemptLogTest : public testing::Test {
   void Open(int64_t max_bytes, int files) {
     log_ = *LogFile::Open(path_, {.max_bytes = max_bytes, .files = files});
   }
-  // From `offset` to the end, by pieces of this size.
+  // Reads from `offset` to the end, in pieces of this size.
   std::string ReadAll(int64_t offset, size_t piece) {
     std::string all;
     while (true) {
@@ -67,7 +67,7 @@ TEST_F(AttemptLogTest, RotatedLog_IsReadAsOne_AndOffsetsStay) {
     const std::string line = absl::StrCat("line number ", i);
     log_->Append(line);
     all += line + "\n";
-    // A reader that follows misses nothing.
+    // A reader that follows the log misses nothing.
     const absl::StatusOr<LogPiece> read =
         ReadLogPiece(path_, static_cast<int64_t>(all.size() - line.size() - 1), 0, 100);
     ASSERT_TRUE(read.ok());
@@ -90,7 +90,7 @@ TEST_F(AttemptLogTest, EveryStepOfARotation_IsReadAsTheEndOfIt) {
   keep(path_, "4");
   log_->Append("number 5");
   keep(path_, "5");
-  // The newest file first, by its line; 0: there is none.
+  // The newest file first, by its line; 0: it does not exist.
   for (const std::vector<int>& step :
        std::vector<std::vector<int>>{{4, 3, 2}, {4, 0, 3}, {0, 4, 3}, {5, 4, 3}}) {
     std::string lines;
@@ -108,12 +108,12 @@ TEST_F(AttemptLogTest, EveryStepOfARotation_IsReadAsTheEndOfIt) {
       EXPECT_EQ(read->offset, 18);
       EXPECT_EQ(read->data, lines);
     }
-    // Who has read all waits.
+    // A reader that has read everything waits.
     EXPECT_EQ(ReadLogPiece(path_, 45, 0, 100)->data, "");
   }
 }
 
-// There is one file, and a rotation empties it.
+// With a single file, a rotation empties it.
 TEST_F(AttemptLogTest, OnlyFileThatIsEmptiedAndWrittenBeforeItIsRead_IsReadAsItIsThen) {
   Open(/*max_bytes=*/20, /*files=*/1);
   log_->Append("number 1");
@@ -129,7 +129,8 @@ TEST_F(AttemptLogTest, OnlyFileThatIsEmptiedAndWrittenBeforeItIsRead_IsReadAsItI
   EXPECT_EQ(read->data, "line 3\nline 4\n");
 }
 
-// As where too many files are open. What is left would seem to be all, at other offsets.
+// For example if too many files are open. The remaining parts would look complete, at other
+// offsets.
 TEST_F(AttemptLogTest, PartThatCannotBeOpened_IsAnErrorNotAShorterLog) {
   Open(/*max_bytes=*/10, /*files=*/3);
   for (const char* line : {"number 1", "number 2", "number 3", "number 4"}) log_->Append(line);
@@ -155,7 +156,7 @@ TEST_F(AttemptLogTest, Tail_IsWholeLines) {
 }
 
 TEST_F(AttemptLogTest, Tail_LongerThanAnAnswer_BeginsAtTheRightLine) {
-  // More than one block of what the search reads at once, in several parts, of which some are gone.
+  // Larger than a block that the search reads, in several parts, of which some are gone.
   Open(/*max_bytes=*/300 << 10, /*files=*/4);
   constexpr int kLines = 20000;
   const std::string filling(80, 'x');
@@ -193,7 +194,7 @@ TEST_F(AttemptLogTest, LogOffsetAt_IsTheFirstLineOfThatSecond_AlsoAfterRotations
     log_->Append("the same");  // 9 bytes
     clock.Advance(absl::Milliseconds(600));
   }
-  // What is gone begins where the rest does.
+  // The lost part ends where the rest begins.
   const int64_t gone = ReadLogPiece(path_, 0, 0, 10)->offset;
   ASSERT_GT(gone, 18);
   const auto from = [&](absl::Time time) {
@@ -205,17 +206,17 @@ TEST_F(AttemptLogTest, LogOffsetAt_IsTheFirstLineOfThatSecond_AlsoAfterRotations
     EXPECT_EQ(from(time + absl::Milliseconds(999)), std::max(gone, begins[second]));
   }
   EXPECT_EQ(from(start - absl::Hours(1)), gone);
-  // Nothing is that late: what comes next.
+  // No line is that late: the offset of the next one.
   EXPECT_EQ(*LogOffsetAt(path_, start + absl::Hours(1)), 180);
   EXPECT_EQ(*LogOffsetAt(path_, absl::InfiniteFuture()), 180);
   EXPECT_EQ(ReadAll(*LogOffsetAt(path_, start + absl::Seconds(9)), 100), "second 9\nthe same\n");
-  // An older agent has left none.
+  // An older agent wrote no times.
   unlink(LogTimesPath(path_).c_str());
   EXPECT_EQ(*LogOffsetAt(path_, start + absl::Seconds(9)), 0);
   EXPECT_TRUE(absl::IsNotFound(LogOffsetAt(path_ + "x", start).status()));
 }
 
-// A reader gets more than it has asked for then, and not less.
+// In that case a reader gets more lines than requested, but not fewer.
 TEST_F(AttemptLogTest, LogOffsetAt_AfterTimesThatCouldNotBeWritten_LeavesNoLineOut) {
   FakeClock clock;
   const absl::Time start = clock.Now();

@@ -28,7 +28,7 @@ namespace {
 constexpr char kRequestPrefix[] = "restart_";
 constexpr char kRequestSuffix[] = ".json";
 constexpr char kAllowed[] = "restarts_allowed";
-// Where the system does not tell of new files.
+// If the system does not report new files.
 constexpr absl::Duration kLookAgain = absl::Milliseconds(500);
 constexpr absl::Duration kLongestPoll = absl::Hours(1);
 
@@ -88,7 +88,7 @@ absl::Status AttemptRestarts::Await(int restart, const JobResult& result) {
           absl::StrCat("no answer within ", absl::FormatDuration(options_.patience)));
     }
     const bool cancelled = !Wait(events.get(), left);
-    // Also then: it may have come together with the request to stop.
+    // Read it even then: the answer may have come together with the request to stop.
     allowed = ReadAllowed(options_.folder);
     if (cancelled && allowed.restarts < restart) return absl::CancelledError("stopped");
     if (cancelled) break;
@@ -148,7 +148,7 @@ absl::StatusOr<int> AskedFor(const std::string& folder, const v1::AttemptEnd& en
   if (end.end_class() == v1::END_CLASS_SUCCEEDED || end.end_class() == v1::END_CLASS_CANCELLED) {
     return 0;
   }
-  // Without a failure of its own, one end looks like any other.
+  // Without its own failure, one end cannot be distinguished from another.
   if (end.failed_unix_ms() == 0 || end.end_class() == v1::END_CLASS_PEER_FAILED ||
       end.end_class() == v1::END_CLASS_NODE_FAILED) {
     return 0;
@@ -168,7 +168,7 @@ absl::Status AllowRestart(const std::string& folder, int restart, absl::Duration
 OwnedFd WatchFolders() { return OwnedFd(inotify_init1(IN_CLOEXEC | IN_NONBLOCK)); }
 
 absl::StatusOr<int> WatchFolder(int folder_events, const std::string& folder) {
-  // Files come whole, by a new name.
+  // Files appear whole, by a rename.
   const int watch = inotify_add_watch(folder_events, folder.c_str(), IN_MOVED_TO);
   if (watch >= 0) return watch;
   return absl::ErrnoToStatus(errno, absl::StrCat("cannot watch ", folder));

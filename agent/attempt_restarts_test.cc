@@ -91,7 +91,7 @@ TEST_F(AttemptRestartsTest, Cancel_EndsTheWaitForTheAnswerAndForTheDelay) {
   std::thread other([&] { delayed.Cancel(); });
   EXPECT_TRUE(absl::IsAborted(delayed.Await(1, Failed(Ended(3, 0))))) << "it was allowed";
   other.join();
-  // Together with the answer.
+  // At the same time as the answer.
   ASSERT_TRUE(AllowRestart(folder_.path(), 1, absl::ZeroDuration()).ok());
   EXPECT_TRUE(absl::IsAborted(delayed.Await(1, Failed(Ended(3, 0)))));
 }
@@ -106,14 +106,14 @@ TEST_F(AttemptRestartsTest, EndWithTheFailureThatWasAskedFor_NamesTheRestart) {
   EXPECT_TRUE(absl::IsCancelled(restarts.Await(1, result)));
   result.outcome = JobResult::Outcome::kStopped;
   EXPECT_EQ(*AskedFor(folder_.path(), restarts.Describe(result, nullptr)), 1);
-  // What comes after it is another one, and so is a request to stop.
+  // A later end is a different one, and so is a stop request.
   lost.exit.at = absl::FromUnixMillis(2'000);
   EXPECT_EQ(*AskedFor(folder_.path(), restarts.Describe(Failed(lost), nullptr)), 0);
   result.failed_here.reset();
   EXPECT_EQ(*AskedFor(folder_.path(), restarts.Describe(result, nullptr)), 0);
 }
 
-// It would be counted twice: as a restart, and as an end.
+// Otherwise the end would be counted twice: as a restart, and as an end.
 TEST_F(AttemptRestartsTest, RequestThatCannotBeReadNow_IsNotTakenForNone) {
   AttemptRestarts restarts(Options(2));
   WorkerEnd lost = Ended(3, 0);

@@ -23,7 +23,7 @@ namespace {
 constexpr int64_t kMostBytes = 1 << 20;
 constexpr size_t kMostProcesses = 5;  // in a message
 
-// The number after `key` in the lines "KEY NUMBER"; 0 without it.
+// Returns the number after `key` in the lines "KEY NUMBER"; 0 if there is none.
 int64_t NumberOf(absl::string_view text, absl::string_view key) {
   for (const absl::string_view line : absl::StrSplit(text, '\n')) {
     const std::pair<absl::string_view, absl::string_view> words =
@@ -34,7 +34,7 @@ int64_t NumberOf(absl::string_view text, absl::string_view key) {
   return 0;
 }
 
-// "max" and what is no number: -1.
+// Returns -1 for "max" and for a text that is not a number.
 int64_t Amount(const absl::StatusOr<std::string>& text) {
   int64_t number = -1;
   return text.ok() && absl::SimpleAtoi(absl::StripAsciiWhitespace(*text), &number) ? number : -1;
@@ -164,7 +164,7 @@ absl::Status ControlGroup::AwaitEmpty(absl::Duration timeout) const {
   for (;;) {
     char text[256];
     const ssize_t size = pread(events.get(), text, sizeof(text), 0);
-    // A group that has been removed meanwhile.
+    // The group may have been removed meanwhile.
     if (size <= 0 || NumberOf(absl::string_view(text, size), "populated") == 0) {
       return absl::OkStatus();
     }

@@ -22,16 +22,16 @@ struct ControlGroupCalls {
   int (*rmdir)(const char*) = ::rmdir;
 };
 
-// What a group says about the memory of its processes.
+// A group's counts about the memory of its processes.
 struct MemoryUse {
   int64_t limit = -1;      // bytes; -1: none
-  int64_t peak = -1;       // the most they had, in bytes; -1: the kernel does not say
-  int64_t limit_hits = 0;  // how often the group's own limit left no memory to give
+  int64_t peak = -1;       // the most memory they had, in bytes; -1: the kernel does not report it
+  int64_t limit_hits = 0;  // how often the group's own limit was reached
   int64_t kills = 0;       // processes that the kernel has killed for memory
 };
 
-// Why the kernel has killed a process of the group: its limit, or memory that ran out elsewhere. In
-// words that follow "was killed"; empty: it has killed none. Pure.
+// Returns why the kernel has killed a process of the group: its limit, or memory that ran out
+// elsewhere. A text that follows "was killed"; empty: it has killed none. Pure.
 std::string DescribeMemoryKill(const MemoryUse& use);
 
 // One group of cgroup v2, by its folder. Copying it copies the name. Thread-safe; each call reads
@@ -43,37 +43,37 @@ class ControlGroup {
   const std::string& folder() const { return folder_; }
   ControlGroup Below(absl::string_view name) const;
 
-  // OK if it is there.
+  // Makes the group. OK if it exists.
   absl::Status Make() const;
   bool Exists() const;
-  // Whether the group has this file: the files of a controller are there where the parent enables
-  // it, newer ones depend on the kernel.
+  // Whether the group has this file: a controller's files exist if the parent group enables it;
+  // newer files depend on the kernel.
   bool Has(absl::string_view file) const;
   absl::Status Write(absl::string_view file, absl::string_view text) const;
   absl::StatusOr<std::string> Read(absl::string_view file) const;
 
-  // The controllers that it may give to the groups below.
+  // The controllers that the group may give to the groups below it.
   std::vector<std::string> Controllers() const;
-  // Gives those of `controllers` that it has to the groups below. Errors: FAILED_PRECONDITION the
+  // Gives the groups below it those of `controllers` that it has. Errors: FAILED_PRECONDITION the
   // group has processes of its own.
   absl::Status Enable(const std::vector<std::string>& controllers) const;
 
-  // Moves this process into it.
+  // Moves this process into the group.
   absl::Status Enter() const;
-  // A descriptor of its folder, with which a process can be started in it.
+  // Returns a descriptor of the group's folder, with which a process can be started in the group.
   absl::StatusOr<OwnedFd> Open() const;
-  // The first processes in it and below it.
+  // Some of the processes in the group and below it.
   std::vector<int64_t> Processes() const;
 
-  // Whether a process is in it or below it. A group that is not there is empty.
+  // Whether a process is in the group or below it. A group that does not exist is empty.
   bool IsPopulated() const;
-  // SIGKILL to all that is in it and below it, including what is being forked. Nothing on a kernel
-  // before 5.14.
+  // Sends SIGKILL to all processes in the group and below it, including those that are being
+  // forked. No effect on kernels before 5.14.
   void Kill() const;
-  // Blocks until it is empty. DEADLINE_EXCEEDED naming processes.
+  // Blocks until the group is empty. DEADLINE_EXCEEDED naming processes.
   absl::Status AwaitEmpty(absl::Duration timeout) const;
-  // Removes it with all groups below it. OK if it is not there. Errors: FAILED_PRECONDITION naming
-  // processes that are in it.
+  // Removes the group with all groups below it. OK if it does not exist. Errors:
+  // FAILED_PRECONDITION naming processes that are in it.
   absl::Status Remove() const;
 
   MemoryUse Memory() const;

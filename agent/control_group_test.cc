@@ -92,7 +92,7 @@ TEST_F(ControlGroupTest, End_KillsAndWaitsAndRemovesTheTree) {
   EXPECT_TRUE(group.AwaitEmpty(absl::ZeroDuration()).ok());
   EXPECT_TRUE(group.Remove().ok());
   EXPECT_FALSE(group.Exists());
-  // What is not there is empty, and can be removed.
+  // A group that does not exist is empty, and can be removed.
   EXPECT_FALSE(group.IsPopulated());
   EXPECT_TRUE(group.AwaitEmpty(absl::ZeroDuration()).ok());
   EXPECT_TRUE(group.Remove().ok());

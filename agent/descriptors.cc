@@ -14,12 +14,12 @@
 namespace muster::agent {
 namespace {
 
-// Containers have limits of a billion, which would take minutes to try.
+// Containers may have limits of a billion, which would take minutes to try.
 constexpr rlim_t kMostTried = 1 << 20;
 
-int kept = -1;  // of KeepOpen
+int kept = -1;  // the descriptor of KeepOpen
 
-// False if /proc cannot say which there are.
+// Returns false if /proc cannot list the open descriptors.
 template <typename Apply>
 bool ForEachListed(int first, Apply apply) {
   const int folder = open("/proc/self/fd", O_RDONLY | O_DIRECTORY | O_CLOEXEC);

@@ -12,7 +12,7 @@
 namespace muster::agent {
 namespace {
 
-// As kernels before 5.9.
+// Like kernels before 5.9.
 int NoSuchCall(unsigned, unsigned, unsigned) {
   errno = ENOSYS;
   return -1;
@@ -20,7 +20,7 @@ int NoSuchCall(unsigned, unsigned, unsigned) {
 
 bool IsOpen(int fd) { return fcntl(fd, F_GETFD) >= 0; }
 
-// Whether `check` holds in a forked process, whose descriptors are its own.
+// Whether `check` holds in a forked process, which has its own descriptors.
 template <typename Check>
 bool HoldsInChild(Check check) {
   const pid_t child = fork();
@@ -53,7 +53,7 @@ TEST_P(DescriptorsTest, CloseFrom_ClosesThatAndAllAboveAndNothingBelow) {
   EXPECT_TRUE(HoldsInChild([] {
     const int low = fcntl(0, F_DUPFD, 40);
     const int first = fcntl(0, F_DUPFD, 41);
-    // More than one page of a folder holds.
+    // More than one page of a folder's entries.
     for (int i = 0; i < 300; ++i) {
       if (fcntl(0, F_DUPFD, 42) < 0) return false;
     }
@@ -79,7 +79,7 @@ TEST(Descriptors, StandardOnesMissing_AreNullAndNothingElse) {
     close(next);
     OpenStandardDescriptors();  // no effect
     if (!right || dup(1) != next || !IsStandardDescriptor(0)) return false;
-    // A library came first.
+    // A library opened a descriptor earlier.
     close(0);
     return open("/dev/null", O_RDONLY | O_CLOEXEC) == 0 && !IsStandardDescriptor(0);
   }));

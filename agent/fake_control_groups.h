@@ -18,14 +18,14 @@
 
 namespace muster::agent {
 
-// The kernel's side of a tree of control groups in an ordinary folder: a new group has the kernel's
-// files, those of a controller if its parent enables it. Processes, limits and their consequences
-// are what a test writes to the files.
+// The kernel's side of a tree of control groups, in an ordinary folder: a new group has the
+// kernel's files, and a controller's files if its parent enables it. Processes, limits and their
+// consequences are what a test writes to the files.
 class FakeControlGroups {
  public:
   static ControlGroupCalls Calls() { return {.mkdir = Mkdir, .rmdir = Rmdir}; }
 
-  // A group with these controllers, as the root of a tree.
+  // Makes a group with these controllers, as the root of a tree.
   static void MakeRoot(const std::string& folder, const std::string& controllers) {
     ::mkdir(folder.c_str(), 0755);
     Fill(folder, controllers);

@@ -14,8 +14,8 @@
 
 namespace muster::agent {
 
-// The hub's end of a stream whose agent the test plays. What is written stays in flight until the
-// test takes it.
+// The hub's end of a stream whose agent is played by the test. A written frame stays in flight
+// until the test takes it.
 struct FakeIncomingStream final : public IncomingStream {
   void Write(rpc::FrameBytes frame) override {
     EXPECT_FALSE(in_flight.has_value()) << "two writes in flight";
@@ -34,16 +34,16 @@ struct FakeIncomingStream final : public IncomingStream {
   }
 
   std::optional<v1::CoordinatorFrame> in_flight;
-  std::optional<absl::Status> status;  // we asked for the end
-  bool reading = true;                 // the next frame may come
+  std::optional<absl::Status> status;  // the hub asked for the end
+  bool reading = true;                 // the hub is ready for the next frame
 };
 
-// Speaks on one stream after the other, as an agent does.
+// Sends frames on one stream after the other, as an agent does.
 class FakeHubAgent {
  public:
   FakeHubAgent(IncomingStreamEvents* hub, std::string node) : hub_(hub), node_(std::move(node)) {}
 
-  // Opens a stream; what was open before is left as it is.
+  // Opens a stream; a stream that was open before is left as it is.
   void Open() {
     incoming_ = std::make_shared<FakeIncomingStream>();
     v1::AgentFrame frame;
@@ -62,7 +62,7 @@ class FakeHubAgent {
     incoming_->reading = false;
     hub_->OnFrame(incoming_, frame, frame.ByteSizeLong());
   }
-  // An operation in a frame of its own.
+  // Sends an operation in its own frame.
   void Op(v1::Op op) {
     v1::AgentFrame frame;
     frame.set_seq(++seq);
@@ -76,7 +76,7 @@ class FakeHubAgent {
     *frame.mutable_beat() = std::move(beat);
     Send(frame);
   }
-  // What the hub has written, until it has nothing more.
+  // Returns what the hub has written, until it has nothing more.
   std::vector<v1::CoordinatorFrame> Take() {
     std::vector<v1::CoordinatorFrame> frames;
     while (incoming_->in_flight.has_value()) {
@@ -93,7 +93,7 @@ class FakeHubAgent {
     }
     return frames;
   }
-  // The stream breaks, or ends as the hub asked.
+  // The stream breaks, or ends because the hub asked for it.
   void Close() { hub_->OnClosed(incoming_); }
   FakeIncomingStream& incoming() { return *incoming_; }
 

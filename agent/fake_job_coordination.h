@@ -12,7 +12,7 @@
 
 namespace muster::agent {
 
-// A job of one node without a coordinator, or of several whose other nodes the test plays.
+// A job of one node without a coordinator, or of several nodes of which the test plays the others.
 // Thread-safe.
 class FakeJobCoordination final : public JobCoordination {
  public:
@@ -20,7 +20,7 @@ class FakeJobCoordination final : public JobCoordination {
 
   absl::StatusOr<Meeting> Meet(int attempt, const RestartCounts& counted) override {
     MutexLock lock(&mu_);
-    on_ended_ = nullptr;  // of the attempt before
+    on_ended_ = nullptr;  // from the previous attempt
     attempts_.push_back(attempt);
     if (!meet_error_.ok()) return meet_error_;
     Meeting meeting = meeting_;
@@ -55,18 +55,18 @@ class FakeJobCoordination final : public JobCoordination {
     changed_.SignalAll();
   }
 
-  // What the other nodes do.
+  // Plays another node that ends the attempt.
   void EndElsewhere(AttemptEnd end) {
     std::function<void(AttemptEnd)> on_ended;
     {
       MutexLock lock(&mu_);
-      // As the real one, which knows nothing of an attempt before it is watched.
+      // Like the real one, which knows nothing of an attempt before it is watched.
       while (on_ended_ == nullptr) changed_.Wait(&mu_);
       on_ended = std::exchange(on_ended_, nullptr);
     }
     on_ended(std::move(end));
   }
-  // From the next attempt on.
+  // Takes effect with the next attempt.
   void SetMeeting(Meeting meeting) {
     MutexLock lock(&mu_);
     meeting_ = std::move(meeting);
@@ -75,7 +75,7 @@ class FakeJobCoordination final : public JobCoordination {
     MutexLock lock(&mu_);
     meet_error_ = std::move(status);
   }
-  // Another node has failed before, which is not known here yet.
+  // Another node has failed earlier, which is not known here yet.
   void FailsElsewhereFirst(AttemptEnd end) {
     MutexLock lock(&mu_);
     first_ = std::move(end);

@@ -17,7 +17,7 @@ void FakeMemory::Put(uint64_t address, absl::string_view bytes) {
   if (bytes.empty()) return;
   uint64_t begin = address;
   std::string whole(bytes);
-  // The last part that begins before this one, and all that begin within it or at its end.
+  // Finds the last part that begins before this one, and all that begin within it or at its end.
   auto it = parts_.upper_bound(address);
   if (it != parts_.begin() && std::prev(it)->first + std::prev(it)->second.size() >= address) --it;
   while (it != parts_.end() && it->first <= begin + whole.size()) {

@@ -11,11 +11,11 @@
 
 namespace muster::agent {
 
-// Memory that consists of a few known parts, for tests. Also a recording of a process: the parts of
-// it that somebody has read.
+// Memory that consists of a few known parts, for tests. Also a recording of the parts of a process
+// that were read.
 class FakeMemory final : public MemoryReader {
  public:
-  // Parts that touch or overlap are one; of what they both have the new one counts.
+  // Adds a part. Parts that touch or overlap become one; where they overlap, the new one counts.
   void Put(uint64_t address, absl::string_view bytes);
   template <typename T>
   void PutValue(uint64_t address, T value) {
@@ -30,7 +30,7 @@ class FakeMemory final : public MemoryReader {
   std::map<uint64_t, std::string> parts_;  // by address; with gaps between them
 };
 
-// Reads through `memory` and keeps what was read. Borrows both.
+// Reads through `memory` and records what was read. Borrows both.
 class RecordingMemory final : public MemoryReader {
  public:
   RecordingMemory(const MemoryReader& memory, FakeMemory* record)
@@ -42,13 +42,14 @@ class RecordingMemory final : public MemoryReader {
   FakeMemory* const record_;
 };
 
-// A recording as a file has it: the symbols, and then each part, as "ADDRESS BYTES" in hexadecimal.
+// The content of a file with a recording: the symbols, and then each part, as "ADDRESS BYTES" in
+// hexadecimal.
 struct PythonRecording {
   PythonSymbols symbols;
   FakeMemory memory;
 
   std::string ToText() const;
-  // Ends the process at a line that is none.
+  // Ends the process at an invalid line.
   static PythonRecording FromText(absl::string_view text);
 };
 

@@ -1,5 +1,5 @@
-// NVML as the driver has it, for tests: two GPUs, or what FAKE_NVML says: "none" fails to start,
-// "one" has one GPU that tells no memory.
+// An imitation of the driver's NVML for tests: two GPUs, or what FAKE_NVML says: "none" fails to
+// start, "one" has one GPU that reports no memory.
 #include <cstdlib>
 #include <cstring>
 #include <string>

@@ -10,7 +10,7 @@
 
 namespace muster::agent {
 
-// Keeps what is submitted until the test answers it. Thread-safe.
+// Keeps submitted operations until the test answers them. Thread-safe.
 class FakeOpSender final : public OpSender {
  public:
   uint64_t Submit(v1::Op op, Done done) override {
@@ -25,20 +25,20 @@ class FakeOpSender final : public OpSender {
     waiting_.erase(op_id);
   }
 
-  // What has not been answered, in order.
+  // The operations that have not been answered, in order.
   std::vector<v1::Op> ops() const {
     MutexLock lock(&mu_);
     std::vector<v1::Op> ops;
     for (const auto& [id, waiting] : waiting_) ops.push_back(waiting.first);
     return ops;
   }
-  // Blocks until something waits, and returns the first of it.
+  // Blocks until an operation waits, and returns the first one.
   v1::Op WaitForOp() {
     MutexLock lock(&mu_);
     while (waiting_.empty()) changed_.Wait(&mu_);
     return waiting_.begin()->second.first;
   }
-  // Answers the first that waits.
+  // Answers the first operation that waits.
   void Answer(v1::OpResult result) {
     Done done;
     {

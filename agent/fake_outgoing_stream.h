@@ -12,7 +12,7 @@
 
 namespace muster::agent {
 
-// A stream that the test plays the coordinator of.
+// A stream whose coordinator is played by the test.
 struct FakeOutgoingStream final : public OutgoingStream {
   explicit FakeOutgoingStream(std::shared_ptr<OutgoingStreamEvents> to, std::string at = "")
       : events(std::move(to)), hub(std::move(at)) {}
@@ -22,22 +22,22 @@ struct FakeOutgoingStream final : public OutgoingStream {
     written.push_back(std::move(frame));
   }
   void Close() override { closing = true; }
-  // The write is done.
+  // Completes the write.
   void Done() {
     ASSERT_TRUE(writing);
     writing = false;
     events->OnWritten();
   }
-  // Lets all writes be done that follow from each other.
+  // Completes all writes, including those that follow from each other.
   void Drain() {
     while (writing) Done();
   }
 
   const std::shared_ptr<OutgoingStreamEvents> events;
-  const std::string hub;  // that it was opened to; empty: the coordinator
+  const std::string hub;  // the hub to which it was opened; empty: the coordinator
   std::vector<v1::AgentFrame> written;
   bool writing = false;
-  bool closing = false;  // we asked for the end
+  bool closing = false;  // the client asked for the end
   bool closed = false;   // set by the test
 };
 
@@ -51,7 +51,7 @@ struct FakeStreamOpener final : public StreamOpener {
   void Reconnect() override { ++reconnects; }
   std::vector<std::shared_ptr<FakeOutgoingStream>> streams;
   int reconnects = 0;
-  std::string refuses = "-";  // a hub that nothing is opened to
+  std::string refuses = "-";  // a hub to which Open() returns an error
 };
 
 }  // namespace muster::agent

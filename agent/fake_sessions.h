@@ -17,12 +17,12 @@
 
 namespace muster::agent {
 
-// A coordinator's end, or a hub's, of the agents' streams: welcomes every agent, answers each
+// The end of the agents' streams at a coordinator or a hub: welcomes every agent, answers each
 // operation by `answer`, or with an empty result of its kind, and sends what the test requests.
 // Thread-safe.
 class FakeSessions final : public v1::Session::Service {
  public:
-  // Fills in what an operation is answered with; false: it is not answered. Called under a lock.
+  // Fills in the answer to an operation; returns false if it is not answered. Called under a lock.
   using Answer = std::function<bool(const v1::Op&, v1::OpResult*)>;
   void SetAnswer(Answer answer) {
     MutexLock lock(&mu_);
@@ -43,9 +43,9 @@ class FakeSessions final : public v1::Session::Service {
       if (frame.has_hello()) {
         reply.mutable_welcome()->set_protocol(1);
         reply.mutable_welcome()->set_term(1);
-        // A busy machine takes its time.
+        // Long, because a busy machine is slow.
         reply.mutable_welcome()->mutable_lease()->set_seconds(60);
-        // Each stream starts from scratch.
+        // Each stream begins a new session.
         reply.mutable_welcome()->set_session_id(
             absl::StrCat("s", frame.hello().node(), "/", NextSession()));
         stream->Write(reply);
@@ -87,17 +87,17 @@ class FakeSessions final : public v1::Session::Service {
     return grpc::Status::OK;
   }
 
-  // Goes out after the agent's next frame.
+  // Sends the directive after the agent's next frame.
   void Say(v1::Directive directive) {
     MutexLock lock(&mu_);
     directives_.push_back(std::move(directive));
   }
-  // After an agent's first operations, announces that it ends permanently.
+  // After an agent's first operations, announces that this end shuts down permanently.
   void SayGoodbye(const std::string& why) {
     MutexLock lock(&mu_);
     goodbye_ = why;
   }
-  // Blocks until a frame is as wanted, and returns it.
+  // Blocks until a frame matches `wanted`, and returns it.
   v1::AgentFrame WaitFor(const std::function<bool(const v1::AgentFrame&)>& wanted) {
     MutexLock lock(&mu_);
     for (;;) {
@@ -108,7 +108,7 @@ class FakeSessions final : public v1::Session::Service {
     }
   }
 
-  // The connection that each stream came by.
+  // The peer of each stream's connection.
   std::vector<std::string> peers() {
     MutexLock lock(&mu_);
     return peers_;

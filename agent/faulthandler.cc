@@ -23,7 +23,7 @@ namespace {
 constexpr char kVariable[] = "MUSTER_STACK_SIGNAL";
 constexpr size_t kMostBytes = 1 << 20;
 
-// The value with which the process was started.
+// Returns the value with which the process was started.
 std::string Variable(pid_t pid, absl::string_view name) {
   const absl::StatusOr<std::string> environment =
       ReadFile(absl::StrCat("/proc/", pid, "/environ"), kMostBytes);
@@ -36,8 +36,8 @@ std::string Variable(pid_t pid, absl::string_view name) {
   return "";
 }
 
-// 0: another one. Python itself, and faulthandler.enable(), handle many others, by an exception or
-// by the end of the process.
+// Returns 0 for any other signal. Python itself, and faulthandler.enable(), handle many others, by
+// raising an exception or ending the process.
 int SignalOf(absl::string_view name) {
   absl::ConsumePrefix(&name, "SIG");
   return name == "USR1" ? SIGUSR1 : name == "USR2" ? SIGUSR2 : 0;
@@ -58,7 +58,7 @@ bool Handles(pid_t pid, int signal) {
 }  // namespace
 
 std::string AskFaulthandler(pid_t pid) {
-  // Another process may get the number meanwhile.
+  // The pid may be given to another process meanwhile.
   const OwnedFd process(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
   const std::string name = Variable(pid, kVariable);
   if (name.empty()) {

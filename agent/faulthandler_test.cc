@@ -31,7 +31,7 @@ class FaulthandlerTest : public ::testing::Test {
     EXPECT_EQ(waitpid(pid_, &status, 0), pid_);
     EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << "it has ended before";
   }
-  // A Python whose standard error goes to a file; it is there when it has written to it.
+  // Starts a Python whose standard error goes to a file; it runs once it has written to the file.
   pid_t Start(const std::string& setup, const std::string& signal) {
     const std::string source =
         absl::StrCat("import faulthandler, signal, sys, time\n", setup,
@@ -52,7 +52,8 @@ class FaulthandlerTest : public ::testing::Test {
     return pid_;
   }
   std::string Errors() const { return ReadFile(errors_).value_or(""); }
-  // A signal that was sent before is handled by then: Python does so between any two turns.
+  // A signal that was sent earlier is handled by then, because Python handles signals between two
+  // turns.
   void AwaitTurns() const {
     const size_t now = Turns();
     WaitUntil([&] { return Turns() >= now + 3; });
@@ -88,7 +89,8 @@ TEST_F(FaulthandlerTest, WithoutTheVariable_SaysWhatTheProgramNeeds) {
   EXPECT_EQ(Errors(), "ready\n");
 }
 
-// Python handles INT by an exception, and faulthandler.enable() ABRT by the end of the process.
+// Python handles INT with an exception, and faulthandler.enable() handles ABRT by ending the
+// process.
 TEST_F(FaulthandlerTest, OtherSignal_IsNamedAndNotSent) {
   const pid_t pid = Start("faulthandler.enable()", "INT");
   EXPECT_THAT(AskFaulthandler(pid), HasSubstr("MUSTER_STACK_SIGNAL=INT is not USR1 or USR2"));

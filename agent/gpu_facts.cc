@@ -13,7 +13,7 @@
 namespace muster::agent {
 namespace {
 
-// Of NVML's interface, which is stable: a library has all names that it ever had.
+// A part of NVML's interface, which is stable: a library keeps every name that it ever had.
 using Device = void*;
 constexpr int kSuccess = 0;
 struct Memory {
@@ -35,7 +35,7 @@ F Find(void* library, const char* name) {
 }  // namespace
 
 absl::StatusOr<GpuFacts> ReadGpuFacts(const std::string& library) {
-  // Never unloaded: it has threads of its own.
+  // Never unloaded, because it has its own threads.
   void* const nvml = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (nvml == nullptr) return absl::NotFoundError(dlerror());
   const auto init = Find<int (*)()>(nvml, "nvmlInit_v2");
@@ -45,7 +45,7 @@ absl::StatusOr<GpuFacts> ReadGpuFacts(const std::string& library) {
       Find<int (*)(unsigned int, Device*)>(nvml, "nvmlDeviceGetHandleByIndex_v2");
   const auto memory_of = Find<int (*)(Device, Memory*)>(nvml, "nvmlDeviceGetMemoryInfo");
   const auto error_text = Find<const char* (*)(int)>(nvml, "nvmlErrorString");
-  // Of drivers from 2023 on.
+  // Available in drivers from 2023 on.
   const auto fabric_of = Find<int (*)(Device, FabricInfo*)>(nvml, "nvmlDeviceGetGpuFabricInfo");
   if (init == nullptr || count_of == nullptr || device_at == nullptr || memory_of == nullptr) {
     return absl::UnavailableError(absl::StrCat(library, " lacks functions of NVML"));

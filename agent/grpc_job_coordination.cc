@@ -38,22 +38,22 @@ using nlohmann::json;
 constexpr absl::Duration kShortCall = absl::Seconds(5);
 constexpr absl::Duration kAgree = absl::Seconds(30);  // in addition to a tolerated outage
 constexpr absl::Duration kWaitAgain = absl::Seconds(1);
-constexpr absl::Duration kLongest = absl::Hours(24);  // what a coordinator is asked for
+constexpr absl::Duration kLongest = absl::Hours(24);  // the longest timeout of a call
 // A job of one node has no other node to wait for.
 constexpr absl::Duration kFirstContact = absl::Seconds(30);
 constexpr char kFinish[] = "finish";      // the barrier of agents whose workers are all done
-constexpr char kFinished[] = "finished";  // the key that tells of it, and outlives the generation
-constexpr absl::Duration kLook = absl::Seconds(1);  // for machines that wait for a place
-// After so many looks, every machine has noticed that this one does not wait for a place.
+constexpr char kFinished[] = "finished";  // the key that reports it, and outlives the generation
+constexpr absl::Duration kLook = absl::Seconds(1);  // between looks for newcomers
+// After this many looks, every machine has noticed that this one does not wait for a place.
 constexpr int kLooksOfAll = 3;
-constexpr absl::Duration kLookAgain = absl::Milliseconds(200);  // whether machines are heard
-// After a machine that joined has gone again, the next one of its host ends the attempt only after
-// this delay, which doubles each time.
+constexpr absl::Duration kLookAgain = absl::Milliseconds(200);  // between looks at signs of life
+// After a machine that joined has left again, the next one from its host ends the attempt only
+// after this delay, which doubles each time.
 constexpr absl::Duration kComeAgain = absl::Seconds(10);
 constexpr absl::Duration kComeAgainAtMost = absl::Minutes(10);
 constexpr int kMaxCount = 1'000'000'000;
-// Machines whose counts come in one answer: with what they say of their last ends, which JSON makes
-// up to six times as long, it stays below the largest answer.
+// The machines whose counts come in one answer: even with their last ends, which JSON may make up
+// to six times as long, it stays below the largest answer.
 constexpr int kCountsAtATime = 64;
 constexpr size_t kMostOfWhy = 4096;
 constexpr size_t kMostOfLaunch = 64;
@@ -67,18 +67,18 @@ json JsonOf(const AttemptEnd& end) {
   return value;
 }
 
-// What programs write need not be UTF-8.
+// Programs may write text that is not UTF-8.
 std::string Dump(const json& value) {
   return value.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
-// What others wrote need not be what we expect of them.
+// Values that other machines wrote need not have the expected type.
 std::string TextOf(const json& value, const char* name) {
   const auto it = value.find(name);
   return it != value.end() && it->is_string() ? it->get<std::string>() : "";
 }
 
-// 0 if it is none.
+// Returns 0 if the value is not a count.
 int CountOf(const json& value, const char* name) {
   const auto it = value.find(name);
   if (it == value.end() || !it->is_number_integer() || *it < 0 || *it > kMaxCount) return 0;
@@ -108,8 +108,8 @@ AttemptEnd EndFromJson(const std::string& text) {
   return value.is_object() ? EndOf(value) : AttemptEnd{text, {}};
 }
 
-// The newest of `lines`, cut, that take at most 4 KiB: the counts of many machines come in one
-// answer.
+// Returns the newest of `lines`, cut, that fit 4 KiB, because the counts of many machines come in
+// one answer.
 std::vector<std::string> NewestLines(const std::vector<std::string>& lines) {
   size_t left = 4096;
   std::vector<std::string> newest;
@@ -152,17 +152,17 @@ RestartCounts CountsOf(const json& value) {
   return counts;
 }
 
-// The coordinator has ended this node's place in the job, or given it to another one.
+// Whether the coordinator has ended this node's place in the job, or given it to another one.
 bool IsCutOff(v1::ErrorReason reason) {
   return reason == v1::ERROR_REASON_STALE_GENERATION || reason == v1::ERROR_REASON_NOT_MEMBER ||
          reason == v1::ERROR_REASON_LEASE_EXPIRED;
 }
 
-// The key "end" goes with its generation, so the agent that ends it says the cause again, for
-// agents that have not read the key: in words, because logs show them.
+// The key "end" is deleted with its generation, so the agent that ends the generation states the
+// cause again, for agents that have not read the key: in words, because logs show them.
 struct CauseWords {
   AttemptEnd::Cause cause;
-  v1::EndClass end_class;  // as ClassOf has it
+  v1::EndClass end_class;  // as returned by ClassOf
   const char* words;
 };
 constexpr CauseWords kCauseWords[] = {
@@ -178,7 +178,7 @@ constexpr CauseWords kCauseWords[] = {
     {AttemptEnd::Cause::kMachineCame, v1::END_CLASS_UNSPECIFIED,
      "another attempt begins because a machine has come: "},
 };
-constexpr char kJoinNext[] = "; join the next one";  // what the coordinator adds for waiting calls
+constexpr char kJoinNext[] = "; join the next one";  // added by the coordinator for waiting calls
 
 std::string AnotherBegins(const AttemptEnd& end) {
   for (const CauseWords& one : kCauseWords) {
@@ -202,7 +202,8 @@ std::optional<AttemptEnd> EndFromReason(const std::string& reason) {
   return std::nullopt;
 }
 
-// The ranks of the agents' job are machines: "rank 1" would be a process, perhaps one that lives.
+// The ranks of the agents' job are machines: "rank 1" would be taken for a process, perhaps a
+// living one.
 std::string WithMachines(std::string why) {
   const std::string rank_word = "rank ";
   const size_t begin = why.find(rank_word), end = why.find(" (node", begin);
@@ -214,7 +215,7 @@ std::string WithMachines(std::string why) {
   return why;
 }
 
-// The workers of the agents' job are machines, and min_workers is no setting of a launch.
+// The workers of the agents' job are machines, and min_workers is not a setting of a launch.
 std::string OfMachines(absl::string_view refusal) {
   return absl::StrReplaceAll(refusal, {{"missing: rank ", "missing: machine "},
                                        {", rank ", ", machine "},
@@ -222,7 +223,7 @@ std::string OfMachines(absl::string_view refusal) {
                                        {" workers", " machines"}});
 }
 
-// The coordinator has ended the attempt. Without a culprit, another agent has asked for it.
+// The coordinator has ended the attempt. Without a culprit, another agent requested that.
 AttemptEnd EndOfGeneration(bool elastic, std::string why, bool has_culprit) {
   if (!has_culprit) {
     if (std::optional<AttemptEnd> end = EndFromReason(why)) return *std::move(end);
@@ -241,8 +242,8 @@ bool HasCulprit(const absl::Status& status) {
   return detail.has_value() && detail->culprits_size() > 0;
 }
 
-// How the attempt has ended if a call of its generation was refused with this; nullopt: the error
-// does not say that it has.
+// Returns how the attempt has ended if a call of its generation was refused with `status`; nullopt
+// if the error does not say that it has.
 std::optional<AttemptEnd> EndOfRefused(bool elastic, const absl::Status& status) {
   const v1::ErrorReason reason = rpc::GetReason(status);
   if (reason == v1::ERROR_REASON_GENERATION_ENDED) {
@@ -293,7 +294,7 @@ class GrpcJobCoordination final : public JobCoordination {
       return meeting;
     }
     if (attempt > 0) {
-      // Or the next attempt would begin inside of the generation that fails.
+      // Otherwise the next attempt would begin inside the generation that fails.
       EndGeneration(again, options_.outage_tolerance + kShortCall, Until::kCancelled);
     } else if (FinishedBefore()) {
       meeting.finished = true;
@@ -303,7 +304,7 @@ class GrpcJobCoordination final : public JobCoordination {
       MUSTER_RETURN_IF_ERROR(CompareSettings());
     }
     while (true) {
-      // Read once, so that a machine that was away compares with what it knew before.
+      // Read only once, so that a machine that was away compares with what it knew before.
       if (elastic() && !finished_before_.has_value()) finished_before_ = Finished();
       const absl::Status joined = Join(&meeting.finished);
       if (meeting.finished) return meeting;
@@ -313,16 +314,16 @@ class GrpcJobCoordination final : public JobCoordination {
         continue;
       }
       MUSTER_RETURN_IF_ERROR(joined);
-      // They were done while this one waited for a place.
+      // The other machines finished while this one waited for a place.
       if (elastic() && FinishedSince()) {
-        // Another one that joined with it would wait for it.
+        // Another machine that joined with this one would wait for it.
         EndGeneration("the job was done before", kShortCall, Until::kAnswered);
         meeting.finished = true;
         return meeting;
       }
       if (asks_itself_.has_value() && num_nodes_ == 1) {
-        // The others have ended for good while it waited, and have counted what it does not know:
-        // the job would begin again after its last restart.
+        // The others have ended for good while this machine waited, and it does not know their
+        // counts: the job would begin again after its last restart.
         EndGeneration("the others have ended", kShortCall, Until::kAnswered);
         return *asks_itself_;
       }
@@ -332,11 +333,11 @@ class GrpcJobCoordination final : public JobCoordination {
       meeting.num_nodes = num_nodes_;
       absl::Status agreed = Agree(&meeting);
       if (agreed.ok()) break;
-      // A machine, maybe this one, was lost before the attempt began: they meet again.
+      // A machine, maybe this one, was lost before the attempt began: the machines meet again.
       const v1::ErrorReason reason = rpc::GetReason(agreed);
       const bool generation_ended = reason == v1::ERROR_REASON_GENERATION_ENDED;
       if (elastic() && (generation_ended || IsCutOff(reason))) continue;
-      // Where their number is fixed, Join waits for it to come back.
+      // If the number of machines is fixed, Join waits for the lost one to come back.
       if (options_.counts_restarts && generation_ended && HasCulprit(agreed)) continue;
       EndGeneration(absl::StrCat("machine ", node_rank_, " gave up: ", agreed.message()),
                     kShortCall, Until::kAnswered);
@@ -397,12 +398,12 @@ class GrpcJobCoordination final : public JobCoordination {
     cause->set_exit_code(end.exit.exit_code);
     cause->set_signal(end.exit.signal);
     cause->set_may_restart(end.may_restart);
-    // Programs write what they like; a message takes UTF-8 alone.
+    // Programs may write anything; a message takes only UTF-8.
     cause->set_message(OneLine(end.ToString()));
     for (const std::string& line : end.last_lines) {
       cause->add_last_log_lines(Printable(line, kMostOfLine));
     }
-    // A program that never joined is unknown to the coordinator: no matter.
+    // If the program never joined, the coordinator does not know it, which does not matter.
     session_->sender().Submit(std::move(op), [](const v1::OpResult& result) {
       if (result.has_error()) MUSTER_LOG(Debug) << "ReportExit: " << result.error().message();
     });
@@ -424,7 +425,7 @@ class GrpcJobCoordination final : public JobCoordination {
     MUSTER_FAILPOINT("agent.finish");
     if (options_.num_nodes == 1) return absl::OkStatus();
     absl::Status status = AwaitAll();
-    // The refusal may come before what else tells of the end, and all machines have to count the
+    // The refusal may arrive before any other news of the end, and all machines must count the
     // same.
     if (std::optional<AttemptEnd> end = EndOfRefused(elastic(), status)) {
       shared_->End(*std::move(end));
@@ -449,16 +450,17 @@ class GrpcJobCoordination final : public JobCoordination {
     request.set_barrier_id(kFinish);
     request.set_counter(0);
     request.set_rank(node_rank_);
-    // Not empty, so that the coordinator journals that it passed: see FinishedBefore.
+    // The payload is not empty, so that the coordinator journals that the barrier passed: see
+    // FinishedBefore.
     request.set_payload("done");
-    // The slowest machine may take as long as it likes.
+    // The slowest machine may take any time.
     *request.mutable_timeout() = rpc::ToProto(absl::Seconds(-1));
     return Call(std::move(op), absl::InfiniteDuration(), Until::kEnded).status();
   }
 
-  // What results and directives, which may come late, know of the link.
+  // The state that late results and directives share with this object.
   struct Shared {
-    // Ends the attempt that is watched, once.
+    // Ends the watched attempt, once.
     void End(AttemptEnd end) {
       std::function<void(AttemptEnd)> told;
       {
@@ -474,24 +476,25 @@ class GrpcJobCoordination final : public JobCoordination {
     Mutex mu;
     CondVar changed;
     bool cancelled ABSL_GUARDED_BY(mu) = false;
-    bool ended ABSL_GUARDED_BY(mu) = false;  // the attempt
+    bool ended ABSL_GUARDED_BY(mu) = false;  // whether the attempt has ended
     AttemptEnd how ABSL_GUARDED_BY(mu);
-    bool generation_gone ABSL_GUARDED_BY(mu) = false;  // an answer has said so
+    bool generation_gone ABSL_GUARDED_BY(mu) = false;  // as an answer reported
     std::function<void(AttemptEnd)> on_ended ABSL_GUARDED_BY(mu);
-    // The operation that waits for the key "end", the latest one that was submitted (0: none), and
-    // when it is to be submitted (again).
+    // The operation that waits for the key "end", the id of the latest submitted one (0: none), and
+    // when to submit it (again).
     v1::Op wait ABSL_GUARDED_BY(mu);
     uint64_t end_wait ABSL_GUARDED_BY(mu) = 0;
     absl::Time wait_at ABSL_GUARDED_BY(mu) = absl::InfiniteFuture();
-    uint64_t watch ABSL_GUARDED_BY(mu) = 0;  // counts what was watched
+    uint64_t watch ABSL_GUARDED_BY(mu) = 0;  // counts the watches
   };
   // The reasons, apart from its timeout, for which a call returns without an answer.
   enum class Until { kAnswered, kCancelled, kEnded };
-  // An operation whose answer is waited for no longer: does not happen if it was not sent yet, or
-  // happens when the coordinator is back.
+  // What happens to an operation for whose answer nothing waits any longer: it is dropped if it was
+  // not sent yet, or it is carried out when the coordinator is back.
   enum class Late { kForgotten, kHeld };
 
-  // Also one that may not restart: machine 0, launched differently by mistake, would wait for it.
+  // Includes an agent that may not restart: machine 0, launched differently by mistake, would wait
+  // for it.
   bool tells_counts() const { return agrees_on_counts() || options_.counts_itself; }
   bool agrees_on_counts() const { return elastic() || options_.counts_restarts; }
   bool elastic() const { return options_.min_nodes > 0 && options_.min_nodes < options_.num_nodes; }
@@ -515,7 +518,7 @@ class GrpcJobCoordination final : public JobCoordination {
     return op;
   }
 
-  // What the key "end" says, if PutUnless has found it.
+  // Returns what the key "end" says, if PutUnless has found it.
   static std::optional<AttemptEnd> EndThatWasFound(const v1::TxnReply& reply) {
     if (reply.succeeded() || reply.results_size() != 1 || reply.results(0).kvs_size() != 1) {
       return std::nullopt;
@@ -523,7 +526,7 @@ class GrpcJobCoordination final : public JobCoordination {
     return EndFromJson(reply.results(0).kvs(0).value());
   }
 
-  // Not of a generation, so that a machine which waits for a place learns of it.
+  // The key does not belong to a generation, so a machine that waits for a place can read it.
   void WriteFinished() {
     v1::Op op;
     *op.mutable_txn()->mutable_fence() = AgentFence();
@@ -539,8 +542,8 @@ class GrpcJobCoordination final : public JobCoordination {
     }
   }
 
-  // Which generation of the job was the last one whose machines were all done, in a word; empty:
-  // none. nullopt: not known.
+  // Returns a word that identifies the last generation of the job whose machines were all done;
+  // empty: none. nullopt: not known.
   std::optional<std::string> Finished() {
     v1::Op op;
     op.mutable_txn()->mutable_fence()->set_job_id(agents_job_);
@@ -551,18 +554,18 @@ class GrpcJobCoordination final : public JobCoordination {
     const v1::KvOpResult& got = result->txn().results(0);
     return got.kvs_size() == 1 ? got.kvs(0).value() : "";
   }
-  // Since the first meeting.
+  // Whether the job has finished since the first meeting.
   bool FinishedSince() {
     if (!finished_before_.has_value()) return false;
     const std::optional<std::string> now = Finished();
-    // Empty: the job was removed, and another one of its name has begun.
+    // Empty: the job was removed, and another one with its name has begun.
     return now.has_value() && !now->empty() && *now != *finished_before_;
   }
 
   // Blocks while other machines have places, because without this process they would lose their
-  // coordinator. True: all of them are done. False: this machine may join, because they meet again,
-  // or because they have room for it and nothing keeps it out any more. Errors: `no_place` if no
-  // machine is left.
+  // coordinator. Returns true if all of them are done; false if this machine may join, because they
+  // meet again, or because they have room for it and nothing prevents it any longer. Errors:
+  // `no_place` if no machine is left.
   absl::StatusOr<bool> ServeOthers(const absl::Status& no_place) {
     for (int looks = 1;; ++looks) {
       const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kCancelled);
@@ -579,23 +582,23 @@ class GrpcJobCoordination final : public JobCoordination {
         bool meets_again = false;
         for (const v1::Member& member : *members) {
           if (member.rank() < 0 || member.state() != v1::WORKER_STATE_RUNNING) continue;
-          // Its generation has ended: it still has that seat, and waits for the next one.
+          // Its generation has ended: the machine still has that seat, and waits for the next one.
           meets_again |= joining.contains({member.worker_id(), member.incarnation()});
-          // Between two generations the seat of a machine that is gone stays taken: only its
-          // silence shows it.
+          // Between two generations the seat of a lost machine stays taken: only its silence shows
+          // the loss.
           const bool silent =
               rpc::FromProto(member.heartbeat_age()) > options_.lease + options_.outage_tolerance;
           if (!silent) ++running;
         }
-        // After the members: they leave when they are done.
+        // After reading the members, because they leave when they are done.
         if (FinishedSince()) return true;
         if (meets_again || (running == 0 && !joining.empty())) {
           asks_itself_.reset();
           return false;
         }
         if (running == 0) return no_place;
-        // Now it asks for a place as a newcomer, for which the others start again
-        // (LookForMachines). That is in vain while its host is quarantined.
+        // Now this machine asks for a place as a newcomer, for which the others start again
+        // (LookForMachines). That is useless while its host is quarantined.
         if (looks >= kLooksOfAll && running < options_.num_nodes &&
             session_->IsQuarantined(agents_job_, hostname_) == false) {
           asks_itself_ = no_place;
@@ -613,7 +616,7 @@ class GrpcJobCoordination final : public JobCoordination {
     }
   }
 
-  // From now on no machine ends the attempt for another one that comes, unless it has already.
+  // From now on no machine ends the attempt for a newcomer, unless one already has.
   absl::Status WriteDone() {
     MUSTER_ASSIGN_OR_RETURN(
         const v1::OpResult result,
@@ -625,8 +628,9 @@ class GrpcJobCoordination final : public JobCoordination {
     return absl::AbortedError("the attempt has ended");
   }
 
-  // Ends the attempt unless a machine is done, or it has ended: one operation, because a job that
-  // has succeeded must not begin again. False: it goes on, or it ends as others say.
+  // Ends the attempt unless a machine is done or the attempt has ended: a single operation, because
+  // a job that has succeeded must not begin again. Returns false if the attempt continues, or ends
+  // for another reason.
   bool WriteEndUnlessDone(const AttemptEnd& end) {
     const absl::StatusOr<v1::OpResult> result = Call(
         PutUnless({EndKey(), DoneKey()}, EndKey(), Dump(JsonOf(end))), kShortCall, Until::kEnded);
@@ -653,7 +657,7 @@ class GrpcJobCoordination final : public JobCoordination {
         MutexLock lock(&shared_->mu);
         if (shared_->ended) return shared_->how;
       }
-      // Nobody else counts what has failed here because this machine was away.
+      // No other machine counts the failure here, because this machine was away.
       if (IsCutOff(rpc::GetReason(result.status()))) {
         if (end.cause != AttemptEnd::Cause::kFailed) return end;
         return {absl::StrCat("this machine was cut off from the others, and ", end.why),
@@ -664,7 +668,7 @@ class GrpcJobCoordination final : public JobCoordination {
     return EndThatWasFound(result->txn()).value_or(end);
   }
 
-  // Why the attempt that was watched has ended, for those who have not learned it.
+  // Returns why the watched attempt has ended, for machines that have not learned it.
   std::string WhyAgain() {
     if (told_end_.has_value()) return AnotherBegins(*told_end_);
     MutexLock lock(&shared_->mu);
@@ -686,7 +690,7 @@ class GrpcJobCoordination final : public JobCoordination {
   std::string CountKey(int rank) const { return absl::StrCat(prefix_, "count/", rank); }
   std::string SettingsKey() const { return prefix_ + "settings"; }
 
-  // Machine 0 may start last: before that no coordinator answers.
+  // Machine 0 may start last: until then no coordinator answers.
   absl::Status AwaitCoordinator(int attempt) {
     const absl::Duration timeout = options_.num_nodes == 1 && attempt == 0
                                        ? std::min(options_.join_timeout, kFirstContact)
@@ -731,7 +735,7 @@ class GrpcJobCoordination final : public JobCoordination {
   }
 
   struct Answer {
-    bool came = false;  // under the lock of Shared
+    bool came = false;  // guarded by the lock of Shared
     v1::OpResult result;
   };
   struct Pending {
@@ -749,7 +753,7 @@ class GrpcJobCoordination final : public JobCoordination {
         });
     return pending;
   }
-  // Blocks until the answer is there. Errors: CANCELLED and ABORTED as `until` has it;
+  // Blocks until the answer has come. Errors: CANCELLED and ABORTED depending on `until`;
   // DEADLINE_EXCEEDED.
   absl::Status Await(const Pending& pending, absl::Time deadline, Until until) {
     MutexLock lock(&shared_->mu);
@@ -786,8 +790,8 @@ class GrpcJobCoordination final : public JobCoordination {
     return absl::IsDeadlineExceeded(waited) ? NoAnswer(timeout) : waited;
   }
 
-  // Like Call, for an operation that waits for other machines; nullopt: they have finished
-  // meanwhile. The machine that hosts the coordinator has to find that out by itself.
+  // Does the same as Call for an operation that waits for other machines; returns nullopt if they
+  // have finished meanwhile. The machine that hosts the coordinator has to find that out itself.
   std::optional<absl::StatusOr<v1::OpResult>> CallUnlessFinished(v1::Op op,
                                                                  absl::Duration timeout) {
     if (!elastic() || !options_.hosts_coordinator) {
@@ -808,12 +812,12 @@ class GrpcJobCoordination final : public JobCoordination {
     }
   }
 
-  // Whether this agent was started again after all nodes, and its former start, had arrived at the
-  // end of the job: the former start died before it could leave. The others will not come back, so
-  // this one must not wait for them. A node that left, one that comes later than anybody waits for
-  // it, and one for which others wait already, take part in another run of the job.
+  // Whether this agent was started again after all nodes, and its previous start, had arrived at
+  // the end of the job, but the previous start died before it could leave. The others will not come
+  // back, so this agent must not wait for them. A node that left, one that comes after all waiting
+  // is over, and one for which others already wait, take part in another run of the job.
   bool FinishedBefore() {
-    if (options_.node_rank < 0) return false;  // nothing tells this start from another node's
+    if (options_.node_rank < 0) return false;  // other nodes cannot be told apart
     v1::Op describe;
     describe.mutable_describe_barrier()->set_job_id(agents_job_);
     describe.mutable_describe_barrier()->set_barrier_id(kFinish);
@@ -835,14 +839,14 @@ class GrpcJobCoordination final : public JobCoordination {
     return died;
   }
 
-  // The machine with the coordinator has a place, or waits for one: it gets one before others that
-  // come later, and keeps it. Without it there would be no job.
+  // Waits until the machine with the coordinator has a place or waits for one: it gets one before
+  // others that come later, and keeps it. Without it there would be no job.
   absl::Status AwaitFirst() {
     const absl::Time give_up = Clock::Real().Now() + options_.join_timeout;
     while (true) {
       const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kCancelled);
       if (absl::IsCancelled(members.status())) return members.status();
-      // Or it has asked before, and serves others on without a place: see ServeOthers.
+      // Or it has asked before, and continues to serve the others without a place: see ServeOthers.
       if (members.ok() &&
           std::any_of(members->begin(), members->end(), [](const v1::Member& member) {
             return member.worker_id() == "node0" ||
@@ -877,8 +881,8 @@ class GrpcJobCoordination final : public JobCoordination {
                      ": launch all machines with the same settings"));
   }
 
-  // Whether this machine was launched as those that run, if any do: otherwise they would be stopped
-  // for one that cannot take part.
+  // Checks that this machine was launched like those that run, if any do: otherwise they would be
+  // stopped for a machine that cannot take part.
   absl::Status CompareSettings() {
     v1::Op op;
     op.mutable_txn()->mutable_fence()->set_job_id(agents_job_);
@@ -887,7 +891,7 @@ class GrpcJobCoordination final : public JobCoordination {
     get->set_prefix(true);
     const absl::StatusOr<v1::OpResult> result = Call(std::move(op), kShortCall, Until::kCancelled);
     if (absl::IsCancelled(result.status())) return result.status();
-    // Without an answer, Agree compares them.
+    // Without an answer, Agree compares them later.
     if (!result.ok() || result->txn().results_size() != 1) return absl::OkStatus();
     for (const v1::KeyValue& kv : result->txn().results(0).kvs()) {
       if (!absl::EndsWith(kv.key(), "/settings")) continue;
@@ -898,7 +902,7 @@ class GrpcJobCoordination final : public JobCoordination {
     return absl::OkStatus();
   }
 
-  // The agents that have a place in the job, and those that wait for one.
+  // Returns the agents that have a place in the job, and those that wait for one.
   absl::StatusOr<std::vector<v1::Member>> Machines(Until until) {
     std::vector<v1::Member> members;
     int32_t first = 0, next = 0;
@@ -915,12 +919,12 @@ class GrpcJobCoordination final : public JobCoordination {
     return members;
   }
 
-  // A failure here may be how this machine notices the loss of another one, whose agent then falls
-  // silent. Returns when that is decided.
+  // A failure here may be the way in which this machine notices the loss of another one, whose
+  // agent then falls silent. Returns when that is decided.
   void JudgeCause(AttemptEnd* end) {
     const absl::Time start = Clock::Real().Now();
     while (num_nodes_ > 1) {
-      // Before the call: an age is as of its answer.
+      // Taken before the call: an age is as of its answer.
       const absl::Duration elapsed = Clock::Real().Now() - start;
       const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kEnded);
       if (members.ok()) {
@@ -944,7 +948,7 @@ class GrpcJobCoordination final : public JobCoordination {
       }
       if (shared_->ended) return;
       if (shared_->cancelled) {
-        // It was not judged, and this machine leaves: the others have nothing to count.
+        // The failure was not judged, and this machine leaves: the others have nothing to count.
         end->cause = AttemptEnd::Cause::kMachineLeft;
         end->why = absl::StrCat("the launch was stopped on ", hostname_, " after ", end->why);
         return;
@@ -981,7 +985,7 @@ class GrpcJobCoordination final : public JobCoordination {
       } else if (former != came_.end() && now < former->second.again) {
         continue;
       }
-      // It would get no place, however often it comes back.
+      // This machine would get no place, however often it comes back.
       if (quarantined.count(member.host()) > 0) continue;
       if (session_->IsQuarantined(agents_job_, member.host()) == true) {
         quarantined.insert(member.host());
@@ -995,10 +999,11 @@ class GrpcJobCoordination final : public JobCoordination {
                                          num_nodes_, " of at most ", options_.num_nodes),
                             {},
                             AttemptEnd::Cause::kMachineCame};
-    // Machines that have finished already do not start again.
+    // Machines that have already finished do not start again.
     if (!WriteEndUnlessDone(end)) return now + kLook;
     // A machine that gets no place after all (its host has been quarantined meanwhile) ends no
-    // further attempt. A launch that keeps ending and starting again does so less and less often.
+    // further attempt. A launch that keeps ending and starting again ends attempts less and less
+    // often.
     passed_over_ = std::move(waiting);
     Came& came = came_[comer->host()];
     came.incarnation = comer->incarnation();
@@ -1008,7 +1013,7 @@ class GrpcJobCoordination final : public JobCoordination {
     return absl::InfiniteFuture();
   }
 
-  // `finished`: all machines are done meanwhile, without this one.
+  // `finished`: set if all machines are done meanwhile, without this one.
   absl::Status Join(bool* finished) {
     v1::Op op;
     v1::JoinRequest& request = *op.mutable_join();
@@ -1065,7 +1070,7 @@ class GrpcJobCoordination final : public JobCoordination {
     return status;
   }
 
-  // The counts of this agent, for machine 0: that may be one that has just come.
+  // Writes the counts of this agent for machine 0, which may be a newcomer.
   absl::Status TellCounts(const Meeting& meeting) {
     v1::Op op;
     *op.mutable_txn()->mutable_fence() = AgentFence();
@@ -1095,14 +1100,15 @@ class GrpcJobCoordination final : public JobCoordination {
     const absl::Time deadline = Clock::Real().Now() + patience;
     for (int first = 1; first < num_nodes_; first += kCountsAtATime) {
       const int end = std::min(num_nodes_, first + kCountsAtATime);
-      // All have written at about the same time: what is there comes at once.
+      // All machines write at about the same time, so the existing keys come at once.
       const absl::Duration left = std::max(deadline - Clock::Real().Now(), kShortCall);
       MUSTER_ASSIGN_OR_RETURN(const bool all_count, TakeCounts(first, end, left, meeting));
       if (!all_count) break;
     }
     return absl::OkStatus();
   }
-  // Those of the machines from `first` to before `end`. False: not all of them count.
+  // Takes the counts of the machines from `first` to before `end`. Returns false if not all of them
+  // count.
   absl::StatusOr<bool> TakeCounts(int first, int end, absl::Duration patience, Meeting* meeting) {
     v1::Op op;
     *op.mutable_wait()->mutable_fence() = AgentFence();
@@ -1115,7 +1121,7 @@ class GrpcJobCoordination final : public JobCoordination {
       MUSTER_LOG(Warning) << "not all machines of job " << options_.job
                           << " say how many restarts they have counted: an older version runs "
                           << "there, which counts its own";
-      // Machines that do not hear of it start, and would wait for this one.
+      // Machines that do not learn of that end start, and would wait for this one.
       meeting->counted.last = {};
       return false;
     }
@@ -1173,7 +1179,7 @@ class GrpcJobCoordination final : public JobCoordination {
       meeting->attempt = std::max(meeting->attempt, CountOf(value, "attempt"));
       const RestartCounts theirs = CountsOf(value);
       meeting->counted.TakeLarger(theirs);
-      // Machine 0 decides: machines that do not hear of it from there start, and would wait for
+      // Machine 0 decides: machines that do not learn of that end from it start, and would wait for
       // this one.
       meeting->counted.last = theirs.last;
     }
@@ -1191,7 +1197,7 @@ class GrpcJobCoordination final : public JobCoordination {
     v1::Op op;
     *op.mutable_end_generation()->mutable_fence() = AgentFence();
     op.mutable_end_generation()->set_reason(OneLine(reason));
-    // Another machine may have done it already.
+    // Another machine may have ended it already.
     Call(std::move(op), timeout, until, Late::kHeld).IgnoreError();
   }
 
@@ -1203,7 +1209,8 @@ class GrpcJobCoordination final : public JobCoordination {
     return op;
   }
 
-  // The tick of the timer: submits what ends the attempt when another node has written why.
+  // The tick of the timer: submits the operation that ends the attempt when another node has
+  // written why.
   static absl::Time WaitForEnd(const std::shared_ptr<Shared>& shared, OpSender* sender,
                                const std::shared_ptr<TimerThread>& timer, bool elastic) {
     v1::Op op;
@@ -1256,7 +1263,7 @@ class GrpcJobCoordination final : public JobCoordination {
         again(absl::ZeroDuration());
         break;
       case v1::ERROR_REASON_GENERATION_ENDED: {
-        // A directive says it better, unless it came before anybody listened.
+        // A directive has better words, unless it came before anything listened.
         bool before;
         {
           MutexLock lock(&shared->mu);
@@ -1270,7 +1277,7 @@ class GrpcJobCoordination final : public JobCoordination {
         break;
       }
       default:
-        // Overloaded, or away: then on_lost ends the attempt, if it must end.
+        // The coordinator is overloaded, or away: then on_lost ends the attempt, if it must end.
         if (result.error().code() == static_cast<int>(absl::StatusCode::kUnavailable)) {
           again(Backoff(kWaitAgain, kWaitAgain)
                     .Next(RandomShare(), rpc::RetryAfter(rpc::FromOpError(result.error()))));
@@ -1286,7 +1293,7 @@ class GrpcJobCoordination final : public JobCoordination {
     if (grow_timer_ != nullptr) {
       {
         MutexLock lock(&shared_->mu);
-        shared_->ended = true;  // ends its calls
+        shared_->ended = true;  // makes its calls return
         shared_->changed.SignalAll();
       }
       grow_timer_.reset();
@@ -1316,20 +1323,21 @@ class GrpcJobCoordination final : public JobCoordination {
   int num_nodes_ = 1;
   uint64_t generation_ = 0;
   std::string prefix_;
-  std::optional<std::string> finished_before_;  // what Finished() said at first
-  std::string launch_;                          // its name, once it has one
-  std::optional<AttemptEnd> told_end_;  // what Fail has returned for the attempt that is watched
+  std::optional<std::string> finished_before_;  // the first result of Finished()
+  std::string launch_;                          // of this launch, once it is known
+  std::optional<AttemptEnd> told_end_;          // what Fail has returned for the watched attempt
 
   // For the machine that hosts the coordinator, while it has no place: how its last wait for one
-  // ended, if it now asks for one beside machines that run; and whether it has logged why it stays.
+  // ended, if it now asks for one although other machines run; and whether it has logged why it
+  // stays.
   std::optional<absl::Status> asks_itself_;
   bool told_it_serves_ = false;
 
-  // The machines that waited when an attempt was ended for them. Used by grow_timer_'s thread, or
-  // while there is no such thread.
+  // The machines that waited when an attempt was ended for a newcomer. Used by grow_timer_'s
+  // thread, or while that thread does not exist.
   std::set<uint64_t> passed_over_;
-  // By host: the last start of a machine that an attempt was ended for, and when it may be for the
-  // next one if that start has ended.
+  // By host: the last start of a machine for which an attempt was ended, and when an attempt may be
+  // ended for the next start if that one has ended.
   struct Came {
     uint64_t incarnation = 0;
     absl::Time again;
@@ -1340,10 +1348,10 @@ class GrpcJobCoordination final : public JobCoordination {
 
   std::atomic<uint64_t> last_request_{0};
   const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
-  // Asks for the end of the attempt. Late answers wake it without effect.
+  // Submits the wait for the end of the attempt. Late answers wake it without effect.
   const std::shared_ptr<TimerThread> wait_timer_ = std::make_shared<TimerThread>(
       [this] { return WaitForEnd(shared_, &session_->sender(), wait_timer_, elastic()); });
-  // Of machine 0, while an attempt is watched that has fewer machines than it may have.
+  // On machine 0, while an attempt is watched that has fewer machines than it may have.
   std::unique_ptr<TimerThread> grow_timer_;
 };
 

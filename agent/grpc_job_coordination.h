@@ -12,42 +12,43 @@
 namespace muster::agent {
 
 struct GrpcJobCoordinationOptions {
-  std::string coordinator;  // for messages
+  std::string coordinator;  // its address, for messages
   std::string job;
   int num_nodes = 1;
-  // Below num_nodes: their number varies from here to num_nodes. An attempt begins when num_nodes
-  // are there, or `last_call` after min_nodes are. One that is lost or leaves ends the attempt; one
-  // that comes does so once the attempt has lasted for `grow_after`. 0: always num_nodes.
+  // If not 0, the number of nodes varies from min_nodes to num_nodes. An attempt begins when
+  // num_nodes have come, or `last_call` after min_nodes have. A node that is lost or leaves ends
+  // the attempt; a new one does so once the attempt has lasted for `grow_after`. 0: always
+  // num_nodes.
   int min_nodes = 0;
   absl::Duration last_call = absl::Seconds(30);
   absl::Duration grow_after = absl::ZeroDuration();
   int node_rank = -1;  // -1: any
-  // Whether another launch, with node_rank 0, hosts the coordinator: where the number of nodes
-  // varies, this one takes no place before that one has asked for its own.
+  // Whether another launch, with node_rank 0, hosts the coordinator: if the number of nodes varies,
+  // this one takes no place before that one has asked for its own.
   bool another_is_first = false;
-  // This process hosts the coordinator: where the number of nodes varies, it serves the others on
-  // when it gets no place among them.
+  // This process hosts the coordinator: if the number of nodes varies, it continues to serve the
+  // others when it gets no place among them.
   bool hosts_coordinator = false;
-  // The agents count restarts themselves, so before each attempt they agree on what they have
-  // counted. They always do where the number of nodes varies.
+  // The agents count restarts themselves, so before each attempt they agree on their counts. They
+  // always do if the number of nodes varies.
   bool counts_restarts = false;
-  // The same of agents that may not restart, which tell those that may.
+  // The same for agents that may not restart: they tell their counts to those that may.
   bool counts_itself = false;
-  // Must be the same on all nodes, for example "num_processes 4, max_restarts 0". Shown when it is
-  // not.
+  // Settings that must be the same on all nodes, for example "num_processes 4, max_restarts 0".
+  // Shown if they differ.
   std::string settings = {};
-  // "true" or "false", which must be the same, too, on nodes whose agents say it: those of older
-  // versions do not. Empty: not compared.
+  // "true" or "false", which must also be the same on all nodes whose agents report it: those of
+  // older versions do not. Empty: not compared.
   std::string debug = {};
-  // Of this node: where the other nodes reach a program here.
+  // The address at which the other nodes reach a program on this one.
   std::string host = "127.0.0.1";
-  // Its location, if known: nodes without an assigned rank are numbered so that neighbours get
-  // neighbouring ranks.
+  // The location of this node, if known: nodes without an assigned rank are numbered so that
+  // neighbours get neighbouring ranks.
   std::string rack = {};
   std::string nvlink_domain = {};
   absl::Duration join_timeout = absl::Minutes(10);
   absl::Duration lease = kDefaultLease;
-  absl::Duration outage_tolerance = kDefaultOutageTolerance;  // of the session
+  absl::Duration outage_tolerance = kDefaultOutageTolerance;  // for the session
   // An agent that waits for a coordinator that has never answered logs it after the first span, and
   // again after each further one.
   absl::Duration tell_after = absl::Seconds(10);

@@ -29,7 +29,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-// Says of which hosts this job takes no machine, and later of none.
+// Reports hosts whose machines this job does not take, and later none.
 class FakeAdmin final : public v1::Admin::Service {
  public:
   void Quarantine(const std::string& job, const std::string& host, int times) {
@@ -70,12 +70,12 @@ class GrpcJobCoordinationTest : public ::testing::Test {
     server_->Shutdown(absl::ZeroDuration());
     server_ = nullptr;
   }
-  // The coordinator may not be there yet.
+  // The coordinator may not be reachable yet.
   void MakeCoordination(int num_nodes, absl::Duration join_timeout, int node_rank = -1) {
     NodeUplink::Options options;
     options.coordinator = address_;
     options.outage_tolerance = absl::Milliseconds(1);
-    options.quarantine_timeout = absl::Minutes(5);  // a busy machine takes its time
+    options.quarantine_timeout = absl::Minutes(5);  // a busy machine is slow
     session_ = *NodeUplink::Start(std::move(options));
     coordination_ = MakeGrpcJobCoordination({.coordinator = address_,
                                              .job = "job",
@@ -92,12 +92,12 @@ class GrpcJobCoordinationTest : public ::testing::Test {
                                              .tell_after = absl::ZeroDuration()},
                                             session_.get());
   }
-  // An address without a listener.
+  // Takes an address without a listener.
   void TakeAddress() {
     StartCoordinator();
     StopCoordinator();
   }
-  // This machine is the second of two; what the first one and the coordinator wrote.
+  // This machine is the second of two; answers with what the first one and the coordinator wrote.
   void AnswerWith(const std::string& settings, const std::string& end) {
     sessions_.SetAnswer([settings, end](const v1::Op& op, v1::OpResult* result) {
       if (op.has_join()) {
@@ -118,7 +118,7 @@ class GrpcJobCoordinationTest : public ::testing::Test {
     if (server_ != nullptr) StopCoordinator();
   }
 
-  // This machine is the second of two in an attempt that runs.
+  // This machine is the second of two in a running attempt.
   void RunBeside(const v1::Member& other) {
     StartCoordinator();
     AnswerAsElastic(1, 2, {other});
@@ -127,7 +127,7 @@ class GrpcJobCoordinationTest : public ::testing::Test {
     coordination_->Watch([](AttemptEnd) {});
   }
 
-  // This machine is `rank` of `world_size`; the machines of the job.
+  // This machine is `rank` of `world_size`; `members` are the machines of the job.
   void AnswerAsElastic(int rank, int world_size, std::vector<v1::Member> members) {
     min_nodes_ = 1;
     sessions_.SetAnswer([=, this, special = special_](const v1::Op& op, v1::OpResult* result) {
@@ -193,7 +193,7 @@ class GrpcJobCoordinationTest : public ::testing::Test {
   bool another_is_first_ = false;
   bool hosts_coordinator_ = false;
   std::string debug_;
-  // Of the next AnswerAsElastic: what it does not answer as usual. Then this returns true.
+  // Returns true for operations that the next AnswerAsElastic must not answer as usual.
   FakeSessions::Answer special_;
   std::atomic<int> looks_{0};
   FakeSessions sessions_;
@@ -230,7 +230,8 @@ TEST_F(GrpcJobCoordinationTest, NobodyThere_SaysSoWhileItWaits) {
                     HasSubstr("Connection refused")));
 }
 
-// A string of a message is UTF-8, or nobody can read the message, however often it is sent.
+// A string field must be UTF-8; otherwise no receiver can read the message, however often it is
+// sent.
 TEST_F(GrpcJobCoordinationTest, WorkerWroteWhatIsNotUtf8_CoordinatorHearsOfItsEndAndOfWhatFollows) {
   StartCoordinator();
   AnswerWith(kSettings, "");
@@ -242,7 +243,7 @@ TEST_F(GrpcJobCoordinationTest, WorkerWroteWhatIsNotUtf8_CoordinatorHearsOfItsEn
   end.last_lines = {"caf\xe9", std::string(2000, 'x'), "caf\xc3\xa9"};
   coordination_->ReportEnd(end);
   coordination_->Fail({"rank 0 wrote \xff", {"\xff"}});
-  // Or what was submitted after it.
+  // Otherwise the operations submitted after it would not arrive, either.
   const v1::AgentFrame frame = sessions_.WaitFor([](const v1::AgentFrame& frame) {
     if (!frame.has_ops()) return false;
     const v1::Op& op = frame.ops().ops(0);
@@ -412,7 +413,7 @@ TEST_F(GrpcJobCoordinationTest, MachinesAreMissing_TheyAreNotCalledRanksOrWorker
       "2s; missing: machine 1, machine 2: start the missing machines");
 }
 
-// Each says why it has ended, at length: the coordinator does not put all of it into one answer.
+// Each machine gives a long reason: the coordinator does not put all of them into one answer.
 TEST_F(GrpcJobCoordinationTest, NineHundredMachinesSayWhyTheyEnded_AllCountsAreTaken) {
   constexpr int kMachines = 900;
   constexpr size_t kMostOfAnswer = 15 << 18;  // KvStore::kMaxAnswerBytes
@@ -459,7 +460,7 @@ TEST_F(GrpcJobCoordinationTest, Launch_HasOneNameForAllMachinesAndAttempts) {
   ASSERT_TRUE(alone.ok()) << alone.status();
   EXPECT_NE(alone->launch, "");
   EXPECT_EQ(coordination_->Meet(1, {})->launch, alone->launch);
-  // The others know it, also those of machine 0, where that one is new.
+  // The others learn it, even those of a machine 0 that is new.
   for (const int rank : {1, 0}) {
     coordination_.reset();
     AnswerAsElastic(rank, 2, {});
@@ -501,7 +502,7 @@ TEST_F(GrpcJobCoordinationTest, RestartsAreCounted_MachinesAgreeOnThem) {
   EXPECT_THAT(told.ops().ops(0).txn().then(0).put().value(), HasSubstr("\"counted\":4"));
 }
 
-// A machine that ends alone is waited for: machine 0, an older version perhaps, decides for all.
+// A machine that ends alone is waited for: machine 0, perhaps an older version, decides for all.
 TEST_F(GrpcJobCoordinationTest, LastEndThatMachine0DoesNotKnow_IsNone_AndItsLinesAreCut) {
   StartCoordinator();
   AnswerWith(R"({"settings": "num_processes 2", "master_addr": "10.0.0.1", "master_port": 29501})",
@@ -524,7 +525,7 @@ TEST_F(GrpcJobCoordinationTest, LastEndThatMachine0DoesNotKnow_IsNone_AndItsLine
   EXPECT_LT(value.size(), 8192u);
 }
 
-// The key "end" went with its generation before this machine had read it.
+// The key "end" was deleted with its generation before this machine had read it.
 TEST_F(GrpcJobCoordinationTest, GenerationEndsBeforeItsKeyWasRead_CauseIsTheSame) {
   RunBeside(Machine(0, v1::WORKER_STATE_RUNNING, absl::ZeroDuration()));
   AttemptEnd given = {"rank 1 died", {}};
@@ -570,7 +571,7 @@ TEST_F(GrpcJobCoordinationTest, MachineIsLost_IsNotCalledARank) {
 }
 
 // The workers here are done, and those of another machine fail. The refusal of the barrier is all
-// that this machine hears of it.
+// that this machine learns about it.
 TEST_F(GrpcJobCoordinationTest, GenerationEndsWhileOthersAreAwaited_CauseIsTheSameForAll) {
   StartCoordinator();
   for (const auto& [reason, cause] :
@@ -598,8 +599,8 @@ TEST_F(GrpcJobCoordinationTest, GenerationEndsWhileOthersAreAwaited_CauseIsTheSa
   }
 }
 
-// What the coordinator says to the machine that hosts it and gets no place, `times` times: `looks`
-// of the others, one after the other, and the key "finished".
+// The coordinator's answers to the machine that hosts it and gets no place, `times` times: `looks`
+// at the others, one after the other, and the key "finished".
 FakeSessions::Answer WithoutAPlace(std::vector<std::vector<v1::Member>> looks,
                                    std::vector<std::string> finished, size_t times = 1) {
   struct State {
@@ -654,7 +655,7 @@ TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorWithoutAPlace_MeetsTheOthers
   EXPECT_EQ(meeting->num_nodes, 2);
 }
 
-// Until the next one is sealed, members have their seats of the generation that has ended.
+// Until the next generation is sealed, members keep their seats in the ended one.
 TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorWithoutAPlace_SeesThatAGenerationHasEnded) {
   StartCoordinator();
   hosts_coordinator_ = true;
@@ -690,7 +691,7 @@ TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorWithoutAPlace_EndsWhenNobody
   EXPECT_EQ(coordination_->Meet(1, {}).status().code(), absl::StatusCode::kDeadlineExceeded);
 }
 
-// The others run on with fewer machines than they may be: it comes back when it may.
+// The others continue with fewer machines than allowed: this machine joins again when it may.
 TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorWithoutAPlace_AsksAgainWhenItsHostIsFree) {
   StartCoordinator();
   hosts_coordinator_ = true;
@@ -705,7 +706,8 @@ TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorWithoutAPlace_AsksAgainWhenI
   EXPECT_EQ(admin_.asked(), 2);
 }
 
-// They fail for good while it waits for its place, and leave: it would begin their job again alone.
+// The others fail for good while this machine waits for its place, and leave: it would begin their
+// job again alone.
 TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorThatAsksAgain_DoesNotStartAloneAfterTheOthers) {
   StartCoordinator();
   hosts_coordinator_ = true;
@@ -738,7 +740,7 @@ TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorThatAsksInVain_SaysOnceWhyIt
   EXPECT_EQ(told.rfind("this machine hosts the coordinator, so it keeps serving"), first) << told;
 }
 
-// They are done while it waits for its place.
+// The others finish while this machine waits for its place.
 TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorThatAsksAgain_EndsWithTheOthers) {
   StartCoordinator();
   hosts_coordinator_ = true;
@@ -761,7 +763,7 @@ TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorThatAsksAgain_EndsWithTheOth
   EXPECT_EQ(*joins, 2);
 }
 
-// It would begin the job again alone, once the others have left.
+// Otherwise the machine would begin the job again alone, once the others have left.
 TEST_F(GrpcJobCoordinationTest, OthersAreDoneWhileAMachineWaitsForAPlace_ItStartsNothing) {
   StartCoordinator();
   for (const bool done : {true, false}) {
@@ -784,7 +786,7 @@ TEST_F(GrpcJobCoordinationTest, MachineWasCutOff_ItComesBackWithoutAFailure) {
   for (const v1::ErrorReason reason :
        {v1::ERROR_REASON_STALE_GENERATION, v1::ERROR_REASON_NOT_MEMBER,
         v1::ERROR_REASON_LEASE_EXPIRED}) {
-    // Once before the machines have agreed, and then when the attempt runs.
+    // Once before the machines have agreed, and then while the attempt runs.
     special_ = [reason, waits = 0](const v1::Op& op, v1::OpResult* result) mutable {
       const bool refused = op.has_wait() && (waits++ == 0 || op.wait().keys(0) == "gen/1/end");
       if (refused) SetError(reason, result);
@@ -818,7 +820,7 @@ TEST_F(GrpcJobCoordinationTest, NewcomerWithOtherSettings_IsRefusedBeforeItAsksF
                 "4: launch all machines with the same settings"));
 }
 
-// As older versions do not say it.
+// Older versions do not report it.
 TEST_F(GrpcJobCoordinationTest, Debug_IsComparedWhereBothMachinesSayIt) {
   StartCoordinator();
   debug_ = "false";
@@ -887,7 +889,7 @@ TEST_F(GrpcJobCoordinationTest, MachineWaitsForAPlace_AttemptEndsUnlessAMachineI
   EXPECT_EQ(looks_, 2);
 }
 
-// It asks again and again, and would get no place.
+// The machine asks again and again, and would get no place.
 TEST_F(GrpcJobCoordinationTest, MachineOnAQuarantinedHostWaits_AttemptEndsWhenTheHostIsFree) {
   StartCoordinator();
   admin_.Quarantine("job.agents", "h", 1);
@@ -915,7 +917,7 @@ TEST_F(GrpcJobCoordinationTest, MachineOnAQuarantinedHostWaits_TheOneBesideItCom
   EXPECT_EQ(admin_.asked(), 2) << "once for each host";
 }
 
-// What the coordinator answers to the second machine that starts again: the barrier "finish" is in
+// The coordinator's answers to the second machine when it starts again: the barrier "finish" is in
 // `state`, and these are the members.
 FakeSessions::Answer Restarted(v1::BarrierState state, std::vector<v1::Member> members) {
   return [state, members](const v1::Op& op, v1::OpResult* result) {
@@ -924,7 +926,7 @@ FakeSessions::Answer Restarted(v1::BarrierState state, std::vector<v1::Member> m
       EXPECT_EQ(op.describe_barrier().barrier_id(), "finish");
       result->mutable_describe_barrier()->mutable_report()->set_state(state);
     }
-    if (op.has_get_members()) {  // one on each page
+    if (op.has_get_members()) {  // one per page
       const int first = op.get_members().first();
       *result->mutable_get_members()->add_members() = members[first];
       if (first + 1 < static_cast<int>(members.size())) {
@@ -999,7 +1001,7 @@ TEST_F(GrpcJobCoordinationTest, AnotherRunOfAFinishedJob_IsJoined) {
 }
 
 TEST_F(GrpcJobCoordinationTest, RandomAnswers_EveryCallReturns) {
-  // An answer may still be made when the test's body has ended.
+  // An answer may still be made after the test's body has ended.
   const auto shared = std::make_shared<RandomMessage>(20261121);
   sessions_.SetAnswer([shared](const v1::Op&, v1::OpResult* result) {
     RandomMessage& random = *shared;
@@ -1009,7 +1011,7 @@ TEST_F(GrpcJobCoordinationTest, RandomAnswers_EveryCallReturns) {
     switch (random.Draw(4)) {
       case 0:
         random.Fill(result->mutable_error());
-        // Who stops answers later, on another stream.
+        // A coordinator that stops answers later, on another stream.
         if (result->error().detail().reason() == v1::ERROR_REASON_STOPPING) {
           result->mutable_error()->clear_detail();
         }

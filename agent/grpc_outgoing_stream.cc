@@ -15,7 +15,7 @@
 
 namespace muster::agent {
 
-// gRPC owns a share of it until OnDone.
+// Kept alive by gRPC until OnDone.
 class GrpcStreamOpener::Link final
     : public grpc::ClientBidiReactor<v1::AgentFrame, grpc::ByteBuffer>,
       public OutgoingStream,
@@ -26,15 +26,15 @@ class GrpcStreamOpener::Link final
        std::shared_ptr<OutgoingStreamEvents> events)
       : transport_(transport), stub_(channel), at_once_(at_once), events_(std::move(events)) {}
 
-  // gRPC orders its calls of a link; the lock in each shows it to ThreadSanitizer, which does not
-  // see into gRPC.
+  // gRPC orders its calls of a link; the lock in each shows that order to ThreadSanitizer, which
+  // does not see into gRPC.
   void Start() {
     MutexLock lock(&mu_);
     self_ = shared_from_this();
-    // The channel looks after connecting, with its own backoff.
+    // The channel reports failures only after connecting, with its own backoff.
     context_.set_wait_for_ready(!at_once_);
     stub_.PrepareBidiStreamingCall(&context_, "/muster.v1.Session/Attach", {}, this);
-    AddHold();  // for writes that begin outside of gRPC's calls
+    AddHold();  // for writes that begin outside of gRPC's callbacks
     StartRead(&in_);
     StartCall();
   }
@@ -66,7 +66,7 @@ class GrpcStreamOpener::Link final
       events_->OnFrame(frame);
     } else {
       unreadable_ = true;
-      context_.TryCancel();  // the next read fails
+      context_.TryCancel();  // makes the next read fail
     }
     MutexLock lock(&mu_);
     StartRead(&in_);
@@ -79,9 +79,9 @@ class GrpcStreamOpener::Link final
     { MutexLock lock(&mu_); }
     events_->OnClosed(unreadable_ ? absl::DataLossError("the coordinator sent a malformed frame")
                                   : rpc::FromGrpc(status));
-    { MutexLock lock(&mu_); }  // after the last Write
+    { MutexLock lock(&mu_); }  // waits for the last Write
     GrpcStreamOpener* const transport = transport_;
-    // Before the transport may go, and with it perhaps the process: `this` ends here.
+    // Before the transport, and perhaps the process, may end: `this` ends here.
     std::exchange(self_, nullptr).reset();
     transport->Ended();
   }
@@ -94,7 +94,7 @@ class GrpcStreamOpener::Link final
   const std::shared_ptr<OutgoingStreamEvents> events_;
   std::shared_ptr<Link> self_;
   grpc::ClientContext context_;
-  grpc::ByteBuffer in_;  // gRPC's while a read is in flight
+  grpc::ByteBuffer in_;  // used by gRPC while a read is in flight
   std::atomic<bool> unreadable_{false};
   Mutex mu_;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
@@ -132,7 +132,7 @@ absl::StatusOr<std::shared_ptr<OutgoingStream>> GrpcStreamOpener::Open(
 
 void GrpcStreamOpener::Reconnect() {
   absl::StatusOr<std::shared_ptr<grpc::Channel>> channel = rpc::Connect(coordinator_, options_);
-  // Certificates that cannot be read at the moment: the connection there is must do.
+  // If the certificates cannot be read at the moment, the existing connection must do.
   if (!channel.ok()) return;
   rpc::KeepCallbackThreads(*channel);
   MutexLock lock(&mu_);

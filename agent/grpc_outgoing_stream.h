@@ -14,15 +14,15 @@
 
 namespace muster::agent {
 
-// Session.Attach over gRPC. A message that is no frame ends the stream with DATA_LOSS. Each stream
-// to a hub has a connection of its own, which ends with it.
+// Session.Attach over gRPC. A message that is not a frame ends the stream with DATA_LOSS. Each
+// stream to a hub has its own connection, which ends with it.
 class GrpcStreamOpener final : public StreamOpener {
  public:
-  // `channel` leads to the coordinator at `coordinator`, `options` is how to connect to hubs, and
-  // to the coordinator again.
+  // `channel` leads to the coordinator at `coordinator`; `options` are for connections to hubs, and
+  // for new ones to the coordinator.
   explicit GrpcStreamOpener(std::shared_ptr<grpc::Channel> channel, std::string coordinator = "",
                             rpc::ChannelOptions options = {});
-  // Waits until all links have closed: close them first.
+  // Waits until all streams have closed: close them first.
   ~GrpcStreamOpener() override;
 
   // Errors: as rpc::Connect.

@@ -14,10 +14,11 @@
 namespace muster::agent {
 namespace {
 
-// Workers and agents beat every 2 s: one that was silent for so long says nothing of its progress.
+// Workers and agents beat every 2 s: one that was silent for this long reports no progress.
 constexpr absl::Duration kNotHeard = absl::Seconds(15);
-// The longest delay of a restart (5 min), the default join_timeout, and as much for loading. Then
-// the survivors of a loss that is never repaired, such as that of a stopped process, hang.
+// The longest delay of a restart (5 min), the default join_timeout, and the same for loading. After
+// that, the survivors of a loss that is never repaired, such as that of a stopped process, count as
+// hanging.
 constexpr absl::Duration kLongestLoss = absl::Minutes(30);
 constexpr int kNamed = 4;
 constexpr size_t kMaxStack = 16 << 10;
@@ -35,12 +36,13 @@ std::vector<const v1::Member*> Alive(const v1::GetMembersReply& members) {
 }
 
 // Whether a rank was lost and the others wait for its successor, or have just been told to: until
-// then they are alive but cannot show progress. Ranks that have finished are not lost.
+// it has come they are alive but cannot show progress. Ranks that have finished are not lost.
 bool LacksARank(const v1::GetMembersReply& members) {
   std::set<absl::string_view> seated;
   for (const v1::Member& member : members.members()) {
     if (member.rank() < 0) {
-      // Also of those that have ended well and start again, as with another number of machines.
+      // Includes ranks that have ended well and start again, for example with another number of
+      // machines.
       if (seated.count(member.worker_id()) != 0) return true;
       continue;
     }
@@ -54,9 +56,9 @@ bool LacksARank(const v1::GetMembersReply& members) {
   return false;
 }
 
-// Whatever changes with their progress. For a program that does not count its signs of progress,
-// only what it shows: a step count that restarts lower, or a phase that ended and began again
-// between two checks, looks unchanged.
+// Returns everything that changes with their progress. For a program that does not count its signs
+// of progress, only what it shows: a step count that restarts lower, or a phase that ended and
+// began again between two looks, goes unnoticed.
 std::string Shows(const std::vector<const v1::Member*>& alive) {
   std::string shows;
   for (const v1::Member* const member : alive) {
@@ -69,7 +71,7 @@ std::string Shows(const std::vector<const v1::Member*>& alive) {
   return shows;
 }
 
-// In a collective, or at a barrier, that others have not reached or left.
+// Whether the rank is in a collective, or at a barrier, that others have not reached or left.
 bool Waits(const v1::Member& member) {
   return member.phase() == "wait_for_everyone" ||
          (!member.last_collective().empty() && !absl::EndsWith(member.last_collective(), ", done"));
@@ -136,7 +138,7 @@ std::optional<Hang> HangCore::Look(const v1::GetMembersReply& members, absl::Tim
   }
   const bool all = missed.size() == alive.size() || missed.empty();
   if (missed.size() == 1 && !all) hang.rank = missed.front()->rank();
-  // Of those that are all alike the first ones stand for the others.
+  // If all ranks look alike, the first ones stand for the others.
   if (all) missed = alive;
   hang.why = absl::StrCat("no rank has shown progress for ", absl::FormatDuration(timeout_), ": ");
   for (size_t i = 0; i < missed.size() && i < kNamed; ++i) {

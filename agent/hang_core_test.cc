@@ -35,7 +35,7 @@ class HangCoreTest : public ::testing::Test {
     }
   }
   v1::Member* Of(int rank) { return members_.mutable_members(rank); }
-  // Looks as often as the watch does; what it was told, the last if several.
+  // Looks as often as the watch does; returns the last hang that was reported.
   std::optional<Hang> Watch(absl::Duration time) {
     std::optional<Hang> told;
     for (const absl::Time end = now_ + time; now_ < end;) {
@@ -71,7 +71,7 @@ TEST_F(HangCoreTest, AllWaitOrNoneDoes_NamesTheFirstRanksAndNoCulprit) {
   ASSERT_TRUE(hang.has_value());
   EXPECT_EQ(hang->rank, -1);
   EXPECT_THAT(hang->why, AllOf(HasSubstr("rank 0"), HasSubstr("rank 3"), Not(HasSubstr("wait:"))));
-  // One rank alone.
+  // A single rank.
   members_.mutable_members()->DeleteSubrange(1, 3);
   members_.set_generation(2);
   Of(0)->clear_last_collective();
@@ -96,7 +96,7 @@ TEST_F(HangCoreTest, AnyProgressOfOneRank_BeginsAnew) {
   EXPECT_TRUE(Watch(absl::Hours(1)).has_value());
 }
 
-// Whenever anyone looks, a process on its own is in the same micro step's backward.
+// Whenever the watch looks, a process that advances is in the backward of the same micro step.
 TEST_F(HangCoreTest, CountedProgressThatLooksTheSame_IsNoHang) {
   for (int rank = 0; rank < 4; ++rank) Of(rank)->set_progress(500);
   for (int i = 0; i < 5; ++i) {
@@ -126,7 +126,7 @@ TEST_F(HangCoreTest, RanksOfAnOlderProgramAmongOthers_AreJudgedByWhatTheyShow) {
 TEST_F(HangCoreTest, BeforeTheFirstStep_NothingHangs) {
   for (int rank = 0; rank < 4; ++rank) Of(rank)->set_last_step(0);
   EXPECT_FALSE(Watch(absl::Hours(10)).has_value());
-  // Not all have to: one that never steps may be the one that hangs.
+  // Not all ranks have to step: one that never does may be the one that hangs.
   Of(1)->set_last_step(1);
   EXPECT_TRUE(Watch(absl::Hours(1)).has_value());
 }
@@ -142,7 +142,7 @@ TEST_F(HangCoreTest, WhileARankSavesOrLoads_NoTimePasses) {
 }
 
 TEST_F(HangCoreTest, WhatIsNotKnown_IsNoHang) {
-  // Not heard.
+  // The rank is silent.
   *Of(2)->mutable_heartbeat_age() = rpc::ToProto(absl::Minutes(1));
   EXPECT_FALSE(Watch(absl::Hours(1)).has_value());
   Of(2)->clear_heartbeat_age();
@@ -178,13 +178,13 @@ TEST_F(HangCoreTest, SurvivorsOfALoss_WaitForTheNextGeneration) {
   waiting->set_worker_id("w1");
   waiting->set_state(v1::WORKER_STATE_JOINING);
   EXPECT_FALSE(Watch(kTimeout + absl::Seconds(30)).has_value());
-  // A spare waits always.
+  // A spare always waits.
   waiting->set_worker_id("spare");
   EXPECT_FALSE(Watch(kTimeout - absl::Seconds(20)).has_value()) << "the time begins now";
   EXPECT_TRUE(Watch(absl::Hours(1)).has_value());
 }
 
-// Its process is stopped, perhaps: it has not ended, and so is not started again.
+// The rank's process may be stopped: it has not ended, and so is not started again.
 TEST_F(HangCoreTest, LossThatNobodyMakesGood_IsAHangInTheEnd) {
   Of(3)->set_state(v1::WORKER_STATE_LOST);
   EXPECT_FALSE(Watch(absl::Minutes(29)).has_value());

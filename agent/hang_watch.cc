@@ -14,9 +14,9 @@ namespace muster::agent {
 namespace {
 
 constexpr absl::Duration kCallTimeout = absl::Seconds(10);
-constexpr absl::Duration kStackTimeout = absl::Seconds(5);  // of a page of ranks
+constexpr absl::Duration kStackTimeout = absl::Seconds(5);  // for a page of ranks
 constexpr absl::Duration kAllStacks = absl::Seconds(30);
-constexpr int kStarts = 4;  // of a list that changes while it is read
+constexpr int kStarts = 4;  // for a list that changes while it is read
 
 }  // namespace
 
@@ -47,7 +47,7 @@ bool HangWatch::Wait(absl::Duration time) {
 }
 
 absl::StatusOr<v1::OpResult> HangWatch::Call(v1::Op op, absl::Duration timeout) {
-  // Under the lock of Shared.
+  // Guarded by the lock of Shared.
   auto answer = std::make_shared<std::optional<v1::OpResult>>();
   const uint64_t op_id = options_.sender->Submit(
       std::move(op), [shared = shared_, answer](const v1::OpResult& result) {
@@ -129,7 +129,7 @@ void HangWatch::Loop() {
     }
     const absl::StatusOr<v1::GetMembersReply> members = Members();
     if (!members.ok()) {
-      // Also as long as no worker has joined.
+      // Also the case as long as no worker has joined.
       core_.LookInVain();
       continue;
     }

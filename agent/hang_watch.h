@@ -16,33 +16,33 @@
 
 namespace muster::agent {
 
-// Asks the coordinator from time to time how far a job's ranks are, and tells of a hang when it has
-// their stacks. Thread-safe.
+// Asks the coordinator periodically how far a job's ranks are, and reports a hang once it has their
+// stacks. Thread-safe.
 class HangWatch {
  public:
-  // What AttemptEnd.hung may have.
+  // The limit of AttemptEnd.hung.
   static constexpr size_t kMaxReportBytes = 60 << 10;
 
   struct Options {
     std::string job;             // the group of its workers
     absl::Duration timeout;      // positive
     OpSender* sender = nullptr;  // borrowed
-    // Whether this node is the one that judges now: one is enough, and to ask costs the coordinator
-    // as much as the job has ranks. Called on the thread of the watch.
+    // Returns whether this node is the one that judges now: one is enough, and each query costs the
+    // coordinator work in proportion to the job's ranks. Called on the thread of the watch.
     std::function<bool()> judges;
-    // The same; may block.
+    // Called on the same thread; may block.
     std::function<void(HangReport)> on_hang;
-    // Tests: instead of HangCore::Period.
+    // For tests: replaces HangCore::Period.
     absl::Duration period = absl::ZeroDuration();
   };
   static std::unique_ptr<HangWatch> Start(Options options);
-  // Tells no more when it returns. Not from a callback.
+  // Reports nothing more once it returns. Do not call it from a callback.
   ~HangWatch();
   HangWatch(const HangWatch&) = delete;
   HangWatch& operator=(const HangWatch&) = delete;
 
  private:
-  // What answers, which may come late, know of the watch.
+  // The state that callbacks of late answers share with the watch.
   struct Shared {
     Mutex mu;
     CondVar changed;
@@ -51,9 +51,9 @@ class HangWatch {
 
   explicit HangWatch(Options options) : options_(std::move(options)), core_(options_.timeout) {}
   void Loop();
-  // False: it is to stop.
+  // Returns false if the watch must stop.
   bool Wait(absl::Duration time);
-  // Errors: CANCELLED it is to stop; UNAVAILABLE no answer in time; those of the operation.
+  // Errors: CANCELLED the watch must stop; UNAVAILABLE no answer in time; those of the operation.
   absl::StatusOr<v1::OpResult> Call(v1::Op op, absl::Duration timeout);
   absl::StatusOr<v1::GetMembersReply> Members();
   std::vector<v1::RankStack> Stacks();

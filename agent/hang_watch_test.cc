@@ -15,7 +15,7 @@
 namespace muster::agent {
 namespace {
 
-// A coordinator that answers what a test says; ranks make no progress unless it says so.
+// A coordinator that answers what a test says; ranks make no progress unless the test says so.
 class HangWatchTest : public ::testing::Test {
  protected:
   void Start() {
@@ -47,7 +47,7 @@ class HangWatchTest : public ::testing::Test {
     }
     return result;
   }
-  // Answers looks until stacks are asked for.
+  // Answers looks until stacks are requested.
   void AnswerUntilStacks(int step) {
     while (true) {
       const v1::Op op = sender_.WaitForOp();
@@ -86,7 +86,7 @@ TEST_F(HangWatchTest, Hang_IsToldWithTheStacksOfAllPages) {
   sender_.Answer(Stack(1, 0));
   EXPECT_TRUE(sender_.WaitForOp().has_get_members()) << "whether it still hangs";
   sender_.Answer(Members(7));
-  // The next look comes after it was told.
+  // The next look comes after the hang was reported.
   sender_.WaitForOp();
   ASSERT_TRUE(told().has_value());
   EXPECT_THAT(told()->hang.why, ::testing::HasSubstr("rank 0"));

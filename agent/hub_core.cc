@@ -15,7 +15,7 @@ namespace {
 constexpr uint32_t kProtocol = 1;
 constexpr size_t kNameBytes = 256;
 
-// What `beat` says of the past is `by` longer ago than when it was said.
+// Makes the times in `beat`, which count back from when it was sent, longer by `by`.
 void Age(absl::Duration by, v1::WorkerBeat* beat) {
   if (beat->has_restored_ago()) {
     *beat->mutable_restored_ago() = rpc::ToProto(rpc::FromProto(beat->restored_ago()) + by);
@@ -33,7 +33,7 @@ v1::OpResult Overloaded(absl::string_view what) {
   return result;
 }
 
-// The stream's answer when it has given up: only the stream answers UNAVAILABLE without a reason.
+// Whether the stream has given up: only the stream answers UNAVAILABLE without a reason.
 bool IsLost(const v1::OpResult& result) {
   return result.error().code() == static_cast<int>(absl::StatusCode::kUnavailable) &&
          result.error().detail().reason() == v1::ERROR_REASON_UNSPECIFIED;
@@ -50,11 +50,11 @@ rpc::FrameBytes Bytes(const v1::CoordinatorFrame& frame) {
 struct HubCore::Stream {
   explicit Stream(std::shared_ptr<IncomingStream> to) : link(std::move(to)) {}
   const std::shared_ptr<IncomingStream> link;
-  std::shared_ptr<Agent> agent;  // once it has said hello
+  std::shared_ptr<Agent> agent;  // set once it has said hello
   bool writing = false;
-  bool paused = false;  // is read from when there is room again
-  bool ended = false;   // nothing of it counts any more; what follows is the Goodbye
-  bool closed = false;  // we have asked for the end
+  bool paused = false;  // reading resumes when there is room again
+  bool ended = false;   // its frames no longer count; only the Goodbye follows
+  bool closed = false;  // the hub has asked for the end
   std::optional<rpc::FrameBytes> last;
   absl::Time close_by = absl::InfiniteFuture();
 };
@@ -84,15 +84,15 @@ struct HubCore::Agent {
   std::shared_ptr<Stream> stream;
   absl::Time expires = absl::InfiniteFuture();  // while it has no stream
   bool ended = false;
-  bool state_due = false;  // HubState
+  bool state_due = false;  // a HubState must be sent
   absl::flat_hash_set<uint64_t> calls;
-  size_t held_bytes = 0;           // of their requests
-  std::map<WorkerKey, Said> said;  // with beats, since the hub's last
+  size_t held_bytes = 0;           // the size of the requests
+  std::map<WorkerKey, Said> said;  // in beats since the hub's last one
   size_t said_bytes = 0;
-  std::map<WorkerKey, uint64_t> workers;  // and their incarnations
+  std::map<WorkerKey, uint64_t> workers;  // with their incarnations
   bool forgot_workers = false;            // there were too many
   Ranks ranks;
-  std::set<uint64_t> stacks;  // asked for
+  std::set<uint64_t> stacks;  // requested
 };
 
 struct HubCore::Call {
@@ -100,16 +100,16 @@ struct HubCore::Call {
   uint64_t op_id = 0;  // the agent's
   size_t bytes = 0;
   uint64_t upstream_id = 0;  // once it is known; arrivals have none
-  std::string join_job;      // of a join
+  std::string join_job;      // for a join
 };
 
-// What to do once the lock is given back.
+// What to do after the lock is released.
 struct HubCore::Todo {
   std::vector<std::tuple<uint64_t, v1::Op, size_t>> submits;
   std::vector<std::pair<std::shared_ptr<IncomingStream>, rpc::FrameBytes>> writes;
   std::vector<std::shared_ptr<IncomingStream>> reads;
   std::vector<std::pair<std::shared_ptr<IncomingStream>, absl::Status>> closes;
-  std::vector<uint64_t> forgotten;  // by the upstream
+  std::vector<uint64_t> forgotten;  // to be forgotten by the upstream
   absl::flat_hash_set<uint64_t> dropped;
   std::optional<v1::StackReply> stack;
   bool wake = false;
@@ -237,7 +237,7 @@ void HubCore::AddToBeat(v1::Beat* beat) {
   heard_.clear();
   beat_made_ = now;
   size_t bytes = 0;
-  // In turn, so that every agent finds room.
+  // The agents take turns, so that each one finds room.
   auto it = agents_.upper_bound(beat_after_);
   for (size_t i = 0; i < agents_.size() && bytes < options_.limits.beat_bytes; ++i, ++it) {
     if (it == agents_.end()) it = agents_.begin();
@@ -245,7 +245,7 @@ void HubCore::AddToBeat(v1::Beat* beat) {
     beat_after_ = agent.node;
     bytes += agent.said_bytes;
     for (auto& [key, said] : agent.said) {
-      // It may have died since. A stall is logged only once.
+      // The process may have died since. A stall is logged only once.
       const bool stands_still =
           said.beat.process_state() == "stopped" || said.beat.process_state() == "zombie";
       if (said.at + options_.beat_fresh < now && !stands_still) continue;
@@ -276,7 +276,7 @@ void HubCore::TakeBack(const v1::Beat& beat) {
   for (const v1::WorkerBeat& worker : beat.workers()) {
     const Agent::WorkerKey key(worker.job_id(), worker.worker_id());
     const auto heard = heard_.find(key);
-    if (heard == heard_.end()) continue;  // this node's own
+    if (heard == heard_.end()) continue;  // of this node itself
     for (const auto& [node, agent] : agents_) {
       const auto it = agent->workers.find(key);
       if (it == agent->workers.end() || it->second != worker.incarnation()) continue;
@@ -294,7 +294,7 @@ void HubCore::OnUpstream() {
   {
     MutexLock lock(&mu_);
     DoUpstream(&todo);
-    roster_due_ = true;  // it may be another stream
+    roster_due_ = true;  // the stream may be a new one
   }
   Run(std::move(todo));
 }
@@ -311,7 +311,7 @@ void HubCore::DoUpstream(Todo* todo) {
   }
   if (now_.ended) EndAll(now_.why_away, /*come_back=*/false, todo);
   if (before.connected == now_.connected) return;
-  // A copy: agents that accept nothing are ended.
+  // Iterates over a copy, because agents that accept nothing are ended.
   const auto agents = agents_;
   for (const auto& [node, agent] : agents) {
     agent->state_due = true;
@@ -336,7 +336,7 @@ void HubCore::OnDirective(const v1::Directive& directive) {
     const auto shared = std::make_shared<const v1::Directive>(directive);
     for (const auto& agent : concerned) {
       if (directive.has_collect_stack()) {
-        // The oldest makes room: one that no process of the agent is meant by stays unanswered.
+        // The oldest query makes room: one that no process of the agent matches stays unanswered.
         if (agent->stacks.size() >= options_.limits.stacks_of_agent)
           agent->stacks.erase(agent->stacks.begin());
         agent->stacks.insert(directive.collect_stack().query_id());
@@ -369,7 +369,7 @@ std::vector<std::shared_ptr<HubCore::Agent>> HubCore::Concerned(
                  return worker.first.second == ask.worker_id() &&
                         (ask.job_id().empty() || worker.first.first == ask.job_id());
                });
-      default:  // this node's own
+      default:  // for this node itself
         return false;
     }
   };
@@ -377,7 +377,7 @@ std::vector<std::shared_ptr<HubCore::Agent>> HubCore::Concerned(
   for (const auto& [node, agent] : agents_) {
     if (concerns(*agent)) found.push_back(agent);
   }
-  // An agent may have started a worker again under its name, and the older start is to end.
+  // An agent may have restarted a worker under the same name, and the older start must end.
   if (found.empty() && directive.has_kill_worker()) {
     for (const auto& [node, agent] : agents_) {
       if (agent->Has(directive.kill_worker().job_id())) found.push_back(agent);
@@ -440,14 +440,14 @@ void HubCore::DoFrame(const std::shared_ptr<Stream>& stream, const v1::AgentFram
                 todo);
     return;
   }
-  // Else applied when it came on an earlier stream.
+  // Otherwise it was applied when it arrived on an earlier stream.
   if (!agent->session.Receive(frame)) return;
   switch (frame.kind_case()) {
     case v1::AgentFrame::kOps:
       overloaded_.reset();
       for (const v1::Op& op : frame.ops().ops()) {
         DoOp(agent, op, todo);
-        // Refusals too: a frame has room for two million operations.
+        // Refusals count, too: a frame has room for two million operations.
         if (agent->session.outbox().bytes() > options_.limits.unacknowledged_bytes) break;
       }
       break;
@@ -542,7 +542,7 @@ void HubCore::DoHello(const std::shared_ptr<Stream>& stream, const v1::Hello& he
       }
       EndSession(oldest, absl::OkStatus(), todo);
     }
-    // Of no other process: the incarnation is random.
+    // Not of another process: the incarnation is random.
     agent = std::make_shared<Agent>(
         hello, absl::StrCat(absl::Hex(options_.incarnation), "/", next_session_++));
     agents_[agent->node] = agent;
@@ -698,7 +698,7 @@ void HubCore::Answered(const std::vector<uint64_t>& calls, const v1::OpResult& r
     MutexLock lock(&mu_);
     if (IsLost(result)) {
       DoUpstream(&todo);
-      // Not the agents' outage: they reach the coordinator by themselves.
+      // This is not the agents' outage: they reach the coordinator without this hub.
       if (!now_.connected)
         EndAll(absl::StrCat("this hub has lost the coordinator: ", now_.why_away),
                /*come_back=*/false, &todo);

@@ -48,7 +48,7 @@ namespace muster::agent {
 // - Directives go to the agent of the worker they concern, or to all agents with workers of the
 //   job.
 // - After each beat an agent gets a frame, if only an acknowledgement, so that it detects a stalled
-//   hub; and HubState when the upstream is lost or found.
+//   hub; and a HubState whenever the upstream is lost or found.
 // - No behavior of an agent makes the hub hold more than Limits: it refuses the excess, stops
 //   reading the stream until the agent has accepted its answers, or ends the session.
 //
@@ -58,30 +58,32 @@ namespace muster::agent {
 class HubCore final : public OpSender, public IncomingStreamEvents {
  public:
   struct Limits {
-    // Agents with a session. Streams of further agents are refused.
+    // The most agents with a session. Streams of further agents are refused.
     size_t agents = 1024;
-    // Operations of one agent that wait for their answer and the bytes of their requests; the same
-    // of all together, so that this node's own workers have a share of what the stream holds.
+    // The most operations of one agent that wait for their answer, and the most bytes of their
+    // requests; then the same for all agents together, so that this node's own workers get a share
+    // of what the stream holds.
     size_t calls_of_agent = 8192;
     size_t held_bytes_of_agent = 16 << 20;
     size_t calls = 49152;
     size_t held_bytes = 48 << 20;
-    // Answers that an agent's stream has not taken: from then on no frame of it is read.
+    // The most bytes of answers that an agent's stream has not taken; beyond it, no frame of the
+    // stream is read.
     size_t unsent_bytes = 8 << 20;
-    // Answers that an agent has not acknowledged: its session ends.
+    // The most bytes of answers that an agent has not acknowledged; beyond it, its session ends.
     size_t unacknowledged_bytes = 32 << 20;
-    // Of an agent's beats between two of the hub; a larger one ends the stream. Of a beat of the
-    // hub: the rest waits for the next one.
+    // The most bytes of an agent's beats between two of the hub's; more end the stream. Then the
+    // most of a beat of the hub: the rest waits for the next one.
     size_t beat_bytes_of_agent = 256 << 10;
-    size_t beats_of_agent = 4096;  // likewise: an empty one takes some hundred bytes of memory
+    size_t beats_of_agent = 4096;  // most beats, likewise: an empty one takes 100s of bytes
     size_t beat_bytes = 2 << 20;
-    // The hub's memory for one agent. Beyond it nothing is wrong: arrivals wait for the window, and
-    // directives go to more agents than need them.
+    // What the hub remembers of one agent. Exceeding it is harmless: arrivals wait for the window,
+    // and directives go to more agents than need them.
     size_t workers_of_agent = 4096;
     size_t jobs_of_agent = 64;
-    // Of one job.
+    // Per job.
     size_t ranks_of_agent = 4096;
-    size_t stacks_of_agent = 256;    // asked for and not answered
+    size_t stacks_of_agent = 256;    // requested and not answered
     size_t stack_bytes = 512 << 10;  // of an answer; a larger one is dropped
   };
   struct Options {
@@ -90,16 +92,16 @@ class HubCore final : public OpSender, public IncomingStreamEvents {
     absl::Duration arrival_window = absl::Milliseconds(2);
     // How long an agent's session survives without a stream.
     absl::Duration resume_window = absl::Seconds(60);
-    // Older facts from an agent are not forwarded with a beat.
+    // Facts from an agent that are older than this are not forwarded with a beat.
     absl::Duration beat_fresh = absl::Seconds(3);
-    // How long a stream that ends has to take its Goodbye.
+    // How long a stream that ends gets to take its Goodbye.
     absl::Duration goodbye_patience = absl::Seconds(1);
     Limits limits = {};
-    // The current peer of the stream. Called with a lock held: must not call back.
+    // Returns the current peer of the stream. Called with a lock held: must not call back.
     std::function<Upstream()> upstream = nullptr;
-    // Takes an agent's answer to CollectStack to the coordinator.
+    // Sends an agent's answer to CollectStack to the coordinator.
     std::function<void(v1::StackReply)> send_stack = nullptr;
-    // Tick is due earlier than it said.
+    // Called when Tick is due earlier than it returned.
     std::function<void()> wake = nullptr;
     const Clock* clock = &Clock::Real();
   };
@@ -108,35 +110,36 @@ class HubCore final : public OpSender, public IncomingStreamEvents {
   HubCore(Options options, OpSender* upstream);
   ~HubCore() override;
 
-  // This node's own operations.
+  // Takes this node's own operations.
   uint64_t Submit(v1::Op op, Done done) override;
   void Forget(uint64_t op_id) override;
 
   // Does all due work and returns when to call again.
   absl::Time Tick();
 
-  // Adds to this node's beat what the agents have sent since the last one, and the list of agents
-  // if that is due.
+  // Adds to this node's beat the facts that the agents have sent since the last one, and the list
+  // of agents if that is due.
   void AddToBeat(v1::Beat* beat);
-  // The last beat was not sent: its facts from agents go into the next, unless there are newer
-  // ones.
+  // Called if the last beat was not sent: its facts from agents go into the next one, unless there
+  // are newer ones.
   void TakeBack(const v1::Beat& beat);
 
-  // What Options::upstream says has changed.
+  // Called when the result of Options::upstream has changed.
   void OnUpstream();
-  // Passes on what concerns the agents. This node's own part is the caller's.
+  // Forwards the part that concerns the agents. The caller handles this node's own part.
   void OnDirective(const v1::Directive& directive);
 
-  // Ends all sessions with a Goodbye and takes no more. Does not wait for the agents.
+  // Ends all sessions with a Goodbye and accepts no more. Does not wait for the agents.
   void Finish();
 
-  // The agents' streams. One of which OnClosed came is never called again.
+  // Events of the agents' streams. A stream is never called again after its OnClosed.
   void OnFrame(const std::shared_ptr<IncomingStream>& link, const v1::AgentFrame& frame,
                size_t bytes) override;
   void OnWritten(const std::shared_ptr<IncomingStream>& link) override;
   void OnClosed(const std::shared_ptr<IncomingStream>& link) override;
 
-  // With a session, whether they have a stream or not. A node with any beats every second.
+  // Agents with a session, whether they have a stream or not. If there are any, the node should
+  // beat every second.
   size_t agents() const { return agent_count_.load(std::memory_order_relaxed); }
 
  private:
@@ -144,7 +147,7 @@ class HubCore final : public OpSender, public IncomingStreamEvents {
   struct Call;
   struct Stream;
   struct Todo;
-  // The ranks of an agent, by job: those of the latest generation seen.
+  // The ranks of an agent in a job, for the latest generation seen.
   struct JobRanks {
     uint64_t generation = 0;
     absl::flat_hash_set<int32_t> ranks;
@@ -163,7 +166,7 @@ class HubCore final : public OpSender, public IncomingStreamEvents {
   // Answers these calls, except those that have ended.
   void Answered(const std::vector<uint64_t>& calls, const v1::OpResult& result);
 
-  // The facts in an operation about the workers and ranks behind this hub.
+  // Records what an operation reveals about the workers and ranks behind this hub.
   void LearnWorker(Agent* agent, const std::string& job_id, const std::string& worker_id,
                    uint64_t incarnation) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void LearnRank(Ranks* ranks, const std::string& job_id, uint64_t generation, int32_t rank)
@@ -171,21 +174,21 @@ class HubCore final : public OpSender, public IncomingStreamEvents {
   void LearnArrival(Ranks* ranks, const v1::Op& op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // How many ranks behind this hub, as far as known, take part in this arrival's barrier.
   size_t Expected(const v1::Op& op) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // The agents that a directive is for.
+  // The agents to which a directive must go.
   std::vector<std::shared_ptr<Agent>> Concerned(const v1::Directive& directive) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   // Starts a write if one can be started; ends the session of an agent that acknowledges nothing.
   void Pump(const std::shared_ptr<Agent>& agent, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // The agent has no stream any more.
+  // The agent no longer has a stream.
   void Detach(std::shared_ptr<Stream> stream) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void CloseStream(std::shared_ptr<Stream> stream, const absl::Status& status, Todo* todo)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Nothing is left of the session; its stream, if it has one, ends with `status`.
+  // Deletes the session; its stream, if it has one, ends with `status`.
   void EndSession(std::shared_ptr<Agent> agent, const absl::Status& status, Todo* todo)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Ends all sessions; their streams end after a Goodbye, which asks the agents to `come_back` or
-  // not.
+  // Ends all sessions; their streams end after a Goodbye, which says whether the agents should
+  // `come_back`.
   void EndAll(const std::string& reason, bool come_back, Todo* todo)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Run(Todo todo);
@@ -195,25 +198,27 @@ class HubCore final : public OpSender, public IncomingStreamEvents {
   OpSender* const upstream_;
 
   mutable Mutex mu_;
-  Upstream now_ ABSL_GUARDED_BY(mu_);  // as Options::upstream said last
+  Upstream now_ ABSL_GUARDED_BY(mu_);  // the last result of Options::upstream
   bool finished_ ABSL_GUARDED_BY(mu_) = false;
   bool roster_due_ ABSL_GUARDED_BY(mu_) = false;
   bool roster_told_ ABSL_GUARDED_BY(mu_) = false;                              // on this stream
   std::map<std::string, std::shared_ptr<Agent>> agents_ ABSL_GUARDED_BY(mu_);  // by node
-  // Of agents_: the stream, whose lock others hold while they take ours, asks for it.
+  // The size of agents_. Atomic, because the stream, whose lock others hold while they take ours,
+  // reads it.
   std::atomic<size_t> agent_count_{0};
   absl::flat_hash_map<IncomingStream*, std::shared_ptr<Stream>> streams_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<uint64_t, Call> calls_ ABSL_GUARDED_BY(mu_);
   size_t held_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t next_call_ ABSL_GUARDED_BY(mu_) = 1;
   uint64_t next_session_ ABSL_GUARDED_BY(mu_) = 1;
-  std::string beat_after_ ABSL_GUARDED_BY(mu_);  // whose beat was the last to find room
-  // When the agents said what the last beat passes on, by job and worker: for TakeBack.
+  std::string beat_after_ ABSL_GUARDED_BY(mu_);  // the agent whose beat was the last to find room
+  // When the agents reported the facts that the last beat forwards, by job and worker: for
+  // TakeBack.
   absl::flat_hash_map<std::pair<std::string, std::string>, absl::Time> heard_ ABSL_GUARDED_BY(mu_);
-  absl::Time beat_made_ ABSL_GUARDED_BY(mu_);  // the last beat
-  // Answers what one frame has too much.
+  absl::Time beat_made_ ABSL_GUARDED_BY(mu_);  // when the last beat was made
+  // The answer to operations of a frame that exceed a limit.
   std::shared_ptr<const rpc::Answer> overloaded_ ABSL_GUARDED_BY(mu_);
-  Ranks own_ ABSL_GUARDED_BY(mu_);  // of this node itself
+  Ranks own_ ABSL_GUARDED_BY(mu_);  // this node's own
 
   ArrivalMerger arrivals_;
 };

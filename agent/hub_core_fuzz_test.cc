@@ -1,5 +1,5 @@
-// The hub fed with whatever hostile, broken or newer agents may say, and with what any coordinator
-// may answer, against rules that must hold all the same.
+// Feeds the hub with anything that hostile, broken or newer agents may send, and that any
+// coordinator may answer, and checks rules that must hold anyway.
 #include <gtest/gtest.h>
 
 #include <map>
@@ -42,10 +42,10 @@ class Fuzzer final : public RandomMessage {
   }
 };
 
-// An agent's stream with what its agent knows of it.
+// An agent's stream with what the agent knows about it.
 struct Stream {
   std::shared_ptr<FakeIncomingStream> incoming;
-  uint64_t seq = 0;  // the last sent
+  uint64_t seq = 0;  // the last one sent
   uint64_t received = 0;
   bool closed = false;
 };
@@ -79,7 +79,7 @@ TEST_P(HubFuzzTest, AnyFrames_LimitsHoldAndOwnCallsEndOnce) {
   HubCore core(options, &upstream);
 
   std::vector<Stream> streams;
-  std::map<int, int> answered;  // this node's own calls
+  std::map<int, int> answered;  // the answered calls of this node
   int own = 0, results = 0, directives = 0, goodbyes = 0;
 
   const auto take = [&](Stream& stream) {
@@ -196,7 +196,8 @@ TEST_P(HubFuzzTest, AnyFrames_LimitsHoldAndOwnCallsEndOnce) {
         }
     }
     ASSERT_LE(core.agents(), 4u);
-    // Of agents at most as many as may be held, or the joint ones of ended sessions would pile up.
+    // The agents' operations are at most as many as may be held; otherwise the joint ones of ended
+    // sessions would pile up.
     ASSERT_LE(upstream.ops().size(), 100u + static_cast<size_t>(own));
   }
   EXPECT_GT(results, 5);

@@ -45,7 +45,7 @@ class HubCoreTest : public ::testing::Test {
     agent.Take();
     return agent;
   }
-  // Results that the agent got, as "op_id ok" or "op_id REASON".
+  // Returns the results that the agent got, as "op_id ok" or "op_id REASON".
   static std::vector<std::string> Results(const std::vector<v1::CoordinatorFrame>& frames) {
     std::vector<std::string> results;
     for (const v1::CoordinatorFrame& frame : frames) {
@@ -314,7 +314,7 @@ TEST_F(HubCoreTest, BeatThatWaits_SaysHowLongAgoThingsAreNow) {
   ASSERT_EQ(beat.workers_size(), 1);
   EXPECT_EQ(beat.workers(0).restored_ago().seconds(), 7);
   EXPECT_FALSE(beat.workers(0).has_first_step_ago());
-  // It was not sent.
+  // The beat was not sent.
   core_->TakeBack(beat);
   clock_.Advance(absl::Seconds(1));
   v1::Beat next;
@@ -324,7 +324,7 @@ TEST_F(HubCoreTest, BeatThatWaits_SaysHowLongAgoThingsAreNow) {
 }
 
 TEST_F(HubCoreTest, Beats_OfManyAgentsFindRoomInTurn) {
-  options_.limits.beat_bytes = 2;  // the first that is added is too much already
+  options_.limits.beat_bytes = 2;  // the first one that is added exceeds it
   Make();
   FakeHubAgent a = Agent("a"), b = Agent("b");
   a.Beat(Beat("w0", 1));
@@ -349,7 +349,7 @@ TEST_F(HubCoreTest, BeatThatWasNotSent_GoesIntoTheNext) {
   EXPECT_THAT(PassedOn(), UnorderedElementsAre("w0 at 2", "w1 at 1"));
   core_->TakeBack(beat);
   EXPECT_THAT(Roster(), SizeIs(2));
-  // As old as it is.
+  // With the age that it has by now.
   core_->TakeBack(beat);
   clock_.Advance(absl::Seconds(4));
   EXPECT_THAT(PassedOn(), IsEmpty());
@@ -379,7 +379,7 @@ TEST_F(HubCoreTest, Roster_IsToldWhenItHasChangedAndOnEachStream) {
   EXPECT_THAT(Roster(), IsEmpty());
   core_->OnUpstream();
   EXPECT_THAT(Roster(), IsEmpty());
-  // A coordinator that does not know of it gets nothing either.
+  // A coordinator that does not know the agent's leases gets nothing, either.
   upstream_state_.session = 2;
   core_->OnUpstream();
   EXPECT_THAT(Roster(), ElementsAre("not told"));
@@ -397,7 +397,7 @@ TEST_F(HubCoreTest, Roster_HostThatIsTooLong_IsCutAtACharacter) {
   core_->OnFrame(incoming, frame, 0);
   v1::Beat beat, received;
   core_->AddToBeat(&beat);
-  // Else the coordinator would end the stream of this hub, over and over.
+  // Otherwise the coordinator would end the stream of this hub again and again.
   ASSERT_TRUE(received.ParseFromString(beat.SerializeAsString()));
   EXPECT_EQ(received.hub().agents(0).host(), std::string(255, 'x'));
 }
@@ -418,7 +418,7 @@ TEST_F(HubCoreTest, Directives_GoToThoseTheyConcern) {
   core_->OnDirective(kill);
   EXPECT_TRUE(told(a));
   EXPECT_FALSE(told(b));
-  // An older start of it, which may be anywhere in the job.
+  // An older start of the worker, which may be anywhere in the job.
   kill.mutable_kill_worker()->set_incarnation(55);
   core_->OnDirective(kill);
   EXPECT_TRUE(told(a));
@@ -557,7 +557,7 @@ TEST_F(HubCoreTest, SecondStreamOfAnAgent_TakesOver) {
   twin.Op(Txn(1));
   upstream_.Answer(TxnDone());
   EXPECT_THAT(Results(twin.Take()), ElementsAre("1 ok"));
-  // Another process under the name has a session of its own.
+  // Another process with the same name has its own session.
   FakeHubAgent other = twin;
   other.incarnation = 78;
   other.Open();
@@ -620,7 +620,7 @@ TEST_F(HubCoreTest, CoordinatorAwayAndBack_IsToldToAll) {
   FakeHubAgent b(core_.get(), "b");
   b.Open();
   EXPECT_THAT(b.incoming().status->message(), HasSubstr("the line is cut"));
-  // A beat is acknowledged all the same.
+  // A beat is acknowledged anyway.
   a.Beat(Beat("w0"));
   EXPECT_THAT(a.Take(), SizeIs(1));
   upstream_state_.connected = true;
@@ -757,7 +757,7 @@ TEST_F(HubCoreTest, AgentThatTakesNothing_IsNotReadFromAndLosesItsSessionInTheEn
   EXPECT_FALSE(a.incoming().reading);
   EXPECT_THAT(a.Take(), SizeIs(2));
   EXPECT_TRUE(a.incoming().reading) << "there is room again";
-  // Taken and never acknowledged.
+  // Received and never acknowledged.
   a.received = 0;
   for (uint64_t i = 5; i <= 12 && a.incoming().reading; ++i) {
     a.Op(Txn(i));
@@ -787,7 +787,7 @@ TEST_F(HubCoreTest, BeatTooLarge_EndsTheStream) {
   EXPECT_EQ(rpc::GetReason(*a.incoming().status), v1::ERROR_REASON_LIMIT);
 }
 
-// Small ones: each is an entry of its own in the hub's memory.
+// Small workers: each is a separate entry in the hub's memory.
 TEST_F(HubCoreTest, BeatOfTooManyWorkers_EndsTheStream) {
   options_.limits.beats_of_agent = 3;
   Make();

@@ -63,7 +63,7 @@ absl::StatusOr<HubServer::Options> HubListenOptions(const std::string& hub_liste
                      "every user of this machine could act for its workers, which the "
                      "coordinator's socket does not let them: listen on unix:PATH");
     }
-    // As the coordinator does, which takes this agent without anything to show.
+    // As on the coordinator, which accepts this agent without credentials.
     options.insecure = true;
   }
   if (options.checks_token) {

@@ -30,7 +30,8 @@ class SilentStreams {
     timer_.Start();
   }
 
-  // False: there are too many. `end` is called when the time has passed, unless Remove comes first.
+  // Returns false if there are too many. `end` is called when the time has passed, unless Remove
+  // comes first.
   bool Add(End end, Place* place) {
     {
       MutexLock lock(&mu_);
@@ -41,7 +42,7 @@ class SilentStreams {
     return true;
   }
   void Remove(Place place) {
-    End gone;  // outside of the lock
+    End gone;  // destroyed outside of the lock
     MutexLock lock(&mu_);
     gone = std::move(place->second);
     streams_.erase(place);
@@ -74,10 +75,10 @@ class SilentStreams {
 
 }  // namespace
 
-// Between gRPC and the core. Either side may be first to end it: an agent that goes away, the core,
-// the deadline. gRPC owns a share of it until OnDone, the core as long as it wants; what it asks
-// for after the end does nothing. gRPC orders its calls of a stream; the lock in each shows it to
-// ThreadSanitizer, which does not see into gRPC.
+// Connects gRPC and the core. Either side may be first to end the stream: an agent that goes away,
+// the core, the deadline. gRPC keeps a reference until OnDone, the core as long as it wants; its
+// requests after the end do nothing. gRPC orders its calls of a stream; the lock in each shows that
+// order to ThreadSanitizer, which does not see into gRPC.
 class HubServer::Stream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
                                 public IncomingStream,
                                 public std::enable_shared_from_this<Stream> {
@@ -85,7 +86,7 @@ class HubServer::Stream final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
   Stream(IncomingStreamEvents* hub, SilentStreams* silent, grpc::CallbackServerContext* context)
       : hub_(*hub), silent_(*silent), context_(*context) {}
 
-  // `allowed`: what the caller showed.
+  // `allowed`: the result of checking the caller's credentials.
   void Begin(const absl::Status& allowed, absl::Duration patience) {
     {
       MutexLock lock(&mu_);
@@ -136,8 +137,8 @@ class HubServer::Stream final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
     if (std::exchange(ended_, true)) return;
     Finish(rpc::ToGrpc(status));
     if (!writing_) return;
-    // The status waits behind the write, which waits for an agent that may take nothing. One that
-    // has said goodbye takes it, or has the time of a silent stream.
+    // The status is sent after the write in flight, which waits for an agent that may take nothing.
+    // An agent that has said goodbye takes it, or is cut off like a silent stream.
     SilentStreams::Place place;
     if (status.ok() && silent_.Add(
                            [weak = weak_from_this()] {
@@ -215,7 +216,7 @@ class HubServer::Stream final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
 
   IncomingStreamEvents& hub_;
   SilentStreams& silent_;
-  grpc::CallbackServerContext& context_;  // gRPC's, until OnDone
+  grpc::CallbackServerContext& context_;  // valid until OnDone
 
   Mutex mu_;
   std::shared_ptr<Stream> self_ ABSL_GUARDED_BY(mu_);
@@ -224,8 +225,8 @@ class HubServer::Stream final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
   bool done_ ABSL_GUARDED_BY(mu_) = false;     // context_ is gone
-  grpc::ByteBuffer in_ ABSL_GUARDED_BY(mu_);   // gRPC's while a read is in flight
-  grpc::ByteBuffer out_ ABSL_GUARDED_BY(mu_);  // gRPC's while a write is in flight
+  grpc::ByteBuffer in_ ABSL_GUARDED_BY(mu_);   // used by gRPC while a read is in flight
+  grpc::ByteBuffer out_ ABSL_GUARDED_BY(mu_);  // used by gRPC while a write is in flight
 };
 
 // Bytes, not messages: gRPC's own code would stop reading at bytes that it cannot parse, and leave
@@ -247,7 +248,7 @@ class HubServer::Service final
     return stream.get();
   }
 
-  // In its own name: what the coordinator knows may be another token by now.
+  // Compares with the hub's own token, because the coordinator's may have changed by now.
   absl::Status CheckToken(const grpc::CallbackServerContext& context) const {
     const absl::Status status =
         token_.empty() ? absl::OkStatus() : rpc::CheckToken(context.client_metadata(), token_);

@@ -22,7 +22,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// A core, and what it hears of streams.
+// A core that records the events of streams.
 class Hub final : public IncomingStreamEvents {
  public:
   Hub()
@@ -93,7 +93,7 @@ class HubServerTest : public ::testing::Test {
     context->set_wait_for_ready(true);
     return stub_->Attach(context);
   }
-  // Says hello and takes what follows.
+  // Says hello and reads the frames that follow.
   static void Greet(Stream* stream, const std::string& node) {
     ASSERT_TRUE(stream->Write(Hello(node)));
     v1::CoordinatorFrame frame;
@@ -114,7 +114,7 @@ TEST_F(HubServerTest, Stream_CarriesOperationsAndAnswers) {
   grpc::ClientContext context;
   const auto stream = Attach(&context);
   Greet(stream.get(), "a");
-  std::string payload(100'000, 'x');  // goes out in pieces
+  std::string payload(100'000, 'x');  // is sent in pieces
   for (uint64_t i = 1; i <= 3; ++i) {
     v1::AgentFrame frame;
     frame.set_seq(i);
@@ -165,7 +165,7 @@ TEST_F(HubServerTest, WithoutTheToken_IsRefused) {
   EXPECT_FALSE(stream->Read(&frame));
   const absl::Status refused = rpc::FromGrpc(stream->Finish());
   EXPECT_EQ(rpc::GetReason(refused), v1::ERROR_REASON_BAD_TOKEN);
-  // The coordinator may know it.
+  // The coordinator's token may be a newer one.
   EXPECT_THAT(std::string(refused.message()),
               ::testing::StartsWith("this hub does not know the token"));
   with.AddMetadata("authorization", "Bearer 0123456789abcdef");
@@ -245,7 +245,7 @@ TEST_F(HubServerTest, Shutdown_SaysGoodbyeFirstAndWaitsForAllStreams) {
   EXPECT_FALSE(stream->Read(&frame));
   EXPECT_TRUE(stream->Finish().ok());
   grpc::ClientContext open;
-  const auto silent = Attach(&open);  // never says a word
+  const auto silent = Attach(&open);  // never sends anything
   server_.reset();
   EXPECT_EQ(hub_.closed(), 1);
   EXPECT_FALSE(silent->Finish().ok());

@@ -10,20 +10,20 @@
 
 namespace muster::agent {
 
-// The hub's end of one stream of an agent. Thread-safe; no event comes from within a call.
+// The hub's end of one stream of an agent. Thread-safe; no event is delivered from within a call.
 class IncomingStream {
  public:
   virtual ~IncomingStream() = default;
-  // Writes a frame. Not while a write is in flight.
+  // Writes a frame. Must not be called while a write is in flight.
   virtual void Write(rpc::FrameBytes frame) = 0;
-  // The frame that came last has been dealt with: the next may come. A stream has at most one frame
-  // on its way, so an agent that sends faster than it is served is slowed down by TCP.
+  // Asks for the next frame, once the last one has been handled. A stream has at most one frame on
+  // its way, so TCP slows down an agent that sends faster than it is served.
   virtual void Read() = 0;
-  // Ends the stream, once; later calls of anything do nothing.
+  // Ends the stream. Later calls of any function do nothing.
   virtual void Close(const absl::Status& status) = 0;
 };
 
-// What happens on the streams of agents to this hub. The events of one stream come one after
+// Receives the events on the streams of agents to this hub. The events of one stream come one after
 // another, but OnWritten may run concurrently with OnFrame.
 class IncomingStreamEvents {
  public:
@@ -33,7 +33,7 @@ class IncomingStreamEvents {
                        size_t bytes) = 0;
   // The last Write has ended.
   virtual void OnWritten(const std::shared_ptr<IncomingStream>& link) = 0;
-  // Nothing follows. Once for each stream that had a frame, no matter which side ended it.
+  // The last event. Once for each stream that had a frame, no matter which side ended it.
   virtual void OnClosed(const std::shared_ptr<IncomingStream>& link) = 0;
 };
 

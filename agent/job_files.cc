@@ -24,7 +24,7 @@ absl::Status Write(const v1::JobFile& file, const std::string& path) {
        end = path.find('/', end + 1)) {
     if (mkdir(path.substr(0, end).c_str(), 0700) != 0 && errno != EEXIST) return failed();
   }
-  // Nothing is there yet: what is, was not written by this agent.
+  // The file cannot exist yet: if it does, this agent did not write it.
   const OwnedFd fd(open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC,
                         file.executable() ? 0700 : 0600));
   if (!fd.open()) return failed();

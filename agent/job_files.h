@@ -8,9 +8,9 @@
 
 namespace muster::agent {
 
-// Writes JobSpec.files into `folder`, an attempt's own, which is there: of mode 0600 or 0700, in
-// folders of mode 0700. Blocks on the disk. Errors: INVALID_ARGUMENT for a path that leads out of
-// the folder, DATA_LOSS for content with another digest, or what the system says.
+// Writes JobSpec.files into `folder`, an attempt's own folder, which exists: with mode 0600 or
+// 0700, in folders of mode 0700. Blocks on the disk. Errors: INVALID_ARGUMENT for a path that leads
+// out of the folder, DATA_LOSS for content with another digest, or what the system says.
 absl::Status WriteJobFiles(const v1::JobSpec& spec, const std::string& folder);
 
 }  // namespace muster::agent

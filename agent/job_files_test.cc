@@ -34,7 +34,7 @@ TEST(WriteJobFiles, FilesAndFolders_AreThisUsersAlone) {
   EXPECT_EQ(info.st_mode & 0777, 0700u);
 }
 
-// A coordinator has refused them already.
+// A coordinator has already refused such paths.
 TEST(WriteJobFiles, PathsThatLeadOut_AreRefused) {
   const TestFolder folder;
   for (const char* path : {"../x", "/tmp/x", "a/../../x", ""}) {

@@ -30,7 +30,7 @@ absl::StatusOr<JobGpu> Find(const std::string& entry, const std::vector<Gpu>& ma
 
 bool IsNumber(const JobGpu& gpu) { return gpu.device == absl::StrCat(gpu.index); }
 
-// OK: they are two.
+// Returns OK if they are two different GPUs.
 absl::Status CheckDiffer(const JobGpu& a, const JobGpu& b) {
   const bool known = a.index >= 0 && b.index >= 0;
   if (known ? a.index == b.index

@@ -14,19 +14,19 @@ namespace muster::agent {
 // A GPU that an agent has for jobs.
 struct JobGpu {
   std::string device;  // an entry of CUDA_VISIBLE_DEVICES: "2", "GPU-6f2a...", "MIG-..."
-  int index = 0;       // among the machine's GPUs; -1: not known, as of a name that none has
+  int index = 0;       // among the machine's GPUs; -1: not known, for a name that matches none
 };
 
-// The first `wanted` GPUs (-1: all) of an agent that runs with this CUDA_VISIBLE_DEVICES (nullopt:
-// without it), on a machine with these GPUs (none: none could be seen). As for a CUDA program, its
-// entries count up to the first one that names no GPU, and the start of a UUID is enough; names
-// that cannot be checked on this machine are accepted. An agent that sees no GPU has `wanted` of
-// them, numbered from 0. Pure. INVALID_ARGUMENT: more are wanted than are named, one is or may be
-// named twice, or a name fits several.
+// Chooses the first `wanted` GPUs (-1: all) of an agent that runs with this CUDA_VISIBLE_DEVICES
+// (nullopt: not set), on a machine with these GPUs (empty: none could be seen). As for a CUDA
+// program, its entries count up to the first one that names no GPU, and the start of a UUID is
+// enough; names that cannot be checked on this machine are accepted. An agent that sees no GPU gets
+// `wanted` of them, numbered from 0. Pure. INVALID_ARGUMENT: more are wanted than are named, one is
+// or may be named twice, or a name matches several.
 absl::StatusOr<std::vector<JobGpu>> ChooseJobGpus(const std::optional<std::string>& visible,
                                                   const std::vector<Gpu>& machine, int wanted);
 
-// The memory of each of `gpus`, as the driver says it of all of the machine's; 0: not known.
+// Returns the memory of each of `gpus`, from the driver's list for the whole machine; 0: not known.
 std::vector<int64_t> MemoryOfJobGpus(const std::vector<JobGpu>& gpus,
                                      const std::vector<int64_t>& machine);
 

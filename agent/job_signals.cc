@@ -13,7 +13,7 @@
 namespace muster::agent {
 namespace {
 
-// A blocked signal is delivered to a signalfd even where it is ignored.
+// A blocked signal is delivered to a signalfd even if it is ignored.
 sigset_t JobSignals() {
   sigset_t signals;
   sigemptyset(&signals);
@@ -30,7 +30,7 @@ sigset_t JobSignals() {
 void BlockJobSignals() {
   const sigset_t signals = JobSignals();
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
-  // A reader of our output that goes away must not end the job; processes get the default back.
+  // A reader of our output that goes away must not end the job; the workers get the default back.
   signal(SIGPIPE, SIG_IGN);
 }
 
@@ -39,8 +39,8 @@ void EndByJobSignals() {
   for (const int signal : kJobSignals) {
     if (sigismember(&signals, signal) == 0) continue;
     struct sigaction action = {};
-    // Not by the default action: the parent process then sees the same exit code however late a
-    // signal came.
+    // Instead of the default action, so that the parent process sees the same exit code however
+    // late a signal came.
     action.sa_handler = [](int number) { _exit(128 + number); };
     sigaction(signal, &action, nullptr);
   }

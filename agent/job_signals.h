@@ -11,17 +11,18 @@
 
 namespace muster::agent {
 
-// The signals that stop a job are SIGINT, SIGTERM and SIGHUP, without those that this process
-// ignored when it was started (nohup, background jobs of shells): they stay ignored.
+// The signals that stop a job: SIGINT, SIGTERM and SIGHUP, except those that this process ignored
+// when it was started (nohup, background jobs of shells), which stay ignored.
 
 inline constexpr int kJobSignals[] = {SIGINT, SIGTERM, SIGHUP};
 
-// Keeps them for SignalWatcher, and ignores SIGPIPE. Call before any thread is started.
+// Holds these signals back for SignalWatcher, and ignores SIGPIPE. Call it before any thread is
+// started.
 void BlockJobSignals();
-// From now on each ends this process at once, with exit code 128 + its number.
+// From now on each of these signals ends this process at once, with exit code 128 + its number.
 void EndByJobSignals();
 
-// Calls back on its own thread for each signal of the job until destroyed.
+// Calls back on its own thread for each of these signals until destroyed.
 class SignalWatcher {
  public:
   explicit SignalWatcher(std::function<void(int)> on_signal);
@@ -36,7 +37,7 @@ class SignalWatcher {
   std::thread thread_;
 };
 
-// The requests that signals express. Pure.
+// Distinguishes the requests that signals express. Pure.
 class StopRequests {
  public:
   // A second signal within this time counts as the same request: timeout(1), SLURM and a closing

@@ -21,13 +21,13 @@ TEST(StopRequests, TwoWithinASecond_AreOne) {
   EXPECT_EQ(requests.Take(t), Request::kStop);
   EXPECT_EQ(requests.Take(t), Request::kRepeated);
   EXPECT_EQ(requests.Take(t + absl::Milliseconds(999)), Request::kRepeated);
-  // A second after the first, not after the last.
+  // A second after the first signal, not after the last.
   EXPECT_EQ(requests.Take(t + absl::Seconds(1)), Request::kKill);
   EXPECT_EQ(requests.Take(t + absl::Seconds(1)), Request::kKill);
 }
 
-// Runs `body` in a process of its own, in which the signals are as at its start. Its exit code, or
-// minus the signal that ended it.
+// Runs `body` in a separate process, in which the signals are as at its start. Returns its exit
+// code, or minus the signal that ended it.
 template <typename Body>
 int InChild(Body body) {
   const pid_t child = fork();
@@ -50,7 +50,7 @@ TEST(JobSignals, InheritedAsIgnored_StayIgnored) {
                 if (signal == SIGHUP) hang_up = true;
                 if (signal == SIGTERM) term.Notify();
               });
-              // Of two that wait, the one with the smaller number comes first.
+              // Of two pending signals, the one with the smaller number is delivered first.
               kill(getpid(), SIGHUP);
               kill(getpid(), SIGTERM);
               term.WaitForNotification();

@@ -29,20 +29,21 @@
 namespace muster::agent {
 namespace {
 
-constexpr int kChildErrorFd = 3;  // in the child
+constexpr int kChildErrorFd = 3;  // its number in the child
 constexpr int kMaxChildren = 16384;
 constexpr int kMaxStuck = 64;
-// For what the kernel cannot end; for what was given up before.
+// For processes that the kernel cannot end, or that were given up before.
 constexpr int kEndMilliseconds = 3000;
 constexpr int kStuckMilliseconds = 200;
 constexpr int kLookAgainMilliseconds = 2;
 constexpr int kCollectMilliseconds = 500;
 constexpr int kContinueMilliseconds = 1000;
-// Of a request: input, output, errors, report, strings, and the control group if there is one.
+// The descriptors of a request: input, output, errors, report, strings, and the control group if
+// there is one.
 constexpr size_t kDescriptors = 6;
 constexpr size_t kGroupDescriptor = 5;
 
-// The signals that stay ignored in a child where this process ignores them.
+// Signals that stay ignored in a child if this process ignores them.
 constexpr std::array<int, 3> kInheritedSignals = {SIGHUP, SIGINT, SIGQUIT};
 
 struct Request {
@@ -52,8 +53,8 @@ struct Request {
   int32_t argc, envc;
   int32_t has_directory;
   int32_t has_group;
-  uint32_t ignored;  // a bit for each of kInheritedSignals
-  uint64_t bytes;    // of the strings: path, directory, argv, env, each with its end
+  uint32_t ignored;  // one bit for each of kInheritedSignals
+  uint64_t bytes;    // of the strings: path, directory, argv, env, each with its NUL
 };
 
 struct Reply {
@@ -69,9 +70,9 @@ struct ChildStart {
   const char* path;
   char* const* argv;
   char* const* envp;
-  const char* directory;  // null: stay
+  const char* directory;  // null: unchanged
   const int* fds;         // input, output, errors, report
-  int group_fd;           // -1: stay, or it is there already
+  int group_fd;           // -1: unchanged, or it is there already
   uint32_t ignored;
   pid_t parent;
   CloseRangeCall close_range;
@@ -89,8 +90,9 @@ bool EnterGroup(int group_fd) {
   return processes >= 0 && write(processes, "0", 1) == 1 && close(processes) == 0;
 }
 
-// A child in a control group from its beginning; -1 and errno. To move one that runs, the kernel
-// waits until every processor has scheduled: some ten milliseconds, for each worker.
+// Forks a child that is in a control group from the beginning; returns -1 and sets errno on
+// failure. To move a running process, the kernel waits until every processor has scheduled: some
+// ten milliseconds, for each worker.
 pid_t ForkInto(int group_fd) {
   clone_args args = {};
   args.flags = CLONE_INTO_CGROUP;
@@ -104,7 +106,7 @@ pid_t ForkInto(int group_fd) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   // The parent may have died before the line above.
   if (getppid() != start.parent) _exit(127);
-  // Before all else: what it uses counts there from the beginning.
+  // First, so that everything that the child uses counts there.
   if (start.group_fd >= 0 && !EnterGroup(start.group_fd)) {
     ChildFails(start.fds[3], StartError::kGroup);
   }
@@ -131,8 +133,8 @@ pid_t ForkInto(int group_fd) {
       dup3(moved[3], kChildErrorFd, O_CLOEXEC) < 0) {
     ChildFails(moved[3], StartError::kSetUp);
   }
-  // Now, not by exec, which may never come to that on a dead file server: the child would hold the
-  // descriptors of a keeper that is gone.
+  // Close them now, not by exec, which may never get that far on a dead file server: the child
+  // would hold the descriptors of a keeper that is gone.
   CloseFrom(kChildErrorFd + 1, start.close_range);
   RestoreDescriptorLimit();
   if (start.directory != nullptr && chdir(start.directory) != 0) {
@@ -142,7 +144,7 @@ pid_t ForkInto(int group_fd) {
   ChildFails(kChildErrorFd, StartError::kExec);
 }
 
-// The parent of `pid`; 0: unknown.
+// Returns the parent of `pid`; 0: unknown.
 int ParentOf(const char* pid) {
   char path[32] = "/proc/";
   if (strlen(pid) > 10) return 0;
@@ -165,14 +167,14 @@ int ParentOf(const char* pid) {
   return NumberOf(at);
 }
 
-// What the keeper process knows.
+// The state of the keeper process.
 struct State {
   int children[kMaxChildren];
   int used;
   int stuck[kMaxStuck];  // given up
   int stuck_used;
   pid_t self;
-  int signals;  // a signalfd of SIGCHLD
+  int signals;  // a signalfd for SIGCHLD
   int parent_end;
   CloseRangeCall close_range;
   int (*kill)(pid_t, int);
@@ -201,8 +203,8 @@ void Forget(State* state, pid_t pid) {
   }
 }
 
-// Collects what the children have left behind. One that is still to be asked for holds up the rest
-// for the moment until then.
+// Collects the processes that the children have left behind. One whose end the host still has to
+// ask for delays the rest until then.
 void CollectStrays(const State& state) {
   for (;;) {
     siginfo_t info = {};
@@ -212,15 +214,15 @@ void CollectStrays(const State& state) {
   }
 }
 
-// Sends SIGKILL to every child; returns how many milliseconds, in all, are worth to wait for those
-// that it may kill.
+// Sends SIGKILL to every child; returns how many milliseconds, in total, it is worth waiting for
+// those that it may kill.
 int KillChildren(const State& state) {
   const int dir = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (dir < 0) return 0;
   int patience = 0;
   if (IsOwnProc(dir, state.self)) {
     ForEachNumber(dir, [&](int pid, const char* name) {
-      // A child's number is its own until it is collected here.
+      // A child's pid stays its own until it is collected here.
       if (pid <= 1 || ParentOf(name) != state.self || state.kill(pid, SIGKILL) != 0) return;
       patience = std::max(patience, IsStuck(state, pid) ? kStuckMilliseconds : kEndMilliseconds);
     });
@@ -243,7 +245,7 @@ int64_t MonotonicMilliseconds() {
 
 [[noreturn]] void EndAll(const State& state) {
   for (int i = 0; i < state.used; ++i) kill(-state.children[i], SIGKILL);
-  // Again until there are none: theirs become children of this process when they end.
+  // Repeat until there are none: their children become children of this process when they end.
   const int64_t begun = MonotonicMilliseconds();
   for (;;) {
     pid_t collected;
@@ -253,7 +255,8 @@ int64_t MonotonicMilliseconds() {
     if (collected < 0) break;
     const int patience = KillChildren(state);
     if (MonotonicMilliseconds() - begun >= patience) break;
-    // Also without a child's end: what a child has left behind becomes one without a word.
+    // Even without an end of a child: processes that a child leaves behind become children of this
+    // one without notice.
     pollfd ended = {state.signals, POLLIN, 0};
     poll(&ended, 1, kLookAgainMilliseconds);
     DrainSignals(state);
@@ -261,7 +264,7 @@ int64_t MonotonicMilliseconds() {
   _exit(0);
 }
 
-// Returns the child's id, or -1 and errno.
+// Returns the child's id; on failure returns -1 and sets errno.
 pid_t ForkChild(const Request& request, const int* fds, State* state) {
   if (state->used == kMaxChildren) {
     errno = EAGAIN;
@@ -309,9 +312,9 @@ pid_t ForkChild(const Request& request, const int* fds, State* state) {
       ChildMain(start);
     }
   }
-  // An older kernel cannot, and a container may forbid it; what else is wrong with the group, the
-  // child says. Not fork: its handlers are those of the libraries of the process that this one was
-  // forked from.
+  // An older kernel cannot do it, and a container may forbid it; any other error of the group is
+  // reported by the child. Not fork(), whose handlers belong to the libraries of the process from
+  // which this one was forked.
   if (pid < 0) {
     pid = _Fork();
     if (pid == 0) ChildMain(start);
@@ -337,7 +340,7 @@ Reply Serve(const Request& request, const int* fds, bool complete, State* state)
       if (reply.pid < 0) reply.error = errno;
       break;
     case Request::kCollect: {
-      // Without blocking: a tracer may hold the end back, and this process is what remains if the
+      // Without blocking: a tracer may withhold the end, and this process is what remains if the
       // parent is killed meanwhile.
       siginfo_t info = {};
       const int64_t begun = MonotonicMilliseconds();
@@ -380,7 +383,7 @@ Reply Serve(const Request& request, const int* fds, bool complete, State* state)
   setsid();
   prctl(PR_SET_NAME, "worker-keeper");
   prctl(PR_SET_CHILD_SUBREAPER, 1);
-  // Only SIGKILL ends it.
+  // Only SIGKILL ends the keeper.
   sigset_t all, ended;
   sigfillset(&all);
   sigprocmask(SIG_SETMASK, &all, nullptr);
@@ -388,7 +391,7 @@ Reply Serve(const Request& request, const int* fds, bool complete, State* state)
   action.sa_handler = SIG_DFL;
   sigaction(SIGCHLD, &action, nullptr);
   if (dup2(socket, 0) < 0) _exit(1);
-  // Before all: its own copy would keep it from seeing the end.
+  // First of all: its own copy of that end would keep it from seeing the connection close.
   close(other_end);
   CloseFrom(1, close_range);
   static State state;
@@ -398,8 +401,8 @@ Reply Serve(const Request& request, const int* fds, bool complete, State* state)
   state.self = getpid();
   state.close_range = close_range;
   state.kill = kill;
-  // Beside the connection, of which a careless fork of the parent may hold a copy. -1: poll skips
-  // it.
+  // In addition to the connection, of which a careless fork of the parent may hold a copy. -1: poll
+  // skips it.
   state.parent_end = static_cast<int>(syscall(SYS_pidfd_open, parent, 0));
   if (getppid() != parent) _exit(0);
   for (;;) {
@@ -436,7 +439,8 @@ Reply Serve(const Request& request, const int* fds, bool complete, State* state)
   }
 }
 
-// A descriptor of a file in memory that holds `text`; -1 and errno.
+// Returns a descriptor of a file in memory that contains `text`; on failure returns -1 and sets
+// errno.
 int FileOf(absl::string_view text) {
   const int fd = memfd_create("muster-program", MFD_CLOEXEC);
   while (fd >= 0 && !text.empty()) {
@@ -458,7 +462,7 @@ void AppendWord(absl::string_view word, std::string* text) {
   text->push_back('\0');
 }
 
-// 0, or why there is no reply; EPIPE: the keeper has ended.
+// Returns 0, or an errno if there is no reply; EPIPE: the keeper has ended.
 int Ask(int socket, pid_t keeper, const Request& request, const int* fds, Reply* reply) {
   iovec data = {const_cast<Request*>(&request), sizeof(request)};
   alignas(cmsghdr) char control[CMSG_SPACE(kDescriptors * sizeof(int))] = {};
@@ -481,7 +485,7 @@ int Ask(int socket, pid_t keeper, const Request& request, const int* fds, Reply*
   } while (done < 0 && errno == EINTR);
   if (done < 0) return errno == ECONNRESET ? EPIPE : errno;
   for (;;) {
-    // A stopped one would delay the host.
+    // A stopped keeper would delay the host.
     kill(keeper, SIGCONT);
     pollfd ready = {socket, POLLIN, 0};
     if (poll(&ready, 1, kContinueMilliseconds) == 1) break;

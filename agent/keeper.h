@@ -26,24 +26,24 @@ struct ChildPlan {
   std::string path;
   std::vector<std::string> argv;
   std::vector<std::string> env;
-  std::string directory;  // empty: the one this process had when the keeper started
+  std::string directory;  // empty: that of this process when the keeper started
   int stdin_fd = -1, stdout_fd = -1, stderr_fd = -1, error_fd = -1;
   int group_fd = -1;  // the folder of its control group; -1: this process's
 };
 
-// How a child ended, in the words of siginfo_t.
+// How a child ended, with the values of siginfo_t.
 struct ChildEnd {
   int32_t code = 0;
   int32_t status = 0;
 };
 
-// A small forked process, in a session of its own, that is the parent of a host's processes and
-// their subreaper: every descendant stays below it, whatever it has left or cleaned. When the
-// process that started it ends, or closes its connection, the keeper kills everything below it. So
-// a kill -9 of the launcher leaves nothing behind.
+// A small forked process, in its own session, that is the parent of a host's processes and their
+// subreaper: every descendant stays below it, even if it leaves its session or clears its
+// environment. When the process that started it ends, or closes its connection, the keeper kills
+// everything below it. So a kill -9 of the launcher leaves nothing behind.
 //
-// When the keeper itself is killed, its children end with it (PR_SET_PDEATHSIG), and what they have
-// left behind becomes this process's.
+// When the keeper itself is killed, its children end with it (PR_SET_PDEATHSIG), and the processes
+// that they leave behind become children of this process.
 //
 // Not thread-safe.
 class Keeper {
@@ -52,8 +52,8 @@ class Keeper {
   static absl::StatusOr<std::unique_ptr<Keeper>> Start(const std::string& mark,
                                                        CloseRangeCall close_range,
                                                        int (*kill)(pid_t, int) = nullptr);
-  // Ends everything below the keeper, and the keeper. What the kernel does not end, or what belongs
-  // to another user, becomes this process's child.
+  // Ends everything below the keeper, and the keeper. Processes that the kernel does not end, or
+  // that belong to another user, become children of this process.
   ~Keeper();
   Keeper(const Keeper&) = delete;
   Keeper& operator=(const Keeper&) = delete;
@@ -62,20 +62,21 @@ class Keeper {
   // Readable when the keeper has ended.
   int pidfd() const { return pidfd_; }
 
-  // Forks a child, which begins a session of its own. Errors: UNAVAILABLE the keeper has ended;
-  // else what the kernel refuses, in words.
+  // Forks a child, which begins its own session. Errors: UNAVAILABLE the keeper has ended; else
+  // what the kernel refuses, in words.
   absl::StatusOr<pid_t> Fork(const ChildPlan& plan);
-  // Takes the end of a child that has ended. Until then its id stays its own. Blocks for half a
-  // second at most: then DEADLINE_EXCEEDED, since a tracer keeps the end to itself; the keeper
-  // collects the child once it can. UNAVAILABLE: the keeper has ended, and the child is this
-  // process's.
+  // Takes the end of a child that has ended. Until then its id is not reused. Blocks for half a
+  // second at most: then DEADLINE_EXCEEDED, because a tracer withholds the end; the keeper collects
+  // the child once it can. UNAVAILABLE: the keeper has ended, and the child belongs to this
+  // process.
   absl::StatusOr<ChildEnd> Collect(pid_t child);
-  // The caller will not collect this child: the keeper does as soon as it ends.
+  // Tells the keeper that the caller will not collect this child: the keeper does as soon as it
+  // ends.
   void Release(pid_t child);
 
  private:
   Keeper(std::string mark, pid_t pid, int socket);
-  // UNAVAILABLE, once the kernel has handed the keeper's children on.
+  // Returns UNAVAILABLE, once the kernel has passed on the keeper's children.
   absl::Status Gone();
 
   const std::string mark_;
@@ -84,8 +85,8 @@ class Keeper {
   int pidfd_;
 };
 
-// Of a call of the system that has failed with errno `error`: RESOURCE_EXHAUSTED where this machine
-// has no more of something, else INTERNAL. "what: the system's words".
+// Returns an error for a system call that failed with errno `error`: RESOURCE_EXHAUSTED if this
+// machine has run out of something, else INTERNAL. The message is "what: the system's message".
 absl::Status ErrnoStatus(absl::string_view what, int error);
 
 }  // namespace muster::agent

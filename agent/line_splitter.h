@@ -10,12 +10,12 @@
 namespace muster::agent {
 
 // Splits a process's output into lines, the way a terminal would show them: "\n" and "\r\n" end a
-// line, a lone "\r" takes the cursor back so that what follows replaces what was there (a progress
+// line, a lone "\r" moves the cursor back so that the following text replaces the line (a progress
 // bar). Not thread-safe.
 class LineSplitter {
  public:
-  // Lines longer than this are cut into pieces of this size. A line of whole pieces ends with the
-  // last of them: its end makes no empty line.
+  // Longer lines are cut into pieces of this size. A line that consists of whole pieces ends with
+  // the last one: its "\n" makes no empty line.
   static constexpr size_t kMaxLine = 64 * 1024;
 
   // `on_line` gets each finished line without its end. `on_partial` (may be null) gets what the
@@ -25,7 +25,7 @@ class LineSplitter {
 
   void Append(absl::string_view bytes);
 
-  // End of input: the rest is a line too.
+  // Ends the input: the rest is a line, too.
   void Finish();
 
  private:
@@ -33,7 +33,7 @@ class LineSplitter {
 
   const Callback on_line_;
   const Callback on_partial_;
-  std::string line_;       // since the last "\r" that something followed
+  std::string line_;       // since the last "\r" that was followed by text
   bool cut_ = false;       // the last byte completed a piece
   bool returned_ = false;  // the last byte was "\r": it clears the line unless "\n" comes next
 };

@@ -83,12 +83,12 @@ TEST_F(LineSplitterTest, LineOfWholePieces_HasNoEmptyLineAfterIt) {
     splitter_.Append("\nend\n");
     ASSERT_EQ(lines_.size(), 4u);
     EXPECT_EQ(lines_[1].size(), LineSplitter::kMaxLine);
-    EXPECT_EQ(lines_[2], "");  // the program's own
+    EXPECT_EQ(lines_[2], "");  // printed by the program
     EXPECT_EQ(lines_[3], "end");
   }
 }
 
-// Whatever a program prints, and however the pipe cuts it.
+// Holds whatever a program prints, and however the pipe cuts it.
 TEST(LineSplitter, RandomBytes_GiveTheSameLinesHoweverTheyAreCut) {
   std::mt19937_64 random(20261121);
   for (int round = 0; round < 300; ++round) {

@@ -41,7 +41,7 @@ absl::StatusOr<std::unique_ptr<LogFile>> LogFile::Open(const std::string& path,
 LogFile::LogFile(std::string path, const LogLimits& limits, WriteCall write, const Clock* clock,
                  int fd)
     : path_(std::move(path)), limits_(limits), write_(write), fd_(fd), clock_(*clock) {
-  // Without it the log is complete, but a reader that asks for a time gets all of it.
+  // Without this file the log is complete, but a reader that asks for a time gets the whole log.
   times_fd_ = Begin(LogTimesPath(path_));
 }
 
@@ -57,13 +57,13 @@ void LogFile::NoteTime() {
   // A clock that goes back would put entries out of order.
   if (now < timed_ + kBetweenTimes) return;
   timed_ = now;
-  // After a full disk it begins again: all lines so far count as those of now.
+  // After a full disk the file begins again, and all lines so far count as written now.
   const bool again = times_fd_ < 0;
   if (again) times_fd_ = Begin(LogTimesPath(path_));
   const LogTime entry = {absl::ToUnixMillis(now), again ? 0 : written_};
   if (times_fd_ >= 0 && ::write(times_fd_, &entry, sizeof(entry)) == sizeof(entry)) return;
-  // A part of an entry would put all that follow out of place, and a reader would take a file that
-  // ends early for a log that does.
+  // An incomplete entry would misplace all that follow, and a reader would take a file of times
+  // that ends early for a log that does.
   unlink(LogTimesPath(path_).c_str());
   if (times_fd_ >= 0) close(std::exchange(times_fd_, -1));
 }
@@ -79,7 +79,8 @@ void LogFile::TrimTimes() {
     const ssize_t n = pread(from.get(), &entry, sizeof(entry), index * sizeof(entry));
     return n == sizeof(entry) ? entry : LogTime{0, written_};
   };
-  // The first entry whose lines are all there; the one before has some of what is left, perhaps.
+  // The first entry whose lines all exist; some of the lines of the entry before it may remain,
+  // too.
   int64_t low = 0, high = info.st_size / static_cast<int64_t>(sizeof(LogTime));
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;
@@ -90,7 +91,7 @@ void LogFile::TrimTimes() {
     }
   }
   if (low < 2) return;
-  // A reader that has the old one open goes on with it.
+  // A reader that has the old file open continues with it.
   const int fd = Begin(kept_path);
   bool whole = fd >= 0;
   std::string piece(64 << 10, '\0');
@@ -104,7 +105,7 @@ void LogFile::TrimTimes() {
     close(std::exchange(times_fd_, fd));
     return;
   }
-  // It grows on, and is tried again when more is gone.
+  // The file continues to grow, and is tried again when more parts are gone.
   if (fd >= 0) close(fd);
   unlink(kept_path.c_str());
 }
@@ -116,7 +117,8 @@ void LogFile::NoteGone(uint64_t first_inode) {
   // Has a fixed width and overwrites the previous value, so that a reader never sees a part of it
   // and a full disk has room for it.
   const std::string text = absl::StrFormat("%020d %020d", gone_, first_inode);
-  // A reader that does not see it counts from the oldest part: later than it could.
+  // A reader that does not see the file counts from the oldest part, and reads later bytes than it
+  // asked for.
   const ssize_t ignored = fd.open() ? pwrite(fd.get(), text.data(), text.size(), 0) : -1;
   static_cast<void>(ignored);
 }
@@ -124,7 +126,7 @@ void LogFile::NoteGone(uint64_t first_inode) {
 void LogFile::Rotate() {
   size_ = 0;
   const bool one_file = limits_.files <= 1;
-  // The part that goes now, if as many as may be are there.
+  // The part that is removed now, if there are as many parts as allowed.
   struct stat last = {}, next = {};
   const std::string oldest = one_file ? path_ : Part(path_, limits_.files - 1);
   const bool goes = stat(oldest.c_str(), &last) == 0;
@@ -133,7 +135,8 @@ void LogFile::Rotate() {
     if (!one_file) {
       const int after = limits_.files - 2;
       const bool known = stat((after == 0 ? path_ : Part(path_, after)).c_str(), &next) == 0;
-      // Before: until it is gone, a reader knows by this that it no longer counts.
+      // Before removing the part: until it is removed, a reader learns from this that it no longer
+      // counts.
       NoteGone(known ? next.st_ino : 0);
     }
     TrimTimes();
@@ -150,9 +153,9 @@ void LogFile::Rotate() {
     }
     return;
   }
-  // The same where none can be made.
+  // If no new file can be made, writing continues in the old one, too.
   if (const int fd = Begin(path_); fd >= 0) close(std::exchange(fd_, fd));
-  // After: until then a reader finds an empty file, and waits.
+  // Afterwards: until then a reader finds an empty file, and waits.
   if (one_file && goes) NoteGone(0);
 }
 

@@ -64,7 +64,7 @@ TEST_F(LogFileTest, Limit_SplitsAtLinesAndKeepsTheNewest) {
   EXPECT_EQ(*ReadFile(path_ + ".1"), "eee\nfff\n");
   EXPECT_EQ(*ReadFile(path_ + ".2"), "a long line alone\n");
   EXPECT_FALSE(PathExists(path_ + ".3"));
-  // The parts of an earlier job do not stand beside a new one.
+  // The parts of an earlier job are not kept beside a new one.
   log = *LogFile::Open(path_, {.max_bytes = 8, .files = 3});
   EXPECT_EQ(*ReadFile(path_), "");
   EXPECT_FALSE(PathExists(path_ + ".1"));

@@ -35,7 +35,7 @@ bool IsNumbered(absl::string_view name, absl::string_view prefix, int64_t* numbe
   return absl::ConsumePrefix(&name, prefix) && absl::SimpleAtoi(name, number) && *number >= 0;
 }
 
-// Moves folders of attempts into a new folder. Returns that folder; "": there are none.
+// Moves folders of attempts into a new folder. Returns that folder; "" if there were none.
 absl::StatusOr<std::string> MoveAside(const std::string& folder) {
   MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(folder));
   std::vector<std::string> attempts;
@@ -64,7 +64,7 @@ absl::StatusOr<OwnedFd> OpenLock(const std::string& path) {
   return file;
 }
 
-// Takes the lock. False: with LOCK_NB, another process has it.
+// Takes the lock. Returns false if, with LOCK_NB, another process has it.
 absl::StatusOr<bool> Lock(const OwnedFd& file, int operation, const std::string& path) {
   while (flock(file.get(), operation) != 0) {
     if (errno == EINTR) continue;
@@ -74,14 +74,14 @@ absl::StatusOr<bool> Lock(const OwnedFd& file, int operation, const std::string&
   return true;
 }
 
-// For whom the lock is in the way: it may be of a machine that has died.
+// Describes the holder of the lock for users whom it blocks: it may be a machine that has died.
 std::string DescribeHolder() {
   return absl::StrCat("process ", getpid(), " on ", HostName(), " since ",
                       absl::FormatTime("%Y-%m-%dT%H:%M:%SZ", absl::Now(), absl::UTCTimeZone()),
                       "\n");
 }
 
-// The first and the number of those that the lock's file names.
+// Returns the first of the holders that the lock's file names, and their number.
 std::string Holders(const std::string& path) {
   constexpr int64_t kMost = 1 << 20;
   const std::string text = ReadFile(path, kMost).value_or("");
@@ -115,7 +115,7 @@ absl::StatusOr<LogFolder> BeginLogFolder(const std::string& folder, const std::s
     }
     if (ftruncate(begun.runs.get(), 0) != 0) return absl::ErrnoToStatus(errno, runs);
     MUSTER_ASSIGN_OR_RETURN(begun.before, MoveAside(folder));
-    // After: where this fails, the next launch moves what is left.
+    // Afterwards: if this fails, the next launch moves what is left.
     if (ftruncate(file.get(), 0) != 0 || pwrite(file.get(), launch.data(), launch.size(), 0) !=
                                              static_cast<ssize_t>(launch.size())) {
       return absl::ErrnoToStatus(errno, path);
@@ -123,7 +123,7 @@ absl::StatusOr<LogFolder> BeginLogFolder(const std::string& folder, const std::s
   }
   // Does not block: only the holder of the lock on `file` asks for this one exclusively.
   if (!Lock(begun.runs, LOCK_SH, runs).ok()) {
-    // What was to be moved is moved: only that this launch runs stays unknown to others.
+    // Everything is moved; only, others do not learn that this launch runs.
     begun.runs = OwnedFd();
     return begun;
   }

@@ -50,7 +50,7 @@ TEST_F(LogFolderTest, SecondLaunch_FindsItsFolderFreeOfTheFirstOnes) {
   EXPECT_FALSE(PathExists(JoinPath(path_, "attempt_0")));
   EXPECT_EQ(Read("notes.txt"), "mine");
   EXPECT_EQ(Read("attempt_x/mine"), "mine");
-  // One that has written nothing leaves no folder.
+  // A launch that has written nothing leaves no folder.
   EXPECT_EQ(Begin("three"), "");
   Write("attempt_0/rank_0.log", "third");
   EXPECT_EQ(Begin("four"), JoinPath(path_, "before_2"));
@@ -91,7 +91,7 @@ TEST_F(LogFolderTest, LaunchWithoutAName_MovesNothing) {
   EXPECT_EQ(Read("attempt_0/rank_0.log"), "kept");
 }
 
-// The machines of a launch share the folder, and some write already while others come.
+// The machines of a launch share the folder, and some already write while others join.
 TEST_F(LogFolderTest, MachinesOfOneLaunch_MoveOnceAndKeepWhatTheOthersWrite) {
   for (int launch = 0; launch < 20; ++launch) {
     std::vector<std::thread> machines;

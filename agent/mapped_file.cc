@@ -18,14 +18,14 @@
 namespace muster::agent {
 namespace {
 
-// Symbolic links are followed as `root`'s processes see them, so that none leads out of it.
+// Follows symbolic links as the processes of `root` see them, so that none leads out of it.
 int OpenAt(int root, const std::string& path) {
   open_how how = {};
   how.flags = O_PATH | O_CLOEXEC;
   how.resolve = RESOLVE_IN_ROOT;
   const auto fd = static_cast<int>(syscall(SYS_openat2, root, path.c_str(), &how, sizeof(how)));
   if (fd >= 0 || (errno != ENOSYS && errno != EPERM)) return fd;
-  // A kernel before 5.6, or a filter of system calls that does not know it.
+  // A kernel before 5.6, or a filter of system calls that does not know openat2.
   return openat(root, path.substr(1).c_str(), O_PATH | O_CLOEXEC);
 }
 
@@ -53,7 +53,7 @@ bool HasOwnMounts(pid_t pid) {
 
 int OpenMappedFile(pid_t pid, const std::string& path) {
   const std::string link = absl::StrCat("/proc/", pid, "/root");
-  // Where a chroot has put it; "/" also for a container, whose mounts are its own.
+  // The root that a chroot has set; "/" also for a container, which has its own mounts.
   char root_path[PATH_MAX];
   const ssize_t size = readlink(link.c_str(), root_path, sizeof(root_path));
   const OwnedFd root(open(link.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));

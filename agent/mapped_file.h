@@ -7,11 +7,11 @@
 
 namespace muster::agent {
 
-// Opens the file that is now at `path`, an absolute one of /proc/PID/maps, for process `pid`, for
-// reading. A process in a container (another mount namespace) has another file at the path than
-// this process may have, or none is here; in a chroot, paths of maps begin outside of it. Regular
-// files only: devices may hang when they are opened, or begin to do something. Returns a
-// descriptor, closed on exec, or -1. Thread-safe.
+// Opens for reading the file that is now at `path`, an absolute path from /proc/PID/maps, as
+// process `pid` sees it. For a process in a container (another mount namespace), this process may
+// have another file at that path, or none; in a chroot, the paths in maps begin outside of it.
+// Regular files only: opening a device may hang, or have effects. Returns a descriptor, closed on
+// exec, or -1. Thread-safe.
 int OpenMappedFile(pid_t pid, const std::string& path);
 
 }  // namespace muster::agent

@@ -39,7 +39,7 @@ TEST(OpenMappedFile, OtherThanRegularFiles_AreNotOpened) {
   EXPECT_EQ(Read(getpid(), "/dev/zero"), "none");
 }
 
-// A process with mounts of its own that `prepare`, run in it, has changed.
+// A process with its own mounts, which `prepare`, run in it, has changed.
 class Elsewhere {
  public:
   explicit Elsewhere(absl::FunctionRef<bool()> prepare) {
@@ -89,7 +89,7 @@ TEST(OpenMappedFile, OtherMounts_HaveTheirOwnFiles) {
   EXPECT_EQ(Read(getpid(), ours.Path("both")), "ours");
 }
 
-// As `unshare -rm chroot` does.
+// Like `unshare -rm chroot`.
 TEST(OpenMappedFile, ChrootAmongMountsOfItsOwn_IsFoundByThePathOutsideOfIt) {
   const TestFolder root;
   ASSERT_TRUE(WriteFileAtomically(root.Path("file"), "inside").ok());

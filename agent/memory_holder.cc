@@ -17,7 +17,7 @@
 namespace muster::agent {
 namespace {
 
-// A worker that is stopped in mid-request must not keep the others waiting for long.
+// A worker that is stopped in the middle of a request must not keep the others waiting for long.
 constexpr timeval kPatience = {1, 0};
 constexpr int kBacklog = 128;
 constexpr int kRetryMilliseconds = 100;
@@ -107,9 +107,9 @@ void MemoryHolder::Run() {
       Serve(connection.get());
       continue;
     }
-    if (errno == EINVAL) return;  // it is being destroyed
+    if (errno == EINVAL) return;  // the holder is being destroyed
     if (errno == EINTR || errno == ECONNABORTED) continue;
-    // The process has no descriptor left, for the moment.
+    // The process has no free descriptor at the moment.
     poll(nullptr, 0, kRetryMilliseconds);
   }
 }

@@ -21,37 +21,37 @@
 namespace muster::agent {
 
 // Holds the memory of this node's workers, so that the next attempt of the job finds what a killed
-// worker has left (see base/held_memory.h). It never maps or reads it. What it holds is freed when
-// this ends, once no worker has it mapped.
+// worker has left (see base/held_memory.h). It never maps or reads it. The memory is freed when
+// this object is destroyed, once no worker has it mapped.
 //
 // The agent of one attempt serves its workers, and the node's agent, which outlives the attempts of
-// jobs, serves those agents. Either serves processes of this user that it knows, as the kernel
-// reports them, and drops the connections of all others. Thread-safe.
+// jobs, serves those agents. Both serve only processes of this user that they know, as the kernel
+// reports them, and drop all other connections. Thread-safe.
 class MemoryHolder {
  public:
-  // For whom a process speaks.
+  // The job and worker for which a process speaks.
   struct Client {
-    std::string job;     // sees nothing of others
-    std::string worker;  // empty: it speaks for several, and names them
+    std::string job;     // it sees nothing of other jobs
+    std::string worker;  // empty: it speaks for several workers, and names them
   };
   struct Options {
-    // The client that a process is; nullopt: none. Called on this object's thread.
+    // Returns the client that a process is; nullopt: none. Called on this object's thread.
     std::function<std::optional<Client>(pid_t)> client_of;
-    // The name of the socket; empty: chooses an unused name.
+    // The name of the socket; empty: an unused name is chosen.
     std::string address = "";
-    // Told of memory that a client has just given, after the answer. Called on this object's
-    // thread.
+    // Called when a client has given memory, after the answer. On this object's thread.
     std::function<void(const HeldMemory&)> on_held = nullptr;
-    // And of memory that one has dropped.
+    // Called when a client has dropped memory.
     std::function<void(const std::string& worker, int slot)> on_dropped = nullptr;
-    // What a worker says of its re-entry; null: such a message is refused. Called before the answer
-    // on this object's thread.
+    // Called with what a worker reports about its re-entry, before the answer, on this object's
+    // thread; null: such a message is refused.
     std::function<void(const std::string& worker, Reentry reentry)> on_reentry = nullptr;
   };
 
-  // Errors: UNAVAILABLE what the kernel says.
+  // Errors: UNAVAILABLE with the kernel's message.
   static absl::StatusOr<std::unique_ptr<MemoryHolder>> Start(Options options);
-  // Of one job. `worker_of`: the worker that a process belongs to; empty: none.
+  // Starts a holder for one job. `worker_of`: returns the worker to which a process belongs; empty:
+  // none.
   static absl::StatusOr<std::unique_ptr<MemoryHolder>> Start(
       std::function<std::string(pid_t)> worker_of);
   static absl::StatusOr<std::unique_ptr<MemoryHolder>> Start(
@@ -63,12 +63,12 @@ class MemoryHolder {
   // The name of the socket.
   const std::string& address() const { return options_.address; }
 
-  // Holds what a worker of `job` has left elsewhere.
+  // Adds memory that a worker of `job` has left elsewhere.
   void Add(const std::string& job, HeldMemory piece);
-  // Descriptors of what is held of a job, as far as this process can have more of them.
+  // Returns descriptors of the memory that is held for a job, as far as this process can open more.
   std::vector<HeldMemory> Held(const std::string& job) const;
   void Drop(const std::string& job);
-  // Those of which something is held.
+  // The jobs of which memory is held.
   std::vector<std::string> Jobs() const;
 
  private:
@@ -77,7 +77,7 @@ class MemoryHolder {
   MemoryHolder(Options options, OwnedFd socket);
   void Run();
   void Serve(int connection);
-  // Parts of it, for a client.
+  // The parts of serving one client.
   void Hold(int connection, const Client& client, const HeldMemoryMessage& request, OwnedFd fd);
   void Give(int connection, const Client& client);
 

@@ -101,7 +101,7 @@ TEST(MemoryHolder, APeerThatSaysNothing_DoesNotKeepOthersForLong) {
   EXPECT_TRUE(TakeHeldMemory(holder->address()).ok());
 }
 
-// As the node's agent holds it: for the agents of attempts, which come and go.
+// As in the node's agent, for the agents of attempts, which come and go.
 TEST(MemoryHolder, ClientsThatSpeakForWorkers_SeeTheirJobAlone) {
   std::string job = "one";
   MemoryHolder::Options options;

@@ -9,15 +9,15 @@
 
 namespace muster::agent {
 
-// The memory of a process, by its own addresses.
+// Reads the memory of a process, by the process's addresses.
 class MemoryReader {
  public:
   virtual ~MemoryReader() = default;
 
-  // All `size` bytes at `address`, or false: not all of them can be read.
+  // Reads all `size` bytes at `address`; returns false if not all of them can be read.
   virtual bool Read(uint64_t address, void* to, size_t size) const = 0;
 
-  // The value at `address`; `*to` stays as it is if that cannot be read.
+  // Reads the value at `address`; `*to` stays unchanged if that cannot be read.
   template <typename T>
   bool ReadValue(uint64_t address, T* to) const {
     static_assert(std::is_trivially_copyable_v<T>);
@@ -25,8 +25,8 @@ class MemoryReader {
   }
 };
 
-// Of a running process, as the kernel lets a debugger read it; the process need not be stopped, and
-// nothing in it is touched. Thread-safe.
+// Reads the memory of a running process, as the kernel lets a debugger read it; the process need
+// not be stopped, and nothing in it is changed. Thread-safe.
 class ProcessMemory final : public MemoryReader {
  public:
   explicit ProcessMemory(pid_t pid) : pid_(pid) {}

@@ -21,7 +21,7 @@ TEST(MemoryTerms, WithoutAnAttempt_MemoryIsKeptForATime) {
   EXPECT_THAT(terms.Expired({"a", "b"}, {}, later(11)), IsEmpty());
   EXPECT_THAT(terms.Expired({"a", "b"}, {}, later(11.9)), IsEmpty());
   EXPECT_THAT(terms.Expired({"a", "b"}, {}, later(12)), ElementsAre("a", "b"));
-  // What was dropped and is held again has its whole time.
+  // Memory that was dropped and is held again has its whole time.
   EXPECT_THAT(terms.Expired({}, {}, later(12)), IsEmpty());
   EXPECT_THAT(terms.Expired({"a"}, {}, later(13)), IsEmpty());
 }
@@ -30,7 +30,7 @@ TEST(MemoryTerms, JobThatStarts_TakesThePlaceOfThoseThatWait) {
   const absl::Time now = absl::UnixEpoch();
   MemoryTerms terms;
   EXPECT_THAT(terms.Expired({"a", "b"}, {"a", "b", "c"}, now), IsEmpty());
-  // Those that ran beside it may run on or end.
+  // Jobs that ran beside it may continue or end.
   EXPECT_THAT(terms.Expired({"a", "b"}, {"b", "c"}, now), IsEmpty());
   EXPECT_THAT(terms.Expired({"a", "b"}, {"b"}, now), IsEmpty());
   EXPECT_THAT(terms.Expired({"a", "b"}, {"b", "d"}, now), ElementsAre("a"));
@@ -43,7 +43,7 @@ TEST(MemoryTerms, JobThatHasEnded_HasNoTime) {
   terms.Ended("a");
   terms.Ended("never held");
   EXPECT_THAT(terms.Expired({"a", "b"}, {}, now), ElementsAre("a"));
-  // Not one that has an attempt here: it was ended before that, or says so again after it.
+  // Not for a job with an attempt here: it was ended before that, or is reported again afterwards.
   terms.Ended("b");
   EXPECT_THAT(terms.Expired({"b"}, {"b"}, now), IsEmpty());
   EXPECT_THAT(terms.Expired({"b"}, {}, now), IsEmpty());

@@ -58,7 +58,7 @@ TEST(NodeAttemptsTest, FailedProcess_IsReportedWithItsAge_ByAClockThatDoesNotJum
   v1::AttemptEnd end;
   end.set_end_class(v1::END_CLASS_PROCESS_FAILED);
   end.set_failed_unix_ms(10'000);
-  // The wall clock shows another time than the monotonic one.
+  // The wall clock differs from the monotonic clock.
   attempts.Ended({"j", 1}, end, 12'500, kNow);
   attempts.Ended({"j", 2}, Succeeded(), 12'500, kNow);
   end.set_failed_unix_ms(absl::ToUnixMillis(kNow) - 700);
@@ -108,12 +108,12 @@ TEST(NodeAttemptsTest, RestartThatIsAskedFor_IsReportedUntilItIsAllowed_AndAllow
   EXPECT_EQ(report().restart(), 0);
   EXPECT_FALSE(report().has_end());
   EXPECT_FALSE(report().has_failed_ago());
-  // The runner's file is still there.
+  // The runner's file still exists.
   attempts.Ask({"j", 1}, 1, end, 10'000, kNow);
   EXPECT_EQ(report().restart(), 0);
   attempts.Ask({"j", 1}, 2, end, 20'000, kNow);
   EXPECT_EQ(report().restart(), 2);
-  // What is stopped does not go on, and what has ended asks for nothing.
+  // A stopped attempt does not continue, and an ended one asks for nothing.
   EXPECT_TRUE(attempts.Apply(Restarts(2, /*stop=*/true), kNow).restarts.empty());
   attempts.Ended({"j", 1}, end, 30'000, kNow);
   EXPECT_EQ(report().restart(), 0);
@@ -177,7 +177,7 @@ TEST(NodeAttemptsTest, AttemptThatIsStoppedBeforeItStarts_HasEnded) {
 TEST(NodeAttemptsTest, OtherCluster_GetsNothingBeforeTheOldAttemptsHaveEnded) {
   NodeAttempts attempts;
   attempts.Apply(Reply({{"j", 1}}), kNow);
-  // A job of the same name there is another one.
+  // There, a job of the same name is another job.
   NodeAttempts::Orders orders = attempts.Apply(Reply({{"j", 1}}, false, "d"), kNow);
   EXPECT_EQ(orders.stop, (Keys{{"j", 1}}));
   EXPECT_TRUE(orders.start.empty());
@@ -209,7 +209,7 @@ TEST(NodeAttemptsTest, AttemptThatEndedBeforeThisAgent_HasTheTimeOfItsEnd) {
   EXPECT_EQ(request.attempts(0).end().end_class(), v1::END_CLASS_SUCCEEDED);
 }
 
-// Whatever the coordinator wants, and however often the agent restarts.
+// Holds whatever the coordinator wants, and however often the agent restarts.
 TEST(NodeAttemptsTest, RandomWishes_StartNothingTwice_AndEndWhatIsUnwanted) {
   std::mt19937 random(3);
   for (int round = 0; round < 300; ++round) {
@@ -222,7 +222,7 @@ TEST(NodeAttemptsTest, RandomWishes_StartNothingTwice_AndEndWhatIsUnwanted) {
         wanted.clear();
         for (int i = 0; i < 3; ++i) {
           const AttemptKey key("j" + std::to_string(i), 1 + static_cast<int>(random() % 20));
-          // What has ended and was forgotten is never wanted again.
+          // An attempt that has ended and was forgotten is never wanted again.
           if (random() % 2 == 0 && (started.count(key) == 0 || disk.count(key) != 0)) {
             wanted.push_back(key);
           }
@@ -253,7 +253,7 @@ TEST(NodeAttemptsTest, RandomWishes_StartNothingTwice_AndEndWhatIsUnwanted) {
     attempts->Apply(Reply({}), kNow);
     for (const auto& [key, running] : disk) {
       if (!running) continue;
-      EXPECT_TRUE(attempts->IsRunning(key));  // it was told to stop by the line above
+      EXPECT_TRUE(attempts->IsRunning(key));  // the line above asked it to stop
     }
   }
 }

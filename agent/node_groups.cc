@@ -22,7 +22,7 @@ namespace {
 
 constexpr int64_t kMostBytes = 1 << 20;
 constexpr absl::Duration kPatience = absl::Seconds(5);
-// cpu.weight is 1 to 10000, and 100 for a group that says nothing, such as the agent's own.
+// cpu.weight is 1 to 10000, and 100 for a group that sets none, such as the agent's own.
 constexpr int kWeightOfCpu = 10;
 constexpr int kMostWeight = 10'000;
 
@@ -37,7 +37,7 @@ std::string Unescaped(absl::string_view text) {
                              {{"\\040", " "}, {"\\011", "\t"}, {"\\012", "\n"}, {"\\134", "\\"}});
 }
 
-// Whether systemd has given the group away (Delegate=yes).
+// Whether systemd has delegated the group (Delegate=yes).
 bool IsDelegated(const std::string& folder) {
   for (const char* name : {"user.delegate", "trusted.delegate"}) {
     char value = 0;
@@ -46,7 +46,7 @@ bool IsDelegated(const std::string& folder) {
   return false;
 }
 
-// The unit of systemd that a path is in is the last part that has such a name.
+// The systemd unit of a path is its last part that has the name of a unit.
 bool IsInService(absl::string_view path) {
   bool service = false;
   for (const absl::string_view part : absl::StrSplit(path, '/')) {
@@ -68,8 +68,8 @@ absl::StatusOr<OwnGroup> ReadOwnGroup(const std::string& proc) {
   return FindOwnGroup(cgroup, mountinfo);
 }
 
-// The innermost folder that holds both: a process moves from one to the other only where its user
-// may write there, too.
+// The innermost folder that contains both: a process can move from one to the other only if its
+// user may write there, too.
 std::string CommonFolder(absl::string_view a, absl::string_view b) {
   std::string common;
   std::vector<std::string> left = absl::StrSplit(a, '/', absl::SkipEmpty());
@@ -91,7 +91,7 @@ absl::StatusOr<OwnGroup> FindOwnGroup(absl::string_view cgroup, absl::string_vie
   for (absl::string_view line : absl::StrSplit(cgroup, '\n')) {
     if (absl::ConsumePrefix(&line, "0::")) own.path = std::string(line);
   }
-  // As the kernel shows one that is outside of the namespace.
+  // The form in which the kernel shows a group outside of the namespace.
   if (absl::StartsWith(own.path, "/..")) own.path.clear();
   for (const absl::string_view line : absl::StrSplit(mountinfo, '\n')) {
     const std::pair<absl::string_view, absl::string_view> halves =
@@ -100,7 +100,7 @@ absl::StatusOr<OwnGroup> FindOwnGroup(absl::string_view cgroup, absl::string_vie
     if (!absl::StartsWith(halves.second, "cgroup2 ") || fields.size() < 5 || own.path.empty()) {
       continue;
     }
-    // A part of the tree may be mounted alone.
+    // A part of the tree may be mounted separately.
     const std::string part = Unescaped(fields[3]);
     absl::string_view below = own.path;
     if (part != "/" &&
@@ -149,7 +149,7 @@ absl::Status NodeGroups::FindRoot() {
         root_.folder(), " belongs to systemd and is not delegated to this agent (Delegate=yes)"));
   }
   may_limit_ = named || !IsInService(own->path);
-  // The root of the whole tree alone has no type, and may have processes.
+  // Only the root of the whole tree has no type, and may have processes.
   moves_ = root_.folder() == own->folder() && root_.Has("cgroup.type");
   return absl::OkStatus();
 }
@@ -198,7 +198,7 @@ absl::StatusOr<NodeGroups> NodeGroups::Open(NodeGroupsOptions options) {
     return groups;
   }
   groups.used_ = true;
-  // A file system that is read-only says so only now.
+  // A read-only file system reports that only now.
   const ControlGroup probe = groups.root_.Below(absl::StrCat("muster-probe-", RandomHex()));
   status = probe.Make();
   if (status.ok()) status = probe.Remove();

@@ -38,7 +38,7 @@ TEST(FindOwnGroupTest, Folder_IsTheMountAndThePath) {
   EXPECT_EQ(service->path, "/system.slice/a.service");
   EXPECT_EQ(service->folder(), "/sys/fs/cgroup/system.slice/a.service");
   EXPECT_EQ(FindOwnGroup("0::/\n", kUnified)->folder(), "/sys/fs/cgroup");
-  // Beside cgroup v1.
+  // A tree beside cgroup v1.
   const std::string hybrid =
       "31 24 0:27 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
       "32 24 0:28 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n";
@@ -60,7 +60,7 @@ TEST(FindOwnGroupTest, WithoutOne_IsSaid) {
   EXPECT_FALSE(FindOwnGroup("0::/\n", "1 2 - cgroup2 x\n - cgroup2 \n").ok());
 }
 
-// A tree in which this process is where a test says.
+// A tree in which the test chooses this process's group.
 class NodeGroupsTest : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -70,7 +70,7 @@ class NodeGroupsTest : public ::testing::Test {
                            absl::StrCat("1 0 0:1 / ", tree_, " rw - cgroup2 cgroup2 rw\n"));
     Be("/box");
   }
-  // In a group that has these controllers.
+  // Puts this process into a group that has these controllers.
   void Be(const std::string& path, const std::string& controllers = "cpu memory pids") {
     FakeControlGroups::Put(options_.proc + "/cgroup", absl::StrCat("0::", path, "\n"));
     own_ = tree_ + path;
@@ -116,7 +116,7 @@ TEST_F(NodeGroupsTest, Attempt_HasAGroupWithAShareOfTheCpus) {
   EXPECT_EQ(FakeControlGroups::Get(*large + "/cpu.weight"), "10000");
 }
 
-// systemd could start no agent in a group that gives controllers to groups below.
+// systemd could start no agent in a group that gives controllers to groups below it.
 TEST_F(NodeGroupsTest, Service_HasGroupsWithoutLimits) {
   Be("/system.slice/muster-agent.service");
   auto groups = Open();
@@ -157,7 +157,7 @@ TEST_F(NodeGroupsTest, NamedGroupThatCannotBeUsed_IsRefused) {
   FakeControlGroups::MakeRoot(options_.where, "memory");
   options_.limit_cpus = true;
   EXPECT_THAT(Open().status().message(), HasSubstr("has no cpu controller"));
-  // The folder above both, through which a process would move, is another user's.
+  // The folder above both, through which a process would move, belongs to another user.
   options_.limit_cpus = false;
   ASSERT_TRUE(RemoveTree(tree_ + "/cgroup.procs").ok());
   EXPECT_THAT(Open().status().message(), AllOf(HasSubstr("may not move a process from " + own_),
@@ -218,7 +218,7 @@ TEST_F(NodeGroupsTest, Sweep_RemovesWhatAKilledAgentHasLeft) {
   EXPECT_FALSE(PathExists(own_ + "/muster-7f/ended"));
 }
 
-// On the groups of this machine, as far as it allows that.
+// Uses the groups of this machine, as far as it allows that.
 TEST(RealNodeGroupsTest, Worker_RunsInItsGroup_AndNothingOfItOutlivesTheKill) {
   const absl::StatusOr<NodeGroups> opened =
       NodeGroups::Open({.node_uid = absl::StrCat("test-", RandomHex())});
@@ -239,7 +239,7 @@ TEST(RealNodeGroupsTest, Worker_RunsInItsGroup_AndNothingOfItOutlivesTheKill) {
   ASSERT_TRUE(group.ok()) << group.status();
 
   const std::unique_ptr<ProcessHost> host = *ProcessHost::Start();
-  // It leaves its session and its process group, and closes what it has.
+  // The process leaves its session and its process group, and closes its descriptors.
   ProcessOptions sleeps;
   sleeps.argv = {"/bin/sh", "-c",
                  "cat /proc/self/cgroup; setsid sleep 1000 <&- >&- 2>&- & exec sleep 1000"};

@@ -33,7 +33,7 @@
 namespace muster::agent {
 namespace {
 
-// For what is left of the output when the job is stopped.
+// For the rest of the output when the job is stopped.
 constexpr absl::Duration kHurriedFlush = absl::Seconds(1);
 
 bool CanWrite(int fd) {
@@ -45,7 +45,7 @@ bool IsElastic(const NodeJobOptions& options) {
   return options.min_nodes > 0 && options.min_nodes < options.num_nodes;
 }
 
-// What of the failure policy is no default.
+// The parts of the failure policy that are not defaults.
 std::string Policy(const AgentOptions& options) {
   std::string text;
   for (const v1::ClassCount& limit : options.class_limits) {
@@ -57,7 +57,7 @@ std::string Policy(const AgentOptions& options) {
   return text;
 }
 
-// The value of the first of the variables that the processes get.
+// The value of the first of these variables that the processes get.
 std::optional<std::string> VariableOfWorkers(const AgentOptions& options,
                                              std::initializer_list<const char*> names) {
   for (const char* const name : names) {
@@ -69,7 +69,7 @@ std::optional<std::string> VariableOfWorkers(const AgentOptions& options,
   return std::nullopt;
 }
 
-// Of the setting, or of its variables.
+// From the setting, or from its variables.
 std::string Precision(const AgentOptions& options) {
   if (options.worker.mixed_precision.has_value()) return *options.worker.mixed_precision;
   return VariableOfWorkers(options, {"MUSTER_MIXED_PRECISION", "ACCELERATE_MIXED_PRECISION"})
@@ -83,8 +83,8 @@ std::string Debug(const AgentOptions& options) {
   return word.has_value() ? *word ? "true" : "false" : text;
 }
 
-// What must be equal on all nodes, in the words that agents of all versions use: a new one is a
-// field of its own beside them.
+// The settings that must be equal on all nodes, in the words that agents of all versions use: a new
+// setting is a separate field beside them.
 std::string Settings(const NodeJobOptions& options) {
   const WorkerEnvironment& worker = options.agent.worker;
   const std::string least = IsElastic(options) ? absl::StrCat(options.min_nodes, ":") : "";
@@ -97,7 +97,7 @@ std::string Settings(const NodeJobOptions& options) {
                       ", max_restarts ", options.agent.max_restarts, Policy(options.agent));
 }
 
-// The output goes where this process writes its own.
+// The output goes to the standard output and standard error of this process.
 OutputOptions OutputOptionsOf(const NodeJobOptions& options, ProcessHost& host) {
   const int here = options.agent.slots;
   return {
@@ -135,13 +135,13 @@ absl::StatusOr<std::unique_ptr<NodeUplink>> StartUplink(const NodeJobOptions& op
           },
       .on_barrier_late =
           [job = options.agent.worker.job](const v1::BarrierLate& late) {
-            // The agents of a job have barriers of their own, in which waiting is usual.
+            // The agents of a job have their own barriers, in which waiting is usual.
             if (late.job_id() == job) MUSTER_LOG(Warning) << late.report().message();
           },
   });
 }
 
-// What earlier attempts of the job have left with the node's agent.
+// Takes over the memory that earlier attempts of the job have left with the node's agent.
 void TakeOver(const std::string& depot, MemoryHolder& memory) {
   if (depot.empty()) return;
   absl::StatusOr<std::vector<HeldMemory>> held = TakeHeldMemory(depot);
@@ -153,7 +153,7 @@ void TakeOver(const std::string& depot, MemoryHolder& memory) {
   for (HeldMemory& piece : *held) memory.Add("", std::move(piece));
 }
 
-// For later attempts.
+// Hands memory over for later attempts.
 void HandOver(const HeldMemory& piece, const std::string& depot) {
   if (depot.empty()) return;
   const absl::Status held = HoldMemory(depot, piece.slot, piece.fd.get(), piece.worker_id);
@@ -175,7 +175,7 @@ std::unique_ptr<JobCoordination> JoinJob(const NodeJobOptions& options, NodeUpli
           .node_rank = options.node_rank,
           .another_is_first = options.another_is_first,
           .hosts_coordinator = options.hosts_coordinator,
-          // With a gate, who decides counts.
+          // With a gate, the coordinator's count decides.
           .counts_restarts = options.agent.gate == nullptr && options.agent.max_restarts > 0,
           .counts_itself = options.agent.gate == nullptr,
           .settings = Settings(options),
@@ -190,7 +190,7 @@ std::unique_ptr<JobCoordination> JoinJob(const NodeJobOptions& options, NodeUpli
       uplink);
 }
 
-// Passes what workers say of their re-entry to the agent that runs them, once there is one.
+// Passes what workers report about their re-entry to the agent that runs them, once there is one.
 // Thread-safe.
 class ReentryListener {
  public:
@@ -255,7 +255,7 @@ class JobStopper {
   OutputMux& output_;
   Mutex mu_;
   StopRequests requests_ ABSL_GUARDED_BY(mu_);
-  bool running_ ABSL_GUARDED_BY(mu_) = true;  // the agent
+  bool running_ ABSL_GUARDED_BY(mu_) = true;  // whether the agent runs
   int first_signal_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
@@ -270,7 +270,7 @@ std::unique_ptr<HangWatch> WatchForHangs(absl::Duration timeout, int slots, OpSe
   options.timeout = timeout;
   options.sender = &sender;
   options.judges = [&processes, &stopper, slots] {
-    // A job that stops has its own time to end, which may be longer.
+    // A stopped job has its own time to end, which may be longer.
     if (stopper.first_signal() != 0) return false;
     const std::vector<WorkerProcesses::Running> here = processes.All();
     return std::any_of(here.begin(), here.end(),
@@ -278,7 +278,7 @@ std::unique_ptr<HangWatch> WatchForHangs(absl::Duration timeout, int slots, OpSe
   };
   options.on_hang = [&agent, &processes, &output, &stopper, told](HangReport report) {
     if (stopper.first_signal() != 0) return;
-    // Hosts, phases and stacks are what workers, also of other machines, say.
+    // Hosts, phases and stacks are texts of workers, even on other machines.
     const auto note = [&output](absl::string_view before, absl::string_view text) {
       output.Note(absl::StrCat(before, Printable(text, /*max_bytes=*/1000)));
     };
@@ -313,20 +313,21 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   if (!session.ok()) {
     result.job.outcome = JobResult::Outcome::kRefused;
     result.job.status = session.status();
-    // A certificate or token that is missing; NOT_FOUND says here that the program is.
+    // A certificate or token is missing; here NOT_FOUND would mean the program.
     if (absl::IsNotFound(result.job.status)) {
       result.job.status = absl::InvalidArgumentError(result.job.status.message());
     }
     return result;
   }
   std::unique_ptr<JobCoordination> link = JoinJob(options, session->get());
-  // Workers reach the coordinator through this agent; certificates are its business.
+  // Workers reach the coordinator through this agent, which handles the certificates.
   WorkerEnvironment& worker = options.agent.worker;
   worker.coordinator = (*session)->relay_address();
   worker.outage_tolerance = options.outage_tolerance;
   worker.lease = options.lease;
   worker.tls = {};
-  // Until the last attempt has ended: what a killed worker has left is there for the next attempt.
+  // Until the last attempt has ended, the memory that a killed worker has left stays for the next
+  // attempt.
   const std::string depot = options.memory_socket;
   ReentryListener reentries;
   MemoryHolder::Options telling;
@@ -348,7 +349,7 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
                         << memory.status().message();
   }
   const bool show = options.show_output;
-  // Files of single ranks have to say it themselves.
+  // With log files per rank, the workers have to print it themselves.
   worker.agent_tells = show && options.agent.log_dir.empty();
   options.agent.stdout_terminal = show && isatty(STDOUT_FILENO) != 0;
   options.agent.stderr_terminal = show && isatty(STDERR_FILENO) != 0;
@@ -369,7 +370,7 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   result.job = agent.Run();
   hangs.reset();
   stopper.AgentEnded();
-  // Again: the node's agent may have restarted since.
+  // A second time, because the node's agent may have restarted since.
   if (memory.ok() && result.job.outcome != JobResult::Outcome::kSucceeded) {
     for (const HeldMemory& piece : (*memory)->Held("")) HandOver(piece, depot);
   }
@@ -380,8 +381,8 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   session->reset();
   const bool flushed = output.Flush(absl::InfiniteDuration());
   result.signal = stopper.first_signal();
-  // A signal during the wait for the reader makes it a stopped job. The failure is printed where it
-  // can be read.
+  // A signal during the wait for the reader makes it a stopped job. The failure is printed on
+  // standard error, where it can be read.
   if (!flushed && result.signal != 0 &&
       (result.job.outcome == JobResult::Outcome::kSucceeded || !CanWrite(STDERR_FILENO))) {
     result.job.outcome = JobResult::Outcome::kStopped;

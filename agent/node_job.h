@@ -14,12 +14,12 @@
 
 namespace muster::agent {
 
-// One node's part of one job, as a separate process: `muster launch` and `muster-agent`.
+// One node's part of one job, as a separate process of `muster launch` or `muster-agent`.
 struct NodeJobOptions {
   AgentOptions agent;  // worker.coordinator is where to connect
   rpc::ChannelOptions channel = {};
   int num_nodes = 1;
-  // Their number varies: see GrpcJobCoordinationOptions. 0: it does not.
+  // If not 0, the number of nodes varies: see GrpcJobCoordinationOptions.
   int min_nodes = 0;
   absl::Duration last_call = absl::Seconds(30);
   absl::Duration grow_after = absl::ZeroDuration();
@@ -32,29 +32,30 @@ struct NodeJobOptions {
   absl::Duration outage_tolerance = kDefaultOutageTolerance;
   // How long a machine or worker may be silent, while others are not, before it counts as lost.
   absl::Duration lease = kDefaultLease;
-  // Once a step was finished: no rank may go without progress for so long (hang_core.h). 0: it may.
+  // How long no rank may make progress once a step was finished (hang_core.h). 0: no limit.
   absl::Duration hang_timeout = absl::ZeroDuration();
   std::string hub_listen = {};  // see NodeUplink::Options
-  // Of the node's agent that holds memory between attempts of the job; empty: none does.
+  // The socket of the node's agent, which holds memory between attempts of the job; empty: none
+  // does.
   std::string memory_socket = {};
   bool show_output = true;    // the workers' lines, on standard output and standard error
-  bool prefix = true;         // where several workers write
-  LogLimits log_limits = {};  // of the files in agent.log_dir
+  bool prefix = true;         // if several workers write
+  LogLimits log_limits = {};  // for the files in agent.log_dir
 };
 
 struct NodeJobResult {
   JobResult job;
-  int signal = 0;  // that stopped it
-  // The last one that this node has ended an attempt for.
+  int signal = 0;  // the signal that stopped it
+  // The last hang for which this node has ended an attempt.
   std::optional<HangReport> hang = std::nullopt;
 };
 
-// Runs the job on the terminal: the workers' lines go to standard output and standard error; the
-// signals of the job, which BlockJobSignals has kept, stop it, one that comes a second or more
-// after the first kills, and one that comes when the workers are done ends the wait for a reader
-// that does not read. Blocks until nothing of it is left. Afterwards signals are still kept: call
-// EndByJobSignals when nothing is left to be written. `host` is borrowed and should have been
-// started before any other thread of the process.
+// Runs the job on the terminal: the workers' lines go to standard output and standard error. The
+// signals of the job, which BlockJobSignals has held back, stop it; one that comes a second or more
+// after the first kills it; and one that comes when the workers are done ends the wait for a reader
+// that does not read. Blocks until nothing of the job is left. Afterwards signals are still held
+// back: call EndByJobSignals when nothing is left to be written. `host` is borrowed and should have
+// been started before any other thread of the process.
 NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host);
 
 }  // namespace muster::agent

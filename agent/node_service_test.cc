@@ -61,7 +61,7 @@ class RefusingNodes final : public v1::Nodes::Service {
   v1::SyncNodeRequest request_ ABSL_GUARDED_BY(mu_);
 };
 
-// Of a node with one CPU.
+// Returns the options of a node with one CPU.
 NodeServiceOptions OptionsOf(const std::string& state_dir) {
   NodeServiceOptions options;
   options.state_dir = state_dir;
@@ -72,7 +72,7 @@ NodeServiceOptions OptionsOf(const std::string& state_dir) {
 }
 
 // A request says how long attempts have run: one that was made while the coordinator was away would
-// give them that time again.
+// add that time again.
 TEST(NodeServiceTest, CoordinatorWasAway_TheRequestIsMadeWhenItIsThere) {
   const TestFolder folder;
   auto before = std::make_unique<rpc::TestListener>();
@@ -96,12 +96,12 @@ TEST(NodeServiceTest, CoordinatorWasAway_TheRequestIsMadeWhenItIsThere) {
   EXPECT_GE(nodes.request().sequence(), static_cast<uint64_t>(back));
 }
 
-// Whether an HTTP/2 PING comes before `deadline`, after whatever else the peer sends.
+// Returns whether an HTTP/2 PING comes before `deadline`, after anything else that the peer sends.
 bool PingComes(int fd, absl::Time deadline) {
   constexpr size_t kPreface = 24, kFrameHeader = 9;
   constexpr char kPing = 6;
   std::string bytes;
-  size_t at = kPreface;  // of the next frame
+  size_t at = kPreface;  // the next frame
   while (true) {
     while (bytes.size() >= at + kFrameHeader) {
       if (bytes[at + 3] == kPing) return true;
@@ -121,9 +121,9 @@ bool PingComes(int fd, absl::Time deadline) {
   }
 }
 
-// A connection may have gone without a word: who waits for an answer on it for longer than a lease
-// is lost, and its jobs with it. What is held for a third of the lease, the ping, and 10 s for its
-// answer have to fit.
+// A connection may be gone without notice: a node that waits for an answer on it for longer than a
+// lease is lost, and its jobs with it. The hold of a third of the lease, the ping, and 10 s for its
+// answer must fit.
 TEST(NodeServiceTest, ConnectionIsSilent_ItIsPingedWellBeforeALeaseEnds) {
   const TestFolder folder;
   auto silent = std::make_unique<rpc::TestListener>();
@@ -191,7 +191,7 @@ class FailingStarts final : public v1::Nodes::Service {
 TEST(NodeServiceTest, StartFailsOnAFullDisk_NoFolderOfTheAttemptIsLeft) {
   const TestFolder folder;
   ASSERT_TRUE(MakeDirectories(folder.Path("failing_disk")).ok());
-  // A name that is not UTF-8 must not keep the node from telling of it.
+  // A name that is not UTF-8 must not keep the node from reporting the failure.
   NodeServiceOptions options = OptionsOf(folder.Path("failing_disk/caf\xe9"));
   FailingStarts nodes(JoinPath(options.state_dir, "attempts"), /*starts=*/4);
   const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
@@ -202,7 +202,7 @@ TEST(NodeServiceTest, StartFailsOnAFullDisk_NoFolderOfTheAttemptIsLeft) {
   EXPECT_THAT(nodes.why(), testing::HasSubstr("caf\\xe9"));
 }
 
-// As of an agent that was killed while it made it.
+// Left by an agent that was killed while it made the folder.
 TEST(NodeServiceTest, OldFolderWithoutARecord_IsRemoved) {
   const TestFolder folder;
   NodeServiceOptions options = OptionsOf(folder.Path("state"));
@@ -220,7 +220,7 @@ TEST(NodeServiceTest, OldFolderWithoutARecord_IsRemoved) {
   EXPECT_TRUE(PathExists(fresh));
 }
 
-// Of a node whose folder has an attempt of the job mnist-1.
+// Returns the options of a node whose folder has an attempt of the job mnist-1.
 NodeServiceOptions OptionsWithAttempt(const std::string& state_dir) {
   NodeServiceOptions options = OptionsOf(state_dir);
   const std::string attempt = JoinPath(state_dir, "attempts/mnist-1.1");
@@ -232,8 +232,8 @@ NodeServiceOptions OptionsWithAttempt(const std::string& state_dir) {
   return options;
 }
 
-// No descriptor, no memory or a disk that is away say nothing about an attempt. A loop of links
-// stands for them.
+// A lack of descriptors or memory, or a disk that is away, says nothing about an attempt. A loop of
+// links stands for these errors.
 TEST(NodeServiceTest, FileOfAnAttemptCannotBeOpened_TheAgentEndsRatherThanTellOfItsEnd) {
   RefusingNodes nodes;
   const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
@@ -249,7 +249,7 @@ TEST(NodeServiceTest, FileOfAnAttemptCannotBeOpened_TheAgentEndsRatherThanTellOf
     EXPECT_THAT(ended.message(), testing::HasSubstr("attempt mnist-1.1")) << name;
     EXPECT_THAT(ended.message(), testing::HasSubstr(path)) << name;
     EXPECT_THAT(ended.message(), testing::HasSubstr("symbolic links")) << name;
-    // The next start finds it as it was.
+    // The next start finds the file unchanged.
     unlink(path.c_str());
     if (path.ends_with("lock")) {
       ASSERT_TRUE(WriteFileAtomically(path, "").ok());
@@ -268,7 +268,7 @@ bool HasVariables(const NodeServiceOptions& options) {
          });
 }
 
-// As of an agent that was killed before it started the runner.
+// Left by an agent that was killed before it started the runner.
 TEST(NodeServiceTest, AttemptWithoutARunner_ItsVariablesAreRemoved) {
   RefusingNodes nodes;
   const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
@@ -283,7 +283,7 @@ TEST(NodeServiceTest, AttemptWithoutARunner_ItsVariablesAreRemoved) {
   EXPECT_FALSE(HasVariables(options));
 }
 
-// Larger than what a runner writes: no later start reads it either.
+// Larger than any file of a runner: a later start cannot read it, either.
 TEST(NodeServiceTest, FileOfAnAttemptIsTooLarge_TheAgentStarts) {
   RefusingNodes nodes;
   const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
@@ -298,7 +298,7 @@ TEST(NodeServiceTest, FileOfAnAttemptIsTooLarge_TheAgentStarts) {
   }
 }
 
-// Has one attempt run, and hears how it ends.
+// Runs one attempt, and receives its end.
 class AdoptingNodes final : public v1::Nodes::Service {
  public:
   explicit AdoptingNodes(std::function<void(grpc::ServerContext*)> first,
@@ -343,7 +343,7 @@ TEST(NodeServiceTest, ReportCannotBeReadWhenTheRunnerEnds_ItIsTriedAgain) {
   const std::string attempt = JoinPath(options.state_dir, "attempts/mnist-1.1");
   const std::string end = JoinPath(attempt, "end.json");
   ASSERT_TRUE(WriteFileAtomically(end, R"({"endClass": "END_CLASS_USER_ERROR", "rank": 3})").ok());
-  // The agent reads it once in each turn that finds a runner that it cannot watch.
+  // The agent reads the file once in each turn that finds a runner that it cannot watch.
   const std::string pid = JoinPath(attempt, "runner.pid");
   ASSERT_TRUE(WriteFileAtomically(pid, "none").ok());
   const OwnedFd turns(inotify_init1(IN_CLOEXEC | IN_NONBLOCK));
@@ -353,8 +353,8 @@ TEST(NodeServiceTest, ReportCannotBeReadWhenTheRunnerEnds_ItIsTriedAgain) {
   AdoptingNodes nodes([&](grpc::ServerContext* context) {
     const HiddenPath hidden(end);
     runs.Close();
-    // Between the second and the third it has looked for the report. A call that it cancels says
-    // that it has judged.
+    // Between the second and the third read it has looked for the report. A call that it cancels
+    // shows that it has decided.
     char events[4096];
     int seen = 0;
     WaitUntil([&] {
@@ -425,7 +425,7 @@ TEST(NodeServiceTest, AgentOfSomeGpus_GivesJobsTheirNames) {
               testing::HasSubstr(R"("gpus":{"1":"GPU-6f2a","2":"5"})"));
 }
 
-// Their numbers are those of the coordinator, which would give them to another job, too.
+// Their numbers are known to the coordinator, which would give them to another job, too.
 TEST(NodeServiceTest, GpusOfAnAttemptThatRuns_KeepTheirNumbers) {
   const TestFolder folder;
   NodeServiceOptions options = OptionsWithAttempt(folder.Path("state"));
@@ -435,7 +435,7 @@ TEST(NodeServiceTest, GpusOfAnAttemptThatRuns_KeepTheirNumbers) {
   ASSERT_TRUE(WriteFileAtomically(JoinPath(attempt, "record.json"), record).ok());
   OwnedFd runs(open(JoinPath(attempt, "lock").c_str(), O_RDWR | O_CLOEXEC));
   ASSERT_EQ(flock(runs.get(), LOCK_EX), 0);
-  // Of an agent that has adopted it: it ends, and so does the agent.
+  // The agent has adopted it: it ends, and so does the agent.
   RefusingNodes nodes([&] { runs.Close(); });
   const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
   ASSERT_TRUE(server.ok()) << server.status();
@@ -453,7 +453,7 @@ TEST(NodeServiceTest, GpusOfAnAttemptThatRuns_KeepTheirNumbers) {
   EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
 }
 
-// As of an agent that is there before its network: the next attempt has the address.
+// The agent starts before its network: the next attempt has the address.
 TEST(NodeServiceTest, NodeWithoutAnAddress_StartsNothingUntilItHasOne) {
   const TestFolder folder;
   std::string address;
@@ -476,7 +476,7 @@ TEST(NodeServiceTest, NodeWithoutAnAddress_StartsNothingUntilItHasOne) {
   EXPECT_THAT(end_of_an_attempt("with"), testing::HasSubstr("its last line: --host=10.9.8.7"));
 }
 
-// As of an attempt that has left millions of files.
+// The attempt has left millions of files.
 TEST(NodeServiceTest, OldFilesTakeLongToRemove_AnEndIsToldMeanwhile) {
   const TestFolder folder;
   NodeServiceOptions options = OptionsWithAttempt(folder.Path("state"));

@@ -20,9 +20,9 @@ namespace {
 
 constexpr size_t kStacksWanted = 256;
 constexpr absl::Duration kBeatPeriod = absl::Seconds(2);
-// What agents say to their hub waits for its beat.
+// The facts that agents send to their hub wait for its beat.
 constexpr absl::Duration kHubBeatPeriod = absl::Seconds(1);
-// Of streams to the hub, to take its goodbye.
+// How long streams to the hub have to take its goodbye.
 constexpr absl::Duration kHubGrace = absl::Milliseconds(200);
 
 }  // namespace
@@ -70,7 +70,8 @@ void NodeUplink::MakeHub(const std::string& node, uint64_t incarnation) {
   hub.node = node;
   hub.incarnation = incarnation;
   hub.wake = [this] { hub_timer_->Wake(); };
-  // Not stream_: that is null already while the stream's end waits for its last callback.
+  // Not stream_, which is null already while the destructor of the stream waits for its last
+  // callback.
   SessionClient* const to_coordinator = stream_.get();
   hub.upstream = [to_coordinator] { return to_coordinator->upstream(); };
   hub.send_stack = [to_coordinator](v1::StackReply reply) {
@@ -83,13 +84,13 @@ void NodeUplink::MakeHub(const std::string& node, uint64_t incarnation) {
 absl::StatusOr<std::unique_ptr<NodeUplink>> NodeUplink::Start(Options options) {
   std::unique_ptr<NodeUplink> session(new NodeUplink());
   NodeUplink* const raw = session.get();
-  // Found dead sooner than a worker's call would be; reconnecting within a lease; answers of the
-  // coordinator are not ours to refuse.
+  // A dead connection is found sooner than for a worker's call; the agent reconnects within a
+  // lease; and large answers of the coordinator are not refused here.
   options.channel.own_connection = true;
   options.channel.keepalive = absl::Seconds(10);
   options.channel.max_backoff = absl::Seconds(2);
   options.channel.max_message_bytes = 64 << 20;
-  // While a hub speaks for this node, the coordinator has no connection of it.
+  // While a hub speaks for this node, the coordinator has no connection from it.
   options.channel.idle_timeout = absl::Seconds(5);
   MUSTER_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::Channel> channel,
                           rpc::Connect(options.coordinator, options.channel));
@@ -136,7 +137,7 @@ absl::StatusOr<std::unique_ptr<NodeUplink>> NodeUplink::Start(Options options) {
 NodeUplink::~NodeUplink() {
   relay_.reset();
   hub_server_.reset();
-  // It sends on the stream.
+  // The thread sends on the stream.
   if (stack_thread_.joinable()) {
     {
       MutexLock lock(&mu_);
@@ -177,7 +178,7 @@ v1::Beat NodeUplink::MakeBeat() {
   return beat;
 }
 
-// The stream waits for a connection and does not learn why there is none.
+// The stream waits for a connection and does not learn why it fails.
 std::string NodeUplink::WhyNotConnected() { return rpc::WhyNotConnected(channel_); }
 
 std::optional<bool> NodeUplink::IsQuarantined(const std::string& job, const std::string& host) {
@@ -219,7 +220,7 @@ void NodeUplink::OnDirective(const v1::Directive& directive) {
     case v1::Directive::kBarrierLate:
       if (on_barrier_late_) on_barrier_late_(directive.barrier_late());
       break;
-    case v1::Directive::kUseHub:  // the stream's
+    case v1::Directive::kUseHub:  // handled by the stream
     case v1::Directive::KIND_NOT_SET:
       break;
   }
@@ -235,7 +236,7 @@ void NodeUplink::StackLoop() {
       wanted = std::move(wanted_.front());
       wanted_.pop_front();
     }
-    // No caller may make us inspect processes that are not our workers.
+    // No caller may make the agent inspect processes other than its workers.
     const std::optional<int64_t> pid =
         core_->ProcessOf(wanted.job_id(), wanted.worker_id(), wanted.pid());
     if (!pid.has_value()) continue;

@@ -28,39 +28,39 @@
 
 namespace muster::agent {
 
-// This node's line to the coordinator, put together: the stream, the relay for the workers, the hub
-// for other agents if it offers itself as one, and the threads that drive them. Thread-safe.
+// This node's connection to the coordinator: the stream, the relay for the workers, the hub for
+// other agents if the node offers one, and the threads that drive them. Thread-safe.
 class NodeUplink {
  public:
   struct Options {
     std::string coordinator;  // "10.0.0.1:29400"
     rpc::ChannelOptions channel = {};
     absl::Duration outage_tolerance = kDefaultOutageTolerance;
-    // Where other agents reach this one as their hub (see HubListenOptions); empty: it does not
-    // offer itself.
+    // The address at which other agents reach this one as their hub (see HubListenOptions); empty:
+    // it does not offer itself.
     std::string hub_listen = {};
     std::string relay_parent = {};  // see Relay::Options
     StackSource* stacks = nullptr;  // borrowed; null: stacks are answered without frames
     absl::Duration stack_budget = absl::Milliseconds(1500);
-    // See RelayCore::Options. Null: the numbers that workers say are believed.
+    // See RelayCore::Options. Null: the process ids that workers report are believed.
     std::function<int64_t(const std::string& job, const std::string& worker_id,
                           uint64_t incarnation, int64_t claimed)>
         process_of = nullptr;
     std::function<std::vector<LocalProcess>()> processes = nullptr;  // see RelayCore::Options
     std::function<void(v1::WorkerBeat*)> refresh = nullptr;          // see RelayCore::Options
     absl::Duration quarantine_timeout = absl::Seconds(1);            // of IsQuarantined
-    // Ranks of this node wait in a barrier that others are late for. Called on threads of the
-    // session, must not block.
+    // Called when ranks of this node wait in a barrier for which others are late. Runs on threads
+    // of the session, must not block.
     std::function<void(const v1::BarrierLate&)> on_barrier_late = nullptr;
   };
-  // Messages from the coordinator. Called on threads of the session, must not block.
+  // Receives messages from the coordinator. Called on threads of the session, must not block.
   struct Listener {
     std::function<void(const v1::GenerationEnded&)> on_generation_ended = nullptr;
-    // The coordinator has been away for too long, or refuses this agent.
+    // Called if the coordinator has been away for too long, or refuses this agent.
     std::function<void(const absl::Status&)> on_lost = nullptr;
   };
 
-  // Begins to connect and serves the relay. Does not wait for the coordinator. Errors: as
+  // Begins to connect and serves the relay. Does not wait for the coordinator. Errors: those of
   // rpc::Connect, Relay::Start, HubListenOptions and HubServer::Start.
   static absl::StatusOr<std::unique_ptr<NodeUplink>> Start(Options options);
   // Closes the stream and drops held operations.
@@ -68,37 +68,39 @@ class NodeUplink {
   NodeUplink(const NodeUplink&) = delete;
   NodeUplink& operator=(const NodeUplink&) = delete;
 
-  // Where other agents reach this one as their hub, with the bound port; empty: nowhere.
+  // The address at which other agents reach this one as their hub, with the bound port; empty: it
+  // is no hub.
   std::string hub_address() const { return hub_server_ == nullptr ? "" : hub_server_->address(); }
-  // What workers are given as their coordinator.
+  // The coordinator's address that workers are given.
   const std::string& relay_address() const { return relay_->address(); }
-  // Takes operations of this node as the relay does.
+  // Takes operations of this node, as the relay does.
   OpSender& sender() { return *core_; }
   SessionClient& stream() { return *stream_; }
 
-  // Replaces the listener. When it returns, the old one is called no more. Not from a callback.
+  // Replaces the listener. Once it returns, the old one is no longer called. Do not call it from a
+  // callback.
   void SetListener(Listener listener);
-  // The same for the directive that a worker's process must end.
+  // Does the same for the directive that a worker's process must end.
   void SetOnKillWorker(std::function<void(const v1::KillWorker&)> on_kill_worker);
 
-  // The process is gone: its lease is left alone.
+  // Reports that the process is gone: its lease is no longer renewed.
   void WorkerEnded(const std::string& job_id, const std::string& worker_id, uint64_t incarnation) {
     core_->WorkerEnded(job_id, worker_id, incarnation);
   }
 
-  // What keeps this node from the coordinator, by one attempt now: "Connection refused", a
-  // certificate that is not believed. Empty: nothing that shows within a second. Blocks until then.
+  // Returns what keeps this node from the coordinator, by one attempt now: "Connection refused", a
+  // certificate that is not trusted. Empty: nothing that shows within a second. Blocks until then.
   std::string WhyNotConnected();
-  // Whether `host` is in quarantine for this job; nullopt: the coordinator does not say. Blocks for
-  // at most Options::quarantine_timeout.
+  // Returns whether `host` is in quarantine for this job; nullopt: the coordinator does not say.
+  // Blocks for at most Options::quarantine_timeout.
   std::optional<bool> IsQuarantined(const std::string& job, const std::string& host);
   // See SessionClient::Finish.
   void Finish(absl::Duration within);
 
  private:
   NodeUplink() = default;
-  // The parts of this node's line, with what they call here. Those of the relay take the callbacks
-  // of `options`.
+  // Returns the options of the parts of this connection, with callbacks into this object. Those of
+  // the relay take the callbacks of `options`.
   SessionClient::Options StreamOptions(const Options& options);
   RelayCore::Options RelayOptions(const SessionClient::Options& stream, Options& options);
   void MakeHub(const std::string& node, uint64_t incarnation);
@@ -112,7 +114,7 @@ class NodeUplink {
   std::unique_ptr<TimerThread> core_timer_;
   std::unique_ptr<TimerThread> hub_timer_;
   std::unique_ptr<RelayCore> core_;
-  std::unique_ptr<HubCore> hub_;  // null: it does not offer itself
+  std::unique_ptr<HubCore> hub_;  // null: it offers no hub
   std::unique_ptr<GrpcStreamOpener> transport_;
   std::unique_ptr<SessionClient> stream_;
   std::unique_ptr<HubServer> hub_server_;

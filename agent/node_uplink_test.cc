@@ -74,7 +74,7 @@ class NodeUplinkTest : public ::testing::Test {
     v1::JoinReply reply;
     return rpc::FromGrpc(stub->Join(&context, request, &reply));
   }
-  // With a request id it can be repeated.
+  // With a request id the operation can be repeated.
   absl::Status Put(uint64_t request_id = 0) {
     auto stub = v1::KeyValueStore::NewStub(channel_);
     grpc::ClientContext context;
@@ -117,7 +117,7 @@ TEST_F(NodeUplinkTest, CollectStack_IsAnsweredForLocalWorkersOnly) {
   v1::Directive directive;
   directive.mutable_collect_stack()->set_query_id(1);
   directive.mutable_collect_stack()->set_worker_id("w0");
-  directive.mutable_collect_stack()->set_pid(1);  // not its process
+  directive.mutable_collect_stack()->set_pid(1);  // not a worker's process
   sessions_.Say(directive);
   directive.mutable_collect_stack()->set_query_id(2);
   directive.mutable_collect_stack()->set_pid(getpid());
@@ -257,7 +257,8 @@ class WildSessions final : public v1::Session::WithRawCallbackMethod_Attach<v1::
  private:
   class Stream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
    public:
-    // The first one welcomes in order: an agent that is refused at once does not come again.
+    // The first stream welcomes correctly, because an agent that is refused at once does not come
+    // again.
     Stream(uint64_t seed, bool first) : random_(seed), sound_(first) {
       MutexLock lock(&mu_);
       StartRead(&in_);
@@ -283,7 +284,7 @@ class WildSessions final : public v1::Session::WithRawCallbackMethod_Attach<v1::
       }
     }
     void OnDone() override {
-      { MutexLock lock(&mu_); }  // after the last of the others
+      { MutexLock lock(&mu_); }  // waits for the last of the others
       delete this;
     }
 
@@ -293,10 +294,10 @@ class WildSessions final : public v1::Session::WithRawCallbackMethod_Attach<v1::
       if (!std::exchange(welcomed_, true)) {
         frame.mutable_welcome()->set_protocol(1);
         frame.mutable_welcome()->set_session_id("s");
-        frame.mutable_welcome()->mutable_lease()->set_nanos(1);  // back soon
+        frame.mutable_welcome()->mutable_lease()->set_nanos(1);  // it returns soon
       } else {
         random_.FillKind(&frame);
-        // Else it would not come again.
+        // Otherwise the agent would not come again.
         if (frame.has_goodbye()) frame.mutable_goodbye()->clear_final();
         frame.set_seq(random_.Draw(4) == 0 ? 0 : ++seq_);
         if (frame.has_goodbye()) frame.mutable_goodbye()->clear_retry_after();
@@ -311,9 +312,9 @@ class WildSessions final : public v1::Session::WithRawCallbackMethod_Attach<v1::
 
     Mutex mu_;
     int reads_ ABSL_GUARDED_BY(mu_) = 0;
-    uint64_t frames_ ABSL_GUARDED_BY(mu_) = 0;  // to be written before the next read
+    uint64_t frames_ ABSL_GUARDED_BY(mu_) = 0;  // to write before the next read
     RandomMessage random_ ABSL_GUARDED_BY(mu_);
-    bool sound_ ABSL_GUARDED_BY(mu_);  // the next frame
+    bool sound_ ABSL_GUARDED_BY(mu_);  // applies to the next frame
     bool welcomed_ ABSL_GUARDED_BY(mu_) = false;
     uint64_t seq_ ABSL_GUARDED_BY(mu_) = 0;
     grpc::ByteBuffer in_ ABSL_GUARDED_BY(mu_), out_ ABSL_GUARDED_BY(mu_);
@@ -339,7 +340,7 @@ TEST(NodeUplink, MutatedFrames_NeverBreakIt) {
   RandomMessage random(1);
   std::atomic<int> answered{0};
   int sent = 0;
-  // Something to be answered while streams come and go.
+  // Operations to be answered while streams come and go.
   for (int streams = 1; streams <= 12; ++streams) {
     sessions.WaitForStreams(streams);
     for (int i = 0; i < 40; ++i) {
@@ -381,7 +382,7 @@ class HubSessionTest : public ::testing::Test {
     for (Node& node : nodes_) {
       node = StartNode();
       ++agents;
-      // One after the other, so that each gets its directive.
+      // One after the other, so that each agent gets its directive.
       of_hub_.WaitFor([agents](const v1::AgentFrame& frame) {
         return frame.beat().hub().agents_size() == agents;
       });
@@ -402,7 +403,7 @@ class HubSessionTest : public ::testing::Test {
     options.coordinator = agents_server_->address();
     options.outage_tolerance = absl::Minutes(10);
     auto session = *NodeUplink::Start(std::move(options));
-    // A frame of it, which the directive follows.
+    // A frame of the agent, which the directive follows.
     v1::Op op;
     op.mutable_get_members()->set_job_id("job");
     Notification answered;
@@ -469,7 +470,7 @@ TEST_F(HubSessionTest, TwoAgentsBehindOneHub_PassABarrierAndAreSpokenFor) {
                          [&](const v1::WorkerBeat& beat) { return beat.worker_id() == worker; });
     });
   }
-  // What is said to a worker finds its agent.
+  // A directive for a worker finds its agent.
   Notification killed;
   nodes_[1].session->SetOnKillWorker([&](const v1::KillWorker& kill) {
     EXPECT_EQ(kill.worker_id(), "w1");
@@ -495,7 +496,7 @@ TEST_F(HubSessionTest, HubThatEnds_ItsAgentsGoOnWithTheCoordinator) {
   });
 }
 
-// Blocks until the coordinator has welcomed, or the link has closed.
+// Blocks until the coordinator has welcomed, or the stream has closed.
 struct Greeted final : public OutgoingStreamEvents {
   void OnWritten() override {}
   void OnFrame(const v1::CoordinatorFrame&) override { welcomed.Notify(); }

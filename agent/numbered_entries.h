@@ -7,12 +7,12 @@
 #include <cstddef>
 #include <cstdint>
 
-// Folders of /proc whose entries are numbers: of processes, of descriptors. For the child between
-// fork and exec, the keeper and the guard: nothing here allocates or does what a signal handler may
-// not.
+// Reads folders of /proc whose entries are numbers: of processes, of descriptors. For the child
+// between fork and exec, the keeper and the guard: nothing here allocates or does what a signal
+// handler must not do.
 namespace muster::agent {
 
-// The number that `digits` is; -1: it is none.
+// Returns the number that `digits` is; -1: it is not a number.
 inline int NumberOf(const char* digits) {
   constexpr ptrdiff_t kMostDigits = 9;
   const char* at = digits;
@@ -22,8 +22,8 @@ inline int NumberOf(const char* digits) {
   return at == digits || *at != '\0' ? -1 : number;
 }
 
-// Calls apply(number, name) for each entry of the open folder `folder` that is a number. False if
-// the kernel did not list them all.
+// Calls apply(number, name) for each entry of the open folder `folder` that is a number. Returns
+// false if the kernel did not list them all.
 template <typename Apply>
 bool ForEachNumber(int folder, Apply apply) {
   struct Entry {  // linux_dirent64
@@ -46,8 +46,8 @@ bool ForEachNumber(int folder, Apply apply) {
   return size == 0;
 }
 
-// Whether `proc`, an open /proc, is that of the caller's own pid namespace: the numbers in another
-// one's name other processes here.
+// Returns whether `proc`, an open /proc, belongs to the caller's own pid namespace: in that of
+// another one, the numbers name other processes than here.
 inline bool IsOwnProc(int proc, pid_t self) {
   char name[16] = "";
   return readlinkat(proc, "self", name, sizeof(name) - 1) > 0 && NumberOf(name) == self;

@@ -8,7 +8,7 @@
 
 namespace muster::agent {
 
-// Whether nothing is different after `txn`, so that it may be run again, or not at all.
+// Returns whether `txn` changes nothing, so that it may be run again, or not at all.
 inline bool OnlyReads(const v1::TxnRequest& txn) {
   for (const auto* ops : {&txn.then(), &txn.otherwise()}) {
     for (const v1::KvOp& op : *ops) {
@@ -18,16 +18,17 @@ inline bool OnlyReads(const v1::TxnRequest& txn) {
   return true;
 }
 
-// Takes operations to the coordinator. Thread-safe, does not block.
+// Sends operations to the coordinator. Thread-safe, does not block.
 class OpSender {
  public:
   using Done = std::function<void(const v1::OpResult&)>;
 
   virtual ~OpSender() = default;
-  // `done` is called exactly once unless Forget comes first, on any thread, also from within
+  // `done` is called exactly once unless Forget comes first, on any thread, possibly from within
   // Submit; it must not block. The sender gives the operation its op_id, which is returned.
   virtual uint64_t Submit(v1::Op op, Done done) = 0;
-  // The caller no longer waits for the result. The operation may have been done, or be done.
+  // Tells that the caller no longer waits for the result. The operation may have been done, or may
+  // yet be done.
   virtual void Forget(uint64_t op_id) = 0;
 };
 

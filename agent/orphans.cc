@@ -15,7 +15,7 @@
 namespace muster::agent {
 namespace {
 
-// And was not collected.
+// Whether a child has ended that was not collected.
 bool AnyChildEnded() {
   siginfo_t info = {};
   return waitid(P_ALL, 0, &info, WEXITED | WNOHANG | WNOWAIT) == 0 && info.si_pid != 0;
@@ -62,7 +62,7 @@ Orphans& Orphans::Get() {
 void Orphans::AddHost(const std::string& mark) {
   MutexLock lock(&mu_);
   if (process_ != getpid()) {
-    // A fork of a process with hosts has none of their processes.
+    // A fork of a process with hosts owns none of their processes.
     process_ = getpid();
     hosts_.clear();
     children_.clear();
@@ -103,7 +103,7 @@ bool Orphans::Belongs(const std::string& mark, pid_t pid, pid_t session) const {
   for (const auto& [host, sessions] : hosts_) {
     if (sessions.count(session) != 0) return host == mark;
   }
-  // Before any environment is read: that may wait for a process that the kernel holds.
+  // Before any environment is read, because that may wait for a process that the kernel holds.
   if (hosts_.size() == 1 && !had_children_) return true;
   for (const auto& [host, sessions] : hosts_) {
     if (StartedWith(pid, host.data(), host.size())) return host == mark;

@@ -47,7 +47,7 @@ absl::Status OutputMux::AddLog(int rank, const std::string& path) {
   absl::StatusOr<std::unique_ptr<LogFile>> log = LogFile::Open(path, options_.log_limits);
   if (!log.ok()) return log.status();
   MutexLock lock(&mu_);
-  // Lines that wait keep the one before.
+  // Lines that already wait keep the previous log.
   logs_[rank] = *std::move(log);
   return absl::OkStatus();
 }
@@ -100,7 +100,7 @@ void OutputMux::HurryFlush(absl::Duration timeout) {
 }
 
 void OutputMux::WriteLoop() {
-  // A reader that went away is an error of write(), not the end of the job.
+  // A reader that went away must be an error of write(), not the end of the job.
   sigset_t all;
   sigfillset(&all);
   pthread_sigmask(SIG_BLOCK, &all, nullptr);
@@ -123,7 +123,7 @@ void OutputMux::WriteLoop() {
     for (const Item& item : batch) Show(item);
     DrawProgress();
   }
-  // What waits behind a reader that stands still is also for logs and for other readers.
+  // Lines that wait behind a stalled reader are also for logs and for other readers.
   {
     MutexLock lock(&mu_);
     batch.swap(queue_);
@@ -148,7 +148,7 @@ void OutputMux::Show(const Item& item) {
                          ? absl::StrCat("[", item.rank, "]: ", item.text, "\n")
                          : absl::StrCat(item.text, "\n");
   if (progress_fd_ >= 0 && (fd == progress_fd_ || isatty(fd) != 0)) ClearProgress();
-  // The line that the bar was the beginning of.
+  // The line whose beginning the progress bar showed.
   if (item.kind == Kind::kLine && item.rank == options_.progress_rank && fd == progress_fd_) {
     progress_fd_ = -1;
   }
@@ -193,8 +193,8 @@ void OutputMux::Write(int fd, absl::string_view text) {
   target.gone = error != ENOSPC && error != EDQUOT && error != EFBIG;
   target.error = error;
   ++target.lost;
-  // A reader that has gone away knows; and where standard error is the same file, this is lost,
-  // too.
+  // A reader that has gone away needs no message; and if standard error is the same file, the
+  // message is lost, too.
   if (fd == options_.stdout_fd && error != EPIPE && !std::exchange(told_lost_, true)) {
     Write(options_.stderr_fd >= 0 ? options_.stderr_fd : STDERR_FILENO,
           absl::StrCat("muster: standard output cannot be written (", strerror(error),
@@ -211,7 +211,7 @@ size_t OutputMux::WriteSome(int fd, absl::string_view text, int* error) {
     pollfd fds[2] = {{fd, POLLOUT, 0}, {wake_fd_, POLLIN, 0}};
     if (poll(fds, 2, -1) < 0 && errno != EINTR) break;
     if (fds[1].revents != 0 && fds[0].revents == 0) {
-      targets_[fd].gone = true;  // what follows would stand in mid-line
+      targets_[fd].gone = true;  // the next text would continue a torn line
       break;
     }
     if (fds[0].revents == 0) continue;

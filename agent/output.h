@@ -20,47 +20,47 @@
 namespace muster::agent {
 
 struct OutputOptions {
-  // Where the workers' standard output and standard error go. Borrowed. -1: nowhere (log files
-  // only).
+  // The descriptors for the workers' standard output and standard error. Borrowed. -1: not written
+  // (log files only).
   int stdout_fd = 1;
   int stderr_fd = 2;
   // "[3]: " before each line of rank 3.
   bool prefix = false;
-  // Whose unfinished lines (progress bars) are shown, on a terminal.
+  // The rank whose unfinished lines (progress bars) are shown, on a terminal.
   int progress_rank = 0;
-  // Queued text beyond this makes `on_backpressure(true)` be called, and half of it
-  // `on_backpressure(false)`. It is called with a lock held: it must not block or call back.
+  // If more text than this is queued, `on_backpressure(true)` is called, and at half of it
+  // `on_backpressure(false)`. Called with a lock held: it must not block or call back.
   size_t max_queued_bytes = 4 << 20;
   LogLimits log_limits = {};  // see AddLog
   std::function<void(bool)> on_backpressure = nullptr;
 };
 
-// Brings the lines of many workers to one terminal or file: whole lines, in the order in which they
-// arrived, each at once, and a progress bar below them. Thread-safe; only Flush blocks. A reader
-// that has gone away (`| head`) ends the showing, not the job; what does not fit on a full disk is
-// lost, and the next line that does is preceded by one that says how many are.
+// Writes the lines of many workers to one terminal or file: whole lines, in the order in which they
+// arrived, each at once, and a progress bar below them. Thread-safe; only Flush blocks. If the
+// reader goes away (`| head`), only the output ends, not the job; lines that do not fit on a full
+// disk are lost, and the next line that does is preceded by one that says how many are.
 class OutputMux {
  public:
   explicit OutputMux(OutputOptions options);
-  // Logs get all that was queued, readers what they take without a wait: Flush first.
+  // Logs get all queued lines, readers only what they accept without waiting: call Flush first.
   ~OutputMux();
   OutputMux(const OutputMux&) = delete;
   OutputMux& operator=(const OutputMux&) = delete;
 
   // Also writes the lines of `rank` that come from now on (both streams, without prefix) to a new
-  // file instead of the one before. Errors: the system's words and the path.
+  // file in place of the previous one. Errors: the system's message and the path.
   absl::Status AddLog(int rank, const std::string& path);
 
   void Line(int rank, OutputStream stream, absl::string_view line);
-  // What rank's unfinished line shows now.
+  // Sets what the unfinished line of the rank shows now.
   void Partial(int rank, OutputStream stream, absl::string_view text);
-  // A line of the launcher's own, to standard error (also if stderr_fd is -1).
+  // Writes a line of the launcher's own to standard error (even if stderr_fd is -1).
   void Note(absl::string_view line);
 
-  // Blocks until all that was queued before has been written, for at most `timeout`. Returns
-  // whether it has.
+  // Blocks until all lines that were queued before have been written, for at most `timeout`.
+  // Returns whether they have.
   bool Flush(absl::Duration timeout);
-  // From now on Flush waits for at most `timeout` from now, also one that waits already.
+  // From now on Flush waits for at most `timeout` from now, including a call that waits already.
   void HurryFlush(absl::Duration timeout);
 
  private:
@@ -70,13 +70,13 @@ class OutputMux {
     int rank;
     OutputStream stream;
     std::string text;
-    std::shared_ptr<LogFile> log = nullptr;  // of the rank when the line came
+    std::shared_ptr<LogFile> log = nullptr;  // the rank's log when the line came
   };
   // The state of standard output and standard error, which keep their descriptor numbers.
   struct Target {
-    bool gone = false;  // its reader
+    bool gone = false;  // its reader is gone
     int64_t lost = 0;   // lines that could not be written
-    bool torn = false;  // it ends within a line
+    bool torn = false;  // the output ends within a line
     int error = 0;
   };
 
@@ -86,7 +86,8 @@ class OutputMux {
   void ClearProgress();
   void DrawProgress();
   void Write(int fd, absl::string_view text);
-  // How much of it was written; less after an error (in `error`), or if the mux is being destroyed.
+  // Returns how many bytes were written; less after an error (in `error`), or if the mux is being
+  // destroyed.
   size_t WriteSome(int fd, absl::string_view text, int* error);
 
   const OutputOptions options_;
@@ -94,12 +95,12 @@ class OutputMux {
   const bool stderr_terminal_;
   int wake_fd_ = -1;  // readable once the mux is being destroyed
 
-  // The writer's thread only.
+  // Used only by the writer's thread.
   std::string progress_;  // the text of the progress line
-  int progress_fd_ = -1;  // and where it is
+  int progress_fd_ = -1;  // the descriptor on which it is shown
   bool progress_drawn_ = false;
   std::map<int, Target> targets_;
-  bool told_lost_ = false;  // that standard output cannot be written
+  bool told_lost_ = false;  // noted that standard output cannot be written
 
   Mutex mu_;
   CondVar changed_;

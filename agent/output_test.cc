@@ -89,7 +89,7 @@ TEST(OutputMux, Terminal_ProgressStaysBelowTheLinesOfOthers) {
     mux.Line(0, kErr, "done");
     EXPECT_TRUE(mux.Flush(absl::InfiniteDuration()));
   }
-  std::string text;  // a terminal hands it over in pieces
+  std::string text;  // a terminal delivers it in pieces
   while (text.find("done\n") == std::string::npos) {
     char buffer[4096];
     const ssize_t n = read(master, buffer, sizeof(buffer));
@@ -146,8 +146,8 @@ TEST(OutputMux, LogFile_HasTheRanksLinesWithoutPrefix) {
   EXPECT_THAT(std::string(mux.AddLog(1, "/nowhere/x.log").message()), HasSubstr("/nowhere/x.log"));
 }
 
-// Each attempt of a job has its own file, whatever became of those before, whose descriptors have
-// the same numbers.
+// Each attempt of a job has its own file, whatever happened to the previous ones, whose descriptors
+// have the same numbers.
 TEST(OutputMux, LogOfAnAttemptOnAFullDisk_NextAttemptsHaveTheirs) {
   Pipe err;
   const TestFolder folder;
@@ -181,7 +181,7 @@ TEST(OutputMux, OutputOnAFullDisk_GoesOnWhenThereIsRoom) {
   close(fd);
   EXPECT_EQ(out.ReadAll(),
             "muster: 2 lines are missing here: No space left on device\nthree\nfour\n");
-  // At once, and once: there may never be room, and the exit code is the job's.
+  // At once, and only once: there may never be room, and the exit code is the job's.
   EXPECT_EQ(err.ReadAll(),
             "muster: standard output cannot be written (No space left on device): the output of "
             "the processes is lost\n");

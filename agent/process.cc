@@ -50,18 +50,19 @@ namespace muster::agent {
 namespace {
 
 constexpr char kMarkVariable[] = "MUSTER_PROCESS_TREE=";
-// Between looks for orphans that have ended, while processes run.
+// Between collections of orphans that have ended, while processes run.
 constexpr absl::Duration kCollectPeriod = absl::Seconds(10);
-// How long the destruction of the host waits at most for orphans that the kernel does not end.
+// The longest time for which the destructor of the host waits for orphans that the kernel does not
+// end.
 constexpr absl::Duration kOrphansTimeout = absl::Seconds(5);
-constexpr absl::Duration kGuardPeriod = absl::Seconds(1);  // a new guard at most that often
+constexpr absl::Duration kGuardPeriod = absl::Seconds(1);  // the least time between two guards
 constexpr absl::Duration kWatchAgain = absl::Milliseconds(100);
 constexpr size_t kKeptLineBytes = 4096;
-// The most that is read from an ended process: its pipes hold 64 KiB, but a child it left behind
-// may keep writing.
+// The most that is read from an ended process: its pipes hold 64 KiB, but a child that it left
+// behind may keep writing.
 constexpr size_t kDrainBytes = 4 << 20;
 
-// Or has been closed by all writers. False after `timeout`.
+// Blocks until it can be read or all writers have closed it. Returns false after `timeout`.
 bool BecomesReadable(int fd, absl::Duration timeout) {
   const absl::Time deadline = Clock::Real().Now() + timeout;
   for (;;) {
@@ -125,7 +126,7 @@ int KillMarked(const char* mark, size_t mark_size) {
   if (IsOwnProc(dir, self)) {
     ForEachNumber(dir, [&](int pid, const char* /*name*/) {
       if (pid <= 1 || pid == self || !StartedWith(pid, mark, mark_size)) return;
-      // Looked at again through a descriptor: the number may be another's by now.
+      // Checked again through a descriptor: the pid may belong to another process by now.
       const int pidfd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
       if (pidfd < 0) return;
       if (StartedWith(pid, mark, mark_size)) {
@@ -155,7 +156,7 @@ int KillMarked(const char* mark, size_t mark_size) {
   // Holding the host's standard output open would keep its reader waiting; holding its sockets, its
   // ports taken.
   if (dup2(pipe_fd, 0) < 0) _exit(1);
-  // Before all: its own copy would keep it from seeing the end.
+  // First of all: its own copy of that end would keep it from seeing the pipe close.
   close(write_end);
   CloseFrom(1, close_range);
   static int32_t groups[kGuardSlots];
@@ -179,11 +180,11 @@ int KillMarked(const char* mark, size_t mark_size) {
       }
     }
   }
-  // A stopped one does not see that this is the end.
+  // A stopped keeper would not see that this is the end.
   if (keeper > 0) kill(keeper, SIGCONT);
   for (int i = 0; i < used; ++i) kill(-groups[i], SIGKILL);
-  // Again until nothing is found: a process may fork while it is being looked for. A few seconds at
-  // most, for one that the kernel cannot end.
+  // Repeat until nothing is found, because a process may fork while it is being looked for. Only
+  // for a few seconds, because of processes that the kernel cannot end.
   timespec begun, now;
   clock_gettime(CLOCK_MONOTONIC, &begun);
   do {
@@ -209,14 +210,14 @@ absl::string_view Variable(const std::vector<std::string>& env, absl::string_vie
   return "";
 }
 
-// What runs a script of that name; empty: it is not known for one.
+// The interpreter of a script with that name; empty: none is known.
 absl::string_view InterpreterOf(absl::string_view path) {
   if (absl::EndsWith(path, ".py")) return "python3";
   if (absl::EndsWith(path, ".sh")) return "bash";
   return "";
 }
 
-// What runs a file that cannot run by itself, for messages.
+// A command that runs a file that cannot run itself, for messages.
 std::string WithInterpreter(absl::string_view path) {
   const absl::string_view interpreter = InterpreterOf(path);
   return interpreter.empty() ? "put its interpreter before it"
@@ -317,7 +318,7 @@ class Child final : public Process {
     return {last_lines_.begin(), last_lines_.end()};
   }
 
-  // --- The rest is for the host's thread only. ---
+  // --- Used only by the host's thread. ---
 
   const ProcessOptions& options() const { return options_; }
 
@@ -343,7 +344,7 @@ class Child final : public Process {
   std::array<Stream, 2>& streams() { return streams_; }
   int pidfd() const { return pidfd_.get(); }
 
-  // One read. Returns false at the end of the stream or if nothing is there.
+  // Reads once. Returns false at the end of the stream or if no data are available.
   bool ReadSome(Stream& stream, size_t* bytes, bool* at_end) {
     char buffer[65536];
     ssize_t got;
@@ -362,7 +363,8 @@ class Child final : public Process {
     return true;
   }
 
-  // Does what is due at `now`; returns when to call again, and whether it is to be given up.
+  // Does the work that is due at `now`; returns when to call again, and whether to give up the
+  // process.
   absl::Time Tick(absl::Time now, bool* give_up) {
     bool deaf = false;
     absl::Time next;
@@ -380,8 +382,8 @@ class Child final : public Process {
     return next;
   }
 
-  // The process is a zombie: ends the rest of its group, takes what it wrote last, and lets go of
-  // its id.
+  // The process is a zombie: kills the rest of its group, takes its last output, and releases its
+  // id.
   void Reap(Keeper* keeper) {
     ProcessExit result;
     result.at = Clock::Real().WallNow();
@@ -392,8 +394,8 @@ class Child final : public Process {
     Drain();
     {
       MutexLock lock(&mu_);
-      // This process first: while it traces the child for its stacks, the kernel reports the end
-      // to the tracer before it reports it to the keeper.
+      // Tell this process first: while it traces the child for its stacks, the kernel reports the
+      // end to the tracer before it reports it to the keeper.
       siginfo_t info = {};
       waitid(P_PIDFD, pidfd_.get(), &info, WEXITED | WNOHANG);
       absl::StatusOr<ChildEnd> end = keeper != nullptr
@@ -412,7 +414,7 @@ class Child final : public Process {
         }
       }
       if (!end.ok()) {
-        // Other code has collected it. That must not count as a success.
+        // Other code has collected the child. That must not count as a success.
         result.exit_code = 255;
       } else if (end->code == CLD_EXITED) {
         result.exit_code = end->status;
@@ -427,7 +429,7 @@ class Child final : public Process {
     End(result);
   }
 
-  // The kernel does not end it: it is left behind.
+  // The kernel does not end the process: it is left behind.
   void GiveUp() {
     ProcessExit result;
     result.at = Clock::Real().WallNow();
@@ -480,7 +482,7 @@ class Child final : public Process {
   const absl::Duration deaf_after_;
   const absl::Duration give_up_after_;
   int (*const kill_)(pid_t, int);
-  pid_t pid_ = -1;  // set before the handle is given out
+  pid_t pid_ = -1;  // set before the handle is returned
   OwnedFd pidfd_;
   std::array<Stream, 2> streams_;
 
@@ -488,7 +490,7 @@ class Child final : public Process {
   mutable Mutex mu_;
   bool reaped_ ABSL_GUARDED_BY(mu_) = false;
   absl::Time kill_at_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
-  absl::Time killed_at_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();  // first
+  absl::Time killed_at_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();  // time of the first SIGKILL
   bool told_deaf_ ABSL_GUARDED_BY(mu_) = false;
   std::optional<ProcessExit> exit_ ABSL_GUARDED_BY(mu_);
   std::deque<std::string> last_lines_ ABSL_GUARDED_BY(mu_);
@@ -511,11 +513,11 @@ class HostImpl final : public ProcessHost {
     }
     waker_->Wake();
     if (thread_.joinable()) thread_.join();
-    // Whatever is below it, or was left to this process.
+    // Kills everything that is below the keeper, or was left to this process.
     keeper_ = nullptr;
     EndOrphans();
     EndGuard();
-    // What the guard has killed.
+    // Collects the processes that the guard has killed.
     Orphans::Get().Collect(mark_);
     Orphans::Get().RemoveHost(mark_);
   }
@@ -560,7 +562,7 @@ class HostImpl final : public ProcessHost {
     absl::StatusOr<std::shared_ptr<Process>> result = absl::InternalError("not started");
     Notification done;
   };
-  // What an epoll event is about. pid 0: the waker; -1: the guard; -2: the keeper. channel 0, 1:
+  // The subject of an epoll event. pid 0: the waker; -1: the guard; -2: the keeper. channel 0, 1:
   // the streams; 2: the pidfd.
   struct Tag {
     int32_t pid;
@@ -588,7 +590,7 @@ class HostImpl final : public ProcessHost {
     return watched;
   }
 
-  // It was killed, and the processes with it. The next process starts another keeper.
+  // The keeper was killed, and its processes with it. The next process starts another keeper.
   void OnKeeperEnded() {
     if (keeper_ == nullptr) return;
     MUSTER_LOG(Warning) << "process " << keeper_->pid()
@@ -619,7 +621,7 @@ class HostImpl final : public ProcessHost {
   void EndGuard() {
     guard_pipe_.Close();
     if (guard_ < 0) return;
-    // To look at a process that the kernel holds may hold the guard, too.
+    // If the guard reads a process that the kernel holds, the kernel may hold the guard, too.
     const absl::Duration patience = absl::Seconds(2 * kGuardSeconds);
     if (guard_pidfd_.open() && !BecomesReadable(guard_pidfd_.get(), patience)) {
       MUSTER_LOG(Warning) << "the guard process " << guard_
@@ -633,7 +635,7 @@ class HostImpl final : public ProcessHost {
     Orphans::Get().Forget(guard_);
   }
 
-  // A user has killed it, or the kernel when out of memory.
+  // A user has killed the guard, or the kernel has when it was out of memory.
   void OnGuardEnded() {
     siginfo_t info = {};
     waitid(P_PID, guard_, &info, WEXITED | WNOHANG);
@@ -663,8 +665,8 @@ class HostImpl final : public ProcessHost {
     }
   }
 
-  // Leaves a process that does not end to the keeper, which collects it once it does. The guard
-  // tracks it until then and no longer: its number may belong to another process afterwards.
+  // Leaves a process that does not end to the keeper, which collects it once it ends. The guard
+  // tracks it until then and no longer, because its pid may belong to another process afterwards.
   void Abandon(pid_t pid) {
     OwnedFd ended(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
     if (ended.open()) {
@@ -718,7 +720,7 @@ class HostImpl final : public ProcessHost {
     return FindProgram(program, Variable(options.env, "PATH"));
   }
 
-  // The environment of a child: with the mark by which its orphans are found.
+  // Returns the environment of a child, with the mark by which its orphans are found.
   std::vector<std::string> MarkedEnvironment(const ProcessOptions& options) const {
     std::vector<std::string> env;
     std::string outer;
@@ -729,7 +731,7 @@ class HostImpl final : public ProcessHost {
         env.push_back(entry);
       }
     }
-    // A host inside a process of another host carries both marks, so that the outer one can end it
+    // A host inside a process of another host carries both marks, so that the outer one can end it,
     // too.
     env.push_back(absl::StrCat(kMarkVariable, outer, mark_));
     return env;
@@ -740,7 +742,7 @@ class HostImpl final : public ProcessHost {
     MUSTER_RETURN_IF_ERROR(EnsureKeeper());
     absl::StatusOr<pid_t> forked = keeper_->Fork(plan);
     if (absl::IsUnavailable(forked.status())) {
-      // Killed since the last look at it.
+      // It was killed since the last check.
       OnKeeperEnded();
       MUSTER_RETURN_IF_ERROR(EnsureKeeper());
       forked = keeper_->Fork(plan);
@@ -750,7 +752,7 @@ class HostImpl final : public ProcessHost {
     return forked;
   }
 
-  // Waits until child `pid` runs its program, or has said in the pipe `errors` why it cannot.
+  // Waits until child `pid` runs its program, or has reported in the pipe `errors` why it cannot.
   absl::Status AwaitExec(pid_t pid, int errors, const ProcessOptions& options,
                          const std::string& path) {
     if (!BecomesReadable(errors, options_.start_timeout)) {
@@ -822,7 +824,7 @@ class HostImpl final : public ProcessHost {
     return std::shared_ptr<Process>(child);
   }
 
-  // Brings the epoll set in line with `paused`. False: the kernel refuses, try again.
+  // Makes the epoll set match `paused`. Returns false if the kernel refuses: try again.
   bool WatchStreams(Child& child, bool paused) {
     bool done = true;
     for (int i = 0; i < 2; ++i) {
@@ -896,7 +898,7 @@ class HostImpl final : public ProcessHost {
     }
   }
 
-  // Starts what callers have asked for. Returns whether the host is being destroyed.
+  // Starts the processes that callers have requested. Returns whether the host is being destroyed.
   bool TakeRequests(bool stopping, bool* paused) {
     std::vector<Request*> requests;
     {
@@ -917,7 +919,7 @@ class HostImpl final : public ProcessHost {
     return stopping;
   }
 
-  // Does what is due by now. Returns when to look again; InfinitePast(): at once.
+  // Does the work that is due. Returns when to call again; InfinitePast(): at once.
   absl::Time TickChildren(absl::Time now, bool paused) {
     absl::Time next = guard_due_;
     if (!abandoned_.empty()) next = std::min(next, now + kCollectPeriod);
@@ -970,8 +972,8 @@ class HostImpl final : public ProcessHost {
       }
     }
     for (const pid_t pid : ended) OnExit(pid);
-    // Once, and after all: it may look at every process of the machine, and the ends of others
-    // must not seem later for that.
+    // Once, and last: it may read every process of the machine, and the ends of other processes
+    // must not appear later because of that.
     if (!ended.empty()) Orphans::Get().Collect(mark_);
     for (int i = 0; i < count; ++i) {
       Tag tag;
@@ -984,8 +986,7 @@ class HostImpl final : public ProcessHost {
 
   void Loop() {
     prctl(PR_SET_NAME, "process-host");
-    // Signals are the business of other threads; and a write to a dead guard must not end the
-    // process.
+    // Signals are for other threads; and a write to a dead guard must not end the process.
     sigset_t all;
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, nullptr);
@@ -1010,11 +1011,11 @@ class HostImpl final : public ProcessHost {
   OwnedFd epoll_;
 
   std::atomic<pid_t> guard_{-1};
-  // The host's thread only.
+  // Used only by the host's thread.
   OwnedFd guard_pipe_;
   OwnedFd guard_pidfd_;
   absl::Time guard_started_;
-  absl::Time guard_due_ = absl::InfiniteFuture();  // when another one is to be started
+  absl::Time guard_due_ = absl::InfiniteFuture();  // when to start another guard
   absl::Time collect_at_ = absl::InfinitePast();
   bool told_watch_ = false;
   std::unique_ptr<Keeper> keeper_;
@@ -1034,7 +1035,7 @@ class HostImpl final : public ProcessHost {
   std::thread thread_;
 };
 
-// OK, or why `path` cannot be run.
+// Returns OK, or why `path` cannot be run.
 absl::Status CheckExecutable(const std::string& path) {
   struct stat info;
   if (stat(path.c_str(), &info) != 0) {
@@ -1091,8 +1092,8 @@ absl::StatusOr<std::string> FindProgram(absl::string_view program, absl::string_
 
 absl::StatusOr<std::unique_ptr<ProcessHost>> ProcessHost::Start(ProcessHostOptions options) {
   OpenStandardDescriptors();
-  // Ignored SIGCHLD is inherited from careless programs, and the kernel then forgets how children
-  // ended.
+  // An ignored SIGCHLD is inherited from careless programs, and the kernel then forgets how
+  // children ended.
   struct sigaction action = {};
   if (sigaction(SIGCHLD, nullptr, &action) == 0 &&
       (action.sa_handler == SIG_IGN || (action.sa_flags & SA_NOCLDWAIT) != 0)) {

@@ -23,10 +23,10 @@ struct ProcessExit {
   int exit_code = 0;  // if it exited by itself
   int signal = 0;     // if a signal ended it; else 0
   bool core_dumped = false;
-  // It has not ended: what it was seen in when it was given up, long after SIGKILL
+  // Set if the process has not ended: its state when it was given up, long after SIGKILL
   // ("uninterruptible in openat (rpc_wait_bit_killable)"). Empty: it has ended.
   std::string stuck = "";
-  // When this was known, by the wall clock.
+  // When the end became known, by the wall clock.
   absl::Time at = absl::InfinitePast();
 
   bool ok() const { return exit_code == 0 && signal == 0 && stuck.empty(); }
@@ -35,7 +35,7 @@ struct ProcessExit {
   std::string ToString() const;
 };
 
-// "SIGKILL" for 9; "signal 77" for a number without a name.
+// Returns "SIGKILL" for 9; "signal 77" for a number without a name.
 std::string SignalName(int signal);
 
 enum class OutputStream { kStdout, kStderr };
@@ -45,15 +45,15 @@ struct ProcessOptions {
   std::vector<std::string> argv;
   // The whole environment, "NAME=value" each.
   std::vector<std::string> env;
-  // Empty: the one this process had when the host was started.
+  // Empty: the directory of this process when the host was started.
   std::string working_directory;
   // Standard input, borrowed for the call. -1: /dev/null.
   int stdin_fd = -1;
   // The folder of the control group in which it starts, borrowed for the call. -1: this process's.
   int group_fd = -1;
   // Gives the process a pseudo-terminal instead of a pipe, so that it writes line by line and shows
-  // progress bars as it would if the user had started it by hand. Without echo and without "\n"
-  // becoming "\r\n".
+  // progress bars as if the user had started it by hand. Without echo, and "\n" does not become
+  // "\r\n".
   bool stdout_terminal = false;
   bool stderr_terminal = false;
   // How many of its last lines (both streams, in order of arrival) LastLines() keeps, each cut to 4
@@ -65,9 +65,9 @@ struct ProcessOptions {
   std::function<void(OutputStream, absl::string_view)> on_line;
   // The current text of an unfinished line (progress bars, prompts).
   std::function<void(OutputStream, absl::string_view)> on_partial;
-  // It still exists some seconds after SIGKILL, with its state (see ProcessExit::stuck).
+  // The process still exists some seconds after SIGKILL, with its state (see ProcessExit::stuck).
   std::function<void(absl::string_view)> on_deaf = nullptr;
-  // Once, after the last line.
+  // Called once, after the last line.
   std::function<void(const ProcessExit&)> on_exit;
 };
 
@@ -76,25 +76,25 @@ struct ProcessOptions {
 // what to do.
 absl::StatusOr<std::string> FindProgram(absl::string_view program, absl::string_view path);
 
-// A running or ended child process. Thread-safe. A handle may outlive its host (the process has
-// ended then).
+// A running or ended child process. Thread-safe. A handle may outlive its host (then the process
+// has ended).
 class Process {
  public:
   virtual ~Process() = default;
 
   virtual pid_t pid() const = 0;
 
-  // Sends `signal` to the process and all others of its group. No effect after the end.
+  // Sends `signal` to the process and all others of its group. No effect after its end.
   virtual void Signal(int signal) = 0;
 
-  // SIGTERM (and SIGCONT, so that a stopped process hears it) to the group now, SIGKILL to the
-  // group after `grace` unless the process has ended. Does not block. A second call can only make
+  // Sends SIGTERM (and SIGCONT, so that a stopped process receives it) to the group now, and
+  // SIGKILL after `grace` unless the process has ended. Does not block. A second call can only make
   // the end come sooner.
   virtual void Stop(absl::Duration grace) = 0;
 
-  // Blocks until it has ended and on_exit has returned.
+  // Blocks until the process has ended and on_exit has returned.
   virtual ProcessExit Wait() = 0;
-  // As Wait for at most `timeout`; nullopt if it still runs.
+  // Does the same as Wait for at most `timeout`; returns nullopt if the process still runs.
   virtual std::optional<ProcessExit> WaitFor(absl::Duration timeout) = 0;
 
   // The newest lines it wrote, oldest first.
@@ -103,11 +103,11 @@ class Process {
 
 struct ProcessHostOptions {
   // For a process that the kernel does not end (a dead file server, a driver), on_deaf is called
-  // this long after SIGKILL, and after the second span the host gives up: Wait returns, and it is
-  // left to the kernel.
+  // this long after SIGKILL. After the second span the host gives up: Wait returns, and the process
+  // is left to the kernel.
   absl::Duration deaf_after = absl::Seconds(5);
   absl::Duration give_up_after = absl::Seconds(30);
-  // And one that does not get to its program: on a dead file server.
+  // How long a process may take to reach its program, which may be on a dead file server.
   absl::Duration start_timeout = absl::Seconds(30);
   // Called on the host's thread when a new guard replaces a killed one.
   std::function<void(pid_t)> on_new_guard = nullptr;
@@ -117,10 +117,10 @@ struct ProcessHostOptions {
   int (*epoll_ctl)(int, int, int, epoll_event*) = nullptr;
 };
 
-// Starts processes and watches them. Thread-safe. One thread does all the work: it learns of an end
-// by a pidfd, at once and without polling.
+// Starts processes and watches them. Thread-safe. One thread does all the work: a pidfd reports
+// each end at once, without polling.
 //
-// Nothing that it started outlives it, whatever happens:
+// Nothing that the host started outlives it, whatever happens:
 //  - Each process leads its own session and group. When the leader ends, the rest of the group is
 //    killed.
 //  - A keeper (see Keeper) is the parent of the processes and the subreaper of all they start. When
@@ -135,7 +135,7 @@ struct ProcessHostOptions {
 //    Orphans.
 //
 // A process starts with every signal at its default, except that SIGHUP, SIGINT and SIGQUIT stay
-// ignored where this process ignores them, as nohup and background jobs of shells have it.
+// ignored if this process ignores them, as under nohup and in background jobs of shells.
 class ProcessHost {
  public:
   // Errors: INTERNAL or RESOURCE_EXHAUSTED when the kernel refuses a descriptor, a process or a
@@ -146,15 +146,15 @@ class ProcessHost {
   // Kills everything that still runs, waits for it, and for the guard.
   virtual ~ProcessHost() = default;
 
-  // Starts a process. Blocks until it runs its program (so every start error is known here).
-  // Errors: INVALID_ARGUMENT empty argv; NOT_FOUND and PERMISSION_DENIED as FindProgram, or the
-  // working directory; FAILED_PRECONDITION the file is no program (bad format), or the kernel does
-  // not get to it; RESOURCE_EXHAUSTED no more processes or descriptors; INTERNAL its control group
-  // does not take it.
+  // Starts a process. Blocks until it runs its program (so every start error is reported here).
+  // Errors: INVALID_ARGUMENT empty argv; NOT_FOUND and PERMISSION_DENIED as FindProgram, or for the
+  // working directory; FAILED_PRECONDITION the file is not a program (bad format), or the kernel
+  // does not get to it; RESOURCE_EXHAUSTED no more processes or descriptors; INTERNAL its control
+  // group does not accept it.
   virtual absl::StatusOr<std::shared_ptr<Process>> Spawn(ProcessOptions options) = 0;
 
   // While paused nothing is read from the processes (they block once their pipes are full), except
-  // what is left of one that has ended. For callers whose own output cannot keep up.
+  // the remaining output of one that has ended. For callers whose own output cannot keep up.
   virtual void PauseOutput(bool paused) = 0;
 
   // The process id of the guard; -1 while there is none.

@@ -31,12 +31,12 @@ absl::Status EnsureDescriptors(int workers) {
 }
 
 absl::Status EnsureThreads(int workers) {
-  // Measured: those of coordinator, agent and gRPC, and the workers themselves.
+  // Measured: the threads of coordinator, agent and gRPC, and the workers themselves.
   const size_t needed = 25 + static_cast<size_t>(workers);
   Notification done;
   std::vector<pthread_t> threads;
   pthread_t thread;
-  // With stacks of the usual size, which a limit of the address space has to hold.
+  // With stacks of the usual size, which must fit a limit of the address space.
   while (threads.size() < needed && pthread_create(&thread, nullptr, Wait, &done) == 0) {
     threads.push_back(thread);
   }

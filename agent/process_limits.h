@@ -9,11 +9,11 @@ namespace muster::agent {
 // without an embedded coordinator. Without descriptors or threads gRPC aborts, or waits forever.
 // Errors: RESOURCE_EXHAUSTED naming the limit.
 
-// Open files. Raises the soft limit to the hard one.
+// Checks open files. Raises the soft limit to the hard one.
 absl::Status EnsureDescriptors(int workers);
-// Threads and processes: tries whether there is room, which takes a millisecond. A user's limits
-// include processes that already run, so the numbers alone do not decide; and threads need address
-// space for their stacks.
+// Checks threads and processes: tries whether there is room, which takes a millisecond. A user's
+// limits include processes that already run, so the numbers alone do not decide; and threads need
+// address space for their stacks.
 absl::Status EnsureThreads(int workers);
 
 }  // namespace muster::agent

@@ -12,7 +12,7 @@
 namespace muster::agent {
 namespace {
 
-// Whether `check` holds in a forked process, whose limits are its own.
+// Whether `check` holds in a forked process, which has its own limits.
 template <typename Check>
 bool HoldsInChild(Check check) {
   const pid_t child = fork();
@@ -50,7 +50,7 @@ TEST(ProcessLimits, FewThreads_AreRefused) {
   EXPECT_TRUE(HoldsInChild([] {
     const rlimit few = {4, 4};
     if (setrlimit(RLIMIT_NPROC, &few) != 0) return false;
-    // The limit is not root's.
+    // The limit does not apply to root.
     if (geteuid() == 0 && setresuid(54321, 54321, 54321) != 0) return false;
     const absl::Status status = EnsureThreads(2);
     return absl::IsResourceExhausted(status) &&
@@ -58,7 +58,7 @@ TEST(ProcessLimits, FewThreads_AreRefused) {
   }));
 }
 
-// gRPC aborts where its threads find no room.
+// gRPC aborts if its threads find no room.
 TEST(ProcessLimits, NoRoomForTheirStacks_IsRefused) {
   EXPECT_TRUE(HoldsInChild([] {
     long pages = 0;  // NOLINT: as scanf has it

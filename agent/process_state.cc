@@ -56,7 +56,7 @@ const char* StateName(char letter) {
   }
 }
 
-// The names in a folder that are numbers, in order.
+// Returns the names in a folder that are numbers, in order.
 std::vector<int64_t> Numbers(const std::string& folder) {
   std::vector<int64_t> numbers;
   DIR* const dir = opendir(folder.c_str());
@@ -70,7 +70,7 @@ std::vector<int64_t> Numbers(const std::string& folder) {
   return numbers;
 }
 
-// Whether /proc is that of this process's own pid namespace.
+// Whether /proc belongs to this process's own pid namespace.
 bool SeesOwnNumbers() {
   char self[32] = "";
   return readlink("/proc/self", self, sizeof(self) - 1) >= 0 && absl::StrCat(getpid()) == self;
@@ -81,7 +81,7 @@ ProcessState Read(const std::string& folder) {
                            ReadProc(folder + "/syscall"));
 }
 
-// The process that traces the one of this status file; empty: none that can be seen.
+// Returns the process that traces the one with this status file; empty: none that can be seen.
 std::string TracerOf(const std::string& status_path) {
   for (const absl::string_view line : absl::StrSplit(ReadProc(status_path), '\n')) {
     absl::string_view rest = line;
@@ -172,7 +172,7 @@ ProcessState ParseProcessState(const std::string& stat, const std::string& wchan
   const std::vector<std::string> fields = absl::StrSplit(stat.substr(close + 1), ' ');
   if (fields.size() < 2 || fields[1].empty()) return state;
   state.name = StateName(fields[1][0]);
-  // Any bytes, and the kernel cuts them at the 15th.
+  // It may have any bytes, and the kernel cuts it at the 15th.
   state.command = OneLine(absl::string_view(stat).substr(open + 1, close - open - 1));
   // Field 20 of stat; `fields` begins before field 3.
   if (fields.size() > 18 && !absl::SimpleAtoi(fields[18], &state.threads)) state.threads = 0;
@@ -254,7 +254,7 @@ std::optional<std::vector<int64_t>> ListChildren(int64_t pid) {
   const auto file_of = [](int64_t process, int64_t thread) {
     return absl::StrCat("/proc/", process, "/task/", thread, "/children");
   };
-  // Of a thread that is there for certain: that of `pid` may have ended.
+  // Checked for a thread that certainly exists: that of `pid` may have ended.
   if (access(file_of(getpid(), getpid()).c_str(), R_OK) != 0) return std::nullopt;
   for (const int64_t tid : Numbers(absl::StrCat("/proc/", pid, "/task"))) {
     std::ifstream file(file_of(pid, tid));

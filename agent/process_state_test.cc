@@ -28,7 +28,7 @@ using ::testing::IsEmpty;
 using ::testing::StartsWith;
 using ::testing::UnorderedElementsAre;
 
-// A child that waits forever; `ready` is closed by its end only.
+// Forks a child that waits forever; `ready` is closed only by its end.
 pid_t ForkPausing() {
   const pid_t pid = fork();
   if (pid == 0) {
@@ -63,7 +63,7 @@ TEST(ProcessState, Stat_IsTheSameWithoutWhatItWaitsFor) {
   EXPECT_TRUE(state.exists());
   EXPECT_EQ(state.parent, getpid());
   EXPECT_EQ(state.session, getsid(0));
-  EXPECT_GE(state.threads, 1);  // TSan gives the child one of its own
+  EXPECT_GE(state.threads, 1);  // TSan adds a thread to the child
   EXPECT_EQ(state.syscall + state.wchan, "");
   kill(pid, SIGKILL);
   waitpid(pid, nullptr, 0);
@@ -81,7 +81,7 @@ TEST(ListProcesses, HoldsThisOneAndItsChild) {
 
 TEST(ListChildren, HoldsThoseOfAllThreadsAndNoOthers) {
   const pid_t pid = ForkPausing();
-  // A child belongs to the thread that forked it, as long as that lives.
+  // A child belongs to the thread that forked it, as long as that thread lives.
   std::promise<pid_t> forked;
   std::promise<void> done;
   std::thread thread([&] {
@@ -89,7 +89,7 @@ TEST(ListChildren, HoldsThoseOfAllThreadsAndNoOthers) {
     done.get_future().wait();
   });
   const pid_t threads_own = forked.get_future().get();
-  // Else this kernel does not tell.
+  // Otherwise this kernel does not provide them.
   if (const auto children = ListChildren(getpid()); children.has_value()) {
     EXPECT_THAT(*children, UnorderedElementsAre(pid, threads_own));
     EXPECT_THAT(*ListChildren(pid), IsEmpty());
@@ -115,9 +115,9 @@ TEST(ProcessState, StoppedThenKilled_SaysSo) {
   EXPECT_EQ(ReadProcessState(pid).name, "gone");
 }
 
-// The state of who waits on a dead file server, without one: a parent that spawns waits in the
-// kernel for its child to execute the program, and this child first opens a FIFO that nobody writes
-// to. (ThreadSanitizer turns a plain vfork into a fork, which does not wait.)
+// Imitates a process that waits for a dead file server, without one: a parent that spawns waits in
+// the kernel for its child to execute the program, and this child first opens a FIFO without a
+// writer. (ThreadSanitizer turns a plain vfork into a fork, which does not wait.)
 TEST(ProcessState, WaitsInTheKernel_IsUninterruptibleInThatCall) {
   const std::string fifo = TestPath("fifo");
   ASSERT_EQ(mkfifo(fifo.c_str(), 0600), 0);
@@ -140,7 +140,7 @@ TEST(ProcessState, WaitsInTheKernel_IsUninterruptibleInThatCall) {
   EXPECT_EQ(state.name, "uninterruptible");
   kill(pid, SIGKILL);
   EXPECT_EQ(waitpid(pid, nullptr, 0), pid);
-  // Lets the child go on to its program, which ends at once.
+  // Lets the child continue to its program, which ends at once.
   const int writer = open(fifo.c_str(), O_RDWR);
   EXPECT_GE(writer, 0);
   close(writer);

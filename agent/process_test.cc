@@ -89,16 +89,16 @@ class Ignored {
   const sighandler_t before_;
 };
 
-// As kernels before 5.9.
+// Like kernels before 5.9.
 int NoCloseRange(unsigned, unsigned, unsigned) {
   errno = ENOSYS;
   return -1;
 }
 
-// As if the kernel could not end the process.
+// Behaves as if the kernel could not end the process.
 int DeafToKill(pid_t pid, int signal) { return signal == SIGKILL ? 0 : kill(pid, signal); }
 
-// As if the process belonged to another user. In memory that is shared with the keeper.
+// The process that seems to belong to another user. In memory that is shared with the keeper.
 std::atomic<pid_t>* const g_foreign =
     new (mmap(nullptr, sizeof(pid_t), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))
         std::atomic<pid_t>(0);
@@ -119,8 +119,8 @@ int RefusingEpollCtl(int epoll, int op, int fd, epoll_event* event) {
   return epoll_ctl(epoll, op, fd, event);
 }
 
-// A process that has left the group, the session, the pipes and the environment behind, as daemons
-// do; and a line that names it.
+// A process that has left the group, the session, the pipes and the environment, as daemons do; and
+// a line that names it.
 constexpr char kCleanedStray[] =
     "/usr/bin/env -i /usr/bin/setsid /bin/sh -c "
     "'echo stray $$; exec sleep 1000 </dev/null >/dev/null 2>&1' & ";
@@ -128,7 +128,7 @@ constexpr char kCleanedStray[] =
 class ProcessTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    // Whatever the tests were started from.
+    // Undoes the settings of the process that started the tests.
     for (const int signal : {SIGHUP, SIGINT, SIGQUIT}) ::signal(signal, SIG_DFL);
     StartHost({});
   }
@@ -234,14 +234,15 @@ TEST_F(ProcessTest, SignalState_IsFreshForTheProcess) {
   signal(SIGUSR1, SIG_DFL);
 }
 
-// nohup and the background jobs of shells: the process is as if it had been started without us.
+// For nohup and the background jobs of shells: the process is as if it had been started without
+// Muster.
 TEST_F(ProcessTest, IgnoredHangUpInterruptAndQuit_StayIgnored) {
   for (const int signal : {SIGHUP, SIGINT, SIGQUIT}) {
     const Ignored ignored(signal);
     auto process = Spawn(Shell(absl::StrCat("kill -", signal, " $$; exit 4")));
     EXPECT_EQ(process->Wait().exit_code, 4) << signal;
   }
-  // Else the job could not be stopped, and pipelines of scripts would not end.
+  // Otherwise the job could not be stopped, and pipelines of scripts would not end.
   for (const int signal : {SIGTERM, SIGPIPE}) {
     const Ignored ignored(signal);
     auto process = Spawn(Shell(absl::StrCat("kill -", signal, " $$; exit 4")));
@@ -261,7 +262,7 @@ TEST_F(ProcessTest, KernelWithoutCloseRange_NothingLeaksAndTheHostEnds) {
   ASSERT_GT(leaked, 2);
   EXPECT_TRUE(Spawn(Shell(absl::StrCat("! test -e /proc/self/fd/", leaked)))->Wait().ok());
   close(leaked);
-  // A guard that held the other end of its own pipe would wait forever, and so would this.
+  // A guard that held the other end of its own pipe would wait forever, and so would this call.
   host_.reset();
 }
 
@@ -305,16 +306,16 @@ TEST_F(ProcessTest, DeafToSigkill_IsToldAndGivenUp) {
   EXPECT_NE(seen_in, "");
   EXPECT_EQ(exit.ToString(), absl::StrCat("does not end after SIGKILL: ", exit.stuck));
   const pid_t pid = process->pid();
-  process->Signal(SIGKILL);  // no effect any more
+  process->Signal(SIGKILL);  // no longer has an effect
   EXPECT_EQ(kill(pid, 0), 0);
-  // It does not hold up the host either; the guard knows it still.
+  // The process does not delay the host's end, either; the guard still knows it.
   host_.reset();
   EXPECT_TRUE(WaitUntilEnded(pid));
   waitpid(pid, nullptr, 0);
 }
 
-// A debugger that asked for the stop at exit and stands still: the process takes SIGKILL, does not
-// end, and the kernel drops further ones. No stand-in, and it needs no privilege.
+// A debugger that requested the stop at exit and stands still: the process takes SIGKILL, does not
+// end, and the kernel drops further signals. This is the real situation, and needs no privilege.
 TEST_F(ProcessTest, HeldByADebuggerAfterSigkill_IsGivenUpWithItsState) {
   StartHost({.deaf_after = absl::ZeroDuration(), .give_up_after = absl::Milliseconds(1)});
   ProcessOptions options = Shell("echo up; exec sleep 1000");
@@ -338,13 +339,13 @@ TEST_F(ProcessTest, HeldByADebuggerAfterSigkill_IsGivenUpWithItsState) {
   EXPECT_TRUE(WaitUntilEnded(pid));
 }
 
-// As if the kernel did not get to the program: on a dead file server.
+// Behaves as if the kernel could not reach the program, on a dead file server.
 int HangBeforeExec(unsigned first, unsigned last, unsigned flags) {
   if (first == 1) return SystemCloseRange(first, last, flags);  // the guard
   for (;;) pause();
 }
 
-// Says so on its standard input, a socket, and goes on when that says something.
+// Reports that on its standard input, a socket, and continues when it gets an answer.
 int WaitBeforeExec(unsigned first, unsigned last, unsigned flags) {
   const int result = SystemCloseRange(first, last, flags);
   if (first == 1) return result;
@@ -362,7 +363,8 @@ TEST_F(ProcessTest, ProgramThatDoesNotBegin_IsGivenUp) {
   EXPECT_EQ(waitpid(-1, nullptr, WNOHANG), -1) << "it is left behind";
 }
 
-// Or ports and sockets of a launcher that is gone stay taken, and its guard waits for its end.
+// Otherwise ports and sockets of a launcher that is gone would stay taken, while its guard waits
+// for its end.
 TEST_F(ProcessTest, ProgramThatDoesNotBegin_HoldsNothingOfTheHost) {
   StartHost({.close_range = WaitBeforeExec});
   int input[2], held[2];
@@ -513,11 +515,11 @@ TEST_F(ProcessTest, StrayThatEnds_IsCollected) {
   process->Stop(absl::ZeroDuration());
   process->Wait();
   Spawn(Shell("exit 0"))->Wait();
-  Spawn(Shell("exit 0"))->Wait();  // begins after the one before has been dealt with
+  Spawn(Shell("exit 0"))->Wait();  // begins after the previous process has been handled
   EXPECT_EQ(kill(stray, 0), -1);
 }
 
-// What is no host's: children that this process had before, in a session of their own or not.
+// Children that this process had before, in their own session or not, belong to no host.
 TEST(ProcessHost, ChildrenOfSomebodyElse_AreLeftAlone) {
   std::vector<pid_t> others;
   for (const bool own_session : {false, true}) {
@@ -553,7 +555,7 @@ TEST(ProcessHost, ChildrenOfSomebodyElse_AreLeftAlone) {
   }
 }
 
-// The process id of the host's keeper; 0: none.
+// Returns the process id of the host's keeper; 0: none.
 pid_t KeeperOf(pid_t owner) {
   for (const int64_t pid : ListProcesses()) {
     std::string name;
@@ -567,8 +569,8 @@ pid_t KeeperOf(pid_t owner) {
 
 enum class First { kNobody, kGuard, kKeeper, kKeeperStops };
 
-// The host's process is killed with -9: the direct child, its child in the same group, one that
-// left for a session of its own, and one that also cleared its environment must all end.
+// Kills the host's process with -9: the direct child, its child in the same group, one that left
+// for its own session, and one that also cleared its environment must all end.
 void KillOwner(ProcessHostOptions host_options, First first) {
   int fds[2];
   ASSERT_EQ(pipe2(fds, O_CLOEXEC), 0);
@@ -612,7 +614,7 @@ void KillOwner(ProcessHostOptions host_options, First first) {
   for (const int pid : pids) EXPECT_EQ(kill(pid, 0), 0);
   if (first == First::kKeeper) {
     kill(KeeperOf(owner), SIGKILL);
-    // One that cleared its environment is beyond the guard's reach.
+    // A process that cleared its environment is beyond the guard's reach.
     EXPECT_EQ(kill(pids.back(), SIGKILL), 0);
   }
   if (first == First::kKeeperStops) kill(KeeperOf(owner), SIGSTOP);
@@ -628,7 +630,7 @@ TEST(ProcessHost, OwnerKilledOnAKernelWithoutCloseRange_NothingSurvives) {
   KillOwner({.close_range = NoCloseRange}, First::kNobody);
 }
 
-// The one that follows a killed guard knows what was started before it.
+// A guard that replaces a killed one knows what was started before it.
 TEST(ProcessHost, GuardAndThenOwnerKilled_NothingSurvives) { KillOwner({}, First::kGuard); }
 
 TEST(ProcessHost, KeeperAndThenOwnerKilled_GuardEndsWhatShowsItsOrigin) {
@@ -639,8 +641,8 @@ TEST(ProcessHost, KeeperStoppedAndThenOwnerKilled_NothingSurvives) {
   KillOwner({}, First::kKeeperStops);
 }
 
-// A suspended debugger keeps the end of the process it traces from the parent. The host's process
-// is a child here, since an ancestor may trace without a privilege.
+// A suspended debugger withholds the end of the process that it traces from the parent. The host's
+// process is a child here, because an ancestor may trace without a privilege.
 TEST(ProcessHost, EndThatATracerKeeps_IsKnownAndTheHostGoesOn) {
   for (const bool killed : {false, true}) {
     SCOPED_TRACE(killed);
@@ -742,14 +744,14 @@ TEST_F(ProcessTest, ArgumentsAndEnvironmentOfMegabytes_PassThrough) {
 
 TEST_F(ProcessTest, ControlGroup_IsEnteredBeforeTheProgramRuns) {
   const TestFolder folder;
-  // No group of the kernel's: the child is forked as on an older kernel, and moves itself.
+  // Not a group of the kernel: the child is forked as on an older kernel, and moves itself.
   const std::string procs = folder.Path("cgroup.procs");
   std::ofstream(procs).flush();
   const OwnedFd group(open(folder.path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   ProcessOptions options = Shell("cat " + procs + "; ls /proc/self/fd | wc -l");
   options.group_fd = group.get();
   EXPECT_TRUE(Spawn(std::move(options))->Wait().ok());
-  // It keeps no descriptor of it: 0, 1, 2 and that of the folder.
+  // The process keeps no descriptor of the group: it has 0, 1, 2 and that of the folder.
   EXPECT_THAT(output_.lines(), ElementsAre("out:04"));
 
   const TestFolder none;
@@ -807,7 +809,7 @@ TEST_F(ProcessTest, StartErrors_NameTheFileAndTheWayOut) {
   EXPECT_EQ(spawn("").code(), absl::StatusCode::kInvalidArgument);
 }
 
-// The kernel would cut the text there: another program, or another variable's name.
+// The kernel would cut the text there, and use another program or another variable's name.
 TEST_F(ProcessTest, NulByte_IsRefused) {
   const std::string nul("x\0y", 3);
   for (const int where : {0, 1, 2}) {

@@ -16,8 +16,8 @@ constexpr char kCookie[] = "xdebugpy";
 constexpr uint64_t kCookieBytes = sizeof(kCookie) - 1;
 constexpr uint64_t kReleaseFinal = 0xf;
 
-// The layouts below are those of x86-64 and other 64-bit Linux; they stay the same within a minor
-// version. From 3.13 on the process itself says its own.
+// The layouts below are for x86-64 and other 64-bit Linux; they stay the same within a minor
+// version. From 3.13 on the process itself contains its layout.
 PythonLayout Layout39() {
   return {.version = "3.9",
           .lines = PythonLayout::Lines::kDeltas,
@@ -114,7 +114,7 @@ absl::Status Unknown(absl::string_view version) {
       "Python ", version, ": the layout of its frames is not known here (3.9 to 3.13 are)"));
 }
 
-// _Py_DebugOffsets of 3.13, behind the cookie.
+// _Py_DebugOffsets of 3.13, after the cookie.
 struct DebugOffsets {
   uint64_t version;
   uint64_t free_threaded;
@@ -216,14 +216,14 @@ absl::StatusOr<PythonLayout> FromDebugOffsets(const MemoryReader& memory, uint64
       // PyCompactUnicodeObject adds the length and the address of its UTF-8.
       .text_other = at.unicode_object.asciiobject_size + 2 * sizeof(uint64_t),
   };
-  // No structure of 3.13 but the interpreter's is larger than a page.
+  // No structure of 3.13 except the interpreter's is larger than a page.
   constexpr uint64_t kLargest = 4096, kLargestOfAll = 4 << 20;
   for (const uint64_t offset :
        {layout.interpreters, layout.interpreter_next, layout.interpreter_threads}) {
     if (offset > kLargestOfAll)
       return absl::DataLossError("the debug offsets of its Python are wrong");
   }
-  // The parts of frames and code objects are read with the whole.
+  // The parts of frames and code objects are read together with the whole object.
   const bool inside =
       std::max({layout.frame_previous, layout.frame_code, layout.frame_instruction}) + 8 <=
           layout.frame_bytes &&

@@ -8,7 +8,8 @@ namespace {
 
 uint8_t Byte(absl::string_view table, size_t at) { return static_cast<uint8_t>(table[at]); }
 
-// co_lnotab, up to 3.9: pairs of how far the next line is from the last one, in bytes and in lines.
+// co_lnotab, up to 3.9: pairs of the distances of the next line from the last one, in bytes and
+// lines.
 int64_t OfDeltas(absl::string_view table, int64_t line, int64_t offset) {
   int64_t start = 0;
   for (size_t i = 0; i + 1 < table.size(); i += 2) {
@@ -19,8 +20,8 @@ int64_t OfDeltas(absl::string_view table, int64_t line, int64_t offset) {
   return line;
 }
 
-// co_linetable of 3.10: pairs of the length of a range, in bytes, and how far its line is from the
-// last one; -128: it has none.
+// co_linetable of 3.10: pairs of the length of a range, in bytes, and the distance of its line from
+// the last one; -128: it has no line.
 int64_t OfRanges(absl::string_view table, int64_t line, int64_t offset) {
   constexpr int8_t kNone = -128;
   int64_t end = 0;
@@ -46,7 +47,7 @@ int64_t ReadSigned(absl::string_view table, size_t at) {
 }
 
 // co_linetable from 3.11 on: entries that begin with a byte with the highest bit set, which holds a
-// kind and how many instructions of two bytes the entry is for.
+// kind and the number of two-byte instructions that the entry covers.
 int64_t OfLocations(absl::string_view table, int64_t line, int64_t offset) {
   constexpr int kOneLine0 = 10, kOneLine2 = 12, kNoColumns = 13, kLong = 14, kNone = 15;
   int64_t end = 0;
@@ -60,7 +61,7 @@ int64_t OfLocations(absl::string_view table, int64_t line, int64_t offset) {
     } else if (kind >= kOneLine0 && kind <= kOneLine2) {
       line += kind - kOneLine0;
     }
-    if (line < INT32_MIN || line > INT32_MAX) return 0;  // no table of a real function
+    if (line < INT32_MIN || line > INT32_MAX) return 0;  // not the table of a real function
     if (offset < end) return kind == kNone ? 0 : line;
     for (++i; i < table.size() && (Byte(table, i) & 0x80) == 0;) ++i;
   }

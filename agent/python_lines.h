@@ -8,9 +8,9 @@
 
 namespace muster::agent {
 
-// The line of the instruction at `offset` (in bytes from the first one; negative: the code has not
-// begun) of a code object whose table of lines is `table`. 0: the table does not say. Any bytes are
-// a table.
+// Returns the line of the instruction at `offset` (in bytes from the first one; negative: the code
+// has not begun) of a code object with this `table` of lines. 0: the table does not say. The table
+// may have any content.
 int64_t PythonLine(PythonLayout::Lines kind, absl::string_view table, int64_t first_line,
                    int64_t offset);
 

@@ -14,8 +14,8 @@ namespace {
 
 using Lines = PythonLayout::Lines;
 
-// Of a function at line 10, as CPython compiles it, and what dis.findlinestarts() and co_lines()
-// say of it:
+// The tables are those that CPython makes for a function at line 10, and the lines are those of
+// dis.findlinestarts() and co_lines():
 //   def f(a):
 //       b = a
 //       for i in (
@@ -72,7 +72,7 @@ TEST(PythonLine, TableOf313_IsLocations) {
 
 TEST(PythonLine, TableOf311_HasEveryKindOfEntry) {
   // One instruction on the line itself (short form), two on the next one, one without a line, one
-  // 100 lines further (long form), one 101 back without columns.
+  // 100 lines later (long form), one 101 lines earlier without columns.
   const std::string table = absl::HexStringToBytes("8045d90102f8f0480301020304e84b03");
   EXPECT_EQ(PythonLine(Lines::kLocations, table, 10, -2), 10);
   EXPECT_EQ(PythonLine(Lines::kLocations, table, 10, 0), 10);

@@ -12,11 +12,11 @@
 namespace muster::agent {
 namespace {
 
-// PyASCIIObject.state of 3.9 to 3.13.
+// PyASCIIObject.state in 3.9 to 3.13.
 constexpr uint32_t kKindShift = 2, kKindMask = 7, kCompact = 1 << 5, kAscii = 1 << 6;
-// FRAME_OWNED_BY_CSTACK, from 3.12 on: the interpreter's entry from C.
+// FRAME_OWNED_BY_CSTACK, from 3.12 on: the entry from C into the interpreter.
 constexpr uint8_t kOwnedByC = 3;
-// No function is that long.
+// No function is longer.
 constexpr int64_t kMaxInstructions = 256 << 20;
 
 // Appends `c`, or U+FFFD for what is no character: the memory of another process may hold anything.
@@ -37,13 +37,13 @@ std::string PythonFrame::ToString() const {
   return absl::StrCat(function, " (", file, ":", line > 0 ? absl::StrCat(line) : "?", ")");
 }
 
-// The reading of one stack.
+// Reads one stack.
 class PythonStackReader::Walk {
  public:
   explicit Walk(const PythonStackReader& reader)
       : memory_(reader.memory_), layout_(reader.layout_) {}
 
-  // False: the code of the frame at hand makes no sense.
+  // Returns false if the code of the current frame makes no sense.
   bool Describe(absl::string_view frame_bytes, PythonFrame* frame) {
     const uint64_t address = At<uint64_t>(frame_bytes, layout_.frame_code);
     auto it = codes_.find(address);
@@ -61,7 +61,7 @@ class PythonStackReader::Walk {
       offset = static_cast<int64_t>(At<uint64_t>(frame_bytes, layout_.frame_instruction) -
                                     (address + layout_.code_instructions));
     }
-    // A frame that has not begun is one instruction before its first one.
+    // A frame that has not begun is one instruction before the first one.
     if (offset < -2 || offset > kMaxInstructions) return false;
     frame->function = code.name;
     frame->file = code.file;
@@ -102,7 +102,7 @@ class PythonStackReader::Walk {
     return code->has_lines;
   }
 
-  // A str, as text that may be printed. Of a long one the end: it tells more of a path.
+  // Reads a str as printable text. Of a long one keeps the end, which says more about a path.
   bool ReadText(uint64_t address, std::string* text) {
     int64_t length = 0;
     uint32_t state = 0;
@@ -143,7 +143,7 @@ std::vector<PythonThread> PythonStackReader::Threads() const {
   std::vector<PythonThread> threads;
   uint64_t interpreter = 0;
   if (!memory_.ReadValue(runtime_ + layout_.interpreters, &interpreter)) return threads;
-  int followed = 0;  // of all interpreters: a list may have become a ring
+  int followed = 0;  // in all interpreters: a list may have become a ring
   for (int i = 0; i < kMaxInterpreters && interpreter != 0; ++i) {
     uint64_t state = 0;
     if (!memory_.ReadValue(interpreter + layout_.interpreter_threads, &state)) break;
@@ -170,7 +170,7 @@ PythonStack PythonStackReader::Stack(const PythonThread& thread, int max_frames)
     stack.torn = absl::StrCat(what, " makes no sense: it changed while it was read?");
     return stack;
   };
-  // It may have ended since, and its memory be another's.
+  // The thread may have ended since, and its memory may belong to another one.
   uint64_t id = 0;
   if (!memory_.ReadValue(thread.state + layout_.thread_id, &id) || id != thread.thread_id) {
     return torn("the state of the thread");

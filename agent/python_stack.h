@@ -12,7 +12,7 @@ namespace muster::agent {
 
 struct PythonFrame {
   std::string function;  // printable
-  std::string file;      // printable; its end, if it is long
+  std::string file;      // printable; only its end, if it is long
   int64_t line = 0;      // 0: not known
 
   // "Trainer.step (/srv/train.py:41)"
@@ -22,10 +22,10 @@ struct PythonFrame {
 
 struct PythonStack {
   std::vector<PythonFrame> frames;  // the innermost first
-  int more_frames = 0;              // further out, not in `frames`
-  bool more_than_that = false;      // there are yet others, which were not counted
-  // Where the memory stops to make sense, for example because the thread ran meanwhile: what is
-  // further out is missing. Empty: it is whole.
+  int more_frames = 0;              // outer frames that are not in `frames`
+  bool more_than_that = false;      // there are still more, which were not counted
+  // Where the memory stops to make sense, for example because the thread ran meanwhile: the outer
+  // frames are missing. Empty: the stack is complete.
   std::string torn;
 
   bool empty() const { return frames.empty() && torn.empty(); }
@@ -35,21 +35,21 @@ struct PythonStack {
 // A thread that the interpreter knows.
 struct PythonThread {
   uint64_t state = 0;      // address of its PyThreadState
-  uint64_t thread_id = 0;  // of pthreads
-  uint64_t native_id = 0;  // of the kernel, in the pid namespace of the process; 0: not kept
+  uint64_t thread_id = 0;  // the id of pthreads
+  uint64_t native_id = 0;  // the kernel's, in the pid namespace of the process; 0: not kept
 };
 
-// Reads the Python frames of a process from its memory. The memory may change meanwhile and hold
-// anything: each read is checked, and the work has limits whatever is read. Thread-safe if `memory`
+// Reads the Python frames of a process from its memory. The memory may change meanwhile and contain
+// anything: each read is checked, and the work is limited whatever is read. Thread-safe if `memory`
 // is.
 class PythonStackReader {
  public:
   static constexpr int kMaxInterpreters = 64;
   static constexpr int kMaxThreads = 4096;
-  // Frames that are followed; as many as a thread of the usual recursion limit has.
+  // The most frames that are followed, as many as a thread with the usual recursion limit has.
   static constexpr int kMaxFollowed = 1024;
   static constexpr uint64_t kMaxTextBytes = 256;       // of a name or path
-  static constexpr uint64_t kMaxTableBytes = 1 << 20;  // of lines; without a longer one's lines
+  static constexpr uint64_t kMaxTableBytes = 1 << 20;  // of a line table; longer: no lines
   static constexpr uint64_t kMaxBytes = 8 << 20;       // read for one stack
 
   // `memory` is borrowed. `runtime`: the address of _PyRuntime.
@@ -58,8 +58,8 @@ class PythonStackReader {
 
   const PythonLayout& layout() const { return layout_; }
 
-  // Of all interpreters; those that could be read. Threads that never ran Python are not among
-  // them.
+  // Returns the threads of all interpreters that could be read. Threads that never ran Python are
+  // not included.
   std::vector<PythonThread> Threads() const;
 
   // Reads the stack of a thread of Threads(). The thread must not run, or the stack may be

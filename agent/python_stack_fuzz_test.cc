@@ -1,6 +1,6 @@
-// Memory of Python processes that changes while it is read, or is none: whatever is read, nothing
-// crashes (memory errors show in the asan build), the work ends within its limits, and what is
-// shown is text. MUSTER_FUZZ_CASES says how many cases of each recording.
+// Reads memory of Python processes that changes during the read, or is random: whatever is read,
+// nothing crashes (memory errors show in the asan build), the work ends within its limits, and the
+// result is text. MUSTER_FUZZ_CASES sets the number of cases of each recording.
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -33,7 +33,7 @@ int64_t Cases() {
   return cases;
 }
 
-// Counts what is read, and may change parts of it.
+// Counts the bytes that are read, and may change some of them.
 class CountingMemory final : public MemoryReader {
  public:
   CountingMemory(const MemoryReader& memory, Random& random, int noise)
@@ -42,7 +42,7 @@ class CountingMemory final : public MemoryReader {
     ++reads_;
     if (!memory_.Read(address, to, size)) return false;
     bytes_ += size;
-    // Another value than a moment ago.
+    // The value differs from a moment ago.
     if (noise_ > 0 && size > 0 && random_() % noise_ == 0) {
       static_cast<char*>(to)[random_() % size] = static_cast<char>(random_());
     }
@@ -99,7 +99,7 @@ void ReadAll(const CountingMemory& memory, const PythonSymbols& symbols) {
   }
 }
 
-// Changes some bytes and pointers, and takes parts away.
+// Changes some bytes and pointers, and removes parts.
 void MutateMemory(FakeMemory* memory, Random& random) {
   const auto pick = [&] {
     return std::next(memory->parts().begin(),

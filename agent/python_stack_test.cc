@@ -34,7 +34,7 @@ std::string Joined(const PythonStack& stack) {
   });
 }
 
-// A process of one thread whose memory the test writes, with the layout of 3.11.
+// A process with one thread whose memory the test writes, with the layout of 3.11.
 class PythonStackTest : public ::testing::Test {
  protected:
   static constexpr uint64_t kRuntime = 0x10000, kVersion = 0x9000;
@@ -60,7 +60,7 @@ class PythonStackTest : public ::testing::Test {
     memory_.Put(address, std::string(bytes, '\0'));
     return address;
   }
-  // A str of characters of `kind` bytes each.
+  // Writes a str with characters of `kind` bytes each.
   uint64_t Text(const std::string& bytes, uint32_t kind = 1, bool ascii = true) {
     const uint64_t data = ascii ? layout_.text_ascii : layout_.text_other;
     const uint64_t text = Room(data + bytes.size());
@@ -81,7 +81,7 @@ class PythonStackTest : public ::testing::Test {
     memory_.PutValue<uint64_t>(code + layout_.code_lines, table);
     return code;
   }
-  // A new innermost frame.
+  // Writes a new innermost frame.
   uint64_t Call(uint64_t code, int64_t offset = 0) {
     const uint64_t frame = Room(layout_.frame_bytes);
     memory_.PutValue<uint64_t>(frame + layout_.frame_previous, innermost_);

@@ -15,7 +15,7 @@ namespace muster::agent {
 namespace {
 
 struct Search {
-  std::string executable;  // its path; empty: not known
+  std::string executable;  // path of the executable; empty: not known
   PythonSymbols found;
 };
 
@@ -23,7 +23,7 @@ int OnModule(Dwfl_Module* module, void**, const char* name, Dwarf_Addr, void* ar
   Search& search = *static_cast<Search*>(argument);
   const absl::string_view path = name;
   const absl::string_view file = BaseName(path);
-  // Other libraries are not looked into: some have a million symbols.
+  // Other libraries are skipped: some have a million symbols.
   if (path != search.executable && !absl::StartsWith(file, "libpython") &&
       !absl::StartsWith(file, "python")) {
     return DWARF_CB_OK;

@@ -10,8 +10,8 @@
 
 namespace muster::agent {
 
-// The CPython in process `pid`, whose modules `dwfl` has: in its executable or in a libpython.
-// Nothing: there is none. Reads symbol tables of files, nothing of the process itself.
+// Finds the CPython in process `pid`, whose modules `dwfl` has: in its executable or in a
+// libpython. nullopt: there is none. Reads symbol tables of files, nothing of the process itself.
 std::optional<PythonSymbols> FindPython(Dwfl* dwfl, pid_t pid);
 
 }  // namespace muster::agent

@@ -1,4 +1,5 @@
-// Writes what the stacks of a Python process are read from, for tests/testdata/python_memory.
+// Records the memory from which the stacks of a Python process are read, for
+// tests/testdata/python_memory.
 #include <elfutils/libdwfl.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -36,11 +36,11 @@ namespace {
 using grpc::CallbackServerContext;
 using grpc::ServerUnaryReactor;
 
-// One call of a worker, between gRPC and what it became. Either side may be first: the answer, or
-// the caller that goes away. gRPC owns a share of it until OnDone.
+// One call of a worker, between gRPC and its operation. Either the answer or the end of the caller
+// may come first. gRPC keeps a reference until OnDone.
 class Call : public ServerUnaryReactor, public std::enable_shared_from_this<Call> {
  public:
-  // Ends the call unless it has ended; `fill` writes the reply before.
+  // Ends the call unless it has ended; first, `fill` writes the reply.
   template <typename Fill>
   void End(const grpc::Status& status, Fill fill) {
     MutexLock lock(&mu_);
@@ -53,7 +53,7 @@ class Call : public ServerUnaryReactor, public std::enable_shared_from_this<Call
   }
   void OnDone() final {
     std::shared_ptr<Call> self;
-    MutexLock lock(&mu_);  // after Finish
+    MutexLock lock(&mu_);  // waits for Finish
     self = std::move(self_);
   }
 
@@ -69,8 +69,8 @@ class Call : public ServerUnaryReactor, public std::enable_shared_from_this<Call
   std::shared_ptr<Call> self_ ABSL_GUARDED_BY(mu_);
 };
 
-// Whether it makes no difference that `op` is done once its caller has gone away. During an outage
-// the agent would else keep every poll of every worker, to send them all when it is over.
+// Whether nothing depends on `op` once its caller has gone away. During an outage the agent would
+// otherwise keep every poll of every worker, to send them all when the outage is over.
 bool IsForItsCallerAlone(const v1::Op& op) {
   switch (op.kind_case()) {
     case v1::Op::kTxn:
@@ -112,7 +112,7 @@ class RelayedCall final : public Call {
             if (!failed) *reply = (result.*get)();
           });
         });
-    // gRPC calls OnCancel only once it has been returned.
+    // gRPC calls OnCancel only once the reactor has been returned.
     if (forget) {
       call->upstream_ = &upstream;
       call->op_id_ = op_id;
@@ -125,7 +125,7 @@ class RelayedCall final : public Call {
   }
 
  private:
-  OpSender* upstream_ = nullptr;  // null: it goes on without its caller
+  OpSender* upstream_ = nullptr;  // null: the operation continues without its caller
   uint64_t op_id_ = 0;
 };
 
@@ -241,10 +241,10 @@ class ForwardedStatus final : public Call {
 
   grpc::ClientContext upstream_;
   v1::StatusRequest request_;
-  v1::StatusReply reply_;  // the caller's own is gone when the caller is
+  v1::StatusReply reply_;  // the caller's reply is destroyed with the caller
 };
 
-// `muster status` in a worker's surroundings.
+// Admin.Status, for `muster status` in a worker's environment.
 class AdminRelay final : public v1::Admin::CallbackService {
  public:
   explicit AdminRelay(const std::shared_ptr<grpc::Channel>& channel)
@@ -265,7 +265,7 @@ constexpr char kPrefix[] = "muster-";
 constexpr char kSuffix[] = "XXXXXX";
 constexpr char kSocket[] = "relay";
 
-// -1: it cannot be had.
+// Returns -1 if it cannot be locked.
 int LockFolder(const std::string& folder, int how) {
   const int fd = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
   if (fd >= 0 && flock(fd, how) == 0) return fd;
@@ -273,7 +273,7 @@ int LockFolder(const std::string& folder, int how) {
   return -1;
 }
 
-// Removes what agents of this user left below `parent` that were killed.
+// Removes the folders below `parent` that killed agents of this user left.
 void RemoveAbandoned(const std::string& parent) {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
   if (!names.ok()) return;
@@ -286,7 +286,7 @@ void RemoveAbandoned(const std::string& parent) {
     const int lock = LockFolder(folder, LOCK_EX | LOCK_NB);
     if (lock < 0) continue;
     struct stat of_folder, of_socket;
-    // One without a socket may be another agent's that is still being made.
+    // A folder without a socket may belong to another agent that is still making it.
     if (fstat(lock, &of_folder) == 0 && of_folder.st_uid == geteuid() &&
         fstatat(lock, kSocket, &of_socket, AT_SYMLINK_NOFOLLOW) == 0 &&
         S_ISSOCK(of_socket.st_mode) && unlinkat(lock, kSocket, 0) == 0) {
@@ -296,7 +296,8 @@ void RemoveAbandoned(const std::string& parent) {
   }
 }
 
-// A fresh folder below `parent` that only this user may enter; empty and `why` if that fails.
+// Makes a new folder below `parent` that only this user may enter; returns an empty text and sets
+// `why` if that fails.
 std::string MakePrivateFolder(const std::string& parent, std::string* why) {
   std::string folder = absl::StrCat(parent, "/", kPrefix, kSuffix);
   sockaddr_un address;
@@ -330,7 +331,7 @@ absl::StatusOr<std::unique_ptr<Relay>> Relay::Start(const Options& options, OpSe
     RemoveAbandoned(parent);
     const std::string folder = MakePrivateFolder(parent, &why);
     if (folder.empty()) continue;
-    // Waits at most for one that looks whether it is abandoned, and finds no socket.
+    // Waits at most for a process that checks whether the folder is abandoned, and finds no socket.
     const int lock = LockFolder(folder, LOCK_EX);
     relay->services_.clear();
     relay->services_.push_back(std::make_unique<RendezvousRelay>(*upstream));
@@ -354,7 +355,7 @@ absl::StatusOr<std::unique_ptr<Relay>> Relay::Start(const Options& options, OpSe
       relay->server_ = *std::move(started);
       return relay;
     }
-    // Not every file system takes sockets.
+    // Not every file system supports sockets.
     absl::StrAppend(&why, why.empty() ? "" : "; ", parent, ": ", started.status().message());
     rmdir(folder.c_str());
     if (lock >= 0) close(lock);

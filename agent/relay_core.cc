@@ -40,7 +40,7 @@ void RelayCore::Forget(uint64_t op_id) {
 
 uint64_t RelayCore::Join(v1::Op op, Done done) {
   auto request = std::make_shared<v1::JoinRequest>(op.join());
-  // Reports name the process by the number that it has on this machine.
+  // Reports name the process by its id on this machine.
   const v1::Fence& fence = request->fence();
   const int64_t pid =
       ProcessOf({fence.job_id(), fence.worker_id()}, fence.incarnation(), request->pid());
@@ -225,7 +225,7 @@ v1::Beat RelayCore::MakeBeat() {
       if (!worker.ended) seen.push_back({key, worker.incarnation, worker.claimed_pid, ""});
     }
   }
-  // Reading a process from the kernel may take long: no call waits for it.
+  // Reading a process from the kernel may take long, so no call waits for it.
   for (Seen& one : seen) {
     const int64_t pid = ProcessOf(one.key, one.incarnation, one.claimed_pid);
     if (options_.process_state && pid != 0) one.state = options_.process_state(pid);
@@ -243,7 +243,7 @@ v1::Beat RelayCore::MakeBeat() {
       const bool stands_still = one.state == "stopped" || one.state == "zombie";
       const bool alive =
           !stands_still && (!one.state.empty() || worker.heard + options_.heard_within > now);
-      // Once more, so that the coordinator can say why the lease ran out.
+      // Sent once more, so that the coordinator can say why the lease expired.
       const bool news = stands_still && !worker.told_stopped;
       worker.told_stopped = stands_still;
       if (!alive && !news) continue;
@@ -316,7 +316,7 @@ std::optional<int64_t> RelayCore::UnseatedProcessOf(const std::string& job_id,
                                                     const std::string& worker_id) const {
   if (!options_.processes) return std::nullopt;
   for (const LocalProcess& process : options_.processes()) {
-    // A script may have started its program since the beat: it is asked about what runs now.
+    // A script may have started its program since the beat: ask about the process that runs now.
     if (process.job == job_id && process.worker_id == worker_id && !HasSeat(process)) {
       return process.pid;
     }
@@ -346,8 +346,8 @@ uint64_t RelayCore::Arrive(v1::Op op, Done done) {
     const auto worker = workers_.find({request.fence().job_id(), request.fence().worker_id()});
     if (worker != workers_.end() && worker->second.incarnation == request.fence().incarnation()) {
       worker->second.heard = options_.clock->Now();
-      // The first step is for a heartbeat to tell: it also knows when it was, and when the state
-      // was loaded.
+      // The first step is left to a heartbeat, which also knows when it happened, and when the
+      // state was loaded.
       v1::WorkerBeat& beat = worker->second.beat;
       if (beat.step() > 0) beat.set_step(std::max(beat.step(), request.step()));
     }

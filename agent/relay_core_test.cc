@@ -280,7 +280,7 @@ TEST_F(RelayCoreTest, Beat_SaysHowLongAgoTheStateWasLoadedAndAStepDone) {
   EXPECT_EQ(beat.workers(0).first_step_ago().seconds(), 2);
 }
 
-// Else the coordinator takes the beat for that of a program that tells no times.
+// Otherwise the coordinator takes the beat for that of a program that reports no times.
 TEST_F(RelayCoreTest, FirstStep_IsToldByAHeartbeatAndNotByAnArrival) {
   Seat(0);
   const auto arrive_at = [&](int64_t step) {
@@ -382,14 +382,14 @@ TEST_F(RelayCoreTest, NumberThatAWorkerSays_IsNotWhatIsWatched) {
   ASSERT_THAT(upstream_.ops(), SizeIs(1));
   EXPECT_EQ(upstream_.ops()[0].join().pid(), 77) << "what the coordinator receives";
   upstream_.Answer({});
-  Seat(0);  // says 1000, of which states_ says that it runs
+  Seat(0);  // reports 1000, which runs according to states_
   states_[77] = "stopped";
   EXPECT_THAT(BeatStates(), ElementsAre("w0 stopped"));
   EXPECT_EQ(core_->ProcessOf("job", "w0", 77), 77);
   EXPECT_EQ(core_->ProcessOf("job", "w0", 1000), std::nullopt);
   EXPECT_EQ(core_->ProcessOf("other job", "w0", 77), std::nullopt);
   EXPECT_EQ(core_->ProcessOf("", "w0", 77), 77);  // an older coordinator names no job
-  // Not known to the kernel as ours: it lives as long as it is heard of.
+  // Not known to the kernel as a worker: it counts as living as long as it shows signs of life.
   kernels = 0;
   EXPECT_THAT(BeatStates(), ElementsAre("w0 unknown"));
   clock_.Advance(absl::Seconds(6));
@@ -419,13 +419,13 @@ TEST_F(RelayCoreTest, ProcessesWithoutASeat_AreInTheBeatAndCanBeAskedFor) {
   EXPECT_EQ(beat.workers(1).unseated().pid(), 1001);
   EXPECT_EQ(beat.workers(1).unseated().host(), "h");
   EXPECT_EQ(core_->ProcessOf("job", "w1", 1001), 1001);
-  // A script has started its program meanwhile.
+  // A script has meanwhile started its program.
   processes[1].pid = 1002;
   EXPECT_EQ(core_->ProcessOf("job", "w1", 1001), 1002);
   EXPECT_EQ(core_->ProcessOf("job", "w0", 7), std::nullopt) << "it has a seat, as another process";
   EXPECT_EQ(core_->ProcessOf("other", "w1", 1001), std::nullopt);
   EXPECT_EQ(core_->ProcessOf("", "w1", 1001), std::nullopt);
-  // It has ended.
+  // The process has ended.
   states_[1002] = "gone";
   EXPECT_EQ(core_->MakeBeat().workers_size(), 1);
 }
@@ -488,7 +488,7 @@ TEST_F(RelayCoreTest, WhatAWorkerSaidLast_IsSentBeforeItLeavesOrItsExitIsReporte
   core_->WorkerEnded("job", "w1", 101);
   // Nothing new, but the beat that has it may still wait at a hub.
   core_->WorkerEnded("job", "w2", 102);
-  core_->WorkerEnded("job", "w3", 103);  // has said nothing
+  core_->WorkerEnded("job", "w3", 103);  // has reported nothing
   ops = upstream_.ops();
   ASSERT_THAT(ops, SizeIs(2));
   EXPECT_EQ(ops[0].heartbeat().step(), 37);

@@ -150,10 +150,10 @@ TEST_F(RelayTest, CallerGivesUp_TheOperationGoesOn) {
   context.TryCancel();
   caller.join();
   EXPECT_EQ(upstream_.ops().size(), 1u);
-  upstream_.Answer({});  // has no receiver
+  upstream_.Answer({});  // no caller waits for it
 }
 
-// During an outage they would pile up, until there is no room for what counts.
+// During an outage such operations would pile up, until there is no room for important ones.
 TEST_F(RelayTest, CallerOfAPollOrAReadGivesUp_TheOperationIsForgotten) {
   const auto give_up = [&](auto& stub, auto method, const auto& request, auto reply) {
     const size_t others = upstream_.ops().size();
@@ -169,7 +169,7 @@ TEST_F(RelayTest, CallerOfAPollOrAReadGivesUp_TheOperationIsForgotten) {
   };
   const auto keys = v1::KeyValueStore::NewStub(channel_);
   const auto triggers = v1::Triggers::NewStub(channel_);
-  // The first one, so that the relay has heard of its end when it has heard of the others'.
+  // The first one, so that the relay knows of its end once it knows of the others'.
   v1::PollTriggersRequest acknowledging;
   acknowledging.add_acked(7);
   give_up(*triggers, &v1::Triggers::Stub::Poll, acknowledging, v1::PollTriggersReply());
@@ -186,7 +186,7 @@ TEST_F(RelayTest, CallerOfAPollOrAReadGivesUp_TheOperationIsForgotten) {
   upstream_.Answer({});
 }
 
-// Answers at once, later or never, with what fits the question and what does not.
+// Answers at once, later or never, with results that match the operation or do not.
 class WildUpstream final : public OpSender {
  public:
   uint64_t Submit(v1::Op op, Done done) override {
@@ -272,7 +272,7 @@ TEST(Mutated, Requests_NeverBreakTheRelay) {
         std::string bytes = request->SerializeAsString();
         if (i % 2 == 1) bytes = Mutate(std::move(bytes), random.generator());
         auto* const call = new Pending;
-        // Those that wait by design end at their own deadline.
+        // Calls that wait by design end at their own deadline.
         rpc::SetTimeout(call->context, absl::Milliseconds(random.Draw(20) == 0 ? 1 : 2000));
         const grpc::Slice slice(bytes);
         call->reader = stub.PrepareUnaryCall(
@@ -298,10 +298,10 @@ TEST(Mutated, Requests_NeverBreakTheRelay) {
   EXPECT_GE(methods, 28);
   EXPECT_GT(codes[grpc::StatusCode::OK], sent / 10);
   relay->reset();
-  wild.AnswerTheRest();  // has no receiver
+  wild.AnswerTheRest();  // no caller waits for it
 }
 
-// A coordinator that lets Admin.Status wait.
+// A coordinator that holds Admin.Status.
 class SlowAdmin final : public v1::Admin::CallbackService {
  public:
   grpc::ServerUnaryReactor* Status(grpc::CallbackServerContext*, const v1::StatusRequest*,

@@ -21,10 +21,10 @@ constexpr size_t kMaxStacks = 256;
 constexpr size_t kUnacknowledgedFrames = 1 << 16;
 constexpr absl::Duration kLongestRetryAfter = absl::Minutes(1);
 constexpr size_t kSeenJobs = 1024;
-// Of one job; a coordinator takes as many.
+// Per job; a coordinator takes as many.
 constexpr size_t kSeenBarriers = 1 << 16;
 constexpr int kBarriersInRecall = 1000;
-// An agent that tolerates less does not follow hubs: one that fails is a short outage.
+// An agent with less tolerance does not follow hubs, because a hub that fails is a short outage.
 constexpr absl::Duration kToleranceForHubs = absl::Seconds(10);
 
 v1::OpResult ErrorResult(uint64_t op_id, const absl::Status& status) {
@@ -34,7 +34,7 @@ v1::OpResult ErrorResult(uint64_t op_id, const absl::Status& status) {
   return result;
 }
 
-// Whether the coordinator recognises a second copy of `op`, also after a restart.
+// Whether the coordinator recognises a second copy of `op`, even after a restart.
 bool RepeatSafe(const v1::Op& op) {
   const auto named = [](const v1::Fence& fence) {
     return fence.request_id() != 0 && !fence.worker_id().empty();
@@ -64,16 +64,16 @@ v1::BarrierState StateOf(const v1::OpResult& result) {
   return rpc::BarrierVerdict(result.error().detail().reason());
 }
 
-// Whether `result` is what an operation like `op` is answered with: both have the same field
-// numbers, except that an arrival of many is answered as one of one.
+// Whether `result` is an answer to an operation like `op`: both have the same field numbers, except
+// that an arrival of many is answered like one of one.
 bool Answers(const v1::OpResult& result, const v1::Op& op) {
   if (result.has_error()) return true;
   const int wanted = op.has_arrive_many() ? static_cast<int>(v1::Op::kArrive) : op.kind_case();
   return result.kind_case() == wanted;
 }
 
-// Of the operations with a timeout. How long the caller had waited when it called; how long it has
-// now.
+// For operations with a timeout: how long the caller had waited when it called, and (below) how
+// long it has waited now.
 absl::Duration WaitedBefore(const v1::Op& op) {
   const google::protobuf::Duration& waited = op.has_arrive_many()   ? op.arrive_many().waited()
                                              : op.has_arrive()      ? op.arrive().waited()
@@ -120,7 +120,7 @@ absl::Status FailAtReceived() {
   return absl::OkStatus();
 }
 
-// The same call again would be refused again.
+// Whether the same call would be refused again.
 bool IsRefusal(const absl::Status& status) {
   switch (status.code()) {
     case absl::StatusCode::kInvalidArgument:
@@ -150,11 +150,11 @@ struct SessionClient::Todo {
   bool wake = false;
 };
 
-// What events of links, which may outlive the stream, reach it through.
+// The object through which events of streams, which may outlive the client, reach it.
 class SessionClient::Guard {
  public:
   explicit Guard(SessionClient* stream) : stream_(stream) {}
-  // Null once the stream is gone; else call Leave afterwards.
+  // Returns null once the client is gone; else call Leave afterwards.
   SessionClient* Enter() {
     MutexLock lock(&mu_);
     if (stream_ != nullptr) ++inside_;
@@ -224,7 +224,7 @@ SessionClient::~SessionClient() {
 uint64_t SessionClient::Submit(v1::Op op, Done done) {
   Todo todo;
   uint64_t op_id = 0;
-  // The coordinator could not parse its frame, and would be sent it again for ever.
+  // The coordinator could not parse its frame, and would get it again forever.
   const absl::Status sound = rpc::CheckUtf8(op);
   absl::Status refused;
   {
@@ -264,7 +264,7 @@ uint64_t SessionClient::Submit(v1::Op op, Done done) {
 }
 
 void SessionClient::Forget(uint64_t op_id) {
-  Done dropped;  // outside of the lock
+  Done dropped;  // destroyed outside of the lock
   Todo todo;
   {
     MutexLock lock(&mu_);
@@ -274,7 +274,7 @@ void SessionClient::Forget(uint64_t op_id) {
     held_bytes_ -= it->second.bytes;
     held_.erase(it);
     if (held_.empty()) changed_.SignalAll();
-    // While nothing can be sent, what was forgotten would pile up.
+    // While nothing can be sent, forgotten operations would pile up.
     if (queue_.size() > 2 * (held_.size() + stacks_) + 64) {
       const auto gone = [this](const Item& item) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
         const auto* const id = std::get_if<uint64_t>(&item);
@@ -365,7 +365,7 @@ absl::Time SessionClient::Tick() {
       beat_due = true;
       unsent = std::exchange(beat_, std::nullopt);
       next_beat_ = now + beat_period_;
-      // Others depend on a hub: it must not be the last to see that its own stream is dead.
+      // Others depend on a hub: it must not be the last to notice that its own stream is dead.
       wants_answer = at_hub_ || (coordinator_answers_ && options_.is_hub && options_.is_hub());
       if (wants_answer) answer_by_ = std::min(answer_by_, now + Patience(4));
     }
@@ -379,7 +379,7 @@ absl::Time SessionClient::Tick() {
       if (attempt_ == opening) {
         link_ = *std::move(link);
         Pump(&todo);
-      } else {  // it was dropped before it could be named
+      } else {  // it was dropped before its id was known
         todo.close = *std::move(link);
       }
     }
@@ -499,7 +499,7 @@ void SessionClient::Drop(Todo* todo) {
   const bool lasted = now - opened_ >= max_backoff_;
   // A move is no outage.
   if (ever_connected_ && !leaving_) away_since_ = std::min(away_since_, AwayFrom(now));
-  // It has been stable, and did not crash right after accepting the agents.
+  // The stream has been stable: it did not break right after the coordinator accepted the agents.
   if (lasted) backoff_ = options_.first_backoff;
   if (moving_to_.has_value()) {
     hub_ = *std::move(moving_to_);
@@ -535,9 +535,9 @@ void SessionClient::Drop(Todo* todo) {
 
 void SessionClient::ChooseNext(bool open, bool lasted) {
   if (!hub_.has_value()) return;
-  if (!at_hub_) {  // neither is there: in turn
+  if (!at_hub_) {  // neither answers: in turn
     at_hub_ = in_turn_ = true;
-    // It was right about the coordinator.
+    // The hub was right about the coordinator.
     away_hub_.clear();
     return;
   }
@@ -546,7 +546,7 @@ void SessionClient::ChooseNext(bool open, bool lasted) {
     hub_.reset();
     return;
   }
-  // A hub whose own session is new ends the streams of its agents; one that is gone does not take
+  // A hub whose own session is new ends the streams of its agents; one that is gone does not accept
   // them again.
   if (lasted) hub_breaks_ = 0;
   if (open && left_ == Left::kNo && ++hub_breaks_ == 1) return;
@@ -555,11 +555,11 @@ void SessionClient::ChooseNext(bool open, bool lasted) {
     MUSTER_LOG(Warning) << "this node returns to the coordinator at " << options_.address << ": "
                         << last_error_;
   }
-  // What became of it while the coordinator was away is nothing to tell.
+  // What happened to the hub while the coordinator was away is not reported.
   if (in_turn_) return;
   if (left_ == Left::kAway && std::exchange(away_hub_, hub_->node) != hub_->node) {
     // Most likely the coordinator was restarted: its hubs are not to blame. If it is there and
-    // names this hub again, the line between the two is.
+    // names this hub again, the connection between the two is.
     return;
   }
   failed_hub_ = hub_->node;
@@ -577,7 +577,7 @@ absl::Time SessionClient::AwayFrom(absl::Time now) const {
 }
 
 void SessionClient::NoteError(absl::string_view what) {
-  // gRPC hands on any bytes, and a hub tells its agents.
+  // gRPC passes on any bytes, and a hub forwards this text to its agents.
   last_error_ =
       OneLine(at_hub_ ? absl::StrCat("hub ", hub_->node, " at ", hub_->address, ": ", what)
                       : std::string(what));
@@ -586,7 +586,8 @@ void SessionClient::NoteError(absl::string_view what) {
 void SessionClient::UseHub(const v1::UseHub& use, bool wait_for_seats, Todo* todo) {
   // Only the coordinator moves agents, not a hub, and an agent that ends does not move.
   if (at_hub_ || leaving_ || bye_ != Bye::kNo) return;
-  // The coordinator may not know yet that it is one: a restarted one learns it from the next beat.
+  // The coordinator may not know yet that this agent is a hub: a restarted one learns it from the
+  // next beat.
   if (options_.is_hub && options_.is_hub()) return;
   const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(use.address());
   if (!address.ok() || (!address->is_unix() && address->port == 0) || use.node().empty() ||
@@ -686,7 +687,7 @@ void SessionClient::Clear() {
 }
 
 std::string SessionClient::WhyRefused(const v1::Welcome& welcome) const {
-  // Terms of another cluster say nothing about this one.
+  // Terms of another cluster cannot be compared.
   if (welcome.cluster_id() == cluster_id_ && welcome.term() < term_) {
     return absl::StrCat("term ", term_, " has begun, but it serves term ", welcome.term(),
                         ": an older coordinator, or one on an older copy of its data "
@@ -713,7 +714,7 @@ void SessionClient::Acknowledged(uint64_t seq) {
 
 void SessionClient::Resume(uint64_t last_received_seq) {
   Acknowledged(last_received_seq);
-  // It has not seen these: their contents go out again, first.
+  // The server has not received these: their contents are sent again, first.
   for (auto sent = unacked_.rbegin(); sent != unacked_.rend(); ++sent) {
     for (auto item = sent->items.rbegin(); item != sent->items.rend(); ++item) {
       queue_.push_front(std::move(*item));
@@ -733,7 +734,7 @@ void SessionClient::BeginSession(Todo* todo) {
   stacks_ = 0;
   for (auto it = held_.begin(); it != held_.end();) {
     Held& held = it->second;
-    if (held.op.has_recall_barriers() && !held.done) {  // rebuilt below
+    if (held.op.has_recall_barriers() && !held.done) {  // made again below
       held_bytes_ -= held.bytes;
       it = held_.erase(it);
       continue;
@@ -751,8 +752,8 @@ void SessionClient::BeginSession(Todo* todo) {
       continue;
     }
     held.again = false;
-    // A restarted coordinator, or one that sees the agent come from a hub, continues with the rest
-    // of its timeout.
+    // A restarted coordinator, or one to which the agent comes through a hub, continues with the
+    // rest of the timeout.
     held_bytes_ -= held.bytes;
     SetWaited(options_.clock->Now() - held.since, &held.op);
     held.bytes = held.op.ByteSizeLong();
@@ -760,7 +761,7 @@ void SessionClient::BeginSession(Todo* todo) {
     queue_.push_back(it->first);
     ++it;
   }
-  // Also to another session of the same term: the earlier message may have been lost.
+  // Also for another session of the same term: the earlier message may have been lost.
   QueueRecalls();
 }
 
@@ -902,7 +903,7 @@ void SessionClient::Received(const v1::CoordinatorFrame& frame, Todo* todo) {
     case v1::CoordinatorFrame::kResults:
       for (const v1::OpResult& result : frame.results().results()) {
         const auto it = held_.find(result.op_id());
-        if (it == held_.end()) continue;  // forgotten
+        if (it == held_.end()) continue;  // it was forgotten
         if (result.error().detail().reason() == v1::ERROR_REASON_STOPPING &&
             RepeatSafe(it->second.op)) {
           it->second.again = true;
@@ -995,7 +996,7 @@ bool SessionClient::NextFrame(v1::AgentFrame* frame) {
   } else {
     Sent sent;
     size_t bytes = 0;
-    // What is sent now could not be repeated after a move, or waits in a hub that is away.
+    // What is sent now could not be repeated after a move, or would wait in a hub that is away.
     while (!queue_.empty() && !moving_to_.has_value() && !hub_away_) {
       Item& item = queue_.front();
       if (auto* const stack = std::get_if<v1::StackReply>(&item)) {
@@ -1070,8 +1071,8 @@ void SessionClient::Finish(absl::Time deadline) {
   }
   Run(std::move(todo));
   MutexLock lock(&mu_);
-  // The coordinator closes a stream that has said Bye. One that is only written may still be in
-  // this process, which may end now.
+  // The coordinator closes a stream after Bye. A frame that is only written may still be in this
+  // process, which may end now.
   while (state_ == State::kOpen) {
     const absl::Duration left = deadline - Clock::Real().Now();
     if (left <= absl::ZeroDuration()) break;

@@ -1,5 +1,5 @@
-// The agent's stream and its relay core fed with whatever a hostile, broken or newer coordinator
-// may say, against rules that must hold all the same.
+// Feeds the agent's stream and its relay core with anything that a hostile, broken or newer
+// coordinator may send, and checks rules that must hold anyway.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -21,14 +21,14 @@
 namespace muster::agent {
 namespace {
 
-// Names and numbers that two messages may share.
+// Messages with names and numbers that two of them may share.
 class Fuzzer final : public RandomMessage {
  public:
   using RandomMessage::RandomMessage;
 
-  uint64_t next_seq = 1;       // of the coordinator
-  std::vector<uint64_t> ops;   // that were sent to it
-  std::string session = "s1";  // that it has welcomed to
+  uint64_t next_seq = 1;       // the coordinator's
+  std::vector<uint64_t> ops;   // sent to the coordinator
+  std::string session = "s1";  // the session of its welcome
   uint64_t sent_seq = 0;       // the agent's last frame
 
  private:
@@ -147,7 +147,7 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
   if (welcomed) welcome(newest_stream(), 0);
   for (int i = 0; i < 6000; ++i) {
     FakeOutgoingStream* const to = newest_stream();
-    if (to == nullptr || to->closing) {  // a stream soon, or little is tried
+    if (to == nullptr || to->closing) {  // open a stream soon, or little is tried
       clock.Advance(absl::Milliseconds(100));
       client->Tick();
     }
@@ -170,7 +170,7 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
           if (waiting.count(call) == 0) break;
           core.Forget(op_id);
           waiting.erase(call);
-          answered[call] = 1;  // and never again
+          answered[call] = 1;  // and never a second time
         }
         break;
       case 6: {
@@ -218,7 +218,7 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
         }
         break;
       case 11:
-        // Also of streams that were given up.
+        // Includes streams that were given up.
         if (transport.streams.size() > 1) {
           FakeOutgoingStream& old = *transport.streams[fuzz.Draw(transport.streams.size() - 1)];
           v1::CoordinatorFrame frame;
@@ -244,13 +244,13 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
           frame.set_seq(fuzz.Draw(60) == 0 ? fuzz.Draw(fuzz.next_seq + 3) : fuzz.next_seq++);
           frame.set_ack(fuzz.Draw(10) == 0 ? fuzz.Draw(UINT64_MAX) : fuzz.sent_seq);
           if (fuzz.Draw(8) == 0) {
-            // As a newer coordinator's: fields that are not known here.
+            // Like a newer coordinator's, with unknown fields.
             v1::CoordinatorFrame mutated;
             if (mutated.ParseFromString(Mutate(frame.SerializeAsString(), fuzz.generator()))) {
               frame = std::move(mutated);
             }
           }
-          // That it ends for good has tests of its own: nothing would follow.
+          // An end for good has separate tests: nothing would follow it.
           if (frame.has_goodbye()) frame.mutable_goodbye()->clear_final();
           to->events->OnFrame(frame);
         }
@@ -279,7 +279,7 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
     to->closed = true;
     to->events->OnClosed(absl::UnavailableError("gone"));
   }
-  for (int i = 0; i < 4; ++i) {  // a move to a hub is no outage until the hub does not answer
+  for (int i = 0; i < 4; ++i) {  // a move to a hub is no outage as long as the hub answers
     clock.Advance(absl::Hours(1));
     core.Tick();
     client->Tick();

@@ -43,7 +43,7 @@ class SessionClientTest : public ::testing::Test {
   }
   FakeOutgoingStream& stream() { return *transport_.streams.back(); }
 
-  // Results by op: "ok" or the message of the error.
+  // Submits `op` and records its result: "ok" or the message of the error.
   uint64_t Submit(const std::string& name, v1::Op op) {
     return client_->Submit(std::move(op), [this, name](const v1::OpResult& result) {
       results_.push_back(
@@ -100,7 +100,7 @@ class SessionClientTest : public ::testing::Test {
     for (const std::string& feature : features_) welcome.add_features(feature);
     stream().events->OnFrame(frame);
   }
-  // Connects for the first time; what was written so far is forgotten.
+  // Connects for the first time; forgets what was written before.
   void Connect() {
     Make();
     stream().Done();
@@ -109,7 +109,7 @@ class SessionClientTest : public ::testing::Test {
     stream().Drain();
     stream().written.clear();
   }
-  // The stream breaks and a new one is opened; `last` of its frames is hello.
+  // Breaks the stream and opens a new one, whose last frame so far is hello.
   void Reconnect() {
     stream().events->OnClosed(absl::UnavailableError("broken pipe"));
     clock_.Advance(absl::Seconds(2));
@@ -134,7 +134,7 @@ class SessionClientTest : public ::testing::Test {
     stream().events->OnClosed(absl::OkStatus());
     ExpectHello(address);
   }
-  // The next attempt is due within `wait` and goes to `address`.
+  // Expects that the next attempt is due within `wait` and goes to `address`.
   void ExpectHello(const std::string& address, absl::Duration wait = absl::ZeroDuration()) {
     const size_t before = transport_.streams.size();
     clock_.Advance(wait);
@@ -155,7 +155,7 @@ class SessionClientTest : public ::testing::Test {
     Acknowledge();
     stream().written.clear();
   }
-  // What follows a beat.
+  // Sends the frame that follows a beat.
   void Acknowledge() { stream().events->OnFrame(v1::CoordinatorFrame()); }
   void SayAway(bool away) {
     v1::CoordinatorFrame frame;
@@ -169,7 +169,7 @@ class SessionClientTest : public ::testing::Test {
     for (const v1::Op& op : frame.ops().ops()) ids.push_back(op.op_id());
     return ids;
   }
-  // "seq: op op" of each frame with operations that this stream has written.
+  // Returns "seq: op op" of each frame with operations that this stream has written.
   std::vector<std::string> Written() {
     std::vector<std::string> out;
     for (const v1::AgentFrame& frame : stream().written) {
@@ -185,7 +185,7 @@ class SessionClientTest : public ::testing::Test {
   FakeStreamOpener transport_;
   SessionClient::Options options_;
   std::string hub_address_;
-  std::vector<std::string> features_;  // of the coordinator
+  std::vector<std::string> features_;  // the coordinator's
   std::vector<std::string> connected_;
   std::vector<std::string> results_;
   std::vector<v1::Directive> directives_;
@@ -270,7 +270,7 @@ TEST_F(SessionClientTest, Resume_SendsOnlyWhatWasNotSeenUnderTheSameNumbers) {
   Reconnect();
   EXPECT_EQ(stream().written.back().hello().last_received_seq(), 1u);
   Submit("z", Add(5));
-  Welcome("s1", 1, 2);  // it has seen frames 1 and 2: operations 1 and 2
+  Welcome("s1", 1, 2);  // the server has seen frames 1 and 2: operations 1 and 2
   stream().Drain();
   EXPECT_THAT(Written(), ElementsAre("3: 3 4 5"));
   EXPECT_THAT(connected_, ElementsAre("term 1 new", "term 1 resumed"));
@@ -312,7 +312,7 @@ TEST_F(SessionClientTest, NewSession_WhatHasATimeoutSaysHowLongItHasWaited) {
   Connect();
   v1::Op many;
   many.mutable_arrive_many()->set_barrier_id("b");
-  many.mutable_arrive_many()->mutable_waited()->set_seconds(3);  // before it came here
+  many.mutable_arrive_many()->mutable_waited()->set_seconds(3);  // before it reached this agent
   Submit("a", Arrive("b", 0));
   Submit("m", many);
   Submit("t", Add(1));
@@ -325,7 +325,7 @@ TEST_F(SessionClientTest, NewSession_WhatHasATimeoutSaysHowLongItHasWaited) {
   Submit("w", wait);
   stream().Drain();
   EXPECT_FALSE(stream().written.back().ops().ops(0).arrive().has_waited());
-  // For each new session again, from the same start.
+  // In each new session again, counted from the same start.
   for (const int seconds : {2, 4}) {
     Reconnect();  // after 2 s
     Welcome(absl::StrCat("s", seconds), seconds);
@@ -371,7 +371,7 @@ TEST_F(SessionClientTest, NewSession_SentOperationWithoutARequestIdIsNotRepeated
   stream().Done();
   Welcome("s2");
   stream().Drain();
-  EXPECT_THAT(Written(), ElementsAre("1: 3"));  // never sent before
+  EXPECT_THAT(Written(), ElementsAre("1: 3"));  // it was never sent before
   ASSERT_EQ(results_.size(), 2u);
   EXPECT_THAT(results_[0], HasSubstr("whether the request took effect is unknown"));
 }
@@ -400,7 +400,7 @@ TEST_F(SessionClientTest, NewTerm_IsToldOfBarriersBeforeWhatIsHeld) {
   EXPECT_EQ(recall.seen(1).counter(), 0u);
   EXPECT_EQ(batch.ops(1).arrive().barrier_id(), "b");
   EXPECT_EQ(client_->term(), 2u);
-  // The answer to the recall has no receiver.
+  // No caller waits for the answer to the recall.
   v1::CoordinatorFrame frame = Passed(1, {4});
   frame.mutable_results()->add_results()->set_op_id(batch.ops(0).op_id());
   stream().Drain();
@@ -562,7 +562,7 @@ TEST_F(SessionClientTest, WelcomedAndDropped_BacksOffAllTheSame) {
   EXPECT_EQ(waits[0], absl::Milliseconds(25));
   EXPECT_EQ(waits[1], absl::Milliseconds(50));
   EXPECT_EQ(waits[7], absl::Seconds(1));  // half of a third of the lease
-  // One that stays is forgiven.
+  // A stream that lasts resets the backoff.
   clock_.Advance(absl::Seconds(10));
   stream().events->OnClosed(absl::UnavailableError("it falls"));
   EXPECT_EQ(client_->Tick() - clock_.Now(), absl::Milliseconds(25));
@@ -588,10 +588,10 @@ TEST_F(SessionClientTest, AnswerOfAnotherKind_IsAnErrorAndNoBarrierPassed) {
   Connect();
   Submit("a", Arrive("b", 0));
   stream().Drain();
-  stream().events->OnFrame(Results(1, {1}));  // of a transaction
+  stream().events->OnFrame(Results(1, {1}));  // the answer of a transaction
   EXPECT_THAT(results_, ElementsAre(HasSubstr("a: the coordinator at 10.0.0.1:29400 answered a "
                                               "request with a result of the wrong kind")));
-  // And it is not recalled as one that passed.
+  // And it is not recalled as an instance that passed.
   Reconnect();
   Welcome("s2", 2);
   stream().Drain();
@@ -608,7 +608,7 @@ TEST_F(SessionClientTest, ProtocolThatWasNotOffered_IsLeftAlone) {
   EXPECT_TRUE(stream().closing);
 }
 
-// A transport whose stream breaks before it is handed over.
+// A transport whose stream breaks before it is returned.
 TEST_F(SessionClientTest, DroppedWhileOpening_IsClosedAllTheSame) {
   struct Hasty final : public StreamOpener {
     absl::StatusOr<std::shared_ptr<OutgoingStream>> Open(
@@ -643,7 +643,8 @@ TEST_F(SessionClientTest, StacksWhileAway_AreBounded) {
   v1::StackReply stack;
   for (int i = 0; i < 1000; ++i) client_->SendStack(stack);
   stream().Done();
-  // The first welcome forgets them, as the new session did not ask; what comes then is bounded too.
+  // The first welcome forgets them, because the new session did not ask for them; later ones are
+  // bounded, too.
   Welcome("s1");
   stream().Drain();
   for (int i = 0; i < 1000; ++i) client_->SendStack(stack);
@@ -653,7 +654,7 @@ TEST_F(SessionClientTest, StacksWhileAway_AreBounded) {
   EXPECT_EQ(stacks, 256);
 }
 
-// A coordinator may ask for ever, and each has up to 64 KiB.
+// A coordinator may ask forever, and each answer has up to 64 KiB.
 TEST_F(SessionClientTest, StacksThatAreNotAcknowledged_AreBounded) {
   Connect();
   const auto sent = [&] {
@@ -667,7 +668,7 @@ TEST_F(SessionClientTest, StacksThatAreNotAcknowledged_AreBounded) {
   EXPECT_EQ(sent(), 256);
   for (int i = 0; i < 1000; ++i) client_->SendStack({});
   EXPECT_EQ(sent(), 0);
-  // In a resumed session only what was acknowledged makes room.
+  // In a resumed session, only acknowledged answers make room.
   Reconnect();
   Welcome("s1", 1, 100);
   EXPECT_EQ(sent(), 156);
@@ -734,7 +735,7 @@ TEST_F(SessionClientTest, Beats_ComeAtOnceAndThenEveryPeriod) {
   EXPECT_EQ(next, clock_.Now() + absl::Seconds(2));
   ASSERT_TRUE(stream().written.back().has_beat());
   EXPECT_EQ(stream().written.back().seq(), 0u);
-  // A writer that stands still gets the newest beat only.
+  // A stalled writer gets only the newest beat.
   for (int i = 0; i < 3; ++i) {
     clock_.Advance(absl::Seconds(2));
     client_->Tick();
@@ -798,7 +799,7 @@ TEST_F(SessionClientTest, Outage_FailsNothingUntilToleratedThenNamesAddressAndTi
   EXPECT_EQ(lost_[0].code(), absl::StatusCode::kUnavailable);
   Submit("c", Add(3));
   EXPECT_THAT(results_.back(), HasSubstr("c: the coordinator at 10.0.0.1:29400"));
-  // It comes back all the same.
+  // The answer comes back anyway.
   stream().Drain();
   Welcome("s2", 2);
   Submit("d", Add(4));
@@ -861,7 +862,7 @@ TEST_F(SessionClientTest, OperationLargerThanAMessage_IsRefusedHere) {
   EXPECT_THAT(Written(), IsEmpty());
 }
 
-// The coordinator could not parse the frame, nor what comes with it, however often it is sent.
+// The coordinator could not parse the frame, nor anything else in it, however often it is sent.
 TEST_F(SessionClientTest, OperationThatIsNotUtf8_IsRefusedHereAndNamesTheField) {
   Connect();
   v1::Op op;
@@ -950,7 +951,7 @@ TEST_F(SessionClientTest, UseHub_MovesWhatIsHeldToANewSessionThere) {
   EXPECT_EQ(hello().cluster_id(), "c");
   EXPECT_EQ(hello().session_id(), "s1");
   EXPECT_EQ(hello().hub_address(), "");
-  Welcome("s1");  // by chance the name of the coordinator's, but another one
+  Welcome("s1");  // by chance the name of the coordinator's session, but another session
   EXPECT_TRUE(client_->connected());
   stream().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 1 2"));
@@ -982,7 +983,7 @@ TEST_F(SessionClientTest, UseHubWhileOthersAreBehindThisAgent_IsNotFollowed) {
 TEST_F(SessionClientTest, MoveToAHub_IsNoOutage) {
   options_.outage_tolerance = absl::ZeroDuration();
   Make();
-  EXPECT_THAT(hello().features(), IsEmpty());  // it would not tolerate one that fails
+  EXPECT_THAT(hello().features(), IsEmpty());  // a failing hub would exceed its tolerance
   stream().Done();
   Welcome("s1");
   Use("node-h", "10.0.0.2:29500");
@@ -1031,7 +1032,7 @@ TEST_F(SessionClientTest, UseHubWhileAWorkerWaitsForItsSeat_MovesOnceItHasIt) {
   stream().Drain();
   stream().written.clear();
   Use("node-h", "10.0.0.2:29500");
-  // A move would end the session that holds its place in the queue. What else there is goes on.
+  // A move would end the session that holds its place in the queue. Other operations continue.
   Submit("other", Add(1));
   stream().Drain();
   EXPECT_THAT(Written(), ElementsAre("2: 2"));
@@ -1096,7 +1097,7 @@ TEST_F(SessionClientTest, UseHub_WaitsOneSecondAtMost) {
   client_->Tick();
   stream().Drain();
   EXPECT_TRUE(stream().written.back().has_bye());
-  // And one more for a coordinator that does not end the stream.
+  // And another second for a coordinator that does not end the stream.
   const absl::Time next = client_->Tick();
   EXPECT_LE(next - clock_.Now(), absl::Seconds(1));
   ExpectHello("10.0.0.2:29500", absl::Seconds(1));
@@ -1159,7 +1160,7 @@ TEST_F(SessionClientTest, HubThatCannotBeUsed_CoordinatorHearsOfIt) {
 
 TEST_F(SessionClientTest, HubThatNothingIsOpenedTo_IsLeftForTheCoordinator) {
   Connect();
-  transport_.refuses = "10.0.0.2:29500";  // no TLS, for instance
+  transport_.refuses = "10.0.0.2:29500";  // for example because it has no TLS
   Use("node-h", "10.0.0.2:29500");
   stream().Drain();
   stream().events->OnClosed(absl::OkStatus());
@@ -1245,7 +1246,7 @@ TEST_F(SessionClientTest, HubThatHasLostTheCoordinator_IsAnOutage) {
   EXPECT_THAT(client_->upstream().why_away, HasSubstr("connection refused"));
   Submit("a", Add(1));
   EXPECT_THAT(stream().written, IsEmpty());  // nothing that might be lost there
-  // It is alive all the same.
+  // The hub is alive anyway.
   clock_.Advance(absl::Seconds(1.9));
   client_->Tick();
   EXPECT_FALSE(stream().closing);
@@ -1269,7 +1270,7 @@ TEST_F(SessionClientTest, HubThatDoesNotFindTheCoordinator_IsLeftAfterAThirdOfTh
   ExpectHello("", absl::Seconds(1));
   // The coordinator knows which hubs it has lost.
   EXPECT_EQ(hello().failed_hub(), "");
-  // But not that it cannot be reached from one that it believes to have.
+  // But it does not know that a hub which it believes to have cannot reach it.
   Welcome("s2");
   stream().Drain();
   Use("node-h", "10.0.0.2:29500");
@@ -1355,7 +1356,7 @@ TEST_F(SessionClientTest, BeatThatAHubDoesNotAcknowledge_IsTheEndOfIt) {
   Welcome("s2");
   stream().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 1"));
-  // The coordinator itself may take its time: an outage is what the connection says.
+  // The coordinator itself may be slow: only the connection decides what is an outage.
   clock_.Advance(absl::Seconds(20));
   client_->Tick();
   EXPECT_TRUE(client_->connected());
@@ -1398,9 +1399,9 @@ TEST_F(SessionClientTest, HubWhoseBeatTheCoordinatorDoesNotAnswer_OpensAnotherSt
   EXPECT_THAT(client_->upstream().why_away, HasSubstr("has not acknowledged a beat"));
   EXPECT_EQ(transport_.reconnects, 1);
   ExpectHello("", absl::Seconds(1));
-  EXPECT_EQ(hello().session_id(), "s1");  // which goes on
+  EXPECT_EQ(hello().session_id(), "s1");  // the session continues
   Welcome("s1");
-  // Without agents behind it, the connection says when it is broken.
+  // Without agents behind it, it relies on the connection to report when it is broken.
   is_hub = false;
   client_->Tick();
   EXPECT_FALSE(stream().written.back().beat().wants_answer());
@@ -1427,7 +1428,7 @@ TEST_F(SessionClientTest, HubWhoseStreamBreaks_IsTriedOnceMore) {
   stream().Drain();
   clock_.Advance(absl::Seconds(1));
   client_->Tick();
-  // It has a new session with the coordinator: all of it comes back.
+  // The hub has a new session with the coordinator: all its agents come back.
   stream().events->OnClosed(absl::AbortedError("a new session"));
   ExpectHello("10.0.0.2:29500", absl::Seconds(1));
   EXPECT_EQ(hello().session_id(), "h1");
@@ -1435,7 +1436,7 @@ TEST_F(SessionClientTest, HubWhoseStreamBreaks_IsTriedOnceMore) {
   stream().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 1"));
   EXPECT_EQ(client_->upstream().session, 3u);
-  // One that stays is trusted again.
+  // A hub whose stream lasts is trusted again.
   clock_.Advance(absl::Seconds(1));
   client_->Tick();
   stream().Drain();
@@ -1468,7 +1469,7 @@ TEST_F(SessionClientTest, HubThatEndsInOrder_IsLeftAndNotToBlame) {
   stream().events->OnClosed(absl::OkStatus());
   ExpectHello("", absl::Seconds(1));
   EXPECT_EQ(hello().failed_hub(), "");
-  // Nor is it an alternative.
+  // It is not an alternative, either.
   stream().events->OnClosed(absl::UnavailableError("connection refused"));
   ExpectHello("", absl::Seconds(1));
 }
@@ -1491,7 +1492,7 @@ TEST_F(SessionClientTest, NeitherHubNorCoordinator_InTurnUntilTheOutageIsNotTole
   stream().events->OnClosed(absl::UnavailableError("broken pipe"));
   std::string tried;
   absl::Duration away;
-  // A hub that is there does not make the coordinator be there.
+  // A hub that answers does not mean that the coordinator does.
   const auto step = [&] {
     if (tried.back() == 'H') Acknowledge();
     if (tried.back() == 'h') {
@@ -1518,7 +1519,8 @@ TEST_F(SessionClientTest, NeitherHubNorCoordinator_InTurnUntilTheOutageIsNotTole
   EXPECT_EQ(lost_.size(), 1u);
   Submit("b", Add(2));
   EXPECT_THAT(results_.back(), HasSubstr("b: the coordinator at 10.0.0.1:29400 has been away"));
-  // It is back: the hub says nothing to the contrary for a while, or the coordinator welcomes.
+  // It is back: the hub does not contradict that for a while, or the coordinator welcomes the
+  // agent.
   while (tried.back() != 'h') step();
   Welcome("h3");
   client_->Tick();
@@ -1581,7 +1583,7 @@ TEST_F(SessionClientTest, FinishAtAHub_SaysGoodbyeThere) {
   ConnectToHub();
   client_->Finish(absl::InfinitePast());
   EXPECT_EQ(stream().written.back().bye().reason(), "the agent ends");
-  // Who ends is not moved any more.
+  // An agent that ends is no longer moved.
   Use("node-g", "10.0.0.3:29500");
   stream().Drain();
   EXPECT_TRUE(stream().written.back().has_bye());

@@ -40,15 +40,15 @@
 namespace muster::agent {
 namespace {
 
-constexpr int kNamedThreads = 8;  // of a group at the same place
-// libdw does not stop by itself on an endless stack (a broken one may be circular).
+constexpr int kNamedThreads = 8;  // in a group at the same place
+// libdw never stops on an endless stack (a broken one may be circular).
 constexpr int kWalkedFrames = 512;
 constexpr size_t kMaxName = 256;
-// Each has a thread and the tables of a process until it ends, which may be never.
+// A late capture has a thread and the tables of a process until it ends, which may be never.
 constexpr size_t kMaxLate = 8;
 
 struct Frame {
-  uint64_t pc = 0;  // of the call, not of the return
+  uint64_t pc = 0;  // address of the call, not of the return
   bool operator==(const Frame& other) const { return pc == other.pc; }
 };
 
@@ -58,7 +58,7 @@ struct ThreadStack {
   PythonStack python;
   std::vector<Frame> frames;
   int more_frames = 0;
-  std::string why;  // no frames: the reason
+  std::string why;  // why there are no frames
 
   bool SamePlace(const ThreadStack& other) const {
     return frames == other.frames && python == other.python && why == other.why &&
@@ -66,7 +66,7 @@ struct ThreadStack {
   }
 };
 
-// A thread stopped by us; the destructor resumes it.
+// A thread that this process has stopped; the destructor resumes it.
 class StoppedThread {
  public:
   StoppedThread() = default;
@@ -76,8 +76,8 @@ class StoppedThread {
   StoppedThread(const StoppedThread&) = delete;
   StoppedThread& operator=(const StoppedThread&) = delete;
 
-  // Empty: it is stopped; else why not. One that was seized and did not stop is let go by the
-  // kernel when the calling thread ends.
+  // Returns an empty text if the thread is stopped, else why not. The kernel releases a thread that
+  // was seized and did not stop when the calling thread ends.
   std::string Stop(pid_t tid, absl::Time deadline, const Notification& given_up) {
     if (ptrace(PTRACE_INTERRUPT, tid, nullptr, nullptr) != 0) {
       return errno == ESRCH ? "it has ended" : strerror(errno);
@@ -123,7 +123,7 @@ std::vector<pid_t> ThreadsOf(pid_t pid) {
   return tids;
 }
 
-// The current tracer of `pid`; 0: none.
+// Returns the current tracer of `pid`; 0: none.
 int64_t TracerOf(pid_t pid) {
   FILE* const file = fopen(absl::StrCat("/proc/", pid, "/status").c_str(), "re");
   if (file == nullptr) return 0;
@@ -136,7 +136,7 @@ int64_t TracerOf(pid_t pid) {
   return tracer;
 }
 
-// Yama's setting: '0' to '3'; '0' too where there is none.
+// Returns Yama's setting, '0' to '3'; '0' if there is no Yama.
 char PtraceScope(const std::string& path) {
   FILE* const file = fopen(path.c_str(), "re");
   if (file == nullptr) return '0';
@@ -167,7 +167,7 @@ std::string Refusal(pid_t pid, int error, const std::string& ptrace_scope_path) 
   return text;
 }
 
-// The number of a thread in the pid namespace of its process. 0: unknown.
+// Returns the id of a thread in the pid namespace of its process. 0: unknown.
 uint64_t OwnNumber(pid_t pid, pid_t tid) {
   FILE* const file = fopen(absl::StrCat("/proc/", pid, "/task/", tid, "/status").c_str(), "re");
   if (file == nullptr) return 0;
@@ -175,7 +175,7 @@ uint64_t OwnNumber(pid_t pid, pid_t tid) {
   uint64_t number = 0;
   while (fgets(line, sizeof(line), file) != nullptr) {
     if (strncmp(line, "NSpid:", 6) != 0) continue;
-    // From the outermost namespace to its own.
+    // The ids are listed from the outermost namespace to its own.
     const char* const last = strrchr(line, '\t');
     number = last == nullptr ? 0 : strtoull(last, nullptr, 10);
     break;
@@ -184,7 +184,7 @@ uint64_t OwnNumber(pid_t pid, pid_t tid) {
   return number;
 }
 
-// What pthread_self() is in a stopped thread. 0: unknown on this architecture.
+// Returns the value of pthread_self() in a stopped thread. 0: unknown on this architecture.
 uint64_t PthreadOf(pid_t tid) {
 #if defined(__x86_64__)
   user_regs_struct registers;
@@ -195,18 +195,19 @@ uint64_t PthreadOf(pid_t tid) {
   return 0;
 }
 
-// Separate debug files are not looked for: that may ask servers.
+// Finds no separate debug files, because the search may ask servers.
 int NoDebugFile(Dwfl_Module*, void**, const char*, Dwarf_Addr, const char*, const char*, GElf_Word,
                 char**) {
   return -1;
 }
 
-// As dwfl_linux_proc_find_elf, but with the files of the process's own mounts: at the same paths an
-// agent outside of a container has others, whose tables would give wrong frames and names.
+// Does the same as dwfl_linux_proc_find_elf, but with the files that the process sees: outside of
+// its container, an agent may have others at the same paths, whose tables would give wrong frames
+// and names.
 int FindElf(Dwfl_Module* module, void** userdata, const char* name, Dwarf_Addr base,
             char** file_name, Elf** elf) {
   const pid_t pid = static_cast<pid_t>(reinterpret_cast<intptr_t>(*userdata));
-  if (pid == 0 || name[0] != '/') {  // "[vdso]": from its memory
+  if (pid == 0 || name[0] != '/') {  // "[vdso]": read from its memory
     return dwfl_linux_proc_find_elf(module, userdata, name, base, file_name, elf);
   }
   const int fd = OpenMappedFile(pid, name);
@@ -214,7 +215,7 @@ int FindElf(Dwfl_Module* module, void** userdata, const char* name, Dwarf_Addr b
   return fd;
 }
 
-// For FindElf, to which libdw gives no other way to the process.
+// Tells FindElf the process, to which libdw gives no other way.
 int TellProcess(Dwfl_Module*, void** userdata, const char*, Dwarf_Addr, void* pid) {
   *userdata = pid;
   return DWARF_CB_OK;
@@ -305,7 +306,7 @@ int OnFrame(Dwfl_Frame* frame, void* argument) {
 class Text {
  public:
   explicit Text(size_t max_bytes) : max_bytes_(max_bytes) {}
-  // False: it does not fit, and nothing does any more.
+  // Returns false if the line does not fit; after that nothing does.
   bool Line(absl::string_view foreign) {
     const std::string line = OneLine(foreign);  // names of symbols and files have any bytes
     constexpr absl::string_view kCut = "... (cut)\n";
@@ -333,7 +334,7 @@ StackSnapshot WithoutStack(int64_t pid, absl::string_view why) {
                                        state.ToString(), "\nno stack: ", why, "\n")};
 }
 
-// The whole capture, on a thread of its own: whatever it traces is let go when that ends.
+// A whole capture, on its own thread: the kernel releases whatever it traces when the thread ends.
 class Capturer {
  public:
   Capturer(pid_t pid, const StackCaptureOptions& options, absl::Time deadline,
@@ -371,7 +372,7 @@ class Capturer {
   bool OutOfTime() const { return Clock::Real().Now() >= deadline_; }
 
   void Collect() {
-    // All that needs no stopped process comes first.
+    // Everything that needs no stopped process comes first.
     dwfl_.reset(dwfl_begin(&kCallbacks));
     std::string why;
     if (dwfl_ == nullptr || dwfl_linux_proc_report(dwfl_.get(), pid_) != 0 ||
@@ -384,7 +385,7 @@ class Capturer {
     }
     if (pid_ == getpid()) why = "this is the agent itself, which does not stop for its own stack";
     if (!why.empty()) {
-      // No need to attach.
+      // There is no need to attach.
     } else if (const int error = dwfl_linux_proc_attach(dwfl_.get(), pid_, true); error != 0) {
       why = error > 0 ? strerror(error) : dwfl_errmsg(-1);
     }
@@ -412,7 +413,7 @@ class Capturer {
     }
   }
 
-  // Empty, or why there are no frames.
+  // Returns an empty text, or why there are no frames.
   std::string WalkThread(ThreadStack* stack) {
     const int refused = options_.seize ? options_.seize(stack->tid)
                         : ptrace(PTRACE_SEIZE, stack->tid, nullptr, nullptr) == 0 ? 0
@@ -423,10 +424,10 @@ class Capturer {
     std::string why = stopped.Stop(stack->tid, std::min(deadline_, patience), given_up_);
     if (!why.empty()) return why;
     Walk walk = {.stack = stack, .max_frames = options_.max_frames, .deadline = deadline_};
-    // The walk ends with an error where no unwind table continues it; the frames found so far are
+    // The walk ends with an error if no unwind table continues it; the frames found so far are
     // valid.
     dwfl_getthread_frames(dwfl_.get(), stack->tid, OnFrame, &walk);
-    // The number of pthreads is right in any pid namespace, and in a forked child.
+    // The id of pthreads is valid in any pid namespace, and in a forked child.
     const uint64_t pthread = PthreadOf(stack->tid);
     const uint64_t number = pthread == 0 ? OwnNumber(pid_, stack->tid) : 0;
     ReadPython(stack, [pthread, number](const PythonThread& thread) {
@@ -435,7 +436,7 @@ class Capturer {
     return stack->frames.empty() ? absl::StrCat("no frame could be read: ", dwfl_errmsg(-1)) : "";
   }
 
-  // Finds the interpreter and its threads. A process without one has no `python_` afterwards.
+  // Finds the interpreter and its threads. Leaves `python_` empty for a process without one.
   void OpenPython() {
     const std::optional<PythonSymbols> symbols = FindPython(dwfl_.get(), pid_);
     if (!symbols.has_value()) return;
@@ -457,7 +458,7 @@ class Capturer {
     }
   }
 
-  // False: it does not fit.
+  // Returns false if it does not fit.
   bool PrintPython(const ThreadStack& stack, Text* text) const {
     const PythonStack& python = stack.python;
     for (size_t i = 0; i < python.frames.size(); ++i) {
@@ -524,7 +525,7 @@ class Capturer {
   const ProcessMemory memory_{pid_};
   std::optional<PythonStackReader> python_;
   std::vector<PythonThread> python_threads_;
-  std::string no_python_;  // why there is no `python_` where there is a Python
+  std::string no_python_;  // why `python_` is empty although there is a Python
 };
 
 }  // namespace
@@ -542,7 +543,7 @@ StackCapture::StackCapture(StackCaptureOptions options)
 struct StackCapture::Late {
   struct One {
     int64_t pid;
-    uint64_t started;  // of the process: another one may have its number by now
+    uint64_t started;  // start time of the process: another one may have its pid by now
     absl::Time since;
     std::shared_ptr<Job> job;
     std::thread thread;
@@ -551,7 +552,7 @@ struct StackCapture::Late {
     static Late* const late = new Late;
     return *late;
   }
-  // Why another look at `pid`, which started then, would not end either. Empty: it may.
+  // Returns why another look at `pid`, which started then, would not end either. Empty: it may.
   std::string Refusal(int64_t pid, uint64_t started) {
     MutexLock lock(&mu);
     for (const One& one : threads) {
@@ -601,7 +602,7 @@ StackSnapshot StackCapture::Capture(int64_t pid, absl::Duration budget) {
   }
   const auto job = std::make_shared<Job>();
   const absl::Time begun = Clock::Real().Now();
-  // A part is kept for what cannot be interrupted on the way.
+  // The rest is kept for operations that cannot be interrupted.
   const absl::Time deadline = begun + budget * 3 / 4;
   const auto look = [options = options_, job, pid, deadline] {
     job->snapshot = Capturer(static_cast<pid_t>(pid), *options, deadline, job->given_up).Run();

@@ -38,24 +38,24 @@ namespace muster::agent {
 
 volatile bool g_forever = true;
 
-// ThreadSanitizer adds one to each process.
+// ThreadSanitizer adds a thread to each process.
 #if defined(__SANITIZE_THREAD__)
 constexpr int kThreadsOfRuntime = 1;
 #else
 constexpr int kThreadsOfRuntime = 0;
 #endif
 
-// With linkage and names that a reader of the stack must find again.
+// With a linkage and names that the test must find in the stack.
 __attribute__((noinline)) void AugmentForever(int ready) {
   const char byte = 'x';
   if (write(ready, &byte, 1) != 1) _exit(1);
-  // A variable, lest the compiler knows that nothing comes after.
+  // A variable, so that the compiler cannot know that nothing follows.
   while (g_forever) pause();
 }
 struct ImageLoader {
   __attribute__((noinline)) static void LoadBatch(int ready, int index) {
     AugmentForever(ready);
-    asm volatile("" ::"r"(index));  // keeps the call from being the last thing, a jump
+    asm volatile("" ::"r"(index));  // keeps the call from becoming a jump at the end
   }
 };
 __attribute__((noinline)) void SpinForever(int ready) {
@@ -77,7 +77,7 @@ namespace {
 
 constexpr absl::Duration kBudget = absl::Seconds(30);
 
-// A child that runs `body(fd)` once `body` has written a byte to fd; killed at the end.
+// A child that runs `body(fd)`, ready once `body` has written a byte to fd; killed at the end.
 class Child {
  public:
   explicit Child(
@@ -105,14 +105,14 @@ class Child {
   pid_t pid_ = 0;
 };
 
-// A program for each Python in $MUSTER_TEST_PYTHONS (paths with colons between them), or for
-// Debian's.
+// Returns a program for each Python in $MUSTER_TEST_PYTHONS (paths with colons between them), or
+// for Debian's.
 std::vector<std::string> Pythons() {
   const char* const given = getenv("MUSTER_TEST_PYTHONS");
   return absl::StrSplit(given == nullptr ? "/usr/bin/python3" : given, ':');
 }
 
-// A Python that runs `source` as program.py; it is there when that has written a byte.
+// A Python that runs `source` as program.py; ready when that has written a byte.
 class PythonChild {
  public:
   PythonChild(const std::string& python, const std::string& source)
@@ -126,8 +126,8 @@ class PythonChild {
             [&] { EXPECT_TRUE(WriteFileAtomically(path_, source).ok()); }) {}
   pid_t pid() const { return child_.pid(); }
 
-  // The Python frames of one capture without their folder, a thread's after another's, "|" between
-  // them.
+  // Returns the Python frames of one capture without their folder, thread after thread, with "|"
+  // between them.
   std::string Frames(StackCapture& capture) const {
     std::string frames;
     bool first = true;
@@ -162,19 +162,19 @@ def train(step):
 train(1)
 )");
     StackCapture capture;
-    // It may still be in the line before.
+    // The program may still be in the previous line.
     WaitUntil([&] { return absl::StrContains(child.Frames(capture), "wait_for_data 4"); });
     const std::string text = capture.Capture(child.pid(), kBudget).native_stack;
     EXPECT_TRUE(absl::StrContains(text, ", Python 3.")) << text;
     EXPECT_EQ(child.Frames(capture), "wait_for_data 4 train 6 <module> 7 ") << text;
-    // Beside the native ones.
+    // In addition to the native frames.
     EXPECT_TRUE(absl::StrContains(text, "  #0 ")) << text;
     EXPECT_TRUE(absl::StrContains(text, " _PyEval_EvalFrameDefault")) << text;
     EXPECT_NE(ReadProcessState(child.pid()).name, "traced");
   }
 }
 
-// As under `muster launch -- apptainer exec`: what the agent has at the paths is something else.
+// As under `muster launch -- apptainer exec`: the agent has other files at the paths.
 TEST(StackCapture, PythonWithMountsOfItsOwn_ShowsItsFrames) {
   const TestFolder ours, its;
   const std::string python = ours.Path("python3");
@@ -231,7 +231,7 @@ spin()
     StackCapture capture;
     for (int i = 0; i < 20; ++i) {
       std::string frames;
-      // It may not have got there.
+      // The program may not have got there.
       do {
         frames = child.Frames(capture);
       } while (i == 0 && !absl::StrContains(frames, "spin"));
@@ -265,7 +265,7 @@ time.sleep(3600)
 )");
     StackCapture capture;
     std::string frames;
-    // Each of the three may still be in the line before.
+    // Each of the three may still be in the previous line.
     WaitUntil([&] {
       frames = child.Frames(capture);
       return absl::StrContains(frames, "<module> 19") &&
@@ -279,7 +279,7 @@ time.sleep(3600)
 TEST(StackCapture, ForkedPython_HasFrames) {
   for (const std::string& python : Pythons()) {
     SCOPED_TRACE(python);
-    // Python's own number of the thread is that of the parent in some versions.
+    // In some versions, Python's own number of the thread is the parent's.
     const PythonChild child(python, R"(import os, time
 def in_child():
     os.write(1, b"%d\n" % os.getpid())
@@ -305,7 +305,7 @@ os.wait()
 }
 
 TEST(StackCapture, PythonThatRefusesPtrace_ShowsFramesWhereMemoryCanBeRead) {
-  // Before 3.11 there is no number by which to find the thread without stopping it.
+  // Before 3.11, no number identifies the thread without stopping it.
   const PythonChild child("/usr/bin/python3", R"(import os, time
 os.write(1, b"x")
 time.sleep(3600)
@@ -351,7 +351,7 @@ TEST(StackCapture, ProcessInUserCode_NamesTheFunctions) {
   EXPECT_NE(ReadProcessState(child.pid()).name, "traced");
 }
 
-// A string of a message is UTF-8, and the kernel takes any bytes for the name of a file.
+// A string field must be UTF-8, but the kernel takes any bytes for the name of a file.
 TEST(StackCapture, ProgramWhoseNameIsNotUtf8_HasAStackThatIs) {
   const TestFolder folder;
   const std::string program = folder.Path("caf\xe9");
@@ -367,13 +367,13 @@ TEST(StackCapture, ProgramWhoseNameIsNotUtf8_HasAStackThatIs) {
   });
   StackCapture capture;
   std::string text;
-  // Where a look began in the middle of execl(), it has the program's old name, no stack, or one
-  // without the files that the program has since.
+  // If a look began in the middle of execl(), the text has the program's old name, no stack, or one
+  // without the files that the program has since opened.
   WaitUntil([&] {
     text = capture.Capture(child.pid(), kBudget).native_stack;
     return absl::StrContains(text, "nanosleep") && !absl::StrContains(text, "no stack: ") &&
-           absl::StrContains(text, " (caf\\xe9), ") &&  // the process
-           absl::StrContains(text, " (caf\\xe9)\n");    // a frame
+           absl::StrContains(text, " (caf\\xe9), ") &&  // of the process
+           absl::StrContains(text, " (caf\\xe9)\n");    // of a frame
   });
   EXPECT_TRUE(IsValidUtf8(text)) << text;
 }
@@ -398,7 +398,7 @@ TEST(StackCapture, ManyThreadsInOnePlace_AreOneEntry) {
     AugmentForever(ready);
   });
   StackCapture capture;
-  // The threads may not have reached their place at the first look.
+  // The threads may not have reached their places at the first look.
   std::string text;
   do {
     text = capture.Capture(child.pid(), kBudget).native_stack;
@@ -416,7 +416,7 @@ TEST(StackCapture, StoppedProcess_IsReadAndStaysStopped) {
   const StackSnapshot snapshot = capture.Capture(child.pid(), kBudget);
   EXPECT_EQ(snapshot.process_state, "stopped");
   EXPECT_TRUE(absl::StrContains(snapshot.native_stack, "LoadBatch")) << snapshot.native_stack;
-  // On its way back from the tracer the kernel lets it run, to stop again at once.
+  // On its way back from the tracer, the kernel lets the process run, to stop again at once.
   WaitUntil([&] { return ReadProcessState(child.pid()).name == "stopped"; });
   kill(child.pid(), SIGCONT);
   ASSERT_EQ(waitid(P_PID, child.pid(), &info, WCONTINUED), 0);
@@ -457,7 +457,7 @@ TEST(StackCapture, PtraceRefused_SaysWhatForbidsItAndWhatAllowsIt) {
         {.seize = [](pid_t) { return EPERM; }, .ptrace_scope_path = folder.Path("scope")});
     return capture.Capture(pid, kBudget).native_stack;
   };
-  // An agent may trace what descends from it.
+  // An agent may trace its descendants.
   for (const char* const scope : {"0\n", "1\n"}) {
     const std::string text = why(scope, child.pid());
     EXPECT_TRUE(absl::StrContains(text, "or a seccomp profile with ptrace\n")) << text;
@@ -484,7 +484,7 @@ TEST(StackCapture, AgentItself_SaysThatItDoesNotStop) {
 TEST(StackCapture, TracedByAnother_NamesTheTracer) {
   const Child child(AugmentForever);
   const pid_t debugged = child.pid();
-  // The tracer is another process: a child of its own that seizes its sibling.
+  // The tracer is another process: a separate child that seizes its sibling.
   const Child tracer([debugged](int ready) {
     if (ptrace(PTRACE_SEIZE, debugged, nullptr, nullptr) != 0) _exit(1);
     AugmentForever(ready);
@@ -559,7 +559,7 @@ TEST(StackCapture, SeveralAtOnce_DoNotDisturbEachOther) {
     });
   }
   for (std::thread& thread : threads) thread.join();
-  // Two at the same process: one of them may find it traced.
+  // Two look at the same process: one of them may find it traced.
   EXPECT_TRUE(absl::StrContains(texts[0] + texts[2], "LoadBatch")) << texts[0] << texts[2];
   EXPECT_TRUE(absl::StrContains(texts[1] + texts[3], "SpinForever")) << texts[1] << texts[3];
 }
@@ -577,7 +577,7 @@ TEST(StackCapture, NoThreadToBeHad_SaysSo) {
       << snapshot.native_stack;
 }
 
-// Each that hangs costs a thread for good.
+// Each look that hangs costs a thread permanently.
 TEST(StackCapture, LooksThatHang_AreNotRepeatedNorWithoutLimit) {
   struct Shared {
     Notification release;
@@ -637,7 +637,7 @@ TEST(StackCapture, LookThatHangs_SaysNothingOfAnotherProcessWithItsNumber) {
   WaitUntil([] { return StackCapture::CollectLate() == 0; });
 }
 
-// A process that the kernel holds may hold who looks at it.
+// A process that the kernel holds may hold a thread that looks at it.
 TEST(StackCapture, LookThatHangs_KeepsNobody) {
   const Child child([](int ready) { ImageLoader::LoadBatch(ready, 7); });
   struct Look {

@@ -15,13 +15,13 @@ struct StackSnapshot {
   std::string native_stack;  // of its threads, for people; empty if it could not be read
 };
 
-// Looks into a local process. Thread-safe.
+// Inspects a local process. Thread-safe.
 class StackSource {
  public:
   virtual ~StackSource() = default;
 
-  // Blocks up to `budget`. A process that is gone, or may not be looked into, has an empty stack
-  // and a process_state that says so.
+  // Blocks up to `budget`. A process that is gone, or may not be inspected, has an empty stack and
+  // a process_state that says so.
   virtual StackSnapshot Capture(int64_t pid, absl::Duration budget) = 0;
 };
 

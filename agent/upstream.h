@@ -14,10 +14,10 @@ struct Upstream {
   uint64_t session = 0;  // counts the sessions: a new one keeps no state of earlier ones
   uint64_t term = 0;
   std::string cluster_id = {};
-  absl::Duration lease;  // as the last welcome says
+  absl::Duration lease;  // from the last welcome
   std::string hub = {};  // the node that speaks for this one; empty: the coordinator itself
   std::string why_away = {};
-  bool ended = false;  // the coordinator does not come back; `why_away` says why
+  bool ended = false;  // the coordinator does not return; `why_away` says why
 };
 
 }  // namespace muster::agent

@@ -39,7 +39,7 @@ std::map<std::string, std::string> MakeWorkerVariables(
       out[name] = value;
     }
   };
-  // What is given for one of the two counts for both, so neither gets the default then.
+  // A value for one of the two counts for both, so neither gets the default then.
   const auto set_both = [&](const char* name, const char* of_accelerate,
                             const std::optional<std::string>& value, const char* fallback) {
     if (!value.has_value() && out.contains(name))
@@ -81,7 +81,7 @@ std::map<std::string, std::string> MakeWorkerVariables(
     set("MUSTER_OFFLOAD_ACTIVATIONS", worker.offload_activations);
   }
   set_both("MUSTER_CPU", "ACCELERATE_USE_CPU", Text(worker.cpu), "false");
-  // Accelerate's lets the variable win over what a program says.
+  // In Accelerate, the variable wins over the program.
   if (worker.gradient_accumulation_steps > 0) {
     set("MUSTER_GRADIENT_ACCUMULATION_STEPS", worker.gradient_accumulation_steps);
     set("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", worker.gradient_accumulation_steps);
@@ -104,7 +104,7 @@ std::map<std::string, std::string> MakeWorkerVariables(
   set("TORCHELASTIC_RESTART_COUNT", worker.restart_count);
   set("TORCHELASTIC_MAX_RESTARTS", worker.max_restarts);
   set("TORCHELASTIC_RUN_ID", worker.job);
-  // True would make torch assume that the launcher already serves a TCPStore at MASTER_PORT.
+  // "True" would make torch assume that the launcher already serves a TCPStore at MASTER_PORT.
   set("TORCHELASTIC_USE_AGENT_STORE", "False");
 
   if (worker.threads > 0) {

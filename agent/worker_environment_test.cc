@@ -104,7 +104,7 @@ TEST(MakeWorkerVariables, SettingsThatNobodyHasMade_LeaveTheVariablesThatTheUser
     EXPECT_THAT(variables, Contains(Pair(name, value)));
 }
 
-// Accelerate's lets its variable win over the argument of the program.
+// In Accelerate, the variable wins over the argument of the program.
 TEST(MakeWorkerVariables, DefaultAccumulation_OverridesNoProgram) {
   const auto variables = MakeWorkerVariables({}, {});
   EXPECT_THAT(variables, Not(Contains(Key("MUSTER_GRADIENT_ACCUMULATION_STEPS"))));
@@ -142,7 +142,7 @@ TEST(MakeWorkerVariables, Extra_WinsOverInheritedButNotOverThePlace) {
   EXPECT_THAT(variables, Contains(Pair("RANK", "3")));
 }
 
-// What a user gives for one of them is refused before; nothing else that is given is lost.
+// A user's value for one of them is refused before; no other given variable is lost.
 TEST(MakeWorkerVariables, WhatItSetsWhateverIsGiven_AreTheWorkerVariables) {
   WorkerEnvironment worker;
   worker.place = Third().place;
@@ -166,7 +166,7 @@ TEST(MakeWorkerVariables, WhatItSetsWhateverIsGiven_AreTheWorkerVariables) {
   }
 }
 
-// As with muster-agent, whose own environment says it.
+// As with muster-agent, whose own environment has it.
 TEST(MakeWorkerVariables, PrecisionThatNobodySet_LeavesTheUsersVariable) {
   const auto given = MakeWorkerVariables(
       {},
@@ -174,7 +174,7 @@ TEST(MakeWorkerVariables, PrecisionThatNobodySet_LeavesTheUsersVariable) {
   EXPECT_THAT(given, Contains(Pair("MUSTER_MIXED_PRECISION", "bf16")));
   EXPECT_THAT(given, Contains(Pair("ACCELERATE_USE_CPU", "yes")));
   EXPECT_THAT(given, Contains(Pair("MUSTER_DEBUG", "1")));
-  // Muster's would override it.
+  // Muster's variable would override it.
   EXPECT_THAT(given, Contains(Pair("MUSTER_CPU", "yes")));
   const auto none = MakeWorkerVariables({}, {});
   EXPECT_THAT(none, Contains(Pair("MUSTER_MIXED_PRECISION", "no")));

@@ -18,9 +18,9 @@ namespace muster::agent {
 namespace {
 
 constexpr char kRankPrefix[] = "rank_";
-// For what the kernel does not end at once.
+// For processes that the kernel does not end at once.
 constexpr absl::Duration kPatience = absl::Seconds(5);
-constexpr int kPeriodUs = 100'000;  // of cpu.max
+constexpr int kPeriodUs = 100'000;  // for cpu.max
 
 }  // namespace
 
@@ -33,7 +33,7 @@ ControlGroup WorkerGroups::OfRank(int rank) const {
 
 absl::Status WorkerGroups::Enter() const {
   const ControlGroup group = attempt_.Below("runner");
-  // Even to where it is already, a move costs the kernel milliseconds.
+  // A move takes the kernel milliseconds, even to the group where the process already is.
   const std::vector<int64_t> there = group.Processes();
   if (std::find(there.begin(), there.end(), getpid()) != there.end()) return absl::OkStatus();
   return group.Enter();
@@ -48,13 +48,13 @@ absl::StatusOr<OwnedFd> WorkerGroups::Make(int rank) const {
   if (group.Exists()) {
     group.Kill();
     MUSTER_RETURN_IF_ERROR(group.AwaitEmpty(kPatience));
-    // With its counts.
+    // Remove it with its counts.
     MUSTER_RETURN_IF_ERROR(group.Remove());
   }
   MUSTER_RETURN_IF_ERROR(group.Make());
   if (options_.memory_bytes > 0) {
     MUSTER_RETURN_IF_ERROR(group.Write("memory.max", absl::StrCat(options_.memory_bytes)));
-    // With swap, a worker at its limit would become slow instead of ending.
+    // With swap, a worker at its limit would become slow instead of being killed.
     if (group.Has("memory.swap.max")) {
       MUSTER_RETURN_IF_ERROR(group.Write("memory.swap.max", "0"));
     }

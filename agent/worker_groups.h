@@ -20,28 +20,28 @@ class WorkerGroups {
  public:
   struct Options {
     std::string folder = {};   // made by the agent (NodeGroups)
-    int64_t memory_bytes = 0;  // of each worker; 0: no limit
-    int cpus = 0;              // of each worker; 0: no limit
+    int64_t memory_bytes = 0;  // limit of each worker; 0: none
+    int cpus = 0;              // limit of each worker; 0: none
     ControlGroupCalls calls = {};
   };
   explicit WorkerGroups(Options options);
 
   // Moves this process to FOLDER/runner, if it is not there yet. Call before it starts others.
   absl::Status Enter() const;
-  // By the agent, while the runner still loads: moves it there. Where that fails, the runner moves
-  // itself and says why it cannot. Blocks for some ten milliseconds.
+  // Called by the agent while the runner still loads: moves the runner there. If that fails, the
+  // runner moves itself and reports why it cannot. Blocks for some ten milliseconds.
   static void TakeRunner(const ControlGroup& attempt, int64_t pid);
 
-  // A new group for a start of the worker, for ProcessOptions::group_fd. What an earlier start has
-  // left in it ends.
+  // Makes a new group for a start of the worker, for ProcessOptions::group_fd. Processes that an
+  // earlier start has left in it are ended.
   absl::StatusOr<OwnedFd> Make(int rank) const;
 
-  // Of a worker that has ended: why the kernel has killed a process of it for memory (see
-  // DescribeMemoryKill), or "". Nullopt: its group does not count that.
+  // For a worker that has ended: returns why the kernel has killed a process of it for memory (see
+  // DescribeMemoryKill), or "". nullopt: its group does not count such kills.
   std::optional<std::string> MemoryKill(int rank) const;
 
   // Ends what is left in the groups of the workers and removes them. Blocks for a few seconds if
-  // the kernel does not end a process; then the log names it, and the agent looks after it.
+  // the kernel does not end a process; then the log names it, and the agent takes care of it later.
   void End() const;
 
  private:

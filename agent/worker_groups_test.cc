@@ -20,7 +20,7 @@ using ::testing::Optional;
 
 class WorkerGroupsTest : public ::testing::Test {
  protected:
-  // With these controllers enabled for the groups of workers.
+  // Returns groups with these controllers enabled for the groups of workers.
   WorkerGroups Groups(const std::string& controllers, int64_t memory_bytes, int cpus) {
     FakeControlGroups::MakeRoot(root_, controllers);
     const ControlGroup attempt(root_, FakeControlGroups::Calls());
@@ -57,7 +57,7 @@ TEST_F(WorkerGroupsTest, RunnerThatItsAgentHasMoved_StaysWhereItIs) {
   EXPECT_EQ(Get("runner/cgroup.procs"), absl::StrCat(getpid()));
   ASSERT_TRUE(groups.Enter().ok());
   EXPECT_EQ(Get("runner/cgroup.procs"), absl::StrCat(getpid())) << "not written again";
-  // One that is gone is no error of the agent.
+  // A runner that is gone is not an error of the agent.
   WorkerGroups::TakeRunner(ControlGroup(folder_.Path("missing")), getpid());
 }
 

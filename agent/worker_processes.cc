@@ -22,7 +22,7 @@ namespace {
 constexpr int kDeepest = 64;
 constexpr size_t kMostProcesses = 1 << 16;
 
-// The number that `pid` has in its own pid namespace. 0: unknown.
+// Returns the id that `pid` has in its own pid namespace. 0: unknown.
 int64_t OwnNumber(int64_t pid) {
   FILE* const file = fopen(absl::StrCat("/proc/", pid, "/status").c_str(), "re");
   if (file == nullptr) return 0;
@@ -31,7 +31,7 @@ int64_t OwnNumber(int64_t pid) {
   while (fgets(line, sizeof(line), file) != nullptr) {
     absl::string_view text = absl::StripAsciiWhitespace(line);
     if (!absl::StartsWith(text, "NSpid:")) continue;
-    // From the outermost namespace to its own.
+    // The ids are listed from the outermost namespace to its own.
     text.remove_prefix(text.find_last_of("\t ") + 1);
     if (!absl::SimpleAtoi(text, &number)) number = 0;
     break;
@@ -40,9 +40,9 @@ int64_t OwnNumber(int64_t pid) {
   return number;
 }
 
-// The descendant of `child` that has the number `claimed` in its own pid namespace. 0: none.
+// Returns the descendant of `child` that has the id `claimed` in its own pid namespace. 0: none.
 int64_t FindSpeaker(int64_t child, int64_t claimed) {
-  // Downwards: a look at every process of the machine, for each worker, would hold up a beat.
+  // Searches downwards: reading every process of the machine, for each worker, would delay a beat.
   std::vector<int64_t> family = {child};
   for (size_t i = 0; i < family.size() && family.size() < kMostProcesses; ++i) {
     const std::optional<std::vector<int64_t>> children = ListChildren(family[i]);
@@ -60,7 +60,7 @@ int64_t FindSpeaker(int64_t child, int64_t claimed) {
   return 0;
 }
 
-// Down the line of processes that do nothing but wait for their only child.
+// Follows the line of processes that only wait for their only child.
 int64_t ProgramOf(int64_t pid) {
   for (int depth = 0; depth < kDeepest; ++depth) {
     const std::string syscall = ReadProcessState(pid).syscall;
@@ -111,8 +111,8 @@ std::string WorkerProcesses::WorkerOf(int64_t pid) {
 
 int64_t WorkerProcesses::Find(const std::string& job, const std::string& worker_id,
                               uint64_t incarnation, int64_t claimed) {
-  // The agents of a job have a rendezvous of their own, and who is in it through this agent is this
-  // agent itself.
+  // The agents of a job have their own rendezvous, and the member that joins it through this agent
+  // is this agent itself.
   if (job == job_ + kAgentsSuffix) return getpid();
   if (job != job_) return 0;
   Entry entry;

@@ -51,14 +51,14 @@ TEST(WorkerProcesses, OwnNumber_IsTheChildOrItsDescendant) {
   processes.Started("w0", 5, 0, family.child());
   EXPECT_EQ(processes.Find("job", "w0", 5, family.child()), family.child());
   EXPECT_EQ(processes.Find("job", "w0", 5, 0), family.child());
-  // A wrapper script that starts the program.
+  // A wrapper script starts the program.
   EXPECT_EQ(processes.Find("job", "w0", 5, family.grandchild()), family.grandchild());
   EXPECT_EQ(processes.Find("job", "w0", 5, family.grandchild()), family.grandchild());
 }
 
 TEST(WorkerProcesses, All_AreTheProgramsThatScriptsWaitFor) {
   const Family family;
-  // As a shell that runs one command.
+  // Like a shell that runs one command.
   int fds[2];
   ASSERT_EQ(pipe(fds), 0);
   const pid_t script = fork();
@@ -77,7 +77,7 @@ TEST(WorkerProcesses, All_AreTheProgramsThatScriptsWaitFor) {
   processes.Started("w0", 5, 0, family.child());
   processes.Started("w1", 6, 1, script);
   std::vector<WorkerProcesses::Running> all;
-  // It may not wait yet.
+  // It may not be waiting yet.
   WaitUntil([&] {
     all = processes.All();
     return all[1].program == program;
@@ -85,7 +85,7 @@ TEST(WorkerProcesses, All_AreTheProgramsThatScriptsWaitFor) {
   ASSERT_EQ(all.size(), 2u);
   EXPECT_EQ(all[0].worker_id, "w0");
   EXPECT_EQ(all[0].rank, 0);
-  EXPECT_EQ(all[0].program, family.child());  // it does something else than to wait
+  EXPECT_EQ(all[0].program, family.child());  // it does not only wait
   EXPECT_EQ(all[1].rank, 1);
   EXPECT_EQ(all[1].incarnation, 6u);
   processes.Ended("w1", 6);
@@ -96,7 +96,7 @@ TEST(WorkerProcesses, All_AreTheProgramsThatScriptsWaitFor) {
   close(fds[1]);
 }
 
-// What a worker in a pid namespace says of itself, or one that lies.
+// The number comes from a worker in a pid namespace, or from one that lies.
 TEST(WorkerProcesses, NumberOfSomebodyElse_IsNeverBelieved) {
   const Family family, other;
   WorkerProcesses processes("job");

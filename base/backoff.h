@@ -5,9 +5,9 @@
 
 namespace muster {
 
-// How long to wait before each repeat of one thing: a random part, at least half, of a span that
-// doubles from the first to the last, so that callers that failed together do not retry together.
-// Pure; not thread-safe.
+// Computes how long to wait before each repeat of one operation: a random part, at least half, of a
+// span that doubles from the first to the last, so that callers that failed together do not retry
+// together. Pure; not thread-safe.
 class Backoff {
  public:
   Backoff(absl::Duration first, absl::Duration last) : span_(first), last_(last) {}
@@ -21,7 +21,7 @@ class Backoff {
   const absl::Duration last_;
 };
 
-// From 0 to 1, another one in each process and each time. Thread-safe.
+// Returns a random number from 0 to 1, different in each process and each time. Thread-safe.
 double RandomShare();
 
 }  // namespace muster

@@ -5,7 +5,8 @@
 
 namespace muster {
 
-// Names that begin like this are the library's own: a program's barriers cannot have them.
+// Prefix of the barrier names that the library keeps for itself: a program's barriers cannot have
+// them.
 inline constexpr absl::string_view kOwnBarriers = "muster/";
 
 // Prefix of the names of barriers in which ranks wait to learn which ranks are gone. The

@@ -7,8 +7,8 @@
 
 namespace muster {
 
-// A yes or no of a flag, a variable or a config file, in any case: 1 y yes t true on, 0 n no f
-// false off, as Accelerate reads them. nullopt: anything else.
+// Reads a yes or no of a flag, a variable or a config file, in any case: 1 y yes t true on, 0 n no
+// f false off, as Accelerate reads them. Returns nullopt for anything else.
 std::optional<bool> ParseBoolWord(absl::string_view text);
 
 }  // namespace muster

@@ -13,8 +13,8 @@
 namespace muster {
 namespace {
 
-// Runs `body` in a process of its own whose SIGPIPE is as at the start of a program. Its exit code,
-// or minus the signal that ended it.
+// Runs `body` in a separate process whose SIGPIPE is as at the start of a program. Returns its exit
+// code, or minus the signal that ended it.
 template <typename Body>
 int InChild(Body body) {
   const pid_t child = fork();
@@ -27,7 +27,7 @@ int InChild(Body body) {
   return WIFSIGNALED(status) ? -WTERMSIG(status) : WEXITSTATUS(status);
 }
 
-// errno of a write to a pipe without a reader.
+// Returns the errno of a write to a pipe without a reader.
 int WriteToNobody() {
   int fds[2];
   if (pipe2(fds, O_CLOEXEC) != 0) return -1;

@@ -5,7 +5,7 @@
 
 namespace muster {
 
-// Where time comes from. Thread-safe. Cores never hold one: they take `now`.
+// A source of the time. Thread-safe. Cores never hold a clock: they take `now`.
 class Clock {
  public:
   virtual ~Clock() = default;

@@ -32,7 +32,7 @@ bool IsIn(const Range (&ranges)[size], uint32_t point) {
   });
 }
 
-// Of a character of UTF-8, or of one byte.
+// The columns of one character of UTF-8, or of one byte.
 int ColumnsOfCharacter(absl::string_view character) {
   const auto lead = static_cast<uint8_t>(character.front());
   if (character.size() == 1) return 1;

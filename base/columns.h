@@ -7,8 +7,8 @@
 
 namespace muster {
 
-// The bytes of the first character of `text`, which is not empty: of a byte that does not begin
-// valid UTF-8, that byte alone.
+// Returns the number of bytes of the first character of `text`, which is not empty; 1 if it does
+// not begin with valid UTF-8.
 size_t CharacterBytes(absl::string_view text);
 
 // Columns that a terminal needs for one line of UTF-8: two for East Asian wide characters and
@@ -21,7 +21,7 @@ int Columns(absl::string_view text);
 // character included.
 absl::string_view FitColumns(absl::string_view text, int columns);
 
-// The width of the terminal on the descriptor `fd`; 80 if it has none, as a file has none.
+// The width of the terminal on the descriptor `fd`; 80 if `fd` is not a terminal, such as a file.
 int TerminalColumns(int fd);
 
 }  // namespace muster

@@ -5,13 +5,13 @@
 
 namespace muster {
 
-// How every Muster command ends, and the agent. docs/cli.md has the same table; 128 + N: ended by
-// signal N (130 Ctrl-C, 143 SIGTERM).
+// The exit codes of every Muster command and of the agent. docs/cli.md has the same table; 128 + N:
+// ended by signal N (130 Ctrl-C, 143 SIGTERM).
 enum ExitCode : int {
   kExitOk = 0,
   kExitJobFailed = 1,
   kExitUsage = 2,        // flags, config or layout
-  kExitNotFound = 3,     // what was asked for does not exist
+  kExitNotFound = 3,     // the requested thing does not exist
   kExitConflict = 4,     // it exists already, or the port is taken
   kExitTimeout = 5,      // the other machines did not arrive in time
   kExitLimit = 6,        // a limit of the coordinator, a quota or a full disk refuses it
@@ -23,8 +23,9 @@ enum ExitCode : int {
   kExitSignal = 128,
 };
 
-// How muster-coordinator ends, in addition to kExitOk and kExitUsage. It has its own numbers,
-// because the unit that restarts it distinguishes other causes than the caller of a command.
+// The exit codes of muster-coordinator, in addition to kExitOk and kExitUsage. It has its own
+// numbers, because the unit that restarts it distinguishes other causes than the caller of a
+// command.
 enum CoordinatorExitCode : int {
   kExitCannotServe = 3,  // the port is taken, a file cannot be read, the directory is in use
   kExitJournalCorrupt = 4,

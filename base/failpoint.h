@@ -32,7 +32,7 @@ struct FailpointInfo {
 // INVALID_ARGUMENT naming the part of the variable that is wrong.
 absl::Status ArmFailpointsFromEnvironment();
 
-// The same from given texts, replacing what was armed before. For tests.
+// Does the same from given texts, replacing what was armed before. For tests.
 //   spec         "name=action[@N]", more of them after commas; see docs/failpoints.md
 //   once_path    empty, or a file: the first process that fires creates it; none fires if it exists
 //   report_path  where action `report` writes
@@ -42,7 +42,7 @@ absl::Status ArmFailpoints(absl::string_view spec, const std::string& once_path,
 // One line for each failpoint: its name, whether it takes `error`, and where it is.
 std::string ListFailpoints();
 
-// nullptr if there is none of this name.
+// Returns nullptr if there is no failpoint of this name.
 const FailpointInfo* FindFailpoint(absl::string_view name);
 
 namespace failpoint_internal {

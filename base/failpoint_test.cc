@@ -75,7 +75,7 @@ TEST_F(FailpointTest, KillAndStop_HitThisProcess) {
       EXPECT_TRUE(WIFSTOPPED(status)) << status;
       kill(child, SIGCONT);
       ASSERT_EQ(waitpid(child, &status, 0), child);
-      EXPECT_EQ(WEXITSTATUS(status), 4);  // it goes on where it stopped
+      EXPECT_EQ(WEXITSTATUS(status), 4);  // it continues where it stopped
     }
   }
 }
@@ -84,7 +84,7 @@ TEST_F(FailpointTest, Once_FiresInOneProcessOnly) {
   const std::string once = Path("once");
   ASSERT_TRUE(ArmFailpoints("journal.before_fsync=error", once, "").ok());
   EXPECT_FALSE(FailingFunction().ok());
-  // As a process that was started again would.
+  // What a process that was started again does.
   ASSERT_TRUE(ArmFailpoints("journal.before_fsync=error", once, "").ok());
   EXPECT_TRUE(FailingFunction().ok());
 }
@@ -101,7 +101,7 @@ TEST_F(FailpointTest, Report_WritesEachPassedNameOnce) {
             "journal.before_fsync\njournal.commit_begin\n");
 }
 
-// As a reader of the report that does not read it holds up a save, and not the heartbeats.
+// A reader that does not read the report must hold up a save only, and not the heartbeats.
 TEST_F(FailpointTest, ReportThatIsHeld_HoldsUpItsOwnThreadOnly) {
   const std::string report = Path("held");
   HeldReport held(report);

@@ -80,7 +80,7 @@ absl::Status MakeDirectories(const std::string& path) {
 absl::Status SyncDirectory(const std::string& path) {
   const OwnedFd folder(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (folder.get() < 0) return Failed("open folder", path);
-  // Some network file systems cannot sync a folder and say EINVAL: there is nothing better to do
+  // Some network file systems cannot sync a folder and return EINVAL: nothing better can be done
   // there.
   if (TEMP_FAILURE_RETRY(fsync(folder.get())) != 0 && errno != EINVAL) {
     return Failed("sync folder", path);

@@ -15,17 +15,17 @@ namespace muster {
 
 // Files that exist whole or not at all. All functions block on the disk; none is locked against
 // other callers on the same path, but two writers of one path leave one whole file. Errors carry
-// the path and the system's words, with the code that absl::ErrnoToStatus gives (NOT_FOUND,
+// the path and the system's message, with the code that absl::ErrnoToStatus gives (NOT_FOUND,
 // PERMISSION_DENIED, RESOURCE_EXHAUSTED for a full disk, ...).
 
-// The whole file. RESOURCE_EXHAUSTED if it is larger than `max_bytes`.
+// Returns the whole file. RESOURCE_EXHAUSTED if it is larger than `max_bytes`.
 absl::StatusOr<std::string> ReadFile(const std::string& path, int64_t max_bytes = int64_t{1} << 30);
 
 // Writes `contents` under a temporary name next to `path`, syncs it, renames it to `path` and syncs
 // the folder.
 absl::Status WriteFileAtomically(const std::string& path, absl::string_view contents);
 
-// Makes the folder and its parents. OK if it is there.
+// Makes the folder and its parents. OK if it exists already.
 absl::Status MakeDirectories(const std::string& path);
 
 // Makes renames and removals inside the folder durable.
@@ -34,7 +34,7 @@ absl::Status SyncDirectory(const std::string& path);
 // The names in a folder, sorted, without "." and "..".
 absl::StatusOr<std::vector<std::string>> ListDirectory(const std::string& path);
 
-// Removes a file or a whole tree. OK if there is nothing.
+// Removes a file or a whole tree. OK if there is nothing at `path`.
 absl::Status RemoveTree(const std::string& path);
 
 // Whether the path names anything.
@@ -66,13 +66,13 @@ class AtomicFile {
   // Appends all bytes.
   absl::Status Append(absl::string_view bytes);
 
-  // The appended bytes are on disk, still under the temporary name.
+  // Returns once the appended bytes are on disk, still under the temporary name.
   absl::Status Sync();
 
-  // Sync, close, rename over `path`, sync the folder. Nothing may be called after it.
+  // Syncs, closes, renames over `path`, and syncs the folder. Nothing may be called after it.
   absl::Status Commit();
 
-  // Close and rename over `path`, without a wait for the disk: a loss of power may undo it, or
+  // Closes and renames over `path` without waiting for the disk: a loss of power may undo it, or
   // leave an empty file. Nothing may be called after it.
   absl::Status Publish();
 

@@ -50,10 +50,10 @@ absl::Status StatusOf(const HeldMemoryMessage& done) {
   return absl::Status(static_cast<absl::StatusCode>(done.code), done.text);
 }
 
-// A request whose answer is only how it went.
+// Sends a request to which the answer is only a status.
 absl::Status Ask(const std::string& socket, const HeldMemoryMessage& request, int fd) {
   MUSTER_ASSIGN_OR_RETURN(const OwnedFd agent, Connect(socket));
-  // An agent that refuses this process says so without reading.
+  // An agent that refuses this process answers without reading.
   const absl::Status sent = SendHeldMemoryMessage(agent.get(), request, fd);
   OwnedFd none;
   const absl::StatusOr<HeldMemoryMessage> done = ReceiveHeldMemoryMessage(agent.get(), &none);
@@ -132,7 +132,7 @@ absl::StatusOr<HeldMemoryMessage> ReceiveHeldMemoryMessage(int socket, OwnedFd* 
   header.msg_control = control;
   header.msg_controllen = sizeof(control);
   ssize_t got;
-  bool reset = false;  // the other side has closed without reading; what it sent before is there
+  bool reset = false;  // the other side has closed without reading; its last message may be there
   do {
     got = recvmsg(socket, &header, MSG_CMSG_CLOEXEC);
   } while (got < 0 && (errno == EINTR || (errno == ECONNRESET && !std::exchange(reset, true))));

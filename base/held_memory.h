@@ -22,11 +22,11 @@ namespace muster {
 // The most pieces of memory (slots) that a worker has, numbered from 0.
 inline constexpr int kHeldSlots = 32;
 
-// A new file in memory that can grow but never shrink, so that a reader's mapping stays valid.
-// Errors: what the kernel says.
+// Creates a file in memory that can grow but never shrink, so that a reader's mapping stays valid.
+// Errors: with the kernel's message.
 absl::StatusOr<OwnedFd> CreateHoldableMemory(const std::string& name);
 
-// INVALID_ARGUMENT unless it is such a file.
+// Returns INVALID_ARGUMENT unless `fd` is such a file.
 absl::Status CheckHoldableMemory(int fd);
 
 // Gives the agent a share of `fd`, in place of what this worker gave it as `slot` before. Errors:
@@ -37,7 +37,7 @@ absl::Status HoldMemory(const std::string& socket, int slot, int fd,
                         const std::string& worker_id = "");
 
 struct HeldMemory {
-  std::string worker_id;  // whose
+  std::string worker_id;  // the worker that gave it
   int slot = 0;
   OwnedFd fd;
 };
@@ -49,16 +49,16 @@ absl::StatusOr<std::vector<HeldMemory>> TakeHeldMemory(const std::string& socket
 // Drops what a worker that does not run on this node now has left in a slot. Errors: as HoldMemory.
 absl::Status DropHeldMemory(const std::string& socket, const std::string& worker_id, int slot);
 
-// What a worker can do when another process of its job is lost. It tells its agent by the same
-// socket.
+// What a worker can do when another process of its job is lost. The worker tells its agent through
+// the same socket.
 enum class Reentry : int32_t {
-  kNone = 0,  // it ends and has to be started again; also of a worker that says nothing
+  kNone = 0,  // it ends and has to be started again; also assumed of a worker that reports nothing
   kAble = 1,  // it continues in its process, in the next generation
   kReturned =
       2,  // it has given up what belongs to the generation that has ended, and joins the next
 };
 
-// Errors: as HoldMemory; INVALID_ARGUMENT also from an older agent.
+// Tells the agent. Errors: as HoldMemory; INVALID_ARGUMENT also from an older agent.
 absl::Status TellReentry(const std::string& socket, Reentry reentry);
 
 // --- The wire. A request and each answer is one packet. ---
@@ -68,8 +68,8 @@ struct HeldMemoryMessage {
     kHold = 1,     // with a descriptor
     kTake = 2,     // answered by kMemory for each piece, then kDone
     kMemory = 3,   // with a descriptor
-    kDone = 4,     // `code` says how it went
-    kDrop = 5,     // of the worker in `text`
+    kDone = 4,     // `code` is the result
+    kDrop = 5,     // for the worker in `text`
     kReentry = 6,  // `slot` is a Reentry
   };
   static constexpr uint32_t kMagic = 0x314d484d;
@@ -77,13 +77,13 @@ struct HeldMemoryMessage {
   uint32_t magic = kMagic;
   uint32_t kind = 0;
   int32_t slot = 0;
-  int32_t code = 0;     // of absl::StatusCode
+  int32_t code = 0;     // an absl::StatusCode
   char text[240] = {};  // the worker's id or the error; ends with a NUL
 
   void set_text(absl::string_view value);
 };
 
-// Whether the fields have values that can be. Of the rest nothing is promised.
+// Returns whether every field is within its range. Checks nothing else.
 bool IsWellFormed(const HeldMemoryMessage& message);
 
 // Waits for room. Errors: UNAVAILABLE.
@@ -93,8 +93,8 @@ absl::Status SendHeldMemoryMessage(int socket, const HeldMemoryMessage& message,
 // anything but a message.
 absl::StatusOr<HeldMemoryMessage> ReceiveHeldMemoryMessage(int socket, OwnedFd* fd);
 
-// The address of the abstract socket `name`, for bind() and connect(): {family, path}. Its length
-// is returned. 0: the name is too long.
+// Writes the address of the abstract socket `name`, for bind() and connect(): {family, path}.
+// Returns its length; 0: the name is too long.
 size_t AbstractAddress(const std::string& name, void* sockaddr_un_out);
 
 }  // namespace muster

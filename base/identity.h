@@ -6,11 +6,11 @@
 
 namespace muster {
 
-// This machine's name, as the kernel has it; empty: it has none that can be read.
+// Returns this machine's name, as the kernel has it; empty if there is none or it cannot be read.
 std::string HostName();
 
-// A random number that is unique in practice, such as the incarnation of a process; never 0. Ends
-// the process if the kernel gives no random bytes.
+// Returns a random number that is unique in practice, such as the incarnation of a process; never
+// 0. Ends the process if the kernel gives no random bytes.
 uint64_t RandomId();
 
 }  // namespace muster

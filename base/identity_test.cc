@@ -17,7 +17,7 @@ extern "C" int gethostname(char* name, size_t size) noexcept {
   static const auto real = muster::RealCall<int (*)(char*, size_t)>("gethostname");
   return real(name, size);
 }
-// What a compiler calls under _FORTIFY_SOURCE where it does not know the size to be right.
+// The function that a compiler calls under _FORTIFY_SOURCE if it cannot prove the size right.
 extern "C" int __gethostname_chk(char* name, size_t size, size_t) noexcept {
   return gethostname(name, size);
 }
@@ -32,7 +32,7 @@ TEST(Identity, HostName_IsThatOfTheKernel) {
   EXPECT_EQ(HostName(), name);
 }
 
-// The kernel takes any bytes, the messages that say where a process runs take UTF-8.
+// The kernel takes any bytes, but the messages that say where a process runs take only UTF-8.
 TEST(Identity, HostNameThatIsNotUtf8_IsWrittenInAscii) {
   g_name = "caf\xe9-7";
   EXPECT_EQ(HostName(), "caf\\xe9-7");

@@ -43,7 +43,7 @@ std::string Reason(absl::string_view what) {
   return Printable(what, 300);
 }
 
-// The members of objects by name: new ones, or null for a name that an object has already.
+// The members of objects by name: a new member, or null for a name that the object has already.
 class SortedMembers {
  public:
   using Json = nlohmann::json;
@@ -55,8 +55,8 @@ class SortedMembers {
   }
 };
 
-// In the order of the text. (The library looks for a name among all names before it, so it takes
-// the square of their number.)
+// Members in the order of the text. (The library compares a name with all names before it, so its
+// time grows with the square of their number.)
 class OrderedMembers {
  public:
   using Json = nlohmann::ordered_json;
@@ -70,11 +70,11 @@ class OrderedMembers {
   }
 
  private:
-  std::vector<absl::flat_hash_set<std::string>> names_;  // of what is open
+  std::vector<absl::flat_hash_set<std::string>> names_;  // the names in each open object
 };
 
 // Builds the value. (The parser with a callback looks at all members of an array for each object in
-// it, so it takes the square of their number.)
+// it, so its time grows with the square of their number.)
 template <class Members>
 class Builder final : public nlohmann::json_sax<typename Members::Json> {
  public:
@@ -89,7 +89,7 @@ class Builder final : public nlohmann::json_sax<typename Members::Json> {
   Builder(absl::string_view text, absl::string_view source, int max_depth)
       : text_(text), source_(source), max_depth_(max_depth) {}
 
-  // Why there is none.
+  // Why there is no value.
   const absl::Status& status() const { return status_; }
   Json Take() { return std::move(root_); }
 
@@ -124,8 +124,8 @@ class Builder final : public nlohmann::json_sax<typename Members::Json> {
     status_ = std::move(why);
     return false;
   }
-  // Where the next value goes. The members of a map stay where they are; the last one of a list,
-  // also of ordered members, does as long as it is open.
+  // Returns the place of the next value. The address of a map's member is stable; that of the last
+  // element of a list or of ordered members is stable as long as the list or object is open.
   Json* Place() {
     if (open_.empty()) return &root_;
     if (open_.back()->is_object()) return member_;
@@ -158,7 +158,7 @@ class Builder final : public nlohmann::json_sax<typename Members::Json> {
   Json root_;
   Members members_;
   std::vector<Json*> open_;  // objects and arrays, from the outermost to the innermost
-  Json* member_ = nullptr;   // of the innermost object
+  Json* member_ = nullptr;   // in the innermost object
   absl::Status status_;
 };
 

@@ -50,7 +50,7 @@ TEST(ParseJson, BeyondLimits_IsRefusedWithoutGrowth) {
             absl::StatusCode::kResourceExhausted);
 }
 
-// In a time proportional to their number: they take a fraction of a second.
+// Linear in the number of objects: it takes a fraction of a second.
 TEST(ParseJson, ManyObjects_AreRead) {
   std::string text = "[{}";
   for (int i = 1; i < 200'000; ++i) text += ",{\"a\":1}";
@@ -104,7 +104,7 @@ TEST(ParseOrderedJson, WhatParseJsonRefuses_IsRefused) {
             absl::StatusCode::kResourceExhausted);
 }
 
-// The square of their number would take minutes.
+// Time that grows with the square of the number of names would be minutes.
 TEST(ParseOrderedJson, ManyNames_AreRead) {
   std::string text = "{";
   for (int i = 500'000; i > 0; --i) absl::StrAppend(&text, "\"<token_", i, ">\":", i, ",");

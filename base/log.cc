@@ -62,7 +62,7 @@ const char* Name(LogLevel level) {
   return "?";
 }
 
-// JSON is UTF-8; what is not becomes the character for that.
+// JSON is UTF-8; bytes that are not become the replacement character.
 std::string JsonString(absl::string_view text) {
   std::string repaired;
   for (size_t i = 0; i < text.size();) {

@@ -11,13 +11,13 @@
 namespace muster {
 
 // The log level of this process, which may be set for a limited time: then the previous level
-// returns by itself, at the latest when this object is destroyed. Thread-safe; only the destructor
-// blocks.
+// returns automatically, at the latest when this object is destroyed. Thread-safe; only the
+// destructor blocks.
 class LogLevelControl {
  public:
   struct State {
     LogLevel level;  // in force
-    LogLevel next;   // once `left` is over
+    LogLevel next;   // after `left`
     absl::Duration left = absl::InfiniteDuration();
   };
 
@@ -27,8 +27,8 @@ class LogLevelControl {
   LogLevelControl& operator=(const LogLevelControl&) = delete;
 
   State Get() const;
-  // `span`: infinite until it is set again. A level that is set for a time replaces another one
-  // that is, and not the level that returns.
+  // `span`: infinite for a level that stays until the next call. A level with a limited time
+  // replaces an earlier one with a limited time, but not the level that returns after it.
   State Set(LogLevel level, absl::Duration span);
   // Restores the previous level if that is due; returns when to be called again. Called by its own
   // thread.
@@ -40,8 +40,8 @@ class LogLevelControl {
   const Clock& clock_;
   mutable Mutex mu_;
   absl::Time until_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
-  LogLevel before_ ABSL_GUARDED_BY(mu_) = LogLevel::kInfo;  // while until_ is finite
-  bool started_ ABSL_GUARDED_BY(mu_) = false;  // the thread, which most processes never need
+  LogLevel before_ ABSL_GUARDED_BY(mu_) = LogLevel::kInfo;  // returns at until_, if that is finite
+  bool started_ ABSL_GUARDED_BY(mu_) = false;  // the thread; most processes never need it
   TimerThread timer_;                          // last: it uses the rest
 };
 

@@ -64,7 +64,7 @@ TEST_F(LogLevelControlTest, End_ReturnsToTheLevelBefore) {
   EXPECT_EQ(GetLogLevel(), LogLevel::kWarning);
 }
 
-// With the thread and the machine's clock: nobody has to ask.
+// With the thread and the machine's clock, so no call of State() is needed.
 TEST_F(LogLevelControlTest, LevelWithATime_ReturnsByItself) {
   LogLevelControl control;
   control.Set(LogLevel::kDebug, absl::Milliseconds(1));

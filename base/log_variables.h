@@ -8,9 +8,9 @@
 
 namespace muster {
 
-// The log reads MUSTER_LOG_LEVEL and MUSTER_LOG_FORMAT by itself, and writes at its defaults where
-// they are neither level nor format: programs call this at their start. Empty counts as not set.
-// Errors: INVALID_ARGUMENT names the variable and what it may be.
+// Checks the variables of the log, for programs at their start: the log itself reads
+// MUSTER_LOG_LEVEL and MUSTER_LOG_FORMAT, but silently uses its defaults if they are invalid. Empty
+// counts as not set. Errors: INVALID_ARGUMENT names the variable and the values that it may have.
 absl::Status CheckLogVariables(const std::map<std::string, std::string>& variables);
 
 }  // namespace muster

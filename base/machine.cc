@@ -115,7 +115,7 @@ Machine ReadMachine(const std::map<std::string, std::string>& variables, const s
     if (absl::StartsWith(name, "nvidia") && absl::SimpleAtoi(name.substr(6), &index))
       device_nodes.insert(index);
   }
-  // A container has the nodes of its own GPUs only, but the kernel's list of all.
+  // A container has device nodes only for its own GPUs, but the kernel's list of all GPUs.
   for (const std::string& bus : Names(root + "/proc/driver/nvidia/gpus")) {
     const std::string information =
         ReadAll(root + "/proc/driver/nvidia/gpus/" + bus + "/information");

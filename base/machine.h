@@ -22,23 +22,23 @@ struct Machine {
   std::string kernel;
   std::string architecture;
   std::string cpu_model;
-  int cores = 1;  // that this process may use: affinity and control group
+  int cores = 1;  // the cores that this process may use: affinity and control group
   int64_t memory_bytes = 0;
   int64_t memory_available_bytes = 0;
-  std::string driver;  // NVIDIA kernel driver's version; empty: none
+  std::string driver;  // the version of NVIDIA's kernel driver; empty: none
   std::vector<Gpu> gpus;
-  int usable_gpus = 0;  // that CUDA_VISIBLE_DEVICES lets programs see
+  int usable_gpus = 0;  // the GPUs that CUDA_VISIBLE_DEVICES lets programs see
 };
 
 // `root` prefixes every path; for tests.
 Machine ReadMachine(const std::map<std::string, std::string>& variables,
                     const std::string& root = "");
 
-// The entries of CUDA_VISIBLE_DEVICES before the first one that names none of `gpus` GPUs, which
-// are those that a CUDA program sees. Names ("GPU-...", "MIG-...") are believed.
+// Returns the entries of CUDA_VISIBLE_DEVICES before the first one that names none of `gpus` GPUs:
+// these are the GPUs that a CUDA program sees. Names ("GPU-...", "MIG-...") are not checked.
 std::vector<std::string> VisibleDevices(const std::string& cuda_visible_devices, int gpus);
 
-// How many they are; none on a machine without GPUs.
+// Returns the number of those entries; 0 on a machine without GPUs.
 int CountVisible(const std::string& cuda_visible_devices, int gpus);
 
 }  // namespace muster

@@ -9,10 +9,10 @@ namespace muster {
 // MALLOC_ variable of glibc is set. Once per process.
 void KeepFreedBatchMemory();
 
-// The opposite of KeepFreedBatchMemory(), over which it wins in whichever order they are called:
-// pieces of 1 MiB and more go back to the kernel when they are freed. For programs that are short
-// of memory, such as those that drop activations: freed memory would otherwise stay with the
-// process, up to several times what it uses. Costs system time (bench/README.md). Thread-safe.
+// The opposite of KeepFreedBatchMemory(), over which it wins in either order of the calls: pieces
+// of 1 MiB and more go back to the kernel when they are freed. For programs that are short of
+// memory, such as those that drop activations: freed memory would otherwise stay with the process,
+// up to several times what it uses. Costs system time (bench/README.md). Thread-safe.
 void GiveBackFreedMemory();
 
 // While an object lives, freed memory goes back to the kernel as after GiveBackFreedMemory(). Its

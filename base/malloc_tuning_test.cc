@@ -13,13 +13,14 @@ namespace {
 constexpr size_t kPiece = size_t{16} << 20;
 constexpr int kPieces = 20;
 
-// What the heap has grown by if large pieces are taken and freed with small ones that stay between.
+// By how much the heap grows if large pieces are allocated and freed with small ones in between.
 size_t GrowthOfHeap() {
   const size_t before = mallinfo2().arena;
   std::vector<void*> small;
   for (int i = 0; i < kPieces; ++i) {
     void* large = nullptr;
-    // As tensors are: what is cut off for the alignment is in the way of the next one.
+    // Aligned like tensors: the space that is cut off for the alignment hinders the next
+    // allocation.
     EXPECT_EQ(posix_memalign(&large, 64, kPiece), 0);
     std::memset(large, i + 1, kPiece);
     small.push_back(std::malloc(1000));
@@ -46,7 +47,7 @@ TEST(MallocTuning, FreedMemory_GoesBackWhileAScopeLivesAndForGood) {
     EXPECT_GE(GrowthOfHeap(), kPiece) << "kept, as was chosen";
   }
   GiveBackFreedMemory();
-  // What the heap has already it uses first.
+  // Otherwise the memory that the heap already has would be used first.
   malloc_trim(0);
   { const FreedMemoryGoesBack scope; }
   EXPECT_LT(GrowthOfHeap(), kPiece);

@@ -9,16 +9,16 @@
 
 namespace muster {
 
-// RESOURCE_EXHAUSTED if the limit of a file's size (ulimit -f) is below `bytes`. The kernel kills a
-// process that makes a file larger (SIGXFSZ), also one in memory (memfd). Thread-safe.
+// Returns RESOURCE_EXHAUSTED if the limit of a file's size (ulimit -f) is below `bytes`. The kernel
+// kills a process that makes a file larger (SIGXFSZ), even one in memory (memfd). Thread-safe.
 absl::Status CheckMemoryFileSize(uint64_t bytes);
 
-// Sets the size of a file in memory; what it grows by is zero, and takes memory when it is touched.
-// Errors: as CheckMemoryFileSize, or what the kernel says. Thread-safe.
+// Sets the size of a file in memory; the added bytes are zero, and take memory when they are
+// touched. Errors: as CheckMemoryFileSize, or what the kernel says. Thread-safe.
 absl::Status ResizeMemoryFile(int fd, uint64_t bytes);
 
-// FileIdentityOf() an open file, in memory or not, with its size. Errors: what the kernel says.
-// Thread-safe.
+// Returns FileIdentityOf() an open file, in memory or not, with its size. Errors: what the kernel
+// says. Thread-safe.
 absl::StatusOr<std::string> FileIdentity(int fd);
 
 }  // namespace muster

@@ -14,7 +14,7 @@
 namespace muster {
 namespace {
 
-// A number of a file, after `name`; -1: there is none.
+// Returns the number in a file that follows `name`; -1: there is none.
 int64_t NumberIn(const std::string& path, const char* name) {
   FILE* const file = fopen(path.c_str(), "re");
   if (file == nullptr) return -1;
@@ -51,8 +51,8 @@ size_t LeftOfGroup(const std::string& folder, const Interface& names) {
   return static_cast<size_t>(std::max<int64_t>(0, limit - held));
 }
 
-// Of the group `path` below `mount`, and of those above it. What a container does not see of the
-// path is not there.
+// Returns the memory left in the group `path` below `mount` and in the groups above it. Parts of
+// the path that are hidden from a container do not exist there and are skipped.
 size_t LeftOfGroups(const std::string& mount, absl::string_view path, const Interface& names) {
   size_t left = LeftOfGroup(mount, names);
   std::string folder = mount;

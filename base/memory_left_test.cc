@@ -64,7 +64,7 @@ TEST_F(MemoryLeftTest, GroupsAboveTheProcess_AllCount) {
 
 TEST_F(MemoryLeftTest, MoreCacheThanIsUsed_IsNoMoreThanTheLimit) {
   Put("/proc/meminfo", "MemAvailable:  1000 kB\n");
-  // No limit, as the first version says it.
+  // The first version's value for no limit.
   Put(kV1 + std::string("memory.limit_in_bytes"), "9223372036854771712\n");
   Put(kV1 + std::string("memory.usage_in_bytes"), "4096\n");
   Put(kV1 + std::string("memory.stat"), "total_cache 1048576\ntotal_shmem 0\n");

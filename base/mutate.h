@@ -7,9 +7,9 @@
 
 namespace muster {
 
-// For tests of what reads bytes that others wrote: `bytes` with one to four small changes (a byte
-// replaced, a bit turned, a byte put in, the end cut off, a part repeated). The same generator in
-// the same state gives the same bytes.
+// Returns `bytes` with one to four small changes (a byte replaced, a bit flipped, a byte inserted,
+// the end cut off, a part repeated), for tests of code that reads bytes that others wrote. The same
+// generator in the same state gives the same bytes.
 template <typename Generator>
 std::string Mutate(std::string bytes, Generator& random) {
   const int changes = 1 + static_cast<int>(random() % 4);

@@ -9,8 +9,8 @@
 
 namespace muster {
 
-// As ParseJson, with the names of objects in the order of the text. The time is linear in its
-// length; a search by name is linear in the size of the object.
+// Does the same as ParseJson, but keeps the names of objects in the order of the text. The time is
+// linear in its length; a search by name is linear in the size of the object.
 absl::StatusOr<nlohmann::ordered_json> ParseOrderedJson(absl::string_view text,
                                                         absl::string_view source,
                                                         const JsonLimits& limits = {});

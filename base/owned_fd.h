@@ -7,7 +7,7 @@
 
 namespace muster {
 
-// A file descriptor that is closed in the end.
+// A file descriptor that is closed by the destructor.
 class OwnedFd {
  public:
   OwnedFd() = default;

@@ -8,8 +8,8 @@
 
 namespace muster {
 
-// For tests of what reads bytes that others wrote: by how much the most memory that the process has
-// ever had grows. The address sanitizer keeps freed memory: with it, nothing is measured.
+// Measures by how much the peak memory of the process grows, for tests of code that reads bytes
+// that others wrote. The address sanitizer keeps freed memory: with it, nothing is measured.
 class PeakGrowth {
  public:
   bool IsAtMost(int64_t bytes) const { return Peak() - before_ <= bytes; }

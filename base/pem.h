@@ -13,8 +13,9 @@
 
 namespace muster {
 
-// The first object in a PEM text that `read` (PEM_read_bio_X509 and the like) finds, to be freed by
-// `free`. Null: there is none, or it needs a password, which OpenSSL would ask for at the terminal.
+// Returns the first object in a PEM text that `read` (PEM_read_bio_X509 and the like) finds, to be
+// freed by `free`. Null: there is none, or it needs a password, which OpenSSL would ask for at the
+// terminal.
 template <typename T>
 std::shared_ptr<T> ReadFromPem(absl::string_view pem,
                                T* (*read)(BIO*, T**, pem_password_cb*, void*), void (*free)(T*)) {
@@ -24,7 +25,7 @@ std::shared_ptr<T> ReadFromPem(absl::string_view pem,
   const auto no_password = [](char*, int, int, void*) { return -1; };
   std::shared_ptr<T> object(read(bio, nullptr, no_password, nullptr), free);
   BIO_free(bio);
-  // What did not fit stays in the thread's queue, where gRPC's TLS would find it.
+  // The errors of failed reads stay in the thread's queue, where gRPC's TLS would find them.
   ERR_clear_error();
   return object;
 }

@@ -9,7 +9,7 @@ namespace muster {
 
 absl::StatusOr<std::string> ReadRegularFile(const std::string& path, int64_t max_bytes) {
   struct stat info;
-  // What is not there, and folders, have better words there.
+  // For missing files and for folders, ReadFile() has better messages.
   if (stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode) && !S_ISDIR(info.st_mode)) {
     return absl::InvalidArgumentError(absl::StrCat(path, ": is a pipe or a device, not a file"));
   }

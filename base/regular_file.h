@@ -8,8 +8,9 @@
 
 namespace muster {
 
-// ReadFile() for paths that come with a folder of data: a pipe or a device in the place of a file,
-// which a reader would wait for, is INVALID_ARGUMENT. Blocks on the disk. Thread-safe.
+// Does the same as ReadFile() for paths that come with a folder of data: returns INVALID_ARGUMENT
+// for a pipe or a device in the place of a file, on which a reader would block. Blocks on the disk.
+// Thread-safe.
 absl::StatusOr<std::string> ReadRegularFile(const std::string& path,
                                             int64_t max_bytes = int64_t{1} << 30);
 

@@ -32,7 +32,7 @@ ssize_t ReadAll(int fd, std::string* text) {
 
 absl::StatusOr<std::string> ReadSecretFile(const std::string& path, absl::string_view what,
                                            absl::string_view secret, size_t max_bytes) {
-  // What is no file, a pipe say, must not make the caller wait.
+  // Because `path` may not be a regular file: opening a pipe, say, must not block the caller.
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) {
     return absl::ErrnoToStatus(errno, absl::StrCat(what, ": cannot open '", path, "'"));

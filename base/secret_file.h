@@ -9,17 +9,17 @@
 
 namespace muster {
 
-// The first `max_bytes` bytes of a file that holds a secret. `what` names the file's flag or
-// variable in errors, `secret` what it holds: "token". The file must be this user's and closed to
-// all others (mode 0600); one owned by root may be readable by a group (0640), as those that a
-// cluster mounts into containers are. Root may use any user's that is closed. Blocks on the disk.
-// Errors: NOT_FOUND; PERMISSION_DENIED, also for a file that others can read; INVALID_ARGUMENT if
-// it is no regular file.
+// Returns the first `max_bytes` bytes of a file that holds a secret. `what` names the file's flag
+// or variable in errors, `secret` what it holds: "token". The file must belong to this user and be
+// closed to all others (mode 0600); one owned by root may be readable by a group (0640), like those
+// that a cluster mounts into containers. Root may use any user's file that is closed. Blocks on the
+// disk. Errors: NOT_FOUND; PERMISSION_DENIED, also for a file that others can read;
+// INVALID_ARGUMENT if it is not a regular file.
 absl::StatusOr<std::string> ReadSecretFile(const std::string& path, absl::string_view what,
                                            absl::string_view secret, size_t max_bytes);
 
-// Writes a file of mode 0600 under a temporary name next to `path`, syncs it, renames it to
-// `path` and syncs the folder. Blocks on the disk. Errors: those of the file, naming it.
+// Writes a file of mode 0600 under a temporary name next to `path`, syncs it, renames it to `path`
+// and syncs the folder. Blocks on the disk. Errors: those of the file, with its name.
 absl::Status WriteSecretFile(const std::string& path, absl::string_view contents);
 
 }  // namespace muster

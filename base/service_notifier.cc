@@ -64,7 +64,7 @@ void ServiceNotifier::Stopping(absl::string_view status) {
 }
 
 void ServiceNotifier::Alive(absl::Time now) {
-  // A busy loop need not say it thousands of times a second.
+  // A busy loop need not send it thousands of times a second.
   if (period() == absl::InfiniteDuration() || now - last_alive_ < period() / 2) return;
   last_alive_ = now;
   Send("WATCHDOG=1");
@@ -76,7 +76,7 @@ void ServiceNotifier::Send(absl::string_view message) {
   address.sun_family = AF_UNIX;
   const std::string& name = options_.socket;
   int error = ENAMETOOLONG;
-  // An abstract name needs no end.
+  // An abstract name needs no terminating NUL.
   if ((name[0] == '/' && name.size() < sizeof(address.sun_path)) ||
       (name[0] == '@' && name.size() <= sizeof(address.sun_path))) {
     memcpy(address.sun_path, name.data(), name.size());

@@ -10,19 +10,19 @@
 namespace muster {
 
 // Tells a service manager what this process is doing, in the protocol of sd_notify(3): one datagram
-// a message to the socket in $NOTIFY_SOCKET. Without a manager nothing is sent. Not thread-safe;
-// never blocks, and what the manager does not take is dropped.
+// per message to the socket in $NOTIFY_SOCKET. Without a manager nothing is sent. Not thread-safe;
+// never blocks, and messages that the manager does not take are dropped.
 class ServiceNotifier {
  public:
-  // Whom to tell, and when to show that the process is alive. `watchdog`: the manager ends a
-  // process that shows none for so long; zero: it does not watch.
+  // The manager's socket, and how often to show that the process is alive. `watchdog`: the manager
+  // ends a process that shows no sign of life for this long; zero: it does not watch.
   struct Options {
-    std::string socket = {};  // a path, or "@NAME" of the abstract namespace; empty: nobody
+    std::string socket = {};  // a path, or "@NAME" in the abstract namespace; empty: no manager
     absl::Duration watchdog = absl::ZeroDuration();
   };
-  // $NOTIFY_SOCKET, and $WATCHDOG_USEC if $WATCHDOG_PID is this process or absent. Takes them out
-  // of the environment: processes that this one starts must not speak for it. Call before threads
-  // start.
+  // Reads $NOTIFY_SOCKET, and $WATCHDOG_USEC if $WATCHDOG_PID is this process or absent. Removes
+  // them from the environment, because processes that this one starts must not speak for it. Call
+  // it before threads start.
   static Options TakeFromEnvironment();
 
   explicit ServiceNotifier(Options options) : options_(std::move(options)) {}
@@ -31,7 +31,7 @@ class ServiceNotifier {
   // How often Alive has to be called; infinite: never.
   absl::Duration period() const;
 
-  // It serves now. `status` is one line for people.
+  // Reports that the process serves now. `status` is one line for people.
   void Ready(absl::string_view status);
   // Sends the line unless it equals the last one.
   void Status(absl::string_view status);

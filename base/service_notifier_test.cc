@@ -54,7 +54,7 @@ TEST(ServiceNotifierTest, Messages_AreThoseOfTheProtocol) {
   EXPECT_EQ(manager.Next(), "STATUS=3 jobs");
   notifier.Status("3 jobs");
   EXPECT_EQ(manager.Next(), "");
-  // A line that other processes have a part in stays one.
+  // A status that contains another message stays one line.
   notifier.Status("job\nREADY=0");
   EXPECT_EQ(manager.Next(), "STATUS=job\\nREADY=0");
   notifier.Stopping("SIGTERM");
@@ -66,7 +66,7 @@ TEST(ServiceNotifierTest, AbstractName_IsReached) {
   Manager manager(name);
   ServiceNotifier({.socket = name}).Ready("up");
   EXPECT_EQ(manager.Next(), "READY=1\nSTATUS=up");
-  // The longest there is: no end follows it.
+  // The longest name: no NUL follows it.
   std::string longest = absl::StrCat("@", RandomHex());
   longest.resize(sizeof(sockaddr_un::sun_path), 'x');
   Manager other(longest);
@@ -112,7 +112,7 @@ TEST(ServiceNotifierTest, NobodyThere_IsSaidOnce_AndHoldsNothingUp) {
   }
 }
 
-// A full queue of a manager that does not read.
+// The queue of a manager that does not read is full.
 TEST(ServiceNotifierTest, ManagerThatDoesNotRead_HoldsNothingUp) {
   const TestFolder folder = TestFolder::ForSockets();
   Manager manager(folder.Path("notify"));
@@ -139,7 +139,7 @@ TEST(ServiceNotifierTest, Environment_IsTaken) {
   EXPECT_EQ(take("/run/notify", "30000000", absl::StrCat(getpid())).socket, "/run/notify");
   EXPECT_EQ(take("/run/notify", "30000000", absl::StrCat(getpid())).watchdog, absl::Seconds(30));
   EXPECT_EQ(take("/run/notify", "30000000", "").watchdog, absl::Seconds(30));
-  // Of the shell that started this process.
+  // The variables are meant for another process, such as the shell that started this one.
   EXPECT_EQ(take("/run/notify", "30000000", "1").watchdog, absl::ZeroDuration());
   EXPECT_EQ(take("/run/notify", "soon", "").watchdog, absl::ZeroDuration());
   EXPECT_EQ(ServiceNotifier::TakeFromEnvironment().socket, "");

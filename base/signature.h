@@ -34,7 +34,7 @@ class SigningKey {
   std::shared_ptr<evp_pkey_st> key_;
 };
 
-// The public key of one, which verifies its signatures.
+// The public key of a SigningKey, which verifies its signatures.
 class VerifyingKey {
  public:
   // From PEM, as `openssl pkey -in PRIVATE -pubout` writes it. Errors: as SigningKey::Parse.

@@ -16,7 +16,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// By the keys of base/test_keys.h, from the same place.
+// Made with the keys of base/test_keys.h, from the same source.
 constexpr char kSignatureOf72[] =
     "92a009a9f0d4cab8720e820b5f642540a2b27b5416503f8fb3762223ebdb69da"
     "085ac1e43e15996e458f3613d0f11d8c387b2eaeb4302aeeb00d291612bb0c00";

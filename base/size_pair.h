@@ -11,8 +11,8 @@ struct SizePair {
   std::string first, second;
 };
 
-// As HumanBytes() has them or, where these texts would be equal and the sizes are not, as exact
-// numbers of bytes: "4000 B" and "3999 B", not "3.91 KiB" twice.
+// Formats both as HumanBytes() does or, if these texts would be equal although the sizes differ, as
+// exact numbers of bytes: "4000 B" and "3999 B", not "3.91 KiB" twice.
 SizePair HumanBytesApart(int64_t first, int64_t second);
 
 }  // namespace muster

@@ -5,8 +5,8 @@
 
 namespace muster {
 
-// The first host of a SLURM node list: "gpu[03-05,9],login" gives "gpu03". Empty if it cannot be
-// read.
+// Returns the first host of a SLURM node list: "gpu[03-05,9],login" gives "gpu03". Empty if the
+// list cannot be read.
 std::string FirstSlurmHost(const std::string& node_list);
 
 }  // namespace muster

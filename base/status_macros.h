@@ -6,7 +6,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
-// Leaves the function with the status of `expr` unless it is OK. Not for public headers.
+// Returns the status of `expr` from the function unless it is OK. Not for public headers.
 #define MUSTER_RETURN_IF_ERROR(expr)                                                         \
   do {                                                                                       \
     if (::absl::Status muster_status_ = (expr); !muster_status_.ok()) return muster_status_; \

@@ -8,12 +8,12 @@
 
 namespace muster {
 
-// The candidate that `word` was probably meant to be: the one with the fewest letters changed,
-// added, dropped or swapped with a neighbour, if that is at most a third of the longer word; or the
-// only one that begins with `word`. Empty if none is near.
+// Returns the candidate that `word` was probably meant to be: the one with the fewest letters
+// changed, added, dropped or swapped with a neighbour, if that is at most a third of the longer
+// word; or the only one that begins with `word`. Empty if none is near.
 std::string Nearest(absl::string_view word, const std::vector<std::string>& candidates);
 
-// "; did you mean NEAREST?" or nothing.
+// Returns "; did you mean NEAREST?" or an empty text.
 std::string DidYouMean(absl::string_view word, const std::vector<std::string>& candidates,
                        absl::string_view prefix = "");
 

@@ -5,19 +5,19 @@
 
 namespace muster {
 
-// A disk that fails at any moment: a program that links this has open, write, pwrite, fallocate,
-// ftruncate, fsync, fdatasync, mkdir, rename, renameat2, unlink, unlinkat and rmdir of its own,
-// which fail below a folder named "failing_disk" when `disk_fault` says so. For tests.
+// A disk that fails at a chosen moment: a program that links this library replaces open, write,
+// pwrite, fallocate, ftruncate, fsync, fdatasync, mkdir, rename, renameat2, unlink, unlinkat and
+// rmdir by functions that fail below a folder named "failing_disk" as `disk_fault` says. For tests.
 struct DiskFault {
-  // The call number `at` from now on fails, from 1.
+  // Makes call number `at` from now on fail; the first call is 1.
   void Arm(long at);
   void Disarm();
 
-  std::atomic<int> error{0};               // errno of a call that fails
-  std::atomic<bool> lasts{false};          // so do the calls after it,
-  std::atomic<bool> also_removals{false};  // those that remove files too
-  std::atomic<bool> open_files{false};     // only those on files that are open count
-  std::atomic<bool> fired{false};          // since Arm()
+  std::atomic<int> error{0};               // the errno of a call that fails
+  std::atomic<bool> lasts{false};          // the calls after it fail, too
+  std::atomic<bool> also_removals{false};  // calls that remove files count and fail, too
+  std::atomic<bool> open_files{false};     // only calls on open files count
+  std::atomic<bool> fired{false};          // whether a call has failed since Arm()
 
   std::atomic<long> calls{0};
   std::atomic<long> at{0};  // 0: none

@@ -11,7 +11,7 @@
 
 namespace muster {
 
-// A new folder of a test, empty and closed to other users. It is removed with this object. Ends the
+// A new, empty folder for a test, closed to other users. The destructor removes it. Ends the
 // process if the folder cannot be made.
 class TestFolder {
  public:
@@ -33,8 +33,8 @@ class TestFolder {
   std::string path_;
 };
 
-// A path in a folder that all tests of this process share, for what only needs a name of its own.
-// Nothing of it is removed: the folder is that of the test run (TEST_TMPDIR), or in /tmp.
+// Returns a path in a folder that all tests of this process share, for files that only need a name
+// of their own. They are not removed: the folder is that of the test run (TEST_TMPDIR), or in /tmp.
 inline std::string TestPath(const std::string& name) {
   static const TestFolder* const folder = new TestFolder;
   return folder->Path(name);

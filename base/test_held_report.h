@@ -13,8 +13,8 @@
 
 namespace muster {
 
-// The file of the action `report` of failpoints (base/failpoint.h) that holds up each thread that
-// passes one, in this process or others, until Release(): a pipe that is full.
+// A file for the action `report` of failpoints (base/failpoint.h) that blocks each thread that
+// passes one, in this process or others, until Release(): a full pipe.
 class HeldReport {
  public:
   explicit HeldReport(const std::string& path) {
@@ -27,13 +27,13 @@ class HeldReport {
     EXPECT_GE(inotify_add_watch(opens_.get(), path.c_str(), IN_OPEN), 0) << path;
   }
 
-  // Blocks until a thread is held up. Call it once: events of several threads may be one.
+  // Blocks until a thread is held up. Call it once: the events of several threads may be merged.
   void WaitUntilHeld() {
     char event[sizeof(inotify_event)];
     EXPECT_GT(read(opens_.get(), event, sizeof(event)), 0);
   }
 
-  // For good: the pipe holds what is left to report.
+  // Lets all threads continue, for good: the pipe has room for what is left to report.
   void Release() {
     char page[4096];
     while (read(pipe_.get(), page, sizeof(page)) > 0) {

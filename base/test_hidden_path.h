@@ -11,8 +11,8 @@
 
 namespace muster {
 
-// While it lives, the file or folder cannot be read, as after EIO: it may be readable later. (A
-// link to itself is an error of that kind also for root.) For tests.
+// Makes a file or folder unreadable while this object lives, as after EIO: it may be readable
+// later. (A link to itself is an error of that kind even for root.) For tests.
 class HiddenPath {
  public:
   explicit HiddenPath(const std::string& path) : path_(path) {
@@ -20,7 +20,7 @@ class HiddenPath {
     EXPECT_EQ(symlink(BaseName(path_).c_str(), path_.c_str()), 0);
   }
   ~HiddenPath() {
-    // The file comes back in one step, so that a concurrent reader never finds it missing.
+    // The file returns in one step, so that a concurrent reader never finds it missing.
     if (rename(aside().c_str(), path_.c_str()) == 0) return;
     EXPECT_EQ(unlink(path_.c_str()), 0);
     EXPECT_EQ(rename(aside().c_str(), path_.c_str()), 0);

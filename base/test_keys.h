@@ -3,7 +3,7 @@
 
 namespace muster {
 
-// A pair of keys for signatures: of RFC 8032, section 7.1, test 2.
+// A pair of keys for signatures, from RFC 8032, section 7.1, test 2.
 inline constexpr char kTestPrivateKey[] =
     "-----BEGIN PRIVATE KEY-----\n"
     "MC4CAQAwBQYDK2VwBCIEIEzNCJso/5banbbDRuwRTg9bijGfNaumJNqM9u1PuKb7\n"
@@ -12,7 +12,7 @@ inline constexpr char kTestPublicKey[] =
     "-----BEGIN PUBLIC KEY-----\n"
     "MCowBQYDK2VwAyEAPUAXw+hDiVqStwqnTRt+vJyYLM8uxJaMwM1V8Sr0Zgw=\n"
     "-----END PUBLIC KEY-----\n";
-// Of another pair: of test 1.
+// The public key of another pair, from test 1.
 inline constexpr char kOtherTestPublicKey[] =
     "-----BEGIN PUBLIC KEY-----\n"
     "MCowBQYDK2VwAyEA11qYAYKxCrfVS/7TyWQHOg7hcvPapiMlrwIaaPcHURo=\n"

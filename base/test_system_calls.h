@@ -12,15 +12,15 @@
 
 namespace muster {
 
-// For programs that have system calls of their own in place of the C library's.
+// For programs that replace system calls of the C library by their own functions.
 
-// The C library's function of that name.
+// Returns the C library's function of that name.
 template <class F>
 F RealCall(const char* name) {
   return reinterpret_cast<F>(dlsym(RTLD_NEXT, name));
 }
 
-// Whether `part` occurs in the path, or in that of an open file.
+// Returns whether `part` occurs in the path, or in the path of an open file.
 inline bool PathHas(const char* path, const char* part) {
   return path != nullptr && strstr(path, part) != nullptr;
 }
@@ -34,14 +34,14 @@ inline bool PathHas(int fd, const char* part) {
   return PathHas(path, part);
 }
 
-// The mode of a new file, the argument after `flags` of open(); 0 where there is none.
+// Returns the mode of a new file, the argument after `flags` of open(); 0 if there is none.
 inline mode_t OpenMode(int flags, va_list after_flags) {
   const bool makes_file = (flags & O_CREAT) != 0 || (flags & O_TMPFILE) == O_TMPFILE;
   return makes_file ? va_arg(after_flags, mode_t) : 0;
 }
 
-// Defines `name`, open or open64, of the program: where `fails(path, flags)` is true it fails, with
-// the errno that is set by then, and else it is the C library's. Outside of namespaces.
+// Defines the program's own `name`, open or open64: it fails if `fails(path, flags)` is true, with
+// the errno that is set by then, and otherwise calls the C library's. Use it outside of namespaces.
 #define MUSTER_REPLACE_OPEN(name, fails)                                              \
   extern "C" int name(const char* path, int flags, ...) {                             \
     va_list after_flags;                                                              \
@@ -53,7 +53,7 @@ inline mode_t OpenMode(int flags, va_list after_flags) {
     return real(path, flags, mode);                                                   \
   }
 
-// Defines read and pread of the program likewise: where `fails(fd)` is true they fail.
+// Defines the program's own read and pread likewise: they fail if `fails(fd)` is true.
 #define MUSTER_REPLACE_READS(fails)                                                             \
   extern "C" ssize_t read(int fd, void* to, size_t size) {                                      \
     if (fails(fd)) return -1;                                                                   \

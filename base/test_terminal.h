@@ -27,8 +27,8 @@ class TestTerminal {
 
   // The end of the user, who reads what is shown and writes keys.
   int user() const { return user_.get(); }
-  // The end of the program. It stays open, so that the terminal outlives a command, as a shell's
-  // does.
+  // The end of the program. It stays open, so that the terminal outlives a command, as the terminal
+  // of a shell does.
   int near() const { return near_.get(); }
 
   termios Mode() const {

@@ -8,7 +8,7 @@
 namespace muster {
 namespace {
 
-thread_local int left = -1;  // any number
+thread_local int left = -1;  // no limit
 thread_local int started = 0;
 thread_local int refused = 0;
 

@@ -3,11 +3,10 @@
 
 namespace muster {
 
-// A system that starts no more threads: a program that links this has a pthread_create of its own.
-// For tests.
-//
-// While it lives, the thread that made it starts so many threads more, and then none (EAGAIN).
-// Other threads are not limited.
+// Limits the threads that the system starts: a program that links this library has its own
+// pthread_create. For tests.
+// While an object lives, the thread that made it can start as many threads as the constructor says,
+// and then none (EAGAIN). Other threads are not limited.
 class ThreadsLeft {
  public:
   explicit ThreadsLeft(int count);
@@ -15,7 +14,7 @@ class ThreadsLeft {
   ThreadsLeft(const ThreadsLeft&) = delete;
   ThreadsLeft& operator=(const ThreadsLeft&) = delete;
 
-  // How many threads the calling thread has started so far, and was refused.
+  // How many threads the calling thread has started so far, and how many were refused.
   static int Started();
   static int Refused();
 };

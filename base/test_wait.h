@@ -11,9 +11,9 @@
 
 namespace muster {
 
-// Waits until `condition` returns true, for what nothing reports. If it never does, the test
-// runner's time limit ends the test. What takes longer than a moment is looked at once a
-// millisecond, because what the condition waits for needs the core, too.
+// Waits until `condition` returns true, for conditions that nothing reports. If it never does, the
+// test runner's time limit ends the test. A condition that takes longer than a moment is checked
+// once a millisecond, because what it waits for needs the core, too.
 template <class Condition>
 void WaitUntil(const Condition& condition) {
   constexpr int kMoment = 100;
@@ -26,7 +26,8 @@ void WaitUntil(const Condition& condition) {
   }
 }
 
-// Waits until `pid` has ended (it may still be a zombie of another process). False after a minute.
+// Waits until `pid` has ended (it may still be a zombie of another process). Returns false after a
+// minute.
 inline bool WaitUntilEnded(pid_t pid) {
   const int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
   if (fd < 0) return errno == ESRCH;

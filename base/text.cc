@@ -12,8 +12,9 @@
 namespace muster {
 namespace {
 
-// Whether it controls a terminal, or the direction in which it shows what follows: C0, DEL, C1 and
-// the controls of the bidirectional algorithm. `character` is one character of UTF-8.
+// Whether the character controls a terminal, or the direction in which it shows the text that
+// follows: C0, DEL, C1 and the controls of the bidirectional algorithm. `character` is one
+// character of UTF-8.
 bool IsControl(absl::string_view character) {
   const auto at = [&](size_t i) { return static_cast<unsigned char>(character[i]); };
   if (character.size() == 1) return at(0) < 0x20 || at(0) == 0x7f;
@@ -42,7 +43,7 @@ size_t Utf8CharacterBytes(absl::string_view text) {
     if ((at(i) >> 6) != 0b10) return 0;
     code = code << 6 | (at(i) & 0x3f);
   }
-  // Written longer than needed, half of a pair, or beyond the last one.
+  // Overlong, half of a surrogate pair, or beyond the last character.
   constexpr uint32_t kLeast[] = {0, 0, 0x80, 0x800, 0x10000};
   if (code < kLeast[size] || code > 0x10ffff || (code >= 0xd800 && code < 0xe000)) return 0;
   return size;

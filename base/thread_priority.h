@@ -4,7 +4,7 @@
 namespace muster {
 
 // The nice value of a thread that gets a core only if no other thread needs it, apart from about a
-// hundredth of it.
+// hundredth of the core.
 inline constexpr int kIdleNice = 19;
 
 // Gives the calling thread this nice value, 0 to 19, which the threads that it starts inherit. It

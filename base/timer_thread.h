@@ -13,18 +13,19 @@ namespace muster {
 // A thread that calls `tick` when it is due. Thread-safe.
 class TimerThread {
  public:
-  // `tick` returns when to be called next (by `clock`); InfiniteFuture: when woken.
+  // `tick` returns when to call it next (by `clock`); InfiniteFuture: only when woken.
   explicit TimerThread(std::function<absl::Time()> tick, const Clock* clock = &Clock::Real());
   ~TimerThread();
   TimerThread(const TimerThread&) = delete;
   TimerThread& operator=(const TimerThread&) = delete;
 
-  // Calls `tick` for the first time, on the thread. Once.
+  // Calls `tick` for the first time, on the thread. Call it once.
   void Start();
-  // Waits for a call of `tick` that runs; it is called no more. Repeatable; the destructor does it
-  // too. Not from `tick`.
+  // Waits for a running call of `tick`; afterwards it is no longer called. Repeatable; the
+  // destructor does it, too. Do not call it from `tick`.
   void Stop();
-  // Calls `tick` now, also if it runs at this moment. Does not block. Does nothing when stopped.
+  // Has the thread call `tick` now, again if it runs at this moment. Does not block. Does nothing
+  // when stopped.
   void Wake();
 
  private:

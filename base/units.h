@@ -10,7 +10,7 @@
 
 namespace muster {
 
-// Texts for amounts, both ways. Everything here is pure and thread-safe.
+// Conversion between amounts and texts. Everything here is pure and thread-safe.
 //
 // Two size grammars exist because users bring both from the Python world: memory limits and shard
 // sizes. They share one number syntax (decimal digits with an optional sign, point and exponent; no

@@ -32,7 +32,8 @@ std::string VariableList(const std::map<std::string, std::string>& variables) {
 absl::StatusOr<std::map<std::string, std::string>> ParseVariableList(absl::string_view text,
                                                                      absl::string_view source) {
   std::map<std::string, std::string> variables;
-  // A list of lines would be one variable, and of a file that was cut the last one may be half.
+  // A list of lines would be read as one variable, and a file that was cut may end in half an
+  // entry.
   if (!text.empty() && text.back() != '\0') {
     return absl::InvalidArgumentError(
         absl::StrCat(source,

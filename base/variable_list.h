@@ -16,11 +16,11 @@ std::map<std::string, std::string> ProcessVariables();
 // The following functions have environment variables as one text: NAME=VALUE, each with a null byte
 // at its end, as `env -0` prints them. Both are pure and thread-safe.
 
-// Neither names nor values may have a null byte, as no environment has one.
+// Neither names nor values may contain a null byte; no environment has one.
 std::string VariableList(const std::map<std::string, std::string>& variables);
 
-// Of a name that is there more than once, the last value counts. INVALID_ARGUMENT, with `source`
-// in its message: an entry that is no NAME=VALUE.
+// If a name occurs more than once, its last value counts. INVALID_ARGUMENT, with `source` in its
+// message: an entry is not NAME=VALUE.
 absl::StatusOr<std::map<std::string, std::string>> ParseVariableList(absl::string_view text,
                                                                      absl::string_view source);
 

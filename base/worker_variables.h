@@ -9,12 +9,12 @@ namespace muster {
 // be refused, because it would be overwritten without notice.
 struct WorkerVariable {
   absl::string_view name;
-  // The setting of a launch that says the same, "mixed_precision"; empty: there is none, as for the
-  // place in the job.
+  // The setting of a launch with the same meaning, "mixed_precision"; empty if there is none, as
+  // for the place in the job.
   absl::string_view setting;
 };
 
-// Null: a user may give this variable to the processes. Pure, thread-safe.
+// Returns null if a user may give this variable to the processes. Pure, thread-safe.
 const WorkerVariable* FindWorkerVariable(absl::string_view name);
 
 }  // namespace muster

@@ -14,7 +14,7 @@ namespace muster {
 struct YamlLimits {
   size_t max_bytes = size_t{1} << 20;
   int max_depth = 32;
-  // After aliases are expanded.
+  // Counted after aliases are expanded.
   int max_nodes = 100'000;
 };
 
@@ -25,9 +25,9 @@ struct YamlDocument {
   std::map<std::string, int> lines;
   // The same pointers in the order of the text, from 0: `value` sorts the keys of a map.
   std::map<std::string, int> order;
-  // The same pointers of plain integers that are not written as they print, to what is written:
-  // "010" of 8, "0x10" of 16, "1_000". For code that takes a number for text. Not of what comes
-  // from an alias or a merge.
+  // The same pointers, of plain integers that are not written as they print, to the text as
+  // written: "010" for 8, "0x10" for 16, "1_000". For code that takes a number for text. Values
+  // from an alias or a merge are left out.
   std::map<std::string, std::string> rewritten;
 };
 

@@ -12,12 +12,12 @@
 
 namespace muster {
 
-// What a reader found just now of the files of checkpoint `id`, whose record has the hash `sha256`
-// (hexadecimal digits): no `damage`, or this. `contents`: all bytes were read, not the sizes alone.
-// Without a fence.
+// Returns the request that reports what a reader has just found in the files of checkpoint `id`,
+// whose record has the hash `sha256` (hexadecimal digits). Empty `damage`: nothing is wrong.
+// `contents`: all bytes were read, not only the sizes. The fence is not set.
 inline v1::VerifyCheckpointRequest MakeVerdict(uint64_t id, absl::string_view sha256, bool contents,
                                                absl::string_view damage) {
-  // The coordinator takes 1 KiB: each byte may become four.
+  // The coordinator takes at most 1 KiB, and each byte may become four.
   constexpr size_t kMaxDamage = 250;
   v1::VerifyCheckpointRequest request;
   request.set_checkpoint_id(id);

@@ -8,10 +8,10 @@
 
 namespace muster {
 
-// "PROCESS_FAILED": the class in the form that people and machines read; "UNKNOWN" for a class that
-// a newer version has. Pure.
+// Returns "PROCESS_FAILED", say: the class in the form that people and machines read; "UNKNOWN" for
+// a class that only a newer version has. Pure.
 std::string EndClassName(v1::EndClass end_class);
-// UNSPECIFIED: it names none that is known here. Pure.
+// Returns the class of a name; UNSPECIFIED if no class known here has it. Pure.
 v1::EndClass EndClassOfName(absl::string_view name);
 
 }  // namespace muster

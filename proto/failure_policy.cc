@@ -30,7 +30,7 @@ v1::EndClass LimitedClass(v1::EndClass end_class) {
 bool CountsAsRestart(v1::EndClass end_class) {
   return end_class == v1::END_CLASS_PROCESS_FAILED || end_class == v1::END_CLASS_OUT_OF_MEMORY ||
          end_class == v1::END_CLASS_HANG ||
-         end_class == v1::END_CLASS_PEER_FAILED;  // whose cause nobody has reported
+         end_class == v1::END_CLASS_PEER_FAILED;  // no node has reported the cause
 }
 
 bool MayRetry(v1::EndClass end_class) {

@@ -13,7 +13,7 @@
 
 namespace muster {
 
-// What follows the end of an attempt, of submitted jobs and of launches. Pure.
+// What follows the end of an attempt, for submitted jobs and for launches. Pure.
 
 using ClassCounts = google::protobuf::RepeatedPtrField<v1::ClassCount>;
 
@@ -26,32 +26,35 @@ inline constexpr std::pair<absl::string_view, v1::EndClass> kLimitedClasses[] = 
     {"preempted", v1::END_CLASS_PREEMPTED},
 };
 
-// The most restarts that can be asked for, of all that counts or of one class.
+// The most restarts that can be requested, in total or for one class.
 inline constexpr int kMaxRestarts = 1'000'000;
 
-// The one of them that ends of this class count to; UNSPECIFIED: none.
+// Returns the limited class to which ends of this class count; UNSPECIFIED: none.
 v1::EndClass LimitedClass(v1::EndClass end_class);
-// Whether another start after it counts against max_restarts.
+// Returns whether another start after such an end counts against max_restarts.
 bool CountsAsRestart(v1::EndClass end_class);
-// Whether another start can help.
+// Returns whether another start can help.
 bool MayRetry(v1::EndClass end_class);
 
-// Why its class has no other start left, in words that follow "; "; empty: it has, or no limit.
+// Returns why its class has no other start left, as a text that follows "; "; empty if it has one,
+// or no limit.
 std::string WhyOverLimit(const ClassCounts& limits, const ClassCounts& counts,
                          v1::EndClass end_class);
-// Counts another start after it, if its class has a limit.
+// Counts another start after such an end, if its class has a limit.
 void CountStart(const ClassCounts& limits, v1::EndClass end_class, ClassCounts* counts);
 
-// The setting failure_policy.
+// The value of the setting failure_policy.
 struct FailurePolicy {
-  std::optional<int> max_restarts;          // of all that counts; nullopt: not said
-  std::map<std::string, int> class_limits;  // by a name of kLimitedClasses
+  std::optional<int> max_restarts;          // in total; nullopt: not given
+  std::map<std::string, int> class_limits;  // by names of kLimitedClasses
 };
-// `name`: one of kLimitedClasses, or "max_restarts". False: neither, or a number out of range.
+// `name`: one of kLimitedClasses, or "max_restarts". Returns false if it is neither, or if the
+// number is out of range.
 bool AddToPolicy(absl::string_view name, int64_t count, FailurePolicy* policy);
-// "max_restarts=3,oom=1"; nullopt: that is none.
+// Parses "max_restarts=3,oom=1"; returns nullopt for an invalid text.
 std::optional<FailurePolicy> ParseFailurePolicy(absl::string_view text);
-// Without max_restarts, the classes that are named have the restarts that there are.
+// If max_restarts is not given, but classes that count against it have limits: sets it to the sum
+// of these limits, and the limits of the other such classes to 0.
 void CompletePolicy(FailurePolicy* policy);
 ClassCounts ToClassCounts(const std::map<std::string, int>& class_limits);
 

@@ -40,7 +40,7 @@ TEST(FailurePolicyTest, Limit_LetsAsManyStartsFollow) {
   CountStart(limits, v1::END_CLASS_PEER_FAILED, &counts);
   EXPECT_EQ(WhyOverLimit(limits, counts, v1::END_CLASS_PROCESS_FAILED),
             "its failure policy allows 1 restart after PROCESS_FAILED");
-  // Of other classes nothing is counted.
+  // Other classes are not counted.
   CountStart(limits, v1::END_CLASS_HANG, &counts);
   EXPECT_EQ(WhyOverLimit(limits, counts, v1::END_CLASS_HANG), "");
   EXPECT_EQ(counts.size(), 1);

@@ -12,25 +12,27 @@
 
 namespace muster {
 
-// What submitted jobs may have, wherever they run.
+// Limits of submitted jobs, wherever they run.
 
 inline constexpr size_t kMaxSpecBytes = 128 << 10;
 inline constexpr size_t kMaxJobName = 64;
-// SyncNodeRequest.held_jobs; what else a node holds has its time.
+// The most entries of SyncNodeRequest.held_jobs; a node keeps what it holds beyond them for its
+// usual time.
 inline constexpr int kMaxHeldJobs = 1000;
 
-// JobSpec.files: of all together.
+// The most bytes of JobSpec.files, all files together.
 inline constexpr size_t kMaxFileBytes = 96 << 10;
 inline constexpr int kMaxFiles = 256;
 inline constexpr size_t kMaxFilePath = 256;
 
-// JobSpec.hang_timeout: progress is reported every 2 s, and examined less often.
+// The least JobSpec.hang_timeout: progress is reported every 2 s, and examined less often.
 inline constexpr absl::Duration kLeastHangTimeout = absl::Seconds(10);
 
-// Where a program keeps its checkpoints if neither it nor MUSTER_PROJECT_DIR says otherwise: below
-// the folder in which it runs.
+// The folder, below the one in which a program runs, for its checkpoints, if neither the program
+// nor MUSTER_PROJECT_DIR names another.
 inline constexpr char kDefaultProjectFolder[] = "muster-run";
-// In it: where save_state() puts those that it names itself, and load_state() finds them.
+// A folder in the project folder: save_state() puts the checkpoints there that it names itself, and
+// load_state() finds them there.
 inline constexpr char kCheckpointsFolder[] = "checkpoints";
 
 // 1 to kMaxJobName letters, digits, '-' and '_'.
@@ -41,7 +43,8 @@ inline bool IsJobName(absl::string_view name) {
          });
 }
 
-// A path below a folder, from which it does not lead out: of JobSpec.files.
+// Returns whether `path` is a path below a folder that does not lead out of it, as JobSpec.files
+// requires.
 inline bool IsJobFilePath(absl::string_view path) {
   if (path.empty() || path.size() > kMaxFilePath) return false;
   if (absl::StrContains(path, absl::string_view("\0", 1))) return false;

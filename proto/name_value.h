@@ -18,7 +18,7 @@ inline void AddNameValue(std::string name, std::string value, NameValues* values
   added->set_value(std::move(value));
 }
 
-// The last value of a repeated name.
+// Returns a map; the last value of a repeated name counts.
 inline std::map<std::string, std::string> ToMap(const NameValues& values) {
   std::map<std::string, std::string> map;
   for (const v1::NameValue& one : values) map[one.name()] = one.value();

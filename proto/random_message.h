@@ -9,28 +9,28 @@
 
 namespace muster {
 
-// For tests of what takes messages that others wrote: fills messages of any type with random
-// fields. The same seed gives the same messages. A test that knows which values get far overrides
+// Fills messages of any type with random fields, for tests of code that takes messages that others
+// wrote. The same seed gives the same messages. A test that knows which values reach far overrides
 // what is drawn. Not thread-safe.
 class RandomMessage {
  public:
   explicit RandomMessage(uint64_t seed) : random_(seed) {}
   virtual ~RandomMessage() = default;
 
-  // One of 0 .. n - 1.
+  // Returns a number from 0 to n - 1.
   uint64_t Draw(uint64_t n) { return random_() % n; }
   std::mt19937_64& generator() { return random_; }
 
-  // Sets three quarters of the fields, one of each oneof, and those of messages inside.
+  // Sets three quarters of the fields, one of each oneof, and the fields of nested messages.
   void Fill(google::protobuf::Message* message) { Fill(message, 0); }
   // Fills the member `name`, or a random one, of `message`'s first oneof.
   void FillKind(google::protobuf::Message* message, const std::string& name = "");
 
  protected:
-  // Whether a field of that name is set always, or never.
+  // Whether a field of that name is always set, or never.
   virtual bool Always(const std::string& /*name*/) const { return false; }
   virtual bool Never(const std::string& /*name*/) const { return false; }
-  // Values of fields of that name.
+  // The values of fields of that name.
   virtual std::string Text(const std::string& name);
   virtual int64_t Number(const std::string& name);
 

@@ -26,7 +26,7 @@
 namespace muster::rpc {
 namespace {
 
-// As many as the kernel allows (net.core.somaxconn): a whole cluster may come at once.
+// The most that the kernel allows (net.core.somaxconn): a whole cluster may connect at once.
 constexpr int kBacklog = 4096;
 constexpr int kRetryMilliseconds = 50;
 // A process reserves a share of its descriptors, up to this many, for its own work, so that a crowd
@@ -132,7 +132,7 @@ bool Acceptor::MayEnter(int fd) {
     return true;
   }
   ++refusals_;
-  // A process that tries again and again must not fill the log.
+  // A process that retries again and again must not fill the log.
   const absl::Time now = absl::Now();
   if (now >= refusal_told_ && now < refusal_told_ + absl::Minutes(1)) return false;
   MUSTER_LOG(Warning) << "refused process " << peer.pid << " of user " << peer.uid << " at "
@@ -148,7 +148,7 @@ bool Acceptor::MayEnter(int fd) {
 bool Acceptor::HasRoom() const {
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return true;
-  // The lowest number that is free: all below it are in use.
+  // The lowest free number: all below it are in use.
   const int next = fcntl(listener_, F_DUPFD_CLOEXEC, 0);
   if (next < 0) return false;
   close(next);

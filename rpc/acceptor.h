@@ -26,14 +26,14 @@ class Acceptor {
   // Server::Start.
   static absl::StatusOr<std::unique_ptr<Acceptor>> Listen(const Address& address,
                                                           std::optional<uid_t> only_user = {});
-  // Ends the thread, closes the port, removes the socket's file.
+  // Ends the thread, closes the port and removes the socket's file.
   ~Acceptor();
   Acceptor(const Acceptor&) = delete;
   Acceptor& operator=(const Acceptor&) = delete;
 
   int port() const { return port_; }
 
-  // Once. `sink` belongs to a server that has been started.
+  // Starts accepting. Call it once. `sink` belongs to a server that has been started.
   void Start(std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> sink);
 
  private:
@@ -47,13 +47,13 @@ class Acceptor {
         only_user_(only_user) {}
   void Run();
   bool MayEnter(int fd);
-  // Whether this process has a descriptor for another connection.
+  // Returns whether this process has a descriptor for another connection.
   bool HasRoom() const;
 
   const int listener_;
   const int stop_;                         // an eventfd, readable when it is time to end
   const int port_;                         // 0: a unix socket
-  const std::string path_;                 // of a unix socket
+  const std::string path_;                 // the path of a unix socket
   const std::optional<std::string> file_;  // at that path (FileIdentityAt); none: removed already
   const std::optional<uid_t> only_user_;
   std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> sink_;

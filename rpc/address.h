@@ -8,15 +8,15 @@
 
 namespace muster::rpc {
 
-// Where a server listens or a client connects. Numeric only, so that no caller ever waits for a
-// name server.
+// The address at which a server listens or a client connects. Numeric only, so that no caller ever
+// waits for a name server.
 struct Address {
   std::string host;  // "127.0.0.1" or "::1" (without brackets); empty for a unix socket
   int port = 0;
-  std::string path;  // of a unix socket; else empty
+  std::string path;  // the path of a unix socket; else empty
 
   bool is_unix() const { return !path.empty(); }
-  // No other machine can reach it.
+  // Returns whether no other machine can reach it.
   bool is_loopback() const;
   // "127.0.0.1:29400", "[::1]:29400", "unix:/run/muster.sock".
   std::string ToString() const;

@@ -26,8 +26,8 @@ struct Call {
   grpc::ByteBuffer request{&text, 1}, reply;
 };
 
-// What gRPC does too, where ThreadSanitizer does not see it: what was written before a call is seen
-// in its callback.
+// Orders the writes before a call before its callback. gRPC does so as well, but ThreadSanitizer
+// does not see it.
 std::atomic<bool> begun = false;
 
 TEST(KeepCallbackThreads, LastReferenceToAChannel_MayDropOnACallbackThread) {

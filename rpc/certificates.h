@@ -15,23 +15,23 @@ namespace muster::rpc {
 
 // TLS with certificates that are read again, within `look` (whole seconds, at least one), when
 // their files change: connections that are made from then on use the new ones, and open connections
-// go on. A certificate and its key must be replaced at once, such as by renaming a folder or a
-// link; files that cannot be read leave the old ones in use. `files` are relative to the current
+// continue. A certificate and its key must be replaced at once, such as by renaming a folder or a
+// link; if files cannot be read, the old ones stay in use. `files` are relative to the current
 // folder.
 //
 // Errors, each naming its file and the way out: NOT_FOUND and others of the files; INVALID_ARGUMENT
-// what they hold is no PEM, the key is another certificate's, or the certificate has expired.
+// the content is not PEM, the key belongs to another certificate, or the certificate has expired.
 
-// `files.ca`: clients must show a certificate that descends from it, or if it is `optional` none;
-// empty: they are not asked for one.
+// `files.ca`: clients must show a certificate that descends from it; with `optional`, they may show
+// none. Empty: clients are not asked for a certificate.
 absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> ServerTls(const TlsFiles& files,
                                                                    bool optional,
                                                                    absl::Duration look);
-// `files.ca` is what the server's certificate must descend from; `files.cert` may be empty.
+// `files.ca` is the CA from which the server's certificate must descend; `files.cert` may be empty.
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> ChannelTls(const TlsFiles& files,
                                                                      absl::Duration look);
 
-// Whether both would take these files. Blocks on the disk.
+// Returns OK if both would take these files. Blocks on the disk.
 absl::Status CheckTlsFiles(const TlsFiles& files);
 
 }  // namespace muster::rpc

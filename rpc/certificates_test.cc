@@ -23,7 +23,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// A CA, and in `folder`/NAME a certificate and key that it has signed, for as many days.
+// Makes a CA, and in `folder`/NAME a certificate and key that it has signed, valid for `days`.
 void MakeCertificates(const std::string& folder, const std::string& name, int days = 2) {
   const std::string into = absl::StrCat(folder, "/", name);
   const std::string make = absl::StrCat(
@@ -43,7 +43,7 @@ TlsFiles CertificatesIn(const std::string& folder, const std::string& name) {
           .key = absl::StrCat(folder, "/", name, "/key.pem")};
 }
 
-// Which certificate a client showed.
+// Answers with the name in the certificate that the client showed.
 class NameOfCaller final : public v1::Triggers::Service {
  public:
   grpc::Status Raise(grpc::ServerContext* context, const v1::RaiseTriggerRequest*,
@@ -85,10 +85,10 @@ TEST(Tls, CertificatesThatAreReplaced_AreUsedWithoutARestart) {
     return service.name();
   };
   EXPECT_EQ(name_by({.tls = files, .own_connection = true}), "first");
-  // A channel that stays, and connects again for each call.
+  // A new channel, with a connection of its own, shows and expects the new certificates.
   use("second");
   EXPECT_EQ(name_by({.tls = files, .own_connection = true}), "second");
-  // The server's certificate: who expects the name of the new one connects at last.
+  // A client that expects the name in the server's new certificate connects at last.
   const ChannelOptions expects{.tls = CertificatesIn(folder.path(), "first"),
                                .tls_server_name = "second",
                                .own_connection = true};

@@ -35,8 +35,8 @@ constexpr absl::Duration kFirstPause = absl::Milliseconds(100);
 // Servers close a connection that they refuse at once.
 constexpr int kRefusalMilliseconds = 200;
 
-// By the monotonic clock: gRPC converts a deadline of the wall clock by a second look at it, and a
-// clock that jumps between the two would end the call at once.
+// Uses the monotonic clock: gRPC converts a deadline of the wall clock by reading that clock again,
+// and a clock that jumps between the two would end the call at once.
 gpr_timespec GrpcDeadline(absl::Duration timeout) {
   const absl::Duration bounded = std::clamp(timeout, absl::ZeroDuration(), absl::Hours(24 * 365));
   return gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC),
@@ -60,8 +60,8 @@ absl::Status CheckSocketIsOpen(absl::string_view address) {
   return NotForThisUser(path);
 }
 
-// For a connection that has failed: a server closes the connections of all users but its own, also
-// root's, although the mode of the file lets root in.
+// Checks a connection that has failed: a server closes the connections of all users but its own,
+// even root's, although the mode of the file lets root in.
 absl::Status CheckSocketIsOurs(absl::string_view address) {
   if (!absl::ConsumePrefix(&address, "unix:")) return absl::OkStatus();
   const std::string path(address);
@@ -75,7 +75,8 @@ absl::Status CheckSocketIsOurs(absl::string_view address) {
   std::memcpy(name.sun_path, path.c_str(), path.size() + 1);
   const OwnedFd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd.open()) return absl::OkStatus();
-  // A server that refuses us closes the connection; one that is starting or suspended says nothing.
+  // A server that refuses us closes the connection; one that is starting or suspended sends
+  // nothing.
   bool refuses = false;
   if (connect(fd.get(), reinterpret_cast<sockaddr*>(&name), sizeof(name)) == 0) {
     pollfd event = {fd.get(), POLLIN, 0};

@@ -18,7 +18,7 @@
 namespace muster::rpc {
 namespace {
 
-// An errno; 0: a process listens.
+// Returns an errno; 0 if a process listens.
 int TryToConnect(const std::string& path) {
   sockaddr_un name{};
   name.sun_family = AF_UNIX;

@@ -7,13 +7,14 @@
 
 namespace muster::rpc {
 
-// Before a server binds `address`, a unix socket: removes one that a dead process has left at the
-// path. A socket that refuses connections may be of a server that has bound it and does not listen
-// yet, so `wait` is called and then it is tried again; one that another server puts there meanwhile
-// is left alone, whose path cannot be bound then. (A server that is stopped for longer between the
-// two loses its socket: the kernel does not tell it from a dead one.) Errors: ALREADY_EXISTS if a
-// process listens there, or the path is a file that is not a socket; those of the folder, or of a
-// socket that cannot be connected to, by their errno. Thread-safe.
+// Removes a socket that a dead process has left at the path of `address`, a unix socket, before a
+// server binds it. A socket that refuses connections may belong to a server that has bound it and
+// does not listen yet, so `wait` is called and then the connection is tried again. If another
+// server puts its socket there meanwhile, that one is left alone, and the path cannot be bound
+// then. (A server that is stopped for longer between the two steps loses its socket: the kernel
+// does not distinguish it from a dead one.) Errors: ALREADY_EXISTS if a process listens there, or
+// the path is a file that is not a socket; those of the folder, or of a socket that cannot be
+// connected to, by their errno. Thread-safe.
 absl::Status RemoveDeadSocket(const Address& address, absl::FunctionRef<void()> wait);
 
 }  // namespace muster::rpc

@@ -52,7 +52,7 @@ TEST_F(DeadSocketTest, OneThatIsAboutToListen_IsLeftAlone) {
   EXPECT_TRUE(IsThere());
 }
 
-// Where the file system gives the number of a removed file to the next one.
+// Some file systems give the inode number of a removed file to the next one.
 TEST_F(DeadSocketTest, OneThatHasTakenThePlaceOfTheDeadOne_IsLeftAlone) {
   Bind().Close();
   OwnedFd other;

@@ -15,8 +15,8 @@
 
 namespace muster::rpc {
 
-// A service for tests of servers and channels: Raise answers with the step that it was sent; one of
-// the name "stale" fails.
+// A service for tests of servers and channels: Raise answers with the step that it was sent; a
+// trigger of the name "stale" fails.
 class EchoTriggers final : public v1::Triggers::CallbackService {
   grpc::ServerUnaryReactor* Raise(grpc::CallbackServerContext* context,
                                   const v1::RaiseTriggerRequest* request,
@@ -33,7 +33,7 @@ class EchoTriggers final : public v1::Triggers::CallbackService {
   }
 };
 
-// Calls it, and returns the step.
+// Calls Raise, and returns the step.
 inline absl::StatusOr<int64_t> Raise(const std::shared_ptr<grpc::Channel>& channel,
                                      const std::string& name, int64_t step) {
   auto stub = v1::Triggers::NewStub(channel);

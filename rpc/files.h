@@ -8,7 +8,7 @@
 
 namespace muster::rpc {
 
-// The content of a PEM file. `what` names it in errors ("--tls_cert"). Errors: NOT_FOUND,
+// Returns the content of a PEM file. `what` names it in errors ("--tls_cert"). Errors: NOT_FOUND,
 // PERMISSION_DENIED, or INVALID_ARGUMENT if it is not PEM.
 absl::StatusOr<std::string> ReadPem(const std::string& path, absl::string_view what);
 

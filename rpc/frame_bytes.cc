@@ -12,7 +12,7 @@
 namespace muster::rpc {
 namespace {
 
-// Up to here a frame is copied into one piece, which is cheaper than sending several.
+// Up to this size a frame is copied into one piece, which is cheaper than sending several.
 constexpr size_t kCopyBytes = 8 << 10;
 
 // Keeps a shared answer alive until gRPC has sent it. gRPC's threads are not instrumented: the

@@ -7,7 +7,8 @@
 
 namespace muster::rpc {
 
-// A frame as gRPC takes it. Large pieces are referred to until gRPC has sent them. Thread-safe.
+// Converts a frame to gRPC's form. Large pieces are referred to until gRPC has sent them.
+// Thread-safe.
 grpc::ByteBuffer ToByteBuffer(const FrameBytes& frame);
 
 }  // namespace muster::rpc

@@ -9,8 +9,8 @@
 namespace muster::rpc {
 namespace {
 
-// A UDP socket that has done `what` with a numeric address: bind or connect, which sends nothing.
-// Not open if that failed.
+// Returns a UDP socket that has done `what` with a numeric address: bind or connect, which sends
+// nothing. The socket is not open if that failed.
 template <class What>
 OwnedFd SocketFor(const std::string& ip, int port, What what) {
   addrinfo hints = {};

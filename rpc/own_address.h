@@ -7,8 +7,9 @@
 
 namespace muster::rpc {
 
-// The address of this machine that packets from here to `peer` carry, without port and brackets;
-// 127.0.0.1 for a unix socket. Empty: no route leads there now. Nothing is sent. Thread-safe.
+// Returns the address of this machine that packets from here to `peer` carry, without port and
+// brackets; 127.0.0.1 for a unix socket. Empty: no route leads there now. Nothing is sent.
+// Thread-safe.
 std::string OwnAddressTowards(const Address& peer);
 
 // Whether `ip` is an address of this machine.

@@ -18,7 +18,7 @@ TEST(OwnAddressTest, NoRoute_IsEmptyAndNotThePeersAddress) {
 
 TEST(OwnAddressTest, IsOwnAddress_OfThisMachineOnly) {
   EXPECT_TRUE(IsOwnAddress("127.0.0.1"));
-  EXPECT_FALSE(IsOwnAddress("192.0.2.1"));  // of documentation
+  EXPECT_FALSE(IsOwnAddress("192.0.2.1"));  // reserved for documentation
   EXPECT_FALSE(IsOwnAddress("no number"));
 }
 

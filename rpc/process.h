@@ -3,7 +3,7 @@
 
 namespace muster::rpc {
 
-// Process-wide settings that all users of gRPC need once. Thread-safe, repeatable.
+// Applies the process-wide settings that all users of gRPC need. Thread-safe, repeatable.
 void PrepareProcess();
 
 }  // namespace muster::rpc

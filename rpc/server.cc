@@ -21,8 +21,8 @@
 namespace muster::rpc {
 namespace {
 
-// A server that starts binds and listens in microseconds; a loaded machine may stop it between the
-// two.
+// How long a server that has bound its socket gets to listen. That takes microseconds, but a loaded
+// machine may stop the process between the two.
 constexpr int kUntilItListensMilliseconds = 100;
 
 }  // namespace
@@ -97,7 +97,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(
     builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS,
                                static_cast<int>(absl::ToInt64Milliseconds(options.idle_timeout)));
   }
-  // As in channel.cc.
+  // For the same reason as in channel.cc.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 4 << 20);
   // Less memory for each of a thousand connections: smaller buffers to read into, no history for

@@ -25,12 +25,12 @@ struct ServerOptions {
   // that descends from it.
   TlsFiles tls = {};
   // Clients need not show a certificate; one that they show must descend from `tls.ca`. Only for
-  // services that establish their callers otherwise (`checks_token`).
+  // services that authenticate their callers in another way (`checks_token`).
   bool certificate_optional = false;
   // Certificates that have been replaced are used within this time, for connections that are made
   // from then on (rpc/certificates.h).
   absl::Duration tls_look = absl::Minutes(1);
-  // Of a unix socket: only processes of this user may connect.
+  // For a unix socket: only processes of this user may connect.
   std::optional<uid_t> only_user = {};
   int max_message_bytes = 4 << 20;
   // `services` refuse every call that does not carry their token (rpc/token.h).
@@ -38,20 +38,20 @@ struct ServerOptions {
   // Any process that reaches the address may call: on the loopback interface that is every user of
   // this machine, so it must be requested explicitly. Refused off the loopback interface.
   bool insecure = false;
-  bool health = true;  // gRPC's own health service, on threads of its own
-  // What services there are, for grpcurl and the like. Calls need no token. Once a server of this
-  // process has it, so have those that are started later.
+  bool health = true;  // gRPC's own health service, on its own threads
+  // Lists the services, for grpcurl and similar tools. Calls need no token. Once a server of this
+  // process has reflection, later servers of the process have it, too.
   bool reflection = false;
-  // How long a connection may take to be set up, TLS and HTTP/2 together, and how long it may have
-  // no call; it is closed then, and clients connect again by themselves. A unix socket, which
-  // serves one user, waits for calls without end.
+  // How long a connection may take to be set up, TLS and HTTP/2 together, and how long it may be
+  // without a call. After that it is closed, and clients connect again automatically. A unix
+  // socket, which serves one user, waits for calls without a limit.
   absl::Duration setup_timeout = absl::Seconds(20);
   absl::Duration idle_timeout = absl::Minutes(5);
 };
 
-// INVALID_ARGUMENT, one line with the ways out, for options under which a server would not know its
-// callers (see Server) or would let a secret travel in clear; or for a bad address. For callers
-// that have work to do before the start.
+// Returns INVALID_ARGUMENT, one line with the ways out, for options under which a server would not
+// know its callers (see Server) or a secret would travel in clear text; or for a bad address. For
+// callers that have work to do before the start.
 absl::Status CheckCallersAreKnown(const ServerOptions& options);
 
 // A running gRPC server. It knows its callers in one of three ways: a unix socket, which has an

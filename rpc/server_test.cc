@@ -108,7 +108,8 @@ TEST(Server, UnixSocketThatServesAnotherUser_SaysSoToRootAndOnceInTheLog) {
   EXPECT_EQ(log.find("may enter", first + 20), std::string::npos) << log;
 }
 
-// root, where the file belongs to nobody (NFS), and a server that is stopped.
+// For root, on file systems where the file belongs to the user nobody (NFS), and for a stopped
+// server.
 TEST(WaitUntilConnected, SocketOfAnotherUserThatSaysNothing_IsNotTakenForARefusal) {
   if (geteuid() != 0) {
     std::cerr << "not tested: only root may give a file to another user\n";
@@ -175,7 +176,7 @@ TEST(Server, UnixSocketThatAnotherHasReplaced_IsNotRemovedAtTheEnd) {
 TEST(Server, UnixSocketThatTellsNothing_IsLeftAlone) {
   const TestFolder folder = TestFolder::ForSockets();
   const std::string path = folder.Path("s");
-  // Of another kind: connecting fails although a process holds it.
+  // A datagram socket: connecting fails although a process holds it.
   const int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
   sockaddr_un name{};
   name.sun_family = AF_UNIX;
@@ -190,7 +191,7 @@ TEST(Server, UnixSocketThatTellsNothing_IsLeftAlone) {
   close(fd);
 }
 
-// A stranger needs no token to connect, and each connection costs a descriptor.
+// Callers need no token to connect, and each connection costs a descriptor.
 TEST(Server, ConnectionThatIsNotSetUp_IsClosed) {
   EchoTriggers service;
   const auto server =
@@ -216,7 +217,7 @@ TEST(Server, ConnectionWithoutCalls_IsClosedAndMadeAgain) {
       Server::Start({.insecure = true, .idle_timeout = absl::Milliseconds(50)}, {&service});
   ASSERT_TRUE(server.ok()) << server.status();
   const auto channel = *Connect((*server)->address(), {.own_connection = true});
-  // The first one without any call, as a stranger's.
+  // The first connection has no call, like that of a stranger.
   EXPECT_TRUE(WaitUntilConnected(*channel, (*server)->address(), absl::Minutes(1)).ok());
   for (int round = 0; round < 3; ++round) {
     // A call may come as the connection is closed.
@@ -234,7 +235,7 @@ TEST(Channel, Idle_IsClosedByTheClientFirst) {
   EXPECT_LE(2 * ChannelOptions().idle_timeout, ServerOptions().idle_timeout);
 }
 
-// Else callers without a token could keep a coordinator from its journal.
+// Otherwise callers without a token could keep a coordinator from its journal.
 TEST(Server, CrowdOfConnections_LeavesDescriptorsForTheProcess) {
   EchoTriggers service;
   const auto server = Server::Start({.insecure = true}, {&service});
@@ -265,7 +266,7 @@ TEST(Server, CrowdOfConnections_LeavesDescriptorsForTheProcess) {
     const int next = lowest_free();
     return next < 0 || next >= most;
   });
-  // Without the one with which the server looks.
+  // Excludes the descriptor with which the server looks.
   for (int i = 0; i < 1000; ++i) {
     std::vector<OwnedFd> own;
     for (int j = 1; j < kept; ++j) own.emplace_back(open("/dev/null", O_RDONLY | O_CLOEXEC));
@@ -511,7 +512,7 @@ TEST(WaitUntilConnected, PortThatNobodyHolds_SaysHowOftenItTriedAndTheLastError)
   EXPECT_EQ(WhyNotConnected(*channel), "Connection refused");
 }
 
-// It accepts, and says nothing.
+// The listener accepts, and sends nothing.
 TEST(WaitUntilConnected, ListenerThatDoesNotGreet_SaysSo) {
   const TestListener listener;
   const std::string address = "127.0.0.1:" + std::to_string(listener.port());
@@ -522,7 +523,7 @@ TEST(WaitUntilConnected, ListenerThatDoesNotGreet_SaysSo) {
             "no coordinator answers at " + address + " (1 try in 50ms, no reply): is it running?");
 }
 
-// A machine under load takes its time to greet a new connection; so does a long line.
+// A machine under load needs time to greet a new connection; so does a slow link.
 TEST(Channel, ServerThatIsSlowToGreet_IsNotGivenUp) {
   const TestListener listener;
   auto channel = Connect("127.0.0.1:" + std::to_string(listener.port()));
@@ -536,7 +537,7 @@ TEST(Channel, ServerThatIsSlowToGreet_IsNotGivenUp) {
   close(connection);
 }
 
-// A client that connects and breaks off costs a line of gRPC's: not the disk.
+// A client that connects and breaks off costs a line of gRPC's log, but must not fill the disk.
 TEST(Process, LinesOfGrpc_AreSoManyAMinute) {
   ASSERT_TRUE(Connect("127.0.0.1:1").ok());  // prepares the process
   testing::internal::CaptureStderr();

@@ -24,11 +24,11 @@ absl::Status FromParts(int code, absl::string_view message, const v1::ErrorDetai
   return detail == nullptr ? status : WithDetail(std::move(status), *detail);
 }
 
-// Of one byte in the trailer, where gRPC writes whatever is not plain text as %XX.
+// The bytes that one byte takes in the trailer: gRPC writes whatever is not plain text as %XX.
 size_t EncodedBytes(char c) { return c >= ' ' && c <= '~' && c != '%' ? 1 : 3; }
 
 std::string FitMessage(absl::string_view message) {
-  size_t bytes = 0, fits = 0;  // fits: how much leaves room for the dots
+  size_t bytes = 0, fits = 0;  // fits: how many leave room for the dots
   for (size_t i = 0; i < message.size(); ++i) {
     bytes += EncodedBytes(message[i]);
     if (bytes + 3 <= kMaxMessageBytes) fits = i + 1;
@@ -133,7 +133,7 @@ absl::Status FromGrpc(const grpc::Status& status) {
 v1::OpError ToOpError(const absl::Status& status) {
   v1::OpError error;
   error.set_code(static_cast<int>(status.code()));
-  // Messages show what others wrote, and a frame takes UTF-8 alone.
+  // Messages quote texts of other programs, but a frame takes only UTF-8.
   error.set_message(IsValidUtf8(status.message()) ? std::string(status.message())
                                                   : OneLine(status.message()));
   if (std::optional<v1::ErrorDetail> detail = GetDetail(status))
@@ -142,7 +142,7 @@ v1::OpError ToOpError(const absl::Status& status) {
 }
 
 absl::Status FromOpError(const v1::OpError& error) {
-  // That there is one says that the operation failed.
+  // An OpError means that the operation failed, even if its code is 0.
   const int code = error.code() == 0 ? static_cast<int>(absl::StatusCode::kUnknown) : error.code();
   return FromParts(code, error.message(), error.has_detail() ? &error.detail() : nullptr);
 }

@@ -67,7 +67,7 @@ TEST(Status, UnknownCodeOfPeer_BecomesUnknown) {
   EXPECT_EQ(FromOpError(error).code(), absl::StatusCode::kUnknown);
   error.set_code(-1);
   EXPECT_EQ(FromOpError(error).code(), absl::StatusCode::kUnknown);
-  error.set_code(0);  // of an operation that failed
+  error.set_code(0);  // although the operation failed
   EXPECT_EQ(FromOpError(error).code(), absl::StatusCode::kUnknown);
 }
 

@@ -13,7 +13,7 @@
 namespace muster::rpc {
 
 // A socket that listens on a port of 127.0.0.1 and answers nothing, unless the test accepts from
-// it. Ends the process if the port cannot be had.
+// it. Ends the process if it cannot get the port.
 class TestListener {
  public:
   // 0: a free port.

@@ -40,10 +40,10 @@ TEST(ReadToken, WhiteSpaceAroundIt_IsNoPartOfIt) {
   EXPECT_TRUE(ReadToken(Write("s3cret", 0400), "token_file").ok());
 }
 
-// As a service's token that its group may read; root, who made it, may read it as well.
+// Like a service's token that its group may read; root, the owner, may read it as well.
 TEST(ReadToken, FileOfRootThatAGroupMayRead_IsTaken) {
   for (const mode_t mode : {0640, 0440}) {
-    // Only root makes such a file.
+    // Only root can make such a file, so for other users the read fails.
     EXPECT_EQ(ReadToken(Write("s3cret", mode), "token_file").ok(), geteuid() == 0) << mode;
   }
 }
@@ -69,7 +69,7 @@ TEST(ReadToken, WhatIsNoToken_IsRefused) {
   EXPECT_TRUE(ReadToken(Write(std::string(1024, 'x')), "token_file").ok());
   EXPECT_EQ(ReadToken("/nowhere/token", "token_file").status().code(), absl::StatusCode::kNotFound);
   EXPECT_EQ(ReadToken("/dev", "token_file").status().code(), absl::StatusCode::kInvalidArgument);
-  // It has no writer: waiting for one would take forever.
+  // The pipe has no writer: waiting for one would take forever.
   const std::string pipe = TestPath("pipe");
   unlink(pipe.c_str());
   ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);

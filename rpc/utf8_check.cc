@@ -17,7 +17,8 @@ using google::protobuf::FieldDescriptor;
 using google::protobuf::Message;
 using google::protobuf::Reflection;
 
-// Finds the first string in `message` that is not UTF-8, and its path. False: there is none.
+// Finds the first string in `message` that is not UTF-8, and its path. Returns false if there is
+// none.
 bool FindOther(const Message& message, std::string* path, std::string* text) {
   const Reflection& reflection = *message.GetReflection();
   std::vector<const FieldDescriptor*> fields;

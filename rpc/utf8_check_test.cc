@@ -36,7 +36,7 @@ TEST(CheckUtf8, FieldOfBytes_MayHaveAny) {
   EXPECT_TRUE(CheckUtf8(op).ok());
 }
 
-// What the check keeps apart is what the parser keeps apart.
+// The check and the parser must agree on what is valid.
 TEST(CheckUtf8, WhatItRefuses_TheParserRefuses) {
   for (const std::string text : {"plain", "\xc3\xa9", "\xf0\x9f\x99\x82", "\xff", "\xc3",
                                  "\xc0\xaf", "\xed\xa0\x80", "\xf4\x90\x80\x80"}) {

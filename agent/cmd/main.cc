@@ -131,7 +131,7 @@ struct Flags {
   bool no_prefix = false, tee = false;
   int log_max_mib = static_cast<int>(options.log_limits.max_bytes >> 20);
   std::string host;
-  // Of one attempt of a submitted job.
+  // For one attempt of a submitted job.
   std::string attempt_dir, workdir, env_file;
   int attempt_lock = -1;
   rlim_t open_files = 0;
@@ -169,7 +169,7 @@ void AddLayoutFlags(CLI::App* app, Flags* flags) {
       "the coordinator's)");
 }
 
-// Of the runner that a node agent starts for one attempt.
+// Flags of the runner that a node agent starts for one attempt.
 void AddAttemptFlags(CLI::App* app, Flags* flags) {
   app->add_option("--attempt_dir", flags->attempt_dir,
                   "folder of an attempt: this process writes runner.pid and, at its end, end.json");
@@ -256,7 +256,7 @@ void AddTlsFlags(CLI::App* app, rpc::TlsFiles* tls) {
   app->add_option("--tls_key", tls->key, "its private key")->envname("MUSTER_TLS_KEY");
 }
 
-// How long it waits for whom, and what it shows to them.
+// Flags for how long it waits, and how it connects.
 void AddConnectionFlags(CLI::App* app, Flags* flags) {
   NodeJobOptions* const options = &flags->options;
   WorkerEnvironment* const worker = &options->agent.worker;
@@ -295,7 +295,7 @@ void Normalize(std::vector<std::string>* words) {
   }
 }
 
-// Nullopt: go on; else the exit code. `words`: before the program.
+// Returns nullopt to continue, else the exit code. `words`: those before the program.
 std::optional<int> ReadFlags(std::vector<std::string> words, Flags* flags) {
   CLI::App app(kAbout, "muster-agent");
   app.footer(kFooter);
@@ -315,7 +315,7 @@ std::optional<int> ReadFlags(std::vector<std::string> words, Flags* flags) {
                        "the settings of one job as flags, or use muster launch --config_file"));
     }
   }
-  std::reverse(words.begin(), words.end());  // as CLI11 takes them
+  std::reverse(words.begin(), words.end());  // the order in which CLI11 takes them
   try {
     app.parse(words);
   } catch (const CLI::CallForHelp&) {
@@ -354,7 +354,7 @@ absl::Status SetLayout(Flags* flags) {
     return absl::InvalidArgumentError(
         absl::StrCat("--job_name ", Printable(worker.job), " is not UTF-8"));
   }
-  // Two jobs of one name would take each other's places.
+  // Two jobs of one name would replace each other's workers.
   if (worker.job.empty()) worker.job = absl::StrCat("agent-", RandomHex().substr(0, 8));
   options.agent.slots = processes / options.num_nodes;
   return absl::OkStatus();
@@ -404,7 +404,7 @@ absl::Status SetDurations(Flags* flags) {
   return absl::OkStatus();
 }
 
-// What the workers get of this process.
+// Takes over the parts of this process's environment that the workers get.
 void TakeSurroundings(NodeJobOptions* options) {
   cpu_set_t cores;
   if (sched_getaffinity(0, sizeof(cores), &cores) == 0)
@@ -423,7 +423,7 @@ rlimit OpenFiles() {
   return limit;
 }
 
-// Raised again where this process needs more, but not for the program.
+// The limit is raised again for this process, but not for the program.
 void LimitOpenFiles(rlim_t soft) {
   rlimit limit = OpenFiles();
   limit.rlim_cur = std::min(soft, limit.rlim_max);
@@ -455,7 +455,7 @@ int RunAndReport(NodeJobOptions options, const Flags& flags) {
     variables = *std::move(taken);
   }
   const auto path = variables.find("PATH");
-  // Both are the user's: another node has neither.
+  // The program and the folder are given by the user; another node may lack them.
   absl::StatusOr<std::string> program =
       !flags.workdir.empty() && chdir(flags.workdir.c_str()) != 0
           ? absl::ErrnoToStatus(errno, absl::StrCat("cannot run in the folder ", flags.workdir))
@@ -477,8 +477,8 @@ int RunAndReport(NodeJobOptions options, const Flags& flags) {
     const absl::Status status =
         PutFile(JoinPath(flags.attempt_dir, "runner.pid"), absl::StrCat(getpid()));
     if (!status.ok()) return Fail(kExitInternal, status.message());
-    // An attempt runs on a node once: also after a loss of power the next agent knows of it. The
-    // disk takes its time while this process gets ready.
+    // An attempt runs on a node only once: the next agent has to know about it even after a loss of
+    // power. The disk works while this process gets ready.
     on_disk.emplace(flags.attempt_dir);
     options.agent.ready = [&on_disk] { return on_disk->Wait(); };
   }
@@ -494,8 +494,8 @@ int RunAndReport(NodeJobOptions options, const Flags& flags) {
     // The exit code still tells the node how the job has ended.
     if (!status.ok()) std::fprintf(stderr, "muster-agent: %s\n", status.ToString().c_str());
   }
-  // Only now: the coordinator stops an attempt whose end another node has reported, and a runner
-  // that ended without a report would be taken for a node that failed.
+  // Only now, because the coordinator stops an attempt whose end another node has reported, and a
+  // runner that ended without a report would be taken for a failed node.
   EndByJobSignals();
   if (!program.ok()) {
     return Fail(absl::IsNotFound(program.status()) ? kExitProgramMissing : kExitNotExecutable,
@@ -515,7 +515,7 @@ struct ServeFlags {
   bool serve = false;
 };
 
-// A driver with a GPU that hangs may never answer: the agent has to start nevertheless.
+// With a GPU that hangs, a driver may never answer: the agent must start nevertheless.
 absl::StatusOr<GpuFacts> AskDriver() {
   constexpr absl::Duration kPatience = absl::Seconds(10);
   struct Answer {
@@ -547,7 +547,7 @@ void SetGpuFacts(const std::vector<JobGpu>& gpus, int found, int memory_mib, v1:
       MUSTER_LOG(Warning) << "the memory of the GPUs is not known: " << read.status().message();
     }
   }
-  // Otherwise they are not the same ones.
+  // Otherwise the driver's GPUs are not the same ones.
   if (static_cast<int>(facts.memory_bytes.size()) != found) facts.memory_bytes.clear();
   for (const int64_t bytes : MemoryOfJobGpus(gpus, facts.memory_bytes)) {
     info->add_gpu_memory_bytes(memory_mib >= 0 ? int64_t{memory_mib} << 20 : bytes);
@@ -557,7 +557,7 @@ void SetGpuFacts(const std::vector<JobGpu>& gpus, int found, int memory_mib, v1:
   }
 }
 
-// From where to where the kernel chooses ports of programs that ask for any.
+// Sets the range from which the kernel chooses ports of programs that ask for any.
 void SetFreePorts(v1::NodeInfo* info) {
   const absl::StatusOr<std::string> text = ReadFile("/proc/sys/net/ipv4/ip_local_port_range", 256);
   if (!text.ok()) return;
@@ -615,9 +615,11 @@ std::string Absolute(const std::string& path) {
   return path.empty() ? "" : std::filesystem::absolute(path, error).string();
 }
 
-// The token on standard input. From then on other processes of this user cannot look into this one.
+// Takes the token from standard input. From then on other processes of this user cannot inspect
+// this process.
 absl::Status TakeToken(rpc::ChannelOptions* channel) {
-  // Neither its memory nor its descriptors, whose file root may have opened for it.
+  // Protects its memory and its descriptors, one of which may be a file that root has opened for
+  // it.
   if (prctl(PR_SET_DUMPABLE, 0) != 0) return absl::ErrnoToStatus(errno, "prctl");
   std::string text(2048, '\0');
   text.resize(std::fread(text.data(), 1, text.size(), stdin));
@@ -632,7 +634,7 @@ absl::Status TakeToken(rpc::ChannelOptions* channel) {
   return absl::OkStatus();
 }
 
-// The program of one attempt: this one, with the flags to reach the coordinator.
+// The program of one attempt is this one, with the flags to reach the coordinator.
 absl::Status SetRunner(NodeServiceOptions* options) {
   char self[PATH_MAX] = "";
   if (readlink("/proc/self/exe", self, sizeof(self) - 1) < 0) {
@@ -647,15 +649,14 @@ absl::Status SetRunner(NodeServiceOptions* options) {
     *file = Absolute(*file);
     options->runner.push_back(absl::StrCat("--", flag, "=", *file));
   }
-  channel.token_file =
-      Absolute(channel.token_file);  // no flag: each attempt has a token of its own
+  channel.token_file = Absolute(channel.token_file);  // no flag: each attempt has its own token
   return absl::OkStatus();
 }
 
 int Serve(std::vector<std::string> words) {
   ServeFlags flags;
   NodeServiceOptions& options = flags.options;
-  // Before its environment is that of the jobs.
+  // Before the environment becomes that of the jobs.
   options.notify = ServiceNotifier::TakeFromEnvironment();
   CLI::App app("Waits for submitted jobs and runs them on this machine (docs/jobs.md).",
                "muster-agent --serve");
@@ -728,14 +729,14 @@ int Serve(std::vector<std::string> words) {
   NodeJobOptions surroundings;
   TakeSurroundings(&surroundings);
   options.environment = surroundings.agent.inherited;
-  // Settings of this service.
+  // These are settings of this service.
   std::erase_if(options.environment,
                 [](const auto& entry) { return absl::StartsWith(entry.first, kServeVariables); });
   absl::Status status = SetInventory(ReadMachine(options.environment), &flags);
   if (status.ok() && options.channel.token_file == "-") status = TakeToken(&options.channel);
   if (status.ok()) status = SetRunner(&options);
   if (!status.ok()) return Fail(kExitUsage, status.message());
-  // Of the jobs' programs: runners inherit the raised one.
+  // The original limit, for the jobs' programs: runners inherit the raised one.
   options.runner.push_back(absl::StrCat("--open_files=", OpenFiles().rlim_cur));
   RaiseDescriptorLimit();
   status = RunNodeService(options);
@@ -772,8 +773,8 @@ int Run(int argc, char** argv) {
   const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(worker.coordinator);
   if (!address.ok()) return Fail(kExitUsage, address.status().message());
   options.channel.tls = worker.tls;
-  // Where programs meet if this is machine 0: only there is it the coordinator's own address as a
-  // rule.
+  // The address at which programs meet if this is machine 0: usually only there is it the
+  // coordinator's own address.
   if (!address->is_unix()) options.host = address->host;
   if (!flags.host.empty()) options.host = flags.host;
   options.show_output = options.agent.log_dir.empty() || flags.tee;

@@ -35,14 +35,14 @@ std::optional<std::string> ScalarText(const json& value) {
   return std::nullopt;
 }
 
-// As a config file has it. What YAML might read as something else is quoted.
+// Formats `text` for a config file. What YAML might read as something else is quoted.
 std::string YamlScalar(const std::string& text) {
   if (text == "true" || text == "false" || text == "0") return text;
   const bool number = IsDigits(text) && text[0] != '0';
   return number ? text : JsonQuote(text);
 }
 
-// "--lease: Value 0 not in range" without the flag, which the message has already.
+// Removes the flag from "--lease: Value 0 not in range", because the message has it already.
 std::string WithoutFlag(absl::string_view message, const std::string& name) {
   absl::ConsumePrefix(&message, absl::StrCat("--", name, ": "));
   return std::string(message);
@@ -63,7 +63,7 @@ ServiceSettings::ServiceSettings(CLI::App* app, Options options)
     setting.required = option->get_required();
     setting.flag = option->get_expected_max() == 0;
     setting.repeated = option->get_expected_max() > 1;
-    // The environment is read here, and the file may have what is required.
+    // The environment is read here, and required options may come from the file.
     option->envname("");
     option->required(false);
     settings_.push_back(std::move(setting));

@@ -16,8 +16,8 @@ namespace muster {
 
 // The settings of a service. Each is defined once, as an option of CLI11, which gives the flag
 // --NAME, the variable PREFIX_NAME (or the option's envname), the key NAME of a config file, the
-// help and the checks. The first source that has a setting wins: flag, variable, file, default; and
-// before the default the variable of other programs, if there is one.
+// help and the checks. The first source that has a setting wins: flag, variable, file, a variable
+// shared with other programs if the setting has one, default.
 //
 // CLI11 reads config files, too, but it prefers them to the environment, and knows neither the line
 // nor the source of a value.
@@ -25,13 +25,12 @@ class ServiceSettings {
  public:
   struct Options {
     std::string program;                 // "muster-coordinator"
-    std::string prefix;                  // of variables: "MUSTER_COORDINATOR_"
+    std::string prefix;                  // prefix of the variables: "MUSTER_COORDINATOR_"
     std::set<std::string> actions = {};  // options that are no settings, such as "version"
-    // Settings that have, besides the variable with the prefix, that of other programs: it may be
-    // there for these, so it counts where nothing else says the setting. {"tls_ca",
-    // "MUSTER_TLS_CA"}
+    // Settings that also have a variable that other programs use, {"tls_ca", "MUSTER_TLS_CA"}. It
+    // may have been set for those programs, so it counts only if no other source has the setting.
     std::map<std::string, std::string> shared = {};
-    // What the service's process has.
+    // The environment of the service's process.
     std::map<std::string, std::string> variables = {};
   };
 

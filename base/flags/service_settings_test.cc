@@ -47,7 +47,7 @@ class ServiceSettingsTest : public ::testing::Test {
                                         .variables = variables_})
         .Parse(std::move(words));
   }
-  // Nothing is printed, and nothing is wrong.
+  // Expects that nothing is printed and nothing is wrong.
   void Read(std::vector<std::string> words) {
     const auto text = Parse(std::move(words));
     ASSERT_TRUE(text.ok()) << text.status();
@@ -71,7 +71,7 @@ class ServiceSettingsTest : public ::testing::Test {
   std::vector<std::string> labels_;
 };
 
-// It may be there for other programs.
+// That variable may be set for other programs.
 TEST_F(ServiceSettingsTest, VariableOfOtherPrograms_CountsWhereNothingElseSaysIt) {
   variables_ = {{"MUSTER_DATA_DIR", "theirs"}};
   EXPECT_THAT(**Parse({"--print_config"}), HasSubstr("# MUSTER_DATA_DIR\n"));
@@ -136,7 +136,7 @@ TEST_F(ServiceSettingsTest, Print_ShowsWhereEachComesFrom_AsAConfigFile) {
                     HasSubstr("insecure: true         # --insecure\n"),
                     HasSubstr("label: [\"x=y\"]         # " + file + ":2\n"),
                     HasSubstr("# token_file:          # not set\n"), Not(HasSubstr("version"))));
-  // It can be read again.
+  // The printed config can be read again.
   CLI::App again("A server.", "server");
   std::string listen, data_dir, token_file;
   double lease = 0;

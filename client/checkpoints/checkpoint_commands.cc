@@ -68,7 +68,7 @@ std::string Plural(uint64_t count, absl::string_view one) {
   return absl::StrCat(count, " ", one, count == 1 ? "" : "s");
 }
 
-// A command in its run: its words, and where its results go.
+// A running command: its words, and the destination of its results.
 struct Call {
   const CommandSpec& spec;
   const CommandLine& line;
@@ -87,7 +87,7 @@ int Fail(const Call& call, const absl::Status& status) {
                                                                          : ExitCodeOf(status));
 }
 
-// Runs one command: options that all of them have, --help, mistakes.
+// Runs one command; handles the options that all commands have, --help, and mistakes.
 template <class F>
 int Run(CommandSpec spec, const std::vector<std::string>& args, const CommandContext& context,
         size_t min_words, const F& body) {
@@ -105,11 +105,12 @@ int Run(CommandSpec spec, const std::vector<std::string>& args, const CommandCon
   return body(Call{spec, line, context, format == "json"});
 }
 
-// --- What there is ---
+// --- Finding checkpoints ---
 
 bool IsCheckpoint(const std::string& path) { return PathExists(JoinPath(path, kManifestName)); }
 
-// The folder that holds checkpoint_N: `path`, or "checkpoints" in it, where save_state puts them.
+// Returns the folder that holds checkpoint_N: `path`, or "checkpoints" in it, where save_state puts
+// them.
 absl::StatusOr<CheckpointFolder> FindRoot(const std::string& path) {
   if (!PathExists(path)) return absl::NotFoundError(absl::StrCat(path, " does not exist"));
   if (!IsFolder(path)) {
@@ -129,20 +130,20 @@ struct Checkpoint {
   // NOT_FOUND: it was saved without a coordinator.
   absl::StatusOr<RegisteredCheckpoint> seal = absl::NotFoundError("not looked at");
   bool has_pin = false;  // in the folder
-  // What the coordinator says of it, if one was asked.
+  // What the coordinator has registered, if one was asked.
   std::optional<RegisteredState> registered = std::nullopt;
-  // Of verify: whether the seal is about this checkpoint, and signed.
+  // For verify: whether the seal is about this checkpoint, and signed.
   absl::Status trust = absl::OkStatus();
   // For a sealed checkpoint whose writer ended before it gave the folder its name: that name.
   std::string lacks = "";
-  // For a checkpoint that nodes keep in parts: what other nodes have. What is here matches
+  // For a checkpoint that nodes keep in parts: the files of other nodes. The files here match
   // `manifest`.
   KeptElsewhere elsewhere = {};
   // The identity of the folder that was read; nullopt: it did not exist.
   std::optional<std::string> folder = std::nullopt;
 };
 
-// As VerifyCheckpoint, but what other nodes keep may be missing.
+// Does the same as VerifyCheckpoint, but files that other nodes keep may be missing.
 absl::StatusOr<Manifest> VerifyHere(const std::string& path, VerifyLevel level,
                                     KeptElsewhere* elsewhere) {
   absl::StatusOr<Manifest> whole = VerifyCheckpoint(path, level);
@@ -158,8 +159,8 @@ absl::StatusOr<Manifest> VerifyHere(const std::string& path, VerifyLevel level,
   return manifest;
 }
 
-// Reads again if a running job has replaced or removed the checkpoint meanwhile: a mixture of two
-// is not damage.
+// Reads again if a running job has replaced or removed the checkpoint meanwhile, because a mixture
+// of two checkpoints is not damage.
 Checkpoint Look(const std::string& path, VerifyLevel level) {
   Checkpoint checkpoint;
   (void)LookUntilItStays([&] {
@@ -188,7 +189,7 @@ bool IsPart(const Checkpoint& checkpoint) {
   return checkpoint.manifest.ok() && !checkpoint.elsewhere.files.empty();
 }
 
-// By the folder, whatever the coordinator says.
+// According to the folder, whatever the coordinator says.
 bool IsPinned(const Checkpoint& checkpoint) {
   return checkpoint.has_pin || (checkpoint.seal.ok() && checkpoint.seal->pinned);
 }
@@ -201,7 +202,8 @@ absl::StatusOr<std::vector<Checkpoint>> FindNumbered(const CheckpointFolder& fol
   return found;
 }
 
-// Those in the folder `path` that the program named, as save_state(path) does: by step and name.
+// Returns the checkpoints in the folder `path` that the program named itself, with
+// save_state(path): by step and name.
 absl::StatusOr<std::vector<Checkpoint>> FindNamed(const std::string& path, VerifyLevel level) {
   std::vector<Checkpoint> found;
   if (!IsFolder(path)) return found;
@@ -224,7 +226,7 @@ absl::StatusOr<std::vector<Checkpoint>> FindNamed(const std::string& path, Verif
   return found;
 }
 
-// A checkpoint, or all those of a folder.
+// Returns the checkpoint at `path`, or all those of a folder.
 absl::StatusOr<std::vector<Checkpoint>> Find(const std::string& path, VerifyLevel level) {
   std::vector<Checkpoint> found;
   if (IsCheckpoint(path)) {
@@ -253,7 +255,7 @@ std::string StateOf(const Checkpoint& checkpoint) {
                                       : "unreadable";
 }
 
-// What is registered of it; by the coordinator, else by seal.json.
+// What is registered for a checkpoint, by the coordinator or else in seal.json.
 struct Registration {
   bool by_coordinator = false;
   std::string state = "sealed";
@@ -287,7 +289,7 @@ std::string RegistrationText(const Checkpoint& checkpoint) {
                       registration->is_signed ? ", signed" : "");
 }
 
-// Of what is in the folder.
+// Returns the bytes of the files in the folder.
 uint64_t BytesOf(const Checkpoint& checkpoint) {
   uint64_t bytes = 0;
   for (const ManifestFile& file : checkpoint.manifest->files) {
@@ -296,7 +298,7 @@ uint64_t BytesOf(const Checkpoint& checkpoint) {
   return bytes;
 }
 
-// "7 files", or "2 of 7 files" of a part.
+// Returns "7 files", or "2 of 7 files" for a part.
 std::string FilesText(const Checkpoint& checkpoint) {
   const size_t all = checkpoint.manifest->files.size();
   const std::string text = Plural(all, "file");
@@ -361,7 +363,8 @@ std::string ToText(const Checkpoint& checkpoint) {
       Shown(manifest.created), "  ", RegistrationText(checkpoint), PartText(checkpoint), "\n");
 }
 
-// The saves of `path` that are no checkpoints yet: of its name, in it, and in its "checkpoints".
+// Returns the saves at `path` that are no checkpoints yet: with its name, in it, and in its
+// "checkpoints".
 absl::StatusOr<std::vector<UnfinishedSave>> FindUnfinished(const std::string& path) {
   MUSTER_ASSIGN_OR_RETURN(std::vector<UnfinishedSave> saves, UnfinishedSavesOf(path));
   if (!IsFolder(path) || IsCheckpoint(path)) return saves;
@@ -373,7 +376,8 @@ absl::StatusOr<std::vector<UnfinishedSave>> FindUnfinished(const std::string& pa
   return saves;
 }
 
-// Sealed saves that lack only their final name and whose writers are gone: whole checkpoints.
+// Returns sealed saves that lack only their final name and whose writers are gone: whole
+// checkpoints.
 absl::StatusOr<std::vector<UnfinishedSave>> FindUnnamed(const std::string& path) {
   MUSTER_ASSIGN_OR_RETURN(std::vector<UnfinishedSave> saves, FindUnfinished(path));
   saves.erase(std::remove_if(saves.begin(), saves.end(),
@@ -384,9 +388,9 @@ absl::StatusOr<std::vector<UnfinishedSave>> FindUnnamed(const std::string& path)
   return saves;
 }
 
-// As Find, and those that lack only their name.
+// Does the same as Find, and adds the checkpoints that lack only their name.
 absl::StatusOr<std::vector<Checkpoint>> FindAll(const std::string& path, VerifyLevel level) {
-  // First: one that gets its name meanwhile is found under it.
+  // First, so that one that gets its name meanwhile is found under it.
   MUSTER_ASSIGN_OR_RETURN(const std::vector<UnfinishedSave> unnamed, FindUnnamed(path));
   absl::StatusOr<std::vector<Checkpoint>> found = Find(path, level);
   if (!unnamed.empty() && absl::IsNotFound(found.status())) found = std::vector<Checkpoint>();
@@ -398,7 +402,7 @@ absl::StatusOr<std::vector<Checkpoint>> FindAll(const std::string& path, VerifyL
       found->push_back(std::move(checkpoint));
       continue;
     }
-    // It has got its name, perhaps after the others were looked at, or was removed.
+    // It has received its name, perhaps after the others were read, or was removed.
     if (!PathExists(save.checkpoint)) continue;
     const auto same = std::find_if(found->begin(), found->end(), [&](const Checkpoint& other) {
       std::error_code error;
@@ -447,7 +451,7 @@ ordered_json ToJson(const UnfinishedSave& save) {
 
 std::string ToText(const UnfinishedSave& save) {
   std::string text = absl::StrCat(Shown(save.path), "  no checkpoint yet, ");
-  // Retention counts only numbered saves; what is left of the others is only found by later saves
+  // Retention counts only numbered saves; the remains of the others are only found by later saves
   // of the same name.
   const std::string name = BaseName(save.checkpoint);
   const bool numbered = IsNumberedName(name);
@@ -482,8 +486,8 @@ std::string ToText(const UnfinishedSave& save) {
 
 // --- Tensors ---
 
-// The files with tensors below `path`, by the name that they have in messages: those of a
-// checkpoint, or one set of weights under the empty name.
+// Opens the files with tensors below `path`, by their names in messages: those of a checkpoint, or
+// one set of weights under the empty name.
 absl::StatusOr<std::map<std::string, WeightFiles>> OpenAll(const std::string& path) {
   std::map<std::string, WeightFiles> files;
   if (!IsCheckpoint(path)) {
@@ -494,7 +498,7 @@ absl::StatusOr<std::map<std::string, WeightFiles>> OpenAll(const std::string& pa
   KeptElsewhere elsewhere;
   MUSTER_ASSIGN_OR_RETURN(const Manifest manifest,
                           VerifyHere(path, VerifyLevel::kSizes, &elsewhere));
-  // A model in several files is one, if all of them are here.
+  // A model in several files is a single set, if all of them are here.
   std::set<std::string> parts;
   for (int model = 0;; ++model) {
     const std::string name = ModelFileName(model);
@@ -516,11 +520,11 @@ absl::StatusOr<std::map<std::string, WeightFiles>> OpenAll(const std::string& pa
   return files;
 }
 
-// Adds what the coordinators of the checkpoints' jobs say, where one is reachable.
+// Adds what the coordinators of the checkpoints' jobs have registered, if they can be reached.
 absl::Status AskCoordinators(const Call& call, std::vector<Checkpoint>* checkpoints) {
   std::map<std::string, std::vector<RegisteredState>> of_job;
   for (Checkpoint& checkpoint : *checkpoints) {
-    // Without a job: no coordinator has sealed it.
+    // Without a job, no coordinator has sealed it.
     if (!checkpoint.seal.ok() || checkpoint.seal->job.empty()) continue;
     const std::string& job = checkpoint.seal->job;
     auto known = of_job.find(job);
@@ -543,7 +547,7 @@ absl::Status AskCoordinators(const Call& call, std::vector<Checkpoint>* checkpoi
 
 int RunList(const Call& call) {
   const std::string path = call.line.words.empty() ? "." : call.line.words[0];
-  // First: a save that ends meanwhile is in one of the two lists at least.
+  // First, so that a save that ends meanwhile is in at least one of the two lists.
   const auto unfinished = FindUnfinished(path);
   auto found = Find(path, VerifyLevel::kSizes);
   if (absl::IsNotFound(found.status()) && unfinished.ok() && !unfinished->empty()) {
@@ -611,7 +615,7 @@ int RunInspect(const Call& call) {
   return kExitOk;
 }
 
-// Whether what the coordinator sealed is what is there, and with a key, whether it signed it.
+// Returns OK if the files are those that the coordinator sealed and, with a key, that it signed.
 absl::Status TrustIn(const Checkpoint& checkpoint, const std::optional<VerifyingKey>& key,
                      const std::string& key_file) {
   if (absl::IsNotFound(checkpoint.seal.status())) {
@@ -624,7 +628,7 @@ absl::Status TrustIn(const Checkpoint& checkpoint, const std::optional<Verifying
                    key.has_value() ? &*key : nullptr, key_file);
 }
 
-// Tells the coordinator of its job what verify has found of a checkpoint.
+// Tells the coordinator of the checkpoint's job what verify has found.
 absl::Status ReportVerdict(const Call& call, const Checkpoint& checkpoint, VerifyLevel level) {
   if (!checkpoint.seal.ok()) {
     return absl::NotFoundError(
@@ -637,9 +641,9 @@ absl::Status ReportVerdict(const Call& call, const Checkpoint& checkpoint, Verif
         " was sealed without a coordinator, so there is none to report the result to"));
   }
   const absl::Status& read = checkpoint.manifest.status();
-  // What cannot be read may be whole.
+  // Files that cannot be read may be whole.
   if (!read.ok() && !absl::IsDataLoss(read) && !absl::IsNotFound(read)) return read;
-  // Whether a key has signed it is no damage.
+  // A missing signature is not damage.
   const absl::Status verdict = read.ok() ? TrustIn(checkpoint, std::nullopt, "") : read;
   return ReportFoundState(call.line, call.context,
                           call.line.Has("job") ? call.line.Get("job") : checkpoint.seal->job,
@@ -675,10 +679,10 @@ int RunVerify(const Call& call) {
       }
       if (!checkpoint.manifest.ok()) return true;
       checkpoint.trust = TrustIn(checkpoint, key, key_file);
-      // It may have been replaced while others were read.
+      // The checkpoint may have been replaced while others were read.
       return checkpoint.trust.ok() || FileIdentityAt(checkpoint.path) == checkpoint.folder;
     });
-    // Or removed, as those that LookAndAdd() leaves out.
+    // Or it was removed, like those that LookAndAdd() leaves out.
     if (found->size() > 1 && WasRemoved(checkpoint)) continue;
     const bool good = checkpoint.manifest.ok() && checkpoint.trust.ok();
     if (!good) code = kExitJobFailed;
@@ -709,7 +713,8 @@ int RunVerify(const Call& call) {
   return code;
 }
 
-// The numbers and texts of a file of a checkpoint, an object by name; null if it is for none.
+// Reads the numbers and texts in a checkpoint's file, an object by name; null if the file is for
+// none.
 absl::StatusOr<nlohmann::json> ScalarsOf(const std::string& path) {
   nlohmann::json scalars;
   if (absl::EndsWith(path, ".json")) {
@@ -727,7 +732,7 @@ absl::StatusOr<nlohmann::json> ScalarsOf(const std::string& path) {
   return absl::DataLossError(absl::StrCat(path, ": its scalars are no object"));
 }
 
-// By file, of those that have any.
+// Reads them by file, for files that have any.
 absl::StatusOr<std::map<std::string, nlohmann::json>> ScalarsOfAll(const std::string& path) {
   KeptElsewhere elsewhere;
   MUSTER_ASSIGN_OR_RETURN(const Manifest manifest,
@@ -745,7 +750,8 @@ std::string ScalarText(const nlohmann::json& scalar) {
   return scalar.is_null() ? "nothing" : Printable(scalar.dump(), 200);
 }
 
-// A name of the same tensor as `entry` of `here` that `there` has, too; null: there is none.
+// Returns a name of the same tensor as `entry` of `here` that `there` has, too; null if there is
+// none.
 const std::string* OtherNameOf(const WeightFiles& here, const WeightFiles::Entry& entry,
                                const WeightFiles& there) {
   const std::string storage = here.StorageOf(entry);
@@ -762,7 +768,7 @@ int RunDiff(const Call& call) {
   if (!first.ok()) return Fail(call, first.status());
   const auto second = OpenAll(call.line.words[1]);
   if (!second.ok()) return Fail(call, second.status());
-  // The weights of a checkpoint and weights alone: model.safetensors is what is meant.
+  // To compare the weights of a checkpoint with weights alone, model.safetensors is meant.
   const auto pick = [](const std::map<std::string, WeightFiles>& files, const std::string& name,
                        bool other_is_weights) -> const WeightFiles* {
     auto found = files.find(name);
@@ -791,8 +797,8 @@ int RunDiff(const Call& call) {
     absl::StrAppend(&text, Shown(file), file.empty() || name.empty() ? "" : ": ", Shown(name), "  ",
                     words, "\n");
   };
-  // A name that one side leaves out, where its tensor has another name that both have: that one is
-  // compared.
+  // Notes a name that one side leaves out, if its tensor has another name that both sides have:
+  // that name is compared.
   const auto note_tied = [&](const std::string& file, const WeightFiles& here,
                              const WeightFiles::Entry& entry, const WeightFiles& there,
                              const char* which) {
@@ -868,7 +874,7 @@ int RunDiff(const Call& call) {
              first_only ? "only in the first" : "only in the second", ordered_json::object());
         continue;
       }
-      const nlohmann::json none;  // null, which no scalar is
+      const nlohmann::json none;  // null, which is never a scalar
       std::set<std::string> scalars;
       for (const nlohmann::json* all : {&first_of->second, &second_of->second}) {
         for (const auto& [name, value] : all->items()) scalars.insert(name);
@@ -892,7 +898,7 @@ int RunDiff(const Call& call) {
   return list.empty() ? kExitOk : kExitJobFailed;
 }
 
-// Whether `to` is named like a file of torch.save: a folder of that name would be taken for one
+// Whether `to` has the name of a file of torch.save: a folder with that name would be taken for one
 // until it is read.
 bool IsPickleName(const std::string& to) {
   std::error_code error;
@@ -978,7 +984,7 @@ int RunExport(const Call& call) {
   return Copy(call, JoinPath(path, whole ? name : IndexFileName(name)), call.line.words[1]);
 }
 
-// Says what to do about weights that are damaged; other errors stay as they are.
+// Adds what to do about weights that are damaged; returns other errors unchanged.
 absl::Status WithWayOut(const absl::Status& status) {
   if (!absl::IsDataLoss(status)) return status;
   return absl::DataLossError(
@@ -998,7 +1004,7 @@ absl::Status CheckModelIsHere(const std::string& from) {
       DescribePart(from, elsewhere), ": take the weights there, or copy those files here"));
 }
 
-// For weights in a checkpoint the manifest has the digests, so damaged files are never copied.
+// The manifest has the digests of weights in a checkpoint, so damaged files are never copied.
 absl::Status CheckAgainstManifests(const std::string& from) {
   MUSTER_RETURN_IF_ERROR(CheckModelIsHere(from));
   const absl::StatusOr<WeightFiles> weights = WeightFiles::Open(from);
@@ -1013,7 +1019,7 @@ absl::Status CheckAgainstManifests(const std::string& from) {
   for (const std::string& path : weights->Files()) {
     const std::string dir = ParentPath(path);
     const absl::StatusOr<Manifest> manifest = ReadManifest(dir);
-    // There is none, or it is a file of others.
+    // There is no manifest, or it is another program's file.
     if (absl::IsNotFound(manifest.status()) || StaysUnreadable(manifest.status())) continue;
     MUSTER_RETURN_IF_ERROR(manifest.status());
     const ManifestFile* const file = manifest->Find(BaseName(path));
@@ -1029,8 +1035,8 @@ int RunMerge(const Call& call) {
   return Copy(call, from, call.line.words[1]);
 }
 
-// Why prune stops at a checkpoint. One that is damaged may go; what cannot be read here may be
-// good.
+// Why prune stops at a checkpoint. A damaged one may be removed; one that cannot be read here may
+// be good.
 absl::Status StopsPrune(const absl::Status& why) {
   const bool damaged = absl::IsDataLoss(why) || absl::IsInvalidArgument(why);
   return absl::FailedPreconditionError(
@@ -1048,9 +1054,9 @@ std::string AsideOf(const std::string& checkpoint) {
   return "";
 }
 
-// Gives sealed checkpoints whose writers are gone their final names, where these are free (a load
-// might never come to do it). `dry_run`: only says which. Checkpoints that cannot be renamed stay
-// as they are.
+// Gives sealed checkpoints whose writers are gone their final names, if these are free (a load
+// might never do it). `dry_run`: only reports which. Checkpoints that cannot be renamed stay
+// unchanged.
 absl::StatusOr<std::vector<UnfinishedSave>> NameSealedOnes(const Call& call, bool dry_run) {
   std::vector<UnfinishedSave> named;
   MUSTER_ASSIGN_OR_RETURN(const std::vector<UnfinishedSave> unnamed,
@@ -1070,7 +1076,7 @@ absl::StatusOr<std::vector<UnfinishedSave>> NameSealedOnes(const Call& call, boo
     } else if (is_taken) {
       stays = absl::AlreadyExistsError("another checkpoint has that name");
     } else if (!aside.empty()) {
-      // The next save would remove that one once the name is taken.
+      // The next save would remove that checkpoint once the name is taken.
       stays = absl::AlreadyExistsError(absl::StrCat(aside, " had that name before it"));
     } else if (stays = whole(); stays.ok() && !dry_run) {
       // The slow part runs before the lock is taken, so that concurrent loads do not wait for it.
@@ -1097,9 +1103,9 @@ int64_t NumberOf(const std::string& path) {
   return number;
 }
 
-// The saves of which only a coordinator knows whether they are sealed, whose writers are gone, and
-// which are older than the newest `keep` of `numbers` (ascending). Retention counts them as
-// checkpoints, too.
+// Returns the saves of which only a coordinator knows whether they are sealed, whose writers are
+// gone, and which are older than the newest `keep` of `numbers` (ascending). Retention counts them
+// as checkpoints, too.
 absl::StatusOr<std::vector<std::string>> AskedBefore(const CheckpointFolder& folder,
                                                      const std::vector<int64_t>& numbers,
                                                      int64_t keep) {
@@ -1132,7 +1138,7 @@ int RunPrune(const Call& call) {
   auto folder = FindRoot(call.line.words[0]);
   absl::StatusOr<std::vector<Checkpoint>> found = std::vector<Checkpoint>();
   if (dry_run && !named->empty() && absl::IsNotFound(folder.status())) {
-    // They would be the only ones.
+    // These would be the only ones.
     folder = CheckpointFolder(ParentPath(named->front().checkpoint));
   } else if (folder.ok()) {
     // Checkpoints with names that the program chose belong to the program and have no place in the
@@ -1141,7 +1147,7 @@ int RunPrune(const Call& call) {
   }
   if (!folder.ok()) return Fail(call, folder.status());
   if (!found.ok()) return Fail(call, found.status());
-  // What they would be called counts.
+  // The names that they would get count.
   std::map<std::string, std::string> where;
   for (const UnfinishedSave& save : *named) {
     if (!dry_run || ParentPath(save.checkpoint) != folder->root()) continue;
@@ -1157,7 +1163,7 @@ int RunPrune(const Call& call) {
   std::string to_resume;  // the newest that is not held back
   for (const Checkpoint& checkpoint : *found) {
     if (IsPart(checkpoint)) {
-      // Each node would keep the newest that it has, and no two the same.
+      // Each node would keep the newest that it has, and no two nodes the same.
       return Fail(call, absl::FailedPreconditionError(absl::StrCat(
                             DescribePart(checkpoint.path, checkpoint.elsewhere),
                             "; nothing was removed: options.checkpoint.keep removes old ones on "
@@ -1173,7 +1179,7 @@ int RunPrune(const Call& call) {
       (IsPinned(checkpoint) ? pinned : complete).push_back(checkpoint.path);
       if (!checkpoint.seal.ok() || checkpoint.seal->promoted) to_resume = checkpoint.path;
     } else if (!absl::IsNotFound(checkpoint.manifest.status())) {
-      // It would count as one to keep, and a good one would go.
+      // A damaged one would count as one to keep, and a good one would be removed.
       return Fail(call, StopsPrune(checkpoint.manifest.status()));
     }
   }
@@ -1186,7 +1192,7 @@ int RunPrune(const Call& call) {
       removed.push_back(complete[i]);
       continue;
     }
-    // Sizes do not show a flipped bit: the checkpoints that stay are read.
+    // Sizes do not show a flipped bit, so the checkpoints that stay are read.
     const auto at = where.find(complete[i]);
     const auto whole =
         VerifyCheckpoint(at == where.end() ? complete[i] : at->second, VerifyLevel::kContents);
@@ -1196,7 +1202,7 @@ int RunPrune(const Call& call) {
   for (const std::string& path : complete) numbers.push_back(NumberOf(path));
   const absl::StatusOr<std::vector<std::string>> asked = AskedBefore(*folder, numbers, keep);
   if (!asked.ok()) return Fail(call, asked.status());
-  absl::Status failed;  // the first that stays; the others go
+  absl::Status failed;  // the first one that stays; the others are removed
   if (!dry_run) {
     std::vector<std::string> gone;
     for (const std::string& path : removed) {

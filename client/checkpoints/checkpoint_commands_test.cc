@@ -40,7 +40,7 @@
 
 namespace {
 
-// What runs before a file is read whose path has `part` in it.
+// Runs before a file is read whose path contains `part`.
 struct BeforeRead {
   char part[256] = "";
   std::function<void()> run;
@@ -88,7 +88,7 @@ class CheckpointCommandsTest : public testing::Test {
   std::string Path(const std::string& name) const { return JoinPath(root_, name); }
   std::string Numbered(int i) const { return Path("checkpoints/checkpoint_" + std::to_string(i)); }
 
-  // A checkpoint of a model and a schedule.
+  // Saves a checkpoint of a model and a schedule.
   void Save(const std::string& dir, const std::vector<float>& weights, int step) {
     SaveFiles(dir, step, {{"model.safetensors", Tensor("w", weights)}, {"scheduler.json", "{}"}});
   }
@@ -105,7 +105,7 @@ class CheckpointCommandsTest : public testing::Test {
     }
     ASSERT_TRUE(staging->Publish(manifest).ok());
   }
-  // As a coordinator does; signed by the key of this PEM, if any.
+  // Seals like a coordinator; signed by the key of this PEM, if any.
   RegisteredCheckpoint Seal(const std::string& dir, const std::string& key, bool promoted = true,
                             bool pinned = false) {
     const Manifest manifest = *ReadManifest(dir);
@@ -131,7 +131,7 @@ class CheckpointCommandsTest : public testing::Test {
     EXPECT_TRUE(WriteSeal(dir, record).ok());
     return record;
   }
-  // The PEM of a new private key; its public key is in the file `public_file`.
+  // Returns the PEM of a new private key; its public key is in the file `public_file`.
   std::string NewKey(const std::string& public_file) {
     const std::string file = Path("key.pem");
     const std::string make = "openssl genpkey -algorithm ed25519 -out " + file +
@@ -159,7 +159,7 @@ class CheckpointCommandsTest : public testing::Test {
     EXPECT_EQ(Run(args), code) << err_.str();
     return Json::parse(out_.str());
   }
-  // One line that names the command and holds `words`.
+  // Expects one line that names the command and contains `words`.
   void ExpectRefused(const std::vector<std::string>& args, int code, const std::string& words) {
     EXPECT_EQ(Run(args), code) << out_.str();
     const std::string text = err_.str();
@@ -188,7 +188,7 @@ TEST_F(CheckpointCommandsTest, List_ShowsEachWithItsState) {
   ExpectRefused({"list", Path("nothing")}, kExitNotFound, "does not exist");
 }
 
-// Of options.project.save_on_each_node: what other nodes have is no damage.
+// For options.project.save_on_each_node: files on other nodes are not damage.
 TEST_F(CheckpointCommandsTest, PartOfANode_IsNotDamaged_AndPruneLeavesIt) {
   const std::string model = Tensor("w", {1, 2}), random = Tensor("cpu", {3});
   // `node`: 0 has the model, 1 the random state of rank 1.
@@ -228,7 +228,7 @@ TEST_F(CheckpointCommandsTest, PartOfANode_IsNotDamaged_AndPruneLeavesIt) {
   EXPECT_EQ(Run({"prune", root_, "--keep", "1"}), kExitUsage);
   EXPECT_THAT(err_.str(), HasSubstr("is one node's part of a checkpoint"));
   EXPECT_THAT(err_.str(), Not(HasSubstr("remove this checkpoint first")));
-  // The model is here.
+  // The model is in this part.
   EXPECT_EQ(Run({"export", Numbered(0), Path("out")}), kExitOk) << err_.str();
   Damage(JoinPath(Numbered(0), "model.safetensors"));
   EXPECT_EQ(Run({"verify", root_}), kExitJobFailed);
@@ -246,7 +246,7 @@ TEST_F(CheckpointCommandsTest, PartOfANode_IsNotDamaged_AndPruneLeavesIt) {
   }
 }
 
-// As with save_state("epoch_0"), and "step_5" beside those that are numbered.
+// As after save_state("epoch_0"), and "step_5" beside numbered checkpoints.
 TEST_F(CheckpointCommandsTest, NamesOfTheProgram_AreListedAndVerified) {
   Save(Path("run/step_20"), {1}, 20);
   Save(Path("run/epoch_0"), {1}, 10);
@@ -264,7 +264,7 @@ TEST_F(CheckpointCommandsTest, NamesOfTheProgram_AreListedAndVerified) {
   EXPECT_THAT(names("verify"), ElementsAre("epoch_0", "step_20"));
   Save(Path("run/checkpoints/checkpoint_0"), {1}, 15);
   EXPECT_THAT(names("list"), ElementsAre("checkpoint_0", "epoch_0", "step_20"));
-  // Retention counts numbered ones alone, and removes no other one beside them.
+  // Retention counts only numbered checkpoints, and removes no other one beside them.
   Save(Path("run/checkpoints/best"), {1}, 5);
   Save(Path("run/checkpoints/epoch_999"), {1}, 15);
   Save(Path("run/checkpoints/checkpoint_1"), {1}, 25);
@@ -281,7 +281,7 @@ TEST_F(CheckpointCommandsTest, RunningSave_IsListedButIsNoCheckpoint) {
   ASSERT_TRUE(MakeDirectories(root_).ok());
   ExpectRefused({"list", root_}, kExitNotFound, "holds no checkpoint_0");
   std::optional<Staging> first(*Staging::Create(Numbered(0)));
-  // The first of a run.
+  // The first save of a run.
   EXPECT_EQ(Run({"list", root_}), kExitOk) << err_.str();
   EXPECT_THAT(out_.str(), HasSubstr("checkpoint_0.tmp-"));
   ExpectRefused({"verify", root_}, kExitNotFound, "holds no checkpoint_0");
@@ -309,7 +309,7 @@ TEST_F(CheckpointCommandsTest, RunningSave_IsListedButIsNoCheckpoint) {
   }
   EXPECT_EQ(Run({"list", root_}), kExitOk);
   EXPECT_THAT(out_.str(), HasSubstr(staging->path() + "  no checkpoint yet, being saved  "));
-  // Nothing else takes it for one, and nothing removes it.
+  // Nothing else takes it for a checkpoint, and nothing removes it.
   EXPECT_EQ(RunJson({"verify", root_})["checkpoints"].size(), 2u);
   EXPECT_EQ(RunJson({"prune", root_, "--keep", "1"})["removed"], Json({Numbered(0)}));
   EXPECT_TRUE(PathExists(JoinPath(staging->path(), "scheduler.json")));
@@ -333,7 +333,7 @@ TEST_F(CheckpointCommandsTest, SaveOfAnotherName_IsListedByIt) {
   EXPECT_EQ(json["unfinished"].size(), 1u);
 }
 
-// Nothing else ever shows that it is there.
+// Nothing else ever shows that it exists.
 TEST_F(CheckpointCommandsTest, NamedSaveThatAsksForItsSeal_IsListedForItsFolder) {
   const std::string left = Path("best.tmp-0123456789abcdef");
   ASSERT_TRUE(MakeDirectories(left).ok());
@@ -352,8 +352,8 @@ TEST_F(CheckpointCommandsTest, NamedSaveThatAsksForItsSeal_IsListedForItsFolder)
   EXPECT_TRUE(PathExists(left));
 }
 
-// No load, save or prune renames one whose name the program chose, but for a load whose coordinator
-// has its record.
+// No load, save or prune renames a save whose name the program chose, except a load whose
+// coordinator has its record.
 TEST_F(CheckpointCommandsTest, SealedSaveOfANamedOne_ListSaysHowToLoadIt) {
   const std::string left = Path("best.tmp-0123456789abcdef");
   Save(Path("best"), {1}, 1);
@@ -391,7 +391,7 @@ TEST_F(CheckpointCommandsTest, AbandonedSave_IsListedWithItsAge_AndPruneLeavesIt
   EXPECT_TRUE(PathExists(left));
 }
 
-// Its process ended between the seal and the rename, and no load may ever come.
+// Its process ended between the seal and the rename, and a load may never happen.
 TEST_F(CheckpointCommandsTest, SealedOneThatLacksItsName_IsVerified_AndNamedByPrune) {
   const auto take_name_away = [&](int number, const std::string& digits) {
     Seal(Numbered(number), "");
@@ -408,7 +408,7 @@ TEST_F(CheckpointCommandsTest, SealedOneThatLacksItsName_IsVerified_AndNamedByPr
   EXPECT_EQ(json["checkpoints"].size(), 3u);
   EXPECT_EQ(json["checkpoints"][2]["path"], left);
   EXPECT_EQ(json["checkpoints"][2]["lacks_name"], Numbered(2));
-  // By its name, too.
+  // By its final name, too.
   EXPECT_EQ(Run({"verify", Numbered(2)}), kExitOk) << err_.str();
   Damage(JoinPath(left, "model.safetensors"));
   EXPECT_EQ(Run({"verify", root_}), kExitJobFailed);
@@ -417,7 +417,7 @@ TEST_F(CheckpointCommandsTest, SealedOneThatLacksItsName_IsVerified_AndNamedByPr
   EXPECT_THAT(err_.str(), HasSubstr("does not get: " + left + "/model.safetensors: is damaged"));
   Damage(JoinPath(left, "model.safetensors"));
 
-  // Not from a process that lives.
+  // Not while its process lives.
   {
     const OwnedFd lock(LockFolder(left));
     ASSERT_TRUE(lock.open());
@@ -436,7 +436,7 @@ TEST_F(CheckpointCommandsTest, SealedOneThatLacksItsName_IsVerified_AndNamedByPr
   EXPECT_EQ(Run({"verify", root_}), kExitOk) << out_.str();
   EXPECT_TRUE(PathExists(Numbered(2)));
 
-  // Another program has saved under the name.
+  // Another program has saved under that name.
   const std::string again = take_name_away(1, "fedcba9876543210");
   Save(Numbered(1), {2}, 7);
   Manifest older = *ReadManifest(Numbered(1));
@@ -449,7 +449,8 @@ TEST_F(CheckpointCommandsTest, SealedOneThatLacksItsName_IsVerified_AndNamedByPr
   EXPECT_TRUE(PathExists(again));
 }
 
-// Loads beside it wait for a writer for seconds, and reading a large one takes minutes.
+// Concurrent loads wait only some seconds for a writer, and reading a large checkpoint takes
+// minutes.
 TEST_F(CheckpointCommandsTest, Prune_LocksNothingWhileItReads) {
   Save(Numbered(0), {1}, 0);
   Seal(Numbered(0), "");
@@ -484,7 +485,7 @@ TEST_F(CheckpointCommandsTest, SealedOneThatGetsItsNameWhileOthersAreRead_IsVeri
       ASSERT_EQ(json.size(), alone ? 1u : 2u);
       EXPECT_EQ(json.back()["path"], Numbered(2));
       EXPECT_EQ(json.back()["state"], "complete");
-      // It is read where it is.
+      // It is read in its current place.
       Damage(JoinPath(Numbered(2), "model.safetensors"));
       take_name_away();
       OnRead(moment, 1, give_name);
@@ -492,7 +493,7 @@ TEST_F(CheckpointCommandsTest, SealedOneThatGetsItsNameWhileOthersAreRead_IsVeri
       Damage(JoinPath(Numbered(2), "model.safetensors"));
     }
   }
-  // Nothing is left that could be verified.
+  // Nothing is left to verify.
   ASSERT_TRUE(RemoveTree(Numbered(1)).ok());
   take_name_away();
   OnRead(".tmp-0123456789abcdef/manifest.json", 1, [&] { (void)RemoveTree(left); });
@@ -506,13 +507,13 @@ TEST_F(CheckpointCommandsTest, PruneDryRun_SaysWhatIsNamed) {
     EXPECT_EQ(rename(Numbered(1).c_str(), left.c_str()), 0);
     return left;
   };
-  // There is no other one.
+  // There is no other checkpoint.
   Save(Numbered(1), {1}, 1);
   const std::string left = take_name_away("0123456789abcdef");
   const Json only = RunJson({"prune", root_, "--keep", "1", "--dry_run"});
   EXPECT_EQ(only["named"], Json({Numbered(1)}));
   EXPECT_EQ(only["removed"], Json::array());
-  // Two have one number: one gets the name.
+  // Two saves have the same number: one gets the name.
   Save(Path("again"), {2}, 2);
   ASSERT_EQ(rename(Path("again").c_str(), Numbered(1).c_str()), 0);
   take_name_away("fedcba9876543210");
@@ -521,14 +522,14 @@ TEST_F(CheckpointCommandsTest, PruneDryRun_SaysWhatIsNamed) {
   EXPECT_EQ(RunJson({"prune", root_, "--keep", "1"})["named"], Json({Numbered(1)}));
 }
 
-// By a job that trains on.
+// Done by a job that continues to train.
 TEST_F(CheckpointCommandsTest, RemovedOrReplacedWhileItIsRead_IsNoDamage) {
   for (int number = 0; number < 3; ++number) Save(Numbered(number), {1.0f * number}, number);
   OnRead("checkpoint_0/model", 1, [&] { EXPECT_TRUE(RemoveCheckpoint(Numbered(0)).ok()); });
   EXPECT_EQ(Run({"verify", root_}), kExitOk) << out_.str();
   EXPECT_THAT(out_.str(), Not(HasSubstr("checkpoint_0")));
   EXPECT_THAT(out_.str(), HasSubstr("checkpoint_2  ok"));
-  // Numbered ones are read after those.
+  // Numbered checkpoints are read after the others.
   const std::string best = Path("best"), next = Path("elsewhere/next");
   for (const std::string part : {"best/manifest", "best/model", "checkpoint_2/model"}) {
     SCOPED_TRACE(part);
@@ -551,7 +552,7 @@ TEST_F(CheckpointCommandsTest, RemovedOrReplacedWhileItIsRead_IsNoDamage) {
   EXPECT_THAT(out_.str(), Not(HasSubstr("checkpoint_1")));
 }
 
-// As on a disk that is read-only: it is the only copy.
+// For example on a read-only disk: it is the only copy.
 TEST_F(CheckpointCommandsTest, OneThatIsAsideAndCannotBePutBack_IsNotLeftOut) {
   Save(Numbered(0), {1}, 1);
   std::string aside;
@@ -560,7 +561,7 @@ TEST_F(CheckpointCommandsTest, OneThatIsAsideAndCannotBePutBack_IsNotLeftOut) {
     aside = absl::StrCat(Numbered(1), ".old-", digits);
     ASSERT_EQ(rename(Path("former").c_str(), aside.c_str()), 0);
   }
-  // Which of the two is newer cannot be read.
+  // It cannot be read which of the two is newer.
   const std::string manifest = JoinPath(aside, kManifestName);
   ASSERT_EQ(unlink(manifest.c_str()), 0);
   ASSERT_EQ(symlink(kManifestName, manifest.c_str()), 0);
@@ -569,7 +570,7 @@ TEST_F(CheckpointCommandsTest, OneThatIsAsideAndCannotBePutBack_IsNotLeftOut) {
   EXPECT_NE(Run({"prune", root_, "--keep", "1"}), kExitOk);
 }
 
-// No coordinator may ever say whether it is sealed.
+// No coordinator may ever be asked whether it is sealed.
 TEST_F(CheckpointCommandsTest, OneThatOnlyACoordinatorKnows_GoesWithTheCheckpointsOfItsAge) {
   for (int number = 0; number < 4; ++number) Save(Numbered(number), {1.0f * number}, number);
   const std::string left = Numbered(1) + ".tmp-0123456789abcdef";
@@ -584,7 +585,7 @@ TEST_F(CheckpointCommandsTest, OneThatOnlyACoordinatorKnows_GoesWithTheCheckpoin
   EXPECT_FALSE(PathExists(left));
 }
 
-// A crash while it was to replace that one.
+// It was to replace that checkpoint when it crashed.
 TEST_F(CheckpointCommandsTest, Prune_GivesNoNameOfOneThatIsAside) {
   Save(Numbered(1), {1}, 1);
   Seal(Numbered(1), "");
@@ -631,7 +632,7 @@ TEST_F(CheckpointCommandsTest, VerifyWithAPublicKey_WantsEveryCheckpointSignedBy
   ExpectRefused({"verify", root_, "--public_key", Path("key.pem")}, kExitUsage,
                 "holds the private key");
   ExpectRefused({"verify", root_, "--public_key", Path("nothing")}, kExitNotFound, "nothing");
-  // No matter of the disk's room.
+  // This has nothing to do with the room on the disk.
   ASSERT_TRUE(WriteFileAtomically(Path("large.pem"), std::string(1 << 20, 'x')).ok());
   ExpectRefused({"verify", root_, "--public_key", Path("large.pem")}, kExitUsage, "is larger than");
 }
@@ -668,7 +669,7 @@ TEST_F(CheckpointCommandsTest, Inspect_ShowsFilesAndTensorsOfEveryFormat) {
   ExpectRefused({"inspect", TestdataPath("torch_files/evil.bin")}, kExitUsage, "posix.system");
 }
 
-// Files may be anybody's.
+// The files may come from anyone.
 TEST_F(CheckpointCommandsTest, NamesInFiles_DoNotControlTheTerminal) {
   SaveFiles(Numbered(0), 1, {{"model.safetensors", Tensor("\x1b[2Jw", {1})}});
   SaveFiles(Numbered(1), 1, {{"model.safetensors", Tensor("\x1b[2Jv", {1})}});
@@ -702,7 +703,7 @@ TEST_F(CheckpointCommandsTest, Diff_CountsElementsAndTheLargestDistance) {
               HasSubstr("model.safetensors: w  2 of 3 elements differ, by at most 1\n"));
   const Json json = RunJson({"diff", Numbered(0), Numbered(1)}, kExitJobFailed);
   EXPECT_EQ(json["differences"][0]["largest"], 1);
-  // Weights alone, in either place, are compared with the model.
+  // Weights alone, on either side, are compared with the model.
   const std::string model = JoinPath(Numbered(1), "model.safetensors");
   EXPECT_EQ(Run({"diff", Numbered(1), model}), kExitOk) << out_.str();
   EXPECT_EQ(Run({"diff", model, Numbered(0)}), kExitJobFailed);
@@ -736,8 +737,8 @@ std::string Little(uint64_t value, int width) {
   return bytes;
 }
 
-// A file of torch.save of views, with these strides, each dimension of 64, of 190 numbers that are
-// `value`.
+// Returns a file of torch.save with views, with these strides, each dimension of size 64, of 190
+// numbers that equal `value`.
 std::string TorchFile(const std::vector<std::pair<std::string, std::vector<uint64_t>>>& views,
                       char value) {
   const auto text = [](const std::string& name) { return "X" + Little(name.size(), 4) + name; };
@@ -769,7 +770,7 @@ std::string TorchFile(const std::vector<std::pair<std::string, std::vector<uint6
          Little(directory.size(), 4) + Little(file.size(), 4) + Little(0, 2);
 }
 
-// One tensor that cannot be compared is no reason to say nothing of the others.
+// One tensor that cannot be compared does not keep the others from being compared.
 TEST_F(CheckpointCommandsTest, Diff_OfOneViewBeyondMeasure_SaysSoOfThatOneAndComparesTheOthers) {
   const std::vector<uint64_t> first = {1, 0, 1, 0, 1, 0}, last = {0, 1, 0, 1, 0, 1};
   const std::string a = Path("a.bin"), b = Path("b.bin");
@@ -784,7 +785,7 @@ TEST_F(CheckpointCommandsTest, Diff_OfOneViewBeyondMeasure_SaysSoOfThatOneAndCom
   EXPECT_EQ(json["differences"][0]["name"], "view");
 }
 
-// In any order of memory, and beyond one part.
+// In any order of memory, and larger than one part.
 TEST_F(CheckpointCommandsTest, Diff_OfLargeTensors_GoesPartByPart) {
   std::vector<float> values(600'000, 1);
   Save(Numbered(0), values, 1);
@@ -796,7 +797,7 @@ TEST_F(CheckpointCommandsTest, Diff_OfLargeTensors_GoesPartByPart) {
               HasSubstr("model.safetensors: w  1 of 600000 elements differ, by at most 2\n"));
 }
 
-// One that stays is no reason to keep the others, and is told.
+// A checkpoint that cannot be removed does not keep the others from it, and is reported.
 TEST_F(CheckpointCommandsTest, Prune_OneThatCannotBeRemoved_KeepsNoOther) {
   for (int i = 0; i < 4; ++i) Save(Numbered(i), {1}, i);
   ASSERT_TRUE(ArmFailpoints("worker.checkpoint_doomed=error:UNAVAILABLE", "", "").ok());
@@ -808,7 +809,7 @@ TEST_F(CheckpointCommandsTest, Prune_OneThatCannotBeRemoved_KeepsNoOther) {
   EXPECT_TRUE(PathExists(Numbered(3)));
 }
 
-// What is no tensor makes two checkpoints differ too.
+// Values that are not tensors also make two checkpoints differ.
 TEST_F(CheckpointCommandsTest, Diff_ComparesTheNumbersAndTextsOfTheState) {
   const auto optimizer = [](const std::string& scalars) {
     return Tensor("m", {1}, SafetensorsMetadata{{"muster.scalars", scalars}});
@@ -848,7 +849,7 @@ TEST_F(CheckpointCommandsTest, Diff_OddInput_IsOneLineOrSaidInJson) {
   Save(Numbered(2), {1, 2, 3}, 1);
   EXPECT_EQ(RunJson({"diff", Numbered(0), Numbered(2)}, kExitJobFailed)["differences"][0]["shapes"],
             "F32 [2] and F32 [3]");
-  // Nothing, a path with a byte that is no text, and what is half there.
+  // Missing files, a path with a byte that is not text, and incomplete checkpoints.
   ExpectRefused({"diff", Numbered(0), Path("nothing"), "-o", "json"}, kExitNotFound, "nothing");
   ExpectRefused({"diff", Path("n\xff"), Numbered(0), "-o", "json"}, kExitNotFound, "n");
   ASSERT_TRUE(MakeDirectories(Numbered(3)).ok());
@@ -969,7 +970,7 @@ TEST_F(CheckpointCommandsTest, Prune_KeepsTheNewestAndWhatIsIncomplete) {
   EXPECT_EQ(Run({"prune", root_, "--keep", "2"}), kExitOk);
   EXPECT_EQ(out_.str(), "nothing to remove\n");
   ExpectRefused({"prune", root_}, kExitUsage, "--keep N");
-  // More than there are is all of them.
+  // A number larger than that of the checkpoints keeps them all.
   EXPECT_EQ(Run({"prune", root_, "--keep", "99999999999"}), kExitOk) << err_.str();
   EXPECT_EQ(out_.str(), "nothing to remove\n");
   for (const char* const keep : {"0", "-1", "two", "9223372036854775808"}) {
@@ -978,7 +979,7 @@ TEST_F(CheckpointCommandsTest, Prune_KeepsTheNewestAndWhatIsIncomplete) {
   }
 }
 
-// By hand, without a coordinator and without a record.
+// Pinned by hand, without a coordinator and without a record.
 TEST_F(CheckpointCommandsTest, PinOfAFolder_IsListed_AndPruneLeavesIt) {
   for (int i = 0; i < 4; ++i) Save(Numbered(i), {1}, i);
   Seal(Numbered(1), "");
@@ -1001,7 +1002,7 @@ TEST_F(CheckpointCommandsTest, PinOfAFolder_IsListed_AndPruneLeavesIt) {
   EXPECT_TRUE(absl::IsNotFound(PinFolder(Numbered(0), true)));
 }
 
-// As a coordinator that is gone has left it.
+// The pin was left by a coordinator that is gone.
 TEST_F(CheckpointCommandsTest, UnpinOfAFolder_EndsThePinOfItsRecord) {
   Save(Numbered(0), {1}, 0);
   Seal(Numbered(0), "", /*promoted=*/true, /*pinned=*/true);
@@ -1009,7 +1010,7 @@ TEST_F(CheckpointCommandsTest, UnpinOfAFolder_EndsThePinOfItsRecord) {
   EXPECT_FALSE(ReadSeal(Numbered(0))->pinned);
 }
 
-// The record of the one must not get into the folder of the other.
+// The record of one checkpoint must not get into the folder of the other.
 TEST_F(CheckpointCommandsTest, MarkOfACheckpointThatIsReplacedMeanwhile_StaysWithIt) {
   Save(Path("best"), {1}, 1);
   Save(Path("next"), {2}, 2);
@@ -1028,7 +1029,7 @@ TEST_F(CheckpointCommandsTest, MarksOfTwoCommandsAtOnce_AreThoseOfTheCoordinator
   Save(Path("best"), {1}, 1);
   const std::string sha256 = Seal(Path("best"), "").sha256;
   const Marks pinned = {.promoted = true, .pinned = true}, unpinned = {.promoted = true};
-  // The coordinator has heard `pin` first, which notes last.
+  // The coordinator has received `pin` first, but its command writes last.
   ASSERT_TRUE(*NoteMarks(Path("best"), sha256, unpinned.promoted, unpinned.pinned));
   ASSERT_TRUE(*NoteMarks(Path("best"), sha256, pinned.promoted, pinned.pinned));
   int asked = 0;
@@ -1059,7 +1060,7 @@ TEST_F(CheckpointCommandsTest, MarkOfARecord_IsThatOfTheCoordinatorWhereverItsFo
   const Marks pinned = {.promoted = true, .pinned = true}, unpinned = {.promoted = true};
   EXPECT_TRUE(MarkRecordedFolder(folder, pinned, false, [&] { return pinned; }).ok());
   EXPECT_TRUE(ReadSeal(staging)->pinned);
-  // It gets its name before the other command, which the coordinator has heard last, is followed.
+  // It gets its name before the command that the coordinator received last follows the marks.
   const auto named = [&]() -> absl::StatusOr<Marks> {
     (void)rename(staging.c_str(), Path("best").c_str());
     return unpinned;
@@ -1095,7 +1096,7 @@ TEST_F(CheckpointCommandsTest, MarkOfARecord_ErrorSaysWhatTheFolderSays) {
   });
   EXPECT_TRUE(absl::IsNotFound(gone));
   EXPECT_THAT(std::string(gone.message()), HasSubstr("best is not there any more"));
-  // This machine does not see it.
+  // This machine does not see the folder.
   EXPECT_TRUE(MarkRecordedFolder(folder, pinned, false, [&] { return pinned; }).ok());
 }
 
@@ -1138,7 +1139,7 @@ TEST_F(CheckpointCommandsTest, Prune_ReadsWhatStaysBeforeAnythingGoes) {
     EXPECT_THAT(err_.str(), HasSubstr("nothing was removed: remove this checkpoint first"));
   }
   EXPECT_EQ(ListDirectory(Path("checkpoints"))->size(), 3u);
-  // What goes may be damaged.
+  // A checkpoint that is removed may be damaged.
   Save(Numbered(3), {1}, 3);
   EXPECT_EQ(Run({"prune", root_, "--keep", "1"}), kExitOk) << err_.str();
   EXPECT_THAT(*ListDirectory(Path("checkpoints")), ElementsAre("checkpoint_3"));
@@ -1203,7 +1204,7 @@ TEST_F(CheckpointCommandsTest, MergeToAFileOfAnotherFormat_IsRefused) {
   EXPECT_EQ(Run({"merge-weights", from, Path("x.bin")}), kExitOk) << err_.str();
 }
 
-// Files of torch.save have any names.
+// Files of torch.save may have any names.
 TEST_F(CheckpointCommandsTest, MergeWeightsOfAReservedName_NamesTheFileAndTheTensor) {
   std::string bytes = *ReadFile(TestdataPath("torch_files/pytorch_model.bin"));
   const std::string name = "embed.weight", reserved = "__metadata__";
@@ -1219,7 +1220,7 @@ TEST_F(CheckpointCommandsTest, MergeWeightsOfAReservedName_NamesTheFileAndTheTen
   }
 }
 
-// What merge-weights has left out is no difference: its tensor has another name.
+// A name that merge-weights has left out is no difference: its tensor has another name.
 TEST_F(CheckpointCommandsTest, DiffOfTiedNames_ComparesTheNameThatBothHave) {
   const std::string tied = TestdataPath("torch_files/pytorch_model.bin");
   ASSERT_EQ(Run({"merge-weights", tied, Path("merged")}), kExitOk) << err_.str();
@@ -1258,7 +1259,6 @@ TEST_F(CheckpointCommandsTest, MergeWeightsOfACheckpointCutShort_SaysThatItIsDam
   EXPECT_FALSE(PathExists(Path("out")));
 }
 
-// Two kilobytes, whose tensor repeats four bytes 2^50 times.
 TEST_F(CheckpointCommandsTest, FolderOfARunOrAnotherJson_IsCalledWhatItIs) {
   Save(Numbered(0), {1}, 1);
   for (const std::vector<std::string>& args : {std::vector<std::string>{"inspect", root_},
@@ -1278,6 +1278,7 @@ TEST_F(CheckpointCommandsTest, FolderOfARunOrAnotherJson_IsCalledWhatItIs) {
   EXPECT_FALSE(PathExists(Path("x")));
 }
 
+// A file of two kilobytes whose tensor repeats four bytes 2^50 times.
 TEST_F(CheckpointCommandsTest, WeightsBeyondTheDisk_AreRefusedBeforeAnythingIsWritten) {
   ASSERT_TRUE(MakeDirectories(Path("to")).ok());
   for (const char* to : {"to", "to/all.safetensors"}) {
@@ -1296,7 +1297,7 @@ TEST_F(CheckpointCommandsTest, WeightsBeyondTheDisk_AreRefusedBeforeAnythingIsWr
   EXPECT_FALSE(PathExists(Path("new"))) << "it leads back";
 }
 
-// Who may write to a folder must not be able to stop those who read it.
+// A user who may write to a folder must not be able to block its readers.
 TEST_F(CheckpointCommandsTest, PipesInThePlaceOfFiles_AreNotWaitedFor) {
   for (const char* name : {"manifest.json", "seal.json", "model.safetensors"}) {
     Save(Numbered(0), {1}, 0);

@@ -30,7 +30,7 @@ std::vector<EstimatedTensor> Estimated(const ModelTensors& model) {
   std::set<std::string> seen;
   for (size_t i = 0; i < model.tensors.size(); ++i) {
     const TreeTensor& tensor = model.tensors[i];
-    // A tied tensor has several names and is there once.
+    // A tied tensor has several names and exists once.
     if (!tensor.storage.empty() && !seen.insert(tensor.storage).second) continue;
     tensors.push_back({.name = tensor.name,
                        .elements = 1,
@@ -41,7 +41,7 @@ std::vector<EstimatedTensor> Estimated(const ModelTensors& model) {
   return tensors;
 }
 
-// A flag's number; `fallback` if it is not there.
+// Returns the number that a flag has; `fallback` if it is not given.
 absl::StatusOr<int64_t> NumberOf(const CommandLine& line, const std::string& flag, int64_t fallback,
                                  int64_t max) {
   if (!line.Has(flag)) return fallback;

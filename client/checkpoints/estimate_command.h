@@ -8,7 +8,8 @@
 
 namespace muster::client {
 
-// `muster estimate-memory`: what a model takes to load and to train, from the headers of its files.
+// `muster estimate-memory`: the memory for loading and training a model, from the headers of its
+// files.
 int RunEstimateMemoryCommand(const std::vector<std::string>& args, const CommandContext& context);
 
 }  // namespace muster::client

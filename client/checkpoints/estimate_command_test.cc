@@ -126,7 +126,7 @@ TEST_F(EstimateCommandTest, ShardThatIsMissing_LeavesSizesToTheConfig) {
   ASSERT_EQ(Run({folder.path()}), kExitOk) << err_.str();
   EXPECT_THAT(out_.str(), HasSubstr("Sizes are those that config.json asks for: "));
   EXPECT_THAT(out_.str(), HasSubstr("model-2.safetensors, which does not exist"));
-  // A file that is there must be of the model, and hold what the index says.
+  // An existing file must belong to the model, and contain what the index says.
   const std::string other =
       *ReadFile(testing_support::GoldenPath("hf_train/bert_cls_shared/model.safetensors"));
   Json larger = Json::parse(*ReadFile(config));
@@ -144,7 +144,7 @@ TEST_F(EstimateCommandTest, ShardThatIsMissing_LeavesSizesToTheConfig) {
                   .ok());
   EXPECT_EQ(Run({folder.path()}), kExitUsage);
   EXPECT_THAT(err_.str(), HasSubstr(words + " is ["));
-  // Of a model that Muster does not have, the headers of all files are needed.
+  // For a model that Muster does not have, the headers of all files are needed.
   ASSERT_TRUE(WriteFileAtomically(folder.Path("config.json"),
                                   R"({"architectures": ["T5ForConditionalGeneration"]})")
                   .ok());
@@ -182,7 +182,7 @@ TEST_F(EstimateCommandTest, Offload_HasAColumnOfItsOwn) {
   EXPECT_THAT(out_.str(), HasSubstr("on the disk"));
   ASSERT_EQ(Run({file_, "--offload_optimizer", "cpu"}), kExitOk) << err_.str();
   EXPECT_THAT(out_.str(), HasSubstr("in the CPU's memory"));
-  // Where it goes changes no number.
+  // The place of offloaded values changes no number.
   ASSERT_EQ(
       Run({file_, "--offload_optimizer", "disk", "--offload_parameters", "cpu", "-o", "json"}),
       kExitOk)
@@ -225,7 +225,7 @@ TEST_F(EstimateCommandTest, Mistakes_AreNamed) {
   EXPECT_THAT(err_.str(), AllOf(HasSubstr("sizes cannot be taken"), HasSubstr("\"model_type\"")));
 }
 
-// An embedding of 5 x 3 that is the head, too, and 12 numbers of a norm.
+// An embedding of 5 x 3 that is also the head, and 12 numbers of a norm.
 TEST_F(EstimateCommandTest, TiedTensor_CountsOnce) {
   ASSERT_EQ(Run({testing_support::TestdataPath("torch_files/pytorch_model.bin"), "-o", "json"}),
             kExitOk)
@@ -233,7 +233,7 @@ TEST_F(EstimateCommandTest, TiedTensor_CountsOnce) {
   EXPECT_EQ(Json::parse(out_.str())["parameters"], 15 + 12);
 }
 
-// A GPT-2 by its older names.
+// A GPT-2 with its older names.
 TEST_F(EstimateCommandTest, NamesThatAreOneWeightOrNone_AreRefused) {
   const TestFolder folder;
   const auto write = [&folder](const std::vector<std::string>& names) {
@@ -258,7 +258,8 @@ TEST_F(EstimateCommandTest, NamesThatAreOneWeightOrNone_AreRefused) {
   EXPECT_THAT(err_.str(), HasSubstr("holds no weights of the model"));
 }
 
-// As transformers' folders are before their weights are downloaded, with or without the index.
+// Folders of transformers look like this before their weights are downloaded, with or without the
+// index.
 TEST_F(EstimateCommandTest, ConfigAlone_SaysWhatTheWeightsWouldTake) {
   for (const char* const name : {"hf_models/llama_shared", "hf_models/mixtral_shared",
                                  "hf_models/gpt2_shared", "hf_train/bert_mlm_shared"}) {

@@ -21,7 +21,7 @@ std::string EmbeddingsOf(absl::string_view name) {
   return above == "embeddings" || absl::EndsWith(above, ".embeddings") ? std::string(above) : "";
 }
 
-// "model.layers.3.mlp.up.weight" is in "model.layers.3", "lm_head.weight" in "lm_head".
+// Returns "model.layers.3" for "model.layers.3.mlp.up.weight", "lm_head" for "lm_head.weight".
 std::string PartOf(absl::string_view name, const std::set<std::string>& embeddings) {
   constexpr absl::string_view kEmbeddings = "embeddings.";
   for (size_t at = name.find(kEmbeddings); at != absl::string_view::npos;
@@ -90,7 +90,7 @@ std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t 
   const int64_t unit = 4 * size.largest_elements;
   const bool moves_gradients = offload.gradients != EstimatedOffload::Place::kNone;
   const bool moves_parameters = offload.parameters != EstimatedOffload::Place::kNone;
-  // The gradients of a process that has a part of each.
+  // The gradients of a process that has a part of each one.
   const auto gradients_of = [&](int64_t ranks) {
     const int64_t part = CeilOf(whole, ranks);
     return offload.optimizer_in_backward ? std::min(part, 3 * CeilOf(unit, ranks)) : part;
@@ -103,8 +103,8 @@ std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t 
                             .states = CeilOf(states, ranks),
                             .gathered = ranks == 1 && !moves_parameters ? 0 : 3 * unit};
   };
-  // Takes from a row what is elsewhere. `ranks` divide the states and `parts`: of
-  // gradients, or of parameters too.
+  // Subtracts from a row what is kept elsewhere. `ranks` divide the states and `parts`: gradients,
+  // or parameters as well.
   enum class Parts { kNone, kGradients, kAll };
   const auto take_away = [&](StrategyEstimate* row, int64_t ranks, Parts parts) {
     if (offload.optimizer != EstimatedOffload::Place::kNone) {
@@ -124,7 +124,7 @@ std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t 
     }
     if (parameters || (moves_gradients && parts != Parts::kNone)) {
       row->offloaded += part;
-      // Those of an optimizer in the backward pass are used at once.
+      // The gradients of an optimizer in the backward pass are used at once.
       if (offload.optimizer_in_backward) return;
       row->gradients = std::min(row->gradients, 3 * CeilOf(unit, ranks));
     }
@@ -158,7 +158,7 @@ std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t 
        .states = CeilOf(states, processes),
        .gathered = offload.optimizer_in_backward ? std::min(3 * unit, whole) : whole - part});
   take_away(&all.back(), processes, Parts::kGradients);
-  // Before they are reduced, at the end of the backward pass, all are there.
+  // Before they are reduced, at the end of the backward pass, all gradients exist.
   if (!offload.optimizer_in_backward) all.back().gathered = whole - all.back().gradients;
   all.push_back({.strategy = "zero2",
                  .parameters = whole + size.other_bytes,

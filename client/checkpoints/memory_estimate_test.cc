@@ -30,7 +30,7 @@ TEST(SizeOf, LargestPart_IsABlockOrAModule) {
   EXPECT_EQ(SizeOf({{"weight", 3, 12, true}}).largest, "");
 }
 
-// Four times the size for fp32, twice the size of fp32 for fp16, as Accelerate's command says.
+// Four times the size for fp32, twice the fp32 size for fp16, as in Accelerate's command.
 TEST(EstimateDtype, Training_IsFourTimesTheType) {
   const ModelSize size = Llama();
   EXPECT_EQ(EstimateDtype(size, "float32")->total, 4 * 4401 + 80);
@@ -80,7 +80,7 @@ TEST(EstimateStrategies, OptimizerInBackward_HasGradientsOfThreeUnits) {
   EXPECT_EQ(one[1].states, 8000);
 }
 
-// As transformers keeps them: no part of them is larger than the layer.
+// As in transformers: no part of them is larger than the layer.
 TEST(SizeOf, EmbeddingsOfWordsAndPositions_AreOnePart) {
   const auto tensor = [](const std::string& name, int64_t elements) {
     return EstimatedTensor{.name = name, .elements = elements, .bytes = 4 * elements};
@@ -92,7 +92,7 @@ TEST(SizeOf, EmbeddingsOfWordsAndPositions_AreOnePart) {
       tensor("bert.encoder.layer.0.w", 70)};
   EXPECT_EQ(SizeOf(bert).largest, "bert.embeddings");
   EXPECT_EQ(SizeOf(bert).largest_elements, 95);
-  // Without words it is no such module.
+  // Without word embeddings it is not such a module.
   EXPECT_EQ(SizeOf({tensor("embeddings.a.weight", 3), tensor("embeddings.b.weight", 4)}).largest,
             "embeddings.b");
 }
@@ -109,7 +109,7 @@ TEST(EstimateStrategies, Offload_TakesStatesAndPartsAway) {
   auto all = EstimateStrategies(size, 1, 1, 8, {.optimizer = Place::kDisk});
   ASSERT_EQ(all.size(), 1u);
   EXPECT_EQ(all[0].offloaded, kStates);
-  EXPECT_EQ(all[0].states, 3 * 400'000'000);  // the largest parameter's are more than 64 MiB
+  EXPECT_EQ(all[0].states, 3 * 400'000'000);  // those of the largest parameter are more than 64 MiB
   all = EstimateStrategies(size, 1, 1, 8, {.optimizer = Place::kCpu});
   EXPECT_EQ(all[0].states, 400'000'000);
   all = EstimateStrategies(size, 1, 1, 8, {.optimizer = Place::kDisk, .parameters = Place::kDisk});
@@ -118,11 +118,11 @@ TEST(EstimateStrategies, Offload_TakesStatesAndPartsAway) {
   EXPECT_EQ(all[1].strategy, "zero3");
   EXPECT_EQ(all[1].offloaded, kStates + 2 * kWhole);
   EXPECT_EQ(all[1].parameters, 2 * kUnit + 16);
-  EXPECT_EQ(all[1].gradients, 2 * kUnit);  // no more than there are
+  EXPECT_EQ(all[1].gradients, 2 * kUnit);  // not more than exist
   EXPECT_EQ(all[1].gathered, 3 * kUnit);
   all = EstimateStrategies(size, 40, 4, 8, {.optimizer = Place::kDisk, .parameters = Place::kDisk});
   ASSERT_EQ(all.size(), 5u);
-  // States of a part: 20 MB of a unit, less than a window, and all of them less than three.
+  // States of a part: 20 MB of a unit, less than a window, and all of them less than three windows.
   EXPECT_EQ(all[1].states, kStates / 40);
   EXPECT_EQ(all[1].offloaded, kStates / 40);
   EXPECT_EQ(all[3].offloaded, (kStates + 2 * kWhole) / 40);
@@ -155,10 +155,10 @@ TEST(EstimateStrategies, Offload_TakesStatesAndPartsAway) {
   }
   EXPECT_EQ(all[4].gradients, 3 * kUnit / 2);
   EXPECT_EQ(all[4].offloaded, 8 * kUnit / 2);
-  // Those of zero1 are whole until the end of the backward pass.
+  // The gradients of zero1 are whole until the end of the backward pass.
   EXPECT_EQ(all[1].gradients + all[1].gathered, 4 * 8 * kUnit / 4);
   EXPECT_EQ(all[3].parameters, 8 * kUnit / 4);
-  // With the parameters they have one place.
+  // Together with the parameters they have one place.
   all = EstimateStrategies(deep, 4, 4, 8, {.gradients = Place::kDisk, .parameters = Place::kDisk});
   EXPECT_EQ(all[3].offloaded, 2 * 8 * kUnit / 4);
   EXPECT_EQ(all[2].offloaded, 8 * kUnit / 4);

@@ -30,8 +30,8 @@ namespace {
 
 constexpr int64_t kMaxConfigBytes = int64_t{16} << 20;
 
-// Whether a model has a head that its files may leave out because it is the embedding, as
-// transformers decides it.
+// Whether a model has a head that its files may omit because it is the embedding, by the rules of
+// transformers.
 absl::StatusOr<bool> HasTiedHead(const std::string& path) {
   const std::string file = JoinPath(FolderOf(path), "config.json");
   if (!PathExists(file)) return false;
@@ -52,13 +52,13 @@ absl::StatusOr<bool> HasTiedHead(const std::string& path) {
          absl::EndsWith(architecture, "LMHeadModel") || architecture == "BertForMaskedLM";
 }
 
-// The files of the folder that may hold weights. With any, what is wrong with them counts, and not
-// only what config.json asks for.
+// Returns the files of the folder that may hold weights. If there are any, their errors are
+// reported, not only what config.json asks for.
 std::vector<std::string> FindWeightFiles(const std::string& folder) {
   absl::StatusOr<std::vector<std::string>> files = ListDirectory(folder);
   if (!files.ok()) return {};
   const auto is_other = [](const std::string& name) {
-    // Not training_args.bin or optimizer.bin.
+    // Excludes training_args.bin and optimizer.bin.
     return !((absl::StartsWith(name, "model") && absl::EndsWith(name, ".safetensors")) ||
              (absl::StartsWith(name, "pytorch_model") && absl::EndsWith(name, ".bin")));
   };
@@ -66,8 +66,9 @@ std::vector<std::string> FindWeightFiles(const std::string& folder) {
   return *std::move(files);
 }
 
-// The model's names of the tensors in its files; empty for one that it does not need. Muster knows
-// those of its own models, of others the one thing that transformers does for all.
+// Returns a function from the tensor names in the model's files to those of the model; empty for a
+// tensor that it does not need. Muster knows the names of its own models, and for others the one
+// rule of transformers that applies to all.
 std::function<std::string(const std::string&)> NamesIn(
     const WeightFiles& files, const absl::StatusOr<models::ModelConfig>& config) {
   if (!config.ok()) return models::WithoutGammaAndBeta;
@@ -76,18 +77,19 @@ std::function<std::string(const std::string&)> NamesIn(
   return models::NamesOfFiles(*config, names);
 }
 
-// Whether the config says how large the model is: of one that leaves that to the class's defaults,
-// sizes are those of the files.
+// Whether the config gives the sizes of the model: if it leaves them to the class's defaults, the
+// sizes of the files count.
 bool HasSizes(const models::ModelConfig& config) {
   const std::string& text = models::Common(config).source_json;
   return absl::StrContains(text, "\"hidden_size\"") || absl::StrContains(text, "\"n_embd\"");
 }
 
-// The error that a load would return: the files are of another model, or config.json was changed.
+// Returns the error that a load would return: the files are of another model, or config.json was
+// changed.
 absl::Status CheckShapes(const std::string& path, const ModelTensors& model,
                          const models::ModelConfig& config) {
   const absl::StatusOr<std::vector<models::WeightShape>> asked = models::WeightShapes(config);
-  if (!asked.ok()) return absl::OkStatus();  // a config without sense is not what sizes are from
+  if (!asked.ok()) return absl::OkStatus();  // sizes are not taken from an invalid config
   std::map<std::string, const std::vector<int64_t>*> by_name;
   for (const models::WeightShape& each : *asked) by_name[each.name] = &each.shape;
   for (const TreeTensor& tensor : model.tensors) {
@@ -105,7 +107,7 @@ absl::StatusOr<ModelTensors> TensorsOfFiles(const std::string& path,
                                             const std::vector<std::string>& ignore_settings) {
   MUSTER_ASSIGN_OR_RETURN(WeightFiles files, WeightFiles::Open(path));
   const absl::StatusOr<models::ModelConfig> config = ConfigOf(path, ignore_settings);
-  // Without the list, sizes are those of the files whatever the model is.
+  // Without the list, the sizes of the files count, whatever the model is.
   if (!ignore_settings.empty()) MUSTER_RETURN_IF_ERROR(config.status());
   if (config.ok()) {
     MUSTER_RETURN_IF_ERROR(files.Divide(
@@ -185,12 +187,12 @@ absl::StatusOr<ModelTensors> ReadModelTensors(const std::string& path,
   }
   const std::vector<std::string> files = FindWeightFiles(FolderOf(path));
   if (!files.empty()) {
-    // One of several files is missing, and the config knows the model.
+    // One of several files is missing, and the config describes a known model.
     const absl::StatusOr<models::ModelConfig> config = ConfigOf(path, ignore_settings);
     if (!absl::IsNotFound(WeightFiles::Open(path).status()) || !config.ok() || !HasSizes(*config)) {
       return found;
     }
-    // Those that are there must be of the model that the config describes.
+    // The existing files must be of the model that the config describes.
     for (const std::string& name : files) {
       MUSTER_RETURN_IF_ERROR(
           TensorsOfFiles(JoinPath(FolderOf(path), name), ignore_settings).status());

@@ -13,48 +13,50 @@
 
 namespace muster::client {
 
-// What commands learn about a model without reading its weights.
+// The facts that commands learn about a model without reading its weights.
 
 struct ModelTensors {
   std::vector<TreeTensor> tensors = {};
-  std::vector<int64_t> bytes = {};  // of each tensor, as it is stored
-  // If these are the weights that config.json asks for, because not all are there: a line that says
-  // so. Else empty.
+  std::vector<int64_t> bytes = {};  // of each tensor, as stored
+  // A line for people if these are the weights that config.json asks for, because not all files are
+  // there. Else empty.
   std::string note = "";
 };
 
-// The tensors of a model's folder, index or file, from the headers of its files; if one of them
-// is missing, or all (an index may be there), from config.json if it is of a model that Muster has.
-// `ignore_settings`: as of models::ReadConfigOptions; names of them make config.json count even
-// where weights are there. Blocks on the disk. Errors: those of WeightFiles::Open, also that one of
-// several files is missing, and of models::ReadModelConfig and WeightShapes; INVALID_ARGUMENT if
-// two tensors are one weight of the model, or one has another shape than config.json asks for;
-// NOT_FOUND if there is no tensor that the model needs.
+// Returns the tensors of a model's folder, index or file, from the headers of its files. If one
+// file is missing, or all are (an index may exist), returns those of config.json, if it describes a
+// model that Muster has. `ignore_settings`: as in models::ReadConfigOptions; if it has names,
+// config.json counts even if the weights exist. Blocks on the disk. Errors: those of
+// WeightFiles::Open, also that one of several files is missing, and of models::ReadModelConfig and
+// WeightShapes; INVALID_ARGUMENT if two tensors are one weight of the model, or one has another
+// shape than config.json asks for; NOT_FOUND if there is no tensor that the model needs.
 absl::StatusOr<ModelTensors> ReadModelTensors(const std::string& path,
                                               const std::vector<std::string>& ignore_settings = {});
 
-// The model's modules, with the head tied to the embedding where config.json beside the weights
-// says so. Errors: those of ReadModelTensors and TreeOf, and a config.json that is no JSON object.
+// The model's modules, with the head tied to the embedding if config.json beside the weights says
+// so. Errors: those of ReadModelTensors and TreeOf, and for a config.json that is not a JSON
+// object.
 struct ModelTree {
   PlannedModel model = {};
-  std::string note = "";  // as of ModelTensors
+  std::string note = "";  // as in ModelTensors
 };
 absl::StatusOr<ModelTree> ReadModelTree(const std::string& path,
                                         const std::vector<std::string>& ignore_settings = {});
 
-// The folder that `path` is or, of a file, is in.
+// Returns `path` if it is a folder, else the folder that contains the file.
 std::string FolderOf(const std::string& path);
 
-// config.json in the folder, or beside the file, that `path` is. Errors: those of
+// Reads config.json in the folder `path`, or beside the file `path`. Errors: those of
 // models::ReadModelConfig, which name the flag of a command.
 absl::StatusOr<models::ModelConfig> ConfigOf(const std::string& path,
                                              const std::vector<std::string>& ignore_settings);
 
-// --ignore_settings of commands that read a model, and its names.
+// The option --ignore_settings of commands that read a model; below, the names that it lists.
 OptionSpec IgnoreSettingsOption();
 std::vector<std::string> IgnoredSettings(const CommandLine& line);
 
-// Rows of text under a line of headings: the first column to the left, the others to the right.
+// Formats rows of text under a line of headings: the first column is left-aligned, the others
+// right.
 std::string Table(const std::vector<std::vector<std::string>>& rows);
 
 }  // namespace muster::client

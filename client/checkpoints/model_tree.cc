@@ -14,7 +14,7 @@
 namespace muster::client {
 namespace {
 
-// Deeper modules than any model has; the planner recurses into them.
+// More than the depth of any model; the planner recurses into modules.
 constexpr size_t kMaxParts = 64;
 
 constexpr absl::string_view kList = "ModuleList";
@@ -240,7 +240,7 @@ bool TieHead(PlannedModel* model) {
   head.parameters.push_back(weight);
   std::string name = "lm_head";
   PlannedModule* parent = &model->root;
-  // BERT's is deeper, and has a bias that is its parent's.
+  // BERT's head is deeper, and has a bias that belongs to its parent.
   if (PlannedModule* const cls = Child(&model->root, "cls"); cls != nullptr) {
     parent = Child(cls, "predictions");
     if (parent == nullptr) return false;

@@ -17,7 +17,7 @@ absl::StatusOr<std::optional<FoundCheckpoint>> NewestCheckpoint(const std::strin
   for (auto number = numbers.rbegin(); number != numbers.rend(); ++number) {
     const std::string path = checkpoints.PathOf(*number);
     const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);
-    // One whose record is damaged may be held back.
+    // A checkpoint whose record is damaged may be held back.
     if (seal.ok() ? !seal->promoted : StaysUnreadable(seal.status())) continue;
     if (!seal.ok() && !absl::IsNotFound(seal.status())) return seal.status();
     const absl::StatusOr<Manifest> manifest = ReadManifest(path);

@@ -42,7 +42,7 @@ TEST(NewestCheckpointTest, NewestThatIsReadable_AndNotHeldBack_IsTaken) {
   EXPECT_EQ(newest()->step, 1000);
   ASSERT_TRUE(WriteFileAtomically(folder.Path("checkpoint_10/seal.json"), "{").ok());
   EXPECT_EQ(newest()->path, folder.Path("checkpoint_2"));
-  // What may be readable later is no reason to name an older one.
+  // A checkpoint that may be readable later is no reason to name an older one.
   const std::string seal = folder.Path("checkpoint_10/seal.json");
   ASSERT_EQ(unlink(seal.c_str()), 0);
   ASSERT_EQ(symlink("seal.json", seal.c_str()), 0);
@@ -57,7 +57,7 @@ TEST(NewestCheckpointTest, NewestThatIsReadable_AndNotHeldBack_IsTaken) {
             ReadManifest(folder.Path("checkpoint_10")).status());
 }
 
-// As one that may not be read: nobody knows what is in it.
+// Like a folder without read permission: its content is unknown.
 TEST(NewestCheckpointTest, FolderThatCannotBeListed_IsAnError) {
   const TestFolder folder;
   ASSERT_TRUE(WriteFileAtomically(folder.Path("checkpoints"), "").ok());

@@ -35,19 +35,19 @@ namespace {
 
 using nlohmann::ordered_json;
 
-// As of `muster generate`.
+// The same as in `muster generate`.
 constexpr int64_t kNewTokens = 256;
 
 struct Request {
   DeviceLimits limits;
   bool user_set = true;
-  std::string kind = "auto";  // of the map
+  std::string kind = "auto";  // the kind of map
   std::optional<std::set<std::string>> no_split;
   std::optional<std::string> dtype;
   bool offload_buffers = false;
-  // What is to be generated, if any option of it is there.
+  // The generation that is requested, if any option for it is given.
   std::optional<models::GenerationShape> generation;
-  bool has_new_tokens = false;  // else as many as there is room for, up to the folder's default
+  bool has_new_tokens = false;  // else as many as fit, up to the folder's default
   bool has_beams = false;       // else those of the folder
 };
 
@@ -60,14 +60,15 @@ struct Plan {
   // The largest module that is kept together.
   std::string largest = {};
   int64_t largest_bytes = 0;
-  // Where operators run; what comes there when it is used, and the largest tensor of that.
+  // The device on which operators run; what is brought there when it is used, and its largest
+  // tensor.
   std::string main_device = {};
   int64_t offloaded = 0;
   std::string largest_offloaded = {};
   int64_t largest_offloaded_bytes = 0;
   // Of the first weight.
   std::string dtype = {};
-  // What the request's generation takes.
+  // The memory of the requested generation.
   models::GenerationMemory generation = {};
 };
 
@@ -79,7 +80,7 @@ struct Share {
   std::vector<std::string> parts = {};
 };
 
-// The machine's own memory.
+// Returns the limits of this machine's own memory.
 absl::StatusOr<DeviceLimits> FoundLimits(const Machine& machine) {
   if (machine.usable_gpus > 0) {
     return absl::FailedPreconditionError(absl::StrCat(
@@ -108,10 +109,10 @@ absl::StatusOr<std::string> ParseDtype(const std::string& text) {
       "--dtype ", text, ": write float32, bfloat16, float16, float64, float8_e4m3 or float8_e5m2"));
 }
 
-// Sets a number of what is to be generated, if the option is there.
+// Sets a number of the requested generation, if the option is given.
 absl::Status SetNumber(const CommandLine& line, const std::string& option, int64_t least,
                        Request* request, int64_t models::GenerationShape::*number) {
-  // More than any model or memory has.
+  // Larger than any model or memory.
   constexpr int64_t kMost = int64_t{1} << 40;
   if (!line.Has(option)) return absl::OkStatus();
   if (!request->generation.has_value()) {
@@ -198,7 +199,7 @@ std::string TypeOf(const PlannedModel& model) {
   return type;
 }
 
-// Bytes of an element of what is computed: of --dtype or, without it, of the type in which
+// Returns the bytes of an element that is computed: of --dtype or, without it, of the type in which
 // `muster generate` computes on a CPU, which has no arithmetic for float16. `of_config`: the type
 // that config.json names.
 int64_t ElementBytes(const Plan& plan, const std::string& of_config) {
@@ -210,9 +211,9 @@ int64_t ElementBytes(const Plan& plan, const std::string& of_config) {
   return is_narrow ? 2 : 4;
 }
 
-// What the folder's generation_config.json says of the size of a generation or, without that file,
-// config.json, as in older folders, which has no number of tokens: what `muster generate` takes
-// where it is not told.
+// The sizes of a generation in the folder's generation_config.json or, without that file, in
+// config.json, as in older folders, which has no number of tokens: the defaults of `muster
+// generate`.
 struct FolderDefaults {
   std::optional<int64_t> new_tokens = {};
   std::optional<int64_t> num_beams = {};
@@ -233,7 +234,7 @@ absl::StatusOr<FolderDefaults> ReadFolderDefaults(const std::string& folder) {
   MUSTER_ASSIGN_OR_RETURN(const nlohmann::json json, ParseJson(*text, path));
   FolderDefaults defaults;
   if (!json.is_object()) return defaults;
-  // `muster generate` names what is not valid.
+  // `muster generate` reports the invalid value.
   const auto take = [&json](const char* name, std::optional<int64_t>* to) {
     const auto value = json.find(name);
     constexpr uint64_t kMost = uint64_t{1} << 40;
@@ -248,7 +249,7 @@ absl::StatusOr<FolderDefaults> ReadFolderDefaults(const std::string& folder) {
   return defaults;
 }
 
-// Adds to the plan what its request's generation takes by the model's config.
+// Adds the memory of the requested generation to the plan, from the model's config.
 absl::Status PlanGeneration(const std::string& path, const models::ModelConfig& config,
                             Plan& plan) {
   models::GenerationShape& shape = *plan.request.generation;
@@ -326,7 +327,7 @@ std::vector<Share> SharesOf(const Plan& plan) {
   return shares;
 }
 
-// "layers.0", "layers.1", "layers.2" as "layers.0-2".
+// Shortens "layers.0", "layers.1", "layers.2" to "layers.0-2".
 std::string InShort(const std::vector<std::string>& names) {
   std::vector<std::string> parts;
   for (size_t i = 0; i < names.size();) {
@@ -347,7 +348,7 @@ std::string InShort(const std::vector<std::string>& names) {
   return absl::StrJoin(parts, ", ");
 }
 
-// GPUs of the plan that this machine does not have: it may be for another one.
+// Returns the GPUs of the plan that this machine does not have: the plan may be for another one.
 std::vector<std::string> Absent(const Plan& plan, const Machine& machine) {
   std::vector<std::string> absent;
   for (const auto& [device, limit] : plan.limits) {

@@ -8,8 +8,8 @@
 
 namespace muster::client {
 
-// `muster plan`: where the parts of a model go when its memory is limited, from the headers of its
-// files.
+// `muster plan`: where the parts of a model are placed when its memory is limited, from the headers
+// of its files.
 int RunPlanCommand(const std::vector<std::string>& args, const CommandContext& context);
 
 }  // namespace muster::client

@@ -65,7 +65,7 @@ class PlanCommandTest : public ::testing::Test {
 };
 
 TEST_F(PlanCommandTest, Json_SaysWhereEachPartGoes) {
-  // The CPU keeps room for one layer; the embedding, and the head with it, fits beside two.
+  // The CPU keeps room for one layer; the embedding, together with the head, fits beside two.
   const Json plan = JsonOf({"--max_memory", "cpu=2.1KB"});
   EXPECT_EQ(plan["bytes"], 2408);
   EXPECT_EQ(plan["largest_undivided_bytes"], 400);
@@ -97,7 +97,7 @@ TEST_F(PlanCommandTest, Gpus_AreBalancedUnlessSequential) {
   EXPECT_EQ(sequential["devices"][1]["bytes"], 0);
 }
 
-// It keeps room for a layer, and beside that for nothing.
+// The GPU keeps room for a layer, and then has none for anything else.
 TEST_F(PlanCommandTest, GpuThatHoldsNothing_IsNotWhereWeightsCome) {
   const Json on_cpu = JsonOf({"--max_memory", "0=0.5KB,cpu=10KB"});
   EXPECT_EQ(on_cpu["device_map"], Json({{"", "cpu"}}));
@@ -158,7 +158,7 @@ TEST_F(PlanCommandTest, Generation_CountsBesideTheWeights) {
   const Json half =
       planned({"--prompt_tokens", "3000", "--max_new_tokens", "96", "--dtype", "bfloat16"});
   EXPECT_EQ(half["cache"], one["cache"].get<int64_t>() / 2);
-  // As `muster generate` does where it is not told.
+  // As `muster generate` does by default.
   EXPECT_EQ(planned({"--prompt_tokens", "10"})["max_new_tokens"], 256);
   EXPECT_EQ(planned({"--prompt_tokens", "4000"})["max_new_tokens"], 96);
   EXPECT_EQ(planned({"--num_beams", "3"})["prompt_tokens"], 1);
@@ -180,7 +180,7 @@ TEST_F(PlanCommandTest, Generation_CountsBesideTheWeights) {
                                     "weights: keys and values "));
 }
 
-// As `muster generate` does: a CPU has no arithmetic for float16.
+// As in `muster generate`: a CPU has no arithmetic for float16.
 TEST_F(PlanCommandTest, GenerationOfAFloat16Model_IsInFloat32UnlessItsTypeIsGiven) {
   ASSERT_EQ(unlink(folder_.Path("model.safetensors").c_str()), 0);
   const auto cache = [&](const std::string& of_config, std::vector<std::string> args) {
@@ -248,7 +248,7 @@ TEST_F(PlanCommandTest, SettingThatMusterDoesNotKnow_CanBeIgnored) {
   EXPECT_EQ(Run({path, "--max_memory", "cpu=1GB"}), kExitUsage);
   EXPECT_THAT(err_.str(), HasSubstr("name it with --ignore_settings"));
   EXPECT_EQ(JsonOf(ignoring)["device_map"], Json({{"", "cpu"}}));
-  // What the list may not have is named, also beside weights.
+  // A wrong name in the list is reported, even if the weights exist.
   const auto expect_refused = [&](const std::string& names, const std::string& words) {
     EXPECT_NE(Run({path, "--max_memory", "cpu=1GB", "--ignore_settings", names}), kExitOk);
     EXPECT_THAT(err_.str(), HasSubstr(words));
@@ -264,7 +264,7 @@ TEST_F(PlanCommandTest, SettingThatMusterDoesNotKnow_CanBeIgnored) {
   }
 }
 
-// They are kept whole as a layer is, and may be what is largest.
+// They are kept whole, like a layer, and may be the largest part.
 TEST_F(PlanCommandTest, EmbeddingsOfBertLargerThanEveryDevice_HaveAWayOut) {
   ASSERT_EQ(std::remove(folder_.Path("model.safetensors").c_str()), 0);
   WriteConfig(R"({"architectures": ["BertForSequenceClassification"], "model_type": "bert",
@@ -345,7 +345,7 @@ TEST_F(PlanCommandTest, ExpertsInATensorThatDoesNotFit_AreNamed) {
   EXPECT_THAT(err_.str(), HasSubstr("experts.down_proj"));
 }
 
-// config.json would say what the weights take, but the folder is damaged.
+// config.json would give the sizes of the weights, but the folder is damaged.
 TEST_F(PlanCommandTest, ShardThatIsMissing_IsNamed) {
   ASSERT_TRUE(WriteFileAtomically(
                   folder_.Path("model.safetensors.index.json"),
@@ -357,7 +357,7 @@ TEST_F(PlanCommandTest, ShardThatIsMissing_IsNamed) {
   EXPECT_THAT(out_.str(), Not(HasSubstr("No weights are there")));
 }
 
-// Names come from files of others, and go to a terminal.
+// Names come from other people's files, and are shown on a terminal.
 TEST_F(PlanCommandTest, NameWithControlCharacters_IsShownWithoutThem) {
   std::vector<SafetensorsEntry> tensors;
   std::vector<std::string> bytes;

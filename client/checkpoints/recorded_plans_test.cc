@@ -1,5 +1,5 @@
-// What Accelerate says of models of transformers (tests/testdata/plans/README.md), muster
-// estimate-memory and muster plan say of their folders, with weights and without.
+// muster estimate-memory and muster plan give the same results for folders of transformers' models,
+// with weights and without, as Accelerate (tests/testdata/plans/README.md).
 #include <algorithm>
 #include <cstdlib>
 #include <fstream>
@@ -63,7 +63,7 @@ void WriteWeights(const TestFolder& folder, const Json& test_case) {
   ASSERT_TRUE(WriteFileAtomically(folder.Path("model.safetensors.index.json"), index.dump()).ok());
 }
 
-// The same weights as older files name them, with what they hold besides.
+// Returns the same weights with the names of older files, and with the other tensors of such files.
 Json AsInOlderFiles(const Json& test_case) {
   Json older = test_case;
   older["tensors"] = Json::object();
@@ -108,7 +108,7 @@ Json AsInOlderFiles(const Json& test_case) {
 void ExpectEstimate(const std::string& path, const Json& want) {
   const Json said = Say(RunEstimateMemoryCommand, {path});
   const int64_t total = want["total"], largest = want["largest"];
-  // What estimate_command makes of them.
+  // The conversions of estimate_command.
   for (const auto& [place, divisor] : {std::pair(0, 1), {1, 2}, {2, 4}, {3, 8}}) {
     const Json& row = said["dtypes"][place];
     EXPECT_EQ(row.at("total"), (total + divisor - 1) / divisor) << row;

@@ -22,9 +22,9 @@
 namespace muster::client {
 namespace {
 
-// Calls `code` with a path of the folder that `dir` is now, also when a save gives the name to
-// another checkpoint meanwhile. Nobody else who changes marks there, and no writer, has it locked
-// then. `stays`, if not null: whether the name is that folder's afterwards.
+// Calls `code` with a path of the folder that `dir` is now, even if a save gives the name to
+// another checkpoint meanwhile. During the call, the folder is locked against writers and other
+// changes of marks. `stays`, if not null: whether the name still belongs to that folder afterwards.
 absl::Status InLockedFolder(const std::string& dir,
                             absl::FunctionRef<absl::Status(const std::string& path)> code,
                             bool* stays = nullptr) {
@@ -36,7 +36,7 @@ absl::Status InLockedFolder(const std::string& dir,
   }
   const std::string path = absl::StrCat("/proc/self/fd/", folder.get());
   const absl::Status status = [&]() -> absl::Status {
-    // -1: those that load from it share it, and change nothing.
+    // -1: loads from the folder share the lock, and change nothing.
     MUSTER_ASSIGN_OR_RETURN(const int lock, LockFolderPatiently(path));
     const OwnedFd held(lock);
     return code(path);
@@ -60,7 +60,7 @@ absl::StatusOr<bool> NoteMarksIn(const std::string& dir, const std::string& sha2
 }
 
 absl::Status PinFolderIn(const std::string& dir, bool pinned) {
-  // A damaged one may be worth keeping, too.
+  // A damaged checkpoint may be worth keeping, too.
   const absl::StatusOr<Manifest> manifest = ReadManifest(dir);
   if (absl::IsNotFound(manifest.status())) return manifest.status();
   const std::string path = JoinPath(dir, kPinName);
@@ -116,7 +116,7 @@ absl::Status FollowMarks(Marks noted, absl::FunctionRef<absl::StatusOr<Marks>()>
 
 absl::Status MarkRecordedFolder(const RecordedFolder& folder, const Marks& asked, bool unpins,
                                 absl::FunctionRef<absl::StatusOr<Marks>()> recorded) {
-  // False: it is in none of its places. It may get its name between two of them.
+  // Returns false if it is in none of its places. It may get its name between two looks.
   const auto anywhere = [&](absl::FunctionRef<absl::StatusOr<bool>(const std::string& dir)> does)
       -> absl::StatusOr<bool> {
     MUSTER_ASSIGN_OR_RETURN(bool done, does(folder.path));
@@ -160,7 +160,7 @@ absl::Status MarkRecordedFolder(const RecordedFolder& folder, const Marks& asked
 }
 
 absl::Status PinFolder(const std::string& dir, bool pinned) {
-  // The error that all commands give for a folder that is not a checkpoint.
+  // The error of all commands for a folder that is not a checkpoint.
   if (const absl::Status manifest = ReadManifest(dir).status(); absl::IsNotFound(manifest)) {
     return manifest;
   }

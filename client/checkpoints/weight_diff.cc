@@ -68,13 +68,13 @@ double Distance(double a, double b) {
 
 constexpr uint64_t kPartElements = uint64_t{1} << 18;
 
-// A view may have each byte of its file any number of times: from here on, and beyond what honest
-// files have, nothing is compared.
+// A view may repeat each byte of its file any number of times: beyond this size, and beyond what
+// honest files have, nothing is compared.
 constexpr uint64_t kManyBytes = uint64_t{1} << 32;
 constexpr uint64_t kManyTimes = 16;
 
-// The elements of a tensor in their order, of which only a part is in memory at a time; of one that
-// is not contiguous also its extent.
+// Reads the elements of a tensor in order and keeps only a part in memory; for a tensor that is not
+// contiguous also its extent.
 class Elements {
  public:
   Elements(const WeightFiles& files, WeightFiles::Entry entry, size_t width)
@@ -91,7 +91,7 @@ class Elements {
     return files_.Read(entry_, extent_.data());
   }
 
-  // The next ones, which there are. Valid until the next call.
+  // Returns the next elements, which must exist. Valid until the next call.
   absl::StatusOr<absl::string_view> Next(uint64_t elements) {
     part_.resize(elements * width_);
     if (entry_.tensor.strides.empty()) {
@@ -120,14 +120,14 @@ class Elements {
   const WeightFiles& files_;
   const WeightFiles::Entry entry_;
   const size_t width_;
-  AlignedMemory extent_;         // of one that is not contiguous
-  std::vector<uint64_t> place_;  // there, and which element of the extent
+  AlignedMemory extent_;         // for a tensor that is not contiguous
+  std::vector<uint64_t> place_;  // the index there, and the element of the extent
   uint64_t at_ = 0;
-  uint64_t done_ = 0;  // bytes of one that is
+  uint64_t done_ = 0;  // bytes of a contiguous tensor that were read
   std::string part_;
 };
 
-// Makes both smaller by what both repeat; returns how many times.
+// Removes from both the repetitions that both have; returns how many there were.
 uint64_t WithoutRepeats(StoredTensor& a, StoredTensor& b) {
   uint64_t times = 1;
   if (a.strides.empty() || b.strides.empty()) return times;
@@ -155,7 +155,7 @@ absl::StatusOr<TensorDifference> CompareTensors(const WeightFiles& a,
   }
   WeightFiles::Entry left_entry = in_a, right_entry = in_b;
   const uint64_t times = WithoutRepeats(left_entry.tensor, right_entry.tensor);
-  // Elements smaller than a byte are compared by bytes.
+  // Elements smaller than a byte are compared as bytes.
   const size_t width = std::max(1, SafetensorsTypeBits(first.type) / 8);
   const uint64_t bytes = WeightFiles::BytesOf(left_entry);
   if (bytes > kManyBytes &&

@@ -30,7 +30,7 @@
 namespace muster::client {
 namespace {
 
-// Monotonic: the wall clock may be set while the coordinator writes its snapshot.
+// Monotonic, because the wall clock may be set while the coordinator writes its snapshot.
 absl::Time Now() { return Clock::Real().Now(); }
 
 absl::Status Exists(const std::string& path) {
@@ -38,13 +38,13 @@ absl::Status Exists(const std::string& path) {
       absl::StrCat(path, " exists, and a backup does not replace files: choose a new name"));
 }
 
-// Gives a file its name, unless something has it.
+// Gives a file its name, unless the name is taken.
 absl::Status Publish(const std::string& from, const std::string& to) {
   if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE) == 0)
     return SyncDirectory(ParentPath(to));
   const int error = errno;
   if (error == EEXIST) return Exists(to);
-  // A file system without renames that replace nothing.
+  // The file system has no rename that replaces nothing.
   if (error == EINVAL && !PathExists(to) && rename(from.c_str(), to.c_str()) == 0)
     return SyncDirectory(ParentPath(to));
   return absl::ErrnoToStatus(error, absl::StrCat("cannot write '", to, "'"));
@@ -58,15 +58,14 @@ struct Written {
 // Copies the state of a coordinator into a file.
 class Backup {
  public:
-  // `deadline`: of Now().
+  // `deadline`: by Now().
   Backup(const Connection& connection, absl::Time deadline)
       : timeout_(connection.timeout),
         deadline_(deadline),
         admin_(v1::Admin::NewStub(connection.channel)),
         backup_(v1::Backup::NewStub(connection.channel)) {}
 
-  // Writes a new snapshot to `path`. Begins again if newer snapshots have taken its place
-  // meanwhile.
+  // Writes a new snapshot to `path`. Begins again if newer snapshots have replaced it meanwhile.
   absl::StatusOr<Written> WriteTo(const std::string& path) {
     for (;;) {
       MUSTER_ASSIGN_OR_RETURN(const uint64_t revision, TakeSnapshot());
@@ -77,7 +76,8 @@ class Backup {
   }
 
  private:
-  // The revision of a new snapshot. The coordinator writes one at a time: waits for another.
+  // Returns the revision of a new snapshot. The coordinator writes one at a time: waits for
+  // another.
   absl::StatusOr<uint64_t> TakeSnapshot() {
     Backoff backoff(absl::Milliseconds(100), absl::Seconds(2));
     for (;;) {
@@ -94,7 +94,7 @@ class Backup {
     }
   }
 
-  // `*replaced`: it failed because the snapshot is not there any more.
+  // Sets `*replaced` if it failed because the snapshot no longer exists.
   absl::StatusOr<Written> Copy(uint64_t revision, const std::string& path, bool* replaced) {
     MUSTER_ASSIGN_OR_RETURN(AtomicFile file, AtomicFile::Create(path, 0600));
     Written written{.revision = revision};

@@ -23,11 +23,11 @@ constexpr size_t kLongestMessage = 64 << 10;
 }  // namespace
 
 bool IsDiskFull(const absl::Status& status) {
-  // By the system's words, which every error of a file has at its end.
+  // By the system's message, with which every error of a file ends.
   const auto says = [&](int error) {
     return absl::StrContains(status.message(), absl::ErrnoToStatus(error, "").message());
   };
-  // They are also those of a user who has too many watches (epoll, inotify).
+  // The same message means that a user has too many watches (epoll, inotify).
   for (const char* const watch : {"epoll_ctl: ", "cannot watch "}) {
     if (absl::StrContains(status.message(), watch)) return false;
   }
@@ -55,7 +55,7 @@ int Begin(const CommandSpec& spec, const std::vector<std::string>& args,
 
 int Fail(const CommandSpec& spec, const CommandContext& context, const absl::Status& status,
          int code) {
-  // It may have names of files and tensors that others made.
+  // The message may contain names of files and tensors that others made.
   context.err << spec.name << ": "
               << Printable(absl::StrReplaceAll(status.message(), {{"\n", " "}}), kLongestMessage)
               << "\n";
@@ -74,7 +74,7 @@ int FailCall(const CommandSpec& spec, const CommandContext& context, const absl:
       code = kExitConflict;
       break;
     case v1::ERROR_REASON_LIMIT:
-      // Else the request itself is too large.
+      // Otherwise the request itself is too large.
       if (absl::IsResourceExhausted(status)) code = kExitLimit;
       break;
     default:

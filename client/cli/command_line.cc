@@ -46,7 +46,7 @@ absl::Status Unknown(const CommandSpec& spec, absl::string_view arg, const std::
                    near.empty() ? absl::StrCat("; see ", spec.name, " --help") : ""));
 }
 
-// CLI11 lays out the help; the parsing is our own because the words after the program belong to the
+// CLI11 formats the help; the parsing is our own because the words after the program belong to the
 // program.
 class Formatter final : public CLI::Formatter {
  public:
@@ -108,7 +108,7 @@ absl::Status ParseCommandLine(const CommandSpec& spec, const std::vector<std::st
         return absl::InvalidArgumentError(absl::StrCat("--", name, " takes no value"));
       }
       value = arg.substr(equals + 1);
-      // Launch tells Accelerate's flags from its own by what was written.
+      // Launch distinguishes Accelerate's flags from its own by their spelling.
       if (found.option->value_name.empty() && !spec.takes_program) {
         const std::optional<bool> truth = ParseBoolWord(value);
         if (!truth.has_value()) {

@@ -69,7 +69,7 @@ TEST_F(CommandTest, FullDisk_IsNoBug) {
   EXPECT_EQ(code(EDQUOT), kExitLimit);
   EXPECT_EQ(code(EMFILE), kExitInternal);
   EXPECT_EQ(code(EIO), kExitInternal);
-  // The user's limit of watches has the same words.
+  // The user's limit of watches has the same message.
   EXPECT_FALSE(IsDiskFull(absl::ErrnoToStatus(ENOSPC, "epoll_ctl")));
   EXPECT_FALSE(IsDiskFull(absl::ErrnoToStatus(ENOSPC, "cannot watch /run/a")));
   EXPECT_EQ(Fail(spec_, context_, absl::ErrnoToStatus(ENOSPC, "x"), kExitUsage), kExitUsage);
@@ -81,7 +81,7 @@ TEST_F(CommandTest, FailCall_CodeFitsTheReason) {
   };
   EXPECT_EQ(code(absl::StatusCode::kResourceExhausted, v1::ERROR_REASON_LIMIT), kExitLimit);
   EXPECT_EQ(code(absl::StatusCode::kInvalidArgument, v1::ERROR_REASON_LIMIT), kExitUsage);
-  // The machine's, not a limit that somebody has set.
+  // A limit of the machine, not one that a user has set.
   EXPECT_EQ(code(absl::StatusCode::kResourceExhausted, v1::ERROR_REASON_UNSPECIFIED),
             kExitInternal);
   EXPECT_EQ(code(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_JOB_STATE), kExitConflict);

@@ -10,7 +10,7 @@ namespace {
 
 constexpr char kProgram[] = "muster ";
 
-// "checkpoints list" of "muster checkpoints list".
+// Returns "checkpoints list" for "muster checkpoints list".
 std::string Path(const CommandSpec& spec) { return spec.name.substr(sizeof(kProgram) - 1); }
 
 bool IsMember(const CommandSpec& spec) { return absl::StrContains(Path(spec), ' '); }
@@ -26,7 +26,7 @@ std::vector<const CommandSpec*> MembersOf(const CommandSpec& group,
   return members;
 }
 
-// Every way to write an option: "--output", "-o".
+// Returns every way to write an option: "--output", "-o".
 std::vector<std::string> Spellings(const OptionSpec& option) {
   std::vector<std::string> spellings = {absl::StrCat("--", option.name)};
   if (!option.letter.empty()) spellings.push_back(absl::StrCat("-", option.letter));
@@ -166,11 +166,11 @@ std::string BashScript(const std::vector<CommandSpec>& commands) {
 
 // --- zsh ---
 
-// Inside single quotes.
+// Quotes for use inside single quotes.
 std::string ZshQuoted(absl::string_view text) {
   return absl::StrReplaceAll(text, {{"'", "'\\''"}, {"\n", " "}});
 }
-// The brackets and messages of _arguments.
+// Quotes for the brackets and messages of _arguments.
 std::string ZshText(absl::string_view text) {
   return ZshQuoted(
       absl::StrReplaceAll(text, {{"\\", "\\\\"}, {"[", "\\["}, {"]", "\\]"}, {":", "\\:"}}));
@@ -214,13 +214,13 @@ std::string ZshArguments(const CommandSpec& spec, const std::string& indent) {
   return text;
 }
 
-// The options that its help lists.
+// Returns the options that the program's own help lists.
 std::string ZshExternal(const CommandSpec& spec) {
   return absl::StrCat("compadd -- ${(f)\"$(muster ", Path(spec),
                       " --help 2>/dev/null | grep -oE -- '--[a-z_]+')\"}; _default");
 }
 
-// `case` for the words after a command or a group; $words[1] is its name.
+// Returns a `case` for the words after a command or a group; $words[1] is its name.
 std::string ZshCase(const std::vector<const CommandSpec*>& members,
                     const std::vector<CommandSpec>& commands, const std::string& indent) {
   std::string text = absl::StrCat(indent, "case $words[1] in\n");

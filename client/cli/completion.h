@@ -12,9 +12,9 @@ namespace muster::client {
 // The shells that CompletionScript knows: bash, zsh, fish.
 const std::vector<std::string>& CompletionShells();
 
-// A script with which `shell` completes the words of `muster`: commands, flags, and the values of
-// flags that take one of a few. `commands`: all of them ("muster launch", "muster checkpoints",
-// "muster checkpoints list"), a group before its members. Pure.
+// Returns a script with which `shell` completes the words of `muster`: commands, flags, and the
+// values of flags that take one of a few. `commands`: all of them ("muster launch", "muster
+// checkpoints", "muster checkpoints list"), a group before its members. Pure.
 std::string CompletionScript(absl::string_view shell, const std::vector<CommandSpec>& commands);
 
 }  // namespace muster::client

@@ -89,7 +89,7 @@ CommandSpec ConfigSpec() {
   return spec;
 }
 
-// Whether the nearest folder on the way to `path` that exists lets this user make something there.
+// Whether the nearest existing folder on the way to `path` lets this user create files there.
 absl::Status CheckPlace(const std::string& path) {
   if (IsFolder(path)) {
     return absl::InvalidArgumentError(absl::StrCat(path, " is a folder: name a file in it"));
@@ -108,7 +108,7 @@ absl::Status CheckPlace(const std::string& path) {
                                                   "; give another name with --config_file"));
 }
 
-// Where `default` and the dialog write.
+// Returns the path to which `default` and the dialog write.
 absl::StatusOr<std::string> ConfigPathToWrite(const CommandLine& line,
                                               const CommandContext& context) {
   std::string path = WithHome(line.Get("config_file"), context.variables);
@@ -124,7 +124,7 @@ absl::StatusOr<std::string> ConfigPathToWrite(const CommandLine& line,
   return path;
 }
 
-// The options that are settings of the file, checked.
+// Returns the options that are settings of the file, checked.
 absl::StatusOr<std::map<std::string, std::string>> GivenSettings(const CommandLine& line,
                                                                  const std::string& path) {
   std::map<std::string, std::string> given;
@@ -182,7 +182,7 @@ int WriteDefaultConfig(const CommandSpec& spec, const CommandLine& line,
   return kExitOk;
 }
 
-// "~/a" and "a" as an absolute path.
+// Returns "~/a" and "a" as an absolute path.
 std::string AbsolutePath(const std::string& answer,
                          const std::map<std::string, std::string>& variables) {
   const std::string path = WithHome(answer, variables);
@@ -191,7 +191,7 @@ std::string AbsolutePath(const std::string& answer,
   return error ? path : JoinPath(here.string(), path);
 }
 
-// As DialogFacts::find_file has it.
+// Implements DialogFacts::find_file.
 absl::StatusOr<std::string> FindFile(const std::string& name, const std::string& answer,
                                      const std::map<std::string, std::string>& answers,
                                      const std::map<std::string, std::string>& variables) {
@@ -219,7 +219,7 @@ absl::StatusOr<std::string> FindFile(const std::string& name, const std::string&
   return path;
 }
 
-// What the file says, if the dialog can go on from there.
+// Reads the existing file, if the dialog can continue from it.
 absl::StatusOr<Layer> ReadFormer(const std::string& path) {
   MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(path, /*max_bytes=*/1 << 20));
   MUSTER_ASSIGN_OR_RETURN(const YamlDocument document, ParseYaml(text, path));
@@ -285,7 +285,7 @@ LineKind ReadLine(std::istream& in, std::string* line) {
   return line->empty() ? LineKind::kEnd : LineKind::kLine;
 }
 
-// Asks until the dialog has ended. Returns -1, or the exit code if it has not come to its end.
+// Asks until the dialog has ended. Returns -1, or the exit code if it was not completed.
 int AskByLines(const CommandSpec& spec, const CommandContext& context, ConfigDialog* dialog) {
   while (dialog->state() == ConfigDialog::State::kAsking) {
     const std::string asked =
@@ -305,7 +305,7 @@ int AskByLines(const CommandSpec& spec, const CommandContext& context, ConfigDia
       status = dialog->Answer(answer);
     }
     if (status.ok()) continue;
-    // The lines of a script after a wrong one are answers to other questions.
+    // After a wrong line, a script's next lines are answers to other questions.
     if (kind != LineKind::kLine || !context.in_is_terminal) {
       return Fail(spec, context,
                   absl::InvalidArgumentError(
@@ -317,7 +317,7 @@ int AskByLines(const CommandSpec& spec, const CommandContext& context, ConfigDia
   return -1;
 }
 
-// As AskByLines. `why` it has not come to its end.
+// Does the same as AskByLines, with keys. `why`: why it was not completed.
 int AskByKeys(const CommandContext& context, Terminal& terminal, ConfigDialog* dialog,
               std::string* why) {
   context.out.flush();
@@ -407,7 +407,7 @@ int RunDialog(const CommandSpec& spec, const CommandLine& line, const CommandCon
     context.out << "nothing is written\n";
     return kExitOk;
   }
-  // Another process has created it while the questions were asked.
+  // Another process has created the file while the questions were asked.
   if (!existed && PathExists(path)) return Fail(spec, context, Exists(path), kExitConflict);
   const absl::Status status = WriteConfig(path, dialog.FileText());
   if (!status.ok()) return FailCall(spec, context, status);

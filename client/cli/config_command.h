@@ -10,8 +10,8 @@ namespace muster::client {
 
 // `muster config [default|show|validate]`: asks for the settings of `muster launch` and writes them
 // to its config file; or writes, explains or checks that file without questions. The questions are
-// asked with keys if both standard input and output are a terminal that can move its cursor, and by
-// lines otherwise.
+// answered with single keys if both standard input and output are a terminal that can move its
+// cursor, and by lines otherwise.
 int RunConfigCommand(const std::vector<std::string>& args, const CommandContext& context);
 
 }  // namespace muster::client

@@ -26,7 +26,7 @@ using ::testing::StartsWith;
 
 class ConfigCommandTest : public ::testing::Test {
  protected:
-  // `answers`: one a line.
+  // `answers`: one per line.
   int Run(std::vector<std::string> args, const std::string& answers, bool terminal = false) {
     out_.str("");
     err_.str("");
@@ -59,7 +59,7 @@ TEST_F(ConfigCommandTest, Show_HasTheFormatThatItIsAskedFor) {
   EXPECT_EQ(out_.str(), as_json);
   ASSERT_EQ(Run({"show", "--num_processes", "3", "-o", "yaml"}, ""), kExitOk);
   EXPECT_THAT(out_.str(), HasSubstr("\"settings\":\n"));
-  // Neither a launch nor a file has them here.
+  // Neither a launch nor a file has these options here.
   EXPECT_EQ(Run({"default", "-o", "json"}, ""), kExitUsage);
   EXPECT_THAT(err_.str(), HasSubstr("leave out --output"));
   EXPECT_EQ(Run({"show", "--dry_run"}, ""), kExitUsage);
@@ -144,7 +144,7 @@ TEST_F(ConfigCommandTest, Options_AreSuggested) {
   EXPECT_EQ(Written(Path()).settings.at("lease").text, "20s");
 }
 
-// A launch with the file would not have them.
+// A launch with the file would lack them.
 TEST_F(ConfigCommandTest, OptionsThatTheFileCannotHave_AreRefused) {
   for (const std::vector<std::string>& verb : {std::vector<std::string>(), {"default"}}) {
     for (const auto& [options, text] :

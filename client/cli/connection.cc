@@ -13,8 +13,8 @@
 namespace muster::client {
 namespace {
 
-// The launch of this user whose coordinator is meant: the only one, or the only one that runs
-// `job`. Returns the exit code if there is none, else -1.
+// Chooses the launch of this user whose coordinator is meant: the only one, or the only one that
+// runs `job`. Returns the exit code if there is none, else -1.
 int ChooseLaunch(const CommandSpec& spec, const CommandContext& context, const std::string& job,
                  RunningLaunch* chosen) {
   std::vector<std::string> looked_in;
@@ -54,7 +54,7 @@ int ChooseLaunch(const CommandSpec& spec, const CommandContext& context, const s
   return kExitUsage;
 }
 
-// The credentials for a coordinator at `address`, if a launch of this user runs it.
+// Returns the credentials for a coordinator at `address`, if a launch of this user runs it.
 RunningLaunch LaunchAt(const CommandContext& context, const std::string& address) {
   const absl::StatusOr<rpc::Address> wanted = rpc::ParseAddress(address);
   if (!wanted.ok()) return {};
@@ -64,7 +64,7 @@ RunningLaunch LaunchAt(const CommandContext& context, const std::string& address
   return {};
 }
 
-// What to do if nothing answers at `address`.
+// Returns what to do if nothing answers at `address`.
 std::string Remedy(const CommandLine& line, const RunningLaunch& launch,
                    const std::string& address) {
   if (!launch.address.empty()) {
@@ -82,7 +82,7 @@ struct DialError {
   int code;
 };
 
-// Connects to connection->address as the options say; `launch`: of this user, if one holds it.
+// Connects to connection->address as the options say; `launch`: this user's, if one runs it.
 std::optional<DialError> Connect(const CommandLine& line, const CommandContext& context,
                                  const RunningLaunch& launch, Connection* connection) {
   const std::string& address = connection->address;
@@ -94,7 +94,7 @@ std::optional<DialError> Connect(const CommandLine& line, const CommandContext& 
                      kExitUsage};
   }
   rpc::ChannelOptions options = {.tls = launch.tls, .token_file = launch.token_file};
-  // The flag, else, for a coordinator that is not of an own launch, the variable.
+  // The flag or, unless the coordinator belongs to this user's own launch, the variable.
   const bool is_own = !launch.address.empty();
   const auto file = [&](const char* flag, const char* variable) {
     return line.Has(flag) || is_own ? line.Get(flag) : Variable(context.variables, variable);
@@ -123,7 +123,7 @@ std::optional<DialError> Connect(const CommandLine& line, const CommandContext& 
   return std::nullopt;
 }
 
-// What the options or the environment name; empty: nothing.
+// Returns the address from the options or the environment; empty if there is none.
 std::string NamedAddress(const CommandLine& line, const CommandContext& context) {
   const std::string address = line.Get("coordinator");
   return address.empty() ? Variable(context.variables, "MUSTER_COORDINATOR") : address;

@@ -20,7 +20,7 @@ struct Connection {
   std::string address;
   absl::Duration timeout = absl::Seconds(5);  // of each call
   std::shared_ptr<grpc::Channel> channel;
-  std::string launch = {};  // job of this user's launch on this machine that holds it; empty: none
+  std::string launch = {};  // the job of this user's launch that runs it here; empty: none
 };
 
 // The options that name a coordinator and the ways to reach it, and `more`.
@@ -33,7 +33,7 @@ int Dial(const CommandSpec& spec, const CommandLine& line, const CommandContext&
          Connection* connection);
 
 // Connects to the coordinator that --coordinator or MUSTER_COORDINATOR names, else to that of this
-// user's launch of `job`. None: there is no such launch. Blocks for --timeout.
+// user's launch of `job`. nullopt: there is no such launch. Blocks for --timeout.
 absl::StatusOr<std::optional<Connection>> FindCoordinator(const CommandLine& line,
                                                           const CommandContext& context,
                                                           const std::string& job);

@@ -57,12 +57,12 @@ namespace {
 
 using nlohmann::ordered_json;
 
-// In the table; all are in the JSON.
+// The most in the table; the JSON has all.
 constexpr size_t kShownStragglers = 3;
 constexpr size_t kShownBarriers = 4;
 constexpr int kShownReasons = 16;
 
-// -o, or --json, which is older.
+// The value of -o, or --json, which is older.
 std::string FormatOf(const CommandLine& line) {
   if (line.Has("output")) return line.Get("output");
   return line.Get("json") == "true" ? "json" : "text";
@@ -81,8 +81,8 @@ std::string DurationText(const google::protobuf::Duration& duration, int digits 
   return absl::StrFormat("%.*fs", digits, absl::ToDoubleSeconds(rpc::FromProto(duration)));
 }
 
-// What programs say: names, paths, phases, how they have ended. It must not control the terminal of
-// anyone who looks at their job.
+// Makes texts of programs safe: names, paths, phases, how they have ended. They must not control
+// the terminal of a user who looks at a job.
 std::string Shown(absl::string_view text) { return Printable(text, /*max_bytes=*/64 << 10); }
 
 std::string OpenBarrierText(const v1::BarrierReport& report) {
@@ -146,7 +146,7 @@ std::string KernelText(const Machine& machine) {
   return absl::StrCat(machine.kernel, " ", machine.architecture);
 }
 
-// The variables that decide how a launch on this machine goes.
+// The variables that affect a launch on this machine.
 ordered_json VariablesJson(const CommandContext& context) {
   ordered_json variables = ordered_json::object();
   for (const char* name :
@@ -160,7 +160,7 @@ ordered_json VariablesJson(const CommandContext& context) {
   return variables;
 }
 
-// What `muster env` prints.
+// The facts that `muster env` prints.
 struct EnvFacts {
   Machine machine;
   ConfigPath path;
@@ -280,7 +280,7 @@ ordered_json AddMembers(const v1::GetMembersReply& members, std::string* table) 
   return rows;
 }
 
-// Why the workers have their ranks, or wait for one: consecutive ones with the same reason
+// Why the workers have their ranks, or wait for one: consecutive workers with the same reason
 // together.
 std::string RanksText(const v1::GetMembersReply& members) {
   std::string text;
@@ -354,7 +354,7 @@ ordered_json AddOpenBarriers(const v1::ListBarriersReply& open, std::string* tab
   return barriers;
 }
 
-// Silent workers, and what the next generation waits for.
+// Describes silent workers, and what the next generation waits for.
 std::string WaitingText(const v1::JobStatus& job) {
   std::string text;
   if (job.silent() > 0) {
@@ -404,7 +404,7 @@ ordered_json SaveJson(const v1::JobStatus& job) {
           {"ranks", job.saving()}};
 }
 
-// One job, with what only calls of their own tell.
+// Adds one job, with facts that need separate calls.
 absl::StatusOr<ordered_json> AddJob(const Connection& connection, const v1::JobStatus& job,
                                     std::string* table) {
   v1::GetMembersReply members;
@@ -481,7 +481,7 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
   };
   bool is_submitted = false;
   if (!wanted.empty()) {
-    // A submitted job; of a program without Muster's library only the agents are known.
+    // A submitted job; for a program without Muster's library only the agents are known.
     const absl::StatusOr<std::string> group = GroupOf(connection, wanted);
     if (!group.ok()) return FailCall(spec, context, group.status());
     is_submitted = *group != wanted && !absl::StartsWith(wanted, kLaunchPrefix);
@@ -499,7 +499,7 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
     if (!wanted.empty() && job.job_id() != wanted) continue;
     std::string text;
     absl::StatusOr<ordered_json> described = AddJob(connection, job, &text);
-    if (absl::IsNotFound(described.status())) continue;  // removed since it was listed
+    if (absl::IsNotFound(described.status())) continue;  // it was removed since it was listed
     if (!described.ok()) return FailCall(spec, context, described.status());
     table += text;
     jobs.push_back(*std::move(described));
@@ -734,7 +734,7 @@ int RunBarrierCommand(const std::vector<std::string>& args, const CommandContext
     return kExitOk;
   }
   if (!line.Has("counter")) {
-    // The open ones come first, then those that ended, latest first.
+    // The open ones come first, then those that ended, the latest first.
     const auto it =
         std::find_if(list.reports().begin(), list.reports().end(),
                      [&](const v1::BarrierReport& r) { return r.barrier_id() == name; });
@@ -842,7 +842,7 @@ int RunRemoveCommand(const std::vector<std::string>& args, const CommandContext&
     backend =
         CoordinatorBackend(StoppableOn(connection.channel, connection.timeout, connection.timeout));
   }
-  // A submitted job, if there is one of this name; else the group of a launch.
+  // Removes a submitted job, if there is one of this name; else the group of a launch.
   const absl::Status submitted = backend->remove(line.words[0]);
   if (submitted.ok()) {
     context.out << "job " << line.words[0] << " is removed\n";
@@ -927,8 +927,9 @@ absl::StatusOr<std::vector<v1::CheckpointRecord>> ListRecords(const Connection& 
   return records;
 }
 
-// The records of the job that `*job` names, and in `*job` the group that has them: of a submitted
-// job, the last attempt whose workers have joined, which took over those of the attempts before.
+// Returns the records of the job that `*job` names, and sets `*job` to the group that has them: for
+// a submitted job, the last attempt whose workers have joined, which took over the records of
+// earlier attempts.
 absl::StatusOr<std::vector<v1::CheckpointRecord>> ListRecordsOfJob(const Connection& connection,
                                                                    std::string* job) {
   MUSTER_ASSIGN_OR_RETURN(std::string group, GroupOf(connection, *job));
@@ -951,8 +952,8 @@ absl::StatusOr<std::vector<v1::CheckpointRecord>> ListRecordsOfJob(const Connect
     for (const Attempt& one : history) {
       if (one.number < attempt) before = one.number;
     }
-    // The most attempts before the kept ones that are tried: a restore from a copy may have left
-    // out a million numbers.
+    // The most attempts before the kept ones that are tried, because a restore from a copy may have
+    // skipped a million numbers.
     constexpr int kMostGuesses = 100;
     if (before == 0 && ++guesses > kMostGuesses) break;
     attempt = before == 0 ? attempt - 1 : before;
@@ -963,7 +964,7 @@ absl::StatusOr<std::vector<v1::CheckpointRecord>> ListRecordsOfJob(const Connect
   return records;
 }
 
-// Empty, if it is not known.
+// Empty if the status is not known.
 v1::JobStatus StatusOfJob(const Connection& connection, const std::string& group) {
   v1::StatusReply reply;
   grpc::ClientContext call;
@@ -1009,7 +1010,7 @@ ordered_json RecordJson(const v1::CheckpointRecord& record) {
           {"previous_sha256", absl::BytesToHexString(record.previous_sha256())}};
 }
 
-// The save that is being written, in the form of a record: it has no id, and nothing may take it.
+// The save in progress, in the form of a record: it has no id, and nothing may take it.
 ordered_json RunningJson(const v1::JobStatus& job) {
   v1::CheckpointRecord record;
   record.set_path(job.save().path());
@@ -1035,10 +1036,10 @@ std::string RecordText(const v1::CheckpointRecord& record) {
       ", step ", record.step(), ", ", record.bytes(), " bytes, ", Shown(record.path()), "\n");
 }
 
-// By id, path, or the last name of the path. The newest of several.
+// Finds a record by id, path, or the last name of the path. The newest if there are several.
 const v1::CheckpointRecord* FindRecord(const std::vector<v1::CheckpointRecord>& records,
                                        std::string word) {
-  // As a shell completes the name of a folder.
+  // A shell completes the name of a folder with a slash.
   while (word.size() > 1 && word.back() == '/') word.pop_back();
   std::error_code error;
   const std::string folder = std::filesystem::absolute(word, error).lexically_normal().string();
@@ -1153,7 +1154,7 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
       all.push_back(RecordJson(record));
       absl::StrAppend(&text, RecordText(record));
     }
-    // Not a record yet.
+    // The save in progress has no record yet.
     if (const v1::JobStatus status = StatusOfJob(connection, job); status.has_save()) {
       all.push_back(RunningJson(status));
       absl::StrAppend(&text, SaveText(status));
@@ -1184,14 +1185,14 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
   } else {
     context.out << Shown(record->path()) << " " << what.done << "\n";
   }
-  // So that programs that read the folder without the coordinator know the marks.
+  // Programs that read the folder without the coordinator must know the marks, too.
   const v1::CheckpointRecord& marked = reply.checkpoint();
   const RecordedFolder folder = {.path = marked.path(),
                                  .staging = marked.published() ? "" : marked.staging(),
                                  .sha256 = absl::BytesToHexString(marked.sha256())};
   const Marks asked = {.promoted = marked.promoted(), .pinned = marked.pinned()};
   const auto recorded = [&]() -> absl::StatusOr<Marks> {
-    // The next attempt of the job may have taken it over.
+    // The next attempt of the job may have taken the checkpoint over.
     std::string group = line.words[0];
     MUSTER_ASSIGN_OR_RETURN(const std::vector<v1::CheckpointRecord> now,
                             ListRecordsOfJob(connection, &group));
@@ -1200,7 +1201,7 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
         return Marks{.promoted = one.promoted(), .pinned = one.pinned()};
       }
     }
-    return asked;  // the record is gone: nothing can change its marks any more
+    return asked;  // the record is gone: nothing can change its marks
   };
   if (const absl::Status told = MarkRecordedFolder(
           folder, asked, what.mark == v1::MarkCheckpointRequest::UNPIN, recorded);

@@ -28,35 +28,35 @@ int RunQuarantineCommand(const std::vector<std::string>& args, const CommandCont
 // `muster remove`: removes a job that has ended.
 int RunRemoveCommand(const std::vector<std::string>& args, const CommandContext& context);
 
-// `muster checkpoints registered|pin|unpin|promote|hold-back`: what a coordinator knows of a job's
-// checkpoints. `verb`, one of RegistryVerbs, is the second word.
+// `muster checkpoints registered|pin|unpin|promote|hold-back`: what a coordinator knows about a
+// job's checkpoints. `verb`, one of RegistryVerbs, is the second word.
 std::vector<std::string> RegistryVerbs();
 int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& args,
                        const CommandContext& context);
 
-// What a coordinator says of one checkpoint of a job.
+// A coordinator's facts about one checkpoint of a job.
 struct RegisteredState {
-  std::string sha256;  // of its record, hexadecimal digits; empty while it is being prepared
+  std::string sha256;  // of its record, in hexadecimal digits; empty while it is being prepared
   std::string state;   // "sealed", "published", ...
   bool promoted = false;
   bool pinned = false;
 };
 // Asks the coordinator that --coordinator or MUSTER_COORDINATOR names, else that of this user's
-// launch of the job. None: there is no such coordinator, or it does not know the job. Blocks for
-// --timeout.
+// launch of the job. Returns nothing if there is no such coordinator, or it does not know the job.
+// Blocks for --timeout.
 absl::StatusOr<std::vector<RegisteredState>> FindRegisteredStates(const CommandLine& line,
                                                                   const CommandContext& context,
                                                                   const std::string& job);
 
-// What was found of the files of a checkpoint, for its coordinator.
+// The result of checking the files of a checkpoint, for its coordinator.
 struct FoundState {
   uint64_t id = 0;
-  std::string sha256;     // of its record, hexadecimal digits
+  std::string sha256;     // of its record, in hexadecimal digits
   bool contents = false;  // every byte was read
   std::string damage;     // empty: it is whole
 };
-// Tells the coordinator that FindRegisteredStates() asks. Errors: NOT_FOUND if there is none;
-// those of the call.
+// Reports it to the coordinator that FindRegisteredStates() asks. Errors: NOT_FOUND if there is
+// none; those of the call.
 absl::Status ReportFoundState(const CommandLine& line, const CommandContext& context,
                               const std::string& job, const FoundState& found);
 

@@ -25,10 +25,10 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-// Clears the screen of a terminal that it is written to.
+// Clears the screen of the terminal to which it is written.
 constexpr char kClears[] = "x\x1b[2J\xc2\x9b";
 
-// A coordinator with one job, whose program puts that into everything it says.
+// A coordinator with one job whose program puts that sequence into all of its texts.
 class RudeAdmin final : public v1::Admin::Service {
   grpc::Status Status(grpc::ServerContext*, const v1::StatusRequest*,
                       v1::StatusReply* reply) override {
@@ -115,7 +115,7 @@ class InfoCommandsTest : public ::testing::Test {
   std::ostringstream out_, err_;
 };
 
-// What a person reads: printable characters in lines.
+// The form that people read: printable characters in lines.
 constexpr auto IsForATerminal = [] {
   return AllOf(HasSubstr("x\\x1b[2J\\xc2\\x9b"), Not(HasSubstr("\x1b")),
                Not(HasSubstr("\xc2\x9b")));

@@ -1,4 +1,4 @@
-// GCC 12 takes what <regex> moves for uninitialized when it builds for sanitizers.
+// GCC 12 takes variables that <regex> moves for uninitialized when it builds for sanitizers.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
@@ -133,7 +133,7 @@ ordered_json PlanJson(const JobPlan& plan) {
   return json;
 }
 
-// Of an attempt that has one.
+// For an attempt that has an end.
 ordered_json EndJson(const Attempt& attempt) {
   ordered_json end = {{"class", attempt.end_class},
                       {"why", attempt.why},
@@ -223,8 +223,8 @@ void PrintChange(const CommandContext& context, const Job& job, bool json) {
               << std::endl;
 }
 
-// Prints one line for each change of the jobs that `filter` lets through, until the user ends it;
-// with `json` a JSON object. Returns the exit code.
+// Prints one line (with `json` a JSON object) for each change of the jobs that `filter` selects,
+// until the user ends it. Returns the exit code.
 int WatchAll(const CommandSpec& spec, const CommandContext& context, JobBackend& client,
              const ListOptions& filter, bool json) {
   std::map<std::string, std::string> shown;
@@ -239,7 +239,7 @@ int WatchAll(const CommandSpec& spec, const CommandContext& context, JobBackend&
       }
       return context.out.good();
     }
-    // Nodes that begin and end their parts are changes of the job, too.
+    // Also called when nodes begin and end their parts, which are changes of the job, too.
     std::string& text = shown[update.id];
     const std::string now = absl::StrCat(JobStateName(update.job->state), update.job->why);
     if (std::exchange(text, now) == now) return true;
@@ -249,13 +249,13 @@ int WatchAll(const CommandSpec& spec, const CommandContext& context, JobBackend&
   return status.ok() ? kExitOk : FailCall(spec, context, status);
 }
 
-// Prints whole lines of ranks, each with its prefix, and those only that match.
+// Prints whole lines of ranks, each with its prefix, and only those that match.
 class LogPrinter {
  public:
   LogPrinter(std::ostream& out, std::ostream& err, bool prefixed, std::optional<std::regex> grep)
       : out_(out), err_(err), prefixed_(prefixed), grep_(std::move(grep)) {}
 
-  // `rest` keeps a line that is not whole yet.
+  // `rest` keeps an incomplete line.
   void Print(int rank, absl::string_view data, std::string* rest) {
     rest->append(data.data(), data.size());
     size_t begin = 0;
@@ -270,12 +270,12 @@ class LogPrinter {
     MutexLock lock(&mu_);
     return has_printed_;
   }
-  // False: the disk is full, for example. What follows would be lost without a word.
+  // Returns false if, for example, the disk is full. Further output would be lost without notice.
   bool can_print() const {
     MutexLock lock(&mu_);
     return out_.good();
   }
-  // Lines that were gone before they were read.
+  // Reports lines that were gone before they were read.
   void Gap(int rank, int64_t bytes) {
     MutexLock lock(&mu_);
     out_.flush();
@@ -297,8 +297,8 @@ class LogPrinter {
     out_ << (terminal_ ? ForTerminal(line) : line) << std::endl;
   }
 
-  // std::regex recurses for every character: long lines would end the stack, so what is searched is
-  // a window at a time. A match of up to half of one is in one of them.
+  // std::regex recurses for every character, so long lines would overflow the stack. The search
+  // therefore uses overlapping windows: one of them contains any match of up to half a window.
   bool Matches(const std::string& line) const {
     constexpr size_t kWindow = 4096;
     for (size_t begin = 0;; begin += kWindow / 2) {
@@ -327,7 +327,7 @@ absl::Status PrintLog(JobBackend& client, const std::string& job, LogOptions opt
   std::string rest;
   absl::Status status;
   const bool from_start = options.offset == 0 && options.since == absl::InfiniteDuration();
-  int64_t next = from_start ? 0 : -1;  // -1: wherever it begins
+  int64_t next = from_start ? 0 : -1;  // -1: wherever the log begins
   int attempt = 0;
   const auto take = [&](const LogChunk& chunk) {
     if (attempt != 0 && chunk.attempt != attempt) next = 0;
@@ -420,7 +420,7 @@ void PrintSubmission(const CommandContext& context, const std::string& format, b
 
 int RunSubmitCommand(const std::vector<std::string>& args, const CommandContext& context) {
   const CommandSpec spec = SubmitSpec();
-  // What follows "--" is the program; a word before it is the file.
+  // The words after "--" are the program; a word before it is the file.
   const auto dashes = std::find(args.begin(), args.end(), "--");
   const std::vector<std::string> program(dashes == args.end() ? dashes : dashes + 1, args.end());
   CommandLine line;
@@ -455,7 +455,7 @@ int RunSubmitCommand(const std::vector<std::string>& args, const CommandContext&
                 kExitUsage);
   }
   const std::string format = line.Has("output") ? line.Get("output") : "name";
-  line.words.clear();  // the file is no job's name
+  line.words.clear();  // the file is not the name of a job
   int code = 0;
   const std::unique_ptr<JobBackend> client =
       OpenBackend(spec, line, context, &code, /*keeps_jobs=*/true);
@@ -570,7 +570,7 @@ int RunListCommand(const std::vector<std::string>& args, const CommandContext& c
 
 namespace {
 
-// The options of a command for one job, or the exit code (>= 0).
+// Parses the options of a command for one job. Returns the exit code (>= 0) if the command is done.
 int BeginJob(CommandSpec& spec, const std::vector<std::string>& args, const CommandContext& context,
              CommandLine* line) {
   spec.usage = "JOB [OPTIONS]";
@@ -584,7 +584,7 @@ int BeginJob(CommandSpec& spec, const std::vector<std::string>& args, const Comm
   }
   return -1;
 }
-// And a client.
+// Does the same, and opens a client.
 int BeginJob(CommandSpec& spec, const std::vector<std::string>& args, const CommandContext& context,
              CommandLine* line, std::unique_ptr<JobBackend>* client) {
   if (const int code = BeginJob(spec, args, context, line); code >= 0) return code;
@@ -611,23 +611,23 @@ int RunDescribeCommand(const std::vector<std::string>& args, const CommandContex
 
 namespace {
 
-// An attempt that did not succeed, and what followed.
+// An attempt that did not succeed, and what happened next.
 struct Incident {
   const Attempt* attempt;
   Recovery recovery;
   // From its end to the start of the next attempt, by the clocks of their nodes. Absent: there is
   // none yet, or one of the times is not known.
   std::optional<absl::Duration> down;
-  bool in_place = false;  // what followed was within the attempt
+  bool in_place = false;  // the restart was within the attempt
 };
 
-// "3", or "3+1" after a restart within it.
+// Returns "3", or "3+1" after a restart within the attempt.
 std::string NumberText(const Attempt& attempt) {
   return attempt.restarts == 0 ? absl::StrCat(attempt.number)
                                : absl::StrCat(attempt.number, "+", attempt.restarts);
 }
 
-// "attempts 1 to 3+1 are": those before the first one that is kept. Empty: all are.
+// Returns "attempts 1 to 3+1 are": those before the first one that is kept. Empty: all are kept.
 std::string ForgottenText(const Job& job) {
   if (job.history.empty()) return "";
   Attempt last = job.history.front();
@@ -676,7 +676,7 @@ std::string DurationText(std::optional<absl::Duration> duration) {
   return duration.has_value() ? HumanDuration(*duration) : "";
 }
 
-// The stages of a recovery in their order, with their names in JSON.
+// Returns the stages of a recovery in order, with their names in JSON.
 std::vector<std::pair<std::string, std::optional<absl::Duration>>> Stages(
     const Recovery& recovery) {
   return {{"detect", recovery.detect},         {"decide", recovery.decide},
@@ -827,13 +827,13 @@ int RunWatchCommand(const std::vector<std::string>& args, const CommandContext& 
       },
       absl::InfiniteDuration());
   if (!end.ok()) return FailJob(spec, context, *client, line.words[0], end.status());
-  if (!context.out.good()) return kExitOk;  // not the job's end; main() says what this is
+  if (!context.out.good()) return kExitOk;  // not the job's end; main() reports the error
   return CodeOfJob(*end);
 }
 
 namespace {
 
-// Errors: INVALID_ARGUMENT what to write.
+// Errors: INVALID_ARGUMENT that says what to write.
 absl::StatusOr<absl::Time> ParseSince(const std::string& text) {
   absl::Duration ago;
   absl::Time time;
@@ -891,7 +891,7 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
                                  ": write a number of lines from 1 to ",
                                  std::numeric_limits<int64_t>::max()));
     }
-    // No log has more.
+    // No log has more lines.
     options.tail_lines =
         static_cast<int>(std::min<int64_t>(lines, std::numeric_limits<int>::max()));
     options.offset = -1;
@@ -920,7 +920,8 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
   if (all) {
     const absl::StatusOr<Job> job = client->get(name);
     if (!job.ok()) return FailJob(spec, context, *client, name, job.status());
-    // The ranks of the selected attempt; if it is no longer kept, the most that it can have had.
+    // The number of ranks of the selected attempt; if it is no longer kept, the most that it can
+    // have had.
     const int attempt = options.attempt == 0 ? LastBegun(*job) : options.attempt;
     ranks = ProcessesOfAttempt(*job, attempt).value_or(job->spec.max_processes);
   }
@@ -932,7 +933,7 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
     if (all) one.rank = i;
     const auto print = [&, one, i] {
       LogOptions now = one;
-      // Its age by now: reading the ranks before may have taken long.
+      // Its age by now: reading the previous ranks may have taken long.
       if (since.has_value()) now.since = std::max(absl::ZeroDuration(), absl::Now() - *since);
       statuses[i] = PrintLog(*client, name, now, follow, &printer);
       // Ranks that print nothing would be followed to the end of the job.
@@ -946,7 +947,7 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
     try {
       threads.emplace_back(print);
     } catch (const std::system_error& error) {
-      // The ranks before are followed to their end.
+      // The ranks before this one are followed to their end.
       statuses[i] = absl::ResourceExhaustedError(
           absl::StrCat("ranks ", i, " to ", ranks - 1, " are not followed, since no more threads ",
                        "start (", error.what(), "): raise the limit, or name them with --rank N"));
@@ -955,7 +956,7 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
     }
   }
   for (std::thread& thread : threads) thread.join();
-  if (follow && !printer.can_print()) return kExitOk;  // main() says what this is
+  if (follow && !printer.can_print()) return kExitOk;  // main() reports the error
   for (const absl::Status& status : statuses) {
     if (!status.ok()) return FailJob(spec, context, *client, name, status);
   }

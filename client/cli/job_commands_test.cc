@@ -50,7 +50,7 @@ TEST_F(JobCommandsTest, Submit_Program_PrintsTheJob) {
   EXPECT_THAT(calls[0].spec().argv(), ElementsAre("/opt/train", "--lr", "1"));
 }
 
-// Nothing would ever run it, and it would be gone with the launch.
+// Nothing would ever run the job, and it would be gone with the launch.
 TEST_F(JobCommandsTest, Submit_ToTheCoordinatorOfALaunch_IsRefused) {
   const TestFolder folder = TestFolder::ForSockets();
   const std::map<std::string, std::string> none = {{"MUSTER_RUNTIME_DIR", folder.path()}};
@@ -113,7 +113,7 @@ TEST_F(JobCommandsTest, Submit_DryRunAsJson_IsTheWholePlanAndTheSameEachTime) {
   EXPECT_EQ(out_.str(), first);
 }
 
-// Every flag with what it cannot be: one line that names it and what to write, before any call.
+// Each flag with an invalid value: one line that names it and what to write, before any call.
 TEST_F(JobCommandsTest, Submit_EveryFlagWithAWrongValue_IsOneLineThatNamesIt) {
   const std::map<std::string, std::string> wrong = {
       {"name", ""},  // any text: the coordinator knows its rule
@@ -145,7 +145,7 @@ TEST_F(JobCommandsTest, Submit_EveryFlagWithAWrongValue_IsOneLineThatNamesIt) {
     EXPECT_THAT(text, ::testing::StartsWith("muster submit: --" + setting.name));
     EXPECT_THAT(text, HasSubstr(value));
     EXPECT_THAT(text, ContainsRegex("write |true or false")) << "the way out";
-    // And without a value where there has to be one.
+    // And without a value if one is required.
     if (setting.value_name.empty()) continue;
     err_.str("");
     EXPECT_EQ(RunSubmitCommand({"--" + setting.name}, context_), kExitUsage);
@@ -469,7 +469,7 @@ TEST_F(JobCommandsTest, Logs_MatchFarBehindTheBeginOfALine_IsFound) {
     EXPECT_EQ(RunLogsCommand({"mnist-1", "--grep", found}, context_), kExitOk) << err_.str();
     EXPECT_EQ(out_.str(), line + "\n") << found;
   }
-  // A window of the search ends behind the first 4096 bytes.
+  // A window of the search ends after the first 4096 bytes.
   for (const char* const missing : {"^a needle", "needle$", "^y", "y$"}) {
     out_.str("");
     EXPECT_EQ(RunLogsCommand({"mnist-1", "--grep", missing}, context_), kExitOk) << err_.str();
@@ -482,10 +482,10 @@ TEST_F(JobCommandsTest, LogsAndWatch_OutputThatCannotBeWritten_EndThemBeforeTheJ
   job.set_attempts(1);
   fake_.Add(job);
   fake_.SetLog(1, 0, "epoch 0\nloss 1\n");
-  // As a full disk does; with it the program ends as where a table could not be written.
+  // Like a full disk, after which the program ends as if a table could not be written.
   out_.setstate(std::ios::badbit);
   EXPECT_EQ(RunLogsCommand({"mnist-1", "--follow"}, context_), kExitOk) << err_.str();
-  // Also the rank that prints nothing is followed no more.
+  // The rank that prints nothing is no longer followed, either.
   fake_.SetLog(1, 1, "");
   EXPECT_EQ(RunLogsCommand({"mnist-1", "--follow", "--rank", "all"}, context_), kExitOk)
       << err_.str();
@@ -507,7 +507,7 @@ TEST_F(JobCommandsTest, Logs_WhoseBeginIsGone_SaySo) {
     EXPECT_EQ(out_.str(), "loss 1\n");
     EXPECT_THAT(err_.str(), HasSubstr("8 bytes of rank 0 are missing here"));
   }
-  // Who asks for the end does not miss the begin.
+  // A user who requests the end of the log is not told of a missing beginning.
   err_.str("");
   for (const char* lines : {"5", "99999999999"}) {
     EXPECT_EQ(RunLogsCommand({"mnist-1", "--tail", lines}, context_), kExitOk) << err_.str();
@@ -533,8 +533,8 @@ TEST_F(JobCommandsTest, Logs_OfARankThatIsNotThere_SuggestNoOtherJob) {
   EXPECT_EQ(err_.str(), "muster logs: no rank 7\n");
 }
 
-// A coordinator that was restored from a copy of before the first attempt has left out thousands of
-// numbers.
+// A coordinator that was restored from a copy made before the first attempt has skipped thousands
+// of numbers.
 TEST_F(JobCommandsTest, CheckpointsOfAJobThatHasNone_AreAskedForOfAFewAttempts) {
   v1::JobRecord job = FakeJob("mnist-1", v1::JOB_STATE_RUNNING, 1);
   job.set_attempts(20002);

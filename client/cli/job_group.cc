@@ -50,7 +50,7 @@ absl::Status SuggestJob(const Connection& connection, const std::string& job, ab
   if (v1::Admin::NewStub(connection.channel)->Status(&call, {}, &launches).ok()) {
     RemoveAgentGroups(&launches);
     for (const v1::JobStatus& known : launches.jobs()) {
-      // What is left of an attempt whose program has none of its own.
+      // The rest of an attempt whose program has no group.
       if (!absl::EndsWith(known.job_id(), kAgentsSuffix)) names.push_back(known.job_id());
     }
   }
@@ -58,7 +58,7 @@ absl::Status SuggestJob(const Connection& connection, const std::string& job, ab
 }
 
 absl::StatusOr<std::string> GroupOf(const Connection& connection, const std::string& job) {
-  // A launch may have any name, that of a submitted job too.
+  // A launch may have any name, even that of a submitted job.
   if (absl::string_view launch = job; absl::ConsumePrefix(&launch, kLaunchPrefix)) {
     return std::string(launch);
   }
@@ -73,7 +73,7 @@ absl::StatusOr<std::string> GroupOf(const Connection& connection, const std::str
   rpc::SetTimeout(call, connection.timeout);
   const bool known =
       v1::Membership::NewStub(connection.channel)->GetMembers(&call, request, &members).ok();
-  // A group that has ended is kept for some time.
+  // A group is kept for some time after its end.
   const bool runs =
       known && std::any_of(members.members().begin(), members.members().end(), [](const auto& one) {
         return one.state() == v1::WORKER_STATE_JOINING || one.state() == v1::WORKER_STATE_RUNNING;
@@ -103,7 +103,7 @@ absl::Status ListMembers(const Connection& connection, const std::string& group,
     rpc::SetTimeout(call, connection.timeout);
     const absl::Status status = rpc::FromGrpc(
         v1::Membership::NewStub(connection.channel)->GetMembers(&call, request, &page));
-    // Pages of two generations do not fit together.
+    // Pages of two generations cannot be combined.
     const bool changed =
         request.first() > 0 && (!status.ok() || page.generation() != members->generation());
     if (changed && ++starts < 4) {

@@ -39,7 +39,7 @@ constexpr char kExitCodes[] =
     "130 Ctrl-C; 143 SIGTERM.\n"
     "All are in docs/cli.md.";
 
-// A flag of `accelerate launch`; the help shows those that people write.
+// A flag of `accelerate launch`; the help shows those that people use.
 OptionSpec EngineOption(const AccelerateEngineFlag& flag) {
   static const auto& helps = *new std::map<std::string, std::string>{
       {"use_fsdp", "Shard by these settings; Muster's own words: --sharding"},
@@ -143,7 +143,7 @@ int Report(const LaunchOutcome& outcome, const LaunchConfig& config, const Comma
   return kExitJobFailed;
 }
 
-// Who listens where, and who chooses the port: (what, address or "", in words).
+// A listener and how its port is chosen: (what, address or "", in words).
 struct LaunchPort {
   std::string name;
   std::string address;
@@ -172,7 +172,7 @@ std::vector<LaunchPort> PortsOf(const LaunchConfig& config) {
   return ports;
 }
 
-// From where a program continues that calls load_state_if_present().
+// Returns the checkpoint from which a program continues that calls load_state_if_present().
 PlannedCheckpoint CheckpointOf(const LaunchPlan& plan) {
   PlannedCheckpoint checkpoint = {.decided_by = "program"};
   std::string project = Variable(plan.variables, "MUSTER_PROJECT_DIR");
@@ -259,7 +259,7 @@ int Launch(const CommandLine& line, const std::vector<std::string>& argv,
   plan.argv = argv;
   plan.cores = ReadMachine(context.variables).cores;
 
-  // The processes' own PATH.
+  // The PATH of the processes.
   const auto path = plan.config.env.find("PATH");
   const absl::StatusOr<std::string> program = backend.find_program(
       argv[0], path != plan.config.env.end() ? path->second : Variable(context.variables, "PATH"));
@@ -278,7 +278,7 @@ int Launch(const CommandLine& line, const std::vector<std::string>& argv,
                 kExitUsage);
   }
   const LaunchOutcome outcome = backend.run(plan);
-  // A program that vanished between the look-up and the start, or that is no binary.
+  // The program vanished between the look-up and the start, or is not a binary.
   if (outcome.kind == LaunchOutcome::Kind::kRefused && absl::IsNotFound(outcome.status)) {
     return Fail(spec, context, outcome.status, kExitProgramMissing);
   }
@@ -288,7 +288,7 @@ int Launch(const CommandLine& line, const std::vector<std::string>& argv,
   return Report(outcome, plan.config, context, spec);
 }
 
-// "--tee true ./train" would run the program `true`, with success.
+// Refuses "--tee true ./train", which would run the program `true`, successfully.
 absl::Status CheckProgramIsNoValue(const std::vector<std::string>& args,
                                    const std::vector<std::string>& words) {
   if (args.size() <= words.size() || !ParseBoolWord(words[0]).has_value()) return absl::OkStatus();
@@ -358,7 +358,7 @@ absl::StatusOr<LaunchConfig> ReadLaunchConfig(const CommandLine& line,
       std::any_of(layers.begin(), layers.end(), [](const Layer& layer) {
         return layer.settings.count("num_machines") + layer.settings.count("machine_rank") > 0;
       });
-  // Before the file: what the cluster says is about this run.
+  // Before the file, because the cluster's variables are about this run.
   if (!machines_given) {
     MUSTER_ASSIGN_OR_RETURN(Layer cluster, LayerFromCluster(variables));
     const bool address_given = std::any_of(layers.begin(), layers.end(), [](const Layer& layer) {
@@ -385,7 +385,7 @@ std::string DescribeLaunch(const LaunchConfig& config) {
   size_t name_width = 0, text_width = 0;
   std::vector<std::array<std::string, 3>> rows;
   for (const auto& [name, given] : config.provenance) {
-    // Variables may have line breaks, and what a terminal obeys.
+    // Values may contain line breaks and control characters for terminals.
     rows.push_back({Printable(name), given.text.empty() ? "-" : Printable(given.text),
                     Printable(given.source)});
     name_width = std::max(name_width, rows.back()[0].size());

@@ -12,12 +12,13 @@
 namespace muster::client {
 
 // `muster launch`: runs a program in several processes. Returns the exit code; every error is one
-// line on `err`, a failed job's followed by the last lines of the worker that failed first.
+// line on `err`; that of a failed job is followed by the last lines of the worker that failed
+// first.
 int RunLaunchCommand(const std::vector<std::string>& args, const CommandContext& context,
                      const LaunchBackend& backend);
 
-// `muster test`: runs the checks program that ships with Muster as `muster launch` would run any
-// other. `self` is the path of this binary: the program is next to it.
+// `muster test`: runs the checks program that ships with Muster in the same way as `muster launch`
+// runs any other. `self` is the path of this binary: the program is next to it.
 int RunTestCommand(const std::vector<std::string>& args, const CommandContext& context,
                    const LaunchBackend& backend, const std::string& self);
 
@@ -25,7 +26,7 @@ int RunTestCommand(const std::vector<std::string>& args, const CommandContext& c
 CommandSpec LaunchCommandSpec();
 
 // Works out the settings of a launch from flags, variables and the config file. `config_path` (may
-// be null) gets the file's place.
+// be null) receives the file's path.
 absl::StatusOr<LaunchConfig> ReadLaunchConfig(const CommandLine& line,
                                               const std::map<std::string, std::string>& variables,
                                               ConfigPath* config_path);

@@ -43,7 +43,7 @@ class LaunchCommandTest : public ::testing::Test {
             }};
     return RunLaunchCommand(args, {variables_, out_, err_}, backend);
   }
-  // One line, and not run.
+  // Expects one line, and that nothing is run.
   std::string Refused(const std::vector<std::string>& args, int code) {
     EXPECT_EQ(Run(args), code) << err_.str();
     EXPECT_FALSE(ran_);
@@ -57,7 +57,7 @@ class LaunchCommandTest : public ::testing::Test {
   LaunchOutcome outcome_;
   bool ran_ = false;
   LaunchPlan plan_;
-  std::string path_;  // in which the program was looked for
+  std::string path_;  // the PATH in which the program was looked up
   std::ostringstream out_, err_;
 };
 
@@ -189,7 +189,7 @@ TEST_F(LaunchCommandTest, FailedJob_NamesTheWorkerAndItsLastLines) {
       "  its last lines:\n  | step 7\n  | step 8\n");
 }
 
-// Its last lines are those just above; in a file they are not.
+// Its last lines are printed just above; in a file they are not.
 TEST_F(LaunchCommandTest, FailedJobOfOneProcess_IsToldOnce) {
   outcome_.kind = LaunchOutcome::Kind::kFailed;
   outcome_.why = "rank 0 (pid 12 on box) exited with code 3";
@@ -292,7 +292,7 @@ TEST_F(LaunchCommandTest, DryRunAsJson_IsTheWholePlanAndTheSameEachTime) {
   EXPECT_THAT(Refused({"-o", "json", "x"}, kExitUsage),
               HasSubstr("--output works only with --dry_run"));
 
-  // Nobody knows what is in a folder that cannot be listed.
+  // The content of a folder that cannot be listed is unknown.
   ASSERT_TRUE(WriteFileAtomically(folder.Path("checkpoints"), "").ok());
   EXPECT_EQ(Run(args), kExitOk);
   plan = nlohmann::json::parse(out_.str());

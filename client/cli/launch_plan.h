@@ -14,7 +14,7 @@
 
 namespace muster::client {
 
-// Everything that running a job on this machine takes.
+// Everything that is needed to run a job on this machine.
 struct LaunchPlan {
   LaunchConfig config;
   std::vector<std::string> argv;
@@ -30,17 +30,17 @@ struct LaunchOutcome {
   std::string why;                      // kFailed: one line that names the worker
   std::vector<std::string> last_lines;  // of that worker
   absl::Status status;                  // kRefused: why nothing was run
-  int signal = 0;                       // kStopped: by which
+  int signal = 0;                       // kStopped: the signal
   int restarts = 0;
 };
 
-// The inputs that a command needs to run a job or a program. The binary's main hands it in:
-// commands know neither agents nor coordinators.
+// Runs jobs and programs for a command. The binary's main provides it, because commands know
+// neither agents nor coordinators.
 struct LaunchBackend {
-  // Where the program is. Errors: NOT_FOUND, PERMISSION_DENIED.
+  // Finds the path of a program. Errors: NOT_FOUND, PERMISSION_DENIED.
   std::function<absl::StatusOr<std::string>(absl::string_view program, absl::string_view path)>
       find_program;
-  // Blocks until the job has ended.
+  // Runs the job. Blocks until it has ended.
   std::function<LaunchOutcome(const LaunchPlan& plan)> run;
   // Runs a program in place of this process; argv[0] is its path. Returns only if that failed.
   std::function<absl::Status(const std::vector<std::string>& argv)> replace_process = nullptr;

@@ -48,11 +48,11 @@ rpc::Address CoordinatorOf(const LaunchConfig& config) {
 
 std::string JobName(const LaunchConfig& config) {
   if (!config.job_name.empty()) return config.job_name;
-  // Machines that do not share a made-up name must share a fixed one.
+  // Machines that cannot agree on a generated name must share a fixed one.
   return config.num_machines > 1 ? "launch" : absl::StrCat("launch-", RandomHex().substr(0, 8));
 }
 
-// For the other machines.
+// Returns the reason for the other machines.
 std::string WhyEnded(const LaunchOutcome& outcome) {
   switch (outcome.kind) {
     case LaunchOutcome::Kind::kSucceeded:
@@ -67,13 +67,13 @@ std::string WhyEnded(const LaunchOutcome& outcome) {
   return "";
 }
 
-// An absolute path: other processes may run in another folder.
+// Returns an absolute path, because other processes may run in another folder.
 std::string Absolute(const std::string& path) {
   std::error_code error;
   return path.empty() ? "" : std::filesystem::absolute(path, error).string();
 }
 
-// What the agent of this machine shows to the coordinator, and checks of it.
+// The credentials that the agent of this machine shows to the coordinator, and checks of it.
 struct Access {
   rpc::TlsFiles tls = {};
   std::string token_file = {};
@@ -112,15 +112,16 @@ agent::AgentOptions MakeAgentOptions(const LaunchPlan& plan, const std::string& 
   return options;
 }
 
-// A coordinator that this launch holds, and what others find it by.
+// A coordinator that this launch runs, and the record by which others find it.
 struct Held {
-  std::unique_ptr<LaunchRecord> record = nullptr;  // outlives the coordinator: its files
+  std::unique_ptr<LaunchRecord> record = nullptr;  // outlives the coordinator, which uses its files
   std::unique_ptr<EmbeddedCoordinator> coordinator = nullptr;
   Access access = {};
 };
 
-// Without other machines it listens on a socket that only this user can reach; a requested address
-// is protected by certificates or a token, which is created for this job if none was given.
+// Starts it. Without other machines it listens on a socket that only this user can reach; a
+// requested address is protected by certificates or a token, which is created for this job if none
+// was given.
 absl::StatusOr<Held> HoldCoordinator(const LaunchConfig& config, const std::string& job,
                                      const std::map<std::string, std::string>& variables,
                                      const CoordinatorFactory& start_coordinator) {
@@ -142,7 +143,7 @@ absl::StatusOr<Held> HoldCoordinator(const LaunchConfig& config, const std::stri
     options.tls.cert = config.tls.cert;
     options.tls.key = config.tls.key;
     options.token_file = held.access.token_file;
-    // With a token, machines need no certificates of their own.
+    // With a token, machines need no own certificates.
     if (options.token_file.empty()) options.tls.ca = config.tls.ca;
   }
   options.checkpoint_key = config.checkpoint_key;
@@ -159,7 +160,7 @@ absl::StatusOr<Held> HoldCoordinator(const LaunchConfig& config, const std::stri
                 .cert = Absolute(held.access.tls.cert),
                 .key = Absolute(held.access.tls.key)},
     });
-    // The job runs as well; muster status wants an address then.
+    // The job runs anyway; muster status needs an address then.
     if (!published.ok()) MUSTER_LOG(Warning) << published.message();
   }
   return held;
@@ -170,7 +171,7 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
   absl::Status enough = agent::EnsureDescriptors(config.processes_here);
   enough.Update(agent::EnsureThreads(config.processes_here));
   if (!enough.ok()) return Refused(std::move(enough));
-  // First, while this process has one thread. Not for other commands: Ctrl-C ends those as usual.
+  // First, while this process has one thread. Not for other commands, which Ctrl-C ends as usual.
   agent::BlockJobSignals();
   absl::StatusOr<std::unique_ptr<agent::ProcessHost>> host = agent::ProcessHost::Start();
   if (!host.ok()) return Refused(host.status());
@@ -186,7 +187,7 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
   if ((machine_rank == 0 || (any_rank && rpc::IsOwnAddress(coordinator.host))) &&
       !plan.coordinator_runs) {
     absl::StatusOr<Held> started = HoldCoordinator(config, job, plan.variables, start_coordinator);
-    // As RunNodeJob: NOT_FOUND says that the program is missing.
+    // For the same reason as in RunNodeJob: NOT_FOUND means that the program is missing.
     if (absl::IsNotFound(started.status())) {
       return Refused(absl::InvalidArgumentError(started.status().message()));
     }
@@ -221,9 +222,9 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
   options.show_output = config.log_dir.empty() || config.tee;
   options.prefix = config.prefix.value_or(isatty(STDOUT_FILENO) != 0);
   const agent::NodeJobResult result = agent::RunNodeJob(std::move(options), **host);
-  // Nothing runs any more that would have to be stopped in an orderly way.
+  // Nothing that would have to be stopped in order runs any longer.
   agent::EndByJobSignals();
-  // Everything that may still run ends before the coordinator does.
+  // All processes that may still run end before the coordinator does.
   host->reset();
 
   LaunchOutcome outcome;
@@ -262,7 +263,7 @@ absl::StatusOr<ProgramOutput> RunProgram(const std::vector<std::string>& argv,
     if (std::find(without.begin(), without.end(), name) != without.end()) continue;
     options.env.emplace_back(word);
   }
-  // Both are called on one thread, which has ended with them when Wait returns.
+  // Both are called on one thread, which is done with them when Wait returns.
   options.on_line = [&output](agent::OutputStream stream, absl::string_view line) {
     absl::StrAppend(stream == agent::OutputStream::kStdout ? &output.out : &output.err, line, "\n");
   };

@@ -11,19 +11,19 @@
 
 namespace muster::client {
 
-// A coordinator inside this process; ends when destroyed.
+// A coordinator inside this process; it ends when destroyed.
 class EmbeddedCoordinator {
  public:
   virtual ~EmbeddedCoordinator() = default;
-  // What workers connect to, with the port that was bound.
+  // The address to which workers connect, with the port that was bound.
   virtual std::string address() const = 0;
-  // Stops serving. The agents of other machines learn that it does not come back, and why.
+  // Stops serving. The agents of other machines are told that it does not return, and why.
   virtual void End(const std::string& why) = 0;
 };
 
 struct EmbeddedCoordinatorOptions {
   std::string listen;  // "127.0.0.1:0", "unix:PATH"
-  // Files; empty: none. See rpc::ServerOptions and CoordinatorServer::Options.
+  // Paths of files; empty: none. See rpc::ServerOptions and CoordinatorServer::Options.
   rpc::TlsFiles tls = {};
   std::string token_file = {};
   std::string checkpoint_key = {};
@@ -33,7 +33,7 @@ using CoordinatorFactory = std::function<absl::StatusOr<std::unique_ptr<Embedded
     const EmbeddedCoordinatorOptions&)>;
 
 // Runs jobs in this process: a coordinator from `start_coordinator` on machine 0, and an agent.
-// This is the one place where the client's side meets an agent (main meets the coordinator).
+// This is the only place where the client's side uses an agent (main provides the coordinator).
 LaunchBackend LocalBackend(CoordinatorFactory start_coordinator);
 
 }  // namespace muster::client

@@ -24,7 +24,7 @@
 namespace muster::client {
 namespace {
 
-// What the command line asks for. Errors: INVALID_ARGUMENT.
+// Fills in the request of the command line. Errors: INVALID_ARGUMENT.
 absl::Status FillRequest(const CommandLine& line, v1::SetLogLevelRequest* request) {
   if (!line.words.empty()) {
     LogLevel level;

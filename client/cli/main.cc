@@ -93,10 +93,10 @@ int main(int argc, char** argv) {
                                   return StartCoordinator(options, for_operators);
                                 }),
                                 self);
-  // A table or a config file that went to a full disk must not pass for whole.
+  // A table or a config file that was cut by a full disk must not pass for complete.
   errno = 0;
   if (!std::cout.flush()) {
-    // Of a line before the last one it is not known any more.
+    // For a line before the last one, the error is no longer known.
     const std::string why = errno == 0 ? "" : std::string(": ") + strerror(errno);
     std::cerr << "muster: standard output cannot be written" << why << std::endl;
     return code == 0 ? muster::kExitInternal : code;

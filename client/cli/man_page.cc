@@ -11,7 +11,7 @@
 namespace muster::client {
 namespace {
 
-// Text in which troff finds no request of its own.
+// Escapes text so that troff finds no request in it.
 std::string Escaped(absl::string_view text) {
   std::string line =
       absl::StrReplaceAll(text, {{"\\", "\\e"}, {"-", "\\-"}, {"'", "\\(aq"}, {"`", "\\(ga"}});
@@ -29,8 +29,8 @@ std::string Header(absl::string_view name, absl::string_view summary) {
                       Escaped(absl::StripSuffix(summary, ".")), "\n");
 }
 
-// Lines of a help text are broken by hand; a page fills them again. "WORD   meaning" is an entry of
-// a list.
+// Lines of a help text are broken by hand, but a page fills them again. "WORD   meaning" is an
+// entry of a list.
 std::string Paragraphs(absl::string_view text) {
   std::string page;
   for (const absl::string_view line : absl::StrSplit(text, '\n')) {

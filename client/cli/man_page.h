@@ -8,13 +8,13 @@
 
 namespace muster::client {
 
-// The name of a command's page: "muster-checkpoints-list".
+// Returns the name of a command's page: "muster-checkpoints-list".
 std::string ManPageName(const CommandSpec& spec);
 
-// The page of one command, for man(1): what --help prints, as troff. Pure.
+// Returns the page of one command for man(1), with the content of --help, as troff. Pure.
 std::string ManPage(const CommandSpec& spec);
 
-// The page of muster(1), which lists the commands. Pure.
+// Returns the page of muster(1), which lists the commands. Pure.
 std::string MainManPage(const std::vector<CommandSpec>& commands);
 
 }  // namespace muster::client

@@ -42,7 +42,7 @@ void PrintHelp(const std::vector<Command>& commands, std::ostream& out) {
   out << "\nmuster COMMAND --help has details. Exit codes are in docs/cli.md.\n";
 }
 
-// The folder's commands, and those of the coordinator's records.
+// Runs the commands on folders, and those on the coordinator's records.
 int RunCheckpoints(const std::vector<std::string>& args, const CommandContext& context) {
   const std::vector<std::string> verbs = RegistryVerbs();
   if (!args.empty() && std::count(verbs.begin(), verbs.end(), args[0]) != 0) {
@@ -55,7 +55,7 @@ int RunCheckpoints(const std::vector<std::string>& args, const CommandContext& c
   return code;
 }
 
-// A program that comes with muster and has its own options.
+// A program that is installed with muster and has its own options.
 struct Program {
   const char* command;
   const char* program;
@@ -111,12 +111,12 @@ int RunProgram(const Program& what, const std::vector<std::string>& args,
 
 using Args = std::vector<std::string>;
 
-// A command whose name its function gets.
+// Returns a command that passes its name to its function.
 auto Named(int (*run)(const std::string&, const Args&, const CommandContext&), const char* name) {
   return [=](const Args& rest, const CommandContext& in) { return run(name, rest, in); };
 }
 
-// In the order of --help. Borrows all of its arguments.
+// Returns the commands in the order of --help. Borrows all of its arguments.
 std::vector<Command> Commands(const LaunchBackend& backend, const std::string& self,
                               const DescribeCommands& describe) {
   return {
@@ -211,7 +211,7 @@ int RunMuster(const std::vector<std::string>& args, const CommandContext& given,
     PrintHelp(commands, context.err);
     return kExitUsage;
   }
-  // What it lists is several.
+  // The plural is accepted as well, because the command lists several.
   const std::string& name = args[0] == "barriers" ? kBarrier : args[0];
   if (name == "help" && args.size() > 1) {
     Args help = {args.begin() + 1, args.end()};

@@ -9,8 +9,8 @@
 
 namespace muster::client {
 
-// The `muster` command: `args` are what follows its name, `self` is the binary's path. Returns the
-// exit code.
+// The `muster` command: `args` are the words after its name, `self` is the binary's path. Returns
+// the exit code.
 int RunMuster(const std::vector<std::string>& args, const CommandContext& context,
               const LaunchBackend& backend, const std::string& self);
 

@@ -47,7 +47,7 @@ class MusterCommandTest : public ::testing::Test {
     return out_.str();
   }
 
-  // The words after "muster" of every command, with those of groups.
+  // Returns the words after "muster" of every command, including those in groups.
   std::vector<std::vector<std::string>> Commands() {
     std::vector<std::vector<std::string>> commands;
     for (const std::string& help : {Output({"--help"}), Output({"checkpoints", "--help"})}) {
@@ -67,7 +67,7 @@ class MusterCommandTest : public ::testing::Test {
     }
     return commands;
   }
-  // The options of a command as its help has them: "num_processes".
+  // Returns the options of a command from its help: "num_processes".
   std::vector<std::string> Options(std::vector<std::string> command) {
     command.push_back("--help");
     std::vector<std::string> options;

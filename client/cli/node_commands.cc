@@ -54,7 +54,7 @@ ordered_json NodeJson(const Node& node) {
           {"spare_of", node.spare_of}};
 }
 
-// "8 x 80.0 GiB", "1 x 80.0 GiB, 1 x ?": of GPUs that have the same.
+// Returns "8 x 80.0 GiB", "1 x 80.0 GiB, 1 x ?": GPUs with the same memory together.
 std::string GpuMemoryText(const Node& node) {
   std::vector<std::string> parts;
   for (size_t i = 0; i < node.gpus.size();) {

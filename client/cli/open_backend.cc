@@ -20,7 +20,8 @@ std::string Place(const CommandLine& line, const CommandContext& context) {
   return line.Has("on") ? line.Get("on") : Variable(context.variables, "MUSTER_ON");
 }
 
-// Records and logs of jobs in SLURM's queue: on a file system that its nodes share, as homes are.
+// The folder of records and logs of jobs in SLURM's queue: on a file system that its nodes share,
+// as they usually do homes.
 std::string SlurmFolder(const CommandContext& context) {
   const std::string given = Variable(context.variables, "MUSTER_SLURM_FOLDER");
   return given.empty() ? JoinPath(Variable(context.variables, "HOME"), ".muster/slurm/jobs")
@@ -39,7 +40,7 @@ std::unique_ptr<JobBackend> OnSlurm(const CommandLine& line, const CommandContex
   options.find_checkpoint = FindCheckpoint;
   std::error_code unknown;
   options.here = std::filesystem::current_path(unknown).string();
-  // This very command, which may not be in the PATH of the nodes.
+  // This command itself, which may not be in the PATH of the nodes.
   const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", unknown);
   const std::string chosen = Variable(context.variables, "MUSTER");
   options.muster = !chosen.empty() ? chosen : unknown ? "muster" : self.string();
@@ -88,7 +89,7 @@ std::unique_ptr<JobBackend> OpenBackend(const CommandSpec& spec, const CommandLi
   Connection connection;
   *code = Dial(spec, line, context, &connection);
   if (*code >= 0) return nullptr;
-  // It has no nodes, and its queue ends with the launch.
+  // A launch's coordinator has no nodes, and its queue ends with the launch.
   if (keeps_jobs && !connection.launch.empty()) {
     *code = Fail(spec, context,
                  absl::FailedPreconditionError(absl::StrCat(

@@ -16,9 +16,9 @@ std::vector<OptionSpec> JobOptions(std::vector<OptionSpec> more);
 // Whether --on or MUSTER_ON names SLURM.
 bool IsOnSlurm(const CommandLine& line, const CommandContext& context);
 
-// Where --on, MUSTER_ON and the options of the connection say that jobs run. Blocks as Dial does.
-// Null: an error, which it has printed, with its exit code. `keeps_jobs`: as a coordinator of a
-// launch does not.
+// Opens the backend that --on, MUSTER_ON and the options of the connection select. Blocks as Dial
+// does. Returns null after an error, which it has printed, with the exit code. `keeps_jobs`:
+// refuses a launch's coordinator, which keeps no jobs.
 std::unique_ptr<JobBackend> OpenBackend(const CommandSpec& spec, const CommandLine& line,
                                         const CommandContext& context, int* code,
                                         bool keeps_jobs = false);

@@ -46,8 +46,8 @@ void Append(const ordered_json& value, int depth, std::string* text) {
   }
 }
 
-// `text` in lines of at most `width` bytes, if no character has more: broken at blanks, and words
-// that are longer anywhere.
+// Breaks `text` into lines of at most `width` bytes (more if a character is longer): at blanks, and
+// longer words anywhere.
 std::vector<std::string> Broken(absl::string_view text, size_t width) {
   std::vector<std::string> lines;
   while (text.size() > width) {
@@ -63,7 +63,7 @@ std::vector<std::string> Broken(absl::string_view text, size_t width) {
   return lines;
 }
 
-// Each character by itself: a byte that is no UTF-8 does not make others unreadable.
+// Escapes each character separately: a byte that is not UTF-8 does not make others unreadable.
 std::string PrintableCharacters(absl::string_view text) {
   std::string shown;
   while (!text.empty()) {
@@ -83,7 +83,7 @@ size_t TerminalColumns(int fd) {
 
 std::string ForTerminal(absl::string_view line) {
   std::string shown;
-  size_t plain = 0;  // the end of what is done
+  size_t plain = 0;  // the end of the finished part
   bool coloured = false;
   const auto keep = [&](size_t begin, size_t end) {
     absl::StrAppend(&shown, PrintableCharacters(line.substr(plain, begin - plain)),
@@ -99,14 +99,14 @@ std::string ForTerminal(absl::string_view line) {
       keep(at, end + 1);
       coloured = line.substr(at + 2, end - at - 2).find_first_not_of("0;") != line.npos;
     } else {
-      // Clears the rest of the line, behind each colour of gcc and grep.
+      // Clears the rest of the line, after each colour of gcc and grep.
       keep(at, at);
       plain = end + 1;
     }
     at = end;
   }
   keep(line.size(), line.size());
-  // Of this line only: the next one may be another rank's.
+  // Ends the colour with this line, because the next one may be another rank's.
   if (coloured) absl::StrAppend(&shown, "\x1b[m");
   return shown;
 }
@@ -123,7 +123,7 @@ std::string TableText(const std::vector<std::vector<std::string>>& rows, size_t 
   }
   size_t last_begins = 0;
   for (size_t i = 0; i + 1 < widths.size(); ++i) last_begins += widths[i] + 2;
-  // A column that is narrower is harder to read than lines below the row.
+  // A narrower column is harder to read than lines below the row.
   const bool below = last_begins + width / 3 > width;
   const size_t indent = below ? 4 : last_begins;
   std::string text;

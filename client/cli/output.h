@@ -9,21 +9,21 @@
 
 namespace muster::client {
 
-// Columns of the terminal that `fd` is; 0: it is none, or does not know.
+// Returns the columns of the terminal that `fd` is; 0: `fd` is no terminal, or it does not know.
 size_t TerminalColumns(int fd);
 
-// A line of a program's output so that it cannot control the terminal on which it is shown: control
-// characters but tabs, and escapes but those of colours (ESC [ 31 m), become printable, and so do
-// bytes that are no UTF-8. Colours end with the line; ESC [ K, which comes with them, is left out.
+// Makes a line of a program's output safe for the terminal on which it is shown: control characters
+// except tabs, and escapes except those of colours (ESC [ 31 m), become printable, and so do bytes
+// that are not UTF-8. Colours end with the line; ESC [ K, which accompanies them, is left out.
 std::string ForTerminal(absl::string_view line);
 
-// Rows as columns two blanks apart; the first row is the heading. Foreign text is made printable.
-// If `width` is not 0, the text of the last column is broken between words into lines of at most
-// `width` bytes: below itself, or, where less than a third of the width is left for it, below its
-// row.
+// Formats rows as columns two blanks apart; the first row is the heading. Foreign text is made
+// printable. If `width` is not 0, the text of the last column is broken between words into lines of
+// at most `width` bytes: below itself, or, if less than a third of the width is left for it, below
+// its row.
 std::string TableText(const std::vector<std::vector<std::string>>& rows, size_t width = 0);
 
-// JSON as a YAML document that reads as the same value.
+// Formats JSON as a YAML document that reads as the same value.
 std::string YamlText(const nlohmann::ordered_json& value);
 
 }  // namespace muster::client

@@ -41,7 +41,7 @@ TEST(Output, TableText_NoRoomBesideTheOtherColumns_IsBrokenBelowTheRow) {
 TEST(Output, TableText_WordLongerThanTheWidth_IsCutBetweenCharacters) {
   EXPECT_EQ(TableText({{"A", "W"}, {"x", "\u00e4\u00e4\u00e4\u00e4"}}, 8),
             "A  W\nx  \u00e4\u00e4\n   \u00e4\u00e4\n");
-  // So narrow that nothing helps.
+  // Too narrow for any layout.
   EXPECT_EQ(TableText({{"A", "W"}, {"x", "yz"}}, 2), "A  W\nx  yz\n");
 }
 

@@ -7,11 +7,11 @@
 
 namespace muster::client {
 
-// Fills in from which checkpoint of `folder` a program continues whose coordinator knows none, and
-// who decides that; or that the folder cannot be read. Blocks on the disk.
+// Fills in the checkpoint of `folder` from which a program continues whose coordinator knows none,
+// and who makes that choice; or that the folder cannot be read. Blocks on the disk.
 void FindCheckpoint(const std::string& folder, PlannedCheckpoint* checkpoint);
 
-// As dry runs say it: the path, "none" or "unknown".
+// Returns what dry runs print: the path, "none" or "unknown".
 std::string ResumesFrom(const PlannedCheckpoint& checkpoint);
 
 }  // namespace muster::client

@@ -15,9 +15,9 @@ namespace {
 
 using Kind = Key::Kind;
 
-// The end of what is before the cursor, as much of it as fits.
+// Returns the end of the text before the cursor, as much as fits.
 absl::string_view BeforeCursor(absl::string_view text, int columns) {
-  // Counted once: a text that was pasted is long, and drawn again for each of its characters.
+  // Counted once, because a pasted text is long and is drawn again for each of its characters.
   int more = Columns(text) - columns;
   while (more > 0) {
     const size_t bytes = CharacterBytes(text);
@@ -77,7 +77,7 @@ Kind KindOfControl(char byte) {
   }
 }
 
-// How many bytes the character that begins with `lead` has.
+// Returns how many bytes the character that begins with `lead` has.
 size_t BytesAfter(unsigned char lead) {
   return lead >= 0xf0 ? 4 : lead >= 0xe0 ? 3 : lead >= 0xc0 ? 2 : 1;
 }

@@ -11,7 +11,7 @@
 
 namespace muster::client {
 
-// What a user presses.
+// A key that a user presses.
 struct Key {
   enum class Kind {
     kText,  // a character
@@ -29,18 +29,18 @@ struct Key {
     kInterrupt,   // Ctrl-C
     kEndOfInput,  // Ctrl-D
     kSuspend,     // Ctrl-Z
-    kOther,       // one that means nothing here
+    kOther,       // a key without a meaning here
   };
   Kind kind = Kind::kOther;
   std::string text = {};  // kText: one character of UTF-8
 };
 
-// The bytes that a terminal sends, as keys. Pure.
+// Converts the bytes that a terminal sends to keys. Pure.
 class KeyReader {
  public:
   void Add(absl::string_view bytes) { bytes_.append(bytes.data(), bytes.size()); }
-  // The next whole key; nullopt: it needs more bytes. `complete`: none follow soon, so that an ESC
-  // is the key of that name and not the beginning of another.
+  // Returns the next whole key; nullopt: it needs more bytes. `complete`: no more bytes follow
+  // soon, so an ESC is the Escape key and not the beginning of another one.
   std::optional<Key> Next(bool complete);
   // Whether a key has begun.
   bool pending() const { return !bytes_.empty(); }
@@ -49,7 +49,7 @@ class KeyReader {
   std::string bytes_;
 };
 
-// A line of a picture.
+// A line of the picture.
 struct PromptLine {
   std::string text;
   bool strong = false;
@@ -63,25 +63,25 @@ class Prompt {
   enum class Event {
     kNone,
     kAnswer,
-    kBack,    // to the question before
+    kBack,    // to the previous question
     kCancel,  // the user ends the dialog
   };
   Event Press(const Key& key);
 
-  // After kAnswer: as ConfigDialog::Answer takes it.
+  // After kAnswer: the text for ConfigDialog::Answer.
   std::string answer() const;
-  // The answer was refused: shows why until the next key.
+  // Shows why the answer was refused, until the next key.
   void Refuse(absl::string_view why) { refusal_ = std::string(why); }
 
-  // The picture, each line at most `width` columns.
+  // Returns the picture, with lines of at most `width` columns.
   std::vector<PromptLine> Lines(size_t width) const;
-  // Where the cursor is in Lines: for a line to write; nullopt: nowhere.
+  // The place of the cursor in Lines, for a line to write; nullopt: no cursor.
   struct Place {
     size_t row = 0, column = 0;
   };
   std::optional<Place> Cursor(size_t width) const;
 
-  // The line that remains of it: question and answer.
+  // Returns the line that stays on the screen afterwards: question and answer.
   std::string Settled() const;
 
  private:
@@ -92,17 +92,17 @@ class Prompt {
 
   const DialogQuestion question_;
   const int number_;
-  size_t chosen_ = 0;  // a list's
-  std::string text_;   // a line's, and the byte before which the cursor is
+  size_t chosen_ = 0;  // for a list
+  std::string text_;   // for a line; then the byte before which the cursor is
   size_t at_ = 0;
   std::string refusal_;
 };
 
-// A choice as text: its value and what it means.
+// Formats a choice: its value and what it means.
 std::string ChoiceText(const DialogQuestion& question, size_t index);
 
-// Text in lines of at most `width` columns, broken at blanks where there are any; one column for
-// each character.
+// Breaks text into lines of at most `width` columns, at blanks if there are any; each character
+// counts as one column.
 std::vector<std::string> WrapText(absl::string_view text, size_t width);
 
 }  // namespace muster::client

@@ -76,7 +76,7 @@ DialogQuestion List() {
           .suggestion = "several"};
 }
 
-// Presses the keys that these bytes are; returns the last event.
+// Presses the keys that these bytes encode; returns the last event.
 Event Press(Prompt& prompt, const std::string& bytes) {
   KeyReader keys;
   keys.Add(bytes);
@@ -136,7 +136,7 @@ TEST(Prompt, Text_IsEdited) {
   Press(prompt,
         "ab\xc3\xa4"
         "d");
-  Press(prompt, "\x1b[D\x7f");  // the umlaut goes as a whole
+  Press(prompt, "\x1b[D\x7f");  // the umlaut is erased as a whole
   EXPECT_EQ(prompt.answer(), "abd");
   Press(prompt, "\x1b[Hx\x1b[3~");
   EXPECT_EQ(prompt.answer(), "xbd");
@@ -164,7 +164,7 @@ TEST(Prompt, Text_ShowsThePartAroundTheCursor) {
   EXPECT_EQ(prompt.Cursor(13)->column, 2u);
 }
 
-// A file that was pasted by mistake: it is drawn at once.
+// A file that was pasted by mistake is drawn at once.
 TEST(Prompt, LongText_IsMeasuredOnce) {
   Prompt prompt({.text = "Name?"}, 1);
   prompt.Press({Key::Kind::kText, std::string(300'000, 'a')});

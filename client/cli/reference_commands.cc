@@ -11,7 +11,7 @@
 namespace muster::client {
 namespace {
 
-// muster(1) first.
+// Begins with muster(1).
 absl::Status WritePages(const std::string& folder, const std::vector<CommandSpec>& commands) {
   absl::Status status = MakeDirectories(folder);
   if (status.ok()) {

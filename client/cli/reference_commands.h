@@ -10,7 +10,7 @@
 
 namespace muster::client {
 
-// Every command, a group before its members.
+// Returns every command, a group before its members.
 using DescribeCommands = std::function<std::vector<CommandSpec>()>;
 
 // `muster completion bash|zsh|fish`: prints the script with which a shell completes commands.

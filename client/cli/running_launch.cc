@@ -35,9 +35,9 @@ using nlohmann::json;
 constexpr char kNote[] = ".json";
 constexpr char kSocket[] = ".sock";
 constexpr char kToken[] = ".token";
-// No other file is touched: the user's own folder may be the one that is named.
+// Other files are not touched, because the named folder may be one of the user's own.
 constexpr char kPrefix[] = "muster-";
-constexpr size_t kHexSize = 8;  // of RandomHex
+constexpr size_t kHexSize = 8;  // as in RandomHex
 constexpr size_t kNameSize = sizeof(kPrefix) - 1 + kHexSize;
 constexpr int kTries = 100;
 constexpr int64_t kLongestNote = 64 << 10;
@@ -45,32 +45,32 @@ constexpr int64_t kLongestNote = 64 << 10;
 // A folder that may be used.
 struct Place {
   std::string folder;
-  std::string parent = {};  // must be this user's too; empty: any
+  std::string parent = {};  // must belong to this user, too; empty: any
 };
 
-// Without a slash at the end, which would follow a link.
+// Removes a slash at the end, which would follow a link.
 std::string Plain(const std::filesystem::path& path) {
   std::string folder = path.lexically_normal().string();
   while (folder.size() > 1 && folder.back() == '/') folder.pop_back();
   return folder;
 }
 
-// The best one first.
+// Returns the folders, the best one first.
 std::vector<Place> Places(const std::map<std::string, std::string>& variables,
                           const LaunchSystem& system) {
   if (const std::string own = Variable(variables, "MUSTER_RUNTIME_DIR"); !own.empty()) {
-    // Processes with other working directories get the address, so it must be absolute.
+    // The address is given to processes with other working directories, so it must be absolute.
     std::error_code error;
     return {{.folder = Plain(std::filesystem::absolute(own, error))}};
   }
   const std::string name = absl::StrCat("muster-", geteuid());
   std::vector<Place> places = {{.folder = JoinPath(system.tmp, name)}};
-  // After /tmp: it is removed when the user logs out, and jobs continue. Not the one that `sudo -E`
-  // brought along from another user.
+  // After /tmp, because it is removed when the user logs out, and jobs continue. Not the one that
+  // `sudo -E` took over from another user.
   if (const std::string run = Variable(variables, "XDG_RUNTIME_DIR"); absl::StartsWith(run, "/")) {
     places.push_back({.folder = JoinPath(Plain(run), "muster"), .parent = Plain(run)});
   }
-  // Last: not every shell of a user has the same one.
+  // Last, because not all shells of a user have the same one.
   if (const std::string temp = Variable(variables, "TMPDIR");
       absl::StartsWith(temp, "/") && Plain(temp) != system.tmp) {
     places.push_back({.folder = JoinPath(Plain(temp), name)});
@@ -78,7 +78,8 @@ std::vector<Place> Places(const std::map<std::string, std::string>& variables,
   return places;
 }
 
-// OK if `folder` is this user's and no other user can enter it (or, for a `parent`, change it).
+// Returns OK if `folder` belongs to this user and no other user can enter it (or, for a `parent`,
+// change it).
 absl::Status CheckPrivate(const std::string& folder, mode_t closed = 077) {
   struct stat info {};
   // Not through a symbolic link, which another user may have created.
@@ -97,7 +98,7 @@ absl::Status CheckPrivate(const std::string& folder, mode_t closed = 077) {
 }
 
 absl::Status MakePrivate(const Place& place) {
-  // With room for the longest name and the zero at the end.
+  // Includes the longest name and the NUL at the end.
   if (place.folder.size() + 1 + kNameSize + sizeof(kSocket) > sizeof(sockaddr_un::sun_path)) {
     return absl::InvalidArgumentError(
         absl::StrCat(place.folder, ": the path is too long for a socket"));
@@ -109,7 +110,7 @@ absl::Status MakePrivate(const Place& place) {
   return CheckPrivate(place.folder);
 }
 
-// False, and errno, if it is not had at once.
+// Returns false and sets errno if the lock is not free now.
 bool LockNote(int fd, const LaunchSystem& system) {
   const auto lock = system.lock != nullptr ? system.lock : ::flock;
   int result;
@@ -142,7 +143,7 @@ std::string Text(const json& note, const char* name) {
   return it != note.end() && it->is_string() ? it->get<std::string>() : "";
 }
 
-// The launches that live, after removing what is left of the others.
+// Returns the launches that live, after removing the files of the others.
 std::vector<RunningLaunch> Read(const std::string& folder, const LaunchSystem& system) {
   std::vector<RunningLaunch> launches;
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(folder);
@@ -151,20 +152,20 @@ std::vector<RunningLaunch> Read(const std::string& folder, const LaunchSystem& s
     absl::string_view stem = name;
     if (!absl::ConsumeSuffix(&stem, kNote) || !IsOurs(stem)) continue;
     const std::string path = JoinPath(folder, name);
-    // For writing: NFS locks no file for one writer that is open for reading.
+    // Open for writing, because NFS does not lock a file exclusively that is open for reading only.
     const int fd = open(path.c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
     if (fd < 0) continue;
     const bool dead = LockNote(fd, system);
     const bool alive = !dead && errno == EWOULDBLOCK;
     const auto unlock = absl::MakeCleanup([fd] { close(fd); });
-    // Without file locks this is unknown.
+    // Without file locks this is not known.
     if (!dead && !alive) continue;
     const absl::StatusOr<std::string> text = ReadFile(path, kLongestNote);
     if (!text.ok() || text->empty()) continue;
     const absl::StatusOr<json> note = ParseJson(*text, path);
     if (!note.ok() || !note->is_object()) continue;
-    // Several machines may share the folder: some servers' locks hold on one machine only, and a
-    // process of another one cannot be reached at its socket.
+    // Several machines may share the folder: the locks of some servers hold on one machine only,
+    // and a process of another machine cannot be reached through its socket.
     if (Text(*note, "host") != HostName(system)) continue;
     if (dead) {
       RemoveFiles(JoinPath(folder, stem));
@@ -185,7 +186,7 @@ std::vector<RunningLaunch> Read(const std::string& folder, const LaunchSystem& s
   return launches;
 }
 
-// In one piece: a reader sees nothing or all of it.
+// Writes it in one piece: a reader sees nothing or all of it.
 absl::Status WriteNote(int fd, const json& note, const std::string& path) {
   const std::string text = note.dump(-1, ' ', false, json::error_handler_t::replace);
   const ssize_t written = pwrite(fd, text.data(), text.size(), 0);
@@ -208,14 +209,16 @@ absl::StatusOr<std::unique_ptr<LaunchRecord>> LaunchRecord::CreateIn(const std::
       return absl::ErrnoToStatus(errno, absl::StrCat("no room for a launch in ", folder));
     }
     const std::string host = HostName(system);
-    // Before the lock: a launch of another machine must not take it for its own dead one.
+    // Before the lock, because a launch of another machine must not take the note for a dead one of
+    // its own.
     absl::Status status = WriteNote(note, {{"host", host}}, path);
     if (status.ok()) {
       struct stat info {};
       if (LockNote(note, system)) {
-        // A process that looks for dead launches may have locked it first, and mistaken it for one.
+        // A process that looks for dead launches may have locked the note first, and taken it for
+        // one.
         if (fstat(note, &info) == 0 && info.st_nlink > 0) {
-          // systemd-tmpfiles, which removes what is old from /tmp, leaves out a folder with a lock.
+          // systemd-tmpfiles, which removes old files from /tmp, skips a folder with a lock.
           const int lock = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
           if (lock >= 0) flock(lock, LOCK_SH | LOCK_NB);
           return std::unique_ptr<LaunchRecord>(new LaunchRecord(stem, host, note, lock));

@@ -15,38 +15,38 @@
 
 namespace muster::client {
 
-// What reaches the coordinator of a `muster launch` that runs on this machine.
+// How to reach the coordinator of a `muster launch` that runs on this machine.
 struct RunningLaunch {
   std::string job;
   int64_t pid = 0;
   absl::Time started = absl::InfinitePast();
-  std::string address;  // of its coordinator
-  // The credentials that its coordinator requires; empty: none.
+  std::string address;  // the coordinator's
+  // The credentials that the coordinator requires; empty: none.
   std::string token_file = {};
   rpc::TlsFiles tls = {};
 };
 
-// Replaces the system in tests.
+// System functions that tests replace.
 struct LaunchSystem {
   std::string tmp = "/tmp";
   std::string host = {};                   // empty: this machine's name
   int (*lock)(int fd, int how) = nullptr;  // null: flock
 };
 
-// What one launch keeps in a folder that its user alone can enter (mode 0700): the socket of its
-// coordinator, a token, and a note by which the same user's `muster status` and its like find it.
-// All of it goes with the record; what a killed launch leaves is removed by the next one on the
-// same machine that looks into the folder. Other files there, and the launches of other machines,
-// are left alone. Not thread-safe.
+// The files that one launch keeps in a folder that only its user can enter (mode 0700): the socket
+// of its coordinator, a token, and a note by which the same user's `muster status` and similar
+// commands find it. All of them are removed with the record; those of a killed launch are removed
+// by the next one on the same machine that looks into the folder. Other files there, and the
+// launches of other machines, are left alone. Not thread-safe.
 //
-// The folder is $MUSTER_RUNTIME_DIR, if that is set. Else the first that can be had and is this
-// user's alone of /tmp/muster-UID, $XDG_RUNTIME_DIR/muster and $TMPDIR/muster-UID. A folder that
-// belongs to another user, or that other users can enter, is refused: its owner could impersonate
-// the coordinator.
+// The folder is $MUSTER_RUNTIME_DIR, if that is set. Else the first of /tmp/muster-UID,
+// $XDG_RUNTIME_DIR/muster and $TMPDIR/muster-UID that is usable and private to this user. A folder
+// that belongs to another user, or that other users can enter, is refused: its owner could
+// impersonate the coordinator.
 class LaunchRecord {
  public:
-  // Errors: PERMISSION_DENIED for a folder that is not this user's alone, INVALID_ARGUMENT for one
-  // whose name is too long for a socket, FAILED_PRECONDITION for one without locks, or what the
+  // Errors: PERMISSION_DENIED for a folder that is not private to this user, INVALID_ARGUMENT for
+  // one whose name is too long for a socket, FAILED_PRECONDITION for one without locks, or what the
   // system says; all name the folders and MUSTER_RUNTIME_DIR.
   static absl::StatusOr<std::unique_ptr<LaunchRecord>> Create(
       const std::map<std::string, std::string>& variables, const LaunchSystem& system = {});
@@ -54,12 +54,12 @@ class LaunchRecord {
   LaunchRecord(const LaunchRecord&) = delete;
   LaunchRecord& operator=(const LaunchRecord&) = delete;
 
-  // Where the coordinator may listen: a path that is short enough for a socket. Nothing is there
+  // A path at which the coordinator may listen, short enough for a socket. Nothing exists there
   // yet.
   std::string socket_path() const;
-  // Makes a file with a fresh token, mode 0600, and returns its path. Once.
+  // Makes a file with a new token, mode 0600, and returns its path. Call it once.
   absl::StatusOr<std::string> MakeToken();
-  // From now on others see `launch`.
+  // From now on, other processes find `launch`.
   absl::Status Publish(const RunningLaunch& launch);
 
  private:
@@ -68,14 +68,14 @@ class LaunchRecord {
   static absl::StatusOr<std::unique_ptr<LaunchRecord>> CreateIn(const std::string& folder,
                                                                 const LaunchSystem& system);
 
-  const std::string stem_;  // of the files' paths
+  const std::string stem_;  // the beginning of the files' paths
   const std::string host_;
-  const int note_;    // holds the lock by which others see that this launch lives
+  const int note_;    // holds the lock by which other processes see that this launch lives
   const int folder_;  // holds a shared lock; below 0: could not be opened
 };
 
-// The launches of this user that run on this machine, oldest first. `looked_in` (may be null) gets
-// the folders. Never fails: a folder that is not private to this user is ignored.
+// Returns the launches of this user that run on this machine, oldest first. `looked_in` (may be
+// null) receives the folders. Never fails: a folder that is not private to this user is ignored.
 std::vector<RunningLaunch> ListRunningLaunches(const std::map<std::string, std::string>& variables,
                                                std::vector<std::string>* looked_in = nullptr,
                                                const LaunchSystem& system = {});

@@ -105,7 +105,7 @@ TEST_F(RunningLaunchTest, SocketPath_FitsASocket) {
   auto record = Create();
   EXPECT_THAT(record->socket_path(), StartsWith(folder_ + "/"));
   EXPECT_LT(record->socket_path().size(), 108u);
-  // The longest folder that is taken, and one more.
+  // The longest folder that is accepted, and one that is longer by a byte.
   for (const bool fits : {true, false}) {
     const std::string folder =
         temp_ + "/" + std::string(107 - 21 - temp_.size() - (fits ? 1 : 0), 'x');
@@ -170,7 +170,7 @@ TEST_F(RunningLaunchTest, FolderThatOthersMayEnter_IsRefusedAndTellsNothing) {
 }
 
 TEST_F(RunningLaunchTest, FolderOfAnotherUserOrALinkToOne_IsRefused) {
-  // Root creates one; other users find one.
+  // Root creates a foreign folder; other users find one.
   std::string foreign = "/root";
   if (geteuid() == 0) {
     foreign = temp_ + "/foreign";
@@ -211,12 +211,12 @@ TEST_F(RunningLaunchTest, WithoutAFolderOfItsOwn_TheFirstThatThisUserHasAloneIsU
   const auto first = Create();
   EXPECT_THAT(first->socket_path(), StartsWith(tmp + "/"));
   ASSERT_TRUE(first->Publish(Of("first", 1)).ok());
-  // Others may enter it.
+  // Other users may enter it.
   ASSERT_EQ(chmod(tmp.c_str(), 0755), 0);
   const auto second = Create();
   EXPECT_THAT(second->socket_path(), StartsWith(run + "/"));
   ASSERT_TRUE(second->Publish(Of("second", 2)).ok());
-  // Others may change what is in it.
+  // Other users may change its content.
   ASSERT_EQ(chmod((temp_ + "/run").c_str(), 0777), 0);
   const auto third = Create();
   EXPECT_THAT(third->socket_path(), StartsWith(other + "/"));
@@ -245,7 +245,7 @@ TEST_F(RunningLaunchTest, FilesOfTheUser_AreLeftAlone) {
       ASSERT_TRUE(WriteFileAtomically(folder_ + "/" + names.back(), "{}").ok());
     }
   }
-  // Named like a launch's, but no note of one.
+  // A file with the name of a launch's, but not a note of one.
   names.push_back("muster-01234567.json");
   ASSERT_TRUE(WriteFileAtomically(folder_ + "/" + names.back(), R"({"a": 1})").ok());
   Create();
@@ -277,7 +277,7 @@ TEST_F(RunningLaunchTest, FolderWithoutLocks_IsRefusedAndKeepsWhatIsThere) {
   EXPECT_THAT(Jobs(), ElementsAre("digits"));
 }
 
-// By which systemd-tmpfiles knows what not to remove.
+// The lock keeps systemd-tmpfiles from removing it.
 TEST_F(RunningLaunchTest, Folder_IsLockedAsLongAsALaunchLives) {
   auto first = Create(), second = Create();
   const int fd = open(folder_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -300,7 +300,7 @@ TEST_F(RunningLaunchTest, LaunchesOfAnotherMachine_AreNeitherListedNorRemoved) {
   EXPECT_THAT(Jobs(), ElementsAre("there"));
   system_.host = "";
   EXPECT_THAT(Jobs(), ElementsAre("here"));
-  // One that has died.
+  // A launch that has died.
   ASSERT_TRUE(WriteFileAtomically(folder_ + "/muster-01234567.json", R"({"host": "x"})").ok());
   Create();
   EXPECT_THAT(Jobs(), ElementsAre("here"));
@@ -319,7 +319,7 @@ TEST_F(RunningLaunchTest, NotesThatCannotBeRead_AreLeftOut) {
     const std::string path = absl::StrCat(folder_, "/muster-0000000", number++, ".json");
     ASSERT_TRUE(WriteFileAtomically(path, text).ok());
     const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    ASSERT_EQ(flock(fd, LOCK_EX), 0);  // as one that lives
+    ASSERT_EQ(flock(fd, LOCK_EX), 0);  // held as by a living launch
     held.push_back(fd);
   }
   EXPECT_THAT(Jobs(), ElementsAre("digits"));

@@ -32,13 +32,14 @@ using nlohmann::ordered_json;
 constexpr size_t kRanksOfCall = 64;
 constexpr absl::Duration kCaptureTimeout = absl::Seconds(10);
 
-// Two stacks with equal keys are of processes at the same place: the frames of the first thread,
-// then those of the others in any order, each place once. For a thread with Python frames, only
-// these count: at one line of Python, the interpreter may be anywhere in its native code.
+// Two stacks with equal keys belong to processes at the same place. The key has the frames of the
+// first thread, then those of the others in any order, each place once. If a thread has Python
+// frames, only these count: at one line of Python, the interpreter may be anywhere in its native
+// code.
 std::string KeyOf(const v1::RankStack& stack) {
   if (!stack.missing().empty()) return absl::StrCat("missing ", stack.missing());
   std::vector<std::string> places;
-  bool is_python = false;  // the thread
+  bool is_python = false;  // the current thread
   for (const absl::string_view line : absl::StrSplit(stack.worker().native_stack(), '\n')) {
     const absl::string_view text = absl::StripLeadingAsciiWhitespace(line);
     if (absl::StartsWith(text, "thread")) {
@@ -56,10 +57,10 @@ std::string KeyOf(const v1::RankStack& stack) {
   return absl::StrJoin(places, "\n");
 }
 
-// More than a job has: launch and submit take at most a million processes.
+// More ranks than a job has: launch and submit take at most a million processes.
 constexpr int kMaxRanks = 1 << 20;
 
-// "0,3-5" as numbers. Errors: INVALID_ARGUMENT.
+// Parses "0,3-5" into numbers. Errors: INVALID_ARGUMENT.
 absl::StatusOr<std::vector<int>> ParseRanks(const std::string& text) {
   std::vector<int> ranks;
   for (const absl::string_view part : absl::StrSplit(text, ',')) {
@@ -77,7 +78,7 @@ absl::StatusOr<std::vector<int>> ParseRanks(const std::string& text) {
   return ranks;
 }
 
-// `ranks` of `group`, or all if there are none.
+// Captures `ranks` of `group`, or all if `ranks` is empty.
 absl::Status Capture(const Connection& connection, const std::string& group,
                      const std::vector<int>& ranks, std::vector<v1::RankStack>* stacks) {
   const auto stub = v1::Membership::NewStub(connection.channel);
@@ -99,7 +100,7 @@ absl::Status Capture(const Connection& connection, const std::string& group,
   return absl::OkStatus();
 }
 
-// Of a line of a stack what a person reads.
+// Returns the part of a stack's line that people read.
 std::string ReadableLine(absl::string_view line) {
   return Printable(
       absl::StrReplaceAll(
@@ -109,7 +110,7 @@ std::string ReadableLine(absl::string_view line) {
       /*max_bytes=*/1000);
 }
 
-// A thread that waits for work in a library: most threads of every process do.
+// Whether a thread waits for work in a library, as most threads of every process do.
 bool IsIdle(const std::vector<absl::string_view>& thread) {
   static constexpr absl::string_view kIdleIn[] = {"grpc_core::Executor::ThreadMain",
                                                   "grpc_event_engine::",
@@ -132,7 +133,7 @@ bool IsIdle(const std::vector<absl::string_view>& thread) {
 
 // Lines of a stack come from a process of the job: they must not control the terminal.
 std::string StackText(absl::string_view stack, bool all_threads) {
-  // The lines before the first thread, then those of each.
+  // First the lines before the first thread, then those of each thread.
   std::vector<std::vector<absl::string_view>> parts(1);
   for (const absl::string_view line : absl::StrSplit(stack, '\n', absl::SkipEmpty())) {
     if (absl::StartsWith(absl::StripLeadingAsciiWhitespace(line), "thread")) parts.emplace_back();
@@ -263,7 +264,7 @@ int RunStacksCommand(const std::vector<std::string>& args, const CommandContext&
   std::vector<v1::RankStack> stacks;
   const absl::Status status = Capture(connection, *group, ranks, &stacks);
   if (!status.ok()) {
-    // A rank that the job does not have is the command line's mistake.
+    // A rank that the job does not have is a mistake in the command line.
     if (rpc::GetReason(status) == v1::ERROR_REASON_BAD_FIELD) {
       return Fail(spec, context, status, kExitUsage);
     }

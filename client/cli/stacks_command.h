@@ -9,17 +9,17 @@
 
 namespace muster::client {
 
-// `muster stacks JOB`: where the processes of a running job are. Returns the exit code.
+// `muster stacks JOB`: the stacks of a running job's processes. Returns the exit code.
 int RunStacksCommand(const std::vector<std::string>& args, const CommandContext& context);
 
-// Ranks whose threads are in the same functions, in the order of the first of each. Numbers of
-// processes and threads, states, and how many threads are at a place make no difference.
+// Ranks whose threads are in the same functions; groups are in the order of their first ranks. Ids
+// of processes and threads, states, and how many threads are at a place are ignored.
 struct StackGroup {
   std::vector<int> rows;  // indices into the stacks
 };
 std::vector<StackGroup> GroupStacks(const std::vector<v1::RankStack>& stacks);
 
-// "0-2,5": sorted numbers as people write them.
+// Formats sorted numbers for people: "0-2,5".
 std::string RanksText(const std::vector<int>& ranks);
 
 }  // namespace muster::client

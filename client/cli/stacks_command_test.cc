@@ -80,7 +80,7 @@ TEST(StacksCommand, WrongOptions_AreNamed) {
   };
   EXPECT_THAT(run({}), HasSubstr("write muster stacks JOB"));
   EXPECT_THAT(run({"j", "--rank", "3-1"}), HasSubstr("--rank 3-1: write ranks such as"));
-  // The last one is the largest number that the reader could hold: counting up to it never ended.
+  // The last one is the largest number that the reader can hold: counting up to it never ended.
   for (const char* ranks : {"99999999999", "0-9999999", "2147483647"}) {
     EXPECT_THAT(run({"j", "--rank", ranks}),
                 HasSubstr("write ranks such as 3 or 0,4-7, from 0 to 1048575"))

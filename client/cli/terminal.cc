@@ -17,7 +17,7 @@ namespace muster::client {
 namespace {
 
 constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT};
-constexpr int kEscapeMillis = 50;  // within which the rest of a key's bytes arrives
+constexpr int kEscapeMillis = 50;  // in which the rest of a key's bytes arrives
 
 volatile sig_atomic_t g_signal = 0;
 
@@ -35,7 +35,7 @@ absl::StatusOr<std::unique_ptr<Terminal>> Terminal::Open(int in, int out) {
 
 Terminal::Terminal(int in, int out, const termios& mode) : in_(in), out_(out), mode_(mode) {
   g_signal = 0;
-  // Blocked except while Read waits, so that none is missed between a look and the wait.
+  // Blocked except while Read waits, so that no signal is missed between a check and the wait.
   sigset_t blocked;
   sigemptyset(&blocked);
   for (const int signal : kSignals) sigaddset(&blocked, signal);
@@ -74,7 +74,7 @@ void Terminal::Write(const std::string& bytes) {
   for (absl::string_view rest = bytes; !rest.empty();) {
     const ssize_t written = write(out_, rest.data(), rest.size());
     if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) return;  // the reader is gone, which Read notices
+    if (written <= 0) return;  // the reader is gone, as Read will notice
     rest.remove_prefix(written);
   }
 }
@@ -139,7 +139,7 @@ void Terminal::Draw(const std::vector<PromptLine>& lines, std::optional<Prompt::
 
 void Terminal::Settle(const std::string& text) {
   std::string bytes = Erased();
-  if (!text.empty()) absl::StrAppend(&bytes, text, "\n");  // the mode turns it into two
+  if (!text.empty()) absl::StrAppend(&bytes, text, "\n");  // the terminal's mode makes "\r\n" of it
   Write(bytes);
 }
 

@@ -15,35 +15,36 @@
 
 namespace muster::client {
 
-// A terminal that hands over each key and on which a picture is drawn again and again. The mode,
-// the cursor and the signals' actions are put back when it is destroyed, and while it is suspended.
-// One at a time in a process, and only in its main thread: it handles SIGINT, SIGTERM, SIGHUP and
+// A terminal that delivers each key and on which a picture is drawn again and again. Its mode, its
+// cursor and the signals' actions are restored when it is destroyed, and while it is suspended. One
+// at a time in a process, and only in its main thread: it handles SIGINT, SIGTERM, SIGHUP and
 // SIGQUIT unless they are ignored.
 class Terminal {
  public:
-  // Errors: FAILED_PRECONDITION if one of the descriptors is no terminal.
+  // Errors: FAILED_PRECONDITION if one of the descriptors is not a terminal.
   static absl::StatusOr<std::unique_ptr<Terminal>> Open(int in, int out);
   ~Terminal();
   Terminal(const Terminal&) = delete;
   Terminal& operator=(const Terminal&) = delete;
 
   struct Input {
-    std::optional<Key> key;  // nullopt: there is none any more
-    int signal = 0;          // because of this one; 0: the terminal is gone
+    std::optional<Key> key;  // nullopt: there are no more keys
+    int signal = 0;          // the signal that ended the input; 0: the terminal is gone
   };
   // Blocks until a key is pressed or a signal arrives.
   Input Read();
 
-  // What there is room for; the last column stays free.
+  // The usable size; the last column stays free.
   size_t columns() const;
   size_t rows() const;
 
-  // Draws over the picture before.
+  // Draws over the previous picture.
   void Draw(const std::vector<PromptLine>& lines, std::optional<Prompt::Place> cursor);
   // Replaces the picture by text that stays.
   void Settle(const std::string& text);
 
-  // Stops this process as Ctrl-Z does, with the terminal put back. Returns when it goes on.
+  // Stops this process as Ctrl-Z does, with the terminal restored. Returns when the process
+  // continues.
   void Suspend();
 
  private:
@@ -51,15 +52,15 @@ class Terminal {
   void Enter();
   void Leave();
   void Write(const std::string& bytes);
-  // What removes the picture, with the cursor at the beginning of its first line.
+  // Returns the text that removes the picture, with the cursor at the beginning of its first line.
   std::string Erased();
 
   const int in_, out_;
-  const termios mode_;  // as it was
+  const termios mode_;  // the original mode
   struct sigaction actions_[4];
-  sigset_t mask_;  // as it was
+  sigset_t mask_;  // the original mask
   KeyReader keys_;
-  size_t cursor_row_ = 0;  // the line of it in which the cursor is
+  size_t cursor_row_ = 0;  // the line of the picture in which the cursor is
 };
 
 }  // namespace muster::client

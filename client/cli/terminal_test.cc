@@ -24,7 +24,7 @@ class TerminalTest : public ::testing::Test {
   void Type(const std::string& bytes) {
     ASSERT_EQ(write(user_, bytes.data(), bytes.size()), static_cast<ssize_t>(bytes.size()));
   }
-  // What the user sees until `text` has come.
+  // Returns what the user sees until `text` has come.
   std::string See(const std::string& text) {
     std::string seen;
     while (seen.find(text) == std::string::npos) {

@@ -17,7 +17,7 @@
 namespace muster::client {
 namespace {
 
-// As docs/security.md has them.
+// The same as in docs/security.md.
 const std::vector<std::string>& Roles() {
   static const auto& roles = *new std::vector<std::string>{"view", "submit", "node", "admin"};
   return roles;

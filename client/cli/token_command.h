@@ -8,8 +8,8 @@
 
 namespace muster::client {
 
-// `muster token NAME ROLE`: makes a user's token, and the line of it for the coordinator's users
-// file (docs/security.md). Calls no coordinator. Returns the exit code.
+// `muster token NAME ROLE`: makes a user's token, and its line for the coordinator's users file
+// (docs/security.md). Calls no coordinator. Returns the exit code.
 int RunTokenCommand(const std::vector<std::string>& args, const CommandContext& context);
 
 }  // namespace muster::client

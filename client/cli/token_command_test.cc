@@ -39,7 +39,7 @@ TEST_F(TokenCommandTest, Token_IsInAClosedFile_AndItsHashInTheLine) {
   EXPECT_EQ(out_.str(),
             absl::StrCat("ann submit sha256:", absl::BytesToHexString(Sha256(*token)), "\n"));
   EXPECT_EQ(out_.str().find(*token), std::string::npos);
-  // A token that is in use is not lost by a repetition.
+  // A token that is in use is not lost when the command is repeated.
   EXPECT_EQ(Run({"ann", "submit", "--out", file_}), kExitConflict);
   EXPECT_THAT(err_.str(), HasSubstr("already exists"));
   EXPECT_EQ(*rpc::ReadToken(file_, "token_file"), *token);

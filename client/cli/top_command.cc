@@ -36,7 +36,7 @@ namespace {
 
 constexpr absl::Duration kLeastInterval = absl::Milliseconds(100);
 
-// Steps per second between two moments; empty: not known.
+// Returns the steps per second between two moments; empty: not known.
 std::string RateText(int64_t now, std::optional<int64_t> before, absl::Duration passed) {
   // A new generation begins from a checkpoint: its first difference is not its speed.
   if (!before.has_value() || passed <= absl::ZeroDuration() || now < *before) return "";
@@ -64,7 +64,7 @@ void AddTable(const std::vector<std::vector<std::string>>& rows, std::vector<std
 
 bool HasEnded(const v1::JobStatus& job) { return job.rendezvous_state() == "CLOSED"; }
 
-// Without those that have ended: records of weeks would leave no room for what runs.
+// Omits jobs that have ended: records of weeks would leave no room for the running ones.
 void AddJobs(const TopSample& now, const TopSample* before, std::vector<std::string>* lines) {
   std::vector<std::vector<std::string>> rows = {
       {"JOB", "GENERATION", "STATE", "RANKS", "STEP", "STEPS/S", "NOTE"}};
@@ -123,7 +123,7 @@ void AddRanks(const TopSample& now, const TopSample* before, std::vector<std::st
   AddTable(rows, lines);
 }
 
-// The job whose ranks are of interest if none was named: the only one that runs.
+// Returns the job whose ranks are shown if none was named: the only running one.
 std::string OnlyJob(const v1::StatusReply& status) {
   std::string only;
   for (const v1::JobStatus& job : status.jobs()) {
@@ -156,7 +156,7 @@ absl::Status Read(const Connection& connection, const std::string& wanted, TopSa
       listed = absl::OkStatus();
     }
   }
-  // It may have been removed since.
+  // The job may have been removed since.
   if (wanted.empty() && absl::IsNotFound(listed)) {
     sample->group.clear();
     return absl::OkStatus();
@@ -166,13 +166,13 @@ absl::Status Read(const Connection& connection, const std::string& wanted, TopSa
   return absl::IsNotFound(reported) ? absl::OkStatus() : reported;
 }
 
-// Waits for `interval`. True: whatever reads the pictures has gone.
+// Waits for `interval`. Returns true if the reader of the pictures has gone.
 bool ReaderLeft(absl::Duration interval) {
   pollfd reader = {STDOUT_FILENO, 0, 0};
   return poll(&reader, 1, static_cast<int>(absl::ToInt64Milliseconds(interval))) > 0;
 }
 
-// Over the picture before it, without a flash.
+// Draws over the previous picture, without flicker.
 void Draw(std::ostream& out, const std::vector<std::string>& lines, bool terminal) {
   if (terminal) out << "\x1b[H";
   for (const std::string& line : lines) out << line << (terminal ? "\x1b[K\n" : "\n");

@@ -12,23 +12,23 @@
 
 namespace muster::client {
 
-// `muster top [JOB]`: jobs, ranks and steps per second, again and again. Returns the exit code.
+// `muster top [JOB]`: shows jobs, ranks and steps per second, periodically. Returns the exit code.
 int RunTopCommand(const std::vector<std::string>& args, const CommandContext& context);
 
-// What a coordinator said at one moment.
+// A coordinator's answers at one moment.
 struct TopSample {
-  absl::Time at;    // by the monotonic clock: rates are measured by it
+  absl::Time at;    // by the monotonic clock, by which rates are measured
   absl::Time wall;  // the time of day
   v1::StatusReply status;
-  // Of the job whose ranks are shown; empty: there is none.
+  // The group of the job whose ranks are shown; empty: none.
   std::string group;
   v1::GetMembersReply members;
   v1::StragglerReportReply stragglers;
 };
 
-// The lines of one picture, at most `height` (0: any number), each at most `width` bytes (0: any).
-// Ranks come slowest first: fewest steps, then the longest without a heartbeat. `before` is the
-// sample that rates are measured from; null: there is none yet.
+// Returns the lines of one picture, at most `height` (0: any number), each at most `width` bytes
+// (0: any). Ranks come slowest first: fewest steps, then the longest without a heartbeat. `before`
+// is the sample from which rates are measured; null: there is none yet.
 std::vector<std::string> TopLines(const TopSample& now, const TopSample* before, int width,
                                   int height);
 

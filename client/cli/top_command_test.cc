@@ -60,7 +60,7 @@ TEST(TopLines, JobsThatHaveEnded_AreCountedAndLeaveRoomForTheOthers) {
   EXPECT_THAT(lines, testing::Contains(HasSubstr("slowest first")));
 }
 
-// They would hide that one job alone runs, whose ranks are of interest.
+// The groups would hide that only one job runs, whose ranks are of interest.
 TEST(RemoveAgentGroups, OfWorkersThatAreKnown_AndNoOthers) {
   v1::StatusReply reply;
   for (const char* name : {"mnist-1.1.agents", "mnist-1.1", "python-2.1.agents", ".agents"}) {
@@ -84,7 +84,7 @@ TEST(TopLines, Rates_AreStepsSinceTheSampleBefore) {
   EXPECT_THAT(lines[8], ContainsRegex("^0 +h +RUNNING +30 +10.00 "));
 }
 
-// As by a time server, between two samples.
+// Like a time server's correction between two samples.
 TEST(TopLines, WallClockThatIsSet_ChangesNoRate) {
   const TopSample before = Sample(kStart, 10, 12);
   TopSample now = Sample(kStart + absl::Seconds(2), 30, 17);

@@ -3,7 +3,7 @@
 
 namespace muster::client {
 
-// The LibTorch that workers are linked with (third_party/torch).
+// The version of LibTorch with which workers are linked (third_party/torch).
 inline constexpr char kTorchVersion[] = "2.11.0";
 
 }  // namespace muster::client

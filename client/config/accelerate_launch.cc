@@ -30,7 +30,7 @@ using OrderedJson = nlohmann::ordered_json;
 using Launcher = AccelerateLaunch::Launcher;
 
 constexpr char kAny[] = "<any>";
-constexpr int kTooMany = 1'000'000'000;  // for any count
+constexpr int kTooMany = 1'000'000'000;  // the limit of any count
 constexpr char kDefaultPort[] = "29500";
 
 // Keys of a config file, with their type in it.
@@ -72,7 +72,7 @@ const std::map<std::string, KeyType>& FileKeys() {
   return *keys;
 }
 
-// Distributed types, and whether torchrun starts one process for each of several devices.
+// The distributed types, and whether torchrun starts one process for each of several devices.
 const std::map<std::string, bool>& DistributedTypes() {
   static const auto* const types = new std::map<std::string, bool>{
       {"NO", false},       {"MULTI_CPU", false},   {"MULTI_GPU", true},  {"MULTI_NPU", true},
@@ -253,7 +253,7 @@ const std::map<std::string, Flag>& Flags() {
 }
 
 bool IsEngineFlag(absl::string_view name) {
-  // DeepSpeed's own runner is not here.
+  // DeepSpeed's own runner does not exist here.
   for (const char* runner : {"deepspeed_hostfile", "deepspeed_exclusion_filter",
                              "deepspeed_inclusion_filter", "deepspeed_multinode_launcher"}) {
     if (name == runner) return false;
@@ -264,7 +264,7 @@ bool IsEngineFlag(absl::string_view name) {
   return name == "use_fsdp" || name == "use_deepspeed" || name == "gradient_clipping";
 }
 
-// As Python's repr() writes it: the shortest digits, with an exponent below 1e-4 and from 1e16.
+// Formats as Python's repr() does: the shortest digits, with an exponent below 1e-4 and from 1e16.
 std::string PythonFloat(double value) {
   if (std::isnan(value)) return "nan";
   if (std::isinf(value)) return value > 0 ? "inf" : "-inf";
@@ -280,12 +280,12 @@ std::string PythonFloat(double value) {
 
 std::string PythonText(const Json& value);
 
-// As Python writes it inside a list.
+// Formats as Python does inside a list.
 std::string InList(const Json& value) {
   return value.is_string() ? absl::StrCat("'", value.get<std::string>(), "'") : PythonText(value);
 }
 
-// As Python's str() writes it.
+// Formats as Python's str() does.
 std::string PythonText(const Json& value) {
   if (value.is_string()) return value.get<std::string>();
   if (value.is_null()) return "None";
@@ -323,14 +323,14 @@ std::string FlagOfKey(absl::string_view section, absl::string_view key) {
   if (prefix != kPrefixes->end() && !absl::StartsWith(key, prefix->second)) {
     name = absl::StrCat(prefix->second, key);
   }
-  // The names that `accelerate config` writes and its launcher does not read (D25).
+  // These names are written by `accelerate config`, but not read by its launcher (D25).
   if (name == "fp8_amax_history_length") return "fp8_amax_history_len";
   if (name == "fp8_amax_compute_algorithm") return "fp8_amax_compute_algo";
   if (name == "fp8_optimization_level") return "fp8_opt_level";
   return name;
 }
 
-// Whether a flag, or what is like one, is a key of a section.
+// Whether a flag, or a name like a flag's, is a key of a section.
 bool IsKeyOf(const std::string& section, const std::string& name) {
   if (section != "deepspeed_config") {
     return name == "fsdp_ignored_modules"
@@ -389,7 +389,7 @@ class Planner {
  private:
   int Int(const std::string& name) {
     const Json& value = values_[name];
-    int64_t number = 0;  // one in quotes, in a section
+    int64_t number = 0;  // a quoted number, in a section
     if (value.is_number()) {
       number = value.get<int64_t>();
     } else if (value.is_string() && !absl::SimpleAtoi(value.get<std::string>(), &number)) {
@@ -502,7 +502,7 @@ class Planner {
         const std::optional<bool> value = ParseBoolWord(text);
         if (!value.has_value()) return bad("true or false");
         if (flag.type == Flag::Type::kBool) return Json(*value);
-        return Json(*value ? 1 : 0);  // as the release writes it
+        return Json(*value ? 1 : 0);  // the form in which the release writes it
       }
       case Flag::Type::kBoolWords: {
         Json list = Json::array();
@@ -535,7 +535,7 @@ class Planner {
           "--multi_gpu needs at least 2 processes: raise --num_processes, or leave --multi_gpu "
           "out");
     }
-    // The release means to check the version, too, but compares a text with a number.
+    // The release intends to check the version, too, but compares a text with a number.
     if (IsPythonTrue(values_["use_parallelism_config"]) &&
         (!IsPythonTrue(values_["use_fsdp"]) || values_["fsdp_version"] == "1")) {
       return absl::InvalidArgumentError(
@@ -544,7 +544,7 @@ class Planner {
     return absl::OkStatus();
   }
 
-  // Takes from the file what no flag gives.
+  // Takes settings that no flag gives from the file.
   absl::Status AddFile() {
     const OrderedJson& file = config_->values;
     const std::string type = file.at("distributed_type");
@@ -570,7 +570,7 @@ class Planner {
         values_[key] = Json(value);
       }
     }
-    // On one machine, by a flag, the file's place among several says nothing.
+    // If a flag says that there is one machine, the file's place among several is ignored.
     if (typed_.contains("num_machines") && Int("num_machines") == 1 &&
         !typed_.contains("machine_rank")) {
       values_["machine_rank"] = 0;
@@ -608,7 +608,7 @@ class Planner {
     if (values_["use_cpu"].is_null()) values_["use_cpu"] = values_["cpu"];
     if (values_["num_machines"].is_null()) values_["num_machines"] = 1;
     if (values_["machine_rank"].is_null()) values_["machine_rank"] = 0;
-    // As many as there are devices; a machine without any starts one process.
+    // As many as there are devices; a machine without devices starts one process.
     if (values_["num_processes"].is_null()) values_["num_processes"] = 0;
     if (values_["mixed_precision"].is_null()) values_["mixed_precision"] = "no";
     if (values_["dynamo_backend"].is_null()) values_["dynamo_backend"] = "no";
@@ -634,7 +634,7 @@ class Planner {
           absl::StrCat("machine_rank: ", rank, " is not allowed: with num_machines ", machines,
                        " it must be from 0 to ", machines - 1));
     }
-    // The release drops the rest in silence (D27).
+    // The release silently drops the rest (D27).
     if (machines > 1 && Int("num_processes") % machines != 0) {
       return absl::InvalidArgumentError(absl::StrCat("num_processes: ", Int("num_processes"),
                                                      " processes cannot be divided evenly among ",
@@ -643,7 +643,7 @@ class Planner {
     return absl::OkStatus();
   }
 
-  // A count; none if the variable is not set or negative.
+  // Returns a count; none if the variable is not set or negative.
   absl::StatusOr<std::optional<int>> Variable(const char* name) const {
     const auto it = variables_.find(name);
     if (it == variables_.end()) return std::optional<int>();
@@ -773,7 +773,7 @@ class Planner {
     return absl::OkStatus();
   }
 
-  // 0: a free one.
+  // 0: chooses a free one.
   std::string Port() {
     if (values_["main_process_port"].is_null()) return kDefaultPort;
     return Int("main_process_port") == 0 ? kAny : Text("main_process_port");
@@ -823,7 +823,7 @@ class Planner {
       return absl::InvalidArgumentError(
           absl::StrCat("fsdp_version: ", version, " is not allowed: it must be 1 or 2"));
     }
-    // Version 2 has no such setting any more.
+    // Version 2 no longer has this setting.
     if (version == "1" && IsPythonTrue(values_["fsdp_cpu_ram_efficient_loading"]) &&
         !IsPythonTrue(values_["fsdp_sync_module_states"])) {
       return absl::InvalidArgumentError(
@@ -856,7 +856,7 @@ class Planner {
     Export("ACCELERATE_USE_MEGATRON_LM", "true");
     constexpr absl::string_view kPrefix = "megatron_lm_";
     for (const auto& [name, value] : values_) {
-      // A section may have other keys, which the release does not hand on.
+      // A section may have other keys, which the release does not pass on.
       if (!absl::StartsWith(name, kPrefix) || !Flags().contains(name) || value.is_null()) continue;
       Export(absl::AsciiStrToUpper(name), PythonText(value));
     }
@@ -864,7 +864,7 @@ class Planner {
 
   absl::Status Parallelism() {
     if (!IsPythonTrue(values_["use_parallelism_config"])) return absl::OkStatus();
-    // Accelerate compares some with 1, and its processes read the others as numbers.
+    // Accelerate compares some of them with 1, and its processes read the others as numbers.
     for (const char* name : {"dp_replicate", "dp_shard", "tp", "cp", "sp"}) {
       const std::string flag = absl::StrCat("parallelism_config_", name, "_size");
       if (!ParsePythonInt(Text(flag)).has_value()) {
@@ -977,7 +977,7 @@ class Planner {
   AccelerateLaunch launch_;
 };
 
-// The document with the order of the file.
+// Returns the document with the keys in the order of the file.
 OrderedJson InOrder(const Json& value, const std::string& pointer,
                     const std::map<std::string, int>& order) {
   if (!value.is_object()) return OrderedJson(value);
@@ -1012,7 +1012,7 @@ absl::Status CheckKey(const AccelerateConfig& config, const std::string& key, Ke
       if (!value->is_number_integer()) return WrongType(config, key, *value, "a whole number");
       break;
     case KeyType::kBool:
-      // Files of old releases have words in quotes.
+      // Files of old releases have quoted words.
       if (value->is_string()) {
         const std::optional<bool> word = ParseBoolWord(value->get<std::string>());
         if (word.has_value()) *value = *word;
@@ -1021,7 +1021,7 @@ absl::Status CheckKey(const AccelerateConfig& config, const std::string& key, Ke
       if (!value->is_boolean()) return WrongType(config, key, *value, "true or false");
       break;
     case KeyType::kText:
-      // `gpu_ids: 3`; and a plain NO or no, which YAML 1.1 reads as false.
+      // `gpu_ids: 3`; or a plain NO or no, which YAML 1.1 reads as false.
       if (value->is_number_integer()) *value = value->dump();
       if (*value == false && (key == "distributed_type" || key == "mixed_precision")) {
         *value = key == "distributed_type" ? "NO" : "no";
@@ -1051,7 +1051,7 @@ std::vector<UnreadKey> UnreadKeys(const AccelerateConfig& config) {
     for (const auto& [key, value] : keys.items()) {
       const std::string flag = FlagOfKey(section, key);
       if (value.is_null() || IsKeyOf(section, flag)) continue;
-      // A name of old releases, whose setting changes no result.
+      // A name from old releases, whose setting changes no result.
       const bool old = flag == "fsdp_backward_prefetch_policy";
       unread.push_back({section, key, old ? std::string() : Nearest(flag, known)});
     }

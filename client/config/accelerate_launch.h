@@ -13,27 +13,27 @@
 namespace muster::client {
 
 // Hugging Face Accelerate's config files and the flags of `accelerate launch` (release 1.15), and
-// what they give the processes of a job. For the files that people have, and for Python programs
-// that read these variables. Where the real launcher ignores its own file or crashes on it, the
-// file counts; docs/accelerate.md lists the differences. Pure.
+// the settings that they give the processes of a job. For existing files, and for Python programs
+// that read these variables. If the real launcher ignores its own file or crashes on it, the file
+// counts here; docs/accelerate.md lists the differences. Pure.
 
 // A config file. Its keys are those of the release, each checked; old names are converted.
 struct AccelerateConfig {
-  // In the order of the file, which some variables keep. Sections are objects.
+  // In the order of the file, on which some variables depend. Sections are objects.
   nlohmann::ordered_json values = nlohmann::ordered_json::object();
   std::string source;
 };
 
-// A key of a section of a file that neither the release nor Muster reads.
+// A key in a section of a file that neither the release nor Muster reads.
 struct UnreadKey {
   std::string section;
   std::string key;
   std::string nearest;  // the key that it was probably meant to be; empty if none is near
 };
-// All of them. The release ignores them in silence, so files of older releases have some.
+// Returns all of them. The release ignores them silently, so files of older releases have some.
 std::vector<UnreadKey> UnreadKeys(const AccelerateConfig& config);
 
-// Whether a parsed config file is one of Accelerate's: it has a key that only those have.
+// Returns whether a parsed config file is one of Accelerate's: it has a key that only those have.
 bool IsAccelerateConfig(const nlohmann::json& document);
 
 // Reads a file's text: JSON if `source` ends in ".json", else YAML 1.1. Errors: INVALID_ARGUMENT
@@ -41,7 +41,7 @@ bool IsAccelerateConfig(const nlohmann::json& document);
 // distributed_type, a value of the wrong type; UNIMPLEMENTED for SageMaker.
 absl::StatusOr<AccelerateConfig> ParseAccelerateConfig(absl::string_view text,
                                                        absl::string_view source);
-// The same for YAML that is parsed already.
+// Does the same for YAML that is already parsed.
 absl::StatusOr<AccelerateConfig> ReadAccelerateConfig(const YamlDocument& document,
                                                       absl::string_view source);
 
@@ -56,23 +56,23 @@ struct AccelerateEngineFlag {
   bool takes_value = true;
   std::vector<std::string> choices = {};
 };
-// All of them: use_fsdp and fsdp_..., use_deepspeed, zero_stage, offload_..., and others.
+// Returns all of them: use_fsdp and fsdp_..., use_deepspeed, zero_stage, offload_..., and others.
 const std::vector<AccelerateEngineFlag>& AccelerateEngineFlags();
 
-// What `accelerate launch` would do.
+// The actions of `accelerate launch`.
 struct AccelerateLaunch {
   // One process directly, torchrun's elastic agent, or DeepSpeed's own runner.
   enum class Launcher { kSimple, kTorchrun, kDeepspeed };
   Launcher launcher = Launcher::kSimple;
   // Set for every process, besides the launcher's own environment.
   std::map<std::string, std::string> env;
-  // Settings, given by a flag or in the file, that the release's plugin reads from variables which
-  // the release's launcher sets for no process: the paths to offload to.
+  // Settings, from a flag or the file, that the release's plugin reads from variables, although the
+  // release's launcher sets these for no process: the paths for offloading.
   std::map<std::string, std::string> left_out;
-  int num_processes = 1;  // of all machines
+  int num_processes = 1;  // on all machines together
   int num_machines = 1;
   int machine_rank = 0;
-  // kTorchrun: its parameters by name; those that are not set are absent.
+  // kTorchrun: its parameters by name; parameters that are not set are absent.
   std::map<std::string, std::string> agent;
   // kDeepspeed: the command, with "<script>" for the program.
   std::vector<std::string> command;
@@ -81,15 +81,15 @@ struct AccelerateLaunch {
 
 // `config`: null if there is no file. `args`: the launcher's flags without the program; words may
 // be joined with - or _. `variables`: the launcher's environment. Errors: INVALID_ARGUMENT for what
-// the release refuses, FAILED_PRECONDITION for what this machine lacks, UNIMPLEMENTED for launchers
-// that do not exist here (TPU, mpirun); each names the flag or key.
+// the release refuses, FAILED_PRECONDITION for something that this machine lacks, UNIMPLEMENTED for
+// launchers that do not exist here (TPU, mpirun); each names the flag or key.
 absl::StatusOr<AccelerateLaunch> PlanAccelerateLaunch(
     const AccelerateConfig* config, const std::vector<std::string>& args,
     const std::map<std::string, std::string>& variables, const AccelerateMachine& machine);
 
-// The variables of each process that the launcher starts on machine `machine_rank`, by local rank:
-// those of `launch.env` and, under torchrun, the rank, world and address. "<any>" means an
-// address or port that is chosen at run time.
+// Returns the variables of each process that the launcher starts on machine `machine_rank`, by
+// local rank: those of `launch.env` and, under torchrun, the rank, world and address. "<any>" means
+// an address or port that is chosen at run time.
 std::vector<std::map<std::string, std::string>> ProcessVariables(const AccelerateLaunch& launch,
                                                                  int machine_rank);
 

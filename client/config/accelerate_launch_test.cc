@@ -60,7 +60,7 @@ TEST(AccelerateLaunch, D26_SeveralProcessesOnTheCpu_AreAllStarted) {
   }
 }
 
-// As in the peer: threads follow the file's use_cpu, and a file that lacks it says false.
+// As in the original: threads follow the file's use_cpu, and a file without it means false.
 TEST(AccelerateLaunch, CpuFlagWithAFileThatDoesNotSayUseCpu_GivesOneThread) {
   for (const auto& [line, threads] : {std::pair("", "1"), std::pair("use_cpu: true\n", "8")}) {
     SCOPED_TRACE(line);
@@ -78,13 +78,13 @@ TEST(AccelerateLaunch, D27_ProcessesThatDoNotDivide_AreRefused) {
               HasSubstr("7 processes cannot be divided evenly among 2 machines"));
 }
 
-// The flag's word is text to the peer, of which every one is true.
+// To the original, the flag's word is a text, and every text is true.
 TEST(AccelerateLaunch, D31_VariableSequenceLengthFalse_IsFalse) {
   const auto plan = Plan("", {"--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config",
                               "--num_processes", "2", "--parallelism_config_sp_size", "2",
                               "--parallelism_config_sp_seq_length_is_variable", "False"});
   ASSERT_TRUE(plan.ok()) << plan.status();
-  // The peer's processes compare the variable with "true", in any case.
+  // The original's processes compare the variable with "true", in any case.
   EXPECT_EQ(plan->env.at("PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE"), "False");
   EXPECT_EQ(plan->env.at("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION"), "sdpa");
 }

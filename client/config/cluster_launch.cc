@@ -51,13 +51,14 @@ absl::Status SeveralOnAMachine(absl::string_view launcher, int64_t count, const 
 struct MpiFamily {
   const char *rank, *size, *local_size;
 };
-// srun --mpi=pmi2 sets the last one's first two, too: SLURM's own variables come first.
+// srun --mpi=pmi2 also sets the first two variables of the last family, so SLURM's own variables
+// come first.
 constexpr MpiFamily kMpi[] = {
     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"},
     {"MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"}};
 constexpr MpiFamily kPmi = {"PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"};
 
-// nullopt: not started by this family.
+// Returns nullopt if the process was not started by this family.
 absl::StatusOr<std::optional<Layer>> FromMpi(const MpiFamily& family, const Variables& variables) {
   MUSTER_ASSIGN_OR_RETURN(const auto rank, Number(variables, family.rank));
   MUSTER_ASSIGN_OR_RETURN(const auto size, Number(variables, family.size, 1));
@@ -108,7 +109,7 @@ absl::StatusOr<Layer> FromSlurmStep(const Variables& variables) {
     layer.settings["main_process_ip"] = {host, name};
     break;
   }
-  // Jobs that share a node, and steps of one job, should not meet.
+  // Different for jobs that share a node, and for steps of one job.
   Set("main_process_port", 25000 + (job.value_or(0) + 61 * (step.value_or(0) % 1000)) % 7000,
       "SLURM_JOB_ID", &layer);
   return layer;
@@ -137,7 +138,7 @@ absl::StatusOr<std::string> AddressOfHost(const std::string& host) {
       if ((ntohl(v4->sin_addr.s_addr) >> 24) == 127) {
         loopback = true;
       } else {
-        // All machines choose the same one: IPv4 before IPv6.
+        // All machines must choose the same one: IPv4 before IPv6.
         return std::string(inet_ntop(AF_INET, &v4->sin_addr, text, sizeof(text)));
       }
     } else if (one->ai_family == AF_INET6) {
@@ -156,8 +157,8 @@ absl::StatusOr<std::string> AddressOfHost(const std::string& host) {
 }
 
 absl::StatusOr<Layer> LayerFromCluster(const Variables& variables) {
-  // mpirun starts its daemons by srun: their children have both families' variables, and those of
-  // SLURM are the daemon's.
+  // mpirun starts its daemons by srun: their children have the variables of both families, and
+  // those of SLURM describe the daemon.
   for (const MpiFamily& family : kMpi) {
     MUSTER_ASSIGN_OR_RETURN(auto layer, FromMpi(family, variables));
     if (layer.has_value()) return *std::move(layer);

@@ -99,7 +99,7 @@ TEST(LayerFromCluster, Mpirun_SaysWhichMachineButNotWhereTheFirstIs) {
   EXPECT_EQ(Text(mpi, "main_process_ip"), "");
   // Its daemons are a step of the allocation.
   EXPECT_EQ(Text(With(Step(), mpi), "machine_rank"), "1");
-  // srun --mpi=pmi2.
+  // The variables of srun --mpi=pmi2.
   EXPECT_EQ(Text(With(Step(), {{"PMI_RANK", "2"}, {"PMI_SIZE", "4"}}), "main_process_ip"), "gpu07");
   EXPECT_EQ(Text({{"PMI_RANK", "2"}, {"PMI_SIZE", "4"}, {"MPI_LOCALNRANKS", "1"}}, "machine_rank"),
             "2");

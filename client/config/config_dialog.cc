@@ -35,7 +35,7 @@ const std::vector<DialogChoice>& YesNo() {
   return *choices;
 }
 
-// The answers so far, and what is known besides.
+// The answers so far, and the other known facts.
 class Answers {
  public:
   explicit Answers(const DialogFacts& facts) : facts(facts) {}
@@ -71,7 +71,7 @@ class Answers {
     return static_cast<int>(SplitGpuIds(ids).size());
   }
 
-  // What a file or a flag says of a setting; empty: nothing.
+  // The value of a setting in a file or a flag; empty: none.
   std::string Former(const std::string& name) const {
     const auto given = facts.given.find(name);
     if (given != facts.given.end()) return given->second;
@@ -79,7 +79,7 @@ class Answers {
     const auto it = facts.former->settings.find(name);
     return it == facts.former->settings.end() ? "" : it->second.text;
   }
-  // Whether the processes divide a model by the answers.
+  // Whether the processes divide a model, according to the answers.
   bool shards() const {
     const std::string sharding = Get("sharding");
     return absl::StartsWith(sharding, "zero") || sharding == "hybrid";
@@ -91,15 +91,15 @@ class Answers {
   std::map<std::string, std::string> taken;
 };
 
-// One step of the dialog. Each sees only the answers to the steps before it.
+// One step of the dialog. Each sees only the answers to earlier steps.
 struct Step {
   std::string name;
   std::function<bool(const Answers&)> asked = nullptr;
-  // Its suggestion is the one that needs no other source.
+  // Its suggestion is the default, used if no other source has one.
   std::function<DialogQuestion(const Answers&)> question = nullptr;
   // Returns the suggestion from a file or flag; null: the value of the setting of this name.
   std::function<std::string(const Answers&)> former = nullptr;
-  // The answer in the form that is kept. Null: the choices or the setting's rule decide.
+  // Converts the answer to the form that is kept. Null: the choices or the setting's rule decide.
   std::function<absl::StatusOr<std::string>(const Answers&, const std::string&)> read = nullptr;
 };
 
@@ -246,8 +246,7 @@ absl::StatusOr<std::string> ReadHub(const std::string& answer) {
   return Refused(answer, "write an address of this machine and a port, such as 10.0.0.5:0");
 }
 
-// Settings that only those who want more are asked about: those of the table that no other step
-// has.
+// Asks about a setting of the table that no other step has; only for users who want more settings.
 Step StepOfSetting(const SettingSpec& spec) {
   Step step = {.name = spec.name, .asked = [](const Answers& a) { return a.Is("more", "yes"); }};
   const bool is_bool = spec.type == SettingSpec::Type::kBool;
@@ -305,7 +304,7 @@ Step FileStep(const std::string& name, const std::string& text, const std::strin
                          const std::string& answer) { return ReadFilePath(a, name, answer); }};
 }
 
-// The machines, and how they trust each other.
+// Adds the steps about the machines, and how they trust each other.
 void AddMachineSteps(std::vector<Step>* steps) {
   steps->push_back(
       {.name = "existing",
@@ -417,7 +416,7 @@ void AddMachineSteps(std::vector<Step>* steps) {
   const auto encrypted = [](const Answers& a) {
     return a.Is("access", "certificates") || a.Is("access", "token");
   };
-  // Machine 0 serves TLS, and any machine of a cluster can be it.
+  // Machine 0 serves TLS, and any machine of a cluster can be machine 0.
   const auto certified = [](const Answers& a) {
     return a.Is("access", "certificates") ||
            (a.Is("access", "token") && a.Int("machine_rank", 0) == 0);
@@ -434,7 +433,7 @@ void AddMachineSteps(std::vector<Step>* steps) {
                             "Readable only by its owner.", certified));
 }
 
-// Devices and processes.
+// Adds the steps about devices and processes.
 void AddProcessSteps(std::vector<Step>* steps) {
   steps->push_back(
       {.name = "cpu",
@@ -470,7 +469,7 @@ void AddProcessSteps(std::vector<Step>* steps) {
        .read = ReadGpuIds});
   steps->push_back(
       {.name = "num_processes",
-       // One for each GPU of whatever machines the cluster gives.
+       // One for each GPU, on whatever machines the cluster assigns.
        .asked = [](const Answers& a) { return !a.cluster() || !a.on_gpus(); },
        .question =
            [](const Answers& a) {
@@ -509,7 +508,7 @@ void AddProcessSteps(std::vector<Step>* steps) {
            }});
 }
 
-// What the program does.
+// Adds the steps about the program.
 void AddTrainingSteps(std::vector<Step>* steps) {
   steps->push_back({.name = "mixed_precision", .asked = Always, .question = [](const Answers&) {
                       return DialogQuestion{
@@ -560,7 +559,7 @@ void AddTrainingSteps(std::vector<Step>* steps) {
            [](const Answers& a) {
              const std::string former = a.Former("sharding_units");
              if (!former.empty() || !a.keeps_former()) return former;
-             // As `muster config` wrote it before there was the setting.
+             // The form in which `muster config` wrote it before the setting existed.
              const auto it = a.facts.former->env.find(kUnits);
              return it == a.facts.former->env.end() ? "" : it->second.text;
            },
@@ -620,7 +619,7 @@ std::vector<Step> AllSteps() {
 class ConfigDialog::Impl {
  public:
   explicit Impl(DialogFacts facts) : facts_(std::move(facts)), steps_(AllSteps()), now_(facts_) {
-    // The last: what there is to write.
+    // The last step, which shows what will be written.
     steps_.push_back({.name = "write",
                       .asked = Always,
                       .question =
@@ -690,7 +689,7 @@ class ConfigDialog::Impl {
       for (const auto& [name, given] : facts_.former->env) env[name] = given.text;
     }
     for (const auto& [name, value] : facts_.given) settings[name] = value;
-    // What the answers decide, they decide whole: one machine has no address.
+    // What the answers decide, they decide completely: one machine has no address.
     const bool more = now_.Is("more", "yes");
     bool decided = true;
     for (const Step& step : steps_) {
@@ -710,7 +709,7 @@ class ConfigDialog::Impl {
   }
 
  private:
-  // The keys and values of the file that the answer of a step is.
+  // Returns the keys and values of the file that the answer of a step means.
   std::vector<std::pair<std::string, std::string>> Written(const std::string& name) const {
     const std::string value = now_.Get(name);
     if (value.empty()) return {};
@@ -763,8 +762,8 @@ class ConfigDialog::Impl {
     Ask();
   }
 
-  // Suggests the first that is an answer: what was answered before, what a flag or the file says,
-  // what the question itself suggests.
+  // Suggests the first valid answer of: the previous answer, the value of a flag or the file, and
+  // the suggestion of the question itself.
   void Ask() {
     const Step& step = steps_[at_];
     question_ = step.question(now_);
@@ -781,7 +780,7 @@ class ConfigDialog::Impl {
     }
   }
 
-  // What no single answer shows.
+  // Checks conditions that no single answer shows.
   absl::Status Check() const {
     MUSTER_ASSIGN_OR_RETURN(const Layer layer, ParseConfig(FileText(), facts_.path));
     const bool ids = layer.settings.contains("gpu_ids");
@@ -796,8 +795,8 @@ class ConfigDialog::Impl {
   const DialogFacts facts_;
   std::vector<Step> steps_;
   State state_ = State::kAsking;
-  size_t at_ = 0;             // the step that is asked
-  std::vector<size_t> path_;  // the steps that are answered
+  size_t at_ = 0;             // the current step
+  std::vector<size_t> path_;  // the answered steps
   Answers now_;
   std::map<std::string, std::string> remembered_;  // the latest answer to each step
   DialogQuestion question_;

@@ -33,7 +33,7 @@ DialogFacts Machine(int gpus = 0) {
           }};
 }
 
-// Answers questions as long as none is refused; returns the first refusal.
+// Answers questions until one answer is refused; returns the first refusal.
 std::string Say(ConfigDialog& dialog, const std::vector<std::string>& answers) {
   for (const std::string& answer : answers) {
     const std::string question = dialog.question().text;
@@ -214,7 +214,7 @@ TEST(ConfigDialog, Back_AsksAgainAndSuggestsWhatWasAnswered) {
   EXPECT_TRUE(dialog.Back());
   EXPECT_TRUE(dialog.Back());
   EXPECT_EQ(dialog.number(), 1);
-  // What belongs to several machines is not written for one.
+  // Settings for several machines are not written for one.
   EXPECT_EQ(Say(dialog, {"one"}), "");
   TakeTheRest(dialog);
   EXPECT_THAT(Summary(dialog), Not(HasSubstr("machine")));
@@ -364,7 +364,7 @@ TEST(ConfigDialog, MoreSettingsOfSharding_AreAskedWhereSomethingIsDivided) {
                                                 {"MUSTER_OFFLOAD_OPTIMIZER", "disk:/scratch"},
                                                 {"MUSTER_OFFLOAD_GRADIENTS", "disk:/more"},
                                                 {"MUSTER_OFFLOAD_PARAMETERS", "disk:/scratch"}}));
-  // A file that says so is changed to one that divides nothing: what is left would be refused.
+  // A file that shards is changed to one that divides nothing: leftover settings would be refused.
   DialogFacts facts = Machine();
   facts.exists = true;
   facts.former = ParseConfig(dialog.FileText(), "config.yaml").value();
@@ -378,7 +378,7 @@ TEST(ConfigDialog, MoreSettingsOfSharding_AreAskedWhereSomethingIsDivided) {
             (std::map<std::string, std::string>{{"MUSTER_OFFLOAD_OPTIMIZER", "disk:/scratch"}}));
 }
 
-// Files of `muster config` had the units as a variable.
+// Files of `muster config` used to have the units as a variable.
 TEST(ConfigDialog, UnitsThatAreAVariable_BecomeTheSetting) {
   DialogFacts facts = Machine();
   facts.exists = true;
@@ -404,7 +404,7 @@ TEST(ConfigDialog, LastQuestion_ShowsWhatIsWrittenAndTakesNo) {
   EXPECT_EQ(dialog.state(), State::kLeave);
 }
 
-// Whatever is answered, the file is one that a launch accepts.
+// Whatever the answers are, a launch accepts the file.
 TEST(ConfigDialog, EveryPath_EndsWithAFileThatIsReadBack) {
   const std::vector<std::string> kWords = {"1",          "2",         "3", "4", "yes", "no", "0",
                                            "10.0.0.5:1", "127.0.0.1", "a", "",  "-",   "8s", "<"};

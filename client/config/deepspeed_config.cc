@@ -30,7 +30,7 @@ constexpr char kClipping[] = "gradient_clipping";
 constexpr char kMicro[] = "train_micro_batch_size_per_gpu";
 constexpr char kTrain[] = "train_batch_size";
 
-// The plugin's fields that a config may have too, and where.
+// The plugin's fields that a config may have, too, and where.
 const std::vector<std::pair<std::string, std::string>>& FieldsInConfig() {
   static const auto* const fields = new std::vector<std::pair<std::string, std::string>>{
       {kSteps, kSteps},
@@ -62,7 +62,7 @@ std::optional<std::string> Variable(const Variables& variables, const std::strin
   return at->second;
 }
 
-// The value at a dotted key; null if it or a section on the way is missing.
+// Returns the value at a dotted key; null if it or a section on the way is missing.
 const Json* At(const Json& config, absl::string_view key) {
   const Json* node = &config;
   for (absl::string_view part : absl::StrSplit(key, '.')) {
@@ -104,7 +104,7 @@ absl::StatusOr<Json> FloatOrAuto(const std::string& name, const Json& value) {
   if (value.is_string()) {
     const std::optional<double> number = ParsePythonFloat(value.get<std::string>());
     if (number.has_value() && std::isfinite(*number)) return Json(*number);
-    // JSON has no such numbers, so they are the texts that stand for them everywhere.
+    // JSON has no such numbers, so they are written as the usual texts.
     if (number.has_value()) return Json(std::isnan(*number) ? "nan" : *number > 0 ? "inf" : "-inf");
   }
   return Wrong(name, value, "a number or auto");
@@ -121,8 +121,8 @@ absl::StatusOr<Json> Text(const std::string& name, const Json& value) {
   return Wrong(name, value, "text");
 }
 
-// A variable is true if it says so. An argument must be a boolean: Accelerate keeps a word as it
-// is, so there "no" is true.
+// A variable is true if it says so. An argument must be a boolean: Accelerate keeps a word
+// unchanged, so that "no" is true there.
 absl::StatusOr<Json> Truth(const std::string& name, const Json& value) {
   if (value.is_boolean()) return value;
   if (value.is_string() && absl::StartsWith(name, "ACCELERATE_")) {
@@ -131,7 +131,7 @@ absl::StatusOr<Json> Truth(const std::string& name, const Json& value) {
   return Wrong(name, value, "true or false");
 }
 
-// The plugin's fields that the environment has too, with their defaults.
+// The plugin's fields that the environment has, too, with their defaults.
 struct Field {
   const char* name;
   const char* variable;
@@ -172,13 +172,13 @@ absl::Status CheckArguments(const Json& arguments) {
   return absl::OkStatus();
 }
 
-// What a config must look like before any code may walk through it.
+// Checks the form of a config, before any code walks through it.
 absl::Status CheckSections(const Json& config) {
   if (!config.is_object()) return Wrong("a DeepSpeed config", config, "a JSON object");
   for (const char* key : {kZero, "zero_optimization.offload_optimizer",
                           "zero_optimization.offload_param", "fp16", "bf16"}) {
     const Json* section = At(config, key);
-    // Null is as good as absent.
+    // Null means absent.
     if (section != nullptr && !section->is_null() && !section->is_object()) {
       return Wrong(absl::StrCat("the section ", key, " of a DeepSpeed config"), *section,
                    "an object");
@@ -211,7 +211,7 @@ void ProcessSection(Json& section, const std::string& prefix,
   }
 }
 
-// The product, or an error that names `what` if it does not fit.
+// Returns the product, or an error that names `what` if it does not fit.
 absl::StatusOr<int64_t> Times(int64_t a, int64_t b, absl::string_view what) {
   int64_t product = 0;
   if (__builtin_mul_overflow(a, b, &product)) {
@@ -290,7 +290,7 @@ absl::Status DeepSpeedConfig::Init(const Json& config, const Json& arguments,
     MUSTER_RETURN_IF_ERROR(
         Text("transformer_moe_cls_names", arguments["transformer_moe_cls_names"]).status());
   }
-  // The Accelerator reads the same variable, and there too it wins over the argument.
+  // The Accelerator reads the same variable, which wins over the argument there, too.
   if (const auto steps = Variable(variables, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")) {
     MUSTER_ASSIGN_OR_RETURN(const Json number,
                             NumberOrAuto("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", *steps));
@@ -325,7 +325,7 @@ absl::Status DeepSpeedConfig::FromConfig(const Variables& variables, bool given_
     return absl::InvalidArgumentError(
         "the DeepSpeed config has no section zero_optimization: add it, with its stage");
   }
-  // Accelerate writes 1 here and so ignores what the program says.
+  // Accelerate writes 1 here, and so ignores the program's value.
   if (!config_.contains(kSteps)) {
     config_[kSteps] = given_steps ? fields_[kSteps] : Json(context_.gradient_accumulation_steps);
   }
@@ -460,7 +460,7 @@ absl::StatusOr<std::optional<int64_t>> DeepSpeedConfig::MicroBatchSize(
   std::vector<int64_t> sizes;
   const int64_t ranks = context_.num_processes;
   for (const std::optional<int64_t>& size : objects.batch_sizes) {
-    // As each loader is divided, whether or not its batch size counts.
+    // Because each loader is divided, whether or not its batch size counts.
     if (!size && context_.split_batches) {
       return absl::InvalidArgumentError(
           "split_batches needs a batch_size, but a loader has None as batch size");
@@ -571,7 +571,7 @@ absl::Status DeepSpeedConfig::Prepare(const DeepSpeedObjects& objects) {
     const int64_t size = *objects.model->hidden_size;
     MUSTER_ASSIGN_OR_RETURN(const int64_t square, Times(size, size, "hidden_size"));
     values["zero_optimization.reduce_bucket_size"] = square;
-    // In this order of roundings, which is Python's.
+    // The order of the roundings is Python's.
     values["zero_optimization.stage3_prefetch_bucket_size"] =
         static_cast<int64_t>(0.9 * static_cast<double>(size) * static_cast<double>(size));
     MUSTER_ASSIGN_OR_RETURN(values["zero_optimization.stage3_param_persistence_threshold"],

@@ -60,8 +60,7 @@ TEST(DeepSpeedConfig, WrongValues_AreNamedWithTheirSource) {
   EXPECT_THAT(Error(DeepSpeedConfig::Resolve("[]", nullptr, {}, {})), HasSubstr("JSON object"));
 }
 
-// In Python true is 1, and 0 is false.
-// float() reads them, and JSON has no such numbers.
+// float() reads such numbers, and JSON has none.
 TEST(DeepSpeedConfig, ClippingThatIsNotFinite_IsTheTextOfIt) {
   for (const auto& [word, text] : {std::pair{"inf", "inf"},
                                    {"Infinity", "inf"},
@@ -96,7 +95,7 @@ TEST(DeepSpeedConfig, NullSections_StayNull) {
   }
 }
 
-// Accelerate keeps the word, and every word is true.
+// Accelerate keeps the word unchanged, and every word is true.
 TEST(DeepSpeedConfig, WordForABooleanArgument_IsRefused) {
   for (const char* name :
        {"zero3_init_flag", "zero3_save_16bit_model", "is_train_batch_min", "enable_msamp"}) {
@@ -109,6 +108,7 @@ TEST(DeepSpeedConfig, WordForABooleanArgument_IsRefused) {
             true);
 }
 
+// In Python, true equals 1 and false equals 0.
 TEST(DeepSpeedConfig, BooleansAndNumbers_CompareAsInPython) {
   auto config = DeepSpeedConfig::Resolve(
       {{"zero_optimization", {{"overlap_comm", true}}}, {"gradient_accumulation_steps", 1}},

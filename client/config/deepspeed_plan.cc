@@ -18,7 +18,8 @@
 namespace muster::client {
 namespace {
 
-// Takes out of `config` what Accelerate fills from the program's placeholders where it is "auto".
+// Removes from `config` the values that are "auto" and that Accelerate fills in from the program's
+// placeholders.
 std::set<std::string> TakeAutos(nlohmann::json* config) {
   std::set<std::string> autos;
   for (const auto& [section, names] :
@@ -38,8 +39,8 @@ std::set<std::string> TakeAutos(nlohmann::json* config) {
   return autos;
 }
 
-// Settings of the launcher, which fill in "auto" of a file, and that the file has in another way:
-// only what is in the file counts.
+// Refuses settings of the launcher, which fill in "auto" of a file, if the file has other values:
+// only those of the file count.
 absl::Status CheckFlags(const std::map<std::string, std::string>& variables,
                         const nlohmann::json& config) {
   struct Rival {
@@ -70,7 +71,7 @@ absl::Status CheckFlags(const std::map<std::string, std::string>& variables,
   return absl::OkStatus();
 }
 
-// What the file of a DeepSpeed config says about the loop, and the process has in another place.
+// Refuses settings of the loop in a DeepSpeed config that the process has with other values.
 absl::Status CheckAgrees(const std::map<std::string, std::string>& variables,
                          const ShardingPlan& plan, const DeepSpeedContext& process) {
   const auto file = variables.find("ACCELERATE_DEEPSPEED_CONFIG_FILE");
@@ -82,7 +83,7 @@ absl::Status CheckAgrees(const std::map<std::string, std::string>& variables,
                      ": set --mixed_precision ", plan.mixed_precision,
                      " or options.mixed_precision, or \"auto\" in the config"));
   }
-  // "auto", and a file that says nothing, have been filled in from elsewhere.
+  // "auto", and missing values, have been filled in from elsewhere.
   MUSTER_ASSIGN_OR_RETURN(const nlohmann::json config, ReadDeepSpeedConfig(file->second));
   MUSTER_RETURN_IF_ERROR(CheckFlags(variables, config));
   const auto steps = config.find("gradient_accumulation_steps");
@@ -116,7 +117,7 @@ absl::StatusOr<DeepSpeedPlan> PlanDeepSpeed(const std::map<std::string, std::str
         "zero3_init_flag has no effect: a program that makes its model by muster::deferred_init() "
         "holds it on no process as a whole");
   }
-  // DeepSpeed's leaf modules: the experts of each are gathered together, whichever are used.
+  // DeepSpeed's leaf modules: all experts of one are gathered together, whichever are used.
   const auto experts = variables.find("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES");
   if (experts != variables.end()) {
     for (absl::string_view name : absl::StrSplit(experts->second, ',', absl::SkipWhitespace())) {

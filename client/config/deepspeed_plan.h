@@ -18,12 +18,12 @@ struct DeepSpeedPlan {
   std::set<std::string> autos;
 };
 
-// What a program that is written with Muster does with the variables of Accelerate's launcher for
-// DeepSpeed (ACCELERATE_DEEPSPEED_...), in a process that has `process`. The program reads its
-// settings with it, and who checks them beforehand. Pure, but for the file that
-// ACCELERATE_DEEPSPEED_CONFIG_FILE names. Errors: those of DeepSpeedConfig::Resolve and
-// MapDeepSpeed; INVALID_ARGUMENT if the file says of precision or accumulation something else than
-// `process`, or something else than the variables.
+// Returns what a program that is written with Muster makes of the variables of Accelerate's
+// launcher for DeepSpeed (ACCELERATE_DEEPSPEED_...), in a process that has `process`. Used by the
+// program to read its settings, and by commands that check them beforehand. Pure, except that it
+// reads the file that ACCELERATE_DEEPSPEED_CONFIG_FILE names. Errors: those of
+// DeepSpeedConfig::Resolve and MapDeepSpeed; INVALID_ARGUMENT if the file differs from `process`,
+// or from the variables, in precision or accumulation.
 absl::StatusOr<DeepSpeedPlan> PlanDeepSpeed(const std::map<std::string, std::string>& variables,
                                             const DeepSpeedContext& process);
 

@@ -60,7 +60,7 @@ TEST(DeepSpeedPlan, AutoClipping_Is1InAFileAndNoneWithoutOne) {
   EXPECT_EQ(from({}), std::nullopt);
   EXPECT_EQ(from({{"ACCELERATE_GRADIENT_CLIPPING", "auto"}}), std::nullopt);
   EXPECT_EQ(from({{"ACCELERATE_GRADIENT_CLIPPING", "0.7"}}), 0.7);
-  // A number outside of the file fills in its "auto", as with Accelerate.
+  // A number from outside of the file fills in its "auto", as with Accelerate.
   EXPECT_EQ(from({{"ACCELERATE_GRADIENT_CLIPPING", "0.7"},
                   {"ACCELERATE_DEEPSPEED_CONFIG_FILE",
                    R"({"zero_optimization": {}, "gradient_clipping": "auto"})"}}),
@@ -102,8 +102,7 @@ TEST(DeepSpeedPlan, FileThatDisagreesWithTheProcess_IsRefused) {
   EXPECT_THAT(Error(R"(, "bf16": {"enabled": false})"), HasSubstr("the process has bf16"));
 }
 
-// With Accelerate the file alone counts, in silence.
-// Accelerate trains such a job in fp32 without a word.
+// Accelerate silently trains such a job in fp32.
 TEST(DeepSpeedPlan, NullSectionOfTheProcesssPrecision_IsRefused) {
   EXPECT_THAT(Error(R"(, "bf16": null)"),
               HasSubstr("asks for mixed precision no (fp16.enabled, bf16.enabled), and the process "
@@ -120,6 +119,7 @@ TEST(DeepSpeedPlan, ClippingThatIsNotFinite_IsNoneOrRefused) {
   EXPECT_THAT(plan("nan").status().message(), HasSubstr("gradient_clipping must be a number"));
 }
 
+// With Accelerate, only the file counts, silently.
 TEST(DeepSpeedPlan, FlagThatTheFileContradicts_IsRefused) {
   const auto error = [](const std::string& variable, const std::string& value,
                         const std::string& more) {

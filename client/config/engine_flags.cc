@@ -14,14 +14,14 @@ namespace {
 
 constexpr char kFsdp[] = "use_fsdp", kDeepspeed[] = "use_deepspeed";
 
-// The flag that switches on what `name` is a setting of.
+// Returns the flag that switches on the engine of which `name` is a setting.
 const char* EngineOf(const std::string& name) {
   return name == kFsdp || absl::StartsWith(name, "fsdp_") ? kFsdp : kDeepspeed;
 }
 
 absl::StatusOr<std::map<std::string, std::string>> VariablesOf(
     const std::vector<std::string>& engine) {
-  // Counts and devices are settings of our own: here they must only fit.
+  // Counts and devices are our own settings: here they must only fit.
   std::vector<std::string> args = {"--num_processes", "2",   "--machine_rank",    "0",
                                    "--gpu_ids",       "all", "--main_process_ip", "127.0.0.1"};
   args.insert(args.end(), engine.begin(), engine.end());
@@ -31,7 +31,7 @@ absl::StatusOr<std::map<std::string, std::string>> VariablesOf(
   return std::move(launch.env);
 }
 
-// The flags among `given`: their names, and as they are written.
+// The flags among `given`: their names, and as written.
 struct EngineFlags {
   std::vector<std::string> names, args;
 };
@@ -55,7 +55,7 @@ absl::StatusOr<EngineFlags> FlagsAmong(const std::map<std::string, std::string>&
   return flags;
 }
 
-// The engine that all flags are about: kFsdp or kDeepspeed.
+// Returns the engine that all flags are about: kFsdp or kDeepspeed.
 absl::StatusOr<std::string> OneEngine(const std::vector<std::string>& names) {
   std::string used;
   for (const std::string& name : names) {
@@ -93,7 +93,7 @@ absl::Status ApplyEngineFlags(const std::map<std::string, std::string>& given,
         absl::StrCat(source, " and --sharding both set what is sharded: use only one of them"));
   }
   for (const Layer& layer : *layers) {
-    // A program takes it before the engine's settings.
+    // A program prefers this setting to the engine's.
     const auto sharding = layer.settings.find("sharding");
     if (sharding != layer.settings.end()) {
       return absl::InvalidArgumentError(absl::StrCat(
@@ -107,7 +107,7 @@ absl::Status ApplyEngineFlags(const std::map<std::string, std::string>& given,
           absl::StrCat(source, ": ", found->second.source, " has these settings already (",
                        variable, "): change them there, or leave them out there"));
     }
-    // Accelerate's launcher takes it then; here only the flags would count.
+    // Accelerate's launcher uses the section then; here only the flags would count.
     for (const UnusedSection& section : layer.unused_sections) {
       if (section.flag != engine) continue;
       return absl::InvalidArgumentError(

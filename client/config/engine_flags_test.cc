@@ -14,7 +14,7 @@ using ::testing::HasSubstr;
 
 using Flags = std::map<std::string, std::string>;
 
-// The variables, or the error under "".
+// Returns the variables, or the error under "".
 Flags VariablesFor(const Flags& given, std::vector<Layer> layers = {{}, {}, {}}) {
   const absl::Status status = ApplyEngineFlags(given, &layers);
   if (!status.ok()) return {{"", std::string(status.message())}};
@@ -39,7 +39,7 @@ TEST(EngineFlags, Fsdp_IsWhatAcceleratesLauncherSets) {
   EXPECT_EQ(got.at("FSDP_VERSION"), "2");
   EXPECT_EQ(got.at("FSDP_RESHARD_AFTER_FORWARD"), "false");
   EXPECT_EQ(got.at("FSDP_TRANSFORMER_CLS_TO_WRAP"), "Block");
-  // Nothing of other things that the launcher sets.
+  // No other variables that the launcher sets.
   EXPECT_EQ(got.count("ACCELERATE_MIXED_PRECISION"), 0u);
   EXPECT_EQ(got.count("ACCELERATE_DYNAMO_BACKEND"), 0u);
   EXPECT_EQ(got.count("MASTER_ADDR"), 0u);
@@ -104,7 +104,7 @@ TEST(EngineFlags, WhatWouldBeIgnored_IsRefused) {
   EXPECT_THAT(error({{"use_deepspeed", "true"}}, {{}, {}, file}), HasSubstr("c.yaml"));
 }
 
-// Accelerate's launcher takes the section of the engine that a flag asks for.
+// Accelerate's launcher takes the section of the engine that a flag requests.
 TEST(EngineFlags, SectionOfTheFileThatTheTypeDoesNotCallFor_IsNotLost) {
   const absl::StatusOr<Layer> file =
       ParseConfig("distributed_type: 'NO'\nfsdp_config: {fsdp_version: 2}\n", "c.yaml");
@@ -112,7 +112,7 @@ TEST(EngineFlags, SectionOfTheFileThatTheTypeDoesNotCallFor_IsNotLost) {
   EXPECT_EQ(VariablesFor({{"use_fsdp", "true"}}, {{}, {}, *file}).at(""),
             "--use_fsdp: c.yaml:2: fsdp_config would be lost: write distributed_type: FSDP there "
             "in place of --use_fsdp, or leave the section out");
-  // The other engine's is ignored there, too.
+  // The other engine's section is ignored there, too.
   EXPECT_EQ(VariablesFor({{"use_deepspeed", "true"}}, {{}, {}, *file}).count(""), 0u);
 }
 

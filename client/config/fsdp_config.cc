@@ -37,7 +37,7 @@ const std::vector<std::string>& StateDicts() {
   return *names;
 }
 
-// The dtype that a mixed precision mode computes in; empty for a mode that does not exist.
+// Returns the dtype in which a mixed precision mode computes; empty for a mode that does not exist.
 std::string DtypeOfMode(absl::string_view mode) {
   if (mode == "fp16") return "float16";
   if (mode == "bf16" || mode == "fp8") return "bfloat16";
@@ -56,14 +56,14 @@ std::string Shown(const Json& value) {
   return text.substr(0, 200);
 }
 
-// The index of torch's number or a name among `names`, in any case; -1 if it is neither.
+// Returns the index of torch's number or of a name among `names`, in any case; -1 if it is neither.
 int IndexOf(const std::string& text, const std::vector<std::string>& names) {
   std::string name = absl::AsciiStrToUpper(text);
-  // The name in torch of the last strategy, of which other lists have nothing.
+  // Torch's name of the last strategy; no other list has a similar one.
   if (name == "_HYBRID_SHARD_ZERO2") name.erase(0, 1);
   const auto at = std::find(names.begin(), names.end(), name);
   if (at != names.end()) return static_cast<int>(at - names.begin());
-  // "2" and "02", but not "+2", as Python's isdigit() has it.
+  // Accepts "2" and "02", but not "+2", like Python's isdigit().
   size_t number = 0;
   const bool digits = IsDigits(name) && absl::SimpleAtoi(name, &number);
   return digits && number >= 1 && number <= names.size() ? static_cast<int>(number) - 1 : -1;
@@ -135,7 +135,7 @@ class Resolver {
     return Wrong(given, absl::StrCat("must be true or false, not ", Shown(given.value)));
   }
 
-  // An argument must be a boolean: Accelerate keeps a word as it is, so there "no" is true.
+  // An argument must be a boolean: Accelerate keeps a word unchanged, so that "no" is true there.
   absl::StatusOr<bool> Flag(const char* argument, const char* variable,
                             bool otherwise = false) const {
     const Given given = Find(argument, variable);
@@ -159,7 +159,7 @@ class Resolver {
     return Wrong(given, absl::StrCat("`", what, "` must be an integer, not ", Shown(given.value)));
   }
 
-  // A name in any case, or torch's number. Gives the number, from 1.
+  // Reads a name in any case, or torch's number. Returns the number, from 1.
   absl::StatusOr<int> Choice(const Given& given, const std::vector<std::string>& names,
                              absl::string_view what) const {
     const std::string text = absl::AsciiStrToUpper(Shown(given.value));
@@ -189,9 +189,9 @@ class Resolver {
 
   absl::Status Sharding() { return settings_.version == 1 ? ShardingOf1() : ShardingOf2(); }
 
-  // The launcher always sets the strategy, to FULL_SHARD where the user chose none; and
-  // `accelerate config` writes the chosen one as reshard_after_forward. So a strategy named there
-  // wins over FULL_SHARD of the environment.
+  // The launcher always sets the strategy, to FULL_SHARD if the user chose none; and `accelerate
+  // config` writes the chosen one as reshard_after_forward. So a strategy named there wins over
+  // FULL_SHARD in the environment.
   absl::Status ShardingOf1() {
     const Given given = Find("sharding_strategy", "SHARDING_STRATEGY");
     Given reshard = Find("reshard_after_forward", "RESHARD_AFTER_FORWARD");
@@ -201,7 +201,7 @@ class Resolver {
                                          " is not supported with version 1: name a strategy (",
                                          absl::StrJoin(Strategies(), ", "), ")"));
     }
-    // Of a variable the release reads nothing at all in version 1.
+    // In version 1 the release ignores the variable.
     if (!reshard.value.is_null() && !reshard_is_argument) {
       const std::string word = reshard.value.get<std::string>();
       const std::optional<bool> truth = ParseBoolWord(word);
@@ -246,7 +246,7 @@ class Resolver {
                      "does not exist in FSDP2: set reshard_after_forward to a `bool` (true for "
                      "FULL_SHARD, false for SHARD_GRAD_OP)");
       }
-      // Nothing reads it. MapFsdp() refuses a word that is none.
+      // Nothing reads it. MapFsdp() refuses a word that is not a strategy.
       const absl::StatusOr<int> number = Choice(strategy, Strategies(), "ShardingStrategy");
       if (number.ok()) settings_.strategy = static_cast<Strategy>(*number);
       settings_.kept_strategy = strategy.value;
@@ -266,7 +266,7 @@ class Resolver {
   }
 
   // The release does not read the variable in version 2. The launcher always sets it, to FULL_SHARD
-  // where the user chose none.
+  // if the user chose none.
   void NoteStrategyOf1() {
     const Given variable = Find("sharding_strategy", "SHARDING_STRATEGY");
     if (variable.value.is_null()) return;
@@ -326,7 +326,7 @@ class Resolver {
                                        DidYouMean(policy, allowed)));
     }
     MUSTER_RETURN_IF_ERROR(WrappedClasses());
-    // The variable counts only for the policy that it is for, an argument always.
+    // The variable counts only for its own policy, an argument always.
     const bool by_size = settings_.wrap == FsdpSettings::Wrap::kSize;
     const Given least = Find("min_num_params", by_size ? "MIN_NUM_PARAMS" : nullptr);
     if (!least.value.is_null()) {
@@ -387,8 +387,8 @@ class Resolver {
     }
     bool refused = given.source == "forward_prefetch" && !given.value.is_null();
     if (!refused && !given.value.is_null()) {
-      // The launcher always sets the variable: false is no wish, nor is "none", which it writes for
-      // a null in the config file.
+      // The launcher always sets the variable: false is no request, nor is "none", which it writes
+      // for a null in the config file.
       const absl::StatusOr<bool> wished = Truth(given);
       refused = wished.ok() && *wished;
     }

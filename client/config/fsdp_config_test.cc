@@ -50,7 +50,7 @@ TEST(ResolveFsdp, ReshardAfterForwardInVersion1_IsTheStrategyUnlessOneIsChosen) 
             FsdpSettings::Strategy::kFullShard);
 }
 
-// As null in a file of Accelerate's, which becomes the word none.
+// For example null in an Accelerate file, which becomes the word none.
 TEST(ResolveFsdp, VariableThatIsNoStrategyInVersion1_IsNoted) {
   for (const char* word : {"none", "", "FULL_SHRD", "7"}) {
     SCOPED_TRACE(word);
@@ -76,7 +76,7 @@ TEST(ResolveFsdp, StrategyOfVersion1InVersion2_IsNotedUnlessItIsTheSame) {
                                  {"FSDP_SHARDING_STRATEGY", "SHARD_GRAD_OP"},
                                  {"FSDP_RESHARD_AFTER_FORWARD", "false"}})
                   .notes.empty());
-  // The launcher sets it where nobody chose one.
+  // The launcher sets it if the user chose none.
   EXPECT_TRUE(Resolved(nullptr, {{"FSDP_VERSION", "2"},
                                  {"FSDP_SHARDING_STRATEGY", "FULL_SHARD"},
                                  {"FSDP_RESHARD_AFTER_FORWARD", "false"}})
@@ -140,7 +140,8 @@ TEST(ResolveFsdp, ForwardPrefetchInVersion2_IsRefusedFromEverySource) {
   }
 }
 
-// What Accelerate does not look at, it keeps: the fields are the same, and MapFsdp() decides.
+// Arguments that Accelerate does not check, it keeps: the fields are the same, and MapFsdp()
+// decides.
 TEST(ResolveFsdp, ArgumentsThatNothingReads_StayAsTheyAre) {
   const auto field = [](const Json& arguments, const char* name) {
     return FsdpFields(Resolved(arguments, {}))[name];
@@ -164,7 +165,7 @@ TEST(ResolveFsdp, ArgumentsThatNothingReads_StayAsTheyAre) {
   }
 }
 
-// Accelerate keeps the word, and every word is true.
+// Accelerate keeps the word unchanged, and every word is true.
 TEST(ResolveFsdp, WordForABooleanArgument_IsRefused) {
   for (const char* name : {"cpu_offload", "use_orig_params", "sync_module_states",
                            "forward_prefetch", "limit_all_gathers", "activation_checkpointing",

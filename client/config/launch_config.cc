@@ -1,4 +1,4 @@
-// GCC 12 takes what <regex> moves for uninitialized when it builds for sanitizers.
+// GCC 12 takes variables that <regex> moves for uninitialized when it builds for sanitizers.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
@@ -46,7 +46,7 @@ std::vector<std::string> AllKeys() {
   return keys;
 }
 
-// Keys of Accelerate's config file that mean nothing in one of ours.
+// Whether a key of Accelerate's config file means nothing in one of ours.
 bool IsAcceleratesOnly(absl::string_view key) {
   static const char* const kKeys[] = {
       "downcast_bf16",      "enable_cpu_affinity", "main_training_function",
@@ -72,7 +72,7 @@ bool IsPlace(absl::string_view text) {
 
 bool BeginsAtHome(absl::string_view path) { return path == "~" || absl::StartsWith(path, "~/"); }
 
-// Of the kind that programs read (worker/parallel/shard_plan.cc).
+// The syntax that programs read (worker/parallel/shard_plan.cc).
 constexpr char kPatternRule[] = "a regular expression for whole names, such as head|.*\\.bias";
 bool IsPattern(absl::string_view text) {
   try {
@@ -83,7 +83,7 @@ bool IsPattern(absl::string_view text) {
   }
 }
 
-// What a text must be, where not any will do. An empty one says nothing.
+// The rule for a text, if not any text is valid. An empty text means not set.
 struct TextRule {
   const char* setting;
   const char* rule;
@@ -128,8 +128,8 @@ const TextRule* RuleOfText(absl::string_view setting) {
 
 absl::Status CheckValue(const SettingSpec& spec, const Given& given) {
   if (FitsRule(spec, given.text)) return absl::OkStatus();
-  // The rule in words leaves out the upper limit, which no real setting reaches: a larger number
-  // gets a message of its own.
+  // The rule in words omits the upper limit, which no real setting reaches: a larger number gets
+  // its own message.
   int64_t number = 0;
   if (spec.type == Type::kInt && absl::SimpleAtoi(given.text, &number) && number > spec.max) {
     return BadValue(spec.name, given,
@@ -148,7 +148,7 @@ std::optional<std::vector<int>> ParseExitCodes(absl::string_view text) {
   return codes;
 }
 
-// A map or list as the text that a flag would have; nullopt: the setting takes none.
+// Converts a map or list to the text that a flag would have; nullopt if the setting takes none.
 std::optional<std::string> CollectionText(const SettingSpec& spec, const json& value) {
   std::vector<std::string> words;
   if (spec.type == Type::kPolicy && value.is_object()) {
@@ -163,7 +163,7 @@ std::optional<std::string> CollectionText(const SettingSpec& spec, const json& v
   return absl::StrJoin(words, ",");
 }
 
-// A scalar as the text that a flag would have; nullopt for null and for what is no scalar.
+// Converts a scalar to the text that a flag would have; nullopt for null and for other types.
 std::optional<std::string> ScalarText(const json& value) {
   if (value.is_string()) return value.get<std::string>();
   if (value.is_boolean()) return value.get<bool>() ? "true" : "false";
@@ -183,7 +183,7 @@ class Resolver {
     return {FindSetting(name)->fallback, "default"};
   }
   bool Has(const std::string& name) const { return Get(name).source != "default"; }
-  // Whether `name` is given where it counts more than what gives `other`.
+  // Whether `name` is given in a layer that has precedence over the one that gives `other`.
   bool IsAbove(const std::string& name, const std::string& other) const {
     for (const Layer& layer : layers_) {
       if (layer.settings.contains(other)) return false;
@@ -206,8 +206,8 @@ class Resolver {
   const std::vector<Layer>& layers_;
 };
 
-// Checks that the coordinator can authenticate its callers. The launcher sees to it by itself where
-// only processes of this machine's user are meant: by a private socket, or a token of its own.
+// Checks that the coordinator can authenticate its callers. If only processes of this machine's
+// user are meant, the launcher takes care of it, by a private socket or its own token.
 absl::Status CheckCallersAreKnown(const LaunchConfig& config, const Resolver& values) {
   bool local = config.coordinator_ip.empty();
   if (!local) {
@@ -730,12 +730,12 @@ absl::Status AddCoordinator(absl::string_view text, const std::string& source, L
 
 namespace {
 
-// Sections of a file of Accelerate's for which its distributed_type has to call.
+// A section of an Accelerate file for which the file's distributed_type has to call.
 struct AccelerateSection {
   const char* name;
-  const char* flag;      // that calls for it, too
-  const char* variable;  // of programs that get it
-  const char* type;      // that calls for it
+  const char* flag;      // the flag that calls for it, too
+  const char* variable;  // of the programs that get it
+  const char* type;      // the type that calls for it
 };
 constexpr AccelerateSection kAccelerateSections[] = {
     {"fsdp_config", "use_fsdp", "ACCELERATE_USE_FSDP", "FSDP"},
@@ -753,8 +753,8 @@ bool AsksForSomething(const nlohmann::ordered_json& section) {
   return false;
 }
 
-// The settings of a config file of Accelerate's, and the variables that its own programs read from
-// the rest of it. `lines`: of the keys.
+// Returns the settings of an Accelerate config file, and the variables that Accelerate's own
+// programs read from the rest of it. `lines`: those of the keys.
 absl::StatusOr<Layer> LayerOfAccelerate(const AccelerateConfig& config,
                                         const std::map<std::string, int>& lines) {
   const std::string& source = config.source;
@@ -774,7 +774,7 @@ absl::StatusOr<Layer> LayerOfAccelerate(const AccelerateConfig& config,
     return absl::OkStatus();
   };
   const nlohmann::ordered_json& values = config.values;
-  // -1 means: on the command line.
+  // -1 means: given on the command line.
   if (values.value("num_processes", -1) != -1) {
     MUSTER_RETURN_IF_ERROR(set("num_processes", "/num_processes"));
   }
@@ -810,7 +810,7 @@ absl::StatusOr<Layer> LayerOfAccelerate(const AccelerateConfig& config,
                                        " has no effect: this section has no such key"));
   }
 
-  // Counts and devices are checked with the other layers' settings: here they must only fit.
+  // Counts and devices are checked with the settings of other layers: here they must only fit.
   const int machines = std::max(1, values.value("num_machines", 1));
   const std::vector<std::string> flags = {"--num_processes",   absl::StrCat(2 * machines),
                                           "--machine_rank",    "0",
@@ -835,9 +835,9 @@ absl::StatusOr<Layer> LayerOfAccelerate(const AccelerateConfig& config,
                                      .place = place(absl::StrCat("/", section.name))});
   }
   for (const auto& [name, value] : env) {
-    // Defaults that say nothing.
+    // Defaults that have no meaning.
     if (absl::StartsWith(name, "ACCELERATE_DYNAMO_") && !values.contains("dynamo_config")) continue;
-    // What the launcher sets itself, from its own settings.
+    // Variables that the launcher sets itself, from its own settings.
     static const auto* const kOwn =
         new std::set<std::string>{"ACCELERATE_MIXED_PRECISION",
                                   "ACCELERATE_USE_CPU",
@@ -891,7 +891,7 @@ absl::StatusOr<Layer> ParseConfig(absl::string_view text, absl::string_view sour
       for (const auto& [name, entry] : value.items()) {
         const std::string pointer = absl::StrCat("/env/", name);
         const std::string at = place(pointer);
-        // As in a job file: 1.10, off and 010 would lose the way in which they are written.
+        // As in a job file: 1.10, off and 010 would lose their spelling.
         if (!entry.is_string() &&
             (!entry.is_number_integer() || document.rewritten.contains(pointer))) {
           return absl::InvalidArgumentError(
@@ -927,7 +927,7 @@ absl::StatusOr<Layer> ParseConfig(absl::string_view text, absl::string_view sour
     // YAML 1.1 reads a plain `no` as false.
     if (spec->type == Type::kChoice && value.is_boolean() && !value.get<bool>()) scalar = "no";
     const Given given = {*scalar, where};
-    // An empty text means: not set, as a file written by `muster config default` has it.
+    // An empty text means not set, as in a file written by `muster config default`.
     if (given.text.empty()) continue;
     MUSTER_RETURN_IF_ERROR(CheckValue(*spec, given));
     layer.settings[spec->name] = given;
@@ -966,7 +966,7 @@ absl::Status ReplaceHome(const std::map<std::string, std::string>& variables, La
     if (spec == nullptr) continue;
     const absl::string_view kind = spec->value_name;
     absl::string_view path = given.text;
-    // Of a place only its folder is a path.
+    // In a place only the folder is a path.
     if (kind == "PLACE" ? !absl::ConsumePrefix(&path, kDiskPlace)
                         : kind != "FILE" && kind != "FOLDER") {
       continue;
@@ -1029,7 +1029,7 @@ absl::StatusOr<int> CountGpus(const std::vector<Layer>& layers, const MachineFac
   const Resolver values(layers);
   const Given ids = values.Get("gpu_ids");
   const int gpus = static_cast<int>(SplitGpuIds(ids.text).size());
-  // A file for GPUs may be tried with --cpu where there are none.
+  // A file for GPUs may be tried with --cpu on a machine without GPUs.
   if (gpus > machine.gpus && !values.Bool("cpu")) {
     return absl::InvalidArgumentError(absl::StrCat("gpu_ids: ", ids.text, " (from ", ids.source,
                                                    ") names ", gpus, gpus == 1 ? " GPU" : " GPUs",
@@ -1040,7 +1040,7 @@ absl::StatusOr<int> CountGpus(const std::vector<Layer>& layers, const MachineFac
 
 namespace {
 
-// The settings that are taken as they are given.
+// Takes over the settings that need no computation.
 LaunchConfig TakeSettings(const Resolver& values) {
   LaunchConfig config;
   const MachineCount machines = ParseMachines(values.Text("num_machines")).value_or(MachineCount());
@@ -1067,7 +1067,7 @@ LaunchConfig TakeSettings(const Resolver& values) {
   config.max_restarts = values.Int("max_restarts");
   if (values.Has("failure_policy")) {
     FailurePolicy policy = *ParseFailurePolicy(values.Text("failure_policy"));
-    // A file of `muster config` says max_restarts: 0 where nobody has asked for it.
+    // A file of `muster config` has max_restarts: 0 even if the user has not asked for it.
     if (values.IsAbove("max_restarts", "failure_policy") ||
         (config.max_restarts > 0 && !policy.max_restarts.has_value())) {
       policy.max_restarts = config.max_restarts;
@@ -1099,12 +1099,12 @@ LaunchConfig TakeSettings(const Resolver& values) {
   return config;
 }
 
-// Whether to train on the CPU, with where that comes from.
+// Returns whether to train on the CPU, with the source of that decision.
 absl::StatusOr<Given> ChooseDevice(const Resolver& values, int gpus, LaunchConfig* config) {
   Given cpu = values.Get("cpu");
   config->cpu = values.Bool("cpu");
   if (!config->cpu && gpus == 0) {
-    // A file may be for many machines; a flag is meant for this one.
+    // A file may be for many machines, but a flag is meant for this one.
     if (cpu.source == "--cpu") {
       return absl::InvalidArgumentError(
           "cpu: false (from --cpu), but this machine has no usable GPU: leave it out to "
@@ -1116,7 +1116,7 @@ absl::StatusOr<Given> ChooseDevice(const Resolver& values, int gpus, LaunchConfi
   return cpu;
 }
 
-// The number of processes, with where it comes from.
+// Returns the number of processes, with its source.
 Given ChooseProcesses(const Resolver& values, int gpus, LaunchConfig* config) {
   Given processes = values.Get("num_processes");
   if (values.Has("num_processes")) {
@@ -1186,8 +1186,8 @@ absl::Status CheckRequirements(const LaunchConfig& config, const Resolver& value
   return CheckCallersAreKnown(config, values);
 }
 
-// Whether something asks for sharding besides the setting of that name: --env, a file of
-// Accelerate's or its flags.
+// Whether something other than the setting of that name requests sharding: --env, an Accelerate
+// file or its flags.
 bool VariablesAskForSharding(const std::vector<Layer>& layers) {
   for (const char* variable :
        {"MUSTER_SHARDING", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"}) {
@@ -1204,8 +1204,8 @@ bool VariablesAskForSharding(const std::vector<Layer>& layers) {
   return false;
 }
 
-// Where nothing is divided, what says how would be ignored in silence: a program that divides its
-// model by options.sharding says there how, too.
+// If nothing is divided, settings about how to divide would be silently ignored: a program that
+// divides its model by options.sharding has these settings there, too.
 absl::Status CheckSharding(const std::vector<Layer>& layers, const Resolver& values) {
   if (values.Has("sharding") || VariablesAskForSharding(layers)) return absl::OkStatus();
   for (const SettingSpec& spec : LaunchSettings()) {
@@ -1218,8 +1218,8 @@ absl::Status CheckSharding(const std::vector<Layer>& layers, const Resolver& val
   return absl::OkStatus();
 }
 
-// The layers for a launch on one machine, where one below is for several: its place and address say
-// nothing then.
+// Returns the layers for a launch on one machine, even if one of them is for several: then its
+// machine number and address are ignored.
 std::vector<Layer> ForOneMachine(std::vector<Layer> layers) {
   bool one = false;
   for (Layer& layer : layers) {
@@ -1236,9 +1236,10 @@ std::vector<Layer> ForOneMachine(std::vector<Layer> layers) {
   return layers;
 }
 
-// OMP_NUM_THREADS in `env` and num_cpu_threads_per_process are one thing: what the first layer that
-// has one of them says, without the other in the layers below. Where a file has both and they
-// differ, the setting counts, with a note. INVALID_ARGUMENT: they differ on the command line.
+// OMP_NUM_THREADS in `env` and num_cpu_threads_per_process are the same setting: keeps the value of
+// the first layer that has one of them, and removes the other from the layers below. If a file has
+// both and they differ, the setting counts, with a note. INVALID_ARGUMENT: they differ on the
+// command line.
 absl::Status TakeOneNumberOfThreads(std::vector<Layer>* layers) {
   constexpr char kVariable[] = "OMP_NUM_THREADS", kSetting[] = "num_cpu_threads_per_process";
   bool variable_counts = false, setting_counts = false;
@@ -1250,7 +1251,7 @@ absl::Status TakeOneNumberOfThreads(std::vector<Layer>* layers) {
     const auto setting = layer.settings.find(kSetting);
     variable_counts = variable != layer.env.end() && !variable->second.text.empty();
     setting_counts = setting != layer.settings.end();
-    // As in the environment, an empty one says nothing.
+    // An empty variable means not set, as in the environment.
     if (!variable_counts) layer.env.erase(kVariable);
     if (!variable_counts || !setting_counts || variable->second.text == setting->second.text) {
       continue;
@@ -1262,7 +1263,7 @@ absl::Status TakeOneNumberOfThreads(std::vector<Layer>* layers) {
     if (absl::StartsWith(variable->second.source, "--")) {
       return absl::InvalidArgumentError(absl::StrCat(differ, ": leave one out"));
     }
-    // Files that had both ran.
+    // Only a note, because files with both used to work.
     layer.notes.push_back(absl::StrCat(differ, ", which counts: leave one out"));
     layer.env.erase(variable);
     variable_counts = false;
@@ -1270,7 +1271,7 @@ absl::Status TakeOneNumberOfThreads(std::vector<Layer>* layers) {
   return absl::OkStatus();
 }
 
-// Variables of the workers that settings are.
+// Adds the variables of the workers that are settings.
 void AddVariablesOfSettings(const Resolver& values, LaunchConfig* config) {
   for (const SettingSpec& spec : LaunchSettings()) {
     if (!spec.for_workers || !values.Has(spec.name)) continue;
@@ -1280,7 +1281,7 @@ void AddVariablesOfSettings(const Resolver& values, LaunchConfig* config) {
   }
 }
 
-// The settings that, given, replace their variable for the processes.
+// Whether a setting, if given, replaces its variable for the processes.
 bool ReplacesVariable(const SettingSpec& spec) {
   static constexpr const char* kNames[] = {"sharding", "activation_checkpointing",
                                            "activation_blocks", "offload_activations",
@@ -1289,7 +1290,8 @@ bool ReplacesVariable(const SettingSpec& spec) {
          std::find(std::begin(kNames), std::end(kNames), spec.name) != std::end(kNames);
 }
 
-// A variable that counts as much as the setting that replaces it, or more, would be lost.
+// Refuses a variable with the same or higher precedence than the setting that replaces it, because
+// it would be lost.
 absl::Status CheckVariablesOfSettings(const std::vector<Layer>& layers) {
   for (const SettingSpec& spec : LaunchSettings()) {
     if (!ReplacesVariable(spec)) continue;

@@ -65,13 +65,13 @@ TEST(ResolveLaunch, FailurePolicy_IsTheSameFromAFileAndFlags) {
     EXPECT_EQ(config->class_limits, (std::map<std::string, int>{{"oom", 1}}));
     EXPECT_EQ(config->user_error_codes, (std::vector<int>{3, 4}));
   }
-  // A file of `muster config` has max_restarts: 0 where nobody has asked for it.
+  // A file of `muster config` has max_restarts: 0 even if the user has not asked for it.
   const auto zero = ParseConfig("max_restarts: 0\n", "c.yaml");
   ASSERT_TRUE(zero.ok()) << zero.status();
   auto config = ResolveLaunch({Flags({{"failure_policy", "failed=3,oom=1"}}), *zero}, {});
   ASSERT_TRUE(config.ok()) << config.status();
   EXPECT_EQ(config->max_restarts, 4);
-  // What counts more than the policy counts more than what the policy says.
+  // A setting with precedence over the policy also has precedence over the policy's content.
   config = ResolveLaunch({Flags({{"max_restarts", "0"}}), *file}, {});
   ASSERT_TRUE(config.ok()) << config.status();
   EXPECT_EQ(config->max_restarts, 0);
@@ -190,7 +190,7 @@ TEST(ResolveLaunch, OneMachineOverAFileForSeveral_LeavesOutItsPlaceAndAddress) {
     EXPECT_EQ(config->coordinator_ip, "");
     EXPECT_EQ(config->coordinator_port, 0);
     EXPECT_EQ(SourceOf(*config, "machine_rank"), "0 from default");
-    // What the command line says counts.
+    // The command line takes precedence.
     config = ResolveLaunch(
         {Flags({{"num_machines", "1"}, {"main_process_ip", "127.0.0.1"}}), {}, *file}, {});
     ASSERT_TRUE(config.ok()) << config.status();
@@ -219,12 +219,12 @@ TEST(ResolveLaunch, CoordinatorThatWouldNotKnowItsCallers_IsRefusedWithTheWays) 
     for (const Settings& part : parts) all.insert(part.begin(), part.end());
     return ErrorOf(all);
   };
-  // One machine, where its launcher sees to it.
+  // One machine, whose launcher provides the authentication.
   EXPECT_EQ(of({}), "accepted");
   EXPECT_EQ(of({kNear}), "accepted");
   EXPECT_EQ(of({{{"main_process_ip", "localhost"}}}), "accepted");
   EXPECT_EQ(of({{{"main_process_ip", "::1"}}}), "accepted");
-  // An address that others reach.
+  // An address that others can reach.
   for (const Settings& machines : {Settings(), kTwo}) {
     EXPECT_THAT(of({kFar, machines}),
                 AllOf(HasSubstr("authenticates its callers"),
@@ -239,7 +239,7 @@ TEST(ResolveLaunch, CoordinatorThatWouldNotKnowItsCallers_IsRefusedWithTheWays) 
   EXPECT_THAT(of({kFar, kTwo, kSecond, kCa}), HasSubstr("authenticates its callers"));
   EXPECT_THAT(of({{{"main_process_ip", "0.0.0.0"}}}), HasSubstr("authenticates its callers"));
   EXPECT_THAT(of({{{"main_process_ip", "here"}}}), HasSubstr("not numeric"));
-  // Several machines on one: no secret travels, but each must know it.
+  // Several machines on one host: no secret travels, but each must know it.
   EXPECT_THAT(of({kNear, kTwo}), AllOf(HasSubstr("--token_file"), HasSubstr("--tls_ca")));
   EXPECT_EQ(of({kNear, kTwo, kToken}), "accepted");
   EXPECT_EQ(of({kNear, kTwo, kSecond, kToken}), "accepted");
@@ -282,7 +282,7 @@ TEST(ResolveLaunch, D26_ProcessesOnTheCpu_AreAllCounted) {
   EXPECT_EQ(config->processes_here, 3);
 }
 
-// A variable that the launch would replace without a word.
+// A variable that the launch would silently replace.
 TEST(ResolveLaunch, EnvThatIsASetting_IsRefusedOrCounts) {
   const auto error = [](const std::vector<Layer>& layers) {
     const auto config = ResolveLaunch(layers, {});
@@ -301,7 +301,7 @@ TEST(ResolveLaunch, EnvThatIsASetting_IsRefusedOrCounts) {
   EXPECT_EQ(error({with_env("RANK", "3", "--env")}),
             "env: RANK (from --env) cannot be set: muster launch sets it for each process "
             "according to its place in the job");
-  // Each that names a setting names one that there is.
+  // Each variable that names a setting names an existing one.
   for (const SettingSpec& spec : LaunchSettings()) {
     const WorkerVariable* const set = FindWorkerVariable(spec.variable);
     if (set != nullptr) {
@@ -309,7 +309,7 @@ TEST(ResolveLaunch, EnvThatIsASetting_IsRefusedOrCounts) {
     }
   }
 
-  // Others count, unless a setting that counts as much says something else.
+  // Other variables count, unless a setting of the same or higher precedence has another value.
   const Layer zero3 = with_env("MUSTER_SHARDING", "zero3", "--env");
   EXPECT_EQ(error({zero3}), "accepted");
   Layer file;
@@ -379,14 +379,14 @@ TEST(ParseConfig, Json_IsReadToo) {
   EXPECT_EQ(layer->settings.at("num_processes").text, "3");
 }
 
-// What Muster cannot do is refused by name, never left out in silence.
+// What Muster cannot do is refused by name, never silently left out.
 TEST(ParseConfig, D25_D34_SectionsOfOtherEngines_AreRefused) {
   EXPECT_THAT(FileError("fp8_config:\n  amax_history_length: 16\n"), HasSubstr("fp8_config"));
   EXPECT_THAT(FileError("fsdp_config:\n  fsdp_version: 2\n"), HasSubstr("fsdp_config"));
   EXPECT_THAT(FileError("mixed_precision: fp8\n"), HasSubstr("one of no, bf16, fp16"));
 }
 
-// Its own launcher ignores them in silence.
+// Its own launcher silently ignores them.
 TEST(ParseConfig, SectionThatTheTypeOfAFileDoesNotCallFor_IsNoted) {
   const auto notes = [](const std::string& type, const std::string& section) {
     const auto layer = ParseConfig(
@@ -411,7 +411,7 @@ TEST(ParseConfig, SectionThatTheTypeOfAFileDoesNotCallFor_IsNoted) {
   // The section stays in the file for a try on one GPU.
   EXPECT_THAT(notes("'NO'", "fsdp_config: {fsdp_version: 2}"),
               ElementsAre(HasSubstr("distributed_type: NO: ")));
-  // What wizards write into every file, and what asks for nothing.
+  // Sections that wizards write into every file, and those that request nothing.
   for (const char* const section :
        {"fsdp_config: {}", "deepspeed_config: {gradient_accumulation_steps: null}",
         "megatron_lm_config: {}", "parallelism_config: {parallelism_config_tp_size: 1}"}) {
@@ -498,8 +498,8 @@ TEST(ParseConfig, FileOfAccelerates_AccumulationInQuotes_Counts) {
     ASSERT_TRUE(left.ok()) << left.status();
     EXPECT_FALSE(left->settings.contains("gradient_accumulation_steps"));
   }
-  // Without DeepSpeed, Accelerate's launcher gives them to nobody: its variable would win over what
-  // a Python program says.
+  // Without DeepSpeed, Accelerate's launcher passes them to no process: its variable would win over
+  // the setting of a Python program.
   const auto other = ParseConfig(
       "distributed_type: MULTI_GPU\nnum_processes: 2\ndeepspeed_config:\n"
       "  gradient_accumulation_steps: 4\n",
@@ -512,7 +512,7 @@ TEST(ParseConfig, FileOfAccelerates_AccumulationInQuotes_Counts) {
   EXPECT_THAT(FileError(with("2.5")), HasSubstr("2.5 (from c.yaml:4)"));
 }
 
-// Accelerate's launcher ignores both; the first trains with a default that nobody chose.
+// Accelerate's launcher ignores both; the first trains with a default that the user did not choose.
 TEST(ParseConfig, FileOfAccelerates_MisspeltKeyOfASection_IsRefusedAndAStrangeOneNoted) {
   const auto with = [](const std::string& key) {
     return "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 2\n"
@@ -597,8 +597,7 @@ TEST(FindConfig, FlagThenVariableThenDefaultPlace) {
               AllOf(HasSubstr("/nowhere/c.yaml"), HasSubstr("--config_file")));
 }
 
-// Every key and flag with every type: read, or one line with the place and the rule.
-// As the script of a job on SLURM says it.
+// The script of a job on SLURM uses it.
 TEST(FindConfig, DevNull_SaysNothing) {
   const TestFolder folder;
   ASSERT_TRUE(MakeDirectories(folder.Path("muster")).ok());
@@ -619,7 +618,7 @@ TEST(FindConfig, HomeOfANamedFile_IsReplaced) {
 }
 
 TEST(ReplaceHome, EverySettingThatIsAPath_BeginsAtHome) {
-  // And nothing else does.
+  // No other setting does.
   const std::map<std::string, std::string> kPaths = {{"log_dir", ""},
                                                      {"tls_ca", ""},
                                                      {"tls_cert", ""},
@@ -660,6 +659,7 @@ TEST(ReplaceHome, NoHome_IsSaid) {
             "log_dir: ~/logs (from c.yaml:3) needs HOME, which is not set");
 }
 
+// Each key and flag with each type is read, or refused in one line with the place and the rule.
 TEST(LaunchSettings, EveryOneWithEveryType_IsReadOrNamed) {
   const char* const values[] = {"[1]", "{a: 1}", "-1", "1.5", "maybe"};
   for (const SettingSpec& spec : LaunchSettings()) {
@@ -703,11 +703,11 @@ TEST(LaunchSettings, TextsWithARule_AreReadByIt) {
     for (const std::string& bad : values.second) EXPECT_FALSE(FitsRule(spec, bad)) << name << bad;
     EXPECT_TRUE(FitsRule(spec, "")) << name;
   }
-  // Nothing that a terminal would obey.
+  // No control characters for terminals.
   EXPECT_THAT(ErrorOf({{"job_name", "\x1b[2J"}}), testing::Not(HasSubstr("\x1b")));
 }
 
-// Of everything that options.sharding has a variable for.
+// Everything for which options.sharding has a variable.
 TEST(LaunchSettings, Sharding_ReachesTheWorkersAsVariables) {
   const std::map<std::string, std::pair<std::string, std::string>> kSettings = {
       {"sharding_units", {"MUSTER_SHARDING_UNITS", "Block,Head"}},
@@ -740,7 +740,7 @@ TEST(LaunchSettings, Sharding_ReachesTheWorkersAsVariables) {
   const auto config = ResolveLaunch({flags, LayerFromVariables(variables), file}, {});
   ASSERT_TRUE(config.ok()) << config.status();
   EXPECT_EQ(config->env, want);
-  // A file says the same, in its words for yes and no.
+  // A file with the same settings, in its words for yes and no.
   const auto read = ParseConfig("sharding: zero2\nsharding_overlap: on\n", "c.yaml");
   ASSERT_TRUE(read.ok()) << read.status();
   EXPECT_EQ(ResolveLaunch({*read}, {})->env,
@@ -764,7 +764,7 @@ TEST(LaunchSettings, ShardingOfNothing_IsRefusedByName) {
     EXPECT_EQ(ErrorOf({{spec.name, value}, {"sharding", "zero3"}}), "accepted");
     Layer flags;
     flags.settings[spec.name] = {value, "--" + spec.name};
-    // What else asks for it.
+    // Other settings that request sharding.
     for (const char* name :
          {"MUSTER_SHARDING", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"}) {
       flags.env = {{name, {name == std::string("MUSTER_SHARDING") ? "zero3" : "true", "--env"}}};

@@ -39,7 +39,7 @@ absl::Status CheckDeepSpeed(const LaunchConfig& config) {
 
 MusterProgramNotes NotesForMusterPrograms(const LaunchConfig& config) {
   MusterProgramNotes notes;
-  // As worker/job/environment.cc has it.
+  // The same as in worker/job/environment.cc.
   for (const auto& [name, what] :
        {std::pair<const char*, const char*>{"ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"},
         {"ACCELERATE_USE_PARALLELISM_CONFIG",

@@ -8,9 +8,9 @@
 
 namespace muster::client {
 
-// What programs that are written with Muster make of the variables that a launch hands on for
+// How programs that are written with Muster treat the variables that a launch passes on for
 // Accelerate's engines, a line each: what they refuse, and why; and what has no effect on them.
-// Python programs take all of it. Reads the file that deepspeed_config_file names.
+// Python programs use all of the variables. Reads the file that deepspeed_config_file names.
 struct MusterProgramNotes {
   std::vector<std::string> refused;
   std::vector<std::string> no_effect;

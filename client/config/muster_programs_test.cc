@@ -16,7 +16,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-// Of a file of Accelerate's.
+// Returns the notes for an Accelerate file.
 MusterProgramNotes NotesOf(const std::string& type, const std::string& more,
                            const std::string& precision = "mixed_precision: bf16\n") {
   const auto layer = ParseConfig(
@@ -50,14 +50,14 @@ TEST(MusterPrograms, SettingsOfFsdpAndDeepSpeed_AreThoseThatProgramsTake) {
   EXPECT_THAT(NotesOf("DEEPSPEED", "deepspeed_config: {zero_stage: 3}\n").refused, IsEmpty());
 }
 
-// As the program refuses it, see engine_settings_test.
+// With the program's refusals, see engine_settings_test.
 TEST(MusterPrograms, FilesOfDeepSpeed_AreReadAsTheProgramReadsThem) {
   const TestFolder folder;
   const auto refused = [&](const std::string& more) {
     const std::string path = folder.Path("ds.json");
     EXPECT_TRUE(
         WriteFileAtomically(path, "{\"zero_optimization\": {\"stage\": 2}" + more + "}").ok());
-    // Beside such a file the precision is the file's.
+    // With such a file, the precision is the file's.
     return NotesOf("DEEPSPEED", "deepspeed_config: {deepspeed_config_file: " + path + "}\n", "")
         .refused;
   };

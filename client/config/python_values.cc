@@ -28,7 +28,7 @@ std::optional<int64_t> ParsePythonInt(absl::string_view text) {
 }
 
 std::optional<double> ParsePythonFloat(absl::string_view text) {
-  // Abseil reads the hexadecimal floats of C, too; no float of Python has an x.
+  // Abseil also reads C's hexadecimal floats; no float of Python has an x.
   if (text.find_first_of("xX") != absl::string_view::npos) return std::nullopt;
   double number = 0;
   if (!absl::SimpleAtod(WithoutUnderscores(text), &number)) return std::nullopt;

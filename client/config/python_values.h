@@ -9,17 +9,18 @@
 
 namespace muster::client {
 
-// Values as Accelerate, which is written in Python, takes them. Pure.
+// Reads values as Accelerate, which is written in Python, does. Pure.
 
-// A number as Python's int() and float() read it, and so Accelerate's flags and variables: blanks
-// around it and an underscore between two digits are allowed. nullopt: none, or one that does not
-// fit.
+// Reads a number as Python's int() and float() do, and so Accelerate's flags and variables: blanks
+// around it and an underscore between two digits are allowed. nullopt: not a number, or one that
+// does not fit.
 std::optional<int64_t> ParsePythonInt(absl::string_view text);
 std::optional<double> ParsePythonFloat(absl::string_view text);
 
-// As Python's bool(): empty texts, zeros, null and what has no entries are false, all else is true.
+// Does the same as Python's bool(): empty texts, zeros, null and empty collections are false, all
+// else is true.
 bool IsPythonTrue(const nlohmann::json& value);
-// As Python's ==, to which true is 1 and false is 0.
+// Does the same as Python's ==, to which true is 1 and false is 0.
 bool IsPythonEqual(const nlohmann::json& a, const nlohmann::json& b);
 
 }  // namespace muster::client

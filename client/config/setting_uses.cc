@@ -50,7 +50,7 @@ const std::vector<SettingUse>& FsdpUses() {
   return *uses;
 }
 
-// Of DeepSpeed 0.19.
+// The keys of DeepSpeed 0.19.
 const std::vector<SettingUse>& DeepSpeedUses() {
   static const auto* const uses = new std::vector<SettingUse>{
       {"train_batch_size", Use::kMapped, "train_batch_size", nullptr},

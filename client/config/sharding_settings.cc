@@ -32,9 +32,9 @@ absl::Status Refused(absl::string_view key, const Json& value, absl::string_view
       absl::StrCat(key, ": ", Shown(value), " cannot be honoured; ", instead));
 }
 
-// Whether a setting that is refused asks for nothing.
+// Whether a setting that is refused requests nothing.
 bool IsOff(const Json& value, const Json& off) {
-  // Of one that is on by default false asks for something.
+  // For a setting that is on by default, false is a request.
   if (off == true) return value.is_null() || value == true;
   if (value.is_null() || value == false || (!off.is_null() && value == off)) return true;
   if (value.is_array()) return value.empty();
@@ -87,7 +87,7 @@ class DeepSpeedMapper {
         case Use::kMapped:
           break;
         case Use::kNoEffect:
-          // Accelerate's own, in every config.
+          // Accelerate writes it into every config.
           if (key == "steps_per_print" && value == "inf") break;
           if (absl::EndsWith(key, "_weights_on_model_save") && value == false) break;
           plan_.notes.push_back(absl::StrCat(key, " has no effect: ", use->text));
@@ -99,7 +99,7 @@ class DeepSpeedMapper {
     return absl::OkStatus();
   }
 
-  // The value at a dotted key; null if there is none.
+  // Returns the value at a dotted key; null if there is none.
   Json At(const std::string& key) const {
     const Json* node = &config_;
     size_t from = 0;
@@ -198,10 +198,10 @@ class DeepSpeedMapper {
       plan_.mixed_precision = fp16 ? "fp16" : "bf16";
       sharding.parameter_dtype = fp16 ? "float16" : "bfloat16";
       sharding.reduce_dtype = sharding.parameter_dtype;
-      // The whole model computes in this type there, without autocast, so it returns it.
+      // There the whole model computes in this type, without autocast, so it also returns it.
       sharding.output_dtype = sharding.parameter_dtype;
     }
-    // It is on there unless the config says otherwise.
+    // There it is on unless the config says otherwise.
     if (bf16 && At("bf16.check_grad_overflow") != false) {
       plan_.notes.push_back(
           "bf16.check_grad_overflow has no effect: a step in bf16 is taken also with gradients "
@@ -238,7 +238,7 @@ class DeepSpeedMapper {
     return absl::OkStatus();
   }
 
-  // The names of DeepSpeed's types: its own, torch's, and those of torch's Python.
+  // Reads the names of DeepSpeed's types: its own, torch's, and those of torch's Python.
   absl::StatusOr<std::optional<std::string>> Dtype(const std::string& key) const {
     const Json value = At(key);
     if (value.is_null()) return std::nullopt;
@@ -277,7 +277,7 @@ class DeepSpeedMapper {
       if (At(field.key) == "auto") continue;
       MUSTER_RETURN_IF_ERROR(Number(field.key, 1, *field.number));
     }
-    // As text, since JSON has no infinity. No norm is above it.
+    // As text, because JSON has no infinity. No norm exceeds it.
     if (At("gradient_clipping") == "inf") return absl::OkStatus();
     MUSTER_RETURN_IF_ERROR(Number("gradient_clipping", 0, plan_.gradient_clipping));
     if (plan_.gradient_clipping == 0.0) plan_.gradient_clipping.reset();
@@ -387,7 +387,7 @@ absl::StatusOr<ShardingPlan> MapFsdp(const FsdpSettings& settings) {
     sharding.reshard_after_forward =
         sharding.strategy == Strategy::kFull || sharding.strategy == Strategy::kHybrid;
   } else {
-    // A misspelt word was meant, although nothing reads it.
+    // A misspelt word had a purpose, although nothing reads it.
     if (!settings.kept_strategy.is_null() && !settings.strategy.has_value()) {
       return Refused("sharding_strategy", settings.kept_strategy,
                      "remove it: in version 2 reshard_after_forward decides");
@@ -431,7 +431,7 @@ absl::StatusOr<ShardingPlan> MapFsdp(const FsdpSettings& settings) {
     return Refused("min_num_params", *settings.min_num_params,
                    "set auto_wrap_policy to SIZE_BASED_WRAP");
   }
-  // FSDP keeps gradients and the optimizer's states where the parameters are.
+  // FSDP keeps gradients and the optimizer's states with the parameters.
   if (settings.cpu_offload) {
     sharding.offload_parameters = Offload::kCpu;
     sharding.offload_optimizer = Offload::kCpu;

@@ -12,8 +12,8 @@
 
 namespace muster::client {
 
-// Muster's own words for sharded training, to which the settings of FSDP and of DeepSpeed map.
-// docs/sharding_config.md has the table. Pure.
+// Muster's own terms for sharded training, to which the settings of FSDP and of DeepSpeed are
+// mapped. docs/sharding_config.md has the table. Pure.
 struct ShardingSettings {
   enum class Strategy {
     kNone,
@@ -27,12 +27,12 @@ struct ShardingSettings {
   enum class Offload { kNone, kCpu, kDisk };
 
   Strategy strategy = Strategy::kFull;
-  // With kFull and kHybrid: free the whole parameters of a unit between forward and backward.
+  // With kFull and kHybrid: free the gathered parameters of a unit between forward and backward.
   bool reshard_after_forward = true;
-  // Communication runs beside computation.
+  // Communication runs concurrently with computation.
   bool overlap = false;
-  // The units: the entries of the model's lists of modules, modules of these types (none named:
-  // those that the model itself keeps whole), or modules of at least so many parameters.
+  // The units: the entries of the model's lists of modules, modules of these types (if none is
+  // named, those that the model itself keeps whole), or modules of at least this many parameters.
   Wrap wrap = Wrap::kLists;
   std::vector<std::string> wrap_types;
   int64_t min_parameters = 0;
@@ -46,7 +46,7 @@ struct ShardingSettings {
   std::string offload_optimizer_path;
   bool activation_checkpointing = false;
   bool activation_offload = false;
-  // Names of torch's dtypes; none: that of the parameters as they are.
+  // Names of torch's dtypes; nullopt: the dtype of the parameters.
   std::optional<std::string> parameter_dtype;
   std::optional<std::string> reduce_dtype;
   std::optional<std::string> output_dtype;
@@ -62,7 +62,7 @@ struct PlannedLossScale {
   double minimum = 1;
 };
 
-// Of the section "optimizer": `type` is AdamW, Adam, SGD or Adagrad.
+// The section "optimizer": `type` is AdamW, Adam, SGD or Adagrad.
 struct PlannedOptimizer {
   std::string type;
   std::optional<double> lr;
@@ -74,10 +74,10 @@ struct PlannedOptimizer {
   std::optional<bool> nesterov;
 };
 
-// Of the section "scheduler": `type` is WarmupLR, WarmupDecayLR or WarmupCosineLR.
+// The section "scheduler": `type` is WarmupLR, WarmupDecayLR or WarmupCosineLR.
 struct PlannedScheduler {
   std::string type;
-  bool logarithmic = true;  // the warm-up's shape
+  bool logarithmic = true;  // the shape of the warm-up
   std::optional<double> min_lr;
   std::optional<double> max_lr;
   std::optional<double> min_ratio;
@@ -86,12 +86,12 @@ struct PlannedScheduler {
   std::optional<int64_t> total_steps;
 };
 
-// What a config says about training, besides sharding.
+// The settings of a config about training, besides sharding.
 struct ShardingPlan {
   ShardingSettings sharding;
   std::string mixed_precision = "no";  // no, fp16 or bf16
   std::optional<PlannedLossScale> loss_scale;
-  std::optional<double> gradient_clipping;  // none: no clipping
+  std::optional<double> gradient_clipping;  // nullopt: no clipping
   std::optional<int64_t> gradient_accumulation_steps;
   std::optional<int64_t> micro_batch_size;
   std::optional<int64_t> train_batch_size;
@@ -101,28 +101,28 @@ struct ShardingPlan {
   std::vector<std::string> notes;
 };
 
-// What becomes of a known setting.
+// How a known setting is used.
 struct SettingUse {
   enum class Use {
     kSection,   // holds other settings
-    kMapped,    // `text`: to what
+    kMapped,    // `text`: the target
     kNoEffect,  // `text`: why no result depends on it
     kRefused,   // unless switched off; `text`: what to set instead
   };
   std::string key;  // dotted
   Use use;
   std::string text;
-  nlohmann::json off;  // kRefused: the value, besides false and null, that asks for nothing
+  nlohmann::json off;  // kRefused: the value, besides false and null, that requests nothing
 };
-// All arguments of the FSDP plugin, and all keys of a DeepSpeed config.
+// Returns all arguments of the FSDP plugin, and all keys of a DeepSpeed config.
 const std::vector<SettingUse>& FsdpUses();
 const std::vector<SettingUse>& DeepSpeedUses();
 
-// Errors of both: INVALID_ARGUMENT for a value that is none, UNIMPLEMENTED for a setting that
-// cannot be honoured; each names the setting and the nearest that can.
+// Errors of both: INVALID_ARGUMENT for an invalid value, UNIMPLEMENTED for a setting that cannot be
+// honoured; each names the setting and the nearest one that can.
 absl::StatusOr<ShardingPlan> MapFsdp(const FsdpSettings& settings);
-// `config`: resolved (DeepSpeedConfig::config), with its clipping settled. A batch size or the
-// accumulation steps that are still "auto" are none.
+// `config`: resolved (DeepSpeedConfig::config), with its clipping settled. A batch size or
+// accumulation steps that are still "auto" count as not given.
 absl::StatusOr<ShardingPlan> MapDeepSpeed(const nlohmann::json& config);
 
 }  // namespace muster::client

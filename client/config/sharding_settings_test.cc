@@ -18,7 +18,7 @@ using Json = nlohmann::json;
 using Use = SettingUse::Use;
 using Strategy = ShardingSettings::Strategy;
 
-// All that a plan says.
+// Returns everything that a plan contains.
 std::string Words(const ShardingPlan& plan) {
   const ShardingSettings& s = plan.sharding;
   Json j = {static_cast<int>(s.strategy),
@@ -59,7 +59,7 @@ std::string Words(const ShardingPlan& plan) {
   return j.dump();
 }
 
-// A config that is valid with any one of the known keys, with `key` set to `value`.
+// Returns a config that is valid with any one of the known keys, with `key` set to `value`.
 Json With(const std::string& key, const Json& value) {
   Json config = {{"zero_optimization",
                   {{"stage", 3},
@@ -82,7 +82,7 @@ Json With(const std::string& key, const Json& value) {
   return config;
 }
 
-// Values of which one is right for each setting that is mapped.
+// Values of which at least one is valid for each mapped setting.
 const std::vector<Json>& Values() {
   static const auto* const values = new std::vector<Json>{
       true,  5, 0.25, "cpu", "/path", "bf16", "linear", "SGD", "WarmupCosineLR", Json({0.5, 0.75}),
@@ -115,7 +115,7 @@ TEST(MapDeepSpeed, EveryKnownKey_IsMappedNotedOrRefused) {
       ASSERT_TRUE(plan.ok()) << plan.status();
       EXPECT_THAT(plan->notes, testing::Contains(HasSubstr(use.key)));
     } else if (use.key == "data_types.param_dtype") {
-      // It changes nothing, but must say the same as fp16 and bf16.
+      // It changes nothing, but must agree with fp16 and bf16.
       EXPECT_TRUE(MapDeepSpeed(With(use.key, "fp16")).ok());
       EXPECT_FALSE(MapDeepSpeed(With(use.key, "bf16")).ok());
     } else {
@@ -155,7 +155,7 @@ TEST(MapFsdp, EveryArgument_IsMappedNotedOrRefused) {
       if (use.key == "transformer_cls_names_to_wrap") {
         base["auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP";
       }
-      // Of a setting that is mapped what the plan says, of one without effect the notes on it.
+      // For a mapped setting returns the plan, for one without effect the notes on it.
       const auto mapped = [&use](const Json& arguments) -> std::string {
         const auto settings = ResolveFsdp(arguments, {}, "no");
         if (!settings.ok()) return "refused";
@@ -169,7 +169,7 @@ TEST(MapFsdp, EveryArgument_IsMappedNotedOrRefused) {
           notes.erase(std::remove_if(notes.begin(), notes.end(), is_of_another), notes.end());
           return Json(notes).dump();
         }
-        // The version only decides which of the others count, which the notes say.
+        // The version only decides which of the other settings count, as the notes say.
         return Words(*plan) + (use.key == "fsdp_version" ? Json(notes).dump() : "");
       };
       const std::string before = use.use == Use::kNoEffect ? "[]" : mapped(base);
@@ -223,7 +223,7 @@ TEST(MapFsdp, Strategies_AreOurs) {
   EXPECT_FALSE(MapFsdp(settings)->sharding.reshard_after_forward);
 }
 
-// Each is kept by Accelerate, which does not look at it.
+// Accelerate keeps each of them without checking it.
 TEST(MapFsdp, ArgumentsThatNothingReads_AreRefusedByName) {
   const auto error = [](const Json& arguments) {
     const auto settings = ResolveFsdp(arguments, {}, "no");
@@ -282,7 +282,7 @@ TEST(MapDeepSpeed, Values_AreChecked) {
   EXPECT_THAT(error(7), HasSubstr("an object"));
 }
 
-// There the parameters are in this type and nothing casts what comes out; buffers stay.
+// There the parameters have this type and nothing casts the outputs; buffers stay.
 TEST(MapDeepSpeed, MixedPrecision_IsThatOfOutputsAndNotOfBuffers) {
   const auto sharding = [](const Json& config) {
     const auto plan = MapDeepSpeed(config);

@@ -17,7 +17,7 @@ namespace {
 
 using Flags = std::map<std::string, std::string>;
 
-// Those of torchrun, for addresses without a port.
+// The port of torchrun, for addresses without one.
 constexpr char kRendezvousPort[] = "29400";
 constexpr char kMasterPort[] = "29500";
 
@@ -30,7 +30,7 @@ absl::Status Wrong(const std::string& name, absl::string_view value, absl::strin
       absl::StrCat(Written(name), value.empty() ? "" : " ", value, ": ", remedy));
 }
 
-// Of the first layer that has it; null: of none.
+// Returns the value in the first layer that has it; null if none does.
 const Given* FirstGiven(const std::vector<Layer>& layers, const std::string& name) {
   for (const Layer& layer : layers) {
     const auto it = layer.settings.find(name);
@@ -39,7 +39,8 @@ const Given* FirstGiven(const std::vector<Layer>& layers, const std::string& nam
   return nullptr;
 }
 
-// A wrong number is reported with all the other settings, by ResolveLaunch.
+// Returns the number of machines. ResolveLaunch reports a wrong number, with all the other
+// settings.
 int NumMachines(const std::vector<Layer>& layers) {
   const Given* const given = FirstGiven(layers, "num_machines");
   return given == nullptr ? 1 : ParseMachines(given->text).value_or(MachineCount()).most;
@@ -54,7 +55,7 @@ absl::Status CheckRivals(const TorchrunFlag& flag, const Flags& given) {
   return absl::OkStatus();
 }
 
-// Flags without a value that are switched off are as if they were not there.
+// Removes flags without a value that are switched off.
 absl::StatusOr<Flags> WithoutFalse(Flags given) {
   for (const TorchrunFlag& flag : TorchrunFlags()) {
     const auto it = given.find(flag.name);
@@ -78,7 +79,7 @@ absl::Status ApplyMachines(const std::string& value, Layer* flags) {
   return absl::OkStatus();
 }
 
-// KEY=VALUE,...: the keys of torchrun's c10d and static backends.
+// Applies KEY=VALUE,...: the keys of torchrun's c10d and static backends.
 absl::Status ApplyConf(const std::string& value, Layer* flags) {
   for (const absl::string_view part : absl::StrSplit(value, ',')) {
     const std::pair<std::string, std::string> entry = absl::StrSplit(part, absl::MaxSplits('=', 1));
@@ -90,7 +91,7 @@ absl::Status ApplyConf(const std::string& value, Layer* flags) {
     if (key == "is_host") {
       const absl::StatusOr<bool> is_host = ParseBool(entry.second);
       if (!is_host.ok()) return Wrong("rdzv_conf", part, "is_host must be true or false");
-      // Machine 0 is the host; of the others the coordinator makes numbers.
+      // Machine 0 is the host; the coordinator numbers the others.
       if (*is_host) flags->settings["machine_rank"] = {"0", source};
       continue;
     }
@@ -123,14 +124,14 @@ absl::Status ApplyMaster(const Flags& given, Layer* flags) {
     MUSTER_RETURN_IF_ERROR(
         AddCoordinator(absl::StrCat(ip, ":", kMasterPort), "--master_addr", flags));
   }
-  // Its range is checked with all the other settings, by ResolveLaunch.
+  // ResolveLaunch checks its range, with all the other settings.
   if (port != given.end()) {
     flags->settings["main_process_port"] = {port->second, "--master_port"};
   }
   return absl::OkStatus();
 }
 
-// One machine, whatever variables and the config file say.
+// Sets one machine, whatever variables and the config file say.
 absl::Status ApplyStandalone(Layer* flags) {
   const std::pair<const char*, const char*> fixed[] = {{"num_machines", "1"},
                                                        {"machine_rank", "0"},

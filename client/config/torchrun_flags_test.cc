@@ -12,7 +12,7 @@ using ::testing::HasSubstr;
 
 class TorchrunFlagsTest : public ::testing::Test {
  protected:
-  // The setting and its source, "TEXT from SOURCE", as a launch with these flags has it.
+  // Returns the setting and its source, "TEXT from SOURCE", for a launch with these flags.
   std::string Setting(const std::map<std::string, std::string>& given, const std::string& name) {
     std::vector<Layer> layers = {flags_, {}, file_};
     const absl::Status status = ApplyTorchrunFlags(given, machine_, &layers);
@@ -23,7 +23,7 @@ class TorchrunFlagsTest : public ::testing::Test {
     }
     return "none";
   }
-  // One line; INVALID_ARGUMENT.
+  // Returns the refusal, one line; INVALID_ARGUMENT.
   std::string Refusal(const std::map<std::string, std::string>& given) {
     std::vector<Layer> layers = {flags_, {}, file_};
     const absl::Status status = ApplyTorchrunFlags(given, machine_, &layers);

@@ -21,8 +21,9 @@ namespace muster {
 struct AsyncClient::Call::Operation {
   std::shared_ptr<AsyncClient::Impl> impl;
   client::StoppableClient client;
-  bool cancelled = false;  // under the lock of `impl`
-  // Joined by the thread that cancels the call; by the callback thread, if its own callback does.
+  bool cancelled = false;  // guarded by the lock of `impl`
+  // Joined by the thread that cancels the call, or by the callback thread if the call's own
+  // callback does.
   std::thread thread = {};
 };
 
@@ -38,8 +39,8 @@ class AsyncClient::Impl : public std::enable_shared_from_this<AsyncClient::Impl>
   std::shared_ptr<Operation> Start(std::function<void(Client&, const Tell&)> work) {
     auto operation = std::make_shared<Operation>(Operation{
         .impl = shared_from_this(), .client = client::StoppableOn(channel_, timeout_, retry_for_)});
-    // The thread ends before the operation does: Cancel joins it. Where none can be started, this
-    // throws, and there is no operation.
+    // The thread ends before the operation does, because Cancel joins it. If no thread can be
+    // started, this throws, and there is no operation.
     operation->thread = std::thread([this, one = operation.get(), work = std::move(work)] {
       work(one->client.client,
            [this, one](const std::function<void()>& callback) { return RunIt(one, callback); });
@@ -141,8 +142,8 @@ class AsyncClient::Impl : public std::enable_shared_from_this<AsyncClient::Impl>
   CondVar changed_;
   std::set<std::shared_ptr<Operation>> operations_ ABSL_GUARDED_BY(mu_);  // not cancelled
   std::deque<Task*> tasks_ ABSL_GUARDED_BY(mu_);
-  Operation* running_ ABSL_GUARDED_BY(mu_) = nullptr;  // whose callback runs
-  // Cancelled by their own callbacks: the callback thread joins them.
+  Operation* running_ ABSL_GUARDED_BY(mu_) = nullptr;  // the one whose callback runs
+  // Cancelled by their own callbacks; the callback thread joins them.
   std::vector<std::shared_ptr<Operation>> ended_ ABSL_GUARDED_BY(mu_);
   bool ending_ ABSL_GUARDED_BY(mu_) = false;
   std::thread callbacks_;

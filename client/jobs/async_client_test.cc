@@ -124,7 +124,7 @@ TEST_F(AsyncClientTest, CancelledCall_MakesNoCallbackAfterwards) {
     over = true;
   }
   fake_.Change(FakeJob("mnist-1", v1::JOB_STATE_FAILED, 1, 2));
-  // What another call receives afterwards would have come after it.
+  // A further callback would have come before anything that another call receives now.
   Notification next;
   const auto get = client_->get("mnist-1", [&](const absl::StatusOr<Job>&) { next.Notify(); });
   next.WaitForNotification();

@@ -12,11 +12,11 @@
 
 namespace muster::client {
 
-// A client that makes its calls on `channel`; see ClientOptions for the times.
+// Returns a client that makes its calls on `channel`; see ClientOptions for the times.
 Client ClientOn(std::shared_ptr<grpc::Channel> channel, absl::Duration timeout,
                 absl::Duration retry_for);
 
-// One whose calls another thread can end.
+// A client whose calls another thread can end.
 struct StoppableClient {
   Client client;
   // Ends the calls in progress, and all later ones, with CANCELLED. Thread-safe; valid as long as
@@ -26,7 +26,7 @@ struct StoppableClient {
 StoppableClient StoppableOn(std::shared_ptr<grpc::Channel> channel, absl::Duration timeout,
                             absl::Duration retry_for);
 
-// A channel to a coordinator that has answered. Errors: those of Client::Connect.
+// Returns a channel to a coordinator that has answered. Errors: those of Client::Connect.
 absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectChannel(const ClientOptions& options);
 
 }  // namespace muster::client

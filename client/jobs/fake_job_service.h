@@ -21,8 +21,8 @@
 
 namespace muster::client {
 
-// A coordinator's Jobs and Nodes for tests: it answers from what the test gives it. Every Get that
-// is held takes the next record of `changes`. Thread-safe.
+// A coordinator's Jobs and Nodes for tests: it answers from what the test gives it. Every held Get
+// takes the next record of `changes`. Thread-safe.
 class FakeJobService {
  public:
   FakeJobService() : jobs_(this), nodes_(this), checkpoints_(this) {
@@ -50,7 +50,7 @@ class FakeJobService {
     MutexLock lock(&mu_);
     refusal_ = std::move(why);
   }
-  // Of jobs that a watch knows.
+  // Removes a job that a watch knows.
   void Remove(const std::string& job) {
     MutexLock lock(&mu_);
     removed_.push_back(job);
@@ -60,23 +60,23 @@ class FakeJobService {
       break;
     }
   }
-  // The next messages of watches that tell something are each followed by the end of the stream, as
-  // of a coordinator that restarts; then it no longer knows what was removed.
+  // Each of the next `messages` of watches that report something is followed by the end of the
+  // stream, as if the coordinator restarted; afterwards it no longer knows what was removed.
   void BreakWatches(int messages) {
     MutexLock lock(&mu_);
     break_ = messages;
   }
-  // The message of a watch that is so many from now is the last: the caller may see no more.
+  // After this many messages a watch ends with an error: the caller may see no more.
   void RefuseWatchesAfter(int messages) {
     MutexLock lock(&mu_);
     refuse_ = messages;
   }
-  // As a coordinator that is older than the call.
+  // Answers like a coordinator that is older than the call.
   void HaveNoWatch() {
     MutexLock lock(&mu_);
     no_watch_ = true;
   }
-  // The revisions from which watches went on.
+  // The revisions from which watches continued.
   std::vector<uint64_t> watched_from() {
     MutexLock lock(&mu_);
     return watched_from_;
@@ -91,8 +91,7 @@ class FakeJobService {
     MutexLock lock(&mu_);
     failing_logs_[attempt] = {code, times};
   }
-  // Of rank `rank` in attempt `attempt`.
-  // What is before that byte of each log was rotated away.
+  // The bytes of each log before that offset were rotated away.
   void SetLogBegin(size_t offset) {
     MutexLock lock(&mu_);
     log_begin_ = offset;
@@ -101,7 +100,7 @@ class FakeJobService {
     MutexLock lock(&mu_);
     logs_[{attempt, rank}] = std::move(text);
   }
-  // The groups whose checkpoints were asked for.
+  // The groups whose checkpoints were requested.
   std::vector<std::string> checkpoints_of() {
     MutexLock lock(&mu_);
     return checkpoints_of_;
@@ -185,7 +184,7 @@ class FakeJobService {
       *reply->mutable_job() = *job;
       return grpc::Status::OK;
     }
-    // Every message takes the next of `changes`.
+    // Every message takes the next record of `changes`.
     grpc::Status Watch(grpc::ServerContext* context, const v1::WatchJobsRequest* request,
                        grpc::ServerWriter<v1::WatchJobsBatch>* writer) override {
       if (fake_->Lost()) return Away();
@@ -215,7 +214,7 @@ class FakeJobService {
             if (!absl::StartsWith(job.job_id(), request->name_prefix())) continue;
             if (batch.lists_kept()) batch.add_kept(job.job_id());
             if (job.revision() > seen) {
-              // Of the attempts only the last one, as a coordinator tells it.
+              // Only the last attempt, as a coordinator lists it.
               v1::JobRecord* const listed = batch.add_jobs();
               *listed = job;
               while (listed->history_size() > 1) listed->mutable_history()->DeleteSubrange(0, 1);

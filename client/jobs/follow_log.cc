@@ -15,8 +15,8 @@ namespace {
 constexpr absl::Duration kFirstPause = absl::Milliseconds(50);
 constexpr absl::Duration kLastPause = absl::Seconds(2);
 
-// The attempt that follows attempt `last`; 0: none has begun. A coordinator that was restored from
-// a copy leaves many numbers out, and job.attempts runs ahead.
+// Returns the attempt that follows attempt `last`; 0: none has begun. A coordinator that was
+// restored from a copy skips many numbers, and job.attempts runs ahead.
 int Following(const Job& job, int last) {
   for (const Attempt& attempt : job.history) {
     if (attempt.number > last) return attempt.number;
@@ -74,7 +74,7 @@ class LogFollower {
     backoff_.emplace(kFirstPause, kLastPause);
   }
 
-  // Whether a call that failed with `status` may be repeated; if so, waits first.
+  // Returns whether a call that failed with `status` may be repeated; if so, waits first.
   bool Again(const absl::Status& status, bool must_be_there = false) {
     if (!absl::IsUnavailable(status) && !absl::IsDeadlineExceeded(status) &&
         !(must_be_there && absl::IsNotFound(status))) {
@@ -86,8 +86,8 @@ class LogFollower {
     return now + pause < *give_up_ && source_.pause(pause);
   }
 
-  // After the log could not be read: returns whether its attempt is over and the rest of its log
-  // cannot be had; false: read it again. Errors: those that end it all.
+  // Called after the log could not be read: returns true if its attempt is over and the rest of its
+  // log cannot be read, false to read again. Errors: those that end everything.
   absl::StatusOr<bool> IsOver(const absl::Status& status) {
     const absl::StatusOr<Job> job = source_.watch([](const Job&) { return false; });
     if (!job.ok()) {
@@ -98,12 +98,13 @@ class LogFollower {
     // The node of a job that has ended may be gone for good, but not one that has just answered.
     const bool ended = HasEnded(job->state);
     if (!over && (!ended || has_read_)) {
-      // A node that cannot read the log says NOT_FOUND, too; once the job has ended, that counts.
+      // A node that cannot read the log also returns NOT_FOUND; once the job has ended, that
+      // counts.
       const bool has_rank = HasRank(*job, options_.attempt, options_.rank);
       if (Again(status, has_rank && !ended)) return false;
       if (ended) return status;
       const bool waits = job->state == JobState::kQueued || job->state == JobState::kSuspended;
-      // The attempt has no such rank, as one that is smaller than the one before. Or it has ended,
+      // The attempt has no such rank, because it is smaller than the previous one. Or it has ended,
       // and its node has lost the log or does not come back.
       over = absl::IsNotFound(status) ? has_read_ && (waits || !has_rank)
                                       : absl::IsUnavailable(status) && waits;
@@ -115,7 +116,7 @@ class LogFollower {
     return true;
   }
 
-  // Waits for the attempt after this one. False: there is none, and the job has ended.
+  // Waits for the next attempt. Returns false if there is none, and the job has ended.
   absl::StatusOr<bool> GoOn() {
     const int last = options_.attempt;
     Answered();
@@ -148,7 +149,7 @@ class LogFollower {
   LogOptions options_;
   const bool one_attempt_;
   const LogSource& source_;
-  bool has_read_ = false;              // anything
+  bool has_read_ = false;              // any chunk
   std::optional<absl::Time> give_up_;  // while calls fail
   std::optional<Backoff> backoff_;
 };

@@ -11,24 +11,26 @@
 
 namespace muster::client {
 
-// What FollowLog reads a job and its log with.
+// The functions with which FollowLog reads a job and its log.
 struct LogSource {
-  // Blocks until its argument returns false or the job has ended. Calls it with the job as it is.
+  // Calls its argument with the job as it is; blocks until the argument returns false or the job
+  // has ended.
   std::function<absl::StatusOr<Job>(const std::function<bool(const Job&)>&)> watch;
   // May wait for the first byte.
   std::function<absl::StatusOr<LogChunk>(const LogOptions&)> read;
-  // How long calls may fail, one after the other, with UNAVAILABLE or DEADLINE_EXCEEDED.
+  // How long consecutive calls may fail with UNAVAILABLE or DEADLINE_EXCEEDED.
   absl::Duration patience;
-  // Waits so long before the next of them; false: the caller gives up.
+  // Waits this long before the next call; returns false if the caller gives up.
   std::function<bool(absl::Duration)> pause;
 };
 
-// The number of the last attempt that has begun; 0: none has. For coordinators of the version
-// before, whose job.attempts runs ahead after a restore from a copy.
+// Returns the number of the last attempt that has begun; 0: none has. For coordinators of the
+// previous version, whose job.attempts runs ahead after a restore from a copy.
 int LastBegun(const Job& job);
 
-// Client::follow_log and its like. A node that is away is waited for while the attempt runs there;
-// if the attempt is over, its log goes on with the next one. Returns the errors of the calls.
+// Implements Client::follow_log and its counterparts. While an attempt runs on a node that is away,
+// waits for the node; if the attempt is over, continues with the log of the next one. Returns the
+// errors of the calls.
 absl::Status FollowLog(LogOptions options, const LogSource& source,
                        const std::function<bool(const LogChunk&)>& chunk);
 

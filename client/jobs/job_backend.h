@@ -16,8 +16,8 @@
 
 namespace muster::client {
 
-// Where submitted jobs run: a coordinator with its agents, or the queue of another system. The
-// operations and their errors are those of muster::Client; an engine that cannot do one returns
+// A system that runs submitted jobs: a coordinator with its agents, or the queue of another system.
+// The operations and their errors are those of muster::Client; a backend that cannot do one returns
 // UNIMPLEMENTED with what to do instead. All may block on the network; several threads may call
 // them at once.
 class JobBackend {
@@ -48,7 +48,7 @@ class JobBackend {
 
 std::unique_ptr<JobBackend> CoordinatorBackend(StoppableClient client);
 
-// How many processes the attempt of this number has. None: it is not kept.
+// Returns how many processes the attempt of this number has; nullopt: it is not kept.
 std::optional<int> ProcessesOfAttempt(const Job& job, int attempt);
 
 }  // namespace muster::client

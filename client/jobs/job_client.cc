@@ -28,10 +28,11 @@
 namespace muster {
 namespace {
 
-// How long the coordinator holds a call; below its limit of 60 s and 30 s.
+// How long the coordinator holds a call; below its limits of 60 s and 30 s.
 constexpr absl::Duration kHold = absl::Seconds(30);
 constexpr absl::Duration kLogWait = absl::Seconds(10);
-// How long a watch that has begun waits for a coordinator that is away, at least: it restarts.
+// The least time that a watch that has begun waits for a coordinator that is away, because it
+// restarts.
 constexpr absl::Duration kResume = absl::Minutes(1);
 
 }  // namespace
@@ -49,7 +50,7 @@ struct Client::Impl {
       for (grpc::ClientContext* const context : contexts) context->TryCancel();
     }
   };
-  // One of them, for as long as it lives.
+  // One call in progress, for as long as it lives.
   class OneInFlight {
    public:
     OneInFlight(InFlight* all, grpc::ClientContext* context) : all_(all), context_(context) {
@@ -69,7 +70,7 @@ struct Client::Impl {
     grpc::ClientContext* const context_;
   };
 
-  // Waits before a call is repeated; false: it is not to be.
+  // Waits before a call is repeated; returns false if it must not be.
   bool Pause(absl::Duration pause) {
     return !in_flight->stopped.WaitForNotificationWithTimeout(pause);
   }
@@ -82,7 +83,8 @@ struct Client::Impl {
   std::unique_ptr<v1::Jobs::Stub> jobs;
   std::unique_ptr<v1::Nodes::Stub> nodes;
 
-  // Makes the call until it is answered, or `retry_for` has passed. `method(context)` makes one.
+  // Repeats the call until it is answered, or `retry_for` has passed. `method(context)` makes one
+  // call.
   template <typename Method>
   absl::Status Call(Method method, absl::Duration held = absl::ZeroDuration()) {
     const absl::Time give_up = Clock::Real().Now() + retry_for;
@@ -111,8 +113,8 @@ struct Client::Impl {
     return client::FromProto(reply.job());
   }
 
-  // Calls `batch` with each message of a watch until it returns false; after the coordinator was
-  // away, from where it was.
+  // Calls `batch` with each message of a watch until it returns false; after an outage of the
+  // coordinator, continues from where it was.
   absl::Status Watch(v1::WatchJobsRequest request, absl::Time deadline,
                      const std::function<bool(const v1::WatchJobsBatch&)>& batch) {
     std::optional<Backoff> backoff;
@@ -148,7 +150,7 @@ struct Client::Impl {
     }
   }
 
-  // As Watch of one job, where the coordinator has none: from `now` on.
+  // Does the same as Watch for one job, if the coordinator has no Watch: from `now` on.
   absl::StatusOr<Job> WatchByGet(Job now, absl::Time deadline,
                                  const std::function<bool(const Job&)>& changed) {
     while (Clock::Real().Now() < deadline) {
@@ -300,7 +302,8 @@ absl::Status Client::watch_all(const ListOptions& options,
   for (const JobState state : options.states) request.add_states(client::ToProto(state));
   request.set_owner(options.owner);
   request.set_name_prefix(options.id_prefix);
-  // What the caller already knows, if the job is gone: job_id, and the revision that it has.
+  // The jobs that the caller already knows, in case they are gone: job_id, and the revision that it
+  // has.
   std::map<std::string, uint64_t> known;
   const auto gone = [&](const std::string& id) {
     return known.erase(id) == 0 || changed({.id = id});
@@ -367,7 +370,7 @@ absl::Status Client::remove(const std::string& job) {
     ++calls;
     return impl_->jobs->Control(context, request, &reply);
   });
-  // A call before this one has removed it, and only its answer was lost.
+  // An earlier call has removed the job, and only its answer was lost.
   return absl::IsNotFound(status) && calls > 1 ? absl::OkStatus() : status;
 }
 

@@ -149,7 +149,7 @@ class FollowLogTest : public JobClientTest {
  protected:
   void SetUp() override {
     JobClientTest::SetUp();
-    // Not more often than a test needs.
+    // Not repeated more often than a test needs.
     auto client = Client::Connect({.address = fake_.address(), .retry_for = absl::ZeroDuration()});
     ASSERT_TRUE(client.ok()) << client.status();
     client_ = std::make_unique<Client>(*std::move(client));
@@ -159,7 +159,7 @@ class FollowLogTest : public JobClientTest {
     job.set_attempts(attempts);
     return job;
   }
-  // With its attempts, of one process each.
+  // Returns a job with its attempts, of one process each.
   static v1::JobRecord Record(v1::JobState state, std::vector<int> numbers, int attempts,
                               uint64_t revision) {
     v1::JobRecord job = Record(state, attempts, revision);
@@ -169,7 +169,7 @@ class FollowLogTest : public JobClientTest {
     }
     return job;
   }
-  // What is read until the end.
+  // Returns everything that is read until the end.
   std::string Follow(const LogOptions& options = {}) {
     std::string text;
     status_ = client_->follow_log("mnist-1", options, [&](const LogChunk& chunk) {
@@ -272,7 +272,7 @@ TEST_F(FollowLogTest, NodeOfAnAttemptIsLost_TheNextOneIsFollowed) {
   }
 }
 
-// Its disk fails, or it has too many files open. The attempt has that rank, and goes on.
+// Its disk fails, or it has too many files open. The attempt has that rank, and continues.
 TEST_F(FollowLogTest, NodeThatCannotReadTheLogForAWhile_IsAskedAgain) {
   fake_.Add(Record(v1::JOB_STATE_RUNNING, {1}, 1, 1));
   fake_.Change(Record(v1::JOB_STATE_SUCCEEDED, {1}, 1, 2));
@@ -287,7 +287,7 @@ TEST_F(FollowLogTest, NodeThatCannotReadTheLogForAWhile_IsAskedAgain) {
   EXPECT_EQ(text, "one\ntwo\n");
 }
 
-// It has numbers that no attempt has had, thousands for each day since the copy.
+// The coordinator has skipped numbers that no attempt has, thousands for each day since the copy.
 TEST_F(FollowLogTest, CoordinatorThatWasRestoredFromACopy_TheAttemptThatThereIsIsFollowed) {
   fake_.Add(Record(v1::JOB_STATE_RUNNING, {1}, 1, 1));
   fake_.Change(Record(v1::JOB_STATE_QUEUED, {1}, 1001, 2));
@@ -302,7 +302,7 @@ TEST_F(FollowLogTest, CoordinatorThatWasRestoredFromACopy_TheAttemptThatThereIsI
               ::testing::Not(::testing::HasSubstr("has no more output")));
 }
 
-// As while the caller was not connected.
+// For example while the caller was not connected.
 TEST_F(FollowLogTest, AttemptsOfWhichTheWatchTellsTheLastAlone_AreAllFollowed) {
   fake_.Add(Record(v1::JOB_STATE_RUNNING, {1}, 1, 1));
   fake_.Change(Record(v1::JOB_STATE_SUCCEEDED, {1, 2, 3}, 3, 2));

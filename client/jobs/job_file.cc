@@ -31,7 +31,7 @@ using nlohmann::json;
 
 enum class Kind { kText, kInteger, kBool, kMap, kNumbers, kIntegers, kWords, kCommand };
 
-// Reads a value into the specification. Returns what to write instead; empty: it is good.
+// Reads a value into the specification. Returns what to write instead; empty if the value is valid.
 using Reader = std::string (*)(const json& value, JobSpec* spec);
 
 struct Setting {
@@ -84,7 +84,7 @@ std::string ReadMap(const json& value, JobSpec* spec) {
   for (auto item = value.begin(); item != value.end(); ++item) {
     const std::string& name = item.key();
     const json& text = *item;
-    // A float or a truth value would lose the way in which it is written.
+    // A float or a truth value would lose its spelling.
     if (text.is_string()) {
       (spec->*kField)[name] = text.get<std::string>();
     } else if (text.is_number_integer()) {
@@ -118,7 +118,7 @@ std::string ReadCommand(const json& value, JobSpec* spec) {
 }
 
 std::string ReadProcesses(const json& value, JobSpec* spec) {
-  // As a flag has it, and a number as the file may have it.
+  // In the form of a flag; a plain number as a file may have it.
   const absl::StatusOr<std::pair<int, int>> processes =
       ParseProcesses(value.is_string()           ? value.get<std::string>()
                      : value.is_number_integer() ? value.dump()
@@ -130,7 +130,7 @@ std::string ReadProcesses(const json& value, JobSpec* spec) {
 
 template <int64_t JobSpec::*kField>
 std::string ReadMemory(const json& value, JobSpec* spec) {
-  int64_t bytes = -1;  // is refused
+  int64_t bytes = -1;  // refused
   if (value.is_number_integer() && value >= 0 && value <= std::numeric_limits<int64_t>::max()) {
     bytes = value.get<int64_t>();
   } else if (value.is_string()) {
@@ -141,8 +141,8 @@ std::string ReadMemory(const json& value, JobSpec* spec) {
   return "";
 }
 
-// What to write instead of a memory size that is too small for any process or GPU; "": the size is
-// plausible. Who writes 16 does not mean bytes.
+// Returns what to write instead of a memory size that is too small for any process or GPU; "" if
+// the size is plausible. A user who writes 16 does not mean bytes.
 std::string TooSmall(absl::string_view name, const JobSpec& spec) {
   constexpr int64_t kLeast = 1 << 20;
   const int64_t bytes = name == "memory_per_process" ? spec.memory_per_process
@@ -162,7 +162,7 @@ std::string ReadExitCodes(const json& value, JobSpec* spec) {
   return "";
 }
 
-// The policy as it is written; nullopt: that is none.
+// Reads the policy as written; nullopt if it is invalid.
 std::optional<FailurePolicy> PolicyOf(const json& value) {
   if (!value.is_object() || value.empty()) return std::nullopt;
   FailurePolicy policy;
@@ -174,7 +174,7 @@ std::optional<FailurePolicy> PolicyOf(const json& value) {
   return policy;
 }
 
-// Its total counts only once all that is given is known: see SetRestarts.
+// The total counts only once all given settings are known: see SetRestarts.
 std::string ReadFailurePolicy(const json& value, JobSpec* spec) {
   std::optional<FailurePolicy> policy = PolicyOf(value);
   if (!policy.has_value()) {
@@ -185,7 +185,7 @@ std::string ReadFailurePolicy(const json& value, JobSpec* spec) {
   return "";
 }
 
-// A path that is to be read has no name yet.
+// A path that has yet to be read has no name.
 std::string ReadFiles(const json& value, JobSpec* spec) {
   static constexpr char kHelp[] =
       "a list of files and folders, [config.yaml, scripts], or a map of paths to what the files "
@@ -206,7 +206,7 @@ std::string ReadFiles(const json& value, JobSpec* spec) {
   return "";
 }
 
-// Takes the paths that are to be read out of the specification. `folder`: of relative ones.
+// Moves the paths that have yet to be read out of the specification. `folder`: of relative paths.
 void TakePaths(const std::string& folder, ResolvedJob* job) {
   std::vector<JobFile> read;
   job->paths.clear();
@@ -223,7 +223,7 @@ void TakePaths(const std::string& folder, ResolvedJob* job) {
 }
 
 std::string ReadPrecision(const json& value, JobSpec* spec) {
-  // YAML reads a bare no as false.
+  // YAML reads a plain no as false.
   if (value.is_boolean() && !value.get<bool>()) {
     spec->mixed_precision = "no";
     return "";
@@ -345,7 +345,8 @@ const Setting* Find(absl::string_view name) {
   return nullptr;
 }
 
-// What is set for each process whatever `env` says would be lost. `where` names the setting.
+// Refuses variables that are set for each process whatever `env` says, because they would be lost.
+// `where` names the setting.
 absl::Status CheckVariables(const json& env, absl::string_view where) {
   for (const auto& [name, value] : env.items()) {
     const WorkerVariable* const set = FindWorkerVariable(name);
@@ -360,7 +361,8 @@ absl::Status CheckVariables(const json& env, absl::string_view where) {
   return absl::OkStatus();
 }
 
-// NAME=VALUE words as a map of texts, or of numbers, of which a word may have several, with commas.
+// Converts NAME=VALUE words to a map of texts, or of numbers; then a word may have several, with
+// commas.
 json MapOf(const std::vector<std::string>& words, bool numbers) {
   json map = json::object();
   for (const std::string& word : words) {
@@ -378,7 +380,7 @@ json MapOf(const std::vector<std::string>& words, bool numbers) {
   return map;
 }
 
-// A flag's words as the file would have them; what a reader refuses stays text.
+// Converts a flag's words to the form of a file; what a reader refuses stays text.
 json FlagValue(Kind kind, const std::vector<std::string>& words) {
   const std::string& last = words.back();
   int64_t number = 0;
@@ -413,12 +415,12 @@ std::string ValueText(const json& value) {
                                      : value.dump(-1, ' ', false, json::error_handler_t::replace));
 }
 
-// What the file says about restarts, or the flags.
+// The settings about restarts in the file, or of the flags.
 struct Restarts {
-  bool max_restarts = false;  // has it
+  bool max_restarts = false;  // whether it is given
   std::optional<FailurePolicy> policy = std::nullopt;
 
-  // False: both settings have the total.
+  // Returns false if both settings have the total.
   bool Add(absl::string_view name, const json& value) {
     if (name == "max_restarts") max_restarts = true;
     if (name == "failure_policy") policy = PolicyOf(value);
@@ -426,8 +428,8 @@ struct Restarts {
   }
 };
 
-// The total of a failure policy and what it leaves to classes that it does not name, as launches
-// have them: a max_restarts that is given beside it, or above it, is the total.
+// Sets the total of a failure policy and the restarts of classes that it does not name, as launches
+// do: a max_restarts that is given in the same place, or in one with precedence, is the total.
 void SetRestarts(const Restarts& file, const Restarts& flags, ResolvedJob* job) {
   const std::optional<FailurePolicy>& given = flags.policy.has_value() ? flags.policy : file.policy;
   if (!given.has_value()) return;
@@ -440,11 +442,11 @@ void SetRestarts(const Restarts& file, const Restarts& flags, ResolvedJob* job) 
   CompletePolicy(&policy);
   job->spec.max_restarts = policy.max_restarts.value_or(0);
   job->spec.class_limits = std::move(policy.class_limits);
-  // The policy says it.
+  // The policy determines it.
   if (job->spec.max_restarts != max_restarts) job->provenance.erase("max_restarts");
 }
 
-// `by_people`: it is held to what only these are refused.
+// `by_people`: also checks the rules that apply only to files written by people.
 absl::Status ReadFile(absl::string_view text, absl::string_view source, bool by_people,
                       ResolvedJob* job, Restarts* restarts) {
   MUSTER_ASSIGN_OR_RETURN(const YamlDocument file, ParseYaml(text, source));
@@ -484,7 +486,7 @@ absl::Status ReadFile(absl::string_view text, absl::string_view source, bool by_
       MUSTER_RETURN_IF_ERROR(CheckVariables(value, absl::StrCat(where, ": env")));
     }
     job->provenance[key] = {ValueText(value), where};
-    // The keys come in the order of the alphabet.
+    // The keys come in alphabetical order.
     if (!restarts->Add(key, value)) {
       return absl::InvalidArgumentError(
           absl::StrCat(where, ": max_restarts: failure_policy also has it: set it once"));
@@ -495,13 +497,13 @@ absl::Status ReadFile(absl::string_view text, absl::string_view source, bool by_
   return absl::OkStatus();
 }
 
-// "train" of "/opt/bin/train": fit for a job's name.
+// Returns "train" for "/opt/bin/train": a valid name for a job.
 std::string NameOf(absl::string_view program) {
   std::string name(program.substr(program.rfind('/') + 1));
   for (char& c : name) {
     if (!absl::ascii_isalnum(static_cast<unsigned char>(c)) && c != '_') c = '-';
   }
-  // Of ".train" or "--" what a command would not take for an option.
+  // Without the leading dashes of ".train" or "--", which a command would take for an option.
   name.erase(0, name.find_first_not_of('-'));
   if (name.size() > 64) name.resize(64);
   return name.empty() ? "job" : name;
@@ -588,7 +590,7 @@ std::string JobFileText(const JobSpec& spec) {
     file["files"] = nlohmann::ordered_json::object();
     for (const JobFile& one : spec.files) file["files"][one.path] = one.content;
   }
-  // A 0, too: without one, the policy is completed from its classes when it is read.
+  // Even a 0: without one, the policy is completed from its classes when it is read.
   if (file.contains("failure_policy")) {
     file["failure_policy"]["max_restarts"] = spec.max_restarts;
     file.erase("max_restarts");
@@ -638,7 +640,7 @@ absl::StatusOr<ResolvedJob> Resolve(absl::string_view text, absl::string_view so
         absl::StrCat(job.provenance["workdir"].source, ": workdir: ", Printable(job.spec.workdir),
                      ": write an absolute path, which is the same on every node"));
   }
-  // Both of its names would be set.
+  // Otherwise both of its names would be set.
   for (const char* const name :
        {"MUSTER_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"}) {
     const auto found = job.spec.env.find(name);

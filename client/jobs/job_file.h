@@ -23,7 +23,7 @@ struct JobSettingSpec {
 };
 const std::vector<JobSettingSpec>& JobSettings();
 
-// "4" or "1:4", as the setting `processes` has it. INVALID_ARGUMENT says what to write.
+// Reads "4" or "1:4", as in the setting `processes`. INVALID_ARGUMENT says what to write.
 absl::StatusOr<std::pair<int, int>> ParseProcesses(absl::string_view text);
 std::string ProcessesText(const JobSpec& spec);
 
@@ -35,25 +35,25 @@ struct GivenSetting {
 struct ResolvedJob {
   JobSpec spec;
   std::map<std::string, GivenSetting> provenance;  // of the settings that are not the default
-  // Files and folders that are to be read into spec.files: see ReadJobFiles.
+  // Files and folders to read into spec.files: see ReadJobFiles.
   std::vector<std::string> paths = {};
 };
 
 // Combines a job file (empty text: none), flags and the program's words, which replace `command`. A
-// flag wins over the file; `env` and `labels` of both are joined, name by name. Pure. Errors:
+// flag wins over the file; `env` and `labels` of both are merged, name by name. Pure. Errors:
 // INVALID_ARGUMENT, one line that names the flag, or file, line and key, and what to write.
 absl::StatusOr<ResolvedJob> ResolveJob(absl::string_view text, absl::string_view source,
                                        const std::map<std::string, std::vector<std::string>>& flags,
                                        const std::vector<std::string>& program);
 
-// The same for a file that Muster has written, perhaps an older version: env and sizes of memory
-// are taken as they are.
+// Does the same for a file that Muster, perhaps an older version, has written: env and sizes of
+// memory are taken literally.
 absl::StatusOr<ResolvedJob> ResolveRecord(absl::string_view text, absl::string_view source);
 
-// All settings of a specification, by their keys.
+// Returns all settings of a specification, by their keys.
 nlohmann::ordered_json SettingsJson(const JobSpec& spec);
-// The job file of a specification: JSON, which is YAML too, of what is not the default. ResolveJob
-// reads the same specification from it.
+// Returns the job file of a specification: JSON, which is also YAML, of the settings that are not
+// the default. ResolveJob reads the same specification from it.
 std::string JobFileText(const JobSpec& spec);
 
 }  // namespace muster::client

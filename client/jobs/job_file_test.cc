@@ -51,7 +51,7 @@ TEST(JobFile, ResolveJob_AllKinds_AreRead) {
   EXPECT_EQ(job->provenance.at("processes").source, "job.yaml:5");
 }
 
-// A job on SLURM is kept as a job file.
+// A job on SLURM is recorded as a job file.
 TEST(JobFile, JobFileText_FailurePolicy_IsReadAsItWas) {
   for (const char* const policy : {"max_restarts=0,oom=1", "max_restarts=3,oom=1", "oom=2",
                                    "failed=0", "max_restarts=2", "max_restarts=0"}) {
@@ -82,7 +82,7 @@ TEST(JobFile, ResolveJob_FlagAndFile_FlagWinsAndEnvIsJoined) {
   EXPECT_EQ(job->provenance.at("workdir").source, "job.yaml:4");
 }
 
-// A value that the agent would replace without a word.
+// A value that the agent would silently replace.
 TEST(JobFile, EnvThatTheAgentSets_IsRefusedByName) {
   EXPECT_EQ(Error("command: [a]\nenv: {A: b, MUSTER_MIXED_PRECISION: bf16}\n"),
             "job.yaml:2: env: MUSTER_MIXED_PRECISION cannot be set: write the setting "
@@ -125,7 +125,7 @@ TEST(JobFile, ResolveJob_BadInput_NamesPlaceAndWhatToWrite) {
             "job.yaml:2: time_limit: 5: write a time such as 30s, 5m or 12h");
   EXPECT_EQ(Error("command: [a]", {{"max_restarts", {"x"}}}),
             "--max_restarts x: write a whole number from 0 to 1000000");
-  // Some write it for "any number"; no node could start it.
+  // Some write this value for "any number"; no node could start the job.
   EXPECT_EQ(Error("command: [a]\nmax_restarts: 2147483647\n"),
             "job.yaml:2: max_restarts: 2147483647: write a whole number from 0 to 1000000");
   EXPECT_EQ(Error("command: [a]", {{"env", {"A"}}}), "--env A: write NAME=VALUE");
@@ -146,7 +146,7 @@ TEST(JobFile, MemoryWithoutAUnit_IsRefusedAsByTheFlag) {
               "--" + name + " 16: write a size with its unit, such as 16GiB");
     EXPECT_NE(Error("command: [a]\n" + name + ": 65536\n"), "");
     EXPECT_NE(Error("command: [a]\n" + name + ": 16KB\n"), "");
-    // As `muster describe -o json` has it, and the record of a job on SLURM.
+    // As in `muster describe -o json`, and in the record of a job on SLURM.
     EXPECT_EQ(Error("command: [a]\n" + name + ": 17179869184\n"), "");
     EXPECT_EQ(Error("command: [a]\n" + name + ": 0\n"), "");
   }
@@ -215,7 +215,7 @@ TEST(JobFile, FailurePolicy_BesideMaxRestarts_TakesItAsItsTotal) {
     const char* text;
     std::map<std::string, std::vector<std::string>> flags;
     int total;
-    const char* source;  // of max_restarts; empty: the policy has it
+    const char* source;  // of max_restarts; empty: from the policy
     std::map<std::string, int> limits;
   };
   const Case cases[] = {
@@ -267,7 +267,7 @@ TEST(JobFile, Files_OfAListAreRelativeToTheJobFile) {
   ASSERT_TRUE(job.ok()) << job.status();
   EXPECT_EQ(job->paths, (std::vector<std::string>{"jobs/c.yaml", "/abs/d"}));
   EXPECT_TRUE(job->spec.files.empty());
-  // A flag replaces them, and is relative to where one is.
+  // A flag replaces them, and is relative to the current folder.
   const auto flag =
       ResolveJob("command: [a]\nfiles: [c.yaml]\n", "jobs/x.yaml", {{"files", {"e", "f"}}}, {});
   ASSERT_TRUE(flag.ok()) << flag.status();

@@ -29,7 +29,7 @@ class Reader {
     for (const JobFile& file : files_) bytes_ += file.content.size();
   }
 
-  // `name`: below the folder of an attempt.
+  // `name`: the path below the folder of an attempt.
   absl::Status Add(const std::string& path, const std::string& name) {
     if (!IsJobFilePath(name)) {
       return Refused(
@@ -37,7 +37,7 @@ class Reader {
           absl::StrCat("has no name that can be used below the folder of an attempt, of at most ",
                        kMaxFilePath, " bytes"));
     }
-    // What the path names is opened once, so that it is what was looked at.
+    // The path is opened only once, so that the file that is read is the one that was checked.
     const OwnedFd fd(open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
     if (!fd.open() && errno == ELOOP) {
       return Refused(path, "is a symbolic link: name its target instead");

@@ -9,11 +9,11 @@
 
 namespace muster::client {
 
-// Adds these files, and all files of these folders, to `files`: each under its last name, those of
-// a folder below that. Blocks on the disk. Errors, one line that names the path: NOT_FOUND,
-// PERMISSION_DENIED; INVALID_ARGUMENT for a symbolic link or anything else that is no file or
-// folder, and for two of the same name; RESOURCE_EXHAUSTED beyond kMaxFiles and kMaxFileBytes
-// (proto/job_limits.h).
+// Adds these files, and all files in these folders, to `files`: each under its last name, those of
+// a folder below the folder's last name. Blocks on the disk. Errors, one line that names the path:
+// NOT_FOUND, PERMISSION_DENIED; INVALID_ARGUMENT for a symbolic link or anything else that is
+// neither a file nor a folder, and for two of the same name; RESOURCE_EXHAUSTED beyond kMaxFiles
+// and kMaxFileBytes (proto/job_limits.h).
 absl::Status ReadJobFiles(const std::vector<std::string>& paths, std::vector<JobFile>* files);
 
 }  // namespace muster::client

@@ -7,8 +7,8 @@
 
 namespace muster::client {
 
-// The client library's structs as messages, and back. Pure. Numbers of enums that this version does
-// not know become kUnknown or "UNKNOWN".
+// Converts the client library's structs to messages, and back. Pure. Enum numbers that this version
+// does not know become kUnknown or "UNKNOWN".
 v1::JobSpec ToProto(const JobSpec& spec);
 JobSpec FromProto(const v1::JobSpec& spec);
 Job FromProto(const v1::JobRecord& record);

@@ -20,7 +20,7 @@ struct JobFile {
   std::string content = {};  // empty in a coordinator's answers
   bool executable = false;
   std::string sha256 = {};  // of the content; hexadecimal; in a coordinator's answers
-  int64_t size = 0;         // likewise, in bytes
+  int64_t size = 0;         // also only in a coordinator's answers; in bytes
 };
 
 // What to run. Zero or empty: the coordinator's default.
@@ -153,7 +153,7 @@ struct Job {
   JobState state = JobState::kUnknown;
   std::string why = {};                // the state in words
   int attempts = 0;                    // the number of the last attempt
-  int restarts = 0;                    // those that count
+  int restarts = 0;                    // restarts that count
   std::vector<Attempt> history = {};   // the latest attempts, oldest first
   std::vector<Placement> spares = {};  // room that is kept for the next attempt
   uint64_t sequence = 0;               // order of submission

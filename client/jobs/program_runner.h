@@ -15,8 +15,8 @@ struct ProgramOutput {
   std::string err = {};
 };
 
-// Runs a program to its end, without a shell, and returns what it wrote; argv[0] is a path or a
-// name in PATH. It gets the environment of this process but for the variables `without`. Blocks.
+// Runs a program to its end, without a shell, and returns its output; argv[0] is a path or a name
+// in PATH. The program gets the environment of this process except the variables `without`. Blocks.
 // Errors: NOT_FOUND no such program; PERMISSION_DENIED it cannot be run; others if the machine has
 // no process left.
 using ProgramRunner = std::function<absl::StatusOr<ProgramOutput>(

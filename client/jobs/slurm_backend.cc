@@ -45,14 +45,14 @@ constexpr int64_t kMaxRecord = 1 << 20;
 constexpr int64_t kMaxChunk = 256 << 10;
 constexpr int64_t kEndOfScriptLog = 64 << 10;  // read for each job that has failed
 
-// What SLURM says of a job that it still knows.
+// SLURM's facts about a job that it still knows.
 struct Queued {
   std::string state;  // "RUNNING"
   std::string nodes;
   std::string reason;
 };
 
-// What the script has noted.
+// A start that the script has recorded.
 struct Start {
   int restart = 0;
   absl::Time started = absl::InfinitePast();
@@ -83,8 +83,8 @@ absl::Status KeyReused(const std::string& key, const std::string& job) {
                               v1::ERROR_REASON_KEY_REUSED);
 }
 
-// Without a temporary name, for a file that others append to. On disk when it returns: a file
-// system of other machines says only then that it has no room.
+// Appends without a temporary name, because others append to the file, too. Syncs it: a file system
+// of other machines reports only then that it has no room.
 absl::Status AppendLine(const std::string& path, absl::string_view line) {
   const OwnedFd file(open(path.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666));
   const auto failed = [&](const char* what) {
@@ -105,7 +105,8 @@ std::string LastLine(absl::string_view text) {
   return Printable(text.substr(text.rfind('\n') + 1), 1000);
 }
 
-// The line of muster launch about the end or, without one, the last line, which is often srun's.
+// Returns the line of muster launch about the end or, without one, the last line, which is often
+// srun's.
 std::string LineAboutTheEnd(const std::string& log) {
   constexpr absl::string_view kLaunch = "muster launch: ";
   const size_t at = log.rfind(absl::StrCat("\n", kLaunch));
@@ -113,11 +114,11 @@ std::string LineAboutTheEnd(const std::string& log) {
   return absl::StartsWith(log, kLaunch) ? Printable(FirstLine(log), 1000) : LastLine(log);
 }
 
-// As it is while SLURM knows it.
+// Returns the state while SLURM knows the job.
 JobState StateOf(const Queued& queued) {
   const std::string& state = queued.state;
   if (state == "PENDING" || absl::StartsWith(state, "REQUEUE")) {
-    // "JobHeldUser", "JobHeldAdmin" and "job requeued in held state"
+    // "JobHeldUser", "JobHeldAdmin" and "job requeued in held state".
     return absl::StrContains(absl::AsciiStrToLower(queued.reason), "held") ||
                    state == "REQUEUE_HOLD"
                ? JobState::kSuspended
@@ -154,13 +155,13 @@ v1::EndClass EndClassOf(const Start& start) {
 
 bool WasStopped(const Start& start) { return absl::StartsWith(start.why, "stopped"); }
 
-// The script has ended for good: it has not put the job back into the queue.
+// Whether the script has ended for good: it has not put the job back into the queue.
 bool IsFinal(const Start& start) {
   return start.code.has_value() && !WasStopped(start) &&
          !absl::StartsWith(start.why, "failed with ");
 }
 
-// Files that are read as one, as long as they were when it was made.
+// Files that are read as one, with the lengths that they had when the object was made.
 class Log {
  public:
   explicit Log(std::vector<std::string> paths) : paths_(std::move(paths)) {
@@ -172,7 +173,7 @@ class Log {
   }
   int64_t size() const { return size_; }
 
-  // At most `max_bytes` from `offset` on.
+  // Reads at most `max_bytes` from `offset` on.
   std::string Read(int64_t offset, int64_t max_bytes) const {
     std::string text;
     for (size_t i = 0; i < paths_.size() && max_bytes > 0; ++i) {
@@ -193,7 +194,7 @@ class Log {
     return text;
   }
 
-  // Where the last `lines` lines begin.
+  // Returns the offset at which the last `lines` lines begin.
   int64_t Tail(int lines) const {
     return *FindLastLines(0, size_, lines,
                           [this](int64_t from, int64_t bytes) -> absl::StatusOr<std::string> {
@@ -216,14 +217,14 @@ class Slurm final : public JobBackend {
     MUSTER_RETURN_IF_ERROR(CheckSbatchOptions(options_.sbatch_options));
     MUSTER_RETURN_IF_ERROR(CheckRecord(spec));
     const std::string key = given.idempotency_key.empty() ? RandomHex() : given.idempotency_key;
-    // It is a part of a comment, of which squeue prints a line.
+    // The key is part of a comment, of which squeue prints a line.
     if (key.size() > 128 || key.find_first_not_of("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUV"
                                                   "WXYZ0123456789-_.") != std::string::npos) {
       return absl::InvalidArgumentError(
           "idempotency_key: use at most 128 letters, digits, '-', '_' and '.'");
     }
     MUSTER_RETURN_IF_ERROR(MakeFolder());
-    // Two calls with one key make one job. Held until the record is there.
+    // Two calls with one key make one job. Held until the record exists.
     OwnedFd lock;
     if (!given.idempotency_key.empty()) {
       lock = OwnedFd(open(Path("lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
@@ -257,7 +258,7 @@ class Slurm final : public JobBackend {
     if (ids.empty() || (!filter.owner.empty() && filter.owner != options_.user)) return jobs;
     MUSTER_ASSIGN_OR_RETURN(const auto queue, Queue());
     for (const int64_t id : ids) {
-      // One that is just being removed, or was damaged, hides no other.
+      // A record that is just being removed, or is damaged, hides no other.
       const absl::StatusOr<Records> records = Load(id);
       if (!records.ok()) continue;
       MUSTER_ASSIGN_OR_RETURN(Job job, View(*records, queue));
@@ -327,8 +328,8 @@ class Slurm final : public JobBackend {
         Marked(job, "suspend", why, {"scontrol", "hold", Number(job)}).ok()) {
       return get(name);
     }
-    // Its script saves and puts it back into the queue, where it is held. A job that was queued may
-    // have started.
+    // The job's script saves and puts it back into the queue, where it is held. A job that was
+    // queued may have started.
     MUSTER_RETURN_IF_ERROR(
         Marked(job, "suspend", why, {"scancel", "--batch", "--signal=TERM", Number(job)}));
     return get(name);
@@ -363,7 +364,7 @@ class Slurm final : public JobBackend {
                        Path(absl::StrCat(Number(job), ".job"))));
     }
     unlink(MarkPath(job, "cancel").c_str());
-    // It may have been held when it was cancelled.
+    // The job may have been held when it was cancelled.
     (void)Command({"scontrol", "release", Number(job)});
     return get(name);
   }
@@ -384,7 +385,7 @@ class Slurm final : public JobBackend {
     MUSTER_RETURN_IF_ERROR(RemoveTree(Path(number + ".logs")));
     // A script that was killed leaves its key and token.
     MUSTER_RETURN_IF_ERROR(RemoveTree(Path("run/" + number)));
-    // The record is the last to go.
+    // The record is removed last.
     for (const char* const kind : {".log", ".events", ".cancel", ".suspend", ".job"}) {
       if (unlink(Path(number + kind).c_str()) != 0 && errno != ENOENT) {
         return absl::ErrnoToStatus(errno, absl::StrCat("cannot remove ", Path(number + kind)));
@@ -404,7 +405,7 @@ class Slurm final : public JobBackend {
       return Watch(name, changed, absl::InfiniteDuration(), Ask::kSeldom);
     };
     if (given.attempt != 0) {
-      // One that is still to come is waited for.
+      // If the first attempt has yet to begin, waits for it.
       MUSTER_ASSIGN_OR_RETURN(const Job begun,
                               watch_it([](const Job& now) { return now.attempts == 0; }));
       if (begun.attempts == 0) return absl::OkStatus();
@@ -415,7 +416,7 @@ class Slurm final : public JobBackend {
       if (part.ok() && part->data.empty() && !part->ended) Pause();
       return part;
     };
-    // Its calls have patience of their own.
+    // Its calls have their own patience.
     const auto never = [](absl::Duration) { return false; };
     return FollowLog(
         given, {.watch = watch_it, .read = read, .patience = absl::ZeroDuration(), .pause = never},
@@ -429,12 +430,12 @@ class Slurm final : public JobBackend {
   std::string MarkPath(const Job& job, const std::string& verb) const {
     return Path(absl::StrCat(Number(job), ".", verb));
   }
-  // Of a job whose script has ended. The script removes it, with the job's variables, key and
-  // token; but one that was killed, and waited in the queue to start again, does not. `remove`
-  // comes back to what is left.
+  // For a job whose script has ended. The script removes the folder, with the job's variables, key
+  // and token; but a script that was killed, and waited in the queue to start again, does not.
+  // `remove` finds what is left.
   void RemoveRunFolder(const Job& job) { (void)RemoveTree(Path("run/" + Number(job))); }
-  // Notes what a person wants, which the script reads, and runs the command; the note stays only if
-  // that has worked.
+  // Records what a person wants, which the script reads, and runs the command; the record stays
+  // only if the command succeeded.
   absl::Status Marked(const Job& job, const std::string& verb, const std::string& why,
                       const std::vector<std::string>& command) const {
     const std::string mark = MarkPath(job, verb);
@@ -445,12 +446,12 @@ class Slurm final : public JobBackend {
     return done;
   }
 
-  // The logs of a job are followed by a thread for each of its ranks, which may be thousands: they
-  // share the answers of SLURM, of which there is one in `poll`.
+  // The logs of a job are followed by one thread per rank, possibly thousands: they share SLURM's
+  // answers, of which there is one per `poll`.
   enum class Ask {
     kAlways,
     kSeldom,
-    // For what is said of a start that SLURM's last answer may not have known.
+    // For facts about a start that SLURM's last answer may not have known.
     kUnlessItRuns,
   };
   absl::StatusOr<Job> Get(const std::string& name, Ask ask) {
@@ -465,8 +466,8 @@ class Slurm final : public JobBackend {
   }
   using QueueAnswer = std::shared_ptr<const std::map<int64_t, Queued>>;
   absl::StatusOr<QueueAnswer> RecentQueue(int64_t id, Ask ask) {
-    // While one asks, the others wait for the answer. One that was asked for since they came is as
-    // new as their own.
+    // While one thread asks, the others wait for the answer. An answer that was requested since
+    // they came is as new as their own would be.
     const absl::Time came = options_.clock->Now();
     MutexLock lock(&mu_);
     if (asked_ > came) return recent_;
@@ -478,8 +479,8 @@ class Slurm final : public JobBackend {
     }
     asked_ = options_.clock->Now();
     absl::StatusOr<std::map<int64_t, Queued>> queue = Queue();
-    // An error is shared, too: thousands of ranks, one after the other, would wait for hours until
-    // a controller that is away has not answered each of them.
+    // An error is shared, too: otherwise thousands of ranks, one after the other, would each wait
+    // for a controller that is away, for hours in total.
     if (queue.ok()) {
       recent_ = std::make_shared<const std::map<int64_t, Queued>>(*std::move(queue));
     } else {
@@ -518,7 +519,7 @@ class Slurm final : public JobBackend {
     }
   }
 
-  // Whether the record of this job can be read again.
+  // Returns OK if the record of this job can be read again.
   static absl::Status CheckRecord(const JobSpec& spec) {
     const std::string text = JobFileText(spec);
     if (text.size() > kMaxSpecBytes) {
@@ -528,7 +529,7 @@ class Slurm final : public JobBackend {
     }
     const absl::StatusOr<ResolvedJob> read = ResolveJob(text, "the job", {}, {});
     if (!read.ok()) return read.status();
-    // Bytes that are no text do not come back.
+    // Bytes that are not text do not survive.
     if (JobFileText(read->spec) == text && read->spec.command == spec.command &&
         read->spec.env == spec.env && read->spec.workdir == spec.workdir) {
       return absl::OkStatus();
@@ -536,7 +537,7 @@ class Slurm final : public JobBackend {
     return absl::InvalidArgumentError(
         "the job has text that a job file cannot hold: use UTF-8 without control characters");
   }
-  // Of a submission: its key, and a digest of what was submitted.
+  // Identifies a submission: its key, and a digest of its content.
   static std::string Comment(const JobSpec& spec, const std::string& key) {
     return absl::StrCat(key, ":", absl::BytesToHexString(Sha256(JobFileText(spec))).substr(0, 16));
   }
@@ -544,14 +545,14 @@ class Slurm final : public JobBackend {
 
   absl::Status MakeFolder() const {
     MUSTER_RETURN_IF_ERROR(MakeDirectories(ParentPath(options_.folder)));
-    // Variables and logs are the user's.
+    // Variables and logs are private to the user.
     if (mkdir(options_.folder.c_str(), 0700) != 0 && errno != EEXIST) {
       return absl::ErrnoToStatus(errno, absl::StrCat("cannot create ", options_.folder));
     }
     return absl::OkStatus();
   }
 
-  // The output of a command of SLURM that has to succeed.
+  // Returns the output of a SLURM command that has to succeed.
   absl::StatusOr<ProgramOutput> Command(const std::vector<std::string>& argv,
                                         std::vector<std::string> without = {}) const {
     // All commands must ask the same controller: this machine's.
@@ -566,7 +567,7 @@ class Slurm final : public JobBackend {
     const std::string message =
         said.empty() ? absl::StrCat(argv[0], " ended with exit code ", output->exit_code)
                      : absl::StrCat("SLURM: ", Printable(said, 1000));
-    // Its words for a controller that does not answer.
+    // SLURM's messages for a controller that does not answer.
     for (const char* const away : {"Unable to contact", "Socket timed out", "Connection refused",
                                    "configuration source", "Zero Bytes were transmitted"}) {
       if (absl::StrContains(output->err, away)) return absl::UnavailableError(message);
@@ -601,8 +602,8 @@ class Slurm final : public JobBackend {
     std::erase_if(up, [](const SlurmNode& node) { return !node.takes_jobs; });
     const absl::StatusOr<SlurmLayout> now = ChooseSlurmLayout(spec, up);
     absl::StatusOr<SlurmLayout> later = ChooseSlurmLayout(spec, nodes);
-    // Where those that are up now are too few, the job waits in the queue until the others are
-    // back; a job of fewer processes, too, may have as many as it asks for by then.
+    // If too few nodes are up now, the job waits in the queue until the others are back; even a job
+    // that could do with fewer processes may by then get as many as it asks for.
     const auto most = [](const SlurmLayout& layout) {
       return layout.processes_per_node * layout.max_nodes;
     };
@@ -631,7 +632,7 @@ class Slurm final : public JobBackend {
     return planned;
   }
 
-  // The folder is one that this machine sees, too. The coordinator of a job ends with each start.
+  // The folder is visible to this machine, too. The coordinator of a job ends with each start.
   PlannedCheckpoint CheckpointOf(const JobSpec& spec) const {
     PlannedCheckpoint checkpoint = {.decided_by = "program"};
     std::string project = options_.project;
@@ -659,7 +660,7 @@ class Slurm final : public JobBackend {
             absl::StrCat("sbatch printed ", Printable(first), " instead of the number of a job"));
       }
     } else if (absl::IsUnavailable(output.status())) {
-      // The answer may be lost, and not the job.
+      // The answer may be lost although the job exists.
       const absl::StatusOr<int64_t> found = WithComment(spec, key);
       if (!found.ok()) return output.status();
       id = *found;
@@ -691,7 +692,7 @@ class Slurm final : public JobBackend {
     return made;
   }
 
-  // SLURM's number of the job with this key that waits or runs. NOT_FOUND: there is none;
+  // Returns SLURM's number of the waiting or running job with this key. NOT_FOUND: there is none;
   // FAILED_PRECONDITION: it is another job.
   absl::StatusOr<int64_t> WithComment(const JobSpec& spec, const std::string& key) const {
     MUSTER_ASSIGN_OR_RETURN(const ProgramOutput output,
@@ -710,7 +711,7 @@ class Slurm final : public JobBackend {
     return absl::NotFoundError("no job has this key");
   }
 
-  // The job of an earlier call with this key.
+  // Returns the job of an earlier call with this key.
   absl::StatusOr<std::optional<Submission>> Former(const JobSpec& spec, const std::string& key) {
     MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> ids, Ids());
     for (const int64_t id : ids) {
@@ -725,7 +726,7 @@ class Slurm final : public JobBackend {
       former.existed = true;
       return former;
     }
-    // One whose record that call could not write any more.
+    // The earlier call could not write the job's record.
     const absl::StatusOr<int64_t> id = WithComment(spec, key);
     if (absl::IsNotFound(id.status())) return std::nullopt;
     if (!id.ok()) return id.status();
@@ -751,7 +752,7 @@ class Slurm final : public JobBackend {
     return queue;
   }
 
-  // Where the cluster keeps accounts, what they say of a job that the queue has forgotten.
+  // If the cluster keeps accounts, returns what they say about a job that the queue has forgotten.
   std::optional<Queued> Account(int64_t id) const {
     const absl::StatusOr<ProgramOutput> output =
         Command({"sacct", "-n", "-X", "-P", "-j", absl::StrCat(id), "-o", "State,NodeList"});
@@ -761,7 +762,7 @@ class Slurm final : public JobBackend {
     return Queued{fields[0], fields[1], ""};
   }
 
-  // Of all records, in the order of submission.
+  // Returns the ids of all records, in the order of submission.
   absl::StatusOr<std::vector<int64_t>> Ids() const {
     std::vector<int64_t> ids;
     const absl::StatusOr<std::vector<std::string>> names = ListDirectory(options_.folder);
@@ -780,7 +781,7 @@ class Slurm final : public JobBackend {
     MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(path, kMaxRecord));
     MUSTER_ASSIGN_OR_RETURN(const ResolvedJob job, ResolveRecord(text, path));
     Records records{.id = id, .spec = job.spec};
-    // It grows with each start, by the names of its nodes.
+    // The file grows with each start, by the names of its nodes.
     const absl::StatusOr<std::string> events = ReadFile(Path(absl::StrCat(id, ".events")));
     if (!events.ok() && !absl::IsNotFound(events.status())) return events.status();
     const std::string lines = events.value_or("");
@@ -822,7 +823,7 @@ class Slurm final : public JobBackend {
     }
   }
 
-  // "train-12", or SLURM's "12".
+  // Finds "train-12", or SLURM's "12".
   absl::StatusOr<Records> Find(const std::string& job) const {
     const size_t dash = job.rfind('-');
     int64_t id = 0;
@@ -859,7 +860,7 @@ class Slurm final : public JobBackend {
                               job.state != JobState::kSuspended)) {
         continue;
       }
-      // Its script could not say how it ended.
+      // Its script could not report how it ended.
       attempt.has_end = true;
       const bool cancelled = last && job.state == JobState::kCancelled;
       attempt.end_class =
@@ -898,7 +899,7 @@ class Slurm final : public JobBackend {
     if (const auto it = queue.find(records.id); it != queue.end()) queued = it->second;
     const Start* const last = records.starts.empty() ? nullptr : &records.starts.back();
     if (!queued.has_value() && last != nullptr && IsFinal(*last)) {
-      // "ended": by SLURM, and it is not in the queue again.
+      // "ended": by SLURM, and the job is not in the queue again.
       job->state = last->why == "ended" || (*last->code != 0 && marked("cancel"))
                        ? JobState::kCancelled
                    : *last->code == 0 ? JobState::kSucceeded
@@ -941,13 +942,13 @@ class Slurm final : public JobBackend {
     }
   }
 
-  // The end of what the script and srun have printed.
+  // Returns the end of the output of the script and srun.
   std::string ScriptLog(int64_t id) const {
     const Log log({Path(absl::StrCat(id, ".log"))});
     return log.Read(std::max<int64_t>(0, log.size() - kEndOfScriptLog), kEndOfScriptLog);
   }
 
-  // The files of a rank after this many requeues, by the number of the restart in place.
+  // Returns the files of a rank after this many requeues, by the number of the restart in place.
   std::vector<std::string> LogFiles(const Job& job, int restart, int rank) const {
     const std::string folder = Path(absl::StrCat(Number(job), ".logs/", restart));
     std::map<int, std::string> files;
@@ -987,7 +988,7 @@ class Slurm final : public JobBackend {
     }
     const bool over =
         attempt < job.attempts || job.history.back().has_end || job.state == JobState::kUnknown;
-    // Read after what says that nothing comes any more.
+    // Read after checking that no more output comes.
     const Log log(LogFiles(job, attempt - 1, options.rank));
     LogChunk chunk;
     chunk.attempt = attempt;
@@ -1002,7 +1003,7 @@ class Slurm final : public JobBackend {
   const SlurmOptions options_;
   Notification stopped_;
   Mutex mu_;
-  absl::StatusOr<QueueAnswer> recent_ ABSL_GUARDED_BY(mu_);  // an error before the first
+  absl::StatusOr<QueueAnswer> recent_ ABSL_GUARDED_BY(mu_);  // an error before the first answer
   absl::Time asked_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
 };
 

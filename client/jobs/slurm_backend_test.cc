@@ -35,7 +35,7 @@ using ::testing::IsEmpty;
 using ::testing::IsSupersetOf;
 using ::testing::Not;
 
-// SLURM, as its commands say what the test has written.
+// SLURM, whose commands print what the test has written.
 class SlurmBackendTest : public ::testing::Test {
  protected:
   SlurmBackendTest() { Start(/*project=*/""); }
@@ -69,7 +69,7 @@ class SlurmBackendTest : public ::testing::Test {
     if (missing_) return absl::NotFoundError("no such program");
     if (argv[0] == "sbatch") script_ = ReadFile(argv.back()).value_or("");
     if (argv[0] == "squeue") {
-      // A call that asks for comments gets the one of the script.
+      // A call that asks for comments gets the script's.
       const bool comment = absl::StrContains(argv.back(), "%k");
       ProgramOutput output = squeue_;
       if (comment) output.out = comments_;
@@ -112,13 +112,13 @@ class SlurmBackendTest : public ::testing::Test {
   TestFolder folder_;
   std::map<std::string, ProgramOutput> answers_;
   ProgramOutput squeue_;
-  std::vector<std::string> next_;  // of squeue, after squeue_
+  std::vector<std::string> next_;  // output of squeue, after squeue_
   std::string comments_, script_;
   std::vector<std::string> commands_;
-  std::vector<std::string> without_;  // of sbatch
+  std::vector<std::string> without_;  // variables removed for sbatch
   std::vector<std::string> without_of_squeue_;
   bool missing_ = false;
-  std::string has_checkpoint_;  // a folder
+  std::string has_checkpoint_;  // a folder with a checkpoint
   std::unique_ptr<JobBackend> backend_;
 };
 
@@ -144,7 +144,7 @@ TEST_F(SlurmBackendTest, Submit_GivesTheScriptToSbatch_AndKeepsARecordThatOthers
   EXPECT_EQ(job->spec.max_processes, 4);
 }
 
-// sbatch would take them for more than the options in the script.
+// For sbatch they take precedence over the options in the script.
 TEST_F(SlurmBackendTest, Submit_VariablesThatWouldChangeTheScriptsOptions_AreNotForSbatch) {
   Submit();
   EXPECT_THAT(without_, IsSupersetOf({"SBATCH_ARRAY_INX", "SBATCH_EXPORT", "SBATCH_NO_REQUEUE",
@@ -161,7 +161,7 @@ TEST_F(SlurmBackendTest, Submit_VariablesThatWouldChangeTheScriptsOptions_AreNot
   EXPECT_THAT(without_, IsSupersetOf({"SBATCH_EXPORT", "SBATCH_TIMELIMIT"}));
 }
 
-// No bug of ours: `muster submit` ends as where a disk is full.
+// Not a bug in Muster: `muster submit` ends as if a disk were full.
 TEST_F(SlurmBackendTest, Submit_RecordThatCannotBeWritten_SaysWhyAndHowToEndTheJob) {
   ASSERT_TRUE(MakeDirectories(Folder()).ok());
   const std::string events = Folder() + "/12.events";
@@ -216,7 +216,7 @@ TEST_F(SlurmBackendTest, Submit_WhoseAnswerIsLost_FindsTheJobByItsKey) {
   EXPECT_TRUE(absl::IsUnavailable(backend_->submit(Spec(), {}).status()));
 }
 
-// A layout of nodes that the job does not get would wait for ever, or be refused by SLURM.
+// A layout of nodes that the job does not get would wait forever, or be refused by SLURM.
 TEST_F(SlurmBackendTest, Nodes_AreThoseOfTheJobsPartition_ThatTakeJobs) {
   answers_["sinfo"].out =
       "n0|2|1000|(null)|main*|idle\nn0|2|1000|(null)|both|idle\nn1|2|1000|(null)|main*|drain\n"
@@ -231,7 +231,7 @@ TEST_F(SlurmBackendTest, Nodes_AreThoseOfTheJobsPartition_ThatTakeJobs) {
     return script_.substr(at, script_.find('\n', at) - at);
   };
   EXPECT_EQ(nodes_of(4), "--nodes=2");
-  // More than are up: it waits.
+  // More than the nodes that are up: the job waits.
   EXPECT_EQ(nodes_of(6), "--nodes=3");
   EXPECT_THAT(nodes_of(10), HasSubstr("larger than SLURM's nodes"));
   Start(/*project=*/"", /*partition=*/"big");
@@ -240,7 +240,8 @@ TEST_F(SlurmBackendTest, Nodes_AreThoseOfTheJobsPartition_ThatTakeJobs) {
   EXPECT_THAT(commands_, Contains(AllOf(HasSubstr("sinfo"), HasSubstr("--partition=big"))));
 }
 
-// Whoever accepts less does not ask for less: the others may be back when the job starts.
+// A user who accepts fewer processes does not ask for fewer: the other nodes may be back when the
+// job starts.
 TEST_F(SlurmBackendTest, RangeOfProcesses_IsNotCappedByNodesThatAreDown) {
   answers_["sinfo"].out =
       "n0|2|1000|(null)|all*|idle\nn1|2|1000|(null)|all*|down*\nn2|2|1000|(null)|all*|drain\n";
@@ -250,7 +251,7 @@ TEST_F(SlurmBackendTest, RangeOfProcesses_IsNotCappedByNodesThatAreDown) {
   const auto made = backend_->submit(spec, {});
   ASSERT_TRUE(made.ok()) << made.status();
   EXPECT_THAT(script_, HasSubstr("#SBATCH --nodes=1-2\n"));
-  // The node that is up has room for all of it.
+  // The node that is up has room for the whole job.
   answers_["sinfo"].out = "n0|4|1000|(null)|all*|idle\nn1|8|1000|(null)|all*|down*\n";
   ASSERT_TRUE(backend_->submit(spec, {}).ok());
   EXPECT_THAT(script_, HasSubstr("#SBATCH --cpus-per-task=4\n"));
@@ -272,7 +273,7 @@ TEST_F(SlurmBackendTest, DryRun_SaysFromWhichCheckpointTheJobWouldResume) {
     EXPECT_TRUE(planned.ok()) << planned.status();
     return planned.ok() ? planned->plan.checkpoint : PlannedCheckpoint();
   };
-  // Where sbatch is called, unless it is told otherwise.
+  // The folder in which sbatch is called, unless the job names another one.
   EXPECT_EQ(plan().folder, "/home/ann/muster-run/checkpoints");
   EXPECT_EQ(plan().decided_by, "program");
   EXPECT_EQ(plan().path, "");
@@ -280,7 +281,7 @@ TEST_F(SlurmBackendTest, DryRun_SaysFromWhichCheckpointTheJobWouldResume) {
   spec.workdir = "/data";
   EXPECT_EQ(plan().path, "/data/muster-run/checkpoints/checkpoint_3");
   EXPECT_EQ(plan().step, 300);
-  // The variables of the submission come along, and the job's own win.
+  // The variables of the submission are passed on, and the job's own win.
   Start("run");
   EXPECT_EQ(plan().folder, "/data/run/checkpoints");
   spec.env["MUSTER_PROJECT_DIR"] = "/data/muster-run";
@@ -400,7 +401,7 @@ TEST_F(SlurmBackendTest, WithoutSlurm_OneLineSaysSo) {
   EXPECT_TRUE(absl::IsUnavailable(status));
   EXPECT_EQ(status.message(),
             "sinfo of SLURM is not on this machine: use a login node of the cluster");
-  // Nothing was ever submitted: nothing has to be asked.
+  // Nothing was ever submitted, so no command is needed.
   EXPECT_TRUE(backend_->list({})->empty());
   missing_ = false;
   Submit();
@@ -497,10 +498,10 @@ TEST_F(SlurmBackendTest, LogsOfManyRanks_ShareWhatSlurmAnswers) {
     EXPECT_EQ(text, "text\n");
   }
   EXPECT_EQ(commands_.size(), 1u) << absl::StrJoin(commands_, "\n");
-  // What a person asks for is not older than the question.
+  // The answer to a person's request is not older than the request.
   squeue_.out = "12|COMPLETING|n[0-1]|None\n";
   EXPECT_EQ(State(), JobState::kStopping);
-  // A start that was noted after the answer would seem to be over.
+  // A start that was recorded after the answer would seem to be over.
   squeue_.out = "12|PENDING||None\n";
   start();
   EXPECT_TRUE(backend_->read_log("train-12", {.offset = 5})->ended);
@@ -520,7 +521,8 @@ TEST_F(SlurmBackendTest, LogsOfManyRanks_ShareThatSlurmIsAway) {
                                  return ProgramOutput{1, "", "Unable to contact slurm controller"};
                                },
                            .poll = absl::Hours(1)});
-  // Who comes after one has asked asks again, for all that came until then; not all do at once.
+  // A thread that comes after another has asked asks again, for all that have come until then; not
+  // all of them ask at once.
   bool shared = false;
   for (int round = 0; round < 1000 && !shared; ++round) {
     begun = calls = 0;
@@ -590,7 +592,7 @@ TEST_F(SlurmBackendTest, ActionThatSlurmRefuses_LeavesNoMark) {
   EXPECT_FALSE(backend_->cancel("train-12", "").ok());
   EXPECT_FALSE(backend_->suspend("train-12", "").ok());
   EXPECT_EQ(State(), JobState::kRunning);
-  // A job that has started since: it is asked to stop.
+  // A job that has started since is asked to stop.
   squeue_.out = "12|PENDING||Resources\n";
   answers_["scontrol"] = {1, "", "Job is no longer pending execution\n"};
   answers_["scancel"] = {0, "", ""};
@@ -611,7 +613,7 @@ TEST_F(SlurmBackendTest, EndThatSlurmHasForgotten_IsWhatTheScriptHasNoted) {
         << "submit\t1\t0\tk 2\nstart\t2\t0\tn0\nend\t3\t0\t" << end << "\n";
     EXPECT_EQ(State(), state) << end;
   }
-  // Nothing comes any more, as a reader that follows the log learns.
+  // No more output comes, as a reader that follows the log learns.
   Event("start\t4\t1\tn0");
   const absl::Status followed =
       backend_->follow_log("train-12", {}, [](const LogChunk&) { return true; });
@@ -635,7 +637,7 @@ TEST_F(SlurmBackendTest, Watch_OutlivesARestartOfTheController) {
   EXPECT_EQ(end->state, JobState::kSucceeded);
 }
 
-// A step of the calendar's clock, as NTP makes one, ends no wait and lengthens none.
+// A step of the wall clock, such as NTP makes, neither ends nor lengthens a wait.
 TEST_F(SlurmBackendTest, Waits_TakeTheirTimeFromTheMonotonicClock) {
   Submit();
   FakeClock clock;

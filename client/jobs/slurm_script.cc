@@ -26,10 +26,10 @@ constexpr char kBody[] =
     ;
 
 constexpr absl::Duration kDefaultGrace = absl::Seconds(30);
-// To save, and to put the job back into the queue; SLURM may signal up to a minute early.
+// Time to save, and to put the job back into the queue; SLURM may signal up to a minute early.
 constexpr absl::Duration kLead = absl::Seconds(30);
 
-// Options of sbatch that the script relies on, or that would make something else of the submission.
+// Options of sbatch that the script relies on, or that would change the kind of submission.
 constexpr const char* kOwned[] = {
     "array",     "chdir",    "clusters", "comment", "error",      "export", "export-file",
     "help",      "job-name", "no-kill",  "nodes",   "no-requeue", "ntasks", "ntasks-per-node",
@@ -53,7 +53,7 @@ int Fits(const JobSpec& spec, const SlurmNode& node) {
   return static_cast<int>(std::min<int64_t>(fits, spec.max_processes));
 }
 
-// GPUs in "gpu:a100:4(S:0-1),shard:8"; "(null)": none.
+// Returns the number of GPUs in "gpu:a100:4(S:0-1),shard:8"; "(null)": none.
 int GpusOf(absl::string_view gres) {
   int gpus = 0;
   for (absl::string_view one : absl::StrSplit(gres, ',')) {
@@ -66,7 +66,7 @@ int GpusOf(absl::string_view gres) {
   return gpus;
 }
 
-// D-HH:MM:SS
+// Formats D-HH:MM:SS.
 std::string TimeText(absl::Duration time) {
   const int64_t seconds = absl::ToInt64Seconds(absl::Ceil(time, absl::Seconds(1)));
   return absl::StrFormat("%d-%02d:%02d:%02d", seconds / 86400, seconds / 3600 % 24,
@@ -94,7 +94,7 @@ std::vector<std::string> LaunchFlags(const JobSpec& spec, const SlurmLayout& lay
   if (spec.cpu || spec.gpus_per_process == 0) flags.emplace_back("--cpu");
   if (spec.debug) flags.emplace_back("--debug");
   if (!spec.class_limits.empty()) {
-    // With the total, which the flag before does not complete.
+    // Includes the total, which the flag before it does not complete.
     std::string policy = absl::StrCat("max_restarts=", spec.max_restarts);
     for (const auto& [name, limit] : spec.class_limits) {
       absl::StrAppend(&policy, ",", name, "=", limit);
@@ -104,7 +104,7 @@ std::vector<std::string> LaunchFlags(const JobSpec& spec, const SlurmLayout& lay
   if (!spec.user_error_codes.empty()) {
     flags.insert(flags.end(), {"--user_error_codes", absl::StrJoin(spec.user_error_codes, ",")});
   }
-  // The launch itself does not have the variables of the processes.
+  // The launch itself does not get the variables of the processes.
   if (const auto config = spec.env.find("MUSTER_CONFIG");
       config != spec.env.end() && !config->second.empty()) {
     flags.insert(flags.end(), {"--config_file", ShellWord(config->second)});
@@ -118,7 +118,7 @@ std::vector<std::string> LaunchFlags(const JobSpec& spec, const SlurmLayout& lay
 }  // namespace
 
 absl::Status CheckSlurmJob(const JobSpec& spec) {
-  // It is a word of the script, too.
+  // The name is a word of the script, too.
   if (!IsJobName(spec.name) || spec.name[0] == '-') {
     return absl::InvalidArgumentError(
         absl::StrCat("name: ", Printable(spec.name),
@@ -181,7 +181,7 @@ absl::Status CheckSbatchOptions(const std::vector<std::string>& options) {
       return absl::InvalidArgumentError(
           absl::StrCat("--sbatch ", Printable(option), ": write the long name of the option"));
     }
-    // sbatch takes the beginning of a name for the name.
+    // sbatch accepts the beginning of an option's name.
     const std::string name = option.substr(2, option.find('=') - 2);
     const auto owned = std::find_if(std::begin(kOwned), std::end(kOwned),
                                     [&](const char* one) { return absl::StartsWith(one, name); });
@@ -217,7 +217,7 @@ absl::StatusOr<std::vector<SlurmNode>> ParseSlurmNodes(absl::string_view sinfo) 
   for (absl::string_view line : absl::StrSplit(sinfo, '\n', absl::SkipWhitespace())) {
     const std::vector<absl::string_view> fields = absl::StrSplit(line, '|');
     SlurmNode node;
-    // "16+": nodes that are printed together have at least so much.
+    // "16+": nodes that are printed together have at least this much.
     int64_t mib = 0;
     if (fields.size() != 6 || !absl::SimpleAtoi(absl::StripSuffix(fields[1], "+"), &node.cpus) ||
         !absl::SimpleAtoi(absl::StripSuffix(fields[2], "+"), &mib)) {
@@ -282,7 +282,7 @@ absl::StatusOr<std::string> RenderSlurmScript(const JobSpec& spec, const SlurmLa
     const std::string entry = absl::StrCat(name, "=", value);
     if (entry.find('=') == name.size() && !name.empty() && entry.find('\0') == entry.npos) continue;
     return absl::InvalidArgumentError(
-        // Not its value, which may be secret.
+        // Not the value, which may be secret.
         absl::StrCat("env: ", Printable(name), " is no variable that a process can have"));
   }
   const int each = layout.processes_per_node;
@@ -314,13 +314,13 @@ absl::StatusOr<std::string> RenderSlurmScript(const JobSpec& spec, const SlurmLa
   absl::StrAppend(&script,
                   "# Written by muster submit --on slurm; from the line with the name of "
                   "train.sbatch on it is deploy/slurm/train.sbatch.\n"
-                  // Of the terminal that has submitted it.
+                  // These belong to the terminal from which the job was submitted.
                   "unset MUSTER_COORDINATOR MUSTER_TOKEN_FILE MUSTER_TLS_CA MUSTER_TLS_CERT "
                   "MUSTER_TLS_KEY MUSTER_ON MUSTER_MAIN_PROCESS_IP\n"
-                  // With these, a launch would not ask SLURM which node of how many it is on.
+                  // With these, a launch would not ask SLURM for its place among the nodes.
                   "unset MUSTER_NUM_MACHINES MUSTER_MACHINE_RANK\n"
-                  // Its launches read no file of the user, as agents read none, unless the job's
-                  // env names one: theirs may say that the processes compute on CPUs.
+                  // The job's launches read no file of the user, like agents, unless the job's env
+                  // names one: it may say that the processes compute on CPUs.
                   "export MUSTER_CONFIG=/dev/null\n");
   if (!spec.env.empty()) {
     script += "job_variables() {\n  printf '%s\\0'";
@@ -341,7 +341,7 @@ absl::StatusOr<std::string> RenderSlurmScript(const JobSpec& spec, const SlurmLa
   script += "\nset --";
   for (const std::string& word : spec.command) absl::StrAppend(&script, " ", ShellWord(word));
   script += "\n\n# train.sbatch\n";
-  // Its first line and its own options, which sbatch no longer reads here.
+  // Skip its first line and its own options, which sbatch no longer reads here.
   absl::string_view body = kBody;
   body = body.substr(body.find("#\n# usage:"));
   return absl::StrCat(script, body);

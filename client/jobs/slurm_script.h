@@ -14,15 +14,16 @@ namespace muster::client {
 
 // The batch script that runs a job under SLURM. All pure.
 
-// Refuses what a job may have and SLURM cannot do, or decides by itself. INVALID_ARGUMENT names the
-// setting, and the option of sbatch to use instead.
+// Refuses settings that a job may have, but that SLURM cannot honour or decides itself.
+// INVALID_ARGUMENT names the setting, and the option of sbatch to use instead.
 absl::Status CheckSlurmJob(const JobSpec& spec);
 
-// Refuses options of sbatch that the script needs itself, and what is no option. INVALID_ARGUMENT.
+// Refuses options of sbatch that the script needs itself, and words that are not options.
+// INVALID_ARGUMENT.
 absl::Status CheckSbatchOptions(const std::vector<std::string>& options);
 
-// The variables by which sbatch would change what the script of this job sets, or make something
-// else of the submission: for sbatch they come before the options in a script.
+// Returns the variables by which sbatch would override what the script of this job sets, or change
+// the kind of submission: for sbatch they take precedence over the options in a script.
 std::vector<std::string> SbatchVariablesOfScript(const JobSpec& spec);
 
 struct SlurmNode {
@@ -30,11 +31,12 @@ struct SlurmNode {
   int cpus = 0;
   int64_t memory_bytes = 0;
   int gpus = 0;
-  bool in_default_partition = false;  // the one of jobs that name none
+  bool in_default_partition = false;  // in the partition of jobs that name none
   bool takes_jobs = true;             // neither down nor drained
 };
-// The nodes of the output of `sinfo -h -N -o "%N|%c|%m|%G|%P|%t"`: CPUs, MiB, generic resources,
-// partition and state. A node of several partitions counts once. INVALID_ARGUMENT: another output.
+// Reads the nodes from the output of `sinfo -h -N -o "%N|%c|%m|%G|%P|%t"`: CPUs, MiB, generic
+// resources, partition and state. A node in several partitions counts once. INVALID_ARGUMENT: any
+// other output.
 absl::StatusOr<std::vector<SlurmNode>> ParseSlurmNodes(absl::string_view sinfo);
 
 // The same number of processes on each node.
@@ -43,18 +45,20 @@ struct SlurmLayout {
   int min_nodes = 0;
   int max_nodes = 0;
 };
-// As a coordinator places a job on nodes that are all free: max_processes if they fit, else as many
-// as fit, on as few nodes as possible. FAILED_PRECONDITION: it fits on no number of them.
+// Chooses the layout as a coordinator does for nodes that are all free: max_processes if they fit,
+// else as many as fit, on as few nodes as possible. FAILED_PRECONDITION: the job fits on no number
+// of them.
 absl::StatusOr<SlurmLayout> ChooseSlurmLayout(const JobSpec& spec,
                                               const std::vector<SlurmNode>& nodes);
 
 struct SlurmScriptOptions {
   std::string muster;  // the command
-  std::string folder;  // of the records, which all nodes share
-  std::string key;     // of this submission
+  std::string folder;  // the folder of the records, which all nodes share
+  std::string key;     // the key of this submission
 };
-// Runs deploy/slurm/train.sbatch's body for this job. INVALID_ARGUMENT: a folder or a name of a
-// variable that no script can have.
+// Returns a script that makes the settings for this job and then runs the body of
+// deploy/slurm/train.sbatch. INVALID_ARGUMENT: a folder or a name of a variable that no script can
+// have.
 absl::StatusOr<std::string> RenderSlurmScript(const JobSpec& spec, const SlurmLayout& layout,
                                               const SlurmScriptOptions& options);
 

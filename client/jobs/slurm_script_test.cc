@@ -164,7 +164,7 @@ TEST(SlurmScriptTest, Script_IsOneThatBashReads) {
   const std::string script = folder.Path("job.sh");
   std::ofstream(script) << Script(spec);
   EXPECT_EQ(Shell("bash -n " + script), "");
-  // Up to the body: the words of the program come back as they are.
+  // The part before the body: the words of the program survive unchanged.
   EXPECT_EQ(Shell(absl::StrCat(
                 "SLURM_JOB_ID=1 SLURM_NNODES=2 bash -c 'source <(sed \"/^# "
                 "train.sbatch$/Q\" ",
@@ -199,8 +199,8 @@ TEST(SlurmScriptTest, Launch_TakesItsPlaceFromSlurmOnly) {
             "");
 }
 
-// Runs `script`, with `arguments`, of a job whose program ends with `code`, and a SLURM of which
-// only so much is there as `scontrol` is.
+// Runs `script`, with `arguments`, for a job whose program ends with `code`, under an imitation of
+// SLURM whose scontrol runs the shell commands `scontrol`.
 std::string RunIn(const TestFolder& folder, const std::string& script, int code,
                   const std::string& scontrol, int starts, const std::string& arguments = "") {
   const auto program = [&](const std::string& name, const std::string& text) {
@@ -230,7 +230,7 @@ std::string RunScript(const TestFolder& folder, int code, const std::string& sco
   return RunIn(folder, Script(Spec(4), folder.Path("records")), code, scontrol, starts);
 }
 
-// train.sbatch alone. SLURM itself ends a program that ends with 143.
+// Runs train.sbatch alone. SLURM itself ends a program that ends with 143.
 std::string RunBody(const TestFolder& folder, int code, int starts, const std::string& run_folder) {
   const std::string script = Script(Spec(4));
   return RunIn(folder,
@@ -258,7 +258,7 @@ TEST(SlurmScriptTest, ControllerRefuses_TheJobEndsAndItsRecordSaysSo) {
   EXPECT_EQ(Shell(absl::StrCat("grep -c requeue ", folder.Path("scontrol.calls"))), "2\n");
 }
 
-// These would decide which libraries srun and muster run with, and what their settings are.
+// These would decide which libraries srun and muster load, and what their settings are.
 TEST(SlurmScriptTest, VariablesOfTheJob_ReachItsProcessesAlone) {
   const TestFolder folder;
   ASSERT_TRUE(MakeDirectories(folder.Path("records")).ok());
@@ -286,7 +286,8 @@ TEST(SlurmScriptTest, JobEnvOfAnEarlierVersion_StillExports_WithAWarning) {
   EXPECT_EQ(Shell(absl::StrCat("grep ^FOO= ", folder.Path("srun.env"))), "FOO=exported\n");
 }
 
-// Or the queue has it, and only the answer was lost: it has ended either way, and failed once.
+// Or the queue has the request, and only the answer was lost: the job has ended either way, and
+// failed once.
 TEST(SlurmScriptTest, CancelledWhileTheControllerIsAway_TheJobHasEnded) {
   const TestFolder folder;
   ASSERT_TRUE(MakeDirectories(folder.Path("records")).ok());
@@ -299,7 +300,7 @@ TEST(SlurmScriptTest, CancelledWhileTheControllerIsAway_TheJobHasEnded) {
   EXPECT_EQ(Shell(absl::StrCat("grep -c 'failed with' ", events)), "1\n");
 }
 
-// What srun waits for after the first node's end has to be as long as a save may take.
+// srun must wait as long after the first node's end as a save may take.
 TEST(SlurmScriptTest, OneNodeEndsBeforeTheOthers_TheyHaveTheTimeOfTheGrace) {
   const TestFolder folder;
   ASSERT_TRUE(MakeDirectories(folder.Path("records")).ok());
@@ -311,7 +312,7 @@ TEST(SlurmScriptTest, OneNodeEndsBeforeTheOthers_TheyHaveTheTimeOfTheGrace) {
   EXPECT_THAT(Shell(absl::StrCat("cat ", folder.Path("srun.calls"))), HasSubstr(" --wait=300 "));
 }
 
-// Else a job on a full disk, which is why it fails, would come back for ever.
+// Otherwise a job on a full disk, which is why it fails, would be requeued forever.
 TEST(SlurmScriptTest, RecordCannotBeWritten_StartsCountAsFailures) {
   const TestFolder folder;
   ASSERT_TRUE(MakeDirectories(folder.Path("records/7.events")).ok());
@@ -319,7 +320,7 @@ TEST(SlurmScriptTest, RecordCannotBeWritten_StartsCountAsFailures) {
   EXPECT_THAT(RunScript(folder, 137, "true", /*starts=*/16), HasSubstr("ended with 137"));
 }
 
-// Its owner, or who may write there, would have the job's token.
+// The owner of the folder, or a user who may write there, would have the job's token.
 TEST(SlurmScriptTest, FolderOfTheKeys_IsTheUsersOwn) {
   const TestFolder folder;
   ASSERT_TRUE(MakeDirectories(folder.Path("records")).ok());
@@ -329,7 +330,7 @@ TEST(SlurmScriptTest, FolderOfTheKeys_IsTheUsersOwn) {
   EXPECT_THAT(RunBody(folder, 0, 0, folder.Path("run")),
               AllOf(HasSubstr("run/7 is not your own folder"), HasSubstr("ended with 2")));
   EXPECT_TRUE(ListDirectory(folder.Path("of_another"))->empty());
-  // Made before, for all to write.
+  // Made earlier, and writable for all.
   ASSERT_TRUE(MakeDirectories(folder.Path("open/7")).ok());
   ASSERT_EQ(chmod(folder.Path("open/7").c_str(), 0777), 0);
   EXPECT_THAT(RunBody(folder, 0, 0, folder.Path("open")), HasSubstr("ended with 0"));
@@ -345,7 +346,8 @@ TEST(SlurmScriptTest, JobOfSeveralParts_IsRefused) {
       AllOf(HasSubstr("several parts"), HasSubstr("ended with 2")));
 }
 
-// Of the last task of an array, SLURM_JOB_ID is the number of the array: all tasks would go back.
+// For the last task of an array, SLURM_JOB_ID is the number of the array: all tasks would be
+// requeued.
 TEST(SlurmScriptTest, TaskOfAnArray_OnlyItsOwnTaskGoesBackIntoTheQueue) {
   const TestFolder folder;
   ASSERT_TRUE(MakeDirectories(folder.Path("records")).ok());
@@ -365,10 +367,10 @@ TEST(SlurmScriptTest, TimeLimitsBefore_LeaveTheRequeuesForFailures) {
   const auto run = [&](int code, int starts, const std::string& folder_of_record = "run") {
     return RunBody(folder, code, starts, folder.Path(folder_of_record));
   };
-  // A number that another job had.
+  // A number that another job had before.
   ASSERT_TRUE(MakeDirectories(folder.Path("run")).ok());
   std::ofstream(record) << "end\t1\t0\t1 failed with exit code 1\n";
-  // SLURM has ended it, as by a preemption, or put it back after its time limit.
+  // SLURM has ended it, for example by a preemption, or requeued it after its time limit.
   for (int starts = 0; starts < 5; ++starts) {
     EXPECT_THAT(run(143, starts), HasSubstr("ended with 143")) << starts;
   }
@@ -379,14 +381,14 @@ TEST(SlurmScriptTest, TimeLimitsBefore_LeaveTheRequeuesForFailures) {
   EXPECT_THAT(run(1, 8), HasSubstr("ended with 1"));
   EXPECT_FALSE(PathExists(record));
 
-  // Without what other nodes have seen, every start counts.
+  // Without the records of other nodes, every start counts.
   EXPECT_THAT(run(1, 2, "local"), HasSubstr("ended with 0"));
   EXPECT_THAT(run(1, 3, "other"), HasSubstr("ended with 1"));
   ASSERT_TRUE(MakeDirectories(folder.Path("full/7.events")).ok());
   EXPECT_THAT(run(1, 2, "full"), HasSubstr("ended with 0"));
   EXPECT_THAT(run(1, 3, "full"), HasSubstr("ended with 1"));
 
-  // What is over leaves no record.
+  // A finished job leaves no record.
   EXPECT_THAT(run(0, 0, "good"), HasSubstr("ended with 0"));
   EXPECT_FALSE(PathExists(folder.Path("good/7.events")));
 }

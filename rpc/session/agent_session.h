@@ -11,7 +11,7 @@
 
 namespace muster::rpc {
 
-// Of Welcome.features: the server of the session answers each beat that asks for it.
+// A feature in Welcome.features: the server of the session answers each beat that asks for it.
 inline constexpr absl::string_view kAnswersBeats = "answers_beats";
 
 // The serving half of an agent session, the coordinator's or a hub's: the state of one agent
@@ -24,12 +24,12 @@ inline constexpr absl::string_view kAnswersBeats = "answers_beats";
 //   the last one received is dropped. Frames without a seq (hello, welcome, beats, bare
 //   acknowledgements) are sent once.
 // - Hello and Welcome say where the other side must resume sending, and name the session whose
-//   frames they count. When Welcome's is not the one the agent was in, nothing is left of that one.
-//   The agent then counts the coordinator's frames from 0 again, and resends every operation
-//   without a result in new frames; the request_id and the barrier's counter, not this class,
-//   decide whether it was applied before.
+//   frames they count. If Welcome names another session than the agent was in, nothing is left of
+//   the old one. The agent then counts the coordinator's frames from 0 again, and resends every
+//   operation without a result in new frames; the request_id and the barrier's counter, not this
+//   class, decide whether it was applied before.
 //
-// Not thread-safe; pure: used by servers and by tests/simulation alike.
+// Not thread-safe; pure: used by servers and by tests/simulation.
 class AgentSession {
  public:
   AgentSession(std::string node, uint64_t incarnation, std::string id);
@@ -38,17 +38,19 @@ class AgentSession {
   const std::string& id() const { return id_; }
   Outbox& outbox() { return outbox_; }
 
-  // The agent has opened another stream: what it has not acknowledged is sent again. False: the
-  // session cannot continue, because this is another process of the agent, or it asks for frames
-  // that are no longer kept or never existed. End this session and begin a new one.
+  // The agent has opened another stream: the frames that it has not acknowledged are sent again.
+  // Returns false if the session cannot continue, because this is another process of the agent, or
+  // it asks for frames that are no longer kept or never existed: end this session and begin a new
+  // one.
   bool Resume(const v1::Hello& hello);
-  // The first frame of a stream: goes out before all others.
+  // Queues the first frame of a stream, which goes out before all others.
   void Welcome(uint32_t protocol, uint64_t term, absl::string_view cluster_id,
                absl::Duration lease);
-  // False: frames before this one are missing, which no correct agent can send. End the stream.
+  // Returns false if frames before this one are missing, which no correct agent can cause: end the
+  // stream.
   bool Follows(const v1::AgentFrame& frame) const { return frame.seq() <= received_ + 1; }
-  // A frame other than hello, that follows. True: apply it. False: it was applied when it came on
-  // an earlier stream.
+  // Receives a frame other than hello that Follows(). Returns true if it must be applied, false if
+  // it was applied when it arrived on an earlier stream.
   bool Receive(const v1::AgentFrame& frame);
 
  private:

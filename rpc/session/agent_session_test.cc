@@ -75,7 +75,8 @@ TEST(AgentSession, FramesWithoutSeq_AreAlwaysApplied) {
   beat.mutable_beat();
   EXPECT_TRUE(session.Receive(beat));
   EXPECT_TRUE(session.Receive(beat));
-  // A beat is answered with what has been received, so that the agent can forget it.
+  // A beat is answered with the last frame received, so that the agent can drop the acknowledged
+  // ones.
   ASSERT_TRUE(session.outbox().HasWork());
   EXPECT_EQ(Next(&session).ack(), 4u);
 }

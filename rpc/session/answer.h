@@ -8,21 +8,21 @@
 
 namespace muster::rpc {
 
-// A finished result, as the bytes that go out. Immutable, so any thread may read it; shared by all
-// calls that get the same (the ranks of a barrier).
+// A finished result, as the bytes that are sent. Immutable, so any thread may read it; shared by
+// all calls that get the same result (the ranks of a barrier).
 class Answer {
  public:
-  // The op_id of `result` is not set: it differs from call to call.
+  // The op_id of `result` must not be set: it differs from call to call.
   explicit Answer(const v1::OpResult& result)
       : kind_(result.kind_case()), bytes_(result.SerializeAsString()) {}
 
-  // The result that it was made from.
+  // Returns the result from which this answer was made.
   v1::OpResult Parse() const;
-  // KIND_NOT_SET: an error.
+  // KIND_NOT_SET for an error.
   v1::OpResult::KindCase kind() const { return kind_; }
-  // Serialised. The OpResult of one call is `op_id` as field 1 followed by these.
+  // The serialized result. The OpResult of one call is `op_id` as field 1 followed by these bytes.
   const std::string& bytes() const { return bytes_; }
-  // The serialized reply inside bytes(): what a unary call gets. Not for an error.
+  // The serialized reply inside bytes(): what a unary call gets. Not for errors.
   absl::string_view reply() const;
 
  private:

@@ -6,7 +6,7 @@
 
 namespace muster::rpc {
 
-// Any bytes are fine: values beyond absl's range become infinite.
+// Accepts any values: those beyond absl's range become infinite.
 absl::Duration FromProto(const google::protobuf::Duration& duration);
 google::protobuf::Duration ToProto(absl::Duration duration);
 
@@ -14,9 +14,9 @@ google::protobuf::Duration ToProto(absl::Duration duration);
 // their timeout: this is less, so that they hear the verdict.
 inline constexpr absl::Duration kLeastRest = absl::Seconds(3);
 
-// What is left of `timeout` for a call that is sent again after it has `waited`, as its message
-// says. At least `least`, or `timeout` if that is less, because what it waits for may be on its way
-// back as well.
+// Returns what is left of `timeout` for a call that is sent again after it has `waited`, as its
+// message says. At least `least`, or `timeout` if that is less, because what it waits for may be on
+// its way back as well.
 absl::Duration RestOf(absl::Duration timeout, const google::protobuf::Duration& waited,
                       absl::Duration least = kLeastRest);
 

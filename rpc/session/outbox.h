@@ -14,9 +14,10 @@
 
 namespace muster::rpc {
 
-// One v1::CoordinatorFrame as it goes out: the pieces in order. Copies share the bytes.
+// A piece of a v1::CoordinatorFrame to send; a frame is its pieces in order. Copies share the
+// bytes.
 struct FramePiece {
-  std::shared_ptr<const void> owner;  // of `bytes`
+  std::shared_ptr<const void> owner;  // owns `bytes`
   absl::string_view bytes;
 };
 using FrameBytes = std::vector<FramePiece>;
@@ -32,36 +33,36 @@ class Outbox {
  public:
   void AddResult(uint64_t op_id, std::shared_ptr<const Answer> answer);
   void AddDirective(std::shared_ptr<const v1::Directive> directive);
-  // A frame without seq, sent before all others and only once: Welcome, Goodbye.
+  // Adds a frame without seq, sent before all others and only once: Welcome, Goodbye.
   void AddFirst(const v1::CoordinatorFrame& frame);
   // Sends an acknowledgement even if there is nothing else to send.
   void AckSoon() { ack_wanted_ = true; }
-  // The same, even if nothing new is acknowledged: the agent checks that its server is alive.
+  // Does the same even if nothing new is acknowledged: the agent checks that its server is alive.
   void AckAgain() { ack_again_ = true; }
 
-  // The last frame received from the agent; goes out with every frame.
+  // Sets the last frame received from the agent; it is sent with every frame.
   void set_received(uint64_t seq) { received_ = seq; }
   uint64_t received() const { return received_; }
 
-  // The agent has everything up to `seq`.
+  // The agent has received everything up to `seq`.
   void Acknowledged(uint64_t seq);
-  // A new stream: sends everything after `seq` again. False if frames after `seq` were already
-  // dropped or never existed, so that the session cannot continue.
+  // Begins a new stream, on which everything after `seq` is sent again. Returns false if frames
+  // after `seq` were already dropped or never existed, so that the session cannot continue.
   bool Resume(uint64_t seq);
 
   bool HasWork() const {
     return !first_.empty() || resend_ < unacked_.size() || !pending_.empty() || ack_again_ ||
            (ack_wanted_ && received_ > told_);
   }
-  // The next frame. Requires HasWork().
+  // Returns the next frame. Requires HasWork().
   FrameBytes Next();
 
   size_t unacknowledged() const { return unacked_.size(); }
   size_t pending() const { return pending_.size(); }
-  // About how much is kept that the agent has not acknowledged, sent or not; shared answers count
-  // in full.
+  // About how many bytes are kept that the agent has not acknowledged, sent or not; shared answers
+  // count in full.
   size_t bytes() const { return pending_bytes_ + unacked_bytes_; }
-  // Of that, how much this stream has not been given.
+  // How many of these bytes this stream has not been given.
   size_t unsent_bytes() const { return pending_bytes_ + resend_bytes_; }
 
  private:
@@ -77,14 +78,15 @@ class Outbox {
     FrameBytes frame;
   };
 
-  // Vectors: a deque takes 600 bytes even when it is empty, and each agent has its own.
+  // first_ and pending_ are vectors, because a deque takes 600 bytes even when it is empty, and
+  // there is an outbox per agent.
   std::vector<FrameBytes> first_;
   std::deque<Sent> unacked_;  // by seq
-  size_t resend_ = 0;         // the first of unacked_ that this stream has not been given
+  size_t resend_ = 0;         // in unacked_, the first frame that this stream has not been given
   std::vector<Item> pending_;
   size_t pending_bytes_ = 0;
   size_t unacked_bytes_ = 0;
-  size_t resend_bytes_ = 0;  // of unacked_ from resend_ on
+  size_t resend_bytes_ = 0;  // bytes of unacked_ from resend_ on
   uint64_t next_seq_ = 1;
   uint64_t received_ = 0;
   uint64_t told_ = 0;  // the last received_ that was sent
