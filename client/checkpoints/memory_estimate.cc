@@ -13,8 +13,8 @@
 namespace muster::client {
 namespace {
 
-// "bert.embeddings", which has word_embeddings among others: transformers keeps it whole as it does
-// layers. Empty if the tensor is of no such module.
+// Returns "bert.embeddings", which has word_embeddings among others: transformers keeps such a
+// module whole, as it does layers. Empty if the tensor is in no such module.
 std::string EmbeddingsOf(absl::string_view name) {
   const size_t words = name.rfind(".word_embeddings.");
   const absl::string_view above = name.substr(0, words == absl::string_view::npos ? 0 : words);
