@@ -29,7 +29,7 @@ constexpr char kRequestPrefix[] = "restart_";
 constexpr char kRequestSuffix[] = ".json";
 constexpr char kAllowed[] = "restarts_allowed";
 // If the system does not report new files.
-constexpr absl::Duration kLookAgain = absl::Milliseconds(500);
+constexpr absl::Duration kRetryPeriod = absl::Milliseconds(500);
 constexpr absl::Duration kLongestPoll = absl::Hours(1);
 
 struct Allowed {
@@ -104,7 +104,7 @@ absl::Status AttemptRestarts::Await(int restart, const JobResult& result) {
 }
 
 bool AttemptRestarts::Wait(int folder_events, absl::Duration time) const {
-  time = std::min(time, folder_events < 0 ? kLookAgain : kLongestPoll);
+  time = std::min(time, folder_events < 0 ? kRetryPeriod : kLongestPoll);
   pollfd fds[] = {{cancelled_.get(), POLLIN, 0}, {folder_events, POLLIN, 0}};
   poll(fds, 2, static_cast<int>(absl::ToInt64Milliseconds(time)) + 1);
   if ((fds[1].revents & POLLIN) != 0) TakeFolderEvents(folder_events);

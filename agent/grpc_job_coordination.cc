@@ -43,13 +43,14 @@ constexpr absl::Duration kLongest = absl::Hours(24);  // the longest timeout of 
 constexpr absl::Duration kFirstContact = absl::Seconds(30);
 constexpr char kFinish[] = "finish";      // the barrier of agents whose workers are all done
 constexpr char kFinished[] = "finished";  // the key that reports it, and outlives the generation
-constexpr absl::Duration kLook = absl::Seconds(1);  // between looks for newcomers
+constexpr absl::Duration kPollPeriod = absl::Seconds(1);  // between looks for newcomers
 // After this many looks, every machine has noticed that this one does not wait for a place.
-constexpr int kLooksOfAll = 3;
-constexpr absl::Duration kLookAgain = absl::Milliseconds(200);  // between looks at signs of life
+constexpr int kPollsOfAll = 3;
+constexpr absl::Duration kHeardPollPeriod =
+    absl::Milliseconds(200);  // between looks at signs of life
 // After a machine that joined has left again, the next one from its host ends the attempt only
 // after this delay, which doubles each time.
-constexpr absl::Duration kComeAgain = absl::Seconds(10);
+constexpr absl::Duration kNewcomerBackoff = absl::Seconds(10);
 constexpr absl::Duration kComeAgainAtMost = absl::Minutes(10);
 constexpr int kMaxCount = 1'000'000'000;
 // The machines whose counts come in one answer: even with their last ends, which JSON may make up
@@ -328,7 +329,7 @@ class GrpcJobCoordination final : public JobCoordination {
         return *asks_itself_;
       }
       asks_itself_.reset();
-      told_it_serves_ = false;
+      logged_serving_ = false;
       meeting.node_rank = node_rank_;
       meeting.num_nodes = num_nodes_;
       absl::Status agreed = Agree(&meeting);
@@ -354,7 +355,7 @@ class GrpcJobCoordination final : public JobCoordination {
       shared_->generation_gone = false;
       shared_->on_ended = std::move(on_ended);
     }
-    told_end_.reset();
+    reported_end_.reset();
     const std::shared_ptr<Shared> shared = shared_;
     NodeUplink::Listener listener;
     listener.on_lost = [shared](const absl::Status& status) {
@@ -417,8 +418,8 @@ class GrpcJobCoordination final : public JobCoordination {
       MutexLock lock(&shared_->mu);
       if (elastic() && shared_->ended) return shared_->how;
     }
-    told_end_ = WriteEnd(end);
-    return *told_end_;
+    reported_end_ = WriteEnd(end);
+    return *reported_end_;
   }
 
   absl::Status Finish() override {
@@ -599,19 +600,19 @@ class GrpcJobCoordination final : public JobCoordination {
         if (running == 0) return no_place;
         // Now this machine asks for a place as a newcomer, for which the others start again
         // (LookForMachines). That is useless while its host is quarantined.
-        if (looks >= kLooksOfAll && running < options_.num_nodes &&
+        if (looks >= kPollsOfAll && running < options_.num_nodes &&
             session_->IsQuarantined(agents_job_, hostname_) == false) {
           asks_itself_ = no_place;
           return false;
         }
-        if (!std::exchange(told_it_serves_, true)) {
+        if (!std::exchange(logged_serving_, true)) {
           MUSTER_LOG(Warning) << no_place.message()
                               << "; this machine hosts the coordinator, so it "
                               << "keeps serving the " << running << " machines that have a place";
         }
       }
       MutexLock lock(&shared_->mu);
-      if (!shared_->cancelled) shared_->changed.WaitWithTimeout(&shared_->mu, kLook);
+      if (!shared_->cancelled) shared_->changed.WaitWithTimeout(&shared_->mu, kPollPeriod);
       if (shared_->cancelled) return absl::CancelledError("stopped");
     }
   }
@@ -670,7 +671,7 @@ class GrpcJobCoordination final : public JobCoordination {
 
   // Returns why the watched attempt has ended, for machines that have not learned it.
   std::string WhyAgain() {
-    if (told_end_.has_value()) return AnotherBegins(*told_end_);
+    if (reported_end_.has_value()) return AnotherBegins(*reported_end_);
     MutexLock lock(&shared_->mu);
     return shared_->ended && !shared_->how.why.empty() ? AnotherBegins(shared_->how)
                                                        : "another attempt begins";
@@ -802,7 +803,7 @@ class GrpcJobCoordination final : public JobCoordination {
     while (true) {
       const absl::Time now = Clock::Real().Now();
       const absl::Status waited =
-          Await(pending, std::min(deadline, now + kLook), Until::kCancelled);
+          Await(pending, std::min(deadline, now + kPollPeriod), Until::kCancelled);
       if (waited.ok()) return ResultOf(pending);
       const bool finished = absl::IsDeadlineExceeded(waited) && FinishedSince();
       if (absl::IsDeadlineExceeded(waited) && !finished && now < deadline) continue;
@@ -860,7 +861,7 @@ class GrpcJobCoordination final : public JobCoordination {
             absl::FormatDuration(options_.join_timeout)));
       }
       MutexLock lock(&shared_->mu);
-      if (!shared_->cancelled) shared_->changed.WaitWithTimeout(&shared_->mu, kLookAgain);
+      if (!shared_->cancelled) shared_->changed.WaitWithTimeout(&shared_->mu, kHeardPollPeriod);
       if (shared_->cancelled) return absl::CancelledError("stopped");
     }
   }
@@ -944,7 +945,7 @@ class GrpcJobCoordination final : public JobCoordination {
       if (elapsed > options_.lease + kShortCall) return;
       MutexLock lock(&shared_->mu);
       if (!shared_->ended && !shared_->cancelled) {
-        shared_->changed.WaitWithTimeout(&shared_->mu, kLookAgain);
+        shared_->changed.WaitWithTimeout(&shared_->mu, kHeardPollPeriod);
       }
       if (shared_->ended) return;
       if (shared_->cancelled) {
@@ -962,7 +963,7 @@ class GrpcJobCoordination final : public JobCoordination {
     const absl::Time now = Clock::Real().Now();
     if (now < grow_from_) return grow_from_;
     const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kEnded);
-    if (!members.ok()) return now + kLook;
+    if (!members.ok()) return now + kPollPeriod;
     std::set<uint64_t> seated, waiting;
     for (const v1::Member& member : *members) {
       if (member.rank() >= 0 && member.state() == v1::WORKER_STATE_RUNNING) {
@@ -974,15 +975,15 @@ class GrpcJobCoordination final : public JobCoordination {
     }
     // A machine that gives up and asks again later counts as new.
     std::erase_if(passed_over_, [&](uint64_t one) { return waiting.count(one) == 0; });
-    const v1::Member* comer = nullptr;
+    const v1::Member* newcomer = nullptr;
     std::set<std::string> quarantined;
     for (const v1::Member& member : *members) {
       if (member.rank() >= 0 || member.state() != v1::WORKER_STATE_JOINING) continue;
       if (passed_over_.count(member.incarnation()) > 0) continue;
-      const auto former = came_.find(member.host());
-      if (former != came_.end() && seated.count(former->second.incarnation) > 0) {
-        came_.erase(former);
-      } else if (former != came_.end() && now < former->second.again) {
+      const auto former = newcomers_.find(member.host());
+      if (former != newcomers_.end() && seated.count(former->second.incarnation) > 0) {
+        newcomers_.erase(former);
+      } else if (former != newcomers_.end() && now < former->second.again) {
         continue;
       }
       // This machine would get no place, however often it comes back.
@@ -991,22 +992,23 @@ class GrpcJobCoordination final : public JobCoordination {
         quarantined.insert(member.host());
         continue;
       }
-      comer = &member;
+      newcomer = &member;
       break;
     }
-    if (comer == nullptr) return now + kLook;
-    const AttemptEnd end = {absl::StrCat("another machine has come, ", comer->host(), ", to the ",
-                                         num_nodes_, " of at most ", options_.num_nodes),
-                            {},
-                            AttemptEnd::Cause::kMachineCame};
+    if (newcomer == nullptr) return now + kPollPeriod;
+    const AttemptEnd end = {
+        absl::StrCat("another machine has come, ", newcomer->host(), ", to the ", num_nodes_,
+                     " of at most ", options_.num_nodes),
+        {},
+        AttemptEnd::Cause::kMachineCame};
     // Machines that have already finished do not start again.
-    if (!WriteEndUnlessDone(end)) return now + kLook;
+    if (!WriteEndUnlessDone(end)) return now + kPollPeriod;
     // A machine that gets no place after all (its host has been quarantined meanwhile) ends no
     // further attempt. A launch that keeps ending and starting again ends attempts less and less
     // often.
     passed_over_ = std::move(waiting);
-    Came& came = came_[comer->host()];
-    came.incarnation = comer->incarnation();
+    Newcomer& came = newcomers_[newcomer->host()];
+    came.incarnation = newcomer->incarnation();
     came.again = now + came.pause;
     came.pause = std::min(2 * came.pause, kComeAgainAtMost);
     shared_->End(end);
@@ -1325,25 +1327,25 @@ class GrpcJobCoordination final : public JobCoordination {
   std::string prefix_;
   std::optional<std::string> finished_before_;  // the first result of Finished()
   std::string launch_;                          // of this launch, once it is known
-  std::optional<AttemptEnd> told_end_;          // what Fail has returned for the watched attempt
+  std::optional<AttemptEnd> reported_end_;      // what Fail has returned for the watched attempt
 
   // For the machine that hosts the coordinator, while it has no place: how its last wait for one
   // ended, if it now asks for one although other machines run; and whether it has logged why it
   // stays.
   std::optional<absl::Status> asks_itself_;
-  bool told_it_serves_ = false;
+  bool logged_serving_ = false;
 
   // The machines that waited when an attempt was ended for a newcomer. Used by grow_timer_'s
   // thread, or while that thread does not exist.
   std::set<uint64_t> passed_over_;
   // By host: the last start of a machine for which an attempt was ended, and when an attempt may be
   // ended for the next start if that one has ended.
-  struct Came {
+  struct Newcomer {
     uint64_t incarnation = 0;
     absl::Time again;
-    absl::Duration pause = kComeAgain;
+    absl::Duration pause = kNewcomerBackoff;
   };
-  std::map<std::string, Came> came_;
+  std::map<std::string, Newcomer> newcomers_;
   absl::Time grow_from_ = absl::InfinitePast();
 
   std::atomic<uint64_t> last_request_{0};

@@ -97,14 +97,14 @@ absl::Duration HangCore::Period(absl::Duration timeout) {
 
 bool HangCore::StillHangs(const v1::GetMembersReply& members) {
   if (members.generation() == generation_ && Shows(Alive(members)) == shown_) return true;
-  told_ = false;
+  reported_ = false;
   return false;
 }
 
 std::optional<Hang> HangCore::Look(const v1::GetMembersReply& members, absl::Time now) {
   if (members.generation() != generation_) {
     generation_ = members.generation();
-    told_ = false;
+    reported_ = false;
     shown_.clear();
   }
   const std::vector<const v1::Member*> alive = Alive(members);
@@ -129,8 +129,8 @@ std::optional<Hang> HangCore::Look(const v1::GetMembersReply& members, absl::Tim
     since_ = now;
     return std::nullopt;
   }
-  if (told_ || now - since_ < timeout_) return std::nullopt;
-  told_ = true;
+  if (reported_ || now - since_ < timeout_) return std::nullopt;
+  reported_ = true;
   Hang hang;
   std::vector<const v1::Member*> missed;
   for (const v1::Member* const member : alive) {

@@ -52,13 +52,13 @@ class HangCore {
   // The coordinator gave no answer.
   void LookInVain() {
     since_ = looked_ = absl::InfinitePast();
-    told_ = false;
+    reported_ = false;
   }
 
  private:
   const absl::Duration timeout_;
   uint64_t generation_ = 0;
-  bool told_ = false;
+  bool reported_ = false;
   std::string shown_;                        // what all ranks showed last
   absl::Time since_ = absl::InfinitePast();  // when that changed last, or time did not count
   absl::Time looked_ = absl::InfinitePast();

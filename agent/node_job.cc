@@ -142,9 +142,9 @@ absl::StatusOr<std::unique_ptr<NodeUplink>> StartUplink(const NodeJobOptions& op
 }
 
 // Takes over the memory that earlier attempts of the job have left with the node's agent.
-void TakeOver(const std::string& depot, MemoryHolder& memory) {
-  if (depot.empty()) return;
-  absl::StatusOr<std::vector<HeldMemory>> held = TakeHeldMemory(depot);
+void TakeOver(const std::string& node_memory_socket, MemoryHolder& memory) {
+  if (node_memory_socket.empty()) return;
+  absl::StatusOr<std::vector<HeldMemory>> held = TakeHeldMemory(node_memory_socket);
   if (!held.ok()) {
     MUSTER_LOG(Warning) << "cannot find the memory of earlier attempts: "
                         << held.status().message();
@@ -154,9 +154,10 @@ void TakeOver(const std::string& depot, MemoryHolder& memory) {
 }
 
 // Hands memory over for later attempts.
-void HandOver(const HeldMemory& piece, const std::string& depot) {
-  if (depot.empty()) return;
-  const absl::Status held = HoldMemory(depot, piece.slot, piece.fd.get(), piece.worker_id);
+void HandOver(const HeldMemory& piece, const std::string& node_memory_socket) {
+  if (node_memory_socket.empty()) return;
+  const absl::Status held =
+      HoldMemory(node_memory_socket, piece.slot, piece.fd.get(), piece.worker_id);
   if (!held.ok()) {
     MUSTER_LOG(Debug) << "no later attempt finds memory of " << piece.worker_id << ": "
                       << held.message();
@@ -328,20 +329,22 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   worker.tls = {};
   // Until the last attempt has ended, the memory that a killed worker has left stays for the next
   // attempt.
-  const std::string depot = options.memory_socket;
+  const std::string node_memory_socket = options.memory_socket;
   ReentryListener reentries;
   MemoryHolder::Options telling;
   telling.on_reentry = [&reentries](const std::string& worker_id, Reentry reentry) {
     reentries.Told(worker_id, reentry);
   };
-  telling.on_held = [&depot](const HeldMemory& piece) { HandOver(piece, depot); };
-  telling.on_dropped = [&depot](const std::string& worker_id, int slot) {
-    if (!depot.empty()) (void)DropHeldMemory(depot, worker_id, slot);
+  telling.on_held = [&node_memory_socket](const HeldMemory& piece) {
+    HandOver(piece, node_memory_socket);
+  };
+  telling.on_dropped = [&node_memory_socket](const std::string& worker_id, int slot) {
+    if (!node_memory_socket.empty()) (void)DropHeldMemory(node_memory_socket, worker_id, slot);
   };
   absl::StatusOr<std::unique_ptr<MemoryHolder>> memory = MemoryHolder::Start(
       [&processes](pid_t pid) { return processes.WorkerOf(pid); }, std::move(telling));
   if (memory.ok()) {
-    TakeOver(depot, **memory);
+    TakeOver(node_memory_socket, **memory);
     worker.memory_socket = (*memory)->address();
   } else {
     worker.memory_socket.clear();
@@ -372,7 +375,7 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   stopper.AgentEnded();
   // A second time, because the node's agent may have restarted since.
   if (memory.ok() && result.job.outcome != JobResult::Outcome::kSucceeded) {
-    for (const HeldMemory& piece : (*memory)->Held("")) HandOver(piece, depot);
+    for (const HeldMemory& piece : (*memory)->Held("")) HandOver(piece, node_memory_socket);
   }
   reentries.Set(nullptr);
   (*session)->SetOnKillWorker(nullptr);

@@ -106,12 +106,12 @@ TEST(OutputMux, ProgressOfWideCharacters_TakesOneRow) {
   const TestTerminal terminal;
   termios mode = terminal.Mode();
   mode.c_oflag &= ~OPOST;
-  ASSERT_EQ(tcsetattr(terminal.near(), TCSANOW, &mode), 0);
+  ASSERT_EQ(tcsetattr(terminal.program(), TCSANOW, &mode), 0);
   std::string bar, row;
   for (int i = 0; i < 79; ++i) absl::StrAppend(&bar, "数");
   for (int i = 0; i < 39; ++i) absl::StrAppend(&row, "数");
   {
-    OutputMux mux({.stdout_fd = terminal.near(), .stderr_fd = terminal.near()});
+    OutputMux mux({.stdout_fd = terminal.program(), .stderr_fd = terminal.program()});
     mux.Partial(0, kErr, bar);
     EXPECT_TRUE(mux.Flush(absl::InfiniteDuration()));
     mux.Line(0, kErr, "done");

@@ -551,7 +551,7 @@ void SessionClient::ChooseNext(bool open, bool lasted) {
   if (lasted) hub_breaks_ = 0;
   if (open && left_ == Left::kNo && ++hub_breaks_ == 1) return;
   at_hub_ = false;
-  if (!std::exchange(told_left_, true)) {
+  if (!std::exchange(logged_left_, true)) {
     MUSTER_LOG(Warning) << "this node returns to the coordinator at " << options_.address << ": "
                         << last_error_;
   }
@@ -569,7 +569,7 @@ void SessionClient::Back() {
   away_since_ = doubt_until_ = absl::InfiniteFuture();
   lost_ = absl::OkStatus();
   last_error_.clear();
-  told_left_ = false;
+  logged_left_ = false;
 }
 
 absl::Time SessionClient::AwayFrom(absl::Time now) const {
@@ -786,7 +786,7 @@ void SessionClient::Welcomed(const v1::Welcome& welcome, Todo* todo) {
     BeginSession(todo);
   }
   unacked_.clear();
-  told_ = 0;
+  last_sent_ack_ = 0;
   next_seq_ = welcome.last_received_seq() + 1;
   session_id_ = welcome.session_id();
   session_hub_ = hub;
@@ -1026,12 +1026,12 @@ bool SessionClient::NextFrame(v1::AgentFrame* frame) {
     } else if (bye_ == Bye::kDue) {
       bye_ = Bye::kWriting;
       frame->mutable_bye()->set_reason("the agent ends");
-    } else if (received_ - told_ < kFramesBetweenAcks) {
+    } else if (received_ - last_sent_ack_ < kFramesBetweenAcks) {
       return false;
     }
   }
   frame->set_ack(received_);
-  told_ = received_;
+  last_sent_ack_ = received_;
   return true;
 }
 

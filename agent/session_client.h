@@ -262,12 +262,12 @@ class SessionClient final : public OpSender {
   // The hub to use. Kept while the coordinator is tried instead, until the coordinator welcomes
   // this agent.
   std::optional<Hub> hub_ ABSL_GUARDED_BY(mu_);
-  bool at_hub_ ABSL_GUARDED_BY(mu_) = false;     // target of this attempt, else the next
-  bool in_turn_ ABSL_GUARDED_BY(mu_) = false;    // both have failed since either answered
-  std::string failed_hub_ ABSL_GUARDED_BY(mu_);  // to be reported to the coordinator
-  std::string away_hub_ ABSL_GUARDED_BY(mu_);    // left because it had lost the coordinator
-  bool told_left_ ABSL_GUARDED_BY(mu_) = false;  // logged in this outage
-  int hub_breaks_ ABSL_GUARDED_BY(mu_) = 0;      // consecutive streams that did not last
+  bool at_hub_ ABSL_GUARDED_BY(mu_) = false;       // target of this attempt, else the next
+  bool in_turn_ ABSL_GUARDED_BY(mu_) = false;      // both have failed since either answered
+  std::string failed_hub_ ABSL_GUARDED_BY(mu_);    // to be reported to the coordinator
+  std::string away_hub_ ABSL_GUARDED_BY(mu_);      // left because it had lost the coordinator
+  bool logged_left_ ABSL_GUARDED_BY(mu_) = false;  // logged in this outage
+  int hub_breaks_ ABSL_GUARDED_BY(mu_) = 0;        // consecutive streams that did not last
   absl::Time open_by_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();  // if there are two targets
   // For the open stream, to a hub or of a hub:
   absl::Time answer_by_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();  // to a beat
@@ -296,8 +296,8 @@ class SessionClient final : public OpSender {
   absl::Duration lease_ ABSL_GUARDED_BY(mu_);
   std::string cluster_id_ ABSL_GUARDED_BY(mu_);
   uint64_t term_ ABSL_GUARDED_BY(mu_) = 0;
-  uint64_t received_ ABSL_GUARDED_BY(mu_) = 0;  // the last frame of the coordinator
-  uint64_t told_ ABSL_GUARDED_BY(mu_) = 0;      // the last received_ that was sent
+  uint64_t received_ ABSL_GUARDED_BY(mu_) = 0;       // the last frame of the coordinator
+  uint64_t last_sent_ack_ ABSL_GUARDED_BY(mu_) = 0;  // the last received_ that was sent
   uint64_t next_seq_ ABSL_GUARDED_BY(mu_) = 1;
   uint64_t next_op_ ABSL_GUARDED_BY(mu_) = 1;
   std::map<uint64_t, Held> held_ ABSL_GUARDED_BY(mu_);

@@ -14,7 +14,7 @@ std::optional<std::string> FileIdentityAt(const std::string& path) {
   return FileIdentityOf(info);
 }
 
-bool LookUntilItStays(absl::FunctionRef<bool()> look) {
+bool RetryUntilUnchanged(absl::FunctionRef<bool()> look) {
   constexpr int kLooks = 3;
   for (int looks = 1; looks <= kLooks; ++looks) {
     if (look()) return true;

@@ -21,7 +21,7 @@ std::optional<std::string> FileIdentityAt(const std::string& path);
 // For files that other processes may replace at any moment: calls `look` until it returns true,
 // that is, until what it read was not replaced meanwhile; at most three times. Returns false if it
 // never did.
-bool LookUntilItStays(absl::FunctionRef<bool()> look);
+bool RetryUntilUnchanged(absl::FunctionRef<bool()> look);
 
 }  // namespace muster
 

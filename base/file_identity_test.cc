@@ -30,10 +30,10 @@ TEST(FileIdentityAt, WhatTakesThePlace_HasAnotherOne) {
   EXPECT_NE(FileIdentityAt(folder.path()), std::nullopt);
 }
 
-TEST(LookUntilItStays, EndsWhenItDoesOrAfterThreeLooks) {
+TEST(RetryUntilUnchanged, EndsWhenItDoesOrAfterThreeLooks) {
   for (const int stays : {1, 3, 4}) {
     int looks = 0;
-    EXPECT_EQ(LookUntilItStays([&] { return ++looks == stays; }), stays <= 3);
+    EXPECT_EQ(RetryUntilUnchanged([&] { return ++looks == stays; }), stays <= 3);
     EXPECT_EQ(looks, stays == 1 ? 1 : 3);
   }
 }

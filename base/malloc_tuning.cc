@@ -50,13 +50,13 @@ void GiveBackFreedMemory() {
   GiveBackFreed();
 }
 
-FreedMemoryGoesBack::FreedMemoryGoesBack() {
+ScopedGiveBackFreedMemory::ScopedGiveBackFreedMemory() {
   const MutexLock lock(&tuning);
   ++scopes;
   if (!UserHasTuned()) GiveBackFreed();
 }
 
-FreedMemoryGoesBack::~FreedMemoryGoesBack() {
+ScopedGiveBackFreedMemory::~ScopedGiveBackFreedMemory() {
   const MutexLock lock(&tuning);
   if (--scopes > 0 || UserHasTuned()) return;
   malloc_trim(0);

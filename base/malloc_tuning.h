@@ -20,12 +20,12 @@ void GiveBackFreedMemory();
 // to keep it). For code that allocates and frees far more than the program needs later, such as
 // making a model parameter by parameter in order to divide it: small blocks in between would keep
 // glibc from reusing that memory. Thread-safe.
-class FreedMemoryGoesBack {
+class ScopedGiveBackFreedMemory {
  public:
-  FreedMemoryGoesBack();
-  ~FreedMemoryGoesBack();
-  FreedMemoryGoesBack(const FreedMemoryGoesBack&) = delete;
-  FreedMemoryGoesBack& operator=(const FreedMemoryGoesBack&) = delete;
+  ScopedGiveBackFreedMemory();
+  ~ScopedGiveBackFreedMemory();
+  ScopedGiveBackFreedMemory(const ScopedGiveBackFreedMemory&) = delete;
+  ScopedGiveBackFreedMemory& operator=(const ScopedGiveBackFreedMemory&) = delete;
 };
 
 }  // namespace muster

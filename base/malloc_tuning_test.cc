@@ -33,9 +33,9 @@ size_t GrowthOfHeap() {
 
 TEST(MallocTuning, FreedMemory_GoesBackWhileAScopeLivesAndForGood) {
   {
-    const FreedMemoryGoesBack outer;
+    const ScopedGiveBackFreedMemory outer;
     {
-      const FreedMemoryGoesBack inner;
+      const ScopedGiveBackFreedMemory inner;
       EXPECT_LT(GrowthOfHeap(), kPiece);
     }
     EXPECT_LT(GrowthOfHeap(), kPiece) << "the outer one lives";
@@ -49,7 +49,7 @@ TEST(MallocTuning, FreedMemory_GoesBackWhileAScopeLivesAndForGood) {
   GiveBackFreedMemory();
   // Otherwise the memory that the heap already has would be used first.
   malloc_trim(0);
-  { const FreedMemoryGoesBack scope; }
+  { const ScopedGiveBackFreedMemory scope; }
   EXPECT_LT(GrowthOfHeap(), kPiece);
 }
 

@@ -91,7 +91,7 @@ void ServiceNotifier::Send(absl::string_view message) {
   } else if (name[0] != '/' && name[0] != '@') {
     error = EAFNOSUPPORT;
   }
-  if (std::exchange(told_, true)) return;
+  if (std::exchange(warned_, true)) return;
   MUSTER_LOG(Warning) << "the service manager at NOTIFY_SOCKET=" << OneLine(name)
                       << " does not take messages: " << strerror(error);
 }

@@ -46,7 +46,7 @@ class ServiceNotifier {
   Options options_;
   std::string status_;
   absl::Time last_alive_ = absl::InfinitePast();
-  bool told_ = false;  // logged that no manager takes the messages
+  bool warned_ = false;  // logged that no manager takes the messages
 };
 
 }  // namespace muster

@@ -134,13 +134,13 @@ bool Acceptor::MayEnter(int fd) {
   ++refusals_;
   // A process that retries again and again must not fill the log.
   const absl::Time now = absl::Now();
-  if (now >= refusal_told_ && now < refusal_told_ + absl::Minutes(1)) return false;
+  if (now >= last_refusal_log_ && now < last_refusal_log_ + absl::Minutes(1)) return false;
   MUSTER_LOG(Warning) << "refused process " << peer.pid << " of user " << peer.uid << " at "
                       << path_ << ": only user " << *only_user_ << " may enter"
                       << (refusals_ > 1 ? absl::StrCat(" (", refusals_, " refused since the last ",
                                                        "such line; one a minute)")
                                         : "");
-  refusal_told_ = now;
+  last_refusal_log_ = now;
   refusals_ = 0;
   return false;
 }

@@ -58,7 +58,7 @@ class Acceptor {
   const std::optional<uid_t> only_user_;
   std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> sink_;
   // Used only by thread_: when it last logged a refusal, and how many it has refused since.
-  absl::Time refusal_told_ = absl::InfinitePast();
+  absl::Time last_refusal_log_ = absl::InfinitePast();
   int refusals_ = 0;
   std::thread thread_;
 };

@@ -19,7 +19,7 @@ using google::protobuf::Reflection;
 
 // Finds the first string in `message` that is not UTF-8, and its path. Returns false if there is
 // none.
-bool FindOther(const Message& message, std::string* path, std::string* text) {
+bool FindInvalidUtf8(const Message& message, std::string* path, std::string* text) {
   const Reflection& reflection = *message.GetReflection();
   std::vector<const FieldDescriptor*> fields;
   reflection.ListFields(message, &fields);
@@ -32,7 +32,7 @@ bool FindOther(const Message& message, std::string* path, std::string* text) {
       if (is_message) {
         const Message& inner = many ? reflection.GetRepeatedMessage(message, field, i)
                                     : reflection.GetMessage(message, field);
-        if (!FindOther(inner, path, text)) continue;
+        if (!FindInvalidUtf8(inner, path, text)) continue;
       } else {
         std::string scratch;
         const std::string& value =
@@ -53,7 +53,7 @@ bool FindOther(const Message& message, std::string* path, std::string* text) {
 
 absl::Status CheckUtf8(const Message& message) {
   std::string path, text;
-  if (!FindOther(message, &path, &text)) return absl::OkStatus();
+  if (!FindInvalidUtf8(message, &path, &text)) return absl::OkStatus();
   v1::ErrorDetail detail;
   detail.set_reason(v1::ERROR_REASON_BAD_FIELD);
   detail.set_field(path);

@@ -163,7 +163,7 @@ absl::StatusOr<Manifest> VerifyHere(const std::string& path, VerifyLevel level,
 // of two checkpoints is not damage.
 Checkpoint Look(const std::string& path, VerifyLevel level) {
   Checkpoint checkpoint;
-  (void)LookUntilItStays([&] {
+  (void)RetryUntilUnchanged([&] {
     checkpoint = {.path = path};
     checkpoint.folder = FileIdentityAt(path);
     checkpoint.seal = ReadSeal(path);
@@ -671,7 +671,7 @@ int RunVerify(const Call& call) {
   ordered_json list = ordered_json::array();
   for (Checkpoint& checkpoint : *found) {
     bool known = true;
-    (void)LookUntilItStays([&] {
+    (void)RetryUntilUnchanged([&] {
       if (!std::exchange(known, false)) {
         const std::string lacks = std::move(checkpoint.lacks);
         checkpoint = Look(checkpoint.path, level);

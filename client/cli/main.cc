@@ -88,7 +88,7 @@ int main(int argc, char** argv) {
                                  .err = std::cerr,
                                  .in = &std::cin,
                                  .in_is_terminal = isatty(STDIN_FILENO) != 0,
-                                 .columns = muster::client::TerminalColumns(STDOUT_FILENO)},
+                                 .columns = muster::client::ColumnsIfTerminal(STDOUT_FILENO)},
                                 muster::client::LocalBackend([for_operators](const auto& options) {
                                   return StartCoordinator(options, for_operators);
                                 }),

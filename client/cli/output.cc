@@ -76,7 +76,7 @@ std::string PrintableCharacters(absl::string_view text) {
 
 }  // namespace
 
-size_t TerminalColumns(int fd) {
+size_t ColumnsIfTerminal(int fd) {
   winsize size = {};
   return isatty(fd) != 0 && ioctl(fd, TIOCGWINSZ, &size) == 0 ? size.ws_col : 0;
 }

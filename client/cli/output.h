@@ -10,7 +10,7 @@
 namespace muster::client {
 
 // Returns the columns of the terminal that `fd` is; 0: `fd` is no terminal, or it does not know.
-size_t TerminalColumns(int fd);
+size_t ColumnsIfTerminal(int fd);
 
 // Makes a line of a program's output safe for the terminal on which it is shown: control characters
 // except tabs, and escapes except those of colours (ESC [ 31 m), become printable, and so do bytes

@@ -73,12 +73,12 @@ TEST(Output, ForTerminal_ByteThatIsNoUtf8_LeavesOtherCharactersReadable) {
   EXPECT_EQ(ForTerminal("\u00e4 \xff \u00e4\xc3"), "\u00e4 \\xff \u00e4\\xc3");
 }
 
-TEST(Output, TerminalColumns_AreThoseOfATerminalOnly) {
-  EXPECT_EQ(TerminalColumns(TestTerminal().near()), 80u);
+TEST(Output, ColumnsIfTerminal_AreThoseOfATerminalOnly) {
+  EXPECT_EQ(ColumnsIfTerminal(TestTerminal().program()), 80u);
   const int file = memfd_create("file", MFD_CLOEXEC);
-  EXPECT_EQ(TerminalColumns(file), 0u);
+  EXPECT_EQ(ColumnsIfTerminal(file), 0u);
   close(file);
-  EXPECT_EQ(TerminalColumns(-1), 0u);
+  EXPECT_EQ(ColumnsIfTerminal(-1), 0u);
 }
 
 TEST(Output, YamlText_NestedValues_ReadBackAsTheSame) {

@@ -37,7 +37,7 @@ class TerminalTest : public ::testing::Test {
   }
 
   const TestTerminal pseudo_;
-  const int user_ = pseudo_.user(), near_ = pseudo_.near();
+  const int user_ = pseudo_.user(), program_ = pseudo_.program();
 };
 
 bool SameMode(const termios& a, const termios& b) {
@@ -48,7 +48,7 @@ bool SameMode(const termios& a, const termios& b) {
 TEST_F(TerminalTest, Keys_ArriveOneByOneAndTheModeIsPutBack) {
   const termios before = Mode();
   {
-    auto terminal = Terminal::Open(near_, near_);
+    auto terminal = Terminal::Open(program_, program_);
     ASSERT_TRUE(terminal.ok()) << terminal.status();
     EXPECT_FALSE(SameMode(Mode(), before));
     Type("a\x1b[A\x03\r");
@@ -66,7 +66,7 @@ TEST_F(TerminalTest, Signals_EndTheWaitAndTheirActionsArePutBack) {
   for (const int signal : {SIGTERM, SIGINT, SIGHUP, SIGQUIT}) {
     ::signal(signal, SIG_DFL);
     {
-      auto terminal = Terminal::Open(near_, near_);
+      auto terminal = Terminal::Open(program_, program_);
       ASSERT_TRUE(terminal.ok());
       kill(getpid(), signal);
       const Terminal::Input input = (*terminal)->Read();
@@ -85,7 +85,7 @@ TEST_F(TerminalTest, Signals_EndTheWaitAndTheirActionsArePutBack) {
 TEST_F(TerminalTest, IgnoredSignal_StaysIgnored) {
   ::signal(SIGHUP, SIG_IGN);
   {
-    auto terminal = Terminal::Open(near_, near_);
+    auto terminal = Terminal::Open(program_, program_);
     ASSERT_TRUE(terminal.ok());
     kill(getpid(), SIGHUP);
     Type("x");
@@ -98,7 +98,7 @@ TEST_F(TerminalTest, IgnoredSignal_StaysIgnored) {
 }
 
 TEST_F(TerminalTest, Pictures_AreDrawnOverEachOther) {
-  auto terminal = Terminal::Open(near_, near_);
+  auto terminal = Terminal::Open(program_, program_);
   ASSERT_TRUE(terminal.ok());
   (*terminal)->Draw({{"one", true}, {"two"}, {"> "}}, Prompt::Place{2, 2});
   EXPECT_EQ(See("\x1b[?25h"),
@@ -110,8 +110,9 @@ TEST_F(TerminalTest, Pictures_AreDrawnOverEachOther) {
 
 TEST_F(TerminalTest, NoTerminal_IsRefused) {
   const int null = open("/dev/null", O_RDWR | O_CLOEXEC);
-  EXPECT_THAT(std::string(Terminal::Open(null, near_).status().message()), HasSubstr("terminal"));
-  EXPECT_FALSE(Terminal::Open(near_, null).ok());
+  EXPECT_THAT(std::string(Terminal::Open(null, program_).status().message()),
+              HasSubstr("terminal"));
+  EXPECT_FALSE(Terminal::Open(program_, null).ok());
   close(null);
 }
 

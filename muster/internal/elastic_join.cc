@@ -63,7 +63,7 @@ void ElasticJoin::Offer(const JoinedProcess& process) {
     *able_ = told.ok();
     why = std::string(told.message());
   }
-  if (!*able_ && !std::exchange(told_unable_, true) && environment.rank.value == 0) {
+  if (!*able_ && !std::exchange(logged_unable_, true) && environment.rank.value == 0) {
     MUSTER_LOG(Warning) << "if a process of this job is lost, all start again: " << why;
   }
 }

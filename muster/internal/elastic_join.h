@@ -54,8 +54,8 @@ class ElasticJoin {
   // Whether the agent knows that this process re-enters. Read by the heartbeat thread, which may
   // outlive this object.
   const std::shared_ptr<std::atomic<bool>> able_ = std::make_shared<std::atomic<bool>>(false);
-  bool told_unable_ = false;  // the log has the reason
-  bool returns_ = false;      // a generation was left
+  bool logged_unable_ = false;  // the log has the reason
+  bool returns_ = false;        // a generation was left
   std::weak_ptr<Core> former_;
   Handed handed_;
 };

@@ -46,7 +46,7 @@ at::Device DeviceOf(const ModelSource& source, const at::Device& meta) {
 
 // For what is on `device`; null: it stays there. `ranks`: of this machine.
 std::unique_ptr<PartStore> StoreAt(Offload place, const std::string& path, const at::Device& device,
-                                   int ranks, HostParts::Of of) {
+                                   int ranks, HostParts::Contents of) {
   if (!GoesElsewhere(place, device)) return nullptr;
   if (place == Offload::kCpu) return std::make_unique<HostParts>(device, ranks, of);
   return std::make_unique<DiskParts>(path);
@@ -60,7 +60,8 @@ std::unique_ptr<PartStore> StoreOfGradients(const ShardingOptions& sharding,
   if (place == sharding.offload_parameters && (place != Offload::kDisk || same_folder)) {
     return nullptr;
   }
-  return StoreAt(place, sharding.offload_gradients_path, device, ranks, HostParts::Of::kGradients);
+  return StoreAt(place, sharding.offload_gradients_path, device, ranks,
+                 HostParts::Contents::kGradients);
 }
 
 std::unique_ptr<ActivationPolicy> ActivationPolicyFor(const Process& process,
@@ -246,7 +247,7 @@ void ModelSlot::MakeParallel() {
   if (parameters.empty()) return;
   if (shards) {
     const int here = process.environment().local_world_size.value;
-    std::optional<FreedMemoryGoesBack> divides;
+    std::optional<ScopedGiveBackFreedMemory> divides;
     if (there.is_cpu()) divides.emplace();
     sharded_ = std::make_unique<ShardedModel>(
         process.comm(), groups_.shard != nullptr ? *groups_.shard : process.comm(),
@@ -256,7 +257,7 @@ void ModelSlot::MakeParallel() {
           GiveMemory(parameter, device, with_values);
         },
         StoreAt(sharding.offload_parameters, sharding.offload_parameters_path, there, here,
-                HostParts::Of::kParameters),
+                HostParts::Contents::kParameters),
         groups_.reshard.get(), StoreOfGradients(sharding, there, here));
     if (!disk.empty()) {
       sharded_->KeepCopiesBy([copies = std::make_shared<DiskCopies>(disk)](

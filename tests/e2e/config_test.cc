@@ -104,7 +104,7 @@ class ConfigOnATerminal : public ::testing::Test {
 
   const TestFolder folder_;
   const TestTerminal pseudo_;
-  const int user_ = pseudo_.user(), terminal_ = pseudo_.near();
+  const int user_ = pseudo_.user(), terminal_ = pseudo_.program();
   const termios before_ = pseudo_.Mode();
   pid_t pid_ = -1;
   std::string shown_;

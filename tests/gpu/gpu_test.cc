@@ -218,7 +218,7 @@ TEST_F(Gpu, PartsThatAreElsewhere_HaveTheBitsOfThoseOnTheGpu_AndLeaveItsMemory) 
       const int64_t before = BytesOnTheGpu();
       std::unique_ptr<PartStore> store, gradients;
       if (place == Place::kGradientsOnHost) {
-        gradients = std::make_unique<HostParts>(kDevice, 1, HostParts::Of::kGradients);
+        gradients = std::make_unique<HostParts>(kDevice, 1, HostParts::Contents::kGradients);
       }
       if (place == Place::kGradientsOnDisk) {
         gradients = std::make_unique<DiskParts>(MakeScratchFile(folder.path()));

@@ -168,7 +168,7 @@ void InitTape::AddAndDraw(Step step) {
   if (step.op.hasTag(at::Tag::nondeterministic_seeded)) {
     const at::NoGradGuard no_grad;
     // Otherwise the heap grows to the size of the model, a tensor at a time.
-    std::optional<FreedMemoryGoesBack> memory_goes;
+    std::optional<ScopedGiveBackFreedMemory> memory_goes;
     step.generator_state = StateOf(GeneratorOf(step));
     torch::jit::Stack stack;
     for (size_t i = 0; i < step.arguments.size(); ++i) {

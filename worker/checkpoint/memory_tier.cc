@@ -131,7 +131,7 @@ class Workers {
 
 }  // namespace
 
-struct MemoryTier::Word {
+struct MemoryTier::SaveAnnouncement {
   bool begins = false;  // it knows the state of its memory
   uint64_t sequence = 0;
   uint64_t nonce = 0;   // rank 0's is used
@@ -149,8 +149,8 @@ struct MemoryTier::Word {
     PutStatus(mirror, &text);
     return text;
   }
-  static Word Decode(absl::string_view text) {
-    Word word;
+  static SaveAnnouncement Decode(absl::string_view text) {
+    SaveAnnouncement word;
     word.begins = Take(&text) == 1;
     word.sequence = Take(&text);
     word.nonce = Take(&text);
@@ -401,7 +401,7 @@ absl::Status MemoryTier::Save(Comm& comm, const CheckpointInfo& info, int64_t si
                               absl::FunctionRef<absl::Status(StateWriter&)> write,
                               absl::Status* earlier) {
   WaitForCopy();
-  Word mine;
+  SaveAnnouncement mine;
   mine.status = Wait();
   const absl::Status adopted = WhyNoMemory(Adopt());
   mine.begins = adopted.ok();
@@ -419,7 +419,7 @@ absl::Status MemoryTier::Save(Comm& comm, const CheckpointInfo& info, int64_t si
   bool begins = true, mirroring = false;
   const std::vector<std::string> all = comm.AllGatherBytes(mine.Encode());
   for (size_t rank = 0; rank < all.size(); ++rank) {
-    const Word word = Word::Decode(all[rank]);
+    const SaveAnnouncement word = SaveAnnouncement::Decode(all[rank]);
     begins &= word.begins;
     save.sequence = std::max(save.sequence, word.sequence);
     if (rank == 0) save.nonce = word.nonce;

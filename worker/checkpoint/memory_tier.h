@@ -129,7 +129,7 @@ class MemoryTier {
   };
   class Search;
   // The message that the ranks exchange at the beginning of a save, before they agree on its copy.
-  struct Word;
+  struct SaveAnnouncement;
   struct Slot {
     OwnedFd fd;
     std::unique_ptr<Snapshot> snapshot;

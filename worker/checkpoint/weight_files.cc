@@ -142,7 +142,7 @@ absl::StatusOr<WeightFiles> WeightFiles::Open(const std::string& path) {
   // Check the tensors: shards of two saves may have the same names and tensors, and nothing else
   // would show a mixture.
   absl::StatusOr<WeightFiles> files = absl::UnknownError("not opened");
-  const bool together = LookUntilItStays([&] {
+  const bool together = RetryUntilUnchanged([&] {
     opened.clear();
     files = open_all();
     return std::all_of(opened.begin(), opened.end(),

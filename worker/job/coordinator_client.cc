@@ -134,7 +134,7 @@ class CoordinatorClient::Impl {
     seat.key_prefix = reply.generation_prefix();
     MutexLock lock(&mu_);
     seat_ = seat;
-    ended_told_ = false;
+    end_reported_ = false;
     counters_.clear();
     agreements_ = 0;
     if (!pulse_.joinable() && options_.heartbeat_period > absl::ZeroDuration()) {
@@ -154,7 +154,7 @@ class CoordinatorClient::Impl {
     {
       // The beats of a worker that has left would only be refused.
       MutexLock lock(&mu_);
-      ended_told_ = true;
+      end_reported_ = true;
       beats = seat_.has_value() && options_.heartbeat_period > absl::ZeroDuration();
     }
     // Report what the job has reached since the last beat, which its status shows from now on.
@@ -706,7 +706,7 @@ class CoordinatorClient::Impl {
       uint64_t generation = 0;
       {
         MutexLock lock(&mu_);
-        if (ended_told_) continue;
+        if (end_reported_) continue;
         generation = Generation();
       }
       // Wait no longer than a period and its grace: the next beat carries newer facts anyway.
@@ -722,8 +722,8 @@ class CoordinatorClient::Impl {
       {
         MutexLock lock(&mu_);
         // The answer may come when the worker has a seat in the next generation.
-        if (ended_told_ || Generation() != generation) continue;
-        ended_told_ = true;
+        if (end_reported_ || Generation() != generation) continue;
+        end_reported_ = true;
       }
       if (options_.on_generation_ended) {
         options_.on_generation_ended(generation, ended);
@@ -756,7 +756,7 @@ class CoordinatorClient::Impl {
   std::string last_collective_ ABSL_GUARDED_BY(mu_);
   uint64_t progress_ ABSL_GUARDED_BY(mu_) = 1;
   // Whether the end of the seat's generation was reported.
-  bool ended_told_ ABSL_GUARDED_BY(mu_) = false;
+  bool end_reported_ ABSL_GUARDED_BY(mu_) = false;
   absl::Time exit_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
   std::set<grpc::ClientContext*> cut_short_ ABSL_GUARDED_BY(mu_);  // in flight
 

@@ -24,11 +24,11 @@ uint64_t RoundedUp(uint64_t bytes) { return (bytes + kPageBytes - 1) / kPageByte
 
 }  // namespace
 
-HostParts::HostParts(c10::Device device, int ranks, Of of)
-    : HostParts(device, ranks, device.is_cuda() ? HostPinning::Cuda() : nullptr, of) {}
+HostParts::HostParts(c10::Device device, int ranks, Contents contents)
+    : HostParts(device, ranks, device.is_cuda() ? HostPinning::Cuda() : nullptr, contents) {}
 
-HostParts::HostParts(c10::Device device, int ranks, const HostPinning* pinning, Of of)
-    : device_(device), ranks_(ranks), of_(of), pins_(pinning != nullptr) {
+HostParts::HostParts(c10::Device device, int ranks, const HostPinning* pinning, Contents contents)
+    : device_(device), ranks_(ranks), contents_(contents), pins_(pinning != nullptr) {
   if (!pins_) return;
   pinning_ = {.pin = [this, pinning](void* data,
                                      size_t bytes) { return pinned_ = pinning->pin(data, bytes); },
@@ -56,7 +56,7 @@ uint64_t HostParts::Reserve(uint64_t bytes) {
   TORCH_CHECK(reserved_ - taken_ + room <= left / ranks_, option(),
               " to the memory of the host (cpu) needs ", reserved_ - taken_ + room,
               " bytes or more for this process's parts of the ",
-              of_ == Of::kParameters ? "parameters and their gradients" : "gradients",
+              contents_ == Contents::kParameters ? "parameters and their gradients" : "gradients",
               ", and this machine or its cgroup has ", left, " left for ", ranks_,
               ranks_ == 1 ? " process" : " processes",
               ": offload them to a disk, or use more machines");

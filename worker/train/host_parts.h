@@ -28,12 +28,13 @@ namespace muster {
 class HostParts : public PartStore {
  public:
   // For error messages: from offload_parameters, with the gradients, or from offload_gradients.
-  enum class Of { kParameters, kGradients };
+  enum class Contents { kParameters, kGradients };
   // Pins memory for a GPU. `ranks`: the number of ranks on this machine, which reserve at the same
   // time.
-  HostParts(c10::Device device, int ranks, Of of = Of::kParameters);
+  HostParts(c10::Device device, int ranks, Contents contents = Contents::kParameters);
   // `pinning`: borrowed; null if memory is not pinned.
-  HostParts(c10::Device device, int ranks, const HostPinning* pinning, Of of = Of::kParameters);
+  HostParts(c10::Device device, int ranks, const HostPinning* pinning,
+            Contents contents = Contents::kParameters);
   HostParts(const HostParts&) = delete;
   HostParts& operator=(const HostParts&) = delete;
   // Waits for the copies.
@@ -79,13 +80,13 @@ class HostParts : public PartStore {
   void Wait(const Place& place) const;
   // The name of the option that asks for these parts.
   const char* option() const {
-    return of_ == Of::kParameters ? "offload_parameters" : "offload_gradients";
+    return contents_ == Contents::kParameters ? "offload_parameters" : "offload_gradients";
   }
   static at::Tensor HostTensor(const Place& place, const at::Tensor& like);
 
   const c10::Device device_;
   const int ranks_;
-  const Of of_;
+  const Contents contents_;
   const bool pins_;
   // Pinned memory borrows it. Whether the last attempt to pin has succeeded is in pinned_.
   HostPinning pinning_;
