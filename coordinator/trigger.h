@@ -67,9 +67,9 @@ class TriggerSet {
                                   v1::PollTriggersReply* reply,
                                   std::vector<v1::TriggerChanged>* changes,
                                   std::vector<uint64_t>* acked);
-  // `rank` will not poll again: its promise and acknowledgement are no longer awaited.
+  // Notes that `rank` will not poll again: its promise and acknowledgement are no longer awaited.
   void RankGone(int rank, std::vector<v1::TriggerChanged>* changes);
-  // Another incarnation took the seat.
+  // Notes that another incarnation took the seat.
   void RankReplaced(int rank);
 
   void Restore(const v1::TriggerChanged& change);

@@ -39,7 +39,7 @@ struct BackupFile {
 // damaged, or it is longer or shorter than that says; those of the disk.
 absl::StatusOr<BackupFile> OpenBackup(const std::string& path);
 
-// Hands over every part of its state, in order. Errors: DATA_LOSS naming the file and the place.
+// Hands over every part of the state, in order. Errors: DATA_LOSS naming the file and the place.
 absl::Status ReadBackupState(const std::string& path, const BackupFile& backup,
                              absl::FunctionRef<absl::Status(absl::string_view)> part);
 
