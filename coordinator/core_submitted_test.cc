@@ -360,7 +360,7 @@ TEST_F(SubmittedTest, AttemptAfterARestore_ResumesFromTheCheckpointsOfTheFormer)
   EXPECT_EQ(StepToResume(group), 100);
 }
 
-// Of a start with a copy, only the first records may be on the disk: the next start does not know
+// Only the first records of a start with a copy may be on the disk: the next start does not know
 // that it begins with a copy, unless it has to start over.
 TEST_F(SubmittedTest, Crash_InTheFirstStartWithACopy_GivesNoNumberAgain) {
   Call(SyncOp());

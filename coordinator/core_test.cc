@@ -434,7 +434,8 @@ TEST_F(CoreTest, Join_ElasticAgentsWithOneMoreThanTheMaximum_SurvivorsKeepTheirP
   EXPECT_EQ(bench_.Result(fast).join().rank(), 1);
   EXPECT_FALSE(bench_.Answered(beyond));
 
-  // So does a worker that was killed and started again: its former self ends when it joins.
+  // The same holds for a worker that was killed and started again: its former self ends when it
+  // joins.
   end();
   const CallId other = join(0);
   const CallId restarted = join(1, /*start=*/1900);

@@ -522,7 +522,7 @@ TEST_F(CheckpointSetTest, SamePathAgain_TheOldOneIsNoneOfThoseThatRetentionKeeps
   const uint64_t now = Save("/c/2", 3, /*keep=*/2);
   EXPECT_THAT(to_delete_, IsEmpty());
   EXPECT_THAT(Ids(), ElementsAre(a, now));
-  // Nor is it what a resume would take.
+  // It is not what a resume would take either.
   Save("/c/2", 4, /*keep=*/1, /*hold_back=*/true);
   EXPECT_THAT(to_delete_, IsEmpty());
   EXPECT_EQ(Resolve(), a);
@@ -716,7 +716,7 @@ TEST_F(CheckpointSetTest, OneNameForSeveral_NeverLetsTheLiveOneGo) {
   EXPECT_EQ(Message(set_.Publish(request, &reply, &changes_)), "");
   ASSERT_EQ(reply.to_delete_size(), 1);
   EXPECT_FALSE(reply.to_delete(0).published()) << "only its staging folder goes";
-  // Nor can the old one take the name now.
+  // The old one cannot take the name now either.
   const uint64_t late = Begin("/c/2", 2, 1);
   Report(late, 0, 1);
   Seal(late);
