@@ -11,7 +11,7 @@
 
 namespace muster::coordinator {
 
-// What a caller may do. Each role is a row of the table in docs/security.md.
+// The rights of a caller. Each role is a row of the table in docs/security.md.
 enum class Role {
   kView,     // reads
   kSubmit,   // like kView; also submits jobs, and acts on its own

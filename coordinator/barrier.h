@@ -79,7 +79,7 @@ struct BarrierOptions {
 struct BarrierCounts {
   uint64_t passed = 0;
   uint64_t failed = 0;
-  absl::Duration last_wait;  // of the barrier that passed last
+  absl::Duration last_wait;  // of the latest barrier that passed
 };
 
 // All barriers of one generation of one job. Not thread-safe.
@@ -115,7 +115,7 @@ class BarrierSet {
  public:
   static constexpr size_t kMaxId = 256;
   static constexpr size_t kMaxPayload = 4096;
-  static constexpr size_t kMaxPayloads = 3 << 20;  // of one instance
+  static constexpr size_t kMaxPayloads = 3 << 20;  // for one instance
   static constexpr int kMaxOpen = 4096;
   static constexpr size_t kMaxNames = 65536;
 

@@ -30,7 +30,7 @@ namespace muster::coordinator {
 // The sender of an operation. A view: valid during the call only.
 struct Caller {
   absl::string_view node = {};  // the agent whose stream it came on; empty for a unary call
-  // Who it is; null: the process of the core itself, which may do everything.
+  // The identity of the sender; null: the process of the core itself, which may do everything.
   const Identity* identity = nullptr;
 };
 
@@ -119,7 +119,7 @@ struct CoreStats {
   uint64_t workers_lost = 0;
   uint64_t workers_failed = 0;
   uint64_t fenced_calls = 0;
-  uint64_t refused_calls = 0;  // whose callers have no right to them
+  uint64_t refused_calls = 0;  // calls whose callers have no right to them
   // Callers that had seen a higher term or revision and did not prove that they belong here.
   uint64_t unproven_deposals = 0;
   uint64_t repeated_requests = 0;

@@ -681,7 +681,7 @@ class Core::Impl::Job : public BarrierHost {
   bool kv_touched_ = false;
   bool barrier_touched_ = false;
   bool watch_touched_ = false;
-  // What submitted_ was told of rank 0 of this generation, in this term.
+  // What submitted_ was told about rank 0 of this generation, in this term.
   bool restored_told_ = false, stepped_told_ = false;
   BarrierCounts seen_counts_;
   absl::Time scheduled_ = absl::InfiniteFuture();

@@ -12,7 +12,7 @@
 #include "coordinator/core_impl.h"
 #include "proto/job_limits.h"
 
-// What the operations on submitted jobs and nodes do: jobs/jobs_core.h decides, this journals and
+// The operations on submitted jobs and nodes: jobs/jobs_core.h decides, this file journals and
 // answers.
 
 namespace muster::coordinator {

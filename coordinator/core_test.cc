@@ -1270,7 +1270,7 @@ TEST_F(HubCoreTest, Seat_IsOnTheNodeThatItsBeatsComeThrough) {
   Attach("hub");
   Attach("old hub");
   BeatOf("hub", workers);
-  // What the former hub still had in hand does not last.
+  // Facts that the former hub still had in hand do not last.
   BeatOf("old hub", {workers[1]});
   BeatOf("hub", workers);
   bench_.directives_.clear();
@@ -1602,7 +1602,7 @@ TEST_F(CoreTest, Agent_ThatHasSeenAHigherTerm_DeposesIfItSpeaksForASeat) {
   EXPECT_THAT(bench_.deposed_why_, HasSubstr("--restored"));
 }
 
-// What a client of a lost state has in hand.
+// The client's knowledge of a lost state.
 struct Lost {
   std::vector<Record> copy;  // of the journal, before it was lost
   Worker survivor, young;    // the young one was started after the copy was made
@@ -4106,7 +4106,7 @@ TEST_F(CoreTest, Handle_MutatedOps_NeverCrash) {
     for (const Record& record : bench_.out_.records) records.push_back(record.payload);
     bench_.out_.Clear();
   }
-  // What it wrote can be read again, and gives the same state.
+  // The records that it wrote can be read again, and give the same state.
   Core replayed{bench_.options_};
   for (const Record& record : bench_.journal_) ASSERT_TRUE(replayed.Replay(record.payload).ok());
   for (const std::string& payload : records) {

@@ -23,7 +23,7 @@ namespace muster::coordinator {
 
 using CallId = uint64_t;
 
-// What one event did to one key.
+// The effect of one event on one key.
 struct KvChange {
   KvEntry::Ptr before;  // null: the key was absent
   KvEntry::Ptr after;   // null: the key was deleted

@@ -14,7 +14,7 @@
 
 namespace muster::coordinator {
 
-// What a call for stacks asks for.
+// The content of a call for stacks.
 struct StacksAsked {
   std::vector<int32_t> ranks;
   int32_t next = 0;  // `first` of the call for the ranks after them; 0: there are none

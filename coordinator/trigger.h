@@ -34,7 +34,7 @@ class TriggerSet {
   static constexpr size_t kMaxName = 128;
   static constexpr size_t kMaxPayload = 64 << 10;
   static constexpr size_t kMaxLive = 256;
-  // Of all live triggers: every poll returns all of them in one message.
+  // The limit for all live triggers together: every poll returns all of them in one message.
   static constexpr size_t kMaxPayloads = 512 << 10;
   // How far ahead a horizon or lead may be: keeps arithmetic on steps from overflowing.
   static constexpr int64_t kMaxStep = int64_t{1} << 60;

@@ -40,7 +40,7 @@ class CheckpointSet {
  public:
   static constexpr size_t kMaxPath = 4096;
   static constexpr size_t kMaxFileName = 255;
-  static constexpr size_t kMaxRecords = 4096;  // of one job; then Begin() forgets the oldest
+  static constexpr size_t kMaxRecords = 4096;  // for one job; beyond it Begin() forgets the oldest
   static constexpr size_t kMaxPreparing = 4;   // at a time
   static constexpr int kMaxRanks = 1 << 20;
   static constexpr int kMaxParts = 1 << 20;
@@ -49,7 +49,7 @@ class CheckpointSet {
   static constexpr int kDeleteLimit = 128;  // asked for in one reply
   // The limit of all reports of one checkpoint that is being prepared.
   static constexpr size_t kMaxReportBytes = 48 << 20;
-  static constexpr size_t kMaxPartBytes = 1 << 20;  // of one report
+  static constexpr size_t kMaxPartBytes = 1 << 20;  // for one report
 
   // Deliberate faults, see Mutants.
   struct Faults {

@@ -89,7 +89,7 @@ class Journal {
   virtual void WriteSnapshot(uint64_t revision, std::unique_ptr<Replica> replica,
                              std::function<void(absl::Status)> done) = 0;
 
-  // What was appended since the last snapshot (or ever).
+  // The records and bytes that were appended since the last snapshot (or ever).
   virtual uint64_t records_since_snapshot() const = 0;
   virtual uint64_t bytes_since_snapshot() const = 0;
   // Bytes of the last snapshot; 0: there is none.

@@ -262,7 +262,7 @@ absl::StatusOr<std::vector<SqliteJournal::Snapshot>> SqliteJournal::ListSnapshot
   std::vector<Snapshot> snapshots;
   MUSTER_ASSIGN_OR_RETURN(
       sqlite3_stmt * raw,
-      // Those of schema 1 come first; it has no files.
+      // Snapshots of schema 1 come first; it has no files.
       Prepare(schema_ == 1 ? "SELECT seq, revision, 0, 0, 1 FROM snapshots ORDER BY seq DESC"
                            : "SELECT seq, revision, 0, 0, 1 FROM snapshots UNION ALL "
                              "SELECT seq, revision, parts, bytes, 0 FROM snapshot_files "

@@ -146,7 +146,7 @@ class SqliteJournal final : public Journal {
   SqliteJournal(const Options& options, std::unique_ptr<DataDirLock> lock);
   absl::Status OpenFile();
   absl::Status MakeTables();
-  // What is in a directory before a backup is restored there.
+  // The contents of a directory before a backup is restored there.
   struct Former {
     bool there = false;
     absl::Status readable;  // not OK: it is damaged

@@ -273,7 +273,7 @@ class CoreRunner {
   std::vector<Task> queue_ ABSL_GUARDED_BY(mu_);
   std::vector<Task> spare_ ABSL_GUARDED_BY(mu_);  // an empty queue with memory
   bool applying_ ABSL_GUARDED_BY(mu_) = false;
-  // When the thread wakes by itself; InfinitePast: it wants to be woken when applying ends.
+  // When the thread wakes on its own; InfinitePast: it wants to be woken when applying ends.
   absl::Time armed_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
   bool handed_over_ ABSL_GUARDED_BY(mu_) = false;  // the thread applies next
   bool stop_ ABSL_GUARDED_BY(mu_) = false;

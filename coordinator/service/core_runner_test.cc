@@ -1201,7 +1201,7 @@ TEST_F(CoreRunnerTest, Events_OfOneJob_LookAtItsWatchersOnly) {
   for (const auto& other : watches) WatchClosed(other);
 }
 
-// A watch that is told on any thread.
+// A watch that is called on any thread.
 class WaitingWatch final : public WatchStream {
  public:
   void Write(const google::protobuf::MessageLite& message) override {

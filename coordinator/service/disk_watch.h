@@ -65,7 +65,7 @@ class DiskWatch {
   // Measures; returns when to do it again. Its thread calls it.
   absl::Time Tick();
 
-  // Of the last measurement.
+  // The results of the last measurement.
   DiskSizes sizes() const;
   bool has_room() const;
 

@@ -41,8 +41,8 @@ struct CallerQuota {
   size_t calls;    // calls and streams
   size_t streams;  // of these, agents' streams and watches
   size_t silent;   // of these, calls and streams that have sent nothing yet
-  // Of the requests of calls that wait for their answer; small ones (OpenCalls::kSmallCall) may go
-  // to twice as much.
+  // The bytes of the requests of calls that wait for their answer; small ones
+  // (OpenCalls::kSmallCall) may go to twice as much.
   size_t held_bytes;
 };
 
@@ -53,7 +53,7 @@ struct CallerShare {
   size_t calls = 0, streams = 0, silent = 0, held_bytes = 0;
 };
 
-// What happens to a call.
+// The events of a call.
 enum class RpcEvent : uintptr_t { kBegun, kRead, kWritten, kFinished, kGone };
 
 class RpcHandler {

@@ -7,7 +7,7 @@
 
 namespace muster::coordinator {
 
-// What the service must know about an operation before the core sees it.
+// The facts about an operation that the service needs before the core sees it.
 
 // Returns whether `op` changes nothing, whatever its fields are.
 bool OnlyReads(const v1::Op& op);

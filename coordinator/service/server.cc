@@ -60,7 +60,7 @@ void WriteProcess(PrometheusText* text) {
   text->Sample({}, static_cast<double>(limit.rlim_cur));
 }
 
-// What the core reports about itself, taken in its turn.
+// The facts that the core reports about itself, taken in its turn.
 struct CoreFacts {
   CoreStats stats;
   size_t kv_bytes = 0;

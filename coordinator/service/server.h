@@ -38,7 +38,7 @@ class CoordinatorServer {
     // Users with roles, and their tokens or certificates (callers.h); empty: there are none. With
     // either file, every call must show who makes it.
     std::string users_file = {};
-    // Who changed what (audit_log.h); empty: it is not written.
+    // The log of who changed what (audit_log.h); empty: it is not written.
     std::string audit_log = {};
     // The private Ed25519 key that signs the records of checkpoints (PEM); empty: they are not
     // signed.

@@ -43,7 +43,7 @@ INSTANTIATE_TEST_SUITE_P(At, KilledWorker, ::testing::ValuesIn(WorkerFailpoints(
                            return absl::StrReplaceAll(info.param, {{".", "_"}});
                          });
 
-// What a full disk, a failed fsync, and failures at a start look like from above.
+// A full disk, a failed fsync, and failures at a start, as seen from above.
 class FailingCoordinator : public ::testing::TestWithParam<std::pair<const char*, const char*>> {};
 
 TEST_P(FailingCoordinator, SaysSoAndLosesNothing) {

@@ -245,7 +245,7 @@ Json SaveStateLayoutCase(const Json& in) {
   plan.numbered = in.at("automatic_checkpoint_naming");
   if (in.at("scaler").get<bool>()) {
     options.mixed_precision = "fp16";
-    // What the scaler holds does not depend on it.
+    // The scaler's state does not depend on it.
     options.autocast.enabled = false;
   }
   if (!in.at("total_limit").is_null()) {

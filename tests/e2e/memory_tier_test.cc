@@ -636,7 +636,7 @@ TEST_F(MemoryTierTest, WhatIsForgotten_IsNotInMirrorsEither) {
     comm.Barrier();
     EXPECT_EQ(FoundStep(comm, tier), -1);
   });
-  // Nor if the workers have changed places.
+  // The same holds if the workers have changed places.
   MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) { SaveMirrored(comm, tier, 1, 2); });
   SwapNodes();
   Attempt([](Comm& comm, MemoryTier& tier) {

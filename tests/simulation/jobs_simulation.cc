@@ -602,7 +602,7 @@ class Simulation {
     spec->set_priority(Up(2));
     spec->set_preemptible(Chance(50));
     spec->set_max_restarts(Up(2));
-    if (Chance(30)) {  // of hangs alone
+    if (Chance(30)) {  // only of hangs
       spec->add_class_limits()->set_end_class(v1::END_CLASS_HANG);
       spec->mutable_class_limits(0)->set_count(Up(1));
     }
