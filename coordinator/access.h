@@ -29,7 +29,7 @@ std::optional<Role> ParseRole(absl::string_view name);
 struct Identity {
   std::string name = {};  // a user's, also the owner of jobs; empty: callers have no names
   Role role = Role::kAdmin;
-  std::string group = {};  // of kAttempt: the only rendezvous job it may touch
+  std::string group = {};  // for kAttempt: the only rendezvous job it may touch
 };
 
 // Returns whether the token of an attempt opens this rendezvous job: its own, or that of its

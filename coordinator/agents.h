@@ -71,7 +71,7 @@ class Agents {
   int before_cut_ = 0;
   absl::Time cut_began_ = absl::InfinitePast();
   absl::Time cut_ended_ = absl::InfinitePast();
-  int heard_ = 0, silent_ = 0;  // as they were counted last
+  int heard_ = 0, silent_ = 0;  // the last counts
   absl::Time counted_ = absl::InfinitePast();
 };
 

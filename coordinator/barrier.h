@@ -31,8 +31,8 @@ struct Arrival {
   absl::Span<const int32_t> lateness_us;          // how long ago each arrived; empty: just now
   absl::Duration timeout;                         // zero: the default; negative: never
   absl::Duration soft_timeout;                    // zero: the default
-  absl::Duration waited;                          // as v1::ArriveRequest has it
-  absl::Span<const int64_t> waited_less_us = {};  // as v1::ArriveManyRequest has it
+  absl::Duration waited;                          // see v1::ArriveRequest
+  absl::Span<const int64_t> waited_less_us = {};  // see v1::ArriveManyRequest
   absl::Span<const int32_t> participants;         // empty: every rank
   std::vector<absl::string_view> payloads;        // empty, or one for each rank
   uint64_t call_site = 0;
@@ -131,7 +131,7 @@ class BarrierSet {
   std::optional<v1::OpError> Cancel(absl::string_view barrier_id, uint64_t counter,
                                     absl::string_view by, absl::string_view reason, absl::Time now);
   void Recall(absl::string_view barrier_id, uint64_t counter, v1::BarrierState state);
-  // After a restart: until `until`, an instance that may have passed before does not fail because a
+  // Until `until` after a restart, an instance that may have passed before does not fail because a
   // rank is gone, so that the ranks that saw it pass have time to report it.
   void HoldFailuresUntil(absl::Time until) { hold_until_ = until; }
   // Restores a finished instance, at replay.

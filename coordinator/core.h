@@ -104,12 +104,12 @@ struct DurationCounts {
 struct CoreStats {
   uint64_t barriers_passed = 0;
   uint64_t barriers_failed = 0;
-  // From the first arrival to the release of passed barriers.
+  // Times from the first arrival to the release of passed barriers.
   DurationCounts barrier_wait;
   uint64_t checkpoints_published = 0;
   uint64_t checkpoints_given_up = 0;
   uint64_t checkpoints_damaged = 0;  // found by verifications
-  uint64_t checkpoint_bytes = 0;     // of those published
+  uint64_t checkpoint_bytes = 0;     // total of those published
   // Published checkpoints whose writers reported how long training waited and how long the save
   // took.
   DurationCounts checkpoint_stall;
@@ -156,7 +156,7 @@ struct Mutants {
 
 struct CoreOptions {
   std::string cluster_id;
-  uint64_t restore_id = 0;  // as in ReplyHeader
+  uint64_t restore_id = 0;  // see ReplyHeader
   absl::Duration default_lease = kDefaultLease;
   absl::Duration default_outage_tolerance = kDefaultOutageTolerance;
   absl::Duration default_join_timeout = absl::Seconds(600);
@@ -176,7 +176,7 @@ struct CoreOptions {
   size_t watch_events = 32768;           // kept for each job
   size_t watch_bytes = 4 << 20;          // kept for each job: how far a watcher may fall behind
   size_t kept_answers = 512;             // for each worker, for repeated requests
-  size_t kept_answer_bytes = 256 << 10;  // of these; the latest is kept whatever its size
+  size_t kept_answer_bytes = 256 << 10;  // in all; the latest is kept whatever its size
   int rank_table_page = 1000;
   // A job without seated or waiting workers and without writes for this long is removed, with its
   // keys and history. The time restarts with the coordinator.
@@ -286,9 +286,9 @@ class Core {
   void StartTerm(uint64_t term, absl::Time now, Output* out, bool restored = false);
   static constexpr uint64_t kMaxTerm = (uint64_t{1} << 24) - 1;
   uint64_t last_term() const;             // 0: none yet
-  uint64_t restored_term() const;         // of the last StartTerm with `restored`; 0: none
-  uint64_t revision() const;              // of the last change
-  uint64_t last_record_revision() const;  // of the last change that went into a Record
+  uint64_t restored_term() const;         // the term of the last StartTerm with `restored`; 0: none
+  uint64_t revision() const;              // the revision of the last change
+  uint64_t last_record_revision() const;  // the same, of those that went into a Record
 
   // Ends a job: waiting joins fail with RENDEZVOUS_CLOSED, its generation ends. Unknown jobs are
   // ignored.

@@ -297,7 +297,7 @@ class Core::Impl {
   std::string left_by_;
   KvBudget kv_budget_{.of_job = options_.job_kv_bytes, .of_all = options_.kv_bytes};
   bool kv_warned_ = false;
-  uint64_t term_ = 0;  // of the journal until StartTerm
+  uint64_t term_ = 0;  // the journal's until StartTerm
   uint64_t restored_term_ = 0;
   bool serving_ = false;
   bool restoring_ = false;  // a part of a snapshot was read, and no record
@@ -305,14 +305,14 @@ class Core::Impl {
   uint64_t last_record_ = 0;
   absl::flat_hash_map<std::string, std::unique_ptr<Job>> jobs_;
   std::vector<std::string> warnings_;                              // for FillStatus
-  absl::btree_set<std::pair<absl::Time, std::string>> deadlines_;  // of jobs
+  absl::btree_set<std::pair<absl::Time, std::string>> deadlines_;  // the jobs' deadlines
   // Jobs with living workers in a sealed generation: while there are any, ticks come regularly.
   absl::btree_set<std::pair<absl::Duration, std::string>> leases_;
   absl::Time caught_up_ = absl::InfinitePast();  // the argument of CaughtUp
   std::vector<std::string> unread_jobs_;         // jobs whose unread_ is not empty
   std::unique_ptr<JobsCore> submitted_;
   uint64_t jobs_record_ = 0;                     // the last one with a change of submitted_
-  std::vector<JobsCore::GroupNews> group_news_;  // of this event, for submitted_
+  std::vector<JobsCore::GroupNews> group_news_;  // from this event, for submitted_
   Agents agents_;
   GroupedHubs hubs_{options_.hubs};
   absl::btree_map<uint64_t, Query> queries_;  // stacks that agents were asked for
@@ -589,8 +589,8 @@ class Core::Impl::Job : public BarrierHost {
 
   // Remembers a fence; FenceIncarnation writes it down too.
   void RememberFenced(const std::string& worker_id, uint64_t incarnation);
-  // After a seal: remembers the workers of `old_seats` without a new seat, and forgets those with
-  // one.
+  // Called after a seal: remembers the workers of `old_seats` without a new seat, and forgets those
+  // with one.
   void NoteDeparted(const std::vector<Seat>& old_seats);
   v1::OpError Stale(const v1::Fence& fence) const;
 

@@ -742,7 +742,7 @@ TEST_F(CoreTest, Members_SayWhyTheyHaveTheirRanks_AlsoAfterARestart) {
                           "-1 s: waits for a free seat: generation 1 runs with 2 workers"));
   Exit(workers[0], 1);
   EXPECT_THAT(why()[2], HasSubstr("waits for 2 of 2 workers; spares here: 1"));
-  // Another spare is passed over.
+  // This other spare is passed over.
   v1::Op other = JoinOp({"t", 10, "h9"}, spec_);
   other.mutable_join()->set_spare(true);
   bench_.Do(other);

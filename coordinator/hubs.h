@@ -88,7 +88,7 @@ class Hubs {
     std::string node;
     std::string address;  // empty: it cannot be a hub
     bool follows = false;
-    uint64_t order = 0;                            // of its arrival
+    uint64_t order = 0;                            // its place in the order of arrival
     absl::Time movable_at = absl::InfinitePast();  // not before
     absl::Time barred_until = absl::InfinitePast();
     bool under_way = false;  // to its hub
@@ -167,8 +167,8 @@ class Hubs {
   absl::btree_set<std::pair<std::pair<int, uint64_t>, Agent*>>
       rooms_;        // hubs with room, the fullest first
   ByTime waiting_;   // plain, may move then
-  ByTime arrivals_;  // of under_way_
-  ByTime bars_;      // of suspects_
+  ByTime arrivals_;  // in under_way_
+  ByTime bars_;      // in suspects_
   bool said_ = false;
   std::optional<std::string> notice_;
 };
@@ -206,7 +206,7 @@ class GroupedHubs {
 
   const HubOptions options_;
   Groups groups_;
-  absl::flat_hash_map<std::string, std::string> group_of_;  // of attached nodes
+  absl::flat_hash_map<std::string, std::string> group_of_;  // by attached node
   absl::btree_set<std::pair<absl::Time, std::string>> deadlines_;
   absl::btree_set<std::string> changed_;  // groups to decide about
   int behind_ = 0, hubs_ = 0;

@@ -45,10 +45,10 @@ class KvStore {
  public:
   static constexpr size_t kMaxKey = 1024;
   static constexpr size_t kMaxValue = 1 << 20;
-  static constexpr int kMaxOps = 4096;  // of each list of a transaction
+  static constexpr int kMaxOps = 4096;  // in each list of a transaction
   static constexpr int kMaxWaitKeys = 16384;
   static constexpr int kDefaultGetLimit = 1000;
-  static constexpr size_t kMaxReplyBytes = 3 << 20;  // of a page
+  static constexpr size_t kMaxReplyBytes = 3 << 20;  // for a page
   // The bytes of all values in one answer. A message has 4 MiB.
   static constexpr size_t kMaxAnswerBytes = 15 << 18;
 
@@ -126,8 +126,8 @@ class KvStore {
 
  private:
   struct Wait {
-    std::vector<std::string> keys;  // as asked
-    size_t missing = 0;             // of the distinct keys
+    std::vector<std::string> keys;  // as requested
+    size_t missing = 0;             // among the distinct keys
     absl::Time deadline;
     absl::Duration timeout;
     bool by_worker = false;
@@ -178,7 +178,7 @@ class KvStore {
   void ForgetWait(CallId call);
 
   KvBudget* const budget_;
-  size_t bytes_ = 0;  // of entries_
+  size_t bytes_ = 0;  // memory of entries_
   Slots entries_;
   absl::btree_set<std::string> order_;                                     // their keys
   absl::flat_hash_map<std::string, absl::btree_set<std::string>> leased_;  // by worker_id

@@ -115,7 +115,7 @@ std::optional<int> Leases::TakeDue(absl::Time now) {
   while (!checks_.empty() && checks_.begin()->first <= now) {
     const int rank = checks_.begin()->second;
     checks_.erase(checks_.begin());
-    // An unread lease has another check, which may come after the lease is over.
+    // A lease that waited for unread messages has a second check, which may come after it is over.
     const bool open = members_->sealed() || ranks_[rank].awaits_end;
     if (open && members_->at(rank).alive()) return rank;
   }

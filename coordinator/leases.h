@@ -28,7 +28,7 @@ struct LeaseTerms {
 struct LeaseQuestion {
   LeaseTerms terms;
   absl::Time now;
-  absl::Time ends;                                 // of the lease
+  absl::Time ends;                                 // when the lease ends
   absl::Time read_until = absl::InfiniteFuture();  // all that came by then has been applied
   bool sealed = true;                              // the generation continues
   bool waits = false;                              // it has ended; the worker waits for the next
@@ -151,7 +151,7 @@ class Leases {
   // When to look at a rank again: lazy, never too late.
   absl::btree_set<std::pair<absl::Time, int>> checks_;
   absl::Time floor_ = absl::InfinitePast();  // every lease counts at least from here
-  absl::Time heard_ = absl::InfinitePast();  // of any worker of this generation
+  absl::Time heard_ = absl::InfinitePast();  // when any worker of this generation was last heard
   int silent_ = 0;                           // how many of ranks_ are
   std::string silent_why_;
   // Ranks whose lease has run out, but whose messages may not all have been read.

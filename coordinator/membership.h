@@ -85,7 +85,7 @@ class Membership {
   const std::vector<v1::Culprit>& end_culprits() const { return end_culprits_; }
   // When the generation ended, in this term; infinite: it has not.
   absl::Time ended_at() const { return ended_at_; }
-  uint64_t digest() const { return digest_; }  // of the rank table
+  uint64_t digest() const { return digest_; }  // the rank table's
   int num_nodes() const { return num_nodes_; }
   int size() const { return static_cast<int>(seats_.size()); }
   int alive() const { return alive_; }

@@ -45,7 +45,7 @@ class Quarantine {
   };
   struct Host {
     std::vector<absl::Time> strikes;
-    absl::Duration left;  // of its quarantine; zero: it is not in one
+    absl::Duration left;  // the rest of its quarantine; zero: it is not in one
     absl::Time until;     // when that is over
     std::string reason;
     bool automatic = false;
@@ -91,7 +91,7 @@ class Quarantine {
 
  private:
   struct Entry {
-    std::deque<absl::Time> strikes;  // those that count, oldest first
+    std::deque<absl::Time> strikes;  // the ones that count, oldest first
     absl::Time until = absl::InfinitePast();
     // Until the term starts: the quarantine ends at most this much later than that.
     absl::Duration restored_left;

@@ -30,13 +30,13 @@ enum class WaiterKind {
 struct Waiter {
   v1::JoinRequest request;
   std::vector<CallId> calls;
-  std::string node;                         // of the agent that it last came through
-  uint64_t order = 0;                       // of arrival
+  std::string node;                         // the agent that it last came through
+  uint64_t order = 0;                       // place in the order of arrival
   absl::Time asked = absl::InfinitePast();  // when it last called
   absl::Time back = absl::InfinitePast();   // when it called after a silence: its own, or that of
                                             // the generation
   WaiterKind kind = WaiterKind::kOrdinary;
-  absl::Time deadline = absl::InfiniteFuture();  // of its own; a spare has none
+  absl::Time deadline = absl::InfiniteFuture();  // its own deadline; a spare has none
   std::string passed_over;  // why it got no seat in the generation that was last sealed
 };
 
@@ -56,8 +56,8 @@ struct SealQuestion {
   bool survivors_wait = false;
   absl::Duration last_call;  // how long to wait for more once there are enough
   absl::Time last_call_ends = absl::InfiniteFuture();  // infinite: it has not begun
-  // Until when living workers of the last generation that do not wait yet keep their claim to a
-  // seat. In the past: there are none, or the others do not wait for them.
+  // How long living workers of the last generation that do not wait yet keep their claim to a seat.
+  // In the past: there are none, or the others do not wait for them.
   absl::Time claims_end = absl::InfinitePast();
   absl::Time now;
 };
@@ -140,7 +140,8 @@ class Rendezvous {
   absl::flat_hash_map<std::string, Waiter> waiting_;
   std::array<int, 4> counts_ = {};  // by kind
   uint64_t next_order_ = 1;
-  absl::btree_set<std::pair<absl::Time, std::string>> deadlines_;  // of waiting_, by worker_id
+  absl::btree_set<std::pair<absl::Time, std::string>> deadlines_;  // the deadlines of waiting_, by
+                                                                   // worker_id
   SealDecision decision_;
   absl::Time check_at_ = absl::InfiniteFuture();
 };

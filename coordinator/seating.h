@@ -20,7 +20,7 @@ struct Candidate {
   bool spare = false;       // takes a seat only if needed
   // Whether the host is quarantined automatically: takes a seat only if nothing else helps.
   bool last_resort = false;
-  uint64_t order = 0;  // of arrival
+  uint64_t order = 0;  // place in the order of arrival
 };
 
 // The worker of a rank in the last generation, and its location: its replacement should be nearby.

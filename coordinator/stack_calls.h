@@ -38,7 +38,7 @@ class StackCalls {
   // A call that is to be answered now.
   struct Done {
     CallId call = 0;
-    int32_t next = 0;  // as it was added
+    int32_t next = 0;  // as given to Add
     std::vector<Asked> asked;
   };
 

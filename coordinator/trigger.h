@@ -89,7 +89,7 @@ class TriggerSet {
     std::vector<bool> acked, promised;  // by rank
     int unacked = 0;                    // living ranks that have not acknowledged it
     int unpromised = 0;                 // living ranks that have not promised
-    int64_t max_horizon = 0;            // of the promises
+    int64_t max_horizon = 0;            // the largest of the promises
 
     bool decided() const {
       return record.effective_step() >= 0 || record.align() == v1::TRIGGER_ALIGN_NOW;

@@ -24,14 +24,14 @@ class Unseated {
  public:
   // Three beats of an agent.
   static constexpr absl::Duration kFresh = absl::Seconds(6);
-  static constexpr size_t kMaxProcesses = 1 << 16;  // of all jobs; others are not known
+  static constexpr size_t kMaxProcesses = 1 << 16;  // for all jobs; others are not known
 
   struct Process {
     std::string worker_id;
     uint64_t incarnation = 0;
     int64_t pid = 0;
     std::string host;
-    std::string node;  // of the agent, or of its hub
+    std::string node;  // the agent's node, or its hub's
     std::string process_state;
     absl::Time heard;
     std::string stack;  // the last one

@@ -81,7 +81,7 @@ absl::Status Measure(muster::Accelerator& accelerator, double gib, int rounds, i
       accelerator.wait_for_everyone();
     });
   };
-  // Only rank 0 works, the others wait.
+  // Lets only rank 0 work, while the others wait.
   const auto alone = [&](const std::function<void()>& work) {
     double seconds = 0;
     accelerator.wait_for_everyone();

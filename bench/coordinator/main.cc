@@ -38,7 +38,7 @@ struct Settings {
 
 using Values = std::vector<std::pair<std::string, double>>;
 
-// One JSON object on one line, with the load average at that moment.
+// Prints one JSON object on one line, with the load average at that moment.
 void Print(const Values& values) {
   std::string line = "{";
   for (const auto& [key, value] : values) absl::StrAppend(&line, "\"", key, "\": ", value, ", ");
@@ -102,7 +102,7 @@ struct Shape {
 
 constexpr Shape k1024 = {.agents = 128};
 constexpr Shape k10000 = {.agents = 1250};
-// As --direct_agents 64 and --agents_per_hub 48 divide them.
+// The shape that --direct_agents 64 and --agents_per_hub 48 give.
 constexpr Shape k1024Hubs = {.agents = 64, .hubs = 2, .agents_per_hub = 32};
 constexpr Shape k10000Hubs = {.agents = 75, .hubs = 25, .agents_per_hub = 47};
 constexpr Shape k100000Hubs = {.agents = 54, .hubs = 254, .agents_per_hub = 49};

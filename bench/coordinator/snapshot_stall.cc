@@ -78,7 +78,7 @@ class Client {
         Call([&](grpc::ClientContext* context) { return kv_->Txn(context, request, &reply); });
     MUSTER_CHECK(status.ok()) << status.error_message();
   }
-  // Again while one is being written.
+  // Tries again while another snapshot is being written.
   absl::Duration Snapshot() {
     while (true) {
       const absl::Time start = absl::Now();

@@ -86,7 +86,7 @@ void* RunClient(void* argument) {
 }  // namespace
 
 absl::StatusOr<TcpStoreResult> TcpStoreBarriers(int ranks, int rounds) {
-  // It warns once for each of a thousand clients that their address has no name.
+  // Otherwise it warns for each of a thousand clients that their address has no name.
   FLAGS_caffe2_log_level = c10::GLOG_ERROR;
   int pipe_fds[2];
   if (pipe(pipe_fds) != 0) return absl::ErrnoToStatus(errno, "pipe");

@@ -45,7 +45,7 @@ class Journal {
     // disk is unknown, so nothing is acknowledged until a restart has replayed it). Nothing after
     // durable_revision has been acknowledged.
     absl::Status status;
-    absl::Duration took;   // of the commit with its fsync; zero if there was none
+    absl::Duration took;   // the duration of the commit with its fsync; zero if there was none
     uint64_t records = 0;  // in this commit
     uint64_t bytes = 0;
   };
@@ -100,7 +100,7 @@ class Journal {
   // NOT_FOUND there is no such snapshot, or no longer; FAILED_PRECONDITION the journal keeps
   // nothing.
   struct BackupPart {
-    uint64_t bytes = 0;     // of the whole
+    uint64_t bytes = 0;     // size of the whole
     std::string data = {};  // empty at the end
   };
   virtual absl::StatusOr<BackupPart> ReadBackup(uint64_t revision, uint64_t offset,

@@ -779,7 +779,8 @@ TEST_F(SqliteJournalTest, Files_AreTheirOwnersOnly) {
   }
   EXPECT_EQ(files, 4) << "the journal, its log, the snapshot, the lock";
   journal.reset();
-  // One of an earlier version is closed to others; a mode that its owner chose for a group stays.
+  // A file of an earlier version is closed to others; a mode that its owner chose for a group
+  // stays.
   const auto all = owner_only | fs::perms::group_read | fs::perms::others_read;
   fs::permissions(dir_ + "/journal.db", all);
   Open().reset();

@@ -29,7 +29,7 @@ uint32_t PayloadBytes(const char* header);
 struct DecodedRecord {
   uint64_t revision = 0;
   absl::string_view payload;  // a view into the decoded bytes
-  size_t bytes = 0;           // of the record, with its header
+  size_t bytes = 0;           // size of the record, with its header
 };
 
 // Decodes the record at the beginning of `bytes`, which must have this `seq`. Errors: DATA_LOSS

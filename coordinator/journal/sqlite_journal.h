@@ -115,8 +115,8 @@ class SqliteJournal final : public Journal {
   struct Snapshot {
     uint64_t seq = 0;
     uint64_t revision = 0;
-    bool in_row = false;  // of schema 1
-    uint64_t parts = 0;   // of the file
+    bool in_row = false;  // written by schema 1
+    uint64_t parts = 0;   // in the file
     uint64_t bytes = 0;
   };
   // A snapshot to be written.
@@ -217,7 +217,7 @@ class SqliteJournal final : public Journal {
 
   // Used by Replay, then only by the thread that writes snapshots.
   std::vector<Snapshot> snapshots_;  // newest first
-  uint64_t good_seq_ = 0;            // of the last one that was read or written whole; 0: none
+  uint64_t good_seq_ = 0;            // the last one that was read or written whole; 0: none
   uint64_t bad_snapshots_ = 0;
 
   std::atomic<uint64_t> records_since_snapshot_{0};

@@ -44,7 +44,7 @@ class AgentStream {
 
   // Ends the stream, once; later calls do nothing.
   virtual void Close(const absl::Status& status) = 0;
-  // Likewise, after writing `last`, which waits for a write that is in flight.
+  // The same, after writing `last`, which waits for a write that is in flight.
   virtual void CloseAfter(grpc::ByteBuffer last, const absl::Status& status) = 0;
 };
 

@@ -38,7 +38,7 @@ struct AttachedAgent final : public FrameSource {
 
   // Used in the runner's turn.
   absl::flat_hash_set<CallId> calls;
-  size_t held_bytes = 0;  // of the requests of `calls`
+  size_t held_bytes = 0;  // bytes of the requests of `calls`
   bool dirty = false;
   bool ended = false;
   absl::Time expires = absl::InfiniteFuture();  // while it has no stream

@@ -257,7 +257,7 @@ class CoreRunner {
 
   absl::Time last_trim_ = absl::InfinitePast();
   int trims_left_ = 0;                     // both: used by the runner's own thread
-  std::atomic<uint64_t> passed_bytes_{0};  // of calls answered and of snapshots
+  std::atomic<uint64_t> passed_bytes_{0};  // bytes of answered calls and of snapshots
   std::atomic<CallId> next_call_{1};
   std::atomic<uint64_t> queue_depth_{0};
   std::atomic<uint64_t> events_{0};

@@ -49,7 +49,7 @@ struct CallerQuota {
 // The open calls of a caller, which is a connection or a user.
 struct CallerShare {
   std::string name;
-  CallerShare* user = nullptr;  // of a connection
+  CallerShare* user = nullptr;  // a connection's user
   size_t calls = 0, streams = 0, silent = 0, held_bytes = 0;
 };
 
@@ -95,7 +95,7 @@ class RpcCall {
   // Used by the queue's thread.
   bool gone_ = false;
   bool finished_ = false;
-  // Before its first message: its place among all such calls.
+  // The call's place among all calls that have sent no message yet.
   std::list<RpcCall*>::iterator silent_;
   bool is_silent_ = false;
   bool is_health_ = false;
@@ -254,7 +254,7 @@ class GrpcFrontend {
 
   // Calls without a message so far, by their start time. Queue's thread.
   std::list<RpcCall*> silent_;
-  size_t silent_health_ = 0;  // of these, to the health service
+  size_t silent_health_ = 0;  // those to the health service
   std::atomic<size_t> silent_count_{0};
   std::atomic<uint64_t> refused_{0};
   std::array<std::atomic<uint64_t>, 2> quota_refused_{};

@@ -36,7 +36,7 @@ class JournalGate {
   void Sent(uint64_t revision, size_t bytes);
 
   uint64_t durable() const { return durable_; }
-  const absl::Status& status() const { return status_; }  // of the journal
+  const absl::Status& status() const { return status_; }  // the journal's
   bool IsDurable(uint64_t revision) const { return revision <= durable_; }
   // Returns what `op` is refused with, before it changes anything, because the journal has failed
   // or is too far behind; null: it is not refused.

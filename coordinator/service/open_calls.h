@@ -28,10 +28,10 @@ class CallSink {
 };
 
 struct OpenCall {
-  std::shared_ptr<CallSink> sink;          // of a unary call, or
+  std::shared_ptr<CallSink> sink;          // of a unary call; null for one of a stream
   std::shared_ptr<AttachedAgent> session;  // the stream it came on
   uint64_t op_id = 0;
-  size_t bytes = 0;  // of the request
+  size_t bytes = 0;  // size of the request
   // OpenCalls sets the rest.
   v1::Op::KindCase kind = v1::Op::KIND_NOT_SET;
   bool changes = false;  // it may have had an effect

@@ -30,7 +30,7 @@ namespace muster::coordinator {
 class CoordinatorServer {
  public:
   struct Options {
-    // Where to listen, TLS. A unix socket is this user's alone unless there is a token, or
+    // Where to listen, and TLS. A unix socket is this user's alone unless there is a token, or
     // `only_user` says otherwise.
     rpc::ServerOptions rpc;
     // Calls that carry the token in this file (rpc/token.h) are an admin's; empty: there is none.
@@ -53,7 +53,7 @@ class CoordinatorServer {
     // Called when the journal has failed permanently (Journal::Progress::status): every request
     // that needs it is refused until another coordinator has replayed it. As on_deposed.
     std::function<void()> on_journal_broken = nullptr;
-    DiskLimits disk = {};  // of data_dir
+    DiskLimits disk = {};  // limits for data_dir
     // Called instead of MeasureDisk, in tests; null: MeasureDisk is called.
     std::function<absl::StatusOr<DiskSizes>()> measure_disk = nullptr;
     std::unique_ptr<Journal> journal = nullptr;  // instead of data_dir, for tests
@@ -85,7 +85,7 @@ class CoordinatorServer {
   CoordinatorServer() = default;
   absl::Status StartHttp(const rpc::Address& address);
 
-  // In the order in which they are made; they are shut down in reverse.
+  // Members are in the order in which they are made, and shut down in reverse.
   RpcMetrics rpc_metrics_;
   size_t kv_limit_ = 0;
   absl::Time started_;

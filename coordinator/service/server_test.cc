@@ -1732,7 +1732,7 @@ TEST(Mutated, Requests_NeverBreakTheServer) {
   }
   std::mt19937 random(20240607);
   const auto mutate = [&](std::string bytes) { return Mutate(std::move(bytes), random); };
-  // One queue, many calls at a time: those that wait by design end at their own deadline.
+  // One queue has many calls at a time: those that wait by design end at their own deadline.
   struct Pending {
     grpc::ClientContext context;
     grpc::ByteBuffer reply;

@@ -23,7 +23,7 @@ class Snapshots {
     // more bytes than that.
     uint64_t records = 0;
     uint64_t bytes = 0;
-    CoreOptions core;  // of the core that a snapshot is built with
+    CoreOptions core;  // options of the core that a snapshot is built with
     const Clock* clock = &Clock::Real();
   };
   using Done = std::function<void(absl::StatusOr<uint64_t>)>;

@@ -22,7 +22,7 @@ namespace muster::coordinator {
 struct WatchTopic {
   enum Kind { kGroup, kSubmitted };
   Kind kind = kGroup;
-  std::string id;  // of a job; empty, of kSubmitted: of all
+  std::string id;  // a job's id; empty, for kSubmitted: all jobs
 
   friend bool operator==(const WatchTopic& a, const WatchTopic& b) {
     return a.kind == b.kind && a.id == b.id;

@@ -37,7 +37,7 @@ class Child {
   // Returns what Wait would, if the process has ended.
   std::optional<int> ended() const;
 
-  // Both streams, in order of arrival.
+  // Returns both streams, in order of arrival.
   std::string text() const;
   // Returns whether a line has `part` in it.
   bool Says(absl::string_view part) const;

@@ -213,8 +213,8 @@ std::vector<std::string> CallsWithoutAPlan() {
   std::vector<std::string> without = cluster.Run();
   const absl::StatusOr<std::string> text = ReadFile(log);
   if (!text.ok()) return {std::string(text.status().message())};
-  // From the beginning of the second save to the beginning of the third, and from the removal of
-  // the first checkpoint to the beginning of the fourth.
+  // Whether calls count: from the beginning of the second save to the beginning of the third, and
+  // from the removal of the first checkpoint to the beginning of the fourth.
   bool counts = false, began = false, removed = false;
   for (const absl::string_view line : absl::StrSplit(*text, '\n', absl::SkipEmpty())) {
     const auto makes = [&](absl::string_view name) {

@@ -133,7 +133,7 @@ void Subset(Worker& w) {
     Check(passed.status());
     Say(absl::StrCat("pair ", absl::StrJoin(passed->payloads, ", ")));
     Check(w.client->Set("paired", "yes"));
-    // Or the barrier may have passed before the outsider comes.
+    // Otherwise the barrier might have passed before the outsider comes.
     if (w.seat.rank == 2) Check(w.client->Wait({"outsider"}, kLong).status());
     w.Tell("other", w.client->Barrier("other", kLong, call).status());
   } else {

@@ -246,7 +246,7 @@ TEST_F(NodesTest, MachineZeroStoppedBeforeAllCame_TheOthersLearnItAtOnce) {
   };
   auto first = machine_of_three("0");
   auto second = machine_of_three("1");
-  // Until the second one is there and waits for the third.
+  // Waits until the second one is there and waits for the third.
   for (bool there = false; !there;) {
     auto status =
         Muster({"status", "--coordinator", address_, "--token_file", TokenFile(), "--json"});

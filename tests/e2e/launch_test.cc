@@ -282,7 +282,7 @@ TEST_F(LaunchTest, TwoSignalsAtOnce_AreOneWishAndWorkersSave) {
                                                   "; echo saved; exit 0' TERM; echo pid $$; "
                                                   "while :; do sleep 1000 & wait; done"));
   launch->WaitForLine("pid");
-  // Both are there when it looks.
+  // Both signals are there when it looks.
   kill(launch->pid(), SIGSTOP);
   kill(launch->pid(), SIGTERM);
   kill(launch->pid(), SIGHUP);

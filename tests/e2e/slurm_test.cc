@@ -60,7 +60,8 @@ class SlurmTest : public ::testing::Test {
     Cluster() {
       const std::string user = Shell("id -un"), host = Shell("hostname -s");
       const std::string socket = folder.Path("munge");
-      // In this folder, for this user: nothing of the machine's own munge or SLURM is touched.
+      // All is in this folder, for this user: nothing of the machine's own munge or SLURM is
+      // touched.
       Shell(absl::StrCat("head -c 1024 /dev/urandom > ", folder.Path("key"), " && chmod 600 ",
                          folder.Path("key")));
       Shell(absl::StrCat(
@@ -223,7 +224,7 @@ TEST_F(SlurmTest, LaunchOnceANode_IsOneJob) {
       RunCommand(absl::StrCat("srun --nodes=2 --ntasks-per-node=2", launch, "/bin/true 2>&1"));
   EXPECT_EQ(twice.exit_code, 2);
   EXPECT_THAT(twice.output, HasSubstr("srun --ntasks-per-node=1"));
-  // In a batch script or a shell of an allocation, without srun.
+  // This is in a batch script or a shell of an allocation, without srun.
   const CommandResult alone =
       RunCommand(absl::StrCat("salloc --nodes=2", launch, "/bin/true 2>&1"));
   EXPECT_EQ(alone.exit_code, 2);
