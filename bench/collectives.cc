@@ -52,7 +52,7 @@ struct Collective {
   std::function<c10::intrusive_ptr<c10d::Work>(c10d::ProcessGroup&, at::Tensor& whole,
                                                at::Tensor& part)>
       begin;
-  // What a Comm without shared memory calls in place of `begin`; null: the same.
+  // The call that a Comm without shared memory makes in place of `begin`; null: the same.
   std::function<void(muster::Comm&, at::Tensor& whole)> of_comm = nullptr;
 };
 

@@ -104,10 +104,10 @@ struct BarrierCounts {
 // to the one ordered sequence of their rank) rank a waits in one barrier and rank b in another
 // while each is missing from the other's.
 //
-// That a barrier without payloads passed is not journaled. After a restart (`counters_known` false)
-// the set takes the counters its callers bring, and learns from previous_state and Recall what had
-// passed. An instance gets the rest of its timeout according to the caller that has waited longest,
-// so that the callers learn the missing ranks before they give up.
+// The passing of a barrier without payloads is not journaled. After a restart (`counters_known`
+// false) the set takes the counters its callers bring, and learns from previous_state and Recall
+// what had passed. An instance gets the rest of its timeout according to the caller that has waited
+// longest, so that the callers learn the missing ranks before they give up.
 //
 // The set knows the latest kMaxNames names, and all whose results are kept. An older name counts as
 // never used: its counter is unknown, so it continues with the caller's.

@@ -307,8 +307,8 @@ void Core::Impl::Remove(Job* job, const std::string& why, bool replaced) {
   }
   ++stats_.jobs_removed;
   job->Unschedule();
-  // What operators still wait for will never come. The waits of workers have ended with their
-  // generation.
+  // The writes that operators still wait for will never come. The waits of workers have ended with
+  // their generation.
   for (const CallId call : job->kv().TakeWaits(/*only_workers=*/false)) {
     held_.erase(call);
     SendError(call, UnknownJob(job->id()), last_record_);

@@ -325,7 +325,7 @@ class Core::Impl {
   };
   absl::flat_hash_map<CallId, Held> held_;
 
-  // The current event. What it makes in the arena is gone when the next one begins.
+  // The current event. Objects that it makes in the arena are gone when the next one begins.
   alignas(8) char arena_block_[16 << 10];
   google::protobuf::Arena arena_{arena_block_, sizeof(arena_block_)};
   absl::Time now_ = absl::InfinitePast();
@@ -681,7 +681,8 @@ class Core::Impl::Job : public BarrierHost {
   bool kv_touched_ = false;
   bool barrier_touched_ = false;
   bool watch_touched_ = false;
-  // What submitted_ was told about rank 0 of this generation, in this term.
+  // Whether submitted_ was told that rank 0 of this generation has restored, and stepped, in this
+  // term.
   bool restored_told_ = false, stepped_told_ = false;
   BarrierCounts seen_counts_;
   absl::Time scheduled_ = absl::InfiniteFuture();

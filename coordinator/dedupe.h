@@ -14,11 +14,10 @@
 namespace muster::coordinator {
 
 // Answers already given, by (worker_id, incarnation, request_id), so that a repeated request has no
-// second effect. Of the latest `keep` answers to each worker, the last ones of together
-// `keep_bytes`, and at least the very last, are held; of the others it is only known that they were
-// given. An id below all of these counts as forgotten; one among them that never came is new,
-// because ids of a worker must grow but may overtake each other on the way. `Value` is the answer.
-// Not thread-safe.
+// second effect. For each worker, the latest `keep` requests are known, and the latest of their
+// answers, `keep_bytes` together but at least one, are held. An id below all of these requests
+// counts as forgotten; one among them that never came is new, because ids of a worker must grow but
+// may overtake each other on the way. `Value` is the answer. Not thread-safe.
 template <typename Value>
 class Dedupe {
  public:

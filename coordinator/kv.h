@@ -31,8 +31,8 @@ struct KvChange {
   absl::string_view key() const { return after != nullptr ? after->key() : before->key(); }
 };
 
-// What the stores of all jobs may hold in memory, which is about the size of a snapshot of them:
-// the journal can be cut only while the state fits into one.
+// The limits of what the stores of all jobs may hold in memory, which is about the size of a
+// snapshot of them: the journal can be cut only while the state fits into one.
 struct KvBudget {
   size_t of_job = 256 << 20;
   size_t of_all = 768 << 20;

@@ -39,7 +39,7 @@ struct FormerSeat {
 std::optional<int> FeasibleWorld(const v1::RendezvousSpec& spec, int former_world, int ordinary,
                                  int spares, int last_resorts);
 
-// Which worker gets which rank, and why.
+// The ranks that candidates get, and why.
 struct Seating {
   std::vector<int> seats;  // at index `rank`, the index of the candidate
   // At the index of a candidate: why it has its rank, or why it has none, in words.

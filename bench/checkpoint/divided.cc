@@ -57,7 +57,8 @@ struct Plain {
 
 absl::Status Measure(muster::Accelerator& accelerator, double gib, int rounds, int64_t tensors,
                      bool with_plain) {
-  // As many layers of 16 MiB as the parameters' third of the state has room for, or `tensors`.
+  // Makes as many layers of 16 MiB as the parameters' third of the state has room for, or
+  // `tensors`.
   const int64_t layers =
       tensors > 0 ? tensors : std::max<int64_t>(1, static_cast<int64_t>(gib * 64 / 3 + 0.5));
   const int64_t width =

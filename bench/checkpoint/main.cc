@@ -101,7 +101,7 @@ class Work {
   int times_ = 0;
 };
 
-// What the link between a GPU and the host carries, in GB/s, and what pinning costs.
+// The rate of the link between a GPU and the host, in GB/s, and the cost of pinning.
 struct Link {
   bool pins = false;
   double pin_s_per_gib = 0;

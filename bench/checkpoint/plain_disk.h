@@ -20,7 +20,7 @@
 #include "absl/status/status.h"
 #include "base/file.h"
 
-// What the disk gives to plain transfers, which is the measure of the checkpoints. Shares no code
+// Plain transfers to and from the disk, which are the measure of the checkpoints. Shares no code
 // with the saver; an error ends the program.
 namespace muster::bench {
 

@@ -94,7 +94,7 @@ absl::StatusOr<std::string> Verify(const std::string& directory) {
   return SqliteJournal::Verify(directory, any, any);
 }
 
-// What a replica was built from.
+// The records and parts from which a replica was built.
 struct Built {
   std::string restored;
   std::vector<std::string> replayed;

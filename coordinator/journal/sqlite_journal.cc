@@ -205,7 +205,7 @@ absl::StatusOr<std::unique_ptr<SqliteJournal>> SqliteJournal::Open(const Options
   MUSTER_RETURN_IF_ERROR(journal->OpenFile());
   MUSTER_RETURN_IF_ERROR(journal->Exec("BEGIN IMMEDIATE"));
   MUSTER_RETURN_IF_ERROR(journal->MakeTables());
-  MUSTER_RETURN_IF_ERROR(journal->Exec(  // Those of schema 1 are large, and no caller waits here.
+  MUSTER_RETURN_IF_ERROR(journal->Exec(  // Rows of schema 1 are large, and no caller waits here.
       "DELETE FROM snapshots WHERE (SELECT COUNT(*) FROM snapshot_files) >= 2 AND "
       "seq < (SELECT MIN(seq) FROM snapshot_files);"
       "INSERT OR IGNORE INTO meta VALUES('schema', '1');"

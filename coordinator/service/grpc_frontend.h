@@ -61,9 +61,9 @@ class RpcHandler {
   virtual ~RpcHandler() = default;
 };
 
-// The transport's half of a call: gRPC's, or that of a test. What a Start... begins ends with an
-// event, which may come after any other, also after kGone (the caller went away or knows the end).
-// Deleted by the frontend after kGone, once every started operation has ended.
+// The transport's half of a call: gRPC's, or that of a test. An operation that a Start... begins
+// ends with an event, which may come after any other, also after kGone (the caller went away or
+// knows the end). Deleted by the frontend after kGone, once every started operation has ended.
 class RpcCall {
  public:
   virtual ~RpcCall() = default;
@@ -108,8 +108,8 @@ class RpcCall {
 // All connections share one completion queue and one thread, which reads, applies (in the runner,
 // the thread that brings an event applies it) and writes. With gRPC's own callback threads the same
 // message costs twice the CPU: they hand each event to one another. So methods are not registered
-// one by one but looked up in a table (grpc_frontend.cc) behind a generic service. What has to wait
-// for the disk (backups) does so on a thread of its own.
+// one by one but looked up in a table (grpc_frontend.cc) behind a generic service. Work that has to
+// wait for the disk (backups) runs on a thread of its own.
 //
 // Order of use: construct; Register() with the builder; Serve() once the server runs; after
 // grpc::Server::Shutdown() has returned, Shutdown(). Thread-safe.

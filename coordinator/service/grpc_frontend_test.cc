@@ -37,7 +37,7 @@ grpc::ByteBuffer Bytes(const std::string& bytes) {
   return grpc::ByteBuffer(&slice, 1);
 }
 
-// What the test knows about a call, even after the frontend has deleted it.
+// The test's knowledge of a call, even after the frontend has deleted it.
 struct Life {
   bool deleted = false;
   std::vector<RpcEvent> in_flight;

@@ -51,7 +51,8 @@ class CoordinatorServer {
     // shut down. Runs in the runner's turn, must not block or call Shutdown.
     std::function<void()> on_deposed = nullptr;
     // Called when the journal has failed permanently (Journal::Progress::status): every request
-    // that needs it is refused until another coordinator has replayed it. As on_deposed.
+    // that needs it is refused until another coordinator has replayed it. The rules are those of
+    // on_deposed.
     std::function<void()> on_journal_broken = nullptr;
     DiskLimits disk = {};  // limits for data_dir
     // Called instead of MeasureDisk, in tests; null: MeasureDisk is called.

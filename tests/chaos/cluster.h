@@ -64,7 +64,7 @@ struct Plan {
   std::vector<SignalAt> signals = {};
   std::vector<std::string> coordinator_flags = {};
   std::map<std::string, std::string> coordinator_env = {}, worker_env = {};
-  // What precedes the coordinator's command line, such as {"/usr/bin/prlimit", ...}.
+  // The words before the coordinator's command line, such as {"/usr/bin/prlimit", ...}.
   std::vector<std::string> coordinator_prefix = {};
   std::string data_dir = {};  // empty: in the run's own folder
   bool watch = true;

@@ -255,7 +255,7 @@ NamedTensors Floats(const models::TextModelImpl& model, bool gradients) {
     add(item.key(), tensor);
   }
   if (gradients) return all;
-  // What the model computes nothing with is a parameter in transformers, without a gradient.
+  // A buffer that the model does not use is a parameter in transformers, without a gradient.
   for (const auto& item : model.named_buffers()) add(item.key(), item.value());
   return all;
 }

@@ -26,7 +26,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-// What a client of the coordinator has seen.
+// The state that a client of the coordinator has seen.
 struct Seen {
   uint64_t term = 0;
   uint64_t revision = 0;

@@ -149,8 +149,8 @@ TEST_F(FinetuneTest, Adapters_LearnAndLoadIntoTheBaseModel) {
   EXPECT_FALSE(at::allclose(Logits(*base), before));
 }
 
-// What transformers, or PEFT on top of it, computes with a folder that Muster wrote. Empty if no
-// Python has them.
+// Computes with a folder that Muster wrote, in transformers or in PEFT on top of it, if is_there():
+// no Python may have them.
 class PythonReader {
  public:
   explicit PythonReader(const std::string& modules)

@@ -111,7 +111,7 @@ TEST_F(JobReentryTest, OneOfTwoIsKilled_TheOtherContinues_AndTheIncidentIsKept) 
   // Training continued from the checkpoint of step 4.
   ASSERT_THAT(Begins(job, 0), SizeIs(2));
   EXPECT_THAT(Begins(job, 0)[1], HasSubstr(" 4"));
-  // What its first process has printed is still there, and so is the reason for a second.
+  // The output of its first process is still there, and so is the reason for a second.
   EXPECT_THAT(Run({"logs", job, "--rank", "1"}),
               HasSubstr("was killed by signal 9 (SIGKILL); rank 1 starts again"));
   const Json record = Get(job);

@@ -28,7 +28,7 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::SizeIs;
 
-// What a run has printed and written.
+// The output and the files of a run.
 struct Course {
   int code = -1;
   std::map<int, std::vector<std::string>> pids;   // by rank, of each beginning in order

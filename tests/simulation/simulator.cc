@@ -455,7 +455,7 @@ class Sim {
   absl::Time next_tick_ = absl::InfiniteFuture();
   Output out_;
 
-  // What the checks remember.
+  // The state of the checks.
   std::map<std::string, std::vector<KvEvent>> history_;
   std::map<std::string, std::vector<uint64_t>> history_terms_;  // of the answers; 0: none
   std::map<uint64_t, absl::Time> term_began_;
@@ -2876,7 +2876,7 @@ void SimIncomingStream::Write(rpc::FrameBytes frame) {
 void SimIncomingStream::Close(const absl::Status&) {
   const std::shared_ptr<Stream> stream = stream_.lock();
   if (stream == nullptr) return;
-  // What the hub has written still arrives, and then the end does.
+  // The hub's last messages still arrive, and then the end does.
   stream->up_works = false;
   stream->last_down = std::max(stream->last_down, sim_->now() + sim_->Delay());
   sim_->At(stream->last_down, [sim = sim_, stream] { sim->LoseStream(stream); });
