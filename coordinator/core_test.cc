@@ -1522,7 +1522,7 @@ TEST_F(CoreTest, Fence_OfAMemberWithNumbersThatNobodyCanHaveSeen_DeposesNobody) 
     EXPECT_FALSE(bench_.deposed_);
     EXPECT_EQ(bench_.core_->stats().unproven_deposals, ++refused);
   }
-  // A later coordinator may give this number out.
+  // A later coordinator does give these numbers out.
   v1::Op op = PutOp(workers[0], "k", "v");
   op.mutable_txn()->mutable_fence()->set_term_seen(term + 65537);
   op.mutable_txn()->mutable_fence()->set_revision_seen(((term + 65537) << 40) + 7);

@@ -258,7 +258,7 @@ TEST_F(CheckpointSetTest, MoreThanItKeepsRecordsOf_ForgetsTheOldestThatNoResumeW
   EXPECT_EQ(Mark(pinned, v1::MarkCheckpointRequest::PIN), "");
   const uint64_t first = Save("/c/first", 1), second = Save("/c/second", 1);
   v1::CheckpointChanged restored;
-  // The record is as if it had been saved, without the time that this takes.
+  // Restores records as if they had been saved, without the time that saves take.
   v1::CheckpointRecord& record = *restored.mutable_record();
   record = sealed_.checkpoint();
   record.set_state(v1::CHECKPOINT_STATE_PUBLISHED);

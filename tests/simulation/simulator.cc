@@ -1872,7 +1872,7 @@ void Sim::CollectNow() {
 bool Sim::KnownDamaged(uint64_t id) const {
   const auto it = verifications_.find(id);
   if (it == verifications_.end()) return false;
-  // A later mark that is still on its way may have arrived, or not.
+  // A later verification that is still on its way may have arrived, or not.
   v1::VerifyDepth known = v1::VERIFY_DEPTH_UNSPECIFIED;  // the deepest look that found it
   for (const Verification& one : it->second) {
     if (!one.damaged && one.depth >= known) known = v1::VERIFY_DEPTH_UNSPECIFIED;
