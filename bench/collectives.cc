@@ -52,7 +52,7 @@ struct Collective {
   std::function<c10::intrusive_ptr<c10d::Work>(c10d::ProcessGroup&, at::Tensor& whole,
                                                at::Tensor& part)>
       begin;
-  // What a Comm without shared memory calls in its place; null: the same.
+  // The call that a Comm without shared memory makes in place of `begin`; null: the same.
   std::function<void(muster::Comm&, at::Tensor& whole)> of_comm = nullptr;
 };
 
@@ -78,7 +78,8 @@ const Collective kCollectives[] = {
      }},
 };
 
-// Microseconds of one call, the slowest rank's: all begin together, after a call that warms up.
+// Returns the microseconds of one call, the slowest rank's: all begin together, after a call that
+// warms up.
 double Measure(c10d::ProcessGroup& group, const std::function<void()>& call, int calls) {
   call();
   const auto start = Clock::now();

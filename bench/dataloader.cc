@@ -22,7 +22,7 @@
 
 namespace {
 
-// A file of `count` tokens; the name of one that is gone at the end of the program.
+// Makes a file of `count` tokens; its name is gone at the end of the program.
 std::string TokenFile(int64_t count) {
   std::mt19937 random(1);
   std::vector<uint16_t> tokens(count);

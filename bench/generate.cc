@@ -20,10 +20,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Of the tokens of the first row, to compare with another program's.
+// How many tokens of the first row are shown, to compare with another program's.
 constexpr int64_t kShownTokens = 16;
 
-// A line that bench/run_generate waits for.
+// Prints a line that bench/run_generate waits for.
 void Say(const char* what) {
   std::printf("%s\n", what);
   std::fflush(stdout);

@@ -55,7 +55,7 @@ struct Flags {
   std::string offload_optimizer = "none", offload_parameters = "none", offload_activations = "none";
 };
 
-// Of a GPU, by its driver, which programs need no headers for.
+// Returns the name of a GPU, from its driver, so that no headers are needed.
 std::string NameOf(c10::Device device) {
   if (!device.is_cuda()) return "CPU";
   using GetName = int (*)(char*, int, int);
@@ -72,7 +72,7 @@ c10::DeviceAllocator* AllocatorOf(c10::Device device) {
   return dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(device.type()));
 }
 
-// Bytes of tensors on the GPU, or, on the CPU, of the process; 0: not known.
+// Returns the peak bytes of tensors on the GPU or, on the CPU, of the process; 0: not known.
 int64_t PeakBytes(c10::Device device) {
   if (device.is_cpu()) {
     rusage usage;
@@ -95,7 +95,7 @@ class Meter {
     return !flags_.trace.empty() && traced_ < kTraced;
   }
 
-  // After each step. False: enough.
+  // Called after each step. Returns false once there were enough.
   bool Step(const at::Tensor& loss) {
     if (static_cast<int64_t>(milliseconds_.size()) == flags_.blocks) return TraceStep(loss);
     const bool warming = !start_.has_value();
@@ -189,7 +189,7 @@ muster::models::TextModel MakeNet(const Flags& flags) {
   return *std::move(loaded);
 }
 
-// As many batches as a pass has before it begins again: [rows, context].
+// Returns as many batches as a pass has before it begins again: [rows, context].
 at::Tensor Rows(const Flags& flags) {
   const int64_t rows = 8 * flags.batch_size;
   return (at::arange(rows * flags.context, at::kLong) * 7919)
@@ -224,7 +224,7 @@ void Train(muster::Accelerator& accelerator, const Flags& flags, Meter& meter) {
   }
 }
 
-// The same with the parts that the Accelerator uses where there are several processes.
+// Trains with the parts that the Accelerator uses if there are several processes.
 void TrainDivided(muster::Accelerator& accelerator, const Flags& flags, Meter& meter) {
   const c10::Device device = accelerator.device();
   const auto store = c10::make_intrusive<c10d::HashStore>();
@@ -245,7 +245,7 @@ void TrainDivided(muster::Accelerator& accelerator, const Flags& flags, Meter& m
   const muster::MixedPrecision precision = muster::ParseMixedPrecision(flags.precision);
   muster::ShardingOptions options = muster::ParseSharding(flags.strategy, 1);
   options.overlap = flags.overlap;
-  // Gathered in bf16, reduced in fp32.
+  // Parameters are gathered in bf16, and gradients reduced in fp32.
   if (precision == muster::MixedPrecision::kBf16) options.parameter_dtype = at::kBFloat16;
 
   muster::models::TextModel net = MakeNet(flags);

@@ -42,7 +42,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr double kGiB = 1 << 30;
 constexpr size_t kPart = size_t{4} << 20;
-// Of host memory, of which the link's own rate is taken.
+// The bytes of host memory for measuring the link's own rate.
 constexpr int64_t kLinkBytes = int64_t{1} << 30;
 
 struct Flags {
@@ -63,7 +63,8 @@ double SecondsSince(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Of the sum of a row: layers differ, and three of them leave their input as it is.
+// Returns the factor for the sum of a row: layers differ, and three of them leave their input as it
+// is.
 double FactorOf(int64_t layer) { return std::exp2(static_cast<double>(layer % 3 - 1)); }
 
 class LayerImpl : public torch::nn::Module {
@@ -91,7 +92,7 @@ torch::nn::Sequential Net(const Flags& flags, bool has_values) {
   return net;
 }
 
-// The file leaves the page cache, or comes into it.
+// Removes the file from the page cache, or brings it in.
 void SetCached(const std::string& path, bool cached) {
   const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (cached) {
@@ -105,8 +106,8 @@ void SetCached(const std::string& path, bool cached) {
   close(file);
 }
 
-// Seconds for all of the file into `into` bytes of memory in turn, by as many threads as the ring
-// has, past the page cache or through it.
+// Returns the seconds to read all of the file into `into` bytes of memory in turn, by as many
+// threads as the ring has, past the page cache or through it.
 double ReadAll(const std::string& path, int threads, bool direct, size_t into) {
   const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | (direct ? O_DIRECT : 0));
   Clock::time_point start;
@@ -131,7 +132,7 @@ double ReadAll(const std::string& path, int threads, bool direct, size_t into) {
   return seconds;
 }
 
-// Of all threads of the process.
+// Returns the CPU time of all threads of the process.
 double CpuSeconds() {
   rusage usage = {};
   getrusage(RUSAGE_SELF, &usage);
@@ -151,7 +152,7 @@ void WaitFor(const at::Device& device) {
   c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
 }
 
-// What the link to a GPU gives: copies of a layer's size out of pinned memory.
+// Measures the link to a GPU: copies of a layer's size out of pinned memory.
 class Link {
  public:
   Link(const Flags& flags, const at::Device& device) : device_(device), copies_(flags.layers) {
@@ -165,7 +166,7 @@ class Link {
     }
   }
 
-  // Bytes per second.
+  // Returns bytes per second.
   double Measure() {
     WaitFor(device_);
     const auto start = Clock::now();
@@ -244,7 +245,7 @@ class Bench {
             .readers = flags_.readers};
   }
 
-  // Bytes per second of one pass.
+  // Returns bytes per second of one pass.
   double Forward() { return Forward(model_, nullptr); }
   double Forward(Model& model, Rates* rates) {
     model.weights.ring()->WaitUntilIdle();
@@ -257,7 +258,7 @@ class Bench {
     model.weights.ring()->WaitUntilIdle();
     WaitFor(device_);
     const double seconds = SecondsSince(start);
-    // What is mapped is used once in a pass.
+    // Mapped weights are used once in a pass.
     const double bytes = static_cast<double>(model.weights.stats().read_bytes - before.read_bytes) +
                          static_cast<double>(before.mapped_bytes);
     if (rates != nullptr) {
@@ -271,7 +272,7 @@ class Bench {
     return bytes / seconds;
   }
 
-  // The link of a GPU, and passes whose weights are in host memory.
+  // Measures the link of a GPU, and passes whose weights are in host memory.
   void MeasureMemory() {
     std::optional<Link> link;
     if (!device_.is_cpu()) link.emplace(flags_, device_).Measure();
@@ -309,7 +310,7 @@ class Bench {
       ratio.push_back(cold.gbps.back() / disk.back());
       if (!maps) continue;
       SetCached(path, false);
-      // Pages that are in use by a mapping do not leave the cache: it lasts for one pass.
+      // Pages in use by a mapping do not leave the cache, so the mapping lasts for one pass.
       MUSTER_ASSIGN_OR_RETURN(Model mapped, LoadFromDisk(/*mmap=*/true));
       Forward(mapped, &mapped_cold);
     }

@@ -1,8 +1,8 @@
 // CPU microseconds that the Accelerator adds to a training step of a model of 72 small parameters,
 // over the same step in raw LibTorch. Both use the same optimizer and the same clipping, so what is
 // left is Muster's own: accumulate(), the prepared loader, model, backward, optimizer and schedule.
-// The same of sharded models: what their hooks, plans and gathers cost without a link, with each
-// layer a unit. Interleaves all in one process; prints one JSON line.
+// Does the same for sharded models: what their hooks, plans and gathers cost without a link, with
+// each layer a unit. Interleaves all in one process; prints one JSON line.
 #include <time.h>
 
 #include <CLI/CLI.hpp>

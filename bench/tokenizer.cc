@@ -21,7 +21,7 @@ double Seconds(std::chrono::steady_clock::time_point since) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - since).count();
 }
 
-// The median of `rounds` calls.
+// Returns the median of `rounds` calls.
 template <typename Act>
 double Median(int64_t rounds, Act act) {
   std::vector<double> walls;

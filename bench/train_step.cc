@@ -1,10 +1,9 @@
 // Steps per second of the MNIST loop: under Muster (--mode muster) or in raw LibTorch with
-// hand-written all-reduce
-// (--mode raw). Both train the same net on the same synthetic images of MNIST's shape with
-// torch::optim::AdamW, or, with
-// --fused, Muster's. With --width W, four layers Linear(W) instead, with the fused optimizer.
-// Run under a launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT;
-// bench/run_train_step does it for both and pairs the runs. Rank 0 prints one JSON line.
+// hand-written all-reduce (--mode raw). Both train the same net on the same synthetic images of
+// MNIST's shape with torch::optim::AdamW, or, with --fused, Muster's. With --width W, they train
+// four layers Linear(W) instead, with the fused optimizer. Run under a launcher that sets RANK,
+// WORLD_SIZE, MASTER_ADDR and MASTER_PORT; bench/run_train_step does it for both and pairs the
+// runs. Rank 0 prints one JSON line.
 #include <sys/resource.h>
 
 #include <CLI/CLI.hpp>
@@ -82,7 +81,7 @@ std::pair<torch::Tensor, torch::Tensor> Data(const Flags& flags, int64_t batches
           torch::randint(10, {batches * flags.batch_size}, torch::kInt64)};
 }
 
-// What a careful user writes without Muster: the pattern of LibTorch's own distributed example.
+// Trains as a careful user does without Muster: the pattern of LibTorch's own distributed example.
 void Raw(const Flags& flags) {
   const int rank = FromEnv("RANK", 0), size = FromEnv("WORLD_SIZE", 1);
   c10::intrusive_ptr<c10d::ProcessGroupGloo> group;

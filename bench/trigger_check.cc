@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kTimes = 1'000'000;
 
-// Of the thread: the polls are on another one.
+// Returns the CPU time of the thread: the polls are on another one.
 template <typename F>
 double MedianNanos(F f) {
   std::vector<double> rounds;

@@ -16,7 +16,7 @@ namespace {
 using google::protobuf::FieldDescriptor;
 using google::protobuf::Message;
 
-// Who may do an operation, besides admins.
+// The callers, besides admins, that may do an operation.
 enum class Needs {
   kView,     // every person
   kSubmit,   // every person with the role submit
@@ -52,7 +52,7 @@ Needs NeedsOf(v1::Op::KindCase kind) {
     case v1::Op::kVerifyCheckpoint:
     case v1::Op::kCollectCheckpoints:
     case v1::Op::kCheckpointDeleted:
-    case v1::Op::kCaptureStacks:  // it stops the processes for a moment
+    case v1::Op::kCaptureStacks:  // stops the processes for a moment
       return Needs::kOwner;
     case v1::Op::kJoin:
     case v1::Op::kLeave:
@@ -113,14 +113,14 @@ v1::OpError Denied(const Identity& who, absl::string_view what, absl::string_vie
                    " may not ", what, ": it needs ", needs));
 }
 
-// The fields of one kind of operation; null: it has none.
+// The fields of one kind of operation; null: it lacks the field.
 struct OpFields {
   const FieldDescriptor* kind = nullptr;    // in Op
   const FieldDescriptor* fence = nullptr;   // in the request
   const FieldDescriptor* job_id = nullptr;  // in the fence, else in the request
 };
 
-constexpr int kKinds = 128;  // a test holds it against the proto
+constexpr int kKinds = 128;  // a test compares it with the proto
 
 std::array<OpFields, kKinds> FindFields() {
   std::array<OpFields, kKinds> all;

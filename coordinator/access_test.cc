@@ -15,7 +15,7 @@ using ::testing::HasSubstr;
 
 std::string NoOwner(absl::string_view) { return ""; }
 
-// Of every kind of operation, one about job `job` where it is about one.
+// Returns an operation of every kind, about job `job` if the kind is about one.
 std::vector<v1::Op> AllOps(const std::string& job) {
   std::vector<v1::Op> ops;
   const auto* const kinds = v1::Op::descriptor()->FindOneofByName("kind");
@@ -72,7 +72,7 @@ TEST(AccessTest, Submit_ActsOnItsOwnJobsOnly) {
             (std::set<std::string>{"control_job", "raise_trigger", "cancel_barrier",
                                    "end_generation", "mark_checkpoint", "verify_checkpoint",
                                    "collect_checkpoints", "checkpoint_deleted", "capture_stacks"}));
-  // Jobs without a known owner are not those of a user without a name.
+  // A job without a known owner does not belong to a user without a name.
   v1::Op cancel;
   cancel.mutable_control_job()->set_job_id("j");
   EXPECT_TRUE(CheckAccess({.name = "", .role = Role::kSubmit}, cancel, NoOwner).has_value());

@@ -18,28 +18,28 @@ namespace muster::coordinator {
 // them fell silent at once, as in a network partition. Not thread-safe.
 class Agents {
  public:
-  // When an agent was heard.
+  // The times at which an agent was heard.
   struct Voice {
     absl::Time beat;  // the last one
-    absl::Time back;  // first message after missed beats, or at all
+    absl::Time back;  // the first message after missed beats, or of all
   };
 
   void Attach(absl::string_view node, absl::Time now);
   void Detach(absl::string_view node) { agents_.erase(node); }
-  // `for_others`: it speaks for other agents, as a hub does. Returns its number; 0: it has no
-  // session.
+  // `for_others`: the agent speaks for other agents, as a hub does. Returns the number of its
+  // session; 0: it has none.
   uint64_t Beat(absl::string_view node, bool for_others, absl::Time now);
 
   size_t size() const { return agents_.size(); }
   bool Has(absl::string_view node) const { return agents_.contains(node); }
-  // Whether it has spoken for other agents in its session.
+  // Returns whether the agent has spoken for other agents in its session.
   bool SpeaksForOthers(absl::string_view node) const {
     const auto it = agents_.find(node);
     return it != agents_.end() && it->second.was_hub;
   }
-  // Of a session, never used for another one; 0: it has none.
+  // Returns the number of the session, which no other session ever has; 0: there is none.
   uint64_t NumberOf(absl::string_view node) const;
-  // Nothing: it has no session, or has sent no beat in it.
+  // Returns nullopt if the agent has no session, or has sent no beat in it.
   std::optional<Voice> VoiceOf(absl::string_view node) const;
   // The last beat of the agent of `node`, if it is evidence about a worker that the agent reported
   // in the session with number `via`. It is not if the agent has another session now, nor if the
@@ -49,7 +49,7 @@ class Agents {
   // Counts, for a worker last seen at `last_seen`, the agents that still send and those that fell
   // silent when the worker did. O(agents), but earlier counts are reused.
   void CountFor(absl::Time last_seen, absl::Duration lease, absl::Time now, Silence* silence);
-  // When the last cut ended: most agents were back.
+  // The time at which the last cut ended: most agents were back.
   absl::Time cut_ended() const { return cut_ended_; }
 
  private:
@@ -58,7 +58,7 @@ class Agents {
     absl::Time heard = absl::InfinitePast();  // last
     absl::Time back = absl::InfinitePast();
     absl::Time beat = absl::InfinitePast();
-    bool was_hub = false;  // in this session: that it speaks proves nothing about others' workers
+    bool was_hub = false;  // in this session: its messages prove nothing about others' workers
   };
   void Heard(absl::string_view node, Agent* agent, absl::Time now);
   static bool FellSilent(const Agent& agent, absl::Duration lease, absl::Time now);
@@ -71,7 +71,7 @@ class Agents {
   int before_cut_ = 0;
   absl::Time cut_began_ = absl::InfinitePast();
   absl::Time cut_ended_ = absl::InfinitePast();
-  int heard_ = 0, silent_ = 0;  // as they were counted last
+  int heard_ = 0, silent_ = 0;  // the last counts
   absl::Time counted_ = absl::InfinitePast();
 };
 

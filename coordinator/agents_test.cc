@@ -75,7 +75,7 @@ TEST(Agents, MostSilentAtOnce_IsACutUntilMostAreBack) {
   EXPECT_EQ(cut.agents_heard, 1);
   EXPECT_EQ(cut.agents_silent, 4);
   EXPECT_TRUE(IsCut(cut));
-  // However long it takes: those that are cut off are still those.
+  // However long it takes, the same agents count as cut off.
   const absl::Time long_after = later + absl::Seconds(60);
   agents.Beat("n0", false, long_after);
   EXPECT_EQ(CountFor(&agents, kNow, long_after).agents_silent, 4);

@@ -75,7 +75,7 @@ std::optional<v1::OpError> AgreeSet::Enter(CallId call, const v1::AgreeAliveRequ
     it = open_.emplace(counter, Instance()).first;
     begin(&it->second);
   } else if (it->second.set != set && it->second.inside.empty()) {
-    // All that named the other set have died: those that are left agree on theirs.
+    // All ranks that named the other set have died: those that are left agree on theirs.
     begin(&it->second);
   } else if (it->second.set != set) {
     return MakeError(
@@ -87,7 +87,7 @@ std::optional<v1::OpError> AgreeSet::Enter(CallId call, const v1::AgreeAliveRequ
   if (counters_known_) {
     if (instance.deadline == absl::InfiniteFuture()) instance.deadline = now + instance.timeout;
   } else {
-    // After a restart, what is left for the caller that has waited longest.
+    // After a restart, the deadline follows the caller that has waited longest.
     const absl::Duration least = std::max(kLeastRest, hold_until_ - now);
     instance.deadline =
         std::min(instance.deadline, now + RestOf(instance.timeout, request.waited(), least));

@@ -28,7 +28,7 @@ class AgreeSet {
   // The state of a rank: its incarnation if it lives.
   using Alive = std::function<std::optional<uint64_t>(int rank)>;
   using Describe = std::function<std::string(int rank)>;
-  // `journal`: it must be durable before it is sent, as the end of `counter`.
+  // `journal`: the answer must be durable before it is sent, as the end of `counter`.
   struct Done {
     bool journal = false;
     uint64_t counter = 0;
@@ -43,23 +43,24 @@ class AgreeSet {
   std::optional<v1::OpError> Enter(CallId call, const v1::AgreeAliveRequest& request, int rank,
                                    absl::Time now, const v1::ReplyHeader& header,
                                    std::vector<Done>* done);
-  // A rank that was alive died or left; once for each death. `alive` already says so.
+  // Notes that a living rank died or left; called once for each death. `alive` already says so.
   void RankGone(int rank, const v1::ReplyHeader& header, std::vector<Done>* done);
-  // A rank that was gone lives again, as another incarnation.
+  // Notes that a rank that was gone lives again, as another incarnation.
   void RankReplaced(int rank);
   void EndAll(const v1::OpError& error, std::vector<Done>* done);
-  // At a restart: callers that come again, however long they have waited, have until then, or for
-  // their timeout if that is less. Ranks that have died meanwhile are known to be dead by then.
+  // After a restart, callers that come again have until `until`, or for their timeout if that is
+  // less, however long they have waited. Ranks that have died meanwhile are known to be dead by
+  // then.
   void HoldFailuresUntil(absl::Time until) { hold_until_ = until; }
-  // A finished agreement, at replay.
+  // Restores a finished agreement, at replay.
   void Restore(uint64_t counter, v1::OpResult answer);
-  // Calls f(counter, answer) for what is kept.
+  // Calls f(counter, answer) for each answer that is kept.
   template <typename F>
   void ForEachKept(F f) const {
     for (const auto& [counter, answer] : kept_) f(counter, *answer);
   }
-  // Those whose deadline has passed fail with BARRIER_TIMEOUT naming the living ranks that did not
-  // come.
+  // Fails the calls whose deadline has passed with BARRIER_TIMEOUT, which names the living ranks
+  // that did not come.
   void Tick(absl::Time now, std::vector<Done>* done);
   absl::Time NextDeadline() const;
 

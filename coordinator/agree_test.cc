@@ -112,7 +112,7 @@ TEST_F(AgreeTest, AfterARestart_WhoHasWaitedForItsTimeout_StillHasTheTimeOfALeas
   std::vector<AgreeSet::Done> done;
   set_->Tick(kStart + absl::Seconds(8), &done);
   EXPECT_TRUE(done.empty());
-  Die(2);  // as its lease ends
+  Die(2);  // at the end of its lease
   EXPECT_THAT(Alive(a), ElementsAre(0, 1));
   Enter(0, 1, {}, 5, /*waited=*/50);
   EXPECT_EQ(set_->NextDeadline(), kStart + absl::Seconds(5));

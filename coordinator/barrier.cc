@@ -20,7 +20,7 @@ constexpr int kCompared = 1024;
 // number.
 constexpr size_t kMaxCulpritBytes = 3 << 20;
 
-// No caller waits longer; it keeps sums of microseconds from overflowing.
+// The longest wait of a caller; it keeps sums of microseconds from overflowing.
 constexpr int64_t kLongestUs = int64_t{24} * 365 * 3600 * 1'000'000;
 constexpr absl::Duration kLongest = absl::Microseconds(kLongestUs);
 
@@ -123,7 +123,7 @@ std::optional<v1::OpError> BarrierSet::AnswerEnded(const Arrival& arrival) {
     return std::nullopt;
   }
   if (!counters_known_ && kept_base_ == 0) {
-    // Whatever did not pass is journaled and would be kept: this one passed before the restart.
+    // Every end but PASSED is journaled and would be kept: this instance passed before the restart.
     RecallPassed(std::string(arrival.barrier_id), arrival.counter);
     host_->Deliver({arrival.call}, kept_.back().answer);
     return std::nullopt;
@@ -271,7 +271,7 @@ bool BarrierSet::HasRoomFor(absl::string_view id) {
     Name& name = it->second;
     name.idle = false;
     if (name.open != nullptr) continue;
-    // Used again since: it is queued here again when its latest result is dropped.
+    // Used again since: the name is queued here again when its latest result is dropped.
     if (name.next.has_value() && kept_at_.contains(std::make_pair(it->first, *name.next - 1)))
       continue;
     names_.erase(it);
@@ -522,7 +522,7 @@ void BarrierSet::FailGone(Instance* instance, int rank, absl::string_view what, 
   v1::BarrierReport report = MakeReport(*instance, v1::BARRIER_STATE_FAILED, now);
   report.add_missing_ranks(rank);
   *report.add_culprits() = host_->DescribeRank(rank);
-  // Not the rank that has opened it, which may have been replaced since.
+  // Does not name the rank that opened the instance, which may have been replaced since.
   std::string waiting;
   if (instance->arrived > 0) {
     waiting = absl::StrCat(", where rank ", report.first_rank());
@@ -599,7 +599,7 @@ void BarrierSet::DropPayloads() {
   passed.mutable_arrive();
   const auto none = std::make_shared<const Answer>(passed);
   for (Kept& kept : kept_) {
-    if (kept.answer->kind() == v1::OpResult::KIND_NOT_SET) continue;  // it failed
+    if (kept.answer->kind() == v1::OpResult::KIND_NOT_SET) continue;  // the barrier failed
     const size_t bytes = kept.answer->bytes().size();
     if (bytes <= none->bytes().size()) continue;
     kept.bytes -= bytes - none->bytes().size();
@@ -632,8 +632,7 @@ void BarrierSet::RecallPassed(const std::string& id, uint64_t counter) {
 }
 
 void BarrierSet::Recall(absl::string_view barrier_id, uint64_t counter, v1::BarrierState state) {
-  // All that ended otherwise is journaled; and a set that saw its generation begin knows
-  // everything.
+  // Every end but PASSED is journaled; and a set that saw its generation begin knows everything.
   if (counters_known_ || state != v1::BARRIER_STATE_PASSED || barrier_id.empty() ||
       barrier_id.size() > kMaxId || counter == std::numeric_limits<uint64_t>::max() ||
       !HasRoomFor(barrier_id)) {

@@ -31,8 +31,8 @@ struct Arrival {
   absl::Span<const int32_t> lateness_us;          // how long ago each arrived; empty: just now
   absl::Duration timeout;                         // zero: the default; negative: never
   absl::Duration soft_timeout;                    // zero: the default
-  absl::Duration waited;                          // as v1::ArriveRequest has it
-  absl::Span<const int64_t> waited_less_us = {};  // as v1::ArriveManyRequest has it
+  absl::Duration waited;                          // see v1::ArriveRequest
+  absl::Span<const int64_t> waited_less_us = {};  // see v1::ArriveManyRequest
   absl::Span<const int32_t> participants;         // empty: every rank
   std::vector<absl::string_view> payloads;        // empty, or one for each rank
   uint64_t call_site = 0;
@@ -51,17 +51,18 @@ class BarrierHost {
   virtual v1::ReplyHeader Header() const = 0;
   // The facts about the worker at `rank`.
   virtual v1::Culprit DescribeRank(int rank) const = 0;
-  // Ask the agent of `rank` for its stack; it will be in DescribeRank when it comes.
+  // Asks the agent of `rank` for its stack, which DescribeRank has once it comes.
   virtual void AskStack(int rank) = 0;
-  // One answer for many calls.
+  // Sends one answer to many calls.
   virtual void Deliver(const std::vector<CallId>& calls, std::shared_ptr<const Answer> answer) = 0;
-  // The end of (barrier_id, counter) must be in the journal before any answer that is delivered
-  // from now on is sent.
+  // Puts the end of (barrier_id, counter) into the journal before any answer that is delivered from
+  // now on is sent.
   virtual void JournalEnd(const std::string& barrier_id, uint64_t counter,
                           const Answer& answer) = 0;
-  // A barrier of these ranks (empty: all) reached its soft deadline (state OPEN) or failed.
+  // Reports that a barrier of these ranks (empty: all) reached its soft deadline (state OPEN) or
+  // failed.
   virtual void Report(const v1::BarrierReport& report, absl::Span<const int32_t> members) = 0;
-  // These ranks kept others waiting until a deadline.
+  // Notes that these ranks kept others waiting until a deadline.
   virtual void Blame(absl::Span<const int32_t> ranks) = 0;
 };
 
@@ -78,7 +79,7 @@ struct BarrierOptions {
 struct BarrierCounts {
   uint64_t passed = 0;
   uint64_t failed = 0;
-  absl::Duration last_wait;  // of the barrier that passed last
+  absl::Duration last_wait;  // of the latest barrier that passed
 };
 
 // All barriers of one generation of one job. Not thread-safe.
@@ -103,18 +104,18 @@ struct BarrierCounts {
 // to the one ordered sequence of their rank) rank a waits in one barrier and rank b in another
 // while each is missing from the other's.
 //
-// That a barrier without payloads passed is not journaled. After a restart (`counters_known` false)
-// the set takes the counters its callers bring, and learns from previous_state and Recall what had
-// passed. An instance gets the rest of its timeout according to the caller that has waited longest,
-// so that the callers learn the missing ranks before they give up.
+// The passing of a barrier without payloads is not journaled. After a restart (`counters_known`
+// false) the set takes the counters its callers bring, and learns from previous_state and Recall
+// what had passed. An instance gets the rest of its timeout according to the caller that has waited
+// longest, so that the callers learn the missing ranks before they give up.
 //
-// Of names, the latest kMaxNames are known, and all whose results are kept. An older one counts as
-// never used; because its counter is unknown, it continues with the caller's.
+// The set knows the latest kMaxNames names, and all whose results are kept. An older name counts as
+// never used: its counter is unknown, so it continues with the caller's.
 class BarrierSet {
  public:
   static constexpr size_t kMaxId = 256;
   static constexpr size_t kMaxPayload = 4096;
-  static constexpr size_t kMaxPayloads = 3 << 20;  // of one instance
+  static constexpr size_t kMaxPayloads = 3 << 20;  // for one instance
   static constexpr int kMaxOpen = 4096;
   static constexpr size_t kMaxNames = 65536;
 
@@ -123,24 +124,24 @@ class BarrierSet {
   BarrierSet(const BarrierSet&) = delete;
   BarrierSet& operator=(const BarrierSet&) = delete;
 
-  // An error here concerns this call only. Otherwise the answer is delivered, now or later. The
-  // ranks are alive.
+  // Requires that the ranks are alive. Returns an error that concerns this call only; otherwise the
+  // answer is delivered, now or later.
   std::optional<v1::OpError> Arrive(const Arrival& arrival, absl::Time now);
-  // `by`: the caller that cancels, for the report. Errors: NOT_FOUND.
+  // Cancels an instance. `by`: the caller that cancels, for the report. Errors: NOT_FOUND.
   std::optional<v1::OpError> Cancel(absl::string_view barrier_id, uint64_t counter,
                                     absl::string_view by, absl::string_view reason, absl::Time now);
   void Recall(absl::string_view barrier_id, uint64_t counter, v1::BarrierState state);
-  // After a restart: until `until`, an instance that may have passed before does not fail because a
+  // Until `until` after a restart, an instance that may have passed before does not fail because a
   // rank is gone, so that the ranks that saw it pass have time to report it.
   void HoldFailuresUntil(absl::Time until) { hold_until_ = until; }
-  // A finished instance, at replay.
+  // Restores a finished instance, at replay.
   void RestoreEnd(absl::string_view barrier_id, uint64_t counter, v1::OpResult answer);
 
-  // `rank` is dead or gone: instances that wait for it fail at once.
+  // Notes that `rank` is dead or gone: instances that wait for it fail at once.
   void RankGone(int rank, absl::string_view what, absl::Time now);
-  // Another incarnation took the seat of `rank`: the old one's arrivals are undone.
+  // Notes that another incarnation took the seat of `rank`: the old one's arrivals are undone.
   void RankReplaced(int rank, absl::Time now);
-  // Ends all open instances with `error`; delivered, not journaled.
+  // Ends all open instances with `error`, which is delivered, not journaled.
   void EndAll(const v1::OpError& error);
 
   void Tick(absl::Time now);
@@ -151,10 +152,11 @@ class BarrierSet {
                                       absl::Time now, v1::BarrierReport* report) const;
   void List(bool only_open, absl::Time now, v1::ListBarriersReply* reply) const;
   void Stragglers(v1::StragglerReportReply* reply) const;
-  // Continues with the lateness that `former` has counted: `former_ranks` says for each rank which
-  // it was there; -1: none.
+  // Continues with the lateness that `former` has counted. `former_ranks` has each rank's rank
+  // there; -1: it had none.
   void InheritScores(const BarrierSet& former, absl::Span<const int> former_ranks);
-  // The generation has ended: nobody can ask for what passed barriers carried. Reports stay.
+  // Drops what passed barriers carried, which no rank can ask for once the generation has ended.
+  // Reports stay.
   void DropPayloads();
   const BarrierCounts& counts() const { return counts_; }
   size_t open() const { return open_.size(); }
@@ -224,17 +226,18 @@ class BarrierSet {
   std::optional<v1::OpError> FindOrOpen(const Arrival& arrival, absl::Time now, Instance** found);
   void Count(const Arrival& arrival, absl::Time now, Instance* instance);
   Instance* Open(const Arrival& arrival, absl::Time now);
-  // An instance of a set that began with a restart: its deadline is not later than what is left.
+  // In a set that began with a restart: moves the deadline of `instance` forward to what is left of
+  // the timeout after `waited`.
   void CountWaited(Instance* instance, absl::Duration waited, absl::Time now);
   // Whether `id` is known or there is room for it, after forgetting the name that was used least
   // recently.
   bool HasRoomFor(absl::string_view id);
-  // After a refusal: a name without an instance takes no room.
+  // Forgets a name without an instance after a refusal, so that it takes no room.
   void ForgetUnused(absl::string_view id);
   std::optional<v1::OpError> CheckSame(const Instance& instance, const Arrival& arrival);
   // Ends `instance` and another one as DESYNC if each waits for a rank that waits in the other.
   void CheckOrder(Instance* instance, const Arrival& arrival, absl::Time now);
-  // Fills what holds in every state.
+  // Fills the fields that a report has in every state.
   v1::BarrierReport MakeReport(const Instance& instance, v1::BarrierState state,
                                absl::Time end) const;
   void AddMissing(const Instance& instance, v1::BarrierReport* report) const;
@@ -242,7 +245,7 @@ class BarrierSet {
   void Fail(Instance* instance, v1::BarrierReport report, absl::StatusCode code,
             v1::ErrorReason reason);
   void FailGone(Instance* instance, int rank, absl::string_view what, absl::Time now);
-  // Fails `instance` if a rank it waits for is gone; true: it is no more.
+  // Fails `instance` if a rank it waits for is gone; true: it no longer exists.
   bool FailIfGone(Instance* instance, absl::Time now);
   void FailDesync(Instance* instance, const std::string& message, absl::Time now, int odd_rank,
                   const std::string& odd_place);
@@ -265,12 +268,13 @@ class BarrierSet {
   uint64_t next_sequence_ = 1;
   absl::Time hold_until_ = absl::InfinitePast();
   absl::btree_map<uint64_t, std::unique_ptr<Instance>> open_;  // by sequence
-  int open_checked_ = 0;                                       // of them with a call_site
+  int open_checked_ = 0;                                       // how many of them have a call_site
   absl::flat_hash_map<std::string, Name> names_;
   std::deque<Kept> kept_;
   uint64_t kept_base_ = 0;  // the number of kept_.front() among all ever kept
   size_t kept_bytes_ = 0;
-  std::deque<std::string> idle_names_;  // whose latest result was dropped; may be in use again
+  std::deque<std::string> idle_names_;  // names whose latest result was dropped; may be in use
+                                        // again
   bool forgot_names_ = false;
   absl::flat_hash_map<std::pair<std::string, uint64_t>, uint64_t> kept_at_;
   absl::btree_map<std::pair<absl::Time, uint64_t>, Instance*> timers_;

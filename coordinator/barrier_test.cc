@@ -69,7 +69,7 @@ struct Extra {
   std::string site_text = {};
   v1::BarrierState previous = v1::BARRIER_STATE_UNSPECIFIED;
   absl::Duration waited = absl::ZeroDuration();
-  std::vector<int32_t> ranks = {};  // who comes together, instead of one
+  std::vector<int32_t> ranks = {};  // ranks that come together, instead of one
   std::vector<int64_t> waited_less_us = {};
   int32_t lateness_us = 0;
 };
@@ -154,7 +154,7 @@ TEST_F(BarrierTest, GenerationHasEnded_PayloadsGoAndReportsStay) {
 
 TEST_F(BarrierTest, RanksOfOneNodeAfterARestart_AreAsLateAsEachWas) {
   Make(3, /*counters_known=*/false);
-  // Rank 0 has waited for 10 s, rank 1, which was 7 s later, for 3 s.
+  // Rank 0 has waited for 10 s, and rank 1, which came 7 s later, for 3 s.
   const CallId call = Arrive(
       0, "b", 4, {.waited = absl::Seconds(10), .ranks = {0, 1}, .waited_less_us = {0, 7'000'000}});
   Arrive(2, "b", 4);
@@ -229,7 +229,7 @@ TEST_F(BarrierTest, Counter_AheadOfAnOpenOne_IsADesyncForAll) {
   EXPECT_EQ(Reason(a), v1::ERROR_REASON_DESYNC);
   EXPECT_EQ(Reason(odd), v1::ERROR_REASON_DESYNC);
   EXPECT_THAT(Result(a).error().message(), HasSubstr("rank 2"));
-  // Who comes later hears the same.
+  // A later caller gets the same answer.
   EXPECT_EQ(host_.answers[Arrive(1, "b", 1)], host_.answers[a]);
 }
 
@@ -250,7 +250,7 @@ TEST_F(BarrierTest, FirstArrival_FixesTheDeadline) {
   EXPECT_EQ(Reason(Arrive(2, "b", 0)), v1::ERROR_REASON_BARRIER_TIMEOUT);
 }
 
-// Who does not come may have lost the same one, and timed out.
+// The missing ranks may have lost the same rank, and timed out.
 TEST_F(BarrierTest, DeadlineAfterALoss_BlamesNobody) {
   Make(3);
   const std::string name(kAfterLostCollective);
@@ -636,7 +636,7 @@ TEST_F(BarrierTest, Restarted_EvidenceOfALaterCounter_GivesPassed) {
 
 TEST_F(BarrierTest, Restarted_ReplacedRankCatchesUp_LaterInstancesMayHavePassedToo) {
   Make(3, false);
-  // A new incarnation begins at 0; the others are far ahead and tell so only now and then.
+  // A new incarnation begins at 0; the others are far ahead, and say so only now and then.
   const CallId first = Arrive(2, "b", 0);
   set_->Recall("b", 0, v1::BARRIER_STATE_PASSED);
   EXPECT_TRUE(Passed(first));
@@ -769,7 +769,7 @@ TEST_F(BarrierTest, Names_BeyondTheLimit_AreRecycledFromTheOldest) {
       ASSERT_TRUE(pass("often", ++often)) << i;
     }
   }
-  // What is in use is known: another counter is a mistake, and who waits goes on waiting.
+  // A name in use is known: another counter is a mistake, and waiting callers go on waiting.
   EXPECT_EQ(Reason(Arrive(0, "often", often + 5)), v1::ERROR_REASON_BARRIER_COUNTER);
   EXPECT_FALSE(Answered(open));
   Arrive(1, "open", 0);

@@ -307,8 +307,8 @@ void Core::Impl::Remove(Job* job, const std::string& why, bool replaced) {
   }
   ++stats_.jobs_removed;
   job->Unschedule();
-  // What operators still wait for will never come. What workers waited for has ended with their
-  // generation.
+  // The writes that operators still wait for will never come. The waits of workers have ended with
+  // their generation.
   for (const CallId call : job->kv().TakeWaits(/*only_workers=*/false)) {
     held_.erase(call);
     SendError(call, UnknownJob(job->id()), last_record_);
@@ -347,7 +347,7 @@ std::optional<v1::OpError> Core::ReadJobs(const v1::WatchJobsRequest& request, c
   if (place->seen > impl_->revision_) *place = {.seen = 1};
   std::optional<v1::OpError> error =
       impl_->submitted_->ReadChanges(request, who, durable_revision, max_bytes, place, batch);
-  // The answer that a job is gone waits until that is durable.
+  // The answer that a job is gone waits until its removal is durable.
   if (error.has_value() && impl_->jobs_record_ > durable_revision) return std::nullopt;
   return error;
 }

@@ -30,27 +30,28 @@ namespace muster::coordinator {
 // The sender of an operation. A view: valid during the call only.
 struct Caller {
   absl::string_view node = {};  // the agent whose stream it came on; empty for a unary call
-  // Who it is; null: the process of the core itself, which may do everything.
+  // The identity of the sender; null: the process of the core itself, which may do everything.
   const Identity* identity = nullptr;
 };
 
-// May be sent once the journal is durable up to `durable_revision`; 0 or anything already durable:
-// at once. If the journal fails, answer UNAVAILABLE / JOURNAL_FAILED in its place.
+// An answer that may be sent once the journal is durable up to `durable_revision`; 0 or anything
+// already durable: at once. If the journal fails, UNAVAILABLE / JOURNAL_FAILED is sent in its
+// place.
 struct Reply {
   CallId call = 0;
   std::shared_ptr<const Answer> answer;
   uint64_t durable_revision = 0;
 };
 
-// What the journal must hold, in this order. `payload` is a serialised v1::JournalRecord. Revisions
-// grow, with gaps.
+// A record that the journal must hold, in this order. `payload` is a serialised v1::JournalRecord.
+// Revisions grow, with gaps.
 struct Record {
   uint64_t revision = 0;
   std::string payload;
 };
 
-// For the agent `node`; dropped if it is not attached. Same rule for `durable_revision` as in
-// Reply.
+// A directive for the agent `node`; dropped if the agent is not attached. The rule for
+// `durable_revision` is that of Reply.
 struct NodeDirective {
   std::string node;
   std::shared_ptr<const v1::Directive> directive;
@@ -69,15 +70,15 @@ struct Output {
   std::vector<Reply> replies;
   std::vector<Record> records;
   std::vector<NodeDirective> directives;
-  // Have new watch events: call ReadWatch for their watchers.
+  // Jobs with new watch events: call ReadWatch for their watchers.
   std::vector<std::string> changed_jobs;
   // Submitted jobs that have changed or are gone: call ReadJobs for their watchers.
   std::vector<std::string> changed_submitted;
-  // Of barriers at their soft deadline and of those that failed.
+  // Reports of barriers at their soft deadline, and of those that failed.
   std::vector<v1::BarrierReport> reports;
   std::vector<Notice> notices;
-  // The lease of a worker has run out. Before it is given up, what it may have sent must have been
-  // read: see Core::CaughtUp.
+  // The lease of a worker has run out. Before the worker is given up, all that it may have sent
+  // must be read: see Core::CaughtUp.
   bool catch_up = false;
   // A member of a job has seen a newer state than this coordinator's: stop serving at once.
   bool deposed = false;
@@ -86,8 +87,8 @@ struct Output {
   void Clear();
 };
 
-// Durations of up to 7 minutes, counted: bucket i has those of at most 2^i * 0.1 ms that fit no
-// smaller bucket; the last one has the rest as well.
+// Durations of up to 7 minutes, in buckets: bucket i counts those of at most 2^i * 0.1 ms that fit
+// no smaller bucket; the last one counts the rest as well.
 struct DurationCounts {
   static constexpr int kBuckets = 24;
   static constexpr double Bound(int bucket) {
@@ -103,13 +104,14 @@ struct DurationCounts {
 struct CoreStats {
   uint64_t barriers_passed = 0;
   uint64_t barriers_failed = 0;
-  // From the first arrival to the release of passed barriers.
+  // Times from the first arrival to the release of passed barriers.
   DurationCounts barrier_wait;
   uint64_t checkpoints_published = 0;
   uint64_t checkpoints_given_up = 0;
-  uint64_t checkpoints_damaged = 0;  // as verifications said
-  uint64_t checkpoint_bytes = 0;     // of those published
-  // Of those published whose writers said it: how long training waited, and all of the save.
+  uint64_t checkpoints_damaged = 0;  // found by verifications
+  uint64_t checkpoint_bytes = 0;     // total of those published
+  // Published checkpoints whose writers reported how long training waited and how long the save
+  // took.
   DurationCounts checkpoint_stall;
   DurationCounts checkpoint_save;
   uint64_t generations_sealed = 0;
@@ -117,7 +119,7 @@ struct CoreStats {
   uint64_t workers_lost = 0;
   uint64_t workers_failed = 0;
   uint64_t fenced_calls = 0;
-  uint64_t refused_calls = 0;  // whose caller has no right to them
+  uint64_t refused_calls = 0;  // calls whose callers have no right to them
   // Callers that had seen a higher term or revision and did not prove that they belong here.
   uint64_t unproven_deposals = 0;
   uint64_t repeated_requests = 0;
@@ -154,7 +156,7 @@ struct Mutants {
 
 struct CoreOptions {
   std::string cluster_id;
-  uint64_t restore_id = 0;  // as in ReplyHeader
+  uint64_t restore_id = 0;  // see ReplyHeader
   absl::Duration default_lease = kDefaultLease;
   absl::Duration default_outage_tolerance = kDefaultOutageTolerance;
   absl::Duration default_join_timeout = absl::Seconds(600);
@@ -166,21 +168,21 @@ struct CoreOptions {
   absl::Duration diag_budget =
       absl::Seconds(2);           // before a barrier's deadline, to ask agents for fresh stacks
   int diag_max_stacks = 16;       // asked for one report
-  int strikes_to_quarantine = 3;  // 0: never by itself
-  absl::Duration strike_window = absl::Hours(1);  // a host is named so often within this time
+  int strikes_to_quarantine = 3;  // 0: never automatically
+  absl::Duration strike_window = absl::Hours(1);  // in which a host is named that often
   absl::Duration quarantine_for = absl::Minutes(30);
   size_t kept_barrier_results = 1000;    // for each job
   size_t kept_barrier_bytes = 16 << 20;  // for each job: results with payloads are large
   size_t watch_events = 32768;           // kept for each job
   size_t watch_bytes = 4 << 20;          // kept for each job: how far a watcher may fall behind
   size_t kept_answers = 512;             // for each worker, for repeated requests
-  size_t kept_answer_bytes = 256 << 10;  // of these; the latest is kept whatever its size
+  size_t kept_answer_bytes = 256 << 10;  // in all; the latest is kept whatever its size
   int rank_table_page = 1000;
   // A job without seated or waiting workers and without writes for this long is removed, with its
   // keys and history. The time restarts with the coordinator.
   absl::Duration job_retention = absl::Hours(24);
   // The same for a job that has checkpoints, because the process that continues it may come late.
-  // Its keys go after job_retention all the same.
+  // Its keys still go after job_retention.
   absl::Duration checkpoint_retention = absl::Hours(24 * 30);
   // Signs the hash of a sealed checkpoint's record: the same signature for the same hash. Null:
   // records are not signed.
@@ -191,7 +193,8 @@ struct CoreOptions {
   size_t kv_bytes = 768 << 20;
   HubOptions hubs;
   JobsOptions jobs;  // submitted ones, and nodes
-  // Output::catch_up is heeded. False: everything received is applied at once, as in a simulation.
+  // Whether Output::catch_up is heeded. If not, everything received is applied at once, as in a
+  // simulation.
   bool catches_up = false;
   Mutants mutants;
 };
@@ -221,54 +224,56 @@ class Core {
   // Whether to refuse `op` while the journal cannot be written: its effect would be in memory only.
   static bool NeedsJournal(const v1::Op& op);
 
-  // Who submitted the job of that id, or the one that this rendezvous job is an attempt of; empty:
-  // unknown.
+  // Returns who submitted the job of that id, or the job that this rendezvous job is an attempt of;
+  // empty: unknown.
   std::string OwnerOf(absl::string_view job) const;
-  // Whether the token of this attempt still opens something. Errors: RENDEZVOUS_CLOSED.
+  // Checks whether the token of this attempt still opens something. Errors: RENDEZVOUS_CLOSED.
   std::optional<v1::OpError> CheckAttempt(absl::string_view group) const;
 
   // Applies one operation. The reply to `call` comes in this Output or in a later one. Any bytes
   // are fine as input.
   void Handle(CallId call, const v1::Op& op, const Caller& caller, absl::Time now, Output* out);
-  // The caller of a held call is gone: forget it. A waiting joiner loses its place; an arrival
-  // remains valid.
+  // Forgets a held call whose caller is gone. A waiting joiner loses its place; an arrival remains
+  // valid.
   void Abandon(CallId call, absl::Time now, Output* out);
 
-  // The first frame of an agent's stream; also after each reconnect. What it has seen may depose.
-  // Agents that should reach the coordinator through another one get the directive UseHub.
-  // Agents of different `group`s (access.h; empty: of none) are no hubs of one another.
+  // Handles the first frame of an agent's stream, also after each reconnect. What the agent has
+  // seen may depose. Agents that should reach the coordinator through another one get the directive
+  // UseHub. Agents of different `group`s (access.h; empty: none) are no hubs of one another.
   void AttachAgent(absl::string_view node, const v1::Hello& hello, absl::Time now, Output* out,
                    absl::string_view group = {});
-  // Its session has ended permanently (the server's resume window has passed, or it said Bye).
+  // Ends the agent's session permanently (the server's resume window has passed, or it said Bye).
   void DetachAgent(absl::string_view node, absl::Time now, Output* out);
   void HandleBeat(absl::string_view node, const v1::Beat& beat, absl::Time now, Output* out);
   void HandleStack(absl::string_view node, const v1::StackReply& stack, absl::Time now, Output* out,
                    const Identity* identity = nullptr);
 
-  // Everything that had come by `until` has been applied, so that leases which ended before may run
-  // out. A coordinator that is behind (flooded, short of CPU) would else take workers for lost
-  // whose beats it has not read. Due when Output::catch_up says so; if it does not come within the
-  // outage_tolerance of a job, its leases expire anyway.
+  // Notes that everything that had come by `until` has been applied, so that leases that ended
+  // before may run out. Otherwise a coordinator that is behind (flooded, short of CPU) would give
+  // up workers whose beats it has not read. Due when Output::catch_up says so; if it does not come
+  // within the outage_tolerance of a job, its leases expire anyway.
   void CaughtUp(absl::Time until, absl::Time now, Output* out);
   // Lets deadlines up to `now` pass.
   void Tick(absl::Time now, Output* out);
-  // When Tick has something to do; InfiniteFuture: nothing waits.
+  // Returns when Tick has something to do; InfiniteFuture: nothing waits.
   absl::Time NextDeadline() const;
 
   // Only before StartTerm. A snapshot is restored part by part, or whole, before any record.
   // Errors: DATA_LOSS for bytes that are not a snapshot or a record, or a revision out of order.
   absl::Status Restore(absl::string_view part);
   absl::Status Replay(absl::string_view record_payload);
-  // The durable state as of last_record_revision(): hands over parts of about `part_bytes` (one
-  // seat table, and one answer, are not divided) for Restore to take in this order. Stops at the
+  // Hands over the durable state as of last_record_revision() in parts of about `part_bytes` (one
+  // seat table, and one answer, are not divided), which Restore takes in this order. Stops at the
   // first error of `part` and returns it.
   absl::Status WriteSnapshot(size_t part_bytes,
                              absl::FunctionRef<absl::Status(std::string part)> part) const;
-  // All parts together, which are one part again. For small states: no message has more than 2 GiB.
+  // Returns all parts together, which are one part again. For small states: no message has more
+  // than 2 GiB.
   std::string Snapshot() const;
-  // No record tells that strikes and quarantines have expired. Returns those still in effect, for
-  // RestoreHosts of a core that was restored from the records up to last_record_revision(), which
-  // then has the same state as this one. Only before StartTerm. Errors: DATA_LOSS.
+  // Returns the strikes and quarantines still in effect, because no record tells that they have
+  // expired. A core that was restored from the records up to last_record_revision() has the same
+  // state as this one after RestoreHosts of them, which may be called only before StartTerm.
+  // Errors: DATA_LOSS.
   std::string SnapshotHosts() const;
   absl::Status RestoreHosts(absl::string_view hosts);
   // Begins to serve as `term`, which must be higher than last_term() and at most kMaxTerm. Seated
@@ -281,43 +286,43 @@ class Core {
   void StartTerm(uint64_t term, absl::Time now, Output* out, bool restored = false);
   static constexpr uint64_t kMaxTerm = (uint64_t{1} << 24) - 1;
   uint64_t last_term() const;             // 0: none yet
-  uint64_t restored_term() const;         // of the last StartTerm with `restored`; 0: none
-  uint64_t revision() const;              // of the last change
-  uint64_t last_record_revision() const;  // of the last change that went into a Record
+  uint64_t restored_term() const;         // the term of the last StartTerm with `restored`; 0: none
+  uint64_t revision() const;              // the revision of the last change
+  uint64_t last_record_revision() const;  // the same, of those that went into a Record
 
   // Ends a job: waiting joins fail with RENDEZVOUS_CLOSED, its generation ends. Unknown jobs are
   // ignored.
   void CloseJob(absl::string_view job_id, absl::string_view why, absl::Time now, Output* out);
-  // Forgets a job and all its keys. Jobs that are left alone for CoreOptions::job_retention go by
-  // themselves.
+  // Forgets a job and all its keys. Jobs that are left alone for CoreOptions::job_retention are
+  // removed without it.
   void RemoveJob(absl::string_view job_id, absl::Time now, Output* out);
 
-  // The events of a job that `request` asks for, from revision `from` on (0: from now), as far as
-  // they are durable and at most about `max_bytes` (whole revisions; at least one).
+  // Reads the events of a job that `request` asks for, from revision `from` on (0: from now), as
+  // far as they are durable and at most about `max_bytes` (whole revisions; at least one).
   // batch->next_revision is where to continue. Errors: NOT_FOUND, OUT_OF_RANGE / COMPACTED.
   std::optional<v1::OpError> ReadWatch(const v1::WatchRequest& request, uint64_t from,
                                        uint64_t durable_revision, size_t max_bytes,
                                        v1::WatchBatch* batch) const;
 
-  // The next message of a watch of submitted jobs, see JobsCore::ReadChanges. Errors: NOT_FOUND.
+  // Reads the next message of a watch of submitted jobs, see JobsCore::ReadChanges. Errors:
+  // NOT_FOUND.
   std::optional<v1::OpError> ReadJobs(const v1::WatchJobsRequest& request, const Identity* who,
                                       uint64_t durable_revision, size_t max_bytes,
                                       JobsCore::WatchPlace* place, v1::WatchJobsBatch* batch) const;
 
-  // What operators should attend to, for FillStatus, and why no job can be submitted (empty: one
-  // can). Until it is said again.
+  // Sets what operators should attend to, for FillStatus, and why no job can be submitted (empty:
+  // one can), until the next call.
   void SetWarnings(std::vector<std::string> warnings, std::string no_room);
-  // Fills what the core knows: header, jobs, warnings, agents: those attached and those
-  // behind hubs.
+  // Fills what the core knows: header, jobs, warnings, and agents, both attached and behind hubs.
   void FillStatus(v1::StatusReply* status) const;
   v1::ReplyHeader Header() const;
-  // Of the keys of all jobs, against CoreOptions.kv_bytes.
+  // The bytes of the keys of all jobs, against CoreOptions.kv_bytes.
   size_t kv_bytes() const;
   const CoreStats& stats() const;
-  // Agents that hubs speak for, and how many hubs that are.
+  // The number of agents that hubs speak for, and the number of these hubs.
   int agents_behind_hubs() const;
   int hubs() const;
-  // Workers of all jobs by state, for the metrics page.
+  // Counts the workers of all jobs by state, for the metrics page.
   std::map<v1::WorkerState, int64_t> MembersByState() const;
 
  private:

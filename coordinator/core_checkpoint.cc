@@ -9,7 +9,7 @@
 #include "coordinator/core_impl.h"
 #include "coordinator/errors.h"
 
-// What the operations on checkpoints do: checkpoint/checkpoint_set.h decides, this journals and
+// The operations on checkpoints: checkpoint/checkpoint_set.h decides, this file journals and
 // answers.
 
 namespace muster::coordinator {

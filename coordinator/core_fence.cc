@@ -11,7 +11,7 @@ namespace muster::coordinator {
 
 std::optional<v1::OpError> Core::Impl::CheckJob(const v1::Fence& fence, Job** job) {
   *job = FindJob(fence.job_id());
-  // Its terms are not ours: a process that is left over from them must not depose us.
+  // Terms of another cluster are not ours: a process left over from it must not depose us.
   if (fence.cluster() != 0 && cluster_ != 0 && fence.cluster() != cluster_) {
     v1::OpError error = MakeError(
         absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_OTHER_CLUSTER,

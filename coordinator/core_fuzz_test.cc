@@ -24,7 +24,7 @@ class Fuzzer : public RandomMessage {
 
   v1::Op Op() {
     v1::Op op;
-    // Joins and arrivals often enough to get anywhere.
+    // Makes joins and arrivals often enough to get anywhere.
     FillKind(&op, Draw(3) != 0 ? "" : Draw(2) == 0 ? "join" : "arrive");
     if (op.has_join() && Draw(20) != 0) {
       v1::JoinRequest* join = op.mutable_join();
@@ -78,7 +78,7 @@ class Fuzzer : public RandomMessage {
   uint64_t next_request_ = 2;
 };
 
-// What a snapshot says, without an order and without what a restart is allowed to forget.
+// Returns what a snapshot says, without an order and without what a restart may forget.
 std::multiset<std::string> Meaning(const Core& core, bool with_hosts = false) {
   v1::CoordinatorSnapshot snapshot;
   EXPECT_TRUE(snapshot.ParseFromString(core.Snapshot()));
@@ -96,8 +96,8 @@ std::multiset<std::string> Meaning(const Core& core, bool with_hosts = false) {
   return changes;
 }
 
-// A snapshot in small parts, as the journal's other thread makes it: of a second core that knows
-// the last such snapshot and the records after it. `parts` becomes it.
+// Takes a snapshot in small parts, as the journal's other thread makes it: from a second core that
+// knows the last such snapshot and the records after it. `parts` becomes the snapshot.
 void SnapshotByReplica(const CoreOptions& options, const Core& core,
                        const std::vector<std::string>& journal, size_t* replayed,
                        std::vector<std::string>* parts) {
@@ -183,15 +183,16 @@ TEST_P(CoreFuzzTest, AnyOperations_RulesHold) {
           ASSERT_TRUE(workers.insert(sealed.seats(rank).worker_id()).second);
         }
       }
-      // A crash after this record must leave either a start that is a restored one again, or all
-      // that it skips.
+      // After a crash behind this record, either the next start is a restored one again, or all
+      // that it skips is there.
       ASSERT_TRUE(!restored || skips_jobs) << parsed.ShortDebugString();
       journal.push_back(record.payload);
     }
     for (const NodeDirective& directive : out.directives)
       ASSERT_LE(directive.durable_revision, core->last_record_revision());
     if (out.deposed) {
-      // Somebody named a higher term: right, but this test goes on with the same coordinator.
+      // Some operation named a higher term: right, but this test continues with the same
+      // coordinator.
     }
     out.Clear();
   };
@@ -250,7 +251,7 @@ TEST_P(CoreFuzzTest, AnyOperations_RulesHold) {
         fuzz.Fill(&jobs);
         JobsCore::WatchPlace place{.seen = fuzz.Draw(2) == 0 ? jobs.seen_revision()
                                                              : fuzz.Draw(core->revision() + 2)};
-        // To the end, whatever it asks for.
+        // Reads to the end, whatever it asks for.
         for (int reads = 0; reads < 1000; ++reads) {
           v1::WatchJobsBatch changes;
           const auto error = core->ReadJobs(jobs, nullptr, core->last_record_revision(),
@@ -267,7 +268,7 @@ TEST_P(CoreFuzzTest, AnyOperations_RulesHold) {
         break;
       case 7:
         if (fuzz.Draw(20) == 0) {
-          // A crash: what was written gives the same state again.
+          // After a crash, what was written gives the same state again.
           auto next = std::make_unique<Core>(options);
           for (const std::string& record : journal) ASSERT_TRUE(next->Replay(record).ok());
           ASSERT_EQ(Meaning(*core), Meaning(*next)) << "after " << i << " operations";

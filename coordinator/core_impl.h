@@ -57,8 +57,8 @@
 namespace muster::coordinator {
 
 constexpr size_t kMaxName = 256;
-// Of the revisions of one term; the term is above them, so that a restarted coordinator never gives
-// a number out twice.
+// The bits of a revision within one term; the term is above them, so that a restarted coordinator
+// never gives a number out twice.
 constexpr int kRevisionBits = 40;
 static_assert(Core::kMaxTerm << kRevisionBits >> kRevisionBits == Core::kMaxTerm);
 // How many terms a coordinator can have fallen behind a later one: a million starts, or sixteen
@@ -81,7 +81,7 @@ class Core::Impl {
   // Ends the part of an event that concerns `job` (null: none): writes its record and lets replies
   // wait for it.
   void End(Job* job);
-  // The revision of this event.
+  // Returns the revision of this event.
   uint64_t Rev() {
     if (event_revision_ == 0) event_revision_ = ++revision_;
     return event_revision_;
@@ -112,8 +112,8 @@ class Core::Impl {
     header.set_restore_id(options_.restore_id);
     return header;
   }
-  // After a write to the keys of `job_id`: warns once when four fifths of what all may have is
-  // used.
+  // Called after a write to the keys of `job_id`: warns once when all jobs use four fifths of their
+  // budget.
   void WatchKeys(const std::string& job_id) {
     const size_t used = kv_budget_.used, most = kv_budget_.of_all;
     if (used < most / 4 * 3) kv_warned_ = false;
@@ -141,7 +141,7 @@ class Core::Impl {
   uint64_t AskForStack(Query query, int64_t pid, const std::string& node, uint64_t durable);
   void UnseatedDone(const std::string& job_id, std::vector<StackCalls::Done> done);
 
-  // After each event of hubs_: sends directives to the agents that move.
+  // Sends directives to the agents that move. Called after each event of hubs_.
   void MoveAgents();
 
   struct Who {
@@ -149,23 +149,24 @@ class Core::Impl {
     Seat* seat = nullptr;  // null: an operator
   };
   struct Incoming;
-  // Whether the caller may change something. A worker's lease is renewed.
+  // Checks whether the caller may change something. Renews a worker's lease.
   std::optional<v1::OpError> CheckFence(const v1::Fence& fence, bool operators, Who* who);
   // The same for a worker that says its rank; answers the call and returns false if either is
   // wrong.
   bool CheckRank(Incoming* in, const v1::Fence& fence, int32_t rank, Who* who);
-  // The part that is the same for all: the job exists, the coordinator is not deposed.
+  // Checks what is the same for all callers: the job exists, the coordinator is not deposed.
   std::optional<v1::OpError> CheckJob(const v1::Fence& fence, Job** job);
-  // The caller has seen more of this cluster than this coordinator.
+  // Returns whether the caller has seen more of this cluster than this coordinator.
   bool IsAhead(const v1::Fence& fence) const {
     return fence.term_seen() > term_ || fence.revision_seen() > revision_;
   }
   // A caller that is ahead deposes this coordinator if it belongs to `job` and to this cluster, and
   // is refused otherwise: a single packet from anywhere must not end all jobs.
   v1::OpError Ahead(const v1::Fence& fence, const Job* job);
-  // Why no caller can have seen this, if so.
+  // Returns why no caller can have seen this; empty: one can.
   std::string Impossible(const v1::Fence& fence) const;
-  // The same for an agent that comes: it belongs to every job that has a seat on its node.
+  // Checks an agent that comes in the same way: it belongs to every job that has a seat on its
+  // node.
   void CheckAgent(absl::string_view node, const v1::Hello& hello);
   Job* FindJob(absl::string_view job_id) {
     const auto it = jobs_.find(job_id);
@@ -189,7 +190,7 @@ class Core::Impl {
     const CallId call;
     const v1::Op& op;
     const Caller& caller;
-    Job* touched = nullptr;  // what it concerns, for End; null: it changes nothing
+    Job* touched = nullptr;  // the job that it concerns, for End; null: it changes nothing
   };
   // Whether an operation is refused while the journal cannot be written.
   enum class Journal { kNotNeeded, kNeeded, kForDurableKeys };
@@ -199,7 +200,7 @@ class Core::Impl {
     Journal journal;
   };
   static const Operation kOperations[];
-  // Null: no kind this coordinator knows.
+  // Returns null if this coordinator does not know the kind.
   static const Operation* FindOperation(const v1::Op& op);
   Job* HandleOp(CallId call, const v1::Op& op, const Caller& caller);
 
@@ -230,39 +231,40 @@ class Core::Impl {
   void Txn(Incoming* in);
   void WaitKeys(Incoming* in);
 
-  // For events of submitted_. After each: takes what follows, ends the event, and closes the
-  // groups of attempts that are over, each in a record of its own. What a crash leaves open, the
-  // next term closes.
+  // JobsEvent() makes an event of submitted_. EndJobs() after each takes what follows, ends the
+  // event, and closes the groups of attempts that are over, each in a record of its own. What a
+  // crash leaves open, the next term closes.
   JobsCore::Event JobsEvent() const;
   std::string OwnerOf(absl::string_view job) const;
-  // Whether the token of an attempt still opens something: it is the current one of a job that has
-  // not ended. Errors: RENDEZVOUS_CLOSED.
+  // Checks whether the token of an attempt still opens something: it is the current one of a job
+  // that has not ended. Errors: RENDEZVOUS_CLOSED.
   std::optional<v1::OpError> CheckAttempt(absl::string_view group) const;
-  // Whether this caller may do this now.
+  // Checks whether this caller may do this now.
   std::optional<v1::OpError> CheckIdentity(const Identity& who, const v1::Op& op);
   void EndJobs(JobsOutput out);
   // Hands what became of groups in this event to submitted_, each in an event of its own.
   void TellJobs();
-  using EndedGroup = std::pair<std::string, std::string>;  // and why
+  using EndedGroup = std::pair<std::string, std::string>;  // a group, and why it ended
   void CloseGroups(const std::vector<EndedGroup>& ended);
   // Ends the event. Returns the groups that are to be closed once their jobs have started the term.
   std::vector<EndedGroup> StartJobsTerm(uint64_t lost_terms);
-  // Why workers may not join this group any more, if so: its attempt is over.
+  // Returns why workers may no longer join this group, if so: its attempt is over.
   std::optional<std::string> WhyGroupEnded(absl::string_view group) const;
-  // The group of an earlier attempt of the same job, which has checkpoints; null: there is none.
+  // Returns the group of an earlier attempt of the same job, which has checkpoints; null: there is
+  // none.
   Job* FormerAttempt(absl::string_view group);
-  // The last of the job's attempts up to `number` whose group has checkpoints.
+  // Returns the last of the job's attempts up to `number` whose group has checkpoints.
   Job* LastWithCheckpoints(const std::string& job_id, int number);
-  // From where the job of a dry run would continue.
+  // Fills in from where the job of a dry run would continue.
   void PlanCheckpoint(v1::SubmitJobReply* reply);
 
-  // The job that a worker joins, which may begin with it; null: its join was refused.
+  // Returns the job that a worker joins, which may begin with it; null: its join was refused.
   Job* JobToJoin(Incoming* in);
   // Pass a job's checkpoints to the job of the same name that begins in the same record.
   void LeaveCheckpoints(Job* former);
   void AdoptCheckpoints(Job* job);
-  // Whether the agents of the job, whose number varies, have met again and run its workers: they
-  // stop all of them before they meet, and so decide how many it has from then on.
+  // Returns whether the agents of the job, whose number varies, have met again and run its workers:
+  // they stop all of them before they meet, and so decide how many it has from then on.
   bool IsResizedByItsAgents(const Job& job, const Caller& caller) const;
   // `former`: the ended job of that name, or null.
   Job* BeginJob(Incoming* in, Job* former);
@@ -280,9 +282,10 @@ class Core::Impl {
   absl::Status ApplyChange(const v1::JournalChange& change);
   template <typename Message>
   absl::Status ApplyToJob(const Message& change);
-  // At replay and at the start of `term` alike, so that its record need not hold what it does.
+  // Called both at replay and at the start of `term`, so that the record of the term need not hold
+  // its effects.
   void BecomeRestored(uint64_t term);
-  // `replaced`: another job of its name is made by the same event.
+  // `replaced`: the same event makes another job of its name.
   void Remove(Job* job, const std::string& why, bool replaced = false);
 
   CoreOptions options_;
@@ -294,7 +297,7 @@ class Core::Impl {
   std::string left_by_;
   KvBudget kv_budget_{.of_job = options_.job_kv_bytes, .of_all = options_.kv_bytes};
   bool kv_warned_ = false;
-  uint64_t term_ = 0;  // of the journal until StartTerm
+  uint64_t term_ = 0;  // the journal's until StartTerm
   uint64_t restored_term_ = 0;
   bool serving_ = false;
   bool restoring_ = false;  // a part of a snapshot was read, and no record
@@ -302,14 +305,14 @@ class Core::Impl {
   uint64_t last_record_ = 0;
   absl::flat_hash_map<std::string, std::unique_ptr<Job>> jobs_;
   std::vector<std::string> warnings_;                              // for FillStatus
-  absl::btree_set<std::pair<absl::Time, std::string>> deadlines_;  // of jobs
-  // Of jobs with living workers in a sealed generation: while there are any, ticks come regularly.
+  absl::btree_set<std::pair<absl::Time, std::string>> deadlines_;  // the jobs' deadlines
+  // Jobs with living workers in a sealed generation: while there are any, ticks come regularly.
   absl::btree_set<std::pair<absl::Duration, std::string>> leases_;
   absl::Time caught_up_ = absl::InfinitePast();  // the argument of CaughtUp
-  std::vector<std::string> unread_jobs_;         // whose unread_ is not empty
+  std::vector<std::string> unread_jobs_;         // jobs whose unread_ is not empty
   std::unique_ptr<JobsCore> submitted_;
   uint64_t jobs_record_ = 0;                     // the last one with a change of submitted_
-  std::vector<JobsCore::GroupNews> group_news_;  // of this event, for submitted_
+  std::vector<JobsCore::GroupNews> group_news_;  // from this event, for submitted_
   Agents agents_;
   GroupedHubs hubs_{options_.hubs};
   absl::btree_map<uint64_t, Query> queries_;  // stacks that agents were asked for
@@ -322,7 +325,7 @@ class Core::Impl {
   };
   absl::flat_hash_map<CallId, Held> held_;
 
-  // This event. What it makes in the arena is gone when the next one begins.
+  // The current event. Objects that it makes in the arena are gone when the next one begins.
   alignas(8) char arena_block_[16 << 10];
   google::protobuf::Arena arena_{arena_block_, sizeof(arena_block_)};
   absl::Time now_ = absl::InfinitePast();
@@ -361,7 +364,7 @@ class Core::Impl::Job : public BarrierHost {
                       .sizes_count_as_contents = impl->options_.mutants.sizes_count_as_contents},
                      impl->options_.sign_checkpoint) {}
 
-  // Once, before anything else.
+  // Called once, before anything else.
   void Begin(const v1::RendezvousSpec& spec, uint64_t generation) {
     spec_ = spec;
     members_.Begin(generation);
@@ -385,7 +388,7 @@ class Core::Impl::Job : public BarrierHost {
   KvStore& kv() { return kv_; }
   CheckpointSet& checkpoints() { return checkpoints_; }
   const CheckpointSet& checkpoints() const { return checkpoints_; }
-  // How long it is kept when nothing of it is alive.
+  // Returns how long the job is kept when nothing of it is alive.
   absl::Duration Retention() const {
     return checkpoints_.size() > 0 ? impl_->options_.checkpoint_retention
                                    : impl_->options_.job_retention;
@@ -401,49 +404,50 @@ class Core::Impl::Job : public BarrierHost {
   uint64_t AllRecords() const {
     return std::max({membership_record_, kv_record_, barrier_record_});
   }
-  // This event changes something of this kind, in addition to the changes that the methods below
-  // record.
+  // Notes that this event changes something of this kind, in addition to the changes that the
+  // methods below record.
   void TouchMembership() { membership_touched_ = true; }
   void TouchWatch() { watch_touched_ = true; }
-  // The job is in use: its removal time restarts.
+  // Notes that the job is in use: its removal time restarts.
   void Touch() {
     touched_ = impl_->now_;
     rests_ = false;
   }
-  // The record of this event is `revision`; the event has ended.
+  // Notes that the event has ended and that its record is `revision`.
   void Recorded(uint64_t revision);
   void AfterEvent();
-  // The job is removed: no tick is for it any more.
+  // Removes the job from the deadlines: no tick is for it any longer.
   void Unschedule();
 
   absl::Duration Lease() const { return leases_.length(); }
   void Tick();
   // See Core::CaughtUp.
   void CaughtUp() { leases_.CaughtUp(impl_->now_); }
-  // After a pause of this process: every lease restarts, and no deadline passes before there was
+  // Restarts every lease after a pause of this process, and lets no deadline pass before there was
   // time to read the messages that came meanwhile.
   void Resume() {
     leases_.Resume(impl_->now_);
     hold_until_ = impl_->now_ + std::min(absl::Seconds(1), Lease() / 4);
   }
 
-  // Whether the caller holds a seat here, waits for one or held one last; or is the agent that
-  // speaks for one.
+  // Returns whether the caller holds a seat here, waits for one or held one last; or is the agent
+  // that speaks for such a worker.
   bool IsMember(const v1::Fence& fence, absl::string_view node) const;
-  // The incarnation that waits for a seat under this name, or holds one; 0: neither.
+  // Returns the incarnation that waits for a seat under this name, or holds one; 0: neither.
   uint64_t NewestOf(absl::string_view worker_id) const;
   // See Core::StartTerm.
   void BecomeRestored();
-  // Whether a generation was sealed since the job began, or since it was restored.
+  // Returns whether a generation was sealed since the job began, or since it was restored.
   bool HasSealed() const { return barriers_ != nullptr; }
-  // Nothing of the job is alive, nor can any of its workers come back: each has ended or was silent
-  // for its lease. Between two generations survivors live.
+  // Returns whether nothing of the job is alive, nor can any of its workers come back: each has
+  // ended or was silent for its lease. Between two generations survivors live.
   bool Over() const;
-  // The agent that may start this job's workers again, in words; empty: none will. An attempt of it
-  // has failed, and its agent is attached or has a lease to come back to a restarted coordinator.
+  // Returns the agent that may start this job's workers again, in words; empty: none will. A worker
+  // has failed in a way that allows a restart, and its agent is attached or has a lease to come
+  // back to a restarted coordinator.
   std::string RestartedBy() const;
-  // A worker that its agent lists but that has no seat: resends the directive it must have missed,
-  // unless `told` (which this sets) says that this beat's agent already got the end of the
+  // Handles a worker that its agent lists but that has no seat: resends the directive it must have
+  // missed, unless `told` (which this sets) says that this beat's agent already got the end of the
   // generation.
   void TellAgain(const std::string& node, const v1::WorkerBeat& worker, bool* told);
   void Kill(const std::string& node, const std::string& worker_id, uint64_t incarnation);
@@ -454,7 +458,7 @@ class Core::Impl::Job : public BarrierHost {
 
   void Enqueue(CallId call, const v1::JoinRequest& request, const Caller& caller);
   void DropWaiting(const std::string& worker_id, const v1::OpError& error);
-  // The caller of a held join is gone.
+  // Abandons a held join whose caller is gone.
   void AbandonJoin(const std::string& worker_id, CallId call);
   // Seals the next generation if Rendezvous decides so.
   void Evaluate();
@@ -462,7 +466,7 @@ class Core::Impl::Job : public BarrierHost {
   void SendSeat(CallId call, const Seat& seat);
   void EndGeneration(const std::string& why, std::vector<v1::Culprit> culprits);
   void WorkerGone(int rank, v1::WorkerState state, const v1::ExitCause& cause);
-  // The generation has ended, and so has the claim of this worker, which had a seat in it.
+  // Ends the claim of a worker that had a seat in the generation that has ended.
   void LeaveBetween(const std::string& worker_id, const v1::ExitCause& cause);
   std::string GoneText(const Seat& seat) const;
   void QuarantineHost(const std::string& host, absl::Duration length, const std::string& reason,
@@ -478,7 +482,7 @@ class Core::Impl::Job : public BarrierHost {
     if (leases_.Renew(seat.rank(), impl_->now_)) NoteAllHeard();
     if (was_lost) EmitMember(seat);
   }
-  // What a heartbeat, or a beat of its agent, says of a worker.
+  // Notes what a heartbeat, or a beat of its agent, says of a worker.
   template <typename Report>
   void NoteProgress(Seat* seat, const Report& report) {
     seat->AtStep(report.step());
@@ -490,23 +494,23 @@ class Core::Impl::Job : public BarrierHost {
     if (report.has_restored_ago() && !std::exchange(restored_told_, true)) {
       TellJobs(AttemptStage::kRestored, impl_->now_ - FromProto(report.restored_ago()));
     }
-    // A program that reports its own progress has no more than the step. What the seat has from
+    // A program that reports its own progress sends only the step. The step that the seat has from
     // arrivals at barriers does not count: they come before the beat that has the times.
     if ((report.has_first_step_ago() || report.step() > 0) && !std::exchange(stepped_told_, true)) {
       TellJobs(AttemptStage::kStepped, impl_->now_ - FromProto(report.first_step_ago()));
     }
   }
-  // The name of the job is needed: ends a generation whose leases have all expired and that is kept
-  // only in case its workers return.
+  // Ends a generation whose leases have all expired and that is kept only in case its workers
+  // return, because the name of the job is needed. `for_what` says for what.
   void EndIfNobodyIsHeard(absl::string_view for_what);
 
   std::optional<v1::OpError> Txn(const v1::TxnRequest& request, const Seat* seat,
                                  v1::OpResult* result);
   void TriggersChanged(std::vector<v1::TriggerChanged> changes);
-  // One of the operations on checkpoints; `seat` is null for an operator.
+  // Runs one of the operations on checkpoints; `seat` is null for an operator.
   std::optional<v1::OpError> CheckpointOp(const v1::Op& op, const Seat* seat, v1::OpResult* result);
   void AgreeDone(std::vector<AgreeSet::Done> done);
-  // The call is answered now or later, unless this returns an error.
+  // Answers the call now or later, unless this returns an error.
   std::optional<v1::OpError> CaptureStacks(CallId call, const v1::CaptureStacksRequest& request);
   void StackTaken(uint64_t query) { StacksDone(stack_calls_.Answered(query)); }
   void AbandonStacks(CallId call) { stack_calls_.Abandon(call); }
@@ -514,7 +518,7 @@ class Core::Impl::Job : public BarrierHost {
   const char* StateName() const;
   void FillStatus(v1::JobStatus* status) const;
 
-  // What a change of this kind did, at replay. Errors: DATA_LOSS.
+  // Applies a change of this kind, at replay. Errors: DATA_LOSS.
   absl::Status Apply(const v1::JobClosed& change);
   absl::Status Apply(const v1::GenerationSealed& change);
   absl::Status Apply(const v1::GenerationClosed& change);
@@ -568,25 +572,25 @@ class Core::Impl::Job : public BarrierHost {
     if (Idle()) next = std::min({next, touched_ + Retention(), KeysExpire(), RestsAt()});
     return std::max(next, hold_until_);
   }
-  // When it is too late for another generation to follow at once: what only its last one, and its
-  // watchers, have used goes. The answers to workers do: who repeats a request without a seat is
-  // refused, and what it did is not done again.
+  // Returns when it is too late for another generation to follow at once. Then what only the last
+  // generation, and its watchers, have used goes, and so do the answers to workers: a worker that
+  // repeats a request without a seat is refused, so the request has no second effect.
   absl::Time RestsAt() const {
     return Idle() && !rests_ ? touched_ + JoinTimeout() : absl::InfiniteFuture();
   }
   void Rest();
-  // When its keys go; never, if there are none.
+  // Returns when the job's keys go; InfiniteFuture: it has none.
   absl::Time KeysExpire() const {
     return Idle() && kv_.size() > 0 ? touched_ + impl_->options_.job_retention
                                     : absl::InfiniteFuture();
   }
-  // Nothing of the job is alive: it is kept for status queries.
+  // Returns whether nothing of the job is alive: it is kept for status queries.
   bool Idle() const { return !members_.sealed() && rendezvous_.empty(); }
 
   // Remembers a fence; FenceIncarnation writes it down too.
   void RememberFenced(const std::string& worker_id, uint64_t incarnation);
-  // After a seal: remembers the workers of `old_seats` without a new seat, and forgets those with
-  // one.
+  // Called after a seal: remembers the workers of `old_seats` without a new seat, and forgets those
+  // with one.
   void NoteDeparted(const std::vector<Seat>& old_seats);
   v1::OpError Stale(const v1::Fence& fence) const;
 
@@ -596,15 +600,15 @@ class Core::Impl::Job : public BarrierHost {
   bool SurvivorsWait() const;
   // See SealQuestion::claims_end.
   absl::Time ClaimsEnd() const;
-  // A host may have become free, or not: classifies those that wait again.
+  // Classifies the waiting workers again, because a host may have become free, or no longer be.
   void Recount();
   std::vector<Candidate> Candidates() const;
   // Gives `world_size` of the candidates their seats. Returns the calls that wait for each.
   std::vector<std::vector<CallId>> TakeSeats(int world_size, std::vector<Seat>* former_seats);
   void Seal(int world_size);
   void BeginGeneration(bool counters_known);
-  // Lets the joins whose time is over fail. All that waited at a time get the same answer, and
-  // those that have given up before the others count as arrived.
+  // Fails the joins whose time is over. All that waited at the same time get the same answer, and
+  // workers that gave up before the others count as arrived.
   void TickTimeouts();
   v1::OpError RendezvousTimeout() const;
   void ForgetTimeouts() {
@@ -620,19 +624,20 @@ class Core::Impl::Job : public BarrierHost {
   void TickLeases();
   void NoteFirstSilent(int rank, const std::string& why);
   void NoteAllHeard();
-  // A worker that waits for a seat is there now, and proves that the coordinator is not cut off: it
-  // has been heard all along, or for so long that the workers of the generation would be back too.
+  // Returns whether a worker that waits for a seat is there now and proves that the coordinator is
+  // not cut off: it has been heard all along, or for long enough that the workers of the generation
+  // would be back too.
   bool IsAwaited() const;
 
   void KvChanged(const std::vector<KvChange>& changes);
   void DropTriggers(const std::string& why);
   void CheckpointsChanged(std::vector<v1::CheckpointChanged> changes);
-  // For the metrics page.
+  // Counts for the metrics page.
   void CountCheckpoint(const v1::Op& op, const CheckpointSet::Changes& changes);
   void CountPublished(uint64_t bytes, int64_t stall_us, int64_t save_us);
   void SnapshotGenerationTo(SnapshotParts* parts) const;
   void SnapshotAnswersTo(SnapshotParts* parts) const;
-  // The record that requests of this incarnation up to `up_to` have no remembered answers.
+  // Returns the record that requests of this incarnation up to `up_to` have no remembered answers.
   v1::RequestsForgotten Forgotten(const std::string& worker_id, uint64_t incarnation,
                                   uint64_t up_to) const;
 
@@ -676,12 +681,13 @@ class Core::Impl::Job : public BarrierHost {
   bool kv_touched_ = false;
   bool barrier_touched_ = false;
   bool watch_touched_ = false;
-  // Of rank 0 of this generation, in this term: to submitted_.
+  // Whether submitted_ was told that rank 0 of this generation has restored, and stepped, in this
+  // term.
   bool restored_told_ = false, stepped_told_ = false;
   BarrierCounts seen_counts_;
   absl::Time scheduled_ = absl::InfiniteFuture();
   absl::Duration running_lease_ = absl::InfiniteDuration();  // in leases_; infinite: it is not
-  // When it was not idle, was changed, or one of its workers spoke last.
+  // When the job was last not idle or changed, or one of its workers last spoke.
   absl::Time touched_ = absl::InfinitePast();
   bool was_idle_ = false;  // after the last event
   bool rests_ = false;     // since touched_

@@ -24,7 +24,7 @@ constexpr size_t kMaxCallsOfJoin = 8;
 constexpr int kNamed = 4;
 constexpr absl::Duration kTimeoutTextKept = absl::Seconds(1);
 
-// The save that has lasted longest, all parts of it together.
+// Fills in the save that has lasted longest, all parts of it together.
 void FillSave(const std::vector<Seat>& seats, v1::JobStatus* status) {
   v1::SaveProgress save;
   int writers = 0;
@@ -62,7 +62,7 @@ LeaseTerms Core::Impl::Job::Terms() const {
 }
 
 bool Core::Impl::Job::Over() const {
-  // Its workers have no seats after a restore, but may live: they have a lease to come back.
+  // After a restore, workers have no seats but may live: they have a lease to come back.
   if (impl_->restored_term_ == impl_->term_ && leases_.FloorEnds() > impl_->now_) return false;
   return Idle() && RestartedBy().empty() && !leases_.AnyRuns(impl_->now_);
 }
@@ -70,7 +70,7 @@ bool Core::Impl::Job::Over() const {
 std::string Core::Impl::Job::RestartedBy() const {
   if (!Idle() || members_.closed() || members_.FormerWorld() == 0) return "";
   if (members_.ended_at() + JoinTimeout() <= impl_->now_)
-    return "";  // what comes so late is another run
+    return "";  // a worker that comes later belongs to another run
   for (const Seat& seat : members_.seats()) {
     if (seat.record().state() != v1::WORKER_STATE_EXITED || !seat.record().exit().may_restart())
       continue;
@@ -79,7 +79,8 @@ std::string Core::Impl::Job::RestartedBy() const {
     // now.
     const std::string& host = seat.record().topology().host();
     const std::string& node = seat.record().node();
-    // An agent of this host spoke for itself: others there have nothing to do with the job.
+    // If an agent of this host spoke for itself, other agents there have nothing to do with the
+    // job.
     const bool through_hub = !absl::StartsWith(node, absl::StrCat(host.substr(0, 64), "/"));
     std::string agent = through_hub ? impl_->hubs_.AgentOn(host) : "";
     const bool own = impl_->agents_.Has(node) && !impl_->agents_.SpeaksForOthers(node);
@@ -207,7 +208,7 @@ std::string Core::Impl::Job::GoneText(const Seat& seat) const {
 }
 
 v1::WorkerState Core::Impl::Job::StateOf(const Seat& seat) const {
-  // After the end of a generation nobody takes the seats of those that are silent.
+  // After the end of a generation, no worker takes the seats of the silent ones.
   const bool lost =
       !sealed() && seat.alive() && !Waits(seat) && leases_.IsOver(seat.rank(), impl_->now_);
   return lost ? v1::WORKER_STATE_LOST : seat.record().state();
@@ -268,7 +269,7 @@ void Core::Impl::Job::FenceIncarnation(const std::string& worker_id, uint64_t in
 }
 
 void Core::Impl::Job::RememberFenced(const std::string& worker_id, uint64_t incarnation) {
-  // The seats come after the fences in a snapshot, and late after a restore; the spec is there.
+  // In a snapshot the seats come after the fences, and late after a restore; the spec is there.
   incarnations_.Fence(worker_id, incarnation,
                       static_cast<size_t>(std::max(members_.size(), spec_.max_workers())));
   answers_.Forget(worker_id);
@@ -384,7 +385,7 @@ void Core::Impl::Job::Enqueue(CallId call, const v1::JoinRequest& request, const
   if (waiter.asked <= leases_.LastHeard() || waiter.asked + Lease() <= impl_->now_)
     waiter.back = impl_->now_;
   waiter.asked = impl_->now_;
-  // A kind may have changed with its request.
+  // The kind of a waiter may have changed with its request.
   rendezvous_.SetKind(&waiter, KindOf(request));
   rendezvous_.CheckBy(quarantine_.FreeAt(request.topology().host(), impl_->now_));
   leases_.JudgeAgain(impl_->now_);
@@ -415,9 +416,9 @@ bool Core::Impl::Job::SurvivorsWait() const {
 }
 
 absl::Time Core::Impl::Job::ClaimsEnd() const {
-  // Agents whose number varies: one that is slow to stop its workers is there all the same, and may
-  // be the one that hosts this coordinator. Other workers may hang while their agent still speaks
-  // for them.
+  // If the number of agents varies, one that is slow to stop its workers is still there, and may be
+  // the one that hosts this coordinator. Other workers may hang while their agent still speaks for
+  // them.
   if (spec_.min_workers() >= spec_.max_workers() || !absl::EndsWith(id_, kAgentsSuffix)) {
     return absl::InfinitePast();
   }
@@ -514,7 +515,7 @@ std::vector<std::vector<CallId>> Core::Impl::Job::TakeSeats(int world_size,
 void Core::Impl::Job::Seal(int world_size) {
   std::vector<Seat> old_seats;
   const std::vector<std::vector<CallId>> calls = TakeSeats(world_size, &old_seats);
-  Evaluate();  // for those that wait on
+  Evaluate();  // for the workers that still wait
 
   v1::GenerationSealed* sealed = impl_->Change()->mutable_generation_sealed();
   sealed->set_job_id(id_);
@@ -539,7 +540,7 @@ void Core::Impl::Job::Seal(int world_size) {
       kv_.DropLease(seat.record().worker_id(), &changes);
   }
   KvChanged(changes);
-  // A restart follows its failure at once; what comes so late is another run.
+  // A restart follows its failure at once; workers that come later belong to another run.
   if (members_.ended_at() + JoinTimeout() <= impl_->now_)
     DropTriggers(absl::StrCat("the job has been unused for ",
                               absl::FormatDuration(impl_->now_ - members_.ended_at())));
@@ -642,7 +643,7 @@ void Core::Impl::Job::Reseat(int rank, CallId call, const v1::JoinRequest& reque
 void Core::Impl::Job::EndGeneration(const std::string& why, std::vector<v1::Culprit> culprits) {
   if (!sealed()) return;
   members_.End(why, std::move(culprits), impl_->now_);
-  timeout_ = nullptr;  // it said that a generation runs
+  timeout_ = nullptr;  // its text says that a generation runs
   ++impl_->stats_.generations_ended;
   v1::GenerationClosed* ended = impl_->Change()->mutable_generation_closed();
   ended->set_job_id(id_);
@@ -665,7 +666,7 @@ void Core::Impl::Job::EndGeneration(const std::string& why, std::vector<v1::Culp
   std::vector<KvChange> changes;
   kv_.DropPrefix(absl::StrCat("gen/", generation(), "/"), &changes);
   KvChanged(changes);
-  // Keys that are tied to a lease outlive the generation with their worker, not without it.
+  // Keys that are tied to a lease outlive the generation if their worker does.
   leases_.EndGeneration();
 
   v1::WatchEvent event;
@@ -718,7 +719,7 @@ void Core::Impl::Job::WorkerGone(int rank, v1::WorkerState state, const v1::Exit
   if (state == v1::WORKER_STATE_LOST) ++impl_->stats_.workers_lost;
   if (state == v1::WORKER_STATE_EXITED && failed) ++impl_->stats_.workers_failed;
   if (failed && state != v1::WORKER_STATE_FENCED) {
-    // The agent of a process that has ended knows when; of a lost one only its last sign of life in
+    // If a process has ended, its agent knows when; for a lost one only its last sign of life in
     // this term is known.
     const bool heard = state == v1::WORKER_STATE_LOST &&
                        leases_.last_seen(rank) > leases_.FloorEnds() - leases_.length();
@@ -795,8 +796,8 @@ void Core::Impl::Job::Blame(absl::Span<const int32_t> ranks) {
 }
 
 v1::OpError Core::Impl::Job::RendezvousTimeout() const {
-  // Those that gave up make no number that would do with those that wait: these came too late for
-  // them.
+  // If the workers that gave up and those that wait are enough together, the waiting ones came too
+  // late for the others.
   const int all = rendezvous_.size() + static_cast<int>(gave_up_.size());
   const bool too_late = all >= spec_.min_workers();
   const int here = too_late ? rendezvous_.size() : all;
@@ -881,7 +882,7 @@ void Core::Impl::Job::Recorded(uint64_t revision) {
 
 void Core::Impl::Job::AfterEvent() {
   if (watch_touched_) impl_->out_->changed_jobs.push_back(id_);
-  // Who only reads does not keep an idle job.
+  // A caller that only reads does not keep an idle job.
   const bool idle = Idle();
   if (!std::exchange(was_idle_, idle) || !idle || membership_touched_ || kv_touched_ ||
       barrier_touched_ || watch_touched_) {
@@ -958,7 +959,7 @@ void Core::Impl::Job::Tick() {
     expired_ = true;
     return;
   }
-  // Its checkpoints keep the job, but not what its workers have told each other.
+  // Its checkpoints keep the job, but not the keys of its workers.
   if (KeysExpire() <= now) {
     std::vector<KvChange> changes;
     kv_.DropPrefix("", &changes);
@@ -1016,14 +1017,14 @@ void Core::Impl::Job::TickTimeouts() {
     impl_->Note(id_, true, result.error().message());
   }
   while (const std::optional<std::string> worker_id = rendezvous_.FirstExpired(now)) {
-    // Who gives up still counts for the others.
+    // A worker that gives up still counts for the others.
     const bool changed = timeout_changed_;
     const Waiter waiter = Unqueue(*worker_id);
     timeout_changed_ = changed;
     gave_up_[*worker_id] = {now, waiter.request.preferred_rank()};
     for (const CallId call : waiter.calls) impl_->Send(call, timeout_, membership_record_);
   }
-  // Who comes from now on has waited with none of them.
+  // Workers that come from now on have waited with none of them.
   if (rendezvous_.empty()) ForgetTimeouts();
 }
 
@@ -1032,7 +1033,7 @@ void Core::Impl::Job::TickLeases() {
   Leases::Outside outside;
   outside.now = impl_->now_;
   outside.read_until = impl_->options_.catches_up ? impl_->caught_up_ : absl::InfiniteFuture();
-  // A loss may end the generation, and with it change which ones are due.
+  // A loss may end the generation, and so change which workers are due.
   while (const std::optional<int> rank = leases_.TakeDue(impl_->now_)) {
     const Seat& seat = members_.at(*rank);
     outside.waits = !members_.sealed() && Waits(seat);
@@ -1103,7 +1104,8 @@ bool Core::Impl::Job::IsAwaited() const {
       awaited =
           voice->beat > recent && (voice->back <= leases_.LastHeard() || voice->back <= long_ago);
     } else {
-      // Its call is the only evidence: it got through, when those of the others could have too.
+      // Its call is the only evidence: it got through at a time when calls of the others could have
+      // too.
       awaited = waiter.back > leases_.LastHeard() && waiter.back <= long_ago;
     }
   });
@@ -1155,7 +1157,7 @@ void Core::Impl::Job::StacksDone(std::vector<StackCalls::Done> done) {
         }
         continue;
       }
-      // What another question got earlier is not what the worker does now.
+      // A stack from an earlier question is not what the worker does now.
       row->mutable_worker()->clear_native_stack();
       const Seat& seat = members_.at(asked.rank);
       row->set_missing(!seat.alive()                  ? "its process has ended"
@@ -1189,7 +1191,7 @@ void Core::Impl::Job::JournalEnd(const std::string& barrier_id, uint64_t counter
 void Core::Impl::Job::Report(const v1::BarrierReport& report, absl::Span<const int32_t> members) {
   impl_->out_->reports.push_back(report);
   impl_->Note(id_, true, report.message());
-  // The waiting callers have the answer of a failure.
+  // If the barrier failed, the waiting callers have the answer.
   if (report.state() != v1::BARRIER_STATE_OPEN) return;
   auto directive = std::make_shared<v1::Directive>();
   directive->mutable_barrier_late()->set_job_id(id_);

@@ -13,18 +13,18 @@
 namespace muster::coordinator {
 namespace {
 
-// More than a lost part of the history can have: of a job's generations, of a key's writes. The
-// term comes on top, so that what was restored twice from one copy has not the same ones.
+// More generations of a job, and more writes of a key, than a lost part of the history can have.
+// The term comes on top, so that two restores of one copy do not share numbers.
 constexpr uint64_t kLostGenerations = 65536;
 constexpr uint64_t kLostVersions = uint64_t{1} << 32;
 
-// Keys of one change: a part is divided between changes only.
+// The keys of one change: a part is divided between changes only.
 constexpr size_t kKeysBytes = 256 << 10;
 constexpr int kKeys = 1000;
 
-// Of one host, of which an older coordinator has written only how many they are.
+// The most strikes of one host for which an older coordinator has written only their number.
 constexpr int kMaxStrikes = 1024;
-// Of a snapshot in one string.
+// The part size of a snapshot in one string.
 constexpr size_t kPartBytes = 2 << 20;
 
 }  // namespace
@@ -35,7 +35,7 @@ class Core::Impl::SnapshotParts {
   SnapshotParts(const Impl& core, size_t part_bytes,
                 absl::FunctionRef<absl::Status(std::string)> part);
 
-  // The next change. Valid until the one after it is asked for.
+  // Returns the next change. Valid until the next call.
   v1::JournalChange* Add() {
     Count();
     if (bytes_ >= part_bytes_) Flush();
@@ -45,7 +45,7 @@ class Core::Impl::SnapshotParts {
   const absl::Status& status() const { return status_; }
   absl::Status Finish() {
     Count();
-    // A state without a job is a part too.
+    // The state of no jobs is a part too.
     if (!flushed_ || bytes_ > 0) Flush();
     return status_;
   }
@@ -73,7 +73,7 @@ class Core::Impl::SnapshotParts {
 
 void Core::Impl::Job::BecomeRestored() {
   // The current seats are unknown. Every returning worker must join again, including a newer start
-  // of a worker than the one seated here, which must not be mistaken for an older one.
+  // of the worker seated here, which must not be mistaken for an older one.
   for (const Seat& seat : members_.seats())
     incarnations_.Depart(seat.record().worker_id(), seat.record().incarnation());
   barriers_.reset();
@@ -176,7 +176,7 @@ void Core::Impl::Job::SnapshotGenerationTo(SnapshotParts* parts) const {
     *ended->mutable_answer() = answer.Parse();
   };
   // A repeated arrival in an ended generation gets that error, so no caller needs the payloads any
-  // more. Failures are kept for status queries.
+  // longer. Failures are kept for status queries.
   barriers_->ForEachJournaled([&](const std::string& id, uint64_t counter, const Answer& answer) {
     if (members_.sealed() || answer.kind() == v1::OpResult::KIND_NOT_SET) end(id, counter, answer);
   });
@@ -319,7 +319,8 @@ absl::Status Core::Impl::Job::Apply(const v1::BarrierEnded& ended) {
 absl::Status Core::Impl::Job::Apply(const v1::HostStruck& struck) {
   std::vector<absl::Time> strikes;
   for (const int64_t at : struck.at_unix_ms()) strikes.push_back(absl::FromUnixMillis(at));
-  // An older coordinator wrote only how many. What lacks is newer than the start of the term.
+  // An older coordinator wrote only the number. The missing times count as newer than the term's
+  // start.
   const int all = std::min(struck.strikes(), kMaxStrikes);
   if (struck.at_unix_ms_size() < all) strikes.resize(all, absl::InfiniteFuture());
   quarantine_.RestoreStrikes(struck.host(), std::move(strikes));
@@ -546,7 +547,7 @@ void Core::Impl::Job::StartTerm() {
   members_.StartTerm(impl_->now_);
   leases_.StartTerm(impl_->now_);
   if (barriers_ != nullptr) barriers_->HoldFailuresUntil(impl_->now_ + Lease());
-  // Leases end first, after a look at what has not been read yet.
+  // Leases end before that, after a look at what has not been read yet.
   const absl::Time hold = impl_->now_ + leases_.TimeToReturn() + kLeastRest;
   if (agree_ != nullptr) agree_->HoldFailuresUntil(hold);
   kv_.HoldFailuresUntil(hold);
@@ -580,7 +581,8 @@ void Core::StartTerm(uint64_t term, absl::Time now, Output* out, bool restored) 
                                " have ended, and their workers join again"));
     }
   }
-  // In the same record: a crash leaves all that a restore skips, or a start that is one again.
+  // In one record: after a crash either all of the restore is there, or the next start is a restore
+  // again.
   const std::vector<Impl::EndedGroup> ended = impl_->StartJobsTerm(lost_terms);
   for (auto& [id, job] : impl_->jobs_) {
     job->StartTerm();

@@ -67,14 +67,15 @@ std::optional<v1::OpError> CheckSpec(const v1::RendezvousSpec& spec) {
   return std::nullopt;
 }
 
-// Whether both ask for the same job. How long each continues without the coordinator may differ.
+// Returns whether both ask for the same job. How long each continues without the coordinator may
+// differ.
 bool SameSpec(v1::RendezvousSpec a, v1::RendezvousSpec b) {
   a.clear_outage_tolerance();
   b.clear_outage_tolerance();
   return a.SerializeAsString() == b.SerializeAsString();
 }
 
-// Of what any caller may send as a join.
+// Checks a join that any caller may have sent.
 std::optional<v1::OpError> CheckJoin(const v1::JoinRequest& request) {
   const v1::Fence& fence = request.fence();
   if (auto error = CheckName("fence.job_id", fence.job_id())) return error;
@@ -178,12 +179,13 @@ void Core::Impl::Once(Incoming* in, const Request& request, Rules rules, F f) {
 Core::Impl::Job* Core::Impl::BeginJob(Incoming* in, Job* former) {
   const v1::JoinRequest& request = in->op.join();
   const std::string& job_id = request.fence().job_id();
-  // Its generation numbers continue, so that leftover workers of the former one are stale.
+  // The new job continues its generation numbers, so that leftover workers of the former one are
+  // stale.
   const uint64_t generation = former != nullptr ? former->generation() : 0;
   if (former != nullptr) {
     in->touched = nullptr;
-    // In one record with the beginning of the new job: a crash leaves both jobs, or only the new
-    // one.
+    // The removal is in one record with the beginning of the new job: a crash leaves both jobs, or
+    // only the new one.
     Remove(
         former,
         absl::StrCat("it has ended, and another job of this name begins (",
@@ -316,7 +318,7 @@ void Core::Impl::Join(Incoming* in) {
   if (seat != nullptr && job->sealed()) {
     const bool same = seat->record().incarnation() == fence.incarnation();
     if (same && seat->alive()) {
-      // A retry: its first answer was lost.
+      // This is a retry: its first answer was lost.
       job->RenewLease(*seat);
       job->SendSeat(in->call, *seat);
       return;
@@ -479,7 +481,7 @@ void Core::Impl::Heartbeat(Incoming* in) {
   Who who;
   if (auto error = CheckFence(fence, false, &who)) {
     const v1::ErrorReason reason = error->detail().reason();
-    // Behind, but not dead: what it must know is in the reply.
+    // The worker is behind, but not dead: what it must know is in the reply.
     if (reason == v1::ERROR_REASON_STALE_GENERATION) return answer();
     if (reason == v1::ERROR_REASON_GENERATION_ENDED) {
       if (seat != nullptr && seat->record().incarnation() == fence.incarnation()) {
@@ -515,13 +517,13 @@ void Core::Impl::ReportExit(Incoming* in) {
                                " has ended according to its agent: start a new process")));
     dropped = true;
   }
-  // A report about any other incarnation is old news.
+  // A report about any other incarnation is outdated.
   if (seat != nullptr && seat->record().incarnation() == request.incarnation() &&
       seat->record().state() != v1::WORKER_STATE_EXITED &&
       seat->record().state() != v1::WORKER_STATE_FENCED) {
     job->WorkerGone(seat->rank(), v1::WORKER_STATE_EXITED, cause);
   }
-  // Last: a seal replaces the seats.
+  // This comes last, because a seal replaces the seats.
   if (dropped) job->Evaluate();
   v1::OpResult result;
   *result.mutable_report_exit()->mutable_header() = Header();
@@ -780,7 +782,7 @@ void Core::Impl::Leave(Incoming* in) {
   const v1::LeaveRequest& request = in->op.leave();
   const v1::Fence& fence = request.fence();
   Job* const job = FindJob(fence.job_id());
-  // In the generation that has ended before.
+  // Whether the worker had a seat in the generation that has ended before this call.
   const bool had_seat = job != nullptr && !job->sealed() &&
                         job->members().Holds(fence.worker_id(), fence.incarnation()) &&
                         !job->incarnations().IsFenced(fence.worker_id(), fence.incarnation());
@@ -821,7 +823,7 @@ void Core::Impl::EndGeneration(Incoming* in) {
         {});
     v1::EndGenerationReply* reply = result->mutable_end_generation();
     *reply->mutable_header() = Header();
-    // The waiting may have been enough for the next one at once.
+    // The waiting workers may have been enough for the next generation at once.
     reply->set_next_generation(who.job->sealed() ? who.job->generation()
                                                  : who.job->generation() + 1);
     return std::optional<v1::OpError>();
@@ -853,7 +855,7 @@ void Core::Impl::RecallBarriers(Incoming* in) {
   if (!error.has_value()) error = job->CheckGeneration(fence);
   if (!error.has_value() && !job->sealed()) error = job->Ended();
   if (!error.has_value()) {
-    // It may be an agent, which has no seat.
+    // The caller may be an agent, which has no seat.
     const Seat* const seat = job->FindSeat(fence.worker_id());
     const uint64_t newest = seat != nullptr ? seat->record().incarnation() : 0;
     if (job->incarnations().IsFenced(fence.worker_id(), fence.incarnation()) ||
@@ -986,7 +988,7 @@ void Core::Impl::Checkpoint(Incoming* in) {
     case v1::Op::kBeginCheckpoint:
       return once(op.begin_checkpoint(), false, true);
     case v1::Op::kReportShards:
-      // Not remembered: a repeat of a part is known by its number.
+      // Not remembered: a repeated part is recognised by its number.
       return once(op.report_shards(), false, false);
     case v1::Op::kSealCheckpoint:
       return once(op.seal_checkpoint(), false, true);

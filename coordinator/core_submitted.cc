@@ -12,7 +12,7 @@
 #include "coordinator/core_impl.h"
 #include "proto/job_limits.h"
 
-// What the operations on submitted jobs and nodes do: jobs/jobs_core.h decides, this journals and
+// The operations on submitted jobs and nodes: jobs/jobs_core.h decides, this file journals and
 // answers.
 
 namespace muster::coordinator {
@@ -58,7 +58,8 @@ void Core::Impl::EndJobs(JobsOutput out) {
   const v1::ReplyHeader header = Header();
   for (auto& [call, result] : out.replies) {
     SetHeader(header, &result);
-    // Also if it changes nothing: it may tell what another event has changed.
+    // This holds also if the operation changes nothing: it may reveal what another event has
+    // changed.
     Send(call, result, jobs_record_);
   }
   for (JobsOutput::Notice& notice : out.notices) {
@@ -132,7 +133,7 @@ void Core::Impl::PlanCheckpoint(v1::SubmitJobReply* reply) {
     return;
   }
   if (folder[0] != '/') folder = absl::StrCat(absl::StripSuffix(below, "/"), "/", folder);
-  // As workers register theirs.
+  // The same folder as workers register.
   folder = std::filesystem::path(folder).lexically_normal().string();
   plan->set_folder(absl::StrCat(absl::StripSuffix(folder, "/"), "/", kCheckpointsFolder));
   for (const Job* const other : JobsById()) {
@@ -171,8 +172,8 @@ Core::Impl::Job* Core::Impl::FormerAttempt(absl::string_view group) {
 }
 
 Core::Impl::Job* Core::Impl::LastWithCheckpoints(const std::string& job_id, int number) {
-  // Attempts in between may have ended before their workers joined; and a restore from a copy
-  // leaves out more numbers than can be looked at.
+  // Attempts in between may have ended before their workers joined; and a restore from a copy skips
+  // more numbers than can be looked at.
   Job* last = nullptr;
   int last_number = 0;
   for (const auto& [id, group] : jobs_) {

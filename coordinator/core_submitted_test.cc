@@ -23,7 +23,7 @@ class SubmittedTest : public ::testing::Test {
  protected:
   SubmittedTest() { Restart(); }
 
-  // `terms` later than before.
+  // Restarts with a term that is `terms` later than before.
   void Restart(bool snapshot = false, uint64_t terms = 1, bool restored = false) {
     const std::string image = snapshot ? core_->Snapshot() : "";
     const uint64_t revision = snapshot ? core_->last_record_revision() : 0;
@@ -94,7 +94,7 @@ class SubmittedTest : public ::testing::Test {
     return Call(op).sync_node();
   }
 
-  // A worker of the group, which is seated at once.
+  // Joins as a worker of the group, which is seated at once.
   v1::OpResult Join(const std::string& group, uint64_t incarnation) {
     v1::Op op;
     v1::JoinRequest* const join = op.mutable_join();
@@ -113,7 +113,7 @@ class SubmittedTest : public ::testing::Test {
     fence->set_incarnation(incarnation);
     fence->set_generation(joined.join().generation());
   }
-  // A published checkpoint of this step.
+  // Saves and publishes a checkpoint of this step.
   void SaveCheckpoint(const std::string& group, const v1::OpResult& joined, uint64_t incarnation,
                       int64_t step) {
     v1::Op begin;
@@ -170,7 +170,7 @@ TEST_F(SubmittedTest, GroupOfAnAttempt_IsClosedBeforeTheNextOne) {
   EXPECT_EQ(Get(job).attempts(), 2);
   EXPECT_EQ(Join("job-1.1", 12).error().detail().reason(), v1::ERROR_REASON_RENDEZVOUS_CLOSED);
   EXPECT_TRUE(Join("job-1.2", 13).has_join());
-  // The former one may have been forgotten.
+  // The former group may have been forgotten.
   core_->RemoveJob("job-1.1", now_, &out_);
   Collect();
   EXPECT_EQ(Join("job-1.1", 14).error().message(),
@@ -239,7 +239,7 @@ TEST_F(SubmittedTest, Identity_DecidesWhatACallMayDo) {
   EXPECT_EQ(as(ann, end).error().detail().reason(), v1::ERROR_REASON_SCOPE);
   EXPECT_EQ(core_->stats().refused_calls, 5u);
 
-  // What can be read of a member, and a job's own token, depose nobody.
+  // Knowing what can be read of a member, or a job's own token, does not suffice to depose.
   v1::Op list;
   v1::Fence* const fence = list.mutable_list_checkpoints()->mutable_fence();
   fence->set_job_id("job-1.1");
@@ -258,7 +258,7 @@ TEST_F(SubmittedTest, Identity_DecidesWhatACallMayDo) {
   Collect();
   EXPECT_FALSE(deposed_);
 
-  // The token ends with its attempt, also when nothing is known of it any more.
+  // The token ends with its attempt, also when nothing is known of the attempt any longer.
   EXPECT_TRUE(as(ann, cancel).has_control_job());
   Report("job-1", v1::PLACEMENT_STATE_ENDED);
   join.mutable_join()->mutable_fence()->set_job_id("job-1.1.agents");
@@ -302,11 +302,11 @@ TEST_F(SubmittedTest, RepeatedRequest_OfAUser_GetsTheFirstAnswer) {
     Restart(snapshot);
     EXPECT_EQ(as(ann, trigger).raise_trigger().trigger_id(), first) << snapshot;
   }
-  // A worker's name changes nothing: people are none.
+  // A worker's name changes nothing: people are no workers.
   fence->set_worker_id("w");
   EXPECT_EQ(as(ann, trigger).raise_trigger().trigger_id(), first);
   fence->clear_worker_id();
-  // Another's process of the same number is another client.
+  // A process of another user with the same number is another client.
   const uint64_t other = as(root, trigger).raise_trigger().trigger_id();
   EXPECT_NE(other, first);
   EXPECT_NE(other, 0u);
@@ -360,7 +360,7 @@ TEST_F(SubmittedTest, AttemptAfterARestore_ResumesFromTheCheckpointsOfTheFormer)
   EXPECT_EQ(StepToResume(group), 100);
 }
 
-// Of a start with a copy only the first records may be on the disk: the next one does not know
+// Only the first records of a start with a copy may be on the disk: the next start does not know
 // that it begins with a copy, unless it has to start over.
 TEST_F(SubmittedTest, Crash_InTheFirstStartWithACopy_GivesNoNumberAgain) {
   Call(SyncOp());
@@ -379,7 +379,7 @@ TEST_F(SubmittedTest, Crash_InTheFirstStartWithACopy_GivesNoNumberAgain) {
     options.cluster_id = "c1";
     core_ = std::make_unique<Core>(options);
     for (const Record& record : journal_) ASSERT_TRUE(core_->Replay(record.payload).ok());
-    // As the service does, whose journal has the terms of the restore.
+    // The service does the same: its journal has the terms of the restore.
     core_->StartTerm(std::max(restored_term + 1, core_->last_term() + 1), now_, &out_,
                      /*restored=*/core_->restored_term() < restored_term);
     Collect();
@@ -404,7 +404,7 @@ TEST_F(SubmittedTest, DryRun_SaysFromWhichCheckpointTheJobWouldResume) {
   dry.mutable_spec()->add_argv("./train");
   dry.mutable_spec()->set_max_processes(1);
   const auto plan = [&] { return Call(op).submit_job().plan().checkpoint(); };
-  // In a private folder there is none.
+  // A private folder has no checkpoint.
   EXPECT_EQ(plan().decided_by(), "program");
   EXPECT_FALSE(plan().has_record());
   EXPECT_EQ(plan().folder(), "");
@@ -429,7 +429,7 @@ TEST_F(SubmittedTest, DryRun_SaysFromWhichCheckpointTheJobWouldResume) {
   }
   variable->set_value("/c");
 
-  // Another job has some there.
+  // Another job has checkpoints there.
   const std::string job = Submit(2);
   Report(job, v1::PLACEMENT_STATE_RUNNING);
   v1::OpResult joined = Join("job-1.1", 11);
@@ -471,7 +471,7 @@ TEST_F(SubmittedTest, DryRunOfAJobThatIsThere_HasItsOwnNewestCheckpoint) {
   EXPECT_EQ(Call(op).submit_job().plan().checkpoint().decided_by(), "program");
   Report(job, v1::PLACEMENT_STATE_RUNNING);
   SaveCheckpoint("job-1.1", Join("job-1.1", 11), 11, 100);
-  // Also while the next attempt has not joined, and after a restart.
+  // This also holds while the next attempt has not joined, and after a restart.
   Report(job, v1::PLACEMENT_STATE_ENDED);
   Restart();
   Call(SyncOp());
@@ -511,7 +511,8 @@ TEST_F(SubmittedTest, Group_SaysWhatStagesItsAttemptHasReached) {
   Call(arrival);
   Call(beat);
   EXPECT_EQ(times(1).stepped_unix_ms(), 0);
-  // By its agent. A restarted coordinator, which reads the journal, hears it again.
+  // The times come from its agent. A restarted coordinator, which reads the journal, hears them
+  // again.
   const v1::AttemptTimes before = times(1);
   Restart();
   EXPECT_EQ(times(1).SerializeAsString(), before.SerializeAsString());
@@ -563,7 +564,7 @@ TEST_F(SubmittedTest, LostWorker_HasFailedWhenItWasHeardLast) {
   const absl::Time end = now_ + absl::Minutes(3);
   while (core_->NextDeadline() < end && Get(job).history(0).times().detected_unix_ms() == 0) {
     now_ = std::max(now_, core_->NextDeadline());
-    // Its node is heard all along.
+    // Its node is heard all the time.
     Report(job, v1::PLACEMENT_STATE_RUNNING);
     core_->Tick(now_, &out_);
     Collect();

@@ -129,7 +129,7 @@ class Bench {
   std::string deposed_why_;
 };
 
-// One worker process of the test: knows who it is and where it sits.
+// One worker process of the test, which knows who it is and where it sits.
 struct Worker {
   std::string id;
   uint64_t incarnation = 0;
@@ -208,7 +208,7 @@ class CoreTest : public ::testing::Test {
     op.mutable_heartbeat()->set_step(step);
     return bench_.Do(op);
   }
-  // A transaction in which nothing is asked for yet.
+  // Makes a transaction in which nothing is asked for yet.
   v1::Op TxnOp(const Worker& worker, uint64_t request_id) {
     v1::Op op;
     worker.FillFence(op.mutable_txn()->mutable_fence());
@@ -434,7 +434,8 @@ TEST_F(CoreTest, Join_ElasticAgentsWithOneMoreThanTheMaximum_SurvivorsKeepTheirP
   EXPECT_EQ(bench_.Result(fast).join().rank(), 1);
   EXPECT_FALSE(bench_.Answered(beyond));
 
-  // So does one that was killed and started again: its former self ends when it joins.
+  // The same holds for a worker that was killed and started again: its former self ends when it
+  // joins.
   end();
   const CallId other = join(0);
   const CallId restarted = join(1, /*start=*/1900);
@@ -442,7 +443,7 @@ TEST_F(CoreTest, Join_ElasticAgentsWithOneMoreThanTheMaximum_SurvivorsKeepTheirP
   EXPECT_EQ(bench_.Result(restarted).join().rank(), 1);
   EXPECT_FALSE(bench_.Answered(beyond));
 
-  // One that is silent for a lease has lost its claim.
+  // A worker that is silent for a lease has lost its claim.
   end();
   const CallId again = join(1, /*start=*/1900);
   bench_.Advance(kDefaultLease);
@@ -450,7 +451,7 @@ TEST_F(CoreTest, Join_ElasticAgentsWithOneMoreThanTheMaximum_SurvivorsKeepTheirP
   EXPECT_EQ(bench_.Result(beyond).join().rank(), 0);
 }
 
-// Its launch was started again before the old one, which waits for its workers, has left.
+// A launch was started again before the old one, which waits for its workers, has left.
 TEST_F(CoreTest, Leave_OfAnOldIncarnationBetweenGenerations_TakesNoPlaceFromTheNewOne) {
   v1::RendezvousSpec agents = Spec(1, 3);
   *agents.mutable_last_call() = ToProto(absl::Seconds(1));
@@ -480,7 +481,7 @@ TEST_F(CoreTest, Leave_OfAnOldIncarnationBetweenGenerations_TakesNoPlaceFromTheN
   EXPECT_EQ(bench_.Result(other).join().world_size(), 2);
 }
 
-// As one whose launch is stopped does once its workers have ended: the others have met by then.
+// A launch that is stopped leaves once its workers have ended: the others have met by then.
 TEST_F(CoreTest, Leave_ByAnElasticAgentBetweenGenerations_OthersDoNotWaitForIt) {
   v1::RendezvousSpec agents = Spec(1, 4);
   *agents.mutable_last_call() = ToProto(absl::Seconds(1));
@@ -496,7 +497,7 @@ TEST_F(CoreTest, Leave_ByAnElasticAgentBetweenGenerations_OthersDoNotWaitForIt) 
   fence->set_incarnation(902);
   fence->set_generation(1);
   fence->set_request_id(7);
-  // It has not asked for a place again, or it has.
+  // The agent has either asked for a place again or not.
   for (const bool asked : {false, true}) {
     for (const int node : {0, 1, 2}) join(node);
     bench_.Advance(absl::Seconds(1));
@@ -521,7 +522,7 @@ TEST_F(CoreTest, Leave_ByAnElasticAgentBetweenGenerations_OthersDoNotWaitForIt) 
   }
 }
 
-// Where their number is fixed, so is that of the workers.
+// If the number of agents is fixed, so is that of the workers.
 TEST_F(CoreTest, Join_OtherSpecOfFixedAgents_IsRefused) {
   v1::Op op = JoinOp({"node0", 900}, Spec(1, 1));
   op.mutable_join()->mutable_fence()->set_job_id("j.agents");
@@ -576,7 +577,7 @@ TEST_F(CoreTest, Join_TimeoutsOneAfterTheOther_AllNameTheOneThatNeverCame) {
     EXPECT_THAT(bench_.Error(call).message(), HasSubstr("4 of 5 workers joined"));
     EXPECT_THAT(bench_.Error(call).detail().missing_ranks(), ElementsAre(0));
     EXPECT_EQ(bench_.Error(call).detail().culprits_size(), 1);
-    // They share the bytes, however many they are.
+    // The callers share the bytes, however many they are.
     EXPECT_EQ(bench_.replies_[call].answer, bench_.replies_[calls[0]].answer);
   }
   EXPECT_EQ(std::count_if(bench_.notices_.begin(), bench_.notices_.end(),
@@ -741,7 +742,7 @@ TEST_F(CoreTest, Members_SayWhyTheyHaveTheirRanks_AlsoAfterARestart) {
                           "-1 s: waits for a free seat: generation 1 runs with 2 workers"));
   Exit(workers[0], 1);
   EXPECT_THAT(why()[2], HasSubstr("waits for 2 of 2 workers; spares here: 1"));
-  // Another spare is passed over.
+  // This other spare is passed over.
   v1::Op other = JoinOp({"t", 10, "h9"}, spec_);
   other.mutable_join()->set_spare(true);
   bench_.Do(other);
@@ -797,7 +798,7 @@ TEST_F(CoreTest, Spare_OfAnElasticJob_ReplacesTheLostAtOnce) {
   EXPECT_EQ(bench_.Result(spares[0]).join().rank(), workers[1].rank);
   EXPECT_FALSE(bench_.Answered(spares[1]));
 
-  // Who leaves on purpose is not replaced.
+  // A worker that leaves on purpose is not replaced.
   std::vector<Worker> next = {workers[0], workers[2], workers[3], {"s900", 900, "h9"}};
   Sit(&next[0], first);
   Sit(&next[1], second);
@@ -1269,7 +1270,7 @@ TEST_F(HubCoreTest, Seat_IsOnTheNodeThatItsBeatsComeThrough) {
   Attach("hub");
   Attach("old hub");
   BeatOf("hub", workers);
-  // What the hub before it still had in hand does not last.
+  // Facts that the former hub still had in hand do not last.
   BeatOf("old hub", {workers[1]});
   BeatOf("hub", workers);
   bench_.directives_.clear();
@@ -1334,7 +1335,7 @@ TEST_F(CoreTest, Kv_LeasedKeyOfAnEndedGeneration_DiesWithTheLease) {
   v1::Op end;
   end.mutable_end_generation()->mutable_fence()->set_job_id("j");
   bench_.Do(end);
-  bench_.Do(JoinOp(workers[0], spec_));  // waits for the other one, which is never heard of again
+  bench_.Do(JoinOp(workers[0], spec_));  // waits for the other one, which never returns
   EXPECT_EQ(Get("w0"), "v");
   EXPECT_EQ(Get("w1"), "v");
   bench_.Advance(absl::Seconds(10));
@@ -1521,7 +1522,7 @@ TEST_F(CoreTest, Fence_OfAMemberWithNumbersThatNobodyCanHaveSeen_DeposesNobody) 
     EXPECT_FALSE(bench_.deposed_);
     EXPECT_EQ(bench_.core_->stats().unproven_deposals, ++refused);
   }
-  // What a later coordinator does give out.
+  // A later coordinator does give these numbers out.
   v1::Op op = PutOp(workers[0], "k", "v");
   op.mutable_txn()->mutable_fence()->set_term_seen(term + 65537);
   op.mutable_txn()->mutable_fence()->set_revision_seen(((term + 65537) << 40) + 7);
@@ -1601,7 +1602,7 @@ TEST_F(CoreTest, Agent_ThatHasSeenAHigherTerm_DeposesIfItSpeaksForASeat) {
   EXPECT_THAT(bench_.deposed_why_, HasSubstr("--restored"));
 }
 
-// What a client of a state that was lost has in hand.
+// The client's knowledge of a lost state.
 struct Lost {
   std::vector<Record> copy;  // of the journal, before it was lost
   Worker survivor, young;    // the young one was started after the copy was made
@@ -1610,8 +1611,8 @@ struct Lost {
 
 class RestoredCoreTest : public CoreTest {
  protected:
-  // A job goes on after a copy of the journal was made: "k" is written again, a worker is started
-  // again, a generation is sealed, over a restart of the coordinator.
+  // A job continues after a copy of the journal was made: "k" is written again, a worker is started
+  // again, and a generation is sealed, over a restart of the coordinator.
   Lost LoseAState() {
     Lost lost;
     std::vector<Worker> workers = Form(2);
@@ -1675,8 +1676,8 @@ TEST_F(RestoredCoreTest, Marked_NothingSeenOfTheLostStateIsTakenForNew) {
   const std::optional<v1::OpError> watch = Watch(lost.revision + 1);
   ASSERT_TRUE(watch.has_value());
   EXPECT_EQ(watch->detail().reason(), v1::ERROR_REASON_COMPACTED);
-  // Generations, also the one that the copy does not know; and a worker it does not know is not
-  // taken for an older one.
+  // Generations, also the one that the copy does not know; and a worker that it does not know is
+  // not taken for an older one.
   for (const Worker& worker : {lost.survivor, lost.young}) {
     const CallId call = bench_.Do(PutOp(worker, "k", "v"));
     EXPECT_EQ(bench_.Reason(call), v1::ERROR_REASON_STALE_GENERATION);
@@ -1792,7 +1793,7 @@ TEST_F(CoreTest, GetMembers_HasTheCountOfProgressOfBeatsAndHeartbeats) {
   const v1::GetMembersReply& reply = bench_.Result(bench_.Do(op)).get_members();
   ASSERT_EQ(reply.members_size(), 2);
   EXPECT_EQ(reply.members(0).progress() + reply.members(1).progress(), 15u);
-  // An older worker, or an older agent, says nothing of it.
+  // A worker or an agent of an older version says nothing about it.
   one->clear_progress();
   bench_.core_->HandleBeat("node-" + workers[1].host, beat, bench_.now_, &bench_.out_);
   bench_.Collect();
@@ -1998,7 +1999,7 @@ TEST_F(CoreTest, Lease_RunsOutAfterTheEnd_CountsAsLostToo) {
   EXPECT_EQ(members(v1::WORKER_STATE_RUNNING), 2);
   EXPECT_EQ(members(v1::WORKER_STATE_LOST), 2);
   EXPECT_EQ(bench_.core_->stats().workers_lost, 2u);
-  // Who waits for the next generation is there once.
+  // A worker that waits for the next generation counts once.
   bench_.Do(JoinOp(workers[0], spec_), "node-h0");
   EXPECT_EQ(members(v1::WORKER_STATE_RUNNING), 1);
   EXPECT_EQ(members(v1::WORKER_STATE_JOINING), 1);
@@ -2075,7 +2076,7 @@ TEST_F(CoreTest, Pause_OfTheCoordinator_GrantsAFullLease) {
   EXPECT_EQ(bench_.core_->stats().workers_lost, 1u);
 }
 
-// What the agent of `host` says of those workers.
+// Returns a beat of the agent of `host` about those workers.
 v1::Beat BeatOf(const std::vector<Worker>& workers, const std::string& host) {
   v1::Beat beat;
   for (const Worker& worker : workers) {
@@ -2090,7 +2091,7 @@ v1::Beat BeatOf(const std::vector<Worker>& workers, const std::string& host) {
 
 class CutTest : public CoreTest {
  protected:
-  // One worker on each of so many hosts, each with its agent.
+  // Forms a generation with one worker on each of `hosts` hosts, each with its agent.
   void FormWithAgents(int hosts) {
     workers_ = Form(hosts, true, hosts);
     for (int i = 0; i < hosts; ++i) Attach(i);
@@ -2105,13 +2106,13 @@ class CutTest : public CoreTest {
                              bench_.now_, &bench_.out_);
     bench_.Collect();
   }
-  // A spare on host 9.
+  // Lets a spare on host 9 join.
   CallId SpareJoins() {
     v1::Op spare = JoinOp({"spare", 900, "h9"}, spec_);
     spare.mutable_join()->set_spare(true);
     return bench_.Do(spare, "node-h9");
   }
-  // Seconds in which only these hosts are heard, each twice in a lease or more.
+  // Lets seconds pass in which only these hosts are heard, each at least twice in a lease.
   void Pass(int seconds, const std::vector<int>& heard) {
     for (int i = 0; i < seconds; ++i) {
       bench_.Advance(absl::Seconds(1));
@@ -2553,7 +2554,8 @@ TEST_F(CoreTest, AgreeAlive_Timeout_NamesTheLivingWhoDidNotCome) {
   EXPECT_THAT(bench_.Error(call).message(), HasSubstr("rank 1"));
 }
 
-// Its machine went down with the coordinator: the others are told who is left, and no timeout.
+// A rank's machine went down with the coordinator: the others learn who is left, and get no
+// timeout.
 TEST_F(CoreTest, AgreeAlive_LongerOutageThanItsTimeout_LeavesOutWhoDoesNotComeBack) {
   std::vector<Worker> workers = Form(3, false);
   bench_.Restart();
@@ -2644,7 +2646,7 @@ class StacksTest : public CoreTest {
     bench_.directives_.clear();
     return bench_.Do(op);
   }
-  // The agent's answer to the question `index` of the last call.
+  // Sends the agent's answer to the question `index` of the last call.
   void Reply(size_t index, const std::string& text) {
     const v1::CollectStack& asked = bench_.directives_.at(index).directive->collect_stack();
     v1::StackReply stack;
@@ -2674,7 +2676,7 @@ TEST_F(StacksTest, AllAgentsAnswer_ReplyHasTheStacksOfNow) {
   EXPECT_EQ(reply.stacks(1).worker().process_state(), "sleeping");
   EXPECT_EQ(reply.stacks(1).worker().native_stack(), "#0 write()");
   EXPECT_EQ(reply.stacks(1).missing(), "");
-  // Another question shows no stack of this one.
+  // A later question does not show the stack of this one.
   const CallId later = Ask({0});
   bench_.Advance(absl::Seconds(5));
   const v1::RankStack row = bench_.Result(later).capture_stacks().stacks(0);
@@ -3366,13 +3368,13 @@ TEST_F(CoreTest, Job_ThatIsOver_BeforeItsSuccessorSeals_KeepsItsNumbersOverARest
 
 TEST_F(CoreTest, Job_WithWorkersThatMayComeBack_KeepsItsName) {
   std::vector<Worker> workers = Form(2);
-  // Between two generations: one has failed, the other lives.
+  // This is between two generations: one worker has failed, the other lives.
   Exit(workers[0], 1);
   const v1::RendezvousSpec other = Spec(3, 3);
   CallId call = bench_.Do(JoinOp({"x", 9}, other));
   EXPECT_EQ(bench_.Error(call).detail().field(), "spec");
   EXPECT_THAT(bench_.Error(call).message(), HasSubstr("alive"));
-  // Nothing is heard of the other one any more.
+  // The other worker is not heard any longer.
   bench_.Advance(absl::Seconds(7));
   call = bench_.Do(JoinOp({"x", 9}, other));
   EXPECT_FALSE(bench_.Answered(call)) << "it waits for the other two";
@@ -3463,7 +3465,7 @@ TEST_F(CoreTest, Trigger_WhileWorkersGatherFirst_IsKeptOverARestart) {
 
 class BetweenAttemptsTest : public CoreTest {
  protected:
-  // All workers have ended, one of them badly, and their agent may start them again.
+  // Ends all workers, one of them badly, and their agent may start them again.
   void FailAnAttempt() {
     workers_ = Form(2);
     bench_.core_->AttachAgent("node-h0", v1::Hello(), bench_.now_, &bench_.out_);
@@ -3562,14 +3564,14 @@ TEST_F(BetweenAttemptsTest, AgentBehindAHub_IsAskedForAndNotItsHub) {
   EXPECT_EQ(bench_.Reason(call), v1::ERROR_REASON_JOB_RUNS);
   EXPECT_THAT(bench_.Error(call).message(), HasSubstr("by agent \"agent-h0\" on host \"h0\""));
   EXPECT_TRUE(bench_.Result(bench_.Do(Raise())).has_raise_trigger());
-  // It has gone over to the coordinator.
+  // The agent has gone over to the coordinator.
   roster({"elsewhere"});
   v1::Hello hello;
   hello.set_host("h0");
   bench_.core_->AttachAgent("agent-h0", hello, bench_.now_, &bench_.out_);
   bench_.Collect();
   EXPECT_EQ(bench_.Reason(bench_.Do(Remove())), v1::ERROR_REASON_JOB_RUNS);
-  // It has given up.
+  // The agent has given up.
   bench_.core_->DetachAgent("agent-h0", bench_.now_, &bench_.out_);
   bench_.Collect();
   EXPECT_EQ(bench_.Reason(bench_.Do(Raise())), v1::ERROR_REASON_JOB_ENDED);
@@ -3620,7 +3622,7 @@ TEST_F(CoreTest, Trigger_OfARunThatIsDone_IsNotPassedOn) {
   Exit(workers[0], 1);
   workers[0].incarnation = 201;
   EXPECT_EQ(triggers_told(workers), 1);
-  // It was not restarted for long.
+  // The job was not restarted for long.
   Exit(workers[0], 1);
   bench_.Advance(absl::Seconds(600));
   workers[0].incarnation = 202;
@@ -3649,7 +3651,7 @@ TEST_F(CoreTest, Trigger_Acknowledged_IsNotToldAgainAfterARestart) {
     EXPECT_EQ(poll(workers[0], false), 0) << "it has acted upon it";
     EXPECT_EQ(poll(workers[1], false), 1);
   }
-  // The last one: it is gone, also for the next coordinator.
+  // This was the last acknowledgement: the trigger is gone, also for the next coordinator.
   poll(workers[1], true);
   bench_.Restart();
   EXPECT_EQ(poll(workers[1], false), 0);
@@ -3737,7 +3739,7 @@ TEST_F(CoreTest, Join_ThatHasWaited_IsGivenWhatIsLeftOfItsTimeout) {
   bench_.Advance(absl::Seconds(60));
   bench_.Restart();
   const CallId again = join("a", 1, absl::Seconds(60));
-  // The one that it waits for may be on its way back.
+  // The worker that it waits for may be on its way back.
   const CallId longest = join("b", 2, absl::Hours(9));
   bench_.Advance(absl::Seconds(2));
   EXPECT_FALSE(bench_.Answered(longest));
@@ -3871,7 +3873,7 @@ TEST_F(CoreTest, Barrier_AfterARestart_IsGivenWhatIsLeftOfItsTimeout) {
 }
 
 TEST_F(CoreTest, Event_WithManyJobs_LooksAtItsOwnOnly) {
-  // What an event costs shows in the jobs it looks at. Pauses above 20 ms between events make it
+  // The cost of an event shows in the jobs it looks at. Pauses above 20 ms between events make it
   // look for leases that ran meanwhile.
   const auto visited = [](int jobs) {
     Bench bench;
@@ -4104,7 +4106,7 @@ TEST_F(CoreTest, Handle_MutatedOps_NeverCrash) {
     for (const Record& record : bench_.out_.records) records.push_back(record.payload);
     bench_.out_.Clear();
   }
-  // What it wrote can be read again, and gives the same state.
+  // The records that it wrote can be read again, and give the same state.
   Core replayed{bench_.options_};
   for (const Record& record : bench_.journal_) ASSERT_TRUE(replayed.Replay(record.payload).ok());
   for (const std::string& payload : records) {
@@ -4188,7 +4190,7 @@ class CheckpointTest : public CoreTest {
         .begin_checkpoint()
         .checkpoint_id();
   }
-  // As an operator asks.
+  // Resolves as an operator.
   CallId Resolve() {
     v1::Op op;
     op.mutable_resolve_checkpoint()->mutable_fence()->set_job_id("j");

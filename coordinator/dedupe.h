@@ -14,10 +14,10 @@
 namespace muster::coordinator {
 
 // Answers already given, by (worker_id, incarnation, request_id), so that a repeated request has no
-// second effect. Of the latest `keep` of each worker those of together `keep_bytes`, and at least
-// the last one, are held, and of the others that they were given. An id below all of these is taken
-// for forgotten, one among them that never came is new: ids of a worker must grow, but may overtake
-// each other on the way. `Value` is the answer. Not thread-safe.
+// second effect. For each worker, the latest `keep` requests are known, and the latest of their
+// answers, `keep_bytes` together but at least one, are held. An id below all of these requests
+// counts as forgotten; one among them that never came is new, because ids of a worker must grow but
+// may overtake each other on the way. `Value` is the answer. Not thread-safe.
 template <typename Value>
 class Dedupe {
  public:
@@ -73,8 +73,8 @@ class Dedupe {
 
   void Forget(absl::string_view worker_id) { workers_.erase(worker_id); }
   bool Knows(absl::string_view worker_id) const { return workers_.contains(worker_id); }
-  // Ids of this worker up to this one that are not kept were answered once, as a snapshot says.
-  // Smaller ones may be kept: it says so before or after this.
+  // Notes that ids of this worker up to this one that are not kept were answered once, as a
+  // snapshot says. Smaller ones may be kept: the snapshot says so before or after this.
   void NoteForgotten(absl::string_view worker_id, uint64_t incarnation, uint64_t request_id) {
     Worker& worker = workers_[worker_id];
     if (worker.incarnation != incarnation) {
@@ -83,7 +83,7 @@ class Dedupe {
     }
     worker.forgotten = std::max(worker.forgotten, request_id);
   }
-  // The answers to ids of this worker up to this one are no longer kept.
+  // Forgets the answers to ids of this worker up to this one.
   void ForgetUpTo(absl::string_view worker_id, uint64_t incarnation, uint64_t request_id) {
     NoteForgotten(worker_id, incarnation, request_id);
     Worker& worker = workers_.find(worker_id)->second;
@@ -102,8 +102,8 @@ class Dedupe {
     if (worker.order.empty()) worker.answers = {};
   }
 
-  // Calls f(worker_id, incarnation, request_id) for each worker of which answers are kept: the
-  // largest id of those.
+  // Calls f(worker_id, incarnation, request_id) for each worker with answers that are kept, with
+  // the largest id of these.
   template <typename F>
   void ForEachNewest(F f) const {
     for (const auto& [worker_id, worker] : workers_) {
@@ -112,8 +112,9 @@ class Dedupe {
     }
   }
 
-  // Calls f(worker_id, incarnation, request_id) for each worker of which something was dropped: the
-  // largest id of that, up to which all that is not kept is forgotten for who knows no more.
+  // Calls f(worker_id, incarnation, request_id) for each worker of which something was dropped,
+  // with the largest dropped id: a core that knows only this takes every id up to it that is not
+  // kept for forgotten.
   template <typename F>
   void ForEachForgotten(F f) const {
     for (const auto& [worker_id, worker] : workers_) {
@@ -145,10 +146,10 @@ class Dedupe {
   };
   struct Worker {
     uint64_t incarnation = 0;
-    uint64_t forgotten = 0;  // the largest id of which nothing is known any more
+    uint64_t forgotten = 0;  // the largest id of which nothing is known any longer
     absl::flat_hash_map<uint64_t, Stored> answers;
     std::deque<uint64_t> order;
-    size_t dropped = 0;  // of `order`, at its front: those without their values
+    size_t dropped = 0;  // how many at the front of `order` have lost their values
     size_t bytes = 0;
   };
   const size_t keep_;

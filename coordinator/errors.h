@@ -11,8 +11,8 @@
 
 namespace muster::coordinator {
 
-// An error with its reason; `retryable` follows from the reason. `message` is one line that names
-// the thing at fault and the way out.
+// Returns an error with its reason; `retryable` follows from the reason. `message` is one line that
+// names the thing at fault and the way out.
 v1::OpError MakeError(absl::StatusCode code, v1::ErrorReason reason, std::string message);
 
 // INVALID_ARGUMENT / BAD_FIELD: `field` of the request is at fault.
@@ -28,8 +28,8 @@ using rpc::ToProto;
 // "barrier" -> "\"barrier\"", cut at 80 bytes, non-printing bytes escaped: for names in messages.
 std::string Quoted(absl::string_view name);
 
-// At most `max` bytes of `text`, whole UTF-8 characters only: a half one would make the message
-// unreadable.
+// Returns at most `max` bytes of `text`, whole UTF-8 characters only: half a character would make
+// the message unreadable.
 std::string Cut(absl::string_view text, size_t max);
 
 // "rank 3 (w3 on host7, pid 4711, stopped, step 41, last heard of 3.1s ago)", as far as known.

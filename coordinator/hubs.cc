@@ -156,7 +156,7 @@ void Hubs::Attach(absl::string_view node, const v1::Hello& hello, absl::Time now
   Agent* agent = Find(node);
   const bool resumed = agent != nullptr;
   if (!resumed) {
-    // It may have been on its way to a hub, and is back.
+    // The agent may have been on its way to a hub, and is back.
     EndMove(name);
     if (const auto it = listed_.find(node); it != listed_.end()) --behind_;
     auto owned = std::make_unique<Agent>();
@@ -253,7 +253,8 @@ void Hubs::Roster(absl::string_view node, const v1::HubRoster& roster, absl::Tim
   Agent* const hub = Find(node);
   if (hub == nullptr) return;
   List(hub, &roster);
-  // It has agents behind it, which this coordinator did not know of when it sent it away: it stays.
+  // The hub has agents behind it, which this coordinator did not know of when it sent it away: it
+  // stays.
   if (!hub->roster.empty()) EndMove(hub->node);
   for (const std::string& one : hub->roster) {
     const auto it = under_way_.find(one);

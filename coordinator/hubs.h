@@ -53,46 +53,48 @@ class Hubs {
   static constexpr absl::Duration kArrival = absl::Seconds(30);
   static constexpr absl::Duration kBarred = absl::Minutes(1);
   static constexpr absl::Duration kMemory = absl::Hours(1);
-  // An agent that has had a session before may be a hub of an earlier term: for so long it has
-  // the time to say so with its first beat.
+  // An agent that has had a session before may be a hub of an earlier term: it has this long to say
+  // so with its first beat.
   static constexpr absl::Duration kFirstBeat = absl::Seconds(3);
   static constexpr size_t kMaxRoster = 1024;     // more agents behind one hub are not looked at
   static constexpr size_t kMaxListed = 1 << 18;  // nor more behind all hubs together
 
   explicit Hubs(const HubOptions& options) : options_(options) {}
 
-  // A stream of the agent began. Without a preceding Detach, its session continues.
+  // Notes that a stream of the agent began. Without a preceding Detach, its session continues.
   void Attach(absl::string_view node, const v1::Hello& hello, absl::Time now);
-  // The agent's session has ended: the agent ended, moved, or was away for too long.
+  // Notes that the agent's session has ended: the agent ended, moved, or was away for too long.
   void Detach(absl::string_view node, absl::Time now);
-  // From the agent `node`: all those it speaks for.
+  // Takes the list of all agents that `node` speaks for.
   void Roster(absl::string_view node, const v1::HubRoster& roster, absl::Time now);
   void Tick(absl::Time now);
-  // When Tick has something to do; InfiniteFuture: nothing waits.
+  // Returns when Tick has something to do; InfiniteFuture: nothing waits.
   absl::Time NextDeadline() const;
 
-  // The agents to move now. Call it after each of the above.
+  // Returns the agents to move now. Call it after each of the above.
   std::vector<HubMove> Decide();
-  // One line for operators, once for each time that agents ought to move and no agent can be a hub.
+  // Returns one line for operators, once for each time that agents ought to move and no agent can
+  // be a hub.
   std::optional<std::string> TakeNotice();
 
-  // An agent on this host that is here, attached or listed by its hub; empty: none.
+  // Returns an agent on this host that is attached or listed by its hub; empty: there is none.
   std::string AgentOn(absl::string_view host) const;
 
   int agents_behind() const { return behind_; }
-  int hubs() const { return hubs_; }  // that speak for others
+  int hubs() const { return hubs_; }  // hubs that speak for others
 
  private:
   struct Agent {
     std::string node;
     std::string address;  // empty: it cannot be a hub
     bool follows = false;
-    uint64_t order = 0;                            // of its coming
+    uint64_t order = 0;                            // its place in the order of arrival
     absl::Time movable_at = absl::InfinitePast();  // not before
     absl::Time barred_until = absl::InfinitePast();
     bool under_way = false;  // to its hub
     bool gone = false;       // its hub lists it, though its session here has not ended yet
-    bool lost = false;       // it was sent to a hub and never came there: let alone in this session
+    bool lost = false;       // it was sent to a hub and never came there: left alone in this
+                             // session
     std::vector<std::string> roster;
     int coming = 0;  // under way to it
 
@@ -112,28 +114,30 @@ class Hubs {
   struct Suspect {
     std::string reporter;
     absl::Time reported = absl::InfinitePast();
-    int times = 0;                              // it was barred, since it last had agents
-    absl::Time until = absl::InfinitePast();    // it is barred
+    int times = 0;                              // how often it was barred since it last had agents
+    absl::Time until = absl::InfinitePast();    // until when it is barred
     absl::Time look_at = absl::InfinitePast();  // in bars_
   };
   using ByOrder = absl::btree_set<std::pair<uint64_t, Agent*>>;
   using ByTime = absl::btree_set<std::pair<absl::Time, std::string>>;
 
   Agent* Find(absl::string_view node);
-  // An agent is changed between these two only: they keep it in, and out of, the indices.
+  // An agent is changed only between these two, which take it out of the indices and put it back.
   void Unindex(Agent* agent);
   void Index(Agent* agent);
-  // What an agent or its hub said last. DropHost: unless the node is still attached or listed.
+  // SetHost notes what an agent or its hub said last; DropHost forgets it unless the node is still
+  // attached or listed.
   void SetHost(const std::string& node, absl::string_view host);
   void DropHost(const std::string& node);
-  // The agent's `coming`, also of one that is not attached at the moment.
+  // Adds to the agent's `coming`, also if the agent is not attached at the moment.
   void AddComing(const std::string& hub, int n);
   void EndMove(const std::string& node);
   void List(Agent* hub, const v1::HubRoster* roster);
   void HubFailed(const std::string& hub, const std::string& reporter);
-  // After a change of `suspect`: when it is looked at again, and whether its agent is barred.
+  // Called after a change of `suspect`: sets when it is looked at again, and whether its agent is
+  // barred.
   void LookAgain(const std::string& hub, Suspect* suspect);
-  // Whether `node` does not count as behind a hub although one lists it.
+  // Returns whether `node` does not count as behind a hub although one lists it.
   bool IsDirect(absl::string_view node) const;
   bool Failed(const std::string& node, const std::string& hub) const;
   Agent* HubFor(const Agent& agent);
@@ -163,15 +167,15 @@ class Hubs {
   absl::btree_set<std::pair<std::pair<int, uint64_t>, Agent*>>
       rooms_;        // hubs with room, the fullest first
   ByTime waiting_;   // plain, may move then
-  ByTime arrivals_;  // of under_way_
-  ByTime bars_;      // of suspects_
+  ByTime arrivals_;  // in under_way_
+  ByTime bars_;      // in suspects_
   bool said_ = false;
   std::optional<std::string> notice_;
 };
 
-// Hubs of agents that may not speak for one another: those of each group have hubs among
-// themselves. The methods are those of Hubs; an event costs O(log groups) more. What is known of a
-// group is forgotten with the last agent that is attached, except of the group without a name.
+// Hubs of agents that may not speak for one another: each group has hubs of its own. The methods
+// are those of Hubs; an event costs O(log groups) more. A group is forgotten with its last attached
+// agent, except the group without a name.
 class GroupedHubs {
  public:
   explicit GroupedHubs(const HubOptions& options) : options_(options) {}
@@ -196,13 +200,13 @@ class GroupedHubs {
     absl::Time deadline = absl::InfiniteFuture();  // in deadlines_
   };
   using Groups = absl::btree_map<std::string, Group>;
-  // Runs `change` on the group's hubs and brings what is counted up to date.
+  // Runs `change` on the group's hubs and updates the counts.
   template <typename F>
   void Change(Groups::value_type* group, F change);
 
   const HubOptions options_;
   Groups groups_;
-  absl::flat_hash_map<std::string, std::string> group_of_;  // of attached nodes
+  absl::flat_hash_map<std::string, std::string> group_of_;  // by attached node
   absl::btree_set<std::pair<absl::Time, std::string>> deadlines_;
   absl::btree_set<std::string> changed_;  // groups to decide about
   int behind_ = 0, hubs_ = 0;

@@ -33,7 +33,7 @@ class HubsTest : public ::testing::Test {
   void Make(int direct, int per_hub) {
     hubs_.emplace(HubOptions{.direct_agents = direct, .agents_per_hub = per_hub});
   }
-  // Who moved to which hub.
+  // Returns who moved to which hub.
   std::map<std::string, std::string> Decide() {
     std::map<std::string, std::string> moved;
     for (const HubMove& move : hubs_->Decide()) moved[move.node] = move.hub;
@@ -59,7 +59,7 @@ class HubsTest : public ::testing::Test {
     hubs_->Tick(now_);
     return Decide();
   }
-  // Back from `hub`, in a new session.
+  // Attaches an agent that is back from `hub`, in a new session.
   std::map<std::string, std::string> Failed(const std::string& node, const std::string& hub,
                                             bool offers = false) {
     v1::Hello hello = Hello(node, offers);
@@ -125,7 +125,7 @@ TEST_F(HubsTest, AgentsThatDoNotKnowUseHub_StayDirectWithoutANotice) {
     EXPECT_THAT(Attach(Hello(absl::StrCat("n", i), /*offers=*/true, /*follows=*/false)), IsEmpty());
   }
   EXPECT_EQ(hubs_->TakeNotice(), std::nullopt);
-  // One that knows it moves in their place.
+  // An agent that knows the directive moves in their place.
   EXPECT_EQ(Attach(Hello("new")), (Moves{{"new", "n0"}}));
 }
 
@@ -137,7 +137,7 @@ TEST_F(HubsTest, NobodyOffersItself_IsSaidOnceUntilThatChanges) {
   EXPECT_THAT(*notice, HasSubstr("--hub_listen"));
   Attach(Hello("n5", /*offers=*/false));
   EXPECT_EQ(hubs_->TakeNotice(), std::nullopt);
-  // All above the limit go to the first that can.
+  // All above the limit go to the first agent that can be a hub.
   EXPECT_EQ(Attach(Hello("able")).size(), 4u);
   for (int i = 0; i < 6; ++i) Detach(absl::StrCat("n", i));
   Detach("able");
@@ -153,7 +153,7 @@ TEST_F(HubsTest, Roster_EndsTheWayAndCounts) {
   EXPECT_EQ(hubs_->agents_behind(), 0);
   Tell("a", {"b"});
   EXPECT_EQ(hubs_->agents_behind(), 1);
-  // It is there: nothing runs out.
+  // It has arrived: nothing runs out.
   EXPECT_EQ(hubs_->NextDeadline(), absl::InfiniteFuture());
   Tell("a", {});
   EXPECT_EQ(hubs_->agents_behind(), 0);
@@ -176,7 +176,7 @@ TEST_F(HubsTest, StaleRoster_DoesNotTakeAnAgentThatIsHere) {
   Attach(Hello("b"));
   Tell("a", {"b"});
   EXPECT_EQ(hubs_->agents_behind(), 0);
-  // Once it is not here, the roster holds.
+  // Once the agent is not attached here, the roster holds.
   Detach("b");
   EXPECT_EQ(hubs_->agents_behind(), 1);
 }
@@ -224,7 +224,7 @@ TEST_F(HubsTest, FailedHub_IsNotGivenToThatAgent) {
   Attach(Hello("b", /*offers=*/false));
   Detach("b");
   EXPECT_THAT(Failed("b", "a"), IsEmpty());
-  // Others still go there.
+  // Other agents still go there.
   EXPECT_EQ(Attach(Hello("c")), (Moves{{"c", "a"}}));
   EXPECT_EQ(hubs_->TakeNotice(), std::nullopt);
 }
@@ -352,7 +352,7 @@ class World {
     Apply();
     Check();
   }
-  // From here on nothing fails: every agent finds a place.
+  // Lets nothing fail from here on: every agent finds a place.
   void Settle() {
     for (int i = 0; i < 10'000; ++i) {
       for (const auto& [node, to] : std::map<std::string, std::string>(sent_)) Go(node);
@@ -433,10 +433,10 @@ class World {
     agents_[node].hello = hello;
     Attach(node, "", /*fresh=*/true);
   }
-  // A hub that lives beats at least so often.
+  // Waits. A hub that lives beats at least this often.
   void Wait(absl::Duration time) {
     now_ += time;
-    // Who does not follow in time, so that its hub can tell of it, never does.
+    // An agent that does not follow in time for its hub to list it never does.
     for (auto it = sent_.begin(); it != sent_.end();) {
       if (sent_at_[it->first] + Hubs::kArrival - absl::Seconds(3) > now_) {
         ++it;
@@ -452,7 +452,7 @@ class World {
       Apply();
     }
   }
-  // An agent follows its directive.
+  // Lets an agent follow its directive.
   void Follow() { Go(Any(sent_)); }
   void Go(const std::string& node) {
     if (node.empty()) return;
@@ -499,7 +499,7 @@ class World {
       Apply();
     }
   }
-  // A hub fails one agent, and lives.
+  // Lets a hub fail one agent, and live on.
   void Fail() {
     const std::string node = Any(agents_);
     if (node.empty() || agents_[node].hub.empty()) return;
@@ -555,7 +555,7 @@ TEST(HubsProperty, RandomEvents_KeepTheRules) {
     World world(seed, {.direct_agents = seed % 7, .agents_per_hub = 1 + seed % 9});
     for (int i = 0; i < 500 && !::testing::Test::HasFailure(); ++i) world.Step();
     world.Settle();
-    // Each coming is followed by one move, or by none.
+    // Each arrival is followed by at most one move.
     EXPECT_LE(world.moves(), world.comings());
     EXPECT_GT(world.moves(), 0);
   }

@@ -36,7 +36,7 @@ void Incarnations::Depart(const std::string& worker_id, uint64_t incarnation) {
 }
 
 std::vector<std::string> Incarnations::ForgetOldest(size_t seats) {
-  // Those that came back leave the order; of those that left again, the last time counts.
+  // Workers that came back leave the order; for one that left again, the last time counts.
   absl::flat_hash_set<absl::string_view> listed;
   std::deque<std::string> order;
   for (auto it = departed_order_.rbegin(); it != departed_order_.rend(); ++it) {

@@ -20,21 +20,21 @@ namespace muster::coordinator {
 //   departed  the last incarnation of a worker that the current generation was sealed without: a
 //             newer one fences it, and its keys and answers are still its own
 //
-// Both are bounded: of the oldest workers nothing is known any more. Not thread-safe.
+// Both are bounded: the oldest workers are forgotten. Not thread-safe.
 class Incarnations {
  public:
   static constexpr size_t kOfAWorker = 16;  // fenced incarnations
   static constexpr size_t kWorkers = 1024;  // and some for each seat of the job
 
   bool IsFenced(absl::string_view worker_id, uint64_t incarnation) const;
-  // `seats`: how many the job has or may have.
+  // `seats`: how many seats the job has or may have.
   void Fence(absl::string_view worker_id, uint64_t incarnation, size_t seats);
 
   std::optional<uint64_t> Departed(absl::string_view worker_id) const;
   void Depart(const std::string& worker_id, uint64_t incarnation);
-  // It has a seat again.
+  // Notes that the worker has a seat again.
   void Return(absl::string_view worker_id) { departed_.erase(worker_id); }
-  // After a seal: the workers that are forgotten now. O(departed).
+  // Called after a seal: returns the workers that are forgotten now. O(departed).
   std::vector<std::string> ForgetOldest(size_t seats);
 
   // Calls f(worker_id, incarnation), oldest worker first.

@@ -12,8 +12,8 @@
 namespace muster::coordinator {
 namespace {
 
-// Of what the operations of one transaction write, each of which stays in memory until it ends: an
-// append of one byte writes the whole value.
+// The most bytes that the operations of one transaction may write, all of which stay in memory
+// until it ends: an append of one byte writes the whole value.
 constexpr size_t kMaxWrittenBytes = 64 << 20;
 
 std::optional<v1::OpError> CheckKey(absl::string_view key, absl::string_view where) {
@@ -316,7 +316,7 @@ std::optional<v1::OpError> KvStore::Txn(const v1::TxnRequest& request,
         return one.after == nullptr ||
                (one.before != nullptr && one.before->mod_revision() == revision);
       })) {
-    // One entry a key: what it was before, what it is now.
+    // Keeps one entry for each key: what it was before, and what it is now.
     absl::flat_hash_map<std::string, size_t> at;
     std::vector<KvChange> merged;
     for (size_t i = first_change; i < changes->size(); ++i) {
@@ -435,7 +435,7 @@ bool KvStore::StartWait(CallId call, const v1::WaitRequest& request, absl::Time 
   const absl::Duration least = std::max(kLeastRest, hold_until_ - now);
   wait.deadline = now + RestOf(wait.timeout, request.waited(), least);
   wait.by_worker = !request.fence().worker_id().empty();
-  // Every key, also those that exist now: they may be deleted before the last one comes.
+  // Watches every key, also those that exist now: they may be deleted before the last one comes.
   for (const std::string& key : wait.keys) waiting_for_[key].insert(call);
   deadlines_.insert({wait.deadline, call});
   waits_.insert_or_assign(call, std::move(wait));

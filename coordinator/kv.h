@@ -23,7 +23,7 @@ namespace muster::coordinator {
 
 using CallId = uint64_t;
 
-// What one event did to one key.
+// The effect of one event on one key.
 struct KvChange {
   KvEntry::Ptr before;  // null: the key was absent
   KvEntry::Ptr after;   // null: the key was deleted
@@ -31,8 +31,8 @@ struct KvChange {
   absl::string_view key() const { return after != nullptr ? after->key() : before->key(); }
 };
 
-// What the stores of all jobs may hold, in memory, which is about what a snapshot of them has: the
-// journal can be cut only while the state fits into one.
+// The limits of what the stores of all jobs may hold in memory, which is about the size of a
+// snapshot of them: the journal can be cut only while the state fits into one.
 struct KvBudget {
   size_t of_job = 256 << 20;
   size_t of_all = 768 << 20;
@@ -45,14 +45,14 @@ class KvStore {
  public:
   static constexpr size_t kMaxKey = 1024;
   static constexpr size_t kMaxValue = 1 << 20;
-  static constexpr int kMaxOps = 4096;  // of each list of a transaction
+  static constexpr int kMaxOps = 4096;  // in each list of a transaction
   static constexpr int kMaxWaitKeys = 16384;
   static constexpr int kDefaultGetLimit = 1000;
-  static constexpr size_t kMaxReplyBytes = 3 << 20;  // of a page
-  // Of all values in one answer. A message has 4 MiB.
+  static constexpr size_t kMaxReplyBytes = 3 << 20;  // for a page
+  // The bytes of all values in one answer. A message has 4 MiB.
   static constexpr size_t kMaxAnswerBytes = 15 << 18;
 
-  // `budget` (null: unlimited) outlives it.
+  // `budget` (null: unlimited) must outlive this.
   explicit KvStore(KvBudget* budget = nullptr) : budget_(budget) {}
   ~KvStore() {
     if (budget_ != nullptr) budget_->used -= bytes_;
@@ -68,23 +68,24 @@ class KvStore {
   std::optional<v1::OpError> Txn(const v1::TxnRequest& request, absl::string_view lease_worker,
                                  uint64_t revision, v1::TxnReply* reply,
                                  std::vector<KvChange>* changes);
-  // Whether the answer to this transaction reveals anything that was not in the request: it has
-  // reads or conditions.
+  // Returns whether the answer to this transaction reveals anything that was not in the request: it
+  // has reads or conditions.
   static bool Reads(const v1::TxnRequest& request);
-  // Whether it can change anything.
+  // Returns whether the transaction can change anything.
   static bool Writes(const v1::TxnRequest& request);
 
-  // Deletes the keys tied to the lease of `worker_id`; all keys under `prefix`.
+  // DropLease deletes the keys tied to the lease of `worker_id`, DropPrefix all keys under
+  // `prefix`.
   void DropLease(absl::string_view worker_id, std::vector<KvChange>* changes);
   void DropPrefix(absl::string_view prefix, std::vector<KvChange>* changes);
 
-  // Puts a key as it was, at replay; deletes one.
+  // RestorePut puts a key as it was, at replay; RestoreDelete deletes one.
   void RestorePut(const v1::KeyValue& kv);
   void RestoreDelete(absl::string_view key);
   // Raises the version of every key above any that a client can have seen.
   void RaiseVersions(uint64_t by);
 
-  // Null: there is none. Valid until the next change.
+  // Returns null if there is no such key. Valid until the next change.
   const KvEntry* Find(absl::string_view key) const {
     const auto it = entries_.find(key);
     return it == entries_.end() ? nullptr : it->entry.get();
@@ -109,22 +110,24 @@ class KvStore {
   };
   std::optional<v1::OpError> CheckWait(const v1::WaitRequest& request) const;
   bool StartWait(CallId call, const v1::WaitRequest& request, absl::Time now, v1::WaitReply* reply);
-  // At a restart: waits that come again, however long they have waited, have until then, or for
-  // their timeout if that is less. Whoever writes what they wait for may come back later than they.
+  // After a restart, waits that come again have until `until`, or for their timeout if that is
+  // less, however long they have waited: the worker that writes what they wait for may come back
+  // later.
   void HoldFailuresUntil(absl::Time until) { hold_until_ = until; }
   void AbandonWait(CallId call);
-  // After `changes`: the waits that are now fulfilled. Equal waits share one reply.
+  // Takes the waits that `changes` have fulfilled. Equal waits share one reply.
   void TakeReady(const std::vector<KvChange>& changes, std::vector<Ready>* ready);
-  // The waits whose deadline is at or before `now`, with WAIT_TIMEOUT naming the first missing key.
+  // Takes the waits whose deadline is at or before `now`, with WAIT_TIMEOUT naming the first
+  // missing key.
   void TakeExpired(absl::Time now, std::vector<Ready>* ready);
-  // The calls of all waits, or only of those by workers (not operators).
+  // Takes the calls of all waits, or only of those by workers (not operators).
   std::vector<CallId> TakeWaits(bool only_workers);
   absl::Time NextDeadline() const;
 
  private:
   struct Wait {
-    std::vector<std::string> keys;  // as asked
-    size_t missing = 0;             // of the distinct keys
+    std::vector<std::string> keys;  // as requested
+    size_t missing = 0;             // among the distinct keys
     absl::Time deadline;
     absl::Duration timeout;
     bool by_worker = false;
@@ -149,13 +152,13 @@ class KvStore {
   };
   using Slots = absl::flat_hash_set<Slot, SlotHash, SlotEq>;
 
-  // The entry of the key found at `at` becomes `after` (null: none). Returns the former one.
+  // Makes `after` (null: none) the entry of the key found at `at`. Returns the former one.
   KvEntry::Ptr Set(Slots::iterator at, KvEntry::Ptr after);
   KvEntry::Ptr Delete(absl::string_view key) { return Set(entries_.find(key), nullptr); }
   std::optional<v1::OpError> Apply(const v1::KvOp& op, int index, absl::string_view lease_worker,
                                    uint64_t revision, size_t* reply_bytes, v1::KvOpResult* result,
                                    std::vector<KvChange>* changes);
-  // One for each kind of operation.
+  // One method for each kind of operation.
   std::optional<v1::OpError> Put(const v1::PutOp& put, absl::string_view lease_worker,
                                  uint64_t revision, v1::KvOpResult* result,
                                  std::vector<KvChange>* changes);
@@ -175,7 +178,7 @@ class KvStore {
   void ForgetWait(CallId call);
 
   KvBudget* const budget_;
-  size_t bytes_ = 0;  // of entries_
+  size_t bytes_ = 0;  // memory of entries_
   Slots entries_;
   absl::btree_set<std::string> order_;                                     // their keys
   absl::flat_hash_map<std::string, absl::btree_set<std::string>> leased_;  // by worker_id

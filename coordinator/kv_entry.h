@@ -70,7 +70,7 @@ class KvEntry {
   v1::KvClass klass() const { return klass_; }
   bool durable() const { return klass_ == v1::KV_CLASS_DURABLE; }
 
-  // Of memory.
+  // The bytes of memory that the entry takes.
   size_t bytes() const {
     return sizeof(KvEntry) + size_t{key_bytes_} + value_bytes_ + lease_bytes_;
   }

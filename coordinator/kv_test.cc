@@ -353,7 +353,7 @@ TEST_F(KvTest, Wait_ValuesOfMoreThanOneAnswer_AreRefused) {
   std::vector<std::string> keys(5, "large");
   Run({Put("large", large)});
   EXPECT_EQ(store_.CheckWait(WaitFor(keys))->detail().reason(), v1::ERROR_REASON_LIMIT);
-  // Nobody knows how large what does not exist yet will be.
+  // The size of a value that does not exist yet is unknown.
   Run({Delete("large")});
   EXPECT_FALSE(store_.CheckWait(WaitFor(keys)).has_value());
   v1::WaitReply reply;
@@ -461,7 +461,7 @@ TEST(KvBudget, StoreBeyondIts_RefusesWhatGrowsItAndKeepsTheRest) {
   EXPECT_TRUE(changes.empty());
   EXPECT_EQ(store.Find("b"), nullptr);
   EXPECT_EQ(store.bytes(), used);
-  // What makes it smaller is let through, also from beyond.
+  // A write that makes the store smaller is let through, even above the limit.
   budget.of_job = 100;
   EXPECT_FALSE(store.Txn(PutOf("a", 5000), "", 2, &reply, &changes).has_value());
   EXPECT_EQ(budget.used, store.bytes());

@@ -8,12 +8,12 @@ LeaseDecision JudgeLease(const LeaseQuestion& question, absl::FunctionRef<Silenc
   using Kind = LeaseDecision::Kind;
   const absl::Duration length = question.terms.length;
   LeaseDecision decision;
-  // Who waits for its next seat is there.
+  // A worker that waits for its next seat is alive.
   const absl::Time ends =
       !question.sealed && question.waits ? question.now + length : question.ends;
   if (ends > question.now) {
     decision.why = "its lease runs";
-    // What its agent says may shorten the time it has to return.
+    // A message of its agent may shorten the time that the worker has to return.
     decision.again = question.silent ? std::min(ends, question.now + length / 4) : ends;
     return decision;
   }
@@ -50,8 +50,8 @@ void Leases::BeginGeneration(absl::Time now) {
 }
 
 void Leases::StartTerm(absl::Time now) {
-  // Others are back sooner than an agent whose connection attempt began while the coordinator was
-  // down.
+  // Most workers are back sooner than an agent whose connection attempt began while the coordinator
+  // was down.
   floor_ = returned_at_ = now;
   checks_.clear();
   ranks_.assign(members_->size(), Lease{.last_seen = now});
@@ -86,7 +86,7 @@ bool Leases::Renew(int rank, absl::Time now) {
   Lease& lease = ranks_[rank];
   lease.last_seen = heard_ = now;
   if (!lease.silent) return false;
-  // The others have some time to come back too.
+  // The other workers have some time to come back too.
   Gone(rank);
   returned_at_ = now;
   return silent_ == 0;
@@ -115,7 +115,7 @@ std::optional<int> Leases::TakeDue(absl::Time now) {
   while (!checks_.empty() && checks_.begin()->first <= now) {
     const int rank = checks_.begin()->second;
     checks_.erase(checks_.begin());
-    // What was unread has left another check of one that is over.
+    // A lease that waited for unread messages has a second check, which may come after it is over.
     const bool open = members_->sealed() || ranks_[rank].awaits_end;
     if (open && members_->at(rank).alive()) return rank;
   }
@@ -155,7 +155,8 @@ absl::Time Leases::EndOf(int rank) const {
   const absl::Time end = std::max(last_seen, floor_) + terms_.length;
   const absl::Time back = std::max(returned_at_, agents_->cut_ended());
   if (last_seen > back) return end;
-  // Its agent is back too, and leaves it out. A hub that is back may wait for the worker's agent.
+  // If the worker's agent is back and its beats leave the worker out, the worker gets no more time.
+  // A hub that is back may still wait for the worker's agent.
   const std::optional<absl::Time> beat = agents_->WitnessBeat(seat.record().node(), seat.via());
   if (beat.has_value() && *beat > back) return end;
   return std::max(end, back + TimeToReturn());

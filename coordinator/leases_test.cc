@@ -69,7 +69,7 @@ TEST(JudgeLease, GenerationHasEnded_OnlyKeysEnd) {
   LeaseQuestion question = RanOut();
   question.sealed = false;
   EXPECT_EQ(JudgeLease(question, NotAsked).kind, Kind::kEnded);
-  question.waits = true;  // it asks for a seat: it is there
+  question.waits = true;  // it asks for a seat, so it is alive
   EXPECT_EQ(JudgeLease(question, NotAsked).kind, Kind::kHeld);
 }
 
@@ -160,7 +160,7 @@ TEST_F(LeasesTest, OneReturns_TheOthersHaveTimeToReturn) {
 TEST_F(LeasesTest, SomebodyComesWhoWaits_SilentOnesAreDueAtOnce) {
   Seal(1);
   leases_.JudgeAgain(kNow);
-  EXPECT_TRUE(Due(kNow).empty());  // nobody is silent
+  EXPECT_TRUE(Due(kNow).empty());  // no worker is silent
   const absl::Time late = kNow + kLength;
   Due(late);
   Judge(0, late);

@@ -28,7 +28,7 @@ uint64_t FingerprintRow(const v1::SeatRecord& seat) {
   return XXH3_64bits(bytes.data(), bytes.size());
 }
 
-// 0 means that a caller has no table.
+// The digest 0 means that a caller has no table.
 uint64_t NotZero(uint64_t digest) { return digest == 0 ? 1 : digest; }
 
 absl::Status BadRank(absl::string_view job_id, int rank) {
@@ -116,7 +116,8 @@ std::vector<Seat> Membership::Seal(std::vector<v1::SeatRecord> records) {
   sealed_ = true;
   why_ended_.clear();
   end_culprits_.clear();
-  // A sum, so that a seat's new worker costs its row and not the table. Rows tell their ranks.
+  // The digest is a sum, so that a seat's new worker costs its row and not the table. Rows have
+  // their ranks.
   digest_ = 0;
   for (const Seat& seat : seats_) digest_ += FingerprintRow(seat.record());
   digest_ = NotZero(digest_);

@@ -89,7 +89,7 @@ TEST(Membership, Replace_CountsItsRowAlone) {
   members.Seal(Four());
   v1::GenerationSealed sealed;
   members.Fill(&sealed);
-  // The rest of the digest may be another version's.
+  // Another version may compute the rest of the digest differently.
   sealed.set_table_digest(sealed.table_digest() + 1000);
   Membership restored;
   std::vector<Seat> former;

@@ -14,19 +14,19 @@
 namespace muster::coordinator {
 
 struct QuarantineOptions {
-  int strikes = 3;  // so many within `window` quarantine a host; 0: never by itself
+  int strikes = 3;  // this many within `window` quarantine a host; 0: never automatically
   absl::Duration window = absl::Hours(1);
   absl::Duration length = absl::Minutes(30);
 };
 
-// Whether a host is quarantined that was named for the `strikes`th time within the window, and why.
+// Whether a host that was named for the `strikes`th time within the window is quarantined, and why.
 struct StrikeDecision {
   bool quarantine = false;
   std::string why;
 };
 
-// `what`: why it was named this time, after "a worker". A job on one host (`other_hosts` false) has
-// nowhere else to go, so its host is never quarantined.
+// Decides about a host. `what`: why it was named this time, after "a worker". A job on one host
+// (`other_hosts` false) has nowhere else to go, so its host is never quarantined.
 StrikeDecision JudgeStrikes(const QuarantineOptions& options, int strikes, bool other_hosts,
                             absl::string_view what);
 
@@ -34,17 +34,18 @@ StrikeDecision JudgeStrikes(const QuarantineOptions& options, int strikes, bool 
 // quarantined. Not thread-safe.
 class Quarantine {
  public:
-  // Of one job: struck or quarantined. Strikes of more hosts are not counted.
+  // The most hosts of one job that are struck or quarantined. Strikes of more hosts are not
+  // counted.
   static constexpr size_t kMaxHosts = 65536;
 
   enum class State {
     kFree,
-    kLastResort,  // quarantined by itself: used only if nothing else helps
+    kLastResort,  // quarantined automatically: used only if nothing else helps
     kBlocked,     // quarantined by an operator
   };
   struct Host {
     std::vector<absl::Time> strikes;
-    absl::Duration left;  // of its quarantine; zero: it is not in one
+    absl::Duration left;  // the rest of its quarantine; zero: it is not in one
     absl::Time until;     // when that is over
     std::string reason;
     bool automatic = false;
@@ -57,7 +58,7 @@ class Quarantine {
   explicit Quarantine(const QuarantineOptions& options) : options_(options) {}
 
   // Adds a strike against `host`. If the decision says so, the caller quarantines it with Set.
-  // Nothing: strikes do not count here, or there are too many hosts.
+  // Returns nullopt if strikes do not count here, or there are too many hosts.
   std::optional<Struck> Strike(const std::string& host, bool other_hosts, absl::string_view what,
                                absl::Time now);
   // A length of zero lifts a quarantine.
@@ -65,16 +66,16 @@ class Quarantine {
            bool automatic, absl::Time now);
 
   State StateOf(absl::string_view host, absl::Time now) const;
-  // When the quarantine of `host` ends, and when the next one of any host does; InfiniteFuture: it
-  // is in none.
+  // Return when the quarantine of `host` ends, and when the next one of any host does;
+  // InfiniteFuture: there is none.
   absl::Time FreeAt(absl::string_view host, absl::Time now) const;
   absl::Time NextFree(absl::Time now) const;
   bool HasRoomFor(absl::string_view host) const {
     return hosts_.size() < kMaxHosts || hosts_.contains(host);
   }
 
-  // At replay; the clock may have been set back since. Of what an older coordinator wrote the times
-  // are not known (InfiniteFuture): it counts from the start of the term.
+  // Called at replay; the clock may have been set back since. The times of strikes that an older
+  // coordinator wrote are not known (InfiniteFuture): they count from the start of the term.
   void RestoreStrikes(const std::string& host, std::vector<absl::Time> strikes);
   void RestoreSet(const std::string& host, absl::Duration left, absl::Time until,
                   const std::string& reason, bool automatic);
@@ -90,9 +91,9 @@ class Quarantine {
 
  private:
   struct Entry {
-    std::deque<absl::Time> strikes;  // those that count, oldest first
+    std::deque<absl::Time> strikes;  // the ones that count, oldest first
     absl::Time until = absl::InfinitePast();
-    // Until the term starts: it ends at most this much later than that.
+    // Until the term starts: the quarantine ends at most this much later than that.
     absl::Duration restored_left;
     std::string reason;
     bool automatic = false;

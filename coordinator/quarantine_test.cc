@@ -109,7 +109,7 @@ TEST(Quarantine, Restored_EndsWhenItWouldHave) {
   quarantine.RestoreStrikes("h0", {kNow - absl::Minutes(61), ago});
   quarantine.RestoreSet("h1", absl::Minutes(50), ago + absl::Minutes(50), "repair", false);
   quarantine.RestoreSet("h2", absl::Minutes(30), ago + absl::Minutes(30), "repair", false);
-  // The clock was ahead then.
+  // The clock was ahead when this strike was recorded.
   quarantine.RestoreStrikes("h3", {kNow + absl::Hours(9)});
   quarantine.RestoreSet("h4", absl::Minutes(5), kNow + absl::Hours(9), "repair", false);
   EXPECT_EQ(All(quarantine, absl::InfinitePast())["h2"].left, absl::Minutes(30));

@@ -7,7 +7,7 @@
 namespace muster::coordinator {
 namespace {
 
-constexpr size_t kStoredAnswerBytes = 128;  // of memory, in addition to the answer's own bytes
+constexpr size_t kStoredAnswerBytes = 128;  // of memory, besides the answer's own bytes
 
 }  // namespace
 

@@ -21,7 +21,7 @@ struct StoredAnswer {
   uint64_t durable_revision = 0;  // 0: not in the journal
 };
 
-// Of everything but the fence, which a retry may bring newer. `kind`: of the operation.
+// Hashes everything but the fence, which a retry may bring newer. `kind`: that of the operation.
 template <typename Request>
 uint64_t HashRequest(const Request& request, int kind) {
   const std::string bytes = request.SerializeAsString();
@@ -36,8 +36,8 @@ uint64_t HashRequest(const Request& request, int kind) {
 }
 
 // The answers that one job has given to requests with a request_id, so that a repeated request has
-// no second effect (see Dedupe). A client is a worker, or one process of an operator's: that has no
-// worker_id. Of operators the latest kMaxOperators are known. Not thread-safe.
+// no second effect (see Dedupe). A client is a worker, or one process of an operator, which has no
+// worker_id. Only the latest kMaxOperators operators are known. Not thread-safe.
 class RememberedAnswers {
  public:
   static constexpr size_t kMaxOperators = 1024;
@@ -45,7 +45,7 @@ class RememberedAnswers {
   // See Dedupe.
   RememberedAnswers(size_t keep, size_t keep_bytes) : answers_(keep, keep_bytes) {}
 
-  // Whether answers to the client of `fence` are remembered at all.
+  // Returns whether answers to the client of `fence` are remembered at all.
   static bool CanRemember(const v1::Fence& fence) {
     return fence.request_id() != 0 && (!fence.worker_id().empty() || fence.incarnation() != 0);
   }
@@ -53,10 +53,10 @@ class RememberedAnswers {
   State Find(const v1::Fence& fence, uint64_t hash, StoredAnswer* answer) const;
   void Remember(const std::string& worker_id, uint64_t incarnation, uint64_t request_id,
                 uint64_t hash, StoredAnswer answer);
-  // Requests up to `up_to` that are not remembered were answered, as a snapshot says before or
-  // after the others.
+  // Notes that requests up to `up_to` that are not remembered were answered, as a snapshot says
+  // before or after the others.
   void NoteForgotten(const std::string& worker_id, uint64_t incarnation, uint64_t up_to);
-  // Requests up to `up_to` were answered, and the answers are no longer kept.
+  // Notes that requests up to `up_to` were answered, and that the answers are no longer kept.
   void RememberForgotten(const std::string& worker_id, uint64_t incarnation, uint64_t up_to);
   void Forget(absl::string_view worker_id) { answers_.Forget(worker_id); }
 
@@ -69,7 +69,7 @@ class RememberedAnswers {
       f(WorkerOf(client), incarnation, request_id, hash, stored);
     });
   }
-  // Calls f(worker_id, incarnation, up_to) for each worker, and no operator, of which answers are
+  // Calls f(worker_id, incarnation, up_to) for each worker, and no operator, with answers that are
   // kept: the newest.
   template <typename F>
   void ForEachNewestOfWorkers(F f) const {
@@ -89,7 +89,7 @@ class RememberedAnswers {
   // A worker's name, or "\n" and the incarnation of an operator's process.
   static std::string ClientOf(const std::string& worker_id, uint64_t incarnation);
   static std::string WorkerOf(const std::string& client) { return client[0] == '\n' ? "" : client; }
-  // If `client` is a new operator, one too many is dropped.
+  // Drops the oldest operator if `client` is a new one that is one too many.
   void MakeRoom(const std::string& worker_id, const std::string& client);
 
   Dedupe<StoredAnswer> answers_;

@@ -156,7 +156,7 @@ TEST(Rendezvous, Place_IsKeptAndCounted) {
   EXPECT_EQ(rendezvous.Place("w1", std::nullopt)->order, 1u);
   const Waiter removed = rendezvous.Remove("w1");
   EXPECT_EQ(removed.request.fence().incarnation(), 11u);
-  // A newer start of it takes the place of the older one.
+  // A newer start of the worker takes the place of the older one.
   EXPECT_EQ(rendezvous.Place("w1", removed.order)->order, 1u);
   std::vector<std::string> arrivals;
   rendezvous.Place("w1", std::nullopt)->request.mutable_fence()->set_worker_id("w1");

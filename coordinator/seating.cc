@@ -51,8 +51,8 @@ int CompareNatural(absl::string_view a, absl::string_view b) {
 
 namespace {
 
-// All candidates in the order in which they get seats: survivors, ordinary workers, spares, last
-// resorts.
+// Returns all candidates in the order in which they get seats: survivors, ordinary workers, spares,
+// last resorts.
 std::vector<int> ByClaim(const std::vector<Candidate>& candidates) {
   std::vector<int> order(candidates.size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int>(i);
@@ -75,7 +75,7 @@ std::string WhyNoSeat(const Candidate& candidate, int world_size) {
   return absl::StrCat("waits: ", taken, " by workers that had one or came earlier");
 }
 
-// Why a candidate gets a free rank that it has not asked for.
+// Returns why a candidate gets a free rank that it has not asked for.
 std::string WhyFreeRank(const Candidate& candidate, const FormerSeat* former,
                         absl::string_view nearness) {
   std::string why;
@@ -90,8 +90,8 @@ std::string WhyFreeRank(const Candidate& candidate, const FormerSeat* former,
   return absl::StrCat(why, "takes the rank of ", Quoted(former->worker_id), nearness);
 }
 
-// Seats each of `waiting` on the rank it names, if that is free, because of `why`; the others are
-// returned.
+// Seats each of `waiting` on the rank it names, if that is free, because of `why`. Returns the
+// others.
 template <class RankOf>
 std::vector<int> SeatNamed(const std::vector<int>& waiting, const RankOf& rank_of,
                            absl::string_view why, Seating* seating) {
@@ -108,7 +108,7 @@ std::vector<int> SeatNamed(const std::vector<int>& waiting, const RankOf& rank_o
   return rest;
 }
 
-// Neighbours in the network are neighbours in this order.
+// Orders candidates so that neighbours in the network are neighbours in the order.
 bool IsBefore(const Candidate& a, const Candidate& b) {
   const v1::Topology& x = a.topology;
   const v1::Topology& y = b.topology;
@@ -121,8 +121,8 @@ bool IsBefore(const Candidate& a, const Candidate& b) {
   return a.order < b.order;
 }
 
-// Queues of candidates without a seat by what they are near to, in topology order; those that have
-// been taken from another queue are skipped when met.
+// Queues of candidates without a seat, by what they are near to, in topology order; a candidate
+// that was taken from another queue is skipped when met.
 class Neighbours {
  public:
   // Borrows `candidates`; `waiting` in topology order.
@@ -136,7 +136,7 @@ class Neighbours {
     }
   }
 
-  // -1: none; else `nearness` says how near it is.
+  // Returns -1 if there is none; else sets `nearness` to how near it is.
   int TakeNear(const FormerSeat& seat, absl::string_view* nearness) {
     *nearness = " on the same host";
     int i = TakeFrom(&by_host_, seat.host);

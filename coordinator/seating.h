@@ -18,9 +18,9 @@ struct Candidate {
   int preferred_rank = -1;  // -1: none
   int previous_rank = -1;   // a survivor's rank in the last generation; -1: it had none
   bool spare = false;       // takes a seat only if needed
-  // On a host that is quarantined by itself: takes a seat only if nothing else helps.
+  // Whether the host is quarantined automatically: takes a seat only if nothing else helps.
   bool last_resort = false;
-  uint64_t order = 0;  // of arrival
+  uint64_t order = 0;  // place in the order of arrival
 };
 
 // The worker of a rank in the last generation, and its location: its replacement should be nearby.
@@ -31,14 +31,15 @@ struct FormerSeat {
   std::string nvlink_domain;
 };
 
-// How large a world these workers can form; nullopt: none yet. The largest multiple of divisible_by
-// within [min_workers, max_workers] that ordinary workers fill, or that spares fill up with them to
-// `former_world`, the last generation's size without those that left on purpose (0: none); if that
-// does not reach min_workers, the smallest that last resorts make possible.
+// Returns how large a world these workers can form; nullopt: none yet. It is the largest multiple
+// of divisible_by within [min_workers, max_workers] that ordinary workers fill, or that they and
+// spares fill up to `former_world`, the last generation's size without the workers that left on
+// purpose (0: none); if that does not reach min_workers, it is the smallest that last resorts make
+// possible.
 std::optional<int> FeasibleWorld(const v1::RendezvousSpec& spec, int former_world, int ordinary,
                                  int spares, int last_resorts);
 
-// Who gets which rank, and why.
+// The ranks that candidates get, and why.
 struct Seating {
   std::vector<int> seats;  // at index `rank`, the index of the candidate
   // At the index of a candidate: why it has its rank, or why it has none, in words.
@@ -55,7 +56,7 @@ struct Seating {
 Seating AssignRanks(const std::vector<Candidate>& candidates, int world_size,
                     const std::vector<FormerSeat>& former);
 
-// -1, 0, 1: "node9" comes before "node10".
+// Returns -1, 0 or 1: "node9" comes before "node10".
 int CompareNatural(absl::string_view a, absl::string_view b);
 
 }  // namespace muster::coordinator

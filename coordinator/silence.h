@@ -21,8 +21,8 @@ struct Silence {
   // Another worker waits for the generation to end, and has sent messages throughout the silence,
   // or for kTimeToReturn: after a partition, such a worker may well be the first that is back.
   bool awaited = false;
-  // Of the agents of all jobs: how many send beats, and how many fell silent when the worker did,
-  // within about a lease.
+  // Among the agents of all jobs: how many send beats, and how many fell silent when the worker
+  // did, within about a lease.
   int agents_heard = 0;
   int agents_silent = 0;
 };

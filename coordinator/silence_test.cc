@@ -8,7 +8,8 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// One worker of several whose lease has just run out; the others were heard a moment ago.
+// Returns the facts about one worker of several whose lease has just run out; the others were heard
+// a moment ago.
 Silence OneOfMany() {
   Silence silence;
   silence.worker = absl::Seconds(6);

@@ -14,13 +14,13 @@
 
 namespace muster::coordinator {
 
-// What a call for stacks asks for.
+// The content of a call for stacks.
 struct StacksAsked {
   std::vector<int32_t> ranks;
   int32_t next = 0;  // `first` of the call for the ranks after them; 0: there are none
   absl::Duration timeout;
 };
-// Of a job of `size` ranks. Errors: BAD_FIELD.
+// Checks a request for stacks of a job of `size` ranks. Errors: BAD_FIELD.
 std::optional<v1::OpError> CheckStacks(const v1::CaptureStacksRequest& request, int32_t size,
                                        StacksAsked* asked);
 v1::OpError TooManyStackCalls(absl::string_view job_id);
@@ -38,22 +38,22 @@ class StackCalls {
   // A call that is to be answered now.
   struct Done {
     CallId call = 0;
-    int32_t next = 0;  // as it was added
+    int32_t next = 0;  // as given to Add
     std::vector<Asked> asked;
   };
 
   bool full() const { return open_.size() >= kMaxOpen; }
   bool empty() const { return open_.empty(); }
-  // At once if no agent could be asked.
+  // Adds a call, which is returned at once if no agent could be asked.
   std::vector<Done> Add(CallId call, absl::Time deadline, int32_t next, std::vector<Asked> asked);
-  // The answer to one question has come.
+  // Notes that the answer to one question has come.
   std::vector<Done> Answered(uint64_t query);
-  // Those whose deadline has passed, with what has come.
+  // Takes the calls whose deadline has passed, with what has come.
   std::vector<Done> TakeExpired(absl::Time now);
   std::vector<Done> TakeAll();
-  // The caller is gone.
+  // Abandons a call whose caller is gone.
   void Abandon(CallId call);
-  // Infinite: no call is open.
+  // Infinite if no call is open.
   absl::Time NextDeadline() const;
 
  private:

@@ -34,7 +34,7 @@ class TriggerSet {
   static constexpr size_t kMaxName = 128;
   static constexpr size_t kMaxPayload = 64 << 10;
   static constexpr size_t kMaxLive = 256;
-  // Of all live triggers: every poll returns all of them in one message.
+  // The limit for all live triggers together: every poll returns all of them in one message.
   static constexpr size_t kMaxPayloads = 512 << 10;
   // How far ahead a horizon or lead may be: keeps arithmetic on steps from overflowing.
   static constexpr int64_t kMaxStep = int64_t{1} << 60;
@@ -67,9 +67,9 @@ class TriggerSet {
                                   v1::PollTriggersReply* reply,
                                   std::vector<v1::TriggerChanged>* changes,
                                   std::vector<uint64_t>* acked);
-  // `rank` will not poll again: its promise and acknowledgement are no longer awaited.
+  // Notes that `rank` will not poll again: its promise and acknowledgement are no longer awaited.
   void RankGone(int rank, std::vector<v1::TriggerChanged>* changes);
-  // Another incarnation took the seat.
+  // Notes that another incarnation took the seat.
   void RankReplaced(int rank);
 
   void Restore(const v1::TriggerChanged& change);
@@ -89,7 +89,7 @@ class TriggerSet {
     std::vector<bool> acked, promised;  // by rank
     int unacked = 0;                    // living ranks that have not acknowledged it
     int unpromised = 0;                 // living ranks that have not promised
-    int64_t max_horizon = 0;            // of the promises
+    int64_t max_horizon = 0;            // the largest of the promises
 
     bool decided() const {
       return record.effective_step() >= 0 || record.align() == v1::TRIGGER_ALIGN_NOW;

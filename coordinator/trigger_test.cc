@@ -43,7 +43,7 @@ class TriggerTest : public ::testing::Test {
     error_ = set_.Poll(request, rank, &reply, &changes_, &acked_);
     return reply;
   }
-  // The decision that `rank` gets once it has promised for trigger `id`; -1: undecided.
+  // Returns the decision that `rank` gets once it has promised for trigger `id`; -1: undecided.
   int64_t Promise(int rank, uint64_t id, int64_t step, int64_t horizon = 0) {
     const v1::PollTriggersReply reply = Poll(rank, step, horizon, {}, {id});
     for (const v1::TriggerEvent& event : reply.triggers()) {
@@ -108,7 +108,7 @@ TEST_F(TriggerTest, SecondTrigger_NeedsPromisesOfItsOwn) {
   EXPECT_EQ(Promise(2, second, 7), 9);
 }
 
-// As when every rank of a job gets SIGTERM.
+// Every rank of a job raises it when all get SIGTERM.
 TEST_F(TriggerTest, TriggerThatAllRanksRaise_IsOne_UntilItIsDecided) {
   constexpr int kRanks = 300;
   static_assert(kRanks > TriggerSet::kMaxLive);
@@ -119,7 +119,7 @@ TEST_F(TriggerTest, TriggerThatAllRanksRaise_IsOne_UntilItIsDecided) {
     ASSERT_FALSE(error_.has_value()) << "rank " << rank << ": " << error_->message();
   }
   EXPECT_EQ(set_.size(), 1u);
-  // What is not the same stays apart.
+  // A trigger that differs stays apart.
   EXPECT_NE(Raise(-1).trigger_id(), id);
   EXPECT_NE(Raise(1, v1::TRIGGER_ALIGN_NEXT_STEP, 0, 3).trigger_id(), id);
   EXPECT_NE(Raise(1, v1::TRIGGER_ALIGN_AT_STEP, 9).trigger_id(), id);
@@ -129,7 +129,7 @@ TEST_F(TriggerTest, TriggerThatAllRanksRaise_IsOne_UntilItIsDecided) {
   v1::RaiseTriggerReply reply;
   EXPECT_FALSE(set_.Raise(other, 1, next_id_++, &reply, &changes_).has_value());
   EXPECT_NE(reply.trigger_id(), id);
-  // Ranks may have acted on a decided one, and raise it for what came after.
+  // Ranks may have acted on a decided one, and raise it again for later.
   for (int rank = 0; rank < kRanks; ++rank) Promise(rank, id, 5);
   EXPECT_NE(Raise(1).trigger_id(), id);
 }

@@ -24,14 +24,14 @@ class Unseated {
  public:
   // Three beats of an agent.
   static constexpr absl::Duration kFresh = absl::Seconds(6);
-  static constexpr size_t kMaxProcesses = 1 << 16;  // of all jobs; others are not known
+  static constexpr size_t kMaxProcesses = 1 << 16;  // for all jobs; others are not known
 
   struct Process {
     std::string worker_id;
     uint64_t incarnation = 0;
     int64_t pid = 0;
     std::string host;
-    std::string node;  // of the agent, or of its hub
+    std::string node;  // the agent's node, or its hub's
     std::string process_state;
     absl::Time heard;
     std::string stack;  // the last one
@@ -40,11 +40,11 @@ class Unseated {
   // Records a beat with `unseated` set.
   void Said(absl::string_view node, const v1::WorkerBeat& beat, absl::Time now);
 
-  // The highest rank of such a process of the job, plus one; 0: there is none.
+  // Returns the highest rank of such a process of the job, plus one; 0: there is none.
   int32_t Size(absl::string_view job_id, absl::Time now) const;
-  // Null: there is none, or it is no longer known.
+  // Returns null if there is none, or it is no longer known.
   const Process* Find(absl::string_view job_id, int32_t rank, absl::Time now) const;
-  // Keeps the answer of the agent. False: the process is another one now.
+  // Keeps the answer of the agent. Returns false if the process is another one now.
   bool SetStack(absl::string_view job_id, const std::string& worker_id,
                 const v1::StackReply& stack);
 
@@ -54,7 +54,7 @@ class Unseated {
                                         int32_t next, std::vector<StackCalls::Asked> asked);
   std::vector<StackCalls::Done> Answered(absl::string_view job_id, uint64_t query);
   void Abandon(absl::string_view job_id, CallId call);
-  // The jobs whose callers have waited long enough.
+  // Returns the jobs whose callers have waited long enough.
   std::vector<std::string> Expired(absl::Time now) const;
   std::vector<StackCalls::Done> TakeExpired(absl::string_view job_id, absl::Time now);
   absl::Time NextDeadline() const;

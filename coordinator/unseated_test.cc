@@ -66,7 +66,7 @@ TEST_F(UnseatedTest, MoreThanTheLimit_AreNotKnown) {
   }
   const int last = static_cast<int>(Unseated::kMaxProcesses / 3);
   EXPECT_EQ(unseated_.Find(absl::StrCat("j", Unseated::kMaxProcesses % 3), last, now_), nullptr);
-  // Those that are known stay so, and what is gone makes room.
+  // Processes that are known stay known, and one that is gone makes room.
   Say("j0", 0);
   EXPECT_NE(unseated_.Find("j0", 0, now_), nullptr);
   now_ += 2 * Unseated::kFresh + absl::Seconds(1);

@@ -9,7 +9,7 @@
 
 namespace muster::coordinator {
 namespace {
-// Of the history itself, for each event, with what the allocator needs for what it holds.
+// The bytes of the history itself for each event, with what the allocator needs for its contents.
 constexpr uint32_t kEventBytes = 48;
 }  // namespace
 

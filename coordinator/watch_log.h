@@ -16,7 +16,7 @@
 namespace muster::coordinator {
 
 // The latest events of one job, by revision, for watchers that come back. Older ones are dropped
-// whole revisions at a time; a watcher of those gets COMPACTED. Not thread-safe.
+// whole revisions at a time; a watcher that needs those gets COMPACTED. Not thread-safe.
 class WatchLog {
  public:
   // Events up to `compacted` (inclusive) are not held: they happened before this log began.
@@ -26,7 +26,7 @@ class WatchLog {
   void Put(uint64_t revision, KvEntry::Ptr entry);
   void Deleted(uint64_t revision, absl::string_view key);
   void Other(uint64_t revision, v1::WatchEvent event);
-  // The events of `revision` may be shown only when the journal is durable up to it.
+  // Lets the events of `revision` be shown only when the journal is durable up to it.
   void MarkDurable(uint64_t revision);
 
   // Drops all events. A watcher that has read all of them continues; the others have to read the

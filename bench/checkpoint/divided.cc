@@ -1,10 +1,10 @@
-// What a save costs two or more ranks that have the same model, by whether rank 0 writes it or all
-// of them do (options.checkpoint.divide_above). Run it under `muster launch`; rank 0 prints one
-// JSON line: how long save_state() takes, how long an asynchronous one makes training wait, how
-// long it takes to be on disk, and what CPU it costs rank 0. With --tensors the state is in many
-// small tensors, where planning costs more than writing. With --plain, in turns: a step without and
-// after a save, a load by all ranks with a cold cache, and what the disk gives to plain O_DIRECT
-// writes and reads of as many bytes, from ordinary and from huge pages.
+// What a save costs two or more ranks that have the same model, depending on whether rank 0 writes
+// it or all of them do (options.checkpoint.divide_above). Run it under `muster launch`; rank 0
+// prints one JSON line: how long save_state() takes, how long an asynchronous one makes training
+// wait, how long it takes to be on disk, and what CPU it costs rank 0. With --tensors the state is
+// in many small tensors, for which planning costs more than writing. With --plain, in turns: a step
+// without and after a save, a load by all ranks with a cold cache, and what the disk gives to plain
+// O_DIRECT writes and reads of as many bytes, from ordinary and from huge pages.
 #include <sys/resource.h>
 
 #include <CLI/CLI.hpp>
@@ -40,7 +40,7 @@ double SecondsSince(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// Of this process, all threads, user and system.
+// Returns the CPU time of this process, all threads, user and system.
 double CpuSeconds() {
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
@@ -50,14 +50,15 @@ double CpuSeconds() {
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
 
-// What --plain adds; seconds.
+// What --plain adds, in seconds.
 struct Plain {
   std::vector<double> step, step_after_save, write, read, huge_write, huge_read, load;
 };
 
 absl::Status Measure(muster::Accelerator& accelerator, double gib, int rounds, int64_t tensors,
                      bool with_plain) {
-  // As many layers as the parameters' third of the state has room for, of 16 MiB, or `tensors`.
+  // Makes as many layers of 16 MiB as the parameters' third of the state has room for, or
+  // `tensors`.
   const int64_t layers =
       tensors > 0 ? tensors : std::max<int64_t>(1, static_cast<int64_t>(gib * 64 / 3 + 0.5));
   const int64_t width =
@@ -81,7 +82,7 @@ absl::Status Measure(muster::Accelerator& accelerator, double gib, int rounds, i
       accelerator.wait_for_everyone();
     });
   };
-  // Only rank 0 works, the others wait.
+  // Lets only rank 0 work, while the others wait.
   const auto alone = [&](const std::function<void()>& work) {
     double seconds = 0;
     accelerator.wait_for_everyone();
@@ -94,7 +95,7 @@ absl::Status Measure(muster::Accelerator& accelerator, double gib, int rounds, i
   const PlainBlocks small = measures ? Blocks(false) : PlainBlocks();
   const PlainBlocks huge = measures ? Blocks(true) : PlainBlocks();
   size_t bytes = 0;
-  // The first takes memory, and is not counted.
+  // The first round takes memory, and is not counted.
   for (int round = 0; round <= rounds; ++round) {
     accelerator.backward(model(torch::ones({1, width})).mean());
     optimizer.step();

@@ -50,7 +50,8 @@ using muster::bench::PlainRead;
 using muster::bench::PlainWrite;
 using muster::bench::Seconds;
 
-// What all threads of this process use of CPUs while `work` runs: what counts on a busy machine.
+// Returns the CPU time of all threads of this process while `work` runs, which is what counts on a
+// busy machine.
 double CpuSeconds(const std::function<void()>& work) {
   const auto now = [] {
     timespec t;
@@ -62,16 +63,16 @@ double CpuSeconds(const std::function<void()>& work) {
   return now() - start;
 }
 
-// Returns when the device has done what it was given; on the CPU every call has.
+// Returns when the device has done what it was given; on the CPU, at once.
 void WaitFor(const torch::Device& device) {
   if (device.is_cpu()) return;
   c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
 }
 
-// Work of a step beside that of the state's own layers.
+// The work of a step besides that of the state's own layers.
 class Work {
  public:
-  // Takes about so many milliseconds of the device a step; 0: there is none.
+  // Takes about this many milliseconds of the device in each step; 0: there is no such work.
   Work(const torch::Device& device, double milliseconds) {
     if (milliseconds <= 0) return;
     const int64_t width = device.is_cpu() ? 512 : 8192;
@@ -100,7 +101,7 @@ class Work {
   int times_ = 0;
 };
 
-// What the link between a GPU and the host carries, in GB/s, and what pinning costs.
+// The rate of the link between a GPU and the host, in GB/s, and the cost of pinning.
 struct Link {
   bool pins = false;
   double pin_s_per_gib = 0;
@@ -141,7 +142,7 @@ Link MeasureLink(const torch::Device& device) {
   return link;
 }
 
-// The tensors of a file of about `bytes`, 16 MiB each.
+// Returns the tensors of a file of about `bytes`, 16 MiB each.
 muster::NamedTensors TensorsOf(double bytes) {
   muster::NamedTensors tensors;
   for (int i = 0; i < std::max(1, static_cast<int>(bytes / (16 << 20) + 0.5)); ++i) {
@@ -207,8 +208,9 @@ void ReadOnRanks(int ranks, double gib, int rounds, const std::string& dir) {
   Check(muster::RemoveTree(dir));
 }
 
-// The throughput that training loses while a save of `bytes` is written at `limit` bytes a second
-// (0: none), over so many passes (0: as long as the limit makes it take, and a tenth).
+// Measures the throughput that training loses while a save of `bytes` is written at `limit` bytes a
+// second (0: without a limit), over `passes` passes (0: as long as the limit makes it take, and a
+// tenth).
 void MeasureDip(size_t bytes, int64_t limit, int passes, int rounds, const torch::Device& device,
                 const std::function<void()>& pass, const std::function<absl::Status()>& save,
                 const std::function<absl::Status()>& wait) {
@@ -330,7 +332,7 @@ int main(int argc, char** argv) {
   };
 
   if (limit_mb > 0 || dip_passes > 0) {
-    // The first one takes the memory.
+    // The first save takes the memory.
     Check(beside.save_state(path("beside")));
     Check(beside.wait_for_checkpoint());
     MeasureDip(
@@ -367,7 +369,7 @@ int main(int argc, char** argv) {
     if (round == 0) pass();
     const double pass_s = time(pass);
     Check(beside.save_state(path("beside")));
-    // Not by time(): a device that still copies is what the pass waits for.
+    // Not measured by time(): a device that still copies is what the pass waits for.
     const double pass_after_s = Seconds([&] {
       pass();
       WaitFor(device);
@@ -421,7 +423,7 @@ int main(int argc, char** argv) {
     lost.push_back(run_s[1] - run_s[0]);
     lost_ratio.push_back(lost.back() / sync_s);
   }
-  // While the memory of the saves is there.
+  // Read while the memory of the saves is there.
   const uint64_t pinned = muster::AlignedMemory::PinnedBytes();
   const Link link = device.is_cpu() ? Link() : MeasureLink(device);
   std::printf(

@@ -31,7 +31,7 @@ double Now() {
   return t.tv_sec + t.tv_nsec * 1e-9;
 }
 
-// Of this process with all its threads.
+// The CPU time of this process with all its threads.
 struct Cpu {
   double user = 0;
   double system = 0;
@@ -61,7 +61,7 @@ struct Settings {
   std::string dir = "checkpoint-memory-bench";
 };
 
-// When the device has done what it was given; on the CPU every call has.
+// Returns the time when the device has done what it was given; on the CPU, at once.
 double NowIdle(const torch::Device& device) {
   if (!device.is_cpu()) {
     c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
@@ -129,7 +129,7 @@ absl::Status Measure(muster::Accelerator& a, const Settings& settings) {
       if (absl::Status s = a.save_state(); !s.ok()) return s;
       call.push_back(Now() - begun);
     }
-    // With what is left to copy: the next step pays for it.
+    // Includes what is left to copy: the next step pays for it.
     step();
     with.push_back((NowIdle(a.device()) - start - without.back()) / settings.steps);
     const Cpu saved = CpuNow() - begin;

@@ -20,8 +20,8 @@
 #include "absl/status/status.h"
 #include "base/file.h"
 
-// What the disk gives to plain transfers: the measure of the checkpoints. Shares no code with the
-// saver; an error ends the program.
+// Plain transfers to and from the disk, which are the measure of the checkpoints. Shares no code
+// with the saver; an error ends the program.
 namespace muster::bench {
 
 constexpr size_t kBlock = size_t{8} << 20;
@@ -67,8 +67,8 @@ struct PlainBlocks {
   char* at[2];
 };
 
-// In pages of 2 MiB, if `huge` and the kernel has them: a transfer from pages of 4 KiB is of so
-// many pieces that some disks give half of their rate to it.
+// Returns blocks in pages of 2 MiB, if `huge` and the kernel has them: a transfer from pages of 4
+// KiB consists of so many pieces that some disks give it half of their rate.
 inline PlainBlocks Blocks(bool huge) {
   constexpr size_t kHugePage = size_t{2} << 20;
   PlainBlocks blocks;
@@ -82,7 +82,7 @@ inline PlainBlocks Blocks(bool huge) {
 }
 
 // Whether the last plain transfer went past the page cache. Some file systems of containers do not
-// let it: there the plain transfers are what they do instead.
+// allow that: there the plain transfers are what these allow instead.
 inline bool& PlainIsDirect() {
   static bool direct = true;
   return direct;
@@ -107,14 +107,14 @@ inline void PlainWrite(const std::string& path, const PlainBlocks& from, size_t 
 
 inline void PlainRead(const std::string& path, const PlainBlocks& to, size_t bytes) {
   const int fd = OpenPlain(path, O_RDONLY);
-  (void)posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);  // where direct reads are not to be had
+  (void)posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);  // where direct reads are not possible
   InTwoThreads(bytes, [&](size_t at, int thread) {
     if (pread(fd, to.at[thread], kBlock, at) != static_cast<ssize_t>(kBlock)) Die("pread");
   });
   close(fd);
 }
 
-// Takes a checkpoint's files out of the page cache; their bytes.
+// Takes a checkpoint's files out of the page cache; returns their bytes.
 inline size_t DropFromCache(const std::string& dir) {
   size_t bytes = 0;
   const auto names = ListDirectory(dir);

@@ -81,14 +81,14 @@ struct Cluster::Agent {
   uint64_t received = 0;
   std::string session;
   uint64_t generation = 0;
-  // Of the workers of its nodes, one node after the other.
+  // The workers of its nodes, one node after the other.
   std::vector<std::string> workers;
   std::vector<int> ranks;
   std::vector<uint64_t> incarnations;
   int frames_left = 0;
 };
 
-// What nghttp2 calls.
+// The callbacks of nghttp2.
 struct Cluster::Callbacks {
   static ssize_t Take(nghttp2_session*, int32_t, uint8_t* to, size_t size, uint32_t*,
                       nghttp2_data_source*, void* user) {
@@ -274,7 +274,7 @@ void Cluster::Write(Agent& agent) {
     agent.wire.append(reinterpret_cast<const char*>(bytes), static_cast<size_t>(n));
   if (agent.wire.empty()) return;
   const ssize_t sent = send(agent.fd, agent.wire.data(), agent.wire.size(), MSG_NOSIGNAL);
-  // A broken connection shows when it is read.
+  // A broken connection is noticed when it is read.
   if (sent > 0) agent.wire.erase(0, static_cast<size_t>(sent));
   if (agent.wire.empty() == waiting) Watch(agent, !agent.wire.empty());
 }
@@ -483,8 +483,8 @@ absl::StatusOr<absl::Duration> Cluster::Barrier(const std::string& id, uint64_t 
 absl::StatusOr<absl::Duration> Cluster::Puts(int frames, int puts, int in_flight, bool durable,
                                              absl::Duration timeout) {
   results_wanted_ = frames * streams();
-  // The op's bytes but for its fence's request_id are the same each time: what is measured is the
-  // coordinator.
+  // The op's bytes but for its fence's request_id are the same each time: the benchmark measures
+  // the coordinator.
   const auto send = [&](Agent& agent) {
     if (agent.frames_left == 0) return;
     --agent.frames_left;

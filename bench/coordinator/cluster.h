@@ -35,8 +35,8 @@ class Cluster {
     std::string job = "bench";
     int agents = 1;  // with streams of their own, not counting hubs
     int ranks_per_agent = 1;
-    // Streams that are those of hubs, each of which speaks for so many agents, itself among them:
-    // what the others say comes in its messages, as docs/protocol.md has it.
+    // Streams of hubs, each of which speaks for `agents_per_hub` agents, itself among them: what
+    // the others say comes in its messages, as docs/protocol.md has it.
     int hubs = 0;
     int agents_per_hub = 0;
     absl::Duration lease = absl::Seconds(600);
@@ -59,13 +59,14 @@ class Cluster {
   // all answers.
   absl::StatusOr<absl::Duration> Puts(int frames, int puts, int in_flight, bool durable,
                                       absl::Duration timeout);
-  // Reports through agent 0 that its first rank was killed; waits until every agent knows. The time
-  // of each agent.
+  // Reports through agent 0 that its first rank was killed; waits until every agent knows. Returns
+  // the time of each agent.
   absl::StatusOr<std::vector<absl::Duration>> ReportKill(absl::Time killed, absl::Duration timeout);
   // Every stream says for all its ranks that they live, spread evenly over `period`, for `total`; a
   // hub in two beats, each for half of its agents.
   absl::Status Beat(absl::Duration period, absl::Duration total);
-  // The server went away: every stream is opened again until it is welcome. Hubs list their agents.
+  // Opens every stream again, after the server went away, until it is welcome. Hubs list their
+  // agents.
   absl::Status Reattach(absl::Duration timeout);
 
  private:
@@ -77,19 +78,19 @@ class Cluster {
   void Connected(Agent& agent);
   // Queues `frame` and, if the stream is open, writes what is queued.
   void Send(Agent& agent, v1::AgentFrame& frame);
-  // A hub's first beat: its list of agents.
+  // Sends a hub's first beat: its list of agents.
   void SendRoster(Agent& agent);
   void Write(Agent& agent);
   // Arms epoll for what the agent waits for.
   void Watch(Agent& agent, bool writable);
   void Readable(Agent& agent);
   void Received(Agent& agent, const char* bytes, size_t size);
-  // The stream has ended: reconnects a little later, or fails.
+  // Handles the end of a stream: reconnects a little later, or fails.
   void Ended(Agent& agent, const std::string& why);
   // Handles events until `done()` or the deadline.
   absl::Status RunUntil(const std::function<bool()>& done, absl::Duration timeout,
                         const char* what);
-  // False if nothing happened until `deadline`.
+  // Returns false if nothing happened until `deadline`.
   bool HandleSome(absl::Time deadline);
 
   const Options options_;

@@ -34,7 +34,7 @@ int FreePort() {
   return port;
 }
 
-// Field `number` of a message, with content of less than 128 bytes.
+// Returns field `number` of a message, with content of less than 128 bytes.
 std::string Field(int number, const std::string& content) {
   std::string bytes = {static_cast<char>(number << 3 | 2), static_cast<char>(content.size())};
   return bytes + content;
@@ -45,7 +45,7 @@ std::string PutRequest(int i) {
   return Field(1, absl::StrCat("bench/", i % 4096)) + Field(2, "0123456789abcdef0123456789abcdef");
 }
 
-// The `i`th request of `puts` keys, all different, as etcd requires of a Txn:
+// Returns the `i`th request of `puts` keys, all different, as etcd requires of a Txn:
 // etcdserverpb.TxnRequest{success = 2} of RequestOp{request_put = 2}.
 grpc::ByteBuffer Request(int i, int puts) {
   std::string bytes;

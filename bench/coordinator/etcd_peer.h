@@ -7,15 +7,15 @@
 
 namespace muster::bench {
 
-// What one request carries, and how many requests there are at a time, over one connection.
+// The content of one request, and how many requests there are at a time, over one connection.
 struct EtcdLoad {
   int requests = 0;
   int puts = 1;  // in a request, at most 64: a Put, or from 2 on a Txn of as many
   int in_flight = 1;
 };
 
-// Puts of 32-byte values per second into a single-node etcd (fsync on), the program `etcd`, that is
-// started in `directory` on ports of its own. Errors: NOT_FOUND `etcd` is no program.
+// Measures the puts of 32-byte values per second into a single-node etcd (fsync on): the program
+// `etcd`, started in `directory` on ports of its own. Errors: NOT_FOUND if `etcd` is no program.
 absl::StatusOr<double> EtcdPutsPerSecond(const std::string& etcd, const std::string& directory,
                                          const EtcdLoad& load);
 

@@ -38,7 +38,7 @@ struct Settings {
 
 using Values = std::vector<std::pair<std::string, double>>;
 
-// One JSON object on one line, with the load average at that moment.
+// Prints one JSON object on one line, with the load average at that moment.
 void Print(const Values& values) {
   std::string line = "{";
   for (const auto& [key, value] : values) absl::StrAppend(&line, "\"", key, "\": ", value, ", ");
@@ -61,7 +61,7 @@ absl::StatusOr<std::unique_ptr<ServerProcess>> StartServer(
   return ServerProcess::Start(argv, /*reads_line=*/true);
 }
 
-// Prints the median of each value, of three runs (or of fewer, by the scale).
+// Prints the median of each value over three runs (or fewer, by the scale).
 absl::Status Medians(const Settings& settings,
                      absl::FunctionRef<absl::StatusOr<Values>(int run)> once) {
   const int runs = std::clamp(static_cast<int>(3 * settings.scale), 1, 15);
@@ -96,13 +96,13 @@ struct Shape {
             .agents_per_hub = agents_per_hub};
   }
   int ranks() const { return (agents + hubs * agents_per_hub) * ranks_per_agent; }
-  // In names of results.
+  // The shape in names of results.
   std::string Name() const { return absl::StrCat(ranks(), hubs > 0 ? "_hubs" : ""); }
 };
 
 constexpr Shape k1024 = {.agents = 128};
 constexpr Shape k10000 = {.agents = 1250};
-// As --direct_agents 64 and --agents_per_hub 48 divide them.
+// The shape that --direct_agents 64 and --agents_per_hub 48 give.
 constexpr Shape k1024Hubs = {.agents = 64, .hubs = 2, .agents_per_hub = 32};
 constexpr Shape k10000Hubs = {.agents = 75, .hubs = 25, .agents_per_hub = 47};
 constexpr Shape k100000Hubs = {.agents = 54, .hubs = 254, .agents_per_hub = 49};
@@ -116,7 +116,8 @@ int Rounds(const Settings& settings, int ranks) {
   return std::max(5, static_cast<int>(rounds * settings.scale));
 }
 
-// CPU time since it was made, of the server and of this process, which is the load generator.
+// The CPU time since its construction, of the server and of this process, which is the load
+// generator.
 class CpuMeter {
  public:
   explicit CpuMeter(const ServerProcess& server)
@@ -151,7 +152,7 @@ absl::StatusOr<Values> Rendezvous(const Settings& settings, const Shape& shape) 
                 {key + "_client_cpu_s", cpu.ClientUs() / 1e6}};
 }
 
-// With `idle`, also what the coordinator needs while nothing but beats comes, afterwards.
+// With `idle`, also measures what the coordinator needs afterwards while only beats come.
 absl::Status Barriers(const Settings& settings, const Shape& shape, bool idle) {
   MUSTER_ASSIGN_OR_RETURN(const auto server, StartServer(settings));
   const int ranks = shape.ranks();
@@ -202,7 +203,7 @@ absl::StatusOr<Values> PutsVolatile(const Settings& settings) {
                 {"put_volatile_server_rss_mb", server->RssMb()}};
 }
 
-// As many agents as PutsDurable has, each with one transaction in flight that has one put.
+// Uses as many agents as PutsDurable, each with one transaction in flight that has one put.
 absl::StatusOr<double> PutsOneEach(const std::string& server, int agents, int frames) {
   Cluster cluster({.address = server, .job = "one_each", .agents = agents, .ranks_per_agent = 1});
   MUSTER_RETURN_IF_ERROR(cluster.Attach(absl::Seconds(30)));
@@ -323,7 +324,7 @@ absl::Status TcpStore(const Settings& settings) {
   return absl::OkStatus();
 }
 
-// What PutsDurable does: transactions of 8 puts, 256 in flight; and single puts, 64 in flight.
+// Does what PutsDurable does: transactions of 8 puts, 256 in flight; and single puts, 64 in flight.
 absl::Status Etcd(const Settings& settings) {
   const int requests = std::max(500, static_cast<int>(10'000 * settings.scale));
   Values values;

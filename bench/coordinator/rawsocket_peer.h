@@ -9,8 +9,8 @@
 namespace muster::bench {
 
 // A barrier of `ranks` over bare TCP and epoll, one socket a rank: each sends 8 bytes to a server
-// in another process, which answers all when the last has come. The floor that any barrier service
-// stands on. Time of each of `rounds`.
+// in another process, which answers all when the last has come. No barrier service can be faster.
+// Returns the time of each of `rounds`.
 absl::StatusOr<std::vector<absl::Duration>> RawSocketBarriers(int ranks, int rounds);
 
 }  // namespace muster::bench

@@ -23,7 +23,7 @@ class ServerProcess {
 
   const std::string& line() const { return line_; }
   pid_t pid() const { return pid_; }
-  // SIGKILL, and waits for the end.
+  // Sends SIGKILL, and waits for the end.
   void Kill();
   double RssMb() const;
   absl::Duration CpuTime() const;

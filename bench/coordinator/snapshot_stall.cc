@@ -2,8 +2,8 @@
 // state.
 //
 // The coordinator runs in its own process. Two jobs hold the state as durable keys. One thread
-// reads a key and four put durable ones, each one call at a time, while nothing else happens and
-// then while a snapshot is written that was asked for. Prints one JSON object.
+// reads a key and four put durable ones, each one call at a time, first while nothing else happens
+// and then while a requested snapshot is written. Prints one JSON object.
 #include <unistd.h>
 
 #include <algorithm>
@@ -78,7 +78,7 @@ class Client {
         Call([&](grpc::ClientContext* context) { return kv_->Txn(context, request, &reply); });
     MUSTER_CHECK(status.ok()) << status.error_message();
   }
-  // Again while one is being written.
+  // Tries again while another snapshot is being written.
   absl::Duration Snapshot() {
     while (true) {
       const absl::Time start = absl::Now();
@@ -117,7 +117,7 @@ double Percentile(const Times& sorted, double p) {
                          static_cast<size_t>(p * static_cast<double>(sorted.size())))];
 }
 
-// What readers and writers see while `body` runs.
+// Returns what readers and writers see while `body` runs.
 template <typename F>
 Seen Watch(const std::string& address, const v1::Fence& fence, F body) {
   Notification stop;
@@ -159,7 +159,7 @@ Seen Watch(const std::string& address, const v1::Fence& fence, F body) {
   return seen;
 }
 
-// The most memory that the process had since ForgetPeak.
+// Returns the most memory that the process had since ForgetPeak.
 double PeakMb(pid_t pid) {
   std::ifstream file(absl::StrCat("/proc/", pid, "/status"));
   for (std::string line; std::getline(file, line);) {

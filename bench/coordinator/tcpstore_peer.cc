@@ -49,7 +49,7 @@ void* Connect(void* argument) {
   return nullptr;
 }
 
-// False if a thread could not be started: then nothing more can be measured.
+// Returns false if a thread could not be started: then nothing more can be measured.
 bool RunAll(std::vector<Client>& clients, void* (*body)(void*)) {
   pthread_attr_t attributes;
   pthread_attr_init(&attributes);
@@ -86,7 +86,7 @@ void* RunClient(void* argument) {
 }  // namespace
 
 absl::StatusOr<TcpStoreResult> TcpStoreBarriers(int ranks, int rounds) {
-  // It warns once for each of a thousand clients that their address has no name.
+  // Otherwise it warns for each of a thousand clients that their address has no name.
   FLAGS_caffe2_log_level = c10::GLOG_ERROR;
   int pipe_fds[2];
   if (pipe(pipe_fds) != 0) return absl::ErrnoToStatus(errno, "pipe");
@@ -138,7 +138,7 @@ absl::StatusOr<TcpStoreResult> TcpStoreBarriers(int ranks, int rounds) {
     return absl::UnavailableError(absl::StrCat("TCPStore: ", error.what()));
   }
   pthread_barrier_init(&shared.gate, nullptr, ranks);
-  // The started ones would wait at the gate forever.
+  // The threads that have started would wait at the gate forever.
   if (!RunAll(clients, RunClient)) std::_Exit(1);
   pthread_barrier_destroy(&shared.gate);
   if (shared.failed) return absl::UnavailableError("TCPStore: a client failed");

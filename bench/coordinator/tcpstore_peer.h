@@ -14,9 +14,9 @@ struct TcpStoreResult {
   double adds_per_second = 0;  // one client, one at a time, acknowledged
 };
 
-// c10d::TCPStore (libuv backend) with a server in its own process and `ranks` clients, one thread
-// and one connection each: every rank adds 1 to a counter, the one that makes it full sets a key
-// that all wait for.
+// Measures c10d::TCPStore (libuv backend) with a server in its own process and `ranks` clients, one
+// thread and one connection each: every rank adds 1 to a counter, and the one that makes it full
+// sets a key that all wait for.
 absl::StatusOr<TcpStoreResult> TcpStoreBarriers(int ranks, int rounds);
 
 }  // namespace muster::bench

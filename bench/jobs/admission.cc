@@ -1,7 +1,7 @@
 // What the schedule of submitted jobs costs with many jobs in the queue and many nodes.
 //
-// The core alone: no network, no journal. CPU time of one event, which is all that other events of
-// the coordinator wait for.
+// Runs the core alone: no network, no journal. Measures the CPU time of one event, which is all
+// that other events of the coordinator wait for.
 #include <algorithm>
 #include <cstdio>
 #include <ctime>
@@ -37,7 +37,7 @@ class Bench {
     for (int i = 0; i < nodes; ++i) Sync(i, {});
   }
 
-  // Milliseconds of CPU.
+  // Returns milliseconds of CPU.
   double Handle(const v1::Op& op) {
     JobsOutput out;
     const double begin = CpuMs();

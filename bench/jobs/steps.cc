@@ -1,6 +1,6 @@
 // The program of bench/run_jobs: `steps FOLDER [elastic]`. Trains the MNIST net on random images
-// until FOLDER/stop is there; each rank writes its process to FOLDER/pid_R, and rank 0 appends the
-// time of each step to FOLDER/steps. With `elastic` survivors of a lost process keep theirs.
+// until FOLDER/stop exists; each rank writes its process to FOLDER/pid_R, and rank 0 appends the
+// time of each step to FOLDER/steps. With `elastic`, the survivors of a lost process keep theirs.
 #include <unistd.h>
 
 #include <chrono>

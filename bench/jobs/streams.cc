@@ -44,7 +44,7 @@ double Quantile(std::vector<double> values, double quantile) {
                          static_cast<size_t>(quantile * static_cast<double>(values.size())))];
 }
 
-// All agents; one thread handles what they are answered.
+// All agents; one thread handles their answers.
 class Agents {
  public:
   Agents(const std::string& address, int count, int gpus) : nodes_(count) {
@@ -74,7 +74,7 @@ class Agents {
     thread_.join();
   }
 
-  // Until each has been answered once.
+  // Blocks until each agent has been answered once.
   void WaitForAll() {
     MutexLock lock(&mu_);
     const absl::Time deadline = absl::Now() + kPatience;
@@ -84,7 +84,7 @@ class Agents {
     }
   }
 
-  // When a node learned that it is to run the job.
+  // Returns when a node learned that it is to run the job.
   absl::Time WaitForStart(const std::string& job) {
     MutexLock lock(&mu_);
     const absl::Time deadline = absl::Now() + kPatience;
@@ -95,7 +95,7 @@ class Agents {
     return started_[job].second;
   }
 
-  // The processes of the job have succeeded. Returns when the next job has started there.
+  // Ends the job: its processes have succeeded. Returns when the next job has started there.
   absl::Time End(const std::string& job) {
     MutexLock lock(&mu_);
     Node* const node = started_.at(job).first;
@@ -268,7 +268,7 @@ int Run(int argc, char** argv) {
       queueing.push_back(Ms(absl::Now() - begin));
     }
     const absl::Duration queue_cpu = (*process)->CpuTime() - cpu;
-    // One that delays no job before it, because it needs no GPU, passes the whole queue.
+    // A small job that delays no job before it, because it needs no GPU, passes the whole queue.
     for (int i = 0; i < samples; ++i) {
       begin = absl::Now();
       const std::string job = Submit(jobs.get(), 0);

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 
-# What is measured runs on one thread.
+# The measured code runs on one thread.
 os.environ["TOKENIZERS_PARALLELISM"] = "true" if sys.argv[1:2] == ["make"] else "false"
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers

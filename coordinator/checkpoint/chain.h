@@ -12,10 +12,11 @@ namespace muster::coordinator {
 // The hash chain over the checkpoints of a job. docs/checkpoint_format.md has the bytes, which
 // depend on no serialiser, so that any language can check them. Pure.
 
-// Over one line for each file, "NAME\tBYTES\tXXH3\n", sorted by name. `files` is sorted so.
+// Returns the digest over one line for each file, "NAME\tBYTES\tXXH3\n", sorted by name. `files`
+// must be sorted so.
 std::string FilesSha256(const std::vector<v1::ShardFile>& files);
 
-// What `record.sha256` must be: over its facts and record.previous_sha256.
+// Returns what `record.sha256` must be: the digest over its facts and record.previous_sha256.
 std::string RecordSha256(absl::string_view job_id, const v1::CheckpointRecord& record);
 
 }  // namespace muster::coordinator

@@ -14,7 +14,7 @@
 namespace muster::coordinator {
 namespace {
 
-// Empty for a plain name.
+// Returns the folder part of a path; empty for a plain name.
 absl::string_view FolderOf(absl::string_view path) {
   const size_t slash = path.rfind('/');
   return slash == absl::string_view::npos ? absl::string_view() : path.substr(0, slash);
@@ -45,7 +45,7 @@ std::string StateText(v1::CheckpointState state) {
   }
 }
 
-// Whether a resume may take it, once it is published.
+// Returns whether a resume may take the checkpoint, once it is published.
 bool IsResumable(const v1::CheckpointRecord& record) {
   return record.promoted() && record.damage().empty();
 }
@@ -238,7 +238,7 @@ CheckpointSet::Error CheckpointSet::CheckPart(const v1::ReportShardsRequest& req
                                           " MiB: report fewer slices, for example one for each "
                                           "rank and tensor"));
   }
-  // Against what others have reported.
+  // Checks the part against what others have reported.
   for (const v1::ShardFile& file : request.files()) {
     for (const v1::TensorSlice& slice : file.slices()) {
       if (auto error = reports.coverage.Check(slice, file.name())) return error;
@@ -254,7 +254,7 @@ CheckpointSet::Error CheckpointSet::Report(const v1::ReportShardsRequest& reques
     return TooLarge("files", absl::StrCat("a report of ", bytes, " bytes: send parts of at most ",
                                           kMaxPartBytes >> 20, " MiB"));
   }
-  // A repeat after the end: all that it says is known.
+  // This is a repeat after the end: all that it says is known.
   if (entry->reports == nullptr) return std::nullopt;
   Entry::Reports& reports = *entry->reports;
   const int rank = request.rank();
@@ -325,7 +325,7 @@ CheckpointSet::Error CheckpointSet::Seal(const v1::SealCheckpointRequest& reques
     }
     return error;
   }
-  // Once for the same reports, however often it is asked.
+  // Runs once for the same reports, however often it is asked.
   if (!reports.problem.has_value()) reports.problem = reports.coverage.FirstProblem();
   if (!reports.problem->empty() && !faults_.seals_before_coverage) {
     return MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_NOT_COVERED,
@@ -365,13 +365,13 @@ void CheckpointSet::Adopt(CheckpointSet* former) {
 }
 
 std::optional<uint64_t> CheckpointSet::Forgettable() const {
-  // By folder: what a resume would take now.
+  // The checkpoints that a resume would take now, by folder.
   absl::flat_hash_map<absl::string_view, uint64_t> newest;
   for (const auto& [id, entry] : entries_) {
     if (IsResumable(entry.record)) newest[FolderOf(entry.record.path())] = id;
   }
-  // A folder without a record counts as what its seal.json says: the same for one that was not
-  // marked since, unless the marks were made where the folder is not seen.
+  // A folder without a record counts as its seal.json says: the same for one that was not marked
+  // since, unless the marks were made where the folder is not seen.
   const auto rank = [](const v1::CheckpointRecord& record) {
     return (record.pinned() ? 2 : 0) + (IsResumable(record) ? 0 : 1);
   };
@@ -446,9 +446,10 @@ CheckpointSet::Error CheckpointSet::Publish(const v1::PublishCheckpointRequest& 
     Changed(record, changes);
   }
   *reply->mutable_checkpoint() = record;
-  // A copy: what is removed below moves the others.
+  // A copy, because what is removed below moves the others.
   const v1::CheckpointRecord& published = reply->checkpoint();
-  // It took the place of what was published under its path before, which retention must not count.
+  // It took the place of what was published under its path before, which must not count in
+  // retention.
   std::vector<uint64_t> replaced;
   for (const auto& [other_id, other] : entries_) {
     if (other_id < id && other.record.published() && other.record.path() == published.path())
@@ -457,7 +458,7 @@ CheckpointSet::Error CheckpointSet::Publish(const v1::PublishCheckpointRequest& 
   for (const uint64_t other : replaced) Remove(other, changes);
   std::vector<uint64_t> go =
       Superfluous(FolderOf(published.path()), published.keep(), published.keep_every());
-  // A load that has found newer ones damaged or gone gives an old one its name and takes it.
+  // A load that has found newer checkpoints damaged or gone gives an old one its name and takes it.
   std::erase(go, id);
   for (const auto& [other_id, other] : entries_) {
     const v1::CheckpointState state = other.record.state();
@@ -565,8 +566,8 @@ CheckpointSet::Error CheckpointSet::Verify(const v1::VerifyCheckpointRequest& re
                                  " has a record other than the one that its files were "
                                  "compared with: another checkpoint has its folder"));
   }
-  // A shallow look that finds nothing says nothing about what a deep one has found. An older one
-  // says nothing either, unless it was deeper than the newer one, which found nothing.
+  // A shallow look that finds nothing says nothing about what a deep one has found. Nor does an
+  // older look, unless it was deeper than the newer one, which found nothing.
   const bool weaker = request.damage().empty() && request.depth() < record.verified() &&
                       !faults_.sizes_clear_damage;
   const bool both = !record.damage().empty() && !request.damage().empty();
@@ -597,7 +598,7 @@ CheckpointSet::Error CheckpointSet::Collect(const v1::CollectCheckpointsRequest&
         "keep", absl::StrCat("keep is ", request.keep(), ": at least one checkpoint has to stay"));
   }
   if (request.keep_every() < 0) return BadField("keep_every", "keep_every must not be negative");
-  // Those with a deletion order that may not have been carried out.
+  // The folders of checkpoints with a deletion order that may not have been carried out.
   absl::btree_set<absl::string_view> folders;
   for (const auto& [id, entry] : entries_) folders.insert(FolderOf(entry.record.path()));
   std::vector<uint64_t> go;

@@ -77,7 +77,7 @@ class CheckpointSetTest : public ::testing::Test {
     for (const auto& record : reply.to_delete()) ids.push_back(record.checkpoint_id());
     return ids;
   }
-  // All of it.
+  // Saves a whole checkpoint.
   uint64_t Save(const std::string& path, int64_t step, int keep = 0, bool hold_back = false,
                 int64_t keep_every = 0) {
     const uint64_t id = Begin(path, step, 1, keep, hold_back, keep_every);
@@ -94,7 +94,7 @@ class CheckpointSetTest : public ::testing::Test {
     v1::MarkCheckpointReply reply;
     return Message(set_.Mark(request, &reply, &changes_));
   }
-  // Of what was sealed last, unless `sha256` says otherwise.
+  // Verifies the checkpoint that was sealed last, unless `sha256` says otherwise.
   std::string Verify(uint64_t id, const std::string& damage,
                      v1::VerifyDepth depth = v1::VERIFY_CONTENTS, std::string sha256 = "") {
     v1::ListCheckpointsReply all;
@@ -116,7 +116,7 @@ class CheckpointSetTest : public ::testing::Test {
     for (const uint64_t id : ids) request.add_checkpoint_ids(id);
     return Message(set_.Deleted(request, &changes_));
   }
-  // 0: none.
+  // Returns 0 if there is none.
   uint64_t Resolve(bool any = false) {
     v1::ResolveCheckpointRequest request;
     request.set_any(any);
@@ -258,7 +258,7 @@ TEST_F(CheckpointSetTest, MoreThanItKeepsRecordsOf_ForgetsTheOldestThatNoResumeW
   EXPECT_EQ(Mark(pinned, v1::MarkCheckpointRequest::PIN), "");
   const uint64_t first = Save("/c/first", 1), second = Save("/c/second", 1);
   v1::CheckpointChanged restored;
-  // As those that were saved, without the time that this takes.
+  // Restores records as if they had been saved, without the time that saves take.
   v1::CheckpointRecord& record = *restored.mutable_record();
   record = sealed_.checkpoint();
   record.set_state(v1::CHECKPOINT_STATE_PUBLISHED);
@@ -328,14 +328,14 @@ TEST_F(CheckpointSetTest, Retention_SparesPinnedEveryNthAndTheOneThatAResumeTake
   EXPECT_THAT(Ids(), ElementsAre(pinned, tenth, resumed, held_1, held_2));
 }
 
-// As of a program without an optimizer, which stays at it.
+// A program without an optimizer stays at step 0.
 TEST_F(CheckpointSetTest, Retention_Step0_IsNoMultipleOfKeepEvery) {
   const uint64_t first = Save("/c/0", 0);
   Save("/c/1", 0, /*keep=*/1, /*hold_back=*/false, /*keep_every=*/10);
   EXPECT_THAT(to_delete_, ElementsAre(first));
 }
 
-// A load gives it its name, and resumes from it, where the folders of the newer ones are gone.
+// If the folders of the newer ones are gone, a load gives the old one its name and resumes from it.
 TEST_F(CheckpointSetTest, Retention_SparesAnOldOneThatIsPublishedLate) {
   const uint64_t old = Begin("/c/1", 1, 1, /*keep=*/1);
   EXPECT_EQ(Report(old, 0, 1), "");
@@ -353,7 +353,7 @@ TEST_F(CheckpointSetTest, Damaged_IsNotResolvedAndTakesNoPlaceOfAWholeOne) {
   EXPECT_EQ(Resolve(), a);
   EXPECT_EQ(Resolve(/*any=*/true), b);
   EXPECT_EQ(changes_.back().record().damage(), verified_.checkpoint().damage()) << "durable";
-  // Sizes fit: that does not make the bytes whole.
+  // Sizes that fit do not make the bytes whole.
   EXPECT_EQ(Verify(b, "", v1::VERIFY_SIZES), "");
   EXPECT_EQ(Resolve(), a);
   const uint64_t c = Save("/c/3", 3, /*keep=*/2);
@@ -522,7 +522,7 @@ TEST_F(CheckpointSetTest, SamePathAgain_TheOldOneIsNoneOfThoseThatRetentionKeeps
   const uint64_t now = Save("/c/2", 3, /*keep=*/2);
   EXPECT_THAT(to_delete_, IsEmpty());
   EXPECT_THAT(Ids(), ElementsAre(a, now));
-  // Nor is it what a resume would take.
+  // It is not what a resume would take either.
   Save("/c/2", 4, /*keep=*/1, /*hold_back=*/true);
   EXPECT_THAT(to_delete_, IsEmpty());
   EXPECT_EQ(Resolve(), a);
@@ -539,7 +539,7 @@ TEST_F(CheckpointSetTest, GenerationEnds_WhatItPreparedIsGoneAndWhatItSealedStay
   EXPECT_EQ(Resolve(), 0u);
   EXPECT_EQ(error_, std::nullopt);
   EXPECT_EQ(resolved_.unpublished(0).staging(), "/c/1.tmp-1");
-  // Nobody asked for it: the next one that is published lets it go.
+  // No caller asked for it: the next one that is published lets it go.
   const uint64_t next = Save("/c/3", 3);
   EXPECT_THAT(to_delete_, ElementsAre(sealed));
   EXPECT_EQ(Resolve(), next);
@@ -567,7 +567,7 @@ TEST_F(SignedCheckpointSetTest, Seal_SignsTheHashOfTheRecord) {
   const v1::CheckpointRecord signed_one = sealed_.checkpoint();
   EXPECT_EQ(signed_one.signature(),
             absl::StrCat("signature of ", absl::BytesToHexString(signed_one.sha256())));
-  // What is signed is the hash that an unsigned record has.
+  // The signature is over the hash that an unsigned record has.
   EXPECT_EQ(RecordSha256("job", signed_one), signed_one.sha256());
   v1::ListCheckpointsReply list;
   set_.List({}, &list);
@@ -701,7 +701,7 @@ TEST_F(CheckpointSetTest, PartThatIsTooLarge_IsRefused) {
 }
 
 TEST_F(CheckpointSetTest, OneNameForSeveral_NeverLetsTheLiveOneGo) {
-  // Sealed by a generation that ended before it was published.
+  // This one was sealed by a generation that ended before it was published.
   const uint64_t orphan = Begin("/c/1", 1, 1);
   Report(orphan, 0, 1);
   Seal(orphan);
@@ -716,7 +716,7 @@ TEST_F(CheckpointSetTest, OneNameForSeveral_NeverLetsTheLiveOneGo) {
   EXPECT_EQ(Message(set_.Publish(request, &reply, &changes_)), "");
   ASSERT_EQ(reply.to_delete_size(), 1);
   EXPECT_FALSE(reply.to_delete(0).published()) << "only its staging folder goes";
-  // Nor can the old one take the name now.
+  // The old one cannot take the name now either.
   const uint64_t late = Begin("/c/2", 2, 1);
   Report(late, 0, 1);
   Seal(late);

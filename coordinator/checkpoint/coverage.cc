@@ -11,7 +11,7 @@
 namespace muster::coordinator {
 namespace {
 
-// Of all slices: a tenth of a second, in which the coordinator serves no other caller.
+// The most comparisons of all slices: a tenth of a second, in which no other caller is served.
 constexpr size_t kMaxComparisons = 20'000'000;
 constexpr size_t kMaxDtype = 16;
 
@@ -20,7 +20,7 @@ std::string Text(const Numbers& numbers) {
   return absl::StrCat("[", absl::StrJoin(numbers, ", "), "]");
 }
 
-// Of a box or a shape; nothing if it does not fit 63 bits.
+// Returns the elements of a box or a shape; nullopt if the number does not fit 63 bits.
 template <typename Numbers>
 std::optional<int64_t> Elements(const Numbers& extent) {
   int64_t elements = 1;
@@ -89,7 +89,7 @@ std::optional<v1::OpError> Coverage::Add(const v1::TensorSlice& slice, const std
     bytes_ += sizeof(Tensor) + slice.tensor().size() + 64;
   }
   const size_t rank = tensor.shape.size();
-  // What has no elements covers nothing and overlaps nothing.
+  // A slice without elements covers nothing and overlaps nothing.
   if (*Elements(slice.extent()) == 0) return std::nullopt;
   std::unique_ptr<const std::string>& kept = files_[file];
   if (kept == nullptr) {

@@ -28,15 +28,15 @@ class Coverage {
   Coverage(const Coverage&) = delete;
   Coverage& operator=(const Coverage&) = delete;
 
-  // Whether Add would take it. Errors: BAD_FIELD for a box that is not inside its tensor, and for a
-  // tensor whose shape or dtype differs from what was added before.
+  // Checks whether Add would take the slice. Errors: BAD_FIELD for a box that is not inside its
+  // tensor, and for a tensor whose shape or dtype differs from what was added before.
   std::optional<v1::OpError> Check(const v1::TensorSlice& slice, const std::string& file) const;
-  // `file` has this slice. Nothing is kept of one that is refused. Errors: as Check.
+  // Adds a slice that is in `file`. Keeps nothing of one that it refuses. Errors: as Check.
   std::optional<v1::OpError> Add(const v1::TensorSlice& slice, const std::string& file);
 
-  // The first tensor, by name, that is not covered exactly once: the error in words ("tensor "w" of
-  // [4, 8]: ... "). Empty: all are. O(n log n) for n slices that cut a tensor along one dimension.
-  // A tensor whose slices would take millions of comparisons is a problem too.
+  // Returns the error of the first tensor, by name, that is not covered exactly once, in words
+  // ("tensor "w" of [4, 8]: ... "). Empty: all are. O(n log n) for n slices that cut a tensor along
+  // one dimension. A tensor whose slices would take millions of comparisons is a problem too.
   std::string FirstProblem() const;
 
   size_t tensors() const { return tensors_.size(); }
@@ -54,7 +54,7 @@ class Coverage {
     Numbers shape;
     std::vector<Box> boxes;
   };
-  // Empty: it is covered. Counts on.
+  // Returns an empty string if the tensor is covered. Adds to `*comparisons`.
   static std::string Problem(const Tensor& tensor, size_t* comparisons);
 
   absl::flat_hash_map<std::string, Tensor> tensors_;

@@ -136,7 +136,7 @@ TEST(Coverage, RandomDivisions_AreCompleteUntilOneIsChanged) {
       changed.Add(Slice("w", shape, offset, extent), "f");
       if (i == victim && what == 2) changed.Add(Slice("w", shape, offset, extent), "g");
     }
-    // A tensor that was never named is not missed here: who must report it is another rule.
+    // A tensor that was never named is not missed here: another rule says who must report it.
     if (changed.tensors() == 0) continue;
     ASSERT_NE(changed.FirstProblem(), "") << "round " << round;
   }
@@ -153,7 +153,7 @@ TEST(Coverage, ColumnsOfThousandsOfRanks_AreCompared) {
 
 TEST(Coverage, SlicesThatMeetEverywhere_AreGivenUp) {
   Coverage coverage;
-  // In each dimension all begin at few places.
+  // In each dimension all boxes begin at few places.
   for (int i = 0; i < 40 * 40 * 40; ++i) {
     coverage.Add(Slice("w", {40, 40, 40}, {i / 1600, i / 40 % 40, i % 40}, {1, 1, 1}), "f");
   }

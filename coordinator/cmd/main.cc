@@ -77,7 +77,7 @@ int CannotRead(const absl::Status& status) {
   return absl::IsInvalidArgument(status) ? int{kExitUsage} : int{CannotServe(status)};
 }
 
-// After an operation on an offline journal: its result, or the error.
+// Ends after an operation on an offline journal: prints its result, or the error.
 int EndWith(const absl::StatusOr<std::string>& report) {
   if (!report.ok()) return Fail(CannotRead(report.status()), report.status());
   std::printf("%s\n", report->c_str());
@@ -97,7 +97,7 @@ struct Flags {
   int64_t free_least_mib = DiskLimits().free_least >> 20;
 };
 
-// An unset variable must not turn into a coordinator that keeps nothing.
+// Refuses an empty value: an unset variable must not turn into a coordinator that keeps nothing.
 CLI::Validator NotEmpty() {
   return CLI::Validator(
       [](const std::string& text) {
@@ -106,7 +106,7 @@ CLI::Validator NotEmpty() {
       "");
 }
 
-// What it serves, and to whom.
+// Adds the flags of what it serves, and to whom.
 void AddServiceFlags(CLI::App* app, Flags* flags) {
   app->add_option("--listen", flags->options.rpc.listen,
                   "HOST:PORT (numeric) or unix:PATH; port 0 selects a free port")
@@ -206,7 +206,7 @@ void AddDiskFlags(CLI::App* app, Flags* flags) {
       ->check(CLI::Range(int64_t{0}, kMostMib));
 }
 
-// The log, and what it does in place of serving.
+// Adds the flags of the log, and of what it does instead of serving.
 void AddOtherFlags(CLI::App* app, Flags* flags) {
   app->add_option("--log_level", flags->log_level,
                   "debug, info, warning or error (default: $MUSTER_LOG_LEVEL, else info)");
@@ -235,7 +235,7 @@ void AddOtherFlags(CLI::App* app, Flags* flags) {
   app->add_flag("--version", flags->version, "print the version and exit");
 }
 
-// Nullopt: go on; else the exit code.
+// Returns nullopt to continue; else the exit code.
 std::optional<int> ReadFlags(int argc, char** argv, Flags* flags) {
   CLI::App app(kAbout, "muster-coordinator");
   app.footer(kFooter);
@@ -267,7 +267,7 @@ absl::Status SetUpLog(const Flags& flags) {
   return absl::OkStatus();
 }
 
-// Of a directory or a backup.
+// Verifies a directory or a backup.
 int VerifyJournal(const std::string& path) {
   Core core({});
   const auto state = [&](uint64_t, absl::string_view part) { return core.Restore(part); };
@@ -290,7 +290,7 @@ int RestoreBackup(const std::string& backup, const std::string& directory) {
 }
 
 absl::Status CheckServiceFlags(const Flags& flags) {
-  // No range holds that.
+  // NaN passes any range check.
   if (std::isnan(flags.lease) || std::isnan(flags.resume) || std::isnan(flags.node_lease)) {
     return absl::InvalidArgumentError(
         "--lease, --node_lease and --resume_window are numbers of seconds");
@@ -308,7 +308,7 @@ absl::Status CheckServiceFlags(const Flags& flags) {
   return absl::OkStatus();
 }
 
-// The next of `signals`; -1: none came for so long.
+// Returns the next of `signals`; -1: none came within `at_most`.
 int WaitForSignal(const sigset_t& signals, absl::Duration at_most) {
   while (true) {
     const timespec timeout = absl::ToTimespec(at_most);
@@ -320,7 +320,8 @@ int WaitForSignal(const sigset_t& signals, absl::Duration at_most) {
 }
 
 // Tells the service manager that this coordinator is alive, as long as events are applied: each
-// round sends one through the core's turn, and says so when it has come back. Of the main thread.
+// round sends an event through the core's turn, and reports when it has come back. Used by the main
+// thread.
 class ServingCheck {
  public:
   ServingCheck(CoordinatorServer* server, ServiceNotifier* notifier)
@@ -367,8 +368,8 @@ class ServingCheck {
 int Serve(CoordinatorServer::Options options, ServiceNotifier::Options notify) {
   // 1,250 agents need more descriptors than the usual soft limit.
   const uint64_t descriptors = RaiseDescriptorLimit();
-  // Else gRPC 1.51 keeps 8 KiB for every connection to read into, whatever rpc/server.cc asks for.
-  // Its experiments are chosen by the environment only.
+  // Otherwise gRPC 1.51 keeps 8 KiB for every connection to read into, whatever rpc/server.cc asks
+  // for. Its experiments are chosen by the environment only.
   setenv("GRPC_EXPERIMENTS", "-tcp_read_chunks", /*overwrite=*/0);
 
   // Blocked before any thread starts, so that all threads inherit it and sigwait below is the one

@@ -22,10 +22,10 @@ namespace muster::coordinator {
 struct BackupHeader {
   std::string cluster_id = {};
   uint64_t term = 0;      // in which it was made
-  uint64_t revision = 0;  // of the state
-  uint64_t seq = 0;       // of the last record that is in it
+  uint64_t revision = 0;  // the state's
+  uint64_t seq = 0;       // the number of the last record in it
   uint64_t parts = 0;
-  uint64_t bytes = 0;  // of the snapshot
+  uint64_t bytes = 0;  // the snapshot's
   int64_t made = 0;    // seconds since 1970
 };
 
@@ -39,7 +39,7 @@ struct BackupFile {
 // damaged, or it is longer or shorter than that says; those of the disk.
 absl::StatusOr<BackupFile> OpenBackup(const std::string& path);
 
-// Hands over every part of its state, in order. Errors: DATA_LOSS naming the file and the place.
+// Hands over every part of the state, in order. Errors: DATA_LOSS naming the file and the place.
 absl::Status ReadBackupState(const std::string& path, const BackupFile& backup,
                              absl::FunctionRef<absl::Status(absl::string_view)> part);
 

@@ -30,7 +30,7 @@ class BackupFileTest : public ::testing::Test {
                               .made = 1764057600};
     bytes_ = EncodeBackupHeader(header) + ReadFile(folder_.Path("snapshot")).value();
   }
-  // The whole state, or the error.
+  // Returns the whole state, or the error.
   std::string Read(const std::string& bytes) {
     const std::string path = folder_.Path("backup");
     EXPECT_TRUE(WriteFileAtomically(path, bytes).ok());

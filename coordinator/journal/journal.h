@@ -20,7 +20,7 @@ namespace muster::coordinator {
 class Replica {
  public:
   virtual ~Replica() = default;
-  // False: it has the whole state already, and is only asked to write it.
+  // Returns false if it has the whole state already, and is only asked to write it.
   virtual bool NeedsHistory() const { return true; }
   // The parts of the last snapshot, then the records after it, in order.
   virtual absl::Status Restore(absl::string_view part) = 0;
@@ -45,21 +45,22 @@ class Journal {
     // disk is unknown, so nothing is acknowledged until a restart has replayed it). Nothing after
     // durable_revision has been acknowledged.
     absl::Status status;
-    absl::Duration took;   // of the commit with its fsync; zero if there was none
+    absl::Duration took;   // the duration of the commit with its fsync; zero if there was none
     uint64_t records = 0;  // in this commit
     uint64_t bytes = 0;
   };
 
   virtual ~Journal() = default;
 
-  // Made at the first start, the same ever after. 32 hex digits.
+  // Returns the id that was made at the first start. 32 hex digits.
   virtual const std::string& cluster_id() const = 0;
-  // Higher at each start, by one as a rule; durable before the constructor returned.
+  // Returns the term, which is higher at each start, usually by one; durable before the constructor
+  // returned.
   virtual uint64_t term() const = 0;
-  // The term below which an operator said that this is a copy of an earlier state, whose later part
-  // is lost; 0: never. A start whose state has not taken note of it must do so.
+  // Returns the term below which an operator said that this is a copy of an earlier state, whose
+  // later part is lost; 0: never. A start whose state does not reflect that yet must apply it.
   virtual uint64_t restored() const { return 0; }
-  // Drawn when the operator said so; 0: never, or an older version did not draw one.
+  // Returns the id drawn when the operator said so; 0: never, or an older version did not draw one.
   virtual uint64_t restore_id() const { return 0; }
   // "memory", or the file.
   virtual const std::string& description() const = 0;
@@ -88,17 +89,18 @@ class Journal {
   virtual void WriteSnapshot(uint64_t revision, std::unique_ptr<Replica> replica,
                              std::function<void(absl::Status)> done) = 0;
 
-  // Appended since the last snapshot (or since ever).
+  // The records and bytes that were appended since the last snapshot (or ever).
   virtual uint64_t records_since_snapshot() const = 0;
   virtual uint64_t bytes_since_snapshot() const = 0;
   // Bytes of the last snapshot; 0: there is none.
   virtual uint64_t snapshot_bytes() const { return 0; }
 
-  // A part of the backup (backup_file.h) that the snapshot of `revision` is: at most `most` bytes
-  // from `offset`. Of any thread, and beside all else. Blocks on the disk. Errors: NOT_FOUND there
-  // is no such snapshot, or not any more; FAILED_PRECONDITION the journal keeps nothing.
+  // Reads a part of the backup (backup_file.h) that the snapshot of `revision` is: at most `most`
+  // bytes from `offset`. May be called by any thread at any time. Blocks on the disk. Errors:
+  // NOT_FOUND there is no such snapshot, or no longer; FAILED_PRECONDITION the journal keeps
+  // nothing.
   struct BackupPart {
-    uint64_t bytes = 0;     // of the whole
+    uint64_t bytes = 0;     // size of the whole
     std::string data = {};  // empty at the end
   };
   virtual absl::StatusOr<BackupPart> ReadBackup(uint64_t revision, uint64_t offset,

@@ -94,13 +94,13 @@ absl::StatusOr<std::string> Verify(const std::string& directory) {
   return SqliteJournal::Verify(directory, any, any);
 }
 
-// What a replica was built of.
+// The records and parts from which a replica was built.
 struct Built {
   std::string restored;
   std::vector<std::string> replayed;
 };
 
-// Says that it has the state it is given, whatever it is built of.
+// Writes the state that it is given, whatever it is built from.
 class FakeReplica final : public Replica {
  public:
   explicit FakeReplica(std::vector<std::string> parts, Built* built = nullptr)
@@ -135,7 +135,7 @@ class FakeReplica final : public Replica {
   Built* const built_;
 };
 
-// Writes a snapshot and waits for what comes of it.
+// Writes a snapshot and waits for the result.
 absl::Status WriteSnapshot(Journal& journal, uint64_t revision, std::unique_ptr<Replica> replica) {
   absl::Status result;
   Notification done;
@@ -237,7 +237,7 @@ class SqliteJournalTest : public ::testing::Test {
     EXPECT_TRUE(journal.ok()) << journal.status();
     return journal.ok() ? *std::move(journal) : nullptr;
   }
-  // As a power cut now would leave the files: a running process is copied away.
+  // Copies the files as a power cut now would leave them, while the process runs.
   std::string CopyOfDisk(const std::string& name) {
     const fs::path to = dir_ + "_" + name;
     fs::remove_all(to);
@@ -248,7 +248,7 @@ class SqliteJournalTest : public ::testing::Test {
     }
     return to;
   }
-  // `commits` group commits of `each` records; the process then "loses power".
+  // Makes `commits` group commits of `each` records; the process then "loses power".
   std::string CrashedWith(int commits, int each, size_t bytes = 50) {
     auto journal = Open();
     EXPECT_TRUE(Read(*journal).ok());
@@ -371,7 +371,7 @@ TEST_F(SqliteJournalTest, AfterATornTail_AppendsGoOnAndSurvive) {
   ExpectRecords(*Read(*journal), 1, kept + 10);
 }
 
-// SQLite alone would drop the flipped transaction and all after it without a word.
+// SQLite alone would silently drop the flipped transaction and all after it.
 TEST_F(SqliteJournalTest, FlippedBitInTheMiddleOfTheLog_IsRefusedWithItsOffset) {
   const std::string crashed = CrashedWith(6, 2);
   std::string wal = Slurp(crashed + "/journal.db-wal");
@@ -464,7 +464,7 @@ class SnapshotsTest : public SqliteJournalTest {
       EXPECT_TRUE(status.ok()) << status;
     }
   }
-  // As a start now would find it.
+  // Expects what a start now would find.
   static void ExpectState(const std::string& dir, uint64_t snapshot, uint64_t last,
                           size_t bytes = 50) {
     auto journal = OpenAt(dir);
@@ -502,7 +502,7 @@ TEST_F(SnapshotsTest, Snapshot_IsBuiltFromTheOneBeforeAndTheRecordsSince) {
   EXPECT_EQ(built.restored, State(10));
   ASSERT_EQ(built.replayed.size(), 10u);
   for (uint64_t r = 11; r <= 20; ++r) EXPECT_EQ(built.replayed[r - 11], Payload(r, 50));
-  // After a restart likewise, and across what it has not written yet.
+  // The same holds after a restart, and across what the journal has not written yet.
   journal_.reset();
   Begin(dir_);
   for (int i = 0; i < 5; ++i) {
@@ -656,7 +656,7 @@ TEST_F(SnapshotsTest, SnapshotOfTheSameState_LeavesTheOneBefore) {
   ExpectState(dir_, 20, 20);
   Damage(20);
   Begin(dir_);
-  // Of a damaged one it takes the place.
+  // The new snapshot takes the place of a damaged one.
   ASSERT_TRUE(WriteSnapshot(*journal_, 20, State(20)).ok());
   journal_.reset();
   ExpectState(dir_, 20, 20);
@@ -779,7 +779,8 @@ TEST_F(SqliteJournalTest, Files_AreTheirOwnersOnly) {
   }
   EXPECT_EQ(files, 4) << "the journal, its log, the snapshot, the lock";
   journal.reset();
-  // One of an earlier version is closed to others; a mode that its owner chose for a group stays.
+  // A file of an earlier version is closed to others; a mode that its owner chose for a group
+  // stays.
   const auto all = owner_only | fs::perms::group_read | fs::perms::others_read;
   fs::permissions(dir_ + "/journal.db", all);
   Open().reset();
@@ -821,7 +822,7 @@ TEST_F(SqliteJournalTest, MarkRestored_DrawsAnIdThatNoOtherCopyHas) {
   EXPECT_NE(OpenAt(copy)->restore_id(), first);
 }
 
-// A backup of revision 4, of a journal that goes on to revision 6.
+// A backup of revision 4, of a journal that continues to revision 6.
 class RestoreTest : public SqliteJournalTest {
  protected:
   void SetUp() override {
@@ -850,7 +851,7 @@ class RestoreTest : public SqliteJournalTest {
     return SqliteJournal::Restore(
         backup_, directory, [](uint64_t, absl::string_view) { return absl::OkStatus(); }, now);
   }
-  // Its term; it holds what the backup does.
+  // Returns the term of the restored journal, which holds what the backup does.
   uint64_t ExpectRestored(const std::string& directory) {
     auto journal = OpenAt(directory);
     const auto content = Read(*journal);
@@ -859,7 +860,7 @@ class RestoreTest : public SqliteJournalTest {
     EXPECT_EQ(content->snapshot_revision, 4u);
     EXPECT_TRUE(content->records.empty());
     EXPECT_EQ(journal->restored(), journal->term() - 1);
-    // It goes on from there.
+    // The journal continues from there.
     Listener listener;
     journal->Start(listener.Callback());
     journal->Append(100, Payload(100, 50));
@@ -879,12 +880,14 @@ TEST_F(RestoreTest, IntoANewDirectory_BeginsALaterTerm) {
   EXPECT_TRUE(Verify(other).ok());
   const uint64_t first = OpenAt(other)->restore_id();
   EXPECT_NE(first, 0u);
-  // At once, from the same backup: also what has the same terms is told apart.
+  // Restored again at once, from the same backup: even states with the same terms can be told
+  // apart.
   fs::remove_all(other);
   ASSERT_TRUE(Restore(other).ok());
   EXPECT_NE(OpenAt(other)->restore_id(), 0u);
   EXPECT_NE(OpenAt(other)->restore_id(), first);
-  // Months later, from the same backup: terms that the first may have used do not come again.
+  // Restored months later, from the same backup: terms that the first may have used do not come
+  // again.
   fs::remove_all(other);
   ASSERT_TRUE(Restore(other, absl::Now() + absl::Hours(24 * 60)).ok());
   EXPECT_GT(ExpectRestored(other), 65538u + 80'000);

@@ -19,21 +19,21 @@ namespace muster::coordinator {
 //   payload
 constexpr size_t kRecordHeaderBytes = 4 + 4 + 8 + 8 + 8;
 
-// Appends one to `out`. The payload has less than 4 GiB.
+// Appends a record to `out`. The payload has less than 4 GiB.
 void EncodeRecord(std::string& out, uint64_t seq, uint64_t revision, uint64_t term,
                   absl::string_view payload);
 
-// Of the first kRecordHeaderBytes of a record.
+// Returns the size of the payload, from the first kRecordHeaderBytes of a record.
 uint32_t PayloadBytes(const char* header);
 
 struct DecodedRecord {
   uint64_t revision = 0;
-  absl::string_view payload;  // in what was decoded
-  size_t bytes = 0;           // of the record, with its header
+  absl::string_view payload;  // a view into the decoded bytes
+  size_t bytes = 0;           // size of the record, with its header
 };
 
-// The record at the beginning of `bytes`, which must have this `seq`. Errors: DATA_LOSS with what
-// is wrong, for a message that says where.
+// Decodes the record at the beginning of `bytes`, which must have this `seq`. Errors: DATA_LOSS
+// with what is wrong, for a message that says where.
 absl::StatusOr<DecodedRecord> DecodeRecord(absl::string_view bytes, uint64_t seq);
 
 }  // namespace muster::coordinator

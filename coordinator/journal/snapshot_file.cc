@@ -36,7 +36,7 @@ absl::Status ReadSnapshotFile(const std::string& path, uint64_t revision, uint64
     return absl::ErrnoToStatus(errno, absl::StrCat("cannot read '", path, "'"));
   uint64_t offset = 0;
   const auto damaged = [&](uint64_t number, absl::string_view what) {
-    // What cannot be read now may be whole.
+    // If it cannot be read now, it may still be whole.
     if (std::ferror(file.get()) != 0)
       return absl::ErrnoToStatus(errno, absl::StrCat("cannot read '", path, "'"));
     return absl::DataLossError(absl::StrCat("snapshot '", path, "' is damaged in part ", number,
@@ -49,7 +49,7 @@ absl::Status ReadSnapshotFile(const std::string& path, uint64_t revision, uint64
         std::fread(record.data(), 1, kRecordHeaderBytes, file.get()) < kRecordHeaderBytes)
       return damaged(number, "its header is truncated");
     const uint32_t length = PayloadBytes(record.data());
-    // Before memory is taken for what a damaged length says.
+    // Checked before memory is taken for a length that may be damaged.
     if (bytes - offset - kRecordHeaderBytes < length) return damaged(number, "it is truncated");
     record.resize(kRecordHeaderBytes + length);
     if (std::fread(record.data() + kRecordHeaderBytes, 1, length, file.get()) < length)

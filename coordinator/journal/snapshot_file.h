@@ -16,16 +16,17 @@ namespace muster::coordinator {
 // revision and numbered from 1. The reader knows their number and sizes. All functions block on the
 // disk.
 
-// Writes one under a temporary name. Only its owner can read it. Not thread-safe.
+// Writes a snapshot under a temporary name. Only its owner can read it. Not thread-safe.
 class SnapshotWriter {
  public:
   static absl::StatusOr<SnapshotWriter> Create(const std::string& path, uint64_t revision,
                                                uint64_t term);
 
   absl::Status Append(absl::string_view part);
-  // The appended bytes are on disk.
+  // Returns once the appended bytes are on disk.
   absl::Status Sync() { return file_.Sync(); }
-  // It is on disk under its name. Nothing may be called after it but the numbers.
+  // Returns once the file is on disk under its name. Only parts() and bytes() may be called after
+  // it.
   absl::Status Commit() { return file_.Commit(); }
 
   uint64_t parts() const { return parts_; }

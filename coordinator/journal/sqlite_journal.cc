@@ -31,13 +31,14 @@
 namespace muster::coordinator {
 namespace {
 
-// Of a snapshot: the one before it is taken in its place. Other errors (no descriptor, no memory, a
-// disk that does not answer) say nothing about it, and may be over a moment later.
+// Returns whether a snapshot is damaged, so that the one before it is taken in its place. Other
+// errors (no descriptor, no memory, a disk that does not answer) say nothing about it, and may be
+// over a moment later.
 bool IsDamage(const absl::Status& status) {
   return absl::IsDataLoss(status) || absl::IsNotFound(status);
 }
 
-// Never 0.
+// Returns a random id that is never 0.
 uint64_t NewRestoreId() {
   uint64_t id = 0;
   while (id == 0) MUSTER_CHECK(absl::SimpleHexAtoi(RandomHex(), &id));
@@ -52,10 +53,11 @@ constexpr size_t kRowBytes = 4 << 20;
 // again.
 constexpr size_t kStepBytes = 1 << 20;
 constexpr int kStepRows = 256;
-// A snapshot is synced after so much, so that no sync of the log waits for much of it.
+// A snapshot is synced after this many bytes, so that no sync of the log waits for much of it.
 constexpr size_t kSyncBytes = 4 << 20;
 constexpr char kSnapshotPrefix[] = "snapshot-";
-// Below the threads that answer, where cores are few; not so far that a busy machine starves it.
+// Below the threads that answer, which matters if cores are few; not so low that a busy machine
+// starves it.
 constexpr int kSnapshotNice = 5;
 
 class Statement {
@@ -122,15 +124,15 @@ SqliteJournal::~SqliteJournal() {
 }
 
 absl::Status SqliteJournal::Error(int rc, absl::string_view what) const {
-  // Of a script, the first statement's beginning is enough.
+  // For a script, the beginning of the first statement is enough.
   const std::string text = absl::StrCat("journal '", path_, "': ", what.substr(0, 60), ": ",
                                         db_ == nullptr ? sqlite3_errstr(rc) : sqlite3_errmsg(db_));
   switch (rc & 0xFF) {
     case SQLITE_FULL:
       return absl::ResourceExhaustedError(text);
     case SQLITE_IOERR:
-      // A quota is a full disk, which SQLite does not know. Only if a write failed with that error:
-      // after a failed sync the contents of the disk are unknown.
+      // SQLite does not know quotas: report one as a full disk. Only if a write failed with that
+      // error, because after a failed sync the contents of the disk are unknown.
       if (rc == SQLITE_IOERR_WRITE && LastErrnoOfLog(db_) == EDQUOT)
         return absl::ResourceExhaustedError(absl::StrCat(text, " (", std::strerror(EDQUOT), ")"));
       return absl::UnavailableError(text);
@@ -203,7 +205,7 @@ absl::StatusOr<std::unique_ptr<SqliteJournal>> SqliteJournal::Open(const Options
   MUSTER_RETURN_IF_ERROR(journal->OpenFile());
   MUSTER_RETURN_IF_ERROR(journal->Exec("BEGIN IMMEDIATE"));
   MUSTER_RETURN_IF_ERROR(journal->MakeTables());
-  MUSTER_RETURN_IF_ERROR(journal->Exec(  // Those of schema 1 are large, and no caller waits here.
+  MUSTER_RETURN_IF_ERROR(journal->Exec(  // Rows of schema 1 are large, and no caller waits here.
       "DELETE FROM snapshots WHERE (SELECT COUNT(*) FROM snapshot_files) >= 2 AND "
       "seq < (SELECT MIN(seq) FROM snapshot_files);"
       "INSERT OR IGNORE INTO meta VALUES('schema', '1');"
@@ -260,7 +262,7 @@ absl::StatusOr<std::vector<SqliteJournal::Snapshot>> SqliteJournal::ListSnapshot
   std::vector<Snapshot> snapshots;
   MUSTER_ASSIGN_OR_RETURN(
       sqlite3_stmt * raw,
-      // Those of schema 1 come first; it has no files.
+      // Snapshots of schema 1 come first; it has no files.
       Prepare(schema_ == 1 ? "SELECT seq, revision, 0, 0, 1 FROM snapshots ORDER BY seq DESC"
                            : "SELECT seq, revision, 0, 0, 1 FROM snapshots UNION ALL "
                              "SELECT seq, revision, parts, bytes, 0 FROM snapshot_files "
@@ -416,8 +418,8 @@ absl::Status SqliteJournal::Replay(
     MutexLock lock(&mu_);
     files_ = snapshots_;
   }
-  // Without a good one: the first snapshot deletes no record, so after it alone everything can
-  // still be replayed from the start.
+  // If no snapshot is good, the next one deletes no record, so after it alone everything can still
+  // be replayed from the start.
   MUSTER_RETURN_IF_ERROR(ReplayRecords(after_seq, record));
   MUSTER_FAILPOINT_STATUS("journal.replay_end");
   return absl::OkStatus();
@@ -497,7 +499,7 @@ absl::Status SqliteJournal::Commit(const std::deque<Chunk>& chunks) {
     return Exec("COMMIT");
   };
   const absl::Status status = write();
-  // Some errors roll back by themselves; then this says so, and that is fine.
+  // Some errors roll back already; then this fails, which is fine.
   if (!status.ok()) sqlite3_exec(db_, "ROLLBACK", nullptr, nullptr, nullptr);
   return status;
 }
@@ -548,7 +550,7 @@ void SqliteJournal::Run() {
       MUSTER_FAILPOINT("journal.after_progress");
     }
     // After a failed write or fsync the contents of the disk are unknown: this process must not
-    // acknowledge anything more. A full disk is tried again.
+    // acknowledge anything any longer. A full disk is tried again.
     if (!progress.status.ok() && progress.status.code() != absl::StatusCode::kResourceExhausted)
       broken = progress.status;
     if (step != nullptr) {
@@ -603,7 +605,7 @@ void SqliteJournal::RunSnapshots() {
     const absl::Status status = WriteSnapshotOf(task.get());
     task->replica = nullptr;
     if (!status.ok()) {
-      // The records that it would have replaced are still to be replayed.
+      // The records that the snapshot would have replaced are still to be replayed.
       records_since_snapshot_ += task->records;
       bytes_since_snapshot_ += task->bytes;
     }
@@ -640,7 +642,7 @@ absl::Status SqliteJournal::WriteSnapshotOf(Task* task) {
       start = Clock::Real().Now();
       return absl::OkStatus();
     }));
-    // Its memory is not needed any more.
+    // The memory of the replica is no longer needed.
     task->replica = nullptr;
     MUSTER_FAILPOINT_STATUS("journal.snapshot_written");
     MUSTER_RETURN_IF_ERROR(file.Commit());
@@ -649,7 +651,7 @@ absl::Status SqliteJournal::WriteSnapshotOf(Task* task) {
   }
   MUSTER_FAILPOINT_STATUS("journal.snapshot_named");
   if (const absl::Status status = BetweenCommits([&] { return Publish(snapshot); }); !status.ok()) {
-    // Not if it may be current all the same.
+    // After other errors the snapshot may be current, so its file stays.
     if (absl::IsResourceExhausted(status)) unlink(path.c_str());
     return status;
   }
@@ -696,7 +698,7 @@ absl::StatusOr<bool> SqliteJournal::BuildState(Task* task) {
     good_seq_ = one.seq;
     break;
   }
-  // Of the same state, a new one would only take the place of a good one.
+  // A new snapshot of the same state would only take the place of a good one.
   if (good_seq_ == task->seq && good_seq_ != 0) return false;
   MUSTER_RETURN_IF_ERROR(ReplayForSnapshot(good_seq_, task->seq, task->replica.get()));
   return true;
@@ -763,7 +765,7 @@ absl::Status SqliteJournal::Publish(const Snapshot& snapshot) {
 }
 
 absl::Status SqliteJournal::DeleteOldRecords() {
-  // Of what is before the older of the two snapshots; without one nothing, see Replay.
+  // Deletes what is before the older of the two snapshots; if there is none, nothing: see Replay.
   bool more = good_seq_ > 0;
   while (more) {
     const absl::Time start = Clock::Real().Now();
@@ -772,14 +774,14 @@ absl::Status SqliteJournal::DeleteOldRecords() {
       return absl::OkStatus();
     }));
     MUSTER_FAILPOINT("journal.snapshot_truncated");
-    // The disk is the commits' as long again.
+    // Leaves the disk to the commits for as long again.
     if (more) MUSTER_RETURN_IF_ERROR(Pause(Clock::Real().Now() - start));
   }
   return absl::OkStatus();
 }
 
 absl::StatusOr<bool> SqliteJournal::DeleteSomeRecords(uint64_t up_to_seq) {
-  uint64_t last = 0;  // of those to delete
+  uint64_t last = 0;  // of the records to delete
   bool more = false;
   {
     MUSTER_ASSIGN_OR_RETURN(
@@ -958,7 +960,7 @@ absl::Status SqliteJournal::MakeRestored(const std::string& directory,
                    snapshot.seq, ", ", snapshot.revision, ", ", snapshot.parts, ", ",
                    snapshot.bytes, "); COMMIT")
           .c_str()));
-  // One file is all of it.
+  // The file alone then has everything.
   return journal.Exec("PRAGMA journal_mode=DELETE");
 }
 

@@ -69,13 +69,13 @@ class SqliteJournal final : public Journal {
   static absl::StatusOr<std::string> MarkRestored(const std::string& directory);
 
   // Puts the state of a backup (backup_file.h) into `directory`, which is made if it is missing, as
-  // MarkRestored marks a copy: the next start begins a term that nobody has seen. That is
+  // MarkRestored marks a copy: the next start begins a term that no process has seen. That is
   // kLostTerms, and a term for each minute since the backup was made, beyond the later of the
   // backup's and the directory's: two restores of one backup do not share terms. A journal that is
   // there is replaced in one step and kept, as hard links in DIRECTORY/lost-TERM. `state` gets the
-  // parts of the state before anything is changed, and its errors are errors. Returns a description
-  // for people. Errors: as Open, OpenBackup and ReadBackupState; FAILED_PRECONDITION the directory
-  // is another cluster's.
+  // parts of the state before anything is changed, and its errors are returned. Returns a
+  // description for people. Errors: as Open, OpenBackup and ReadBackupState; FAILED_PRECONDITION
+  // the directory is another cluster's.
   using Check = std::function<absl::Status(uint64_t revision, absl::string_view bytes)>;
   static absl::StatusOr<std::string> Restore(const std::string& backup,
                                              const std::string& directory, const Check& state,
@@ -86,8 +86,8 @@ class SqliteJournal final : public Journal {
 
   // Reads everything in the journal of `directory` and returns a summary, for people. The contents
   // stay unchanged, except that a torn transaction is cut. `snapshot` and `record` get what Replay
-  // would hand over, and their errors are errors. Errors: as Open and Replay; NOT_FOUND there is
-  // none.
+  // would hand over, and their errors are returned. Errors: as Open and Replay; NOT_FOUND there is
+  // no journal.
   static absl::StatusOr<std::string> Verify(const std::string& directory, const Check& snapshot,
                                             const Check& record);
 
@@ -111,19 +111,19 @@ class SqliteJournal final : public Journal {
   void Stop() override;
 
  private:
-  // One that the journal holds.
+  // A snapshot that the journal holds.
   struct Snapshot {
     uint64_t seq = 0;
     uint64_t revision = 0;
-    bool in_row = false;  // of schema 1
-    uint64_t parts = 0;   // of the file
+    bool in_row = false;  // written by schema 1
+    uint64_t parts = 0;   // in the file
     uint64_t bytes = 0;
   };
-  // One to be written.
+  // A snapshot to be written.
   struct Task {
     uint64_t seq = 0;
     uint64_t revision = 0;
-    uint64_t records = 0;  // since the one before
+    uint64_t records = 0;  // since the snapshot before
     uint64_t bytes = 0;
     std::unique_ptr<Replica> replica;
     std::function<void(absl::Status)> done;
@@ -146,13 +146,13 @@ class SqliteJournal final : public Journal {
   SqliteJournal(const Options& options, std::unique_ptr<DataDirLock> lock);
   absl::Status OpenFile();
   absl::Status MakeTables();
-  // What is in a directory before a backup is restored there.
+  // The contents of a directory before a backup is restored there.
   struct Former {
     bool there = false;
     absl::Status readable;  // not OK: it is damaged
     std::string cluster_id;
     uint64_t term = 0;
-    uint64_t next_seq = 1;           // that no file of a snapshot has
+    uint64_t next_seq = 1;           // a number that no snapshot file has
     std::vector<std::string> files;  // names
   };
   static absl::StatusOr<Former> ReadFormer(const std::string& directory);
@@ -171,29 +171,29 @@ class SqliteJournal final : public Journal {
   std::string SnapshotPath(uint64_t seq) const;
   absl::Status ReadSnapshotRow(const Snapshot& snapshot, Part part);
   absl::Status ReplayRecords(uint64_t after_seq, Record record);
-  // Hands over the records of one row from `*next` to `last`, and moves `*next` behind them.
+  // Hands over the records of one row from `*next` to `last`, and moves `*next` past them.
   absl::Status DecodeRow(uint64_t first_seq, uint64_t last_seq, absl::string_view data,
                          uint64_t last, uint64_t* next, Record record) const;
   void RemoveLeftFiles(const std::vector<Snapshot>& snapshots) const;
   void Run();
   Chunk& TailLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
-  // By the thread that writes snapshots.
+  // Run by the thread that writes snapshots.
   void RunSnapshots();
   absl::Status WriteSnapshotOf(Task* task);
   // Brings the replica to the state of the task. False: the newest snapshot has it already.
   absl::StatusOr<bool> BuildState(Task* task);
-  // Hands over a snapshot that has been read to its end before, so that nothing of a damaged one
-  // is.
+  // Hands over a snapshot only after reading it to its end, so that nothing of a damaged one is
+  // handed over.
   absl::Status ReadWhole(const Snapshot& snapshot, Part part);
   absl::Status ReplayForSnapshot(uint64_t after_seq, uint64_t to_seq, Replica* replica);
   absl::Status DeleteOldRecords();
-  // Has `step` run by the thread that commits, between two commits, and waits for it. Errors: those
-  // of `step`; CANCELLED when stopping; why nothing can be written, once that is final.
+  // Has the thread that commits run `step` between two commits, and waits for it. Errors: those of
+  // `step`; CANCELLED when stopping; why nothing can be written, once that is final.
   absl::Status BetweenCommits(absl::FunctionRef<absl::Status()> step);
   // Lets the disk serve others for as long as it has served us. CANCELLED when stopping.
   absl::Status Pause(absl::Duration length);
-  // By the thread that commits.
+  // Run by the thread that commits.
   absl::Status ReadRows(uint64_t from_seq, std::vector<Row>* rows);
   absl::Status Publish(const Snapshot& snapshot);
   absl::StatusOr<bool> DeleteSomeRecords(uint64_t up_to_seq);
@@ -217,7 +217,7 @@ class SqliteJournal final : public Journal {
 
   // Used by Replay, then only by the thread that writes snapshots.
   std::vector<Snapshot> snapshots_;  // newest first
-  uint64_t good_seq_ = 0;            // of the last one that was read or written whole; 0: none
+  uint64_t good_seq_ = 0;            // the last one that was read or written whole; 0: none
   uint64_t bad_snapshots_ = 0;
 
   std::atomic<uint64_t> records_since_snapshot_{0};

@@ -84,8 +84,8 @@ absl::StatusOr<WalReport> CheckWal(const std::string& path) {
     const bool good =
         same_log && sum.s0 == Big32(frame.data() + 16) && sum.s1 == Big32(frame.data() + 20);
     if (!good) {
-      // In what follows, is there a commit of this log and then more of it? Then the bad frame's
-      // transaction was synced.
+      // If a commit of this log follows and then more of the log, the bad frame's transaction was
+      // synced.
       const uint64_t bad_offset = offset;
       bool commit_seen = same_log && Big32(frame.data() + 4) != 0;
       uint64_t rest = same_log ? frame_bytes : 0;

@@ -12,13 +12,13 @@ namespace muster::coordinator {
 struct WalReport {
   uint64_t frames = 0;  // valid ones of committed transactions
   uint64_t commits = 0;
-  // After them: of a transaction that a crash cut short; SQLite drops it.
+  // Bytes after these frames, of a transaction that a crash cut short; SQLite drops them.
   uint64_t torn_tail_bytes = 0;
 };
 
 // SQLite ends its reading of a write-ahead log at the first frame whose checksum is wrong, be it
 // the torn end of the last transaction (right: it was never acknowledged) or a flipped bit in the
-// middle (wrong: it forgets acknowledged transactions without a word). This distinguishes the two.
+// middle (wrong: it silently forgets acknowledged transactions). This check distinguishes the two.
 // With synchronous=FULL a transaction is written only after the one before it was synced, so at
 // most the last transaction can be torn: a bad frame that is followed by frames of a later
 // transaction is corruption. Format: sqlite.org/fileformat2.html section 4 (header of 32 bytes,

@@ -29,10 +29,10 @@ class AgentSessions {
   AgentSessions(size_t unsent_bytes, absl::Duration resume_window)
       : unsent_bytes_(unsent_bytes), resume_window_(resume_window) {}
 
-  // Null: there is none.
+  // Return null if there is none.
   std::shared_ptr<AttachedAgent> OfNode(absl::string_view node) const;
   std::shared_ptr<AttachedAgent> OfStream(const std::shared_ptr<AgentStream>& stream) const;
-  // Of any thread.
+  // May be called by any thread.
   size_t size() const { return size_.load(std::memory_order_relaxed); }
 
   // The session that the node of `hello` has so far, without its stream. If `hello` does not resume
@@ -45,28 +45,29 @@ class AgentSessions {
   Former Resume(const v1::Hello& hello);
   std::shared_ptr<AttachedAgent> Begin(const v1::Hello& hello,
                                        std::shared_ptr<const Identity> identity = nullptr);
-  // Frames of `stream` are `session`'s from now on.
+  // Makes `session` the receiver of the frames of `stream` from now on.
   void Attach(const std::shared_ptr<AgentStream>& stream,
               const std::shared_ptr<AttachedAgent>& session);
-  // The stream has closed: its session expires unless a stream resumes it.
+  // Notes that the stream has closed: its session expires unless a stream resumes it.
   void Detach(const std::shared_ptr<AgentStream>& stream, absl::Time now);
-  // The stream is closed from here, for good.
+  // Forgets a stream that is closed from here, for good.
   void Forget(const std::shared_ptr<AgentStream>& stream) { by_stream_.erase(stream.get()); }
-  // The session has ended.
+  // Removes a session that has ended.
   void Remove(const std::shared_ptr<AttachedAgent>& session);
-  // All are removed. Returns the streams that were open, to be closed.
+  // Removes all sessions. Returns the streams that were open, to be closed.
   std::vector<std::shared_ptr<AgentStream>> RemoveAll();
 
   absl::Time NextExpiry() const {
     return expiring_.empty() ? absl::InfiniteFuture() : expiring_.begin()->first;
   }
-  // The next session whose time is up by `now`; null: none is.
+  // Returns the next session whose time is up by `now`; null: there is none.
   std::shared_ptr<AttachedAgent> TakeExpired(absl::Time now);
 
-  // It is to be written to.
+  // Notes that the session is to be written to.
   void MarkDirty(const std::shared_ptr<AttachedAgent>& session);
   std::vector<std::shared_ptr<AttachedAgent>> TakeDirty();
-  // Its frame has been applied: the next one is read when ReadNext is called.
+  // Notes that a frame of the stream has been applied: the next one is read when ReadNext is
+  // called.
   void ReadLater(const std::shared_ptr<AgentStream>& stream);
   void ReadNext();
 
@@ -77,7 +78,7 @@ class AgentSessions {
   absl::flat_hash_map<AgentStream*, std::shared_ptr<AttachedAgent>> by_stream_;
   std::multimap<absl::Time, std::weak_ptr<AttachedAgent>> expiring_;
   std::vector<std::shared_ptr<AttachedAgent>> dirty_;
-  // Without a session if the stream has none (any more).
+  // The session is null if the stream has none (any longer).
   std::vector<std::pair<std::shared_ptr<AttachedAgent>, std::shared_ptr<AgentStream>>> read_next_;
   std::atomic<size_t> size_{0};
 };

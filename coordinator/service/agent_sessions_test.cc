@@ -63,7 +63,7 @@ TEST_F(AgentSessionsTest, AnotherStreamInTime_SessionStays) {
   const auto next = std::make_shared<FakeStream>();
   sessions_.Attach(next, session_);
   EXPECT_EQ(sessions_.TakeExpired(kNow + kWindow), nullptr);
-  sessions_.Detach(stream_, kNow);  // the old one, which has no session any more
+  sessions_.Detach(stream_, kNow);  // the old one, which has no session any longer
   EXPECT_EQ(sessions_.OfStream(next), session_);
 }
 

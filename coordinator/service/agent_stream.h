@@ -11,11 +11,12 @@
 
 namespace muster::coordinator {
 
-// Has frames to write. Thread-safe.
+// A source of frames to write. Thread-safe.
 class FrameSource {
  public:
   virtual ~FrameSource() = default;
-  // The stream has no write in flight: hand it the next frame, if there is one.
+  // Hands the stream the next frame, if there is one. Called when the stream has no write in
+  // flight.
   virtual void Writable() = 0;
 };
 
@@ -24,26 +25,26 @@ class AgentStream {
  public:
   virtual ~AgentStream() = default;
 
-  // Is called when a write has ended. Once.
+  // Sets what is called when a write has ended. Called once.
   virtual void Bind(std::shared_ptr<FrameSource> source) = 0;
 
   // If the stream is open and no write is in flight, asks `next` for a frame and starts to write
   // it. Returns whether `next` was called.
   virtual bool TryWrite(absl::FunctionRef<grpc::ByteBuffer()> next) = 0;
 
-  // The frame that was read last has been dealt with: read the next one. A stream has at most one
-  // frame on its way to the runner, so an agent that sends faster than it is served is slowed down
-  // by TCP. Called after the frame's answers were handed to TryWrite. With `answer_follows` more
-  // answers are pending: if one arrives before other agents' frames have been handled, the stream
-  // sends the agent its new window with it instead of separately.
+  // Reads the next frame, since the one that was read last has been dealt with. A stream has at
+  // most one frame on its way to the runner, so an agent that sends faster than it is served is
+  // slowed down by TCP. Called after the frame's answers were handed to TryWrite. With
+  // `answer_follows` more answers are pending: if one arrives before other agents' frames have been
+  // handled, the stream sends the agent its new window with it instead of separately.
   virtual void ReadNext(bool answer_follows) = 0;
 
-  // Who opened it; null: the process of the coordinator itself.
+  // The caller that opened it; null: the process of the coordinator itself.
   virtual std::shared_ptr<const Identity> identity() const { return nullptr; }
 
   // Ends the stream, once; later calls do nothing.
   virtual void Close(const absl::Status& status) = 0;
-  // Likewise, after writing `last`, which waits for a write that is in flight.
+  // The same, after writing `last`, which waits for a write that is in flight.
   virtual void CloseAfter(grpc::ByteBuffer last, const absl::Status& status) = 0;
 };
 

@@ -17,14 +17,14 @@ namespace muster::coordinator {
 
 // An agent with a session: its pending frames, its current stream if any, and its open calls.
 struct AttachedAgent final : public FrameSource {
-  // Beyond `unsent_bytes` of answers no frame of it is read.
+  // If more than `unsent_bytes` of answers are unsent, no frame of the agent is read.
   AttachedAgent(const v1::Hello& hello, std::shared_ptr<const Identity> opened_by,
                 size_t unsent_bytes);
 
-  // Of any thread.
+  // May be called by any thread.
   void Writable() override;
-  // Its frame has been dealt with: reads the next one, now or when the agent has taken its answers.
-  // In the runner's turn.
+  // Reads the agent's next frame, since the last one has been dealt with: now, or when the agent
+  // has taken its answers. Called in the runner's turn.
   void ReadNext(const std::shared_ptr<AgentStream>& from);
 
   // For the agent of an attempt, the only rendezvous job that it may refer to; otherwise empty.
@@ -33,12 +33,12 @@ struct AttachedAgent final : public FrameSource {
   }
 
   const std::string node;
-  const std::shared_ptr<const Identity> identity;  // null: AgentStream::identity
+  const std::shared_ptr<const Identity> identity;  // null: as in AgentStream::identity
   const size_t pause_bytes;
 
-  // In the runner's turn.
+  // Used in the runner's turn.
   absl::flat_hash_set<CallId> calls;
-  size_t held_bytes = 0;  // of their requests
+  size_t held_bytes = 0;  // bytes of the requests of `calls`
   bool dirty = false;
   bool ended = false;
   absl::Time expires = absl::InfiniteFuture();  // while it has no stream

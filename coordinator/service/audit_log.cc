@@ -121,13 +121,13 @@ void AuditLog::Append(const Entry& entry, absl::string_view result, absl::string
   for (const auto& [name, text] : fields) {
     if (!text.empty()) line[name] = std::string(text);
   }
-  // What callers send may be no UTF-8.
+  // Texts from callers may not be UTF-8.
   const std::string text = absl::StrCat(
       line.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace), "\n");
   MutexLock lock(&mu_);
   absl::Status status = Reopen();
   if (status.ok()) {
-    // In one call, so that no other line comes between; a full disk may take a part of it.
+    // Written in one call, so that no other line comes between; a full disk may take a part of it.
     const ssize_t written = write(file_.get(), text.data(), text.size());
     if (written != static_cast<ssize_t>(text.size())) {
       status = absl::ErrnoToStatus(written < 0 ? errno : ENOSPC,

@@ -15,7 +15,7 @@
 
 namespace muster::coordinator {
 
-// Who changed what: a file with one JSON object a line, of mode 0600, that is only appended to,
+// A log of who changed what: a file with one JSON object a line, of mode 0600, only appended to,
 //
 //   {"time":"2026-11-23T09:30:00.125Z","user":"ann","role":"submit","from":"ipv4:10.0.0.7:4711",
 //    "call":"control_job","job":"mnist-3","action":"JOB_ACTION_CANCEL","result":"OK"}
@@ -29,13 +29,13 @@ class AuditLog {
   static absl::StatusOr<std::unique_ptr<AuditLog>> Open(const std::string& path,
                                                         const Clock* clock = &Clock::Real());
 
-  // What is known of an operation before it is done. Null `who`: this process.
+  // The facts about an operation before it is done. Null `who`: this process.
   struct Entry {
     std::string user, role, from, call, job, node, action, name;
   };
   static Entry Begin(const Identity* who, absl::string_view from, const v1::Op& op);
   void End(const Entry& entry, const Answer& answer);
-  // Calls that are no operation: `what` is "write a snapshot".
+  // Logs a call that is no operation: `what` is "write a snapshot".
   void Done(const Identity* who, absl::string_view from, absl::string_view what);
   void Refused(const Identity& who, absl::string_view from, absl::string_view what);
 

@@ -29,7 +29,7 @@ constexpr size_t kDigestBytes = 32;
 constexpr absl::string_view kDigest = "sha256:";
 constexpr absl::string_view kAttempt = "attempt.";
 
-// Nullopt: not 64 hexadecimal digits.
+// Returns nullopt if these are not 64 hexadecimal digits.
 std::optional<std::string> ParseDigest(absl::string_view hex) {
   if (hex.size() != 2 * kDigestBytes) return std::nullopt;
   for (const char c : hex) {
@@ -96,7 +96,7 @@ absl::StatusOr<Users> Users::Parse(absl::string_view text, absl::string_view wha
 }
 
 std::shared_ptr<const Identity> Users::OfToken(absl::string_view token) const {
-  // By its digest: how long the lookup takes says nothing about the token.
+  // Looked up by its digest, so that how long the lookup takes says nothing about the token.
   const auto it = by_digest_.find(Sha256(token));
   return it == by_digest_.end() ? nullptr : it->second;
 }
@@ -114,7 +114,7 @@ absl::StatusOr<AttemptTokens> AttemptTokens::Open(const std::string& path) {
     MUSTER_RETURN_IF_ERROR(WriteSecretFile(path, rpc::NewToken()));
     hex = read();
   }
-  // Copies and mounts change modes; the folder is closed all the same.
+  // Copies and mounts change modes; the folder is closed anyway.
   if (absl::IsPermissionDenied(hex.status()) && chmod(path.c_str(), 0600) == 0) {
     MUSTER_LOG(Warning) << hex.status().message() << ": its mode is 0600 again";
     hex = read();
@@ -197,7 +197,7 @@ absl::StatusOr<std::shared_ptr<const Identity>> Callers::Identify(
     const std::string& certificate) {
   const std::optional<absl::string_view> token = rpc::BearerToken(metadata);
   if (token.has_value() && options_.attempts != nullptr && AttemptTokens::LooksLikeOne(*token)) {
-    // One that this coordinator did not make must not be taken for none.
+    // A token of an attempt that this coordinator did not make must not count as no token.
     std::string group = options_.attempts->GroupOf(*token);
     if (group.empty()) return rpc::BadToken(/*has_token=*/true);
     return std::make_shared<const Identity>(
@@ -227,7 +227,7 @@ absl::StatusOr<std::shared_ptr<const Identity>> Callers::Identify(
         v1::ERROR_REASON_SCOPE);
   }
   if (certificate.empty()) return shared_;
-  // It becomes the owner of jobs, in the journal, which takes UTF-8 alone.
+  // The name becomes the owner of jobs, in the journal, which takes only UTF-8.
   return std::make_shared<const Identity>(
       Identity{.name = OneLine(certificate), .role = Role::kAdmin});
 }

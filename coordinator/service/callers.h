@@ -34,7 +34,7 @@ class Users {
   // Errors: INVALID_ARGUMENT that names `what` and the line.
   static absl::StatusOr<Users> Parse(absl::string_view text, absl::string_view what);
 
-  // Null: it is not a known token.
+  // Returns null if the token is not known.
   std::shared_ptr<const Identity> OfToken(absl::string_view token) const;
   std::shared_ptr<const Identity> OfCertificate(absl::string_view name) const;
   size_t size() const { return by_name_.size(); }
@@ -45,18 +45,18 @@ class Users {
   absl::flat_hash_map<std::string, std::shared_ptr<const Identity>> by_certificate_;
 };
 
-// Makes the tokens of attempts, and knows them again. Such a token names its rendezvous job and
+// Makes the tokens of attempts, and recognises them. Such a token names its rendezvous job and
 // proves with a MAC that this coordinator made it, so none is kept. Immutable.
 class AttemptTokens {
  public:
   // `key`: 32 random bytes that only coordinators of this journal have.
   explicit AttemptTokens(std::string key) : key_(std::move(key)) {}
-  // The key in `path`, which is made if it is not there, and readable by this user only; empty: one
-  // that ends with the process. Errors: those of the file.
+  // Reads the key in `path`, which is made if it is missing, and readable by this user only; empty:
+  // a key that ends with the process. Errors: those of the file.
   static absl::StatusOr<AttemptTokens> Open(const std::string& path);
 
   std::string Of(absl::string_view group) const;
-  // The rendezvous job; empty: `token` is none of these.
+  // Returns the rendezvous job; empty: `token` is none of these.
   std::string GroupOf(absl::string_view token) const;
   static bool LooksLikeOne(absl::string_view token);
 
@@ -77,10 +77,10 @@ class Callers {
   static absl::StatusOr<std::unique_ptr<Callers>> Create(Options options);
 
   // `certificate`: the name in the verified certificate of the connection; empty: none. Without a
-  // shared token and users, whom the transport lets in is an admin: its certificate, or the owner
-  // of the socket. Reads the users file again when it has changed, at most once in kLook: blocks on
-  // its disk. Errors: UNAUTHENTICATED / BAD_TOKEN; PERMISSION_DENIED / SCOPE for a certificate that
-  // is not listed.
+  // shared token and users, every caller that the transport lets in, by its certificate or as the
+  // owner of the socket, is an admin. Reads the users file again when it has changed, at most once
+  // in kLook: blocks on its disk. Errors: UNAUTHENTICATED / BAD_TOKEN; PERMISSION_DENIED / SCOPE
+  // for a certificate that is not listed.
   absl::StatusOr<std::shared_ptr<const Identity>> Identify(
       const std::multimap<grpc::string_ref, grpc::string_ref>& metadata,
       const std::string& certificate);
@@ -92,7 +92,7 @@ class Callers {
   absl::Status ReadUsers() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void LookForChanges() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
-  // As stat has it, by which a change of the file is seen.
+  // The file's state as stat reports it, by which a change is seen.
   struct Version {
     ino_t inode = 0;
     off_t size = -1;

@@ -142,7 +142,7 @@ TEST_F(CallersTest, NeitherTokenNorUsers_WhomTheTransportLetsInIsAnAdmin) {
   Create("", false);
   EXPECT_EQ(Who(""), " admin");
   EXPECT_EQ(Who("", "ann"), "ann admin");
-  EXPECT_EQ(Who("", "ann\xe9"), "ann\\xe9 admin");  // who owns a job is in messages
+  EXPECT_EQ(Who("", "ann\xe9"), "ann\\xe9 admin");  // the owner of a job is named in messages
   EXPECT_EQ(Who("any"), " admin");
 }
 
@@ -174,7 +174,7 @@ TEST_F(CallersTest, TokenOfAnAttempt_GivesItsScopeWhateverElseWouldBeAllowed) {
   Create("", false);
   EXPECT_EQ(Who(attempts_.Of("a-1.2")), " attempta-1.2");
   EXPECT_EQ(Who(attempts_.Of("a-1.2"), "ann"), " attempta-1.2");
-  // Not taken for a call without a token, which may do everything here.
+  // Such a token does not count as none, with which everything would be allowed here.
   EXPECT_EQ(Who(AttemptTokens(std::string(32, 'l')).Of("a-1.2")), "ERROR_REASON_BAD_TOKEN");
   Users("bob view cert\n");
   Create("the token", true);

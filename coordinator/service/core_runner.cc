@@ -27,8 +27,8 @@ constexpr uint32_t kProtocol = 1;
 constexpr absl::Duration kTrimPeriod = absl::Seconds(5);
 constexpr size_t kTrimBytes = 8 << 20;
 constexpr int kTrims = 2;
-constexpr size_t kBytesOfCall = 512;  // in addition to its request and its answer, while it is open
-// Then a thread that only brought an event has applied enough events of other threads.
+constexpr size_t kBytesOfCall = 512;  // besides its request and its answer, while it is open
+// After this many rounds, a thread that only brought an event has applied enough events of others.
 constexpr int kRounds = 64;
 
 absl::Status StoppingStatus() {
@@ -37,7 +37,7 @@ absl::Status StoppingStatus() {
                               /*retryable=*/true);
 }
 
-// An answer that has to wait for the disk.
+// Hits the failpoint of an answer that has to wait for the disk.
 void FailAtHold(const Answer& answer) {
   switch (answer.kind()) {
     case v1::OpResult::kJoin:
@@ -161,7 +161,7 @@ absl::Status CoreRunner::BeginTerm() {
       turn_.AssertHeld();
       DoProgress(progress);
     } else {
-      // Not on the journal's thread: the next commit should start at once.
+      // Not applied on the journal's thread, where the next commit should start at once.
       Post(
           [this, progress] {
             turn_.AssertHeld();
@@ -204,7 +204,7 @@ absl::Status CoreRunner::BeginTerm() {
 
 void CoreRunner::SetEndsForGood(const std::string& why) {
   MutexLock lock(&mu_);
-  ends_for_good_ = OneLine(why);  // a message takes UTF-8 alone
+  ends_for_good_ = OneLine(why);  // a message takes only UTF-8
 }
 
 void CoreRunner::Stop() {
@@ -295,9 +295,9 @@ bool CoreRunner::SnapshotDue() const {
 }
 
 // A burst (ten thousand joins) leaves memory that the allocator keeps for the thread that made it:
-// give it back. To ask how much it is costs a walk over all free pieces, tens of milliseconds with
-// 100,000 workers: a few times after a burst, since agents let go of answers later, and not while
-// only beats come.
+// gives it back. Asking how much it is costs a walk over all free pieces, tens of milliseconds with
+// 100,000 workers, so it is done a few times after a burst, since agents let go of answers later,
+// and not while only beats come.
 void CoreRunner::MaybeTrim(absl::Time now) {
   if (now < last_trim_ + kTrimPeriod) return;
   if (passed_bytes_.load(std::memory_order_relaxed) >= kTrimBytes) {
@@ -602,7 +602,7 @@ void CoreRunner::DoFrame(const std::shared_ptr<AgentStream>& stream, const v1::A
   {
     MutexLock lock(&session->mu);
     follows = session->agent.Follows(frame);
-    // Else applied when it came on an earlier stream.
+    // Otherwise it was applied when it came on an earlier stream.
     if (follows && !session->agent.Receive(frame)) return;
   }
   if (!follows) {
@@ -615,7 +615,8 @@ void CoreRunner::DoFrame(const std::shared_ptr<AgentStream>& stream, const v1::A
   switch (frame.kind_case()) {
     case v1::AgentFrame::kOps:
       for (const v1::Op& op : frame.ops().ops()) {
-        // Each its own: a large one that is held would else count as the small ones beside it.
+        // Each operation counts for itself: otherwise a large one that is held would count as the
+        // small ones beside it.
         const size_t op_bytes = frame.ops().ops_size() == 1 ? bytes : op.ByteSizeLong();
         DoCall(NewCallId(), op, {.node = session->node, .identity = session->identity.get()},
                {.sink = nullptr, .session = session, .op_id = op.op_id(), .bytes = op_bytes});
@@ -784,8 +785,8 @@ void CoreRunner::TakeSnapshot() {
     Post(
         [this, written] {
           turn_.AssertHeld();
-          // The replica that it was built with is free: what of it the allocator keeps is given
-          // back.
+          // The replica that the snapshot was built with is destroyed: gives back what the
+          // allocator keeps of it.
           passed_bytes_.fetch_add(kTrimBytes, std::memory_order_relaxed);
           snapshots_.Ended(written);
         },

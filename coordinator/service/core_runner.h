@@ -59,8 +59,8 @@ class CoreRunner {
     CoreOptions core;
     // How long an agent's session survives without a stream before its calls are abandoned.
     absl::Duration resume_window = absl::Seconds(60);
-    // After so many records or bytes of them a snapshot is written, and later if the last one had
-    // more bytes than that: see SnapshotDue.
+    // After this many records, or bytes of them, a snapshot is written, and later if the last one
+    // had more bytes than that: see SnapshotDue.
     uint64_t snapshot_records = 64 * 1024;
     uint64_t snapshot_bytes = 64 << 20;
     Limits limits;
@@ -85,20 +85,21 @@ class CoreRunner {
   void Stop();
 
   CallId NewCallId() { return next_call_.fetch_add(1, std::memory_order_relaxed); }
-  // `sink` is released once it was answered. `bytes` is the size of the request. `identity`: whose
-  // call it is; null: of this process.
+  // `sink` is released once it was answered. `bytes` is the size of the request. `identity` is the
+  // caller; null: this process.
   void Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes, std::shared_ptr<CallSink> sink,
             std::shared_ptr<const Identity> identity = nullptr);
-  // The caller has gone away. The sink is answered with CANCELLED unless it was answered before.
+  // Abandons a call whose caller has gone away. The sink is answered with CANCELLED unless it was
+  // answered before.
   void Abandon(CallId id);
 
-  // The frames of an agent's stream, in order; the first is a Hello. Ends with Closed. `bytes` is
-  // the size of the frame.
+  // Handles a frame of an agent's stream. Frames come in order; the first is a Hello, and
+  // AgentClosed ends them. `bytes` is the size of the frame.
   void AgentFrame(const std::shared_ptr<AgentStream>& stream,
                   std::shared_ptr<const v1::AgentFrame> frame, size_t bytes = 0);
   void AgentClosed(const std::shared_ptr<AgentStream>& stream);
 
-  // A watch, until WatchClosed. The stream stays valid until then.
+  // Serves a watch until WatchClosed. The stream stays valid until then.
   void WatchOpen(std::shared_ptr<WatchStream> stream, std::unique_ptr<WatchSource> source);
   void WatchWritable(const std::shared_ptr<WatchStream>& stream);
   void WatchClosed(const std::shared_ptr<WatchStream>& stream);
@@ -107,7 +108,8 @@ class CoreRunner {
   // JOURNAL_FAILED, STOPPING, or OVERLOADED (one is being written); those of
   // Journal::WriteSnapshot.
   void Snapshot(std::function<void(absl::StatusOr<uint64_t>)> done);
-  // Everything that this process had received by `asked` has been handed over: see set_on_catch_up.
+  // Notes that everything that this process had received by `asked` has been handed over: see
+  // set_on_catch_up.
   void CaughtUp(absl::Time asked);
   // Runs `task` with the core, in turn with all other events. After Stop, or when stopping, it is
   // run with nullptr.
@@ -144,7 +146,7 @@ class CoreRunner {
   }
   uint64_t overloaded() const { return overloaded_.load(std::memory_order_relaxed); }
   bool journal_ok() const { return journal_ok_.load(std::memory_order_relaxed); }
-  // Of agents, and of direct callers.
+  // The bytes held for agents, or for direct callers.
   uint64_t held_bytes(bool agents) const ABSL_NO_THREAD_SAFETY_ANALYSIS {
     return calls_.held_bytes(agents);
   }
@@ -152,9 +154,9 @@ class CoreRunner {
   bool snapshot_ok() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return snapshots_.ok(); }
   uint64_t snapshots() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return snapshots_.written(); }
   uint64_t snapshot_failures() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return snapshots_.failed(); }
-  // Of the last one that was written, or read at the start.
+  // The size of the last snapshot that was written, or read at the start.
   uint64_t snapshot_bytes() const { return journal_->snapshot_bytes(); }
-  // How long the last one took that was written; zero: none was.
+  // How long the last snapshot that was written took; zero: none was.
   absl::Duration snapshot_took() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return snapshots_.took(); }
   // Watches looked at because something of their job had changed.
   uint64_t watchers_visited() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return watchers_.visited(); }
@@ -166,14 +168,14 @@ class CoreRunner {
  private:
   using Task = absl::AnyInvocable<void()>;
 
-  // The right to touch the core and all that belongs to it. It is no lock: whether it is free is
-  // `applying_`, under mu_; it lets clang check who touches what, and knows its holder.
+  // The right to touch the core and all that belongs to it. It is not a lock: `applying_`, under
+  // mu_, says whether it is free. It lets clang check who touches what, and knows its holder.
   class ABSL_LOCKABLE Turn {
    public:
     void Take() ABSL_EXCLUSIVE_LOCK_FUNCTION() { holder_ = std::this_thread::get_id(); }
     void Give() ABSL_UNLOCK_FUNCTION() { holder_ = std::thread::id(); }
     bool IsMine() const { return holder_.load() == std::this_thread::get_id(); }
-    // At the start of each task, which runs in the turn.
+    // Called at the start of each task, which runs in the turn.
     void AssertHeld() const ABSL_ASSERT_EXCLUSIVE_LOCK() { MUSTER_CHECK(IsMine()); }
 
    private:
@@ -193,14 +195,14 @@ class CoreRunner {
   };
 
   enum class By { kCaller, kThread };
-  // `task` is applied by the caller if no thread is applying and `by` allows it, else by another
-  // thread. False, and `task` is not kept, once the runner has ended.
+  // Queues `task`, which the caller applies if no thread is applying and `by` allows it, else
+  // another thread. Returns false, and does not keep `task`, once the runner has ended.
   bool Post(Task&& task, By by = By::kCaller);
-  // What Start does in its turn: replays, and makes the term durable.
+  // Does the part of Start that needs the turn: replays, and makes the term durable.
   absl::Status BeginTerm() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   void Run();
   // Applies until the queue is empty, or hands over to the thread: to write a snapshot, to stop, or
-  // because it has gone on for long. Gives the turn back.
+  // because it has applied for long. Gives the turn back.
   void ApplyAll() ABSL_UNLOCK_FUNCTION(turn_);
   void ApplyBatch(std::vector<Task>& tasks) ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   absl::Time NextDeadline() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
@@ -226,7 +228,7 @@ class CoreRunner {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   void Direct(const NodeDirective& directive) ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   void ReleaseDurable() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
-  // Whether a session ended, which may have put something out.
+  // Returns whether a session ended, which may have put something out.
   bool FlushSessions() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   void TakeSnapshot() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   void StopAll() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
@@ -254,8 +256,8 @@ class CoreRunner {
   Snapshots snapshots_ ABSL_GUARDED_BY(turn_);
 
   absl::Time last_trim_ = absl::InfinitePast();
-  int trims_left_ = 0;                     // both: the thread of the runner's own
-  std::atomic<uint64_t> passed_bytes_{0};  // of calls answered and of snapshots
+  int trims_left_ = 0;                     // both: used by the runner's own thread
+  std::atomic<uint64_t> passed_bytes_{0};  // bytes of answered calls and of snapshots
   std::atomic<CallId> next_call_{1};
   std::atomic<uint64_t> queue_depth_{0};
   std::atomic<uint64_t> events_{0};
@@ -271,7 +273,7 @@ class CoreRunner {
   std::vector<Task> queue_ ABSL_GUARDED_BY(mu_);
   std::vector<Task> spare_ ABSL_GUARDED_BY(mu_);  // an empty queue with memory
   bool applying_ ABSL_GUARDED_BY(mu_) = false;
-  // When the thread wakes by itself; InfinitePast: it wants to be woken when applying ends.
+  // When the thread wakes on its own; InfinitePast: it wants to be woken when applying ends.
   absl::Time armed_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
   bool handed_over_ ABSL_GUARDED_BY(mu_) = false;  // the thread applies next
   bool stop_ ABSL_GUARDED_BY(mu_) = false;

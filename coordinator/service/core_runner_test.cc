@@ -54,9 +54,9 @@ class FakeStream : public AgentStream {
   }
   void Close(const absl::Status& status) override {
     if (!closed_.has_value()) closed_ = status;
-    source_ = nullptr;  // as a real stream once it has ended
+    source_ = nullptr;  // as with a real stream once it has ended
   }
-  // The write in flight has ended.
+  // Ends the write in flight.
   void Written() {
     ASSERT_TRUE(writing_);
     writing_ = false;
@@ -96,7 +96,7 @@ class TakingStream final : public AgentStream {
   void ReadNext(bool) override {}
   void Close(const absl::Status&) override {}
   void CloseAfter(grpc::ByteBuffer, const absl::Status&) override {}
-  // Blocks until it has so many results.
+  // Blocks until it has `count` results.
   void WaitForResults(int count) {
     MutexLock lock(&mu_);
     while (results_ < count) changed_.Wait(&mu_);
@@ -138,7 +138,7 @@ class FakeSink final : public CallSink {
 // A sink that outlives its call.
 std::shared_ptr<CallSink> Borrowed(CallSink* sink) { return {std::shared_ptr<void>(), sink}; }
 
-// Worker w0 asks to be all of job "j".
+// Returns the join of worker w0, which asks to be all of job "j".
 v1::Op JoinAlone() {
   v1::Op op;
   v1::JoinRequest& join = *op.mutable_join();
@@ -153,7 +153,7 @@ v1::Op JoinAlone() {
 
 class CoreRunnerTest : public ::testing::Test {
  protected:
-  // An runner with worker w0 seated alone in job "j".
+  // Starts a runner with worker w0 seated alone in job "j".
   void Start(const CoreRunner::Limits& limits, CoreOptions core = {}) {
     runner_ = std::make_unique<CoreRunner>(CoreRunner::Options{.core = core, .limits = limits},
                                            std::make_unique<MemoryJournal>());
@@ -167,8 +167,8 @@ class CoreRunnerTest : public ::testing::Test {
     if (runner_ != nullptr) runner_->Stop();
   }
 
-  // Blocks until all that was handed over has been applied, and what it put out delivered: the
-  // runner's own thread may be at it.
+  // Blocks until all that was handed over has been applied, and its output delivered: the runner's
+  // own thread may be busy with it.
   void Settle() {
     // The second turn begins when what the first put out has been delivered.
     for (int turn = 0; turn < 2; ++turn) InTurn([](Core*) {});
@@ -208,7 +208,7 @@ class CoreRunnerTest : public ::testing::Test {
     Settle();
     return id;
   }
-  // The same while the runner is busy.
+  // Brings a call while the runner is busy.
   CallId Bring(const v1::Op& op, FakeSink* sink, size_t bytes = 0) {
     const CallId id = runner_->NewCallId();
     runner_->Call(id, std::make_unique<v1::Op>(op), bytes, Borrowed(sink));
@@ -274,7 +274,7 @@ class CoreRunnerTest : public ::testing::Test {
     Frame(stream, std::move(frame), bytes);
   }
 
-  // The rendezvous job of a new attempt of a submitted job, on a node of its own.
+  // Returns the rendezvous job of a new attempt of a submitted job, on a node of its own.
   std::string NewAttempt() {
     v1::Op sync;
     sync.mutable_sync_node()->set_node(absl::StrCat("n", ++nodes_));
@@ -332,7 +332,7 @@ TEST_F(CoreRunnerTest, Stop_SaysGoodbyeAlsoToAnAgentThatIsBeingWrittenTo) {
   EXPECT_TRUE(stream->closed().has_value());
 }
 
-// Of the agent of an attempt.
+// The stream of an attempt's agent.
 class ScopedStream final : public FakeStream {
  public:
   explicit ScopedStream(std::string group)
@@ -429,7 +429,7 @@ TEST_F(CoreRunnerTest, TooManyCalls_AreRefused) {
   EXPECT_TRUE(held[1].answer->Parse().has_wait());
 }
 
-// A coordinator that has no time to read: a beat that has come counts, however late its turn is.
+// If a coordinator has no time to read, a beat that has come counts, however late its turn is.
 class BehindTest : public CoreRunnerTest {
  protected:
   void SetUp() override {
@@ -459,11 +459,12 @@ class BehindTest : public CoreRunnerTest {
       beat.set_worker_id(worker);
       beat.set_incarnation(1);
     }
-    // Applied before the clock goes on: seconds seen all at once are a pause of the coordinator's.
+    // Applied before the clock advances: seconds that pass at once look like a pause of the
+    // coordinator.
     Frame(stream_, std::move(frame));
     stream_->WriteAll();
   }
-  // In turn with all other events.
+  // Returns the count in turn with all other events.
   uint64_t Lost() {
     Settle();
     uint64_t lost = 0;
@@ -475,7 +476,7 @@ class BehindTest : public CoreRunnerTest {
     InTurn([&](Core*) { asked = asked_.size(); });
     return asked;
   }
-  // Time in which w0 alone is read of, until the runner asks whether more is unread.
+  // Lets time pass in which only w0 is read, until the runner asks whether more is unread.
   void Pass(int seconds) {
     for (int i = 0; i < seconds; ++i) {
       clock_.Advance(absl::Seconds(1));
@@ -515,7 +516,7 @@ TEST_F(CoreRunnerTest, CallsThatHoldTooManyBytes_AreRefusedUntilSomeAreAnswered)
   Call(Wait("k"), &refused, 3000);
   ASSERT_TRUE(refused.answered.HasBeenNotified());
   EXPECT_EQ(refused.reason(), v1::ERROR_REASON_OVERLOADED);
-  FakeSink small;  // as those of a rendezvous are: held all the same
+  FakeSink small;  // small as those of a rendezvous: still held
   const CallId small_id = Call(Wait("k"), &small, 1500);
   EXPECT_FALSE(small.answered.HasBeenNotified());
   Abandon(small_id);
@@ -711,7 +712,7 @@ TEST_F(CoreRunnerTest, RevisionLargerThanAMessage_IsToldAsCompacted) {
   PutNow("large", std::string(3000, 'x'));
   ASSERT_TRUE(watch->closed.has_value());
   EXPECT_EQ(rpc::GetReason(*watch->closed), v1::ERROR_REASON_COMPACTED);
-  // From behind it, a new watch sees what comes.
+  // A new watch from that revision on sees what comes.
   auto next = std::make_shared<FakeWatch>();
   request.set_from_revision(rpc::GetDetail(*watch->closed)->compacted_revision() + 1);
   WatchOpen(next, WatchEvents(request));
@@ -783,7 +784,7 @@ TEST_F(CoreRunnerTest, SlowWatcherOfJobs_GetsTheLatestState_AndNoQueueGrows) {
   ASSERT_EQ(slow->batches[1].jobs_size(), 1);
   EXPECT_EQ(slow->batches[1].jobs(0).SerializeAsString(),
             quick->batches.back().jobs(0).SerializeAsString());
-  // The next one goes on where it was.
+  // The next watch continues where that one was.
   v1::WatchJobsRequest request;
   request.set_seen_revision(quick->batches[0].seen_revision());
   auto next = std::make_shared<FakeJobsWatch>();
@@ -864,7 +865,7 @@ class SlowSnapshots final : public Journal {
 
 class SnapshotTest : public ::testing::Test {
  protected:
-  // The answer to a request for a snapshot.
+  // A request for a snapshot, and its answer.
   struct Asked {
     explicit Asked(CoreRunner* runner) {
       runner->Snapshot([this](absl::StatusOr<uint64_t> told) {
@@ -927,7 +928,7 @@ class WrittenSnapshotTest : public SnapshotTest {
     sink.answered.WaitForNotification();
     return sink.answer->Parse();
   }
-  // The parts that the journal is given, as one snapshot.
+  // Returns the parts that the journal is given, as one snapshot.
   v1::CoordinatorSnapshot Written(Replica* replica) {
     std::string all;
     EXPECT_TRUE(replica
@@ -951,8 +952,8 @@ TEST_F(WrittenSnapshotTest, IsBuiltBesideTheCore_AndOfTheCoreOnlyIfTheJournalIsD
     ASSERT_TRUE(journal_->replica->Replay(record).ok());
   const v1::CoordinatorSnapshot built = Written(journal_->replica.get());
   EXPECT_EQ(built.revision(), journal_->records.back().first);
-  // What the journal holds cannot be read: the snapshot is the state in memory, and who asked for
-  // one gets it.
+  // If what the journal holds cannot be read, the snapshot is the state in memory, and the caller
+  // that asked for one gets it.
   journal_->Finish(absl::DataLossError("a record has a wrong checksum"));
   journal_->asked_again.WaitForNotification();
   EXPECT_FALSE(asked.answered.HasBeenNotified());
@@ -1037,7 +1038,7 @@ class HandedJournal final : public Journal {
 
   const Records& records() const { return records_; }
   void Hold() { held_ = true; }
-  // Within an event.
+  // Called within an event.
   void Release() {
     Progress progress;
     progress.durable_revision = records_.back().first;
@@ -1055,7 +1056,7 @@ class HandedJournal final : public Journal {
 
 TEST_F(CoreRunnerTest, CopyMarkedAsRestored_EndsItsGenerationsOnce) {
   HandedJournal::Records records;
-  // Starts on what the one before has written; returns the generation of "j".
+  // Starts on what the former runner has written; returns the generation of "j".
   const auto run = [&](uint64_t term, uint64_t restored, const v1::Op& op, FakeSink* sink) {
     auto owned = std::make_unique<HandedJournal>(records, term, restored);
     HandedJournal* const journal = owned.get();
@@ -1096,13 +1097,13 @@ TEST_F(CoreRunnerTest, AnswerLargerThanAMessage_SaysWhetherItWasDone) {
   limits.answer_bytes = 10000;
   Start(limits);
   PutNow("large", std::string(20000, 'x'));
-  // Only read: as if it had not been asked.
+  // This one only reads, so it is as if it had not been asked.
   FakeSink read;
   Call(Get("large"), &read);
   EXPECT_EQ(read.reason(), v1::ERROR_REASON_LIMIT);
   EXPECT_EQ(read.answer->Parse().error().code(),
             static_cast<int>(absl::StatusCode::kInvalidArgument));
-  // Written and read: it was done, and a repeat does not do it again.
+  // This one writes and reads: it was done, and a repeat does not do it again.
   v1::Op op = Put("count", "1");
   op.mutable_txn()->mutable_fence()->set_request_id(5);
   op.mutable_txn()->mutable_then(0)->mutable_add()->set_key("count");
@@ -1200,7 +1201,7 @@ TEST_F(CoreRunnerTest, Events_OfOneJob_LookAtItsWatchersOnly) {
   for (const auto& other : watches) WatchClosed(other);
 }
 
-// Told on any thread.
+// A watch that is called on any thread.
 class WaitingWatch final : public WatchStream {
  public:
   void Write(const google::protobuf::MessageLite& message) override {
@@ -1209,7 +1210,7 @@ class WaitingWatch final : public WatchStream {
     changed_.SignalAll();
   }
   void Close(const absl::Status&) override {}
-  // Blocks until it was written.
+  // Blocks until batch `number` was written, and returns it.
   v1::WatchBatch Batch(size_t number) {
     MutexLock lock(&mu_);
     while (batches_.size() <= number) changed_.Wait(&mu_);
@@ -1242,7 +1243,7 @@ TEST_F(CoreRunnerTest, Watcher_SeesWhatIsDurableWhenItIs) {
   const uint64_t from = early->Batch(0).next_revision();
   FakeSink written;
   Call(put, &written);
-  // One that comes while it is on its way to the disk.
+  // This watch comes while the change is on its way to the disk.
   auto late = std::make_shared<WaitingWatch>();
   request.set_from_revision(from);
   WatchOpen(late, WatchEvents(request));

@@ -14,7 +14,7 @@
 namespace muster::coordinator {
 
 DiskJudgement JudgeDisk(const std::string& path, const DiskSizes& sizes, const DiskLimits& limits) {
-  const std::string directory = OneLine(path);  // for messages, which take UTF-8 alone
+  const std::string directory = OneLine(path);  // for messages, which take only UTF-8
   DiskJudgement judgement;
   const auto free = [&](const std::string& text) {
     return absl::StrCat("the file system of ", directory, " has ", text, " left, less than ");

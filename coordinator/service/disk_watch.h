@@ -15,7 +15,7 @@
 
 namespace muster::coordinator {
 
-// Bytes of a directory, and those that its file system has left for this user.
+// The bytes of a directory, and those that its file system has left for this user.
 struct DiskSizes {
   int64_t used = 0;
   int64_t free = 0;
@@ -50,7 +50,7 @@ class DiskWatch {
     std::string directory;
     DiskLimits limits;
     std::function<absl::StatusOr<DiskSizes>()> measure = nullptr;  // null: MeasureDisk
-    // Told after each measurement; must not block, nor call this object.
+    // Called after each measurement; must not block, nor call this object.
     std::function<void(const DiskJudgement&)> on_judged;
     const Clock* clock = &Clock::Real();
   };
@@ -65,7 +65,7 @@ class DiskWatch {
   // Measures; returns when to do it again. Its thread calls it.
   absl::Time Tick();
 
-  // Of the last measurement.
+  // The results of the last measurement.
   DiskSizes sizes() const;
   bool has_room() const;
 
@@ -75,7 +75,7 @@ class DiskWatch {
   DiskSizes sizes_ ABSL_GUARDED_BY(mu_);
   bool has_room_ ABSL_GUARDED_BY(mu_) = true;
   size_t warnings_ ABSL_GUARDED_BY(mu_) = 0;
-  bool failed_ ABSL_GUARDED_BY(mu_) = false;  // the last measurement
+  bool failed_ ABSL_GUARDED_BY(mu_) = false;  // the last measurement failed
   TimerThread timer_;                         // last: it uses the rest
 };
 

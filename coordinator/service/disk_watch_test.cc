@@ -27,7 +27,7 @@ TEST(JudgeDisk, EachLimit_IsJudgedAtItsEdge) {
               HasSubstr("the file system of /data has 99 B left, less than the 100 B"));
   EXPECT_THAT(judge(1001, 99).warnings,
               ElementsAre(HasSubstr("no job can be submitted"), HasSubstr("/data has 1001 B")));
-  // Warnings are sent, and messages take UTF-8 alone.
+  // Warnings are sent in messages, which take only UTF-8.
   EXPECT_THAT(JudgeDisk("/caf\xe9", {.used = 0, .free = 499}, kLimits).warnings,
               ElementsAre(HasSubstr("/caf\\xe9 has")));
   // Not "3.91 KiB, less than the 3.91 KiB".

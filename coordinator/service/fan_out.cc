@@ -17,7 +17,7 @@ constexpr size_t kWritesAtATime = 8;
 
 struct FanOut::Writes {
   explicit Writes(std::vector<std::shared_ptr<AttachedAgent>> list) : agents(std::move(list)) {}
-  // Until all are done or taken by the other.
+  // Works until all are done or taken by the other thread.
   void Work() {
     for (size_t at; (at = next.fetch_add(kWritesAtATime)) < agents.size();) {
       const size_t end = std::min(at + kWritesAtATime, agents.size());

@@ -38,7 +38,7 @@
 namespace muster::coordinator {
 namespace {
 
-// Calls that wait to begin: a burst of connections is taken up without a round trip for each.
+// The calls that wait to begin: a burst of connections is taken up without a round trip for each.
 constexpr int kAcceptors = 64;
 // Reads are deferred for this many events, and for twice their number: a burst of arrivals at a
 // barrier keeps deferring, anything else does not.
@@ -129,7 +129,7 @@ absl::Status NotAMessage(absl::string_view what) {
       v1::ERROR_REASON_BAD_FIELD);
 }
 
-// For how long `request` sets a level; infinite: until it is set again. Errors:
+// Returns how long `request` sets a level; infinite: until it is set again. Errors:
 // INVALID_ARGUMENT / BAD_FIELD.
 absl::StatusOr<absl::Duration> SpanOf(const v1::SetLogLevelRequest& request) {
   const auto bad = [](absl::string_view text) {
@@ -153,8 +153,8 @@ absl::StatusOr<absl::Duration> SpanOf(const v1::SetLogLevelRequest& request) {
 
 }  // namespace
 
-// gRPC's own. Its address is the tag of everything that happens to it, with the event in the low
-// bits.
+// A call of gRPC's own. Its address is the tag of everything that happens to it, with the event in
+// the low bits.
 class alignas(16) GrpcFrontend::GrpcCall final : public RpcCall {
  public:
   const std::string& method() const override { return context_.method(); }
@@ -230,7 +230,7 @@ class GrpcFrontend::Handler : public RpcHandler {
     MutexLock lock(&mu_);
     return done_;
   }
-  // Valid while an event of it is being handled.
+  // Valid while an event of the call is being handled.
   RpcCall* rpc() { return rpc_; }
   bool StartWrite(const grpc::ByteBuffer& bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     if (done_) return false;
@@ -256,7 +256,7 @@ class GrpcFrontend::Handler : public RpcHandler {
     }
   }
 
-  // Ends at once what FinishLocked began under this same lock, even if the client takes nothing.
+  // Ends at once what FinishLocked began under the same lock, even if the client takes nothing.
   void Cancel() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { rpc_->Cancel(); }
 
   Mutex mu_;
@@ -282,10 +282,10 @@ struct GrpcFrontend::Method {
                        grpc::ByteBuffer& request);
   Run run = nullptr;
 
-  // Of a method that the core answers.
+  // Makes the row of a method that the core answers.
   template <auto put>
   static constexpr Method Core(const char* service, const char* name);
-  // Of another unary method.
+  // Makes the row of another unary method.
   static constexpr Method Other(const char* service, const char* name, Run run);
   template <typename Stream>
   static constexpr Method Streaming(const char* service, const char* name, const char* type);
@@ -357,7 +357,8 @@ class GrpcFrontend::UnaryCall final : public Handler,
       Finish(absl::OkStatus(), &reply);
     }
   }
-  // Whether the caller may do this, which is no operation; answers it if not. Of an event of it.
+  // Returns whether the caller may do this, which is no operation; answers the call if not. Called
+  // in an event of the call.
   bool Allowed(Role needs, absl::string_view what) {
     const absl::Status allowed = frontend_.CheckAccess(rpc(), needs, /*job=*/"", what);
     if (!allowed.ok()) Finish(allowed);
@@ -365,7 +366,7 @@ class GrpcFrontend::UnaryCall final : public Handler,
   }
   // Notes in the audit log that the caller does this.
   void Audit(absl::string_view what) { AuditLater(what)(); }
-  // What notes it, on any thread. Of an event of it.
+  // Returns a function that notes it, on any thread. Called in an event of the call.
   std::function<void()> AuditLater(absl::string_view what) {
     return [audit = frontend_.audit_.get(), who = rpc()->who_, peer = rpc()->peer(),
             what = std::string(what)] {
@@ -389,7 +390,8 @@ class GrpcFrontend::UnaryCall final : public Handler,
   std::optional<AuditLog::Entry> audit_;  // of an operation that is audited
 };
 
-// Does what waits for the disk, one after the other: on the queue's thread all calls would wait.
+// Does what waits for the disk, one task after the other: on the queue's thread all calls would
+// wait.
 class GrpcFrontend::DiskThread {
  public:
   ~DiskThread() {
@@ -400,7 +402,8 @@ class GrpcFrontend::DiskThread {
     wake_.SignalAll();
     thread_.join();
   }
-  // Thread-safe. `work` answers its call, unless that is over; at the end some is left undone.
+  // Thread-safe. `work` answers its call, unless that is over; at the end some tasks are left
+  // undone.
   void Do(std::function<void()> work) {
     MutexLock lock(&mu_);
     work_.push_back(std::move(work));
@@ -446,9 +449,9 @@ class GrpcFrontend::GrpcWatchStream final
   void Close(const absl::Status& status) override { Finish(status); }
 
  private:
-  // What `request` asks for, if the caller may see it.
+  // Returns what `request` asks for, if the caller may see it.
   absl::StatusOr<std::unique_ptr<WatchSource>> Source(v1::WatchRequest request) {
-    // Keys hold what workers tell one another, secrets perhaps.
+    // Keys hold what workers tell one another, which may include secrets.
     const bool keys = request.keys() || !request.members();
     const absl::Status allowed =
         frontend_.CheckAccess(rpc(), keys ? Role::kAttempt : Role::kView, request.job_id(),
@@ -458,7 +461,7 @@ class GrpcFrontend::GrpcWatchStream final
     return WatchEvents(std::move(request));
   }
   absl::StatusOr<std::unique_ptr<WatchSource>> Source(v1::WatchJobsRequest request) {
-    // As Get and List: no attempt of a job.
+    // The same rule as for Get and List: no attempt of a job may watch.
     const absl::Status allowed =
         frontend_.CheckAccess(rpc(), Role::kView, /*job=*/"", "watch submitted jobs");
     if (!allowed.ok()) return allowed;
@@ -494,7 +497,7 @@ class GrpcFrontend::GrpcWatchStream final
   CoreRunner& runner_;
 };
 
-// An agent's stream: frames go out as the bytes the runner made.
+// An agent's stream: frames go out as the bytes that the runner made.
 class GrpcFrontend::GrpcAgentStream final : public Handler,
                                             public AgentStream,
                                             public std::enable_shared_from_this<GrpcAgentStream> {
@@ -545,18 +548,18 @@ class GrpcFrontend::GrpcAgentStream final : public Handler,
     }
   }
   void Close(const absl::Status& status) override {
-    std::shared_ptr<FrameSource> source;  // let go of after the lock
+    std::shared_ptr<FrameSource> source;  // released after the lock
     MutexLock lock(&mu_);
     if (closed_) return;
     closed_ = true;
     source.swap(source_);
     FinishLocked(status);
-    // The status waits behind the write, which waits for an agent that may take nothing. At a stop
-    // the server has its own patience.
+    // The status waits behind the write, which waits for an agent that may take nothing. When the
+    // server stops, it has its own patience.
     if (writing_ && !status.ok() && !absl::IsUnavailable(status)) Cancel();
   }
   void CloseAfter(grpc::ByteBuffer last, const absl::Status& status) override {
-    std::shared_ptr<FrameSource> source;  // let go of after the lock
+    std::shared_ptr<FrameSource> source;  // released after the lock
     MutexLock lock(&mu_);
     if (closed_) return;
     closed_ = true;
@@ -584,7 +587,7 @@ class GrpcFrontend::GrpcAgentStream final : public Handler,
       Close(absl::OkStatus());
       return;
     }
-    // In an arena: a frame of many small operations is made and freed in a few pieces.
+    // Parsed in an arena: a frame of many small operations is made and freed in a few pieces.
     const size_t size = bytes.Length();
     auto arena = std::make_shared<google::protobuf::Arena>(FrameArena(size));
     auto* frame = google::protobuf::Arena::CreateMessage<v1::AgentFrame>(arena.get());
@@ -612,7 +615,7 @@ class GrpcFrontend::GrpcAgentStream final : public Handler,
         }
       }
     }
-    // Not under the lock: it comes back through TryWrite.
+    // Called without the lock, because it comes back through TryWrite.
     if (source != nullptr) source->Writable();
   }
   void OnGone() override {
@@ -703,7 +706,7 @@ class GrpcFrontend::NamedService final : public grpc::Service {
   const std::string path_;
 };
 
-// Each before its first use: clang wants to know them there.
+// Each is defined before its first use, where clang needs it.
 template <typename Stream>
 constexpr GrpcFrontend::Method GrpcFrontend::Method::Streaming(const char* service,
                                                                const char* name, const char* type) {
@@ -1117,7 +1120,7 @@ void GrpcFrontend::Run() {
       looks_ = 0;
       return;
     }
-    if (++events_since_silent_ >= kSilentEvents) {  // where no time is left to wait
+    if (++events_since_silent_ >= kSilentEvents) {  // if no time is left to wait
       events_since_silent_ = 0;
       EndSilent(Clock::Real().Now());
     }
@@ -1328,7 +1331,7 @@ void GrpcFrontend::Handle(RpcCall* rpc, RpcEvent event, bool ok) {
     return;
   }
   const std::shared_ptr<Handler> handler = std::static_pointer_cast<Handler>(rpc->handler_);
-  Heard(rpc);  // or over
+  Heard(rpc);  // heard, or over
   switch (event) {
     case RpcEvent::kBegun:
       break;

@@ -41,19 +41,19 @@ struct CallerQuota {
   size_t calls;    // calls and streams
   size_t streams;  // of these, agents' streams and watches
   size_t silent;   // of these, calls and streams that have sent nothing yet
-  // Of the requests of calls that wait for their answer; small ones (OpenCalls::kSmallCall) may go
-  // to twice as much.
+  // The bytes of the requests of calls that wait for their answer; small ones
+  // (OpenCalls::kSmallCall) may go to twice as much.
   size_t held_bytes;
 };
 
 // The open calls of a caller, which is a connection or a user.
 struct CallerShare {
   std::string name;
-  CallerShare* user = nullptr;  // of a connection
+  CallerShare* user = nullptr;  // a connection's user
   size_t calls = 0, streams = 0, silent = 0, held_bytes = 0;
 };
 
-// What happens to a call.
+// The events of a call.
 enum class RpcEvent : uintptr_t { kBegun, kRead, kWritten, kFinished, kGone };
 
 class RpcHandler {
@@ -61,9 +61,9 @@ class RpcHandler {
   virtual ~RpcHandler() = default;
 };
 
-// The transport's half of a call: gRPC's, or that of a test. What a Start... begins ends with an
-// event, which may come after any other, also after kGone (the caller went away or knows the end).
-// Deleted by the frontend after kGone, once every started operation has ended.
+// The transport's half of a call: gRPC's, or that of a test. An operation that a Start... begins
+// ends with an event, which may come after any other, also after kGone (the caller went away or
+// knows the end). Deleted by the frontend after kGone, once every started operation has ended.
 class RpcCall {
  public:
   virtual ~RpcCall() = default;
@@ -92,10 +92,10 @@ class RpcCall {
   bool is_stream_ = false;
   size_t held_bytes_ = 0;
   int in_flight_ = 0;  // under the handler's lock
-  // Queue's thread.
+  // Used by the queue's thread.
   bool gone_ = false;
   bool finished_ = false;
-  // Before its first message: its place among all such calls.
+  // The call's place among all calls that have sent no message yet.
   std::list<RpcCall*>::iterator silent_;
   bool is_silent_ = false;
   bool is_health_ = false;
@@ -108,8 +108,8 @@ class RpcCall {
 // All connections share one completion queue and one thread, which reads, applies (in the runner,
 // the thread that brings an event applies it) and writes. With gRPC's own callback threads the same
 // message costs twice the CPU: they hand each event to one another. So methods are not registered
-// one by one but looked up in a table (grpc_frontend.cc) behind a generic service. What has to wait
-// for the disk (backups) does so on a thread of its own.
+// one by one but looked up in a table (grpc_frontend.cc) behind a generic service. Work that has to
+// wait for the disk (backups) runs on a thread of its own.
 //
 // Order of use: construct; Register() with the builder; Serve() once the server runs; after
 // grpc::Server::Shutdown() has returned, Shutdown(). Thread-safe.
@@ -125,17 +125,17 @@ class GrpcFrontend {
     size_t silent_health_calls = 1 << 10;
     // Open watches of the health service.
     size_t health_watches = 1 << 12;
-    // So that one caller cannot take what there is for all. A connection is that of gRPC; a user is
-    // one of the users file, an attempt, or the name in the certificate; else the source address.
-    // Callers on a unix socket are this machine's own user and have no quota; the health service
-    // has its own limits.
+    // Quotas, so that one caller cannot take what there is for all. A connection is that of gRPC; a
+    // user is one of the users file, an attempt, or the name in the certificate; else the source
+    // address. Callers on a unix socket are this machine's own user and have no quota; the health
+    // service has its own limits.
     CallerQuota connection = {
         .calls = 1 << 16, .streams = 1 << 14, .silent = 1 << 12, .held_bytes = 32 << 20};
     CallerQuota user = {
         .calls = 1 << 18, .streams = 1 << 15, .silent = 1 << 13, .held_bytes = 64 << 20};
   };
 
-  // `runner` and `metrics` outlive it. `callers` establishes who calls, except of the health
+  // `runner` and `metrics` outlive it. `callers` establishes who calls, except for the health
   // service; null: every caller may do everything. `audit` records what people change; null: none.
   GrpcFrontend(CoreRunner* runner, RpcMetrics* metrics, absl::Time started, const Limits& limits,
                std::unique_ptr<Callers> callers = nullptr,
@@ -159,16 +159,17 @@ class GrpcFrontend {
   // time. Thread-safe; does not block.
   void CatchUp(absl::Time asked);
 
-  // A call of another transport than gRPC's, which tests have, has begun: as kBegun of one of its
-  // own. Like Handle(), from one thread at a time.
+  // Handles the beginning of a call of another transport than gRPC's, which tests have, as kBegun
+  // of one of its own. Like Handle(), from one thread at a time.
   void Adopt(std::unique_ptr<RpcCall> rpc);
-  // `ok`: false: what was begun has failed, a read has found the end of what the client sends.
+  // `ok` is false if the started operation has failed, or a read has found the end of what the
+  // client sends.
   void Handle(RpcCall* rpc, RpcEvent event, bool ok);
   // Ends the calls that began by `now` minus the limit and have sent nothing. Like Handle().
   void EndSilent(absl::Time now);
 
   size_t silent_calls() const { return silent_count_.load(std::memory_order_relaxed); }
-  // Of these, because of the quota of a connection, or of a user.
+  // The refusals because of the quota of a connection, or of a user.
   uint64_t quota_refusals(bool user) const {
     return quota_refused_[user ? 1 : 0].load(std::memory_order_relaxed);
   }
@@ -188,35 +189,35 @@ class GrpcFrontend {
 
   static const Method kMethods[];
 
-  // Whether the health service knows it; the empty name is the whole server.
+  // Returns whether the health service knows it; the empty name is the whole server.
   bool Knows(absl::string_view service) const;
   // UNAVAILABLE when stopping or when there are too many.
   absl::Status AddHealthWatch(const std::shared_ptr<HealthWatch>& watch);
   void Accept();
   void Run();
-  // The next event; false: none will come. A thread that sleeps takes longer to wake than a small
-  // barrier takes; so where events follow one another closely it does not sleep between them.
+  // Returns the next event; false: none will come. A thread that sleeps takes longer to wake than a
+  // small barrier takes; so while events follow one another closely it does not sleep between them.
   bool Next(void** tag, bool* ok);
   // Blocks for the next event, and ends silent calls meanwhile.
   bool Wait(void** tag, bool* ok);
   // Posts the reads that were put off.
   void ReadOn();
-  // One event, if any is at hand, on the way to have seen all; false: none will come.
+  // Handles one event, if any is at hand, as a step towards having seen all; false: none will come.
   template <typename OnEvent>
   bool LookFurther(const OnEvent& handle);
   void Begin(RpcCall* rpc);
   void Heard(RpcCall* rpc);
-  // OK if a call to `method` (null: an unknown one) is admitted; sets who calls.
+  // Returns OK if a call to `method` (null: an unknown one) is admitted; sets who calls.
   absl::Status CheckCaller(RpcCall* rpc, const Method* method);
-  // Whether the caller may do this, which is no operation (access.h); a refusal is audited.
+  // Checks whether the caller may do this, which is no operation (access.h); a refusal is audited.
   absl::Status CheckAccess(RpcCall* rpc, Role needs, absl::string_view job, absl::string_view what);
-  // Counts a call that begins, or says which quota it is beyond.
+  // Counts a call that begins, or returns which quota it exceeds.
   absl::Status TakeShare(RpcCall* rpc);
   // Counts the bytes of a request whose answer may have to wait.
   absl::Status TakeBytes(RpcCall* rpc, size_t bytes);
   void GiveShareBack(RpcCall* rpc);
   CallerShare* FindCaller(const RpcCall& rpc);
-  // If nothing of it is open any more.
+  // Forgets the caller if nothing of it is open any longer.
   void ForgetCaller(CallerShare* connection);
   absl::Status BeyondQuota(const CallerShare& caller, absl::string_view what, size_t most);
   // Ends a call that no handler takes.
@@ -237,14 +238,14 @@ class GrpcFrontend {
   };
   absl::flat_hash_map<std::string, Served> methods_;  // by path
 
-  // So that reflection lists them.
+  // Kept so that reflection lists them.
   std::vector<std::unique_ptr<grpc::Service>> names_;
   grpc::AsyncGenericService service_;
   std::unique_ptr<grpc::ServerCompletionQueue> queue_;
   std::thread thread_;
   // Streams whose next read waits for the queue to have nothing at hand. Queue's thread.
   std::vector<std::shared_ptr<GrpcAgentStream>> put_off_;
-  size_t events_since_silent_ = 0;         // were looked at
+  size_t events_since_silent_ = 0;         // since the silent calls were looked at
   size_t events_since_put_off_ = 0;        // since the first of them
   std::optional<absl::Time> catching_up_;  // the argument for CoreRunner::CaughtUp; queue's thread
   int empty_looks_ = 0;                    // in a row, while catching up
@@ -253,7 +254,7 @@ class GrpcFrontend {
 
   // Calls without a message so far, by their start time. Queue's thread.
   std::list<RpcCall*> silent_;
-  size_t silent_health_ = 0;  // of these, to the health service
+  size_t silent_health_ = 0;  // those to the health service
   std::atomic<size_t> silent_count_{0};
   std::atomic<uint64_t> refused_{0};
   std::array<std::atomic<uint64_t>, 2> quota_refused_{};

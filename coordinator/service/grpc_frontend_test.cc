@@ -37,7 +37,7 @@ grpc::ByteBuffer Bytes(const std::string& bytes) {
   return grpc::ByteBuffer(&slice, 1);
 }
 
-// What the test knows of a call, also once the frontend has deleted it.
+// The test's knowledge of a call, even after the frontend has deleted it.
 struct Life {
   bool deleted = false;
   std::vector<RpcEvent> in_flight;
@@ -105,7 +105,7 @@ class FakeCall final : public RpcCall {
   const std::shared_ptr<Life> life_;
 };
 
-// Goes through all sequences of choices, one a round.
+// Goes through all sequences of choices, one in each round.
 class Choices {
  public:
   size_t Choose(size_t count) {
@@ -139,7 +139,7 @@ class GrpcFrontendTest : public ::testing::Test {
         frontend_(&runner_, &metrics_, Clock::Real().Now(), limits) {
     EXPECT_TRUE(runner_.Start().ok());
   }
-  // Worker w0 is all of job "j".
+  // Seats worker w0 as all of job "j".
   void SetUp() override {
     v1::JoinRequest join;
     join.mutable_fence()->set_job_id("j");
@@ -159,8 +159,8 @@ class GrpcFrontendTest : public ::testing::Test {
     runner_.Stop();
   }
 
-  // Until the runner has applied what it was handed, and given out what came of it: that it does
-  // before it turns to a task that came later.
+  // Blocks until the runner has applied what it was handed and has delivered the output, which it
+  // does before it turns to a later task.
   void Settle() {
     for (int turn = 0; turn < 2; ++turn) {
       Notification done;
@@ -194,9 +194,9 @@ class GrpcFrontendTest : public ::testing::Test {
     Settle();
   }
 
-  // In every order: each message is read or the read fails, each write ends well or not, the caller
-  // goes away at any time, also between a read and its event. Each call must end, once, with
-  // nothing of it left in the runner.
+  // Tries every order: each message is read or the read fails, each write ends well or not, and the
+  // caller goes away at any time, also between a read and its event. Each call must end, once, and
+  // leave nothing in the runner.
   void TryEveryOrder(const std::string& method, const std::vector<std::string>& messages) {
     Choices choices;
     int rounds = 0;
@@ -242,7 +242,8 @@ class GrpcFrontendTest : public ::testing::Test {
     EXPECT_GT(rounds, 2);
   }
 
-  // An agent's stream, to which the welcome is being written when the coordinator ends for good.
+  // Opens an agent's stream to which the welcome is being written when the coordinator ends for
+  // good.
   Opened StopWhileWriting() {
     v1::AgentFrame hello;
     hello.mutable_hello()->set_protocol_min(1);
@@ -318,7 +319,7 @@ TEST_F(GrpcFrontendTest, WatchOfJobsInEveryOrderOfEvents_EndsOnceAndLeavesNothin
 }
 
 TEST_F(GrpcFrontendTest, HealthWatchInEveryOrderOfEvents_EndsOnceAndLeavesNothing) {
-  // A watch of the health ends by its caller's going away alone.
+  // Only its caller's going away ends a watch of the health.
   TryEveryOrder("/grpc.health.v1.Health/Watch", {""});
 }
 
@@ -365,7 +366,7 @@ class SilentTest : public GrpcFrontendTest {
   static constexpr char kWait[] = "/muster.v1.KeyValueStore/Wait";
   static constexpr char kAttach[] = "/muster.v1.Session/Attach";
 
-  // The rest of a call that has been finished.
+  // Ends the rest of a call that has been finished.
   void End(const Opened& opened) {
     Happen(opened, RpcEvent::kRead, false);
     Happen(opened, RpcEvent::kFinished, true);
@@ -424,7 +425,7 @@ class QuotaTest : public GrpcFrontendTest {
   static constexpr char kWait[] = "/muster.v1.KeyValueStore/Wait";
   static constexpr char kAttach[] = "/muster.v1.Session/Attach";
 
-  // A call that waits, of `keys` keys, each of which counts 128 bytes and its own.
+  // Opens a call that waits for `keys` keys, each of which counts 128 bytes and its own.
   Opened Hold(const std::string& peer, int keys = 1) {
     const Opened opened = Open(kWait, peer);
     if (opened.life->status.has_value()) return opened;
@@ -435,7 +436,7 @@ class QuotaTest : public GrpcFrontendTest {
     Happen(opened, RpcEvent::kRead, true, wait.SerializeAsString());
     return opened;
   }
-  // Its caller disconnects, or has seen its end.
+  // Ends a call whose caller disconnects, or has seen its end.
   void End(const Opened& opened) {
     Happen(opened, RpcEvent::kGone, false);
     for (const RpcEvent event : {RpcEvent::kRead, RpcEvent::kFinished}) {
@@ -530,7 +531,7 @@ class HealthTest : public GrpcFrontendTest {
       : GrpcFrontendTest({.silent_calls = 1, .silent_health_calls = 1, .health_watches = 1}) {}
 };
 
-// Callers without a token may call it.
+// Callers without a token may call the health service.
 TEST_F(HealthTest, SilentCallsToIt_TakeNoRoomFromOthers) {
   const Opened first = Open("/grpc.health.v1.Health/Check");
   const Opened second = Open("/grpc.health.v1.Health/Watch");
@@ -563,7 +564,7 @@ TEST_F(HealthTest, TooManyHealthWatches_AreRefused) {
   EXPECT_TRUE(first.life->deleted);
 }
 
-// Its disk answers when the test says so.
+// A journal whose disk answers when the test says so.
 class SlowJournal final : public Journal {
  public:
   const std::string& cluster_id() const override { return memory_.cluster_id(); }
@@ -587,7 +588,7 @@ class SlowJournal final : public Journal {
   uint64_t records_since_snapshot() const override { return 0; }
   uint64_t bytes_since_snapshot() const override { return 0; }
   absl::StatusOr<BackupPart> ReadBackup(uint64_t, uint64_t, size_t) const override {
-    // In time also where the test could say so only after it.
+    // Answers in time even if the test could say so only afterwards.
     answers_.WaitForNotificationWithTimeout(absl::Seconds(10));
     return BackupPart{.bytes = 4, .data = "part"};
   }
@@ -622,7 +623,7 @@ TEST_F(SlowDiskTest, BackupThatWaitsForTheDisk_HoldsUpNoOtherCall) {
   const Opened status = Begin("/muster.v1.Admin/Status");
   EXPECT_EQ(status.life->status, grpc::StatusCode::OK);
   End(status);
-  // A caller that goes meanwhile.
+  // Meanwhile a caller goes.
   Happen(gone, RpcEvent::kGone, false);
   EXPECT_EQ(gone.life->status, grpc::StatusCode::CANCELLED);
   Happen(gone, RpcEvent::kFinished, true);

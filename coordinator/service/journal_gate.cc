@@ -10,7 +10,7 @@
 namespace muster::coordinator {
 namespace {
 
-// What a directive that may be repeated tells its node; empty: it comes once.
+// Returns what a directive that may be repeated tells its node; empty: it comes once.
 std::string Told(const NodeDirective& directive) {
   if (directive.directive == nullptr) return "";
   const v1::Directive& one = *directive.directive;

@@ -23,23 +23,23 @@
 namespace muster::coordinator {
 
 // What waits for the disk: records on their way, and answers and directives that depend on them. If
-// the journal fails, an answer that waits, or would, becomes UNAVAILABLE / JOURNAL_FAILED. To be
-// used in the runner's turn; backlog_bytes() may be read by any thread.
+// the journal fails, an answer that waits, or would, becomes UNAVAILABLE / JOURNAL_FAILED. Used in
+// the runner's turn; backlog_bytes() may be read by any thread.
 class JournalGate {
  public:
   // `limits.journal_backlog_bytes` counts.
   explicit JournalGate(const RunnerLimits& limits);
 
-  // All records up to `revision` were read from the disk.
+  // Notes that all records up to `revision` were read from the disk.
   void Begin(uint64_t revision) { durable_ = revision; }
-  // Counts a record of so many bytes that the journal is about to get.
+  // Counts a record of `bytes` bytes that the journal is about to get.
   void Sent(uint64_t revision, size_t bytes);
 
   uint64_t durable() const { return durable_; }
-  const absl::Status& status() const { return status_; }  // of the journal
+  const absl::Status& status() const { return status_; }  // the journal's
   bool IsDurable(uint64_t revision) const { return revision <= durable_; }
-  // What `op` is refused with, before it changes anything, because the journal has failed, or is
-  // too far behind; null: it is not.
+  // Returns what `op` is refused with, before it changes anything, because the journal has failed
+  // or is too far behind; null: it is not refused.
   std::shared_ptr<const Answer> Refusal(const v1::Op& op) const;
   const std::shared_ptr<const Answer>& failed_answer() const { return failed_answer_; }
 
@@ -49,15 +49,15 @@ class JournalGate {
   void Hold(const NodeDirective& directive);
   // Returns whether the journal's health has changed.
   bool OnProgress(const Journal::Progress& progress);
-  // The replies and directives that are durable now, by revision.
+  // Return the next reply, or directive, that is durable now, by revision.
   std::optional<Reply> NextReply() { return Next(&replies_); }
   std::optional<NodeDirective> NextDirective();
   bool HoldsAny() const { return !replies_.empty() || !directives_.empty(); }
-  // All answers that are held; they are held no more.
+  // Takes all answers that are held.
   std::vector<Reply> TakeReplies();
   void Clear();
 
-  // Of records that the disk has not taken.
+  // The bytes of records that the disk has not taken.
   uint64_t backlog_bytes() const { return backlog_bytes_.load(std::memory_order_relaxed); }
 
  private:

@@ -110,7 +110,7 @@ TEST_F(JournalGateTest, DirectiveThatIsRepeated_IsHeldOnce) {
   Progress(11);
   EXPECT_EQ(released(), 10);
   EXPECT_FALSE(gate_->HoldsAny());
-  // What has gone out may be told again.
+  // A directive that has gone out may be sent again.
   gate_->Hold(NodeDirective{"a", ended("j", 1), 40});
   gate_->Hold(NodeDirective{"a", ended("j", 1), 41});
   gate_->Clear();

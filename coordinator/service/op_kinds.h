@@ -7,15 +7,15 @@
 
 namespace muster::coordinator {
 
-// What the service must know of an operation before the core sees it.
+// The facts about an operation that the service needs before the core sees it.
 
-// It changes nothing, whatever its fields are.
+// Returns whether `op` changes nothing, whatever its fields are.
 bool OnlyReads(const v1::Op& op);
-// If it is answered without an error, it may have changed something that lasts.
+// Returns whether `op`, if answered without an error, may have changed something that lasts.
 bool MayChange(const v1::Op& op);
-// Its answer may wait for another caller's operation.
+// Returns whether the answer may wait for another caller's operation.
 bool MayBeHeld(const v1::Op& op);
-// How many bytes it counts for while it waits, if its message has `bytes`.
+// Returns how many bytes `op` counts for while it waits, if its message has `bytes`.
 size_t HeldBytes(const v1::Op& op, size_t bytes);
 
 }  // namespace muster::coordinator

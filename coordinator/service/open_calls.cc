@@ -23,7 +23,7 @@ uint64_t RevisionOf(const Answer& answer) {
       .revision();
 }
 
-// The error without the texts that make it large.
+// Returns the error without the texts that make it large.
 v1::OpResult ShortError(const Answer& answer, size_t max_bytes) {
   v1::OpResult result = answer.Parse();
   v1::ErrorDetail& detail = *result.mutable_error()->mutable_detail();
@@ -71,7 +71,7 @@ std::shared_ptr<const Answer> OpenCalls::Refusal(CallId id, const v1::Op& op) co
     return too_many_calls_;
   }
   if (!MayBeHeld(op)) return nullptr;
-  const size_t share = call.bytes <= kSmallCall ? 2 : 1;  // so that large ones stop no rendezvous
+  const size_t share = call.bytes <= kSmallCall ? 2 : 1;  // so that large calls stop no rendezvous
   const bool too_many = session == nullptr
                             ? held_bytes(false) > share * limits_.held_bytes_of_callers
                             : held_bytes(true) > share * limits_.held_bytes_of_agents ||
@@ -103,7 +103,7 @@ std::shared_ptr<const Answer> OpenCalls::Fit(const OpenCall& call,
   if (bytes <= limits_.answer_bytes) return answer;
   v1::OpResult result;
   if (answer->kind() == v1::OpResult::KIND_NOT_SET) {
-    // The failure is reported all the same, with fewer culprits.
+    // The failure is still reported, with fewer culprits.
     result = ShortError(*answer, limits_.answer_bytes);
   } else if (call.changes) {
     const uint64_t revision = RevisionOf(*answer);

@@ -28,51 +28,52 @@ class CallSink {
 };
 
 struct OpenCall {
-  std::shared_ptr<CallSink> sink;          // of a unary call, or
+  std::shared_ptr<CallSink> sink;          // of a unary call; null for one of a stream
   std::shared_ptr<AttachedAgent> session;  // the stream it came on
   uint64_t op_id = 0;
-  size_t bytes = 0;  // of the request
+  size_t bytes = 0;  // size of the request
   // OpenCalls sets the rest.
   v1::Op::KindCase kind = v1::Op::KIND_NOT_SET;
   bool changes = false;  // it may have had an effect
   absl::Time begun = absl::InfinitePast();
 };
 
-// The calls that wait for their answer, what they hold, and whether there is room for another. To
-// be used in the runner's turn; numbers for metrics may be read by any thread.
+// The calls that wait for their answer, what they hold, and whether there is room for another. Used
+// in the runner's turn; numbers for metrics may be read by any thread.
 class OpenCalls {
  public:
   explicit OpenCalls(const RunnerLimits& limits);
 
-  // What a call that is one too many is answered.
+  // Returns the answer to a call that is one too many.
   static std::shared_ptr<const Answer> TooManyCalls();
 
-  // Calls of so many bytes may be held until twice as many bytes are as limits say.
+  // Calls of at most this many bytes may be held until twice the bytes of the limits are held.
   static constexpr size_t kSmallCall = 2048;
 
-  // The call of `op` waits from `now` on; its `bytes` become what it counts for.
+  // Notes that the call of `op` waits from `now` on; its `bytes` become what it counts for.
   void Add(CallId id, const v1::Op& op, OpenCall call, absl::Time now);
-  // Whether there are too many calls, or bytes of them, for this one, which is among them; null:
-  // no.
+  // Returns what this call, which is among them, is refused with because there are too many calls,
+  // or bytes of them; null: it is not refused.
   std::shared_ptr<const Answer> Refusal(CallId id, const v1::Op& op) const;
   bool Contains(CallId id) const { return calls_.contains(id); }
   std::vector<CallId> Ids() const;
-  // Nothing: it does not wait, or no more.
+  // Returns nullopt if the call does not wait, or no longer.
   std::optional<OpenCall> Remove(CallId id);
-  // `answer`, or what goes out in its place if it is too large for a message.
+  // Returns `answer`, or what goes out in its place if it is too large for a message.
   std::shared_ptr<const Answer> Fit(const OpenCall& call,
                                     std::shared_ptr<const Answer> answer) const;
-  // The answer of a call that was removed goes out.
+  // Notes that the answer of a call that was removed goes out.
   void Answered(const OpenCall& call, absl::Time now);
 
-  // Of any thread.
+  // May be called by any thread.
   uint64_t size() const { return size_.load(std::memory_order_relaxed); }
-  // Of the requests of agents, or of direct callers.
+  // The bytes of the requests of agents, or of direct callers.
   uint64_t held_bytes(bool agents) const {
     return held_bytes_[agents ? 1 : 0].load(std::memory_order_relaxed);
   }
-  // From an operation's turn to its answer, by the number of its field in Op; calls and operations
-  // of agents' streams alike. Of the largest number: a test holds it against the proto.
+  // The time from an operation's turn to its answer, by the number of its field in Op; calls and
+  // operations of agents' streams alike. kListNodes has the largest number: a test compares it with
+  // the proto.
   static constexpr int kOpKinds = v1::Op::kListNodes + 1;
   const DurationHistogram& seconds(int kind) const { return seconds_[kind]; }
 
@@ -83,7 +84,7 @@ class OpenCalls {
 
   absl::flat_hash_map<CallId, OpenCall> calls_;
   std::atomic<uint64_t> size_{0};
-  std::array<std::atomic<uint64_t>, 2> held_bytes_{};  // of agents second
+  std::array<std::atomic<uint64_t>, 2> held_bytes_{};  // those of agents second
   std::array<DurationHistogram, kOpKinds> seconds_;
 };
 

@@ -30,7 +30,7 @@ class OpenCallsTest : public ::testing::Test {
     hello.set_node("node");
     agent_ = std::make_shared<AttachedAgent>(hello, nullptr, 1000);
   }
-  // The error that the call is refused with; empty: it is not.
+  // Returns the error that the call is refused with; empty: it is not.
   std::string Add(CallId id, const v1::Op& op, size_t bytes, bool of_agent = false) {
     calls_->Add(id, op, {.sink = nullptr, .session = of_agent ? agent_ : nullptr, .bytes = bytes},
                 kNow);

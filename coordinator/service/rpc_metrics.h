@@ -35,7 +35,7 @@ class RpcMetrics {
  public:
   // `service` is the full name, "muster.v1.Barrier".
   MethodMetrics* Add(absl::string_view service, absl::string_view method, absl::string_view type);
-  // grpc_server_started_total, grpc_server_handled_total, grpc_server_handling_seconds.
+  // Writes grpc_server_started_total, grpc_server_handled_total, grpc_server_handling_seconds.
   void Write(PrometheusText* text) const;
 
  private:

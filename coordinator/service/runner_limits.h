@@ -13,7 +13,7 @@ struct RunnerLimits {
   size_t answer_bytes = (4 << 20) - 1024;
   // Calls that wait for their answer: in total, and per agent. A hub is one agent here: with 400
   // workers behind it, each has room for 160 calls, and for 160 KiB of requests below, where a
-  // worker seldom has more than a barrier and a wait at a time.
+  // worker rarely has more than a barrier and a wait at a time.
   size_t calls = 1 << 20;
   size_t calls_of_agent = 1 << 16;
   // Bytes of the requests of those calls: the core keeps what it needs of them (keys waited for,
@@ -28,7 +28,7 @@ struct RunnerLimits {
   size_t unsent_bytes = 8 << 20;
   // Answers that an agent has not acknowledged: its session ends.
   size_t unacknowledged_bytes = 64 << 20;
-  // Records that the disk has not taken. Beyond it, operations that need the journal are refused;
+  // Records that the disk has not taken. Beyond this, operations that need the journal are refused;
   // beyond twice as much, all that change anything.
   size_t journal_backlog_bytes = 64 << 20;
   // Open watches.

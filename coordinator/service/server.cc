@@ -30,7 +30,7 @@ namespace {
 
 constexpr size_t kLargestKeyFile = 16 << 10;
 
-// process_*, as Prometheus client libraries name them.
+// Writes process_*, as Prometheus client libraries name them.
 void WriteProcess(PrometheusText* text) {
   using Type = PrometheusText::Type;
   rusage usage{};
@@ -60,7 +60,7 @@ void WriteProcess(PrometheusText* text) {
   text->Sample({}, static_cast<double>(limit.rlim_cur));
 }
 
-// What the core says of itself, taken in its turn.
+// The facts that the core reports about itself, taken in its turn.
 struct CoreFacts {
   CoreStats stats;
   size_t kv_bytes = 0;
@@ -68,7 +68,7 @@ struct CoreFacts {
   v1::StatusReply status;
 };
 
-// A histogram of the current family.
+// Writes a histogram of the current family.
 void WriteDurations(const DurationCounts& counts, PrometheusText* text) {
   std::vector<double> bounds;
   for (int i = 0; i + 1 < DurationCounts::kBuckets; ++i) bounds.push_back(DurationCounts::Bound(i));
@@ -257,7 +257,7 @@ void WriteTimes(const CoreRunner& runner, PrometheusText* out) {
                  runner.fsync_seconds().SumSeconds());
 }
 
-// The key in the file, if there is one, signs the manifests of checkpoints.
+// Lets the key in the file, if there is one, sign the manifests of checkpoints.
 absl::Status SetCheckpointKey(const std::string& file, CoreOptions* core) {
   if (file.empty()) return absl::OkStatus();
   MUSTER_ASSIGN_OR_RETURN(const std::string pem,
@@ -288,11 +288,11 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
     options.rpc.only_user = geteuid();
   }
   Callers::Options of_callers{.token = std::move(token), .users_file = options.users_file};
-  // Users show a token or a certificate.
+  // Users present a token or a certificate.
   options.rpc.checks_token = !of_callers.token.empty() || !options.users_file.empty();
   options.rpc.certificate_optional = !options.users_file.empty();
   MUSTER_RETURN_IF_ERROR(SetCheckpointKey(options.checkpoint_key, &options.runner.core));
-  // Before the journal is touched.
+  // Checked before the journal is touched.
   MUSTER_RETURN_IF_ERROR(rpc::CheckCallersAreKnown(options.rpc));
   rpc::Address metrics_address;
   if (!options.metrics_listen.empty()) {
@@ -308,7 +308,7 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
   if (journal == nullptr) {
     MUSTER_ASSIGN_OR_RETURN(journal, SqliteJournal::Open({.directory = options.data_dir}));
   }
-  // Next to the journal, whose lock this process has.
+  // The file is next to the journal, whose lock this process has.
   MUSTER_ASSIGN_OR_RETURN(
       AttemptTokens attempts,
       AttemptTokens::Open(options.data_dir.empty() ? ""
@@ -322,7 +322,7 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
   if (!options.audit_log.empty()) {
     MUSTER_ASSIGN_OR_RETURN(audit, AuditLog::Open(options.audit_log));
   }
-  // Both ends have the same limit: what would go beyond is said in an answer that fits.
+  // Both ends have the same limit: an answer that exceeds it is replaced by an error that fits.
   options.runner.limits.answer_bytes =
       static_cast<size_t>(std::max(4096, options.rpc.max_message_bytes) - 1024);
   self->kv_limit_ = options.runner.core.kv_bytes;

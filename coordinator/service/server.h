@@ -30,7 +30,7 @@ namespace muster::coordinator {
 class CoordinatorServer {
  public:
   struct Options {
-    // Where to listen, TLS. A unix socket is this user's alone unless there is a token, or
+    // Where to listen, and TLS. A unix socket is this user's alone unless there is a token, or
     // `only_user` says otherwise.
     rpc::ServerOptions rpc;
     // Calls that carry the token in this file (rpc/token.h) are an admin's; empty: there is none.
@@ -38,7 +38,7 @@ class CoordinatorServer {
     // Users with roles, and their tokens or certificates (callers.h); empty: there are none. With
     // either file, every call must show who makes it.
     std::string users_file = {};
-    // Who changed what (audit_log.h); empty: it is not written.
+    // The log of who changed what (audit_log.h); empty: it is not written.
     std::string audit_log = {};
     // The private Ed25519 key that signs the records of checkpoints (PEM); empty: they are not
     // signed.
@@ -47,33 +47,34 @@ class CoordinatorServer {
     std::string metrics_listen = {};  // HOST:PORT of the HTTP page /metrics; empty: none
     CoreRunner::Options runner = {};
     GrpcFrontend::Limits frontend = {};
-    // When a caller has seen a newer coordinator: this one has stopped serving and should be shut
-    // down. Runs in the runner's turn, must not block or call Shutdown.
+    // Called when a caller has seen a newer coordinator: this one has stopped serving and should be
+    // shut down. Runs in the runner's turn, must not block or call Shutdown.
     std::function<void()> on_deposed = nullptr;
-    // When the journal has failed permanently (Journal::Progress::status): every request that needs
-    // it is refused until another coordinator has replayed it. As on_deposed.
+    // Called when the journal has failed permanently (Journal::Progress::status): every request
+    // that needs it is refused until another coordinator has replayed it. The rules are those of
+    // on_deposed.
     std::function<void()> on_journal_broken = nullptr;
-    DiskLimits disk = {};  // of data_dir
-    // Instead of MeasureDisk, for tests; null: that.
+    DiskLimits disk = {};  // limits for data_dir
+    // Called instead of MeasureDisk, in tests; null: MeasureDisk is called.
     std::function<absl::StatusOr<DiskSizes>()> measure_disk = nullptr;
     std::unique_ptr<Journal> journal = nullptr;  // instead of data_dir, for tests
   };
 
   // Opens and replays the journal, then serves. Errors: as rpc::Server::Start, rpc::ReadToken,
-  // ReadSecretFile, SigningKey::Parse,
-  // SqliteJournal::Open, CoreRunner::Start and HttpServer::Start.
+  // ReadSecretFile, SigningKey::Parse, SqliteJournal::Open, CoreRunner::Start and
+  // HttpServer::Start.
   static absl::StatusOr<std::unique_ptr<CoordinatorServer>> Start(Options options);
   ~CoordinatorServer();
 
-  // What workers and agents connect to, with the port that was bound.
+  // The address that workers and agents connect to, with the port that was bound.
   const std::string& address() const { return server_->address(); }
   int port() const { return server_->port(); }
   int metrics_port() const { return http_ == nullptr ? 0 : http_->port(); }
   CoreRunner& runner() { return *runner_; }
-  // Null: it keeps nothing on a disk.
+  // Null if the coordinator keeps nothing on a disk.
   DiskWatch* disk() { return disk_.get(); }
 
-  // What GET /metrics and GET /healthz serve.
+  // Return what GET /metrics and GET /healthz serve.
   std::string Metrics();
   HttpServer::Response Health() const;
 
@@ -85,7 +86,7 @@ class CoordinatorServer {
   CoordinatorServer() = default;
   absl::Status StartHttp(const rpc::Address& address);
 
-  // In the order in which they are made; shut down in reverse.
+  // Members are in the order in which they are made, and shut down in reverse.
   RpcMetrics rpc_metrics_;
   size_t kv_limit_ = 0;
   absl::Time started_;

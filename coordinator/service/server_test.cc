@@ -91,7 +91,7 @@ class HeldJournal final : public Journal {
   uint64_t bytes_since_snapshot() const override { return 0; }
   void Stop() override {}
 
-  // From now on nothing becomes durable.
+  // Makes nothing durable from now on.
   void Hold() {
     MutexLock lock(&mu_);
     held_ = true;
@@ -226,7 +226,7 @@ class Client {
   std::shared_ptr<grpc::Channel> channel_;
 };
 
-// One worker seated alone in `job`; its generation.
+// Seats one worker alone in `job`; returns its generation.
 uint64_t SeatOne(Client& client, const std::string& job) {
   v1::JoinReply reply;
   const absl::Status status = client.Join(JoinOf(job, 0, 1), &reply);
@@ -244,7 +244,7 @@ class AgentClient {
         incarnation_(incarnation) {}
   ~AgentClient() { Break(); }
 
-  // What its Hello has besides who it is.
+  // Sets what its Hello has besides its identity.
   void SetHello(const v1::Hello& hello) { more_ = hello; }
   v1::Welcome Attach() {
     Break();
@@ -268,7 +268,7 @@ class AgentClient {
     session_ = frame.welcome().session_id();
     return frame.welcome();
   }
-  // The connection is lost.
+  // Breaks the connection.
   void Break() {
     if (stream_ == nullptr) return;
     context_->TryCancel();
@@ -289,7 +289,7 @@ class AgentClient {
     EXPECT_TRUE(stream_->Write(last_));
   }
   void SendRaw(const v1::AgentFrame& frame) { EXPECT_TRUE(stream_->Write(frame)); }
-  // The next frame that is more than an acknowledgement; false when the stream has ended.
+  // Reads the next frame that is more than an acknowledgement; false when the stream has ended.
   bool Read(v1::CoordinatorFrame* frame) {
     while (stream_->Read(frame)) {
       if (frame->ack() > acked_) acked_ = frame->ack();
@@ -409,7 +409,7 @@ class RawStream {
     while (queue_.Next(&tag, &ok)) {
     }
   }
-  // The next message, or "end".
+  // Returns the next message, or "end".
   std::string Read() {
     grpc::ByteBuffer message;
     stream_->Read(&message, nullptr);
@@ -435,7 +435,7 @@ class RawStream {
   std::unique_ptr<grpc::GenericClientAsyncReaderWriter> stream_;
 };
 
-// "/muster.v1.Barrier/Arrive" and all the others.
+// Returns "/muster.v1.Barrier/Arrive" and all the others.
 std::vector<const google::protobuf::MethodDescriptor*> MethodsOfTheContract() {
   std::vector<const google::protobuf::MethodDescriptor*> methods;
   for (const google::protobuf::Descriptor* message :
@@ -457,7 +457,7 @@ std::string PathOf(const google::protobuf::MethodDescriptor& method) {
   return absl::StrCat("/", method.service()->full_name(), "/", method.name());
 }
 
-// How a call with bytes that are not parsed as any message ends.
+// Calls with bytes that parse as no message, and returns the status of the call.
 absl::Status CallWithGarbage(Client& client, const std::string& path) {
   grpc::GenericStub stub(client.channel());
   grpc::CompletionQueue queue;
@@ -516,13 +516,13 @@ TEST(CoordinatorServer, Token_EveryCallAndStreamWithoutIt_IsRefused) {
       EXPECT_THAT(std::string(status.message()), HasSubstr("--token_file")) << path;
     }
   }
-  // Nothing of them has reached the core.
+  // None of these calls has reached the core.
   Client friendly(server->address(), token);
   const auto status = friendly.Status();
   ASSERT_TRUE(status.ok()) << status.status();
   EXPECT_EQ(status->jobs_size(), 0);
   EXPECT_EQ(status->agents(), 0);
-  // Health is for those who hold no token.
+  // The health service is for callers without a token.
   EXPECT_EQ(RawStream(nobody, "/grpc.health.v1.Health/Check", "").Read(), "\x08\x01");
   EXPECT_EQ(RawStream(nobody, "/grpc.health.v1.Health/Watch", "").Read(), "\x08\x01");
 }
@@ -595,7 +595,7 @@ TEST(CoordinatorServer, Users_MayDoWhatTheirRoleSays) {
   }
   EXPECT_EQ(rpc::GetReason(cancel(ann, "mnist-2")), v1::ERROR_REASON_SCOPE);
   EXPECT_EQ(rpc::GetReason(cancel(bob, "mnist-1")), v1::ERROR_REASON_SCOPE);
-  // Who may list jobs may watch them, and sees the same.
+  // A caller that may list jobs may watch them, and sees the same.
   const auto watch = [&](const std::unique_ptr<Client>& client, v1::WatchJobsBatch* batch) {
     grpc::ClientContext context;
     rpc::SetTimeout(context, kPatience);
@@ -629,7 +629,7 @@ TEST(CoordinatorServer, Users_MayDoWhatTheirRoleSays) {
     }
   }
   EXPECT_TRUE(root->Call<v1::Operations>(&v1::Operations::Stub::SetLogLevel, quiet, &level).ok());
-  // No person attaches agents.
+  // A person may not attach as an agent.
   EXPECT_EQ(rpc::GetReason(CallWithGarbage(*ann, "/muster.v1.Session/Attach")),
             v1::ERROR_REASON_SCOPE);
 
@@ -666,7 +666,7 @@ TEST(CoordinatorServer, LogLevel_IsReadSetAndReturnsAtTheEnd) {
   EXPECT_EQ(static_cast<int>(reply.next()), static_cast<int>(before) + 1);
   EXPECT_GT(reply.left().seconds(), 500);
 
-  // What means nothing changes nothing.
+  // A meaningless value changes nothing.
   for (const auto& [level, seconds] :
        std::vector<std::pair<int, int64_t>>{{v1::LOG_LEVEL_DEBUG, 0},
                                             {v1::LOG_LEVEL_DEBUG, -600},
@@ -709,7 +709,7 @@ TEST(CoordinatorServer, DiskThatIsNearlyFull_RefusesSubmissionsUntilThereIsRoom)
   EXPECT_THAT(client.Status()->warnings(0), HasSubstr("no job can be submitted"));
   EXPECT_THAT(server->Metrics(), HasSubstr("\nmuster_submissions_open 0\n"));
   EXPECT_THAT(server->Metrics(), HasSubstr("\nmuster_data_dir_free_bytes 1000\n"));
-  // What is not a submission is written.
+  // Changes that are not submissions are written too.
   v1::Fence fence;
   fence.set_job_id("j");
   fence.set_worker_id("w0");
@@ -838,7 +838,7 @@ TEST(CoordinatorServer, LargeRequest_IsRefusedAtTheLimit) {
   EXPECT_TRUE(client.Put(fence, "k", std::string(value, 'x'), false).ok());
   EXPECT_EQ(client.Put(fence, "k", std::string(value + 1, 'x'), false).code(),
             absl::StatusCode::kResourceExhausted);
-  // It is there, but an answer with it would be larger than a message.
+  // The key is there, but an answer with it would be larger than a message.
   EXPECT_EQ(rpc::GetReason(client.Get(fence, "k").status()), v1::ERROR_REASON_LIMIT);
   EXPECT_TRUE(client.Status().ok());
 }
@@ -1141,7 +1141,7 @@ TEST(AgentStream, BeyondTheLimit_IsSentToAHubThatTellsWhomItSpeaksFor) {
   v1::AgentFrame beat;
   beat.mutable_beat()->mutable_hub()->add_agents()->set_node("leaf");
   hub.SendRaw(beat);
-  // Another frame behind it: once that is answered, the beat has been applied.
+  // Sends another frame after it: once that is answered, the beat has been applied.
   v1::Op op;
   op.set_op_id(1);
   op.mutable_get_members()->set_job_id("j");
@@ -1273,7 +1273,7 @@ TEST(AgentStream, AgentThatReadsNothing_LosesItsStreamAllTheSame) {
       op.mutable_txn()->add_then()->mutable_get()->set_key("large");
     }
   }
-  // Only now it reads, without which it gets nothing.
+  // It reads only now; without that it gets nothing.
   v1::CoordinatorFrame unread;
   while (stream->Read(&unread)) {
   }
@@ -1305,7 +1305,7 @@ TEST(Journal, Restart_KeepsSeatsKeysAndAnswers) {
   v1::TxnReply reply;
   ASSERT_TRUE(client.Put(FenceOf("j", 0, generation, 7), "k", "v1", true, &reply).ok());
   EXPECT_EQ(reply.results(0).SerializeAsString(), first_answer);
-  // The seat is still held: the same generation goes on.
+  // The seat is still held: the same generation continues.
   v1::ArriveReply arrive;
   const absl::Status status = client.Call<v1::Barrier>(
       &v1::Barrier::Stub::Arrive, ArriveOp(1, "j", 0, generation).arrive(), &arrive);
@@ -1395,13 +1395,13 @@ TEST(Journal, DiskFull_AcknowledgesNothingAndRecovers) {
   raw->WaitAppended();
   raw->Fail();
   writer.join();
-  // Now it is refused before it changes anything; what needs no journal goes on.
+  // Now it is refused before it changes anything; calls that need no journal continue.
   const absl::Status status = client.Put(FenceOf("j", 0, generation), "second", "v", true);
   EXPECT_EQ(rpc::GetReason(status), v1::ERROR_REASON_JOURNAL_FAILED);
   EXPECT_TRUE(client.Put(FenceOf("j", 0, generation), "volatile", "v", false).ok());
   EXPECT_THAT(server->Metrics(), HasSubstr("muster_journal_up 0\n"));
   raw->Release();
-  // Written at last, and readable.
+  // The write is finished at last, and readable.
   EXPECT_EQ(*client.Get(FenceOf("j", 0, generation), "durable"), "v");
   EXPECT_EQ(client.Get(FenceOf("j", 0, generation), "second").status().code(),
             absl::StatusCode::kNotFound);
@@ -1409,8 +1409,8 @@ TEST(Journal, DiskFull_AcknowledgesNothingAndRecovers) {
   EXPECT_THAT(server->Metrics(), HasSubstr("muster_journal_up 1\n"));
 }
 
-// A disk that is slower than what it is asked to keep: what needs it is refused, then everything
-// that changes something, until it has caught up.
+// If a disk is slower than the writes, calls that need it are refused, then all calls that change
+// something, until it has caught up.
 TEST(Journal, SlowDisk_BoundsWhatWaitsForIt) {
   for (const size_t value : {1500, 5000}) {
     auto journal = std::make_unique<HeldJournal>();
@@ -1445,7 +1445,7 @@ TEST(Journal, SnapshotThatFails_IsReported) {
   const absl::Status status =
       client.Call<v1::Admin>(&v1::Admin::Stub::Snapshot, v1::SnapshotRequest(), &reply);
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
-  // It serves on, and says so where it is watched.
+  // The server continues, and the metrics say that it has failed.
   EXPECT_THAT(server->Metrics(), HasSubstr("\nmuster_snapshot_up 0\n"));
   EXPECT_THAT(server->Metrics(), HasSubstr("muster_snapshots_total{result=\"failed\"} 1\n"));
   EXPECT_THAT(server->Metrics(), HasSubstr("\nmuster_journal_up 1\n"));
@@ -1453,7 +1453,7 @@ TEST(Journal, SnapshotThatFails_IsReported) {
   EXPECT_THAT(server->Health().body, HasSubstr("the last snapshot could not be written"));
 }
 
-// A watch, read to the end of what is asked.
+// A watch, read to the end of what the test asks for.
 class Watcher {
  public:
   Watcher(Client& client, const std::string& job, uint64_t from, const std::string& prefix = "") {
@@ -1607,7 +1607,7 @@ TEST(Metrics, OperationsOfAStream_AreTimedByTheirKind) {
   EXPECT_THAT(server->Metrics(), HasSubstr("muster_op_seconds_count{op=\"arrive\"} 2\n"));
 }
 
-// Well-formed requests with some bytes changed, cut or added, to every method: an answer comes,
+// Well-formed requests with some bytes changed, cut or added go to every method: an answer comes,
 // nothing breaks.
 TEST(Mutated, Requests_NeverBreakTheServer) {
   auto server = StartServer();
@@ -1732,7 +1732,7 @@ TEST(Mutated, Requests_NeverBreakTheServer) {
   }
   std::mt19937 random(20240607);
   const auto mutate = [&](std::string bytes) { return Mutate(std::move(bytes), random); };
-  // One queue, many calls at a time: those that wait by design end at their own deadline.
+  // One queue has many calls at a time: those that wait by design end at their own deadline.
   struct Pending {
     grpc::ClientContext context;
     grpc::ByteBuffer reply;
@@ -1774,7 +1774,7 @@ TEST(Mutated, Requests_NeverBreakTheServer) {
   queue.Shutdown();
   EXPECT_EQ(answered, static_cast<int>(samples.size()) * 256);
 
-  // The same to streams: frames of every kind.
+  // Sends the same to streams: frames of every kind.
   std::vector<std::string> frames;
   {
     v1::AgentFrame frame;

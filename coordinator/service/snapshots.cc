@@ -115,10 +115,10 @@ void Snapshots::Ended(const Written& written) {
   ok_ = ok;
   ++(ok ? written_ : failed_);
   if (ok) nanoseconds_ = absl::ToInt64Nanoseconds(options_.clock->Now() - begun_);
-  // It is tried again, but not for every record.
+  // Tried again, but not for every record.
   not_before_ =
       ok ? 0 : journal_.records_since_snapshot() + std::max<uint64_t>(1, options_.records / 8);
-  // Once there is a snapshot without the damaged part, that part is not needed any more. Taking it
+  // Once there is a snapshot without the damaged part, that part is no longer needed. Taking it
   // from the core blocks all callers for a moment.
   of_core_ = written.damaged;
   if (!written.damaged) Answer(ok ? absl::StatusOr<uint64_t>(written.revision) : written.status);

@@ -19,11 +19,11 @@ namespace muster::coordinator {
 class Snapshots {
  public:
   struct Options {
-    // After so many records or bytes of them a snapshot is due, and later if the last one had more
-    // bytes than that.
+    // After this many records, or bytes of them, a snapshot is due, and later if the last one had
+    // more bytes than that.
     uint64_t records = 0;
     uint64_t bytes = 0;
-    CoreOptions core;  // of the core that a snapshot is built with
+    CoreOptions core;  // options of the core that a snapshot is built with
     const Clock* clock = &Clock::Real();
   };
   using Done = std::function<void(absl::StatusOr<uint64_t>)>;
@@ -32,8 +32,8 @@ class Snapshots {
   Snapshots(const Options& options, Journal* journal) : options_(options), journal_(*journal) {}
 
   bool Due() const;
-  // A request makes one due; `done` gets its revision once it is durable. False, and `done` is not
-  // kept: one is being written, or another caller waits for one.
+  // Makes a snapshot due; `done` gets its revision once it is durable. Returns false, and does not
+  // keep `done`, if one is being written or another caller waits for one.
   bool Request(Done done);
   // Answers the requester, if any.
   void Answer(const absl::StatusOr<uint64_t>& result);
@@ -47,11 +47,12 @@ class Snapshots {
   void Take(const Core& core, std::function<void(const Written&)> written);
   void Ended(const Written& written);
 
-  // Of any thread. False: the last one could not be written. The journal grows until one can.
+  // May be called by any thread. False: the last one could not be written. The journal grows until
+  // one can.
   bool ok() const { return ok_.load(std::memory_order_relaxed); }
   uint64_t written() const { return written_.load(std::memory_order_relaxed); }
   uint64_t failed() const { return failed_.load(std::memory_order_relaxed); }
-  // How long the last one took that was written; zero: none was.
+  // How long the last snapshot that was written took; zero: none was.
   absl::Duration took() const {
     return absl::Nanoseconds(nanoseconds_.load(std::memory_order_relaxed));
   }

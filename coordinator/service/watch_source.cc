@@ -31,7 +31,7 @@ class EventsSource final : public WatchSource {
         core.ReadWatch(request_, next_, durable_revision, kReadBytes, batch.get());
     if (error.has_value()) return rpc::FromOpError(*error);
     if (const size_t bytes = batch->ByteSizeLong(); bytes > max_bytes) {
-      // One revision can be larger than a message: as if it were no longer kept.
+      // One revision can be larger than a message: treat it as if it were no longer kept.
       v1::OpError too_large = MakeError(
           absl::StatusCode::kOutOfRange, v1::ERROR_REASON_COMPACTED,
           absl::StrCat("the next revision has ", bytes, " bytes of events, more than a message ",

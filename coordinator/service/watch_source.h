@@ -18,11 +18,11 @@
 
 namespace muster::coordinator {
 
-// What a watch is about: what wakes it.
+// The subject of a watch: what wakes it.
 struct WatchTopic {
   enum Kind { kGroup, kSubmitted };
   Kind kind = kGroup;
-  std::string id;  // of a job; empty, of kSubmitted: of all
+  std::string id;  // a job's id; empty, for kSubmitted: all jobs
 
   friend bool operator==(const WatchTopic& a, const WatchTopic& b) {
     return a.kind == b.kind && a.id == b.id;
@@ -36,14 +36,14 @@ struct WatchTopic {
   }
 };
 
-// What one watch is sent, and how far it is. Not thread-safe.
+// The messages of one watch, and how far it is. Not thread-safe.
 class WatchSource {
  public:
   virtual ~WatchSource() = default;
 
   virtual const WatchTopic& topic() const = 0;
-  // The next message with what is durable, of at most `max_bytes`; null: there is nothing to tell
-  // yet. Errors: those that end the watch.
+  // Returns the next message with what is durable, of at most `max_bytes`; null: there is nothing
+  // to tell yet. Errors: those that end the watch.
   virtual absl::StatusOr<std::unique_ptr<google::protobuf::MessageLite>> Next(
       const Core& core, uint64_t durable_revision, size_t max_bytes) = 0;
 };

@@ -23,8 +23,8 @@ namespace muster::coordinator {
 class WatchStream {
  public:
   virtual ~WatchStream() = default;
-  // Writes `message`, which may go then; WatchWritable() is called when it has been written. Never
-  // called while a write is in flight.
+  // Writes `message`, which may be destroyed after the call; WatchWritable() is called when it has
+  // been written. Never called while a write is in flight.
   virtual void Write(const google::protobuf::MessageLite& message) = 0;
   virtual void Close(const absl::Status& status) = 0;
 };
@@ -37,21 +37,21 @@ class Watchers {
   // `core` outlives it. A batch has at most `batch_bytes`.
   Watchers(const Core& core, size_t batch_bytes) : core_(core), batch_bytes_(batch_bytes) {}
 
-  // All that the core has put out must be in its history when it is called.
+  // Opens a watch. All that the core has put out must be in its history by then.
   void Open(std::shared_ptr<WatchStream> stream, std::unique_ptr<WatchSource> source);
-  // The stream's write has ended.
+  // Notes that the stream's write has ended.
   void Writable(const std::shared_ptr<WatchStream>& stream);
   void Forget(WatchStream* stream);
   void CloseAll(const absl::Status& status);
 
-  // A topic has changed: serves its watchers in the next Serve(), and again when the change is
-  // durable.
+  // Notes that a topic has changed: serves its watchers in the next Serve(), and again when the
+  // change is durable.
   void Changed(const WatchTopic& topic);
   void Durable(uint64_t revision);
-  // Sends what there is to the watchers of what has changed.
+  // Sends what there is to the watchers of the topics that have changed.
   void Serve();
 
-  // Of any thread.
+  // May be called by any thread.
   size_t size() const { return count_.load(std::memory_order_relaxed); }
   // Watches looked at because something of their topic had changed.
   uint64_t visited() const { return visited_.load(std::memory_order_relaxed); }

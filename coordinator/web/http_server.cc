@@ -26,12 +26,13 @@ namespace muster::coordinator {
 namespace {
 
 constexpr size_t kThreads = 8;
-// Open at once, with those that wait for a thread. Each costs a descriptor that agents may need.
+// Connections open at once, with those that wait for a thread. Each costs a descriptor that agents
+// may need.
 constexpr int kMaxConnections = 64;
 // A page is asked for and taken within this time, however slowly the bytes come.
 constexpr absl::Duration kPatience = absl::Seconds(10);
-// While others wait for a thread. Dozens of connections that say nothing must not keep a health
-// check, after which a supervisor restarts this coordinator, waiting for minutes.
+// The patience while others wait for a thread. Dozens of connections that send nothing must not
+// keep a health check, after which a supervisor restarts this coordinator, waiting for minutes.
 constexpr absl::Duration kPatienceInACrowd = absl::Milliseconds(250);
 constexpr absl::Duration kLookAround = absl::Milliseconds(50);
 constexpr size_t kMaxRequestBytes = 64 << 10;
@@ -42,7 +43,7 @@ constexpr absl::Duration kRetryListen = absl::Milliseconds(500);
 // thread forever.
 class Connection final : public httplib::Stream {
  public:
-  // `open`: how many connections are served or wait for that. Outlives this.
+  // `open`: how many connections are served or wait for a thread. Outlives this.
   Connection(int fd, const std::atomic<int>* open) : fd_(fd), open_(open) {}
 
   bool is_readable() const override { return Ready(POLLIN); }
@@ -118,7 +119,8 @@ class Pool final : public httplib::TaskQueue {
       --open_;
     });
   }
-  // The listening thread accepts no more: its socket was stopped, or accept() has failed.
+  // Called when the listening thread accepts no more: its socket was stopped, or accept() has
+  // failed.
   void shutdown() override {
     on_shutdown_();
     threads_.shutdown();
@@ -150,8 +152,8 @@ class BoundedServer final : public httplib::Server {
     if (listening_ < 0) close(svr_sock_.exchange(INVALID_SOCKET));
     return listening_ >= 0;
   }
-  // accept() fails from now on, also in a loop that has not begun: the library's stop() forgets
-  // what comes before that.
+  // Makes accept() fail from now on, also in a loop that has not begun: the library's stop()
+  // forgets what comes before that.
   void StopListening() {
     MutexLock lock(&mu_);
     if (listening_ < 0) return;
@@ -191,7 +193,7 @@ class BoundedServer final : public httplib::Server {
     return fstat(a, &first) == 0 && fstat(b, &second) == 0 &&
            FileIdentityOf(first) == FileIdentityOf(second);
   }
-  // Once the loop has ended. After a stop, the destructor does it.
+  // Called once the loop has ended. After a stop, the destructor does it.
   void ReleaseListening() {
     MutexLock lock(&mu_);
     if (listening_ < 0 || stopped_ != INVALID_SOCKET) return;
@@ -199,11 +201,11 @@ class BoundedServer final : public httplib::Server {
     listening_ = -1;
   }
 
-  // How many connections are served or wait for that.
+  // How many connections are served or wait for a thread.
   std::atomic<int> open_{0};
   Mutex mu_;
   int listening_ ABSL_GUARDED_BY(mu_) = -1;
-  // The library's descriptor of it when it was stopped.
+  // The library's descriptor of the listening socket when it was stopped.
   socket_t stopped_ ABSL_GUARDED_BY(mu_) = INVALID_SOCKET;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
   std::set<int> serving_ ABSL_GUARDED_BY(mu_);
@@ -243,8 +245,8 @@ class HttpServer::Impl {
     server.HangUp();
     thread.join();
   }
-  // Until it is stopped. The library closes its socket at errors of accept() that pass, such as a
-  // full table of files.
+  // Serves until it is stopped. The library closes its socket at errors of accept() that pass, such
+  // as a full table of files.
   void Serve(const std::string& host, int port) {
     for (bool bound = true; !bound || !server.listen_after_bind();) {
       MutexLock lock(&mu_);

@@ -26,7 +26,7 @@ std::atomic<int> accepts_to_fail{0};
 std::atomic<int> why_they_fail{ENFILE};
 }  // namespace
 
-// In place of the C library's, also for the HTTP library.
+// Replaces the C library's accept(), also for the HTTP library.
 extern "C" int accept(int fd, sockaddr* address, socklen_t* bytes) {
   if (accepts_to_fail > 0) {
     --accepts_to_fail;
@@ -69,7 +69,7 @@ TEST(HttpServer, AcceptThatFailsForAWhile_EndsNothing) {
 }
 
 TEST(HttpServer, Stop_WhileNothingIsAccepted_DoesNotWait) {
-  // The library closes its socket for the first, and tries again for the second.
+  // The library closes its socket after the first, and tries again after the second.
   for (const int why : {ENFILE, EMFILE}) {
     why_they_fail = why;
     accepts_to_fail = 1 << 30;
@@ -162,7 +162,7 @@ void Send(int fd, const std::string& bytes) {
   EXPECT_EQ(send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL), static_cast<ssize_t>(bytes.size()));
 }
 
-// What comes until the server closes the connection.
+// Returns what comes until the server closes the connection.
 std::string ReadAll(int fd) {
   std::string text;
   char bytes[4096];
@@ -204,7 +204,7 @@ TEST(HttpServer, SlowClients_NeitherHoldUpOthersNorTheEnd) {
   }
 }
 
-// Each held a thread for ten seconds, and a health check waited for more than a minute.
+// Each slow client held a thread for ten seconds, and a health check waited for more than a minute.
 TEST(HttpServer, CrowdOfSlowClients_MakesRoomForTheNext) {
   auto server = HttpServer::Start(
       "127.0.0.1", 0, {{"/healthz", [] { return HttpServer::Response{.body = "ok\n"}; }}});
@@ -245,7 +245,7 @@ TEST(HttpServer, TooManyConnections_AreClosed) {
   const std::string request = "GET /healthz HTTP/1.1\r\nConnection: close\r\n\r\n";
   send(extra, request.data(), request.size(), MSG_NOSIGNAL);
   const std::string answer = ReadAll(extra);
-  // Served only if some of the idle ones have made room by now.
+  // The call is served only if some of the idle ones have made room by now.
   EXPECT_TRUE(answer.empty() || answer.find("ok\n") != std::string::npos) << answer;
   close(extra);
   for (const int fd : idle) close(fd);

@@ -18,8 +18,7 @@ class PrometheusText {
   enum class Type { kCounter, kGauge, kHistogram };
 
   // Starts a family. All its samples follow before the next family starts. Counters end in
-  // "_total", durations in
-  // "_seconds", sizes in "_bytes".
+  // "_total", durations in "_seconds", sizes in "_bytes".
   void Family(absl::string_view name, Type type, absl::string_view help);
   // A sample of the current family (a counter or a gauge).
   void Sample(const Labels& labels, double value);

@@ -3,11 +3,11 @@
 //   muster launch --num_processes 2 -- finetune --model gpt2 --data notes.txt --output_dir tuned
 //   finetune --model gpt2 --data notes.txt --output_dir adapters --lora 8
 //
-// --sharding and --mixed_precision are for models that fit no single process: of a sharded model
-// each process reads its part of the weights. The folder that it writes loads in transformers (or,
-// of adapters, in PEFT), `muster generate` and here again. Rank 0 prints a JSON line every
-// --log_every steps and at the end. With --checkpoint_dir, a run that was stopped goes on where it
-// was, also on other processes.
+// --sharding and --mixed_precision are for models that fit no single process: each process reads
+// only its part of a sharded model's weights. The folder that the program writes loads in
+// transformers (adapters load in PEFT), `muster generate` and here again. Rank 0 prints a JSON line
+// every --log_every steps and at the end. With --checkpoint_dir, a run that was stopped continues
+// where it was, also on other processes.
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -47,7 +47,7 @@ constexpr int kMostOverflows = 100;
 struct Flags {
   std::string model, data, output, sharding, checkpoints;
   std::vector<std::string> ignore_settings;
-  // 0: 512, or what the model has.
+  // 0: 512, or the model's own.
   int64_t context = 0;
   int64_t batch_size = 4, steps = 100, accumulate = 1, lora = 0, log_every = 10,
           checkpoint_steps = 0;
@@ -67,7 +67,7 @@ absl::StatusOr<std::string> ReadText(const std::string& path) {
   return text.str();
 }
 
-// The text as rows of --context tokens.
+// Returns the text as rows of --context tokens.
 absl::StatusOr<at::Tensor> Rows(const Flags& flags, const muster::models::CommonConfig& config) {
   auto tokenizer = muster::Tokenizer::FromFolder(flags.model);
   if (!tokenizer.ok()) return tokenizer.status();
@@ -87,7 +87,7 @@ absl::StatusOr<at::Tensor> Rows(const Flags& flags, const muster::models::Common
                       absl::StrCat("--data ", flags.data, ": ", packed.status().message()));
 }
 
-// What transformers and `muster generate` need beside the weights.
+// Copies what transformers and `muster generate` need besides the weights.
 void CopyTokenizer(const std::string& from, const std::string& to) {
   for (const char* const name :
        {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -109,7 +109,7 @@ absl::Status Save(muster::Accelerator& accelerator, const Flags& flags, CausalLm
                   const Model& model, const LoraOptions& lora) {
   absl::Status saved;
   if (flags.lora > 0) {
-    // No process may have room for the base model, which is not written.
+    // The base model is not written, so no process needs room for it.
     const auto adapters = accelerator.get_state_dict(model, muster::models::IsLoraParameter);
     if (accelerator.is_main_process()) {
       saved = muster::models::SaveLora(*net, adapters, flags.output, lora, flags.model);
@@ -124,7 +124,7 @@ absl::Status Save(muster::Accelerator& accelerator, const Flags& flags, CausalLm
   return saved;
 }
 
-// Before the training, whose result would be lost.
+// Called before the training, whose result would be lost otherwise.
 absl::Status MakeOutput(const std::string& folder) {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
@@ -132,7 +132,7 @@ absl::Status MakeOutput(const std::string& folder) {
     return absl::InvalidArgumentError(
         absl::StrCat("--output_dir ", folder, " cannot be made: ", error.message()));
   }
-  // One that is there may be read-only, or on a disk that is.
+  // An existing folder may be read-only, or on a disk that is.
   const std::string probe = absl::StrCat(folder, "/.finetune-", getpid());
   if (!std::ofstream(probe).flush()) {
     return absl::InvalidArgumentError(
@@ -142,7 +142,7 @@ absl::Status MakeOutput(const std::string& folder) {
   return absl::OkStatus();
 }
 
-// What has no weights yet gets them after prepare(), by LoadParts().
+// A model without weights yet gets them after prepare(), by LoadParts().
 absl::StatusOr<CausalLm> LoadOrMakeEmpty(muster::Accelerator& accelerator, const Flags& flags,
                                          bool* is_empty) {
   const muster::models::ReadConfigOptions reading = {.ignore_settings = flags.ignore_settings};
@@ -157,7 +157,7 @@ absl::StatusOr<CausalLm> LoadOrMakeEmpty(muster::Accelerator& accelerator, const
   return muster::load_causal_lm(flags.model, {.config = reading});
 }
 
-// Each process its part of a sharded model.
+// Each process loads its part of a sharded model.
 absl::Status LoadParts(muster::Accelerator& accelerator, const Flags& flags, CausalLm& net) {
   auto names = muster::models::NamesInFiles(flags.model, *net);
   if (!names.ok()) return names.status();
@@ -262,13 +262,13 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
       if (optimizer.steps() % flags.log_every == 0) {
         if (absl::Status reported = report(); !reported.ok()) return reported;
       }
-      // SIGTERM at any process.
+      // True on all processes after SIGTERM at any of them.
       const bool stops = accelerator.should_stop();
       if (stops && flags.checkpoints.empty()) {
         return absl::CancelledError(absl::StrCat("stopped after ", optimizer.steps(),
                                                  " steps; --checkpoint_dir would have kept them"));
       }
-      // Not again after each step that is left out.
+      // Does not save again after each step that is skipped.
       const bool is_due = flags.checkpoint_steps > 0 && overflows == 0 &&
                           optimizer.steps() % flags.checkpoint_steps == 0;
       if (stops || is_due) {

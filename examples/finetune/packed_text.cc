@@ -10,7 +10,7 @@
 
 namespace {
 
-// What divides documents. Lines may end as on Windows.
+// A line that divides documents. Lines may end as on Windows.
 struct BlankLine {
   absl::string_view Find(absl::string_view text, size_t from) const {
     for (size_t end = text.find('\n', from); end != text.npos; end = text.find('\n', end + 1)) {
@@ -34,7 +34,7 @@ absl::StatusOr<at::Tensor> PackText(absl::string_view text, const muster::Tokeni
     documents.emplace_back(document);
   }
   muster::EncodeOptions options;
-  // Neither the template's tokens, which would stand at every document, nor a length.
+  // Adds neither the template's tokens, which would come with every document, nor a length.
   options.add_special_tokens = false;
   options.limits_of_file = false;
   auto encodings = tokenizer.EncodeBatch(documents, options);

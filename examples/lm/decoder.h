@@ -12,7 +12,7 @@
 #include "torch/nn/modules/linear.h"
 #include "torch/nn/modules/normalization.h"
 
-// A causal decoder of GPT-2's shape. Nothing in it knows of sharding.
+// A causal decoder of GPT-2's shape. Nothing in it knows about sharding.
 
 struct DecoderOptions {
   int64_t vocabulary = 256;
@@ -33,7 +33,7 @@ struct BlockImpl : torch::nn::Module {
     down = register_module("down", torch::nn::Linear(4 * width, width));
   }
 
-  // [batch, length, width] to the same.
+  // Maps [batch, length, width] to the same shape.
   at::Tensor forward(at::Tensor x) {
     const int64_t batch = x.size(0), length = x.size(1), width = x.size(2);
     std::vector<at::Tensor> parts = qkv(norm1(x)).split(width, -1);
@@ -65,10 +65,11 @@ struct DecoderImpl : torch::nn::Module {
     }
   }
 
-  // Tokens [batch, length] to logits [batch, length, vocabulary]. The embedding is the head, too.
+  // Maps tokens [batch, length] to logits [batch, length, vocabulary]. The embedding is the head,
+  // too.
   at::Tensor forward(const at::Tensor& ids) {
     at::Tensor x = tokens(ids) + positions(at::arange(ids.size(1), ids.options()));
-    // So that options.activation_checkpointing can have blocks run again in the backward pass.
+    // Lets options.activation_checkpointing have blocks run again in the backward pass.
     for (const auto& block : *blocks) x = muster::call(block->as<BlockImpl>(), x);
     return at::linear(norm(x), tokens->weight);
   }

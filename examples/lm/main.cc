@@ -38,14 +38,14 @@ struct Flags {
   std::string activation_offload;
 };
 
-// Unsigned numbers, which LibTorch has as signed ones.
+// Returns unsigned numbers, which LibTorch has as signed ones.
 at::Tensor IdsOf(const at::Tensor& tokens) {
   const int64_t bits = 8 * static_cast<int64_t>(tokens.element_size());
   return tokens.to(torch::kLong).bitwise_and_((int64_t{1} << bits) - 1);
 }
 
-// Rows of context + 1 tokens [rows, context + 1], mapped from the file: processes of a machine
-// share what they have read of it. What is left at the end of the file is not used.
+// Returns rows of context + 1 tokens [rows, context + 1], mapped from the file: processes of a
+// machine share what they have read of it. The rest at the end of the file is not used.
 at::Tensor Rows(const Flags& flags) {
   const bool text = flags.tokens.empty();
   const std::string flag = text ? "--data" : "--tokens";
@@ -124,8 +124,8 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
       overflows = optimizer.step_was_skipped() ? overflows + 1 : 0;
       TORCH_CHECK(overflows < kMostOverflows, "after ", optimizer.steps(), " steps ", overflows,
                   " in a row overflow fp16: take a smaller --lr, or --mixed_precision bf16");
-      // Here and not at the start of the body: a batch that the loop has taken counts as used, and
-      // a run that resumes would go on behind it.
+      // Checked here and not at the start of the body: a batch that the loop has taken counts as
+      // used, and a run that resumes would continue behind it.
       if (optimizer.steps() >= flags.steps) break;
     }
   }

@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kWords = 32, kLength = 20, kNoTarget = -100;
 
 struct LanguageModelImpl : torch::nn::Module {
-  // Logits [N, kWords, length] of the words that follow `words` [N, length].
+  // Returns logits [N, kWords, length] of the words that follow `words` [N, length].
   torch::Tensor forward(const torch::Tensor& words) {
     return out(std::get<0>(gru(embedding(words)))).transpose(1, 2);
   }
@@ -23,8 +23,8 @@ struct LanguageModelImpl : torch::nn::Module {
 };
 TORCH_MODULE(LanguageModel);
 
-// Sentences [count, kLength] of a language in which nine words of ten follow from the one before,
-// and what comes after each word; kNoTarget beyond a sentence's end.
+// Returns sentences [count, kLength] of a language in which nine words of ten follow from the one
+// before, and what comes after each word; kNoTarget beyond a sentence's end.
 std::pair<torch::Tensor, torch::Tensor> Sentences(int64_t count) {
   torch::Tensor words = torch::randint(kWords, {count, kLength + 1});
   const torch::Tensor follows = torch::rand({count, kLength + 1}) < 0.9;

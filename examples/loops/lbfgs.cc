@@ -16,7 +16,8 @@ absl::Status Train(muster::Accelerator& accelerator) {
   torch::optim::LBFGS lbfgs(
       net->parameters(), torch::optim::LBFGSOptions(1).max_iter(10).line_search_fn("strong_wolfe"));
 
-  // One batch, which is all the data: LBFGS compares losses, so they must be of the same samples.
+  // Uses one batch, which is all the data: LBFGS compares losses, so they must be of the same
+  // samples.
   auto [model, optimizer, samples] = accelerator.prepare(
       net, lbfgs,
       muster::batches(muster::TensorDataset<torch::Tensor, torch::Tensor>(inputs, labels),

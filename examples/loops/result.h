@@ -7,7 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "muster/muster.h"
 
-// (collective) How each of these programs ends. Prints "MEASURE VALUE, the same weights on N
+// (collective) Ends each of these programs. Prints "MEASURE VALUE, the same weights on N
 // process(es)", after it has compared the weights of all processes, bit for bit. An error: weights
 // that differ; a `value` of `limit` or more.
 inline absl::Status Report(muster::Accelerator& accelerator, const std::string& measure,

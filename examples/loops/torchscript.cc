@@ -9,7 +9,7 @@
 
 namespace {
 
-// What a file with a scripted module would hold.
+// Returns what a file with a scripted module would hold.
 std::string ScriptedModule() {
   torch::jit::Module module("Net");
   module.register_parameter("weight1", 0.3 * torch::randn({8, 32}), /*is_buffer=*/false);

@@ -29,7 +29,7 @@ void Unfreeze(torch::nn::Module& layer, torch::optim::AdamW& optimizer, double l
 
 absl::Status Train(muster::Accelerator& accelerator) {
   muster::set_seed(1);
-  // Where a program would read pre-trained weights from a file.
+  // A program would read pre-trained weights from a file here.
   Classifier net;
   Freeze(*net->early);
   Freeze(*net->late);

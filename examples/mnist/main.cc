@@ -40,7 +40,8 @@ torch::Tensor ToTensor(IdxArray array) {
   return torch::from_blob(array.values.data(), array.sizes, torch::kUInt8).clone();
 }
 
-// Images as normalised floats [N, 1, 28, 28] and labels [N] (int64) of one part of the data set.
+// Returns the images as normalised floats [N, 1, 28, 28] and labels [N] (int64) of one part of the
+// data set.
 absl::StatusOr<Images> Load(const Flags& flags, const std::string& part, int64_t limit = 0) {
   absl::StatusOr<IdxArray> pixels = ReadIdx(flags.data_root + "/" + part + "-images-idx3-ubyte", 3);
   if (!pixels.ok()) return pixels.status();

@@ -17,7 +17,7 @@ namespace {
 
 using ::testing::ValuesIn;
 
-// Returns what a training says of its weights.
+// Returns what a training prints about its weights.
 double Expect(const Plan& plan) {
   Cluster cluster(plan);
   const std::vector<std::string> wrong = cluster.Run();
@@ -52,7 +52,7 @@ INSTANTIATE_TEST_SUITE_P(At, BrokenStream,
 
 class TrainingUnderAgents : public ::testing::TestWithParam<std::string> {};
 
-// Of a run that nothing disturbs.
+// The weights of a run that nothing disturbs.
 double Squares() {
   static const double squares = [] {
     Plan plan = TrainingPlan("worker.step");
@@ -63,8 +63,9 @@ double Squares() {
   return squares;
 }
 
-// Not to the bit, as with two workers (launch_test): from three on, sums depend on which rank
-// begins them, and a process's first step sums in other buckets than its later ones.
+// The weights are not equal to the bit, as with two workers (launch_test): from three on, sums
+// depend on which rank begins them, and a process's first step sums in other buckets than its later
+// ones.
 TEST_P(TrainingUnderAgents, AllEndWithTheWeightsOfARunThatNothingDisturbs) {
   EXPECT_NEAR(Expect(TrainingPlan(GetParam())), Squares(), 1e-4);
 }

@@ -39,7 +39,7 @@ namespace muster::chaos {
 namespace {
 
 constexpr absl::Duration kBarrierTimeout = absl::Seconds(60);
-// More than the longest outage.
+// Longer than the longest outage.
 constexpr absl::Duration kTxnTimeout = absl::Seconds(150);
 
 struct Flags {
@@ -53,7 +53,7 @@ struct Flags {
   uint64_t incarnation = 0;  // 0: the client draws one
 };
 
-// The variables that an agent sets for its workers.
+// Reads the variables that an agent sets for its workers.
 bool FromAgent(Flags* flags) {
   const auto variable = [](const char* name) {
     const char* const value = std::getenv(name);
@@ -115,7 +115,7 @@ class Worker {
         status = Work(*seat);
         if (status.ok()) {
           MUSTER_RETURN_IF_ERROR(End());
-          // Taken for lost after its last barrier: there is nothing left to leave.
+          // The worker was taken for lost after its last barrier: there is nothing left to leave.
           const absl::Status left = client_->Leave("done");
           return IsOver(left) ? absl::OkStatus() : left;
         }
@@ -123,8 +123,8 @@ class Worker {
         status = seat.status();
       }
       Write("again ", status.ToString());
-      // Another process took this one's place: it must go. Anything else that ends a generation is
-      // met again in the next.
+      // Another process took this one's place, so it must go. Any other reason why a generation
+      // ends is met again in the next one.
       if (rpc::GetReason(status) == v1::ERROR_REASON_SUPERSEDED) return status;
       if (!IsOver(status)) return status;
     }
@@ -132,12 +132,12 @@ class Worker {
   }
 
  private:
-  // The generation, or this worker's part in it.
+  // Returns whether the generation, or this worker's part in it, has ended.
   static bool IsOver(const absl::Status& status) {
     return status.code() == absl::StatusCode::kAborted ||
            status.code() == absl::StatusCode::kFailedPrecondition;
   }
-  // After so many rounds.
+  // Returns the weights after `rounds` rounds.
   uint64_t WeightsAfter(int rounds) const {
     return rounds == 0 ? kFirstWeights : weights_[static_cast<size_t>(rounds) - 1];
   }
@@ -169,7 +169,8 @@ class Worker {
       std::printf("round %d\n", round);
       std::fflush(stdout);
       client_->ReportProgress(round, "round");
-      // In addition to those of the client's own thread, which a short run may not reach.
+      // This beat comes in addition to those of the client's own thread, which a short run may not
+      // reach.
       MUSTER_RETURN_IF_ERROR(client_->Beat().status());
       MUSTER_RETURN_IF_ERROR(AddDurably(seat));
       MUSTER_RETURN_IF_ERROR(Meet(seat, round));
@@ -208,7 +209,7 @@ class Worker {
     return result;
   }
 
-  // Own counter + 1, common sum + index + 1: both or neither.
+  // Adds 1 to its own counter and index + 1 to the common sum: both or neither.
   absl::Status AddDurably(const Seat& seat) {
     v1::TxnRequest request;
     v1::AddOp& own = *request.add_then()->mutable_add();
@@ -235,15 +236,15 @@ class Worker {
     return reply.status();
   }
 
-  // The client has no transaction of several additions. Repeated with the same request id until it
-  // is answered.
+  // The client has no transaction of several additions. This one is repeated with the same request
+  // id until it is answered.
   absl::StatusOr<v1::TxnReply> Txn(const Seat& seat, v1::TxnRequest request) {
     v1::Fence& fence = *request.mutable_fence();
     fence.set_job_id(flags_.job);
     fence.set_generation(seat.generation);
     fence.set_worker_id(id_);
     fence.set_incarnation(client_->incarnation());
-    // Above those of the client, which counts on its own.
+    // Higher than the ids of the client, which counts on its own.
     fence.set_request_id((uint64_t{1} << 40) + ++requests_);
     const absl::Time deadline = Clock::Real().Now() + kTxnTimeout;
     for (;;) {
@@ -258,7 +259,7 @@ class Worker {
     }
   }
 
-  // Every worker's key of this round, and a private key that must hold its last value.
+  // Writes every worker's key of this round, and a private key that must hold its last value.
   absl::Status Meet(const Seat& seat, int round) {
     const auto key = [&](int rank) {
       return absl::StrCat(seat.key_prefix, "meet/", round, "/", rank);

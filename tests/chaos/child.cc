@@ -22,7 +22,8 @@ std::string ProgramPath(const std::string& path) {
   if (root != nullptr) return absl::StrCat(root, "/muster/", path);
   const char* const runfiles = std::getenv("RUNFILES_DIR");
   if (runfiles != nullptr) return absl::StrCat(runfiles, "/muster/", path);
-  // Started by `bazel run`, wherever that begins: next to the other programs that were built.
+  // The program was started by `bazel run`, wherever that begins: use the other programs next to
+  // it.
   const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe");
   return program.parent_path().parent_path().parent_path() / path;
 }

@@ -15,11 +15,12 @@
 
 namespace muster::chaos {
 
-// An absolute path of a program that the test depends on ("coordinator/cmd/muster-coordinator").
+// Returns an absolute path of a program that the test depends on
+// ("coordinator/cmd/muster-coordinator").
 std::string ProgramPath(const std::string& path);
 
-// A loopback port that is unused now, below the range from which the kernel draws: a client that
-// keeps trying to reach a dead server on a port of that range may connect to itself.
+// Returns a loopback port that is unused now, below the range from which the kernel draws: a client
+// that keeps trying to reach a dead server on a port of that range may connect to itself.
 int PickPort();
 
 // A real process with the lines it wrote. Thread-safe.
@@ -31,23 +32,24 @@ class Child {
 
   pid_t pid() const { return process_->pid(); }
   void Signal(int signal) { process_->Signal(signal); }
-  // Blocks until it has ended. -N: signal N ended it.
+  // Blocks until the process has ended. -N: signal N ended it.
   int Wait();
-  // As Wait, if it has ended.
+  // Returns what Wait would, if the process has ended.
   std::optional<int> ended() const;
 
-  // Both streams, in order of arrival.
+  // Returns both streams, in order of arrival.
   std::string text() const;
-  // Whether a line has `part` in it.
+  // Returns whether a line has `part` in it.
   bool Says(absl::string_view part) const;
-  // How many lines have.
+  // Returns how many lines have `part` in them.
   size_t Count(absl::string_view part) const;
   // The first line of standard output, once there is one.
   std::optional<std::string> first_line() const;
   // The newest line of standard output that begins with `prefix`, without it.
   std::optional<std::string> Newest(absl::string_view prefix) const;
 
-  // Waits until a line has `part` in it. False after `timeout` or at the end of the process.
+  // Waits until a line has `part` in it. Returns false after `timeout` or at the end of the
+  // process.
   bool WaitFor(absl::string_view part, absl::Duration timeout) const;
 
  private:

@@ -35,7 +35,7 @@ std::string MakeFolder(const std::string& name) {
   return dir;
 }
 
-// The names in "a=kill@3,b=stop".
+// Returns the names in "a=kill@3,b=stop".
 std::vector<std::string> NamesIn(const std::string& failpoints) {
   std::vector<std::string> names;
   for (const absl::string_view part : absl::StrSplit(failpoints, ',', absl::SkipEmpty())) {
@@ -127,7 +127,7 @@ void Cluster::StartAgent(int index) {
     const std::string failpoints = it == map->end() ? "" : At(it->second, starts.size());
     if (failpoints.empty()) continue;
     env["MUSTER_FAILPOINTS"] = failpoints;
-    // Workers inherit the variable, and those that replace them.
+    // Workers inherit the variable, and so do their replacements.
     if (OfWorker(failpoints)) {
       env["MUSTER_FAILPOINTS_ONCE"] = absl::StrCat(dir_, "/fired", index, ".", starts.size());
     }
@@ -209,7 +209,7 @@ const Child& Cluster::Speaker(int worker, std::string* prefix) const {
   *prefix = plan_.agents == 0 ? "" : absl::StrCat("[", worker, "]: ");
   if (plan_.agents == 0) return *workers_[worker].back();
   const auto& starts = agents_[AgentOf(worker)];
-  // One that found the job at its end ran no worker: the start before it did.
+  // A start that found the job at its end ran no worker: the start before it did.
   const bool ran_none = starts.back()->Says("the job has already succeeded on all machines");
   return starts.size() > 1 && ran_none ? *starts[starts.size() - 2] : *starts.back();
 }
@@ -282,7 +282,7 @@ void Cluster::SendDueSignals() {
 }
 
 void Cluster::ContinueStopped() {
-  // Those that a failpoint has stopped: beyond their lease, then on.
+  // Continues the processes that a failpoint has stopped, once their lease is over.
   const auto look = [&](const Child& child, const std::string& failpoints) {
     if (!absl::StrContains(failpoints, "=stop") || stop_seen_[child.pid()]) return;
     for (const std::string& name : NamesIn(failpoints)) {
@@ -333,7 +333,7 @@ bool Cluster::RestartCoordinator() {
       coordinator_due_ = Clock::Real().Now() + plan_.outage;
     }
     if (coordinator_due_ > Clock::Real().Now()) return true;
-    // On a busy machine they may have said it before the coordinator's end was seen here.
+    // On a busy machine the workers may have said it before the coordinator's end was seen here.
     if (!plan_.said_in_outage.empty() && said() == 0 && !AllEnded()) return true;
     coordinator_due_ = absl::InfinitePast();
     if (plan_.port_is_stolen && coordinators_.size() == 1) {
@@ -565,7 +565,7 @@ void Cluster::CheckHistories(const std::map<std::string, int64_t>& values) {
       Wrong(absl::StrCat(id, ": ", history.acked, " additions acknowledged, ", unknown,
                          " without an answer, but the counter is ", value));
     }
-    // A worker that lived through everything knows what became of each.
+    // A worker that lived through everything knows the outcome of each addition.
     if (history.starts == 1 && unknown > 0) {
       Wrong(absl::StrCat(id, ": ", unknown, " additions never got an answer"));
     }
@@ -587,7 +587,7 @@ void Cluster::CheckWeights() {
     std::string prefix;
     const Child& speaker = Speaker(i, &prefix);
     std::optional<std::string> said = speaker.Newest(prefix + "weights ");
-    // The agent of one that died after the job took its last line along.
+    // The agent of a worker that died after the job took the worker's last line along.
     if (plan_.agents > 0 && !said && speaker.ended() == -SIGKILL) continue;
     if (!said) {
       Wrong(absl::StrCat("worker ", i, " said nothing of its weights"));

@@ -31,29 +31,29 @@ struct SignalAt {
   int round = 0;
   int target = kCoordinator;
   int signal = 0;  // 0: none
-  // Of SIGSTOP: when SIGCONT follows.
+  // If the signal is SIGSTOP: how long after it SIGCONT follows.
   absl::Duration stopped_for = {};
   std::function<void()> action = {};
   std::string once_agents_say = {};
 };
 
-// What happens in one run.
+// The course of one run.
 struct Plan {
   std::string name = {};
   int workers = 2;
-  // 0: workers reach the coordinator by themselves, and are started by the test. Else so many
+  // 0: workers reach the coordinator on their own, and are started by the test. Otherwise this many
   // muster-agents share them out evenly, start them and speak for them.
   int agents = 0;
-  // With agents: so many agents of jobs of their own, which are attached before the others start
-  // and offer themselves as hubs; and whether the job's first agent does too.
+  // With agents: how many agents of jobs of their own are attached before the others start and
+  // offer themselves as hubs; and whether the job's first agent does too.
   int hubs = 0;
   bool first_agent_is_hub = false;
-  // With agents: the workers are tests/chaos/training, which trains with LibTorch, in epochs for
-  // rounds; else chaos_worker.
+  // With agents: whether the workers are tests/chaos/training, which trains with LibTorch, in
+  // epochs for rounds; otherwise they are chaos_worker.
   bool trains = false;
   int rounds = 20;
   absl::Duration lease = absl::Seconds(5);
-  // Of chaos_worker.
+  // The outage tolerance of chaos_worker.
   absl::Duration outage_tolerance = kDefaultOutageTolerance;
   // MUSTER_FAILPOINTS of the coordinator's first, second, ... start; later starts have none.
   std::vector<std::string> coordinator_failpoints = {};
@@ -64,7 +64,7 @@ struct Plan {
   std::vector<SignalAt> signals = {};
   std::vector<std::string> coordinator_flags = {};
   std::map<std::string, std::string> coordinator_env = {}, worker_env = {};
-  // Before the coordinator's command line, such as {"/usr/bin/prlimit", ...}.
+  // The words before the coordinator's command line, such as {"/usr/bin/prlimit", ...}.
   std::vector<std::string> coordinator_prefix = {};
   std::string data_dir = {};  // empty: in the run's own folder
   bool watch = true;
@@ -73,7 +73,7 @@ struct Plan {
   // How long the coordinator stays away when it has died, and what a worker must say meanwhile.
   absl::Duration outage = {};
   std::string said_in_outage = {};
-  // A caller that goes away while the coordinator holds its call.
+  // Whether a caller goes away while the coordinator holds its call.
   bool abandons = false;
   // The first time the coordinator dies, another process holds its port until the coordinator was
   // refused it.
@@ -85,7 +85,7 @@ struct Plan {
 };
 
 // A coordinator with its journal on disk, agents or none, workers and a watcher, as real processes.
-// Whatever dies is started again: the coordinator on the same port and journal, an agent or a
+// A process that dies is started again: the coordinator on the same port and journal, an agent or a
 // worker as a new process. Run() returns what was wrong, one line each; empty: nothing. It checks
 // that
 //   - every worker came to its end, every armed failpoint fired,
@@ -101,19 +101,19 @@ class Cluster {
   ~Cluster();
 
   std::vector<std::string> Run();
-  // Everything that the processes wrote, for a failure's message.
+  // Returns everything that the processes wrote, for a failure's message.
   std::string Logs() const;
-  // What all workers said of theirs in the end.
+  // The weights that all workers printed in the end.
   const std::string& weights() const { return weights_; }
-  // What the first of them says after `prefix`; empty: nothing.
+  // Returns what the first worker printed after `prefix`; empty: nothing.
   std::string SaidByFirst(const std::string& prefix) const;
-  // The folder of this run: run/ is the project of workers that train. It goes with this object if
-  // nothing was wrong.
+  // The folder of this run: run/ is the project of workers that train. It is deleted with this
+  // object if nothing was wrong.
   const std::string& dir() const { return dir_; }
   int coordinator_starts() const { return static_cast<int>(coordinators_.size()); }
   const std::string& address() const { return address_; }
   Child& coordinator() { return *coordinators_.back(); }
-  // The newest start of each.
+  // Returns the newest start of each agent.
   std::vector<pid_t> AgentPids() const;
 
  private:
@@ -128,7 +128,7 @@ class Cluster {
   void StartAgent(int index);
   void StartHub(int index);
   int AgentOf(int worker) const { return worker * plan_.agents / plan_.workers; }
-  // The process whose output has that worker's, which begins with `prefix` there.
+  // Returns the process whose output has that worker's, which begins with `prefix` there.
   const Child& Speaker(int worker, std::string* prefix) const;
   std::optional<pid_t> PidOf(int target) const;
   bool AllEnded() const;
@@ -150,7 +150,7 @@ class Cluster {
   void CheckWeights();
   void CheckNothingIsLeft();
   absl::StatusOr<std::map<std::string, int64_t>> ReadCounters();
-  // False: fewer than so many agents were attached in time.
+  // Returns false if fewer than `agents` agents were attached in time.
   bool WaitForAgents(int agents, absl::Time deadline);
   void Wrong(std::string what) { wrong_.push_back(std::move(what)); }
 
@@ -174,7 +174,7 @@ class Cluster {
   absl::Time coordinator_due_ = absl::InfinitePast();         // an outage ends
   std::string weights_;
   std::vector<bool> sent_;
-  std::unique_ptr<rpc::TestListener> thief_;  // of the port
+  std::unique_ptr<rpc::TestListener> thief_;  // holds the port
   std::multimap<absl::Time, pid_t> to_continue_;
   std::map<pid_t, bool> stop_seen_;
   std::unique_ptr<Watcher> watcher_;

@@ -1,6 +1,7 @@
-// Preloaded into a program: it is killed (SIGKILL) just before its N-th call that changes something
-// below a folder named "checkpoints": a file is made, written, synced, renamed or removed. All such
-// calls are counted, so that the numbers from 1 on are every moment before and after each.
+// Preloaded into a program, which is killed (SIGKILL) just before its N-th call that changes
+// something below a folder named "checkpoints": a file is made, written, synced, renamed or
+// removed. All such calls are counted, so that the numbers from 1 on are every moment before and
+// after each.
 //   MUSTER_CRASH_AT=N     the number
 //   MUSTER_CRASH_RANK=R   only of the process whose $RANK is R
 //   MUSTER_CRASH_ONCE=F   only if the file F is not there yet, which is made then

@@ -25,12 +25,12 @@ constexpr size_t kKept = 2;
 // 96 samples in batches of 8 on two ranks.
 constexpr int64_t kStepsPerRound = 6;
 
-// Calls of rank 0, from and to: the end of its first save, when there is no other checkpoint, and
-// all of its second one; the end of the third, which removes the first. A test compares them with
-// what an undisturbed run does.
+// The calls of rank 0, from and to: the end of its first save, when there is no other checkpoint,
+// and all of its second one; the end of the third, which removes the first. A test compares them
+// with what an undisturbed run does.
 constexpr std::pair<int, int> kCallsOfRank0[] = {{28, 71}, {105, 114}};
 
-// The last passes of an undisturbed run that are certain.
+// The last passes that an undisturbed run surely has.
 constexpr int kLastCall[] = {152, 14};
 constexpr int kLastOfJournal = 12;
 constexpr int kLastOfAgent[] = {20, 12};
@@ -47,7 +47,7 @@ Plan Base(const std::string& name) {
   return plan;
 }
 
-// A rank, at its N-th call that changes something below the folder of checkpoints.
+// Kills a rank at its N-th call that changes something below the folder of checkpoints.
 CrashPlan AtCall(int rank, int call, bool asynchronous) {
   CrashPlan crash;
   crash.plan = Base(
@@ -70,7 +70,7 @@ CrashPlan AtFailpoint(int rank, const std::string& failpoint, int pass, bool asy
   return crash;
 }
 
-// Both ranks write parts of the model and of the optimizer's state.
+// Makes both ranks write parts of the model and of the optimizer's state.
 void Divide(CrashPlan& crash) {
   crash.plan.name += "_divided";
   crash.plan.worker_env["MUSTER_CHAOS_DIVIDED"] = "1";
@@ -131,7 +131,7 @@ std::vector<std::string> CheckFolder(const std::string& root) {
 
 std::vector<CrashPlan> CrashPlans() {
   std::vector<CrashPlan> plans;
-  // Others, such as worker.checkpoint_publish, are right before one of the calls below.
+  // Other failpoints, such as worker.checkpoint_publish, are right before one of the calls below.
   for (const char* const name :
        {"worker.checkpoint_begun", "worker.checkpoint_report", "worker.checkpoint_seal",
         "worker.checkpoint_sealed", "worker.checkpoint_registered"}) {
@@ -148,7 +148,7 @@ std::vector<CrashPlan> CrashPlans() {
   for (const int call : {30, 32, 50}) plans.push_back(AtCall(0, call, true));
   // A save of rank 1 makes four.
   for (int call = 4; call < 4 + 4; ++call) plans.push_back(AtCall(1, call, false));
-  // With parts of the model it makes more of them.
+  // With parts of the model, a save of rank 1 makes more calls.
   for (int call = 5; call < 5 + 3; ++call) {
     plans.push_back(AtCall(1, call, call % 2 == 0));
     Divide(plans.back());
@@ -213,8 +213,8 @@ std::vector<std::string> CallsWithoutAPlan() {
   std::vector<std::string> without = cluster.Run();
   const absl::StatusOr<std::string> text = ReadFile(log);
   if (!text.ok()) return {std::string(text.status().message())};
-  // From the beginning of the second save to the beginning of the third, and from the removal of
-  // the first checkpoint to the beginning of the fourth.
+  // Whether calls count: from the beginning of the second save to the beginning of the third, and
+  // from the removal of the first checkpoint to the beginning of the fourth.
   bool counts = false, began = false, removed = false;
   for (const absl::string_view line : absl::StrSplit(*text, '\n', absl::SkipEmpty())) {
     const auto makes = [&](absl::string_view name) {

@@ -13,21 +13,21 @@ namespace muster::chaos {
 // checkpoints. One process is killed (SIGKILL) at one moment of a save and is started again.
 struct CrashPlan {
   Plan plan;
-  // Made when the moment came; empty: the plan's failpoints say so.
+  // Called when the moment came; empty: the plan's failpoints say so.
   std::string once;
 };
 
-// The same for every build: the moments before and after each step of a save.
+// Returns the same plans in every build: the moments before and after each step of a save.
 std::vector<CrashPlan> CrashPlans();
-// Runs the training undisturbed: the calls of a whole save of rank 0, and of the removal of an old
-// checkpoint, before which none of CrashPlans() kills it. None, if these are what they say.
+// Runs the training undisturbed. Returns the calls of a whole save of rank 0, and of the removal of
+// an old checkpoint, before which none of CrashPlans() kills it; none if the plans are complete.
 std::vector<std::string> CallsWithoutAPlan();
-// So many, at drawn moments, each of which comes.
+// Returns `count` plans at drawn moments, each of which comes.
 std::vector<CrashPlan> DrawnCrashPlans(uint32_t seed, int count);
 
-// Runs it. What was wrong: besides what Cluster says, that a checkpoint which was sealed or
-// acknowledged did not load, that something is left over, or that what is kept is not whole.
-// `reached`: whether a process was killed. `logs`: if something was wrong.
+// Runs the plan. Returns what was wrong: besides what Cluster reports, that a checkpoint which was
+// sealed or acknowledged did not load, that something is left over, or that what is kept is not
+// whole. `reached`: whether a process was killed. `logs`: set if something was wrong.
 std::vector<std::string> RunCrashPlan(const CrashPlan& plan, bool* reached, std::string* logs);
 
 }  // namespace muster::chaos

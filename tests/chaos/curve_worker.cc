@@ -1,7 +1,7 @@
-// A training that says at each step what it has done: `curve_worker FOLDER`. Rank 0 appends a line
-// to FOLDER/curve for each step: its number, the loss to the last bit, and the samples of all
-// ranks. A step that is done again after a restart has another line. It ends after as many epochs
-// as FOLDER/epochs says, and prints a digest of its weights. FOLDER/pid_R is the process of rank R.
+// A training that records each step: `curve_worker FOLDER`. Rank 0 appends a line to FOLDER/curve
+// for each step: its number, the loss to the last bit, and the samples of all ranks. A step that is
+// repeated after a restart has another line. The training ends after as many epochs as
+// FOLDER/epochs says, and prints a digest of its weights. FOLDER/pid_R is the process of rank R.
 #include <unistd.h>
 
 #include <cinttypes>
@@ -42,7 +42,7 @@ absl::Status Train(muster::Accelerator& accelerator, const std::string& folder) 
     return noted;
   }
   muster::set_seed(accelerator, 7);
-  // Dropout: a resume has to continue the random numbers as well.
+  // Dropout, because a resume has to continue the random numbers as well.
   torch::nn::Sequential net(torch::nn::Linear(1, 256), torch::nn::Dropout(0.2),
                             torch::nn::Linear(256, 512), torch::nn::Linear(512, 1));
   muster::FusedAdamW adamw(net->parameters(), {.lr = 0.001});

@@ -23,7 +23,7 @@ void Expect(const Plan& plan) {
   EXPECT_TRUE(wrong.empty()) << absl::StrJoin(wrong, "\n") << "\n" << cluster.Logs();
 }
 
-// kill -9 of the coordinator at each of its failpoints.
+// Kills the coordinator at each of its failpoints with kill -9.
 class KilledCoordinator : public ::testing::TestWithParam<std::string> {};
 
 TEST_P(KilledCoordinator, JobEndsWellAndNothingIsLost) { Expect(CoordinatorPlan(GetParam())); }
@@ -33,7 +33,7 @@ INSTANTIATE_TEST_SUITE_P(At, KilledCoordinator, ::testing::ValuesIn(CoordinatorF
                            return absl::StrReplaceAll(info.param, {{".", "_"}});
                          });
 
-// kill -9 of a worker at each of its failpoints.
+// Kills a worker at each of its failpoints with kill -9.
 class KilledWorker : public ::testing::TestWithParam<std::string> {};
 
 TEST_P(KilledWorker, IsReplacedAndNothingIsLost) { Expect(WorkerPlan(GetParam())); }
@@ -43,7 +43,7 @@ INSTANTIATE_TEST_SUITE_P(At, KilledWorker, ::testing::ValuesIn(WorkerFailpoints(
                            return absl::StrReplaceAll(info.param, {{".", "_"}});
                          });
 
-// What a full disk, a failed fsync, and failures at a start look like from above.
+// A full disk, a failed fsync, and failures at a start, as seen from above.
 class FailingCoordinator : public ::testing::TestWithParam<std::pair<const char*, const char*>> {};
 
 TEST_P(FailingCoordinator, SaysSoAndLosesNothing) {

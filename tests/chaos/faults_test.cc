@@ -1,4 +1,4 @@
-// What happens to processes from outside: stopped, a wall clock that jumps, a port that another
+// Faults that processes meet from outside: a stop, a wall clock that jumps, a port that another
 // process has, too few descriptors, a watcher that does not read.
 #include <arpa/inet.h>
 #include <fcntl.h>

@@ -55,7 +55,7 @@ class JobKillsTest : public JobsFixture {
 
   int Draw(int below) { return std::uniform_int_distribution<int>(0, below - 1)(random_); }
 
-  // Of the last step in the curve; 0: there is none.
+  // Returns the last step in the curve; 0: there is none.
   int LastStep() const {
     const absl::StatusOr<std::string> curve = ReadFile(folder_ + "/curve");
     if (!curve.ok()) return 0;
@@ -67,7 +67,7 @@ class JobKillsTest : public JobsFixture {
     return absl::SimpleAtoi(words[0], &step) ? step : 0;
   }
 
-  // What the curve says of each step; several times the same is once.
+  // Returns what the curve says of each step; equal lines of one step count once.
   static std::map<int, std::string> ReadCurve(const std::string& folder) {
     std::map<int, std::string> steps;
     const std::string curve = ReadFile(folder + "/curve").value_or("");
@@ -83,7 +83,7 @@ class JobKillsTest : public JobsFixture {
     return steps;
   }
 
-  // Kills a process of this test whose command line has `word`. Its number may be another's by now.
+  // Kills a process of this test whose command line has `word`: its number may be another's by now.
   static bool Kill(pid_t pid, const std::string& word) {
     if (pid <= 0) return false;
     const std::string command = ReadFile(absl::StrCat("/proc/", pid, "/cmdline")).value_or("");
@@ -109,7 +109,7 @@ class JobKillsTest : public JobsFixture {
   }
   void RestartCoordinator() { coordinator_ = StartCoordinator(); }
 
-  // False: the job has ended instead, for example because its program is not there.
+  // Returns false if the job has ended instead, for example because its program is missing.
   bool WaitWhileItRuns(const std::string& job, const std::function<bool()>& condition) {
     bool ended = false;
     int looks = 0;
@@ -122,7 +122,7 @@ class JobKillsTest : public JobsFixture {
     return !ended;
   }
 
-  // Says what it has killed.
+  // Returns the name of what it has killed.
   std::string KillSomething() {
     const std::string node = Draw(2) == 0 ? "a" : "b";
     const int rank = Draw(2);
@@ -165,7 +165,7 @@ TEST_F(JobKillsTest, Training_KilledAgainAndAgain_HasTheCurveOfOneThatNothingDis
   ASSERT_FALSE(HasFailure());
   std::map<std::string, int> done;
   for (int i = 0; i < kills; ++i) {
-    // One of four comes while the job still recovers from the one before.
+    // One kill of four comes while the job still recovers from the one before.
     const int more = i > 0 && Draw(4) == 0 ? 0 : 1 + Draw(60);
     const int from = LastStep();
     ASSERT_TRUE(WaitWhileItRuns(job, [&] {
@@ -180,7 +180,7 @@ TEST_F(JobKillsTest, Training_KilledAgainAndAgain_HasTheCurveOfOneThatNothingDis
       std::fflush(stdout);
     }
   }
-  // What has been killed last may not have come back yet.
+  // The process that was killed last may not have come back yet.
   const int from = LastStep();
   ASSERT_TRUE(WaitWhileItRuns(job, [&] { return LastStep() > from; }));
   const int epochs = LastStep() / kStepsOfEpoch + 10;

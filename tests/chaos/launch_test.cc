@@ -35,7 +35,7 @@ class Launch {
     EXPECT_TRUE(MakeDirectories(dir_).ok());
   }
 
-  // Two processes, started again at most twice.
+  // Starts two processes, which are started again at most twice.
   std::unique_ptr<Child> Start(const std::string& failpoints, bool asynchronous = false) {
     std::map<std::string, std::string> env = {{"PATH", "/usr/bin:/bin"},
                                               {"HOME", dir_},
@@ -55,7 +55,7 @@ class Launch {
         env, [] {});
   }
   // Waits until no process of these launches lives: all carry the run's folder in their
-  // environment. False after 20 s.
+  // environment. Returns false after 20 s.
   bool NobodyIsLeft() const {
     for (int i = 0; i < 2000; ++i) {
       bool found = false;
@@ -79,7 +79,7 @@ class Launch {
 
 std::string WeightsOf(const Child& launch) { return launch.Newest("[0]: weights ").value_or(""); }
 
-// Of a run that nothing disturbs.
+// The weights of a run that nothing disturbs.
 const std::string& Weights() {
   static const std::string* const weights = [] {
     Launch launch("undisturbed");
@@ -172,7 +172,7 @@ TEST(InterruptedLaunch, AtAnyMoment_LeavesNothingBehind_AndTheNextLaunchGoesOn) 
   const absl::Duration duration = Clock::Real().Now() - start;
   std::mt19937_64 random(7);
   int launches = 0;
-  // Those that had ended before do not count.
+  // Launches that had ended before do not count.
   for (int interrupted = 0; interrupted < runs && !HasFailure();) {
     ASSERT_LT(++launches, 20 * runs) << interrupted << " were interrupted";
     Launch launch("interrupted");
@@ -184,7 +184,7 @@ TEST(InterruptedLaunch, AtAnyMoment_LeavesNothingBehind_AndTheNextLaunchGoesOn) 
     EXPECT_TRUE(launch.NobodyIsLeft()) << "after " << moment << " of a run, " << launches;
     if (code == 0) continue;
     ++interrupted;
-    // It may have no handler yet.
+    // The launcher may have no handler yet.
     EXPECT_TRUE(code == 130 || code == -SIGINT) << code << ": " << child->text();
     const auto next = launch.Start("");
     EXPECT_EQ(next->Wait(), 0) << next->text();
@@ -193,7 +193,7 @@ TEST(InterruptedLaunch, AtAnyMoment_LeavesNothingBehind_AndTheNextLaunchGoesOn) 
   std::printf("%d of %d launches were interrupted\n", runs, launches);
 }
 
-// One worker dies, the agent while it stops the other.
+// One worker dies, and the agent dies while it stops the other.
 TEST(StoppedAgent, WhileItStopsWorkers_LeavesNothingBehind) {
   Launch launch("agent");
   const auto killed = launch.Start("agent.stop_worker=kill");

@@ -1,7 +1,7 @@
-// What needs a network and a file system of the test's own: lost packets, a partition, a full disk.
-// The program starts itself again inside of new user, network and mount namespaces. A kernel that
-// does not allow it fails the test and says so; MUSTER_CHAOS_WITHOUT_NAMESPACES=1 leaves the tests
-// out, in as many words.
+// Tests that need a network and a file system of their own: lost packets, a partition, a full disk.
+// The program starts itself again inside of new user, network and mount namespaces. If the kernel
+// does not allow that, the test fails with a message; MUSTER_CHAOS_WITHOUT_NAMESPACES=1 leaves the
+// tests out, and prints so.
 #include <fcntl.h>
 #include <sys/mount.h>
 #include <unistd.h>
@@ -93,7 +93,8 @@ TEST_F(Network, PartitionShorterThanTheLease_NothingHappens) {
   ExpectRun(cluster);
 }
 
-// All are silent for longer than the lease: the coordinator is the one that is disconnected.
+// All workers are silent for longer than the lease: the coordinator is the one that is
+// disconnected.
 TEST_F(Network, PartitionLongerThanTheLeaseButNotTheTolerance_NothingHappens) {
   Cluster cluster({.name = "tolerated_partition",
                    .rounds = 12,
@@ -180,7 +181,7 @@ TEST_F(SmallDisk, FullAtTheStart_IsRefusedInOneLine) {
 int Inside(int argc, char** argv) {
   constexpr char kInside[] = "MUSTER_CHAOS_INSIDE";
   if (std::getenv(kInside) != nullptr) return -1;
-  // The tools are where only root looks, as a rule.
+  // The tools are usually where only root looks.
   setenv("PATH", "/usr/sbin:/usr/bin:/sbin:/bin", 1);
   const CommandResult allowed =
       RunCommand("unshare --user --map-root-user --net --mount -- ip link show lo 2>&1");

@@ -52,7 +52,7 @@ constexpr Place kPlaces[] = {
     {"journal.after_fsync", Scene::kWork, 10},
     {"journal.after_progress", Scene::kWork, 10},
     {"journal.snapshot_begin", Scene::kWork, 1},
-    // The second snapshot is the first one that is built of another.
+    // The second snapshot is the first that is built from another one.
     {"journal.snapshot_built", Scene::kWork, 2},
     {"journal.snapshot_part", Scene::kWork, 2},
     {"journal.snapshot_written", Scene::kWork, 2},
@@ -61,7 +61,7 @@ constexpr Place kPlaces[] = {
     {"journal.snapshot_durable", Scene::kWork, 1},
     // From the second snapshot on there are records to delete.
     {"journal.snapshot_truncated", Scene::kWork, 1},
-    // The one that makes the rendezvous complete.
+    // The join that makes the rendezvous complete.
     {"engine.join", Scene::kWork, 2},
     {"engine.apply", Scene::kWork, 40},
     {"engine.applied", Scene::kWork, 40},
@@ -69,7 +69,7 @@ constexpr Place kPlaces[] = {
     {"engine.hold_txn", Scene::kWork, 9},
     {"engine.hold_trigger", Scene::kWork, 1},
     {"engine.release", Scene::kWork, 8},
-    // The second: one of two has been told.
+    // The second reply, when one of two workers has its answer.
     {"engine.reply_join", Scene::kWork, 2},
     {"engine.reply_arrive", Scene::kWork, 12},
     {"engine.reply_txn", Scene::kWork, 25},
@@ -101,12 +101,12 @@ constexpr WorkerPlace kWorkerPlaces[] = {
     {"worker.poll_triggers", 6}, {"worker.beat", 1},         {"worker.leave", 1},
 };
 
-// Passed on the way of every unary call only.
+// Returns whether a failpoint is passed only by unary calls.
 bool NeedsUnaryCalls(const std::string& failpoint) {
   return failpoint == "engine.replied" || failpoint == "engine.reply_beat";
 }
 
-// Of the coordinator, where there are agents.
+// The coordinator's failpoints in runs with agents.
 constexpr Place kAgentsPlaces[] = {
     {"engine.hello", Scene::kWork, 2},
     {"engine.welcome", Scene::kWork, 2},
@@ -117,7 +117,7 @@ constexpr Place kAgentsPlaces[] = {
     {"engine.hold_exit", Scene::kKilledWorker, 1},
 };
 
-// Of the first agent, or of the second one where the first one's worker dies.
+// The failpoints of the first agent, or of the second one if the first one's worker dies.
 constexpr Place kAgentPlaces[] = {
     {"agent.before_fork", Scene::kWork, 2},
     {"agent.after_fork", Scene::kWork, 2},
@@ -159,7 +159,7 @@ constexpr WorkerPlace kTrainingPlaces[] = {
     {"worker.checkpoint_deleted", 2},
 };
 
-// Of a coordinator whose job trains.
+// The failpoints of a coordinator whose job trains.
 constexpr WorkerPlace kTrainingsCoordinator[] = {
     {"engine.hold_join", 2},    {"engine.apply", 40},         {"engine.reply_txn", 4},
     {"engine.reply_arrive", 3}, {"journal.before_fsync", 10}, {"engine.snapshot", 1},
@@ -268,7 +268,7 @@ static void SetScene(Plan& plan, Scene scene, const std::string& armed) {
       plan.abandons = true;
       break;
     case Scene::kWatchers:
-      // A watcher that nobody waits for may get everything in one batch.
+      // A watcher that no worker waits for may get everything in one batch.
       plan.workers_watch = true;
       break;
   }
@@ -350,7 +350,7 @@ std::vector<Plan> OutagePlans(absl::Duration outage) {
   Plan trains = Training("outage");
   trains.rounds = 4;
   trains.signals = {{.worker = 0, .round = 0, .signal = SIGKILL}};
-  // Another epoch without a coordinator. A synchronous save would wait for it.
+  // Trains another epoch without a coordinator, for which a synchronous save would wait.
   trains.worker_env["MUSTER_CHAOS_ASYNCHRONOUS"] = "1";
   trains.said_in_outage = "round 1";
   for (Plan* plan : {&waits, &trains}) {
@@ -394,7 +394,7 @@ Plan HubKilledPlan() {
 
 Plan OnlyHubKilledPlan() {
   Plan plan = BehindHubs("only_killed", 1);
-  // The second one, which the agents that come back are sent to, or will be.
+  // Kills the second hub, to which the agents that come back are sent, or will be.
   plan.signals = {OnceBehindHubs(6, TargetOfHub(0), SIGKILL),
                   OnceBehindHubs(13, TargetOfHub(0), SIGKILL)};
   return plan;
@@ -436,7 +436,8 @@ std::vector<Plan> LongPlans(uint32_t seed) {
   const auto draw = [&](const auto& make, const std::string& name,
                         const std::vector<std::string>& actions, bool more_deaths) {
     for (const std::string& action : actions) {
-      // Up to three times as late as usual: later passes lie behind the end of the run as a rule.
+      // Draws passes up to three times as late as usual: later ones usually lie behind the end of
+      // the run.
       const int latest = 3 * static_cast<int>(UsualPass(name));
       const int at = Between(random, 0, 3) == 0 ? 0 : Between(random, 1, latest);
       Plan plan = make(name, action, at);

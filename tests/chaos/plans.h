@@ -10,9 +10,9 @@
 
 namespace muster::chaos {
 
-// A run that passes a failpoint of the coordinator, with all that it takes to come there. `action`
-// is what MUSTER_FAILPOINTS takes ("kill", "stop", "delay:50ms", ...), without @N; `at` 0: the pass
-// at which it tells most, else that one. Workers are without an agent.
+// Returns a run that passes a failpoint of the coordinator, with all that it takes to get there.
+// `action` is as in MUSTER_FAILPOINTS ("kill", "stop", "delay:50ms", ...), without @N; `at` 0: the
+// pass that is most telling, else that one. Workers are without an agent.
 Plan CoordinatorPlan(const std::string& failpoint, const std::string& action = "kill",
                      uint64_t at = 0);
 std::vector<std::string> CoordinatorFailpoints();
@@ -31,11 +31,11 @@ Plan TrainingPlan(const std::string& failpoint, const std::string& action = "kil
                   uint64_t at = 0);
 std::vector<std::string> TrainingFailpoints();
 
-// The coordinator dies in the middle of a job and stays away that long: one job that waits for it
-// in a barrier meanwhile, and one that trains on.
+// The coordinator dies in the middle of a job and stays away for `outage`: one job waits for it in
+// a barrier meanwhile, and one continues to train.
 std::vector<Plan> OutagePlans(absl::Duration outage);
 
-// Three agents with two workers each, behind hubs, and what happens to those in the middle of the
+// Three agents with two workers each, behind hubs, to which something happens in the middle of the
 // job. The lease is long enough for a busy machine; an agent leaves a stalled hub after a quarter
 // of it.
 Plan HubKilledPlan();      // one that has no worker of the job; there is another
@@ -49,7 +49,7 @@ Plan CoordinatorKilledPlan(absl::Duration outage);
 // drawn passes, plus other deaths.
 std::vector<Plan> LongPlans(uint32_t seed);
 
-// The failpoints that `plans` arm.
+// Returns the failpoints that `plans` arm.
 std::set<std::string> ArmedIn(const std::vector<Plan>& plans);
 
 }  // namespace muster::chaos

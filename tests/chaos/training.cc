@@ -1,9 +1,9 @@
-// A training run that keeps a checkpoint after each round (an epoch), goes on from the newest one,
-// and says what its weights are at the end, bit for bit, on every rank.
+// A training run that keeps a checkpoint after each round (an epoch), continues from the newest
+// one, and prints its weights at the end, bit for bit, on every rank.
 //   training [ROUNDS]
 // $MUSTER_CHAOS_ONE_FOLDER: each checkpoint takes the place of the one before.
 // $MUSTER_CHAOS_ASYNCHRONOUS: checkpoints are written in the background.
-// $MUSTER_CHAOS_KEEP: so many are kept, and it fails if one that was saved is lost.
+// $MUSTER_CHAOS_KEEP: how many are kept; the run fails if one that was saved is lost.
 #include <cinttypes>
 #include <cstdio>
 #include <cstdlib>
@@ -49,7 +49,7 @@ uint64_t Digest(torch::nn::Module& module) {
   return hash;
 }
 
-// The number of the newest checkpoint that save_state() has said is there; -1: none.
+// Returns the number of the newest checkpoint that save_state() has reported; -1: none.
 std::string AckedPath(const muster::Accelerator& accelerator) {
   return accelerator.project_dir() + "/acked";
 }
@@ -99,7 +99,7 @@ absl::Status Train(muster::Accelerator& accelerator, const muster::Arguments& ar
     }
     accelerator.print("round %" PRId64 " is saved\n", epoch);
   }
-  // What a killed save has left goes with the next one, also if it was the last.
+  // What a killed save has left is removed by the next one, also if it was the last.
   if (keeps) {
     if (absl::Status s = accelerator.save_state(folder); !s.ok()) return s;
   }

@@ -109,7 +109,8 @@ void Watcher::Run() {
       changed_.SignalAll();
     }
     const absl::Status status = rpc::FromGrpc(reader->Finish());
-    // What is no longer kept (a coordinator that was started again keeps nothing) is read.
+    // Events that are no longer kept (a coordinator that was restarted keeps none) are read as
+    // keys.
     uint64_t revision = 0;
     if (rpc::GetReason(status) == v1::ERROR_REASON_COMPACTED && ReadAll(&revision)) {
       request.set_from_revision(revision + 1);

@@ -17,9 +17,9 @@ class ClientContext;
 
 namespace muster::chaos {
 
-// Watches the durable counters of a job through all crashes, resuming by revision and, where that
-// is no longer kept, from a reading of the keys, and holds the watch to its promise: in order,
-// nothing missing, nothing twice.
+// Watches the durable counters of a job through all crashes, resuming by revision or, if that is no
+// longer kept, from a reading of the keys, and checks what the watch promises: in order, nothing
+// missing, nothing twice.
 class Watcher {
  public:
   Watcher(const std::string& address, const std::string& job, const std::string& prefix);
@@ -27,14 +27,14 @@ class Watcher {
 
   // Waits until the counter `key` has been seen at `value`.
   bool WaitFor(const std::string& key, int64_t value, absl::Duration timeout);
-  // What was wrong so far; empty: nothing.
+  // Returns what was wrong so far; empty: nothing.
   std::string violation() const;
-  // How often the stream was opened.
+  // Returns how often the stream was opened.
   int streams() const;
 
  private:
   void Run();
-  // The counters as they are now; The watch continues after `*revision`.
+  // Reads the counters as they are now. The watch continues after `*revision`.
   bool ReadAll(uint64_t* revision);
 
   const std::string address_, job_, prefix_;

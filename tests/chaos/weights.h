@@ -10,9 +10,9 @@
 namespace muster::chaos {
 
 // The training of chaos_worker, which has no tensors: in each round every rank brings to a barrier
-// what the weights of the round before make of its number, and all make of what all brought the
-// weights of this round. A worker that missed or doubled an update has different weights from then
-// on.
+// a value made from its number and the weights of the round before, and all ranks make the weights
+// of this round from these values. A worker that missed or doubled an update has different weights
+// from then on.
 
 inline uint64_t FoldWeights(uint64_t weights, absl::string_view brought) {
   for (const char c : brought) weights = (weights ^ static_cast<uint8_t>(c)) * 1099511628211u;
@@ -25,7 +25,7 @@ inline std::string ChaosPayload(int rank, int round, uint64_t weights) {
   return absl::StrCat("r", rank, " round ", round, " from ", absl::Hex(weights));
 }
 
-// Of a run that nothing disturbs.
+// Returns the weights of a run that nothing disturbs.
 inline std::string ChaosWeights(int world_size, int rounds) {
   uint64_t weights = kFirstWeights;
   for (int round = 0; round < rounds; ++round) {

@@ -42,7 +42,7 @@ using ::google::protobuf::MessageFactory;
 using ::google::protobuf::Reflection;
 using ::testing::HasSubstr;
 
-// The messages that travel, and those that lie on disk.
+// Returns the files of the messages that travel, and of those that lie on disk.
 std::vector<const FileDescriptor*> Files() {
   std::vector<const FileDescriptor*> files = {
       v1::AgentFrame::descriptor()->file(),      v1::JournalRecord::descriptor()->file(),
@@ -64,7 +64,7 @@ std::unique_ptr<Message> New(const Descriptor* type) {
   return std::unique_ptr<Message>(MessageFactory::generated_factory()->GetPrototype(type)->New());
 }
 
-// A message with this one field set, to a value that depends on nothing.
+// Returns a message with only this field set, to a value that depends on nothing.
 std::unique_ptr<Message> WithOnly(const FieldDescriptor* field) {
   std::unique_ptr<Message> message = New(field->containing_type());
   const Reflection* const r = message->GetReflection();
@@ -136,7 +136,7 @@ TEST(Wire, RecordedFields_MeanWhatTheyMeant) {
   EXPECT_GT(lines, 300);
 }
 
-// What to append to the file when a field is new.
+// Prints what to append to the file when a field is new.
 TEST(Wire, EveryField_IsRecorded) {
   const auto recorded = ReadFile(ProgramPath("tests/chaos/wire_v1.txt"));
   ASSERT_TRUE(recorded.ok()) << recorded.status();
@@ -173,7 +173,7 @@ class OtherAgents : public ::testing::Test {
     host_.reset();
   }
 
-  // The answer to a stream whose first frame is these bytes.
+  // Returns the answer to a stream whose first frame is these bytes.
   absl::StatusOr<v1::CoordinatorFrame> Say(const std::string& hex) {
     v1::AgentFrame frame;
     EXPECT_TRUE(frame.ParseFromString(absl::HexStringToBytes(hex)));
@@ -234,7 +234,7 @@ TEST_F(OtherAgents, TooOldOrTooNew_AreToldTheVersions) {
   }
 }
 
-// What a newer program adds.
+// Adds what a newer program sends.
 template <typename M>
 M WithUnknownField(M message) {
   message.GetReflection()->MutableUnknownFields(&message)->AddLengthDelimited(1999, "new");

@@ -2,7 +2,7 @@
 
 def _library_headers_impl(ctx):
     context = ctx.attr.library[CcInfo].compilation_context
-    # Of LibTorch's 9,000 headers the one that leads to the folder of all.
+    # One of LibTorch's 9,000 headers leads to the folder of all.
     headers = [
         h
         for h in context.headers.to_list()

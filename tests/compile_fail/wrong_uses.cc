@@ -11,7 +11,7 @@ struct Net : torch::nn::Module {
 using Rows = muster::TensorDataset<torch::Tensor, torch::Tensor>;
 inline Rows Data() { return Rows(torch::zeros({8, 2}), torch::zeros({8, 1})); }
 
-// Holds a tensor where Muster cannot see it.
+// Holds a tensor that Muster cannot see.
 class Opaque {
  public:
   explicit Opaque(torch::Tensor tensor) : tensor_(std::move(tensor)) {}

@@ -12,18 +12,19 @@
 
 namespace muster::conformance {
 
-// The value, or its status as an exception: how a handler rejects a case.
+// Returns the value, or throws its status: how a handler rejects a case.
 template <class T>
 T ValueOf(absl::StatusOr<T> value) {
   if (!value.ok()) throw std::invalid_argument(std::string(value.status().message()));
   return *std::move(value);
 }
 
-// `in[field]`, a whole number between the limits. Throws what names the field and its value.
+// Returns `in[field]`, a whole number between the limits. Throws an error that names the field and
+// its value.
 inline int64_t IntOf(const nlohmann::json& in, const char* field, int64_t at_least = 0,
                      int64_t at_most = std::numeric_limits<int64_t>::max()) {
   const nlohmann::json& value = in.at(field);
-  // Unsigned where it is positive: a number too large for int64 must not wrap around.
+  // Read as unsigned if it is positive: a number too large for int64 must not wrap around.
   const bool fits =
       value.is_number_integer() &&
       (!value.is_number_unsigned() || value.get<uint64_t>() <= static_cast<uint64_t>(at_most)) &&
@@ -36,7 +37,8 @@ inline int64_t IntOf(const nlohmann::json& in, const char* field, int64_t at_lea
   return value.get<int64_t>();
 }
 
-// The case's number of processes: each is a thread or a computed answer here, so not any number.
+// Returns the case's number of processes. Each is a thread or a computed answer here, so it is
+// limited.
 inline int RanksOf(const nlohmann::json& in) {
   return static_cast<int>(IntOf(in, "num_processes", 1, 1024));
 }

@@ -33,7 +33,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Prepared objects of a kind: each costs memory and time on each rank.
+// The most prepared objects of a kind: each costs memory and time on each rank.
 constexpr int64_t kMaxObjects = 8;
 constexpr int64_t kMaxRanks = 8;
 constexpr int64_t kMaxSaves = 16;
@@ -81,7 +81,7 @@ void Check(const absl::Status& status) {
   if (!status.ok()) throw std::runtime_error(status.ToString());
 }
 
-// What one rank does.
+// Runs what one rank does.
 void TrainAndSave(Accelerator& accelerator, const Plan& plan) {
   using Model = AcceleratedModel<torch::nn::Sequential>;
   std::vector<Model> models;
@@ -101,7 +101,7 @@ void TrainAndSave(Accelerator& accelerator, const Plan& plan) {
       optimizers.push_back(accelerator.prepare_optimizer(fused));
     }
   }
-  // What is prepared counts as long as it is held.
+  // A prepared object counts as long as it is held.
   std::vector<std::shared_ptr<void>> held;
   const auto hold = [&held](auto prepared) {
     held.push_back(std::make_shared<decltype(prepared)>(std::move(prepared)));
@@ -136,8 +136,8 @@ void TrainAndSave(Accelerator& accelerator, const Plan& plan) {
   }
 }
 
-// What Accelerate calls the file that Muster calls `name`; nothing for one that Accelerate has no
-// file for (docs/accelerate.md). A name that is neither stays: the case fails then.
+// Returns what Accelerate calls the file that Muster calls `name`; nullopt for one that Accelerate
+// has no file for (docs/accelerate.md). A name that is neither stays: the case fails then.
 std::optional<std::string> AccelerateName(absl::string_view name, bool safe) {
   if (name == kManifestName || name == kSealName || absl::StartsWith(name, "sampler") ||
       absl::StartsWith(name, "dl_state_dict")) {
@@ -160,7 +160,7 @@ std::optional<std::string> AccelerateName(absl::string_view name, bool safe) {
   return std::string(name);
 }
 
-// "tensor float32 [4, 3]".
+// Returns a text such as "tensor float32 [4, 3]".
 std::string TensorText(SafetensorsType type, const std::vector<int64_t>& shape) {
   const auto name = [type]() -> std::string {
     switch (type) {
@@ -195,7 +195,7 @@ Json TensorsIn(const SafetensorsHeader& header) {
   return tensors;
 }
 
-// A file as it is on the disk: names and types of what it holds.
+// Returns the names and types of what a file on the disk holds.
 Json ContentsOf(const StateReader& reader, const std::string& name, bool model) {
   const std::string path = JoinPath(reader.dir(), name);
   Json tensors = Json::object();
@@ -245,7 +245,7 @@ Json SaveStateLayoutCase(const Json& in) {
   plan.numbered = in.at("automatic_checkpoint_naming");
   if (in.at("scaler").get<bool>()) {
     options.mixed_precision = "fp16";
-    // What the scaler holds does not depend on it.
+    // The scaler's state does not depend on it.
     options.autocast.enabled = false;
   }
   if (!in.at("total_limit").is_null()) {

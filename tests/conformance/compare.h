@@ -12,9 +12,9 @@ struct Tolerance {
   double relative = 1e-6;
 };
 
-// The rules of tests/testdata/README.md: integers, texts, booleans, null and lists exactly; floats
-// within `tolerance`; "nan", "inf", "-inf" stand for those values; the order of keys never matters.
-// Returns "" if they agree, else the place and both values.
+// Compares by the rules of tests/testdata/README.md: integers, texts, booleans, null and lists
+// exactly; floats within `tolerance`; "nan", "inf", "-inf" stand for those values; the order of
+// keys never matters. Returns "" if the values agree, else the place and both values.
 std::string Difference(const nlohmann::json& got, const nlohmann::json& want,
                        const Tolerance& tolerance);
 

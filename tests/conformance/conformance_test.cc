@@ -1,5 +1,5 @@
-// Runs every recorded case (tests/testdata) of the kinds the runner must know, and holds the
-// answers against the expected ones.
+// Runs every recorded case (tests/testdata) of the kinds that the runner must know, and compares
+// the answers with the expected ones.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -33,14 +33,14 @@ std::string Lower(std::string text) {
   return text;
 }
 
-// The answer to a case without what it expects.
+// Returns the answer to a case without what it expects.
 Json AnswerTo(Json test_case) {
   test_case.erase("out");
   test_case.erase("error");
   return Json::parse(AnswerLine(test_case.dump()));
 }
 
-// Holds the answer to a case against what the case expects.
+// Compares the answer to a case with what the case expects.
 void ExpectAnswer(const Json& test_case, const Tolerance& tolerance) {
   SCOPED_TRACE(test_case["id"].get<std::string>());
   const Json out = test_case.value("out", Json());
@@ -69,7 +69,7 @@ TEST(SettingsAtRandom, EachIsResolvedAsByAccelerate) {
   EXPECT_GT(read, 200);
 }
 
-// Pickles are other files here (docs/accelerate.md), so that of them only the names are compared.
+// Pickles are other files here (docs/accelerate.md), so only their names are compared.
 TEST(SaveStateLayout, EveryRecordedCase_HasTheFilesAndTheWeights) {
   for (const Json& test_case : GoldenCases("save_state_layout")) {
     SCOPED_TRACE(test_case["id"].get<std::string>());
@@ -86,7 +86,7 @@ TEST(SaveStateLayout, EveryRecordedCase_HasTheFilesAndTheWeights) {
   }
 }
 
-// Where the peer's order depends on hashing, and of merged entries, the set counts.
+// If the peer's order depends on hashing, and for merged entries, only the set counts.
 TEST(InferAutoDeviceMap, EveryRecordedCase_GivesTheExpectedMap) {
   const auto sorted = [](const Json& map) {
     std::vector<Json> entries(map.begin(), map.end());
@@ -132,7 +132,7 @@ TEST(AnswerLine, WhateverTheLine_IsOneLineThatSaysWhy) {
   EXPECT_EQ(Answer(R"({"id": [1], "kind": "no_such_kind"})")["id"], Json({1}));
 }
 
-// What a case may hold in place of a field's value: nothing of it may end the runner or keep it.
+// A case may hold anything in place of a field's value: it must neither end the runner nor hang it.
 TEST(AnswerLine, FieldsOfTheWrongKind_AreErrorsNotCrashes) {
   const std::vector<Json> strange = {nullptr,        -5,    1.5,          "x", true, Json::array(),
                                      Json::object(), 1e300, {{1}, {2, 3}}};

@@ -37,7 +37,7 @@ std::string AnswerLine(const std::string& line) {
   } catch (const std::exception& e) {
     answer["error"] = e.what();
   }
-  // Bytes that are no UTF-8 can only come from a message that quotes a bad file.
+  // Bytes that are not UTF-8 can only come from a message that quotes a bad file.
   return answer.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 

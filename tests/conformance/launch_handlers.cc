@@ -14,7 +14,7 @@ namespace {
 using Json = nlohmann::json;
 using Variables = std::map<std::string, std::string>;
 
-// The variables that a recorded environment shows.
+// Returns the variables that a recorded environment shows.
 Json Shown(const Variables& given, const Variables& launch) {
   static const auto* const kNames = new std::set<std::string>{"RANK",
                                                               "LOCAL_RANK",

@@ -31,7 +31,7 @@ using models::CausalLm;
 using models::TextBatch;
 using models::TextModel;
 
-// Steps and tokens of a case: enough for any, too few to hold the runner.
+// The most steps and tokens of a case: enough for any, and few enough not to hold up the runner.
 constexpr int64_t kMaxSteps = 1000;
 
 at::Tensor Ids(const Json& rows) {
@@ -78,7 +78,7 @@ models::LoadPretrainedOptions AsSaid(const Json& in) {
   return options;
 }
 
-// transformers warns where rotary positions go beyond the config's, and goes on.
+// transformers warns if rotary positions go beyond the config's, and continues
 bool IsRotary(const models::TextModelImpl& model) {
   return std::holds_alternative<models::DecoderConfig>(model.config());
 }
@@ -108,7 +108,7 @@ Json HfModelsCase(const Json& in) {
   std::sort(names.begin(), names.end());
   out["tensors"] = names;
   out["total_size"] = total;
-  // Of a classifier there are no positions.
+  // A classifier has no positions.
   const at::Tensor last = logits.dim() == 3 ? logits.select(1, logits.size(1) - 1) : logits;
   out["last_position_argmax"] = RowsOf(last.argmax(-1).unsqueeze(0))[0];
   if (IsGiven(in, "max_new_tokens")) {
@@ -236,7 +236,7 @@ Json HfGenerateCase(const Json& in) {
   return out;
 }
 
-// The batches of a case, by name [steps, ...].
+// Returns the batches of a case, by name [steps, ...].
 std::map<std::string, at::Tensor> BatchesOf(const std::string& path) {
   std::map<std::string, at::Tensor> batches;
   const auto reader = ValueOf(SafetensorsReader::Open(path));
@@ -255,7 +255,7 @@ NamedTensors Floats(const models::TextModelImpl& model, bool gradients) {
     add(item.key(), tensor);
   }
   if (gradients) return all;
-  // What nothing computes with is a parameter in transformers, without a gradient.
+  // A buffer that the model does not use is a parameter in transformers, without a gradient.
   for (const auto& item : model.named_buffers()) add(item.key(), item.value());
   return all;
 }
@@ -292,7 +292,7 @@ Json HfTrainCase(const Json& in) {
                       .eps = adamw.at("eps"),
                       .weight_decay = adamw.at("weight_decay")});
     auto [model, optimizer] = accelerator.prepare(loaded, fused);
-    // As the cases were made; dropout, if any, is off.
+    // The cases were made in this mode; dropout, if any, is off.
     model->eval();
     for (int64_t step = 0; step < steps; ++step) {
       const auto at_step = [&](const char* name) {

@@ -1,5 +1,5 @@
-// Every recorded case of transformers' models: what they say, how they train, what they generate.
-// And the quirks of these kinds: what Muster does where transformers is wrong.
+// Every recorded case of transformers' models: what they compute, how they train, what they
+// generate. Also the quirks of these kinds: what Muster does if transformers is wrong.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -77,7 +77,7 @@ TEST(HfGenerate, EveryRecordedCase_SaysWhatTransformersSays) {
   }
 }
 
-// tests/testdata/generation/make.py: rules that the other cases do not have.
+// The rules of tests/testdata/generation/make.py, which the other cases do not have.
 TEST(HfGenerate, RulesAloneAndTogether_SayWhatTransformersSays) {
   std::ifstream file(testing_support::TestdataPath("generation/cases.jsonl"));
   int count = 0;
@@ -93,7 +93,7 @@ TEST(HfGenerate, RulesAloneAndTogether_SayWhatTransformersSays) {
   EXPECT_GT(count, 100);
 }
 
-// The same file: stop strings, rules for sampling, and beams that are drawn.
+// From the same file: stop strings, rules for sampling, and beams that are drawn.
 TEST(HfGenerate, EndsAndDraws_AreTransformers) {
   std::ifstream file(testing_support::TestdataPath("generation/ends_and_draws.jsonl"));
   int count = 0;
@@ -183,7 +183,7 @@ Json QuirkOf(const std::string& id) {
   return {};
 }
 
-// The repetition penalty and n-grams leave padding out: a row says the same, padded or not.
+// The repetition penalty and n-grams ignore padding: a row gives the same, padded or not.
 TEST(Quirks, Padding_IsNoTokenOfTheRow) {
   for (const char* const id : {"hf_generate/s001", "hf_generate/s002"}) {
     const Json padded = QuirkOf(id)["in"];
@@ -198,7 +198,7 @@ TEST(Quirks, Padding_IsNoTokenOfTheRow) {
   }
   const Json quirk = QuirkOf("hf_generate/s001");
   const Json got = AnswerOf("hf_generate", quirk["in"])["logprobs"][0];
-  // Up to the normalization by what the penalty changes in the other scores.
+  // The scores agree up to the normalization by what the penalty changes in the other scores.
   EXPECT_LT(
       std::abs(got[119].get<double>() -
                quirk["hf"]["logprob_of_padding_token_without_padding"].get<double>()),
@@ -217,8 +217,8 @@ TEST(Quirks, BeamSearchWithPaddingToken0_FillsWith0) {
   EXPECT_EQ(AnswerOf("hf_generate", quirk["in"])["generated"], want);
 }
 
-// Decided against the recommendation: in beam search the processors get log-probabilities, as all
-// recorded cases of beam search have it; a user who moves over finds the sequences that he knows.
+// Decided against the recommendation: in beam search the processors get log-probabilities, as in
+// all recorded cases of beam search; a user who moves over finds the sequences that he knows.
 TEST(Quirks, BeamSearch_AppliesProcessorsToLogProbabilities) {
   const Json quirk = QuirkOf("hf_generate/s004");
   Json in = quirk["in"];
@@ -249,7 +249,7 @@ TEST(Quirks, FirstTokenAfterPadding_IsLeftOutOfTheLoss) {
     const Json quirk = QuirkOf(id);
     for (const Json& test_case : GoldenCases("hf_train")) {
       if (test_case["in"]["batch"] != quirk["in"]["batch"]) continue;
-      // The recorded labels already leave it out: the loss is that of the case, not the quirk's.
+      // The recorded labels already leave it out: the loss is that of the case, not of the quirk.
       const Json got = AnswerOf("hf_train", test_case["in"]);
       EXPECT_NE(got["loss"][0], quirk["hf"]["loss"]["sdpa"]);
       EXPECT_NEAR(got["loss"][0].get<double>(), test_case["out"]["loss"][0].get<double>(), 1e-4);

@@ -1,4 +1,4 @@
-// The reader of docs/checkpoint_format.md, run as it stands there.
+// Runs the reader of docs/checkpoint_format.md as it stands there.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -20,7 +20,7 @@ using Json = nlohmann::json;
 using testing_support::CommandResult;
 using testing_support::RunCommand;
 
-// What stands between ```python and ``` in the document.
+// Returns what stands between ```python and ``` in the document.
 std::string ReaderInTheDocument() {
   const auto text = ReadFile("docs/checkpoint_format.md");
   EXPECT_TRUE(text.ok()) << text.status();

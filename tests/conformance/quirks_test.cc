@@ -1,6 +1,6 @@
-// What Muster does on the inputs of quirks.jsonl, where the real libraries do something that is a
-// mistake: each entry of the kinds of data, steps and collectives is decided here, and one that no
-// decision fits is a failure.
+// What Muster does on the inputs of quirks.jsonl, for which the real libraries do something that is
+// a mistake: each entry of the kinds of data, steps and collectives is decided here, and one that
+// no decision fits is a failure.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -30,7 +30,7 @@ Json AnswerTo(const Json& quirk) {
   return Handlers().at(quirk["kind"].get<std::string>())(quirk["in"]);
 }
 
-// Reported lengths are those of what is given out, per process.
+// A reported length is the number of batches given out, per process.
 TEST(Quirks, D09_BatchSamplerShard_LengthIsTheNumberOfBatches) {
   for (const Json& quirk : Quirks("batch_sampler_shard")) {
     SCOPED_TRACE(quirk["id"]);
@@ -49,7 +49,7 @@ TEST(Quirks, D09_IterableDatasetShard_LengthIsTheNumberOfSamples) {
   for (const Json& quirk : Quirks("iterable_dataset_shard")) {
     SCOPED_TRACE(quirk["id"]);
     if (quirk["recommended"].is_string()) {
-      // Batch size 1 split over several processes: the peer loses all samples in silence.
+      // With batch size 1 split over several processes, the peer silently loses all samples.
       EXPECT_EQ(quirk["in"]["batch_size"], 1);
       try {
         ADD_FAILURE() << AnswerTo(quirk);
@@ -81,8 +81,8 @@ TEST(Quirks, D09_SkipFirstBatches_LengthIsTheNumberOfBatchesLeft) {
   }
 }
 
-// Repeated samples are known by the batch's own facts, with or without a length, after skipping or
-// not; a loader without any batch just ends.
+// Repeated samples are known from the batch's own facts, with or without a length, after skipping
+// or not; a loader without any batch just ends.
 TEST(Quirks, D07_GatherForMetrics_LeavesNoRepeatedSample) {
   for (const Json& quirk : Quirks("gather_for_metrics")) {
     SCOPED_TRACE(quirk["id"]);
@@ -112,7 +112,7 @@ TEST(Quirks, SplitBetweenProcesses_TuplesArePaddedAndNothingIsPaddedToNothing) {
   }
 }
 
-// A loader that was left, even at its last batch, has no say in later micro-steps.
+// A loader that was left, even at its last batch, has no influence on later micro-steps.
 TEST(Quirks, D05_GradAccumulation_BreakAtTheLastBatchDoesNotSyncForEver) {
   for (const Json& quirk : Quirks("grad_accumulation")) {
     ASSERT_EQ(quirk["id"], "quirk/grad_accumulation/s001");
@@ -145,7 +145,8 @@ TEST(Quirks, D12_LrScheduler_OneCycleDoesNotBounceAndAdjustingIsOptIn) {
   }
 }
 
-// The file counts where the peer ignores it; what the peer crashes on is read as it is meant.
+// The file counts in cases in which the peer ignores it; what the peer crashes on is read as it is
+// meant.
 TEST(Quirks, D26_ConfigYaml_TheFileCountsAndEveryProcessStarts) {
   for (const Json& quirk : Quirks("config_yaml")) {
     const std::string label = quirk["in"]["label"];
@@ -184,7 +185,7 @@ std::string ErrorOf(const Json& quirk) {
   }
 }
 
-// A strategy that was chosen counts, and nothing is dropped without a word.
+// A strategy that was chosen counts, and nothing is silently dropped.
 TEST(Quirks, FsdpConfig_WhatWasChosenCountsOrIsRefusedByName) {
   for (const Json& quirk : Quirks("fsdp_config")) {
     const std::string id = quirk["id"];
@@ -217,7 +218,8 @@ TEST(Quirks, FsdpConfig_WhatWasChosenCountsOrIsRefusedByName) {
   }
 }
 
-// Only a value in the config wins over the program, and nothing is clipped that nobody asked for.
+// A value in the config wins over the program, but an absent one does not, and nothing is clipped
+// without a request.
 TEST(Quirks, DeepSpeedConfig_TheProgramCountsWhereTheConfigIsSilent) {
   for (const Json& quirk : Quirks("deepspeed_config")) {
     const std::string label = quirk["in"]["label"];
@@ -236,7 +238,8 @@ TEST(Quirks, DeepSpeedConfig_TheProgramCountsWhereTheConfigIsSilent) {
   }
 }
 
-// Limits for the disk and device numbers with gaps, where the peer fails, give a map like others.
+// Limits for the disk, and device numbers with gaps, with which the peer fails, give a map like
+// others.
 TEST(Quirks, BalancedMemory_DiskAndGapsInTheNumbers_AreBalanced) {
   for (const Json& quirk : Quirks("balanced_memory")) {
     SCOPED_TRACE(quirk["id"]);
@@ -304,7 +307,7 @@ Json MapOf(const std::vector<Json>& children, const std::vector<std::string>& ti
 }
 
 // Accelerate looks for the name of a module anywhere in that of a tied tensor, and takes
-// decoder.emb.weight for one inside of emb: it goes on without its partner, and ends with "list
+// decoder.emb.weight for one inside of emb: it continues without its partner, and ends with "list
 // index out of range", or leaves one tensor on two devices.
 TEST(Quirks, TiedTensorsOfNamesWithinOneAnother_AreTogether) {
   EXPECT_EQ(MapOf({ModuleWith("emb", {{"weight", 10}}),
@@ -315,7 +318,7 @@ TEST(Quirks, TiedTensorsOfNamesWithinOneAnother_AreTogether) {
             Json::parse(R"([["emb", 0], ["decoder.emb", 0], ["decoder.layer", 0]])"));
 }
 
-// Its error, too, where a divided module has tied tensors of its own.
+// The peer's error also comes if a divided module has tied tensors of its own.
 TEST(Quirks, TiedTensorsOfADividedModule_AreTogether) {
   EXPECT_EQ(
       MapOf({ModuleWith("cell", {{"w0", 10}, {"w1", 10}}, {ModuleWith("proj", {{"weight", 25}})}),
@@ -324,9 +327,8 @@ TEST(Quirks, TiedTensorsOfADividedModule_AreTogether) {
       Json::parse(R"([["cell.w0", 0], ["cell.w1", 0], ["cell.proj", 1], ["head", 1]])"));
 }
 
-// Nothing is dropped without a word, and added tokens are their own text. Where the recorded cases
-// have the peer's behavior too (s006 to s008), the same tokens and texts count more than better
-// ones.
+// Nothing is silently dropped, and added tokens are their own text. If the recorded cases have the
+// peer's behavior too (s006 to s008), equal tokens and texts count more than better ones.
 TEST(Quirks, HfTokenizer_NothingIsLostInSilence) {
   for (Json quirk : Quirks("hf_tokenizer")) {
     const std::string id = quirk["id"];

@@ -1,5 +1,6 @@
-// Models whose config.json was put together at random, and some as the Hub has them
-// (tests/testdata/models/README.md): what they say, lose and learn is what transformers does.
+// Models whose config.json was put together at random, and some as on the Hub
+// (tests/testdata/models/README.md): their outputs, losses and learned weights are those of
+// transformers.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -25,7 +26,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-// From -0.5 to 0.5, as make.py has them.
+// Returns numbers from -0.5 to 0.5, as make.py has them.
 at::Tensor Numbers(const std::string& name, int64_t count) {
   uint32_t salt = 2166136261;
   for (const char byte : name) salt = (salt ^ static_cast<unsigned char>(byte)) * 16777619;
@@ -63,7 +64,8 @@ bool HasFraction(const Json& value) {
                           : value.is_number_float();
 }
 
-// Nested lists; int64 unless the numbers are written with a point. Undefined if there are none.
+// Reads nested lists; int64 unless the numbers are written with a point. Undefined if there are
+// none.
 at::Tensor TensorOf(const Json& in, const char* name) {
   if (!in.contains(name)) return {};
   std::vector<int64_t> shape;
@@ -109,7 +111,7 @@ void ExpectGradients(const TextModelImpl& model, const Json& want) {
         << name;
     left.erase(found);
   }
-  // What transformers does not use.
+  // Gradients of what transformers does not use.
   for (const auto& [name, gradient] : left) {
     EXPECT_TRUE(!gradient.defined() || !gradient.any().item<bool>()) << name;
   }

@@ -19,14 +19,14 @@ void ThrowUnless(const absl::Status& status) {
   if (!status.ok()) throw std::invalid_argument(std::string(status.message()));
 }
 
-// `in[field]`, or null.
+// Returns `in[field]`, or null.
 Json Field(const Json& in, const char* field) { return in.contains(field) ? in[field] : Json(); }
 
 bool BoolOf(const Json& in, const char* field, bool otherwise) {
   return in.contains(field) ? in[field].get<bool>() : otherwise;
 }
 
-// What the launcher gives the processes, with the case's own variables added.
+// Returns what the launcher gives the processes, with the case's own variables added.
 Variables ThroughTheLauncher(const Json& in, const Variables& variables) {
   client::AccelerateMachine machine;
   machine.fp8 = true;

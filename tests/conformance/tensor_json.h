@@ -9,20 +9,20 @@
 
 namespace muster::conformance {
 
-// Golden numbers: JSON numbers or the texts "nan", "inf", "-inf".
+// Reads golden numbers: JSON numbers or the texts "nan", "inf", "-inf".
 double NumberFromJson(const nlohmann::json& value);
 nlohmann::json NumberToJson(double value);
 
-// Nested lists (or one flat list) of golden numbers, row by row, as a contiguous CPU tensor of
-// `shape`.
+// Reads nested lists (or one flat list) of golden numbers, row by row, as a contiguous CPU tensor
+// of `shape`.
 at::Tensor TensorFromJson(const nlohmann::json& values, at::ScalarType dtype,
                           const std::vector<int64_t>& shape);
-// Nested lists of the tensor's shape; a 0-d tensor is a number. Integers stay integers.
+// Returns nested lists of the tensor's shape; a 0-d tensor is a number. Integers stay integers.
 nlohmann::json TensorToJson(const at::Tensor& tensor);
-// The shape of nested lists; [] for a number.
+// Returns the shape of nested lists; [] for a number.
 std::vector<int64_t> ShapeOfJson(const nlohmann::json& values);
 
-// "F32", "F64", "I64", ... (safetensors' names).
+// Reads "F32", "F64", "I64", ... (safetensors' names).
 at::ScalarType DtypeFromName(const std::string& name);
 
 }  // namespace muster::conformance

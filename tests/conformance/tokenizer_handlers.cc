@@ -23,7 +23,7 @@ struct Loaded {
 };
 
 // The tokenizers of one run: most cases share a few files. Their paths are relative to the folder
-// of the cases, which the runner runs in.
+// of the cases, in which the runner runs.
 const Loaded& LoadedOf(const Json& in) {
   static auto* const all = new std::map<std::string, Loaded>;
   const std::string path = in.at("tokenizer");
@@ -40,8 +40,8 @@ const Loaded& LoadedOf(const Json& in) {
   return all->emplace(path, std::move(loaded)).first->second;
 }
 
-// The cases have no decoded text where the peer's is a mistake (quirks s002 and s003): an added
-// token beyond ASCII is read as bytes, or one that is looked for in normalized text goes by that.
+// The cases have no decoded text if the peer's is a mistake (quirks s002 and s003): an added token
+// beyond ASCII is read as bytes, or one that is looked for in normalized text goes by that.
 bool DecodesAsRecorded(const Loaded& loaded, const Encoding& encoding) {
   for (size_t i = 0; i < encoding.size(); ++i) {
     const auto added = loaded.added_tokens.find(encoding.ids[i]);
@@ -71,7 +71,7 @@ Json EncodeCase(const Loaded& loaded, const Json& in) {
       is_pair ? ValueOf(tokenizer.EncodePair(text, in.at("pair").get<std::string>(), options))
               : ValueOf(tokenizer.Encode(text, options));
   Json out = {{"ids", encoding.ids}, {"offsets", OffsetsOf(encoding)}};
-  // Of long texts no more is recorded.
+  // For long texts no more is recorded.
   constexpr int64_t kLong = 10'000;
   const auto characters =
       std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; });

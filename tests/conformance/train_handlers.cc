@@ -29,13 +29,12 @@ using Json = nlohmann::json;
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
-// What Accelerator::accumulate() is given: the facts of a loader's batch.
+// Returns what Accelerator::accumulate() gets: the facts of a loader's batch.
 BatchFacts Facts(int64_t batch, int64_t num_batches) {
   return {.is_last = batch + 1 == num_batches, .batches_left = num_batches - batch - 1};
 }
 
-// `adjust_scheduler` is left out as Accelerate leaves it out (the cases record that); Muster's own
-// is opt-in.
+// Ignores `adjust_scheduler`, as Accelerate does (the cases record that); Muster's own is opt-in.
 Json LrSchedulerCase(const Json& in) {
   at::Tensor weight = at::zeros({1}).requires_grad_(true);
   FusedSGD optimizer({weight}, {.lr = in.at("base_lr").get<double>()});

@@ -32,7 +32,7 @@ using testing_support::GoldenCases;
 using testing_support::GoldenPath;
 using testing_support::RunCommand;
 
-// A module of modules, made for the dotted names.
+// Registers a module of modules, made for the dotted names.
 void Register(torch::nn::Module& root, const std::string& name, const at::Tensor& tensor) {
   const std::vector<std::string> path = absl::StrSplit(name, '.');
   torch::nn::Module* at = &root;
@@ -52,7 +52,7 @@ NamedTensors TensorsOf(const torch::nn::Module& module) {
   return tensors;
 }
 
-// The model of `recorded` with its own weights.
+// Returns the model of `recorded` with its own weights.
 std::unique_ptr<torch::nn::Module> LoadedModel(const nlohmann::json& recorded) {
   const std::string dir = recorded["in"]["dir"];
   auto model = std::make_unique<torch::nn::Module>();
@@ -109,7 +109,7 @@ TEST(RecordedWeights, EveryModel_LoadsAndSavesAgainIdentically) {
   EXPECT_TRUE(RemoveTree(folder).ok());
 }
 
-// Says for pairs of folders whether the libraries find the same tensors in both, and the same
+// Prints for pairs of folders whether the libraries find the same tensors in both, and the same
 // model.
 constexpr char kCompare[] = R"(
 import glob, sys, torch, transformers

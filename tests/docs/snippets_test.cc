@@ -16,7 +16,7 @@
 #include "muster/muster.h"
 #include "tests/docs/includes.inc"
 
-// Pages name what they do not use; results that must be used count.
+// Pages name variables that they do not use; but results that must be used count.
 #pragma GCC diagnostic ignored "-Wunused-function"
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 #pragma GCC diagnostic ignored "-Wunused-variable"
@@ -215,7 +215,7 @@ absl::Status LoadCheckpoint(muster::Accelerator& accelerator, Net net, torch::op
 }
 }  // namespace weights
 
-// The exit code of a program of one process that works in a folder of its own.
+// Returns the exit code of a program of one process that works in a folder of its own.
 template <class F>
 int RunInFolder(F main) {
   const muster::TestFolder folder;

@@ -42,7 +42,7 @@ class AccessTest : public ClusterFixture {
     EXPECT_TRUE(open_.empty() || RemoveTree(open_).ok());
     ClusterFixture::TearDown();
   }
-  // Runs until it is stopped.
+  // Starts a job that runs until it is stopped.
   std::unique_ptr<Command> Job(const std::string& name, std::vector<std::string> more = {}) {
     more.insert(more.end(), {"--job_name", name, "--cpu"});
     auto launch = Launch(std::move(more), kWorkUntilTold);
@@ -53,7 +53,7 @@ class AccessTest : public ClusterFixture {
     launch.Signal(SIGTERM);
     EXPECT_EQ(launch.Wait(), 143) << launch.err_text();
   }
-  // The addresses of the launches that `muster status` lists, by job.
+  // Returns the address of a launch that `muster status` lists, by job.
   std::string AddressOf(const std::string& job) {
     const auto status = Muster({"status"});
     EXPECT_EQ(status->Wait(), 2);
@@ -70,11 +70,11 @@ class AccessTest : public ClusterFixture {
   std::unique_ptr<Command> Run(std::vector<std::string> argv) {
     return std::make_unique<Command>(*host_, std::move(argv), env_);
   }
-  // A program (the last part of its path) without knowledge of any launch; as another user if the
-  // test runs as root.
+  // Starts a program (the last part of its path) that knows no launch; as another user if the test
+  // runs as root.
   std::unique_ptr<Command> AsAnother(std::vector<std::string> argv) {
     if (open_.empty()) {
-      // Where every user can reach the programs.
+      // A place where every user can reach the programs.
       open_ = absl::StrCat(runtime_, "-open");
       EXPECT_TRUE(MakeDirectories(open_).ok());
       EXPECT_EQ(chmod(open_.c_str(), 0755), 0);
@@ -99,7 +99,7 @@ class AccessTest : public ClusterFixture {
     args.insert(args.begin(), Runfile("coordinator/cmd/muster-coordinator"));
     return Run(std::move(args));
   }
-  // A certificate that the test makes: nothing that expires is kept in the tree.
+  // Makes a certificate for the test: nothing that expires is kept in the tree.
   void MakeCertificate() {
     const auto made = testing_support::RunCommand(absl::StrCat(
         "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj "
@@ -126,7 +126,8 @@ TEST_F(AccessTest, OneLaunch_IsFoundWithoutAnAddress) {
   const auto status = Muster({"status", "--json"});
   EXPECT_EQ(status->Wait(), 0) << status->err_text();
   EXPECT_THAT(status->out_text(), HasSubstr(absl::StrCat("unix:", runtime_, "/")));
-  // All commands find it: these reach its coordinator, which knows the job by its workers only.
+  // All of these commands find it: they reach its coordinator, which knows the job by its workers
+  // only.
   for (const std::vector<std::string>& args :
        {std::vector<std::string>{"trigger", "digits", "stop"},
         {"barrier", "digits"},
@@ -161,7 +162,7 @@ TEST_F(AccessTest, TwoLaunches_AreListedAndOneIsChosenByItsJobOrItsAddress) {
     const auto by_job = Muster({"status", job});
     EXPECT_EQ(by_job->Wait(), 3);
     EXPECT_THAT(by_job->err_text(), HasSubstr(absl::StrCat("the coordinator at ", address)));
-    // Also the one with a token: its file lies where the same user finds it.
+    // The address finds the launch with a token too: its file lies where the same user finds it.
     const auto by_address = Muster({"status", "--coordinator", address});
     EXPECT_EQ(by_address->Wait(), 0) << by_address->err_text();
   }
@@ -196,12 +197,12 @@ TEST_F(AccessTest, KilledLaunch_IsNotListedAndItsFilesGoWithTheNextOne) {
   Stop(*next);
 }
 
-// On the same machine, but neither this user nor in possession of a token.
+// The caller is on the same machine, but is neither this user nor in possession of a token.
 TEST_F(AccessTest, AnotherUser_CanNeitherListNorJoinNorStopALaunch) {
   const auto quiet = Job("quiet");
   const auto tcp = Job("tcp", {"--coordinator", "127.0.0.1:0"});
   const std::string socket = AddressOf("quiet"), port = AddressOf("tcp");
-  // Without a token, on the port: refused by name, also as the same user.
+  // Without a token, callers on the port are refused by name, also as the same user.
   const struct {
     std::vector<std::string> args;
   } kRefused[] = {
@@ -240,12 +241,12 @@ TEST_F(AccessTest, AnotherUser_CanNeitherListNorJoinNorStopALaunch) {
     EXPECT_EQ(thief->Wait(), 8) << thief->err_text();
     EXPECT_THAT(thief->err_text(), HasSubstr("cannot open"));
   }
-  // Both run as if nothing had been.
+  // Both run as if nothing had happened.
   Stop(*quiet);
   Stop(*tcp);
 }
 
-// As the system does at logout.
+// The system removes the folder at logout.
 TEST_F(AccessTest, RuntimeFolderRemoved_JobGoesOnToItsEnd) {
   const auto launch =
       Launch({"--cpu"}, absl::StrCat("echo up; while test -e ", runtime_, "; do :; done; exit 0"));
@@ -333,7 +334,7 @@ TEST_F(AccessTest, CoordinatorOnASocket_NeedsNothingElse) {
   const auto agent = Agent("j", 1, 2, {"/bin/sh", "-c", "echo $MASTER_ADDR"});
   EXPECT_EQ(agent->Wait(), 0) << agent->err_text();
   EXPECT_THAT(agent->out(), ElementsAre("[0]: 127.0.0.1", "[1]: 127.0.0.1"));
-  // Nobody else reaches the folder.
+  // No other user reaches the folder.
   const std::vector<std::string> as_other = {"muster", "list", "--coordinator", address};
   const auto outsider = AsAnother(as_other);
   if (geteuid() == 0) {
@@ -445,7 +446,7 @@ TEST_F(AccessTest, AgentsWithoutAJobName_AreJobsOfTheirOwn) {
   const auto second = bare("echo job $MUSTER_JOB");
   EXPECT_EQ(second->Wait(), 0) << second->err_text();
   EXPECT_NE(second->WaitForLine("job "), job);
-  // The first one has not noticed.
+  // The first launch has not noticed.
   Stop(*first);
   const auto two = Run({Runfile("agent/cmd/muster-agent"), "--coordinator", address_,
                         "--num_machines", "2", "--", "/bin/true"});

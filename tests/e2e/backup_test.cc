@@ -1,5 +1,5 @@
-// A backup of a coordinator while it has load, the loss of what came after it, and the way back: no
-// term and no revision that anybody has seen comes again.
+// A backup of a coordinator under load, the loss of what came after the backup, and the way back:
+// no term and no revision that a client has seen comes again.
 #include <sys/stat.h>
 
 #include <atomic>
@@ -26,7 +26,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-// What a client of the coordinator has seen.
+// The state that a client of the coordinator has seen.
 struct Seen {
   uint64_t term = 0;
   uint64_t revision = 0;
@@ -53,7 +53,7 @@ class BackupTest : public ClusterFixture {
     ASSERT_TRUE(status.ok()) << status;
   }
 
-  // One transaction; the last result is a read of the key.
+  // Runs one transaction; its last result is a read of the key.
   Seen Run(v1::TxnRequest request) {
     request.mutable_fence()->set_job_id("j");
     request.add_then()->mutable_get()->set_key("k");
@@ -80,7 +80,7 @@ class BackupTest : public ClusterFixture {
     return Run(std::move(request));
   }
   Seen Look() { return Run({}); }
-  // Whether the key still has the version that a client has seen.
+  // Returns whether the key still has the version that a client has seen.
   bool HasVersion(uint64_t version) {
     v1::TxnRequest request;
     request.mutable_fence()->set_job_id("j");
@@ -145,7 +145,7 @@ TEST_F(BackupTest, TakenUnderLoadAndRestoredInPlace_NothingSeenComesAgain) {
   EXPECT_EQ(again->Wait(), kExitConflict);
   EXPECT_THAT(again->err_text(), HasSubstr("a backup does not replace files"));
 
-  // It goes on, and dies.
+  // The coordinator continues, and dies.
   Add();
   const Seen lost = Add();
   coordinator->Signal(SIGKILL);

@@ -40,8 +40,8 @@ struct Broken {
   }
 };
 
-// What cannot be saved to or loaded, each an error of the call; `step` trains between them. Rank R
-// prints "rank R CASE: ERROR".
+// Tries what cannot be saved to or loaded, each an error of the call; `step` trains between them.
+// Rank R prints "rank R CASE: ERROR".
 absl::Status TryCheckpoints(Accelerator& a, const std::function<void()>& step) {
   namespace fs = std::filesystem;
   const fs::path folder = std::getenv("BAD_INPUT_DIR");
@@ -73,7 +73,7 @@ absl::Status TryCheckpoints(Accelerator& a, const std::function<void()>& step) {
   tell("loads a file", a.load_state(file));
   tell("loads a newer one", a.load_state(newer));
   tell("loads a part", a.load_state(lacking));
-  // As if nothing had happened.
+  // Saves as if nothing had happened.
   if (absl::Status s = a.save_state(whole); !s.ok()) return s;
   tell("loads what is whole", a.load_state(whole));
   return absl::OkStatus();
@@ -114,7 +114,7 @@ absl::Status Train(Accelerator& a, const std::string& name) {
     if (name == "skips" && here) continue;  // the others have one exchange of gradients more
     if (name == "shapes" && i == 3) a.gather(at::ones({2 + a.process_index()}));
     if (name == "objects" && i == 3) {
-      // Some call one collective, others another.
+      // Some ranks call one collective, others another.
       if (a.is_main_process()) {
         a.gather_object(std::string("x"));
       } else {
@@ -130,7 +130,7 @@ absl::Status Train(Accelerator& a, const std::string& name) {
   return absl::OkStatus();
 }
 
-// Gives out no piece of a gathered unit's size once it is full.
+// Allocates no piece of a gathered unit's size once it is full.
 class FullMemory : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {

@@ -27,7 +27,7 @@ using testing_support::RunCommand;
 struct Outcome {
   int exit_code;
   std::string output;
-  // What the ranks' last words are.
+  // The ranks' last words.
   std::string rank[2];
 };
 
@@ -45,7 +45,7 @@ Outcome RunCase(const std::string& name) {
   return outcome;
 }
 
-// The same mistake everywhere: both ranks say it.
+// The mistake is the same everywhere: both ranks report it.
 class Everywhere : public testing::TestWithParam<std::vector<std::string>> {};
 
 TEST_P(Everywhere, EveryRankSaysWhatIsWrong) {
@@ -79,7 +79,7 @@ TEST_P(OneRank, SaysWhatAndTheOtherLearnsWho) {
   EXPECT_NE(outcome.exit_code, 0) << outcome.output;
   EXPECT_THAT(outcome.rank[1], HasSubstr(GetParam()[1])) << outcome.output;
   EXPECT_THAT(outcome.output, HasSubstr("muster launch: rank 1 (pid"));
-  // Unless it was stopped before it noticed.
+  // Empty if the rank was stopped before it noticed.
   if (!outcome.rank[0].empty()) {
     EXPECT_THAT(outcome.rank[0], HasSubstr("lost another process")) << outcome.output;
     EXPECT_THAT(outcome.rank[0], HasSubstr("rank 1")) << outcome.output;
@@ -92,7 +92,7 @@ INSTANTIATE_TEST_SUITE_P(
                     std::vector<std::string>{"thread", "cannot decode image 13"}),
     [](const auto& info) { return info.param[0]; });
 
-// Every process gets the same error, and trains on.
+// Every process gets the same error, and continues to train.
 TEST(BadInput, WhatCannotBeSavedToOrLoaded_IsAnErrorOnEveryRank_AndTrainingGoesOn) {
   const std::string folder = testing_support::MakeTestDir("checkpoints");
   const auto run = RunCommand(absl::StrCat(
@@ -115,7 +115,7 @@ TEST(BadInput, WhatCannotBeSavedToOrLoaded_IsAnErrorOnEveryRank_AndTrainingGoesO
   }
 }
 
-// Three survivors need not repeat what the launcher says.
+// Three survivors need not repeat what the launcher reports.
 TEST(BadInput, OneRankOfFourFails_IsToldOnce) {
   for (const char* name : {"exception", "exit"}) {
     const auto run = RunCommand(absl::StrCat(
@@ -153,7 +153,7 @@ struct Killed {
   std::string where;
 };
 
-// The launch's end, with what each rank has written.
+// The end of a launch, with what each rank has written.
 struct LostPeer {
   testing_support::CommandResult run;
   std::vector<std::string> errors;

@@ -39,7 +39,8 @@ TEST_F(AcceleratorBarrierTest, RankThatNeverComes_IsNamedWithAllThatIsKnownOfIt)
       {"launch", "--cpu", "--num_processes", "2", "--", Runfile("tests/e2e/absent_rank"), "stuck"});
   EXPECT_NE(run->Wait(), 0);
   const std::string text = run->err_text();
-  // Reported at the soft deadline once in the launcher's log, then at the deadline to every waiter.
+  // The barrier is reported at the soft deadline once in the launcher's log, then at the deadline
+  // to every waiter.
   int soft = 0;
   for (const std::string& line : run->err()) {
     if (absl::StrContains(line, "barrier \"saved\" counter 0 has waited 4") &&
@@ -97,10 +98,10 @@ TEST_F(AcceleratorBarrierTest, RanksInDifferentBarriers_AreToldSoAtOnce) {
                                      HasSubstr("absent_rank.cc:"), Not(HasSubstr("timed out"))));
 }
 
-// The embedded coordinator learns of it too and logs nothing.
+// The embedded coordinator learns of it too, and logs nothing.
 class ToldOnceTest : public LaunchFixture {
  protected:
-  // Two workers that have joined and wait; the pid of the second.
+  // Starts two workers that have joined and wait; returns the pid of the second.
   int Start() {
     launch_ =
         Launch({"--num_processes", "2", "--cpu"},
@@ -146,7 +147,7 @@ class BarrierTest : public ClusterFixture {
   void ExpectSuccess() {
     for (const auto& node : nodes_) EXPECT_EQ(node->Wait(), 0) << node->err_text();
   }
-  // What follows "[rank]: `prefix`" in the lines of each rank, in order.
+  // Returns what follows "[rank]: `prefix`" in the lines of each rank, in order.
   std::map<int, std::vector<std::string>> Said(absl::string_view prefix) const {
     std::map<int, std::vector<std::string>> said;
     for (const auto& node : nodes_) {
@@ -165,7 +166,8 @@ class BarrierTest : public ClusterFixture {
     for (const auto& node : nodes_) absl::StrAppend(&text, node->out_text(), node->err_text());
     return text;
   }
-  // That all of `ranks` said one and the same line that begins with `prefix`; returns its rest.
+  // Expects that all of `ranks` said one and the same line that begins with `prefix`; returns its
+  // rest.
   std::string ExpectSame(absl::string_view prefix, const std::set<int>& ranks) {
     const auto said = Said(prefix);
     std::set<std::string> lines;
@@ -258,7 +260,7 @@ TEST_F(BarrierTest, OneRankHangs_EveryWaiterOnBothNodesGetsTheSameBytes) {
   EXPECT_LT(culprit.heartbeat_age().seconds(), 60);
   EXPECT_THAT(culprit.native_stack(), HasSubstr("ReadShardForever()"));
 
-  // And the operator sees it too.
+  // The operator sees it too.
   const auto shown = Muster({"barrier", "j", "saved", "--coordinator", address_});
   EXPECT_EQ(shown->Wait(), 0) << shown->err_text();
   EXPECT_THAT(shown->out_text(), AllOf(HasSubstr(report.message()), HasSubstr("rank 4 is at"),
@@ -402,8 +404,8 @@ TEST_F(BarrierTest, Remove_OfAJob_OnlyWhenItIsOver) {
   EXPECT_EQ(remove().first, 3);
 }
 
-// Workers without an agent, which would end the job with the first of them: the test says what one
-// would.
+// Workers without an agent, which would end the job with the first of them: the test does what an
+// agent would.
 class WorkersTest : public BarrierTest {
  protected:
   void Start(const std::string& id, int rank, const std::string& what, bool spare = false) {

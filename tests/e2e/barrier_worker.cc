@@ -1,5 +1,5 @@
 // A worker of barrier_test: talks to the coordinator as a training program does, without tensors.
-// Its first argument says what the job does; each rank says what came of it.
+// Its first argument says what the job does; each rank prints the result.
 #include <grpcpp/client_context.h>
 #include <unistd.h>
 
@@ -59,7 +59,7 @@ struct Worker {
     while (Describe(name, counter).arrived() < count) {
     }
   }
-  // The answer to this rank, and its report.
+  // Prints the answer to this rank, and its report.
   void Tell(const std::string& name, const absl::Status& status) const {
     if (status.ok()) return Say("passed");
     const auto detail = rpc::GetDetail(status);
@@ -109,7 +109,7 @@ void OtherLine(Worker& w) {
 void OtherCounter(Worker& w) {
   if (w.seat.rank != 0) return w.Tell("saved", w.client->Barrier("saved", kLong).status());
   w.AwaitArrivals("saved", 0, w.seat.world_size - 1);
-  // A rank that skipped an instance.
+  // Acts as a rank that skipped an instance.
   v1::ArriveRequest request;
   request.mutable_fence()->set_job_id(w.job);
   request.mutable_fence()->set_worker_id(Variable("MUSTER_WORKER_ID"));
@@ -133,7 +133,7 @@ void Subset(Worker& w) {
     Check(passed.status());
     Say(absl::StrCat("pair ", absl::StrJoin(passed->payloads, ", ")));
     Check(w.client->Set("paired", "yes"));
-    // Or the barrier may have passed before the outsider comes.
+    // Otherwise the barrier might have passed before the outsider comes.
     if (w.seat.rank == 2) Check(w.client->Wait({"outsider"}, kLong).status());
     w.Tell("other", w.client->Barrier("other", kLong, call).status());
   } else {
@@ -163,7 +163,7 @@ void Slow(Worker& w) {
   }
   Say("stepped");
   const absl::Status status = w.client->Wait({"shown"}, kLong).status();
-  // As the library does: this may come before the agent ends the process.
+  // The library does the same: this may come before the agent ends the process.
   if (AgentTells(status, ProcessVariables())) exit(1);
   Check(status);
 }
@@ -181,7 +181,7 @@ void Alive(Worker& w) {
   }
 }
 
-// Training that goes on from a checkpoint, until it is stopped.
+// Trains from a checkpoint, until it is stopped.
 void Recover(Worker& w) {
   w.board->SetRestored();
   Check(w.client->Barrier("step", kLong).status());

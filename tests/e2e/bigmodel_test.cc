@@ -36,7 +36,7 @@ TEST_F(BigModelTest, ModelFourTimesTheMemory_ComputesTheSameBits_InThePlannedMem
   ASSERT_EQ(Worker("--make " + file_).exit_code, 0);
   const CommandResult empty = Worker("");
   ASSERT_EQ(empty.exit_code, 0) << empty.output;
-  // What the process has without a model, and 400 MiB; some of them for activations and threads.
+  // What the process takes without a model, and 400 MiB, some of them for activations and threads.
   const int64_t limit =
       Json::parse(empty.last_line()).at("data_before").get<int64_t>() + 400 * kMiB;
   const std::string run = "--run " + file_;
@@ -54,7 +54,7 @@ TEST_F(BigModelTest, ModelFourTimesTheMemory_ComputesTheSameBits_InThePlannedMem
   EXPECT_LE(peak, 1.1 * planned);
   EXPECT_EQ(result.at("overflow"), 0);
 
-  // Without limits: all in memory, and all on the disk.
+  // Without limits, all is in memory, or all on the disk.
   for (const char* const map : {"cpu", "disk"}) {
     const CommandResult other = Worker(run + " --map " + map);
     ASSERT_EQ(other.exit_code, 0) << other.output;
@@ -62,7 +62,7 @@ TEST_F(BigModelTest, ModelFourTimesTheMemory_ComputesTheSameBits_InThePlannedMem
   }
 }
 
-// Also where the type changes on the way: never a second copy of the model.
+// There is never a second copy of the model, even if the type changes on the way.
 TEST_F(BigModelTest, ModelThatIsLoadedWhole_TakesItsOwnSizeAndOneTensor) {
   const std::string size = " --width 1024 --blocks 8";
   ASSERT_EQ(Worker("--make " + file_ + size).exit_code, 0);

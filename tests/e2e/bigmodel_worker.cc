@@ -21,7 +21,7 @@ namespace {
 
 using muster::TextNet;
 
-// A field of /proc/self/status, in bytes.
+// Returns a field of /proc/self/status, in bytes.
 int64_t MemoryOf(const std::string& field) {
   std::ifstream file("/proc/self/status");
   for (std::string word; file >> word;) {
@@ -35,7 +35,7 @@ TextNet EmptyNet(int64_t width, int64_t blocks) {
   return muster::init_empty_weights([&] { return TextNet(1000, width, blocks); });
 }
 
-// Every tensor begins with random numbers, and goes on with zeros that take no room on the disk.
+// Every tensor begins with random numbers, and continues with zeros that take no room on the disk.
 int Make(const std::string& path, int64_t width, int64_t blocks) {
   std::vector<muster::SafetensorsEntry> entries;
   for (const auto& item : EmptyNet(width, blocks)->named_parameters()) {
@@ -63,7 +63,7 @@ int Make(const std::string& path, int64_t width, int64_t blocks) {
   return good && close(file) == 0 ? 0 : 1;
 }
 
-// Equal bits have equal digests.
+// Returns a digest; equal bits have equal digests.
 std::string DigestOf(const at::Tensor& tensor) {
   const at::Tensor bytes = tensor.contiguous();
   const auto* const data = static_cast<const unsigned char*>(bytes.const_data_ptr());
@@ -76,7 +76,7 @@ int Run(const std::string& path, const std::string& max_memory, const std::strin
         bool is_half, int64_t width, int64_t blocks) {
   const at::NoGradGuard no_grad;
   const at::Tensor ids = at::arange(8).view({1, 8});
-  // What libraries take for themselves the first time.
+  // Makes libraries take beforehand what they take at their first use.
   TextNet(1000, 64, 1)->forward(ids);
   const int64_t before = MemoryOf("VmRSS"), data = MemoryOf("VmData");
   nlohmann::ordered_json line = {{"data_before", data}};

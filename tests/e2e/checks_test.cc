@@ -1,4 +1,4 @@
-// What `muster test` runs, for real and on several numbers of processes.
+// Runs what `muster test` runs, for real and on several numbers of processes.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -18,7 +18,7 @@ TEST_P(Checks, AllPass) {
   EXPECT_NE(run.output.find("Test is a success!"), std::string::npos) << run.output;
 }
 
-// 17: no process has more than one sample of a batch.
+// With 17, no process has more than one sample of a batch.
 INSTANTIATE_TEST_SUITE_P(Processes, Checks, testing::Values(1, 2, 3, 17));
 
 }  // namespace

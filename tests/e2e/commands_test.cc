@@ -91,7 +91,7 @@ TEST_F(CommandsTest, Help_OfLaunch_ShowsTheDefaults) {
     if (absl::StartsWith(line, "Accelerate's flags")) break;
     if (!absl::StartsWith(line, "  --")) continue;
     ++settings;
-    // What has no default is empty, or said to be worked out.
+    // An option without a default is empty, or said to be worked out.
     for (const char* name : {"--gpu_ids", "--log_dir", "--tls_", "--token_file", "--checkpoint_key",
                              "--env", "--coordinator", "--dry_run"}) {
       if (absl::StartsWith(line, absl::StrCat("  ", name))) --settings;

@@ -42,7 +42,7 @@ class ConfigOnATerminal : public ::testing::Test {
     }
   }
 
-  // `muster config` on a terminal of this kind.
+  // Starts `muster config` on a terminal of this kind.
   void Start(const std::string& kind = "xterm") { Run({Muster(), "config"}, kind); }
   void Run(std::vector<std::string> args, const std::string& kind) {
     std::vector<std::string> env = {absl::StrCat("HOME=", folder_.path()),
@@ -81,7 +81,7 @@ class ConfigOnATerminal : public ::testing::Test {
     See(question);
     Press(bytes + "\r");
   }
-  // The exit code; -N: signal N.
+  // Returns the exit code; -N: signal N.
   int Wait() {
     int status = 0;
     EXPECT_EQ(waitpid(pid_, &status, 0), pid_);
@@ -169,7 +169,7 @@ TEST_F(ConfigOnATerminal, Signals_LeaveNothingAndPutTheTerminalBack) {
   EXPECT_FALSE(PathExists(folder_.Path(".config")));
 }
 
-// In a shell, because a process without one cannot be stopped so.
+// Runs in a shell, because a process without one cannot be stopped so.
 TEST_F(ConfigOnATerminal, CtrlZ_StopsItUntilTheShellContinuesIt) {
   Run({"/bin/bash", "--norc", "--noprofile", "-i"}, "xterm");
   Press(absl::StrCat(Muster(), " config\n"));

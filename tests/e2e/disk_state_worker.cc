@@ -1,9 +1,9 @@
 // Trains a model whose state is 480 MiB and offloaded to the disk, saves it, and loads it again:
-//   disk_state_worker STRATEGY FOLDER [beside]
-// STRATEGY: zero3 offloads parameters, too; none the states of the optimizer alone. beside: saves
-// beside training, twice in a row. Prints a line
-// of JSON: the most memory, in MiB, that was held in training, by the save and by the load, and how
-// far the loaded weights are from those that were saved.
+// disk_state_worker STRATEGY FOLDER [beside]
+// STRATEGY: zero3 offloads parameters, too; none offloads only the states of the optimizer. beside:
+// saves beside training, twice in a row. Prints a line of JSON: the most memory, in MiB, that was
+// held in training, by the save and by the load, and how far the loaded weights are from those that
+// were saved.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -27,7 +27,7 @@ namespace {
 constexpr int64_t kWidth = 1024, kLayers = 40;  // 4 MiB each
 constexpr int64_t kRows = 8;
 
-// Memory that the kernel cannot take back: of no file, or shared with other processes.
+// Returns the memory that the kernel cannot take back: of no file, or shared with other processes.
 int64_t HeldMiB() {
   std::ifstream status("/proc/self/status");
   int64_t kib = 0;
@@ -41,7 +41,7 @@ int64_t HeldMiB() {
   return kib >> 10;
 }
 
-// The most that is held while `work` runs: looked at all the time.
+// Returns the most memory that is held while `work` runs, measured all the time.
 template <typename Work>
 int64_t MostHeld(const Work& work) {
   std::atomic<bool> done = false;

@@ -23,10 +23,11 @@ struct Program {
 class Examples : public testing::TestWithParam<Program> {
  protected:
   static std::string Path() { return std::string("examples/loops/") + GetParam().name; }
-  // A folder of its own for each run, for programs that save.
+  // Runs a command in a folder of its own, for programs that save.
   static CommandResult Run(const std::string& command) {
     const std::string directory = MakeTestDir(std::string("run_") + GetParam().name);
-    // One thread: the same sums on machines of any number of cores, alone and under launch.
+    // Runs with one thread: the same sums on machines of any number of cores, alone and under
+    // launch.
     return RunCommand("OMP_NUM_THREADS=1 MUSTER_CPU=1 MUSTER_PROJECT_DIR=" + directory + " " +
                       command + " 2>&1");
   }
@@ -34,7 +35,7 @@ class Examples : public testing::TestWithParam<Program> {
     return Run("client/cli/muster launch --cpu --num_processes " + std::to_string(processes) +
                " -- " + Path());
   }
-  // The number in the line "MEASURE NUMBER, the same weights on N process(es)".
+  // Returns the number in the line "MEASURE NUMBER, the same weights on N process(es)".
   static double Result(const CommandResult& run) {
     const size_t comma = run.output.find(", the same weights on ");
     if (comma == std::string::npos) return -1;

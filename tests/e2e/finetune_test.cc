@@ -29,7 +29,7 @@ class FinetuneTest : public LaunchFixture {
     ASSERT_TRUE(WriteFileAtomically(Temp("text"), text).ok());
   }
 
-  // Losses of the reports, first to last.
+  // Returns the losses of the reports, first to last.
   std::vector<double> Finetune(const std::vector<std::string>& args) {
     std::vector<std::string> command = {"launch",
                                         "--cpu",
@@ -83,7 +83,7 @@ TEST_F(FinetuneTest, AllWeightsSharded_LearnAndLoadAgain) {
   EXPECT_TRUE(PathExists(Temp("tuned/tokenizer.model")));
 }
 
-// Each process has read its parts of the weights alone.
+// Each process has read only its parts of the weights.
 TEST_F(FinetuneTest, ShardedRun_EndsAtTheWeightsOfAnUndividedOne) {
   Finetune({"--steps", "4"});
   auto whole = load_causal_lm(Temp("tuned"));
@@ -122,7 +122,7 @@ TEST_F(FinetuneTest, AdaptersOfAShardedModel_RefuseFilesOfAnotherModel) {
   auto text = ReadFile(Temp("model/config.json"));
   ASSERT_TRUE(text.ok()) << text.status();
   auto config = nlohmann::json::parse(*text);
-  // The files have one block more.
+  // The files have one block more than the config.
   config["num_hidden_layers"] = config["num_hidden_layers"].get<int>() - 1;
   ASSERT_TRUE(WriteFileAtomically(Temp("model/config.json"), config.dump()).ok());
   auto run = Muster({"launch",     "--cpu",        "--num_processes",
@@ -149,15 +149,15 @@ TEST_F(FinetuneTest, Adapters_LearnAndLoadIntoTheBaseModel) {
   EXPECT_FALSE(at::allclose(Logits(*base), before));
 }
 
-// What transformers, or PEFT on top of it, computes with a folder that Muster wrote. Empty: there
-// is no Python that has them.
+// Computes with a folder that Muster wrote, in transformers or in PEFT on top of it, if is_there():
+// no Python may have them.
 class PythonReader {
  public:
   explicit PythonReader(const std::string& modules)
       : python_(testing_support::PythonWith(modules)) {}
   bool is_there() const { return !python_.empty(); }
 
-  // Logits of `ids` by the model that `load` makes as `model`, after `import torch`.
+  // Returns the logits of `ids` by the model that `load` makes as `model`, after `import torch`.
   at::Tensor Logits(const std::string& load, const std::string& work) const {
     const std::string script =
         absl::StrCat("import json, torch\n", load,
@@ -205,7 +205,7 @@ TEST_F(FinetuneTest, AdaptersThatWereWritten_AreTheSameInPeft) {
   const at::Tensor base = Logits(*tuned);
   ASSERT_TRUE(models::LoadLora(**tuned, Temp("tuned")).ok());
   const at::Tensor ours = Logits(*tuned);
-  // A name that PEFT does not find is a warning there, and the adapter stays as it was made.
+  // A name that PEFT does not find is only a warning there, and the adapter stays as it was made.
   const at::Tensor theirs = python.Logits(
       absl::StrCat("import warnings\nwarnings.filterwarnings('error', message='Found missing')\n"
                    "from transformers import AutoModelForCausalLM\nfrom peft import PeftModel\n"
@@ -218,7 +218,7 @@ TEST_F(FinetuneTest, AdaptersThatWereWritten_AreTheSameInPeft) {
   EXPECT_TRUE(at::allclose(ours, theirs, 1e-4, 1e-4));
 }
 
-// Of 20 steps, those after the tenth are done again.
+// The steps after the tenth of 20 are repeated.
 TEST_F(FinetuneTest, RunThatStopped_GoesOnToTheSameModel) {
   const std::vector<std::string> args = {
       "--steps",          "20",           "--sharding",         "zero3",

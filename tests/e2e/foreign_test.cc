@@ -1,6 +1,6 @@
 // Programs that know nothing of Muster, under `muster launch` and `muster submit`: plain Python
-// always, PyTorch and Accelerate where a Python has them. MUSTER_TEST_TORCH_PYTHON names that
-// Python; without it python3 is tried.
+// always, PyTorch and Accelerate if a Python has them. MUSTER_TEST_TORCH_PYTHON names that Python;
+// without it python3 is tried.
 #include <sys/wait.h>
 
 #include <memory>
@@ -34,7 +34,7 @@ class ForeignTest : public ClusterFixture {
     ddp_ = Runfile("tests/e2e/python_ddp.py");
   }
 
-  // What `muster COMMAND...` prints, once it succeeds with a text that `is_it`.
+  // Returns what `muster COMMAND...` prints, once it succeeds with a text that `is_it`.
   template <typename IsIt>
   std::string RunUntil(const std::vector<std::string>& args, const IsIt& is_it) {
     std::string text;
@@ -52,7 +52,7 @@ class ForeignTest : public ClusterFixture {
     return command->out_text();
   }
 
-  // A coordinator and one node that runs submitted jobs.
+  // Starts a coordinator and one node that runs submitted jobs.
   void StartCluster() {
     coordinator_ = StartCoordinator();
     node_ = std::make_unique<Command>(
@@ -108,7 +108,7 @@ TEST_F(ForeignTest, Launch_EnvironmentStacksRestartsAndLogs) {
   const std::unique_ptr<Command> launch =
       Muster({"launch", "--num_processes", "2", "--cpu", "--max_restarts", "1", "--job_name",
               "night", "--log_dir", Temp("logs"), "--tee", "--", kPython, program_, temp_});
-  // Both at the same line or in the check for the file, and in the same functions.
+  // Both stand at the same line or in the check for the file, and in the same functions.
   const std::string stacks = RunUntil({"stacks", "night"}, HasBothStanding);
   EXPECT_THAT(stacks, AllOf(HasSubstr("Python 3."), HasSubstr("py#0 "), HasSubstr(" main ("),
                             HasSubstr(" <module> ("), HasSubstr("python_program.py:"),
@@ -119,7 +119,7 @@ TEST_F(ForeignTest, Launch_EnvironmentStacksRestartsAndLogs) {
   EXPECT_THAT(launch->out_text(), HasSubstr("rank 0 of 2, attempt 0, 0 2 127.0.0.1 1 true"));
   EXPECT_THAT(launch->out_text(), HasSubstr("rank 1 of 2, attempt 1, 1 2 127.0.0.1 1 true"));
   EXPECT_THAT(launch->out_text(), HasSubstr("rank 1 is done"));
-  // The diagnosis names who was killed, and what it said last.
+  // The diagnosis names the process that was killed, and its last words.
   EXPECT_THAT(launch->err_text(),
               AllOf(HasSubstr("rank 1 (pid "), HasSubstr("was killed by signal 9 (SIGKILL)"),
                     HasSubstr("rank 1 ends here")));

@@ -1,4 +1,4 @@
-// `muster generate` on a folder as the Hub has it: as a person and as a script use it.
+// Runs `muster generate` on a folder as on the Hub, as a person and as a script use it.
 #include <cstdio>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -35,14 +35,14 @@ class GenerateTest : public LaunchFixture {
     args.insert(args.begin() + 1, model_);
     return Run(std::move(args));
   }
-  // `muster generate ARGS...`, which finds its program in PATH.
+  // Starts `muster generate ARGS...`, which finds its program in PATH.
   std::unique_ptr<Command> Run(std::vector<std::string> args) {
     env_["PATH"] = std::string(ParentPath(Runfile("muster/muster-generate")));
     args.insert(args.begin(), "generate");
     return Muster(std::move(args));
   }
 
-  // With so many KiB of writable memory for the process.
+  // Starts it with `limit` KiB of writable memory for the process.
   std::unique_ptr<Command> GenerateWithin(const std::string& limit, const std::string& model,
                                           const std::string& args) {
     env_["PATH"] = "/bin:/usr/bin";
@@ -88,7 +88,7 @@ TEST_F(GenerateTest, Json_HasTextsAndFigures) {
   EXPECT_EQ(json["texts"][1]["new_tokens"], 5);
   EXPECT_EQ(json["texts"][1]["stopped_by"], "max_new_tokens");
   EXPECT_GT(json["load_seconds"], 0);
-  // Tokens of beams can still change: none is the first.
+  // Tokens of beams can still change, so there is no first one.
   EXPECT_FALSE(json.contains("first_token_seconds"));
   auto text = Generate({"--prompt", "Hello", "--max_new_tokens", "5", "--num_beams", "2"});
   ASSERT_EQ(text->Wait(), 0);
@@ -121,7 +121,7 @@ TEST_F(GenerateTest, MaxNewTokens_AreThoseOfTheModelsFilesUnlessSet) {
   }
 }
 
-// A config.json without a type, as older ones are, is of the type of its files.
+// A config.json without a type, as older ones are, gets the type of its files.
 TEST_F(GenerateTest, TypeOfTheConfigOrOfTheFiles_Counts) {
   const auto bytes = [&](const char* type) {
     auto run = Generate({"--prompt", "Hello", "--max_new_tokens", "2", "--weights_memory", "1GB",
@@ -161,7 +161,7 @@ TEST_F(GenerateTest, OutputThatCannotBeWritten_IsAnError) {
   }
 }
 
-// Byte 0 of a text is a character of it.
+// Byte 0 of a text is one of its characters.
 TEST_F(GenerateTest, TextWithAZero_IsPrintedWhole) {
   const auto tokenizer = nlohmann::json::parse(ReadFile(model_ + "/tokenizer.json").value_or(""));
   const auto& vocabulary = tokenizer["model"]["vocab"];
@@ -235,7 +235,8 @@ TEST_F(GenerateTest, SeveralDraws_AreShownOneAfterTheOther) {
   EXPECT_EQ(nlohmann::json::parse(run->out_text())["texts"].size(), 3);
 }
 
-// 170 MB of weights where 40 MB are for them: read again and again, and the same text.
+// 170 MB of weights, with room for 40 MB of them: they are read again and again, and the text is
+// the same.
 TEST_F(GenerateTest, ModelLargerThanMemory_RunsFromItsFiles) {
   const std::string large = Temp("large");
   ASSERT_TRUE(WriteHubFolder(large, /*width=*/512, /*layers=*/16).ok());
@@ -250,7 +251,7 @@ TEST_F(GenerateTest, ModelLargerThanMemory_RunsFromItsFiles) {
                   "weights: 0 MiB stay in memory, 16[0-9] MiB come when they are used; at most "
                   "3[0-9] MiB in memory\nplan: keys and values of [0-9]+ tokens 0 MiB, .*\n.*peak "
                   "memory [1-9][0-9]+ MiB\nweights: [1-9][0-9]+ MiB read"));
-  // Where the file is mapped, which no limit of the process's own memory counts.
+  // The file is mapped here, which no limit of the process's own memory counts.
   auto mapped = GenerateWithin("170000", large, hello + "--mmap");
   ASSERT_EQ(mapped->Wait(), 0) << mapped->err_text();
   EXPECT_EQ(mapped->out_text(), whole->out_text());
@@ -264,7 +265,7 @@ TEST_F(GenerateTest, ModelLargerThanMemory_RunsFromItsFiles) {
   EXPECT_GT(of_part["resident"].get<int64_t>(), 50'000'000) << of_part;
   EXPECT_GT(of_part["mapped"].get<int64_t>(), 50'000'000) << of_part;
   EXPECT_EQ(of_part["mapped"], of_part["offloaded"]);
-  // A part of them in memory all the time.
+  // A part of the weights stays in memory.
   auto divided = GenerateWithin("260000", large, hello + "--max_memory cpu=100MB");
   ASSERT_EQ(divided->Wait(), 0) << divided->err_text();
   EXPECT_EQ(divided->out_text(), whole->out_text());
@@ -283,13 +284,14 @@ TEST_F(GenerateTest, ModelLargerThanMemory_RunsFromItsFiles) {
   EXPECT_THAT(too_large->err(),
               ElementsAre(AllOf(HasSubstr(" needs "), HasSubstr(" bytes of memory"),
                                 HasSubstr("--max_memory cpu=SIZE leaves the rest"))));
-  // Of one that is there, something else is said.
+  // If --max_memory is given, the message differs.
   auto too_much = GenerateWithin("170000", large, hello + "--quiet --max_memory cpu=160MB");
   EXPECT_NE(too_much->Wait(), 0);
   EXPECT_THAT(too_much->err(), ElementsAre(HasSubstr("a smaller --max_memory cpu=SIZE")));
 }
 
-// The plan has the keys and values and the activations of a prompt, and is what the process takes.
+// The plan includes the keys and values and the activations of a prompt, and the process takes as
+// much.
 TEST_F(GenerateTest, PromptOfAModelLargerThanMemory_TakesWhatWasPlanned) {
   const std::string large = Temp("large");
   ASSERT_TRUE(WriteHubFolder(large, /*width=*/1024, /*layers=*/12, /*max_positions=*/600).ok());
@@ -317,7 +319,7 @@ TEST_F(GenerateTest, PromptOfAModelLargerThanMemory_TakesWhatWasPlanned) {
   expect_planned(128, "");
   expect_planned(500, "");
   expect_planned(500, " --prefill_chunk_size 64");
-  // Adapters stay beside weights in files: 53 MB of them, in all layers.
+  // Adapters stay in memory beside weights in files: 53 MB of them, in all layers.
   {
     auto model = load_causal_lm(large);
     ASSERT_TRUE(model.ok()) << model.status();
@@ -330,7 +332,8 @@ TEST_F(GenerateTest, PromptOfAModelLargerThanMemory_TakesWhatWasPlanned) {
   expect_planned(128, absl::StrCat(" --lora ", Temp("adapters")));
 }
 
-// What options alone tell is said before the weights are read, which takes minutes.
+// An error that only depends on options is reported before the weights are read, which takes
+// minutes.
 TEST_F(GenerateTest, OptionsThatDoNotGoTogether_AreRefusedBeforeTheWeightsAreRead) {
   ASSERT_EQ(std::remove((model_ + "/model.safetensors").c_str()), 0);
   const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
@@ -410,7 +413,7 @@ TEST_F(GenerateTest, WhatIsWrong_IsOneLineThatNamesIt) {
   EXPECT_THAT(run->err(), ElementsAre(HasSubstr("nowhere")));
 }
 
-// Whatever runs or plans it.
+// This holds for whatever runs or plans it.
 TEST_F(GenerateTest, DamagedFolder_IsOneLineThatNamesWhatIsWrong) {
   const std::vector<std::vector<std::string>> generating = {
       {"generate", "--model", model_, "--prompt", "a"},
@@ -453,7 +456,7 @@ TEST_F(GenerateTest, DamagedFolder_IsOneLineThatNamesWhatIsWrong) {
       0);
   const std::string lost = "/model-2.safetensors, which does not exist: copy or download it, too";
   for (const auto& args : generating) expect(args, lost);
-  // Sizes are known without it.
+  // Sizes are known without the missing file.
   for (const char* const command : {"plan", "estimate-memory"}) {
     env_["PATH"] = std::string(ParentPath(Runfile("muster/muster-generate")));
     auto run = Muster({command, model_});

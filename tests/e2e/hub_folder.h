@@ -13,7 +13,7 @@
 
 namespace muster {
 
-// A folder as the Hub has it: a Llama with random weights, or with `experts` a Mixtral, and a
+// Writes a folder as on the Hub: a Llama with random weights, or with `experts` a Mixtral, and a
 // recorded tokenizer.
 inline absl::Status WriteHubFolder(const std::string& folder, int64_t width = 32,
                                    int64_t layers = 2, int64_t max_positions = 64,

@@ -26,7 +26,8 @@ class HubTest : public ClusterFixture {
     coordinator_ = StartCoordinator({"--direct_agents", "0"});
     channel_ = *rpc::Connect(address_);
   }
-  // One machine of job "j", with two workers that pass barriers, wait for the key "shown" and meet.
+  // Starts one machine of job "j", with two workers that pass barriers, wait for the key "shown"
+  // and meet.
   void StartNode(int rank, int num_machines) {
     nodes_.push_back(Agent("j", num_machines, 2 * num_machines,
                            {Runfile("tests/e2e/barrier_worker"), "slow"},
@@ -39,7 +40,7 @@ class HubTest : public ClusterFixture {
     v1::Admin::NewStub(channel_)->Status(&context, {}, &reply);
     return reply;
   }
-  // Asks until so many agents are there, and behind a hub.
+  // Waits until there are `agents` agents, `behind` of them behind a hub.
   void WaitForAgents(int agents, int behind) {
     v1::StatusReply reply;
     while (reply.agents() != agents || reply.agents_behind_hubs() != behind) reply = Status();

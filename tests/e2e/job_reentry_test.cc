@@ -1,4 +1,5 @@
-// Survivors of a lost process continue in their own, within an attempt of a submitted job.
+// Survivors of a lost process continue in their own processes, within an attempt of a submitted
+// job.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/stat.h>
@@ -33,7 +34,7 @@ using ::testing::SizeIs;
 
 class JobReentryTest : public JobsFixture {
  protected:
-  // reentry_worker, which trains 2 epochs; see there.
+  // Submits reentry_worker, which trains 2 epochs; see there.
   std::string SubmitTraining(std::vector<std::string> options, const std::string& mode,
                              const std::string& kills) {
     EXPECT_TRUE(MakeDirectories(Temp("run")).ok());
@@ -42,7 +43,7 @@ class JobReentryTest : public JobsFixture {
                                    Runfile("tests/e2e/reentry_worker"), Temp("run"), mode, kills});
     return Run(options);
   }
-  // "PID STEP" of each beginning of training that a rank has printed.
+  // Returns "PID STEP" of each beginning of training that a rank has printed.
   std::vector<std::string> Begins(const std::string& job, int rank, int attempt = 1) {
     std::vector<std::string> begins;
     const std::string log =
@@ -55,14 +56,14 @@ class JobReentryTest : public JobsFixture {
     }
     return begins;
   }
-  // The first one of a rank; 0: it is not known.
+  // Returns the first process of a rank; 0: it is not known.
   int ProcessOf(const std::string& job, int rank) {
     int pid = 0;
     const std::string begin = Begins(job, rank).at(0);
     EXPECT_TRUE(absl::SimpleAtoi(begin.substr(0, begin.find(' ')), &pid)) << begin;
     return pid;
   }
-  // Two processes, of which rank 0 waits at its Gate().
+  // Starts two processes, of which rank 0 waits at its Gate().
   std::string TrainToTheGate() {
     const std::string job =
         SubmitTraining({"--processes", "2", "--max_restarts", "3"}, "elastic", "");
@@ -82,7 +83,7 @@ class JobReentryTest : public JobsFixture {
   Json Incidents(const std::string& job) {
     return Json::parse(Run({"incidents", job, "-o", "json"}))["incidents"];
   }
-  // Rank 0 waits before this step until a byte is written.
+  // Makes rank 0 wait before this step until a byte is written.
   OwnedFd Gate(int step) {
     EXPECT_TRUE(MakeDirectories(Temp("run")).ok());
     const std::string gate = Temp(absl::StrCat("run/gate_", step));
@@ -99,7 +100,7 @@ TEST_F(JobReentryTest, OneOfTwoIsKilled_TheOtherContinues_AndTheIncidentIsKept) 
   const OwnedFd gate = Gate(7);
   const std::string job =
       SubmitTraining({"--processes", "2", "--max_restarts", "3"}, "elastic", "1@6");
-  // A beat tells of the first step, before the end.
+  // A beat reports the first step, before the end.
   WaitForRestarts(job, 1);
   WaitUntil([&] { return Incidents(job)[0]["recovery"]["total_s"].is_number(); });
   ASSERT_EQ(write(gate.get(), ".", 1), 1);
@@ -107,10 +108,10 @@ TEST_F(JobReentryTest, OneOfTwoIsKilled_TheOtherContinues_AndTheIncidentIsKept) 
   ExpectEachSampleOnce(job);
   EXPECT_EQ(Processes(job, 0), 1u);
   EXPECT_EQ(Processes(job, 1), 2u);
-  // From the checkpoint of step 4.
+  // Training continued from the checkpoint of step 4.
   ASSERT_THAT(Begins(job, 0), SizeIs(2));
   EXPECT_THAT(Begins(job, 0)[1], HasSubstr(" 4"));
-  // What its first process has printed is still there, and why there is a second.
+  // The output of its first process is still there, and so is the reason for a second.
   EXPECT_THAT(Run({"logs", job, "--rank", "1"}),
               HasSubstr("was killed by signal 9 (SIGKILL); rank 1 starts again"));
   const Json record = Get(job);
@@ -218,13 +219,13 @@ TEST_F(JobReentryTest, RequestThatCannotBeReadAtFirst_IsReadLater) {
   const std::vector<std::string> attempts = *ListDirectory(Temp("a/attempts"));
   ASSERT_THAT(attempts, SizeIs(1));
   const std::string folder = Temp("a/attempts/" + attempts[0]);
-  // Hides the first one, as an error of the disk would.
+  // Hides the first report, as an error of the disk would.
   ASSERT_TRUE(WriteFileAtomically(folder + "/restart_2.json", "{}").ok());
   const int pid = ProcessOf(job, 1);
   ASSERT_GT(pid, 0);
   ASSERT_EQ(kill(pid, SIGKILL), 0);
   WaitUntil([&] { return PathExists(folder + "/restart_1.json"); });
-  // Its agent has been told of the file before it comes to this.
+  // Its agent has learned of the file before it comes to this.
   Run({"logs", job});
   EXPECT_EQ(Get(job)["restarts"], 0);
   ASSERT_EQ(unlink((folder + "/restart_2.json").c_str()), 0);

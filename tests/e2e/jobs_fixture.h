@@ -17,31 +17,32 @@ class JobsFixture : public ClusterFixture {
  protected:
   void SetUp() override;
 
-  // What a muster command prints, or of one that fails, its errors. It has to end with `code`.
+  // Returns what a muster command prints or, if it fails, its errors. It has to end with `code`.
   std::string Run(std::vector<std::string> args, int code = 0);
-  // As Run, of errors that are one line.
+  // The same as Run, for errors that are one line.
   std::string OneLine(std::vector<std::string> args, int code);
   // Starts the agent of a node with two CPUs. It may not have reached the coordinator yet.
   std::unique_ptr<Command> StartAgent(const std::string& name,
                                       const std::vector<std::string>& options = {});
-  // The same; the coordinator has it.
+  // The same, but waits until the coordinator has it.
   std::unique_ptr<Command> StartNode(const std::string& name,
                                      const std::vector<std::string>& options = {});
   std::string NodeState(const std::string& name);
-  // A job named "job" of a shell script. Returns its id.
+  // Submits a job named "job" of a shell script. Returns its id.
   std::string Submit(std::vector<std::string> options, const std::string& script);
   nlohmann::json Get(const std::string& job);
   static bool HasEnded(const std::string& state);
   std::string StateOf(const std::string& job) { return Get(job)["state"]; }
   void WaitForState(const std::string& job, const std::string& state);
-  // From now on a silent node is lost within the time of a test.
+  // Makes the coordinator lose a silent node within the time of a test, from now on.
   void ShortenNodeLease();
   static void WaitForText(const std::string& path, const std::string& text);
-  // The runners of the attempts that this node has kept, of one job or of all; some may have ended.
+  // Returns the runners of the attempts that this node has kept, of one job or of all; some may
+  // have ended.
   std::vector<pid_t> RunnersOn(const std::string& node, const std::string& job = "");
-  // The runner of the only one of these attempts; 0: there is another number of them.
+  // Returns the runner of the only one of these attempts; 0: there is not exactly one.
   pid_t RunnerOn(const std::string& node, const std::string& job = "");
-  // The process that a rank has written to its file.
+  // Returns the process that a rank has written to its file.
   pid_t PidIn(const std::string& file);
 
   std::unique_ptr<Command> coordinator_;

@@ -38,7 +38,7 @@ using Json = nlohmann::json;
 
 class JobsTest : public JobsFixture {
  protected:
-  // Training with checkpoints in memory, on as many nodes as there are of the two that it needs.
+  // Submits training with checkpoints in memory, on up to two nodes, as many as there are.
   std::string Train(const std::string& name, const std::string& project,
                     std::vector<std::string> options = {"--processes_per_node", "1"}) {
     options.insert(options.end(), {"--processes", "2", "--stop_grace", "1s", "--env",
@@ -47,7 +47,7 @@ class JobsTest : public JobsFixture {
                   absl::StrCat("echo $$ > ", Temp("pid"), "$RANK; exec ",
                                Runfile("tests/e2e/memory_worker"), " ", name, " 20 13 1000"));
   }
-  // In what rank 0 of a job that runs has written.
+  // Waits for words in the output of rank 0 of a running job.
   void WaitForWords(const std::string& job, const std::string& words) {
     WaitForState(job, "RUNNING");
     WaitUntil([&] { return absl::StrContains(Run({"logs", job}), words); });
@@ -73,7 +73,7 @@ class JobsTest : public JobsFixture {
     }
     return children;
   }
-  // Whether this machine lets a test make control groups below its own.
+  // Returns whether this machine lets a test make control groups below its own.
   static bool MayMakeGroups() {
     const absl::StatusOr<agent::OwnGroup> own = agent::FindOwnGroup(
         *ReadFile("/proc/self/cgroup", 1 << 20), *ReadFile("/proc/self/mountinfo", 1 << 20));
@@ -106,7 +106,7 @@ TEST_F(JobsTest, WholeStory_FromSubmissionToTheLogs) {
               ElementsAre("[0]: rank 0 of 4: flag", "[1]: rank 1 of 4: flag",
                           "[2]: rank 2 of 4: flag", "[3]: rank 3 of 4: flag"));
   EXPECT_EQ(Run({"list", "-o", "name"}), "hello-1");
-  // On one node nobody joins anything for a program without Muster's library.
+  // On one node no process joins anything for a program without Muster's library.
   EXPECT_EQ(Run({"submit", "--name", "one", "--wait", "--", "/bin/true"}), "one-2");
   EXPECT_THAT(Run({"status", "one-2"}, 3), HasSubstr("muster describe one-2 shows"));
   for (const char* const command : {"logs", "top", "status", "stacks", "barrier", "remove"}) {
@@ -131,7 +131,7 @@ TEST_F(JobsTest, ElasticJob_ShrinksWithALostNode_GrowsWhenItIsBack_AndIsResized)
   ShortenNodeLease();
   const auto a = StartNode("a");
   auto b = StartNode("b");
-  // The first rank of each attempt says how many there are, and whether it was asked to stop.
+  // The first rank of each attempt prints how many there are, and whether it was asked to stop.
   const std::string job = Submit(
       {"--processes", "1:4", "--grow_after", "1s"},
       absl::StrCat("[ $RANK = 0 ] && echo $WORLD_SIZE >> ", Temp("sizes"),
@@ -242,10 +242,10 @@ TEST_F(JobsTest, ElasticTraining_LosesANodeAndGetsItBack_TrainsEverySampleOnce) 
   ASSERT_EQ(record["attempts"].size(), 3u);
   EXPECT_EQ(record["attempts"][1]["end"]["class"], "RESIZED");
   EXPECT_EQ(record["restarts"], 0);
-  // Attempt 2 went on from a checkpoint of attempt 1, and attempt 3 from the one that attempt 2
+  // Attempt 2 continued from a checkpoint of attempt 1, and attempt 3 from the one that attempt 2
   // made when it was stopped.
   EXPECT_THAT(Run({"logs", job, "--attempt", "2"}), Not(HasSubstr("passing over")));
-  // They are the job's, by its own name, whichever attempt has made them.
+  // They belong to the job, by its own name, whichever attempt has made them.
   const auto checkpoints = [&](std::vector<std::string> args, int code) {
     args.insert(args.begin(), "checkpoints");
     args.insert(args.end(), {"--coordinator", address_});
@@ -258,7 +258,7 @@ TEST_F(JobsTest, ElasticTraining_LosesANodeAndGetsItBack_TrainsEverySampleOnce) 
   const std::string last = absl::StrCat(registered.back()["id"].get<int64_t>());
   EXPECT_THAT(checkpoints({"pin", job, last}, 0), HasSubstr("is pinned"));
   checkpoints({"pin", job, "checkpoint_999"}, 3);
-  // And what another one with this project folder would begin from.
+  // The same holds for where another job with this project folder would begin.
   const Json plan = Json::parse(
       Run({"submit", "--dry_run", "-o", "json", "--env",
            absl::StrCat("MUSTER_PROJECT_DIR=", folder, "/checkpoints"), "--", "x"}))["plan"];
@@ -289,7 +289,7 @@ TEST_F(JobsTest, TrainingThatLosesTheNodeOfRankZero_ContinuesFromItsPeersMemory)
   EXPECT_EQ(WeightsOf(job), weights);
 }
 
-// Also if the node's agent was not there all the time: the runner hands over what it holds.
+// This works even if the node's agent was away for a time: the runner hands over what it holds.
 TEST_F(JobsTest, TrainingThatIsKilled_ContinuesFromTheMemoryOfItsNode) {
   auto a = StartNode("a");
   const std::string job =
@@ -305,7 +305,7 @@ TEST_F(JobsTest, TrainingThatIsKilled_ContinuesFromTheMemoryOfItsNode) {
   EXPECT_FALSE(PathExists(Temp("project/checkpoints/checkpoint_0")));
 }
 
-// And not only when the time is over for which a next attempt may follow.
+// The memory is freed at once, not only when no next attempt may follow any longer.
 TEST_F(JobsTest, TrainingThatIsCancelled_LeavesNothingInMemory) {
   const auto a = StartNode("a");
   const std::string job = Train("wait", Temp("project"), {});
@@ -338,7 +338,7 @@ TEST_F(JobsTest, FailedProgram_IsRestarted_AndItsLastLinesAreKept) {
   for (const char* const known : {"detect_s", "decide_s", "fence_s", "place_s", "rendezvous_s"}) {
     EXPECT_TRUE(recovery[known].is_number()) << known << " in " << recovery;
   }
-  // A foreign program says neither, and nothing has followed the last attempt.
+  // A foreign program reports neither, and nothing has followed the last attempt.
   EXPECT_TRUE(recovery["restore_s"].is_null()) << recovery;
   EXPECT_TRUE(recovery["first_step_s"].is_null()) << recovery;
   EXPECT_TRUE(incidents[1]["recovery"]["place_s"].is_null()) << incidents;
@@ -399,7 +399,7 @@ TEST_F(JobsTest, KilledWorker_HasTheTimeOfEachStageOfItsRecovery_AlsoAfterAResta
     EXPECT_EQ(incidents.size(), 1u) << incidents;
     return incidents[0]["recovery"];
   };
-  // The beat that tells it may still be on its way.
+  // The beat that reports it may still be on its way.
   WaitUntil([&] { return recovery()["first_step_s"].is_number(); });
   const Json before = recovery();
   double sum = 0;
@@ -422,7 +422,7 @@ TEST_F(JobsTest, KilledWorker_HasTheTimeOfEachStageOfItsRecovery_AlsoAfterAResta
 
 TEST_F(JobsTest, ReportThatCannotBeWritten_DoesNotHideHowTheJobEnded) {
   const auto a = StartNode("a");
-  // As a full disk does: the runner's report, next to the work folder, cannot take its name.
+  // Imitates a full disk: the runner's report, next to the work folder, cannot take its name.
   const std::string good = Submit({}, "mkdir ../end.json");
   WaitForState(good, "SUCCEEDED");
   EXPECT_EQ(Get(good)["attempts"].size(), 1u);
@@ -440,7 +440,7 @@ TEST_F(JobsTest, ProgramThatIsNotThere_IsNotRetried) {
   WaitForState(job, "FAILED");
   EXPECT_EQ(Get(job)["attempts"].size(), 1u);
   EXPECT_THAT(Get(job)["why"].get<std::string>(), HasSubstr("/no/such/program"));
-  // And what is no program, and where none can run.
+  // The same holds for a file that is no program, and for a folder in which none can run.
   ASSERT_TRUE(WriteFileAtomically(Temp("plain"), "text").ok());
   const std::string plain = Run({"submit", "--max_restarts", "5", "--", Temp("plain")});
   WaitForState(plain, "FAILED");
@@ -453,7 +453,7 @@ TEST_F(JobsTest, ProgramThatIsNotThere_IsNotRetried) {
   EXPECT_THAT(Get(lost)["why"].get<std::string>(), HasSubstr("/no/such/folder"));
 }
 
-// They are the processes' own: the runner has to start with whatever a job says there.
+// The variables are for the processes only: the runner has to start whatever a job sets.
 TEST_F(JobsTest, VariablesOfTheDynamicLinker_ReachTheProcessesOnly) {
   const auto a = StartNode("a");
   ASSERT_TRUE(MakeDirectories(Temp("lib")).ok());
@@ -468,7 +468,7 @@ TEST_F(JobsTest, VariablesOfTheDynamicLinker_ReachTheProcessesOnly) {
   EXPECT_EQ(Run({"logs", job}), Temp("lib") + ", loud");
 }
 
-// The agent's own is higher, and select() and loops over all descriptors want a low one.
+// The agent's own limit is higher, and select() and loops over all descriptors want a low one.
 TEST_F(JobsTest, LimitOfOpenFiles_IsTheOneThatTheAgentWasStartedWith) {
   Command node(*host_,
                {"/bin/sh", "-c", "ulimit -Sn 500; exec \"$@\"", "sh",
@@ -497,7 +497,6 @@ TEST_F(JobsTest, KilledAgent_LeavesItsProcessesRunning_AndTheNextOneAdoptsThem) 
   EXPECT_EQ(Get(job)["attempts"].size(), 1u);
 }
 
-// Where nothing but its helpers ends what it has left.
 TEST_F(JobsTest, LaunchOfASubmittedJobsName_IsSaidToBeOne) {
   const auto a = StartNode("a");
   const std::string job = Submit({}, "sleep 1000");
@@ -518,6 +517,7 @@ TEST_F(JobsTest, LaunchOfASubmittedJobsName_IsSaidToBeOne) {
   Run({"cancel", job});
 }
 
+// Without control groups, only its helpers end what a runner has left.
 TEST_F(JobsTest, KilledRunner_IsNotOverBeforeItsProcesses) {
   const auto a = StartNode("a", {"--control_groups", "off"});
   const std::string job =
@@ -525,13 +525,13 @@ TEST_F(JobsTest, KilledRunner_IsNotOverBeforeItsProcesses) {
   const pid_t pid = PidIn("pid0");
   const pid_t runner = RunnerOn("a");
   ASSERT_GT(runner, 0);
-  // Nobody cleans up after it for now: the process lives on.
+  // No process cleans up after it for now: the process lives on.
   const std::vector<pid_t> helpers = ChildrenOf(runner);
   ASSERT_FALSE(helpers.empty());
   for (const pid_t helper : helpers) kill(helper, SIGSTOP);
   kill(runner, SIGKILL);
   const std::string queued = Submit({"--processes", "2"}, "true");
-  // What needs the room of the first one waits for as long as its process lives.
+  // A job that needs the room of the first one waits for as long as the process lives.
   EXPECT_EQ(kill(pid, 0), 0);
   EXPECT_EQ(StateOf(queued), "QUEUED");
   EXPECT_EQ(Get(job)["attempts"].size(), 1u);
@@ -541,8 +541,8 @@ TEST_F(JobsTest, KilledRunner_IsNotOverBeforeItsProcesses) {
   Run({"cancel", job});
 }
 
-// A process that has left everything by which it could be found, and that nobody looks after any
-// more.
+// A process has left everything by which it could be found, and no other process looks after it any
+// longer.
 TEST_F(JobsTest, ControlGroup_EndsWhatARunnerHasLeft_AndIsRemoved) {
   auto a = StartNode("a");
   const std::string job = Submit(
@@ -565,7 +565,7 @@ TEST_F(JobsTest, ControlGroup_EndsWhatARunnerHasLeft_AndIsRemoved) {
   }
   EXPECT_THAT(groups, ContainsRegex(absl::StrCat("0::.*/muster-[0-9a-f]+/", job, ".1-.*/rank_0")));
   EXPECT_EQ(node["limits"].empty(), node["limits_why"] != "") << node;
-  // The agent ends and comes again: the group is that of the running attempt.
+  // The agent ends and starts again: the group is that of the running attempt.
   a->Signal(SIGKILL);
   a->Wait();
   a = StartNode("a");
@@ -587,7 +587,7 @@ TEST_F(JobsTest, ControlGroup_EndsWhatARunnerHasLeft_AndIsRemoved) {
   ASSERT_EQ(mkdir(left.c_str(), 0755), 0);
   a->Signal(SIGKILL);
   a->Wait();
-  // The node is still known as ready: that says nothing about the new agent.
+  // The node is still known as ready, which says nothing about the new agent.
   a = StartNode("a");
   WaitUntil([&] { return !PathExists(left); });
 }
@@ -667,7 +667,7 @@ TEST_F(JobsTest, SecondAgent_OfTheSameFolderOrName_IsRefused) {
   EXPECT_THAT(start("other"), HasSubstr("another agent of the name \"a\" is connected"));
 }
 
-// Users with roles: who has which token in its settings.
+// Users with roles, each with its token in its settings.
 class UsersTest : public JobsFixture {
  protected:
   void SetUp() override {
@@ -688,7 +688,7 @@ class UsersTest : public JobsFixture {
                                     {"--users_file", Temp("users")});
     As("nodes");
   }
-  // The next commands are this user's.
+  // Makes the next commands those of this user.
   void As(const std::string& name) { env_["MUSTER_TOKEN_FILE"] = Temp(name); }
 };
 
@@ -700,7 +700,7 @@ TEST_F(UsersTest, Jobs_BelongToWhomSubmittedThem_AndRunWithATokenOfTheirOwn) {
       env_);
   As("ann");
   WaitUntil([&] { return NodeState("a") == "READY"; });
-  // Workers that join the job's group prove that their agent is let in; MUSTER_TOKEN_FILE is
+  // Workers that join the job's group prove that their agent was admitted; MUSTER_TOKEN_FILE is
   // neither the node's nor theirs.
   const std::string job =
       Submit({"--processes", "2"},
@@ -725,7 +725,7 @@ TEST_F(UsersTest, Jobs_BelongToWhomSubmittedThem_AndRunWithATokenOfTheirOwn) {
   EXPECT_EQ(StateOf(job), "RUNNING");
   EXPECT_THAT(Run({"submit", "--", "/bin/true"}, 8), HasSubstr("of role view may not"));
   EXPECT_THAT(Run({"drain", "a"}, 8), HasSubstr("it needs role admin"));
-  // How much the coordinator logs is no matter of jobs.
+  // How much the coordinator logs does not concern jobs.
   EXPECT_THAT(Run({"log-level"}, 8), HasSubstr("it needs role admin"));
   As(absl::StrCat("a/attempts/", attempts[0], "/token"));
   EXPECT_THAT(Run({"log-level", "debug"}, 8), HasSubstr("set the log level"));
@@ -738,7 +738,7 @@ TEST_F(UsersTest, Jobs_BelongToWhomSubmittedThem_AndRunWithATokenOfTheirOwn) {
   EXPECT_THAT(Run({"log-level", "loud"}, 2), HasSubstr("'loud': debug, info, warning or error"));
   EXPECT_THAT(Run({"log-level", "debug", "--for", "2d"}, 2), HasSubstr("--for 2d: write"));
   EXPECT_THAT(Run({"log-level", "--for", "10m"}, 2), HasSubstr("--for needs a level"));
-  // Of an agent.
+  // Sets the level of an agent.
   EXPECT_THAT(Run({"log-level", "debug", "--node", "a"}),
               HasSubstr("the agent of node a logs from debug on"));
   WaitUntil([&] { return absl::StrContains(Run({"log-level", "--node", "a"}), "from debug on"); });
@@ -794,7 +794,7 @@ TEST_F(JobsTest, BadInput_IsNamed) {
     flags.insert(flags.end(), {"--", "/bin/true"});
     return OneLine(std::move(flags), 2);
   };
-  // Before all nodes have had the time to come, a job may be larger than those that have.
+  // Before all nodes have had the time to come, a job may be larger than the nodes that have.
   ShortenNodeLease();
   WaitUntil([&] {
     return NodeState("a") == "READY" && Muster({"submit", "--coordinator", address_, "--dry_run",

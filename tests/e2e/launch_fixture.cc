@@ -104,8 +104,8 @@ void LaunchFixture::SetUp() {
 }
 
 std::string LaunchFixture::TokenFile(const std::string& token) {
-  // Written elsewhere and renamed, with its mode set: a command that was given the path before may
-  // be reading it.
+  // Written elsewhere and renamed, with its mode set: a command that got the path earlier may be
+  // reading it.
   const std::string path = Temp("token"), made = Temp("token.new");
   EXPECT_TRUE(WriteFileAtomically(made, token).ok());
   EXPECT_EQ(chmod(made.c_str(), 0600), 0);

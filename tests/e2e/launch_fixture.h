@@ -22,7 +22,7 @@
 
 namespace muster {
 
-// The numbers in `text`.
+// Returns the numbers in `text`.
 std::vector<int> Numbers(absl::string_view text);
 
 // One `muster` command as a process of its own, with its lines.
@@ -36,9 +36,9 @@ class Command {
   // Blocks until a line of either stream begins with `prefix` (the `count`th such line); returns
   // the rest of it.
   std::string WaitForLine(absl::string_view prefix, int count = 1);
-  // Ends when the command has; -N if signal N ended it.
+  // Blocks until the command has ended; -N if signal N ended it.
   int Wait();
-  // Whether it has ended, after waiting for at most `timeout`.
+  // Returns whether it has ended, after waiting for at most `timeout`.
   bool EndsWithin(absl::Duration timeout) { return process_->WaitFor(timeout).has_value(); }
   void Signal(int signal) { process_->Signal(signal); }
   pid_t pid() const { return process_->pid(); }
@@ -62,23 +62,23 @@ class LaunchFixture : public ::testing::Test {
  protected:
   void SetUp() override;
 
-  // `muster ARGS...`.
+  // Starts `muster ARGS...`.
   std::unique_ptr<Command> Muster(std::vector<std::string> args, bool terminal = false);
-  // `muster launch ARGS... -- /bin/sh -c SCRIPT`.
+  // Starts `muster launch ARGS... -- /bin/sh -c SCRIPT`.
   std::unique_ptr<Command> Launch(std::vector<std::string> args, const std::string& script,
                                   bool terminal = false);
 
-  // An absolute path of something that the test depends on.
+  // Returns an absolute path of something that the test depends on.
   static std::string Runfile(const std::string& path);
   std::string Temp(const std::string& name) const { return absl::StrCat(temp_, "/", name); }
 
-  // A file with a token, as --token_file wants it.
+  // Writes a file with a token, as --token_file wants it.
   std::string TokenFile(const std::string& token = "of-this-test");
 
   std::map<std::string, std::string> env_;
   const TestFolder test_folder_;
   const std::string temp_ = test_folder_.path();
-  // Where launches keep their sockets: those of other tests are not seen.
+  // The folder of the launches' sockets, which hides those of other tests.
   const TestFolder sockets_ = TestFolder::ForSockets();
   const std::string runtime_ = sockets_.path();
   std::unique_ptr<agent::ProcessHost> host_;
@@ -92,7 +92,7 @@ class ClusterFixture : public LaunchFixture {
   std::unique_ptr<Command> StartCoordinator(std::vector<std::string> more = {"--log_level",
                                                                              "warning"},
                                             std::vector<std::string> callers = {"--insecure"});
-  // One node of `num_machines` of `job`, whose `num_processes` run `program`.
+  // Starts one node of `num_machines` of `job`, whose `num_processes` run `program`.
   std::unique_ptr<Command> Agent(const std::string& job, int num_machines, int num_processes,
                                  std::vector<std::string> program,
                                  std::vector<std::string> more = {});

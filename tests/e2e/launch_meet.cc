@@ -45,7 +45,7 @@ int main() {
     }
     printf("sum of ranks %d\n", sum);
   } else {
-    // Until rank 0 listens.
+    // Repeats until rank 0 listens.
     while (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0) {
     }
     if (write(fd, &rank, sizeof(rank)) != sizeof(rank)) return 6;

@@ -104,7 +104,7 @@ TEST_F(NodesTest, WorkerKilledOnOneMachine_BothEndAndNameIt) {
   for (const int pid : survivors) EXPECT_TRUE(WaitUntilEnded(pid));
 }
 
-// What an agent tells of an end goes with what follows it, in one stream.
+// An agent's report of an end goes with what follows it, in one stream.
 TEST_F(NodesTest, OutputThatIsNotUtf8_DoesNotKeepTheJobFromItsEnd) {
   const std::string script = "printf 'caf\\351\\n'; exit 0";
   auto second = Machine(1, script);
@@ -161,7 +161,7 @@ TEST_F(NodesTest, UserErrorBesideAnEarlierFailureElsewhere_IsFollowedByNoOtherSt
   EXPECT_THAT(first->err_text(), HasSubstr("a restart does not help after a user error"));
 }
 
-// A machine that has counted other ends takes over what the others know.
+// A machine that has counted other ends adopts the counts of the others.
 TEST_F(NodesTest, MachineThatComesAgain_CountsAsTheOthers) {
   const std::string script =
       "echo pid $$ start $TORCHELASTIC_RESTART_COUNT; trap 'exit 0' TERM; while :; do sleep 1000 & "
@@ -175,7 +175,7 @@ TEST_F(NodesTest, MachineThatComesAgain_CountsAsTheOthers) {
   kill(victim, SIGKILL);
   EXPECT_THAT(second->WaitForLine("[2]: pid", 2), HasSubstr("start 1"));
   const int other = Numbers(first->WaitForLine("[0]: pid", 2)).at(0);
-  // Its counts go with it.
+  // Its counts are lost with it.
   second->Signal(SIGKILL);
   EXPECT_EQ(second->Wait(), -SIGKILL);
   auto third = Machine(1, script, policy);
@@ -213,7 +213,7 @@ TEST_F(NodesTest, OtherSettings_AreRefusedByName) {
   EXPECT_THAT(first->err_text(), HasSubstr("machine 1 gave up"));
 }
 
-// Its processes would compare each collective with the others, which do not.
+// Its processes would compare each collective with the others, which do not compare.
 TEST_F(NodesTest, DebugOnOneMachineOnly_IsRefusedByName) {
   auto first = Machine(0, "exit 0");
   auto second = Machine(1, "exit 0", {"--debug"});
@@ -237,7 +237,7 @@ TEST_F(NodesTest, NoCoordinator_EndsAtTheTimeoutAndSaysWhere) {
                     HasSubstr("Connection refused")));
 }
 
-// It need not find out by an outage of 90 s.
+// The others need not learn it from an outage of 90 s.
 TEST_F(NodesTest, MachineZeroStoppedBeforeAllCame_TheOthersLearnItAtOnce) {
   const auto machine_of_three = [&](const std::string& rank) {
     return Launch({"--num_machines", "3", "--num_processes", "3", "--cpu", "--coordinator",
@@ -246,7 +246,7 @@ TEST_F(NodesTest, MachineZeroStoppedBeforeAllCame_TheOthersLearnItAtOnce) {
   };
   auto first = machine_of_three("0");
   auto second = machine_of_three("1");
-  // Until the second one is there and waits for the third.
+  // Waits until the second one is there and waits for the third.
   for (bool there = false; !there;) {
     auto status =
         Muster({"status", "--coordinator", address_, "--token_file", TokenFile(), "--json"});
@@ -297,7 +297,7 @@ TEST_F(RacksTest, AgentsWithoutARank_NeighboursGetNeighbouringRanks) {
   EXPECT_THAT(agents[2]->out(), UnorderedElementsAre("[3]: in r10/b"));
 }
 
-// `--nnodes MIN:MAX`, as torchrun has it: no machine has a number.
+// `--nnodes MIN:MAX`, as with torchrun: no machine has a number.
 class ElasticNodesTest : public NodesTest {
  protected:
   std::unique_ptr<Command> Machine(const std::string& machines, const std::string& script,
@@ -334,7 +334,7 @@ TEST_F(ElasticNodesTest, MachinesGoAndCome_TheJobShrinksAndGrows) {
   auto third = Machine("1:3", kSayPlaceUntilTold);
   third->WaitForLine("[2]: place 2 of 3");
 
-  // Lost with all that it has.
+  // The machine is lost with all that it has.
   kill(second->pid(), SIGKILL);
   first->WaitForLine("[0]: place 0 of 2", 2);
   third->WaitForLine("[1]: place 1 of 2");
@@ -343,7 +343,7 @@ TEST_F(ElasticNodesTest, MachinesGoAndCome_TheJobShrinksAndGrows) {
   back->WaitForLine("[2]: place 2 of 3");
   third->WaitForLine("[1]: place 1 of 3");
 
-  // It leaves by itself.
+  // The machine leaves on its own.
   back->Signal(SIGTERM);
   EXPECT_EQ(back->Wait(), 143);
   first->WaitForLine("[0]: place 0 of 2", 3);
@@ -369,7 +369,7 @@ TEST_F(ElasticNodesTest, ProgramFails_IsCountedAndEndsAllMachines) {
   EXPECT_THAT(err, ContainsRegex("exited with code 6; the job has failed after 1 restart"));
 }
 
-// One that waits does not take the place of a machine that is slow to stop its process.
+// A machine that waits does not take the place of one that is slow to stop its process.
 TEST_F(ElasticNodesTest, MoreMachinesThanPlaces_ThoseThatHadOneKeepIt) {
   env_["DONE"] = Temp("done");
   env_["FAIL"] = Temp("fail");
@@ -398,7 +398,7 @@ TEST_F(ElasticNodesTest, MachineThatCannotTakePartComes_TheOthersGoOn) {
   env_["DONE"] = Temp("done");
   auto first = Machine("1:3", kSayPlaceUntilTold);
   first->WaitForLine("[0]: place 0 of 1");
-  // Nobody starts again for it.
+  // No machine starts again for it.
   auto other = Machine("1:3", kSayPlaceUntilTold, {"--mixed_precision", "bf16"});
   EXPECT_EQ(other->Wait(), 2);
   EXPECT_THAT(other->err_text(), AllOf(HasSubstr("this machine was launched with"),

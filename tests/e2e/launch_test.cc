@@ -38,7 +38,7 @@ using ::testing::UnorderedElementsAre;
 
 using LaunchTest = LaunchFixture;
 
-// Waits as a well-behaved program does: it hears SIGTERM while it works.
+// Waits as a well-behaved program does: it handles SIGTERM while it works.
 constexpr char kWorkUntilTold[] =
     "trap 'echo told to stop; exit 0' TERM; echo pid $$; while :; do sleep 1000 & wait; done";
 
@@ -110,7 +110,7 @@ TEST_F(LaunchTest, ProgramThatKnowsOnlyTorchrun_Runs) {
   EXPECT_THAT(launch->out(), ElementsAre("[0]: sum of ranks 3"));
 }
 
-// As a script for torchrun has it.
+// The flags are as in a script for torchrun.
 TEST_F(LaunchTest, TorchrunsFlags_StartTheSameProcesses) {
   auto launch = Launch({"--standalone", "--nnodes=1", "--nproc-per-node=3", "--rdzv_id=night"},
                        "echo $RANK of $WORLD_SIZE in $TORCHELASTIC_RUN_ID");
@@ -153,7 +153,7 @@ TEST_F(LaunchTest, StandardInput_GoesToTheFirstProcess) {
   EXPECT_THAT(launch->out(), UnorderedElementsAre("[0]: end", "[1]: end"));
 }
 
-// As some daemons start programs. The numbers would go to what the launcher opens for itself.
+// Some daemons start programs this way. The numbers would go to what the launcher opens for itself.
 TEST_F(LaunchTest, StartedWithoutStandardInput_ProcessesHaveAnEmptyOne) {
   Command launch(*host_,
                  {"/bin/sh", "-c",
@@ -218,7 +218,7 @@ TEST_P(StopTest, Signal_WorkersCleanUpAndTheExitCodeTells) {
 INSTANTIATE_TEST_SUITE_P(Signals, StopTest, ::testing::Values(SIGINT, SIGTERM, SIGHUP),
                          [](const auto& info) { return agent::SignalName(info.param); });
 
-// A real process that SIGKILL does not end: a debugger that asked for the stop at exit holds it.
+// SIGKILL does not end this process: a debugger that asked for the stop at exit holds it.
 TEST_F(LaunchTest, WorkerHeldByADebugger_IsNamedAndTheJobEndsWhenItLetsGo) {
   auto launch = Launch({"--num_processes", "2", "--cpu"}, "echo pid $$; exec sleep 1000");
   const int held = Numbers(launch->WaitForLine("[1]: pid")).at(0);
@@ -248,7 +248,7 @@ TEST_F(LaunchTest, StopTwice_KillsWorkersThatDoNotListen) {
   EXPECT_TRUE(WaitUntilEnded(pid));
 }
 
-// nohup, and INT of the background jobs of shells.
+// Signals are ignored by nohup, and INT by the background jobs of shells.
 TEST_F(LaunchTest, SignalsInheritedAsIgnored_StayIgnored) {
   for (const int ignored : {SIGHUP, SIGINT}) {
     const auto before = signal(ignored, SIG_IGN);
@@ -264,7 +264,7 @@ TEST_F(LaunchTest, SignalsInheritedAsIgnored_StayIgnored) {
   }
 }
 
-// Whether a signal waits for the process.
+// Returns whether a signal waits for the process.
 bool HasPendingSignal(pid_t pid) {
   std::ifstream status(absl::StrCat("/proc/", pid, "/status"));
   for (std::string line; std::getline(status, line);) {
@@ -282,14 +282,14 @@ TEST_F(LaunchTest, TwoSignalsAtOnce_AreOneWishAndWorkersSave) {
                                                   "; echo saved; exit 0' TERM; echo pid $$; "
                                                   "while :; do sleep 1000 & wait; done"));
   launch->WaitForLine("pid");
-  // Both are there when it looks.
+  // Both signals are there when it looks.
   kill(launch->pid(), SIGSTOP);
   kill(launch->pid(), SIGTERM);
   kill(launch->pid(), SIGHUP);
   kill(launch->pid(), SIGCONT);
   launch->WaitForLine("muster: stopping");
   WaitUntil([&] { return !HasPendingSignal(launch->pid()); });
-  // For reading, too: that does not wait for a worker that was killed.
+  // Opened for reading, too: that does not wait for a worker that was killed.
   std::fstream go(Temp("go"));
   go << "go\n" << std::flush;
   EXPECT_THAT(launch->Wait(), ::testing::AnyOf(128 + SIGTERM, 128 + SIGHUP));
@@ -320,7 +320,7 @@ TEST_F(LaunchTest, ReaderThatDoesNotRead_SignalEndsTheLauncher) {
   EXPECT_EQ(launch->Wait(), 143);
 }
 
-// A daemon that shows nothing of where it comes from.
+// A daemon that does not show where it comes from.
 TEST_F(LaunchTest, CleanedDaemon_EndsWithTheJob) {
   auto launch = Launch({},
                        "(env -i setsid sh -c 'echo stray $$; exec sleep 1000 </dev/null "
@@ -332,7 +332,7 @@ TEST_F(LaunchTest, CleanedDaemon_EndsWithTheJob) {
   EXPECT_TRUE(WaitUntilEnded(stray));
 }
 
-// Nor does it hide from a launcher that cannot do anything any more.
+// The daemon ends even if the launcher can no longer act.
 TEST_F(LaunchTest, LauncherKilled_CleanedDaemonEndsToo) {
   auto launch = Launch({},
                        "(env -i setsid sh -c 'echo stray $$; exec sleep 1000 </dev/null "

@@ -25,7 +25,7 @@ class MemoryNodesTest : public LaunchFixture {
                    "--max_restarts", "1", "--lease", "5s"},
                   absl::StrCat("exec ", Runfile("tests/e2e/memory_worker"), " ", arguments));
   }
-  // Of a run that nothing disturbs.
+  // Returns the weights of a run that nothing disturbs.
   std::string Weights() {
     NewAddress();
     auto first = Machine(0, "none 20 0 1000");
@@ -51,7 +51,7 @@ TEST_F(MemoryNodesTest, LostNode_TheJobContinuesFromItsPeersMemoryBitForBit) {
   first->WaitForLine("[0]: waits at 13");
   second->Signal(SIGKILL);
   EXPECT_EQ(second->Wait(), -SIGKILL);
-  // An empty machine in its place.
+  // An empty machine takes its place.
   second = Machine(1, "wait 20 13 1000");
   EXPECT_EQ(first->Wait(), 0) << first->err_text();
   EXPECT_EQ(second->Wait(), 0) << second->err_text();

@@ -1,4 +1,4 @@
-// Checkpoints in memory as a user has them: processes under `muster launch` that are killed.
+// Checkpoints in memory as a user sees them: processes under `muster launch` that are killed.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -37,7 +37,7 @@ CommandResult Launch(const std::string& project, const std::string& arguments,
                    kWorker, arguments, " 2>&1"));
 }
 
-// Of a run that nothing disturbs.
+// Returns the weights of a run that nothing disturbs.
 std::string Weights() {
   static const auto* const weights = new std::string([] {
     const CommandResult whole = Launch(MakeTestDir("whole"), "none 20 0 1000");
@@ -81,7 +81,7 @@ TEST(Memory, HookThatThrowsOnOneRank_FailsThatSaveOnAllAndNoOther) {
   EXPECT_THAT(result.after("weights "), ElementsAre(Weights()));
 }
 
-// Memory alone would hold what was promised to the disk for five saves more.
+// Otherwise only memory would hold, for five more saves, what was promised to the disk.
 TEST(Memory, AsynchronousSaveToTheDiskFails_TheNextSaveGoesThere) {
   const std::string project = MakeTestDir("disk_error");
   const CommandResult result =
@@ -98,7 +98,7 @@ TEST(Memory, AsynchronousSaveToTheDiskFails_TheNextSaveGoesThere) {
   EXPECT_THAT(*manifest, HasSubstr("\"step\": 6"));
 }
 
-// One that has run out of batches does not come to it.
+// A rank that has run out of batches does not come to the wait.
 TEST(Memory, WaitInsideJoinUnevenInputs_IsRefusedOnEveryRank) {
   const CommandResult result = Launch(MakeTestDir("join"), "join 5 0 1000");
   ASSERT_EQ(result.exit_code, 0) << result.output;
@@ -134,7 +134,7 @@ TEST(Memory, NewerOneOnTheDiskIsDamaged_MemoryIsTaken) {
   EXPECT_THAT(result.after("weights "), ElementsAre(Weights()));
 }
 
-// A link to itself is an error as that of a file server that does not answer, also for root.
+// A link to itself is an error like that of a file server that does not answer, also for root.
 TEST(Memory, NewerOneOnTheDiskCannotBeReadNow_IsAnErrorAndNothingOlderIsTaken) {
   const std::string other = MakeTestDir("unreadable_other");
   ASSERT_EQ(Launch(other, "none 20 0 5").exit_code, 0);
@@ -153,7 +153,7 @@ TEST(Memory, OtherJobAfterOneThatEnded_FindsTheDiskAlone) {
   const std::string project = MakeTestDir("later");
   const CommandResult first = Launch(project, "none 13 0 5");
   ASSERT_EQ(first.exit_code, 0) << first.output;
-  // Which a launch can be asked for before it.
+  // A launch can be asked for the plan before it starts.
   const CommandResult plan =
       RunCommand(absl::StrCat("MUSTER_PROJECT_DIR=", project,
                               " client/cli/muster launch --cpu --dry_run -- /bin/true 2>&1"));

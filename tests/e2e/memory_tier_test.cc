@@ -51,7 +51,7 @@ class MemoryTierTest : public testing::Test {
     EXPECT_TRUE(holder.ok()) << holder.status();
     holders_.push_back(*std::move(holder));
   }
-  // The worker of a node was on another one.
+  // Moves the memory of a worker's node: the worker was on another one.
   void MoveMemory(int from, int to) {
     const std::string before = speakers_[to]->Get();
     const auto held = TakeHeldMemory(holders_[from]->address());
@@ -63,7 +63,7 @@ class MemoryTierTest : public testing::Test {
     speakers_[to]->Set(before);
   }
 
-  // One attempt of the job.
+  // Runs one attempt of the job.
   void Attempt(const std::function<void(Comm&, MemoryTier&)>& body, int ranks = 2) {
     RunGlooRanks(ranks, [&](Comm& comm) {
       auto tier =
@@ -73,8 +73,8 @@ class MemoryTierTest : public testing::Test {
     });
   }
 
-  // One whose saves are mirrored. `before_piece` is called with the rank before each exchange of
-  // pieces, `at_end` once its tier is gone.
+  // Runs an attempt whose saves are mirrored. `before_piece` is called with the rank before each
+  // exchange of pieces, `at_end` once its tier is gone.
   void MirroredAttempt(int ranks, const std::function<void(Comm&, MemoryTier&)>& body,
                        const std::function<void(int)>& before_piece = nullptr,
                        const std::function<void(int)>& at_end = nullptr) {
@@ -98,7 +98,7 @@ class MemoryTierTest : public testing::Test {
       if (at_end != nullptr) at_end(rank);
     });
   }
-  // Saves that are mirrored, one after the other.
+  // Makes saves that are mirrored, one after the other.
   static void SaveMirrored(Comm& comm, MemoryTier& tier, int64_t first, int64_t last) {
     for (int64_t step = first; step <= last; ++step) {
       EXPECT_TRUE(Save(comm, tier, step).ok());
@@ -107,19 +107,19 @@ class MemoryTierTest : public testing::Test {
       comm.Barrier();
     }
   }
-  // Another machine, with the agent of the same worker, takes a lost one's place.
+  // Puts another machine, with the agent of the same worker, in the place of a lost one.
   void LoseNode(int node) {
     Speaker* const speaker = speakers_[node].get();
     holders_[node] = *agent::MemoryHolder::Start([speaker](pid_t) { return speaker->Get(); });
   }
-  // Each of the first two workers runs where the other was.
+  // Makes each of the first two workers run where the other was.
   void SwapNodes() {
     std::swap(holders_[0], holders_[1]);
     std::swap(speakers_[0], speakers_[1]);
     speakers_[0]->Set("w0");
     speakers_[1]->Set("w1");
   }
-  // What all agents hold, as it is now.
+  // Returns what all agents hold now.
   std::vector<std::unique_ptr<agent::MemoryHolder>> CopyOfAllMemory() {
     std::vector<std::unique_ptr<agent::MemoryHolder>> copies;
     for (size_t node = 0; node < holders_.size(); ++node) {
@@ -163,7 +163,7 @@ class MemoryTierTest : public testing::Test {
     return saved;
   }
 
-  // The step that all ranks find, with contents; -1: none.
+  // Returns the step that all ranks find, with contents; -1: none.
   static int64_t FoundStep(Comm& comm, MemoryTier& tier, bool keep = false) {
     const auto found = tier.Find(comm);
     EXPECT_TRUE(found.ok()) << found.status();
@@ -198,7 +198,7 @@ class MemoryTierTest : public testing::Test {
     ASSERT_EQ(pwrite(fd, &byte, 1, 4096 + 9), 1);
   }
 
-  // One rank's part of a save, in as many copies that a node has of it.
+  // Damages one rank's part of a save, in `copies` of the copies that a node has of it.
   void DamagePart(int owner, int node, int64_t step, int copies = 1) {
     const auto held = TakeHeldMemory(holders_[node]->address());
     ASSERT_TRUE(held.ok());
@@ -214,7 +214,7 @@ class MemoryTierTest : public testing::Test {
     EXPECT_EQ(damaged, copies);
   }
 
-  // The worker that this process is for a node's agent.
+  // The worker that this process represents to a node's agent.
   class Speaker {
    public:
     void Set(const std::string& worker) {
@@ -293,7 +293,7 @@ TEST_F(MemoryTierTest, TensorThatIsChangedBeforeItIsCopied_IsToldByTheNextSave) 
             writer.CopyLater(weight);
             absl::Status status =
                 writer.Write(absl::StrCat("random_states_", comm.rank(), ".safetensors"), file);
-            // Before the copy can begin.
+            // Changes the weight before the copy can begin.
             if (changes && comm.rank() == 1) weight.add_(1);
             return status;
           },
@@ -308,7 +308,7 @@ TEST_F(MemoryTierTest, TensorThatIsChangedBeforeItIsCopied_IsToldByTheNextSave) 
     EXPECT_TRUE(save(3, /*changes=*/false, &earlier).ok());
     EXPECT_TRUE(earlier.ok()) << earlier;
     EXPECT_TRUE(tier.Settle(comm).ok());
-    // Or by the ranks that wait for it together, once.
+    // The ranks that wait for it together may also report it, once.
     EXPECT_TRUE(save(4, /*changes=*/true, &earlier).ok());
     const absl::Status last = tier.Settle(comm);
     EXPECT_EQ(last.code(), absl::StatusCode::kFailedPrecondition) << last;
@@ -341,7 +341,7 @@ TEST_F(MemoryTierTest, DamagedSave_IsPassedOver) {
   Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), -1); });
 }
 
-// It may answer again: only RESOURCE_EXHAUSTED ends the saves to memory for good.
+// The agent may answer again: only RESOURCE_EXHAUSTED ends the saves to memory for good.
 TEST_F(MemoryTierTest, AgentThatDoesNotAnswer_IsUnavailable) {
   Attempt([this](Comm& comm, MemoryTier& tier) {
     EXPECT_TRUE(Save(comm, tier, 1).ok());
@@ -391,7 +391,7 @@ TEST_F(MemoryTierTest, PartsOfOtherNodes_AreCopiedOncePerNode) {
   EXPECT_GT(copied[2], size_t{12} << 20);
 }
 
-// It may have memory later: no rank takes an older save, or one of the disk.
+// The rank may have memory later: no rank takes an older save, or one of the disk.
 TEST_F(MemoryTierTest, RankWithoutMemoryForOtherNodes_IsAnErrorOnAll) {
   Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_TRUE(Save(comm, tier, 1).ok()); });
   Attempt([](Comm& comm, MemoryTier& tier) {
@@ -408,7 +408,7 @@ TEST_F(MemoryTierTest, RankWithoutMemoryForOtherNodes_IsAnErrorOnAll) {
   });
 }
 
-// It would not have it at the next start either, and the disk has a checkpoint.
+// The node would not have the memory at the next start either, and the disk has a checkpoint.
 TEST_F(MemoryTierTest, NodeWhoseMemoryIsFull_PassesOverTheSaveOnAll) {
   Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_TRUE(Save(comm, tier, 1).ok()); });
   Attempt([](Comm& comm, MemoryTier& tier) {
@@ -424,7 +424,7 @@ TEST_F(MemoryTierTest, NodeWhoseMemoryIsFull_PassesOverTheSaveOnAll) {
   });
 }
 
-// It is not gathered, for which there may be no memory.
+// The older save is not gathered, because there may be no memory for that.
 TEST_F(MemoryTierTest, SaveThatIsOlderThanTheDisk_IsNotGathered) {
   Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_TRUE(Save(comm, tier, 1).ok()); });
   Attempt([](Comm& comm, MemoryTier& tier) {
@@ -466,7 +466,7 @@ TEST_F(MemoryTierTest, MirroredSaves_SurviveTheLossOfAnyNode) {
   });
   for (int lost = 0; lost < 3; ++lost) {
     LoseNode(lost);
-    // From here on the next one may be lost.
+    // From here on, any further node may be lost.
     MirroredAttempt(3, [&](Comm& comm, MemoryTier& tier) {
       EXPECT_EQ(FoundStep(comm, tier, /*keep=*/true), 3 + lost);
       SaveMirrored(comm, tier, 4 + lost, 4 + lost);
@@ -477,7 +477,7 @@ TEST_F(MemoryTierTest, MirroredSaves_SurviveTheLossOfAnyNode) {
   MirroredAttempt(3, [](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), -1); });
 }
 
-// What was lost with the node is found in the mirror for as long as no later save is whole.
+// What was lost with the node is found in the mirror until a later save is whole.
 TEST_F(MemoryTierTest, CrashAfterALostNode_LeavesTheMirrorThatWasLoaded) {
   MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) { SaveMirrored(comm, tier, 1, 2); });
   LoseNode(1);
@@ -490,7 +490,7 @@ TEST_F(MemoryTierTest, CrashAfterALostNode_LeavesTheMirrorThatWasLoaded) {
   }
 }
 
-// Saves go on while a mirror is under way, and what is mirrored stays until it is done.
+// Saves continue while a mirror is under way, and what is mirrored stays until it is done.
 TEST_F(MemoryTierTest, MirrorSlowerThanSaves_LeavesTheLastSaveAndTheLastMirror) {
   Gate gate;
   std::vector<std::unique_ptr<agent::MemoryHolder>> at_the_crash;
@@ -553,7 +553,7 @@ TEST_F(MemoryTierTest, PartThatArrivesDamaged_IsNotMirrored) {
   MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), 1); });
 }
 
-// Nor is the damaged one read on its own node. What it is read from stays.
+// The damaged part is not read on its own node either. The copy that it is read from stays.
 TEST_F(MemoryTierTest, DamagedPart_IsTakenFromTheOtherNode) {
   MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) { SaveMirrored(comm, tier, 1, 2); });
   DamagePart(0, /*node=*/0, /*step=*/2);
@@ -567,7 +567,7 @@ TEST_F(MemoryTierTest, DamagedPart_IsTakenFromTheOtherNode) {
   }
 }
 
-// What two workers had, each a copy of its own.
+// Each of two workers had a copy of its own.
 TEST_F(MemoryTierTest, DamagedCopyOfANodeWithAnother_IsPassedOverForIt) {
   MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) { SaveMirrored(comm, tier, 1, 2); });
   MoveMemory(1, 0);
@@ -575,7 +575,7 @@ TEST_F(MemoryTierTest, DamagedCopyOfANodeWithAnother_IsPassedOverForIt) {
   DamagePart(0, /*node=*/0, /*step=*/2);
   DamagePart(1, /*node=*/0, /*step=*/2);
   Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), 2); });
-  // The one of before is whole again, and the other is damaged.
+  // The earlier copy is whole again, and the other is damaged.
   DamagePart(1, /*node=*/0, /*step=*/2, /*copies=*/2);
   Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), 2); });
   DamagePart(1, /*node=*/0, /*step=*/2);
@@ -592,7 +592,7 @@ TEST_F(MemoryTierTest, PartDamagedOnBothNodes_ItsSaveIsPassedOver) {
 TEST_F(MemoryTierTest, NoMemoryForMirrors_SavesGoOnWithoutThem) {
   MirroredAttempt(2, [this](Comm& comm, MemoryTier& tier) {
     const bool refused = comm.rank() == 1;
-    // After the memory of the save itself has been taken.
+    // Fails after the memory of the save itself has been taken.
     EXPECT_TRUE(Save(comm, tier, 1, -1, [&] {
                   if (refused) speakers_[1]->Set("");
                 }).ok());
@@ -636,7 +636,7 @@ TEST_F(MemoryTierTest, WhatIsForgotten_IsNotInMirrorsEither) {
     comm.Barrier();
     EXPECT_EQ(FoundStep(comm, tier), -1);
   });
-  // Nor where the workers have changed places.
+  // The same holds if the workers have changed places.
   MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) { SaveMirrored(comm, tier, 1, 2); });
   SwapNodes();
   Attempt([](Comm& comm, MemoryTier& tier) {
@@ -661,7 +661,7 @@ TEST_F(MemoryTierTest, WhatIsForgotten_IsNotFound) {
   });
 }
 
-// It would be found later, and be newer than what the disk has then.
+// Otherwise the save would be found later, and be newer than the disk's checkpoint at that time.
 TEST_F(MemoryTierTest, RankThatCannotForget_IsAnErrorOnAllAndNothingIsForgotten) {
   Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_TRUE(Save(comm, tier, 1).ok()); });
   Attempt([this](Comm& comm, MemoryTier& tier) {
@@ -677,7 +677,7 @@ TEST_F(MemoryTierTest, RankThatCannotForget_IsAnErrorOnAllAndNothingIsForgotten)
   });
 }
 
-// Otherwise a job whose ranks move from node to node would fill them.
+// Otherwise a job whose ranks move from node to node would fill the nodes.
 TEST_F(MemoryTierTest, MemoryOfWorkersThatRunElsewhere_IsDroppedOnceLaterSavesReplaceIt) {
   for (const bool mirrored : {false, true}) {
     const auto attempt = [&](const std::function<void(Comm&, MemoryTier&)>& body) {
@@ -708,7 +708,7 @@ TEST_F(MemoryTierTest, MemoryOfWorkersThatRunElsewhere_IsDroppedOnceLaterSavesRe
   }
 }
 
-// They would write over each other's saves.
+// Two objects would overwrite each other's saves.
 TEST_F(MemoryTierTest, SecondObjectOfAProcess_IsRefusedOnAll) {
   Attempt([this](Comm& comm, MemoryTier& tier) {
     EXPECT_TRUE(Save(comm, tier, 1).ok());
@@ -761,7 +761,7 @@ TEST_F(MemoryTierTest, RankWithoutAMirror_IsNotMirroredAndNobodyWaits) {
   Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), -1); });
 }
 
-// As with a sharded model, whose parts the ranks exchange before they write.
+// This is as with a sharded model, whose parts the ranks exchange before they write.
 TEST_F(MemoryTierTest, RankWithoutMemory_TakesPartInWhatWritingExchanges) {
   Attempt([this](Comm& comm, MemoryTier& tier) {
     EXPECT_TRUE(Save(comm, tier, 1).ok());

@@ -51,7 +51,7 @@ bool IsName(absl::string_view name, bool colon) {
   return true;
 }
 
-// Takes {a="b",...} off the front of `rest`. False: not well formed.
+// Takes {a="b",...} off the front of `rest`. Returns false if it is not well formed.
 bool TakeLabels(absl::string_view* rest, std::map<std::string, std::string>* labels) {
   if (!absl::ConsumePrefix(rest, "{")) return true;
   while (true) {
@@ -88,9 +88,9 @@ bool ParseValue(absl::string_view text, double* value) {
   return absl::SimpleAtod(text, value);
 }
 
-// Fails the test for whatever the format forbids, or good manners do: a family without HELP and
-// TYPE or in two places, a sample twice, a counter that does not end in _total, a histogram whose
-// buckets fall, or that lacks +Inf, _sum or _count, or whose +Inf is not its _count.
+// Fails the test for what the format or good practice forbids: a family without HELP and TYPE or in
+// two places, a sample twice, a counter that does not end in _total, a histogram whose buckets
+// fall, or that lacks +Inf, _sum or _count, or whose +Inf is not its _count.
 Page Parse(const std::string& text) {
   Page page;
   EXPECT_TRUE(absl::EndsWith(text, "\n"));
@@ -241,7 +241,8 @@ class MetricsTest : public ClusterFixture {
     for (Notification& one : done) one.WaitForNotification();
   }
 
-  // Of rank 0 alone: a checkpoint of 100 bytes that took 12 s, of which training waited 250 ms.
+  // Publishes, as rank 0 alone, a checkpoint of 100 bytes that took 12 s, of which training waited
+  // 250 ms.
   void PublishCheckpoint() {
     const auto stub = v1::Checkpoints::NewStub(channel_);
     const auto call = [&](auto method, auto request, auto* reply) {
@@ -278,7 +279,7 @@ class MetricsTest : public ClusterFixture {
     call(&v1::Checkpoints::Stub::Publish, publish, &published);
   }
 
-  // With what a log line and a label value must not break on.
+  // A name with characters on which a log line and a label value must not break.
   const std::string kJob = "two\nlines \"quoted\" \\ \xc3\xa9";
   std::unique_ptr<Command> coordinator_;
   std::shared_ptr<grpc::Channel> channel_;

@@ -21,7 +21,7 @@ using testing_support::RunCommand;
 
 constexpr int64_t kMiB = int64_t{1} << 20;
 
-// `limit`: KiB of writable memory; 0: none.
+// Runs the worker. `limit`: KiB of writable memory; 0: none.
 CommandResult Worker(const std::string& arguments, int64_t limit = 0) {
   const std::string ulimit = limit == 0 ? "" : absl::StrCat("ulimit -d ", limit, "; ");
   return RunCommand(
@@ -47,11 +47,11 @@ TEST(Offload, ModelThatDoesNotFit_RunsFromTheDiskAndSaysTheSame) {
   EXPECT_GT(got.at("offloaded_bytes"), 1024 * kMiB);
   EXPECT_LE(got.at("ring_bytes"), 200 * kMiB);
   EXPECT_EQ(got.at("overflow_bytes"), 0);
-  // What is not weights is the same for both: LibTorch itself, and activations.
+  // Memory that is not weights is the same for both: LibTorch itself, and activations.
   EXPECT_LT(got.at("peak_rss_mib").get<int64_t>(), want.at("peak_rss_mib").get<int64_t>() - 800);
 }
 
-// What the state takes in memory shows: 160 MiB of parameters, 320 MiB of moments.
+// The memory that the state takes shows: 160 MiB of parameters, 320 MiB of moments.
 TEST(Offload, StateOnTheDisk_IsSavedAndLoadedInTheMemoryOfTraining) {
   for (const std::string strategy : {"zero3", "none", "zero3 beside", "none beside"}) {
     SCOPED_TRACE(strategy);

@@ -21,7 +21,7 @@ class OutageTest : public ClusterFixture {
     more.insert(more.end(), {"--machine_rank", absl::StrCat(rank)});
     return Agent("outage", 2, 4, {Runfile("tests/e2e/outage_worker")}, std::move(more));
   }
-  // Asks until the barrier "meet" has that many arrivals.
+  // Waits until the barrier "meet" has `count` arrivals.
   void WaitForArrivals(int count) {
     auto stub = v1::Barrier::NewStub(*rpc::Connect(address_));
     v1::DescribeBarrierReply reply;

@@ -1,5 +1,5 @@
-// Survivors of a lost process continue in their own: `muster launch` and muster-agent with programs
-// that use run_elastic.
+// Survivors of a lost process continue in their own processes: `muster launch` and muster-agent
+// with programs that use run_elastic.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/stat.h>
@@ -28,7 +28,7 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::SizeIs;
 
-// What a run has printed and written.
+// The output and the files of a run.
 struct Course {
   int code = -1;
   std::map<int, std::vector<std::string>> pids;   // by rank, of each beginning in order
@@ -36,7 +36,7 @@ struct Course {
   std::map<int, std::set<double>> losses;         // by step; one each if replays are exact
   std::string out, err;
 
-  // In how many processes a rank has run.
+  // Returns in how many processes a rank has run.
   size_t processes(int rank) const {
     const auto it = pids.find(rank);
     return it == pids.end() ? 0
@@ -97,7 +97,7 @@ class ReentryTest : public ClusterFixture {
     Read(*command, name, &run);
     return run;
   }
-  // The same losses at the same steps as the run that nothing disturbed, and no sample twice.
+  // Expects the same losses at the same steps as in an undisturbed run, and no sample twice.
   void ExpectUndisturbed(const Course& run, int processes) {
     EXPECT_EQ(run.code, 0) << run.err;
     EXPECT_THAT(run.out, HasSubstr(" 0 inexact epochs of 2")) << run.err;
@@ -120,7 +120,7 @@ TEST_F(ReentryTest, TwoProcesses_OneKilled_TheOtherContinues) {
   ExpectUndisturbed(run, 2);
   EXPECT_EQ(run.processes(0), 1u);
   EXPECT_EQ(run.processes(1), 2u);
-  // From the checkpoint of step 4.
+  // Training continued from the checkpoint of step 4.
   EXPECT_THAT(run.steps.at(0), ::testing::ElementsAre("0", "4"));
   EXPECT_THAT(run.steps.at(1), ::testing::ElementsAre("0", "4"));
   EXPECT_THAT(run.err, HasSubstr("starting 1 of 2 workers again"));
@@ -279,7 +279,7 @@ TEST_F(ReentryTest, MachineIsLostAndComesBack_TheProcessesOfTheOtherContinue) {
   second->Signal(SIGKILL);
   second->Wait();
   const auto third = Agent("j", 2, 2, program, rank_one);
-  // Before the loss is noticed, and in the next generation.
+  // One comes before the loss is noticed, one in the next generation.
   ASSERT_EQ(write(opened.get(), "..", 2), 2);
   EXPECT_EQ(first->Wait(), 0) << first->err_text();
   EXPECT_EQ(third->Wait(), 0) << third->err_text();

@@ -49,7 +49,7 @@ struct Settings {
     const std::vector<std::string> words = absl::StrSplit(mode, ',');
     return std::find(words.begin(), words.end(), word) != words.end();
   }
-  // Once in the job's life.
+  // Kills the process once in the job's life.
   void KillIfTold(int rank, int64_t step) const {
     const std::string here = absl::StrCat(rank, "@", step);
     if (std::find(kills.begin(), kills.end(), here) == kills.end()) return;
@@ -58,7 +58,7 @@ struct Settings {
     std::ofstream(done).close();
     kill(getpid(), SIGKILL);
   }
-  // Rank 0 waits before a step for which there is a pipe, until there is a byte in it.
+  // Makes rank 0 wait before a step that has a pipe, until there is a byte in it.
   void WaitAtGate(int rank, int64_t step) const {
     const std::string gate = absl::StrCat(folder, "/gate_", step);
     if (rank != 0 || !muster::PathExists(gate)) return;
@@ -123,7 +123,7 @@ int main(int argc, char** argv) {
     options.sharding.emplace();
     options.sharding->strategy = muster::ShardingStrategy::kFull;
   }
-  // What the agent has started again never gets to the others.
+  // A process that the agent has started again never reaches the others.
   if (settings.Has("holds") && muster::Variable("MUSTER_RESTART_COUNT") != "0") {
     while (true) pause();
   }
@@ -132,7 +132,7 @@ int main(int argc, char** argv) {
       setenv("MUSTER_FAILPOINTS", (place + "=kill").c_str(), 1);
     }
   }
-  // Not in Train: a process that goes on begins with the same random numbers as a new one.
+  // Not done in Train: a process that continues begins with the same random numbers as a new one.
   muster::set_seed(7);
   const auto train = [&](muster::Accelerator& accelerator) { return Train(accelerator, settings); };
   return settings.Has("elastic") ? muster::run_elastic(argc, argv, options, train)

@@ -1,5 +1,5 @@
 // What `muster` generates from the definitions of its commands, read by the programs that it is
-// for, and the programs that it starts in its own place.
+// made for, and the programs that it starts in its own place.
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "gmock/gmock.h"
@@ -21,7 +21,7 @@ class ReferenceTest : public LaunchFixture {
     args.insert(args.begin(), {"/bin/bash", "--norc", "-c", script, "bash"});
     return std::make_unique<Command>(*host_, std::move(args), env_);
   }
-  // What bash offers after `muster WORDS...`, for the last word.
+  // Returns what bash offers after `muster WORDS...`, for the last word.
   std::vector<std::string> Offers(const std::vector<std::string>& words) {
     auto bash = Bash(
         "eval \"$($MUSTER completion bash)\"; COMP_WORDS=(muster \"$@\"); COMP_CWORD=$#; _muster; "
@@ -51,7 +51,7 @@ TEST_F(ReferenceTest, CompletionOfBash_OffersCommandsFlagsAndValues) {
   EXPECT_THAT(Offers({"launch", "--cpu", "bas"}), IsSupersetOf({"bash"}));
 }
 
-// They are the program's: bash offers files.
+// After the program, the words are its own: bash offers files.
 TEST_F(ReferenceTest, CompletionOfBash_AfterTheProgram_OffersNoFlags) {
   EXPECT_THAT(Offers({"launch", "--num_processes", "2", "./train", "--num"}), ElementsAre(""));
   EXPECT_THAT(Offers({"launch", "--", "--num"}), ElementsAre(""));
@@ -65,7 +65,7 @@ TEST_F(ReferenceTest, CompletionOfBash_OfAProgram_OffersTheFlagsOfItsHelp) {
   EXPECT_THAT(Offers({"coordinator", "--li"}), ElementsAre("--list_failpoints", "--listen"));
 }
 
-// groff is not everywhere; where it is, it must have nothing to say.
+// groff is not everywhere; if it is there, it must print nothing.
 TEST_F(ReferenceTest, ManPages_AreTroffWithoutWarnings) {
   auto bash = Bash(
       "set -e; $MUSTER man --folder \"$1/man1\"; cd \"$1/man1\"; test -s muster.1; test -s "

@@ -76,7 +76,7 @@ class RegistryCommandsTest : public LaunchFixture {
 
   std::string Numbered(int i) const { return Temp(absl::StrCat("run/checkpoints/checkpoint_", i)); }
 
-  // As a worker does: a checkpoint of one file, sealed by the coordinator.
+  // Saves as a worker does: a checkpoint of one file, sealed by the coordinator.
   void Save(int number, bool hold_back = false, const std::string& registered_path = "",
             bool publishes = true) {
     const std::string dir = Numbered(number);
@@ -144,7 +144,7 @@ class RegistryCommandsTest : public LaunchFixture {
     Call<v1::Checkpoints>(&v1::Checkpoints::Stub::Publish, publish, &published);
   }
 
-  // `muster checkpoints ARGS --coordinator ...`; its standard output.
+  // Runs `muster checkpoints ARGS --coordinator ...`; returns its standard output.
   std::string Run(std::vector<std::string> args, int code = 0, bool connected = true) {
     args.insert(args.begin(), "checkpoints");
     if (connected) args.insert(args.end(), {"--coordinator", server_->address()});
@@ -164,7 +164,7 @@ class RegistryCommandsTest : public LaunchFixture {
   std::string error_;
 };
 
-// Its publication got no answer: the folder has its name all the same.
+// Its publication got no answer, but the folder has its name.
 TEST_F(RegistryCommandsTest, MarksOfASealedOne_AreThoseOfTheFolder) {
   Save(1, /*hold_back=*/false, "", /*publishes=*/false);
   EXPECT_EQ(Run({"pin", "night", "checkpoint_1"}), Numbered(1) + " is pinned");
@@ -180,7 +180,7 @@ TEST_F(RegistryCommandsTest, Marks_AreTheCoordinatorsAndThoseOfTheFolder) {
   Save(2);
   Save(3, /*hold_back=*/true);
   EXPECT_EQ(Run({"pin", "night", "checkpoint_1"}), Numbered(1) + " is pinned");
-  // As a shell completes it.
+  // The path ends as a shell completes it.
   EXPECT_EQ(Run({"promote", "night", Numbered(3) + "/"}), Numbered(3) + " is promoted");
   const std::string relative = std::filesystem::relative(Numbered(2)).string();
   EXPECT_EQ(Run({"hold-back", "night", relative + "/"}), Numbered(2) + " is held back");
@@ -252,7 +252,8 @@ TEST_F(RegistryCommandsTest, VerifyReport_TheCoordinatorRemembersTheVerdict) {
   Run({"verify", Numbered(2), "--report"});
   records = RunJson({"registered", "night"});
   EXPECT_EQ(records[1]["damage"], "");
-  // Of a job that is not there, and of a checkpoint that no coordinator has sealed.
+  // Neither a job that is not there, nor a checkpoint that no coordinator has sealed, can be
+  // reported.
   Run({"verify", Numbered(2), "--report", "--job", "day"}, 3);
   EXPECT_THAT(error_, HasSubstr("not reported: job \"day\""));
   ASSERT_TRUE(RemoveTree(JoinPath(Numbered(2), "seal.json")).ok());
@@ -267,7 +268,7 @@ TEST_F(RegistryCommandsTest, MarkOfAFolderThatIsAnother_LeavesIt) {
   ASSERT_TRUE(WriteSeal(Numbered(1), seal).ok());
   EXPECT_EQ(Run({"pin", "night", "checkpoint_1"}), Numbered(1) + " is pinned");
   EXPECT_FALSE(ReadSeal(Numbered(1))->pinned);
-  // Nor is one taken for registered that the coordinator does not know.
+  // A checkpoint that the coordinator does not know is not taken for registered either.
   EXPECT_EQ(RunJson({"list", Temp("run")})["checkpoints"][0]["registration"]["by"], "seal.json");
 }
 
@@ -279,7 +280,7 @@ TEST_F(RegistryCommandsTest, Mistakes_AreOneLineEach) {
   EXPECT_THAT(error_, HasSubstr("day"));
   EXPECT_EQ(RunJson({"pin", "night", "checkpoint_1"})["pinned"], true);
   EXPECT_EQ(RunJson({"pin", "night", "checkpoint_1"})["pinned"], true) << "again";
-  // Nothing that a script could take for an answer.
+  // Prints nothing that a script could take for an answer.
   for (const char* word : {"", " ", "0", "99999999999999999999", "checkpoint", "/", "\xff\n"}) {
     EXPECT_EQ(Run({"pin", "night", word, "-o", "json"}, 3), "") << word;
     EXPECT_THAT(error_, AllOf(HasSubstr("job night has no checkpoint "), Not(HasSubstr("\n"))));
@@ -289,21 +290,21 @@ TEST_F(RegistryCommandsTest, Mistakes_AreOneLineEach) {
   EXPECT_EQ(RunJson({"unpin", "night", "checkpoint_1"})["pinned"], false);
   Run({"pin", "night"}, 2);
   EXPECT_THAT(error_, HasSubstr("write muster checkpoints pin JOB CHECKPOINT"));
-  // A folder is pinned by itself.
+  // A folder is pinned on its own.
   EXPECT_EQ(Run({"pin", Numbered(1)}, 0, false), Numbered(1) + " is pinned");
   EXPECT_TRUE(ReadSeal(Numbered(1))->pinned);
   EXPECT_EQ(Run({"unpin", Numbered(1)}, 0, false), Numbered(1) + " is not pinned");
   EXPECT_FALSE(ReadSeal(Numbered(1))->pinned);
   Run({"pin", Numbered(9)}, 3, false);
   EXPECT_THAT(error_, HasSubstr(Numbered(9) + " does not exist"));
-  // So that no pin is left when the coordinator ends it.
+  // Pinned so that no pin is left when the coordinator ends it.
   Run({"pin", Numbered(1)}, 0, false);
   Run({"unpin", "night", "checkpoint_1"});
   EXPECT_FALSE(ReadSeal(Numbered(1))->pinned);
   server_->Shutdown();
   Run({"registered", "night", "--timeout", "100ms"}, 7);
   Run({"list", Temp("run"), "--timeout", "100ms"}, 7);
-  // Without being asked to, list says what the folder says.
+  // Unless it is asked, list reports what the folder says.
   env_["MUSTER_COORDINATOR"] = server_->address();
   EXPECT_THAT(Run({"list", Temp("run"), "--timeout", "100ms"}, 0, false),
               HasSubstr("sealed, promoted, signed"));

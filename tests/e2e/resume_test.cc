@@ -1,4 +1,4 @@
-// Bit-exact resume as a user has it: processes under `muster launch` that are all killed.
+// Bit-exact resume as a user sees it: processes under `muster launch` that are all killed.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -38,7 +38,7 @@ TEST_P(Resume, AfterAllWereKilled_TenAndTenSteps_AreTwentyBitForBit) {
   const std::vector<std::string> expected = whole.after("state ");
   ASSERT_THAT(expected, SizeIs(1)) << whole.output;
   // Four overflows halve the scale; four clean steps between two of them double it. There were two
-  // since the last one.
+  // such steps since the last overflow.
   EXPECT_THAT(whole.after("scaler "),
               ElementsAre(AllOf(HasSubstr("\"scale.0\":512"), HasSubstr("\"growth_tracker.0\":2"))))
       << whole.output;
@@ -53,7 +53,7 @@ TEST_P(Resume, AfterAllWereKilled_TenAndTenSteps_AreTwentyBitForBit) {
   EXPECT_EQ(resumed.after("state "), expected) << resumed.output;
 }
 
-// 40 rows on two ranks, 60 on three, 20 on two: an epoch.
+// An epoch is 40 rows on two ranks, 60 on three and 20 on two.
 TEST(ResumeOnOtherNumbers, TwoRanksThreeAndTwo_TrainEachRowOnce) {
   const std::string project = MakeTestDir("numbers");
   for (const auto& [ranks, arguments] :
@@ -68,7 +68,7 @@ TEST(ResumeOnOtherNumbers, TwoRanksThreeAndTwo_TrainEachRowOnce) {
   EXPECT_THAT(ended.after("rows "), ElementsAre("120, inexact 0")) << ended.output;
 }
 
-// As torchrun or mpirun starts them: no launcher of ours, no agent, no coordinator.
+// torchrun or mpirun starts them: no launcher of ours, no agent, no coordinator.
 class ResumeWithoutCoordinator : public testing::Test {
  protected:
   void CheckResume(const std::function<CommandResult(const std::string& project,

@@ -49,7 +49,7 @@ absl::Status Train(Accelerator& a, int64_t until, bool kill_all, bool overflow) 
       auto scope = a.accumulate();
       samples.Add(batch.value().select(1, 16));
       const at::Tensor x = torch::nn::functional::dropout(batch.value().slice(1, 0, 16));
-      // Finite, and not when it is scaled.
+      // The gradients are finite, but overflow when they are scaled.
       const bool overflows =
           overflow && a.global_step() % 5 == 3 && !a.optimizer_step_was_skipped();
       a.backward(model(x).pow(2).mean() * (overflows ? 1e38 : 1.0));
@@ -63,12 +63,12 @@ absl::Status Train(Accelerator& a, int64_t until, bool kill_all, bool overflow) 
     if (a.global_step() == until) break;
   }
   if (kill_all) {
-    // So that there is something to resume from.
+    // Waits, so that there is something to resume from.
     if (absl::Status s = a.wait_for_checkpoint(); !s.ok()) return s;
     a.wait_for_everyone();
     raise(SIGKILL);
   }
-  // What the scaler has, scale and steps since it changed, is in the last save, which is of now.
+  // The scaler's state, scale and steps since it changed, is in the last save, which is of now.
   if (absl::Status s = a.wait_for_checkpoint(); !s.ok()) return s;
   const at::Tensor next = a.gather(at::rand({1}, at::kDouble));
   if (a.is_main_process()) {

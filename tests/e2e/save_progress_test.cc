@@ -51,7 +51,8 @@ TEST_P(RunningSaveTest, IsShownWithItsProgressUntilItIsACheckpoint) {
                            "night", "--", Runfile("tests/e2e/saving_worker"), GetParam(), end});
   env_ = plain;
   held.WaitUntilHeld();
-  // Heartbeats say how far each rank is. Rank 0 has written the model, and not yet the optimizer.
+  // Heartbeats report how far each rank is. Rank 0 has written the model, but not yet the
+  // optimizer.
   Json save;
   WaitUntil([&] {
     save = Save();
@@ -75,7 +76,7 @@ TEST_P(RunningSaveTest, IsShownWithItsProgressUntilItIsACheckpoint) {
   EXPECT_EQ(records[0]["promoted"], false);
   EXPECT_EQ(records[0]["path"], checkpoint);
   EXPECT_EQ(records[0]["save"]["bytes"], save["bytes"]);
-  // By the folder alone.
+  // Lists by the folder alone.
   const Json list = RunJson({"checkpoints", "list", Temp("run")});
   EXPECT_EQ(list["checkpoints"], Json::array());
   ASSERT_EQ(list["unfinished"].size(), 1u);

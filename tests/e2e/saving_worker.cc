@@ -1,5 +1,5 @@
 // Trains a step, saves, and waits: `saving_worker beside|synchronous END`. Each rank prints "saved"
-// when the checkpoint is on the disk, and ends when somebody writes to the pipe END.
+// when the checkpoint is on the disk, and ends when the test writes to the pipe END.
 #include <fcntl.h>
 #include <unistd.h>
 

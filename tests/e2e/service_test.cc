@@ -1,5 +1,5 @@
-// Coordinator and agents as services: what they tell a service manager, and where their settings
-// come from.
+// Coordinator and agents as services: what they report to a service manager, and where their
+// settings come from.
 #include <poll.h>
 #include <signal.h>
 #include <string.h>
@@ -41,7 +41,7 @@ class ServiceManager {
     memcpy(address.sun_path, path.data(), path.size());
     EXPECT_EQ(bind(fd_.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
   }
-  // The next message; "" if none comes within `timeout`.
+  // Returns the next message; "" if none comes within `timeout`.
   std::string Next(absl::Duration timeout = absl::Minutes(1)) {
     pollfd event = {fd_.get(), POLLIN, 0};
     char text[4096];
@@ -49,7 +49,7 @@ class ServiceManager {
     const ssize_t size = recv(fd_.get(), text, sizeof(text), 0);
     return size > 0 ? std::string(text, size) : "";
   }
-  // The first message with `text`.
+  // Returns the first message with `text`.
   std::string Await(const std::string& text) {
     std::string message;
     do {
@@ -103,7 +103,7 @@ TEST_F(ServiceTest, CoordinatorThatAppliesNothing_IsNotAlive) {
   env_ = plain_;
   const absl::Time start = absl::Now();
   const auto list = Muster({"list", "--coordinator", address_});
-  // At most one message is on its way when it begins to.
+  // At most one message is on its way when the core begins to hang.
   absl::Duration longest;
   for (absl::Time last = start; absl::Now() < start + absl::Seconds(9);) {
     manager_->Next(start + absl::Seconds(9) - absl::Now());
@@ -163,7 +163,7 @@ TEST_F(ServiceTest, ConfigFiles_StartBoth) {
     return command->out_text();
   };
   WaitUntil([&] { return absl::StrContains(nodes(), "READY"); });
-  // The flag, the variable, the file.
+  // Settings come from the flag, the variable and the file.
   EXPECT_THAT(nodes(), ::testing::ContainsRegex("\nc +READY +0/4 .*disk=y,pool=x"));
 }
 
@@ -237,7 +237,7 @@ TEST_F(ServiceTest, ConfigFileOfOneJob_IsRefusedWithTheWayOut) {
   }
 }
 
-// What deploy/systemd gives to its units.
+// Reads what deploy/systemd gives to its units.
 TEST_F(ServiceTest, ExampleFiles_AreRead) {
   env_ = plain_;
   for (const auto& [program, file] :

@@ -27,7 +27,8 @@ class ShardingTest : public ::testing::Test {
     for (int i = 0; i < 20000; ++i) file << "word " << i * i % 97 << (i % 5 == 0 ? ".\n" : ", ");
   }
 
-  // `limit`: KiB of writable memory of each process; 0: no limit. `variables`: "NAME=VALUE ".
+  // Runs lm. `limit`: KiB of writable memory of each process; 0: no limit. `variables`: "NAME=VALUE
+  // ".
   CommandResult Lm(const std::string& sharding, int processes, const std::string& flags,
                    int64_t limit = 0, const std::string& variables = "") {
     const std::string ulimit = limit == 0 ? "" : "ulimit -d " + std::to_string(limit) + "; ";
@@ -89,8 +90,8 @@ TEST_F(ShardingTest, RunInTwoParts_IsTheRunInOne) {
       << "the batch of step 7 is the next one";
 }
 
-// In pid namespaces of their own processes are on hosts of their own, as far as they know: each
-// reads the blocks that its parts are in, and what is not read would be zeros.
+// In pid namespaces of their own, processes seem to be on hosts of their own: each reads the blocks
+// that its parts are in, and what is not read would be zeros.
 TEST_F(ShardingTest, ProcessesOfSeveralHosts_ReadTheirPartsOfACheckpoint) {
   if (std::getenv("MUSTER_CHAOS_WITHOUT_NAMESPACES") != nullptr) {
     std::printf("no pid namespaces here: not tested\n");
@@ -134,7 +135,7 @@ TEST_F(ShardingTest, ModelThatDoesNotFitEachProcess_FitsDivided) {
   const std::string state = " --checkpoint " + folder_ + "/large";
   const CommandResult divided = Lm("zero3", 2, "--steps 2 " + model + state, limit);
   EXPECT_EQ(divided.exit_code, 0) << divided.output;
-  // Neither when it saves nor when it loads does a process hold all of it.
+  // No process holds the whole model, neither when it saves nor when it loads.
   const CommandResult more = Lm("zero3", 2, "--steps 3 " + model + state, limit);
   EXPECT_EQ(more.exit_code, 0) << more.output;
   EXPECT_EQ(Json::parse(more.last_line()).at("steps"), 1);
@@ -157,8 +158,7 @@ TEST_F(ShardingTest, ModelThatDoesNotFitOneProcess_FitsOffloaded) {
   }
 }
 
-// What Accelerate's launcher has flags for, in a program that says nothing of it.
-// The ids of the bytes of a text: the loss is that of the text.
+// The file has the ids of the bytes of a text: the loss is that of the text.
 TEST_F(ShardingTest, FileOfTokens_TrainsAsTheTextUnderEveryStrategy) {
   std::ifstream text(data_, std::ios::binary);
   std::ofstream two(folder_ + "/two.bin"), four(folder_ + "/four.bin");
@@ -200,7 +200,7 @@ TEST_F(ShardingTest, FileOfTokensThatCannotBeRead_IsRefusedWithThePlace) {
   const std::string tokens = " --tokens " + file;
   EXPECT_THAT(refused(tokens + " --vocabulary 256"),
               HasSubstr("token 2 (at byte 4) is 256, but --vocabulary is 256"));
-  // As what they are not.
+  // The tokens are read as what they are not.
   EXPECT_THAT(refused(tokens + " --token_bytes 4"), HasSubstr("token 0 (at byte 0) is 131073"));
   std::ofstream(file, std::ios::app | std::ios::binary) << 'x';
   EXPECT_THAT(refused(tokens), HasSubstr("13 bytes are not a whole number of tokens of 2 bytes"));
@@ -210,11 +210,11 @@ TEST_F(ShardingTest, FileOfTokensThatCannotBeRead_IsRefusedWithThePlace) {
   EXPECT_THAT(refused(""), HasSubstr("--tokens"));
 }
 
-// With real processes, of which each has random numbers of its own.
+// Runs real processes, each with random numbers of its own.
 TEST_F(ShardingTest, ActivationCheckpointingWithDropout_ChangesNoBit) {
   for (const std::string sharding : {"no_shard", "zero2", "zero3"}) {
     for (const std::string words : {"", "windows", "static_graph", "static_graph windows"}) {
-      // Of data parallelism, and there it is what matters.
+      // These cases matter only for data parallelism.
       if (sharding != "no_shard" && !words.empty()) continue;
       const CommandResult run = RunCommand(
           "client/cli/muster launch --cpu --num_processes 2 --num_cpu_threads_per_process 1 "
@@ -226,6 +226,7 @@ TEST_F(ShardingTest, ActivationCheckpointingWithDropout_ChangesNoBit) {
   }
 }
 
+// Settings that Accelerate's launcher has flags for, in a program that does not mention them.
 TEST_F(ShardingTest, FsdpAndDeepSpeedSettings_AreDone) {
   const auto loss = [&](const std::string& launch, const std::string& program = "") {
     const CommandResult run = RunCommand(
@@ -246,10 +247,10 @@ TEST_F(ShardingTest, FsdpAndDeepSpeedSettings_AreDone) {
   EXPECT_EQ(
       loss("--sharding zero3 --activation_checkpointing --offload_activations disk:" + folder_),
       plain);
-  // The program clips to 1 as well, which is no second time.
+  // The program clips to 1 as well; it is not clipped twice.
   EXPECT_EQ(loss("--use_deepspeed --zero_stage 3 --gradient_clipping 1.0"), plain);
   EXPECT_NE(loss("--use_deepspeed --zero_stage 3 --gradient_clipping 0.01"), plain);
-  // LayerNorm is called by itself.
+  // LayerNorm is called on its own.
   const CommandResult run =
       RunCommand("client/cli/muster launch --cpu --no_prefix --num_processes 2 " + fsdp +
                  "LayerNorm -- " + program_ + " --data " + data_ + " --steps 1 2>&1");
@@ -263,7 +264,7 @@ TEST_F(ShardingTest, FsdpAndDeepSpeedSettings_AreDone) {
   EXPECT_THAT(by_flag.output, HasSubstr("muster::call(block, inputs...)"));
 }
 
-// Of the micro-steps of a window the last one steps: the scale comes down in 20 to 30 of them.
+// Only the last micro-step of a window steps: the scale comes down in 20 to 30 steps.
 TEST_F(ShardingTest, OverflowOfAnAccumulatedStep_CountsOnceTowardsTheEnd) {
   std::ofstream(folder_ + "/fp16.json") << R"({"fp16": {"enabled": true, "initial_scale_power": 40},
              "zero_optimization": {"stage": 1}, "gradient_accumulation_steps": "auto",
@@ -277,7 +278,7 @@ TEST_F(ShardingTest, OverflowOfAnAccumulatedStep_CountsOnceTowardsTheEnd) {
   EXPECT_GT(Json::parse(run.last_line()).at("steps").get<int>(), 100) << "which overflow";
 }
 
-// What options.sharding says, of a program that says nothing of it.
+// The launch sets options.sharding for a program that does not mention it.
 TEST_F(ShardingTest, SettingsOfTheLaunch_AreDone) {
   const auto run = [&](const std::string& launch, const std::string& program = "") {
     return RunCommand(

@@ -60,7 +60,8 @@ class SlurmTest : public ::testing::Test {
     Cluster() {
       const std::string user = Shell("id -un"), host = Shell("hostname -s");
       const std::string socket = folder.Path("munge");
-      // In this folder, for this user: nothing of the machine's own munge or SLURM is touched.
+      // All is in this folder, for this user: nothing of the machine's own munge or SLURM is
+      // touched.
       Shell(absl::StrCat("head -c 1024 /dev/urandom > ", folder.Path("key"), " && chmod 600 ",
                          folder.Path("key")));
       Shell(absl::StrCat(
@@ -136,7 +137,7 @@ class SlurmTest : public ::testing::Test {
       mkdir(folder.c_str(), 0700);
       EXPECT_EQ(mkfifo((folder + "/holds").c_str(), 0600), 0);
       submitted = std::thread([this] {
-        // Ends when the job does.
+        // Returns when the job does.
         result = RunCommand(absl::StrCat("MUSTER=", Program("client/cli/muster"),
                                          " MUSTER_RUN_FOLDER=", folder, "/run",
                                          " sbatch --wait --nodes=2 --parsable --output=", folder,
@@ -147,7 +148,7 @@ class SlurmTest : public ::testing::Test {
     ~Job() {
       if (submitted.joinable()) submitted.join();
     }
-    // Blocks until the processes have reached the step where they wait.
+    // Blocks until the processes have reached the step at which they wait.
     void WaitUntilItHolds() const { EXPECT_EQ(Shell("cat " + folder + "/holds"), "now"); }
     // The job's number, once it runs.
     std::string Id() const { return Shell("squeue -h -t R -o %A"); }
@@ -164,8 +165,8 @@ class SlurmTest : public ::testing::Test {
     CommandResult result;
   };
 
-  // The step after which the job of this output went on, and that its weights are then those of a
-  // run that nothing has disturbed.
+  // Returns the step after which the job of this output continued; expects that its weights are
+  // then those of an undisturbed run.
   static int64_t StepOfResume(const std::string& output) {
     const std::string resumed = "resumed after step ";
     const size_t at = output.find(resumed);
@@ -186,9 +187,9 @@ class SlurmTest : public ::testing::Test {
     return step;
   }
 
-  // What a muster command about jobs on SLURM prints, for a user whose variables would make another
-  // job of it: one that SLURM does not put back into the queue, that gets no variables, of an
-  // array.
+  // Returns what a muster command about jobs on SLURM prints, for a user whose variables would make
+  // another job of it: one that SLURM does not put back into the queue, that gets no variables, of
+  // an array.
   static std::string Muster(const std::string& command, int code = 0) {
     static const std::string& folder = *new std::string(TestPath("slurm"));
     const CommandResult result =
@@ -223,7 +224,7 @@ TEST_F(SlurmTest, LaunchOnceANode_IsOneJob) {
       RunCommand(absl::StrCat("srun --nodes=2 --ntasks-per-node=2", launch, "/bin/true 2>&1"));
   EXPECT_EQ(twice.exit_code, 2);
   EXPECT_THAT(twice.output, HasSubstr("srun --ntasks-per-node=1"));
-  // In a batch script or a shell of an allocation, without srun.
+  // This is in a batch script or a shell of an allocation, without srun.
   const CommandResult alone =
       RunCommand(absl::StrCat("salloc --nodes=2", launch, "/bin/true 2>&1"));
   EXPECT_EQ(alone.exit_code, 2);
@@ -233,7 +234,7 @@ TEST_F(SlurmTest, LaunchOnceANode_IsOneJob) {
 TEST_F(SlurmTest, StoppedJob_SavesAndContinuesFromItsCheckpoint) {
   Job job("stopped");
   job.WaitUntilItHolds();
-  // As SLURM does before the time limit, for which the script asks by --signal.
+  // SLURM does the same before the time limit, for which the script asks by --signal.
   Shell(absl::StrCat("scancel --batch --signal=TERM ", job.Id()));
   const std::string output = job.Output();
   EXPECT_THAT(output, HasSubstr("stopped before its end"));
@@ -255,7 +256,7 @@ TEST_F(SlurmTest, CancelledJob_IsNotPutBackIntoTheQueue) {
 TEST_F(SlurmTest, LostNode_JobContinuesOnOthers) {
   Job job("lost");
   job.WaitUntilItHolds();
-  // The node that does not run the script, with all of its processes.
+  // The lost node, with all of its processes, is the one that does not run the script.
   const std::vector<std::string> hosts =
       absl::StrSplit(Shell("scontrol show hostnames $(squeue -h -t R -o %N)"), '\n');
   ASSERT_EQ(hosts.size(), 2u);
@@ -295,7 +296,7 @@ TEST_F(SlurmTest, SubmittedJob_IsSuspendedAndResumed_AndContinuesFromItsCheckpoi
   WaitForState(job, "SUSPENDED");
   EXPECT_THAT(Muster("incidents " + job), HasSubstr("PREEMPTED"));
   Muster("resume " + job);
-  // Through the requeue, to the end.
+  // Follows the job through the requeue, to the end.
   const std::string output = Muster("logs --follow " + job);
   EXPECT_THAT(Muster("watch " + job), HasSubstr("SUCCEEDED: all processes have succeeded"));
   EXPECT_GT(StepOfResume(output + "\n"), 11);

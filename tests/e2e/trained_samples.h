@@ -11,8 +11,8 @@
 
 namespace muster {
 
-// The samples that a program has trained, in the order in which that happened, also over its
-// checkpoints: numbers from 0. Lives as long as the Accelerator saves and loads.
+// The samples that a program has trained, in order, also across its checkpoints: numbers from 0.
+// Lives as long as the Accelerator saves and loads.
 class TrainedSamples {
  public:
   explicit TrainedSamples(Accelerator& accelerator) : accelerator_(accelerator) {
@@ -25,7 +25,7 @@ class TrainedSamples {
   TrainedSamples(const TrainedSamples&) = delete;
   TrainedSamples& operator=(const TrainedSamples&) = delete;
 
-  // (collective) Those of this process's batch, and of the others'.
+  // (collective) Adds those of this process's batch, and of the others'.
   void Add(const at::Tensor& batch) {
     const at::Tensor all =
         accelerator_.gather_for_metrics(batch).to(at::kDouble).flatten().contiguous();
@@ -34,7 +34,8 @@ class TrainedSamples {
 
   size_t size() const { return seen_.size(); }
 
-  // Epochs of so many samples that do not have each of them once; one that is not whole counts.
+  // Returns the number of epochs of `samples` samples that do not have each of them once; one that
+  // is not whole counts.
   int64_t InexactEpochs(int64_t samples) const {
     const auto each = static_cast<size_t>(samples);
     int64_t inexact = seen_.size() % each == 0 ? 0 : 1;

@@ -33,7 +33,7 @@ class Training : public testing::Test {
                       " 2>&1");
   }
 
-  // Step to loss, of a loss file.
+  // Returns step and loss of each line of a loss file.
   static std::vector<std::pair<int64_t, double>> Losses(const std::string& output) {
     std::ifstream file(output + ".loss");
     std::vector<std::pair<int64_t, double>> losses;

@@ -23,7 +23,7 @@ class TriggerTest : public ClusterFixture {
     args.insert(args.end(), {"--", Runfile("tests/e2e/triggered"), Temp(folder)});
     return Muster(std::move(args));
   }
-  // What follows `prefix` in each line that begins with it.
+  // Returns what follows `prefix` in each line that begins with it.
   static std::vector<std::string> All(const Command& command, absl::string_view prefix) {
     std::vector<std::string> rests;
     for (const std::string& line : command.out()) {
@@ -31,7 +31,8 @@ class TriggerTest : public ClusterFixture {
     }
     return rests;
   }
-  // And that another job which loads it continues from there. Returns "STEP with weight W".
+  // Expects also that another job which loads it continues from there. Returns "STEP with weight
+  // W".
   std::string ExpectSameStepAndCheckpoint(const Command& command) {
     const std::vector<std::string> steps = All(command, "stopped after ");
     EXPECT_EQ(steps.size(), 3u) << command.out_text() << command.err_text();
@@ -45,7 +46,7 @@ class TriggerTest : public ClusterFixture {
     EXPECT_EQ(std::set<std::string>(resumed.begin(), resumed.end()), stopped);
     return stopped.empty() ? "" : *stopped.begin();
   }
-  // A coordinator's address for Train() and for operators.
+  // Returns a coordinator's address for Train() and for operators.
   std::string Address() {
     const auto port = agent::FindFreePort();
     EXPECT_TRUE(port.ok()) << port.status();
@@ -60,7 +61,7 @@ TEST_F(TriggerTest, SigtermAtOneRank_AllStopAfterTheSameStepWithACheckpoint) {
   ASSERT_EQ(kill(Numbers(rest).at(0), SIGTERM), 0);
   EXPECT_EQ(command->Wait(), 0) << command->err_text();
   ExpectSameStepAndCheckpoint(*command);
-  // And the trigger that rank 2 raised on the way.
+  // So did the trigger that rank 2 raised on the way.
   const std::vector<std::string> marks = All(*command, "marked after ");
   EXPECT_EQ(marks.size(), 3u);
   EXPECT_EQ(std::set<std::string>(marks.begin(), marks.end()).size(), 1u) << command->out_text();
@@ -89,7 +90,7 @@ TEST_F(TriggerTest, Operator_StopsAllAfterTheSameStep) {
   ExpectSameStepAndCheckpoint(*command);
 }
 
-// Without an address: the job's name is enough, also where another launch runs.
+// The job's name is enough without an address, even if another launch runs.
 TEST_F(TriggerTest, OperatorNamesOnlyTheJob_ItsLaunchIsFound) {
   const auto night = Train({"--job_name", "night"});
   const auto day = Train({"--job_name", "day"}, "another");

@@ -1,5 +1,5 @@
 // A job that trains until it is stopped, and prints each trigger with its step: `triggered FOLDER`.
-// `triggered resume FOLDER` loads what it has saved and says what that is.
+// `triggered resume FOLDER` loads what it has saved and prints it.
 #include <unistd.h>
 
 #include <cstdio>

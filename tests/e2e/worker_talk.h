@@ -10,13 +10,13 @@
 // The channel between these tests and their workers.
 namespace muster {
 
-// "" if it is not set.
+// Returns "" if the variable is not set.
 inline std::string Variable(const char* name) {
   const char* const value = getenv(name);
   return value == nullptr ? "" : value;
 }
 
-// One line, at once.
+// Prints one line, at once.
 inline void Say(const std::string& text) {
   printf("%s\n", text.c_str());
   fflush(stdout);

@@ -1,5 +1,5 @@
-// What a program does on one device: built once, run on the CPU everywhere and on a GPU where there
-// is one, so that what a GPU is asked to do is known to be right elsewhere.
+// What a program does on one device: built once, run on the CPU everywhere and on a GPU if there is
+// one, so that what a GPU is asked to do is known to be right elsewhere.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <stdlib.h>
@@ -90,7 +90,7 @@ class Device : public testing::Test {
   static c10::Device device() {
     return on_gpu() ? c10::Device(c10::kCUDA, 0) : c10::Device(c10::kCPU);
   }
-  // Its name in a device map.
+  // The name of the device in a device map.
   static std::string place() { return on_gpu() ? "0" : "cpu"; }
   static AcceleratorOptions Options() {
     AcceleratorOptions options;
@@ -100,14 +100,14 @@ class Device : public testing::Test {
   }
 };
 
-// Six batches of four rows.
+// Returns six batches of four rows.
 auto Rows() {
   return TensorDataset(
       at::arange(24 * kWidth, at::kFloat).view({24, kWidth}).remainder(11).div(11));
 }
 
-// Trains from the newest checkpoint, if any, until step `until`, saving every third step; the
-// weights on the CPU.
+// Trains from the newest checkpoint, if any, until step `until`, saving every third step. Returns
+// the weights on the CPU.
 std::map<std::string, at::Tensor> TrainUntil(const AcceleratorOptions& options, int64_t until) {
   Accelerator a(options);
   Tower net;
@@ -211,7 +211,7 @@ TEST_F(LargeState, ReadFromACheckpoint_IsWhatWasSaved) {
   step();
   const at::Tensor want = layer->weight.detach().clone();
   const at::Tensor bias = layer->bias.detach().clone();
-  // Twice: into state that is there, and into memory that is used again.
+  // Runs twice: into state that is there, and into memory that is used again.
   for (int i = 0; i < 2; ++i) {
     const absl::Status loaded = a.load_state(checkpoint());
     ASSERT_TRUE(loaded.ok()) << loaded;
@@ -220,7 +220,7 @@ TEST_F(LargeState, ReadFromACheckpoint_IsWhatWasSaved) {
     EXPECT_TRUE(at::equal(layer->weight, want)) << "weights or moments are others";
     EXPECT_TRUE(at::equal(layer->bias, bias));
   }
-  // And where there are no moments yet.
+  // Then without any moments yet.
   Accelerator b(Options());
   torch::nn::Linear other(2048, 2049);
   FusedAdamW fresh(other->parameters(), {.lr = 1e-2});
@@ -230,7 +230,7 @@ TEST_F(LargeState, ReadFromACheckpoint_IsWhatWasSaved) {
   b.backward(again(x).square().mean());
   restored.step();
   EXPECT_TRUE(at::equal(other->weight, want));
-  // The weights alone.
+  // Then the weights alone.
   Accelerator c(Options());
   auto weights = c.prepare(torch::nn::Linear(2048, 2049));
   const auto taken = c.load_weights(checkpoint());
@@ -291,8 +291,8 @@ TORCH_MODULE(Normed);
 
 using Values = std::map<std::string, at::Tensor>;
 
-// Copies of all of a model and of its optimizer, where they are, ordered as an operation of the
-// device.
+// Returns copies of all of a model and of its optimizer, where they are, ordered as an operation of
+// the device.
 Values StateOf(torch::nn::Module& model, FusedOptimizer& optimizer) {
   const at::NoGradGuard no_grad;
   Values values;
@@ -378,7 +378,7 @@ TEST_F(Device, CheckpointOfTheCpu_ContinuesHereAndBack) {
   there.project.directory = here.project.directory = folder.path();
   const at::Tensor x = at::randn({32, 64});
   Values want;
-  // Each continues what the one before saved.
+  // Each one continues what the former one saved.
   for (const AcceleratorOptions& options : {there, here, there}) {
     SCOPED_TRACE(*options.cpu);
     Accelerator a(options);
@@ -424,10 +424,10 @@ TEST_F(Device, PartOfACheckpoint_LoadsIntoTheModelHere) {
   EXPECT_TRUE(at::equal(model->bias, saved.at("out.bias")));
 }
 
-// Of the engine's cases those that are not left out where one process has nothing to divide.
+// Runs those of the engine's cases that do not need more than one process to divide.
 TEST_F(Device, CheckpointOfOneKindOfUnits_ContinuesUnderAnother) {
   const at::Tensor x = at::randn({32, kWidth});
-  // The last of all steps saved, step by step, under one strategy after the other.
+  // Returns the last of all steps saved, step by step, under one strategy after the other.
   const auto train = [&](bool changes, bool asynchronous, bool overlap) {
     const TestFolder folder, parts;
     Values weights;
@@ -461,7 +461,7 @@ TEST_F(Device, CheckpointOfOneKindOfUnits_ContinuesUnderAnother) {
         a.backward(model(x.to(a.device())).square().mean());
         optimizer.step();
         optimizer.zero_grad();
-        // The one that is loaded, and one that training continues beside.
+        // One save is loaded, and training continues beside the other.
         if (step > 0) {
           const absl::Status saved = a.save_state();
           EXPECT_TRUE(saved.ok()) << saved;
@@ -523,7 +523,7 @@ TEST_F(Device, ActivationCheckpointing_HasTheGradientsWithoutIt) {
   }
 }
 
-// Layers that take a GPU a while, so that copies meet what is computed beside them.
+// Layers that keep a GPU busy for a while, so that copies overlap with computation.
 struct LayersImpl : torch::nn::Module {
   explicit LayersImpl(int64_t width) {
     torch::manual_seed(1);
@@ -551,8 +551,8 @@ struct Offloaded {
   Offload gradients = Offload::kNone;
 };
 
-// Six steps, of which nothing waits for the device, with a save beside them; then the same from
-// that save. The weights of both.
+// Trains six steps, none of which waits for the device, with a save beside them; then the same from
+// that save. Returns the weights of both.
 std::pair<Values, Values> TrainOffloaded(AcceleratorOptions options, const Offloaded& offloaded,
                                          int64_t width, int64_t rows) {
   constexpr int kSteps = 6, kSaved = 3;
@@ -606,7 +606,7 @@ std::pair<Values, Values> TrainOffloaded(AcceleratorOptions options, const Offlo
     }
     Values values;
     for (const auto& [name, tensor] : a.get_state_dict(model)) values[name] = tensor.cpu().clone();
-    // Under other names where units have them.
+    // The states have other names if units have them.
     for (const auto& [name, tensor] : adamw.SaveState().tensors) {
       const bool divided =
           offloaded.parameters != Offload::kNone || offloaded.gradients != Offload::kNone;
@@ -637,7 +637,7 @@ class OffloadedOnDevice : public Device {
 TEST_F(OffloadedOnDevice, States_TrainAndContinueAsThoseOnTheDevice) {
   for (const std::string precision : {"no", "bf16", "fp16"}) {
     for (const bool in_backward : {false, true}) {
-      // With a scaler it is known after the backward pass whether there is a step.
+      // With a scaler, it is known only after the backward pass whether there is a step.
       if (in_backward && precision == "fp16") continue;
       const auto [want, unused] = TrainOffloaded(
           Options(), {.in_backward = in_backward, .precision = precision}, width_, rows_);
@@ -659,7 +659,7 @@ Values WithoutStates(Values values) {
   return values;
 }
 
-// Those on the CPU leave its memory for a disk alone.
+// Gradients on the CPU leave its memory only for a disk.
 TEST_F(OffloadedOnDevice, Gradients_TrainAndContinueAsThoseOnTheDevice) {
   for (const std::string precision : {"no", "fp16"}) {
     const auto [want, unused] =
@@ -681,7 +681,7 @@ TEST_F(OffloadedOnDevice, Gradients_TrainAndContinueAsThoseOnTheDevice) {
   }
 }
 
-// The same.
+// The same holds for parameters.
 TEST_F(OffloadedOnDevice, Parameters_TrainAndContinueAsThoseOnTheDevice) {
   for (const std::string precision : {"no", "bf16", "fp16"}) {
     for (const bool in_backward : {false, true}) {
@@ -728,7 +728,7 @@ TEST_F(OffloadedOnDevice, InputsOfBlocks_TrainAsThoseOnTheDevice) {
   }
 }
 
-// One rank, over NCCL on a GPU.
+// Returns one rank, over NCCL on a GPU.
 std::unique_ptr<Comm> OneRank(c10::Device device) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   auto group = MakeGlooGroup(store, {});
@@ -829,7 +829,7 @@ TEST_F(Device, Generation_HasTheTokensOfTheCpu) {
     sampled.do_sample = true;
     sampled.seed = 3;
     beams.num_beams = 3;
-    // Those behind the first see keys of the cache, and of their own part.
+    // Later chunks see keys of the cache, and of their own part.
     in_chunks.prefill_chunk_size = 3;
     for (const models::GenerateOptions& options : {greedy, sampled, beams, in_chunks}) {
       const at::Tensor want = generate(*on_cpu, ids, mask, options).tokens;
@@ -864,7 +864,7 @@ TEST_F(Device, ModelDividedAmongDeviceMemoryAndDisk_HasTheBitsOfTheWholeOne) {
             load_offloaded_causal_lm(path, "auto", {.max_memory = limits, .prefetch = prefetch});
         ASSERT_TRUE(divided.ok()) << divided.status();
         EXPECT_GT(divided->weights->stats().offloaded_bytes, 0) << "all of it fits";
-        // Twice: the second pass knows the order.
+        // Runs two passes: the second one knows the order.
         for (int pass = 0; pass < 2; ++pass) {
           EXPECT_TRUE(at::equal(Logits(*divided->model.ptr(), device()), want)) << pass;
         }
@@ -873,7 +873,7 @@ TEST_F(Device, ModelDividedAmongDeviceMemoryAndDisk_HasTheBitsOfTheWholeOne) {
   }
 }
 
-// The host queues passes without a wait, so that copies and operators meet in their streams alone.
+// The host queues passes without a wait, so that copies and operators meet only in their streams.
 TEST_F(Device, WeightsOfTheHost_ManyPassesInARow_HaveTheBitsOfResidentOnes) {
   constexpr int kLayers = 12, kPasses = 6;
   constexpr int64_t kWide = 512;
@@ -891,7 +891,7 @@ TEST_F(Device, WeightsOfTheHost_ManyPassesInARow_HaveTheBitsOfResidentOnes) {
   const uint64_t layer_bytes = kWide * (kWide + 1) * sizeof(float);
   const auto weights = cpu_offload(offloaded, device(), {.ring_bytes = 4 * layer_bytes});
   ASSERT_TRUE(weights.ok()) << weights.status();
-  // Rows enough that a GPU computes for as long as it copies.
+  // Enough rows for a GPU to compute for as long as it copies.
   const at::Tensor x = at::randn({on_gpu() ? 8192 : 8, kWide}).to(device());
   std::vector<at::Tensor> want, got;
   for (int pass = 0; pass < kPasses; ++pass) got.push_back(offloaded->forward(x + pass));
@@ -900,7 +900,7 @@ TEST_F(Device, WeightsOfTheHost_ManyPassesInARow_HaveTheBitsOfResidentOnes) {
   EXPECT_GT(weights->stats().read_bytes, kPasses / 2 * weights->stats().offloaded_bytes);
 }
 
-// Where no gradients are kept, a GPU takes LibTorch's own kernel.
+// If no gradients are kept, a GPU takes LibTorch's own kernel.
 TEST_F(Device, RmsNormWithoutGradients_RoundsAsWithThem) {
   at::manual_seed(1);
   for (const c10::ScalarType type : {c10::kFloat, c10::kBFloat16, c10::kHalf, c10::kDouble}) {

@@ -11,7 +11,7 @@
 
 namespace muster::testing_support {
 
-// NCCL comes from the plug-in of this build, not from one that is installed.
+// Takes NCCL from the plug-in of this build, not from one that is installed.
 inline void FindPlugin() {
   if (const char* const root = getenv("TEST_SRCDIR")) {
     const std::string plugin =

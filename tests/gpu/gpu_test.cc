@@ -1,4 +1,4 @@
-// What needs a GPU: NCCL, streams, and training on one process.
+// Tests that need a GPU: NCCL, streams, and training on one process.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -34,7 +34,7 @@
 namespace muster {
 namespace {
 
-// The first of the file: LibTorch is asked for CUDA before an Accelerator is made.
+// The first test of the file: LibTorch is asked for CUDA before an Accelerator is made.
 TEST(BeforeTheGpu, SeedAndBackwardOnTheCpu_LeaveLaterOnesTheGpu) {
   torch::manual_seed(1);
   const auto gradient = [](c10::Device device) {
@@ -84,7 +84,7 @@ class Gpu : public testing::Test {
 
 const c10::Device kDevice(c10::kCUDA, 0);
 
-// One rank over NCCL.
+// Returns one rank over NCCL.
 std::unique_ptr<Comm> NcclComm() {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   auto group = MakeGlooGroup(store, {});
@@ -93,7 +93,7 @@ std::unique_ptr<Comm> NcclComm() {
   return MakeC10dComm(group);
 }
 
-// An event on the stream that is current, whose time can be read.
+// Records an event on the current stream, whose time can be read.
 std::unique_ptr<c10::Event> Mark() {
   auto event = std::make_unique<c10::Event>(c10::kCUDA, c10::EventFlag::BACKEND_DEFAULT);
   event->record(c10::impl::VirtualGuardImpl(c10::kCUDA).getStream(kDevice));
@@ -181,7 +181,7 @@ TEST_F(Gpu, ShardingOnAStreamOfItsOwn_HasTheBitsWithoutIt) {
       trained.model.EndForward();
       const torch::Tensor loss = x.square().mean();
       loss.backward();
-      // Also where the host runs ahead of the device.
+      // Only in every second step, so that the host also runs ahead of the device.
       if (step % 2 == 0) runs.back().push_back(loss.detach().cpu());
       trained.Update();
     }
@@ -240,7 +240,7 @@ TEST_F(Gpu, PartsThatAreElsewhere_HaveTheBitsOfThoseOnTheGpu_AndLeaveItsMemory) 
         const torch::Tensor loss = x.square().mean();
         loss.backward();
         bytes = BytesOnTheGpu() - before;
-        // Also where the host runs ahead of the device.
+        // Only in every fourth step, so that the host also runs ahead of the device.
         if (step % 4 == 0) run.push_back(loss.detach().cpu());
         trained.Update();
       }
@@ -252,7 +252,7 @@ TEST_F(Gpu, PartsThatAreElsewhere_HaveTheBitsOfThoseOnTheGpu_AndLeaveItsMemory) 
         // Values, gradients and two states.
         EXPECT_GE(bytes, 4 * kUnits * kUnitBytes);
       } else if (!only_gradients) {
-        // Gathered units and gradients of a few.
+        // Holds gathered units and gradients of a few.
         EXPECT_LE(bytes, 12 * kUnitBytes);
       }
       if (want.empty()) want = run;
@@ -316,7 +316,7 @@ TEST_F(Gpu, Nccl_OneRank_AllReducesAndTellsItsVersion) {
   const auto version = NcclVersion();
   ASSERT_TRUE(version.ok()) << version.status();
   EXPECT_EQ(version->substr(0, 2), "2.");
-  // As a job ends.
+  // Flushes as at the end of a job.
   FlushNcclAtEnd(true);
   comm->AllReduce(x, ReduceOp::kSum);
   comm.reset();
@@ -339,7 +339,7 @@ TEST_F(Gpu, StatesInTheMemoryOfTheCpu_TrainAsThoseOnTheGpu) {
     runs.emplace_back();
     for (int step = 0; step < 3; ++step) {
       accelerator.backward(model(images).square().mean());
-      // Not the gradients, which are summed in any order: the update is what is compared.
+      // The gradients are not compared, because they are summed in any order; the update is.
       for (const torch::Tensor& p : net->parameters()) {
         p.mutable_grad().copy_(torch::full_like(p, 0.01 * (step + 1)));
       }
@@ -358,7 +358,7 @@ TEST_F(Gpu, StatesInTheMemoryOfTheCpu_TrainAsThoseOnTheGpu) {
   for (size_t i = 0; i < runs[0].size(); ++i) EXPECT_TRUE(runs[0][i].equal(runs[1][i])) << i;
 }
 
-// A device that has enough to do for a second, so that the host is ahead of it.
+// Gives the device work for a second, so that the host is ahead of it.
 void KeepBusy() {
   const torch::NoGradGuard no_grad;
   const torch::Tensor factor = torch::ones({8192, 8192}, torch::TensorOptions(kDevice));
@@ -366,7 +366,7 @@ void KeepBusy() {
   for (int i = 0; i < 40; ++i) at::mm_out(product, factor, factor);
 }
 
-// A linear layer that is trained and saved beside that.
+// A linear layer that is trained and saved at the same time.
 class SavedBesideTraining : public Gpu {
  protected:
   static AcceleratorOptions Options(const std::string& folder) {
@@ -443,7 +443,7 @@ TEST_F(Gpu, BatchThatDoesNotFit_IsTriedSmallerWithTheMemoryBack) {
       accelerator, 1024,
       [&](int64_t batch) {
         tried.push_back(batch);
-        // In two parts, so that a batch that fails holds memory when it does.
+        // Allocated in two parts, so that a batch that fails holds memory at that time.
         const auto bytes = torch::TensorOptions(accelerator.device()).dtype(torch::kUInt8);
         const torch::Tensor first = torch::empty({batch / 2 * kRow}, bytes);
         const torch::Tensor second = torch::empty({batch / 2 * kRow}, bytes);

@@ -1,6 +1,6 @@
-// One model on two GPUs. On a machine with one the tests run on that alone, and say so: nothing is
-// asked of two GPUs there. What the rules are is tested without
-// a GPU, in worker/bigmodel/divided_dispatch_test.cc and muster/divided_lm_test.cc.
+// One model on two GPUs. On a machine with one, the tests run on that alone, and say so: then they
+// do not test two GPUs. The rules are tested without a GPU, in
+// worker/bigmodel/divided_dispatch_test.cc and muster/divided_lm_test.cc.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -135,8 +135,8 @@ TEST_F(TextModelOnTwo, Adapters_GetTheGradientsOfTheWholeModel) {
   }
 }
 
-// A module that knows nothing of devices, on two threads that each have their own stream of each
-// GPU.
+// Runs a module that knows nothing of devices on two threads, each of which has its own stream of
+// each GPU.
 TEST_F(SeveralGpus, AnyModule_ComputesTheSameOnSeveralThreads) {
   TextNet whole(50, 64, 4), divided(50, 64, 4);
   {
@@ -155,7 +155,7 @@ TEST_F(SeveralGpus, AnyModule_ComputesTheSameOnSeveralThreads) {
     return net->forward(ids).cpu();
   };
   const at::Tensor expected = compute(whole);
-  // What the default streams have done is there for others.
+  // The work of the default streams is visible to other streams.
   const c10::impl::VirtualGuardImpl gpus(c10::kCUDA);
   const std::vector<c10::DeviceIndex> used =
       second_ == "0" ? std::vector<c10::DeviceIndex>{0} : std::vector<c10::DeviceIndex>{0, 1};

@@ -3,7 +3,7 @@
 # on two. A step of tools/test, not a Bazel test, because it calls Bazel.
 source "$(dirname "$0")/../../tools/internal/common.sh"
 
-# On the disk of the LibTorch files, so that they are linked and not copied.
+# The folder is on the disk of the LibTorch files, so that they are linked and not copied.
 scratch=$(realpath "$(mktemp -d "$MUSTER_LIBTORCH/../.install-test-XXXXXX")")
 trap 'rm -rf "$scratch"' EXIT
 prefix=$scratch/first
@@ -37,13 +37,13 @@ for file in bash-completion/completions/muster zsh/site-functions/_muster fish/v
   expect "checkpoints" cat "$prefix/share/$file"
 done
 
-# What another LibTorch user would trip over: the prefix brings no protobuf of its own.
+# The prefix brings no protobuf of its own, over which another LibTorch user would trip.
 [[ ! -e $prefix/lib/muster/torch/include/google ]] || die "the prefix holds protobuf headers"
 if "$prefix/bin/muster" launch --num_processes 2 --cpu -- "$scratch/no-such-program" >/dev/null 2>&1; then
   die "muster launch of a missing program succeeded"
 fi
 
-# Where no files can be linked, as on another disk, cp has made the folders before it fails.
+# If no files can be linked, as on another disk, cp has made the folders before it fails.
 mkdir "$scratch/bin"
 cat >"$scratch/bin/cp" <<'END'
 #!/bin/sh
@@ -57,7 +57,7 @@ esac
 exec /bin/cp "$@"
 END
 chmod +x "$scratch/bin/cp"
-# Nor do the modes depend on the mask of who installs.
+# The modes do not depend on the mask of the user who installs, either.
 (umask 077 && PATH=$scratch/bin:$PATH tools/install --prefix "$scratch/copied" --no-build)
 closed=$(find "$scratch/copied" ! -type l ! -perm 755 ! \( -type f -perm 644 \) -printf '%m %p\n')
 [[ -z $closed ]] || die "others cannot use what was installed: $closed"

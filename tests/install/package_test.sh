@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the package of the control plane, installs it into a scratch root, runs it there, removes it, and finds nothing
-# left. As a Bazel test its programs are those that were built before.
+# Builds the package of the control plane, installs it into a scratch root, runs it there, removes it, and checks that
+# nothing is left. As a Bazel test it uses the programs that were built before.
 source "$(dirname "$0")/../../tools/internal/common.sh"
 
 scratch=$(mktemp -d)
@@ -48,7 +48,7 @@ if command -v systemd-sysusers >/dev/null; then
   done
 fi
 if command -v systemd-analyze >/dev/null; then
-  # As on a machine that has the programs where the units name them.
+  # Imitates a machine that has the programs where the units name them.
   for unit in "$root"/lib/systemd/system/*.service; do
     name=$(basename "$unit")
     sed "s|=/usr/bin/|=$root/usr/bin/|" "$unit" >"$scratch/$name"
@@ -59,7 +59,7 @@ if command -v systemd-analyze >/dev/null; then
   done
 fi
 
-# The removal from a running system stops all units. Here one that only notes what it is told.
+# The removal from a running system stops all units. Here a script only notes what it is told to do.
 mkdir "$scratch/bin"
 printf '#!/bin/sh\necho "$@" >>%s/systemctl.log\n' "$scratch" >"$scratch/bin/systemctl"
 chmod +x "$scratch/bin/systemctl"
@@ -72,7 +72,7 @@ for unit in "$root"/lib/systemd/system/*.service; do
 done
 
 dpkg_in --purge muster-control
-# What dpkg and the accounts keep in the root; the package's files and folders are gone.
+# Only what dpkg and the accounts keep in the root may be left; the package's files and folders are gone.
 left=$(cd "$root" && find . -mindepth 1 ! -path './var' ! -path './var/lib' ! -path './var/lib/dpkg*' ! -path './etc' \
   ! -regex '\./etc/\(passwd\|group\|shadow\|gshadow\|subuid\|subgid\|\.pwd\.lock\)-?')
 [[ -z $left ]] || fail "left after the removal: $left"

@@ -18,8 +18,8 @@ namespace {
 
 using Json = nlohmann::json;
 
-// torch's Python linear, one operator. torch::nn::Linear adds the bias in a second step, which
-// under bfloat16 autocast rounds twice for inputs of three dimensions.
+// Applies torch's Python linear, one operator. torch::nn::Linear adds the bias in a second step,
+// which under bfloat16 autocast rounds twice for inputs of three dimensions.
 at::Tensor Apply(const torch::nn::Linear& layer, const at::Tensor& x) {
   return at::linear(x, layer->weight, layer->bias);
 }

@@ -18,8 +18,8 @@ class CaseModelImpl : public torch::nn::Module {
   explicit CaseModelImpl(const nlohmann::json& description);
   ~CaseModelImpl() override;
 
-  // sequential: any float tensor the first layer takes. decoder: ids [B, T] (I64) to logits [B, T,
-  // vocab].
+  // For sequential, `x` is any float tensor that the first layer takes; for decoder, ids [B, T]
+  // (I64), which give logits [B, T, vocab].
   torch::Tensor forward(torch::Tensor x);
 
  private:

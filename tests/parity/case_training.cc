@@ -70,7 +70,7 @@ AcceleratorOptions TrainingOptions(const Json& in, const std::string& sharding) 
   options.gradient_accumulation_steps = in.value("gradient_accumulation_steps", int64_t{1});
   options.data_loader.split_batches = in.value("split_batches", false);
   options.data_loader.even_batches = in.value("even_batches", true);
-  // Hybrid sharding is in pairs, where there are several.
+  // Hybrid sharding is in pairs if there are several.
   const int64_t processes = in.value("num_processes", int64_t{1});
   options.sharding = ParseSharding(sharding, processes > 2 && processes % 2 == 0 ? 2 : processes);
   // The two places where Accelerate's numbers are not Muster's default.

@@ -10,8 +10,8 @@
 
 namespace muster::parity {
 
-// What `in` of a golden `training` case asks of an Accelerator. `sharding`: no_shard, zero1, zero2,
-// zero3 or hybrid.
+// Returns the options that `in` of a golden `training` case asks for. `sharding`: no_shard, zero1,
+// zero2, zero3 or hybrid.
 AcceleratorOptions TrainingOptions(const nlohmann::json& in, const std::string& sharding);
 
 struct Trained {
@@ -20,7 +20,7 @@ struct Trained {
 };
 
 // (collective) Rebuilds the run that `in` describes and trains through the public API. Its paths
-// start from `data_root`, unless they are absolute. Throws what does not fit.
+// start from `data_root`, unless they are absolute. Throws if something does not fit.
 Trained TrainCase(Accelerator& accelerator, const nlohmann::json& in, const std::string& data_root);
 
 }  // namespace muster::parity

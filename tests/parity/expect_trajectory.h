@@ -6,7 +6,7 @@
 
 namespace muster::parity {
 
-// Holds `got`, an answer to the golden `training` case `test_case`, against its `out` within its
+// Compares `got`, an answer to the golden `training` case `test_case`, with its `out` within its
 // tolerances. `folder`: where the paths of the case start from.
 void ExpectTrajectory(const nlohmann::json& got, const nlohmann::json& test_case,
                       const std::string& folder);

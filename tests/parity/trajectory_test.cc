@@ -1,4 +1,4 @@
-// Every recorded `training` case, trained by real processes under `muster launch`, against
+// Trains every recorded `training` case with real processes under `muster launch` and compares with
 // Accelerate's numbers: those of the golden folder, and those of four processes, in which hybrid
 // sharding has several copies.
 #include <gtest/gtest.h>
@@ -33,7 +33,7 @@ INSTANTIATE_TEST_SUITE_P(Sharding, TrajectoryTest,
                          ::testing::Values("no_shard", "zero1", "zero2", "zero3", "hybrid"),
                          [](const auto& info) { return std::string(info.param); });
 
-// `folder`: of the cases and of the files that they name.
+// `folder`: where the cases and the files that they name are.
 void ExpectAccelerates(const std::string& sharding, const std::vector<Json>& cases,
                        const std::string& folder) {
   const std::string scratch = MakeTestDir("trajectory_" + sharding) + "/";

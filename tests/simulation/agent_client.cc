@@ -104,7 +104,7 @@ AgentClient::Received AgentClient::OnFrame(const v1::CoordinatorFrame& frame) {
   }
   received_ = frame.seq();
   for (const v1::OpResult& result : frame.results().results()) {
-    // One that was sent in two sessions may be answered in both.
+    // The result of an op that was sent in two sessions may come in both.
     if (pending_.erase(result.op_id()) == 0) continue;
     first_.erase(result.op_id());
     queue_.erase(std::remove(queue_.begin(), queue_.end(), result.op_id()), queue_.end());

@@ -18,19 +18,19 @@ namespace muster::simulation {
 // every operation without a result when the coordinator has lost the session.
 class AgentClient {
  public:
-  // `eager`: on a new stream of a session, sends also those frames again that the coordinator has
-  // had, as an agent may that does not look at the welcome.
+  // `eager`: on a new stream of a session, the client also repeats the frames that the coordinator
+  // has had, as an agent may that does not look at the welcome.
   AgentClient(std::string node, uint64_t incarnation, bool eager);
 
-  // Queues an operation. The op_id that its result will carry is returned.
+  // Queues an operation. Returns the op_id that its result will carry.
   uint64_t Submit(const v1::Op& op);
   // The same, ahead of all that is queued.
   uint64_t SubmitFirst(const v1::Op& op);
-  // Its caller no longer waits for the result: it is not sent in another session.
+  // Forgets an operation whose caller no longer waits for it: it is not sent in another session.
   void Forget(uint64_t op_id);
   void ReplyStack(v1::StackReply stack) { stacks_.push_back(std::move(stack)); }
 
-  // The first frame of a new stream. Nothing else is sent on it before it was answered.
+  // Returns the first frame of a new stream. Nothing else is sent on it before it was answered.
   v1::AgentFrame Hello(const std::string& hub_address, const std::string& failed_hub);
   void StreamLost() { welcomed_ = false; }
   bool welcomed() const { return welcomed_; }
@@ -39,7 +39,7 @@ class AgentClient {
   // Counts the sessions.
   uint64_t sessions() const { return sessions_; }
   const std::string& cluster_id() const { return cluster_id_; }
-  // Its hub has lost the coordinator: nothing but beats is sent.
+  // Whether its hub has lost the coordinator: then nothing but beats is sent.
   bool coordinator_away() const { return coordinator_away_; }
 
   struct Received {
@@ -50,7 +50,7 @@ class AgentClient {
   };
   Received OnFrame(const v1::CoordinatorFrame& frame);
 
-  // What can be sent now, in order.
+  // Returns what can be sent now, in order.
   std::vector<v1::AgentFrame> TakeFrames();
   v1::AgentFrame Beat(const v1::Beat& beat) const;
 

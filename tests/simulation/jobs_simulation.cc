@@ -126,7 +126,7 @@ class Simulation {
       journal_.push_back(std::move(change));
     }
     CheckRoom();
-    // Or after it, before any answer goes out.
+    // A crash may also come after it, before any answer goes out.
     const bool crash = !quiet_ && Chance(1);
     if (!crash) {
       for (auto& closed : out.closed_groups) closed_.insert(closed.first);
@@ -207,7 +207,7 @@ class Simulation {
     }
     told_[record.job_id()] = record;
   }
-  // Each is asked for once by a node, counts, and leaves an entry with its cause.
+  // Each restart is requested once by a node, counts, and leaves an entry with its cause.
   void CheckRestartsInPlace(const v1::JobRecord& before, const v1::JobRecord& now) {
     if (before.history_size() == 0 || now.history_size() == 0) return;
     const v1::JobAttempt& was = before.history(before.history_size() - 1);
@@ -229,11 +229,11 @@ class Simulation {
       Violation(absl::StrCat(what, " was not asked for"));
     }
   }
-  // A runner that is stopped before it learns that its request was granted reports what it has
-  // asked for once more.
+  // A runner that is stopped before it learns that its request was granted reports its request once
+  // more.
   void CheckCountedOnce(const v1::JobRecord& before, const v1::JobRecord& now) {
     if (now.restarts() <= before.restarts()) return;
-    // What follows the last end has none yet.
+    // The attempt after the last end has no end yet.
     const auto cause =
         std::find_if(now.history().rbegin(), now.history().rend(),
                      [](const v1::JobAttempt& attempt) { return attempt.has_end(); });
@@ -241,7 +241,7 @@ class Simulation {
       return Violation(absl::StrCat(now.job_id(), " counts a restart without a cause"));
     }
     ++result_.counted;
-    // Others, such as the loss of a node, are seen by the coordinator itself.
+    // Other ends, such as the loss of a node, are seen by the coordinator itself.
     if (!absl::StartsWith(cause->end().why(), kFailure)) return;
     if (!counted_.insert({now.job_id(), cause->end().why()}).second) {
       Violation(absl::StrCat(now.job_id(), " counts ", cause->end().why(), " twice"));
@@ -252,7 +252,7 @@ class Simulation {
     v1::JobAttempt* const last = record.mutable_history(record.history_size() - 1);
     last->mutable_placements(change.node_rank())->set_state(change.state());
   }
-  // What nodes have is promised once: to what runs, or to be kept for what may follow.
+  // The room of nodes is promised once: to what runs, or to be kept for what may follow.
   void CheckRoom() {
     std::map<std::string, int> used;
     for (const auto& [id, record] : told_) {
@@ -266,7 +266,7 @@ class Simulation {
       }
       for (const v1::Placement& spare : record.spares()) {
         used[spare.node()] += spare.processes();
-        // A node that is lost would take both.
+        // The loss of a node would take both.
         const bool runs =
             record.state() == v1::JOB_STATE_STARTING || record.state() == v1::JOB_STATE_RUNNING;
         if (!own.insert(spare.node()).second && runs) {
@@ -288,7 +288,7 @@ class Simulation {
       }
     }
   }
-  // Stages are in order over all attempts, none is of the future, and none is forgotten.
+  // Stages are in order over all attempts, none is in the future, and none is forgotten.
   void CheckTimes(const v1::JobRecord& record) {
     int64_t last = 0;
     for (const v1::JobAttempt& attempt : record.history()) {
@@ -326,7 +326,7 @@ class Simulation {
       }
     }
   }
-  // What workers and agents of a running attempt say of it, now or too late.
+  // Reports what workers and agents of a running attempt say of it, now or too late.
   void GroupSays() {
     for (Node& node : nodes_) {
       for (const auto& [key, report] : node.attempts) {
@@ -451,7 +451,7 @@ class Simulation {
   void End(Node* node, v1::AttemptReport* report, v1::EndClass end_class) {
     if (report->state() == v1::PLACEMENT_STATE_ENDED) return;
     report->set_state(v1::PLACEMENT_STATE_ENDED);
-    // A runner that is stopped while it waits for an answer ends with what it has asked for.
+    // A runner that is stopped while it waits for an answer ends with its request.
     if (report->restart() == 0 || report->attempt() % 2 == 0) {
       report->clear_restart();
       report->mutable_end()->set_end_class(end_class);
@@ -467,7 +467,7 @@ class Simulation {
 
   void Step() {
     now_ += absl::Milliseconds(Up(quiet_ ? 4000 : 3000));
-    // What is due comes before what happens later.
+    // Deadlines come before later events.
     while (core_->NextDeadline() < now_) {
       const absl::Time due = core_->NextDeadline();
       JobsOutput out;
@@ -528,9 +528,9 @@ class Simulation {
   }
   Node& Any() { return nodes_[random_() % nodes_.size()]; }
 
-  // A node that was lost once may have processes of an attempt that is fenced.
-  // Seen before what the event has put out goes anywhere; any event may also start jobs and answer
-  // nodes, so what this one puts out follows the other's.
+  // A node that was lost once may have processes of an attempt that is fenced. This is called
+  // before the output of the event goes anywhere; any event may also start jobs and answer nodes,
+  // so what this one puts out follows the other's.
   void NoteLost(JobsOutput* out) {
     v1::Op op;
     op.mutable_list_nodes();
@@ -559,7 +559,7 @@ class Simulation {
           end_class = classes[Up(7)];
         }
         End(&node, &report, end_class);
-        // It says so at once.
+        // The node reports that at once.
         if (node.call.has_value()) core_->Abandon(*node.call);
         node.call.reset();
         break;
@@ -567,7 +567,7 @@ class Simulation {
     }
   }
 
-  // A process of an attempt is lost, and others can go on: its nodes ask, one after the other.
+  // Loses a process of an attempt whose others can continue: its nodes ask, one after the other.
   void LoseSomething() {
     for (Node& node : nodes_) {
       for (auto& [key, report] : node.attempts) {
@@ -585,7 +585,7 @@ class Simulation {
     }
   }
 
-  // A job of more processes than fit would never end.
+  // Returns the most processes that fit: a job of more would never end.
   int MostProcesses() {
     int cpus = 0;
     for (const Node& node : nodes_) cpus = std::max(cpus, node.cpus);
@@ -602,7 +602,7 @@ class Simulation {
     spec->set_priority(Up(2));
     spec->set_preemptible(Chance(50));
     spec->set_max_restarts(Up(2));
-    if (Chance(30)) {  // of hangs alone
+    if (Chance(30)) {  // only of hangs
       spec->add_class_limits()->set_end_class(v1::END_CLASS_HANG);
       spec->mutable_class_limits(0)->set_count(Up(1));
     }
@@ -617,7 +617,7 @@ class Simulation {
     jobs_.insert(absl::StrCat("j-", jobs_.size() + 1));
     const std::string key = absl::StrCat("key", ++keys_);
     op.mutable_submit_job()->set_idempotency_key(key);
-    // Until it has succeeded: a crash may have lost it.
+    // Repeats until it has succeeded: a crash may have lost it.
     for (int i = 0; i < 3; ++i) Send(op, nullptr);
     jobs_.clear();
     for (const auto& [id, record] : told_) jobs_.insert(id);
@@ -636,7 +636,7 @@ class Simulation {
     op.mutable_control_job()->set_max_processes(op.control_job().min_processes() + Up(3));
     const auto told = told_.find(*it);
     if (told != told_.end()) op.mutable_control_job()->set_after_attempt(told->second.attempts());
-    // A retry by hand is one after a user error, too.
+    // A retry by hand counts as one after a user error, too.
     if (op.control_job().action() == v1::JOB_ACTION_RETRY && told != told_.end()) {
       by_hand_.insert({*it, told->second.attempts()});
     }

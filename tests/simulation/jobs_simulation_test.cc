@@ -31,7 +31,7 @@ TEST(JobsSimulationTest, AnySeed_KeepsTheRules) {
     restarts_in_place += result.restarts_in_place;
     counted += result.counted;
   }
-  // It has tried what it is about.
+  // The simulation has tried what it is about.
   EXPECT_GT(attempts, 10 * Seeds());
   EXPECT_GT(restarts, Seeds());
   EXPECT_GT(lost, Seeds() / 10);
@@ -43,7 +43,7 @@ TEST(JobsSimulationTest, AnySeed_KeepsTheRules) {
   EXPECT_GT(counted, Seeds());
 }
 
-// `says`: a part of what the rule that is there for it says; empty: any rule.
+// `says`: a part of the message of the rule that should catch the fault; empty: any rule.
 void ExpectCaught(coordinator::JobsMutants mutants, const std::string& says = "") {
   for (int seed = 1; seed <= 200; ++seed) {
     const std::string violation = RunJobsSimulation(seed, mutants).violation;

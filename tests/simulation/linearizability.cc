@@ -51,7 +51,7 @@ bool IsLinearizable(std::vector<KvEvent> events, int64_t initial) {
     events.resize(kMaxEvents);
     for (KvEvent& event : events) {
       if (event.end < cut) continue;
-      // What came after the cut could have made this answer: it is not looked at.
+      // An operation after the cut could have caused this answer, so the answer is ignored.
       event.answered = false;
       event.end = absl::InfiniteFuture();
     }

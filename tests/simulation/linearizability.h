@@ -25,13 +25,13 @@ struct KvEvent {
   absl::Time end = absl::InfiniteFuture();  // of the answer
 };
 
-// Whether some order of these operations, in which one that ended before another began comes first,
-// gives every answer that was seen; the key starts as `initial`. An exhaustive search with memory
-// of visited states, after Wing, Gong and Lowe. Of more than 64 operations the first are checked,
-// up to a moment that makes that sound.
+// Returns whether some order of these operations, in which one that ended before another began
+// comes first, gives every answer that was seen; the key starts as `initial`. An exhaustive search
+// with memory of visited states, after Wing, Gong and Lowe. Of more than 64 operations the first
+// are checked, up to a moment that makes that sound.
 bool IsLinearizable(std::vector<KvEvent> events, int64_t initial = KvEvent::kAbsent);
 
-// For reports: one line for each operation.
+// Returns one line for each operation, for reports.
 std::string ToText(const std::vector<KvEvent>& events);
 
 }  // namespace muster::simulation

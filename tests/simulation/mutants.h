@@ -8,7 +8,7 @@ namespace muster::simulation {
 
 struct Mutant {
   const char* name;
-  const char* caught_by;  // a part of what the checker says that is there for it
+  const char* caught_by;  // a part of what the responsible checker says
   void (*set)(SimulationOptions* options);
 };
 
@@ -55,7 +55,7 @@ inline constexpr Mutant kMutants[] = {
      [](SimulationOptions* options) { options->hub_speaks_for_the_silent = true; }},
 };
 
-// Switches the fault of this name on; false: there is none.
+// Switches the fault of this name on. Returns false if there is none.
 inline bool SetMutant(absl::string_view name, SimulationOptions* options) {
   for (const Mutant& mutant : kMutants) {
     if (name != mutant.name) continue;

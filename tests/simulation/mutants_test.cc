@@ -11,7 +11,7 @@ namespace muster::simulation {
 namespace {
 
 // The test of the tests: a core with a known fault must be found out within 2,000 seeds, by the
-// checker that is there for it.
+// checker that is responsible for it.
 class MutantTest : public ::testing::TestWithParam<Mutant> {};
 
 TEST_P(MutantTest, Simulation_FaultyCore_IsCaught) {
@@ -20,7 +20,7 @@ TEST_P(MutantTest, Simulation_FaultyCore_IsCaught) {
   for (options.seed = 1; options.seed <= 2000; ++options.seed) {
     const SimulationResult result = Simulate(options);
     if (!absl::StrContains(result.violation, GetParam().caught_by)) continue;
-    // The same seed is quiet without the fault: it is the fault that was found.
+    // The same seed is quiet without the fault, so it is the fault that was found.
     SimulationOptions sound;
     sound.seed = options.seed;
     EXPECT_EQ(Simulate(sound).violation, "");

@@ -22,7 +22,8 @@ std::string Frame(absl::string_view record) {
   return frame;
 }
 
-// The record at `at` of `log`, and where the next one begins; false: there is no whole one.
+// Reads the record at `at` of `log`, and where the next one begins. Returns false if there is no
+// whole one.
 bool ReadFrame(const std::string& log, size_t at, std::string* record, size_t* next) {
   if (log.size() - at < kHeader) return false;
   uint32_t size = 0;

@@ -15,29 +15,29 @@ namespace muster::simulation {
 // payload, so that a torn tail can be distinguished from a whole one.
 class SimDisk {
  public:
-  // False: there is no room. A part of the record may have been written; it is cut off again by the
-  // next Append.
+  // Returns false if there is no room. A part of the record may have been written; the next Append
+  // cuts it off again.
   bool Append(absl::string_view record, std::mt19937_64* random);
-  // Everything up to `bytes` (a former size()) is on the platter.
+  // Notes that everything up to `bytes` (a former size()) is on the platter.
   void Synced(size_t bytes);
-  // Bytes ever appended; grows only, also when a snapshot takes the place of records.
+  // Returns the bytes ever appended; grows only, also when a snapshot takes the place of records.
   size_t size() const { return base_ + log_.size() - torn_; }
 
-  // Power is lost: of what was not synced, any beginning may have reached the platter, its last
-  // bytes damaged. Whether anything was lost.
+  // Cuts the power: of what was not synced, any beginning may have reached the platter, its last
+  // bytes damaged. Returns whether anything was lost.
   bool Crash(std::mt19937_64* random);
   // Reads back the snapshot (empty: none) and the whole records after it; cuts a torn tail off, and
-  // says whether there was one.
+  // returns whether there was one.
   bool Recover(std::string* snapshot, std::vector<std::string>* records);
 
-  // What a snapshot of `revision` is built of: the snapshot, and the synced records after it up to
-  // that revision. False: there is a later snapshot.
+  // Reads what a snapshot of `revision` is built from: the snapshot, and the synced records after
+  // it up to that revision. Returns false if there is a later snapshot.
   bool Read(uint64_t revision, std::string* snapshot, std::vector<std::string>* records) const;
 
-  // Takes the place of all records with revisions up to `revision`, atomically.
+  // Replaces all records with revisions up to `revision`, atomically.
   void PublishSnapshot(const std::string& image, uint64_t revision);
   void set_full(bool full) { full_ = full; }
-  // An Append that failed left a part of its record.
+  // Returns whether an Append that failed left a part of its record.
   bool torn() const { return torn_ > 0; }
 
  private:

@@ -12,7 +12,7 @@
 namespace muster::simulation {
 namespace {
 
-// MUSTER_SIMULATION_SEEDS=N in the environment: how many seeds in all. --seed=N: that one only,
+// MUSTER_SIMULATION_SEEDS=N in the environment: how many seeds in all. --seed=N: only that one,
 // with its trace.
 uint64_t g_seeds = 10000;
 uint64_t g_only = 0;

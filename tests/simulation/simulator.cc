@@ -45,8 +45,8 @@ const char* const kEphemeralKeys[] = {"e0", "e1"};
 using InstanceId =
     std::pair<std::pair<uint64_t, std::string>, uint64_t>;  // ((generation, barrier_id), counter)
 
-// What a barrier's result says, for comparing results of one instance; empty: it says nothing about
-// the instance.
+// Returns what a barrier's result says, for comparing results of one instance; empty: it says
+// nothing about the instance.
 std::string Verdict(const v1::OpResult& result) {
   if (result.has_arrive()) {
     return v1::BarrierState_Name(result.arrive().report().state()) + "|" +
@@ -63,7 +63,7 @@ std::string Verdict(const v1::OpResult& result) {
   }
 }
 
-// The ranks that an arrival speaks for: false if `op` is none.
+// Returns the ranks that an arrival speaks for; false if `op` is no arrival.
 bool ArrivalOf(const v1::Op& op, InstanceId* id) {
   if (op.has_arrive()) {
     *id = {{op.arrive().fence().generation(), op.arrive().barrier_id()}, op.arrive().counter()};
@@ -106,7 +106,7 @@ class SimClock final : public Clock {
   const absl::Time* const now_;
 };
 
-// How the hub in an agent reaches that agent's session.
+// Passes operations from the hub in an agent to that agent's session.
 class HubSender final : public agent::OpSender {
  public:
   HubSender(Sim* sim, int host) : sim_(sim), host_(host) {}
@@ -151,7 +151,7 @@ struct Agent {
   int route = kNoHub;      // its peer
   std::string failed_hub;  // it tells the coordinator
   absl::Time away_since;   // its hub has lost the coordinator
-  // Of a hub.
+  // The state of a hub.
   absl::Time stopped_until = absl::InfinitePast();
   std::unique_ptr<HubSender> sender;
   std::unique_ptr<agent::HubCore> hub;
@@ -218,8 +218,8 @@ class Process {
   void FillFence(v1::Fence* fence, bool request);
   void Join();
   void Rejoin();
-  // Acts on an error that ends what the process was doing. False: the error is about this call
-  // only.
+  // Acts on an error that ends what the process was doing. Returns false if the error is about this
+  // call only.
   bool Leaves(const v1::OpError& error);
   void SawTerm(const v1::OpResult& result);
   void Heartbeat();
@@ -227,7 +227,7 @@ class Process {
   void KvThen(std::function<void()> next);
   void PollTriggers();
   void GateThen(std::function<void()> next);
-  // Every few steps all ranks write a checkpoint together; rank 0 seals and publishes it.
+  // Makes all ranks write a checkpoint together every few steps; rank 0 seals and publishes it.
   void CheckpointThen(std::function<void()> next);
   std::shared_ptr<v1::Op> ReportOp(uint64_t id);
   void ReportShards(uint64_t id, std::function<void()> next);
@@ -276,7 +276,7 @@ class Sim {
     if (result_.violation.empty()) result_.violation = text;
   }
 
-  // `slot` is whose link; -1: the operator and watchers, whose link is only slow.
+  // `slot` is the one whose link is used; -1: the operator and watchers, whose link is only slow.
   void Transfer(int slot, bool to_server, bool may_repeat, std::function<void()> deliver);
   void ToServer(const std::shared_ptr<Process>& process, uint64_t tag,
                 const std::shared_ptr<const v1::Op>& op, CallId* attempt);
@@ -306,8 +306,7 @@ class Sim {
   void AgentBeat(int host, uint64_t life);
   void SubmitOf(int host, const v1::Op& op, std::vector<Agent::Target> targets);
   void Deliver(int host, const std::vector<Agent::Target>& targets, const v1::OpResult& result);
-  // Hubs. `f` is called at once, or after the pause of the agent, or never if its process ends
-  // before.
+  // Hubs. Calls `f` at once, or after the pause of the agent, or never if its process ends before.
   void WhenAgentRuns(int host, uint64_t life, std::function<void()> f);
   void StartHub(int host);
   void TickHub(int host);
@@ -357,17 +356,17 @@ class Sim {
   void SawSealed(const v1::CheckpointRecord& record, int ranks);
   // `begun`: when the process first asked for it.
   void SawPublished(const v1::CheckpointRecord& record, absl::Time begun);
-  // It is to be deleted.
+  // Notes that a checkpoint is to be deleted.
   void SawDoomed(const v1::CheckpointRecord& record);
-  // An operator pins one, holds it back, or undoes that.
+  // An operator pins a checkpoint, holds it back, or undoes that.
   void MarkOne(const v1::ListCheckpointsReply& listed);
   // An operator has retention applied, and may carry out what it orders.
   void CollectNow();
   void ResolveNow(v1::VerifyDepth depth);
-  // An operator compares the files of one with its record, and says what was found.
+  // An operator compares the files of a checkpoint with its record, and reports what was found.
   void VerifyOne(const v1::ListCheckpointsReply& listed);
-  // Whether the coordinator has reported damage of this checkpoint and no one has verified it as
-  // whole since.
+  // Returns whether the coordinator has reported damage of this checkpoint and no caller has
+  // verified it as whole since.
   bool KnownDamaged(uint64_t id) const;
 
   void CheckHandled(const v1::Op& op, const std::optional<v1::OpResult>& immediate);
@@ -456,7 +455,7 @@ class Sim {
   absl::Time next_tick_ = absl::InfiniteFuture();
   Output out_;
 
-  // What the checks know.
+  // The state of the checks.
   std::map<std::string, std::vector<KvEvent>> history_;
   std::map<std::string, std::vector<uint64_t>> history_terms_;  // of the answers; 0: none
   std::map<uint64_t, absl::Time> term_began_;
@@ -494,7 +493,7 @@ class Sim {
   std::map<uint64_t, std::string> sealed_digests_;
   std::set<uint64_t> deleted_checkpoints_;
   std::set<uint64_t> publications_;  // that were asked for
-  // What operators have acknowledged marks of, while no other mark is on its way.
+  // The marks that operators have acknowledgements of, while no other mark is on its way.
   struct Marks {
     bool known() const { return !asked; }
     bool asked = false;
@@ -503,9 +502,9 @@ class Sim {
     int changes = 0;
   };
   std::map<uint64_t, Marks> marks_;
-  // A promoted one was published since the last of these was damaged or held back.
+  // Whether a promoted checkpoint was published since the last of these was damaged or held back.
   bool resumable_ = false;
-  // Of the files; what was said of them, newest last.
+  // The files that are damaged, and what was reported of them, newest last.
   std::set<uint64_t> damaged_files_;
   std::set<uint64_t> short_files_;  // those whose sizes alone say it
   struct Verification {
@@ -595,7 +594,7 @@ void Process::Send(uint64_t tag) {
 }
 
 void Process::SendAgain(uint64_t tag, absl::Duration after) {
-  // Unless it was sent again meanwhile: each attempt has one successor.
+  // Does nothing if it was sent again meanwhile: each attempt has one successor.
   At(sim_->now() + after, [this, tag, attempt = calls_[tag].attempts] {
     const auto it = calls_.find(tag);
     if (it != calls_.end() && it->second.attempts == attempt) Send(tag);
@@ -853,9 +852,9 @@ void Process::GateThen(std::function<void()> next) {
 }
 
 void Process::CheckpointThen(std::function<void()> next) {
-  // Where workers take their seats again, each is at a step of its own.
+  // If workers take their seats again, each is at a step of its own.
   if (step_ % 6 != 4 || !sim_->spec_.end_generation_on_failure()) return next();
-  // As if rank 0 had broadcast it.
+  // The id arrives as if rank 0 had broadcast it.
   const uint64_t id = sim_->checkpoint_of_[{generation_, step_}];
   if (rank_ != 0) {
     if (id != 0) return ReportShards(id, next);
@@ -902,7 +901,7 @@ std::shared_ptr<v1::Op> Process::ReportOp(uint64_t id) {
 }
 
 void Process::ReportShards(uint64_t id, std::function<void()> next) {
-  // Its file is on the disk when it says so.
+  // A rank's file is on the disk when the rank says so.
   sim_->shards_[id].insert(rank_);
   Begin(ReportOp(id), absl::Milliseconds(250), [this, id, next](const v1::OpResult& result) {
     if (result.has_error()) {
@@ -994,7 +993,7 @@ void Process::PollTriggers() {
   FillFence(poll->mutable_fence(), false);
   poll->set_rank(rank_);
   poll->set_step(step_ - 1);
-  // One promise for all: the latest of those already made, or the next step.
+  // Makes one promise for all: the latest of those already made, or the next step.
   int64_t horizon = begun_ + 1 + static_cast<int64_t>(sim_->Draw(2));
   for (const auto& [id, promised] : pending_) {
     if (promised != INT64_MAX) horizon = promised;
@@ -1281,8 +1280,8 @@ void Sim::StartServer() {
   core_->StartTerm(core_->last_term() + 1, now_, &out_);
   term_began_[core_->last_term()] = now_;
   CheckRecovered();
-  // Nothing is served before the record of the term is durable, or a crash could give out one term
-  // twice.
+  // Nothing is served before the record of the term is durable; otherwise a crash could give out
+  // one term twice.
   term_revision_ = core_->last_record_revision();
   Absorb(nullptr, 0);
   Trace(absl::StrCat("coordinator starts, term ", core_->last_term(), ", ", records.size(),
@@ -1342,7 +1341,7 @@ void Sim::Absorb(const v1::Op* op, CallId call) {
       current_generation_ = std::max(current_generation_, result.join().generation());
     }
     if (result.has_arrive()) CheckPassed(result);
-    // As in the runner: while the journal fails, whatever waits for it is refused.
+    // This is as in the runner: while the journal fails, whatever waits for it is refused.
     if (journal_failed_ && reply.durable_revision > durable_) FailReply(&reply);
     held_.push_back(std::move(reply));
   }
@@ -1499,8 +1498,9 @@ void Sim::TakeSnapshot() {
   if (!serving_ || journal_failed_ || !unwritten_.empty()) return;
   const uint64_t revision = core_->last_record_revision();
   Trace(absl::StrCat("snapshot of revision ", revision));
-  // Built from the disk while the core continues; written under a temporary name, synced, renamed:
-  // it exists whole or not at all. Records it holds go only afterwards.
+  // The snapshot is built from the disk while the core continues; written under a temporary name,
+  // synced, renamed: it exists whole or not at all. The records that it holds are deleted only
+  // afterwards.
   At(now_ + Between(absl::Milliseconds(1), absl::Milliseconds(100)),
      [this, life = life_, hosts = core_->SnapshotHosts(), revision] {
        if (life != life_ || !up_ || durable_ < revision) return;
@@ -1570,7 +1570,7 @@ void Sim::Kill(const std::shared_ptr<Process>& process, bool told) {
   }
 }
 
-// The coordinator alone on its side, for longer than a lease.
+// Cuts the coordinator off alone, for longer than a lease.
 void Sim::CutAll() {
   if (healed_) return;
   const absl::Time until = now_ + 5 * kLease / 2;
@@ -1597,7 +1597,7 @@ void Sim::Chaos() {
         process->paused_until_ = now_ + Between(absl::Milliseconds(200), 3 * kLease);
         Trace(absl::StrCat(process->worker_id(), "/", process->incarnation_, " is stopped until ",
                            absl::FormatDuration(process->paused_until_ - kStart)));
-        // Someone believes it dead and starts another: the old one wakes up as a zombie.
+        // A launcher believes it dead and starts another: the old one wakes up as a zombie.
         if (Chance(0.5)) StartWorker(slot);
       }
       break;
@@ -1621,7 +1621,7 @@ void Sim::Chaos() {
       CrashServer(false);
       break;
     case 8:
-      // Not twice: the events that wait for it to resume must stay in order.
+      // It is not paused twice: the events that wait for it to resume must stay in order.
       if (up_ && now_ >= server_paused_until_) {
         server_paused_until_ = now_ + Between(absl::Milliseconds(100), absl::Seconds(5));
         Trace(absl::StrCat("coordinator is stopped until ",
@@ -1673,7 +1673,7 @@ void Sim::HubChaos() {
       CrashAgent(hub);
       break;
     case 1:
-      // Not twice, as with the coordinator.
+      // It is not paused twice, like the coordinator.
       if (agents_[hub].client == nullptr || now_ < agents_[hub].stopped_until) break;
       Fault("hub stopped");
       agents_[hub].stopped_until = now_ + Between(absl::Milliseconds(100), absl::Seconds(5));
@@ -1688,7 +1688,7 @@ void Sim::HubChaos() {
       if (agents_[hub].stream != nullptr) LoseStream(agents_[hub].stream);
       break;
     default: {
-      // Without regard to what the coordinator has decided.
+      // Chosen without regard to what the coordinator has decided.
       const int host = static_cast<int>(Draw((slots_ + 1) / 2));
       MoveTo(host, Chance(0.2) ? kNoHub : hub, Chance(0.5));
     }
@@ -1806,7 +1806,7 @@ void Sim::SawDoomed(const v1::CheckpointRecord& record) {
 void Sim::MarkOne(const v1::ListCheckpointsReply& listed) {
   std::vector<const v1::CheckpointRecord*> whole;
   for (const v1::CheckpointRecord& record : listed.checkpoints()) {
-    // What the answer to an earlier mark was is not known: it may still arrive.
+    // The answer to an earlier mark is not known: the mark may still arrive.
     if (record.state() == v1::CHECKPOINT_STATE_PUBLISHED &&
         marks_[record.checkpoint_id()].known()) {
       whole.push_back(&record);
@@ -1823,7 +1823,7 @@ void Sim::MarkOne(const v1::ListCheckpointsReply& listed) {
   op.mutable_mark_checkpoint()->mutable_fence()->set_job_id(kJob);
   op.mutable_mark_checkpoint()->set_checkpoint_id(id);
   op.mutable_mark_checkpoint()->set_mark(mark);
-  // The list may be older than a promotion that another one led to.
+  // The list may be older than a promotion that another mark led to.
   if (mark == v1::MarkCheckpointRequest::HOLD_BACK) {
     withdrawn_at_ = now_;
     resumable_ = false;
@@ -1859,7 +1859,7 @@ void Sim::CollectNow() {
       SawDoomed(record);
       done.mutable_checkpoint_deleted()->add_checkpoint_ids(record.checkpoint_id());
     }
-    // Or it ends before it has deleted them: the order is given again.
+    // Otherwise it ends before it has deleted them: the order is given again.
     if (Draw(2) == 0) return;
     FromOperator(done, [this](const v1::OpResult& told) {
       if (told.error().detail().reason() == v1::ERROR_REASON_CHECKPOINT_CONFLICT) {
@@ -1872,7 +1872,7 @@ void Sim::CollectNow() {
 bool Sim::KnownDamaged(uint64_t id) const {
   const auto it = verifications_.find(id);
   if (it == verifications_.end()) return false;
-  // A later one that is still on its way may have arrived, or not.
+  // A later verification that is still on its way may have arrived, or not.
   v1::VerifyDepth known = v1::VERIFY_DEPTH_UNSPECIFIED;  // the deepest look that found it
   for (const Verification& one : it->second) {
     if (!one.damaged && one.depth >= known) known = v1::VERIFY_DEPTH_UNSPECIFIED;
@@ -1924,7 +1924,7 @@ void Sim::VerifyOne(const v1::ListCheckpointsReply& listed) {
   });
 }
 
-// What a resume would ask.
+// Asks what a resume would ask.
 void Sim::ResolveNow(v1::VerifyDepth depth) {
   v1::Op op;
   op.mutable_resolve_checkpoint()->mutable_fence()->set_job_id(kJob);
@@ -1972,8 +1972,8 @@ void Sim::ResolveNow(v1::VerifyDepth depth) {
   });
 }
 
-// What a resume would ask, what people do with checkpoints, and whether what was sealed is still
-// known.
+// Asks what a resume would ask, does what people do with checkpoints, and checks that what was
+// sealed is still known.
 void Sim::OperatorCheckpoints() {
   ResolveNow(v1::VERIFY_DEPTH_UNSPECIFIED);
   if (Draw(2) == 0) ResolveNow(v1::VERIFY_CONTENTS);
@@ -1998,7 +1998,7 @@ void Sim::OperatorCheckpoints() {
     if (Draw(2) == 0) VerifyOne(result.list_checkpoints());
     if (Draw(3) == 0) MarkOne(result.list_checkpoints());
     for (const auto& [id, sha256] : sealed) {
-      // Let go meanwhile.
+      // Retention has let it go meanwhile.
       if (deleted_checkpoints_.contains(id)) continue;
       const auto it = listed.find(id);
       if (it == listed.end() || it->second != sha256) {
@@ -2019,7 +2019,7 @@ void Sim::Heal() {
     process->paused_until_ = std::min(process->paused_until_, now_);
     process->passed_here_ = 0;
   }
-  // What was drawn before, restarts and the like, still comes within its time.
+  // Events that were drawn before, such as restarts, still come within their time.
   At(now_ + absl::Seconds(3), [this] {
     if (!up_) StartServer();
     for (int host = 0; host < static_cast<int>(agents_.size()); ++host) StartAgent(host);
@@ -2029,7 +2029,8 @@ void Sim::Heal() {
   });
 }
 
-// Progress: all seats of one generation are taken, and its workers have passed barriers in it.
+// Checks progress: all seats of one generation are taken, and its workers have passed barriers in
+// it.
 void Sim::CheckProgress() {
   uint64_t generation = 0;
   for (int slot = 0; slot < slots_; ++slot) {
@@ -2048,7 +2049,7 @@ void Sim::CheckProgress() {
     healed_at_ = absl::InfinitePast();  // done
     return;
   }
-  // An elastic generation that some had to miss is ended so that all can join.
+  // An elastic generation that some workers had to miss is ended so that all can join.
   if (spec_.min_workers() < spec_.max_workers() && now_ > healed_at_ + absl::Seconds(8)) {
     bool waits = false;
     for (int slot = 0; slot < slots_; ++slot) waits = waits || !current_[slot]->seated();
@@ -2102,12 +2103,12 @@ void Sim::KvEnd(const std::string& key, size_t index, const v1::OpResult& result
   acked_writes_.push_back({written, key, ""});
 }
 
-// An operation from a process that has been replaced, or from a generation that has ended, must
-// have no effect.
+// Checks that an operation from a process that has been replaced, or from a generation that has
+// ended, has no effect.
 void Sim::CheckHandled(const v1::Op& op, const std::optional<v1::OpResult>& immediate) {
   if (op.has_recall_barriers() && immediate.has_value() && !immediate->has_error()) {
     const v1::Fence& caller = op.recall_barriers().fence();
-    // An agent speaks for all whose results it has handed on.
+    // An agent speaks for all processes whose results it has handed on.
     for (const std::shared_ptr<Process>& process : all_) {
       if (process->incarnation_ != caller.incarnation() &&
           process->agent_ != caller.incarnation()) {
@@ -2176,13 +2177,15 @@ void Sim::CheckHandled(const v1::Op& op, const std::optional<v1::OpResult>& imme
   if (!refused && fence->request_id() != 0) answered_.insert(request);
 }
 
-// A generation is one more than the last, and a worker that had a seat in that one keeps its rank.
+// Checks that a generation is one more than the last, and that a worker that had a seat in that one
+// keeps its rank.
 void Sim::CheckRecord(const coordinator::Record& record) {
   v1::JournalRecord parsed;
   parsed.ParseFromString(record.payload);
   for (const v1::JournalChange& change : parsed.changes()) {
     if (change.has_barrier_ended() && change.barrier_ended().answer().has_error()) {
-      // Whether or not anybody still waits for it. It happens again if this record is lost.
+      // This counts whether or not any caller still waits for it. It happens again if this record
+      // is lost.
       const v1::BarrierEnded& ended = change.barrier_ended();
       failed_at_[{{ended.generation(), ended.barrier_id()}, ended.counter()}] = result_.events;
     }
@@ -2212,7 +2215,7 @@ void Sim::CheckRecord(const coordinator::Record& record) {
   }
 }
 
-// Everyone must have called before anyone passes.
+// Checks that every rank has called before any passes.
 void Sim::CheckPassed(const v1::OpResult& result) {
   const v1::BarrierReport& report = result.arrive().report();
   const InstanceId id = {{report.generation(), report.barrier_id()}, report.counter()};
@@ -2262,7 +2265,7 @@ void Sim::SawBarrier(const Process& process, const InstanceId& id, const v1::OpR
   seen.push_back(seen_now);
 }
 
-// After a crash: whatever anyone was shown as durable is still there.
+// Checks, after a crash, that whatever any caller was shown as durable is still there.
 void Sim::CheckRecovered() {
   v1::StatusReply status;
   core_->FillStatus(&status);
@@ -2305,8 +2308,8 @@ void Sim::CheckAtEnd() {
       }
       continue;
     }
-    // Ephemeral keys start empty with each term. What was answered in another term may have
-    // happened in this one too, its reply lost.
+    // Ephemeral keys start empty with each term. An operation that was answered in another term may
+    // have happened in this one too, its reply lost.
     const std::vector<uint64_t>& terms = history_terms_[key];
     const std::set<uint64_t> all(terms.begin(), terms.end());
     for (const uint64_t term : all) {
@@ -2354,7 +2357,8 @@ void Sim::StartAgent(int host) {
       std::make_unique<AgentClient>(absl::StrCat("h", host), 500 + next_agent_++, Chance(0.5));
   ++agent.life;
   Trace(absl::StrCat("agent h", host, "/", agent.client->incarnation(), " starts"));
-  // Its workers find it again: what they still wait for, and how their barriers ended.
+  // Its workers find the next agent: they tell it what they still wait for, and how their barriers
+  // ended.
   for (const std::shared_ptr<Process>& process : all_) {
     if (!process->alive_ || process->slot_ / 2 != host) continue;
     process->agent_ = agent.client->incarnation();
@@ -2363,7 +2367,7 @@ void Sim::StartAgent(int host) {
       auto& seen = agent.seen[{process->generation_, id}];
       if (counter - 1 >= seen.first) seen = {counter - 1, process->previous_[id]};
     }
-    // A stopped one notices when it resumes.
+    // A stopped process notices when it resumes.
     process->At(
         std::max(now_, process->paused_until_),
         [process] {
@@ -2386,7 +2390,7 @@ void Sim::CrashAgent(int host) {
   if (agent.stream != nullptr) LoseStream(agent.stream);
   agent.hub.reset();
   agent = Agent();
-  // Nothing that led to this process leads to the next.
+  // No stream that led to this process leads to the next.
   agent.life = life + 1;
   for (const Agent& other : agents_) {
     if (other.stream == nullptr || other.stream->hub != host) continue;
@@ -2480,7 +2484,7 @@ void Sim::SubmitOf(int host, const v1::Op& op, std::vector<Agent::Target> target
     if (!targets.empty()) agent.waiting[id] = std::move(targets);
     return;
   }
-  // What this node says itself goes through its hub too.
+  // Operations of this node itself go through its hub too.
   agent.hub->Submit(op, [this, host, life = agent.life,
                          targets = std::move(targets)](const v1::OpResult& result) {
     if (agents_[host].life == life && !targets.empty()) Deliver(host, targets, result);
@@ -2556,7 +2560,7 @@ void Sim::AgentBeat(int host, uint64_t life) {
   At(now_ + absl::Milliseconds(500), [this, host, life] { AgentBeat(host, life); });
 }
 
-// The stream is broken, and its agent knows. The coordinator learns it now, later, or by the next
+// The stream is broken, and its agent knows. The coordinator learns it now, later, or from the next
 // stream.
 void Sim::LoseStream(std::shared_ptr<Stream> stream) {
   if (!stream->agent_open) return;
@@ -2650,7 +2654,7 @@ void Sim::Deliver(int host, const std::vector<Agent::Target>& targets, const v1:
   if (arrival && targets.size() > 1 &&
       (reason == v1::ERROR_REASON_SUPERSEDED || reason == v1::ERROR_REASON_LEASE_EXPIRED ||
        reason == v1::ERROR_REASON_NOT_MEMBER)) {
-    // One of them is at fault: each on its own.
+    // One of them is at fault: each is sent on its own.
     for (const Agent::Target& target : targets) SubmitOf(host, *target.op, {target});
     return;
   }
@@ -2664,12 +2668,12 @@ void Sim::AtAgent(const std::shared_ptr<Stream>& stream, const v1::CoordinatorFr
     return WhenAgentRuns(stream->host, agent.life,
                          [this, stream, frame] { AtAgent(stream, frame); });
   }
-  // Beats are acknowledged; what a hub says of itself proves that only one way works.
+  // Beats are acknowledged; what a hub says of itself proves only that one way works.
   if (!frame.has_hub_state()) agent.last_heard = now_;
   if (stream->hub != kNoHub &&
       (frame.has_goodbye() ||
        (frame.has_welcome() && frame.welcome().term() < agent.client->term()))) {
-    // A hub that does not know the newest term is left.
+    // An agent leaves a hub that does not know the newest term.
     if (!frame.goodbye().has_retry_after()) agent.route = kNoHub;
     return LoseStream(stream);
   }
@@ -2872,7 +2876,7 @@ void SimIncomingStream::Write(rpc::FrameBytes frame) {
 void SimIncomingStream::Close(const absl::Status&) {
   const std::shared_ptr<Stream> stream = stream_.lock();
   if (stream == nullptr) return;
-  // What the hub has written still arrives, and then the end.
+  // The hub's last messages still arrive, and then the end does.
   stream->up_works = false;
   stream->last_down = std::max(stream->last_down, sim_->now() + sim_->Delay());
   sim_->At(stream->last_down, [sim = sim_, stream] { sim->LoseStream(stream); });
@@ -2972,7 +2976,7 @@ void Sim::ClosedAtHub(const std::shared_ptr<Stream>& stream) {
   });
 }
 
-// In order: with a Bye, and to the hub when the other side has ended the stream; else at once,
+// Moves in order (with a Bye, and to the hub when the other side has ended the stream) or at once,
 // while what is under way may still arrive.
 void Sim::MoveTo(int host, int hub, bool in_order) {
   Agent& agent = agents_[host];

@@ -14,8 +14,9 @@ namespace muster::simulation {
 struct SimulationOptions {
   uint64_t seed = 1;
   coordinator::Mutants mutants;
-  bool applies_frames_again = false;       // a fault too: what an agent sends again is done again
-  bool hub_speaks_for_the_silent = false;  // says again what agents said with earlier beats
+  bool applies_frames_again = false;       // a fault too: repeated frames of an agent are applied
+                                           // again
+  bool hub_speaks_for_the_silent = false;  // repeats what agents said with earlier beats
   // Nothing happens but one cut between the coordinator and all others, longer than the lease and
   // shorter than the outage_tolerance.
   bool one_cut = false;
@@ -23,7 +24,7 @@ struct SimulationOptions {
   bool trace = false;
 };
 
-// docs/simulation.md says what they are.
+// The faults, which docs/simulation.md describes.
 inline constexpr const char* kFaults[] = {
     "delayed",      "dropped",    "repeated",    "overtaken", "partitioned",       "half-open",
     "broke stream", "lost tail",  "torn tail",   "disk full", "torn by full disk", "disk failed",
@@ -43,7 +44,7 @@ struct SimulationResult {
   int64_t watch_events = 0;
   int64_t through_hubs = 0;  // operations that hubs sent for other agents
   int64_t resumed = 0;       // agents' sessions that went on with another stream
-  // How often each fault of network, disk and files happened; all of kFaults are there.
+  // How often each fault of network, disk and files happened; has all of kFaults.
   std::map<std::string, int64_t> faults;
 };
 

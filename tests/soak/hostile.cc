@@ -64,7 +64,7 @@ std::string WatchMessage(const std::string& job) {
   return watch.SerializeAsString();
 }
 
-// One call of a client that minds no manners. Made, used and destroyed by one thread.
+// One call of a misbehaving client. Made, used and destroyed by one thread.
 class Call {
  public:
   Call(grpc::Channel* channel, const char* method, absl::Duration deadline)
@@ -88,7 +88,7 @@ class Call {
     while (queue_.Next(&tag, &ok)) {
     }
   }
-  // Waits for what was begun last to end, until `deadline`. False: it did not.
+  // Waits for what was begun last to end, until `deadline`. Returns false if it did not.
   bool Await(absl::Time deadline) {
     void* tag;
     bool ok;
@@ -99,7 +99,8 @@ class Call {
     --in_flight_;
     return true;
   }
-  // Once the headers, or the message before it, are on their way. False: they were not for a while.
+  // Writes once the headers, or the message before it, are on their way. Returns false if they were
+  // not for a while.
   bool Write(const std::string& message) {
     while (in_flight_ > 0) {
       if (!Await(absl::Now() + absl::Seconds(1))) return false;
@@ -147,7 +148,7 @@ void Hostile::Count(absl::string_view what, int64_t by) {
 void Hostile::Start(const char* name, void (Hostile::*round)(uint32_t seed)) {
   const uint32_t first = seed_ * 7919 + static_cast<uint32_t>(threads_.size()) * 104729;
   threads_.emplace_back([this, name, round, first] {
-    // A breath between rounds, longer than the round was, leaves the machine to the processes under
+    // A pause between rounds, longer than the round was, leaves the machine to the processes under
     // test: leases run out on one that has no time for their beats.
     absl::Duration breath;
     for (uint32_t i = 0; !stop_.WaitForNotificationWithTimeout(breath); ++i) {
@@ -173,7 +174,7 @@ void Hostile::LateMessages(uint32_t seed) {
     const absl::Duration limit = absl::Milliseconds(3);
     const absl::Time over = absl::Now() + limit;
     Call call(channel.get(), watches ? kWatch : kWait, limit);
-    // Around the deadline, to the microsecond: this is the moment that is looked for.
+    // Sends around the deadline, to the microsecond, which is the moment under test.
     const absl::Time send =
         over + absl::Microseconds(static_cast<int64_t>(Draw(random, 1200)) - 800);
     if (!call.Await(over)) continue;
@@ -246,7 +247,7 @@ void Hostile::HeldWaits(uint32_t seed) {
   std::vector<std::unique_ptr<Call>> calls;
   for (int i = 0; i < 30 && !stop_.HasBeenNotified(); ++i) {
     calls.push_back(std::make_unique<Call>(channel.get(), kWait, absl::Minutes(10)));
-    // Few large keys, or many small ones: 3 MB.
+    // Sends few large keys, or many small ones: 3 MB.
     calls.back()->Write(Draw(random, 2) == 0 ? WaitMessage(job_, 3, 1 << 20)
                                              : WaitMessage(job_, 20'000, 130));
   }

@@ -35,7 +35,7 @@ class Hostile {
   Hostile(const Hostile&) = delete;
   Hostile& operator=(const Hostile&) = delete;
 
-  // What was done so far, one word and number each: to see that it was done.
+  // Returns what was done so far, a word and a number each, to see that it was done.
   std::map<std::string, int64_t> counts() const;
 
  private:
@@ -43,7 +43,7 @@ class Hostile {
   void Count(absl::string_view what, int64_t by = 1);
   std::shared_ptr<grpc::Channel> NewChannel() const;
 
-  // One round each.
+  // Runs one round each.
   void LateMessages(uint32_t seed);
   void Strangers(uint32_t seed);
   void SilentCalls(uint32_t seed);

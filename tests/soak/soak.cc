@@ -23,7 +23,7 @@ namespace {
 
 using chaos::Plan;
 
-// The target of a signal, and the signal, when the first worker prints that round.
+// Draws the target of a signal, and the signal, sent when the first worker prints that round.
 chaos::SignalAt DrawSignal(std::mt19937& random, int round) {
   const auto draw = [&](int below) {
     return std::uniform_int_distribution<int>(0, below - 1)(random);
@@ -54,7 +54,7 @@ Plan DrawPlan(uint32_t seed) {
   return plan;
 }
 
-// Resident bytes of a process; 0: it is gone.
+// Returns the resident bytes of a process; 0: it is gone.
 int64_t Memory(pid_t pid) {
   const absl::StatusOr<std::string> text = ReadFile(absl::StrCat("/proc/", pid, "/statm"));
   if (!text.ok()) return 0;
@@ -100,7 +100,7 @@ std::vector<std::string> Soak(const SoakOptions& options) {
       of_job.push_back(absl::StrCat("the coordinator held ", most >> 20, " MiB, more than ",
                                     options.memory_bytes >> 20));
     }
-    // Hostile clients do not reach it: all its memory is for the job.
+    // Hostile clients do not reach the agent: all its memory is for the job.
     if (most_agent > options.memory_bytes / 4) {
       of_job.push_back(absl::StrCat("an agent held ", most_agent >> 20, " MiB, more than ",
                                     options.memory_bytes >> 22));

@@ -13,7 +13,8 @@ namespace muster::soak {
 struct SoakOptions {
   absl::Duration duration = absl::Minutes(30);
   uint32_t seed = 1;  // of the first job; each further one has the next
-  // What the coordinator may hold at any time, of resident memory; an agent a quarter of it.
+  // The most resident memory that the coordinator may hold at any time; an agent may hold a quarter
+  // of it.
   int64_t memory_bytes = int64_t{1} << 30;
   // Called after each job with a line about it.
   std::function<void(const std::string&)> report = [](const std::string&) {};
@@ -25,8 +26,8 @@ struct SoakOptions {
 // them stopped for a while or killed. Returns what was wrong, one line each with the job's seed and
 // at the end the logs of the first bad job; empty: nothing.
 //
-// Under AddressSanitizer whatever it finds in coordinator or agent ends that process with a report
-// and a code that counts as wrong.
+// Under AddressSanitizer, any finding in coordinator or agent ends that process with a report and a
+// code that counts as wrong.
 std::vector<std::string> Soak(const SoakOptions& options);
 
 }  // namespace muster::soak

@@ -43,7 +43,7 @@ using Bytes = std::vector<uint8_t>;
 using Millis = std::chrono::milliseconds;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-// Long enough that only a store which has lost a call reaches it.
+// Long enough that only a store that has lost a call reaches it.
 constexpr Millis kLong = std::chrono::minutes(2);
 constexpr Millis kShort(20);
 
@@ -58,7 +58,7 @@ void InThreads(int n, const std::function<void(int)>& fn) {
 // A coordinator with `n` workers in seats, each with a connection of its own.
 class SeatedWorkers {
  public:
-  // The lease is long by default: a busy machine must not cost anyone a seat.
+  // The lease is long by default: a busy machine must not cost any worker its seat.
   explicit SeatedWorkers(int n, absl::Duration lease = absl::Minutes(10),
                          absl::Duration outage_tolerance = kDefaultOutageTolerance)
       : clients_(n), seats_(n) {
@@ -147,7 +147,7 @@ class StoreTest : public ::testing::TestWithParam<Param> {
     store_->setTimeout(kLong);
   }
 
-  // One more client of the same store; Clients::kMost in all.
+  // Returns one more client of the same store; Clients::kMost in all.
   StorePtr Another() {
     StorePtr store = clients_.Another();
     if (std::get<1>(GetParam())) store = c10::make_intrusive<c10d::PrefixStore>("prefix", store);
@@ -351,7 +351,7 @@ TEST_P(StoreTest, GlooGroup_MeetsThroughIt) {
   });
 }
 
-// A random script of operations, the same on two stores: they answer alike, also where both refuse.
+// A random script of operations, the same on two stores: they answer alike, also if both refuse.
 class Script {
  public:
   Script(unsigned seed, std::vector<std::pair<StorePtr, StorePtr>> clients)
@@ -394,8 +394,8 @@ class Script {
       outcome = operation(store);
     } catch (const c10::DistError&) {
     }
-    // TCPStore's clients do not wait for what writes alone: another client's next operation might
-    // come first. An answer comes after it.
+    // TCPStore's clients do not wait for operations that only write: another client's next
+    // operation might come first. An answer comes after it.
     store.check({"k0"});
     return outcome;
   }
@@ -414,8 +414,8 @@ class Script {
       case 2: {
         const std::string key = Any();
         return {"get " + key, [=](c10d::Store& store) {
-                  // What is there must come however slow the machine is; what is not needs no long
-                  // wait.
+                  // A key that exists must come however slow the machine is; one that does not
+                  // needs no long wait.
                   store.setTimeout(store.check({key}) ? kLong : Millis(1));
                   return Shown(store.get(key));
                 }};
@@ -537,7 +537,7 @@ TEST(CoordinatorStore, ListKeys_AreThoseOfTheStoreAlone) {
 }
 
 TEST(CoordinatorStore, LeaseRunsOut_WaitersHearThatTheGenerationIsOver) {
-  // And a heartbeat every two seconds. Within the tolerance no worker would be lost: all are
+  // There is a heartbeat every two seconds. Within the tolerance no worker would be lost: all are
   // silent.
   SeatedWorkers workers(2, absl::Milliseconds(100), absl::ZeroDuration());
   const StorePtr store = workers.Store(0);

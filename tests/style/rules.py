@@ -9,7 +9,7 @@ import re
 
 # --- Which folder may include which -------------------------------------------------------------------------------------
 
-# What an #include names, by its beginning. The first match counts; our own folders name themselves.
+# The library that an #include names, by its beginning. The first match counts; our own folders name themselves.
 _THIRD_PARTY = [
     ("torch", r"(torch|ATen|c10|caffe2)/"),
     ("gloo", r"gloo/"),
@@ -29,13 +29,13 @@ _THIRD_PARTY = [
     ("elfutils", r"elfutils/"),
     ("test", r"(gtest|gmock|benchmark)/"),
 ]
-# Folders that are named apart from the one they are in.
+# Folders that have rules apart from those of the folder that they are in.
 _WORKER_ROOMS = ("nested", "collective", "job", "data", "parallel", "track", "checkpoint", "text", "train", "bigmodel", "models")
 _ROOMS = ("base/flags", "rpc/session", "coordinator/journal") + tuple("worker/" + room for room in _WORKER_ROOMS)
 _FOLDERS = ("base", "proto", "rpc", "coordinator", "agent", "worker", "client", "muster", "examples", "tests", "bench")
 
-# What the files below a folder may include; the longest matching folder counts. "stubs" are *.grpc.pb.h,
-# "proto" the messages. Anything that is neither ours nor listed above (the standard library, the system) is free.
+# What the files below a folder may include; the longest matching folder counts. "stubs" are *.grpc.pb.h, "proto" the
+# messages. Anything that is neither ours nor listed above (the standard library, the system) is free.
 _FILES = {"absl", "json", "yaml", "hash"}
 _TENSORS = _FILES | {"base", "torch"}
 _ALLOWED = {
@@ -68,7 +68,7 @@ _ALLOWED = {
     # Big models: from files to the devices that there are; what pages weights is parallel's.
     "worker/bigmodel": _TENSORS
     | {"worker/nested", "worker/collective", "worker/checkpoint", "worker/parallel", "worker/train", "worker/bigmodel"},
-    # Models see what trains them, and nothing of Muster sees them but what users include.
+    # Models see what trains them, and nothing in Muster sees them except what users include.
     "worker/models": _TENSORS
     | {"worker/nested", "worker/collective", "worker/checkpoint", "worker/text", "worker/train", "worker/models"},
     "client": _FILES | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "rpc/session", "cli11", "httplib", "client"},
@@ -80,7 +80,7 @@ _ALLOWED = {
     "examples": {"absl", "cli11", "torch", "muster", "examples"},
 }
 
-# A file that wires parts together may name what its folder may not, with the reason.
+# Files that wire parts together may name what their folder may not, with the reason.
 _EXCEPTIONS = {
     # `muster launch` embeds a coordinator and an agent: these two files hand them to the commands as interfaces.
     "client/cli/main.cc": {"coordinator", "agent"},
@@ -187,7 +187,7 @@ def strip_code(text):
 
 # (pattern, what to do, files that may, whether tests may)
 _WORDS = [
-    # LibTorch's generators are guarded by a std::mutex of theirs: `lock(generator.mutex())` is meant.
+    # LibTorch's generators are guarded by a std::mutex of their own: `lock(generator.mutex())` is meant.
     (r"\bstd::(mutex|condition_variable|lock_guard|unique_lock|scoped_lock)\b(?!.*\bmutex\(\)\))",
      "use muster::Mutex of base/mutex.h", {"base/mutex.h"}, True),
     (r"\babsl::Mutex(Lock)?\b", "use muster::Mutex of base/mutex.h", set(), False),
@@ -223,7 +223,7 @@ def comments(path, text):
             found.append((number, "a TODO names an issue: TODO(#12)"))
         if line != line.rstrip() or "\t" in line:
             found.append((number, "tab or space at the end of the line"))
-        # The second line of a heading that was too long for one is let pass.
+        # The second line of a heading that was too long for one line is allowed.
         if re.match(r"\s*//\s*[-=*#/]{8,}\s*$", line) and not re.match(r"\s*// ---+ \w", before):
             found.append((number, "no banners"))
         before = line

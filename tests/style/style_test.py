@@ -71,7 +71,7 @@ class Repository(unittest.TestCase):
                            "\nStartLimitIntervalSec=0\n" not in text[text.index("[Unit]"):text.index("[Service]")]])
 
     def test_no_message_has_a_map_field(self):
-        # The ThreadSanitizer build would lay it out otherwise than Debian's libprotobuf: it crashes there only.
+        # The ThreadSanitizer build would lay it out differently from Debian's libprotobuf, and crash only there.
         self._expect_none([path for path in _files() if path.endswith(".proto") and "map<" in
                            re.sub("//.*", "", _read(path))])
 
@@ -95,7 +95,7 @@ class Repository(unittest.TestCase):
         self.assertEqual({folder: set(names.split(", ")) for folder, names in rows}, rules._ALLOWED)
 
     def test_public_headers_reach_the_listed_ones_only(self):
-        # What a user compiles with muster/muster.h. A header is added here on purpose or not at all: templates need it.
+        # The headers that a user compiles with muster/muster.h. Each is added here on purpose: templates need it.
         reached = set(public_headers.closure(_ROOT))
         listed = set(_read("tests/style/public_headers.txt").split())
         self.assertEqual(reached - listed, set(), "public headers reach these; forward-declare what they declare")
@@ -291,7 +291,7 @@ class RulesThemselves(unittest.TestCase):
 
 class Results(unittest.TestCase):
     def test_a_program_that_crashed_says_where(self):
-        # As Bazel writes it for a program that has left none.
+        # Bazel writes this for a program that has left no result.
         xml = """<testsuites><testsuite name="a_test" tests="1" failures="0" errors="1">
             <testcase name="a_test" status="run"><error message="exited with error code 141"></error></testcase>
             <system-out><![CDATA[[ RUN      ] A.Good

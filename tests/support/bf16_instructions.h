@@ -6,7 +6,8 @@
 
 namespace muster::testing_support {
 
-// Whether the CPU has bf16 instructions of its own: recorded cases allow other differences there.
+// Returns whether the CPU has bf16 instructions of its own: recorded cases allow other differences
+// there.
 inline bool HasBf16Instructions() {
   std::ifstream file("/proc/cpuinfo");
   for (std::string line; std::getline(file, line);) {

@@ -12,8 +12,9 @@ inline void WriteBigEndian(std::ofstream& file, uint32_t value) {
   for (int shift = 24; shift >= 0; shift -= 8) file.put(static_cast<char>(value >> shift));
 }
 
-// MNIST's files PART-images-idx3-ubyte and PART-labels-idx1-ubyte ("train", "t10k") with `count`
-// images that a network can learn: each digit is a bright bar at its own height, plus noise.
+// Writes MNIST's files PART-images-idx3-ubyte and PART-labels-idx1-ubyte ("train", "t10k") with
+// `count` images that a network can learn: each digit is a bright bar at its own height, plus
+// noise.
 inline void WriteMnistImages(const std::string& directory, const std::string& part,
                              uint32_t count) {
   std::mt19937 random(count);

@@ -7,18 +7,18 @@
 
 namespace muster::testing_support {
 
-// The folder of the recorded cases (README.md next to this file): $MUSTER_GOLDEN if it is set, else
-// tests/testdata/golden of this repository.
+// Returns the folder of the recorded cases (README.md next to this file): $MUSTER_GOLDEN if it is
+// set, else tests/testdata/golden of this repository.
 std::string GoldenFolder();
 
-// A file or folder of tests/testdata.
+// Returns a file or folder of tests/testdata.
 std::string TestdataPath(const std::string& file);
 
-// A file of GoldenFolder().
+// Returns a file of GoldenFolder().
 std::string GoldenPath(const std::string& file);
 
-// The cases of one kind in `file` of that folder, by default KIND.jsonl, in order. A test failure
-// if there are none.
+// Returns the cases of one kind in `file` of that folder, by default KIND.jsonl, in order. A test
+// failure if there are none.
 std::vector<nlohmann::json> GoldenCases(const std::string& kind, const std::string& file = "");
 
 }  // namespace muster::testing_support

@@ -74,7 +74,7 @@ def case(model, wide, name, rng):
         settings.update(num_beams=rng.randint(2, 4), length_penalty=rng.choice([0.5, 1.0, 2.0]),
                         early_stopping=rng.choice([True, False, "never"]))
         settings["num_return_sequences"] = rng.randint(1, settings["num_beams"])
-    # transformers finds the prompts of the first beams alone.
+    # transformers finds the prompts of the first beams only.
     if "num_beams" in settings and "encoder_repetition_penalty" in settings:
         return None
     try:
@@ -83,10 +83,10 @@ def case(model, wide, name, rng):
         return None
     if out["generated"] != said(wide, ids, settings)["generated"]:
         return None
-    # Of equal scores, which comes first is chance.
+    # Which of equal scores comes first is chance.
     if "num_beams" in settings and isinstance(settings.get("forced_eos_token_id"), list):
         return None
-    # An end token that may not come yet has a score that is no number then, and comes.
+    # An end token that may not come yet has a score that is not a number then, and comes.
     decays = "exponential_decay_length_penalty" in settings
     if decays and any(rule in settings for rule in RULES[:5] + ["no_repeat_ngram_size"]):
         return None
@@ -180,7 +180,7 @@ def ends_and_draws_case(model, wide, name, tokenizers, rng):
     kind = rng.choice(["stop", "stop", "next_token", "drawn"])
     settings = {"pad_token_id": vocab - 1, "eos_token_id": rng.choice([rng.randrange(vocab), [rng.randrange(vocab), rng.randrange(vocab)]])}
     if kind != "stop" and rng.random() < 0.3:
-        # Without one, transformers fills what a stop string has ended with -1, or goes on with it.
+        # Without an end token, transformers fills what a stop string has ended with -1, or continues with it.
         settings["eos_token_id"] = None
     beams = {"num_beams": rng.randint(2, 4), "length_penalty": rng.choice([0.5, 1.0, 2.0]), "early_stopping": rng.choice([True, False, "never"])}
     beams["num_return_sequences"] = rng.randint(1, beams["num_beams"])
@@ -193,7 +193,8 @@ def ends_and_draws_case(model, wide, name, tokenizers, rng):
         settings["top_k"] = 0
         for rule in rng.sample(sorted(ENDS_AND_DRAWS_RULES), rng.choice([1, 1, 2, 3])):
             settings[rule] = rng.choice(ENDS_AND_DRAWS_RULES[rule])
-    # All of the entropy: rounding, so the processor, decides about the last token, and with it about what is drawn.
+    # With all of the entropy, rounding, and so the processor, decides about the last token, and with it about what is
+    # drawn.
     by_rounding = settings.get("top_h") == 1.0
     if kind == "next_token":
         logprobs = lambda each: each.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=True, return_dict_in_generate=True,
@@ -228,7 +229,7 @@ def ends_and_draws_case(model, wide, name, tokenizers, rng):
             return None
         given.update(mode="beam" if "scores" in out else "greedy", tokenizer=file)
     scores = out.get("scores", [])
-    # So few sequences run on that transformers goes on with some that have ended.
+    # If so few sequences are left, transformers continues with some that have ended.
     if any(abs(score) > 1e6 for score in scores) or len(set(scores)) < len(scores):
         return None
     return {"in": dict(given, **settings), "out": out}

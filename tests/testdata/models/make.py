@@ -324,7 +324,7 @@ def run(folder, architecture, dtype, batch, labels, passes, rng):
         labels = class_labels(rng, model, len(batch["input_ids"]))
     cast = labels.to(dtype) if labels.is_floating_point() else labels
     out = {}
-    # With a cache, positions that begin again begin no text.
+    # With a cache, positions that begin again do not begin a text.
     alone = {} if architecture.startswith("Bert") else {"use_cache": False}
     said = load(folder, architecture, dtype)(**batch, **alone).logits
     config = model.config.to_dict()
@@ -350,7 +350,7 @@ def run(folder, architecture, dtype, batch, labels, passes, rng):
                 with torch.no_grad():
                     said.append(model(**given, past_key_values=cache, use_cache=True).logits)
             except RuntimeError:
-                # Several tokens behind a cache that holds a window alone.
+                # There are several tokens behind a cache that holds only a window.
                 return out, labels
             at += count
         out["said_in_passes"] = what_it_says(torch.cat(said, 1), batch, config)

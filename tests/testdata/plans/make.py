@@ -67,7 +67,7 @@ def plan(rng, model, stored, splits):
         limits["cpu"] = int(total * rng.uniform(0.1, 1.3))
     if max(limits.values()) < max(undivided):
         return None  # Muster says so, Accelerate leaves it to the disk.
-    # As a person writes them; both take 1.009KB, which a double has not, for 1008 bytes.
+    # Written as a person does; both take 1.009KB, which no double has exactly, for 1008 bytes.
     written = {device: "%d.%03dKB" % (limit // 1000, limit % 1000) for device, limit in limits.items()}
     args = ["--max_memory", ",".join("%s=%s" % each for each in written.items()), "--device_map", kind]
     args += ["--dtype", dtype] * bool(dtype) + ["--no_split", "none"] * (not whole)

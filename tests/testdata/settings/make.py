@@ -437,7 +437,7 @@ def deepspeed_case():
     return given
 
 
-# What is decided otherwise
+# Settings that are decided otherwise
 
 
 def batch_sizes_contradict(case):
@@ -464,7 +464,7 @@ def decided_otherwise(case):
     said = " ".join([*env, given.get("config", ""), *given.get("args", [])]).replace("-", "_").lower()
     if out.get("fsdp_version") == 2 and "forward_prefetch" in said:
         return True
-    # Of version 1 `reshard_after_forward` is a strategy, which counts.
+    # In version 1 `reshard_after_forward` is a strategy, which counts.
     if out.get("fsdp_version") == 1 and "FSDP_RESHARD_AFTER_FORWARD" in env:
         return True
     # The setting does not exist in version 2.
@@ -484,7 +484,7 @@ def cases():
                 case["error"] = {"contains": "", "hf_type": type(error).__name__, "hf_message": str(error)[:200]}
             if "NVIDIA driver" in str(case.get("error")) or decided_otherwise(case):
                 continue
-            # Of these only that they are refused counts.
+            # For these it only counts that they are refused.
             if "error" in case and PICK.random() < 0.8:
                 continue
             made += 1

@@ -296,7 +296,7 @@ def draw_case(draw, index):
     hidden = (lambda: 360 * ranks) if big else (lambda: draw.randint(1, 9))
     accumulation = draw.choice([1, 1, 2, 3])
     kinds = ["mlp", "mlp", "norm", "nested", "bare", "branch"]
-    # Which rank's buffer counts in the middle of a window is not the same everywhere.
+    # The rank whose buffer counts in the middle of a window is not the same everywhere.
     simple = draw.random() < 0.3
     if simple:
         accumulation = 1
@@ -368,7 +368,7 @@ def main(count, seed, out):
     for index in range(count):
         case = draw_case(draw, index)
         state, norms, losses = train_copies(case)
-        # What diverges says nothing.
+        # A run that diverges proves nothing.
         if not all(torch.isfinite(v).all() for v in state.values()) or max(losses) > 100:
             continue
         case["norms"], case["losses"] = norms, losses
