@@ -40,8 +40,8 @@ namespace muster::agent {
 //   instead.
 // - A coordinator that shuts down in order answers pending operations with STOPPING: they are still
 //   held, for the next coordinator.
-// - A coordinator of a new term is told first how the latest instance of each barrier ended, as
-//   this node saw it.
+// - To a coordinator of a new term it first reports how the latest instance of each barrier ended,
+//   as this node saw it.
 // - A frame is written as soon as the previous write has finished; operations submitted meanwhile
 //   go into the next frame.
 // - Beats renew the leases of the local workers.

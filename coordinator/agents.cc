@@ -22,10 +22,10 @@ uint64_t Agents::NumberOf(absl::string_view node) const {
   return it == agents_.end() ? 0 : it->second.number;
 }
 
-std::optional<Agents::Voice> Agents::VoiceOf(absl::string_view node) const {
+std::optional<Agents::LastHeard> Agents::LastHeardOf(absl::string_view node) const {
   const auto it = agents_.find(node);
   if (it == agents_.end() || it->second.beat == absl::InfinitePast()) return std::nullopt;
-  return Voice{it->second.beat, it->second.back};
+  return LastHeard{it->second.beat, it->second.back};
 }
 
 std::optional<absl::Time> Agents::WitnessBeat(absl::string_view node, uint64_t via) const {
@@ -39,9 +39,9 @@ std::optional<absl::Time> Agents::WitnessBeat(absl::string_view node, uint64_t v
 
 void Agents::CountFor(absl::Time last_seen, absl::Duration lease, absl::Time now,
                       Silence* silence) {
-  if (!cut_off_.empty() && last_seen <= cut_began_) {
-    silence->agents_silent = static_cast<int>(cut_off_.size());
-    silence->agents_heard = before_cut_ - silence->agents_silent;
+  if (!partitioned_.empty() && last_seen <= cut_began_) {
+    silence->agents_silent = static_cast<int>(partitioned_.size());
+    silence->agents_heard = before_partition_ - silence->agents_silent;
     return;
   }
   if (counted_ + lease / 8 <= now) {
@@ -56,10 +56,10 @@ void Agents::CountFor(absl::Time last_seen, absl::Duration lease, absl::Time now
   silence->agents_silent = silent_;
   if (!IsCut(*silence)) return;
   cut_began_ = now;
-  cut_off_.clear();
-  before_cut_ = heard_ + silent_;
+  partitioned_.clear();
+  before_partition_ = heard_ + silent_;
   for (const auto& [node, agent] : agents_) {
-    if (FellSilent(agent, lease, now)) cut_off_.insert(node);
+    if (FellSilent(agent, lease, now)) partitioned_.insert(node);
   }
 }
 
@@ -71,11 +71,11 @@ bool Agents::FellSilent(const Agent& agent, absl::Duration lease, absl::Time now
 void Agents::Heard(absl::string_view node, Agent* agent, absl::Time now) {
   if (agent->heard + kMissedBeats <= now) agent->back = now;
   agent->heard = now;
-  if (cut_off_.empty() || cut_off_.erase(node) == 0) return;
-  if (2 * static_cast<int>(cut_off_.size()) > before_cut_) return;
+  if (partitioned_.empty() || partitioned_.erase(node) == 0) return;
+  if (2 * static_cast<int>(partitioned_.size()) > before_partition_) return;
   // Most agents are back: the others have some time to follow.
-  cut_off_.clear();
-  cut_ended_ = now;
+  partitioned_.clear();
+  partition_ended_ = now;
 }
 
 }  // namespace muster::coordinator

@@ -19,7 +19,7 @@ namespace muster::coordinator {
 class Agents {
  public:
   // The times at which an agent was heard.
-  struct Voice {
+  struct LastHeard {
     absl::Time beat;  // the last one
     absl::Time back;  // the first message after missed beats, or of all
   };
@@ -40,7 +40,7 @@ class Agents {
   // Returns the number of the session, which no other session ever has; 0: there is none.
   uint64_t NumberOf(absl::string_view node) const;
   // Returns nullopt if the agent has no session, or has sent no beat in it.
-  std::optional<Voice> VoiceOf(absl::string_view node) const;
+  std::optional<LastHeard> LastHeardOf(absl::string_view node) const;
   // The last beat of the agent of `node`, if it is evidence about a worker that the agent reported
   // in the session with number `via`. It is not if the agent has another session now, nor if the
   // agent is a hub, whose beats come whether the worker's own agent lives or not.
@@ -50,7 +50,7 @@ class Agents {
   // silent when the worker did. O(agents), but earlier counts are reused.
   void CountFor(absl::Time last_seen, absl::Duration lease, absl::Time now, Silence* silence);
   // The time at which the last cut ended: most agents were back.
-  absl::Time cut_ended() const { return cut_ended_; }
+  absl::Time cut_ended() const { return partition_ended_; }
 
  private:
   struct Agent {
@@ -67,10 +67,10 @@ class Agents {
   uint64_t next_number_ = 1;
   // Agents that fell silent at once, and how many there were in all; without those that are back.
   // Empty: there is no cut, or most are back.
-  absl::flat_hash_set<std::string> cut_off_;
-  int before_cut_ = 0;
+  absl::flat_hash_set<std::string> partitioned_;
+  int before_partition_ = 0;
   absl::Time cut_began_ = absl::InfinitePast();
-  absl::Time cut_ended_ = absl::InfinitePast();
+  absl::Time partition_ended_ = absl::InfinitePast();
   int heard_ = 0, silent_ = 0;  // the last counts
   absl::Time counted_ = absl::InfinitePast();
 };

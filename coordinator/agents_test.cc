@@ -44,10 +44,10 @@ TEST(Agents, Number_IsThatOfTheSession) {
 TEST(Agents, WithoutABeat_ProvesNothing) {
   Agents agents;
   agents.Attach("n0", kNow);
-  EXPECT_EQ(agents.VoiceOf("n0"), std::nullopt);
+  EXPECT_EQ(agents.LastHeardOf("n0"), std::nullopt);
   EXPECT_EQ(agents.WitnessBeat("n0", agents.NumberOf("n0")), std::nullopt);
   agents.Beat("n0", false, kNow + absl::Seconds(1));
-  EXPECT_EQ(agents.VoiceOf("n0")->beat, kNow + absl::Seconds(1));
+  EXPECT_EQ(agents.LastHeardOf("n0")->beat, kNow + absl::Seconds(1));
   EXPECT_EQ(agents.WitnessBeat("n0", agents.NumberOf("n0")), kNow + absl::Seconds(1));
 }
 
@@ -62,9 +62,9 @@ TEST(Agents, HubOrAnotherSession_IsNoWitness) {
 TEST(Agents, HeardAfterMissedBeats_IsBack) {
   Agents agents = Attached(1);
   agents.Beat("n0", false, kNow + absl::Seconds(2));
-  EXPECT_EQ(agents.VoiceOf("n0")->back, kNow);
+  EXPECT_EQ(agents.LastHeardOf("n0")->back, kNow);
   agents.Beat("n0", false, kNow + absl::Seconds(7));
-  EXPECT_EQ(agents.VoiceOf("n0")->back, kNow + absl::Seconds(7));
+  EXPECT_EQ(agents.LastHeardOf("n0")->back, kNow + absl::Seconds(7));
 }
 
 TEST(Agents, MostSilentAtOnce_IsACutUntilMostAreBack) {

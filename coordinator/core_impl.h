@@ -681,7 +681,7 @@ class Core::Impl::Job : public BarrierHost {
   bool kv_touched_ = false;
   bool barrier_touched_ = false;
   bool watch_touched_ = false;
-  // Whether submitted_ was told that rank 0 of this generation has restored, and stepped, in this
+  // Whether submitted_ has recorded that rank 0 of this generation has restored, and stepped, in this
   // term.
   bool restored_told_ = false, stepped_told_ = false;
   BarrierCounts seen_counts_;

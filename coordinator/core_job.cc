@@ -1100,7 +1100,7 @@ bool Core::Impl::Job::IsAwaited() const {
   bool awaited = false;
   rendezvous_.ForEach([&](const std::string&, const Waiter& waiter) {
     if (awaited) return;
-    if (const std::optional<Agents::Voice> voice = impl_->agents_.VoiceOf(waiter.node)) {
+    if (const std::optional<Agents::LastHeard> voice = impl_->agents_.LastHeardOf(waiter.node)) {
       awaited =
           voice->beat > recent && (voice->back <= leases_.LastHeard() || voice->back <= long_ago);
     } else {

@@ -66,7 +66,7 @@ struct Plan {
   int64_t offloaded = 0;
   std::string largest_offloaded = {};
   int64_t largest_offloaded_bytes = 0;
-  // Of the first weight.
+  // The type of the first weight.
   std::string dtype = {};
   // The memory of the requested generation.
   models::GenerationMemory generation = {};

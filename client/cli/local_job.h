@@ -17,7 +17,7 @@ class EmbeddedCoordinator {
   virtual ~EmbeddedCoordinator() = default;
   // The address to which workers connect, with the port that was bound.
   virtual std::string address() const = 0;
-  // Stops serving. The agents of other machines are told that it does not return, and why.
+  // Stops serving. Tells the agents of other machines that it does not return, and why.
   virtual void End(const std::string& why) = 0;
 };
 

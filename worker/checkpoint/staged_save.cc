@@ -300,7 +300,7 @@ absl::Status RotateOnNodes(Comm& comm, const CheckpointFolder& folder, const Nod
       })));
   const std::vector<std::string> all = comm.AllGatherBytes(Json({mine, pinned_here}).dump());
   std::map<int64_t, size_t> count;
-  // Those pinned on any node: the others have parts of it, or copies.
+  // The checkpoints that are pinned on any node: the other nodes have parts of them, or copies.
   std::set<int64_t> pinned;
   for (const NodeGroups::Node& node : groups.nodes) {
     const Json of_node = Json::parse(all[node.leader]);

@@ -158,7 +158,7 @@ torch::nn::Sequential Layers(int64_t width = kWidth) {
 
 struct Traffic {
   size_t shard = 0, replicas = 0, reshard = 0;
-  // Of all ranks together.
+  // The totals of all ranks.
   size_t messages = 0, message_bytes = 0;
 };
 
