@@ -48,7 +48,7 @@ class Bench {
     }
     return ms;
   }
-  double Submit(int processes, int shape) {
+  double Submit(int processes, int shape, int priority = 0) {
     v1::Op op;
     v1::JobSpec* const spec = op.mutable_submit_job()->mutable_spec();
     spec->set_name("job");
@@ -57,6 +57,8 @@ class Bench {
     spec->mutable_per_process()->set_gpus(1);
     spec->mutable_per_process()->set_memory_bytes(1 + shape);  // jobs of many shapes
     spec->set_wait_for_nodes(true);
+    spec->set_priority(priority);
+    spec->set_preemptible(true);
     return Handle(op);
   }
   double Sync(int node, const std::vector<v1::AttemptReport>& reports) {
@@ -78,6 +80,14 @@ class Bench {
     report.set_state(v1::PLACEMENT_STATE_ENDED);
     report.mutable_end()->set_end_class(v1::END_CLASS_SUCCEEDED);
     return Sync(node, {report});
+  }
+  // Half a second passes, in which what was put off takes place.
+  double Wait() {
+    now_ += absl::Milliseconds(500);
+    JobsOutput out;
+    const double begin = CpuMs();
+    core_.Tick(Event(), &out);
+    return CpuMs() - begin;
   }
   const v1::JobRecord* Find(const std::string& job_id) const { return core_.Find(job_id); }
 
@@ -122,6 +132,25 @@ int Run(int argc, char** argv) {
                   *std::max_element(ends.begin(), ends.end())}),
         bench::LoadAverage());
   }
+  // A job of all nodes ends, one node after the other, while others wait.
+  Bench wide(nodes, gpus);
+  wide.Submit(nodes * gpus, 0);
+  for (int i = 0; i < std::min(jobs, 100); ++i) wide.Submit(gpus, i);
+  double ends_ms = 0, worst_ms = 0;
+  for (int i = 0; i < nodes; ++i) {
+    const double ms = wide.End(i, "job-1", 1);
+    ends_ms += ms;
+    worst_ms = std::max(worst_ms, ms);
+    if (i % 100 == 0) worst_ms = std::max(worst_ms, wide.Wait());
+  }
+  // One that needs all nodes preempts a job on each of them.
+  Bench urgent(nodes, gpus);
+  for (int i = 0; i < nodes; ++i) urgent.Submit(gpus, 0);
+  const double preempt_ms = urgent.Submit(nodes * gpus, 0, /*priority=*/5);
+  std::printf(
+      "{\"bench\": \"jobs/admission\", \"nodes\": %d, \"wide_job_ends_ms\": %.3f, "
+      "\"worst_of_these_ms\": %.3f, \"preempt_all_ms\": %.3f, \"load\": %.2f}\n",
+      nodes, ends_ms, worst_ms, preempt_ms, bench::LoadAverage());
   return 0;
 }
 

@@ -45,6 +45,8 @@ constexpr absl::Duration kSettled = absl::Minutes(10);
 constexpr absl::Duration kNodeFailureDelay = absl::Seconds(5);
 // A node that has run an attempt for so long was able to start it.
 constexpr absl::Duration kStarted = absl::Minutes(1);
+// A schedule for which nobody waits takes place so long after its cause, together with others.
+constexpr absl::Duration kScheduleSoon = absl::Milliseconds(100);
 constexpr absl::Duration kTickWhileNodesRun = absl::Seconds(1);
 // More than a lost part of the history can have begun of one job, and have had of jobs.
 constexpr int kLostAttempts = 1000;
@@ -548,12 +550,19 @@ JobsCore::Error JobsCore::Resubmit(CallId call, const Job& job, uint64_t hash, b
 
 JobsCore::Error JobsCore::CheckSize(const v1::JobSpec& spec) const {
   if (spec.wait_for_nodes() || !Settled()) return std::nullopt;
-  const CandidateNodes all = Candidates(/*free=*/false);
-  if (all.empty()) return std::nullopt;
-  const PlacementDecision whole = Place(spec, {}, all);
-  if (!whole.placements.empty()) return std::nullopt;
+  // Those that are cordoned come back.
+  const CandidateNodes all = Candidates(/*free=*/false, /*cordoned_too=*/true);
+  if (all.empty() || HasRoom(spec, {}, all)) return std::nullopt;
+  const auto lost = std::count_if(nodes_.begin(), nodes_.end(), [](const auto& node) {
+    return node.second.lost || !node.second.known;
+  });
   return MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_BAD_FIELD,
-                   absl::StrCat("the job is larger than all nodes together: it needs ", whole.why,
+                   absl::StrCat("the job is larger than all nodes together",
+                                lost == 0 ? ""
+                                          : absl::StrCat(", without ", lost,
+                                                         lost == 1 ? " that is" : " that are",
+                                                         " lost (muster nodes)"),
+                                ": it needs ", Place(spec, {}, all).why,
                                 "; ask for less, or set wait_for_nodes to queue it"));
 }
 
@@ -617,46 +626,52 @@ JobsCore::Error JobsCore::Submit(CallId call, const v1::SubmitJobRequest& reques
   SetState(&job, v1::JOB_STATE_QUEUED, "it was submitted");
   out_->notices.push_back(
       {false, record.job_id(), absl::StrCat("submitted: ", DescribeDemand(record.spec()))});
-  const v1::JobPlan plan = PlanOf(owner, record.spec());
-  at_end_.push_back([this, call, sequence, plan] {
+  at_end_.push_back([this, call, sequence] {
+    const Job& job = jobs_.at(sequence);
     v1::OpResult result;
-    *result.mutable_submit_job()->mutable_job() = View(jobs_.at(sequence));
-    *result.mutable_submit_job()->mutable_plan() = plan;
+    *result.mutable_submit_job()->mutable_job() = View(job);
+    *result.mutable_submit_job()->mutable_plan() = PlanOf(job);
     Reply(call, std::move(result));
   });
   return std::nullopt;
 }
 
 v1::JobPlan JobsCore::PlanOf(const std::string& owner, const v1::JobSpec& spec) const {
+  v1::JobRecord record;
+  record.set_sequence(last_sequence_ + 1);
+  record.set_job_id(absl::StrCat(spec.name(), "-", record.sequence()));
+  record.set_owner(owner);
+  *record.mutable_spec() = spec;
+  ScheduleQuestion question = Question();
+  question.queued.push_back({&record});
+  ScheduleDecision decision = Schedule(std::move(question));
+  for (ScheduleDecision::Start& start : decision.starts) {
+    if (start.job_id != record.job_id()) continue;
+    v1::JobPlan plan;
+    plan.set_starts_now(true);
+    plan.set_processes(start.placement.processes);
+    for (v1::Placement& one : start.placement.placements) *plan.add_placements() = std::move(one);
+    for (v1::Placement& spare : start.placement.spares) *plan.add_spares() = std::move(spare);
+    PlanPorts(&plan);
+    return plan;
+  }
+  for (const auto& [job_id, why] : decision.waits) {
+    if (job_id == record.job_id()) return PlanOfOneThatWaits(record, why);
+  }
+  return PlanOfOneThatWaits(record, "");
+}
+
+v1::JobPlan JobsCore::PlanOfOneThatWaits(const v1::JobRecord& record,
+                                         const std::string& why) const {
   v1::JobPlan plan;
-  PlacementDecision decision = Place(spec, {}, Candidates(/*free=*/true));
-  if (decision.placements.empty() && !spared_.empty()) {
-    // Jobs behind it in the order would lose their spares to it.
-    PlacementDecision of_spares = Place(spec, {}, Candidates(/*free=*/true, spec.priority()));
-    if (!of_spares.placements.empty()) decision = std::move(of_spares);
-  }
-  const int most = owner.empty() ? 0 : options_.max_processes_of_owner;
-  int64_t others = most > 0 ? ProcessesOf(owner) : 0;
-  const bool allowed = most <= 0 || others + spec.max_processes() <= most;
-  plan.set_starts_now(!decision.placements.empty() && queued_.size() <= 1 && allowed);
-  if (decision.placements.empty()) {
-    plan.set_why(absl::StrCat("waits for ", decision.why));
-    decision = Place(spec, {}, Candidates(/*free=*/false));
-    others = 0;
-  } else if (!allowed) {
-    plan.set_why(absl::StrCat("waits for other jobs of user ", Quoted(owner), " to end: they have ",
-                              others, " of the ", most, " processes that each user may"));
-    others = 0;
-  } else if (!plan.starts_now()) {
-    plan.set_why(absl::StrCat("there is room; ", queued_.size(), " jobs are in the queue"));
-  }
+  plan.set_why(absl::StrCat("waits for ", why));
+  PlacementDecision decision =
+      Place(record.spec(), record.avoided_nodes(), Candidates(/*free=*/false));
   plan.set_processes(decision.processes);
-  for (v1::Placement& placement : decision.placements) {
-    *plan.add_placements() = std::move(placement);
-  }
-  // As many as its owner may have beside the job itself and what is there already.
-  int64_t left =
-      most > 0 ? most - decision.processes - others : std::numeric_limits<int64_t>::max();
+  for (v1::Placement& one : decision.placements) *plan.add_placements() = std::move(one);
+  // As many as its owner may have beside the job itself.
+  const int most = record.owner().empty() ? 0 : options_.max_processes_of_owner;
+  int64_t left = most > 0 ? most - decision.processes : std::numeric_limits<int64_t>::max();
   for (v1::Placement& spare : decision.spares) {
     left -= spare.processes();
     if (left < 0) break;
@@ -666,21 +681,16 @@ v1::JobPlan JobsCore::PlanOf(const std::string& owner, const v1::JobSpec& spec) 
   return plan;
 }
 
-int64_t JobsCore::ProcessesOf(const std::string& owner) const {
-  int64_t processes = 0;
-  for (const uint64_t sequence : active_) {
-    const v1::JobRecord& job = jobs_.at(sequence).record;
-    if (job.owner() != owner) continue;
-    for (const v1::Placement& placement : Last(job).placements()) {
-      if (placement.state() != v1::PLACEMENT_STATE_ENDED) processes += placement.processes();
-    }
-  }
-  for (const uint64_t sequence : spared_) {
-    const v1::JobRecord& job = jobs_.at(sequence).record;
-    if (job.owner() != owner) continue;
-    for (const v1::Placement& spare : job.spares()) processes += spare.processes();
-  }
-  return processes;
+v1::JobPlan JobsCore::PlanOf(const Job& job) const {
+  const v1::JobRecord& record = job.record;
+  if (!IsActive(record.state())) return PlanOfOneThatWaits(record, job.waits_for);
+  v1::JobPlan plan;
+  plan.set_starts_now(true);
+  *plan.mutable_placements() = Last(record).placements();
+  plan.set_processes(CountProcesses(Last(record)));
+  *plan.mutable_spares() = record.spares();
+  PlanPorts(&plan);
+  return plan;
 }
 
 void JobsCore::PlanPorts(v1::JobPlan* plan) const {
@@ -706,30 +716,55 @@ void JobsCore::PlanPorts(v1::JobPlan* plan) const {
 }
 
 v1::JobRecord JobsCore::View(const Job& job) {
-  v1::JobRecord record = job.record;
-  record.set_attempts(LastBegun(record));
-  for (v1::JobFile& file : *record.mutable_spec()->mutable_files()) file.clear_content();
+  v1::JobRecord view = job.record;
+  for (v1::JobFile& file : *view.mutable_spec()->mutable_files()) file.clear_content();
+  SetWords(job, &view);
+  return view;
+}
+
+void JobsCore::SetWords(const Job& job, v1::JobRecord* view) {
+  const v1::JobRecord& record = job.record;
+  view->set_attempts(LastBegun(record));
   if (record.state() == v1::JOB_STATE_QUEUED && !job.waits_for.empty()) {
-    record.set_why(absl::StrCat(record.why(), "; it waits for ", job.waits_for));
+    view->set_why(absl::StrCat(record.why(), "; it waits for ", job.waits_for));
   }
   if (record.state() == v1::JOB_STATE_RUNNING && !HasEndedPart(Last(record)) &&
       CountProcesses(Last(record)) < record.spec().min_processes()) {
-    record.set_why(absl::StrCat(record.why(), "; it starts again when there is room for ",
-                                DescribeSize(record.spec())));
+    view->set_why(absl::StrCat(record.why(), "; it starts again when there is room for ",
+                               DescribeSize(record.spec())));
   }
-  return record;
 }
 
 v1::JobRecord JobsCore::Listed(const Job& job) {
-  v1::JobRecord record = View(job);
-  record.mutable_spec()->clear_env();
-  if (record.history_size() > 1) {
-    record.mutable_history()->DeleteSubrange(0, record.history_size() - 1);
+  const v1::JobRecord& record = job.record;
+  // Of a job of a thousand nodes, former attempts are most of its record: they are not even copied.
+  v1::JobRecord view;
+  view.set_job_id(record.job_id());
+  *view.mutable_spec() = record.spec();
+  view.mutable_spec()->clear_env();
+  for (v1::JobFile& file : *view.mutable_spec()->mutable_files()) file.clear_content();
+  view.set_owner(record.owner());
+  view.set_state(record.state());
+  view.set_why(record.why());
+  view.set_restarts(record.restarts());
+  if (record.history_size() > 0) {
+    v1::JobAttempt* const last = view.add_history();
+    *last = Last(record);
+    if (last->has_end()) last->mutable_end()->clear_hung();  // large
   }
-  for (v1::JobAttempt& attempt : *record.mutable_history()) {
-    if (attempt.has_end()) attempt.mutable_end()->clear_hung();  // large
-  }
-  return record;
+  view.set_sequence(record.sequence());
+  view.set_revision(record.revision());
+  view.set_idempotency_key(record.idempotency_key());
+  view.set_request_hash(record.request_hash());
+  view.set_submitted_unix_ms(record.submitted_unix_ms());
+  *view.mutable_avoided_nodes() = record.avoided_nodes();
+  view.set_wanted(record.wanted());
+  view.set_grows(record.grows());
+  *view.mutable_spares() = record.spares();
+  *view.mutable_class_restarts() = record.class_restarts();
+  view.set_ended_unix_ms(record.ended_unix_ms());
+  SetWords(job, &view);
+  return view;
 }
 
 void JobsCore::SetRevision(Job* job, uint64_t revision) {
@@ -1215,7 +1250,8 @@ void JobsCore::EndPlacement(Job* job, v1::Placement* placement, const v1::Attemp
   }
   TouchNode(placement->node());
   TouchPlacement(*job, *placement);
-  dirty_ = true;
+  // A job of a thousand nodes ends in a thousand events.
+  ScheduleSoon();
   if (end.end_class() != v1::END_CLASS_SUCCEEDED) {
     // An echo can come before the cause, and another failure before a user error, after which no
     // retry helps.
@@ -1478,7 +1514,7 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
         {false, "",
          absl::StrCat("node ", Quoted(name), " is ", node.known ? "back" : "here", ": ",
                       request.info().cpus(), " CPUs, ", request.info().gpus_size(), " GPUs")});
-    dirty_ = true;
+    NodesHaveMore();
     // Changes have later revisions.
     if (node.version == 0) node.version = revision_ - 1;
   }
@@ -1495,6 +1531,7 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
   if (now_ - heard_any_ > options_.node_lease / 2) returned_at_ = now_;
   node.heard = node.called = heard_any_ = now_;
   if (!google::protobuf::util::MessageDifferencer::Equals(node.info, request.info())) {
+    NodesHaveMore();
     // What is kept may not be there any more; it is taken again where it is.
     v1::NodeInfo with_level = node.info;
     with_level.set_log_level(request.info().log_level());
@@ -1517,7 +1554,7 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
   }
   if (std::string leftover = LeftoverOf(name, request); leftover != node.leftover) {
     node.leftover = std::move(leftover);
-    dirty_ = true;
+    NodesHaveMore();
   }
   if (node.held.has_value()) {
     // Nobody may read the answer to the older call.
@@ -1853,7 +1890,7 @@ JobsCore::Error JobsCore::ControlNode(CallId call, const v1::ControlNodeRequest&
     changed->set_cordoned(cordon);
     changed->set_draining(drain);
     changed->set_why(why);
-    dirty_ = true;
+    NodesHaveMore();
   }
   if (cordon) DropSparesOn(request.node());
   if (drain) {
@@ -1962,10 +1999,13 @@ JobsCore::Error JobsCore::ListNodes(CallId call, const v1::ListNodesRequest& req
 
 // ---- the schedule
 
-CandidateNodes JobsCore::Candidates(bool free, std::optional<int> priority) const {
+CandidateNodes JobsCore::Candidates(bool free, bool cordoned_too) const {
   CandidateNodes candidates;
   for (const auto& [name, node] : nodes_) {
-    if (!node.known || node.lost || node.cordoned || (free && !node.leftover.empty())) continue;
+    if (!node.known || node.lost || (node.cordoned && !cordoned_too) ||
+        (free && !node.leftover.empty())) {
+      continue;
+    }
     CandidateNode candidate{.info = &node.info, .uid = node.uid, .space = {}};
     candidate.space.cpus = node.info.cpus();
     candidate.space.memory = node.info.memory_bytes();
@@ -1985,7 +2025,6 @@ CandidateNodes JobsCore::Candidates(bool free, std::optional<int> priority) cons
   if (options_.mutants.gives_spares_away) return candidates;
   for (const uint64_t sequence : spared_) {
     const v1::JobRecord& job = jobs_.at(sequence).record;
-    if (priority.has_value() && job.spec().priority() < *priority) continue;
     for (const v1::Placement& spare : job.spares()) {
       const auto it = candidates.find(spare.node());
       if (it != candidates.end()) it->second.space.Take(spare, job.spec().per_process());
@@ -2003,6 +2042,7 @@ ScheduleQuestion JobsCore::Question() const {
   question.may_run_unseen = restored_ && !Settled();
   question.now = now_;
   question.max_processes_of_owner = options_.max_processes_of_owner;
+  question.too_large = too_large_;
   for (const uint64_t sequence : queued_) {
     const Job& job = jobs_.at(sequence);
     question.queued.push_back({&job.record, job.not_before});
@@ -2011,12 +2051,24 @@ ScheduleQuestion JobsCore::Question() const {
   }
   for (const uint64_t sequence : active_) {
     const Job& job = jobs_.at(sequence);
+    absl::Time ends_by = job.ends_by;
+    // No node has said that it runs: its time begins now at the earliest, and soon.
+    if (ends_by == absl::InfiniteFuture() && job.record.spec().has_time_limit()) {
+      ends_by = now_ + FromProto(job.record.spec().time_limit());
+    }
     // Then it is stopped, which may take its grace.
-    const absl::Time ends_by = job.ends_by + FromProto(job.record.spec().stop_grace());
+    ends_by += FromProto(job.record.spec().stop_grace());
     question.active.push_back({&job.record, &Last(job.record), ends_by, GrowsFrom(job)});
   }
   return question;
 }
+
+void JobsCore::NodesHaveMore() {
+  dirty_ = true;
+  too_large_.clear();
+}
+
+void JobsCore::ScheduleSoon() { schedule_at_ = std::min(schedule_at_, now_ + kScheduleSoon); }
 
 void JobsCore::RunSchedule() {
   dirty_ = false;
@@ -2024,6 +2076,8 @@ void JobsCore::RunSchedule() {
   if (queued_.empty() && may_grow_.empty() && unspared_.empty()) return;
   ScheduleDecision decision = Schedule(Question());
   schedule_at_ = decision.next;
+  too_large_ = std::move(decision.too_large);
+  if (decision.unfinished) ScheduleSoon();
   // Nothing is preempted before all nodes have had the time to come.
   if (!Settled()) schedule_at_ = std::min(schedule_at_, started_ + options_.node_lease);
   for (const std::string& job_id : decision.yields) DropSpares(FindJob(job_id));

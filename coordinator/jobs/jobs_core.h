@@ -314,16 +314,23 @@ class JobsCore {
   void SetNodeTimer(const std::string& name, Node* node);
   void TickNode(const std::string& name);
 
-  // With `free`: without what is taken. Spares of jobs below `priority` count as free.
-  CandidateNodes Candidates(bool free, std::optional<int> priority = std::nullopt) const;
+  // With `free`: without what is taken.
+  CandidateNodes Candidates(bool free, bool cordoned_too = false) const;
   ScheduleQuestion Question() const;
+  // Nodes may have more to give than before: what was too large for all of them may fit.
+  void NodesHaveMore();
+  // Within kScheduleSoon, with whatever else comes until then.
+  void ScheduleSoon();
   void RunSchedule();
   void Start(Job* job, PlacementDecision placement);
   // If it cannot run without the nodes that it avoids: they are tried again.
   bool StopAvoiding(Job* job);
+  // What the schedule would do with a job that is submitted now, as the last of its priority.
   v1::JobPlan PlanOf(const std::string& owner, const v1::JobSpec& spec) const;
-  // That run, are being stopped, or have room that is kept for them.
-  int64_t ProcessesOf(const std::string& owner) const;
+  // What it has done with one that is submitted.
+  v1::JobPlan PlanOf(const Job& job) const;
+  // Of a job that waits for `why`: where it would run if nothing else did.
+  v1::JobPlan PlanOfOneThatWaits(const v1::JobRecord& record, const std::string& why) const;
   // Where a part of the attempt in `plan->placements()` listens.
   void PlanPorts(v1::JobPlan* plan) const;
   bool Settled() const { return now_ - started_ >= options_.node_lease; }
@@ -335,6 +342,8 @@ class JobsCore {
   void ReplyJob(CallId call, const Job& job, bool with_env);
   // As callers see it: with what it waits for.
   static v1::JobRecord View(const Job& job);
+  // What differs in `view`, beside what it leaves out.
+  static void SetWords(const Job& job, v1::JobRecord* view);
   // As List has it: of the history the last attempt, no variables, no stacks.
   static v1::JobRecord Listed(const Job& job);
   void SetRevision(Job* job, uint64_t revision);
@@ -372,6 +381,7 @@ class JobsCore {
   // When the first node was heard again after a time in which none was: the others come back later.
   absl::Time returned_at_ = absl::InfinitePast();
   absl::Time schedule_at_ = absl::InfiniteFuture();
+  absl::flat_hash_map<std::string, std::string> too_large_;  // see ScheduleQuestion
   bool resumes_ = false;   // the term began with jobs that have not ended
   bool restored_ = false;  // and with a copy: later attempts of them may be running
   bool dirty_ = false;     // room or jobs have changed since the last schedule

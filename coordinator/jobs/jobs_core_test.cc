@@ -367,6 +367,51 @@ TEST_F(JobsCoreTest, JobLargerThanAllNodes_IsRefused_UnlessItMayWait) {
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
 }
 
+TEST_F(JobsCoreTest, SizeThatNeedsACordonedNode_IsNoReasonToRefuse) {
+  AddNode("a", 2);
+  AddNode("b", 2);
+  Settle();
+  v1::Op op;
+  op.mutable_control_node()->set_node("b");
+  op.mutable_control_node()->set_action(v1::NODE_ACTION_CORDON);
+  Call(op);
+  const std::string job = Submit(Spec(4));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+  EXPECT_FALSE(Resize(job, 3, 4).has_error());
+  op.mutable_control_node()->set_action(v1::NODE_ACTION_UNCORDON);
+  Call(op);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  nodes_["b"].talks = false;
+  Advance(absl::Minutes(5));
+  EXPECT_EQ(TrySubmit(Spec(4)).error().message(),
+            "the job is larger than all nodes together, without 1 that is lost (muster nodes): it "
+            "needs room for 4 processes with 1 CPU each: 2 fit; ask for less, or set "
+            "wait_for_nodes to queue it");
+}
+
+TEST_F(JobsCoreTest, JobBehindManyThatAreTooLargeForAllNodes_StartsSoon) {
+  AddNode("a", 2);
+  v1::JobSpec spec = Spec(3);
+  spec.set_wait_for_nodes(true);
+  std::string large;
+  for (int i = 0; i < 300; ++i) {
+    spec.set_max_processes(3 + i);
+    const std::string job = Submit(spec);
+    if (i == 0) large = job;
+  }
+  // All at once, as after a restart.
+  StartTerm();
+  Sync("a");
+  const std::string small = Submit(Spec(2));
+  Settle();
+  Advance(absl::Seconds(1));
+  EXPECT_EQ(StateOf(small), v1::JOB_STATE_RUNNING);
+  // What was too large before is not so for ever.
+  EndOn("a", small, v1::END_CLASS_SUCCEEDED);
+  AddNode("b", 3);
+  EXPECT_EQ(StateOf(large), v1::JOB_STATE_RUNNING);
+}
+
 TEST_F(JobsCoreTest, FailureOnOneNode_StopsTheOthers_AndRestarts) {
   AddNode("a", 2);
   AddNode("b", 2);
@@ -1306,6 +1351,44 @@ TEST_F(JobsCoreTest, JobOfATimeLimit_KeepsItsRoomForItsGraceToo) {
   EXPECT_EQ(StateOf(Submit(third)), v1::JOB_STATE_QUEUED);
 }
 
+TEST_F(JobsCoreTest, JobsBehindOneThatEndsPartByPart_StartTogetherSoonAfter) {
+  for (const char* const name : {"a", "b", "c", "d"}) AddNode(name, 1);
+  stops_obey_ = false;
+  const std::string wide = Submit(Spec(4));
+  std::vector<std::string> jobs;
+  for (int i = 0; i < 4; ++i) jobs.push_back(Submit(Spec(1)));
+  EndOn("a", wide, v1::END_CLASS_PROCESS_FAILED);
+  EXPECT_EQ(StateOf(jobs[0]), v1::JOB_STATE_RUNNING);
+  EndOn("b", wide, v1::END_CLASS_CANCELLED);
+  EndOn("c", wide, v1::END_CLASS_CANCELLED);
+  EXPECT_EQ(StateOf(jobs[1]), v1::JOB_STATE_QUEUED);
+  EXPECT_EQ(core_->NextDeadline(), now_ + absl::Milliseconds(100));
+  Advance(absl::Milliseconds(100));
+  EXPECT_EQ(StateOf(jobs[1]), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(StateOf(jobs[2]), v1::JOB_STATE_RUNNING);
+  // With its end, nothing is left to wait for.
+  EndOn("d", wide, v1::END_CLASS_CANCELLED);
+  EXPECT_EQ(StateOf(jobs[3]), v1::JOB_STATE_RUNNING);
+}
+
+// Nodes may take minutes until they say that it runs, and its time limit begins.
+TEST_F(JobsCoreTest, JobOfATimeLimit_ThatIsStarting_IsExpectedToEnd) {
+  Node& node = AddNode("a", 4);
+  node.talks = false;
+  v1::JobSpec spec = Spec(3);
+  spec.mutable_time_limit()->set_seconds(3600);
+  const std::string first = Submit(spec);
+  ASSERT_EQ(StateOf(first), v1::JOB_STATE_STARTING);
+  Submit(Spec(4));
+  spec = Spec(1);
+  spec.mutable_time_limit()->set_seconds(3601);
+  const std::string longer = Submit(spec);
+  EXPECT_EQ(StateOf(longer), v1::JOB_STATE_QUEUED);
+  spec.mutable_time_limit()->set_seconds(3600);
+  const std::string shorter = Submit(spec);
+  EXPECT_EQ(StateOf(shorter), v1::JOB_STATE_STARTING);
+}
+
 TEST_F(JobsCoreTest, UrgentJob_PreemptsAndTheOtherComesBack) {
   AddNode("a", 1);
   Settle();
@@ -1764,6 +1847,70 @@ TEST_F(JobsCoreTest, Log_IsAskedOfTheNodeThatRanTheRank) {
   EXPECT_EQ(replies_[silent].error().message(), "node \"a\" did not answer in time: try again");
 }
 
+// Which copies field by field: a new one must not be forgotten.
+TEST_F(JobsCoreTest, List_HasAllFieldsOfARecord_ButWhatIsLarge) {
+  v1::JobRecordChanged change;
+  v1::JobRecord* const record = change.mutable_record();
+  const google::protobuf::Reflection& reflection = *record->GetReflection();
+  for (int i = 0; i < record->GetDescriptor()->field_count(); ++i) {
+    const google::protobuf::FieldDescriptor* const field = record->GetDescriptor()->field(i);
+    using Field = google::protobuf::FieldDescriptor;
+    switch (field->cpp_type()) {
+      case Field::CPPTYPE_MESSAGE:
+        if (field->is_repeated()) {
+          reflection.AddMessage(record, field);
+        } else {
+          reflection.MutableMessage(record, field);
+        }
+        break;
+      case Field::CPPTYPE_STRING:
+        if (field->is_repeated()) {
+          reflection.AddString(record, field, field->name());
+        } else {
+          reflection.SetString(record, field, field->name());
+        }
+        break;
+      case Field::CPPTYPE_INT32:
+        reflection.SetInt32(record, field, 1);
+        break;
+      case Field::CPPTYPE_INT64:
+        reflection.SetInt64(record, field, 2);
+        break;
+      case Field::CPPTYPE_UINT64:
+        reflection.SetUInt64(record, field, 3);
+        break;
+      case Field::CPPTYPE_BOOL:
+        reflection.SetBool(record, field, true);
+        break;
+      case Field::CPPTYPE_ENUM:
+        reflection.SetEnumValue(record, field, 1);
+        break;
+      default:
+        FAIL() << "set " << field->name() << " here";
+    }
+  }
+  record->set_state(v1::JOB_STATE_FAILED);
+  record->mutable_spec()->add_env()->set_name("SECRET");
+  record->mutable_spec()->add_files()->set_content("large");
+  record->mutable_history(0)->set_number(1);
+  v1::JobAttempt* const last = record->add_history();
+  last->set_number(2);
+  last->mutable_end()->set_why("it hung");
+  last->mutable_end()->add_hung();
+  record->set_attempts(2);
+  ASSERT_TRUE(core_->Restore(change).ok());
+  v1::Op op;
+  op.mutable_list_jobs();
+  const v1::ListJobsReply reply = Call(op).list_jobs();
+  ASSERT_EQ(reply.jobs_size(), 1);
+  v1::JobRecord expected = *record;
+  expected.mutable_spec()->clear_env();
+  expected.mutable_spec()->mutable_files(0)->clear_content();
+  expected.mutable_history()->DeleteSubrange(0, 1);
+  expected.mutable_history(0)->mutable_end()->clear_hung();
+  EXPECT_EQ(reply.jobs(0).DebugString(), expected.DebugString());
+}
+
 TEST_F(JobsCoreTest, DryRun_KeepsNothing_AndShowsThePlan) {
   AddNode("a");
   v1::Op op;
@@ -1775,6 +1922,30 @@ TEST_F(JobsCoreTest, DryRun_KeepsNothing_AndShowsThePlan) {
   EXPECT_EQ(result.submit_job().plan().placements(0).node(), "a");
   EXPECT_EQ(journal_.size(), records);
   EXPECT_EQ(core_->jobs(), 0u);
+}
+
+TEST_F(JobsCoreTest, DryRun_BesideAJobThatWaits_SaysWhatTheSubmissionWould) {
+  AddNode("a", 8);
+  Submit(Spec(4));
+  const std::string large = Submit(Spec(8));
+  v1::Op op;
+  *op.mutable_submit_job()->mutable_spec() = Spec(4);
+  op.mutable_submit_job()->set_dry_run(true);
+  v1::JobPlan plan = Call(op).submit_job().plan();
+  EXPECT_FALSE(plan.starts_now());
+  EXPECT_EQ(plan.why(), absl::StrCat("waits for ", large,
+                                     ", which came first or has a higher priority, to start: it "
+                                     "needs the room that is free now"));
+  EXPECT_EQ(plan.placements(0).node(), "a");
+  const v1::JobPlan of_submission = TrySubmit(Spec(4)).submit_job().plan();
+  EXPECT_EQ(of_submission.SerializeAsString(), plan.SerializeAsString());
+  // On room that the first does not need, it starts although others wait.
+  AddNode("b", 3);
+  op.mutable_submit_job()->mutable_spec()->set_max_processes(3);
+  plan = Call(op).submit_job().plan();
+  EXPECT_TRUE(plan.starts_now()) << plan.why();
+  EXPECT_EQ(plan.placements(0).node(), "b");
+  EXPECT_EQ(TrySubmit(Spec(3)).submit_job().plan().SerializeAsString(), plan.SerializeAsString());
 }
 
 TEST_F(JobsCoreTest, DryRun_SaysWhoListensWhere_AndIsTheSameEachTime) {
@@ -1809,7 +1980,7 @@ TEST_F(JobsCoreTest, DryRun_PlansNoMoreThanTheOwnersLimitAllows) {
   const v1::JobPlan waits = Call(op).submit_job().plan();
   EXPECT_FALSE(waits.starts_now());
   EXPECT_EQ(waits.why(),
-            "waits for other jobs of user \"ann\" to end: they have 3 of the 4 processes that each "
+            "waits for other jobs of user \"ann\" to end: they run 3 processes of the 4 that each "
             "user may");
   As("bob", Role::kSubmit);
   EXPECT_TRUE(Call(op).submit_job().plan().starts_now());

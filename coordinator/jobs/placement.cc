@@ -66,6 +66,55 @@ bool TakesFiles(const v1::JobSpec& spec, const v1::NodeInfo& info) {
   return spec.files_size() == 0 || info.takes_files();
 }
 
+// Where and how well an attempt fits.
+struct Room {
+  std::vector<Fit> fits;                               // nodes that fit at least one process
+  int processes = 0;                                   // of the attempt; 0: it does not fit
+  int each = 0;                                        // on each node
+  int most = 0;                                        // that fit, be they enough or not
+  int without_labels = 0, too_old = 0, of_no_use = 0;  // nodes
+};
+Room FindRoom(const v1::JobSpec& spec,
+              const google::protobuf::RepeatedPtrField<std::string>& avoided,
+              const CandidateNodes& nodes, int at_most) {
+  Room room;
+  const int max_processes = std::min(spec.max_processes(), at_most);
+  int largest = 0;
+  for (const auto& [name, node] : nodes) {
+    if (!HasLabels(spec, *node.info)) {
+      ++room.without_labels;
+      continue;
+    }
+    if (!TakesFiles(spec, *node.info)) {
+      ++room.too_old;
+      continue;
+    }
+    if (std::find(avoided.begin(), avoided.end(), name) != avoided.end()) {
+      ++room.of_no_use;
+      continue;
+    }
+    const int processes = node.space.Fits(spec.per_process());
+    if (processes > 0) room.fits.push_back({&name, &node, processes});
+    largest = std::max(largest, processes);
+  }
+  const int from =
+      spec.processes_per_node() > 0 ? spec.processes_per_node() : std::min(largest, max_processes);
+  const int to = spec.processes_per_node() > 0 ? spec.processes_per_node() : 1;
+  // For each number of processes on a node: how many nodes have room for it.
+  std::vector<int> nodes_with(std::max(0, from) + 1);
+  for (const Fit& fit : room.fits) ++nodes_with[std::min(fit.processes, from)];
+  for (int each = from - 1; each >= to; --each) nodes_with[each] += nodes_with[each + 1];
+  for (int each = from; each >= to && room.processes < max_processes; --each) {
+    const int total = each * std::min(nodes_with[each], max_processes / each);
+    room.most = std::max(room.most, total);
+    if (total >= spec.min_processes() && total > room.processes) {
+      room.processes = total;
+      room.each = each;
+    }
+  }
+  return room;
+}
+
 // Without a node_rank and a state.
 v1::Placement Occupy(const std::string& name, const CandidateNode& node, int processes,
                      const v1::ProcessResources& process) {
@@ -171,84 +220,56 @@ std::string DescribeDemand(const v1::JobSpec& spec) {
   return text;
 }
 
+bool HasRoom(const v1::JobSpec& spec,
+             const google::protobuf::RepeatedPtrField<std::string>& avoided,
+             const CandidateNodes& nodes, int at_most) {
+  return FindRoom(spec, avoided, nodes, at_most).processes > 0;
+}
+
 PlacementDecision Place(const v1::JobSpec& spec,
                         const google::protobuf::RepeatedPtrField<std::string>& avoided,
-                        const CandidateNodes& nodes) {
+                        const CandidateNodes& nodes, int at_most) {
   PlacementDecision decision;
-  std::vector<Fit> fits;
-  int without_labels = 0, too_old = 0, of_no_use = 0, largest = 0;
-  for (const auto& [name, node] : nodes) {
-    if (!HasLabels(spec, *node.info)) {
-      ++without_labels;
-      continue;
-    }
-    if (!TakesFiles(spec, *node.info)) {
-      ++too_old;
-      continue;
-    }
-    if (std::find(avoided.begin(), avoided.end(), name) != avoided.end()) {
-      ++of_no_use;
-      continue;
-    }
-    const int processes = node.space.Fits(spec.per_process());
-    if (processes > 0) fits.push_back({&name, &node, processes});
-    largest = std::max(largest, processes);
-  }
-  // For each number of processes on a node: how many nodes have room for it.
-  std::sort(fits.begin(), fits.end(),
-            [](const Fit& a, const Fit& b) { return a.processes > b.processes; });
-  const auto nodes_with = [&](int each) {
-    return static_cast<int>(
-        std::partition_point(fits.begin(), fits.end(),
-                             [&](const Fit& fit) { return fit.processes >= each; }) -
-        fits.begin());
-  };
-  int best = 0, best_each = 0, most = 0;
-  const int from = spec.processes_per_node() > 0 ? spec.processes_per_node()
-                                                 : std::min(largest, spec.max_processes());
-  const int to = spec.processes_per_node() > 0 ? spec.processes_per_node() : 1;
-  for (int each = from; each >= to && best < spec.max_processes(); --each) {
-    const int total = each * std::min(nodes_with(each), spec.max_processes() / each);
-    most = std::max(most, total);
-    if (total >= spec.min_processes() && total > best) {
-      best = total;
-      best_each = each;
-    }
-  }
-  if (best == 0) {
+  Room room = FindRoom(spec, avoided, nodes, at_most);
+  if (room.processes == 0) {
     decision.why = absl::StrCat("room for ", DescribeDemand(spec), ": ");
     if (nodes.empty()) {
       absl::StrAppend(&decision.why, "no node takes jobs (muster nodes shows why)");
-    } else if (without_labels == static_cast<int>(nodes.size())) {
+    } else if (room.without_labels == static_cast<int>(nodes.size())) {
       absl::StrAppend(&decision.why, "no node has these labels");
     } else {
-      absl::StrAppend(&decision.why, most == 0 ? "no node has it" : absl::StrCat(most, " fit"));
+      absl::StrAppend(&decision.why,
+                      room.most == 0 ? "no node has it" : absl::StrCat(room.most, " fit"));
     }
-    if (too_old > 0) {
-      absl::StrAppend(&decision.why, " (", too_old,
-                      too_old == 1 ? " node has an agent that is" : " nodes have agents that are",
-                      " too old for a job with files: update ", too_old == 1 ? "it)" : "them)");
+    if (room.too_old > 0) {
+      absl::StrAppend(
+          &decision.why, " (", room.too_old,
+          room.too_old == 1 ? " node has an agent that is" : " nodes have agents that are",
+          " too old for a job with files: update ", room.too_old == 1 ? "it)" : "them)");
     }
-    if (of_no_use > 0) {
-      absl::StrAppend(&decision.why, " (", of_no_use,
-                      of_no_use == 1 ? " node is avoided: it" : " nodes are avoided: they",
+    if (room.of_no_use > 0) {
+      absl::StrAppend(&decision.why, " (", room.of_no_use,
+                      room.of_no_use == 1 ? " node is avoided: it" : " nodes are avoided: they",
                       " could not start the job)");
     }
     return decision;
   }
-  fits.resize(nodes_with(best_each));
+  std::vector<Fit>& fits = room.fits;
+  fits.erase(std::remove_if(fits.begin(), fits.end(),
+                            [&](const Fit& fit) { return fit.processes < room.each; }),
+             fits.end());
   int rank = 0;
-  for (const Fit& fit : Choose(std::move(fits), best / best_each)) {
+  for (const Fit& fit : Choose(std::move(fits), room.processes / room.each)) {
     v1::Placement& placement = decision.placements.emplace_back(
-        Occupy(*fit.name, *fit.node, best_each, spec.per_process()));
+        Occupy(*fit.name, *fit.node, room.each, spec.per_process()));
     placement.set_node_rank(rank++);
     placement.set_state(v1::PLACEMENT_STATE_ASSIGNED);
   }
-  decision.processes = best;
+  decision.processes = room.processes;
   if (spec.spare_nodes() > 0) {
     std::vector<const v1::Placement*> taken;
     for (const v1::Placement& placement : decision.placements) taken.push_back(&placement);
-    decision.spares = PlaceSpares(spec, best_each, spec.spare_nodes(), avoided, taken, nodes);
+    decision.spares = PlaceSpares(spec, room.each, spec.spare_nodes(), avoided, taken, nodes);
   }
   return decision;
 }

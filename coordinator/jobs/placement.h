@@ -2,6 +2,7 @@
 #define MUSTER_COORDINATOR_JOBS_PLACEMENT_H_
 
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -49,14 +50,19 @@ struct PlacementDecision {
   std::string why;
 };
 
-// Where all processes of one attempt start together: max_processes if they fit, else as many as
-// fit, at least min_processes; the same number on each node; as few nodes as possible; of those
-// that remain equal, nodes of one rack before others, and nodes that are fuller before emptier
-// ones. Nodes of one rack and NVLink domain get neighbouring ranks. Spares come from what is left.
-// `spec` is one that CompleteJobSpec has accepted and completed.
+// Where all processes of one attempt start together: max_processes, or `at_most` if that is fewer,
+// if they fit, else as many as fit, at least min_processes; the same number on each node; as few
+// nodes as possible; of those that remain equal, nodes of one rack before others, and nodes that
+// are fuller before emptier ones. Nodes of one rack and NVLink domain get neighbouring ranks.
+// Spares come from what is left. `spec` is one that CompleteJobSpec has accepted and completed.
 PlacementDecision Place(const v1::JobSpec& spec,
                         const google::protobuf::RepeatedPtrField<std::string>& avoided,
-                        const CandidateNodes& nodes);
+                        const CandidateNodes& nodes, int at_most = std::numeric_limits<int>::max());
+
+// Whether Place finds a place; quicker.
+bool HasRoom(const v1::JobSpec& spec,
+             const google::protobuf::RepeatedPtrField<std::string>& avoided,
+             const CandidateNodes& nodes, int at_most = std::numeric_limits<int>::max());
 
 // At most `count` spares, each with room for `each` processes of `spec`, on nodes of which `taken`
 // has none; in the racks of `taken` first.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <limits>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -50,19 +51,16 @@ bool IsReturning(const ActiveJob& job) {
          job.record->wanted() == v1::JOB_ACTION_UNSPECIFIED;
 }
 
+// When the time limit of a job that starts then, and its stop_grace, have ended it.
+absl::Time EndsBy(const v1::JobSpec& spec, absl::Time starts) {
+  return spec.has_time_limit()
+             ? starts + FromProto(spec.time_limit()) + FromProto(spec.stop_grace())
+             : absl::InfiniteFuture();
+}
+
 // Longer delays are those of jobs that fail again and again soon after their start.
 constexpr absl::Duration kHeldAtMost = absl::Minutes(1);
 constexpr char kAwaited[] = "nodes that may come back after the start of the coordinator";
-
-// Jobs of one shape fit or do not fit alike.
-std::string Shape(const v1::JobRecord& job) {
-  std::string shape = DescribeDemand(job.spec());
-  if (job.spec().files_size() > 0) absl::StrAppend(&shape, " with files");  // see TakesFiles
-  for (const std::string& node : job.avoided_nodes()) absl::StrAppend(&shape, "\n", node);
-  // Nobody else has the room that is kept for it.
-  if (job.spares_size() > 0) absl::StrAppend(&shape, "\n\n", job.job_id());
-  return shape;
-}
 
 // Those that `job` may stop to make room; the first to go is the first.
 std::vector<const ActiveJob*> Victims(const v1::JobRecord& job,
@@ -80,6 +78,15 @@ std::vector<const ActiveJob*> Victims(const v1::JobRecord& job,
   });
   return victims;
 }
+
+// The first job of an owner that waits for the owner's limit, or for the room that is reserved for
+// it: of the processes that the limit allows it gets as many as it needs before others of the
+// owner.
+struct FirstOfOwner {
+  std::string job_id;
+  absl::Time starts = absl::InfiniteFuture();  // infinite: not known
+  int64_t beside = 0;                          // more that may run at that time
+};
 
 // The space that is kept for the first job that waits.
 struct Reservation {
@@ -104,7 +111,9 @@ class Scheduler {
       return Rank(*a.record) < Rank(*b.record);
     });
     for (const QueuedJob& job : queued) NoteSpares(*job.record);
-    for (const ActiveJob& job : question_.active) {
+    for (size_t i = 0; i < question_.active.size(); ++i) {
+      const ActiveJob& job = question_.active[i];
+      active_of_[job.record->owner()].push_back(i);
       if (!returning.contains(job.record)) NoteSpares(*job.record);
       for (const v1::Placement& placement : job.attempt->placements()) {
         if (placement.state() == v1::PLACEMENT_STATE_ENDED) continue;
@@ -116,27 +125,24 @@ class Scheduler {
             std::max(0, job.record->spec().max_processes() - CountProcesses(*job.attempt));
       }
     }
-    int looked_at = 0;
-    held_ = question_.may_run_unseen;
+    awaits_ = question_.may_run_unseen;
     for (const QueuedJob& job : queued) {
       if (returning.contains(job.record)) {
         if (reservation_.has_value()) continue;
         CandidateNodes later = Freed();
         KeepIfItFits(*job.record, &later, question_.now);
       } else if (job.not_before > question_.now) {
-        delayed_ = true;
         decision_.next = std::min(decision_.next, job.not_before);
         Wait(*job.record, "the end of the delay before its restart");
-        if (!reservation_.has_value()) HoldRoom(job);
-      } else if (held_) {
+        // What holds no room is delayed by nobody who takes some.
+        if (!reservation_.has_value() && HoldRoom(job)) delayed_ = true;
+      } else if (awaits_) {
         Wait(*job.record, kAwaited);
-      } else if (!decision_.waits.empty() &&
-                 (examined_ >= kMaxExamined || ++looked_at > kMaxLookedAt)) {
-        Wait(*job.record, "the jobs before it");
       } else {
         Consider(*job.record);
       }
     }
+    if (skipped_) FindTooLarge();
     if (question_.settled && !delayed_ && !reservation_.has_value()) {
       Grow();
       if (decision_.grows.empty()) FillSpares();
@@ -145,6 +151,26 @@ class Scheduler {
   }
 
  private:
+  // Jobs of one shape fit or do not fit alike.
+  std::string Shape(const v1::JobRecord& job) const {
+    const v1::JobSpec& spec = job.spec();
+    const v1::ProcessResources& process = spec.per_process();
+    std::string shape = absl::StrCat(spec.min_processes(), " ", Most(job), " ",
+                                     spec.processes_per_node(), " ", process.cpus(), " ");
+    absl::StrAppend(&shape, process.memory_bytes(), " ", process.gpus(), " ",
+                    process.gpu_memory_bytes(), spec.files_size() > 0 ? " files" : "");
+    std::vector<std::string> labels;
+    for (const v1::NameValue& label : spec.node_labels()) {
+      labels.push_back(absl::StrCat(label.name(), "=", label.value()));
+    }
+    std::sort(labels.begin(), labels.end());
+    for (const std::string& label : labels) absl::StrAppend(&shape, "\n", label);
+    for (const std::string& node : job.avoided_nodes()) absl::StrAppend(&shape, "\n\n", node);
+    // Nobody else has the room that is kept for it.
+    if (job.spares_size() > 0) absl::StrAppend(&shape, "\n\n\n", job.job_id());
+    return shape;
+  }
+
   void Wait(const v1::JobRecord& job, std::string why) {
     decision_.waits.emplace_back(job.job_id(), std::move(why));
   }
@@ -155,54 +181,55 @@ class Scheduler {
                            "room that is free now"));
   }
 
+  // From now on the job holds `room`: a reservation behind it may count on its end.
+  const ActiveJob& AddActive(const v1::JobRecord& job, const std::vector<v1::Placement>& room,
+                             absl::Time starts) {
+    v1::JobAttempt& attempt = attempts_.emplace_back();
+    for (const v1::Placement& one : room) *attempt.add_placements() = one;
+    active_of_[job.owner()].push_back(question_.active.size());
+    return question_.active.emplace_back(
+        ActiveJob{.record = &job, .attempt = &attempt, .ends_by = EndsBy(job.spec(), starts)});
+  }
+
   // A job whose restart is delayed holds what it would start on, as if it ran there: jobs behind it
   // would run for longer than the delay, and a large job would have lost its nodes to small ones.
-  // A job that does not fit now blocks no other job.
-  void HoldRoom(const QueuedJob& delayed) {
+  // A job that does not fit now blocks no other job. Whether it holds any.
+  bool HoldRoom(const QueuedJob& delayed) {
     const v1::JobRecord& job = *delayed.record;
     // One that fails again and again must not keep nodes that it hardly uses.
-    if (delayed.not_before - question_.now > kHeldAtMost) return;
-    const int most = question_.max_processes_of_owner;
-    int64_t& processes = processes_of_[job.owner()];
+    if (delayed.not_before - question_.now > kHeldAtMost) return false;
     const int own_spares = OwnSpares(job);
-    if (room_held_.size() >= kMaxExamined ||
-        (most > 0 && !job.owner().empty() &&
-         processes - own_spares + job.spec().max_processes() > most)) {
-      return;
+    if (held_.size() >= kMaxExamined ||
+        job.spec().max_processes() > LeftFor(job, delayed.not_before) + own_spares) {
+      return false;
     }
-    if (refused_held_.contains(Shape(job))) return;
+    if (refused_held_.contains(Shape(job))) return false;
     const PlacementDecision placement = PlaceJob(job, &question_.nodes);
     if (placement.placements.empty()) {
       refused_held_.insert(Shape(job));
-      return;
+      return false;
     }
-    v1::JobAttempt& attempt = room_held_.emplace_back();
+    std::vector<v1::Placement> room;
     for (const v1::Placement& one : placement.placements) {
       // Its spares are kept already.
       const bool spare =
           std::any_of(job.spares().begin(), job.spares().end(),
                       [&](const v1::Placement& other) { return other.node() == one.node(); });
-      if (!spare || !spared_.contains(&job)) *attempt.add_placements() = one;
+      if (!spare || !spared_.contains(&job)) room.push_back(one);
     }
-    question_.active.push_back({.record = &job, .attempt = &attempt});
-    // As for one that runs: a reservation may count on its end.
-    if (job.spec().has_time_limit()) {
-      question_.active.back().ends_by = delayed.not_before + FromProto(job.spec().time_limit()) +
-                                        FromProto(job.spec().stop_grace());
-    }
-    ChangeAll(&NodeSpace::Take, question_.active.back(), &question_.nodes);
+    held_.push_back(question_.active.size());
+    ChangeAll(&NodeSpace::Take, AddActive(job, room, delayed.not_before), &question_.nodes);
     // Its owner's other jobs do not take what it comes back for.
-    processes += std::max(0, job.spec().max_processes() - own_spares);
+    TakeOfLimit(job, std::max(0, job.spec().max_processes() - own_spares), delayed.not_before);
     if (first_held_.empty()) first_held_ = job.job_id();
+    return true;
   }
   // Whether the job would start if no room were held.
   bool LacksHeldRoom(const v1::JobRecord& job) const {
-    if (room_held_.empty()) return false;
+    if (held_.empty()) return false;
     CandidateNodes all = question_.nodes;
-    for (size_t i = question_.active.size() - room_held_.size(); i < question_.active.size(); ++i) {
-      ChangeAll(&NodeSpace::Give, question_.active[i], &all);
-    }
-    return !PlaceJob(job, &all).placements.empty();
+    for (const size_t i : held_) ChangeAll(&NodeSpace::Give, question_.active[i], &all);
+    return Fits(job, &all);
   }
 
   // ---- spares
@@ -211,13 +238,16 @@ class Scheduler {
     if (job.spares_size() == 0) return;
     spared_.insert(&job);
     processes_of_[job.owner()] += Count(job.spares());
+    spares_of_[job.owner()] += Count(job.spares());
   }
   void ChangeSpares(Change change, const v1::JobRecord& job, CandidateNodes* nodes) const {
     if (spared_.contains(&job)) ChangeEach(change, job.spares(), job.spec(), nodes);
   }
   // They no longer belong to any job.
   void ReleaseSpares(const v1::JobRecord& job) {
-    if (spared_.erase(&job) > 0) processes_of_[job.owner()] -= Count(job.spares());
+    if (spared_.erase(&job) == 0) return;
+    processes_of_[job.owner()] -= Count(job.spares());
+    spares_of_[job.owner()] -= Count(job.spares());
   }
 
   int OwnSpares(const v1::JobRecord& job) const {
@@ -234,13 +264,57 @@ class Scheduler {
     ChangeSpares(&NodeSpace::Take, *job.record, nodes);
   }
 
+  // The fewest processes with which it starts.
+  static int Least(const v1::JobSpec& spec) {
+    const int each = std::max(1, spec.processes_per_node());
+    return (spec.min_processes() + each - 1) / each * each;
+  }
+  // How many processes it starts with if they fit.
+  int Most(const v1::JobRecord& job) const {
+    const auto it = at_most_.find(&job);
+    return it == at_most_.end() ? job.spec().max_processes() : it->second;
+  }
+
   // Where the job would run, with the room that is kept for it.
   PlacementDecision PlaceJob(const v1::JobRecord& job, CandidateNodes* nodes) const {
     ChangeSpares(&NodeSpace::Give, job, nodes);
-    PlacementDecision decision = Place(job.spec(), job.avoided_nodes(), *nodes);
+    PlacementDecision decision = Place(job.spec(), job.avoided_nodes(), *nodes, Most(job));
     ChangeSpares(&NodeSpace::Take, job, nodes);
     return decision;
   }
+  // Whether PlaceJob finds a place.
+  bool Fits(const v1::JobRecord& job, CandidateNodes* nodes) const {
+    ChangeSpares(&NodeSpace::Give, job, nodes);
+    const bool fits = HasRoom(job.spec(), job.avoided_nodes(), *nodes, Most(job));
+    ChangeSpares(&NodeSpace::Take, job, nodes);
+    return fits;
+  }
+  // All nodes, as if nothing ran and no room were kept.
+  const CandidateNodes& Whole() {
+    if (!whole_.has_value()) {
+      whole_ = question_.nodes;
+      for (const ActiveJob& job : question_.active) ChangeAll(&NodeSpace::Give, job, &*whole_);
+      for (const v1::JobRecord* const job : spared_) {
+        ChangeSpares(&NodeSpace::Give, *job, &*whole_);
+      }
+    }
+    return *whole_;
+  }
+  // Whether the job would not start if nothing else ran. Then it blocks no other job.
+  bool IsTooLarge(const v1::JobRecord& job) {
+    if (HasRoom(job.spec(), job.avoided_nodes(), Whole(), Most(job))) return false;
+    decision_.too_large.try_emplace(Shape(job),
+                                    Place(job.spec(), job.avoided_nodes(), Whole(), Most(job)).why);
+    return true;
+  }
+  // Jobs that were not examined have their turn when less is left to examine before them.
+  void FindTooLarge() {
+    for (const v1::JobRecord* const job : examined_in_vain_) IsTooLarge(*job);
+    for (const auto& [shape, why] : decision_.too_large) {
+      decision_.unfinished = decision_.unfinished || !question_.too_large.contains(shape);
+    }
+  }
+
   // The job runs there, and has other spares.
   void Occupy(const v1::JobRecord& job, const PlacementDecision& decision,
               CandidateNodes* nodes) const {
@@ -276,18 +350,18 @@ class Scheduler {
     for (const v1::JobRecord* const other : behind) {
       ChangeSpares(&NodeSpace::Give, *other, &all);
     }
-    if (PlaceJob(job, &all).placements.empty()) return {};
+    if (!Fits(job, &all)) return {};
     std::vector<const v1::JobRecord*> yields;
     CandidateNodes nodes = question_.nodes;
     for (const v1::JobRecord* const other : behind) {
       ChangeSpares(&NodeSpace::Give, *other, &nodes);
       yields.push_back(other);
-      if (!PlaceJob(job, &nodes).placements.empty()) break;
+      if (Fits(job, &nodes)) break;
     }
     // Some that came first may not have helped.
     for (size_t i = yields.size() - 1; i-- > 0;) {
       ChangeSpares(&NodeSpace::Take, *yields[i], &nodes);
-      if (!PlaceJob(job, &nodes).placements.empty()) {
+      if (Fits(job, &nodes)) {
         yields.erase(yields.begin() + i);
       } else {
         ChangeSpares(&NodeSpace::Give, *yields[i], &nodes);
@@ -321,56 +395,163 @@ class Scheduler {
     note(placement.spares);
     if (spared_.contains(&job)) note(job.spares());
     Occupy(job, placement, &question_.nodes);
+    TakeOfLimit(job, placement.processes + Count(placement.spares) - OwnSpares(job), question_.now);
+    processes_of_[job.owner()] += OwnSpares(job);  // which it gives back
     ReleaseSpares(job);
-    processes_of_[job.owner()] += placement.processes + Count(placement.spares);
+    std::vector<v1::Placement> room = placement.placements;
+    room.insert(room.end(), placement.spares.begin(), placement.spares.end());
+    AddActive(job, room, question_.now);
+    started_.insert(&job);
     decision_.starts.push_back({job.job_id(), std::move(placement)});
     return changed;
   }
 
+  // Whether the job, if it starts at `from`, has ended by the time at which another one starts. Of
+  // one whose start is not known, nothing is known to end before it.
+  static bool EndsBefore(const v1::JobRecord& job, absl::Time from, absl::Time starts) {
+    return starts != absl::InfiniteFuture() && EndsBy(job.spec(), from) <= starts;
+  }
+
+  // ---- the limit of an owner
+
+  bool IsLimited(const v1::JobRecord& job) const {
+    return question_.max_processes_of_owner > 0 && !job.owner().empty();
+  }
+
+  // How many processes its owner may get for the job, which would start at `from`, beside those
+  // that it has. Negative: it has more than it may.
+  int64_t LeftFor(const v1::JobRecord& job, absl::Time from) const {
+    if (!IsLimited(job)) return std::numeric_limits<int32_t>::max();
+    const auto processes = processes_of_.find(job.owner());
+    const int64_t left = question_.max_processes_of_owner -
+                         (processes == processes_of_.end() ? 0 : processes->second);
+    const auto first = first_of_owner_.find(job.owner());
+    return first == first_of_owner_.end() || EndsBefore(job, from, first->second.starts)
+               ? left
+               : std::min(left, first->second.beside);
+  }
+  void TakeOfLimit(const v1::JobRecord& job, int64_t processes, absl::Time from) {
+    processes_of_[job.owner()] += processes;
+    const auto first = first_of_owner_.find(job.owner());
+    if (first != first_of_owner_.end() && !EndsBefore(job, from, first->second.starts)) {
+      first->second.beside -= processes;
+    }
+  }
+
   // How many of `spares` the owner may have beside `processes` more that it is about to run.
   size_t SparesAllowed(const v1::JobRecord& job, const std::vector<v1::Placement>& spares,
-                       int64_t processes) {
-    const int most = question_.max_processes_of_owner;
-    if (spares.empty() || most <= 0 || job.owner().empty()) return spares.size();
-    const int64_t left = std::max<int64_t>(0, most - processes_of_[job.owner()] - processes);
+                       int64_t processes) const {
+    if (spares.empty()) return 0;
+    const int64_t left = std::max<int64_t>(0, LeftFor(job, question_.now) - processes);
     return std::min<size_t>(spares.size(), left / spares.front().processes());
   }
 
-  void Consider(const v1::JobRecord& job) {
-    const int most = question_.max_processes_of_owner;
-    if (most > 0 && !job.owner().empty()) {
-      int64_t running = processes_of_[job.owner()] - OwnSpares(job);
-      if (!reservation_.has_value() && running + job.spec().max_processes() > most) {
-        YieldToQuota(job, running + job.spec().max_processes() - most);
-        running = processes_of_[job.owner()] - OwnSpares(job);
-      }
-      if (running + job.spec().max_processes() > most) {
-        waiting_owners_.insert(job.owner());
-        int64_t kept = 0;
-        for (const v1::JobRecord* const other : spared_) {
-          if (other != &job && other->owner() == job.owner()) kept += Count(other->spares());
-        }
-        std::string held = absl::StrCat("they run ", running - kept, " processes");
-        if (kept > 0) absl::StrAppend(&held, " and keep room for ", kept);
-        return Wait(job, absl::StrCat("other jobs of user ", Quoted(job.owner()), " to end: ", held,
-                                      " of the ", most, " that each user may"));
+  // Whether the limit of its owner lets the job start now, with Most(job) processes at most. If it
+  // does not, the job waits for that.
+  bool IsAllowed(const v1::JobRecord& job) {
+    if (!IsLimited(job)) return true;
+    const v1::JobSpec& spec = job.spec();
+    const int own_spares = OwnSpares(job);
+    const bool is_first = !first_of_owner_.contains(job.owner());
+    int64_t left = LeftFor(job, question_.now) + own_spares;
+    if (is_first && !reservation_.has_value()) {
+      for (const int size : {spec.max_processes(), Least(spec)}) {
+        if (size > left) YieldToQuota(job, size - left);
+        left = LeftFor(job, question_.now) + own_spares;
       }
     }
+    if (Least(spec) > left) {
+      if (is_first) AwaitLimit(job, Least(spec));
+      WaitForLimit(job);
+      return false;
+    }
+    if (spec.max_processes() > left) {
+      const int each = std::max(1, spec.processes_per_node());
+      at_most_[&job] = static_cast<int>(left / each * each);
+    }
+    return true;
+  }
+
+  void WaitForLimit(const v1::JobRecord& job) {
+    const int most = question_.max_processes_of_owner;
+    const int64_t others = processes_of_[job.owner()] - OwnSpares(job);
+    if (others + Least(job.spec()) <= most) {
+      return Wait(job, absl::StrCat(first_of_owner_.at(job.owner()).job_id,
+                                    ", which came first or has a higher priority, to start: it "
+                                    "needs what is left of the ",
+                                    most, " processes that each user may"));
+    }
+    const int64_t kept = spares_of_[job.owner()] - OwnSpares(job);
+    std::string held = absl::StrCat("they run ", others - kept, " processes");
+    if (kept > 0) absl::StrAppend(&held, " and keep room for ", kept);
+    Wait(job, absl::StrCat("other jobs of user ", Quoted(job.owner()), " to end: ", held,
+                           " of the ", most, " that each user may"));
+  }
+
+  // As the first job that waits for room reserves nodes, so this one reserves `size` of the
+  // processes that the limit of its owner allows: the owner's later jobs might run in its place for
+  // ever.
+  void AwaitLimit(const v1::JobRecord& job, int size) {
+    std::vector<const ActiveJob*> order;
+    for (const size_t i : active_of_[job.owner()]) {
+      const ActiveJob& other = question_.active[i];
+      if (!IsReturning(other)) order.push_back(&other);
+    }
+    // Those that are being stopped end first.
+    const auto ends_by = [this](const ActiveJob& other) {
+      return other.attempt->stop() ? question_.now : other.ends_by;
+    };
+    std::stable_sort(order.begin(), order.end(), [&](const ActiveJob* a, const ActiveJob* b) {
+      return ends_by(*a) < ends_by(*b);
+    });
+    FirstOfOwner first{.job_id = job.job_id()};
+    int64_t left = LeftFor(job, question_.now) + OwnSpares(job) - size;
+    for (size_t i = 0; i < order.size() && left < 0; ++i) {
+      for (const v1::Placement& placement : order[i]->attempt->placements()) {
+        if (placement.state() != v1::PLACEMENT_STATE_ENDED) left += placement.processes();
+      }
+      left += OwnSpares(*order[i]->record);
+      if (left >= 0) first.starts = ends_by(*order[i]);
+    }
+    first.beside = std::max<int64_t>(0, left);
+    first_of_owner_.emplace(job.owner(), std::move(first));
+  }
+
+  // What the limit leaves the job may be a number that does not fit on any nodes.
+  void AwaitMore(const v1::JobRecord& job) {
+    if (at_most_.contains(&job) && !first_of_owner_.contains(job.owner())) {
+      AwaitLimit(job, job.spec().max_processes());
+    }
+  }
+
+  // ----
+
+  void Consider(const v1::JobRecord& job) {
+    if (!IsAllowed(job)) return;
     const std::string shape = Shape(job);
-    if (refused_.contains(shape)) {
-      return Wait(
-          job, absl::StrCat("room for ", DescribeDemand(job.spec()), ", as a job before it does"));
+    if (const auto refused = refused_.find(shape); refused != refused_.end()) {
+      return Wait(job, refused->second);
+    }
+    if (const auto known = question_.too_large.find(shape); known != question_.too_large.end()) {
+      decision_.too_large.insert(*known);
+      NoteRefused(job, shape);
+      AwaitMore(job);
+      return Wait(job, known->second);
     }
     // As one before it, it would fit only on what is reserved, and it does not end before.
     const bool ends_before =
-        reservation_.has_value() && job.spec().has_time_limit() &&
-        question_.now + FromProto(job.spec().time_limit()) + FromProto(job.spec().stop_grace()) <=
-            reservation_->starts;
+        reservation_.has_value() && EndsBefore(job, question_.now, reservation_->starts);
     if (!ends_before && refused_beside_.contains(shape)) return WaitForFirst(job);
-    examined_ += decision_.waits.empty() ? 0 : 1;
+    if (!decision_.waits.empty()) {
+      if (examined_ >= kMaxExamined) {
+        skipped_ = true;
+        return Wait(job, "the jobs before it");
+      }
+      ++examined_;
+    }
     PlacementDecision now = PlaceJob(job, &question_.nodes);
-    if (question_.awaits_nodes && now.processes < job.spec().max_processes()) {
-      held_ = true;
+    if (question_.awaits_nodes && now.processes < Most(job)) {
+      awaits_ = true;
       return Wait(job, now.placements.empty() ? now.why : kAwaited);
     }
     if (now.placements.empty() && !reservation_.has_value()) {
@@ -378,13 +559,22 @@ class Scheduler {
       if (!instead.placements.empty()) now = std::move(instead);
     }
     if (now.placements.empty()) {
-      refused_.insert(shape);
+      NoteRefused(job, shape);
+      examined_in_vain_.push_back(&job);
       Wait(job, !reservation_.has_value() && LacksHeldRoom(job)
                     ? absl::StrCat(first_held_,
                                    ", which is about to start again, and keeps the "
                                    "room for that")
                     : now.why);
-      if (!reservation_.has_value()) Reserve(job);
+      if (reservation_.has_value()) return;
+      Reserve(job);
+      if (!reservation_.has_value()) AwaitMore(job);
+      // Beside it, its owner's later jobs must not take what the limit allows it.
+      if (reservation_.has_value() && IsLimited(job)) {
+        const int64_t beside = LeftFor(job, question_.now) + OwnSpares(job) - Most(job);
+        first_of_owner_.try_emplace(job.owner(),
+                                    FirstOfOwner{job.job_id(), reservation_->starts, beside});
+      }
       return;
     }
     now.spares.resize(SparesAllowed(job, now.spares, now.processes - OwnSpares(job)));
@@ -416,6 +606,11 @@ class Scheduler {
     }
   }
 
+  void NoteRefused(const v1::JobRecord& job, const std::string& shape) {
+    refused_.emplace(
+        shape, absl::StrCat("room for ", DescribeDemand(job.spec()), ", as a job before it does"));
+  }
+
   // What is free, and what is being stopped. A job that comes back keeps its spares.
   CandidateNodes Freed() const {
     CandidateNodes freed = question_.nodes;
@@ -426,12 +621,7 @@ class Scheduler {
   }
 
   void Reserve(const v1::JobRecord& job) {
-    CandidateNodes all = question_.nodes;
-    for (const ActiveJob& other : question_.active) ChangeAll(&NodeSpace::Give, other, &all);
-    for (const v1::JobRecord* const other : spared_) {
-      if (other != &job) ChangeSpares(&NodeSpace::Give, *other, &all);
-    }
-    if (PlaceJob(job, &all).placements.empty()) return;  // it blocks no other job
+    if (IsTooLarge(job)) return;
     // Room that is kept behind it delays it no longer, whether it is what it waits for or only what
     // others would take while it waits.
     for (const v1::JobRecord* const other : SparedBehind(job)) Yield(*other);
@@ -447,10 +637,30 @@ class Scheduler {
     std::stable_sort(order.begin(), order.end(), [](const ActiveJob* a, const ActiveJob* b) {
       return a->ends_by < b->ends_by;
     });
-    for (const ActiveJob* other : order) {
-      GiveAll(*other, &later);
-      if (KeepIfItFits(job, &later, other->ends_by)) return;
+    if (const size_t given = GiveUntilItFits(job, order, &later); given > 0) {
+      KeepIfItFits(job, &later, order[given - 1]->ends_by);
     }
+  }
+
+  // Gives `nodes`, on which the job does not fit, what the first ones of `jobs` hold, as few as
+  // needed. How many; 0: all together are not enough. What has more room fits no less, so that few
+  // looks find the place.
+  size_t GiveUntilItFits(const v1::JobRecord& job, const std::vector<const ActiveJob*>& jobs,
+                         CandidateNodes* nodes) const {
+    size_t given = 0;
+    const auto fits_with = [&](size_t count) {
+      for (; given < count; ++given) GiveAll(*jobs[given], nodes);
+      for (; given > count; --given) TakeAll(*jobs[given - 1], nodes);
+      return Fits(job, nodes);
+    };
+    size_t too_few = 0, enough = jobs.size();
+    if (!fits_with(enough)) return 0;
+    while (enough - too_few > 1) {
+      const size_t middle = too_few + (enough - too_few) / 2;
+      (fits_with(middle) ? enough : too_few) = middle;
+    }
+    fits_with(enough);
+    return enough;
   }
 
   // Reserves for the job if it fits on `later`, which it takes then.
@@ -470,28 +680,22 @@ class Scheduler {
     first_waiting_ = job.job_id();
   }
 
-  bool Preempt(const v1::JobRecord& job, const CandidateNodes& free) {
-    CandidateNodes later = free;
-    std::vector<const ActiveJob*> stopped;
-    bool fits = false;
-    for (const ActiveJob* victim : Victims(job, question_.active)) {
-      GiveAll(*victim, &later);
-      stopped.push_back(victim);
-      fits = !PlaceJob(job, &later).placements.empty();
-      if (fits) break;
-    }
-    if (!fits) return false;
-    // Some that came first may not have helped.
-    for (size_t i = stopped.size(); i-- > 0;) {
-      CandidateNodes without = free;
-      for (size_t j = 0; j < stopped.size(); ++j) {
-        if (j != i) GiveAll(*stopped[j], &without);
+  // `later`: where the job does not fit.
+  bool Preempt(const v1::JobRecord& job, CandidateNodes later) {
+    std::vector<const ActiveJob*> stopped = Victims(job, question_.active);
+    const size_t given = GiveUntilItFits(job, stopped, &later);
+    if (given == 0) return false;
+    stopped.resize(given);
+    // Some that came first may not have helped; the last one has.
+    for (size_t i = given - 1; i-- > 0;) {
+      TakeAll(*stopped[i], &later);
+      if (Fits(job, &later)) {
+        stopped.erase(stopped.begin() + i);
+      } else {
+        GiveAll(*stopped[i], &later);
       }
-      if (!PlaceJob(job, &without).placements.empty()) stopped.erase(stopped.begin() + i);
     }
-    later = free;
     for (const ActiveJob* victim : stopped) {
-      GiveAll(*victim, &later);
       decision_.preempts.push_back(
           {victim->record->job_id(),
            absl::StrCat("job ", job.job_id(), " of priority ", job.spec().priority(),
@@ -537,7 +741,8 @@ class Scheduler {
     for (const ActiveJob& job : question_.active) {
       const auto& placements = job.attempt->placements();
       if (job.record->spares_size() >= job.record->spec().spare_nodes() || job.attempt->stop() ||
-          waiting_owners_.contains(job.record->owner()) ||
+          started_.contains(job.record) ||  // with all for which there is room
+          first_of_owner_.contains(job.record->owner()) ||
           decision_.yields.end() !=
               std::find(decision_.yields.begin(), decision_.yields.end(), job.record->job_id()) ||
           std::any_of(placements.begin(), placements.end(), [](const v1::Placement& placement) {
@@ -600,17 +805,26 @@ class Scheduler {
   ScheduleDecision decision_;
   std::optional<Reservation> reservation_;
   std::string first_waiting_;
-  std::deque<v1::JobAttempt> room_held_;  // the last ones of question_.active have them
+  std::deque<v1::JobAttempt> attempts_;  // of jobs that were added to question_.active
+  absl::flat_hash_set<const v1::JobRecord*> started_;  // by this schedule
+  std::vector<size_t> held_;  // the jobs of question_.active whose room is held
   std::string first_held_;
   absl::flat_hash_set<std::string> refused_held_;  // shapes for which there is no room to hold
   int examined_ = 0;      // jobs behind the first, for which nodes were looked for
-  bool delayed_ = false;  // a job waits for its delayed restart
-  bool held_ = false;     // all behind wait for the nodes that are awaited
+  bool delayed_ = false;  // a job waits for its delayed restart, and holds room for it
+  bool awaits_ = false;   // all behind wait for the nodes that are awaited
   absl::flat_hash_map<std::string, int64_t> processes_of_;  // by owner, of jobs that hold space
-  absl::flat_hash_set<const v1::JobRecord*> spared_;        // jobs whose spares are still theirs
-  absl::flat_hash_set<std::string>
-      waiting_owners_;                        // of jobs that wait for the limit of their user
-  absl::flat_hash_set<std::string> refused_;  // shapes that do not fit
+  absl::flat_hash_map<std::string, int64_t> spares_of_;     // of these, in spares
+  absl::flat_hash_map<std::string, std::vector<size_t>> active_of_;  // by owner: which of active
+  absl::flat_hash_map<std::string, FirstOfOwner> first_of_owner_;
+  // Of elastic jobs: how many processes they may have, if that is fewer than they would take.
+  absl::flat_hash_map<const v1::JobRecord*, int> at_most_;
+  absl::flat_hash_set<const v1::JobRecord*> spared_;  // jobs whose spares are still theirs
+  absl::flat_hash_map<std::string, std::string>
+      refused_;  // shapes that do not fit, and what they wait for
+  std::vector<const v1::JobRecord*> examined_in_vain_;
+  bool skipped_ = false;                             // jobs are left that were not examined
+  std::optional<CandidateNodes> whole_;              // see Whole
   absl::flat_hash_set<std::string> refused_beside_;  // and those that only fit on reserved space
 };
 

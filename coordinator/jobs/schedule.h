@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/time/time.h"
 #include "coordinator/jobs/placement.h"
 #include "proto/muster/v1/job.pb.h"
@@ -41,6 +42,8 @@ struct ScheduleQuestion {
   bool may_run_unseen = false;
   // Of the jobs of one owner, at a time; 0: any number.
   int max_processes_of_owner = 0;
+  // As the last decision has it, if no node has come, or has got more than it had, since.
+  absl::flat_hash_map<std::string, std::string> too_large;
   absl::Time now;
 };
 
@@ -64,6 +67,10 @@ struct ScheduleDecision {
   // For each queued job that does not start: words that follow "waits for". One that was not
   // examined waits for the jobs before it.
   std::vector<std::pair<std::string, std::string>> waits;
+  // What queued jobs ask for that all nodes together do not have, and what they wait for.
+  absl::flat_hash_map<std::string, std::string> too_large;
+  // Some jobs were not examined, and the next schedule comes further, with `too_large`.
+  bool unfinished = false;
   // When a delayed restart is due, or a job may grow; infinite: there is none.
   absl::Time next = absl::InfiniteFuture();
 };
@@ -74,8 +81,8 @@ struct ScheduleDecision {
 // enough, they are stopped (the lowest priority first, the latest first); else it waits for the
 // nodes on which it will fit first, as far as time limits tell. Jobs after it start only where that
 // does not delay it: on space that it will not need, or if their time limit ends them before it can
-// start. A job that would not fit if nothing else ran reserves nothing, nor does one whose owner
-// has to wait for jobs of its own to end.
+// start, where time limits tell when that is. A job that would not fit if nothing else ran reserves
+// nothing, nor does one whose owner has to wait for jobs of its own to end.
 //
 // A job whose restart is delayed by a minute at most, before which no job waits for room, keeps the
 // room on which it would start, if there is any, from
@@ -84,20 +91,20 @@ struct ScheduleDecision {
 // While nodes are awaited, what fits on the first ones to come says little: a job starts only with
 // as many processes as it may have, and the jobs behind the first one that does not start wait.
 //
-// When no job reserves and none waits for a delayed restart, one job that may grow is stopped if
-// more of its processes fit, the highest priority and the earliest first. Until nothing of it is
+// When no job reserves and none keeps room for a delayed restart, one job that may grow is stopped
+// if more of its processes fit, the highest priority and the earliest first. Until nothing of it is
 // left it reserves, so that no later job takes the room for which it was stopped.
 //
 // Room that is kept as a spare of a job is free to it when it starts again, and to jobs before it
 // in the order if they do not fit otherwise. Jobs that run and lack spares get them under the
 // conditions under which one grows, if none does.
 //
-// At most kMaxLookedAt jobs behind the first are considered, and nodes are searched for at most
-// kMaxExamined of them, and for as many that may grow; jobs of one shape cost one search.
+// Nodes are searched for at most kMaxExamined jobs behind the first, and for as many that may grow.
+// Jobs that ask for the same cost one search, and those that are known to be too large for all
+// nodes none: however many of them there are, later schedules examine the jobs behind them.
 ScheduleDecision Schedule(ScheduleQuestion question);
 
 inline constexpr int kMaxExamined = 256;
-inline constexpr int kMaxLookedAt = 4096;
 
 }  // namespace muster::coordinator
 

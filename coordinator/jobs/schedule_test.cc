@@ -2,8 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <deque>
 #include <map>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -121,6 +123,47 @@ TEST_F(ScheduleTest, SmallJob_ThatEndsBeforeTheFirstCanStart_IsBackfilled) {
   EXPECT_EQ(Starts(), Ids{"small"});
 }
 
+// What holds its room has only just got it: it would run if that did not.
+TEST_F(ScheduleTest, LargeJob_BehindOneThatStartsInTheSamePass_IsNotOvertaken) {
+  AddNode("a", 8);
+  v1::JobSpec* const first = Queue("first", 4).mutable_spec();
+  Queue("large", 8);
+  Queue("small", 4);
+  EXPECT_EQ(Starts(), Ids{"first"});
+  EXPECT_EQ(WhyWaits("small").substr(0, 6), "large,");
+  first->mutable_time_limit()->set_seconds(30 * 60);
+  Queue("short", 4).mutable_spec()->mutable_time_limit()->set_seconds(20 * 60);
+  EXPECT_EQ(Starts(), (Ids{"first", "short"}));
+}
+
+TEST_F(ScheduleTest, LargeJob_BehindOneThatStartsWithASpare_IsNotOvertaken) {
+  for (const char* const name : {"a", "b", "c"}) AddNode(name, 2);
+  Queue("first", 2).mutable_spec()->set_spare_nodes(1);
+  Queue("large", 6);
+  Queue("small", 2);
+  EXPECT_EQ(Starts(), Ids{"first"});
+  EXPECT_EQ(decision_.starts[0].placement.spares.size(), 1u);
+}
+
+TEST_F(ScheduleTest, JobThatStarts_GetsItsSparesOnce) {
+  for (const char* const name : {"a", "b", "c", "d"}) AddNode(name, 2);
+  Queue("first", 2).mutable_spec()->set_spare_nodes(2);
+  EXPECT_EQ(Starts(), Ids{"first"});
+  EXPECT_EQ(decision_.starts[0].placement.spares.size(), 2u);
+  EXPECT_TRUE(decision_.spares.empty());
+}
+
+// Else every job with a limit, however long, would start on what the first one waits for.
+TEST_F(ScheduleTest, JobWithALimit_BehindOneWhoseStartIsNotKnown_Waits) {
+  AddNode("a", 2);
+  AddNode("b", 2);
+  Running("endless", "a", 2);
+  Queue("large", 4);
+  Queue("year", 1).mutable_spec()->mutable_time_limit()->set_seconds(365 * 86'400);
+  EXPECT_EQ(Starts(), Ids{});
+  EXPECT_EQ(WhyWaits("year").substr(0, 6), "large,");
+}
+
 TEST_F(ScheduleTest, SmallJob_OnRoomThatTheFirstDoesNotNeed_IsBackfilled) {
   AddNode("a", 4);
   AddNode("b", 2);
@@ -171,6 +214,25 @@ TEST_F(ScheduleTest, Preemption_StopsNobodyWhoDoesNotHelp) {
   Starts();
   ASSERT_EQ(decision_.preempts.size(), 1u);
   EXPECT_EQ(decision_.preempts[0].job_id, "large");
+}
+
+// They are found with few looks: as many are stopped as without these.
+TEST_F(ScheduleTest, Preemption_OfMany_StopsAsFewAsNeeded) {
+  AddNode("z", 8);
+  for (int i = 0; i < 20; ++i) {
+    const std::string node = absl::StrCat("node-", i);
+    AddNode(node, 2);
+    // Every second one does not help.
+    Running(absl::StrCat("job-", i), node, 1 + i % 2).mutable_spec()->set_preemptible(true);
+    if (i % 2 == 0) Running(absl::StrCat("keeps-", i), node, 1);
+  }
+  v1::JobSpec* const urgent = Queue("urgent", 12, 5).mutable_spec();
+  urgent->set_processes_per_node(2);
+  Running("last", "z", 6);
+  Starts();
+  Ids stopped;
+  for (const auto& [job, why] : decision_.preempts) stopped.push_back(job);
+  EXPECT_EQ(stopped, (Ids{"job-19", "job-17", "job-15", "job-13", "job-11"}));
 }
 
 TEST_F(ScheduleTest, Preemption_ThatIsUnderWay_IsNotRepeated) {
@@ -335,6 +397,11 @@ TEST_F(ScheduleTest, Growth_TakesNoRoomThatAnotherJobWaitsFor) {
   question_.queued.back().not_before = kNow + absl::Seconds(7);
   Starts();
   EXPECT_TRUE(decision_.grows.empty());
+  // That keeps no room for so long.
+  question_.queued.back().not_before = kNow + absl::Minutes(5);
+  Starts();
+  EXPECT_EQ(decision_.grows.size(), 1u);
+  EXPECT_EQ(decision_.next, kNow + absl::Minutes(5));
   question_.queued.pop_back();
   question_.settled = false;
   Starts();
@@ -392,6 +459,74 @@ TEST_F(ScheduleTest, OwnerAtTheLimitOfProcesses_WaitsAndBlocksNobody) {
             "other jobs of user \"ann\" to end: they run 4 processes of the 4 that each user may");
 }
 
+TEST_F(ScheduleTest, LargeJob_ThatWaitsForTheOwnersLimit_IsNotOvertakenByTheOwnersSmallOnes) {
+  question_.max_processes_of_owner = 8;
+  AddNode("a", 32);
+  Running("old", "a", 2, 0, kNow + absl::Minutes(10)).set_owner("ann");
+  Running("older", "a", 2, 0, kNow + absl::Minutes(30)).set_owner("ann");
+  Queue("large", 7, 10).set_owner("ann");
+  Queue("small", 3).set_owner("ann");
+  v1::JobRecord& brief = Queue("brief", 1);
+  brief.set_owner("ann");
+  brief.mutable_spec()->mutable_time_limit()->set_seconds(20 * 60);
+  Queue("beside", 1).set_owner("ann");
+  Queue("too many", 1).set_owner("ann");
+  Queue("other", 8).set_owner("bob");
+  EXPECT_EQ(Starts(), (Ids{"brief", "beside", "other"}));
+  EXPECT_EQ(WhyWaits("large"),
+            "other jobs of user \"ann\" to end: they run 4 processes of the 8 that each user may");
+  EXPECT_EQ(WhyWaits("too many"),
+            "large, which came first or has a higher priority, to start: it needs what is left of "
+            "the 8 processes that each user may");
+}
+
+// Else one after the other of them would make it wait for the limit whenever there is room.
+TEST_F(ScheduleTest, LargeJob_ThatWaitsForRoom_KeepsWhatTheOwnersLimitAllowsIt) {
+  question_.max_processes_of_owner = 8;
+  AddNode("a", 16);
+  Running("old", "a", 12);
+  Queue("large", 8).set_owner("ann");
+  Queue("small", 2).set_owner("ann");
+  Queue("other", 2).set_owner("bob");
+  EXPECT_EQ(Starts(), Ids{"other"});
+}
+
+TEST_F(ScheduleTest, ElasticJob_TakesWhatTheOwnersLimitLeaves) {
+  question_.max_processes_of_owner = 8;
+  AddNode("a", 32);
+  Running("old", "a", 3).set_owner("ann");
+  v1::JobRecord& elastic = Queue("elastic", 2);
+  elastic.set_owner("ann");
+  elastic.mutable_spec()->set_max_processes(8);
+  EXPECT_EQ(Starts(), Ids{"elastic"});
+  EXPECT_EQ(decision_.starts[0].placement.processes, 5);
+  elastic.mutable_spec()->set_processes_per_node(2);
+  AddNode("b", 2);
+  EXPECT_EQ(Starts(), Ids{"elastic"});
+  EXPECT_EQ(decision_.starts[0].placement.processes, 4);
+  // Not less than it needs: the owner's next one is not to take it.
+  elastic.mutable_spec()->set_processes_per_node(6);
+  Queue("small", 3).set_owner("ann");
+  Queue("beside", 2).set_owner("ann");
+  EXPECT_EQ(Starts(), Ids{"beside"});
+}
+
+// The limit leaves it 5 processes, and no nodes have 5 alike.
+TEST_F(ScheduleTest, ElasticJob_ThatDoesNotFitWithWhatTheOwnersLimitLeaves_IsNotOvertaken) {
+  question_.max_processes_of_owner = 8;
+  AddNode("a", 4);
+  AddNode("b", 4);
+  Running("old", "a", 3).set_owner("ann");
+  v1::JobRecord& elastic = Queue("elastic", 5);
+  elastic.set_owner("ann");
+  elastic.mutable_spec()->set_max_processes(8);
+  Queue("small", 1).set_owner("ann");
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_EQ(Starts(), Ids{});
+    question_.too_large = decision_.too_large;
+  }
+}
+
 TEST_F(ScheduleTest, SmallJob_BehindALongQueueOfOneShape_IsBackfilled) {
   AddNode("a", 4);
   Running("old", "a", 3);
@@ -401,6 +536,41 @@ TEST_F(ScheduleTest, SmallJob_BehindALongQueueOfOneShape_IsBackfilled) {
   Queue("short", 1).mutable_spec()->mutable_time_limit()->set_seconds(20 * 60);
   EXPECT_EQ(Starts(), Ids{"short"});
   EXPECT_EQ(WhyWaits("endless").substr(0, 8), "large-0,");
+}
+
+TEST_F(ScheduleTest, ManyJobsThatWaitForTheirOwnersLimit_DelayNobody) {
+  question_.max_processes_of_owner = 4;
+  AddNode("a", 8);
+  Running("old", "a", 4).set_owner("ann");
+  for (int i = 0; i < 5000; ++i) Queue(absl::StrCat("ann-", i), 1 + i % 4).set_owner("ann");
+  Queue("other", 4).set_owner("bob");
+  EXPECT_EQ(Starts(), Ids{"other"});
+}
+
+// Each schedule has an end, and leaves less to the next one.
+TEST_F(ScheduleTest, ManyJobsThatAreTooLargeForAllNodes_DelayNobodyForLong) {
+  AddNode("a", 8);
+  for (int i = 0; i < 2 * kMaxExamined + 10; ++i) Queue(absl::StrCat("large-", i), 9 + i);
+  Queue("small", 4);
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_EQ(Starts(), Ids{}) << i;
+    EXPECT_TRUE(decision_.unfinished) << i;
+    EXPECT_EQ(WhyWaits("small"), "the jobs before it");
+    question_.too_large = decision_.too_large;
+  }
+  EXPECT_EQ(Starts(), Ids{"small"});
+  EXPECT_FALSE(decision_.unfinished);
+  EXPECT_EQ(WhyWaits("large-0"), "room for 9 processes with 1 CPU each: 8 fit");
+}
+
+// There is nothing to find out about jobs that wait for others to end.
+TEST_F(ScheduleTest, ManyJobsOfDifferentSizesThatWaitForRoom_AreNotExaminedAgainAndAgain) {
+  AddNode("a", 1000);
+  Running("old", "a", 999);
+  for (int i = 0; i < 2 * kMaxExamined; ++i) Queue(absl::StrCat("large-", i), 1000 - i);
+  EXPECT_EQ(Starts(), Ids{});
+  EXPECT_EQ(WhyWaits(absl::StrCat("large-", 2 * kMaxExamined - 1)), "the jobs before it");
+  EXPECT_FALSE(decision_.unfinished);
 }
 
 TEST_F(ScheduleTest, Spares_AreOnOtherNodes_AndOnlyWhereThereIsRoom) {
@@ -533,6 +703,94 @@ TEST_F(ScheduleTest, PreemptedJob_GivesUpItsSparesToo) {
   EXPECT_EQ(Starts(), Ids{});
   ASSERT_EQ(decision_.preempts.size(), 1u);
   EXPECT_EQ(decision_.preempts[0].job_id, "old");
+}
+
+// Jobs of all sizes come without end, more than there is room for; each runs for ten minutes at
+// most.
+TEST_F(ScheduleTest, AnyJobs_NoneStarves_AndNoNodeIsGivenOutTwice) {
+  constexpr int kMinutes = 150, kLongest = 10;
+  for (int seed = 1; seed <= 40; ++seed) {
+    SCOPED_TRACE(absl::StrCat("seed ", seed));
+    std::mt19937 random(seed);
+    const auto draw = [&](int least, int most) {
+      return std::uniform_int_distribution<int>(least, most)(random);
+    };
+    const int limit = seed % 2 == 0 ? 0 : 8;
+    const std::map<std::string, int> cpus = {
+        {"a", draw(3, 6)}, {"b", draw(3, 6)}, {"c", draw(3, 6)}};
+    records_.clear();
+    // By index: the minute from which on it waits, and at which it ends.
+    std::map<int, int> queued, runs;
+    for (int minute = 0; minute < kMinutes || !queued.empty(); ++minute) {
+      ASSERT_LT(minute, 20 * kMinutes) << queued.size() << " jobs never start";
+      std::erase_if(runs, [&](const auto& job) { return job.second <= minute; });
+      for (int more = minute < kMinutes ? draw(0, 3) : 0; more > 0; --more) {
+        // The large ones come before all others, but not so often that they fill the nodes. Each
+        // fits: the same number on each node.
+        const bool large = minute % 50 == 20 && more == 1;
+        queued[records_.size()] = minute;
+        v1::JobRecord& record =
+            Record(absl::StrCat("job-", records_.size()), large ? 6 : draw(1, 4), large ? 1 : 0);
+        record.set_owner(draw(0, 1) == 0 ? "ann" : "bob");
+        if (draw(0, 1) == 0) {
+          record.mutable_spec()->mutable_time_limit()->set_seconds(60 * draw(1, kLongest));
+        }
+      }
+      question_ = ScheduleQuestion();
+      question_.now = kNow + absl::Minutes(minute);
+      question_.max_processes_of_owner = limit;
+      infos_.clear();
+      for (const auto& [name, count] : cpus) AddNode(name, count);
+      std::map<std::string, int> processes;  // by owner
+      const auto take = [&](const v1::JobRecord& job) {
+        processes[job.owner()] += CountProcesses(job.history(0));
+        for (const v1::Placement& placement : job.history(0).placements()) {
+          NodeSpace& space = question_.nodes.at(placement.node()).space;
+          space.Take(placement, job.spec().per_process());
+          EXPECT_GE(space.cpus, 0) << placement.node() << " is given out twice";
+        }
+      };
+      for (const auto& [index, until] : runs) {
+        const v1::JobRecord& job = records_[index];
+        take(job);
+        ActiveJob& active = question_.active.emplace_back();
+        active.record = &job;
+        active.attempt = &job.history(0);
+        if (job.spec().has_time_limit()) {
+          active.ends_by = absl::FromUnixMillis(job.history(0).started_unix_ms()) +
+                           absl::Seconds(job.spec().time_limit().seconds());
+        }
+      }
+      for (const auto& [index, since] : queued) question_.queued.push_back({&records_[index]});
+      Starts();
+      for (const auto& start : decision_.starts) {
+        const int index = std::stoi(start.job_id.substr(4));
+        ASSERT_EQ(queued.erase(index), 1u) << start.job_id << " does not wait";
+        v1::JobRecord& job = records_[index];
+        v1::JobAttempt* const attempt = job.add_history();
+        attempt->set_started_unix_ms(absl::ToUnixMillis(question_.now));
+        for (const v1::Placement& one : start.placement.placements) {
+          *attempt->add_placements() = one;
+        }
+        take(job);
+        ASSERT_EQ(CountProcesses(*attempt), job.spec().max_processes());
+        const int longest =
+            job.spec().has_time_limit() ? job.spec().time_limit().seconds() / 60 : kLongest;
+        runs[index] = minute + draw(1, longest);
+        for (const auto& [other, since] : queued) {
+          ASSERT_FALSE(other < index && records_[other].owner() == job.owner() &&
+                       records_[other].spec().SerializeAsString() == job.spec().SerializeAsString())
+              << job.job_id() << " overtakes one that is alike";
+        }
+      }
+      for (const auto& [owner, count] : processes) ASSERT_LE(count, limit > 0 ? limit : count);
+      for (const auto& [index, since] : queued) {
+        if (records_[index].spec().priority() == 0) continue;
+        // What runs ends within kLongest, and then it is its turn.
+        ASSERT_LE(minute - since, 3 * kLongest) << records_[index].job_id() << " starves";
+      }
+    }
+  }
 }
 
 }  // namespace
