@@ -151,6 +151,14 @@ void NodeAttempts::Ended(const AttemptKey& key, const v1::AttemptEnd& end, int64
   it->second.report.set_state(v1::PLACEMENT_STATE_ENDED);
   it->second.report.set_restart(asked);
   *it->second.report.mutable_end() = end;
+  // It left no report because of the order, which says nothing about why the attempt has ended.
+  if (it->second.killed && end.end_class() == v1::END_CLASS_NODE_FAILED) {
+    v1::AttemptEnd* const killed = it->second.report.mutable_end();
+    killed->set_end_class(v1::END_CLASS_CANCELLED);
+    killed->set_why(absl::StrCat("its runner was asked to stop, and killed ",
+                                 absl::FormatDuration(it->second.grace + kRunnerGrace),
+                                 " later: ", end.why()));
+  }
   SetFailed(&it->second, unix_ms, now);
   ++version_;
 }

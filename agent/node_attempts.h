@@ -50,7 +50,8 @@ class NodeAttempts {
   absl::Time NextDeadline() const;
 
   // At `unix_ms` of the wall clock, which is `now`. `asked`: the restart that this end was asked
-  // for before, and may have been counted for; 0: none.
+  // for before, and may have been counted for; 0: none. The end of a runner that Tick had killed
+  // is no failure of the node (NODE_FAILED): it is reported as CANCELLED.
   void Ended(const AttemptKey& key, const v1::AttemptEnd& end, int64_t unix_ms, absl::Time now,
              int asked = 0);
   // Its runner asks for a restart within the attempt since `unix_ms` of the wall clock, when it was

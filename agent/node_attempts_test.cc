@@ -166,6 +166,27 @@ TEST(NodeAttemptsTest, UnwantedAttempt_IsStoppedOnce_ThenKilled) {
   EXPECT_EQ(attempts.NextDeadline(), absl::InfiniteFuture());
 }
 
+// Its job would start again for free, and elsewhere: as if the node had failed it.
+TEST(NodeAttemptsTest, RunnerThatIsKilledForNotEnding_IsNoFailureOfTheNode) {
+  v1::AttemptEnd none;
+  none.set_end_class(v1::END_CLASS_NODE_FAILED);
+  none.set_why("its runner no longer exists (signal 9) and left no report");
+  for (const bool kill : {false, true}) {
+    NodeAttempts attempts;
+    attempts.Apply(Reply({{"j", 1}}), kNow);
+    attempts.Apply(Reply({{"j", 1}}, /*stop=*/true), kNow);
+    if (kill) attempts.Tick(kNow + absl::Seconds(40));
+    attempts.Ended({"j", 1}, none, 5, kNow + absl::Seconds(41));
+    v1::SyncNodeRequest request;
+    attempts.FillReports(kNow, &request);
+    const v1::AttemptEnd& end = request.attempts(0).end();
+    EXPECT_EQ(end.end_class(), kill ? v1::END_CLASS_CANCELLED : v1::END_CLASS_NODE_FAILED);
+    if (kill) {
+      EXPECT_EQ(end.why(), "its runner was asked to stop, and killed 40s later: " + none.why());
+    }
+  }
+}
+
 TEST(NodeAttemptsTest, AttemptThatIsStoppedBeforeItStarts_HasEnded) {
   NodeAttempts attempts;
   EXPECT_TRUE(attempts.Apply(Reply({{"j", 1}}, /*stop=*/true), kNow).start.empty());

@@ -27,6 +27,9 @@ inline constexpr size_t kMaxFilePath = 256;
 // JobSpec.hang_timeout: progress is reported every 2 s, and examined less often.
 inline constexpr absl::Duration kLeastHangTimeout = absl::Seconds(10);
 
+// JobSpec.restart_delay, also when it has doubled.
+inline constexpr absl::Duration kMaxRestartDelay = absl::Minutes(5);
+
 // Where a program keeps its checkpoints if neither it nor MUSTER_PROJECT_DIR says otherwise: below
 // the folder in which it runs.
 inline constexpr char kDefaultProjectFolder[] = "muster-run";

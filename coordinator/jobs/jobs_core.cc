@@ -39,12 +39,6 @@ constexpr absl::Duration kMaxLogWait = absl::Seconds(30);
 constexpr absl::Duration kLogTimeout = absl::Seconds(3);
 constexpr int kMaxLogBytes = 1 << 20;
 constexpr size_t kMaxQueries = 256;  // open, of one node
-constexpr absl::Duration kMaxRestartDelay = absl::Minutes(5);
-// The restart after an attempt that has run for so long has nothing to do with the failures before.
-constexpr absl::Duration kSettled = absl::Minutes(10);
-constexpr absl::Duration kNodeFailureDelay = absl::Seconds(5);
-// A node that has run an attempt for so long was able to start it.
-constexpr absl::Duration kStarted = absl::Minutes(1);
 constexpr absl::Duration kTickWhileNodesRun = absl::Seconds(1);
 // More than a lost part of the history can have begun of one job, and have had of jobs.
 constexpr int kLostAttempts = 1000;
@@ -142,56 +136,6 @@ template <typename Request>
 bool IsInState(const Request& request, const v1::JobRecord& record) {
   return request.states_size() == 0 || std::find(request.states().begin(), request.states().end(),
                                                  record.state()) != request.states().end();
-}
-
-// Whether the failure policy has a restart left after an end of this class, which counts as one.
-bool HasRestartLeft(const v1::JobRecord& record) {
-  return record.restarts() < record.spec().max_restarts();
-}
-
-// The delay before the restart that follows attempt `last` of the history, after `restarts` that
-// counted. It is doubled once for each of the failures right before, which did not let an attempt
-// run for long.
-absl::Duration RestartDelay(const v1::JobRecord& record, int last, int restarts) {
-  const auto doubled = [&record](int times) {
-    return std::min(FromProto(record.spec().restart_delay()) * (1 << times), kMaxRestartDelay);
-  };
-  int early = 0;
-  for (int i = last; i >= 0; --i) {
-    const v1::JobAttempt& attempt = record.history(i);
-    const absl::Duration ran =
-        attempt.started_unix_ms() == 0
-            ? absl::ZeroDuration()
-            : absl::Milliseconds(attempt.ended_unix_ms() - attempt.started_unix_ms());
-    if (ran >= kSettled) return doubled(std::min(early, restarts));
-    // The last one has decided already that there is a delay.
-    if (i < last && CountsAsRestart(attempt.end().end_class())) ++early;
-  }
-  // Of longer series the history has the end only.
-  return doubled(std::min(restarts, 20));
-}
-
-// Of the restart in place with which the current stretch of the attempt has begun. A node may ask
-// for it from a coordinator that was started since, so it follows from the record.
-absl::Duration DelayInPlace(const v1::JobRecord& record) {
-  return RestartDelay(record, record.history_size() - 2, std::max(0, record.restarts() - 1));
-}
-
-// When a queued job may start, of which a former coordinator has begun the delay: it follows from
-// the record, and is no longer than the whole delay from now on.
-absl::Time DelayEnds(const v1::JobRecord& record, absl::Time now) {
-  if (record.history_size() == 0) return absl::InfinitePast();
-  const int last = record.history_size() - 1;
-  const v1::JobAttempt& attempt = record.history(last);
-  absl::Duration delay;
-  if (attempt.end().end_class() == v1::END_CLASS_NODE_FAILED) {
-    delay = kNodeFailureDelay;
-  } else if (record.restarts() > 0 && CountsAsRestart(attempt.end().end_class())) {
-    delay = RestartDelay(record, last, record.restarts() - 1);
-  } else {
-    return absl::InfinitePast();
-  }
-  return std::min(absl::FromUnixMillis(attempt.times().fenced_unix_ms()), now) + delay;
 }
 
 // Whether a part of the attempt is over: it is about to end.
@@ -1162,15 +1106,6 @@ void JobsCore::NoteRetention(Job* job) {
   retained_.insert({job->forget_at, record.sequence()});
 }
 
-std::string JobsCore::CountClass(Job* job, v1::EndClass end_class) {
-  v1::JobRecord& record = job->record;
-  const ClassCounts& limits = record.spec().class_limits();
-  std::string over = WhyOverLimit(limits, record.class_restarts(), end_class);
-  if (!over.empty() && !options_.mutants.forgets_class_limits) return over;
-  CountStart(limits, end_class, record.mutable_class_restarts());
-  return "";
-}
-
 void JobsCore::Stop(Job* job, v1::EndClass end_class, const std::string& why) {
   v1::JobAttempt* const attempt = Current(job);
   if (!attempt->has_end()) {
@@ -1217,13 +1152,10 @@ void JobsCore::EndPlacement(Job* job, v1::Placement* placement, const v1::Attemp
   TouchPlacement(*job, *placement);
   dirty_ = true;
   if (end.end_class() != v1::END_CLASS_SUCCEEDED) {
-    // An echo can come before the cause, and another failure before a user error, after which no
-    // retry helps.
-    const v1::EndClass first = attempt->end().end_class();
-    const bool echo =
-        first == v1::END_CLASS_PEER_FAILED && end.end_class() != v1::END_CLASS_PEER_FAILED;
-    const bool hopeless = end.end_class() == v1::END_CLASS_USER_ERROR && CountsAsRestart(first);
-    if (!attempt->has_end() || echo || hopeless) {
+    const v1::EndClass former = attempt->end().end_class();
+    const bool echo =  // of what nobody has told
+        options_.mutants.forgets_echoes && former == v1::END_CLASS_PEER_FAILED;
+    if (IsBetterCause(former, end.end_class()) || echo) {
       *attempt->mutable_end() = end;
       Touch(*job);
       Reach(job, AttemptStage::kDetected);
@@ -1237,11 +1169,6 @@ void JobsCore::EndPlacement(Job* job, v1::Placement* placement, const v1::Attemp
   if (over || (options_.mutants.starts_before_former_ended && attempt->stop())) Finish(job);
 }
 
-void JobsCore::Requeue(Job* job, std::string why, absl::Duration delay) {
-  job->not_before = delay > absl::ZeroDuration() ? now_ + delay : absl::InfinitePast();
-  SetState(job, v1::JOB_STATE_QUEUED, std::move(why));
-}
-
 void JobsCore::Finish(Job* job) {
   Reach(job, AttemptStage::kFenced);
   v1::JobRecord& record = job->record;
@@ -1249,63 +1176,36 @@ void JobsCore::Finish(Job* job) {
   if (job->ends_by != absl::InfiniteFuture()) {
     limits_.erase({std::exchange(job->ends_by, absl::InfiniteFuture()), record.sequence()});
   }
-  const bool succeeded = std::all_of(attempt.placements().begin(), attempt.placements().end(),
-                                     [](const v1::Placement& placement) {
-                                       return placement.end_class() == v1::END_CLASS_SUCCEEDED;
-                                     });
-  const v1::EndClass end_class = succeeded ? v1::END_CLASS_SUCCEEDED : attempt.end().end_class();
-  const std::string why = attempt.end().why();
-  const std::string ended =
-      absl::StrCat("attempt ", attempt.number(),
-                   " has ended: ", succeeded ? "all processes have succeeded" : why);
+  const AttemptOutcome outcome =
+      OutcomeOf({.record = record,
+                 .node_failures = job->node_failures,
+                 .given_up_early = job->given_up_early,
+                 .could_not_start = job->could_not_start,
+                 .retries_user_errors = options_.mutants.retries_user_errors,
+                 .forgets_class_limits = options_.mutants.forgets_class_limits,
+                 .restarts_hangs_for_free = options_.mutants.restarts_hangs_for_free});
+  const bool succeeded = outcome.end_class == v1::END_CLASS_SUCCEEDED;
+  const std::string ended = absl::StrCat(
+      "attempt ", attempt.number(),
+      " has ended: ", succeeded ? "all processes have succeeded" : attempt.end().why());
   out_->closed_groups.emplace_back(GroupOf(record.job_id(), attempt.number()), ended);
   out_->notices.push_back({!succeeded, record.job_id(), ended});
-  const v1::JobAction wanted = record.wanted();
   record.clear_wanted();
-  if (end_class != v1::END_CLASS_NODE_FAILED) job->node_failures = 0;
-  if (succeeded) {
-    SetState(job, v1::JOB_STATE_SUCCEEDED, "all processes have succeeded");
-    return;
+  if (outcome.end_class != v1::END_CLASS_NODE_FAILED) {
+    job->node_failures = 0;
+  } else if (outcome.state == v1::JOB_STATE_QUEUED) {
+    ++job->node_failures;
   }
-  if (wanted == v1::JOB_ACTION_CANCEL) return SetState(job, v1::JOB_STATE_CANCELLED, why);
-  if (!MayRetry(end_class) && !options_.mutants.retries_user_errors)
-    return SetState(job, v1::JOB_STATE_FAILED, why);
-  if (wanted == v1::JOB_ACTION_SUSPEND) return SetState(job, v1::JOB_STATE_SUSPENDED, why);
-  if (record.restarts() < record.spec().max_restarts() || !CountsAsRestart(end_class)) {
-    if (const std::string no_more = CountClass(job, end_class); !no_more.empty()) {
-      return SetState(job, v1::JOB_STATE_FAILED, absl::StrCat(why, "; ", no_more));
-    }
+  if (outcome.counts_class) {
+    CountStart(record.spec().class_limits(), outcome.end_class, record.mutable_class_restarts());
   }
-  const bool free_hang =
-      options_.mutants.restarts_hangs_for_free && end_class == v1::END_CLASS_HANG;
-  if (CountsAsRestart(end_class) && !free_hang) {
-    if (!HasRestartLeft(record)) {
-      return SetState(job, v1::JOB_STATE_FAILED,
-                      record.restarts() == 0
-                          ? why
-                          : absl::StrCat(why, "; it was restarted ", record.restarts(),
-                                         record.restarts() == 1 ? " time" : " times"));
-    }
-    const absl::Duration delay = RestartDelay(record, record.history_size() - 1, record.restarts());
-    record.set_restarts(record.restarts() + 1);
-    return Requeue(job,
-                   absl::StrCat("restart ", record.restarts(), " of ", record.spec().max_restarts(),
-                                " after: ", why),
-                   delay);
+  if (outcome.counts_restart) record.set_restarts(record.restarts() + 1);
+  for (const std::string& node : outcome.avoid) Avoid(job, node);
+  if (outcome.state == v1::JOB_STATE_QUEUED) {
+    const bool waits = outcome.delay > absl::ZeroDuration();
+    job->not_before = waits ? now_ + outcome.delay : absl::InfinitePast();
   }
-  const std::string again = absl::StrCat("another start after: ", why);
-  if (end_class != v1::END_CLASS_NODE_FAILED) {
-    const bool pause = end_class == v1::END_CLASS_NODE_LOST && job->given_up_early;
-    return Requeue(job, again, pause ? kNodeFailureDelay : absl::ZeroDuration());
-  }
-  if (++job->node_failures >= kMaxNodeFailures) {
-    return SetState(
-        job, v1::JOB_STATE_FAILED,
-        absl::StrCat(why, "; ", kMaxNodeFailures, " attempts in a row could not start"));
-  }
-  Avoid(job, attempt.end().node());
-  for (const std::string& node : job->could_not_start) Avoid(job, node);
-  Requeue(job, again, kNodeFailureDelay);
+  SetState(job, outcome.state, outcome.why);
 }
 
 // ---- logs
@@ -1551,7 +1451,7 @@ void JobsCore::OnReport(const std::string& name, Node* node, const v1::AttemptRe
       continue;
     }
     if (report.started_unix_ms() != 0 && attempt->started_unix_ms() == 0) {
-      attempt->set_started_unix_ms(report.started_unix_ms());
+      attempt->set_started_unix_ms(absl::ToUnixMillis(StartedAt(report, *attempt, now_)));
       Touch(*job);
     }
     if (report.state() == v1::PLACEMENT_STATE_RUNNING) {
@@ -1575,33 +1475,17 @@ void JobsCore::OnReport(const std::string& name, Node* node, const v1::AttemptRe
       }
       if (report.restart() > 0) OnAsked(job, placement, report);
     } else if (report.state() == v1::PLACEMENT_STATE_ENDED) {
-      attempt->set_ended_unix_ms(std::max(attempt->ended_unix_ms(), report.ended_unix_ms()));
-      v1::AttemptEnd end = Cleaned(report.end(), name);
-      absl::Time failed =
-          report.has_failed_ago() ? now_ - FromProto(report.failed_ago()) : absl::InfinitePast();
+      attempt->set_ended_unix_ms(
+          std::max(attempt->ended_unix_ms(), absl::ToUnixMillis(EndedAt(report, *attempt, now_))));
       const bool counted = report.restart() > 0 && report.restart() <= attempt->restarts() &&
                            !options_.mutants.counts_failures_twice;
-      if (counted) {
-        // The attempt was to go on after it.
-        end = v1::AttemptEnd();
-        end.set_end_class(v1::END_CLASS_CANCELLED);
-        end.set_why(absl::StrCat("its runner was stopped when restart ", report.restart(),
-                                 " within the attempt was about to begin"));
-        end.set_node(name);
-        end.set_rank(-1);
-        failed = absl::InfinitePast();
-      }
-      const bool ran = placement.state() == v1::PLACEMENT_STATE_RUNNING &&
-                       FromProto(report.ran_for()) >= kStarted;
-      // Somebody else has stopped it: the machine goes down. Or it had long started.
-      if ((end.end_class() == v1::END_CLASS_CANCELLED && !attempt->stop()) ||
-          (end.end_class() == v1::END_CLASS_NODE_FAILED && ran)) {
-        end.set_end_class(v1::END_CLASS_NODE_LOST);
-        // Without a pause, a program that ends its own runner would start again and again, many
-        // times a second, and nothing counts that.
-        job->given_up_early = !ran && !counted;
-      }
-      EndPlacement(job, &placement, end, failed);
+      const ReportedEnd reported =
+          Understand(report, Cleaned(report.end(), name), *attempt,
+                     placement.state() == v1::PLACEMENT_STATE_RUNNING, counted);
+      if (reported.given_up_early) job->given_up_early = true;
+      EndPlacement(job, &placement, reported.end,
+                   report.has_failed_ago() && !counted ? now_ - FromProto(report.failed_ago())
+                                                       : absl::InfinitePast());
     }
     return;
   }
@@ -1621,11 +1505,15 @@ void JobsCore::OnAsked(Job* job, const v1::Placement& placement, const v1::Attem
   Touch(*job);
   Reach(job, AttemptStage::kDetected);
   if (failed != absl::InfinitePast()) Reach(job, AttemptStage::kFailed, failed);
+  const ClassCounts& limits = job->record.spec().class_limits();
   if (!attempt->may_restart() || !CountsAsRestart(end.end_class()) ||
-      !HasRestartLeft(job->record) || !CountClass(job, end.end_class()).empty()) {
+      !HasRestartLeft(job->record) ||
+      (!WhyOverLimit(limits, job->record.class_restarts(), end.end_class()).empty() &&
+       !options_.mutants.forgets_class_limits)) {
     // As after any failure; the record says what follows once nothing is left.
     return Stop(job, end.end_class(), end.why());
   }
+  CountStart(limits, end.end_class(), job->record.mutable_class_restarts());
   RestartInPlace(job, report);
 }
 
@@ -1634,7 +1522,8 @@ void JobsCore::RestartInPlace(Job* job, const v1::AttemptReport& report) {
   // What had to end has ended before a node asks.
   Reach(job, AttemptStage::kDecided);
   Reach(job, AttemptStage::kFenced);
-  Current(job)->set_ended_unix_ms(report.ended_unix_ms());
+  const int64_t ended = absl::ToUnixMillis(EndedAt(report, *Current(job), now_));
+  Current(job)->set_ended_unix_ms(ended);
   if (!options_.mutants.restarts_in_place_for_free) record.set_restarts(record.restarts() + 1);
   while (record.history_size() >= kKeptAttempts) {
     record.mutable_history()->DeleteSubrange(0, 1);
@@ -1645,7 +1534,7 @@ void JobsCore::RestartInPlace(Job* job, const v1::AttemptReport& report) {
   next->clear_end();
   next->clear_times();
   next->clear_ended_unix_ms();
-  next->set_started_unix_ms(report.ended_unix_ms());
+  next->set_started_unix_ms(ended);
   next->set_restarts(former.restarts() + 1);
   job->asked.clear();
   Reach(job, AttemptStage::kPlaced);

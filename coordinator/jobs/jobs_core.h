@@ -17,6 +17,7 @@
 #include "absl/time/time.h"
 #include "coordinator/access.h"
 #include "coordinator/answer.h"
+#include "coordinator/jobs/attempt_outcome.h"
 #include "coordinator/jobs/attempt_times.h"
 #include "coordinator/jobs/job_changes.h"
 #include "coordinator/jobs/placement.h"
@@ -42,6 +43,8 @@ struct JobsMutants {
   bool forgets_class_limits = false;
   // A failure for which the attempt was restarted within, and then by the end of its runner.
   bool counts_failures_twice = false;
+  // That an attempt has failed, once a runner says that it was stopped for it.
+  bool forgets_echoes = false;
 };
 
 struct JobsOptions {
@@ -93,8 +96,6 @@ class JobsCore {
  public:
   static constexpr size_t kMaxKey = 128;
   static constexpr int kKeptAttempts = 8;
-  static constexpr int kMaxNodeFailures =
-      16;  // attempts that nodes could not start, until it fails
   static constexpr size_t kMaxNodes = 100'000;
 
   explicit JobsCore(JobsOptions options) : options_(options) {}
@@ -264,8 +265,6 @@ class JobsCore {
   void SetState(Job* job, v1::JobState state, std::string why);
   // By its retention, if it has ended.
   void NoteRetention(Job* job);
-  // Counts an end of this class. Why no attempt may follow it; empty: one may.
-  std::string CountClass(Job* job, v1::EndClass end_class);
   void Touch(const Job& job) { touched_jobs_.insert(job.record.sequence()); }
   // Only this placement of the current attempt has changed.
   void TouchPlacement(const Job& job, const v1::Placement& placement) {
@@ -292,7 +291,6 @@ class JobsCore {
   void Reach(Job* job, AttemptStage stage) { Reach(job, stage, now_); }
   // Nothing of the current attempt is left.
   void Finish(Job* job);
-  void Requeue(Job* job, std::string why, absl::Duration delay);
   bool MakeRoomForOne();
   // Counts what the record has now.
   void Measure(Job* job);

@@ -869,6 +869,60 @@ TEST_F(JobsCoreTest, EchoOfAFailure_DoesNotHideItsCause) {
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
 }
 
+// On many nodes the fastest tells that another one has failed, and the next ones that they were
+// stopped for it, before that one has told why.
+TEST_F(JobsCoreTest, RunnersThatObeyAnOrderToStop_DoNotHideTheCause) {
+  for (const char* const name : {"a", "b", "c"}) AddNode(name, 1);
+  stops_obey_ = false;
+  const auto fail = [&](const std::string& job, v1::EndClass end_class) {
+    EndOn("b", job, v1::END_CLASS_PEER_FAILED, "rank 0 has failed");
+    EndOn("c", job, v1::END_CLASS_CANCELLED, "its runner was asked to stop");
+    EndOn("a", job, end_class, "rank 0 has failed");
+  };
+  for (const v1::EndClass end_class : {v1::END_CLASS_USER_ERROR, v1::END_CLASS_PROCESS_FAILED}) {
+    const std::string job = Submit(Spec(3));
+    fail(job, end_class);
+    EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
+    EXPECT_EQ(Get(job).history(0).end().end_class(), end_class);
+    EXPECT_EQ(Get(job).history(0).end().node(), "a");
+  }
+  const std::string job = Submit(Spec(3, 2));
+  for (int restart = 1; restart <= 2; ++restart) {
+    fail(job, v1::END_CLASS_PROCESS_FAILED);
+    EXPECT_EQ(Get(job).restarts(), restart);
+  }
+  fail(job, v1::END_CLASS_PROCESS_FAILED);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
+  EXPECT_EQ(Get(job).attempts(), 3);
+}
+
+// As the runner of a node that does not come to the meeting: the others give up, and it is stopped.
+TEST_F(JobsCoreTest, EchoWhoseCauseNobodyHas_CountsAsAFailure) {
+  AddNode("a", 1);
+  AddNode("b", 1);
+  stops_obey_ = false;
+  const std::string job = Submit(Spec(2, 1));
+  for (int i = 0; i < 2; ++i) {
+    EndOn("a", job, v1::END_CLASS_PEER_FAILED, "node b did not come");
+    EndOn("b", job, v1::END_CLASS_CANCELLED, "its runner was asked to stop");
+    EXPECT_EQ(Get(job).restarts(), 1);
+  }
+  EXPECT_EQ(Get(job).state(), v1::JOB_STATE_FAILED);
+  EXPECT_EQ(Get(job).why(), "node b did not come; it was restarted 1 time");
+}
+
+TEST_F(JobsCoreTest, EchoOfALostNode_IsNotCounted) {
+  AddNode("a", 1);
+  AddNode("b", 1);
+  Settle();
+  const std::string job = Submit(Spec(2, 1));
+  nodes_["b"].talks = false;
+  EndOn("a", job, v1::END_CLASS_PEER_FAILED, "node b is silent");
+  Advance(2 * options_.node_lease);
+  EXPECT_EQ(Get(job).history(0).end().end_class(), v1::END_CLASS_NODE_LOST);
+  EXPECT_EQ(Get(job).restarts(), 0);
+}
+
 TEST_F(JobsCoreTest, UserErrorBesideAnotherFailure_IsNotRetried_WhicheverIsFirst) {
   AddNode("a", 2);
   AddNode("b", 2);
@@ -956,6 +1010,29 @@ TEST_F(JobsCoreTest, RestartDelay_BeginsAgain_AfterAnAttemptThatRanForLong) {
       Advance(absl::Seconds(2));
       ASSERT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
     }
+  }
+}
+
+TEST_F(JobsCoreTest, RestartDelay_DoesNotFollowTheClocksOfNodes) {
+  AddNode("a", 1);
+  AddNode("b", 1);
+  v1::JobSpec spec = Spec(2, 5);
+  spec.mutable_restart_delay()->set_seconds(10);
+  const std::string job = Submit(spec);
+  for (const int seconds : {10, 20, 40}) {
+    // Its clock is eleven minutes ahead, so it ended eleven minutes after the other had started.
+    const int attempt = Get(job).attempts();
+    v1::AttemptReport& report = nodes_["b"].attempts.at({job, attempt});
+    report.set_started_unix_ms(absl::ToUnixMillis(now_ + absl::Minutes(11)));
+    SetEnd(&report, v1::END_CLASS_PROCESS_FAILED, "rank 1 exited with code 1");
+    report.set_ended_unix_ms(absl::ToUnixMillis(now_ + absl::Minutes(11)));
+    Sync("b");
+    const v1::JobRecord record = Get(job);
+    EXPECT_EQ(record.history(attempt - 1).ended_unix_ms(), absl::ToUnixMillis(now_));
+    Advance(absl::Seconds(seconds - 1));
+    EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED) << seconds;
+    Advance(absl::Seconds(2));
+    EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING) << seconds;
   }
 }
 
