@@ -790,6 +790,12 @@ class NodeService {
     if (absl::StrContains(name, "/") || name[0] == '.') {
       return NodeFailure(absl::StrCat("\"", name, "\" cannot name a folder"));
     }
+    for (const int gpu : assignment.gpus()) {
+      if (gpu >= 0 && gpu < options_.info.gpus_size()) continue;
+      // It is another attempt's, or one that the agent was told to leave alone.
+      return NodeFailure(absl::StrCat("GPU ", gpu, " is not among the ", options_.info.gpus_size(),
+                                      " of this node: it had more before"));
+    }
     if (mkdir(runner.folder.path.c_str(), 0700) != 0) {
       return NodeFailure(errno == EEXIST ? "this node has a record of it already"
                                          : absl::StrCat("cannot make ", runner.folder.path, ": ",

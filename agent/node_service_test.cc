@@ -425,6 +425,21 @@ TEST(NodeServiceTest, AgentOfSomeGpus_GivesJobsTheirNames) {
               testing::HasSubstr(R"("gpus":{"1":"GPU-6f2a","2":"5"})"));
 }
 
+TEST(NodeServiceTest, GpuThatTheNodeDoesNotHave_IsRefused) {
+  const TestFolder folder;
+  NodeServiceOptions options = OptionsOf(folder.Path("state"));
+  options.gpus = {"4", "5"};
+  for (int i = 0; i < 2; ++i) options.info.add_gpus("");
+  options.runner = {"/bin/sh", "-c", "exit 0"};
+  AdoptingNodes nodes([](grpc::ServerContext*) {}, /*gpus=*/{1, 4});
+  const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
+  ASSERT_TRUE(server.ok()) << server.status();
+  options.coordinator = (*server)->address();
+  EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
+  EXPECT_EQ(nodes.end().end_class(), v1::END_CLASS_NODE_FAILED);
+  EXPECT_EQ(nodes.end().why(), "GPU 4 is not among the 2 of this node: it had more before");
+}
+
 // Their numbers are those of the coordinator, which would give them to another job, too.
 TEST(NodeServiceTest, GpusOfAnAttemptThatRuns_KeepTheirNumbers) {
   const TestFolder folder;

@@ -1004,12 +1004,15 @@ void JobsCore::DropSpares(Job* job) {
   dirty_ = true;
 }
 
-void JobsCore::DropSparesOn(const std::string& node) {
+void JobsCore::DropSparesOn(const std::string& node, std::optional<int> gpus) {
   for (const uint64_t sequence : absl::btree_set<uint64_t>(spared_)) {
     Job& job = jobs_.at(sequence);
     auto* const spares = job.record.mutable_spares();
-    const auto gone = std::remove_if(spares->begin(), spares->end(),
-                                     [&](const v1::Placement& one) { return one.node() == node; });
+    const auto gone = std::remove_if(spares->begin(), spares->end(), [&](const v1::Placement& one) {
+      return one.node() == node &&
+             (!gpus.has_value() || std::any_of(one.gpus().begin(), one.gpus().end(),
+                                               [&](int gpu) { return gpu >= *gpus; }));
+    });
     if (gone == spares->end()) continue;
     spares->erase(gone, spares->end());
     NoteSpares(job);
@@ -1404,6 +1407,8 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
     }
     node.info = request.info();
     dirty_ = true;
+    // What it had before this coordinator started is not known.
+    if (!was_known) DropSparesOn(name, node.info.gpus_size());
   }
   if (request.cluster_id().empty() || request.cluster_id() == cluster_id_) {
     for (const v1::AttemptReport& report : request.attempts()) OnReport(name, &node, report);

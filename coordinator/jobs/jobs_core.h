@@ -260,8 +260,9 @@ class JobsCore {
   // Whether the job has spares, or has to get some, as the schedule needs to know.
   void NoteSpares(const Job& job);
   void DropSpares(Job* job);
-  // Those that are on a node which cannot run them any more.
-  void DropSparesOn(const std::string& node);
+  // Those that are on a node which cannot run them any more; with `gpus`, only those with a GPU of
+  // this number or a larger one.
+  void DropSparesOn(const std::string& node, std::optional<int> gpus = std::nullopt);
   void SetState(Job* job, v1::JobState state, std::string why);
   // By its retention, if it has ended.
   void NoteRetention(Job* job);

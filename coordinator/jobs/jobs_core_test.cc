@@ -2415,6 +2415,35 @@ TEST_F(JobsCoreTest, Spares_SurviveTheCoordinator_AndAreDroppedWithTheirNode) {
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
 }
 
+// As after a power cut that a GPU has not survived.
+TEST_F(JobsCoreTest, Restart_SpareOnANodeWithFewerGpus_IsDropped) {
+  for (const char* const name : {"a", "b"}) {
+    AddNode(name, 8).gpus = 8;
+    Sync(name);
+  }
+  Settle();
+  v1::JobSpec spec = Spec(8);
+  spec.mutable_per_process()->set_gpus(1);
+  spec.set_spare_nodes(1);
+  const std::string job = Submit(spec);
+  ASSERT_EQ(NodesOf(Get(job).spares()), std::vector<std::string>{"b"});
+  StartTerm();
+  Sync("b");
+  EXPECT_EQ(Get(job).spares_size(), 1);
+  for (const char* const name : {"a", "b"}) {
+    nodes_[name].gpus = 7;
+    nodes_[name].attempts.clear();
+  }
+  StartTerm();
+  Sync("b");
+  EXPECT_EQ(Get(job).spares_size(), 0);
+  // Its attempt is gone from the other node, which has 7 as well.
+  Sync("a");
+  Settle();
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED) << Get(job).why();
+  EXPECT_EQ(Get(job).attempts(), 1);
+}
+
 TEST_F(JobsCoreTest, Spares_EndWithTheirJob) {
   for (const char* const name : {"a", "b"}) AddNode(name, 2);
   Settle();
