@@ -195,6 +195,40 @@ TEST(NodeAttemptsTest, AttemptThatIsStoppedBeforeItStarts_HasEnded) {
   EXPECT_EQ(request.attempts(0).end().end_class(), v1::END_CLASS_CANCELLED);
 }
 
+// Its job goes on elsewhere; here nothing starts beside what may hold its GPU.
+TEST(NodeAttemptsTest, ProcessesThatTheKernelDoesNotEnd_AreReportedUntilTheyAreGone) {
+  NodeAttempts attempts;
+  attempts.Apply(Reply({{"j", 1}}), kNow);
+  attempts.LeftBehind({"j", 1}, Succeeded(), 5, kNow);
+  EXPECT_FALSE(attempts.IsRunning({"j", 1}));
+  const auto states = [&] {
+    v1::SyncNodeRequest request;
+    attempts.FillReports(kNow, &request);
+    std::vector<v1::PlacementState> states;
+    for (const v1::AttemptReport& report : request.attempts()) {
+      EXPECT_EQ(report.job_id(), "j");
+      EXPECT_EQ(report.attempt(), 1);
+      states.push_back(report.state());
+    }
+    return states;
+  };
+  using States = std::vector<v1::PlacementState>;
+  EXPECT_EQ(states(), (States{v1::PLACEMENT_STATE_ENDED, v1::PLACEMENT_STATE_RUNNING}));
+  uint64_t version = attempts.version();
+  NodeAttempts::Orders orders = attempts.Apply(Reply({}), kNow);
+  EXPECT_TRUE(orders.forget.empty());
+  EXPECT_TRUE(orders.stop.empty());
+  EXPECT_GT(attempts.version(), version);
+  EXPECT_EQ(states(), States{v1::PLACEMENT_STATE_RUNNING});
+  version = attempts.version();
+  attempts.Apply(Reply({}), kNow);
+  EXPECT_EQ(attempts.version(), version);
+  attempts.Gone({"j", 1});
+  EXPECT_GT(attempts.version(), version);
+  EXPECT_EQ(attempts.Apply(Reply({}), kNow).forget, (Keys{{"j", 1}}));
+  EXPECT_EQ(states(), States{});
+}
+
 TEST(NodeAttemptsTest, OtherCluster_GetsNothingBeforeTheOldAttemptsHaveEnded) {
   NodeAttempts attempts;
   attempts.Apply(Reply({{"j", 1}}), kNow);

@@ -1128,6 +1128,49 @@ TEST_F(JobsCoreTest, NodeWithProcessesThatAreToEnd_SaysWhyNothingStartsThere) {
   EXPECT_EQ(why(), "");
 }
 
+// As one in a driver that hangs: its node says that the attempt has ended, and in the same call
+// that it still has processes of it.
+TEST_F(JobsCoreTest, ProcessThatItsNodeCannotEnd_ClosesTheNode_AndTheJobGoesOnElsewhere) {
+  AddNode("a", 1);
+  const std::string job = Submit(Spec(1, 5));
+  AddNode("b", 1);
+  const std::string other = Submit(Spec(1));
+  nodes_["a"].talks = false;
+  v1::Op op;
+  v1::SyncNodeRequest* const request = op.mutable_sync_node();
+  request->set_node("a");
+  request->set_node_uid(nodes_["a"].uid);
+  request->set_cluster_id(kCluster);
+  request->mutable_info()->set_cpus(1);
+  v1::AttemptReport* const ended = request->add_attempts();
+  ended->set_job_id(job);
+  ended->set_attempt(1);
+  SetEnd(ended, v1::END_CLASS_PROCESS_FAILED, "rank 0 does not end after SIGKILL");
+  v1::AttemptReport* const left = request->add_attempts();
+  left->set_job_id(job);
+  left->set_attempt(1);
+  left->set_state(v1::PLACEMENT_STATE_RUNNING);
+  Send(op);
+  EXPECT_EQ(closed_, std::vector<std::string>{"mnist-1.1"});
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+  EndOn("b", other, v1::END_CLASS_SUCCEEDED);
+  ASSERT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(Get(job).history(1).placements(0).node(), "b");
+  v1::Op list;
+  list.mutable_list_nodes();
+  EXPECT_EQ(
+      Call(list).list_nodes().nodes(0).why(),
+      "it still has processes of \"mnist-1.1\", which are to end: nothing starts there before");
+  // Then only of those.
+  request->mutable_attempts()->DeleteSubrange(0, 1);
+  Send(op);
+  const std::string third = Submit(Spec(1));
+  EXPECT_EQ(StateOf(third), v1::JOB_STATE_QUEUED);
+  request->clear_attempts();
+  Send(op);
+  EXPECT_EQ(StateOf(third), v1::JOB_STATE_STARTING);
+}
+
 TEST_F(JobsCoreTest, SilentNode_IsLost_AndItsJobStartsElsewhere) {
   AddNode("a");
   const std::string job = Submit(Spec(1));
