@@ -39,6 +39,10 @@ constexpr absl::Duration kMaxLogWait = absl::Seconds(30);
 constexpr absl::Duration kLogTimeout = absl::Seconds(3);
 constexpr int kMaxLogBytes = 1 << 20;
 constexpr size_t kMaxQueries = 256;  // open, of one node
+// A node that could not start a job is tried again after so long, and after twice as long each time
+// that it could not: a job that grows would otherwise be stopped for it again and again.
+constexpr absl::Duration kAvoidedFirst = absl::Minutes(30);
+constexpr absl::Duration kAvoidedMost = absl::Hours(24);
 constexpr absl::Duration kTickWhileNodesRun = absl::Seconds(1);
 // More than a lost part of the history can have begun of one job, and have had of jobs.
 constexpr int kLostAttempts = 1000;
@@ -114,6 +118,14 @@ const v1::JobAttempt& Last(const v1::JobRecord& record) {
 // attempts() is beyond it, by the numbers that are left out.
 int LastBegun(const v1::JobRecord& record) {
   return record.history_size() == 0 ? 0 : Last(record).number();
+}
+
+// "node a, which could not start it", "3 nodes, which could not start it"
+std::string DescribeAvoided(const v1::JobRecord& record) {
+  const int count = record.avoided_nodes_size();
+  return absl::StrCat(count == 1 ? absl::StrCat("node ", Quoted(record.avoided_nodes(0)))
+                                 : absl::StrCat(count, " nodes"),
+                      ", which could not start it");
 }
 
 // Whether an active job has what one must have.
@@ -394,6 +406,10 @@ void JobsCore::Tick(const Event& event, JobsOutput* out) {
                       absl::FormatDuration(FromProto(record.spec().retention())), " ago")});
     Forget(sequence);
   }
+  while (!avoided_.empty() && std::get<0>(*avoided_.begin()) <= now_) {
+    const auto [until, sequence, node] = *avoided_.begin();
+    TryAgain(&jobs_.at(sequence), node);
+  }
   while (!call_timers_.empty() && call_timers_.begin()->first <= now_) {
     const CallId call = call_timers_.begin()->second;
     const HeldGet get = gets_.at(call);
@@ -456,6 +472,7 @@ absl::Time JobsCore::NextDeadline() const {
   if (!node_timers_.empty()) next = std::min(next, node_timers_.begin()->first);
   if (!limits_.empty()) next = std::min(next, limits_.begin()->first);
   if (!retained_.empty()) next = std::min(next, retained_.begin()->first);
+  if (!avoided_.empty()) next = std::min(next, std::get<0>(*avoided_.begin()));
   if (!call_timers_.empty()) next = std::min(next, call_timers_.begin()->first);
   if (!query_timers_.empty()) next = std::min(next, query_timers_.begin()->first);
   // Regular ticks while nodes have leases: their absence shows that this process was paused.
@@ -660,6 +677,11 @@ v1::JobRecord JobsCore::View(const Job& job) {
       CountProcesses(Last(record)) < record.spec().min_processes()) {
     record.set_why(absl::StrCat(record.why(), "; it starts again when there is room for ",
                                 DescribeSize(record.spec())));
+  }
+  if (record.state() == v1::JOB_STATE_RUNNING && record.avoided_nodes_size() > 0 &&
+      CountProcesses(Last(record)) < record.spec().max_processes()) {
+    record.set_why(
+        absl::StrCat(record.why(), "; for some time it avoids ", DescribeAvoided(record)));
   }
   return record;
 }
@@ -917,7 +939,8 @@ JobsCore::Error JobsCore::Retry(Job* job, int after_attempt, const std::string& 
   if (Error error = CheckLimits(record.owner(), record.spec())) return error;
   record.set_restarts(0);
   record.clear_class_restarts();
-  record.clear_avoided_nodes();
+  ForgetAvoided(job);
+  job->avoided.clear();
   job->node_failures = 0;
   job->not_before = absl::InfinitePast();
   SetState(job, v1::JOB_STATE_QUEUED,
@@ -1091,6 +1114,7 @@ void JobsCore::SetState(Job* job, v1::JobState state, std::string why) {
   // Whatever comes next begins with as many as fit.
   if (!IsActive(state)) record.clear_grows();
   if (HasEnded(state) || state == v1::JOB_STATE_SUSPENDED) record.clear_spares();
+  if (HasEnded(state)) ForgetAvoided(job);
   NoteGrowth(*job);
   NoteSpares(*job);
   NoteRetention(job);
@@ -1132,7 +1156,33 @@ void JobsCore::Avoid(Job* job, const std::string& node) {
   const auto& avoided = job->record.avoided_nodes();
   if (node.empty() || std::find(avoided.begin(), avoided.end(), node) != avoided.end()) return;
   job->record.add_avoided_nodes(node);
+  ++job->avoided[node].times;
+  AvoidForAWhile(job, node);
   Touch(*job);
+}
+
+void JobsCore::AvoidForAWhile(Job* job, const std::string& node) {
+  Job::Avoidance& avoidance = job->avoided[node];
+  const int doublings = std::clamp(avoidance.times - 1, 0, 10);
+  avoidance.until = now_ + std::min(kAvoidedFirst * (1 << doublings), kAvoidedMost);
+  avoided_.insert({avoidance.until, job->record.sequence(), node});
+}
+
+void JobsCore::TryAgain(Job* job, const std::string& node) {
+  // Of a job that ended under an older coordinator it is not known.
+  if (const auto it = job->avoided.find(node); it != job->avoided.end()) {
+    avoided_.erase({it->second.until, job->record.sequence(), node});
+  }
+  auto* const nodes = job->record.mutable_avoided_nodes();
+  nodes->erase(std::remove(nodes->begin(), nodes->end(), node), nodes->end());
+  Touch(*job);
+  dirty_ = true;
+}
+
+void JobsCore::ForgetAvoided(Job* job) {
+  while (job->record.avoided_nodes_size() > 0) {
+    TryAgain(job, std::string(job->record.avoided_nodes(0)));
+  }
 }
 
 void JobsCore::EndPlacement(Job* job, v1::Placement* placement, const v1::AttemptEnd& end,
@@ -1953,8 +2003,7 @@ bool JobsCore::StopAvoiding(Job* job) {
            .placements.empty()) {
     return false;
   }
-  record.clear_avoided_nodes();
-  Touch(*job);
+  ForgetAvoided(job);
   return true;
 }
 
@@ -2104,6 +2153,9 @@ void JobsCore::StartTerm(const Event& event, uint64_t lost_terms, JobsOutput* ou
     }
     if (HasEnded(state)) ended_.insert(sequence);
     NoteSpares(job);
+    if (!HasEnded(state)) {
+      for (const std::string& node : job.record.avoided_nodes()) AvoidForAWhile(&job, node);
+    }
     // The clock of a former coordinator was ahead: the time that the job is kept for begins now,
     // and not again with each term.
     if (HasEnded(state) && job.record.spec().has_retention() &&

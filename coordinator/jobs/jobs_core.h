@@ -6,6 +6,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -173,6 +174,12 @@ class JobsCore {
     absl::Time ends_by = absl::InfiniteFuture();    // of the current attempt, by its time limit
     absl::Time forget_at = absl::InfiniteFuture();  // of one that has ended
     int node_failures = 0;                          // in a row
+    struct Avoidance {
+      absl::Time until = absl::InfinitePast();
+      int times = 0;  // that the node could not start it
+    };
+    // Of record.avoided_nodes, and of nodes that it has avoided before.
+    absl::btree_map<std::string, Avoidance> avoided;
     // Nodes that could not start the current attempt, beside that of its end.
     std::vector<std::string> could_not_start;
     bool given_up_early = false;  // a living node has ended the current attempt soon, by itself
@@ -278,8 +285,15 @@ class JobsCore {
   void TouchNode(const std::string& node) { touched_nodes_.insert(node); }
   // All nodes of the attempt are to end it. The first reason stays.
   void Stop(Job* job, v1::EndClass end_class, const std::string& why);
-  // The next attempts do not start on the node, as long as they can do without it.
+  // The next attempts do not start on the node, as long as they can do without it; after a time
+  // that grows with each failure of the node it is tried again.
   void Avoid(Job* job, const std::string& node);
+  // From now on for the time that follows from the failures.
+  void AvoidForAWhile(Job* job, const std::string& node);
+  // The time of one of them is over.
+  void TryAgain(Job* job, const std::string& node);
+  // All may be tried again.
+  void ForgetAvoided(Job* job);
   // `failed`: when what ended it happened; InfinitePast: not known.
   void EndPlacement(Job* job, v1::Placement* placement, const v1::AttemptEnd& end,
                     absl::Time failed = absl::InfinitePast());
@@ -358,6 +372,8 @@ class JobsCore {
   absl::btree_set<std::pair<absl::Time, std::string>> node_timers_;
   absl::btree_set<std::pair<absl::Time, uint64_t>> limits_;    // ends_by of jobs
   absl::btree_set<std::pair<absl::Time, uint64_t>> retained_;  // forget_at of jobs
+  // Of nodes that jobs avoid: until when, the job and the node.
+  absl::btree_set<std::tuple<absl::Time, uint64_t, std::string>> avoided_;
   absl::btree_map<CallId, HeldGet> gets_;
   absl::flat_hash_map<std::string, absl::btree_set<CallId>> gets_of_;  // by job_id
   absl::btree_map<uint64_t, OpenQuery> queries_;

@@ -2310,6 +2310,41 @@ TEST_F(JobsCoreTest, ElasticJob_GrowsOnlyAfterItsTime_AndOnlyIfAsked) {
   EXPECT_EQ(Get(stays).attempts(), 1);
 }
 
+// Its disk was full for a minute.
+TEST_F(JobsCoreTest, ElasticJob_GrowsOntoANodeThatCouldNotStartIt_WhichIsTriedLessAndLessOften) {
+  AddNode("a", 2);
+  AddNode("b", 2);
+  Settle();
+  const std::string job = Submit(Elastic(1, 4, absl::Minutes(10)));
+  for (const absl::Duration avoided : {absl::Minutes(30), absl::Minutes(60), absl::Minutes(120)}) {
+    EXPECT_EQ(ProcessesOf(job), 4);
+    EndOn("b", job, v1::END_CLASS_NODE_FAILED, "the disk is full");
+    Advance(absl::Minutes(29));
+    EXPECT_EQ(ProcessesOf(job), 2);
+    EXPECT_THAT(Get(job).why(), testing::HasSubstr("; for some time it avoids node \"b\", which "
+                                                   "could not start it"));
+    Advance(avoided - absl::Minutes(29) - absl::Seconds(1));
+    EXPECT_EQ(ProcessesOf(job), 2);
+    Advance(absl::Seconds(2));
+  }
+  EXPECT_EQ(ProcessesOf(job), 4);
+  EXPECT_EQ(Get(job).avoided_nodes_size(), 0);
+  EXPECT_EQ(Get(job).restarts(), 0);
+  // Another coordinator begins the time again, and a retry forgets it.
+  EndOn("b", job, v1::END_CLASS_NODE_FAILED, "the disk is full");
+  Advance(absl::Minutes(1));
+  StartTerm();
+  Pump();
+  Advance(absl::Minutes(29));
+  EXPECT_EQ(ProcessesOf(job), 2);
+  Advance(absl::Minutes(2));
+  EXPECT_EQ(ProcessesOf(job), 4);
+  EndOn("b", job, v1::END_CLASS_NODE_FAILED, "the disk is full");
+  Control(job, v1::JOB_ACTION_CANCEL);
+  Control(job, v1::JOB_ACTION_RETRY, Get(job).attempts());
+  EXPECT_EQ(ProcessesOf(job), 4);
+}
+
 TEST_F(JobsCoreTest, GrowingJob_KeepsTheRoomForWhichItStops) {
   AddNode("a", 2);
   Settle();
