@@ -1074,7 +1074,7 @@ void JobsCore::Forget(uint64_t sequence) {
   changes_.Removed(sequence, record.revision(), {revision_, record.job_id(), record.owner()});
   by_id_.erase(record.job_id());
   by_key_.erase(KeyOf(record));
-  ended_.erase(sequence);
+  ended_.erase(EndOf(record));
   spared_.erase(sequence);
   unspared_.erase(sequence);
   retained_.erase({it->second.forget_at, sequence});
@@ -1091,7 +1091,7 @@ void JobsCore::Measure(Job* job) {
 bool JobsCore::MakeRoomForOne() {
   while (jobs_.size() >= options_.max_jobs || bytes_ >= options_.max_bytes) {
     if (ended_.empty()) return false;
-    Forget(*ended_.begin());
+    Forget(ended_.begin()->second);
   }
   return true;
 }
@@ -1101,12 +1101,14 @@ void JobsCore::SetState(Job* job, v1::JobState state, std::string why) {
   const uint64_t sequence = record.sequence();
   queued_.erase(sequence);
   active_.erase(sequence);
-  ended_.erase(sequence);
+  ended_.erase(EndOf(record));
   if (state == v1::JOB_STATE_QUEUED) queued_.insert(sequence);
   if (IsActive(state)) active_.insert(sequence);
-  if (HasEnded(state)) ended_.insert(sequence);
   record.clear_ended_unix_ms();
-  if (HasEnded(state)) record.set_ended_unix_ms(absl::ToUnixMillis(now_));
+  if (HasEnded(state)) {
+    record.set_ended_unix_ms(absl::ToUnixMillis(now_));
+    ended_.insert(EndOf(record));
+  }
   record.set_state(state);
   record.set_why(std::move(why));
   job->waits_for.clear();
@@ -2151,7 +2153,6 @@ void JobsCore::StartTerm(const Event& event, uint64_t lost_terms, JobsOutput* ou
       queued_.insert(sequence);
       job.not_before = DelayEnds(job.record, now_);
     }
-    if (HasEnded(state)) ended_.insert(sequence);
     NoteSpares(job);
     if (!HasEnded(state)) {
       for (const std::string& node : job.record.avoided_nodes()) AvoidForAWhile(&job, node);
@@ -2163,6 +2164,7 @@ void JobsCore::StartTerm(const Event& event, uint64_t lost_terms, JobsOutput* ou
       job.record.set_ended_unix_ms(absl::ToUnixMillis(now_));
       Touch(job);
     }
+    if (HasEnded(state)) ended_.insert(EndOf(job.record));
     NoteRetention(&job);
     // They are lost as other nodes are, if they do not come back.
     for (const v1::Placement& spare : job.record.spares()) nodes_[spare.node()];

@@ -54,7 +54,7 @@ struct JobsOptions {
   // And if none is: perhaps only the coordinator's network has failed. When the first one is heard
   // again, the others have another lease to come back too.
   absl::Duration outage_tolerance = absl::Seconds(90);
-  // Kept in all; beyond that the oldest that have ended go.
+  // Kept in all; beyond that those go that have ended first.
   size_t max_jobs = 10'000;
   // Of the records of all jobs, likewise: beyond it a submission makes room or is refused.
   size_t max_bytes = 512 << 20;
@@ -362,7 +362,12 @@ class JobsCore {
   }
   absl::flat_hash_map<Key, uint64_t> by_key_;
   JobChanges changes_;
-  absl::btree_set<uint64_t> queued_, active_, ended_;
+  absl::btree_set<uint64_t> queued_, active_;
+  // When, and which: the first that makes room for others has ended first.
+  absl::btree_set<std::pair<int64_t, uint64_t>> ended_;
+  static std::pair<int64_t, uint64_t> EndOf(const v1::JobRecord& record) {
+    return {record.ended_unix_ms(), record.sequence()};
+  }
   absl::btree_set<uint64_t> may_grow_;  // of the active ones
   absl::btree_set<uint64_t> spared_;    // that have spares
   absl::btree_set<uint64_t> unspared_;  // of the active ones, that lack some

@@ -2050,6 +2050,25 @@ TEST_F(JobsCoreTest, EndedJobs_MakeRoomForNewOnes) {
   EXPECT_EQ(TrySubmit(Spec(1)).error().detail().reason(), v1::ERROR_REASON_LIMIT);
 }
 
+TEST_F(JobsCoreTest, JobThatHasEndedFirst_MakesRoomFirst_AlsoAfterARestart) {
+  for (const bool restart : {false, true}) {
+    options_.max_jobs = 2;
+    journal_.clear();
+    StartTerm();
+    AddNode("a", 1);
+    AddNode("b", 1);
+    const std::string first = Submit(Spec(1));
+    const std::string second = Submit(Spec(1));
+    EndOn("b", second, v1::END_CLASS_SUCCEEDED);
+    Advance(absl::Hours(1));
+    EndOn("a", first, v1::END_CLASS_PROCESS_FAILED);
+    if (restart) StartTerm();
+    Submit(Spec(1));
+    EXPECT_NE(core_->Find(first), nullptr);
+    EXPECT_EQ(core_->Find(second), nullptr);
+  }
+}
+
 TEST_F(JobsCoreTest, BytesOfAllRecords_AreBounded_AlsoAfterARestart) {
   options_.max_bytes = 20'000;
   StartTerm();
