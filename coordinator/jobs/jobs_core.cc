@@ -934,8 +934,16 @@ JobsCore::Error JobsCore::Retry(Job* job, int after_attempt, const std::string& 
   if (record.state() == v1::JOB_STATE_SUSPENDED) {
     return WrongState(record, "is suspended: resume it");
   }
+  if (!HasEnded(record.state())) return std::nullopt;
+  if (after_attempt <= 0 && LastBegun(record) > 0) {
+    return BadField("after_attempt",
+                    absl::StrCat("after_attempt is ", after_attempt, ", and attempt ",
+                                 LastBegun(record), " of job ", record.job_id(),
+                                 " has ended: give the number of the last one that you know of, "
+                                 "so that a repeat of the call starts no other"));
+  }
   // A repeat of the call that has already begun one.
-  if (!HasEnded(record.state()) || after_attempt < LastBegun(record)) return std::nullopt;
+  if (after_attempt < LastBegun(record)) return std::nullopt;
   if (Error error = CheckLimits(record.owner(), record.spec())) return error;
   record.set_restarts(0);
   record.clear_class_restarts();
@@ -962,8 +970,15 @@ JobsCore::Error JobsCore::Resize(Job* job, const v1::ControlJobRequest& request,
   if (Error error = CheckSize(spec)) return error;
   if (Error error = CheckProcesses(record.owner(), spec)) return error;
   const std::string suffix = why.empty() ? "" : absl::StrCat(": ", why);
-  if (spec.min_processes() != record.spec().min_processes() ||
-      spec.max_processes() != record.spec().max_processes()) {
+  const bool runs =
+      record.state() == v1::JOB_STATE_STARTING || record.state() == v1::JOB_STATE_RUNNING;
+  const bool changes = spec.min_processes() != record.spec().min_processes() ||
+                       spec.max_processes() != record.spec().max_processes();
+  if (runs && HasEndedPart(Last(record))) {
+    if (!changes) return std::nullopt;
+    return WrongState(record, "has processes that have succeeded: it keeps its size");
+  }
+  if (changes) {
     out_->notices.push_back({false, record.job_id(),
                              absl::StrCat("resized from ", DescribeSize(record.spec()), " to ",
                                           DescribeSize(spec), suffix)});
@@ -972,9 +987,7 @@ JobsCore::Error JobsCore::Resize(Job* job, const v1::ControlJobRequest& request,
     Touch(*job);
     dirty_ = true;
   }
-  const bool runs =
-      record.state() == v1::JOB_STATE_STARTING || record.state() == v1::JOB_STATE_RUNNING;
-  if (!runs || HasEndedPart(Last(record))) return std::nullopt;
+  if (!runs) return std::nullopt;
   const int now = CountProcesses(Last(record));
   if (now > spec.max_processes()) {
     Stop(job, v1::END_CLASS_RESIZED,

@@ -1379,6 +1379,20 @@ TEST_F(JobsCoreTest, Retry_OfAFailedJob_HappensOnceForEachCall) {
   // The first call again, whose answer was lost.
   EXPECT_FALSE(Control(job, v1::JOB_ACTION_RETRY, 1).has_error());
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
+  // A call that does not say which one it follows would be taken for a repeat.
+  const v1::OpResult without = Control(job, v1::JOB_ACTION_RETRY);
+  EXPECT_EQ(without.error().detail().field(), "after_attempt");
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
+  EXPECT_FALSE(Control(job, v1::JOB_ACTION_RETRY, 2).has_error());
+  EXPECT_FALSE(Control(job, v1::JOB_ACTION_RETRY).has_error());  // it runs already
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+}
+
+TEST_F(JobsCoreTest, Retry_OfAJobThatNeverStarted_NamesNoAttempt) {
+  const std::string job = Submit(Spec(1));
+  Control(job, v1::JOB_ACTION_CANCEL);
+  EXPECT_FALSE(Control(job, v1::JOB_ACTION_RETRY).has_error());
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
 }
 
 TEST_F(JobsCoreTest, Resume_OfAJobThatHasEnded_NamesWhatRunsItAgain) {
@@ -2281,13 +2295,16 @@ TEST_F(JobsCoreTest, Resize_OfBadSize_IsRefusedAndChangesNothing) {
   EXPECT_EQ(Get(job).attempts(), 1);
 }
 
-TEST_F(JobsCoreTest, ResizedJob_IsNotStartedAgain_WhenAPartOfItHasSucceeded) {
+TEST_F(JobsCoreTest, JobOfWhichAPartHasSucceeded_IsNotResized) {
   AddNode("a", 2);
   AddNode("b", 2);
   Settle();
   const std::string job = Submit(Spec(4));
   EndOn("a", job, v1::END_CLASS_SUCCEEDED);
-  EXPECT_FALSE(Resize(job, 2, 2).has_error());
+  EXPECT_EQ(Resize(job, 2, 2).error().message(),
+            "job mnist-1 has processes that have succeeded: it keeps its size");
+  EXPECT_EQ(Get(job).spec().max_processes(), 4);
+  EXPECT_FALSE(Resize(job, 4, 4).has_error());
   EndOn("b", job, v1::END_CLASS_SUCCEEDED);
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_SUCCEEDED);
 }
