@@ -1734,7 +1734,7 @@ void JobsCore::AnswerSync(const std::string& name, Node* node) {
 
 void JobsCore::SetNodeTimer(const std::string& name, Node* node) {
   if (node->timer != absl::InfiniteFuture()) node_timers_.erase({node->timer, name});
-  node->timer = node->lost ? node->heard + options_.node_retention
+  node->timer = node->lost ? node->heard + RetentionOf(*node)
                            : std::min(node->held_until, node->heard + options_.node_lease);
   if (node->timer <= now_) node->timer = now_ + kTickWhileNodesRun;
   node_timers_.insert({node->timer, name});
@@ -1746,7 +1746,14 @@ void JobsCore::TickNode(const std::string& name) {
   if (node.held.has_value() && node.held_until <= now_) return AnswerSync(name, &node);
   const absl::Duration silent = now_ - node.heard;
   if (node.lost) {
-    if (silent >= options_.node_retention && node.jobs.empty() && !node.cordoned) {
+    if (silent >= RetentionOf(node) && node.jobs.empty()) {
+      if (node.cordoned) {
+        out_->notices.push_back(
+            {false, "",
+             absl::StrCat("node ", Quoted(name), ", which is cordoned, has been silent for ",
+                          absl::FormatDuration(RetentionOf(node)), ": it is forgotten")});
+        out_->changes.emplace_back().mutable_node_changed()->set_node(name);
+      }
       nodes_.erase(name);
       return;
     }
@@ -1813,6 +1820,7 @@ JobsCore::Error JobsCore::ControlNode(CallId call, const v1::ControlNodeRequest&
     changed->set_draining(drain);
     changed->set_why(why);
     dirty_ = true;
+    SetNodeTimer(request.node(), &node);
   }
   if (cordon) DropSparesOn(request.node());
   if (drain) {

@@ -1,6 +1,7 @@
 #ifndef MUSTER_COORDINATOR_JOBS_JOBS_CORE_H_
 #define MUSTER_COORDINATOR_JOBS_JOBS_CORE_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -60,6 +61,8 @@ struct JobsOptions {
   size_t max_bytes = 512 << 20;
   // A node that has nothing to run and is not heard for so long is forgotten.
   absl::Duration node_retention = absl::Hours(24);
+  // And one that is cordoned: it may be under repair, and would come back as any other.
+  absl::Duration cordoned_retention = absl::Hours(24 * 30);
   // Of one owner: jobs that have not ended, and processes that run at a time. 0: any number.
   int max_jobs_of_owner = 0;
   int max_processes_of_owner = 0;
@@ -325,6 +328,10 @@ class JobsCore {
   void LoseNode(const std::string& name, Node* node, const std::string& why);
   void AnswerSync(const std::string& name, Node* node);
   void SetNodeTimer(const std::string& name, Node* node);
+  absl::Duration RetentionOf(const Node& node) const {
+    return node.cordoned ? std::max(options_.cordoned_retention, options_.node_retention)
+                         : options_.node_retention;
+  }
   void TickNode(const std::string& name);
 
   // With `free`: without what is taken. Spares of jobs below `priority` count as free.

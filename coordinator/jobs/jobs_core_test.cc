@@ -1473,6 +1473,39 @@ TEST_F(JobsCoreTest, DrainedNode_GetsNothing_AndItsJobsMove) {
   EXPECT_TRUE(Call(list).list_nodes().nodes(0).draining());
 }
 
+// As machines of a cloud, each with a name of its own.
+TEST_F(JobsCoreTest, DrainedNodeThatIsGone_IsForgotten_LaterThanOthers_AndBeforeIfAPersonSaysSo) {
+  options_.node_retention = absl::Hours(1);
+  options_.cordoned_retention = absl::Hours(3);
+  StartTerm();
+  const auto control = [&](const std::string& node, v1::NodeAction action) {
+    v1::Op op;
+    op.mutable_control_node()->set_node(node);
+    op.mutable_control_node()->set_action(action);
+    Call(op);
+  };
+  for (const char* const name : {"drained", "other", "uncordoned"}) AddNode(name);
+  control("drained", v1::NODE_ACTION_DRAIN);
+  control("uncordoned", v1::NODE_ACTION_DRAIN);
+  for (auto& [name, node] : nodes_) node.talks = false;
+  Advance(absl::Hours(1) + absl::Minutes(1));
+  EXPECT_EQ(core_->nodes(), 2u);
+  control("uncordoned", v1::NODE_ACTION_UNCORDON);
+  Advance(absl::Seconds(2));
+  EXPECT_EQ(core_->nodes(), 1u);
+  Advance(absl::Hours(3) - absl::Minutes(62));
+  EXPECT_EQ(core_->nodes(), 1u);
+  Advance(absl::Minutes(2));
+  EXPECT_EQ(core_->nodes(), 0u);
+  StartTerm();
+  nodes_["drained"].talks = true;
+  Sync("drained");
+  v1::Op list;
+  list.mutable_list_nodes();
+  const v1::OpResult nodes = Call(list);
+  for (const v1::NodeRecord& node : nodes.list_nodes().nodes()) EXPECT_FALSE(node.cordoned());
+}
+
 TEST_F(JobsCoreTest, IdempotencyKey_ReturnsTheFirstJob_AlsoAfterARestart) {
   AddNode("a");
   v1::JobSpec spec = Spec(1);
