@@ -96,7 +96,7 @@ TEST_F(LockHoldersTest, ProcessThatSigkillDoesNotEnd_IsBeyondKilling) {
   siginfo_t info = {};
   EXPECT_EQ(waitid(P_PID, holder, &info, WSTOPPED), 0) << strerror(errno);
   EXPECT_FALSE(breaker.IsBeyondKilling(fd_.get(), kNow + absl::Seconds(19)));
-  EXPECT_TRUE(breaker.IsBeyondKilling(fd_.get(), kNow + absl::Seconds(20)));
+  EXPECT_TRUE(breaker.IsBeyondKilling(fd_.get(), kNow + absl::Seconds(24)));
   EXPECT_THAT(breaker.ToString(), HasSubstr(absl::StrCat("process ", holder, ", traced")));
   EXPECT_EQ(ptrace(PTRACE_DETACH, holder, nullptr, nullptr), 0);
 }

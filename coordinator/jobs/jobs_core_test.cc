@@ -2101,6 +2101,7 @@ TEST_F(JobsCoreTest, JobThatHasEndedFirst_MakesRoomFirst_AlsoAfterARestart) {
   for (const bool restart : {false, true}) {
     options_.max_jobs = 2;
     journal_.clear();
+    nodes_.clear();
     StartTerm();
     AddNode("a", 1);
     AddNode("b", 1);
@@ -2571,6 +2572,7 @@ TEST_F(JobsCoreTest, Restart_SpareOnANodeWithFewerGpus_IsDropped) {
   Settle();
   v1::JobSpec spec = Spec(8);
   spec.mutable_per_process()->set_gpus(1);
+  spec.set_processes_per_node(8);
   spec.set_spare_nodes(1);
   const std::string job = Submit(spec);
   ASSERT_EQ(NodesOf(Get(job).spares()), std::vector<std::string>{"b"});
