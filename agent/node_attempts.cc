@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <set>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "rpc/session/duration.h"
@@ -10,6 +11,14 @@ namespace muster::agent {
 
 namespace {
 constexpr size_t kMostReportBytes = 2 << 20;
+
+// Says that there are processes of the attempt, whatever it has come to.
+void AddLeftover(const AttemptKey& key, v1::SyncNodeRequest* request) {
+  v1::AttemptReport* const report = request->add_attempts();
+  report->set_job_id(key.first);
+  report->set_attempt(key.second);
+  report->set_state(v1::PLACEMENT_STATE_RUNNING);
+}
 }  // namespace
 
 void NodeAttempts::Adopt(const AttemptKey& key, bool running, const v1::AttemptEnd& end,
@@ -109,6 +118,9 @@ NodeAttempts::Orders NodeAttempts::Apply(const v1::SyncNodeReply& reply, absl::T
   for (auto it = attempts_.begin(); it != attempts_.end();) {
     if (wanted.count(it->first) != 0) {
       ++it;
+    } else if (it->second.left_behind) {
+      if (!std::exchange(it->second.unwanted, true)) ++version_;
+      ++it;
     } else if (it->second.report.state() == v1::PLACEMENT_STATE_ENDED) {
       orders.forget.push_back(it->first);
       it = attempts_.erase(it);
@@ -151,7 +163,29 @@ void NodeAttempts::Ended(const AttemptKey& key, const v1::AttemptEnd& end, int64
   it->second.report.set_state(v1::PLACEMENT_STATE_ENDED);
   it->second.report.set_restart(asked);
   *it->second.report.mutable_end() = end;
+  // It left no report because of the order, which says nothing about why the attempt has ended.
+  if (it->second.killed && end.end_class() == v1::END_CLASS_NODE_FAILED) {
+    v1::AttemptEnd* const killed = it->second.report.mutable_end();
+    killed->set_end_class(v1::END_CLASS_CANCELLED);
+    killed->set_why(absl::StrCat("its runner was asked to stop, and killed ",
+                                 absl::FormatDuration(it->second.grace + kRunnerGrace),
+                                 " later: ", end.why()));
+  }
   SetFailed(&it->second, unix_ms, now);
+  ++version_;
+}
+
+void NodeAttempts::LeftBehind(const AttemptKey& key, const v1::AttemptEnd& end, int64_t unix_ms,
+                              absl::Time now, int asked) {
+  if (!IsRunning(key)) return;
+  Ended(key, end, unix_ms, now, asked);
+  attempts_.at(key).left_behind = true;
+}
+
+void NodeAttempts::Gone(const AttemptKey& key) {
+  const auto it = attempts_.find(key);
+  if (it == attempts_.end() || !it->second.left_behind) return;
+  it->second.left_behind = false;
   ++version_;
 }
 
@@ -183,6 +217,10 @@ void NodeAttempts::FillReports(absl::Time now, v1::SyncNodeRequest* request) con
   request->set_cluster_id(cluster_);
   size_t bytes = 0;
   for (const auto& [key, attempt] : attempts_) {
+    if (attempt.unwanted) {
+      if (attempt.left_behind) AddLeftover(key, request);
+      continue;
+    }
     v1::AttemptReport* const report = request->add_attempts();
     *report = attempt.report;
     bytes += report->ByteSizeLong();
@@ -196,6 +234,8 @@ void NodeAttempts::FillReports(absl::Time now, v1::SyncNodeRequest* request) con
       *report->mutable_failed_ago() =
           rpc::ToProto(std::max(absl::ZeroDuration(), now - attempt.failed));
     }
+    // With the end, so that nothing is placed here between the two.
+    if (attempt.left_behind) AddLeftover(key, request);
   }
 }
 

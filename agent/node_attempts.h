@@ -50,9 +50,16 @@ class NodeAttempts {
   absl::Time NextDeadline() const;
 
   // At `unix_ms` of the wall clock, which is `now`. `asked`: the restart that this end was asked
-  // for before, and may have been counted for; 0: none.
+  // for before, and may have been counted for; 0: none. The end of a runner that Tick had killed
+  // is no failure of the node (NODE_FAILED): it is reported as CANCELLED.
   void Ended(const AttemptKey& key, const v1::AttemptEnd& end, int64_t unix_ms, absl::Time now,
              int asked = 0);
+  // As Ended, but the kernel does not end all of its processes. Until Gone, the node says that it
+  // still has some of them, beside the end, so that its coordinator starts nothing here; and it
+  // does not forget the attempt.
+  void LeftBehind(const AttemptKey& key, const v1::AttemptEnd& end, int64_t unix_ms, absl::Time now,
+                  int asked = 0);
+  void Gone(const AttemptKey& key);
   // Its runner asks for a restart within the attempt since `unix_ms` of the wall clock, when it was
   // `now`. It may be a repeat.
   void Ask(const AttemptKey& key, int restart, const v1::AttemptEnd& end, int64_t unix_ms,
@@ -74,6 +81,8 @@ class NodeAttempts {
     absl::Time kill_at = absl::InfiniteFuture();
     bool stopped = false;
     bool killed = false;
+    bool left_behind = false;  // some of it
+    bool unwanted = false;     // its end was heard; of what is left behind
   };
   static void Allow(const AttemptKey& key, const v1::NodeAssignment& assignment, Attempt* attempt,
                     Orders* orders);

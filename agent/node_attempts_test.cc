@@ -166,12 +166,67 @@ TEST(NodeAttemptsTest, UnwantedAttempt_IsStoppedOnce_ThenKilled) {
   EXPECT_EQ(attempts.NextDeadline(), absl::InfiniteFuture());
 }
 
+// Its job would start again for free, and elsewhere: as if the node had failed it.
+TEST(NodeAttemptsTest, RunnerThatIsKilledForNotEnding_IsNoFailureOfTheNode) {
+  v1::AttemptEnd none;
+  none.set_end_class(v1::END_CLASS_NODE_FAILED);
+  none.set_why("its runner no longer exists (signal 9) and left no report");
+  for (const bool kill : {false, true}) {
+    NodeAttempts attempts;
+    attempts.Apply(Reply({{"j", 1}}), kNow);
+    attempts.Apply(Reply({{"j", 1}}, /*stop=*/true), kNow);
+    if (kill) attempts.Tick(kNow + absl::Seconds(40));
+    attempts.Ended({"j", 1}, none, 5, kNow + absl::Seconds(41));
+    v1::SyncNodeRequest request;
+    attempts.FillReports(kNow, &request);
+    const v1::AttemptEnd& end = request.attempts(0).end();
+    EXPECT_EQ(end.end_class(), kill ? v1::END_CLASS_CANCELLED : v1::END_CLASS_NODE_FAILED);
+    if (kill) {
+      EXPECT_EQ(end.why(), "its runner was asked to stop, and killed 40s later: " + none.why());
+    }
+  }
+}
+
 TEST(NodeAttemptsTest, AttemptThatIsStoppedBeforeItStarts_HasEnded) {
   NodeAttempts attempts;
   EXPECT_TRUE(attempts.Apply(Reply({{"j", 1}}, /*stop=*/true), kNow).start.empty());
   v1::SyncNodeRequest request;
   attempts.FillReports(kNow, &request);
   EXPECT_EQ(request.attempts(0).end().end_class(), v1::END_CLASS_CANCELLED);
+}
+
+// Its job goes on elsewhere; here nothing starts beside what may hold its GPU.
+TEST(NodeAttemptsTest, ProcessesThatTheKernelDoesNotEnd_AreReportedUntilTheyAreGone) {
+  NodeAttempts attempts;
+  attempts.Apply(Reply({{"j", 1}}), kNow);
+  attempts.LeftBehind({"j", 1}, Succeeded(), 5, kNow);
+  EXPECT_FALSE(attempts.IsRunning({"j", 1}));
+  const auto states = [&] {
+    v1::SyncNodeRequest request;
+    attempts.FillReports(kNow, &request);
+    std::vector<v1::PlacementState> states;
+    for (const v1::AttemptReport& report : request.attempts()) {
+      EXPECT_EQ(report.job_id(), "j");
+      EXPECT_EQ(report.attempt(), 1);
+      states.push_back(report.state());
+    }
+    return states;
+  };
+  using States = std::vector<v1::PlacementState>;
+  EXPECT_EQ(states(), (States{v1::PLACEMENT_STATE_ENDED, v1::PLACEMENT_STATE_RUNNING}));
+  uint64_t version = attempts.version();
+  NodeAttempts::Orders orders = attempts.Apply(Reply({}), kNow);
+  EXPECT_TRUE(orders.forget.empty());
+  EXPECT_TRUE(orders.stop.empty());
+  EXPECT_GT(attempts.version(), version);
+  EXPECT_EQ(states(), States{v1::PLACEMENT_STATE_RUNNING});
+  version = attempts.version();
+  attempts.Apply(Reply({}), kNow);
+  EXPECT_EQ(attempts.version(), version);
+  attempts.Gone({"j", 1});
+  EXPECT_GT(attempts.version(), version);
+  EXPECT_EQ(attempts.Apply(Reply({}), kNow).forget, (Keys{{"j", 1}}));
+  EXPECT_EQ(states(), States{});
 }
 
 TEST(NodeAttemptsTest, OtherCluster_GetsNothingBeforeTheOldAttemptsHaveEnded) {

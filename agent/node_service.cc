@@ -39,6 +39,7 @@
 #include "agent/control_group.h"
 #include "agent/job_files.h"
 #include "agent/job_signals.h"
+#include "agent/lock_holders.h"
 #include "agent/memory_holder.h"
 #include "agent/memory_terms.h"
 #include "agent/node_attempts.h"
@@ -92,8 +93,6 @@ constexpr absl::Duration kLockPoll = absl::Milliseconds(50);
 // At folders of attempts, if the system does not tell of new files or one could not be read, and at
 // a disk that is full.
 constexpr absl::Duration kLookAgain = absl::Seconds(1);
-// For processes that the kernel does not end, after an attempt.
-constexpr absl::Duration kGroupPatience = absl::Seconds(10);
 // For a report that cannot be read at the moment, when its runner has ended.
 constexpr absl::Duration kReportPatience = absl::Minutes(1);
 constexpr absl::Duration kSweepEvery = absl::Hours(1);
@@ -129,6 +128,9 @@ struct Runner {
   int status = -1;                               // of waitpid; -1: not known
   absl::Time empty_by = absl::InfiniteFuture();  // its control group, once it has ended
   absl::Time read_by = absl::InfiniteFuture();   // its report, once that could not be read
+  // Once the runner has ended, if something else holds the lock.
+  std::optional<LockBreaker> breaker = {};
+  bool left_behind = false;  // what the lock breaker could not end
 };
 
 // How an attempt has ended, and the restart that this end was asked for before; 0: none.
@@ -566,6 +568,7 @@ class NodeService {
         DropMemory(now);
         wait = std::min(wait, attempts_.NextDeadline() - now);
         for (auto& [key, runner] : runners_) {
+          if (runner.left_behind) wait = std::min(wait, kLookAgain);
           if (!attempts_.IsRunning(key)) continue;
           if (!runner.pidfd.open()) WatchPid(&runner);
           if (runner.pidfd.open() && !IsReadable(runner.pidfd.get())) {
@@ -652,11 +655,19 @@ class NodeService {
 
   void CollectEnded() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     for (auto& [key, runner] : runners_) {
-      if (!attempts_.IsRunning(key) || !runner.lock.open()) continue;
-      if (!IsUnlocked(runner.lock.get())) {
-        // A runner that was killed has left processes, which nobody controls any more.
-        if (runner.pidfd.open() && IsReadable(runner.pidfd.get())) KillGroup(runner);
+      if (runner.left_behind) {
+        CollectLeft(key, &runner);
         continue;
+      }
+      if (!attempts_.IsRunning(key) || !runner.lock.open()) continue;
+      bool left_behind = false;
+      if (!IsUnlocked(runner.lock.get())) {
+        if (!HasEnded(runner)) continue;
+        // It has left processes, which nobody controls any more.
+        KillGroup(runner);
+        if (!runner.breaker.has_value()) runner.breaker.emplace(options_.patience);
+        left_behind = runner.breaker->IsBeyondKilling(runner.lock.get(), Clock::Real().Now());
+        if (!left_behind) continue;
       }
       // It has closed its files, so it has ended or is about to.
       while (runner.pid > 0 && waitpid(runner.pid, &runner.status, 0) < 0 && errno == EINTR) {
@@ -669,12 +680,37 @@ class NodeService {
       MUSTER_LOG(Info) << "attempt " << BaseName(runner.folder.path) << " has ended: "
                        << (end.end_class() == v1::END_CLASS_SUCCEEDED ? "succeeded" : end.why());
       RemoveVariables(runner);
-      attempts_.Ended(key, end, UnixMs(), Clock::Real().Now(), result->asked);
+      if (left_behind) {
+        MUSTER_LOG(Warning) << "attempt " << BaseName(runner.folder.path)
+                            << " has left behind what SIGKILL does not end: "
+                            << runner.breaker->ToString()
+                            << "; nothing starts here until that is gone: remove the cause, or "
+                               "restart the machine";
+        runner.left_behind = true;
+        attempts_.LeftBehind(key, end, UnixMs(), Clock::Real().Now(), result->asked);
+      } else {
+        attempts_.Ended(key, end, UnixMs(), Clock::Real().Now(), result->asked);
+      }
       if (end.end_class() == v1::END_CLASS_SUCCEEDED && memory_ != nullptr) {
         memory_->Drop(MemoryOf(key.first));
       }
       Resync();
     }
+  }
+
+  // Whether the runner itself is gone, as far as that can be told.
+  static bool HasEnded(const Runner& runner) {
+    if (runner.pidfd.open()) return IsReadable(runner.pidfd.get());
+    // Of a former agent's it is not known whether it runs, unless it has left its report.
+    return runner.pid < 0 && PathExists(runner.folder.Of("end.json"));
+  }
+  void CollectLeft(const AttemptKey& key, Runner* runner) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (!IsUnlocked(runner->lock.get())) return;
+    MUSTER_LOG(Info) << "what attempt " << BaseName(runner->folder.path)
+                     << " has left behind is gone";
+    runner->left_behind = false;
+    attempts_.Gone(key);
+    Resync();
   }
 
   // Nothing: what it has left cannot be read at the moment, which says nothing about the attempt.
@@ -712,7 +748,7 @@ class NodeService {
     const absl::Time now = Clock::Real().Now();
     if (group.IsPopulated()) {
       group.Kill();
-      runner->empty_by = std::min(runner->empty_by, now + kGroupPatience);
+      runner->empty_by = std::min(runner->empty_by, now + options_.patience);
       if (now < runner->empty_by) return false;
     }
     if (const absl::Status status = group.Remove(); !status.ok()) {
@@ -789,6 +825,12 @@ class NodeService {
     // Names of jobs are checked by the coordinator; a path must not be its word alone.
     if (absl::StrContains(name, "/") || name[0] == '.') {
       return NodeFailure(absl::StrCat("\"", name, "\" cannot name a folder"));
+    }
+    for (const int gpu : assignment.gpus()) {
+      if (gpu >= 0 && gpu < options_.info.gpus_size()) continue;
+      // It is another attempt's, or one that the agent was told to leave alone.
+      return NodeFailure(absl::StrCat("GPU ", gpu, " is not among the ", options_.info.gpus_size(),
+                                      " of this node: it had more before"));
     }
     if (mkdir(runner.folder.path.c_str(), 0700) != 0) {
       return NodeFailure(errno == EEXIST ? "this node has a record of it already"

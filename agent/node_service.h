@@ -38,6 +38,8 @@ struct NodeServiceOptions {
   ServiceNotifier::Options notify = {};  // the service manager that started it
   // Folders of attempts that the coordinator has forgotten are kept so long, for their logs.
   absl::Duration keep_logs = absl::Hours(24 * 7);
+  // For processes that the kernel does not end, after an attempt.
+  absl::Duration patience = absl::Seconds(10);
   // For tests.
   std::function<std::string(const rpc::Address& coordinator)> own_address = rpc::OwnAddressTowards;
   // Removes folders of attempts; for tests.

@@ -4,13 +4,17 @@
 #include <poll.h>
 #include <sys/file.h>
 #include <sys/inotify.h>
+#include <sys/ptrace.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <functional>
+#include <future>
 #include <memory>
 #include <string>
 #include <thread>
@@ -387,6 +391,77 @@ TEST(NodeServiceTest, RunnerCannotStart_ItsLastLineIsTold) {
   EXPECT_FALSE(HasVariables(options));
 }
 
+// Hears of the end, and then only of processes that are left, until those are gone.
+class LeftNodes final : public v1::Nodes::Service {
+ public:
+  explicit LeftNodes(std::function<void()> free) : free_(std::move(free)) {}
+
+  grpc::Status Sync(grpc::ServerContext*, const v1::SyncNodeRequest* request,
+                    v1::SyncNodeReply* reply) override {
+    std::string states;
+    for (const v1::AttemptReport& report : request->attempts()) {
+      absl::StrAppend(&states, v1::PlacementState_Name(report.state()).substr(16), " ");
+    }
+    MutexLock lock(&mu_);
+    if (states_.empty() || states_.back() != states) states_.push_back(states);
+    if (states.empty()) return grpc::Status(grpc::StatusCode::PERMISSION_DENIED, "all gone");
+    reply->mutable_header()->set_cluster_id("c");
+    reply->set_version(states_.size());
+    if (states == "RUNNING " && states_.size() > 1) std::exchange(free_, [] {})();
+    if (states == "RUNNING " && states_.size() == 1) {
+      v1::NodeAssignment* const assignment = reply->add_assignments();
+      assignment->set_job_id("mnist-1");
+      assignment->set_attempt(1);
+    }
+    return grpc::Status::OK;
+  }
+  std::vector<std::string> states() {
+    MutexLock lock(&mu_);
+    return states_;
+  }
+
+ private:
+  Mutex mu_;
+  std::function<void()> free_ ABSL_GUARDED_BY(mu_);
+  std::vector<std::string> states_ ABSL_GUARDED_BY(mu_);
+};
+
+// A debugger that stands still at the end of a process of the attempt stands for a disk or a driver
+// that hangs: the process takes SIGKILL and does not end. Its runner has left a report.
+TEST(NodeServiceTest, ProcessThatSigkillDoesNotEnd_AttemptEnds_AndTheNodeSaysThatItIsThere) {
+  const TestFolder folder;
+  NodeServiceOptions options = OptionsWithAttempt(folder.Path("state"));
+  options.patience = absl::Milliseconds(50);
+  const std::string attempt = JoinPath(options.state_dir, "attempts/mnist-1.1");
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(attempt, "end.json"),
+                                  R"({"endClass": "END_CLASS_PROCESS_FAILED", "why": "stuck"})")
+                  .ok());
+  OwnedFd held(open(JoinPath(attempt, "lock").c_str(), O_RDWR | O_CLOEXEC));
+  ASSERT_EQ(flock(held.get(), LOCK_EX), 0);
+  const pid_t stuck = fork();
+  if (stuck == 0) {
+    while (true) pause();
+  }
+  held.Close();
+  ASSERT_EQ(ptrace(PTRACE_SEIZE, stuck, nullptr, PTRACE_O_TRACEEXIT), 0) << strerror(errno);
+  // Only this thread may let it go.
+  std::promise<void> seen;
+  LeftNodes nodes([&] { seen.set_value(); });
+  const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
+  ASSERT_TRUE(server.ok()) << server.status();
+  options.coordinator = (*server)->address();
+  absl::Status ended;
+  std::thread service([&] { ended = RunNodeService(options); });
+  seen.get_future().wait();
+  siginfo_t info = {};
+  EXPECT_EQ(waitid(P_PID, stuck, &info, WSTOPPED), 0) << strerror(errno);
+  EXPECT_EQ(ptrace(PTRACE_DETACH, stuck, nullptr, nullptr), 0);
+  waitpid(stuck, nullptr, 0);
+  service.join();
+  EXPECT_TRUE(absl::IsPermissionDenied(ended)) << ended;
+  EXPECT_THAT(nodes.states(), testing::ElementsAre("RUNNING ", "ENDED RUNNING ", "RUNNING ", ""));
+}
+
 // All machines of a job must have one lease.
 TEST(NodeServiceTest, VariablesOfTheNode_AreNotItsRunners) {
   const TestFolder folder;
@@ -423,6 +498,21 @@ TEST(NodeServiceTest, AgentOfSomeGpus_GivesJobsTheirNames) {
   ASSERT_TRUE(names.ok() && names->size() == 1) << names.status();
   EXPECT_THAT(*ReadFile(JoinPath(JoinPath(attempts, names->at(0)), "record.json")),
               testing::HasSubstr(R"("gpus":{"1":"GPU-6f2a","2":"5"})"));
+}
+
+TEST(NodeServiceTest, GpuThatTheNodeDoesNotHave_IsRefused) {
+  const TestFolder folder;
+  NodeServiceOptions options = OptionsOf(folder.Path("state"));
+  options.gpus = {"4", "5"};
+  for (int i = 0; i < 2; ++i) options.info.add_gpus("");
+  options.runner = {"/bin/sh", "-c", "exit 0"};
+  AdoptingNodes nodes([](grpc::ServerContext*) {}, /*gpus=*/{1, 4});
+  const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
+  ASSERT_TRUE(server.ok()) << server.status();
+  options.coordinator = (*server)->address();
+  EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
+  EXPECT_EQ(nodes.end().end_class(), v1::END_CLASS_NODE_FAILED);
+  EXPECT_EQ(nodes.end().why(), "GPU 4 is not among the 2 of this node: it had more before");
 }
 
 // Their numbers are known to the coordinator, which would give them to another job, too.

@@ -28,6 +28,9 @@ inline constexpr size_t kMaxFilePath = 256;
 // The least JobSpec.hang_timeout: progress is reported every 2 s, and examined less often.
 inline constexpr absl::Duration kLeastHangTimeout = absl::Seconds(10);
 
+// The most JobSpec.restart_delay, also when it has doubled.
+inline constexpr absl::Duration kMaxRestartDelay = absl::Minutes(5);
+
 // The folder, below the one in which a program runs, for its checkpoints, if neither the program
 // nor MUSTER_PROJECT_DIR names another.
 inline constexpr char kDefaultProjectFolder[] = "muster-run";

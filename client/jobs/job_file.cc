@@ -288,7 +288,7 @@ const std::vector<Setting>& Table() {
        Kind::kNumbers,
        ReadFailurePolicy},
       {{"restart_delay", "TIME",
-        "Delay before a restart; doubles with each consecutive failure, up to 5 minutes"},
+        "Delay before a restart, at most 5m; doubles with each consecutive failure, up to that"},
        Kind::kText,
        ReadTime<&JobSpec::restart_delay>},
       {{"time_limit", "TIME", "Limit for each attempt (default: none)"},

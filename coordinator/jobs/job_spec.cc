@@ -308,6 +308,12 @@ Error CheckFilledJobSpec(const v1::JobSpec& spec) {
   if (Error error = CheckDuration("restart_delay", spec.has_restart_delay(), spec.restart_delay(),
                                   absl::ZeroDuration()))
     return error;
+  if (FromProto(spec.restart_delay()) > kMaxRestartDelay) {
+    return BadField(
+        "spec.restart_delay",
+        absl::StrCat("restart_delay is ", absl::FormatDuration(FromProto(spec.restart_delay())),
+                     ": give at most ", absl::FormatDuration(kMaxRestartDelay)));
+  }
   if (Error error = CheckDuration("grow_after", spec.has_grow_after(), spec.grow_after(),
                                   absl::ZeroDuration()))
     return error;

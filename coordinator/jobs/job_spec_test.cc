@@ -114,6 +114,10 @@ TEST(JobSpecTest, BadField_IsNamed) {
   spec.mutable_per_process()->set_gpu_memory_bytes(-1);
   EXPECT_EQ(FieldOf(spec), "spec.per_process.gpu_memory_bytes");
   spec = Good();
+  spec.mutable_restart_delay()->set_seconds(301);
+  EXPECT_EQ(FieldOf(spec), "spec.restart_delay");
+  spec.mutable_restart_delay()->set_seconds(300);
+  EXPECT_EQ(FieldOf(spec), "");
   spec.mutable_hang_timeout()->set_seconds(9);
   EXPECT_EQ(FieldOf(spec), "spec.hang_timeout");
   spec.mutable_hang_timeout()->set_seconds(10);

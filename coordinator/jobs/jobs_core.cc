@@ -39,14 +39,12 @@ constexpr absl::Duration kMaxLogWait = absl::Seconds(30);
 constexpr absl::Duration kLogTimeout = absl::Seconds(3);
 constexpr int kMaxLogBytes = 1 << 20;
 constexpr size_t kMaxQueries = 256;  // open, of one node
-constexpr absl::Duration kMaxRestartDelay = absl::Minutes(5);
-// The restart after an attempt that has run for so long has nothing to do with the failures before.
-constexpr absl::Duration kSettled = absl::Minutes(10);
-constexpr absl::Duration kNodeFailureDelay = absl::Seconds(5);
-// A node that has run an attempt for so long was able to start it.
-constexpr absl::Duration kStarted = absl::Minutes(1);
 // A schedule for which nobody waits takes place so long after its cause, together with others.
 constexpr absl::Duration kScheduleSoon = absl::Milliseconds(100);
+// A node that could not start a job is tried again after so long, and after twice as long each time
+// that it could not: a job that grows would otherwise be stopped for it again and again.
+constexpr absl::Duration kAvoidedFirst = absl::Minutes(30);
+constexpr absl::Duration kAvoidedMost = absl::Hours(24);
 constexpr absl::Duration kTickWhileNodesRun = absl::Seconds(1);
 // More than a lost part of the history can have begun of one job, and have had of jobs.
 constexpr int kLostAttempts = 1000;
@@ -124,6 +122,14 @@ int LastBegun(const v1::JobRecord& record) {
   return record.history_size() == 0 ? 0 : Last(record).number();
 }
 
+// "node a, which could not start it", "3 nodes, which could not start it"
+std::string DescribeAvoided(const v1::JobRecord& record) {
+  const int count = record.avoided_nodes_size();
+  return absl::StrCat(count == 1 ? absl::StrCat("node ", Quoted(record.avoided_nodes(0)))
+                                 : absl::StrCat(count, " nodes"),
+                      ", which could not start it");
+}
+
 // Whether an active job has what one must have.
 bool IsWhole(const v1::JobRecord& record) {
   if (record.history_size() == 0) return false;
@@ -144,56 +150,6 @@ template <typename Request>
 bool IsInState(const Request& request, const v1::JobRecord& record) {
   return request.states_size() == 0 || std::find(request.states().begin(), request.states().end(),
                                                  record.state()) != request.states().end();
-}
-
-// Whether the failure policy has a restart left after an end of this class, which counts as one.
-bool HasRestartLeft(const v1::JobRecord& record) {
-  return record.restarts() < record.spec().max_restarts();
-}
-
-// The delay before the restart that follows attempt `last` of the history, after `restarts` that
-// counted. It is doubled once for each of the failures right before, which did not let an attempt
-// run for long.
-absl::Duration RestartDelay(const v1::JobRecord& record, int last, int restarts) {
-  const auto doubled = [&record](int times) {
-    return std::min(FromProto(record.spec().restart_delay()) * (1 << times), kMaxRestartDelay);
-  };
-  int early = 0;
-  for (int i = last; i >= 0; --i) {
-    const v1::JobAttempt& attempt = record.history(i);
-    const absl::Duration ran =
-        attempt.started_unix_ms() == 0
-            ? absl::ZeroDuration()
-            : absl::Milliseconds(attempt.ended_unix_ms() - attempt.started_unix_ms());
-    if (ran >= kSettled) return doubled(std::min(early, restarts));
-    // The last one has decided already that there is a delay.
-    if (i < last && CountsAsRestart(attempt.end().end_class())) ++early;
-  }
-  // Of longer series the history has the end only.
-  return doubled(std::min(restarts, 20));
-}
-
-// Of the restart in place with which the current stretch of the attempt has begun. A node may ask
-// for it from a coordinator that was started since, so it follows from the record.
-absl::Duration DelayInPlace(const v1::JobRecord& record) {
-  return RestartDelay(record, record.history_size() - 2, std::max(0, record.restarts() - 1));
-}
-
-// When a queued job may start, of which a former coordinator has begun the delay: it follows from
-// the record, and is no longer than the whole delay from now on.
-absl::Time DelayEnds(const v1::JobRecord& record, absl::Time now) {
-  if (record.history_size() == 0) return absl::InfinitePast();
-  const int last = record.history_size() - 1;
-  const v1::JobAttempt& attempt = record.history(last);
-  absl::Duration delay;
-  if (attempt.end().end_class() == v1::END_CLASS_NODE_FAILED) {
-    delay = kNodeFailureDelay;
-  } else if (record.restarts() > 0 && CountsAsRestart(attempt.end().end_class())) {
-    delay = RestartDelay(record, last, record.restarts() - 1);
-  } else {
-    return absl::InfinitePast();
-  }
-  return std::min(absl::FromUnixMillis(attempt.times().fenced_unix_ms()), now) + delay;
 }
 
 // Whether a part of the attempt is over: it is about to end.
@@ -452,6 +408,10 @@ void JobsCore::Tick(const Event& event, JobsOutput* out) {
                       absl::FormatDuration(FromProto(record.spec().retention())), " ago")});
     Forget(sequence);
   }
+  while (!avoided_.empty() && std::get<0>(*avoided_.begin()) <= now_) {
+    const auto [until, sequence, node] = *avoided_.begin();
+    TryAgain(&jobs_.at(sequence), node);
+  }
   while (!call_timers_.empty() && call_timers_.begin()->first <= now_) {
     const CallId call = call_timers_.begin()->second;
     const HeldGet get = gets_.at(call);
@@ -514,6 +474,7 @@ absl::Time JobsCore::NextDeadline() const {
   if (!node_timers_.empty()) next = std::min(next, node_timers_.begin()->first);
   if (!limits_.empty()) next = std::min(next, limits_.begin()->first);
   if (!retained_.empty()) next = std::min(next, retained_.begin()->first);
+  if (!avoided_.empty()) next = std::min(next, std::get<0>(*avoided_.begin()));
   if (!call_timers_.empty()) next = std::min(next, call_timers_.begin()->first);
   if (!query_timers_.empty()) next = std::min(next, query_timers_.begin()->first);
   // Regular ticks while nodes have leases: their absence shows that this process was paused.
@@ -732,6 +693,11 @@ void JobsCore::SetWords(const Job& job, v1::JobRecord* view) {
       CountProcesses(Last(record)) < record.spec().min_processes()) {
     view->set_why(absl::StrCat(record.why(), "; it starts again when there is room for ",
                                DescribeSize(record.spec())));
+  }
+  if (record.state() == v1::JOB_STATE_RUNNING && record.avoided_nodes_size() > 0 &&
+      CountProcesses(Last(record)) < record.spec().max_processes()) {
+    view->set_why(
+        absl::StrCat(record.why(), "; for some time it avoids ", DescribeAvoided(record)));
   }
 }
 
@@ -1003,12 +969,21 @@ JobsCore::Error JobsCore::Retry(Job* job, int after_attempt, const std::string& 
   if (record.state() == v1::JOB_STATE_SUSPENDED) {
     return WrongState(record, "is suspended: resume it");
   }
+  if (!HasEnded(record.state())) return std::nullopt;
+  if (after_attempt <= 0 && LastBegun(record) > 0) {
+    return BadField("after_attempt",
+                    absl::StrCat("after_attempt is ", after_attempt, ", and attempt ",
+                                 LastBegun(record), " of job ", record.job_id(),
+                                 " has ended: give the number of the last one that you know of, "
+                                 "so that a repeat of the call starts no other"));
+  }
   // A repeat of the call that has already begun one.
-  if (!HasEnded(record.state()) || after_attempt < LastBegun(record)) return std::nullopt;
+  if (after_attempt < LastBegun(record)) return std::nullopt;
   if (Error error = CheckLimits(record.owner(), record.spec())) return error;
   record.set_restarts(0);
   record.clear_class_restarts();
-  record.clear_avoided_nodes();
+  ForgetAvoided(job);
+  job->avoided.clear();
   job->node_failures = 0;
   job->not_before = absl::InfinitePast();
   SetState(job, v1::JOB_STATE_QUEUED,
@@ -1030,8 +1005,15 @@ JobsCore::Error JobsCore::Resize(Job* job, const v1::ControlJobRequest& request,
   if (Error error = CheckSize(spec)) return error;
   if (Error error = CheckProcesses(record.owner(), spec)) return error;
   const std::string suffix = why.empty() ? "" : absl::StrCat(": ", why);
-  if (spec.min_processes() != record.spec().min_processes() ||
-      spec.max_processes() != record.spec().max_processes()) {
+  const bool runs =
+      record.state() == v1::JOB_STATE_STARTING || record.state() == v1::JOB_STATE_RUNNING;
+  const bool changes = spec.min_processes() != record.spec().min_processes() ||
+                       spec.max_processes() != record.spec().max_processes();
+  if (runs && HasEndedPart(Last(record))) {
+    if (!changes) return std::nullopt;
+    return WrongState(record, "has processes that have succeeded: it keeps its size");
+  }
+  if (changes) {
     out_->notices.push_back({false, record.job_id(),
                              absl::StrCat("resized from ", DescribeSize(record.spec()), " to ",
                                           DescribeSize(spec), suffix)});
@@ -1040,9 +1022,7 @@ JobsCore::Error JobsCore::Resize(Job* job, const v1::ControlJobRequest& request,
     Touch(*job);
     dirty_ = true;
   }
-  const bool runs =
-      record.state() == v1::JOB_STATE_STARTING || record.state() == v1::JOB_STATE_RUNNING;
-  if (!runs || HasEndedPart(Last(record))) return std::nullopt;
+  if (!runs) return std::nullopt;
   const int now = CountProcesses(Last(record));
   if (now > spec.max_processes()) {
     Stop(job, v1::END_CLASS_RESIZED,
@@ -1095,12 +1075,15 @@ void JobsCore::DropSpares(Job* job) {
   dirty_ = true;
 }
 
-void JobsCore::DropSparesOn(const std::string& node) {
+void JobsCore::DropSparesOn(const std::string& node, std::optional<int> gpus) {
   for (const uint64_t sequence : absl::btree_set<uint64_t>(spared_)) {
     Job& job = jobs_.at(sequence);
     auto* const spares = job.record.mutable_spares();
-    const auto gone = std::remove_if(spares->begin(), spares->end(),
-                                     [&](const v1::Placement& one) { return one.node() == node; });
+    const auto gone = std::remove_if(spares->begin(), spares->end(), [&](const v1::Placement& one) {
+      return one.node() == node &&
+             (!gpus.has_value() || std::any_of(one.gpus().begin(), one.gpus().end(),
+                                               [&](int gpu) { return gpu >= *gpus; }));
+    });
     if (gone == spares->end()) continue;
     spares->erase(gone, spares->end());
     NoteSpares(job);
@@ -1139,7 +1122,7 @@ void JobsCore::Forget(uint64_t sequence) {
   changes_.Removed(sequence, record.revision(), {revision_, record.job_id(), record.owner()});
   by_id_.erase(record.job_id());
   by_key_.erase(KeyOf(record));
-  ended_.erase(sequence);
+  ended_.erase(EndOf(record));
   spared_.erase(sequence);
   unspared_.erase(sequence);
   retained_.erase({it->second.forget_at, sequence});
@@ -1156,7 +1139,7 @@ void JobsCore::Measure(Job* job) {
 bool JobsCore::MakeRoomForOne() {
   while (jobs_.size() >= options_.max_jobs || bytes_ >= options_.max_bytes) {
     if (ended_.empty()) return false;
-    Forget(*ended_.begin());
+    Forget(ended_.begin()->second);
   }
   return true;
 }
@@ -1166,12 +1149,14 @@ void JobsCore::SetState(Job* job, v1::JobState state, std::string why) {
   const uint64_t sequence = record.sequence();
   queued_.erase(sequence);
   active_.erase(sequence);
-  ended_.erase(sequence);
+  ended_.erase(EndOf(record));
   if (state == v1::JOB_STATE_QUEUED) queued_.insert(sequence);
   if (IsActive(state)) active_.insert(sequence);
-  if (HasEnded(state)) ended_.insert(sequence);
   record.clear_ended_unix_ms();
-  if (HasEnded(state)) record.set_ended_unix_ms(absl::ToUnixMillis(now_));
+  if (HasEnded(state)) {
+    record.set_ended_unix_ms(absl::ToUnixMillis(now_));
+    ended_.insert(EndOf(record));
+  }
   record.set_state(state);
   record.set_why(std::move(why));
   job->waits_for.clear();
@@ -1179,6 +1164,7 @@ void JobsCore::SetState(Job* job, v1::JobState state, std::string why) {
   // Whatever comes next begins with as many as fit.
   if (!IsActive(state)) record.clear_grows();
   if (HasEnded(state) || state == v1::JOB_STATE_SUSPENDED) record.clear_spares();
+  if (HasEnded(state)) ForgetAvoided(job);
   NoteGrowth(*job);
   NoteSpares(*job);
   NoteRetention(job);
@@ -1195,15 +1181,6 @@ void JobsCore::NoteRetention(Job* job) {
   job->forget_at = std::min(absl::FromUnixMillis(record.ended_unix_ms()), now_) +
                    FromProto(record.spec().retention());
   retained_.insert({job->forget_at, record.sequence()});
-}
-
-std::string JobsCore::CountClass(Job* job, v1::EndClass end_class) {
-  v1::JobRecord& record = job->record;
-  const ClassCounts& limits = record.spec().class_limits();
-  std::string over = WhyOverLimit(limits, record.class_restarts(), end_class);
-  if (!over.empty() && !options_.mutants.forgets_class_limits) return over;
-  CountStart(limits, end_class, record.mutable_class_restarts());
-  return "";
 }
 
 void JobsCore::Stop(Job* job, v1::EndClass end_class, const std::string& why) {
@@ -1229,7 +1206,33 @@ void JobsCore::Avoid(Job* job, const std::string& node) {
   const auto& avoided = job->record.avoided_nodes();
   if (node.empty() || std::find(avoided.begin(), avoided.end(), node) != avoided.end()) return;
   job->record.add_avoided_nodes(node);
+  ++job->avoided[node].times;
+  AvoidForAWhile(job, node);
   Touch(*job);
+}
+
+void JobsCore::AvoidForAWhile(Job* job, const std::string& node) {
+  Job::Avoidance& avoidance = job->avoided[node];
+  const int doublings = std::clamp(avoidance.times - 1, 0, 10);
+  avoidance.until = now_ + std::min(kAvoidedFirst * (1 << doublings), kAvoidedMost);
+  avoided_.insert({avoidance.until, job->record.sequence(), node});
+}
+
+void JobsCore::TryAgain(Job* job, const std::string& node) {
+  // Of a job that ended under an older coordinator it is not known.
+  if (const auto it = job->avoided.find(node); it != job->avoided.end()) {
+    avoided_.erase({it->second.until, job->record.sequence(), node});
+  }
+  auto* const nodes = job->record.mutable_avoided_nodes();
+  nodes->erase(std::remove(nodes->begin(), nodes->end(), node), nodes->end());
+  Touch(*job);
+  dirty_ = true;
+}
+
+void JobsCore::ForgetAvoided(Job* job) {
+  while (job->record.avoided_nodes_size() > 0) {
+    TryAgain(job, std::string(job->record.avoided_nodes(0)));
+  }
 }
 
 void JobsCore::EndPlacement(Job* job, v1::Placement* placement, const v1::AttemptEnd& end,
@@ -1253,13 +1256,10 @@ void JobsCore::EndPlacement(Job* job, v1::Placement* placement, const v1::Attemp
   // A job of a thousand nodes ends in a thousand events.
   ScheduleSoon();
   if (end.end_class() != v1::END_CLASS_SUCCEEDED) {
-    // An echo can come before the cause, and another failure before a user error, after which no
-    // retry helps.
-    const v1::EndClass first = attempt->end().end_class();
-    const bool echo =
-        first == v1::END_CLASS_PEER_FAILED && end.end_class() != v1::END_CLASS_PEER_FAILED;
-    const bool hopeless = end.end_class() == v1::END_CLASS_USER_ERROR && CountsAsRestart(first);
-    if (!attempt->has_end() || echo || hopeless) {
+    const v1::EndClass former = attempt->end().end_class();
+    const bool echo =  // a consequence of a failure that no node has reported
+        options_.mutants.forgets_echoes && former == v1::END_CLASS_PEER_FAILED;
+    if (IsBetterCause(former, end.end_class()) || echo) {
       *attempt->mutable_end() = end;
       Touch(*job);
       Reach(job, AttemptStage::kDetected);
@@ -1273,11 +1273,6 @@ void JobsCore::EndPlacement(Job* job, v1::Placement* placement, const v1::Attemp
   if (over || (options_.mutants.starts_before_former_ended && attempt->stop())) Finish(job);
 }
 
-void JobsCore::Requeue(Job* job, std::string why, absl::Duration delay) {
-  job->not_before = delay > absl::ZeroDuration() ? now_ + delay : absl::InfinitePast();
-  SetState(job, v1::JOB_STATE_QUEUED, std::move(why));
-}
-
 void JobsCore::Finish(Job* job) {
   Reach(job, AttemptStage::kFenced);
   v1::JobRecord& record = job->record;
@@ -1285,63 +1280,36 @@ void JobsCore::Finish(Job* job) {
   if (job->ends_by != absl::InfiniteFuture()) {
     limits_.erase({std::exchange(job->ends_by, absl::InfiniteFuture()), record.sequence()});
   }
-  const bool succeeded = std::all_of(attempt.placements().begin(), attempt.placements().end(),
-                                     [](const v1::Placement& placement) {
-                                       return placement.end_class() == v1::END_CLASS_SUCCEEDED;
-                                     });
-  const v1::EndClass end_class = succeeded ? v1::END_CLASS_SUCCEEDED : attempt.end().end_class();
-  const std::string why = attempt.end().why();
-  const std::string ended =
-      absl::StrCat("attempt ", attempt.number(),
-                   " has ended: ", succeeded ? "all processes have succeeded" : why);
+  const AttemptOutcome outcome =
+      OutcomeOf({.record = record,
+                 .node_failures = job->node_failures,
+                 .given_up_early = job->given_up_early,
+                 .could_not_start = job->could_not_start,
+                 .retries_user_errors = options_.mutants.retries_user_errors,
+                 .forgets_class_limits = options_.mutants.forgets_class_limits,
+                 .restarts_hangs_for_free = options_.mutants.restarts_hangs_for_free});
+  const bool succeeded = outcome.end_class == v1::END_CLASS_SUCCEEDED;
+  const std::string ended = absl::StrCat(
+      "attempt ", attempt.number(),
+      " has ended: ", succeeded ? "all processes have succeeded" : attempt.end().why());
   out_->closed_groups.emplace_back(GroupOf(record.job_id(), attempt.number()), ended);
   out_->notices.push_back({!succeeded, record.job_id(), ended});
-  const v1::JobAction wanted = record.wanted();
   record.clear_wanted();
-  if (end_class != v1::END_CLASS_NODE_FAILED) job->node_failures = 0;
-  if (succeeded) {
-    SetState(job, v1::JOB_STATE_SUCCEEDED, "all processes have succeeded");
-    return;
+  if (outcome.end_class != v1::END_CLASS_NODE_FAILED) {
+    job->node_failures = 0;
+  } else if (outcome.state == v1::JOB_STATE_QUEUED) {
+    ++job->node_failures;
   }
-  if (wanted == v1::JOB_ACTION_CANCEL) return SetState(job, v1::JOB_STATE_CANCELLED, why);
-  if (!MayRetry(end_class) && !options_.mutants.retries_user_errors)
-    return SetState(job, v1::JOB_STATE_FAILED, why);
-  if (wanted == v1::JOB_ACTION_SUSPEND) return SetState(job, v1::JOB_STATE_SUSPENDED, why);
-  if (record.restarts() < record.spec().max_restarts() || !CountsAsRestart(end_class)) {
-    if (const std::string no_more = CountClass(job, end_class); !no_more.empty()) {
-      return SetState(job, v1::JOB_STATE_FAILED, absl::StrCat(why, "; ", no_more));
-    }
+  if (outcome.counts_class) {
+    CountStart(record.spec().class_limits(), outcome.end_class, record.mutable_class_restarts());
   }
-  const bool free_hang =
-      options_.mutants.restarts_hangs_for_free && end_class == v1::END_CLASS_HANG;
-  if (CountsAsRestart(end_class) && !free_hang) {
-    if (!HasRestartLeft(record)) {
-      return SetState(job, v1::JOB_STATE_FAILED,
-                      record.restarts() == 0
-                          ? why
-                          : absl::StrCat(why, "; it was restarted ", record.restarts(),
-                                         record.restarts() == 1 ? " time" : " times"));
-    }
-    const absl::Duration delay = RestartDelay(record, record.history_size() - 1, record.restarts());
-    record.set_restarts(record.restarts() + 1);
-    return Requeue(job,
-                   absl::StrCat("restart ", record.restarts(), " of ", record.spec().max_restarts(),
-                                " after: ", why),
-                   delay);
+  if (outcome.counts_restart) record.set_restarts(record.restarts() + 1);
+  for (const std::string& node : outcome.avoid) Avoid(job, node);
+  if (outcome.state == v1::JOB_STATE_QUEUED) {
+    const bool waits = outcome.delay > absl::ZeroDuration();
+    job->not_before = waits ? now_ + outcome.delay : absl::InfinitePast();
   }
-  const std::string again = absl::StrCat("another start after: ", why);
-  if (end_class != v1::END_CLASS_NODE_FAILED) {
-    const bool pause = end_class == v1::END_CLASS_NODE_LOST && job->given_up_early;
-    return Requeue(job, again, pause ? kNodeFailureDelay : absl::ZeroDuration());
-  }
-  if (++job->node_failures >= kMaxNodeFailures) {
-    return SetState(
-        job, v1::JOB_STATE_FAILED,
-        absl::StrCat(why, "; ", kMaxNodeFailures, " attempts in a row could not start"));
-  }
-  Avoid(job, attempt.end().node());
-  for (const std::string& node : job->could_not_start) Avoid(job, node);
-  Requeue(job, again, kNodeFailureDelay);
+  SetState(job, outcome.state, outcome.why);
 }
 
 // ---- logs
@@ -1541,6 +1509,8 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
     }
     node.info = request.info();
     dirty_ = true;
+    // What it had before this coordinator started is not known.
+    if (!was_known) DropSparesOn(name, node.info.gpus_size());
   }
   if (request.cluster_id().empty() || request.cluster_id() == cluster_id_) {
     for (const v1::AttemptReport& report : request.attempts()) OnReport(name, &node, report);
@@ -1588,7 +1558,7 @@ void JobsCore::OnReport(const std::string& name, Node* node, const v1::AttemptRe
       continue;
     }
     if (report.started_unix_ms() != 0 && attempt->started_unix_ms() == 0) {
-      attempt->set_started_unix_ms(report.started_unix_ms());
+      attempt->set_started_unix_ms(absl::ToUnixMillis(StartedAt(report, *attempt, now_)));
       Touch(*job);
     }
     if (report.state() == v1::PLACEMENT_STATE_RUNNING) {
@@ -1612,33 +1582,17 @@ void JobsCore::OnReport(const std::string& name, Node* node, const v1::AttemptRe
       }
       if (report.restart() > 0) OnAsked(job, placement, report);
     } else if (report.state() == v1::PLACEMENT_STATE_ENDED) {
-      attempt->set_ended_unix_ms(std::max(attempt->ended_unix_ms(), report.ended_unix_ms()));
-      v1::AttemptEnd end = Cleaned(report.end(), name);
-      absl::Time failed =
-          report.has_failed_ago() ? now_ - FromProto(report.failed_ago()) : absl::InfinitePast();
+      attempt->set_ended_unix_ms(
+          std::max(attempt->ended_unix_ms(), absl::ToUnixMillis(EndedAt(report, *attempt, now_))));
       const bool counted = report.restart() > 0 && report.restart() <= attempt->restarts() &&
                            !options_.mutants.counts_failures_twice;
-      if (counted) {
-        // The attempt was to go on after it.
-        end = v1::AttemptEnd();
-        end.set_end_class(v1::END_CLASS_CANCELLED);
-        end.set_why(absl::StrCat("its runner was stopped when restart ", report.restart(),
-                                 " within the attempt was about to begin"));
-        end.set_node(name);
-        end.set_rank(-1);
-        failed = absl::InfinitePast();
-      }
-      const bool ran = placement.state() == v1::PLACEMENT_STATE_RUNNING &&
-                       FromProto(report.ran_for()) >= kStarted;
-      // Something else has stopped it (the machine is shutting down), or it had long been running.
-      if ((end.end_class() == v1::END_CLASS_CANCELLED && !attempt->stop()) ||
-          (end.end_class() == v1::END_CLASS_NODE_FAILED && ran)) {
-        end.set_end_class(v1::END_CLASS_NODE_LOST);
-        // Without a pause, a program that ends its own runner would start again and again, many
-        // times a second, and nothing counts that.
-        job->given_up_early = !ran && !counted;
-      }
-      EndPlacement(job, &placement, end, failed);
+      const ReportedEnd reported =
+          Understand(report, Cleaned(report.end(), name), *attempt,
+                     placement.state() == v1::PLACEMENT_STATE_RUNNING, counted);
+      if (reported.given_up_early) job->given_up_early = true;
+      EndPlacement(job, &placement, reported.end,
+                   report.has_failed_ago() && !counted ? now_ - FromProto(report.failed_ago())
+                                                       : absl::InfinitePast());
     }
     return;
   }
@@ -1658,11 +1612,15 @@ void JobsCore::OnAsked(Job* job, const v1::Placement& placement, const v1::Attem
   Touch(*job);
   Reach(job, AttemptStage::kDetected);
   if (failed != absl::InfinitePast()) Reach(job, AttemptStage::kFailed, failed);
+  const ClassCounts& limits = job->record.spec().class_limits();
   if (!attempt->may_restart() || !CountsAsRestart(end.end_class()) ||
-      !HasRestartLeft(job->record) || !CountClass(job, end.end_class()).empty()) {
+      !HasRestartLeft(job->record) ||
+      (!WhyOverLimit(limits, job->record.class_restarts(), end.end_class()).empty() &&
+       !options_.mutants.forgets_class_limits)) {
     // As after any failure; the record says what follows once nothing is left.
     return Stop(job, end.end_class(), end.why());
   }
+  CountStart(limits, end.end_class(), job->record.mutable_class_restarts());
   RestartInPlace(job, report);
 }
 
@@ -1671,7 +1629,8 @@ void JobsCore::RestartInPlace(Job* job, const v1::AttemptReport& report) {
   // What had to end has ended before a node asks.
   Reach(job, AttemptStage::kDecided);
   Reach(job, AttemptStage::kFenced);
-  Current(job)->set_ended_unix_ms(report.ended_unix_ms());
+  const int64_t ended = absl::ToUnixMillis(EndedAt(report, *Current(job), now_));
+  Current(job)->set_ended_unix_ms(ended);
   if (!options_.mutants.restarts_in_place_for_free) record.set_restarts(record.restarts() + 1);
   while (record.history_size() >= kKeptAttempts) {
     record.mutable_history()->DeleteSubrange(0, 1);
@@ -1682,7 +1641,7 @@ void JobsCore::RestartInPlace(Job* job, const v1::AttemptReport& report) {
   next->clear_end();
   next->clear_times();
   next->clear_ended_unix_ms();
-  next->set_started_unix_ms(report.ended_unix_ms());
+  next->set_started_unix_ms(ended);
   next->set_restarts(former.restarts() + 1);
   job->asked.clear();
   Reach(job, AttemptStage::kPlaced);
@@ -1812,7 +1771,7 @@ void JobsCore::AnswerSync(const std::string& name, Node* node) {
 
 void JobsCore::SetNodeTimer(const std::string& name, Node* node) {
   if (node->timer != absl::InfiniteFuture()) node_timers_.erase({node->timer, name});
-  node->timer = node->lost ? node->heard + options_.node_retention
+  node->timer = node->lost ? node->heard + RetentionOf(*node)
                            : std::min(node->held_until, node->heard + options_.node_lease);
   if (node->timer <= now_) node->timer = now_ + kTickWhileNodesRun;
   node_timers_.insert({node->timer, name});
@@ -1824,7 +1783,14 @@ void JobsCore::TickNode(const std::string& name) {
   if (node.held.has_value() && node.held_until <= now_) return AnswerSync(name, &node);
   const absl::Duration silent = now_ - node.heard;
   if (node.lost) {
-    if (silent >= options_.node_retention && node.jobs.empty() && !node.cordoned) {
+    if (silent >= RetentionOf(node) && node.jobs.empty()) {
+      if (node.cordoned) {
+        out_->notices.push_back(
+            {false, "",
+             absl::StrCat("node ", Quoted(name), ", which is cordoned, has been silent for ",
+                          absl::FormatDuration(RetentionOf(node)), ": it is forgotten")});
+        out_->changes.emplace_back().mutable_node_changed()->set_node(name);
+      }
       nodes_.erase(name);
       return;
     }
@@ -1891,6 +1857,7 @@ JobsCore::Error JobsCore::ControlNode(CallId call, const v1::ControlNodeRequest&
     changed->set_draining(drain);
     changed->set_why(why);
     NodesHaveMore();
+    SetNodeTimer(request.node(), &node);
   }
   if (cordon) DropSparesOn(request.node());
   if (drain) {
@@ -2113,8 +2080,7 @@ bool JobsCore::StopAvoiding(Job* job) {
            .placements.empty()) {
     return false;
   }
-  record.clear_avoided_nodes();
-  Touch(*job);
+  ForgetAvoided(job);
   return true;
 }
 
@@ -2262,8 +2228,10 @@ void JobsCore::StartTerm(const Event& event, uint64_t lost_terms, JobsOutput* ou
       queued_.insert(sequence);
       job.not_before = DelayEnds(job.record, now_);
     }
-    if (HasEnded(state)) ended_.insert(sequence);
     NoteSpares(job);
+    if (!HasEnded(state)) {
+      for (const std::string& node : job.record.avoided_nodes()) AvoidForAWhile(&job, node);
+    }
     // The clock of a former coordinator was ahead: the time that the job is kept for begins now,
     // and not again with each term.
     if (HasEnded(state) && job.record.spec().has_retention() &&
@@ -2271,6 +2239,7 @@ void JobsCore::StartTerm(const Event& event, uint64_t lost_terms, JobsOutput* ou
       job.record.set_ended_unix_ms(absl::ToUnixMillis(now_));
       Touch(job);
     }
+    if (HasEnded(state)) ended_.insert(EndOf(job.record));
     NoteRetention(&job);
     // They are lost as other nodes are, if they do not come back.
     for (const v1::Placement& spare : job.record.spares()) nodes_[spare.node()];

@@ -1,11 +1,13 @@
 #ifndef MUSTER_COORDINATOR_JOBS_JOBS_CORE_H_
 #define MUSTER_COORDINATOR_JOBS_JOBS_CORE_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -17,6 +19,7 @@
 #include "absl/time/time.h"
 #include "coordinator/access.h"
 #include "coordinator/answer.h"
+#include "coordinator/jobs/attempt_outcome.h"
 #include "coordinator/jobs/attempt_times.h"
 #include "coordinator/jobs/job_changes.h"
 #include "coordinator/jobs/placement.h"
@@ -42,6 +45,8 @@ struct JobsMutants {
   bool forgets_class_limits = false;
   // A failure for which the attempt was restarted within, and then by the end of its runner.
   bool counts_failures_twice = false;
+  // That an attempt has failed, once a runner says that it was stopped for it.
+  bool forgets_echoes = false;
 };
 
 struct JobsOptions {
@@ -50,12 +55,14 @@ struct JobsOptions {
   // And if none is: perhaps only the coordinator's network has failed. When the first one is heard
   // again, the others have another lease to come back too.
   absl::Duration outage_tolerance = absl::Seconds(90);
-  // Kept in all; beyond that the oldest that have ended go.
+  // Kept in all; beyond that those go that have ended first.
   size_t max_jobs = 10'000;
   // Of the records of all jobs, likewise: beyond it a submission makes room or is refused.
   size_t max_bytes = 512 << 20;
   // A node that has nothing to run and is not heard for so long is forgotten.
   absl::Duration node_retention = absl::Hours(24);
+  // And one that is cordoned: it may be under repair, and would come back as any other.
+  absl::Duration cordoned_retention = absl::Hours(24 * 30);
   // Of one owner: jobs that have not ended, and processes that run at a time. 0: any number.
   int max_jobs_of_owner = 0;
   int max_processes_of_owner = 0;
@@ -93,8 +100,6 @@ class JobsCore {
  public:
   static constexpr size_t kMaxKey = 128;
   static constexpr int kKeptAttempts = 8;
-  static constexpr int kMaxNodeFailures =
-      16;  // attempts that nodes could not start, until it fails
   static constexpr size_t kMaxNodes = 100'000;
 
   explicit JobsCore(JobsOptions options) : options_(options) {}
@@ -172,6 +177,12 @@ class JobsCore {
     absl::Time ends_by = absl::InfiniteFuture();    // of the current attempt, by its time limit
     absl::Time forget_at = absl::InfiniteFuture();  // of one that has ended
     int node_failures = 0;                          // in a row
+    struct Avoidance {
+      absl::Time until = absl::InfinitePast();
+      int times = 0;  // that the node could not start it
+    };
+    // Of record.avoided_nodes, and of nodes that it has avoided before.
+    absl::btree_map<std::string, Avoidance> avoided;
     // Nodes that could not start the current attempt, beside that of its end.
     std::vector<std::string> could_not_start;
     bool given_up_early = false;  // a living node has ended the current attempt soon, by itself
@@ -259,13 +270,12 @@ class JobsCore {
   // Whether the job has spares, or has to get some, as the schedule needs to know.
   void NoteSpares(const Job& job);
   void DropSpares(Job* job);
-  // Those that are on a node which cannot run them any more.
-  void DropSparesOn(const std::string& node);
+  // Those that are on a node which cannot run them any more; with `gpus`, only those with a GPU of
+  // this number or a larger one.
+  void DropSparesOn(const std::string& node, std::optional<int> gpus = std::nullopt);
   void SetState(Job* job, v1::JobState state, std::string why);
   // By its retention, if it has ended.
   void NoteRetention(Job* job);
-  // Counts an end of this class. Why no attempt may follow it; empty: one may.
-  std::string CountClass(Job* job, v1::EndClass end_class);
   void Touch(const Job& job) { touched_jobs_.insert(job.record.sequence()); }
   // Only this placement of the current attempt has changed.
   void TouchPlacement(const Job& job, const v1::Placement& placement) {
@@ -278,8 +288,15 @@ class JobsCore {
   void TouchNode(const std::string& node) { touched_nodes_.insert(node); }
   // All nodes of the attempt are to end it. The first reason stays.
   void Stop(Job* job, v1::EndClass end_class, const std::string& why);
-  // The next attempts do not start on the node, as long as they can do without it.
+  // The next attempts do not start on the node, as long as they can do without it; after a time
+  // that grows with each failure of the node it is tried again.
   void Avoid(Job* job, const std::string& node);
+  // From now on for the time that follows from the failures.
+  void AvoidForAWhile(Job* job, const std::string& node);
+  // The time of one of them is over.
+  void TryAgain(Job* job, const std::string& node);
+  // All may be tried again.
+  void ForgetAvoided(Job* job);
   // `failed`: when what ended it happened; InfinitePast: not known.
   void EndPlacement(Job* job, v1::Placement* placement, const v1::AttemptEnd& end,
                     absl::Time failed = absl::InfinitePast());
@@ -292,7 +309,6 @@ class JobsCore {
   void Reach(Job* job, AttemptStage stage) { Reach(job, stage, now_); }
   // Nothing of the current attempt is left.
   void Finish(Job* job);
-  void Requeue(Job* job, std::string why, absl::Duration delay);
   bool MakeRoomForOne();
   // Counts what the record has now.
   void Measure(Job* job);
@@ -312,6 +328,10 @@ class JobsCore {
   void LoseNode(const std::string& name, Node* node, const std::string& why);
   void AnswerSync(const std::string& name, Node* node);
   void SetNodeTimer(const std::string& name, Node* node);
+  absl::Duration RetentionOf(const Node& node) const {
+    return node.cordoned ? std::max(options_.cordoned_retention, options_.node_retention)
+                         : options_.node_retention;
+  }
   void TickNode(const std::string& name);
 
   // With `free`: without what is taken.
@@ -358,7 +378,12 @@ class JobsCore {
   }
   absl::flat_hash_map<Key, uint64_t> by_key_;
   JobChanges changes_;
-  absl::btree_set<uint64_t> queued_, active_, ended_;
+  absl::btree_set<uint64_t> queued_, active_;
+  // When, and which: the first that makes room for others has ended first.
+  absl::btree_set<std::pair<int64_t, uint64_t>> ended_;
+  static std::pair<int64_t, uint64_t> EndOf(const v1::JobRecord& record) {
+    return {record.ended_unix_ms(), record.sequence()};
+  }
   absl::btree_set<uint64_t> may_grow_;  // of the active ones
   absl::btree_set<uint64_t> spared_;    // that have spares
   absl::btree_set<uint64_t> unspared_;  // of the active ones, that lack some
@@ -368,6 +393,8 @@ class JobsCore {
   absl::btree_set<std::pair<absl::Time, std::string>> node_timers_;
   absl::btree_set<std::pair<absl::Time, uint64_t>> limits_;    // ends_by of jobs
   absl::btree_set<std::pair<absl::Time, uint64_t>> retained_;  // forget_at of jobs
+  // Of nodes that jobs avoid: until when, the job and the node.
+  absl::btree_set<std::tuple<absl::Time, uint64_t, std::string>> avoided_;
   absl::btree_map<CallId, HeldGet> gets_;
   absl::flat_hash_map<std::string, absl::btree_set<CallId>> gets_of_;  // by job_id
   absl::btree_map<uint64_t, OpenQuery> queries_;

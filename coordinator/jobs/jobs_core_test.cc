@@ -914,6 +914,60 @@ TEST_F(JobsCoreTest, EchoOfAFailure_DoesNotHideItsCause) {
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
 }
 
+// On many nodes the fastest tells that another one has failed, and the next ones that they were
+// stopped for it, before that one has told why.
+TEST_F(JobsCoreTest, RunnersThatObeyAnOrderToStop_DoNotHideTheCause) {
+  for (const char* const name : {"a", "b", "c"}) AddNode(name, 1);
+  stops_obey_ = false;
+  const auto fail = [&](const std::string& job, v1::EndClass end_class) {
+    EndOn("b", job, v1::END_CLASS_PEER_FAILED, "rank 0 has failed");
+    EndOn("c", job, v1::END_CLASS_CANCELLED, "its runner was asked to stop");
+    EndOn("a", job, end_class, "rank 0 has failed");
+  };
+  for (const v1::EndClass end_class : {v1::END_CLASS_USER_ERROR, v1::END_CLASS_PROCESS_FAILED}) {
+    const std::string job = Submit(Spec(3));
+    fail(job, end_class);
+    EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
+    EXPECT_EQ(Get(job).history(0).end().end_class(), end_class);
+    EXPECT_EQ(Get(job).history(0).end().node(), "a");
+  }
+  const std::string job = Submit(Spec(3, 2));
+  for (int restart = 1; restart <= 2; ++restart) {
+    fail(job, v1::END_CLASS_PROCESS_FAILED);
+    EXPECT_EQ(Get(job).restarts(), restart);
+  }
+  fail(job, v1::END_CLASS_PROCESS_FAILED);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
+  EXPECT_EQ(Get(job).attempts(), 3);
+}
+
+// As the runner of a node that does not come to the meeting: the others give up, and it is stopped.
+TEST_F(JobsCoreTest, EchoWhoseCauseNobodyHas_CountsAsAFailure) {
+  AddNode("a", 1);
+  AddNode("b", 1);
+  stops_obey_ = false;
+  const std::string job = Submit(Spec(2, 1));
+  for (int i = 0; i < 2; ++i) {
+    EndOn("a", job, v1::END_CLASS_PEER_FAILED, "node b did not come");
+    EndOn("b", job, v1::END_CLASS_CANCELLED, "its runner was asked to stop");
+    EXPECT_EQ(Get(job).restarts(), 1);
+  }
+  EXPECT_EQ(Get(job).state(), v1::JOB_STATE_FAILED);
+  EXPECT_EQ(Get(job).why(), "node b did not come; it was restarted 1 time");
+}
+
+TEST_F(JobsCoreTest, EchoOfALostNode_IsNotCounted) {
+  AddNode("a", 1);
+  AddNode("b", 1);
+  Settle();
+  const std::string job = Submit(Spec(2, 1));
+  nodes_["b"].talks = false;
+  EndOn("a", job, v1::END_CLASS_PEER_FAILED, "node b is silent");
+  Advance(2 * options_.node_lease);
+  EXPECT_EQ(Get(job).history(0).end().end_class(), v1::END_CLASS_NODE_LOST);
+  EXPECT_EQ(Get(job).restarts(), 0);
+}
+
 TEST_F(JobsCoreTest, UserErrorBesideAnotherFailure_IsNotRetried_WhicheverIsFirst) {
   AddNode("a", 2);
   AddNode("b", 2);
@@ -1001,6 +1055,29 @@ TEST_F(JobsCoreTest, RestartDelay_BeginsAgain_AfterAnAttemptThatRanForLong) {
       Advance(absl::Seconds(2));
       ASSERT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
     }
+  }
+}
+
+TEST_F(JobsCoreTest, RestartDelay_DoesNotFollowTheClocksOfNodes) {
+  AddNode("a", 1);
+  AddNode("b", 1);
+  v1::JobSpec spec = Spec(2, 5);
+  spec.mutable_restart_delay()->set_seconds(10);
+  const std::string job = Submit(spec);
+  for (const int seconds : {10, 20, 40}) {
+    // Its clock is eleven minutes ahead, so it ended eleven minutes after the other had started.
+    const int attempt = Get(job).attempts();
+    v1::AttemptReport& report = nodes_["b"].attempts.at({job, attempt});
+    report.set_started_unix_ms(absl::ToUnixMillis(now_ + absl::Minutes(11)));
+    SetEnd(&report, v1::END_CLASS_PROCESS_FAILED, "rank 1 exited with code 1");
+    report.set_ended_unix_ms(absl::ToUnixMillis(now_ + absl::Minutes(11)));
+    Sync("b");
+    const v1::JobRecord record = Get(job);
+    EXPECT_EQ(record.history(attempt - 1).ended_unix_ms(), absl::ToUnixMillis(now_));
+    Advance(absl::Seconds(seconds - 1));
+    EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED) << seconds;
+    Advance(absl::Seconds(2));
+    EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING) << seconds;
   }
 }
 
@@ -1094,6 +1171,49 @@ TEST_F(JobsCoreTest, NodeWithProcessesThatAreToEnd_SaysWhyNothingStartsThere) {
   nodes_["a"].attempts.clear();
   SendSync("a");
   EXPECT_EQ(why(), "");
+}
+
+// As one in a driver that hangs: its node says that the attempt has ended, and in the same call
+// that it still has processes of it.
+TEST_F(JobsCoreTest, ProcessThatItsNodeCannotEnd_ClosesTheNode_AndTheJobGoesOnElsewhere) {
+  AddNode("a", 1);
+  const std::string job = Submit(Spec(1, 5));
+  AddNode("b", 1);
+  const std::string other = Submit(Spec(1));
+  nodes_["a"].talks = false;
+  v1::Op op;
+  v1::SyncNodeRequest* const request = op.mutable_sync_node();
+  request->set_node("a");
+  request->set_node_uid(nodes_["a"].uid);
+  request->set_cluster_id(kCluster);
+  request->mutable_info()->set_cpus(1);
+  v1::AttemptReport* const ended = request->add_attempts();
+  ended->set_job_id(job);
+  ended->set_attempt(1);
+  SetEnd(ended, v1::END_CLASS_PROCESS_FAILED, "rank 0 does not end after SIGKILL");
+  v1::AttemptReport* const left = request->add_attempts();
+  left->set_job_id(job);
+  left->set_attempt(1);
+  left->set_state(v1::PLACEMENT_STATE_RUNNING);
+  Send(op);
+  EXPECT_EQ(closed_, std::vector<std::string>{"mnist-1.1"});
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+  EndOn("b", other, v1::END_CLASS_SUCCEEDED);
+  ASSERT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(Get(job).history(1).placements(0).node(), "b");
+  v1::Op list;
+  list.mutable_list_nodes();
+  EXPECT_EQ(
+      Call(list).list_nodes().nodes(0).why(),
+      "it still has processes of \"mnist-1.1\", which are to end: nothing starts there before");
+  // Then only of those.
+  request->mutable_attempts()->DeleteSubrange(0, 1);
+  Send(op);
+  const std::string third = Submit(Spec(1));
+  EXPECT_EQ(StateOf(third), v1::JOB_STATE_QUEUED);
+  request->clear_attempts();
+  Send(op);
+  EXPECT_EQ(StateOf(third), v1::JOB_STATE_STARTING);
 }
 
 TEST_F(JobsCoreTest, SilentNode_IsLost_AndItsJobStartsElsewhere) {
@@ -1304,6 +1424,20 @@ TEST_F(JobsCoreTest, Retry_OfAFailedJob_HappensOnceForEachCall) {
   // The first call again, whose answer was lost.
   EXPECT_FALSE(Control(job, v1::JOB_ACTION_RETRY, 1).has_error());
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
+  // A call that does not say which one it follows would be taken for a repeat.
+  const v1::OpResult without = Control(job, v1::JOB_ACTION_RETRY);
+  EXPECT_EQ(without.error().detail().field(), "after_attempt");
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
+  EXPECT_FALSE(Control(job, v1::JOB_ACTION_RETRY, 2).has_error());
+  EXPECT_FALSE(Control(job, v1::JOB_ACTION_RETRY).has_error());  // it runs already
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+}
+
+TEST_F(JobsCoreTest, Retry_OfAJobThatNeverStarted_NamesNoAttempt) {
+  const std::string job = Submit(Spec(1));
+  Control(job, v1::JOB_ACTION_CANCEL);
+  EXPECT_FALSE(Control(job, v1::JOB_ACTION_RETRY).has_error());
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
 }
 
 TEST_F(JobsCoreTest, Resume_OfAJobThatHasEnded_NamesWhatRunsItAgain) {
@@ -1420,6 +1554,39 @@ TEST_F(JobsCoreTest, DrainedNode_GetsNothing_AndItsJobsMove) {
   v1::Op list;
   list.mutable_list_nodes();
   EXPECT_TRUE(Call(list).list_nodes().nodes(0).draining());
+}
+
+// As machines of a cloud, each with a name of its own.
+TEST_F(JobsCoreTest, DrainedNodeThatIsGone_IsForgotten_LaterThanOthers_AndBeforeIfAPersonSaysSo) {
+  options_.node_retention = absl::Hours(1);
+  options_.cordoned_retention = absl::Hours(3);
+  StartTerm();
+  const auto control = [&](const std::string& node, v1::NodeAction action) {
+    v1::Op op;
+    op.mutable_control_node()->set_node(node);
+    op.mutable_control_node()->set_action(action);
+    Call(op);
+  };
+  for (const char* const name : {"drained", "other", "uncordoned"}) AddNode(name);
+  control("drained", v1::NODE_ACTION_DRAIN);
+  control("uncordoned", v1::NODE_ACTION_DRAIN);
+  for (auto& [name, node] : nodes_) node.talks = false;
+  Advance(absl::Hours(1) + absl::Minutes(1));
+  EXPECT_EQ(core_->nodes(), 2u);
+  control("uncordoned", v1::NODE_ACTION_UNCORDON);
+  Advance(absl::Seconds(2));
+  EXPECT_EQ(core_->nodes(), 1u);
+  Advance(absl::Hours(3) - absl::Minutes(62));
+  EXPECT_EQ(core_->nodes(), 1u);
+  Advance(absl::Minutes(2));
+  EXPECT_EQ(core_->nodes(), 0u);
+  StartTerm();
+  nodes_["drained"].talks = true;
+  Sync("drained");
+  v1::Op list;
+  list.mutable_list_nodes();
+  const v1::OpResult nodes = Call(list);
+  for (const v1::NodeRecord& node : nodes.list_nodes().nodes()) EXPECT_FALSE(node.cordoned());
 }
 
 TEST_F(JobsCoreTest, IdempotencyKey_ReturnsTheFirstJob_AlsoAfterARestart) {
@@ -2101,6 +2268,26 @@ TEST_F(JobsCoreTest, EndedJobs_MakeRoomForNewOnes) {
   EXPECT_EQ(TrySubmit(Spec(1)).error().detail().reason(), v1::ERROR_REASON_LIMIT);
 }
 
+TEST_F(JobsCoreTest, JobThatHasEndedFirst_MakesRoomFirst_AlsoAfterARestart) {
+  for (const bool restart : {false, true}) {
+    options_.max_jobs = 2;
+    journal_.clear();
+    nodes_.clear();
+    StartTerm();
+    AddNode("a", 1);
+    AddNode("b", 1);
+    const std::string first = Submit(Spec(1));
+    const std::string second = Submit(Spec(1));
+    EndOn("b", second, v1::END_CLASS_SUCCEEDED);
+    Advance(absl::Hours(1));
+    EndOn("a", first, v1::END_CLASS_PROCESS_FAILED);
+    if (restart) StartTerm();
+    Submit(Spec(1));
+    EXPECT_NE(core_->Find(first), nullptr);
+    EXPECT_EQ(core_->Find(second), nullptr);
+  }
+}
+
 TEST_F(JobsCoreTest, BytesOfAllRecords_AreBounded_AlsoAfterARestart) {
   options_.max_bytes = 20'000;
   StartTerm();
@@ -2313,13 +2500,16 @@ TEST_F(JobsCoreTest, Resize_OfBadSize_IsRefusedAndChangesNothing) {
   EXPECT_EQ(Get(job).attempts(), 1);
 }
 
-TEST_F(JobsCoreTest, ResizedJob_IsNotStartedAgain_WhenAPartOfItHasSucceeded) {
+TEST_F(JobsCoreTest, JobOfWhichAPartHasSucceeded_IsNotResized) {
   AddNode("a", 2);
   AddNode("b", 2);
   Settle();
   const std::string job = Submit(Spec(4));
   EndOn("a", job, v1::END_CLASS_SUCCEEDED);
-  EXPECT_FALSE(Resize(job, 2, 2).has_error());
+  EXPECT_EQ(Resize(job, 2, 2).error().message(),
+            "job mnist-1 has processes that have succeeded: it keeps its size");
+  EXPECT_EQ(Get(job).spec().max_processes(), 4);
+  EXPECT_FALSE(Resize(job, 4, 4).has_error());
   EndOn("b", job, v1::END_CLASS_SUCCEEDED);
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_SUCCEEDED);
 }
@@ -2359,6 +2549,41 @@ TEST_F(JobsCoreTest, ElasticJob_GrowsOnlyAfterItsTime_AndOnlyIfAsked) {
   Advance(absl::Hours(1));
   EXPECT_EQ(ProcessesOf(stays), 4);
   EXPECT_EQ(Get(stays).attempts(), 1);
+}
+
+// Its disk was full for a minute.
+TEST_F(JobsCoreTest, ElasticJob_GrowsOntoANodeThatCouldNotStartIt_WhichIsTriedLessAndLessOften) {
+  AddNode("a", 2);
+  AddNode("b", 2);
+  Settle();
+  const std::string job = Submit(Elastic(1, 4, absl::Minutes(10)));
+  for (const absl::Duration avoided : {absl::Minutes(30), absl::Minutes(60), absl::Minutes(120)}) {
+    EXPECT_EQ(ProcessesOf(job), 4);
+    EndOn("b", job, v1::END_CLASS_NODE_FAILED, "the disk is full");
+    Advance(absl::Minutes(29));
+    EXPECT_EQ(ProcessesOf(job), 2);
+    EXPECT_THAT(Get(job).why(), testing::HasSubstr("; for some time it avoids node \"b\", which "
+                                                   "could not start it"));
+    Advance(avoided - absl::Minutes(29) - absl::Seconds(1));
+    EXPECT_EQ(ProcessesOf(job), 2);
+    Advance(absl::Seconds(2));
+  }
+  EXPECT_EQ(ProcessesOf(job), 4);
+  EXPECT_EQ(Get(job).avoided_nodes_size(), 0);
+  EXPECT_EQ(Get(job).restarts(), 0);
+  // Another coordinator begins the time again, and a retry forgets it.
+  EndOn("b", job, v1::END_CLASS_NODE_FAILED, "the disk is full");
+  Advance(absl::Minutes(1));
+  StartTerm();
+  Pump();
+  Advance(absl::Minutes(29));
+  EXPECT_EQ(ProcessesOf(job), 2);
+  Advance(absl::Minutes(2));
+  EXPECT_EQ(ProcessesOf(job), 4);
+  EndOn("b", job, v1::END_CLASS_NODE_FAILED, "the disk is full");
+  Control(job, v1::JOB_ACTION_CANCEL);
+  Control(job, v1::JOB_ACTION_RETRY, Get(job).attempts());
+  EXPECT_EQ(ProcessesOf(job), 4);
 }
 
 TEST_F(JobsCoreTest, GrowingJob_KeepsTheRoomForWhichItStops) {
@@ -2507,6 +2732,36 @@ TEST_F(JobsCoreTest, Spares_SurviveTheCoordinator_AndAreDroppedWithTheirNode) {
   Call(cordon);
   EXPECT_EQ(Get(job).spares_size(), 0);
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+}
+
+// As after a power cut that a GPU has not survived.
+TEST_F(JobsCoreTest, Restart_SpareOnANodeWithFewerGpus_IsDropped) {
+  for (const char* const name : {"a", "b"}) {
+    AddNode(name, 8).gpus = 8;
+    Sync(name);
+  }
+  Settle();
+  v1::JobSpec spec = Spec(8);
+  spec.mutable_per_process()->set_gpus(1);
+  spec.set_processes_per_node(8);
+  spec.set_spare_nodes(1);
+  const std::string job = Submit(spec);
+  ASSERT_EQ(NodesOf(Get(job).spares()), std::vector<std::string>{"b"});
+  StartTerm();
+  Sync("b");
+  EXPECT_EQ(Get(job).spares_size(), 1);
+  for (const char* const name : {"a", "b"}) {
+    nodes_[name].gpus = 7;
+    nodes_[name].attempts.clear();
+  }
+  StartTerm();
+  Sync("b");
+  EXPECT_EQ(Get(job).spares_size(), 0);
+  // Its attempt is gone from the other node, which has 7 as well.
+  Sync("a");
+  Settle();
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED) << Get(job).why();
+  EXPECT_EQ(Get(job).attempts(), 1);
 }
 
 TEST_F(JobsCoreTest, Spares_EndWithTheirJob) {

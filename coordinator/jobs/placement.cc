@@ -165,7 +165,10 @@ void NodeSpace::Take(const v1::Placement& placement, const v1::ProcessResources&
 void NodeSpace::Give(const v1::Placement& placement, const v1::ProcessResources& process) {
   cpus += placement.processes() * Cpus(process);
   memory += placement.processes() * process.memory_bytes();
-  gpus.insert(placement.gpus().begin(), placement.gpus().end());
+  for (const int gpu : placement.gpus()) {
+    // The node may have come back with fewer.
+    if (info == nullptr || gpu < info->gpus_size()) gpus.insert(gpu);
+  }
 }
 
 void NodeSpace::AtMost(const NodeSpace& later) {

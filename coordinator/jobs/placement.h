@@ -25,8 +25,8 @@ struct NodeSpace {
   std::vector<int> GpusFor(const v1::ProcessResources& process) const;
   // How many processes of this size fit.
   int Fits(const v1::ProcessResources& process) const;
-  // Takes what `placement` has, or gives it back. Space may become negative: a node that returns
-  // with less memory than it had.
+  // Takes what `placement` has, or gives it back. A node may have returned with less than it had:
+  // space may become negative, and a GPU that `info` does not have is not given back.
   void Take(const v1::Placement& placement, const v1::ProcessResources& process);
   void Give(const v1::Placement& placement, const v1::ProcessResources& process);
   // Keeps only room that is free now and also in `later`.

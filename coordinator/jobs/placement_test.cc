@@ -20,6 +20,7 @@ class PlacementTest : public testing::Test {
                int64_t memory = int64_t{64} << 30) {
     v1::NodeInfo& info = infos_.emplace_back();
     info.set_rack(rack);
+    for (int i = 0; i < gpus; ++i) info.add_gpus("gpu");
     CandidateNode node{.info = &info, .uid = 7, .space = {}};
     node.space.cpus = cpus;
     node.space.memory = memory;
@@ -52,6 +53,20 @@ TEST_F(PlacementTest, Job_FitsOneNode_IsNotSpread) {
   ASSERT_EQ(Names(decision), std::vector<std::string>{"b"});
   EXPECT_EQ(decision.placements[0].processes(), 8);
   EXPECT_EQ(decision.processes, 8);
+}
+
+TEST_F(PlacementTest, GpuThatTheNodeHasNoLonger_IsNotGivenBack) {
+  AddNode("a", 4, 2);
+  NodeSpace& space = nodes_["a"].space;
+  space.info = nodes_["a"].info;
+  v1::Placement placement;
+  for (const int gpu : {0, 1, 2}) placement.add_gpus(gpu);
+  placement.set_processes(3);
+  space.Take(placement, Spec(3, 3, 1).per_process());
+  EXPECT_TRUE(space.gpus.empty());
+  space.Give(placement, Spec(3, 3, 1).per_process());
+  EXPECT_EQ(space.gpus, (absl::btree_set<int>{0, 1}));
+  EXPECT_EQ(space.cpus, 4);
 }
 
 TEST_F(PlacementTest, Job_SmallerThanTwoNodes_TakesTheFullerOne) {

@@ -188,6 +188,11 @@ class Simulation {
         }
       }
     }
+    if (former != told_.end()) CheckFreeStart(former->second, record);
+    if (record.restarts() > record.spec().max_restarts()) {
+      Violation(absl::StrCat(record.job_id(), " has had ", record.restarts(), " restarts of ",
+                             record.spec().max_restarts()));
+    }
     // Later the job may have been resized.
     const int told_attempts = former == told_.end() ? 0 : former->second.attempts();
     if (record.attempts() > told_attempts) {
@@ -207,6 +212,28 @@ class Simulation {
     }
     told_[record.job_id()] = record;
   }
+  // A start that is not counted follows only an end that the program could not help. A runner that
+  // was stopped has obeyed: its end hides no cause.
+  void CheckFreeStart(const v1::JobRecord& before, const v1::JobRecord& now) {
+    const bool ended = before.state() == v1::JOB_STATE_STARTING ||
+                       before.state() == v1::JOB_STATE_RUNNING ||
+                       before.state() == v1::JOB_STATE_STOPPING;
+    if (!ended || now.state() != v1::JOB_STATE_QUEUED || now.restarts() > before.restarts()) return;
+    const v1::EndClass end_class = now.history(now.history_size() - 1).end().end_class();
+    switch (end_class) {
+      case v1::END_CLASS_NODE_LOST:
+      case v1::END_CLASS_NODE_FAILED:
+      case v1::END_CLASS_PREEMPTED:
+      case v1::END_CLASS_RESIZED:
+      case v1::END_CLASS_SUSPENDED:
+        ++result_.free;
+        break;
+      default:
+        Violation(absl::StrCat(now.job_id(), " starts again for free after ",
+                               v1::EndClass_Name(end_class)));
+    }
+  }
+
   // Each restart is requested once by a node, counts, and leaves an entry with its cause.
   void CheckRestartsInPlace(const v1::JobRecord& before, const v1::JobRecord& now) {
     if (before.history_size() == 0 || now.history_size() == 0) return;
@@ -555,8 +582,9 @@ class Simulation {
           const v1::EndClass classes[] = {
               v1::END_CLASS_SUCCEEDED,      v1::END_CLASS_SUCCEEDED,  v1::END_CLASS_PROCESS_FAILED,
               v1::END_CLASS_PROCESS_FAILED, v1::END_CLASS_USER_ERROR, v1::END_CLASS_NODE_FAILED,
-              v1::END_CLASS_OUT_OF_MEMORY,  v1::END_CLASS_HANG};
-          end_class = classes[Up(7)];
+              v1::END_CLASS_OUT_OF_MEMORY,  v1::END_CLASS_HANG,       v1::END_CLASS_PEER_FAILED,
+              v1::END_CLASS_PEER_FAILED};
+          end_class = classes[Up(9)];
         }
         End(&node, &report, end_class);
         // The node reports that at once.

@@ -19,6 +19,7 @@ struct JobsSimulationResult {
   int hangs = 0;    // that were followed by a restart
   int restarts_in_place = 0;
   int counted = 0;     // restarts of jobs
+  int free = 0;        // attempts that follow another without being counted
   int promotions = 0;  // nodes of attempts that were spares of the one before
 };
 
@@ -31,10 +32,11 @@ struct JobsSimulationResult {
 // groups of all earlier ones are closed and, on nodes that were not lost, nothing of them is left;
 // its processes are as many as the job asks for; no node has more than it has room for, and no room
 // that is kept as a spare is used by another job; what is not to be retried is not, and what counts
-// as a restart is counted, also within an attempt that continues, and no failure twice. The stages
-// of attempts are in the order of their times. A core that is made from the journal knows what the
-// former one has reported. In the end every job has ended, and one that succeeded had an attempt
-// all of whose processes did.
+// as a restart is counted, also within an attempt that continues, and no failure twice; a start
+// that is not counted follows only what the program could not help. The stages of attempts are in
+// the order of their times. A core that is made from the journal knows what the former one has
+// reported. In the end every job has ended, and one that succeeded had an attempt all of whose
+// processes did.
 JobsSimulationResult RunJobsSimulation(uint64_t seed, coordinator::JobsMutants mutants);
 
 }  // namespace muster::simulation

@@ -17,7 +17,7 @@ int Seeds() {
 
 TEST(JobsSimulationTest, AnySeed_KeepsTheRules) {
   int attempts = 0, restarts = 0, lost = 0, resizes = 0, stepped = 0, promotions = 0, hangs = 0;
-  int restarts_in_place = 0, counted = 0;
+  int restarts_in_place = 0, counted = 0, free = 0;
   for (int seed = 1; seed <= Seeds(); ++seed) {
     const JobsSimulationResult result = RunJobsSimulation(seed, {});
     ASSERT_EQ(result.violation, "") << "seed " << seed;
@@ -30,6 +30,7 @@ TEST(JobsSimulationTest, AnySeed_KeepsTheRules) {
     hangs += result.hangs;
     restarts_in_place += result.restarts_in_place;
     counted += result.counted;
+    free += result.free;
   }
   // The simulation has tried what it is about.
   EXPECT_GT(attempts, 10 * Seeds());
@@ -41,6 +42,7 @@ TEST(JobsSimulationTest, AnySeed_KeepsTheRules) {
   EXPECT_GT(hangs, Seeds() / 10);
   EXPECT_GT(restarts_in_place, Seeds() / 2);
   EXPECT_GT(counted, Seeds());
+  EXPECT_GT(free, Seeds());
 }
 
 // `says`: a part of the message of the rule that should catch the fault; empty: any rule.
@@ -71,6 +73,10 @@ TEST(JobsSimulationTest, RestartsInPlaceForFree_AreNoticed) {
 
 TEST(JobsSimulationTest, FailuresThatAreCountedTwice_AreNoticed) {
   ExpectCaught({.counts_failures_twice = true}, "counts failure ");
+}
+
+TEST(JobsSimulationTest, EchoesThatAreForgotten_AreNoticed) {
+  ExpectCaught({.forgets_echoes = true}, "starts again for free after END_CLASS_CANCELLED");
 }
 
 TEST(JobsSimulationTest, LimitsOfClassesThatAreForgotten_AreNoticed) {
