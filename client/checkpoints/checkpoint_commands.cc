@@ -23,6 +23,7 @@
 #include "base/file_identity.h"
 #include "base/json.h"
 #include "base/signature.h"
+#include "base/size_option.h"
 #include "base/status_macros.h"
 #include "base/suggest.h"
 #include "base/text.h"
@@ -917,7 +918,7 @@ int Copy(const Call& call, const std::string& from, const std::string& to) {
   }
   int64_t limit = 10'000'000'000;
   if (call.line.Has("max_shard_size")) {
-    const auto size = ParseShardSize(call.line.Get("max_shard_size"));
+    const auto size = ParseSizeOption(call.line.Get("max_shard_size"));
     if (!size.ok()) return Fail(call, size.status());
     limit = *size;
   }

@@ -18,6 +18,7 @@
 #include "base/variable_list.h"
 #include "client/cli/output.h"
 #include "client/cli/planned_checkpoint.h"
+#include "client/config/accelerate_flags.h"
 #include "client/config/accelerate_launch.h"
 #include "client/config/cluster_launch.h"
 #include "client/config/engine_flags.h"
@@ -40,7 +41,7 @@ constexpr char kExitCodes[] =
     "All are in docs/cli.md.";
 
 // A flag of `accelerate launch`; the help shows those that people use.
-OptionSpec EngineOption(const AccelerateEngineFlag& flag) {
+OptionSpec EngineOption(const AccelerateFlag& flag) {
   static const auto& helps = *new std::map<std::string, std::string>{
       {"use_fsdp", "Shard by these settings; Muster's own words: --sharding"},
       {"fsdp_version", "1 or 2 (default 1)"},
@@ -96,7 +97,7 @@ std::vector<OptionSpec> LaunchOptions() {
       {.name = "dry_run", .help = "Print what would run and the source of each setting, and exit"});
   options.push_back(OutputOption({"text", "json", "yaml"}));
   options.back().help = "With --dry_run: " + options.back().help;
-  for (const AccelerateEngineFlag& flag : AccelerateEngineFlags()) {
+  for (const AccelerateFlag& flag : AccelerateEngineFlags()) {
     options.push_back(EngineOption(flag));
   }
   for (const TorchrunFlag& flag : TorchrunFlags()) {
@@ -107,6 +108,13 @@ std::vector<OptionSpec> LaunchOptions() {
          .group = flag.refusal.empty() ? "torchrun's flags, and what they become" : "",
          .letter = flag.letter,
          .values = flag.choices});
+  }
+  for (const AccelerateOnlyFlag& flag : AccelerateOnlyFlags()) {
+    options.push_back({.name = flag.name,
+                       .value_name = flag.value_name,
+                       .help = flag.help,
+                       .group = flag.refusal.empty() ? "Other flags of accelerate launch" : "",
+                       .letter = flag.letter});
   }
   return options;
 }
@@ -291,14 +299,34 @@ int Launch(const CommandLine& line, const std::vector<std::string>& argv,
 // Refuses "--tee true ./train", which would run the program `true`, successfully.
 absl::Status CheckProgramIsNoValue(const std::vector<std::string>& args,
                                    const std::vector<std::string>& words) {
-  if (args.size() <= words.size() || !ParseBoolWord(words[0]).has_value()) return absl::OkStatus();
+  if (args.size() <= words.size()) return absl::OkStatus();
   const std::string& before = args[args.size() - words.size() - 1];
+  // That of torchrun and `accelerate launch` has a value: "3", or "0:3,1:1".
+  if (before == "--tee" && words[0].find_first_not_of("0123456789:,") == std::string::npos) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--tee ", words[0],
+                     ": it takes no value, because both streams are shown together: write "
+                     "--log_dir FOLDER --tee; to run ",
+                     words[0], " as a program, write -- ", words[0]));
+  }
+  if (!ParseBoolWord(words[0]).has_value()) return absl::OkStatus();
   if (!absl::StartsWith(before, "--") || before == "--" || absl::StrContains(before, '=')) {
     return absl::OkStatus();
   }
   return absl::InvalidArgumentError(absl::StrCat(
       before, " ", words[0], ": a yes or no follows after =, as in --cpu=false; to run ", words[0],
       " as a program, write -- ", words[0]));
+}
+
+// The file that `accelerate launch` would read without --config_file.
+std::string AcceleratesDefaultConfig(const std::map<std::string, std::string>& variables) {
+  std::string cache = Variable(variables, "HF_HOME");
+  if (cache.empty()) {
+    cache = Variable(variables, "XDG_CACHE_HOME");
+    if (cache.empty()) cache = JoinPath(Variable(variables, "HOME"), ".cache");
+    cache = JoinPath(cache, "huggingface");
+  }
+  return JoinPath(cache, "accelerate/default_config.yaml");
 }
 
 }  // namespace
@@ -376,9 +404,17 @@ absl::StatusOr<LaunchConfig> ReadLaunchConfig(const CommandLine& line,
   std::map<std::string, std::string> given;
   for (const auto& [name, values] : line.options) given[name] = values.back();
   MUSTER_RETURN_IF_ERROR(ApplyTorchrunFlags(given, facts, &layers));
+  MUSTER_RETURN_IF_ERROR(ApplyAccelerateOnlyFlags(given, facts, &layers));
   MUSTER_RETURN_IF_ERROR(ApplyEngineFlags(given, &layers));
   for (Layer& layer : layers) MUSTER_RETURN_IF_ERROR(ReplaceHome(variables, &layer));
-  return ResolveLaunch(layers, facts);
+  MUSTER_ASSIGN_OR_RETURN(LaunchConfig config, ResolveLaunch(layers, facts));
+  // With --cpu its own launcher does not read it either.
+  if (const std::string skipped = AcceleratesDefaultConfig(variables);
+      path.path.empty() && !line.Has("cpu") && PathExists(skipped)) {
+    config.notes.push_back(absl::StrCat("Accelerate's ", skipped, " has no effect: --config_file ",
+                                        ShellWord(skipped), " or MUSTER_CONFIG reads it"));
+  }
+  return config;
 }
 
 std::string DescribeLaunch(const LaunchConfig& config) {

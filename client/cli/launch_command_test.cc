@@ -3,6 +3,7 @@
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <sstream>
 
 #include "absl/strings/match.h"
@@ -10,6 +11,7 @@
 #include "base/file.h"
 #include "base/test_folder.h"
 #include "base/variable_list.h"
+#include "client/config/accelerate_launch.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -20,6 +22,7 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::EndsWith;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 class LaunchCommandTest : public ::testing::Test {
  protected:
@@ -83,6 +86,62 @@ TEST_F(LaunchCommandTest, Mistakes_AreOneLineWithTheWayOut) {
   EXPECT_THAT(Refused({"--coordinator", "here", "x"}, kExitUsage), HasSubstr("here"));
   EXPECT_THAT(Refused({"missing"}, kExitProgramMissing), HasSubstr("not found in PATH"));
   EXPECT_THAT(Refused({"plain"}, kExitNotExecutable), HasSubstr("not executable"));
+}
+
+TEST_F(LaunchCommandTest, EveryFlagOfAccelerateLaunch_IsTakenOrAnsweredByName) {
+  const std::set<std::string> without_effect = {"same_network", "quiet"};
+  for (const AccelerateFlag& flag : AccelerateFlags()) {
+    const std::string name = "--" + flag.name;
+    std::vector<std::string> args = {name};
+    if (flag.takes_value && flag.name != "tee") {
+      args.push_back(flag.choices.empty() ? "1" : flag.choices[0]);
+    }
+    args.push_back("./train");
+    const int code = Run(args);
+    EXPECT_THAT(err_.str(), Not(HasSubstr("unknown option"))) << name;
+    EXPECT_THAT(err_.str(), Not(HasSubstr("did you mean"))) << name;
+    if (code != kExitOk && flag.name != "config_file") {
+      EXPECT_THAT(err_.str(), HasSubstr(flag.name)) << name;
+    }
+    if (without_effect.count(flag.name) > 0) {
+      EXPECT_EQ(code, kExitOk) << err_.str();
+    }
+  }
+  EXPECT_THAT(Refused({"--multi_gpu", "--num_processes", "8", "./train"}, kExitUsage),
+              HasSubstr("--multi_gpu: this machine has no usable GPU: leave it out"));
+  EXPECT_EQ(Run({"-q", "--num_machines", "1", "--dynamo_backend", "no", "--cpu", "./train"}),
+            kExitOk)
+      << err_.str();
+}
+
+TEST_F(LaunchCommandTest, TeeWithItsValueOfTorchrun_SaysWhatToWrite) {
+  for (const char* value : {"3", "0:3,1:1"}) {
+    EXPECT_THAT(Refused({"--log_dir", "logs", "--tee", value, "./train"}, kExitUsage),
+                HasSubstr(std::string("--tee ") + value + ": it takes no value"));
+  }
+  EXPECT_EQ(Run({"--log_dir", "logs", "--tee", "--", "3"}), kExitOk);
+  EXPECT_THAT(plan_.argv, ElementsAre("3"));
+}
+
+TEST_F(LaunchCommandTest, DefaultConfigOfAccelerates_IsNotPassedOverInSilence) {
+  const std::string home = TestPath("home");
+  const std::string folder = JoinPath(home, ".cache/huggingface/accelerate");
+  const std::string file = JoinPath(folder, "default_config.yaml");
+  ASSERT_TRUE(MakeDirectories(folder).ok());
+  variables_["HOME"] = home;
+  EXPECT_EQ(Run({"./train"}), kExitOk);
+  EXPECT_EQ(err_.str(), "");
+  ASSERT_TRUE(WriteFileAtomically(file, "distributed_type: 'NO'\nnum_processes: 1\n").ok());
+  EXPECT_EQ(Run({"./train"}), kExitOk);
+  EXPECT_THAT(err_.str(), HasSubstr("Accelerate's " + file + " has no effect: --config_file "));
+  for (const std::vector<std::string>& args : std::vector<std::vector<std::string>>{
+           {"--cpu", "./train"}, {"--config_file", file, "./train"}}) {
+    EXPECT_EQ(Run(args), kExitOk) << err_.str();
+    EXPECT_EQ(err_.str(), "");
+  }
+  variables_["HF_HOME"] = TestPath("elsewhere");
+  EXPECT_EQ(Run({"./train"}), kExitOk);
+  EXPECT_EQ(err_.str(), "");
 }
 
 // It would run the program `true`, and succeed.

@@ -1162,12 +1162,22 @@ absl::StatusOr<AccelerateConfig> ParseAccelerateConfig(absl::string_view text,
   return ReadAccelerateConfig(document, source);
 }
 
-const std::vector<AccelerateEngineFlag>& AccelerateEngineFlags() {
-  static const auto& engine = *[] {
-    auto* const flags = new std::vector<AccelerateEngineFlag>;
+const std::vector<AccelerateFlag>& AccelerateFlags() {
+  static const auto& all = *[] {
+    auto* const flags = new std::vector<AccelerateFlag>;
     for (const auto& [name, flag] : Flags()) {
-      if (!IsEngineFlag(name)) continue;
       flags->push_back({name, flag.type != Flag::Type::kTrue, flag.choices});
+    }
+    return flags;
+  }();
+  return all;
+}
+
+const std::vector<AccelerateFlag>& AccelerateEngineFlags() {
+  static const auto& engine = *[] {
+    auto* const flags = new std::vector<AccelerateFlag>;
+    for (const AccelerateFlag& flag : AccelerateFlags()) {
+      if (IsEngineFlag(flag.name)) flags->push_back(flag);
     }
     return flags;
   }();

@@ -50,14 +50,17 @@ struct AccelerateMachine {
   bool fp8 = false;  // a backend for 8-bit floats is installed
 };
 
-// A flag of `accelerate launch` for FSDP or DeepSpeed.
-struct AccelerateEngineFlag {
+// A flag of `accelerate launch`.
+struct AccelerateFlag {
   std::string name = {};  // without "--", words joined by "_"
   bool takes_value = true;
   std::vector<std::string> choices = {};
 };
-// Returns all of them: use_fsdp and fsdp_..., use_deepspeed, zero_stage, offload_..., and others.
-const std::vector<AccelerateEngineFlag>& AccelerateEngineFlags();
+// Returns all flags.
+const std::vector<AccelerateFlag>& AccelerateFlags();
+// Returns those for FSDP and DeepSpeed: use_fsdp and fsdp_..., use_deepspeed, zero_stage,
+// offload_..., and others.
+const std::vector<AccelerateFlag>& AccelerateEngineFlags();
 
 // The actions of `accelerate launch`.
 struct AccelerateLaunch {

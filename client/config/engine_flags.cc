@@ -37,7 +37,7 @@ struct EngineFlags {
 };
 absl::StatusOr<EngineFlags> FlagsAmong(const std::map<std::string, std::string>& given) {
   EngineFlags flags;
-  for (const AccelerateEngineFlag& flag : AccelerateEngineFlags()) {
+  for (const AccelerateFlag& flag : AccelerateEngineFlags()) {
     const auto found = given.find(flag.name);
     if (found == given.end()) continue;
     if (!flag.takes_value) {

@@ -15,10 +15,10 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "base/bool_word.h"
+#include "base/size_option.h"
 #include "base/status_macros.h"
 #include "base/suggest.h"
 #include "base/text.h"
-#include "base/units.h"
 #include "base/worker_variables.h"
 #include "base/yaml.h"
 #include "proto/failure_policy.h"
@@ -134,7 +134,7 @@ std::string ReadMemory(const json& value, JobSpec* spec) {
   if (value.is_number_integer() && value >= 0 && value <= std::numeric_limits<int64_t>::max()) {
     bytes = value.get<int64_t>();
   } else if (value.is_string()) {
-    bytes = ParseMemorySize(value.get<std::string>()).value_or(-1);
+    bytes = ParseSizeOption(value.get<std::string>()).value_or(-1);
   }
   if (bytes < 0) return "a size with its unit, such as 16GiB";
   spec->*kField = bytes;

@@ -30,9 +30,9 @@
 #include "base/log.h"
 #include "base/malloc_tuning.h"
 #include "base/regular_file.h"
+#include "base/size_option.h"
 #include "base/status_macros.h"
 #include "base/text.h"
-#include "base/units.h"
 #include "base/version.h"
 #include "c10/util/Exception.h"
 #include "muster/offload.h"
@@ -356,7 +356,7 @@ absl::Status SetPlaces(const Flags& flags, const c10::Device& device, DeviceMapC
   }
   *map = DeviceEntries{{"", "disk"}};
   if (flags.weights_memory.empty()) return absl::OkStatus();
-  const absl::StatusOr<int64_t> bytes = ParseMemorySize(flags.weights_memory);
+  const absl::StatusOr<int64_t> bytes = ParseSizeOption(flags.weights_memory);
   if (!bytes.ok()) {
     return absl::InvalidArgumentError(absl::StrCat("--weights_memory: ", bytes.status().message()));
   }

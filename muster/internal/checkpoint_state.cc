@@ -20,7 +20,7 @@
 #include "base/file.h"
 #include "base/log.h"
 #include "base/memory_left.h"
-#include "base/units.h"
+#include "base/size_option.h"
 #include "muster/internal/failures.h"
 #include "muster/internal/full_state.h"
 #include "muster/internal/incoming_weights.h"
@@ -484,7 +484,7 @@ absl::Status CheckpointState::SaveModel(ModelSlot& model, const std::string& wan
   const std::string directory = CleanPath(wanted_directory);
   return Guard([&] {
     steps_.CheckAllTakePart("save_model()");
-    const absl::StatusOr<int64_t> bytes = ParseShardSize(max_shard_size);
+    const absl::StatusOr<int64_t> bytes = ParseSizeOption(max_shard_size);
     ThrowIfError(bytes.status());
     const absl::StatusOr<NodeGroups> groups =
         GroupsOf(process_.comm(), directory, process_.own_node());

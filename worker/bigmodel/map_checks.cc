@@ -9,10 +9,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "base/size_option.h"
 #include "base/size_pair.h"
 #include "base/status_macros.h"
 #include "base/text.h"
-#include "base/units.h"
 
 namespace muster {
 namespace {
@@ -46,7 +46,7 @@ absl::StatusOr<DeviceLimits> ParseMaxMemory(absl::string_view text) {
           "\"", part, "\" is not a limit of a device: write DEVICE=SIZE, as in 0=20GB,cpu=30GB"));
     }
     const std::string device(absl::StripAsciiWhitespace(sides[0]));
-    const absl::StatusOr<int64_t> bytes = ParseMemorySize(absl::StripAsciiWhitespace(sides[1]));
+    const absl::StatusOr<int64_t> bytes = ParseSizeOption(sides[1]);
     if (!bytes.ok()) {
       return absl::InvalidArgumentError(
           absl::StrCat("device ", device, ": ", bytes.status().message()));

@@ -15,8 +15,8 @@ namespace muster {
 
 // Checks whether a device map can be carried out, and answers questions about it. Pure.
 
-// Parses what each device may hold, "0=20GB,cpu=30GB", in the grammar of ParseMemorySize
-// (base/units.h). Errors: INVALID_ARGUMENT that quotes the wrong part; those of OrderDevices.
+// Parses what each device may hold, "0=20GB,cpu=30GB", in the grammar of ParseSizeOption
+// (base/size_option.h). Errors: INVALID_ARGUMENT that quotes the wrong part; those of OrderDevices.
 absl::StatusOr<DeviceLimits> ParseMaxMemory(absl::string_view text);
 
 // Returns the device of `name`: that of the longest entry that is `name` or a module around it.

@@ -24,11 +24,13 @@ std::string Error(const DeviceEntries& devices) {
   return std::string(CheckDeviceMap(Model(), devices).message());
 }
 
-// D14: one grammar of sizes for limits, in every reader.
+// D14: one grammar of sizes, in every reader; see Sizes.D14 in base/size_option_test.cc.
 TEST(ParseMaxMemory, D14_LimitsOfDevices_AreInOrder) {
-  const auto limits = ParseMaxMemory("cpu=1.5GiB, 1=20GB,0=10Gb");
+  const auto limits = ParseMaxMemory("cpu=1.5GiB, 1=20GB,0=1TB");
   ASSERT_TRUE(limits.ok()) << limits.status();
-  EXPECT_THAT(*limits, ElementsAre(Pair("0", 1.25e9), Pair("1", 20e9), Pair("cpu", 1610612736.0)));
+  EXPECT_THAT(*limits, ElementsAre(Pair("0", 1e12), Pair("1", 20e9), Pair("cpu", 1610612736.0)));
+  EXPECT_THAT(std::string(ParseMaxMemory("0=10Gb").status().message()),
+              HasSubstr("device 0: size \"10Gb\" may mean bits or bytes"));
   EXPECT_THAT(std::string(ParseMaxMemory("cpu").status().message()),
               HasSubstr("\"cpu\" is not a limit"));
   EXPECT_THAT(std::string(ParseMaxMemory("cpu=10").status().message()), HasSubstr("device cpu"));

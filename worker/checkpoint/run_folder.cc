@@ -1,15 +1,44 @@
 #include "worker/checkpoint/run_folder.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
 
 namespace muster {
+namespace {
+
+// Of torch.distributed.checkpoint.
+bool HoldsDistributedCheckpoint(const std::string& folder) {
+  if (PathExists(JoinPath(folder, ".metadata"))) return true;
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(folder);
+  return names.ok() && std::any_of(names->begin(), names->end(), [](const std::string& name) {
+           return absl::EndsWith(name, ".distcp");
+         });
+}
+
+// The folder, or one in it (pytorch_model_fsdp_0 in a state of Accelerate's); empty if none.
+std::string FindDistributedCheckpoint(const std::string& folder) {
+  if (HoldsDistributedCheckpoint(folder)) return folder;
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(folder);
+  if (!names.ok()) return "";
+  std::string first;
+  for (const std::string& name : *names) {
+    const std::string path = JoinPath(folder, name);
+    if (!HoldsDistributedCheckpoint(path)) continue;
+    if (absl::StartsWith(name, "pytorch_model")) return path;
+    if (first.empty()) first = path;  // perhaps optimizer_0
+  }
+  return first;
+}
+
+}  // namespace
 
 std::string CheckpointsInPlaceOfWeights(const std::string& folder) {
   for (const std::string& root : {folder, JoinPath(folder, "checkpoints")}) {
@@ -25,7 +54,12 @@ std::string CheckpointsInPlaceOfWeights(const std::string& folder) {
     return absl::StrCat("; it holds checkpoints: name one, such as ", example,
                         " (`muster checkpoints list ", folder, "` shows all)");
   }
-  return "";
+  const std::string distributed = FindDistributedCheckpoint(folder);
+  if (distributed.empty()) return "";
+  return absl::StrCat("; ",
+                      distributed == folder ? "it is" : absl::StrCat("it holds ", distributed, ","),
+                      " a distributed checkpoint of torch (*.distcp): `accelerate merge-weights ",
+                      distributed, " OUT` in Python makes a file of it that is read here");
 }
 
 }  // namespace muster

@@ -29,5 +29,24 @@ TEST(CheckpointsInPlaceOfWeights, FolderOfARun_NamesTheNewestWholeOne) {
   }
 }
 
+TEST(CheckpointsInPlaceOfWeights, DistributedCheckpointOfTorch_IsNamed) {
+  const TestFolder folder;
+  const std::string state = JoinPath(folder.path(), "state");
+  const std::string model = JoinPath(state, "pytorch_model_fsdp_0");
+  for (const std::string& part : {JoinPath(state, "optimizer_0"), model}) {
+    ASSERT_TRUE(MakeDirectories(part).ok());
+    ASSERT_TRUE(WriteFileAtomically(JoinPath(part, "__0_0.distcp"), "x").ok());
+    ASSERT_TRUE(WriteFileAtomically(JoinPath(part, ".metadata"), "x").ok());
+  }
+  const std::string remedy =
+      " a distributed checkpoint of torch (*.distcp): `accelerate "
+      "merge-weights " +
+      model + " OUT` in Python makes a file of it that is read here";
+  EXPECT_EQ(CheckpointsInPlaceOfWeights(model), "; it is" + remedy);
+  EXPECT_EQ(CheckpointsInPlaceOfWeights(state), "; it holds " + model + "," + remedy);
+  ASSERT_TRUE(RemoveTree(JoinPath(model, ".metadata")).ok());
+  EXPECT_EQ(CheckpointsInPlaceOfWeights(model), "; it is" + remedy);
+}
+
 }  // namespace
 }  // namespace muster

@@ -186,6 +186,15 @@ TEST_F(WeightFilesTest, HiddenFiles_AreNoWeights) {
   EXPECT_EQ(Bytes(*files, "a"), "xx");
 }
 
+TEST_F(WeightFilesTest, DistributedCheckpointOfTorch_IsNamed) {
+  Put("pytorch_model_fsdp_0/.metadata", "x");
+  Put("pytorch_model_fsdp_0/__0_0.distcp", "x");
+  for (const std::string& folder : {dir_, Path("pytorch_model_fsdp_0")}) {
+    EXPECT_THAT(WeightFiles::Open(folder).status().message(),
+                HasSubstr("`accelerate merge-weights " + Path("pytorch_model_fsdp_0") + " OUT`"));
+  }
+}
+
 TEST_F(WeightFilesTest, FolderWithoutOneAnswer_SaysWhatIsThere) {
   EXPECT_THAT(WeightFiles::Open(dir_).status().message(), HasSubstr("holds no weights"));
   Put("one.safetensors", Tensors({"a"}, 'a'));

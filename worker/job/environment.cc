@@ -355,6 +355,52 @@ absl::Status ReadMeetingPoint(const Variables& variables, Environment* env) {
   return absl::OkStatus();
 }
 
+// A program that ignored the device would compute on another one.
+absl::Status ReadAccelerateDevice(const Variables& variables, Environment* env) {
+  constexpr char kName[] = "ACCELERATE_TORCH_DEVICE";
+  const std::string* const device = Find(variables, kName);
+  if (device == nullptr) return absl::OkStatus();
+  if (*device != "cpu") {
+    return absl::InvalidArgumentError(absl::StrCat(
+        kName, "=", Printable(*device),
+        ": a process computes on the GPU of its local rank if there are any, else on the CPU: "
+        "unset it; CUDA_VISIBLE_DEVICES (`muster launch --gpu_ids`) chooses the GPUs"));
+  }
+  env->use_cpu = {true, kName};
+  return absl::OkStatus();
+}
+
+// Names the variables that Accelerate's library obeys and this one does not.
+void WarnOfUnreadVariables(const Variables& variables, Environment* env) {
+  const auto is_on = [](const std::string& text) { return ParseBoolWord(text).value_or(false); };
+  const auto is_backend = [](const std::string& text) {
+    return !absl::EqualsIgnoreCase(text, "no");
+  };
+  const auto is_given = [](const std::string&) { return true; };
+  struct Unread {
+    const char* name;
+    bool (*asks)(const std::string& text);
+    const char* remedy;
+  };
+  const Unread kUnread[] = {
+      {"ACCELERATE_DYNAMO_BACKEND", is_backend, "there is no Python code to compile"},
+      {"ACCELERATE_CPU_AFFINITY", is_on, "bind the processes with numactl or taskset"},
+      {"ACCELERATE_LOG_LEVEL", is_given, "MUSTER_LOG_LEVEL sets it"},
+      {"ACCELERATE_INIT_INCLUDE_BUFFERS", is_on, "init_empty_weights() has an option for it"},
+      {"ACCELERATE_BYPASS_DEVICE_MAP", is_on, "the program calls the function that it needs"},
+  };
+  std::vector<std::string> found;
+  for (const Unread& variable : kUnread) {
+    const std::string* const text = Find(variables, variable.name);
+    if (text == nullptr || !variable.asks(*text)) continue;
+    found.push_back(absl::StrCat(variable.name, " (", variable.remedy, ")"));
+  }
+  if (found.empty()) return;
+  env->warnings.push_back(absl::StrCat(absl::StrJoin(found, ", "),
+                                       found.size() == 1 ? " has" : " have",
+                                       " no effect on a program written with Muster"));
+}
+
 // Muster's own name takes precedence over Accelerate's, which is read so that programs started by
 // its launcher work.
 absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& arguments,
@@ -417,6 +463,7 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
   ReadList(variables, "MUSTER_ACTIVATION_BLOCKS", &env->activation_blocks);
   ReadText(variables, "MUSTER_OFFLOAD_ACTIVATIONS", &env->offload_activations);
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "ACCELERATE_USE_CPU", &env->use_cpu));
+  MUSTER_RETURN_IF_ERROR(ReadAccelerateDevice(variables, env));
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_CPU", &env->use_cpu));
   MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", int64_t{1},
                                     &env->gradient_accumulation_steps));
@@ -426,6 +473,7 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_DEBUG", &env->debug));
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_SHM", &env->shared_memory));
   ReadText(variables, "MUSTER_PROJECT_DIR", &env->project_dir);
+  WarnOfUnreadVariables(variables, env);
   MUSTER_RETURN_IF_ERROR(CheckLogVariables(variables));
   MUSTER_RETURN_IF_ERROR(ReadDuration(variables, "MUSTER_TIMEOUT", absl::Nanoseconds(1),
                                       "such as 90s or 10m", &env->timeout));

@@ -14,6 +14,7 @@ namespace muster {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
@@ -391,6 +392,36 @@ TEST(Environment, AccelerateWishes_AreUnderstood) {
   EXPECT_EQ(env.mixed_precision.source, "ACCELERATE_MIXED_PRECISION");
   EXPECT_TRUE(env.use_cpu.value);
   EXPECT_TRUE(env.debug.value);
+}
+
+TEST(Environment, DeviceOfAccelerates_IsTakenOrRefused) {
+  const Environment env = Read({{"ACCELERATE_TORCH_DEVICE", "cpu"}});
+  EXPECT_TRUE(env.use_cpu.value);
+  EXPECT_EQ(env.use_cpu.source, "ACCELERATE_TORCH_DEVICE");
+  for (const char* device : {"cuda", "cuda:1", "mps"}) {
+    EXPECT_THAT(Error({{"ACCELERATE_TORCH_DEVICE", device}}),
+                HasSubstr("ACCELERATE_TORCH_DEVICE=" + std::string(device) + ": "));
+  }
+}
+
+TEST(Environment, VariablesThatOnlyAccelerateObeys_AreNamedInOneWarning) {
+  EXPECT_THAT(Read({{"ACCELERATE_DYNAMO_BACKEND", "INDUCTOR"},
+                    {"ACCELERATE_CPU_AFFINITY", "1"},
+                    {"ACCELERATE_LOG_LEVEL", "debug"}})
+                  .warnings,
+              ElementsAre("ACCELERATE_DYNAMO_BACKEND (there is no Python code to compile), "
+                          "ACCELERATE_CPU_AFFINITY (bind the processes with numactl or taskset), "
+                          "ACCELERATE_LOG_LEVEL (MUSTER_LOG_LEVEL sets it) have no effect on a "
+                          "program written with Muster"));
+  for (const char* name : {"ACCELERATE_INIT_INCLUDE_BUFFERS", "ACCELERATE_BYPASS_DEVICE_MAP"}) {
+    EXPECT_THAT(Read({{name, "true"}}).warnings, ElementsAre(HasSubstr(name)));
+  }
+  // As its launcher always sets them.
+  EXPECT_THAT(Read({{"ACCELERATE_DYNAMO_BACKEND", "no"},
+                    {"ACCELERATE_CPU_AFFINITY", "False"},
+                    {"ACCELERATE_BYPASS_DEVICE_MAP", "0"}})
+                  .warnings,
+              IsEmpty());
 }
 
 // A launcher of Accelerate that asks for an engine that is not supported: plain data parallelism
