@@ -681,8 +681,8 @@ class Core::Impl::Job : public BarrierHost {
   bool kv_touched_ = false;
   bool barrier_touched_ = false;
   bool watch_touched_ = false;
-  // Whether submitted_ has recorded that rank 0 of this generation has restored, and stepped, in this
-  // term.
+  // Whether submitted_ has recorded that rank 0 of this generation has restored, and stepped, in
+  // this term.
   bool restored_told_ = false, stepped_told_ = false;
   BarrierCounts seen_counts_;
   absl::Time scheduled_ = absl::InfiniteFuture();
