@@ -5,10 +5,11 @@
 
 namespace muster {
 
-// A path that names what the system finds under `path`, without ".", "..", "//" and "/" at its end.
-// Where ".." follows a name, which may be a symbolic link, what comes before is resolved. Of what
-// does not exist the text alone counts. Empty if `path` is.
-std::string CleanPath(const std::string& path);
+// A path that names what the system finds under `given`, without ".", "..", "//" and "/" at its
+// end; a "~" at its beginning is the user's home (base/home_path.h). Where ".." follows a name,
+// which may be a symbolic link, what comes before is resolved. Of what does not exist the text
+// alone counts. Empty if `given` is.
+std::string CleanPath(const std::string& given);
 
 // The same, absolute: for processes in other folders.
 std::string AbsolutePath(const std::string& path);
