@@ -953,7 +953,7 @@ Layer LayerFromVariables(const std::map<std::string, std::string>& variables) {
 
 std::string WithHome(absl::string_view path, const std::map<std::string, std::string>& variables) {
   const auto home = variables.find("HOME");
-  return WithHome(path, home == variables.end() ? absl::string_view() : home->second);
+  return muster::WithHome(path, home == variables.end() ? absl::string_view() : home->second);
 }
 
 absl::Status ReplaceHome(const std::map<std::string, std::string>& variables, Layer* layer) {
