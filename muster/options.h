@@ -40,8 +40,8 @@ struct ProjectOptions {
   std::optional<int64_t> total_limit;
   // For nodes without a shared file system: every node keeps its own processes' files under its own
   // `directory`, and load_state() fetches what a node lacks from the others, or names the missing
-  // node. save_model() writes the whole model on every node. Nodes that do share the folder are
-  // detected and write it once.
+  // node. save_model() writes the whole model on every node, and save() its file. Nodes that do
+  // share the folder are detected and write it once.
   bool save_on_each_node = false;
 };
 

@@ -1505,10 +1505,10 @@ TEST(JoinUnevenInputs, OtherCallsOfAllProcesses_AreRefusedAtOnce) {
     EXPECT_THAT(errors, Each(HasSubstr(entry.first + " inside join_uneven_inputs()")));
   }
   const std::vector<std::pair<std::string, std::function<void(Subgroup&)>>> of_groups = {
-      {"gather() of a group", [](Subgroup& group) { group.gather(at::ones({1})); }},
-      {"gather_object() of a group", [](Subgroup& group) { group.gather_object(1); }},
-      {"reduce() of a group", [](Subgroup& group) { group.reduce(1); }},
-      {"broadcast() of a group", [](Subgroup& group) { group.broadcast(1); }},
+      {"gather() of a group", [](Subgroup& group) { (void)group.gather(at::ones({1})); }},
+      {"gather_object() of a group", [](Subgroup& group) { (void)group.gather_object(1); }},
+      {"reduce() of a group", [](Subgroup& group) { (void)group.reduce(1); }},
+      {"broadcast() of a group", [](Subgroup& group) { (void)group.broadcast(1); }},
       {"wait_for_everyone() of a group", [](Subgroup& group) { group.wait_for_everyone(); }}};
   for (const auto& entry : of_groups) {
     const auto errors = ErrorsOf(2, {}, [&](Accelerator& a) {

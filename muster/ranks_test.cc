@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
@@ -69,7 +70,7 @@ TEST(Ranks, MainCallsACollectiveInItsBlock_TheRanksStayInStep) {
   RunAccelerators(3, {}, [](Accelerator& a) {
     try {
       auto first = a.main_process_first();
-      if (a.is_main_process()) a.gather(at::ones({1}));
+      if (a.is_main_process()) (void)a.gather(at::ones({1}));
       ADD_FAILURE() << "no error";
     } catch (const c10::Error& error) {
       EXPECT_THAT(error.what(), HasSubstr("rank 0 called AllGather"));
@@ -470,9 +471,11 @@ TEST(Ranks, LoadState_OneOfTwoModelsDoesNotFit_ChangesNeither_AndTrainingGoesOn)
 
 // Trains on `ranks` ranks from the newest checkpoint, if any, until optimizer step `until`; returns
 // the samples in the order of the epoch.
-std::vector<int64_t> TrainUntil(int ranks, const std::string& root, int64_t until,
-                                int64_t per_rank) {
+std::vector<int64_t> TrainUntil(int ranks, const std::string& root, int64_t until, int64_t per_rank,
+                                const std::string& precision = "no") {
   AcceleratorOptions options;
+  options.mixed_precision = precision;
+  options.grad_scaler.init_scale = 16;
   options.project.directory = root;
   options.data_loader.data_seed = 3;
   options.gradient_accumulation_steps = 2;
@@ -529,11 +532,31 @@ TEST(Ranks, D20_PlaceInTheData_IsWrittenAndComesBack) {
 }
 
 TEST(Ranks, D21_EveryRanksFiles_HaveTheirOwnNames) {
-  TrainUntil(2, TestDir("names"), 2, 2);
+  TrainUntil(2, TestDir("names"), 2, 2, "fp16");
   const auto reader = StateReader::Open(TestDir("names") + "/checkpoints/checkpoint_0");
   ASSERT_TRUE(reader.ok()) << reader.status();
+  std::vector<std::string> names;
   for (const ManifestFile& file : reader->manifest().files) {
     EXPECT_EQ(file.rank, file.name == RandomStatesFileName(1) ? 1 : 0) << file.name;
+    names.push_back(file.name);
+  }
+  // The loss scale, which all ranks have, too: of one of them.
+  EXPECT_EQ(std::count(names.begin(), names.end(), ScalerFileName(0)), 1);
+  EXPECT_EQ(std::count(names.begin(), names.end(), RandomStatesFileName(1)), 1);
+}
+
+// One process alone has the same batches either way.
+TEST(Ranks, D40_SplitBatches_IsNeverIgnored) {
+  for (const bool split : {false, true}) {
+    AcceleratorOptions options;
+    options.data_loader.split_batches = split;
+    RunAccelerators(2, options, [&](Accelerator& a) {
+      auto loader = a.prepare(batches(TensorDataset(at::ones({8, 1})), 4));
+      EXPECT_EQ(a.split_batches(), split);
+      EXPECT_EQ(loader.total_batch_size(), split ? 4 : 8);  // of all processes together
+      EXPECT_EQ(loader.size(), split ? 2 : 1);
+      for (auto& batch : loader) EXPECT_EQ(batch.value().size(0), split ? 2 : 4);
+    });
   }
 }
 
@@ -783,20 +806,21 @@ TEST(Ranks, RegisteredInAnAttemptThatFailedOnAnotherRank_IsNotSaved) {
 
 TEST(BadInput, ShapesThatDiffer_AreNamedOnEveryRank) {
   const auto errors = ErrorsOf(2, {}, [](Accelerator& a) {
-    a.gather(at::ones({2, a.process_index() + 3}));
+    (void)a.gather(at::ones({2, a.process_index() + 3}));
   });
   EXPECT_THAT(errors, Each(AllOf(HasSubstr("[2, 3]"), HasSubstr("[2, 4]"),
                                  HasSubstr("pad_across_processes"))));
-  EXPECT_THAT(ErrorsOf(2, {}, [](Accelerator& a) { a.reduce(at::ones({a.process_index() + 1})); }),
-              Each(HasSubstr("rank 1")));
+  EXPECT_THAT(
+      ErrorsOf(2, {}, [](Accelerator& a) { (void)a.reduce(at::ones({a.process_index() + 1})); }),
+      Each(HasSubstr("rank 1")));
 }
 
 TEST(BadInput, DifferentCollectives_AreNamedOnEveryRank) {
   const auto errors = ErrorsOf(2, {}, [](Accelerator& a) {
     if (a.is_main_process()) {
-      a.gather(at::ones({2}));
+      (void)a.gather(at::ones({2}));
     } else {
-      a.reduce(at::ones({2}));
+      (void)a.reduce(at::ones({2}));
     }
   });
   EXPECT_THAT(errors, Each(AllOf(HasSubstr("AllGather"), HasSubstr("AllReduce"))));
@@ -865,6 +889,29 @@ TEST(BadInput, DirectoryOfOneRankAlone_IsToldToEveryRank) {
     EXPECT_THAT(
         ErrorsOfDirectories(call, {"", dir}),
         Each(HasSubstr(name + ": rank 1 gives " + dir + ", and rank 0 no directory: give all")));
+  }
+}
+
+// As a program saves without an Accelerator: under `if (is_main_process())`.
+TEST(BadInput, CallOnTheMainProcessAlone_IsNamed) {
+  const std::string dir = TestDir("on_main_alone");
+  for (const auto& [name, call] : std::vector<std::pair<std::string, GiveDirectory>>{
+           {"save_state()", [](Accelerator&a, const auto&to) { return a.save_state(to); }},
+           {"load_state()", [](Accelerator&a, const auto&from) { return a.load_state(from); }},
+           {"load_weights()",
+            [](Accelerator&a, const auto&from) { return a.load_weights(from).status(); }}}) {
+    absl::Status status;
+    RunAccelerators(2, {}, [&, &call = call](Accelerator& a) {
+      auto model = a.prepare(OneWeight());
+      if (a.is_main_process()) {
+        status = call(a, dir);
+      } else {
+        EXPECT_THROW((void)a.gather(at::ones({3})), c10::Error);
+      }
+    });
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr(name + ": "), HasSubstr("ranks disagree about a collective"),
+                      HasSubstr("every process has to call " + name)));
   }
 }
 

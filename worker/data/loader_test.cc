@@ -109,6 +109,33 @@ TEST(PreparedLoader, D10_SkippedPassAndBrokenOffPass_RepeatNoPermutation) {
   EXPECT_EQ(loader.epoch(), 4);
 }
 
+// Of indexed data, also where the ranks get different numbers of them.
+TEST(PreparedLoader, D09_Size_IsTheNumberOfBatchesGivenOut) {
+  for (const int ranks : {1, 2, 3}) {
+    RunRanks(ranks, [&](Comm& comm) {
+      for (const bool split : {false, true}) {
+        for (const bool even : {false, true}) {
+          for (const bool drop_last : {false, true}) {
+            for (int64_t length = 0; length < 14; ++length) {
+              for (const int64_t each : {1, 2, 4}) {
+                const int64_t size = split ? each * ranks : each;
+                const auto recipe = batches(Ids{length}, size).drop_last(drop_last);
+                LoaderOptions options;
+                options.split_batches = split;
+                options.even_batches = even;
+                const auto loader = PrepareLoader(recipe, options, &comm);
+                EXPECT_EQ(loader.size(), All(loader).size())
+                    << "rank " << comm.rank() << " of " << ranks << split << even << drop_last
+                    << ", " << length << " samples in batches of " << size;
+              }
+            }
+          }
+        }
+      }
+    });
+  }
+}
+
 TEST(PreparedLoader, D11_RanksSeededApart_AgreeOnRankZerosSeed) {
   std::vector<std::vector<int64_t>> ids(4);
   RunRanks(4, [&](Comm& comm) {
