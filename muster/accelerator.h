@@ -275,7 +275,10 @@ class Accelerator {
   // In this scope processes may have different numbers of batches: a process that has run out takes
   // part in the others' exchanges. `even_batches` applies to passes over prepared loaders that
   // begin in the scope. Each training step in the scope needs accumulate(), which announces the
-  // step to the processes that have run out. (collective) on entry.
+  // step to the processes that have run out, and makes one backward() that exchanges gradients.
+  // Throws c10::Error with more than one prepared model that is trained (that has parameters which
+  // require a gradient), a sharded one, or SyncBatchNorm; backward() throws at the second of a
+  // step. (collective) on entry.
   [[nodiscard]] internal::JoinScope join_uneven_inputs(bool even_batches = false) {
     return internal::JoinScope(core_.get(), even_batches);
   }
@@ -476,9 +479,11 @@ class Accelerator {
   // AcceleratorOptions::checkpoint.asynchronous or .memory only the copy is complete, and the error
   // may be that of an earlier save (this one continues). No other thread may change the saved state
   // until it returns. Layout: docs/checkpoint_format.md. Errors: RESOURCE_EXHAUSTED,
-  // PERMISSION_DENIED, FAILED_PRECONDITION (in the middle of an accumulation window, or if a thread
-  // changed a tensor during the save), ALREADY_EXISTS. Between backward() under no_sync() and the
-  // step that uses its gradients it warns that a checkpoint does not hold them.
+  // PERMISSION_DENIED, FAILED_PRECONDITION (in the middle of an accumulation window, if a thread
+  // changed a tensor during the save, or if processes that do not train apart have made different
+  // steps of an optimizer or given it other hyper-parameters), ALREADY_EXISTS. Between backward()
+  // under no_sync() and the step that uses its gradients it warns that a checkpoint does not hold
+  // them.
   absl::Status save_state(const std::string& directory = "");
   // Blocks until asynchronous saves are on disk, the last save in memory has ended and the
   // checkpoints that they displace are deleted; save_state() does not wait for that deletion.

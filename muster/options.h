@@ -83,8 +83,8 @@ struct CheckpointOptions {
   // All processes write an unsharded model with more bytes of parameters than this: each writes
   // some of its tensors and optimizer states, in files like those of a sharded model
   // (model-00001-of-00004.safetensors; docs/checkpoint_format.md). Process 0 writes the others, and
-  // every model if a save hook is registered or if processes have trained apart (muster::LocalSGD,
-  // allow_local_gradients). 0: every model is divided.
+  // every model if a save hook is registered or if processes may have trained apart
+  // (muster::LocalSGD, allow_local_gradients, a gradient_hook). 0: every model is divided.
   int64_t divide_above = int64_t{1} << 30;
   // Write rate of an asynchronous save on each process. 0: as fast as the disk; but if training
   // needs all cores, slowly enough to cost training less than 3 %, as long as that takes no more

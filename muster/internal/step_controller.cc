@@ -17,6 +17,7 @@
 #include "worker/collective/collective_error.h"
 #include "worker/collective/nested_collectives.h"
 #include "worker/collective/on_all.h"
+#include "worker/parallel/ddp.h"
 #include "worker/parallel/meeting.h"
 #include "worker/parallel/shard_unit.h"
 #include "worker/parallel/sharded_model.h"
@@ -32,6 +33,14 @@ namespace {
 AccumulationOptions WithSteps(AccumulationOptions options, int64_t steps) {
   options.num_steps = steps;
   return options;
+}
+
+// Whether processes exchange the gradients of an unsharded model.
+bool IsTrained(ModelSlot& model) {
+  if (model.ddp() == nullptr) return false;
+  const std::vector<at::Tensor>& parameters = model.ddp()->parameters();
+  return std::any_of(parameters.begin(), parameters.end(),
+                     [](const at::Tensor& parameter) { return parameter.requires_grad(); });
 }
 
 }  // namespace
@@ -112,6 +121,7 @@ AccumulateScope StepController::Accumulate(const std::optional<BatchFacts>& fact
         join_->MicroStep(accumulation_.WouldSync(facts), accumulation_.options().sync_each_batch);
     accumulation_.Begin(facts, decision.sync);
     join_factor_ = decision.gradient_factor;
+    join_exchanged_ = false;
   }
   in_micro_step_ = true;
   outside_loops_ = !facts.has_value();
@@ -227,6 +237,11 @@ void StepController::CheckLoss(const at::Tensor& loss, const std::optional<doubl
       join_ == nullptr || !weight.has_value(),
       "weighted losses inside join_uneven_inputs() would need an exchange that processes without "
       "batches do not take part in: use one or the other");
+  TORCH_CHECK(
+      !join_exchanged_ || !communicate(),
+      "a second backward() of one accumulate() inside join_uneven_inputs(): a process that has run "
+      "out of batches takes part in one exchange of gradients for each micro-step; add the losses "
+      "up before one backward(), or give all processes as many batches (even_batches)");
 }
 
 void StepController::CheckFinite(const at::Tensor& loss) const {
@@ -295,6 +310,9 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
   }
   for (const auto& model : registry_.models()) {
     if (model->armed_ == ModelSlot::Armed::kYes) model->armed_ = ModelSlot::Armed::kUsed;
+    // Of a model that is frozen nothing is exchanged.
+    join_exchanged_ = join_exchanged_ || (join_ != nullptr && exchange && IsTrained(*model) &&
+                                          model->armed_ == ModelSlot::Armed::kUsed);
   }
   try {
     const BackwardPasses::Scope pass(*passes_);
@@ -717,7 +735,10 @@ void StepController::BeginJoin(bool even_batches) {
               local_depth_ > 0 ? "LocalSGD" : "no_sync()",
               ": processes that have run out of batches would wait for gradient exchanges that the "
               "others skip; end that scope first");
+  // What the program has let go of is trained no more.
+  if (between_windows()) registry_.ForgetUnheld();
   std::vector<DataParallel*> models;
+  int trained = 0;
   for (const auto& model : registry_.models()) {
     TORCH_CHECK(
         model->sharded() == nullptr,
@@ -725,6 +746,7 @@ void StepController::BeginJoin(bool even_batches) {
         "its part of the parameters; use even_batches, or train without sharding");
     if (model->ddp() == nullptr) continue;
     models.push_back(model->ddp());
+    trained += IsTrained(*model) ? 1 : 0;
     if (model->source().module() == nullptr) continue;
     for (const auto& part : model->source().module()->modules()) {
       TORCH_CHECK(
@@ -733,6 +755,13 @@ void StepController::BeginJoin(bool even_batches) {
           "out of batches have no statistics for the others; use BatchNorm, or even batches");
     }
   }
+  TORCH_CHECK(
+      trained <= 1, "join_uneven_inputs() with ", trained,
+      " prepared models: a process that has run out of batches cannot know which of them the "
+      "others train in a step, and in which order they exchange the gradients. Prepare one module "
+      "that holds them; freeze the parameters of those that this scope does not train "
+      "(requires_grad_(false)), or prepare those for evaluation (prepare_model(model, true)); or "
+      "use even batches");
   join_ = std::make_unique<UnevenInputs>(process_.comm(), models);
   for (const auto& loader : registry_.loaders()) loader->OverrideEvenBatches(even_batches);
 }
@@ -740,6 +769,7 @@ void StepController::BeginJoin(bool even_batches) {
 void StepController::EndJoin(bool finish) {
   const std::unique_ptr<UnevenInputs> join = std::move(join_);
   join_factor_ = 1;
+  join_exchanged_ = false;
   for (const auto& loader : registry_.loaders()) loader->OverrideEvenBatches(std::nullopt);
   if (!finish) {
     apart_ = true;

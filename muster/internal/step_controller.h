@@ -83,8 +83,12 @@ class StepController {
 
   void ChangeNoSync(int by) { no_sync_depth_ += by; }
   void ChangeLocal(int by);
-  // Whether the weights and optimizer states of unsharded models may differ between processes.
-  bool trained_apart() const { return apart_ || process_.options().allow_local_gradients; }
+  // Whether the weights and optimizer states of unsharded models may differ between processes. A
+  // gradient_hook of the program's may give each its own gradients.
+  bool trained_apart() const {
+    return apart_ || process_.options().allow_local_gradients ||
+           process_.options().data_parallel.gradient_hook != nullptr;
+  }
   // `function` is called before Muster itself changes the weights or the state of prepared
   // optimizers.
   void SetBeforeChange(std::function<void()> function) { before_change_ = std::move(function); }
@@ -215,6 +219,8 @@ class StepController {
   int64_t window_backwards_ = 0;        // backward passes in this window
   std::unique_ptr<UnevenInputs> join_;  // while a JoinScope lives
   double join_factor_ = 1;
+  // A backward pass of the micro-step has exchanged gradients with processes without batches.
+  bool join_exchanged_ = false;
   // What FinishGradients multiplies by; nothing before it is known.
   std::optional<double> window_factor_;
   bool said_who_clips_ = false;
