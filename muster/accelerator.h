@@ -245,7 +245,8 @@ class Accelerator {
   // For a loss that is a mean over `weight` items, such as tokens: the update is then the mean over
   // all items of the window and of all processes. Use it once in all micro-steps of a window, or in
   // none; it throws if another loss of the window has no weight, because that would also be divided
-  // by the items: add such a loss to `loss`.
+  // by the items: add such a loss to `loss`. A loss of weight 0 adds nothing to gradients, even if
+  // it is NaN, as the mean over no items is.
   void backward(const at::Tensor& loss, double weight);
 
   // Clips the gradients of `parameters` to the total norm; returns the norm before clipping (0-d).

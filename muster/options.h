@@ -213,7 +213,8 @@ struct AcceleratorOptions {
   // Lets optimizers step on gradients that no prepared model averages over the processes, because
   // the program averages them itself. false: step() throws and names the parameter.
   bool allow_local_gradients = false;
-  // backward() throws on a loss that is NaN or infinite, naming the process and the micro-step.
+  // backward() throws on a loss that is NaN or infinite, naming the process and the micro-step. A
+  // loss of weight 0 may be.
   bool check_finite_loss = false;
 };
 

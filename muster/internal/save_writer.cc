@@ -532,6 +532,8 @@ absl::Status SaveWriter::Write(StateWriter& writer) {
   }
   StateDict random;
   for (const auto& [name, tensor] : SaveRngState()) random.SetTensor(name, tensor);
+  const at::Tensor before_batch = loops_.GeneratorToSave();
+  if (before_batch.defined()) random.SetTensor("cpu", before_batch);
   // The last file of every rank. What is proven to be there is known from here.
   {
     // Without a coordinator, and with a disk in every node, rank 0 proves it from what ranks tell

@@ -54,7 +54,8 @@ StepController::StepController(const Process& process, Registry& registry, LoopT
       statistics_ranks_(std::make_unique<StatisticsRanks>(process.comm())),
       strays_(process, registry, *passes_),
       origins_(process, registry, *passes_),
-      samples_(process, registry) {
+      samples_(process, registry),
+      empty_losses_(registry) {
   if (NeedsGradScaler(process.precision()) && process.grad_scaler().enabled) {
     // Each process sees the gradients of its own shards only.
     const bool sharded =
@@ -180,11 +181,33 @@ void StepController::BeginWindow() {
   window_factor_.reset();
   window_backwards_ = 0;
   if (scaler_ != nullptr && scaler_->pending()) UpdateScale();
+  bool given_up = false;
   for (const auto& optimizer : registry_.optimizers()) {
     // The window before has ended without a step, or with one that was made after the last
     // micro-step's scope.
-    if (optimizer->zero_at_end_.has_value()) ZeroNow(*optimizer, *optimizer->zero_at_end_);
-    optimizer->witness_.reset();
+    if (!optimizer->zero_at_end_.has_value()) {
+      optimizer->witness_.reset();
+      continue;
+    }
+    given_up = given_up || !optimizer->consumed_;
+    ZeroNow(*optimizer, *optimizer->zero_at_end_);
+  }
+  if (std::exchange(window_broken_, false) && given_up) {
+    MUSTER_LOG(Warning) << "an exception has left the last micro-step of an accumulation window "
+                           "before its optimizer.step(): the gradients of that window are given "
+                           "up";
+  }
+}
+
+void StepController::BreakWindow() {
+  // Gradients that are used in the pass leave nothing, and step() says what is missing.
+  if (updates_ != nullptr) return;
+  for (const auto& optimizer : registry_.optimizers()) {
+    // A step may follow after the scope nevertheless.
+    if (optimizer->consumed_ || optimizer->pending_losses_ == OptimizerSlot::Losses::kNone)
+      continue;
+    if (!optimizer->zero_at_end_.has_value()) optimizer->zero_at_end_ = true;
+    window_broken_ = true;
   }
 }
 
@@ -199,6 +222,8 @@ void StepController::EndMicroStep() {
   }
   for (const auto& model : registry_.models()) model->armed_ = ModelSlot::Armed::kNo;
   process_.progress().SetPhase("between steps");
+  // What the micro-steps before have added is of no other window.
+  if (std::uncaught_exceptions() > 0 && sync_gradients()) BreakWindow();
 }
 
 void StepController::CheckLoss(const at::Tensor& loss, const std::optional<double>& weight) const {
@@ -244,8 +269,9 @@ void StepController::CheckLoss(const at::Tensor& loss, const std::optional<doubl
       "up before one backward(), or give all processes as many batches (even_batches)");
 }
 
-void StepController::CheckFinite(const at::Tensor& loss) const {
-  const double value = loss.item<double>();
+void StepController::CheckFinite(const at::Tensor& loss, bool empty) const {
+  // The mean of no items is NaN, and none of the batch's faults.
+  const double value = empty ? 0 : loss.item<double>();
   // Agreed over all ranks, so that no rank continues into a collective that the others have left.
   at::Tensor bad = at::full({process_.size()}, 0, at::kDouble);
   if (!std::isfinite(value)) bad[process_.rank()] = 1;
@@ -268,7 +294,9 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
                               const BackwardOptions& how) {
   CheckNoStepFailed("backward()");
   CheckLoss(loss, weight);
-  if (process_.options().check_finite_loss) CheckFinite(loss);
+  const bool empty = weight == 0.0;
+  if (process_.options().check_finite_loss) CheckFinite(loss, empty);
+  TellWindowsOfNoSync();
   if (!in_micro_step_ || window_backwards_ == 0) CheckPendingLosses(weight.has_value());
   // Outside of accumulate() every call is a window of its own, divided as Accelerate does.
   if (!in_micro_step_) {
@@ -316,6 +344,8 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
   }
   try {
     const BackwardPasses::Scope pass(*passes_);
+    std::optional<EmptyLosses::Scope> adds_nothing;
+    if (empty) adds_nothing.emplace(empty_losses_);
     struct InBackward {
       explicit InBackward(bool& flag) : flag(flag) { flag = true; }
       ~InBackward() { flag = false; }
@@ -802,7 +832,6 @@ void StepController::Stepped(OptimizerSlot& slot) {
   if (!in_micro_step()) {
     // After loss.backward() nothing else has recorded that the batch was trained on.
     loops_.MarkTrained();
-    left_out_at_.reset();
   }
   if (slot.step_was_skipped_ && local_depth_ > 0) ++slot.skipped_apart_;
   if (!slot.step_was_skipped_) {
@@ -817,6 +846,7 @@ void StepController::Stepped(OptimizerSlot& slot) {
     }
   }
   slot.consumed_ = true;
+  slot.left_to_no_sync_ = false;
   holds_back_ = false;
   slot.pending_losses_ = OptimizerSlot::Losses::kNone;
   slot.pass_at_step_ = passes_->last();
@@ -837,8 +867,6 @@ void StepController::Stepped(OptimizerSlot& slot) {
 }
 
 void StepController::LeaveOutStep() {
-  // For ZeroGrad(); of no batch.
-  if (!in_micro_step_) left_out_at_.emplace();
   const BatchInfo* const batch = loops_.current_batch();
   if (!in_micro_step_ || !outside_loops_ || batch == nullptr) return;
   const auto at = std::make_pair(batch->iteration, batch->index);
@@ -860,7 +888,10 @@ void CheckNotAveraged(const StepController& steps) {
 }  // namespace
 
 void StepController::Step(OptimizerSlot& slot) {
-  if (!sync_gradients()) return LeaveOutStep();
+  if (!sync_gradients()) {
+    if (accumulation_.sync_gradients()) slot.left_to_no_sync_ = true;
+    return LeaveOutStep();
+  }
   CheckRemembered(slot);
   CheckNotAveraged(*this);
   TORCH_CHECK(
@@ -896,7 +927,8 @@ void StepController::Step(OptimizerSlot& slot) {
     AnnounceStep(slot, sharded);
     MUSTER_FAILPOINT("worker.step");
     if (scaler_ != nullptr) {
-      scaler_->Step(*slot.handle_);
+      // Finished, maybe before the scale was changed.
+      scaler_->StepUnscaled(*slot.handle_);
       slot.step_was_skipped_ = scaler_->step_was_skipped(*slot.handle_);
       slot.stepped_at_scale_ = true;
       const auto& all = registry_.optimizers();
@@ -1092,7 +1124,9 @@ void StepController::ZeroNow(OptimizerSlot& slot, bool set_to_none) {
   }
   samples_.Forget(slot);
   slot.zero_at_end_.reset();
+  slot.zero_in_no_sync_.reset();
   slot.witness_.reset();
+  slot.left_to_no_sync_ = false;
   slot.consumed_ = slot.gradients_torn_ = slot.gradients_finished_ = false;
   slot.pending_losses_ = OptimizerSlot::Losses::kNone;
   const auto& all = registry_.optimizers();
@@ -1125,11 +1159,16 @@ void StepController::ZeroNow(OptimizerSlot& slot, bool set_to_none) {
 // call this at the head of a step as well as at its end.
 void StepController::ZeroGrad(OptimizerSlot& slot, bool set_to_none) {
   if (in_closure_) return ZeroNow(slot, set_to_none);
+  // A program that leaves steps to no_sync() calls this with each of them, and it stays out with
+  // them, until one takes effect.
+  if (slot.left_to_no_sync_ && !slot.consumed_) {
+    // At the head of the micro-step that ends the window, or to give the window up.
+    if (sync_gradients()) slot.zero_in_no_sync_ = set_to_none;
+    return;
+  }
   if (!in_micro_step()) {
-    // no_sync() by hand has no window to lose: a call in it is that at the head of one. But for a
-    // program that leaves steps to it, whose calls stay out with them, until one takes effect.
-    const bool head = accumulation_.sync_gradients() && !left_out_at_.has_value();
-    if (slot.consumed_ || sync_gradients() || head) ZeroNow(slot, set_to_none);
+    // Otherwise no_sync() by hand has no window to lose: a call in it is that at the head of one.
+    if (slot.consumed_ || accumulation_.sync_gradients()) ZeroNow(slot, set_to_none);
     return;
   }
   const bool sync = sync_gradients();
@@ -1139,6 +1178,14 @@ void StepController::ZeroGrad(OptimizerSlot& slot, bool set_to_none) {
   // The window is about to end, in a step of this optimizer or, where the program leaves that out,
   // without one.
   if (sync) slot.zero_at_end_ = set_to_none;
+}
+
+void StepController::TellWindowsOfNoSync() {
+  for (const auto& optimizer : registry_.optimizers()) {
+    const std::optional<bool> zero = std::exchange(optimizer->zero_in_no_sync_, std::nullopt);
+    // In no_sync() a window begins: the one before was given up.
+    if (zero.has_value() && no_sync_depth_ > 0) ZeroNow(*optimizer, *zero);
+  }
 }
 
 void StepController::CheckAllTakePart(const char* call) const {
@@ -1171,6 +1218,8 @@ void StepController::Reset() {
     optimizer->stepped_at_scale_ = false;
     optimizer->step_was_skipped_ = false;
     optimizer->zero_at_end_.reset();
+    optimizer->zero_in_no_sync_.reset();
+    optimizer->left_to_no_sync_ = false;
     optimizer->witness_.reset();
     optimizer->consumed_ = false;
     optimizer->pending_losses_ = OptimizerSlot::Losses::kNone;
@@ -1180,7 +1229,7 @@ void StepController::Reset() {
   accumulation_ = Accumulation(accumulation_.options());
   window_factor_.reset();
   window_backwards_ = 0;
-  holds_back_ = false;
+  holds_back_ = window_broken_ = false;
   if (scaler_ != nullptr) scaler_->Reset();
 }
 
