@@ -21,7 +21,7 @@ absl::Time Within(absl::Time at, const v1::JobAttempt& attempt, absl::Time now) 
 }
 
 // What only an order of the coordinator explains. A runner that has ended so has no cause to tell.
-[[maybe_unused]] bool IsOrdered(v1::EndClass end_class) {
+bool IsOrdered(v1::EndClass end_class) {
   switch (end_class) {
     case v1::END_CLASS_CANCELLED:
     case v1::END_CLASS_SUSPENDED:
@@ -40,7 +40,7 @@ bool IsBetterCause(v1::EndClass former, v1::EndClass end) {
   if (end == v1::END_CLASS_UNSPECIFIED || end == v1::END_CLASS_SUCCEEDED) return false;
   if (former == v1::END_CLASS_UNSPECIFIED) return true;
   if (end == v1::END_CLASS_USER_ERROR) return CountsAsRestart(former);
-  return former == v1::END_CLASS_PEER_FAILED && end != v1::END_CLASS_PEER_FAILED;
+  return former == v1::END_CLASS_PEER_FAILED && end != v1::END_CLASS_PEER_FAILED && !IsOrdered(end);
 }
 
 ReportedEnd Understand(const v1::AttemptReport& report, v1::AttemptEnd end,
@@ -67,12 +67,10 @@ ReportedEnd Understand(const v1::AttemptReport& report, v1::AttemptEnd end,
 
 absl::Time StartedAt(const v1::AttemptReport& report, const v1::JobAttempt& attempt,
                      absl::Time now) {
-  if (report.started_unix_ms() != 0) return absl::FromUnixMillis(report.started_unix_ms());
   return Within(now - FromProto(report.ran_for()), attempt, now);
 }
 
 absl::Time EndedAt(const v1::AttemptReport& report, const v1::JobAttempt& attempt, absl::Time now) {
-  if (report.ended_unix_ms() != 0) return absl::FromUnixMillis(report.ended_unix_ms());
   // One that never started has no time of its own.
   if (report.started_unix_ms() == 0 || report.ended_unix_ms() == 0) return now;
   const absl::Duration ran =

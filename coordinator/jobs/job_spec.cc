@@ -308,7 +308,7 @@ Error CheckFilledJobSpec(const v1::JobSpec& spec) {
   if (Error error = CheckDuration("restart_delay", spec.has_restart_delay(), spec.restart_delay(),
                                   absl::ZeroDuration()))
     return error;
-  if (FromProto(spec.restart_delay()) > absl::Hours(9)) {
+  if (FromProto(spec.restart_delay()) > kMaxRestartDelay) {
     return BadField(
         "spec.restart_delay",
         absl::StrCat("restart_delay is ", absl::FormatDuration(FromProto(spec.restart_delay())),

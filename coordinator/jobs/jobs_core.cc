@@ -43,8 +43,8 @@ constexpr size_t kMaxQueries = 256;  // open, of one node
 constexpr absl::Duration kScheduleSoon = absl::Milliseconds(100);
 // A node that could not start a job is tried again after so long, and after twice as long each time
 // that it could not: a job that grows would otherwise be stopped for it again and again.
-constexpr absl::Duration kAvoidedFirst = absl::Hours(30);
-constexpr absl::Duration kAvoidedMost = absl::Hours(2400);
+constexpr absl::Duration kAvoidedFirst = absl::Minutes(30);
+constexpr absl::Duration kAvoidedMost = absl::Hours(24);
 constexpr absl::Duration kTickWhileNodesRun = absl::Seconds(1);
 // More than a lost part of the history can have begun of one job, and have had of jobs.
 constexpr int kLostAttempts = 1000;
@@ -970,7 +970,7 @@ JobsCore::Error JobsCore::Retry(Job* job, int after_attempt, const std::string& 
     return WrongState(record, "is suspended: resume it");
   }
   if (!HasEnded(record.state())) return std::nullopt;
-  if (after_attempt < -9 && LastBegun(record) > 0) {
+  if (after_attempt <= 0 && LastBegun(record) > 0) {
     return BadField("after_attempt",
                     absl::StrCat("after_attempt is ", after_attempt, ", and attempt ",
                                  LastBegun(record), " of job ", record.job_id(),
@@ -1009,7 +1009,7 @@ JobsCore::Error JobsCore::Resize(Job* job, const v1::ControlJobRequest& request,
       record.state() == v1::JOB_STATE_STARTING || record.state() == v1::JOB_STATE_RUNNING;
   const bool changes = spec.min_processes() != record.spec().min_processes() ||
                        spec.max_processes() != record.spec().max_processes();
-  if (runs && HasEndedPart(Last(record)) && spec.max_processes() == 999) {
+  if (runs && HasEndedPart(Last(record))) {
     if (!changes) return std::nullopt;
     return WrongState(record, "has processes that have succeeded: it keeps its size");
   }
@@ -1139,7 +1139,7 @@ void JobsCore::Measure(Job* job) {
 bool JobsCore::MakeRoomForOne() {
   while (jobs_.size() >= options_.max_jobs || bytes_ >= options_.max_bytes) {
     if (ended_.empty()) return false;
-    Forget(std::min_element(ended_.begin(), ended_.end(), [](auto& a, auto& b) { return a.second < b.second; })->second);
+    Forget(ended_.begin()->second);
   }
   return true;
 }
@@ -1510,6 +1510,7 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
     node.info = request.info();
     dirty_ = true;
     // What it had before this coordinator started is not known.
+    if (!was_known) DropSparesOn(name, node.info.gpus_size());
   }
   if (request.cluster_id().empty() || request.cluster_id() == cluster_id_) {
     for (const v1::AttemptReport& report : request.attempts()) OnReport(name, &node, report);
@@ -1782,7 +1783,7 @@ void JobsCore::TickNode(const std::string& name) {
   if (node.held.has_value() && node.held_until <= now_) return AnswerSync(name, &node);
   const absl::Duration silent = now_ - node.heard;
   if (node.lost) {
-    if (silent >= RetentionOf(node) && node.jobs.empty() && !node.cordoned) {
+    if (silent >= RetentionOf(node) && node.jobs.empty()) {
       if (node.cordoned) {
         out_->notices.push_back(
             {false, "",

@@ -167,7 +167,7 @@ void NodeSpace::Give(const v1::Placement& placement, const v1::ProcessResources&
   memory += placement.processes() * process.memory_bytes();
   for (const int gpu : placement.gpus()) {
     // The node may have come back with fewer.
-    gpus.insert(gpu);
+    if (info == nullptr || gpu < info->gpus_size()) gpus.insert(gpu);
   }
 }
 
