@@ -89,7 +89,8 @@ v1::AttemptEnd DescribeEnd(const JobResult& result, const std::vector<int>& user
 
 absl::StatusOr<std::string> ReadAttemptFile(const std::string& path, int64_t max_bytes) {
   absl::StatusOr<std::string> text = ReadFile(path, max_bytes);
-  // It has the code of a lack of memory or of descriptors, which passes.
+  // RESOURCE_EXHAUSTED also stands for a temporary lack of memory or descriptors, so the size
+  // decides.
   struct stat info;
   if (absl::IsResourceExhausted(text.status()) && stat(path.c_str(), &info) == 0 &&
       info.st_size > max_bytes) {

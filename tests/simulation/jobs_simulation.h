@@ -15,12 +15,12 @@ struct JobsSimulationResult {
   int restarts = 0;  // of the coordinator
   int lost_nodes = 0;
   int stepped = 0;  // attempts that have reported a step
-  int resizes = 0;  // attempts after one that was stopped for another size
-  int hangs = 0;    // that were followed by a restart
+  int resizes = 0;  // attempts that follow one that was stopped for another size
+  int hangs = 0;    // hangs that were followed by a restart
   int restarts_in_place = 0;
-  int counted = 0;     // restarts of jobs
-  int free = 0;        // attempts that follow another without being counted
-  int promotions = 0;  // nodes of attempts that were spares of the one before
+  int counted = 0;     // counted restarts of jobs
+  int free = 0;        // attempts that follow another one without being counted
+  int promotions = 0;  // nodes of attempts that were spares of the attempt before
 };
 
 // Simulates a few nodes and jobs under one seed: replies and calls are lost, nodes restart, lose
