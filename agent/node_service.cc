@@ -111,7 +111,7 @@ int64_t UnixMs() { return absl::ToUnixMillis(absl::Now()); }
 //                program starts
 //   lock         held by the runner and by all processes that must end with it
 //   runner.pid   written by the runner
-//   end.json     written by the runner when its job has ended
+//   end.json     written by the runner when the attempt has ended
 //   restart_K.json, restarts_allowed   see attempt_restarts.h
 //   logs/, work/, runner.log
 struct AttemptFolder {
@@ -873,7 +873,7 @@ class NodeService {
                          {"first_rank", runner.first_rank},
                          {"group", runner.group},
                          {"gpus", std::move(gpus)}};
-    // The runner waits until the record is on the disk, while it prepares the start of the program.
+    // The runner syncs these files to the disk while it prepares the start of the program.
     absl::Status status = PutFile(runner.folder.Of("record.json"), record.dump());
     if (status.ok()) status = MakeDirectories(runner.folder.Of("work"));
     if (status.ok()) status = WriteJobFiles(assignment.spec(), runner.folder.Of("work"));
