@@ -16,7 +16,7 @@ namespace muster::agent {
 namespace {
 
 constexpr int64_t kMaxReportBytes = 1 << 20;
-constexpr size_t kMaxText = 1024;  // of a line
+constexpr size_t kMaxText = 1024;  // the most bytes of a line
 
 v1::EndClass ClassOfRefusal(const absl::Status& status, int num_nodes) {
   switch (status.code()) {

@@ -70,7 +70,7 @@ namespace {
 
 using json = nlohmann::json;
 
-// the coordinator holds a call for a third of a lease
+// The coordinator holds a call for a third of a lease.
 constexpr absl::Duration kSyncTimeout = absl::Seconds(40);
 // A call that has not ended this long after its timeout is considered hung.
 constexpr absl::Duration kSyncSlack = absl::Seconds(20);
@@ -81,7 +81,7 @@ constexpr absl::Duration kAwayMost = absl::Seconds(5);
 // coordinator has no nodes for at most this long, if its host answers. One attempt at a host that
 // drops packets takes 10 s. gRPC makes each delay up to a fifth longer or shorter.
 constexpr absl::Duration kConnectAgain = absl::Seconds(2);
-// how often to look for the end of the service
+// How often to look for the end of the service.
 constexpr absl::Duration kConnectedPoll = absl::Milliseconds(200);
 // A connection that was lost silently (for example because a firewall has dropped its state) is
 // noticed within this time plus the wait for the keepalive's answer and the time of a held call,

@@ -32,7 +32,7 @@ struct NodeServiceOptions {
   // The command that runs one attempt: this program without --serve, with the flags that all
   // runners share (those to reach the coordinator, except --token_file).
   std::vector<std::string> runner;
-  std::map<std::string, std::string> environment;  // of runners
+  std::map<std::string, std::string> environment;  // the environment of runners
   // The control groups of attempts, see NodeGroupsOptions.
   std::string control_groups = "auto";
   bool limit_cpus = false;

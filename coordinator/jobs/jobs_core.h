@@ -176,7 +176,7 @@ class JobsCore {
   struct Job {
     v1::JobRecord record;
     absl::Time not_before = absl::InfinitePast();
-    // when the time limit of the current attempt is reached
+    // When the time limit of the current attempt is reached.
     absl::Time ends_by = absl::InfiniteFuture();
     absl::Time forget_at = absl::InfiniteFuture();  // once the job has ended
     int node_failures = 0;                          // in a row
@@ -188,8 +188,8 @@ class JobsCore {
     absl::btree_map<std::string, Avoidance> avoided;
     // The nodes that could not start the current attempt, besides that of its end.
     std::vector<std::string> could_not_start;
-    bool given_up_early = false;                   // see ReportedEnd; the current attempt
-    absl::Time runs_since = absl::InfinitePast();  // of the current attempt, or start of the term
+    bool given_up_early = false;                   // of the current attempt, see ReportedEnd
+    absl::Time runs_since = absl::InfinitePast();  // start of the current attempt, or of the term
     size_t bytes = 0;                              // the size of the record, as counted in bytes_
     // By node rank of the current attempt: why the node asks for the next restart in place. Nodes
     // repeat the request.
@@ -422,7 +422,7 @@ class JobsCore {
   absl::Time schedule_at_ = absl::InfiniteFuture();
   absl::flat_hash_map<std::string, std::string> too_large_;  // see ScheduleQuestion
   bool resumes_ = false;   // the term began with jobs that have not ended
-  bool restored_ = false;  // and from a copy: later attempts of them may be running
+  bool restored_ = false;  // it began from a copy: later attempts may be running
   bool dirty_ = false;     // room or jobs have changed since the last schedule
 
   // The current event.

@@ -815,7 +815,7 @@ class Scheduler {
   ScheduleDecision decision_;
   std::optional<Reservation> reservation_;
   std::string first_waiting_;
-  std::deque<v1::JobAttempt> attempts_;                // of jobs added to question_.active
+  std::deque<v1::JobAttempt> attempts_;                // those of jobs added to question_.active
   absl::flat_hash_set<const v1::JobRecord*> started_;  // by this schedule
   std::vector<size_t> held_;  // the jobs of question_.active whose room is held
   std::string first_held_;
@@ -825,7 +825,7 @@ class Scheduler {
   bool awaits_ = false;   // all jobs from here on wait for awaited nodes
   absl::flat_hash_map<std::string, int64_t> processes_of_;  // by owner, of jobs that hold space
   absl::flat_hash_map<std::string, int64_t> spares_of_;     // the part of these in spares
-  // by owner: indices of question_.active
+  // By owner: the indices of its jobs in question_.active.
   absl::flat_hash_map<std::string, std::vector<size_t>> active_of_;
   absl::flat_hash_map<std::string, FirstOfOwner> first_of_owner_;
   // The most processes that a job may have, if that is fewer than it would take.

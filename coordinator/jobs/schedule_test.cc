@@ -210,7 +210,7 @@ TEST_F(ScheduleTest, Preemption_StopsNobodyWhoDoesNotHelp) {
   AddNode("a", 1);
   AddNode("b", 4);
   Running("large", "b", 4, 0).mutable_spec()->set_preemptible(true);
-  // the first one to be examined
+  // The first one to be examined.
   Running("small", "a", 1, 0).mutable_spec()->set_preemptible(true);
   Queue("urgent", 4, 5);
   Starts();

@@ -723,9 +723,9 @@ class Simulation {
   std::set<AttemptKey> stepped_;
   // jobs, and which of their failures were counted
   std::set<std::pair<std::string, std::string>> counted_;
-  // restarts within an attempt that were requested
+  // Restarts within an attempt that were requested.
   std::set<std::tuple<std::string, int, int>> asked_;
-  // restarts that a node knows of
+  // Restarts that a node knows of.
   std::map<std::tuple<std::string, std::string, int>, int> restarts_on_;
   std::set<std::string> closed_;
   std::set<std::string> was_lost_;
