@@ -721,7 +721,7 @@ class Simulation {
   std::set<AttemptKey> by_hand_;         // attempts after which an operator has retried the job
   std::set<AttemptKey> followed_hangs_;  // those of jobs with a limit on hangs
   std::set<AttemptKey> stepped_;
-  // jobs, and which of their failures were counted
+  // Jobs, and which of their failures were counted.
   std::set<std::pair<std::string, std::string>> counted_;
   // Restarts within an attempt that were requested.
   std::set<std::tuple<std::string, int, int>> asked_;
