@@ -274,7 +274,9 @@ absl::StatusOr<LoadedState> Accelerator::load_weights(const std::string& directo
 
 absl::Status Accelerator::save(const std::map<std::string, at::Tensor>& tensors,
                                const std::string& path) {
-  return is_main_process() ? SaveTensors(path, tensors) : absl::OkStatus();
+  const bool on_each_node = core_->process().own_node().has_value();
+  return is_main_process() || (on_each_node && is_local_main_process()) ? SaveTensors(path, tensors)
+                                                                        : absl::OkStatus();
 }
 
 HookHandle Accelerator::HandleOf(std::vector<int64_t> numbers) {

@@ -245,7 +245,8 @@ class Accelerator {
   // For a loss that is a mean over `weight` items, such as tokens: the update is then the mean over
   // all items of the window and of all processes. Use it once in all micro-steps of a window, or in
   // none; it throws if another loss of the window has no weight, because that would also be divided
-  // by the items: add such a loss to `loss`.
+  // by the items: add such a loss to `loss`. A loss of weight 0 adds nothing to gradients, even if
+  // it is NaN, as the mean over no items is.
   void backward(const at::Tensor& loss, double weight);
 
   // Clips the gradients of `parameters` to the total norm; returns the norm before clipping (0-d).
@@ -275,7 +276,10 @@ class Accelerator {
   // In this scope processes may have different numbers of batches: a process that has run out takes
   // part in the others' exchanges. `even_batches` applies to passes over prepared loaders that
   // begin in the scope. Each training step in the scope needs accumulate(), which announces the
-  // step to the processes that have run out. (collective) on entry.
+  // step to the processes that have run out, and makes one backward() that exchanges gradients.
+  // Throws c10::Error with more than one prepared model that is trained (that has parameters which
+  // require a gradient), a sharded one, or SyncBatchNorm; backward() throws at the second of a
+  // step. (collective) on entry.
   [[nodiscard]] internal::JoinScope join_uneven_inputs(bool even_batches = false) {
     return internal::JoinScope(core_.get(), even_batches);
   }
@@ -286,7 +290,8 @@ class Accelerator {
   // value per process. Plain values in a structure with tensors (numbers, strings, lists of them)
   // keep this process's values; a value without a tensor does not compile: see gather_object().
   template <class T>
-  T gather(const T& value, std::source_location where = std::source_location::current()) {
+  [[nodiscard]] T gather(const T& value,
+                         std::source_location where = std::source_location::current()) {
     Comm& comm = CommFor("gather()");
     return Gather(comm, value, where);
   }
@@ -301,8 +306,9 @@ class Accelerator {
   // cut. Refused inside join_uneven_inputs(). Throws c10::Error on all processes if batches differ
   // in length (even_batches = false) and a value has a row for each sample on some processes only.
   template <class T>
-  auto gather_for_metrics(const T& value, MetricRows rows = MetricRows::kAuto,
-                          std::source_location where = std::source_location::current()) {
+  [[nodiscard]] auto gather_for_metrics(
+      const T& value, MetricRows rows = MetricRows::kAuto,
+      std::source_location where = std::source_location::current()) {
     Comm& comm = CommFor("gather_for_metrics()");
     const BatchInfo* batch = nullptr;
     // Of loaders side by side the batch may be in doubt, where there are rows to cut.
@@ -323,24 +329,24 @@ class Accelerator {
   }
   // (collective) The same as gather_for_metrics() for a given batch.
   template <class Data, class T>
-  auto gather_for_metrics_of(const Batch<Data>& batch, const T& value,
-                             MetricRows rows = MetricRows::kAuto,
-                             std::source_location where = std::source_location::current()) {
+  [[nodiscard]] auto gather_for_metrics_of(
+      const Batch<Data>& batch, const T& value, MetricRows rows = MetricRows::kAuto,
+      std::source_location where = std::source_location::current()) {
     Comm& comm = CommFor("gather_for_metrics_of()");
     return GatherValueForMetrics(comm, value, &batch.info(), rows, where);
   }
   // (collective) Returns the objects of all processes in process order: lists are joined, anything
   // else becomes an element. Tensors in them arrive on the CPU, also this process's own.
   template <class T>
-  auto gather_object(const T& object,
-                     std::source_location where = std::source_location::current()) {
+  [[nodiscard]] auto gather_object(const T& object,
+                                   std::source_location where = std::source_location::current()) {
     Comm& comm = CommFor("gather_object()");
     return GatherObject(comm, object, where);
   }
   // (collective) Gathers lists with one object per sample, without the samples that only pad the
   // last batch.
   template <class E>
-  std::vector<E> gather_object_for_metrics(
+  [[nodiscard]] std::vector<E> gather_object_for_metrics(
       const std::vector<E>& objects, MetricRows rows = MetricRows::kAuto,
       std::source_location where = std::source_location::current()) {
     Comm& comm = CommFor("gather_object_for_metrics()");
@@ -350,24 +356,27 @@ class Accelerator {
   // tensor, a structure of tensors or a number. Does not change the input. A number in a structure
   // with tensors does not compile.
   template <class T>
-  T reduce(const T& value, const std::string& reduction = "sum", double scale = 1.0,
-           std::source_location where = std::source_location::current()) {
+  [[nodiscard("reduce() returns the result and leaves its argument as it is")]] T reduce(
+      const T& value, const std::string& reduction = "sum", double scale = 1.0,
+      std::source_location where = std::source_location::current()) {
     Comm& comm = CommFor("reduce()");
     return Reduce(comm, value, reduction, scale, where);
   }
   // (collective) Pads dimension `dim` with `pad_index` to the largest size on any process.
   template <class T>
-  T pad_across_processes(const T& value, int64_t dim = 0, const at::Scalar& pad_index = 0,
-                         bool pad_first = false,
-                         std::source_location where = std::source_location::current()) {
+  [[nodiscard]] T pad_across_processes(
+      const T& value, int64_t dim = 0, const at::Scalar& pad_index = 0, bool pad_first = false,
+      std::source_location where = std::source_location::current()) {
     Comm& comm = CommFor("pad_across_processes()");
     return PadAcrossProcesses(comm, value, dim, pad_index, pad_first, where);
   }
   // (collective) Returns process `from_process`'s value: tensors on this process's device, and what
-  // gather_object() takes beside them or alone. Does not change the input.
+  // gather_object() takes beside them or alone. Does not change the input, unlike Accelerate's and
+  // LibTorch's: `t = accelerator.broadcast(t)`.
   template <class T>
-  T broadcast(const T& value, int from_process = 0,
-              std::source_location where = std::source_location::current()) {
+  [[nodiscard("broadcast() returns the result and leaves its argument as it is")]] T broadcast(
+      const T& value, int from_process = 0,
+      std::source_location where = std::source_location::current()) {
     Comm& comm = CommFor("broadcast()");
     return Broadcast(
         comm, MapTensors(value, [](const at::Tensor& t) { return t.defined() ? t.clone() : t; }),
@@ -383,7 +392,7 @@ class Accelerator {
   // Returns this process's part of a vector, map or tensor. Does not change the input. No
   // communication.
   template <class T>
-  T split_between_processes(const T& inputs, bool apply_padding = false) {
+  [[nodiscard]] T split_between_processes(const T& inputs, bool apply_padding = false) {
     return SplitBetweenProcesses(num_processes(), process_index(), inputs, apply_padding);
   }
 
@@ -471,9 +480,11 @@ class Accelerator {
   // AcceleratorOptions::checkpoint.asynchronous or .memory only the copy is complete, and the error
   // may be that of an earlier save (this one continues). No other thread may change the saved state
   // until it returns. Layout: docs/checkpoint_format.md. Errors: RESOURCE_EXHAUSTED,
-  // PERMISSION_DENIED, FAILED_PRECONDITION (in the middle of an accumulation window, or if a thread
-  // changed a tensor during the save), ALREADY_EXISTS. Between backward() under no_sync() and the
-  // step that uses its gradients it warns that a checkpoint does not hold them.
+  // PERMISSION_DENIED, FAILED_PRECONDITION (in the middle of an accumulation window, if a thread
+  // changed a tensor during the save, or if processes that do not train apart have made different
+  // steps of an optimizer or given it other hyper-parameters), ALREADY_EXISTS. Between backward()
+  // under no_sync() and the step that uses its gradients it warns that a checkpoint does not hold
+  // them.
   absl::Status save_state(const std::string& directory = "");
   // Blocks until asynchronous saves are on disk, the last save in memory has ended and the
   // checkpoints that they displace are deleted; save_state() does not wait for that deletion.
@@ -492,7 +503,8 @@ class Accelerator {
   // FAILED_PRECONDITION, and those of the disk: if a newer checkpoint cannot be read at the moment,
   // it does not fall back to an older one.
   absl::Status load_state(const std::string& directory = "");
-  // Like load_state, but returns OK if there is no checkpoint yet.
+  // Like load_state, but returns OK if there is no checkpoint yet. FAILED_PRECONDITION if there is
+  // something else: a state that Accelerate has saved, or a `directory` that is not empty.
   absl::Status load_state_if_present(const std::string& directory = "");
   // (collective) Loads only the weights of the prepared models from such a state, or those of one
   // model from files that muster::load_model reads: by prefix, under other names, or only those
@@ -556,8 +568,9 @@ class Accelerator {
     TORCH_CHECK_VALUE(wanted != nullptr, "get_state_dict(): the filter is empty");
     return internal::StateDictOf(*model.slot(), wanted);
   }
-  // Writes the tensors to a safetensors file on process 0; does nothing elsewhere. Errors: those of
-  // SaveTensors().
+  // Writes the tensors to a safetensors file on process 0 or, with
+  // options.project.save_on_each_node, on the first process of each node; does nothing elsewhere.
+  // Errors: those of SaveTensors().
   absl::Status save(const std::map<std::string, at::Tensor>& tensors, const std::string& path);
   // The number of optimizer steps of the first prepared optimizer, over all runs.
   int64_t global_step() const;

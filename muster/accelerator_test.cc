@@ -1003,13 +1003,27 @@ TEST(Accelerator, Options_AreSeenAsProperties) {
   EXPECT_THROW(Accelerator{options}, c10::Error);
 }
 
-TEST(Accelerator, D40_SplitBatches_IsNeverIgnored) {
-  AcceleratorOptions options = OnCpu();
-  options.data_loader.split_batches = true;
-  Accelerator accelerator(options);
-  auto loader = accelerator.prepare(batches(TensorDataset(at::ones({8, 1})), 4));
-  EXPECT_TRUE(accelerator.split_batches());
-  EXPECT_EQ(loader.total_batch_size(), 4);  // of all processes together
+// Of 14 batches in windows of 4 a schedule of 14 steps is at its end; without the option it has
+// made a step for each window, as many as there are.
+TEST(Accelerator, D12_AdjustScheduler_ReachesThePreparedSchedule) {
+  for (const bool adjust : {false, true}) {
+    AcceleratorOptions options = OnCpu();
+    options.gradient_accumulation_steps = 4;
+    options.accumulation.adjust_scheduler = adjust;
+    Accelerator accelerator(options);
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto [model, optimizer, loader, schedule] =
+        accelerator.prepare(net, sgd, batches(TensorDataset(at::ones({14, 1})), 1), StepLR(1, 0.5));
+    for (auto& batch : loader) {
+      auto scope = accelerator.accumulate();
+      accelerator.backward(Loss(model(batch.value())));
+      optimizer.step();
+      schedule.step();
+      optimizer.zero_grad();
+    }
+    EXPECT_NEAR(schedule.last_lr(), std::pow(0.5, adjust ? 14 : 4), 1e-12);
+  }
 }
 
 TEST(Accelerator, DevicePlacementOff_LeavesThingsWhereTheyAre) {

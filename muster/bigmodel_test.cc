@@ -9,6 +9,8 @@
 #include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "muster/accelerator.h"
+#include "muster/test_ranks.h"
 #include "muster/weights.h"
 #include "worker/bigmodel/test_nets.h"
 #include "worker/checkpoint/model_files.h"
@@ -16,6 +18,8 @@
 namespace muster {
 namespace {
 
+using ::testing::AllOf;
+using ::testing::Each;
 using ::testing::HasSubstr;
 
 NamedTensors ParametersOf(const torch::nn::Module& module) {
@@ -79,6 +83,23 @@ TEST(BigModel, LoadModelIntoAnOffloadedModel_IsRefusedAndChangesNothing) {
     }
   }
   EXPECT_TRUE(at::equal(net->forward(ids), expected));
+}
+
+// Not as one of another sharded model, which it is not.
+TEST(BigModel, OffloadedModel_IsNotPrepared) {
+  for (const int ranks : {1, 2}) {
+    for (const bool evaluation : {false, true}) {
+      const auto errors = ErrorsOf(ranks, {}, [&](Accelerator& a) {
+        TextNet net(40, 64, 2);
+        const auto offloaded = cpu_offload(net, at::kCPU);
+        ASSERT_TRUE(offloaded.ok()) << offloaded.status();
+        (void)a.prepare_model(net, evaluation);
+      });
+      EXPECT_THAT(errors, Each(AllOf(HasSubstr("is offloaded (by disk_offload()"),
+                                     HasSubstr("do not prepare such a model"))))
+          << ranks << evaluation;
+    }
+  }
 }
 
 TEST(BigModel, DispatchAndDiskOffload_TakeModelsWithWeights) {

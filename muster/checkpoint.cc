@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
+#include "base/home_path.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/safetensors.h"
@@ -27,7 +28,7 @@ absl::Status CheckNoFileOfCheckpoint(const std::string& path) {
 }  // namespace
 
 std::map<std::string, at::Tensor> LoadTensors(const std::string& path) {
-  const absl::StatusOr<SafetensorsReader> reader = SafetensorsReader::Open(path);
+  const absl::StatusOr<SafetensorsReader> reader = SafetensorsReader::Open(WithHome(path));
   ThrowIfError(reader.status());
   absl::StatusOr<NamedTensors> tensors = reader->ReadAll();
   ThrowIfError(tensors.status());
@@ -36,8 +37,9 @@ std::map<std::string, at::Tensor> LoadTensors(const std::string& path) {
   return by_name;
 }
 
-absl::Status SaveTensors(const std::string& path,
+absl::Status SaveTensors(const std::string& given,
                          const std::map<std::string, at::Tensor>& tensors) {
+  const std::string path = WithHome(given);
   if (absl::Status status = CheckNoFileOfCheckpoint(path); !status.ok()) return status;
   const NamedTensors list(tensors.begin(), tensors.end());
   return WriteSafetensors(path, list,

@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "ATen/Functions.h"
@@ -22,16 +23,17 @@ namespace {
 using ::testing::Each;
 using ::testing::HasSubstr;
 
-// Returns what each rank threw under a DeepSpeed config of stage 1 with `sections`.
-std::vector<std::string> ErrorsUnder(const std::string& sections,
-                                     const std::function<void(Accelerator&)>& function,
-                                     int ranks = 1, const AcceleratorOptions& options = {}) {
-  const std::string file = TestPath("deepspeed.json");
-  std::ofstream(file) << R"({"train_micro_batch_size_per_gpu": 1, )"
-                      << R"("zero_optimization": {"stage": 1})" << sections << "}";
+// Returns what each rank threw under a DeepSpeed config of stage 1 with its `sections`.
+std::vector<std::string> ErrorsUnderEach(const std::vector<std::string>& sections,
+                                         const std::function<void(Accelerator&)>& function,
+                                         const AcceleratorOptions& options = {}) {
+  const int ranks = static_cast<int>(sections.size());
   std::vector<std::string> errors(ranks);
   const auto store = c10::make_intrusive<c10d::HashStore>();
   RunGlooRanks(ranks, [&](Comm& comm) {
+    const std::string file = TestPath("deepspeed" + std::to_string(comm.rank()) + ".json");
+    std::ofstream(file) << R"({"train_micro_batch_size_per_gpu": 1, )"
+                        << R"("zero_optimization": {"stage": 1})" << sections[comm.rank()] << "}";
     JoinedProcess process;
     process.environment.rank.value = process.environment.local_rank.value = comm.rank();
     process.environment.world_size.value = process.environment.local_world_size.value = ranks;
@@ -48,6 +50,13 @@ std::vector<std::string> ErrorsUnder(const std::string& sections,
     comm.Barrier();
   });
   return errors;
+}
+
+// The same with a config that is the same on all ranks.
+std::vector<std::string> ErrorsUnder(const std::string& sections,
+                                     const std::function<void(Accelerator&)>& function,
+                                     int ranks = 1, const AcceleratorOptions& options = {}) {
+  return ErrorsUnderEach(std::vector<std::string>(ranks, sections), function, options);
 }
 
 torch::nn::Linear OneWeight() {
@@ -68,6 +77,26 @@ PlainState GroupsOf(const std::string& section, const OptimizerArguments& argume
                   }),
       Each(""));
   return groups;
+}
+
+// Each machine reads its own file.
+TEST(ConfigFiles, ThatDiffer_AreNamedOnEveryRank) {
+  const auto nothing = [](Accelerator&) {};
+  const std::string adam = R"(, "optimizer": {"type": "Adam", "params": {"lr": )";
+  const std::string warmup =
+      R"(, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": )";
+  const std::vector<std::tuple<std::string, std::string, std::string>> files = {
+      {R"(, "gradient_clipping": 1.0)", R"(, "gradient_clipping": 0.5)", "gradient_clipping=0.5"},
+      {R"(, "gradient_clipping": 1.0)", "", "gradient_clipping=1.0"},
+      {adam + "0.25}}", adam + "0.125}}", "optimizer.lr=0.125"},
+      {adam + "0.25}}", adam + R"("auto"}})", "optimizer.params.lr=auto"},
+      {adam + "0.25}}" + warmup + "8}}", adam + "0.25}}" + warmup + "9}}",
+       "scheduler.warmup_steps=9"}};
+  for (const auto& [first, other, named] : files) {
+    EXPECT_THAT(ErrorsUnderEach({first, other}, nothing),
+                Each(testing::AllOf(HasSubstr(named), HasSubstr("the same settings"))));
+    EXPECT_THAT(ErrorsUnderEach({other, other}, nothing), Each(""));
+  }
 }
 
 TEST(AccumulationSteps, OfTheLoop_AreTheConfigs) {

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <map>
 #include <optional>
 #include <string>
@@ -9,6 +10,7 @@
 
 #include "ATen/CPUGeneratorImpl.h"
 #include "ATen/Functions.h"
+#include "ATen/core/ivalue.h"
 #include "base/file.h"
 #include "muster/accelerator.h"
 #include "muster/checkpoint.h"
@@ -17,6 +19,8 @@
 #include "muster/test_ranks.h"
 #include "muster/utils.h"
 #include "muster/weights.h"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "torch/csrc/distributed/c10d/comm.hpp"
 #include "torch/nn/modules/batchnorm.h"
 #include "torch/nn/modules/linear.h"
 #include "torch/optim/adam.h"
@@ -234,6 +238,80 @@ TEST(DividedCheckpoint, SmallModelHooksAndRanksThatTrainApart_AreWrittenByRank0)
   AcceleratorOptions own = Dividing();
   own.allow_local_gradients = true;
   EXPECT_EQ(save(own, "own", nothing), 0);
+}
+
+// Gradients are exchanged as ever, so that nothing fails in the training.
+TEST(DividedCheckpoint, RankThatHasLeftOutAStep_IsNamed_UntilALoad) {
+  const std::string dir = TestDir("left_out");
+  // Of a model that rank 0 writes alone, too: the training is wrong, however large the model is.
+  for (const AcceleratorOptions& options : {Dividing(), AcceleratorOptions()}) {
+    RunAccelerators(2, options, [&](Accelerator& a) {
+      TiedNet net;
+      FusedAdamW adam(net->distinct(), {.lr = 1e-2});
+      auto [model, optimizer] = a.prepare(net, adam);
+      Train(a, model, optimizer, 0, 1);
+      ASSERT_TRUE(a.save_state(dir).ok());
+      a.backward(model(TiedNetImpl::Random({6, 8}, 1)).mean());
+      if (a.is_main_process()) optimizer.step();
+      optimizer.zero_grad();
+      const absl::Status saved = a.save_state(dir + "_wrong");
+      EXPECT_EQ(saved.code(), absl::StatusCode::kFailedPrecondition);
+      EXPECT_THAT(std::string(saved.message()),
+                  HasSubstr("rank 1 is at step 1 of optimizer 0 and rank 0 at step 2"));
+      ASSERT_TRUE(a.load_state(dir).ok());
+      Train(a, model, optimizer, 1, 2);
+      const absl::Status healed = a.save_state(dir + "_healed");
+      EXPECT_TRUE(healed.ok()) << healed;
+    });
+  }
+}
+
+TEST(DividedCheckpoint, HyperParametersThatDiffer_AreNamed) {
+  const auto error = [&](const AdamWOptions& first, const AdamWOptions& other) {
+    std::vector<std::string> errors(2);
+    RunAccelerators(2, Dividing(), [&](Accelerator& a) {
+      TiedNet net;
+      FusedAdamW adam(net->distinct(), a.is_main_process() ? first : other);
+      auto [model, optimizer] = a.prepare(net, adam);
+      Train(a, model, optimizer, 0, 1);
+      errors[a.process_index()] = a.save_state(TestDir("hyper")).message();
+    });
+    EXPECT_EQ(errors[0], errors[1]);
+    return errors[0];
+  };
+  EXPECT_THAT(error({.lr = 0.25}, {.lr = 0.125}),
+              HasSubstr("parameter group 0 of optimizer 0 has lr 0.125 on rank 1 and 0.25 on "
+                        "rank 0"));
+  EXPECT_THAT(error({.betas = {0.5, 0.75}}, {.betas = {0.5, 0.25}}),
+              HasSubstr("has betas [0.5,0.25] on rank 1 and [0.5,0.75] on rank 0"));
+  // As machines round the same schedule.
+  EXPECT_EQ(error({.lr = 0.25}, {.lr = std::nextafter(0.25, 1)}), "");
+}
+
+TEST(DividedCheckpoint, RanksThatMayDiffer_AreNotCompared_AndRank0WritesItsOwn) {
+  AcceleratorOptions local = Dividing(), hooked = Dividing();
+  local.allow_local_gradients = true;
+  // Each rank keeps its own gradients.
+  hooked.data_parallel.gradient_hook = [](c10d::ProcessGroup&, c10d::GradBucket& bucket) {
+    auto done = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+    done->markCompleted(bucket.getBuffer());
+    return done;
+  };
+  const std::string dir = TestDir("may_differ");
+  for (const AcceleratorOptions& options : {local, hooked}) {
+    RunAccelerators(2, options, [&](Accelerator& a) {
+      TiedNet net;
+      FusedAdamW adam(net->distinct(), {.lr = 1e-2});
+      auto [model, optimizer] = a.prepare(net, adam);
+      Train(a, model, optimizer, 0, 1);
+      a.backward(model(TiedNetImpl::Random({6, 8}, 1)).mean());
+      if (a.is_main_process()) optimizer.step();
+      optimizer.zero_grad();
+      const absl::Status saved = a.save_state(dir);
+      ASSERT_TRUE(saved.ok()) << saved;
+    });
+    EXPECT_EQ(WriterOf(dir, "model.safetensors"), 0);
+  }
 }
 
 // Counts the exchanges of a rank.

@@ -138,6 +138,28 @@ Weights Train(
   return weights;
 }
 
+TEST(NodeParts, SaveOfTensors_WritesOnTheFirstProcessOfEachNode) {
+  const Nodes nodes{.name = "tensors"};
+  for (const bool on_each_node : {false, true}) {
+    AcceleratorOptions options = Sharded();
+    options.project.save_on_each_node = on_each_node;
+    const std::string name = on_each_node ? "/of_each_" : "/of_main_";
+    RunNodes(nodes, options, [&](Accelerator& a) {
+      const int rank = a.process_index();
+      const std::string disk = nodes.Disk(rank / nodes.ranks);
+      ASSERT_TRUE(MakeDirectories(disk).ok());
+      const absl::Status saved =
+          a.save({{"x", at::full({2}, rank)}}, disk + name + std::to_string(rank));
+      EXPECT_TRUE(saved.ok()) << saved;
+    });
+    for (int rank = 0; rank < nodes.nodes * nodes.ranks; ++rank) {
+      EXPECT_EQ(PathExists(nodes.Disk(rank / nodes.ranks) + name + std::to_string(rank)),
+                rank == 0 || (on_each_node && rank == 2))
+          << rank;
+    }
+  }
+}
+
 // Returns the status of each rank's load of the newest checkpoint.
 std::vector<absl::Status> Load(
     const Nodes& nodes, const AcceleratorOptions& options, int64_t* steps = nullptr,

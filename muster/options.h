@@ -40,8 +40,8 @@ struct ProjectOptions {
   std::optional<int64_t> total_limit;
   // For nodes without a shared file system: every node keeps its own processes' files under its own
   // `directory`, and load_state() fetches what a node lacks from the others, or names the missing
-  // node. save_model() writes the whole model on every node. Nodes that do share the folder are
-  // detected and write it once.
+  // node. save_model() writes the whole model on every node, and save() its file. Nodes that do
+  // share the folder are detected and write it once.
   bool save_on_each_node = false;
 };
 
@@ -83,8 +83,8 @@ struct CheckpointOptions {
   // All processes write an unsharded model with more bytes of parameters than this: each writes
   // some of its tensors and optimizer states, in files like those of a sharded model
   // (model-00001-of-00004.safetensors; docs/checkpoint_format.md). Process 0 writes the others, and
-  // every model if a save hook is registered or if processes have trained apart (muster::LocalSGD,
-  // allow_local_gradients). 0: every model is divided.
+  // every model if a save hook is registered or if processes may have trained apart
+  // (muster::LocalSGD, allow_local_gradients, a gradient_hook). 0: every model is divided.
   int64_t divide_above = int64_t{1} << 30;
   // Write rate of an asynchronous save on each process. 0: as fast as the disk; but if training
   // needs all cores, slowly enough to cost training less than 3 %, as long as that takes no more
@@ -213,7 +213,8 @@ struct AcceleratorOptions {
   // Lets optimizers step on gradients that no prepared model averages over the processes, because
   // the program averages them itself. false: step() throws and names the parameter.
   bool allow_local_gradients = false;
-  // backward() throws on a loss that is NaN or infinite, naming the process and the micro-step.
+  // backward() throws on a loss that is NaN or infinite, naming the process and the micro-step. A
+  // loss of weight 0 may be.
   bool check_finite_loss = false;
 };
 

@@ -5,9 +5,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <functional>
 #include <iterator>
+#include <limits>
 #include <new>
 #include <optional>
 #include <set>
@@ -83,12 +85,16 @@ TEST(ZeroGrad, AtTheHeadOfAMicroStep_IsAsGoodAsAtItsEnd) {
   }
 }
 
+using MicroStepOf = std::function<void(AcceleratedOptimizer&, Accelerator&, int i,
+                                       const std::function<void()>& backward)>;
+
 // Windows of four micro-steps by hand, as in a program for DDP: each complete one adds 10 to the
-// weight. `windows`: how many micro-steps each has; a shorter one is abandoned.
+// weight. `windows`: how many micro-steps each has; a shorter one is abandoned. `between`: called
+// after each window.
 double WeightAfterNoSync(
     const std::string& strategy, int ranks, const std::vector<int>& windows,
-    const std::function<void(AcceleratedOptimizer&, int i, const std::function<void()>& backward)>&
-        micro_step) {
+    const MicroStepOf& micro_step,
+    const std::function<void(AcceleratedOptimizer&)>& between = [](AcceleratedOptimizer&) {}) {
   AcceleratorOptions options;
   options.sharding = ParseSharding(strategy, ranks);
   double weight = 0;
@@ -99,7 +105,7 @@ double WeightAfterNoSync(
     for (const int micro_steps : windows) {
       for (int i = 0; i < micro_steps; ++i) {
         const auto run = [&] {
-          micro_step(optimizer, i, [&] { a.backward(Loss(model(at::full({1, 1}, 1.0 + i)))); });
+          micro_step(optimizer, a, i, [&] { a.backward(Loss(model(at::full({1, 1}, 1.0 + i)))); });
         };
         if (i == 3) {
           run();
@@ -108,6 +114,7 @@ double WeightAfterNoSync(
         auto scope = a.no_sync();
         run();
       }
+      between(optimizer);
     }
     const auto weights = WeightsOf(a, model);
     if (a.is_main_process()) weight = weights.at("weight").item<double>();
@@ -118,12 +125,12 @@ double WeightAfterNoSync(
 TEST(ZeroGrad, AtTheHeadOfAWindowOfNoSync_ForgetsTheGradientsOfTheOneBefore) {
   for (const int ranks : {1, 2}) {
     for (const char* strategy : {"no_shard", "zero1", "zero2", "zero3"}) {
-      const double weight = WeightAfterNoSync(strategy, ranks, {4, 4, 2, 4},
-                                              [](auto& optimizer, int i, const auto& backward) {
-                                                if (i == 0) optimizer.zero_grad();
-                                                backward();
-                                                if (i == 3) optimizer.step();
-                                              });
+      const double weight = WeightAfterNoSync(
+          strategy, ranks, {4, 4, 2, 4}, [](auto& optimizer, auto&, int i, const auto& backward) {
+            if (i == 0) optimizer.zero_grad();
+            backward();
+            if (i == 3) optimizer.step();
+          });
       EXPECT_EQ(weight, 30) << strategy << " " << ranks;
     }
   }
@@ -132,12 +139,46 @@ TEST(ZeroGrad, AtTheHeadOfAWindowOfNoSync_ForgetsTheGradientsOfTheOneBefore) {
 TEST(ZeroGrad, WithAStepInNoSync_IsLeftOutAsTheStepIs) {
   for (const int ranks : {1, 2}) {
     const double weight = WeightAfterNoSync("no_shard", ranks, {4, 4, 4},
-                                            [](auto& optimizer, int, const auto& backward) {
+                                            [](auto& optimizer, auto&, int, const auto& backward) {
                                               backward();
                                               optimizer.step();
                                               optimizer.zero_grad();
                                             });
     EXPECT_EQ(weight, 30) << ranks;
+  }
+}
+
+TEST(ZeroGrad, AtTheHeadWithAStepInNoSync_KeepsTheWindow) {
+  for (const int ranks : {1, 2}) {
+    for (const char* strategy : {"no_shard", "zero2"}) {
+      for (const bool scoped : {false, true}) {
+        const double weight = WeightAfterNoSync(
+            strategy, ranks, {4, 4, 4}, [&](auto& optimizer, auto& a, int, const auto& backward) {
+              std::optional<internal::AccumulateScope> scope;
+              if (scoped) scope.emplace(a.accumulate());
+              optimizer.zero_grad();
+              backward();
+              optimizer.step();
+            });
+        EXPECT_EQ(weight, 30) << strategy << " " << ranks << scoped;
+      }
+    }
+  }
+}
+
+TEST(ZeroGrad, OutsideOfNoSyncBeforeANewWindow_GivesUpTheOneWithoutAStep) {
+  for (const int ranks : {1, 2}) {
+    for (const char* strategy : {"no_shard", "zero2"}) {
+      const double weight = WeightAfterNoSync(
+          strategy, ranks, {4, 2, 4, 4},
+          [&](auto& optimizer, auto&, int, const auto& backward) {
+            optimizer.zero_grad();
+            backward();
+            optimizer.step();
+          },
+          [](auto& optimizer) { optimizer.zero_grad(); });
+      EXPECT_EQ(weight, 30) << strategy << " " << ranks;
+    }
   }
 }
 
@@ -656,6 +697,61 @@ TEST(TwoOptimizers, Fp16ScaleThatChangesForOne_IsThatOfTheGradientsOfTheOther) {
   }
 }
 
+// The second one steps twice: once alone, and once behind the first one, whose step is then the
+// last at that scale, and changes it.
+TEST(TwoOptimizers, Fp16ScaleThatChangesAfterClipping_LeavesWhatWasClippedAsItIs) {
+  AcceleratorOptions options;
+  options.mixed_precision = "fp16";
+  options.grad_scaler.init_scale = 1024;
+  for (const int ranks : {1, 2}) {
+    for (const char* strategy : {"no_shard", "zero2"}) {
+      for (const bool overflows : {false, true}) {
+        options.sharding = ParseSharding(strategy, ranks);
+        RunAccelerators(ranks, options, [&](Accelerator& a) {
+          torch::nn::Linear one = OneWeight(), other = OneWeight();
+          FusedSGD sgd_one(one->parameters(), {.lr = 1}), sgd_other(other->parameters(), {.lr = 1});
+          auto [first, second, step_first, step_second] = a.prepare(one, other, sgd_one, sgd_other);
+          auto scope = a.accumulate();
+          a.backward(Loss(second(at::ones({1, 1}))));
+          step_second.step();
+          step_second.zero_grad();
+          a.backward(Loss(first(at::full({1, 1}, overflows ? 100.0 : 1.0))) +
+                     Loss(second(at::ones({1, 1}))));
+          a.unscale_gradients();
+          step_first.step();
+          EXPECT_EQ(step_first.step_was_skipped(), overflows);
+          EXPECT_EQ(a.core().steps().scaler()->scale(), overflows ? 512 : 1024);
+          step_second.step();
+          EXPECT_FALSE(step_second.step_was_skipped());
+          const auto weights = WeightsOf(a, second);
+          if (!a.is_main_process()) return;
+          EXPECT_EQ(weights.at("weight").item<double>(), 2) << strategy << ranks << overflows;
+        });
+      }
+    }
+  }
+}
+
+TEST(Fp16, TwoStepsOnTheSameGradients_AreEqualOnes) {
+  AcceleratorOptions options;
+  options.mixed_precision = "fp16";
+  for (const int ranks : {1, 2}) {
+    RunAccelerators(ranks, options, [](Accelerator& a) {
+      torch::nn::Linear net = OneWeight();
+      FusedSGD sgd(net->parameters(), {.lr = 1});
+      auto [model, optimizer] = a.prepare(net, sgd);
+      a.backward(Loss(model(at::full({1, 1}, 0.25))));
+      optimizer.step();
+      optimizer.step();
+      EXPECT_EQ(net->weight.item<double>(), 0.5);
+      optimizer.zero_grad();
+      a.backward(Loss(model(at::full({1, 1}, 0.25))));
+      optimizer.step();
+      EXPECT_EQ(net->weight.item<double>(), 0.75);
+    });
+  }
+}
+
 TEST(PlainBackward, ZeroedInPlace_IsForgotten) {
   RunAccelerators(1, Accumulating(2), [](Accelerator& a) {
     torch::nn::Linear net = OneWeight();
@@ -988,6 +1084,64 @@ TEST(Epochs, StopAtTheHeadOfABatch_GetsThatBatchAgain) {
           }
         },
         4);
+  }
+}
+
+// Numbers that get() draws from LibTorch's default generator, as with workers(0).
+struct RandomRows {
+  size_t size() const { return 8; }
+  at::Tensor get(size_t i) const { return at::rand({1}) + static_cast<double>(i); }
+};
+
+// The batch has drawn its numbers when the state is saved, and draws them again in the next run.
+TEST(Epochs, SaveAtTheHeadOfABatch_ContinuesBitForBit) {
+  for (const int workers : {0, 2}) {
+    // At the head of step `stop`, or behind it.
+    const auto run = [&](const std::string& root, int stop, bool head, bool resume) {
+      AcceleratorOptions options;
+      options.project.directory = root;
+      double weight = 0;
+      RunAccelerators(1, options, [&](Accelerator& a) {
+        set_seed(resume ? 8 : 7);
+        torch::nn::Linear net = OneWeight();
+        torch::optim::SGD sgd(net->parameters(), 0.1);
+        auto [model, optimizer, loader] =
+            a.prepare(net, sgd, batches(RandomRows(), 2).shuffle(true).seed(3).workers(workers));
+        if (resume) {
+          ASSERT_TRUE(a.load_state().ok());
+        }
+        for (int64_t epoch : a.epochs(2)) {
+          (void)epoch;
+          for (auto& batch : loader) {
+            const bool here = optimizer.steps() == stop;
+            if (here && head) {
+              ASSERT_TRUE(a.save_state().ok());
+              return;
+            }
+            const at::Tensor kept = at::dropout(batch.value(), 0.5, /*train=*/true);
+            a.backward(Loss(model(kept)));
+            optimizer.step();
+            optimizer.zero_grad();
+            if (here) {
+              ASSERT_TRUE(a.save_state().ok());
+              return;
+            }
+          }
+        }
+        weight = net->weight.item<double>();
+      });
+      return weight;
+    };
+    const double whole = run(TestDir("bits_whole" + std::to_string(workers)), -1, false, false);
+    EXPECT_NE(whole, 0);
+    for (const bool head : {true, false}) {
+      for (const int stop : {0, 2, 4, 6}) {
+        const std::string root =
+            TestDir(absl::StrCat("bits", workers, head ? "head" : "tail", stop));
+        run(root, stop, head, false);
+        EXPECT_EQ(run(root, -1, false, true), whole) << root;
+      }
+    }
   }
 }
 
@@ -1453,6 +1607,142 @@ TEST(Accumulate, AroundTheLoop_IsRefusedAndNotLeftWithoutSteps) {
   EXPECT_THAT(ErrorsOf(1, {}, train), Each(""));
 }
 
+// In its forward pass, in backward(), or behind that; the program goes on with the next window.
+TEST(Accumulate, WindowWhoseLastMicroStepThrows_IsGivenUp) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  AcceleratorOptions options = Accumulating(4);
+  options.check_finite_loss = true;
+  for (const int ranks : {1, 2}) {
+    for (const char* strategy : {"no_shard", "zero2"}) {
+      for (const std::string where : {"forward", "backward", "behind"}) {
+        SCOPED_TRACE(absl::StrCat(strategy, " on ", ranks, ": ", where));
+        options.sharding = ParseSharding(strategy, ranks);
+        testing::internal::CaptureStderr();
+        RunAccelerators(ranks, options, [&](Accelerator& a) {
+          torch::nn::Linear net = OneWeight();
+          torch::optim::SGD sgd(net->parameters(), 1.0);
+          auto [model, optimizer] = a.prepare(net, sgd);
+          int thrown = 0;
+          for (int i = 0; i < 12; ++i) {
+            try {
+              auto scope = a.accumulate();
+              TORCH_CHECK(i != 3 || where != "forward", "of the forward pass");
+              const at::Tensor loss = Loss(model(at::full({1, 1}, i < 4 ? 100.0 : 1.0)));
+              a.backward(i == 3 && where == "backward" ? loss * nan : loss);
+              TORCH_CHECK(i != 3 || where != "behind", "behind the backward pass");
+              optimizer.step();
+              optimizer.zero_grad();
+            } catch (const c10::Error&) {
+              ++thrown;
+            }
+          }
+          EXPECT_EQ(thrown, 1);
+          const auto weights = WeightsOf(a, model);
+          if (a.is_main_process()) {
+            EXPECT_EQ(weights.at("weight").item<double>(), 2);
+          }
+        });
+        EXPECT_THAT(testing::internal::GetCapturedStderr(),
+                    HasSubstr("the gradients of that window are given up"));
+      }
+    }
+  }
+}
+
+TEST(Accumulate, StepBehindAMicroStepThatThrows_StillTakesEffect) {
+  testing::internal::CaptureStderr();
+  RunAccelerators(1, Accumulating(2), [&](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    torch::optim::SGD sgd(net->parameters(), 1.0);
+    auto [model, optimizer] = a.prepare(net, sgd);
+    for (int i = 0; i < 4; ++i) {
+      try {
+        auto scope = a.accumulate();
+        a.backward(Loss(model(at::ones({1, 1}))));
+        TORCH_CHECK(i != 1, "behind the backward pass");
+      } catch (const c10::Error&) {
+      }
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    EXPECT_EQ(net->weight.item<double>(), 2);
+  });
+  EXPECT_THAT(testing::internal::GetCapturedStderr(), Not(HasSubstr("given up")));
+}
+
+// --- weights of losses ---
+
+// The second micro-step of the last rank has none, as a batch of prompts alone.
+TEST(WeightedLosses, OfNoItems_AddNothingThoughTheirMeanIsNaN) {
+  AcceleratorOptions options = Accumulating(2);
+  options.check_finite_loss = true;
+  for (const char* precision : {"no", "fp16"}) {
+    options.mixed_precision = precision;
+    for (const int ranks : {1, 2}) {
+      for (const char* strategy : {"no_shard", "zero1", "zero2", "zero3"}) {
+        SCOPED_TRACE(absl::StrCat(strategy, " on ", ranks, " ", precision));
+        options.sharding = ParseSharding(strategy, ranks);
+        RunAccelerators(ranks, options, [&](Accelerator& a) {
+          torch::nn::Linear net = OneWeight();
+          torch::optim::SGD sgd(net->parameters(), 1.0);
+          auto [model, optimizer] = a.prepare(net, sgd);
+          for (int i = 0; i < 4; ++i) {
+            auto scope = a.accumulate();
+            const bool none = i % 2 == 1 && a.process_index() == ranks - 1;
+            const at::Tensor mask = at::full({2, 1}, none ? 0.0 : 1.0);
+            const at::Tensor items = mask.sum();
+            const at::Tensor loss = -(model(at::full({2, 1}, 3.0)) * mask).sum() / items;
+            EXPECT_EQ(std::isnan(loss.item<double>()), none);
+            a.backward(loss, items.item<double>());
+            optimizer.step();
+            EXPECT_FALSE(a.optimizer_step_was_skipped());
+            optimizer.zero_grad();
+          }
+          const auto weights = WeightsOf(a, model);
+          if (a.is_main_process()) {
+            EXPECT_EQ(weights.at("weight").item<double>(), 6);
+          }
+        });
+      }
+    }
+  }
+}
+
+// Ranks without any, and a loss whose gradient is 0 as it is.
+TEST(WeightedLosses, OfNoTargetsWithCheckFiniteLoss_AreRight) {
+  AcceleratorOptions options;
+  options.check_finite_loss = true;
+  for (const int ranks : {1, 2}) {
+    RunAccelerators(ranks, options, [&](Accelerator& a) {
+      torch::nn::Linear net(2, 3);
+      {
+        at::NoGradGuard no_grad;
+        net->weight.zero_();
+        net->bias.zero_();
+      }
+      torch::optim::SGD sgd(net->parameters(), 1.0);
+      auto [model, optimizer] = a.prepare(net, sgd);
+      for (int i = 0; i < 2; ++i) {
+        // Of the first step, all of them; of the second one, those of all ranks but one.
+        const bool none = i == 0 || a.process_index() > 0;
+        const at::Tensor targets = at::full({4}, none ? -100 : 1, at::kLong);
+        auto scope = a.accumulate();
+        const at::Tensor loss = at::cross_entropy_loss(model(at::ones({4, 2})), targets);
+        a.backward(loss, none ? 0.0 : 4.0);
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+      const at::Tensor want = at::full({3}, -1.0 / 3);
+      want[1] = 2.0 / 3;
+      EXPECT_TRUE(at::allclose(net->bias, want)) << net->bias;
+      // With a weight it is the batch's fault.
+      const double nan = std::numeric_limits<double>::quiet_NaN();
+      auto scope = a.accumulate();
+      EXPECT_THROW(a.backward(model(at::ones({1, 2})).sum() * nan, 1.0), c10::Error);
+    });
+  }
+}
+
 TEST(SideBySide, InnerTrainingLoops_EndWindowsAsEver) {
   RunAccelerators(1, Accumulating(4), [](Accelerator& a) {
     std::vector<std::string> seen;
@@ -1505,10 +1795,10 @@ TEST(JoinUnevenInputs, OtherCallsOfAllProcesses_AreRefusedAtOnce) {
     EXPECT_THAT(errors, Each(HasSubstr(entry.first + " inside join_uneven_inputs()")));
   }
   const std::vector<std::pair<std::string, std::function<void(Subgroup&)>>> of_groups = {
-      {"gather() of a group", [](Subgroup& group) { group.gather(at::ones({1})); }},
-      {"gather_object() of a group", [](Subgroup& group) { group.gather_object(1); }},
-      {"reduce() of a group", [](Subgroup& group) { group.reduce(1); }},
-      {"broadcast() of a group", [](Subgroup& group) { group.broadcast(1); }},
+      {"gather() of a group", [](Subgroup& group) { (void)group.gather(at::ones({1})); }},
+      {"gather_object() of a group", [](Subgroup& group) { (void)group.gather_object(1); }},
+      {"reduce() of a group", [](Subgroup& group) { (void)group.reduce(1); }},
+      {"broadcast() of a group", [](Subgroup& group) { (void)group.broadcast(1); }},
       {"wait_for_everyone() of a group", [](Subgroup& group) { group.wait_for_everyone(); }}};
   for (const auto& entry : of_groups) {
     const auto errors = ErrorsOf(2, {}, [&](Accelerator& a) {

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
@@ -69,7 +70,7 @@ TEST(Ranks, MainCallsACollectiveInItsBlock_TheRanksStayInStep) {
   RunAccelerators(3, {}, [](Accelerator& a) {
     try {
       auto first = a.main_process_first();
-      if (a.is_main_process()) a.gather(at::ones({1}));
+      if (a.is_main_process()) (void)a.gather(at::ones({1}));
       ADD_FAILURE() << "no error";
     } catch (const c10::Error& error) {
       EXPECT_THAT(error.what(), HasSubstr("rank 0 called AllGather"));
@@ -359,6 +360,86 @@ TEST(JoinUnevenInputs, AverageOfWeights_IsRefused) {
               Each(HasSubstr("an average of weights is updated inside join_uneven_inputs()")));
 }
 
+// A rank without batches cannot know which of them the others train, and in which order.
+TEST(JoinUnevenInputs, SeveralModelsThatAreTrained_AreRefused) {
+  const auto errors = ErrorsOf(2, {}, [](Accelerator& a) {
+    auto first = a.prepare(OneWeight());
+    auto second = a.prepare(OneWeight());
+    auto join = a.join_uneven_inputs();
+    auto scope = a.accumulate();
+    a.backward(Loss(second(first(at::ones({1, 1})))));
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("join_uneven_inputs() with 2 prepared models")));
+}
+
+TEST(JoinUnevenInputs, SecondBackwardOfAMicroStep_IsRefused) {
+  for (const bool one_graph : {false, true}) {
+    const auto errors = ErrorsOf(2, {}, [&](Accelerator& a) {
+      torch::nn::Linear net = OneWeight();
+      FusedSGD sgd(net->parameters(), {.lr = 1.0});
+      auto [model, optimizer] = a.prepare(net, sgd);
+      auto join = a.join_uneven_inputs();
+      for (int i = 0; i < (a.is_main_process() ? 1 : 2); ++i) {
+        auto scope = a.accumulate();
+        at::Tensor loss = Loss(model(at::ones({1, 1})));
+        a.backward(loss, {.retain_graph = one_graph});
+        if (!one_graph) loss = Loss(model(at::ones({1, 1})));
+        a.backward(loss);
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+    });
+    EXPECT_THAT(errors, Each(HasSubstr("a second backward() of one accumulate() inside "
+                                       "join_uneven_inputs()")));
+  }
+}
+
+TEST(JoinUnevenInputs, ModelsThatAreNotTrained_TakeNoPart) {
+  RunAccelerators(2, {}, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight(), frozen = OneWeight(), other = OneWeight();
+    frozen->weight.requires_grad_(false);
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    auto teacher = a.prepare(frozen);
+    // Of another phase, which is over.
+    auto earlier = a.prepare(other);
+    a.backward(Loss(earlier(at::ones({1, 1}))));
+    other->weight.requires_grad_(false);
+    {
+      auto join = a.join_uneven_inputs();
+      for (int i = 0; i < (a.is_main_process() ? 1 : 3); ++i) {
+        auto scope = a.accumulate();
+        a.backward(Loss(model(at::ones({1, 1})) + teacher(at::ones({1, 1}))));
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+    }
+    // The mean over all ranks, of which one had nothing twice.
+    EXPECT_EQ(net->weight.item<double>(), 2);
+  });
+}
+
+// In a window only its end exchanges.
+TEST(JoinUnevenInputs, BackwardsThatExchangeNothing_AreNotCounted) {
+  RunAccelerators(2, InWindowsOfTwo(), [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    {
+      auto join = a.join_uneven_inputs();
+      for (int i = 0; i < 4; ++i) {
+        auto scope = a.accumulate();
+        for (int pass = a.sync_gradients() ? 1 : 0; pass < 2; ++pass) {
+          a.backward(Loss(model(at::ones({1, 1}))));
+        }
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+    }
+    EXPECT_EQ(net->weight.item<double>(), 3);
+  });
+}
+
 TEST(JoinUnevenInputs, WindowThatIsOpenAtItsEnd_IsGivenUpOnAllRanks) {
   RunAccelerators(2, InWindowsOfTwo(), [](Accelerator& a) {
     torch::nn::Linear net = OneWeight();
@@ -470,9 +551,11 @@ TEST(Ranks, LoadState_OneOfTwoModelsDoesNotFit_ChangesNeither_AndTrainingGoesOn)
 
 // Trains on `ranks` ranks from the newest checkpoint, if any, until optimizer step `until`; returns
 // the samples in the order of the epoch.
-std::vector<int64_t> TrainUntil(int ranks, const std::string& root, int64_t until,
-                                int64_t per_rank) {
+std::vector<int64_t> TrainUntil(int ranks, const std::string& root, int64_t until, int64_t per_rank,
+                                const std::string& precision = "no") {
   AcceleratorOptions options;
+  options.mixed_precision = precision;
+  options.grad_scaler.init_scale = 16;
   options.project.directory = root;
   options.data_loader.data_seed = 3;
   options.gradient_accumulation_steps = 2;
@@ -529,11 +612,31 @@ TEST(Ranks, D20_PlaceInTheData_IsWrittenAndComesBack) {
 }
 
 TEST(Ranks, D21_EveryRanksFiles_HaveTheirOwnNames) {
-  TrainUntil(2, TestDir("names"), 2, 2);
+  TrainUntil(2, TestDir("names"), 2, 2, "fp16");
   const auto reader = StateReader::Open(TestDir("names") + "/checkpoints/checkpoint_0");
   ASSERT_TRUE(reader.ok()) << reader.status();
+  std::vector<std::string> names;
   for (const ManifestFile& file : reader->manifest().files) {
     EXPECT_EQ(file.rank, file.name == RandomStatesFileName(1) ? 1 : 0) << file.name;
+    names.push_back(file.name);
+  }
+  // The loss scale, which all ranks have, too: of one of them.
+  EXPECT_EQ(std::count(names.begin(), names.end(), ScalerFileName(0)), 1);
+  EXPECT_EQ(std::count(names.begin(), names.end(), RandomStatesFileName(1)), 1);
+}
+
+// One process alone has the same batches either way.
+TEST(Ranks, D40_SplitBatches_IsNeverIgnored) {
+  for (const bool split : {false, true}) {
+    AcceleratorOptions options;
+    options.data_loader.split_batches = split;
+    RunAccelerators(2, options, [&](Accelerator& a) {
+      auto loader = a.prepare(batches(TensorDataset(at::ones({8, 1})), 4));
+      EXPECT_EQ(a.split_batches(), split);
+      EXPECT_EQ(loader.total_batch_size(), split ? 4 : 8);  // of all processes together
+      EXPECT_EQ(loader.size(), split ? 2 : 1);
+      for (auto& batch : loader) EXPECT_EQ(batch.value().size(0), split ? 2 : 4);
+    });
   }
 }
 
@@ -783,43 +886,35 @@ TEST(Ranks, RegisteredInAnAttemptThatFailedOnAnotherRank_IsNotSaved) {
 
 TEST(BadInput, ShapesThatDiffer_AreNamedOnEveryRank) {
   const auto errors = ErrorsOf(2, {}, [](Accelerator& a) {
-    a.gather(at::ones({2, a.process_index() + 3}));
+    (void)a.gather(at::ones({2, a.process_index() + 3}));
   });
   EXPECT_THAT(errors, Each(AllOf(HasSubstr("[2, 3]"), HasSubstr("[2, 4]"),
                                  HasSubstr("pad_across_processes"))));
-  EXPECT_THAT(ErrorsOf(2, {}, [](Accelerator& a) { a.reduce(at::ones({a.process_index() + 1})); }),
-              Each(HasSubstr("rank 1")));
+  EXPECT_THAT(
+      ErrorsOf(2, {}, [](Accelerator& a) { (void)a.reduce(at::ones({a.process_index() + 1})); }),
+      Each(HasSubstr("rank 1")));
 }
 
 TEST(BadInput, DifferentCollectives_AreNamedOnEveryRank) {
   const auto errors = ErrorsOf(2, {}, [](Accelerator& a) {
     if (a.is_main_process()) {
-      a.gather(at::ones({2}));
+      (void)a.gather(at::ones({2}));
     } else {
-      a.reduce(at::ones({2}));
+      (void)a.reduce(at::ones({2}));
     }
   });
   EXPECT_THAT(errors, Each(AllOf(HasSubstr("AllGather"), HasSubstr("AllReduce"))));
 }
 
-// Ranks that save in different ways would wait for each other.
-TEST(BadInput, CheckpointsThatDiffer_AreNamedOnEveryRank) {
-  using Change = std::function<void(AcceleratorOptions&)>;
-  const std::vector<std::pair<std::string, Change>> changes = {
-      {"checkpoint.asynchronous=true", [](auto& o) { o.checkpoint.asynchronous = true; }},
-      {"checkpoint.memory=true", [](auto& o) { o.checkpoint.memory = true; }},
-      {"checkpoint.mirror=false", [](auto& o) { o.checkpoint.mirror = false; }},
-      {"checkpoint.disk_every=3", [](auto& o) { o.checkpoint.disk_every = 3; }},
-      {"checkpoint.keep=2", [](auto& o) { o.checkpoint.keep = 2; }},
-      {"checkpoint.keep_every=5", [](auto& o) { o.checkpoint.keep_every = 5; }},
-      {"checkpoint.promote=false", [](auto& o) { o.checkpoint.promote = false; }},
-      {"project.total_limit=4", [](auto& o) { o.project.total_limit = 4; }},
-      {"project.save_on_each_node=true", [](auto& o) { o.project.save_on_each_node = true; }},
-  };
+// A change of the options of one rank, and its name in the message.
+using Changes = std::vector<std::pair<std::string, std::function<void(AcceleratorOptions&)>>>;
+
+// Expects that each of `changes`, on rank 1 alone, is named on every rank.
+void ExpectNamed(const Changes& changes, const AcceleratorOptions& usual = {}) {
   for (const auto& [name, change] : changes) {
     std::vector<std::string> errors(2);
     RunGlooRanks(2, [&, &change = change](Comm& comm) {
-      AcceleratorOptions options;
+      AcceleratorOptions options = usual;
       if (comm.rank() == 1) change(options);
       try {
         Accelerator accelerator(CoreOn(comm, options));
@@ -830,6 +925,53 @@ TEST(BadInput, CheckpointsThatDiffer_AreNamedOnEveryRank) {
     EXPECT_THAT(errors, Each(AllOf(HasSubstr("rank 1 has "), HasSubstr(" " + name + " "),
                                    HasSubstr("give all processes of a job the same settings"))));
   }
+}
+
+// Settings that would make the weights of the ranks differ silently, or leave one waiting for an
+// exchange.
+TEST(BadInput, SettingsOfStepsThatDiffer_AreNamedOnEveryRank) {
+  AcceleratorOptions fp16;
+  fp16.mixed_precision = "fp16";
+  ExpectNamed(
+      {{"gradient_clipping=0.5", [](auto& o) { o.gradient_clipping = 0.5; }},
+       {"grad_scaler.init_scale=4096.0", [](auto& o) { o.grad_scaler.init_scale = 4096; }},
+       {"grad_scaler.growth_interval=7", [](auto& o) { o.grad_scaler.growth_interval = 7; }},
+       {"grad_scaler.enabled=false", [](auto& o) { o.grad_scaler.enabled = false; }},
+       {"accumulation.sync_with_dataloader=false",
+        [](auto& o) { o.accumulation.sync_with_dataloader = false; }},
+       {"accumulation.sync_each_batch=true",
+        [](auto& o) { o.accumulation.sync_each_batch = true; }},
+       {"accumulation.adjust_scheduler=true",
+        [](auto& o) { o.accumulation.adjust_scheduler = true; }},
+       {"accumulation.short_window=kLikeAccelerate",
+        [](auto& o) { o.accumulation.short_window = ShortWindow::kLikeAccelerate; }},
+       {"check_finite_loss=true", [](auto& o) { o.check_finite_loss = true; }},
+       {"step_scheduler_with_optimizer=false",
+        [](auto& o) { o.step_scheduler_with_optimizer = false; }},
+       {"scheduler_units=kProcesses",
+        [](auto& o) { o.scheduler_units = SchedulerUnits::kProcesses; }}},
+      fp16);
+  // Without fp16 nothing has a loss scale.
+  RunGlooRanks(2, [](Comm& comm) {
+    AcceleratorOptions options;
+    options.grad_scaler.init_scale = comm.rank() + 1;
+    EXPECT_NO_THROW(CoreOn(comm, options));
+  });
+}
+
+// Ranks that save in different ways would wait for each other.
+TEST(BadInput, CheckpointsThatDiffer_AreNamedOnEveryRank) {
+  ExpectNamed({
+      {"checkpoint.asynchronous=true", [](auto& o) { o.checkpoint.asynchronous = true; }},
+      {"checkpoint.memory=true", [](auto& o) { o.checkpoint.memory = true; }},
+      {"checkpoint.mirror=false", [](auto& o) { o.checkpoint.mirror = false; }},
+      {"checkpoint.disk_every=3", [](auto& o) { o.checkpoint.disk_every = 3; }},
+      {"checkpoint.keep=2", [](auto& o) { o.checkpoint.keep = 2; }},
+      {"checkpoint.keep_every=5", [](auto& o) { o.checkpoint.keep_every = 5; }},
+      {"checkpoint.promote=false", [](auto& o) { o.checkpoint.promote = false; }},
+      {"project.total_limit=4", [](auto& o) { o.project.total_limit = 4; }},
+      {"project.save_on_each_node=true", [](auto& o) { o.project.save_on_each_node = true; }},
+  });
 }
 
 using GiveDirectory = std::function<absl::Status(Accelerator&, const std::string&)>;
@@ -865,6 +1007,29 @@ TEST(BadInput, DirectoryOfOneRankAlone_IsToldToEveryRank) {
     EXPECT_THAT(
         ErrorsOfDirectories(call, {"", dir}),
         Each(HasSubstr(name + ": rank 1 gives " + dir + ", and rank 0 no directory: give all")));
+  }
+}
+
+// As a program saves without an Accelerator: under `if (is_main_process())`.
+TEST(BadInput, CallOnTheMainProcessAlone_IsNamed) {
+  const std::string dir = TestDir("on_main_alone");
+  for (const auto& [name, call] : std::vector<std::pair<std::string, GiveDirectory>>{
+           {"save_state()", [](Accelerator&a, const auto&to) { return a.save_state(to); }},
+           {"load_state()", [](Accelerator&a, const auto&from) { return a.load_state(from); }},
+           {"load_weights()",
+            [](Accelerator&a, const auto&from) { return a.load_weights(from).status(); }}}) {
+    absl::Status status;
+    RunAccelerators(2, {}, [&, &call = call](Accelerator& a) {
+      auto model = a.prepare(OneWeight());
+      if (a.is_main_process()) {
+        status = call(a, dir);
+      } else {
+        EXPECT_THROW((void)a.gather(at::ones({3})), c10::Error);
+      }
+    });
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr(name + ": "), HasSubstr("ranks disagree about a collective"),
+                      HasSubstr("every process has to call " + name)));
   }
 }
 

@@ -509,6 +509,30 @@ TEST_F(ShardingOffloadTest, GradientsThatAreLost_DoNotFailTheLoadThatGivesThemUp
   }
 }
 
+// A zero_grad() before the step of a window happens where the scope of its last micro-step ends.
+TEST_F(ShardingOffloadTest, ZeroGradThatFailsAtTheEndOfAMicroStep_IsAnError) {
+  AcceleratorOptions options = Options("zero2", Offload::kNone, Offload::kNone, Offload::kDisk);
+  options.gradient_accumulation_steps = 2;
+  RunAccelerators(1, options, [&](Accelerator& a) {
+    torch::nn::Sequential net = MakeNet();
+    FusedAdamW adam(net->parameters(), {.lr = 0.01});
+    auto [model, optimizer] = a.prepare(net, adam);
+    const auto micro_step = [&, &model = model, &optimizer = optimizer](bool lost) {
+      auto scope = a.accumulate();
+      optimizer.zero_grad(/*set_to_none=*/false);
+      a.backward(model(Random({2, 5}, 1)).square().sum());
+      optimizer.step();
+      gradients_are_lost = lost;
+    };
+    micro_step(false);
+    EXPECT_THAT(ErrorOf([&] { micro_step(true); }), HasSubstr("/gradients/"));
+    gradients_are_lost = false;
+    optimizer.zero_grad();
+    Train(a, model, optimizer, 0, 2);
+    EXPECT_EQ(optimizer.steps(), 2);
+  });
+}
+
 TEST_F(ShardingOffloadTest, WhatCannotBeOffloaded_IsRefusedOnEveryRank) {
   const auto prepare = [](Accelerator& a) {
     torch::nn::Sequential net = MakeNet();

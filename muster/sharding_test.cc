@@ -7,6 +7,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ATen/Functions.h"
@@ -819,6 +820,40 @@ TEST(Sharding, OverflowOnOneRank_SkipsTheStepOnAll) {
       optimizer.zero_grad();
     }
   });
+}
+
+// Parts of the parameters, one clipping after the other: each gradient is divided by the loss scale
+// once.
+TEST(Sharding, D32_ClippingPartsOfTheParameters_UnscalesOnce) {
+  const auto train = [](int ranks, AcceleratorOptions options, const char* precision) {
+    options.mixed_precision = precision;
+    options.grad_scaler.init_scale = 64;
+    Weights weights;
+    RunAccelerators(ranks, options, [&](Accelerator& a) {
+      torch::nn::Sequential net = MakeNet();
+      FusedSGD sgd(net->parameters(), {.lr = 0.1});
+      auto [model, optimizer] = a.prepare(net, sgd);
+      const std::vector<at::Tensor> all = net->parameters();
+      const std::vector<at::Tensor> head = {all[0], all[1]}, rest(all.begin() + 2, all.end());
+      for (int step = 0; step < 3; ++step) {
+        const at::Tensor x = Random({kSamples, 5}, 100 + step);
+        auto scope = a.accumulate();
+        a.backward(model(x.chunk(a.num_processes())[a.process_index()]).square().mean());
+        // A threshold that none reaches: only unscaling could change what they are.
+        for (const auto& part : {head, rest, head}) a.clip_grad_norm_(part, 1e4);
+        optimizer.step();
+        EXPECT_FALSE(optimizer.step_was_skipped());
+        optimizer.zero_grad();
+      }
+      Weights got = WeightsOf(a, model);
+      if (a.is_main_process()) weights = std::move(got);
+    });
+    return weights;
+  };
+  const Weights want = train(1, {}, "no");
+  for (const char* const strategy : {"no_shard", "zero1", "zero2", "zero3"}) {
+    EXPECT_LE(Distance(train(2, Sharded(strategy), "fp16"), want), 1e-2) << strategy;
+  }
 }
 
 TEST(Sharding, WhatCannotBeSharded_IsRefusedOnEveryRank) {

@@ -33,22 +33,25 @@ class Subgroup {
 
   // (collective) See the methods of the same names in Accelerator.
   template <class T>
-  T gather(const T& value, std::source_location where = std::source_location::current()) const {
+  [[nodiscard]] T gather(const T& value,
+                         std::source_location where = std::source_location::current()) const {
     return Gather(CommFor("gather() of a group"), value, where);
   }
   template <class T>
-  auto gather_object(const T& object,
-                     std::source_location where = std::source_location::current()) const {
+  [[nodiscard]] auto gather_object(
+      const T& object, std::source_location where = std::source_location::current()) const {
     return GatherObject(CommFor("gather_object() of a group"), object, where);
   }
   template <class T>
-  T reduce(const T& value, const std::string& reduction = "sum", double scale = 1.0,
-           std::source_location where = std::source_location::current()) const {
+  [[nodiscard("reduce() returns the result and leaves its argument as it is")]] T reduce(
+      const T& value, const std::string& reduction = "sum", double scale = 1.0,
+      std::source_location where = std::source_location::current()) const {
     return Reduce(CommFor("reduce() of a group"), value, reduction, scale, where);
   }
   template <class T>
-  T broadcast(const T& value, int from_process = 0,
-              std::source_location where = std::source_location::current()) const {
+  [[nodiscard("broadcast() returns the result and leaves its argument as it is")]] T broadcast(
+      const T& value, int from_process = 0,
+      std::source_location where = std::source_location::current()) const {
     Comm& comm = CommFor("broadcast() of a group");
     return Broadcast(
         comm, MapTensors(value, [](const at::Tensor& t) { return t.defined() ? t.clone() : t; }),

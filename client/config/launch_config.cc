@@ -21,6 +21,7 @@
 #include "base/bool_word.h"
 #include "base/defaults.h"
 #include "base/file.h"
+#include "base/home_path.h"
 #include "base/json.h"
 #include "base/status_macros.h"
 #include "base/suggest.h"
@@ -69,8 +70,6 @@ bool IsPlace(absl::string_view text) {
   return text == "none" || text == "cpu" ||
          (absl::ConsumePrefix(&text, kDiskPlace) && !text.empty());
 }
-
-bool BeginsAtHome(absl::string_view path) { return path == "~" || absl::StartsWith(path, "~/"); }
 
 // The syntax that programs read (worker/parallel/shard_plan.cc).
 constexpr char kPatternRule[] = "a regular expression for whole names, such as head|.*\\.bias";
@@ -954,10 +953,7 @@ Layer LayerFromVariables(const std::map<std::string, std::string>& variables) {
 
 std::string WithHome(absl::string_view path, const std::map<std::string, std::string>& variables) {
   const auto home = variables.find("HOME");
-  if (!BeginsAtHome(path) || home == variables.end() || home->second.empty()) {
-    return std::string(path);
-  }
-  return absl::StrCat(home->second, path.substr(1));
+  return muster::WithHome(path, home == variables.end() ? absl::string_view() : home->second);
 }
 
 absl::Status ReplaceHome(const std::map<std::string, std::string>& variables, Layer* layer) {

@@ -375,10 +375,11 @@ void CheckMistakes(Accelerator& a) {
   };
   refused("a schedule without an optimizer", "prepare()",
           [&] { (void)a.prepare(muster::StepLR(1)); });
-  refused("an unknown reduction", "sum, mean, max", [&] { a.reduce(at::ones({1}), "total"); });
+  refused("an unknown reduction", "sum, mean, max",
+          [&] { (void)a.reduce(at::ones({1}), "total"); });
   if (a.num_processes() > 1) {
     refused("a gather of different shapes", "pad_across_processes", [&] {
-      a.gather(at::ones({a.process_index() + 1}, at::TensorOptions().device(a.device())));
+      (void)a.gather(at::ones({a.process_index() + 1}, at::TensorOptions().device(a.device())));
     });
   }
 }

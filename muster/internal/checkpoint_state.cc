@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/time.h"
@@ -31,6 +32,7 @@
 #include "worker/checkpoint/clean_path.h"
 #include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/foreign_state.h"
 #include "worker/checkpoint/given_directory.h"
 #include "worker/checkpoint/memory_tier.h"
 #include "worker/checkpoint/node_group.h"
@@ -80,6 +82,33 @@ absl::Status FirstFailure(const std::vector<AsyncSaver::Outcome>& outcomes) {
                                      " failed: ", outcome.status.message()));
   }
   return absl::OkStatus();
+}
+
+// Shows on the board what this process waits in while the others may still do something else, and
+// then `after`: what hangs from there on is not the call.
+class InCall {
+ public:
+  // All of them literals.
+  InCall(ProgressBoard& board, const char* entering, const char* after)
+      : board_(board), after_(after) {
+    board_.SetPhase(entering);
+  }
+  ~InCall() { board_.SetPhase(after_); }
+  InCall(const InCall&) = delete;
+  InCall& operator=(const InCall&) = delete;
+
+ private:
+  ProgressBoard& board_;
+  const char* const after_;
+};
+
+// For the error of the first exchange of `call`, to which some process may not have come: a
+// program that saves on its main process alone, as one saves without an Accelerator.
+absl::Status CalledByAll(const absl::Status& met, absl::string_view call) {
+  if (!absl::StrContains(met.message(), "ranks disagree")) return met;
+  return absl::Status(met.code(),
+                      absl::StrCat(call, ": ", met.message(), "; every process has to call ", call,
+                                   ", which is a collective: not only where is_main_process()"));
 }
 
 }  // namespace
@@ -253,6 +282,7 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
   if (absl::Status here = Guard([&] { steps_.CheckAllTakePart("save_state()"); }); !here.ok()) {
     return here;
   }
+  const InCall in_call(process_.progress(), "entering save_state", "after save_state");
   // Every rank reports whether it can save before any of them writes, so that none waits for a rank
   // that left.
   absl::Status mine = Guard([&] {
@@ -282,7 +312,9 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     const absl::Status met = Guard([&] { MeetAt(*comm, "save_state()", "", before); });
     if (!met.ok()) return mine.ok() ? met : mine;
   }
-  if (absl::Status all = writer_.Agree(mine, directory); !all.ok()) return all;
+  if (absl::Status all = writer_.Agree(mine, directory); !all.ok()) {
+    return CalledByAll(all, "save_state()");
+  }
   process_.progress().SetPhase("save_state");
   CheckpointInfo info;
   info.world_size = process_.size();
@@ -291,7 +323,7 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
   loops_.SavePlace(&info);
   const bool done = loops_.EpochIsDone();
   const auto write = [this](StateWriter& writer) { return writer_.Write(writer); };
-  const absl::Status saved = Guard([&] {
+  return Guard([&] {
     const CheckpointFolder folder(Root());
     OpenMemory(/*has_to_answer=*/false);
     bool to_disk = GoesToDisk(directory);
@@ -334,9 +366,6 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     ThrowIfError(in_memory);
     ThrowIfError(earlier_in_memory);
   });
-  // A hang after this point is not in the save.
-  process_.progress().SetPhase("after save_state");
-  return saved;
 }
 
 absl::Status CheckpointState::CheckSavable() {
@@ -518,6 +547,9 @@ absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
                                                              });
   // An existing checkpoint lacks a file, which is different from having no checkpoint.
   if (absl::IsNotFound(of_read) && reader.status() == of_read) ThrowIfError(of_read);
+  if (absl::IsNotFound(reader.status())) {
+    ThrowIfAnyFailed(process_.comm(), CheckNoStateOfAccelerate(directory, folder));
+  }
   if (!directory.empty() && absl::IsNotFound(reader.status())) {
     return absl::NotFoundError(
         absl::StrCat(reader.status().message(), CheckpointsInPlaceOfWeights(directory)));
@@ -567,6 +599,19 @@ absl::Status AgreeOnLoad(Comm& comm, const absl::Status& mine, const std::string
     }
     ThrowIfError(CheckGivenAlike(call, directories, alike));
   });
+}
+
+// (collective) For a load that has found no checkpoint in `directory` (`missing`) and may begin
+// from scratch: throws if something else is there, such as a checkpoint without its manifest, or a
+// model.
+void CheckFree(Comm& comm, const std::string& directory, const absl::Status& missing) {
+  ThrowIfAnyFailed(
+      comm, !IsOccupied(directory)
+                ? absl::OkStatus()
+                : absl::FailedPreconditionError(absl::StrCat(
+                      missing.message(), "; training would begin from scratch, and could not save ",
+                      "there: name a folder that is empty or does not exist, or take weights from ",
+                      "this one with load_weights()")));
 }
 
 // On one disk the ranks may load from copies of one checkpoint, which are compared when they are
@@ -639,6 +684,7 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
   if (absl::Status here = Guard([&] { steps_.CheckAllTakePart("load_weights()"); }); !here.ok()) {
     return here;
   }
+  const InCall in_call(process_.progress(), "entering load_weights", "after load_weights");
   // Updates may have failed on one process only, and the others would wait for it.
   const absl::Status mine = Guard([&] {
     steps_.CheckStepped("load_weights()");
@@ -651,7 +697,7 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
   if (absl::Status all =
           AgreeOnLoad(process_.comm(), mine, "load_weights()", given, AlikeForLoad(process_));
       !all.ok()) {
-    return all;
+    return CalledByAll(all, "load_weights()");
   }
   if (steps_.between_windows()) registry_.ForgetUnheld();
   Wait().IgnoreError();  // a failure is in the log
@@ -732,7 +778,6 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
       if (read.count(file.name) == 0) report.left_out.push_back(file.name);
     }
   });
-  process_.progress().SetPhase("after load_weights");
   if (!status.ok()) return status;
   return report;
 }
@@ -759,19 +804,20 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
   }
   if (steps_.between_windows()) registry_.ForgetUnheld();
   objects_.ForgetExpired();
+  const InCall in_call(process_.progress(), "entering load_state", "after load_state");
   const std::string call = may_be_missing ? "load_state_if_present()" : "load_state()";
   const absl::Status mine = Guard([&] { loops_.SettleLoaders(); });
   if (absl::Status all = AgreeOnLoad(process_.comm(), mine, call, FollowGivenDirectory(directory),
                                      AlikeForLoad(process_));
       !all.ok()) {
-    return all;
+    return CalledByAll(all, call);
   }
   // The wanted checkpoint may be the one being written. A failure is in the log.
   Wait().IgnoreError();
   process_.progress().SetPhase("load_state");
   // Hooks may use the weights, even those that a failed step has changed in part.
   std::optional<StateLoader::Scope> scope(std::in_place, loader_);
-  absl::Status status = Guard([&] {
+  const absl::Status status = Guard([&] {
     OpenMemory(/*has_to_answer=*/true);
     const bool memory = directory.empty() && memory_ != nullptr;
     const int64_t newest = memory ? NewestStepOnDisk(CheckpointFolder(Root())) : -1;
@@ -795,6 +841,9 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
     }
     if (from_memory) return;
     if (!may_be_missing || !absl::IsNotFound(reader.status())) ThrowIfError(reader.status());
+    if (!reader.ok() && !directory.empty()) {
+      CheckFree(process_.comm(), directory, reader.status());
+    }
     // The state in memory belongs to another past than the training that begins here. Discard it
     // before training begins: if that fails, a later load would go back to it.
     if (memory_ != nullptr) ThrowIfError(memory_->Forget(process_.comm()));
@@ -805,7 +854,6 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
     LetGo(*std::move(reader), std::move(loaded));
   });
   scope.reset();
-  process_.progress().SetPhase("after load_state");
   if (status.ok()) process_.progress().SetRestored();
   return status;
 }

@@ -1,6 +1,7 @@
 #include "muster/internal/checkpoint_state.h"
 
 #include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <utility>
@@ -263,6 +264,82 @@ TEST_F(CheckpointStateTest, AgentThatDoesNotAnswer_FailsLoadsAlsoFromTheDiskButN
     EXPECT_EQ(loaded.code(), absl::StatusCode::kUnavailable) << loaded;
   }
   EXPECT_EQ(number, 8) << "nothing has changed";
+}
+
+// Not "no checkpoint yet", after which training begins from scratch.
+TEST_F(CheckpointStateTest, StateOfAccelerate_IsNamedAndNotMissing) {
+  const auto put = [](const std::string& dir) {
+    ASSERT_TRUE(MakeDirectories(dir).ok());
+    for (const char* const name : {"model.safetensors", "optimizer.bin", "random_states_0.pkl"}) {
+      ASSERT_TRUE(WriteFileAtomically(JoinPath(dir, name), "x").ok());
+    }
+  };
+  const auto expect_named = [&](CheckpointState& checkpoints, const std::string& given,
+                                const std::string& dir) {
+    for (const bool may_be_missing : {false, true}) {
+      const absl::Status loaded = checkpoints.Load(given, may_be_missing);
+      EXPECT_EQ(loaded.code(), absl::StatusCode::kFailedPrecondition) << loaded;
+      EXPECT_THAT(std::string(loaded.message()), HasSubstr(dir + " is a state of Accelerate's"));
+      EXPECT_THAT(std::string(loaded.message()), HasSubstr("load_weights(\"" + dir + "\")"));
+    }
+  };
+  put(Dir("accelerate"));
+  expect_named(checkpoints_, Dir("accelerate"), Dir("accelerate"));
+
+  AcceleratorOptions options;
+  JoinedProcess joined = Parts::Alone(options);
+  joined.environment.project_dir.value = Dir("project");
+  Process process(options, std::move(joined));
+  Registry registry([] {});
+  LoopTracker loops(registry, [] {});
+  StepController steps(process, registry, loops);
+  CheckpointState checkpoints(process, registry, loops, steps, [] { return false; });
+  EXPECT_TRUE(checkpoints.Load("", true).ok());
+  put(Dir("project/checkpoints/checkpoint_0"));
+  put(Dir("project/checkpoints/checkpoint_1"));
+  expect_named(checkpoints, "", Dir("project/checkpoints/checkpoint_1"));
+  EXPECT_EQ(checkpoints.LoadWeights("", {}).status().code(), absl::StatusCode::kFailedPrecondition);
+  // One of ours is loaded, whatever lies beside it.
+  ASSERT_TRUE(checkpoints.Save("").ok());
+  const absl::Status loaded = checkpoints.Load("", true);
+  EXPECT_TRUE(loaded.ok()) << loaded;
+}
+
+// A save would refuse the folder.
+TEST_F(CheckpointStateTest, FolderWithSomethingElse_IsNoMissingCheckpoint) {
+  ASSERT_TRUE(MakeDirectories(Dir("something")).ok());
+  EXPECT_TRUE(checkpoints_.Load(Dir("something"), true).ok()) << "it is empty";
+  ASSERT_TRUE(checkpoints_.Save(Dir("lost")).ok());
+  ASSERT_TRUE(RemoveTree(JoinPath(Dir("lost"), kManifestName)).ok());
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(Dir("something"), "model.safetensors"), "x").ok());
+  for (const char* const name : {"lost", "something"}) {
+    EXPECT_EQ(checkpoints_.Load(Dir(name), false).code(), absl::StatusCode::kNotFound) << name;
+    const absl::Status loaded = checkpoints_.Load(Dir(name), true);
+    EXPECT_EQ(loaded.code(), absl::StatusCode::kFailedPrecondition) << loaded;
+    EXPECT_THAT(std::string(loaded.message()), HasSubstr("it has no manifest.json"));
+    EXPECT_EQ(checkpoints_.Save(Dir(name)).code(), absl::StatusCode::kFailedPrecondition);
+  }
+}
+
+TEST_F(CheckpointStateTest, Tilde_IsHome) {
+  ASSERT_TRUE(MakeDirectories(Dir("home")).ok());
+  ASSERT_EQ(setenv("HOME", Dir("home").c_str(), 1), 0);
+  RegisterNumber();
+  number_ = 7;
+  ASSERT_TRUE(checkpoints_.Save("~/run").ok());
+  EXPECT_EQ(checkpoints_.last_checkpoint(), Dir("home/run"));
+  EXPECT_TRUE(PathExists(JoinPath(Dir("home/run"), kManifestName)));
+  number_ = 0;
+  ASSERT_TRUE(checkpoints_.Load("~/run", false).ok());
+  EXPECT_EQ(number_, 7);
+
+  AcceleratorOptions options;
+  options.project.logging_directory = "~/logs";
+  JoinedProcess joined = Parts::Alone(options);
+  joined.environment.project_dir.value = "~/project";
+  const Process process(options, std::move(joined));
+  EXPECT_EQ(process.ProjectDirectory(), Dir("home/project"));
+  EXPECT_EQ(process.LoggingDirectory(), Dir("home/logs"));
 }
 
 TEST_F(CheckpointStateTest, MissingCheckpoint_IsAnErrorUnlessItMayBeMissing) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <nlohmann/json.hpp>
 
 #include "ATen/Functions.h"
 #include "absl/strings/match.h"
@@ -91,6 +92,74 @@ std::string Describe(const CheckpointOptions& checkpoint, const ProjectOptions& 
   }
   if (project.total_limit.has_value()) add("project.total_limit", *project.total_limit);
   add_bool("project.save_on_each_node", project.save_on_each_node, false);
+  return text;
+}
+
+// The same of what makes steps of gradients, which would take the weights of the ranks apart in
+// silence: machines read it from files of their own. Each setting that is not the usual one, with a
+// blank before it.
+std::string DescribeSteps(const Process& process) {
+  std::string text;
+  // Digits enough to tell numbers apart.
+  const auto add = [&text](absl::string_view name, const auto& value) {
+    absl::StrAppend(&text, " ", name, "=", nlohmann::json(value).dump());
+  };
+  const auto add_unless = [&add](absl::string_view name, const auto& value, const auto& usual) {
+    if (value != usual) add(name, value);
+  };
+  const auto add_given = [&add](absl::string_view name, const auto& value) {
+    if (value.has_value()) add(name, *value);
+  };
+  add_unless("gradient_clipping", process.gradient_clipping(), 0.0);
+  if (NeedsGradScaler(process.precision())) {
+    const GradScalerOptions& scaler = process.grad_scaler();
+    const GradScalerOptions usual;
+    add_unless("grad_scaler.enabled", scaler.enabled, usual.enabled);
+    add_unless("grad_scaler.dynamic", scaler.dynamic, usual.dynamic);
+    add_unless("grad_scaler.init_scale", scaler.init_scale, usual.init_scale);
+    add_unless("grad_scaler.growth_factor", scaler.growth_factor, usual.growth_factor);
+    add_unless("grad_scaler.backoff_factor", scaler.backoff_factor, usual.backoff_factor);
+    add_unless("grad_scaler.growth_interval", scaler.growth_interval, usual.growth_interval);
+    add_unless("grad_scaler.hysteresis", scaler.hysteresis, usual.hysteresis);
+    add_unless("grad_scaler.min_scale", scaler.min_scale, usual.min_scale);
+  }
+  const AcceleratorOptions& options = process.options();
+  const AccumulationOptions& windows = options.accumulation;
+  add_unless("accumulation.sync_with_dataloader", windows.sync_with_dataloader, true);
+  add_unless("accumulation.sync_each_batch", windows.sync_each_batch, false);
+  add_unless("accumulation.adjust_scheduler", windows.adjust_scheduler, false);
+  if (windows.short_window != ShortWindow::kRescale) {
+    absl::StrAppend(&text, " accumulation.short_window=kLikeAccelerate");
+  }
+  add_unless("check_finite_loss", options.check_finite_loss, false);
+  add_unless("step_scheduler_with_optimizer", options.step_scheduler_with_optimizer, true);
+  if (options.scheduler_units != SchedulerUnits::kOptimizerSteps) {
+    absl::StrAppend(&text, " scheduler_units=kProcesses");
+  }
+  const ConfiguredTraining& configured = process.configured();
+  if (configured.optimizer.has_value()) {
+    const client::PlannedOptimizer& optimizer = *configured.optimizer;
+    add("optimizer.type", optimizer.type);
+    add_given("optimizer.lr", optimizer.lr);
+    add_given("optimizer.weight_decay", optimizer.weight_decay);
+    add_given("optimizer.eps", optimizer.eps);
+    add_given("optimizer.beta1", optimizer.beta1);
+    add_given("optimizer.beta2", optimizer.beta2);
+    add_given("optimizer.momentum", optimizer.momentum);
+    add_given("optimizer.nesterov", optimizer.nesterov);
+  }
+  if (configured.scheduler.has_value()) {
+    const client::PlannedScheduler& scheduler = *configured.scheduler;
+    add("scheduler.type", scheduler.type);
+    add("scheduler.logarithmic", scheduler.logarithmic);
+    add_given("scheduler.min_lr", scheduler.min_lr);
+    add_given("scheduler.max_lr", scheduler.max_lr);
+    add_given("scheduler.min_ratio", scheduler.min_ratio);
+    add_given("scheduler.cosine_min_ratio", scheduler.cosine_min_ratio);
+    add_given("scheduler.warmup_steps", scheduler.warmup_steps);
+    add_given("scheduler.total_steps", scheduler.total_steps);
+  }
+  for (const std::string& key : configured.autos) absl::StrAppend(&text, " ", key, "=auto");
   return text;
 }
 
@@ -185,7 +254,7 @@ Core::Core(const AcceleratorOptions& options, JoinedProcess process)
   const std::string settings =
       absl::StrCat("mixed_precision=", process_.mixed_precision(),
                    " gradient_accumulation_steps=", steps_.gradient_accumulation_steps(),
-                   Describe(options.checkpoint, options.project));
+                   DescribeSteps(process_), Describe(options.checkpoint, options.project));
   const ShardingOptions& sharding = process_.sharding();
   CheckSettings(process_.comm().AllGatherBytes(
       absl::StrCat(DescribeDevice(process_), "\n", settings, " sharding=", Describe(sharding), "\n",

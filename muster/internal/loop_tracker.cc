@@ -478,6 +478,18 @@ LoaderState LoopTracker::PlaceToSave(const LoaderStateHandle& loader) const {
   return epoch_open_ && TrainedToTheEnd(*loop) ? loader.NextState() : loader.State();
 }
 
+at::Tensor LoopTracker::GeneratorToSave() const {
+  // In several loops the numbers of one batch lie between those of others.
+  if (live_.size() != 1 || registry_.optimizers().empty()) return {};
+  const LiveLoop& loop = live_.front();
+  if (!loop.loader.has_value() || *loop.loader >= registry_.loaders().size()) return {};
+  const LoaderStateHandle& loader = *registry_.loaders()[*loop.loader];
+  if (loader.live_pass() != loop.id || loop.trained == loop.info->index || TrainsInside(loop)) {
+    return {};
+  }
+  return loader.GeneratorBeforeBatch();
+}
+
 std::vector<int64_t> LoopTracker::FinishedPasses() const {
   std::vector<int64_t> finished = finished_passes_;
   if (registry_.optimizers().empty()) return finished;

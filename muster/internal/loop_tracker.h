@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "ATen/core/Tensor.h"
 #include "absl/functional/function_ref.h"
 #include "muster/internal/registry.h"
 #include "worker/checkpoint/manifest.h"
@@ -46,6 +47,10 @@ class LoopTracker {
   int64_t batches() const { return batches_; }
   // The state that `loader` is saved with.
   LoaderState PlaceToSave(const LoaderStateHandle& loader) const;
+  // What LibTorch's default generator on the CPU is saved as where that is not what it is now:
+  // where the only loop has got a batch and not trained on it, which a run that continues here
+  // reads again. Else undefined.
+  at::Tensor GeneratorToSave() const;
 
   int64_t epoch() const { return epoch_; }
   // The epoch in whose body the program is; -1: in none.

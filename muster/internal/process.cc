@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "base/home_path.h"
 #include "base/log.h"
 #include "c10/core/ScalarType.h"
 #include "c10/util/Exception.h"
@@ -305,11 +306,13 @@ std::optional<int> Process::own_node() const {
 }
 
 std::string Process::ProjectDirectory() const {
-  return environment().project_dir.value.empty() ? "muster-run" : environment().project_dir.value;
+  const std::string& given = environment().project_dir.value;
+  return given.empty() ? "muster-run" : WithHome(given);
 }
 
 std::string Process::LoggingDirectory() const {
-  if (!options_.project.logging_directory.empty()) return options_.project.logging_directory;
+  const std::string& given = options_.project.logging_directory;
+  if (!given.empty()) return WithHome(given);
   return ProjectDirectory();
 }
 

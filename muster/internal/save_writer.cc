@@ -1,8 +1,10 @@
 #include "muster/internal/save_writer.h"
 
 #include <algorithm>
+#include <cmath>
 #include <exception>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <set>
 #include <tuple>
 #include <unordered_set>
@@ -13,14 +15,17 @@
 #include "base/status_macros.h"
 #include "muster/internal/failures.h"
 #include "muster/internal/full_state.h"
+#include "muster/internal/parameter_sets.h"
 #include "muster/internal/plain_rows.h"
 #include "muster/internal/slots.h"
+#include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/given_directory.h"
 #include "worker/checkpoint/publication.h"
 #include "worker/checkpoint/shared_files.h"
 #include "worker/checkpoint/weight_files.h"
 #include "worker/collective/nested_collectives.h"
+#include "worker/parallel/ddp.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/train/guard.h"
 #include "worker/train/seed.h"
@@ -31,6 +36,27 @@ namespace {
 // What the list of the tensors of a plan may have, of all ranks but rank 0: the coordinator has
 // room for so much of one save.
 constexpr size_t kMaxListedOfOthers = 4 << 20;
+
+// Whether hyper-parameters mean the same training: machines may round a schedule's cosine in
+// different ways.
+bool AreAlike(const std::vector<double>& a, const std::vector<double>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](double x, double y) {
+    const double larger = std::max(std::abs(x), std::abs(y));
+    return x == y || std::abs(x - y) <= 1e-6 * larger || (std::isnan(x) && std::isnan(y));
+  });
+}
+
+// The first row that the groups of an optimizer do not have alike; empty: they have all.
+std::string FirstDifference(const PlainState& a, const PlainState& b) {
+  for (const auto& [name, row] : a) {
+    const auto found = b.find(name);
+    if (found == b.end() || !AreAlike(row, found->second)) return name;
+  }
+  for (const auto& [name, row] : b) {
+    if (!a.contains(name)) return name;
+  }
+  return "";
+}
 
 }  // namespace
 
@@ -50,6 +76,7 @@ absl::Status SaveWriter::Check() {
     for (size_t i = 0; i < objects_.objects().size(); ++i) {
       objects_.DividedModelOf(i, registry_.models());
     }
+    made_ = StepsHere();
   });
 }
 
@@ -104,6 +131,93 @@ void SaveWriter::CompareShardedModels(const std::vector<std::string>& changes) {
   }
 }
 
+std::vector<size_t> SaveWriter::SharedOptimizers() const {
+  std::unordered_set<const void*> shared;
+  for (const auto& model : registry_.models()) {
+    if (model->ddp() != nullptr) shared.merge(SetOf(model->ddp()->parameters()));
+  }
+  std::vector<size_t> numbers;
+  for (size_t i = 0; i < registry_.optimizers().size(); ++i) {
+    const OptimizerHandle& handle = registry_.optimizers()[i]->handle();
+    const std::vector<at::Tensor>& parameters = handle.parameters();
+    if (IsSharded(handle, registry_.models()) ||
+        std::any_of(parameters.begin(), parameters.end(), [&shared](const at::Tensor& parameter) {
+          return shared.contains(parameter.unsafeGetTensorImpl());
+        })) {
+      numbers.push_back(i);
+    }
+  }
+  return numbers;
+}
+
+SaveWriter::StepsOnWire SaveWriter::StepsHere() const {
+  StepsOnWire steps;
+  for (const size_t i : SharedOptimizers()) {
+    const OptimizerSlot& slot = *registry_.optimizers()[i];
+    // Digits enough for the same bits.
+    const std::string groups = nlohmann::json(slot.handle().SaveGroups()).dump();
+    steps.emplace_back(slot.tried_steps(), static_cast<int64_t>(DigestBlock(groups)));
+  }
+  return steps;
+}
+
+void SaveWriter::CompareSteps(const std::vector<StepsOnWire>& said) const {
+  constexpr char kWhatToDo[] =
+      "; load_state() makes the processes equal again. If they are meant to differ, train inside "
+      "muster::LocalSGD or set options.allow_local_gradients: then the weights of rank 0 are saved";
+  const std::vector<size_t> numbers = SharedOptimizers();
+  bool same_groups = true;
+  for (size_t r = 1; r < said.size(); ++r) {
+    if (said[r].size() != said[0].size()) {
+      ThrowIfError(absl::FailedPreconditionError(
+          absl::StrCat("save_state: rank ", r, " has prepared ", said[r].size(),
+                       " optimizers of models that all processes train, and rank 0 ",
+                       said[0].size(), ": prepare the same ones on all processes")));
+    }
+    for (size_t k = 0; k < said[0].size(); ++k) {
+      const auto& [first, groups_of_first] = said[0][k];
+      const auto& [other, groups_of_other] = said[r][k];
+      same_groups = same_groups && groups_of_first == groups_of_other;
+      if (first == other) continue;
+      ThrowIfError(absl::FailedPreconditionError(absl::StrCat(
+          "save_state: rank ", r, " is at step ", other, " of optimizer ", numbers[k],
+          " and rank 0 at step ", first,
+          ", so their weights differ: call optimizer.step() on all "
+          "processes or on none, by a condition that is the same on all, such as one of "
+          "accelerator.reduce(loss, \"mean\")",
+          kWhatToDo)));
+    }
+  }
+  if (same_groups) return;
+  std::vector<PlainState> mine;
+  for (const size_t i : numbers) {
+    mine.push_back(registry_.optimizers()[i]->handle().SaveGroups());
+  }
+  const auto groups = GatherObject(process_.comm(), std::make_tuple(mine));
+  const auto text = [](const PlainState& rows, const std::string& name) {
+    const auto found = rows.find(name);
+    if (found == rows.end()) return std::string("none");
+    const std::vector<double>& row = found->second;
+    return row.size() == 1 ? nlohmann::json(row[0]).dump() : nlohmann::json(row).dump();
+  };
+  for (size_t r = 1; r < groups.size(); ++r) {
+    for (size_t k = 0; k < numbers.size(); ++k) {
+      const PlainState& first = std::get<0>(groups[0])[k];
+      const PlainState& other = std::get<0>(groups[r])[k];
+      const std::string name = FirstDifference(first, other);
+      if (name.empty()) continue;
+      const size_t dot = name.find('.');
+      ThrowIfError(absl::FailedPreconditionError(
+          absl::StrCat("save_state: parameter group ", name.substr(0, dot), " of optimizer ",
+                       numbers[k], " has ", name.substr(dot + 1), " ", text(other, name),
+                       " on rank ", r, " and ", text(first, name),
+                       " on rank 0, so their weights differ: give all processes the same "
+                       "options, and call step() of schedules on all of them",
+                       kWhatToDo)));
+    }
+  }
+}
+
 absl::Status SaveWriter::Agree(const absl::Status& mine, const std::string& directory) {
   const bool fits = mine.ok() && plan_ != nullptr && plan_->layout == layout_;
   agreed_ = {
@@ -115,19 +229,22 @@ absl::Status SaveWriter::Agree(const absl::Status& mine, const std::string& dire
   const GivenDirectory given = FollowGivenDirectory(directory);
   const absl::Status all = Guard([&] {
     const auto said = GatherObject(
-        process_.comm(),
-        std::make_tuple(OnWire(mine), agreed_.hooks, agreed_.apart, agreed_.same_plan,
-                        static_cast<int64_t>(layout_.shared), changes, given.path, given.folder));
+        process_.comm(), std::make_tuple(OnWire(mine), agreed_.hooks, agreed_.apart,
+                                         agreed_.same_plan, static_cast<int64_t>(layout_.shared),
+                                         changes, given.path, given.folder, made_));
     std::vector<StatusOnWire> statuses;
     std::vector<std::string> changed;
     std::vector<GivenDirectory> directories;
+    std::vector<StepsOnWire> stepped;
     int other = 0;      // a rank that shares other models
     int different = 0;  // one with another number of sharded models
     for (size_t r = 0; r < said.size(); ++r) {
-      const auto& [status, hooks, apart, same_plan, shared, of_models, path, folder] = said[r];
+      const auto& [status, hooks, apart, same_plan, shared, of_models, path, folder, steps] =
+          said[r];
       statuses.push_back(status);
       changed.push_back(of_models);
       directories.push_back({.path = path, .folder = folder});
+      stepped.push_back(steps);
       agreed_.hooks |= hooks;
       agreed_.apart |= apart;
       agreed_.same_plan &= same_plan;
@@ -152,6 +269,7 @@ absl::Status SaveWriter::Agree(const absl::Status& mine, const std::string& dire
                        " has prepared a different number of sharded models than rank 0")));
     }
     CompareShardedModels(changed);
+    if (!agreed_.apart) CompareSteps(stepped);
   });
   if (!mine.ok()) return mine;
   if (!all.ok()) return all;
@@ -414,6 +532,8 @@ absl::Status SaveWriter::Write(StateWriter& writer) {
   }
   StateDict random;
   for (const auto& [name, tensor] : SaveRngState()) random.SetTensor(name, tensor);
+  const at::Tensor before_batch = loops_.GeneratorToSave();
+  if (before_batch.defined()) random.SetTensor("cpu", before_batch);
   // The last file of every rank. What is proven to be there is known from here.
   {
     // Without a coordinator, and with a disk in every node, rank 0 proves it from what ranks tell

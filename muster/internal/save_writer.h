@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -35,9 +36,10 @@ class SaveWriter {
   // Before each save. Whether everything that is trained would be written; throws what the plan
   // cannot be made of.
   absl::Status Check();
-  // (collective) OK if `mine` is on every rank and sharded models are no mixture; else this rank's
-  // error, or another's with its rank. The only exchange about a plan. `directory`: what this
-  // rank was given, which all must be or none.
+  // (collective) OK if `mine` is on every rank, sharded models are no mixture, and unless ranks
+  // train apart their optimizers have stepped alike; else this rank's error, or another's with its
+  // rank. The only exchange about a plan. `directory`: what this rank was given, which all must be
+  // or none.
   absl::Status Agree(const absl::Status& mine, const std::string& directory);
   // This process's files, after Agree(). Again, if the save has a second place. (collective)
   absl::Status Write(StateWriter& writer);
@@ -61,6 +63,13 @@ class SaveWriter {
   absl::Status CheckComplete();
   // Compares what each rank has told the others in Agree(). (collective where a rank has failed)
   void CompareShardedModels(const std::vector<std::string>& changes);
+  // The optimizers of models that the ranks train together, as numbers in the registry.
+  std::vector<size_t> SharedOptimizers() const;
+  // Of each of these, the steps, and a digest of its groups' hyper-parameters.
+  using StepsOnWire = std::vector<std::pair<int64_t, int64_t>>;
+  StepsOnWire StepsHere() const;
+  // Throws where ranks have made other steps. (collective where digests differ)
+  void CompareSteps(const std::vector<StepsOnWire>& said) const;
   // Tells the writer what only optimizers change.
   void CopyParametersLater(StateWriter& writer) const;
   // Parts of Write().
@@ -80,6 +89,7 @@ class SaveWriter {
   const StateObjects& objects_;
   SaveLayout layout_;                   // of the save that is made, or was last
   std::optional<SaveLayout> complete_;  // nothing that is trained is left out of it
+  StepsOnWire made_;                    // until then
   Agreed agreed_;
   std::unique_ptr<SavePlan> plan_;  // of the last save; null before
   int64_t saves_planned_ = 0, saves_reused_ = 0;

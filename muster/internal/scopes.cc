@@ -13,7 +13,7 @@
 
 namespace muster::internal {
 
-AccumulateScope::~AccumulateScope() {
+AccumulateScope::~AccumulateScope() noexcept(false) {
   if (steps_ != nullptr) steps_->EndMicroStep();
 }
 

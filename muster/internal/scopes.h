@@ -14,7 +14,9 @@ class StepController;
 class [[nodiscard]] AccumulateScope {
  public:
   explicit AccumulateScope(StepController* steps) : steps_(steps) {}
-  ~AccumulateScope();
+  // Not noexcept: a zero_grad() that came before the step of the window happens here, and may read
+  // gradients from a disk.
+  ~AccumulateScope() noexcept(false);
   AccumulateScope(AccumulateScope&& other) noexcept
       : steps_(std::exchange(other.steps_, nullptr)) {}
   AccumulateScope(const AccumulateScope&) = delete;

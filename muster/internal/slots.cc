@@ -181,6 +181,11 @@ void ModelSlot::MakeParallel() {
   // What may fail on this process alone, for example because memory is short.
   const auto begin = [&] {
     for (const auto& [name, parameter] : source_->parameters()) {
+      TORCH_CHECK(!IsOffloadedWeight(parameter), "parameter '", name,
+                  "' is offloaded (by disk_offload(), cpu_offload(), dispatch_model() or "
+                  "load_checkpoint_and_dispatch()): do not prepare such a model, call it as it is; "
+                  "to train one that is larger than memory, prepare it with options.sharding and "
+                  "an offload of parameters");
       TORCH_CHECK(!IsPaged(parameter), "parameter '", name,
                   "' belongs to another sharded model, or to one of an Accelerator that is gone: "
                   "prepare one module that holds both models, or build the model again");

@@ -84,6 +84,11 @@ class OptimizerSlot {
   bool consumed_ = false;
   // ZeroGrad() came before the step of this micro-step: done when the micro-step ends.
   std::optional<bool> zero_at_end_;
+  // Since its last step, steps were left out for no_sync() alone: the program makes windows itself.
+  bool left_to_no_sync_ = false;
+  // ZeroGrad() came outside of no_sync() since: if the next backward pass is in it, a new window
+  // begins there, and the one before was given up.
+  std::optional<bool> zero_in_no_sync_;
   // The kind of losses in the windows whose gradients neither a step nor ZeroGrad() has used or
   // cleared.
   enum class Losses { kNone, kPlain, kWeighted };

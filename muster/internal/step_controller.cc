@@ -17,6 +17,7 @@
 #include "worker/collective/collective_error.h"
 #include "worker/collective/nested_collectives.h"
 #include "worker/collective/on_all.h"
+#include "worker/parallel/ddp.h"
 #include "worker/parallel/meeting.h"
 #include "worker/parallel/shard_unit.h"
 #include "worker/parallel/sharded_model.h"
@@ -34,6 +35,14 @@ AccumulationOptions WithSteps(AccumulationOptions options, int64_t steps) {
   return options;
 }
 
+// Whether processes exchange the gradients of an unsharded model.
+bool IsTrained(ModelSlot& model) {
+  if (model.ddp() == nullptr) return false;
+  const std::vector<at::Tensor>& parameters = model.ddp()->parameters();
+  return std::any_of(parameters.begin(), parameters.end(),
+                     [](const at::Tensor& parameter) { return parameter.requires_grad(); });
+}
+
 }  // namespace
 
 StepController::StepController(const Process& process, Registry& registry, LoopTracker& loops)
@@ -45,7 +54,8 @@ StepController::StepController(const Process& process, Registry& registry, LoopT
       statistics_ranks_(std::make_unique<StatisticsRanks>(process.comm())),
       strays_(process, registry, *passes_),
       origins_(process, registry, *passes_),
-      samples_(process, registry) {
+      samples_(process, registry),
+      empty_losses_(registry) {
   if (NeedsGradScaler(process.precision()) && process.grad_scaler().enabled) {
     // Each process sees the gradients of its own shards only.
     const bool sharded =
@@ -112,6 +122,7 @@ AccumulateScope StepController::Accumulate(const std::optional<BatchFacts>& fact
         join_->MicroStep(accumulation_.WouldSync(facts), accumulation_.options().sync_each_batch);
     accumulation_.Begin(facts, decision.sync);
     join_factor_ = decision.gradient_factor;
+    join_exchanged_ = false;
   }
   in_micro_step_ = true;
   outside_loops_ = !facts.has_value();
@@ -170,11 +181,33 @@ void StepController::BeginWindow() {
   window_factor_.reset();
   window_backwards_ = 0;
   if (scaler_ != nullptr && scaler_->pending()) UpdateScale();
+  bool given_up = false;
   for (const auto& optimizer : registry_.optimizers()) {
     // The window before has ended without a step, or with one that was made after the last
     // micro-step's scope.
-    if (optimizer->zero_at_end_.has_value()) ZeroNow(*optimizer, *optimizer->zero_at_end_);
-    optimizer->witness_.reset();
+    if (!optimizer->zero_at_end_.has_value()) {
+      optimizer->witness_.reset();
+      continue;
+    }
+    given_up = given_up || !optimizer->consumed_;
+    ZeroNow(*optimizer, *optimizer->zero_at_end_);
+  }
+  if (std::exchange(window_broken_, false) && given_up) {
+    MUSTER_LOG(Warning) << "an exception has left the last micro-step of an accumulation window "
+                           "before its optimizer.step(): the gradients of that window are given "
+                           "up";
+  }
+}
+
+void StepController::BreakWindow() {
+  // Gradients that are used in the pass leave nothing, and step() says what is missing.
+  if (updates_ != nullptr) return;
+  for (const auto& optimizer : registry_.optimizers()) {
+    // A step may follow after the scope nevertheless.
+    if (optimizer->consumed_ || optimizer->pending_losses_ == OptimizerSlot::Losses::kNone)
+      continue;
+    if (!optimizer->zero_at_end_.has_value()) optimizer->zero_at_end_ = true;
+    window_broken_ = true;
   }
 }
 
@@ -189,6 +222,8 @@ void StepController::EndMicroStep() {
   }
   for (const auto& model : registry_.models()) model->armed_ = ModelSlot::Armed::kNo;
   process_.progress().SetPhase("between steps");
+  // What the micro-steps before have added is of no other window.
+  if (std::uncaught_exceptions() > 0 && sync_gradients()) BreakWindow();
 }
 
 void StepController::CheckLoss(const at::Tensor& loss, const std::optional<double>& weight) const {
@@ -227,10 +262,16 @@ void StepController::CheckLoss(const at::Tensor& loss, const std::optional<doubl
       join_ == nullptr || !weight.has_value(),
       "weighted losses inside join_uneven_inputs() would need an exchange that processes without "
       "batches do not take part in: use one or the other");
+  TORCH_CHECK(
+      !join_exchanged_ || !communicate(),
+      "a second backward() of one accumulate() inside join_uneven_inputs(): a process that has run "
+      "out of batches takes part in one exchange of gradients for each micro-step; add the losses "
+      "up before one backward(), or give all processes as many batches (even_batches)");
 }
 
-void StepController::CheckFinite(const at::Tensor& loss) const {
-  const double value = loss.item<double>();
+void StepController::CheckFinite(const at::Tensor& loss, bool empty) const {
+  // The mean of no items is NaN, and none of the batch's faults.
+  const double value = empty ? 0 : loss.item<double>();
   // Agreed over all ranks, so that no rank continues into a collective that the others have left.
   at::Tensor bad = at::full({process_.size()}, 0, at::kDouble);
   if (!std::isfinite(value)) bad[process_.rank()] = 1;
@@ -253,7 +294,9 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
                               const BackwardOptions& how) {
   CheckNoStepFailed("backward()");
   CheckLoss(loss, weight);
-  if (process_.options().check_finite_loss) CheckFinite(loss);
+  const bool empty = weight == 0.0;
+  if (process_.options().check_finite_loss) CheckFinite(loss, empty);
+  TellWindowsOfNoSync();
   if (!in_micro_step_ || window_backwards_ == 0) CheckPendingLosses(weight.has_value());
   // Outside of accumulate() every call is a window of its own, divided as Accelerate does.
   if (!in_micro_step_) {
@@ -295,9 +338,14 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
   }
   for (const auto& model : registry_.models()) {
     if (model->armed_ == ModelSlot::Armed::kYes) model->armed_ = ModelSlot::Armed::kUsed;
+    // Of a model that is frozen nothing is exchanged.
+    join_exchanged_ = join_exchanged_ || (join_ != nullptr && exchange && IsTrained(*model) &&
+                                          model->armed_ == ModelSlot::Armed::kUsed);
   }
   try {
     const BackwardPasses::Scope pass(*passes_);
+    std::optional<EmptyLosses::Scope> adds_nothing;
+    if (empty) adds_nothing.emplace(empty_losses_);
     struct InBackward {
       explicit InBackward(bool& flag) : flag(flag) { flag = true; }
       ~InBackward() { flag = false; }
@@ -717,7 +765,10 @@ void StepController::BeginJoin(bool even_batches) {
               local_depth_ > 0 ? "LocalSGD" : "no_sync()",
               ": processes that have run out of batches would wait for gradient exchanges that the "
               "others skip; end that scope first");
+  // What the program has let go of is trained no more.
+  if (between_windows()) registry_.ForgetUnheld();
   std::vector<DataParallel*> models;
+  int trained = 0;
   for (const auto& model : registry_.models()) {
     TORCH_CHECK(
         model->sharded() == nullptr,
@@ -725,6 +776,7 @@ void StepController::BeginJoin(bool even_batches) {
         "its part of the parameters; use even_batches, or train without sharding");
     if (model->ddp() == nullptr) continue;
     models.push_back(model->ddp());
+    trained += IsTrained(*model) ? 1 : 0;
     if (model->source().module() == nullptr) continue;
     for (const auto& part : model->source().module()->modules()) {
       TORCH_CHECK(
@@ -733,6 +785,13 @@ void StepController::BeginJoin(bool even_batches) {
           "out of batches have no statistics for the others; use BatchNorm, or even batches");
     }
   }
+  TORCH_CHECK(
+      trained <= 1, "join_uneven_inputs() with ", trained,
+      " prepared models: a process that has run out of batches cannot know which of them the "
+      "others train in a step, and in which order they exchange the gradients. Prepare one module "
+      "that holds them; freeze the parameters of those that this scope does not train "
+      "(requires_grad_(false)), or prepare those for evaluation (prepare_model(model, true)); or "
+      "use even batches");
   join_ = std::make_unique<UnevenInputs>(process_.comm(), models);
   for (const auto& loader : registry_.loaders()) loader->OverrideEvenBatches(even_batches);
 }
@@ -740,6 +799,7 @@ void StepController::BeginJoin(bool even_batches) {
 void StepController::EndJoin(bool finish) {
   const std::unique_ptr<UnevenInputs> join = std::move(join_);
   join_factor_ = 1;
+  join_exchanged_ = false;
   for (const auto& loader : registry_.loaders()) loader->OverrideEvenBatches(std::nullopt);
   if (!finish) {
     apart_ = true;
@@ -772,7 +832,6 @@ void StepController::Stepped(OptimizerSlot& slot) {
   if (!in_micro_step()) {
     // After loss.backward() nothing else has recorded that the batch was trained on.
     loops_.MarkTrained();
-    left_out_at_.reset();
   }
   if (slot.step_was_skipped_ && local_depth_ > 0) ++slot.skipped_apart_;
   if (!slot.step_was_skipped_) {
@@ -787,6 +846,7 @@ void StepController::Stepped(OptimizerSlot& slot) {
     }
   }
   slot.consumed_ = true;
+  slot.left_to_no_sync_ = false;
   holds_back_ = false;
   slot.pending_losses_ = OptimizerSlot::Losses::kNone;
   slot.pass_at_step_ = passes_->last();
@@ -807,8 +867,6 @@ void StepController::Stepped(OptimizerSlot& slot) {
 }
 
 void StepController::LeaveOutStep() {
-  // For ZeroGrad(); of no batch.
-  if (!in_micro_step_) left_out_at_.emplace();
   const BatchInfo* const batch = loops_.current_batch();
   if (!in_micro_step_ || !outside_loops_ || batch == nullptr) return;
   const auto at = std::make_pair(batch->iteration, batch->index);
@@ -830,7 +888,10 @@ void CheckNotAveraged(const StepController& steps) {
 }  // namespace
 
 void StepController::Step(OptimizerSlot& slot) {
-  if (!sync_gradients()) return LeaveOutStep();
+  if (!sync_gradients()) {
+    if (accumulation_.sync_gradients()) slot.left_to_no_sync_ = true;
+    return LeaveOutStep();
+  }
   CheckRemembered(slot);
   CheckNotAveraged(*this);
   TORCH_CHECK(
@@ -866,7 +927,8 @@ void StepController::Step(OptimizerSlot& slot) {
     AnnounceStep(slot, sharded);
     MUSTER_FAILPOINT("worker.step");
     if (scaler_ != nullptr) {
-      scaler_->Step(*slot.handle_);
+      // Finished, maybe before the scale was changed.
+      scaler_->StepUnscaled(*slot.handle_);
       slot.step_was_skipped_ = scaler_->step_was_skipped(*slot.handle_);
       slot.stepped_at_scale_ = true;
       const auto& all = registry_.optimizers();
@@ -1062,7 +1124,9 @@ void StepController::ZeroNow(OptimizerSlot& slot, bool set_to_none) {
   }
   samples_.Forget(slot);
   slot.zero_at_end_.reset();
+  slot.zero_in_no_sync_.reset();
   slot.witness_.reset();
+  slot.left_to_no_sync_ = false;
   slot.consumed_ = slot.gradients_torn_ = slot.gradients_finished_ = false;
   slot.pending_losses_ = OptimizerSlot::Losses::kNone;
   const auto& all = registry_.optimizers();
@@ -1095,11 +1159,16 @@ void StepController::ZeroNow(OptimizerSlot& slot, bool set_to_none) {
 // call this at the head of a step as well as at its end.
 void StepController::ZeroGrad(OptimizerSlot& slot, bool set_to_none) {
   if (in_closure_) return ZeroNow(slot, set_to_none);
+  // A program that leaves steps to no_sync() calls this with each of them, and it stays out with
+  // them, until one takes effect.
+  if (slot.left_to_no_sync_ && !slot.consumed_) {
+    // At the head of the micro-step that ends the window, or to give the window up.
+    if (sync_gradients()) slot.zero_in_no_sync_ = set_to_none;
+    return;
+  }
   if (!in_micro_step()) {
-    // no_sync() by hand has no window to lose: a call in it is that at the head of one. But for a
-    // program that leaves steps to it, whose calls stay out with them, until one takes effect.
-    const bool head = accumulation_.sync_gradients() && !left_out_at_.has_value();
-    if (slot.consumed_ || sync_gradients() || head) ZeroNow(slot, set_to_none);
+    // Otherwise no_sync() by hand has no window to lose: a call in it is that at the head of one.
+    if (slot.consumed_ || accumulation_.sync_gradients()) ZeroNow(slot, set_to_none);
     return;
   }
   const bool sync = sync_gradients();
@@ -1109,6 +1178,14 @@ void StepController::ZeroGrad(OptimizerSlot& slot, bool set_to_none) {
   // The window is about to end, in a step of this optimizer or, where the program leaves that out,
   // without one.
   if (sync) slot.zero_at_end_ = set_to_none;
+}
+
+void StepController::TellWindowsOfNoSync() {
+  for (const auto& optimizer : registry_.optimizers()) {
+    const std::optional<bool> zero = std::exchange(optimizer->zero_in_no_sync_, std::nullopt);
+    // In no_sync() a window begins: the one before was given up.
+    if (zero.has_value() && no_sync_depth_ > 0) ZeroNow(*optimizer, *zero);
+  }
 }
 
 void StepController::CheckAllTakePart(const char* call) const {
@@ -1141,6 +1218,8 @@ void StepController::Reset() {
     optimizer->stepped_at_scale_ = false;
     optimizer->step_was_skipped_ = false;
     optimizer->zero_at_end_.reset();
+    optimizer->zero_in_no_sync_.reset();
+    optimizer->left_to_no_sync_ = false;
     optimizer->witness_.reset();
     optimizer->consumed_ = false;
     optimizer->pending_losses_ = OptimizerSlot::Losses::kNone;
@@ -1150,7 +1229,7 @@ void StepController::Reset() {
   accumulation_ = Accumulation(accumulation_.options());
   window_factor_.reset();
   window_backwards_ = 0;
-  holds_back_ = false;
+  holds_back_ = window_broken_ = false;
   if (scaler_ != nullptr) scaler_->Reset();
 }
 

@@ -12,6 +12,7 @@
 #include "ATen/core/Tensor.h"
 #include "absl/functional/function_ref.h"
 #include "muster/internal/backward_watch.h"
+#include "muster/internal/empty_losses.h"
 #include "muster/internal/gradient_origins.h"
 #include "muster/internal/gradient_samples.h"
 #include "muster/internal/loop_tracker.h"
@@ -83,8 +84,12 @@ class StepController {
 
   void ChangeNoSync(int by) { no_sync_depth_ += by; }
   void ChangeLocal(int by);
-  // Whether the weights and optimizer states of unsharded models may differ between processes.
-  bool trained_apart() const { return apart_ || process_.options().allow_local_gradients; }
+  // Whether the weights and optimizer states of unsharded models may differ between processes. A
+  // gradient_hook of the program's may give each its own gradients.
+  bool trained_apart() const {
+    return apart_ || process_.options().allow_local_gradients ||
+           process_.options().data_parallel.gradient_hook != nullptr;
+  }
   // `function` is called before Muster itself changes the weights or the state of prepared
   // optimizers.
   void SetBeforeChange(std::function<void()> function) { before_change_ = std::move(function); }
@@ -140,9 +145,13 @@ class StepController {
   // them inside the pass; nothing: optimizers do not use them there.
   std::optional<double> BeginUpdates();
   void BeginWindow();
+  // An exception leaves the last micro-step of a window: unless a step follows nevertheless, the
+  // next window begins without the gradients of this one.
+  void BreakWindow();
   double WindowFactor();
   void CheckLoss(const at::Tensor& loss, const std::optional<double>& weight) const;
-  void CheckFinite(const at::Tensor& loss) const;
+  // `empty`: this process's loss is one of no items.
+  void CheckFinite(const at::Tensor& loss, bool empty) const;
   // Arms the exchange of models whose graph a backward pass has been through before.
   void ArmAgain(const BackwardOptions& how) const;
   void CheckWitnesses() const;
@@ -182,6 +191,8 @@ class StepController {
   void CheckRemembered(const OptimizerSlot& slot) const;
   // In a catch block: of models that are not sharded.
   void NoteFailedStep();
+  // At a backward pass: whether ZeroGrad() was called at the head of a window's last micro-step.
+  void TellWindowsOfNoSync();
   void ZeroNow(OptimizerSlot& slot, bool set_to_none);
 
   const Process& process_;
@@ -194,6 +205,7 @@ class StepController {
   const StrayGradients strays_;
   const GradientOrigins origins_;
   GradientSamples samples_;
+  EmptyLosses empty_losses_;
 
   std::shared_ptr<BackwardUpdates> updates_;
 
@@ -207,14 +219,17 @@ class StepController {
   bool apart_ = false;  // a LocalScope has been there, or a JoinScope that was left early
   bool in_micro_step_ = false;
   // The micro-step has begun outside of any loop, so it can span several batches: the last one in
-  // which a step was left out. Without a micro-step: set while steps are left to no_sync().
+  // which a step was left out.
   bool outside_loops_ = false;
   std::optional<std::pair<uint64_t, int64_t>> left_out_at_;
   bool in_backward_ = false;            // of accelerator.backward()
   bool in_closure_ = false;             // of an optimizer's step
   int64_t window_backwards_ = 0;        // backward passes in this window
+  bool window_broken_ = false;          // BreakWindow() has left gradients to the next one
   std::unique_ptr<UnevenInputs> join_;  // while a JoinScope lives
   double join_factor_ = 1;
+  // A backward pass of the micro-step has exchanged gradients with processes without batches.
+  bool join_exchanged_ = false;
   // What FinishGradients multiplies by; nothing before it is known.
   std::optional<double> window_factor_;
   bool said_who_clips_ = false;

@@ -258,6 +258,24 @@ void Use(muster::Accelerator& accelerator) {
   auto part = accelerator.split_between_processes(torch::IValue(torch::zeros({4})));
 }
 
+// Use: broadcast() without its result
+// Error: broadcast() returns the result and leaves its argument as it is
+void Use(muster::Accelerator& accelerator) {
+  auto seed = torch::zeros({1});
+  accelerator.broadcast(seed);
+}
+
+// Use: reduce() in a group without its result
+// Error: reduce() returns the result and leaves its argument as it is
+void Use(muster::Accelerator& accelerator) {
+  auto loss = torch::zeros({1});
+  accelerator.new_group({0, 1}).reduce(loss, "mean");
+}
+
+// Use: gather() without its result
+// Error: ignoring return value
+void Use(muster::Accelerator& accelerator) { accelerator.gather(torch::zeros({2})); }
+
 // Use: run() of a function with other parameters
 // Error: muster::run() calls train(accelerator) or train(accelerator, arguments)
 absl::Status Train(muster::Accelerator accelerator);

@@ -65,7 +65,8 @@ class WrongUses(unittest.TestCase):
         with open(os.path.join(_HERE, "wrong_uses.cc"), encoding="utf-8") as f:
             head, cases = _split(f.read())
         self.assertGreaterEqual(sum(1 for case in cases if case[1]), 20)
-        command = ["g++", *_flags(), "-fsyntax-only", "-ftemplate-backtrace-limit=0", "-fmax-errors=0", "-x", "c++", "-"]
+        # A result that must not be ignored is a warning by default.
+        command = ["g++", *_flags(), "-Werror=unused-result", "-fsyntax-only", "-ftemplate-backtrace-limit=0", "-fmax-errors=0", "-x", "c++", "-"]
         run = subprocess.run(command, input=_program(head, cases), capture_output=True, text=True, check=False,
                              env=dict(os.environ, LC_ALL="C"))
         errors = _first_errors(run.stderr, cases)

@@ -105,21 +105,26 @@ absl::Status Train(Accelerator& a, const std::string& name) {
     (void)a.prepare(muster::batches(muster::TensorDataset(at::ones({9, 1})), 3));
     return absl::OkStatus();
   }
+  if (name == "saves_beside_barrier" && a.is_main_process()) return a.save_state("never written");
   if (name == "checkpoints") return TryCheckpoints(a, [&] { micro_step(at::ones({1, 1})); });
-  for (int i = 0; i < 8; ++i) {
+  const int steps = name == "saves_beside_barrier" ? 0 : 8;
+  for (int i = 0; i < steps; ++i) {
     const bool here = a.process_index() == 1 && i == 3;
     if (name == "exception" && here) throw std::runtime_error("the user's own trouble");
     if (name == "exit" && here) std::_Exit(3);
     if (name == "leaves" && here) return absl::OkStatus();
     if (name == "skips" && here) continue;  // the others have one exchange of gradients more
-    if (name == "shapes" && i == 3) a.gather(at::ones({2 + a.process_index()}));
+    if (name == "shapes" && i == 3) (void)a.gather(at::ones({2 + a.process_index()}));
     if (name == "objects" && i == 3) {
       // Some ranks call one collective, others another.
       if (a.is_main_process()) {
-        a.gather_object(std::string("x"));
+        (void)a.gather_object(std::string("x"));
       } else {
-        a.gather(at::ones({2}));
+        (void)a.gather(at::ones({2}));
       }
+    }
+    if (name == "saves_beside_training" && i == 3 && a.is_main_process()) {
+      return a.save_state("never written");
     }
     if (name == "order" && i == 3) return a.save_state("never written");
     micro_step(
@@ -210,6 +215,7 @@ int main(int argc, char** argv) {
   muster::AcceleratorOptions options;
   options.check_finite_loss = name == "nan";
   if (name == "skips") options.timeout = absl::Seconds(20);
+  if (name == "saves_beside_barrier") options.timeout = absl::Seconds(10);
   options.data_loader.split_batches = name == "divide";
   if (name == "dispatch") options.data_loader.dispatch_batches = true;
   if (name == "order") options.gradient_accumulation_steps = 5;

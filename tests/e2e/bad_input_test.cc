@@ -136,6 +136,20 @@ TEST(BadInput, RankThatEndsEarly_IsNamedByThoseThatNeedIt) {
       << outcome.output;
 }
 
+// Accelerate's best-known deadlock: save_state() under `if (is_main_process())`.
+TEST(BadInput, SaveOnTheMainProcessAlone_IsNamed) {
+  const Outcome training = RunCase("saves_beside_training");
+  EXPECT_NE(training.exit_code, 0) << training.output;
+  EXPECT_THAT(training.rank[1], AllOf(HasSubstr("ranks disagree about a collective"),
+                                      HasSubstr("same calls, save_state()")))
+      << training.output;
+  const Outcome barrier = RunCase("saves_beside_barrier");
+  EXPECT_NE(barrier.exit_code, 0) << barrier.output;
+  EXPECT_THAT(barrier.rank[1], AllOf(HasSubstr("wait_for_everyone"), HasSubstr("rank 0 ("),
+                                     HasSubstr(" of save_state()")))
+      << barrier.output;
+}
+
 TEST(BadInput, RankThatSkipsABatch_IsNamedWithWhereItStands) {
   const Outcome outcome = RunCase("skips");
   EXPECT_NE(outcome.exit_code, 0) << outcome.output;

@@ -216,6 +216,12 @@ def words(path, text):
     return found
 
 
+# CONTRIBUTING, rule 9: a comment is a sentence or a noun phrase of plain English. "Of ranks that died." is neither, and of
+# "who", "it was told" and the like a reader has to guess the noun.
+_FRAGMENT = re.compile(r"\s*// (Of(?! [^.;:]*, )|Those|Who|Whoever|Whom|Whose) [a-z]")
+_GUESSED = re.compile(r"//.*?\b(anew|whoever|somebody|awhile|(?:is|are|was|were) told)\b")
+
+
 def comments(path, text):
     found, before = [], ""
     for number, line in enumerate(text.split("\n"), 1):
@@ -226,6 +232,12 @@ def comments(path, text):
         # The second line of a heading that was too long for one line is allowed.
         if re.match(r"\s*//\s*[-=*#/]{8,}\s*$", line) and not re.match(r"\s*// ---+ \w", before):
             found.append((number, "no banners"))
+        if _FRAGMENT.match(line) and not re.match(r"\s*//", before):
+            found.append((number, "a comment begins with its verb or noun: \"Removes the files of ranks that died\", not "
+                          "\"Of ranks that died\""))
+        word = _GUESSED.match(line) or _GUESSED.search(line) if path.endswith((".cc", ".h", ".proto")) else None
+        if word:
+            found.append((number, "%s: name who or what it is" % word.group(1)))
         before = line
     return found
 

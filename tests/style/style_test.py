@@ -238,6 +238,10 @@ class RulesThemselves(unittest.TestCase):
         self.assertTrue(self._flagged(rules.comments, "a.cc", "// TODO: later"))
         self.assertFalse(self._flagged(rules.comments, "a.cc", "// TODO(#12): when gRPC 1.60 is there"))
         self.assertTrue(self._flagged(rules.comments, "a.cc", "// ----------------"))
+        for text in ("// Of ranks that died.", "x;\n  // Who asks again has a reason to.", "// It is told so.", "x();  // anew"):
+            self.assertTrue(self._flagged(rules.comments, "a.cc", text), text)
+        for text in ("// Removes the files\n// of ranks that died.", "// The name\n// Of it.", 'Log("it is told");'):
+            self.assertFalse(self._flagged(rules.comments, "a.cc", text), text)
         self.assertTrue(self._flagged(rules.line_length, "a.cc", "// " + "x" * 98))
         self.assertFalse(self._flagged(rules.line_length, "a.cc", "// " + "\u2588" * 97))
 

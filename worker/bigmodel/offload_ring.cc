@@ -141,6 +141,8 @@ class OffloadRing::Unit final : public Page {
     }
   }
 
+  bool holds_offloaded_weights() const override { return true; }
+
   // Whether all of a mapped unit is in memory.
   bool IsInMemory() const {
     return std::all_of(tensors.begin(), tensors.end(), [](const OffloadedTensor& tensor) {

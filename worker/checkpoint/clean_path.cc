@@ -3,6 +3,8 @@
 #include <filesystem>
 #include <system_error>
 
+#include "base/home_path.h"
+
 namespace muster {
 namespace {
 
@@ -11,13 +13,15 @@ namespace fs = std::filesystem;
 std::string Normal(const fs::path& path) {
   std::string clean = path.lexically_normal().string();
   while (clean.size() > 1 && clean.back() == '/') clean.pop_back();
-  return clean;
+  // Of "./~": a folder of that name, also when the result is cleaned once more.
+  return BeginsAtHome(clean) ? "./" + clean : clean;
 }
 
 }  // namespace
 
-std::string CleanPath(const std::string& path) {
-  if (path.empty()) return path;
+std::string CleanPath(const std::string& given) {
+  if (given.empty()) return given;
+  const std::string path = WithHome(given);
   // The part that ends with the last ".." after a name, and the rest.
   fs::path seen, head, tail;
   bool has_name = false;
@@ -38,7 +42,7 @@ std::string CleanPath(const std::string& path) {
 
 std::string AbsolutePath(const std::string& path) {
   std::error_code error;
-  const fs::path absolute = fs::absolute(path, error);
+  const fs::path absolute = fs::absolute(WithHome(path), error);
   return error ? path : CleanPath(absolute.string());
 }
 

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <filesystem>
 
 #include "base/file.h"
@@ -31,6 +32,17 @@ TEST(CleanPathTest, ParentOfALink_IsThatOfItsFolder) {
   // A link that is not followed by ".." keeps its name.
   EXPECT_EQ(CleanPath(link + "/run"), link + "/run");
   EXPECT_EQ(CleanPath(root + "/disk/../link/run"), link + "/run");
+}
+
+TEST(CleanPathTest, Tilde_IsHome) {
+  ASSERT_EQ(setenv("HOME", "/home/me", 1), 0);
+  EXPECT_EQ(CleanPath("~"), "/home/me");
+  EXPECT_EQ(CleanPath("~/run/./x/"), "/home/me/run/x");
+  EXPECT_EQ(AbsolutePath("~/run"), "/home/me/run");
+  // A folder that is called so, however often it is cleaned.
+  EXPECT_EQ(CleanPath("./~/run"), "./~/run");
+  EXPECT_EQ(CleanPath(CleanPath("./~/run")), "./~/run");
+  EXPECT_EQ(CleanPath("run/~"), "run/~");
 }
 
 TEST(AbsolutePathTest, IsThatOfThisProcess) {

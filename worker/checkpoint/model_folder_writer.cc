@@ -11,6 +11,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
+#include "base/log.h"
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "worker/checkpoint/lasting_folder.h"
@@ -35,6 +36,24 @@ void RemoveAbandoned(const std::string& folder) {
     // If a folder cannot be removed, it only takes room.
     if (lock.open()) (void)RemoveCheckpointTree(path);
   }
+}
+
+// Accelerate and other readers of torch.save's files take those before safetensors.
+void WarnOfPickles(const std::string& folder, const std::vector<std::string>& names) {
+  std::vector<std::string> pickles;
+  for (const std::string& name : names) {
+    if (name == "pytorch_model.bin" || name == "pytorch_model.bin.index.json" ||
+        IsShardFileName(name, "pytorch_model", ".bin")) {
+      pickles.push_back(name);
+    }
+  }
+  if (pickles.empty()) return;
+  MUSTER_LOG(Warning) << folder << " has " << pickles[0]
+                      << (pickles.size() == 1
+                              ? std::string()
+                              : absl::StrCat(" and ", pickles.size() - 1, " more of its kind"))
+                      << " of another save, which Accelerate would load in place of the model that "
+                         "was saved now: remove it";
 }
 
 }  // namespace
@@ -170,6 +189,7 @@ absl::Status ModelFolderWriter::MoveIn() const {
     MUSTER_RETURN_IF_ERROR(RemoveTree(JoinPath(folder_, name)));
   }
   if (plan_.index_name.has_value()) MUSTER_RETURN_IF_ERROR(move(*plan_.index_name));
+  WarnOfPickles(folder_, before);
   return SyncDirectory(folder_);
 }
 

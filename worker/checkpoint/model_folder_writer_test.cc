@@ -70,6 +70,29 @@ TEST_F(ModelFolderWriterTest, Shards_ReplaceAnEarlierModel_AndLeaveOtherFiles) {
                           "model.safetensors.index.json"));
 }
 
+TEST_F(ModelFolderWriterTest, PickleBesideANewSave_IsWarnedOf) {
+  const auto save = [this] {
+    testing::internal::CaptureStderr();
+    const auto writer = Begin({Bytes("a", 2)});
+    EXPECT_TRUE(writer->Write("a", 0, "12").ok());
+    EXPECT_TRUE(writer->Finish().ok());
+    return testing::internal::GetCapturedStderr();
+  };
+  EXPECT_EQ(save(), "");
+  // Of others, or not a whole model's.
+  ASSERT_TRUE(WriteFileAtomically(dir_ + "/training_args.bin", "x").ok());
+  EXPECT_EQ(save(), "");
+  ASSERT_TRUE(WriteFileAtomically(dir_ + "/pytorch_model.bin", "old").ok());
+  EXPECT_THAT(save(), HasSubstr(dir_ + " has pytorch_model.bin of another save"));
+  EXPECT_EQ(*ReadFile(dir_ + "/pytorch_model.bin"), "old");
+  ASSERT_TRUE(RemoveTree(dir_ + "/pytorch_model.bin").ok());
+  for (const char* const name :
+       {"pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"}) {
+    ASSERT_TRUE(WriteFileAtomically(JoinPath(dir_, name), "old").ok());
+  }
+  EXPECT_THAT(save(), HasSubstr("pytorch_model-00001-of-00002.bin and 1 more of its kind"));
+}
+
 TEST_F(ModelFolderWriterTest, WithoutFinish_NothingHasChanged) {
   ASSERT_TRUE(MakeDirectories(dir_).ok());
   ASSERT_TRUE(WriteFileAtomically(dir_ + "/model.safetensors", "old").ok());

@@ -13,6 +13,7 @@
 #include "absl/strings/str_join.h"
 #include "base/file.h"
 #include "base/file_identity.h"
+#include "base/home_path.h"
 #include "base/mutex.h"
 #include "base/regular_file.h"
 #include "base/status_macros.h"
@@ -60,6 +61,27 @@ absl::StatusOr<std::string> FindInFolder(const std::string& folder) {
       CheckpointsInPlaceOfWeights(folder)));
 }
 
+// "format" in the header of safetensors: the library whose layout the tensors have. Those of
+// TensorFlow and Flax have kernels that are transposed, and square ones would fit in silence.
+absl::Status CheckFormat(const SafetensorsHeader& header, const std::string& file) {
+  if (!header.metadata.has_value()) return absl::OkStatus();
+  const auto found = header.metadata->find("format");
+  if (found == header.metadata->end()) return absl::OkStatus();
+  const std::string& format = found->second;
+  if (format == "pt" || format == "mlx") return absl::OkStatus();
+  if (format == "tf" || format == "flax") {
+    return absl::InvalidArgumentError(
+        absl::StrCat(file, ": holds the weights of ", format == "tf" ? "a TensorFlow" : "a Flax",
+                     " model (\"format\": \"", format,
+                     "\"), in another layout than PyTorch's: load them in ", "transformers with ",
+                     format == "tf" ? "from_tf" : "from_flax", "=True and save them from there"));
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat(file, ": its header says \"format\": \"", Printable(format),
+                   "\", which is not \"pt\" (PyTorch's): if its tensors are laid out as PyTorch's ",
+                   "are, write it again with {\"format\": \"pt\"}"));
+}
+
 absl::StatusOr<std::vector<StoredTensor>> ReadTensors(const ByteSource& source) {
   std::string beginning(std::min<uint64_t>(source.size(), 16), '\0');
   MUSTER_RETURN_IF_ERROR(source.Read(0, beginning.data(), beginning.size()));
@@ -69,6 +91,7 @@ absl::StatusOr<std::vector<StoredTensor>> ReadTensors(const ByteSource& source) 
   };
   MUSTER_ASSIGN_OR_RETURN(const SafetensorsHeader header,
                           ReadSafetensorsHeader(source.size(), read, source.name()));
+  MUSTER_RETURN_IF_ERROR(CheckFormat(header, source.name()));
   std::vector<StoredTensor> tensors;
   tensors.reserve(header.tensors.size());
   for (const SafetensorsEntry& entry : header.tensors) {
@@ -108,7 +131,8 @@ absl::Status WeightFiles::Add(const std::string& file, const std::vector<std::st
   return absl::OkStatus();
 }
 
-absl::StatusOr<WeightFiles> WeightFiles::Open(const std::string& path) {
+absl::StatusOr<WeightFiles> WeightFiles::Open(const std::string& given) {
+  const std::string path = WithHome(given);
   std::vector<std::pair<std::string, std::optional<std::string>>> opened;  // with their index
   const auto open_all = [&]() -> absl::StatusOr<WeightFiles> {
     std::string start = path;

@@ -33,15 +33,17 @@ class WeightFiles {
  public:
   using Entry = WeightEntry;
 
-  // `path`: a file of either format, an index (.json), or a folder. In a folder the first of these
-  // that exists is used: model.safetensors, model.safetensors.index.json, pytorch_model.bin,
-  // pytorch_model.bin.index.json, the only *.index.json, the only *.safetensors. The contents of a
-  // file determine its format, not its name.
+  // `given`: a file of either format, an index (.json), or a folder; a "~" at its beginning is the
+  // user's home. In a folder the first of these that exists is used: model.safetensors,
+  // model.safetensors.index.json, pytorch_model.bin, pytorch_model.bin.index.json, the only
+  // *.index.json, the only *.safetensors. The contents of a file determine its format, not its
+  // name.
   //
   // Checks that every file exists, is whole by its header, and holds the tensors that the index
-  // places in it. Errors: NOT_FOUND naming what is missing; INVALID_ARGUMENT and DATA_LOSS as for
-  // ReadSafetensorsHeader, ReadTorchFile and ParseShardIndex.
-  static absl::StatusOr<WeightFiles> Open(const std::string& path);
+  // places in it. Errors: NOT_FOUND naming what is missing; INVALID_ARGUMENT for weights of
+  // TensorFlow, Flax or an unknown library by the metadata "format" of safetensors;
+  // INVALID_ARGUMENT and DATA_LOSS as for ReadSafetensorsHeader, ReadTorchFile and ParseShardIndex.
+  static absl::StatusOr<WeightFiles> Open(const std::string& given);
 
   const std::string& path() const { return path_; }
   // The tensors in the order of the files; no name occurs twice.

@@ -8,8 +8,11 @@
 #include <algorithm>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <functional>
+#include <optional>
 #include <string>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
@@ -73,6 +76,11 @@ std::string Tensors(const std::vector<std::string>& names, char value) {
   return *EncodeSafetensors(entries, data, std::nullopt);
 }
 
+std::string OfFormat(const std::optional<SafetensorsMetadata>& metadata) {
+  return *EncodeSafetensors({{.name = "w", .type = SafetensorsType::kU8, .shape = {2}}}, {"ab"},
+                            metadata);
+}
+
 std::string Bytes(const WeightFiles& files, const std::string& name) {
   std::string bytes;
   const WeightFiles::Entry* const entry = files.Find(name);
@@ -97,6 +105,38 @@ void ExpectSame(const WeightFiles& a, const WeightFiles& b) {
     EXPECT_EQ(entry.tensor.shape, other->tensor.shape) << name;
     EXPECT_EQ(Bytes(a, name), Bytes(b, name)) << name;
   }
+}
+
+TEST_F(WeightFilesTest, FormatOfAnotherLibrary_IsRefused) {
+  const std::string path = Path("model.safetensors");
+  for (const auto& [format, part] : {std::pair{"tf", "the weights of a TensorFlow model"},
+                                     {"flax", "from_flax=True"},
+                                     {"np", "says \"format\": \"np\", which is not \"pt\""}}) {
+    Put("model.safetensors", OfFormat(SafetensorsMetadata{{"format", format}}));
+    for (const std::string& given : {path, dir_}) {
+      const auto files = WeightFiles::Open(given);
+      EXPECT_EQ(files.status().code(), absl::StatusCode::kInvalidArgument) << format;
+      EXPECT_THAT(std::string(files.status().message()), HasSubstr(path + ": "));
+      EXPECT_THAT(std::string(files.status().message()), HasSubstr(part));
+    }
+  }
+  for (const auto& metadata :
+       {std::optional<SafetensorsMetadata>(), std::optional(SafetensorsMetadata()),
+        std::optional(SafetensorsMetadata{{"made_by", "tf"}}),
+        std::optional(SafetensorsMetadata{{"format", "pt"}}),
+        std::optional(SafetensorsMetadata{{"format", "mlx"}})}) {
+    Put("model.safetensors", OfFormat(metadata));
+    const auto files = WeightFiles::Open(dir_);
+    EXPECT_TRUE(files.ok()) << files.status();
+  }
+}
+
+TEST_F(WeightFilesTest, Tilde_IsHome) {
+  Put("model.safetensors", OfFormat(std::nullopt));
+  ASSERT_EQ(setenv("HOME", dir_.c_str(), 1), 0);
+  const auto files = WeightFiles::Open("~/model.safetensors");
+  ASSERT_TRUE(files.ok()) << files.status();
+  EXPECT_EQ(files->path(), Path("model.safetensors"));
 }
 
 // Like save_state("best") of a running training: both have the same files and tensors.

@@ -122,6 +122,12 @@ bool SameCall(const FrameHeader& a, const FrameHeader& b, bool with_tensor) {
 // The bytes of a plain tensor, as a flat tensor of the same storage.
 at::Tensor Bytes(const at::Tensor& plain) { return plain.reshape({-1}).view(at::kByte); }
 
+// Types whose sum is to be divided before it is rounded: that of two values may be too large for
+// fp16 where their mean is not. Others keep the bits of a sum that is divided.
+bool IsNarrow(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
+}
+
 class C10dComm : public Comm {
  public:
   C10dComm(c10::intrusive_ptr<c10d::ProcessGroup> group, const C10dCommOptions& options)
@@ -161,6 +167,11 @@ class C10dComm : public Comm {
     work = PlainTensor(work);
     // Neither Gloo nor NCCL knows complex numbers, of which sums and means are those of the parts.
     at::Tensor sent = work.is_complex() ? at::view_as_real(work) : work;
+    const bool narrow_mean = op == ReduceOp::kMean && IsNarrow(sent);
+    // Gloo has no average, and adds in the type that it is given.
+    const bool in_float = narrow_mean && BackendOf(work)->getBackendName() == "gloo";
+    const bool averages = narrow_mean && !in_float;
+    const at::Tensor reduced = in_float ? sent.to(at::kFloat) : sent;
     auto opts = WaitedFor<c10d::AllreduceOptions>(work);
     switch (op) {
       case ReduceOp::kSum:
@@ -168,7 +179,7 @@ class C10dComm : public Comm {
         opts.reduceOp = is_bool ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
         break;
       case ReduceOp::kMean:
-        opts.reduceOp = c10d::ReduceOp::SUM;
+        opts.reduceOp = averages ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
         break;
       case ReduceOp::kMax:
         opts.reduceOp = c10d::ReduceOp::MAX;
@@ -177,9 +188,10 @@ class C10dComm : public Comm {
         opts.reduceOp = c10d::ReduceOp::MIN;
         break;
     }
-    std::vector<at::Tensor> tensors = {sent};
+    std::vector<at::Tensor> tensors = {reduced};
     Run([&] { return BackendOf(work)->allreduce(tensors, opts); });
-    if (op == ReduceOp::kMean) sent.div_(size_);
+    if (op == ReduceOp::kMean && !averages) reduced.div_(size_);
+    if (in_float) sent.copy_(reduced);
     if (!work.is_same(tensor) && work.data_ptr() != tensor.data_ptr()) tensor.copy_(work);
   }
 
@@ -233,8 +245,10 @@ class C10dComm : public Comm {
     if (BackendOf(input)->getBackendName() != "gloo") {
       at::Tensor output = at::empty({part}, input.options());
       auto opts = WaitedFor<c10d::ReduceScatterOptions>(input);
+      const bool narrow_mean = op == ReduceOp::kMean && IsNarrow(input);
+      if (narrow_mean) opts.reduceOp = c10d::ReduceOp::AVG;
       Run([&] { return BackendOf(input)->_reduce_scatter_base(output, input, opts); });
-      return op == ReduceOp::kMean ? output.div_(size_) : output;
+      return op == ReduceOp::kMean && !narrow_mean ? output.div_(size_) : output;
     }
     // Gloo's own is made of all-reduces and sends twice as much. Every rank sends each other one
     // its part, and adds up what it gets.

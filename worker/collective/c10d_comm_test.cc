@@ -187,6 +187,27 @@ TEST_P(OwnSumsTest, AllReduceOfHalfAndBFloat16_SameResultForEverySize) {
   });
 }
 
+// Also in a frame or in pieces.
+TEST_P(CommTest, MeanOfHalfAndBFloat16_IsRoundedOnceAndDoesNotOverflow) {
+  Run(3, [](Comm& comm) {
+    for (const int64_t n : {1, 8, 8192}) {
+      at::Tensor x = at::full({n}, 40'000 + 1000 * comm.rank(), at::kHalf);
+      comm.AllReduce(x, ReduceOp::kMean);
+      EXPECT_TRUE(at::equal(x, at::full({n}, 41'000, at::kHalf))) << n << " " << x[0].item<float>();
+      const at::Tensor parts = at::full({3 * n}, 40'000 + 1000 * comm.rank(), at::kHalf);
+      EXPECT_TRUE(
+          at::equal(comm.ReduceScatter(parts, ReduceOp::kMean), at::full({n}, 41'000, at::kHalf)))
+          << n;
+      // The sum is 778 and its third 259.33; in bf16 they would be 776 and, of that, 258.
+      const double values[] = {256, 260, 262};
+      at::Tensor y = at::full({n}, values[comm.rank()], at::kBFloat16);
+      comm.AllReduce(y, ReduceOp::kMean);
+      EXPECT_TRUE(at::equal(y, at::full({n}, 260, at::kBFloat16)))
+          << n << " " << y[0].item<float>();
+    }
+  });
+}
+
 TEST_P(CommTest, AllReduce_OfADtypeThatNoBackendAdds_IsRefused_GroupStaysUsable) {
   Run(2, [](Comm& comm) {
     for (const int64_t n : {4, 4096}) {

@@ -36,7 +36,10 @@ std::string DescribeDisagreement(const std::vector<int>& ranks, const std::vecto
                              c10::toString(static_cast<c10::ScalarType>(call.dtype))));
   }
   return "ranks disagree about a collective: " +
-         comm_checks::ByRanks(texts, "called", "called", ranks);
+         comm_checks::ByRanks(texts, "called", "called", ranks) +
+         // What only some ranks call may be a call of many collectives.
+         "; every process has to make the same calls, save_state() and load_state() too: not only "
+         "where is_main_process()";
 }
 
 }  // namespace muster

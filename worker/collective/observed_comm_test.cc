@@ -133,6 +133,16 @@ TEST(ProgressBoard, Progress_ChangesWithEachSignOfIt) {
   EXPECT_FALSE(changes());
 }
 
+// A rank that waits there alone is named with it where the others wait in a barrier.
+TEST(ProgressBoard, CollectiveOfACallThatIsEntered_NamesIt) {
+  ProgressBoard board;
+  board.SetPhase("entering save_state");
+  board.BeginCollective("AllGatherBytes", 86, "bytes");
+  EXPECT_EQ(board.Read().last_collective, "AllGatherBytes #1 (86 bytes) of save_state()");
+  board.EndCollective();
+  EXPECT_EQ(board.Read().last_collective, "AllGatherBytes #1 (86 bytes), done");
+}
+
 TEST(ProgressBoard, StepAndPhase_AreRead) {
   ProgressBoard board;
   board.SetStep(7);

@@ -1,10 +1,15 @@
 #include "worker/collective/progress_board.h"
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "base/clock.h"
 
 namespace muster {
 namespace {
+
+// Begins the phase in which a call waits for all processes to make it, too.
+constexpr absl::string_view kEntering = "entering ";
 
 // Writes 1048576 as "1,048,576".
 std::string WithCommas(int64_t number) {
@@ -39,10 +44,13 @@ ProgressBoard::Facts ProgressBoard::Read() const {
     absl::StrAppend(&facts.last_collective, " bucket ", bucket_.load(std::memory_order_relaxed),
                     " of ", buckets);
   }
+  absl::string_view call = facts.phase;
+  const bool going_on = going_on_.load(std::memory_order_relaxed);
+  const bool enters = going_on && absl::ConsumePrefix(&call, kEntering);
   absl::StrAppend(&facts.last_collective, " (",
                   WithCommas(elements_.load(std::memory_order_relaxed)), " ",
                   dtype_.load(std::memory_order_relaxed), ")",
-                  going_on_.load(std::memory_order_relaxed) ? "" : ", done");
+                  enters ? absl::StrCat(" of ", call, "()") : "", going_on ? "" : ", done");
   return facts;
 }
 

@@ -31,9 +31,9 @@ at::Tensor ReduceReal(const std::vector<at::Tensor>& inputs, ReduceOp op) {
         break;
     }
   }
-  result = result.to(dtype);
+  // Before it is narrow again: a sum may be too large for fp16 where the mean is not.
   if (op == ReduceOp::kMean) result.div_(static_cast<int64_t>(inputs.size()));
-  return result;
+  return result.to(dtype);
 }
 
 }  // namespace

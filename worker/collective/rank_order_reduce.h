@@ -10,7 +10,7 @@ namespace muster {
 // The reduction of `inputs` taken from left to right, so that equal inputs give equal bits wherever
 // it is computed. A new contiguous tensor. Same shape, dtype and device everywhere, at least one
 // input; sums of bool are "any", complex numbers are reduced by parts, and half and bfloat16 are
-// added in float, as by ReduceArrays.
+// added, and divided for a mean, in float and rounded once, as by ReduceArrays.
 at::Tensor ReduceInRankOrder(const std::vector<at::Tensor>& inputs, ReduceOp op);
 
 }  // namespace muster

@@ -872,6 +872,7 @@ class LoaderIterator {
       if (feed == nullptr) return;
       std::optional<loader_internal::Fetched<T>> next;
       try {
+        core->ReadBegins(*facts);
         next = feed->Next();
         if (next.has_value() && core->options().device.has_value()) {
           next->value =

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <exception>
+#include <mutex>
 #include <utility>
 
 #include "ATen/CPUGeneratorImpl.h"
@@ -602,7 +603,7 @@ std::shared_ptr<const LoaderPass> LoaderCore::StartPass(int64_t skip) {
             .position = pass->position,
             .index = pass->first_index,
             .rank_position = pass->rank_position};
-  live_.push_back({pass->iteration, place_, place_, /*at_end=*/false});
+  live_.push_back({.iteration = pass->iteration, .place = place_, .before = place_});
   owner_ = pass->iteration;
   return pass;
 }
@@ -612,6 +613,16 @@ LoaderCore::LivePass* LoaderCore::FindLive(uint64_t iteration) {
     if (live.iteration == iteration) return &live;
   }
   return nullptr;
+}
+
+void LoaderCore::ReadBegins(const LoaderPass& pass) {
+  // Others read with generators of their own; without an observer nobody asks.
+  if (observer_ == nullptr || settings_.workers > 0 || is_stream_) return;
+  LivePass* const live = FindLive(pass.iteration);
+  if (live == nullptr) return;
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  live->generator = generator.get_state();
 }
 
 void LoaderCore::BatchGiven(const LoaderPass& pass, const std::shared_ptr<const BatchInfo>& info) {
@@ -698,6 +709,14 @@ LoaderState LoaderCore::StateBeforeBatch() const {
     if (live.iteration == pass) return Completed(live.before);
   }
   return State();
+}
+
+at::Tensor LoaderCore::GeneratorBeforeBatch() const {
+  const uint64_t pass = live_pass();
+  for (const LivePass& live : live_) {
+    if (live.iteration == pass) return live.generator;
+  }
+  return {};
 }
 
 LoaderState LoaderCore::NextState() const {

@@ -146,6 +146,10 @@ class LoaderStateHandle {
   // The position before the last batch that the active pass has returned, to continue from if that
   // batch has not been trained on. State() if there is no such pass.
   virtual LoaderState StateBeforeBatch() const = 0;
+  // The state of LibTorch's default generator on the CPU before that batch was read: with it, a run
+  // that continues there reads what the data set drew for that batch. Undefined if reading draws
+  // from another generator, as that of workers and streams does, or if there is no such batch.
+  virtual at::Tensor GeneratorBeforeBatch() const { return {}; }
   // The loader's settings, as "name=value ..."; a loader with the same text can take over this
   // one's position.
   virtual std::string signature() const = 0;
@@ -230,6 +234,8 @@ class LoaderCore : public LoaderStateHandle {
   // Starts a pass over the next epoch, or over the rest of one after LoadState, without the epoch's
   // first `skip` batches.
   std::shared_ptr<const LoaderPass> StartPass(int64_t skip);
+  // The next batch of `pass` is about to be read on this thread.
+  void ReadBegins(const LoaderPass& pass);
   void BatchGiven(const LoaderPass& pass, const std::shared_ptr<const BatchInfo>& info);
   // Ends the loop over `pass`; `exhausted`: it reached the end. If it did not and the observer does
   // not count it as trained, the position that the pass resumed from is restored, or the next
@@ -246,6 +252,7 @@ class LoaderCore : public LoaderStateHandle {
                  const std::map<std::string, at::Tensor>& tensors) override;
   uint64_t live_pass() const override;
   LoaderState StateBeforeBatch() const override;
+  at::Tensor GeneratorBeforeBatch() const override;
   std::string signature() const override;
   LoaderState NextState() const override;
   int64_t passes() const override { return passes_; }
@@ -309,6 +316,8 @@ class LoaderCore : public LoaderStateHandle {
     LoaderState place;    // after its last batch
     LoaderState before;   // before that batch
     bool at_end = false;  // that batch was the last one
+    // See GeneratorBeforeBatch(); of the next batch while that is being read.
+    at::Tensor generator{};
   };
   LivePass* FindLive(uint64_t iteration);
 

@@ -20,6 +20,7 @@
 #include "ATen/ops/cat.h"
 #include "ATen/ops/complex.h"
 #include "ATen/ops/dropout.h"
+#include "ATen/ops/equal.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/index_select.h"
 #include "ATen/ops/ones.h"
@@ -107,6 +108,33 @@ TEST(PreparedLoader, D10_SkippedPassAndBrokenOffPass_RepeatNoPermutation) {
   }
   EXPECT_EQ(seen.size(), 4U);
   EXPECT_EQ(loader.epoch(), 4);
+}
+
+// Of indexed data, also where the ranks get different numbers of them.
+TEST(PreparedLoader, D09_Size_IsTheNumberOfBatchesGivenOut) {
+  for (const int ranks : {1, 2, 3}) {
+    RunRanks(ranks, [&](Comm& comm) {
+      for (const bool split : {false, true}) {
+        for (const bool even : {false, true}) {
+          for (const bool drop_last : {false, true}) {
+            for (int64_t length = 0; length < 14; ++length) {
+              for (const int64_t each : {1, 2, 4}) {
+                const int64_t size = split ? each * ranks : each;
+                const auto recipe = batches(Ids{length}, size).drop_last(drop_last);
+                LoaderOptions options;
+                options.split_batches = split;
+                options.even_batches = even;
+                const auto loader = PrepareLoader(recipe, options, &comm);
+                EXPECT_EQ(loader.size(), All(loader).size())
+                    << "rank " << comm.rank() << " of " << ranks << split << even << drop_last
+                    << ", " << length << " samples in batches of " << size;
+              }
+            }
+          }
+        }
+      }
+    });
+  }
 }
 
 TEST(PreparedLoader, D11_RanksSeededApart_AgreeOnRankZerosSeed) {
@@ -875,6 +903,34 @@ TEST(LoaderState, StateBeforeBatch_IsWhereTheBatchOfTheLivePassBegan) {
     EXPECT_EQ(before.position, 4 * (batch.info().index + 1));
   }
   EXPECT_EQ(handle->live_pass(), 0U);
+}
+
+struct Numbers {
+  size_t size() const { return 6; }
+  at::Tensor get(size_t) const { return at::rand({1}); }
+};
+
+TEST(LoaderState, GeneratorBeforeBatch_DrawsTheNumbersOfTheBatchAgain) {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  auto loader = PrepareLoader(batches(Numbers{}, 2), {}, nullptr, std::make_shared<Judge>());
+  const auto handle = loader.state_handle();
+  EXPECT_FALSE(handle->GeneratorBeforeBatch().defined());
+  for (auto& batch : loader) {
+    at::rand({3});  // of the training
+    const at::Tensor now = generator.get_state();
+    generator.set_state(handle->GeneratorBeforeBatch());
+    EXPECT_TRUE(at::equal(at::cat({at::rand({1}), at::rand({1})}), batch.value().view({2})));
+    generator.set_state(now);
+  }
+  EXPECT_FALSE(handle->GeneratorBeforeBatch().defined());
+  // Those of workers have numbers of their own, and where nobody observes none is kept.
+  auto by_workers =
+      PrepareLoader(batches(Numbers{}, 2).workers(1), {}, nullptr, std::make_shared<Judge>());
+  auto unobserved = Alone(batches(Numbers{}, 2));
+  for (auto* other : {&by_workers, &unobserved}) {
+    const auto begun = other->begin();
+    EXPECT_FALSE(other->state_handle()->GeneratorBeforeBatch().defined());
+  }
 }
 
 TEST(LoaderState, LoadedInsideALoop_IsNotOverwrittenByTheLoop) {

@@ -1,10 +1,12 @@
 #include "worker/job/join_job.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <map>
 #include <numeric>
 #include <utility>
 
+#include "ATen/Parallel.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -31,6 +33,7 @@
 #include "worker/job/device.h"
 #include "worker/job/generation_end.h"
 #include "worker/job/lost_collective.h"
+#include "worker/job/thread_share.h"
 
 namespace muster {
 namespace {
@@ -272,6 +275,30 @@ std::unique_ptr<Comm> Watched(const JoinedProcess& joined, std::unique_ptr<Comm>
   return comm;
 }
 
+// Of a job that computes on the CPU, where its launcher has set no OMP_NUM_THREADS: mpirun and srun
+// would leave every process all cores.
+void DivideThreads(const JoinedProcess& joined) {
+  const Environment& env = joined.environment;
+  const char* const given = std::getenv("OMP_NUM_THREADS");
+  if (!joined.device.is_cpu() || env.local_world_size.value < 2 ||
+      (given != nullptr && *given != '\0')) {
+    return;
+  }
+  std::map<std::string, std::string> variables;
+  if (const char* const step = std::getenv("SLURM_CPUS_ON_NODE")) {
+    variables["SLURM_CPUS_ON_NODE"] = step;
+  }
+  const int alone = at::get_num_threads();
+  const int threads = ThreadShare(ReadCores(variables), env.local_world_size.value, alone);
+  if (threads == alone) return;
+  at::set_num_threads(threads);
+  if (env.rank.value != 0) return;
+  MUSTER_LOG(Info) << "each process computes with " << threads << " of the " << alone
+                   << " threads that it would take alone, because " << env.local_world_size.value
+                   << " processes share this node: OMP_NUM_THREADS, or at::set_num_threads() after "
+                      "the Accelerator is made, says otherwise";
+}
+
 CollectiveExplainer ExplainerFor(const JoinedProcess& joined, std::vector<int> ranks) {
   LostCollectiveSources sources;
   sources.coordinator = joined.coordinator;
@@ -309,6 +336,7 @@ absl::StatusOr<JoinedProcess> JoinJob(const Environment& environment,
   } else if (env.world_size.value > 1) {
     MUSTER_RETURN_IF_ERROR(MeetAtMaster(&joined));
   }
+  DivideThreads(joined);
   const int size = env.world_size.value;
   if (size == 1 && !options.always_group) {
     joined.comm = std::make_unique<LocalComm>();

@@ -67,7 +67,8 @@ struct JoinedProcess {
 // Takes this process's place in its job: chooses the device; joins the rendezvous if there is a
 // coordinator (even for a single process), or meets the others through a TCPStore at
 // MASTER_ADDR:MASTER_PORT; builds the process group. Blocks until all ranks have joined, at most
-// environment.timeout. Makes `device` the current one of this thread.
+// environment.timeout. Makes `device` the current one of this thread; on the CPU, without
+// OMP_NUM_THREADS, divides LibTorch's threads among the processes of this node (thread_share.h).
 //
 // A process may join again, during or after its first membership, if all ranks do so in the same
 // order: each time has keys of its own. Under a coordinator the first membership must have ended,

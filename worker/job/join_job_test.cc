@@ -2,10 +2,13 @@
 
 #include <signal.h>
 
+#include <cstdlib>
 #include <map>
 #include <string>
 #include <thread>
+#include <vector>
 
+#include "ATen/Parallel.h"
 #include "ATen/ops/full.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -13,11 +16,13 @@
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/TCPStore.hpp"
 #include "worker/job/fake_coordinator.h"
+#include "worker/job/thread_share.h"
 
 namespace muster {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::Each;
 using ::testing::HasSubstr;
 using Variables = std::map<std::string, std::string>;
 
@@ -91,6 +96,38 @@ TEST(JoinJob, WithPeers_SurvivesThatTheyVanishAndAloneKeepsTheDefault) {
         EXPECT_NE(action(), SIG_IGN);
       },
       {.min_workers = 2});
+}
+
+// mpirun and srun set no OMP_NUM_THREADS.
+TEST(JoinJob, ThreadsUnset_AreDividedAmongTheProcessesOfTheNode) {
+  unsetenv("OMP_NUM_THREADS");
+  const Cores cores = ReadCores({});
+  const int before = at::get_num_threads();
+  FakeCoordinator fake;
+  const auto variables = [&](int i) -> Variables {
+    return {{"MUSTER_COORDINATOR", fake.address()},
+            {"MUSTER_JOB", "job" + std::to_string(i / 2)},
+            {"OMPI_COMM_WORLD_RANK", std::to_string(i % 2)},
+            {"OMPI_COMM_WORLD_SIZE", "2"},
+            {"OMPI_COMM_WORLD_LOCAL_RANK", std::to_string(i % 2)},
+            {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}};
+  };
+  const auto join = [&](int job) {
+    at::set_num_threads(cores.of_process);
+    std::vector<int> threads(2);
+    ExpectWorldOf(
+        2, [&](int i) { return variables(2 * job + i); },
+        [&](const JoinedProcess& joined, int) {
+          threads[joined.environment.rank.value] = at::get_num_threads();
+        });
+    return threads;
+  };
+  const int share = ThreadShare(cores, 2, cores.of_process);
+  EXPECT_THAT(join(0), Each(share));
+  ASSERT_EQ(setenv("OMP_NUM_THREADS", "7", 1), 0);
+  EXPECT_THAT(join(1), Each(cores.of_process));
+  unsetenv("OMP_NUM_THREADS");
+  at::set_num_threads(before);
 }
 
 TEST(JoinJob, AloneWithGroup_HasAProcessGroup) {

@@ -58,7 +58,8 @@ CommWrapper ParseCommWrapper(absl::string_view text);
 // gradients over `group` and returns at once, with a future of the tensor that replaces the bucket
 // (same numel and dtype). Only the hook divides by the number of ranks. It must start the same
 // collectives in the same order on every rank; with buckets of zeros it also speaks for a rank that
-// ran out of batches. Include torch/csrc/distributed/c10d/comm.hpp to write one:
+// ran out of batches. It may give ranks different gradients: a checkpoint then holds the weights
+// and states of rank 0. Include torch/csrc/distributed/c10d/comm.hpp to write one:
 //
 //   [](c10d::ProcessGroup& group, c10d::GradBucket& bucket) {
 //     std::vector<at::Tensor> tensors = {bucket.getBufferRef().div_(group.getSize())};

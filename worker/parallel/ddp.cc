@@ -227,8 +227,12 @@ class DataParallel::Impl {
     if (comm_.size() == 1) return;
     TORCH_CHECK(!options_.static_graph,
                 "uneven inputs and static_graph do not go together: turn one off");
+    // Frozen since then, too: the others exchange nothing.
+    const bool frozen = std::none_of(trained_.begin(), trained_.end(),
+                                     [](const at::Tensor& p) { return p.requires_grad(); });
+    if (frozen) return;
     FinishPrior();
-    if (!communicate || trained_.empty()) return;
+    if (!communicate) return;
     if (reducer_ == nullptr) {
       std::vector<at::Tensor> zeros;
       for (const at::Tensor& parameter : trained_) zeros.push_back(at::zeros_like(parameter));

@@ -196,6 +196,12 @@ at::Tensor PagedView(const at::Tensor& flat, at::ScalarType type, at::IntArrayRe
 
 bool IsPaged(const at::Tensor& tensor) { return tensor.key_set().has(kPagedKey); }
 
+bool IsOffloadedWeight(const at::Tensor& tensor) {
+  if (!IsPaged(tensor)) return false;
+  const Page* const page = Table().Find(tensor.storage().unsafeGetStorageImpl());
+  return page != nullptr && page->holds_offloaded_weights();
+}
+
 std::vector<std::vector<size_t>> GroupsByPage(const std::vector<at::Tensor>& tensors) {
   std::vector<std::vector<size_t>> groups;
   std::unordered_map<const void*, size_t> of_page;  // null: no page

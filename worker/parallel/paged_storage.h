@@ -31,6 +31,10 @@ class Page {
   // a page that does not allow the use throws c10::Error.
   virtual void Allow(const at::Tensor& /*tensor*/, bool /*write*/, const char* /*op*/) {}
 
+  // Whether it holds weights that stay elsewhere between their uses (disk_offload(),
+  // dispatch_model()), not a part of a sharded model.
+  virtual bool holds_offloaded_weights() const { return false; }
+
   // While above 0, operators use the contents. May be called from any thread; a thread that has
   // called Require() has pinned the page before.
   int pins() const { return pins_.load(std::memory_order_acquire); }
@@ -62,6 +66,8 @@ at::Tensor PagedView(const at::Tensor& flat, at::ScalarType type, at::IntArrayRe
 
 // Whether uses of `tensor` ask a page.
 bool IsPaged(const at::Tensor& tensor);
+// And one that is there and says so (Page::holds_offloaded_weights).
+bool IsOffloadedWeight(const at::Tensor& tensor);
 
 // Indexes of `tensors` in groups: those whose uses ask one page, and those that ask none. Groups
 // are in the order of their first tensors, and each of them is in order.

@@ -81,8 +81,9 @@ void EmaWeights::Update() {
       entry.average.copy_(parameter);
       continue;
     }
-    if (IsPaged(parameter)) {
-      // An operator brings all that it takes into memory.
+    if (IsPaged(parameter) || parameter.scalar_type() != type) {
+      // One after the other: an operator brings all that it takes into memory, and the fp32 copies
+      // of a whole model take twice its memory.
       entry.average.lerp_(parameter.detach().to(type), 1 - decay);
       continue;
     }
@@ -92,7 +93,7 @@ void EmaWeights::Update() {
     });
     if (list == lists.end()) list = lists.emplace(lists.end());
     list->averages.push_back(entry.average);
-    list->weights.push_back(parameter.detach().to(type));
+    list->weights.push_back(parameter.detach());
   }
   for (const List& list : lists) at::_foreach_lerp_(list.averages, list.weights, 1 - decay);
   if (!copies) ++updates_;

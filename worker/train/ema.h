@@ -50,8 +50,9 @@ class EmaWeights {
   EmaWeights(const EmaWeights&) = delete;
   EmaWeights& operator=(const EmaWeights&) = delete;
 
-  // Updates the average; call it after each step of the optimizer. One pass over the weights; does
-  // not wait for a device. Throws inside a Scope, where the weights are the average.
+  // Updates the average; call it after each step of the optimizer. One pass over the weights, which
+  // takes the memory of the largest fp16 or bf16 parameter in fp32; does not wait for a device.
+  // Throws inside a Scope, where the weights are the average.
   void Update();
   int64_t updates() const { return updates_; }
 

@@ -13,6 +13,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "worker/collective/test_error.h"
+#include "worker/parallel/counting_allocator.h"
 
 namespace muster {
 namespace {
@@ -58,6 +59,24 @@ TEST(Ema, HalfWeights_AreAveragedInFloat) {
     // In bf16 the steps stop having an effect long before.
     EXPECT_NEAR(AverageOf(ema, a), 0.632, 0.01);
     EXPECT_EQ(a.scalar_type(), type);
+  }
+}
+
+TEST(Ema, UpdateOfManyHalfWeights_TakesTheMemoryOfOne) {
+  CountingAllocator& memory = CountingAllocator::Get();
+  constexpr int64_t kElements = 64 << 10;
+  for (const at::ScalarType type : {at::kBFloat16, at::kHalf, at::kFloat}) {
+    Named parameters;
+    for (int i = 0; i < 64; ++i) {
+      parameters.emplace_back(std::to_string(i), at::full({kElements}, i, type));
+    }
+    EmaWeights ema(parameters, {.decay = 0.5});
+    for (const auto& [name, parameter] : parameters) Fill(parameter, 0);
+    memory.ResetPeak();
+    const int64_t before = memory.live();
+    ema.Update();
+    EXPECT_LT(memory.peak() - before, 4 * kElements * 2) << type;
+    EXPECT_EQ(ema.averages()[63].second[0].item<double>(), 31.5);
   }
 }
 

@@ -11,6 +11,7 @@
 #include "ATen/ops/full.h"
 #include "ATen/ops/maximum.h"
 #include "ATen/ops/zeros.h"
+#include "ATen/ops/zeros_like.h"
 #include "c10/util/Exception.h"
 #include "worker/parallel/paged_storage.h"
 #include "worker/train/clip.h"
@@ -105,6 +106,7 @@ void GradScaler::Unscale(OptimizerHandle& optimizer) {
   // In double, as 1/scale of a scale that is no power of two would otherwise be rounded twice.
   state.found_inf = Multiply(optimizer, scale_.to(at::kDouble).reciprocal().to(at::kFloat));
   if (comm_ != nullptr && comm_->size() > 1) comm_->AllReduce(state.found_inf, ReduceOp::kMax);
+  state.unscaled_inf = state.found_inf;
   state.stage = Stage::kUnscaled;
 }
 
@@ -117,7 +119,7 @@ void GradScaler::Reopen(const OptimizerHandle& optimizer) {
                             : state.found_inf;
   }
   state.stage = Stage::kReady;
-  state.found_inf = at::Tensor();
+  state.found_inf = state.unscaled_inf = at::Tensor();
 }
 
 void GradScaler::Rescale(OptimizerHandle& optimizer) {
@@ -136,13 +138,24 @@ void GradScaler::Step(OptimizerHandle& optimizer) {
   TORCH_CHECK(state.stage != Stage::kStepped,
               "the optimizer has stepped already since the gradient scaler's last update");
   Unscale(optimizer);
-  if (state.found_inf.is_cpu() || !optimizer.supports_scaled_step()) {
-    if (state.found_inf.item<float>() == 0) optimizer.Step();
+  if (state.unscaled_inf.is_cpu() || !optimizer.supports_scaled_step()) {
+    if (state.unscaled_inf.item<float>() == 0) optimizer.Step();
   } else {
-    optimizer.StepScaled(at::Tensor(), state.found_inf);
+    optimizer.StepScaled(at::Tensor(), state.unscaled_inf);
   }
-  state.last_found_inf = state.found_inf;
+  state.last_found_inf = state.unscaled_inf;
   state.stage = Stage::kStepped;
+}
+
+void GradScaler::StepUnscaled(OptimizerHandle& optimizer) {
+  PerOptimizer& state = optimizers_[optimizer.id()];
+  if (options_.enabled && state.stage == Stage::kReady) {
+    TORCH_CHECK(state.unscaled_inf.defined(),
+                "the gradient scaler is to step on unscaled gradients, and has unscaled none");
+    state.found_inf = at::zeros_like(state.unscaled_inf);
+    state.stage = Stage::kUnscaled;
+  }
+  Step(optimizer);
 }
 
 bool GradScaler::step_was_skipped(const OptimizerHandle& optimizer) const {
@@ -156,6 +169,15 @@ bool GradScaler::pending() const {
     if (state.stage != Stage::kReady || state.earlier_inf.defined()) return true;
   }
   return false;
+}
+
+void GradScaler::Reset() {
+  std::erase_if(optimizers_, [](const auto& of) { return !of.second.unscaled_inf.defined(); });
+  for (auto& [optimizer, state] : optimizers_) {
+    at::Tensor unscaled_inf = std::move(state.unscaled_inf);
+    state = PerOptimizer();
+    state.unscaled_inf = std::move(unscaled_inf);
+  }
 }
 
 void GradScaler::Update() {

@@ -53,6 +53,10 @@ class GradScaler {
   // Steps `optimizer` unless its gradients overflowed; unscales them before, if that is not done
   // yet.
   void Step(OptimizerHandle& optimizer);
+  // The same for gradients that an Unscale() without a Reopen() since has divided, also where an
+  // Update() came between, after which Step() would divide them again. An overflow that this
+  // Update() has counted skips the step, but does not count again.
+  void StepUnscaled(OptimizerHandle& optimizer);
 
   // Whether the last Step() of `optimizer` was skipped. Stays until its next Step(). May wait for
   // the device.
@@ -64,8 +68,8 @@ class GradScaler {
 
   // Some optimizer was unscaled or stepped since the last Update().
   bool pending() const;
-  // Forgets that, for a state that is about to be loaded.
-  void Reset() { optimizers_.clear(); }
+  // Forgets that, for a state that is about to be loaded. StepUnscaled() still knows of overflows.
+  void Reset();
 
   double scale() const;
   // The same on its device, 0-d F32, where reading it waits for nothing; Update() writes it in
@@ -87,6 +91,7 @@ class GradScaler {
     at::Tensor found_inf;       // 0-d F32, of this step
     at::Tensor earlier_inf;     // the same of steps since the last Update(), before Reopen()
     at::Tensor last_found_inf;  // of the last Step()
+    at::Tensor unscaled_inf;    // of the last Unscale(), until Reopen()
   };
 
   const GradScalerOptions options_;

@@ -194,6 +194,36 @@ TEST(GradScaler, ReopenAfterAnOverflowWithoutAStep_BacksOff) {
   EXPECT_EQ(scaler.scale(), 2);
 }
 
+TEST(GradScaler, StepUnscaledAfterAnUpdate_DividesNoMoreAndCountsNoOverflowAgain) {
+  for (const bool reset : {false, true}) {
+    GradScaler scaler({.init_scale = 8});
+    OneWeight one, other;
+    EXPECT_THROW(scaler.StepUnscaled(one.sgd), c10::Error);
+    one.Backward(scaler, 1);
+    other.Backward(scaler, kInf);
+    scaler.Unscale(one.sgd);
+    scaler.Unscale(other.sgd);
+    scaler.Update();
+    EXPECT_EQ(scaler.scale(), 4);
+    if (reset) scaler.Reset();
+    scaler.StepUnscaled(one.sgd);
+    scaler.StepUnscaled(other.sgd);
+    EXPECT_EQ(one.weight[1].item<float>(), -1);
+    EXPECT_EQ(other.weight[0].item<float>(), 0);
+    EXPECT_FALSE(scaler.step_was_skipped(one.sgd));
+    EXPECT_TRUE(scaler.step_was_skipped(other.sgd));
+    EXPECT_THROW(scaler.StepUnscaled(one.sgd), c10::Error);
+    scaler.Update();
+    EXPECT_EQ(scaler.scale(), 4);
+    // The same gradients once more, and then others.
+    scaler.StepUnscaled(one.sgd);
+    EXPECT_EQ(one.weight[1].item<float>(), -2);
+    scaler.Update();
+    scaler.Reopen(one.sgd);
+    EXPECT_THROW(scaler.StepUnscaled(one.sgd), c10::Error);
+  }
+}
+
 TEST(GradScaler, WrongOrder_IsAnError) {
   GradScaler scaler;
   OneWeight one;

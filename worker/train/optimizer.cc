@@ -472,15 +472,23 @@ std::string FusedOptimizer::CannotSave() const {
   return std::string(offloaded_->failed().message());
 }
 
+PlainState FusedOptimizer::SaveGroups() const {
+  PlainState groups;
+  PutGroupSizes(GroupSizes(), &groups);
+  for (int64_t g = 0; g < num_groups(); ++g) {
+    for (auto& [name, row] : SaveGroup(g)) groups[std::to_string(g) + "." + name] = row;
+  }
+  return groups;
+}
+
 OptimizerState FusedOptimizer::SaveState() const {
   if (offloaded_ != nullptr) ThrowIfError(offloaded_->failed());
   OptimizerState saved;
-  PutGroupSizes(GroupSizes(), &saved.groups);
+  saved.groups = SaveGroups();
   OffloadedState::Maps maps;
   for (int64_t g = 0; g < num_groups(); ++g) {
     const auto [begin, end] = groups_[g];
     const std::vector<Slot> names = slots(g);
-    for (auto& [name, row] : SaveGroup(g)) saved.groups[std::to_string(g) + "." + name] = row;
     for (size_t i = begin; i < end; ++i) {
       if (!state_[i].exists) continue;
       // A failed step has counted it, although it has no state.

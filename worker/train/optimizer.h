@@ -90,6 +90,7 @@ class FusedOptimizer : public OptimizerHandle {
       const std::function<bool(const at::Tensor& parameter)>& counted) const override;
   std::string CannotSave() const override;
   OptimizerState SaveState() const override;
+  PlainState SaveGroups() const override;
   void CheckState(const OptimizerState& state) const override { CheckedSlots(state); }
   void LoadState(const OptimizerState& state) override;
 

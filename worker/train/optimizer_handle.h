@@ -122,6 +122,9 @@ class OptimizerHandle : public LrTarget {
   // would not.
   virtual std::string CannotSave() const { return ""; }
   virtual OptimizerState SaveState() const = 0;
+  // The sizes and hyper-parameters among SaveState().groups, without a look at any state. Of LBFGS
+  // and of classes that are not LibTorch's only the sizes and, where they have one, the rates.
+  virtual PlainState SaveGroups() const = 0;
   // Throws what LoadState() would throw for a name, a shape, a number or a group that does not fit.
   // Changes nothing. It cannot know what the load() of a class outside LibTorch refuses.
   virtual void CheckState(const OptimizerState& state) const = 0;

@@ -100,6 +100,8 @@ void ExpectEqualRuns(MakeOurs make_ours, MakeTheirs make_theirs) {
         << name;
   }
   EXPECT_EQ(of_ours.groups, of_theirs.groups);
+  EXPECT_EQ(ours->SaveGroups(), of_ours.groups);
+  EXPECT_EQ(handle->SaveGroups(), of_theirs.groups);
 
   // Fresh optimizers over the same parameters, ours from their state and theirs from ours.
   ours = make_ours(a);

@@ -531,30 +531,38 @@ class TorchOptimizerHandle : public OptimizerHandle {
            "saved: override both, or use LibTorch's AdamW, Adam, SGD, Adagrad, RMSprop or LBFGS";
   }
 
+  PlainState SaveGroups() const override {
+    PlainState groups;
+    PutGroupSizes(GroupSizes(), &groups);
+    for (int64_t g = 0; g < num_groups(); ++g) {
+      const std::string group = std::to_string(g) + ".";
+      if (!is_torchs_own_) {
+        Row& row = groups[group + "lr"];
+        if (HasLr(g)) row = {lr(g)};
+        continue;
+      }
+      for (auto& [name, row] : kind_->save_group(group_options(g))) groups[group + name] = row;
+    }
+    return groups;
+  }
+
   OptimizerState SaveState() const override {
     Refresh();
     const std::string problem = CannotSave();
     TORCH_CHECK(problem.empty(), problem);
     OptimizerState saved;
-    PutGroupSizes(GroupSizes(), &saved.groups);
+    saved.groups = SaveGroups();
     if (is_plain_lbfgs()) {
       SaveLbfgs(static_cast<const optim::LBFGS&>(optimizer_), parameter_names().at(0), &saved);
       return saved;
     }
     if (!is_torchs_own_) {
-      for (int64_t g = 0; g < num_groups(); ++g) {
-        Row& row = saved.groups[std::to_string(g) + ".lr"];
-        if (HasLr(g)) row = {lr(g)};
-      }
       saved.tensors[kArchive] = SaveArchive();
       return saved;
     }
     const std::vector<std::string>& names = parameter_names();
     size_t i = 0;
     for (int64_t g = 0; g < num_groups(); ++g) {
-      for (auto& [name, row] : kind_->save_group(group_options(g))) {
-        saved.groups[std::to_string(g) + "." + name] = row;
-      }
       for (const at::Tensor& param : optimizer_.param_groups()[g].params()) {
         const std::string& name = names[i++];
         const auto it = optimizer_.state().find(param.unsafeGetTensorImpl());
