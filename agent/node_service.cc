@@ -841,7 +841,7 @@ class NodeService {
     }
     for (const int gpu : assignment.gpus()) {
       if (gpu >= 0 && gpu < options_.info.gpus_size()) continue;
-      // The GPU belongs to another attempt, or the agent was told not to use it.
+      // The GPU belongs to another attempt, or is not one of those that the agent may use.
       return NodeFailure(absl::StrCat("GPU ", gpu, " is not among the ", options_.info.gpus_size(),
                                       " of this node: it had more before"));
     }
