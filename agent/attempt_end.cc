@@ -16,7 +16,7 @@ namespace muster::agent {
 namespace {
 
 constexpr int64_t kMaxReportBytes = 1 << 20;
-constexpr size_t kMaxText = 1024;  // of a line
+constexpr size_t kMaxText = 1024;  // the most bytes of a line
 
 v1::EndClass ClassOfRefusal(const absl::Status& status, int num_nodes) {
   switch (status.code()) {
@@ -89,7 +89,8 @@ v1::AttemptEnd DescribeEnd(const JobResult& result, const std::vector<int>& user
 
 absl::StatusOr<std::string> ReadAttemptFile(const std::string& path, int64_t max_bytes) {
   absl::StatusOr<std::string> text = ReadFile(path, max_bytes);
-  // It has the code of a lack of memory or of descriptors, which passes.
+  // RESOURCE_EXHAUSTED also stands for a temporary lack of memory or descriptors, so the size
+  // decides.
   struct stat info;
   if (absl::IsResourceExhausted(text.status()) && stat(path.c_str(), &info) == 0 &&
       info.st_size > max_bytes) {

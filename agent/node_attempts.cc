@@ -12,7 +12,7 @@ namespace muster::agent {
 namespace {
 constexpr size_t kMostReportBytes = 2 << 20;
 
-// Says that there are processes of the attempt, whatever it has come to.
+// Reports that processes of the attempt are left, whatever its state is.
 void AddLeftover(const AttemptKey& key, v1::SyncNodeRequest* request) {
   v1::AttemptReport* const report = request->add_attempts();
   report->set_job_id(key.first);
@@ -27,7 +27,7 @@ void NodeAttempts::Adopt(const AttemptKey& key, bool running, const v1::AttemptE
   attempt.report.set_job_id(key.first);
   attempt.report.set_attempt(key.second);
   attempt.report.set_started_unix_ms(absl::ToUnixMillis(started));
-  // The monotonic clock has no memory of it.
+  // The monotonic clock does not reach back that far.
   attempt.started = now;
   attempt.report.set_state(running ? v1::PLACEMENT_STATE_RUNNING : v1::PLACEMENT_STATE_ENDED);
   if (!running) {
@@ -94,7 +94,7 @@ NodeAttempts::Orders NodeAttempts::Apply(const v1::SyncNodeReply& reply, absl::T
         Allow(key, assignment, &known->second, &orders);
         continue;
       }
-      // What to start comes with a later reply: this one had no room for it.
+      // The specification comes with a later reply: this one had no room for it.
       if (assignment.spec().argv().empty()) continue;
       Attempt& attempt = attempts_[key];
       attempt.report.set_job_id(key.first);
@@ -103,7 +103,7 @@ NodeAttempts::Orders NodeAttempts::Apply(const v1::SyncNodeReply& reply, absl::T
       attempt.started = now;
       ++version_;
       if (assignment.stop()) {
-        // It has never started here.
+        // The attempt has never started here.
         attempt.report.set_state(v1::PLACEMENT_STATE_ENDED);
         attempt.report.mutable_end()->set_end_class(v1::END_CLASS_CANCELLED);
         attempt.report.mutable_end()->set_why(assignment.stop_why());
@@ -163,7 +163,8 @@ void NodeAttempts::Ended(const AttemptKey& key, const v1::AttemptEnd& end, int64
   it->second.report.set_state(v1::PLACEMENT_STATE_ENDED);
   it->second.report.set_restart(asked);
   *it->second.report.mutable_end() = end;
-  // It left no report because of the order, which says nothing about why the attempt has ended.
+  // The runner was killed before it could write its report, which says nothing about why the
+  // attempt has ended.
   if (it->second.killed && end.end_class() == v1::END_CLASS_NODE_FAILED) {
     v1::AttemptEnd* const killed = it->second.report.mutable_end();
     killed->set_end_class(v1::END_CLASS_CANCELLED);
@@ -224,7 +225,7 @@ void NodeAttempts::FillReports(absl::Time now, v1::SyncNodeRequest* request) con
     v1::AttemptReport* const report = request->add_attempts();
     *report = attempt.report;
     bytes += report->ByteSizeLong();
-    // A message has its limit, and the ends must get through.
+    // The size of a message is limited, and the ends must get through.
     if (bytes > kMostReportBytes) report->mutable_end()->clear_last_lines();
     const absl::Duration adopted =
         absl::Milliseconds(absl::ToUnixMillis(attempt.started) - report->started_unix_ms());
@@ -234,7 +235,7 @@ void NodeAttempts::FillReports(absl::Time now, v1::SyncNodeRequest* request) con
       *report->mutable_failed_ago() =
           rpc::ToProto(std::max(absl::ZeroDuration(), now - attempt.failed));
     }
-    // With the end, so that nothing is placed here between the two.
+    // The leftover is reported together with the end, so that nothing is placed here in between.
     if (attempt.left_behind) AddLeftover(key, request);
   }
 }

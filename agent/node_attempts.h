@@ -12,62 +12,64 @@
 
 namespace muster::agent {
 
-// Which attempt of which job.
+// Identifies an attempt: its job's id and its number.
 using AttemptKey = std::pair<std::string, int>;
 
 // The attempts on this node, and what is to be done about them: the node's side of
-// proto/muster/v1/node.proto. Pure; not thread-safe. Its owner starts and ends runners.
+// proto/muster/v1/node.proto. Its owner starts and ends the runners. Pure; not thread-safe.
 class NodeAttempts {
  public:
-  // Beyond the grace that a runner gives its workers.
+  // Time that a runner gets in addition to the grace it gives its workers.
   static constexpr absl::Duration kRunnerGrace = absl::Seconds(30);
 
   struct Orders {
     std::vector<v1::NodeAssignment> start;
-    std::vector<AttemptKey> stop;  // SIGTERM for the runner
-    std::vector<AttemptKey> kill;  // it has not ended in time: SIGKILL
+    std::vector<AttemptKey> stop;  // send SIGTERM to the runner
+    std::vector<AttemptKey> kill;  // send SIGKILL: the runner has not ended in time
     std::vector<AttemptKey> forget;
     struct Restart {
       AttemptKey key;
       int restart;
       absl::Duration delay;
     };
-    std::vector<Restart> restarts;  // its runner may start again what the attempt has lost
-    // A line for the log; empty: nothing unusual.
+    std::vector<Restart> restarts;  // the runner may start again what the attempt has lost
+    // A line for the log; empty: nothing unusual happened.
     std::string notice;
   };
 
-  // What is found on the disk at the start: `running`, or ended as `end` says, at `ended`. All of
-  // one cluster, which is empty if nothing is found. `asked`: see Ended.
+  // Adds an attempt found on the disk at the start of the service: still `running`, or ended as
+  // `end` says, at `ended`. All of them belong to one cluster (see SetCluster), which is empty if
+  // nothing is found. `asked`: see Ended.
   void Adopt(const AttemptKey& key, bool running, const v1::AttemptEnd& end, absl::Time started,
              absl::Time ended, absl::Time now, int asked = 0);
   void SetCluster(std::string cluster_id) { cluster_ = std::move(cluster_id); }
   const std::string& cluster() const { return cluster_; }
 
   Orders Apply(const v1::SyncNodeReply& reply, absl::Time now);
-  // Of runners that do not end.
+  // Returns the orders that are due for runners that have not ended in time.
   Orders Tick(absl::Time now);
   absl::Time NextDeadline() const;
 
-  // At `unix_ms` of the wall clock, which is `now`. `asked`: the restart that this end was asked
-  // for before, and may have been counted for; 0: none. The end of a runner that Tick had killed
-  // is no failure of the node (NODE_FAILED): it is reported as CANCELLED.
+  // Records that an attempt has ended, at `unix_ms` of the wall clock and at `now`. `asked`: the
+  // restart that was requested for this end before, and may have been counted; 0: none. If Tick had
+  // the runner killed, its end is reported as CANCELLED rather than as a failure of the node
+  // (NODE_FAILED).
   void Ended(const AttemptKey& key, const v1::AttemptEnd& end, int64_t unix_ms, absl::Time now,
              int asked = 0);
-  // As Ended, but the kernel does not end all of its processes. Until Gone, the node says that it
-  // still has some of them, beside the end, so that its coordinator starts nothing here; and it
-  // does not forget the attempt.
+  // Does the same as Ended for an attempt with processes that the kernel does not end. Until Gone,
+  // the node reports, besides the end, that some processes are left, so that the coordinator starts
+  // nothing here, and does not forget the attempt.
   void LeftBehind(const AttemptKey& key, const v1::AttemptEnd& end, int64_t unix_ms, absl::Time now,
                   int asked = 0);
   void Gone(const AttemptKey& key);
-  // Its runner asks for a restart within the attempt since `unix_ms` of the wall clock, when it was
-  // `now`. It may be a repeat.
+  // Records that a runner has asked for a restart within the attempt, at `unix_ms` of the wall
+  // clock and at `now`. May be called again with the same request.
   void Ask(const AttemptKey& key, int restart, const v1::AttemptEnd& end, int64_t unix_ms,
            absl::Time now);
   bool IsRunning(const AttemptKey& key) const;
   bool AnyRunning() const;
   bool Knows(const AttemptKey& key) const { return attempts_.count(key) != 0; }
-  // Changes whenever the reports do, beyond the time that an attempt has run.
+  // Changes whenever the reports do, except for how long an attempt has run.
   uint64_t version() const { return version_; }
   void FillReports(absl::Time now, v1::SyncNodeRequest* request) const;
 
@@ -75,14 +77,14 @@ class NodeAttempts {
   struct Attempt {
     v1::AttemptReport report;
     absl::Time started;
-    absl::Time failed = absl::InfinitePast();  // the process that its end names
-    int restarts = 0;                          // within the attempt, that were allowed
+    absl::Time failed = absl::InfinitePast();  // when the process that `end` names failed
+    int restarts = 0;                          // the restarts within the attempt that were granted
     absl::Duration grace = absl::Seconds(30);
     absl::Time kill_at = absl::InfiniteFuture();
     bool stopped = false;
     bool killed = false;
-    bool left_behind = false;  // some of it
-    bool unwanted = false;     // its end was heard; of what is left behind
+    bool left_behind = false;  // some of its processes are left
+    bool unwanted = false;     // the coordinator has its end, but processes are left
   };
   static void Allow(const AttemptKey& key, const v1::NodeAssignment& assignment, Attempt* attempt,
                     Orders* orders);

@@ -70,43 +70,48 @@ namespace {
 
 using json = nlohmann::json;
 
-constexpr absl::Duration kSyncTimeout = absl::Seconds(40);  // held for a third of a lease
-// A call that has not ended this long after its timeout hangs.
+// The coordinator holds a call for a third of a lease.
+constexpr absl::Duration kSyncTimeout = absl::Seconds(40);
+// A call that has not ended this long after its timeout is considered hung.
 constexpr absl::Duration kSyncSlack = absl::Seconds(20);
-// Between calls that fail; each is a random part of it.
+// The bounds of the delay between failing calls; each delay is a random part of it.
 constexpr absl::Duration kAwayLeast = absl::Milliseconds(200);
 constexpr absl::Duration kAwayMost = absl::Seconds(5);
-// Between attempts to connect to a coordinator that does not answer: for so long at most it has no
-// nodes after its start, if its host answers. One attempt at a host that drops packets takes 10 s.
-// gRPC makes each wait a fifth longer or shorter.
+// The delay between attempts to connect to a coordinator that does not answer. After its start, the
+// coordinator has no nodes for at most this long, if its host answers. One attempt at a host that
+// drops packets takes 10 s. gRPC makes each delay up to a fifth longer or shorter.
 constexpr absl::Duration kConnectAgain = absl::Seconds(2);
-constexpr absl::Duration kConnectedPoll = absl::Milliseconds(200);  // for the end of the service
-// A connection that was lost silently (a firewall that forgot it, say) is noticed within this time,
-// the wait for the keepalive's answer and the time of a held call, and is replaced before the
-// node's lease (30 s by default) ends, with which its jobs would be lost.
+// How often to look for the end of the service.
+constexpr absl::Duration kConnectedPoll = absl::Milliseconds(200);
+// A connection that was lost silently (for example because a firewall has dropped its state) is
+// noticed within this time plus the wait for the keepalive's answer and the time of a held call,
+// and is replaced before the node's lease (30 s by default) ends, with which its jobs would be
+// lost.
 constexpr absl::Duration kKeepalive = absl::Seconds(5);
 constexpr absl::Duration kAnswerTimeout = absl::Seconds(10);
 // How often a log with a waiting reader is polled.
 constexpr absl::Duration kLogPoll = absl::Milliseconds(100);
-// Between the end of a runner and that of the last process that holds its lock.
+// The polling interval between the end of a runner and that of the last process that holds its
+// lock.
 constexpr absl::Duration kLockPoll = absl::Milliseconds(50);
-// At folders of attempts, if the system does not tell of new files or one could not be read, and at
-// a disk that is full.
+// The polling interval of attempts' folders, if the system does not report new files or one could
+// not be read, and of a full disk.
 constexpr absl::Duration kLookAgain = absl::Seconds(1);
-// For a report that cannot be read at the moment, when its runner has ended.
+// How long to retry reading the report of a runner that has ended, if it cannot be read at the
+// moment.
 constexpr absl::Duration kReportPatience = absl::Minutes(1);
 constexpr absl::Duration kSweepEvery = absl::Hours(1);
 constexpr size_t kMaxWhy = 300;
-constexpr absl::Duration kOutageTolerance = absl::Hours(24);  // of attempts
+constexpr absl::Duration kOutageTolerance = absl::Hours(24);  // for attempts
 
 int64_t UnixMs() { return absl::ToUnixMillis(absl::Now()); }
 
-// One attempt's folder under STATE_DIR/attempts:
-//   record.json  what was assigned; there before the runner starts, and on the disk before the
-//                program does
-//   lock         held by the runner and by all that must end with it
-//   runner.pid   by the runner
-//   end.json     by the runner when it has ended
+// The folder of an attempt under STATE_DIR/attempts:
+//   record.json  what was assigned; exists before the runner starts, and is on the disk before the
+//                program starts
+//   lock         held by the runner and by all processes that must end with it
+//   runner.pid   written by the runner
+//   end.json     written by the runner when the attempt has ended
 //   restart_K.json, restarts_allowed   see attempt_restarts.h
 //   logs/, work/, runner.log
 struct AttemptFolder {
@@ -116,52 +121,53 @@ struct AttemptFolder {
 
 struct Runner {
   AttemptFolder folder;
-  pid_t pid = -1;  // of our child; -1: it was adopted
+  pid_t pid = -1;  // our child process; -1: the runner was adopted
   OwnedFd pidfd;
-  pid_t watched = -1;  // that of pidfd
-  OwnedFd lock;        // not held by us: to try it
+  pid_t watched = -1;  // the process of pidfd
+  OwnedFd lock;        // open but not locked: used to test the lock
   int first_rank = 0;
-  int folder_watch = -1;                         // of folder_events_
+  int folder_watch = -1;                         // the watch in folder_events_
   std::string unread = {};                       // why its requests could not be read
-  std::string unread_end = {};                   // and what says how it has ended
-  std::string group = {};                        // folder of its control group; empty: none
-  int status = -1;                               // of waitpid; -1: not known
-  absl::Time empty_by = absl::InfiniteFuture();  // its control group, once it has ended
-  absl::Time read_by = absl::InfiniteFuture();   // its report, once that could not be read
-  // Once the runner has ended, if something else holds the lock.
+  std::string unread_end = {};                   // why its report could not be read
+  std::string group = {};                        // the folder of its control group; empty: none
+  int status = -1;                               // from waitpid; -1: unknown
+  absl::Time empty_by = absl::InfiniteFuture();  // deadline for its control group to become empty
+  absl::Time read_by = absl::InfiniteFuture();   // deadline for reading its report, after a failure
+  // Set once the runner has ended, if another process holds the lock.
   std::optional<LockBreaker> breaker = {};
-  bool left_behind = false;  // what the lock breaker could not end
+  bool left_behind = false;  // the lock breaker could not end some processes
 };
 
-// How an attempt has ended, and the restart that this end was asked for before; 0: none.
+// How an attempt has ended, and the restart that was requested for this end before; 0: none.
 struct AttemptResult {
   v1::AttemptEnd end;
   int asked = 0;
 };
 
-// When a file was written; now if that is not known.
+// Returns when a file was written; now if that is unknown.
 absl::Time WrittenAt(const std::string& path) {
   struct stat info;
   return stat(path.c_str(), &info) == 0 ? absl::TimeFromTimespec(info.st_mtim)
                                         : Clock::Real().WallNow();
 }
 
-// Free again as soon as no process has it locked.
+// Returns whether no process has locked the file. Does not keep the lock.
 bool IsUnlocked(int fd) {
   if (flock(fd, LOCK_EX | LOCK_NB) != 0) return false;
   flock(fd, LOCK_UN);
   return true;
 }
 
-// Why a file of an attempt could not be read, unless it is not there or no file. Such a reason, as
-// no descriptor, no memory or a disk that is away, may pass, and says nothing about the attempt.
+// Returns an error that may be temporary, such as a lack of descriptors or memory or an unavailable
+// disk; such an error says nothing about the attempt. Returns OK for all other results of reading
+// an attempt's file: success, no such file, or not a valid file.
 absl::Status MayPass(const absl::Status& read) {
   const bool says_something = read.ok() || absl::IsNotFound(read) ||
                               absl::IsFailedPrecondition(read) || absl::IsDataLoss(read);
   return says_something ? absl::OkStatus() : read;
 }
 
-// Of an attempt; not open where there is none.
+// Opens the lock file of an attempt; not open if there is none.
 absl::StatusOr<OwnedFd> OpenLock(const std::string& path) {
   int fd;
   do {
@@ -174,7 +180,7 @@ absl::StatusOr<OwnedFd> OpenLock(const std::string& path) {
 v1::AttemptEnd NodeFailure(const std::string& why) {
   v1::AttemptEnd end;
   end.set_end_class(v1::END_CLASS_NODE_FAILED);
-  end.set_why(OneLine(why));  // it may name files
+  end.set_why(OneLine(why));  // may contain names of files
   end.set_rank(-1);
   return end;
 }
@@ -230,7 +236,7 @@ class NodeService {
       sweep_ends_ = true;
       changed_.SignalAll();
     }
-    // It may be in the middle of a large folder: until it ends, the node remains in touch.
+    // The thread may be in the middle of a large folder: until it ends, the node remains connected.
     sweep.join();
     {
       MutexLock lock(&mu_);
@@ -240,7 +246,8 @@ class NodeService {
     }
     sync.join();
     logs.join();
-    // Its thread asks for the lock. Runners hold what it held, and hand it to the next agent.
+    // Its thread takes the lock, so it must not be held here. Runners also hold what it held, and
+    // hand it to the next agent.
     memory_.reset();
     MutexLock lock(&mu_);
     int running = 0;
@@ -274,7 +281,7 @@ class NodeService {
   }
 
   std::string Attempts() const { return JoinPath(options_.state_dir, "attempts"); }
-  // Another cluster has jobs of the same names.
+  // Another cluster may have jobs with the same names.
   std::string FolderName(const AttemptKey& key) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     return absl::StrCat(key.first, ".", key.second, "-", attempts_.cluster().substr(0, 8));
   }
@@ -305,7 +312,7 @@ class NodeService {
     return absl::OkStatus();
   }
 
-  // Of the node's facts. Returns whether they have changed.
+  // Adds the limits to the node's facts. Returns whether these have changed.
   bool TellLimits() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     const bool same = info_.limits_memory() == groups_->limits_memory() &&
                       info_.limits_cpus() == groups_->limits_cpus() &&
@@ -316,17 +323,17 @@ class NodeService {
     return !same;
   }
 
-  // The entry of CUDA_VISIBLE_DEVICES for a GPU of the coordinator's placements.
+  // Returns the entry of CUDA_VISIBLE_DEVICES for a GPU of the coordinator's placements.
   std::string DeviceOf(int gpu) const {
     const bool named = gpu >= 0 && gpu < static_cast<int>(options_.gpus.size());
     return named ? options_.gpus[gpu] : absl::StrCat(gpu);
   }
 
-  // Whether the GPUs of an attempt that runs are still those of their numbers: otherwise the
-  // coordinator would give them to another job, too.
+  // Checks that the GPUs of a running attempt still have the same numbers: otherwise the
+  // coordinator would also give them to another job.
   absl::Status CheckGpusOf(const std::string& attempt, const json& record) const {
     const auto gpus = record.find("gpus");
-    // Agents of older versions do not write them.
+    // Older versions of the agent do not record GPUs.
     if (gpus == record.end() || !gpus->is_object()) return absl::OkStatus();
     for (const auto& [text, value] : gpus->items()) {
       int gpu = -1;
@@ -348,8 +355,9 @@ class NodeService {
     std::set<std::string> running_groups;
     for (const std::string& name : names) {
       const AttemptFolder folder{JoinPath(Attempts(), name)};
-      // Its processes may run: an agent that goes on without it would tell the coordinator that it
-      // has ended, and nothing would end them. The next start of the agent looks again.
+      // The attempt's processes may run: if the agent continued without it, it would tell the
+      // coordinator that the attempt has ended, and nothing would end these processes. The next
+      // start of the agent looks again.
       const auto unknown = [&name](absl::string_view before, absl::string_view after,
                                    const absl::Status& why) {
         return absl::Status(why.code(), absl::StrCat("cannot tell ", before, " attempt ", name, " ",
@@ -365,7 +373,7 @@ class NodeService {
         const auto it = record.find(name_of);
         return it != record.end() && ((*it).*type)();
       };
-      // Also those that were forgotten.
+      // This also skips forgotten attempts.
       if (!record.is_object() || !is("job", &json::is_string) ||
           !is("attempt", &json::is_number_integer) || !is("started", &json::is_number_integer) ||
           !is("cluster", &json::is_string) || !is("first_rank", &json::is_number_integer)) {
@@ -421,7 +429,8 @@ class NodeService {
                         << "; folders of attempts are looked at now and then";
     told_of_files_ = false;
   }
-  // What runners ask for. False: not all could be read, and no event tells when they can.
+  // Reads the requests of runners. Returns false if not all could be read, and no event will tell
+  // when they can.
   bool ReadRequests() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     bool all = true;
     for (auto& [key, runner] : runners_) {
@@ -448,7 +457,7 @@ class NodeService {
     }
     return all;
   }
-  // Tells runners what they may do. A full disk delays it.
+  // Tells runners which restarts may begin. If the disk is full, tries again later.
   void Allow() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     for (auto it = unwritten_.begin(); it != unwritten_.end();) {
       const auto runner = runners_.find(it->first);
@@ -468,7 +477,7 @@ class NodeService {
       if (!text.ok() || !absl::SimpleAtoi(*text, &pid) || pid <= 1) return;
     }
     OwnedFd pidfd(static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(pid), 0)));
-    // Others hold the lock too, so the runner may be gone, and its number another process's.
+    // Other processes hold the lock too, so the runner may be gone and its pid reused.
     const absl::StatusOr<std::string> command =
         ReadFile(absl::StrCat("/proc/", pid, "/cmdline"), 1 << 20);
     if (runner->pid < 0 && (!command.ok() || !absl::StrContains(*command, runner->folder.path))) {
@@ -478,8 +487,8 @@ class NodeService {
     runner->watched = static_cast<pid_t>(pid);
   }
 
-  // By what the runner has left in its folder. `status`: as for EndOf(). Errors: those that may
-  // pass.
+  // Determines the result from the files that the runner has left in its folder. `status`: as for
+  // EndOf(). Errors: those that may be temporary.
   static absl::StatusOr<AttemptResult> ResultOf(const AttemptFolder& folder, int status = -1) {
     absl::StatusOr<v1::AttemptEnd> report = ReadEnd(folder.Of("end.json"));
     MUSTER_RETURN_IF_ERROR(MayPass(report.status()));
@@ -490,9 +499,9 @@ class NodeService {
     return result;
   }
 
-  // `end`: what ReadEnd() gave. `status`: of waitpid; -1: not known. A full disk may have kept the
-  // runner from leaving a report: its exit code says whether its job has succeeded, and must not be
-  // lost with it.
+  // Returns how the attempt has ended. `end`: the result of ReadEnd(). `status`: from waitpid; -1:
+  // unknown. If a full disk has kept the runner from writing its report, its exit code still says
+  // whether its job has succeeded.
   static v1::AttemptEnd EndOf(const AttemptFolder& folder, absl::StatusOr<v1::AttemptEnd> end,
                               int status = -1) {
     if (end.ok()) return *std::move(end);
@@ -523,7 +532,8 @@ class NodeService {
     return NodeFailure(absl::StrCat("its runner no longer exists", how, " and ", missing,
                                     last.empty() ? "" : "; its last line: ", last));
   }
-  // What the dynamic linker, for example, says of a program that it cannot start.
+  // Returns the last line of a log, for example what the dynamic linker says about a program that
+  // it cannot start.
   static std::string LastLine(const std::string& path) {
     const OwnedFd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
     struct stat info;
@@ -554,7 +564,8 @@ class NodeService {
         MutexLock lock(&mu_);
         if (stopped_ != 0 || !refused_.ok()) return;
         const absl::Time now = Clock::Real().Now();
-        // Neither loop may hang: without calls the node would be lost, and its jobs with it.
+        // Reports that the service is alive only if neither loop hangs: without calls the node
+        // would be lost, and its jobs with it.
         if (now - sync_turn_ < kSyncTimeout + kSyncSlack) notifier_.Alive(now);
         notifier_.Status(StatusLine());
         Do(attempts_.Tick(now));
@@ -585,7 +596,7 @@ class NodeService {
       (void)ignored;
     }
   }
-  // For people who ask the service manager.
+  // Returns a line for users of the service manager.
   std::string StatusLine() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     int running = 0;
     for (const auto& [key, runner] : runners_) running += attempts_.IsRunning(key) ? 1 : 0;
@@ -604,7 +615,7 @@ class NodeService {
   void HoldMemory() {
     MemoryHolder::Options options;
     options.client_of = [this](pid_t pid) { return RunnerAt(pid); };
-    // Runners find the next agent of this folder by it.
+    // Runners find the next agent of this folder at this address.
     options.address = absl::StrCat("muster-node-memory-", absl::Hex(uid_, absl::kZeroPad16));
     absl::StatusOr<std::unique_ptr<MemoryHolder>> memory = MemoryHolder::Start(std::move(options));
     if (memory.ok()) {
@@ -614,14 +625,14 @@ class NodeService {
                           << memory.status().message();
     }
   }
-  // Other clusters have jobs of the same names.
+  // The key includes the cluster, because other clusters may have jobs with the same names.
   static std::string MemoryOf(absl::string_view cluster, absl::string_view job) {
     return absl::StrCat(cluster, "/", job);
   }
   std::string MemoryOf(const std::string& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     return MemoryOf(attempts_.cluster(), job);
   }
-  // The jobs whose end this node has to know of.
+  // Adds the jobs whose end this node must learn of.
   void FillHeldJobs(v1::SyncNodeRequest* request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     if (memory_ == nullptr) return;
     const std::string ours = MemoryOf("");
@@ -634,7 +645,7 @@ class NodeService {
   std::optional<MemoryHolder::Client> RunnerAt(pid_t pid) {
     MutexLock lock(&mu_);
     for (const auto& [key, runner] : runners_) {
-      // A number is another process's once its own has ended.
+      // After a process has ended, its pid may be that of another one.
       if (runner.watched != pid || !runner.pidfd.open() || IsReadable(runner.pidfd.get())) continue;
       return MemoryHolder::Client{.job = MemoryOf(key.first), .worker = ""};
     }
@@ -663,13 +674,13 @@ class NodeService {
       bool left_behind = false;
       if (!IsUnlocked(runner.lock.get())) {
         if (!HasEnded(runner)) continue;
-        // It has left processes, which nobody controls any more.
+        // The runner has left processes that no runner controls any more.
         KillGroup(runner);
         if (!runner.breaker.has_value()) runner.breaker.emplace(options_.patience);
         left_behind = runner.breaker->IsBeyondKilling(runner.lock.get(), Clock::Real().Now());
         if (!left_behind) continue;
       }
-      // It has closed its files, so it has ended or is about to.
+      // The runner has closed its files, so it has ended or is about to.
       while (runner.pid > 0 && waitpid(runner.pid, &runner.status, 0) < 0 && errno == EINTR) {
       }
       runner.pid = -1;
@@ -698,10 +709,10 @@ class NodeService {
     }
   }
 
-  // Whether the runner itself is gone, as far as that can be told.
+  // Returns whether the runner itself has ended, as far as is known.
   static bool HasEnded(const Runner& runner) {
     if (runner.pidfd.open()) return IsReadable(runner.pidfd.get());
-    // Of a former agent's it is not known whether it runs, unless it has left its report.
+    // Without a pidfd of an adopted runner, only its report shows that it has ended.
     return runner.pid < 0 && PathExists(runner.folder.Of("end.json"));
   }
   void CollectLeft(const AttemptKey& key, Runner* runner) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
@@ -713,8 +724,8 @@ class NodeService {
     Resync();
   }
 
-  // Nothing: what it has left cannot be read at the moment, which says nothing about the attempt.
-  // After kReportPatience the attempt ends without it.
+  // Returns the result; nullopt if it cannot be read at the moment, which says nothing about the
+  // attempt. After kReportPatience the attempt ends without it.
   static std::optional<AttemptResult> TakeResult(Runner* runner) {
     absl::StatusOr<AttemptResult> result = ResultOf(runner->folder, runner->status);
     if (result.ok()) return *std::move(result);
@@ -737,11 +748,12 @@ class NodeService {
     if (!runner.group.empty()) groups_->At(runner.group).Kill();
   }
 
-  // A runner takes the file with its job's variables, which may be secrets, away; here none has.
+  // Removes the file with the job's variables, which may be secrets. A runner removes it itself;
+  // this is for attempts whose runner has not.
   static void RemoveVariables(const Runner& runner) { unlink(runner.folder.Of("env").c_str()); }
 
-  // Ends what has let go of the attempt's lock, such as a server that a worker has started. False:
-  // it has not ended yet.
+  // Ends processes that no longer hold the attempt's lock, such as a server that a worker has
+  // started, and removes the control group. Returns false if they have not ended yet.
   bool RemoveGroup(Runner* runner) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     if (runner->group.empty()) return true;
     const ControlGroup group = groups_->At(runner->group);
@@ -778,7 +790,7 @@ class NodeService {
     for (const AttemptKey& key : orders.forget) {
       const auto it = runners_.find(key);
       if (it == runners_.end()) continue;
-      // Its logs stay until they expire.
+      // The logs stay until they expire.
       if (it->second.folder_watch >= 0) {
         UnwatchFolder(folder_events_.get(), it->second.folder_watch);
       }
@@ -797,7 +809,8 @@ class NodeService {
     const auto runner = runners_.find(key);
     if (signal == SIGKILL && runner != runners_.end()) KillGroup(runner->second);
   }
-  // A runner that has just been started may not have said its number yet.
+  // Sends signals as soon as possible: a runner that has just started may not have written its pid
+  // yet.
   void SendSignals() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     for (auto it = unsent_.begin(); it != unsent_.end();) {
       const auto runner = runners_.find(it->first);
@@ -814,7 +827,7 @@ class NodeService {
 
   // ---- the start of a runner
 
-  // Nullopt: it runs.
+  // Starts a runner. Returns nullopt if it runs.
   std::optional<v1::AttemptEnd> Start(const v1::NodeAssignment& assignment)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     const AttemptKey key(assignment.job_id(), assignment.attempt());
@@ -822,13 +835,13 @@ class NodeService {
     Runner runner;
     runner.folder = {JoinPath(Attempts(), name)};
     runner.first_rank = assignment.node_rank() * assignment.processes();
-    // Names of jobs are checked by the coordinator; a path must not be its word alone.
+    // The coordinator checks job names, but a path must not depend on that alone.
     if (absl::StrContains(name, "/") || name[0] == '.') {
       return NodeFailure(absl::StrCat("\"", name, "\" cannot name a folder"));
     }
     for (const int gpu : assignment.gpus()) {
       if (gpu >= 0 && gpu < options_.info.gpus_size()) continue;
-      // It is another attempt's, or one that the agent was told to leave alone.
+      // The GPU belongs to another attempt, or is not one of those that the agent may use.
       return NodeFailure(absl::StrCat("GPU ", gpu, " is not among the ", options_.info.gpus_size(),
                                       " of this node: it had more before"));
     }
@@ -837,7 +850,8 @@ class NodeService {
                                          : absl::StrCat("cannot make ", runner.folder.path, ": ",
                                                         strerror(errno)));
     }
-    // Nothing else would: it has no record, and there is nothing in it to read.
+    // Removes the folder if the start fails early. Nothing else would, because the folder has no
+    // record, and there is nothing to read in it.
     const auto remove = [&runner] {
       const absl::Status removed = RemoveTree(runner.folder.path);
       if (!removed.ok()) MUSTER_LOG(Warning) << removed.message();
@@ -859,7 +873,7 @@ class NodeService {
                          {"first_rank", runner.first_rank},
                          {"group", runner.group},
                          {"gpus", std::move(gpus)}};
-    // The runner waits for the disk, beside what it has to do before it starts the program.
+    // The runner syncs these files to the disk while it prepares the start of the program.
     absl::Status status = PutFile(runner.folder.Of("record.json"), record.dump());
     if (status.ok()) status = MakeDirectories(runner.folder.Of("work"));
     if (status.ok()) status = WriteJobFiles(assignment.spec(), runner.folder.Of("work"));
@@ -877,7 +891,7 @@ class NodeService {
     WatchForRequests(&runner);
     std::optional<v1::AttemptEnd> failed = Spawn(assignment, &runner);
     if (failed.has_value()) RemoveGroup(&runner);
-    // For the next agent, if this one ends before it has said so.
+    // Leaves the end to the next agent, if this one ends before it has reported it.
     if (failed.has_value()) {
       RemoveVariables(runner);
       (void)WriteEnd(runner.folder.Of("end.json"), *failed);
@@ -886,7 +900,7 @@ class NodeService {
     return failed;
   }
 
-  // Empty: without one.
+  // Makes the control group of an attempt and returns its folder; empty: the attempt has none.
   std::string MakeGroup(const std::string& name, const v1::NodeAssignment& assignment)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     const int cpus = std::max(1, assignment.spec().per_process().cpus()) * assignment.processes();
@@ -919,7 +933,7 @@ class NodeService {
     add("attempt_lock", kLockDescriptor);
     if (memory_ != nullptr) add("memory_socket", memory_->address());
     add("earlier_attempts", std::max(0, assignment.attempt() - 1));
-    // Of those that have gone before, not all have counted.
+    // Not all earlier attempts have counted as restarts.
     const int left = assignment.restarts_left();
     const int64_t of_job =
         left > 0 ? std::max<int64_t>(0, assignment.attempt() - 1) + left : spec.max_restarts();
@@ -933,7 +947,7 @@ class NodeService {
       if (groups_->limits_cpus()) add("cpu_limit", std::max(1, spec.per_process().cpus()));
     }
     if (!spec.working_directory().empty()) add("workdir", spec.working_directory());
-    // The coordinator decides when a node is lost, not how long it is away itself.
+    // The coordinator decides when a node is lost; its own outage must not end attempts.
     add("outage_tolerance", absl::FormatDuration(kOutageTolerance));
     add("env_file", folder.Of("env"));
     add("log_dir", folder.Of("logs"));
@@ -946,12 +960,13 @@ class NodeService {
     if (spec.gradient_accumulation_steps() > 0) {
       add("gradient_accumulation_steps", spec.gradient_accumulation_steps());
     }
-    // It has no GPUs, and is to know: Accelerate makes one job of the processes only then.
+    // The attempt has no GPUs and must be told so: only then does Accelerate make one job of the
+    // processes.
     if (spec.cpu() || assignment.gpus_size() == 0) args.push_back("--cpu");
     if (spec.debug()) args.push_back("--debug");
     if (!options_.info.rack().empty()) add("rack", options_.info.rack());
     if (!options_.info.nvlink_domain().empty()) add("nvlink_domain", options_.info.nvlink_domain());
-    // An attempt has a token of its own. The node's, where there is none.
+    // An attempt has its own token, or else uses that of the node.
     const std::string token =
         assignment.token().empty() ? options_.channel.token_file : folder.Of("token");
     if (!token.empty()) add("token_file", token);
@@ -960,8 +975,8 @@ class NodeService {
     return args;
   }
 
-  // Of the job's processes, and not of their runner: an LD_LIBRARY_PATH could keep it from
-  // starting.
+  // Returns the variables of the job's processes. The runner does not get them: an LD_LIBRARY_PATH,
+  // for example, could keep it from starting.
   std::map<std::string, std::string> VariablesOf(const v1::NodeAssignment& assignment,
                                                  const AttemptFolder& folder) const {
     std::map<std::string, std::string> variables = ToMap(assignment.spec().env());
@@ -978,13 +993,13 @@ class NodeService {
           "came by --token_file - and cannot be handed on");
     }
     std::map<std::string, std::string> environment = options_.environment;
-    // The node's. The runner gets flags for those that it needs, and what all processes of a job
-    // must agree on is not a node's to say.
+    // These are settings of the node. The runner gets flags for those it needs, and a node must not
+    // decide what all processes of a job have to agree on.
     for (const char* const name : {"MUSTER_TOKEN_FILE", "MUSTER_TLS_CA", "MUSTER_TLS_CERT",
                                    "MUSTER_TLS_KEY", "MUSTER_LEASE", "MUSTER_OUTAGE_TOLERANCE"}) {
       environment.erase(name);
     }
-    // The job says it, or its default counts.
+    // These come from the job or its defaults.
     for (const char* const name :
          {"MUSTER_MIXED_PRECISION", "ACCELERATE_MIXED_PRECISION", "MUSTER_CPU",
           "ACCELERATE_USE_CPU", "MUSTER_DEBUG", "ACCELERATE_DEBUG_MODE"}) {
@@ -996,10 +1011,11 @@ class NodeService {
         devices.push_back(DeviceOf(gpu));
       }
       environment["CUDA_VISIBLE_DEVICES"] = absl::StrJoin(devices, ",");
-      // That is how they are counted here; CUDA's own order begins with the fastest.
+      // The node counts its GPUs in this order; CUDA's default order begins with the fastest GPU.
       environment.try_emplace("CUDA_DEVICE_ORDER", "PCI_BUS_ID");
     }
-    // An agent may start before its network, and its address may change.
+    // Looked up for each attempt, since an agent may start before its network, and its address may
+    // change.
     const std::string host = options_.host.empty() ? options_.own_address(address_) : options_.host;
     if (host.empty()) {
       return NodeFailure(absl::StrCat("this node has no address on a way to the coordinator at ",
@@ -1015,7 +1031,8 @@ class NodeService {
     argv.push_back(nullptr);
     envp.push_back(nullptr);
 
-    // A description of its own: the lock lives as long as the runner and those that share it.
+    // Uses a separate file description, so that the lock lives as long as the runner and the
+    // processes that share it.
     const OwnedFd held(open(runner->folder.Of("lock").c_str(), O_RDWR | O_CLOEXEC));
     if (!held.open() || flock(held.get(), LOCK_EX | LOCK_NB) != 0) {
       return NodeFailure(absl::StrCat("cannot lock its folder: ", strerror(errno)));
@@ -1029,12 +1046,12 @@ class NodeService {
     posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, log.c_str(),
                                      O_WRONLY | O_CREAT | O_APPEND, 0600);
     posix_spawn_file_actions_adddup2(&actions, STDOUT_FILENO, STDERR_FILENO);
-    // Without close-on-exec from here on.
+    // The copy does not have close-on-exec.
     posix_spawn_file_actions_adddup2(&actions, held.get(), kLockDescriptor);
-    // The runner changes to the folder of the job: that may be on a file system that hangs.
+    // The runner itself changes to the folder of the job, which may be on a file system that hangs.
     posix_spawn_file_actions_addchdir_np(&actions, runner->folder.Of("work").c_str());
-    // The runner keeps these from its first instruction on: one that came before its main would end
-    // it without a report.
+    // Signals of the job are blocked in the runner from its first instruction: one that arrived
+    // before its main would end it without a report.
     sigset_t kept, all;
     sigemptyset(&kept);
     for (const int signal : kJobSignals) sigaddset(&kept, signal);
@@ -1057,13 +1074,13 @@ class NodeService {
                      << assignment.processes() << " processes";
     return std::nullopt;
   }
-  // In runners.
+  // The lock's descriptor in runners.
   static constexpr int kLockDescriptor = 200;
 
   // ---- what attempts have left
 
-  // On a thread of its own: an attempt may have left millions of files, and meanwhile others end,
-  // or have to be ended.
+  // Runs on its own thread: an attempt may have left millions of files, and other attempts end, or
+  // must be ended, meanwhile.
   void SweepLoop() {
     while (true) {
       Sweep();
@@ -1090,7 +1107,7 @@ class NodeService {
         if (known) continue;
       }
       struct stat info;
-      // An agent that was killed while it made one has left it without a record.
+      // A folder without a record is left by an agent that was killed while making it.
       if (stat(folder.Of("record.json").c_str(), &info) != 0 &&
           (errno != ENOENT || stat(folder.path.c_str(), &info) != 0)) {
         continue;
@@ -1103,14 +1120,14 @@ class NodeService {
 
   // ---- the calls
 
-  // What the node has changed: a held call is made again.
+  // Called when the node has news: a held call is made again.
   void Resync() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     if (call_ != nullptr) call_->TryCancel();
     changed_.SignalAll();
   }
 
-  // Until there is a connection, which the channel makes as soon as the coordinator is there, or
-  // this service ends.
+  // Blocks until there is a connection, which the channel makes as soon as the coordinator is
+  // reachable, or this service ends.
   void AwaitConnection() {
     do {
       MutexLock lock(&mu_);
@@ -1122,10 +1139,10 @@ class NodeService {
 
   void SyncLoop() {
     const std::unique_ptr<v1::Nodes::Stub> stub = v1::Nodes::NewStub(channel_);
-    std::optional<Backoff> away;  // while it does not answer
+    std::optional<Backoff> away;  // while the coordinator does not answer
     while (true) {
-      // The first call that fails says why. Before the next ones, and not in them: a request says
-      // how long ago things were when it is made.
+      // The first call that fails says why. Later calls wait for the connection before the request
+      // is made, because a request says how long ago things happened.
       if (away.has_value()) AwaitConnection();
       v1::SyncNodeRequest request;
       grpc::ClientContext context;
@@ -1153,7 +1170,7 @@ class NodeService {
       call_ = nullptr;
       sync_turn_ = Clock::Real().Now();
       if (ended_) return;
-      // A call that was cancelled to say more says nothing of the coordinator.
+      // A call that was cancelled to report news says nothing about the coordinator.
       if (status.ok() || sent == attempts_.version()) {
         if (std::exchange(answers_, status.ok()) != answers_) Wake();
       }
@@ -1172,8 +1189,8 @@ class NodeService {
         Wake();
         continue;
       }
-      if (sent != attempts_.version()) continue;  // cancelled to say more
-      // The coordinator must be able to end what runs.
+      if (sent != attempts_.version()) continue;  // cancelled to report news
+      // While attempts run, keeps trying, because the coordinator must be able to end them.
       if (IsRefusal(status) && !attempts_.AnyRunning()) {
         refused_ = status;
         Wake();
@@ -1189,7 +1206,7 @@ class NodeService {
       changed_.WaitWithTimeout(&mu_, away->Next(RandomShare(), rpc::RetryAfter(status)));
     }
   }
-  // The next call says the level that is in force then.
+  // Sets the log level. The next call reports the level that is in force then.
   void Obey(const v1::LogLevelOrder& order) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     const auto level = static_cast<v1::LogLevel>(order.level());
     if (order.id() == log_level_order_ || level < v1::LOG_LEVEL_DEBUG ||
@@ -1221,7 +1238,7 @@ class NodeService {
   struct OpenQuery {
     v1::LogQuery query;
     absl::Time until;
-    std::optional<absl::Time> since;  // by the calendar
+    std::optional<absl::Time> since;  // by the wall clock
   };
 
   void AddQuery(const v1::LogQuery& query) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
@@ -1253,7 +1270,7 @@ class NodeService {
         grpc::ClientContext context;
         rpc::SetTimeout(context, kAnswerTimeout);
         v1::AnswerLogReply reply;
-        // One that is lost is asked again by the reader.
+        // If the answer is lost, the reader asks again.
         (void)stub->AnswerLog(&context, *answer, &reply);
       }
       if (later.empty()) continue;
@@ -1263,7 +1280,7 @@ class NodeService {
     }
   }
 
-  // Nullopt: not yet.
+  // Returns nullopt if there is no answer yet.
   std::optional<v1::AnswerLogRequest> Answer(const OpenQuery& open) {
     const v1::LogQuery& query = open.query;
     const AttemptKey key(query.job_id(), query.attempt());
@@ -1285,7 +1302,8 @@ class NodeService {
       if (it != runners_.end()) {
         first_rank = it->second.first_rank;
       } else {
-        // Forgotten, but its logs are kept: the lowest rank is this node's first.
+        // The attempt is forgotten, but its logs are kept: the lowest rank there is this node's
+        // first.
         first_rank = FirstRankIn(JoinPath(path, "logs/attempt_0"));
       }
       path = JoinPath(
@@ -1306,13 +1324,13 @@ class NodeService {
       answer.set_ended(!running && piece->data.empty());
       return answer;
     }
-    // It has no file before its process starts.
+    // The file does not exist before its process starts.
     if (!piece.ok() && running && absl::IsNotFound(piece.status())) {
       if (!late) return std::nullopt;
       answer.set_next_offset(std::max<int64_t>(0, query.offset()));
       return answer;
     }
-    // Its process was never started, or the log was removed.
+    // The process was never started, or the log was removed.
     if (!piece.ok() && absl::IsNotFound(piece.status())) {
       answer.set_ended(true);
       return answer;
@@ -1340,26 +1358,26 @@ class NodeService {
   }
 
   const NodeServiceOptions options_;
-  ServiceNotifier notifier_;  // of the main loop
+  ServiceNotifier notifier_;  // used by the main loop
   const OwnedFd wake_;
-  const OwnedFd folder_events_;  // of the folders of attempts
+  const OwnedFd folder_events_;  // watches the folders of attempts
   OwnedFd lock_;
   uint64_t uid_ = 0;
-  rpc::Address address_;  // of the coordinator
+  rpc::Address address_;  // the coordinator's
   std::shared_ptr<grpc::Channel> channel_;
-  // Null: no socket. Not destroyed under the lock, which its thread takes.
+  // Null: no socket. Must not be destroyed under mu_, which its thread takes.
   std::unique_ptr<MemoryHolder> memory_;
 
   Mutex mu_;
   CondVar changed_;
   v1::NodeInfo info_ ABSL_GUARDED_BY(mu_);
-  std::optional<NodeGroups> groups_ ABSL_GUARDED_BY(mu_);  // from Open on
+  std::optional<NodeGroups> groups_ ABSL_GUARDED_BY(mu_);  // set by Open
   NodeAttempts attempts_ ABSL_GUARDED_BY(mu_);
   std::map<AttemptKey, Runner> runners_ ABSL_GUARDED_BY(mu_);
-  std::map<AttemptKey, int> unsent_ ABSL_GUARDED_BY(mu_);  // signals
+  std::map<AttemptKey, int> unsent_ ABSL_GUARDED_BY(mu_);  // signals to send
   std::map<AttemptKey, NodeAttempts::Orders::Restart> unwritten_ ABSL_GUARDED_BY(mu_);
-  bool look_ ABSL_GUARDED_BY(mu_) = true;  // a runner may have asked for something
-  // By folder_events_, of every file that comes.
+  bool look_ ABSL_GUARDED_BY(mu_) = true;  // a runner may have made a request
+  // Whether folder_events_ reports every new file.
   bool told_of_files_ ABSL_GUARDED_BY(mu_) = folder_events_.open();
   MemoryTerms memory_terms_ ABSL_GUARDED_BY(mu_);
   std::deque<OpenQuery> queries_ ABSL_GUARDED_BY(mu_);
@@ -1369,10 +1387,10 @@ class NodeService {
   int stopped_ ABSL_GUARDED_BY(mu_) = 0;
   bool sweep_ends_ ABSL_GUARDED_BY(mu_) = false;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
-  bool answers_ ABSL_GUARDED_BY(mu_) = false;                         // the coordinator
-  absl::Time sync_turn_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();  // of the last call
+  bool answers_ ABSL_GUARDED_BY(mu_) = false;                         // the coordinator answers
+  absl::Time sync_turn_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();  // the time of the last call
   absl::Status refused_ ABSL_GUARDED_BY(mu_);
-  uint64_t log_level_order_ ABSL_GUARDED_BY(mu_) = 0;  // the last one
+  uint64_t log_level_order_ ABSL_GUARDED_BY(mu_) = 0;  // the last order
   LogLevelControl log_level_;
 };
 

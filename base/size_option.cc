@@ -10,7 +10,7 @@
 namespace muster {
 namespace {
 
-// "Gb", but neither "gb" nor "Gib".
+// Returns whether the unit is like "Gb", but not like "gb" or "Gib".
 bool MayCountBits(absl::string_view text) {
   if (text.size() < 2 || text.back() != 'b') return false;
   const char prefix = text[text.size() - 2];

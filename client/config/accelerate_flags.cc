@@ -27,7 +27,7 @@ constexpr Taken kTaken[] = {
     {kDynamoBackend, "", "Only no: there is nothing to compile"},
 };
 
-// Flags whose name is `name`, or begins with it if that ends in "_".
+// Refuses the flags named `name`, or all that begin with `name` if it ends in "_".
 struct Refused {
   const char* name;
   const char* refusal;
@@ -74,7 +74,7 @@ absl::Status Wrong(absl::string_view name, absl::string_view remedy) {
   return absl::InvalidArgumentError(absl::StrCat("--", name, ": ", remedy));
 }
 
-// It would train on the CPU otherwise, without a word.
+// Without this check, training would silently use the CPU.
 absl::Status CheckGpus(const MachineFacts& machine, const std::vector<Layer>& layers) {
   for (const Layer& layer : layers) {
     const auto cpu = layer.settings.find("cpu");
@@ -125,7 +125,7 @@ absl::Status ApplyAccelerateOnlyFlags(const std::map<std::string, std::string>& 
       if (!on.ok()) return Wrong(flag.name, "it must be true or false");
       if (!*on) continue;
     }
-    // Without the value: it may be a key of AWS.
+    // The message omits the value, because it may be an AWS key.
     if (!flag.refusal.empty()) return Wrong(flag.name, flag.refusal);
     if (flag.name == kMultiGpu) MUSTER_RETURN_IF_ERROR(CheckGpus(machine, *layers));
     if (flag.name == kDynamoBackend && !absl::EqualsIgnoreCase(found->second, "no")) {

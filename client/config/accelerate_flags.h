@@ -15,14 +15,14 @@ namespace muster::client {
 struct AccelerateOnlyFlag {
   std::string name = {};        // without "--", words joined by "_"
   std::string value_name = {};  // empty: it takes no value
-  std::string letter = {};      // "q": "-q" is the same
-  std::string help = {};        // empty if refused
+  std::string letter = {};      // the short form without "-", such as "q"
+  std::string help = {};        // empty if the flag is refused
   std::string refusal = {};     // what to write instead; empty: the flag is taken
 };
 const std::vector<AccelerateOnlyFlag>& AccelerateOnlyFlags();
 
-// Takes or refuses those of these flags that are among `given`, all flags of a command line by
-// name. `layers[0]` is the layer of flags; the others follow by precedence. Errors:
+// Applies or refuses those of these flags that are in `given`, which has all flags of a command
+// line by name. `layers[0]` is the layer of flags; the others follow by precedence. Errors:
 // INVALID_ARGUMENT, one line that names the flag and what to do. Pure.
 absl::Status ApplyAccelerateOnlyFlags(const std::map<std::string, std::string>& given,
                                       const MachineFacts& machine, std::vector<Layer>* layers);

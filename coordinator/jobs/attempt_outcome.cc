@@ -15,12 +15,13 @@ const v1::JobAttempt& Last(const v1::JobRecord& record) {
   return record.history(record.history_size() - 1);
 }
 
-// `at`, but not before the attempt was placed, nor after `now`.
+// Returns `at`, limited to the time from the placement of the attempt to `now`.
 absl::Time Within(absl::Time at, const v1::JobAttempt& attempt, absl::Time now) {
   return std::min(std::max(at, absl::FromUnixMillis(attempt.times().placed_unix_ms())), now);
 }
 
-// What only an order of the coordinator explains. A runner that has ended so has no cause to tell.
+// Returns whether only an order of the coordinator explains such an end. A runner that ended this
+// way has no cause to report.
 bool IsOrdered(v1::EndClass end_class) {
   switch (end_class) {
     case v1::END_CLASS_CANCELLED:
@@ -56,7 +57,8 @@ ReportedEnd Understand(const v1::AttemptReport& report, v1::AttemptEnd end,
     reported.end.set_rank(-1);
   }
   const bool ran = running && FromProto(report.ran_for()) >= kStarted;
-  // Somebody else has stopped it: the machine goes down. Or it had long started.
+  // CANCELLED without an order: something else stopped the runner, for example a shutdown of the
+  // machine. NODE_FAILED after it ran: the node was able to start the attempt.
   if ((reported.end.end_class() == v1::END_CLASS_CANCELLED && !attempt.stop()) ||
       (reported.end.end_class() == v1::END_CLASS_NODE_FAILED && ran)) {
     reported.end.set_end_class(v1::END_CLASS_NODE_LOST);
@@ -71,7 +73,7 @@ absl::Time StartedAt(const v1::AttemptReport& report, const v1::JobAttempt& atte
 }
 
 absl::Time EndedAt(const v1::AttemptReport& report, const v1::JobAttempt& attempt, absl::Time now) {
-  // One that never started has no time of its own.
+  // An attempt that never started has no duration.
   if (report.started_unix_ms() == 0 || report.ended_unix_ms() == 0) return now;
   const absl::Duration ran =
       absl::FromUnixMillis(report.ended_unix_ms()) - absl::FromUnixMillis(report.started_unix_ms());
@@ -90,16 +92,16 @@ absl::Duration RestartDelay(const v1::JobRecord& record, int last, int restarts)
   int early = 0;
   for (int i = last; i >= 0; --i) {
     const v1::JobAttempt& attempt = record.history(i);
-    // Records of older coordinators have clocks of nodes, which may say anything.
+    // Records of older coordinators have times of the nodes' clocks, which may be wrong.
     const absl::Duration ran = attempt.started_unix_ms() == 0
                                    ? absl::ZeroDuration()
                                    : absl::FromUnixMillis(attempt.ended_unix_ms()) -
                                          absl::FromUnixMillis(attempt.started_unix_ms());
     if (ran >= kSettled) return doubled(std::min(early, restarts));
-    // The last one has decided already that there is a delay.
+    // The last attempt does not count: it is the reason for the delay itself.
     if (i < last && CountsAsRestart(attempt.end().end_class())) ++early;
   }
-  // Of longer series the history has the end only.
+  // The history has only the end of a longer series.
   return doubled(std::min(restarts, 20));
 }
 

@@ -27,7 +27,7 @@ std::vector<v1::EndClass> AllClasses() {
   return classes;
 }
 
-// A job whose attempt on two nodes has ended so.
+// Returns a job whose attempt on two nodes has ended in this way.
 v1::JobRecord Ended(v1::EndClass end_class, int max_restarts = 3) {
   v1::JobRecord record;
   record.mutable_spec()->set_max_restarts(max_restarts);
@@ -49,7 +49,7 @@ v1::JobRecord Ended(v1::EndClass end_class, int max_restarts = 3) {
 TEST(AttemptOutcomeTest, Cause_OfEachPairOfEnds) {
   using Classes = std::set<v1::EndClass>;
   const Classes user_error = {v1::END_CLASS_USER_ERROR};
-  // What takes the place of each.
+  // The ends that replace each cause.
   std::map<v1::EndClass, Classes> better = {
       {v1::END_CLASS_PROCESS_FAILED, user_error},
       {v1::END_CLASS_OUT_OF_MEMORY, user_error},
@@ -74,7 +74,7 @@ TEST(AttemptOutcomeTest, Cause_OfThreeEndsInAnyOrder_IsNeverThatARunnerWasStoppe
   for (const v1::EndClass cause :
        {v1::END_CLASS_PROCESS_FAILED, v1::END_CLASS_USER_ERROR, v1::END_CLASS_OUT_OF_MEMORY,
         v1::END_CLASS_HANG, v1::END_CLASS_NODE_LOST, v1::END_CLASS_NODE_FAILED}) {
-    // Nobody is stopped before somebody has failed.
+    // A runner is stopped only after another one has failed.
     for (const std::vector<v1::EndClass>& order : std::vector<std::vector<v1::EndClass>>{
              {cause, v1::END_CLASS_CANCELLED, v1::END_CLASS_PEER_FAILED},
              {v1::END_CLASS_PEER_FAILED, cause, v1::END_CLASS_CANCELLED},
@@ -108,7 +108,7 @@ TEST(AttemptOutcomeTest, ReportedEnd_OfARunnerThatSomethingElseStopped_IsTheNode
   EXPECT_FALSE(understood(cancelled).given_up_early);
   EXPECT_EQ(understood(failed).end.end_class(), v1::END_CLASS_NODE_LOST);
   EXPECT_EQ(understood(failed, /*running=*/false).end.end_class(), v1::END_CLASS_NODE_FAILED);
-  // It was let go on before it was stopped.
+  // The attempt was allowed to continue before it was stopped.
   cancelled.set_node("a");
   failed.set_node("a");
   const ReportedEnd counted = understood(failed, true, /*counted=*/true);
@@ -131,7 +131,7 @@ TEST(AttemptOutcomeTest, Times_AreByTheCoordinatorsClock_WhateverThatOfTheNodeSh
     EXPECT_EQ(StartedAt(report, attempt, kNow), kNow - absl::Seconds(100));
     EXPECT_EQ(EndedAt(report, attempt, kNow), kNow - absl::Seconds(40));
   }
-  // The node's clock was set in between, or says nonsense.
+  // The node's clock was set in between, or is nonsense.
   for (const int64_t ended :
        {int64_t{1}, std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()}) {
     report.set_ended_unix_ms(ended);

@@ -40,7 +40,7 @@ bool NoteStage(const StageNews& news, v1::AttemptTimes* times) {
     times->clear_detected_unix_ms();
   }
   const Field* own = nullptr;
-  int64_t before = news.not_before, after = 0;  // the nearest known ones; after 0: none
+  int64_t before = news.not_before, after = 0;  // the nearest known times; after 0: none
   for (const Field& field : kFields) {
     const int64_t time = (times->*field.get)();
     if (field.stage == news.stage) {

@@ -20,26 +20,26 @@ enum class AttemptStage {
   kFenced,
 };
 
-// The latest time of `times`, in Unix milliseconds; 0: there is none.
+// Returns the latest of `times` in Unix milliseconds; 0 if there is none.
 int64_t LatestOf(const v1::AttemptTimes& times);
 
 struct StageNews {
   AttemptStage stage;
-  absl::Time at;           // what is said of the past may be wrong, or infinite: it is limited
-  absl::Time now;          // by the coordinator's clock
-  int64_t not_before = 0;  // Unix milliseconds: of the attempt before
+  absl::Time at;           // reports of past times may be wrong, or infinite: limited by NoteStage
+  absl::Time now;          // the time on the coordinator's clock
+  int64_t not_before = 0;  // the latest time of the attempt before, in Unix milliseconds
   bool as_told = false;    // a mutant: `at` is not limited
 };
 
-// Notes that an attempt has reached a stage. Returns whether `times` has changed. Pure.
+// Records that an attempt has reached a stage. Returns whether `times` has changed. Pure.
 //
-// `times` stays in order: `at` is limited by the stages before and after, and by `now`. A clock
-// that shows less than what is noted already has gone back: then the time is not known, and nothing
-// is noted. Each stage counts once, except:
-// - kSealed: the last one before the state is loaded. An attempt that goes on after a failure
+// `times` stays in order: `at` is limited by the stages before and after, and by `now`. If the
+// clock shows less than a recorded time, it was set back; then the time is unknown, and nothing is
+// recorded. The first report of each stage counts, except:
+// - kSealed: the last report before the state is loaded. An attempt that continues after a failure
 //   without being stopped has not failed.
-// - kFailed: the earliest. It may come after kDetected and kDecided, since a node reports its
-//   processes when nothing of them is left.
+// - kFailed: the earliest time. It may be reported after kDetected and kDecided, because a node
+//   reports its processes only when none of them is left.
 bool NoteStage(const StageNews& news, v1::AttemptTimes* times);
 
 }  // namespace muster::coordinator

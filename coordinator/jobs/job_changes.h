@@ -11,8 +11,8 @@
 
 namespace muster::coordinator {
 
-// Which jobs have changed since a revision: the last change of each, and the latest removals. Not
-// thread-safe; pure.
+// The jobs that have changed since a revision: the last change of each job, and the latest
+// removals. Not thread-safe; pure.
 class JobChanges {
  public:
   static constexpr size_t kKeptRemovals = 1000;
@@ -23,7 +23,8 @@ class JobChanges {
     std::string owner;
   };
 
-  // The last change of the job was at `former`, and is at `revision` now. 0: it has none.
+  // Records that the job's last change, at revision `former` before, is now at `revision`. 0: it
+  // has no change.
   void Changed(uint64_t sequence, uint64_t former, uint64_t revision) {
     changes_.erase({former, sequence});
     if (revision != 0) changes_.insert({revision, sequence});
@@ -35,15 +36,16 @@ class JobChanges {
     forgotten_ = removals_.front().revision;
     removals_.pop_front();
   }
-  // Removals up to this revision are not known: a coordinator has started.
+  // Forgets the removals up to this revision. Called when a coordinator starts and does not know
+  // them.
   void ForgetRemovals(uint64_t revision) {
     removals_.clear();
     forgotten_ = revision;
   }
 
-  // (revision, sequence), each job once.
+  // Returns (revision, sequence), with each job once.
   const absl::btree_set<std::pair<uint64_t, uint64_t>>& changes() const { return changes_; }
-  // By revision: all that came after forgotten().
+  // Returns all removals after forgotten(), by revision.
   const std::deque<Removal>& removals() const { return removals_; }
   uint64_t forgotten() const { return forgotten_; }
 

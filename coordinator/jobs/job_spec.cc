@@ -21,12 +21,12 @@
 namespace muster::coordinator {
 namespace {
 
-constexpr int kMaxProcesses = 1'000'000;  // as the runner has it
+constexpr int kMaxProcesses = 1'000'000;  // the limit of the runner, too
 constexpr int kMaxAccumulation = 1'000'000;
 constexpr int64_t kMaxMemory = int64_t{1} << 50;
 constexpr absl::Duration kMaxGrace = absl::Hours(1);
 constexpr int kMaxSpares = 1024;
-// Those after each class, together. More would be no flag of a runner.
+// The restarts after all limited classes together. A runner would refuse a larger number as a flag.
 constexpr int kMaxRestartsOfJob = static_cast<int>(std::size(kLimitedClasses)) * kMaxRestarts;
 
 using Error = std::optional<v1::OpError>;
@@ -34,7 +34,7 @@ using Error = std::optional<v1::OpError>;
 bool HasNul(absl::string_view text) { return absl::StrContains(text, absl::string_view("\0", 1)); }
 
 Error CheckJobName(absl::string_view name) {
-  // One that begins with '-' could not be given to a command: it would be an option.
+  // A command would take a name that begins with '-' for an option.
   if (IsJobName(name) && name[0] != '-') return std::nullopt;
   return BadField(
       "spec.name",
@@ -57,7 +57,7 @@ Error CheckProgram(const v1::JobSpec& spec) {
                                                " is not a variable: a name is not empty and has no "
                                                "'=', and neither part has a NUL byte"));
     }
-    // These would be lost in silence.
+    // These variables would be lost silently.
     if (key == "CUDA_VISIBLE_DEVICES" && spec.per_process().gpus() > 0) {
       return BadField("spec.env",
                       "env CUDA_VISIBLE_DEVICES cannot be set: the agent of each node sets it to "
@@ -86,7 +86,7 @@ void SortByName(NameValues* values) {
             [](const v1::NameValue& a, const v1::NameValue& b) { return a.name() < b.name(); });
 }
 
-// `values` are in the order of their names.
+// `values` must be sorted by name.
 Error CheckNames(absl::string_view field, const NameValues& values) {
   const auto twice = std::adjacent_find(
       values.begin(), values.end(),
@@ -96,7 +96,7 @@ Error CheckNames(absl::string_view field, const NameValues& values) {
                   absl::StrCat(field, " has two values of ", Quoted(twice->name()), ": give one"));
 }
 
-// They are in the order of their paths.
+// The files must be sorted by path.
 Error CheckFiles(const v1::JobSpec& spec) {
   if (spec.files_size() > kMaxFiles) {
     return TooLarge("spec.files",
@@ -136,7 +136,7 @@ Error CheckFiles(const v1::JobSpec& spec) {
   return std::nullopt;
 }
 
-// They are in the order of the classes.
+// The limits must be sorted by class.
 Error CheckClassLimits(const v1::JobSpec& spec) {
   for (int i = 0; i < spec.class_limits_size(); ++i) {
     const v1::ClassCount& limit = spec.class_limits(i);
@@ -223,7 +223,7 @@ void FillJobSpec(v1::JobSpec* spec) {
 uint64_t HashJobSpec(const v1::JobSpec& spec) {
   const std::string bytes = spec.SerializeAsString();
   uint64_t hash =
-      0xcbf29ce484222325;  // FNV-1a: it need not resist anybody, the key is the caller's
+      0xcbf29ce484222325;  // FNV-1a: need not resist attacks, since the caller chooses the key
   for (const unsigned char byte : bytes) hash = (hash ^ byte) * 0x100000001b3;
   return hash;
 }

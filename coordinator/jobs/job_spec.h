@@ -9,25 +9,26 @@
 
 namespace muster::coordinator {
 
-// LIMIT: more bytes than a specification may have, as its caller has written it.
+// Returns LIMIT if the specification, as its caller wrote it, has more bytes than allowed.
 std::optional<v1::OpError> CheckSpecSize(const v1::JobSpec& spec);
 
-// Fills what is left to its default: the other bound of the number of processes, one CPU, the
-// delays, digests of files; sorts variables and labels by name. So two writings of one
-// specification are equal, also where CompleteJobSpec refuses it.
+// Sets all fields that have defaults: the other bound of the number of processes, one CPU, the
+// delays, digests of files; sorts variables and labels by name. So two spellings of one
+// specification become equal, even if CompleteJobSpec refuses it.
 void FillJobSpec(v1::JobSpec* spec);
 
-// Of a specification that FillJobSpec has filled; the same for ever, as it is in the journal.
+// Returns the hash of a specification that FillJobSpec has filled. Must never change, because the
+// journal stores it.
 uint64_t HashJobSpec(const v1::JobSpec& spec);
 
-// The other checks of a specification that FillJobSpec has filled. Errors, each naming the field
-// and what to write: BAD_FIELD, LIMIT.
+// Performs the other checks of a specification that FillJobSpec has filled. Errors, each naming the
+// field and what to write: BAD_FIELD, LIMIT.
 std::optional<v1::OpError> CheckFilledJobSpec(const v1::JobSpec& spec);
 
-// All three.
+// Calls CheckSpecSize, FillJobSpec and CheckFilledJobSpec.
 std::optional<v1::OpError> CompleteJobSpec(v1::JobSpec* spec);
 
-// Only the number of processes, for a job that gets another one.
+// Checks and completes only the number of processes, for a job that is resized.
 std::optional<v1::OpError> CompleteProcesses(v1::JobSpec* spec);
 
 }  // namespace muster::coordinator

@@ -33,7 +33,7 @@ TEST(JobSpecTest, GoodSpec_IsCompleted) {
   EXPECT_EQ(spec.min_processes(), 4);
   EXPECT_EQ(spec.per_process().cpus(), 1);
   EXPECT_EQ(spec.stop_grace().seconds(), 30);
-  // What is complete stays as it is.
+  // A complete specification stays unchanged.
   const std::string before = spec.SerializeAsString();
   ASSERT_FALSE(CompleteJobSpec(&spec).has_value());
   EXPECT_EQ(spec.SerializeAsString(), before);
@@ -53,7 +53,7 @@ TEST(JobSpecTest, VariableThatAgentsSet_IsRefusedWithTheFieldThatSaysTheSame) {
   EXPECT_EQ(error_of("MUSTER_LEASE"),
             "env MUSTER_LEASE cannot be set: the agent of each node sets it for each process");
   EXPECT_EQ(error_of("MUSTER_SHARDING"), "none");
-  // Only where the node has GPUs to give.
+  // Only if the node has GPUs to assign.
   EXPECT_EQ(error_of("CUDA_VISIBLE_DEVICES"), "none");
   v1::JobSpec spec = Good();
   spec.mutable_per_process()->set_gpus(1);
@@ -70,7 +70,7 @@ TEST(JobSpecTest, BadField_IsNamed) {
   spec.set_name("a b");
   EXPECT_EQ(FieldOf(spec), "spec.name");
   spec = Good();
-  spec.set_name("-x");  // an option to every command
+  spec.set_name("-x");  // commands would take it for an option
   EXPECT_EQ(FieldOf(spec), "spec.name");
   spec.set_name("dots.are.for.attempts");
   EXPECT_EQ(FieldOf(spec), "spec.name");
@@ -105,7 +105,7 @@ TEST(JobSpecTest, BadField_IsNamed) {
   spec.mutable_per_process()->set_gpus(-1);
   EXPECT_EQ(FieldOf(spec), "spec.per_process.gpus");
   spec = Good();
-  spec.mutable_per_process()->set_gpu_memory_bytes(1);  // of no GPU
+  spec.mutable_per_process()->set_gpu_memory_bytes(1);  // without any GPU
   EXPECT_EQ(FieldOf(spec), "spec.per_process.gpu_memory_bytes");
   spec.mutable_per_process()->set_gpus(1);
   EXPECT_EQ(FieldOf(spec), "");
@@ -125,7 +125,7 @@ TEST(JobSpecTest, BadField_IsNamed) {
   spec = Good();
   spec.set_max_restarts(-1);
   EXPECT_EQ(FieldOf(spec), "spec.max_restarts");
-  spec.set_max_restarts(INT32_MAX);  // for which no node could start a runner
+  spec.set_max_restarts(INT32_MAX);  // no node could start a runner with it
   EXPECT_EQ(FieldOf(spec), "spec.max_restarts");
   spec = Good();
   spec.mutable_time_limit()->set_seconds(0);
@@ -168,7 +168,7 @@ TEST(JobSpecTest, Files_AreSortedAndGetDigests) {
   EXPECT_EQ(spec.files(1).size(), 3);
 }
 
-// It is in journals, which every later version reads.
+// The hash is in journals, which every later version reads.
 TEST(JobSpecTest, Hash_StaysTheSameForEver) {
   v1::JobSpec spec = WithFiles({{"b", "two"}, {"a", "x"}});
   AddNameValue("B", "2", spec.mutable_env());
@@ -178,7 +178,7 @@ TEST(JobSpecTest, Hash_StaysTheSameForEver) {
   EXPECT_EQ(HashJobSpec(spec), 13630646142085219878u);
 }
 
-// Only what its caller has written counts: digests of files are added to it.
+// Only what the caller has written counts, because digests of files are added to it.
 TEST(JobSpecTest, SizeIsThatOfTheCallersSpecification) {
   v1::JobSpec spec = Good();
   for (int i = 0; i < kMaxFiles; ++i) spec.add_files()->set_path(absl::StrCat("f", i));

@@ -23,35 +23,37 @@ namespace muster::coordinator {
 namespace {
 
 constexpr size_t kMaxNodeName = 256;
-constexpr int kLeastLogLevel = 1, kMostLogLevel = 4;  // LogLevel of operations.proto
+constexpr int kLeastLogLevel = 1, kMostLogLevel = 4;  // see LogLevel in operations.proto
 constexpr size_t kMaxInfoBytes = 16 << 10;
 constexpr size_t kMaxWhy = 1024;
 constexpr int kMaxLines = 20;
 constexpr size_t kMaxLine = 4096;
-constexpr size_t kMaxHungBytes = 64 << 10;  // of AttemptEnd.hung
+constexpr size_t kMaxHungBytes = 64 << 10;  // for AttemptEnd.hung
 constexpr int kMaxPage = 500;
 constexpr size_t kMaxPageBytes = 3 << 20;
 constexpr absl::Duration kMaxHold = absl::Seconds(60);
 constexpr absl::Duration kMaxLogAge = absl::Hours(24 * 365 * 100);
 constexpr absl::Duration kMaxLogWait = absl::Seconds(30);
-// Beyond the wait. Less than a client's patience, 5 s for a command: this answer says which node
-// is silent, and that it may be asked again.
+// In addition to the wait. Shorter than a client's patience (5 s for a command), because this error
+// names the silent node and says that the call may be tried again.
 constexpr absl::Duration kLogTimeout = absl::Seconds(3);
 constexpr int kMaxLogBytes = 1 << 20;
-constexpr size_t kMaxQueries = 256;  // open, of one node
-// A schedule for which nobody waits takes place so long after its cause, together with others.
+constexpr size_t kMaxQueries = 256;  // open queries of one node
+// The delay of a schedule for which no caller waits, so that it covers several changes.
 constexpr absl::Duration kScheduleSoon = absl::Milliseconds(100);
-// A node that could not start a job is tried again after so long, and after twice as long each time
-// that it could not: a job that grows would otherwise be stopped for it again and again.
+// How long a job avoids a node that could not start it; doubled with each such failure, because a
+// job that grows would otherwise be stopped for the node again and again.
 constexpr absl::Duration kAvoidedFirst = absl::Minutes(30);
 constexpr absl::Duration kAvoidedMost = absl::Hours(24);
 constexpr absl::Duration kTickWhileNodesRun = absl::Seconds(1);
-// More than a lost part of the history can have begun of one job, and have had of jobs.
+// More than the attempts of one job, and more than the jobs, that the lost part of the history can
+// contain.
 constexpr int kLostAttempts = 1000;
-// A restore adds so many terms, and one for each minute since the copy was made (see
-// SqliteJournal::kLostTerms). The minutes come on top here, so that what was restored twice from
-// one copy has not the same numbers: for each one, more than the first life can have used in a
-// minute. All restores of a journal together add less than Core::kMaxTerm: the numbers fit.
+// A restore adds this many terms, and one for each minute since the copy was made (see
+// SqliteJournal::kLostTerms). The minutes also lengthen the gap in the numbers here, so that two
+// restores from one copy do not use the same numbers: for each minute, more numbers than the first
+// restored coordinator can have used in it. All restores of a journal together add less than
+// Core::kMaxTerm, so the numbers fit.
 constexpr uint64_t kTermsOfARestore = 65536;
 constexpr int kAttemptsOfAMinute = 16;
 constexpr int kJobsOfAMinute = 1000;
@@ -86,7 +88,7 @@ absl::string_view StateText(v1::JobState state) {
   }
 }
 
-// What a node says about an end, as it may be kept.
+// Returns what a node reports about an end, limited to what may be kept.
 v1::AttemptEnd Cleaned(const v1::AttemptEnd& end, const std::string& node) {
   v1::AttemptEnd clean;
   clean.set_end_class(v1::EndClass_IsValid(end.end_class()) &&
@@ -116,8 +118,8 @@ const v1::JobAttempt& Last(const v1::JobRecord& record) {
   return record.history(record.history_size() - 1);
 }
 
-// The number of the last attempt that has begun; 0: none has. After a restore from a copy,
-// attempts() is beyond it, by the numbers that are left out.
+// Returns the number of the last attempt that has begun; 0 if none has. After a restore from a
+// copy, attempts() is larger by the numbers that are left out.
 int LastBegun(const v1::JobRecord& record) {
   return record.history_size() == 0 ? 0 : Last(record).number();
 }
@@ -130,7 +132,7 @@ std::string DescribeAvoided(const v1::JobRecord& record) {
                       ", which could not start it");
 }
 
-// Whether an active job has what one must have.
+// Returns whether an active job has the attempt and placements that it must have.
 bool IsWhole(const v1::JobRecord& record) {
   if (record.history_size() == 0) return false;
   const v1::JobAttempt& attempt = Last(record);
@@ -140,7 +142,7 @@ bool IsWhole(const v1::JobRecord& record) {
   return attempt.placements_size() > 0;
 }
 
-// Whether the filters of a ListJobsRequest or a WatchJobsRequest let the job through.
+// Returns whether the job passes the filters of a ListJobsRequest or a WatchJobsRequest.
 template <typename Request>
 bool IsNamed(const Request& request, const std::string& job_id, const std::string& owner) {
   return (request.owner().empty() || owner == request.owner()) &&
@@ -152,7 +154,7 @@ bool IsInState(const Request& request, const v1::JobRecord& record) {
                                                  record.state()) != request.states().end();
 }
 
-// Whether a part of the attempt is over: it is about to end.
+// Returns whether a part of the attempt is over: then the attempt is about to end.
 bool HasEndedPart(const v1::JobAttempt& attempt) {
   return std::any_of(attempt.placements().begin(), attempt.placements().end(),
                      [](const v1::Placement& placement) {
@@ -232,8 +234,8 @@ v1::JobAttempt* JobsCore::Current(Job* job) {
 // ---- events
 
 void JobsCore::Begin(const Event& event, JobsOutput* out) {
-  // A gap beyond the regular ticks shows that this process was paused: what nodes have said
-  // meanwhile may be waiting unread.
+  // A gap longer than the regular ticks shows that this process was paused: reports of nodes may be
+  // waiting unread.
   if (now_ != absl::InfinitePast() && event.now - now_ > options_.node_lease / 2) {
     for (auto& [name, node] : nodes_) {
       if (!node.lost && node.heard != absl::InfinitePast()) {
@@ -253,7 +255,7 @@ void JobsCore::End() {
   if (dirty_ || schedule_at_ <= now_) RunSchedule();
   for (const uint64_t sequence : touched_jobs_) {
     const auto it = jobs_.find(sequence);
-    if (it == jobs_.end()) continue;  // removed by this event, which has its record
+    if (it == jobs_.end()) continue;  // this event has removed it and recorded that
     v1::JobRecord& record = it->second.record;
     SetRevision(&it->second, revision_);
     Measure(&it->second);
@@ -266,7 +268,7 @@ void JobsCore::End() {
   for (const std::string& name : touched_nodes_) {
     const auto it = nodes_.find(name);
     if (it == nodes_.end()) continue;
-    // Also a touch that changes nothing in the journal, as an order, has a version of its own: the
+    // A touch that changes nothing in the journal, such as an order, also gets its own version: the
     // next change has the revision that it was given.
     it->second.version = std::max(revision_, it->second.version + 1);
     if (it->second.held.has_value()) AnswerSync(name, &it->second);
@@ -291,7 +293,7 @@ void JobsCore::AnswerGets(const Job& job) {
 }
 
 void JobsCore::JournalPlacements() {
-  absl::btree_set<uint64_t> changed_jobs;  // a call learns of all placements at once
+  absl::btree_set<uint64_t> changed_jobs;  // each call gets all placements at once
   for (const auto& [sequence, node_rank] : touched_placements_) {
     const auto it = jobs_.find(sequence);
     if (it == jobs_.end() || touched_jobs_.contains(sequence)) continue;
@@ -443,11 +445,11 @@ void JobsCore::Hear(const GroupNews& news, const Event& event, JobsOutput* out) 
     const v1::AttemptTimes& times = Current(job)->times();
     switch (news.stage) {
       case AttemptStage::kSealed:
-        // That of its workers counts for more.
+        // The sealing of the workers' group takes precedence over that of the agents' group.
         if (!of_agents || times.sealed_unix_ms() == 0) Reach(job, news.stage);
         break;
       case AttemptStage::kDetected:
-        // What ends because it was stopped has not failed.
+        // A worker that ends because it was stopped has not failed.
         if (Current(job)->has_end() || Current(job)->stop()) break;
         Reach(job, news.stage);
         if (news.at != absl::InfinitePast()) Reach(job, AttemptStage::kFailed, news.at);
@@ -477,7 +479,7 @@ absl::Time JobsCore::NextDeadline() const {
   if (!avoided_.empty()) next = std::min(next, std::get<0>(*avoided_.begin()));
   if (!call_timers_.empty()) next = std::min(next, call_timers_.begin()->first);
   if (!query_timers_.empty()) next = std::min(next, query_timers_.begin()->first);
-  // Regular ticks while nodes have leases: their absence shows that this process was paused.
+  // Ticks regularly while nodes have leases: a gap shows that this process was paused.
   if (!node_timers_.empty()) next = std::min(next, now_ + kTickWhileNodesRun);
   return next;
 }
@@ -511,7 +513,7 @@ JobsCore::Error JobsCore::Resubmit(CallId call, const Job& job, uint64_t hash, b
 
 JobsCore::Error JobsCore::CheckSize(const v1::JobSpec& spec) const {
   if (spec.wait_for_nodes() || !Settled()) return std::nullopt;
-  // Those that are cordoned come back.
+  // Cordoned nodes count, because they return.
   const CandidateNodes all = Candidates(/*free=*/false, /*cordoned_too=*/true);
   if (all.empty() || HasRoom(spec, {}, all)) return std::nullopt;
   const auto lost = std::count_if(nodes_.begin(), nodes_.end(), [](const auto& node) {
@@ -541,7 +543,7 @@ JobsCore::Error JobsCore::Submit(CallId call, const v1::SubmitJobRequest& reques
   const std::string owner =
       caller_ != nullptr && !caller_->name.empty() ? caller_->name : request.owner();
   v1::JobSpec spec = request.spec();
-  // First, whether it is a repetition: what an older coordinator has accepted stays accepted.
+  // First checks whether this is a repeat: what an older coordinator has accepted stays accepted.
   if (Error error = CheckSpecSize(spec)) return error;
   FillJobSpec(&spec);
   const uint64_t hash = HashJobSpec(spec);
@@ -630,7 +632,7 @@ v1::JobPlan JobsCore::PlanOfOneThatWaits(const v1::JobRecord& record,
       Place(record.spec(), record.avoided_nodes(), Candidates(/*free=*/false));
   plan.set_processes(decision.processes);
   for (v1::Placement& one : decision.placements) *plan.add_placements() = std::move(one);
-  // As many as its owner may have beside the job itself.
+  // The owner's limit allows only this many besides the job itself.
   const int most = record.owner().empty() ? 0 : options_.max_processes_of_owner;
   int64_t left = most > 0 ? most - decision.processes : std::numeric_limits<int64_t>::max();
   for (v1::Placement& spare : decision.spares) {
@@ -703,7 +705,7 @@ void JobsCore::SetWords(const Job& job, v1::JobRecord* view) {
 
 v1::JobRecord JobsCore::Listed(const Job& job) {
   const v1::JobRecord& record = job.record;
-  // Of a job of a thousand nodes, former attempts are most of its record: they are not even copied.
+  // For a job of a thousand nodes, earlier attempts are most of its record, so they are not copied.
   v1::JobRecord view;
   view.set_job_id(record.job_id());
   *view.mutable_spec() = record.spec();
@@ -830,7 +832,7 @@ std::optional<v1::OpError> JobsCore::ReadChanges(const v1::WatchJobsRequest& req
     batch->set_seen_revision(place->seen);
     return std::nullopt;
   }
-  // A watcher that knows nothing has nothing to forget.
+  // A watcher that has read nothing has nothing to forget.
   const bool resumes = place->seen != 0 || place->last.first != 0;
   if (resumes && std::max(place->seen, place->removals_seen) < changes_.forgotten()) {
     batch->set_lists_kept(true);
@@ -874,7 +876,8 @@ std::optional<v1::OpError> JobsCore::ReadChanges(const v1::WatchJobsRequest& req
       bytes += job.record.job_id().size();
     }
   }
-  // Who resumes from here is sent what is left of a revision, and the rest of it once more.
+  // A watcher that resumes from here gets the rest of a partly sent revision, and the sent part
+  // again.
   place->seen = std::max(place->seen, batch->more() ? it->first - 1 : durable_revision);
   batch->set_seen_revision(place->seen);
   return std::nullopt;
@@ -977,7 +980,7 @@ JobsCore::Error JobsCore::Retry(Job* job, int after_attempt, const std::string& 
                                  " has ended: give the number of the last one that you know of, "
                                  "so that a repeat of the call starts no other"));
   }
-  // A repeat of the call that has already begun one.
+  // This repeats the call that has already begun the attempt.
   if (after_attempt < LastBegun(record)) return std::nullopt;
   if (Error error = CheckLimits(record.owner(), record.spec())) return error;
   record.set_restarts(0);
@@ -1161,7 +1164,7 @@ void JobsCore::SetState(Job* job, v1::JobState state, std::string why) {
   record.set_why(std::move(why));
   job->waits_for.clear();
   if (state == v1::JOB_STATE_RUNNING) job->runs_since = now_;
-  // Whatever comes next begins with as many as fit.
+  // The next attempt starts with as many processes as fit.
   if (!IsActive(state)) record.clear_grows();
   if (HasEnded(state) || state == v1::JOB_STATE_SUSPENDED) record.clear_spares();
   if (HasEnded(state)) ForgetAvoided(job);
@@ -1177,7 +1180,7 @@ void JobsCore::NoteRetention(Job* job) {
   retained_.erase({job->forget_at, record.sequence()});
   job->forget_at = absl::InfiniteFuture();
   if (!HasEnded(record.state()) || !record.spec().has_retention()) return;
-  // The clock of a former coordinator may have been ahead.
+  // The clock of an earlier coordinator may have been ahead.
   job->forget_at = std::min(absl::FromUnixMillis(record.ended_unix_ms()), now_) +
                    FromProto(record.spec().retention());
   retained_.insert({job->forget_at, record.sequence()});
@@ -1192,7 +1195,7 @@ void JobsCore::Stop(Job* job, v1::EndClass end_class, const std::string& why) {
   }
   if (attempt->stop()) return;
   attempt->set_stop(true);
-  // What is not followed by another attempt keeps no room for it.
+  // If no other attempt follows, no room is kept for one.
   if (end_class == v1::END_CLASS_CANCELLED || end_class == v1::END_CLASS_SUSPENDED ||
       end_class == v1::END_CLASS_TIME_LIMIT || end_class == v1::END_CLASS_USER_ERROR) {
     DropSpares(job);
@@ -1219,7 +1222,7 @@ void JobsCore::AvoidForAWhile(Job* job, const std::string& node) {
 }
 
 void JobsCore::TryAgain(Job* job, const std::string& node) {
-  // Of a job that ended under an older coordinator it is not known.
+  // If the job ended under an older coordinator, the end of the avoidance is not known.
   if (const auto it = job->avoided.find(node); it != job->avoided.end()) {
     avoided_.erase({it->second.until, job->record.sequence(), node});
   }
@@ -1253,7 +1256,7 @@ void JobsCore::EndPlacement(Job* job, v1::Placement* placement, const v1::Attemp
   }
   TouchNode(placement->node());
   TouchPlacement(*job, *placement);
-  // A job of a thousand nodes ends in a thousand events.
+  // Schedules once for many events, because a job of a thousand nodes ends in a thousand events.
   ScheduleSoon();
   if (end.end_class() != v1::END_CLASS_SUCCEEDED) {
     const v1::EndClass former = attempt->end().end_class();
@@ -1455,8 +1458,9 @@ JobsCore::Error JobsCore::CheckSync(const v1::SyncNodeRequest& request) const {
         absl::StrCat("the coordinator has ", nodes_.size(), " nodes: at most ", kMaxNodes));
   }
   const Node& node = it->second;
-  // A number is a time of the node's clock, which may have been set back before its agent was
-  // started again. An older call that was under way does not come so long after the last one.
+  // A sequence number is a time of the node's clock, which may have been set back before its agent
+  // was restarted. An older call that was still on its way does not come this long after the last
+  // one.
   const bool silent = !node.held.has_value() && now_ - node.heard >= options_.node_lease / 2;
   if (node.uid == request.node_uid() && request.sequence() != 0 &&
       request.sequence() < node.sequence && !silent) {
@@ -1483,7 +1487,7 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
          absl::StrCat("node ", Quoted(name), " is ", node.known ? "back" : "here", ": ",
                       request.info().cpus(), " CPUs, ", request.info().gpus_size(), " GPUs")});
     NodesHaveMore();
-    // Changes have later revisions.
+    // All changes have later revisions.
     if (node.version == 0) node.version = revision_ - 1;
   }
   if (node.uid != 0 && node.uid != request.node_uid()) {
@@ -1500,7 +1504,7 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
   node.heard = node.called = heard_any_ = now_;
   if (!google::protobuf::util::MessageDifferencer::Equals(node.info, request.info())) {
     NodesHaveMore();
-    // What is kept may not be there any more; it is taken again where it is.
+    // Room that is kept may not exist any more; spares are placed again if it does.
     v1::NodeInfo with_level = node.info;
     with_level.set_log_level(request.info().log_level());
     if (was_known &&
@@ -1509,7 +1513,7 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
     }
     node.info = request.info();
     dirty_ = true;
-    // What it had before this coordinator started is not known.
+    // The node's resources before this coordinator started are not known.
     if (!was_known) DropSparesOn(name, node.info.gpus_size());
   }
   if (request.cluster_id().empty() || request.cluster_id() == cluster_id_) {
@@ -1517,7 +1521,7 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
     OnMissing(name, &node, request);
   }
   node.held_jobs.clear();
-  // Another cluster has jobs of the same names.
+  // Another cluster may have jobs with the same names.
   if (request.cluster_id() == cluster_id_) {
     const int count = std::min(request.held_jobs_size(), kMaxHeldJobs);
     node.held_jobs.assign(request.held_jobs().begin(), request.held_jobs().begin() + count);
@@ -1527,7 +1531,7 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
     NodesHaveMore();
   }
   if (node.held.has_value()) {
-    // Nobody may read the answer to the older call.
+    // The answer to the older call may never be read, so the new call gets the queries.
     std::vector<v1::LogQuery> queries = std::exchange(node.queries, {});
     AnswerSync(name, &node);
     node.queries = std::move(queries);
@@ -1539,7 +1543,7 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
   at_end_.push_back([this, call, name, was_known, seen = request.seen_version()] {
     const auto it = nodes_.find(name);
     if (it == nodes_.end() || it->second.held != call) return;
-    // Versions of different terms cannot be compared.
+    // Versions from different terms cannot be compared.
     if (!was_known || seen != it->second.version || !it->second.queries.empty()) {
       AnswerSync(name, &it->second);
     }
@@ -1603,7 +1607,7 @@ void JobsCore::OnAsked(Job* job, const v1::Placement& placement, const v1::Attem
   if (attempt->stop() || report.restart() != attempt->restarts() + 1) return;
   v1::AttemptEnd& end = job->asked[placement.node_rank()];
   end = Cleaned(report.end(), placement.node());
-  // The node that has the cause asks too, unless it is lost, and then the attempt ends.
+  // The node that has the cause asks too, unless it is lost; then the attempt ends.
   const bool all = static_cast<int>(job->asked.size()) == attempt->placements_size();
   if (end.end_class() == v1::END_CLASS_PEER_FAILED && !all) return;
   const absl::Time failed =
@@ -1617,7 +1621,7 @@ void JobsCore::OnAsked(Job* job, const v1::Placement& placement, const v1::Attem
       !HasRestartLeft(job->record) ||
       (!WhyOverLimit(limits, job->record.class_restarts(), end.end_class()).empty() &&
        !options_.mutants.forgets_class_limits)) {
-    // As after any failure; the record says what follows once nothing is left.
+    // The job ends as after any failure; once nothing is left, the record says what follows.
     return Stop(job, end.end_class(), end.why());
   }
   CountStart(limits, end.end_class(), job->record.mutable_class_restarts());
@@ -1626,7 +1630,7 @@ void JobsCore::OnAsked(Job* job, const v1::Placement& placement, const v1::Attem
 
 void JobsCore::RestartInPlace(Job* job, const v1::AttemptReport& report) {
   v1::JobRecord& record = job->record;
-  // What had to end has ended before a node asks.
+  // A node asks only after the processes that had to end have ended.
   Reach(job, AttemptStage::kDecided);
   Reach(job, AttemptStage::kFenced);
   const int64_t ended = absl::ToUnixMillis(EndedAt(report, *Current(job), now_));
@@ -1716,14 +1720,15 @@ void JobsCore::AnswerSync(const std::string& name, Node* node) {
       v1::NodeAssignment* const assignment = reply->add_assignments();
       assignment->set_job_id(job.record.job_id());
       assignment->set_attempt(attempt.number());
-      // A node that has begun needs no more; and of many that begin, a message has room for some.
+      // A node that has begun does not need the whole specification; and if many attempts begin at
+      // once, a message has room for only some.
       const bool whole = placement.state() == v1::PLACEMENT_STATE_ASSIGNED;
       if (whole && bytes < kMaxPageBytes) {
         *assignment->mutable_spec() = job.record.spec();
         bytes += job.record.spec().ByteSizeLong();
       } else {
         *assignment->mutable_spec()->mutable_stop_grace() = job.record.spec().stop_grace();
-        if (whole) reply->set_version(0);  // it calls again at once
+        if (whole) reply->set_version(0);  // the node calls again at once
       }
       assignment->set_node_rank(placement.node_rank());
       assignment->set_num_nodes(attempt.placements_size());
@@ -1734,7 +1739,7 @@ void JobsCore::AnswerSync(const std::string& name, Node* node) {
             options_.attempt_token(GroupOf(job.record.job_id(), attempt.number())));
       }
       if (whole && attempt.may_restart()) {
-        // The same for all nodes, whenever they begin.
+        // The same for all nodes, no matter when they begin.
         assignment->set_restarts_left(job.record.spec().max_restarts() - job.record.restarts() +
                                       attempt.restarts());
       }
@@ -1795,8 +1800,8 @@ void JobsCore::TickNode(const std::string& name) {
       return;
     }
   } else if (silent >= options_.node_lease) {
-    // After a time in which none was heard, all have a lease from the first one's return on, but no
-    // more than that: a network that fails again and again must not keep a lost node for ever.
+    // After a time in which no node was heard, all nodes have one lease from the first one's
+    // return, but no more: a network that fails repeatedly must not keep a lost node forever.
     const absl::Time since = std::max(node.heard, returned_at_);
     const bool others = heard_any_ > since + options_.node_lease / 2;
     const bool over =
@@ -1892,7 +1897,7 @@ JobsCore::Error JobsCore::OrderLogLevel(CallId call, const v1::ControlNodeReques
         absl::StrCat("node ", Quoted(request.node()), " is not connected: try again when it is"));
   }
   v1::LogLevelOrder& order = node->log_level.emplace();
-  // Orders are no changes of the journal: two may have one revision.
+  // Orders do not change the journal, so two may have the same revision.
   last_order_ = std::max<uint64_t>(revision_, last_order_ + 1);
   order.set_id(last_order_);
   order.set_level(request.log_level());
@@ -2005,7 +2010,8 @@ ScheduleQuestion JobsCore::Question() const {
   question.nodes = Candidates(/*free=*/true);
   question.settled = Settled();
   question.awaits_nodes = resumes_ && !Settled();
-  // Also jobs that had ended by the copy, or were suspended, and are wanted again at once.
+  // This includes jobs that had ended or were suspended when the copy was made, and are requested
+  // again at once.
   question.may_run_unseen = restored_ && !Settled();
   question.now = now_;
   question.max_processes_of_owner = options_.max_processes_of_owner;
@@ -2013,17 +2019,17 @@ ScheduleQuestion JobsCore::Question() const {
   for (const uint64_t sequence : queued_) {
     const Job& job = jobs_.at(sequence);
     question.queued.push_back({&job.record, job.not_before});
-    // It has not begun since a restore, after which the coordinator may have been started again.
+    // The job has not begun since a restore; the coordinator may have been restarted after that.
     if (job.record.attempts() != LastBegun(job.record)) question.may_run_unseen |= !Settled();
   }
   for (const uint64_t sequence : active_) {
     const Job& job = jobs_.at(sequence);
     absl::Time ends_by = job.ends_by;
-    // No node has said that it runs: its time begins now at the earliest, and soon.
+    // No node has reported that the job runs: its time begins soon, but not before now.
     if (ends_by == absl::InfiniteFuture() && job.record.spec().has_time_limit()) {
       ends_by = now_ + FromProto(job.record.spec().time_limit());
     }
-    // Then it is stopped, which may take its grace.
+    // At its limit the job is stopped, which may take the whole stop_grace.
     ends_by += FromProto(job.record.spec().stop_grace());
     question.active.push_back({&job.record, &Last(job.record), ends_by, GrowsFrom(job)});
   }
@@ -2045,7 +2051,7 @@ void JobsCore::RunSchedule() {
   schedule_at_ = decision.next;
   too_large_ = std::move(decision.too_large);
   if (decision.unfinished) ScheduleSoon();
-  // Nothing is preempted before all nodes have had the time to come.
+  // Nothing is preempted before all nodes have had the time to connect.
   if (!Settled()) schedule_at_ = std::min(schedule_at_, started_ + options_.node_lease);
   for (const std::string& job_id : decision.yields) DropSpares(FindJob(job_id));
   for (auto& [job_id, placement] : decision.starts) Start(FindJob(job_id), std::move(placement));
@@ -2073,7 +2079,7 @@ void JobsCore::RunSchedule() {
 
 bool JobsCore::StopAvoiding(Job* job) {
   v1::JobRecord& record = job->record;
-  // The others may still come back.
+  // The other nodes may still come back.
   if (resumes_ && !Settled()) return false;
   if (record.avoided_nodes_size() == 0 ||
       !Place(record.spec(), record.avoided_nodes(), Candidates(/*free=*/false))
@@ -2214,7 +2220,7 @@ void JobsCore::ForEachChange(const std::function<void(const v1::JournalChange&)>
 void JobsCore::StartTerm(const Event& event, uint64_t lost_terms, JobsOutput* out) {
   const bool restored = lost_terms != 0;
   const uint64_t minutes = std::max(lost_terms, kTermsOfARestore) - kTermsOfARestore;
-  now_ = event.now;  // that of an earlier term does not matter
+  now_ = event.now;  // a time of an earlier term does not matter
   Begin(event, out);
   started_ = heard_any_ = now_;
   changes_.ForgetRemovals(event.revision - 1);
@@ -2232,8 +2238,8 @@ void JobsCore::StartTerm(const Event& event, uint64_t lost_terms, JobsOutput* ou
     if (!HasEnded(state)) {
       for (const std::string& node : job.record.avoided_nodes()) AvoidForAWhile(&job, node);
     }
-    // The clock of a former coordinator was ahead: the time that the job is kept for begins now,
-    // and not again with each term.
+    // The clock of an earlier coordinator was ahead: the retention begins now, and not again with
+    // each term.
     if (HasEnded(state) && job.record.spec().has_retention() &&
         absl::FromUnixMillis(job.record.ended_unix_ms()) > now_) {
       job.record.set_ended_unix_ms(absl::ToUnixMillis(now_));
@@ -2241,7 +2247,7 @@ void JobsCore::StartTerm(const Event& event, uint64_t lost_terms, JobsOutput* ou
     }
     if (HasEnded(state)) ended_.insert(EndOf(job.record));
     NoteRetention(&job);
-    // They are lost as other nodes are, if they do not come back.
+    // Nodes with spares are lost like other nodes if they do not come back.
     for (const v1::Placement& spare : job.record.spares()) nodes_[spare.node()];
     if (IsActive(state)) {
       active_.insert(sequence);
@@ -2260,10 +2266,10 @@ void JobsCore::StartTerm(const Event& event, uint64_t lost_terms, JobsOutput* ou
     node.heard = now_;
     SetNodeTimer(name, &node);
   }
-  // Nodes may still answer what the former coordinator asked.
+  // Nodes may still answer queries of the earlier coordinator, so the ids must differ.
   next_query_ = event.revision;
   if (restored) {
-    // Later attempts may be running: nodes end what they have and is not known here.
+    // Later attempts may be running: nodes end attempts that they have and this record does not.
     for (const uint64_t sequence : absl::btree_set<uint64_t>(active_)) {
       Job& job = jobs_.at(sequence);
       Stop(&job, v1::END_CLASS_NODE_LOST, "the coordinator was restored from a copy");

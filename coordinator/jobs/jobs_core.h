@@ -38,32 +38,33 @@ struct JobsMutants {
   bool starts_before_former_ended = false;  // two attempts of a job at once
   bool places_half_a_gang = false;
   bool retries_user_errors = false;
-  bool believes_ages = false;      // that a worker or node gives: stages out of order
+  bool believes_ages = false;      // ages that a worker or node reports: stages get out of order
   bool gives_spares_away = false;  // to any job: their room is promised twice
   bool restarts_hangs_for_free = false;
   bool restarts_in_place_for_free = false;
   bool forgets_class_limits = false;
-  // A failure for which the attempt was restarted within, and then by the end of its runner.
+  // Counts a failure for a restart within the attempt, and again for the end of the runner.
   bool counts_failures_twice = false;
-  // That an attempt has failed, once a runner says that it was stopped for it.
+  // Forgets that an attempt has failed once a runner reports that it was stopped because of it.
   bool forgets_echoes = false;
 };
 
 struct JobsOptions {
-  // A node that is silent for so long is lost, if other nodes are heard.
+  // A node that is silent for this long is lost if other nodes are heard.
   absl::Duration node_lease = absl::Seconds(30);
-  // And if none is: perhaps only the coordinator's network has failed. When the first one is heard
-  // again, the others have another lease to come back too.
+  // How long a node may be silent if no node is heard: perhaps only the coordinator's network has
+  // failed. When the first node is heard again, the others have one more lease to come back too.
   absl::Duration outage_tolerance = absl::Seconds(90);
-  // Kept in all; beyond that those go that have ended first.
+  // The most jobs kept; beyond that, those that ended first are removed.
   size_t max_jobs = 10'000;
-  // Of the records of all jobs, likewise: beyond it a submission makes room or is refused.
+  // The most bytes of all jobs' records; beyond that, a submission makes room or is refused.
   size_t max_bytes = 512 << 20;
-  // A node that has nothing to run and is not heard for so long is forgotten.
+  // A node that has nothing to run and is not heard for this long is forgotten.
   absl::Duration node_retention = absl::Hours(24);
-  // And one that is cordoned: it may be under repair, and would come back as any other.
+  // The same for a cordoned node: it may be under repair, and would return without its cordon.
   absl::Duration cordoned_retention = absl::Hours(24 * 30);
-  // Of one owner: jobs that have not ended, and processes that run at a time. 0: any number.
+  // The most jobs of one owner that have not ended, and the most of its processes that run at a
+  // time. 0: any number.
   int max_jobs_of_owner = 0;
   int max_processes_of_owner = 0;
   // Makes the token of an attempt, always the same for the same rendezvous job. Null: attempts have
@@ -72,13 +73,13 @@ struct JobsOptions {
   JobsMutants mutants = {};
 };
 
-// What follows from an event.
+// The results of an event.
 struct JobsOutput {
   std::vector<std::pair<CallId, v1::OpResult>> replies;  // without headers
-  std::vector<v1::JournalChange> changes;                // of this event, in this order
+  std::vector<v1::JournalChange> changes;                // of this event, in order
   // Rendezvous jobs that no worker may join any more, and why.
   std::vector<std::pair<std::string, std::string>> closed_groups;
-  // (warning, job_id, text) for the log.
+  // A line for the log.
   struct Notice {
     bool warning;
     std::string job_id;
@@ -87,15 +88,15 @@ struct JobsOutput {
   std::vector<Notice> notices;
 };
 
-// Submitted jobs, the nodes that wait for them, and which runs where (proto/muster/v1/job.proto and
-// node.proto have the rules). Not thread-safe; pure.
+// The submitted jobs, the nodes that wait for them, and which job runs where
+// (proto/muster/v1/job.proto and node.proto have the rules). Not thread-safe; pure.
 //
-// A job holds space on a node from the record of its placement on until the node says that nothing
-// of it is left there, or the node is lost; an attempt is over when that is so on all its nodes,
-// and only then another one is placed.
+// A job holds space on a node from the record of its placement until the node reports that nothing
+// of it is left there, or the node is lost. An attempt is over when that holds on all its nodes,
+// and only then is another one placed.
 //
-// Durable are JobRecords, and what operators said of nodes. What nodes have and when they were
-// heard is not: after a restart of the coordinator nodes say it again.
+// JobRecords and what operators have set for nodes are durable. What nodes have and when they were
+// heard is not: after a restart of the coordinator, nodes report it again.
 class JobsCore {
  public:
   static constexpr size_t kMaxKey = 128;
@@ -106,49 +107,49 @@ class JobsCore {
   JobsCore(const JobsCore&) = delete;
   JobsCore& operator=(const JobsCore&) = delete;
 
-  // One event: its time, and the revision that its changes have.
+  // An event: its time, and the revision of its changes.
   struct Event {
     absl::Time now;
     uint64_t revision = 0;
     absl::string_view cluster_id = {};
-    // The user whose operation it is; null: a caller without a name.
+    // The user who requested the operation; null: a caller without a name.
     const Identity* caller = nullptr;
   };
 
-  // Whether the operation is one of jobs or nodes.
+  // Returns whether the operation concerns jobs or nodes.
   static bool Takes(v1::Op::KindCase kind);
-  // The reply comes in this output or in that of a later event.
+  // Handles an operation. The reply is in this output or in that of a later event.
   void Handle(CallId call, const v1::Op& op, const Event& event, JobsOutput* out);
-  // The caller of a held call is gone. False: no call of this core.
+  // Forgets a held call whose caller is gone. Returns false if no call of this core has this id.
   bool Abandon(CallId call);
   void Tick(const Event& event, JobsOutput* out);
   absl::Time NextDeadline() const;
 
-  // What became of a rendezvous job; nothing if it is not that of a current attempt, or of its
-  // agents.
+  // News of a rendezvous job. Ignored unless it is the one of a current attempt or of its agents.
   struct GroupNews {
     std::string group;
-    // kSealed; kRestored and kStepped, of rank 0; kDetected: a worker has failed or was lost.
+    // kSealed; kRestored and kStepped, reported by rank 0; kDetected: a worker has failed or was
+    // lost.
     AttemptStage stage;
-    // Of kDetected: when the worker was heard last; InfinitePast: not known.
+    // kDetected: when the worker was last heard; InfinitePast: unknown.
     absl::Time at;
   };
   void Hear(const GroupNews& news, const Event& event, JobsOutput* out);
 
-  // Why no job can be submitted, one line; empty: one can.
+  // Sets why no job can be submitted, as one line; empty: jobs can be submitted.
   void SetNoRoom(std::string why) { no_room_ = std::move(why); }
 
-  // Before serving, and after all Restores. `lost_terms`: by how many terms this one is later than
-  // the last one recorded if changes after these are lost, so that attempts may run that are not
-  // recorded; 0: none are.
+  // Called before serving and after all Restores. `lost_terms`: if changes after the last recorded
+  // one may be lost, so that attempts may run that are not recorded: by how many terms this term is
+  // later than the last recorded one; 0: none are lost.
   void StartTerm(const Event& event, uint64_t lost_terms, JobsOutput* out);
-  // Errors: DATA_LOSS for a change that no core has written.
+  // Applies a change from the journal. Errors: DATA_LOSS if no core can have written it.
   absl::Status Restore(const v1::JobRecordChanged& change);
   void Restore(const v1::NodeChanged& change);
-  // Calls f(v1::JournalChange) for all that Restore needs.
+  // Calls f(v1::JournalChange) for each change that Restore needs.
   void ForEachChange(const std::function<void(const v1::JournalChange&)>& f) const;
 
-  // How far a watcher has read.
+  // How far a watcher has read the changes.
   struct WatchPlace {
     uint64_t seen = 0;           // all changes up to this revision
     uint64_t removals_seen = 0;  // and removals
@@ -156,17 +157,18 @@ class JobsCore {
     // a message takes, and `seen` passes its revision only with the last of them.
     std::pair<uint64_t, uint64_t> last = {0, 0};
   };
-  // The next message of a watch, of about `max_bytes` at most, with what has changed after `*place`
-  // and is durable; moves `*place`. It may be empty. `who`: as in Event. Errors: NOT_FOUND.
+  // Fills `batch` with the next message of a watch, of about `max_bytes` at most: what has changed
+  // after `*place` and is durable. Moves `*place`. The message may be empty. `who`: see
+  // Event::caller. Errors: NOT_FOUND.
   std::optional<v1::OpError> ReadChanges(const v1::WatchJobsRequest& request, const Identity* who,
                                          uint64_t durable_revision, size_t max_bytes,
                                          WatchPlace* place, v1::WatchJobsBatch* batch) const;
 
   size_t jobs() const { return jobs_.size(); }
   size_t nodes() const { return nodes_.size(); }
-  // Null: there is none.
+  // Returns null if there is no such job.
   const v1::JobRecord* Find(absl::string_view job_id) const;
-  // The job and the attempt that this rendezvous job is; nullopt: of none.
+  // Returns the job and the attempt whose rendezvous job this is; nullopt if there is none.
   std::optional<std::pair<std::string, int>> AttemptOf(absl::string_view group) const;
   static std::string GroupOf(absl::string_view job_id, int attempt);
 
@@ -174,25 +176,27 @@ class JobsCore {
   struct Job {
     v1::JobRecord record;
     absl::Time not_before = absl::InfinitePast();
-    absl::Time ends_by = absl::InfiniteFuture();    // of the current attempt, by its time limit
-    absl::Time forget_at = absl::InfiniteFuture();  // of one that has ended
+    // When the time limit of the current attempt is reached.
+    absl::Time ends_by = absl::InfiniteFuture();
+    absl::Time forget_at = absl::InfiniteFuture();  // once the job has ended
     int node_failures = 0;                          // in a row
     struct Avoidance {
       absl::Time until = absl::InfinitePast();
-      int times = 0;  // that the node could not start it
+      int times = 0;  // how often the node could not start the job
     };
-    // Of record.avoided_nodes, and of nodes that it has avoided before.
+    // The nodes of record.avoided_nodes, and those that the job has avoided before.
     absl::btree_map<std::string, Avoidance> avoided;
-    // Nodes that could not start the current attempt, beside that of its end.
+    // The nodes that could not start the current attempt, besides that of its end.
     std::vector<std::string> could_not_start;
-    bool given_up_early = false;  // a living node has ended the current attempt soon, by itself
-    absl::Time runs_since = absl::InfinitePast();  // the current attempt, or the term
-    size_t bytes = 0;                              // of the record, as bytes_ counts it
-    // By node rank, of the current attempt: why it asks for its next restart in place. Nodes repeat
-    // it.
+    bool given_up_early = false;                   // of the current attempt, see ReportedEnd
+    absl::Time runs_since = absl::InfinitePast();  // start of the current attempt, or of the term
+    size_t bytes = 0;                              // the size of the record, as counted in bytes_
+    // By node rank of the current attempt: why the node asks for the next restart in place. Nodes
+    // repeat the request.
     absl::btree_map<int, v1::AttemptEnd> asked;
     HistoryKey in_journal;  // the last entry of the history that the journal has
-    // By the last schedule, in words. Not in the record: the next coordinator finds it again.
+    // What the job waits for according to the last schedule, in words. Not in the record: the next
+    // coordinator determines it again.
     std::string waits_for;
   };
   struct Node {
@@ -203,18 +207,18 @@ class JobsCore {
     bool cordoned = false, draining = false;
     std::string why;
     absl::Time heard = absl::InfinitePast();
-    absl::Time called = absl::InfinitePast();   // last, in this term
+    absl::Time called = absl::InfinitePast();   // its last call in this term
     absl::Time timer = absl::InfiniteFuture();  // in node_timers_
     uint64_t version = 0;
     std::optional<CallId> held;
     absl::Time held_until = absl::InfiniteFuture();
     std::vector<v1::LogQuery> queries;
-    std::vector<std::string> held_jobs;  // whose checkpoints it holds, as its last call says
+    std::vector<std::string> held_jobs;  // the jobs whose checkpoints it holds, by its last call
     std::optional<v1::LogLevelOrder> log_level;
     absl::Time log_level_until = absl::InfiniteFuture();
-    absl::btree_set<uint64_t> jobs;  // by sequence: with a placement that has not ended
-    // The first attempt that is not assigned of which it has processes, as GroupOf; empty: of none.
-    // Nothing new starts before they are gone.
+    absl::btree_set<uint64_t> jobs;  // by sequence: those with a placement that has not ended
+    // The first attempt that is not assigned to the node but has processes there, as GroupOf names
+    // it; empty: none. Nothing new starts before they are gone.
     std::string leftover;
     uint64_t sequence = 0;  // of its last call
     bool hung_up = false;   // its last call was abandoned
@@ -232,11 +236,12 @@ class JobsCore {
   };
   using Error = std::optional<v1::OpError>;
 
-  // The operations. Those with an Error answer the call unless they return one.
+  // Operations. A function that returns an Error answers the call unless it returns one.
   Error Submit(CallId call, const v1::SubmitJobRequest& request);
-  // Answers a request with the key of `job`, whose own request had the hash of the new one or not.
+  // Answers a request that has the key of `job`. `hash`: that of the new request, which must equal
+  // that of the job's own request.
   Error Resubmit(CallId call, const Job& job, uint64_t hash, bool dry_run);
-  // An error if all nodes together are too few for it.
+  // Returns an error if the job does not fit on all nodes together.
   Error CheckSize(const v1::JobSpec& spec) const;
   Error Get(CallId call, const v1::GetJobRequest& request);
   Error List(CallId call, const v1::ListJobsRequest& request);
@@ -245,12 +250,13 @@ class JobsCore {
   Error Sync(CallId call, const v1::SyncNodeRequest& request);
   Error AnswerLog(CallId call, const v1::AnswerLogRequest& request);
   Error ControlNode(CallId call, const v1::ControlNodeRequest& request);
-  // Nothing durable: another coordinator knows nothing of it.
+  // Nothing of it is durable: another coordinator does not know the order.
   Error OrderLogLevel(CallId call, const v1::ControlNodeRequest& request, Node* node);
   Error ListNodes(CallId call, const v1::ListNodesRequest& request);
 
   void Begin(const Event& event, JobsOutput* out);
-  // Schedules if something has changed, makes the records, and answers what waits for them.
+  // Schedules if something has changed, creates the journal's records, and answers the calls that
+  // wait for them.
   void End();
 
   Job* FindJob(absl::string_view job_id);
@@ -263,67 +269,70 @@ class JobsCore {
   Error Retry(Job* job, int after_attempt, const std::string& why);
   Error Resize(Job* job, const v1::ControlJobRequest& request, const std::string& why);
   Error Remove(Job* job);
-  // From when on the running attempt may be stopped to start again with more processes; infinite:
-  // never.
+  // Returns the earliest time at which the running attempt may be stopped to start again with more
+  // processes; infinite: never.
   absl::Time GrowsFrom(const Job& job) const;
   void NoteGrowth(const Job& job);
-  // Whether the job has spares, or has to get some, as the schedule needs to know.
+  // Records whether the job has spares, or lacks some, for the schedule.
   void NoteSpares(const Job& job);
   void DropSpares(Job* job);
-  // Those that are on a node which cannot run them any more; with `gpus`, only those with a GPU of
+  // Drops the spares on a node that can no longer run them; with `gpus`, only those with a GPU of
   // this number or a larger one.
   void DropSparesOn(const std::string& node, std::optional<int> gpus = std::nullopt);
   void SetState(Job* job, v1::JobState state, std::string why);
-  // By its retention, if it has ended.
+  // Schedules the job's removal after its retention, if it has ended.
   void NoteRetention(Job* job);
   void Touch(const Job& job) { touched_jobs_.insert(job.record.sequence()); }
-  // Only this placement of the current attempt has changed.
+  // Records that only this placement of the current attempt has changed.
   void TouchPlacement(const Job& job, const v1::Placement& placement) {
     touched_placements_.insert({job.record.sequence(), placement.node_rank()});
   }
   absl::Status RestorePlacement(const v1::JobRecordChanged& change);
   void JournalPlacements();
-  // Those that wait for another revision of the job.
+  // Answers the calls that wait for another revision of the job.
   void AnswerGets(const Job& job);
   void TouchNode(const std::string& node) { touched_nodes_.insert(node); }
-  // All nodes of the attempt are to end it. The first reason stays.
+  // Orders all nodes of the attempt to end it. The first reason stays.
   void Stop(Job* job, v1::EndClass end_class, const std::string& why);
-  // The next attempts do not start on the node, as long as they can do without it; after a time
-  // that grows with each failure of the node it is tried again.
+  // Keeps the next attempts off the node as long as they can do without it. The node is tried again
+  // after a time that grows with each of its failures.
   void Avoid(Job* job, const std::string& node);
-  // From now on for the time that follows from the failures.
+  // Starts the time for which the node is avoided; its length follows from the failures.
   void AvoidForAWhile(Job* job, const std::string& node);
-  // The time of one of them is over.
+  // Ends the avoidance of the node.
   void TryAgain(Job* job, const std::string& node);
-  // All may be tried again.
+  // Ends the avoidance of all nodes.
   void ForgetAvoided(Job* job);
-  // `failed`: when what ended it happened; InfinitePast: not known.
+  // `failed`: when the failure that ended the placement happened; InfinitePast: unknown.
   void EndPlacement(Job* job, v1::Placement* placement, const v1::AttemptEnd& end,
                     absl::Time failed = absl::InfinitePast());
-  // A node asks to start again, within the attempt, what that has lost. `report` may be a repeat.
+  // Handles a node's request to start again, within the attempt, what the attempt has lost.
+  // `report` may be a repeat.
   void OnAsked(Job* job, const v1::Placement& placement, const v1::AttemptReport& report);
-  // The current attempt goes on after its end: what comes now is another entry of the history.
+  // Continues the current attempt after its end, with a new entry of the history.
   void RestartInPlace(Job* job, const v1::AttemptReport& report);
-  // The current attempt has reached a stage.
+  // Records that the current attempt has reached a stage.
   void Reach(Job* job, AttemptStage stage, absl::Time at);
   void Reach(Job* job, AttemptStage stage) { Reach(job, stage, now_); }
-  // Nothing of the current attempt is left.
+  // Called when nothing of the current attempt is left.
   void Finish(Job* job);
   bool MakeRoomForOne();
-  // Counts what the record has now.
+  // Counts the bytes that the record has now.
   void Measure(Job* job);
-  // Whether the owner may have a job of this size, and one more job.
+  // CheckProcesses returns whether the owner may have a job of this size; CheckLimits also whether
+  // it may have one more job.
   Error CheckProcesses(const std::string& owner, const v1::JobSpec& spec) const;
   Error CheckLimits(const std::string& owner, const v1::JobSpec& spec) const;
-  // Variables may be secrets: those of a job are shown to its owner and to admins.
+  // Returns whether the caller sees the job's variables. They may be secrets, so only the job's
+  // owner and admins see them.
   static bool SeesEnv(const Identity* who, const v1::JobRecord& record);
   void Forget(uint64_t sequence);
 
   Error CheckSync(const v1::SyncNodeRequest& request) const;
   void OnReport(const std::string& name, Node* node, const v1::AttemptReport& report);
-  // As Node::leftover.
+  // Returns the new value of Node::leftover.
   std::string LeftoverOf(const std::string& name, const v1::SyncNodeRequest& request) const;
-  // What it does not report any more.
+  // Ends the placements that the node no longer reports.
   void OnMissing(const std::string& name, Node* node, const v1::SyncNodeRequest& request);
   void LoseNode(const std::string& name, Node* node, const std::string& why);
   void AnswerSync(const std::string& name, Node* node);
@@ -334,24 +343,25 @@ class JobsCore {
   }
   void TickNode(const std::string& name);
 
-  // With `free`: without what is taken.
+  // `free`: without the space that is taken.
   CandidateNodes Candidates(bool free, bool cordoned_too = false) const;
   ScheduleQuestion Question() const;
-  // Nodes may have more to give than before: what was too large for all of them may fit.
+  // Called if nodes may have more space than before: what was too large for all of them may fit.
   void NodesHaveMore();
-  // Within kScheduleSoon, with whatever else comes until then.
+  // Schedules within kScheduleSoon, together with other changes until then.
   void ScheduleSoon();
   void RunSchedule();
   void Start(Job* job, PlacementDecision placement);
-  // If it cannot run without the nodes that it avoids: they are tried again.
+  // Ends the avoidance of nodes if the job cannot run without them. Returns whether it has.
   bool StopAvoiding(Job* job);
-  // What the schedule would do with a job that is submitted now, as the last of its priority.
+  // Returns what the schedule would do with a job that is submitted now, as the last of its
+  // priority.
   v1::JobPlan PlanOf(const std::string& owner, const v1::JobSpec& spec) const;
-  // What it has done with one that is submitted.
+  // Returns what the schedule has done with a submitted job.
   v1::JobPlan PlanOf(const Job& job) const;
-  // Of a job that waits for `why`: where it would run if nothing else did.
+  // Returns the plan of a job that waits for `why`: where it would run if nothing else did.
   v1::JobPlan PlanOfOneThatWaits(const v1::JobRecord& record, const std::string& why) const;
-  // Where a part of the attempt in `plan->placements()` listens.
+  // Sets where the parts of the attempt in `plan->placements()` listen.
   void PlanPorts(v1::JobPlan* plan) const;
   bool Settled() const { return now_ - started_ >= options_.node_lease; }
 
@@ -360,18 +370,19 @@ class JobsCore {
   }
   void ReplyError(CallId call, v1::OpError error);
   void ReplyJob(CallId call, const Job& job, bool with_env);
-  // As callers see it: with what it waits for.
+  // Returns the job as callers see it, with what it waits for.
   static v1::JobRecord View(const Job& job);
-  // What differs in `view`, beside what it leaves out.
+  // Sets the fields of `view` that differ from the record, besides those that a view leaves out.
   static void SetWords(const Job& job, v1::JobRecord* view);
-  // As List has it: of the history the last attempt, no variables, no stacks.
+  // Returns the job as List shows it: with only the last attempt of the history, no variables and
+  // no stacks.
   static v1::JobRecord Listed(const Job& job);
   void SetRevision(Job* job, uint64_t revision);
 
   const JobsOptions options_;
   absl::btree_map<uint64_t, Job> jobs_;  // by sequence
   absl::flat_hash_map<std::string, uint64_t> by_id_;
-  // By owner and idempotency key: no user can take another's.
+  // By owner and idempotency key, so that users cannot collide with each other's keys.
   using Key = std::pair<std::string, std::string>;
   static Key KeyOf(const v1::JobRecord& record) {
     return {record.owner(), record.idempotency_key()};
@@ -379,47 +390,48 @@ class JobsCore {
   absl::flat_hash_map<Key, uint64_t> by_key_;
   JobChanges changes_;
   absl::btree_set<uint64_t> queued_, active_;
-  // When, and which: the first that makes room for others has ended first.
+  // By the time of the end and the sequence: the job that ended first is the first to make room for
+  // others.
   absl::btree_set<std::pair<int64_t, uint64_t>> ended_;
   static std::pair<int64_t, uint64_t> EndOf(const v1::JobRecord& record) {
     return {record.ended_unix_ms(), record.sequence()};
   }
-  absl::btree_set<uint64_t> may_grow_;  // of the active ones
-  absl::btree_set<uint64_t> spared_;    // that have spares
-  absl::btree_set<uint64_t> unspared_;  // of the active ones, that lack some
+  absl::btree_set<uint64_t> may_grow_;  // active jobs that may grow
+  absl::btree_set<uint64_t> spared_;    // jobs that have spares
+  absl::btree_set<uint64_t> unspared_;  // active jobs that lack spares
   uint64_t last_sequence_ = 0;
   absl::btree_map<std::string, Node> nodes_;
 
   absl::btree_set<std::pair<absl::Time, std::string>> node_timers_;
   absl::btree_set<std::pair<absl::Time, uint64_t>> limits_;    // ends_by of jobs
   absl::btree_set<std::pair<absl::Time, uint64_t>> retained_;  // forget_at of jobs
-  // Of nodes that jobs avoid: until when, the job and the node.
+  // When the avoidance of a node ends, the job and the node.
   absl::btree_set<std::tuple<absl::Time, uint64_t, std::string>> avoided_;
   absl::btree_map<CallId, HeldGet> gets_;
   absl::flat_hash_map<std::string, absl::btree_set<CallId>> gets_of_;  // by job_id
   absl::btree_map<uint64_t, OpenQuery> queries_;
-  absl::btree_set<std::pair<absl::Time, CallId>> call_timers_;  // of gets
+  absl::btree_set<std::pair<absl::Time, CallId>> call_timers_;  // for gets_
   absl::btree_set<std::pair<absl::Time, uint64_t>> query_timers_;
-  absl::flat_hash_map<CallId, std::string> syncs_;  // held: the node
-  absl::flat_hash_map<CallId, uint64_t> reads_;     // held: the query
+  absl::flat_hash_map<CallId, std::string> syncs_;  // held calls, with their node
+  absl::flat_hash_map<CallId, uint64_t> reads_;     // held calls, with their query
   uint64_t next_query_ = 1;
   absl::Time started_ = absl::InfinitePast();  // of the term
   absl::Time heard_any_ = absl::InfinitePast();
-  // When the first node was heard again after a time in which none was: the others come back later.
+  // When the first node was heard again after a time in which none was; the others come back later.
   absl::Time returned_at_ = absl::InfinitePast();
   absl::Time schedule_at_ = absl::InfiniteFuture();
   absl::flat_hash_map<std::string, std::string> too_large_;  // see ScheduleQuestion
   bool resumes_ = false;   // the term began with jobs that have not ended
-  bool restored_ = false;  // and with a copy: later attempts of them may be running
+  bool restored_ = false;  // it began from a copy: later attempts may be running
   bool dirty_ = false;     // room or jobs have changed since the last schedule
 
-  // This event.
+  // The current event.
   absl::Time now_ = absl::InfinitePast();
   uint64_t revision_ = 0;
   uint64_t last_order_ = 0;  // id of the last LogLevelOrder
   std::string cluster_id_;
-  const Identity* caller_ = nullptr;  // of this event
-  size_t bytes_ = 0;                  // of all records
+  const Identity* caller_ = nullptr;
+  size_t bytes_ = 0;  // of all records
   JobsOutput* out_ = nullptr;
   absl::btree_set<uint64_t> touched_jobs_;
   absl::btree_set<std::pair<uint64_t, int>> touched_placements_;

@@ -23,7 +23,7 @@ namespace {
 
 constexpr char kCluster[] = "cluster";
 
-// A core with its journal, and nodes that do what it says.
+// A core with its journal, and nodes that do what it tells them.
 class JobsCoreTest : public testing::Test {
  protected:
   JobsCoreTest() { StartTerm(); }
@@ -43,16 +43,16 @@ class JobsCoreTest : public testing::Test {
     syncs_.clear();
     for (auto& [name, node] : nodes_) node.last.Clear();
   }
-  // After it, nothing is waited for that nodes could still bring.
+  // Waits a lease: after it, the core waits for no more news from nodes.
   void Settle() { Advance(options_.node_lease); }
 
-  // The coordinator begins again with a copy of its journal; node a does not call yet.
+  // Restarts the coordinator with a copy of its journal; node a does not call yet.
   void Restore(const std::vector<v1::JournalChange>& copy) {
     journal_ = copy;
     nodes_["a"].talks = false;
     StartTerm(/*lost_terms=*/65536);
   }
-  // Then it calls: what the copy lacks ends there, and `rest` later the job runs in one place.
+  // Lets node a call: what the copy lacks ends there, and `rest` later the job runs in one place.
   void CallLate(const std::string& job, absl::Duration rest) {
     nodes_["a"].talks = true;
     Sync("a");
@@ -71,7 +71,7 @@ class JobsCoreTest : public testing::Test {
     for (auto& [call, result] : out.replies) replies_[call] = std::move(result);
     for (auto& closed : out.closed_groups) closed_.push_back(closed.first);
   }
-  // The reply's call.
+  // Returns the id of the call.
   CallId Send(const v1::Op& op) {
     JobsOutput out;
     core_->Handle(++call_, op, NextEvent(), &out);
@@ -136,7 +136,7 @@ class JobsCoreTest : public testing::Test {
     op.mutable_control_job()->set_max_processes(max_processes);
     return Call(op);
   }
-  // Of the current attempt.
+  // Returns the number of processes of the current attempt.
   int ProcessesOf(const std::string& job_id) {
     const v1::JobRecord record = Get(job_id);
     return CountProcesses(record.history(record.history_size() - 1));
@@ -168,7 +168,7 @@ class JobsCoreTest : public testing::Test {
     Sync(name);
     return nodes_[name];
   }
-  // Says all the node has, and does what the reply says.
+  // Reports everything on the node, and does what the reply says.
   void Sync(const std::string& name) {
     SendSync(name);
     Pump();
@@ -191,7 +191,7 @@ class JobsCoreTest : public testing::Test {
     for (const auto& [key, report] : node.attempts) *request->add_attempts() = report;
     syncs_[name] = Send(op);
   }
-  // Lets nodes read what has been answered and call again, until all calls are held.
+  // Lets nodes read their answers and call again, until all calls are held.
   void Pump() {
     for (bool more = true; more;) {
       more = false;
@@ -254,7 +254,7 @@ class JobsCoreTest : public testing::Test {
     report->mutable_end()->set_end_class(end_class);
     report->mutable_end()->set_why(why);
   }
-  // The processes of the job's current attempt end so on this node.
+  // Ends the processes of the job's current attempt on this node in this way.
   void EndOn(const std::string& name, const std::string& job_id, v1::EndClass end_class,
              const std::string& why = "rank 0 exited with code 1", int asked = 0) {
     const int attempt = Get(job_id).attempts();
@@ -265,7 +265,7 @@ class JobsCoreTest : public testing::Test {
     Sync(name);
   }
 
-  // Its runner there asks to start again, within the attempt, what that has lost.
+  // Lets the runner on this node ask to start again, within the attempt, what the attempt has lost.
   void AskOn(const std::string& name, const std::string& job_id, int restart,
              v1::EndClass end_class, const std::string& why = "rank 1 was killed") {
     v1::AttemptReport& report = nodes_.at(name).attempts.at({job_id, Get(job_id).attempts()});
@@ -277,7 +277,7 @@ class JobsCoreTest : public testing::Test {
     report.mutable_failed_ago()->set_seconds(1);
     Sync(name);
   }
-  // How often the node was let.
+  // Returns how many restarts the node was granted.
   int RestartsOn(const std::string& name) {
     return nodes_.at(name).last.assignments_size() == 0
                ? -1
@@ -292,7 +292,7 @@ class JobsCoreTest : public testing::Test {
     Pump();
   }
 
-  // What a watch of all that is durable sends next.
+  // Returns the next message of a watch of everything that is durable.
   v1::WatchJobsBatch Read(const v1::WatchJobsRequest& request, JobsCore::WatchPlace* place) {
     v1::WatchJobsBatch batch;
     const auto error = core_->ReadChanges(request, caller_.has_value() ? &*caller_ : nullptr,
@@ -308,16 +308,16 @@ class JobsCoreTest : public testing::Test {
 
   JobsOptions options_;
   std::vector<v1::JournalChange> journal_;
-  std::vector<std::string> tokens_;  // that nodes were sent
-  std::vector<int> restarts_left_;   // likewise, if any
-  std::optional<Identity> caller_;   // of all operations
+  std::vector<std::string> tokens_;  // tokens that nodes were sent
+  std::vector<int> restarts_left_;   // restarts_left that nodes were sent, if any
+  std::optional<Identity> caller_;   // the caller of all operations
   std::unique_ptr<JobsCore> core_;
   absl::Time now_ = absl::UnixEpoch() + absl::Hours(5);
   uint64_t revision_ = 100;
-  bool idle_ = false;  // events change no revision
+  bool idle_ = false;  // events do not change the revision
   CallId call_ = 0;
   std::map<CallId, v1::OpResult> replies_;
-  std::map<std::string, CallId> syncs_;  // held
+  std::map<std::string, CallId> syncs_;  // held calls
   std::map<std::string, Node> nodes_;
   std::map<std::string, int> starts_;
   std::vector<std::string> closed_;
@@ -338,7 +338,7 @@ TEST_F(JobsCoreTest, Job_OnWaitingNodes_RunsAndSucceeds) {
   EXPECT_EQ(record.state(), v1::JOB_STATE_SUCCEEDED);
   EXPECT_EQ(record.why(), "all processes have succeeded");
   EXPECT_EQ(closed_, std::vector<std::string>{"mnist-1.1"});
-  EXPECT_TRUE(nodes_["a"].attempts.empty());  // it may forget it
+  EXPECT_TRUE(nodes_["a"].attempts.empty());  // the node may forget it
 }
 
 TEST_F(JobsCoreTest, Job_WithoutRoom_WaitsAndSaysWhatFor) {
@@ -399,14 +399,14 @@ TEST_F(JobsCoreTest, JobBehindManyThatAreTooLargeForAllNodes_StartsSoon) {
     const std::string job = Submit(spec);
     if (i == 0) large = job;
   }
-  // All at once, as after a restart.
+  // All of them at once, as after a restart.
   StartTerm();
   Sync("a");
   const std::string small = Submit(Spec(2));
   Settle();
   Advance(absl::Seconds(1));
   EXPECT_EQ(StateOf(small), v1::JOB_STATE_RUNNING);
-  // What was too large before is not so for ever.
+  // What was too large before may fit later.
   EndOn("a", small, v1::END_CLASS_SUCCEEDED);
   AddNode("b", 3);
   EXPECT_EQ(StateOf(large), v1::JOB_STATE_RUNNING);
@@ -441,7 +441,7 @@ TEST_F(JobsCoreTest, FailurePolicy_LimitsTheRestartsOfEachClass) {
   const std::string job = Submit(spec);
   EndOn("a", job, v1::END_CLASS_OUT_OF_MEMORY);
   EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);
-  EndOn("a", job, v1::END_CLASS_PEER_FAILED);  // counts as that
+  EndOn("a", job, v1::END_CLASS_PEER_FAILED);  // counted as PROCESS_FAILED
   EndOn("a", job, v1::END_CLASS_HANG);         // has no limit of its own
   EXPECT_EQ(Get(job).state(), v1::JOB_STATE_RUNNING);
   EXPECT_EQ(Get(job).restarts(), 4);
@@ -450,7 +450,7 @@ TEST_F(JobsCoreTest, FailurePolicy_LimitsTheRestartsOfEachClass) {
   EXPECT_EQ(Get(job).why(),
             "rank 0 was killed for memory; its failure policy allows 1 restart after "
             "OUT_OF_MEMORY");
-  // By hand it starts from zero.
+  // A retry by an operator resets the counts.
   Control(job, v1::JOB_ACTION_RETRY, 5);
   EndOn("a", job, v1::END_CLASS_OUT_OF_MEMORY);
   EXPECT_EQ(Get(job).state(), v1::JOB_STATE_RUNNING);
@@ -466,7 +466,7 @@ TEST_F(JobsCoreTest, FailurePolicy_LimitsRestartsInPlace_AndCountsEachOnce) {
   EXPECT_EQ(RestartsOn("a"), 1);
   ASSERT_EQ(Get(job).class_restarts_size(), 1);
   EXPECT_EQ(Get(job).class_restarts(0).count(), 1);
-  // Has no limit of its own.
+  // This class has no limit of its own.
   AskOn("a", job, 2, v1::END_CLASS_OUT_OF_MEMORY);
   EXPECT_EQ(RestartsOn("a"), 2);
   AskOn("a", job, 3, v1::END_CLASS_PROCESS_FAILED, "rank 1 was killed again");
@@ -540,7 +540,7 @@ TEST_F(JobsCoreTest, Retention_OfAJobThatEndedInTheFuture_BeginsWithTheTerm) {
   v1::JobSpec spec = Spec(1);
   *spec.mutable_retention() = ToProto(absl::Hours(2));
   constexpr absl::Duration kAhead = absl::Hours(24 * 365);
-  now_ += kAhead;  // its clock was wrong
+  now_ += kAhead;  // the clock was wrong
   const std::string job = Submit(spec);
   EndOn("a", job, v1::END_CLASS_SUCCEEDED);
   now_ -= kAhead;
@@ -583,7 +583,7 @@ TEST_F(JobsCoreTest, Recovery_HasTheTimeOfEachStage_AlsoAfterARestart) {
   Advance(absl::Seconds(1));
   Hear("mnist-1.1", AttemptStage::kSealed);
   Advance(absl::Seconds(5));
-  // Told by a later beat.
+  // A later beat reports these.
   Hear("mnist-1.1", AttemptStage::kRestored, absl::Seconds(2));
   Hear("mnist-1.1", AttemptStage::kStepped, absl::Seconds(1));
   v1::AttemptTimes times = Get(job).history(0).times();
@@ -614,7 +614,7 @@ TEST_F(JobsCoreTest, Recovery_HasTheTimeOfEachStage_AlsoAfterARestart) {
   EXPECT_EQ(record.history(0).times().stepped_unix_ms(), times.stepped_unix_ms());
   EXPECT_EQ(record.history(0).times().failed_unix_ms(), times.failed_unix_ms());
   EXPECT_EQ(record.history(1).times().placed_unix_ms(), ms(none));
-  // What the group of the former attempt still says is not about this one.
+  // Later news of the former attempt's group do not concern this attempt.
   Hear("mnist-1.1", AttemptStage::kSealed);
   EXPECT_EQ(Get(job).history(1).times().sealed_unix_ms(), 0);
 }
@@ -623,13 +623,13 @@ TEST_F(JobsCoreTest, StageThatIsNotKnown_IsNotInvented) {
   AddNode("a", 4);
   const std::string job = Submit(Spec(1, 3));
   Advance(absl::Seconds(1));
-  EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);  // its node does not say when
+  EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);  // its node does not report when
   v1::AttemptTimes times = Get(job).history(0).times();
   EXPECT_EQ(times.sealed_unix_ms(), 0);
   EXPECT_EQ(times.stepped_unix_ms(), 0);
   EXPECT_EQ(times.failed_unix_ms(), 0);
   EXPECT_NE(times.detected_unix_ms(), 0);
-  // What is stopped has not failed, whatever its processes do then.
+  // A stopped attempt has not failed, whatever its processes do then.
   stops_obey_ = false;
   Control(job, v1::JOB_ACTION_SUSPEND);
   Hear("mnist-1.2", AttemptStage::kDetected, absl::InfiniteDuration());
@@ -668,7 +668,7 @@ TEST_F(JobsCoreTest, LostNode_HasFailedWhenItWasHeardLast_IfItWasHeardAtAll) {
   EXPECT_EQ(times.failed_unix_ms(), heard);
   EXPECT_EQ(times.detected_unix_ms(), heard + 30'000);
   EXPECT_EQ(times.decided_unix_ms(), times.detected_unix_ms());
-  // Its node is not heard by the next coordinator at all.
+  // The next coordinator never hears from its node.
   ASSERT_EQ(Get(job).history(1).placements(0).node(), "b");
   nodes_["b"].talks = false;
   StartTerm();
@@ -722,7 +722,7 @@ TEST_F(JobsCoreTest, RestartInPlace_IsCounted_AndHasTheTimesOfAnAttempt) {
   EXPECT_FALSE(record.history(1).has_end());
   EXPECT_EQ(record.history(1).times().placed_unix_ms(), ms(none));
   EXPECT_EQ(record.history(1).times().stepped_unix_ms(), 0);
-  // The node says it again, also to another coordinator: it is the same one.
+  // The node repeats the request, also to another coordinator: it is the same request.
   Sync("a");
   StartTerm();
   Sync("a");
@@ -745,7 +745,7 @@ TEST_F(JobsCoreTest, RestartsInPlaceAndOthers_HaveOneBudget) {
   EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);
   EXPECT_EQ(Get(job).restarts(), 2);
   EXPECT_EQ(Get(job).attempts(), 2);
-  // It could ask all the same; then the job has failed as by any failure.
+  // The node could ask anyway; then the job has failed as by any other failure.
   AskOn("a", job, 1, v1::END_CLASS_PROCESS_FAILED, "rank 1 was killed again");
   const v1::JobRecord record = Get(job);
   EXPECT_EQ(record.state(), v1::JOB_STATE_FAILED);
@@ -753,7 +753,7 @@ TEST_F(JobsCoreTest, RestartsInPlaceAndOthers_HaveOneBudget) {
   EXPECT_EQ(record.history_size(), 3);
 }
 
-// Its node has not read the answer yet.
+// The node has not read the answer yet.
 TEST_F(JobsCoreTest, RunnerIsStoppedWhenItsRestartIsGranted_FailureCountsOnce) {
   AddNode("a");
   for (const bool granted : {false, true}) {
@@ -861,7 +861,7 @@ TEST_F(JobsCoreTest, RestartsInPlace_AreOfferedWhereAllNodesCan_AndSomeAreLeft) 
   const std::string job = Submit(Spec(4, 1));
   EXPECT_FALSE(Get(job).history(0).may_restart());
   AskOn("a", job, 1, v1::END_CLASS_PROCESS_FAILED);
-  // As if it had ended.
+  // As if the attempt had ended.
   EXPECT_EQ(Get(job).attempts(), 2);
   Control(job, v1::JOB_ACTION_CANCEL);
   nodes_["b"].restarts_in_place = true;
@@ -879,7 +879,7 @@ TEST_F(JobsCoreTest, RestartInPlace_WaitsForTheDelay_WhichDoubles) {
   for (const int seconds : {2, 4, 8}) {
     AskOn("a", job, Get(job).restarts() + 1, v1::END_CLASS_PROCESS_FAILED);
     EXPECT_EQ(nodes_["a"].last.assignments(0).restart_delay().seconds(), seconds);
-    // Its node may not have read that yet.
+    // The node may not have read the answer yet.
     StartTerm();
     Sync("a");
     EXPECT_EQ(nodes_["a"].last.assignments(0).restart_delay().seconds(), seconds);
@@ -890,7 +890,7 @@ TEST_F(JobsCoreTest, RestartInPlace_WaitsForTheDelay_WhichDoubles) {
   for (int restart = 5; restart <= 9; ++restart) {
     AskOn("a", job, restart, v1::END_CLASS_PROCESS_FAILED);
   }
-  // The history is bounded.
+  // The length of the history is limited.
   EXPECT_EQ(Get(job).history_size(), JobsCore::kKeptAttempts);
   EXPECT_EQ(Get(job).restarts(), 9);
 }
@@ -914,8 +914,8 @@ TEST_F(JobsCoreTest, EchoOfAFailure_DoesNotHideItsCause) {
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
 }
 
-// On many nodes the fastest tells that another one has failed, and the next ones that they were
-// stopped for it, before that one has told why.
+// On many nodes, the fastest runner reports that another one has failed, and the next ones report
+// that they were stopped because of it, before that runner has reported the cause.
 TEST_F(JobsCoreTest, RunnersThatObeyAnOrderToStop_DoNotHideTheCause) {
   for (const char* const name : {"a", "b", "c"}) AddNode(name, 1);
   stops_obey_ = false;
@@ -941,7 +941,8 @@ TEST_F(JobsCoreTest, RunnersThatObeyAnOrderToStop_DoNotHideTheCause) {
   EXPECT_EQ(Get(job).attempts(), 3);
 }
 
-// As the runner of a node that does not come to the meeting: the others give up, and it is stopped.
+// This happens if the runner of a node does not reach the rendezvous: the others give up, and it is
+// stopped.
 TEST_F(JobsCoreTest, EchoWhoseCauseNobodyHas_CountsAsAFailure) {
   AddNode("a", 1);
   AddNode("b", 1);
@@ -1017,7 +1018,7 @@ TEST_F(JobsCoreTest, RestartDelay_GoesOn_AfterARestartOfTheCoordinator) {
     Advance(absl::Seconds(2));
     EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
   }
-  // Not on the node that cannot start it, as long as others may come back.
+  // The job does not start on the node that cannot start it, as long as others may come back.
   EndOn("a", job, v1::END_CLASS_NODE_FAILED, "the disk is full");
   StartTerm();
   Sync("a");
@@ -1033,7 +1034,7 @@ TEST_F(JobsCoreTest, RestartDelay_BeginsAgain_AfterAnAttemptThatRanForLong) {
   v1::JobSpec spec = Spec(1, 100);
   spec.mutable_restart_delay()->set_seconds(10);
   const std::string job = Submit(spec);
-  // More early failures than the history keeps.
+  // There are more early failures than the history keeps.
   for (int i = 0; i < 12; ++i) {
     EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);
     Advance(absl::Minutes(5) + absl::Seconds(2));
@@ -1044,8 +1045,8 @@ TEST_F(JobsCoreTest, RestartDelay_BeginsAgain_AfterAnAttemptThatRanForLong) {
   ASSERT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
   Advance(absl::Minutes(2));
   ASSERT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
-  // A week of training that fails once a day waits 10 seconds each day; a second failure at once
-  // waits longer.
+  // Training for a week with a failure once a day waits 10 seconds each day; a second failure soon
+  // after another waits longer.
   for (int i = 0; i < 3; ++i) {
     Advance(absl::Minutes(11));
     for (const absl::Duration delay : {absl::Seconds(10), absl::Seconds(10), absl::Seconds(20)}) {
@@ -1065,7 +1066,8 @@ TEST_F(JobsCoreTest, RestartDelay_DoesNotFollowTheClocksOfNodes) {
   spec.mutable_restart_delay()->set_seconds(10);
   const std::string job = Submit(spec);
   for (const int seconds : {10, 20, 40}) {
-    // Its clock is eleven minutes ahead, so it ended eleven minutes after the other had started.
+    // The clock of b is eleven minutes ahead, so b ended eleven minutes after the other had
+    // started.
     const int attempt = Get(job).attempts();
     v1::AttemptReport& report = nodes_["b"].attempts.at({job, attempt});
     report.set_started_unix_ms(absl::ToUnixMillis(now_ + absl::Minutes(11)));
@@ -1093,7 +1095,8 @@ TEST_F(JobsCoreTest, NodeThatCannotStartIt_IsAvoided) {
   EXPECT_EQ(record.restarts(), 0);
 }
 
-// As with full disks everywhere in a rack: one node more for each attempt would fail the job.
+// If, for example, all disks in a rack are full, avoiding one more node per attempt would fail the
+// job.
 TEST_F(JobsCoreTest, NodesThatCannotStartIt_AreAllAvoided) {
   AddNode("a", 1);
   AddNode("b", 1);
@@ -1102,7 +1105,7 @@ TEST_F(JobsCoreTest, NodesThatCannotStartIt_AreAllAvoided) {
   const std::string job = Submit(Spec(3));
   AddNode("c", 1);
   AddNode("d", 1);
-  // None of the first has said yet that it has begun.
+  // None of the first three nodes has reported yet that it has begun.
   const auto report = [&](const std::string& node, v1::EndClass end_class) {
     v1::AttemptReport& attempt = nodes_[node].attempts[{job, 1}];
     attempt.set_job_id(job);
@@ -1124,7 +1127,7 @@ TEST_F(JobsCoreTest, NodesThatCannotStartIt_AreAllAvoided) {
   EXPECT_THAT(second, testing::UnorderedElementsAre("c", "d", "healthy"));
 }
 
-// A coordinator that was started again hears of that node first.
+// A restarted coordinator hears from that node first.
 TEST_F(JobsCoreTest, NodeThatCannotStartIt_IsAvoided_WhileTheOthersAreAwaited) {
   AddNode("a");
   const std::string job = Submit(Spec(1));
@@ -1140,7 +1143,7 @@ TEST_F(JobsCoreTest, NodeThatCannotStartIt_IsAvoided_WhileTheOthersAreAwaited) {
   v1::JobRecord record = Get(job);
   ASSERT_EQ(record.history_size(), 2);
   EXPECT_EQ(record.history(1).placements(0).node(), "b");
-  // This time no other node comes.
+  // This time no other node connects.
   EndOn("b", job, v1::END_CLASS_NODE_FAILED, "the disk is full");
   nodes_["b"].talks = false;
   StartTerm();
@@ -1152,7 +1155,7 @@ TEST_F(JobsCoreTest, NodeThatCannotStartIt_IsAvoided_WhileTheOthersAreAwaited) {
   EXPECT_EQ(record.history(2).placements(0).node(), "a");
 }
 
-// Else a job would wait for a node that is idle and ready, as far as anybody could see.
+// Otherwise a job would wait for a node that seems to be idle and ready.
 TEST_F(JobsCoreTest, NodeWithProcessesThatAreToEnd_SaysWhyNothingStartsThere) {
   const auto why = [&] {
     v1::Op list;
@@ -1163,7 +1166,7 @@ TEST_F(JobsCoreTest, NodeWithProcessesThatAreToEnd_SaysWhyNothingStartsThere) {
   Submit(Spec(1));
   nodes_["a"].talks = false;
   Advance(options_.node_lease + options_.outage_tolerance + absl::Seconds(1));
-  // It is back, and has not ended them yet.
+  // The node is back, and has not ended the processes yet.
   SendSync("a");
   EXPECT_EQ(
       why(),
@@ -1173,8 +1176,8 @@ TEST_F(JobsCoreTest, NodeWithProcessesThatAreToEnd_SaysWhyNothingStartsThere) {
   EXPECT_EQ(why(), "");
 }
 
-// As one in a driver that hangs: its node says that the attempt has ended, and in the same call
-// that it still has processes of it.
+// For example a process in a driver that hangs: its node reports that the attempt has ended, and in
+// the same call that it still has processes of it.
 TEST_F(JobsCoreTest, ProcessThatItsNodeCannotEnd_ClosesTheNode_AndTheJobGoesOnElsewhere) {
   AddNode("a", 1);
   const std::string job = Submit(Spec(1, 5));
@@ -1206,7 +1209,7 @@ TEST_F(JobsCoreTest, ProcessThatItsNodeCannotEnd_ClosesTheNode_AndTheJobGoesOnEl
   EXPECT_EQ(
       Call(list).list_nodes().nodes(0).why(),
       "it still has processes of \"mnist-1.1\", which are to end: nothing starts there before");
-  // Then only of those.
+  // Then the node reports only those processes.
   request->mutable_attempts()->DeleteSubrange(0, 1);
   Send(op);
   const std::string third = Submit(Spec(1));
@@ -1230,7 +1233,7 @@ TEST_F(JobsCoreTest, SilentNode_IsLost_AndItsJobStartsElsewhere) {
   EXPECT_EQ(record.history(1).placements(0).node(), "b");
   EXPECT_EQ(record.history(0).end().end_class(), v1::END_CLASS_NODE_LOST);
   EXPECT_EQ(record.restarts(), 0);
-  // It comes back, and has to end what it has.
+  // The node comes back, and has to end its attempts.
   nodes_["a"].talks = true;
   Sync("a");
   Pump();
@@ -1328,7 +1331,7 @@ TEST_F(JobsCoreTest, SecondAgentOfAName_IsRefused_WhileTheFirstIsThere) {
 TEST_F(JobsCoreTest, SecondAgentBetweenTwoCallsOfTheFirst_IsRefusedToo) {
   AddNode("a");
   const std::string job = Submit(Spec(1));
-  // The first one has its answer, and has not called again.
+  // The first agent has its answer, and has not called again.
   nodes_["a"].talks = false;
   Control(job, v1::JOB_ACTION_CANCEL);
   v1::Op op;
@@ -1353,7 +1356,7 @@ TEST_F(JobsCoreTest, AgentThatStartsAgainWithAClockThatWasSetBack_IsHeardBeforeI
   AddNode("b");
   node.sequence = 1000;
   Sync("a");
-  // Its end breaks the call that is held.
+  // The end of the agent breaks the held call.
   core_->Abandon(syncs_["a"]);
   node.talks = false;
   node.sequence = 5;
@@ -1375,7 +1378,7 @@ TEST_F(JobsCoreTest, RunnerThatSomebodyElseStops_IsTheNodes) {
   EndOn("a", job, v1::END_CLASS_CANCELLED, "its runner was asked to stop");
   EXPECT_EQ(Get(job).history(0).end().end_class(), v1::END_CLASS_NODE_LOST);
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
-  // A program that does it would start again and again, and nothing counts these restarts.
+  // A program that does this would start again and again, and these restarts are not counted.
   EndOn("a", job, v1::END_CLASS_CANCELLED, "its runner was asked to stop");
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
   Advance(absl::Seconds(5));
@@ -1421,15 +1424,15 @@ TEST_F(JobsCoreTest, Retry_OfAFailedJob_HappensOnceForEachCall) {
   EXPECT_FALSE(Control(job, v1::JOB_ACTION_RETRY, 1).has_error());
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
   EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);
-  // The first call again, whose answer was lost.
+  // This repeats the first call, as if its answer was lost.
   EXPECT_FALSE(Control(job, v1::JOB_ACTION_RETRY, 1).has_error());
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
-  // A call that does not say which one it follows would be taken for a repeat.
+  // A call that does not name the attempt it follows would be taken for a repeat.
   const v1::OpResult without = Control(job, v1::JOB_ACTION_RETRY);
   EXPECT_EQ(without.error().detail().field(), "after_attempt");
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
   EXPECT_FALSE(Control(job, v1::JOB_ACTION_RETRY, 2).has_error());
-  EXPECT_FALSE(Control(job, v1::JOB_ACTION_RETRY).has_error());  // it runs already
+  EXPECT_FALSE(Control(job, v1::JOB_ACTION_RETRY).has_error());  // the job runs already
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
 }
 
@@ -1476,7 +1479,7 @@ TEST_F(JobsCoreTest, JobOfATimeLimit_KeepsItsRoomForItsGraceToo) {
   first.mutable_stop_grace()->set_seconds(60);
   Submit(first);
   Submit(Spec(4));
-  // Its end, with its grace, is not after that of the first, when the second begins.
+  // The third job, with its grace, ends no later than the first, when the second begins.
   v1::JobSpec third = Spec(1);
   third.mutable_time_limit()->set_seconds(100);
   third.mutable_stop_grace()->set_seconds(30);
@@ -1500,12 +1503,12 @@ TEST_F(JobsCoreTest, JobsBehindOneThatEndsPartByPart_StartTogetherSoonAfter) {
   Advance(absl::Milliseconds(100));
   EXPECT_EQ(StateOf(jobs[1]), v1::JOB_STATE_RUNNING);
   EXPECT_EQ(StateOf(jobs[2]), v1::JOB_STATE_RUNNING);
-  // With its end, nothing is left to wait for.
+  // After its last end, there is nothing left to wait for.
   EndOn("d", wide, v1::END_CLASS_CANCELLED);
   EXPECT_EQ(StateOf(jobs[3]), v1::JOB_STATE_RUNNING);
 }
 
-// Nodes may take minutes until they say that it runs, and its time limit begins.
+// Nodes may take minutes to report that the job runs, and only then does its time limit begin.
 TEST_F(JobsCoreTest, JobOfATimeLimit_ThatIsStarting_IsExpectedToEnd) {
   Node& node = AddNode("a", 4);
   node.talks = false;
@@ -1556,7 +1559,7 @@ TEST_F(JobsCoreTest, DrainedNode_GetsNothing_AndItsJobsMove) {
   EXPECT_TRUE(Call(list).list_nodes().nodes(0).draining());
 }
 
-// As machines of a cloud, each with a name of its own.
+// For example machines in a cloud, each with its own name.
 TEST_F(JobsCoreTest, DrainedNodeThatIsGone_IsForgotten_LaterThanOthers_AndBeforeIfAPersonSaysSo) {
   options_.node_retention = absl::Hours(1);
   options_.cordoned_retention = absl::Hours(3);
@@ -1645,7 +1648,7 @@ TEST_F(JobsCoreTest, RestartOfTheCoordinator_KeepsRunningJobs) {
   Sync("b");
   Advance(absl::Minutes(5));
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
-  EXPECT_EQ(starts_[job], 2);  // once a node
+  EXPECT_EQ(starts_[job], 2);  // once per node
   EndOn("a", job, v1::END_CLASS_SUCCEEDED);
   EndOn("b", job, v1::END_CLASS_SUCCEEDED);
   EXPECT_EQ(StateOf(queued), v1::JOB_STATE_RUNNING);
@@ -1661,7 +1664,7 @@ TEST_F(JobsCoreTest, ElasticJob_ThatARestartedCoordinatorFinds_WaitsForAllNodes)
   AddNode("b", 1);
   Settle();
   EXPECT_EQ(ProcessesOf(job), 2) << "what is there after a lease";
-  // A coordinator that has nothing to resume waits for nobody.
+  // A coordinator that has nothing to resume does not wait for nodes.
   journal_.clear();
   nodes_.clear();
   StartTerm();
@@ -1681,7 +1684,7 @@ TEST_F(JobsCoreTest, RestoredCoordinator_EndsWhatRuns_AndNumbersJump) {
   EXPECT_EQ(Submit(Spec(1)), "mnist-1002");
 }
 
-// By the copy the job is in the queue. It has started since, on a node that calls late.
+// In the copy, the job is in the queue. Since then it has started, on a node that calls late.
 TEST_F(JobsCoreTest, RestoredCoordinator_StartsNothingBeforeNodesHadALeaseToSayWhatTheyRun) {
   const std::string job = Submit(Spec(1));
   const std::vector<v1::JournalChange> copy = journal_;
@@ -1707,7 +1710,7 @@ TEST_F(JobsCoreTest, RestoredCoordinator_ThatIsStartedAgainAtOnce_StillWaitsForN
   CallLate(job, options_.node_lease);
 }
 
-// By the copy it is suspended. It was resumed since, and nobody knows that any more.
+// In the copy, the job is suspended. Since then it was resumed, but no record of that is left.
 TEST_F(JobsCoreTest, RestoredCoordinator_JobThatIsResumedAtOnce_DoesNotRunBesideWhatWasLost) {
   const std::string job = Submit(Spec(1));
   Control(job, v1::JOB_ACTION_SUSPEND);
@@ -1722,7 +1725,7 @@ TEST_F(JobsCoreTest, RestoredCoordinator_JobThatIsResumedAtOnce_DoesNotRunBeside
   CallLate(job, options_.node_lease);
 }
 
-// Clients take attempts for the number of the last one: they would look for what it has left.
+// Clients take `attempts` for the number of the last attempt, and would look for its files.
 TEST_F(JobsCoreTest, RestoredCoordinator_NumbersThatAreLeftOut_AreNoAttempts) {
   const std::string job = Submit(Spec(1));
   StartTerm(/*lost_terms=*/65536);
@@ -1739,7 +1742,7 @@ TEST_F(JobsCoreTest, RestoredCoordinator_NumbersThatAreLeftOut_AreNoAttempts) {
   ASSERT_EQ(record.history_size(), 1);
   EXPECT_GT(record.attempts(), 1000);
   EXPECT_EQ(record.attempts(), record.history(0).number());
-  // The next restore leaves out more of them, before the attempt that comes.
+  // The next restore leaves out more numbers, before the next attempt.
   nodes_["a"].talks = false;
   StartTerm(/*lost_terms=*/2 * 65536);
   EXPECT_EQ(Get(job).attempts(), record.attempts());
@@ -1758,7 +1761,7 @@ TEST_F(JobsCoreTest, OneCopyRestoredTwice_GivesNoNumberTwice) {
     std::set<int> numbers;
     for (int i = 0; i < 20; ++i) {
       numbers.insert(Get(job).attempts());
-      // Not by this coordinator: it starts again.
+      // The coordinator did not order this end, so the job starts again.
       nodes_["a"].attempts.begin()->second.mutable_ran_for()->set_seconds(60);
       EndOn("a", job, v1::END_CLASS_CANCELLED);
     }
@@ -1768,8 +1771,8 @@ TEST_F(JobsCoreTest, OneCopyRestoredTwice_GivesNoNumberTwice) {
   };
   std::set<int> numbers;
   std::set<std::string> ids;
-  // Ten minutes lie between them, then 45 and a half days, which is as many minutes as a restore
-  // adds terms.
+  // Ten minutes lie between the first two restores, then 45 and a half days: as many minutes as the
+  // number of terms that a restore adds.
   for (const uint64_t lost_terms : {65537, 65547, 65537 + 65536}) {
     const size_t lives = numbers.size() / 20;
     const auto [more_numbers, more_ids] = live(lost_terms);
@@ -1832,7 +1835,7 @@ TEST_F(JobsCoreTest, Watch_SendsWhatHasChanged_AndWhatIsGone) {
   batch = Read(all, &place);
   EXPECT_EQ(Ids(batch), std::vector<std::string>{a});
   EXPECT_EQ(batch.jobs(0).state(), v1::JOB_STATE_SUSPENDED);
-  // What is not durable yet is not sent, and is sent once it is.
+  // A change is sent only once it is durable.
   Control(a, v1::JOB_ACTION_CANCEL);
   const uint64_t durable = revision_ - 1;
   v1::WatchJobsBatch nothing;
@@ -1846,7 +1849,7 @@ TEST_F(JobsCoreTest, Watch_SendsWhatHasChanged_AndWhatIsGone) {
   EXPECT_EQ(batch.gone(0), a);
   EXPECT_EQ(Read(all, &place).gone_size(), 0);
 
-  // After a restart removals are not known: all that is left is named, and b has not changed.
+  // After a restart, removals are not known: all remaining jobs are named, and b has not changed.
   const std::string c = Submit(Spec(3));
   EXPECT_EQ(Ids(Read(all, &place)), std::vector<std::string>{c});
   Control(c, v1::JOB_ACTION_CANCEL);
@@ -1922,7 +1925,7 @@ TEST_F(JobsCoreTest, Watch_OfManyJobs_ComesInMessagesOfBoundedSize) {
     EXPECT_LT(batch.ByteSizeLong(), 2000u);
     for (const std::string& id : Ids(batch)) EXPECT_TRUE(told.insert(id).second) << id;
     more = batch.more();
-    // One that changes meanwhile is sent once more, with its last state.
+    // A job that changes meanwhile is sent once more, with its latest state.
     if (messages == 0) Control("mnist-1", v1::JOB_ACTION_SUSPEND);
     if (messages == 0) told.erase("mnist-1");
   }
@@ -1930,8 +1933,8 @@ TEST_F(JobsCoreTest, Watch_OfManyJobs_ComesInMessagesOfBoundedSize) {
   EXPECT_EQ(told, submitted);
 }
 
-// Fifty jobs start with one event and have one revision. Whoever resumes after any of the messages
-// is told the rest of it too, and what was removed meanwhile.
+// Fifty jobs start in one event and have one revision. A watcher that resumes after any of the
+// messages also gets the rest of the revision, and what was removed meanwhile.
 TEST_F(JobsCoreTest, Watch_OfManyJobsThatChangeInOneEvent_TellsAllOfThem) {
   std::set<std::string> submitted;
   for (int i = 0; i < 50; ++i) submitted.insert(Submit(Spec(1)));
@@ -1957,8 +1960,8 @@ TEST_F(JobsCoreTest, Watch_OfManyJobsThatChangeInOneEvent_TellsAllOfThem) {
   }
 }
 
-// Also inside of the first revision that there is: a watcher that has read a part of it is no
-// longer one that knows nothing.
+// This also holds within the very first revision: a watcher that has read a part of it no longer
+// counts as one that has read nothing.
 TEST_F(JobsCoreTest, Watch_ThatIsInsideOfARevision_HearsOfWhatIsRemovedAndOfOtherStates) {
   revision_ = 1;
   idle_ = true;
@@ -1997,7 +2000,7 @@ TEST_F(JobsCoreTest, Log_IsAskedOfTheNodeThatRanTheRank) {
   const v1::LogQuery query = nodes_["b"].queries[0];
   EXPECT_EQ(query.local_rank(), 1);
   v1::Op answer;
-  answer.mutable_answer_log()->set_node("a");  // not the one that was asked
+  answer.mutable_answer_log()->set_node("a");  // not the node that was asked
   answer.mutable_answer_log()->set_query_id(query.query_id());
   Call(answer);
   EXPECT_FALSE(replies_.contains(call));
@@ -2014,7 +2017,7 @@ TEST_F(JobsCoreTest, Log_IsAskedOfTheNodeThatRanTheRank) {
   EXPECT_EQ(replies_[silent].error().message(), "node \"a\" did not answer in time: try again");
 }
 
-// Which copies field by field: a new one must not be forgotten.
+// List copies field by field: a new field must not be forgotten.
 TEST_F(JobsCoreTest, List_HasAllFieldsOfARecord_ButWhatIsLarge) {
   v1::JobRecordChanged change;
   v1::JobRecord* const record = change.mutable_record();
@@ -2106,7 +2109,7 @@ TEST_F(JobsCoreTest, DryRun_BesideAJobThatWaits_SaysWhatTheSubmissionWould) {
   EXPECT_EQ(plan.placements(0).node(), "a");
   const v1::JobPlan of_submission = TrySubmit(Spec(4)).submit_job().plan();
   EXPECT_EQ(of_submission.SerializeAsString(), plan.SerializeAsString());
-  // On room that the first does not need, it starts although others wait.
+  // On room that the first job does not need, the job starts although others wait.
   AddNode("b", 3);
   op.mutable_submit_job()->mutable_spec()->set_max_processes(3);
   plan = Call(op).submit_job().plan();
@@ -2169,7 +2172,7 @@ TEST_F(JobsCoreTest, DryRunOfAnUrgentJob_PlansTheRoomOfSparesThatItWouldGet) {
   const v1::JobPlan plan = Call(op).submit_job().plan();
   EXPECT_TRUE(plan.starts_now());
   EXPECT_EQ(plan.placements(0).node(), Get(job).spares(0).node());
-  // So it does.
+  // The submitted job does what the plan says.
   v1::JobSpec urgent = Spec(2);
   urgent.set_priority(1);
   EXPECT_EQ(StateOf(Submit(urgent)), v1::JOB_STATE_RUNNING);
@@ -2241,7 +2244,7 @@ TEST_F(JobsCoreTest, WhatEarlierAttemptsHaveLeft_IsJournaledOnce_AndKnownAgain) 
   }
   const v1::JobRecord known = Get(job);
   EXPECT_EQ(known.history(0).end().hung(0).stack().size(), 30'000u);
-  // Of the changes, and of a snapshot with changes after it.
+  // Restored from the changes, and from a snapshot with changes after it.
   StartTerm();
   EXPECT_EQ(Get(job).SerializeAsString(), known.SerializeAsString());
   std::vector<v1::JournalChange> snapshot;
@@ -2299,7 +2302,7 @@ TEST_F(JobsCoreTest, BytesOfAllRecords_AreBounded_AlsoAfterARestart) {
   Submit(large);
   Submit(large);
   EXPECT_NE(core_->Find(first), nullptr);
-  const std::string fourth = Submit(large);  // 27,000 bytes before it
+  const std::string fourth = Submit(large);  // 27,000 bytes are used before it
   EXPECT_EQ(core_->Find(first), nullptr);
   EXPECT_EQ(TrySubmit(Spec(1)).error().detail().reason(), v1::ERROR_REASON_LIMIT);
   StartTerm();
@@ -2343,7 +2346,7 @@ TEST_F(JobsCoreTest, Variables_AreShownToTheirOwnerAndToAdmins) {
   EXPECT_EQ(Get(id).spec().env_size(), 0);
   As("eve", Role::kView);
   EXPECT_EQ(Get(id).spec().env_size(), 0);
-  // Also when the answer is held and comes with the event of another.
+  // This also holds if the answer is held and sent in the event of another caller.
   v1::Op held;
   held.mutable_get_job()->set_job_id(id);
   held.mutable_get_job()->set_seen_revision(Get(id).revision());
@@ -2447,7 +2450,7 @@ TEST_F(JobsCoreTest, ResizeToARange_WaitsForTheRoomThatAnotherJobGrowsInto) {
   EXPECT_EQ(StateOf(first), v1::JOB_STATE_STOPPING);
   EXPECT_FALSE(Resize(second, 1, 2).has_error());
   EXPECT_EQ(StateOf(second), v1::JOB_STATE_RUNNING);
-  StartTerm();  // the wish is in the record
+  StartTerm();  // the order is in the record
   Sync("a");
   Settle();
   ObeyStops();
@@ -2463,7 +2466,7 @@ TEST_F(JobsCoreTest, Resize_InEveryState) {
   const std::string queued = Submit(Spec(2));
   EXPECT_FALSE(Resize(queued, 1, 0).has_error());
   EXPECT_EQ(Get(queued).spec().max_processes(), 1);
-  EXPECT_FALSE(Resize(running, 1, 1).has_error());  // makes room for the other
+  EXPECT_FALSE(Resize(running, 1, 1).has_error());  // makes room for the other job
   EXPECT_EQ(StateOf(queued), v1::JOB_STATE_RUNNING);
   Control(queued, v1::JOB_ACTION_SUSPEND);
   EXPECT_FALSE(Resize(queued, 1, 2).has_error());
@@ -2551,7 +2554,7 @@ TEST_F(JobsCoreTest, ElasticJob_GrowsOnlyAfterItsTime_AndOnlyIfAsked) {
   EXPECT_EQ(Get(stays).attempts(), 1);
 }
 
-// Its disk was full for a minute.
+// The disk of b is full for a minute each time.
 TEST_F(JobsCoreTest, ElasticJob_GrowsOntoANodeThatCouldNotStartIt_WhichIsTriedLessAndLessOften) {
   AddNode("a", 2);
   AddNode("b", 2);
@@ -2571,7 +2574,7 @@ TEST_F(JobsCoreTest, ElasticJob_GrowsOntoANodeThatCouldNotStartIt_WhichIsTriedLe
   EXPECT_EQ(ProcessesOf(job), 4);
   EXPECT_EQ(Get(job).avoided_nodes_size(), 0);
   EXPECT_EQ(Get(job).restarts(), 0);
-  // Another coordinator begins the time again, and a retry forgets it.
+  // Another coordinator starts the time again, and a retry ends the avoidance.
   EndOn("b", job, v1::END_CLASS_NODE_FAILED, "the disk is full");
   Advance(absl::Minutes(1));
   StartTerm();
@@ -2618,7 +2621,7 @@ TEST_F(JobsCoreTest, NodeThatHoldsMemory_HearsWhichJobsHaveEnded) {
   Settle();
   const std::string job = Submit(Spec(4, /*max_restarts=*/1));
   node.held_jobs = {job};
-  // Another attempt follows the first end, and none the second.
+  // Another attempt follows the first end, but not the second.
   EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);
   EXPECT_EQ(node.last.ended_jobs_size(), 0);
   Advance(absl::Minutes(1));
@@ -2627,7 +2630,7 @@ TEST_F(JobsCoreTest, NodeThatHoldsMemory_HearsWhichJobsHaveEnded) {
   EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);
   ASSERT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
   EXPECT_THAT(node.last.ended_jobs(), testing::ElementsAre(job));
-  // Retry queues it again: it has not ended any more.
+  // Retry queues the job again: it no longer counts as ended.
   Control(job, v1::JOB_ACTION_RETRY, 2);
   Advance(options_.node_lease / 3);
   EXPECT_EQ(node.last.ended_jobs_size(), 0);
@@ -2638,7 +2641,7 @@ TEST_F(JobsCoreTest, JobThatIsCancelledWhileItWaits_IsToldByTheNextReply) {
   Settle();
   Submit(Spec(4));
   const std::string waits = Submit(Spec(4));
-  // Of an earlier attempt, say.
+  // For example from an earlier attempt.
   node.held_jobs = {waits, "unknown-9"};
   Sync("a");
   Control(waits, v1::JOB_ACTION_CANCEL);
@@ -2667,7 +2670,7 @@ TEST_F(JobsCoreTest, WithoutRoom_JobsRunOnAndNoneIsSubmitted) {
   EXPECT_EQ(refused.error().code(), static_cast<int>(absl::StatusCode::kResourceExhausted));
   EXPECT_EQ(refused.error().detail().reason(), v1::ERROR_REASON_LIMIT);
   EXPECT_EQ(refused.error().message(), "the disk is nearly full");
-  // One that was submitted before is repeated by a client that has not heard the answer.
+  // A client that has not received the answer repeats an earlier submission.
   EXPECT_EQ(TrySubmit(Spec(4), "key").submit_job().job().job_id(), job);
   EndOn("a", job, v1::END_CLASS_SUCCEEDED);
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_SUCCEEDED);
@@ -2700,7 +2703,7 @@ TEST_F(JobsCoreTest, LostNode_IsReplacedByASpare_AlthoughOthersWaitForRoom) {
   EXPECT_EQ(NodesOf(record.history(1).placements()), (std::vector<std::string>{"a", "c"}));
   EXPECT_EQ(record.spares_size(), 0);
   EXPECT_EQ(StateOf(late), v1::JOB_STATE_QUEUED);
-  // The node comes back: now the job that waits comes first, and what is left is no whole spare.
+  // The node comes back: now the waiting job comes first, and the rest is too small for a spare.
   nodes_["b"].talks = true;
   nodes_["b"].attempts.clear();
   Advance(absl::Seconds(1));
@@ -2734,7 +2737,7 @@ TEST_F(JobsCoreTest, Spares_SurviveTheCoordinator_AndAreDroppedWithTheirNode) {
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
 }
 
-// As after a power cut that a GPU has not survived.
+// For example after a power cut that has destroyed a GPU.
 TEST_F(JobsCoreTest, Restart_SpareOnANodeWithFewerGpus_IsDropped) {
   for (const char* const name : {"a", "b"}) {
     AddNode(name, 8).gpus = 8;
@@ -2757,7 +2760,7 @@ TEST_F(JobsCoreTest, Restart_SpareOnANodeWithFewerGpus_IsDropped) {
   StartTerm();
   Sync("b");
   EXPECT_EQ(Get(job).spares_size(), 0);
-  // Its attempt is gone from the other node, which has 7 as well.
+  // The other node has lost its attempt, and has 7 GPUs as well.
   Sync("a");
   Settle();
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED) << Get(job).why();
@@ -2807,7 +2810,7 @@ TEST_F(JobsCoreTest, LogLevel_ReachesTheNodeOnce_AndForgetsItself) {
   EXPECT_EQ(nodes_["a"].last.log_level().level(), 1);
   EXPECT_EQ(nodes_["a"].last.log_level().for_().seconds(), 600);
   const uint64_t id = nodes_["a"].last.log_level().id();
-  // An agent that starts later gets it for what is left of the time.
+  // An agent that starts later gets the level for the rest of the time.
   Advance(absl::Minutes(4));
   EXPECT_EQ(nodes_["a"].last.log_level().id(), id);
   EXPECT_LE(nodes_["a"].last.log_level().for_().seconds(), 370);
@@ -2816,7 +2819,7 @@ TEST_F(JobsCoreTest, LogLevel_ReachesTheNodeOnce_AndForgetsItself) {
   EXPECT_FALSE(order(4, 0).has_error());
   const uint64_t next = nodes_["a"].last.log_level().id();
   EXPECT_NE(next, id);
-  // Nothing that is journaled happens between two orders.
+  // Nothing changes the journal between the two orders.
   idle_ = true;
   EXPECT_FALSE(order(1, 0).has_error());
   const uint64_t third = nodes_["a"].last.log_level().id();
@@ -2833,7 +2836,8 @@ TEST_F(JobsCoreTest, LogLevel_ReachesTheNodeOnce_AndForgetsItself) {
   EXPECT_EQ(order(1, 0).error().code(), static_cast<int>(absl::StatusCode::kUnavailable));
 }
 
-// The order is no change of the journal, so what follows it has the revision that it was given.
+// The order does not change the journal, so the next change has the revision that the order was
+// given.
 TEST_F(JobsCoreTest, LogLevelAndThenAJob_NodeThatHasTheOrderAloneIsAnsweredAtOnce) {
   AddNode("a");
   Pump();
@@ -2843,7 +2847,7 @@ TEST_F(JobsCoreTest, LogLevelAndThenAJob_NodeThatHasTheOrderAloneIsAnsweredAtOnc
   op.mutable_control_node()->set_action(v1::NODE_ACTION_LOG_LEVEL);
   op.mutable_control_node()->set_log_level(1);
   EXPECT_FALSE(Call(op).has_error());
-  ASSERT_TRUE(replies_.contains(syncs_["a"]));  // its held call
+  ASSERT_TRUE(replies_.contains(syncs_["a"]));  // the reply to its held call
   nodes_["a"].last = replies_[syncs_["a"]].sync_node();
   EXPECT_TRUE(nodes_["a"].last.has_log_level());
   idle_ = true;
@@ -2853,7 +2857,7 @@ TEST_F(JobsCoreTest, LogLevelAndThenAJob_NodeThatHasTheOrderAloneIsAnsweredAtOnc
   EXPECT_EQ(replies_[syncs_["a"]].sync_node().assignments_size(), 1);
 }
 
-// What a version of the term before says is no version of this one.
+// A version from the previous term is not comparable with versions of this term.
 TEST_F(JobsCoreTest, NewTerm_FirstCallOfANodeIsAnsweredWhateverVersionItHasSeen) {
   AddNode("a");
   const std::string job = Submit(Spec(1));

@@ -20,13 +20,13 @@ struct Fit {
   int processes;
 };
 
-// `count` of these nodes, all of which fit `each` processes.
+// Returns `count` of these nodes, all of which fit `each` processes.
 std::vector<Fit> Choose(std::vector<Fit> fits, size_t count) {
   if (fits.size() > count) {
     absl::btree_map<absl::string_view, size_t> rack_sizes;
     for (const Fit& fit : fits) ++rack_sizes[fit.node->info->rack()];
-    // The smallest rack that has room for all leaves the larger ones to larger jobs; if there is
-    // none, the largest ones together are the fewest.
+    // The smallest rack that has room for all of them leaves larger racks to larger jobs; if there
+    // is none, taking the largest racks uses the fewest.
     const auto rank_of = [&](const Fit& fit) {
       const size_t size = rack_sizes[fit.node->info->rack()];
       return size >= count ? std::make_pair(0, size)
@@ -61,18 +61,18 @@ bool HasLabels(const v1::JobSpec& spec, const v1::NodeInfo& info) {
       });
 }
 
-// An older agent would start the job without its files.
+// Returns whether the node can take the job's files: an older agent would start it without them.
 bool TakesFiles(const v1::JobSpec& spec, const v1::NodeInfo& info) {
   return spec.files_size() == 0 || info.takes_files();
 }
 
-// Where and how well an attempt fits.
+// The nodes on which an attempt fits, and how well.
 struct Room {
-  std::vector<Fit> fits;                               // nodes that fit at least one process
-  int processes = 0;                                   // of the attempt; 0: it does not fit
-  int each = 0;                                        // on each node
-  int most = 0;                                        // that fit, be they enough or not
-  int without_labels = 0, too_old = 0, of_no_use = 0;  // nodes
+  std::vector<Fit> fits;  // nodes that fit at least one process
+  int processes = 0;      // of the attempt; 0: it does not fit
+  int each = 0;           // on each node
+  int most = 0;           // the most that fit, whether that is enough or not
+  int without_labels = 0, too_old = 0, of_no_use = 0;  // numbers of nodes
 };
 Room FindRoom(const v1::JobSpec& spec,
               const google::protobuf::RepeatedPtrField<std::string>& avoided,
@@ -100,7 +100,7 @@ Room FindRoom(const v1::JobSpec& spec,
   const int from =
       spec.processes_per_node() > 0 ? spec.processes_per_node() : std::min(largest, max_processes);
   const int to = spec.processes_per_node() > 0 ? spec.processes_per_node() : 1;
-  // For each number of processes on a node: how many nodes have room for it.
+  // The number of nodes that have room for each number of processes.
   std::vector<int> nodes_with(std::max(0, from) + 1);
   for (const Fit& fit : room.fits) ++nodes_with[std::min(fit.processes, from)];
   for (int each = from - 1; each >= to; --each) nodes_with[each] += nodes_with[each + 1];
@@ -115,7 +115,7 @@ Room FindRoom(const v1::JobSpec& spec,
   return room;
 }
 
-// Without a node_rank and a state.
+// Makes a placement without a node_rank and a state.
 v1::Placement Occupy(const std::string& name, const CandidateNode& node, int processes,
                      const v1::ProcessResources& process) {
   v1::Placement placement;
@@ -134,7 +134,7 @@ std::vector<int> NodeSpace::GpusFor(const v1::ProcessResources& process) const {
   std::vector<int> fit;
   for (const int gpu : gpus) {
     if (process.gpu_memory_bytes() > 0) {
-      // What is not known may be too little.
+      // A GPU of unknown memory may have too little.
       const bool known = info != nullptr && gpu < info->gpu_memory_bytes_size();
       if (!known || info->gpu_memory_bytes(gpu) < process.gpu_memory_bytes()) continue;
     }
@@ -166,7 +166,7 @@ void NodeSpace::Give(const v1::Placement& placement, const v1::ProcessResources&
   cpus += placement.processes() * Cpus(process);
   memory += placement.processes() * process.memory_bytes();
   for (const int gpu : placement.gpus()) {
-    // The node may have come back with fewer.
+    // The node may have come back with fewer GPUs.
     if (info == nullptr || gpu < info->gpus_size()) gpus.insert(gpu);
   }
 }

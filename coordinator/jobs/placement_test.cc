@@ -119,7 +119,7 @@ TEST_F(PlacementTest, Gpus_AreGivenByIndex) {
 TEST_F(PlacementTest, GpuMemory_OnlyGpusThatHaveItAreTaken) {
   AddNode("a", 64, 4);
   for (const int64_t gib : {80, 40, 80, 0}) infos_[0].add_gpu_memory_bytes(gib << 30);
-  AddNode("b", 64, 8);  // does not say what its GPUs have
+  AddNode("b", 64, 8);  // does not report the memory of its GPUs
   for (auto& [name, node] : nodes_) node.space.info = node.info;
   v1::JobSpec spec = Spec(1, 4, /*gpus=*/1);
   spec.mutable_per_process()->set_gpu_memory_bytes(int64_t{60} << 30);
@@ -152,7 +152,8 @@ TEST_F(PlacementTest, Labels_ThatNoNodeHas_AreNamed) {
   EXPECT_FALSE(Run(spec).placements.empty());
 }
 
-// Cordoned, drained and lost nodes are no candidates, so there may be nodes all the same.
+// Cordoned, drained and lost nodes are not candidates, so other nodes may exist although there is
+// no candidate.
 TEST_F(PlacementTest, NoCandidate_SaysThatNoNodeTakesJobs) {
   EXPECT_EQ(Run(Spec(1, 1)).why,
             "room for 1 process with 1 CPU: no node takes jobs (muster nodes shows why)");
@@ -190,8 +191,8 @@ TEST_F(PlacementTest, AvoidedNode_IsNotTaken_AndIsNamed) {
             "the job)");
 }
 
-// Whatever is asked of whatever nodes: what is given fits, is as much as promised and evenly
-// divided; what is refused could not have been given.
+// For any demand and any nodes: a placement fits, has as many processes as promised and is evenly
+// divided; a refused demand could not have been placed.
 TEST_F(PlacementTest, RandomJobs_OnRandomNodes_FitExactly) {
   std::mt19937 random(1);
   const auto up_to = [&](int n) { return static_cast<int>(random() % (n + 1)); };
@@ -206,7 +207,7 @@ TEST_F(PlacementTest, RandomJobs_OnRandomNodes_FitExactly) {
     spec.set_max_processes(spec.min_processes() + up_to(6));
     if (up_to(2) == 0) spec.set_processes_per_node(1 + up_to(3));
     const PlacementDecision decision = Run(spec);
-    // By trial of every layout.
+    // Tries every layout.
     int best = 0;
     for (int each = 1; each <= 8; ++each) {
       if (spec.processes_per_node() > 0 && each != spec.processes_per_node()) continue;

@@ -9,7 +9,7 @@ namespace {
 
 HistoryKey KeyOf(const v1::JobAttempt& attempt) { return {attempt.number(), attempt.restarts()}; }
 
-// How many entries there are before this one; all if it is not there.
+// Returns how many entries are before the one with `key`; all if there is no such entry.
 int CountBefore(const v1::JobRecord& record, const HistoryKey& key) {
   int count = 0;
   while (count < record.history_size() && KeyOf(record.history(count)) != key) ++count;
@@ -26,7 +26,7 @@ HistoryKey CurrentEntry(const v1::JobRecord& record) {
 void OmitKnownHistory(const HistoryKey& known, v1::JobRecordChanged* change) {
   v1::JobRecord& record = *change->mutable_record();
   const int count = CountBefore(record, known);
-  // The history has gone on beyond what is kept: then nothing of it is known.
+  // If the history has grown beyond what is kept, the journal has none of its entries.
   if (count == 0 || count == record.history_size()) return;
   record.mutable_history()->DeleteSubrange(0, count);
   change->set_earlier_history(count);

@@ -9,19 +9,21 @@
 
 namespace muster::coordinator {
 
-// Which entry of a job's history: its number, and its restarts within the attempt. (0, 0): none.
+// Identifies an entry of a job's history: the number of the attempt and its restarts so far within
+// the attempt. (0, 0): none.
 using HistoryKey = std::pair<int, int>;
 
-// Of the current one, which is the last.
+// Returns the key of the current entry, which is the last.
 HistoryKey CurrentEntry(const v1::JobRecord& record);
 
-// Only the current entry changes. So what was before it when the journal got this job last, which
-// `known` says, need not be written again, with the last lines, stacks and placements of each:
-// takes them out of `change`, which has the record, and counts them. Pure.
+// Removes from `change`, which has the job's record, the history entries that the journal already
+// has, and counts them. Only the current entry changes, so the entries before `known`, the current
+// one when the journal last got this job, need not be written again with their last lines, stacks
+// and placements. Pure.
 void OmitKnownHistory(const HistoryKey& known, v1::JobRecordChanged* change);
 
-// Puts back what OmitKnownHistory has taken out. `before`: the job's record by the changes before.
-// Pure. Errors: DATA_LOSS it does not have so many entries.
+// Restores what OmitKnownHistory has removed. `before`: the job's record after all earlier changes.
+// Pure. Errors: DATA_LOSS if it does not have that many entries.
 absl::Status RestoreKnownHistory(const v1::JobRecord& before, v1::JobRecordChanged* change);
 
 }  // namespace muster::coordinator

@@ -9,7 +9,8 @@
 namespace muster::coordinator {
 namespace {
 
-// An attempt N and its R-th restart within it, as "N+R ".
+// Record makes a job with these entries of the history. Entries returns its entries, with the R-th
+// restart within attempt N as "N+R ".
 v1::JobRecord Record(const std::vector<HistoryKey>& entries) {
   v1::JobRecord record;
   record.set_job_id("j-1");
@@ -31,8 +32,8 @@ std::string Entries(const v1::JobRecord& record) {
 
 class RecordHistoryTest : public testing::Test {
  protected:
-  // Of a change to `after` when the journal has `before`: what is written. It is read again as it
-  // was.
+  // Returns what is written for a change to `after` when the journal has `before`. Checks that
+  // reading it restores `after`.
   std::string Written(const v1::JobRecord& before, const v1::JobRecord& after) {
     v1::JobRecordChanged change;
     *change.mutable_record() = after;
@@ -50,7 +51,7 @@ TEST_F(RecordHistoryTest, OnlyWhatMayHaveChanged_IsWritten) {
   EXPECT_EQ(Written(none, none), "");
   EXPECT_EQ(Written(none, one), "1+0 ");
   EXPECT_EQ(Written(one, one), "1+0 ");
-  // Also how the former attempt has ended.
+  // This includes how the former attempt has ended.
   EXPECT_EQ(Written(one, two), "1+0 2+0 ");
   EXPECT_EQ(Written(two, two), "2+0 ");
   const v1::JobRecord in_place = Record({{1, 0}, {2, 0}, {2, 1}, {3, 0}});
@@ -61,7 +62,7 @@ TEST_F(RecordHistoryTest, OnlyWhatMayHaveChanged_IsWritten) {
 TEST_F(RecordHistoryTest, EntriesThatAreNoLongerKept_DoNotReturn) {
   EXPECT_EQ(Written(Record({{1, 0}, {2, 0}, {3, 0}}), Record({{2, 0}, {3, 0}, {4, 0}})),
             "3+0 4+0 ");
-  // All of it is new.
+  // The whole history is new.
   EXPECT_EQ(Written(Record({{1, 0}}), Record({{4, 0}, {5, 0}})), "4+0 5+0 ");
 }
 

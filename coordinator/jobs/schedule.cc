@@ -16,7 +16,7 @@
 namespace muster::coordinator {
 namespace {
 
-// What the job holds, given back to the nodes or taken from them.
+// Adds what the job holds to the space of the nodes, or subtracts it.
 using Change = void (NodeSpace::*)(const v1::Placement&, const v1::ProcessResources&);
 void ChangeAll(Change change, const ActiveJob& job, CandidateNodes* nodes) {
   for (const v1::Placement& placement : job.attempt->placements()) {
@@ -45,24 +45,26 @@ std::tuple<int64_t, uint64_t> Rank(const v1::JobRecord& job) {
   return {-int64_t(job.spec().priority()), job.sequence()};
 }
 
-// It is being stopped to be queued again at once, with another number of processes.
+// Returns whether the job is being stopped to be queued again at once with another number of
+// processes.
 bool IsReturning(const ActiveJob& job) {
   return job.attempt->stop() && job.attempt->end().end_class() == v1::END_CLASS_RESIZED &&
          job.record->wanted() == v1::JOB_ACTION_UNSPECIFIED;
 }
 
-// When the time limit of a job that starts then, and its stop_grace, have ended it.
+// Returns when a job that starts at `starts` has ended at the latest: by its time limit and
+// stop_grace.
 absl::Time EndsBy(const v1::JobSpec& spec, absl::Time starts) {
   return spec.has_time_limit()
              ? starts + FromProto(spec.time_limit()) + FromProto(spec.stop_grace())
              : absl::InfiniteFuture();
 }
 
-// Longer delays are those of jobs that fail again and again soon after their start.
+// Only jobs that repeatedly fail soon after their start have longer delays.
 constexpr absl::Duration kHeldAtMost = absl::Minutes(1);
 constexpr char kAwaited[] = "nodes that may come back after the start of the coordinator";
 
-// Those that `job` may stop to make room; the first to go is the first.
+// Returns the jobs that `job` may stop to make room, in the order in which to stop them.
 std::vector<const ActiveJob*> Victims(const v1::JobRecord& job,
                                       const std::vector<ActiveJob>& active) {
   std::vector<const ActiveJob*> victims;
@@ -79,19 +81,18 @@ std::vector<const ActiveJob*> Victims(const v1::JobRecord& job,
   return victims;
 }
 
-// The first job of an owner that waits for the owner's limit, or for the room that is reserved for
-// it: of the processes that the limit allows it gets as many as it needs before others of the
-// owner.
+// The first job of an owner that waits for the owner's limit, or for the room reserved for it. It
+// gets as many as it needs of the processes that the limit allows, before other jobs of the owner.
 struct FirstOfOwner {
   std::string job_id;
-  absl::Time starts = absl::InfiniteFuture();  // infinite: not known
-  int64_t beside = 0;                          // more that may run at that time
+  absl::Time starts = absl::InfiniteFuture();  // infinite: unknown
+  int64_t beside = 0;                          // how many more processes may run at that time
 };
 
-// The space that is kept for the first job that waits.
+// The space reserved for the first job that waits.
 struct Reservation {
-  CandidateNodes later;   // what is free, beside it, when it starts
-  CandidateNodes beside;  // of that, what is free now
+  CandidateNodes later;   // what is free besides the reservation when the job starts
+  CandidateNodes beside;  // the part of `later` that is free now
   absl::Time starts = absl::InfiniteFuture();
 };
 
@@ -119,7 +120,7 @@ class Scheduler {
         if (placement.state() == v1::PLACEMENT_STATE_ENDED) continue;
         processes_of_[job.record->owner()] += placement.processes();
       }
-      // Its owner's other jobs do not take what it comes back for.
+      // Other jobs of its owner must not take the processes for which it comes back.
       if (IsReturning(job)) {
         processes_of_[job.record->owner()] +=
             std::max(0, job.record->spec().max_processes() - CountProcesses(*job.attempt));
@@ -134,7 +135,7 @@ class Scheduler {
       } else if (job.not_before > question_.now) {
         decision_.next = std::min(decision_.next, job.not_before);
         Wait(*job.record, "the end of the delay before its restart");
-        // What holds no room is delayed by nobody who takes some.
+        // A job that holds no room is not delayed by jobs that take some.
         if (!reservation_.has_value() && HoldRoom(job)) delayed_ = true;
       } else if (awaits_) {
         Wait(*job.record, kAwaited);
@@ -151,7 +152,7 @@ class Scheduler {
   }
 
  private:
-  // Jobs of one shape fit or do not fit alike.
+  // Returns the job's shape: jobs of the same shape fit on the same nodes.
   std::string Shape(const v1::JobRecord& job) const {
     const v1::JobSpec& spec = job.spec();
     const v1::ProcessResources& process = spec.per_process();
@@ -166,7 +167,7 @@ class Scheduler {
     std::sort(labels.begin(), labels.end());
     for (const std::string& label : labels) absl::StrAppend(&shape, "\n", label);
     for (const std::string& node : job.avoided_nodes()) absl::StrAppend(&shape, "\n\n", node);
-    // Nobody else has the room that is kept for it.
+    // The room kept for the job is available to no other job.
     if (job.spares_size() > 0) absl::StrAppend(&shape, "\n\n\n", job.job_id());
     return shape;
   }
@@ -181,7 +182,8 @@ class Scheduler {
                            "room that is free now"));
   }
 
-  // From now on the job holds `room`: a reservation behind it may count on its end.
+  // Adds the job to the active ones, as the holder of `room`: a reservation behind it may count on
+  // its end.
   const ActiveJob& AddActive(const v1::JobRecord& job, const std::vector<v1::Placement>& room,
                              absl::Time starts) {
     v1::JobAttempt& attempt = attempts_.emplace_back();
@@ -191,12 +193,13 @@ class Scheduler {
         ActiveJob{.record = &job, .attempt = &attempt, .ends_by = EndsBy(job.spec(), starts)});
   }
 
-  // A job whose restart is delayed holds what it would start on, as if it ran there: jobs behind it
-  // would run for longer than the delay, and a large job would have lost its nodes to small ones.
-  // A job that does not fit now blocks no other job. Whether it holds any.
+  // Makes a job whose restart is delayed hold the room on which it would start, as if it ran there:
+  // jobs behind it would run for longer than the delay, and a large job would lose its nodes to
+  // small ones. A job that does not fit now blocks no other job. Returns whether the job holds any
+  // room.
   bool HoldRoom(const QueuedJob& delayed) {
     const v1::JobRecord& job = *delayed.record;
-    // One that fails again and again must not keep nodes that it hardly uses.
+    // A job that fails repeatedly must not keep nodes that it hardly uses.
     if (delayed.not_before - question_.now > kHeldAtMost) return false;
     const int own_spares = OwnSpares(job);
     if (held_.size() >= kMaxExamined ||
@@ -211,7 +214,7 @@ class Scheduler {
     }
     std::vector<v1::Placement> room;
     for (const v1::Placement& one : placement.placements) {
-      // Its spares are kept already.
+      // The room of its spares is kept already.
       const bool spare =
           std::any_of(job.spares().begin(), job.spares().end(),
                       [&](const v1::Placement& other) { return other.node() == one.node(); });
@@ -219,12 +222,12 @@ class Scheduler {
     }
     held_.push_back(question_.active.size());
     ChangeAll(&NodeSpace::Take, AddActive(job, room, delayed.not_before), &question_.nodes);
-    // Its owner's other jobs do not take what it comes back for.
+    // Other jobs of its owner must not take the processes for which it comes back.
     TakeOfLimit(job, std::max(0, job.spec().max_processes() - own_spares), delayed.not_before);
     if (first_held_.empty()) first_held_ = job.job_id();
     return true;
   }
-  // Whether the job would start if no room were held.
+  // Returns whether the job would start if no room were held.
   bool LacksHeldRoom(const v1::JobRecord& job) const {
     if (held_.empty()) return false;
     CandidateNodes all = question_.nodes;
@@ -243,7 +246,7 @@ class Scheduler {
   void ChangeSpares(Change change, const v1::JobRecord& job, CandidateNodes* nodes) const {
     if (spared_.contains(&job)) ChangeEach(change, job.spares(), job.spec(), nodes);
   }
-  // They no longer belong to any job.
+  // Records that the job's spares no longer belong to any job.
   void ReleaseSpares(const v1::JobRecord& job) {
     if (spared_.erase(&job) == 0) return;
     processes_of_[job.owner()] -= Count(job.spares());
@@ -254,7 +257,7 @@ class Scheduler {
     return spared_.contains(&job) ? Count(job.spares()) : 0;
   }
 
-  // All that the job holds.
+  // Add to `nodes`, or take from them, all that the job holds.
   void GiveAll(const ActiveJob& job, CandidateNodes* nodes) const {
     ChangeAll(&NodeSpace::Give, job, nodes);
     ChangeSpares(&NodeSpace::Give, *job.record, nodes);
@@ -264,32 +267,32 @@ class Scheduler {
     ChangeSpares(&NodeSpace::Take, *job.record, nodes);
   }
 
-  // The fewest processes with which it starts.
+  // Returns the fewest processes with which the job starts.
   static int Least(const v1::JobSpec& spec) {
     const int each = std::max(1, spec.processes_per_node());
     return (spec.min_processes() + each - 1) / each * each;
   }
-  // How many processes it starts with if they fit.
+  // Returns the number of processes with which the job starts if they fit.
   int Most(const v1::JobRecord& job) const {
     const auto it = at_most_.find(&job);
     return it == at_most_.end() ? job.spec().max_processes() : it->second;
   }
 
-  // Where the job would run, with the room that is kept for it.
+  // Returns where the job would run, if the room kept for it may be used.
   PlacementDecision PlaceJob(const v1::JobRecord& job, CandidateNodes* nodes) const {
     ChangeSpares(&NodeSpace::Give, job, nodes);
     PlacementDecision decision = Place(job.spec(), job.avoided_nodes(), *nodes, Most(job));
     ChangeSpares(&NodeSpace::Take, job, nodes);
     return decision;
   }
-  // Whether PlaceJob finds a place.
+  // Returns whether PlaceJob finds a place.
   bool Fits(const v1::JobRecord& job, CandidateNodes* nodes) const {
     ChangeSpares(&NodeSpace::Give, job, nodes);
     const bool fits = HasRoom(job.spec(), job.avoided_nodes(), *nodes, Most(job));
     ChangeSpares(&NodeSpace::Take, job, nodes);
     return fits;
   }
-  // All nodes, as if nothing ran and no room were kept.
+  // Returns all nodes as if nothing ran and no room were kept.
   const CandidateNodes& Whole() {
     if (!whole_.has_value()) {
       whole_ = question_.nodes;
@@ -300,14 +303,15 @@ class Scheduler {
     }
     return *whole_;
   }
-  // Whether the job would not start if nothing else ran. Then it blocks no other job.
+  // Returns whether the job would not start even if nothing else ran. Then it blocks no other job.
   bool IsTooLarge(const v1::JobRecord& job) {
     if (HasRoom(job.spec(), job.avoided_nodes(), Whole(), Most(job))) return false;
     decision_.too_large.try_emplace(Shape(job),
                                     Place(job.spec(), job.avoided_nodes(), Whole(), Most(job)).why);
     return true;
   }
-  // Jobs that were not examined have their turn when less is left to examine before them.
+  // Finds requests that are too large for all nodes, so that later schedules skip them and examine
+  // the jobs that this one did not.
   void FindTooLarge() {
     for (const v1::JobRecord* const job : examined_in_vain_) IsTooLarge(*job);
     for (const auto& [shape, why] : decision_.too_large) {
@@ -315,7 +319,7 @@ class Scheduler {
     }
   }
 
-  // The job runs there, and has other spares.
+  // Takes the space for the job to run at `decision`, which replaces its spares.
   void Occupy(const v1::JobRecord& job, const PlacementDecision& decision,
               CandidateNodes* nodes) const {
     ChangeSpares(&NodeSpace::Give, job, nodes);
@@ -323,7 +327,7 @@ class Scheduler {
     ChangeEach(&NodeSpace::Take, decision.spares, job.spec(), nodes);
   }
 
-  // Those with spares behind `job`, the last one first.
+  // Returns the jobs with spares behind `job`, the last one first.
   std::vector<const v1::JobRecord*> SparedBehind(const v1::JobRecord& job) const {
     std::vector<const v1::JobRecord*> behind;
     for (const v1::JobRecord* const other : spared_) {
@@ -334,15 +338,15 @@ class Scheduler {
     return behind;
   }
 
-  // Its spares are free for others.
+  // Frees the job's spares for others.
   void Yield(const v1::JobRecord& job) {
     ChangeSpares(&NodeSpace::Give, job, &question_.nodes);
     ReleaseSpares(job);
     decision_.yields.push_back(job.job_id());
   }
 
-  // Gives `job` the spares of jobs behind it, as few as it needs to fit, the last one's first. An
-  // empty decision: all of them do not help.
+  // Gives `job` the spares of jobs behind it: as few as it needs to fit, those of the last job
+  // first. Returns an empty decision if all of them are not enough.
   PlacementDecision PlaceOnSpares(const v1::JobRecord& job) {
     const std::vector<const v1::JobRecord*> behind = SparedBehind(job);
     if (behind.empty()) return {};
@@ -358,7 +362,7 @@ class Scheduler {
       yields.push_back(other);
       if (Fits(job, &nodes)) break;
     }
-    // Some that came first may not have helped.
+    // Some of the first ones may not have helped.
     for (size_t i = yields.size() - 1; i-- > 0;) {
       ChangeSpares(&NodeSpace::Take, *yields[i], &nodes);
       if (Fits(job, &nodes)) {
@@ -371,7 +375,8 @@ class Scheduler {
     return PlaceJob(job, &question_.nodes);
   }
 
-  // Frees spares of the owner's jobs behind `job`, if that makes `processes` fewer.
+  // Frees as many spares of the owner's jobs behind `job` as are needed to release `processes`
+  // processes; none if all of them are not enough.
   void YieldToQuota(const v1::JobRecord& job, int64_t processes) {
     std::vector<const v1::JobRecord*> yields;
     for (const v1::JobRecord* const other : SparedBehind(job)) {
@@ -385,7 +390,7 @@ class Scheduler {
 
   // ----
 
-  // The nodes whose space has changed.
+  // Starts the job. Returns the nodes whose space has changed.
   std::vector<std::string> Start(const v1::JobRecord& job, PlacementDecision placement) {
     std::vector<std::string> changed;
     const auto note = [&](const auto& placements) {
@@ -396,7 +401,7 @@ class Scheduler {
     if (spared_.contains(&job)) note(job.spares());
     Occupy(job, placement, &question_.nodes);
     TakeOfLimit(job, placement.processes + Count(placement.spares) - OwnSpares(job), question_.now);
-    processes_of_[job.owner()] += OwnSpares(job);  // which it gives back
+    processes_of_[job.owner()] += OwnSpares(job);  // Start gives these back
     ReleaseSpares(job);
     std::vector<v1::Placement> room = placement.placements;
     room.insert(room.end(), placement.spares.begin(), placement.spares.end());
@@ -406,8 +411,8 @@ class Scheduler {
     return changed;
   }
 
-  // Whether the job, if it starts at `from`, has ended by the time at which another one starts. Of
-  // one whose start is not known, nothing is known to end before it.
+  // Returns whether a job that starts at `from` has ended when another one starts at `starts`. If
+  // `starts` is unknown, so is this, and the result is false.
   static bool EndsBefore(const v1::JobRecord& job, absl::Time from, absl::Time starts) {
     return starts != absl::InfiniteFuture() && EndsBy(job.spec(), from) <= starts;
   }
@@ -418,8 +423,8 @@ class Scheduler {
     return question_.max_processes_of_owner > 0 && !job.owner().empty();
   }
 
-  // How many processes its owner may get for the job, which would start at `from`, beside those
-  // that it has. Negative: it has more than it may.
+  // Returns how many processes the job's owner may get for it if it starts at `from`, besides those
+  // that the owner has. Negative: the owner has more than allowed.
   int64_t LeftFor(const v1::JobRecord& job, absl::Time from) const {
     if (!IsLimited(job)) return std::numeric_limits<int32_t>::max();
     const auto processes = processes_of_.find(job.owner());
@@ -438,7 +443,7 @@ class Scheduler {
     }
   }
 
-  // How many of `spares` the owner may have beside `processes` more that it is about to run.
+  // Returns how many of `spares` the owner may have besides `processes` more that are about to run.
   size_t SparesAllowed(const v1::JobRecord& job, const std::vector<v1::Placement>& spares,
                        int64_t processes) const {
     if (spares.empty()) return 0;
@@ -446,8 +451,8 @@ class Scheduler {
     return std::min<size_t>(spares.size(), left / spares.front().processes());
   }
 
-  // Whether the limit of its owner lets the job start now, with Most(job) processes at most. If it
-  // does not, the job waits for that.
+  // Returns whether the limit of its owner lets the job start now, with at most Most(job)
+  // processes. If not, the job waits for that.
   bool IsAllowed(const v1::JobRecord& job) {
     if (!IsLimited(job)) return true;
     const v1::JobSpec& spec = job.spec();
@@ -488,16 +493,16 @@ class Scheduler {
                            " of the ", most, " that each user may"));
   }
 
-  // As the first job that waits for room reserves nodes, so this one reserves `size` of the
-  // processes that the limit of its owner allows: the owner's later jobs might run in its place for
-  // ever.
+  // Reserves `size` of the processes that the owner's limit allows for the job, just as the first
+  // job that waits for room reserves nodes: otherwise the owner's later jobs might run in its place
+  // forever.
   void AwaitLimit(const v1::JobRecord& job, int size) {
     std::vector<const ActiveJob*> order;
     for (const size_t i : active_of_[job.owner()]) {
       const ActiveJob& other = question_.active[i];
       if (!IsReturning(other)) order.push_back(&other);
     }
-    // Those that are being stopped end first.
+    // Jobs that are being stopped end first.
     const auto ends_by = [this](const ActiveJob& other) {
       return other.attempt->stop() ? question_.now : other.ends_by;
     };
@@ -517,7 +522,8 @@ class Scheduler {
     first_of_owner_.emplace(job.owner(), std::move(first));
   }
 
-  // What the limit leaves the job may be a number that does not fit on any nodes.
+  // Reserves the whole size for a job that does not fit: what the limit leaves it may be a number
+  // that does not fit on any nodes.
   void AwaitMore(const v1::JobRecord& job) {
     if (at_most_.contains(&job) && !first_of_owner_.contains(job.owner())) {
       AwaitLimit(job, job.spec().max_processes());
@@ -538,7 +544,8 @@ class Scheduler {
       AwaitMore(job);
       return Wait(job, known->second);
     }
-    // As one before it, it would fit only on what is reserved, and it does not end before.
+    // Like an earlier job of the same shape, it would fit only on reserved space, and it does not
+    // end before that is needed.
     const bool ends_before =
         reservation_.has_value() && EndsBefore(job, question_.now, reservation_->starts);
     if (!ends_before && refused_beside_.contains(shape)) return WaitForFirst(job);
@@ -569,7 +576,7 @@ class Scheduler {
       if (reservation_.has_value()) return;
       Reserve(job);
       if (!reservation_.has_value()) AwaitMore(job);
-      // Beside it, its owner's later jobs must not take what the limit allows it.
+      // The owner's later jobs must not take the processes that the limit allows this one.
       if (reservation_.has_value() && IsLimited(job)) {
         const int64_t beside = LeftFor(job, question_.now) + OwnSpares(job) - Most(job);
         first_of_owner_.try_emplace(job.owner(),
@@ -582,7 +589,7 @@ class Scheduler {
       Start(job, std::move(now));
       return;
     }
-    std::vector<std::string> stale;  // nodes whose space beside the reservation has changed
+    std::vector<std::string> stale;  // nodes whose space besides the reservation has changed
     if (ends_before) {
       stale = Start(job, std::move(now));
     } else {
@@ -599,7 +606,7 @@ class Scheduler {
     }
     for (const std::string& name : stale) {
       const auto node = question_.nodes.find(name);
-      if (node == question_.nodes.end()) continue;  // of a former spare that is away
+      if (node == question_.nodes.end()) continue;  // a former spare on a node that is away
       NodeSpace& space = reservation_->beside.at(name).space;
       space = node->second.space;
       space.AtMost(reservation_->later.at(name).space);
@@ -611,7 +618,8 @@ class Scheduler {
         shape, absl::StrCat("room for ", DescribeDemand(job.spec()), ", as a job before it does"));
   }
 
-  // What is free, and what is being stopped. A job that comes back keeps its spares.
+  // Returns what is free or about to be freed by jobs that are being stopped. A job that comes back
+  // keeps its spares.
   CandidateNodes Freed() const {
     CandidateNodes freed = question_.nodes;
     for (const ActiveJob& job : question_.active) {
@@ -622,10 +630,10 @@ class Scheduler {
 
   void Reserve(const v1::JobRecord& job) {
     if (IsTooLarge(job)) return;
-    // Room that is kept behind it delays it no longer, whether it is what it waits for or only what
-    // others would take while it waits.
+    // Spares of jobs behind this one no longer delay it, whether it waits for that room or others
+    // would take it meanwhile.
     for (const v1::JobRecord* const other : SparedBehind(job)) Yield(*other);
-    // Room of stopping jobs comes back first, then that of the others in the order of their time
+    // The room of stopping jobs is freed first, then that of the others in the order of their time
     // limits.
     CandidateNodes later = Freed();
     if (KeepIfItFits(job, &later, question_.now)) return;
@@ -642,9 +650,9 @@ class Scheduler {
     }
   }
 
-  // Gives `nodes`, on which the job does not fit, what the first ones of `jobs` hold, as few as
-  // needed. How many; 0: all together are not enough. What has more room fits no less, so that few
-  // looks find the place.
+  // Adds to `nodes`, on which the job does not fit, what the first of `jobs` hold, from as few jobs
+  // as needed. Returns how many; 0 if all together are not enough. A binary search works, because
+  // more room never makes a job fit less.
   size_t GiveUntilItFits(const v1::JobRecord& job, const std::vector<const ActiveJob*>& jobs,
                          CandidateNodes* nodes) const {
     size_t given = 0;
@@ -663,7 +671,7 @@ class Scheduler {
     return enough;
   }
 
-  // Reserves for the job if it fits on `later`, which it takes then.
+  // Makes the reservation for the job, and takes `later`, if the job fits on it.
   bool KeepIfItFits(const v1::JobRecord& job, CandidateNodes* later, absl::Time starts) {
     const PlacementDecision placement = PlaceJob(job, later);
     if (placement.placements.empty()) return false;
@@ -680,13 +688,13 @@ class Scheduler {
     first_waiting_ = job.job_id();
   }
 
-  // `later`: where the job does not fit.
+  // Stops jobs so that `job` fits. `later`: the nodes with their space, on which it does not fit.
   bool Preempt(const v1::JobRecord& job, CandidateNodes later) {
     std::vector<const ActiveJob*> stopped = Victims(job, question_.active);
     const size_t given = GiveUntilItFits(job, stopped, &later);
     if (given == 0) return false;
     stopped.resize(given);
-    // Some that came first may not have helped; the last one has.
+    // Some of the first ones may not have helped; the last one has.
     for (size_t i = given - 1; i-- > 0;) {
       TakeAll(*stopped[i], &later);
       if (Fits(job, &later)) {
@@ -741,7 +749,7 @@ class Scheduler {
     for (const ActiveJob& job : question_.active) {
       const auto& placements = job.attempt->placements();
       if (job.record->spares_size() >= job.record->spec().spare_nodes() || job.attempt->stop() ||
-          started_.contains(job.record) ||  // with all for which there is room
+          started_.contains(job.record) ||  // it has all spares for which there is room
           first_of_owner_.contains(job.record->owner()) ||
           decision_.yields.end() !=
               std::find(decision_.yields.begin(), decision_.yields.end(), job.record->job_id()) ||
@@ -755,7 +763,8 @@ class Scheduler {
     std::sort(order.begin(), order.end(), [](const ActiveJob* a, const ActiveJob* b) {
       return Rank(*a->record) < Rank(*b->record);
     });
-    // Of a shape for which no node has room, wherever its jobs run: they cost one look together.
+    // Shapes for which no node has room, whichever nodes their jobs run on: all jobs of one shape
+    // cost one search together.
     absl::flat_hash_set<std::string> refused;
     int examined = 0;
     for (const ActiveJob* const job : order) {
@@ -784,7 +793,7 @@ class Scheduler {
     }
   }
 
-  // What is quick to find out.
+  // Returns whether the job may grow, as far as can be determined quickly.
   bool MayGrow(const ActiveJob& job) {
     const v1::JobSpec& spec = job.record->spec();
     const int most = question_.max_processes_of_owner;
@@ -795,7 +804,8 @@ class Scheduler {
       return false;
     }
     if (OwnSpares(*job.record) > 0) return true;
-    // The nodes on which it is have no room for more than it has there, unless some of it is free.
+    // Its own nodes have no room for more processes than it has there, unless some of their space
+    // is free.
     return std::any_of(question_.nodes.begin(), question_.nodes.end(), [&](const auto& node) {
       return node.second.space.Fits(spec.per_process()) > 0;
     });
@@ -805,27 +815,28 @@ class Scheduler {
   ScheduleDecision decision_;
   std::optional<Reservation> reservation_;
   std::string first_waiting_;
-  std::deque<v1::JobAttempt> attempts_;  // of jobs that were added to question_.active
+  std::deque<v1::JobAttempt> attempts_;                // those of jobs added to question_.active
   absl::flat_hash_set<const v1::JobRecord*> started_;  // by this schedule
   std::vector<size_t> held_;  // the jobs of question_.active whose room is held
   std::string first_held_;
-  absl::flat_hash_set<std::string> refused_held_;  // shapes for which there is no room to hold
-  int examined_ = 0;      // jobs behind the first, for which nodes were looked for
-  bool delayed_ = false;  // a job waits for its delayed restart, and holds room for it
-  bool awaits_ = false;   // all behind wait for the nodes that are awaited
+  absl::flat_hash_set<std::string> refused_held_;  // shapes for which no room can be held
+  int examined_ = 0;      // jobs behind the first one for which nodes were searched
+  bool delayed_ = false;  // a job waits for its delayed restart and holds room for it
+  bool awaits_ = false;   // all jobs from here on wait for awaited nodes
   absl::flat_hash_map<std::string, int64_t> processes_of_;  // by owner, of jobs that hold space
-  absl::flat_hash_map<std::string, int64_t> spares_of_;     // of these, in spares
-  absl::flat_hash_map<std::string, std::vector<size_t>> active_of_;  // by owner: which of active
+  absl::flat_hash_map<std::string, int64_t> spares_of_;     // the part of these in spares
+  // By owner: the indices of its jobs in question_.active.
+  absl::flat_hash_map<std::string, std::vector<size_t>> active_of_;
   absl::flat_hash_map<std::string, FirstOfOwner> first_of_owner_;
-  // Of elastic jobs: how many processes they may have, if that is fewer than they would take.
+  // The most processes that a job may have, if that is fewer than it would take.
   absl::flat_hash_map<const v1::JobRecord*, int> at_most_;
-  absl::flat_hash_set<const v1::JobRecord*> spared_;  // jobs whose spares are still theirs
+  absl::flat_hash_set<const v1::JobRecord*> spared_;  // jobs that still have their spares
   absl::flat_hash_map<std::string, std::string>
       refused_;  // shapes that do not fit, and what they wait for
   std::vector<const v1::JobRecord*> examined_in_vain_;
-  bool skipped_ = false;                             // jobs are left that were not examined
+  bool skipped_ = false;                             // some jobs were not examined
   std::optional<CandidateNodes> whole_;              // see Whole
-  absl::flat_hash_set<std::string> refused_beside_;  // and those that only fit on reserved space
+  absl::flat_hash_set<std::string> refused_beside_;  // shapes that fit only on reserved space
 };
 
 }  // namespace

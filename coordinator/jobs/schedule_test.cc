@@ -43,7 +43,7 @@ class ScheduleTest : public testing::Test {
     question_.queued.push_back({&record});
     return record;
   }
-  // Runs on `node`, whose space it takes.
+  // Adds a job that runs on `node` and takes its space.
   v1::JobRecord& Running(const std::string& id, const std::string& node, int processes,
                          int priority = 0, absl::Time ends_by = absl::InfiniteFuture()) {
     v1::JobRecord& record = Record(id, processes, priority);
@@ -56,7 +56,7 @@ class ScheduleTest : public testing::Test {
     question_.active.push_back({&record, attempt, ends_by});
     return record;
   }
-  // Runs, and is being stopped to come back with up to `most` processes.
+  // Adds a running job that is being stopped to come back with up to `most` processes.
   v1::JobRecord& StopsToGrow(const std::string& id, const std::string& node, int processes,
                              int most) {
     v1::JobRecord& record = Running(id, node, processes);
@@ -65,7 +65,7 @@ class ScheduleTest : public testing::Test {
     record.mutable_history(0)->mutable_end()->set_end_class(v1::END_CLASS_RESIZED);
     return record;
   }
-  // Room on `node` is kept for the next attempt of the job.
+  // Keeps room on `node` for the next attempt of the job.
   void Keep(v1::JobRecord* record, const std::string& node, int processes) {
     v1::Placement* const spare = record->add_spares();
     spare->set_node(node);
@@ -123,7 +123,7 @@ TEST_F(ScheduleTest, SmallJob_ThatEndsBeforeTheFirstCanStart_IsBackfilled) {
   EXPECT_EQ(Starts(), Ids{"small"});
 }
 
-// What holds its room has only just got it: it would run if that did not.
+// The jobs that hold its room have only just started: it would fit if they did not run.
 TEST_F(ScheduleTest, LargeJob_BehindOneThatStartsInTheSamePass_IsNotOvertaken) {
   AddNode("a", 8);
   v1::JobSpec* const first = Queue("first", 4).mutable_spec();
@@ -153,7 +153,8 @@ TEST_F(ScheduleTest, JobThatStarts_GetsItsSparesOnce) {
   EXPECT_TRUE(decision_.spares.empty());
 }
 
-// Else every job with a limit, however long, would start on what the first one waits for.
+// Otherwise every job with a limit, however long, would start on the room for which the first one
+// waits.
 TEST_F(ScheduleTest, JobWithALimit_BehindOneWhoseStartIsNotKnown_Waits) {
   AddNode("a", 2);
   AddNode("b", 2);
@@ -182,7 +183,7 @@ TEST_F(ScheduleTest, JobLargerThanAllNodes_BlocksNobody) {
   EXPECT_EQ(Starts(), Ids{"small"});
 }
 
-// An older agent takes none; jobs of the same size without files are no such jobs.
+// An older agent takes no files; jobs of the same size without files have another shape.
 TEST_F(ScheduleTest, JobWithFilesThatNoNodeTakes_BlocksNobody) {
   AddNode("a", 4);
   Queue("files", 1).mutable_spec()->add_files()->set_path("config.yaml");
@@ -209,14 +210,15 @@ TEST_F(ScheduleTest, Preemption_StopsNobodyWhoDoesNotHelp) {
   AddNode("a", 1);
   AddNode("b", 4);
   Running("large", "b", 4, 0).mutable_spec()->set_preemptible(true);
-  Running("small", "a", 1, 0).mutable_spec()->set_preemptible(true);  // the first to be examined
+  // The first one to be examined.
+  Running("small", "a", 1, 0).mutable_spec()->set_preemptible(true);
   Queue("urgent", 4, 5);
   Starts();
   ASSERT_EQ(decision_.preempts.size(), 1u);
   EXPECT_EQ(decision_.preempts[0].job_id, "large");
 }
 
-// They are found with few looks: as many are stopped as without these.
+// Few searches find them: as many jobs are stopped as without these.
 TEST_F(ScheduleTest, Preemption_OfMany_StopsAsFewAsNeeded) {
   AddNode("z", 8);
   for (int i = 0; i < 20; ++i) {
@@ -281,7 +283,7 @@ TEST_F(ScheduleTest, WhileNodesAreAwaited_AnElasticJobStartsWithAllItsProcesses)
   EXPECT_EQ(Starts(), Ids{"elastic"});
 }
 
-// Else a job behind it would start on what the first one waits for, for days.
+// Otherwise a job behind it would start on the room for which the first one waits, for days.
 TEST_F(ScheduleTest, DelayedRestart_AReservationCountsOnTheEndOfItsTimeLimit) {
   AddNode("a", 2);
   Queue("delayed", 1).mutable_spec()->mutable_time_limit()->set_seconds(60);
@@ -304,7 +306,7 @@ TEST_F(ScheduleTest, DelayedRestart_AReservationCountsOnTheEndOfItsStopGrace) {
   EXPECT_EQ(Starts(), Ids{"short"});
 }
 
-// One that fails again and again hardly uses what it would keep.
+// A job that fails repeatedly hardly uses the room that it would keep.
 TEST_F(ScheduleTest, DelayOfMoreThanAMinute_KeepsNoRoom) {
   AddNode("a", 2);
   Queue("delayed", 2);
@@ -313,7 +315,8 @@ TEST_F(ScheduleTest, DelayOfMoreThanAMinute_KeepsNoRoom) {
   EXPECT_EQ(Starts(), Ids{"small"});
 }
 
-// Else a job of a thousand processes that restarts after a failure loses its nodes to small ones.
+// Otherwise a job of a thousand processes that restarts after a failure loses its nodes to small
+// ones.
 TEST_F(ScheduleTest, DelayedRestart_KeepsTheRoomFromJobsBehindIt) {
   AddNode("a", 2);
   AddNode("b", 1);
@@ -338,7 +341,7 @@ TEST_F(ScheduleTest, DelayedRestart_ThatDoesNotFitNow_BlocksNobody) {
   EXPECT_EQ(decision_.next, kNow + absl::Seconds(7));
 }
 
-// What comes after it is reserved for the first that waits, not given to later ones.
+// The room that becomes free is reserved for the first job that waits, not given to later ones.
 TEST_F(ScheduleTest, DelayedRestart_LeavesAReservationToTheFirstThatWaits) {
   AddNode("a", 2);
   Queue("delayed", 1);
@@ -390,14 +393,14 @@ TEST_F(ScheduleTest, Growth_TakesNoRoomThatAnotherJobWaitsFor) {
   Starts();
   EXPECT_TRUE(decision_.grows.empty());
   question_.queued.clear();
-  Queue("huge", 100);  // blocks nobody
+  Queue("huge", 100);  // blocks no other job
   Starts();
   EXPECT_EQ(decision_.grows.size(), 1u);
   Queue("delayed", 1);
   question_.queued.back().not_before = kNow + absl::Seconds(7);
   Starts();
   EXPECT_TRUE(decision_.grows.empty());
-  // That keeps no room for so long.
+  // It keeps no room for such a long delay.
   question_.queued.back().not_before = kNow + absl::Minutes(5);
   Starts();
   EXPECT_EQ(decision_.grows.size(), 1u);
@@ -431,7 +434,7 @@ TEST_F(ScheduleTest, JobThatStopsToGrow_ReservesItsRoom_InItsOrder) {
   EXPECT_EQ(Starts(), Ids{"fits beside"});
   Queue("urgent", 2, 5);
   EXPECT_EQ(Starts(), (Ids{"urgent"}));
-  // It does not come back.
+  // The job does not come back.
   question_.queued.pop_back();
   record.set_wanted(v1::JOB_ACTION_CANCEL);
   EXPECT_EQ(Starts(), (Ids{"late", "fits beside"}));
@@ -480,7 +483,7 @@ TEST_F(ScheduleTest, LargeJob_ThatWaitsForTheOwnersLimit_IsNotOvertakenByTheOwne
             "the 8 processes that each user may");
 }
 
-// Else one after the other of them would make it wait for the limit whenever there is room.
+// Otherwise one after the other of them would make it wait for the limit whenever there is room.
 TEST_F(ScheduleTest, LargeJob_ThatWaitsForRoom_KeepsWhatTheOwnersLimitAllowsIt) {
   question_.max_processes_of_owner = 8;
   AddNode("a", 16);
@@ -504,14 +507,14 @@ TEST_F(ScheduleTest, ElasticJob_TakesWhatTheOwnersLimitLeaves) {
   AddNode("b", 2);
   EXPECT_EQ(Starts(), Ids{"elastic"});
   EXPECT_EQ(decision_.starts[0].placement.processes, 4);
-  // Not less than it needs: the owner's next one is not to take it.
+  // Not fewer than it needs: the owner's next job must not take them.
   elastic.mutable_spec()->set_processes_per_node(6);
   Queue("small", 3).set_owner("ann");
   Queue("beside", 2).set_owner("ann");
   EXPECT_EQ(Starts(), Ids{"beside"});
 }
 
-// The limit leaves it 5 processes, and no nodes have 5 alike.
+// The limit leaves it 5 processes, and no nodes have room for 5 evenly.
 TEST_F(ScheduleTest, ElasticJob_ThatDoesNotFitWithWhatTheOwnersLimitLeaves_IsNotOvertaken) {
   question_.max_processes_of_owner = 8;
   AddNode("a", 4);
@@ -547,7 +550,7 @@ TEST_F(ScheduleTest, ManyJobsThatWaitForTheirOwnersLimit_DelayNobody) {
   EXPECT_EQ(Starts(), Ids{"other"});
 }
 
-// Each schedule has an end, and leaves less to the next one.
+// Each schedule ends after limited work, and leaves less to the next one.
 TEST_F(ScheduleTest, ManyJobsThatAreTooLargeForAllNodes_DelayNobodyForLong) {
   AddNode("a", 8);
   for (int i = 0; i < 2 * kMaxExamined + 10; ++i) Queue(absl::StrCat("large-", i), 9 + i);
@@ -563,7 +566,7 @@ TEST_F(ScheduleTest, ManyJobsThatAreTooLargeForAllNodes_DelayNobodyForLong) {
   EXPECT_EQ(WhyWaits("large-0"), "room for 9 processes with 1 CPU each: 8 fit");
 }
 
-// There is nothing to find out about jobs that wait for others to end.
+// Jobs that wait for others to end need no search.
 TEST_F(ScheduleTest, ManyJobsOfDifferentSizesThatWaitForRoom_AreNotExaminedAgainAndAgain) {
   AddNode("a", 1000);
   Running("old", "a", 999);
@@ -595,7 +598,7 @@ TEST_F(ScheduleTest, RoomOfASpare_IsForItsJob_AndForThoseBeforeIt) {
   EXPECT_EQ(Starts(), Ids{"restarts"});
   EXPECT_EQ(decision_.starts[0].placement.placements[0].node(), "b");
   EXPECT_TRUE(decision_.yields.empty());
-  // One that comes before it takes the room.
+  // A job before it takes the room.
   Queue("urgent", 1, 5);
   EXPECT_EQ(Starts()[0], "urgent");
   EXPECT_EQ(decision_.yields, Ids{"restarts"});
@@ -644,7 +647,7 @@ TEST_F(ScheduleTest, SparesThatDoNotHelp_AreKept) {
   AddNode("d", 1);
   Queue("first", 2);
   Keep(&Running("second", "a", 2), "b", 2);
-  // Comes last, so its spare is tried first: the job does not fit there.
+  // comes last, so its spare is tried first: the job does not fit there
   Keep(&Running("third", "c", 2), "d", 1);
   EXPECT_EQ(Starts(), Ids{"first"});
   EXPECT_EQ(decision_.starts[0].placement.placements[0].node(), "b");
@@ -688,7 +691,7 @@ TEST_F(ScheduleTest, Spares_CountAgainstTheOwnersLimit) {
   Queue("too many", 1).set_owner("ann");
   EXPECT_EQ(Starts(), Ids{"job"});
   EXPECT_EQ(decision_.starts[0].placement.spares.size(), 1u);
-  // With room that is kept for it, it may start again although it is at the limit.
+  // With its spares, it may start again although it is at the limit.
   Keep(&job, "d", 2);
   EXPECT_EQ(Starts(), Ids{"job"});
 }
@@ -705,8 +708,7 @@ TEST_F(ScheduleTest, PreemptedJob_GivesUpItsSparesToo) {
   EXPECT_EQ(decision_.preempts[0].job_id, "old");
 }
 
-// Jobs of all sizes come without end, more than there is room for; each runs for ten minutes at
-// most.
+// More jobs of all sizes arrive than there is room for; each runs for ten minutes at most.
 TEST_F(ScheduleTest, AnyJobs_NoneStarves_AndNoNodeIsGivenOutTwice) {
   constexpr int kMinutes = 150, kLongest = 10;
   for (int seed = 1; seed <= 40; ++seed) {
@@ -719,14 +721,14 @@ TEST_F(ScheduleTest, AnyJobs_NoneStarves_AndNoNodeIsGivenOutTwice) {
     const std::map<std::string, int> cpus = {
         {"a", draw(3, 6)}, {"b", draw(3, 6)}, {"c", draw(3, 6)}};
     records_.clear();
-    // By index: the minute from which on it waits, and at which it ends.
+    // By index: the minutes at which the job starts to wait, and at which it ends.
     std::map<int, int> queued, runs;
     for (int minute = 0; minute < kMinutes || !queued.empty(); ++minute) {
       ASSERT_LT(minute, 20 * kMinutes) << queued.size() << " jobs never start";
       std::erase_if(runs, [&](const auto& job) { return job.second <= minute; });
       for (int more = minute < kMinutes ? draw(0, 3) : 0; more > 0; --more) {
-        // The large ones come before all others, but not so often that they fill the nodes. Each
-        // fits: the same number on each node.
+        // The large jobs come before all others, but not often enough to fill the nodes. Each job
+        // fits: the same number of processes on each node.
         const bool large = minute % 50 == 20 && more == 1;
         queued[records_.size()] = minute;
         v1::JobRecord& record =
@@ -786,7 +788,7 @@ TEST_F(ScheduleTest, AnyJobs_NoneStarves_AndNoNodeIsGivenOutTwice) {
       for (const auto& [owner, count] : processes) ASSERT_LE(count, limit > 0 ? limit : count);
       for (const auto& [index, since] : queued) {
         if (records_[index].spec().priority() == 0) continue;
-        // What runs ends within kLongest, and then it is its turn.
+        // The jobs that run end within kLongest, and then it is this one's turn.
         ASSERT_LE(minute - since, 3 * kLongest) << records_[index].job_id() << " starves";
       }
     }

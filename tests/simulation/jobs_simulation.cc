@@ -65,7 +65,7 @@ class Simulation {
       ++result_.events;
       Step();
     }
-    // Quiet: everything that can run does.
+    // The quiet phase: everything that can run does.
     for (Node& node : nodes_) node.silent = false;
     quiet_ = true;
     for (int step = 0; step < 3000 && result_.violation.empty() && !AllEnded(); ++step) Step();
@@ -107,7 +107,8 @@ class Simulation {
   JobsCore::Event NextEvent() { return {now_, revision_ += 2, kCluster}; }
 
   void Take(JobsOutput out) {
-    // A crash before the record is durable loses it with all that would have followed.
+    // A crash before the record is durable loses the record and everything that would have
+    // followed.
     if (!quiet_ && Chance(1)) {
       ++result_.restarts;
       StartCore();
@@ -126,7 +127,7 @@ class Simulation {
       journal_.push_back(std::move(change));
     }
     CheckRoom();
-    // A crash may also come after it, before any answer goes out.
+    // A crash may also come after the record is durable, before any answer is sent.
     const bool crash = !quiet_ && Chance(1);
     if (!crash) {
       for (auto& closed : out.closed_groups) closed_.insert(closed.first);
@@ -170,7 +171,7 @@ class Simulation {
           !by_hand_.contains({record.job_id(), last.number()})) {
         ++result_.hangs;
         for (const v1::ClassCount& limit : record.spec().class_limits()) {
-          std::set<AttemptKey> hung;  // since a person has retried it
+          std::set<AttemptKey> hung;  // since an operator has retried the job
           followed_hangs_.insert({record.job_id(), last.number()});
           for (const AttemptKey& key : followed_hangs_) {
             const auto later = by_hand_.upper_bound(key);
@@ -193,7 +194,7 @@ class Simulation {
       Violation(absl::StrCat(record.job_id(), " has had ", record.restarts(), " restarts of ",
                              record.spec().max_restarts()));
     }
-    // Later the job may have been resized.
+    // The job may have been resized later.
     const int told_attempts = former == told_.end() ? 0 : former->second.attempts();
     if (record.attempts() > told_attempts) {
       const v1::JobAttempt& last = record.history(record.history_size() - 1);
@@ -212,8 +213,8 @@ class Simulation {
     }
     told_[record.job_id()] = record;
   }
-  // A start that is not counted follows only an end that the program could not help. A runner that
-  // was stopped has obeyed: its end hides no cause.
+  // A start that is not counted follows only an end that the program could not prevent. If a runner
+  // was stopped, its end hides no cause.
   void CheckFreeStart(const v1::JobRecord& before, const v1::JobRecord& now) {
     const bool ended = before.state() == v1::JOB_STATE_STARTING ||
                        before.state() == v1::JOB_STATE_RUNNING ||
@@ -234,7 +235,7 @@ class Simulation {
     }
   }
 
-  // Each restart is requested once by a node, counts, and leaves an entry with its cause.
+  // A node requests each restart once; the restart counts, and leaves an entry with its cause.
   void CheckRestartsInPlace(const v1::JobRecord& before, const v1::JobRecord& now) {
     if (before.history_size() == 0 || now.history_size() == 0) return;
     const v1::JobAttempt& was = before.history(before.history_size() - 1);
@@ -256,7 +257,7 @@ class Simulation {
       Violation(absl::StrCat(what, " was not asked for"));
     }
   }
-  // A runner that is stopped before it learns that its request was granted reports its request once
+  // A runner that is stopped before it learns that its request was granted reports the request once
   // more.
   void CheckCountedOnce(const v1::JobRecord& before, const v1::JobRecord& now) {
     if (now.restarts() <= before.restarts()) return;
@@ -268,7 +269,7 @@ class Simulation {
       return Violation(absl::StrCat(now.job_id(), " counts a restart without a cause"));
     }
     ++result_.counted;
-    // Other ends, such as the loss of a node, are seen by the coordinator itself.
+    // The coordinator itself detects other ends, such as the loss of a node.
     if (!absl::StartsWith(cause->end().why(), kFailure)) return;
     if (!counted_.insert({now.job_id(), cause->end().why()}).second) {
       Violation(absl::StrCat(now.job_id(), " counts ", cause->end().why(), " twice"));
@@ -279,7 +280,7 @@ class Simulation {
     v1::JobAttempt* const last = record.mutable_history(record.history_size() - 1);
     last->mutable_placements(change.node_rank())->set_state(change.state());
   }
-  // The room of nodes is promised once: to what runs, or to be kept for what may follow.
+  // The room of a node is promised only once: to what runs, or as a spare for what may follow.
   void CheckRoom() {
     std::map<std::string, int> used;
     for (const auto& [id, record] : told_) {
@@ -293,7 +294,7 @@ class Simulation {
       }
       for (const v1::Placement& spare : record.spares()) {
         used[spare.node()] += spare.processes();
-        // The loss of a node would take both.
+        // The loss of the node would take both.
         const bool runs =
             record.state() == v1::JOB_STATE_STARTING || record.state() == v1::JOB_STATE_RUNNING;
         if (!own.insert(spare.node()).second && runs) {
@@ -353,7 +354,7 @@ class Simulation {
       }
     }
   }
-  // Reports what workers and agents of a running attempt say of it, now or too late.
+  // Reports what workers and agents of a running attempt say about it, now or too late.
   void GroupSays() {
     for (Node& node : nodes_) {
       for (const auto& [key, report] : node.attempts) {
@@ -555,9 +556,9 @@ class Simulation {
   }
   Node& Any() { return nodes_[random_() % nodes_.size()]; }
 
-  // A node that was lost once may have processes of an attempt that is fenced. This is called
-  // before the output of the event goes anywhere; any event may also start jobs and answer nodes,
-  // so what this one puts out follows the other's.
+  // A node that was lost once may have processes of a fenced attempt. Must be called before the
+  // output of the event is delivered; any event may also start jobs and answer nodes, so the output
+  // of this one follows the other's.
   void NoteLost(JobsOutput* out) {
     v1::Op op;
     op.mutable_list_nodes();
@@ -595,7 +596,8 @@ class Simulation {
     }
   }
 
-  // Loses a process of an attempt whose others can continue: its nodes ask, one after the other.
+  // Loses a process of an attempt whose other processes can continue: its nodes ask, one after the
+  // other.
   void LoseSomething() {
     for (Node& node : nodes_) {
       for (auto& [key, report] : node.attempts) {
@@ -613,7 +615,7 @@ class Simulation {
     }
   }
 
-  // Returns the most processes that fit: a job of more would never end.
+  // Returns the most processes that fit: a larger job would never end.
   int MostProcesses() {
     int cpus = 0;
     for (const Node& node : nodes_) cpus = std::max(cpus, node.cpus);
@@ -630,7 +632,7 @@ class Simulation {
     spec->set_priority(Up(2));
     spec->set_preemptible(Chance(50));
     spec->set_max_restarts(Up(2));
-    if (Chance(30)) {  // only of hangs
+    if (Chance(30)) {  // limits only hangs
       spec->add_class_limits()->set_end_class(v1::END_CLASS_HANG);
       spec->mutable_class_limits(0)->set_count(Up(1));
     }
@@ -645,7 +647,7 @@ class Simulation {
     jobs_.insert(absl::StrCat("j-", jobs_.size() + 1));
     const std::string key = absl::StrCat("key", ++keys_);
     op.mutable_submit_job()->set_idempotency_key(key);
-    // Repeats until it has succeeded: a crash may have lost it.
+    // Repeats until it has succeeded, because a crash may have lost the call.
     for (int i = 0; i < 3; ++i) Send(op, nullptr);
     jobs_.clear();
     for (const auto& [id, record] : told_) jobs_.insert(id);
@@ -664,7 +666,7 @@ class Simulation {
     op.mutable_control_job()->set_max_processes(op.control_job().min_processes() + Up(3));
     const auto told = told_.find(*it);
     if (told != told_.end()) op.mutable_control_job()->set_after_attempt(told->second.attempts());
-    // A retry by hand counts as one after a user error, too.
+    // A retry by an operator is counted as one after a user error, too.
     if (op.control_job().action() == v1::JOB_ACTION_RETRY && told != told_.end()) {
       by_hand_.insert({*it, told->second.attempts()});
     }
@@ -715,13 +717,16 @@ class Simulation {
   int failures_ = 0;
   bool quiet_ = false;
   std::set<std::string> jobs_;
-  std::map<std::string, v1::JobRecord> told_;  // by the journal
-  std::set<AttemptKey> by_hand_;               // retried after these
-  std::set<AttemptKey> followed_hangs_;        // of jobs with a limit of them
+  std::map<std::string, v1::JobRecord> told_;  // records according to the journal
+  std::set<AttemptKey> by_hand_;         // attempts after which an operator has retried the job
+  std::set<AttemptKey> followed_hangs_;  // those of jobs with a limit on hangs
   std::set<AttemptKey> stepped_;
-  std::set<std::pair<std::string, std::string>> counted_;  // jobs, and which failures of theirs
-  std::set<std::tuple<std::string, int, int>> asked_;      // restarts within an attempt
-  std::map<std::tuple<std::string, std::string, int>, int> restarts_on_;  // that a node knows of
+  // Jobs, and which of their failures were counted.
+  std::set<std::pair<std::string, std::string>> counted_;
+  // Restarts within an attempt that were requested.
+  std::set<std::tuple<std::string, int, int>> asked_;
+  // Restarts that a node knows of.
+  std::map<std::tuple<std::string, std::string, int>, int> restarts_on_;
   std::set<std::string> closed_;
   std::set<std::string> was_lost_;
   std::set<std::tuple<std::string, uint64_t, std::string, int>> started_;

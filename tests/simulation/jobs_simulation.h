@@ -15,28 +15,28 @@ struct JobsSimulationResult {
   int restarts = 0;  // of the coordinator
   int lost_nodes = 0;
   int stepped = 0;  // attempts that have reported a step
-  int resizes = 0;  // attempts after one that was stopped for another size
-  int hangs = 0;    // that were followed by a restart
+  int resizes = 0;  // attempts that follow one that was stopped for another size
+  int hangs = 0;    // hangs that were followed by a restart
   int restarts_in_place = 0;
-  int counted = 0;     // restarts of jobs
-  int free = 0;        // attempts that follow another without being counted
-  int promotions = 0;  // nodes of attempts that were spares of the one before
+  int counted = 0;     // counted restarts of jobs
+  int free = 0;        // attempts that follow another one without being counted
+  int promotions = 0;  // nodes of attempts that were spares of the attempt before
 };
 
-// Simulates a few nodes and jobs under one seed: replies and calls are lost, nodes restart, lose
-// their records or fall silent, the coordinator crashes between any two records, jobs are
-// cancelled, suspended, retried, resized and grow. Then everything is quiet until all jobs have
-// ended.
+// Simulates a few nodes and jobs with one seed: replies and calls are lost, nodes restart, lose
+// their records or fall silent, the coordinator crashes between any two records, and jobs are
+// cancelled, suspended, retried, resized and grow. In the end there are no more faults until all
+// jobs have ended.
 //
-// Rules that always hold: an attempt starts at most once on a node; an attempt starts only when the
-// groups of all earlier ones are closed and, on nodes that were not lost, nothing of them is left;
-// its processes are as many as the job asks for; no node has more than it has room for, and no room
-// that is kept as a spare is used by another job; what is not to be retried is not, and what counts
-// as a restart is counted, also within an attempt that continues, and no failure twice; a start
-// that is not counted follows only what the program could not help. The stages of attempts are in
-// the order of their times. A core that is made from the journal knows what the former one has
-// reported. In the end every job has ended, and one that succeeded had an attempt all of whose
-// processes did.
+// Rules that always hold: An attempt starts at most once on a node. An attempt starts only when the
+// groups of all earlier ones are closed and nothing of them is left on nodes that were not lost. It
+// has as many processes as the job requests. No node gets more than it has room for, and no other
+// job uses the room of a spare. An attempt that must not be retried is not; each restart that
+// counts is counted, also within an attempt that continues, and no failure is counted twice; a
+// start that is not counted follows only what the program could not prevent. The stages of attempts
+// are in the order of their times. A core made from the journal knows what the former one has
+// reported. In the end every job has ended, and each job that succeeded had an attempt all of whose
+// processes succeeded.
 JobsSimulationResult RunJobsSimulation(uint64_t seed, coordinator::JobsMutants mutants);
 
 }  // namespace muster::simulation

@@ -32,7 +32,7 @@ TEST(JobsSimulationTest, AnySeed_KeepsTheRules) {
     counted += result.counted;
     free += result.free;
   }
-  // The simulation has tried what it is about.
+  // The simulation has reached what it is meant to test.
   EXPECT_GT(attempts, 10 * Seeds());
   EXPECT_GT(restarts, Seeds());
   EXPECT_GT(lost, Seeds() / 10);
