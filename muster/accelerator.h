@@ -45,7 +45,8 @@ namespace muster {
 
 namespace internal {
 
-// Parameters and buffers by name. `wanted`: those alone for which wanted(name); null: all.
+// Returns parameters and buffers by name: those for which wanted(name) is true, or all if `wanted`
+// is null.
 std::map<std::string, at::Tensor> StateDictOf(
     ModelSlot& model, const std::function<bool(const std::string& name)>& wanted);
 
@@ -59,7 +60,7 @@ class LoaderProgress : public Progress {
    public:
     Iterator(LoaderIterator<T> batches, Progress* bar, int64_t skipped)
         : batches_(std::move(batches)), bar_(bar) {
-      // The pass may continue from a loaded state; and it may be another one over the same range.
+      // The pass may continue from a loaded state, and it may not be the first over this range.
       bar_->Restart(batches_ == std::default_sentinel ? 0 : (*batches_).info().index - skipped);
     }
     Batch<T>& operator*() const { return *batches_; }
@@ -131,7 +132,7 @@ class Accelerator {
   bool is_local_main_process() const { return local_process_index() == 0; }
   bool is_last_process() const { return process_index() == num_processes() - 1; }
   bool use_distributed() const { return num_processes() > 1; }
-  // Several processes, each with a GPU.
+  // Whether there are several processes, each with a GPU.
   bool multi_device() const { return use_distributed() && device().is_cuda(); }
   // "NO", "MULTI_CPU" or "MULTI_GPU".
   const char* distributed_type() const {
@@ -311,7 +312,8 @@ class Accelerator {
       std::source_location where = std::source_location::current()) {
     Comm& comm = CommFor("gather_for_metrics()");
     const BatchInfo* batch = nullptr;
-    // Of loaders side by side the batch may be in doubt, where there are rows to cut.
+    // With loaders side by side, BatchOfMetrics() throws if the batch is ambiguous, so it is called
+    // only if there may be rows to cut.
     if constexpr (nested_internal::HoldsTensor<T>() || nested_internal::IsVector<T>) {
       batch = BatchOfMetrics();
     }
@@ -370,9 +372,9 @@ class Accelerator {
     Comm& comm = CommFor("pad_across_processes()");
     return PadAcrossProcesses(comm, value, dim, pad_index, pad_first, where);
   }
-  // (collective) Returns process `from_process`'s value: tensors on this process's device, and what
-  // gather_object() takes beside them or alone. Does not change the input, unlike Accelerate's and
-  // LibTorch's: `t = accelerator.broadcast(t)`.
+  // (collective) Returns process `from_process`'s value, with tensors on this process's device.
+  // Takes tensors and everything that gather_object() takes, also together. Does not change the
+  // input, unlike the broadcasts of Accelerate and LibTorch: `t = accelerator.broadcast(t)`.
   template <class T>
   [[nodiscard("broadcast() returns the result and leaves its argument as it is")]] T broadcast(
       const T& value, int from_process = 0,
@@ -525,7 +527,7 @@ class Accelerator {
   int64_t save_iteration() const;
   // Adds objects to the state: saving calls `StateDict state_dict() const` on process 0, loading
   // calls `load_state_dict(const StateDict&)` on all processes, before prepared objects are loaded.
-  // Keep them alive, or call remove() of the result before one of them ends (an Ema does so
+  // Keep them alive, or call remove() of the result before one of them is destroyed (an Ema does so
   // itself). (All processes save and load an Ema of a sharded model, each its part.)
   template <Checkpointable... Objects>
   HookHandle register_for_checkpointing(Objects&... objects) {
@@ -558,9 +560,9 @@ class Accelerator {
   std::map<std::string, at::Tensor> get_state_dict(const AcceleratedModel<M>& model) const {
     return internal::StateDictOf(*model.slot(), nullptr);
   }
-  // The same of the parameters and buffers alone for which wanted(name), such as adapters: of a
-  // sharded model, only these are exchanged between processes. `wanted` must say the same on every
-  // process, or the call throws on all of them.
+  // The same for only the parameters and buffers for which wanted(name) is true, such as adapters.
+  // For a sharded model, processes exchange only these. `wanted` must return the same on every
+  // process; otherwise the call throws on all of them.
   template <class M>
   std::map<std::string, at::Tensor> get_state_dict(
       const AcceleratedModel<M>& model,
@@ -618,12 +620,12 @@ class Accelerator {
   absl::Status init_trackers(const std::string& project_name, const TrackerValues& config = {},
                              const std::vector<std::string>& kinds = {"tensorboard"},
                              std::vector<std::unique_ptr<GeneralTracker>> own = {});
-  // Queues values for the trackers: `accelerator.log({{"loss", 0.5}}, step)`. Without a step it is
-  // the one after that of the entry before; the first one goes on from what is in the trackers'
-  // files. Does not wait for a disk, unless 4,096 entries wait already: then until one has been
-  // taken. After a minute without that it goes on, drops entries while there is no room, and warns
-  // which tracker is in the way. After end_training() values are lost, with one warning. Throws
-  // c10::Error before init_trackers().
+  // Queues values for the trackers: `accelerator.log({{"loss", 0.5}}, step)`. Without a step, it is
+  // the one after that of the previous entry; the first entry continues from what is in the
+  // trackers' files. Does not wait for a disk unless 4,096 entries are queued already: then it
+  // blocks until one has been taken. After a minute without that it returns, drops entries while
+  // there is no room, and warns which tracker is too slow. After end_training(), values are lost,
+  // with one warning. Throws c10::Error before init_trackers().
   void log(TrackerValues values, std::optional<int64_t> step = std::nullopt);
   // Returns the tracker of that name, so that you can call its own methods; on a process without
   // it, a tracker that does nothing. Blocks until everything logged so far has been written. After
@@ -660,7 +662,7 @@ class Accelerator {
  private:
   ProgressOptions OptionsOfBar(int64_t total, const std::string& description) const;
 
-  // Of hooks or registered objects.
+  // Returns the handle of the hooks or registered objects with these numbers.
   HookHandle HandleOf(std::vector<int64_t> numbers);
 
   // Access to the Core for the templates. CommFor throws if processes that have run out of batches
@@ -685,7 +687,8 @@ class Accelerator {
   OptimizerSlotPtr PrepareSlot(torch::optim::Optimizer& optimizer,
                                std::shared_ptr<void> keep = nullptr);
   OptimizerSlotPtr PrepareSlot(OptimizerHandle& optimizer, std::shared_ptr<void> keep = nullptr);
-  // For `optimizer` or, if that is null, for the one optimizer of this prepare() call.
+  // Prepare a schedule for `optimizer` or, if that is null, for the one optimizer of this prepare()
+  // call.
   using SchedulerSlotPtr = std::shared_ptr<internal::SchedulerSlot>;
   SchedulerSlotPtr PrepareSlot(LrSchedulePtr schedule, const OptimizerSlotPtr& optimizer);
   SchedulerSlotPtr PrepareSlot(std::vector<LrSchedulePtr> schedules,

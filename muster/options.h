@@ -93,8 +93,8 @@ struct CheckpointOptions {
   // How many numbered checkpoints to keep, besides the pinned ones. The oldest are deleted once a
   // new one is complete. Absent: project.total_limit; if that is absent too, all are kept.
   std::optional<int64_t> keep;
-  // Checkpoints whose global_step() is a multiple of this are kept as well; 0: none for that
-  // reason. Those of step 0, where a program without a prepared optimizer stays, are no multiples.
+  // Checkpoints whose global_step() is a multiple of this are kept as well; 0: none are kept for
+  // that reason. Step 0, at which a program without a prepared optimizer stays, is not a multiple.
   int64_t keep_every = 0;
   // false: no process resumes from a new checkpoint until `muster checkpoints promote` releases it,
   // unless the program names it. Needs a coordinator and a file system shared by all nodes.
@@ -117,10 +117,11 @@ struct ActivationCheckpointingOptions {
   std::vector<std::string> block_types = {};
   // Where the inputs of blocks are kept between the two passes. Applies to tensors of at least 4
   // KiB that depend on parameters and have no gaps; tensors inside classes that are not structures
-  // of tensors (worker/nested/nested.h) stay where they are. kCpu: those of a GPU in pinned memory;
-  // no effect on the CPU. kDisk: in one file per process in `offload_path`, which disappears with
-  // the process; a thread writes during the forward pass and reads ahead during the backward pass,
-  // with at most 64 MiB, or one tensor, waiting to be written. backward() throws if the disk fails.
+  // of tensors (worker/nested/nested.h) stay where they are. kCpu: tensors of a GPU are kept in
+  // pinned memory; no effect on the CPU. kDisk: in one file per process in `offload_path`, which
+  // disappears with the process; a thread writes during the forward pass and reads ahead during the
+  // backward pass, with at most 64 MiB, or one tensor, waiting to be written. backward() throws if
+  // the disk fails.
   Offload offload = Offload::kNone;
   std::string offload_path = {};
 };
@@ -182,11 +183,13 @@ struct AcceleratorOptions {
   std::optional<ActivationCheckpointingOptions> activation_checkpointing;
   // The total 2-norm to which step() of a prepared optimizer clips its parameters' gradients when
   // gradients are synchronized. clip_grad_norm_() then returns the norm and leaves these gradients
-  // unchanged, as Accelerate's does under DeepSpeed; it clips others. backward() throws once an
-  // optimizer that is not prepared has changed a parameter of a prepared model that neither of them
-  // clips. 0: none. Absent: a DeepSpeed configuration's gradient_clipping, else none.
+  // unchanged, as Accelerate's does under DeepSpeed; it still clips other gradients. backward()
+  // throws once an optimizer that is not prepared has changed a parameter of a prepared model that
+  // neither step() nor clip_grad_norm_() clips. 0: none. Absent: a DeepSpeed configuration's
+  // gradient_clipping, else none.
   std::optional<double> gradient_clipping;
-  // If every field has its default: the fp16 section of a DeepSpeed configuration, if there is one.
+  // If every field has its default value, the fp16 section of a DeepSpeed configuration applies, if
+  // there is one.
   GradScalerOptions grad_scaler;
   // For prepared models and autocast().
   AutocastOptions autocast;
@@ -214,7 +217,7 @@ struct AcceleratorOptions {
   // the program averages them itself. false: step() throws and names the parameter.
   bool allow_local_gradients = false;
   // backward() throws on a loss that is NaN or infinite, naming the process and the micro-step. A
-  // loss of weight 0 may be.
+  // loss of weight 0 may be NaN or infinite.
   bool check_finite_loss = false;
 };
 

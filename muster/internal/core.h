@@ -46,7 +46,7 @@ struct Handed {
   std::vector<Parameter> parameters;         // of prepared models
 };
 
-// What an Accelerator consists of: the parts below, and what concerns this process alone (control,
+// The implementation of Accelerator: the parts below, and what concerns only this process (control,
 // triggers, trackers). Not thread-safe.
 class Core : public std::enable_shared_from_this<Core> {
  public:
@@ -55,7 +55,7 @@ class Core : public std::enable_shared_from_this<Core> {
   // ReadEnvironment and JoinJob.
   static absl::StatusOr<JoinedProcess> Join(const AcceleratorOptions& options,
                                             const JoinJobOptions& join);
-  // In a process that has joined its job already.
+  // For a process that has already joined its job.
   Core(const AcceleratorOptions& options, JoinedProcess process);
   ~Core();
   Core(const Core&) = delete;
@@ -69,20 +69,22 @@ class Core : public std::enable_shared_from_this<Core> {
   CheckpointState& checkpoints() { return checkpoints_; }
   TrackerSet* trackers() { return trackers_.get(); }
   JobTriggers& triggers() { return *triggers_; }
-  // For `call`, which is a collective where there is no coordinator.
+  // Returns the triggers for `call`, which is a collective if there is no coordinator: then it
+  // throws inside join_uneven_inputs().
   JobTriggers& triggers(const char* call);
 
   // prepare(): see Accelerator.
   std::shared_ptr<ModelSlot> PrepareModel(std::unique_ptr<ModelSource> source, bool evaluation);
-  // `keep`: what must live as long as the slot.
+  // `keep`: an object that must outlive the slot.
   std::shared_ptr<OptimizerSlot> PrepareOptimizer(torch::optim::Optimizer& optimizer,
                                                   std::shared_ptr<void> keep = nullptr);
   std::shared_ptr<OptimizerSlot> PrepareOptimizer(OptimizerHandle& optimizer,
                                                   std::shared_ptr<void> keep = nullptr);
-  // For the one optimizer of this prepare() call or, if given, for `optimizer`.
+  // Prepares a schedule for `optimizer` or, if that is null, for the one optimizer of this
+  // prepare() call.
   std::shared_ptr<SchedulerSlot> PrepareSchedule(
       LrSchedulePtr schedule, const std::shared_ptr<OptimizerSlot>& optimizer = nullptr);
-  // One for each parameter group.
+  // Prepares one schedule for each parameter group.
   std::shared_ptr<SchedulerSlot> PrepareSchedule(
       std::vector<LrSchedulePtr> schedules,
       const std::shared_ptr<OptimizerSlot>& optimizer = nullptr);
@@ -103,22 +105,22 @@ class Core : public std::enable_shared_from_this<Core> {
   // A loader with the settings of a dropped one continues where that one stopped.
   void RegisterLoader(std::shared_ptr<LoaderStateHandle> loader);
 
-  // Forgets the objects that only this one still holds, unless a window is open.
+  // Forgets the objects that only this Core still holds, unless a window is open.
   void ForgetUnheld();
   void FreeMemory();
 
-  // (collective) A Comm over `ranks`; null where this one is not among them.
+  // (collective) Returns a Comm over `ranks`; null if this rank is not among them.
   std::shared_ptr<Comm> NewGroup(std::vector<int> ranks);
-  // The batch that gather_for_metrics() cuts by; null outside of loops.
+  // Returns the batch that gather_for_metrics() cuts by; null outside of loops.
   const BatchInfo* BatchOfMetrics() const;
   void WaitForEveryone(absl::Duration timeout, const std::string& name, std::source_location where);
   void SetTrigger() { trigger_ = true; }
-  // (collective) Whether a process has set it.
+  // (collective) Whether any process has set the trigger.
   bool CheckTrigger();
-  // What triggers count, the same on all processes: optimizer steps (inside LocalSGD those that
-  // fp16 skips, too), or batches in a program without a prepared optimizer.
+  // The step by which triggers count, the same on all processes: optimizer steps (inside LocalSGD
+  // also those that fp16 skips), or batches in a program without a prepared optimizer.
   int64_t trigger_step() const;
-  // The first of `count` epochs to run.
+  // Returns the first of `count` epochs to run.
   int64_t FirstEpoch(int64_t count);
 
   // Finishes the trackers, and reports to the coordinator that this process leaves on purpose.
@@ -128,8 +130,9 @@ class Core : public std::enable_shared_from_this<Core> {
   // saves that are under way, which are lost. Only the destructor may be called afterwards. Returns
   // the objects that the program must have released before it joins the next generation.
   Handed Abandon();
-  // `error`, or, if it only says that a connection to another process is gone, which process that
-  // was and how it ended, as far as the coordinator knows. May wait some seconds to learn it.
+  // Returns `error` or, if that only says that a connection to another process is gone, an error
+  // that says which process it was and how it ended, as far as the coordinator knows. May wait some
+  // seconds to learn it.
   absl::Status NameCulprit(const absl::Status& error);
 
   absl::Status InitTrackers(const std::string& project, const TrackerValues& config,
@@ -140,14 +143,15 @@ class Core : public std::enable_shared_from_this<Core> {
  private:
   void SynchronizeRngTypes();
   std::shared_ptr<OptimizerSlot> AddOptimizer(std::shared_ptr<OptimizerSlot> slot);
-  // (collective, the first time) As options().sharding says.
+  // (collective on the first call) Makes the groups that options().sharding describes, once.
   const ShardingGroups& MakeShardingGroups();
-  // (collective, if there is something to offload) As options().sharding says.
+  // (collective, if there is something to offload) Offloads the state as options().sharding says.
   void OffloadStateOf(OptimizerHandle& optimizer);
   // (collective, if there is something to offload) Throws unless the host has room for the states
-  // of the prepared optimizers and of `added`, which is null or is about to be one.
+  // of the prepared optimizers and of `added`, which is null or about to be prepared.
   void CheckRoomForStates(const OptimizerHandle* added) const;
-  // Throw if a configuration says what optimizers or schedules are, and these were made otherwise.
+  // Throw if a configuration describes the optimizers or schedules and these were made in another
+  // way.
   void CheckMade(const OptimizerHandle* optimizer) const;
   void CheckMade(const std::vector<LrSchedulePtr>& schedules) const;
   // Has the optimizer update this process's shards of the parameters of sharded models.
@@ -156,7 +160,7 @@ class Core : public std::enable_shared_from_this<Core> {
   Process process_;
   ShardingGroups sharding_groups_;
   bool sharding_groups_made_ = false;
-  // By MakeOptimizer() and MakeScheduler().
+  // What MakeOptimizer() and MakeScheduler() have made.
   std::vector<uint64_t> made_optimizers_;
   std::vector<std::weak_ptr<const LrSchedule>> made_schedules_;
   Registry registry_;
@@ -165,7 +169,7 @@ class Core : public std::enable_shared_from_this<Core> {
   CheckpointState checkpoints_;
   std::unique_ptr<JobTriggers> triggers_;  // until EndTraining; uses process_
   std::unique_ptr<TrackerSet> trackers_;
-  std::vector<std::weak_ptr<void>> groups_;  // of NewGroup
+  std::vector<std::weak_ptr<void>> groups_;  // from NewGroup()
   bool trigger_ = false;
   bool ended_ = false;
 };

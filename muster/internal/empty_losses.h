@@ -12,9 +12,10 @@
 
 namespace muster::internal {
 
-// Losses that are means over no items, such as the tokens of a batch of prompts alone. Their
-// backward pass is made as any other, since other processes exchange gradients in it, but what it
-// computes may be NaN: a sum that is divided by 0 has the gradient 0 / 0. Not thread-safe.
+// Makes losses harmless that are means over no items, such as the tokens of a batch that consists
+// only of prompts. Their backward pass runs like any other, since other processes exchange
+// gradients in it, but it may compute NaN: a sum that is divided by 0 has the gradient 0 / 0. Not
+// thread-safe.
 class EmptyLosses {
  public:
   // `registry` is borrowed.
@@ -22,7 +23,7 @@ class EmptyLosses {
   EmptyLosses(const EmptyLosses&) = delete;
   EmptyLosses& operator=(const EmptyLosses&) = delete;
 
-  // While it lives, backward passes add zeros to the gradients of what is prepared.
+  // While it lives, backward passes add zeros to the gradients of prepared objects.
   class Scope {
    public:
     explicit Scope(EmptyLosses& losses) : empty_(losses.empty_) {
@@ -44,7 +45,8 @@ class EmptyLosses {
   void Hook(const at::Tensor& parameter);
 
   const Registry& registry_;
-  // Of the hooks, which stay: LibTorch keeps a place for each that is removed.
+  // Shared with the hooks, which are never removed, because LibTorch keeps a place for each removed
+  // one.
   const std::shared_ptr<bool> empty_ = std::make_shared<bool>(false);
   // The parameters that have a hook; weak, so that no other tensor is at the address of one.
   std::unordered_map<const void*, Weak> hooked_;

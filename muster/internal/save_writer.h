@@ -24,28 +24,29 @@
 
 namespace muster::internal {
 
-// Writes the files of this process in a save, by a plan that is made once for what is registered
-// and its tensors, and again when that changes on any process. Not thread-safe.
+// Writes the files of this process in a save. It reuses one plan until the registered objects or
+// their tensors change on any process. Not thread-safe.
 class SaveWriter {
  public:
-  // All are borrowed.
+  // Borrows all arguments.
   SaveWriter(const Process& process, Registry& registry, LoopTracker& loops, StepController& steps,
              const StateObjects& objects);
   ~SaveWriter();
 
-  // Before each save. Whether everything that is trained would be written; throws what the plan
-  // cannot be made of.
+  // Must be called before each save. Returns an error if something that is trained would not be
+  // written, or if no plan can be made.
   absl::Status Check();
-  // (collective) OK if `mine` is on every rank, sharded models are no mixture, and unless ranks
-  // train apart their optimizers have stepped alike; else this rank's error, or another's with its
-  // rank. The only exchange about a plan. `directory`: what this rank was given, which all must be
-  // or none.
+  // (collective) Returns OK if `mine` is OK on every rank, all ranks were given the same
+  // `directory` or none, sharded models hold no mixture of weights, and, unless ranks train apart,
+  // their optimizers have made the same steps. Otherwise returns this rank's error, or that of
+  // another rank, which it names. The only exchange about a plan.
   absl::Status Agree(const absl::Status& mine, const std::string& directory);
-  // This process's files, after Agree(). Again, if the save has a second place. (collective)
+  // (collective) Writes this process's files, after Agree(). Called again if the save has a second
+  // place.
   absl::Status Write(StateWriter& writer);
 
-  // How often, by this process: saves and files that were planned, and those that took the plan of
-  // an earlier one.
+  // How many saves and files this process has planned, and for how many it has reused an earlier
+  // plan.
   struct PlanCounts {
     int64_t saves_planned = 0, saves_reused = 0;
     int64_t files_planned = 0, files_reused = 0;
@@ -55,22 +56,23 @@ class SaveWriter {
  private:
   // What the processes have agreed on before a save.
   struct Agreed {
-    bool hooks = false;      // one has hooks
-    bool apart = false;      // one has trained apart
-    bool same_plan = false;  // the last plan fits on all of them
+    bool hooks = false;      // some process has hooks
+    bool apart = false;      // some process has trained apart
+    bool same_plan = false;  // the last plan fits on all processes
   };
 
   absl::Status CheckComplete();
-  // Compares what each rank has told the others in Agree(). (collective where a rank has failed)
+  // Compares what the ranks have told each other in Agree(). (collective if a rank has failed)
   void CompareShardedModels(const std::vector<std::string>& changes);
-  // The optimizers of models that the ranks train together, as numbers in the registry.
+  // Returns the optimizers of models that the ranks train together, as numbers in the registry.
   std::vector<size_t> SharedOptimizers() const;
-  // Of each of these, the steps, and a digest of its groups' hyper-parameters.
+  // For each of these optimizers, its steps and a digest of its groups' hyper-parameters.
   using StepsOnWire = std::vector<std::pair<int64_t, int64_t>>;
   StepsOnWire StepsHere() const;
-  // Throws where ranks have made other steps. (collective where digests differ)
+  // Throws if ranks have made different steps or use different hyper-parameters. (collective if
+  // digests differ)
   void CompareSteps(const std::vector<StepsOnWire>& said) const;
-  // Tells the writer what only optimizers change.
+  // Tells the writer which tensors only optimizers change.
   void CopyParametersLater(StateWriter& writer) const;
   // Parts of Write().
   void ExpectBytes(StateWriter& writer, const std::vector<NamedTensors>& weights,
@@ -78,7 +80,7 @@ class SaveWriter {
   absl::Status WriteModels(StateWriter& writer, const std::vector<NamedTensors>& weights) const;
   absl::Status WriteOptimizer(StateWriter& writer, size_t index, OptimizerState state) const;
   absl::Status WriteShared(StateWriter& writer) const;
-  // `index` and `collected` are of a divided object.
+  // `index` and `collected` belong to a divided object.
   absl::Status WriteRegistered(StateWriter& writer, const SaveDivision& division, size_t index,
                                const StateDict& collected) const;
 
@@ -87,11 +89,11 @@ class SaveWriter {
   LoopTracker& loops_;
   StepController& steps_;
   const StateObjects& objects_;
-  SaveLayout layout_;                   // of the save that is made, or was last
-  std::optional<SaveLayout> complete_;  // nothing that is trained is left out of it
-  StepsOnWire made_;                    // until then
+  SaveLayout layout_;                   // of the current or the last save
+  std::optional<SaveLayout> complete_;  // the last layout that leaves out nothing trained
+  StepsOnWire made_;                    // the steps at the last Check()
   Agreed agreed_;
-  std::unique_ptr<SavePlan> plan_;  // of the last save; null before
+  std::unique_ptr<SavePlan> plan_;  // of the last save; null before the first
   int64_t saves_planned_ = 0, saves_reused_ = 0;
   FilePlans file_plans_;
 };

@@ -14,8 +14,8 @@ class StepController;
 class [[nodiscard]] AccumulateScope {
  public:
   explicit AccumulateScope(StepController* steps) : steps_(steps) {}
-  // Not noexcept: a zero_grad() that came before the step of the window happens here, and may read
-  // gradients from a disk.
+  // Not noexcept: a zero_grad() that was called before the window's step is carried out here and
+  // may read gradients from a disk.
   ~AccumulateScope() noexcept(false);
   AccumulateScope(AccumulateScope&& other) noexcept
       : steps_(std::exchange(other.steps_, nullptr)) {}
@@ -101,11 +101,11 @@ class EpochRange {
   const int64_t count_;
 };
 
-// Marks a prepare() call in progress; Finish() ties its schedules to its optimizer.
+// Marks a prepare() call in progress; the destructor ties its schedules to its optimizer.
 class PrepareCall {
  public:
   explicit PrepareCall(Core* core);
-  // Not noexcept: a schedule without an optimizer is refused here, after all objects were seen.
+  // Not noexcept: a schedule without an optimizer is refused here, once all objects are known.
   ~PrepareCall() noexcept(false);
 
  private:

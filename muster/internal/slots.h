@@ -23,14 +23,15 @@ namespace muster::internal {
 class Registry;
 class StepController;
 
-// Where the disk holds what memory has no room for. Empty: nowhere.
+// Returns the folder to which parameters, optimizer states or gradients are offloaded; empty if
+// none are offloaded to a disk.
 std::string FolderOfOffload(const ShardingOptions& sharding);
 
 // A prepared optimizer.
 class OptimizerSlot {
  public:
-  // `handle` is borrowed, or owned by `owned`. `source`: what prepare() was given, and `source_id`
-  // a number that distinguishes it from others at that address; 0: none.
+  // `handle` is borrowed, or owned by `owned`. `source`: the object that prepare() was given;
+  // `source_id`: a number that distinguishes it from other objects at that address, or 0.
   OptimizerSlot(StepController* steps, OptimizerHandle* handle,
                 std::unique_ptr<OptimizerHandle> owned, const void* source, uint64_t source_id = 0)
       : controller_(steps),
@@ -44,12 +45,13 @@ class OptimizerSlot {
   void ZeroGrad(bool set_to_none);
   bool step_was_skipped() const { return step_was_skipped_; }
   int64_t steps() const { return steps_; }
-  // Those of this process's run alone.
+  // The steps of this process's run only.
   int64_t steps_here() const { return steps_here_; }
-  // Those tried: the same on all processes, also inside LocalSGD, where each of them skips the
-  // steps whose gradients overflow on it.
+  // The steps that were tried: the same on all processes, even inside LocalSGD, where each process
+  // skips the steps whose gradients overflow on it.
   int64_t tried_steps() const { return steps_ + skipped_apart_; }
-  // Sets the steps of all processes from here on, possibly after another loss scale.
+  // Sets the number of steps, which all processes agree on from here on. The loss scale may have
+  // changed.
   void set_steps(int64_t steps) {
     steps_ = steps;
     skipped_apart_ = 0;
@@ -59,7 +61,7 @@ class OptimizerSlot {
   const OptimizerHandle& handle() const { return *handle_; }
   const void* source() const { return source_; }
   uint64_t source_id() const { return source_id_; }
-  // Keeps what the optimizer is made of.
+  // Keeps alive what the optimizer is made of.
   void Keep(std::shared_ptr<void> keep) { keep_ = std::move(keep); }
 
  private:
@@ -75,19 +77,20 @@ class OptimizerSlot {
 
   // Written by the StepController.
   bool step_was_skipped_ = false;
-  // The gradients that are there are unscaled, and corrected for their window.
+  // Whether the present gradients are unscaled and corrected for their window.
   bool gradients_finished_ = false;
   bool stepped_at_scale_ = false;  // since the last update of the loss scale
-  // Scaling or clipping has failed halfway: some gradients are changed, and some are not.
+  // Whether scaling or clipping has failed halfway, so that only some gradients are changed.
   bool gradients_torn_ = false;
-  // The gradients that are there have been stepped on: the next ZeroGrad() forgets them.
+  // Whether a step has used the present gradients: the next ZeroGrad() clears them.
   bool consumed_ = false;
-  // ZeroGrad() came before the step of this micro-step: done when the micro-step ends.
+  // Set if ZeroGrad() came before the step of this micro-step: it is done when the micro-step ends.
   std::optional<bool> zero_at_end_;
-  // Since its last step, steps were left out for no_sync() alone: the program makes windows itself.
+  // Whether steps since the last one were left out only because of no_sync(): the program makes its
+  // windows itself.
   bool left_to_no_sync_ = false;
-  // ZeroGrad() came outside of no_sync() since: if the next backward pass is in it, a new window
-  // begins there, and the one before was given up.
+  // Set if ZeroGrad() came outside of no_sync() since then: if the next backward pass is under
+  // no_sync(), a new window begins there, and the previous one was given up.
   std::optional<bool> zero_in_no_sync_;
   // The kind of losses in the windows whose gradients neither a step nor ZeroGrad() has used or
   // cleared.
@@ -95,17 +98,18 @@ class OptimizerSlot {
   Losses pending_losses_ = Losses::kNone;
   // A parameter that got its first gradient of the window in a micro-step before this one.
   at::Tensor witness_;
-  // Parameters that no model exchanges, as of these versions of what they are made of.
+  // The indices of parameters that no model exchanges, as of the versions in checked_parameters_
+  // and checked_models_.
   std::vector<size_t> local_;
   std::vector<std::weak_ptr<ModelSlot>> models_;  // that have parameters of this optimizer
-  std::vector<int64_t> forwards_at_step_;         // of each, when this optimizer stepped last
-  int64_t pass_at_step_ = 0;                      // the last backward pass then
+  std::vector<int64_t> forwards_at_step_;         // of each, at this optimizer's last step
+  int64_t pass_at_step_ = 0;                      // the last backward pass at that time
   int64_t checked_parameters_ = -1;
   uint64_t checked_models_ = 0;
   int64_t steps_ = 0;
   int64_t skipped_apart_ = 0;  // inside LocalSGD, since set_steps()
   int64_t steps_here_ = 0;
-  bool had_gradients_ = false;  // in some step, or a warning said that there were none
+  bool had_gradients_ = false;  // set by the first step, which may warn of none
 };
 
 // A prepared schedule of any kind. Between PrepareSchedule and the end of the prepare() call it has
@@ -116,7 +120,8 @@ class SchedulerSlot {
   using Make = std::function<std::unique_ptr<Scheduler>(OptimizerHandle&)>;
   using MakePlateau = std::function<std::unique_ptr<MetricScheduler>(OptimizerHandle&)>;
 
-  // `source`: a scheduler of LibTorch's, which the slot drives; `keep`: what must live as long.
+  // `source`: a LibTorch scheduler that the slot drives; `keep`: an object that must outlive the
+  // slot.
   SchedulerSlot(StepController* steps, Make make, const void* source = nullptr,
                 std::shared_ptr<void> keep = nullptr)
       : controller_(steps), make_(std::move(make)), source_(source), keep_(std::move(keep)) {}
@@ -129,10 +134,10 @@ class SchedulerSlot {
 
   void Bind(std::shared_ptr<OptimizerSlot> optimizer);
   void Step();
-  // Warns, once, if the optimizer has stepped and the schedule never has: then the program does not
-  // call step(). `at_end`: of the training; before, only if the rate is still 0.
+  // Warns once if the optimizer has stepped and the schedule never has, because the program does
+  // not call step(). `at_end`: training ends; before that, it warns only if the rate is still 0.
   void WarnIfLeftOut(bool at_end);
-  // (collective) By the mean of all processes' metrics.
+  // (collective) Steps with the mean of all processes' metrics.
   void StepMetric(double metric);
   double last_lr() const;
   std::vector<double> last_lrs() const;
@@ -153,7 +158,7 @@ class SchedulerSlot {
   const void* const source_;
   const std::shared_ptr<void> keep_;
   std::shared_ptr<OptimizerSlot> optimizer_;
-  std::unique_ptr<Scheduler> scheduler_;  // or:
+  std::unique_ptr<Scheduler> scheduler_;  // this or plateau_
   std::unique_ptr<MetricScheduler> plateau_;
   std::unique_ptr<PreparedScheduler> gate_;
   bool stepped_ = false;

@@ -7,10 +7,10 @@
 
 namespace muster {
 
-// The reduction of `inputs` taken from left to right, so that equal inputs give equal bits wherever
-// it is computed. A new contiguous tensor. Same shape, dtype and device everywhere, at least one
-// input; sums of bool are "any", complex numbers are reduced by parts, and half and bfloat16 are
-// added, and divided for a mean, in float and rounded once, as by ReduceArrays.
+// Returns the reduction of `inputs` from left to right as a new contiguous tensor, so that equal
+// inputs give equal bits wherever it is computed. Requires at least one input; all have the same
+// shape, dtype and device. Sums of bool are "any"; complex numbers are reduced by parts; half and
+// bfloat16 are added, and divided for a mean, in float and rounded once, as by ReduceArrays.
 at::Tensor ReduceInRankOrder(const std::vector<at::Tensor>& inputs, ReduceOp op);
 
 }  // namespace muster

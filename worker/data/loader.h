@@ -511,7 +511,7 @@ class ShardReader {
         settings_(settings),
         options_(options) {}
 
-  // nullopt: there is no full batch, or nothing to fill one up with.
+  // Returns nullopt if there is no full batch, or nothing to fill one up with.
   std::optional<ShardPart<T>> Read(int64_t number) {
     const DataRandomScope scope(&generator_, /*for_torch=*/true);
     return NamingBatch(*pass_, number, [&] {
@@ -694,7 +694,7 @@ class ShardedSource : public StreamSourceBase<D, C> {
  public:
   using T = CollatedBatch<D, C>;
 
-  // `part`: this rank's.
+  // `part`: this rank's part of the stream.
   ShardedSource(std::shared_ptr<D> part, C collate, Comm* comm)
       : StreamSourceBase<D, C>(std::move(part), std::move(collate)), comm_(comm) {}
 

@@ -30,10 +30,10 @@ struct UnevenInputsOptions {
 //
 // All ranks sync as soon as one does, because otherwise their windows would end at different steps
 // forever. Every model makes one forward and backward pass in each micro-step. The loop's body may
-// contain no other collectives (gathering metrics, sharded clipping): they would meet the zeros of
-// another operation; nor may it freeze or unfreeze parameters. Models with sparse gradients are
-// refused. Works on every backend. A rank that throws in its loop leaves the others to their
-// collective's timeout. `comm` and models are borrowed. Not thread-safe.
+// contain no other collectives (gathering metrics, sharded clipping), because they would meet the
+// zeros of another operation, and it may not freeze or unfreeze parameters. Models with sparse
+// gradients are refused. Works on every backend. A rank that throws in its loop leaves the others
+// to their collective's timeout. `comm` and models are borrowed. Not thread-safe.
 class UnevenInputs {
  public:
   struct Decision {
@@ -45,13 +45,14 @@ class UnevenInputs {
   UnevenInputs(Comm& comm, std::vector<DataParallel*> models,
                const UnevenInputsOptions& options = {});
 
-  // A rank with a batch, before its forward pass. A collective.
+  // (collective) Called by a rank with a batch, before its forward pass.
   Decision MicroStep(bool wants_sync, bool sync_each_batch = false);
 
-  // A rank without: returns when every rank is here. If some ranks trained longer than others,
-  // models (parameters and buffers) and then, through `sync_state`, the caller's other state are
-  // overwritten with those of rank `root`; the gradients on this rank are then meaningless and
-  // should be zeroed. `sync_state` is called on all ranks or on none.
+  // (collective) Called by a rank without a batch; returns when every rank has called it. If some
+  // ranks trained longer than others, models (parameters and buffers) and then, through
+  // `sync_state`, the caller's other state are overwritten with those of rank `root`; the gradients
+  // on this rank are then meaningless and should be zeroed. `sync_state` is called on all ranks or
+  // on none.
   void Finish(const std::function<void(int root)>& sync_state = nullptr);
 
  private:

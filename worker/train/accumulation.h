@@ -21,10 +21,10 @@ struct MicroStep {
   bool sync = true;  // the window ends here: reduce, clip, step, zero
   // Gradients are exchanged in this backward pass (matters with several ranks only).
   bool communicate = true;
-  double divisor = 1;  // divide the loss of this micro-step by it
+  double divisor = 1;  // the loss of this micro-step is divided by it
   // If not 1: multiply the gradients by it after they are reduced and unscaled and before they are
-  // clipped. Only ever differs from 1 when `sync`, and only if the window turned out shorter than
-  // was known at its start.
+  // clipped. Differs from 1 only if `sync` is true and the window turned out shorter than was known
+  // at its start.
   double gradient_factor = 1;
   int64_t window_length = 1;  // micro-steps in the window so far, this one included
 };
@@ -37,8 +37,8 @@ struct MicroStep {
 //     -- window full, or the last batch of a loader -----> 0 in the window, sync
 //
 // A window outlives the loader it began in when `sync_with_dataloader` is off, when a loop is left
-// early, and when micro-steps are made outside any loader. Nothing is remembered of a loader but
-// the facts passed in: leaving a loop cannot change what later micro-steps do.
+// early, and when micro-steps are made outside any loader. It remembers nothing about a loader
+// except the facts passed in, so leaving a loop cannot change what later micro-steps do.
 //
 // Divisors: the first micro-step of a window fixes the divisor of the whole window, so that
 // gradients of all its micro-steps are on one scale. With kRescale it is the number of micro-steps
@@ -55,45 +55,44 @@ class Accumulation {
  public:
   explicit Accumulation(const AccumulationOptions& options = {});
 
-  // Begins a micro-step. `batch`: the facts of the innermost live loader iteration, nothing outside
+  // Begins a micro-step. `batch`: the facts of the innermost live loader iteration; nullopt outside
   // of any loader. Must be called before the forward pass, since data parallelism decides there
-  // whether it will reduce. `agreed_sync`: the ranks' agreement where they may differ
-  // (join_uneven_inputs). It replaces this rank's own answer, and divisors are then not predicted,
+  // whether it will reduce. `agreed_sync`: what the ranks have agreed on if they may differ
+  // (join_uneven_inputs). It replaces this rank's own answer; divisors are then not predicted,
   // because ranks would predict different ones.
   MicroStep Begin(const std::optional<BatchFacts>& batch);
   MicroStep Begin(const std::optional<BatchFacts>& batch, bool agreed_sync);
 
-  // A micro-step outside any accumulation: its own window, whose loss is divided by num_steps. A
-  // window that is open stays so.
+  // Begins a micro-step outside any accumulation: a window of its own, whose loss is divided by
+  // num_steps. An open window stays open.
   void BeginAlone();
 
-  // What Begin() would answer as `sync`; changes nothing.
+  // Returns what Begin() would return as `sync`. Changes nothing.
   bool WouldSync(const std::optional<BatchFacts>& batch) const;
 
-  // The current micro-step; before the first one a step that syncs (so a loop without accumulation
-  // just works).
+  // Returns the current micro-step; before the first one, a micro-step that syncs, so that a loop
+  // without accumulation just works.
   const MicroStep& current() const { return current_; }
   bool sync_gradients() const { return current_.sync; }
 
-  // Divide the loss by the result: current().divisor. Any number of times in a micro-step of a
-  // window whose losses have no weights.
+  // Returns the divisor of the loss, current().divisor. May be called any number of times in a
+  // micro-step of a window whose losses have no weights.
   double PlainDivisor();
-  // The same for a loss that is a mean over `weight` items. To be called once per micro-step, for
-  // all micro-steps of a window or for none, without PlainDivisor() in any of them. weight >= 0 and
-  // finite.
+  // The same for a loss that is a mean over `weight` items. Call it once per micro-step, in all
+  // micro-steps of a window or in none, without PlainDivisor() in any of them. `weight` must be
+  // finite and not negative.
   double WeightedDivisor(double weight);
 
   // Whether this window's losses are weighted, and the weights of this rank so far.
   bool weighted() const { return weighted_steps_ > 0; }
   double local_weight() const { return weight_; }
 
-  // For a weighted window, at its sync: multiply the gradients, averaged over `world_size` ranks,
-  // by the result (instead of gradient_factor). `total_weight`: the sum of local_weight() over all
-  // ranks. 0 if it is 0.
+  // Returns, at the sync of a weighted window, the factor by which to multiply the gradients
+  // averaged over `world_size` ranks (instead of gradient_factor). `total_weight`: the sum of
+  // local_weight() over all ranks; if it is 0, so is the factor.
   double WeightedFactor(double total_weight, int world_size) const;
 
-  // No gradients of an unfinished window are pending: the moment for a checkpoint without gradients
-  // in it.
+  // Whether no gradients of an unfinished window are pending, so that a checkpoint needs none.
   bool at_boundary() const { return position_ == 0; }
 
   const AccumulationOptions& options() const { return options_; }

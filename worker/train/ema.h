@@ -83,11 +83,11 @@ class EmaWeights {
   void CopyTo(const Named& parameters) const { CopyAverages(averages(), parameters); }
   // The same for averages by the parameters' first names.
   static void CopyAverages(const Named& averages, const Named& parameters);
-  // The averages by the parameters' names; not copied.
+  // Returns the averages by the parameters' names, without copying them.
   Named averages() const;
 
-  // The averages under KeyOf(parameter) (not copied) and the counters. Loading refuses a state that
-  // does not fit and changes nothing then.
+  // Saves the averages under KeyOf(parameter) (not copied) and the counters. Loading refuses a
+  // state that does not fit and then changes nothing.
   StateDict SaveState() const;
   void LoadState(const StateDict& state);
   static std::string KeyOf(const std::string& parameter) { return "average." + parameter; }

@@ -35,27 +35,27 @@ class GradScaler {
 
   bool enabled() const { return options_.enabled; }
 
-  // loss * scale.
+  // Returns loss * scale.
   at::Tensor Scale(const at::Tensor& loss);
 
   // Divides the gradients of `optimizer` by the scale and looks for inf and NaN. Once per step;
   // later calls do nothing.
   void Unscale(OptimizerHandle& optimizer);
 
-  // The next Unscale() of `optimizer` is of other gradients. That a step has overflowed still
+  // Makes the next Unscale() of `optimizer` apply to other gradients. An overflow so far still
   // counts in Update().
   void Reopen(const OptimizerHandle& optimizer);
-  // The gradients of `optimizer` hold no scale, and a backward pass of a scaled loss is about to
-  // add to them: Reopen(), and multiplies them by the scale, so that Unscale() is right for the
-  // sum.
+  // Calls Reopen() and multiplies the gradients of `optimizer`, which must be unscaled, by the
+  // scale. Needed before a backward pass of a scaled loss adds to them, so that Unscale() is right
+  // for the sum.
   void Rescale(OptimizerHandle& optimizer);
 
-  // Steps `optimizer` unless its gradients overflowed; unscales them before, if that is not done
-  // yet.
+  // Steps `optimizer` unless its gradients overflowed; unscales them first if that has not been
+  // done yet.
   void Step(OptimizerHandle& optimizer);
-  // The same for gradients that an Unscale() without a Reopen() since has divided, also where an
-  // Update() came between, after which Step() would divide them again. An overflow that this
-  // Update() has counted skips the step, but does not count again.
+  // The same for gradients that Unscale() has divided, without a Reopen() since. Unlike Step(), it
+  // does not divide them again if an Update() came in between; an overflow that this Update() has
+  // counted skips the step but does not count again.
   void StepUnscaled(OptimizerHandle& optimizer);
 
   // Whether the last Step() of `optimizer` was skipped. Stays until its next Step(). May wait for
@@ -66,22 +66,22 @@ class GradScaler {
   // at the smallest scale that the options allow.
   void Update();
 
-  // Some optimizer was unscaled or stepped since the last Update().
+  // Whether some optimizer was unscaled or stepped since the last Update().
   bool pending() const;
-  // Forgets that, for a state that is about to be loaded. StepUnscaled() still knows of overflows.
+  // Forgets such steps, because a state is loaded. StepUnscaled() still knows of overflows.
   void Reset();
 
   double scale() const;
-  // The same on its device, 0-d F32, where reading it waits for nothing; Update() writes it in
-  // place.
+  // The scale as a 0-d F32 tensor on its device, so that nothing waits to read it; Update() changes
+  // it in place.
   const at::Tensor& scale_tensor() const { return scale_; }
   int64_t growth_tracker() const;
 
-  // As it will be after Update(), where one is due. Errors: those of Update().
+  // Saves the state as it will be after Update(), if one is due. Errors: those of Update().
   PlainState SaveState() const;
   // Throws for a state that LoadState() would refuse. Changes nothing.
   void CheckState(const PlainState& state) const;
-  // After CheckState().
+  // Loads a state. Errors: those of CheckState().
   void LoadState(const PlainState& state);
 
  private:
@@ -89,7 +89,7 @@ class GradScaler {
   struct PerOptimizer {
     Stage stage = Stage::kReady;
     at::Tensor found_inf;       // 0-d F32, of this step
-    at::Tensor earlier_inf;     // the same of steps since the last Update(), before Reopen()
+    at::Tensor earlier_inf;     // of steps before Reopen(), since the last Update()
     at::Tensor last_found_inf;  // of the last Step()
     at::Tensor unscaled_inf;    // of the last Unscale(), until Reopen()
   };
