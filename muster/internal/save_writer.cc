@@ -537,11 +537,11 @@ absl::Status SaveWriter::Write(StateWriter& writer) {
   for (const auto& [name, tensor] : SaveRngState()) random.SetTensor(name, tensor);
   const at::Tensor before_batch = loops_.GeneratorToSave();
   if (before_batch.defined()) random.SetTensor("cpu", before_batch);
-  // This is the last file of every rank. It reports the plan, by which the checkpoint is proven
-  // complete.
+  // This is the last file of every rank. By now the rank knows which tensors the checkpoint has to
+  // hold.
   {
-    // Without a coordinator, or with a disk in every node, rank 0 proves it from what the ranks
-    // tell it about their files.
+    // Without a coordinator, or with a disk in every node, rank 0 proves that they are there from
+    // what the ranks tell it about their files.
     const size_t most =
         process_.coordinator() == nullptr || process_.own_node().has_value() ? 0
         : rank == 0
