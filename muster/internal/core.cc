@@ -29,8 +29,8 @@
 namespace muster::internal {
 namespace {
 
-// The settings that must be equal on all ranks, because their collectives depend on them. Folders
-// are each rank's own. `group_size`: absent where it may differ.
+// Describes the settings that must be equal on all ranks, because their collectives depend on them.
+// Folders are each rank's own. `group_size`: false to leave out the group size, which may differ.
 std::string Describe(const ShardingOptions& sharding, bool group_size = true) {
   const bool divides = sharding.strategy != ShardingStrategy::kNone;
   std::string text =
@@ -68,8 +68,8 @@ std::string Describe(const ShardingOptions& sharding, bool group_size = true) {
   return text;
 }
 
-// The same of how checkpoints are written and which are kept, each setting with a blank before it.
-// options.checkpoint.divide_above is compared when a state is saved.
+// Describes likewise how checkpoints are written and which are kept, each setting with a blank
+// before it. options.checkpoint.divide_above is compared when a state is saved.
 std::string Describe(const CheckpointOptions& checkpoint, const ProjectOptions& project) {
   std::string text;
   const CheckpointOptions usual;
@@ -95,12 +95,12 @@ std::string Describe(const CheckpointOptions& checkpoint, const ProjectOptions& 
   return text;
 }
 
-// The same of what makes steps of gradients, which would take the weights of the ranks apart in
-// silence: machines read it from files of their own. Each setting that is not the usual one, with a
-// blank before it.
+// Describes likewise how gradients become steps. Differences would silently take the weights of the
+// ranks apart, and machines read these settings from files of their own. Contains each setting that
+// is not the usual one, with a blank before it.
 std::string DescribeSteps(const Process& process) {
   std::string text;
-  // Digits enough to tell numbers apart.
+  // JSON keeps enough digits to tell numbers apart.
   const auto add = [&text](absl::string_view name, const auto& value) {
     absl::StrAppend(&text, " ", name, "=", nlohmann::json(value).dump());
   };
@@ -163,7 +163,8 @@ std::string DescribeSteps(const Process& process) {
   return text;
 }
 
-// The kind of device of this process; and, on a line of its own, where and why.
+// Returns the kind of this process's device and, on a second line, its host and why it has that
+// kind.
 std::string DescribeDevice(const Process& process) {
   std::string why;
   if (process.environment().use_cpu.value) {
@@ -176,8 +177,8 @@ std::string DescribeDevice(const Process& process) {
                       HostName(), why, ")");
 }
 
-// Of each rank: its device (DescribeDevice); its settings; those but the size of groups; and this
-// size.
+// Throws if ranks differ. `all`: for each rank, the lines of DescribeDevice(), its settings, the
+// settings without the size of groups, and this size.
 void CheckSettings(const std::vector<std::string>& all) {
   std::vector<std::vector<std::string>> said;
   for (const std::string& text : all) said.push_back(absl::StrSplit(text, '\n'));
@@ -190,7 +191,7 @@ void CheckSettings(const std::vector<std::string>& all) {
                 ", and rank 0 on ", first[0], first[1],
                 ": all processes of a job need the same kind of device. Repair or exclude the "
                 "machine that lacks it, or set MUSTER_CPU=yes for all");
-    // Where "hybrid" is all that the program says, the machines decide.
+    // If "hybrid" is all that the program says, the machines decide.
     TORCH_CHECK(first[2] == other[2] || first[3] != other[3] || first[4] == "0" || other[4] == "0",
                 "rank ", r, " has groups of ", other[4], " processes for each copy of the model ",
                 "(options.sharding.group_size=", other[4], ") and rank 0 has groups of ", first[4],
@@ -288,7 +289,7 @@ JobTriggers& Core::triggers(const char* call) {
 bool Core::CheckTrigger() {
   steps_.CheckAllTakePart("check_trigger()");
   at::Tensor flag = at::full({1}, trigger_ ? 1 : 0, at::kInt);
-  // By the CPU's connections: nothing waits for a GPU.
+  // A tensor on the CPU uses the CPU's connections, so that nothing waits for a GPU.
   if (process_.size() > 1) process_.comm().AllReduce(flag, ReduceOp::kMax);
   const bool raised = flag.item<int>() != 0;
   if (raised) trigger_ = false;
@@ -315,7 +316,7 @@ void Core::WaitForEveryone(absl::Duration timeout, const std::string& name,
     return;
   }
   process_.progress().SetPhase("wait_for_everyone");
-  // Ranks may come from different lines: Accelerate's may.
+  // Ranks may call it from different lines, as in Accelerate.
   const absl::StatusOr<BarrierResult> result = process_.coordinator()->Barrier(
       name, timeout > absl::ZeroDuration() ? timeout : process_.environment().timeout.value,
       BarrierCall{.same_line = process_.environment().debug.value}, where);
@@ -345,9 +346,9 @@ void Core::FinishTrackers() {
 }
 
 absl::Status Core::NameCulprit(const absl::Status& error) {
-  // Gloo throws from the Reducer what has no type of its own.
+  // Gloo's errors that come through the Reducer have no type of their own.
   if (IsExplained(error.message())) {
-    // It names the time that was waited only where that was up.
+    // The message names the time that was waited only if that time was up.
     if (absl::StrContains(error.message(), " within ")) return error;
     return absl::UnavailableError(absl::StrCat("lost another process at step ",
                                                registry_.global_step(), ": ", error.message()));
@@ -384,13 +385,14 @@ void Core::EndTraining() {
   for (const auto& scheduler : registry_.schedulers()) scheduler->WarnIfLeftOut(/*at_end=*/true);
   FinishTrackers();
   const absl::Status saved = checkpoints_.Wait();
-  // Before the seat is given up: it reports the triggers that were acted on.
+  // Close the triggers before the seat is given up, because that reports those that were acted on.
   triggers_->Close();
-  // A job that has lost its last checkpoint has not ended well: its seat is given up by its exit.
+  // A job that has lost its last checkpoint has not ended well: this process gives its seat up by
+  // its exit.
   ThrowIfError(saved);
   FlushNcclAtEnd(true);
   if (process_.coordinator() == nullptr) return;
-  // Only a hint to the coordinator: a worker that cannot say goodbye leaves by its exit.
+  // This is only a hint to the coordinator: a worker that cannot send it leaves by its exit.
   if (absl::Status status = process_.coordinator()->Leave("training ended"); !status.ok()) {
     MUSTER_LOG(Debug) << "leaving the rendezvous: " << status.message();
   }
@@ -399,7 +401,7 @@ void Core::EndTraining() {
 Handed Core::Abandon() {
   ended_ = true;
   FinishTrackers();
-  // Its thread uses comm().
+  // The thread of the triggers uses comm().
   triggers_->Close();
   Handed handed;
   handed.objects = std::move(groups_);
@@ -411,8 +413,8 @@ Handed Core::Abandon() {
       handed.parameters.emplace_back(parameter.getIntrusivePtr());
     }
   }
-  // Before waiting for saves: the other processes may wait for this one, which must close its
-  // connections first.
+  // This comes before waiting for saves: the other processes may wait for this one, which must
+  // close its connections first.
   const absl::Status freed = Guard([this] { FreeMemory(); });
   if (!freed.ok()) MUSTER_LOG(Debug) << "after a lost process: " << freed.message();
   sharding_groups_ = {};
@@ -437,7 +439,7 @@ absl::Status Core::InitTrackers(const std::string& project, const TrackerValues&
                                .logging_dir = process_.LoggingDirectory(),
                                .rank = process_.rank(),
                                .start_time = absl::Now()};
-  // The trackers are the program's, and there may be no thread for them.
+  // The program's trackers may throw, and starting a thread for them may fail.
   return Guard([&] {
     for (const std::string& kind : kinds) {
       absl::StatusOr<std::unique_ptr<GeneralTracker>> tracker = MakeTracker(kind, context);

@@ -9,7 +9,7 @@ void EmptyLosses::Hook() {
   for (const auto& model : registry_.models()) {
     for (const auto& [name, parameter] : model->source().parameters()) Hook(parameter);
   }
-  // Also of models that are not prepared.
+  // Optimizers may also have parameters of models that are not prepared.
   for (const auto& optimizer : registry_.optimizers()) {
     for (const at::Tensor& parameter : optimizer->handle().parameters()) Hook(parameter);
   }

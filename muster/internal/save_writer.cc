@@ -33,8 +33,8 @@
 namespace muster::internal {
 namespace {
 
-// What the list of the tensors of a plan may have, of all ranks but rank 0: the coordinator has
-// room for so much of one save.
+// The most bytes that the tensor lists of all ranks but rank 0 may take together: the coordinator
+// has room for this much of one save.
 constexpr size_t kMaxListedOfOthers = 4 << 20;
 
 // Whether hyper-parameters mean the same training: machines may round a schedule's cosine in
@@ -46,7 +46,8 @@ bool AreAlike(const std::vector<double>& a, const std::vector<double>& b) {
   });
 }
 
-// The first row that the groups of an optimizer do not have alike; empty: they have all.
+// Returns the name of the first row in which the groups of an optimizer differ; empty if there is
+// none.
 std::string FirstDifference(const PlainState& a, const PlainState& b) {
   for (const auto& [name, row] : a) {
     const auto found = b.find(name);
@@ -154,7 +155,7 @@ SaveWriter::StepsOnWire SaveWriter::StepsHere() const {
   StepsOnWire steps;
   for (const size_t i : SharedOptimizers()) {
     const OptimizerSlot& slot = *registry_.optimizers()[i];
-    // Digits enough for the same bits.
+    // JSON keeps enough digits for the same bits.
     const std::string groups = nlohmann::json(slot.handle().SaveGroups()).dump();
     steps.emplace_back(slot.tried_steps(), static_cast<int64_t>(DigestBlock(groups)));
   }
@@ -222,7 +223,7 @@ absl::Status SaveWriter::Agree(const absl::Status& mine, const std::string& dire
   const bool fits = mine.ok() && plan_ != nullptr && plan_->layout == layout_;
   agreed_ = {
       .hooks = objects_.has_save_hooks(), .apart = steps_.trained_apart(), .same_plan = fits};
-  std::string changes;  // of sharded models, one after the other
+  std::string changes;  // those of all sharded models, concatenated
   for (const auto& model : registry_.models()) {
     if (model->sharded() != nullptr) changes += model->sharded()->ChangesHere();
   }
@@ -236,8 +237,8 @@ absl::Status SaveWriter::Agree(const absl::Status& mine, const std::string& dire
     std::vector<std::string> changed;
     std::vector<GivenDirectory> directories;
     std::vector<StepsOnWire> stepped;
-    int other = 0;      // a rank that shares other models
-    int different = 0;  // one with another number of sharded models
+    int other = 0;      // a rank that shares different models
+    int different = 0;  // a rank with another number of sharded models
     for (size_t r = 0; r < said.size(); ++r) {
       const auto& [status, hooks, apart, same_plan, shared, of_models, path, folder, steps] =
           said[r];
@@ -252,11 +253,11 @@ absl::Status SaveWriter::Agree(const absl::Status& mine, const std::string& dire
       if (of_models.size() != changed[0].size()) different = static_cast<int>(r);
     }
     ThrowFirst(statuses);
-    // On one disk all write into the folder of rank 0.
+    // On a shared disk, all ranks write into the folder of rank 0.
     ThrowIfError(CheckGivenAlike(
         "save_state()", directories,
         process_.own_node().has_value() ? GivenAlike::kByName : GivenAlike::kByFolder));
-    // Rank 0 writes everything then.
+    // If there are hooks or ranks train apart, rank 0 writes everything.
     if (other != 0 && !agreed_.hooks && !agreed_.apart) {
       ThrowIfError(absl::FailedPreconditionError(absl::StrCat(
           "save_state: the models that all processes write together have parameters of other "
@@ -305,7 +306,7 @@ void SaveWriter::ExpectBytes(StateWriter& writer, const std::vector<NamedTensors
     if (divided || process_.rank() == 0) mine += bytes;
     models += divided ? plan_->division.models[i].bytes : bytes;
   }
-  bool whole = false;  // of unsharded models every process has all of the states
+  bool whole = false;  // every process has all states of unsharded models
   for (size_t i = 0; i < optimizers.size(); ++i) {
     if (!optimizers[i].has_value()) continue;
     whole |= !IsSharded(registry_.optimizers()[i]->handle(), registry_.models());
@@ -331,7 +332,7 @@ absl::Status SaveWriter::WriteModels(StateWriter& writer,
       MUSTER_RETURN_IF_ERROR(writer.WriteModel(name, weights[i]));
       continue;
     }
-    // All processes have agreed on it: what another one writes, too.
+    // All processes have agreed on the division, so rank 0 also knows what the others write.
     if (process_.rank() == 0) {
       VisitDividedModel(
           *registry_.models()[i], files,
@@ -361,9 +362,9 @@ absl::Status SaveWriter::WriteOptimizer(StateWriter& writer, size_t index,
   const auto& slot = registry_.optimizers()[index];
   const std::string name = OptimizerFileName(static_cast<int>(index));
   const std::vector<SavePlan::OptimizerPart>& parts = plan_->optimizers[index];
-  // What is gathered from several processes is a copy already.
+  // A state that is gathered from several processes is a copy already.
   const bool live = !IsSharded(slot->handle(), registry_.models());
-  // Without states their order means nothing.
+  // Without states, the order of the parameters means nothing.
   const bool has_states = live ? !state.tensors.empty() : slot->steps() > 0;
   const auto put = [&](const std::string& key, const at::Tensor& tensor, StateDict& file) {
     file.SetTensor(key, tensor);
@@ -374,11 +375,11 @@ absl::Status SaveWriter::WriteOptimizer(StateWriter& writer, size_t index,
     const std::string part = PartFileName(name, k, parts.size());
     StateDict file;
     for (const std::string& parameter : parts[k].known_as) {
-      // What another rank writes is not to be among the rest.
+      // Also take what another rank writes, so that it is not among the rest.
       const std::map<std::string, at::Tensor> taken = TakeStateOf(parameter, &state);
       const bool mine = parts[k].rank == process_.rank();
       for (const auto& [key, tensor] : taken) {
-        // One rank alone: the other might plan by files where that one lists tensors.
+        // Only one rank reports it: another one might report by files where this one lists tensors.
         if (live ? process_.rank() == 0 : mine) plan_->Holds(name, part, key, tensor);
         if (mine) put(key, tensor, file);
       }
@@ -425,7 +426,7 @@ absl::Status SaveWriter::WriteShared(StateWriter& writer) const {
 absl::Status SaveWriter::WriteRegistered(StateWriter& writer, const SaveDivision& division,
                                          size_t index, const StateDict& collected) const {
   const std::string name = CustomFileName(static_cast<int>(index));
-  // The tensors for the parameters in each file of the model are a file, too.
+  // For each file of the model, the tensors for its parameters are in a file of their own.
   const size_t model = *objects_.DividedModelOf(index, registry_.models());
   std::set<std::string> apart;
   if (division.Divides(model)) {
@@ -465,12 +466,12 @@ absl::Status SaveWriter::Write(StateWriter& writer) {
     plan_ = std::make_unique<SavePlan>(
         MakeSavePlan(process_, registry_, layout_, agreed_.hooks, agreed_.apart));
     ++saves_planned_;
-    agreed_.same_plan = true;  // if this save is written to a second place
+    agreed_.same_plan = true;  // in case this save is written to a second place
   }
   plan_->BeginSave();
   const SaveDivision& division = plan_->division;
-  // The first failure of this process alone; thrown only after all exchanges, which the other
-  // processes are in.
+  // The first failure of this process alone; thrown only after all exchanges, in which the other
+  // processes take part.
   std::exception_ptr failure;
   std::vector<NamedTensors> weights;
   for (size_t i = 0; i < models.size(); ++i) {
@@ -506,7 +507,8 @@ absl::Status SaveWriter::Write(StateWriter& writer) {
     collected[i] = objects_.objects()[i].divided->Collect(
         [&](const std::string& name) { return division.Writes(rank, *model, name); }, &failure);
   }
-  // No collectives from here on: a rank whose disk is full leaves no other waiting.
+  // There are no collectives from here on, so that a rank whose disk is full leaves no other
+  // waiting.
   if (failure != nullptr) std::rethrow_exception(failure);
   const std::vector<int64_t> registered = objects_.Numbers();
   objects_.RunSaveHooks(weights, writer);
@@ -522,7 +524,8 @@ absl::Status SaveWriter::Write(StateWriter& writer) {
     if (!collected[i].has_value()) continue;
     MUSTER_RETURN_IF_ERROR(WriteRegistered(writer, division, i, *collected[i]));
   }
-  // Last, since they are the program's: they may register and remove objects, also themselves.
+  // Objects of the program come last: their functions may register and remove objects, also
+  // themselves.
   const std::vector<StateObjects::Object> objects = objects_.objects();
   for (size_t i = 0; i < objects.size() && rank == 0; ++i) {
     if (collected[i].has_value()) continue;
@@ -534,10 +537,11 @@ absl::Status SaveWriter::Write(StateWriter& writer) {
   for (const auto& [name, tensor] : SaveRngState()) random.SetTensor(name, tensor);
   const at::Tensor before_batch = loops_.GeneratorToSave();
   if (before_batch.defined()) random.SetTensor("cpu", before_batch);
-  // The last file of every rank. What is proven to be there is known from here.
+  // This is the last file of every rank. By now the rank knows which tensors the checkpoint has to
+  // hold.
   {
-    // Without a coordinator, and with a disk in every node, rank 0 proves it from what ranks tell
-    // it of their files.
+    // Without a coordinator, or with a disk in every node, rank 0 proves that they are there from
+    // what the ranks tell it about their files.
     const size_t most =
         process_.coordinator() == nullptr || process_.own_node().has_value() ? 0
         : rank == 0

@@ -49,7 +49,7 @@ AveragedScope::~AveragedScope() noexcept(false) {
     Announce();
     return;
   }
-  // After an exception other ranks may not come here.
+  // After an exception, other ranks may not reach this point.
   try {
     sharded_->sharded()->Expire();
   } catch (const c10::Error& error) {
@@ -88,8 +88,8 @@ FirstScope::FirstScope(Core* core, bool per_host)
     throw;
   } catch (const c10::Error&) {
     // Most likely the first process has made another call in its scope and fails there as well,
-    // which ends the scope with its barrier: without this one the ranks would be out of step from
-    // here on.
+    // which ends the scope with its barrier: without this second barrier, the ranks would be out of
+    // step from here on.
     try {
       comm.Barrier();
     } catch (const c10::Error& error) {
@@ -104,7 +104,7 @@ const char* FirstScope::Name() const {
 }
 FirstScope::~FirstScope() {
   if (!first_) return;
-  // Also when an exception is leaving the scope: the others wait for this barrier.
+  // Even if an exception is leaving the scope, the others wait for this barrier.
   try {
     core_->process().comm().Barrier();
   } catch (const c10::Error& e) {

@@ -32,8 +32,8 @@
 namespace muster::internal {
 namespace {
 
-// Of a model that stays where it is: that of its first parameter that is not on the CPU, if there
-// is one. `meta`: where one without memory gets some.
+// Returns the device of a model that stays where it is: that of its first parameter that is not on
+// the CPU, if there is one. `meta`: the device where a model without memory gets some.
 at::Device DeviceOf(const ModelSource& source, const at::Device& meta) {
   std::optional<at::Device> first;
   for (const auto& [name, parameter] : source.parameters()) {
@@ -44,7 +44,8 @@ at::Device DeviceOf(const ModelSource& source, const at::Device& meta) {
   return first.value_or(meta);
 }
 
-// For what is on `device`; null: it stays there. `ranks`: of this machine.
+// Makes the store for values that are on `device`; null if they stay there. `ranks`: the number of
+// ranks on this machine.
 std::unique_ptr<PartStore> StoreAt(Offload place, const std::string& path, const at::Device& device,
                                    int ranks, HostParts::Contents of) {
   if (!GoesElsewhere(place, device)) return nullptr;
@@ -52,7 +53,7 @@ std::unique_ptr<PartStore> StoreAt(Offload place, const std::string& path, const
   return std::make_unique<DiskParts>(path);
 }
 
-// Null where they go with the parameters: one store counts what both need.
+// Returns null if gradients go with the parameters: one store counts what both need.
 std::unique_ptr<PartStore> StoreOfGradients(const ShardingOptions& sharding,
                                             const at::Device& device, int ranks) {
   const Offload place = sharding.offload_gradients;
@@ -99,7 +100,7 @@ bool HasNoValues(const at::Tensor& parameter) {
   return parameter.is_meta() && !HasDeferredValues(parameter);
 }
 
-// Gives it memory on `device`, and its values if wanted and known.
+// Gives the parameter memory on `device`, and its values if they are wanted and known.
 void GiveMemory(const NamedParameter& parameter, const at::Device& device, bool with_values) {
   if (!HasNoValues(parameter.tensor)) {
     return Materialize(parameter.tensor, device, parameter.name, with_values);
@@ -115,7 +116,8 @@ bool IsRunningStatistic(const std::string& name) {
   return last == "running_mean" || last == "running_var";
 }
 
-// (collective) Ranks with parameters are about to exchange them, and one without takes no part.
+// (collective) Throws if only some ranks have parameters: these are about to exchange them, and a
+// rank without any takes no part.
 void CheckAllTrain(Comm& comm, size_t parameters) {
   const std::vector<std::string> all = comm.AllGatherBytes(std::to_string(parameters));
   for (size_t rank = 1; rank < all.size(); ++rank) {
@@ -154,7 +156,7 @@ void ModelSlot::MakeParallel() {
   const bool evaluation = evaluation_;
   const Process& process = controller_->process();
   const at::Device device = process.options().device_placement ? process.device() : at::kCPU;
-  // One process alone has its parameters in units where they come from elsewhere or their gradients
+  // A single process has its parameters in units only if they come from elsewhere, their gradients
   // go elsewhere, or an optimizer updates one after the other.
   ShardingOptions sharding = process.sharding();
   const at::Device there = process.options().device_placement ? device : DeviceOf(*source_, device);
@@ -164,8 +166,8 @@ void ModelSlot::MakeParallel() {
   if (!disk.empty() && there.is_cpu()) GiveBackFreedMemory();
   const bool offloads = GoesElsewhere(sharding.offload_parameters, there);
   const bool offloads_gradients = GoesElsewhere(sharding.offload_gradients, there);
-  // load_weights() or load_state() supplies the values of a model without weights later. One
-  // process alone has units then, too, which know that they are not there.
+  // load_weights() or load_state() supplies the values of a model without weights later. A single
+  // process then has units too, which know that the values are missing.
   std::vector<std::string> without_values;
   for (const auto& [name, parameter] : source_->parameters()) {
     if (HasNoValues(parameter)) without_values.push_back(name);
@@ -173,12 +175,12 @@ void ModelSlot::MakeParallel() {
   const bool shards = !evaluation && sharding.strategy != ShardingStrategy::kNone &&
                       (process.size() > 1 || offloads || offloads_gradients ||
                        sharding.optimizer_in_backward || !without_values.empty());
-  // Nothing has to be gathered there.
+  // A single process that does not offload parameters has nothing to gather.
   if (process.size() == 1 && !offloads) sharding.strategy = ShardingStrategy::kGradients;
   std::vector<NamedParameter> parameters;
   std::vector<at::Tensor> buffers;
   std::vector<bool> sparse;
-  // What may fail on this process alone, for example because memory is short.
+  // These steps may fail on this process alone, for example because memory is short.
   const auto begin = [&] {
     for (const auto& [name, parameter] : source_->parameters()) {
       TORCH_CHECK(!IsOffloadedWeight(parameter), "parameter '", name,
@@ -269,7 +271,7 @@ void ModelSlot::MakeParallel() {
                                  const at::Tensor& tensor) { return copies->Copy(tensor); });
     }
     if (controller_->updates() != nullptr) sharded_->UpdateInBackward(controller_->updates());
-    // All ranks have the values of rank 0.
+    // All ranks get the values of rank 0.
     if (process.size() > 1) {
       const std::vector<std::string> all = process.comm().AllGatherBytes(
           process.rank() == 0 ? absl::StrJoin(without_values, "\n") : "");
@@ -302,7 +304,7 @@ void ModelSlot::ConvertBuffers() {
     if (source_->module() != nullptr) {
       ignored = InIgnoredModules(*source_->module(), names, process.sharding());
     }
-    // Under any of its names: a tensor may have several, in other modules.
+    // A tensor stays if it does under any of its names: it may have several, in other modules.
     std::unordered_set<const void*> stay;
     for (const auto& [name, parameter] : source_->parameters()) {
       stay.insert(parameter.unsafeGetTensorImpl());
@@ -332,7 +334,7 @@ void ModelSlot::ConvertOutputs() {
       sharding.strategy == ShardingStrategy::kNone) {
     return;
   }
-  // One process alone has no units, and computes what several do.
+  // A single process has no units, but computes the same as several do.
   const std::set<std::string> names = UnitModules(*source_->module(), sharding);
   std::vector<std::shared_ptr<torch::nn::Module>> units;
   for (const auto& item : source_->module()->named_modules("", /*include_self=*/false)) {
@@ -357,7 +359,7 @@ void ModelSlot::BeforeForward() {
   TORCH_CHECK(!controller_->joining() || controller_->in_micro_step(),
               "inside join_uneven_inputs() every training step needs accelerator.accumulate(): it "
               "announces the step to the processes that have run out of batches");
-  // Before the exchanges of the pass, which the others may not come to.
+  // Check before the exchanges of the pass, which the other ranks may not reach.
   controller_->CheckNoStepFailed("a forward pass");
   armed_ = controller_->communicate() ? Armed::kYes : Armed::kNo;
   ddp_->BeforeForward(controller_->communicate());
@@ -392,7 +394,7 @@ bool ModelSlot::on_main_process() const { return controller_->process().rank() =
 bool ModelSlot::autocast_on() const { return controller_->process().autocast_on(); }
 AutocastGuard ModelSlot::Autocast() const {
   AutocastOptions options = controller_->process().options().autocast;
-  // It would keep a copy of every weight until the end of the forward pass.
+  // The cache would keep a copy of every weight until the end of the forward pass.
   if (sharded_ != nullptr) options.cache_enabled = false;
   return controller_->process().Autocast(options);
 }
@@ -447,7 +449,7 @@ void SchedulerSlot::Warn(const char* text) {
 void SchedulerSlot::WarnIfLeftOut(bool at_end) {
   // A single step may be only a trial.
   if (warned_ || stepped_ || optimizer_ == nullptr || optimizer_->steps_here() < 2) return;
-  // A scheduler or an optimizer of LibTorch's may be gone by now: this slot borrows it.
+  // At the end, a scheduler or an optimizer of LibTorch may be gone already: this slot borrows it.
   if (at_end) {
     return Warn(
         "training has ended, and a prepared schedule has never stepped: call its step() "

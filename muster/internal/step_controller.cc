@@ -87,7 +87,7 @@ std::optional<double> StepController::BeginUpdates() {
   TORCH_CHECK(averaged_depth_ == 0,
               "backward() inside ema.apply() with options.sharding.optimizer_in_backward, where "
               "the model's weights are the average: train before or after that scope");
-  // What it waits for is about to change.
+  // The pass is about to change what before_change_ protects, such as a save that is still copying.
   if (before_change_) before_change_();
   return WindowFactor();
 }
@@ -98,7 +98,7 @@ void StepController::CheckStepped(const char* what) const {
 }
 
 AccumulateScope StepController::Accumulate() {
-  // Only the end of a window makes a difference between loops side by side.
+  // With loops side by side, it matters which one is meant only if it can end a window.
   const bool by_end =
       gradient_accumulation_steps() > 1 && accumulation_.options().sync_with_dataloader;
   const BatchInfo* batch = by_end ? loops_.BatchOfMicroStep() : loops_.current_batch();
@@ -157,7 +157,8 @@ void StepController::ChangeAveraged(int by) {
 }
 
 std::vector<ShardedModel*> StepController::ShardedModelsOf(const OptimizerSlot& slot) const {
-  // Not by what an optimizer changes on this rank: its parts of a model may all be empty.
+  // Looks at all parameters of the optimizer, because its parts of a model may all be empty on this
+  // rank.
   const std::vector<at::Tensor>& parameters = slot.handle_->parameters();
   std::vector<ShardedModel*> models;
   for (const auto& model : registry_.models()) {
@@ -183,8 +184,8 @@ void StepController::BeginWindow() {
   if (scaler_ != nullptr && scaler_->pending()) UpdateScale();
   bool given_up = false;
   for (const auto& optimizer : registry_.optimizers()) {
-    // The window before has ended without a step, or with one that was made after the last
-    // micro-step's scope.
+    // If zero_at_end_ is set, the previous window has ended without a step, or with one that was
+    // made after the last micro-step's scope.
     if (!optimizer->zero_at_end_.has_value()) {
       optimizer->witness_.reset();
       continue;
@@ -200,10 +201,12 @@ void StepController::BeginWindow() {
 }
 
 void StepController::BreakWindow() {
-  // Gradients that are used in the pass leave nothing, and step() says what is missing.
+  // If optimizers use gradients inside the pass, nothing is left over, and step() says what is
+  // missing.
   if (updates_ != nullptr) return;
   for (const auto& optimizer : registry_.optimizers()) {
-    // A step may follow after the scope nevertheless.
+    // zero_at_end_ leaves the gradients as they are, because a step may still follow after the
+    // scope.
     if (optimizer->consumed_ || optimizer->pending_losses_ == OptimizerSlot::Losses::kNone)
       continue;
     if (!optimizer->zero_at_end_.has_value()) optimizer->zero_at_end_ = true;
@@ -214,7 +217,8 @@ void StepController::BreakWindow() {
 void StepController::EndMicroStep() {
   in_micro_step_ = false;
   for (const auto& optimizer : registry_.optimizers()) {
-    // Without a step so far, one may follow after the scope: the next window sees to it.
+    // If there was no step yet, one may follow after the scope: BeginWindow() then zeroes the
+    // gradients.
     if (optimizer->zero_at_end_.has_value() && optimizer->consumed_ &&
         std::uncaught_exceptions() == 0) {
       ZeroNow(*optimizer, *optimizer->zero_at_end_);
@@ -222,7 +226,7 @@ void StepController::EndMicroStep() {
   }
   for (const auto& model : registry_.models()) model->armed_ = ModelSlot::Armed::kNo;
   process_.progress().SetPhase("between steps");
-  // What the micro-steps before have added is of no other window.
+  // Gradients that earlier micro-steps have added must not enter another window.
   if (std::uncaught_exceptions() > 0 && sync_gradients()) BreakWindow();
 }
 
@@ -270,9 +274,10 @@ void StepController::CheckLoss(const at::Tensor& loss, const std::optional<doubl
 }
 
 void StepController::CheckFinite(const at::Tensor& loss, bool empty) const {
-  // The mean of no items is NaN, and none of the batch's faults.
+  // The mean over no items is NaN, which is no fault of the batch.
   const double value = empty ? 0 : loss.item<double>();
-  // Agreed over all ranks, so that no rank continues into a collective that the others have left.
+  // All ranks agree on the result, so that no rank continues into a collective that the others have
+  // left.
   at::Tensor bad = at::full({process_.size()}, 0, at::kDouble);
   if (!std::isfinite(value)) bad[process_.rank()] = 1;
   // Processes that ran out of batches take no part in this exchange.
@@ -338,7 +343,7 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
   }
   for (const auto& model : registry_.models()) {
     if (model->armed_ == ModelSlot::Armed::kYes) model->armed_ = ModelSlot::Armed::kUsed;
-    // Of a model that is frozen nothing is exchanged.
+    // Nothing is exchanged for a frozen model.
     join_exchanged_ = join_exchanged_ || (join_ != nullptr && exchange && IsTrained(*model) &&
                                           model->armed_ == ModelSlot::Armed::kUsed);
   }
@@ -395,7 +400,7 @@ void StepController::ArmAgain(const BackwardOptions& how) const {
                   "inputs: several processes exchange the gradients of a whole model; give all of "
                   "them, or set requires_grad(false) on those that are not to be trained");
     }
-    // A second backward pass after one forward pass (retain_graph), or after two.
+    // This is a second backward pass after one forward pass (retain_graph) or two.
     if (model->armed_ == ModelSlot::Armed::kUsed) ddp->ArmAgain();
   }
 }
@@ -418,7 +423,7 @@ double StepController::WindowFactor() {
   window_factor_ = accumulation_.current().gradient_factor * join_factor_;
   if (accumulation_.weighted()) {
     at::Tensor total = at::full({1}, accumulation_.local_weight(), at::kDouble);
-    // By the CPU's connections: nothing waits for a GPU.
+    // A tensor on the CPU uses the CPU's connections, so that nothing waits for a GPU.
     if (process_.size() > 1) process_.comm().AllReduce(total, ReduceOp::kSum);
     window_factor_ =
         accumulation_.WeightedFactor(total.item<double>(), process_.size()) * join_factor_;
@@ -428,7 +433,7 @@ double StepController::WindowFactor() {
 
 namespace {
 
-// Throws if a gradient of `optimizer` is one of `finished`'s, too: it would be divided again.
+// Throws if `optimizer` shares a gradient with `finished`: it would be divided again.
 void CheckNoneIsFinished(const OptimizerHandle& optimizer, const OptimizerHandle& finished,
                          bool fp16) {
   const std::unordered_set<const void*> others = SetOf(finished.parameters());
@@ -475,7 +480,8 @@ void StepController::FinishGradients(OptimizerSlot* only) {
 void StepController::ReopenGradients(OptimizerSlot& slot) const {
   const bool torn = std::exchange(slot.gradients_torn_, true);
   if (scaler_ != nullptr) scaler_->Rescale(slot.handle());
-  // Those of an earlier window, of which this one has finished none, keep what they are.
+  // If this window has no factor yet, the gradients are those of an earlier window and stay
+  // unchanged.
   const double factor = window_factor_.value_or(1);
   if (factor != 0) ScaleGradients(slot.handle().parameters(), 1 / factor);
   slot.gradients_torn_ = torn;
@@ -484,15 +490,16 @@ void StepController::ReopenGradients(OptimizerSlot& slot) const {
 
 void StepController::CheckPendingLosses(bool weighted) const {
   using Losses = OptimizerSlot::Losses;
-  // Where gradients are gone in the pass, no loss has a weight.
+  // If optimizers use gradients inside the pass, no loss has a weight.
   if (updates_ != nullptr) return;
   for (const auto& optimizer : registry_.optimizers()) {
     const Losses pending = optimizer->pending_losses_;
     if (pending == Losses::kNone || (pending == Losses::kPlain && !weighted)) continue;
-    // About to be zeroed.
+    // These gradients are about to be zeroed.
     if (optimizer->zero_at_end_.has_value()) continue;
-    // What is left of its last step is none of an earlier loss: the losses since, of other
-    // optimizers, have not reached it, and it is zeroed before the next one that does.
+    // A gradient that no pass has reached since the last step holds no pending loss: the losses
+    // since then were those of other optimizers, and it is zeroed before the next one that reaches
+    // it.
     const auto added = AddedTo(registry_.models(), optimizer->pass_at_step_);
     const std::vector<at::Tensor>& parameters = optimizer->handle().parameters();
     for (size_t i = 0; i < parameters.size(); ++i) {
@@ -514,7 +521,7 @@ void StepController::CheckGradients(OptimizerSlot& slot) const {
   CheckWitnesses();
   origins_.CheckPlainPasses(slot, scaler_ == nullptr && accumulation_.current().divisor == 1 &&
                                       !accumulation_.weighted());
-  // Of tensors that no model has.
+  // Check the gradients of tensors that belong to no model.
   if (window_backwards_ == 0 && !in_closure_ &&
       (scaler_ != nullptr || accumulation_.current().divisor != 1)) {
     for (const at::Tensor& parameter : slot.handle().parameters()) {
@@ -542,7 +549,8 @@ bool StepController::StepsKnowMore() const {
 
 namespace {
 
-// Multiplies what optimizers have for `parameters`, and what sharded models have not reduced yet.
+// Multiplies the gradients that optimizers have for `parameters` and those that sharded models have
+// not reduced yet.
 void ScaleWaiting(const Registry& registry, const std::vector<at::Tensor>& parameters,
                   double factor) {
   if (factor == 1) return;
@@ -565,9 +573,9 @@ void ScaleWaiting(const Registry& registry, const std::vector<at::Tensor>& param
 }  // namespace
 
 void StepController::ChangeScale(absl::FunctionRef<void()> change) {
-  // The gradients of an optimizer that steps less often than others keep the scale of all, and so
-  // do those that the next passes add to them. Each gradient is scaled once, and none that another
-  // optimizer has unscaled.
+  // The gradients of an optimizer that steps less often than others must have the common scale, as
+  // those that the next passes add to them have. Each gradient is scaled once, and none that
+  // another optimizer has unscaled.
   const auto waits = [](const auto& optimizer) {
     return !optimizer->gradients_finished_ &&
            optimizer->pending_losses_ != OptimizerSlot::Losses::kNone;
@@ -601,7 +609,8 @@ void StepController::TakeScale(const PlainState& state) {
 void StepController::UpdateScale() {
   ChangeScale([this] { scaler_->Update(); });
   for (const auto& optimizer : registry_.optimizers()) optimizer->stepped_at_scale_ = false;
-  // To read the scale waits for a GPU, and so has the answer that a step was skipped.
+  // Reading the scale waits for a GPU; so it is read only if a step was skipped, an answer that has
+  // waited already.
   TORCH_CHECK(!optimizer_step_was_skipped() || scaler_->scale() > 0,
               "the gradients were infinite or NaN at every loss scale of fp16, which has dropped "
               "to 0, so no further optimizer.step() would take effect: look for NaN or "
@@ -611,7 +620,7 @@ void StepController::UpdateScale() {
 
 namespace {
 
-// The optimizers that hold any of `parameters`.
+// Returns the optimizers that hold any of `parameters`.
 std::vector<OptimizerSlot*> OwnersOf(const Registry& registry,
                                      const std::vector<at::Tensor>& parameters) {
   std::unordered_set<const void*> wanted;
@@ -682,8 +691,8 @@ at::Tensor StepController::ClipGradNorm(const std::vector<at::Tensor>& parameter
   const double in_step = process_.gradient_clipping();
   if (in_step == 0) {
     const at::Tensor norm = clip(std::numeric_limits<double>::infinity());
-    ScaleToNorm({}, max_norm, norm);  // throws where no number will do
-    // In the order in which they are clipped where the step does it.
+    ScaleToNorm({}, max_norm, norm);  // throws if max_norm is invalid
+    // Use the order in which step() clips.
     std::vector<at::Tensor> all = resolved.shards;
     all.insert(all.end(), resolved.whole.begin(), resolved.whole.end());
     const std::vector<OptimizerSlot*> owners = OwnersOf(registry_, all);
@@ -692,7 +701,7 @@ at::Tensor StepController::ClipGradNorm(const std::vector<at::Tensor>& parameter
     for (OptimizerSlot* const optimizer : owners) optimizer->gradients_torn_ = false;
     return norm;
   }
-  // What no prepared optimizer has, no step() of one will clip.
+  // Gradients that no prepared optimizer has are clipped by no step().
   std::unordered_set<const void*> in_steps;
   for (const auto& optimizer : registry_.optimizers()) {
     for (const at::Tensor& parameter : optimizer->handle().parameters()) {
@@ -741,7 +750,7 @@ void StepController::ClipGradValue(const std::vector<at::Tensor>& parameters, do
               "only where accelerator.sync_gradients()");
   const Resolved resolved = Resolve(parameters);
   CheckGradientsThere(resolved, "clip_grad_value_()");
-  muster::ClipGradValue({}, clip_value);  // throws where no number will do
+  muster::ClipGradValue({}, clip_value);  // throws if clip_value is invalid
   for (const std::vector<at::Tensor>& list : {resolved.whole, resolved.shards}) {
     FinishGradientsOf(list);
     const std::vector<OptimizerSlot*> owners = OwnersOf(registry_, list);
@@ -765,7 +774,7 @@ void StepController::BeginJoin(bool even_batches) {
               local_depth_ > 0 ? "LocalSGD" : "no_sync()",
               ": processes that have run out of batches would wait for gradient exchanges that the "
               "others skip; end that scope first");
-  // What the program has let go of is trained no more.
+  // Models that the program has released are no longer trained.
   if (between_windows()) registry_.ForgetUnheld();
   std::vector<DataParallel*> models;
   int trained = 0;
@@ -821,7 +830,7 @@ void StepController::EndJoin(bool finish) {
       scaler_->LoadState(BroadcastPlainState(process_.comm(), scaler_->SaveState(), root));
       scaler_->Reset();
     }
-    // Of a window that is open the gradients are gone.
+    // The gradients of an open window are gone.
     accumulation_ = Accumulation(accumulation_.options());
     window_factor_.reset();
     window_backwards_ = 0;
@@ -838,7 +847,8 @@ void StepController::Stepped(OptimizerSlot& slot) {
     ++slot.steps_;
     ++slot.steps_here_;
     registry_.NoteStep();
-    // Later it would be too late to say, and cost every step.
+    // Only after the second step: later, the warning would come too late and cost time in every
+    // step.
     if (slot.steps_here_ == 2) {
       for (const auto& scheduler : registry_.schedulers()) {
         if (scheduler->optimizer().get() == &slot) scheduler->WarnIfLeftOut(/*at_end=*/false);
@@ -860,7 +870,7 @@ void StepController::Stepped(OptimizerSlot& slot) {
   process_.progress().SetStep(registry_.global_step());
   process_.progress().SetPhase("after optimizer step");
   if (slot.step_was_skipped_) return;
-  // At last: what is offloaded is written, which may fail.
+  // Last, because it writes offloaded parts, which may fail.
   for (const auto& model : registry_.models()) {
     if (model->sharded() != nullptr) model->sharded()->MarkChanged(slot.handle_->parameters());
   }
@@ -920,14 +930,14 @@ void StepController::Step(OptimizerSlot& slot) {
       throw;
     }
   }
-  // Nothing has changed, of any of them.
+  // Check all of them before any changes.
   for (const ShardedModel* const model : sharded) model->CheckNotSummoned();
   for (ShardedModel* const model : sharded) model->AwaitReaders();
   try {
     AnnounceStep(slot, sharded);
     MUSTER_FAILPOINT("worker.step");
     if (scaler_ != nullptr) {
-      // Finished, maybe before the scale was changed.
+      // The gradients are unscaled, maybe by the scale before its last change.
       scaler_->StepUnscaled(*slot.handle_);
       slot.step_was_skipped_ = scaler_->step_was_skipped(*slot.handle_);
       slot.stepped_at_scale_ = true;
@@ -942,7 +952,7 @@ void StepController::Step(OptimizerSlot& slot) {
     }
     Stepped(slot);
   } catch (...) {
-    // Others may step.
+    // Other ranks may have stepped.
     for (ShardedModel* const model : sharded) model->NoteFailedStep(std::current_exception());
     if (sharded.empty()) NoteFailedStep();
     throw;
@@ -985,7 +995,8 @@ void StepController::CheckNoStepFailed(const char* what) const {
 void StepController::WarnIfNoGradients(OptimizerSlot& slot) const {
   if (slot.had_gradients_) return;
   slot.had_gradients_ = true;
-  // The program freezes the model's parameters: their shards, which the optimizer has, do not know.
+  // If the program freezes the model's parameters, requires_grad of their shards, which the
+  // optimizer has, does not change.
   std::unordered_set<const void*> frozen;
   for (const auto& model : registry_.models()) {
     for (const auto& [name, parameter] : model->source().parameters()) {
@@ -1008,7 +1019,7 @@ void StepController::WarnIfNoGradients(OptimizerSlot& slot) const {
     trained =
         trained || (parameter.requires_grad() && !frozen.contains(parameter.unsafeGetTensorImpl()));
   }
-  // Frozen ones may be unfrozen later.
+  // Frozen parameters may be unfrozen later.
   if (!trained || process_.rank() != 0) return;
   MUSTER_LOG(Warning) << "optimizer.step(): no parameter of this optimizer has a gradient"
                       << (divided ? " where this process has a part of it" : "")
@@ -1076,39 +1087,40 @@ at::Tensor StepController::StepWithClosure(OptimizerSlot& slot,
       CheckGradients(slot);
     } catch (...) {
       thrown = std::current_exception();
-      // Others may wait in the pass that it has ended, or have failed in the same exchange.
+      // Other ranks may wait in the pass that the exception has ended, or have failed in the same
+      // exchange.
       const bool interrupted =
           std::any_of(sharded.begin(), sharded.end(),
                       [](const ShardedModel* model) { return model->Interrupted(); });
       if (sharded.empty() || interrupted || IsOfRanksApart(thrown)) throw;
     }
-    // None updates its part where another one has failed, or reads it still. Before what follows,
-    // which exchanges gradients.
+    // No rank may update its part if another one has failed or still reads it. They agree before
+    // the calls below, which exchange gradients.
     if (!sharded.empty()) sharded.front()->AgreeOnClosure(thrown);
     window_factor_.reset();
     slot.gradients_finished_ = false;
     FinishGradients(&slot);
     ClipInStep(slot);
     evaluated = true;
-    // Apart, gradients differ too, and with them how often an optimizer evaluates.
+    // If ranks train apart, their gradients differ, and so does how often an optimizer evaluates.
     if (local_depth_ > 0) return loss.detach();
-    // What the optimizer decides by it, all processes must decide alike.
+    // The optimizer decides by the loss, and all processes must decide alike.
     return process_.MeanOfAll(loss.detach());
   };
   slot.step_was_skipped_ = false;
-  // Nothing has changed, of any of them.
+  // Check all of them before any changes.
   for (const ShardedModel* const model : sharded) model->CheckNotSummoned();
   at::Tensor loss;
   try {
     AnnounceStep(slot, sharded);
     loss = slot.handle_->StepWithClosure(evaluate);
-    // Behind the backward passes of the closure, after which it has changed them.
+    // The optimizer has changed parameters after the backward passes of the closure.
     AnnounceStep(slot, sharded);
     Stepped(slot);
   } catch (...) {
     for (ShardedModel* const model : sharded) {
       model->NoteFailedClosure(/*changed=*/evaluated);
-      // Others may step.
+      // Other ranks may have stepped.
       if (evaluated) model->NoteFailedStep(std::current_exception());
     }
     if (sharded.empty() && evaluated) NoteFailedStep();
@@ -1140,8 +1152,8 @@ void StepController::ZeroNow(OptimizerSlot& slot, bool set_to_none) {
   for (const auto& model : registry_.models()) {
     if (model->sharded() != nullptr) model->sharded()->ForgetPending(slot.handle_->parameters());
   }
-  // Gradients that are views of buckets too: the next backward pass moves them back there, for less
-  // than zeros and a sum in place.
+  // This also applies to gradients that are views of buckets: the next backward pass moves them
+  // back there, which costs less than zeroing and adding in place.
   if (set_to_none) {
     slot.handle_->ZeroGrad(GradZeroing::kSetToNone);
     return;
@@ -1155,19 +1167,20 @@ void StepController::ZeroNow(OptimizerSlot& slot, bool set_to_none) {
   }
 }
 
-// Where plain LibTorch would zero, unless gradients of micro-steps before would be lost: programs
-// call this at the head of a step as well as at its end.
+// Zeroes gradients where plain LibTorch would, unless those of earlier micro-steps would be lost:
+// programs call this at the head of a step as well as at its end.
 void StepController::ZeroGrad(OptimizerSlot& slot, bool set_to_none) {
   if (in_closure_) return ZeroNow(slot, set_to_none);
-  // A program that leaves steps to no_sync() calls this with each of them, and it stays out with
-  // them, until one takes effect.
+  // A program that makes its windows with no_sync() calls this with each step, and it is left out
+  // like the steps until one of them takes effect.
   if (slot.left_to_no_sync_ && !slot.consumed_) {
-    // At the head of the micro-step that ends the window, or to give the window up.
+    // The call is at the head of the micro-step that ends the window, or gives the window up.
     if (sync_gradients()) slot.zero_in_no_sync_ = set_to_none;
     return;
   }
   if (!in_micro_step()) {
-    // Otherwise no_sync() by hand has no window to lose: a call in it is that at the head of one.
+    // Otherwise, a program that uses no_sync() itself has no window to lose: this call is at the
+    // head of one.
     if (slot.consumed_ || accumulation_.sync_gradients()) ZeroNow(slot, set_to_none);
     return;
   }
@@ -1175,7 +1188,7 @@ void StepController::ZeroGrad(OptimizerSlot& slot, bool set_to_none) {
   if (slot.consumed_ || window_backwards_ == 0 || (sync && micro_step().window_length == 1)) {
     return ZeroNow(slot, set_to_none);
   }
-  // The window is about to end, in a step of this optimizer or, where the program leaves that out,
+  // The window is about to end, with a step of this optimizer or, if the program leaves that out,
   // without one.
   if (sync) slot.zero_at_end_ = set_to_none;
 }
@@ -1183,7 +1196,7 @@ void StepController::ZeroGrad(OptimizerSlot& slot, bool set_to_none) {
 void StepController::TellWindowsOfNoSync() {
   for (const auto& optimizer : registry_.optimizers()) {
     const std::optional<bool> zero = std::exchange(optimizer->zero_in_no_sync_, std::nullopt);
-    // In no_sync() a window begins: the one before was given up.
+    // Under no_sync() a window begins: the previous one was given up.
     if (zero.has_value() && no_sync_depth_ > 0) ZeroNow(*optimizer, *zero);
   }
 }

@@ -14,7 +14,7 @@
 namespace muster {
 namespace {
 
-// Of torch.distributed.checkpoint.
+// Whether `folder` holds a checkpoint of torch.distributed.checkpoint.
 bool HoldsDistributedCheckpoint(const std::string& folder) {
   if (PathExists(JoinPath(folder, ".metadata"))) return true;
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(folder);
@@ -23,7 +23,8 @@ bool HoldsDistributedCheckpoint(const std::string& folder) {
          });
 }
 
-// The folder, or one in it (pytorch_model_fsdp_0 in a state of Accelerate's); empty if none.
+// Returns the folder or one in it (pytorch_model_fsdp_0 in a state of Accelerate's); empty if none
+// holds one.
 std::string FindDistributedCheckpoint(const std::string& folder) {
   if (HoldsDistributedCheckpoint(folder)) return folder;
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(folder);

@@ -62,11 +62,11 @@ const char* Name(Operation operation) {
   return "an unknown operation";
 }
 
-// After those of messages, each of which has that of its collective.
+// The tag of the PeerWatch, above the tags of messages, each of which has that of its collective.
 constexpr int kWatchTag = 1000000;
 constexpr int kFrameBytes = 512;
 constexpr int kFrameDims = 8;
-// Of a reduce-scatter over Gloo: as much of a rank's input is on the way at a time.
+// The bytes of a rank's input that a reduce-scatter over Gloo has on the way at a time.
 constexpr int64_t kExchangedBytes = 16 << 20;
 
 struct FrameHeader {
@@ -84,7 +84,8 @@ struct FrameHeader {
 constexpr int kInlineBytes = kFrameBytes - static_cast<int>(sizeof(FrameHeader));
 static_assert(kInlineBytes > 256);
 
-// What a rank does, as a comparable text that is only built when there is something to say.
+// Describes a rank's call as a comparable text, which is built only if there is something to
+// report.
 std::string DescribeFrame(const FrameHeader& header, bool with_tensor) {
   std::ostringstream text;
   text << Name(header.operation);
@@ -119,11 +120,11 @@ bool SameCall(const FrameHeader& a, const FrameHeader& b, bool with_tensor) {
                           std::equal(a.dims, a.dims + kFrameDims, b.dims));
 }
 
-// The bytes of a plain tensor, as a flat tensor of the same storage.
+// Returns the bytes of a plain tensor as a flat tensor that shares its storage.
 at::Tensor Bytes(const at::Tensor& plain) { return plain.reshape({-1}).view(at::kByte); }
 
-// Types whose sum is to be divided before it is rounded: that of two values may be too large for
-// fp16 where their mean is not. Others keep the bits of a sum that is divided.
+// Whether a sum must be divided before it is rounded: the sum of two values may be too large for
+// fp16 although their mean is not. Means of other types have the bits of a sum that is divided.
 bool IsNarrow(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
 }
@@ -155,7 +156,7 @@ class C10dComm : public Comm {
       }
     }
     if (tensor.numel() == 0) return;
-    // Gloo knows no bool and no 16-bit integers.
+    // Gloo supports neither bool nor 16-bit integers.
     const at::ScalarType dtype = tensor.scalar_type();
     const bool is_bool = dtype == at::kBool;
     at::Tensor work = tensor.detach();
@@ -165,17 +166,17 @@ class C10dComm : public Comm {
       work = work.to(at::kInt);
     }
     work = PlainTensor(work);
-    // Neither Gloo nor NCCL knows complex numbers, of which sums and means are those of the parts.
+    // Neither Gloo nor NCCL supports complex numbers; their sums and means are those of the parts.
     at::Tensor sent = work.is_complex() ? at::view_as_real(work) : work;
     const bool narrow_mean = op == ReduceOp::kMean && IsNarrow(sent);
-    // Gloo has no average, and adds in the type that it is given.
+    // Gloo has no average and adds in the type of its input.
     const bool in_float = narrow_mean && BackendOf(work)->getBackendName() == "gloo";
     const bool averages = narrow_mean && !in_float;
     const at::Tensor reduced = in_float ? sent.to(at::kFloat) : sent;
     auto opts = WaitedFor<c10d::AllreduceOptions>(work);
     switch (op) {
       case ReduceOp::kSum:
-        // The sum of truths is "any", and 256 of them must not be none.
+        // The sum of bools is "any", and 256 of them must not become 0.
         opts.reduceOp = is_bool ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
         break;
       case ReduceOp::kMean:
@@ -250,9 +251,9 @@ class C10dComm : public Comm {
       Run([&] { return BackendOf(input)->_reduce_scatter_base(output, input, opts); });
       return op == ReduceOp::kMean && !narrow_mean ? output.div_(size_) : output;
     }
-    // Gloo's own is made of all-reduces and sends twice as much. Every rank sends each other one
-    // its part, and adds up what it gets.
-    std::vector<int64_t> equal;  // sizes: all the same
+    // Gloo's own reduce-scatter is made of all-reduces and sends twice as much. Here, every rank
+    // sends each other one its part and adds up what it receives.
+    std::vector<int64_t> equal;  // empty: all parts have the same size
     auto opts = WaitedFor<c10d::AllToAllOptions>(input);
     const auto exchange = [&](at::Tensor from, at::Tensor to) {
       Run([&] { return BackendOf(input)->alltoall_base(to, from, equal, equal, opts); });
@@ -261,8 +262,8 @@ class C10dComm : public Comm {
     const int64_t piece = std::max<int64_t>(
         1, kExchangedBytes / (size_ * static_cast<int64_t>(input.element_size())));
     if (part <= piece) return exchange(input, at::empty_like(input));
-    // In pieces, through the same memory: as much again as the input would be new to the process
-    // in each call, which takes longer than the exchange.
+    // Exchange in pieces through the same memory: new memory for as much as the input in each call
+    // takes longer than the exchange.
     const at::Tensor from = at::empty({size_ * piece}, input.options()), to = at::empty_like(from);
     const at::Tensor parts = input.view({size_, part});
     at::Tensor output = at::empty({part}, input.options());
@@ -359,7 +360,7 @@ class C10dComm : public Comm {
       return all;
     }
     // A few ranks hold nearly everything: padding the others to their length would cost more than
-    // turns. What is short is here already.
+    // taking turns. Short strings have arrived in the frames already.
     for (int r = 0; r < size_; ++r) {
       if (Header(r).inline_bytes >= 0) {
         all[r] = InlineBytes(r);
@@ -410,7 +411,7 @@ class C10dComm : public Comm {
         if (d < kFrameDims) {
           header.dims[d] = tensor->size(d);
         } else {
-          // Rare; still distinguished, though not shown.
+          // More dimensions are rare; they are compared, though not shown.
           header.dims[kFrameDims - 1] = header.dims[kFrameDims - 1] * 1000003 + tensor->size(d);
         }
       }
@@ -442,7 +443,7 @@ class C10dComm : public Comm {
   }
 
   // Gathers the frames and compares them. Returns whether every rank's data came inside its frame.
-  // Throws, on every rank alike, if ranks disagree.
+  // Throws the same error on every rank if ranks disagree.
   bool Exchange(bool same_tensors) {
     if (size_ == 1) {
       std::memcpy(frames_.data_ptr(), frame_.const_data_ptr(), kFrameBytes);
@@ -459,13 +460,13 @@ class C10dComm : public Comm {
     if (same) return all_inline;
     std::vector<std::string> calls;
     for (int r = 0; r < size_; ++r) calls.push_back(DescribeFrame(Header(r), same_tensors));
-    // Ranks may have different counts; from here on they are equal again.
+    // Ranks may have different sequence numbers; make them equal again.
     for (int r = 0; r < size_; ++r) sequence_ = std::max(sequence_, Header(r).sequence);
     TORCH_CHECK(false, "ranks disagree about a collective: ",
                 comm_checks::ByRanks(calls, "called", "called"));
   }
 
-  // Every rank throws if one of them has something to complain about.
+  // Throws the complaint on every rank if one of them has any.
   void Agree(const std::string& complaint) {
     Begin(Operation::kAgree, 0, nullptr);
     PutBytes(complaint.substr(0, kInlineBytes));
@@ -506,7 +507,7 @@ class C10dComm : public Comm {
                            static_cast<size_t>(r) * kFrameBytes + sizeof(FrameHeader),
                        Header(r).total_bytes);
   }
-  // A copy of what rank `r` sent inside its frame, shaped as `like`.
+  // Returns a copy of what rank `r` sent inside its frame, shaped as `like`.
   at::Tensor InlineTensor(int r, const at::Tensor& like) const {
     at::Tensor result = at::empty(like.sizes(), like.options().requires_grad(false));
     if (result.numel() > 0) {
@@ -566,7 +567,7 @@ class C10dComm : public Comm {
     return group_->getBackend(tensor.device().type());
   }
 
-  // Those of a call that is waited for at once: on the CPU it may run in this thread.
+  // Returns the options of a call that is waited for at once: on the CPU it may run in this thread.
   template <class Options>
   Options WaitedFor(const at::Tensor& tensor) const {
     Options opts;
@@ -608,7 +609,7 @@ class C10dComm : public Comm {
   at::Tensor frame_;
   at::Tensor frames_;
   uint64_t sequence_ = 0;
-  // The collective under way, for messages.
+  // The collective under way, for error messages.
   Operation operation_ = Operation::kBarrier;
   std::string what_;
   // What broke the transport; empty while it works.

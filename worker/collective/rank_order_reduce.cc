@@ -31,7 +31,7 @@ at::Tensor ReduceReal(const std::vector<at::Tensor>& inputs, ReduceOp op) {
         break;
     }
   }
-  // Before it is narrow again: a sum may be too large for fp16 where the mean is not.
+  // Divide before converting back: a sum may be too large for fp16 although the mean is not.
   if (op == ReduceOp::kMean) result.div_(static_cast<int64_t>(inputs.size()));
   return result.to(dtype);
 }

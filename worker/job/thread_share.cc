@@ -15,7 +15,7 @@
 namespace muster {
 namespace {
 
-// Files of the kernel have no size. Empty: there is none.
+// Returns the text of a kernel file (whose size is reported as 0); empty if it cannot be read.
 std::string Line(const std::string& path) {
   const absl::StatusOr<std::string> text = ReadFile(path, 1 << 16);
   return text.ok() ? std::string(absl::StripAsciiWhitespace(*text)) : "";

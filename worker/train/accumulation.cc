@@ -89,8 +89,8 @@ double Accumulation::WeightedDivisor(double weight) {
               " earlier one(s) of it had none: pass a weight in every micro-step or in none");
   ++weighted_steps_;
   weight_ += weight;
-  // A loss of no items has no gradient; divided by infinity it has none unless its formula makes
-  // NaN of 0, as that of a mean over no items does: that is left to the caller.
+  // A loss of no items must have no gradient. Divided by infinity, it has none unless its formula
+  // makes NaN of 0, as a mean over no items does: that is left to the caller.
   return current_.divisor / weight;
 }
 

@@ -27,7 +27,7 @@ at::Tensor NewAverage(const at::Tensor& parameter) {
                                /*copy=*/true);
 }
 
-// The parameters of these entries have been changed.
+// Announces that the parameters of these entries have been changed.
 template <class Entries>
 void NoteChangeOf(const Entries& entries) {
   std::vector<at::Tensor> changed;
@@ -82,8 +82,8 @@ void EmaWeights::Update() {
       continue;
     }
     if (IsPaged(parameter) || parameter.scalar_type() != type) {
-      // One after the other: an operator brings all that it takes into memory, and the fp32 copies
-      // of a whole model take twice its memory.
+      // One at a time, because an operator brings all its arguments into memory, and the fp32
+      // copies of a whole model take twice its memory.
       entry.average.lerp_(parameter.detach().to(type), 1 - decay);
       continue;
     }
@@ -114,7 +114,7 @@ EmaWeights::Scope::Scope(EmaWeights& ema, std::function<void()> changed)
     if (changed_ != nullptr) changed_();
     for (const Entry& entry : ema.entries_) versions_.push_back(ema.VersionOf(entry));
   } catch (const std::exception& error) {
-    // No destructor follows.
+    // The destructor will not run.
     const std::string why = error.what();
     try {
       GiveBack();

@@ -103,7 +103,7 @@ void GradScaler::Unscale(OptimizerHandle& optimizer) {
               "gradients are unscaled (or clipped) after the optimizer's step: do it before");
   if (state.stage == Stage::kUnscaled) return;
   if (!optimizer.parameters().empty()) EnsureOn(optimizer.parameters()[0].device());
-  // In double, as 1/scale of a scale that is no power of two would otherwise be rounded twice.
+  // Use double, because 1/scale would otherwise be rounded twice if the scale is no power of two.
   state.found_inf = Multiply(optimizer, scale_.to(at::kDouble).reciprocal().to(at::kFloat));
   if (comm_ != nullptr && comm_->size() > 1) comm_->AllReduce(state.found_inf, ReduceOp::kMax);
   state.unscaled_inf = state.found_inf;
@@ -253,11 +253,11 @@ void GradScaler::LoadState(const PlainState& state) {
   CheckState(state);
   const double scale = state.at("scale")[0];
   const double tracker = state.at("growth_tracker")[0];
-  // The options of this run count: a fixed scale is theirs, and they may limit another one.
+  // The options of this run apply: they may fix the scale or set its minimum.
   scale_ = Scalar(options_.dynamic ? std::max(scale, options_.min_scale) : options_.init_scale,
                   at::kFloat, scale_.device());
   tracker_ = Scalar(options_.dynamic ? tracker : 0, at::kInt, tracker_.device());
-  // A state of a scaler without one begins to count.
+  // With a state of a scaler without a hysteresis, the count begins again.
   patience_ = options_.hysteresis;
   if (options_.hysteresis > 1 && state.count("hysteresis") > 0) {
     patience_ = std::min(options_.hysteresis, static_cast<int64_t>(state.at("hysteresis")[0]));
