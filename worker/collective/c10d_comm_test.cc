@@ -338,7 +338,7 @@ TEST_P(CommTest, ReduceScatter_GivesEachRankItsPartOfTheSum) {
   });
 }
 
-// Those in one memory and those over Gloo (MUSTER_SHM=no), which does not use Gloo's own
+// Collectives in shared memory and over Gloo (MUSTER_SHM=no); Muster does not use Gloo's own
 // reduce-scatter: that adds up in another order for each part, and rounds after each term.
 class RankOrderTest : public CommTest {};
 INSTANTIATE_TEST_SUITE_P(Every, RankOrderTest,

@@ -923,7 +923,7 @@ TEST(LoaderState, GeneratorBeforeBatch_DrawsTheNumbersOfTheBatchAgain) {
     generator.set_state(now);
   }
   EXPECT_FALSE(handle->GeneratorBeforeBatch().defined());
-  // Those of workers have numbers of their own, and where nobody observes none is kept.
+  // Workers draw from generators of their own, and without an observer no state is kept.
   auto by_workers =
       PrepareLoader(batches(Numbers{}, 2).workers(1), {}, nullptr, std::make_shared<Judge>());
   auto unobserved = Alone(batches(Numbers{}, 2));

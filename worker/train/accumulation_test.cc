@@ -142,7 +142,7 @@ TEST(Accumulation, WeightedAndPlainLossOfOneMicroStep_AreRefusedInEitherOrder) {
   window.WeightedDivisor(3);
   window.Begin(std::nullopt);
   EXPECT_THAT(ErrorOf([&] { window.PlainDivisor(); }), HasSubstr("have weights"));
-  // The next one begins anew.
+  // The next window starts over.
   window.WeightedDivisor(1);
   window.Begin(std::nullopt);
   EXPECT_EQ(window.PlainDivisor(), 2);
