@@ -13,6 +13,7 @@
 #include "absl/strings/str_join.h"
 #include "agent/process_state.h"
 #include "base/file.h"
+#include "base/log.h"
 #include "base/owned_fd.h"
 
 namespace muster::agent {
@@ -64,8 +65,10 @@ std::vector<LockHolder> FindLockHolders(int fd) {
   const std::string path = TargetOf(absl::StrCat("/proc/self/fd/", fd));
   if (path.empty()) return holders;
   for (const int64_t pid : ListProcesses()) {
-    if (pid == getpid() || !HoldsLock(pid, path)) continue;
-    holders.push_back({pid, ReadProcessStat(pid).started});
+    if (pid == getpid()) continue;
+    // Read first: if the number becomes another process's meanwhile, Kill() notices that.
+    const uint64_t started = ReadProcessStat(pid).started;
+    if (HoldsLock(pid, path)) holders.push_back({pid, started});
   }
   return holders;
 }
@@ -86,8 +89,25 @@ bool LockBreaker::IsBeyondKilling(int fd, absl::Time now) {
     killed.emplace(holder, at);
     all = all && now - at >= patience_;
   }
+  // A killed process that hangs while it closes its files no longer shows descriptors.
+  for (const auto& [holder, at] : killed_) {
+    const ProcessState state = ReadProcessStat(holder.pid);
+    if (killed.count(holder) != 0 || state.started != holder.started || state.name == "zombie") {
+      continue;
+    }
+    killed.emplace(holder, at);
+    all = all && now - at >= patience_;
+  }
   killed_ = std::move(killed);
   beyond_killing_ = all && !killed_.empty();
+  if (!beyond_killing_ && !warned_ && now - first_look_ >= 4 * patience_) {
+    warned_ = true;
+    MUSTER_LOG(Warning) << "the lock of an attempt whose runner has ended is still held, and what "
+                           "holds it cannot be ended: "
+                        << (killed_.empty() ? "it belongs to another user, or is not visible here"
+                                            : ToString())
+                        << "; the attempt is over when that process is gone";
+  }
   return beyond_killing_;
 }
 

@@ -44,6 +44,7 @@ class LockBreaker {
   absl::Time next_look_ = absl::InfinitePast();
   std::map<LockHolder, absl::Time> killed_;  // and still there at the last look
   bool beyond_killing_ = false;
+  bool warned_ = false;
 };
 
 }  // namespace muster::agent

@@ -89,6 +89,8 @@ NodeAttempts::Orders NodeAttempts::Apply(const v1::SyncNodeReply& reply, absl::T
       wanted.insert(key);
       const auto known = attempts_.find(key);
       if (known != attempts_.end()) {
+        // A coordinator that was restored from a backup has not heard of the end.
+        if (std::exchange(known->second.unwanted, false)) ++version_;
         known->second.grace = rpc::FromProto(assignment.spec().stop_grace());
         if (assignment.stop()) Stop(key, &known->second, now, &orders);
         Allow(key, assignment, &known->second, &orders);

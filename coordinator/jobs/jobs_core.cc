@@ -698,8 +698,7 @@ void JobsCore::SetWords(const Job& job, v1::JobRecord* view) {
   }
   if (record.state() == v1::JOB_STATE_RUNNING && record.avoided_nodes_size() > 0 &&
       CountProcesses(Last(record)) < record.spec().max_processes()) {
-    view->set_why(
-        absl::StrCat(record.why(), "; for some time it avoids ", DescribeAvoided(record)));
+    view->set_why(absl::StrCat(view->why(), "; for some time it avoids ", DescribeAvoided(record)));
   }
 }
 
@@ -2188,6 +2187,11 @@ absl::Status JobsCore::Restore(const v1::JobRecordChanged& change) {
 }
 
 void JobsCore::Restore(const v1::NodeChanged& change) {
+  // Nothing is known of a node that is not cordoned but what it reports itself.
+  if (!change.cordoned()) {
+    nodes_.erase(change.node());
+    return;
+  }
   Node& node = nodes_[change.node()];
   node.cordoned = change.cordoned();
   node.draining = change.draining();

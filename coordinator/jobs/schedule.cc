@@ -116,14 +116,15 @@ class Scheduler {
       const ActiveJob& job = question_.active[i];
       active_of_[job.record->owner()].push_back(i);
       if (!returning.contains(job.record)) NoteSpares(*job.record);
+      int live = 0;
       for (const v1::Placement& placement : job.attempt->placements()) {
-        if (placement.state() == v1::PLACEMENT_STATE_ENDED) continue;
-        processes_of_[job.record->owner()] += placement.processes();
+        if (placement.state() != v1::PLACEMENT_STATE_ENDED) live += placement.processes();
       }
+      processes_of_[job.record->owner()] += live;
       // Other jobs of its owner must not take the processes for which it comes back.
       if (IsReturning(job)) {
         processes_of_[job.record->owner()] +=
-            std::max(0, job.record->spec().max_processes() - CountProcesses(*job.attempt));
+            std::max(0, job.record->spec().max_processes() - live);
       }
     }
     awaits_ = question_.may_run_unseen;
@@ -466,7 +467,7 @@ class Scheduler {
       }
     }
     if (Least(spec) > left) {
-      if (is_first) AwaitLimit(job, Least(spec));
+      if (is_first && MayEverStart(job)) AwaitLimit(job, Least(spec));
       WaitForLimit(job);
       return false;
     }
@@ -477,20 +478,39 @@ class Scheduler {
     return true;
   }
 
+  // Returns whether the job would start if nothing else ran, neither of its owner's jobs nor of
+  // others. A job that would not reserves nothing of the limit.
+  bool MayEverStart(const v1::JobRecord& job) {
+    if (Least(job.spec()) > question_.max_processes_of_owner) return false;
+    const auto known = question_.too_large.find(Shape(job));
+    if (known != question_.too_large.end()) {
+      decision_.too_large.insert(*known);
+      return false;
+    }
+    if (limits_examined_ >= kMaxExamined) return true;
+    ++limits_examined_;
+    return !IsTooLarge(job);
+  }
+
   void WaitForLimit(const v1::JobRecord& job) {
     const int most = question_.max_processes_of_owner;
+    // The limit was lowered after the job was submitted.
+    if (Least(job.spec()) > most) {
+      return Wait(job, absl::StrCat("a higher limit, or a smaller size (muster resize): it needs ",
+                                    Least(job.spec()), " processes, and each user may run ", most));
+    }
     const int64_t others = processes_of_[job.owner()] - OwnSpares(job);
     if (others + Least(job.spec()) <= most) {
       return Wait(job, absl::StrCat(first_of_owner_.at(job.owner()).job_id,
                                     ", which came first or has a higher priority, to start: it "
                                     "needs what is left of the ",
-                                    most, " processes that each user may"));
+                                    most, " processes that each user may run"));
     }
     const int64_t kept = spares_of_[job.owner()] - OwnSpares(job);
     std::string held = absl::StrCat("they run ", others - kept, " processes");
     if (kept > 0) absl::StrAppend(&held, " and keep room for ", kept);
     Wait(job, absl::StrCat("other jobs of user ", Quoted(job.owner()), " to end: ", held,
-                           " of the ", most, " that each user may"));
+                           " of the ", most, " that each user may run"));
   }
 
   // Reserves `size` of the processes that the owner's limit allows for the job, just as the first
@@ -525,9 +545,9 @@ class Scheduler {
   // Reserves the whole size for a job that does not fit: what the limit leaves it may be a number
   // that does not fit on any nodes.
   void AwaitMore(const v1::JobRecord& job) {
-    if (at_most_.contains(&job) && !first_of_owner_.contains(job.owner())) {
-      AwaitLimit(job, job.spec().max_processes());
-    }
+    if (!at_most_.contains(&job) || first_of_owner_.contains(job.owner())) return;
+    const int size = std::min(job.spec().max_processes(), question_.max_processes_of_owner);
+    if (HasRoom(job.spec(), job.avoided_nodes(), Whole(), size)) AwaitLimit(job, size);
   }
 
   // ----
@@ -797,11 +817,14 @@ class Scheduler {
   bool MayGrow(const ActiveJob& job) {
     const v1::JobSpec& spec = job.record->spec();
     const int most = question_.max_processes_of_owner;
-    if (most > 0 && !job.record->owner().empty() &&
-        processes_of_[job.record->owner()] - CountProcesses(*job.attempt) - OwnSpares(*job.record) +
-                spec.max_processes() >
-            most) {
-      return false;
+    if (most > 0 && !job.record->owner().empty()) {
+      // What the limit leaves is reserved.
+      if (first_of_owner_.contains(job.record->owner())) return false;
+      if (processes_of_[job.record->owner()] - CountProcesses(*job.attempt) -
+              OwnSpares(*job.record) + spec.max_processes() >
+          most) {
+        return false;
+      }
     }
     if (OwnSpares(*job.record) > 0) return true;
     // Its own nodes have no room for more processes than it has there, unless some of their space
@@ -827,6 +850,7 @@ class Scheduler {
   absl::flat_hash_map<std::string, int64_t> spares_of_;     // the part of these in spares
   // By owner: the indices of its jobs in question_.active.
   absl::flat_hash_map<std::string, std::vector<size_t>> active_of_;
+  int limits_examined_ = 0;  // first jobs of owners that were compared with all nodes
   absl::flat_hash_map<std::string, FirstOfOwner> first_of_owner_;
   // The most processes that a job may have, if that is fewer than it would take.
   absl::flat_hash_map<const v1::JobRecord*, int> at_most_;

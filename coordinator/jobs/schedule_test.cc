@@ -458,8 +458,9 @@ TEST_F(ScheduleTest, OwnerAtTheLimitOfProcesses_WaitsAndBlocksNobody) {
   Queue("other", 4).set_owner("bob");
   Queue("nobody's", 8);
   EXPECT_EQ(Starts(), (Ids{"fits", "other", "nobody's"}));
-  EXPECT_EQ(WhyWaits("too many"),
-            "other jobs of user \"ann\" to end: they run 4 processes of the 4 that each user may");
+  EXPECT_EQ(
+      WhyWaits("too many"),
+      "other jobs of user \"ann\" to end: they run 4 processes of the 4 that each user may run");
 }
 
 TEST_F(ScheduleTest, LargeJob_ThatWaitsForTheOwnersLimit_IsNotOvertakenByTheOwnersSmallOnes) {
@@ -476,11 +477,40 @@ TEST_F(ScheduleTest, LargeJob_ThatWaitsForTheOwnersLimit_IsNotOvertakenByTheOwne
   Queue("too many", 1).set_owner("ann");
   Queue("other", 8).set_owner("bob");
   EXPECT_EQ(Starts(), (Ids{"brief", "beside", "other"}));
-  EXPECT_EQ(WhyWaits("large"),
-            "other jobs of user \"ann\" to end: they run 4 processes of the 8 that each user may");
+  EXPECT_EQ(
+      WhyWaits("large"),
+      "other jobs of user \"ann\" to end: they run 4 processes of the 8 that each user may run");
   EXPECT_EQ(WhyWaits("too many"),
             "large, which came first or has a higher priority, to start: it needs what is left of "
-            "the 8 processes that each user may");
+            "the 8 processes that each user may run");
+}
+
+// The limit was lowered after the job was submitted.
+TEST_F(ScheduleTest, JobLargerThanTheOwnersLimit_StopsNoOtherJobOfItsOwner) {
+  question_.max_processes_of_owner = 4;
+  AddNode("a", 32);
+  Queue("too large", 8).set_owner("ann");
+  Queue("small", 1).set_owner("ann");
+  EXPECT_EQ(Starts(), Ids{"small"});
+  EXPECT_EQ(WhyWaits("too large"),
+            "a higher limit, or a smaller size (muster resize): it needs 8 processes, and each "
+            "user may run 4");
+}
+
+TEST_F(ScheduleTest, JobThatNoNodesCanHold_ReservesNothingOfTheOwnersLimit) {
+  for (const int least : {8, 1}) {
+    question_ = ScheduleQuestion();
+    question_.now = kNow;
+    question_.max_processes_of_owner = 8;
+    AddNode("a", 32);
+    Running("old", "a", 1).set_owner("ann");
+    v1::JobRecord& large = Queue("large", 8);
+    large.set_owner("ann");
+    large.mutable_spec()->set_min_processes(least);
+    large.mutable_spec()->mutable_per_process()->set_cpus(100);
+    Queue("small", 1).set_owner("ann");
+    EXPECT_EQ(Starts(), Ids{"small"}) << least;
+  }
 }
 
 // Otherwise one after the other of them would make it wait for the limit whenever there is room.
