@@ -274,7 +274,7 @@ TEST(DividedCheckpoint, HyperParametersThatDiffer_AreNamed) {
       FusedAdamW adam(net->distinct(), a.is_main_process() ? first : other);
       auto [model, optimizer] = a.prepare(net, adam);
       Train(a, model, optimizer, 0, 1);
-      errors[a.process_index()] = a.save_state(TestDir("hyper")).message();
+      errors[a.process_index()] = std::string(a.save_state(TestDir("hyper")).message());
     });
     EXPECT_EQ(errors[0], errors[1]);
     return errors[0];

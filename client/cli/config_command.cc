@@ -129,7 +129,7 @@ absl::StatusOr<std::map<std::string, std::string>> GivenSettings(const CommandLi
                                                                  const std::string& path) {
   std::map<std::string, std::string> given;
   // Settings that the file cannot hold would be missing in launches that read it.
-  for (const AccelerateEngineFlag& flag : AccelerateEngineFlags()) {
+  for (const AccelerateFlag& flag : AccelerateEngineFlags()) {
     if (!line.Has(flag.name)) continue;
     return absl::InvalidArgumentError(
         absl::StrCat("--", flag.name,

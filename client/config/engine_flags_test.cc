@@ -53,7 +53,7 @@ TEST(EngineFlags, Deepspeed_IsWhatAcceleratesLauncherSets) {
 }
 
 TEST(EngineFlags, EveryFlag_ReachesTheProcesses) {
-  for (const AccelerateEngineFlag& flag : AccelerateEngineFlags()) {
+  for (const AccelerateFlag& flag : AccelerateEngineFlags()) {
     SCOPED_TRACE(flag.name);
     if (flag.name == "use_fsdp" || flag.name == "use_deepspeed") continue;
     const char* const engine = flag.name.rfind("fsdp_", 0) == 0 ? "use_fsdp" : "use_deepspeed";
