@@ -301,7 +301,7 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
   CheckLoss(loss, weight);
   const bool empty = weight == 0.0;
   if (process_.options().check_finite_loss) CheckFinite(loss, empty);
-  TellWindowsOfNoSync();
+  TellWindowsOfNoSync(/*begins=*/no_sync_depth_ > 0);
   if (!in_micro_step_ || window_backwards_ == 0) CheckPendingLosses(weight.has_value());
   // Outside of accumulate() every call is a window of its own, divided as Accelerate does.
   if (!in_micro_step_) {
@@ -857,6 +857,7 @@ void StepController::Stepped(OptimizerSlot& slot) {
   }
   slot.consumed_ = true;
   slot.left_to_no_sync_ = false;
+  slot.zero_in_no_sync_.reset();
   holds_back_ = false;
   slot.pending_losses_ = OptimizerSlot::Losses::kNone;
   slot.pass_at_step_ = passes_->last();
@@ -1174,8 +1175,15 @@ void StepController::ZeroGrad(OptimizerSlot& slot, bool set_to_none) {
   // A program that makes its windows with no_sync() calls this with each step, and it is left out
   // like the steps until one of them takes effect.
   if (slot.left_to_no_sync_ && !slot.consumed_) {
+    if (!sync_gradients()) return;
+    // After the pass that ends the window, and before its step: the program gives the window up.
+    const auto added = AddedTo(registry_.models(), held_back_pass_);
+    for (const at::Tensor& parameter : slot.handle().parameters()) {
+      const auto known = added.find(parameter.unsafeGetTensorImpl());
+      if (known != added.end() && known->second) return ZeroNow(slot, set_to_none);
+    }
     // The call is at the head of the micro-step that ends the window, or gives the window up.
-    if (sync_gradients()) slot.zero_in_no_sync_ = set_to_none;
+    slot.zero_in_no_sync_ = set_to_none;
     return;
   }
   if (!in_micro_step()) {
@@ -1193,11 +1201,18 @@ void StepController::ZeroGrad(OptimizerSlot& slot, bool set_to_none) {
   if (sync) slot.zero_at_end_ = set_to_none;
 }
 
-void StepController::TellWindowsOfNoSync() {
+void StepController::ChangeNoSync(int by) {
+  // Before the count changes, because this may throw out of the scope's constructor.
+  if (by > 0 && no_sync_depth_ == 0) TellWindowsOfNoSync(/*begins=*/true);
+  no_sync_depth_ += by;
+  if (no_sync_depth_ == 0) held_back_pass_ = passes_->last();
+}
+
+void StepController::TellWindowsOfNoSync(bool begins) {
   for (const auto& optimizer : registry_.optimizers()) {
     const std::optional<bool> zero = std::exchange(optimizer->zero_in_no_sync_, std::nullopt);
-    // Under no_sync() a window begins: the previous one was given up.
-    if (zero.has_value() && no_sync_depth_ > 0) ZeroNow(*optimizer, *zero);
+    // The previous window was given up.
+    if (zero.has_value() && begins) ZeroNow(*optimizer, *zero);
   }
 }
 

@@ -85,7 +85,8 @@ class StepController {
   int64_t gradient_accumulation_steps() const { return accumulation_.num_steps(); }
   void set_gradient_accumulation_steps(int64_t steps) { accumulation_.set_num_steps(steps); }
 
-  void ChangeNoSync(int by) { no_sync_depth_ += by; }
+  // Enters (+1) or leaves (-1) a no_sync().
+  void ChangeNoSync(int by);
   void ChangeLocal(int by);
   // Whether the weights and optimizer states of unsharded models may differ between processes. A
   // gradient_hook of the program may give each process its own gradients.
@@ -198,10 +199,10 @@ class StepController {
   void CheckRemembered(const OptimizerSlot& slot) const;
   // Records the current exception as a failed step of unsharded models. Call it in a catch block.
   void NoteFailedStep();
-  // Decides, at a backward pass, what a ZeroGrad() with steps left out for no_sync() meant: under
-  // no_sync(), a new window begins and ZeroGrad() is done now; otherwise it came at the head of the
-  // window's last micro-step and is ignored.
-  void TellWindowsOfNoSync();
+  // Decides what a ZeroGrad() with steps left out for no_sync() meant. If a window `begins`,
+  // because no_sync() is entered again, ZeroGrad() is done now; otherwise, at a backward pass, it
+  // came at the head of the window's last micro-step and is ignored.
+  void TellWindowsOfNoSync(bool begins);
   void ZeroNow(OptimizerSlot& slot, bool set_to_none);
 
   const Process& process_;
@@ -222,6 +223,7 @@ class StepController {
   std::string failed_step_;  // why a step has failed; empty if none has
   std::string failed_load_;  // the call that has failed; empty if none has
   int no_sync_depth_ = 0;
+  int64_t held_back_pass_ = 0;  // the last backward pass when the last no_sync() ended
   bool holds_back_ = false;
   int local_depth_ = 0;
   int averaged_depth_ = 0;
