@@ -2151,7 +2151,7 @@ TEST_F(JobsCoreTest, DryRun_PlansNoMoreThanTheOwnersLimitAllows) {
   EXPECT_FALSE(waits.starts_now());
   EXPECT_EQ(waits.why(),
             "waits for other jobs of user \"ann\" to end: they run 3 processes of the 4 that each "
-            "user may");
+            "user may run");
   As("bob", Role::kSubmit);
   EXPECT_TRUE(Call(op).submit_job().plan().starts_now());
 }
