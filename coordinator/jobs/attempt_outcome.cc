@@ -144,13 +144,13 @@ AttemptOutcome OutcomeOf(const EndedAttempt& ended) {
   if (record.wanted() == v1::JOB_ACTION_CANCEL) return ends(v1::JOB_STATE_CANCELLED, why);
   if (!MayRetry(end_class) && !ended.retries_user_errors) return ends(v1::JOB_STATE_FAILED, why);
   if (record.wanted() == v1::JOB_ACTION_SUSPEND) return ends(v1::JOB_STATE_SUSPENDED, why);
-  const bool counts = CountsAsRestart(end_class);
+  const bool counts = CountsAsRestart(end_class) &&
+                      !(ended.restarts_hangs_for_free && end_class == v1::END_CLASS_HANG);
   const std::string over =
       ended.forgets_class_limits
           ? ""
           : WhyOverLimit(record.spec().class_limits(), record.class_restarts(), end_class);
-  const bool spent = counts && !HasRestartLeft(record);
-  if (spent && !(ended.restarts_hangs_for_free && end_class == v1::END_CLASS_HANG)) {
+  if (counts && !HasRestartLeft(record)) {
     return ends(v1::JOB_STATE_FAILED,
                 record.restarts() == 0 ? why
                                        : absl::StrCat(why, "; it was restarted ", record.restarts(),
@@ -158,7 +158,7 @@ AttemptOutcome OutcomeOf(const EndedAttempt& ended) {
   }
   if (!over.empty()) return ends(v1::JOB_STATE_FAILED, absl::StrCat(why, "; ", over));
   outcome.counts_class = true;
-  if (counts && !(ended.restarts_hangs_for_free && end_class == v1::END_CLASS_HANG)) {
+  if (counts) {
     outcome.counts_restart = true;
     outcome.delay = RestartDelay(record, record.history_size() - 1, record.restarts());
     return ends(v1::JOB_STATE_QUEUED, absl::StrCat("restart ", record.restarts() + 1, " of ",

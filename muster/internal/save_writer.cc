@@ -167,19 +167,19 @@ void SaveWriter::CompareSteps(const std::vector<StepsOnWire>& said) const {
   constexpr char kWhatToDo[] =
       "; load_state() makes the processes equal again. If they are meant to differ, train inside "
       "muster::LocalSGD or set options.allow_local_gradients: then the weights of rank 0 are saved";
-  const std::vector<size_t> numbers = SharedOptimizers();
-  bool same_groups = true;
+  const auto same = [&said](const StepsOnWire& one) { return one == said[0]; };
+  if (std::all_of(said.begin(), said.end(), same)) return;
   for (size_t r = 1; r < said.size(); ++r) {
-    if (said[r].size() != said[0].size()) {
-      ThrowIfError(absl::FailedPreconditionError(
-          absl::StrCat("save_state: rank ", r, " has prepared ", said[r].size(),
-                       " optimizers of models that all processes train, and rank 0 ",
-                       said[0].size(), ": prepare the same ones on all processes")));
-    }
+    if (said[r].size() == said[0].size()) continue;
+    ThrowIfError(absl::FailedPreconditionError(
+        absl::StrCat("save_state: rank ", r, " has prepared ", said[r].size(),
+                     " optimizers of models that all processes train, and rank 0 ", said[0].size(),
+                     ": prepare the same ones on all processes")));
+  }
+  const std::vector<size_t> numbers = SharedOptimizers();
+  for (size_t r = 1; r < said.size(); ++r) {
     for (size_t k = 0; k < said[0].size(); ++k) {
-      const auto& [first, groups_of_first] = said[0][k];
-      const auto& [other, groups_of_other] = said[r][k];
-      same_groups = same_groups && groups_of_first == groups_of_other;
+      const int64_t first = said[0][k].first, other = said[r][k].first;
       if (first == other) continue;
       ThrowIfError(absl::FailedPreconditionError(absl::StrCat(
           "save_state: rank ", r, " is at step ", other, " of optimizer ", numbers[k],
@@ -190,7 +190,7 @@ void SaveWriter::CompareSteps(const std::vector<StepsOnWire>& said) const {
           kWhatToDo)));
     }
   }
-  if (same_groups) return;
+  // The hyper-parameters differ.
   std::vector<PlainState> mine;
   for (const size_t i : numbers) {
     mine.push_back(registry_.optimizers()[i]->handle().SaveGroups());

@@ -9,20 +9,16 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "base/file.h"
+#include "base/text.h"
 #include "worker/checkpoint/manifest.h"
 
 namespace muster {
 namespace {
-
-bool IsDigits(absl::string_view text) {
-  return !text.empty() && std::all_of(text.begin(), text.end(), absl::ascii_isdigit);
-}
 
 // Whether `name` is "STEM.EXT" or "STEM_N.EXT".
 bool IsNumbered(absl::string_view name, absl::string_view stem, absl::string_view extension) {
