@@ -22,7 +22,7 @@ struct Search {
 int OnModule(Dwfl_Module* module, void**, const char* name, Dwarf_Addr, void* argument) {
   Search& search = *static_cast<Search*>(argument);
   const absl::string_view path = name;
-  const absl::string_view file = BaseName(path);
+  const std::string file = BaseName(path);
   // Other libraries are skipped: some have a million symbols.
   if (path != search.executable && !absl::StartsWith(file, "libpython") &&
       !absl::StartsWith(file, "python")) {
@@ -40,7 +40,7 @@ int OnModule(Dwfl_Module* module, void**, const char* name, Dwarf_Addr, void* ar
     if (strcmp(text, "Py_Version") == 0) symbols.version = address;
   }
   if (symbols.runtime == 0) return DWARF_CB_OK;
-  symbols.file = std::string(file);
+  symbols.file = file;
   search.found = std::move(symbols);
   return DWARF_CB_ABORT;
 }

@@ -17,7 +17,6 @@
 #include "base/peak_growth.h"
 #include "base/text.h"
 #include "worker/text/tokenizer.h"
-#include "worker/text/unicode.h"
 
 namespace muster {
 namespace {
@@ -78,7 +77,7 @@ Json Bytes() {
   int id = 2;
   for (char32_t c = '!'; c < 0x144; ++c) {
     std::string text;
-    text::AppendUtf8(text, c);
+    AppendUtf8(text, c);
     model["vocab"][text] = id++;
   }
   model["vocab"]["ab"] = id++;
