@@ -124,6 +124,7 @@ struct Runner {
   pid_t pid = -1;  // our child process; -1: the runner was adopted
   OwnedFd pidfd;
   pid_t watched = -1;  // the process of pidfd
+  bool gone = false;   // it was adopted, and its process no longer exists
   OwnedFd lock;        // open but not locked: used to test the lock
   int first_rank = 0;
   int folder_watch = -1;                         // the watch in folder_events_
@@ -470,6 +471,8 @@ class NodeService {
     }
   }
 
+  // Opens the pidfd of a runner that exists. Notes that an adopted one, which has written its pid,
+  // does not.
   void WatchPid(Runner* runner) {
     int64_t pid = runner->pid;
     if (pid < 0) {
@@ -481,6 +484,7 @@ class NodeService {
     const absl::StatusOr<std::string> command =
         ReadFile(absl::StrCat("/proc/", pid, "/cmdline"), 1 << 20);
     if (runner->pid < 0 && (!command.ok() || !absl::StrContains(*command, runner->folder.path))) {
+      runner->gone = command.ok() || absl::IsNotFound(command.status());
       return;
     }
     runner->pidfd = std::move(pidfd);
@@ -712,8 +716,7 @@ class NodeService {
   // Returns whether the runner itself has ended, as far as is known.
   static bool HasEnded(const Runner& runner) {
     if (runner.pidfd.open()) return IsReadable(runner.pidfd.get());
-    // Without a pidfd of an adopted runner, only its report shows that it has ended.
-    return runner.pid < 0 && PathExists(runner.folder.Of("end.json"));
+    return runner.pid < 0 && (runner.gone || PathExists(runner.folder.Of("end.json")));
   }
   void CollectLeft(const AttemptKey& key, Runner* runner) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     if (!IsUnlocked(runner->lock.get())) return;

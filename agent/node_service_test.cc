@@ -462,6 +462,39 @@ TEST(NodeServiceTest, ProcessThatSigkillDoesNotEnd_AttemptEnds_AndTheNodeSaysTha
   EXPECT_THAT(nodes.states(), testing::ElementsAre("RUNNING ", "ENDED RUNNING ", "RUNNING ", ""));
 }
 
+// Killed while no agent ran, on a node without control groups: a worker of its holds the lock.
+TEST(NodeServiceTest, RunnerThatIsGoneWithoutAReport_ItsWorkersAreKilled_AndTheAttemptEnds) {
+  for (const bool reused : {false, true}) {
+    const TestFolder folder;
+    NodeServiceOptions options = OptionsWithAttempt(folder.Path("state"));
+    options.patience = absl::Milliseconds(50);
+    const std::string attempt = JoinPath(options.state_dir, "attempts/mnist-1.1");
+    const pid_t runner = fork();
+    if (runner == 0) _exit(0);
+    ASSERT_EQ(waitpid(runner, nullptr, 0), runner);
+    ASSERT_TRUE(WriteFileAtomically(JoinPath(attempt, "runner.pid"),
+                                    absl::StrCat(reused ? getpid() : runner))
+                    .ok());
+    OwnedFd held(open(JoinPath(attempt, "lock").c_str(), O_RDWR | O_CLOEXEC));
+    ASSERT_EQ(flock(held.get(), LOCK_EX), 0);
+    const pid_t worker = fork();
+    if (worker == 0) {
+      while (true) pause();
+    }
+    held.Close();
+    AdoptingNodes nodes(nullptr);
+    const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
+    ASSERT_TRUE(server.ok()) << server.status();
+    options.coordinator = (*server)->address();
+    EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
+    EXPECT_EQ(nodes.end().end_class(), v1::END_CLASS_NODE_FAILED);
+    EXPECT_THAT(nodes.end().why(), testing::HasSubstr("its runner no longer exists"));
+    int status = 0;
+    EXPECT_EQ(waitpid(worker, &status, 0), worker);
+    EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+  }
+}
+
 // All machines of a job must have one lease.
 TEST(NodeServiceTest, VariablesOfTheNode_AreNotItsRunners) {
   const TestFolder folder;

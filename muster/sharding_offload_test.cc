@@ -526,6 +526,7 @@ TEST_F(ShardingOffloadTest, ZeroGradThatFailsAtTheEndOfAMicroStep_IsAnError) {
     };
     micro_step(false);
     EXPECT_THAT(ErrorOf([&] { micro_step(true); }), HasSubstr("/gradients at byte"));
+    EXPECT_EQ(a.core().process().progress().Read().phase, "between steps");
     gradients_are_lost = false;
     optimizer.zero_grad();
     Train(a, model, optimizer, 0, 2);

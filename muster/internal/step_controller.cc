@@ -215,19 +215,22 @@ void StepController::BreakWindow() {
 }
 
 void StepController::EndMicroStep() {
+  // Zeroing gradients may throw: it comes last, so that the next micro-step finds this one ended.
   in_micro_step_ = false;
+  for (const auto& model : registry_.models()) model->armed_ = ModelSlot::Armed::kNo;
+  process_.progress().SetPhase("between steps");
+  if (std::uncaught_exceptions() > 0) {
+    // Gradients that earlier micro-steps have added must not enter another window.
+    if (sync_gradients()) BreakWindow();
+    return;
+  }
   for (const auto& optimizer : registry_.optimizers()) {
     // If there was no step yet, one may follow after the scope: BeginWindow() then zeroes the
     // gradients.
-    if (optimizer->zero_at_end_.has_value() && optimizer->consumed_ &&
-        std::uncaught_exceptions() == 0) {
+    if (optimizer->zero_at_end_.has_value() && optimizer->consumed_) {
       ZeroNow(*optimizer, *optimizer->zero_at_end_);
     }
   }
-  for (const auto& model : registry_.models()) model->armed_ = ModelSlot::Armed::kNo;
-  process_.progress().SetPhase("between steps");
-  // Gradients that earlier micro-steps have added must not enter another window.
-  if (std::uncaught_exceptions() > 0 && sync_gradients()) BreakWindow();
 }
 
 void StepController::CheckLoss(const at::Tensor& loss, const std::optional<double>& weight) const {
