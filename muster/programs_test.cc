@@ -1650,6 +1650,57 @@ TEST(Accumulate, WindowWhoseLastMicroStepThrows_IsGivenUp) {
   }
 }
 
+TEST(Accumulate, OptimizerThatIsNotDueWhenAMicroStepThrows_KeepsItsGradients) {
+  RunAccelerators(1, {}, [&](Accelerator& a) {
+    torch::nn::Linear net = OneWeight(), rare = OneWeight();
+    torch::optim::SGD sgd(net->parameters(), 1.0), sgd_rare(rare->parameters(), 1.0);
+    auto [model, rare_model, optimizer, rare_optimizer] = a.prepare(net, rare, sgd, sgd_rare);
+    for (int i = 0; i < 4; ++i) {
+      try {
+        auto scope = a.accumulate();
+        a.backward(Loss(model(at::ones({1, 1}))) + Loss(rare_model(at::ones({1, 1}))));
+        TORCH_CHECK(i != 2, "behind the backward pass");
+        optimizer.step();
+        optimizer.zero_grad();
+        if (i < 3) continue;
+        rare_optimizer.step();
+        rare_optimizer.zero_grad();
+      } catch (const c10::Error&) {
+      }
+    }
+    EXPECT_EQ(net->weight.item<double>(), 3);
+    EXPECT_EQ(rare->weight.item<double>(), 4);
+  });
+}
+
+// A loop in a destructor, for example.
+TEST(Accumulate, WindowsWhileAnotherExceptionIsOnItsWay_AreNotGivenUp) {
+  struct TrainsAtTheEnd {
+    std::function<void()> train;
+    ~TrainsAtTheEnd() { train(); }
+  };
+  RunAccelerators(1, Accumulating(2), [&](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    torch::optim::SGD sgd(net->parameters(), 1.0);
+    auto [model, optimizer] = a.prepare(net, sgd);
+    try {
+      const TrainsAtTheEnd last{[&, &model = model, &optimizer = optimizer] {
+        for (int i = 0; i < 4; ++i) {
+          auto scope = a.accumulate();
+          a.backward(Loss(model(at::ones({1, 1}))));
+          if (i < 3) continue;  // the step uses the gradients of two windows
+          optimizer.step();
+          optimizer.zero_grad();
+        }
+      }};
+      TORCH_CHECK(false, "of the program");
+    } catch (const c10::Error&) {
+    }
+    EXPECT_EQ(net->weight.item<double>(), 2);
+    EXPECT_EQ(optimizer.steps(), 1);
+  });
+}
+
 TEST(Accumulate, StepBehindAMicroStepThatThrows_StillTakesEffect) {
   testing::internal::CaptureStderr();
   RunAccelerators(1, Accumulating(2), [&](Accelerator& a) {

@@ -419,6 +419,28 @@ TEST(JoinUnevenInputs, ModelsThatAreNotTrained_TakeNoPart) {
   });
 }
 
+// As adversarial training computes the gradient of its input first.
+TEST(JoinUnevenInputs, PassToTheInputAlone_IsNoExchange) {
+  RunAccelerators(2, {}, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    {
+      auto join = a.join_uneven_inputs();
+      for (int i = 0; i < (a.is_main_process() ? 1 : 2); ++i) {
+        auto scope = a.accumulate();
+        const at::Tensor x = at::ones({1, 1}).requires_grad_(true);
+        a.backward(Loss(model(x)), {.inputs = {x}});
+        EXPECT_TRUE(x.grad().defined());
+        a.backward(Loss(model(at::ones({1, 1}))));
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+    }
+    EXPECT_EQ(net->weight.item<double>(), 2);
+  });
+}
+
 // In a window only its end exchanges.
 TEST(JoinUnevenInputs, BackwardsThatExchangeNothing_AreNotCounted) {
   RunAccelerators(2, InWindowsOfTwo(), [](Accelerator& a) {

@@ -409,12 +409,7 @@ void TakeSurroundings(NodeJobOptions* options) {
   cpu_set_t cores;
   if (sched_getaffinity(0, sizeof(cores), &cores) == 0)
     options->agent.worker.cores = CPU_COUNT(&cores);
-  for (char** entry = environ; *entry != nullptr; ++entry) {
-    const std::string text = *entry;
-    const size_t equals = text.find('=');
-    if (equals != std::string::npos)
-      options->agent.inherited[text.substr(0, equals)] = text.substr(equals + 1);
-  }
+  options->agent.inherited = ProcessVariables();
 }
 
 rlimit OpenFiles() {

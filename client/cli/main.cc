@@ -11,13 +11,13 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "absl/strings/string_view.h"
 #include "base/descriptor_limit.h"
 #include "base/exit_code.h"
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "base/log_variables.h"
 #include "base/status_macros.h"
+#include "base/variable_list.h"
 #include "client/cli/local_job.h"
 #include "client/cli/muster_command.h"
 #include "client/cli/output.h"
@@ -62,14 +62,7 @@ int main(int argc, char** argv) {
     std::cerr << "muster: " << armed.message() << std::endl;
     return muster::kExitUsage;
   }
-  std::map<std::string, std::string> variables;
-  for (char** entry = environ; *entry != nullptr; ++entry) {
-    const absl::string_view text = *entry;
-    const size_t equals = text.find('=');
-    if (equals != absl::string_view::npos) {
-      variables.emplace(text.substr(0, equals), text.substr(equals + 1));
-    }
-  }
+  const std::map<std::string, std::string> variables = muster::ProcessVariables();
   if (const absl::Status log = muster::CheckLogVariables(variables); !log.ok()) {
     std::cerr << "muster: " << log.message() << std::endl;
     return muster::kExitUsage;

@@ -106,8 +106,11 @@ class InCall {
 // program that saves on its main process alone, as one saves without an Accelerator.
 absl::Status CalledByAll(const absl::Status& met, absl::string_view call) {
   if (!absl::StrContains(met.message(), "ranks disagree")) return met;
+  // Shared memory gives the same advice, without the name of the call.
+  const absl::string_view facts =
+      met.message().substr(0, met.message().find("; every process has to make"));
   return absl::Status(met.code(),
-                      absl::StrCat(call, ": ", met.message(), "; every process has to call ", call,
+                      absl::StrCat(call, ": ", facts, "; every process has to call ", call,
                                    ", which is a collective: not only where is_main_process()"));
 }
 

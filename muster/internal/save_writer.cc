@@ -41,9 +41,9 @@ constexpr size_t kMaxListedOfOthers = 4 << 20;
 // different ways, which near its end is much of what is left of it.
 bool AreAlike(const std::vector<double>& a, const std::vector<double>& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](double x, double y) {
-    const double larger = std::max(std::abs(x), std::abs(y));
-    return x == y || std::abs(x - y) <= std::max(1e-6 * larger, 1e-12) ||
-           (std::isnan(x) && std::isnan(y));
+    if (x == y || (std::isnan(x) && std::isnan(y))) return true;
+    if (!std::isfinite(x) || !std::isfinite(y)) return false;
+    return std::abs(x - y) <= std::max(1e-6 * std::max(std::abs(x), std::abs(y)), 1e-12);
   });
 }
 
@@ -200,7 +200,8 @@ void SaveWriter::CompareSteps(const std::vector<StepsOnWire>& said) const {
     const auto found = rows.find(name);
     if (found == rows.end()) return std::string("none");
     const std::vector<double>& row = found->second;
-    return row.size() == 1 ? nlohmann::json(row[0]).dump() : nlohmann::json(row).dump();
+    if (row.size() != 1) return nlohmann::json(row).dump();
+    return std::isfinite(row[0]) ? nlohmann::json(row[0]).dump() : absl::StrCat(row[0]);
   };
   for (size_t r = 1; r < groups.size(); ++r) {
     for (size_t k = 0; k < numbers.size(); ++k) {

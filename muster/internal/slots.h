@@ -84,6 +84,7 @@ class OptimizerSlot {
   bool gradients_torn_ = false;
   // Whether a step has used the present gradients: the next ZeroGrad() clears them.
   bool consumed_ = false;
+  bool waits_ = false;  // has gradients of windows before this one, which no step has used
   // Set if ZeroGrad() came before the step of this micro-step: it is done when the micro-step ends.
   std::optional<bool> zero_at_end_;
   // Whether steps since the last one were left out only because of no_sync(): the program makes its

@@ -125,6 +125,7 @@ AccumulateScope StepController::Accumulate(const std::optional<BatchFacts>& fact
     join_exchanged_ = false;
   }
   in_micro_step_ = true;
+  exceptions_ = std::uncaught_exceptions();
   outside_loops_ = !facts.has_value();
   left_out_at_.reset();
   process_.progress().SetPhase("forward");
@@ -188,10 +189,11 @@ void StepController::BeginWindow() {
     // made after the last micro-step's scope.
     if (!optimizer->zero_at_end_.has_value()) {
       optimizer->witness_.reset();
-      continue;
+    } else {
+      given_up = given_up || !optimizer->consumed_;
+      ZeroNow(*optimizer, *optimizer->zero_at_end_);
     }
-    given_up = given_up || !optimizer->consumed_;
-    ZeroNow(*optimizer, *optimizer->zero_at_end_);
+    optimizer->waits_ = optimizer->pending_losses_ != OptimizerSlot::Losses::kNone;
   }
   if (std::exchange(window_broken_, false) && given_up) {
     MUSTER_LOG(Warning) << "an exception has left the last micro-step of an accumulation window "
@@ -205,10 +207,13 @@ void StepController::BreakWindow() {
   // missing.
   if (updates_ != nullptr) return;
   for (const auto& optimizer : registry_.optimizers()) {
+    // One with gradients of earlier windows steps less often than others: it keeps them.
+    if (optimizer->consumed_ || optimizer->waits_ ||
+        optimizer->pending_losses_ == OptimizerSlot::Losses::kNone) {
+      continue;
+    }
     // zero_at_end_ leaves the gradients as they are, because a step may still follow after the
     // scope.
-    if (optimizer->consumed_ || optimizer->pending_losses_ == OptimizerSlot::Losses::kNone)
-      continue;
     if (!optimizer->zero_at_end_.has_value()) optimizer->zero_at_end_ = true;
     window_broken_ = true;
   }
@@ -219,7 +224,7 @@ void StepController::EndMicroStep() {
   in_micro_step_ = false;
   for (const auto& model : registry_.models()) model->armed_ = ModelSlot::Armed::kNo;
   process_.progress().SetPhase("between steps");
-  if (std::uncaught_exceptions() > 0) {
+  if (std::uncaught_exceptions() > exceptions_) {
     // Gradients that earlier micro-steps have added must not enter another window.
     if (sync_gradients()) BreakWindow();
     return;
@@ -274,6 +279,20 @@ void StepController::CheckLoss(const at::Tensor& loss, const std::optional<doubl
       "a second backward() of one accumulate() inside join_uneven_inputs(): a process that has run "
       "out of batches takes part in one exchange of gradients for each micro-step; add the losses "
       "up before one backward(), or give all processes as many batches (even_batches)");
+}
+
+void StepController::NoteJoinedExchange() {
+  // A pass that reaches no parameter of a model exchanges nothing, such as one that computes the
+  // gradient of its input.
+  for (const auto& model : registry_.models()) {
+    if (model->ddp() == nullptr) continue;
+    const std::vector<at::Tensor>& parameters = model->ddp()->parameters();
+    join_exchanged_ =
+        join_exchanged_ ||
+        std::any_of(parameters.begin(), parameters.end(), [&model](const at::Tensor& parameter) {
+          return parameter.requires_grad() && model->watch()->InLastPass(parameter);
+        });
+  }
 }
 
 void StepController::CheckFinite(const at::Tensor& loss, bool empty) const {
@@ -346,9 +365,6 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
   }
   for (const auto& model : registry_.models()) {
     if (model->armed_ == ModelSlot::Armed::kYes) model->armed_ = ModelSlot::Armed::kUsed;
-    // Nothing is exchanged for a frozen model.
-    join_exchanged_ = join_exchanged_ || (join_ != nullptr && exchange && IsTrained(*model) &&
-                                          model->armed_ == ModelSlot::Armed::kUsed);
   }
   try {
     const BackwardPasses::Scope pass(*passes_);
@@ -366,6 +382,7 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
     RethrowExplained(process_.joined().explain);
   }
   ++window_backwards_;
+  if (join_ != nullptr && exchange) NoteJoinedExchange();
   if (no_sync_depth_ > 0) holds_back_ = true;
   for (const auto& model : registry_.models()) {
     if (model->activation_policy() == nullptr) continue;
@@ -1143,7 +1160,7 @@ void StepController::ZeroNow(OptimizerSlot& slot, bool set_to_none) {
   slot.zero_in_no_sync_.reset();
   slot.witness_.reset();
   slot.left_to_no_sync_ = false;
-  slot.consumed_ = slot.gradients_torn_ = slot.gradients_finished_ = false;
+  slot.consumed_ = slot.gradients_torn_ = slot.gradients_finished_ = slot.waits_ = false;
   slot.pending_losses_ = OptimizerSlot::Losses::kNone;
   const auto& all = registry_.optimizers();
   if (std::all_of(all.begin(), all.end(), [](const auto& optimizer) {
@@ -1252,7 +1269,7 @@ void StepController::Reset() {
     optimizer->zero_in_no_sync_.reset();
     optimizer->left_to_no_sync_ = false;
     optimizer->witness_.reset();
-    optimizer->consumed_ = false;
+    optimizer->consumed_ = optimizer->waits_ = false;
     optimizer->pending_losses_ = OptimizerSlot::Losses::kNone;
   }
   strays_.Forget();

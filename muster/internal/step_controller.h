@@ -159,6 +159,8 @@ class StepController {
   void CheckLoss(const at::Tensor& loss, const std::optional<double>& weight) const;
   // `empty`: this process's loss is a mean over no items.
   void CheckFinite(const at::Tensor& loss, bool empty) const;
+  // After a backward pass that may have exchanged gradients inside the JoinScope.
+  void NoteJoinedExchange();
   // Arms the exchange again for models whose last graph a backward pass has already used.
   void ArmAgain(const BackwardOptions& how) const;
   void CheckWitnesses() const;
@@ -229,6 +231,7 @@ class StepController {
   int averaged_depth_ = 0;
   bool apart_ = false;  // there was a LocalScope, or a JoinScope that was left early
   bool in_micro_step_ = false;
+  int exceptions_ = 0;  // those that were on their way when the micro-step began
   // Whether the micro-step has begun outside of any loop, so that it can span several batches.
   bool outside_loops_ = false;
   // The iteration and index of the last batch in which a step was left out.

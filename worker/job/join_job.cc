@@ -1,6 +1,7 @@
 #include "worker/job/join_job.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <map>
 #include <numeric>
@@ -288,9 +289,13 @@ void DivideThreads(const JoinedProcess& joined) {
   if (const char* const step = std::getenv("SLURM_CPUS_ON_NODE")) {
     variables["SLURM_CPUS_ON_NODE"] = step;
   }
+  // What an earlier Accelerator of this process has divided is not divided again.
+  static std::atomic<int> divided = 0;
   const int alone = at::get_num_threads();
+  if (alone == divided.load()) return;
   const int threads = ThreadShare(ReadCores(variables), env.local_world_size.value, alone);
   if (threads == alone) return;
+  divided.store(threads);
   at::set_num_threads(threads);
   if (env.rank.value != 0) return;
   MUSTER_LOG(Info) << "each process computes with " << threads << " of the " << alone

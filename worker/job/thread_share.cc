@@ -53,6 +53,8 @@ Cores ReadCores(const std::map<std::string, std::string>& variables, const std::
   const auto slurm = variables.find("SLURM_CPUS_ON_NODE");
   int of_step = 0;
   if (slurm != variables.end() && absl::SimpleAtoi(slurm->second, &of_step)) at_most(of_step);
+  cores.threads_per_core = std::max(
+      1, CountCpuList(Line(root + "/sys/devices/system/cpu/cpu0/topology/thread_siblings_list")));
   cores.of_process = cores.of_node;
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof(set), &set) == 0) cores.of_process = CPU_COUNT(&set);
@@ -60,7 +62,7 @@ Cores ReadCores(const std::map<std::string, std::string>& variables, const std::
 }
 
 int ThreadShare(const Cores& cores, int processes, int alone) {
-  if (2 * alone < cores.of_process) return alone;
+  if (alone != cores.of_process && alone * cores.threads_per_core != cores.of_process) return alone;
   const int share = std::min(cores.of_process, cores.of_node / std::max(processes, 1));
   return std::max(1, std::min(alone, alone * share / std::max(cores.of_process, 1)));
 }

@@ -14,8 +14,9 @@ namespace muster {
 
 // The cores that a process may compute on.
 struct Cores {
-  int of_node = 1;     // the job's processes of this node together
-  int of_process = 1;  // this process: fewer if a launcher has bound it
+  int of_node = 1;           // the job's processes of this node together
+  int of_process = 1;        // this process: fewer if a launcher has bound it
+  int threads_per_core = 1;  // with 2, LibTorch uses half as many threads as there are cores here
 };
 
 // Returns the cores of this machine: those that are online, but no more than its control group
@@ -28,8 +29,8 @@ int CountCpuList(absl::string_view list);
 
 // Returns the number of threads for one of `processes` that divide the node's cores: at least 1 and
 // at most `alone`, the number that LibTorch uses for this process by itself (one for each core or,
-// on processors with two threads to a core, half as many). If `alone` is lower than that, the
-// program has chosen it, and it is returned unchanged.
+// on processors with two threads to a core, half as many). If `alone` is another number, the
+// program or its user has chosen it, and it is returned unchanged.
 int ThreadShare(const Cores& cores, int processes, int alone);
 
 }  // namespace muster

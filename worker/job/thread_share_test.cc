@@ -16,7 +16,7 @@ TEST(ThreadShare, CoresOfTheNode_AreDivided) {
   EXPECT_EQ(ThreadShare({.of_node = 32, .of_process = 32}, 1, 32), 32);
   EXPECT_EQ(ThreadShare({.of_node = 2, .of_process = 2}, 8, 2), 1);
   // Two hardware threads to a core, of which LibTorch takes one.
-  EXPECT_EQ(ThreadShare({.of_node = 64, .of_process = 64}, 8, 32), 4);
+  EXPECT_EQ(ThreadShare({.of_node = 64, .of_process = 64, .threads_per_core = 2}, 8, 32), 4);
 }
 
 TEST(ThreadShare, BoundProcess_HasNoMoreThanItsCores) {
@@ -28,6 +28,8 @@ TEST(ThreadShare, BoundProcess_HasNoMoreThanItsCores) {
 TEST(ThreadShare, NumberThatTheProgramHasSet_Stays) {
   EXPECT_EQ(ThreadShare({.of_node = 32, .of_process = 32}, 4, 3), 3);
   EXPECT_EQ(ThreadShare({.of_node = 32, .of_process = 32}, 32, 15), 15);
+  EXPECT_EQ(ThreadShare({.of_node = 32, .of_process = 32}, 2, 16), 16);
+  EXPECT_EQ(ThreadShare({.of_node = 64, .of_process = 64, .threads_per_core = 2}, 2, 16), 16);
 }
 
 TEST(CountCpuList, RangesAndNumbers) {
