@@ -9,6 +9,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "base/defaults.h"
+#include "base/home_path.h"
 #include "coordinator/core_impl.h"
 #include "proto/job_limits.h"
 
@@ -124,6 +125,10 @@ void Core::Impl::PlanCheckpoint(v1::SubmitJobReply* reply) {
     if (variable.name() == "MUSTER_PROJECT_DIR" && !variable.value().empty()) {
       folder = variable.value();
     }
+  }
+  if (BeginsAtHome(folder)) {
+    plan->set_why("the checkpoints are in the home of the job's user, which only its nodes know");
+    return;
   }
   const std::string& below = job.spec().working_directory();
   if (folder[0] != '/' && below.empty()) {

@@ -427,6 +427,10 @@ TEST_F(SubmittedTest, DryRun_SaysFromWhichCheckpointTheJobWouldResume) {
     variable->set_value(given);
     EXPECT_EQ(plan().folder(), absl::StrCat(folder, "/checkpoints")) << given;
   }
+  variable->set_value("~/run");
+  EXPECT_EQ(plan().folder(), "");
+  EXPECT_EQ(plan().why(),
+            "the checkpoints are in the home of the job's user, which only its nodes know");
   variable->set_value("/c");
 
   // Another job has checkpoints there.

@@ -12,6 +12,7 @@
 #include "base/bool_word.h"
 #include "base/exit_code.h"
 #include "base/file.h"
+#include "base/home_path.h"
 #include "base/machine.h"
 #include "base/status_macros.h"
 #include "base/text.h"
@@ -187,7 +188,7 @@ PlannedCheckpoint CheckpointOf(const LaunchPlan& plan) {
   if (const auto own = plan.config.env.find("MUSTER_PROJECT_DIR"); own != plan.config.env.end()) {
     project = own->second;
   }
-  if (project.empty()) project = kDefaultProjectFolder;
+  project = project.empty() ? kDefaultProjectFolder : muster::WithHome(project);
   checkpoint.folder = JoinPath(project, kCheckpointsFolder);
   FindCheckpoint(checkpoint.folder, &checkpoint);
   return checkpoint;

@@ -136,6 +136,9 @@ std::string ReadMemory(const json& value, JobSpec* spec) {
   } else if (value.is_string()) {
     bytes = ParseSizeOption(value.get<std::string>()).value_or(-1);
   }
+  if (bytes < 0 && value.is_string() && absl::EndsWith(value.get<std::string>(), "b")) {
+    return "a size with B for bytes, such as 16GiB (b may mean bits)";
+  }
   if (bytes < 0) return "a size with its unit, such as 16GiB";
   spec->*kField = bytes;
   return "";

@@ -24,6 +24,7 @@
 #include "absl/strings/strip.h"
 #include "base/exit_code.h"
 #include "base/file.h"
+#include "base/home_path.h"
 #include "base/last_lines.h"
 #include "base/mutex.h"
 #include "base/owned_fd.h"
@@ -639,7 +640,7 @@ class Slurm final : public JobBackend {
     if (const auto own = spec.env.find("MUSTER_PROJECT_DIR"); own != spec.env.end()) {
       project = own->second;
     }
-    if (project.empty()) project = kDefaultProjectFolder;
+    project = project.empty() ? kDefaultProjectFolder : muster::WithHome(project);
     project = JoinPath(spec.workdir.empty() ? options_.here : spec.workdir, project);
     checkpoint.folder = JoinPath(project, kCheckpointsFolder);
     checkpoint.why = "rank 0 takes the newest one in the folder whose files are whole";

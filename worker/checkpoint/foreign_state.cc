@@ -16,6 +16,7 @@
 #include "base/file.h"
 #include "base/text.h"
 #include "worker/checkpoint/manifest.h"
+#include "worker/checkpoint/weight_files.h"
 
 namespace muster {
 namespace {
@@ -54,7 +55,13 @@ std::string WayToItsWeights(const std::string& dir) {
     return absl::StrCat("merge its weights with `python ", script, " ", dir,
                         " OUT`, and take them with accelerator.load_weights(\"OUT\")");
   }
-  return absl::StrCat("accelerator.load_weights(\"", dir, "\") takes its weights");
+  const std::string whole = JoinPath(dir, "pytorch_model_fsdp.bin");
+  const std::string from = PathExists(whole) ? whole : dir;
+  if (absl::IsNotFound(WeightFiles::Open(from).status())) {
+    return "it has no file of weights that is read here: save them with accelerator.save_model() "
+           "in Python";
+  }
+  return absl::StrCat("accelerator.load_weights(\"", from, "\") takes its weights");
 }
 
 absl::Status IsNoCheckpoint(const std::string& dir, const std::string& file) {

@@ -70,6 +70,14 @@ TEST_F(ForeignStateTest, NamedState_IsRefusedWithTheWayToItsWeights) {
   EXPECT_TRUE(Named().ok()) << Named();
 }
 
+TEST_F(ForeignStateTest, WeightsOfAnotherName_AreNamedOnlyIfTheyAreReadHere) {
+  Put("state/random_states_0.pkl");
+  EXPECT_THAT(std::string(Named().message()), HasSubstr("save_model() in Python"));
+  Put("state/pytorch_model_fsdp.bin");
+  EXPECT_THAT(std::string(Named().message()),
+              HasSubstr("load_weights(\"" + folder_.Path("state/pytorch_model_fsdp.bin") + "\")"));
+}
+
 TEST_F(ForeignStateTest, WeightsThatMustBeMergedFirst_AreSaidToBe) {
   Put("state/random_states_0.pkl");
   Put("state/zero_to_fp32.py");

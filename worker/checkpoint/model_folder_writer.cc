@@ -38,22 +38,20 @@ void RemoveAbandoned(const std::string& folder) {
   }
 }
 
-// Accelerate and other readers of torch.save's files take those before safetensors.
-void WarnOfPickles(const std::string& folder, const std::vector<std::string>& names) {
-  std::vector<std::string> pickles;
-  for (const std::string& name : names) {
-    if (name == "pytorch_model.bin" || name == "pytorch_model.bin.index.json" ||
-        IsShardFileName(name, "pytorch_model", ".bin")) {
-      pickles.push_back(name);
-    }
+// Says what Accelerate makes of the folder: it takes pytorch_model.bin before model.safetensors,
+// and refuses a folder with two indexes (its load_checkpoint_in_model). `sharded`: the model that
+// was saved has an index.
+void WarnOfPickles(const std::string& folder, const std::vector<std::string>& names, bool sharded) {
+  const auto has = [&](const char* name) {
+    return std::find(names.begin(), names.end(), name) != names.end();
+  };
+  if (has("pytorch_model.bin")) {
+    MUSTER_LOG(Warning) << folder << " has pytorch_model.bin of another save, which Accelerate "
+                        << "would load in place of the model that was saved now: remove it";
+  } else if (sharded && has("pytorch_model.bin.index.json")) {
+    MUSTER_LOG(Warning) << folder << " has pytorch_model.bin.index.json of another save: "
+                        << "Accelerate refuses a folder with two indexes; remove it";
   }
-  if (pickles.empty()) return;
-  MUSTER_LOG(Warning) << folder << " has " << pickles[0]
-                      << (pickles.size() == 1
-                              ? std::string()
-                              : absl::StrCat(" and ", pickles.size() - 1, " more of its kind"))
-                      << " of another save, which Accelerate would load in place of the model that "
-                         "was saved now: remove it";
 }
 
 }  // namespace
@@ -189,7 +187,7 @@ absl::Status ModelFolderWriter::MoveIn() const {
     MUSTER_RETURN_IF_ERROR(RemoveTree(JoinPath(folder_, name)));
   }
   if (plan_.index_name.has_value()) MUSTER_RETURN_IF_ERROR(move(*plan_.index_name));
-  WarnOfPickles(folder_, before);
+  WarnOfPickles(folder_, before, plan_.index_name.has_value());
   return SyncDirectory(folder_);
 }
 

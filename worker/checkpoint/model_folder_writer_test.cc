@@ -71,10 +71,13 @@ TEST_F(ModelFolderWriterTest, Shards_ReplaceAnEarlierModel_AndLeaveOtherFiles) {
 }
 
 TEST_F(ModelFolderWriterTest, PickleBesideANewSave_IsWarnedOf) {
-  const auto save = [this] {
+  const auto save = [this](bool sharded = false) {
     testing::internal::CaptureStderr();
-    const auto writer = Begin({Bytes("a", 2)});
+    const auto writer = sharded ? Begin({Bytes("a", 2), Bytes("b", 2)}, 2) : Begin({Bytes("a", 2)});
     EXPECT_TRUE(writer->Write("a", 0, "12").ok());
+    if (sharded) {
+      EXPECT_TRUE(writer->Write("b", 0, "34").ok());
+    }
     EXPECT_TRUE(writer->Finish().ok());
     return testing::internal::GetCapturedStderr();
   };
@@ -86,11 +89,10 @@ TEST_F(ModelFolderWriterTest, PickleBesideANewSave_IsWarnedOf) {
   EXPECT_THAT(save(), HasSubstr(dir_ + " has pytorch_model.bin of another save"));
   EXPECT_EQ(*ReadFile(dir_ + "/pytorch_model.bin"), "old");
   ASSERT_TRUE(RemoveTree(dir_ + "/pytorch_model.bin").ok());
-  for (const char* const name :
-       {"pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"}) {
-    ASSERT_TRUE(WriteFileAtomically(JoinPath(dir_, name), "old").ok());
-  }
-  EXPECT_THAT(save(), HasSubstr("pytorch_model-00001-of-00002.bin and 1 more of its kind"));
+  ASSERT_TRUE(WriteFileAtomically(dir_ + "/pytorch_model-00001-of-00001.bin", "old").ok());
+  ASSERT_TRUE(WriteFileAtomically(dir_ + "/pytorch_model.bin.index.json", "old").ok());
+  EXPECT_EQ(save(), "");
+  EXPECT_THAT(save(/*sharded=*/true), HasSubstr("has pytorch_model.bin.index.json of another"));
 }
 
 TEST_F(ModelFolderWriterTest, WithoutFinish_NothingHasChanged) {

@@ -16,15 +16,14 @@ namespace {
 
 // Whether `folder` holds a checkpoint of torch.distributed.checkpoint.
 bool HoldsDistributedCheckpoint(const std::string& folder) {
-  if (PathExists(JoinPath(folder, ".metadata"))) return true;
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(folder);
   return names.ok() && std::any_of(names->begin(), names->end(), [](const std::string& name) {
            return absl::EndsWith(name, ".distcp");
          });
 }
 
-// Returns the folder or one in it (pytorch_model_fsdp_0 in a state of Accelerate's); empty if none
-// holds one.
+// Returns the folder or one in it (pytorch_model_fsdp_0 in a state of Accelerate's) that holds one,
+// of an optimizer excepted; empty if there is none.
 std::string FindDistributedCheckpoint(const std::string& folder) {
   if (HoldsDistributedCheckpoint(folder)) return folder;
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(folder);
@@ -32,9 +31,9 @@ std::string FindDistributedCheckpoint(const std::string& folder) {
   std::string first;
   for (const std::string& name : *names) {
     const std::string path = JoinPath(folder, name);
-    if (!HoldsDistributedCheckpoint(path)) continue;
+    if (absl::StartsWith(name, "optimizer") || !HoldsDistributedCheckpoint(path)) continue;
     if (absl::StartsWith(name, "pytorch_model")) return path;
-    if (first.empty()) first = path;  // perhaps optimizer_0
+    if (first.empty()) first = path;
   }
   return first;
 }
@@ -57,10 +56,11 @@ std::string CheckpointsInPlaceOfWeights(const std::string& folder) {
   }
   const std::string distributed = FindDistributedCheckpoint(folder);
   if (distributed.empty()) return "";
-  return absl::StrCat("; ",
-                      distributed == folder ? "it is" : absl::StrCat("it holds ", distributed, ","),
-                      " a distributed checkpoint of torch (*.distcp): `accelerate merge-weights ",
-                      distributed, " OUT` in Python makes a file of it that is read here");
+  return absl::StrCat(
+      "; ", distributed == folder ? "it is" : absl::StrCat("it holds ", distributed, ","),
+      " a distributed checkpoint of torch (*.distcp): `accelerate merge-weights ", distributed,
+      " OUT` in Python makes a file of its weights, which load_weights() and load_model() "
+      "take");
 }
 
 }  // namespace muster

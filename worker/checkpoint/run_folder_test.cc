@@ -41,11 +41,14 @@ TEST(CheckpointsInPlaceOfWeights, DistributedCheckpointOfTorch_IsNamed) {
   const std::string remedy =
       " a distributed checkpoint of torch (*.distcp): `accelerate "
       "merge-weights " +
-      model + " OUT` in Python makes a file of it that is read here";
+      model +
+      " OUT` in Python makes a file of its weights, which load_weights() and load_model() take";
   EXPECT_EQ(CheckpointsInPlaceOfWeights(model), "; it is" + remedy);
   EXPECT_EQ(CheckpointsInPlaceOfWeights(state), "; it holds " + model + "," + remedy);
   ASSERT_TRUE(RemoveTree(JoinPath(model, ".metadata")).ok());
   EXPECT_EQ(CheckpointsInPlaceOfWeights(model), "; it is" + remedy);
+  ASSERT_TRUE(RemoveTree(model).ok());
+  EXPECT_EQ(CheckpointsInPlaceOfWeights(state), "") << "the optimizer has no weights";
 }
 
 }  // namespace

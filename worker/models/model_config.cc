@@ -1,7 +1,5 @@
 #include "worker/models/model_config.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -13,6 +11,8 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "base/file.h"
+#include "base/home_path.h"
 #include "base/json.h"
 #include "base/regular_file.h"
 #include "base/status_macros.h"
@@ -1202,11 +1202,10 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view json, absl::strin
   return config;
 }
 
-absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& path,
+absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& given,
                                             const ReadConfigOptions& options) {
-  struct stat info = {};
-  const bool is_folder = stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
-  const std::string file = is_folder ? absl::StrCat(path, "/config.json") : path;
+  const std::string path = WithHome(given);
+  const std::string file = IsFolder(path) ? absl::StrCat(path, "/config.json") : path;
   MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadRegularFile(file, int64_t{16} << 20));
   return ParseModelConfig(text, file, options);
 }
