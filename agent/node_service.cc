@@ -483,7 +483,9 @@ class NodeService {
     // Other processes hold the lock too, so the runner may be gone and its pid reused.
     const absl::StatusOr<std::string> command =
         ReadFile(absl::StrCat("/proc/", pid, "/cmdline"), 1 << 20);
-    if (runner->pid < 0 && (!command.ok() || !absl::StrContains(*command, runner->folder.path))) {
+    // Not the whole path: this agent may have been started with another spelling of its folder.
+    const std::string name = absl::StrCat("/", BaseName(runner->folder.path));
+    if (runner->pid < 0 && (!command.ok() || !absl::StrContains(*command, name))) {
       runner->gone = command.ok() || absl::IsNotFound(command.status());
       return;
     }

@@ -495,6 +495,40 @@ TEST(NodeServiceTest, RunnerThatIsGoneWithoutAReport_ItsWorkersAreKilled_AndTheA
   }
 }
 
+TEST(NodeServiceTest, RunnerOfAnAgentWithAnotherSpellingOfItsFolder_IsThere) {
+  const TestFolder folder;
+  NodeServiceOptions options = OptionsWithAttempt(folder.Path("state"));
+  options.patience = absl::ZeroDuration();
+  const std::string attempt = JoinPath(options.state_dir, "attempts/mnist-1.1");
+  OwnedFd held(open(JoinPath(attempt, "lock").c_str(), O_RDWR));
+  ASSERT_EQ(flock(held.get(), LOCK_EX), 0);
+  int started[2], input[2];
+  ASSERT_EQ(pipe(started), 0);
+  ASSERT_EQ(pipe(input), 0);
+  const std::string option = absl::StrCat("--attempt_dir=", attempt);
+  const pid_t runner = fork();
+  if (runner == 0) {
+    dup2(started[1], STDOUT_FILENO);
+    dup2(input[0], STDIN_FILENO);
+    execl("/bin/sh", "sh", "-c", "echo r; read line; exit 3", option.c_str(), nullptr);
+    _exit(127);
+  }
+  held.Close();
+  char byte = 0;
+  ASSERT_EQ(read(started[0], &byte, 1), 1);
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(attempt, "runner.pid"), absl::StrCat(runner)).ok());
+  options.state_dir = folder.Path("./state");
+  RefusingNodes nodes;
+  const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
+  ASSERT_TRUE(server.ok()) << server.status();
+  options.coordinator = (*server)->address();
+  EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
+  EXPECT_EQ(waitpid(runner, nullptr, WNOHANG), 0) << "it was killed";
+  kill(runner, SIGKILL);
+  waitpid(runner, nullptr, 0);
+  for (const int fd : {started[0], started[1], input[0], input[1]}) close(fd);
+}
+
 // All machines of a job must have one lease.
 TEST(NodeServiceTest, VariablesOfTheNode_AreNotItsRunners) {
   const TestFolder folder;

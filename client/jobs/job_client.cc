@@ -351,7 +351,13 @@ absl::StatusOr<Job> Client::retry(const std::string& job) {
   MUSTER_ASSIGN_OR_RETURN(const Job now, get(job));
   v1::ControlJobRequest request;
   request.set_after_attempt(now.attempts);
-  return impl_->Control(job, v1::JOB_ACTION_RETRY, "", std::move(request));
+  absl::StatusOr<Job> retried = impl_->Control(job, v1::JOB_ACTION_RETRY, "", std::move(request));
+  if (now.attempts == 0 && absl::IsInvalidArgument(retried.status())) {
+    // A first call whose answer got lost has begun an attempt, which has ended since.
+    const absl::StatusOr<Job> later = get(job);
+    if (later.ok() && later->attempts > 0) return later;
+  }
+  return retried;
 }
 absl::StatusOr<Job> Client::resize(const std::string& job, int min_processes, int max_processes,
                                    const std::string& why) {

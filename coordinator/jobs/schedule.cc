@@ -163,11 +163,16 @@ class Scheduler {
                     process.gpu_memory_bytes(), spec.files_size() > 0 ? " files" : "");
     std::vector<std::string> labels;
     for (const v1::NameValue& label : spec.node_labels()) {
-      labels.push_back(absl::StrCat(label.name(), "=", label.value()));
+      // With lengths, because names and values may contain anything.
+      labels.push_back(absl::StrCat(label.name().size(), " ", label.name(), "=", label.value()));
     }
     std::sort(labels.begin(), labels.end());
-    for (const std::string& label : labels) absl::StrAppend(&shape, "\n", label);
-    for (const std::string& node : job.avoided_nodes()) absl::StrAppend(&shape, "\n\n", node);
+    for (const std::string& label : labels) {
+      absl::StrAppend(&shape, "\n", label.size(), " ", label);
+    }
+    for (const std::string& node : job.avoided_nodes()) {
+      absl::StrAppend(&shape, "\n\n", node.size(), " ", node);
+    }
     // The room kept for the job is available to no other job.
     if (job.spares_size() > 0) absl::StrAppend(&shape, "\n\n\n", job.job_id());
     return shape;
@@ -229,11 +234,13 @@ class Scheduler {
     return true;
   }
   // Returns whether the job would start if no room were held.
-  bool LacksHeldRoom(const v1::JobRecord& job) const {
+  bool LacksHeldRoom(const v1::JobRecord& job) {
     if (held_.empty()) return false;
-    CandidateNodes all = question_.nodes;
-    for (const size_t i : held_) ChangeAll(&NodeSpace::Give, question_.active[i], &all);
-    return Fits(job, &all);
+    CandidateNodes* const nodes = &question_.nodes;
+    for (const size_t i : held_) ChangeAll(&NodeSpace::Give, question_.active[i], nodes);
+    const bool fits = Fits(job, nodes);
+    for (const size_t i : held_) ChangeAll(&NodeSpace::Take, question_.active[i], nodes);
+    return fits;
   }
 
   // ---- spares

@@ -560,6 +560,22 @@ TEST_F(ScheduleTest, ElasticJob_ThatDoesNotFitWithWhatTheOwnersLimitLeaves_IsNot
   }
 }
 
+TEST_F(ScheduleTest, JobWhoseLabelLooksLikeTwo_StopsNoOther) {
+  AddNode("a", 4);
+  const auto add = [](v1::NameValue* label, const char* name, const char* value) {
+    label->set_name(name);
+    label->set_value(value);
+  };
+  v1::JobSpec* const strange = Queue("strange", 1).mutable_spec();
+  add(strange->add_node_labels(), "a", "b\nc=d");
+  v1::JobSpec* const plain = Queue("plain", 1).mutable_spec();
+  for (const auto& [name, value] : {std::pair{"a", "b"}, {"c", "d"}}) {
+    add(infos_.back().add_labels(), name, value);
+    add(plain->add_node_labels(), name, value);
+  }
+  EXPECT_EQ(Starts(), Ids{"plain"});
+}
+
 TEST_F(ScheduleTest, SmallJob_BehindALongQueueOfOneShape_IsBackfilled) {
   AddNode("a", 4);
   Running("old", "a", 3);
