@@ -13,7 +13,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_replace.h"
+#include "agent/generation_end.h"
 #include "base/backoff.h"
 #include "base/clock.h"
 #include "base/defaults.h"
@@ -151,111 +151,6 @@ RestartCounts CountsOf(const json& value) {
     one->set_count(count);
   }
   return counts;
-}
-
-// Whether the coordinator has ended this node's place in the job, or given it to another one.
-bool IsCutOff(v1::ErrorReason reason) {
-  return reason == v1::ERROR_REASON_STALE_GENERATION || reason == v1::ERROR_REASON_NOT_MEMBER ||
-         reason == v1::ERROR_REASON_LEASE_EXPIRED;
-}
-
-// The key "end" is deleted with its generation, so the agent that ends the generation states the
-// cause again, for agents that have not read the key: in words, because logs show them.
-struct CauseWords {
-  AttemptEnd::Cause cause;
-  v1::EndClass end_class;  // as returned by ClassOf
-  const char* words;
-};
-constexpr CauseWords kCauseWords[] = {
-    {AttemptEnd::Cause::kFailed, v1::END_CLASS_PROCESS_FAILED,
-     "another attempt begins after a failure: "},
-    {AttemptEnd::Cause::kFailed, v1::END_CLASS_OUT_OF_MEMORY,
-     "another attempt begins after a process ran out of memory: "},
-    {AttemptEnd::Cause::kFailed, v1::END_CLASS_HANG, "another attempt begins after a hang: "},
-    {AttemptEnd::Cause::kMachineLost, v1::END_CLASS_NODE_LOST,
-     "another attempt begins after a loss: "},
-    {AttemptEnd::Cause::kMachineLeft, v1::END_CLASS_UNSPECIFIED,
-     "another attempt begins after a machine has left: "},
-    {AttemptEnd::Cause::kMachineCame, v1::END_CLASS_UNSPECIFIED,
-     "another attempt begins because a machine has come: "},
-};
-constexpr char kJoinNext[] = "; join the next one";  // added by the coordinator for waiting calls
-
-std::string AnotherBegins(const AttemptEnd& end) {
-  for (const CauseWords& one : kCauseWords) {
-    if (one.cause == end.cause && one.end_class == ClassOf(end))
-      return absl::StrCat(one.words, end.why);
-  }
-  return "another attempt begins";
-}
-
-std::optional<AttemptEnd> EndFromReason(const std::string& reason) {
-  for (const CauseWords& one : kCauseWords) {
-    const size_t at = reason.find(one.words);
-    if (at == std::string::npos) continue;
-    AttemptEnd end;
-    end.cause = one.cause;
-    if (one.cause == AttemptEnd::Cause::kFailed) end.end_class = one.end_class;
-    end.why = reason.substr(at + std::string(one.words).size());
-    if (absl::EndsWith(end.why, kJoinNext)) end.why.resize(end.why.size() - sizeof(kJoinNext) + 1);
-    return end;
-  }
-  return std::nullopt;
-}
-
-// The ranks of the agents' job are machines: "rank 1" would be taken for a process, perhaps a
-// living one.
-std::string WithMachines(std::string why) {
-  const std::string rank_word = "rank ";
-  const size_t begin = why.find(rank_word), end = why.find(" (node", begin);
-  if (begin == std::string::npos || end == std::string::npos) return why;
-  const size_t digits = begin + rank_word.size();
-  if (digits < end && IsDigits(absl::string_view(why).substr(digits, end - digits))) {
-    why.replace(begin, rank_word.size(), "machine ");
-  }
-  return why;
-}
-
-// The workers of the agents' job are machines, and min_workers is not a setting of a launch.
-std::string OfMachines(absl::string_view refusal) {
-  return absl::StrReplaceAll(refusal, {{"missing: rank ", "missing: machine "},
-                                       {", rank ", ", machine "},
-                                       {"missing workers or lower min_workers", "missing machines"},
-                                       {" workers", " machines"}});
-}
-
-// The coordinator has ended the attempt. Without a culprit, another agent requested that.
-AttemptEnd EndOfGeneration(bool elastic, std::string why, bool has_culprit) {
-  if (!has_culprit) {
-    if (std::optional<AttemptEnd> end = EndFromReason(why)) return *std::move(end);
-  }
-  if (has_culprit) why = WithMachines(std::move(why));
-  return {elastic && has_culprit ? absl::StrCat("a machine is lost: ", why) : why,
-          {},
-          !elastic      ? AttemptEnd::Cause::kFailed
-          : has_culprit ? AttemptEnd::Cause::kMachineLost
-                        : AttemptEnd::Cause::kMachineLeft};
-}
-
-// Whether a call was refused because members of its generation were lost or failed.
-bool HasCulprit(const absl::Status& status) {
-  const std::optional<v1::ErrorDetail> detail = rpc::GetDetail(status);
-  return detail.has_value() && detail->culprits_size() > 0;
-}
-
-// Returns how the attempt has ended if a call of its generation was refused with `status`; nullopt
-// if the error does not say that it has.
-std::optional<AttemptEnd> EndOfRefused(bool elastic, const absl::Status& status) {
-  const v1::ErrorReason reason = rpc::GetReason(status);
-  if (reason == v1::ERROR_REASON_GENERATION_ENDED) {
-    return EndOfGeneration(elastic, std::string(status.message()), HasCulprit(status));
-  }
-  if (elastic && IsCutOff(reason)) {
-    return AttemptEnd{absl::StrCat("this machine was cut off from the others: ", status.message()),
-                      {},
-                      AttemptEnd::Cause::kMachineLost};
-  }
-  return std::nullopt;
 }
 
 class GrpcJobCoordination final : public JobCoordination {
