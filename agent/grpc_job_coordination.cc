@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 #include <utility>
@@ -13,6 +12,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "agent/coordination_values.h"
 #include "agent/generation_end.h"
 #include "base/backoff.h"
 #include "base/clock.h"
@@ -24,16 +24,12 @@
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "base/timer_thread.h"
-#include "proto/end_class.h"
-#include "proto/failure_policy.h"
 #include "proto/muster/v1/session.pb.h"
 #include "rpc/session/duration.h"
 #include "rpc/status.h"
 
 namespace muster::agent {
 namespace {
-
-using nlohmann::json;
 
 constexpr absl::Duration kShortCall = absl::Seconds(5);
 constexpr absl::Duration kAgree = absl::Seconds(30);  // in addition to a tolerated outage
@@ -52,106 +48,7 @@ constexpr absl::Duration kHeardPollPeriod =
 // after this delay, which doubles each time.
 constexpr absl::Duration kNewcomerBackoff = absl::Seconds(10);
 constexpr absl::Duration kComeAgainAtMost = absl::Minutes(10);
-constexpr int kMaxCount = 1'000'000'000;
-// The machines whose counts come in one answer: even with their last ends, which JSON may make up
-// to six times as long, it stays below the largest answer.
-constexpr int kCountsAtATime = 64;
-constexpr size_t kMostOfWhy = 4096;
-constexpr size_t kMostOfLaunch = 64;
 constexpr size_t kMostOfLine = 1024;  // of a program's output; the coordinator keeps no more
-
-json JsonOf(const AttemptEnd& end) {
-  json value = {{"why", end.why}, {"last_lines", end.last_lines}};
-  if (end.cause != AttemptEnd::Cause::kFailed) value["cause"] = static_cast<int>(end.cause);
-  if (end.restarts) value["restarts"] = true;
-  if (end.end_class != v1::END_CLASS_UNSPECIFIED) value["class"] = EndClassName(end.end_class);
-  return value;
-}
-
-// Programs may write text that is not UTF-8.
-std::string Dump(const json& value) {
-  return value.dump(-1, ' ', false, json::error_handler_t::replace);
-}
-
-// Values that other machines wrote need not have the expected type.
-std::string TextOf(const json& value, const char* name) {
-  const auto it = value.find(name);
-  return it != value.end() && it->is_string() ? it->get<std::string>() : "";
-}
-
-// Returns 0 if the value is not a count.
-int CountOf(const json& value, const char* name) {
-  const auto it = value.find(name);
-  if (it == value.end() || !it->is_number_integer() || *it < 0 || *it > kMaxCount) return 0;
-  return it->get<int>();
-}
-
-AttemptEnd EndOf(const json& value) {
-  AttemptEnd end;
-  end.why = TextOf(value, "why");
-  if (const int cause = CountOf(value, "cause");
-      cause <= static_cast<int>(AttemptEnd::Cause::kMachineCame)) {
-    end.cause = static_cast<AttemptEnd::Cause>(cause);
-  }
-  end.end_class = EndClassOfName(TextOf(value, "class"));
-  if (const auto restarts = value.find("restarts"); restarts != value.end()) {
-    end.restarts = restarts->is_boolean() && restarts->get<bool>();
-  }
-  if (const auto lines = value.find("last_lines"); lines != value.end() && lines->is_array()) {
-    for (const json& line : *lines) {
-      if (line.is_string()) end.last_lines.push_back(line.get<std::string>());
-    }
-  }
-  return end;
-}
-AttemptEnd EndFromJson(const std::string& text) {
-  const json value = json::parse(text, nullptr, /*allow_exceptions=*/false);
-  return value.is_object() ? EndOf(value) : AttemptEnd{text, {}};
-}
-
-// Returns the newest of `lines`, cut, that fit 4 KiB, because the counts of many machines come in
-// one answer.
-std::vector<std::string> NewestLines(const std::vector<std::string>& lines) {
-  size_t left = 4096;
-  std::vector<std::string> newest;
-  for (auto line = lines.rbegin(); line != lines.rend() && left > 0; ++line) {
-    newest.push_back(line->substr(0, std::min(left, kMostOfLine)));
-    left -= std::min(left, newest.back().size() + 1);
-  }
-  std::reverse(newest.begin(), newest.end());
-  return newest;
-}
-
-void AddCounts(const RestartCounts& counts, json* value) {
-  (*value)["counted"] = counts.total;
-  json classes = json::object();
-  for (const v1::ClassCount& one : counts.by_class) {
-    classes[EndClassName(one.end_class())] = one.count();
-  }
-  if (!classes.empty()) (*value)["classes"] = std::move(classes);
-  if (counts.last.why.empty()) return;
-  AttemptEnd last = counts.last;
-  last.why.resize(std::min(last.why.size(), kMostOfWhy));
-  last.last_lines = NewestLines(last.last_lines);
-  (*value)["last"] = JsonOf(last);
-}
-RestartCounts CountsOf(const json& value) {
-  RestartCounts counts;
-  counts.total = CountOf(value, "counted");
-  if (const auto last = value.find("last"); last != value.end() && last->is_object()) {
-    counts.last = EndOf(*last);
-  }
-  const auto classes = value.find("classes");
-  if (classes == value.end() || !classes->is_object()) return counts;
-  for (const auto& [name, end_class] : kLimitedClasses) {
-    const int count = CountOf(*classes, EndClassName(end_class).c_str());
-    if (count == 0) continue;
-    v1::ClassCount* const one = counts.by_class.Add();
-    one->set_end_class(end_class);
-    one->set_count(count);
-  }
-  return counts;
-}
 
 class GrpcJobCoordination final : public JobCoordination {
  public:
@@ -419,7 +316,7 @@ class GrpcJobCoordination final : public JobCoordination {
     if (reply.succeeded() || reply.results_size() != 1 || reply.results(0).kvs_size() != 1) {
       return std::nullopt;
     }
-    return EndFromJson(reply.results(0).kvs(0).value());
+    return EndFromValue(reply.results(0).kvs(0).value());
   }
 
   // The key does not belong to a generation, so a machine that waits for a place can read it.
@@ -529,13 +426,13 @@ class GrpcJobCoordination final : public JobCoordination {
   // for another reason.
   bool WriteEndUnlessDone(const AttemptEnd& end) {
     const absl::StatusOr<v1::OpResult> result = Call(
-        PutUnless({EndKey(), DoneKey()}, EndKey(), Dump(JsonOf(end))), kShortCall, Until::kEnded);
+        PutUnless({EndKey(), DoneKey()}, EndKey(), EndToValue(end)), kShortCall, Until::kEnded);
     return result.ok() && result->txn().succeeded();
   }
 
   AttemptEnd WriteEnd(const AttemptEnd& end) {
     if (options_.num_nodes == 1) return end;
-    v1::Op op = PutUnless({EndKey()}, EndKey(), Dump(JsonOf(end)));
+    v1::Op op = PutUnless({EndKey()}, EndKey(), EndToValue(end));
     // A job that ends does not wait for a coordinator that is away.
     const absl::Duration patience = session_->stream().connected() ? kShortCall : absl::Seconds(1);
     const absl::StatusOr<v1::OpResult> result =
@@ -761,11 +658,10 @@ class GrpcJobCoordination final : public JobCoordination {
     }
   }
 
-  // INVALID_ARGUMENT: `self` was launched with other settings than machine 0, which wrote `value`.
-  absl::Status CompareWith(const json& value, absl::string_view self) {
-    const std::string theirs = TextOf(value, "settings"), debug = TextOf(value, "debug");
-    const bool both_say = !debug.empty() && !options_.debug.empty();
-    if (theirs == options_.settings && (!both_say || debug == options_.debug)) {
+  // INVALID_ARGUMENT: `self` was launched with other settings than machine 0, which wrote `theirs`.
+  absl::Status CompareWith(const SettingsValue& theirs, absl::string_view self) {
+    const bool both_say = !theirs.debug.empty() && !options_.debug.empty();
+    if (theirs.settings == options_.settings && (!both_say || theirs.debug == options_.debug)) {
       return absl::OkStatus();
     }
     const auto described = [both_say](const std::string& settings, const std::string& debug) {
@@ -773,7 +669,7 @@ class GrpcJobCoordination final : public JobCoordination {
     };
     return absl::InvalidArgumentError(
         absl::StrCat(self, " was launched with ", described(options_.settings, options_.debug),
-                     ", but machine 0 with ", described(theirs, debug),
+                     ", but machine 0 with ", described(theirs.settings, theirs.debug),
                      ": launch all machines with the same settings"));
   }
 
@@ -791,9 +687,9 @@ class GrpcJobCoordination final : public JobCoordination {
     if (!result.ok() || result->txn().results_size() != 1) return absl::OkStatus();
     for (const v1::KeyValue& kv : result->txn().results(0).kvs()) {
       if (!absl::EndsWith(kv.key(), "/settings")) continue;
-      const json value = json::parse(kv.value(), nullptr, /*allow_exceptions=*/false);
-      if (!value.is_object()) continue;
-      MUSTER_RETURN_IF_ERROR(CompareWith(value, "this machine"));
+      const std::optional<SettingsValue> theirs = SettingsFromValue(kv.value());
+      if (!theirs.has_value()) continue;
+      MUSTER_RETURN_IF_ERROR(CompareWith(*theirs, "this machine"));
     }
     return absl::OkStatus();
   }
@@ -973,11 +869,8 @@ class GrpcJobCoordination final : public JobCoordination {
     *op.mutable_txn()->mutable_fence() = AgentFence();
     v1::PutOp* const put = op.mutable_txn()->add_then()->mutable_put();
     put->set_key(CountKey(node_rank_));
-    json value = {{"attempt", meeting.attempt}};
-    // Machine 0 may be new in the job.
-    if (!launch_.empty()) value["launch"] = launch_;
-    AddCounts(meeting.counted, &value);
-    put->set_value(Dump(value));
+    // With the name of the launch, because machine 0 may be new in the job.
+    put->set_value(CountedToValue({meeting.attempt, meeting.counted, launch_}));
     return Call(std::move(op), options_.outage_tolerance + kAgree, Until::kCancelled).status();
   }
 
@@ -985,9 +878,6 @@ class GrpcJobCoordination final : public JobCoordination {
   const std::string& Launch() {
     if (launch_.empty()) launch_ = absl::StrCat(RandomId());
     return launch_;
-  }
-  static std::string LaunchOf(const json& value) {
-    return TextOf(value, "launch").substr(0, kMostOfLaunch);
   }
 
   // Takes over the largest counts of all machines.
@@ -1024,11 +914,11 @@ class GrpcJobCoordination final : public JobCoordination {
     }
     MUSTER_RETURN_IF_ERROR(result.status());
     for (const v1::KeyValue& kv : result->wait().kvs()) {
-      const json value = json::parse(kv.value(), nullptr, /*allow_exceptions=*/false);
-      if (!value.is_object()) return absl::InternalError("the counts of a machine are malformed");
-      meeting->attempt = std::max(meeting->attempt, CountOf(value, "attempt"));
-      meeting->counted.TakeLarger(CountsOf(value));
-      if (launch_.empty()) launch_ = LaunchOf(value);
+      const std::optional<CountedValue> theirs = CountedFromValue(kv.value());
+      if (!theirs.has_value()) return absl::InternalError("the counts of a machine are malformed");
+      meeting->attempt = std::max(meeting->attempt, theirs->attempt);
+      meeting->counted.TakeLarger(theirs->counted);
+      if (launch_.empty()) launch_ = theirs->launch;
     }
     return true;
   }
@@ -1048,16 +938,14 @@ class GrpcJobCoordination final : public JobCoordination {
       *op.mutable_txn()->mutable_fence() = AgentFence();
       v1::PutOp* const put = op.mutable_txn()->add_then()->mutable_put();
       put->set_key(SettingsKey());
-      json value = {{"settings", options_.settings},
-                    {"debug", options_.debug},
-                    {"master_addr", meeting->master_addr},
-                    {"master_port", meeting->master_port},
-                    {"launch", meeting->launch}};
-      if (agrees_on_counts()) {
-        value["attempt"] = meeting->attempt;
-        AddCounts(meeting->counted, &value);
-      }
-      put->set_value(Dump(value));
+      put->set_value(SettingsToValue({.settings = options_.settings,
+                                      .debug = options_.debug,
+                                      .master_addr = meeting->master_addr,
+                                      .master_port = meeting->master_port,
+                                      .launch = meeting->launch,
+                                      .attempt = meeting->attempt,
+                                      .counted = meeting->counted},
+                                     /*with_counts=*/agrees_on_counts()));
       return Call(std::move(op), options_.outage_tolerance + kAgree, Until::kCancelled).status();
     }
     *op.mutable_wait()->mutable_fence() = AgentFence();
@@ -1067,23 +955,22 @@ class GrpcJobCoordination final : public JobCoordination {
     MUSTER_ASSIGN_OR_RETURN(const v1::OpResult result,
                             Call(std::move(op), patience + kShortCall, Until::kCancelled));
     const v1::WaitReply& reply = result.wait();
-    const json value = reply.kvs_size() == 1
-                           ? json::parse(reply.kvs(0).value(), nullptr, /*allow_exceptions=*/false)
-                           : json();
-    if (!value.is_object()) return absl::InternalError("the settings from machine 0 are malformed");
-    MUSTER_RETURN_IF_ERROR(CompareWith(value, absl::StrCat("machine ", node_rank_)));
+    const std::optional<SettingsValue> theirs =
+        reply.kvs_size() == 1 ? SettingsFromValue(reply.kvs(0).value()) : std::nullopt;
+    if (!theirs.has_value()) {
+      return absl::InternalError("the settings from machine 0 are malformed");
+    }
+    MUSTER_RETURN_IF_ERROR(CompareWith(*theirs, absl::StrCat("machine ", node_rank_)));
     if (agrees_on_counts()) {
-      meeting->attempt = std::max(meeting->attempt, CountOf(value, "attempt"));
-      const RestartCounts theirs = CountsOf(value);
-      meeting->counted.TakeLarger(theirs);
+      meeting->attempt = std::max(meeting->attempt, theirs->attempt);
+      meeting->counted.TakeLarger(theirs->counted);
       // Machine 0 decides: machines that do not learn of that end from it start, and would wait for
       // this one.
-      meeting->counted.last = theirs.last;
+      meeting->counted.last = theirs->counted.last;
     }
-    meeting->launch = launch_ = LaunchOf(value);
-    meeting->master_addr = TextOf(value, "master_addr");
-    const auto port = value.find("master_port");
-    meeting->master_port = port != value.end() && port->is_number_integer() ? port->get<int>() : 0;
+    meeting->launch = launch_ = theirs->launch;
+    meeting->master_addr = theirs->master_addr;
+    meeting->master_port = theirs->master_port;
     if (meeting->master_port < 1 || meeting->master_port > 65535) {
       return absl::InternalError("the master_port from machine 0 is not a port");
     }
@@ -1151,7 +1038,7 @@ class GrpcJobCoordination final : public JobCoordination {
     }
     if (!result.has_error()) {
       if (result.wait().kvs_size() == 1) {
-        shared->End(EndFromJson(result.wait().kvs(0).value()));
+        shared->End(EndFromValue(result.wait().kvs(0).value()));
       }
       return;
     }
