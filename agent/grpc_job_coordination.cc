@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <map>
 #include <optional>
 #include <set>
 #include <utility>
@@ -14,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "agent/coordination_values.h"
 #include "agent/generation_end.h"
+#include "agent/newcomers.h"
 #include "base/backoff.h"
 #include "base/clock.h"
 #include "base/defaults.h"
@@ -37,6 +37,7 @@ constexpr absl::Duration kWaitAgain = absl::Seconds(1);
 constexpr absl::Duration kLongest = absl::Hours(24);  // the longest timeout of a call
 // A job of one node has no other node to wait for.
 constexpr absl::Duration kFirstContact = absl::Seconds(30);
+constexpr size_t kMostOfLine = 1024;      // of a program's output; the coordinator keeps no more
 constexpr char kFinish[] = "finish";      // the barrier of agents whose workers are all done
 constexpr char kFinished[] = "finished";  // the key that reports it, and outlives the generation
 constexpr absl::Duration kPollPeriod = absl::Seconds(1);  // between looks for newcomers
@@ -44,11 +45,6 @@ constexpr absl::Duration kPollPeriod = absl::Seconds(1);  // between looks for n
 constexpr int kPollsOfAll = 3;
 constexpr absl::Duration kHeardPollPeriod =
     absl::Milliseconds(200);  // between looks at signs of life
-// After a machine that joined has left again, the next one from its host ends the attempt only
-// after this delay, which doubles each time.
-constexpr absl::Duration kNewcomerBackoff = absl::Seconds(10);
-constexpr absl::Duration kComeAgainAtMost = absl::Minutes(10);
-constexpr size_t kMostOfLine = 1024;  // of a program's output; the coordinator keeps no more
 
 class GrpcJobCoordination final : public JobCoordination {
  public:
@@ -755,38 +751,11 @@ class GrpcJobCoordination final : public JobCoordination {
     if (now < grow_from_) return grow_from_;
     const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kEnded);
     if (!members.ok()) return now + kPollPeriod;
-    std::set<uint64_t> seated, waiting;
-    for (const v1::Member& member : *members) {
-      if (member.rank() >= 0 && member.state() == v1::WORKER_STATE_RUNNING) {
-        seated.insert(member.incarnation());
-      }
-      if (member.rank() < 0 && member.state() == v1::WORKER_STATE_JOINING) {
-        waiting.insert(member.incarnation());
-      }
-    }
-    // A machine that gives up and asks again later counts as new.
-    std::erase_if(passed_over_, [&](uint64_t one) { return waiting.count(one) == 0; });
-    const v1::Member* newcomer = nullptr;
-    std::set<std::string> quarantined;
-    for (const v1::Member& member : *members) {
-      if (member.rank() >= 0 || member.state() != v1::WORKER_STATE_JOINING) continue;
-      if (passed_over_.count(member.incarnation()) > 0) continue;
-      const auto former = newcomers_.find(member.host());
-      if (former != newcomers_.end() && seated.count(former->second.incarnation) > 0) {
-        newcomers_.erase(former);
-      } else if (former != newcomers_.end() && now < former->second.again) {
-        continue;
-      }
-      // This machine would get no place, however often it comes back.
-      if (quarantined.count(member.host()) > 0) continue;
-      if (session_->IsQuarantined(agents_job_, member.host()) == true) {
-        quarantined.insert(member.host());
-        continue;
-      }
-      newcomer = &member;
-      break;
-    }
-    if (newcomer == nullptr) return now + kPollPeriod;
+    const std::optional<v1::Member> newcomer =
+        newcomers_.Choose(*members, now, [this](const std::string& host) {
+          return session_->IsQuarantined(agents_job_, host) == true;
+        });
+    if (!newcomer.has_value()) return now + kPollPeriod;
     const AttemptEnd end = {
         absl::StrCat("another machine has come, ", newcomer->host(), ", to the ", num_nodes_,
                      " of at most ", options_.num_nodes),
@@ -794,14 +763,7 @@ class GrpcJobCoordination final : public JobCoordination {
         AttemptEnd::Cause::kMachineCame};
     // Machines that have already finished do not start again.
     if (!WriteEndUnlessDone(end)) return now + kPollPeriod;
-    // A machine that gets no place after all (its host has been quarantined meanwhile) ends no
-    // further attempt. A launch that keeps ending and starting again ends attempts less and less
-    // often.
-    passed_over_ = std::move(waiting);
-    Newcomer& came = newcomers_[newcomer->host()];
-    came.incarnation = newcomer->incarnation();
-    came.again = now + came.pause;
-    came.pause = std::min(2 * came.pause, kComeAgainAtMost);
+    newcomers_.Came(*newcomer, *members, now);
     shared_->End(end);
     return absl::InfiniteFuture();
   }
@@ -1117,17 +1079,8 @@ class GrpcJobCoordination final : public JobCoordination {
   std::optional<absl::Status> asks_itself_;
   bool logged_serving_ = false;
 
-  // The machines that waited when an attempt was ended for a newcomer. Used by grow_timer_'s
-  // thread, or while that thread does not exist.
-  std::set<uint64_t> passed_over_;
-  // By host: the last start of a machine for which an attempt was ended, and when an attempt may be
-  // ended for the next start if that one has ended.
-  struct Newcomer {
-    uint64_t incarnation = 0;
-    absl::Time again;
-    absl::Duration pause = kNewcomerBackoff;
-  };
-  std::map<std::string, Newcomer> newcomers_;
+  // Used by grow_timer_'s thread, or while that thread does not exist.
+  Newcomers newcomers_;
   absl::Time grow_from_ = absl::InfinitePast();
 
   std::atomic<uint64_t> last_request_{0};
