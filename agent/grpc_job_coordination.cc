@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <optional>
-#include <set>
 #include <utility>
 #include <vector>
 
@@ -13,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "agent/coordination_values.h"
 #include "agent/generation_end.h"
+#include "agent/machines.h"
 #include "agent/newcomers.h"
 #include "base/backoff.h"
 #include "base/clock.h"
@@ -361,34 +361,17 @@ class GrpcJobCoordination final : public JobCoordination {
       if (absl::IsCancelled(members.status())) return members.status();
       if (absl::IsNotFound(members.status())) return no_place;  // the group was removed
       if (members.ok()) {
-        int running = 0;
-        std::set<std::pair<std::string, uint64_t>> joining;
-        for (const v1::Member& member : *members) {
-          if (member.state() == v1::WORKER_STATE_JOINING) {
-            joining.insert({member.worker_id(), member.incarnation()});
-          }
-        }
-        bool meets_again = false;
-        for (const v1::Member& member : *members) {
-          if (member.rank() < 0 || member.state() != v1::WORKER_STATE_RUNNING) continue;
-          // Its generation has ended: the machine still has that seat, and waits for the next one.
-          meets_again |= joining.contains({member.worker_id(), member.incarnation()});
-          // Between two generations the seat of a lost machine stays taken: only its silence shows
-          // the loss.
-          const bool silent =
-              rpc::FromProto(member.heartbeat_age()) > options_.lease + options_.outage_tolerance;
-          if (!silent) ++running;
-        }
+        const Others others = LookAtOthers(*members, options_.lease + options_.outage_tolerance);
         // After reading the members, because they leave when they are done.
         if (FinishedSince()) return true;
-        if (meets_again || (running == 0 && !joining.empty())) {
+        if (others.meet_again || (others.running == 0 && others.any_waits)) {
           asks_itself_.reset();
           return false;
         }
-        if (running == 0) return no_place;
+        if (others.running == 0) return no_place;
         // Now this machine asks for a place as a newcomer, for which the others start again
         // (LookForMachines). That is useless while its host is quarantined.
-        if (looks >= kPollsOfAll && running < options_.num_nodes &&
+        if (looks >= kPollsOfAll && others.running < options_.num_nodes &&
             session_->IsQuarantined(agents_job_, hostname_) == false) {
           asks_itself_ = no_place;
           return false;
@@ -396,7 +379,8 @@ class GrpcJobCoordination final : public JobCoordination {
         if (!std::exchange(logged_serving_, true)) {
           MUSTER_LOG(Warning) << no_place.message()
                               << "; this machine hosts the coordinator, so it "
-                              << "keeps serving the " << running << " machines that have a place";
+                              << "keeps serving the " << others.running
+                              << " machines that have a place";
         }
       }
       MutexLock lock(&shared_->mu);
@@ -617,15 +601,7 @@ class GrpcJobCoordination final : public JobCoordination {
       return false;
     }
     const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kCancelled);
-    if (!members.ok()) return false;
-    bool died = false;
-    for (const v1::Member& member : *members) {
-      if (member.state() == v1::WORKER_STATE_JOINING) return false;
-      if (member.worker_id() != worker_id_) continue;
-      died = member.state() != v1::WORKER_STATE_LEFT &&
-             rpc::FromProto(member.heartbeat_age()) < options_.join_timeout;
-    }
-    return died;
+    return members.ok() && DiedBeforeItLeft(*members, worker_id_, options_.join_timeout);
   }
 
   // Waits until the machine with the coordinator has a place or waits for one: it gets one before
@@ -635,14 +611,7 @@ class GrpcJobCoordination final : public JobCoordination {
     while (true) {
       const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kCancelled);
       if (absl::IsCancelled(members.status())) return members.status();
-      // Or it has asked before, and continues to serve the others without a place: see ServeOthers.
-      if (members.ok() &&
-          std::any_of(members->begin(), members->end(), [](const v1::Member& member) {
-            return member.worker_id() == "node0" ||
-                   (member.rank() >= 0 && member.state() == v1::WORKER_STATE_RUNNING);
-          })) {
-        return absl::OkStatus();
-      }
+      if (members.ok() && CoordinatorsLaunchHasCome(*members)) return absl::OkStatus();
       if (Clock::Real().Now() >= give_up) {
         return absl::DeadlineExceededError(absl::StrCat(
             "the launch with the coordinator of job ", options_.job, " has not joined it within ",
@@ -716,18 +685,14 @@ class GrpcJobCoordination final : public JobCoordination {
       const absl::Duration elapsed = Clock::Real().Now() - start;
       const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kEnded);
       if (members.ok()) {
-        bool all_heard = true;
-        for (const v1::Member& member : *members) {
-          if (member.rank() < 0 || member.worker_id() == worker_id_) continue;
-          if (member.state() != v1::WORKER_STATE_RUNNING) {
-            end->cause = AttemptEnd::Cause::kMachineLost;
-            end->why = absl::StrCat("machine ", member.rank(), " on ", member.host(),
-                                    " is lost, and ", end->why);
-            return;
-          }
-          if (rpc::FromProto(member.heartbeat_age()) >= elapsed) all_heard = false;
+        const Signs signs = SignsOfOthers(*members, worker_id_, elapsed);
+        if (signs.lost.has_value()) {
+          end->cause = AttemptEnd::Cause::kMachineLost;
+          end->why = absl::StrCat("machine ", signs.lost->rank(), " on ", signs.lost->host(),
+                                  " is lost, and ", end->why);
+          return;
         }
-        if (all_heard) return;
+        if (signs.all_heard) return;
       }
       if (elapsed > options_.lease + kShortCall) return;
       MutexLock lock(&shared_->mu);
