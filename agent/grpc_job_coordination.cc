@@ -10,17 +10,17 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "agent/attempt_state.h"
 #include "agent/coordination_values.h"
+#include "agent/end_watch.h"
 #include "agent/generation_end.h"
 #include "agent/machines.h"
 #include "agent/newcomers.h"
-#include "base/backoff.h"
 #include "base/clock.h"
 #include "base/defaults.h"
 #include "base/failpoint.h"
 #include "base/identity.h"
 #include "base/log.h"
-#include "base/mutex.h"
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "base/timer_thread.h"
@@ -33,7 +33,6 @@ namespace {
 
 constexpr absl::Duration kShortCall = absl::Seconds(5);
 constexpr absl::Duration kAgree = absl::Seconds(30);  // in addition to a tolerated outage
-constexpr absl::Duration kWaitAgain = absl::Seconds(1);
 constexpr absl::Duration kLongest = absl::Hours(24);  // the longest timeout of a call
 // A job of one node has no other node to wait for.
 constexpr absl::Duration kFirstContact = absl::Seconds(30);
@@ -57,12 +56,14 @@ class GrpcJobCoordination final : public JobCoordination {
     // Two launches with the same machine rank are the same worker: the first one gets SUPERSEDED.
     worker_id_ = options.node_rank >= 0 ? absl::StrCat("node", options.node_rank)
                                         : absl::StrCat("node-", hostname_, "-", incarnation_);
-    if (options.num_nodes > 1) wait_timer_->Start();
+    if (options.num_nodes > 1) {
+      end_watch_ = std::make_unique<EndWatch>(attempt_, &session->sender(), elastic());
+    }
   }
 
   ~GrpcJobCoordination() override {
     StopWatching();
-    wait_timer_->Stop();
+    end_watch_.reset();
     if (generation_ == 0) return;
     v1::Op op;
     *op.mutable_leave()->mutable_fence() = AgentFence();
@@ -136,35 +137,22 @@ class GrpcJobCoordination final : public JobCoordination {
   }
 
   void Watch(std::function<void(AttemptEnd)> on_ended) override {
-    {
-      MutexLock lock(&shared_->mu);
-      shared_->ended = false;
-      shared_->how = AttemptEnd();
-      shared_->generation_gone = false;
-      shared_->on_ended = std::move(on_ended);
-    }
+    attempt_->Begin(std::move(on_ended));
     reported_end_.reset();
-    const std::shared_ptr<Shared> shared = shared_;
     NodeUplink::Listener listener;
-    listener.on_lost = [shared](const absl::Status& status) {
-      shared->End({std::string(status.message()), {}});
+    listener.on_lost = [attempt = attempt_](const absl::Status& status) {
+      attempt->End({std::string(status.message()), {}});
     };
     if (options_.num_nodes > 1) {
-      listener.on_generation_ended = [shared, job = agents_job_, generation = generation_,
+      listener.on_generation_ended = [attempt = attempt_, job = agents_job_,
+                                      generation = generation_,
                                       elastic = elastic()](const v1::GenerationEnded& ended) {
         if (ended.job_id() != job || ended.generation() < generation) return;
-        shared->End(EndOfGeneration(elastic, ended.why(), ended.culprits_size() > 0));
+        attempt->End(EndOfGeneration(elastic, ended.why(), ended.culprits_size() > 0));
       };
     }
     session_->SetListener(std::move(listener));
-    if (options_.num_nodes > 1) {
-      {
-        MutexLock lock(&shared_->mu);
-        shared_->wait = EndWait();
-        shared_->wait_at = absl::InfinitePast();
-      }
-      wait_timer_->Wake();
-    }
+    if (end_watch_ != nullptr) end_watch_->Start(EndWait());
     if (elastic() && node_rank_ == 0 && num_nodes_ < options_.num_nodes) {
       grow_from_ = Clock::Real().Now() + options_.grow_after;
       grow_timer_ = std::make_unique<TimerThread>([this] { return LookForMachines(); });
@@ -202,9 +190,8 @@ class GrpcJobCoordination final : public JobCoordination {
     MUSTER_FAILPOINT("agent.fail");
     AttemptEnd end = given;
     if (elastic() && end.cause == AttemptEnd::Cause::kFailed) JudgeCause(&end);
-    {
-      MutexLock lock(&shared_->mu);
-      if (elastic() && shared_->ended) return shared_->how;
+    if (elastic()) {
+      if (std::optional<AttemptEnd> ended = attempt_->ended()) return *std::move(ended);
     }
     reported_end_ = WriteEnd(end);
     return *reported_end_;
@@ -217,17 +204,13 @@ class GrpcJobCoordination final : public JobCoordination {
     // The refusal may arrive before any other news of the end, and all machines must count the
     // same.
     if (std::optional<AttemptEnd> end = EndOfRefused(elastic(), status)) {
-      shared_->End(*std::move(end));
+      attempt_->End(*std::move(end));
     }
     if (status.ok() && elastic()) WriteFinished();
     return status;
   }
 
-  void Cancel() override {
-    MutexLock lock(&shared_->mu);
-    shared_->cancelled = true;
-    shared_->changed.SignalAll();
-  }
+  void Cancel() override { attempt_->Cancel(); }
 
  private:
   // Returns once the workers of all machines are done.
@@ -247,37 +230,7 @@ class GrpcJobCoordination final : public JobCoordination {
     return Call(std::move(op), absl::InfiniteDuration(), Until::kEnded).status();
   }
 
-  // The state that late results and directives share with this object.
-  struct Shared {
-    // Ends the watched attempt, once.
-    void End(AttemptEnd end) {
-      std::function<void(AttemptEnd)> told;
-      {
-        MutexLock lock(&mu);
-        if (!ended) how = end;
-        ended = true;
-        told.swap(on_ended);
-        changed.SignalAll();
-      }
-      if (told) told(std::move(end));
-    }
-
-    Mutex mu;
-    CondVar changed;
-    bool cancelled ABSL_GUARDED_BY(mu) = false;
-    bool ended ABSL_GUARDED_BY(mu) = false;  // whether the attempt has ended
-    AttemptEnd how ABSL_GUARDED_BY(mu);
-    bool generation_gone ABSL_GUARDED_BY(mu) = false;  // as an answer reported
-    std::function<void(AttemptEnd)> on_ended ABSL_GUARDED_BY(mu);
-    // The operation that waits for the key "end", the id of the latest submitted one (0: none), and
-    // when to submit it (again).
-    v1::Op wait ABSL_GUARDED_BY(mu);
-    uint64_t end_wait ABSL_GUARDED_BY(mu) = 0;
-    absl::Time wait_at ABSL_GUARDED_BY(mu) = absl::InfiniteFuture();
-    uint64_t watch ABSL_GUARDED_BY(mu) = 0;  // counts the watches
-  };
-  // The reasons, apart from its timeout, for which a call returns without an answer.
-  enum class Until { kAnswered, kCancelled, kEnded };
+  using Until = AttemptState::Until;
   // What happens to an operation for whose answer nothing waits any longer: it is dropped if it was
   // not sent yet, or it is carried out when the coordinator is back.
   enum class Late { kForgotten, kHeld };
@@ -383,9 +336,8 @@ class GrpcJobCoordination final : public JobCoordination {
                               << " machines that have a place";
         }
       }
-      MutexLock lock(&shared_->mu);
-      if (!shared_->cancelled) shared_->changed.WaitWithTimeout(&shared_->mu, kPollPeriod);
-      if (shared_->cancelled) return absl::CancelledError("stopped");
+      attempt_->Pause(kPollPeriod, Until::kCancelled);
+      if (attempt_->cancelled()) return absl::CancelledError("stopped");
     }
   }
 
@@ -396,7 +348,7 @@ class GrpcJobCoordination final : public JobCoordination {
         Call(PutUnless({EndKey()}, DoneKey(), "1"), absl::InfiniteDuration(), Until::kEnded));
     if (result.txn().succeeded()) return absl::OkStatus();
     if (std::optional<AttemptEnd> end = EndThatWasFound(result.txn())) {
-      shared_->End(*std::move(end));
+      attempt_->End(*std::move(end));
     }
     return absl::AbortedError("the attempt has ended");
   }
@@ -423,13 +375,9 @@ class GrpcJobCoordination final : public JobCoordination {
         // Another machine was first, and has ended the generation to meet again.
         const std::optional<AttemptEnd> first = EndOfRefused(false, result.status());
         if (!first.has_value()) return end;
-        MutexLock lock(&shared_->mu);
-        return shared_->ended ? shared_->how : *first;
+        return attempt_->ended().value_or(*first);
       }
-      {
-        MutexLock lock(&shared_->mu);
-        if (shared_->ended) return shared_->how;
-      }
+      if (std::optional<AttemptEnd> ended = attempt_->ended()) return *std::move(ended);
       // No other machine counts the failure here, because this machine was away.
       if (IsCutOff(rpc::GetReason(result.status()))) {
         if (end.cause != AttemptEnd::Cause::kFailed) return end;
@@ -444,9 +392,9 @@ class GrpcJobCoordination final : public JobCoordination {
   // Returns why the watched attempt has ended, for machines that have not learned it.
   std::string WhyAgain() {
     if (reported_end_.has_value()) return AnotherBegins(*reported_end_);
-    MutexLock lock(&shared_->mu);
-    return shared_->ended && !shared_->how.why.empty() ? AnotherBegins(shared_->how)
-                                                       : "another attempt begins";
+    const std::optional<AttemptEnd> ended = attempt_->ended();
+    return ended.has_value() && !ended->why.empty() ? AnotherBegins(*ended)
+                                                    : "another attempt begins";
   }
 
   v1::Fence AgentFence() {
@@ -473,10 +421,7 @@ class GrpcJobCoordination final : public JobCoordination {
     absl::Time tell_at = start + options_.tell_after;
     bool told = false;
     while (true) {
-      {
-        MutexLock lock(&shared_->mu);
-        if (shared_->cancelled) return absl::CancelledError("stopped");
-      }
+      if (attempt_->cancelled()) return absl::CancelledError("stopped");
       const absl::Time now = Clock::Real().Now();
       const absl::Duration left = give_up - now;
       const absl::Status status = session_->stream().WaitUntilConnected(
@@ -507,45 +452,21 @@ class GrpcJobCoordination final : public JobCoordination {
     }
   }
 
-  struct Answer {
-    bool came = false;  // guarded by the lock of Shared
-    v1::OpResult result;
-  };
   struct Pending {
     uint64_t op_id = 0;
-    std::shared_ptr<Answer> answer = std::make_shared<Answer>();
+    std::shared_ptr<AttemptState::Answer> answer = std::make_shared<AttemptState::Answer>();
   };
   Pending Submit(v1::Op op) {
     Pending pending;
     pending.op_id = session_->sender().Submit(
-        std::move(op), [shared = shared_, answer = pending.answer](const v1::OpResult& result) {
-          MutexLock lock(&shared->mu);
-          answer->came = true;
-          answer->result = result;
-          shared->changed.SignalAll();
+        std::move(op), [attempt = attempt_, answer = pending.answer](const v1::OpResult& result) {
+          attempt->Deliver(result, answer.get());
         });
     return pending;
   }
-  // Blocks until the answer has come. Errors: CANCELLED and ABORTED depending on `until`;
-  // DEADLINE_EXCEEDED.
-  absl::Status Await(const Pending& pending, absl::Time deadline, Until until) {
-    MutexLock lock(&shared_->mu);
-    while (!pending.answer->came) {
-      if (shared_->cancelled && until != Until::kAnswered) return absl::CancelledError("stopped");
-      if (shared_->ended && until == Until::kEnded) {
-        return absl::AbortedError("the attempt has ended");
-      }
-      const absl::Duration left = deadline - Clock::Real().Now();
-      if (left <= absl::ZeroDuration()) return absl::DeadlineExceededError("no answer");
-      shared_->changed.WaitWithTimeout(&shared_->mu, left);
-    }
-    return absl::OkStatus();
-  }
-  static absl::StatusOr<v1::OpResult> ResultOf(const Pending& pending) {
-    if (pending.answer->result.has_error()) {
-      return rpc::FromOpError(pending.answer->result.error());
-    }
-    return std::move(pending.answer->result);
+  static absl::StatusOr<v1::OpResult> ErrorOr(v1::OpResult result) {
+    if (result.has_error()) return rpc::FromOpError(result.error());
+    return result;
   }
   absl::Status NoAnswer(absl::Duration timeout) const {
     return absl::UnavailableError(absl::StrCat("no answer from the coordinator at ",
@@ -557,10 +478,10 @@ class GrpcJobCoordination final : public JobCoordination {
                                     Late late = Late::kForgotten) {
     const absl::Time deadline = Clock::Real().Now() + timeout;
     const Pending pending = Submit(std::move(op));
-    const absl::Status waited = Await(pending, deadline, until);
-    if (waited.ok()) return ResultOf(pending);
+    absl::StatusOr<v1::OpResult> result = attempt_->Await(pending.answer.get(), deadline, until);
+    if (result.ok()) return ErrorOr(*std::move(result));
     if (late == Late::kForgotten) session_->sender().Forget(pending.op_id);
-    return absl::IsDeadlineExceeded(waited) ? NoAnswer(timeout) : waited;
+    return absl::IsDeadlineExceeded(result.status()) ? NoAnswer(timeout) : result.status();
   }
 
   // Does the same as Call for an operation that waits for other machines; returns nullopt if they
@@ -574,9 +495,10 @@ class GrpcJobCoordination final : public JobCoordination {
     const Pending pending = Submit(std::move(op));
     while (true) {
       const absl::Time now = Clock::Real().Now();
-      const absl::Status waited =
-          Await(pending, std::min(deadline, now + kPollPeriod), Until::kCancelled);
-      if (waited.ok()) return ResultOf(pending);
+      absl::StatusOr<v1::OpResult> result = attempt_->Await(
+          pending.answer.get(), std::min(deadline, now + kPollPeriod), Until::kCancelled);
+      if (result.ok()) return ErrorOr(*std::move(result));
+      const absl::Status& waited = result.status();
       const bool finished = absl::IsDeadlineExceeded(waited) && FinishedSince();
       if (absl::IsDeadlineExceeded(waited) && !finished && now < deadline) continue;
       session_->sender().Forget(pending.op_id);
@@ -617,9 +539,8 @@ class GrpcJobCoordination final : public JobCoordination {
             "the launch with the coordinator of job ", options_.job, " has not joined it within ",
             absl::FormatDuration(options_.join_timeout)));
       }
-      MutexLock lock(&shared_->mu);
-      if (!shared_->cancelled) shared_->changed.WaitWithTimeout(&shared_->mu, kHeardPollPeriod);
-      if (shared_->cancelled) return absl::CancelledError("stopped");
+      attempt_->Pause(kHeardPollPeriod, Until::kCancelled);
+      if (attempt_->cancelled()) return absl::CancelledError("stopped");
     }
   }
 
@@ -695,12 +616,9 @@ class GrpcJobCoordination final : public JobCoordination {
         if (signs.all_heard) return;
       }
       if (elapsed > options_.lease + kShortCall) return;
-      MutexLock lock(&shared_->mu);
-      if (!shared_->ended && !shared_->cancelled) {
-        shared_->changed.WaitWithTimeout(&shared_->mu, kHeardPollPeriod);
-      }
-      if (shared_->ended) return;
-      if (shared_->cancelled) {
+      attempt_->Pause(kHeardPollPeriod, Until::kEnded);
+      if (attempt_->ended().has_value()) return;
+      if (attempt_->cancelled()) {
         // The failure was not judged, and this machine leaves: the others have nothing to count.
         end->cause = AttemptEnd::Cause::kMachineLeft;
         end->why = absl::StrCat("the launch was stopped on ", hostname_, " after ", end->why);
@@ -729,7 +647,7 @@ class GrpcJobCoordination final : public JobCoordination {
     // Machines that have already finished do not start again.
     if (!WriteEndUnlessDone(end)) return now + kPollPeriod;
     newcomers_.Came(*newcomer, *members, now);
-    shared_->End(end);
+    attempt_->End(end);
     return absl::InfiniteFuture();
   }
 
@@ -920,105 +838,14 @@ class GrpcJobCoordination final : public JobCoordination {
     return op;
   }
 
-  // The tick of the timer: submits the operation that ends the attempt when another node has
-  // written why.
-  static absl::Time WaitForEnd(const std::shared_ptr<Shared>& shared, OpSender* sender,
-                               const std::shared_ptr<TimerThread>& timer, bool elastic) {
-    v1::Op op;
-    uint64_t watch;
-    {
-      MutexLock lock(&shared->mu);
-      if (shared->wait_at > Clock::Real().Now()) return shared->wait_at;
-      shared->wait_at = absl::InfiniteFuture();
-      op = shared->wait;
-      watch = shared->watch;
-    }
-    const uint64_t op_id =
-        sender->Submit(std::move(op), [shared, timer, watch, elastic](const v1::OpResult& result) {
-          WaitAnswered(shared.get(), timer.get(), watch, elastic, result);
-        });
-    bool stale;
-    absl::Time next;
-    {
-      MutexLock lock(&shared->mu);
-      stale = shared->watch != watch;
-      if (!stale) shared->end_wait = op_id;
-      next = shared->wait_at;
-    }
-    if (stale) sender->Forget(op_id);
-    return next;
-  }
-
-  static void WaitAnswered(Shared* shared, TimerThread* timer, uint64_t watch, bool elastic,
-                           const v1::OpResult& result) {
-    const auto again = [&](absl::Duration after) {
-      {
-        MutexLock lock(&shared->mu);
-        if (shared->watch != watch || shared->ended) return;
-        shared->wait_at = Clock::Real().Now() + after;
-      }
-      timer->Wake();
-    };
-    {
-      MutexLock lock(&shared->mu);
-      if (shared->watch != watch) return;
-    }
-    if (!result.has_error()) {
-      if (result.wait().kvs_size() == 1) {
-        shared->End(EndFromValue(result.wait().kvs(0).value()));
-      }
-      return;
-    }
-    switch (result.error().detail().reason()) {
-      case v1::ERROR_REASON_WAIT_TIMEOUT:
-        again(absl::ZeroDuration());
-        break;
-      case v1::ERROR_REASON_GENERATION_ENDED: {
-        // A directive has better words, unless it came before anything listened.
-        bool before;
-        {
-          MutexLock lock(&shared->mu);
-          before = std::exchange(shared->generation_gone, true);
-        }
-        if (before) {
-          shared->End(*EndOfRefused(elastic, rpc::FromOpError(result.error())));
-        } else {
-          again(kWaitAgain);
-        }
-        break;
-      }
-      default:
-        // The coordinator is overloaded, or away: then on_lost ends the attempt, if it must end.
-        if (result.error().code() == static_cast<int>(absl::StatusCode::kUnavailable)) {
-          again(Backoff(kWaitAgain, kWaitAgain)
-                    .Next(RandomShare(), rpc::RetryAfter(rpc::FromOpError(result.error()))));
-        } else {
-          shared->End(EndOfRefused(elastic, rpc::FromOpError(result.error()))
-                          .value_or(AttemptEnd{result.error().message(), {}}));
-        }
-    }
-  }
-
   void StopWatching() {
     session_->SetListener({});
     if (grow_timer_ != nullptr) {
-      {
-        MutexLock lock(&shared_->mu);
-        shared_->ended = true;  // makes its calls return
-        shared_->changed.SignalAll();
-      }
+      attempt_->Interrupt();  // makes its calls return
       grow_timer_.reset();
     }
-    uint64_t op_id;
-    {
-      MutexLock lock(&shared_->mu);
-      shared_->on_ended = nullptr;
-      ++shared_->watch;
-      shared_->wait_at = absl::InfiniteFuture();
-      op_id = shared_->end_wait;
-      shared_->end_wait = 0;
-    }
-    if (op_id != 0) session_->sender().Forget(op_id);
+    if (end_watch_ != nullptr) end_watch_->Stop();
+    attempt_->ForgetListener();
   }
 
   // Constant after construction.
@@ -1049,10 +876,9 @@ class GrpcJobCoordination final : public JobCoordination {
   absl::Time grow_from_ = absl::InfinitePast();
 
   std::atomic<uint64_t> last_request_{0};
-  const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
-  // Submits the wait for the end of the attempt. Late answers wake it without effect.
-  const std::shared_ptr<TimerThread> wait_timer_ = std::make_shared<TimerThread>(
-      [this] { return WaitForEnd(shared_, &session_->sender(), wait_timer_, elastic()); });
+  // Late answers and directives share it.
+  const std::shared_ptr<AttemptState> attempt_ = std::make_shared<AttemptState>();
+  std::unique_ptr<EndWatch> end_watch_;  // null: a job of one machine
   // On machine 0, while an attempt is watched that has fewer machines than it may have.
   std::unique_ptr<TimerThread> grow_timer_;
 };
