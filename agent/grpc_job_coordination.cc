@@ -3,13 +3,12 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <optional>
 #include <utility>
 #include <vector>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "agent/agents_job.h"
 #include "agent/attempt_state.h"
 #include "agent/coordination_values.h"
 #include "agent/end_watch.h"
@@ -17,7 +16,6 @@
 #include "agent/machines.h"
 #include "agent/newcomers.h"
 #include "base/clock.h"
-#include "base/defaults.h"
 #include "base/failpoint.h"
 #include "base/identity.h"
 #include "base/log.h"
@@ -36,9 +34,7 @@ constexpr absl::Duration kAgree = absl::Seconds(30);  // in addition to a tolera
 constexpr absl::Duration kLongest = absl::Hours(24);  // the longest timeout of a call
 // A job of one node has no other node to wait for.
 constexpr absl::Duration kFirstContact = absl::Seconds(30);
-constexpr size_t kMostOfLine = 1024;      // of a program's output; the coordinator keeps no more
-constexpr char kFinish[] = "finish";      // the barrier of agents whose workers are all done
-constexpr char kFinished[] = "finished";  // the key that reports it, and outlives the generation
+constexpr size_t kMostOfLine = 1024;  // of a program's output; the coordinator keeps no more
 constexpr absl::Duration kPollPeriod = absl::Seconds(1);  // between looks for newcomers
 // After this many looks, every machine has noticed that this one does not wait for a place.
 constexpr int kPollsOfAll = 3;
@@ -50,12 +46,8 @@ class GrpcJobCoordination final : public JobCoordination {
   GrpcJobCoordination(const GrpcJobCoordinationOptions& options, NodeUplink* session)
       : options_(options),
         session_(session),
-        agents_job_(options.job + kAgentsSuffix),
-        incarnation_(RandomId()) {
-    hostname_ = HostName();
-    // Two launches with the same machine rank are the same worker: the first one gets SUPERSEDED.
-    worker_id_ = options.node_rank >= 0 ? absl::StrCat("node", options.node_rank)
-                                        : absl::StrCat("node-", hostname_, "-", incarnation_);
+        hostname_(HostName()),
+        agents_(SelfOf(options, hostname_), &session->sender(), attempt_) {
     if (options.num_nodes > 1) {
       end_watch_ = std::make_unique<EndWatch>(attempt_, &session->sender(), elastic());
     }
@@ -64,11 +56,7 @@ class GrpcJobCoordination final : public JobCoordination {
   ~GrpcJobCoordination() override {
     StopWatching();
     end_watch_.reset();
-    if (generation_ == 0) return;
-    v1::Op op;
-    *op.mutable_leave()->mutable_fence() = AgentFence();
-    op.mutable_leave()->set_reason("the agent ends");
-    Call(std::move(op), absl::Seconds(1), Until::kAnswered, Late::kHeld).IgnoreError();
+    if (agents_.generation() != 0) agents_.Leave(absl::Seconds(1));
   }
 
   absl::StatusOr<Meeting> Meet(int attempt, const RestartCounts& counted) override {
@@ -85,7 +73,7 @@ class GrpcJobCoordination final : public JobCoordination {
     }
     if (attempt > 0) {
       // Otherwise the next attempt would begin inside the generation that fails.
-      EndGeneration(again, options_.outage_tolerance + kShortCall, Until::kCancelled);
+      agents_.EndGeneration(again, options_.outage_tolerance + kShortCall, Until::kCancelled);
     } else if (FinishedBefore()) {
       meeting.finished = true;
       return meeting;
@@ -95,7 +83,7 @@ class GrpcJobCoordination final : public JobCoordination {
     }
     while (true) {
       // Read only once, so that a machine that was away compares with what it knew before.
-      if (elastic() && !finished_before_.has_value()) finished_before_ = Finished();
+      if (elastic() && !finished_before_.has_value()) finished_before_ = agents_.Finished();
       const absl::Status joined = Join(&meeting.finished);
       if (meeting.finished) return meeting;
       if (absl::IsDeadlineExceeded(joined) && elastic() && options_.hosts_coordinator) {
@@ -107,14 +95,14 @@ class GrpcJobCoordination final : public JobCoordination {
       // The other machines finished while this one waited for a place.
       if (elastic() && FinishedSince()) {
         // Another machine that joined with this one would wait for it.
-        EndGeneration("the job was done before", kShortCall, Until::kAnswered);
+        agents_.EndGeneration("the job was done before", kShortCall, Until::kAnswered);
         meeting.finished = true;
         return meeting;
       }
       if (asks_itself_.has_value() && num_nodes_ == 1) {
         // The others have ended for good while this machine waited, and it does not know their
         // counts: the job would begin again after its last restart.
-        EndGeneration("the others have ended", kShortCall, Until::kAnswered);
+        agents_.EndGeneration("the others have ended", kShortCall, Until::kAnswered);
         return *asks_itself_;
       }
       asks_itself_.reset();
@@ -129,8 +117,8 @@ class GrpcJobCoordination final : public JobCoordination {
       if (elastic() && (generation_ended || IsCutOff(reason))) continue;
       // If the number of machines is fixed, Join waits for the lost one to come back.
       if (options_.counts_restarts && generation_ended && HasCulprit(agreed)) continue;
-      EndGeneration(absl::StrCat("machine ", node_rank_, " gave up: ", agreed.message()),
-                    kShortCall, Until::kAnswered);
+      agents_.EndGeneration(absl::StrCat("machine ", node_rank_, " gave up: ", agreed.message()),
+                            kShortCall, Until::kAnswered);
       return agreed;
     }
     return meeting;
@@ -144,15 +132,15 @@ class GrpcJobCoordination final : public JobCoordination {
       attempt->End({std::string(status.message()), {}});
     };
     if (options_.num_nodes > 1) {
-      listener.on_generation_ended = [attempt = attempt_, job = agents_job_,
-                                      generation = generation_,
+      listener.on_generation_ended = [attempt = attempt_, job = agents_.name(),
+                                      generation = agents_.generation(),
                                       elastic = elastic()](const v1::GenerationEnded& ended) {
         if (ended.job_id() != job || ended.generation() < generation) return;
         attempt->End(EndOfGeneration(elastic, ended.why(), ended.culprits_size() > 0));
       };
     }
     session_->SetListener(std::move(listener));
-    if (end_watch_ != nullptr) end_watch_->Start(EndWait());
+    if (end_watch_ != nullptr) end_watch_->Start(agents_.Wait({agents_.EndKey()}, kLongest));
     if (elastic() && node_rank_ == 0 && num_nodes_ < options_.num_nodes) {
       grow_from_ = Clock::Real().Now() + options_.grow_after;
       grow_timer_ = std::make_unique<TimerThread>([this] { return LookForMachines(); });
@@ -200,40 +188,32 @@ class GrpcJobCoordination final : public JobCoordination {
   absl::Status Finish() override {
     MUSTER_FAILPOINT("agent.finish");
     if (options_.num_nodes == 1) return absl::OkStatus();
-    absl::Status status = AwaitAll();
+    absl::Status status = elastic() ? agents_.WriteDone() : absl::OkStatus();
+    if (status.ok()) status = agents_.AwaitAll(node_rank_);
     // The refusal may arrive before any other news of the end, and all machines must count the
     // same.
     if (std::optional<AttemptEnd> end = EndOfRefused(elastic(), status)) {
       attempt_->End(*std::move(end));
     }
-    if (status.ok() && elastic()) WriteFinished();
+    if (status.ok() && elastic()) agents_.WriteFinished();
     return status;
   }
 
   void Cancel() override { attempt_->Cancel(); }
 
  private:
-  // Returns once the workers of all machines are done.
-  absl::Status AwaitAll() {
-    if (elastic()) MUSTER_RETURN_IF_ERROR(WriteDone());
-    v1::Op op;
-    v1::ArriveRequest& request = *op.mutable_arrive();
-    *request.mutable_fence() = AgentFence();
-    request.set_barrier_id(kFinish);
-    request.set_counter(0);
-    request.set_rank(node_rank_);
-    // The payload is not empty, so that the coordinator journals that the barrier passed: see
-    // FinishedBefore.
-    request.set_payload("done");
-    // The slowest machine may take any time.
-    *request.mutable_timeout() = rpc::ToProto(absl::Seconds(-1));
-    return Call(std::move(op), absl::InfiniteDuration(), Until::kEnded).status();
-  }
-
   using Until = AttemptState::Until;
-  // What happens to an operation for whose answer nothing waits any longer: it is dropped if it was
-  // not sent yet, or it is carried out when the coordinator is back.
-  enum class Late { kForgotten, kHeld };
+
+  // Two launches with the same machine rank are the same worker: the first one gets SUPERSEDED.
+  static AgentsJob::Options SelfOf(const GrpcJobCoordinationOptions& options,
+                                   const std::string& hostname) {
+    const uint64_t incarnation = RandomId();
+    return {.coordinator = options.coordinator,
+            .job = options.job,
+            .worker_id = options.node_rank >= 0 ? absl::StrCat("node", options.node_rank)
+                                                : absl::StrCat("node-", hostname, "-", incarnation),
+            .incarnation = incarnation};
+  }
 
   // Includes an agent that may not restart: machine 0, launched differently by mistake, would wait
   // for it.
@@ -241,65 +221,10 @@ class GrpcJobCoordination final : public JobCoordination {
   bool agrees_on_counts() const { return elastic() || options_.counts_restarts; }
   bool elastic() const { return options_.min_nodes > 0 && options_.min_nodes < options_.num_nodes; }
 
-  // Puts a key unless one of `absent` exists; then gets the key "end".
-  v1::Op PutUnless(const std::vector<std::string>& absent, const std::string& key,
-                   const std::string& value) {
-    v1::Op op;
-    v1::TxnRequest& request = *op.mutable_txn();
-    *request.mutable_fence() = AgentFence();
-    for (const std::string& one : absent) {
-      v1::Compare* const compare = request.add_compares();
-      compare->set_key(one);
-      compare->set_target(v1::Compare::EXISTS);
-      compare->set_number(0);
-    }
-    v1::PutOp* const put = request.add_then()->mutable_put();
-    put->set_key(key);
-    put->set_value(value);
-    request.add_otherwise()->mutable_get()->set_key(EndKey());
-    return op;
-  }
-
-  // Returns what the key "end" says, if PutUnless has found it.
-  static std::optional<AttemptEnd> EndThatWasFound(const v1::TxnReply& reply) {
-    if (reply.succeeded() || reply.results_size() != 1 || reply.results(0).kvs_size() != 1) {
-      return std::nullopt;
-    }
-    return EndFromValue(reply.results(0).kvs(0).value());
-  }
-
-  // The key does not belong to a generation, so a machine that waits for a place can read it.
-  void WriteFinished() {
-    v1::Op op;
-    *op.mutable_txn()->mutable_fence() = AgentFence();
-    v1::PutOp* const put = op.mutable_txn()->add_then()->mutable_put();
-    put->set_key(kFinished);
-    put->set_value(prefix_);
-    // The coordinator may end as soon as its own machine is done.
-    const absl::StatusOr<v1::OpResult> result =
-        Call(std::move(op), absl::Seconds(1), Until::kAnswered);
-    if (!result.ok()) {
-      MUSTER_LOG(Debug) << "cannot tell waiting machines that the job is done: "
-                        << result.status().message();
-    }
-  }
-
-  // Returns a word that identifies the last generation of the job whose machines were all done;
-  // empty: none. nullopt: not known.
-  std::optional<std::string> Finished() {
-    v1::Op op;
-    op.mutable_txn()->mutable_fence()->set_job_id(agents_job_);
-    op.mutable_txn()->add_then()->mutable_get()->set_key(kFinished);
-    const absl::StatusOr<v1::OpResult> result = Call(std::move(op), kShortCall, Until::kCancelled);
-    if (absl::IsNotFound(result.status())) return "";
-    if (!result.ok() || result->txn().results_size() != 1) return std::nullopt;
-    const v1::KvOpResult& got = result->txn().results(0);
-    return got.kvs_size() == 1 ? got.kvs(0).value() : "";
-  }
   // Whether the job has finished since the first meeting.
   bool FinishedSince() {
     if (!finished_before_.has_value()) return false;
-    const std::optional<std::string> now = Finished();
+    const std::optional<std::string> now = agents_.Finished();
     // Empty: the job was removed, and another one with its name has begun.
     return now.has_value() && !now->empty() && *now != *finished_before_;
   }
@@ -310,7 +235,7 @@ class GrpcJobCoordination final : public JobCoordination {
   // `no_place` if no machine is left.
   absl::StatusOr<bool> ServeOthers(const absl::Status& no_place) {
     for (int looks = 1;; ++looks) {
-      const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kCancelled);
+      const absl::StatusOr<std::vector<v1::Member>> members = agents_.Machines(Until::kCancelled);
       if (absl::IsCancelled(members.status())) return members.status();
       if (absl::IsNotFound(members.status())) return no_place;  // the group was removed
       if (members.ok()) {
@@ -325,7 +250,7 @@ class GrpcJobCoordination final : public JobCoordination {
         // Now this machine asks for a place as a newcomer, for which the others start again
         // (LookForMachines). That is useless while its host is quarantined.
         if (looks >= kPollsOfAll && others.running < options_.num_nodes &&
-            session_->IsQuarantined(agents_job_, hostname_) == false) {
+            session_->IsQuarantined(agents_.name(), hostname_) == false) {
           asks_itself_ = no_place;
           return false;
         }
@@ -341,52 +266,29 @@ class GrpcJobCoordination final : public JobCoordination {
     }
   }
 
-  // From now on no machine ends the attempt for a newcomer, unless one already has.
-  absl::Status WriteDone() {
-    MUSTER_ASSIGN_OR_RETURN(
-        const v1::OpResult result,
-        Call(PutUnless({EndKey()}, DoneKey(), "1"), absl::InfiniteDuration(), Until::kEnded));
-    if (result.txn().succeeded()) return absl::OkStatus();
-    if (std::optional<AttemptEnd> end = EndThatWasFound(result.txn())) {
-      attempt_->End(*std::move(end));
-    }
-    return absl::AbortedError("the attempt has ended");
-  }
-
-  // Ends the attempt unless a machine is done or the attempt has ended: a single operation, because
-  // a job that has succeeded must not begin again. Returns false if the attempt continues, or ends
-  // for another reason.
-  bool WriteEndUnlessDone(const AttemptEnd& end) {
-    const absl::StatusOr<v1::OpResult> result = Call(
-        PutUnless({EndKey(), DoneKey()}, EndKey(), EndToValue(end)), kShortCall, Until::kEnded);
-    return result.ok() && result->txn().succeeded();
-  }
-
   AttemptEnd WriteEnd(const AttemptEnd& end) {
     if (options_.num_nodes == 1) return end;
-    v1::Op op = PutUnless({EndKey()}, EndKey(), EndToValue(end));
     // A job that ends does not wait for a coordinator that is away.
     const absl::Duration patience = session_->stream().connected() ? kShortCall : absl::Seconds(1);
-    const absl::StatusOr<v1::OpResult> result =
-        Call(std::move(op), patience, Until::kAnswered, Late::kHeld);
-    if (!result.ok()) {
-      MUSTER_LOG(Debug) << "cannot notify the other machines: " << result.status().message();
+    const absl::StatusOr<AttemptEnd> written = agents_.WriteEnd(end, patience);
+    if (!written.ok()) {
+      MUSTER_LOG(Debug) << "cannot notify the other machines: " << written.status().message();
       if (!elastic()) {
         // Another machine was first, and has ended the generation to meet again.
-        const std::optional<AttemptEnd> first = EndOfRefused(false, result.status());
+        const std::optional<AttemptEnd> first = EndOfRefused(false, written.status());
         if (!first.has_value()) return end;
         return attempt_->ended().value_or(*first);
       }
       if (std::optional<AttemptEnd> ended = attempt_->ended()) return *std::move(ended);
       // No other machine counts the failure here, because this machine was away.
-      if (IsCutOff(rpc::GetReason(result.status()))) {
+      if (IsCutOff(rpc::GetReason(written.status()))) {
         if (end.cause != AttemptEnd::Cause::kFailed) return end;
         return {absl::StrCat("this machine was cut off from the others, and ", end.why),
                 end.last_lines, AttemptEnd::Cause::kMachineLost};
       }
-      return EndOfRefused(true, result.status()).value_or(end);
+      return EndOfRefused(true, written.status()).value_or(end);
     }
-    return EndThatWasFound(result->txn()).value_or(end);
+    return *written;
   }
 
   // Returns why the watched attempt has ended, for machines that have not learned it.
@@ -396,20 +298,6 @@ class GrpcJobCoordination final : public JobCoordination {
     return ended.has_value() && !ended->why.empty() ? AnotherBegins(*ended)
                                                     : "another attempt begins";
   }
-
-  v1::Fence AgentFence() {
-    v1::Fence fence;
-    fence.set_job_id(agents_job_);
-    fence.set_worker_id(worker_id_);
-    fence.set_incarnation(incarnation_);
-    fence.set_generation(generation_);
-    fence.set_request_id(++last_request_);
-    return fence;
-  }
-  std::string EndKey() const { return prefix_ + "end"; }
-  std::string DoneKey() const { return prefix_ + "done"; }
-  std::string CountKey(int rank) const { return absl::StrCat(prefix_, "count/", rank); }
-  std::string SettingsKey() const { return prefix_ + "settings"; }
 
   // Machine 0 may start last: until then no coordinator answers.
   absl::Status AwaitCoordinator(int attempt) {
@@ -452,59 +340,15 @@ class GrpcJobCoordination final : public JobCoordination {
     }
   }
 
-  struct Pending {
-    uint64_t op_id = 0;
-    std::shared_ptr<AttemptState::Answer> answer = std::make_shared<AttemptState::Answer>();
-  };
-  Pending Submit(v1::Op op) {
-    Pending pending;
-    pending.op_id = session_->sender().Submit(
-        std::move(op), [attempt = attempt_, answer = pending.answer](const v1::OpResult& result) {
-          attempt->Deliver(result, answer.get());
-        });
-    return pending;
-  }
-  static absl::StatusOr<v1::OpResult> ErrorOr(v1::OpResult result) {
-    if (result.has_error()) return rpc::FromOpError(result.error());
-    return result;
-  }
-  absl::Status NoAnswer(absl::Duration timeout) const {
-    return absl::UnavailableError(absl::StrCat("no answer from the coordinator at ",
-                                               options_.coordinator, " within ",
-                                               absl::FormatDuration(timeout)));
-  }
-
-  absl::StatusOr<v1::OpResult> Call(v1::Op op, absl::Duration timeout, Until until,
-                                    Late late = Late::kForgotten) {
-    const absl::Time deadline = Clock::Real().Now() + timeout;
-    const Pending pending = Submit(std::move(op));
-    absl::StatusOr<v1::OpResult> result = attempt_->Await(pending.answer.get(), deadline, until);
-    if (result.ok()) return ErrorOr(*std::move(result));
-    if (late == Late::kForgotten) session_->sender().Forget(pending.op_id);
-    return absl::IsDeadlineExceeded(result.status()) ? NoAnswer(timeout) : result.status();
-  }
-
-  // Does the same as Call for an operation that waits for other machines; returns nullopt if they
-  // have finished meanwhile. The machine that hosts the coordinator has to find that out itself.
+  // Calls an operation that waits for other machines; returns nullopt if they have finished
+  // meanwhile. The machine that hosts the coordinator has to find that out itself.
   std::optional<absl::StatusOr<v1::OpResult>> CallUnlessFinished(v1::Op op,
                                                                  absl::Duration timeout) {
     if (!elastic() || !options_.hosts_coordinator) {
-      return Call(std::move(op), timeout, Until::kCancelled);
+      return agents_.Call(std::move(op), timeout, Until::kCancelled);
     }
-    const absl::Time deadline = Clock::Real().Now() + timeout;
-    const Pending pending = Submit(std::move(op));
-    while (true) {
-      const absl::Time now = Clock::Real().Now();
-      absl::StatusOr<v1::OpResult> result = attempt_->Await(
-          pending.answer.get(), std::min(deadline, now + kPollPeriod), Until::kCancelled);
-      if (result.ok()) return ErrorOr(*std::move(result));
-      const absl::Status& waited = result.status();
-      const bool finished = absl::IsDeadlineExceeded(waited) && FinishedSince();
-      if (absl::IsDeadlineExceeded(waited) && !finished && now < deadline) continue;
-      session_->sender().Forget(pending.op_id);
-      if (finished) return std::nullopt;
-      return absl::IsDeadlineExceeded(waited) ? NoAnswer(timeout) : waited;
-    }
+    return agents_.CallUnless([this] { return FinishedSince(); }, kPollPeriod, std::move(op),
+                              timeout);
   }
 
   // Whether this agent was started again after all nodes, and its previous start, had arrived at
@@ -513,17 +357,9 @@ class GrpcJobCoordination final : public JobCoordination {
   // is over, and one for which others already wait, take part in another run of the job.
   bool FinishedBefore() {
     if (options_.node_rank < 0) return false;  // other nodes cannot be told apart
-    v1::Op describe;
-    describe.mutable_describe_barrier()->set_job_id(agents_job_);
-    describe.mutable_describe_barrier()->set_barrier_id(kFinish);
-    const absl::StatusOr<v1::OpResult> described =
-        Call(std::move(describe), kShortCall, Until::kCancelled);
-    if (!described.ok() ||
-        described->describe_barrier().report().state() != v1::BARRIER_STATE_PASSED) {
-      return false;
-    }
-    const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kCancelled);
-    return members.ok() && DiedBeforeItLeft(*members, worker_id_, options_.join_timeout);
+    if (!agents_.AllHavePassed()) return false;
+    const absl::StatusOr<std::vector<v1::Member>> members = agents_.Machines(Until::kCancelled);
+    return members.ok() && DiedBeforeItLeft(*members, agents_.worker_id(), options_.join_timeout);
   }
 
   // Waits until the machine with the coordinator has a place or waits for one: it gets one before
@@ -531,7 +367,7 @@ class GrpcJobCoordination final : public JobCoordination {
   absl::Status AwaitFirst() {
     const absl::Time give_up = Clock::Real().Now() + options_.join_timeout;
     while (true) {
-      const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kCancelled);
+      const absl::StatusOr<std::vector<v1::Member>> members = agents_.Machines(Until::kCancelled);
       if (absl::IsCancelled(members.status())) return members.status();
       if (members.ok() && CoordinatorsLaunchHasCome(*members)) return absl::OkStatus();
       if (Clock::Real().Now() >= give_up) {
@@ -562,39 +398,16 @@ class GrpcJobCoordination final : public JobCoordination {
   // Checks that this machine was launched like those that run, if any do: otherwise they would be
   // stopped for a machine that cannot take part.
   absl::Status CompareSettings() {
-    v1::Op op;
-    op.mutable_txn()->mutable_fence()->set_job_id(agents_job_);
-    v1::GetOp* const get = op.mutable_txn()->add_then()->mutable_get();
-    get->set_key("gen/");
-    get->set_prefix(true);
-    const absl::StatusOr<v1::OpResult> result = Call(std::move(op), kShortCall, Until::kCancelled);
-    if (absl::IsCancelled(result.status())) return result.status();
+    const absl::StatusOr<std::vector<std::string>> all = agents_.AllSettings();
+    if (absl::IsCancelled(all.status())) return all.status();
     // Without an answer, Agree compares them later.
-    if (!result.ok() || result->txn().results_size() != 1) return absl::OkStatus();
-    for (const v1::KeyValue& kv : result->txn().results(0).kvs()) {
-      if (!absl::EndsWith(kv.key(), "/settings")) continue;
-      const std::optional<SettingsValue> theirs = SettingsFromValue(kv.value());
+    if (!all.ok()) return absl::OkStatus();
+    for (const std::string& one : *all) {
+      const std::optional<SettingsValue> theirs = SettingsFromValue(one);
       if (!theirs.has_value()) continue;
       MUSTER_RETURN_IF_ERROR(CompareWith(*theirs, "this machine"));
     }
     return absl::OkStatus();
-  }
-
-  // Returns the agents that have a place in the job, and those that wait for one.
-  absl::StatusOr<std::vector<v1::Member>> Machines(Until until) {
-    std::vector<v1::Member> members;
-    int32_t first = 0, next = 0;
-    do {
-      first = next;
-      v1::Op op;
-      op.mutable_get_members()->set_job_id(agents_job_);
-      op.mutable_get_members()->set_first(first);
-      MUSTER_ASSIGN_OR_RETURN(const v1::OpResult result, Call(std::move(op), kShortCall, until));
-      const v1::GetMembersReply& reply = result.get_members();
-      members.insert(members.end(), reply.members().begin(), reply.members().end());
-      next = reply.next();
-    } while (next > first);
-    return members;
   }
 
   // A failure here may be the way in which this machine notices the loss of another one, whose
@@ -604,9 +417,9 @@ class GrpcJobCoordination final : public JobCoordination {
     while (num_nodes_ > 1) {
       // Taken before the call: an age is as of its answer.
       const absl::Duration elapsed = Clock::Real().Now() - start;
-      const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kEnded);
+      const absl::StatusOr<std::vector<v1::Member>> members = agents_.Machines(Until::kEnded);
       if (members.ok()) {
-        const Signs signs = SignsOfOthers(*members, worker_id_, elapsed);
+        const Signs signs = SignsOfOthers(*members, agents_.worker_id(), elapsed);
         if (signs.lost.has_value()) {
           end->cause = AttemptEnd::Cause::kMachineLost;
           end->why = absl::StrCat("machine ", signs.lost->rank(), " on ", signs.lost->host(),
@@ -632,11 +445,11 @@ class GrpcJobCoordination final : public JobCoordination {
   absl::Time LookForMachines() {
     const absl::Time now = Clock::Real().Now();
     if (now < grow_from_) return grow_from_;
-    const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kEnded);
+    const absl::StatusOr<std::vector<v1::Member>> members = agents_.Machines(Until::kEnded);
     if (!members.ok()) return now + kPollPeriod;
     const std::optional<v1::Member> newcomer =
         newcomers_.Choose(*members, now, [this](const std::string& host) {
-          return session_->IsQuarantined(agents_job_, host) == true;
+          return session_->IsQuarantined(agents_.name(), host) == true;
         });
     if (!newcomer.has_value()) return now + kPollPeriod;
     const AttemptEnd end = {
@@ -645,7 +458,7 @@ class GrpcJobCoordination final : public JobCoordination {
         {},
         AttemptEnd::Cause::kMachineCame};
     // Machines that have already finished do not start again.
-    if (!WriteEndUnlessDone(end)) return now + kPollPeriod;
+    if (!agents_.WriteEndUnlessDone(end)) return now + kPollPeriod;
     newcomers_.Came(*newcomer, *members, now);
     attempt_->End(end);
     return absl::InfiniteFuture();
@@ -670,7 +483,7 @@ class GrpcJobCoordination final : public JobCoordination {
     request.set_endpoint(options_.host);
     request.set_pid(getpid());
     request.set_preferred_rank(node_rank_ >= 0 ? node_rank_ : options_.node_rank);
-    *request.mutable_fence() = AgentFence();
+    *request.mutable_fence() = agents_.Fence();
     request.mutable_fence()->set_generation(0);
     const std::optional<absl::StatusOr<v1::OpResult>> answered =
         CallUnlessFinished(std::move(op), options_.join_timeout + kShortCall);
@@ -681,8 +494,7 @@ class GrpcJobCoordination final : public JobCoordination {
     if (status.ok()) {
       node_rank_ = result->join().rank();
       num_nodes_ = elastic() ? result->join().world_size() : options_.num_nodes;
-      generation_ = result->join().generation();
-      prefix_ = result->join().generation_prefix();
+      agents_.Sit(result->join());
       return status;
     }
     if (rpc::GetReason(status) == v1::ERROR_REASON_SUPERSEDED) {
@@ -710,13 +522,12 @@ class GrpcJobCoordination final : public JobCoordination {
 
   // Writes the counts of this agent for machine 0, which may be a newcomer.
   absl::Status TellCounts(const Meeting& meeting) {
-    v1::Op op;
-    *op.mutable_txn()->mutable_fence() = AgentFence();
-    v1::PutOp* const put = op.mutable_txn()->add_then()->mutable_put();
-    put->set_key(CountKey(node_rank_));
     // With the name of the launch, because machine 0 may be new in the job.
-    put->set_value(CountedToValue({meeting.attempt, meeting.counted, launch_}));
-    return Call(std::move(op), options_.outage_tolerance + kAgree, Until::kCancelled).status();
+    const std::string value = CountedToValue({meeting.attempt, meeting.counted, launch_});
+    return agents_
+        .Call(agents_.Put(agents_.CountKey(node_rank_), value), options_.outage_tolerance + kAgree,
+              Until::kCancelled)
+        .status();
   }
 
   // The name of the launch, which the first machine 0 chooses.
@@ -742,13 +553,11 @@ class GrpcJobCoordination final : public JobCoordination {
   // Takes the counts of the machines from `first` to before `end`. Returns false if not all of them
   // count.
   absl::StatusOr<bool> TakeCounts(int first, int end, absl::Duration patience, Meeting* meeting) {
-    v1::Op op;
-    *op.mutable_wait()->mutable_fence() = AgentFence();
-    for (int rank = first; rank < end; ++rank) op.mutable_wait()->add_keys(CountKey(rank));
-    *op.mutable_wait()->mutable_timeout() = rpc::ToProto(patience);
-    const absl::StatusOr<v1::OpResult> result =
-        Call(std::move(op), std::min(patience + kShortCall + options_.outage_tolerance, kLongest),
-             Until::kCancelled);
+    std::vector<std::string> keys;
+    for (int rank = first; rank < end; ++rank) keys.push_back(agents_.CountKey(rank));
+    const absl::StatusOr<v1::OpResult> result = agents_.Call(
+        agents_.Wait(keys, patience),
+        std::min(patience + kShortCall + options_.outage_tolerance, kLongest), Until::kCancelled);
     if (!elastic() && rpc::GetReason(result.status()) == v1::ERROR_REASON_WAIT_TIMEOUT) {
       MUSTER_LOG(Warning) << "not all machines of job " << options_.job
                           << " say how many restarts they have counted: an older version runs "
@@ -775,30 +584,27 @@ class GrpcJobCoordination final : public JobCoordination {
     } else if (tells_counts()) {
       MUSTER_RETURN_IF_ERROR(TellCounts(*meeting));
     }
-    v1::Op op;
     if (node_rank_ == 0) {
       MUSTER_ASSIGN_OR_RETURN(meeting->master_port, FindFreePort());
       meeting->master_addr = options_.host;
       meeting->launch = Launch();
-      *op.mutable_txn()->mutable_fence() = AgentFence();
-      v1::PutOp* const put = op.mutable_txn()->add_then()->mutable_put();
-      put->set_key(SettingsKey());
-      put->set_value(SettingsToValue({.settings = options_.settings,
-                                      .debug = options_.debug,
-                                      .master_addr = meeting->master_addr,
-                                      .master_port = meeting->master_port,
-                                      .launch = meeting->launch,
-                                      .attempt = meeting->attempt,
-                                      .counted = meeting->counted},
-                                     /*with_counts=*/agrees_on_counts()));
-      return Call(std::move(op), options_.outage_tolerance + kAgree, Until::kCancelled).status();
+      const std::string value = SettingsToValue({.settings = options_.settings,
+                                                 .debug = options_.debug,
+                                                 .master_addr = meeting->master_addr,
+                                                 .master_port = meeting->master_port,
+                                                 .launch = meeting->launch,
+                                                 .attempt = meeting->attempt,
+                                                 .counted = meeting->counted},
+                                                /*with_counts=*/agrees_on_counts());
+      return agents_
+          .Call(agents_.Put(agents_.SettingsKey(), value), options_.outage_tolerance + kAgree,
+                Until::kCancelled)
+          .status();
     }
-    *op.mutable_wait()->mutable_fence() = AgentFence();
-    op.mutable_wait()->add_keys(SettingsKey());
     const absl::Duration patience = std::min(options_.outage_tolerance + kAgree, kLongest);
-    *op.mutable_wait()->mutable_timeout() = rpc::ToProto(patience);
     MUSTER_ASSIGN_OR_RETURN(const v1::OpResult result,
-                            Call(std::move(op), patience + kShortCall, Until::kCancelled));
+                            agents_.Call(agents_.Wait({agents_.SettingsKey()}, patience),
+                                         patience + kShortCall, Until::kCancelled));
     const v1::WaitReply& reply = result.wait();
     const std::optional<SettingsValue> theirs =
         reply.kvs_size() == 1 ? SettingsFromValue(reply.kvs(0).value()) : std::nullopt;
@@ -822,22 +628,6 @@ class GrpcJobCoordination final : public JobCoordination {
     return absl::OkStatus();
   }
 
-  void EndGeneration(absl::string_view reason, absl::Duration timeout, Until until) {
-    v1::Op op;
-    *op.mutable_end_generation()->mutable_fence() = AgentFence();
-    op.mutable_end_generation()->set_reason(OneLine(reason));
-    // Another machine may have ended it already.
-    Call(std::move(op), timeout, until, Late::kHeld).IgnoreError();
-  }
-
-  v1::Op EndWait() {
-    v1::Op op;
-    *op.mutable_wait()->mutable_fence() = AgentFence();
-    op.mutable_wait()->add_keys(EndKey());
-    *op.mutable_wait()->mutable_timeout() = rpc::ToProto(kLongest);
-    return op;
-  }
-
   void StopWatching() {
     session_->SetListener({});
     if (grow_timer_ != nullptr) {
@@ -851,16 +641,15 @@ class GrpcJobCoordination final : public JobCoordination {
   // Constant after construction.
   const GrpcJobCoordinationOptions options_;
   NodeUplink* const session_;
-  const std::string agents_job_;
-  const uint64_t incarnation_;
-  std::string hostname_;
-  std::string worker_id_;
+  const std::string hostname_;
+
+  // Late answers and directives share it.
+  const std::shared_ptr<AttemptState> attempt_ = std::make_shared<AttemptState>();
+  AgentsJob agents_;
 
   // Written by Join, before the watch starts.
   int node_rank_ = -1;
   int num_nodes_ = 1;
-  uint64_t generation_ = 0;
-  std::string prefix_;
   std::optional<std::string> finished_before_;  // the first result of Finished()
   std::string launch_;                          // of this launch, once it is known
   std::optional<AttemptEnd> reported_end_;      // what Fail has returned for the watched attempt
@@ -875,9 +664,6 @@ class GrpcJobCoordination final : public JobCoordination {
   Newcomers newcomers_;
   absl::Time grow_from_ = absl::InfinitePast();
 
-  std::atomic<uint64_t> last_request_{0};
-  // Late answers and directives share it.
-  const std::shared_ptr<AttemptState> attempt_ = std::make_shared<AttemptState>();
   std::unique_ptr<EndWatch> end_watch_;  // null: a job of one machine
   // On machine 0, while an attempt is watched that has fewer machines than it may have.
   std::unique_ptr<TimerThread> grow_timer_;
