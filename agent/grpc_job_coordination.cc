@@ -3,29 +3,25 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
-#include <map>
-#include <nlohmann/json.hpp>
 #include <optional>
-#include <set>
 #include <utility>
 #include <vector>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_replace.h"
-#include "base/backoff.h"
+#include "agent/agents_job.h"
+#include "agent/attempt_state.h"
+#include "agent/coordination_values.h"
+#include "agent/end_watch.h"
+#include "agent/generation_end.h"
+#include "agent/machines.h"
+#include "agent/newcomers.h"
 #include "base/clock.h"
-#include "base/defaults.h"
 #include "base/failpoint.h"
 #include "base/identity.h"
 #include "base/log.h"
-#include "base/mutex.h"
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "base/timer_thread.h"
-#include "proto/end_class.h"
-#include "proto/failure_policy.h"
 #include "proto/muster/v1/session.pb.h"
 #include "rpc/session/duration.h"
 #include "rpc/status.h"
@@ -33,253 +29,34 @@
 namespace muster::agent {
 namespace {
 
-using nlohmann::json;
-
 constexpr absl::Duration kShortCall = absl::Seconds(5);
 constexpr absl::Duration kAgree = absl::Seconds(30);  // in addition to a tolerated outage
-constexpr absl::Duration kWaitAgain = absl::Seconds(1);
 constexpr absl::Duration kLongest = absl::Hours(24);  // the longest timeout of a call
 // A job of one node has no other node to wait for.
 constexpr absl::Duration kFirstContact = absl::Seconds(30);
-constexpr char kFinish[] = "finish";      // the barrier of agents whose workers are all done
-constexpr char kFinished[] = "finished";  // the key that reports it, and outlives the generation
+constexpr size_t kMostOfLine = 1024;  // of a program's output; the coordinator keeps no more
 constexpr absl::Duration kPollPeriod = absl::Seconds(1);  // between looks for newcomers
 // After this many looks, every machine has noticed that this one does not wait for a place.
 constexpr int kPollsOfAll = 3;
 constexpr absl::Duration kHeardPollPeriod =
     absl::Milliseconds(200);  // between looks at signs of life
-// After a machine that joined has left again, the next one from its host ends the attempt only
-// after this delay, which doubles each time.
-constexpr absl::Duration kNewcomerBackoff = absl::Seconds(10);
-constexpr absl::Duration kComeAgainAtMost = absl::Minutes(10);
-constexpr int kMaxCount = 1'000'000'000;
-// The machines whose counts come in one answer: even with their last ends, which JSON may make up
-// to six times as long, it stays below the largest answer.
-constexpr int kCountsAtATime = 64;
-constexpr size_t kMostOfWhy = 4096;
-constexpr size_t kMostOfLaunch = 64;
-constexpr size_t kMostOfLine = 1024;  // of a program's output; the coordinator keeps no more
-
-json JsonOf(const AttemptEnd& end) {
-  json value = {{"why", end.why}, {"last_lines", end.last_lines}};
-  if (end.cause != AttemptEnd::Cause::kFailed) value["cause"] = static_cast<int>(end.cause);
-  if (end.restarts) value["restarts"] = true;
-  if (end.end_class != v1::END_CLASS_UNSPECIFIED) value["class"] = EndClassName(end.end_class);
-  return value;
-}
-
-// Programs may write text that is not UTF-8.
-std::string Dump(const json& value) {
-  return value.dump(-1, ' ', false, json::error_handler_t::replace);
-}
-
-// Values that other machines wrote need not have the expected type.
-std::string TextOf(const json& value, const char* name) {
-  const auto it = value.find(name);
-  return it != value.end() && it->is_string() ? it->get<std::string>() : "";
-}
-
-// Returns 0 if the value is not a count.
-int CountOf(const json& value, const char* name) {
-  const auto it = value.find(name);
-  if (it == value.end() || !it->is_number_integer() || *it < 0 || *it > kMaxCount) return 0;
-  return it->get<int>();
-}
-
-AttemptEnd EndOf(const json& value) {
-  AttemptEnd end;
-  end.why = TextOf(value, "why");
-  if (const int cause = CountOf(value, "cause");
-      cause <= static_cast<int>(AttemptEnd::Cause::kMachineCame)) {
-    end.cause = static_cast<AttemptEnd::Cause>(cause);
-  }
-  end.end_class = EndClassOfName(TextOf(value, "class"));
-  if (const auto restarts = value.find("restarts"); restarts != value.end()) {
-    end.restarts = restarts->is_boolean() && restarts->get<bool>();
-  }
-  if (const auto lines = value.find("last_lines"); lines != value.end() && lines->is_array()) {
-    for (const json& line : *lines) {
-      if (line.is_string()) end.last_lines.push_back(line.get<std::string>());
-    }
-  }
-  return end;
-}
-AttemptEnd EndFromJson(const std::string& text) {
-  const json value = json::parse(text, nullptr, /*allow_exceptions=*/false);
-  return value.is_object() ? EndOf(value) : AttemptEnd{text, {}};
-}
-
-// Returns the newest of `lines`, cut, that fit 4 KiB, because the counts of many machines come in
-// one answer.
-std::vector<std::string> NewestLines(const std::vector<std::string>& lines) {
-  size_t left = 4096;
-  std::vector<std::string> newest;
-  for (auto line = lines.rbegin(); line != lines.rend() && left > 0; ++line) {
-    newest.push_back(line->substr(0, std::min(left, kMostOfLine)));
-    left -= std::min(left, newest.back().size() + 1);
-  }
-  std::reverse(newest.begin(), newest.end());
-  return newest;
-}
-
-void AddCounts(const RestartCounts& counts, json* value) {
-  (*value)["counted"] = counts.total;
-  json classes = json::object();
-  for (const v1::ClassCount& one : counts.by_class) {
-    classes[EndClassName(one.end_class())] = one.count();
-  }
-  if (!classes.empty()) (*value)["classes"] = std::move(classes);
-  if (counts.last.why.empty()) return;
-  AttemptEnd last = counts.last;
-  last.why.resize(std::min(last.why.size(), kMostOfWhy));
-  last.last_lines = NewestLines(last.last_lines);
-  (*value)["last"] = JsonOf(last);
-}
-RestartCounts CountsOf(const json& value) {
-  RestartCounts counts;
-  counts.total = CountOf(value, "counted");
-  if (const auto last = value.find("last"); last != value.end() && last->is_object()) {
-    counts.last = EndOf(*last);
-  }
-  const auto classes = value.find("classes");
-  if (classes == value.end() || !classes->is_object()) return counts;
-  for (const auto& [name, end_class] : kLimitedClasses) {
-    const int count = CountOf(*classes, EndClassName(end_class).c_str());
-    if (count == 0) continue;
-    v1::ClassCount* const one = counts.by_class.Add();
-    one->set_end_class(end_class);
-    one->set_count(count);
-  }
-  return counts;
-}
-
-// Whether the coordinator has ended this node's place in the job, or given it to another one.
-bool IsCutOff(v1::ErrorReason reason) {
-  return reason == v1::ERROR_REASON_STALE_GENERATION || reason == v1::ERROR_REASON_NOT_MEMBER ||
-         reason == v1::ERROR_REASON_LEASE_EXPIRED;
-}
-
-// The key "end" is deleted with its generation, so the agent that ends the generation states the
-// cause again, for agents that have not read the key: in words, because logs show them.
-struct CauseWords {
-  AttemptEnd::Cause cause;
-  v1::EndClass end_class;  // as returned by ClassOf
-  const char* words;
-};
-constexpr CauseWords kCauseWords[] = {
-    {AttemptEnd::Cause::kFailed, v1::END_CLASS_PROCESS_FAILED,
-     "another attempt begins after a failure: "},
-    {AttemptEnd::Cause::kFailed, v1::END_CLASS_OUT_OF_MEMORY,
-     "another attempt begins after a process ran out of memory: "},
-    {AttemptEnd::Cause::kFailed, v1::END_CLASS_HANG, "another attempt begins after a hang: "},
-    {AttemptEnd::Cause::kMachineLost, v1::END_CLASS_NODE_LOST,
-     "another attempt begins after a loss: "},
-    {AttemptEnd::Cause::kMachineLeft, v1::END_CLASS_UNSPECIFIED,
-     "another attempt begins after a machine has left: "},
-    {AttemptEnd::Cause::kMachineCame, v1::END_CLASS_UNSPECIFIED,
-     "another attempt begins because a machine has come: "},
-};
-constexpr char kJoinNext[] = "; join the next one";  // added by the coordinator for waiting calls
-
-std::string AnotherBegins(const AttemptEnd& end) {
-  for (const CauseWords& one : kCauseWords) {
-    if (one.cause == end.cause && one.end_class == ClassOf(end))
-      return absl::StrCat(one.words, end.why);
-  }
-  return "another attempt begins";
-}
-
-std::optional<AttemptEnd> EndFromReason(const std::string& reason) {
-  for (const CauseWords& one : kCauseWords) {
-    const size_t at = reason.find(one.words);
-    if (at == std::string::npos) continue;
-    AttemptEnd end;
-    end.cause = one.cause;
-    if (one.cause == AttemptEnd::Cause::kFailed) end.end_class = one.end_class;
-    end.why = reason.substr(at + std::string(one.words).size());
-    if (absl::EndsWith(end.why, kJoinNext)) end.why.resize(end.why.size() - sizeof(kJoinNext) + 1);
-    return end;
-  }
-  return std::nullopt;
-}
-
-// The ranks of the agents' job are machines: "rank 1" would be taken for a process, perhaps a
-// living one.
-std::string WithMachines(std::string why) {
-  const std::string rank_word = "rank ";
-  const size_t begin = why.find(rank_word), end = why.find(" (node", begin);
-  if (begin == std::string::npos || end == std::string::npos) return why;
-  const size_t digits = begin + rank_word.size();
-  if (digits < end && IsDigits(absl::string_view(why).substr(digits, end - digits))) {
-    why.replace(begin, rank_word.size(), "machine ");
-  }
-  return why;
-}
-
-// The workers of the agents' job are machines, and min_workers is not a setting of a launch.
-std::string OfMachines(absl::string_view refusal) {
-  return absl::StrReplaceAll(refusal, {{"missing: rank ", "missing: machine "},
-                                       {", rank ", ", machine "},
-                                       {"missing workers or lower min_workers", "missing machines"},
-                                       {" workers", " machines"}});
-}
-
-// The coordinator has ended the attempt. Without a culprit, another agent requested that.
-AttemptEnd EndOfGeneration(bool elastic, std::string why, bool has_culprit) {
-  if (!has_culprit) {
-    if (std::optional<AttemptEnd> end = EndFromReason(why)) return *std::move(end);
-  }
-  if (has_culprit) why = WithMachines(std::move(why));
-  return {elastic && has_culprit ? absl::StrCat("a machine is lost: ", why) : why,
-          {},
-          !elastic      ? AttemptEnd::Cause::kFailed
-          : has_culprit ? AttemptEnd::Cause::kMachineLost
-                        : AttemptEnd::Cause::kMachineLeft};
-}
-
-// Whether a call was refused because members of its generation were lost or failed.
-bool HasCulprit(const absl::Status& status) {
-  const std::optional<v1::ErrorDetail> detail = rpc::GetDetail(status);
-  return detail.has_value() && detail->culprits_size() > 0;
-}
-
-// Returns how the attempt has ended if a call of its generation was refused with `status`; nullopt
-// if the error does not say that it has.
-std::optional<AttemptEnd> EndOfRefused(bool elastic, const absl::Status& status) {
-  const v1::ErrorReason reason = rpc::GetReason(status);
-  if (reason == v1::ERROR_REASON_GENERATION_ENDED) {
-    return EndOfGeneration(elastic, std::string(status.message()), HasCulprit(status));
-  }
-  if (elastic && IsCutOff(reason)) {
-    return AttemptEnd{absl::StrCat("this machine was cut off from the others: ", status.message()),
-                      {},
-                      AttemptEnd::Cause::kMachineLost};
-  }
-  return std::nullopt;
-}
 
 class GrpcJobCoordination final : public JobCoordination {
  public:
   GrpcJobCoordination(const GrpcJobCoordinationOptions& options, NodeUplink* session)
       : options_(options),
         session_(session),
-        agents_job_(options.job + kAgentsSuffix),
-        incarnation_(RandomId()) {
-    hostname_ = HostName();
-    // Two launches with the same machine rank are the same worker: the first one gets SUPERSEDED.
-    worker_id_ = options.node_rank >= 0 ? absl::StrCat("node", options.node_rank)
-                                        : absl::StrCat("node-", hostname_, "-", incarnation_);
-    if (options.num_nodes > 1) wait_timer_->Start();
+        hostname_(HostName()),
+        agents_(SelfOf(options, hostname_), &session->sender(), attempt_) {
+    if (options.num_nodes > 1) {
+      end_watch_ = std::make_unique<EndWatch>(attempt_, &session->sender(), elastic());
+    }
   }
 
   ~GrpcJobCoordination() override {
     StopWatching();
-    wait_timer_->Stop();
-    if (generation_ == 0) return;
-    v1::Op op;
-    *op.mutable_leave()->mutable_fence() = AgentFence();
-    op.mutable_leave()->set_reason("the agent ends");
-    Call(std::move(op), absl::Seconds(1), Until::kAnswered, Late::kHeld).IgnoreError();
+    end_watch_.reset();
+    if (agents_.generation() != 0) agents_.Leave(absl::Seconds(1));
   }
 
   absl::StatusOr<Meeting> Meet(int attempt, const RestartCounts& counted) override {
@@ -296,7 +73,7 @@ class GrpcJobCoordination final : public JobCoordination {
     }
     if (attempt > 0) {
       // Otherwise the next attempt would begin inside the generation that fails.
-      EndGeneration(again, options_.outage_tolerance + kShortCall, Until::kCancelled);
+      agents_.EndGeneration(again, options_.outage_tolerance + kShortCall, Until::kCancelled);
     } else if (FinishedBefore()) {
       meeting.finished = true;
       return meeting;
@@ -306,7 +83,7 @@ class GrpcJobCoordination final : public JobCoordination {
     }
     while (true) {
       // Read only once, so that a machine that was away compares with what it knew before.
-      if (elastic() && !finished_before_.has_value()) finished_before_ = Finished();
+      if (elastic() && !finished_before_.has_value()) finished_before_ = agents_.Finished();
       const absl::Status joined = Join(&meeting.finished);
       if (meeting.finished) return meeting;
       if (absl::IsDeadlineExceeded(joined) && elastic() && options_.hosts_coordinator) {
@@ -318,14 +95,14 @@ class GrpcJobCoordination final : public JobCoordination {
       // The other machines finished while this one waited for a place.
       if (elastic() && FinishedSince()) {
         // Another machine that joined with this one would wait for it.
-        EndGeneration("the job was done before", kShortCall, Until::kAnswered);
+        agents_.EndGeneration("the job was done before", kShortCall, Until::kAnswered);
         meeting.finished = true;
         return meeting;
       }
       if (asks_itself_.has_value() && num_nodes_ == 1) {
         // The others have ended for good while this machine waited, and it does not know their
         // counts: the job would begin again after its last restart.
-        EndGeneration("the others have ended", kShortCall, Until::kAnswered);
+        agents_.EndGeneration("the others have ended", kShortCall, Until::kAnswered);
         return *asks_itself_;
       }
       asks_itself_.reset();
@@ -340,43 +117,30 @@ class GrpcJobCoordination final : public JobCoordination {
       if (elastic() && (generation_ended || IsCutOff(reason))) continue;
       // If the number of machines is fixed, Join waits for the lost one to come back.
       if (options_.counts_restarts && generation_ended && HasCulprit(agreed)) continue;
-      EndGeneration(absl::StrCat("machine ", node_rank_, " gave up: ", agreed.message()),
-                    kShortCall, Until::kAnswered);
+      agents_.EndGeneration(absl::StrCat("machine ", node_rank_, " gave up: ", agreed.message()),
+                            kShortCall, Until::kAnswered);
       return agreed;
     }
     return meeting;
   }
 
   void Watch(std::function<void(AttemptEnd)> on_ended) override {
-    {
-      MutexLock lock(&shared_->mu);
-      shared_->ended = false;
-      shared_->how = AttemptEnd();
-      shared_->generation_gone = false;
-      shared_->on_ended = std::move(on_ended);
-    }
+    attempt_->Begin(std::move(on_ended));
     reported_end_.reset();
-    const std::shared_ptr<Shared> shared = shared_;
     NodeUplink::Listener listener;
-    listener.on_lost = [shared](const absl::Status& status) {
-      shared->End({std::string(status.message()), {}});
+    listener.on_lost = [attempt = attempt_](const absl::Status& status) {
+      attempt->End({std::string(status.message()), {}});
     };
     if (options_.num_nodes > 1) {
-      listener.on_generation_ended = [shared, job = agents_job_, generation = generation_,
+      listener.on_generation_ended = [attempt = attempt_, job = agents_.name(),
+                                      generation = agents_.generation(),
                                       elastic = elastic()](const v1::GenerationEnded& ended) {
         if (ended.job_id() != job || ended.generation() < generation) return;
-        shared->End(EndOfGeneration(elastic, ended.why(), ended.culprits_size() > 0));
+        attempt->End(EndOfGeneration(elastic, ended.why(), ended.culprits_size() > 0));
       };
     }
     session_->SetListener(std::move(listener));
-    if (options_.num_nodes > 1) {
-      {
-        MutexLock lock(&shared_->mu);
-        shared_->wait = EndWait();
-        shared_->wait_at = absl::InfinitePast();
-      }
-      wait_timer_->Wake();
-    }
+    if (end_watch_ != nullptr) end_watch_->Start(agents_.Wait({agents_.EndKey()}, kLongest));
     if (elastic() && node_rank_ == 0 && num_nodes_ < options_.num_nodes) {
       grow_from_ = Clock::Real().Now() + options_.grow_after;
       grow_timer_ = std::make_unique<TimerThread>([this] { return LookForMachines(); });
@@ -414,9 +178,8 @@ class GrpcJobCoordination final : public JobCoordination {
     MUSTER_FAILPOINT("agent.fail");
     AttemptEnd end = given;
     if (elastic() && end.cause == AttemptEnd::Cause::kFailed) JudgeCause(&end);
-    {
-      MutexLock lock(&shared_->mu);
-      if (elastic() && shared_->ended) return shared_->how;
+    if (elastic()) {
+      if (std::optional<AttemptEnd> ended = attempt_->ended()) return *std::move(ended);
     }
     reported_end_ = WriteEnd(end);
     return *reported_end_;
@@ -425,74 +188,32 @@ class GrpcJobCoordination final : public JobCoordination {
   absl::Status Finish() override {
     MUSTER_FAILPOINT("agent.finish");
     if (options_.num_nodes == 1) return absl::OkStatus();
-    absl::Status status = AwaitAll();
+    absl::Status status = elastic() ? agents_.WriteDone() : absl::OkStatus();
+    if (status.ok()) status = agents_.AwaitAll(node_rank_);
     // The refusal may arrive before any other news of the end, and all machines must count the
     // same.
     if (std::optional<AttemptEnd> end = EndOfRefused(elastic(), status)) {
-      shared_->End(*std::move(end));
+      attempt_->End(*std::move(end));
     }
-    if (status.ok() && elastic()) WriteFinished();
+    if (status.ok() && elastic()) agents_.WriteFinished();
     return status;
   }
 
-  void Cancel() override {
-    MutexLock lock(&shared_->mu);
-    shared_->cancelled = true;
-    shared_->changed.SignalAll();
-  }
+  void Cancel() override { attempt_->Cancel(); }
 
  private:
-  // Returns once the workers of all machines are done.
-  absl::Status AwaitAll() {
-    if (elastic()) MUSTER_RETURN_IF_ERROR(WriteDone());
-    v1::Op op;
-    v1::ArriveRequest& request = *op.mutable_arrive();
-    *request.mutable_fence() = AgentFence();
-    request.set_barrier_id(kFinish);
-    request.set_counter(0);
-    request.set_rank(node_rank_);
-    // The payload is not empty, so that the coordinator journals that the barrier passed: see
-    // FinishedBefore.
-    request.set_payload("done");
-    // The slowest machine may take any time.
-    *request.mutable_timeout() = rpc::ToProto(absl::Seconds(-1));
-    return Call(std::move(op), absl::InfiniteDuration(), Until::kEnded).status();
+  using Until = AttemptState::Until;
+
+  // Two launches with the same machine rank are the same worker: the first one gets SUPERSEDED.
+  static AgentsJob::Options SelfOf(const GrpcJobCoordinationOptions& options,
+                                   const std::string& hostname) {
+    const uint64_t incarnation = RandomId();
+    return {.coordinator = options.coordinator,
+            .job = options.job,
+            .worker_id = options.node_rank >= 0 ? absl::StrCat("node", options.node_rank)
+                                                : absl::StrCat("node-", hostname, "-", incarnation),
+            .incarnation = incarnation};
   }
-
-  // The state that late results and directives share with this object.
-  struct Shared {
-    // Ends the watched attempt, once.
-    void End(AttemptEnd end) {
-      std::function<void(AttemptEnd)> told;
-      {
-        MutexLock lock(&mu);
-        if (!ended) how = end;
-        ended = true;
-        told.swap(on_ended);
-        changed.SignalAll();
-      }
-      if (told) told(std::move(end));
-    }
-
-    Mutex mu;
-    CondVar changed;
-    bool cancelled ABSL_GUARDED_BY(mu) = false;
-    bool ended ABSL_GUARDED_BY(mu) = false;  // whether the attempt has ended
-    AttemptEnd how ABSL_GUARDED_BY(mu);
-    bool generation_gone ABSL_GUARDED_BY(mu) = false;  // as an answer reported
-    std::function<void(AttemptEnd)> on_ended ABSL_GUARDED_BY(mu);
-    // The operation that waits for the key "end", the id of the latest submitted one (0: none), and
-    // when to submit it (again).
-    v1::Op wait ABSL_GUARDED_BY(mu);
-    uint64_t end_wait ABSL_GUARDED_BY(mu) = 0;
-    absl::Time wait_at ABSL_GUARDED_BY(mu) = absl::InfiniteFuture();
-    uint64_t watch ABSL_GUARDED_BY(mu) = 0;  // counts the watches
-  };
-  // The reasons, apart from its timeout, for which a call returns without an answer.
-  enum class Until { kAnswered, kCancelled, kEnded };
-  // What happens to an operation for whose answer nothing waits any longer: it is dropped if it was
-  // not sent yet, or it is carried out when the coordinator is back.
-  enum class Late { kForgotten, kHeld };
 
   // Includes an agent that may not restart: machine 0, launched differently by mistake, would wait
   // for it.
@@ -500,65 +221,10 @@ class GrpcJobCoordination final : public JobCoordination {
   bool agrees_on_counts() const { return elastic() || options_.counts_restarts; }
   bool elastic() const { return options_.min_nodes > 0 && options_.min_nodes < options_.num_nodes; }
 
-  // Puts a key unless one of `absent` exists; then gets the key "end".
-  v1::Op PutUnless(const std::vector<std::string>& absent, const std::string& key,
-                   const std::string& value) {
-    v1::Op op;
-    v1::TxnRequest& request = *op.mutable_txn();
-    *request.mutable_fence() = AgentFence();
-    for (const std::string& one : absent) {
-      v1::Compare* const compare = request.add_compares();
-      compare->set_key(one);
-      compare->set_target(v1::Compare::EXISTS);
-      compare->set_number(0);
-    }
-    v1::PutOp* const put = request.add_then()->mutable_put();
-    put->set_key(key);
-    put->set_value(value);
-    request.add_otherwise()->mutable_get()->set_key(EndKey());
-    return op;
-  }
-
-  // Returns what the key "end" says, if PutUnless has found it.
-  static std::optional<AttemptEnd> EndThatWasFound(const v1::TxnReply& reply) {
-    if (reply.succeeded() || reply.results_size() != 1 || reply.results(0).kvs_size() != 1) {
-      return std::nullopt;
-    }
-    return EndFromJson(reply.results(0).kvs(0).value());
-  }
-
-  // The key does not belong to a generation, so a machine that waits for a place can read it.
-  void WriteFinished() {
-    v1::Op op;
-    *op.mutable_txn()->mutable_fence() = AgentFence();
-    v1::PutOp* const put = op.mutable_txn()->add_then()->mutable_put();
-    put->set_key(kFinished);
-    put->set_value(prefix_);
-    // The coordinator may end as soon as its own machine is done.
-    const absl::StatusOr<v1::OpResult> result =
-        Call(std::move(op), absl::Seconds(1), Until::kAnswered);
-    if (!result.ok()) {
-      MUSTER_LOG(Debug) << "cannot tell waiting machines that the job is done: "
-                        << result.status().message();
-    }
-  }
-
-  // Returns a word that identifies the last generation of the job whose machines were all done;
-  // empty: none. nullopt: not known.
-  std::optional<std::string> Finished() {
-    v1::Op op;
-    op.mutable_txn()->mutable_fence()->set_job_id(agents_job_);
-    op.mutable_txn()->add_then()->mutable_get()->set_key(kFinished);
-    const absl::StatusOr<v1::OpResult> result = Call(std::move(op), kShortCall, Until::kCancelled);
-    if (absl::IsNotFound(result.status())) return "";
-    if (!result.ok() || result->txn().results_size() != 1) return std::nullopt;
-    const v1::KvOpResult& got = result->txn().results(0);
-    return got.kvs_size() == 1 ? got.kvs(0).value() : "";
-  }
   // Whether the job has finished since the first meeting.
   bool FinishedSince() {
     if (!finished_before_.has_value()) return false;
-    const std::optional<std::string> now = Finished();
+    const std::optional<std::string> now = agents_.Finished();
     // Empty: the job was removed, and another one with its name has begun.
     return now.has_value() && !now->empty() && *now != *finished_before_;
   }
@@ -569,127 +235,69 @@ class GrpcJobCoordination final : public JobCoordination {
   // `no_place` if no machine is left.
   absl::StatusOr<bool> ServeOthers(const absl::Status& no_place) {
     for (int looks = 1;; ++looks) {
-      const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kCancelled);
+      const absl::StatusOr<std::vector<v1::Member>> members = agents_.Machines(Until::kCancelled);
       if (absl::IsCancelled(members.status())) return members.status();
       if (absl::IsNotFound(members.status())) return no_place;  // the group was removed
       if (members.ok()) {
-        int running = 0;
-        std::set<std::pair<std::string, uint64_t>> joining;
-        for (const v1::Member& member : *members) {
-          if (member.state() == v1::WORKER_STATE_JOINING) {
-            joining.insert({member.worker_id(), member.incarnation()});
-          }
-        }
-        bool meets_again = false;
-        for (const v1::Member& member : *members) {
-          if (member.rank() < 0 || member.state() != v1::WORKER_STATE_RUNNING) continue;
-          // Its generation has ended: the machine still has that seat, and waits for the next one.
-          meets_again |= joining.contains({member.worker_id(), member.incarnation()});
-          // Between two generations the seat of a lost machine stays taken: only its silence shows
-          // the loss.
-          const bool silent =
-              rpc::FromProto(member.heartbeat_age()) > options_.lease + options_.outage_tolerance;
-          if (!silent) ++running;
-        }
+        const Others others = LookAtOthers(*members, options_.lease + options_.outage_tolerance);
         // After reading the members, because they leave when they are done.
         if (FinishedSince()) return true;
-        if (meets_again || (running == 0 && !joining.empty())) {
+        if (others.meet_again || (others.running == 0 && others.any_waits)) {
           asks_itself_.reset();
           return false;
         }
-        if (running == 0) return no_place;
+        if (others.running == 0) return no_place;
         // Now this machine asks for a place as a newcomer, for which the others start again
         // (LookForMachines). That is useless while its host is quarantined.
-        if (looks >= kPollsOfAll && running < options_.num_nodes &&
-            session_->IsQuarantined(agents_job_, hostname_) == false) {
+        if (looks >= kPollsOfAll && others.running < options_.num_nodes &&
+            session_->IsQuarantined(agents_.name(), hostname_) == false) {
           asks_itself_ = no_place;
           return false;
         }
         if (!std::exchange(logged_serving_, true)) {
           MUSTER_LOG(Warning) << no_place.message()
                               << "; this machine hosts the coordinator, so it "
-                              << "keeps serving the " << running << " machines that have a place";
+                              << "keeps serving the " << others.running
+                              << " machines that have a place";
         }
       }
-      MutexLock lock(&shared_->mu);
-      if (!shared_->cancelled) shared_->changed.WaitWithTimeout(&shared_->mu, kPollPeriod);
-      if (shared_->cancelled) return absl::CancelledError("stopped");
+      attempt_->Pause(kPollPeriod, Until::kCancelled);
+      if (attempt_->cancelled()) return absl::CancelledError("stopped");
     }
-  }
-
-  // From now on no machine ends the attempt for a newcomer, unless one already has.
-  absl::Status WriteDone() {
-    MUSTER_ASSIGN_OR_RETURN(
-        const v1::OpResult result,
-        Call(PutUnless({EndKey()}, DoneKey(), "1"), absl::InfiniteDuration(), Until::kEnded));
-    if (result.txn().succeeded()) return absl::OkStatus();
-    if (std::optional<AttemptEnd> end = EndThatWasFound(result.txn())) {
-      shared_->End(*std::move(end));
-    }
-    return absl::AbortedError("the attempt has ended");
-  }
-
-  // Ends the attempt unless a machine is done or the attempt has ended: a single operation, because
-  // a job that has succeeded must not begin again. Returns false if the attempt continues, or ends
-  // for another reason.
-  bool WriteEndUnlessDone(const AttemptEnd& end) {
-    const absl::StatusOr<v1::OpResult> result = Call(
-        PutUnless({EndKey(), DoneKey()}, EndKey(), Dump(JsonOf(end))), kShortCall, Until::kEnded);
-    return result.ok() && result->txn().succeeded();
   }
 
   AttemptEnd WriteEnd(const AttemptEnd& end) {
     if (options_.num_nodes == 1) return end;
-    v1::Op op = PutUnless({EndKey()}, EndKey(), Dump(JsonOf(end)));
     // A job that ends does not wait for a coordinator that is away.
     const absl::Duration patience = session_->stream().connected() ? kShortCall : absl::Seconds(1);
-    const absl::StatusOr<v1::OpResult> result =
-        Call(std::move(op), patience, Until::kAnswered, Late::kHeld);
-    if (!result.ok()) {
-      MUSTER_LOG(Debug) << "cannot notify the other machines: " << result.status().message();
+    const absl::StatusOr<AttemptEnd> written = agents_.WriteEnd(end, patience);
+    if (!written.ok()) {
+      MUSTER_LOG(Debug) << "cannot notify the other machines: " << written.status().message();
       if (!elastic()) {
         // Another machine was first, and has ended the generation to meet again.
-        const std::optional<AttemptEnd> first = EndOfRefused(false, result.status());
+        const std::optional<AttemptEnd> first = EndOfRefused(false, written.status());
         if (!first.has_value()) return end;
-        MutexLock lock(&shared_->mu);
-        return shared_->ended ? shared_->how : *first;
+        return attempt_->ended().value_or(*first);
       }
-      {
-        MutexLock lock(&shared_->mu);
-        if (shared_->ended) return shared_->how;
-      }
+      if (std::optional<AttemptEnd> ended = attempt_->ended()) return *std::move(ended);
       // No other machine counts the failure here, because this machine was away.
-      if (IsCutOff(rpc::GetReason(result.status()))) {
+      if (IsCutOff(rpc::GetReason(written.status()))) {
         if (end.cause != AttemptEnd::Cause::kFailed) return end;
         return {absl::StrCat("this machine was cut off from the others, and ", end.why),
                 end.last_lines, AttemptEnd::Cause::kMachineLost};
       }
-      return EndOfRefused(true, result.status()).value_or(end);
+      return EndOfRefused(true, written.status()).value_or(end);
     }
-    return EndThatWasFound(result->txn()).value_or(end);
+    return *written;
   }
 
   // Returns why the watched attempt has ended, for machines that have not learned it.
   std::string WhyAgain() {
     if (reported_end_.has_value()) return AnotherBegins(*reported_end_);
-    MutexLock lock(&shared_->mu);
-    return shared_->ended && !shared_->how.why.empty() ? AnotherBegins(shared_->how)
-                                                       : "another attempt begins";
+    const std::optional<AttemptEnd> ended = attempt_->ended();
+    return ended.has_value() && !ended->why.empty() ? AnotherBegins(*ended)
+                                                    : "another attempt begins";
   }
-
-  v1::Fence AgentFence() {
-    v1::Fence fence;
-    fence.set_job_id(agents_job_);
-    fence.set_worker_id(worker_id_);
-    fence.set_incarnation(incarnation_);
-    fence.set_generation(generation_);
-    fence.set_request_id(++last_request_);
-    return fence;
-  }
-  std::string EndKey() const { return prefix_ + "end"; }
-  std::string DoneKey() const { return prefix_ + "done"; }
-  std::string CountKey(int rank) const { return absl::StrCat(prefix_, "count/", rank); }
-  std::string SettingsKey() const { return prefix_ + "settings"; }
 
   // Machine 0 may start last: until then no coordinator answers.
   absl::Status AwaitCoordinator(int attempt) {
@@ -701,10 +309,7 @@ class GrpcJobCoordination final : public JobCoordination {
     absl::Time tell_at = start + options_.tell_after;
     bool told = false;
     while (true) {
-      {
-        MutexLock lock(&shared_->mu);
-        if (shared_->cancelled) return absl::CancelledError("stopped");
-      }
+      if (attempt_->cancelled()) return absl::CancelledError("stopped");
       const absl::Time now = Clock::Real().Now();
       const absl::Duration left = give_up - now;
       const absl::Status status = session_->stream().WaitUntilConnected(
@@ -735,82 +340,15 @@ class GrpcJobCoordination final : public JobCoordination {
     }
   }
 
-  struct Answer {
-    bool came = false;  // guarded by the lock of Shared
-    v1::OpResult result;
-  };
-  struct Pending {
-    uint64_t op_id = 0;
-    std::shared_ptr<Answer> answer = std::make_shared<Answer>();
-  };
-  Pending Submit(v1::Op op) {
-    Pending pending;
-    pending.op_id = session_->sender().Submit(
-        std::move(op), [shared = shared_, answer = pending.answer](const v1::OpResult& result) {
-          MutexLock lock(&shared->mu);
-          answer->came = true;
-          answer->result = result;
-          shared->changed.SignalAll();
-        });
-    return pending;
-  }
-  // Blocks until the answer has come. Errors: CANCELLED and ABORTED depending on `until`;
-  // DEADLINE_EXCEEDED.
-  absl::Status Await(const Pending& pending, absl::Time deadline, Until until) {
-    MutexLock lock(&shared_->mu);
-    while (!pending.answer->came) {
-      if (shared_->cancelled && until != Until::kAnswered) return absl::CancelledError("stopped");
-      if (shared_->ended && until == Until::kEnded) {
-        return absl::AbortedError("the attempt has ended");
-      }
-      const absl::Duration left = deadline - Clock::Real().Now();
-      if (left <= absl::ZeroDuration()) return absl::DeadlineExceededError("no answer");
-      shared_->changed.WaitWithTimeout(&shared_->mu, left);
-    }
-    return absl::OkStatus();
-  }
-  static absl::StatusOr<v1::OpResult> ResultOf(const Pending& pending) {
-    if (pending.answer->result.has_error()) {
-      return rpc::FromOpError(pending.answer->result.error());
-    }
-    return std::move(pending.answer->result);
-  }
-  absl::Status NoAnswer(absl::Duration timeout) const {
-    return absl::UnavailableError(absl::StrCat("no answer from the coordinator at ",
-                                               options_.coordinator, " within ",
-                                               absl::FormatDuration(timeout)));
-  }
-
-  absl::StatusOr<v1::OpResult> Call(v1::Op op, absl::Duration timeout, Until until,
-                                    Late late = Late::kForgotten) {
-    const absl::Time deadline = Clock::Real().Now() + timeout;
-    const Pending pending = Submit(std::move(op));
-    const absl::Status waited = Await(pending, deadline, until);
-    if (waited.ok()) return ResultOf(pending);
-    if (late == Late::kForgotten) session_->sender().Forget(pending.op_id);
-    return absl::IsDeadlineExceeded(waited) ? NoAnswer(timeout) : waited;
-  }
-
-  // Does the same as Call for an operation that waits for other machines; returns nullopt if they
-  // have finished meanwhile. The machine that hosts the coordinator has to find that out itself.
+  // Calls an operation that waits for other machines; returns nullopt if they have finished
+  // meanwhile. The machine that hosts the coordinator has to find that out itself.
   std::optional<absl::StatusOr<v1::OpResult>> CallUnlessFinished(v1::Op op,
                                                                  absl::Duration timeout) {
     if (!elastic() || !options_.hosts_coordinator) {
-      return Call(std::move(op), timeout, Until::kCancelled);
+      return agents_.Call(std::move(op), timeout, Until::kCancelled);
     }
-    const absl::Time deadline = Clock::Real().Now() + timeout;
-    const Pending pending = Submit(std::move(op));
-    while (true) {
-      const absl::Time now = Clock::Real().Now();
-      const absl::Status waited =
-          Await(pending, std::min(deadline, now + kPollPeriod), Until::kCancelled);
-      if (waited.ok()) return ResultOf(pending);
-      const bool finished = absl::IsDeadlineExceeded(waited) && FinishedSince();
-      if (absl::IsDeadlineExceeded(waited) && !finished && now < deadline) continue;
-      session_->sender().Forget(pending.op_id);
-      if (finished) return std::nullopt;
-      return absl::IsDeadlineExceeded(waited) ? NoAnswer(timeout) : waited;
-    }
+    return agents_.CallUnless([this] { return FinishedSince(); }, kPollPeriod, std::move(op),
+                              timeout);
   }
 
   // Whether this agent was started again after all nodes, and its previous start, had arrived at
@@ -819,25 +357,9 @@ class GrpcJobCoordination final : public JobCoordination {
   // is over, and one for which others already wait, take part in another run of the job.
   bool FinishedBefore() {
     if (options_.node_rank < 0) return false;  // other nodes cannot be told apart
-    v1::Op describe;
-    describe.mutable_describe_barrier()->set_job_id(agents_job_);
-    describe.mutable_describe_barrier()->set_barrier_id(kFinish);
-    const absl::StatusOr<v1::OpResult> described =
-        Call(std::move(describe), kShortCall, Until::kCancelled);
-    if (!described.ok() ||
-        described->describe_barrier().report().state() != v1::BARRIER_STATE_PASSED) {
-      return false;
-    }
-    const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kCancelled);
-    if (!members.ok()) return false;
-    bool died = false;
-    for (const v1::Member& member : *members) {
-      if (member.state() == v1::WORKER_STATE_JOINING) return false;
-      if (member.worker_id() != worker_id_) continue;
-      died = member.state() != v1::WORKER_STATE_LEFT &&
-             rpc::FromProto(member.heartbeat_age()) < options_.join_timeout;
-    }
-    return died;
+    if (!agents_.AllHavePassed()) return false;
+    const absl::StatusOr<std::vector<v1::Member>> members = agents_.Machines(Until::kCancelled);
+    return members.ok() && DiedBeforeItLeft(*members, agents_.worker_id(), options_.join_timeout);
   }
 
   // Waits until the machine with the coordinator has a place or waits for one: it gets one before
@@ -845,32 +367,23 @@ class GrpcJobCoordination final : public JobCoordination {
   absl::Status AwaitFirst() {
     const absl::Time give_up = Clock::Real().Now() + options_.join_timeout;
     while (true) {
-      const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kCancelled);
+      const absl::StatusOr<std::vector<v1::Member>> members = agents_.Machines(Until::kCancelled);
       if (absl::IsCancelled(members.status())) return members.status();
-      // Or it has asked before, and continues to serve the others without a place: see ServeOthers.
-      if (members.ok() &&
-          std::any_of(members->begin(), members->end(), [](const v1::Member& member) {
-            return member.worker_id() == "node0" ||
-                   (member.rank() >= 0 && member.state() == v1::WORKER_STATE_RUNNING);
-          })) {
-        return absl::OkStatus();
-      }
+      if (members.ok() && CoordinatorsLaunchHasCome(*members)) return absl::OkStatus();
       if (Clock::Real().Now() >= give_up) {
         return absl::DeadlineExceededError(absl::StrCat(
             "the launch with the coordinator of job ", options_.job, " has not joined it within ",
             absl::FormatDuration(options_.join_timeout)));
       }
-      MutexLock lock(&shared_->mu);
-      if (!shared_->cancelled) shared_->changed.WaitWithTimeout(&shared_->mu, kHeardPollPeriod);
-      if (shared_->cancelled) return absl::CancelledError("stopped");
+      attempt_->Pause(kHeardPollPeriod, Until::kCancelled);
+      if (attempt_->cancelled()) return absl::CancelledError("stopped");
     }
   }
 
-  // INVALID_ARGUMENT: `self` was launched with other settings than machine 0, which wrote `value`.
-  absl::Status CompareWith(const json& value, absl::string_view self) {
-    const std::string theirs = TextOf(value, "settings"), debug = TextOf(value, "debug");
-    const bool both_say = !debug.empty() && !options_.debug.empty();
-    if (theirs == options_.settings && (!both_say || debug == options_.debug)) {
+  // INVALID_ARGUMENT: `self` was launched with other settings than machine 0, which wrote `theirs`.
+  absl::Status CompareWith(const SettingsValue& theirs, absl::string_view self) {
+    const bool both_say = !theirs.debug.empty() && !options_.debug.empty();
+    if (theirs.settings == options_.settings && (!both_say || theirs.debug == options_.debug)) {
       return absl::OkStatus();
     }
     const auto described = [both_say](const std::string& settings, const std::string& debug) {
@@ -878,46 +391,23 @@ class GrpcJobCoordination final : public JobCoordination {
     };
     return absl::InvalidArgumentError(
         absl::StrCat(self, " was launched with ", described(options_.settings, options_.debug),
-                     ", but machine 0 with ", described(theirs, debug),
+                     ", but machine 0 with ", described(theirs.settings, theirs.debug),
                      ": launch all machines with the same settings"));
   }
 
   // Checks that this machine was launched like those that run, if any do: otherwise they would be
   // stopped for a machine that cannot take part.
   absl::Status CompareSettings() {
-    v1::Op op;
-    op.mutable_txn()->mutable_fence()->set_job_id(agents_job_);
-    v1::GetOp* const get = op.mutable_txn()->add_then()->mutable_get();
-    get->set_key("gen/");
-    get->set_prefix(true);
-    const absl::StatusOr<v1::OpResult> result = Call(std::move(op), kShortCall, Until::kCancelled);
-    if (absl::IsCancelled(result.status())) return result.status();
+    const absl::StatusOr<std::vector<std::string>> all = agents_.AllSettings();
+    if (absl::IsCancelled(all.status())) return all.status();
     // Without an answer, Agree compares them later.
-    if (!result.ok() || result->txn().results_size() != 1) return absl::OkStatus();
-    for (const v1::KeyValue& kv : result->txn().results(0).kvs()) {
-      if (!absl::EndsWith(kv.key(), "/settings")) continue;
-      const json value = json::parse(kv.value(), nullptr, /*allow_exceptions=*/false);
-      if (!value.is_object()) continue;
-      MUSTER_RETURN_IF_ERROR(CompareWith(value, "this machine"));
+    if (!all.ok()) return absl::OkStatus();
+    for (const std::string& one : *all) {
+      const std::optional<SettingsValue> theirs = SettingsFromValue(one);
+      if (!theirs.has_value()) continue;
+      MUSTER_RETURN_IF_ERROR(CompareWith(*theirs, "this machine"));
     }
     return absl::OkStatus();
-  }
-
-  // Returns the agents that have a place in the job, and those that wait for one.
-  absl::StatusOr<std::vector<v1::Member>> Machines(Until until) {
-    std::vector<v1::Member> members;
-    int32_t first = 0, next = 0;
-    do {
-      first = next;
-      v1::Op op;
-      op.mutable_get_members()->set_job_id(agents_job_);
-      op.mutable_get_members()->set_first(first);
-      MUSTER_ASSIGN_OR_RETURN(const v1::OpResult result, Call(std::move(op), kShortCall, until));
-      const v1::GetMembersReply& reply = result.get_members();
-      members.insert(members.end(), reply.members().begin(), reply.members().end());
-      next = reply.next();
-    } while (next > first);
-    return members;
   }
 
   // A failure here may be the way in which this machine notices the loss of another one, whose
@@ -927,28 +417,21 @@ class GrpcJobCoordination final : public JobCoordination {
     while (num_nodes_ > 1) {
       // Taken before the call: an age is as of its answer.
       const absl::Duration elapsed = Clock::Real().Now() - start;
-      const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kEnded);
+      const absl::StatusOr<std::vector<v1::Member>> members = agents_.Machines(Until::kEnded);
       if (members.ok()) {
-        bool all_heard = true;
-        for (const v1::Member& member : *members) {
-          if (member.rank() < 0 || member.worker_id() == worker_id_) continue;
-          if (member.state() != v1::WORKER_STATE_RUNNING) {
-            end->cause = AttemptEnd::Cause::kMachineLost;
-            end->why = absl::StrCat("machine ", member.rank(), " on ", member.host(),
-                                    " is lost, and ", end->why);
-            return;
-          }
-          if (rpc::FromProto(member.heartbeat_age()) >= elapsed) all_heard = false;
+        const Signs signs = SignsOfOthers(*members, agents_.worker_id(), elapsed);
+        if (signs.lost.has_value()) {
+          end->cause = AttemptEnd::Cause::kMachineLost;
+          end->why = absl::StrCat("machine ", signs.lost->rank(), " on ", signs.lost->host(),
+                                  " is lost, and ", end->why);
+          return;
         }
-        if (all_heard) return;
+        if (signs.all_heard) return;
       }
       if (elapsed > options_.lease + kShortCall) return;
-      MutexLock lock(&shared_->mu);
-      if (!shared_->ended && !shared_->cancelled) {
-        shared_->changed.WaitWithTimeout(&shared_->mu, kHeardPollPeriod);
-      }
-      if (shared_->ended) return;
-      if (shared_->cancelled) {
+      attempt_->Pause(kHeardPollPeriod, Until::kEnded);
+      if (attempt_->ended().has_value()) return;
+      if (attempt_->cancelled()) {
         // The failure was not judged, and this machine leaves: the others have nothing to count.
         end->cause = AttemptEnd::Cause::kMachineLeft;
         end->why = absl::StrCat("the launch was stopped on ", hostname_, " after ", end->why);
@@ -962,56 +445,22 @@ class GrpcJobCoordination final : public JobCoordination {
   absl::Time LookForMachines() {
     const absl::Time now = Clock::Real().Now();
     if (now < grow_from_) return grow_from_;
-    const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kEnded);
+    const absl::StatusOr<std::vector<v1::Member>> members = agents_.Machines(Until::kEnded);
     if (!members.ok()) return now + kPollPeriod;
-    std::set<uint64_t> seated, waiting;
-    for (const v1::Member& member : *members) {
-      if (member.rank() >= 0 && member.state() == v1::WORKER_STATE_RUNNING) {
-        seated.insert(member.incarnation());
-      }
-      if (member.rank() < 0 && member.state() == v1::WORKER_STATE_JOINING) {
-        waiting.insert(member.incarnation());
-      }
-    }
-    // A machine that gives up and asks again later counts as new.
-    std::erase_if(passed_over_, [&](uint64_t one) { return waiting.count(one) == 0; });
-    const v1::Member* newcomer = nullptr;
-    std::set<std::string> quarantined;
-    for (const v1::Member& member : *members) {
-      if (member.rank() >= 0 || member.state() != v1::WORKER_STATE_JOINING) continue;
-      if (passed_over_.count(member.incarnation()) > 0) continue;
-      const auto former = newcomers_.find(member.host());
-      if (former != newcomers_.end() && seated.count(former->second.incarnation) > 0) {
-        newcomers_.erase(former);
-      } else if (former != newcomers_.end() && now < former->second.again) {
-        continue;
-      }
-      // This machine would get no place, however often it comes back.
-      if (quarantined.count(member.host()) > 0) continue;
-      if (session_->IsQuarantined(agents_job_, member.host()) == true) {
-        quarantined.insert(member.host());
-        continue;
-      }
-      newcomer = &member;
-      break;
-    }
-    if (newcomer == nullptr) return now + kPollPeriod;
+    const std::optional<v1::Member> newcomer =
+        newcomers_.Choose(*members, now, [this](const std::string& host) {
+          return session_->IsQuarantined(agents_.name(), host) == true;
+        });
+    if (!newcomer.has_value()) return now + kPollPeriod;
     const AttemptEnd end = {
         absl::StrCat("another machine has come, ", newcomer->host(), ", to the ", num_nodes_,
                      " of at most ", options_.num_nodes),
         {},
         AttemptEnd::Cause::kMachineCame};
     // Machines that have already finished do not start again.
-    if (!WriteEndUnlessDone(end)) return now + kPollPeriod;
-    // A machine that gets no place after all (its host has been quarantined meanwhile) ends no
-    // further attempt. A launch that keeps ending and starting again ends attempts less and less
-    // often.
-    passed_over_ = std::move(waiting);
-    Newcomer& came = newcomers_[newcomer->host()];
-    came.incarnation = newcomer->incarnation();
-    came.again = now + came.pause;
-    came.pause = std::min(2 * came.pause, kComeAgainAtMost);
-    shared_->End(end);
+    if (!agents_.WriteEndUnlessDone(end)) return now + kPollPeriod;
+    newcomers_.Came(*newcomer, *members, now);
+    attempt_->End(end);
     return absl::InfiniteFuture();
   }
 
@@ -1034,7 +483,7 @@ class GrpcJobCoordination final : public JobCoordination {
     request.set_endpoint(options_.host);
     request.set_pid(getpid());
     request.set_preferred_rank(node_rank_ >= 0 ? node_rank_ : options_.node_rank);
-    *request.mutable_fence() = AgentFence();
+    *request.mutable_fence() = agents_.Fence();
     request.mutable_fence()->set_generation(0);
     const std::optional<absl::StatusOr<v1::OpResult>> answered =
         CallUnlessFinished(std::move(op), options_.join_timeout + kShortCall);
@@ -1045,8 +494,7 @@ class GrpcJobCoordination final : public JobCoordination {
     if (status.ok()) {
       node_rank_ = result->join().rank();
       num_nodes_ = elastic() ? result->join().world_size() : options_.num_nodes;
-      generation_ = result->join().generation();
-      prefix_ = result->join().generation_prefix();
+      agents_.Sit(result->join());
       return status;
     }
     if (rpc::GetReason(status) == v1::ERROR_REASON_SUPERSEDED) {
@@ -1074,25 +522,18 @@ class GrpcJobCoordination final : public JobCoordination {
 
   // Writes the counts of this agent for machine 0, which may be a newcomer.
   absl::Status TellCounts(const Meeting& meeting) {
-    v1::Op op;
-    *op.mutable_txn()->mutable_fence() = AgentFence();
-    v1::PutOp* const put = op.mutable_txn()->add_then()->mutable_put();
-    put->set_key(CountKey(node_rank_));
-    json value = {{"attempt", meeting.attempt}};
-    // Machine 0 may be new in the job.
-    if (!launch_.empty()) value["launch"] = launch_;
-    AddCounts(meeting.counted, &value);
-    put->set_value(Dump(value));
-    return Call(std::move(op), options_.outage_tolerance + kAgree, Until::kCancelled).status();
+    // With the name of the launch, because machine 0 may be new in the job.
+    const std::string value = CountedToValue({meeting.attempt, meeting.counted, launch_});
+    return agents_
+        .Call(agents_.Put(agents_.CountKey(node_rank_), value), options_.outage_tolerance + kAgree,
+              Until::kCancelled)
+        .status();
   }
 
   // The name of the launch, which the first machine 0 chooses.
   const std::string& Launch() {
     if (launch_.empty()) launch_ = absl::StrCat(RandomId());
     return launch_;
-  }
-  static std::string LaunchOf(const json& value) {
-    return TextOf(value, "launch").substr(0, kMostOfLaunch);
   }
 
   // Takes over the largest counts of all machines.
@@ -1112,13 +553,11 @@ class GrpcJobCoordination final : public JobCoordination {
   // Takes the counts of the machines from `first` to before `end`. Returns false if not all of them
   // count.
   absl::StatusOr<bool> TakeCounts(int first, int end, absl::Duration patience, Meeting* meeting) {
-    v1::Op op;
-    *op.mutable_wait()->mutable_fence() = AgentFence();
-    for (int rank = first; rank < end; ++rank) op.mutable_wait()->add_keys(CountKey(rank));
-    *op.mutable_wait()->mutable_timeout() = rpc::ToProto(patience);
-    const absl::StatusOr<v1::OpResult> result =
-        Call(std::move(op), std::min(patience + kShortCall + options_.outage_tolerance, kLongest),
-             Until::kCancelled);
+    std::vector<std::string> keys;
+    for (int rank = first; rank < end; ++rank) keys.push_back(agents_.CountKey(rank));
+    const absl::StatusOr<v1::OpResult> result = agents_.Call(
+        agents_.Wait(keys, patience),
+        std::min(patience + kShortCall + options_.outage_tolerance, kLongest), Until::kCancelled);
     if (!elastic() && rpc::GetReason(result.status()) == v1::ERROR_REASON_WAIT_TIMEOUT) {
       MUSTER_LOG(Warning) << "not all machines of job " << options_.job
                           << " say how many restarts they have counted: an older version runs "
@@ -1129,11 +568,11 @@ class GrpcJobCoordination final : public JobCoordination {
     }
     MUSTER_RETURN_IF_ERROR(result.status());
     for (const v1::KeyValue& kv : result->wait().kvs()) {
-      const json value = json::parse(kv.value(), nullptr, /*allow_exceptions=*/false);
-      if (!value.is_object()) return absl::InternalError("the counts of a machine are malformed");
-      meeting->attempt = std::max(meeting->attempt, CountOf(value, "attempt"));
-      meeting->counted.TakeLarger(CountsOf(value));
-      if (launch_.empty()) launch_ = LaunchOf(value);
+      const std::optional<CountedValue> theirs = CountedFromValue(kv.value());
+      if (!theirs.has_value()) return absl::InternalError("the counts of a machine are malformed");
+      meeting->attempt = std::max(meeting->attempt, theirs->attempt);
+      meeting->counted.TakeLarger(theirs->counted);
+      if (launch_.empty()) launch_ = theirs->launch;
     }
     return true;
   }
@@ -1145,186 +584,72 @@ class GrpcJobCoordination final : public JobCoordination {
     } else if (tells_counts()) {
       MUSTER_RETURN_IF_ERROR(TellCounts(*meeting));
     }
-    v1::Op op;
     if (node_rank_ == 0) {
       MUSTER_ASSIGN_OR_RETURN(meeting->master_port, FindFreePort());
       meeting->master_addr = options_.host;
       meeting->launch = Launch();
-      *op.mutable_txn()->mutable_fence() = AgentFence();
-      v1::PutOp* const put = op.mutable_txn()->add_then()->mutable_put();
-      put->set_key(SettingsKey());
-      json value = {{"settings", options_.settings},
-                    {"debug", options_.debug},
-                    {"master_addr", meeting->master_addr},
-                    {"master_port", meeting->master_port},
-                    {"launch", meeting->launch}};
-      if (agrees_on_counts()) {
-        value["attempt"] = meeting->attempt;
-        AddCounts(meeting->counted, &value);
-      }
-      put->set_value(Dump(value));
-      return Call(std::move(op), options_.outage_tolerance + kAgree, Until::kCancelled).status();
+      const std::string value = SettingsToValue({.settings = options_.settings,
+                                                 .debug = options_.debug,
+                                                 .master_addr = meeting->master_addr,
+                                                 .master_port = meeting->master_port,
+                                                 .launch = meeting->launch,
+                                                 .attempt = meeting->attempt,
+                                                 .counted = meeting->counted},
+                                                /*with_counts=*/agrees_on_counts());
+      return agents_
+          .Call(agents_.Put(agents_.SettingsKey(), value), options_.outage_tolerance + kAgree,
+                Until::kCancelled)
+          .status();
     }
-    *op.mutable_wait()->mutable_fence() = AgentFence();
-    op.mutable_wait()->add_keys(SettingsKey());
     const absl::Duration patience = std::min(options_.outage_tolerance + kAgree, kLongest);
-    *op.mutable_wait()->mutable_timeout() = rpc::ToProto(patience);
     MUSTER_ASSIGN_OR_RETURN(const v1::OpResult result,
-                            Call(std::move(op), patience + kShortCall, Until::kCancelled));
+                            agents_.Call(agents_.Wait({agents_.SettingsKey()}, patience),
+                                         patience + kShortCall, Until::kCancelled));
     const v1::WaitReply& reply = result.wait();
-    const json value = reply.kvs_size() == 1
-                           ? json::parse(reply.kvs(0).value(), nullptr, /*allow_exceptions=*/false)
-                           : json();
-    if (!value.is_object()) return absl::InternalError("the settings from machine 0 are malformed");
-    MUSTER_RETURN_IF_ERROR(CompareWith(value, absl::StrCat("machine ", node_rank_)));
+    const std::optional<SettingsValue> theirs =
+        reply.kvs_size() == 1 ? SettingsFromValue(reply.kvs(0).value()) : std::nullopt;
+    if (!theirs.has_value()) {
+      return absl::InternalError("the settings from machine 0 are malformed");
+    }
+    MUSTER_RETURN_IF_ERROR(CompareWith(*theirs, absl::StrCat("machine ", node_rank_)));
     if (agrees_on_counts()) {
-      meeting->attempt = std::max(meeting->attempt, CountOf(value, "attempt"));
-      const RestartCounts theirs = CountsOf(value);
-      meeting->counted.TakeLarger(theirs);
+      meeting->attempt = std::max(meeting->attempt, theirs->attempt);
+      meeting->counted.TakeLarger(theirs->counted);
       // Machine 0 decides: machines that do not learn of that end from it start, and would wait for
       // this one.
-      meeting->counted.last = theirs.last;
+      meeting->counted.last = theirs->counted.last;
     }
-    meeting->launch = launch_ = LaunchOf(value);
-    meeting->master_addr = TextOf(value, "master_addr");
-    const auto port = value.find("master_port");
-    meeting->master_port = port != value.end() && port->is_number_integer() ? port->get<int>() : 0;
+    meeting->launch = launch_ = theirs->launch;
+    meeting->master_addr = theirs->master_addr;
+    meeting->master_port = theirs->master_port;
     if (meeting->master_port < 1 || meeting->master_port > 65535) {
       return absl::InternalError("the master_port from machine 0 is not a port");
     }
     return absl::OkStatus();
   }
 
-  void EndGeneration(absl::string_view reason, absl::Duration timeout, Until until) {
-    v1::Op op;
-    *op.mutable_end_generation()->mutable_fence() = AgentFence();
-    op.mutable_end_generation()->set_reason(OneLine(reason));
-    // Another machine may have ended it already.
-    Call(std::move(op), timeout, until, Late::kHeld).IgnoreError();
-  }
-
-  v1::Op EndWait() {
-    v1::Op op;
-    *op.mutable_wait()->mutable_fence() = AgentFence();
-    op.mutable_wait()->add_keys(EndKey());
-    *op.mutable_wait()->mutable_timeout() = rpc::ToProto(kLongest);
-    return op;
-  }
-
-  // The tick of the timer: submits the operation that ends the attempt when another node has
-  // written why.
-  static absl::Time WaitForEnd(const std::shared_ptr<Shared>& shared, OpSender* sender,
-                               const std::shared_ptr<TimerThread>& timer, bool elastic) {
-    v1::Op op;
-    uint64_t watch;
-    {
-      MutexLock lock(&shared->mu);
-      if (shared->wait_at > Clock::Real().Now()) return shared->wait_at;
-      shared->wait_at = absl::InfiniteFuture();
-      op = shared->wait;
-      watch = shared->watch;
-    }
-    const uint64_t op_id =
-        sender->Submit(std::move(op), [shared, timer, watch, elastic](const v1::OpResult& result) {
-          WaitAnswered(shared.get(), timer.get(), watch, elastic, result);
-        });
-    bool stale;
-    absl::Time next;
-    {
-      MutexLock lock(&shared->mu);
-      stale = shared->watch != watch;
-      if (!stale) shared->end_wait = op_id;
-      next = shared->wait_at;
-    }
-    if (stale) sender->Forget(op_id);
-    return next;
-  }
-
-  static void WaitAnswered(Shared* shared, TimerThread* timer, uint64_t watch, bool elastic,
-                           const v1::OpResult& result) {
-    const auto again = [&](absl::Duration after) {
-      {
-        MutexLock lock(&shared->mu);
-        if (shared->watch != watch || shared->ended) return;
-        shared->wait_at = Clock::Real().Now() + after;
-      }
-      timer->Wake();
-    };
-    {
-      MutexLock lock(&shared->mu);
-      if (shared->watch != watch) return;
-    }
-    if (!result.has_error()) {
-      if (result.wait().kvs_size() == 1) {
-        shared->End(EndFromJson(result.wait().kvs(0).value()));
-      }
-      return;
-    }
-    switch (result.error().detail().reason()) {
-      case v1::ERROR_REASON_WAIT_TIMEOUT:
-        again(absl::ZeroDuration());
-        break;
-      case v1::ERROR_REASON_GENERATION_ENDED: {
-        // A directive has better words, unless it came before anything listened.
-        bool before;
-        {
-          MutexLock lock(&shared->mu);
-          before = std::exchange(shared->generation_gone, true);
-        }
-        if (before) {
-          shared->End(*EndOfRefused(elastic, rpc::FromOpError(result.error())));
-        } else {
-          again(kWaitAgain);
-        }
-        break;
-      }
-      default:
-        // The coordinator is overloaded, or away: then on_lost ends the attempt, if it must end.
-        if (result.error().code() == static_cast<int>(absl::StatusCode::kUnavailable)) {
-          again(Backoff(kWaitAgain, kWaitAgain)
-                    .Next(RandomShare(), rpc::RetryAfter(rpc::FromOpError(result.error()))));
-        } else {
-          shared->End(EndOfRefused(elastic, rpc::FromOpError(result.error()))
-                          .value_or(AttemptEnd{result.error().message(), {}}));
-        }
-    }
-  }
-
   void StopWatching() {
     session_->SetListener({});
     if (grow_timer_ != nullptr) {
-      {
-        MutexLock lock(&shared_->mu);
-        shared_->ended = true;  // makes its calls return
-        shared_->changed.SignalAll();
-      }
+      attempt_->Interrupt();  // makes its calls return
       grow_timer_.reset();
     }
-    uint64_t op_id;
-    {
-      MutexLock lock(&shared_->mu);
-      shared_->on_ended = nullptr;
-      ++shared_->watch;
-      shared_->wait_at = absl::InfiniteFuture();
-      op_id = shared_->end_wait;
-      shared_->end_wait = 0;
-    }
-    if (op_id != 0) session_->sender().Forget(op_id);
+    if (end_watch_ != nullptr) end_watch_->Stop();
+    attempt_->ForgetListener();
   }
 
   // Constant after construction.
   const GrpcJobCoordinationOptions options_;
   NodeUplink* const session_;
-  const std::string agents_job_;
-  const uint64_t incarnation_;
-  std::string hostname_;
-  std::string worker_id_;
+  const std::string hostname_;
+
+  // Late answers and directives share it.
+  const std::shared_ptr<AttemptState> attempt_ = std::make_shared<AttemptState>();
+  AgentsJob agents_;
 
   // Written by Join, before the watch starts.
   int node_rank_ = -1;
   int num_nodes_ = 1;
-  uint64_t generation_ = 0;
-  std::string prefix_;
   std::optional<std::string> finished_before_;  // the first result of Finished()
   std::string launch_;                          // of this launch, once it is known
   std::optional<AttemptEnd> reported_end_;      // what Fail has returned for the watched attempt
@@ -1335,24 +660,11 @@ class GrpcJobCoordination final : public JobCoordination {
   std::optional<absl::Status> asks_itself_;
   bool logged_serving_ = false;
 
-  // The machines that waited when an attempt was ended for a newcomer. Used by grow_timer_'s
-  // thread, or while that thread does not exist.
-  std::set<uint64_t> passed_over_;
-  // By host: the last start of a machine for which an attempt was ended, and when an attempt may be
-  // ended for the next start if that one has ended.
-  struct Newcomer {
-    uint64_t incarnation = 0;
-    absl::Time again;
-    absl::Duration pause = kNewcomerBackoff;
-  };
-  std::map<std::string, Newcomer> newcomers_;
+  // Used by grow_timer_'s thread, or while that thread does not exist.
+  Newcomers newcomers_;
   absl::Time grow_from_ = absl::InfinitePast();
 
-  std::atomic<uint64_t> last_request_{0};
-  const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
-  // Submits the wait for the end of the attempt. Late answers wake it without effect.
-  const std::shared_ptr<TimerThread> wait_timer_ = std::make_shared<TimerThread>(
-      [this] { return WaitForEnd(shared_, &session_->sender(), wait_timer_, elastic()); });
+  std::unique_ptr<EndWatch> end_watch_;  // null: a job of one machine
   // On machine 0, while an attempt is watched that has fewer machines than it may have.
   std::unique_ptr<TimerThread> grow_timer_;
 };
