@@ -518,14 +518,15 @@ TEST(NodeServiceTest, RunnerOfAnAgentWithAnotherSpellingOfItsFolder_IsThere) {
   ASSERT_EQ(read(started[0], &byte, 1), 1);
   ASSERT_TRUE(WriteFileAtomically(JoinPath(attempt, "runner.pid"), absl::StrCat(runner)).ok());
   options.state_dir = folder.Path("./state");
-  RefusingNodes nodes;
+  AdoptingNodes nodes(
+      [&](grpc::ServerContext*) { EXPECT_EQ(write(input[1], "\n", 1), ssize_t{1}); });
   const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
   ASSERT_TRUE(server.ok()) << server.status();
   options.coordinator = (*server)->address();
   EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
-  EXPECT_EQ(waitpid(runner, nullptr, WNOHANG), 0) << "it was killed";
-  kill(runner, SIGKILL);
-  waitpid(runner, nullptr, 0);
+  int status = 0;
+  EXPECT_EQ(waitpid(runner, &status, 0), runner);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 3) << "it was killed";
   for (const int fd : {started[0], started[1], input[0], input[1]}) close(fd);
 }
 
