@@ -441,6 +441,37 @@ TEST(JoinUnevenInputs, PassToTheInputAlone_IsNoExchange) {
   });
 }
 
+// As for the discriminator while a generator trains that is not prepared. The process without
+// batches has not frozen it.
+TEST(JoinUnevenInputs, ModelThatIsFrozenInTheLoop_IsFollowedByProcessesWithoutBatches) {
+  for (const bool in_scope : {false, true}) {
+    RunAccelerators(2, {}, [&](Accelerator& a) {
+      torch::nn::Linear net = OneWeight();
+      FusedSGD sgd(net->parameters(), {.lr = 1.0});
+      auto [model, optimizer] = a.prepare(net, sgd);
+      const auto step = [&] {
+        a.backward(Loss(model(at::ones({1, 1}).requires_grad_(true))));
+        optimizer.step();
+        optimizer.zero_grad();
+      };
+      {
+        auto join = a.join_uneven_inputs();
+        for (int i = 0; i < (a.is_main_process() ? 1 : 4); ++i) {
+          if (i == 1 && !in_scope) net->weight.set_requires_grad(false);
+          auto scope = a.accumulate();
+          if (i == 1 && in_scope) net->weight.set_requires_grad(false);
+          step();
+        }
+      }
+      EXPECT_FALSE(net->weight.requires_grad());
+      EXPECT_EQ(net->weight.item<double>(), 1);
+      net->weight.set_requires_grad(true);
+      step();
+      EXPECT_EQ(net->weight.item<double>(), 2);
+    });
+  }
+}
+
 // In a window only its end exchanges.
 TEST(JoinUnevenInputs, BackwardsThatExchangeNothing_AreNotCounted) {
   RunAccelerators(2, InWindowsOfTwo(), [](Accelerator& a) {

@@ -832,6 +832,10 @@ void StepController::EndJoin(bool finish) {
   for (const auto& loader : registry_.loaders()) loader->OverrideEvenBatches(std::nullopt);
   if (!finish) {
     apart_ = true;
+    // A later pass is none of a micro-step that processes without batches take part in.
+    for (const auto& model : registry_.models()) {
+      if (model->ddp() != nullptr) model->ddp()->set_buffer_root(0);
+    }
     return;
   }
   AboutToChange();

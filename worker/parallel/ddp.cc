@@ -161,9 +161,16 @@ class DataParallel::Impl {
 
   void BeforeForward(bool communicate) {
     communicate_ = communicate;
-    if (comm_.size() == 1 || !c10::GradMode::is_enabled()) return;
-    FinishPrior();
-    FollowParameters();
+    if (comm_.size() == 1) return;
+    if (announced_ == true && AllFrozen()) {
+      // The ranks without batches learn of this before the next micro-step. In this one they wait
+      // for its exchange.
+      announced_.reset();
+      if (communicate) ExchangeZeros();
+    }
+    if (!c10::GradMode::is_enabled()) return;
+    PreparePass();
+    announced_.reset();
     // The Reducer learns a static graph from the first backward pass, so it must reduce that pass.
     // Reducing early does no harm: the mean of a mean is the mean.
     if (options_.static_graph && !delay_enqueued_) communicate_ = true;
@@ -227,36 +234,13 @@ class DataParallel::Impl {
     if (comm_.size() == 1) return;
     TORCH_CHECK(!options_.static_graph,
                 "uneven inputs and static_graph do not go together: turn one off");
-    // Frozen since then, too: the others exchange nothing.
-    const bool frozen = std::none_of(trained_.begin(), trained_.end(),
-                                     [](const at::Tensor& p) { return p.requires_grad(); });
-    if (frozen) return;
-    FinishPrior();
-    if (!communicate) return;
-    if (reducer_ == nullptr) {
-      std::vector<at::Tensor> zeros;
-      for (const at::Tensor& parameter : trained_) zeros.push_back(at::zeros_like(parameter));
-      AllReduceCoalesced(comm_, zeros, ReduceOp::kMean);
-      SyncBuffers();
-      return;
+    announced_.reset();
+    PreparePass();
+    if (!communicate) {
+      announced_ = !idle_;
+    } else if (!idle_) {
+      ExchangeZeros();
     }
-    std::vector<c10d::GradBucket> buckets =
-        reducer_->get_grad_buckets(/*return_zero_tensors=*/true);
-    BeginOnBoard();
-    std::vector<c10::intrusive_ptr<c10::ivalue::Future>> work;
-    for (c10d::GradBucket& bucket : buckets) work.push_back(reducer_->run_comm_hook(bucket));
-    if (options_.find_unused_parameters) {
-      at::Tensor unused = at::zeros_like(reducer_->get_local_used_map_on_device());
-      std::vector<at::Tensor> list = {unused};
-      group_->allreduce(list)->wait();
-    }
-    for (size_t b = 0; b < work.size(); ++b) {
-      if (board_ != nullptr) reducer_->Show(*board_, b);
-      work[b]->waitAndThrow();
-    }
-    if (board_ != nullptr) board_->EndCollective();
-    reducer_->push_rebuilt_params_for_all_indices();
-    SyncBuffers();
   }
 
   void BroadcastModel(int root) {
@@ -265,7 +249,11 @@ class DataParallel::Impl {
     BroadcastCoalesced(comm_, model, root);
   }
 
-  void set_buffer_root(int rank) { buffer_root_ = rank; }
+  // Each micro-step of UnevenInputs begins with this, and so does what follows them.
+  void set_buffer_root(int rank) {
+    buffer_root_ = rank;
+    announced_.reset();
+  }
   void set_loss_scale(const at::Tensor& scale) {
     const bool counts = options_.comm_hook == CommHook::kPowerSgd ||
                         options_.comm_hook == CommHook::kBatchedPowerSgd;
@@ -308,7 +296,10 @@ class DataParallel::Impl {
   uint64_t changes_ = 0;  // of requires_grad, so far
   uint32_t arms_ = 1;     // exchanges armed so far, plus one
   bool communicate_ = true;
-  bool idle_ = false;     // every parameter is frozen at present
+  bool idle_ = false;  // every parameter is frozen at present
+  // In a micro-step that ranks without batches mirror, until its first pass: whether they exchange
+  // gradients in it.
+  std::optional<bool> announced_;
   bool armed_ = false;    // without a Reducer: the value of Reducer::expecting()
   bool open_ = false;     // the first gradient of the armed exchange has arrived
   bool closing_ = false;  // the end of the exchange is queued
@@ -407,7 +398,51 @@ class DataParallel::Impl {
            IsEngineBackend(*group_->getBackend(c10::DeviceType::CPU));
   }
 
+  // Takes part in an exchange of the others with zeros.
+  void ExchangeZeros() {
+    if (reducer_ == nullptr) {
+      std::vector<at::Tensor> zeros;
+      for (const at::Tensor& parameter : trained_) zeros.push_back(at::zeros_like(parameter));
+      AllReduceCoalesced(comm_, zeros, ReduceOp::kMean);
+      SyncBuffers();
+      return;
+    }
+    std::vector<c10d::GradBucket> buckets =
+        reducer_->get_grad_buckets(/*return_zero_tensors=*/true);
+    BeginOnBoard();
+    std::vector<c10::intrusive_ptr<c10::ivalue::Future>> work;
+    for (c10d::GradBucket& bucket : buckets) work.push_back(reducer_->run_comm_hook(bucket));
+    if (options_.find_unused_parameters) {
+      at::Tensor unused = at::zeros_like(reducer_->get_local_used_map_on_device());
+      std::vector<at::Tensor> list = {unused};
+      group_->allreduce(list)->wait();
+    }
+    for (size_t b = 0; b < work.size(); ++b) {
+      if (board_ != nullptr) reducer_->Show(*board_, b);
+      work[b]->waitAndThrow();
+    }
+    if (board_ != nullptr) board_->EndCollective();
+    reducer_->push_rebuilt_params_for_all_indices();
+    SyncBuffers();
+  }
+
+  bool AllFrozen() const {
+    return std::none_of(all_.begin(), all_.end(),
+                        [](const at::Tensor& parameter) { return parameter.requires_grad(); });
+  }
+
   // Every rank does this at the start of a micro-step, with or without a batch.
+  void PreparePass() {
+    if (!AllFrozen()) {
+      FinishPrior();
+    } else if (reducer_ != nullptr) {
+      // Nothing is exchanged, not even the buckets: ranks may or may not use a model that is
+      // frozen.
+      Guarded([&] { reducer_->check_finalized(); });
+    }
+    FollowParameters();
+  }
+
   void FinishPrior() {
     if (reducer_ == nullptr) return;
     // The ranks adopt, once, rank 0's assignment of parameters to buckets.
@@ -448,11 +483,25 @@ class DataParallel::Impl {
     // As for the discriminator while a GAN's generator trains: it will be trained again later,
     // unchanged.
     idle_ = !any;
-    if (idle_ || !changed) return;
+    if (idle_) return;
+    CheckAsAnnounced();
+    if (!changed) return;
     AgreeOnTrained();
     // All ranks are here, and strides may have changed too.
     VerifySameModel(comm_, all_, names_, sparse_, /*frozen_too=*/false);
     StartExchange();
+  }
+
+  // Throws if parameters were frozen or unfrozen since this micro-step was announced.
+  void CheckAsAnnounced() const {
+    if (!announced_.has_value()) return;
+    for (size_t i = 0; i < all_.size(); ++i) {
+      TORCH_CHECK(all_[i].requires_grad() == (*announced_ && trains_[i]), "rank ", comm_.rank(),
+                  " changed requires_grad of parameter '", names_[i],
+                  "' after accumulate() inside join_uneven_inputs(), and the ranks that have run "
+                  "out of batches exchange the gradients of before: freeze and unfreeze parameters "
+                  "before accumulate()");
+    }
   }
 
   // Throws if the ranks do not all train the same parameters from here on.

@@ -1,7 +1,14 @@
 #include "worker/parallel/uneven_inputs.h"
 
+#include <exception>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "worker/collective/gloo_ranks.h"
+#include "worker/collective/test_error.h"
 #include "worker/collective/thread_comm.h"
 #include "worker/parallel/test_net.h"
 #include "worker/train/accumulation.h"
@@ -11,6 +18,9 @@
 
 namespace muster {
 namespace {
+
+using ::testing::Each;
+using ::testing::HasSubstr;
 
 using Runner = void (*)(int, const std::function<void(Comm&)>&);
 void Gloo(int n, const std::function<void(Comm&)>& fn) { RunGlooRanks(n, fn); }
@@ -141,6 +151,107 @@ TEST(UnevenInputs, Buffers_AreThoseOfARankThatStillTrains) {
       join.Finish();
       EXPECT_EQ(net.buffers[0].item<float>(), 4);
     });
+  }
+}
+
+// Where the loop's body freezes parameters.
+enum class Freezes { kBehindTheFirstStep, kBeforeTheMicroStep, kBeforeTheForwardPass };
+
+// Rank 0 has one batch and rank 1 has four. Freezes parameters [first, end) behind the first step,
+// on both ranks, or in the second one, on rank 1; the ranks then train on together.
+void ExpectFrozenAreFollowed(Runner run, Freezes where, size_t first) {
+  std::vector<std::vector<at::Tensor>> gradients(2);
+  run(2, [&](Comm& comm) {
+    TestNet net(3);
+    DataParallel ddp(comm, net.parameters, net.names, net.buffers);
+    const auto set_trained = [&](bool trained) {
+      for (size_t p = first; p < net.parameters.size(); ++p) {
+        net.parameters[p].set_requires_grad(trained);
+        net.parameters[p].mutable_grad().reset();
+      }
+    };
+    // The input requires a gradient, as that of a discriminator does while the generator trains.
+    const auto pass = [&](int i) {
+      ddp.BeforeForward(true);
+      const at::Tensor x = Randn({1, 6}, 10 * i + comm.rank()).requires_grad_(true);
+      ddp.AfterForward(net.Forward(x)).square().sum().backward();
+      EXPECT_TRUE(ddp.UnexchangedGradients().empty());
+    };
+    UnevenInputs join(comm, {&ddp});
+    for (int i = 0; i < (comm.rank() == 0 ? 1 : 4); ++i) {
+      if (i == 1 && where == Freezes::kBeforeTheMicroStep) set_trained(false);
+      join.MicroStep(true);
+      if (i == 1 && where == Freezes::kBeforeTheForwardPass) set_trained(false);
+      pass(i);
+      if (i == 0 && where == Freezes::kBehindTheFirstStep) set_trained(false);
+    }
+    join.Finish();
+    for (size_t p = 0; p < net.parameters.size(); ++p) {
+      EXPECT_EQ(net.parameters[p].requires_grad(), p < first) << p;
+      net.parameters[p].mutable_grad().reset();
+    }
+    set_trained(true);
+    pass(9);
+    for (const at::Tensor& parameter : net.parameters) {
+      gradients[comm.rank()].push_back(parameter.grad());
+    }
+  });
+  for (size_t p = 0; p < gradients[0].size(); ++p) {
+    EXPECT_TRUE(gradients[0][p].equal(gradients[1][p])) << p;
+  }
+}
+
+TEST(UnevenInputs, ModelThatIsFrozen_ExchangesNothingAnyMore) {
+  for (const Runner run : {Runner{Gloo}, Runner{RunRanks}}) {
+    for (const Freezes where : {Freezes::kBehindTheFirstStep, Freezes::kBeforeTheMicroStep,
+                                Freezes::kBeforeTheForwardPass}) {
+      ExpectFrozenAreFollowed(run, where, /*first=*/0);
+    }
+  }
+}
+
+TEST(UnevenInputs, ParametersThatAreFrozen_AreFollowed) {
+  for (const Runner run : {Runner{Gloo}, Runner{RunRanks}}) {
+    for (const Freezes where : {Freezes::kBehindTheFirstStep, Freezes::kBeforeTheMicroStep}) {
+      ExpectFrozenAreFollowed(run, where, /*first=*/2);
+    }
+  }
+}
+
+// The ranks without a batch are in the exchange of the micro-step by then.
+TEST(UnevenInputs, ParameterFrozenWithinAMicroStep_IsNamed) {
+  RunGlooRanks(2, [](Comm& comm) {
+    TestNet net(3);
+    DataParallel ddp(comm, net.parameters, net.names, net.buffers);
+    UnevenInputs join(comm, {&ddp});
+    if (comm.rank() == 0) {
+      // Until the other rank is gone.
+      EXPECT_THROW(join.Finish(), std::exception);
+      return;
+    }
+    join.MicroStep(true);
+    net.parameters[3].set_requires_grad(false);
+    EXPECT_THAT(ErrorOf([&] { ddp.BeforeForward(true); }),
+                HasSubstr("rank 1 changed requires_grad of parameter 'fc2.bias' after "
+                          "accumulate() inside join_uneven_inputs()"));
+  });
+}
+
+TEST(UnevenInputs, ParameterFrozenOnSomeRanksWithBatches_IsNamedOnAllRanks) {
+  for (const Runner run : {Runner{Gloo}, Runner{RunRanks}}) {
+    std::vector<std::string> errors(3);
+    run(3, [&](Comm& comm) {
+      TestNet net(3);
+      DataParallel ddp(comm, net.parameters, net.names, net.buffers);
+      UnevenInputs join(comm, {&ddp});
+      if (comm.rank() == 2) net.parameters[3].set_requires_grad(false);
+      errors[comm.rank()] = ErrorOf([&] {
+        if (comm.rank() == 0) return join.Finish();
+        join.MicroStep(true);
+      });
+    });
+    EXPECT_THAT(errors, Each(HasSubstr("parameter 3 (of shape [3]) of prepared model 0 is trained "
+                                       "on rank 1 and frozen on rank 2")));
   }
 }
 
