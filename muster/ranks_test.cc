@@ -37,6 +37,7 @@ using testing::Each;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
+using testing::Not;
 
 // --- What must work ---
 
@@ -389,9 +390,54 @@ TEST(JoinUnevenInputs, SecondBackwardOfAMicroStep_IsRefused) {
         optimizer.zero_grad();
       }
     });
-    EXPECT_THAT(errors, Each(HasSubstr("a second backward() of one accumulate() inside "
-                                       "join_uneven_inputs()")));
+    EXPECT_THAT(
+        errors,
+        Each(AllOf(HasSubstr("a second backward() of one accumulate() inside "
+                             "join_uneven_inputs(): the first one has exchanged the gradients of "
+                             "prepared model 0 (whose first parameter is 'weight')"),
+                   HasSubstr("or begin a micro-step (accumulate()) for each"),
+                   HasSubstr("train outside of this scope"))));
   }
+}
+
+// The scope covers the first of two losses only.
+TEST(JoinUnevenInputs, BackwardBehindAMicroStep_IsNotTakenForOneOfIt) {
+  const auto errors = ErrorsOf(2, {}, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    auto join = a.join_uneven_inputs();
+    at::Tensor out;
+    {
+      auto scope = a.accumulate();
+      out = model(at::ones({1, 1}));
+      a.backward(Loss(out), {.retain_graph = true});
+    }
+    a.backward(Loss(out * 2));
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("backward() after the scope of accumulate() inside "
+                                           "join_uneven_inputs()"),
+                                 HasSubstr("prepared model 0 (whose first parameter is 'weight')"),
+                                 Not(HasSubstr("a second backward() of one accumulate()")))));
+}
+
+// The way out that the error names.
+TEST(JoinUnevenInputs, MicroStepForEachOfTwoLosses_Trains) {
+  RunAccelerators(2, {}, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    {
+      auto join = a.join_uneven_inputs();
+      for (int i = 0; i < (a.is_main_process() ? 1 : 2); ++i) {
+        for (const double x : {1, 2}) {
+          auto scope = a.accumulate();
+          TrainOn(x, a, model, optimizer);
+        }
+      }
+    }
+    EXPECT_EQ(net->weight.item<double>(), 3 + 1.5);
+  });
 }
 
 TEST(JoinUnevenInputs, ModelsThatAreNotTrained_TakeNoPart) {

@@ -10,6 +10,7 @@
 
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
+#include "absl/strings/str_cat.h"
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "muster/internal/backward_updates.h"
@@ -274,11 +275,24 @@ void StepController::CheckLoss(const at::Tensor& loss, const std::optional<doubl
       join_ == nullptr || !weight.has_value(),
       "weighted losses inside join_uneven_inputs() would need an exchange that processes without "
       "batches do not take part in: use one or the other");
+  if (!join_exchanged_ || !communicate()) return;
+  std::string model = "a prepared model";
+  for (size_t i = 0; i < registry_.models().size(); ++i) {
+    if (!IsTrained(*registry_.models()[i])) continue;
+    model = absl::StrCat("prepared model ", i, " (whose first parameter is '",
+                         registry_.models()[i]->source().parameters().front().first, "')");
+  }
   TORCH_CHECK(
-      !join_exchanged_ || !communicate(),
-      "a second backward() of one accumulate() inside join_uneven_inputs(): a process that has run "
-      "out of batches takes part in one exchange of gradients for each micro-step; add the losses "
-      "up before one backward(), or give all processes as many batches (even_batches)");
+      false,
+      in_micro_step_ ? "a second backward() of one accumulate() inside join_uneven_inputs(): the "
+                       "first one has exchanged the gradients of "
+                     : "backward() after the scope of accumulate() inside join_uneven_inputs(): "
+                       "one within it has exchanged the gradients of ",
+      model,
+      ", and a process that has run out of batches takes part in one exchange for each "
+      "accumulate(), so the others would wait for it in this one. Add the losses up before one "
+      "backward(), or begin a micro-step (accumulate()) for each; or train outside of this scope, "
+      "with as many batches on every process (options.data_loader.even_batches)");
 }
 
 void StepController::NoteJoinedExchange() {
