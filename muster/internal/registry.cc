@@ -229,11 +229,9 @@ void Registry::LoadLoader(size_t place, const LoaderState& state,
 
 void Registry::ForgetUnheld() {
   std::erase_if(schedulers_, [](const auto& slot) { return slot.use_count() == 1; });
-  const std::vector<std::shared_ptr<OptimizerSlot>> optimizers = optimizers_;
-  for (const auto& slot : optimizers) {
-    // The two references are the one here and the one in the copy.
-    if (slot.use_count() == 2) ForgetOptimizer(slot.get());
-  }
+  const size_t optimizers =
+      std::erase_if(optimizers_, [](const auto& slot) { return slot.use_count() == 1; });
+  if (optimizers > 0) optimizer_forgotten_();
   const size_t models = std::erase_if(models_, [](const std::shared_ptr<ModelSlot>& slot) {
     return slot.use_count() == 1 && !slot->source().held_elsewhere();
   });
@@ -241,8 +239,9 @@ void Registry::ForgetUnheld() {
 }
 
 void Registry::ForgetOptimizer(const OptimizerSlot* slot) {
-  optimizer_forgotten_();
+  // The program may have destroyed it: nothing may look at its parameters any more.
   std::erase_if(optimizers_, [&](const auto& other) { return other.get() == slot; });
+  optimizer_forgotten_();
 }
 
 void Registry::Clear() {

@@ -44,6 +44,20 @@ TEST_F(RegistryTest, OptimizerOnlyTheRegistryHolds_IsForgotten) {
   EXPECT_EQ(parts_.forgotten, 1);
 }
 
+// The program has destroyed them: who is told must not find them here any more.
+TEST_F(RegistryTest, ForgottenOptimizers_AreGoneWhenItIsTold) {
+  std::vector<size_t> left;
+  Registry registry([&] { left.push_back(registry.optimizers().size()); });
+  const SlotPtr held = registry.AddOptimizer(Slot());
+  for (int i = 0; i < 2; ++i) registry.AddOptimizer(Slot());
+  registry.BeginCall();
+  registry.EndCall(/*failed=*/false);
+  registry.ForgetUnheld();
+  EXPECT_EQ(left, std::vector<size_t>{1});
+  registry.FindOptimizer(&sgd_, [](const OptimizerSlot&) { return false; });
+  EXPECT_EQ(left, (std::vector<size_t>{1, 0}));
+}
+
 TEST_F(RegistryTest, OtherOptimizerAtTheSameAddress_ReplacesTheOld) {
   const SlotPtr slot = registry_.AddOptimizer(Slot());
   EXPECT_EQ(registry_.FindOptimizer(&sgd_, [](const OptimizerSlot&) { return true; }), slot);

@@ -36,6 +36,22 @@ AccumulationOptions WithSteps(AccumulationOptions options, int64_t steps) {
   return options;
 }
 
+std::unique_ptr<GradScaler> MakeScaler(const Process& process) {
+  // Each process sees the gradients of its own shards only.
+  const bool sharded = process.size() > 1 && process.sharding().strategy != ShardingStrategy::kNone;
+  return std::make_unique<GradScaler>(process.grad_scaler(), sharded ? &process.comm() : nullptr);
+}
+
+// Replaces a scaler by one of the same scale that knows no optimizer.
+void ForgetOptimizers(const Process& process, std::unique_ptr<GradScaler>* scaler) {
+  (*scaler)->Reset();
+  const PlainState state = (*scaler)->SaveState();
+  // No state is loaded without a scale. UpdateScale() has thrown for it.
+  if (state.at("scale")[0] <= 0) return;
+  *scaler = MakeScaler(process);
+  (*scaler)->LoadState(state);
+}
+
 // Whether processes exchange the gradients of an unsharded model.
 bool IsTrained(ModelSlot& model) {
   if (model.ddp() == nullptr) return false;
@@ -58,11 +74,7 @@ StepController::StepController(const Process& process, Registry& registry, LoopT
       samples_(process, registry),
       empty_losses_(registry) {
   if (NeedsGradScaler(process.precision()) && process.grad_scaler().enabled) {
-    // Each process sees the gradients of its own shards only.
-    const bool sharded =
-        process.size() > 1 && process.sharding().strategy != ShardingStrategy::kNone;
-    scaler_ =
-        std::make_unique<GradScaler>(process.grad_scaler(), sharded ? &process.comm() : nullptr);
+    scaler_ = MakeScaler(process);
   }
   if (!process.sharding().optimizer_in_backward) return;
   TORCH_CHECK(scaler_ == nullptr,
@@ -1266,7 +1278,13 @@ void StepController::OptimizerForgotten() {
   samples_.ForgetAll();
   if (scaler_ == nullptr) return;
   if (scaler_->pending()) UpdateScale();
-  scaler_->Reset();
+  const auto& all = registry_.optimizers();
+  if (std::any_of(all.begin(), all.end(), [](const auto& o) { return o->gradients_finished_; })) {
+    // Their steps ask the scaler for what it has found in their gradients.
+    scaler_->Reset();
+  } else {
+    ForgetOptimizers(process_, &scaler_);
+  }
 }
 
 void StepController::Reset() {
@@ -1296,7 +1314,7 @@ void StepController::Reset() {
   window_factor_.reset();
   window_backwards_ = 0;
   holds_back_ = window_broken_ = false;
-  if (scaler_ != nullptr) scaler_->Reset();
+  if (scaler_ != nullptr) ForgetOptimizers(process_, &scaler_);
 }
 
 }  // namespace muster::internal

@@ -101,6 +101,61 @@ TEST_F(StepControllerTest, GradientsZeroedWithinAWindow_AreMissed) {
   EXPECT_THROW(MicroStep(1), c10::Error);
 }
 
+// Two weights of 1 and their optimizers, with a loss scale.
+class ForgottenOptimizer : public testing::Test {
+ protected:
+  static AcceleratorOptions Options() {
+    AcceleratorOptions options;
+    options.mixed_precision = "fp16";
+    options.grad_scaler.init_scale = 16;
+    return options;
+  }
+  std::shared_ptr<OptimizerSlot> Add(FusedSGD& sgd) {
+    return parts_.registry.AddOptimizer(
+        std::make_shared<OptimizerSlot>(&parts_.steps, &sgd, nullptr, &sgd, sgd.id()));
+  }
+  void Forget(FusedSGD& sgd) {
+    parts_.registry.FindOptimizer(&sgd, [](const OptimizerSlot&) { return false; });
+    parts_.steps.OptimizerForgotten();
+  }
+
+  const at::Tensor weight_ = at::ones({1}).requires_grad_(true);
+  const at::Tensor other_weight_ = at::ones({1}).requires_grad_(true);
+  FusedSGD sgd_{{weight_}, {.lr = 1}};
+  FusedSGD other_sgd_{{other_weight_}, {.lr = 1}};
+  Parts parts_{Options()};
+  const std::shared_ptr<OptimizerSlot> slot_ = Add(sgd_), other_slot_ = Add(other_sgd_);
+};
+
+TEST_F(ForgottenOptimizer, WithUnscaledGradients_IsUnknownToTheScaler) {
+  parts_.steps.Backward((weight_ + other_weight_).sum());
+  parts_.steps.FinishGradients(slot_.get());
+  Forget(sgd_);
+  EXPECT_THROW(parts_.steps.scaler()->StepUnscaled(sgd_), c10::Error);
+  EXPECT_EQ(parts_.steps.scaler()->scale(), 16);
+  EXPECT_EQ(parts_.steps.scaler()->growth_tracker(), 1);
+  other_slot_->Step();
+  EXPECT_EQ(other_weight_.item<double>(), 0);
+}
+
+TEST_F(ForgottenOptimizer, WhileAnotherOneHasUnscaledGradients_LeavesThemToItsStep) {
+  parts_.steps.Backward((weight_ + other_weight_).sum());
+  parts_.steps.FinishGradients();
+  Forget(sgd_);
+  other_slot_->Step();
+  EXPECT_EQ(other_weight_.item<double>(), 0);
+}
+
+TEST_F(ForgottenOptimizer, WithAllOthers_IsUnknownToTheScaler) {
+  parts_.steps.Backward((weight_ + other_weight_).sum());
+  parts_.steps.FinishGradients();
+  parts_.registry.Clear();
+  parts_.steps.Reset();
+  EXPECT_THROW(parts_.steps.scaler()->StepUnscaled(sgd_), c10::Error);
+  // A step that was not made does not count.
+  EXPECT_EQ(parts_.steps.scaler()->growth_tracker(), 0);
+}
+
 // Gradients in a place that fails: the second of two weights' when it is written.
 class TornGradients : public testing::Test {
  protected:
