@@ -44,7 +44,7 @@ TEST_F(RegistryTest, OptimizerOnlyTheRegistryHolds_IsForgotten) {
   EXPECT_EQ(parts_.forgotten, 1);
 }
 
-// The program has destroyed them: who is told must not find them here any more.
+// The program has destroyed them: the function that is called must not find them here any more.
 TEST_F(RegistryTest, ForgottenOptimizers_AreGoneWhenItIsTold) {
   std::vector<size_t> left;
   Registry registry([&] { left.push_back(registry.optimizers().size()); });
