@@ -42,15 +42,15 @@
 namespace muster::agent {
 namespace {
 
-// Refuses the node at its first call, after `first`, which ends its service.
+// Refuses the node at each call, after `first`, which ends its service unless an attempt runs.
 class RefusingNodes final : public v1::Nodes::Service {
  public:
   explicit RefusingNodes(std::function<void()> first = [] {}) : first_(std::move(first)) {}
 
   grpc::Status Sync(grpc::ServerContext*, const v1::SyncNodeRequest* request,
                     v1::SyncNodeReply*) override {
-    first_();
     MutexLock lock(&mu_);
+    first_();
     request_ = *request;
     return grpc::Status(grpc::StatusCode::PERMISSION_DENIED, "not this node");
   }
