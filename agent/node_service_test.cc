@@ -606,9 +606,11 @@ TEST(NodeServiceTest, GpusOfAnAttemptThatRuns_KeepTheirNumbers) {
                                  "agent's; now that is 3: "));
   options.gpus = {"2", "3"};
   EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
+  EXPECT_EQ(nodes.request().node(), "n");  // its lock orders the end of `runs` before what follows
   EXPECT_FALSE(runs.open());
   options.gpus = {"3", "2"};
   EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
+  EXPECT_EQ(nodes.request().node(), "n");
 }
 
 // The agent starts before its network: the next attempt has the address.
