@@ -426,6 +426,17 @@ class LeftNodes final : public v1::Nodes::Service {
   std::vector<std::string> states_ ABSL_GUARDED_BY(mu_);
 };
 
+// Starts a process that holds the lock of an attempt, as its workers do.
+pid_t StartHolderOfLock(const std::string& attempt) {
+  OwnedFd held(open(JoinPath(attempt, "lock").c_str(), O_RDWR | O_CLOEXEC));
+  EXPECT_EQ(flock(held.get(), LOCK_EX), 0);
+  const pid_t holder = fork();
+  if (holder == 0) {
+    while (true) pause();
+  }
+  return holder;
+}
+
 // A debugger that stands still at the end of a process of the attempt stands for a disk or a driver
 // that hangs: the process takes SIGKILL and does not end. Its runner has left a report.
 TEST(NodeServiceTest, ProcessThatSigkillDoesNotEnd_AttemptEnds_AndTheNodeSaysThatItIsThere) {
@@ -436,13 +447,7 @@ TEST(NodeServiceTest, ProcessThatSigkillDoesNotEnd_AttemptEnds_AndTheNodeSaysTha
   ASSERT_TRUE(WriteFileAtomically(JoinPath(attempt, "end.json"),
                                   R"({"endClass": "END_CLASS_PROCESS_FAILED", "why": "stuck"})")
                   .ok());
-  OwnedFd held(open(JoinPath(attempt, "lock").c_str(), O_RDWR | O_CLOEXEC));
-  ASSERT_EQ(flock(held.get(), LOCK_EX), 0);
-  const pid_t stuck = fork();
-  if (stuck == 0) {
-    while (true) pause();
-  }
-  held.Close();
+  const pid_t stuck = StartHolderOfLock(attempt);
   ASSERT_EQ(ptrace(PTRACE_SEIZE, stuck, nullptr, PTRACE_O_TRACEEXIT), 0) << strerror(errno);
   // Only this thread may let it go.
   std::promise<void> seen;
@@ -475,13 +480,7 @@ TEST(NodeServiceTest, RunnerThatIsGoneWithoutAReport_ItsWorkersAreKilled_AndTheA
     ASSERT_TRUE(WriteFileAtomically(JoinPath(attempt, "runner.pid"),
                                     absl::StrCat(reused ? getpid() : runner))
                     .ok());
-    OwnedFd held(open(JoinPath(attempt, "lock").c_str(), O_RDWR | O_CLOEXEC));
-    ASSERT_EQ(flock(held.get(), LOCK_EX), 0);
-    const pid_t worker = fork();
-    if (worker == 0) {
-      while (true) pause();
-    }
-    held.Close();
+    const pid_t worker = StartHolderOfLock(attempt);
     AdoptingNodes nodes(nullptr);
     const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
     ASSERT_TRUE(server.ok()) << server.status();

@@ -22,7 +22,7 @@ namespace muster::internal {
 // and forgets those that only the registry still holds. Not thread-safe.
 class Registry {
  public:
-  // `optimizer_forgotten` is called before an optimizer is forgotten.
+  // `optimizer_forgotten` is called after optimizers were forgotten.
   explicit Registry(std::function<void()> optimizer_forgotten)
       : optimizer_forgotten_(std::move(optimizer_forgotten)) {}
   Registry(const Registry&) = delete;

@@ -36,22 +36,6 @@ AccumulationOptions WithSteps(AccumulationOptions options, int64_t steps) {
   return options;
 }
 
-std::unique_ptr<GradScaler> MakeScaler(const Process& process) {
-  // Each process sees the gradients of its own shards only.
-  const bool sharded = process.size() > 1 && process.sharding().strategy != ShardingStrategy::kNone;
-  return std::make_unique<GradScaler>(process.grad_scaler(), sharded ? &process.comm() : nullptr);
-}
-
-// Replaces a scaler by one of the same scale that knows no optimizer.
-void ForgetOptimizers(const Process& process, std::unique_ptr<GradScaler>* scaler) {
-  (*scaler)->Reset();
-  const PlainState state = (*scaler)->SaveState();
-  // No state is loaded without a scale. UpdateScale() has thrown for it.
-  if (state.at("scale")[0] <= 0) return;
-  *scaler = MakeScaler(process);
-  (*scaler)->LoadState(state);
-}
-
 // Whether processes exchange the gradients of an unsharded model.
 bool IsTrained(ModelSlot& model) {
   if (model.ddp() == nullptr) return false;
@@ -74,7 +58,11 @@ StepController::StepController(const Process& process, Registry& registry, LoopT
       samples_(process, registry),
       empty_losses_(registry) {
   if (NeedsGradScaler(process.precision()) && process.grad_scaler().enabled) {
-    scaler_ = MakeScaler(process);
+    // Each process sees the gradients of its own shards only.
+    const bool sharded =
+        process.size() > 1 && process.sharding().strategy != ShardingStrategy::kNone;
+    scaler_ =
+        std::make_unique<GradScaler>(process.grad_scaler(), sharded ? &process.comm() : nullptr);
   }
   if (!process.sharding().optimizer_in_backward) return;
   TORCH_CHECK(scaler_ == nullptr,
@@ -1283,7 +1271,7 @@ void StepController::OptimizerForgotten() {
     // Their steps ask the scaler for what it has found in their gradients.
     scaler_->Reset();
   } else {
-    ForgetOptimizers(process_, &scaler_);
+    scaler_->ForgetOptimizers();
   }
 }
 
@@ -1314,7 +1302,7 @@ void StepController::Reset() {
   window_factor_.reset();
   window_backwards_ = 0;
   holds_back_ = window_broken_ = false;
-  if (scaler_ != nullptr) ForgetOptimizers(process_, &scaler_);
+  if (scaler_ != nullptr) scaler_->ForgetOptimizers();
 }
 
 }  // namespace muster::internal

@@ -31,9 +31,10 @@ struct UnevenInputsOptions {
 // All ranks sync as soon as one does, because otherwise their windows would end at different steps
 // forever. Every model makes one forward and backward pass in each micro-step. The loop's body may
 // contain no other collectives (gathering metrics, sharded clipping), because they would meet the
-// zeros of another operation, and it may not freeze or unfreeze parameters. Models with sparse
-// gradients are refused. Works on every backend. A rank that throws in its loop leaves the others
-// to their collective's timeout. `comm` and models are borrowed. Not thread-safe.
+// zeros of another operation. Ranks without a batch follow parameters that the others freeze or
+// unfreeze before MicroStep(). Models with sparse gradients are refused. Works on every backend. A
+// rank that throws in its loop leaves the others to their collective's timeout. `comm` and models
+// are borrowed. Not thread-safe.
 class UnevenInputs {
  public:
   struct Decision {

@@ -70,6 +70,8 @@ class GradScaler {
   bool pending() const;
   // Forgets such steps, because a state is loaded. StepUnscaled() still knows of overflows.
   void Reset();
+  // Forgets all that is known of optimizers. The scale stays.
+  void ForgetOptimizers() { optimizers_.clear(); }
 
   double scale() const;
   // The scale as a 0-d F32 tensor on its device, so that nothing waits to read it; Update() changes
